@@ -1,0 +1,88 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Reference block-scaled GEMM ``Y = A B^T``, bit-reproducible for every row whatever the batch it sits in.
+
+Per 128-wide K block the partial sum is formed exactly and rounded once to FP32: a product of two E4M3 values is a
+multiple of 2^-18 below 2^18, a sum of 128 of them needs at most 43 bits, so float64 holds it without error *in any
+order*. That makes the reference independent of the BLAS, its blocking and the batch size, which a float32 ``matmul``
+is not.
+Promotion is the contract's: ``acc += (s_a * s_b) * partial`` in FP32, K blocks ascending; bias is added in FP32; one
+rounding into the output type.
+"""
+
+import torch
+
+from jetrl_verl.numerics.formats import BLOCK
+from jetrl_verl.numerics.quantize import BlockQuantized, dequantize_1x128, dequantize_128x128
+
+
+def check_gemm_shapes(a: BlockQuantized, b: BlockQuantized, b_block_scaled: bool, bias: torch.Tensor | None) -> None:
+    """Raise ``ValueError`` with the offending shapes unless ``a``, ``b`` and ``bias`` fit together."""
+    m, k = a.codes.shape
+    n, kb = b.codes.shape
+    blocks_k = -(-k // BLOCK)
+    rows_b = -(-n // BLOCK) if b_block_scaled else n
+    if kb != k or tuple(a.scales.shape) != (m, blocks_k) or tuple(b.scales.shape) != (rows_b, blocks_k):
+        raise ValueError(
+            f"gemm_nt: A codes {tuple(a.codes.shape)} scales {tuple(a.scales.shape)} do not fit "
+            f"B codes {tuple(b.codes.shape)} scales {tuple(b.scales.shape)} "
+            f"({'128x128' if b_block_scaled else '1x128'} scales on B)"
+        )
+    if bias is not None and tuple(bias.shape) != (n,):
+        raise ValueError(f"gemm_nt: bias has shape {tuple(bias.shape)}, expected ({n},)")
+
+
+def gemm_nt(
+    a: BlockQuantized,
+    b: BlockQuantized,
+    *,
+    b_block_scaled: bool,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """``A B^T`` of two quantised operands.
+
+    Args:
+        a: codes ``[M, K]``, 1x128 scales ``[M, ceil(K/128)]``.
+        b: codes ``[N, K]``; scales ``[ceil(N/128), ceil(K/128)]`` if ``b_block_scaled`` (FProp, DGrad), else
+            ``[N, ceil(K/128)]`` (WGrad).
+        b_block_scaled: which of the two.
+        bias: ``[N]`` or None, added in FP32 before the rounding.
+        out_dtype: BF16 or FP32.
+
+    Returns:
+        ``[M, N]`` of ``out_dtype``.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    check_gemm_shapes(a, b, b_block_scaled, bias)
+    m, k = a.codes.shape
+    n = b.codes.shape[0]
+    a64, b64 = a.codes.double(), b.codes.double()
+    b_scales = b.scales.repeat_interleave(BLOCK, dim=0)[:n] if b_block_scaled else b.scales
+    acc = torch.zeros(m, n, dtype=torch.float32, device=a.codes.device)
+    for block in range(a.scales.shape[1]):
+        cols = slice(block * BLOCK, min((block + 1) * BLOCK, k))
+        partial = (a64[:, cols] @ b64[:, cols].t()).float()
+        acc += (a.scales[:, block, None] * b_scales[None, :, block]) * partial
+    if bias is not None:
+        acc += bias.float()
+    return acc.to(out_dtype)
+
+
+def gemm_nt_float64(a: BlockQuantized, b: BlockQuantized, *, b_block_scaled: bool) -> torch.Tensor:
+    """``A B^T`` of the dequantised operands in float64, the yardstick of every GEMM's accuracy. Shapes as `gemm_nt`."""
+    b_values = dequantize_128x128(b) if b_block_scaled else dequantize_1x128(b)
+    return dequantize_1x128(a).double() @ b_values.double().t()

@@ -11,3 +11,36 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
+"""The contract's functions, fast: names and results of jetrl_verl.numerics, served by dispatch.py's table."""
+
+from jetrl_verl.kernels.dispatch import (
+    BACKENDS,
+    describe_backends,
+    gemm_nt,
+    override_backend,
+    platform_of,
+    quantize_1x128,
+    quantize_1x128_and_128x1,
+    quantize_128x1,
+    quantize_128x128,
+    quantize_128x128_and_transpose,
+    relayout_128x1,
+    transpose_128x128,
+)
+from jetrl_verl.kernels.torch_ops import fprop
+
+__all__ = [
+    "BACKENDS",
+    "describe_backends",
+    "fprop",
+    "gemm_nt",
+    "override_backend",
+    "platform_of",
+    "quantize_1x128",
+    "quantize_1x128_and_128x1",
+    "quantize_128x1",
+    "quantize_128x128",
+    "quantize_128x128_and_transpose",
+    "relayout_128x1",
+    "transpose_128x128",
+]

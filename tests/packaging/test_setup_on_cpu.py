@@ -1,0 +1,185 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""scripts/setup.py: what it decides, and that it decides it in words. Nothing is installed here."""
+
+import ctypes
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def setup(monkeypatch, tmp_path):
+    """The script as a module, with its environment folder in ``tmp_path``."""
+    spec = importlib.util.spec_from_file_location("jetrl_setup", ROOT / "scripts/setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "VENV", tmp_path / ".venv")
+    monkeypatch.setattr(module, "STAMP", tmp_path / ".venv" / "stamp")
+    return module
+
+
+def answering_driver(gpus: int, cuda_version: int, init_code: int = 0):
+    """A stand-in for libcuda.so.1."""
+
+    def fill(value):
+        return lambda reference: setattr(reference._obj, "value", value) or 0
+
+    return SimpleNamespace(
+        cuInit=lambda flags: init_code,
+        cuDeviceGetCount=fill(gpus),
+        cuDriverGetVersion=fill(cuda_version),
+        cuDeviceGetName=lambda buffer, size, device: setattr(buffer, "value", b"NVIDIA H200") or 0,
+    )
+
+
+def finished_environment(setup, stack: str, key: str | None = None) -> None:
+    (setup.VENV / "bin").mkdir(parents=True)
+    (setup.VENV / "bin" / "python").touch()
+    setup.STAMP.write_text(f"{stack} {key or setup.fingerprint(stack)}\n")
+
+
+@pytest.mark.parametrize("version", [(3, 10), (3, 13)])
+def test_another_python_is_refused_in_one_sentence_that_says_what_to_type(setup, monkeypatch, version):
+    monkeypatch.setattr(sys, "version_info", (*version, 0))
+    with pytest.raises(SystemExit) as refusal:
+        setup.check_platform()
+    sentence = str(refusal.value)
+    assert "needs Python 3.11 or 3.12" in sentence and "PYTHON3=" in sentence and "\n" not in sentence
+
+
+def test_a_gpu_that_answers_gets_the_gpu_stack(setup, monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: answering_driver(gpus=2, cuda_version=13000))
+    assert setup.probe_gpu() == ("gpu", "2 x NVIDIA H200 answers")
+
+
+@pytest.mark.parametrize("driver", [answering_driver(0, 13000), answering_driver(1, 13000, init_code=100)])
+def test_a_driver_without_a_usable_gpu_gets_the_cpu_stack(setup, monkeypatch, driver):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    assert setup.probe_gpu()[0] == "cpu"
+
+
+def test_a_device_without_a_driver_gets_the_cpu_stack(setup, monkeypatch):
+    def missing(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    stack, why = setup.probe_gpu()
+    assert stack == "cpu" and "libcuda.so.1" in why
+
+
+def test_a_driver_too_old_for_the_pinned_torch_stops_instead_of_taking_the_cpu_stack(setup, monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: answering_driver(gpus=1, cuda_version=12080))
+    with pytest.raises(SystemExit, match=r"CUDA 12\.8 .*STACK=cpu"):
+        setup.probe_gpu()
+
+
+def test_the_stack_can_be_named(setup):
+    assert setup.choose_stack("gpu", None)[0] == "gpu"
+    assert setup.choose_stack("cpu", "gpu")[0] == "cpu"
+
+
+def test_the_second_set_up_starts_nothing(setup, monkeypatch, capsys):
+    finished_environment(setup, "cpu")
+
+    def nothing_may_run(*args, **kwargs):
+        raise AssertionError(f"started {args}")
+
+    monkeypatch.setattr(subprocess, "run", nothing_may_run)
+    monkeypatch.setattr(sys, "argv", ["setup.py", "--stack", "cpu"])
+    setup.main()
+    assert "up to date" in capsys.readouterr().out
+
+
+def test_an_interrupted_set_up_is_done_again(setup, monkeypatch):
+    finished_environment(setup, "cpu", key="unfinished")
+    started = []
+    monkeypatch.setattr(setup, "make_venv", lambda *stacks: started.append(stacks))
+    monkeypatch.setattr(setup, "install", lambda stack: started.append(stack))
+    monkeypatch.setattr(sys, "argv", ["setup.py", "--stack", "cpu"])
+    setup.main()
+    assert started == [("cpu", "cpu"), "cpu"]
+    assert setup.read_stamp() == ("cpu", setup.fingerprint("cpu"))
+
+
+def test_a_failed_install_does_not_look_finished(setup, monkeypatch):
+    finished_environment(setup, "cpu", key="older")
+    monkeypatch.setattr(setup, "make_venv", lambda *stacks: None)
+    monkeypatch.setattr(setup, "install", lambda stack: setup.stop("no network"))
+    monkeypatch.setattr(sys, "argv", ["setup.py", "--stack", "cpu"])
+    with pytest.raises(SystemExit, match="no network"):
+        setup.main()
+    assert setup.read_stamp() == ("cpu", "unfinished")
+
+
+def test_one_stack_is_never_installed_over_the_other(setup, monkeypatch):
+    finished_environment(setup, "cpu")
+    version = "{}.{}.{}".format(*sys.version_info[:3])
+    (setup.VENV / "pyvenv.cfg").write_text(f"version = {version}\n")
+    monkeypatch.setattr(setup, "run", lambda *args, **kwargs: None)
+    setup.make_venv("cpu", "cpu")
+    assert setup.VENV.exists()
+    setup.make_venv("gpu", "cpu")
+    assert not setup.VENV.exists()
+
+
+def test_the_fingerprint_tells_the_stacks_apart(setup):
+    assert setup.fingerprint("cpu") != setup.fingerprint("gpu")
+
+
+def test_pips_index_reaches_uv_and_the_users_own_uv_setting_wins(setup, monkeypatch):
+    listing = (
+        ":env:.index-url='https://mirror.example/simple'\n"
+        "global.index-url='https://old.example/simple'\n"
+        "global.extra-index-url='https://a.example/simple\\nhttps://b.example/simple'\n"
+        "global.timeout='60'\n"
+    )
+    for name in [name for name in os.environ if name.startswith("UV_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: SimpleNamespace(stdout=listing))
+    env = setup.uv_environment()
+    assert env["UV_DEFAULT_INDEX"] == "https://mirror.example/simple"
+    assert env["UV_INDEX"] == "https://a.example/simple https://b.example/simple"
+    assert env["UV_INDEX_STRATEGY"] == "unsafe-best-match"
+    monkeypatch.setenv("UV_DEFAULT_INDEX", "https://mine.example/simple")
+    assert setup.uv_environment()["UV_DEFAULT_INDEX"] == "https://mine.example/simple"
+
+
+def test_an_interpreter_that_does_not_exist_is_named(setup):
+    with pytest.raises(SystemExit, match="PYTHON=/no/such/python is no program"):
+        setup.adopt("/no/such/python")
+
+
+def test_an_interpreter_that_has_the_plugin_from_this_tree_is_left_alone(setup, monkeypatch, capsys):
+    monkeypatch.setattr(setup, "run", lambda *args, **kwargs: pytest.fail("nothing may be installed"))
+    setup.adopt(sys.executable)
+    assert "has the plugin from this tree" in capsys.readouterr().out
+
+
+def test_an_interpreter_with_a_copy_from_elsewhere_gets_this_tree(setup, monkeypatch, tmp_path):
+    commands = []
+    monkeypatch.setattr(setup, "run", lambda command, hint: commands.append([str(word) for word in command]))
+    monkeypatch.setattr(setup, "ROOT", tmp_path)
+    setup.adopt(sys.executable)
+    assert commands == [
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation", "-e"]
+        + [str(tmp_path)]
+    ]

@@ -1,0 +1,116 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Scale, encode and decode on the device: the lines of ``numerics`` that every quantiser kernel shares.
+
+Everything is byte-equal with ``numerics`` by construction: maxima over bit patterns, IEEE-rounded division, powers of
+two assembled from exponent bits, and one round-to-nearest-even into E4M3.
+
+Two steps have a second form for Triton's interpreter, which the CPU tests run under: it converts FP32 to E4M3 wrongly
+(113 of 4096 normal values; NaN becomes finite) and decodes NaN codes as 480. There both are done in integers; a GPU
+takes the hardware's conversion, one instruction for two elements instead of about ten for one.
+
+``numerics`` clamps the quotient to +-448 and this file does not: ``x / s`` exceeds 448 by one FP32 step at most (where
+the scale was rounded down), and that rounds to 448.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from jetrl_verl.numerics import BLOCK, FP8_DTYPE, BlockQuantized, check_rule
+
+GROUP: tl.constexpr = tl.constexpr(BLOCK)
+_INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
+_INF_BITS: tl.constexpr = tl.constexpr(0x7F800000)
+_NAN_CODE: tl.constexpr = tl.constexpr(0x7F)
+_E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
+_MIN_SCALE: tl.constexpr = tl.constexpr(2.0**-63)
+_MIN_SCALE_EXPONENT: tl.constexpr = tl.constexpr(127 - 63)
+_CARRY_ABOVE_1_75: tl.constexpr = tl.constexpr(0x7FFFFF - 0x600000)
+
+
+@triton.jit
+def magnitude_bits(x):
+    """Bit patterns of ``|x|``, whose integer maximum orders like the values and puts Inf and NaN on top."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scale_of(bits, POW2: tl.constexpr):
+    """Scales from maxima ``bits``, as ``numerics.scale_from_amax_bits``."""
+    if POW2:
+        exponent = tl.maximum(((bits + _CARRY_ABOVE_1_75) >> 23) - 8, _MIN_SCALE_EXPONENT)
+        scale = (exponent << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.maximum(tl.div_rn(bits.to(tl.float32, bitcast=True), _E4M3_MAX), _MIN_SCALE)
+    return tl.where((bits == 0) | (bits >= _INF_BITS), 1.0, scale)
+
+
+@triton.jit
+def encode(x, scale, poisoned, POW2: tl.constexpr):
+    """uint8 codes of ``x``; ``scale`` and ``poisoned`` broadcast against it."""
+    if POW2:
+        # The reciprocal of a power of two is exact, and so x * (1/s) rounds exactly as x / s does.
+        reciprocal = (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+        quotient = x * reciprocal
+    else:
+        quotient = tl.div_rn(x, scale)
+    codes = _round_in_integers(quotient) if _INTERPRETED else quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return tl.where(poisoned, _NAN_CODE, codes).to(tl.uint8)
+
+
+@triton.jit
+def decode(codes):
+    """FP32 values of uint8 codes."""
+    if _INTERPRETED:
+        # Shifted into FP32's fields the code is 2^-120 of its value, subnormals included.
+        value = ((codes.to(tl.int32) & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120
+        bits = tl.where((codes & 0x7F) == _NAN_CODE, 0x7FC00000, value.to(tl.int32, bitcast=True))
+        return (bits | ((codes.to(tl.int32) & 0x80) << 24)).to(tl.float32, bitcast=True)
+    else:
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _round_in_integers(quotient):
+    """E4M3 codes (int32), round to nearest even. ``|quotient|`` rounds to 448 at most, or its group is poisoned."""
+    bits = quotient.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    # 2^14 has an FP32 step of 2^-9, E4M3's subnormal step, so this addition rounds to it.
+    subnormal = (tl.abs(quotient) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    codes = tl.where(magnitude < (121 << 23), subnormal, normal)
+    return (codes | ((bits >> 24) & 0x80)) & 0xFF
+
+
+def is_pow2(rule: str) -> bool:
+    """Validate ``rule`` and turn it into the kernels' compile-time switch."""
+    check_rule(rule)
+    return rule == "pow2"
+
+
+def empty_rows(rows: int, k: int, device: torch.device) -> BlockQuantized:
+    """Uninitialised 1x128 result: codes ``[rows, k]``, scales ``[rows, ceil(k/128)]`` stored column-major."""
+    codes = torch.empty((rows, k), dtype=FP8_DTYPE, device=device)
+    scales = torch.empty((triton.cdiv(k, BLOCK), rows), dtype=torch.float32, device=device).t()
+    return BlockQuantized(codes, scales)
+
+
+def empty_transposed(rows: int, k: int, device: torch.device) -> tuple[BlockQuantized, torch.Tensor]:
+    """Uninitialised 128x1 result ``[k, rows]`` and the buffer ``[k, rows rounded up to 128]`` that its codes are a view
+    of. GEMMs load 16 bytes at a time along tokens, whose number is arbitrary: rows of a padded buffer start aligned,
+    and zeros after their end add nothing to a sum."""
+    buffer = torch.empty((k, triton.cdiv(rows, BLOCK) * BLOCK), dtype=FP8_DTYPE, device=device)
+    scales = torch.empty((triton.cdiv(rows, BLOCK), k), dtype=torch.float32, device=device).t()
+    return BlockQuantized(buffer[:, :rows], scales), buffer

@@ -44,6 +44,9 @@ class JetFSDPEngineConfig(FSDPEngineConfig):
     jetrl_role: str = "actor"
     """``actor``, ``ref`` or ``critic``: which of the options speaks about this model."""
 
+    jetrl_rollout_tp: int = 1
+    """Tensor-parallel size of the rollout, which decides with the shapes which layers can be quantised."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.jetrl is None:

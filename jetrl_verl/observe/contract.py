@@ -1,0 +1,248 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The contract check: do trainer and rollout hold the same quantised layers, bytes, biases and kernels?
+
+The trainer sends, behind the weights of every sync, what it believes the rollout now holds; each vLLM worker compares
+that with its *live* parameters, the storage its kernels will read, not the bytes that went over the wire. A loader that
+drops, swaps or misplaces a piece is therefore seen, and so is a parameter that a sleep/wake cycle lost.
+
+Sums. A tensor is summarised by 64-bit multilinear sums: its bytes as 64-bit words, each times an odd constant of its
+position, added modulo 2^64. Odd constants are invertible, so any change within one word always changes the sum. Codes
+get one sum per 128x128 block, the block's scale included, which is also the granularity of tensor-parallel shards and
+merged projections: a worker compares exactly the blocks it holds. BF16 tensors get one sum per row.
+
+Per-layer facts ride in a JSON manifest: quantised or not, block shape, scale rule, and the sum of a small probe GEMM
+run through the same operator on both sides, which tells two kernels apart that hold equal weights.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+
+from jetrl_verl import kernels
+from jetrl_verl.numerics import BLOCK, FP8_DTYPE, BlockQuantized
+
+MANIFEST_NAME = "jetrl.contract"
+SUM_PREFIX = "jetrl.contract/"
+SCALE_SUFFIX = "_scale_inv"
+"""Name of a weight's scales on the wire and in vLLM: ``<weight>_scale_inv``."""
+
+
+class ContractViolation(RuntimeError):
+    """Trainer and rollout differ; the message names the layer and both values."""
+
+
+@cache
+def _odd_constants(count: int, device: torch.device) -> torch.Tensor:
+    """``count`` fixed odd int64 constants."""
+    generator = torch.Generator().manual_seed(0x6A657472)
+    words = torch.randint(-(2**62), 2**62, (count,), generator=generator, dtype=torch.int64)
+    return (2 * words + 1).to(device)
+
+
+def block_sums(q: BlockQuantized) -> torch.Tensor:
+    """Sums of codes ``[N, K]`` with scales ``[N/128, K/128]``, both multiples of 128.
+
+    Returns:
+        int64 ``[N/128, K/128]``.
+    """
+    n, k = q.codes.shape
+    words_per_row = BLOCK // 8
+    # contiguous(): a row-parallel shard's slice of columns cannot be viewed as 64-bit words otherwise.
+    words = q.codes.contiguous().view(torch.int64).view(n // BLOCK, BLOCK, k // BLOCK, words_per_row)
+    constants = _odd_constants(BLOCK * words_per_row + 1, q.codes.device)
+    sums = (words * constants[1:].view(1, BLOCK, 1, words_per_row)).sum(dim=(1, 3))
+    return sums + q.scales.contiguous().view(torch.int32).to(torch.int64) * constants[0]
+
+
+def row_sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Sums of each row of a BF16 tensor ``[R, C]``, or of each element of ``[R]``.
+
+    Returns:
+        int64 ``[R]``.
+    """
+    rows = tensor.detach().contiguous().view(torch.int16)
+    rows = rows.view(rows.shape[0], -1)
+    if rows.shape[1] % 4 == 0:
+        rows = rows.view(torch.int64)
+    return (rows.to(torch.int64) * _odd_constants(rows.shape[1], rows.device)).sum(dim=1)
+
+
+def probe_sum(device: torch.device, scale_rule: str) -> int:
+    """Sum of a fixed [17, 384] x [256, 384] product with bias through ``kernels.fprop`` on ``device``."""
+    generator = torch.Generator().manual_seed(20260121)
+    x = torch.randn(17, 3 * BLOCK, generator=generator).mul_(4).to(device, torch.bfloat16)
+    w = torch.randn(2 * BLOCK, 3 * BLOCK, generator=generator).to(device, torch.bfloat16)
+    bias = torch.randn(2 * BLOCK, generator=generator).to(device, torch.bfloat16)
+    q = kernels.quantize_128x128(w, scale_rule)
+    y = kernels.fprop(x, q.codes, q.scales, bias, scale_rule)
+    return int(row_sums(y).sum().item())
+
+
+@dataclass
+class Manifest:
+    """What the trainer states about one sync.
+
+    Attributes:
+        scale_rule: rule that made the codes. probe: :func:`probe_sum` of the trainer.
+        block: side of a weight block. quantised: names of weights sent as codes. plain: names of all other tensors.
+    """
+
+    scale_rule: str
+    probe: int
+    block: int = BLOCK
+    quantised: list[str] = field(default_factory=list)
+    plain: list[str] = field(default_factory=list)
+
+    def to_tensor(self) -> torch.Tensor:
+        """uint8, the JSON text."""
+        return torch.frombuffer(bytearray(json.dumps(asdict(self)).encode()), dtype=torch.uint8)
+
+    @classmethod
+    def from_tensor(cls, tensor: torch.Tensor) -> "Manifest":
+        """Inverse of :meth:`to_tensor`."""
+        return cls(**json.loads(bytes(tensor.cpu().numpy()).decode()))
+
+
+def with_contract(
+    weights: Iterable[tuple[str, torch.Tensor]], *, scale_rule: str, probe: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass a sync's stream through and append sums and manifest.
+
+    Args:
+        weights: (name, tensor); a quantised weight's codes are followed at once by its scales.
+    """
+    manifest = Manifest(scale_rule=scale_rule, probe=probe)
+    sums: list[tuple[str, torch.Tensor]] = []
+    pending: tuple[str, torch.Tensor] | None = None
+    for name, tensor in weights:
+        yield name, tensor
+        if tensor.dtype == FP8_DTYPE:
+            pending = (name, tensor)
+        elif pending is not None and name == pending[0] + SCALE_SUFFIX:
+            sums.append((pending[0], block_sums(BlockQuantized(pending[1], tensor))))
+            manifest.quantised.append(pending[0])
+            pending = None
+        else:
+            sums.append((name, row_sums(tensor.to(torch.bfloat16))))
+            manifest.plain.append(name)
+    for name, value in sums:
+        yield SUM_PREFIX + name, value
+    yield MANIFEST_NAME, manifest.to_tensor()
+
+
+@dataclass(frozen=True)
+class LiveTensor:
+    """One trainer tensor as a worker holds it.
+
+    Attributes:
+        tensor: the live storage's view, codes or BF16. scales: live scales view, None for BF16.
+        rows, columns: which part of the whole tensor it is, in elements.
+    """
+
+    tensor: torch.Tensor
+    scales: torch.Tensor | None
+    rows: slice
+    columns: slice
+
+
+class ContractReceiver:
+    """Collects the trainer's statement from a sync's stream and compares it with live parameters."""
+
+    def __init__(self) -> None:
+        self._manifest: Manifest | None = None
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def take(self, weights: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+        """Keep what belongs to the check (copied: the bucket is reused), return the weights proper."""
+        rest = []
+        for name, tensor in weights:
+            if name == MANIFEST_NAME:
+                self._manifest = Manifest.from_tensor(tensor)
+            elif name.startswith(SUM_PREFIX):
+                self._sums[name.removeprefix(SUM_PREFIX)] = tensor.clone()
+            else:
+                rest.append((name, tensor))
+        return rest
+
+    def verify(self, live: Mapping[str, LiveTensor], *, scale_rule: str, probe: int) -> dict[str, Any]:
+        """Compare.
+
+        Args:
+            live: trainer's name -> what this worker holds of it, quantised and plain.
+            scale_rule: rule of the live method. probe: :func:`probe_sum` of this worker.
+
+        Returns:
+            ``{"quantised": count, "plain": count}``.
+
+        Raises:
+            ContractViolation: at the first difference.
+        """
+        manifest = self._manifest
+        if manifest is None:
+            raise ContractViolation(
+                "contract check: the trainer sent no statement with its weights; it runs without the plugin or with "
+                "another version of it, install the same jetrl_verl on both sides"
+            )
+        if manifest.block != BLOCK or manifest.scale_rule != scale_rule:
+            raise ContractViolation(
+                f"contract check: the trainer quantises with {manifest.block}x{manifest.block} blocks and scale rule "
+                f"{manifest.scale_rule}, the rollout with {BLOCK}x{BLOCK} and {scale_rule}"
+            )
+        for name in (*manifest.quantised, *manifest.plain):
+            if name not in live:
+                raise ContractViolation(f"contract check: {name} is sent by the trainer and unknown to the rollout")
+        stated = set(manifest.quantised)
+        for name, held in live.items():
+            if (name in stated) != (held.scales is not None):
+                sides = ("FP8", "BF16") if name in stated else ("BF16", "FP8")
+                raise ContractViolation(
+                    f"contract check: layer {name} is {sides[0]} in the trainer and {sides[1]} in the rollout"
+                )
+        for name in manifest.quantised:
+            held = live[name]
+            rows = slice(held.rows.start // BLOCK, held.rows.stop // BLOCK)
+            columns = slice(held.columns.start // BLOCK, held.columns.stop // BLOCK)
+            expected = self._sums[name][rows, columns]
+            self._compare(name, expected, block_sums(BlockQuantized(held.tensor, held.scales)))
+        for name in manifest.plain:
+            held = live[name]
+            self._compare(name, self._sums[name][held.rows], row_sums(held.tensor))
+        if manifest.probe != probe:
+            raise ContractViolation(
+                f"contract check: the probe GEMM gives {manifest.probe:#x} in the trainer, {probe:#x} in the rollout; "
+                "the two sides run different kernels, compare `jetrl doctor` of both environments"
+            )
+        return {"quantised": len(manifest.quantised), "plain": len(manifest.plain)}
+
+    @staticmethod
+    def _compare(name: str, expected: torch.Tensor, found: torch.Tensor) -> None:
+        expected = expected.to(found.device)
+        if expected.shape != found.shape:
+            raise ContractViolation(
+                f"contract check: {name} has {tuple(expected.shape)} blocks or rows in the trainer and "
+                f"{tuple(found.shape)} in the rollout"
+            )
+        different = (expected != found).nonzero()
+        if len(different):
+            at = tuple(different[0].tolist())
+            raise ContractViolation(
+                f"contract check: {name} differs between trainer and rollout in {len(different)} of {found.numel()} "
+                f"blocks or rows, first at {at}: sum {int(expected[at]):#x} in the trainer, {int(found[at]):#x} in the "
+                "rollout's live parameter"
+            )

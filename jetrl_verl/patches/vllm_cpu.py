@@ -1,0 +1,31 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""BF16 linears of vLLM's CPU build stay reloadable, for RL on the opt-in CPU platform.
+
+vLLM 0.24.0 packs a CPU linear's weight at load and drops the original (``remove_weight=True``), so the next weight sync
+finds a parameter of size 0. Here the layer multiplies with the parameter itself. Slower by the packing's gain, which a
+model small enough for CPU reinforcement learning does not notice. Not an upstream issue: inference never reloads.
+"""
+
+import torch
+
+
+def install() -> None:
+    """Replace the packing step; idempotent."""
+    from vllm.model_executor.layers import utils
+
+    def keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = keep_weight

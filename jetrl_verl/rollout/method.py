@@ -1,0 +1,153 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""vLLM's side of the flow: the quantisation method ``jetrl_fp8``.
+
+A linear layer of vLLM gets two parameters, ``weight`` (E4M3 codes) and ``weight_scale_inv`` (FP32 block scales), in
+exactly the layout the trainer sends. Nothing is transformed after loading, so each weight sync is an in-place copy into
+live storage: CUDA graphs stay valid and sleep/wake restores the same tensors. The forward is ``kernels.fprop``, the
+operator that the trainer calls, behind the torch dispatcher so that ``torch.compile`` keeps it whole.
+
+It is deliberately not a subclass of vLLM's ``Fp8Config``: verl re-quantises BF16 weights for those, and vLLM rewrites
+their scales at load. Ours never sees a BF16 weight.
+
+Merged projections (qkv, gate_up) and tensor-parallel shards come from vLLM's own block-scale weight loaders; which
+layers take part comes from :mod:`jetrl_verl.layers`, as on the trainer's side.
+"""
+
+from typing import Any
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    LinearMethodBase,
+    UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
+)
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.parameter import BlockQuantScaleParameter, ModelWeightParameter
+
+from jetrl_verl import kernels
+from jetrl_verl.layers import MERGED, UnsupportedLayer, plan_linears
+from jetrl_verl.numerics import BLOCK, FP8_DTYPE, check_rule
+
+QUANT_METHOD = "jetrl_fp8"
+
+
+@register_quantization_config(QUANT_METHOD)
+class JetFP8Config(QuantizationConfig):
+    """Configuration of the method, from ``hf_overrides.quantization_config``.
+
+    Attributes:
+        scale_rule: rule under which activations are quantised; the codes that arrive were made under the same one.
+        unfit_layers: ``"stop"`` or ``"skip"``, see :func:`jetrl_verl.layers.plan_linears`.
+    """
+
+    def __init__(self, scale_rule: str, unfit_layers: str) -> None:
+        super().__init__()
+        check_rule(scale_rule)
+        self.scale_rule = scale_rule
+        self.unfit_layers = unfit_layers
+        self._hf_config: Any = None
+
+    def get_name(self) -> str:
+        return QUANT_METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 89
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "JetFP8Config":
+        return cls(config["scale_rule"], config["unfit_layers"])
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        self._hf_config = hf_config
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """``JetFP8LinearMethod`` for a planned projection, BF16 for every other layer.
+
+        Raises:
+            UnsupportedLayer: the model, or this layer of it, cannot take part.
+        """
+        if not isinstance(layer, LinearBase):
+            return None
+        plans = plan_linears(self._hf_config, get_tensor_model_parallel_world_size(), unfit_layers=self.unfit_layers)
+        suffix = ".".join(prefix.rsplit(".", 2)[-2:])
+        pieces = MERGED.get(suffix, (suffix,))
+        if any(piece not in plans for piece in pieces):
+            raise UnsupportedLayer(f"layer {prefix} is a linear layer unknown to the FP8 flow; use precision=bf16")
+        if not all(plans[piece].quantised for piece in pieces):
+            return UnquantizedLinearMethod()
+        return JetFP8LinearMethod(self)
+
+
+@register_weight_loader_v2_supported_method
+class JetFP8LinearMethod(LinearMethodBase):
+    """Block-FP8 linear whose weight arrives as codes and scales."""
+
+    def __init__(self, config: JetFP8Config) -> None:
+        self.config = config
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register ``weight`` [N, K] E4M3 and ``weight_scale_inv`` [N/128, K/128] FP32, N and K of this rank's shard.
+
+        Raises:
+            UnsupportedLayer: activations other than BF16.
+        """
+        if params_dtype != torch.bfloat16:
+            raise UnsupportedLayer(f"the FP8 flow needs rollout.dtype=bfloat16, vLLM was started with {params_dtype}")
+        weight_loader = extra_weight_attrs["weight_loader"]
+        rows = sum(output_partition_sizes)
+        # vLLM's block-scale loaders read both names to place a merged or sharded piece.
+        layer.weight_block_size = [BLOCK, BLOCK]
+        layer.logical_widths = output_partition_sizes
+        weight = ModelWeightParameter(
+            data=torch.empty(rows, input_size_per_partition, dtype=FP8_DTYPE),
+            input_dim=1,
+            output_dim=0,
+            weight_loader=weight_loader,
+        )
+        scale = BlockQuantScaleParameter(
+            data=torch.ones(rows // BLOCK, input_size_per_partition // BLOCK, dtype=torch.float32),
+            input_dim=1,
+            output_dim=0,
+            weight_loader=weight_loader,
+        )
+        layer.register_parameter("weight", weight)
+        layer.register_parameter("weight_scale_inv", scale)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Nothing: codes and scales are used as they arrive. verl calls this after every sync."""
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``x`` [..., K] BF16 -> [..., N] BF16; bias is added in FP32 before the rounding."""
+        return kernels.fprop(x, layer.weight, layer.weight_scale_inv, bias, self.config.scale_rule)

@@ -1,0 +1,88 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""vLLM worker extension: receives codes and scales, then checks the contract on live parameters.
+
+verl's own extension loads the buckets; this one wraps it with two duties.
+
+*A failure must reach the trainer.* The trainer's sender waits for an acknowledgement of every bucket, without a time
+limit, so a loader that raises in the middle leaves it waiting for ever. Here an exception is kept, the remaining
+buckets are acknowledged unread, and it is raised at the end, when the remote call's result carries it to the trainer.
+
+*The contract.* Behind the weights come the trainer's sums (observe/contract.py); they are compared with what the live
+parameters hold after loading.
+"""
+
+import logging
+import time
+
+import torch
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+
+from jetrl_verl.observe.contract import ContractReceiver, ContractViolation, probe_sum
+from jetrl_verl.rollout.live import live_tensors
+from jetrl_verl.rollout.method import JetFP8Config
+
+logger = logging.getLogger(__name__)
+logger.setLevel(logging.INFO)
+
+
+class JetWorkerExtension(vLLMColocateWorkerExtension):
+    """Extension of ``precision=fp8_rollout``, ``fp8_rollout_tis`` and ``jet_fp8``."""
+
+    def update_weights_from_ipc(self, peft_config: dict | None = None, base_sync_done=False, use_shm: bool = False):
+        """One weight sync.
+
+        Raises:
+            ContractViolation: live parameters differ from what the trainer states.
+            Exception: whatever loading raised, after the sender has been let go.
+        """
+        started = time.perf_counter()
+        self._jetrl_receiver = ContractReceiver()
+        self._jetrl_failure: Exception | None = None
+        super().update_weights_from_ipc(peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
+        if self._jetrl_failure is not None:
+            raise self._jetrl_failure
+        loaded = time.perf_counter()
+        counts = self._jetrl_verify()
+        checked = time.perf_counter()
+        logger.info(
+            "jetrl weight sync: loaded in %.3f s, contract of %d quantised and %d BF16 tensors held in %.3f s",
+            loaded - started,
+            counts["quantised"],
+            counts["plain"],
+            checked - loaded,
+        )
+
+    def _update_weights(self, weights: list[tuple[str, torch.Tensor]], peft_config: dict, base_sync_done: bool):
+        if self._jetrl_failure is not None:
+            return
+        try:
+            rest = self._jetrl_receiver.take(weights)
+            if rest:
+                super()._update_weights(rest, peft_config=peft_config, base_sync_done=base_sync_done)
+        except Exception as error:
+            self._jetrl_failure = error
+
+    def _jetrl_verify(self) -> dict[str, int]:
+        config = self.model_runner.vllm_config.quant_config
+        if not isinstance(config, JetFP8Config):
+            raise ContractViolation(
+                "contract check: the trainer sends FP8 codes but vLLM was started with quantization="
+                f"{config.get_name() if config else None}; do not override rollout.engine_kwargs.vllm.quantization"
+            )
+        return self._jetrl_receiver.verify(
+            live_tensors(self.model_runner.model),
+            scale_rule=config.scale_rule,
+            probe=probe_sum(self.device, config.scale_rule),
+        )

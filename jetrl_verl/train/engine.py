@@ -1,0 +1,125 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""verl's FSDP engine in the FP8 flow.
+
+verl looks engines up by (device, vendor) before device alone, so registering for NVIDIA puts these classes in the
+place of its own FSDP engine without a fork. That happens when a precision's engine config is first built in a process
+(config/verl_configs.py), never without the flag; an engine whose config is not ours (a BF16 reference policy beside an
+FP8 actor) behaves as verl's.
+
+Three things differ from verl's engine: after the model is built and before FSDP wraps it, ``nn.Linear`` becomes
+``JetLinear`` in place, parameters untouched, so checkpoints, resume, the model merger and the optimiser see what they
+always saw; the weight sync carries codes, scales and the contract; logits of vocabulary entries without a token are
+masked as verl masks them in the rollout.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from verl.utils.device import get_device_name
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
+
+from jetrl_verl.config.verl_configs import JetFSDPEngineConfig
+from jetrl_verl.kernels import describe_backends
+from jetrl_verl.layers import plan_linears
+from jetrl_verl.linear import replace_linears
+from jetrl_verl.observe.contract import probe_sum, with_contract
+from jetrl_verl.patches import weight_sync
+from jetrl_verl.train.export import SyncStatistics, counted_stock, measured, quantise_stream
+
+logger = logging.getLogger(__name__)
+logger.setLevel(logging.INFO)
+
+
+def mask_unused_vocabulary(model: torch.nn.Module, used: int) -> None:
+    """Give logits of the entries from ``used`` on the lowest finite value, as the rollout gives them minus infinity.
+
+    A padded vocabulary otherwise takes probability in the trainer that it cannot take in the rollout. Finite, because
+    verl's entropy multiplies probabilities with logits.
+    """
+
+    def mask(module: torch.nn.Module, inputs: Any, logits: torch.Tensor) -> torch.Tensor:
+        logits[..., used:] = torch.finfo(logits.dtype).min
+        return logits
+
+    model.get_output_embeddings().register_forward_hook(mask)
+
+
+class _JetEngine:
+    """Behaviour shared by policy and value engines; mixed in front of verl's class."""
+
+    def _build_module(self) -> torch.nn.Module:
+        module = super()._build_module()
+        config = self.engine_config
+        if not isinstance(config, JetFSDPEngineConfig):
+            return module
+        options = config.jetrl
+        self._jetrl_sync = SyncStatistics()
+        self._jetrl_plans = plan_linears(
+            self.model_config.hf_config, config.jetrl_rollout_tp, unfit_layers=options.unfit_layers
+        )
+        if config.fp8_linears:
+            names = replace_linears(module, self._jetrl_plans, scale_rule=options.scale_rule, backward=options.backward)
+            if self.rank == 0:
+                backends = describe_backends(get_device_name())
+                logger.info(
+                    "jetrl: %d linear layers of the %s in FP8 (scale rule %s, backward %s); backends %s",
+                    len(names),
+                    config.jetrl_role,
+                    options.scale_rule,
+                    options.backward,
+                    backends,
+                )
+        tokens = len(self.model_config.tokenizer) if self.model_config.tokenizer is not None else None
+        output = module.get_output_embeddings() if config.jetrl_role != "critic" else None
+        if tokens is not None and output is not None and output.weight.shape[0] > tokens:
+            mask_unused_vocabulary(module, tokens)
+        return module
+
+    def get_per_tensor_param(self, **kwargs: Any):
+        """Stream of the weight sync, see train/export.py; verl's own where the engine is not the FP8 rollout's actor."""
+        weights, peft_config = super().get_per_tensor_param(**kwargs)
+        config = self.engine_config
+        if not isinstance(config, JetFSDPEngineConfig) or config.jetrl_role != "actor":
+            return weights, peft_config
+        rule = config.jetrl.scale_rule
+        self._jetrl_sync = statistics = SyncStatistics()
+        stream = quantise_stream(counted_stock(weights, statistics), self._jetrl_plans, rule)
+        stream = with_contract(stream, scale_rule=rule, probe=probe_sum(torch.device(get_device_name()), rule))
+        return measured(stream, statistics), peft_config
+
+    def train_batch(self, data: Any, loss_function: Any) -> Any:
+        """verl's step; the size and duration of the last weight sync ride along as metrics."""
+        outputs = super().train_batch(data, loss_function)
+        if isinstance(self.engine_config, JetFSDPEngineConfig) and self._jetrl_sync.bytes:
+            sync = self._jetrl_sync
+            outputs["metrics"]["jetrl/sync_megabytes"] = [sync.bytes / 2**20]
+            outputs["metrics"]["jetrl/sync_stock_megabytes"] = [sync.stock_bytes / 2**20]
+            outputs["metrics"]["jetrl/sync_seconds"] = [sync.seconds]
+        return outputs
+
+
+@EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cuda", vendor="nvidia")
+class JetFSDPEngine(_JetEngine, FSDPEngineWithLMHead):
+    """Policy (actor or reference) under FSDP1 or FSDP2."""
+
+
+@EngineRegistry.register(model_type="value_model", backend=["fsdp", "fsdp2"], device="cuda", vendor="nvidia")
+class JetFSDPEngineWithValueHead(_JetEngine, FSDPEngineWithValueHead):
+    """Critic under FSDP1 or FSDP2."""
+
+
+weight_sync.install()

@@ -109,6 +109,10 @@ def _rollout(options: JetConfig, get: Get) -> Iterator[str]:
     for key, what in (("pipeline_model_parallel_size", "pipeline"), ("expert_parallel_size", "expert")):
         if (get(f"{ROLLOUT}.{key}") or 1) > 1:
             yield f"supports tensor and data parallel rollout, not {what} parallel; set {ROLLOUT}.{key}=1"
+    tensor_parallel = get(f"{ROLLOUT}.engine_kwargs.vllm.tensor_parallel_size")
+    if tensor_parallel not in (None, get(f"{ROLLOUT}.tensor_model_parallel_size")):
+        # The trainer decides by this number which layers fit the rollout's shards.
+        yield f"reads the tensor-parallel size from {ROLLOUT}.tensor_model_parallel_size; set {tensor_parallel} there"
     if get(f"{ROLLOUT}.enable_rollout_routing_replay"):
         yield f"covers dense models, which have no router; set {ROLLOUT}.enable_rollout_routing_replay=false"
     if get(f"{ROLLOUT}.disaggregation.enabled"):

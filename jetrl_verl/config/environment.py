@@ -14,12 +14,10 @@
 """What a precision needs of this machine, checked in the driver right before the job starts, before Ray and any GPU.
 
 Versions, the GPU's FP8 support, the model folder (readable, dense, shapes that fit) and the data files. Each refusal
-is one sentence. A path that is not on this machine (a hub name that is not cached, a remote file system) is left to
-verl.
+is one sentence. A path on a remote file system, or a hub name without a network, is left to verl.
 """
 
 import json
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from packaging.version import InvalidVersion, Version
 
-from jetrl_verl.numerics.formats import BLOCK
+from jetrl_verl.layers import SUPPORTED_MODEL_TYPES, UnsupportedLayer, plan_linears
 
 from .options import JetConfig, UnsupportedConfiguration
 
@@ -37,13 +35,13 @@ PINS = {"verl": "0.9.1", "vllm": "0.24.0", "torch": "2.11", "transformers": "5.9
 MIN_CAPABILITY = (8, 9)
 """First CUDA compute capability whose tensor cores multiply E4M3."""
 
-_EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _REMOTE = ("hdfs://", "s3://", "gs://", "http://", "https://")
 
 
 def check_environment(config: DictConfig) -> None:
-    """Raise ``UnsupportedConfiguration`` (one sentence) if this machine cannot run ``config``; no-op without
-    ``jetrl``.
+    """Raise ``UnsupportedConfiguration`` (one sentence) if this machine cannot run a composed config.
+
+    A config without a ``jetrl`` node passes.
     """
     if OmegaConf.select(config, "jetrl") is None:
         return
@@ -51,11 +49,8 @@ def check_environment(config: DictConfig) -> None:
     check_versions(options.precision)
     check_gpu(options.precision)
 
-    rollout = "actor_rollout_ref.rollout"
-    tensor_parallel = OmegaConf.select(config, f"{rollout}.engine_kwargs.vllm.tensor_parallel_size")
-    if tensor_parallel is None:
-        tensor_parallel = OmegaConf.select(config, f"{rollout}.tensor_model_parallel_size") or 1
-    check_model(OmegaConf.select(config, "actor_rollout_ref.model.path"), options, int(tensor_parallel))
+    tensor_parallel = OmegaConf.select(config, "actor_rollout_ref.rollout.tensor_model_parallel_size") or 1
+    check_model(OmegaConf.select(config, "actor_rollout_ref.model.path"), options, tensor_parallel)
     if options.critic == "fp8":
         check_model(OmegaConf.select(config, "critic.model.path"), options, 1)
 
@@ -88,7 +83,10 @@ def check_versions(precision: str) -> None:
 def check_gpu(precision: str) -> None:
     """Refuse a visible GPU without FP8; a driver that sees none (a head node, the CPU platform) passes."""
     import torch
+    from verl.utils.device import is_npu_available
 
+    if is_npu_available:
+        raise UnsupportedConfiguration(f"precision={precision} runs on NVIDIA GPUs, not on NPUs; use precision=bf16.")
     if not torch.cuda.is_available():
         return
     if torch.version.hip is not None:
@@ -103,13 +101,11 @@ def check_gpu(precision: str) -> None:
 
 
 def check_model(path: str | None, options: JetConfig, tensor_parallel: int) -> None:
-    """Check the model at ``path``: its ``config.json``, that it is dense and unquantised, its shapes and its weight
-    files.
+    """Check a model: ``config.json`` and weight files open, it is dense, unquantised, and its shapes fit.
 
     Args:
-        path: what verl loads: a folder, a hub name, or a remote path. A hub name is checked by its cached
-            ``config.json``.
-        options: decides whether a shape that does not fit stops the run.
+        path: what verl loads: a folder, a hub name, or a remote path. Of a hub name only ``config.json`` is read.
+        options: decides whether a layer that does not fit stops the run.
         tensor_parallel: ranks over which the rollout splits each layer.
     """
     if path is None or str(path).startswith(_REMOTE):
@@ -121,55 +117,32 @@ def check_model(path: str | None, options: JetConfig, tensor_parallel: int) -> N
     elif folder.is_absolute() or str(path).startswith((".", "~")):
         raise UnsupportedConfiguration(f"the model folder {path} does not exist; check the model path.")
     else:
-        cached = _cached_config(str(path))
-        if cached is None:
+        config_file = _hub_config(str(path))
+        if config_file is None:
             return
-        config_file = cached
+
+    from transformers import AutoConfig
 
     try:
         model = json.loads(config_file.read_text())
-        if not isinstance(model, dict):
-            raise ValueError("not a mapping")
-    except (OSError, ValueError) as error:
+        if model.get("model_type") in SUPPORTED_MODEL_TYPES:
+            # What config.json leaves out takes the default of its class (Qwen3's head_dim, for one).
+            model = AutoConfig.from_pretrained(config_file.parent).to_dict()
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UnsupportedConfiguration(
             f"{config_file} is not a readable model config ({type(error).__name__}); point the model path at a "
             "complete Hugging Face folder."
         ) from None
 
-    _check_architecture(path, model, options)
-    if options.unfit_layers == "stop":
-        for name, rows, columns in linear_shapes(model, tensor_parallel):
-            if rows % BLOCK or columns % BLOCK:
-                raise UnsupportedConfiguration(
-                    f"layer {name} of {path} is {rows} x {columns} (out x in) on each of {tensor_parallel} "
-                    f"tensor-parallel ranks, and FP8 blocks need multiples of {BLOCK}; use another tensor-parallel "
-                    "size, or jetrl.unfit_layers=skip to keep such layers in BF16 on both sides."
-                )
-
-
-def linear_shapes(model: dict[str, Any], tensor_parallel: int) -> Iterator[tuple[str, int, int]]:
-    """``(name, out, in)`` of the linear layers of one decoder block as one tensor-parallel rank of vLLM holds them.
-
-    Read from the keys that Llama-shaped configs share; a model without them yields nothing, and the engine checks its
-    modules when it builds them. Key and value heads fewer than ranks are replicated, as in vLLM.
-    """
+    if model.get("quantization_config"):
+        raise UnsupportedConfiguration(
+            f"precision={options.precision} quantises the weights itself, and {path} is already quantised "
+            "(quantization_config); use the BF16 checkpoint."
+        )
     try:
-        hidden, heads, inner = (model[key] for key in ("hidden_size", "num_attention_heads", "intermediate_size"))
-    except KeyError:
-        return
-    key_value_heads = model.get("num_key_value_heads") or heads
-    head_dim = model.get("head_dim") or hidden // heads
-    queries = heads * head_dim // tensor_parallel
-    keys = max(1, key_value_heads // tensor_parallel) * head_dim
-    inner //= tensor_parallel
-    block = "model.layers.*"
-    yield f"{block}.self_attn.q_proj", queries, hidden
-    yield f"{block}.self_attn.k_proj", keys, hidden
-    yield f"{block}.self_attn.v_proj", keys, hidden
-    yield f"{block}.self_attn.o_proj", hidden, queries
-    yield f"{block}.mlp.gate_proj", inner, hidden
-    yield f"{block}.mlp.up_proj", inner, hidden
-    yield f"{block}.mlp.down_proj", hidden, inner
+        plan_linears(model, tensor_parallel, unfit_layers=options.unfit_layers)
+    except UnsupportedLayer as unfit:
+        raise UnsupportedConfiguration(f"precision={options.precision} cannot run {path}: {unfit}.") from None
 
 
 def check_data(key: str, files: Any) -> None:
@@ -193,27 +166,6 @@ def check_data(key: str, files: Any) -> None:
             raise UnsupportedConfiguration(
                 f"the data file {name} ({key}) is not a readable parquet file ({type(error).__name__}); write it again."
             ) from None
-
-
-def _check_architecture(path: str, model: dict[str, Any], options: JetConfig) -> None:
-    precision = options.precision
-    for part in (model, model.get("text_config") or {}):
-        for key in _EXPERT_COUNTS:
-            if isinstance(part.get(key), int) and part[key] > 1:
-                raise UnsupportedConfiguration(
-                    f"precision={precision} covers dense models, and {path} is a mixture of experts "
-                    f"({key}={part[key]}); use a dense model or precision=bf16."
-                )
-    for key in ("vision_config", "audio_config"):
-        if model.get(key):
-            raise UnsupportedConfiguration(
-                f"precision={precision} covers text models, and {path} has a {key}; use a text model or precision=bf16."
-            )
-    if model.get("quantization_config"):
-        raise UnsupportedConfiguration(
-            f"precision={precision} quantises the weights itself, and {path} is already quantised "
-            "(quantization_config); use the BF16 checkpoint."
-        )
 
 
 def _check_weight_files(folder: Path) -> None:
@@ -242,12 +194,13 @@ def _check_weight_files(folder: Path) -> None:
             ) from None
 
 
-def _cached_config(name: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+def _hub_config(name: str) -> Path | None:
+    """``config.json`` of a hub model, cached or downloaded, as verl would; ``None`` where the hub has no answer."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        cached = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:
+        return Path(hf_hub_download(name, "config.json", etag_timeout=5))
+    except (HfHubHTTPError, OSError, ValueError):
+        # No network, no such model, not a hub name: verl says so itself when it loads the model.
         return None
-    return Path(cached) if isinstance(cached, str) else None

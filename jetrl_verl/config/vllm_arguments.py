@@ -37,7 +37,14 @@ def vllm_arguments(options: JetConfig, user: Mapping[str, Any] | None) -> dict[s
     arguments = dict(user or {})
     overrides = arguments.get("hf_overrides") or {}
     if isinstance(overrides, str):
-        overrides = json.loads(overrides)
+        try:
+            overrides = json.loads(overrides)
+        except ValueError:
+            overrides = None
+    if not isinstance(overrides, Mapping):
+        raise UnsupportedConfiguration(
+            "rollout.engine_kwargs.vllm.hf_overrides is not a mapping; write it as {key: value}."
+        )
     arguments["hf_overrides"] = dict(overrides)
 
     def fill(holder: dict[str, Any], name: str, where: str, value: Any) -> None:

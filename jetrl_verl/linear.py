@@ -61,7 +61,7 @@ class _FP8LinearFunction(torch.autograd.Function):
         w = layer.weight_codes(weight)
         ctx.layer = layer
         ctx.x_shape = x.shape
-        x = x.reshape(-1, x.shape[-1])
+        x = x.reshape(-1, layer.in_features)
         if layer.backward_precision == "bf16":
             ctx.save_for_backward(x, weight)
             y = kernels.fprop(x, w.codes, w.scales, bias, layer.scale_rule)
@@ -70,13 +70,13 @@ class _FP8LinearFunction(torch.autograd.Function):
             xq = kernels.quantize_1x128(x, layer.scale_rule)
             ctx.save_for_backward(xq.codes, xq.scales, weight)
             y = kernels.gemm_nt(xq, w, b_block_scaled=True, bias=bias)
-        return y.reshape(*ctx.x_shape[:-1], -1)
+        return y.reshape(*ctx.x_shape[:-1], layer.out_features)
 
     @staticmethod
     def backward(ctx, dy: torch.Tensor):
         layer: JetLinear = ctx.layer
         needs_x, needs_w, needs_bias, _ = ctx.needs_input_grad
-        dy = dy.reshape(-1, dy.shape[-1]).to(torch.bfloat16).contiguous()
+        dy = dy.reshape(-1, layer.out_features).to(torch.bfloat16).contiguous()
         dx = dw = dbias = None
         if needs_bias:
             # From the unquantised gradient, summed in FP32 (contract, "Bias").
@@ -202,9 +202,7 @@ def replace_linears(
             continue
         plan = plan_of(name, plans)
         if plan is None:
-            raise UnsupportedLayer(
-                f"layer {name} is a linear layer that the FP8 flow does not know; use precision=bf16"
-            )
+            raise UnsupportedLayer(f"layer {name} is a linear layer unknown to the FP8 flow; use precision=bf16")
         if (plan.n, plan.k) != (module.out_features, module.in_features):
             raise UnsupportedLayer(
                 f"layer {name} has shape [{module.out_features}, {module.in_features}] but the model's configuration "

@@ -1,0 +1,246 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The FP8 linear: every GEMM against float64, what it saves, how often it quantises, what it refuses."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from jetrl_verl import kernels
+from jetrl_verl.layers import UnsupportedLayer, plan_linears
+from jetrl_verl.linear import JetLinear, replace_linears
+from jetrl_verl.numerics import dequantize_1x128, dequantize_128x128, quantize_1x128, quantize_128x1, quantize_128x128
+
+SHAPES = [(1, 128, 128), (70, 256, 384), (129, 384, 128), (300, 128, 256)]
+RULES = ["fp32", "pow2"]
+
+
+def make(
+    k: int, n: int, bias: bool = True, rule: str = "fp32", backward: str = "fp8", dtype=torch.float32
+) -> JetLinear:
+    torch.manual_seed(k + n)
+    linear = nn.Linear(k, n, bias=bias, dtype=dtype)
+    return JetLinear.replace(linear, name="test", scale_rule=rule, backward=backward)
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("m", "k", "n"), SHAPES)
+def test_each_gemm_is_the_contract_in_float64(m, k, n, rule):
+    """Y, dX and dW against float64 products of exactly the dequantised operands the contract names."""
+    layer = make(k, n, rule=rule)
+    x = torch.randn(m, k).bfloat16().requires_grad_()
+    dy = torch.randn(m, n).bfloat16()
+    y = layer(x)
+    y.backward(dy)
+
+    w = dequantize_128x128(quantize_128x128(layer.weight.detach().bfloat16(), rule)).double()
+    xq = quantize_1x128(x.detach(), rule)
+    x_columns = dequantize_1x128(kernels.relayout_128x1(xq, rule)).double()
+    dy_rows = dequantize_1x128(quantize_1x128(dy, rule)).double()
+    dy_columns = dequantize_1x128(quantize_128x1(dy, rule)).double()
+    assert relative(y, dequantize_1x128(xq).double() @ w.t() + layer.bias.detach().double()) < 2.5e-3
+    assert relative(x.grad, dy_rows @ w) < 2.5e-3
+    assert relative(layer.weight.grad, dy_columns @ x_columns.t()) < 2.5e-3
+    assert relative(layer.bias.grad, dy.double().sum(0)) < 1e-6
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_gradients_follow_the_unquantised_layer(rule):
+    """Quantisation noise of E4M3 at block scaling is a few percent; a wrong operand would be of order one."""
+    layer = make(256, 384, rule=rule)
+    x = torch.randn(512, 256).bfloat16().requires_grad_()
+    dy = torch.randn(512, 384).bfloat16()
+    layer(x).backward(dy)
+    w = layer.weight.detach().double()
+    assert relative(x.grad, dy.double() @ w) < 0.05
+    assert relative(layer.weight.grad, dy.double().t() @ x.detach().double()) < 0.06
+
+
+def test_bf16_backward_is_straight_through():
+    layer = make(256, 128, backward="bf16")
+    x = torch.randn(40, 256).bfloat16().requires_grad_()
+    dy = torch.randn(40, 128).bfloat16()
+    y = layer(x)
+    assert torch.equal(y, make(256, 128)(x.detach()))
+    y.backward(dy)
+    assert torch.equal(x.grad, dy @ layer.weight.detach().bfloat16())
+    assert torch.equal(layer.weight.grad, (dy.t() @ x.detach()).float())
+
+
+def test_forward_is_the_operator_that_vllm_calls_with_and_without_gradient():
+    layer = make(256, 128)
+    x = torch.randn(3, 5, 256).bfloat16()
+    w = quantize_128x128(layer.weight.detach().bfloat16(), "fp32")
+    expected = kernels.fprop(x, w.codes, w.scales, layer.bias, "fp32")
+    assert torch.equal(layer(x), expected)
+    with torch.no_grad():
+        assert torch.equal(layer(x), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_and_parameter_dtype_do_not_change_the_result(dtype):
+    layer = make(128, 128).to(dtype)
+    x = torch.randn(9, 128)
+    plain = layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = layer(x)
+    assert plain.dtype == cast.dtype == torch.bfloat16
+    assert torch.equal(plain, cast)
+    plain.sum().backward()
+    assert layer.weight.grad.dtype == layer.bias.grad.dtype == dtype
+
+
+def test_empty_batch():
+    layer = make(128, 256)
+    x = torch.empty(0, 128).bfloat16().requires_grad_()
+    y = layer(x)
+    assert y.shape == (0, 256)
+    y.sum().backward()
+    assert x.grad.shape == (0, 128)
+    assert torch.equal(layer.weight.grad, torch.zeros_like(layer.weight))
+
+
+def test_nan_reaches_the_gradient():
+    """verl skips a step whose gradient norm is not finite; the layer must not turn NaN into a number."""
+    layer = make(128, 128)
+    x = torch.randn(4, 128).bfloat16()
+    x[1, 3] = torch.nan
+    y = layer(x.requires_grad_())
+    y.float().sum().backward()
+    assert y[1].isnan().all() and y[0].isfinite().all()
+    assert layer.weight.grad.isnan().any()
+
+
+def test_accumulated_gradients_are_the_sum_and_share_one_quantisation():
+    layer = make(128, 256)
+    batches = [torch.randn(50, 128).bfloat16() for _ in range(3)]
+    total = torch.zeros_like(layer.weight)
+    for x in batches:
+        single = copy.deepcopy(layer)
+        single(x).float().square().sum().backward()
+        total += single.weight.grad
+    for x in batches:
+        layer(x).float().square().sum().backward()
+    assert torch.equal(layer.weight.grad, total)
+    assert layer.quantisations == 1
+
+
+def test_an_optimiser_step_renews_the_codes():
+    layer = make(128, 128, bias=False)
+    optimiser = torch.optim.SGD(layer.parameters(), lr=1.0)
+    x = torch.randn(8, 128).bfloat16()
+    before = layer(x)
+    before.float().square().sum().backward()
+    assert layer.quantisations == 1
+    optimiser.step()
+    after = layer(x)
+    assert layer.quantisations == 2
+    assert not torch.equal(before, after)
+    assert torch.equal(after, copy.deepcopy(layer)(x))
+
+
+def saved_bytes(module: nn.Module, function) -> int:
+    """Bytes that autograd keeps for backward, views of parameters not counted."""
+    parameters = {parameter.data_ptr() for parameter in module.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in parameters:
+            kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        function()
+    return sum(kept.values())
+
+
+def test_saved_activation_is_half_of_bf16_and_checkpointing_removes_the_difference():
+    m, k, n = 1024, 512, 256
+    x = torch.randn(m, k).bfloat16().requires_grad_()
+    layer = make(k, n, bias=False)
+    stock = nn.Linear(k, n, bias=False, dtype=torch.bfloat16)
+    fp8, bf16 = saved_bytes(layer, lambda: layer(x)), saved_bytes(stock, lambda: stock(x))
+    assert bf16 == 2 * m * k
+    assert fp8 == m * k + 4 * m * k // 128
+
+    def checkpointed(module):
+        return saved_bytes(module, lambda: checkpoint(module, x, use_reentrant=False))
+
+    assert checkpointed(layer) == checkpointed(stock)
+
+
+def qwen2(**changes) -> Qwen2Config:
+    fields = dict(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=128,
+    )
+    return Qwen2Config(**(fields | changes))
+
+
+def test_replacement_keeps_parameters_and_leaves_the_head_alone():
+    config = qwen2()
+    model = Qwen2ForCausalLM(config)
+    before = {name: parameter for name, parameter in model.named_parameters()}
+    names = replace_linears(model, plan_linears(config), scale_rule="fp32")
+    assert len(names) == 7 * config.num_hidden_layers
+    assert all(before[name] is parameter for name, parameter in model.named_parameters())
+    assert type(model.lm_head) is nn.Linear
+    assert model.model.layers[0].self_attn.q_proj.bias is not None
+    assert not model.model.layers[1].mlp.down_proj.bias
+    assert model(torch.arange(6)[None]).logits.isfinite().all()
+
+
+def test_a_layer_that_does_not_fit_stops_with_its_name_or_is_skipped_with_its_group():
+    config = qwen2(intermediate_size=192)
+    with pytest.raises(UnsupportedLayer, match=r"mlp\.gate_proj .*192.*multiples of 128.*unfit_layers=skip"):
+        plan_linears(config)
+    plans = plan_linears(config, unfit_layers="skip")
+    assert [suffix for suffix, plan in plans.items() if not plan.quantised] == [
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+    ]
+    with pytest.raises(UnsupportedLayer, match="tensor parallel size 2"):
+        plan_linears(qwen2(intermediate_size=384), tp=2)
+
+
+def test_other_architectures_and_foreign_layers_are_refused():
+    with pytest.raises(UnsupportedLayer, match=r"model_type 'qwen3_moe' is not supported.*precision=bf16"):
+        plan_linears({"model_type": "qwen3_moe"})
+    config = qwen2()
+    model = Qwen2ForCausalLM(config)
+    model.model.layers[0].mlp.extra_proj = nn.Linear(128, 128)
+    with pytest.raises(UnsupportedLayer, match=r"layers\.0\.mlp\.extra_proj is a linear layer unknown"):
+        replace_linears(model, plan_linears(config), scale_rule="fp32")
+    with pytest.raises(UnsupportedLayer, match="do not belong together"):
+        replace_linears(Qwen2ForCausalLM(config), plan_linears(qwen2(intermediate_size=384)), scale_rule="fp32")
+
+
+@pytest.mark.parametrize("options", [{"scale_rule": "fp16"}, {"backward": "fp4"}])
+def test_unknown_options_are_refused(options):
+    with pytest.raises(ValueError, match="unknown"):
+        JetLinear.replace(nn.Linear(128, 128), name="x", **({"scale_rule": "fp32", "backward": "fp8"} | options))

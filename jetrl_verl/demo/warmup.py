@@ -45,7 +45,7 @@ class WarmupConfig:
     batch_size: int = 32
     lr: float = 2e-3
     lr_ramp_steps: int = 20
-    check_problems: int = 256
+    check_problems: int = 128
     check_every: int = 10
     seed: int = 7
 

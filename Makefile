@@ -9,10 +9,10 @@ STACK     ?= auto
 PYTHON    ?=
 ARGS      ?=
 
-# The interpreter that runs everything below; its bin/ comes first so that what torch and vLLM call by name (ninja, ray) is
-# found without an activated environment.
-PY := $(or $(PYTHON),$(CURDIR)/.venv/bin/python)
-export PATH := $(if $(findstring /,$(PY)),$(abspath $(dir $(PY))):)$(PATH)
+# The interpreter that everything below runs with. Its bin/ comes first on the PATH, so that what torch and vLLM call by
+# name (ninja) is found without an activated environment. Set-up itself must not see it: it may replace .venv.
+PY  := $(or $(PYTHON),$(CURDIR)/.venv/bin/python)
+RUN := $(if $(findstring /,$(PY)),PATH="$(abspath $(dir $(PY))):$$PATH" )$(PY)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-gpu lint format lock clean distclean
@@ -30,21 +30,21 @@ setup:  ## make .venv with the CPU or the GPU stack (done by the other targets, 
 	@$(PYTHON3) scripts/setup.py --stack "$(STACK)" --python "$(PYTHON)"
 
 demo: setup  ## real verl + vLLM learn arithmetic under PRECISION; ends with a report
-	@$(PY) -m jetrl_verl.cli demo --precision $(PRECISION) $(ARGS)
+	@$(RUN) -m jetrl_verl.cli demo --precision $(PRECISION) $(ARGS)
 
 test: setup  ## every test that needs no GPU
-	@$(PY) -m pytest tests --gpu=never --durations=15 $(ARGS)
+	@$(RUN) -m pytest --gpu=never --durations=15 $(ARGS)
 
 test-gpu: setup  ## the tests named *_on_gpu.py; fails where there is no GPU
-	@$(PY) -m pytest tests --gpu=only --durations=15 $(ARGS)
+	@$(RUN) -m pytest --gpu=only --durations=15 $(ARGS)
 
 lint: setup  ## ruff check and ruff format --check
-	@$(PY) -m ruff check .
-	@$(PY) -m ruff format --check .
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
 
 format: setup  ## let ruff fix and format the tree
-	@$(PY) -m ruff check --fix .
-	@$(PY) -m ruff format .
+	@$(RUN) -m ruff check --fix .
+	@$(RUN) -m ruff format .
 
 lock: setup  ## resolve constraints/*.in again into constraints/*.txt (needs a package index)
 	@bash scripts/lock.sh

@@ -213,6 +213,10 @@ def main():
     args = parser.parse_args()
     if args.python:
         return adopt(args.python)
+    if Path(sys.prefix).resolve() == VENV:
+        # .venv is activated, and an environment cannot replace itself: go on with the Python that it was made from.
+        base = os.path.join(sys.base_prefix, "bin", "python{}.{}".format(*sys.version_info[:2]))
+        os.execv(base, [base, *sys.argv])
     check_platform()
     old_stack, old_key = read_stamp()
     stack, why = choose_stack(args.stack, old_stack)

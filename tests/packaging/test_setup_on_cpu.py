@@ -141,6 +141,25 @@ def test_one_stack_is_never_installed_over_the_other(setup, monkeypatch):
     assert not setup.VENV.exists()
 
 
+def test_an_activated_environment_hands_over_to_the_python_it_was_made_from(setup, monkeypatch):
+    """Else it would remove itself halfway when the stack changes."""
+
+    class Replaced(Exception):
+        pass
+
+    def execv(path, argv):
+        raise Replaced(path, argv)
+
+    monkeypatch.setattr(sys, "prefix", str(setup.VENV))
+    monkeypatch.setattr(sys, "argv", ["scripts/setup.py", "--stack", "cpu"])
+    monkeypatch.setattr(os, "execv", execv)
+    with pytest.raises(Replaced) as replaced:
+        setup.main()
+    base, argv = replaced.value.args
+    assert Path(base).exists() and not Path(base).is_relative_to(setup.VENV)
+    assert argv == [base, "scripts/setup.py", "--stack", "cpu"]
+
+
 def test_the_fingerprint_tells_the_stacks_apart(setup):
     assert setup.fingerprint("cpu") != setup.fingerprint("gpu")
 

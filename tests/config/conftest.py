@@ -1,0 +1,46 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""``compose`` and ``stock``: verl's primary config as a run composes it, with this plugin and without it."""
+
+import pytest
+import verl.trainer.main_ppo  # noqa: F401  (the plugin registers itself through verl, as in a run)
+from hydra import compose as hydra_compose
+from hydra import initialize_config_module
+from hydra._internal.config_repository import ConfigRepository
+from omegaconf import DictConfig
+
+
+@pytest.fixture
+def compose():
+    """Callable ``(*overrides, config_name="ppo_trainer", hydra=False) -> DictConfig``."""
+    with initialize_config_module("verl.trainer.config", version_base=None):
+
+        def _compose(*overrides: str, config_name: str = "ppo_trainer", hydra: bool = False) -> DictConfig:
+            return hydra_compose(config_name, overrides=list(overrides), return_hydra_config=hydra)
+
+        yield _compose
+
+
+@pytest.fixture
+def stock(compose, monkeypatch):
+    """``compose`` without the plugin's entry in the defaults list, which is all that it adds to a stock config."""
+
+    def _compose(*overrides: str, **options) -> DictConfig:
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                "jetrl_verl.config.hydra_plugin.JetConfigRepository.load_config", ConfigRepository.load_config
+            )
+            return compose(*overrides, **options)
+
+    return _compose

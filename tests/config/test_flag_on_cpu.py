@@ -1,0 +1,215 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The flag on stock verl: what each precision changes in the composed config, and what it leaves alone."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import verl.trainer.config
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.errors import ConfigCompositionException
+from omegaconf import OmegaConf
+from verl.utils.config import omega_conf_to_dataclass
+
+from jetrl_verl.config import PRECISIONS, JetFSDPEngineConfig, JetRolloutConfig
+
+FP8_PRECISIONS = PRECISIONS[1:]
+EXAMPLES = yaml.safe_load((Path(__file__).parent / "example_overrides.yaml").read_text())
+VERL_CONFIG = Path(verl.trainer.config.__file__).parent
+
+
+def without_precision(config) -> dict:
+    """The composed config with everything removed that a precision may add."""
+    tree = OmegaConf.to_container(config)
+    tree.pop("jetrl", None)
+    actor_rollout = tree["actor_rollout_ref"]
+    for engine in (actor_rollout["actor"]["fsdp_config"], actor_rollout["ref"]["fsdp_config"], tree["critic"]["fsdp"]):
+        engine["_target_"] = "verl.workers.config.FSDPEngineConfig"
+        for key in ("jetrl", "jetrl_role", "jetrl_rollout_tp"):
+            engine.pop(key, None)
+    actor_rollout["rollout"]["_target_"] = "verl.workers.config.RolloutConfig"
+    actor_rollout["rollout"].pop("custom", None)
+    return tree
+
+
+@pytest.mark.parametrize("config_name", ["ppo_trainer", "ppo_megatron_trainer"])
+def test_without_the_flag_the_config_is_verls(compose, stock, config_name):
+    assert compose(config_name=config_name) == stock(config_name=config_name)
+    assert compose("precision=bf16", config_name=config_name) == stock(config_name=config_name)
+
+
+@pytest.mark.parametrize("model_engine", ["megatron", "veomni", "torchtitan"])
+def test_bf16_serves_every_engine_of_verl(compose, stock, model_engine):
+    overrides = [f"model_engine={model_engine}"]
+    assert compose(*overrides, "precision=bf16") == stock(*overrides)
+
+
+def test_the_loader_is_hydras(compose):
+    """The plugin replaces this one name; if Hydra moves it, the flag would silently not exist."""
+    import hydra._internal.hydra
+
+    assert issubclass(hydra._internal.hydra.ConfigLoaderImpl, ConfigLoaderImpl)
+    assert hydra._internal.hydra.ConfigLoaderImpl is not ConfigLoaderImpl
+
+
+@pytest.mark.parametrize("precision", FP8_PRECISIONS)
+def test_a_precision_touches_only_its_own_keys(compose, stock, precision):
+    expected = OmegaConf.to_container(stock())
+    if precision == "fp8_rollout_tis":
+        expected["algorithm"]["rollout_correction"]["rollout_is"] = "token"
+    assert without_precision(compose(f"precision={precision}")) == expected
+
+
+@pytest.mark.parametrize(
+    ("precision", "train"), [("fp8_rollout", "bf16"), ("fp8_rollout_tis", "bf16"), ("jet_fp8", "fp8")]
+)
+def test_what_each_precision_says(compose, precision, train):
+    config = compose(f"precision={precision}")
+    assert OmegaConf.to_container(config.jetrl) == {
+        "precision": precision,
+        "train": train,
+        "rollout": "fp8",
+        "scale_rule": "fp32",
+        "backward": "fp8",
+        "unfit_layers": "stop",
+        "ref": "bf16",
+        "critic": "bf16",
+        "contract_check": True,
+    }
+    assert config.actor_rollout_ref.rollout.calculate_log_probs is True
+
+
+def test_fp8_rollout_differs_from_jet_fp8_in_the_trainer_alone(compose):
+    rollout, both = (OmegaConf.to_container(compose(f"precision={name}")) for name in ("fp8_rollout", "jet_fp8"))
+    assert rollout["jetrl"].pop("train") == "bf16"
+    assert both["jetrl"].pop("train") == "fp8"
+    del rollout["jetrl"]["precision"], both["jetrl"]["precision"]
+    assert rollout == both
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_verls_example_scripts_compose(compose, stock, example):
+    overrides = EXAMPLES[example]
+    own_correction = any("rollout_is=" in override for override in overrides)
+    expected = stock(*overrides)
+    assert compose(*overrides, "precision=bf16") == expected
+
+    expected = OmegaConf.to_container(expected)
+    for precision in FP8_PRECISIONS:
+        config = compose(*overrides, f"precision={precision}")
+        corrected = precision == "fp8_rollout_tis" and not own_correction
+        tree = without_precision(config)
+        assert tree["algorithm"].pop("rollout_correction") == {
+            **expected["algorithm"]["rollout_correction"],
+            **({"rollout_is": "token"} if corrected else {}),
+        }
+        tree["algorithm"]["rollout_correction"] = expected["algorithm"]["rollout_correction"]
+        assert tree == expected
+        assert type(omega_conf_to_dataclass(config.actor_rollout_ref.actor).engine) is JetFSDPEngineConfig
+        assert type(omega_conf_to_dataclass(config.actor_rollout_ref.rollout)) is JetRolloutConfig
+
+
+def test_the_command_line_wins_over_the_group(compose):
+    config = compose(
+        "precision=fp8_rollout_tis",
+        "jetrl.scale_rule=pow2",
+        "jetrl.contract_check=false",
+        "actor_rollout_ref.rollout.calculate_log_probs=false",
+        "algorithm.rollout_correction.rollout_is=sequence",
+        "algorithm.rollout_correction.rollout_is_threshold=5",
+    )
+    assert config.jetrl.scale_rule == "pow2"
+    assert config.actor_rollout_ref.actor.fsdp_config.jetrl.scale_rule == "pow2"
+    assert config.actor_rollout_ref.rollout.custom.jetrl.contract_check is False
+    assert config.actor_rollout_ref.rollout.calculate_log_probs is False
+    assert config.algorithm.rollout_correction.rollout_is == "sequence"
+    assert config.algorithm.rollout_correction.rollout_is_threshold == 5
+
+
+def test_the_position_of_the_flag_is_free(compose):
+    overrides = ["actor_rollout_ref.rollout.name=vllm", "algorithm.adv_estimator=grpo"]
+    assert compose("precision=jet_fp8", *overrides) == compose(*overrides, "precision=jet_fp8")
+
+
+def test_added_keys_of_the_user_do_not_collide(compose):
+    config = compose(
+        "precision=jet_fp8",
+        "actor_rollout_ref.rollout.name=vllm",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.max_num_seqs=64",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.quantization=jetrl_fp8",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides.max_position_embeddings=4096",
+        "+actor_rollout_ref.rollout.custom.mine=1",
+        "+actor_rollout_ref.rollout.enable_sleep_mode=False",
+    )
+    rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+    vllm = rollout.engine_kwargs["vllm"]
+    assert vllm["max_num_seqs"] == 64
+    assert vllm["hf_overrides"]["max_position_embeddings"] == 4096
+    assert vllm["hf_overrides"]["quantization_config"]["quant_method"] == "jetrl_fp8"
+    assert rollout.custom["mine"] == 1
+
+
+@pytest.mark.parametrize("precision", ["jet-fp8", "fp8", "JET_FP8"])
+def test_an_unknown_precision_lists_the_choices(compose, precision):
+    with pytest.raises(ConfigCompositionException) as refused:
+        compose(f"precision={precision}")
+    assert str(refused.value) == (
+        f"precision={precision} is not a precision; use one of bf16, fp8_rollout, fp8_rollout_tis, jet_fp8."
+    )
+
+
+def test_recipes_that_build_on_ppo_trainer_get_the_flag(tmp_path):
+    """A recipe's own primary config, with a verl folder on Hydra's search path: that folder's files are used."""
+    checkout = tmp_path / "verl_checkout"
+    shutil.copytree(VERL_CONFIG, checkout)
+    primary = checkout / "ppo_trainer.yaml"
+    primary.write_text(primary.read_text().replace("nccl_timeout: 600", "nccl_timeout: 601"))
+    recipe = tmp_path / "recipe"
+    recipe.mkdir()
+    (recipe / "dapo_trainer.yaml").write_text(
+        f"hydra:\n  searchpath:\n    - file://{checkout}\n\n"
+        "defaults:\n  - ppo_trainer\n  - _self_\n\n"
+        "data:\n  gen_batch_size: ${data.train_batch_size}\n\n"
+        "actor_rollout_ref:\n  rollout:\n    calculate_log_probs: false\n"
+    )
+    with initialize_config_dir(str(recipe), version_base=None):
+        plain = hydra_compose("dapo_trainer")
+        flagged = hydra_compose("dapo_trainer", ["precision=jet_fp8"])
+    assert "jetrl" not in plain and plain.actor_rollout_ref.nccl_timeout == 601
+    assert flagged.actor_rollout_ref.nccl_timeout == 601
+    assert flagged.jetrl.train == "fp8"
+    # The recipe's values come after the group's, as the command line's do.
+    assert flagged.actor_rollout_ref.rollout.calculate_log_probs is False
+
+
+def test_a_recipe_can_fix_its_precision(tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        f"hydra:\n  searchpath:\n    - file://{VERL_CONFIG}\n\n"
+        "defaults:\n  - ppo_trainer\n  - _self_\n  - override precision: jet_fp8\n"
+    )
+    with initialize_config_dir(str(tmp_path), version_base=None):
+        assert hydra_compose("mine").jetrl.precision == "jet_fp8"
+        assert "jetrl" not in hydra_compose("mine", ["precision=bf16"])
+
+
+def test_other_hydra_programs_are_left_alone(tmp_path):
+    (tmp_path / "app.yaml").write_text("defaults:\n  - db: mysql\n  - _self_\nprecision: 16\n")
+    (tmp_path / "db").mkdir()
+    (tmp_path / "db" / "mysql.yaml").write_text("host: localhost\n")
+    with initialize_config_dir(str(tmp_path), version_base=None):
+        assert hydra_compose("app") == {"db": {"host": "localhost"}, "precision": 16}

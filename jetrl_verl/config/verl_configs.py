@@ -23,6 +23,7 @@ its own, in the driver and in every worker, so these two classes are also where 
 """
 
 import importlib
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,4 +96,7 @@ class JetRolloutConfig(RolloutConfig):
 
 
 def _register_engine() -> None:
-    importlib.import_module("jetrl_verl.train.engine")
+    # Only the processes of a worker group build engines, and verl marks them with RANK. The driver and the task runner
+    # read the same config to validate it and need not pay for importing vLLM.
+    if "RANK" in os.environ:
+        importlib.import_module("jetrl_verl.train.engine")

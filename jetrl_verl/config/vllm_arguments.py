@@ -66,6 +66,7 @@ def vllm_arguments(options: JetConfig, user: Mapping[str, Any] | None) -> dict[s
             "quant_method": QUANT_METHOD,
             "scale_rule": options.scale_rule,
             "unfit_layers": options.unfit_layers,
+            "contract_check": options.contract_check,
             # The layers outside the contract: BF16 on both sides.
             "modules_to_not_convert": ["lm_head"],
         },

@@ -11,3 +11,8 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
+"""``make demo``: real verl and vLLM learn arithmetic under one precision, on a CPU or a GPU, and end with a report."""
+
+
+class DemoError(Exception):
+    """The demo cannot go on for a reason the user can act on; the message is one sentence that says how."""

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from jetrl_verl.demo import policy, task, warmup
+from jetrl_verl.demo import DemoError, policy, task, warmup
 from jetrl_verl.demo.policy import PolicyConfig
 from jetrl_verl.demo.task import TaskConfig
 from jetrl_verl.demo.warmup import WarmupConfig
@@ -65,7 +65,7 @@ class Prepared:
 
 
 def find(recipe: Recipe, cache: Path) -> Prepared | None:
-    """The entry for ``recipe``, or None. Raises ``ValueError``, naming the file, if the entry is damaged."""
+    """The entry for ``recipe``, or None. Raises ``DemoError``, naming the file, if the entry is damaged."""
     folder = _folder(recipe, cache)
     if not folder.exists():
         return None
@@ -74,20 +74,20 @@ def find(recipe: Recipe, cache: Path) -> Prepared | None:
         manifest = json.loads((folder / _MANIFEST).read_text())
         checksums, facts = manifest["sha256"], manifest["facts"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"the demo's cache entry has no readable {_MANIFEST}; {remedy}") from error
+        raise DemoError(f"the demo's cache entry has no readable {_MANIFEST}; {remedy}") from error
     for name, expected in checksums.items():
         path = folder / name
         if not path.is_file():
-            raise ValueError(f"{path} is missing from the demo's cache; {remedy}")
+            raise DemoError(f"{path} is missing from the demo's cache; {remedy}")
         if _sha256(path) != expected:
-            raise ValueError(f"{path} is damaged or was edited (its checksum differs); {remedy}")
+            raise DemoError(f"{path} is damaged or was edited (its checksum differs); {remedy}")
     return Prepared(folder.resolve(), facts)
 
 
 def make(recipe: Recipe, cache: Path, device: str, report: Callable[[str], None]) -> Prepared:
     """Generate the data, warm the policy up on ``device`` and store both; ``report`` receives lines for the user.
 
-    Raises ``RuntimeError`` if the warm-up does not reach its target.
+    Raises ``DemoError`` if the warm-up does not reach its target.
     """
     cache.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=".building-", dir=cache))

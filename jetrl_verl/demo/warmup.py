@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from jetrl_verl.demo import DemoError
 from jetrl_verl.demo.task import Problem
 
 IGNORED_LABEL = -100  # cross_entropy's default ignore_index
@@ -89,7 +90,7 @@ def warm_up(
     """Train ``model`` (FP32, on any device) in place until ``config.target``.
 
     ``on_check(step, estimate)`` is called at every check. Returns ``{"steps", "estimate", "seconds"}``. Raises
-    ``RuntimeError`` if the target is not reached within ``config.max_steps``, ``ValueError`` for too few problems.
+    ``DemoError`` if the target is not reached within ``config.max_steps``, ``ValueError`` for too few problems.
     """
     import torch
 
@@ -119,7 +120,7 @@ def warm_up(
             on_check(step, estimate)
             if estimate >= config.target:
                 return {"steps": step, "estimate": estimate, "seconds": time.monotonic() - started}
-    raise RuntimeError(
+    raise DemoError(
         f"the warm-up did not reach an accuracy of {config.target} in {config.max_steps} steps; "
         "give it more steps or an easier task"
     )

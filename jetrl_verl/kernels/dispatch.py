@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -48,9 +48,12 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {
     "gemm_nt_1x128": {"cpu": ("numerics",), "sm89": ("triton",), "sm90": ("triton",), "sm100": ("triton",)},
 }
 
-_MODULES = {
+_BACKEND_PATHS = {
     "numerics": "jetrl_verl.numerics",
     "triton": "jetrl_verl.kernels.triton_kernels",
+    "vllm_cutlass": "jetrl_verl.kernels.external_gemm:vllm_cutlass",
+    "cublaslt": "jetrl_verl.kernels.external_gemm:cublaslt",
+    "deep_gemm": "jetrl_verl.kernels.external_gemm:deep_gemm",
 }
 
 _overrides: dict[str, str] = {}
@@ -77,8 +80,10 @@ def platform_of(device: torch.device) -> str:
 
 
 @cache
-def _module(backend: str) -> ModuleType:
-    return import_module(_MODULES[backend])
+def backend_of(name: str) -> Any:
+    """The module or object that implements backend ``name``, imported on first use."""
+    module, _, attribute = _BACKEND_PATHS[name].partition(":")
+    return getattr(import_module(module), attribute) if attribute else import_module(module)
 
 
 def _candidates(operation: str, device: torch.device) -> tuple[str, ...]:
@@ -88,7 +93,7 @@ def _candidates(operation: str, device: torch.device) -> tuple[str, ...]:
 
 
 def _quantiser(operation: str, device: torch.device):
-    return getattr(_module(_candidates(operation, device)[0]), operation)
+    return getattr(backend_of(_candidates(operation, device)[0]), operation)
 
 
 def quantize_1x128(x: torch.Tensor, rule: ScaleRule) -> BlockQuantized:
@@ -138,10 +143,10 @@ def gemm_nt(
     operation = "gemm_nt_128x128" if b_block_scaled else "gemm_nt_1x128"
     *conditional, last = _candidates(operation, a.codes.device)
     for backend in conditional:
-        module = _module(backend)
-        if module.serves(a, b, b_block_scaled=b_block_scaled, bias=bias, out_dtype=out_dtype):
-            return module.gemm_nt(a, b, b_block_scaled=b_block_scaled, bias=bias, out_dtype=out_dtype)
-    return _module(last).gemm_nt(a, b, b_block_scaled=b_block_scaled, bias=bias, out_dtype=out_dtype)
+        served_by = backend_of(backend)
+        if served_by.serves(a, b, b_block_scaled=b_block_scaled, bias=bias, out_dtype=out_dtype):
+            return served_by.gemm_nt(a, b, b_block_scaled=b_block_scaled, bias=bias, out_dtype=out_dtype)
+    return backend_of(last).gemm_nt(a, b, b_block_scaled=b_block_scaled, bias=bias, out_dtype=out_dtype)
 
 
 def describe_backends(device: torch.device | str) -> dict[str, str]:
@@ -159,10 +164,10 @@ def override_backend(operation: str, backend: str) -> Iterator[None]:
     Raises:
         ValueError: a name that the table does not know.
     """
-    if operation not in BACKENDS or backend not in _MODULES:
+    if operation not in BACKENDS or backend not in _BACKEND_PATHS:
         raise ValueError(
             f"no backend {backend!r} for {operation!r}; operations: {', '.join(BACKENDS)}; "
-            f"backends: {', '.join(_MODULES)}"
+            f"backends: {', '.join(_BACKEND_PATHS)}"
         )
     previous = _overrides.get(operation)
     _overrides[operation] = backend

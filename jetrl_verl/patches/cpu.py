@@ -15,8 +15,8 @@
 
 verl 0.9.1 has a platform registry but no CPU entry. This module adds one, so that the v1 trainer, Ray, FSDP2 on gloo
 and the CPU build of vLLM run unchanged, which is what the demo and the end-to-end tests of this project use. It is
-never chosen by accident: without the variable nothing here is imported, since a GPU cluster's head node without a GPU must
-stay ``nvidia``.
+never chosen by accident: without the variable nothing here is imported, since the head node of a GPU cluster must stay
+``nvidia``.
 
 What has to be bent, each with its reason:
 

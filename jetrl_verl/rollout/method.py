@@ -53,11 +53,13 @@ class JetFP8Config(QuantizationConfig):
     Attributes:
         scale_rule: rule under which activations are quantised; the codes that arrive were made under the same one.
         unfit_layers: ``"stop"`` or ``"skip"``, see :func:`jetrl_verl.layers.plan_linears`.
+        contract_check: whether a weight sync ends with the comparison of observe/contract.py.
     """
 
-    def __init__(self, scale_rule: str, unfit_layers: str) -> None:
+    def __init__(self, scale_rule: str, unfit_layers: str, contract_check: bool) -> None:
         super().__init__()
         check_rule(scale_rule)
+        self.contract_check = contract_check
         self.scale_rule = scale_rule
         self.unfit_layers = unfit_layers
         self._hf_config: Any = None
@@ -78,7 +80,7 @@ class JetFP8Config(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "JetFP8Config":
-        return cls(config["scale_rule"], config["unfit_layers"])
+        return cls(config["scale_rule"], config["unfit_layers"], config["contract_check"])
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         self._hf_config = hf_config

@@ -54,14 +54,26 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
         if self._jetrl_failure is not None:
             raise self._jetrl_failure
         loaded = time.perf_counter()
-        counts = self._jetrl_verify()
-        checked = time.perf_counter()
+        config = self.model_runner.vllm_config.quant_config
+        if not isinstance(config, JetFP8Config):
+            raise ContractViolation(
+                "contract check: the trainer sends FP8 codes but vLLM was started with quantization="
+                f"{config.get_name() if config else None}; do not override rollout.engine_kwargs.vllm.quantization"
+            )
+        if not config.contract_check:
+            logger.info("jetrl weight sync: loaded in %.3f s, contract not checked", loaded - started)
+            return
+        counts = self._jetrl_receiver.verify(
+            live_tensors(self.model_runner.model),
+            scale_rule=config.scale_rule,
+            probe=probe_sum(self.device, config.scale_rule),
+        )
         logger.info(
             "jetrl weight sync: loaded in %.3f s, contract of %d quantised and %d BF16 tensors held in %.3f s",
             loaded - started,
             counts["quantised"],
             counts["plain"],
-            checked - loaded,
+            time.perf_counter() - loaded,
         )
 
     def _update_weights(self, weights: list[tuple[str, torch.Tensor]], peft_config: dict, base_sync_done: bool):
@@ -73,16 +85,3 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
                 super()._update_weights(rest, peft_config=peft_config, base_sync_done=base_sync_done)
         except Exception as error:
             self._jetrl_failure = error
-
-    def _jetrl_verify(self) -> dict[str, int]:
-        config = self.model_runner.vllm_config.quant_config
-        if not isinstance(config, JetFP8Config):
-            raise ContractViolation(
-                "contract check: the trainer sends FP8 codes but vLLM was started with quantization="
-                f"{config.get_name() if config else None}; do not override rollout.engine_kwargs.vllm.quantization"
-            )
-        return self._jetrl_receiver.verify(
-            live_tensors(self.model_runner.model),
-            scale_rule=config.scale_rule,
-            probe=probe_sum(self.device, config.scale_rule),
-        )

@@ -90,7 +90,7 @@ class _JetEngine:
         return module
 
     def get_per_tensor_param(self, **kwargs: Any):
-        """Stream of the weight sync, see train/export.py; verl's own where the engine is not the FP8 rollout's actor."""
+        """Stream of the weight sync, see train/export.py; verl's own unless this is the FP8 rollout's actor."""
         weights, peft_config = super().get_per_tensor_param(**kwargs)
         config = self.engine_config
         if not isinstance(config, JetFSDPEngineConfig) or config.jetrl_role != "actor":
@@ -98,7 +98,8 @@ class _JetEngine:
         rule = config.jetrl.scale_rule
         self._jetrl_sync = statistics = SyncStatistics()
         stream = quantise_stream(counted_stock(weights, statistics), self._jetrl_plans, rule)
-        stream = with_contract(stream, scale_rule=rule, probe=probe_sum(torch.device(get_device_name()), rule))
+        if config.jetrl.contract_check:
+            stream = with_contract(stream, scale_rule=rule, probe=probe_sum(torch.device(get_device_name()), rule))
         return measured(stream, statistics), peft_config
 
     def train_batch(self, data: Any, loss_function: Any) -> Any:

@@ -13,20 +13,32 @@
 # limitations under the License.
 """Scale, encode and decode on the device: the lines of ``numerics`` that every quantiser kernel shares.
 
-Everything is byte-equal with ``numerics`` by construction: maxima over bit patterns, IEEE-rounded division, powers of
-two assembled from exponent bits, and one round-to-nearest-even into E4M3.
+Everything is byte-equal with ``numerics`` by construction: maxima over bit patterns, powers of two assembled from
+exponent bits, correctly rounded quotients, and one round-to-nearest-even into E4M3.
 
-Two steps have a second form for Triton's interpreter, which the CPU tests run under: it converts FP32 to E4M3 wrongly
-(113 of 4096 normal values; NaN becomes finite) and decodes NaN codes as 480. There both are done in integers; a GPU
-takes the hardware's conversion, one instruction for two elements instead of about ten for one.
+Quotients. A division instruction per element (a reciprocal on the quarter-rate unit, a range check, a call) would make
+these kernels wait for arithmetic instead of memory. The divisor is the same for 128 elements, so each group gets one
+correctly rounded reciprocal ``r = 1/s`` and each element ``q = x r`` with two residual steps ``q -= (q s - x) r`` in
+fused multiply-adds: after the first, q is one of the two FP32 neighbours of ``x/s``; from there the residual is exact
+and the second step rounds correctly (Markstein's theorem). ``s >= 2^-63`` keeps every residual that matters normal;
+where ``|x/s| < 2^-11`` only the sign is used, the code is a zero. Under ``pow2`` the reciprocal is exact and ``x r`` is
+already the rounded quotient.
+
+Poison. A group with an Inf or NaN gets the reciprocal NaN, which turns all its codes into NaN without a further look.
 
 ``numerics`` clamps the quotient to +-448 and this file does not: ``x / s`` exceeds 448 by one FP32 step at most (where
 the scale was rounded down), and that rounds to 448.
+
+Triton's interpreter, which the CPU tests run under, converts FP32 to E4M3 wrongly (113 of 4096 normal values; NaN
+becomes finite), decodes NaN codes as 480 and rounds a fused multiply-add twice. There the same results come from
+integer operations and divisions; a GPU takes the hardware's conversion, one instruction for two elements instead of
+about ten for one.
 """
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 from jetrl_verl.numerics import BLOCK, FP8_DTYPE, BlockQuantized, check_rule
 
@@ -35,6 +47,7 @@ _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 _INF_BITS: tl.constexpr = tl.constexpr(0x7F800000)
 _NAN_CODE: tl.constexpr = tl.constexpr(0x7F)
 _E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
+_E4M3_MAX_RECIPROCAL: tl.constexpr = tl.constexpr((torch.tensor(1.0) / 448.0).item())
 _MIN_SCALE: tl.constexpr = tl.constexpr(2.0**-63)
 _MIN_SCALE_EXPONENT: tl.constexpr = tl.constexpr(127 - 63)
 _CARRY_ABOVE_1_75: tl.constexpr = tl.constexpr(0x7FFFFF - 0x600000)
@@ -47,27 +60,51 @@ def magnitude_bits(x):
 
 
 @triton.jit
+def _divide(x, divisor, reciprocal):
+    """``x / divisor`` rounded once, given the rounded reciprocal; see "Quotients" above for the range it holds in."""
+    if _INTERPRETED:
+        return tl.div_rn(x, divisor)
+    else:
+        # Multiplying by -1 becomes a free operand modifier, and this arrangement of signs keeps -0 a -0.
+        quotient = x * reciprocal
+        residual = tl.fma(quotient, divisor, x * -1.0)
+        quotient = tl.fma(residual, reciprocal * -1.0, quotient)
+        residual = tl.fma(quotient, divisor, x * -1.0)
+        return tl.fma(residual, reciprocal * -1.0, quotient)
+
+
+@triton.jit
 def scale_of(bits, POW2: tl.constexpr):
     """Scales from maxima ``bits``, as ``numerics.scale_from_amax_bits``."""
     if POW2:
         exponent = tl.maximum(((bits + _CARRY_ABOVE_1_75) >> 23) - 8, _MIN_SCALE_EXPONENT)
         scale = (exponent << 23).to(tl.float32, bitcast=True)
     else:
-        scale = tl.maximum(tl.div_rn(bits.to(tl.float32, bitcast=True), _E4M3_MAX), _MIN_SCALE)
+        amax = bits.to(tl.float32, bitcast=True)
+        scale = tl.maximum(_divide(amax, _E4M3_MAX, _E4M3_MAX_RECIPROCAL), _MIN_SCALE)
     return tl.where((bits == 0) | (bits >= _INF_BITS), 1.0, scale)
 
 
 @triton.jit
-def encode(x, scale, poisoned, POW2: tl.constexpr):
-    """uint8 codes of ``x``; ``scale`` and ``poisoned`` broadcast against it."""
+def reciprocal_of(scale, bits, POW2: tl.constexpr):
+    """``1 / scale``, correctly rounded; NaN where the maxima ``bits`` say that the group holds an Inf or NaN."""
     if POW2:
-        # The reciprocal of a power of two is exact, and so x * (1/s) rounds exactly as x / s does.
         reciprocal = (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-        quotient = x * reciprocal
+    elif _INTERPRETED:
+        reciprocal = tl.div_rn(1.0, scale)
     else:
-        quotient = tl.div_rn(x, scale)
-    codes = _round_in_integers(quotient) if _INTERPRETED else quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    return tl.where(poisoned, _NAN_CODE, codes).to(tl.uint8)
+        reciprocal = libdevice.rcp_rn(scale)
+    return tl.where(bits >= _INF_BITS, float("nan"), reciprocal)
+
+
+@triton.jit
+def encode(x, scale, reciprocal, POW2: tl.constexpr):
+    """uint8 codes of the FP32 tile ``x``; ``scale`` and ``reciprocal`` have its rank and broadcast against it."""
+    quotient = x * reciprocal if POW2 else _divide(x, scale, reciprocal)
+    if _INTERPRETED:
+        return tl.where(reciprocal == reciprocal, _round_in_integers(quotient), _NAN_CODE).to(tl.uint8)
+    else:
+        return quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from jetrl_verl.kernels.triton_kernels._codec import _INF_BITS, GROUP, encode, is_pow2, magnitude_bits, scale_of
+from jetrl_verl.kernels.triton_kernels._codec import GROUP, encode, is_pow2, magnitude_bits, reciprocal_of, scale_of
 from jetrl_verl.numerics import BLOCK, FP8_DTYPE, BlockQuantized
 
 
@@ -50,7 +50,7 @@ def _quantize_128x128_kernel(
         w = tl.load(w_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         bits = tl.max(tl.max(magnitude_bits(w), axis=1), axis=0)
         scale = scale_of(bits, POW2)
-        codes = encode(w, scale, bits >= _INF_BITS, POW2)
+        codes = encode(w, scale, reciprocal_of(scale, bits, POW2), POW2)
         tl.store(codes_ptr + offsets, codes, mask=mask)
         tl.store(scales_ptr + scale_offset, scale)
     else:

@@ -25,12 +25,12 @@ import triton
 import triton.language as tl
 
 from jetrl_verl.kernels.triton_kernels._codec import (
-    _INF_BITS,
     GROUP,
     empty_rows,
     encode,
     is_pow2,
     magnitude_bits,
+    reciprocal_of,
     scale_of,
 )
 from jetrl_verl.numerics import BLOCK, BlockQuantized
@@ -66,7 +66,8 @@ def _quantize_1x128_kernel(
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     bits = tl.max(magnitude_bits(x), axis=1)
     scale = scale_of(bits, POW2)
-    codes = encode(x, scale[:, None], (bits >= _INF_BITS)[:, None], POW2)
+    reciprocal = reciprocal_of(scale, bits, POW2)
+    codes = encode(x, scale[:, None], reciprocal[:, None], POW2)
     tl.store(codes_ptr + offsets, codes, mask=mask)
     scale_offsets = row.to(tl.int64) * stride_scale_row + group_k.to(tl.int64) * stride_scale_group
     tl.store(scales_ptr + scale_offsets, scale, mask=in_range)

@@ -24,13 +24,13 @@ import triton
 import triton.language as tl
 
 from jetrl_verl.kernels.triton_kernels._codec import (
-    _INF_BITS,
     GROUP,
     empty_rows,
     empty_transposed,
     encode,
     is_pow2,
     magnitude_bits,
+    reciprocal_of,
     scale_of,
 )
 from jetrl_verl.numerics import BLOCK, BlockQuantized
@@ -54,21 +54,23 @@ def _quantize_both_kernel(
     column = tile_k * GROUP + tl.arange(0, GROUP)
     mask = (row < rows)[:, None] & (column < k)[None, :]
     offsets = row.to(tl.int64)[:, None] * k + column[None, :]
-    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    magnitudes = magnitude_bits(x)
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
 
     if WITH_ROWS:
-        bits = tl.max(magnitudes, axis=1)
+        x_rows = x.to(tl.float32)
+        bits = tl.max(magnitude_bits(x_rows), axis=1)
         scale = scale_of(bits, POW2)
-        codes = encode(x, scale[:, None], (bits >= _INF_BITS)[:, None], POW2)
-        tl.store(row_codes_ptr + offsets, codes, mask=mask)
+        reciprocal = reciprocal_of(scale, bits, POW2)
+        tl.store(row_codes_ptr + offsets, encode(x_rows, scale[:, None], reciprocal[:, None], POW2), mask=mask)
         tl.store(row_scales_ptr + tile_k.to(tl.int64) * rows + row, scale, mask=row < rows)
 
-    bits = tl.max(magnitudes, axis=0)
+    x_columns = tl.trans(x).to(tl.float32)
+    bits = tl.max(magnitude_bits(x_columns), axis=1)
     scale = scale_of(bits, POW2)
-    codes = encode(x, scale[None, :], (bits >= _INF_BITS)[None, :], POW2)
+    reciprocal = reciprocal_of(scale, bits, POW2)
     offsets_t = column.to(tl.int64)[:, None] * rows_padded + row[None, :]
-    tl.store(column_codes_ptr + offsets_t, tl.trans(codes), mask=(column < k)[:, None])
+    codes_t = encode(x_columns, scale[:, None], reciprocal[:, None], POW2)
+    tl.store(column_codes_ptr + offsets_t, codes_t, mask=(column < k)[:, None])
     tl.store(column_scales_ptr + tile_row.to(tl.int64) * k + column, scale, mask=column < k)
 
 

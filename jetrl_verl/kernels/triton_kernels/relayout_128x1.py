@@ -24,13 +24,13 @@ import triton
 import triton.language as tl
 
 from jetrl_verl.kernels.triton_kernels._codec import (
-    _INF_BITS,
     GROUP,
     decode,
     empty_transposed,
     encode,
     is_pow2,
     magnitude_bits,
+    reciprocal_of,
     scale_of,
 )
 from jetrl_verl.numerics import BLOCK, BlockQuantized
@@ -56,13 +56,15 @@ def _relayout_kernel(
     codes = tl.load(codes_ptr + row.to(tl.int64)[:, None] * k + column[None, :], mask=mask, other=0)
     scale_offsets = row.to(tl.int64) * stride_scale_row + tile_k.to(tl.int64) * stride_scale_group
     old_scale = tl.load(scales_ptr + scale_offsets, mask=row < rows, other=0.0)
-    x = decode(codes) * old_scale[:, None]
+    x = decode(tl.trans(codes)) * old_scale[None, :]
 
-    bits = tl.max(magnitude_bits(x), axis=0)
+    bits = tl.max(magnitude_bits(x), axis=1)
     scale = scale_of(bits, POW2)
-    codes = encode(x, scale[None, :], (bits >= _INF_BITS)[None, :], POW2)
+    reciprocal = reciprocal_of(scale, bits, POW2)
     offsets_t = column.to(tl.int64)[:, None] * rows_padded + row[None, :]
-    tl.store(out_codes_ptr + offsets_t, tl.trans(codes), mask=(column < k)[:, None])
+    tl.store(
+        out_codes_ptr + offsets_t, encode(x, scale[:, None], reciprocal[:, None], POW2), mask=(column < k)[:, None]
+    )
     tl.store(out_scales_ptr + tile_row.to(tl.int64) * k + column, scale, mask=column < k)
 
 

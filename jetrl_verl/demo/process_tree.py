@@ -51,24 +51,41 @@ class Interrupted(Exception):
         self.signal = signal.Signals(number)
 
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 @contextmanager
-def signals_raise(numbers: Sequence[int] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
-    """Turn the first of ``numbers`` into ``Interrupted`` in the main thread and ignore the following ones.
+def signals_raise():
+    """Turn the first of ``SIGNALS`` into ``Interrupted`` in the main thread and ignore the following ones.
 
     Ignoring them keeps an impatient second Ctrl-C from stopping the clean-up half way; the clean-up itself is bounded.
     """
 
     def handle(number, frame):
-        for other in numbers:
+        for other in SIGNALS:
             signal.signal(other, signal.SIG_IGN)
         raise Interrupted(number)
 
-    previous = {number: signal.signal(number, handle) for number in numbers}
+    previous = {number: signal.signal(number, handle) for number in SIGNALS}
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _signals_wait():
+    """Deliver ``SIGNALS`` that arrive inside only on leaving, so that a clean-up under way is finished first."""
+    arrived = []
+    previous = {number: signal.signal(number, lambda number, frame: arrived.append(number)) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        if arrived:
+            signal.raise_signal(arrived[0])
 
 
 class ProcessTree:
@@ -87,6 +104,7 @@ class ProcessTree:
         if not sys.platform.startswith("linux"):
             raise RuntimeError("the demo needs Linux: it relies on child subreapers to clean up after Ray and vLLM")
         self._command, self._environment, self._log, self._grace = list(command), dict(environment), log, grace
+        self._child: subprocess.Popen | None = None
         self._shared_files: set[Path] = set()
 
     def __enter__(self) -> "ProcessTree":
@@ -97,15 +115,19 @@ class ProcessTree:
         # A short path: Ray puts Unix sockets below it, whose paths may not exceed 107 characters.
         self.temporary = Path(tempfile.mkdtemp(prefix="jetrl-", dir="/tmp"))
         environment = {**self._environment, "TMPDIR": str(self.temporary), "RAY_TMPDIR": str(self.temporary)}
-        with self._log.open("wb") as output:
-            self._child = subprocess.Popen(
-                self._command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C in the terminal reaches us alone, and we decide the order of ending
-            )
+        try:
+            with self._log.open("wb") as output:
+                self._child = subprocess.Popen(
+                    self._command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # a Ctrl-C in the terminal reaches us alone; we decide who ends when
+                )
+        except BaseException:  # an interruption right here would otherwise leave what was just started
+            self.end()
+            raise
         return self
 
     def poll(self) -> int | None:
@@ -121,10 +143,14 @@ class ProcessTree:
             with suppress(psutil.NoSuchProcess):
                 if process.status() != psutil.STATUS_ZOMBIE:
                     alive.append(process)
-                elif process.pid != self._child.pid and process.ppid() == os.getpid():
+                elif self._is_adopted(process):
                     with suppress(ChildProcessError):
                         os.waitpid(process.pid, os.WNOHANG)
         return alive
+
+    def _is_adopted(self, process: psutil.Process) -> bool:
+        """Whether it falls to us to reap ``process``; the program itself is reaped by ``Popen``."""
+        return process.ppid() == os.getpid() and (self._child is None or process.pid != self._child.pid)
 
     def note_shared_files(self) -> None:
         """Remember which ``/dev/shm`` files the tree has mapped; called now and then, and before it is ended."""
@@ -133,24 +159,26 @@ class ProcessTree:
 
     def end(self) -> None:
         """Terminate the tree and remove its files. Raises ``RuntimeError`` if a process survives SIGKILL."""
-        self.note_shared_files()
-        asked: set[psutil.Process] = set()
-        started = time.monotonic()
-        while alive := self.processes():
-            waited = time.monotonic() - started
-            if waited > 2 * self._grace:
-                left = ", ".join(f"{process.pid}" for process in alive)
-                raise RuntimeError(f"processes {left} survived SIGKILL; end them by hand")
-            for process in alive:
-                with suppress(psutil.NoSuchProcess):
-                    if waited > self._grace:
-                        process.kill()
-                    elif process not in asked:  # a process may have been forked since the last round
-                        asked.add(process)
-                        process.terminate()
-            time.sleep(0.05)
-        self._child.wait()
-        self._remove_files()
+        with _signals_wait():
+            self.note_shared_files()
+            asked: set[psutil.Process] = set()
+            started = time.monotonic()
+            while alive := self.processes():
+                waited = time.monotonic() - started
+                if waited > 2 * self._grace:
+                    left = ", ".join(str(process.pid) for process in alive)
+                    raise RuntimeError(f"processes {left} survived SIGKILL; end them by hand")
+                for process in alive:
+                    with suppress(psutil.NoSuchProcess):
+                        if waited > self._grace:
+                            process.kill()
+                        elif process not in asked:  # a process may have been forked since the last round
+                            asked.add(process)
+                            process.terminate()
+                time.sleep(0.05)
+            if self._child is not None:
+                self._child.wait()
+            self._remove_files()
 
     def _remove_files(self) -> None:
         in_use = set()

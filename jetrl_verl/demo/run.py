@@ -1,0 +1,202 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The driver of ``make demo``: prepare, start verl, watch it, clean up, report.
+
+verl runs as a separate program, exactly as a user would start it; this process only watches its files. Whatever ends
+the run, nothing it started is left.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from rich.console import Console
+
+from jetrl_verl.config.options import PRECISIONS
+from jetrl_verl.demo import DemoError, cache
+from jetrl_verl.demo.overrides import RunPaths, build_environment, build_overrides
+from jetrl_verl.demo.process_tree import Interrupted, ProcessTree, signals_raise
+from jetrl_verl.demo.progress import Tracker, last_errors, view_for
+
+VERL = (sys.executable, "-m", "verl.trainer.main_ppo")
+DEVICES = ("auto", "cpu", "cuda")
+
+_PACKAGES = ("jetrl-verl", "verl", "vllm", "torch", "transformers", "ray")
+_POLL_SECONDS = 0.25
+_SHARED_FILES_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What the command line chooses. Raises ``DemoError`` for a value that does not exist."""
+
+    precision: str
+    steps: int
+    out: Path
+    cache: Path
+    device: str = "auto"
+    overrides: tuple[str, ...] = ()
+    """Further Hydra overrides; they win over the demo's own."""
+
+    def __post_init__(self):
+        if self.precision not in PRECISIONS:
+            raise DemoError(f"{self.precision!r} is not a precision; choose one of {', '.join(PRECISIONS)}")
+        if self.device not in DEVICES:
+            raise DemoError(f"{self.device!r} is not a device; choose one of {', '.join(DEVICES)}")
+        if self.steps < 1:
+            raise DemoError(f"--steps {self.steps} trains nothing; ask for at least one step")
+
+
+def run_demo(
+    options: DemoOptions,
+    console: Console,
+    recipe: cache.Recipe | None = None,
+    trainer: Sequence[str] = VERL,
+) -> int:
+    """Run the demo and return the exit status: 0, 1 after a failure, 128 + signal after an interruption.
+
+    Args:
+        options: what to run.
+        console: where progress is shown.
+        recipe: data, policy and warm-up; the defaults if None.
+        trainer: program to which the overrides are appended.
+    """
+    paths = RunPaths((options.out / f"{options.precision}-{time.strftime('%Y%m%d-%H%M%S')}").resolve())
+    say = _sayer(console)
+    try:
+        with signals_raise():
+            device = detect_device() if options.device == "auto" else options.device
+            prepared = _prepare(options, recipe or cache.Recipe(), device, say)
+            paths.folder.mkdir(parents=True)
+            say(f"log: {paths.log}")
+            return _train(options, paths, prepared, device, trainer, console)
+    except Interrupted as interruption:
+        say(f"interrupted by {interruption}; everything that was started has ended")
+        return 128 + interruption.signal
+
+
+def detect_device() -> str:
+    """``cuda`` where an NVIDIA GPU answers and vLLM is not its CPU build, else ``cpu``."""
+    if _version("vllm").endswith("+cpu") or shutil.which("nvidia-smi") is None:
+        return "cpu"
+    answer = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
+    return "cuda" if answer.returncode == 0 and answer.stdout.strip() else "cpu"
+
+
+def _prepare(options: DemoOptions, recipe: cache.Recipe, device: str, say) -> cache.Prepared:
+    prepared = cache.find(recipe, options.cache)
+    if prepared is None:
+        say(f"preparing data and policy in {options.cache} (kept for later runs)")
+        return cache.make(recipe, options.cache, device, say)
+    say(f"data and policy from {prepared.folder}")
+    return prepared
+
+
+def _train(
+    options: DemoOptions,
+    paths: RunPaths,
+    prepared: cache.Prepared,
+    device: str,
+    trainer: Sequence[str],
+    console: Console,
+) -> int:
+    say = _sayer(console)
+    overrides = build_overrides(options.precision, prepared, paths, device, options.steps)
+    command = [*trainer, *overrides, *options.overrides]
+    tracker = Tracker(paths.log, paths.metrics, options.steps)
+    noted = time.monotonic()
+    with ProcessTree(command, build_environment(paths, device), paths.log) as tree:
+        with view_for(console) as view:
+            while True:
+                status = tree.poll()  # before reading, so that the last lines of an ended run are read
+                tracker.update()
+                view.show(tracker)
+                if status is not None:
+                    break
+                if time.monotonic() - noted > _SHARED_FILES_SECONDS:
+                    tree.note_shared_files()
+                    noted = time.monotonic()
+                time.sleep(_POLL_SECONDS)
+        if status != 0:
+            _keep_ray_logs(tree.temporary, paths.ray_logs)
+    tracker.finish()
+    paths.facts.write_text(json.dumps(_facts(options, prepared, device, tracker, command), indent=2))
+
+    if status != 0 or tracker.step < options.steps:
+        say(f"verl ended with status {status} after step {tracker.step} of {options.steps}:")
+        for line in last_errors(paths.log):
+            say(f"  {line}")
+        say(f"full log: {paths.log}")
+        if paths.ray_logs.exists():
+            say(f"Ray's own logs: {paths.ray_logs}")
+        return 1
+    from jetrl_verl.observe.report import load_run, write_report
+
+    run = load_run(paths.folder)
+    report = write_report([run], paths.report, title=f"Demo, precision={options.precision}")
+    accuracies = run.accuracy[1]
+    if accuracies:
+        say(f"held-out accuracy: {accuracies[0]:.1%} before, {accuracies[-1]:.1%} after {options.steps} steps")
+    say(f"log: {paths.log}")
+    say(f"report: {report}")
+    return 0
+
+
+def _facts(
+    options: DemoOptions, prepared: cache.Prepared, device: str, tracker: Tracker, command: Sequence[str]
+) -> dict:
+    """Contents of ``run.json``, which become the report's table."""
+    return {
+        "precision": options.precision,
+        "device": _device_name(device),
+        "steps": tracker.step,
+        "seconds": round(tracker.seconds, 1),
+        "seconds in phase": {phase: round(seconds, 1) for phase, seconds in tracker.phase_seconds.items()},
+        "policy": prepared.facts,
+        "versions": {"python": sys.version.split()[0], **{name: _version(name) for name in _PACKAGES}},
+        "command": shlex.join(command),
+    }
+
+
+def _device_name(device: str) -> str:
+    if device == "cpu":
+        return f"CPU, {len(os.sched_getaffinity(0))} cores"
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.partition("\n")[0].strip()
+
+
+def _version(package: str) -> str:
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return "not installed"
+
+
+def _keep_ray_logs(temporary: Path, destination: Path) -> None:
+    """Save the daemons' logs of a failed run before their folder is removed."""
+    for session in (temporary / "ray").glob("session_2*"):
+        with suppress(OSError, shutil.Error):  # files vanish while daemons end; the logs are an extra
+            shutil.copytree(session / "logs", destination)
+
+
+def _sayer(console: Console):
+    return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,429 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""One HTML page for one or more verl runs: what was learnt, how far rollout and trainer drifted apart, where time went.
+
+A run is a folder with verl's ``metrics.jsonl`` (its ``file`` logger) and an optional ``run.json`` of facts. The page
+has no outside reference: figures are inline SVG whose text takes the page's colour, readable in light and dark mode.
+The same figures lie beside it as PNG. One run is drawn metric by metric; of several, each gets a colour of its own.
+
+A figure appears only if some run has its metric, and the page says which are absent, so that a renamed metric shows.
+"""
+
+import html
+import io
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
+
+import matplotlib
+
+matplotlib.use("Agg")  # before pyplot: reports are written on machines without a display
+import matplotlib.pyplot as plt
+
+_TEMPLATE = Path(__file__).with_name("report.html")
+
+# Mid-tone colours that keep their contrast on white and on near-black, in an order that colour-blind readers can tell.
+PALETTE = ("#3b82c4", "#e07b39", "#2aa37a", "#b565c4", "#c39b1f", "#d1495b", "#5aa9b8", "#8a8f98")
+INK = "#33383f"  # text and axes; becomes `currentColor` in the page
+
+STYLE = {
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": INK,
+    "grid.alpha": 0.14,
+    "grid.linewidth": 0.6,
+    "lines.linewidth": 1.8,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "svg.fonttype": "none",  # text stays text: smaller, selectable, and it can take the page's colour
+}
+
+REWARD = "critic/score/mean"
+MISMATCH = "rollout_corr/k3_kl"
+STEP_SECONDS = "timing_s/step"
+VALIDATION = "val-core/"
+ACCURACY_SUFFIX = "/acc/mean@"
+
+
+@dataclass
+class Run:
+    """Metrics of one run in the order they were logged, and facts about it for the table."""
+
+    name: str
+    records: list[tuple[int, dict]]
+    facts: dict = field(default_factory=dict)
+
+    def series(self, key: str) -> tuple[list[int], list[float]]:
+        """Steps and values of ``key``, finite values only (verl writes NaN as null)."""
+        points = [(step, data[key]) for step, data in self.records if _is_finite(data.get(key))]
+        return [step for step, _ in points], [float(value) for _, value in points]
+
+    def mean(self, key: str) -> float | None:
+        """Mean of ``key`` over the run, or None."""
+        values = self.series(key)[1]
+        return statistics.fmean(values) if values else None
+
+    @property
+    def accuracy_key(self) -> str | None:
+        """Name of the held-out accuracy: verl puts data source and number of samples into it."""
+        keys = {key for _, data in self.records for key in data}
+        return min((key for key in keys if key.startswith(VALIDATION) and ACCURACY_SUFFIX in key), default=None)
+
+    @property
+    def accuracy(self) -> tuple[list[int], list[float]]:
+        """Steps and values of the held-out accuracy; both empty if the run validated nothing."""
+        return self.series(self.accuracy_key) if self.accuracy_key else ([], [])
+
+
+def load_run(folder: Path, name: str | None = None) -> Run:
+    """Read ``metrics.jsonl`` and ``run.json`` of ``folder``.
+
+    A last line that is cut off, as an interrupted run leaves it, is dropped. Raises ``ValueError`` if there are no
+    metrics or a line in the middle is damaged.
+    """
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; the run in {folder} logged nothing")
+    lines = [line for line in path.read_text().splitlines() if line.strip()]
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            records.append((int(record["step"]), dict(record["data"])))
+        except (ValueError, KeyError, TypeError) as error:
+            if number == len(lines) and records:
+                break
+            raise ValueError(
+                f"line {number} of {path} is not a metrics record; delete the folder and run again"
+            ) from error
+    if not records:
+        raise ValueError(f"{path} is empty; the run in {folder} logged nothing")
+    facts_path = folder / "run.json"
+    facts = json.loads(facts_path.read_text()) if facts_path.is_file() else {}
+    return Run(name or facts.get("precision") or folder.name, records, facts)
+
+
+def write_report(runs: Sequence[Run], path: Path, title: str = "Jet-RL on verl") -> Path:
+    """Write the page to ``path`` and every figure to ``<path's stem>_<figure>.png`` beside it; returns ``path``.
+
+    Raises ``ValueError`` if ``runs`` is empty or two runs share a name.
+    """
+    if not runs:
+        raise ValueError("a report needs at least one run")
+    if len({run.name for run in runs}) < len(runs):
+        raise ValueError("two runs of the report have the same name; give each its own")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figures, absent = [], []
+    for figure in FIGURES:
+        with plt.rc_context(STYLE):
+            canvas, axes = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
+            drawn = figure.draw(axes, runs)
+            if drawn:
+                axes.set_title(figure.title)
+                canvas.savefig(path.with_name(f"{path.stem}_{figure.name}.png"), dpi=160, facecolor="white")
+                figures.append(_figure_html(figure, canvas))
+            else:
+                absent.append(figure.title.lower())
+            plt.close(canvas)
+    page = Template(_TEMPLATE.read_text()).substitute(
+        title=html.escape(title),
+        summary="\n".join(_summary_html(run, several=len(runs) > 1) for run in runs),
+        figures="\n".join(figures),
+        absent=f"<p class='absent'>Not logged by these runs: {html.escape(', '.join(absent))}.</p>" if absent else "",
+        facts=_facts_html(runs),
+    )
+    path.write_text(page)
+    return path
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of the report. ``draw(axes, runs)`` returns whether there was anything to draw."""
+
+    name: str
+    title: str
+    caption: str
+    draw: Callable[[plt.Axes, Sequence[Run]], bool]
+
+
+def _lines(*metrics: tuple[str, str], ylabel: str, log: bool = False, bottom: float | None = None):
+    """A drawing function for lines over steps.
+
+    ``metrics`` are (key, label). One run gets a colour per metric; several get a colour per run and a dash per metric.
+    """
+    dashes = ("-", "--", ":")
+
+    def draw(axes: plt.Axes, runs: Sequence[Run]) -> bool:
+        drawn = 0
+        for i, run in enumerate(runs):
+            for j, (key, label) in enumerate(metrics):
+                steps, values = run.series(key)
+                if log:  # a log axis has no place for zero
+                    points = [(step, value) for step, value in zip(steps, values) if value > 0]
+                    steps, values = [step for step, _ in points], [value for _, value in points]
+                if not steps:
+                    continue
+                several = len(runs) > 1
+                axes.plot(
+                    steps,
+                    values,
+                    color=PALETTE[(i if several else j) % len(PALETTE)],
+                    linestyle=dashes[j % len(dashes)] if several else "-",
+                    marker="o" if len(steps) < 8 else None,
+                    markersize=4,
+                    label=f"{run.name}: {label}" if several and len(metrics) > 1 else run.name if several else label,
+                )
+                drawn += 1
+        _finish(axes, ylabel, legend=drawn > 1)
+        if log and drawn:
+            axes.set_yscale("log")
+        if bottom is not None:
+            axes.set_ylim(bottom=bottom)
+        return drawn > 0
+
+    return draw
+
+
+def _draw_accuracy(axes: plt.Axes, runs: Sequence[Run]) -> bool:
+    drawn = 0
+    for i, run in enumerate(runs):
+        steps, values = run.accuracy
+        if not steps:
+            continue
+        axes.plot(steps, values, color=PALETTE[i % len(PALETTE)], marker="o", markersize=5, label=run.name)
+        if len(runs) == 1:
+            for step, value in {(steps[0], values[0]), (steps[-1], values[-1])}:
+                axes.annotate(f"{value:.0%}", (step, value), (0, 8), textcoords="offset points", ha="center")
+        drawn += 1
+    _finish(axes, "share answered rightly", legend=drawn > 1)
+    axes.set_ylim(0, 1.08)
+    return drawn > 0
+
+
+def _draw_timings(axes: plt.Axes, runs: Sequence[Run]) -> bool:
+    """Seconds of a step by phase: over the steps for one run, as means for several."""
+    phases = _phases(runs)
+    if not phases:
+        return False
+    colours = {phase: PALETTE[i % len(PALETTE)] for i, phase in enumerate(phases)}
+    if len(runs) == 1:
+        steps = runs[0].series(STEP_SECONDS)[0]
+        by_step = {step: _phase_seconds(data) for step, data in runs[0].records if step in set(steps)}
+        base = [0.0] * len(steps)
+        for phase in phases:
+            heights = [by_step[step].get(phase, 0.0) for step in steps]
+            axes.bar(steps, heights, width=0.85, bottom=base, color=colours[phase], label=phase)
+            base = [low + height for low, height in zip(base, heights)]
+        _finish(axes, "seconds", legend=True)
+    else:
+        names = [run.name for run in runs]
+        base = [0.0] * len(runs)
+        for phase in phases:
+            widths = []
+            for run in runs:
+                seconds = [_phase_seconds(data).get(phase, 0.0) for _, data in run.records if STEP_SECONDS in data]
+                widths.append(statistics.fmean(seconds) if seconds else 0.0)
+            axes.barh(names, widths, left=base, color=colours[phase], label=phase)
+            base = [low + width for low, width in zip(base, widths)]
+        axes.invert_yaxis()
+        axes.set_xlabel("seconds per step, mean")
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return True
+
+
+def _finish(axes: plt.Axes, ylabel: str, legend: bool) -> None:
+    axes.set_xlabel("step")
+    axes.set_ylabel(ylabel)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    if legend:
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _phase_seconds(data: dict) -> dict[str, float]:
+    """Seconds per phase of one step. Nested timers (with another ``/``) lie inside a phase, ``testing`` outside."""
+    prefix = "timing_s/"
+    seconds = {
+        key.removeprefix(prefix): float(value)
+        for key, value in data.items()
+        if key.startswith(prefix) and "/" not in key.removeprefix(prefix) and _is_finite(value)
+    }
+    total = seconds.pop("step", 0.0)
+    seconds.pop("testing", None)
+    rest = total - sum(seconds.values())
+    return seconds | ({"other": rest} if rest > 0 else {})
+
+
+def _phases(runs: Iterable[Run]) -> list[str]:
+    """Phases that take at least a hundredth of the time, in the order in which a step runs them."""
+    total: dict[str, float] = {}
+    for run in runs:
+        for _, data in run.records:
+            if STEP_SECONDS in data:
+                for phase, seconds in _phase_seconds(data).items():
+                    total[phase] = total.get(phase, 0.0) + seconds
+    shown = {phase for phase, seconds in total.items() if seconds >= 0.01 * sum(total.values())}
+    known = ["gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights"]
+    return [p for p in known if p in shown] + sorted(shown - {*known, "other"}) + [p for p in ["other"] if p in shown]
+
+
+FIGURES = (
+    Figure(
+        "reward",
+        "Reward",
+        "Mean score of the sampled responses of each step.",
+        _lines((REWARD, "mean"), ylabel="mean score", bottom=0.0),
+    ),
+    Figure(
+        "accuracy",
+        "Held-out accuracy",
+        "Problems the policy never trained on, one response each; step 0 is before training.",
+        _draw_accuracy,
+    ),
+    Figure(
+        "mismatch",
+        "Rollout against trainer",
+        "How far the policy that sampled is from the policy that is trained, before the update: k3 estimate of the KL "
+        "divergence per token, and the largest difference of a sampled token's probability.",
+        _lines(
+            (MISMATCH, "k3 KL (nat)"),
+            ("training/rollout_probs_diff_max", "max |Δp|"),
+            ylabel="per token",
+            log=True,
+        ),
+    ),
+    Figure(
+        "clip_fraction",
+        "Clip fraction",
+        "Share of tokens whose probability ratio left the trust region in the update.",
+        _lines(
+            ("actor/pg_clipfrac", "upper or lower bound"),
+            ("actor/pg_clipfrac_lower", "dual clip"),
+            ylabel="share of tokens",
+            bottom=0.0,
+        ),
+    ),
+    Figure(
+        "entropy",
+        "Entropy",
+        "Mean entropy of the policy's next-token distribution on its own responses.",
+        _lines(("actor/entropy", "entropy"), ylabel="nat per token", bottom=0.0),
+    ),
+    Figure(
+        "response_length",
+        "Response length",
+        "Tokens per response, end of turn included.",
+        _lines(("response_length/mean", "mean"), ("response_length/max", "longest"), ylabel="tokens", bottom=0.0),
+    ),
+    Figure("timings", "Time per step", "Seconds of a step by phase, validation left out.", _draw_timings),
+)
+
+
+# --- page ------------------------------------------------------------------------------------------------------------
+
+
+def _figure_html(figure: Figure, canvas: plt.Figure) -> str:
+    buffer = io.StringIO()
+    # The salt keeps the ids of clip paths and markers distinct between figures of one page.
+    with plt.rc_context({"svg.hashsalt": figure.name}):
+        canvas.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
+    return f"<figure id='{figure.name}'>{svg}<figcaption>{html.escape(figure.caption)} </figcaption></figure>"
+
+
+def _summary_html(run: Run, several: bool) -> str:
+    figures = []
+    accuracies = run.accuracy[1]
+    if accuracies:
+        gain = 100 * (accuracies[-1] - accuracies[0])
+        figures.append(
+            (f"{accuracies[0]:.0%} → {accuracies[-1]:.0%}", f"held-out accuracy, before → after ({gain:+.0f} points)")
+        )
+    rewards = run.series(REWARD)[1]
+    if rewards:
+        figures.append((f"{rewards[0]:.2f} → {rewards[-1]:.2f}", "reward, first → last step"))
+    mismatch = run.mean(MISMATCH)
+    if mismatch is not None:
+        figures.append((f"{mismatch:.1e}", "k3 KL between rollout and trainer, mean"))
+    seconds = run.series(STEP_SECONDS)[1]
+    if seconds:
+        figures.append((f"{statistics.median(seconds):.1f} s", f"per step, median of {len(seconds)}"))
+    heading = f"<h2>{html.escape(run.name)}</h2>" if several else ""
+    tiles = "".join(f"<div><strong>{value}</strong><span>{html.escape(label)}</span></div>" for value, label in figures)
+    return f"{heading}<section class='tiles'>{tiles}</section>"
+
+
+def _facts_html(runs: Sequence[Run]) -> str:
+    """A table: one row per fact, one column per run. Nested facts become ``outer.inner``."""
+    columns = [{**_flatten(run.facts), **_measured(run)} for run in runs]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    header = "".join(f"<th>{html.escape(run.name)}</th>" for run in runs)
+    rows = "".join(
+        f"<tr><th>{html.escape(name)}</th>"
+        + "".join(f"<td>{html.escape(_text(column.get(name, '–')))}</td>" for column in columns)
+        + "</tr>"
+        for name in names
+    )
+    return f"<table><thead><tr><th></th>{header}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def _measured(run: Run) -> dict:
+    """Rows of the table that come from metrics: means of everything this project logs itself (``jetrl/*``)."""
+    own = {key for _, data in run.records for key in data if key.startswith("jetrl/")}
+    means = {key: run.mean(key) for key in (*sorted(own), MISMATCH, STEP_SECONDS)}
+    return {f"{key}, mean": value for key, value in means.items() if value is not None}
+
+
+def _flatten(facts: dict, prefix: str = "") -> dict:
+    flat = {}
+    for key, value in facts.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return str(value)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -74,7 +74,7 @@ def scale(amax: float, rule: str) -> np.float32:
 def quantize_group(values: np.ndarray, rule: str) -> tuple[np.ndarray, np.float32]:
     """Codes (uint8, shape of ``values``) and scale of one group of float32 ``values``."""
     wide = values.astype(np.float64)
-    if not np.isfinite(wide).all():
+    if not np.isfinite(wide).all():  # Inf or NaN anywhere
         return np.full(values.shape, 0x7F, dtype=np.uint8), np.float32(1)
     s = scale(float(np.abs(wide).max()), rule)
     quotients = (wide / np.float64(s)).astype(np.float32).astype(np.float64)

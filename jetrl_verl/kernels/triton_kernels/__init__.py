@@ -13,7 +13,7 @@
 # limitations under the License.
 """The contract on NVIDIA GPUs in Triton, one kernel a file; equal to ``numerics`` in every byte (quantisers)."""
 
-from jetrl_verl.kernels.triton_kernels.gemm_nt import gemm_nt
+from jetrl_verl.kernels.triton_kernels.gemm_nt import TILES, gemm_nt
 from jetrl_verl.kernels.triton_kernels.quantize_1x128 import quantize_1x128
 from jetrl_verl.kernels.triton_kernels.quantize_1x128_and_128x1 import quantize_1x128_and_128x1, quantize_128x1
 from jetrl_verl.kernels.triton_kernels.quantize_128x128 import (
@@ -24,6 +24,7 @@ from jetrl_verl.kernels.triton_kernels.quantize_128x128 import (
 from jetrl_verl.kernels.triton_kernels.relayout_128x1 import relayout_128x1
 
 __all__ = [
+    "TILES",
     "gemm_nt",
     "quantize_1x128",
     "quantize_1x128_and_128x1",

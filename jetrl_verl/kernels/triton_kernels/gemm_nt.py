@@ -38,7 +38,7 @@ from jetrl_verl.numerics import BlockQuantized
 from jetrl_verl.numerics.gemm import check_gemm_shapes
 
 # (BLOCK_M, BLOCK_N, warps, stages), from the most arithmetic per byte to the most programs for a small problem.
-_TILES = ((128, 128, 8, 4), (64, 128, 4, 4), (64, 64, 4, 6), (64, 32, 4, 8))
+TILES = ((128, 128, 8, 4), (64, 128, 4, 4), (64, 64, 4, 6), (64, 32, 4, 8))
 _TILES_PER_GROUP = 8
 
 
@@ -118,11 +118,11 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def choose_tile(m: int, n: int, multiprocessors: int) -> tuple[int, int, int, int]:
-    """Largest tile of ``_TILES`` that still gives every multiprocessor a program, else the smallest."""
-    for tile in _TILES:
+    """Largest tile of ``TILES`` that still gives every multiprocessor a program, else the smallest."""
+    for tile in TILES:
         if triton.cdiv(m, tile[0]) * triton.cdiv(n, tile[1]) >= multiprocessors:
             return tile
-    return _TILES[-1]
+    return TILES[-1]
 
 
 def gemm_nt(

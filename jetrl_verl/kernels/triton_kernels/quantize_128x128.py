@@ -26,6 +26,8 @@ import triton.language as tl
 from jetrl_verl.kernels.triton_kernels._codec import GROUP, encode, is_pow2, magnitude_bits, reciprocal_of, scale_of
 from jetrl_verl.numerics import BLOCK, FP8_DTYPE, BlockQuantized
 
+_WARPS = 8
+
 
 @triton.jit
 def _quantize_128x128_kernel(
@@ -84,7 +86,7 @@ def _launch(
             POW2=pow2,
             QUANTISE=quantise,
             TRANSPOSE=transpose,
-            num_warps=8,
+            num_warps=_WARPS,
         )
 
 

@@ -36,6 +36,7 @@ from jetrl_verl.kernels.triton_kernels._codec import (
 from jetrl_verl.numerics import BLOCK, BlockQuantized
 
 _GROUPS_PER_PROGRAM = 32
+_WARPS = 4
 
 
 @triton.jit
@@ -95,7 +96,7 @@ def quantize_1x128(x: torch.Tensor, rule: str) -> BlockQuantized:
             POW2=pow2,
             EVEN_K=k % BLOCK == 0,
             GROUPS=_GROUPS_PER_PROGRAM,
-            num_warps=4,
+            num_warps=_WARPS,
         )
     if len(lead) == 1:
         return BlockQuantized(codes, scales)

@@ -35,6 +35,8 @@ from jetrl_verl.kernels.triton_kernels._codec import (
 )
 from jetrl_verl.numerics import BLOCK, BlockQuantized
 
+_WARPS = 16
+
 
 @triton.jit
 def _quantize_both_kernel(
@@ -94,7 +96,7 @@ def _launch(x: torch.Tensor, rule: str, with_rows: bool) -> tuple[BlockQuantized
             buffer.shape[1],
             POW2=pow2,
             WITH_ROWS=with_rows,
-            num_warps=8,
+            num_warps=_WARPS,
         )
     return row, transposed
 

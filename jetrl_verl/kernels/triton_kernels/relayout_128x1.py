@@ -35,6 +35,8 @@ from jetrl_verl.kernels.triton_kernels._codec import (
 )
 from jetrl_verl.numerics import BLOCK, BlockQuantized
 
+_WARPS = 8
+
 
 @triton.jit
 def _relayout_kernel(
@@ -85,6 +87,6 @@ def relayout_128x1(q: BlockQuantized, rule: str) -> BlockQuantized:
             q.scales.stride(0),
             q.scales.stride(1),
             POW2=pow2,
-            num_warps=8,
+            num_warps=_WARPS,
         )
     return out

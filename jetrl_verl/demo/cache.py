@@ -89,6 +89,9 @@ def make(recipe: Recipe, cache: Path, device: str, report: Callable[[str], None]
 
     Raises ``DemoError`` if the warm-up does not reach its target.
     """
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # bars for loading 25 tensors would tear the lines reported here
     cache.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
     try:

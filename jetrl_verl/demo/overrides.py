@@ -101,7 +101,7 @@ def build_overrides(precision: str, prepared: Prepared, paths: RunPaths, device:
         "trainer.n_gpus_per_node": 1,
         "trainer.total_training_steps": steps,
         "trainer.val_before_train": True,
-        "trainer.test_freq": max(1, min(10, steps)),
+        "trainer.test_freq": min(8, steps),
         "trainer.save_freq": -1,
         "trainer.resume_mode": "disable",
         "trainer.project_name": "jetrl-demo",

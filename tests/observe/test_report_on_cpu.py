@@ -1,0 +1,160 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The report: every figure on the page and beside it, nothing fetched from elsewhere, one run or several."""
+
+import json
+import re
+
+import pytest
+
+from jetrl_verl.observe.report import FIGURES, Run, _phase_seconds, load_run, write_report
+
+
+def records(level: float = 0.4) -> list[tuple[int, dict]]:
+    """Three steps as verl logs them, validation before and after."""
+    accuracy = "val-core/jetrl/addition/acc/mean@1"
+    step = {
+        "rollout_corr/k3_kl": 1e-4,
+        "training/rollout_probs_diff_max": 0.05,
+        "actor/entropy": 0.1,
+        "actor/pg_clipfrac": 0.01,
+        "actor/pg_clipfrac_lower": 0.0,
+        "response_length/mean": 43.0,
+        "response_length/max": 48,
+        "timing_s/gen": 1.0,
+        "timing_s/update_actor": 2.0,
+        "timing_s/agent_loop/generate_sequences/max": 0.9,
+        "timing_s/step": 3.5,
+        "timing_s/testing": 9.0,
+        "jetrl/weight_sync/bytes": 4096,
+    }
+    steps = [(i, step | {"critic/score/mean": level + 0.1 * i}) for i in (1, 2, 3)]
+    return [(0, {accuracy: level}), *steps[:2], (3, steps[2][1] | {accuracy: level + 0.35})]
+
+
+def write_run(folder, lines: list[str], facts: dict | None = None):
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    if facts is not None:
+        (folder / "run.json").write_text(json.dumps(facts))
+    return folder
+
+
+def as_lines(run_records) -> list[str]:
+    return [json.dumps({"step": step, "data": data}) for step, data in run_records]
+
+
+def test_page_holds_every_figure_and_png_lies_beside_it(tmp_path):
+    page = write_report([Run("jet_fp8", records())], tmp_path / "report.html").read_text()
+    for figure in FIGURES:
+        assert f"<figure id='{figure.name}'><svg" in page
+        assert figure.title in page
+        assert (tmp_path / f"report_{figure.name}.png").read_bytes().startswith(b"\x89PNG")
+    assert "Not logged" not in page
+
+
+def test_page_shows_accuracy_before_and_after(tmp_path):
+    page = write_report([Run("jet_fp8", records())], tmp_path / "report.html").read_text()
+    assert "40% → 75%" in page and "+35 points" in page
+    assert "1.0e-04" in page and "3.5 s" in page
+
+
+def test_page_needs_no_network(tmp_path):
+    page = write_report([Run("jet_fp8", records())], tmp_path / "report.html").read_text()
+    # What SVG names as its vocabulary is an identifier, not a request.
+    sources = re.findall(r"""(?:src|href|url|@import)\s*[=(]\s*["']?([^"')\s>]+)""", page)
+    assert all(source.startswith("#") for source in sources)
+    assert "<script" not in page and "<link" not in page
+
+
+def test_text_of_figures_takes_the_colour_of_the_page(tmp_path):
+    page = write_report([Run("jet_fp8", records())], tmp_path / "report.html").read_text()
+    assert "currentColor" in page and "#33383f" not in page
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_ids_of_figures_do_not_collide(tmp_path):
+    page = write_report([Run("jet_fp8", records())], tmp_path / "report.html").read_text()
+    clips = re.findall(r'<clipPath id="([^"]+)"', page)
+    assert clips and len(clips) == len(set(clips))
+
+
+def test_several_runs_share_every_figure(tmp_path):
+    runs = [
+        Run("bf16", records(0.3), {"steps": 3}),
+        Run("jet_fp8", records(0.5), {"steps": 3, "policy": {"layers": 2}}),
+    ]
+    page = write_report(runs, tmp_path / "compare.html").read_text()
+    assert page.count("<svg") == len(FIGURES)
+    assert page.count("<h2>bf16</h2>") == page.count("<h2>jet_fp8</h2>") == 1
+    assert "<th>policy.layers</th><td>–</td><td>2</td>" in page
+    assert (tmp_path / "compare_timings.png").exists()
+
+
+def test_absent_metrics_are_named(tmp_path):
+    run = Run("bare", [(1, {"critic/score/mean": 0.5}), (2, {"critic/score/mean": None})])
+    page = write_report([run], tmp_path / "report.html").read_text()
+    assert page.count("<svg") == 1
+    assert "Not logged by these runs: held-out accuracy" in page
+    assert not (tmp_path / "report_timings.png").exists()
+
+
+def test_facts_and_own_metrics_are_in_the_table_and_escaped(tmp_path):
+    run = Run("jet_fp8", records(), {"backends": {"gemm": "<torch>"}, "command": "a && b"})
+    page = write_report([run], tmp_path / "report.html").read_text()
+    assert "<th>backends.gemm</th><td>&lt;torch&gt;</td>" in page
+    assert "a &amp;&amp; b" in page
+    assert "<th>jetrl/weight_sync/bytes, mean</th><td>4096</td>" in page
+
+
+def test_phases_add_up_to_the_step():
+    seconds = _phase_seconds(records()[1][1])
+    assert seconds == {"gen": 1.0, "update_actor": 2.0, "other": 0.5}
+
+
+def test_a_run_is_read_from_its_folder(tmp_path):
+    folder = write_run(tmp_path / "run", as_lines(records()), {"precision": "jet_fp8"})
+    run = load_run(folder)
+    assert run.name == "jet_fp8" and run.records == records()
+    assert run.accuracy == ([0, 3], [0.4, 0.75])
+
+
+def test_a_cut_off_last_line_is_dropped(tmp_path):
+    folder = write_run(tmp_path / "run", [*as_lines(records()), '{"step": 4, "da'])
+    assert len(load_run(folder, "x").records) == 4
+
+
+@pytest.mark.parametrize(
+    "lines,message",
+    [
+        (['{"step": 1', '{"step": 2, "data": {}}'], "line 1 of .* is not a metrics record"),
+        (['{"step": 1, "data": 3}', '{"step": 2, "data": {}}'], "line 1 of .* is not a metrics record"),
+        ([], "is empty"),
+    ],
+)
+def test_damaged_metrics_are_one_sentence(tmp_path, lines, message):
+    with pytest.raises(ValueError, match=message):
+        load_run(write_run(tmp_path / "run", lines))
+
+
+def test_a_folder_without_metrics_is_one_sentence(tmp_path):
+    with pytest.raises(ValueError, match="logged nothing"):
+        load_run(tmp_path)
+
+
+def test_no_run_or_equal_names_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="at least one run"):
+        write_report([], tmp_path / "report.html")
+    with pytest.raises(ValueError, match="same name"):
+        write_report([Run("a", records()), Run("a", records())], tmp_path / "report.html")

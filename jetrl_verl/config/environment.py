@@ -121,6 +121,7 @@ def check_model(path: str | None, options: JetConfig, tensor_parallel: int) -> N
         if config_file is None:
             return
 
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
@@ -128,7 +129,7 @@ def check_model(path: str | None, options: JetConfig, tensor_parallel: int) -> N
         if model.get("model_type") in SUPPORTED_MODEL_TYPES:
             # What config.json leaves out takes the default of its class (Qwen3's head_dim, for one).
             model = AutoConfig.from_pretrained(config_file.parent).to_dict()
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, StrictDataclassError) as error:
         raise UnsupportedConfiguration(
             f"{config_file} is not a readable model config ({type(error).__name__}); point the model path at a "
             "complete Hugging Face folder."

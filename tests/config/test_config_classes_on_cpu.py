@@ -1,0 +1,152 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The config classes that a precision selects, built the way verl builds them: from the composed config, anywhere."""
+
+import copy
+import importlib
+import pickle
+
+import pytest
+from omegaconf import OmegaConf
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import FSDPEngineConfig, RolloutConfig
+
+from jetrl_verl.config import JetConfig, JetFSDPEngineConfig, JetRolloutConfig, UnsupportedConfiguration
+
+RUNNABLE = [
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+    "critic.ppo_micro_batch_size_per_gpu=1",
+]
+
+
+@pytest.fixture
+def config(compose):
+    return compose("precision=jet_fp8", *RUNNABLE)
+
+
+def test_actor_engine_config(config):
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    engine = actor.engine
+    assert type(engine) is JetFSDPEngineConfig and isinstance(engine, FSDPEngineConfig)
+    assert engine.jetrl == JetConfig(precision="jet_fp8", train="fp8", rollout="fp8")
+    assert engine.jetrl_role == "actor" and engine.fp8_linears
+    assert engine.jetrl_rollout_tp == config.actor_rollout_ref.rollout.tensor_model_parallel_size == 2
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_verl_hands_its_strategy_to_the_engine(compose, strategy):
+    config = compose("precision=jet_fp8", f"actor_rollout_ref.actor.strategy={strategy}", *RUNNABLE)
+    assert omega_conf_to_dataclass(config.actor_rollout_ref.actor).engine.strategy == strategy
+
+
+@pytest.mark.parametrize(("option", "fp8"), [("bf16", False), ("fp8", True)])
+def test_ref_and_critic_follow_their_own_option(compose, option, fp8):
+    config = compose("precision=fp8_rollout", f"jetrl.ref={option}", f"jetrl.critic={option}", *RUNNABLE)
+    assert not omega_conf_to_dataclass(config.actor_rollout_ref.actor).engine.fp8_linears
+    ref = omega_conf_to_dataclass(config.actor_rollout_ref.ref.fsdp_config)
+    critic = omega_conf_to_dataclass(config.critic.fsdp)
+    assert ref.jetrl_role == "ref" and ref.forward_only and ref.fp8_linears is fp8
+    assert critic.jetrl_role == "critic" and critic.fp8_linears is fp8
+
+
+def test_ref_config_as_the_worker_builds_it(config):
+    """``engine_workers.init_model`` renames some keys of the ref node first and then takes the whole node."""
+    ref = config.actor_rollout_ref.ref
+    OmegaConf.set_struct(ref, False)
+    for key in ("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu"):
+        value = ref.pop(f"log_prob_{key}")
+        ref[key if key == "use_dynamic_bsz" else f"ppo_{key}"] = value
+    ref.ppo_micro_batch_size_per_gpu = 1
+    assert omega_conf_to_dataclass(ref).engine.jetrl_role == "ref"
+
+
+def test_rollout_config_asks_vllm_for_our_linears(compose):
+    config = compose("precision=jet_fp8", "jetrl.scale_rule=pow2", "jetrl.unfit_layers=skip", *RUNNABLE)
+    rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+    assert type(rollout) is JetRolloutConfig and isinstance(rollout, RolloutConfig)
+    assert rollout.quantization is None  # verl's own option stays free
+    vllm = rollout.engine_kwargs["vllm"]
+    assert vllm["quantization"] == "jetrl_fp8"
+    assert vllm["worker_extension_cls"] == "jetrl_verl.rollout.worker.JetWorkerExtension"
+    quantisation = vllm["hf_overrides"]["quantization_config"]
+    assert quantisation["quant_method"] == "jetrl_fp8"
+    assert quantisation["scale_rule"] == "pow2"
+    assert quantisation["unfit_layers"] == "skip"
+
+
+def test_the_worker_extension_is_verls(config):
+    from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+
+    path = omega_conf_to_dataclass(config.actor_rollout_ref.rollout).engine_kwargs["vllm"]["worker_extension_cls"]
+    module, name = path.rsplit(".", 1)
+    assert issubclass(getattr(__import__(module, fromlist=[name]), name), vLLMColocateWorkerExtension)
+
+
+def test_configs_travel_between_processes(config):
+    """Ray pickles built configs; a rebuilt or copied one is the same."""
+    for built in (
+        omega_conf_to_dataclass(config.actor_rollout_ref.actor),
+        omega_conf_to_dataclass(config.actor_rollout_ref.rollout),
+        omega_conf_to_dataclass(config.critic.fsdp),
+    ):
+        assert pickle.loads(pickle.dumps(built)) == built == copy.deepcopy(built)
+        assert omega_conf_to_dataclass(built) is built
+
+
+def test_resolved_config_without_its_root(config):
+    """The task runner resolves the config and hands workers ``actor_rollout_ref`` alone."""
+    OmegaConf.resolve(config)
+    alone = OmegaConf.create(OmegaConf.to_container(config.actor_rollout_ref))
+    assert omega_conf_to_dataclass(alone.actor).engine.fp8_linears
+    assert omega_conf_to_dataclass(alone.rollout).jetrl.train == "fp8"
+
+
+@pytest.mark.parametrize(("environment", "registered"), [({"RANK": "0"}, True), ({}, False)])
+def test_the_engine_is_registered_where_models_are_built(config, monkeypatch, environment, registered):
+    """Workers carry RANK. The critic's config reaches them by pickle, so its ``__post_init__`` never runs there."""
+    imported, import_module = [], importlib.import_module
+
+    def record(name, package=None):
+        imported.append(name)
+        return import_module(name, package) if name != "jetrl_verl.train.engine" else None
+
+    monkeypatch.setattr(importlib, "import_module", record)
+    monkeypatch.delenv("RANK", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    critic = omega_conf_to_dataclass(config.critic.fsdp)
+    assert ("jetrl_verl.train.engine" in imported) is registered
+    imported.clear()
+    pickle.loads(pickle.dumps(critic))
+    assert ("jetrl_verl.train.engine" in imported) is registered
+
+
+def test_classes_refuse_to_work_without_options():
+    with pytest.raises(UnsupportedConfiguration, match="choose a precision group"):
+        JetFSDPEngineConfig()
+    with pytest.raises(UnsupportedConfiguration, match="choose a precision group"):
+        JetRolloutConfig(name="vllm")
+    with pytest.raises(UnsupportedConfiguration, match="use one of actor, ref, critic"):
+        JetFSDPEngineConfig(jetrl={"precision": "jet_fp8", "train": "fp8", "rollout": "fp8"}, jetrl_role="reward")
+
+
+def test_the_users_engine_kwargs_are_not_changed_in_place():
+    user = {"vllm": {"hf_overrides": {"rope_theta": 1e6}}}
+    options = {"precision": "jet_fp8", "train": "fp8", "rollout": "fp8"}
+    rollout = JetRolloutConfig(name="vllm", custom={"jetrl": options}, engine_kwargs=user)
+    assert user == {"vllm": {"hf_overrides": {"rope_theta": 1e6}}}
+    assert rollout.engine_kwargs["vllm"]["hf_overrides"]["rope_theta"] == 1e6

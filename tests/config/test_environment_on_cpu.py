@@ -1,0 +1,243 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What is checked right before a job starts: versions, GPU, model folder, data. Each fault gives its sentence."""
+
+import json
+from importlib import metadata
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from jetrl_verl.config import JetConfig, UnsupportedConfiguration, check_environment
+from jetrl_verl.config.environment import check_data, check_gpu, check_model, check_versions
+
+OPTIONS = JetConfig(precision="jet_fp8", train="fp8", rollout="fp8")
+SKIP = JetConfig(precision="jet_fp8", train="fp8", rollout="fp8", unfit_layers="skip")
+
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "num_hidden_layers": 2,
+    "vocab_size": 128,
+}
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    """Callable that writes a model folder with some keys of its config changed (``None`` removes one)."""
+
+    def write(**changes):
+        config = {**MODEL, **changes}
+        (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+        save_file({"weight": np.zeros((4, 4), np.float32)}, tmp_path / "model.safetensors")
+        return tmp_path
+
+    return write
+
+
+@pytest.fixture
+def parquet(tmp_path):
+    path = tmp_path / "train.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1 + 1"]}), path)
+    return path
+
+
+def refusal(function, *arguments) -> str:
+    with pytest.raises(UnsupportedConfiguration) as refused:
+        function(*arguments)
+    message = str(refused.value)
+    assert message.endswith(".") and "\n" not in message
+    return message
+
+
+def test_this_environment_is_the_pinned_one():
+    check_versions("jet_fp8")
+
+
+@pytest.mark.parametrize(
+    ("package", "found", "works_with"),
+    [
+        ("verl", "0.9.0", "verl 0.9.1"),
+        ("vllm", "0.23.1", "vllm 0.24.0"),
+        ("torch", "2.12.0+cu130", "torch 2.11"),
+        ("transformers", "5.10.1", "transformers 5.9"),
+        ("vllm", "unknown", "vllm 0.24.0"),
+    ],
+)
+def test_another_version_is_named_beside_the_pin(monkeypatch, package, found, works_with):
+    installed = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: found if name == package else installed(name))
+    assert f"works with {works_with} and found {package} {found}" in refusal(check_versions, "jet_fp8")
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    def version(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert "needs verl 0.9.1, which is not installed" in refusal(check_versions, "jet_fp8")
+
+
+@pytest.mark.parametrize(("capability", "fp8"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
+def test_a_gpu_needs_fp8(monkeypatch, capability, fp8):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "A GPU")
+    if fp8:
+        check_gpu("jet_fp8")
+    else:
+        expected = f"GPU 0, A GPU, has {capability[0]}.{capability[1]}; use precision=bf16."
+        assert expected in refusal(check_gpu, "jet_fp8")
+
+
+def test_a_driver_without_a_gpu_passes(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    check_gpu("jet_fp8")
+
+
+def test_a_good_model_folder_passes(model_folder):
+    check_model(str(model_folder()), OPTIONS, 1)
+
+
+def test_what_the_config_leaves_out_takes_its_default(model_folder):
+    # Qwen3's default head_dim is 128, not hidden_size / heads = 64.
+    check_model(str(model_folder(head_dim=None)), OPTIONS, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensor_parallel", "layer"),
+    [
+        ({"hidden_size": 192}, 1, "self_attn.q_proj has shards of shape [512, 192]"),
+        ({"head_dim": 64, "num_key_value_heads": 1}, 1, "self_attn.k_proj has shards of shape [64, 256]"),
+        ({"intermediate_size": 576}, 1, "mlp.gate_proj has shards of shape [576, 256]"),
+        ({"head_dim": 64}, 2, "self_attn.k_proj has shards of shape [64, 256]"),
+        ({}, 8, "self_attn.q_proj has shards of shape [64, 256]"),
+    ],
+)
+def test_a_layer_that_does_not_fit_is_named(model_folder, changes, tensor_parallel, layer):
+    message = refusal(check_model, str(model_folder(**changes)), OPTIONS, tensor_parallel)
+    assert layer in message and "multiples of 128" in message and "jetrl.unfit_layers=skip" in message
+
+
+def test_skip_lets_unfit_layers_through(model_folder):
+    check_model(str(model_folder(intermediate_size=576)), SKIP, 1)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_5_vl", "gpt2"])
+def test_other_architectures_are_refused(model_folder, model_type):
+    message = refusal(check_model, str(model_folder(model_type=model_type, num_experts=8)), OPTIONS, 1)
+    assert f"model_type '{model_type}' is not supported" in message and "use a dense model" in message
+
+
+def test_a_quantised_checkpoint_is_refused(model_folder):
+    folder = model_folder(quantization_config={"quant_method": "fp8"})
+    assert "use the BF16 checkpoint" in refusal(check_model, str(folder), OPTIONS, 1)
+
+
+def test_a_missing_folder(tmp_path):
+    assert "does not exist; check the model path" in refusal(check_model, str(tmp_path / "none"), OPTIONS, 1)
+    assert "does not exist; check the model path" in refusal(check_model, "~/no/such/model", OPTIONS, 1)
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[]", '"qwen3"', '{"model_type": "qwen3", "hidden_size": "wide"}'])
+def test_a_damaged_model_config(model_folder, text):
+    folder = model_folder()
+    config = folder / "config.json"
+    if text is None:
+        config.unlink()
+    else:
+        config.write_text(text)
+    assert "is not a readable model config" in refusal(check_model, str(folder), OPTIONS, 1)
+
+
+def test_a_damaged_weight_file(model_folder):
+    folder = model_folder()
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    assert "model.safetensors is missing or damaged" in refusal(check_model, str(folder), OPTIONS, 1)
+    weights.write_bytes(b"not safetensors")
+    assert "model.safetensors is missing or damaged" in refusal(check_model, str(folder), OPTIONS, 1)
+
+
+def test_an_index_that_names_a_missing_file(model_folder):
+    folder = model_folder()
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}))
+    assert "model-2.safetensors is missing or damaged" in refusal(check_model, str(folder), OPTIONS, 1)
+    index.write_text("{}")
+    assert "is not a readable weight index" in refusal(check_model, str(folder), OPTIONS, 1)
+
+
+def test_a_folder_without_weights(model_folder):
+    folder = model_folder()
+    (folder / "model.safetensors").unlink()
+    assert "holds no weights" in refusal(check_model, str(folder), OPTIONS, 1)
+
+
+def test_a_hub_name_is_checked_by_its_config(model_folder, monkeypatch):
+    folder = model_folder(model_type="qwen3_moe")
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda name, file, **_: str(folder / file))
+    assert "cannot run Qwen/Qwen3-30B-A3B" in refusal(check_model, "Qwen/Qwen3-30B-A3B", OPTIONS, 1)
+
+
+def test_a_hub_name_without_a_network_is_left_to_verl(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    check_model("Qwen/Qwen3-8B", OPTIONS, 1)
+    check_model("not/a/hub/name", OPTIONS, 1)
+
+
+def test_data_files(parquet, tmp_path):
+    check_data("data.train_files", str(parquet))
+    check_data("data.train_files", [str(parquet), "hdfs://cluster/train.parquet"])
+    check_data("data.val_files", None)
+    missing = tmp_path / "none.parquet"
+    assert "(data.val_files) does not exist" in refusal(check_data, "data.val_files", [str(parquet), str(missing)])
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1 half a file", b"col\n1\n"])
+def test_a_damaged_parquet_file(parquet, content):
+    parquet.write_bytes(content)
+    assert "is not a readable parquet file" in refusal(check_data, "data.train_files", str(parquet))
+
+
+def test_check_environment_reads_the_composed_config(compose, model_folder, parquet):
+    overrides = [
+        f"actor_rollout_ref.model.path={model_folder()}",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        f"data.train_files={parquet}",
+        f"data.val_files=[{parquet}]",
+    ]
+    check_environment(compose("precision=jet_fp8", *overrides))
+    check_environment(compose())  # without a precision nothing of the default paths is looked at
+
+    wide = compose("precision=jet_fp8", *overrides, "actor_rollout_ref.rollout.tensor_model_parallel_size=8")
+    assert "tensor parallel size 8" in refusal(check_environment, wide)
+
+    critic = compose("precision=jet_fp8", *overrides, "jetrl.critic=fp8", "critic.model.path=/no/critic")
+    assert "/no/critic does not exist" in refusal(check_environment, critic)
+
+    data = compose("precision=jet_fp8", *overrides, "data.val_files=/no/test.parquet")
+    assert "/no/test.parquet (data.val_files) does not exist" in refusal(check_environment, data)

@@ -1,0 +1,146 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Configurations that a precision cannot serve: each is refused at composition, with the sentence a user will read."""
+
+import pytest
+from hydra.errors import ConfigCompositionException
+from omegaconf import OmegaConf
+
+from jetrl_verl.config import JetConfig, UnsupportedConfiguration, check_config
+
+ACTOR = "actor_rollout_ref.actor"
+REF = "actor_rollout_ref.ref"
+ROLLOUT = "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
+VLLM = f"+{ROLLOUT}.engine_kwargs.vllm"
+
+# overrides -> what the sentence must hold: the key as the user would type it, and what to use instead
+REFUSED = [
+    (["model_engine=megatron"], f"{ACTOR}.strategy=megatron; use fsdp or fsdp2"),
+    (["model_engine=veomni"], f"{ACTOR}.strategy=veomni; use fsdp or fsdp2"),
+    (["model_engine=torchtitan"], f"{ACTOR}.strategy=torchtitan; use fsdp or fsdp2"),
+    ([f"{ACTOR}.strategy=fsdp_turbo"], f"{ACTOR}.strategy=fsdp_turbo; use fsdp or fsdp2"),
+    ([f"{ACTOR}.strategy=automodel"], f"{ACTOR}.strategy=automodel; use fsdp or fsdp2"),
+    ([f"{REF}.strategy=megatron"], f"{REF}.strategy=megatron; use fsdp or fsdp2"),
+    (["jetrl.critic=fp8", "critic.strategy=megatron"], "critic.strategy=megatron; use fsdp or fsdp2"),
+    ([f"{ROLLOUT}.name=sglang"], f"{ROLLOUT}.name=sglang; use vllm or precision=bf16"),
+    ([f"{ROLLOUT}.name=trtllm"], f"{ROLLOUT}.name=trtllm; use vllm or precision=bf16"),
+    ([f"{ROLLOUT}.name=hf"], f"{ROLLOUT}.name=hf; use vllm or precision=bf16"),
+    ([f"{MODEL}.lora_rank=32"], f"not LoRA adapters; set {MODEL}.lora_rank=0"),
+    ([f"{MODEL}.lora.rank=32"], f"not LoRA adapters; set {MODEL}.lora.rank=0"),
+    ([f"{MODEL}.lora_adapter_path=/adapter"], f"remove {MODEL}.lora_adapter_path"),
+    ([f"{MODEL}.lora.adapter_path=/adapter"], f"remove {MODEL}.lora.adapter_path"),
+    ([f"{MODEL}.mtp.enable=true"], f"set {MODEL}.mtp.enable=false"),
+    ([f"{ACTOR}.qat.enable=true"], f"({ACTOR}.qat.enable); set it to false"),
+    ([f"{ACTOR}.fsdp_config.qat.enable=true"], "quantisation-aware training"),
+    ([f"{ROLLOUT}.qat={{enable:true}}"], f"({ROLLOUT}.qat.enable); set it to false"),
+    ([f"{ACTOR}.fsdp_config.dtype=float16"], f"{ACTOR}.fsdp_config.dtype=float16; use bfloat16"),
+    (
+        [f"+{ACTOR}.fsdp_config.mixed_precision.param_dtype=fp16"],
+        f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=fp16; use bfloat16",
+    ),
+    ([f"{ACTOR}.fsdp_config.model_dtype=fp16"], f"{ACTOR}.fsdp_config.model_dtype=fp16; use fp32"),
+    ([f"{ROLLOUT}.quantization=fp8"], f"{ROLLOUT}.quantization=fp8 contradicts it; remove it"),
+    ([f"{ROLLOUT}.quantization_config_file=q.json"], f"{ROLLOUT}.quantization_config_file=q.json contradicts it"),
+    ([f"{VLLM}.quantization=fp8"], "engine_kwargs.vllm.quantization is set against"),
+    ([f"{VLLM}.hf_overrides.quantization_config.quant_method=fp8"], "hf_overrides.quantization_config is set against"),
+    ([f"{VLLM}.worker_extension_cls=my.Extension"], "engine_kwargs.vllm.worker_extension_cls is set against"),
+    ([f"{VLLM}.hf_overrides=nonsense"], "hf_overrides is not a mapping"),
+    ([f"{VLLM}.dtype=float16"], f"{ROLLOUT}.engine_kwargs.vllm.dtype=float16; use bfloat16"),
+    ([f"{VLLM}.load_format=safetensors"], f"{ROLLOUT}.engine_kwargs.vllm.load_format=safetensors; use dummy"),
+    ([f"{VLLM}.pipeline_parallel_size=2"], f"{ROLLOUT}.engine_kwargs.vllm.pipeline_parallel_size=2; use 1"),
+    ([f"{VLLM}.enable_expert_parallel=true"], f"{ROLLOUT}.engine_kwargs.vllm.enable_expert_parallel=True; use false"),
+    ([f"{VLLM}.kv_cache_dtype=fp8"], f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype=fp8; use auto"),
+    ([f"{VLLM}.tensor_parallel_size=4"], f"{ROLLOUT}.tensor_model_parallel_size; set 4 there"),
+    ([f"{ROLLOUT}.dtype=float16"], f"{ROLLOUT}.dtype=float16; use bfloat16"),
+    ([f"{ROLLOUT}.load_format=auto"], f"{ROLLOUT}.load_format=auto is unsupported; use dummy"),
+    ([f"{ROLLOUT}.pipeline_model_parallel_size=2"], f"pipeline parallel; set {ROLLOUT}.pipeline_model_parallel_size=1"),
+    ([f"{ROLLOUT}.expert_parallel_size=2"], f"expert parallel; set {ROLLOUT}.expert_parallel_size=1"),
+    ([f"{ROLLOUT}.enable_rollout_routing_replay=true"], "no router"),
+    ([f"{ROLLOUT}.disaggregation.enabled=true"], f"set {ROLLOUT}.disaggregation.enabled=false"),
+    ([f"{ROLLOUT}.checkpoint_engine.backend=nccl"], f"{ROLLOUT}.checkpoint_engine.backend=nccl; use naive"),
+    ([f"{ROLLOUT}.checkpoint_engine.backend=delta_sharded"], "checkpoint_engine.backend=delta_sharded; use naive"),
+    ([f"+{ROLLOUT}.checkpoint_manager_class=my.Manager"], f"remove {ROLLOUT}.checkpoint_manager_class"),
+    ([f"{ROLLOUT}.nnodes=1"], "trainer and rollout on the same GPUs"),
+    (["actor_rollout_ref.hybrid_engine=false"], "set actor_rollout_ref.hybrid_engine=true"),
+    (["trainer.v1.trainer_mode=separate_async"], "trainer.v1.trainer_mode=separate_async; use sync"),
+    (["trainer.use_v1=false"], "remove trainer.use_v1=false"),
+    (["trainer.device=npu"], "trainer.device=npu; use cuda"),
+    ([f"{ACTOR}.fsdp_config._target_=verl.workers.config.FSDPEngineConfig"], f"remove {ACTOR}.fsdp_config._target_"),
+    ([f"{ROLLOUT}._target_=verl.workers.config.RolloutConfig"], f"remove {ROLLOUT}._target_"),
+    (["critic.fsdp._target_=verl.workers.config.FSDPEngineConfig"], "remove critic.fsdp._target_"),
+    ([f"{ROLLOUT}.custom=null"], f"keep that key when overriding {ROLLOUT}.custom"),
+    ([f"{ACTOR}.fsdp_config.jetrl=null"], "keep that key when overriding"),
+    (["jetrl.scale_rule=ue8m0"], "jetrl.scale_rule=ue8m0 is not a choice; use one of fp32, pow2."),
+    (["jetrl.contract_check=1"], "jetrl.contract_check=1 is not a choice; use one of true, false."),
+    (["jetrl.unfit_layers=ignore"], "jetrl.unfit_layers=ignore is not a choice; use one of stop, skip."),
+    (["jetrl.rollout=bf16"], "would sample from another policy than it trains; use jetrl.rollout=fp8."),
+    (["jetrl.train=bf16", "jetrl.rollout=bf16"], "leaves nothing in FP8; use precision=bf16."),
+    (["+jetrl.scales=fp32"], "jetrl.scales is not an option; use one of precision, train, rollout, scale_rule"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), REFUSED, ids=[" ".join(overrides) for overrides, _ in REFUSED])
+def test_refused(compose, overrides, sentence):
+    with pytest.raises(ConfigCompositionException) as refused:
+        compose("precision=jet_fp8", *overrides)
+    message = str(refused.value)
+    assert sentence in message
+    assert message.endswith(".") and "\n" not in message
+
+
+@pytest.mark.parametrize("precision", ["fp8_rollout", "fp8_rollout_tis"])
+def test_the_sentence_names_the_chosen_precision(compose, precision):
+    with pytest.raises(ConfigCompositionException, match=f"^precision={precision} rolls out with vLLM"):
+        compose(f"precision={precision}", f"{ROLLOUT}.name=sglang")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"{ACTOR}.strategy=fsdp2", f"{REF}.strategy=fsdp2", "critic.strategy=fsdp2"],
+        ["critic.strategy=megatron"],
+        [f"{ACTOR}.fsdp_config.model_dtype=bf16"],
+        [f"+{ACTOR}.fsdp_config.mixed_precision={{param_dtype:bf16,reduce_dtype:fp32}}"],
+        [f"{VLLM}.kv_cache_dtype=auto", f"{VLLM}.enforce_eager=true", f"{VLLM}.tensor_parallel_size=2"],
+        [f"{VLLM}.hf_overrides='{{\"rope_theta\": 1e6}}'"],
+        ["trainer.v1.trainer_mode=colocate_async"],
+        ["jetrl.backward=bf16", "jetrl.unfit_layers=skip", "jetrl.ref=fp8", "jetrl.critic=fp8"],
+        ["jetrl.train=bf16"],
+    ],
+    ids=" ".join,
+)
+def test_accepted(compose, overrides):
+    assert "jetrl" in compose("precision=jet_fp8", *overrides)
+
+
+def test_options_without_a_precision_are_refused(compose):
+    with pytest.raises(ConfigCompositionException, match="add precision=<fp8_rollout|fp8_rollout_tis|jet_fp8>"):
+        compose("+jetrl.scale_rule=pow2")
+
+
+def test_check_config_serves_programs_too(compose):
+    config = compose("precision=jet_fp8")
+    check_config(config)
+    OmegaConf.update(config, f"{ROLLOUT}.name", "sglang")
+    with pytest.raises(UnsupportedConfiguration, match="use vllm or precision=bf16"):
+        check_config(config)
+    check_config(OmegaConf.create({"trainer": {"use_v1": False}}))
+
+
+def test_jet_config_is_frozen_and_round_trips(compose):
+    options = JetConfig.from_node(compose("precision=jet_fp8").jetrl)
+    assert JetConfig.from_node(options.as_dict()) == options == JetConfig.from_node(options)
+    with pytest.raises(AttributeError):
+        options.train = "bf16"

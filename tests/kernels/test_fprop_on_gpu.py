@@ -19,8 +19,6 @@ from contract_inputs import gaussian, heavy_tailed
 
 from jetrl_verl import kernels
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-
 
 @pytest.fixture(scope="module")
 def weight():

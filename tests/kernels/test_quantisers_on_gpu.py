@@ -21,8 +21,6 @@ from quantiser_checks import assert_same_bytes, check_all_quantisers
 from jetrl_verl import numerics
 from jetrl_verl.numerics import SCALE_RULES
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-
 
 @pytest.fixture(scope="module")
 def triton_kernels():

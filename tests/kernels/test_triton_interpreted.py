@@ -19,7 +19,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.timeout(600)
 def test_triton_kernels_under_the_interpreter():
     cases = Path(__file__).with_name("interpreter_cases.py")
     result = subprocess.run(
@@ -27,7 +30,7 @@ def test_triton_kernels_under_the_interpreter():
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=580,
         check=False,
     )
     passed = re.search(r"(\d+) passed", result.stdout)

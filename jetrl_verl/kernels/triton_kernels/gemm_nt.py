@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 
 from jetrl_verl.kernels.triton_kernels._codec import GROUP
-from jetrl_verl.numerics import BlockQuantized
+from jetrl_verl.numerics import BLOCK, BlockQuantized
 from jetrl_verl.numerics.gemm import check_gemm_shapes
 
 # (BLOCK_M, BLOCK_N, warps, stages), from the most arithmetic per byte to the most programs for a small problem.
@@ -113,8 +113,11 @@ def _gemm_nt_kernel(
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+def _multiprocessors_and_shared_memory(device: torch.device) -> tuple[int, int]:
+    if device.type != "cuda":
+        return 1, 1 << 20
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin
 
 
 def choose_tile(m: int, n: int, multiprocessors: int) -> tuple[int, int, int, int]:
@@ -146,7 +149,10 @@ def gemm_nt(
         return out
     a_codes = a.codes if a.codes.stride(1) == 1 else a.codes.contiguous()
     b_codes = b.codes if b.codes.stride(1) == 1 else b.codes.contiguous()
-    block_m, block_n, warps, stages = tile or choose_tile(m, n, _multiprocessors(a.codes.device))
+    multiprocessors, shared_memory = _multiprocessors_and_shared_memory(a.codes.device)
+    block_m, block_n, warps, stages = tile or choose_tile(m, n, multiprocessors)
+    # A stage holds one K block of both operands; Ada and consumer Blackwell have under half of Hopper's shared memory.
+    stages = min(stages, shared_memory // ((block_m + block_n) * BLOCK))
     _gemm_nt_kernel[(triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)](
         a_codes,
         b_codes,
@@ -165,7 +171,7 @@ def gemm_nt(
         b.scales.stride(1),
         B_BLOCK_SCALED=b_block_scaled,
         WITH_BIAS=bias is not None,
-        EVEN_K=k % 128 == 0,
+        EVEN_K=k % BLOCK == 0,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         TILES_PER_GROUP=_TILES_PER_GROUP,

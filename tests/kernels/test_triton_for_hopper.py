@@ -1,0 +1,66 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What the Triton kernels become on Hopper, seen without one: compiled for sm_90, read as PTX."""
+
+import re
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from jetrl_verl.kernels.triton_kernels import TILES
+from jetrl_verl.kernels.triton_kernels.gemm_nt import _gemm_nt_kernel
+from jetrl_verl.kernels.triton_kernels.quantize_1x128 import _quantize_1x128_kernel
+
+
+def ptx_for_hopper(kernel, types: dict[str, str], constants: dict[str, object], **options) -> str:
+    """PTX of ``kernel`` for sm_90 with all run-time arguments divisible by 16, as they are for a real layer."""
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    places = {name: (place,) for place, name in enumerate(kernel.arg_names)}
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={places[name]: value for name, value in constants.items()},
+        attrs={places[name]: [["tt.divisibility", 16]] for name in kernel.arg_names if name not in constants},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+
+@pytest.mark.parametrize("b_block_scaled", [True, False])
+@pytest.mark.parametrize("tile", TILES)
+def test_one_k_block_is_one_chain_of_four_matrix_instructions(tile, b_block_scaled):
+    """The row invariance of the GEMM rests on this: m64, k32, four in a row from zero, whatever the tile."""
+    block_m, block_n, warps, stages = tile
+    types = {"a_ptr": "*fp8e4nv", "b_ptr": "*fp8e4nv", "out_ptr": "*bf16"}
+    types |= dict.fromkeys(("a_scales_ptr", "b_scales_ptr", "bias_ptr"), "*fp32")
+    constants = {"B_BLOCK_SCALED": b_block_scaled, "WITH_BIAS": False, "EVEN_K": True}
+    constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "TILES_PER_GROUP": 8}
+    ptx = ptx_for_hopper(_gemm_nt_kernel, types, constants, num_warps=warps, num_stages=stages)
+    instructions = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", ptx)
+    assert instructions == [f"m64n{block_n}k32.f32.e4m3.e4m3"] * 4
+    # One fused multiply-add promotes each element of a thread's share of the tile, and nothing else multiplies into it.
+    assert ptx.count("fma.rn.f32") == block_m * block_n // (32 * warps)
+
+
+@pytest.mark.parametrize("pow2", [True, False])
+def test_the_quantiser_moves_16_bytes_at_a_time_and_does_not_divide(pow2):
+    types = {"x_ptr": "*bf16", "codes_ptr": "*u8", "scales_ptr": "*fp32"}
+    constants = {"POW2": pow2, "EVEN_K": True, "GROUPS": 32}
+    ptx = ptx_for_hopper(_quantize_1x128_kernel, types, constants, num_warps=4)
+    assert ptx.count("ld.global.v4.b32") == 4
+    assert ptx.count("st.global.v4.b32") == 2
+    assert ptx.count("cvt.rn.satfinite.e4m3x2.f32") == 16
+    assert "div.rn.f32" not in ptx
+    assert "div.full.f32" not in ptx

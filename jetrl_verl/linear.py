@@ -46,9 +46,9 @@ from jetrl_verl.numerics import BlockQuantized, ScaleRule, check_rule
 
 
 class _WeightCodes(NamedTuple):
-    """Codes of one gathered weight, valid while the tensor in place is this one at this version."""
+    """Codes of one gathered weight, valid while the storage in place is this one at this version."""
 
-    source: torch.Tensor
+    address: int
     version: int
     codes: BlockQuantized
 
@@ -162,12 +162,13 @@ class JetLinear(nn.Linear):
     def weight_codes(self, weight: torch.Tensor) -> BlockQuantized:
         """128x128 codes of ``weight`` [N, K], made at most once while the tensor stays in place unchanged."""
         cached = self._codes
-        if cached is not None and cached.source is weight and cached.version == weight._version:
+        # By address, not identity: activation checkpointing hands backward a detached alias of the same weight.
+        if cached is not None and (cached.address, cached.version) == (weight.data_ptr(), weight._version):
             return cached.codes
         with torch.no_grad():
             codes = kernels.quantize_128x128(weight.detach().to(torch.bfloat16), self.scale_rule)
         object.__setattr__(self, "quantisations", self.quantisations + 1)
-        object.__setattr__(self, "_codes", _WeightCodes(weight, weight._version, codes))
+        object.__setattr__(self, "_codes", _WeightCodes(weight.data_ptr(), weight._version, codes))
         return codes
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

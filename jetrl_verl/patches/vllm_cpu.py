@@ -36,6 +36,9 @@ def install() -> None:
     def keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
+    def allow_fork() -> None:
+        # Called by vLLM right before it reads the variable; its CPU platform has set "spawn" by then.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
     utils.dispatch_cpu_unquantized_gemm = keep_weight
-    system_utils._maybe_force_spawn = lambda: None
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    system_utils._maybe_force_spawn = allow_fork

@@ -19,6 +19,7 @@ shapes and ranks, independently of the loaders, whose work is what is being chec
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -29,30 +30,42 @@ from jetrl_verl.numerics import BLOCK, FP8_DTYPE
 from jetrl_verl.observe.contract import SCALE_SUFFIX, LiveTensor
 
 
-def _pieces(layer: torch.nn.Module) -> Iterator[tuple[int, int, int]]:
-    """(rows held, first row in the parameter, first row in the trainer's tensor) of each stacked piece."""
+def _pieces(layer: torch.nn.Module) -> Iterator[tuple[int, int, int, int]]:
+    """(rows held, first row in the parameter, first row in the trainer's tensor, its rows) of each stacked piece."""
     if isinstance(layer, QKVParallelLinear):
         q = layer.num_heads * layer.head_size
         kv = layer.num_kv_heads * layer.head_size
         kv_rank = layer.tp_rank // layer.num_kv_head_replicas
-        yield q, 0, layer.tp_rank * q
-        yield kv, q, kv_rank * kv
-        yield kv, q + kv, kv_rank * kv
+        whole_kv = layer.total_num_kv_heads * layer.head_size
+        yield q, 0, layer.tp_rank * q, layer.total_num_heads * layer.head_size
+        yield kv, q, kv_rank * kv, whole_kv
+        yield kv, q + kv, kv_rank * kv, whole_kv
     else:
         start = 0
         for size in layer.output_sizes:
             rows = size // layer.tp_size
-            yield rows, start, layer.tp_rank * rows
+            yield rows, start, layer.tp_rank * rows, size
             start += rows
 
 
-def _held(
-    parameter: torch.Tensor, scales: torch.Tensor | None, start: int, rows: int, whole_rows: int, columns: slice
-) -> LiveTensor:
-    view = parameter.data[start : start + rows]
-    if scales is not None:
-        scales = scales.data[start // BLOCK : (start + rows) // BLOCK]
-    return LiveTensor(view, scales, slice(whole_rows, whole_rows + rows), columns)
+@dataclass(frozen=True)
+class _Parameter:
+    """A live parameter and what part of the trainer's columns it holds."""
+
+    data: torch.Tensor
+    scales: torch.Tensor | None
+    columns: slice
+    whole_columns: int
+
+    def part(self, rows: int, start: int = 0, first: int = 0, whole: int | None = None) -> LiveTensor:
+        """``rows`` rows from ``start``, which are the trainer's rows from ``first`` of ``whole`` (all, by default)."""
+        return LiveTensor(
+            self.data[start : start + rows],
+            None if self.scales is None else self.scales[start // BLOCK : (start + rows) // BLOCK],
+            slice(first, first + rows),
+            self.columns,
+            (rows if whole is None else whole, self.whole_columns),
+        )
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
@@ -64,28 +77,27 @@ def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
     Returns:
         name -> live view. Column-parallel parts are row slices, row-parallel ones column slices, of the whole tensor.
     """
-    parameters = dict(model.named_parameters())
     live: dict[str, LiveTensor] = {}
-    owners = {id(module): (name, module) for name, module in model.named_modules()}
-    for prefix, layer in owners.values():
-        for leaf, parameter in layer.named_parameters(recurse=False):
+    for prefix, layer in model.named_modules():
+        own = {leaf: parameter.data for leaf, parameter in layer.named_parameters(recurse=False)}
+        suffix = ".".join(prefix.rsplit(".", 2)[-2:])
+        for leaf, data in own.items():
             if leaf.endswith(SCALE_SUFFIX):
                 continue
-            name = f"{prefix}.{leaf}"
-            scales = parameters.get(name + SCALE_SUFFIX) if parameter.dtype == FP8_DTYPE else None
-            columns = slice(0, parameter.shape[1] if parameter.ndim > 1 else 1)
-            suffix = ".".join(prefix.rsplit(".", 2)[-2:])
+            width = data.shape[1] if data.ndim > 1 else 1
+            first_column, whole_columns = 0, width
+            if isinstance(layer, RowParallelLinear) and data.ndim > 1:
+                first_column, whole_columns = layer.tp_rank * width, layer.input_size
+            columns = slice(first_column, first_column + width)
+            scales = own[leaf + SCALE_SUFFIX] if data.dtype == FP8_DTYPE else None
+            held = _Parameter(data, scales, columns, whole_columns)
             if isinstance(layer, QKVParallelLinear | MergedColumnParallelLinear) and suffix in MERGED:
                 stem = prefix.removesuffix(suffix)
-                for piece, (rows, start, whole_rows) in zip(MERGED[suffix], _pieces(layer), strict=True):
-                    live[f"{stem}{piece}.{leaf}"] = _held(parameter, scales, start, rows, whole_rows, columns)
+                for piece, (rows, start, first, whole) in zip(MERGED[suffix], _pieces(layer), strict=True):
+                    live[f"{stem}{piece}.{leaf}"] = held.part(rows, start, first, whole)
             elif isinstance(layer, VocabParallelEmbedding):
-                shard = layer.shard_indices
-                rows = shard.org_vocab_end_index - shard.org_vocab_start_index
-                live[name] = _held(parameter, None, 0, rows, shard.org_vocab_start_index, columns)
+                first, last = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
+                live[f"{prefix}.{leaf}"] = held.part(last - first, 0, first, layer.org_vocab_size)
             else:
-                if isinstance(layer, RowParallelLinear) and parameter.ndim > 1:
-                    first = layer.tp_rank * parameter.shape[1]
-                    columns = slice(first, first + parameter.shape[1])
-                live[name] = _held(parameter, scales, 0, parameter.shape[0], 0, columns)
+                live[f"{prefix}.{leaf}"] = held.part(data.shape[0])
     return live

@@ -1,0 +1,327 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A real vLLM engine on the CPU, fed by verl's real sender: loading, equality with the trainer, the contract check.
+
+One engine serves the whole module: a two-layer Qwen2-shaped model, because Qwen2 has biases on q, k and v.
+"""
+
+import os
+import threading
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from jetrl_verl.layers import plan_linears
+from jetrl_verl.linear import JetLinear, replace_linears
+from jetrl_verl.observe.contract import SUM_PREFIX, ContractViolation, Manifest, probe_sum, with_contract
+from jetrl_verl.rollout.live import live_tensors
+from jetrl_verl.train.export import SyncStatistics, counted_stock, measured, quantise_stream
+
+RULE = "fp32"
+SETTINGS = {
+    "VERL_PLATFORM": "cpu",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VERL_RAY_JOB_ID": f"test-{os.getpid()}",
+}
+
+
+def build_trainer(seed: int) -> Qwen2ForCausalLM:
+    """A BF16-trained model; biases are random so that their order matters."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=96,
+        hidden_size=256,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+    )
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    return model
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    """(vLLM worker, folder of the model)."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SETTINGS.items():
+            patch.setenv(name, value)
+        from vllm import LLM
+
+        folder = str(tmp_path_factory.mktemp("model"))
+        build_trainer(0).to(torch.bfloat16).save_pretrained(folder)
+        llm = LLM(
+            folder,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            dtype="bfloat16",
+            enforce_eager=True,
+            max_model_len=64,
+            max_num_seqs=8,
+            quantization="jetrl_fp8",
+            hf_overrides={
+                "quantization_config": {
+                    "quant_method": "jetrl_fp8",
+                    "scale_rule": RULE,
+                    "unfit_layers": "stop",
+                    "contract_check": True,
+                }
+            },
+            worker_extension_cls="jetrl_verl.rollout.worker.JetWorkerExtension",
+        )
+        executor = llm.llm_engine.engine_core.engine_core.model_executor
+        yield llm, executor.driver_worker.worker
+
+
+def stream(model, *, edit=None, rule: str = RULE, statistics: SyncStatistics | None = None):
+    """What the trainer sends; ``edit`` changes the finished list of (name, tensor)."""
+    statistics = statistics if statistics is not None else SyncStatistics()
+    plans = plan_linears(model.config)
+    weights = quantise_stream(counted_stock(model.state_dict().items(), statistics), plans, rule)
+    items = with_contract(weights, scale_rule=rule, probe=probe_sum(torch.device("cpu"), rule))
+    return measured(edit(list(items)) if edit else items, statistics)
+
+
+def sync(worker, items) -> None:
+    """One weight sync: verl's sender in a thread, the worker's receiver here; raises what either raises."""
+    import asyncio
+
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+
+    from jetrl_verl.patches import weight_sync
+
+    weight_sync.install()
+    sender = BucketedWeightSender(worker._get_zmq_handle(), bucket_size_mb=1, use_shm=True)
+    failures = []
+
+    def send() -> None:
+        try:
+            asyncio.run(sender.async_send_weights(items))
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        worker.update_weights_from_ipc(use_shm=True)
+    finally:
+        thread.join(timeout=60)
+    assert not thread.is_alive(), "the sender hangs"
+    if failures:
+        raise failures[0]
+
+
+def logprobs(llm, prompt: list[int]) -> torch.Tensor:
+    from vllm import SamplingParams
+
+    llm.reset_prefix_cache()
+    outputs = llm.generate(
+        {"prompt_token_ids": prompt},
+        SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False),
+        use_tqdm=False,
+    )
+    entries = outputs[0].prompt_logprobs[1:]
+    return torch.tensor([entry[token].logprob for entry, token in zip(entries, prompt[1:], strict=True)])
+
+
+def test_sync_loads_codes_and_the_contract_holds(engine):
+    llm, worker = engine
+    model = build_trainer(1)
+    addresses = {name: parameter.data_ptr() for name, parameter in worker.model_runner.model.named_parameters()}
+    statistics = SyncStatistics()
+    sync(worker, stream(model, statistics=statistics))
+    quantised = sum(p.numel() for n, p in model.named_parameters() if "proj.weight" in n)
+    assert statistics.stock_bytes == 4 * sum(p.numel() for p in model.parameters())
+    assert quantised < statistics.bytes < statistics.stock_bytes / 2
+    # In place: a captured CUDA graph would still read the right storage.
+    assert addresses == {name: parameter.data_ptr() for name, parameter in worker.model_runner.model.named_parameters()}
+
+
+def test_rollout_follows_the_fp8_trainer_more_closely_than_the_bf16_one(engine):
+    llm, worker = engine
+    model = build_trainer(2)
+    sync(worker, stream(model))
+    prompt = torch.randint(0, 96, (48,), generator=torch.Generator().manual_seed(0)).tolist()
+    rollout = logprobs(llm, prompt)
+
+    def trainer(candidate) -> torch.Tensor:
+        with torch.no_grad():
+            logits = candidate(torch.tensor([prompt])).logits[0, :-1].float()
+        return logits.log_softmax(-1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+
+    bf16 = build_trainer(2).to(torch.bfloat16)
+    fp8 = build_trainer(2).to(torch.bfloat16)
+    replace_linears(fp8, plan_linears(fp8.config), scale_rule=RULE)
+    assert (rollout - trainer(fp8)).square().mean() < (rollout - trainer(bf16)).square().mean() / 2
+
+
+def test_live_layers_multiply_as_the_trainers_do(engine):
+    """Merged qkv with bias, merged gate_up and down against the trainer's modules, equal in every bit."""
+    _, worker = engine
+    model = build_trainer(3).to(torch.bfloat16)
+    replace_linears(model, plan_linears(model.config), scale_rule=RULE)
+    sync(worker, stream(model))
+    theirs, ours = worker.model_runner.model.model.layers[1], model.model.layers[1]
+    x = torch.randn(5, 256).bfloat16()
+    with torch.no_grad():
+        attention = ours.self_attn
+        qkv = torch.cat([attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)], dim=-1)
+        assert torch.equal(theirs.self_attn.qkv_proj(x)[0], qkv)
+        gate_up = torch.cat([ours.mlp.gate_proj(x), ours.mlp.up_proj(x)], dim=-1)
+        assert torch.equal(theirs.mlp.gate_up_proj(x)[0], gate_up)
+        h = torch.randn(5, 384).bfloat16()
+        assert torch.equal(theirs.mlp.down_proj(h)[0], ours.mlp.down_proj(h))
+    assert isinstance(attention.q_proj, JetLinear)
+
+
+def tamper(name: str, change):
+    """Edit one tensor of the stream after the sums were taken, as a faulty wire or loader would."""
+
+    def edit(items):
+        assert name in dict(items), name
+        return [(n, change(t.clone()) if n == name else t) for n, t in items]
+
+    return edit
+
+
+def flip_one_byte(codes: torch.Tensor) -> torch.Tensor:
+    codes.view(torch.uint8)[130, 7] ^= 1
+    return codes
+
+
+def swap_k_and_v_bias(items):
+    """k's bias lands where v's belongs, as a wrong merge order would leave it."""
+    k, v = ("model.layers.0.self_attn.k_proj.bias", "model.layers.0.self_attn.v_proj.bias")
+    by_name = dict(items)
+    return [(n, by_name[v] if n == k else by_name[k] if n == v else t) for n, t in items]
+
+
+def edit_manifest(change):
+    def edit(items):
+        name, tensor = items[-1]
+        manifest = Manifest.from_tensor(tensor)
+        change(manifest)
+        return [*items[:-1], (name, manifest.to_tensor())]
+
+    return edit
+
+
+def widen_q(items):
+    """A trainer whose heads are wider than vLLM's: its loader would silently take the first rows."""
+    name = SUM_PREFIX + "model.layers.0.self_attn.q_proj.weight"
+    return [(n, torch.cat([t, t]) if n == name else t) for n, t in items]
+
+
+def leave_layer_out(items):
+    """The trainer kept one layer BF16."""
+    name = "model.layers.1.mlp.down_proj.weight"
+
+    def change(manifest: Manifest) -> None:
+        manifest.quantised.remove(name)
+        manifest.plain.append(name)
+
+    return edit_manifest(change)(items)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            tamper("model.layers.0.self_attn.k_proj.weight", flip_one_byte),
+            r"layers\.0\.self_attn\.k_proj\.weight differs .* 1 of \d+ blocks .*\(1, 0\): sum .*0x\w+ in the trainer",
+        ),
+        (
+            tamper("model.layers.1.mlp.down_proj.weight_scale_inv", lambda scale: scale * 2),
+            r"layers\.1\.mlp\.down_proj\.weight differs",
+        ),
+        (swap_k_and_v_bias, r"layers\.0\.self_attn\.k_proj\.bias differs"),
+        (tamper("model.norm.weight", lambda norm: norm + 1), r"model\.norm\.weight differs"),
+        (tamper("model.embed_tokens.weight", lambda w: w.roll(1, 0)), r"model\.embed_tokens\.weight differs"),
+        (leave_layer_out, r"layer model\.layers\.1\.mlp\.down_proj\.weight is BF16 in the trainer and FP8"),
+        (
+            edit_manifest(lambda manifest: setattr(manifest, "scale_rule", "pow2")),
+            "128x128 blocks and scale rule pow2, the rollout with 128x128 and fp32",
+        ),
+        (edit_manifest(lambda manifest: setattr(manifest, "probe", 7)), "probe GEMM gives 0x7 in the trainer"),
+        (lambda items: items[:-1], "the trainer sent no statement"),
+        (widen_q, r"layers\.0\.self_attn\.q_proj\.weight has \(4, 2\) blocks or rows in the trainer and \(2, 2\)"),
+    ],
+    ids=[
+        "byte",
+        "scale",
+        "bias-order",
+        "norm",
+        "embedding",
+        "layer-left-out",
+        "scale-rule",
+        "probe",
+        "no-manifest",
+        "shape",
+    ],
+)
+def test_each_kind_of_difference_stops_the_run(engine, edit, message):
+    _, worker = engine
+    with pytest.raises(ContractViolation, match=message):
+        sync(worker, stream(build_trainer(4), edit=edit))
+
+
+def test_a_byte_that_changes_in_the_live_weight_is_seen(engine):
+    """Not the bytes that were sent: the live parameter is what is compared."""
+    _, worker = engine
+    model = build_trainer(5)
+    sync(worker, stream(model))
+    receiver_items = [(n, t) for n, t in stream(model) if n.startswith("jetrl.contract")]
+    from jetrl_verl.observe.contract import ContractReceiver
+
+    def verify():
+        receiver = ContractReceiver()
+        assert receiver.take(receiver_items) == []
+        live = live_tensors(worker.model_runner.model)
+        return receiver.verify(live, scale_rule=RULE, probe=probe_sum(torch.device("cpu"), RULE))
+
+    assert verify() == {"quantised": 14, "plain": 13}
+    weight = worker.model_runner.model.model.layers[0].mlp.gate_up_proj.weight
+    weight.data.view(torch.uint8)[400, 200] ^= 1
+    with pytest.raises(ContractViolation, match=r"layers\.0\.mlp\.up_proj\.weight differs"):
+        verify()
+
+
+def test_a_failing_loader_reaches_the_trainer_and_does_not_hang_it(engine):
+    _, worker = engine
+
+    def wrong_shape(items):
+        return [(n, t[:128] if n == "model.layers.0.mlp.up_proj.weight" else t) for n, t in items]
+
+    with pytest.raises(Exception, match="") as caught:
+        sync(worker, stream(build_trainer(6), edit=wrong_shape))
+    assert not isinstance(caught.value, ContractViolation)
+    sync(worker, stream(build_trainer(6)))
+
+
+def test_the_trainers_statement_covers_every_tensor():
+    model = build_trainer(7)
+    items = list(stream(model))
+    summed = {name.removeprefix(SUM_PREFIX) for name, _ in items if name.startswith(SUM_PREFIX)}
+    assert summed == set(model.state_dict())

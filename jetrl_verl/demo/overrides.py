@@ -107,6 +107,8 @@ def build_overrides(precision: str, prepared: Prepared, paths: RunPaths, device:
         "trainer.project_name": "jetrl-demo",
         "trainer.experiment_name": precision,
         "trainer.logger": "[console,file]",
+        "trainer.v1.sampler.custom_sampler.path": Path(__file__).resolve().with_name("sampler.py"),
+        "trainer.v1.sampler.custom_sampler.name": "AttentiveReplayBuffer",
         "trainer.default_local_dir": paths.folder / "checkpoints",
         "hydra.run.dir": paths.folder / "hydra",
         # one machine: a single storage actor and no dashboard, each process costs seconds at the start

@@ -13,6 +13,8 @@
 # limitations under the License.
 """The demo's command line composes with verl's primary config under every precision."""
 
+from pathlib import Path
+
 import pytest
 import verl.trainer.main_ppo  # noqa: F401  (the plugin registers itself through verl, as in a run)
 from hydra import compose, initialize_config_module
@@ -40,3 +42,23 @@ def test_overrides_compose_with_verl(precision, device, tmp_path):
     # Two optimiser steps a batch, each in one micro batch.
     assert config.data.train_batch_size == 2 * actor.ppo_mini_batch_size
     assert actor.ppo_micro_batch_size_per_gpu == actor.ppo_mini_batch_size * rollout.n
+
+
+def test_replay_buffer_of_the_demo_polls_faster_than_verls():
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+    from verl.utils.import_utils import load_extern_object
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        overrides = build_overrides("bf16", Prepared(Path("entry"), {}), RunPaths(Path("run")), "cpu", steps=4)
+        sampler = compose("ppo_trainer", overrides=overrides).trainer.v1.sampler
+    arguments = {
+        "trainer_mode": "sync",
+        "trainer_config": {},
+        "max_off_policy_threshold": sampler.max_off_policy_threshold,
+        "max_off_policy_strategy": sampler.max_off_policy_strategy,
+        "sampler_kwargs": sampler.sampler_kwargs,
+        "refill_fn": None,
+    }
+    demo = load_extern_object(sampler.custom_sampler.path, sampler.custom_sampler.name)
+    assert demo(**arguments).poll_interval == 0.1
+    assert ReplayBuffer(**arguments).poll_interval == 2.0  # else the class has outlived its reason

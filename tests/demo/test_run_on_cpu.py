@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -29,6 +30,7 @@ from typer.testing import CliRunner
 from jetrl_verl.cli import app
 from jetrl_verl.demo import DemoError, cache, run
 from jetrl_verl.demo.overrides import RunPaths, build_environment
+from jetrl_verl.demo.process_tree import ProcessTree
 from jetrl_verl.demo.run import DemoOptions, run_demo
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_trainer.py")))
@@ -36,7 +38,8 @@ FAKE = (sys.executable, str(Path(__file__).with_name("fake_trainer.py")))
 
 @pytest.fixture
 def prepared(tmp_path, monkeypatch):
-    """A cache that always hits: the fake trainer reads none of it."""
+    """A cache that always hits, since the fake trainer reads none of it, and little patience with deaf daemons."""
+    monkeypatch.setattr(run, "ProcessTree", partial(ProcessTree, grace=1.0))
     entry = cache.Prepared(tmp_path / "entry", {"parameters": 1234})
     monkeypatch.setattr(cache, "find", lambda recipe, folder: entry)
     return entry
@@ -102,9 +105,11 @@ DRIVER = """
 import sys
 from pathlib import Path
 from rich.console import Console
-from jetrl_verl.demo import cache
+from functools import partial
+from jetrl_verl.demo import cache, run
 from jetrl_verl.demo.run import DemoOptions, run_demo
 out = Path(sys.argv[1])
+run.ProcessTree = partial(run.ProcessTree, grace=2.0)
 cache.find = lambda recipe, folder: cache.Prepared(out, {})
 sys.exit(run_demo(DemoOptions("jet_fp8", 3, out, out, device="cpu"), Console(), trainer=sys.argv[2:]))
 """

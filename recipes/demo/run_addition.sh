@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+#
+# The demo as a recipe: GRPO on multi-digit addition with a policy of a million parameters, on a CPU or one GPU.
+# Data and policy are made here on the first run, so nothing is downloaded. PRECISION is one of bf16, fp8_rollout,
+# fp8_rollout_tis and jet_fp8; further arguments are options of `jetrl demo` or Hydra overrides of verl:
+#
+#   PRECISION=fp8_rollout bash recipes/demo/run_addition.sh --steps 40 actor_rollout_ref.actor.optim.lr=1e-4
+#
+# The verl command line that this becomes is written in jetrl_verl/demo/overrides.py and kept in the run's run.json.
+set -euo pipefail
+
+PRECISION=${PRECISION:-jet_fp8}
+OUT=${OUT:-outputs/demo}
+CACHE=${CACHE:-outputs/cache}
+
+ARGS=(
+    --precision "$PRECISION"
+    --out "$OUT"
+    --cache "$CACHE"
+)
+
+exec "${PYTHON:-python3}" -m jetrl_verl.cli demo "${ARGS[@]}" "$@"

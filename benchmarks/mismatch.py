@@ -1,0 +1,313 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""How far rollout and trainer are apart, per precision, and which operation the distance comes from.
+
+A Qwen3-shaped model of about 100M parameters is warmed up on chains of worked additions, vLLM samples long responses
+from it at temperature 1, and the trainer's model computes the log-probability of every sampled token again, as verl's
+``old_log_prob`` does. With ``d = log pi_train - log pi_rollout`` per token:
+
+    k3_kl = mean(exp(d) - 1 - d)     p99.9 and max of |d|     entropy of the trainer's policy beside them
+
+Precisions: ``bf16`` (both BF16), ``fp8_rollout`` (FP8 rollout, BF16 trainer), ``jet_fp8`` (the same rollout, FP8
+trainer). What remains under ``jet_fp8`` comes from the operations between the linears, which the two sides still
+compute with different kernels; each is then replaced in the trainer by vLLM's own kernel, alone and together, and what
+is left is reported.
+
+    python benchmarks/mismatch.py --out benchmarks/results/mismatch.json
+
+One GPU, about four minutes. Each engine runs in a process of its own, so that its memory is free afterwards.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from jetrl_verl.demo.policy import PolicyConfig, build_model, build_tokenizer, load_policy, save_policy
+from jetrl_verl.demo.task import Problem
+from jetrl_verl.demo.warmup import prompt_ids
+from jetrl_verl.layers import plan_linears
+from jetrl_verl.linear import replace_linears
+from jetrl_verl.train.export import quantise_stream
+
+SHAPE = PolicyConfig(
+    hidden_size=768, layers=12, heads=6, kv_heads=2, head_dim=128, intermediate_size=3072, max_positions=2048
+)
+OPERATIONS = ("norm", "silu", "rotary", "attention", "head")
+
+
+def chain(generator: random.Random, problems: int) -> str:
+    """A response of about a thousand tokens: additions, each posed and worked out."""
+    lines = []
+    for _ in range(problems):
+        problem = Problem(generator.randint(1000, 9999), generator.randint(1000, 9999))
+        lines.append(f"{problem.prompt}\n{problem.solution}")
+    return "\n".join(lines)
+
+
+def warm_up(folder: Path, steps: int, batch: int, length: int) -> dict:
+    """Train the policy to predict chains and write it to ``folder``."""
+    tokenizer = build_tokenizer()
+    model = build_model(SHAPE, tokenizer).cuda()
+    generator = random.Random(0)
+    documents = []
+    for _ in range(2048):
+        prompt = prompt_ids(Problem(generator.randint(1000, 9999), generator.randint(1000, 9999)), tokenizer)
+        documents.append((prompt + tokenizer.encode(chain(generator, 26)))[: length + 1])
+    ids = torch.tensor([d for d in documents if len(d) == length + 1]).cuda()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), fused=True)
+    started = time.monotonic()
+    for step in range(steps):
+        for group in optimiser.param_groups:
+            group["lr"] = 6e-4 * min(1.0, (step + 1) / 40)
+        rows = ids[torch.randint(len(ids), (batch,))]
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(input_ids=rows, labels=rows).loss
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+    parameters = sum(p.numel() for p in model.parameters())
+    save_policy(model, tokenizer, folder)
+    return {"parameters": parameters, "loss": loss.item(), "seconds": time.monotonic() - started}
+
+
+def sample(folder: Path, rollout: str, rule: str, prompts: int, response: int) -> dict:
+    """Sample with vLLM: token ids and the rollout's log-probabilities."""
+    from vllm import LLM, SamplingParams
+
+    arguments = {}
+    if rollout == "fp8":
+        arguments = {
+            "quantization": "jetrl_fp8",
+            "load_format": "dummy",
+            "hf_overrides": {
+                "quantization_config": {
+                    "quant_method": "jetrl_fp8",
+                    "scale_rule": rule,
+                    "unfit_layers": "stop",
+                    "contract_check": True,
+                }
+            },
+        }
+    started = time.monotonic()
+    llm = LLM(
+        str(folder),
+        dtype="bfloat16",
+        max_model_len=2048,
+        gpu_memory_utilization=0.35,
+        seed=0,
+        max_num_seqs=256,
+        **arguments,
+    )
+    ready = time.monotonic() - started
+    if rollout == "fp8":
+        model, _ = load_policy(folder)
+        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        stream = ((n, t.cuda()) for n, t in model.state_dict().items())
+        worker.model_runner.model.load_weights(quantise_stream(stream, plan_linears(model.config), rule))
+    tokenizer = build_tokenizer()
+    generator = random.Random(1)
+    heads = [
+        prompt_ids(Problem(generator.randint(1000, 9999), generator.randint(1000, 9999)), tokenizer)
+        for _ in range(prompts)
+    ]
+    started = time.monotonic()
+    outputs = llm.generate(
+        [{"prompt_token_ids": head} for head in heads],
+        SamplingParams(
+            temperature=1.0, max_tokens=response, min_tokens=response, logprobs=0, seed=None, detokenize=False
+        ),
+        use_tqdm=False,
+    )
+    seconds = time.monotonic() - started
+    rows = []
+    for head, output in zip(heads, outputs, strict=True):
+        completion = output.outputs[0]
+        tokens = list(completion.token_ids)
+        rows.append((head, tokens, [entry[t].logprob for entry, t in zip(completion.logprobs, tokens, strict=True)]))
+    return {"rows": rows, "engine_start_seconds": ready, "generate_seconds": seconds}
+
+
+@contextlib.contextmanager
+def vllm_operations(model: torch.nn.Module, names: set[str]):
+    """Replace the named operations of the Hugging Face model by vLLM's kernels while the block runs."""
+    from transformers.models.qwen3 import modeling_qwen3 as hf
+    from vllm import _custom_ops as ops
+
+    saved = (hf.Qwen3RMSNorm.forward, hf.Qwen3MLP.forward, hf.apply_rotary_pos_emb, model.config._attn_implementation)
+    head = model.lm_head.forward
+
+    def norm(self, hidden_states):
+        out = torch.empty_like(hidden_states)
+        ops.rms_norm(out, hidden_states.contiguous(), self.weight, self.variance_epsilon)
+        return out
+
+    def mlp(self, x):
+        gate_up = torch.cat([self.gate_proj(x), self.up_proj(x)], dim=-1)
+        out = torch.empty_like(gate_up[..., : gate_up.shape[-1] // 2])
+        torch.ops._C.silu_and_mul(out, gate_up)
+        return self.down_proj(out)
+
+    def rotary(q, k, cos, sin, *args, **kwargs):
+        batch, _, length, size = q.shape
+        cache = torch.cat([cos[0, :, : size // 2], sin[0, :, : size // 2]], dim=-1).to(q.dtype)
+        positions = torch.arange(length, device=q.device).repeat(batch)
+        flat = [t.transpose(1, 2).reshape(batch * length, -1).contiguous() for t in (q, k)]
+        ops.rotary_embedding(positions, flat[0], flat[1], size, cache, True)
+        return tuple(f.view(batch, length, -1, size).transpose(1, 2) for f in flat)
+
+    def attention(module, query, key, value, attention_mask, scaling, **kwargs):
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+        batch, heads, length, size = query.shape
+        flat = [t.transpose(1, 2).reshape(batch * length, t.shape[1], size) for t in (query, key, value)]
+        starts = torch.arange(0, (batch + 1) * length, length, device=query.device, dtype=torch.int32)
+        out = flash_attn_varlen_func(
+            *flat,
+            max_seqlen_q=length,
+            cu_seqlens_q=starts,
+            max_seqlen_k=length,
+            cu_seqlens_k=starts,
+            softmax_scale=scaling,
+            causal=True,
+            fa_version=3,
+        )
+        return out.view(batch, length, heads, size), None
+
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register("vllm_fa3", attention)
+    # Without an entry of its own the mask would silently be None for every interface.
+    ALL_MASK_ATTENTION_FUNCTIONS.register("vllm_fa3", lambda *args, **kwargs: None)
+    try:
+        if "norm" in names:
+            hf.Qwen3RMSNorm.forward = norm
+        if "silu" in names:
+            hf.Qwen3MLP.forward = mlp
+        if "rotary" in names:
+            hf.apply_rotary_pos_emb = rotary
+        if "attention" in names:
+            model.config._attn_implementation = "vllm_fa3"
+        if "head" in names:
+            model.lm_head.forward = lambda x: F.linear(x.flatten(0, 1), model.lm_head.weight).unflatten(0, x.shape[:2])
+        yield
+    finally:
+        hf.Qwen3RMSNorm.forward, hf.Qwen3MLP.forward, hf.apply_rotary_pos_emb, implementation = saved
+        model.config._attn_implementation = implementation
+        model.lm_head.forward = head
+
+
+@torch.no_grad()
+def compare(model: torch.nn.Module, rows: list, micro_batch: int = 8) -> dict:
+    """Mismatch statistics of ``rows`` (prompt, tokens, rollout log-probabilities) under ``model``."""
+    differences, entropies = [], []
+    for first in range(0, len(rows), micro_batch):
+        part = rows[first : first + micro_batch]
+        start = len(part[0][0])
+        ids = torch.tensor([head + tokens for head, tokens, _ in part]).cuda()
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = model(input_ids=ids, use_cache=False).logits[:, start - 1 : -1].float()
+        logs = logits.log_softmax(-1)
+        chosen = logs.gather(-1, ids[:, start:, None])[..., 0]
+        differences.append(chosen.double().cpu() - torch.tensor([r[2] for r in part], dtype=torch.float64))
+        entropies.append(-(logs.exp() * logs).sum(-1).double().cpu())
+    d = torch.cat(differences).flatten()
+    return {
+        "tokens": d.numel(),
+        "k3_kl": (d.exp() - 1 - d).mean().item(),
+        "mean_abs": d.abs().mean().item(),
+        "p999_abs": d.abs().quantile(0.999).item(),
+        "max_abs": d.abs().max().item(),
+        "equal": (d == 0).double().mean().item(),
+        "entropy": torch.cat(entropies).mean().item(),
+    }
+
+
+def run_child(arguments: list[str]) -> dict:
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        subprocess.run([sys.executable, __file__, "--child", file.name, *arguments], check=True, env=environment)
+        return json.loads(Path(file.name).read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rule", default="fp32")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--prompts", type=int, default=128)
+    parser.add_argument("--response", type=int, default=1024)
+    parser.add_argument("--folder", type=Path, default=None, help="where the warmed-up policy is kept")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--rollout", choices=("bf16", "fp8"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        result = sample(options.folder, options.rollout, options.rule, options.prompts, options.response)
+        options.child.write_text(json.dumps(result))
+        return
+
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="mismatch-"))
+    facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rule": options.rule}
+    if not (folder / "config.json").exists():
+        facts["warm_up"] = warm_up(folder, options.steps, 32, options.response)
+        print("warm-up", facts["warm_up"], flush=True)
+        torch.cuda.empty_cache()
+
+    shared = ["--folder", str(folder), "--rule", options.rule, "--out", "-", "--prompts", str(options.prompts)]
+    shared += ["--response", str(options.response)]
+    samples = {rollout: run_child([*shared, "--rollout", rollout]) for rollout in ("bf16", "fp8")}
+    for rollout, result in samples.items():
+        print(rollout, {k: v for k, v in result.items() if k != "rows"}, flush=True)
+
+    results: dict[str, dict] = {}
+    bf16 = load_policy(folder)[0].cuda().eval()
+    results["bf16"] = compare(bf16, samples["bf16"]["rows"])
+    results["fp8_rollout"] = compare(bf16, samples["fp8"]["rows"])
+    with vllm_operations(bf16, set(OPERATIONS)):
+        results["bf16 + all of vLLM's operations"] = compare(bf16, samples["bf16"]["rows"])
+    jet = load_policy(folder)[0].cuda().eval()
+    replace_linears(jet, plan_linears(jet.config), scale_rule=options.rule)
+    results["jet_fp8"] = compare(jet, samples["fp8"]["rows"])
+    for names in [*({name} for name in OPERATIONS), set(OPERATIONS), *(set(OPERATIONS) - {n} for n in OPERATIONS)]:
+        missing = set(OPERATIONS) - names
+        label = "all" if not missing else " ".join(names) if len(names) == 1 else f"all but {' '.join(missing)}"
+        with vllm_operations(jet, names):
+            results[f"jet_fp8 + vLLM's {label}"] = compare(jet, samples["fp8"]["rows"])
+
+    for rollout, result in samples.items():
+        facts[f"{rollout}_engine_start_seconds"] = result["engine_start_seconds"]
+        facts[f"{rollout}_generate_seconds"] = result["generate_seconds"]
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps({"facts": facts, "results": results}, indent=1))
+    print(f"{'':42} {'k3_kl':>10} {'mean |d|':>10} {'p99.9 |d|':>10} {'max |d|':>10} {'equal':>7} {'entropy':>8}")
+    for label, r in results.items():
+        print(
+            f"{label:42} {r['k3_kl']:10.3e} {r['mean_abs']:10.3e} {r['p999_abs']:10.3e} {r['max_abs']:10.3e} "
+            f"{r['equal']:7.3f} {r['entropy']:8.4f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -138,12 +138,12 @@ def _rollout(options: JetConfig, get: Get) -> Iterator[str]:
 
 
 def _trainer(options: JetConfig, get: Get) -> Iterator[str]:
-    if get("trainer.use_v1") is False:
+    if not _on(get("trainer.use_v1")):
         yield "needs verl's v1 trainer; remove trainer.use_v1=false"
     mode = get("trainer.v1.trainer_mode")
     if mode not in (None, "sync", "colocate_async"):
         yield f"needs trainer and rollout on the same GPUs, not trainer.v1.trainer_mode={mode}; use sync"
-    if get("actor_rollout_ref.hybrid_engine") is False or (get(f"{ROLLOUT}.nnodes") or 0) > 0:
+    if not _on(get("actor_rollout_ref.hybrid_engine")) or (get(f"{ROLLOUT}.nnodes") or 0) > 0:
         yield (
             "needs trainer and rollout on the same GPUs; "
             f"set actor_rollout_ref.hybrid_engine=true and {ROLLOUT}.nnodes=0"
@@ -151,6 +151,11 @@ def _trainer(options: JetConfig, get: Get) -> Iterator[str]:
     device = get("trainer.device")
     if device not in (None, "cuda", "cpu"):
         yield f"runs on NVIDIA GPUs, not on trainer.device={device}; use cuda"
+
+
+def _on(switch: Any) -> bool:
+    """A switch that is on by default and that verl reads by its truth value."""
+    return switch is None or bool(switch)
 
 
 def _targets(options: JetConfig, get: Get) -> Iterator[str]:

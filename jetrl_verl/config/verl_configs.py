@@ -73,14 +73,17 @@ class JetFSDPEngineConfig(FSDPEngineConfig):
 
 @dataclass
 class JetRolloutConfig(RolloutConfig):
-    """verl's ``RolloutConfig`` whose ``engine_kwargs.vllm`` ask for our FP8 linears; the options come in
-    ``custom.jetrl``.
+    """verl's ``RolloutConfig`` whose ``engine_kwargs.vllm`` ask for our FP8 linears; options in ``custom.jetrl``.
 
     Raises ``UnsupportedConfiguration`` where the user set one of those arguments to something else.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.quantization is not None:
+            raise UnsupportedConfiguration(
+                f"rollout.quantization={self.quantization} contradicts precision={self.jetrl.precision}; remove it."
+            )
         vllm_kwargs = vllm_arguments(self.jetrl, self.engine_kwargs.get("vllm"))
         self.engine_kwargs = {**self.engine_kwargs, "vllm": vllm_kwargs}
 

@@ -144,6 +144,12 @@ def test_classes_refuse_to_work_without_options():
         JetFSDPEngineConfig(jetrl={"precision": "jet_fp8", "train": "fp8", "rollout": "fp8"}, jetrl_role="reward")
 
 
+def test_verls_own_quantisation_contradicts_ours():
+    options = {"precision": "jet_fp8", "train": "fp8", "rollout": "fp8"}
+    with pytest.raises(UnsupportedConfiguration, match="rollout.quantization=fp8 contradicts precision=jet_fp8"):
+        JetRolloutConfig(name="vllm", custom={"jetrl": options}, quantization="fp8")
+
+
 def test_the_users_engine_kwargs_are_not_changed_in_place():
     user = {"vllm": {"hf_overrides": {"rope_theta": 1e6}}}
     options = {"precision": "jet_fp8", "train": "fp8", "rollout": "fp8"}

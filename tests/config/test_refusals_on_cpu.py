@@ -76,6 +76,7 @@ REFUSED = [
     (["actor_rollout_ref.hybrid_engine=false"], "set actor_rollout_ref.hybrid_engine=true"),
     (["trainer.v1.trainer_mode=separate_async"], "trainer.v1.trainer_mode=separate_async; use sync"),
     (["trainer.use_v1=false"], "remove trainer.use_v1=false"),
+    (["trainer.use_v1=0"], "remove trainer.use_v1=false"),
     (["trainer.device=npu"], "trainer.device=npu; use cuda"),
     ([f"{ACTOR}.fsdp_config._target_=verl.workers.config.FSDPEngineConfig"], f"remove {ACTOR}.fsdp_config._target_"),
     ([f"{ROLLOUT}._target_=verl.workers.config.RolloutConfig"], f"remove {ROLLOUT}._target_"),

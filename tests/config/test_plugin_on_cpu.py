@@ -1,0 +1,71 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The entry point: cheap in every process that imports verl, present as soon as Hydra is, and loud when it fails."""
+
+import subprocess
+import sys
+from importlib import metadata
+
+
+def python(script: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        env={"PATH": "", "HOME": "/nonexistent", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_package_declares_its_entry_points():
+    names = {
+        group: {point.name: point.value for point in metadata.entry_points(group=group)}
+        for group in ("verl.plugins", "vllm.general_plugins")
+    }
+    assert names["verl.plugins"]["jetrl"] == "jetrl_verl.plugin"
+    assert "jetrl" in names["vllm.general_plugins"]
+
+
+def test_loading_it_imports_nothing():
+    run = python(
+        "import sys; before = set(sys.modules); import jetrl_verl.plugin; "
+        "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'verl', 'vllm', 'hydra', 'omegaconf', 'ray')])"
+    )
+    assert (run.returncode, run.stdout.strip()) == (0, "[]"), run.stderr
+
+
+def test_hydra_knows_the_flag_whichever_is_imported_first():
+    check = (
+        "import hydra._internal.hydra as h; from hydra.core.plugins import Plugins; "
+        "names = list(Plugins.instance().class_name_to_class); "
+        "print(h.ConfigLoaderImpl.__name__, sum('PrecisionSearchPath' in name for name in names))"
+    )
+    for first in ("import jetrl_verl.plugin", "import hydra, jetrl_verl.plugin"):
+        run = python(f"{first}; {check}")
+        assert run.stdout.strip() == "JetConfigLoader 1", run.stderr
+
+
+def test_a_failure_is_announced():
+    run = python(
+        "import sys, types\n"
+        "cpu = types.ModuleType('jetrl_verl.patches.cpu')\n"
+        "cpu.install = lambda: 1 / 0\n"
+        "import jetrl_verl.patches\n"
+        "sys.modules['jetrl_verl.patches.cpu'] = jetrl_verl.patches.cpu = cpu\n"
+        "import jetrl_verl.plugin\n",
+        VERL_PLATFORM="cpu",
+    )
+    assert run.returncode == 1
+    assert "jetrl_verl: the verl plugin failed to load, so `precision=` will not work:" in run.stderr
+    assert "ZeroDivisionError" in run.stderr

@@ -152,6 +152,8 @@ def build_environment(paths: RunPaths, device: str) -> dict[str, str]:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+            # With a model this small a second thread costs as much in waiting as it saves: 8.6 s a step against 7.2.
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         }
     return environment
 

@@ -57,7 +57,7 @@ def build_overrides(precision: str, prepared: Prepared, paths: RunPaths, device:
         device: ``cpu`` or ``cuda``.
         steps: number of GRPO steps.
     """
-    prompts = {"cpu": 32, "cuda": 128}[device]
+    prompts = 32
     sequences = prompts * GROUP_SIZE
     common = {
         "precision": precision,
@@ -91,6 +91,8 @@ def build_overrides(precision: str, prepared: Prepared, paths: RunPaths, device:
         "actor_rollout_ref.rollout.n": GROUP_SIZE,
         "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
         "actor_rollout_ref.rollout.load_format": "dummy",
+        # what the mismatch metrics compare with; the precision groups set it too, bf16 leaves verl's default
+        "actor_rollout_ref.rollout.calculate_log_probs": True,
         "actor_rollout_ref.rollout.max_model_len": 2 * (MAX_PROMPT_TOKENS + MAX_RESPONSE_TOKENS),
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": sequences,
         "actor_rollout_ref.rollout.agent.num_workers": 1,

@@ -113,7 +113,9 @@ def _has_cublaslt() -> bool:
 
 
 def _cublaslt_fits(a: BlockQuantized, b: BlockQuantized, b_block_scaled: bool, out_dtype: torch.dtype) -> bool:
-    return a.codes.shape[1] > BLOCK and (not b_block_scaled or b.codes.shape[0] > BLOCK) and _aligned(a, b)
+    m, k = a.codes.shape
+    # Its heuristic finds no algorithm where M is not a multiple of 4 (the stride of A's scales must be 16 bytes).
+    return m % 4 == 0 and k > BLOCK and (not b_block_scaled or b.codes.shape[0] > BLOCK) and _aligned(a, b)
 
 
 def _cublaslt(a: BlockQuantized, b: BlockQuantized, b_block_scaled: bool, out_dtype: torch.dtype) -> torch.Tensor:

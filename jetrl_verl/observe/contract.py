@@ -190,7 +190,7 @@ class ContractReceiver:
             scale_rule: rule of the live method. probe: :func:`probe_sum` of this worker.
 
         Returns:
-            ``{"quantised": count, "plain": count}``.
+            ``{"quantised": count, "plain": count, "digest": sum of all live sums modulo 2^64}``.
 
         Raises:
             ContractViolation: at the first difference.
@@ -216,23 +216,26 @@ class ContractReceiver:
                 raise ContractViolation(
                     f"contract check: layer {name} is {sides[0]} in the trainer and {sides[1]} in the rollout"
                 )
+        digest = 0
         for name in manifest.quantised:
             held, stated_sums = live[name], self._sums[name]
             self._same_shape(name, stated_sums, torch.Size(size // BLOCK for size in held.whole))
             rows = slice(held.rows.start // BLOCK, held.rows.stop // BLOCK)
             columns = slice(held.columns.start // BLOCK, held.columns.stop // BLOCK)
-            self._compare(name, stated_sums[rows, columns], block_sums(BlockQuantized(held.tensor, held.scales)))
+            digest += self._compare(
+                name, stated_sums[rows, columns], block_sums(BlockQuantized(held.tensor, held.scales))
+            )
         for name in manifest.plain:
             held, stated_sums = live[name], self._sums[name]
             self._same_shape(name, stated_sums, torch.Size(held.whole[:1]))
             if held.columns == slice(0, held.whole[1]):
-                self._compare(name, stated_sums[held.rows], row_sums(held.tensor))
+                digest += self._compare(name, stated_sums[held.rows], row_sums(held.tensor))
         if manifest.probe != probe:
             raise ContractViolation(
                 f"contract check: the probe GEMM gives {manifest.probe:#x} in the trainer, {probe:#x} in the rollout; "
                 "the two sides run different kernels, compare `jetrl doctor` of both environments"
             )
-        return {"quantised": len(manifest.quantised), "plain": len(manifest.plain)}
+        return {"quantised": len(manifest.quantised), "plain": len(manifest.plain), "digest": digest % 2**64}
 
     @staticmethod
     def _same_shape(name: str, stated: torch.Tensor, whole: torch.Size) -> None:
@@ -243,7 +246,7 @@ class ContractReceiver:
             )
 
     @staticmethod
-    def _compare(name: str, expected: torch.Tensor, found: torch.Tensor) -> None:
+    def _compare(name: str, expected: torch.Tensor, found: torch.Tensor) -> int:
         expected = expected.to(found.device)
         different = (expected != found).nonzero()
         if len(different):
@@ -253,3 +256,4 @@ class ContractReceiver:
                 f"blocks or rows, first at {at}: sum {int(expected[at]):#x} in the trainer, {int(found[at]):#x} in the "
                 "rollout's live parameter"
             )
+        return int(found.sum())

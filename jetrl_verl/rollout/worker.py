@@ -69,11 +69,13 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
             probe=probe_sum(self.device, config.scale_rule),
         )
         logger.info(
-            "jetrl weight sync: loaded in %.3f s, contract of %d quantised and %d BF16 tensors held in %.3f s",
+            "jetrl weight sync: loaded in %.3f s, contract of %d quantised and %d BF16 tensors held in %.3f s, "
+            "live digest %#018x",
             loaded - started,
             counts["quantised"],
             counts["plain"],
             time.perf_counter() - loaded,
+            counts["digest"],
         )
 
     def _update_weights(self, weights: list[tuple[str, torch.Tensor]], peft_config: dict, base_sync_done: bool):

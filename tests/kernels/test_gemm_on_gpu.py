@@ -35,6 +35,11 @@ def operands(m: int, n: int, k: int, b_block_scaled: bool, rule: str = "fp32") -
     return kernels.quantize_1x128(heavy_tailed(m, k).cuda(), rule), quantise_b(gaussian(n, k).cuda(), rule)
 
 
+def bits(y: torch.Tensor) -> torch.Tensor:
+    """Equal bits, NaN included: Cauchy data holds an Inf now and then, whose products are NaN on every backend."""
+    return y.contiguous().view(torch.int16 if y.dtype == torch.bfloat16 else torch.int32)
+
+
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.double() - want).norm() / want.norm()).item()
 
@@ -81,7 +86,8 @@ def test_a_row_has_the_same_bits_in_every_batch(nk, b_block_scaled):
     full = kernels.gemm_nt(a, b, b_block_scaled=b_block_scaled)
     for m in ROWS:
         part = BlockQuantized(a.codes[:m], a.scales[:m].t().contiguous().t())
-        assert torch.equal(kernels.gemm_nt(part, b, b_block_scaled=b_block_scaled), full[:m]), f"M={m}"
+        got = kernels.gemm_nt(part, b, b_block_scaled=b_block_scaled)
+        assert torch.equal(bits(got), bits(full[:m])), f"M={m}"
 
 
 @pytest.mark.parametrize("operation", ["gemm_nt_128x128", "gemm_nt_1x128"])
@@ -93,7 +99,8 @@ def test_backends_that_share_a_table_entry_agree_in_every_bit(operation):
         want = backend_of("triton").gemm_nt(a, b, b_block_scaled=b_block_scaled)
         for name in names:
             if name == "triton" or backend_of(name).serves(a, b, b_block_scaled=b_block_scaled):
-                assert torch.equal(backend_of(name).gemm_nt(a, b, b_block_scaled=b_block_scaled), want), name
+                got = backend_of(name).gemm_nt(a, b, b_block_scaled=b_block_scaled)
+                assert torch.equal(bits(got), bits(want)), name
 
 
 def test_k_blocks_are_added_in_ascending_order():

@@ -249,8 +249,8 @@ def leave_layer_out(items):
     ("edit", "message"),
     [
         (
-            tamper("model.layers.0.self_attn.k_proj.weight", flip_one_byte),
-            r"layers\.0\.self_attn\.k_proj\.weight differs .* 1 of \d+ blocks .*\(1, 0\): sum .*0x\w+ in the trainer",
+            tamper("model.layers.0.self_attn.q_proj.weight", flip_one_byte),
+            r"layers\.0\.self_attn\.q_proj\.weight differs .* 1 of \d+ blocks .*\(1, 0\): sum .*0x\w+ in the trainer",
         ),
         (
             tamper("model.layers.1.mlp.down_proj.weight_scale_inv", lambda scale: scale * 2),
@@ -301,7 +301,9 @@ def test_a_byte_that_changes_in_the_live_weight_is_seen(engine):
         live = live_tensors(worker.model_runner.model)
         return receiver.verify(live, scale_rule=RULE, probe=probe_sum(torch.device("cpu"), RULE))
 
-    assert verify() == {"quantised": 14, "plain": 13}
+    held = verify()
+    assert (held["quantised"], held["plain"]) == (14, 13)
+    assert verify() == held
     weight = worker.model_runner.model.model.layers[0].mlp.gate_up_proj.weight
     weight.data.view(torch.uint8)[400, 200] ^= 1
     with pytest.raises(ContractViolation, match=r"layers\.0\.mlp\.up_proj\.weight differs"):

@@ -1,0 +1,92 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Every run-time change to verl and vLLM: what it replaces is what the pinned version has, and what it is for holds.
+
+The sums are of the replaced functions' source in verl 0.9.1 and vLLM 0.24.0. A new version with other source fails here
+first, before it fails in a run.
+"""
+
+import asyncio
+import hashlib
+import inspect
+import time
+
+import pytest
+import torch
+import zmq
+
+from jetrl_verl.patches import weight_sync
+
+
+def source_sum(function) -> str:
+    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
+
+
+def test_the_replaced_functions_are_the_pinned_ones():
+    import verl.utils.distributed as distributed
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+    from vllm.model_executor.layers import utils
+    from vllm.utils import system_utils
+
+    sums = {
+        "initialize_global_process_group_ray": source_sum(distributed.initialize_global_process_group_ray),
+        "dispatch_cpu_unquantized_gemm": source_sum(utils.dispatch_cpu_unquantized_gemm),
+        "_maybe_force_spawn": source_sum(system_utils._maybe_force_spawn),
+        "async_send_weights": source_sum(BucketedWeightSender.async_send_weights),
+    }
+    assert sums == PINNED
+
+
+PINNED: dict[str, str] = {}
+
+
+def test_a_dead_rollout_worker_is_an_error_in_bounded_time(monkeypatch, tmp_path):
+    """Nobody listens at the other end, as after a kill; verl's own sender would wait for ever."""
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    monkeypatch.setattr(weight_sync, "TIMEOUT_SECONDS", 1.0)
+    weight_sync.install()
+    sender = BucketedWeightSender(f"ipc://{tmp_path}/socket", bucket_size_mb=1, use_shm=True)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="rollout worker did not answer within 1 s; it has died"):
+        asyncio.run(sender.async_send_weights(iter([("weight", torch.zeros(4))])))
+    assert time.monotonic() - started < 10
+
+
+def test_a_worker_that_dies_between_buckets_is_an_error_too(monkeypatch, tmp_path):
+    import threading
+
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+
+    monkeypatch.setattr(weight_sync, "TIMEOUT_SECONDS", 1.0)
+    weight_sync.install()
+    address = f"ipc://{tmp_path}/socket"
+
+    def acknowledge_once_then_vanish() -> None:
+        with zmq.Context() as context, context.socket(zmq.REP) as socket:
+            socket.connect(address)
+            socket.recv()
+            socket.send(b"")
+
+    thread = threading.Thread(target=acknowledge_once_then_vanish)
+    thread.start()
+    sender = BucketedWeightSender(address, bucket_size_mb=1, use_shm=True)
+    with pytest.raises(RuntimeError, match="rollout worker did not answer"):
+        asyncio.run(sender.async_send_weights(iter([("weight", torch.zeros(4))])))
+    thread.join()
+
+
+def test_the_time_limit_is_under_a_minute():
+    assert weight_sync.TIMEOUT_SECONDS < 60

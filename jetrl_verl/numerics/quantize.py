@@ -48,10 +48,9 @@ def _encode(groups: torch.Tensor, rule: ScaleRule) -> BlockQuantized:
     """Quantise ``groups`` ``[..., G]`` FP32 with one scale per last dimension."""
     bits = amax_bits(groups)
     scales = scale_from_amax_bits(bits, rule)
-    codes = (groups / scales.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX).to(FP8_DTYPE)
-    poisoned = (bits >= INF_BITS).unsqueeze(-1)
-    raw = torch.where(poisoned, torch.full_like(codes.view(torch.uint8), E4M3_NAN_CODE), codes.view(torch.uint8))
-    return BlockQuantized(raw.view(FP8_DTYPE), scales)
+    codes = (groups / scales.unsqueeze(-1)).clamp_(-E4M3_MAX, E4M3_MAX).to(FP8_DTYPE)
+    codes.view(torch.uint8).masked_fill_((bits >= INF_BITS).unsqueeze(-1), E4M3_NAN_CODE)
+    return BlockQuantized(codes, scales)
 
 
 def quantize_1x128(x: torch.Tensor, rule: ScaleRule) -> BlockQuantized:

@@ -35,7 +35,7 @@ from jetrl_verl.kernels.triton_kernels._codec import (
 )
 from jetrl_verl.numerics import BLOCK, BlockQuantized
 
-_WARPS = 16
+_WARPS = 4
 
 
 @triton.jit

@@ -53,6 +53,7 @@ from jetrl_verl.train.export import quantise_stream
 SHAPE = PolicyConfig(
     hidden_size=768, layers=12, heads=6, kv_heads=2, head_dim=128, intermediate_size=3072, max_positions=2048
 )
+ROLLOUTS = ("bf16", "fp8", "fp8-eager")
 OPERATIONS = ("norm", "silu", "rotary", "attention", "head")
 
 
@@ -93,12 +94,16 @@ def warm_up(folder: Path, steps: int, batch: int, length: int) -> dict:
 
 
 def sample(folder: Path, rollout: str, rule: str, prompts: int, response: int) -> dict:
-    """Sample with vLLM: token ids and the rollout's log-probabilities."""
+    """Sample with vLLM: token ids and the rollout's log-probabilities.
+
+    Args:
+        rollout: ``bf16``, ``fp8``, or ``fp8-eager``, without torch.compile and CUDA graphs.
+    """
     from vllm import LLM, SamplingParams
 
-    arguments = {}
-    if rollout == "fp8":
-        arguments = {
+    arguments: dict = {"enforce_eager": rollout.endswith("eager")}
+    if rollout != "bf16":
+        arguments |= {
             "quantization": "jetrl_fp8",
             "load_format": "dummy",
             "hf_overrides": {
@@ -121,7 +126,7 @@ def sample(folder: Path, rollout: str, rule: str, prompts: int, response: int) -
         **arguments,
     )
     ready = time.monotonic() - started
-    if rollout == "fp8":
+    if rollout != "bf16":
         model, _ = load_policy(folder)
         worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
         stream = ((n, t.cuda()) for n, t in model.state_dict().items())
@@ -261,7 +266,7 @@ def main() -> None:
     parser.add_argument("--response", type=int, default=1024)
     parser.add_argument("--folder", type=Path, default=None, help="where the warmed-up policy is kept")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--rollout", choices=("bf16", "fp8"), help=argparse.SUPPRESS)
+    parser.add_argument("--rollout", choices=ROLLOUTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         result = sample(options.folder, options.rollout, options.rule, options.prompts, options.response)
@@ -277,7 +282,7 @@ def main() -> None:
 
     shared = ["--folder", str(folder), "--rule", options.rule, "--out", "-", "--prompts", str(options.prompts)]
     shared += ["--response", str(options.response)]
-    samples = {rollout: run_child([*shared, "--rollout", rollout]) for rollout in ("bf16", "fp8")}
+    samples = {rollout: run_child([*shared, "--rollout", rollout]) for rollout in ROLLOUTS}
     for rollout, result in samples.items():
         print(rollout, {k: v for k, v in result.items() if k != "rows"}, flush=True)
 
@@ -296,15 +301,22 @@ def main() -> None:
         with vllm_operations(jet, names):
             results[f"jet_fp8 + vLLM's {label}"] = compare(jet, samples["fp8"]["rows"])
 
+    eager = samples["fp8-eager"]["rows"]
+    results["jet_fp8, eager rollout"] = compare(jet, eager)
+    with vllm_operations(jet, set(OPERATIONS)):
+        results["jet_fp8, eager rollout + vLLM's all"] = compare(jet, eager)
+        one_by_one = compare(jet, eager, micro_batch=1)
+    results["jet_fp8, eager rollout + vLLM's all, micro-batch 1"] = one_by_one
+
     for rollout, result in samples.items():
         facts[f"{rollout}_engine_start_seconds"] = result["engine_start_seconds"]
         facts[f"{rollout}_generate_seconds"] = result["generate_seconds"]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps({"facts": facts, "results": results}, indent=1))
-    print(f"{'':42} {'k3_kl':>10} {'mean |d|':>10} {'p99.9 |d|':>10} {'max |d|':>10} {'equal':>7} {'entropy':>8}")
+    print(f"{'':52} {'k3_kl':>10} {'mean |d|':>10} {'p99.9 |d|':>10} {'max |d|':>10} {'equal':>7} {'entropy':>8}")
     for label, r in results.items():
         print(
-            f"{label:42} {r['k3_kl']:10.3e} {r['mean_abs']:10.3e} {r['p999_abs']:10.3e} {r['max_abs']:10.3e} "
+            f"{label:52} {r['k3_kl']:10.3e} {r['mean_abs']:10.3e} {r['p999_abs']:10.3e} {r['max_abs']:10.3e} "
             f"{r['equal']:7.3f} {r['entropy']:8.4f}"
         )
 

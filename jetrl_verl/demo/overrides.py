@@ -155,9 +155,9 @@ def build_environment(paths: RunPaths, device: str) -> dict[str, str]:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-            # Not slower than two in the one comparison made, on two shared cores and four steps each (7.2 s and 8.6 s a
-            # step), and it does not collapse when something else runs, as waiting OpenMP threads do.
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            # The phases of a step follow one another, so each may have all cores: 10 s a step on two cores against 15 s
+            # with one thread (docs/LOG.md). On a busy machine set it to 1: waiting OpenMP threads burn what they lack.
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0)))),
         }
     return environment
 

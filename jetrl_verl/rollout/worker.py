@@ -35,6 +35,10 @@ from jetrl_verl.rollout.method import JetFP8Config
 
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)
+if not logger.handlers:
+    # Its own handler: whether the root logger of a vLLM worker has one depends on how the process was started.
+    logger.addHandler(logging.StreamHandler())
+    logger.propagate = False
 
 
 class JetWorkerExtension(vLLMColocateWorkerExtension):

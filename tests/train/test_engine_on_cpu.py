@@ -1,0 +1,97 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What the trainer exports and how it masks logits, without FSDP: streams and hooks on a plain model."""
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from jetrl_verl.layers import plan_linears
+from jetrl_verl.linear import JetLinear, replace_linears
+from jetrl_verl.numerics import FP8_DTYPE
+from jetrl_verl.observe.contract import SCALE_SUFFIX
+from jetrl_verl.train.engine import mask_unused_vocabulary
+from jetrl_verl.train.export import SyncStatistics, counted_stock, measured, quantise_stream
+
+
+def build(**changes) -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    fields = dict(
+        vocab_size=80,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=128,
+        tie_word_embeddings=False,
+    )
+    return Qwen3ForCausalLM(Qwen3Config(**(fields | changes)))
+
+
+def test_exported_codes_are_those_of_the_trainers_forward():
+    """The rollout copies what the trainer multiplies with, bit for bit, from FP32 masters."""
+    model = build()
+    plans = plan_linears(model.config)
+    stream = dict(quantise_stream(model.state_dict().items(), plans, "fp32"))
+    replace_linears(model, plans, scale_rule="fp32")
+    compared = 0
+    for name, module in model.named_modules():
+        if isinstance(module, JetLinear):
+            codes = module.weight_codes(module.weight)
+            assert torch.equal(stream[f"{name}.weight"].view(torch.uint8), codes.codes.view(torch.uint8))
+            assert torch.equal(stream[f"{name}.weight{SCALE_SUFFIX}"], codes.scales)
+            compared += 1
+    assert compared == 7
+
+
+def test_scales_follow_their_codes_and_the_rest_is_bf16():
+    model = build()
+    items = list(quantise_stream(model.state_dict().items(), plan_linears(model.config), "pow2"))
+    for (name, tensor), (following, scales) in zip(items, items[1:], strict=False):
+        if tensor.dtype == FP8_DTYPE:
+            assert following == name + SCALE_SUFFIX and scales.dtype == torch.float32
+    rest = {name: t for name, t in items if t.dtype != FP8_DTYPE and not name.endswith(SCALE_SUFFIX)}
+    assert set(rest) == {n for n in model.state_dict() if "proj" not in n}
+    assert all(tensor.dtype == torch.bfloat16 for tensor in rest.values())
+
+
+def test_a_skipped_layer_travels_in_bf16():
+    model = build(intermediate_size=192)
+    stream = dict(quantise_stream(model.state_dict().items(), plan_linears(model.config, unfit_layers="skip"), "fp32"))
+    assert stream["model.layers.0.mlp.gate_proj.weight"].dtype == torch.bfloat16
+    assert stream["model.layers.0.self_attn.q_proj.weight"].dtype == FP8_DTYPE
+
+
+def test_sync_statistics_count_both_wires():
+    statistics = SyncStatistics()
+    weights = [("a", torch.zeros(8)), ("b", torch.zeros(2, 3))]
+    halves = ((name, tensor.half()) for name, tensor in counted_stock(weights, statistics))
+    assert len(list(measured(halves, statistics))) == 2
+    assert (statistics.stock_bytes, statistics.bytes) == (56, 28)
+    assert statistics.seconds > 0
+
+
+def test_unused_vocabulary_gets_no_probability_and_entropy_stays_finite():
+    model = build()
+    tokens = torch.arange(10)[None]
+    before = model(tokens).logits
+    mask_unused_vocabulary(model, 70)
+    logits = model(tokens).logits
+    assert torch.equal(logits[..., :70], before[..., :70])
+    probabilities = logits.softmax(-1)
+    assert torch.equal(probabilities[..., 70:], torch.zeros_like(probabilities[..., 70:]))
+    entropy = torch.logsumexp(logits, -1) - (probabilities * logits).sum(-1)
+    assert entropy.isfinite().all()
+    logits[..., :70].logsumexp(-1).sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())

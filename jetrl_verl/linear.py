@@ -26,9 +26,11 @@ is saved for backward is X as codes and scales, 1.03 bytes an element instead of
 
 **When weight codes are made.** Quantising a weight more often than it changes would be waste, keeping codes longer than
 the weight itself would be a leak. FSDP decides how long a gathered weight lives, so the codes live exactly as long:
-both FSDP versions put a gathered or sharded tensor in place by setting the module's ``weight`` attribute, and that
-assignment drops the cache (``JetLinear.__setattr__``). Between two assignments FProp, a recomputed FProp and DGrad
-share one quantisation. An in-place change (an optimiser step on an unsharded module) shows in the version counter.
+FSDP2 puts a gathered or sharded tensor in place by setting the module's ``weight`` attribute, and that assignment drops
+the cache (``JetLinear.__setattr__``). FSDP1 sets it at each gather only, so its codes live until the next gather or the
+end of the pass, where the engine drops them (train/engine.py). Between two assignments FProp, a recomputed FProp and
+DGrad share one quantisation. An in-place change (an optimiser step on an unsharded module) shows in the version
+counter.
 
 ``backward="bf16"`` is QaRL's choice (arXiv 2604.07853): FProp as above, straight-through BF16 gradients from a saved
 BF16 X and the BF16 weight.
@@ -59,6 +61,7 @@ class _FP8LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: "JetLinear"):
         w = layer.weight_codes(weight)
+        bias = layer.rounded_bias()
         ctx.layer = layer
         ctx.x_shape = x.shape
         x = x.reshape(-1, layer.in_features)
@@ -146,18 +149,26 @@ class JetLinear(nn.Linear):
 
     def __setattr__(self, name: str, value) -> None:
         if name == "weight":
-            object.__setattr__(self, "_codes", None)
+            self.drop_codes()
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         if name == "weight":
-            object.__setattr__(self, "_codes", None)
+            self.drop_codes()
         super().__delattr__(name)
 
     @property
     def bias_dtype(self) -> torch.dtype:
         """Type of the bias parameter, which its gradient must have."""
         return self.bias.dtype
+
+    def rounded_bias(self) -> torch.Tensor | None:
+        """BF16 value of the bias, which is what the rollout holds of an FP32 master."""
+        return None if self.bias is None else self.bias.detach().to(torch.bfloat16)
+
+    def drop_codes(self) -> None:
+        """Forget the weight's codes; the next use makes them again."""
+        object.__setattr__(self, "_codes", None)
 
     def weight_codes(self, weight: torch.Tensor) -> BlockQuantized:
         """128x128 codes of ``weight`` [N, K], made at most once while the tensor stays in place unchanged."""
@@ -175,7 +186,7 @@ class JetLinear(nn.Linear):
         x = input.to(torch.bfloat16)
         if not torch.is_grad_enabled():
             w = self.weight_codes(self.weight)
-            return kernels.fprop(x, w.codes, w.scales, self.bias, self.scale_rule)
+            return kernels.fprop(x, w.codes, w.scales, self.rounded_bias(), self.scale_rule)
         return _FP8LinearFunction.apply(x, self.weight, self.bias, self)
 
     def extra_repr(self) -> str:

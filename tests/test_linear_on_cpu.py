@@ -90,7 +90,7 @@ def test_forward_is_the_operator_that_vllm_calls_with_and_without_gradient():
     layer = make(256, 128)
     x = torch.randn(3, 5, 256).bfloat16()
     w = quantize_128x128(layer.weight.detach().bfloat16(), "fp32")
-    expected = kernels.fprop(x, w.codes, w.scales, layer.bias, "fp32")
+    expected = kernels.fprop(x, w.codes, w.scales, layer.bias.detach().bfloat16(), "fp32")
     assert torch.equal(layer(x), expected)
     with torch.no_grad():
         assert torch.equal(layer(x), expected)

@@ -78,7 +78,8 @@ def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
         name -> live view. Column-parallel parts are row slices, row-parallel ones column slices, of the whole tensor.
     """
     live: dict[str, LiveTensor] = {}
-    for prefix, layer in model.named_modules():
+    # Duplicates stay: with tied embeddings vLLM's lm_head *is* the embedding module, and the trainer sends both names.
+    for prefix, layer in model.named_modules(remove_duplicate=False):
         own = {leaf: parameter.data for leaf, parameter in layer.named_parameters(recurse=False)}
         suffix = ".".join(prefix.rsplit(".", 2)[-2:])
         for leaf, data in own.items():

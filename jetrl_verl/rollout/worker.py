@@ -74,11 +74,12 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
         )
         logger.info(
             "jetrl weight sync: loaded in %.3f s, contract of %d quantised and %d BF16 tensors held in %.3f s, "
-            "live digest %#018x",
+            "%d not compared, live digest %#018x",
             loaded - started,
             counts["quantised"],
             counts["plain"],
             time.perf_counter() - loaded,
+            counts["uncompared"],
             counts["digest"],
         )
 

@@ -35,7 +35,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDP
 from jetrl_verl.config.verl_configs import JetFSDPEngineConfig
 from jetrl_verl.kernels import describe_backends
 from jetrl_verl.layers import plan_linears
-from jetrl_verl.linear import replace_linears
+from jetrl_verl.linear import JetLinear, replace_linears
 from jetrl_verl.observe.contract import probe_sum, with_contract
 from jetrl_verl.patches import weight_sync
 from jetrl_verl.train.export import SyncStatistics, counted_stock, measured, quantise_stream
@@ -45,14 +45,15 @@ logger.setLevel(logging.INFO)
 
 
 def mask_unused_vocabulary(model: torch.nn.Module, used: int) -> None:
-    """Give logits of the entries from ``used`` on the lowest finite value, as the rollout gives them minus infinity.
+    """Take all probability from the vocabulary entries from ``used`` on, as the rollout does with minus infinity.
 
-    A padded vocabulary otherwise takes probability in the trainer that it cannot take in the rollout. Finite, because
-    verl's entropy multiplies probabilities with logits.
+    A padded vocabulary otherwise takes probability in the trainer that it cannot take in the rollout. The value is
+    finite, because verl's entropy multiplies probabilities with logits, and so far from the lowest finite one that a
+    division by the temperature cannot overflow.
     """
 
     def mask(module: torch.nn.Module, inputs: Any, logits: torch.Tensor) -> torch.Tensor:
-        logits[..., used:] = torch.finfo(logits.dtype).min
+        logits[..., used:] = torch.finfo(logits.dtype).min * 2.0**-64
         return logits
 
     model.get_output_embeddings().register_forward_hook(mask)
@@ -68,9 +69,10 @@ class _JetEngine:
             return module
         options = config.jetrl
         self._jetrl_sync = SyncStatistics()
-        self._jetrl_plans = plan_linears(
-            self.model_config.hf_config, config.jetrl_rollout_tp, unfit_layers=options.unfit_layers
-        )
+        if config.fp8_linears or config.jetrl_role == "actor":
+            self._jetrl_plans = plan_linears(
+                self.model_config.hf_config, config.jetrl_rollout_tp, unfit_layers=options.unfit_layers
+            )
         if config.fp8_linears:
             names = replace_linears(module, self._jetrl_plans, scale_rule=options.scale_rule, backward=options.backward)
             if self.rank == 0:
@@ -87,7 +89,23 @@ class _JetEngine:
         output = module.get_output_embeddings() if config.jetrl_role != "critic" else None
         if tokens is not None and output is not None and output.weight.shape[0] > tokens:
             mask_unused_vocabulary(module, tokens)
+            if self.model_config.use_fused_kernels:
+                logger.warning(
+                    "jetrl: model.use_fused_kernels computes log-probabilities without lm_head's module, so %d "
+                    "vocabulary entries without a token are masked in the rollout only",
+                    output.weight.shape[0] - tokens,
+                )
         return module
+
+    def forward_backward_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """verl's pass over the micro-batches; no codes outlive it."""
+        try:
+            return super().forward_backward_batch(*args, **kwargs)
+        finally:
+            # FSDP1 reshards without touching the modules' attributes, so codes would stay while the rollout runs.
+            for module in self.module.modules():
+                if isinstance(module, JetLinear):
+                    module.drop_codes()
 
     def get_per_tensor_param(self, **kwargs: Any):
         """Stream of the weight sync, see train/export.py; verl's own unless this is the FP8 rollout's actor."""

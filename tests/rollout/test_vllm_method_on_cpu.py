@@ -234,6 +234,13 @@ def widen_q(items):
     return [(n, torch.cat([t, t]) if n == name else t) for n, t in items]
 
 
+def forget_bias(items):
+    """A bias that is never sent keeps whatever vLLM was started with."""
+    name = "model.layers.1.self_attn.q_proj.bias"
+    kept = [(n, t) for n, t in items if n not in (name, SUM_PREFIX + name)]
+    return edit_manifest(lambda manifest: manifest.plain.remove(name))(kept)
+
+
 def leave_layer_out(items):
     """The trainer kept one layer BF16."""
     name = "model.layers.1.mlp.down_proj.weight"
@@ -266,6 +273,7 @@ def leave_layer_out(items):
         ),
         (edit_manifest(lambda manifest: setattr(manifest, "probe", 7)), "probe GEMM gives 0x7 in the trainer"),
         (lambda items: items[:-1], "the trainer sent no statement"),
+        (forget_bias, r"layers\.1\.self_attn\.q_proj\.bias is a parameter of the rollout that the trainer did not"),
         (widen_q, r"layers\.0\.self_attn\.q_proj\.weight has \(4, 2\) blocks or rows in the trainer and \(2, 2\)"),
     ],
     ids=[
@@ -278,6 +286,7 @@ def leave_layer_out(items):
         "scale-rule",
         "probe",
         "no-manifest",
+        "unsent",
         "shape",
     ],
 )

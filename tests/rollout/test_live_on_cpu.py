@@ -1,0 +1,188 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Which part of the trainer's tensors each tensor-parallel rank is said to hold, and that the contract finds it there.
+
+The layers are vLLM's classes with the attributes that its constructors set, filled by hand with the right slices, so
+that no process group is needed; that vLLM's own loaders fill them the same way is tested with one rank in
+test_vllm_method_on_cpu.py.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from jetrl_verl.numerics import BLOCK, BlockQuantized, quantize_128x128
+from jetrl_verl.observe.contract import SCALE_SUFFIX, ContractReceiver, ContractViolation, with_contract
+from jetrl_verl.rollout.live import live_tensors
+
+HIDDEN, HEAD, INNER, VOCABULARY, TP = 256, 128, 512, 96, 2
+HEADS, KV_HEADS = 4, 1
+
+
+def whole_tensors() -> dict[str, torch.Tensor]:
+    """The trainer's tensors of one layer, embedding and head."""
+    torch.manual_seed(0)
+    shapes = {
+        "self_attn.q_proj": (HEADS * HEAD, HIDDEN),
+        "self_attn.k_proj": (KV_HEADS * HEAD, HIDDEN),
+        "self_attn.v_proj": (KV_HEADS * HEAD, HIDDEN),
+        "self_attn.o_proj": (HIDDEN, HEADS * HEAD),
+        "mlp.gate_proj": (INNER, HIDDEN),
+        "mlp.up_proj": (INNER, HIDDEN),
+        "mlp.down_proj": (HIDDEN, INNER),
+    }
+    tensors = {f"model.layers.0.{name}.weight": torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    for name in ("q", "k", "v"):
+        rows = shapes[f"self_attn.{name}_proj"][0]
+        tensors[f"model.layers.0.self_attn.{name}_proj.bias"] = torch.randn(rows).bfloat16()
+    tensors["model.norm.weight"] = torch.randn(HIDDEN).bfloat16()
+    tensors["model.embed_tokens.weight"] = torch.randn(VOCABULARY, HIDDEN).bfloat16()
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    return tensors
+
+
+def layer(cls, **attributes) -> nn.Module:
+    """A vLLM layer without its constructor."""
+    module = cls.__new__(cls)
+    nn.Module.__init__(module)
+    for name, value in attributes.items():
+        if isinstance(value, torch.Tensor):
+            module.register_parameter(name, nn.Parameter(value, requires_grad=False))
+        else:
+            setattr(module, name, value)
+    return module
+
+
+def quantised(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    codes, scales = quantize_128x128(weight, "fp32")
+    return {"weight": codes, "weight" + SCALE_SUFFIX: scales}
+
+
+def rank_model(rank: int, whole: dict[str, torch.Tensor]) -> nn.Module:
+    """What one of two ranks holds: heads, inner features and vocabulary split, the key/value head replicated."""
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    def get(name: str) -> torch.Tensor:
+        return whole[f"model.layers.0.{name}"]
+
+    q_rows = slice(rank * HEADS // TP * HEAD, (rank + 1) * HEADS // TP * HEAD)
+    inner = slice(rank * INNER // TP, (rank + 1) * INNER // TP)
+    qkv = torch.cat([get("self_attn.q_proj.weight")[q_rows]] + [get(f"self_attn.{n}_proj.weight") for n in "kv"])
+    bias = torch.cat([get("self_attn.q_proj.bias")[q_rows]] + [get(f"self_attn.{n}_proj.bias") for n in "kv"])
+    vocabulary = slice(rank * VOCABULARY // TP, (rank + 1) * VOCABULARY // TP)
+    # vLLM pads each shard of the vocabulary; the padding belongs to nobody.
+    rows = torch.cat([whole["model.embed_tokens.weight"][vocabulary], torch.zeros(16, HIDDEN).bfloat16()])
+
+    model = nn.Module()
+    model.model = nn.Module()
+    model.model.embed_tokens = layer(
+        VocabParallelEmbedding,
+        weight=rows,
+        org_vocab_size=VOCABULARY,
+        shard_indices=SimpleNamespace(org_vocab_start_index=vocabulary.start, org_vocab_end_index=vocabulary.stop),
+    )
+    model.lm_head = model.model.embed_tokens  # tied, as vLLM's Qwen models do it
+    model.model.norm = nn.Module()
+    model.model.norm.weight = nn.Parameter(whole["model.norm.weight"], requires_grad=False)
+    block = nn.Module()
+    block.self_attn, block.mlp = nn.Module(), nn.Module()
+    block.self_attn.qkv_proj = layer(
+        QKVParallelLinear,
+        num_heads=HEADS // TP,
+        num_kv_heads=1,
+        total_num_heads=HEADS,
+        total_num_kv_heads=KV_HEADS,
+        num_kv_head_replicas=TP,
+        head_size=HEAD,
+        tp_rank=rank,
+        tp_size=TP,
+        bias=bias,
+        **quantised(qkv),
+    )
+    o_columns = slice(rank * HEADS * HEAD // TP, (rank + 1) * HEADS * HEAD // TP)
+    row = dict(tp_rank=rank, tp_size=TP)
+    block.self_attn.o_proj = layer(
+        RowParallelLinear, input_size=HEADS * HEAD, **row, **quantised(get("self_attn.o_proj.weight")[:, o_columns])
+    )
+    gate_up = torch.cat([get("mlp.gate_proj.weight")[inner], get("mlp.up_proj.weight")[inner]])
+    block.mlp.gate_up_proj = layer(MergedColumnParallelLinear, output_sizes=[INNER, INNER], **row, **quantised(gate_up))
+    block.mlp.down_proj = layer(
+        RowParallelLinear, input_size=INNER, **row, **quantised(get("mlp.down_proj.weight")[:, inner])
+    )
+    model.model.layers = nn.ModuleList([block])
+    return model
+
+
+def verify(model: nn.Module, whole: dict[str, torch.Tensor]) -> dict:
+    def stream():
+        for name, tensor in whole.items():
+            if name.endswith("proj.weight"):
+                q = quantize_128x128(tensor, "fp32")
+                yield name, q.codes
+                yield name + SCALE_SUFFIX, q.scales
+            else:
+                yield name, tensor
+
+    receiver = ContractReceiver()
+    receiver.take(list(with_contract(stream(), scale_rule="fp32", probe=1)))
+    return receiver.verify(live_tensors(model), scale_rule="fp32", probe=1)
+
+
+@pytest.mark.parametrize("rank", range(TP))
+def test_each_rank_holds_its_part_of_every_tensor(rank):
+    whole = whole_tensors()
+    counts = verify(rank_model(rank, whole), whole)
+    assert (counts["quantised"], counts["plain"], counts["uncompared"]) == (7, 6, 0)
+
+
+@pytest.mark.parametrize(
+    ("module", "piece"),
+    [
+        ("self_attn.qkv_proj", "self_attn.q_proj"),
+        ("self_attn.o_proj", "self_attn.o_proj"),
+        ("mlp.gate_up_proj", "mlp.gate_proj"),
+        ("mlp.down_proj", "mlp.down_proj"),
+    ],
+)
+def test_the_other_ranks_shard_is_not_accepted(module, piece):
+    """Rank 0 with rank 1's slice: all bytes are the trainer's, in the wrong place."""
+    whole = whole_tensors()
+    model, other = rank_model(0, whole), rank_model(1, whole)
+    prefix = f"model.layers.0.{module}"
+    for leaf in ("weight", "weight" + SCALE_SUFFIX):
+        model.get_parameter(f"{prefix}.{leaf}").data = other.get_parameter(f"{prefix}.{leaf}").data
+    with pytest.raises(ContractViolation, match=rf"model\.layers\.0\.{piece}\.weight differs".replace("_", "_")):
+        verify(model, whole)
+
+
+def test_swapped_gate_and_up_are_seen():
+    whole = whole_tensors()
+    model = rank_model(0, whole)
+    weight = model.get_parameter("model.layers.0.mlp.gate_up_proj.weight")
+    half = weight.shape[0] // 2
+    weight.data = torch.cat([weight.data[half:], weight.data[:half]])
+    with pytest.raises(ContractViolation, match="gate_proj"):
+        verify(model, whole)
+
+
+def test_block_sums_of_a_column_slice_are_those_of_the_whole():
+    from jetrl_verl.observe.contract import block_sums
+
+    q = quantize_128x128(torch.randn(256, 512).bfloat16(), "pow2")
+    whole = block_sums(q)
+    part = BlockQuantized(q.codes[:, 2 * BLOCK :], q.scales[:, 2:])
+    assert torch.equal(block_sums(part), whole[:, 2:])

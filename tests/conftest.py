@@ -21,6 +21,7 @@
 """
 
 import os
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -87,3 +88,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(_SECONDS_E2E if _E2E in item.path.parents else _SECONDS))
+
+
+@pytest.fixture(scope="module")
+def cpu_platform() -> Iterator[None]:
+    """verl on its opt-in CPU platform for one module, whatever platform this process resolved before or will after."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VERL_PLATFORM", "cpu")
+        for name in ("VERL_ENGINE_DEVICE", "VERL_ENGINE_VENDOR"):
+            patch.delenv(name, raising=False)  # remembered, so that what install() sets is undone
+        import verl.utils.distributed as distributed
+        from verl.plugin.platform import platform_manager
+
+        from jetrl_verl.patches import cpu
+
+        stock = distributed.initialize_global_process_group_ray
+        patch.setattr(distributed, "initialize_global_process_group_ray", stock)
+        patch.setattr(platform_manager, "_current_platform", None)
+        cpu.install()
+        yield

@@ -54,11 +54,10 @@ def test_the_replaced_function_is_the_pinned_one(place):
     assert source_sum(place) == REPLACED[place]
 
 
-def test_a_dead_rollout_worker_is_an_error_in_bounded_time(monkeypatch, tmp_path):
+def test_a_dead_rollout_worker_is_an_error_in_bounded_time(cpu_platform, monkeypatch, tmp_path):
     """Nobody listens at the other end, as after a kill; verl's own sender would wait for ever."""
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
-    monkeypatch.setenv("VERL_PLATFORM", "cpu")
     monkeypatch.setattr(weight_sync, "TIMEOUT_SECONDS", 1.0)
     weight_sync.install()
     sender = BucketedWeightSender(f"ipc://{tmp_path}/socket", bucket_size_mb=1, use_shm=True)
@@ -68,7 +67,7 @@ def test_a_dead_rollout_worker_is_an_error_in_bounded_time(monkeypatch, tmp_path
     assert time.monotonic() - started < 10
 
 
-def test_a_worker_that_dies_between_buckets_is_an_error_too(monkeypatch, tmp_path):
+def test_a_worker_that_dies_between_buckets_is_an_error_too(cpu_platform, monkeypatch, tmp_path):
     import threading
 
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender

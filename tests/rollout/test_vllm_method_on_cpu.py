@@ -18,6 +18,7 @@ One engine serves the whole module: a two-layer Qwen2-shaped model, because Qwen
 
 import os
 import threading
+import time
 
 import pytest
 import torch
@@ -31,7 +32,6 @@ from jetrl_verl.train.export import SyncStatistics, counted_stock, measured, qua
 
 RULE = "fp32"
 SETTINGS = {
-    "VERL_PLATFORM": "cpu",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -63,7 +63,7 @@ def build_trainer(seed: int) -> Qwen2ForCausalLM:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
+def engine(tmp_path_factory, cpu_platform):
     """(vLLM worker, folder of the model)."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SETTINGS.items():
@@ -128,6 +128,9 @@ def sync(worker, items) -> None:
         worker.update_weights_from_ipc(use_shm=True)
     finally:
         thread.join(timeout=60)
+        # ZMQ unlinks a closed socket's file in the background; the next sync binds the same name and must come after.
+        # Between two syncs of a run lie seconds.
+        time.sleep(0.5)
     assert not thread.is_alive(), "the sender hangs"
     if failures:
         raise failures[0]

@@ -25,6 +25,7 @@ parameters hold after loading.
 
 import logging
 import time
+import traceback
 
 import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
@@ -49,14 +50,15 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
 
         Raises:
             ContractViolation: live parameters differ from what the trainer states.
-            Exception: whatever loading raised, after the sender has been let go.
+            RuntimeError: loading failed; raised after the sender has been let go.
         """
         started = time.perf_counter()
         self._jetrl_receiver = ContractReceiver()
-        self._jetrl_failure: Exception | None = None
+        self._jetrl_failure: str | None = None
+        self._jetrl_shared_memory = use_shm
         super().update_weights_from_ipc(peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
         if self._jetrl_failure is not None:
-            raise self._jetrl_failure
+            raise RuntimeError(f"weight sync: the rollout worker could not load the weights: {self._jetrl_failure}")
         loaded = time.perf_counter()
         config = self.model_runner.vllm_config.quant_config
         if not isinstance(config, JetFP8Config):
@@ -86,9 +88,15 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
     def _update_weights(self, weights: list[tuple[str, torch.Tensor]], peft_config: dict, base_sync_done: bool):
         if self._jetrl_failure is not None:
             return
+        if self._jetrl_shared_memory:
+            # A view that outlives this call, as a failed loader keeps them, would keep the segment from being
+            # closed and the sender from its last acknowledgement.
+            weights = [(name, tensor.clone()) for name, tensor in weights]
         try:
             rest = self._jetrl_receiver.take(weights)
             if rest:
                 super()._update_weights(rest, peft_config=peft_config, base_sync_done=base_sync_done)
         except Exception as error:
-            self._jetrl_failure = error
+            logger.error("jetrl weight sync: loading failed\n%s", traceback.format_exc())
+            # Words only: the exception's traceback reaches up to the receiver's frames and their views of the buffer.
+            self._jetrl_failure = f"{type(error).__name__}: {error}"

@@ -328,9 +328,8 @@ def test_a_failing_loader_reaches_the_trainer_and_does_not_hang_it(engine):
     def wrong_shape(items):
         return [(n, t[:128] if n == "model.layers.0.mlp.up_proj.weight" else t) for n, t in items]
 
-    with pytest.raises(Exception, match="") as caught:
+    with pytest.raises(RuntimeError, match=r"start \(0\) \+ length \(384\) exceeds dimension size \(128\)"):
         sync(worker, stream(build_trainer(6), edit=wrong_shape))
-    assert not isinstance(caught.value, ContractViolation)
     sync(worker, stream(build_trainer(6)))
 
 

@@ -40,10 +40,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.parameter import BlockQuantScaleParameter, ModelWeightParameter
 
 from jetrl_verl import kernels
+from jetrl_verl.config.vllm_arguments import QUANT_METHOD
 from jetrl_verl.layers import MERGED, UnsupportedLayer, plan_linears
 from jetrl_verl.numerics import BLOCK, FP8_DTYPE, check_rule
-
-QUANT_METHOD = "jetrl_fp8"
 
 
 @register_quantization_config(QUANT_METHOD)

@@ -107,7 +107,7 @@ class _FP8LinearFunction(torch.autograd.Function):
         return (
             dx.reshape(ctx.x_shape) if dx is not None else None,
             dw.to(weight.dtype) if dw is not None else None,
-            dbias.to(layer.bias_dtype) if dbias is not None else None,
+            dbias.to(layer.bias.dtype) if dbias is not None else None,
             None,
         )
 
@@ -119,18 +119,17 @@ class JetLinear(nn.Linear):
     BF16 value is what is quantised, so the layer behaves the same under autocast, FSDP mixed precision, or neither.
 
     Attributes:
-        layer_name: full name, for errors. scale_rule: ``"fp32"`` or ``"pow2"``.
+        scale_rule: ``"fp32"`` or ``"pow2"``.
         backward_precision: ``"fp8"`` or ``"bf16"`` for DGrad and WGrad.
         quantisations: how often the weight has been quantised since construction.
     """
 
-    layer_name: str
     scale_rule: ScaleRule
     backward_precision: str
     quantisations: int
 
     @classmethod
-    def replace(cls, linear: nn.Linear, *, name: str, scale_rule: ScaleRule, backward: str) -> "JetLinear":
+    def replace(cls, linear: nn.Linear, *, scale_rule: ScaleRule, backward: str) -> "JetLinear":
         """Turn ``linear`` into this class in place: same module object, same parameter objects.
 
         Raises:
@@ -140,7 +139,6 @@ class JetLinear(nn.Linear):
         if backward not in ("fp8", "bf16"):
             raise ValueError(f"unknown backward precision {backward!r}; choose fp8 or bf16")
         linear.__class__ = cls
-        linear.layer_name = name
         linear.scale_rule = scale_rule
         linear.backward_precision = backward
         linear.quantisations = 0
@@ -156,11 +154,6 @@ class JetLinear(nn.Linear):
         if name == "weight":
             self.drop_codes()
         super().__delattr__(name)
-
-    @property
-    def bias_dtype(self) -> torch.dtype:
-        """Type of the bias parameter, which its gradient must have."""
-        return self.bias.dtype
 
     def rounded_bias(self) -> torch.Tensor | None:
         """BF16 value of the bias, which is what the rollout holds of an FP32 master."""
@@ -221,6 +214,6 @@ def replace_linears(
                 f"says [{plan.n}, {plan.k}]; the configuration and the weights do not belong together"
             )
         if plan.quantised:
-            JetLinear.replace(module, name=name, scale_rule=scale_rule, backward=backward)
+            JetLinear.replace(module, scale_rule=scale_rule, backward=backward)
             replaced.append(name)
     return replaced

@@ -17,9 +17,9 @@ import copy
 
 import pytest
 import torch
+from tiny_models import tiny_config, tiny_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from jetrl_verl import kernels
 from jetrl_verl.layers import UnsupportedLayer, plan_linears
@@ -35,7 +35,7 @@ def make(
 ) -> JetLinear:
     torch.manual_seed(k + n)
     linear = nn.Linear(k, n, bias=bias, dtype=dtype)
-    return JetLinear.replace(linear, name="test", scale_rule=rule, backward=backward)
+    return JetLinear.replace(linear, scale_rule=rule, backward=backward)
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -188,22 +188,9 @@ def test_saved_activation_is_half_of_bf16_and_checkpointing_removes_the_differen
     assert checkpointed(layer) == checkpointed(stock)
 
 
-def qwen2(**changes) -> Qwen2Config:
-    fields = dict(
-        vocab_size=64,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=128,
-    )
-    return Qwen2Config(**(fields | changes))
-
-
 def test_replacement_keeps_parameters_and_leaves_the_head_alone():
-    config = qwen2()
-    model = Qwen2ForCausalLM(config)
+    model = tiny_model("qwen2")
+    config = model.config
     before = {name: parameter for name, parameter in model.named_parameters()}
     names = replace_linears(model, plan_linears(config), scale_rule="fp32")
     assert len(names) == 7 * config.num_hidden_layers
@@ -215,7 +202,7 @@ def test_replacement_keeps_parameters_and_leaves_the_head_alone():
 
 
 def test_a_layer_that_does_not_fit_stops_with_its_name_or_is_skipped_with_its_group():
-    config = qwen2(intermediate_size=192)
+    config = tiny_config("qwen2", intermediate_size=192)
     with pytest.raises(UnsupportedLayer, match=r"mlp\.gate_proj .*192.*multiples of 128.*unfit_layers=skip"):
         plan_linears(config)
     plans = plan_linears(config, unfit_layers="skip")
@@ -225,22 +212,24 @@ def test_a_layer_that_does_not_fit_stops_with_its_name_or_is_skipped_with_its_gr
         "mlp.down_proj",
     ]
     with pytest.raises(UnsupportedLayer, match="tensor parallel size 2"):
-        plan_linears(qwen2(intermediate_size=384), tp=2)
+        plan_linears(tiny_config("qwen2", intermediate_size=384), tp=2)
 
 
 def test_other_architectures_and_foreign_layers_are_refused():
     with pytest.raises(UnsupportedLayer, match=r"model_type 'qwen3_moe' is not supported.*precision=bf16"):
         plan_linears({"model_type": "qwen3_moe"})
-    config = qwen2()
-    model = Qwen2ForCausalLM(config)
+    model = tiny_model("qwen2")
+    config = model.config
     model.model.layers[0].mlp.extra_proj = nn.Linear(128, 128)
     with pytest.raises(UnsupportedLayer, match=r"layers\.0\.mlp\.extra_proj is a linear layer unknown"):
         replace_linears(model, plan_linears(config), scale_rule="fp32")
     with pytest.raises(UnsupportedLayer, match="do not belong together"):
-        replace_linears(Qwen2ForCausalLM(config), plan_linears(qwen2(intermediate_size=384)), scale_rule="fp32")
+        replace_linears(
+            tiny_model("qwen2"), plan_linears(tiny_config("qwen2", intermediate_size=384)), scale_rule="fp32"
+        )
 
 
 @pytest.mark.parametrize("options", [{"scale_rule": "fp16"}, {"backward": "fp4"}])
 def test_unknown_options_are_refused(options):
     with pytest.raises(ValueError, match="unknown"):
-        JetLinear.replace(nn.Linear(128, 128), name="x", **({"scale_rule": "fp32", "backward": "fp8"} | options))
+        JetLinear.replace(nn.Linear(128, 128), **({"scale_rule": "fp32", "backward": "fp8"} | options))

@@ -202,51 +202,22 @@ class ContractReceiver:
         Raises:
             ContractViolation: at the first difference.
         """
-        manifest = self._manifest
-        if manifest is None:
-            raise ContractViolation(
-                "contract check: the trainer sent no statement with its weights; it runs without the plugin or with "
-                "another version of it, install the same jetrl_verl on both sides"
-            )
-        if manifest.block != BLOCK or manifest.scale_rule != scale_rule:
-            raise ContractViolation(
-                f"contract check: the trainer quantises with {manifest.block}x{manifest.block} blocks and scale rule "
-                f"{manifest.scale_rule}, the rollout with {BLOCK}x{BLOCK} and {scale_rule}"
-            )
-        for name in (*manifest.quantised, *manifest.plain):
-            if name not in live:
-                raise ContractViolation(f"contract check: {name} is sent by the trainer and unknown to the rollout")
-        sent = {*manifest.quantised, *manifest.plain}
-        covered = {live[name].tensor.data_ptr() for name in sent}
-        for name, held in live.items():
-            if name not in sent and held.tensor.data_ptr() not in covered:
-                raise ContractViolation(
-                    f"contract check: {name} is a parameter of the rollout that the trainer did not send; the two "
-                    "sides were built from different models"
-                )
-        stated = set(manifest.quantised)
-        for name, held in live.items():
-            if (name in stated) != (held.scales is not None):
-                sides = ("FP8", "BF16") if name in stated else ("BF16", "FP8")
-                raise ContractViolation(
-                    f"contract check: layer {name} is {sides[0]} in the trainer and {sides[1]} in the rollout"
-                )
+        manifest = self._check_statement(scale_rule)
+        self._check_coverage(manifest, live)
         digest = uncompared = 0
         for name in manifest.quantised:
-            held, stated_sums = live[name], self._sums[name]
-            self._same_shape(name, stated_sums, torch.Size(size // BLOCK for size in held.whole))
-            rows = slice(held.rows.start // BLOCK, held.rows.stop // BLOCK)
-            columns = slice(held.columns.start // BLOCK, held.columns.stop // BLOCK)
-            digest += self._compare(
-                name, stated_sums[rows, columns], block_sums(BlockQuantized(held.tensor, held.scales))
-            )
+            held, stated = live[name], self._sums[name]
+            self._same_shape(name, stated, torch.Size(size // BLOCK for size in held.whole))
+            rows, columns = (slice(part.start // BLOCK, part.stop // BLOCK) for part in (held.rows, held.columns))
+            found = block_sums(BlockQuantized(held.tensor, held.scales))
+            digest += self._compare(name, stated[rows, columns], found)
         for name in manifest.plain:
-            held, stated_sums = live[name], self._sums[name]
-            self._same_shape(name, stated_sums, torch.Size(held.whole[:1]))
+            held, stated = live[name], self._sums[name]
+            self._same_shape(name, stated, torch.Size(held.whole[:1]))
             if held.columns != slice(0, held.whole[1]):
                 uncompared += 1
             else:
-                digest += self._compare(name, stated_sums[held.rows], row_sums(held.tensor))
+                digest += self._compare(name, stated[held.rows], row_sums(held.tensor))
         if manifest.probe != probe:
             device = next(iter(live.values())).tensor.device
             raise ContractViolation(
@@ -259,6 +230,43 @@ class ContractReceiver:
             "uncompared": uncompared,
             "digest": digest % 2**64,
         }
+
+    def _check_statement(self, scale_rule: str) -> Manifest:
+        """The trainer's manifest, whose blocks and scale rule are this side's."""
+        manifest = self._manifest
+        if manifest is None:
+            raise ContractViolation(
+                "contract check: the trainer sent no statement with its weights; it runs without the plugin or with "
+                "another version of it, install the same jetrl_verl on both sides"
+            )
+        if manifest.block != BLOCK or manifest.scale_rule != scale_rule:
+            raise ContractViolation(
+                f"contract check: the trainer quantises with {manifest.block}x{manifest.block} blocks and scale rule "
+                f"{manifest.scale_rule}, the rollout with {BLOCK}x{BLOCK} and {scale_rule}"
+            )
+        return manifest
+
+    @staticmethod
+    def _check_coverage(manifest: Manifest, live: Mapping[str, LiveTensor]) -> None:
+        """Every tensor sent is held, every tensor held was sent, and both sides agree on which are quantised."""
+        quantised = set(manifest.quantised)
+        sent = quantised | set(manifest.plain)
+        for name in (*manifest.quantised, *manifest.plain):
+            if name not in live:
+                raise ContractViolation(f"contract check: {name} is sent by the trainer and unknown to the rollout")
+        # By storage: a tied head is the embedding's parameter under a second name that the trainer need not send.
+        covered = {live[name].tensor.data_ptr() for name in sent}
+        for name, held in live.items():
+            if name not in sent and held.tensor.data_ptr() not in covered:
+                raise ContractViolation(
+                    f"contract check: {name} is a parameter of the rollout that the trainer did not send; the two "
+                    "sides were built from different models"
+                )
+            if (name in quantised) != (held.scales is not None):
+                sides = ("FP8", "BF16") if name in quantised else ("BF16", "FP8")
+                raise ContractViolation(
+                    f"contract check: layer {name} is {sides[0]} in the trainer and {sides[1]} in the rollout"
+                )
 
     @staticmethod
     def _same_shape(name: str, stated: torch.Tensor, whole: torch.Size) -> None:

@@ -55,7 +55,6 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
         started = time.perf_counter()
         self._jetrl_receiver = ContractReceiver()
         self._jetrl_failure: str | None = None
-        self._jetrl_shared_memory = use_shm
         super().update_weights_from_ipc(peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
         if self._jetrl_failure is not None:
             raise RuntimeError(f"weight sync: the rollout worker could not load the weights: {self._jetrl_failure}")
@@ -88,10 +87,6 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
     def _update_weights(self, weights: list[tuple[str, torch.Tensor]], peft_config: dict, base_sync_done: bool):
         if self._jetrl_failure is not None:
             return
-        if self._jetrl_shared_memory:
-            # A view that outlives this call, as a failed loader keeps them, would keep the segment from being
-            # closed and the sender from its last acknowledgement.
-            weights = [(name, tensor.clone()) for name, tensor in weights]
         try:
             rest = self._jetrl_receiver.take(weights)
             if rest:

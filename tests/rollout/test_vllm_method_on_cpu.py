@@ -22,8 +22,11 @@ import time
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from tiny_models import tiny_model
+from transformers import PreTrainedModel
 
+from jetrl_verl.config.options import JetConfig
+from jetrl_verl.config.vllm_arguments import vllm_arguments
 from jetrl_verl.layers import plan_linears
 from jetrl_verl.linear import JetLinear, replace_linears
 from jetrl_verl.observe.contract import SUM_PREFIX, ContractViolation, Manifest, probe_sum, with_contract
@@ -41,25 +44,8 @@ SETTINGS = {
 }
 
 
-def build_trainer(seed: int) -> Qwen2ForCausalLM:
-    """A BF16-trained model; biases are random so that their order matters."""
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=96,
-        hidden_size=256,
-        intermediate_size=384,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-    )
-    model = Qwen2ForCausalLM(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_()
-    return model
+def build_trainer(seed: int) -> PreTrainedModel:
+    return tiny_model("qwen2", seed, vocab_size=96, hidden_size=256, intermediate_size=384)
 
 
 @pytest.fixture(scope="module")
@@ -80,16 +66,7 @@ def engine(tmp_path_factory, cpu_platform):
             enforce_eager=True,
             max_model_len=64,
             max_num_seqs=8,
-            quantization="jetrl_fp8",
-            hf_overrides={
-                "quantization_config": {
-                    "quant_method": "jetrl_fp8",
-                    "scale_rule": RULE,
-                    "unfit_layers": "stop",
-                    "contract_check": True,
-                }
-            },
-            worker_extension_cls="jetrl_verl.rollout.worker.JetWorkerExtension",
+            **vllm_arguments(JetConfig("jet_fp8", train="fp8", rollout="fp8", scale_rule=RULE), None),
         )
         executor = llm.llm_engine.engine_core.engine_core.model_executor
         yield llm, executor.driver_worker.worker

@@ -14,7 +14,7 @@
 """What the trainer exports and how it masks logits, without FSDP: streams and hooks on a plain model."""
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tiny_models import tiny_model
 
 from jetrl_verl.layers import plan_linears
 from jetrl_verl.linear import JetLinear, replace_linears
@@ -24,24 +24,9 @@ from jetrl_verl.train.engine import mask_unused_vocabulary
 from jetrl_verl.train.export import SyncStatistics, counted_stock, measured, quantise_stream
 
 
-def build(**changes) -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    fields = dict(
-        vocab_size=80,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=128,
-        tie_word_embeddings=False,
-    )
-    return Qwen3ForCausalLM(Qwen3Config(**(fields | changes)))
-
-
 def test_exported_codes_are_those_of_the_trainers_forward():
     """The rollout copies what the trainer multiplies with, bit for bit, from FP32 masters."""
-    model = build()
+    model = tiny_model("qwen3")
     plans = plan_linears(model.config)
     stream = dict(quantise_stream(model.state_dict().items(), plans, "fp32"))
     replace_linears(model, plans, scale_rule="fp32")
@@ -52,11 +37,11 @@ def test_exported_codes_are_those_of_the_trainers_forward():
             assert torch.equal(stream[f"{name}.weight"].view(torch.uint8), codes.codes.view(torch.uint8))
             assert torch.equal(stream[f"{name}.weight{SCALE_SUFFIX}"], codes.scales)
             compared += 1
-    assert compared == 7
+    assert compared == 14
 
 
 def test_scales_follow_their_codes_and_the_rest_is_bf16():
-    model = build()
+    model = tiny_model("qwen3")
     items = list(quantise_stream(model.state_dict().items(), plan_linears(model.config), "pow2"))
     for (name, tensor), (following, scales) in zip(items, items[1:], strict=False):
         if tensor.dtype == FP8_DTYPE:
@@ -67,7 +52,7 @@ def test_scales_follow_their_codes_and_the_rest_is_bf16():
 
 
 def test_a_skipped_layer_travels_in_bf16():
-    model = build(intermediate_size=192)
+    model = tiny_model("qwen3", intermediate_size=192)
     stream = dict(quantise_stream(model.state_dict().items(), plan_linears(model.config, unfit_layers="skip"), "fp32"))
     assert stream["model.layers.0.mlp.gate_proj.weight"].dtype == torch.bfloat16
     assert stream["model.layers.0.self_attn.q_proj.weight"].dtype == FP8_DTYPE
@@ -83,7 +68,7 @@ def test_sync_statistics_count_both_wires():
 
 
 def test_unused_vocabulary_gets_no_probability_and_entropy_stays_finite():
-    model = build()
+    model = tiny_model("qwen3", vocab_size=80)
     tokens = torch.arange(10)[None]
     before = model(tokens).logits
     mask_unused_vocabulary(model, 70)

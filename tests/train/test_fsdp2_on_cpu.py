@@ -16,44 +16,27 @@
 Each test starts two processes that run one of the functions below and compare with a plain single-process model.
 """
 
-import os
-import socket
-
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from tiny_models import tiny_model
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel
+from two_processes import WORLD, run_in_two_processes
 
 from jetrl_verl.layers import plan_linears
 from jetrl_verl.linear import JetLinear, replace_linears
 
-WORLD = 2
 
-
-def build(checkpointing: bool = False) -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=128,
-        attention_bias=True,
-        tie_word_embeddings=False,
-    )
-    model = Qwen3ForCausalLM(config)
-    replace_linears(model, plan_linears(config), scale_rule="fp32")
+def build(checkpointing: bool = False) -> PreTrainedModel:
+    model = tiny_model("qwen3", attention_bias=True)
+    replace_linears(model, plan_linears(model.config), scale_rule="fp32")
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
-def shard(model: Qwen3ForCausalLM, reshard_after_forward: bool = True) -> Qwen3ForCausalLM:
+def shard(model: PreTrainedModel, reshard_after_forward: bool = True) -> PreTrainedModel:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=policy, reshard_after_forward=reshard_after_forward)
@@ -154,25 +137,8 @@ def state_dict_is_the_stock_one(rank: int) -> None:
     assert all(after[name].dtype == torch.float32 and torch.equal(after[name], before[name]) for name in before)
 
 
-def _run(rank: int, port: int, function, args) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
-    try:
-        function(rank, *args)
-    finally:
-        dist.destroy_process_group()
-
-
-def spawn(function, *args) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_run, (port, function, args), nprocs=WORLD)
-
-
 def test_gradients_under_fsdp2_with_accumulation_and_autocast():
-    spawn(gradients_match_single_process)
+    run_in_two_processes(gradients_match_single_process)
 
 
 @pytest.mark.parametrize(
@@ -181,8 +147,8 @@ def test_gradients_under_fsdp2_with_accumulation_and_autocast():
     ids=["plain", "checkpointed", "no-reshard"],
 )
 def test_a_weight_is_not_quantised_more_often_than_gathered(checkpointing, reshard):
-    spawn(quantisations_follow_gathers, checkpointing, reshard)
+    run_in_two_processes(quantisations_follow_gathers, checkpointing, reshard)
 
 
 def test_state_dict_keeps_names_shapes_and_master_weights():
-    spawn(state_dict_is_the_stock_one)
+    run_in_two_processes(state_dict_is_the_stock_one)

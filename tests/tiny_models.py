@@ -1,0 +1,61 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""One tiny dense decoder for every test that needs a model: each shape fits 128, every bias is random."""
+
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
+    """Configuration of two layers, two heads of 128 over one key/value head; ``changes`` override single fields."""
+    fields = dict(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=128,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+    )
+    return FAMILIES[family][0](**(fields | changes))
+
+
+def tiny_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """FP32 model of :func:`tiny_config`. Biases start at zero in transformers, which would hide a swapped one."""
+    torch.manual_seed(seed)
+    model = FAMILIES[family][1](tiny_config(family, **changes))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    return model

@@ -1,0 +1,216 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""verl's engine in the FP8 flow under FSDP2 on two gloo processes: steps, what a weight sync sends, checkpoints.
+
+The engine is asked for as verl's workers ask for it, from the registry with a precision's engine config, so this also
+shows that the registration wins over verl's own engine.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from tiny_models import tiny_model
+from torch import nn
+from two_processes import WORLD, run_in_two_processes
+
+from jetrl_verl.config.options import JetConfig
+from jetrl_verl.layers import plan_linears
+from jetrl_verl.linear import JetLinear, replace_linears
+from jetrl_verl.numerics import FP8_DTYPE
+from jetrl_verl.observe.contract import MANIFEST_NAME, SUM_PREFIX, Manifest
+
+SEQUENCES, TOKENS = 4, 24
+
+
+def build(folder: str, role: str = "actor", **options):
+    """Engine of the registry on the model in ``folder``."""
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine import EngineRegistry
+
+    from jetrl_verl.config.verl_configs import JetFSDPEngineConfig
+
+    fields = {"precision": "jet_fp8", "train": "fp8", "rollout": "fp8"} | options
+    engine = EngineRegistry.new(
+        model_type="language_model",
+        backend="fsdp2",
+        model_config=HFModelConfig(
+            path=folder,
+            load_tokenizer=False,
+            use_remove_padding=False,
+            override_config={"attn_implementation": "sdpa"},
+        ),
+        engine_config=JetFSDPEngineConfig(
+            strategy="fsdp2",
+            use_torch_compile=False,
+            jetrl=JetConfig(**fields),
+            jetrl_role=role,
+        ),
+        optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=10, clip_grad=1e9),
+        checkpoint_config=CheckpointConfig(),
+    )
+    engine.initialize()
+    return engine
+
+
+def tokens(rank: int) -> torch.Tensor:
+    return torch.randint(0, 64, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(rank))
+
+
+def batch(rank: int) -> TensorDict:
+    """This rank's sequences in verl's jagged form, in two micro-batches."""
+    from verl.utils import tensordict_utils as tu
+
+    def jagged(rows: torch.Tensor) -> torch.Tensor:
+        return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+
+    positions = torch.arange(TOKENS).expand(SEQUENCES, -1)
+    mask = torch.ones(SEQUENCES, TOKENS, dtype=torch.int64)
+    mask[:, 0] = 0  # the first token has no predecessor
+    data = TensorDict(
+        {"input_ids": jagged(tokens(rank)), "position_ids": jagged(positions), "loss_mask": jagged(mask)},
+        batch_size=SEQUENCES,
+    )
+    settings = dict(use_dynamic_bsz=False, micro_batch_size_per_gpu=SEQUENCES // 2, use_remove_padding=False)
+    tu.assign_non_tensor(data, temperature=1.0, **settings)
+    return data
+
+
+def train(engine, rank: int) -> float:
+    """One optimiser step on the mean negative log-likelihood; the gradient's norm."""
+    from functools import partial
+
+    from verl.workers.utils.losses import sft_loss
+
+    with engine.train_mode():
+        return engine.train_batch(batch(rank), partial(sft_loss, None))["metrics"]["grad_norm"]
+
+
+def sent(engine) -> dict[str, torch.Tensor]:
+    stream, _ = engine.get_per_tensor_param()
+    return {name: tensor.clone() for name, tensor in stream}
+
+
+def same_on_both_ranks(value: torch.Tensor) -> bool:
+    values = [torch.empty_like(value) for _ in range(WORLD)]
+    dist.all_gather(values, value)
+    return all(torch.equal(value, other) for other in values)
+
+
+def gradient_norm_by_hand(folder: str) -> torch.Tensor:
+    """Norm of the mean gradient over all ranks' tokens of the same layers in one process, without FSDP."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    replace_linears(model, plan_linears(model.config), scale_rule="fp32")
+    for parameter in model.parameters():  # not .to(): the rotary table is a buffer and stays FP32
+        parameter.data = parameter.data.to(torch.bfloat16)
+    total: dict[str, torch.Tensor] = {}
+    for rank in range(WORLD):
+        for rows in tokens(rank).chunk(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                logits = model(rows, use_cache=False).logits
+            losses = nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1).float(), rows[:, 1:].flatten(), reduction="sum"
+            )
+            (losses / (WORLD * SEQUENCES * (TOKENS - 1))).backward()
+            for name, parameter in model.named_parameters():
+                total[name] = total.get(name, 0) + parameter.grad.float()
+                parameter.grad = None
+    return torch.stack([gradient.norm() for gradient in total.values()]).norm()
+
+
+def steps_and_syncs(rank: int, folder: str) -> None:
+    engine = build(folder)
+    assert type(engine).__name__ == "JetFSDPEngine"
+    linears = [module for module in engine.module.modules() if isinstance(module, JetLinear)]
+    assert len(linears) == 14
+
+    first = sent(engine)
+    # The GEMMs round dY differently where one process sees all rows; everything else is the same arithmetic.
+    assert train(engine, rank) == pytest.approx(gradient_norm_by_hand(folder).item(), rel=5e-3)
+    assert all(layer._codes is None for layer in linears), "codes outlive the pass"
+    second = sent(engine)
+
+    assert first.keys() == second.keys()
+    assert sum(tensor.dtype == FP8_DTYPE for tensor in first.values()) == 14
+    manifest = Manifest.from_tensor(second[MANIFEST_NAME])
+    assert len(manifest.quantised) == 14 and manifest.scale_rule == "fp32"
+    for name in manifest.quantised:
+        sums = second[SUM_PREFIX + name]
+        assert not torch.equal(sums, first[SUM_PREFIX + name]), f"{name} did not move"
+        assert same_on_both_ranks(sums), f"{name} differs between ranks"
+
+
+def a_checkpoint_restores_what_is_sent(rank: int, folder: str, other: str, checkpoint: str) -> None:
+    engine = build(folder)
+    train(engine, rank)
+    engine.save_checkpoint(checkpoint, global_step=1)
+    expected = sent(engine)
+    expected_norm = train(engine, rank)
+
+    resumed = build(other)
+    resumed.load_checkpoint(checkpoint, del_local_after_load=False)
+    found = sent(resumed)
+    assert all(
+        torch.equal(tensor.view(torch.uint8), found[name].view(torch.uint8)) for name, tensor in expected.items()
+    )
+    assert train(resumed, rank) == expected_norm
+    after, after_resume = sent(engine), sent(resumed)
+    assert all(
+        torch.equal(tensor.view(torch.uint8), after_resume[name].view(torch.uint8)) for name, tensor in after.items()
+    ), "the optimiser's state was not restored"
+
+
+def roles_and_precisions(rank: int, folder: str) -> None:
+    def kinds(engine) -> set[type]:
+        return {type(m) for name, m in engine.module.named_modules() if name.endswith("_proj")}
+
+    rollout_only = build(folder, precision="fp8_rollout", train="bf16")
+    assert kinds(rollout_only) == {nn.Linear}
+    codes = sent(rollout_only)
+    assert sum(tensor.dtype == FP8_DTYPE for tensor in codes.values()) == 14
+    unified = sent(build(folder))
+    assert all(torch.equal(unified[name].view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in codes.items())
+
+    reference = build(folder, role="ref")
+    assert kinds(reference) == {nn.Linear}
+    assert all(tensor.dtype != FP8_DTYPE for _, tensor in reference.get_per_tensor_param()[0])
+    assert kinds(build(folder, role="ref", ref="fp8")) == {JetLinear}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> tuple[str, str]:
+    """Two models of one shape with different weights."""
+    paths = []
+    for seed in (0, 1):
+        path = tmp_path_factory.mktemp(f"model{seed}")
+        tiny_model("qwen2", seed, hidden_size=256).save_pretrained(path)
+        paths.append(str(path))
+    return tuple(paths)
+
+
+def test_steps_and_syncs_agree_with_one_process_and_between_ranks(folders, cpu_platform):
+    run_in_two_processes(steps_and_syncs, folders[0])
+
+
+def test_a_checkpoint_restores_weights_optimiser_and_codes(folders, tmp_path: Path, cpu_platform):
+    run_in_two_processes(a_checkpoint_restores_what_is_sent, *folders, str(tmp_path / "checkpoint"))
+
+
+def test_each_role_gets_the_linears_that_its_option_says(folders, cpu_platform):
+    run_in_two_processes(roles_and_precisions, folders[0])

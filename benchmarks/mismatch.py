@@ -43,6 +43,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from jetrl_verl.config.options import JetConfig
+from jetrl_verl.config.vllm_arguments import vllm_arguments
 from jetrl_verl.demo.policy import PolicyConfig, build_model, build_tokenizer, load_policy, save_policy
 from jetrl_verl.demo.task import Problem
 from jetrl_verl.demo.warmup import prompt_ids
@@ -103,18 +105,8 @@ def sample(folder: Path, rollout: str, rule: str, prompts: int, response: int) -
 
     arguments: dict = {"enforce_eager": rollout.endswith("eager")}
     if rollout != "bf16":
-        arguments |= {
-            "quantization": "jetrl_fp8",
-            "load_format": "dummy",
-            "hf_overrides": {
-                "quantization_config": {
-                    "quant_method": "jetrl_fp8",
-                    "scale_rule": rule,
-                    "unfit_layers": "stop",
-                    "contract_check": True,
-                }
-            },
-        }
+        options = JetConfig("fp8_rollout", train="bf16", rollout="fp8", scale_rule=rule)
+        arguments |= {"load_format": "dummy", **vllm_arguments(options, None)}
     started = time.monotonic()
     llm = LLM(
         str(folder),

@@ -1,0 +1,136 @@
+// Copyright 2026 The jetrl_verl Authors
+//
+// Licensed under the Apache License, Version 2.0 (the "License");
+// you may not use this file except in compliance with the License.
+// You may obtain a copy of the License at
+//
+//     http://www.apache.org/licenses/LICENSE-2.0
+//
+// Unless required by applicable law or agreed to in writing, software
+// distributed under the License is distributed on an "AS IS" BASIS,
+// WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+// See the License for the specific language governing permissions and
+// limitations under the License.
+
+// The kernels as torch operators, through torch's stable ABI only: one build serves every Python and later torch.
+//
+// Operators write into a tensor that the caller allocated: no allocation here, no wait for the device, so CUDA graphs
+// may capture them. What a call must fulfil is checked here once more than in jetrl_verl/kernels/native.py, because a
+// wrong stride would not fail but read elsewhere.
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <limits>
+#include <optional>
+
+#include "gemm.h"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+int narrow(int64_t value) {
+  STD_TORCH_CHECK(value >= 1 && value <= std::numeric_limits<int>::max() - 1024, "jetrl_native: a dimension of ", value,
+                  " is not served; empty and larger ones take the Triton backend.");
+  return int(value);
+}
+
+// Codes [rows, k] E4M3 with FP32 scales [scale_rows, ceil(k / 128)] of any strides.
+jetrl::Operand operand(const char* name, const Tensor& codes, const Tensor& scales, int scale_block) {
+  STD_TORCH_CHECK(codes.is_cuda() && codes.dim() == 2 && codes.scalar_type() == ScalarType::Float8_e4m3fn,
+                  "jetrl_native: the codes of ", name, " must be a 2-d float8_e4m3fn tensor on a GPU.");
+  STD_TORCH_CHECK(codes.stride(1) == 1 && codes.stride(0) % 16 == 0 && codes.stride(0) >= codes.size(1) &&
+                      reinterpret_cast<uintptr_t>(codes.data_ptr()) % 16 == 0,
+                  "jetrl_native: the rows of ", name,
+                  " must be contiguous and start on multiples of 16 bytes; pad them.");
+  const int64_t scale_rows = (codes.size(0) + scale_block - 1) / scale_block;
+  const int64_t groups = (codes.size(1) + jetrl::kGroup - 1) / jetrl::kGroup;
+  STD_TORCH_CHECK(scales.is_cuda() && scales.dim() == 2 && scales.scalar_type() == ScalarType::Float &&
+                      scales.size(0) == scale_rows && scales.size(1) == groups,
+                  "jetrl_native: the scales of ", name, " must be FP32, one per ", scale_block, " x 128 codes.");
+  return {codes.data_ptr(), narrow(codes.size(0)), codes.stride(0),
+          {static_cast<const float*>(scales.data_ptr()), scales.stride(0), scales.stride(1)}};
+}
+
+jetrl::Output output(const Tensor& out, int rows, int columns, bool accumulate) {
+  const bool fp32 = out.scalar_type() == ScalarType::Float;
+  const int64_t element = fp32 ? 4 : 2;
+  STD_TORCH_CHECK(out.is_cuda() && out.dim() == 2 && (fp32 || out.scalar_type() == ScalarType::BFloat16) &&
+                      out.size(0) == rows && out.size(1) == columns,
+                  "jetrl_native: the output must be a BF16 or FP32 tensor of ", rows, " x ", columns, ".");
+  STD_TORCH_CHECK(out.stride(1) == 1 && out.stride(0) * element % 16 == 0 && columns * element % 16 == 0 &&
+                      reinterpret_cast<uintptr_t>(out.data_ptr()) % 16 == 0,
+                  "jetrl_native: rows of the output must be contiguous multiples of 16 bytes.");
+  return {out.data_ptr(), out.stride(0), fp32, accumulate};
+}
+
+jetrl::Bias bias_of(const std::optional<Tensor>& bias, int columns) {
+  if (!bias.has_value()) return {nullptr, false};
+  const bool fp32 = bias->scalar_type() == ScalarType::Float;
+  STD_TORCH_CHECK(bias->is_cuda() && bias->dim() == 1 && bias->size(0) == columns && bias->stride(0) == 1 &&
+                      (fp32 || bias->scalar_type() == ScalarType::BFloat16),
+                  "jetrl_native: the bias must be ", columns, " contiguous BF16 or FP32 values on the GPU.");
+  return {bias->data_ptr(), fp32};
+}
+
+void check_k(const Tensor& a, const Tensor& b) {
+  STD_TORCH_CHECK(a.size(1) == b.size(1), "jetrl_native: the operands contract ", a.size(1), " and ", b.size(1),
+                  " elements; they must be equal.");
+}
+
+jetrl::Stream stream_of(const Tensor& tensor) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+  return stream;
+}
+
+jetrl::Config config_of(int64_t block_m, int64_t cluster, int64_t ordered) {
+  return {int(block_m), int(cluster), int(ordered)};
+}
+
+using Forward = void (*)(const jetrl::Operand&, const jetrl::Operand&, int, const jetrl::Bias&, const jetrl::Output&,
+                         jetrl::Config, jetrl::Stream);
+
+template <Forward kForward>
+void forward(const Tensor& x, const Tensor& x_scales, const Tensor& w, const Tensor& w_scales,
+             const std::optional<Tensor>& bias, const Tensor& y, int64_t block_m, int64_t cluster, int64_t ordered) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  check_k(x, w);
+  const jetrl::Operand of_x = operand("X", x, x_scales, 1), of_w = operand("W", w, w_scales, jetrl::kGroup);
+  const jetrl::Output of_y = output(y, of_x.rows, of_w.rows, false);
+  STD_TORCH_CHECK(!of_y.fp32, "jetrl_native: FProp writes BF16.");
+  kForward(of_x, of_w, narrow(x.size(1)), bias_of(bias, of_w.rows), of_y, config_of(block_m, cluster, ordered),
+           stream_of(x));
+}
+
+void wgrad(const Tensor& a, const Tensor& a_scales, const Tensor& b, const Tensor& b_scales, const Tensor& dw,
+           bool accumulate, int64_t block_m, int64_t cluster, int64_t ordered) {
+  const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
+  check_k(a, b);
+  const jetrl::Operand of_a = operand("dY^T", a, a_scales, 1), of_b = operand("X^T", b, b_scales, 1);
+  const jetrl::Output of_dw = output(dw, of_a.rows, of_b.rows, accumulate);
+  jetrl::wgrad(of_a, of_b, narrow(a.size(1)), of_dw, config_of(block_m, cluster, ordered), stream_of(a));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(jetrl_native, library) {
+  const char* forward_schema =
+      "(Tensor x, Tensor x_scales, Tensor w, Tensor w_scales, Tensor? bias, Tensor(a!) y, int block_m, int cluster, "
+      "int ordered) -> ()";
+  library.def((std::string("fprop") + forward_schema).c_str());
+  library.def((std::string("decode") + forward_schema).c_str());
+  library.def(
+      "wgrad(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor(a!) dw, bool accumulate, int block_m, "
+      "int cluster, int ordered) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(jetrl_native, CUDA, library) {
+  library.impl("fprop", TORCH_BOX(&forward<jetrl::fprop>));
+  library.impl("decode", TORCH_BOX(&forward<jetrl::decode_fprop>));
+  library.impl("wgrad", TORCH_BOX(&wgrad));
+}

@@ -1,0 +1,51 @@
+// Copyright 2026 The jetrl_verl Authors
+//
+// Licensed under the Apache License, Version 2.0 (the "License");
+// you may not use this file except in compliance with the License.
+// You may obtain a copy of the License at
+//
+//     http://www.apache.org/licenses/LICENSE-2.0
+//
+// Unless required by applicable law or agreed to in writing, software
+// distributed under the License is distributed on an "AS IS" BASIS,
+// WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+// See the License for the specific language governing permissions and
+// limitations under the License.
+
+// launch.h for the emulator: the same functions, on the CPU's memory.
+
+#pragma once
+
+#include <functional>
+#include <stdexcept>
+#include <string>
+
+#include "sm90.h"
+
+namespace jetrl {
+
+[[noreturn]] inline void refuse(const std::string& sentence) { throw std::invalid_argument("jetrl: " + sentence); }
+
+int multiprocessors();
+void run_grid(int blocks, int cluster, int threads, int shared_bytes, const std::function<void()>& kernel);
+
+// With the conditions that cuTensorMapEncodeTiled checks.
+inline sm90::TensorMap operand_map(const Operand& operand, int k, int box_rows) {
+  if (reinterpret_cast<uintptr_t>(operand.codes) % 16 != 0 || operand.row_stride % 16 != 0 || operand.row_stride < k ||
+      box_rows < 1 || box_rows > 256 || k < 1 || operand.rows < 1) {
+    throw std::runtime_error("the hardware refuses this tensor map");
+  }
+  return {static_cast<const uint8_t*>(operand.codes), k, operand.rows, operand.row_stride, box_rows};
+}
+
+template <auto kKernel, class... Arguments>
+void launch(int blocks, int cluster, int threads, int shared_bytes, Stream, const Arguments&... arguments) {
+  run_grid(blocks, cluster, threads, shared_bytes, [&] { kKernel(arguments...); });
+}
+
+template <auto kKernel>
+int resident_blocks(int cluster, int, int) {
+  return multiprocessors() / cluster * cluster;
+}
+
+}  // namespace jetrl

@@ -1,0 +1,528 @@
+// Copyright 2026 The jetrl_verl Authors
+//
+// Licensed under the Apache License, Version 2.0 (the "License");
+// you may not use this file except in compliance with the License.
+// You may obtain a copy of the License at
+//
+//     http://www.apache.org/licenses/LICENSE-2.0
+//
+// Unless required by applicable law or agreed to in writing, software
+// distributed under the License is distributed on an "AS IS" BASIS,
+// WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+// See the License for the specific language governing permissions and
+// limitations under the License.
+
+// The emulated cluster: fibers, barriers, copies in flight (emulator/sm90.h says what is modelled), and a C interface.
+//
+// One step of the machine is either the next instruction of one runnable thread or one copy in flight; a seed decides
+// which, and how unfairly: some warps are made slow, copies are served eagerly, evenly, or only when no thread can go
+// on.
+
+#include <ucontext.h>
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "launch.h"
+
+namespace {
+
+constexpr uint32_t kFirstAddress = 1024;  // of dynamic shared memory; addresses below it are nobody's
+constexpr size_t kStackBytes = 128 * 1024;
+
+struct Barrier {
+  int count, pending;
+  int64_t bytes = 0;
+  uint64_t phase = 0;
+};
+
+struct NamedBarrier {
+  int arrived = 0, expected = 0;
+  uint64_t generation = 0;
+};
+
+struct Warp {
+  int arrived = 0;
+  uint64_t generation = 0;
+  // What the lanes bring to an exchange: two sets, since a fast lane may come to the next exchange while a slow one
+  // still reads this one's; it cannot come to the one after that.
+  uint32_t slots[2][32][4];
+};
+
+struct Wgmma {
+  float* d;
+  int n;
+  uint64_t a, b;
+  bool keep;
+};
+
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack{new char[kStackBytes]};
+  int block, thread;
+  bool done = false;
+  std::function<bool()> ready;
+  std::string waits_for;
+  std::deque<std::function<void()>> copies;  // cp.async and its arrivals, in order
+  std::vector<Wgmma> issued;                 // not yet committed
+  std::deque<std::vector<Wgmma>> groups;     // committed, not yet waited for
+};
+
+struct Block {
+  std::vector<uint8_t> storage;
+  uint8_t* memory;
+  std::map<uint32_t, Barrier> barriers;
+  NamedBarrier named[16];
+  std::vector<Warp> warps;
+};
+
+struct Machine {
+  int multiprocessors = 4;
+  uint32_t seed = 0;
+  int grid = 0, cluster = 0, threads = 0, shared_bytes = 0, first_block = 0;
+  std::vector<Block> blocks;
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  std::vector<std::function<void()>> tiles;  // TMA loads in flight, one per destination
+  NamedBarrier cluster_barrier;
+  const std::function<void()>* kernel = nullptr;
+  std::mt19937 random;
+  ucontext_t scheduler;
+  Fiber* current = nullptr;
+  std::string error;
+  uint64_t steps = 0;
+  float e4m3[256];
+} machine;
+
+bool chance(int one_in) { return machine.random() % one_in == 0; }
+
+Block& block() { return machine.blocks[machine.current->block]; }
+
+void yield() { swapcontext(&machine.current->context, &machine.scheduler); }
+
+[[noreturn]] void fail(const std::string& sentence) {
+  if (machine.error.empty()) machine.error = sentence;
+  for (;;) yield();
+}
+
+void wait_until(std::function<bool()> ready, const std::string& what) {
+  if (!chance(4) && ready()) return;
+  machine.current->ready = std::move(ready);
+  machine.current->waits_for = what;
+  yield();
+  machine.current->ready = nullptr;
+}
+
+void maybe_yield() {
+  if (chance(64)) yield();
+}
+
+uint8_t* at(Block& of, uint32_t address, int bytes) {
+  if (address < kFirstAddress || address + bytes > kFirstAddress + uint32_t(machine.shared_bytes)) {
+    machine.error = "an access outside shared memory, at " + std::to_string(address);
+    return of.memory;  // of a dying machine
+  }
+  return of.memory + (address - kFirstAddress);
+}
+
+uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
+
+void check_phase(Barrier& barrier) {
+  if (barrier.pending == 0 && barrier.bytes == 0) {
+    ++barrier.phase;
+    barrier.pending = barrier.count;
+  }
+}
+
+Barrier* find(Block& of, uint32_t address) {
+  const auto found = of.barriers.find(address);
+  if (found == of.barriers.end()) {
+    machine.error = "no barrier was initialised at " + std::to_string(address);
+    return nullptr;
+  }
+  return &found->second;
+}
+
+void arrive(Block& of, uint32_t address) {
+  Barrier* barrier = find(of, address);
+  if (barrier == nullptr) return;
+  if (barrier->pending == 0) {
+    machine.error = "an arrival too many at the barrier at " + std::to_string(address);
+    return;
+  }
+  --barrier->pending;
+  check_phase(*barrier);
+}
+
+void join(NamedBarrier& barrier, int threads) {
+  if (barrier.arrived != 0 && barrier.expected != threads) fail("threads disagree about the size of a named barrier");
+  barrier.expected = threads;
+  if (++barrier.arrived == threads) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+  }
+}
+
+void join_and_wait(NamedBarrier& barrier, int threads, const std::string& what) {
+  const uint64_t generation = barrier.generation;
+  join(barrier, threads);
+  wait_until([&barrier, generation] { return barrier.generation != generation; }, what);
+}
+
+void compute(const Fiber& fiber, const Wgmma& op) {
+  Block& of = machine.blocks[fiber.block];
+  for (const uint64_t descriptor : {op.a, op.b}) {
+    if (descriptor >> 62 != 1 || (descriptor >> 32 & 0x3FFF) != 64 || (descriptor >> 49 & 7) != 0) {
+      machine.error = "a descriptor that is not a K-major tile under the 128-byte swizzle";
+      return;
+    }
+  }
+  const auto code = [&of](uint64_t descriptor, int row, int k) {
+    const uint32_t start = uint32_t(descriptor & 0x3FFF) << 4, stride = uint32_t(descriptor >> 32 & 0x3FFF) << 4;
+    return machine.e4m3[*at(of, swizzled(start + row / 8 * stride + row % 8 * 128 + k), 1)];
+  };
+  const int lane = fiber.thread % 32, warp = fiber.thread / 32 % 4;
+  for (int half = 0; half < 2; ++half) {
+    float a[32];
+    for (int k = 0; k < 32; ++k) a[k] = code(op.a, 16 * warp + lane / 4 + 8 * half, k);
+    for (int n8 = 0; n8 < op.n / 8; ++n8) {
+      for (int i = 0; i < 2; ++i) {
+        float& d = op.d[4 * n8 + 2 * half + i];
+        double sum = op.keep ? d : 0.0;
+        for (int k = 0; k < 32; ++k) sum += double(a[k]) * code(op.b, 8 * n8 + 2 * (lane % 4) + i, k);
+        d = float(sum);
+      }
+    }
+  }
+}
+
+void enter_fiber() {
+  (*machine.kernel)();
+  machine.current->done = true;
+  yield();
+}
+
+void load(int to_block, uint32_t to, const sm90::TensorMap& map, int column, int row, uint32_t barrier) {
+  Block& of = machine.blocks[to_block];
+  for (int r = 0; r < map.box_rows; ++r) {
+    for (int c = 0; c < jetrl::kGroup; ++c) {
+      const bool inside = row + r >= 0 && row + r < map.rows && column + c >= 0 && column + c < map.columns;
+      *at(of, swizzled(to + r * jetrl::kGroup + c), 1) =
+          inside ? map.data[(row + r) * map.row_stride + column + c] : uint8_t(0);
+    }
+  }
+  if (Barrier* found = find(of, barrier)) {
+    found->bytes -= map.box_rows * jetrl::kGroup;
+    check_phase(*found);
+  }
+}
+
+std::string who_waits() {
+  std::map<std::string, int> waits;
+  for (const auto& fiber : machine.fibers) {
+    if (!fiber->done) {
+      ++waits["block " + std::to_string(fiber->block) + " warp " + std::to_string(fiber->thread / 32) + ": " +
+              fiber->waits_for];
+    }
+  }
+  std::string text = "deadlock:";
+  for (const auto& [what, count] : waits) text += "\n  " + what + " (" + std::to_string(count) + " threads)";
+  return text;
+}
+
+void run_cluster() {
+  machine.blocks.clear();
+  machine.blocks.resize(machine.cluster);
+  machine.fibers.clear();
+  machine.tiles.clear();
+  machine.cluster_barrier = {};
+  for (int b = 0; b < machine.cluster; ++b) {
+    Block& of = machine.blocks[b];
+    of.storage.assign(machine.shared_bytes + 1024, 0x7F);  // NaN codes
+    of.memory = of.storage.data() + (1024 - reinterpret_cast<uintptr_t>(of.storage.data()) % 1024) % 1024;
+    of.warps.resize((machine.threads + 31) / 32);
+    for (int t = 0; t < machine.threads; ++t) {
+      auto fiber = std::make_unique<Fiber>();
+      fiber->block = b, fiber->thread = t;
+      getcontext(&fiber->context);
+      fiber->context.uc_stack.ss_sp = fiber->stack.get();
+      fiber->context.uc_stack.ss_size = kStackBytes;
+      fiber->context.uc_link = nullptr;
+      makecontext(&fiber->context, enter_fiber, 0);
+      machine.fibers.push_back(std::move(fiber));
+    }
+  }
+  const int service = machine.seed % 3;  // of copies: 0 when nothing else can run, 1 evenly, 2 eagerly
+  const uint32_t slow = machine.seed == 0 ? 0 : machine.random();  // warps that seldom run
+  const int total = int(machine.fibers.size());
+  int alive = total, next = 0;
+  while (alive > 0) {
+    std::vector<Fiber*> copying;
+    const bool serve = service == 2 || (service == 1 && chance(4));
+    Fiber* chosen = nullptr;
+    if (!serve || machine.tiles.empty()) {
+      if (chance(8)) next = int(machine.random() % total);
+      for (int pass = 0; pass < 2 && chosen == nullptr; ++pass) {
+        for (int i = 0; i < total; ++i) {
+          Fiber* fiber = machine.fibers[(next + i) % total].get();
+          const bool is_slow = slow >> (fiber->block * 12 + fiber->thread / 32) % 32 & 1;
+          if (fiber->done || (pass == 0 && is_slow && !chance(200))) continue;
+          if (fiber->ready == nullptr || fiber->ready()) {
+            chosen = fiber;
+            next = (next + i + 1) % total;
+            break;
+          }
+        }
+      }
+    }
+    if (chosen != nullptr) {
+      machine.current = chosen;
+      swapcontext(&machine.scheduler, &chosen->context);
+      if (chosen->done) --alive;
+    }
+    if (chosen == nullptr || serve) {
+      for (const auto& fiber : machine.fibers) {
+        if (!fiber->copies.empty()) copying.push_back(fiber.get());
+      }
+      if (!machine.tiles.empty() && (copying.empty() || chance(2))) {
+        const size_t pick = machine.random() % machine.tiles.size();
+        const auto tile = std::move(machine.tiles[pick]);
+        machine.tiles.erase(machine.tiles.begin() + pick);
+        tile();
+      } else if (!copying.empty()) {
+        Fiber* fiber = copying[machine.random() % copying.size()];
+        fiber->copies.front()();
+        fiber->copies.pop_front();
+      } else if (chosen == nullptr) {
+        machine.error = who_waits();
+      }
+    }
+    ++machine.steps;
+    if (!machine.error.empty()) throw std::runtime_error(machine.error);
+  }
+  for (const Block& of : machine.blocks) {
+    for (const NamedBarrier& barrier : of.named) {
+      if (barrier.arrived != 0) throw std::runtime_error("a named barrier is left with arrivals at the end");
+    }
+    for (const auto& [address, barrier] : of.barriers) {
+      if (barrier.bytes != 0) throw std::runtime_error("an mbarrier is left waiting for bytes at the end");
+    }
+  }
+}
+
+}  // namespace
+
+namespace jetrl {
+
+int multiprocessors() { return machine.multiprocessors; }
+
+void run_grid(int blocks, int cluster, int threads, int shared_bytes, const std::function<void()>& kernel) {
+  if (blocks % cluster != 0 || shared_bytes > kSharedMemory) throw std::runtime_error("a launch the hardware refuses");
+  machine.grid = blocks, machine.cluster = cluster, machine.threads = threads, machine.shared_bytes = shared_bytes;
+  machine.kernel = &kernel;
+  machine.error.clear();
+  machine.random.seed(machine.seed);
+  for (machine.first_block = 0; machine.first_block < blocks; machine.first_block += cluster) run_cluster();
+}
+
+}  // namespace jetrl
+
+namespace sm90 {
+
+int thread_index() { return machine.current->thread; }
+int block_index() { return machine.first_block + machine.current->block; }
+int grid_size() { return machine.grid; }
+int rank_in_cluster() { return machine.current->block; }
+uint8_t* dynamic_shared_memory() { return block().memory; }
+uint32_t shared_address(const void* pointer) {
+  return uint32_t(static_cast<const uint8_t*>(pointer) - block().memory) + kFirstAddress;
+}
+
+void sync_warp() {
+  Warp& warp = block().warps[machine.current->thread / 32];
+  const uint64_t generation = warp.generation;
+  if (++warp.arrived == 32) {
+    warp.arrived = 0;
+    ++warp.generation;
+    return;
+  }
+  wait_until([&warp, generation] { return warp.generation != generation; }, "its warp");
+}
+
+void named_barrier_sync(int id, int threads) {
+  join_and_wait(block().named[id], threads, "named barrier " + std::to_string(id));
+}
+void named_barrier_arrive(int id, int threads) {
+  join(block().named[id], threads);
+  maybe_yield();
+}
+void sync_block() { join_and_wait(block().named[0], machine.threads, "its block"); }
+void sync_cluster() {
+  join_and_wait(machine.cluster_barrier, machine.threads * machine.cluster, "its cluster");
+}
+
+void barrier_init(uint32_t barrier, int arrivals) {
+  if (barrier % 8 != 0) fail("a misaligned mbarrier");
+  at(block(), barrier, 8);
+  if (!block().barriers.emplace(barrier, Barrier{arrivals, arrivals}).second) fail("an mbarrier is initialised twice");
+}
+void barrier_arrive(uint32_t barrier) {
+  arrive(block(), barrier);
+  maybe_yield();
+}
+void barrier_arrive_at(uint32_t barrier, int rank) {
+  for (const auto& fiber : machine.fibers) {
+    if (fiber->block == rank && fiber->done) fail("an arrival at a block that has left");
+  }
+  arrive(machine.blocks[rank], barrier);
+  maybe_yield();
+}
+void barrier_arrive_expect(uint32_t barrier, int bytes) {
+  if (Barrier* found = find(block(), barrier)) found->bytes += bytes;
+  arrive(block(), barrier);
+  maybe_yield();
+}
+void barrier_wait(uint32_t barrier, uint32_t parity, const char* name, int stage) {
+  Barrier* found = find(block(), barrier);
+  if (found == nullptr) fail(machine.error);
+  wait_until([found, parity] { return (found->phase & 1) != parity; },
+             std::string(name) + "[" + std::to_string(stage) + "] parity " + std::to_string(parity));
+}
+
+void tma_load_multicast(uint32_t to, const TensorMap* map, int column, int row, uint32_t barrier, uint16_t blocks) {
+  if (to % 1024 != 0) fail("an operand tile that does not start on a swizzle atom");
+  for (int b = 0; b < machine.cluster; ++b) {
+    if (blocks >> b & 1) {
+      machine.tiles.push_back([=, map = *map] { load(b, to, map, column, row, barrier); });
+    }
+  }
+  maybe_yield();
+}
+void tma_load(uint32_t to, const TensorMap* map, int column, int row, uint32_t barrier) {
+  tma_load_multicast(to, map, column, row, barrier, uint16_t(1u << machine.current->block));
+}
+void cp_async_f32(uint32_t to, const float* from, bool valid) {
+  if (to % 4 != 0) fail("a misaligned cp.async");
+  Block* of = &block();
+  machine.current->copies.push_back([=] {
+    const float value = valid ? *from : 0.0f;
+    std::memcpy(at(*of, to, 4), &value, 4);
+  });
+}
+void cp_async_arrive(uint32_t barrier) {
+  Block* of = &block();
+  machine.current->copies.push_back([=] { arrive(*of, barrier); });
+  maybe_yield();
+}
+
+void issue_wgmma(float* d, int n, uint64_t a, uint64_t b, bool keep) {
+  Fiber& fiber = *machine.current;
+  fiber.issued.push_back({d, n, a, b, keep});
+}
+void wgmma_commit() {
+  Fiber& fiber = *machine.current;
+  const bool early = chance(2);
+  if (early && fiber.groups.empty()) {
+    for (const Wgmma& op : fiber.issued) compute(fiber, op);
+    fiber.issued.clear();
+  } else {
+    for (const Wgmma& op : fiber.issued) {
+      if (!op.keep) std::fill(op.d, op.d + op.n / 2, std::nanf(""));
+    }
+  }
+  fiber.groups.push_back(std::move(fiber.issued));
+  fiber.issued.clear();
+  maybe_yield();
+}
+void wait_for_wgmma(int pending) {
+  Fiber& fiber = *machine.current;
+  if (chance(2)) yield();
+  while (int(fiber.groups.size()) > pending) {
+    for (const Wgmma& op : fiber.groups.front()) compute(fiber, op);
+    fiber.groups.pop_front();
+  }
+}
+
+// Brings this lane's four values; returns those of all lanes.
+const uint32_t (*meet(uint32_t r0, uint32_t r1 = 0, uint32_t r2 = 0, uint32_t r3 = 0))[4] {
+  Warp& warp = block().warps[machine.current->thread / 32];
+  auto& slots = warp.slots[warp.generation & 1];
+  const uint32_t mine[4] = {r0, r1, r2, r3};
+  std::memcpy(slots[machine.current->thread % 32], mine, sizeof(mine));
+  sync_warp();
+  maybe_yield();
+  return slots;
+}
+
+uint32_t exchange(uint32_t value, int lane) { return meet(value)[lane][0]; }
+
+// Each lane writes the row whose address it gave, when its time comes: nobody else may count on it before a sync_warp.
+void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+  if (address % 16 != 0) fail("a misaligned stmatrix");
+  const int lane = machine.current->thread % 32;
+  const auto slots = meet(r0, r1, r2, r3);
+  for (int i = 0; i < 4; ++i) std::memcpy(at(block(), address + 4 * i, 4), &slots[4 * (lane % 8) + i][lane / 8], 4);
+}
+
+uint32_t transpose_8x8(uint32_t fragment) {
+  const int lane = machine.current->thread % 32, row = lane / 4;
+  const auto slots = meet(fragment);
+  uint32_t result = 0;
+  for (int i = 0; i < 2; ++i) {
+    const int from_row = 2 * (lane % 4) + i;
+    result |= (slots[4 * from_row + row / 2][0] >> 16 * (row % 2) & 0xFFFF) << 16 * i;
+  }
+  return result;
+}
+
+}  // namespace sm90
+
+// ---- C interface ---------------------------------------------------------------------------------------------------
+
+// A library may hold some of the kernels only.
+namespace jetrl {
+__attribute__((weak)) void fprop(const Operand&, const Operand&, int, const Bias&, const Output&, Config, Stream);
+__attribute__((weak)) void decode_fprop(const Operand&, const Operand&, int, const Bias&, const Output&, Config,
+                                        Stream);
+__attribute__((weak)) void wgrad(const Operand&, const Operand&, int, const Output&, Config, Stream);
+}  // namespace jetrl
+
+extern "C" {
+
+// Code c as FP32, for the emulated tensor cores.
+void jetrl_set_codes(const float* values) { std::memcpy(machine.e4m3, values, sizeof(machine.e4m3)); }
+
+const char* jetrl_error() { return machine.error.c_str(); }
+
+uint64_t jetrl_steps() { return machine.steps; }
+
+// kernel: 0 fprop, 1 decode, 2 wgrad. Returns 0, or 1 with jetrl_error saying why.
+int jetrl_run(int kernel, int m, int n, int k, const void* a, int64_t a_stride, const float* a_scales, int64_t a_row,
+              int64_t a_group, const void* b, int64_t b_stride, const float* b_scales, int64_t b_row, int64_t b_group,
+              const void* bias, int bias_fp32, void* out, int64_t out_stride, int out_fp32, int accumulate, int block_m,
+              int cluster, int ordered, int multiprocessors, uint32_t seed) {
+  machine.seed = seed;
+  machine.multiprocessors = multiprocessors;
+  machine.steps = 0;
+  const jetrl::Operand of_a{a, m, a_stride, {a_scales, a_row, a_group}};
+  const jetrl::Operand of_b{b, n, b_stride, {b_scales, b_row, b_group}};
+  const jetrl::Output of_out{out, out_stride, out_fp32 != 0, accumulate != 0};
+  const jetrl::Bias of_bias{bias, bias_fp32 != 0};
+  const jetrl::Config config{block_m, cluster, ordered};
+  try {
+    if (kernel == 0) {
+      jetrl::fprop(of_a, of_b, k, of_bias, of_out, config, nullptr);
+    } else if (kernel == 1) {
+      jetrl::decode_fprop(of_a, of_b, k, of_bias, of_out, config, nullptr);
+    } else {
+      jetrl::wgrad(of_a, of_b, k, of_out, config, nullptr);
+    }
+    return 0;
+  } catch (const std::exception& error) {
+    machine.error = error.what();
+    return 1;
+  }
+}
+}

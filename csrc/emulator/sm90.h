@@ -1,0 +1,129 @@
+// Copyright 2026 The jetrl_verl Authors
+//
+// Licensed under the Apache License, Version 2.0 (the "License");
+// you may not use this file except in compliance with the License.
+// You may obtain a copy of the License at
+//
+//     http://www.apache.org/licenses/LICENSE-2.0
+//
+// Unless required by applicable law or agreed to in writing, software
+// distributed under the License is distributed on an "AS IS" BASIS,
+// WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+// See the License for the specific language governing permissions and
+// limitations under the License.
+
+// The instructions of sm90.cuh on a CPU, so that the kernels' own source runs without a GPU: every thread of a cluster
+// is a fiber, every copy and every wgmma happens at some later, randomly chosen moment that the architecture allows.
+//
+// What it models, from the PTX ISA:
+//   - mbarriers with their phases, pending arrivals and (possibly negative) pending bytes; a wait names a parity only;
+//   - TMA tile loads with the 128-byte swizzle, zero fill and multicast; each destination block is served on its own
+//     time;
+//   - cp.async with zero fill, in program order per thread, and the arrival that follows it;
+//   - wgmma: its operands are read through the descriptor at any time between issue and wait, results are NaN until
+//     then;
+//   - named, block, warp and cluster barriers; stmatrix and movmatrix with the lanes' addresses and fragments.
+// What it reports as a failure, not as a wrong number: a deadlock (with what every warp waits for), an arrival too
+// many, an address outside shared memory, a misaligned tile, a tensor map that the hardware refuses. Races show as
+// wrong numbers under some seeds: shared memory starts as NaN, a tile that is overwritten early is read late. What it
+// cannot see: memory ordering between the copy engine and ordinary accesses, the order of additions inside a wgmma
+// (sums are exact here), speed.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "../gemm.h"
+
+#define JETRL_KERNEL
+#define JETRL_DEVICE inline
+#define JETRL_GRID_CONSTANT const
+#define __launch_bounds__(...)
+
+struct float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+
+namespace sm90 {
+
+struct TensorMap {
+  const uint8_t* data;
+  int64_t columns, rows, row_stride;
+  int box_rows;
+};
+
+// Implemented by machine.cpp.
+int thread_index();
+int block_index();
+int grid_size();
+int rank_in_cluster();
+uint8_t* dynamic_shared_memory();
+uint32_t shared_address(const void* pointer);
+
+void sync_warp();
+void sync_block();
+void sync_cluster();
+void named_barrier_sync(int id, int threads);
+void named_barrier_arrive(int id, int threads);
+
+void barrier_init(uint32_t barrier, int arrivals);
+void barrier_arrive(uint32_t barrier);
+void barrier_arrive_at(uint32_t barrier, int rank);
+void barrier_arrive_expect(uint32_t barrier, int bytes);
+void barrier_wait(uint32_t barrier, uint32_t parity, const char* name, int stage);
+
+void tma_load(uint32_t to, const TensorMap* map, int column, int row, uint32_t barrier);
+void tma_load_multicast(uint32_t to, const TensorMap* map, int column, int row, uint32_t barrier, uint16_t blocks);
+void cp_async_f32(uint32_t to, const float* from, bool valid);
+void cp_async_arrive(uint32_t barrier);
+
+void issue_wgmma(float* d, int n, uint64_t a, uint64_t b, bool keep);
+void wgmma_commit();
+void wait_for_wgmma(int pending);
+
+uint32_t exchange(uint32_t value, int lane);  // what `lane` of this warp brings
+void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3);
+uint32_t transpose_8x8(uint32_t fragment);
+
+inline void fence_barrier_init() {}
+inline void prefetch_tensor_map(const TensorMap*) {}
+inline void wgmma_fence() {}
+template <int kRegisters>
+inline void take_registers() {}
+template <int kRegisters>
+inline void give_registers() {}
+
+inline int warp_uniform(int value) { return int(exchange(uint32_t(value), 0)); }
+
+template <int kPending, int kRegisters>
+inline void wgmma_wait(float (&)[kRegisters]) {
+  wait_for_wgmma(kPending);
+}
+template <int N>
+inline void wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, bool keep) {
+  issue_wgmma(d, N, a, b, keep);
+}
+
+inline uint32_t round_to_bf16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if ((bits & 0x7FFFFFFF) > 0x7F800000) return 0x7FFF;
+  return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+inline uint32_t pack_bf16(float low, float high) { return round_to_bf16(low) | round_to_bf16(high) << 16; }
+inline float bf16_to_float(uint16_t bits) {
+  const uint32_t wide = uint32_t(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, 4);
+  return value;
+}
+inline float multiply(float a, float b) { return a * b; }
+inline float multiply_add(float a, float b, float c) { return std::fmaf(a, b, c); }
+inline float add(float a, float b) { return a + b; }
+
+}  // namespace sm90

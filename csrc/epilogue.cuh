@@ -1,0 +1,139 @@
+// Copyright 2026 The jetrl_verl Authors
+//
+// Licensed under the Apache License, Version 2.0 (the "License");
+// you may not use this file except in compliance with the License.
+// You may obtain a copy of the License at
+//
+//     http://www.apache.org/licenses/LICENSE-2.0
+//
+// Unless required by applicable law or agreed to in writing, software
+// distributed under the License is distributed on an "AS IS" BASIS,
+// WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+// See the License for the specific language governing permissions and
+// limitations under the License.
+
+// From one warp's accumulators, 16 rows x 128 columns in wgmma's fragment layout, to rows in global memory.
+//
+// A fragment holds 4 or 8 contiguous bytes of a row. Writing it straight would touch half a 32-byte sector at a time,
+// so 2 KB of shared memory per warp turn it: 16 rows of 128 bytes go in by fragment and come out as eight lanes x 16
+// bytes of one row, four whole rows an instruction. The 16-byte chunks of a row are XORed with the row so that neither
+// side conflicts on banks:
+//   BF16: stmatrix writes one chunk of eight rows at a time: chunk ^ (row % 8) spreads them over all 32 banks.
+//   FP32: half a warp writes 8 bytes each of rows g..g+3, two neighbouring chunks a row: chunk ^ (2 (row % 4)).
+// A read is one whole row per eight lanes, whatever the permutation. Warps share nothing, so no barrier but the warp's.
+//
+// Row and column guards are per 16 bytes: the host asks for rows that hold a multiple of 16 bytes.
+
+#pragma once
+
+#include "sm90.cuh"
+
+namespace jetrl {
+
+constexpr int kStagingBytes = 16 * 128;  // per warp
+
+JETRL_DEVICE float load_bias(const Bias& bias, int column) {
+  return bias.fp32 ? static_cast<const float*>(bias.data)[column]
+                   : sm90::bf16_to_float(static_cast<const uint16_t*>(bias.data)[column]);
+}
+
+struct alignas(16) Chunk {
+  uint32_t word[4];
+};
+
+// Bias joins in FP32, then the one rounding to BF16.
+JETRL_DEVICE void store_bf16(uint8_t* staging, const float (&acc)[64], const Bias& bias, const Output& out, int row,
+                             int column, int rows, int columns, int lane) {
+  const int quad = lane % 4, eight = lane % 8;
+  const uint32_t staging_address = sm90::shared_address(staging);
+  const int write_row = eight + 8 * (lane / 8 % 2), write_chunk = lane / 16;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int pair = 0; pair < 4; ++pair) {
+      uint32_t packed[4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int n8 = 8 * half + 2 * pair + i, at = column + 8 * n8 + 2 * quad;
+        float bias_low = 0.0f, bias_high = 0.0f;
+        float d[4] = {acc[4 * n8], acc[4 * n8 + 1], acc[4 * n8 + 2], acc[4 * n8 + 3]};
+        if (bias.data != nullptr && at < columns) {
+          bias_low = load_bias(bias, at);
+          bias_high = load_bias(bias, at + 1);
+          d[0] = sm90::add(d[0], bias_low), d[1] = sm90::add(d[1], bias_high);
+          d[2] = sm90::add(d[2], bias_low), d[3] = sm90::add(d[3], bias_high);
+        }
+        packed[2 * i] = sm90::pack_bf16(d[0], d[1]);
+        packed[2 * i + 1] = sm90::pack_bf16(d[2], d[3]);
+      }
+      const int chunk = (2 * pair + write_chunk) ^ eight;
+      sm90::stmatrix_x4(staging_address + write_row * 128 + chunk * 16, packed[0], packed[1], packed[2], packed[3]);
+    }
+    sm90::sync_warp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int r = 4 * i + lane / 8, at = column + 64 * half + 8 * eight;
+      const Chunk value = *reinterpret_cast<const Chunk*>(staging + r * 128 + (eight ^ (r % 8)) * 16);
+      if (row + r < rows && at < columns) {
+        uint16_t* to = static_cast<uint16_t*>(out.data) + (row + r) * out.row_stride + at;
+        *reinterpret_cast<Chunk*>(to) = value;
+      }
+    }
+    sm90::sync_warp();
+  }
+}
+
+// kAccumulate: what is there is read first, up to three quarters of the columns ahead (48 registers, of those that the
+// partial sums left), and one IEEE addition follows.
+template <bool kAccumulate>
+JETRL_DEVICE void store_fp32(uint8_t* staging, const float (&acc)[64], const Output& out, int row, int column, int rows,
+                             int columns, int lane) {
+  constexpr int kQuarters = 4, kAhead = 3;
+  const int quad = lane % 4, group = lane / 4, eight = lane % 8;
+  const int first = row + lane / 8, at = column + 4 * eight;  // of this lane's reads of the staging rows
+  float* to = static_cast<float*>(out.data) + first * out.row_stride + at;
+  const auto inside = [&](int quarter, int i) { return first + 4 * i < rows && at + 32 * quarter < columns; };
+
+  float4 old[kAhead][4];
+  const auto read_old = [&](int quarter) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float4& value = old[quarter % kAhead][i];
+      value = {0.0f, 0.0f, 0.0f, 0.0f};
+      if (inside(quarter, i)) value = *reinterpret_cast<const float4*>(to + 4 * i * out.row_stride + 32 * quarter);
+    }
+  };
+  if constexpr (kAccumulate) {
+#pragma unroll
+    for (int quarter = 0; quarter < kAhead; ++quarter) read_old(quarter);
+  }
+#pragma unroll
+  for (int quarter = 0; quarter < kQuarters; ++quarter) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int n8 = 4 * quarter + i;
+      const int chunk = (2 * i + quad / 2) ^ (2 * (group % 4));
+      uint8_t* staged = staging + group * 128 + chunk * 16 + (quad % 2) * 8;
+      *reinterpret_cast<float2*>(staged) = {acc[4 * n8], acc[4 * n8 + 1]};
+      *reinterpret_cast<float2*>(staged + 8 * 128) = {acc[4 * n8 + 2], acc[4 * n8 + 3]};
+    }
+    sm90::sync_warp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int r = 4 * i + lane / 8;
+      float4 value = *reinterpret_cast<const float4*>(staging + r * 128 + (eight ^ (2 * (r % 4))) * 16);
+      if constexpr (kAccumulate) {
+        const float4 before = old[quarter % kAhead][i];
+        value = {sm90::add(before.x, value.x), sm90::add(before.y, value.y), sm90::add(before.z, value.z),
+                 sm90::add(before.w, value.w)};
+      }
+      if (inside(quarter, i)) *reinterpret_cast<float4*>(to + 4 * i * out.row_stride + 32 * quarter) = value;
+    }
+    if constexpr (kAccumulate) {
+      if (quarter + kAhead < kQuarters) read_old(quarter + kAhead);
+    }
+    sm90::sync_warp();
+  }
+}
+
+}  // namespace jetrl

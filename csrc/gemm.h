@@ -1,0 +1,133 @@
+// Copyright 2026 The jetrl_verl Authors
+//
+// Licensed under the Apache License, Version 2.0 (the "License");
+// you may not use this file except in compliance with the License.
+// You may obtain a copy of the License at
+//
+//     http://www.apache.org/licenses/LICENSE-2.0
+//
+// Unless required by applicable law or agreed to in writing, software
+// distributed under the License is distributed on an "AS IS" BASIS,
+// WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+// See the License for the specific language governing permissions and
+// limitations under the License.
+
+// What the kernels are made of, on both sides of the fence: layouts as arithmetic, and the host's view of a call.
+//
+// Shared-memory operand tile. TMA writes a box of `rows` x 128 bytes (128 E4M3 codes: one K block) under the 128-byte
+// swizzle: the 16-byte chunk index of an address (bits 4..6) is XORed with its row within eight rows (bits 7..9). A
+// tile starts on a multiple of 1024 bytes (eight rows), so the pattern is a function of the address alone, and wgmma
+// applies the same XOR to the addresses that it forms. Hence no code here ever computes a swizzled operand address:
+// both ends do.
+//
+// wgmma's matrix descriptor for such a K-major tile:
+//   bits  0..13  start address / 16
+//   bits 16..29  leading byte offset / 16: unused with a swizzle as wide as the row; 1 by convention
+//   bits 32..45  stride byte offset / 16: from eight rows to the next eight, 1024 / 16 = 64
+//   bits 49..51  base offset: 0, because tiles start on multiples of 1024
+//   bits 62..63  layout: 1, the 128-byte swizzle
+// An instruction contracts 32 codes (32 bytes), so the four of one K block start 0, 32, 64 and 96 bytes into the row:
+// 2 units of the address field apart. The hardware adds the row offsets to that start and XORs afterwards, so a start
+// inside the first 128-byte row keeps bits 7..9 of every address those of its row. Tile rows r..r+63 start at r * 128.
+//
+// wgmma's FP32 accumulator (m64nN): thread t of the warpgroup, lane l = t % 32, holds for each n8 chunk j
+//   d[4j + 0..1] = D[16 (t / 32) + l / 4    ][8j + 2 (l % 4) + 0..1]
+//   d[4j + 2..3] = D[16 (t / 32) + l / 4 + 8][8j + 2 (l % 4) + 0..1]
+
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define JETRL_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define JETRL_HOST_DEVICE inline
+#endif
+
+namespace jetrl {
+
+constexpr int kGroup = 128;            // codes that share a scale along K; bytes in a row of an operand tile
+constexpr int kChainLength = 4;        // wgmma k32 instructions in one K block
+constexpr int kSharedMemory = 232448;  // what a block of sm_90 can have: 227 KiB
+
+JETRL_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+JETRL_HOST_DEVICE constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
+
+JETRL_HOST_DEVICE uint64_t operand_descriptor(uint32_t shared_address) {
+  constexpr uint64_t kLeading = 1, kStride = 1024 / 16, kSwizzle128 = 1;
+  return (uint64_t(shared_address & 0x3FFFF) >> 4) | kLeading << 16 | kStride << 32 | kSwizzle128 << 62;
+}
+
+constexpr uint64_t kDescriptorStepK32 = 32 / 16;        // next 32 codes of the same rows
+constexpr uint64_t kDescriptorStep64Rows = 64 * kGroup / 16;
+
+// Output tiles in the order that a persistent grid takes them: down groups of `group` tile rows, then one column on, so
+// that the tiles in flight at any time form a block that is roughly square and its operands are shared in L2.
+struct TileOrder {
+  int tiles_m, tiles_n, group;
+
+  JETRL_HOST_DEVICE int count() const { return tiles_m * tiles_n; }
+
+  JETRL_HOST_DEVICE void locate(int tile, int& tile_m, int& tile_n) const {
+    const int first_row = tile / (group * tiles_n) * group;
+    const int rows = tiles_m - first_row < group ? tiles_m - first_row : group;
+    const int in_group = tile - first_row * tiles_n;
+    tile_m = first_row + in_group % rows;
+    tile_n = in_group / rows;
+  }
+};
+
+// Rows per tile of 128 columns, 128 or 256: rounds of the machine times the work of one. 128-row tiles halve the work
+// but need more bytes a cycle, about a tenth of the speed.
+constexpr int choose_block_m(int m, int n, int processors) {
+  const int tiles_n = ceil_div(n, 128);
+  const int rounds256 = ceil_div(ceil_div(m, 256) * tiles_n, processors);
+  const int rounds128 = ceil_div(ceil_div(m, 128) * tiles_n, processors);
+  return 20 * rounds256 <= 11 * rounds128 ? 256 : 128;
+}
+
+// FP32 scales with any strides, in elements.
+struct Scales {
+  const float* data;
+  int64_t stride_row, stride_group;
+};
+
+// Codes [rows, k], contiguous along k; `row_stride` in bytes is a multiple of 16, like `codes`.
+struct Operand {
+  const void* codes;
+  int rows;
+  int64_t row_stride;
+  Scales scales;
+};
+
+struct Bias {
+  const void* data;  // nullptr: none
+  bool fp32;         // else BF16
+};
+
+// Row stride in elements. Rows start on multiples of 16 bytes and hold a multiple of 16 bytes.
+struct Output {
+  void* data;
+  int64_t row_stride;
+  bool fp32;        // else BF16
+  bool accumulate;  // FP32 only: out += A B^T, else out = A B^T
+};
+
+// Zero: the kernel's own choice. Only the speed depends on it, never a bit of the result.
+struct Config {
+  int block_m = 0;  // 128 or 256 rows of A per tile; in the decode kernel rows of W per tile, a multiple of 8 up to 128
+  int cluster = 0;  // blocks that share an operand tile by multicast
+  int ordered = -1;  // 1: the two consumer warpgroups take turns at the tensor cores, 0: they race
+};
+
+using Stream = void*;
+
+// Y[M,N] = X W^T (+ bias), 1x128 scales on X, 128x128 scales on W, BF16 out.
+void fprop(const Operand& x, const Operand& w, int k, const Bias& bias, const Output& y, Config config, Stream stream);
+// The same for few rows of X; the same bits.
+void decode_fprop(const Operand& x, const Operand& w, int k, const Bias& bias, const Output& y, Config config,
+                  Stream stream);
+// dW[N,K] = A B^T with A = dY^T [N,T], B = X^T [K,T], 1x128 scales along T on both, `t` tokens.
+void wgrad(const Operand& a, const Operand& b, int t, const Output& dw, Config config, Stream stream);
+
+}  // namespace jetrl

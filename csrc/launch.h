@@ -1,0 +1,139 @@
+// Copyright 2026 The jetrl_verl Authors
+//
+// Licensed under the Apache License, Version 2.0 (the "License");
+// you may not use this file except in compliance with the License.
+// You may obtain a copy of the License at
+//
+//     http://www.apache.org/licenses/LICENSE-2.0
+//
+// Unless required by applicable law or agreed to in writing, software
+// distributed under the License is distributed on an "AS IS" BASIS,
+// WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+// See the License for the specific language governing permissions and
+// limitations under the License.
+
+// What a host function needs to start a kernel: TMA descriptors, the machine's size, a launch with clusters.
+//
+// cuTensorMapEncodeTiled is asked from the driver through the run-time library, so that the library loads (and says why
+// it cannot run) on machines without a driver.
+
+#pragma once
+
+#ifdef JETRL_EMULATE
+#include "emulator/launch.h"
+#else
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <stdexcept>
+#include <string>
+
+#include "gemm.h"
+
+namespace jetrl {
+
+[[noreturn]] inline void refuse(const std::string& sentence) { throw std::invalid_argument("jetrl: " + sentence); }
+
+inline void check(cudaError_t error, const char* doing) {
+  if (error != cudaSuccess) {
+    throw std::runtime_error(std::string("jetrl: ") + doing + " failed: " + cudaGetErrorString(error));
+  }
+}
+
+// Codes as a matrix of bytes, read in boxes of `box_rows` rows x 128 bytes under the 128-byte swizzle.
+inline CUtensorMap operand_map(const Operand& operand, int k, int box_rows) {
+  static const auto encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found),
+          "asking the driver for cuTensorMapEncodeTiled");
+    if (found != cudaDriverEntryPointSuccess) throw std::runtime_error("jetrl: the driver has no TMA; update it");
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  }();
+  CUtensorMap map;
+  const cuuint64_t extents[2] = {cuuint64_t(k), cuuint64_t(operand.rows)};
+  const cuuint64_t strides[1] = {cuuint64_t(operand.row_stride)};
+  const cuuint32_t box[2] = {kGroup, cuuint32_t(box_rows)};
+  const cuuint32_t steps[2] = {1, 1};
+  const CUresult result =
+      encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(operand.codes), extents, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    throw std::runtime_error("jetrl: cuTensorMapEncodeTiled refused codes of " + std::to_string(operand.rows) + " x " +
+                             std::to_string(k) + " bytes with row stride " + std::to_string(operand.row_stride) +
+                             " (CUresult " + std::to_string(int(result)) + ")");
+  }
+  return map;
+}
+
+inline int current_device() {
+  int device;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  return device;
+}
+
+inline int multiprocessors() {
+  static std::atomic<int> counts[64];
+  const int device = current_device();
+  int count = counts[device % 64].load();
+  if (count == 0) {
+    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "asking for the multiprocessors");
+    counts[device % 64].store(count);
+  }
+  return count;
+}
+
+template <auto kKernel, class... Arguments>
+void launch(int blocks, int cluster, int threads, int shared_bytes, Stream stream, const Arguments&... arguments) {
+  static std::atomic<int> allowed[64];  // shared memory that this kernel may have, per device
+  std::atomic<int>& mine = allowed[current_device() % 64];
+  if (mine.load() < shared_bytes) {
+    check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+          "raising the shared memory limit");
+    mine.store(shared_bytes);
+  }
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {unsigned(cluster), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&config, kKernel, arguments...), "starting a kernel");
+}
+
+// Blocks of this kernel that run at once in clusters: a cluster needs its blocks within one group of multiprocessors,
+// so clusters of four may leave some of them idle.
+template <auto kKernel>
+int resident_blocks(int cluster, int threads, int shared_bytes) {
+  if (cluster == 1) return multiprocessors();
+  static std::atomic<int> found[64];
+  std::atomic<int>& mine = found[current_device() % 64];
+  if (mine.load() != 0) return mine.load();
+  check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+        "raising the shared memory limit");
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {unsigned(cluster), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(cluster);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int clusters = 0;
+  check(cudaOccupancyMaxActiveClusters(&clusters, kKernel, &config), "asking how many clusters fit");
+  if (clusters < 1) throw std::runtime_error("jetrl: no cluster of a kernel fits on this GPU");
+  mine.store(clusters * cluster);
+  return clusters * cluster;
+}
+
+}  // namespace jetrl
+
+#endif  // JETRL_EMULATE

@@ -1,0 +1,141 @@
+// Copyright 2026 The jetrl_verl Authors
+//
+// Licensed under the Apache License, Version 2.0 (the "License");
+// you may not use this file except in compliance with the License.
+// You may obtain a copy of the License at
+//
+//     http://www.apache.org/licenses/LICENSE-2.0
+//
+// Unless required by applicable law or agreed to in writing, software
+// distributed under the License is distributed on an "AS IS" BASIS,
+// WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+// See the License for the specific language governing permissions and
+// limitations under the License.
+
+// The ring of shared-memory stages between the producer warp and the consumer warpgroups, and its barriers.
+//
+// Stage s has two mbarriers. `full`: 33 arrivals a phase, one of lane 0, which also announces the bytes of the operand
+// tiles, and one of each lane's cp.async, which bring the scales; the phase ends when all have come and the copy engine
+// has written all bytes. `empty`: one arrival per consumer warp of every block of the cluster, because a multicast
+// overwrites the stage in all of them: nobody may write it anywhere before everybody is done with it everywhere.
+//
+// Use number i of the ring is stage i % stages in round i / stages. Both barriers count rounds in their phase, so
+//   consumers wait for   full[s]  with parity  round % 2        (the phase that this round's copies end)
+//   the producer for     empty[s] with parity  round % 2 ^ 1    (the phase that last round's readers ended; in round 0
+//                                                                the one before the first, which counts as over)
+// A wait names a phase by its parity alone, which is enough while nobody can be two phases behind. `full` cannot end
+// phase r + 1 before the producer saw `empty` end phase r, which needs every warp to have passed its wait for `full` in
+// round r; `empty` cannot end phase r + 1 before the consumers passed `full` of round r + 1, which follows the
+// producer's wait for `empty` of phase r, in each block of the cluster.
+//
+// With a cluster, block P may issue its half of a tile for round r before block Q's producer has announced its bytes:
+// the bytes then arrive on Q's `full` in a phase that still misses Q's own arrival, cannot end early, and may count
+// below zero until the announcement. It is the right phase, since P saw `empty` end, so Q's warps had passed `full` of
+// round r - 1.
+
+#pragma once
+
+#include "sm90.cuh"
+
+namespace jetrl {
+
+struct StageRing {
+  uint32_t full, empty;  // shared addresses of the two arrays of barriers
+  int stages;
+  int stage = 0;
+  uint32_t round = 0;  // parity only
+
+  JETRL_DEVICE uint32_t full_barrier() const { return full + 8 * stage; }
+  JETRL_DEVICE uint32_t empty_barrier() const { return empty + 8 * stage; }
+
+  JETRL_DEVICE void advance() {
+    if (++stage == stages) {
+      stage = 0;
+      round ^= 1;
+    }
+  }
+
+  // By one thread of the block, before anybody waits.
+  template <int kCluster, int kConsumerWarps>
+  JETRL_DEVICE void init() const {
+    for (int s = 0; s < stages; ++s) {
+      sm90::barrier_init(full + 8 * s, 1 + 32);
+      sm90::barrier_init(empty + 8 * s, kCluster * kConsumerWarps);
+    }
+    sm90::fence_barrier_init();
+  }
+
+  JETRL_DEVICE void wait_empty() const { sm90::barrier_wait(empty_barrier(), round ^ 1, "empty", stage); }
+
+  JETRL_DEVICE void wait_full() const { sm90::barrier_wait(full_barrier(), round, "full", stage); }
+
+  // By a whole consumer warp, whose lanes have all read what they wanted: one arrival in each block of the cluster.
+  template <int kCluster>
+  JETRL_DEVICE void release(int lane) const {
+    sm90::sync_warp();
+    if constexpr (kCluster == 1) {
+      if (lane == 0) sm90::barrier_arrive(empty_barrier());
+    } else {
+      if (lane < kCluster) sm90::barrier_arrive_at(empty_barrier(), lane);
+    }
+  }
+};
+
+template <int kCluster>
+JETRL_DEVICE void sync_cluster_or_block() {
+  if constexpr (kCluster > 1) {
+    sm90::sync_cluster();
+  } else {
+    sm90::sync_block();
+  }
+}
+
+// A persistent grid: cluster c takes tiles c, c + clusters, ...
+template <int kCluster>
+JETRL_DEVICE int first_tile() {
+  return sm90::block_index() / kCluster;
+}
+template <int kCluster>
+JETRL_DEVICE int tile_step() {
+  return sm90::grid_size() / kCluster;
+}
+
+// A tile of kRows rows that the kCluster blocks of a cluster share: each loads its part and sends it to all.
+template <int kRows, int kCluster>
+JETRL_DEVICE void load_shared_tile(uint32_t to, const sm90::TensorMap* map, int column, int row, int rank,
+                                   uint32_t barrier) {
+  if constexpr (kCluster == 1) {
+    sm90::tma_load(to, map, column, row, barrier);
+  } else {
+    constexpr int kPart = kRows / kCluster;
+    static_assert(kPart % 8 == 0, "a part is a whole number of swizzle atoms of eight rows");
+    sm90::tma_load_multicast(to + rank * kPart * kGroup, map, column, row + rank * kPart, barrier,
+                             uint16_t((1u << kCluster) - 1));
+  }
+}
+
+// The scales of `kCount` rows from `first` on for one group, by a whole warp; rows past `rows` get zero and are not
+// read.
+template <int kCount>
+JETRL_DEVICE void load_scales(uint32_t to, const Scales& scales, int block, int first, int rows, int lane) {
+  const float* from = scales.data + block * scales.stride_group + (first + lane) * scales.stride_row;
+#pragma unroll
+  for (int i = 0; i < ceil_div(kCount, 32); ++i) {
+    const int r = 32 * i + lane;
+    if (kCount % 32 == 0 || r < kCount) sm90::cp_async_f32(to + 4 * r, from, first + r < rows);
+    from += 32 * scales.stride_row;
+  }
+}
+
+// The chain of one K block for 64 rows: four k32 instructions that start from zero, committed as one group.
+template <int N>
+JETRL_DEVICE void issue_chain(float (&partial)[N / 2], uint64_t a, uint64_t b) {
+  sm90::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kChainLength; ++k) {
+    sm90::wgmma<N>(partial, a + k * kDescriptorStepK32, b + k * kDescriptorStepK32, k != 0);
+  }
+  sm90::wgmma_commit();
+}
+
+}  // namespace jetrl

@@ -1,0 +1,281 @@
+// Copyright 2026 The jetrl_verl Authors
+//
+// Licensed under the Apache License, Version 2.0 (the "License");
+// you may not use this file except in compliance with the License.
+// You may obtain a copy of the License at
+//
+//     http://www.apache.org/licenses/LICENSE-2.0
+//
+// Unless required by applicable law or agreed to in writing, software
+// distributed under the License is distributed on an "AS IS" BASIS,
+// WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+// See the License for the specific language governing permissions and
+// limitations under the License.
+
+// The Hopper instructions that the kernels use, one function each: no other file holds PTX.
+//
+// Shared-memory addresses are 32-bit, as the instructions want them; waits carry a name, so that a debug build
+// (-DJETRL_DEBUG) can say which barrier a hung kernel waits for before it traps. Under JETRL_EMULATE the same functions
+// come from emulator/sm90.h and run on a CPU: kernel code must reach the hardware through this file alone.
+
+#pragma once
+
+#ifdef JETRL_EMULATE
+#include "emulator/sm90.h"
+#else
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+
+#include <cstdint>
+#include <cstdio>
+
+#include "gemm.h"
+
+#define JETRL_KERNEL __global__
+#define JETRL_DEVICE __device__ __forceinline__
+#define JETRL_GRID_CONSTANT const __grid_constant__
+
+namespace sm90 {
+
+using TensorMap = CUtensorMap;
+
+// ---- who am I ------------------------------------------------------------------------------------------------------
+
+JETRL_DEVICE int thread_index() { return threadIdx.x; }
+JETRL_DEVICE int block_index() { return blockIdx.x; }
+JETRL_DEVICE int grid_size() { return gridDim.x; }
+JETRL_DEVICE int rank_in_cluster() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return int(rank);
+}
+
+JETRL_DEVICE uint32_t shared_address(const void* pointer) { return uint32_t(__cvta_generic_to_shared(pointer)); }
+
+// The block's dynamic shared memory; operand tiles need its start on a multiple of 1024.
+JETRL_DEVICE uint8_t* dynamic_shared_memory() {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  if (shared_address(memory) % 1024 != 0) __trap();
+  return memory;
+}
+
+// The same value in every lane, kept in a uniform register.
+JETRL_DEVICE int warp_uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+
+// ---- barriers among threads ----------------------------------------------------------------------------------------
+
+JETRL_DEVICE void sync_warp() { __syncwarp(); }
+JETRL_DEVICE void sync_block() { __syncthreads(); }
+
+// Named barrier `id` (0 is sync_block's) of `threads` threads: wait for all of them, or count as arrived and go on.
+JETRL_DEVICE void named_barrier_sync(int id, int threads) {
+  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+JETRL_DEVICE void named_barrier_arrive(int id, int threads) {
+  asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Relaxed: it publishes no data, and a release would wait for every store in flight. Initialised barriers are published
+// by fence_barrier_init.
+JETRL_DEVICE void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// ---- mbarriers -----------------------------------------------------------------------------------------------------
+
+JETRL_DEVICE void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialised barriers visible to the copy engine and, with a following cluster barrier, to other blocks.
+JETRL_DEVICE void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+JETRL_DEVICE void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// One arrival on the barrier at the same place in block `rank` of the cluster (which may be this one). It orders this
+// block's accesses only: what the other block may do next is overwrite tiles that wgmma here has finished reading,
+// which wgmma_wait has seen to. (With .release.cluster the compiler puts a device-wide fence into the main loop.)
+JETRL_DEVICE void barrier_arrive_at(uint32_t barrier, int rank) {
+  asm volatile(
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+
+// One arrival, and the phase now also waits for `bytes` from the copy engine.
+JETRL_DEVICE void barrier_arrive_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Whether the phase of this parity is over; may suspend the thread for a while before it says no.
+JETRL_DEVICE bool barrier_try_wait(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done != 0;
+}
+
+// Waits until the phase of `parity` is over. A fresh barrier counts the phase before its first (parity 1) as over.
+JETRL_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity, [[maybe_unused]] const char* name,
+                               [[maybe_unused]] int stage) {
+#ifdef JETRL_DEBUG
+  constexpr long long kPatience = 2'000'000'000;  // cycles: about a second
+  const long long start = clock64();
+  while (!barrier_try_wait(barrier, parity)) {
+    if (clock64() - start > kPatience) {
+      if (threadIdx.x % 32 == 0) {
+        printf("jetrl: block %d (rank %d in its cluster) warp %d waits for %s[%d], parity %u\n", int(blockIdx.x),
+               rank_in_cluster(), int(threadIdx.x / 32), name, stage, parity);
+      }
+      const long long said = clock64();
+      while (clock64() - said < kPatience / 4) __nanosleep(1000);  // others may have something to say, too
+      __trap();
+    }
+  }
+#else
+  while (!barrier_try_wait(barrier, parity)) {
+  }
+#endif
+}
+
+// ---- copies into shared memory -------------------------------------------------------------------------------------
+
+JETRL_DEVICE void prefetch_tensor_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// One box whose first element is (column, row); out-of-range elements arrive as zeros and count as bytes.
+JETRL_DEVICE void tma_load(uint32_t to, const TensorMap* map, int column, int row, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
+          "r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+
+// The same into the same place of every block of the cluster whose bit is set, completing on each one's own barrier.
+JETRL_DEVICE void tma_load_multicast(uint32_t to, const TensorMap* map, int column, int row, uint32_t barrier,
+                                     uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(blocks)
+      : "memory");
+}
+
+// One FP32 value, or zero where `valid` is false (`from` is not read then). Completes with cp_async_arrive.
+JETRL_DEVICE void cp_async_f32(uint32_t to, const float* from, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
+}
+
+// One arrival on the barrier, which must count it, once all of this thread's earlier cp_async have landed.
+JETRL_DEVICE void cp_async_arrive(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// ---- tensor cores --------------------------------------------------------------------------------------------------
+
+// Orders earlier accesses to accumulator registers before the wgmma that follow.
+JETRL_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+JETRL_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Waits until at most kPending committed groups run; `d` is what the finished ones wrote, and no use of it may move up.
+template <int kPending, int kRegisters>
+JETRL_DEVICE void wgmma_wait(float (&d)[kRegisters]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+#pragma unroll
+  for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// D[64 x N] (+)= A[64 x 32] B[N x 32]^T, E4M3 from shared memory; `keep` false starts from zero.
+#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define D8(i) D4(i), D4(i + 4)
+#define D16(i) D8(i), D8(i + 8)
+#define D32(i) D16(i), D16(i + 16)
+#define R8(a, b, c, e, f, g, h, i) "%" #a ",%" #b ",%" #c ",%" #e ",%" #f ",%" #g ",%" #h ",%" #i
+#define R16_0 R8(0, 1, 2, 3, 4, 5, 6, 7) "," R8(8, 9, 10, 11, 12, 13, 14, 15)
+#define R16_1 R8(16, 17, 18, 19, 20, 21, 22, 23) "," R8(24, 25, 26, 27, 28, 29, 30, 31)
+#define R16_2 R8(32, 33, 34, 35, 36, 37, 38, 39) "," R8(40, 41, 42, 43, 44, 45, 46, 47)
+#define R16_3 R8(48, 49, 50, 51, 52, 53, 54, 55) "," R8(56, 57, 58, 59, 60, 61, 62, 63)
+#define WGMMA(shape, registers, outputs, a_at, b_at, keep_at)                                                \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " keep_at ", 0;\n"                                          \
+               "wgmma.mma_async.sync.aligned." shape ".f32.e4m3.e4m3 {" registers "}, " a_at ", " b_at       \
+               ", p, 1, 1;\n}"                                                                               \
+               : outputs                                                                                     \
+               : "l"(a), "l"(b), "r"(int(keep)))
+
+template <int N>
+JETRL_DEVICE void wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, bool keep) {
+  static_assert(N == 8 || N == 16 || N == 32 || N == 64 || N == 128, "N must be a power of two from 8 to 128");
+#define COMMA ,
+  if constexpr (N == 8) {
+    WGMMA("m64n8k32", "%0,%1,%2,%3", D4(0), "%4", "%5", "%6");
+  } else if constexpr (N == 16) {
+    WGMMA("m64n16k32", R8(0, 1, 2, 3, 4, 5, 6, 7), D8(0), "%8", "%9", "%10");
+  } else if constexpr (N == 32) {
+    WGMMA("m64n32k32", R16_0, D16(0), "%16", "%17", "%18");
+  } else if constexpr (N == 64) {
+    WGMMA("m64n64k32", R16_0 "," R16_1, D32(0), "%32", "%33", "%34");
+  } else {
+    WGMMA("m64n128k32", R16_0 "," R16_1 "," R16_2 "," R16_3, D32(0) COMMA D32(32), "%64", "%65", "%66");
+  }
+#undef COMMA
+}
+
+#undef WGMMA
+#undef R16_3
+#undef R16_2
+#undef R16_1
+#undef R16_0
+#undef R8
+#undef D32
+#undef D16
+#undef D8
+#undef D4
+
+// Registers per thread of this warpgroup from here on; every warp of it must pass here.
+template <int kRegisters>
+JETRL_DEVICE void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+JETRL_DEVICE void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// ---- from fragments to memory --------------------------------------------------------------------------------------
+
+// Two FP32 values rounded to nearest even, the first in the low half.
+JETRL_DEVICE uint32_t pack_bf16(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+JETRL_DEVICE float bf16_to_float(uint16_t bits) { return __uint_as_float(uint32_t(bits) << 16); }
+
+JETRL_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
+JETRL_DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+JETRL_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
+
+// Four 8x8 matrices of 16-bit values: r[i] is matrix i's fragment; lanes 8i..8i+7 give the addresses of its rows.
+JETRL_DEVICE void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1),
+               "r"(r2), "r"(r3)
+               : "memory");
+}
+
+// The fragment of the transpose of an 8x8 matrix of 16-bit values held by the warp.
+JETRL_DEVICE uint32_t transpose_8x8(uint32_t fragment) {
+  uint32_t transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(fragment));
+  return transposed;
+}
+
+}  // namespace sm90
+
+#endif  // JETRL_EMULATE

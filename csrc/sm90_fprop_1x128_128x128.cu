@@ -1,0 +1,234 @@
+// Copyright 2026 The jetrl_verl Authors
+//
+// Licensed under the Apache License, Version 2.0 (the "License");
+// you may not use this file except in compliance with the License.
+// You may obtain a copy of the License at
+//
+//     http://www.apache.org/licenses/LICENSE-2.0
+//
+// Unless required by applicable law or agreed to in writing, software
+// distributed under the License is distributed on an "AS IS" BASIS,
+// WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+// See the License for the specific language governing permissions and
+// limitations under the License.
+
+// FProp and DGrad on Hopper: Y[M,N] = X[M,K] W[N,K]^T (+ bias), 1x128 scales on X, 128x128 scales on W, BF16 out.
+//
+// Arithmetic, the contract's: per 128-wide K block a chain of four wgmma m64n128k32 starts from zero; its FP32 partial
+// sum p is promoted by acc = fma(p, s_x * s_w, acc), K blocks ascending. Every element of Y is that one chain of
+// operations, whatever tile, cluster or order of the warps: configurations differ in speed only.
+//
+// What limits it, per multiprocessor. wgmma does 4096 E4M3 multiply-adds a cycle: a 256 x 128 tile and one K block are
+// 1024 cycles. In that time
+//   - the four sub-cores issue one instruction a cycle each: 256 cycles of promotion (one FMA an element) plus waits,
+//     that is, only if they run beside the other warpgroup's wgmma and not after their own;
+//   - shared memory delivers 128 bytes a cycle: each m64n128k32 (64 cycles) reads 2 KB of X and 4 KB of W, 96 bytes a
+//     cycle, and the copy engine writes (256 + 128) * 128 bytes in 1024 cycles, 48 more a cycle: 144, so
+//     89% of the peak at best. A 128 x 128 tile writes 64. So the tile is 256 x 128, as large as registers allow: a
+//     thread of the two consumer warpgroups keeps 2 x 64 accumulators and 64 partial sums, 192 of its 232 registers
+//     (504 of 512 go to the three warpgroups: 232, 232, 40);
+//   - the L2 delivers about 5.5 TB/s, 24 bytes a cycle to each multiprocessor. A 256 x 128 tile on its own reads 48.
+//     Two blocks of a cluster take neighbouring columns and share the rows of X by multicast: 32, and at the 65 to 70%
+//     of the peak that the power limit leaves, 22.
+// M too small for 256-row tiles to fill the machine takes 128-row tiles (choose_block_m).
+//
+// Overlap. A warpgroup waits for its own chain and promotes it while the other's chain runs. If both issued at once,
+// both would promote at once and the tensor cores would idle meanwhile; so they take turns (kOrdered): named barrier 1
+// + g is warpgroup g's turn, passed on as soon as a chain is issued. 256 cycles of the other's chain then cover
+// promotion (64 FMA a thread), two barriers and the wait's latency. Warpgroup 1 opens with a pass and warpgroup 0
+// closes with a wait, so that arrivals and waits pair up: chain i of 0 needs chain i - 1 of 1, chain i of 1 needs chain
+// i of 0, no cycle.
+//
+// Roles (384 threads, one block per multiprocessor, persistent): warpgroup 0 holds the producer warp (TMA for codes,
+// cp.async for scales, since their rows need not be aligned as TMA wants); warpgroups 1 and 2 each own kBlockM / 2
+// rows. M, N and K edges: TMA fills codes with zeros and cp.async scales with zeros, so partial sums there are zero;
+// stores are guarded. K's last group is short but has a scale. Where N has an odd number of column tiles, the last
+// cluster's second block computes zeros that no one stores.
+
+#include <algorithm>
+
+#include "epilogue.cuh"
+#include "launch.h"
+#include "pipeline.cuh"
+
+namespace jetrl {
+
+namespace {
+
+struct FpropParams {
+  Scales x_scales, w_scales;
+  Bias bias;
+  Output y;
+  int m, n, k_blocks;
+  TileOrder order;  // of cluster tiles: kBlockM rows x kCluster * 128 columns
+};
+
+template <int kBlockM_, int kCluster_, bool kOrdered_>
+struct FpropShape {
+  static constexpr int kBlockM = kBlockM_, kBlockN = 128, kCluster = kCluster_;
+  static constexpr bool kOrdered = kOrdered_;
+  static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
+  static constexpr int kChunks = kBlockM / (64 * kConsumers);  // of 64 rows, per consumer warpgroup
+  static constexpr int kStages = kBlockM == 256 ? 4 : 6;
+  static constexpr int kTileX = kBlockM * kGroup, kTileW = kBlockN * kGroup;
+  static constexpr int kScales = kBlockM + 4;  // floats per stage: rows of X, then the one of W
+  // Byte offsets in shared memory.
+  static constexpr int kAtW = kStages * kTileX;
+  static constexpr int kAtStaging = kAtW + kStages * kTileW;
+  static constexpr int kAtScales = kAtStaging + 4 * kConsumers * kStagingBytes;
+  static constexpr int kAtFull = kAtScales + kStages * kScales * 4;
+  static constexpr int kAtEmpty = kAtFull + 8 * kStages;
+  static constexpr int kBytes = kAtEmpty + 8 * kStages;
+
+  static_assert(kBlockM % (64 * kConsumers) == 0, "each consumer warpgroup owns whole chunks of 64 rows");
+  static_assert(kTileX % 1024 == 0 && kTileW % 1024 == 0, "operand tiles start on whole swizzle atoms");
+  static_assert(kAtFull % 8 == 0, "mbarriers are 8 bytes, aligned");
+  static_assert(kBytes <= kSharedMemory, "the stages do not fit into shared memory");
+};
+
+template <class Shape>
+JETRL_DEVICE void fprop_produce(const sm90::TensorMap* x_map, const sm90::TensorMap* w_map, const FpropParams& p,
+                                uint8_t* memory, StageRing ring, int rank, int lane) {
+  const uint32_t base = sm90::shared_address(memory);
+  for (int tile = first_tile<Shape::kCluster>(); tile < p.order.count(); tile += tile_step<Shape::kCluster>()) {
+    int tile_m, tile_n;
+    p.order.locate(tile, tile_m, tile_n);
+    const int row = tile_m * Shape::kBlockM, column = (tile_n * Shape::kCluster + rank) * Shape::kBlockN;
+    for (int block = 0; block < p.k_blocks; ++block) {
+      ring.wait_empty();
+      const uint32_t full = ring.full_barrier();
+      if (lane == 0) {
+        sm90::barrier_arrive_expect(full, Shape::kTileX + Shape::kTileW);
+        load_shared_tile<Shape::kBlockM, Shape::kCluster>(base + ring.stage * Shape::kTileX, x_map, block * kGroup, row,
+                                                          rank, full);
+        sm90::tma_load(base + Shape::kAtW + ring.stage * Shape::kTileW, w_map, block * kGroup, column, full);
+      }
+      const uint32_t scales = base + Shape::kAtScales + ring.stage * Shape::kScales * 4;
+      load_scales<Shape::kBlockM>(scales, p.x_scales, block, row, p.m, lane);
+      load_scales<1>(scales + 4 * Shape::kBlockM, p.w_scales, block, column / kGroup, ceil_div(p.n, kGroup), lane);
+      sm90::cp_async_arrive(full);
+      ring.advance();
+    }
+  }
+}
+
+template <class Shape>
+JETRL_DEVICE void fprop_consume(const FpropParams& p, uint8_t* memory, StageRing ring, int consumer, int rank, int warp,
+                                int lane) {
+  constexpr int kChunks = Shape::kChunks, kMine = 1, kTurnThreads = 256;
+  const int my_turn = kMine + consumer, other_turn = kMine + (consumer ^ 1);
+  const int first_row = consumer * kChunks * 64, fragment_row = 16 * warp + lane / 4;
+  const uint32_t base = sm90::shared_address(memory);
+  const uint64_t x_descriptor = operand_descriptor(base) + consumer * kChunks * kDescriptorStep64Rows;
+  const uint64_t w_descriptor = operand_descriptor(base + Shape::kAtW);
+  uint8_t* staging = memory + Shape::kAtStaging + (4 * consumer + warp) * kStagingBytes;
+  const float* all_scales = reinterpret_cast<const float*>(memory + Shape::kAtScales);
+
+  if (Shape::kOrdered && consumer == 1) sm90::named_barrier_arrive(other_turn, kTurnThreads);
+  float partial[64];
+  for (int tile = first_tile<Shape::kCluster>(); tile < p.order.count(); tile += tile_step<Shape::kCluster>()) {
+    float acc[kChunks][64];
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+      for (int i = 0; i < 64; ++i) acc[c][i] = 0.0f;
+    }
+    for (int block = 0; block < p.k_blocks; ++block) {
+      ring.wait_full();
+      const uint64_t x = x_descriptor + ring.stage * (Shape::kTileX / 16);
+      const uint64_t w = w_descriptor + ring.stage * (Shape::kTileW / 16);
+      const float* scales = all_scales + ring.stage * Shape::kScales;
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        if (Shape::kOrdered) sm90::named_barrier_sync(my_turn, kTurnThreads);
+        issue_chain<128>(partial, x + c * kDescriptorStep64Rows, w);
+        if (Shape::kOrdered) sm90::named_barrier_arrive(other_turn, kTurnThreads);
+        const float* x_scales = scales + first_row + 64 * c + fragment_row;
+        const float w_scale = scales[Shape::kBlockM];
+        const float upper = sm90::multiply(x_scales[0], w_scale), lower = sm90::multiply(x_scales[8], w_scale);
+        sm90::wgmma_wait<0>(partial);
+        if (c == kChunks - 1) ring.template release<Shape::kCluster>(lane);
+#pragma unroll
+        for (int j = 0; j < 64; j += 4) {
+          acc[c][j] = sm90::multiply_add(partial[j], upper, acc[c][j]);
+          acc[c][j + 1] = sm90::multiply_add(partial[j + 1], upper, acc[c][j + 1]);
+          acc[c][j + 2] = sm90::multiply_add(partial[j + 2], lower, acc[c][j + 2]);
+          acc[c][j + 3] = sm90::multiply_add(partial[j + 3], lower, acc[c][j + 3]);
+        }
+      }
+      ring.advance();
+    }
+    int tile_m, tile_n;
+    p.order.locate(tile, tile_m, tile_n);
+    const int column = (tile_n * Shape::kCluster + rank) * Shape::kBlockN;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const int row = tile_m * Shape::kBlockM + first_row + 64 * c + 16 * warp;
+      store_bf16(staging, acc[c], p.bias, p.y, row, column, p.m, p.n, lane);
+    }
+  }
+  if (Shape::kOrdered && consumer == 0) sm90::named_barrier_sync(my_turn, kTurnThreads);
+}
+
+template <class Shape>
+JETRL_KERNEL void __launch_bounds__(Shape::kThreads, 1)
+    sm90_fprop(JETRL_GRID_CONSTANT sm90::TensorMap x_map, JETRL_GRID_CONSTANT sm90::TensorMap w_map,
+               JETRL_GRID_CONSTANT FpropParams p) {
+  uint8_t* memory = sm90::dynamic_shared_memory();
+  const uint32_t base = sm90::shared_address(memory);
+  const StageRing ring{base + Shape::kAtFull, base + Shape::kAtEmpty, Shape::kStages};
+  const int thread = sm90::thread_index(), lane = thread % 32;
+  const int warp = sm90::warp_uniform(thread / 32), warpgroup = warp / 4;
+  const int rank = Shape::kCluster == 1 ? 0 : sm90::rank_in_cluster();
+
+  if (thread == 0) {
+    sm90::prefetch_tensor_map(&x_map);
+    sm90::prefetch_tensor_map(&w_map);
+    ring.template init<Shape::kCluster, 4 * Shape::kConsumers>();
+  }
+  sync_cluster_or_block<Shape::kCluster>();
+
+  if (warpgroup == 0) {
+    sm90::give_registers<40>();
+    if (warp == 0) fprop_produce<Shape>(&x_map, &w_map, p, memory, ring, rank, lane);
+  } else {
+    sm90::take_registers<232>();
+    fprop_consume<Shape>(p, memory, ring, warpgroup - 1, rank, warp % 4, lane);
+  }
+  // No block leaves while another of its cluster may still arrive at its barriers.
+  if (Shape::kCluster > 1) sm90::sync_cluster();
+}
+
+template <class Shape>
+void run_fprop(const Operand& x, const Operand& w, int k, const Bias& bias, const Output& y, Stream stream) {
+  const TileOrder order{ceil_div(x.rows, Shape::kBlockM), ceil_div(w.rows, Shape::kCluster * Shape::kBlockN),
+                        2048 / Shape::kBlockM};
+  const FpropParams p{x.scales, w.scales, bias, y, x.rows, w.rows, ceil_div(k, kGroup), order};
+  const auto x_map = operand_map(x, k, Shape::kBlockM / Shape::kCluster);
+  const auto w_map = operand_map(w, k, Shape::kBlockN);
+  const int clusters = std::min(order.count(), multiprocessors() / Shape::kCluster);
+  launch<sm90_fprop<Shape>>(clusters * Shape::kCluster, Shape::kCluster, Shape::kThreads, Shape::kBytes, stream, x_map,
+                            w_map, p);
+}
+
+}  // namespace
+
+void fprop(const Operand& x, const Operand& w, int k, const Bias& bias, const Output& y, Config config, Stream stream) {
+  const int block_m = config.block_m ? config.block_m : choose_block_m(x.rows, w.rows, multiprocessors());
+  const int cluster = config.cluster ? config.cluster : w.rows > 128 ? 2 : 1;
+  const int choice = block_m * 100 + cluster * 10 + (config.ordered != 0);
+  switch (choice) {
+    case 12810: return run_fprop<FpropShape<128, 1, false>>(x, w, k, bias, y, stream);
+    case 12811: return run_fprop<FpropShape<128, 1, true>>(x, w, k, bias, y, stream);
+    case 12820: return run_fprop<FpropShape<128, 2, false>>(x, w, k, bias, y, stream);
+    case 12821: return run_fprop<FpropShape<128, 2, true>>(x, w, k, bias, y, stream);
+    case 25610: return run_fprop<FpropShape<256, 1, false>>(x, w, k, bias, y, stream);
+    case 25611: return run_fprop<FpropShape<256, 1, true>>(x, w, k, bias, y, stream);
+    case 25620: return run_fprop<FpropShape<256, 2, false>>(x, w, k, bias, y, stream);
+    case 25621: return run_fprop<FpropShape<256, 2, true>>(x, w, k, bias, y, stream);
+    default:
+      refuse("fprop: tiles have 128 or 256 rows and clusters 1 or 2 blocks; leave them 0 for the kernel's choice");
+  }
+}
+
+}  // namespace jetrl

@@ -1,0 +1,237 @@
+// Copyright 2026 The jetrl_verl Authors
+//
+// Licensed under the Apache License, Version 2.0 (the "License");
+// you may not use this file except in compliance with the License.
+// You may obtain a copy of the License at
+//
+//     http://www.apache.org/licenses/LICENSE-2.0
+//
+// Unless required by applicable law or agreed to in writing, software
+// distributed under the License is distributed on an "AS IS" BASIS,
+// WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+// See the License for the specific language governing permissions and
+// limitations under the License.
+
+// WGrad on Hopper: dW[N,K] = dY[T,N]^T X[T,K], contracted over tokens. Both operands come transposed, A = dY^T [N,T]
+// and B = X^T [K,T], with 1x128 scales along T; dW is BF16 or FP32, stored, or added to an FP32 buffer.
+//
+// Arithmetic as in FProp: a chain of four wgmma per 128 tokens from zero, then acc = fma(p, s_a * s_b, acc), tokens
+// ascending. But s_b differs from column to column, so every element takes a multiplication beside its FMA.
+//
+// What limits it, per multiprocessor and 256 x 128 tile and K block (1024 cycles of wgmma; see the FProp kernel for
+// shared memory, L2 and the choice of tile): 512 issue cycles a sub-core for promotion instead of 256, and 64
+// eight-byte reads of column scales. A chain's 256 cycles must cover the other warpgroup's promotion of 64 elements a
+// thread: 128 arithmetic instructions, 16 reads and two barriers. It fits, but only in turns (kOrdered), and column
+// scales cannot be kept: 32 registers beside 192 for sums. They are read again for each 64 rows, after the wait, when
+// partial sums are due anyway.
+//
+// The output is large (FP32: 128 KB a tile against 1024 T / 128 cycles of wgmma), so it is written by whole 128-byte
+// rows (epilogue.cuh). A caller that owns an FP32 buffer has it added to in place: read once, one IEEE addition,
+// written once, by the only thread that touches it, so the result does not depend on timing; a plain store reads
+// nothing.
+//
+// T need not be a multiple of 128: the tensor map ends at T, whatever the padding of a row holds, TMA fills codes with
+// zeros from there, and the last group has a scale. Roles, turns, barriers and edges are those of the FProp kernel.
+
+#include <algorithm>
+
+#include "epilogue.cuh"
+#include "launch.h"
+#include "pipeline.cuh"
+
+namespace jetrl {
+
+namespace {
+
+struct WgradParams {
+  Scales a_scales, b_scales;
+  Output dw;
+  int n, k, t_blocks;
+  TileOrder order;  // of cluster tiles: kBlockM rows x kCluster * 128 columns
+};
+
+template <int kBlockM_, int kCluster_, bool kOrdered_, bool kFp32_>
+struct WgradShape {
+  static constexpr int kBlockM = kBlockM_, kBlockN = 128, kCluster = kCluster_;
+  static constexpr bool kOrdered = kOrdered_, kFp32 = kFp32_;
+  static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
+  static constexpr int kChunks = kBlockM / (64 * kConsumers);  // of 64 rows, per consumer warpgroup
+  static constexpr int kStages = kBlockM == 256 ? 4 : 6;
+  static constexpr int kTileA = kBlockM * kGroup, kTileB = kBlockN * kGroup;
+  static constexpr int kScales = kBlockM + kBlockN;  // floats per stage: rows, then columns
+  // Byte offsets in shared memory.
+  static constexpr int kAtB = kStages * kTileA;
+  static constexpr int kAtStaging = kAtB + kStages * kTileB;
+  static constexpr int kAtScales = kAtStaging + 4 * kConsumers * kStagingBytes;
+  static constexpr int kAtFull = kAtScales + kStages * kScales * 4;
+  static constexpr int kAtEmpty = kAtFull + 8 * kStages;
+  static constexpr int kBytes = kAtEmpty + 8 * kStages;
+
+  static_assert(kBlockM % (64 * kConsumers) == 0, "each consumer warpgroup owns whole chunks of 64 rows");
+  static_assert(kTileA % 1024 == 0 && kTileB % 1024 == 0, "operand tiles start on whole swizzle atoms");
+  static_assert(kAtFull % 8 == 0, "mbarriers are 8 bytes, aligned");
+  static_assert(kBytes <= kSharedMemory, "the stages do not fit into shared memory");
+};
+
+template <class Shape>
+JETRL_DEVICE void wgrad_produce(const sm90::TensorMap* a_map, const sm90::TensorMap* b_map, const WgradParams& p,
+                                uint8_t* memory, StageRing ring, int rank, int lane) {
+  const uint32_t base = sm90::shared_address(memory);
+  for (int tile = first_tile<Shape::kCluster>(); tile < p.order.count(); tile += tile_step<Shape::kCluster>()) {
+    int tile_m, tile_n;
+    p.order.locate(tile, tile_m, tile_n);
+    const int row = tile_m * Shape::kBlockM, column = (tile_n * Shape::kCluster + rank) * Shape::kBlockN;
+    for (int block = 0; block < p.t_blocks; ++block) {
+      ring.wait_empty();
+      const uint32_t full = ring.full_barrier();
+      if (lane == 0) {
+        sm90::barrier_arrive_expect(full, Shape::kTileA + Shape::kTileB);
+        load_shared_tile<Shape::kBlockM, Shape::kCluster>(base + ring.stage * Shape::kTileA, a_map, block * kGroup, row,
+                                                          rank, full);
+        sm90::tma_load(base + Shape::kAtB + ring.stage * Shape::kTileB, b_map, block * kGroup, column, full);
+      }
+      const uint32_t scales = base + Shape::kAtScales + ring.stage * Shape::kScales * 4;
+      load_scales<Shape::kBlockM>(scales, p.a_scales, block, row, p.n, lane);
+      load_scales<Shape::kBlockN>(scales + 4 * Shape::kBlockM, p.b_scales, block, column, p.k, lane);
+      sm90::cp_async_arrive(full);
+      ring.advance();
+    }
+  }
+}
+
+template <class Shape>
+JETRL_DEVICE void wgrad_consume(const WgradParams& p, uint8_t* memory, StageRing ring, int consumer, int rank, int warp,
+                                int lane) {
+  constexpr int kChunks = Shape::kChunks, kMine = 1, kTurnThreads = 256;
+  const int my_turn = kMine + consumer, other_turn = kMine + (consumer ^ 1);
+  const int first_row = consumer * kChunks * 64, fragment_row = 16 * warp + lane / 4;
+  const uint32_t base = sm90::shared_address(memory);
+  const uint64_t a_descriptor = operand_descriptor(base) + consumer * kChunks * kDescriptorStep64Rows;
+  const uint64_t b_descriptor = operand_descriptor(base + Shape::kAtB);
+  uint8_t* staging = memory + Shape::kAtStaging + (4 * consumer + warp) * kStagingBytes;
+  const float* all_scales = reinterpret_cast<const float*>(memory + Shape::kAtScales);
+
+  if (Shape::kOrdered && consumer == 1) sm90::named_barrier_arrive(other_turn, kTurnThreads);
+  float partial[64];
+  for (int tile = first_tile<Shape::kCluster>(); tile < p.order.count(); tile += tile_step<Shape::kCluster>()) {
+    float acc[kChunks][64];
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+      for (int i = 0; i < 64; ++i) acc[c][i] = 0.0f;
+    }
+    for (int block = 0; block < p.t_blocks; ++block) {
+      ring.wait_full();
+      const uint64_t a = a_descriptor + ring.stage * (Shape::kTileA / 16);
+      const uint64_t b = b_descriptor + ring.stage * (Shape::kTileB / 16);
+      const float* scales = all_scales + ring.stage * Shape::kScales;
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        if (Shape::kOrdered) sm90::named_barrier_sync(my_turn, kTurnThreads);
+        issue_chain<128>(partial, a + c * kDescriptorStep64Rows, b);
+        if (Shape::kOrdered) sm90::named_barrier_arrive(other_turn, kTurnThreads);
+        const float upper = scales[first_row + 64 * c + fragment_row];
+        const float lower = scales[first_row + 64 * c + fragment_row + 8];
+        sm90::wgmma_wait<0>(partial);
+#pragma unroll
+        for (int j = 0; j < 64; j += 4) {
+          const float2 column =
+              *reinterpret_cast<const float2*>(scales + Shape::kBlockM + 2 * j + 2 * (lane % 4));
+          acc[c][j] = sm90::multiply_add(partial[j], sm90::multiply(upper, column.x), acc[c][j]);
+          acc[c][j + 1] = sm90::multiply_add(partial[j + 1], sm90::multiply(upper, column.y), acc[c][j + 1]);
+          acc[c][j + 2] = sm90::multiply_add(partial[j + 2], sm90::multiply(lower, column.x), acc[c][j + 2]);
+          acc[c][j + 3] = sm90::multiply_add(partial[j + 3], sm90::multiply(lower, column.y), acc[c][j + 3]);
+        }
+        if (c == kChunks - 1) ring.template release<Shape::kCluster>(lane);
+      }
+      ring.advance();
+    }
+    int tile_m, tile_n;
+    p.order.locate(tile, tile_m, tile_n);
+    const int column = (tile_n * Shape::kCluster + rank) * Shape::kBlockN;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const int row = tile_m * Shape::kBlockM + first_row + 64 * c + 16 * warp;
+      if constexpr (Shape::kFp32) {
+        if (p.dw.accumulate) {
+          store_fp32<true>(staging, acc[c], p.dw, row, column, p.n, p.k, lane);
+        } else {
+          store_fp32<false>(staging, acc[c], p.dw, row, column, p.n, p.k, lane);
+        }
+      } else {
+        store_bf16(staging, acc[c], Bias{nullptr, false}, p.dw, row, column, p.n, p.k, lane);
+      }
+    }
+  }
+  if (Shape::kOrdered && consumer == 0) sm90::named_barrier_sync(my_turn, kTurnThreads);
+}
+
+template <class Shape>
+JETRL_KERNEL void __launch_bounds__(Shape::kThreads, 1)
+    sm90_wgrad(JETRL_GRID_CONSTANT sm90::TensorMap a_map, JETRL_GRID_CONSTANT sm90::TensorMap b_map,
+               JETRL_GRID_CONSTANT WgradParams p) {
+  uint8_t* memory = sm90::dynamic_shared_memory();
+  const uint32_t base = sm90::shared_address(memory);
+  const StageRing ring{base + Shape::kAtFull, base + Shape::kAtEmpty, Shape::kStages};
+  const int thread = sm90::thread_index(), lane = thread % 32;
+  const int warp = sm90::warp_uniform(thread / 32), warpgroup = warp / 4;
+  const int rank = Shape::kCluster == 1 ? 0 : sm90::rank_in_cluster();
+
+  if (thread == 0) {
+    sm90::prefetch_tensor_map(&a_map);
+    sm90::prefetch_tensor_map(&b_map);
+    ring.template init<Shape::kCluster, 4 * Shape::kConsumers>();
+  }
+  sync_cluster_or_block<Shape::kCluster>();
+
+  if (warpgroup == 0) {
+    sm90::give_registers<40>();
+    if (warp == 0) wgrad_produce<Shape>(&a_map, &b_map, p, memory, ring, rank, lane);
+  } else {
+    sm90::take_registers<232>();
+    wgrad_consume<Shape>(p, memory, ring, warpgroup - 1, rank, warp % 4, lane);
+  }
+  // No block leaves while another of its cluster may still arrive at its barriers.
+  if (Shape::kCluster > 1) sm90::sync_cluster();
+}
+
+template <class Shape>
+void run_wgrad(const Operand& a, const Operand& b, int t, const Output& dw, Stream stream) {
+  const TileOrder order{ceil_div(a.rows, Shape::kBlockM), ceil_div(b.rows, Shape::kCluster * Shape::kBlockN),
+                        2048 / Shape::kBlockM};
+  const WgradParams p{a.scales, b.scales, dw, a.rows, b.rows, ceil_div(t, kGroup), order};
+  const auto a_map = operand_map(a, t, Shape::kBlockM / Shape::kCluster);
+  const auto b_map = operand_map(b, t, Shape::kBlockN);
+  const int clusters = std::min(order.count(), multiprocessors() / Shape::kCluster);
+  launch<sm90_wgrad<Shape>>(clusters * Shape::kCluster, Shape::kCluster, Shape::kThreads, Shape::kBytes, stream, a_map,
+                            b_map, p);
+}
+
+template <int kBlockM, int kCluster, bool kOrdered>
+void run_wgrad(const Operand& a, const Operand& b, int t, const Output& dw, Stream stream) {
+  if (dw.fp32) return run_wgrad<WgradShape<kBlockM, kCluster, kOrdered, true>>(a, b, t, dw, stream);
+  return run_wgrad<WgradShape<kBlockM, kCluster, kOrdered, false>>(a, b, t, dw, stream);
+}
+
+}  // namespace
+
+void wgrad(const Operand& a, const Operand& b, int t, const Output& dw, Config config, Stream stream) {
+  if (dw.accumulate && !dw.fp32) refuse("wgrad adds to FP32 buffers only: a BF16 one would be rounded at every call");
+  const int block_m = config.block_m ? config.block_m : choose_block_m(a.rows, b.rows, multiprocessors());
+  const int cluster = config.cluster ? config.cluster : b.rows > 128 ? 2 : 1;
+  const int choice = block_m * 100 + cluster * 10 + (config.ordered != 0);
+  switch (choice) {
+    case 12810: return run_wgrad<128, 1, false>(a, b, t, dw, stream);
+    case 12811: return run_wgrad<128, 1, true>(a, b, t, dw, stream);
+    case 12820: return run_wgrad<128, 2, false>(a, b, t, dw, stream);
+    case 12821: return run_wgrad<128, 2, true>(a, b, t, dw, stream);
+    case 25610: return run_wgrad<256, 1, false>(a, b, t, dw, stream);
+    case 25611: return run_wgrad<256, 1, true>(a, b, t, dw, stream);
+    case 25620: return run_wgrad<256, 2, false>(a, b, t, dw, stream);
+    case 25621: return run_wgrad<256, 2, true>(a, b, t, dw, stream);
+    default:
+      refuse("wgrad: tiles have 128 or 256 rows and clusters 1 or 2 blocks; leave them 0 for the kernel's choice");
+  }
+}
+
+}  // namespace jetrl

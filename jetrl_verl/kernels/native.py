@@ -1,0 +1,148 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The native Hopper kernels of csrc/ as a backend: block-scaled GEMMs compiled ahead of time for sm_90a.
+
+One library beside this file, made by ``scripts/build_csrc.py`` where there is an nvcc, loaded on first use; without it,
+or on another GPU, :func:`unavailable` says why and nothing is served. Three kernels, one arithmetic (the contract's,
+with a fused multiply-add per promotion, as in the Triton kernels): FProp/DGrad, the same for at most 128 rows with the
+weights as the wide operand, and WGrad. A :class:`Plan` overrides the kernel's own choice of tile and cluster; no plan
+changes a bit of a result.
+
+``JETRL_NATIVE_DEBUG=1`` loads the debug build, in which a wait that lasts a second says what it waits for and stops the
+kernel.
+"""
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+from jetrl_verl.numerics import BlockQuantized
+from jetrl_verl.numerics.gemm import check_gemm_shapes
+
+FEW_ROWS = 128
+"""Most rows of A that the decode kernel is chosen for; it serves any number."""
+
+_ALIGNMENT = 16
+"""Bytes that TMA wants rows of codes to start on, and that stores of the output move at a time."""
+
+
+class Plan(NamedTuple):
+    """How a call is served. Zero (``ordered`` -1): the kernel's choice.
+
+    ``kernel``: which of the two forward kernels (ignored for 1x128 scales on B). ``block_m``: tile rows, 128 or 256;
+    rows of the weight per tile, a multiple of 8, in the decode kernel. ``cluster``: blocks that share a tile by
+    multicast. ``ordered``: whether the two consumer warpgroups take turns.
+    """
+
+    kernel: Literal["", "fprop", "decode"] = ""
+    block_m: int = 0
+    cluster: int = 0
+    ordered: int = -1
+
+
+def library_path() -> Path:
+    """Where the library is looked for."""
+    debug = os.environ.get("JETRL_NATIVE_DEBUG") == "1"
+    return Path(__file__).with_name("libjetrl_sm90_debug.so" if debug else "libjetrl_sm90.so")
+
+
+@cache
+def unavailable() -> str | None:
+    """Why the kernels cannot run here, in one sentence, or None."""
+    if not library_path().exists():
+        return f"{library_path().name} is not built: run `python scripts/build_csrc.py` where there is an nvcc."
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return "the native kernels are for Hopper GPUs (compute capability 9.0)."
+    try:
+        torch.ops.load_library(str(library_path()))
+    except OSError as error:
+        return f"{library_path().name} does not load ({error}): build it on this machine."
+    return None
+
+
+def _aligned(q: BlockQuantized) -> bool:
+    codes = q.codes
+    return codes.stride(1) == 1 and codes.stride(0) % _ALIGNMENT == 0 and codes.data_ptr() % _ALIGNMENT == 0
+
+
+def serves(
+    a: BlockQuantized,
+    b: BlockQuantized,
+    *,
+    b_block_scaled: bool,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> bool:
+    """Whether :func:`gemm_nt` takes this call: rows of codes on 16-byte steps, rows of the output whole 16 bytes; with
+    128x128 scales BF16 out, with 1x128 scales no bias."""
+    n = b.codes.shape[0]
+    if min(*a.codes.shape, n) == 0 or (n * out_dtype.itemsize) % _ALIGNMENT != 0:
+        return False
+    fits = out_dtype == torch.bfloat16 if b_block_scaled else bias is None
+    bias_fits = bias is None or (bias.dtype in (torch.bfloat16, torch.float32) and bias.is_contiguous())
+    return fits and bias_fits and _aligned(a) and _aligned(b) and unavailable() is None
+
+
+def gemm_nt(
+    a: BlockQuantized,
+    b: BlockQuantized,
+    *,
+    b_block_scaled: bool,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
+    plan: Plan | None = None,
+) -> torch.Tensor:
+    """As :func:`jetrl_verl.numerics.gemm_nt`; scales may have any strides.
+
+    Args:
+        out: ``[M, N]`` of ``out_dtype`` to write to, rows on 16-byte steps; None allocates it.
+        accumulate: add to ``out``, which must be FP32, instead of overwriting it (1x128 scales on B only): one FP32
+            addition per element, whatever the timing.
+        plan: instead of the choice by shape; for tests and benchmarks.
+
+    Returns:
+        ``out``, or the new tensor.
+
+    Raises:
+        ValueError: a call that is not served (:func:`serves`), or ``accumulate`` without an FP32 ``out``.
+    """
+    check_gemm_shapes(a, b, b_block_scaled, bias)
+    if not serves(a, b, b_block_scaled=b_block_scaled, bias=bias, out_dtype=out_dtype):
+        raise ValueError(
+            f"native does not serve A {tuple(a.codes.shape)} strides {a.codes.stride()}, B {tuple(b.codes.shape)} "
+            f"strides {b.codes.stride()} with {'128x128' if b_block_scaled else '1x128'} scales on B, "
+            f"{'a' if bias is not None else 'no'} bias and {out_dtype} out"
+            f"{'' if unavailable() is None else f' ({unavailable()})'}; use backend triton."
+        )
+    if accumulate and (b_block_scaled or out is None or out.dtype != torch.float32):
+        raise ValueError("native: accumulate adds a weight gradient to an FP32 tensor `out`; give one.")
+    m, n = a.codes.shape[0], b.codes.shape[0]
+    if out is None:
+        out = torch.empty((m, n), dtype=out_dtype, device=a.codes.device)
+    elif out.dtype != out_dtype:
+        raise ValueError(f"native: out is {out.dtype} and out_dtype {out_dtype}; they must be the same.")
+    plan = plan or Plan()
+    operators = torch.ops.jetrl_native
+    operands = (a.codes, a.scales, b.codes, b.scales)
+    if b_block_scaled:
+        few = plan.kernel == "decode" if plan.kernel else m <= FEW_ROWS
+        (operators.decode if few else operators.fprop)(*operands, bias, out, *plan[1:])
+    else:
+        operators.wgrad(*operands, out, accumulate, *plan[1:])
+    return out

@@ -1,0 +1,143 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Compile csrc/ ahead of time into one library that torch.ops.load_library takes: the native Hopper kernels.
+
+    python scripts/build_csrc.py            # jetrl_verl/kernels/libjetrl_sm90.so; nothing to do if it is up to date
+    python scripts/build_csrc.py --debug    # libjetrl_sm90_debug.so: waits are bounded and say what they wait for
+    python scripts/build_csrc.py --optional # for the package's build: without nvcc or torch a sentence, not a failure
+
+Needs nvcc 12.8 or newer, g++ and the torch that the library will be loaded into (or an older one: the binding uses
+torch's stable ABI and no Python). No GPU. Fails if a kernel spills registers or if the compiler serialises wgmma, both
+of which would only show as a slow kernel.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+TARGET = ROOT / "jetrl_verl" / "kernels"
+ARCHITECTURE = "-gencode=arch=compute_90a,code=sm_90a"  # wgmma and setmaxnreg exist for sm_90a alone
+NVCC_FLAGS = ["-std=c++17", "-O3", "-lineinfo", ARCHITECTURE, "-Xcompiler=-fPIC", "-Xptxas=-v,-warn-spills"]
+HOST_FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-DUSE_CUDA"]
+STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # torch 2.10
+
+
+def stop(sentence: str) -> None:
+    sys.exit(f"build_csrc: {sentence}")
+
+
+def find_nvcc() -> str | None:
+    """nvcc on the PATH, or under CUDA_HOME."""
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    return shutil.which("nvcc") or shutil.which("nvcc", path=os.path.join(home, "bin"))
+
+
+def sources() -> list[Path]:
+    return sorted(CSRC.glob("sm90_*.cu"))
+
+
+def _run(command: list[str | Path]) -> str:
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        stop(f"{' '.join(map(str, command))} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout + done.stderr
+
+
+def compile_kernel(nvcc: str, source: Path, folder: Path, debug: bool = False) -> tuple[Path, str]:
+    """Object file of one kernel in ``folder`` and what ptxas said about it."""
+    output = folder / f"{source.stem}.o"
+    flags = [*NVCC_FLAGS, "-DJETRL_DEBUG"] if debug else NVCC_FLAGS
+    return output, _run([nvcc, *flags, "-c", source, "-o", output])
+
+
+def complaints(report: str) -> list[str]:
+    """Lines of ptxas' report that make a kernel slow: spills, stack frames, serialised wgmma, ignored setmaxnreg."""
+    bad = re.compile(r"[1-9]\d* bytes (?:stack frame|spill)|serialized|C75\d\d|setmaxnreg ignored")
+    return [line.strip() for line in report.splitlines() if bad.search(line)]
+
+
+def fingerprint(debug: bool, nvcc: str, torch_version: str) -> str:
+    digest = hashlib.sha256(repr((debug, torch_version, NVCC_FLAGS, HOST_FLAGS, STABLE_ABI)).encode())
+    digest.update(_run([nvcc, "--version"]).encode())
+    for path in sorted(CSRC.iterdir()):
+        if path.is_file():
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def build(target: Path, work: Path, *, debug: bool = False) -> Path:
+    """The library in ``target``, compiled in ``work``; exits with a sentence where it cannot be built.
+
+    A debug build prints from the device, which takes a stack frame: only the other one is held to have none.
+    """
+    nvcc = find_nvcc()
+    if nvcc is None:
+        stop("no nvcc is on the PATH or under CUDA_HOME; without it the package runs on Triton's and vLLM's kernels.")
+    try:
+        import torch
+    except ImportError:
+        stop("torch, which the library is built against, is not installed here; build with pip's --no-build-isolation.")
+
+    installed = Path(torch.__file__).parent
+    name = "libjetrl_sm90_debug" if debug else "libjetrl_sm90"
+    library, stamp = target / f"{name}.so", work / f"{name}.json"
+    key = fingerprint(debug, nvcc, torch.__version__)
+    if library.exists() and stamp.exists() and json.loads(stamp.read_text())["fingerprint"] == key:
+        return library
+    folder = work / name
+    folder.mkdir(parents=True, exist_ok=True)
+    objects = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        compiled = list(pool.map(lambda source: compile_kernel(nvcc, source, folder, debug), sources()))
+    for source, (output, report) in zip(sources(), compiled):
+        (folder / f"{source.stem}.ptxas.txt").write_text(report)
+        if not debug and complaints(report):
+            stop(f"{source.name} is not compiled as it was meant:\n" + "\n".join(complaints(report)[:20]))
+        objects.append(output)
+    binding = folder / "binding.o"
+    compiler = os.environ.get("CXX", "g++")
+    _run([compiler, *HOST_FLAGS, STABLE_ABI, f"-I{installed / 'include'}", "-c", CSRC / "binding.cpp", "-o", binding])
+    # The run-time library and torch are those that the process has loaded already, found by their names.
+    libraries = ["-cudart", "shared", f"-L{installed / 'lib'}", "-ltorch_cpu", "-ltorch_cuda"]
+    _run([nvcc, "-shared", ARCHITECTURE, *objects, binding, *libraries, "-o", library])
+    stamp.write_text(json.dumps({"fingerprint": key}) + "\n")
+    return library
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compile the native Hopper kernels.")
+    parser.add_argument("--debug", action="store_true", help="bounded waits that say what they wait for")
+    parser.add_argument("--optional", action="store_true", help="where it cannot be built, say why and succeed")
+    parser.add_argument("--target", type=Path, default=TARGET, help="folder of the library")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "csrc", help="folder of what lies in between")
+    args = parser.parse_args()
+    try:
+        print(build(args.target, args.work, debug=args.debug))
+    except SystemExit as failure:
+        if not args.optional:
+            raise
+        print(f"{failure.code}\nbuild_csrc: going on without the native kernels.", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

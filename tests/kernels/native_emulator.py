@@ -1,0 +1,93 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The native kernels' own source on a CPU: built with g++ against csrc/emulator, called through ctypes.
+
+`Emulator.run` takes the operands of ``numerics.gemm_nt`` and a seed; the seed picks the interleaving of a cluster's
+threads and of its copies in flight. A protocol error (deadlock, surplus arrival, access outside shared memory) raises.
+"""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+
+from jetrl_verl.numerics import FP8_DTYPE, BlockQuantized
+
+CSRC = Path(__file__).parents[2] / "csrc"
+KERNELS = {"fprop": 0, "decode": 1, "wgrad": 2}
+
+
+def compiler() -> str | None:
+    return shutil.which("g++") or shutil.which("clang++")
+
+
+def build(folder: Path, csrc: Path = CSRC, kernels: str = "sm90_*") -> Path:
+    """Compile the kernels and the machine into one library in ``folder``; about 15 s on one core for all three."""
+    library = folder / "libjetrl_emulated.so"
+    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-DJETRL_EMULATE", "-Wno-unknown-pragmas", f"-I{csrc}"]
+    objects = []
+    for source in [*sorted(csrc.glob(f"{kernels}.cu")), csrc / "emulator" / "machine.cpp"]:
+        objects.append(folder / f"{source.stem}.o")
+        subprocess.run([compiler(), *flags, "-x", "c++", "-c", source, "-o", objects[-1]], check=True)
+    subprocess.run([compiler(), "-shared", *objects, "-o", library], check=True)
+    return library
+
+
+def _pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr() if tensor is not None else None)
+
+
+class Emulator:
+    def __init__(self, library: Path):
+        self._library = ctypes.CDLL(str(library))
+        self._library.jetrl_error.restype = ctypes.c_char_p
+        codes = torch.arange(256, dtype=torch.uint8).view(FP8_DTYPE).float().contiguous()
+        self._library.jetrl_set_codes(_pointer(codes))
+
+    def run(
+        self,
+        kernel: str,
+        a: BlockQuantized,
+        b: BlockQuantized,
+        out: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        accumulate: bool = False,
+        block_m: int = 0,
+        cluster: int = 0,
+        ordered: int = -1,
+        multiprocessors: int = 4,
+        seed: int = 0,
+    ) -> None:
+        """Write (or add) ``A B^T (+ bias)`` to ``out [M, N]``; raises ``RuntimeError`` with the machine's sentence."""
+        operands = []
+        for q in (a, b):
+            operands += [_pointer(q.codes), ctypes.c_int64(q.codes.stride(0)), _pointer(q.scales)]
+            operands += [ctypes.c_int64(q.scales.stride(0)), ctypes.c_int64(q.scales.stride(1))]
+        failed = self._library.jetrl_run(
+            KERNELS[kernel],
+            *(a.codes.shape[0], b.codes.shape[0], a.codes.shape[1]),
+            *operands,
+            _pointer(bias),
+            int(bias is not None and bias.dtype == torch.float32),
+            _pointer(out),
+            ctypes.c_int64(out.stride(0)),
+            int(out.dtype == torch.float32),
+            *(int(accumulate), block_m, cluster, ordered, multiprocessors),
+            ctypes.c_uint32(seed),
+        )
+        if failed:
+            raise RuntimeError(self._library.jetrl_error().decode())

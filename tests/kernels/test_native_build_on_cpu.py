@@ -1,0 +1,117 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""csrc/ compiles where there is an nvcc: for sm_90a, without spills, without serialised matrix instructions."""
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+_spec = importlib.util.spec_from_file_location("build_csrc", ROOT / "scripts" / "build_csrc.py")
+build_csrc = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(build_csrc)
+
+needs_nvcc = pytest.mark.skipif(build_csrc.find_nvcc() is None, reason="no nvcc on this machine")
+KERNELS = {"sm90_fprop_1x128_128x128": 8, "sm90_wgrad_1x128_1x128": 16, "sm90_decode_fprop": 18}
+
+
+@pytest.fixture(scope="module")
+def library() -> Path:
+    """The library itself, in its place: the next run finds it up to date."""
+    return build_csrc.build(build_csrc.TARGET, ROOT / "build" / "csrc")
+
+
+def report_of(kernel: str) -> str:
+    return (ROOT / "build" / "csrc" / "libjetrl_sm90" / f"{kernel}.ptxas.txt").read_text()
+
+
+@needs_nvcc
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_no_variant_spills_or_serialises_its_matrix_instructions(library, kernel):
+    report = report_of(kernel)
+    assert len(re.findall(r"Compiling entry function .* for 'sm_90a'", report)) == KERNELS[kernel]
+    assert report.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == KERNELS[kernel]
+    assert build_csrc.complaints(report) == []
+
+
+@needs_nvcc
+@pytest.mark.timeout(900)
+def test_the_machine_code_has_fp8_matrix_instructions_and_no_device_wide_fence(library):
+    """A fence in the main loop is what a release to the cluster would become (sm90.cuh)."""
+    triton = pytest.importorskip("triton")
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    code = subprocess.run([cuobjdump, "-sass", library], capture_output=True, text=True, check=True).stdout
+    functions = re.split(r"Function : ", code)[1:]
+    assert len(functions) == sum(KERNELS.values())
+    for function in functions:
+        name = function.split()[0]
+        chained = re.findall(r"QGMMA\.64x(\d+)x32\.F32\.E4M3\.E4M3 R\d+, gdesc\[UR\d+\], (RZ|R\d+)", function)
+        assert chained, name
+        # One chain: the first of four starts from zero, the others continue.
+        assert [start == "RZ" for _, start in chained] == [True, False, False, False] * (len(chained) // 4), name
+        assert "MEMBAR" not in function, name
+        assert not re.search(r"\b(LDL|STL)\b", function), name
+
+
+@needs_nvcc
+@pytest.mark.timeout(900)
+def test_the_library_registers_its_operators_without_a_gpu(library):
+    import torch
+
+    torch.ops.load_library(str(library))
+    for name in ("fprop", "decode", "wgrad"):
+        assert getattr(torch.ops.jetrl_native, name).default._schema.is_mutable
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "    8 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads",
+        "    0 bytes stack frame, 12 bytes spill stores, 12 bytes spill loads",
+        "ptxas info    : (C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ...",
+        "ptxas warning : setmaxnreg ignored to maintain minimum register requirement",
+    ],
+)
+def test_a_slow_kernel_is_a_complaint(line):
+    assert build_csrc.complaints("ptxas info    : Used 168 registers\n" + line) == [line.strip()]
+
+
+def test_a_clean_report_has_no_complaints():
+    clean = "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nptxas info    : Used 168 registers"
+    assert build_csrc.complaints(clean) == []
+
+
+def test_without_nvcc_the_build_says_what_runs_instead(monkeypatch, tmp_path):
+    monkeypatch.setattr(build_csrc, "find_nvcc", lambda: None)
+    with pytest.raises(SystemExit, match="no nvcc is on the PATH .* Triton's and vLLM's kernels"):
+        build_csrc.build(tmp_path, tmp_path)
+
+
+def test_the_package_runs_without_the_library(monkeypatch, tmp_path):
+    import torch
+
+    from jetrl_verl.kernels import native
+    from jetrl_verl.numerics import FP8_DTYPE, BlockQuantized
+
+    monkeypatch.setattr(native, "library_path", lambda: tmp_path / "libjetrl_sm90.so")
+    native.unavailable.cache_clear()
+    q = BlockQuantized(torch.zeros(128, 128).to(FP8_DTYPE), torch.ones(128, 1))
+    assert not native.serves(q, q, b_block_scaled=False)
+    with pytest.raises(ValueError, match="not built: run `python scripts/build_csrc.py`.*use backend triton"):
+        native.gemm_nt(q, q, b_block_scaled=False)
+    native.unavailable.cache_clear()

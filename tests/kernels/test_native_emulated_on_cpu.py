@@ -1,0 +1,211 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The native kernels' own source, run on a CPU by csrc/emulator: index arithmetic, barriers, edges, interleavings.
+
+Operands are small integers with power-of-two scales, so every sum is exact and the expected result is a float64
+product: a wrong element anywhere is a different number. What only a GPU can show is in test_native_gemm_on_gpu.py.
+"""
+
+import shutil
+
+import native_emulator
+import pytest
+import torch
+from native_emulator import CSRC, Emulator
+
+from jetrl_verl.numerics import BLOCK, FP8_DTYPE, BlockQuantized
+
+pytestmark = [
+    pytest.mark.skipif(native_emulator.compiler() is None, reason="no C++ compiler on this machine"),
+    pytest.mark.timeout(900),
+]
+NAN_CODE = 0x7F
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory) -> Emulator:
+    return Emulator(native_emulator.build(tmp_path_factory.mktemp("emulated")))
+
+
+def operand(rows: int, k: int, scale_rows: int, seed: int) -> BlockQuantized:
+    """Codes -4..4 in rows padded with NaN codes to 16 bytes, column-major scales 1/4..4."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.full((rows, -(-k // 16) * 16 + 16), NAN_CODE, dtype=torch.uint8).view(FP8_DTYPE)
+    codes[:, :k] = torch.randint(-4, 5, (rows, k), generator=generator).float().to(FP8_DTYPE)
+    scales = 2.0 ** torch.randint(-2, 3, (-(-k // BLOCK), scale_rows), generator=generator).float()
+    return BlockQuantized(codes[:, :k], scales.t())
+
+
+def operands(m: int, n: int, k: int, b_block_scaled: bool, seed: int = 0) -> tuple[BlockQuantized, BlockQuantized]:
+    return operand(m, k, m, seed), operand(n, k, -(-n // BLOCK) if b_block_scaled else n, seed + 1)
+
+
+def product(a: BlockQuantized, b: BlockQuantized, b_block_scaled: bool) -> torch.Tensor:
+    n, k = b.codes.shape
+    b_scales = b.scales.repeat_interleave(BLOCK, dim=0)[:n] if b_block_scaled else b.scales
+    wide_a, wide_b = (s.double().repeat_interleave(BLOCK, dim=1)[:, :k] for s in (a.scales, b_scales))
+    return (a.codes.double() * wide_a) @ (b.codes.double() * wide_b).t()
+
+
+def check(emulator: Emulator, kernel: str, m: int, n: int, k: int, *, dtype=torch.bfloat16, bias=None, seed=0, **plan):
+    """The result, and canaries of NaN around it, in a larger matrix of NaN."""
+    block_scaled = kernel != "wgrad"
+    a, b = operands(m, n, k, block_scaled, seed)
+    around = torch.full((m + 2, n + 16), torch.nan, dtype=dtype)
+    out = around[1:-1, 8:-8]
+    emulator.run(kernel, a, b, out, bias=bias, seed=seed, **plan)
+    want = product(a, b, block_scaled)
+    if bias is not None:
+        want += bias.double()
+    assert torch.equal(out, want.to(dtype))
+    assert around.isnan().sum() == around.numel() - m * n
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("ordered", [0, 1])
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("block_m", [128, 256])
+def test_fprop_over_more_tiles_than_multiprocessors(emulator, block_m, cluster, ordered, seed):
+    plan = {"block_m": block_m, "cluster": cluster, "ordered": ordered}
+    check(emulator, "fprop", 290, 264, 336, **plan, multiprocessors=2, seed=seed)
+
+
+@pytest.mark.parametrize("m", [1, 63, 64, 65, 127, 129, 255, 257])
+def test_fprop_around_tile_edges(emulator, m):
+    check(emulator, "fprop", m, 136, 64, seed=m)
+
+
+@pytest.mark.parametrize("k", [16, 128, 144, 900])
+def test_fprop_over_a_ring_that_wraps_and_one_that_does_not(emulator, k):
+    check(emulator, "fprop", 70, 64, k, seed=k)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kernel", ["fprop", "decode"])
+def test_bias_joins_before_the_rounding(emulator, kernel, dtype):
+    check(emulator, kernel, 20, 72, 256, bias=(torch.arange(72) / 8 - 4).to(dtype))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("m", "cluster", "rows"),
+    [(1, 1, 16), (8, 1, 48), (9, 1, 72), (16, 2, 24), (17, 1, 64), (32, 2, 128), (33, 1, 56), (64, 2, 32)]
+    + [(64, 4, 8), (65, 1, 64), (128, 4, 24), (200, 4, 40)],
+)
+def test_decode_with_every_cluster_and_tiles_that_straddle_scale_blocks(emulator, m, cluster, rows, seed):
+    check(emulator, "decode", m, 264, 448, cluster=cluster, block_m=rows, seed=seed)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 4, 5, 40])
+def test_decode_with_any_number_of_k_blocks(emulator, blocks):
+    """One chain ahead: pairs of K blocks, then one or two; 40 go round the ring more than once."""
+    check(emulator, "decode", 5, 40, blocks * BLOCK, seed=blocks)
+
+
+@pytest.mark.parametrize("n", [8, 200, 520])
+def test_decode_chooses_tiles_that_cover_the_weight(emulator, n):
+    check(emulator, "decode", 12, n, 256, multiprocessors=6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("block_m", [128, 256])
+def test_wgrad_for_a_token_count_that_is_a_multiple_of_nothing(emulator, block_m, cluster, dtype, seed):
+    """The rows' padding holds NaN codes, which must not reach the sum."""
+    check(emulator, "wgrad", 136, 264, 331, dtype=dtype, block_m=block_m, cluster=cluster, seed=seed)
+
+
+@pytest.mark.parametrize("ordered", [0, 1])
+def test_wgrad_adds_to_the_callers_buffer(emulator, ordered):
+    a, b = operands(270, 140, 200, False)
+    start = torch.arange(270.0)[:, None] + torch.arange(140.0)[None, :]
+    out = start.clone()
+    emulator.run("wgrad", a, b, out, accumulate=True, ordered=ordered, seed=ordered)
+    assert torch.equal(out, (start + product(a, b, False)).float())
+
+
+def test_a_plan_without_a_kernel_is_refused(emulator):
+    a, b = operands(8, 64, 128, True)
+    for kernel in ("fprop", "decode"):
+        with pytest.raises(RuntimeError, match="for the kernel's choice"):
+            emulator.run(kernel, a, b, torch.empty(8, 64, dtype=torch.bfloat16), cluster=3)
+    with pytest.raises(RuntimeError, match="FP32 buffers only"):
+        emulator.run("wgrad", *operands(8, 64, 128, False), torch.empty(8, 64, dtype=torch.bfloat16), accumulate=True)
+
+
+RELEASE = "        if (c == kChunks - 1) ring.template release<Shape::kCluster>(lane);\n"
+WAIT = "        sm90::wgmma_wait<0>(partial);\n"
+READ = "#pragma unroll\n    for (int i = 0; i < 4; ++i) {\n      const int r = 4 * i + lane / 8, at"
+
+FAULTS = {
+    "the producer starts with the wrong parity": (
+        "pipeline.cuh",
+        'sm90::barrier_wait(empty_barrier(), round ^ 1, "empty", stage);',
+        'sm90::barrier_wait(empty_barrier(), round, "empty", stage);',
+    ),
+    "the empty barrier forgets the other block": (
+        "pipeline.cuh",
+        "kCluster * kConsumerWarps);",
+        "kConsumerWarps);",
+    ),
+    "a stage is given back before its chain has finished": (
+        "sm90_fprop_1x128_128x128.cu",
+        WAIT + RELEASE,
+        RELEASE + WAIT,
+    ),
+    "a warpgroup keeps its turn": (
+        "sm90_fprop_1x128_128x128.cu",
+        "if (Shape::kOrdered && consumer == 1) sm90::named_barrier_arrive(other_turn, kTurnThreads);",
+        "",
+    ),
+    "blocks leave while others still arrive": (
+        "sm90_fprop_1x128_128x128.cu",
+        "if (Shape::kCluster > 1) sm90::sync_cluster();",
+        "",
+    ),
+    "staging is read before the warp has written it": (
+        "epilogue.cuh",
+        "    sm90::sync_warp();\n" + READ,
+        READ,
+    ),
+    "the descriptor's eight-row stride is wrong": ("gemm.h", "kStride = 1024 / 16", "kStride = 2048 / 16"),
+    "the expected bytes miss a tile": (
+        "sm90_fprop_1x128_128x128.cu",
+        "barrier_arrive_expect(full, Shape::kTileX + Shape::kTileW)",
+        "barrier_arrive_expect(full, Shape::kTileX)",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_emulator_sees_a_planted_fault(fault, tmp_path):
+    """What the tests above rest on: the same cases fail, under some seed, on a kernel with one line wrong."""
+    file, line, wrong = FAULTS[fault]
+    planted = tmp_path / "csrc"
+    shutil.copytree(CSRC, planted)
+    source = (planted / file).read_text()
+    assert source.count(line) == 1
+    (planted / file).write_text(source.replace(line, wrong))
+    faulty = Emulator(native_emulator.build(tmp_path, planted, "sm90_fprop*"))
+    plan = {"block_m": 256, "cluster": 2, "ordered": 1, "multiprocessors": 2}
+
+    def fails(seed: int) -> bool:
+        try:
+            check(faulty, "fprop", 290, 264, 900, **plan, seed=seed)
+        except (RuntimeError, AssertionError):
+            return True
+        return False
+
+    assert any(fails(seed) for seed in range(8))

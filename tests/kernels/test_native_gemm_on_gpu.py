@@ -1,0 +1,279 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The native Hopper kernels on one: edges, races, bits in every batch, under every plan and of other backends.
+
+A hung kernel cannot be interrupted, so a test that takes too long ends the process (``method="thread"``); then run
+``JETRL_NATIVE_DEBUG=1 python -m pytest ...``, in which a wait of a second says what it waits for. Memory and races:
+
+    compute-sanitizer --tool memcheck  python -m pytest tests/kernels/test_native_gemm_on_gpu.py -k sanitizer
+    compute-sanitizer --tool racecheck python -m pytest tests/kernels/test_native_gemm_on_gpu.py -k sanitizer
+"""
+
+import pytest
+import torch
+from contract_inputs import gaussian, heavy_tailed
+from test_gemm_on_gpu import bits, operands, relative_error
+
+from jetrl_verl import kernels, numerics
+from jetrl_verl.kernels import native
+from jetrl_verl.kernels.dispatch import backend_of
+from jetrl_verl.kernels.native import Plan
+from jetrl_verl.numerics import BLOCK, FP8_DTYPE, BlockQuantized
+from jetrl_verl.numerics.formats import E4M3_NAN_CODE
+
+pytestmark = pytest.mark.timeout(120, method="thread")
+
+SIZES = (64, 448, 2368, 4736)
+EDGES = (1, 7, 8, 9, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 513)
+SAMPLED_ROWS = (1, 2, 3, 5, 8, 13, 16, 31, 33, 64, 65, 100, 128, 129, 200, 256, 257, 500, 1000, 2048, 4095, 4096, 4097)
+TILES = [(block_m, cluster, ordered) for block_m in (128, 256) for cluster in (1, 2) for ordered in (0, 1)]
+FPROP_PLANS = [Plan("fprop", *tile) for tile in TILES]
+WGRAD_PLANS = [Plan("", *tile) for tile in TILES]
+# Tokens of the decode kernel's variant -> clusters it exists for.
+DECODE_CLUSTERS = {8: (1,), 16: (1, 2), 32: (1, 2), 64: (1, 2, 4), 128: (1, 4)}
+DECODE_PLANS = [
+    (tokens, Plan("decode", rows, cluster))
+    for tokens, clusters in DECODE_CLUSTERS.items()
+    for cluster in clusters
+    for rows in (8, 24, 64, 128)
+    if rows <= 64 or tokens < 128
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def library():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the native kernels are for Hopper GPUs")
+    if native.unavailable() is not None:
+        pytest.fail(native.unavailable())
+
+
+def triton(a: BlockQuantized, b: BlockQuantized, **arguments) -> torch.Tensor:
+    return backend_of("triton").gemm_nt(a, b, **arguments)
+
+
+def first_rows(q: BlockQuantized, m: int) -> BlockQuantized:
+    """The first ``m`` rows in the memory layout of a batch of ``m``."""
+    return BlockQuantized(q.codes[:m], q.scales[:m].t().contiguous().t())
+
+
+def padded(q: BlockQuantized, columns: int = 64) -> BlockQuantized:
+    """The same codes in rows that go on with NaN codes."""
+    rows, k = q.codes.shape
+    wide = torch.full((rows, k + columns), E4M3_NAN_CODE, dtype=torch.uint8, device=q.codes.device)
+    wide[:, :k] = q.codes.view(torch.uint8)
+    return BlockQuantized(wide.view(FP8_DTYPE)[:, :k], q.scales)
+
+
+def poisoned_call(a: BlockQuantized, b: BlockQuantized, out_dtype: torch.dtype = torch.bfloat16, **arguments):
+    """The result written into the middle of a matrix of NaN, all of which must stay NaN around it."""
+    m, n = a.codes.shape[0], b.codes.shape[0]
+    around = torch.full((m + 2, n + 32), torch.nan, dtype=out_dtype, device="cuda")
+    out = around[1:-1, 16:-16]
+    native.gemm_nt(a, b, out=out, out_dtype=out_dtype, **arguments)
+    edges = (around[0], around[-1], around[:, :16], around[:, -16:])
+    assert all(edge.isnan().all() for edge in edges), "a store outside the output"
+    return out
+
+
+@pytest.mark.parametrize("plan", FPROP_PLANS, ids=str)
+def test_every_fprop_plan_has_tritons_bits(plan):
+    a, b = operands(1000, 712, 1088, True)
+    got = poisoned_call(padded(a), padded(b), b_block_scaled=True, plan=plan)
+    assert torch.equal(bits(got), bits(triton(a, b, b_block_scaled=True)))
+
+
+@pytest.mark.parametrize(("tokens", "plan"), DECODE_PLANS, ids=str)
+def test_every_decode_plan_has_tritons_bits(tokens, plan):
+    for m in (tokens // 2 + 1, tokens):
+        a, b = operands(m, 712, 1088, True)
+        got = poisoned_call(padded(a), padded(b), b_block_scaled=True, plan=plan)
+        assert torch.equal(bits(got), bits(triton(a, b, b_block_scaled=True)))
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("plan", WGRAD_PLANS, ids=str)
+def test_every_wgrad_plan_has_tritons_bits(plan, out_dtype):
+    a, b = operands(712, 1000, 1008, False)
+    got = poisoned_call(padded(a), padded(b), out_dtype, b_block_scaled=False, plan=plan)
+    assert torch.equal(bits(got), bits(triton(a, b, b_block_scaled=False, out_dtype=out_dtype)))
+
+
+@pytest.mark.parametrize("k", SIZES)
+@pytest.mark.parametrize("n", SIZES)
+def test_fprop_and_decode_at_every_tile_edge(n, k):
+    a, b = operands(max(EDGES), n, k, True)
+    want = triton(a, b, b_block_scaled=True)
+    exact = numerics.gemm_nt_float64(a, b, b_block_scaled=True)
+    finite = exact.isfinite().all(dim=1)
+    assert relative_error(native.gemm_nt(a, b, b_block_scaled=True)[finite], exact[finite]) < 2.5e-3
+    for m in EDGES:
+        part = first_rows(a, m)
+        for kernel in ("fprop", "decode"):
+            got = poisoned_call(part, b, b_block_scaled=True, plan=Plan(kernel))
+            assert torch.equal(bits(got), bits(want[:m])), f"{kernel} M={m}"
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 127, 128, 129, 1000, 2005])
+@pytest.mark.parametrize("nk", [(64, 448), (2368, 64), (448, 4736)])
+def test_wgrad_from_the_layouts_of_the_backward(nk, tokens):
+    n, k = nk
+    x, dy = gaussian(tokens, k).cuda(), heavy_tailed(tokens, n).cuda()
+    a = kernels.quantize_1x128_and_128x1(dy, "fp32")[1]
+    b = kernels.relayout_128x1(kernels.quantize_1x128(x, "fp32"), "fp32")
+    for out_dtype, limit in ((torch.float32, 5e-4), (torch.bfloat16, 2.5e-3)):
+        got = poisoned_call(a, b, out_dtype, b_block_scaled=False)
+        assert torch.equal(bits(got), bits(triton(a, b, b_block_scaled=False, out_dtype=out_dtype)))
+        exact = numerics.gemm_nt_float64(a, b, b_block_scaled=False)
+        finite = exact.isfinite().all(dim=1)
+        assert relative_error(got[finite], exact[finite]) < limit
+
+
+@pytest.mark.parametrize("nk", [(6144, 4096), (4096, 12288), (448, 2368)])
+def test_a_row_has_the_same_bits_in_every_batch(nk):
+    a, b = operands(max(SAMPLED_ROWS), *nk, True)
+    full = native.gemm_nt(a, b, b_block_scaled=True)
+    for m in SAMPLED_ROWS:
+        got = native.gemm_nt(first_rows(a, m), b, b_block_scaled=True)
+        assert torch.equal(bits(got), bits(full[:m])), f"M={m}"
+
+
+@pytest.mark.parametrize("name", ["vllm_cutlass", "deep_gemm"])
+def test_bits_of_other_packages(name):
+    for m, n, k in ((8, 6144, 4096), (64, 4096, 12288), (1000, 4096, 4096), (4096, 2368, 4736)):
+        a, b = operands(m, n, k, True)
+        backend = backend_of(name)
+        if not backend.serves(a, b, b_block_scaled=True):
+            pytest.skip(f"{name} is not here")
+        want = backend.gemm_nt(a, b, b_block_scaled=True)
+        assert torch.equal(bits(native.gemm_nt(a, b, b_block_scaled=True)), bits(want)), (m, n, k)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "b_block_scaled"),
+    [(4096, 2368, 1024, True), (64, 4736, 4096, True), (5, 6144, 2048, True), (2368, 1024, 1003, False)],
+)
+def test_a_hundred_repeats_give_the_same_bits(m, n, k, b_block_scaled):
+    """An error that moves is a race; fresh outputs, so that a missing store cannot hide behind the last result."""
+    a, b = operands(m, n, k, b_block_scaled) if b_block_scaled else wgrad_operands(m, n, k)
+    first = bits(poisoned_call(a, b, b_block_scaled=b_block_scaled)).clone()
+    for _ in range(100):
+        assert torch.equal(bits(poisoned_call(a, b, b_block_scaled=b_block_scaled)), first)
+
+
+def wgrad_operands(n: int, k: int, tokens: int) -> tuple[BlockQuantized, BlockQuantized]:
+    return tuple(kernels.quantize_128x1(gaussian(tokens, width).cuda(), "fp32") for width in (n, k))
+
+
+@pytest.mark.parametrize("kernel", ["fprop", "decode", "wgrad"])
+def test_all_ones_with_distinct_scales_sum_exactly(kernel):
+    m, n, blocks = 200, 392, 37
+    a_scales = 2.0 ** ((torch.arange(m)[:, None] * 5 + torch.arange(blocks)) % 3 - 1.0)
+    rows_b = n if kernel == "wgrad" else -(-n // BLOCK)
+    b_scales = 2.0 ** ((torch.arange(rows_b)[:, None] * 3 + torch.arange(blocks) * 7) % 3 - 1.0)
+    a, b = (
+        BlockQuantized(torch.ones(rows, blocks * BLOCK, device="cuda").to(FP8_DTYPE), scales.cuda())
+        for rows, scales in ((m, a_scales), (n, b_scales))
+    )
+    wide = b_scales if kernel == "wgrad" else b_scales.repeat_interleave(BLOCK, dim=0)[:n]
+    want = BLOCK * (a_scales.double() @ wide.double().t())
+    if kernel == "wgrad":
+        got = native.gemm_nt(a, b, b_block_scaled=False, out_dtype=torch.float32)
+        assert torch.equal(got.cpu().double(), want)
+    else:
+        got = native.gemm_nt(a, b, b_block_scaled=True, plan=Plan(kernel))
+        assert torch.equal(got.cpu(), want.bfloat16())
+
+
+@pytest.mark.parametrize("kernel", ["fprop", "decode"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bias_is_added_in_fp32_before_the_one_rounding(kernel, dtype):
+    a, b = operands(90, 712, 1024, True)
+    bias = (100 * gaussian(1, 712)[0]).to(dtype).cuda()
+    got = native.gemm_nt(a, b, b_block_scaled=True, bias=bias, plan=Plan(kernel))
+    assert torch.equal(bits(got), bits(triton(a, b, b_block_scaled=True, bias=bias)))
+
+
+def test_a_weight_gradient_is_added_to_the_callers_buffer_once():
+    a, b = wgrad_operands(712, 1000, 1003)
+    plain = native.gemm_nt(a, b, b_block_scaled=False, out_dtype=torch.float32)
+    buffer = torch.randn(712, 1000, device="cuda")
+    for plan in WGRAD_PLANS:
+        out = buffer.clone()
+        native.gemm_nt(a, b, b_block_scaled=False, out_dtype=torch.float32, out=out, accumulate=True, plan=plan)
+        assert torch.equal(out, buffer + plain)
+
+
+def test_k_blocks_are_added_in_ascending_order():
+    """2^24 + 1 + 1 in FP32 is 2^24 from the left and 2^24 + 2 from the right."""
+    codes = torch.zeros(64, 3 * BLOCK, device="cuda")
+    codes[:, ::BLOCK] = 1.0
+    one = BlockQuantized(codes.to(FP8_DTYPE), torch.ones(64, 3, device="cuda"))
+    for scales, want in (([2.0**24, 1, 1], 2.0**24), ([1, 1, 2.0**24], 2.0**24 + 2)):
+        a = BlockQuantized(one.codes, torch.tensor([scales], device="cuda").repeat(64, 1))
+        assert (native.gemm_nt(a, one, b_block_scaled=False, out_dtype=torch.float32) == want).all()
+
+
+def test_nan_codes_poison_exactly_their_row():
+    x = gaussian(300, 256)
+    x[150, 200] = torch.inf
+    a, b = kernels.quantize_1x128(x.cuda(), "fp32"), kernels.quantize_128x128(gaussian(136, 256).cuda(), "fp32")
+    for kernel in ("fprop", "decode"):
+        y = native.gemm_nt(a, b, b_block_scaled=True, plan=Plan(kernel))
+        assert y[150].isnan().all()
+        assert y[torch.arange(300, device="cuda") != 150].isfinite().all()
+
+
+@pytest.mark.parametrize("m", [5, 1000])
+def test_a_cuda_graph_replays_the_same_bits(m):
+    a, b = operands(m, 712, 1024, True)
+    want = native.gemm_nt(a, b, b_block_scaled=True)
+    out = torch.empty_like(want)
+    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        native.gemm_nt(a, b, b_block_scaled=True, out=out)
+    for _ in range(3):
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(bits(out), bits(want))
+
+
+def test_a_call_that_would_read_elsewhere_is_refused_by_the_operator_itself():
+    a, b = operands(64, 64, 256, True)
+    y = torch.empty(64, 64, dtype=torch.bfloat16, device="cuda")
+    forward = torch.ops.jetrl_native.fprop
+    for arguments, sentence in (
+        ((a.codes[:, 8:], a.scales, b.codes[:, 8:], b.scales), "start on multiples of 16 bytes"),
+        ((a.codes, a.scales[:, :1], b.codes, b.scales), "the scales of X"),
+        ((a.codes, a.scales, b.codes[:, :128], b.scales), "contract 256 and 128"),
+        ((a.codes.view(torch.uint8), a.scales, b.codes, b.scales), "float8_e4m3fn"),
+    ):
+        with pytest.raises(RuntimeError, match=sentence):
+            forward(*arguments, None, y, 0, 0, -1)
+    with pytest.raises(RuntimeError, match="64 x 64"):
+        forward(a.codes, a.scales, b.codes, b.scales, None, y[:32], 0, 0, -1)
+
+
+@pytest.mark.parametrize("kernel", ["fprop", "decode", "wgrad"])
+def test_a_small_call_for_the_sanitizer(kernel):
+    """Nothing but the kernel runs on the GPU: operands and the expected product come from the CPU."""
+    block_scaled = kernel != "wgrad"
+    quantise_b = numerics.quantize_128x128 if block_scaled else numerics.quantize_1x128
+    a, b = numerics.quantize_1x128(gaussian(130, 272), "fp32"), quantise_b(gaussian(264, 272), "fp32")
+    want = numerics.gemm_nt_float64(a, b, b_block_scaled=block_scaled)
+    a, b = (BlockQuantized(q.codes.cuda(), q.scales.cuda()) for q in (a, b))
+    got = poisoned_call(a, b, b_block_scaled=block_scaled, plan=Plan(kernel if block_scaled else ""))
+    assert relative_error(got.cpu(), want) < 2.5e-3

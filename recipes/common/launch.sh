@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+#
+# What every recipe's script has in common, to be sourced: the precision, the machines, the trainer's attention, and
+# where a run writes. What a recipe learns from, and with which numbers, stands in its own script.
+#
+#   PRECISION      bf16 | fp8_rollout | fp8_rollout_tis | jet_fp8: all that differs between baselines and Jet-RL
+#   NNODES         machines of the Ray cluster           GPUS_PER_NODE  GPUs of each
+#   ATTENTION      flash_attention_2, verl's default (flash-attn must be installed), or sdpa, which torch brings but
+#                  which computes on padded sequences and knows no sequence parallelism
+#   OUT            folder for checkpoints and metrics, seen by every machine
+#   LOGGER         verl's trackers, e.g. '["console","file","wandb"]'
+#   PYTHON         interpreter of the driver
+PRECISION=${PRECISION:-jet_fp8}
+NNODES=${NNODES:-1}
+GPUS_PER_NODE=${GPUS_PER_NODE:-8}
+ATTENTION=${ATTENTION:-flash_attention_2}
+OUT=$(realpath -m "${OUT:-outputs/recipes}")
+LOGGER=${LOGGER:-'["console","file"]'}
+PYTHON=${PYTHON:-python3}
+
+RECIPES=$(realpath "$(dirname "${BASH_SOURCE[0]}")/..")
+
+# Ulysses sequence parallelism of $1 ranks, where the attention knows it.
+sequence_parallel() {
+    [[ $ATTENTION == sdpa ]] && echo 1 || echo "$1"
+}
+
+# launch PROJECT EXPERIMENT [override ...]: replace this shell by verl's trainer. The last of two equal overrides wins.
+launch() {
+    local project=$1 experiment=$2-$PRECISION
+    local run=$OUT/$project/$experiment
+    shift 2
+
+    local attention
+    case $ATTENTION in
+        flash_attention_2)
+            "$PYTHON" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("flash_attn"))' || {
+                echo "error: flash-attn is not installed; run \`pip install flash-attn --no-build-isolation\`" \
+                    "or choose ATTENTION=sdpa" >&2
+                exit 1
+            }
+            attention=(actor_rollout_ref.model.use_remove_padding=True)
+            ;;
+        sdpa)
+            attention=(
+                actor_rollout_ref.model.use_remove_padding=False
+                ++actor_rollout_ref.model.override_config.attn_implementation=sdpa
+            )
+            ;;
+        *)
+            echo "error: ATTENTION=$ATTENTION is unknown; use flash_attention_2 or sdpa" >&2
+            exit 1
+            ;;
+    esac
+
+    # verl's file tracker starts its file anew, so a resumed run gets another name. The path travels in the runtime
+    # environment, because the process that writes it may run on any machine of the cluster.
+    local metrics=${METRICS:-$run/metrics-$(date +%Y%m%d-%H%M%S).jsonl}
+    mkdir -p "$(dirname "$metrics")"
+
+    local run_overrides=(
+        precision="$PRECISION"
+        trainer.nnodes="$NNODES"
+        trainer.n_gpus_per_node="$GPUS_PER_NODE"
+        trainer.project_name="$project"
+        trainer.experiment_name="$experiment"
+        trainer.default_local_dir="'$run'"
+        trainer.logger="$LOGGER"
+        ++ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH="'$metrics'"
+    )
+    exec "$PYTHON" -m verl.trainer.main_ppo "${run_overrides[@]}" "${attention[@]}" "$@"
+}

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+#
+# Jet-RL's experiments with Llama3.1-8B. See README.md and grpo.sh.
+# The base model's tokenizer has no chat template, which verl needs; this one is the bare text, as the model was trained.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../common/launch.sh"
+
+EXPERIMENT=llama3_1_8b
+MODEL_PATH=${MODEL_PATH:-meta-llama/Llama-3.1-8B}
+CHAT_TEMPLATE=${CHAT_TEMPLATE:-'{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}'}
+
+set -- actor_rollout_ref.model.custom_chat_template="'$CHAT_TEMPLATE'" "$@"
+source "$RECIPES/jetrl_paper/grpo.sh"

@@ -1,0 +1,51 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""``words``: what a recipe's script says to verl.
+
+The script is run for real, with an interpreter that prints its arguments instead of training; so nothing here repeats
+what a script passes.
+"""
+
+import os
+import subprocess
+from collections.abc import Callable
+
+import pytest
+from recipe_cases import PRINTER, RECIPES, SETTINGS
+
+
+@pytest.fixture
+def words(tmp_path, monkeypatch) -> Callable[..., list[str]]:
+    """Callable ``(script, *arguments, status=0, **settings) -> overrides`` that the script passes to verl.
+
+    With ``status`` other than 0, the sentence on stderr of a script that must end with it.
+    """
+    for name in SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    python = tmp_path / "python"
+    python.write_text(PRINTER)
+    python.chmod(0o755)
+    fixed = {"PYTHON": str(python), "OUT": str(tmp_path / "out"), "METRICS": str(tmp_path / "out" / "metrics.jsonl")}
+
+    def run(script: str, *arguments: str, status: int = 0, **settings: str):
+        command = ["bash", str(RECIPES / script), *arguments]
+        ended = subprocess.run(command, env={**os.environ, **fixed, **settings}, capture_output=True, text=True)
+        assert ended.returncode == status, ended.stderr
+        if status:
+            return ended.stderr
+        module, *overrides = ended.stdout.rstrip("\0").split("\0")
+        assert module == "verl.trainer.main_ppo"
+        return overrides
+
+    return run

@@ -1,0 +1,240 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Every recipe under every precision, as its script says it, composes into a config that verl accepts."""
+
+import pytest
+import verl.trainer.main_ppo  # noqa: F401  (the plugin registers itself through verl, as in a run)
+from hydra import compose as hydra_compose
+from hydra import initialize_config_module
+from omegaconf import OmegaConf
+from recipe_cases import RECIPES
+from verl.trainer.ppo.reward import load_reward_manager
+from verl.trainer.ppo.utils import need_reference_policy
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+from jetrl_verl.config.options import PRECISIONS
+from jetrl_verl.layers import plan_linears
+
+PAPER = (
+    {"DATASET": "gsm8k_math"},
+    {"DATASET": "gsm8k_math", "RESPONSE": "16k"},
+    {"DATASET": "deepmath", "RESPONSE": "16k"},
+)
+VARIANTS = {
+    "gsm8k/run_qwen3_8b.sh": ({},),
+    "dapo/run_qwen2_5_7b.sh": ({},),
+    "dapo/run_qwen2_5_32b.sh": ({}, {"NNODES": "16"}),
+    "deepscaler/run_r1_distill_qwen_1_5b.sh": ({"STAGE": "8k"}, {"STAGE": "16k"}, {"STAGE": "24k"}),
+    "jetrl_paper/run_llama3_1_8b.sh": PAPER,
+    "jetrl_paper/run_qwen2_5_7b.sh": PAPER,
+    "jetrl_paper/run_qwen3_8b_base.sh": PAPER,
+}
+CASES = [(script, settings) for script, variants in VARIANTS.items() for settings in variants]
+IDS = ["-".join([script.removesuffix(".sh"), *settings.values()]) for script, settings in CASES]
+
+DEMANDS = {"jet_fp8_exact": {"TP": "1", "SP": "1"}}
+"""Precision -> settings without which it refuses some recipe."""
+
+SHAPES = {
+    "Qwen/Qwen3-8B": ("qwen3", 4096, 12288, 32, 8, 128),
+    "Qwen/Qwen3-8B-Base": ("qwen3", 4096, 12288, 32, 8, 128),
+    "Qwen/Qwen2.5-7B": ("qwen2", 3584, 18944, 28, 4, 128),
+    "Qwen/Qwen2.5-32B": ("qwen2", 5120, 27648, 40, 8, 128),
+    "meta-llama/Llama-3.1-8B": ("llama", 4096, 14336, 32, 8, 128),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": ("qwen2", 1536, 8960, 12, 2, 128),
+}
+"""Published config.json: type, hidden size, intermediate size, heads, key/value heads, head dimension."""
+
+
+@pytest.fixture(scope="module")
+def compose():
+    """Callable ``(overrides) -> DictConfig`` of verl's primary config."""
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        yield lambda overrides=(): hydra_compose("ppo_trainer", list(overrides))
+
+
+@pytest.fixture(scope="module")
+def stock(compose):
+    return compose()
+
+
+@pytest.fixture
+def said(words, tmp_path):
+    """Callable ``(script, precision, settings, *arguments) -> overrides``; a later stage finds the one before it."""
+
+    def say(script: str, precision: str, settings: dict[str, str], *arguments: str) -> list[str]:
+        for stage in ("8k_{}/global_step_1040", "16k_{}/global_step_480"):
+            folder = stage.format(precision).replace("_", "-", 1)
+            (tmp_path / f"out/jetrl_deepscaler/r1_distill_qwen_1_5b_{folder}/actor/huggingface").mkdir(
+                parents=True, exist_ok=True
+            )
+        return words(script, *arguments, PRECISION=precision, **settings)
+
+    return say
+
+
+def test_no_recipe_is_left_out():
+    scripts = {str(path.relative_to(RECIPES)) for path in RECIPES.glob("*/run_*.sh")}
+    assert scripts - {"demo/run_addition.sh"} == set(VARIANTS)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("script", "settings"), CASES, ids=IDS)
+def test_every_recipe_composes_under_every_precision(said, compose, stock, script, settings, precision):
+    config = compose(said(script, precision, {**settings, **DEMANDS.get(precision, {})}))
+    assert OmegaConf.select(config, "jetrl.precision") == (None if precision == "bf16" else precision)
+    assert config.trainer.use_v1
+    # verl still composes the keys of the trainer before v1 and migrates or ignores them without a word.
+    for node in ("reward_model", "custom_reward_function", "sandbox_fusion"):
+        assert config[node] == stock[node]
+    assert config.algorithm.filter_groups.max_num_gen_batches == 0
+    # What verl checks before it starts Ray, and the config classes that its workers build.
+    validate_config(config, need_reference_policy(config), use_critic=False)
+    for node in (config.actor_rollout_ref.rollout, config.algorithm):
+        omega_conf_to_dataclass(node)
+    rollout = config.actor_rollout_ref.rollout
+    length = rollout.prompt_length + rollout.response_length
+    assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu >= length, "one sequence must fit a micro-batch"
+
+
+@pytest.mark.parametrize(("script", "settings"), CASES, ids=IDS)
+def test_the_precision_is_all_that_differs(said, script, settings):
+    runs = {precision: said(script, precision, settings) for precision in PRECISIONS}
+    assert {tuple(word.replace(precision, "P") for word in run) for precision, run in runs.items()} == {
+        tuple(word.replace("jet_fp8", "P") for word in runs["jet_fp8"])
+    }
+    # Apart from the flag the name is in paths and in the experiment's name alone.
+    for precision, run in runs.items():
+        named = {word.partition("=")[0] for word in run if word.partition("=")[2].find(precision) >= 0}
+        assert named <= {
+            "precision",
+            "trainer.experiment_name",
+            "trainer.default_local_dir",
+            "actor_rollout_ref.model.path",
+        }
+
+
+@pytest.mark.parametrize("script", VARIANTS)
+def test_a_rollout_shard_of_every_layer_fits_the_fp8_blocks(said, compose, script):
+    config = compose(said(script, "jet_fp8", VARIANTS[script][0]))
+    names = ("model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    model = dict(zip(names, SHAPES[config.actor_rollout_ref.model.path]))
+    plans = plan_linears(model, config.actor_rollout_ref.rollout.tensor_model_parallel_size)
+    assert all(plan.quantised for plan in plans.values())
+
+
+@pytest.mark.parametrize("script", VARIANTS)
+def test_sdpa_turns_off_what_needs_flash_attention(said, compose, script):
+    config = compose(said(script, "jet_fp8", {**VARIANTS[script][0], "ATTENTION": "sdpa"}))
+    model = config.actor_rollout_ref.model
+    assert model.override_config.attn_implementation == "sdpa" and not model.use_remove_padding
+    assert config.actor_rollout_ref.actor.ulysses_sequence_parallel_size == 1
+    validate_config(config, need_reference_policy(config), use_critic=False)
+
+
+@pytest.mark.parametrize("script", VARIANTS)
+def test_the_users_words_win(said, compose, script):
+    words = ("actor_rollout_ref.rollout.n=3", "trainer.nnodes=2", "precision=bf16", "trainer.logger=[console]")
+    config = compose(said(script, "jet_fp8", VARIANTS[script][0], *words))
+    assert config.actor_rollout_ref.rollout.n == 3 and config.trainer.nnodes == 2
+    assert "jetrl" not in config and config.trainer.logger == ["console"]
+
+
+def test_machines_come_from_variables_and_metrics_travel_to_the_process_that_writes_them(said, compose, tmp_path):
+    config = compose(said("gsm8k/run_qwen3_8b.sh", "jet_fp8", {"NNODES": "3", "GPUS_PER_NODE": "4"}))
+    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (3, 4)
+    metrics = str(tmp_path / "out/metrics.jsonl")
+    assert config.ray_kwargs.ray_init.runtime_env.env_vars == {"VERL_FILE_LOGGER_PATH": metrics}
+
+
+def test_paths_with_spaces_survive(said, compose, tmp_path):
+    folders = {"DATA": "/data of mine/gsm8k", "OUT": str(tmp_path / "my out")}
+    config = compose(said("gsm8k/run_qwen3_8b.sh", "bf16", folders))
+    assert config.data.train_files == ["/data of mine/gsm8k/train.parquet"]
+    assert config.trainer.default_local_dir == str(tmp_path / "my out/jetrl_gsm8k/qwen3_8b-bf16")
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_each_deepscaler_stage_starts_from_what_the_one_before_it_writes_last(said, compose, precision):
+    stages = [
+        compose(said("deepscaler/run_r1_distill_qwen_1_5b.sh", precision, {"STAGE": stage}))
+        for stage in ("8k", "16k", "24k")
+    ]
+    for former, later in zip(stages, stages[1:]):
+        trainer = former.trainer
+        # verl saves after the last step whatever save_freq is (if it is positive), in this folder.
+        last = f"{trainer.default_local_dir}/global_step_{trainer.total_training_steps}/actor"
+        assert trainer.save_freq > 0
+        assert "hf_model" in former.actor_rollout_ref.actor.checkpoint.save_contents
+        assert later.actor_rollout_ref.model.path == f"{last}/huggingface"
+        assert later.trainer.default_local_dir != trainer.default_local_dir
+    assert [stage.data.max_response_length for stage in stages] == [8192, 16384, 24576]
+    assert [stage.actor_rollout_ref.rollout.n for stage in stages] == [8, 16, 16]
+    assert [stage.trainer.total_training_steps for stage in stages][:2] == [1040, 1520 - 1040]
+
+
+def test_a_stage_without_the_one_before_it_says_so(words, tmp_path):
+    said = words("deepscaler/run_r1_distill_qwen_1_5b.sh", status=1, STAGE="16k")
+    folder = tmp_path / "out/jetrl_deepscaler/r1_distill_qwen_1_5b_8k-jet_fp8/global_step_1040/actor/huggingface"
+    assert said == (
+        f"error: stage 8k left no policy in {folder}; run STAGE=8k to its end or name a model with MODEL_PATH\n"
+    )
+    assert words("deepscaler/run_r1_distill_qwen_1_5b.sh", STAGE="16k", MODEL_PATH="/some/model")
+
+
+@pytest.mark.parametrize(
+    ("script", "settings", "sentence"),
+    [
+        ("gsm8k/run_qwen3_8b.sh", {"ATTENTION": "fa3"}, "ATTENTION=fa3 is unknown; use flash_attention_2 or sdpa"),
+        ("gsm8k/run_qwen3_8b.sh", {"FAKE_STATUS": "1"}, "flash-attn is not installed; "),
+        ("deepscaler/run_r1_distill_qwen_1_5b.sh", {"STAGE": "32k"}, "STAGE=32k is unknown; use 8k, 16k or 24k"),
+        ("jetrl_paper/run_qwen2_5_7b.sh", {"DATASET": "math"}, "DATASET=math is unknown; use gsm8k_math or deepmath"),
+        ("jetrl_paper/run_qwen2_5_7b.sh", {"RESPONSE": "4k"}, "RESPONSE=4k is unknown; use 8k or 16k"),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence(words, script, settings, sentence):
+    said = words(script, status=1, **settings)
+    assert said.startswith(f"error: {sentence}") and said.count("\n") == 1
+
+
+def test_the_base_llama_gets_a_chat_template(said, compose):
+    config = compose(said("jetrl_paper/run_llama3_1_8b.sh", "jet_fp8", {}))
+    from jinja2 import Template
+
+    template = Template(config.actor_rollout_ref.model.custom_chat_template)
+    assert template.render(bos_token="<B>", messages=[{"role": "user", "content": "1+1?"}]) == "<B>1+1?"
+
+
+GRADED = {
+    # script -> data_source, a right response, ground truth
+    "gsm8k/run_qwen3_8b.sh": ("openai/gsm8k", "so\n#### 72", "72"),
+    "dapo/run_qwen2_5_32b.sh": ("math_dapo", "so\nAnswer: 34", "34"),
+    "deepscaler/run_r1_distill_qwen_1_5b.sh": ("HuggingFaceH4/aime_2024", "so</think> \\boxed{204}", "204"),
+    "jetrl_paper/run_qwen2_5_7b.sh": ("zwhe99/DeepMath-103K", "so \\boxed{0.5}", "\\dfrac{1}{2}"),
+}
+
+
+@pytest.mark.parametrize("script", GRADED)
+def test_verl_builds_the_recipes_reward(said, compose, script):
+    """As its reward workers do: the manager by name, the function by path."""
+    config = compose(said(script, "jet_fp8", VARIANTS[script][0]))
+    manager = load_reward_manager(config, tokenizer=None)
+    data_source, response, truth = GRADED[script]
+    score = manager.compute_score(data_source=data_source, solution_str=response, ground_truth=truth)
+    if script.startswith("dapo"):
+        assert type(manager).__name__ == "DAPORewardManager"
+        assert manager.overlong_buffer_cfg.len == 4096 and manager.max_resp_len == config.data.max_response_length
+        assert score["acc"] is True  # what filter_groups.metric reads
+    else:
+        assert type(manager).__name__ == "NaiveRewardManager" and score == 1.0

@@ -11,3 +11,31 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
+"""The operations between the linears, one implementation each, called by the trainer's model and by vLLM's.
+
+Each is invariant to the batch: a row's result depends on its operands alone. What they compute is the contract's last
+point (docs/architecture.md, "Zero mismatch"); train/shared_operations.py and rollout/shared_operations.py put them in
+place.
+"""
+
+from jetrl_verl.ops.attention import attention, cache_form, check_head_dim, paged_attention
+from jetrl_verl.ops.coverage import check_model
+from jetrl_verl.ops.logits import log_probs, logits
+from jetrl_verl.ops.rms_norm import add_rms_norm, rms_norm
+from jetrl_verl.ops.rotary import rotary, rotary_table
+from jetrl_verl.ops.silu_mul import silu_mul
+
+__all__ = [
+    "add_rms_norm",
+    "attention",
+    "cache_form",
+    "check_head_dim",
+    "check_model",
+    "log_probs",
+    "logits",
+    "paged_attention",
+    "rms_norm",
+    "rotary",
+    "rotary_table",
+    "silu_mul",
+]

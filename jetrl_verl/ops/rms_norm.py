@@ -1,0 +1,111 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""RMSNorm over the last dimension, with and without the residual sum in front; the QK norm is the same function.
+
+    y = (x * rstd) * w        rstd = 1 / sqrt(mean(x^2) + eps)
+
+FP32 inside, one rounding to BF16 at the end. Stock modules differ: Hugging Face rounds ``x * rstd`` to BF16 before it
+multiplies with the weight, and vLLM's fused kernel does not round the residual sum that it normalises. Here the
+residual sum is rounded to BF16 first; that rounded sum is what is normalised and what the next layer adds to.
+"""
+
+import torch
+
+from jetrl_verl.ops._operator import operator, require_bf16, triton_kernels
+from jetrl_verl.ops.reproducible import grid_bits, on_grid
+
+
+def _fake(x, weight, eps):
+    return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@operator("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", fake=_fake)
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """y BF16 and rstd FP32 of x [..., K]."""
+    if x.is_cuda:
+        return triton_kernels().rms_norm(x, weight, eps)
+    k = x.shape[-1]
+    squares = on_grid(x, grid_bits(k)).double().square_()
+    rstd = (squares.sum(dim=-1, keepdim=True) / k).add_(eps).sqrt_().reciprocal_().float()
+    y = x.float().mul_(rstd).mul_(weight.float())
+    return y.to(torch.bfloat16), rstd.squeeze(-1)
+
+
+def _fake_add(x, residual, weight, eps):
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+@operator("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)", fake=_fake_add)
+def _add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if x.is_cuda:
+        return triton_kernels().add_rms_norm(x, residual, weight, eps)
+    total = x + residual
+    return _rms_norm(total, weight, eps)[0], total
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        y, rstd = _rms_norm(x, weight, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy: torch.Tensor):
+        x, weight, rstd = ctx.saved_tensors
+        rstd = rstd.unsqueeze(-1)
+        normalised = x.float() * rstd
+        dy = dy.float()
+        scaled = dy * weight.float()
+        dx = rstd * (scaled - normalised * (scaled * normalised).mean(dim=-1, keepdim=True))
+        dw = (dy * normalised).reshape(-1, x.shape[-1]).sum(dim=0)
+        return dx.to(x.dtype), dw.to(weight.dtype), None
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalise the rows of ``x``; differentiable in ``x`` and ``weight``.
+
+    Args:
+        x: ``[..., K]`` BF16. weight: ``[K]``. eps: added to the mean of squares.
+
+    Returns:
+        ``[..., K]`` BF16. A row with Inf or NaN has NaN in it.
+
+    Raises:
+        TypeError: ``x`` is not BF16.
+    """
+    require_bf16("rms_norm", x=x)
+    if torch.is_grad_enabled():
+        return _RMSNorm.apply(x, weight, eps)
+    return _rms_norm(x, weight, eps)[0]
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``rms_norm`` of ``x + residual``, for inference: what a trainer gets from BF16 addition and :func:`rms_norm`.
+
+    Args:
+        x, residual: ``[..., K]`` BF16. weight: ``[K]``.
+
+    Returns:
+        (normalised, ``x + residual`` rounded to BF16), each ``[..., K]`` BF16.
+
+    Raises:
+        TypeError: ``x`` or ``residual`` is not BF16.
+    """
+    require_bf16("add_rms_norm", x=x, residual=residual)
+    return _add_rms_norm(x, residual, weight, eps)

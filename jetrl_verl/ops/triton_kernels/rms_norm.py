@@ -1,0 +1,86 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""RMSNorm, alone and behind the residual sum: one program per row, the row in registers, one read and one write.
+
+``K`` and the tile are compile-time constants, so every row of a model's norm is summed in one order whatever the batch.
+The two entry points are one kernel; what is summed is the BF16 value in both.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, rstd_ptr, eps,
+    K: tl.constexpr, TILE: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, TILE)
+    mask = column < K
+    x = tl.load(x_ptr + row * K + column, mask=mask, other=0.0)
+    if RESIDUAL:
+        residual = tl.load(residual_ptr + row * K + column, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(tl.bfloat16)
+        tl.store(total_ptr + row * K + column, x, mask=mask)
+    values = x.to(tl.float32)
+    mean = tl.sum(values * values, axis=0) / K
+    rstd = 1.0 / tl.sqrt_rn(mean + eps)
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * K + column, (values * rstd * weight).to(tl.bfloat16), mask=mask)
+    tl.store(rstd_ptr + row, rstd)
+
+
+def aligned_rows(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as ``[rows, K]``, contiguous from a 16-byte boundary, copied only where it is not."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    return rows if rows.data_ptr() % 16 == 0 else rows.clone()
+
+
+def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float):
+    rows = aligned_rows(x)
+    count, k = rows.shape
+    y, total = torch.empty_like(rows), torch.empty_like(rows) if residual is not None else rows
+    rstd = torch.empty(count, dtype=torch.float32, device=x.device)
+    tile = triton.next_power_of_2(k)
+    if count:
+        _rms_norm_kernel[(count,)](
+            rows,
+            aligned_rows(residual) if residual is not None else rows,
+            weight.contiguous(),
+            y,
+            total,
+            rstd,
+            eps,
+            K=k,
+            TILE=tile,
+            RESIDUAL=residual is not None,
+            num_warps=min(max(tile // 512, 1), 16),
+        )
+    return y.view(x.shape), total.view(x.shape), rstd.view(x.shape[:-1])
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """y ``[..., K]`` BF16 and rstd ``[...]`` FP32; see :func:`jetrl_verl.ops.rms_norm`."""
+    y, _, rstd = _launch(x, None, weight, eps)
+    return y, rstd
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :func:`jetrl_verl.ops.add_rms_norm`; one pass over both."""
+    y, total, _ = _launch(x, residual, weight, eps)
+    return y, total

@@ -1,0 +1,37 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The shared log-probabilities for vLLM's second model runner, which some architectures get on a GPU.
+
+A file of its own because that runner's sampler is made of Triton kernels. Not run yet: it needs a GPU.
+"""
+
+from typing import Any
+
+import torch
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+from jetrl_verl.rollout.shared_operations import shared_log_probs
+
+
+class SharedSamplerV2(Sampler):
+    """vLLM's sampler; log-probabilities of the tokens it returns come from ``ops.log_probs`` on the same logits."""
+
+    def __call__(self, logits: torch.Tensor, input_batch: Any):
+        output = super().__call__(logits, input_batch)  # copies the logits before it changes them
+        tensors = output.logprobs_tensors
+        if tensors is not None:
+            temperature = self.sampling_states.temperature.gpu[input_batch.expanded_idx_mapping]
+            shared = shared_log_probs(logits, tensors.logprob_token_ids, temperature)
+            output.logprobs_tensors = tensors._replace(logprobs=shared)
+        return output

@@ -1,0 +1,164 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The shared operations (jetrl_verl/ops) in vLLM's place: norms, activation, rotary, logits, log-probabilities.
+
+vLLM lets a plugin replace a layer's class; each class below is vLLM's own with another forward, and it is vLLM's own
+forward unless the engine being built was asked for shared operations (``operations: shared`` in the quantisation
+config). The sampler draws as it always does; what it reports as log-probabilities of the tokens it drew is computed
+here, by the function that the trainer calls on its logits.
+"""
+
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.custom_op import CustomOp, PluggableLayer
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
+from vllm.v1.sample.sampler import Sampler
+
+from jetrl_verl import ops
+from jetrl_verl.rollout import attention
+from jetrl_verl.rollout.method import shares_operations
+
+_GREEDY = 1e-5
+"""vLLM takes the most likely token below this temperature and divides by nothing."""
+
+
+@CustomOp.register_oot(name="RMSNorm")
+class SharedRMSNorm(RMSNorm):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if shares_operations():
+            if self.variance_size_override is not None or not self.has_weight:
+                raise ValueError("the shared RMSNorm has a weight and normalises whole rows; use precision=jet_fp8")
+            self._forward_method = self._forward_shared
+
+    def _forward_shared(self, x: torch.Tensor, residual: torch.Tensor | None = None):
+        if residual is None:
+            return ops.rms_norm(x, self.weight, self.variance_epsilon)
+        return ops.add_rms_norm(x, residual, self.weight, self.variance_epsilon)
+
+
+@CustomOp.register_oot(name="SiluAndMul")
+class SharedSiluAndMul(SiluAndMul):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if shares_operations():
+            self._forward_method = self._forward_shared
+
+    @staticmethod
+    def _forward_shared(x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return ops.silu_mul(gate, up)
+
+
+class _SharedRotary:
+    """Mixed in front of vLLM's rotary classes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._shared = shares_operations()
+        super().__init__(*args, **kwargs)
+        if self._shared:
+            self._forward_method = self._forward_shared
+
+    def _compute_cos_sin_cache(self) -> torch.Tensor:
+        if not self._shared:
+            return super()._compute_cos_sin_cache()
+        if not self.is_neox_style or self.rotary_dim != self.head_size:
+            raise ValueError("the shared rotary rotates whole heads in neox style; use precision=jet_fp8")
+        parameters = get_current_vllm_config().model_config.hf_config.rope_parameters
+        table = ops.rotary_table(self.head_size, self.max_position_embeddings, parameters)
+        return table.to(torch.get_default_device())
+
+    def _forward_shared(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor):
+        rows = self.cos_sin_cache.index_select(0, positions.flatten())
+        return tuple(ops.rotary(x.reshape(len(rows), -1, self.head_size), rows).reshape(x.shape) for x in (query, key))
+
+
+@CustomOp.register_oot(name="RotaryEmbedding")
+class SharedRotaryEmbedding(_SharedRotary, RotaryEmbedding):
+    pass
+
+
+@CustomOp.register_oot(name="Llama3RotaryEmbedding")
+class SharedLlama3RotaryEmbedding(_SharedRotary, Llama3RotaryEmbedding):
+    pass
+
+
+@PluggableLayer.register_oot(name="LogitsProcessor")
+class SharedLogitsProcessor(LogitsProcessor):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._shared = shares_operations()
+        if self._shared and (self.soft_cap is not None or self.scale != 1.0):
+            raise ValueError("the shared logits are neither scaled nor capped; use precision=jet_fp8")
+
+    def _get_logits(self, hidden_states, lm_head, embedding_bias):
+        if not self._shared:
+            return super()._get_logits(hidden_states, lm_head, embedding_bias)
+        return ops.logits(hidden_states, lm_head.weight[: self.org_vocab_size])
+
+
+def shared_log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
+    """Of ``tokens [N, k]`` in rows of ``logits [N, V]``; a greedy row is not divided, as vLLM does it."""
+    if temperature is None:
+        temperature = logits.new_ones(len(logits))
+    temperature = torch.where(temperature < _GREEDY, 1.0, temperature).to(torch.float32)
+    return ops.log_probs(logits, tokens.to(torch.int64), temperature)
+
+
+class SharedSampler(Sampler):
+    """vLLM's sampler; log-probabilities of the tokens it returns come from ``ops.log_probs`` on the same logits."""
+
+    def forward(self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any):
+        # The stock sampler divides by the temperature in place.
+        output = super().forward(logits.clone(), sampling_metadata, *args, **kwargs)
+        tensors = output.logprobs_tensors
+        if tensors is not None:
+            tokens = tensors.logprob_token_ids
+            if not tokens.numel():
+                raise ValueError("the shared sampler reports sampled and top tokens, not whole rows (logprobs=-1)")
+            shared = shared_log_probs(logits, tokens, sampling_metadata.temperature)
+            output.logprobs_tensors = tensors._replace(logprobs=shared)
+        return output
+
+    @staticmethod
+    def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:
+        """Whole rows, for prompt log-probabilities."""
+        tokens = torch.arange(logits.shape[1], device=logits.device).expand(logits.shape)
+        return shared_log_probs(logits, tokens, None)
+
+
+def share_sampler(model_runner: Any) -> None:
+    """Turn a model runner's sampler into the shared one, in place; idempotent.
+
+    Raises:
+        ValueError: a sampler of another kind.
+    """
+    sampler = model_runner.sampler
+    if isinstance(sampler, Sampler):
+        sampler.__class__ = SharedSampler
+        return
+    from jetrl_verl.rollout.sampler_v2 import SharedSamplerV2
+
+    if not isinstance(sampler, SharedSamplerV2.__base__):
+        raise ValueError(f"no shared sampler stands in for {type(sampler).__name__}; use precision=jet_fp8")
+    sampler.__class__ = SharedSamplerV2
+
+
+attention.register()

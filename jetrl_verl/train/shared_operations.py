@@ -1,0 +1,182 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Puts the shared operations (jetrl_verl/ops) into a stock Hugging Face decoder, in place.
+
+The model stays the class that Hugging Face built: same modules, parameters, names, checkpoints. Single modules get
+another ``forward``: the norms, the MLP's activation, rotary, attention and ``lm_head``. Residual additions, the
+embedding and the layers' order are stock, BF16 on both sides already.
+
+Attention needs to know where sequences begin. That is found once per pass, by a hook on the decoder, from the attention
+mask (padded batches) or from positions that start again at zero (packed ones), and travels to every layer as a keyword
+argument; no mask is ever built, because ``_attn_implementation`` names none of Hugging Face's.
+"""
+
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from jetrl_verl import ops
+from jetrl_verl.layers import UnsupportedLayer
+
+ATTENTION = "jetrl_shared"
+"""Value of ``_attn_implementation``. Hugging Face builds no mask for a name that its mask interface does not know."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where a batch's sequences are.
+
+    Attributes:
+        tokens: indices of the real tokens among ``B * T``, None when all are real.
+        cu_seqlens: ``[sequences + 1]`` int32, first real token of each sequence and, last, their number.
+        max_seqlen: length of the longest.
+    """
+
+    tokens: torch.Tensor | None
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+
+    @classmethod
+    def of(cls, positions: torch.Tensor, attention_mask: torch.Tensor | None) -> "Packing":
+        """From position ids ``[B, T]`` and, for padded batches, the mask ``[B, T]`` of real tokens."""
+        if attention_mask is None:
+            # A row's first token always starts a sequence, whatever its position.
+            starts = positions == 0
+            starts[:, 0] = True
+            total, tokens = positions.numel(), None
+            first = starts.flatten().nonzero().squeeze(1)
+        else:
+            lengths = attention_mask.to(torch.int64).sum(dim=1)
+            tokens = attention_mask.to(torch.bool).flatten().nonzero().squeeze(1)
+            total = len(tokens)
+            lengths = lengths[lengths > 0]
+            first = lengths.cumsum(0) - lengths
+        cu_seqlens = torch.cat([first, first.new_tensor([total])]).to(torch.int32)
+        return cls(tokens, cu_seqlens, int(cu_seqlens.diff().max()))
+
+
+def _find_sequences(decoder: nn.Module, inputs: tuple, arguments: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook of the decoder: adds ``position_ids`` where absent, and ``packing``."""
+    if inputs:
+        raise TypeError("shared operations: call the model with keyword arguments")
+    if arguments.get("past_key_values") is not None or arguments.get("use_cache"):
+        raise ValueError("shared operations: the trainer's model does not generate; pass use_cache=False")
+    tokens = arguments.get("input_ids")
+    tokens = tokens if tokens is not None else arguments["inputs_embeds"][..., 0]
+    positions = arguments.get("position_ids")
+    if positions is None:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    positions = positions.expand(tokens.shape[:2])
+    packing = Packing.of(positions, arguments.get("attention_mask"))
+    return inputs, {
+        **arguments,
+        "use_cache": False,
+        "attention_mask": None,
+        "position_ids": positions,
+        "packing": packing,
+    }
+
+
+def _norm_forward(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+def _mlp_forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return self.down_proj(ops.silu_mul(self.gate_proj(x), self.up_proj(x)))
+
+
+def _rotary_forward(self: nn.Module, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    """Rows ``[B, T, D]`` of the table: what the layers get as ``position_embeddings``."""
+    # Not a buffer: FSDP would cast it, and its type is part of the contract.
+    self.shared_table = self.shared_table.to(x.device)
+    return self.shared_table[position_ids]
+
+
+def _attention_forward(
+    self: nn.Module, hidden_states: torch.Tensor, position_embeddings: torch.Tensor, packing: Packing, **_: Any
+) -> tuple[torch.Tensor, None]:
+    def heads(projected: torch.Tensor, norm: str = "") -> torch.Tensor:
+        """[B * T, heads, D], QK norm applied where the model has one."""
+        split = projected.reshape(-1, projected.shape[-1] // self.head_dim, self.head_dim)
+        return getattr(self, norm)(split) if hasattr(self, norm) else split
+
+    cos_sin = position_embeddings.reshape(-1, self.head_dim)
+    q = ops.rotary(heads(self.q_proj(hidden_states), "q_norm"), cos_sin)
+    k = ops.rotary(heads(self.k_proj(hidden_states), "k_norm"), cos_sin)
+    v = heads(self.v_proj(hidden_states))
+    if packing.tokens is None:
+        out = ops.attention(q, k, v, packing.cu_seqlens, packing.max_seqlen, self.scaling)
+    else:
+        q_real, k_real, v_real = (x.index_select(0, packing.tokens) for x in (q, k, v))
+        real = ops.attention(q_real, k_real, v_real, packing.cu_seqlens, packing.max_seqlen, self.scaling)
+        out = torch.zeros_like(q).index_copy(0, packing.tokens, real)
+    return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+
+
+def _logits_forward(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    return ops.logits(hidden_states, self.weight)
+
+
+def share_operations(model: nn.Module) -> dict[str, int]:
+    """Put the shared operations in place.
+
+    Args:
+        model: a Hugging Face causal language model of type llama, mistral, qwen2 or qwen3, before FSDP wraps it.
+
+    Returns:
+        How many modules of each kind now run a shared operation.
+
+    Raises:
+        UnsupportedLayer: the model has something that no shared operation covers.
+    """
+    config = model.config
+    try:
+        ops.check_model(config)
+    except ValueError as uncovered:
+        raise UnsupportedLayer(str(uncovered)) from None
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    if head.bias is not None:
+        raise UnsupportedLayer("the shared operations do not cover a bias on lm_head; use precision=jet_fp8")
+    counts = {"norm": 0, "mlp": 0, "attention": 0}
+
+    def replace(kind: str, module: nn.Module, forward: Any) -> None:
+        module.forward = MethodType(forward, module)
+        counts[kind] = counts.get(kind, 0) + 1
+
+    for module in decoder.modules():
+        kind = type(module).__name__
+        if kind.endswith("RMSNorm"):
+            replace("norm", module, _norm_forward)
+        elif kind.endswith("MLP"):
+            replace("mlp", module, _mlp_forward)
+        elif kind.endswith("Attention"):
+            replace("attention", module, _attention_forward)
+    layers = len(decoder.layers)
+    norms = 1 + layers * (4 if hasattr(decoder.layers[0].self_attn, "q_norm") else 2)
+    if counts != {"norm": norms, "mlp": layers, "attention": layers}:
+        raise UnsupportedLayer(
+            f"a {type(model).__name__} of {layers} layers has {counts['norm']} norms, {counts['mlp']} MLPs and "
+            f"{counts['attention']} attention modules, which is not a dense decoder; use precision=jet_fp8"
+        )
+    rotary = decoder.rotary_emb
+    head_dim = decoder.layers[0].self_attn.head_dim
+    rotary.shared_table = ops.rotary_table(head_dim, config.max_position_embeddings, config.rope_parameters)
+    replace("rotary", rotary, _rotary_forward)
+    replace("logits", head, _logits_forward)
+    config._attn_implementation = ATTENTION
+    decoder.register_forward_pre_hook(_find_sequences, with_kwargs=True)
+    return counts

@@ -11,3 +11,9 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
+"""What the precisions need of the learning algorithm and verl lacks.
+
+``losses`` holds policy losses for a quantised rollout, ``calibrated_clipping`` the clip bounds of the unified FP8 flow,
+``shadow`` the BF16 forwards that they are calibrated against, ``invariant_scaling`` QuRL's reparametrisation and
+``refusals`` the combinations that contradict each other. Only ``losses`` and ``shadow`` import verl.
+"""

@@ -1,0 +1,221 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Policy losses for a rollout that samples from a quantised policy, registered with verl.
+
+Three policies meet in one token: pi_rollout sampled it, pi_old is the trainer's policy at the start of the update and
+pi_theta the one being updated. With A the advantage, all per token,
+
+    R  = pi_theta / pi_old          what PPO clips
+    r0 = pi_old / pi_rollout        what the quantised rollout got wrong
+
+and every loss here is verl's clipped objective with another weight in front and another upper bound inside:
+
+    loss_mode         weight          upper bound
+    vanilla_by_sign   verl's          1 + eps                       verl's ``vanilla``, with the metrics below
+    qurl_decoupled    r0              1 + eps                       QuRL (arXiv 2602.13953), decoupled PPO
+    qurl_acr          min(r0, C)      (1 + eps) max(1, r0 / C)      QuRL, adaptive clipping range
+
+So they *are* verl's ``vanilla`` (dual clip, aggregation and metrics included) where nothing is truncated, and no second
+implementation of PPO exists. QuRL's equations have no dual clip; verl's, ``actor.clip_ratio_c``, stays in force.
+
+**Where r0 comes from.** verl hands a policy loss no rollout log-probabilities, but under
+``algorithm.rollout_correction.rollout_is=token`` it hands over ``rollout_is_weights``, r0 truncated at
+``rollout_is_threshold``. A threshold above ``UNTRUNCATED`` (verl clamps log r0 to 20 before) passes r0 itself, and the
+truncation at C happens here.
+
+**Metrics.** Shares of all response tokens, by the sign of the advantage, so that means over micro-batches add up:
+``actor/{clip,truncation}_share_{negative,positive}``, ``actor/dual_clip_share``, and the denominators of a share
+within one sign, ``actor/share_{negative,positive}``.
+
+Naming ``JetPolicyLossConfig`` as the ``_target_`` of ``actor.policy_loss`` is what registers the losses in a worker.
+"""
+
+import math
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla, register_policy_loss
+from verl.utils.torch_functional import masked_mean
+from verl.workers.config import PolicyLossConfig
+
+UNTRUNCATED = math.exp(20.0)
+"""Largest r0 that verl passes on; a ``rollout_is_threshold`` from here on truncates nothing."""
+
+Loss = tuple[torch.Tensor, dict[str, Any]]
+
+
+@dataclass
+class JetPolicyLossConfig(PolicyLossConfig):
+    """verl's ``actor.policy_loss`` with the option of the losses in this file."""
+
+    is_threshold: float = 2.0
+    """C, where importance weights are truncated; FlashRL uses 2 (GSM8K) and 8 (DAPO-32B)."""
+
+
+def _shares(
+    ratio: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    lower: float,
+    upper: float | torch.Tensor,
+    config: Any,
+    weights: torch.Tensor | None,
+) -> dict[str, float]:
+    """How often clip, dual clip and truncation act; see the module's docstring. All tensors ``[batch, response]``."""
+    signs = {"negative": advantages < 0, "positive": advantages > 0}
+    clipped = {"negative": ratio < lower, "positive": ratio > upper}
+    shares = {f"share_{sign}": chosen for sign, chosen in signs.items()}
+    shares |= {f"clip_share_{sign}": chosen & clipped[sign] for sign, chosen in signs.items()}
+    shares["dual_clip_share"] = signs["negative"] & (ratio > config.get("clip_ratio_c", 3.0))
+    if weights is not None:
+        truncated = weights >= config.policy_loss.get("is_threshold", JetPolicyLossConfig.is_threshold)
+        shares |= {f"truncation_share_{sign}": chosen & truncated for sign, chosen in signs.items()}
+    return {f"actor/{name}": masked_mean(chosen.float(), mask).item() for name, chosen in shares.items()}
+
+
+def _clipped_objective(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str,
+    config: Any,
+    weights: torch.Tensor | None,
+    r0: torch.Tensor | None,
+    loosened: torch.Tensor | None = None,
+) -> Loss:
+    """verl's clipped objective times ``weights``, its upper bound times ``loosened``; ``r0`` is for the metrics."""
+    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
+    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+    upper = 1 + high
+    seen_by_verl = config
+    if loosened is not None:
+        upper = upper * loosened
+        # verl clamps with two numbers or two tensors.
+        seen_by_verl = SimpleNamespace(
+            clip_ratio=config.clip_ratio,
+            clip_ratio_low=torch.full_like(upper, low),
+            clip_ratio_high=upper - 1,
+            get=config.get,
+            global_batch_info=config.global_batch_info,
+        )
+    loss, metrics = compute_policy_loss_vanilla(
+        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, seen_by_verl, weights
+    )
+    ratio = torch.exp(log_prob.detach() - old_log_prob)
+    metrics |= _shares(ratio, advantages, response_mask, 1 - low, upper, config, r0)
+    return loss, metrics
+
+
+def _raw_ratio(rollout_is_weights: torch.Tensor | None, loss: str) -> torch.Tensor:
+    if rollout_is_weights is None:
+        raise ValueError(
+            f"loss_mode={loss} needs pi_old / pi_rollout of every token; set "
+            "algorithm.rollout_correction.rollout_is=token and rollout_is_threshold=1e9."
+        )
+    return rollout_is_weights
+
+
+@register_policy_loss("vanilla_by_sign")
+def vanilla_by_sign(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> Loss:
+    """verl's ``vanilla``, ``E[ w min(R A, clip(R, 1 - eps_low, 1 + eps_high) A) ]``, with the shares by sign.
+
+    Args:
+        old_log_prob: log pi_old ``[batch, response]`` FP32. log_prob: log pi_theta, same shape, carries the gradient.
+        advantages: A, same shape. response_mask: same shape, true on response tokens.
+        loss_agg_mode: verl's name of the mean. config: verl's ``ActorConfig``.
+        rollout_is_weights: w, same shape, or None for 1; verl's truncated r0 under ``rollout_is=token``.
+
+    Returns:
+        Scalar loss and metrics.
+    """
+    return _clipped_objective(
+        old_log_prob,
+        log_prob,
+        advantages,
+        response_mask,
+        loss_agg_mode,
+        config,
+        rollout_is_weights,
+        rollout_is_weights,
+    )
+
+
+@register_policy_loss("qurl_decoupled")
+def qurl_decoupled(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> Loss:
+    """QuRL's decoupled PPO (arXiv 2602.13953): ``E[ r0 min(R A, clip(R, 1 - eps, 1 + eps) A) ]``, r0 not truncated.
+
+    Arguments and results as :func:`vanilla_by_sign`; ``rollout_is_weights`` must be the untruncated r0.
+
+    Raises:
+        ValueError: no ``rollout_is_weights``.
+    """
+    r0 = _raw_ratio(rollout_is_weights, "qurl_decoupled")
+    return _clipped_objective(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, r0, r0)
+
+
+@register_policy_loss("qurl_acr")
+def qurl_acr(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> Loss:
+    """QuRL's adaptive clipping range: ``E[ w min(R A, clip(R, 1 - eps, (1 + eps) / r) A) ]``, ``w = min(r0, C)``.
+
+    Descriptions of the paper disagree on r. Implemented is ``r = w / r0 <= 1``, the reading under which the method does
+    what is said of it: where the weight was truncated, the upper bound loosens by the factor that was cut off, and
+    nowhere else. Since ``1 / r = max(1, r0 / C)``, it is truncated importance sampling wherever ``r0 <= C``; at a small
+    mismatch the two hardly differ, which the truncation shares show.
+
+    Arguments and results as :func:`vanilla_by_sign`; ``rollout_is_weights`` must be the untruncated r0, C is
+    ``config.policy_loss.is_threshold``.
+
+    Raises:
+        ValueError: no ``rollout_is_weights``.
+    """
+    r0 = _raw_ratio(rollout_is_weights, "qurl_acr")
+    threshold = config.policy_loss.is_threshold
+    return _clipped_objective(
+        old_log_prob,
+        log_prob,
+        advantages,
+        response_mask,
+        loss_agg_mode,
+        config,
+        r0.clamp(max=threshold),
+        r0,
+        loosened=(r0 / threshold).clamp(min=1),
+    )

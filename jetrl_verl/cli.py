@@ -13,8 +13,9 @@
 # limitations under the License.
 """The ``jetrl`` command. Each subcommand parses its arguments here and imports what does the work when it is called."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -49,9 +50,94 @@ def demo(
         options = DemoOptions(precision, steps, out, cache, device, tuple(context.args))
         status = run_demo(options, console)
     except DemoError as error:
-        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
-        status = 1
+        _fail(error)
     raise typer.Exit(status)
+
+
+@app.command(context_settings={"allow_extra_args": True})
+def compare(
+    context: typer.Context,
+    precisions: Annotated[str, typer.Option(help="with commas; differences are to the first")] = (
+        "bf16,fp8_rollout,jet_fp8"
+    ),
+    seeds: Annotated[str, typer.Option(help="with commas; every precision is trained with each")] = "1",
+    temperatures: Annotated[str, typer.Option(help="of the evaluation, with commas; 0 is greedy")] = "0,1",
+    samples: Annotated[int, typer.Option(help="responses to a problem in the evaluation, where not greedy")] = 1,
+    out: Annotated[Path, typer.Option(help="folder of the comparison; the same folder goes on")] = Path(
+        "outputs/compare"
+    ),
+    steps: Annotated[int, typer.Option(help="GRPO steps of the demo")] = 20,
+    cache: Annotated[Path, typer.Option(help="folder for data and warmed-up policy of the demo")] = Path(
+        "outputs/cache"
+    ),
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda, for the demo")] = "auto",
+) -> None:
+    """Train one job under several precisions, judge all arms in one BF16 engine, write a table and a page.
+
+    The job is the demo, to which further arguments are Hydra overrides, or any verl command line after `--`, e.g.
+    `jetrl compare --precisions bf16,jet_fp8 -- bash run_qwen3_8b.sh`. What finished is not trained again.
+    """
+    from jetrl_verl.compare import CompareError
+    from jetrl_verl.compare.run import CompareOptions, run_compare
+    from jetrl_verl.demo import DemoError
+
+    try:
+        options = CompareOptions(
+            tuple(_listed(precisions)),
+            tuple(_listed(seeds, int)),
+            out,
+            tuple(_listed(temperatures, float)),
+            samples,
+            tuple(context.args),
+            steps,
+            cache,
+            device,
+        )
+        status = run_compare(options, Console())
+    except (CompareError, DemoError) as error:
+        _fail(error)
+    raise typer.Exit(status)
+
+
+def _listed(words: str, kind: Callable[[str], Any] = str) -> list[Any]:
+    try:
+        return [kind(word.strip()) for word in words.split(",") if word.strip()]
+    except ValueError:
+        raise typer.BadParameter(f"{words!r} is not a list of numbers with commas between them.") from None
+
+
+@app.command()
+def doctor(
+    ray: Annotated[bool, typer.Option(help="start a local Ray and ask its workers for the plugin")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
+) -> None:
+    """Say what this machine can run and how to mend what is wrong; exit status 1 if anything is."""
+    from jetrl_verl.observe.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(Console(), ray, as_json))
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="verl FSDP checkpoint (global_step_N) or Hugging Face folder")],
+    out: Annotated[Path, typer.Argument(help="folder to write; must not exist or be empty")],
+    format: Annotated[str, typer.Option(help="bf16, fp8 or both (OUT/bf16 and OUT/fp8)")] = "both",
+    scale_rule: Annotated[str, typer.Option(help="the run's jetrl.scale_rule: fp32 or pow2")] = "fp32",
+    unfit_layers: Annotated[str, typer.Option(help="the run's jetrl.unfit_layers: stop or skip")] = "stop",
+    tensor_parallel: Annotated[int, typer.Option(help="the rollout's tensor_model_parallel_size")] = 1,
+) -> None:
+    """Write a trained policy as BF16 and as the block-FP8 checkpoint that stock vLLM serves."""
+    from jetrl_verl.train.checkpoint_export import ExportError, ExportOptions, run_export
+
+    try:
+        run_export(checkpoint, out, ExportOptions(format, scale_rule, unfit_layers, tensor_parallel), Console())
+    except ExportError as error:
+        _fail(error)
+
+
+def _fail(error: Exception) -> NoReturn:
+    Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(1)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,6 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from packaging.version import InvalidVersion, Version
 
-from jetrl_verl.layers import SUPPORTED_MODEL_TYPES, UnsupportedLayer, plan_linears
-
 from .options import JetConfig, UnsupportedConfiguration
 
 PINS = {"verl": "0.9.1", "vllm": "0.24.0", "torch": "2.11", "transformers": "5.9"}
@@ -53,6 +51,9 @@ def check_environment(config: DictConfig) -> None:
     check_model(OmegaConf.select(config, "actor_rollout_ref.model.path"), options, tensor_parallel)
     if options.critic == "fp8":
         check_model(OmegaConf.select(config, "critic.model.path"), options, 1)
+
+    if OmegaConf.select(config, "actor_rollout_ref.model.use_fused_kernels"):
+        check_vocabulary(OmegaConf.select(config, "actor_rollout_ref.model.path"))
 
     if OmegaConf.select(config, "data.custom_cls.path") is None:
         for key in ("data.train_files", "data.val_files"):
@@ -121,8 +122,11 @@ def check_model(path: str | None, options: JetConfig, tensor_parallel: int) -> N
         if config_file is None:
             return
 
+    # Not at the top: the pins of this file are also read where torch, which layers imports, may be what is ill.
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
+
+    from jetrl_verl.layers import SUPPORTED_MODEL_TYPES, UnsupportedLayer, plan_linears
 
     try:
         model = json.loads(config_file.read_text())
@@ -146,8 +150,28 @@ def check_model(path: str | None, options: JetConfig, tensor_parallel: int) -> N
         raise UnsupportedConfiguration(f"precision={options.precision} cannot run {path}: {unfit}.") from None
 
 
+def check_vocabulary(path: str | None) -> None:
+    """Refuse ``model.use_fused_kernels`` for a local model whose vocabulary is larger than its tokenizer.
+
+    The fused kernel computes log-probabilities without lm_head's module, which is where the trainer masks the entries
+    that the rollout masks.
+    """
+    folder = Path(path).expanduser() if path is not None else None
+    if folder is None or not folder.is_dir():
+        return
+    from transformers import AutoConfig, AutoTokenizer
+
+    tokens = len(AutoTokenizer.from_pretrained(folder))
+    entries = AutoConfig.from_pretrained(folder).vocab_size
+    if entries > tokens:
+        raise UnsupportedConfiguration(
+            f"{path} has {entries - tokens} vocabulary entries without a token, which model.use_fused_kernels would "
+            "leave unmasked in the trainer alone; set actor_rollout_ref.model.use_fused_kernels=false."
+        )
+
+
 def check_data(key: str, files: Any) -> None:
-    """Check that each local ``.parquet`` file of ``data.train_files`` or ``data.val_files`` opens."""
+    """Check that each local ``.parquet`` file of ``data.train_files`` or ``data.val_files`` opens and yields a row."""
     if files is None:
         return
     import pyarrow
@@ -162,7 +186,10 @@ def check_data(key: str, files: Any) -> None:
         if path.suffix != ".parquet":
             continue
         try:
-            pyarrow.parquet.ParquetFile(path).close()
+            with pyarrow.parquet.ParquetFile(path) as file:
+                # The footer may be whole where the data is not.
+                for _ in file.iter_batches(batch_size=1):
+                    break
         except (pyarrow.ArrowException, OSError) as error:
             raise UnsupportedConfiguration(
                 f"the data file {name} ({key}) is not a readable parquet file ({type(error).__name__}); write it again."

@@ -133,7 +133,7 @@ def build_overrides(precision: str, prepared: Prepared, paths: RunPaths, device:
             "actor_rollout_ref.rollout.gpu_memory_utilization": 0.3,
         },
     }[device]
-    return [f"{key}={_quote(value)}" for key, value in {**common, **on_device}.items()]
+    return [f"{key}={quote(value)}" for key, value in {**common, **on_device}.items()]
 
 
 def build_environment(paths: RunPaths, device: str) -> dict[str, str]:
@@ -163,7 +163,7 @@ def build_environment(paths: RunPaths, device: str) -> dict[str, str]:
     return environment
 
 
-def _quote(value: object) -> str:
+def quote(value: object) -> str:
     """A value as Hydra's override grammar reads it; paths are quoted, since they may hold ``=`` or spaces."""
     if isinstance(value, Path):
         escaped = str(value).replace("\\", "\\\\").replace("'", "\\'")

@@ -138,7 +138,7 @@ def _train(
                     noted = time.monotonic()
                 time.sleep(_POLL_SECONDS)
         if status != 0:
-            _keep_ray_logs(tree.temporary, paths.ray_logs)
+            keep_ray_logs(tree.temporary, paths.ray_logs)
     tracker.finish()
     paths.facts.write_text(json.dumps(_facts(options, prepared, device, tracker, command), indent=2))
 
@@ -191,7 +191,7 @@ def _version(package: str) -> str:
     return "not installed"
 
 
-def _keep_ray_logs(temporary: Path, destination: Path) -> None:
+def keep_ray_logs(temporary: Path, destination: Path) -> None:
     """Save the daemons' logs of a failed run before their folder is removed."""
     for session in (temporary / "ray").glob("session_2*"):
         with suppress(OSError, shutil.Error):  # files vanish while daemons end; the logs are an extra

@@ -15,7 +15,8 @@
 
 A run is a folder with verl's ``metrics.jsonl`` (its ``file`` logger) and an optional ``run.json`` of facts. The page
 has no outside reference: figures are inline SVG whose text takes the page's colour, readable in light and dark mode.
-The same figures lie beside it as PNG. One run is drawn metric by metric; of several, each gets a colour of its own.
+The same figures lie beside it as PNG. One run is drawn metric by metric; of several, each arm gets a colour of its own,
+and where an arm has several runs (seeds), they are drawn faintly behind their mean.
 
 A figure appears only if some run has its metric, and the page says which are absent, so that a renamed metric shows.
 """
@@ -73,11 +74,15 @@ ACCURACY_SUFFIX = "/acc/mean@"
 
 @dataclass
 class Run:
-    """Metrics of one run in the order they were logged, and facts about it for the table."""
+    """Metrics of one run in the order they were logged, and facts about it for the table.
+
+    Runs with the same ``arm`` repeat one experiment; a run without one is an arm of its own.
+    """
 
     name: str
     records: list[tuple[int, dict]]
     facts: dict = field(default_factory=dict)
+    arm: str = ""
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Steps and values of ``key``, finite values only (verl writes NaN as null)."""
@@ -129,8 +134,21 @@ def load_run(folder: Path, name: str | None = None) -> Run:
     return Run(name or facts.get("precision") or folder.name, records, facts)
 
 
-def write_report(runs: Sequence[Run], path: Path, title: str = "Jet-RL on verl") -> Path:
+def write_report(
+    runs: Sequence[Run],
+    path: Path,
+    title: str = "Jet-RL on verl",
+    figures: "Sequence[Figure] | None" = None,
+    summary: str | None = None,
+) -> Path:
     """Write the page to ``path`` and every figure to ``<path's stem>_<figure>.png`` beside it; returns ``path``.
+
+    Args:
+        runs: what is drawn, in the order of the legend.
+        path: the page.
+        title: its heading.
+        figures: what to draw; ``FIGURES`` if None.
+        summary: HTML above the figures; tiles of each run's main figures if None.
 
     Raises ``ValueError`` if ``runs`` is empty or two runs share a name.
     """
@@ -139,22 +157,22 @@ def write_report(runs: Sequence[Run], path: Path, title: str = "Jet-RL on verl")
     if len({run.name for run in runs}) < len(runs):
         raise ValueError("two runs of the report have the same name; give each its own")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figures, absent = [], []
-    for figure in FIGURES:
+    drawings, absent = [], []
+    for figure in FIGURES if figures is None else figures:
         with plt.rc_context(STYLE):
             canvas, axes = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
             drawn = figure.draw(axes, runs)
             if drawn:
                 axes.set_title(figure.title)
                 canvas.savefig(path.with_name(f"{path.stem}_{figure.name}.png"), dpi=160, facecolor="white")
-                figures.append(_figure_html(figure, canvas))
+                drawings.append(_figure_html(figure, canvas))
             else:
                 absent.append(figure.title.lower())
             plt.close(canvas)
     page = Template(_TEMPLATE.read_text()).substitute(
         title=html.escape(title),
-        summary="\n".join(_summary_html(run, several=len(runs) > 1) for run in runs),
-        figures="\n".join(figures),
+        summary="\n".join(_summary_html(run, len(runs) > 1) for run in runs) if summary is None else summary,
+        figures="\n".join(drawings),
         absent=f"<p class='absent'>Not logged by these runs: {html.escape(', '.join(absent))}.</p>" if absent else "",
         facts=_facts_html(runs),
     )
@@ -175,34 +193,55 @@ class Figure:
     draw: Callable[[plt.Axes, Sequence[Run]], bool]
 
 
-def _lines(*metrics: tuple[str, str], ylabel: str, log: bool = False, bottom: float | None = None):
+def _arms(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs by arm, in the order of first appearance."""
+    arms: dict[str, list[Run]] = {}
+    for run in runs:
+        arms.setdefault(run.arm or run.name, []).append(run)
+    return arms
+
+
+def _plot(axes: plt.Axes, curves: Sequence[tuple[list[int], list[float]]], **style) -> bool:
+    """One curve, or the mean of several with each of them faint behind it; returns whether there was any."""
+    curves = [(steps, values) for steps, values in curves if steps]
+    if not curves:
+        return False
+    if len(curves) > 1:
+        for steps, values in curves:
+            axes.plot(steps, values, color=style["color"], linestyle=style.get("linestyle", "-"), lw=0.8, alpha=0.4)
+    by_step = [dict(zip(*curve)) for curve in curves]
+    steps = [step for step in curves[0][0] if all(step in values for values in by_step)]
+    axes.plot(steps, [statistics.fmean(values[step] for values in by_step) for step in steps], **style)
+    return True
+
+
+def lines(*metrics: tuple[str, str], ylabel: str, log: bool = False, bottom: float | None = None):
     """A drawing function for lines over steps.
 
-    ``metrics`` are (key, label). One run gets a colour per metric; several get a colour per run and a dash per metric.
+    ``metrics`` are (key, label). One arm gets a colour per metric; several get a colour per arm and a dash per metric.
     """
     dashes = ("-", "--", ":")
 
+    def series(run: Run, key: str) -> tuple[list[int], list[float]]:
+        points = [(step, value) for step, value in zip(*run.series(key)) if value > 0 or not log]
+        return [step for step, _ in points], [value for _, value in points]  # a log axis has no place for zero
+
     def draw(axes: plt.Axes, runs: Sequence[Run]) -> bool:
         drawn = 0
-        for i, run in enumerate(runs):
+        arms = _arms(runs)
+        several = len(arms) > 1
+        for i, (name, members) in enumerate(arms.items()):
             for j, (key, label) in enumerate(metrics):
-                steps, values = run.series(key)
-                if log:  # a log axis has no place for zero
-                    points = [(step, value) for step, value in zip(steps, values) if value > 0]
-                    steps, values = [step for step, _ in points], [value for _, value in points]
-                if not steps:
-                    continue
-                several = len(runs) > 1
-                axes.plot(
-                    steps,
-                    values,
+                curves = [series(run, key) for run in members]
+                drawn += _plot(
+                    axes,
+                    curves,
                     color=PALETTE[(i if several else j) % len(PALETTE)],
                     linestyle=dashes[j % len(dashes)] if several else "-",
-                    marker="o" if len(steps) < 8 else None,
+                    marker="o" if max(len(steps) for steps, _ in curves) < 8 else None,
                     markersize=4,
-                    label=f"{run.name}: {label}" if several and len(metrics) > 1 else run.name if several else label,
+                    label=f"{name}: {label}" if several and len(metrics) > 1 else name if several else label,
                 )
-                drawn += 1
         _finish(axes, ylabel, legend=drawn > 1)
         if log and drawn:
             axes.set_yscale("log")
@@ -215,22 +254,20 @@ def _lines(*metrics: tuple[str, str], ylabel: str, log: bool = False, bottom: fl
 
 def _draw_accuracy(axes: plt.Axes, runs: Sequence[Run]) -> bool:
     drawn = 0
-    for i, run in enumerate(runs):
-        steps, values = run.accuracy
-        if not steps:
-            continue
-        axes.plot(steps, values, color=PALETTE[i % len(PALETTE)], marker="o", markersize=5, label=run.name)
-        if len(runs) == 1:
-            for step, value in {(steps[0], values[0]), (steps[-1], values[-1])}:
-                axes.annotate(f"{value:.0%}", (step, value), (0, 8), textcoords="offset points", ha="center")
-        drawn += 1
+    for i, (name, members) in enumerate(_arms(runs).items()):
+        curves = [run.accuracy for run in members]
+        drawn += _plot(axes, curves, color=PALETTE[i % len(PALETTE)], marker="o", markersize=5, label=name)
+    if len(runs) == 1 and drawn:
+        steps, values = runs[0].accuracy
+        for step, value in {(steps[0], values[0]), (steps[-1], values[-1])}:
+            axes.annotate(f"{value:.0%}", (step, value), (0, 8), textcoords="offset points", ha="center")
     _finish(axes, "share answered rightly", legend=drawn > 1)
     axes.set_ylim(0, 1.08)
     return drawn > 0
 
 
 def _draw_timings(axes: plt.Axes, runs: Sequence[Run]) -> bool:
-    """Seconds of a step by phase: over the steps for one run, as means for several."""
+    """Seconds of a step by phase: over the steps for one run, as means for several arms."""
     phases = _phases(runs)
     if not phases:
         return False
@@ -245,14 +282,15 @@ def _draw_timings(axes: plt.Axes, runs: Sequence[Run]) -> bool:
             base = [low + height for low, height in zip(base, heights)]
         _finish(axes, "seconds", legend=True)
     else:
-        names = [run.name for run in runs]
-        base = [0.0] * len(runs)
+        arms = _arms(runs)
+        base = [0.0] * len(arms)
         for phase in phases:
             widths = []
-            for run in runs:
-                seconds = [_phase_seconds(data).get(phase, 0.0) for _, data in run.records if STEP_SECONDS in data]
+            for members in arms.values():
+                records = [data for run in members for _, data in run.records if STEP_SECONDS in data]
+                seconds = [_phase_seconds(data).get(phase, 0.0) for data in records]
                 widths.append(statistics.fmean(seconds) if seconds else 0.0)
-            axes.barh(names, widths, left=base, color=colours[phase], label=phase)
+            axes.barh(list(arms), widths, left=base, color=colours[phase], label=phase)
             base = [low + width for low, width in zip(base, widths)]
         axes.invert_yaxis()
         axes.set_xlabel("seconds per step, mean")
@@ -300,7 +338,7 @@ FIGURES = (
         "reward",
         "Reward",
         "Mean score of the sampled responses of each step.",
-        _lines((REWARD, "mean"), ylabel="mean score", bottom=0.0),
+        lines((REWARD, "mean"), ylabel="mean score", bottom=0.0),
     ),
     Figure(
         "accuracy",
@@ -313,7 +351,7 @@ FIGURES = (
         "Rollout against trainer",
         "How far the policy that sampled is from the policy that is trained, before the update: k3 estimate of the KL "
         "divergence per token, and the largest difference of a sampled token's probability.",
-        _lines(
+        lines(
             (MISMATCH, "k3 KL (nat)"),
             ("training/rollout_probs_diff_max", "max |Δp|"),
             ylabel="per token",
@@ -324,7 +362,7 @@ FIGURES = (
         "clip_fraction",
         "Clip fraction",
         "Share of tokens whose probability ratio left the trust region in the update.",
-        _lines(
+        lines(
             ("actor/pg_clipfrac", "upper or lower bound"),
             ("actor/pg_clipfrac_lower", "dual clip"),
             ylabel="share of tokens",
@@ -335,13 +373,13 @@ FIGURES = (
         "entropy",
         "Entropy",
         "Mean entropy of the policy's next-token distribution on its own responses.",
-        _lines(("actor/entropy", "entropy"), ylabel="nat per token", bottom=0.0),
+        lines(("actor/entropy", "entropy"), ylabel="nat per token", bottom=0.0),
     ),
     Figure(
         "response_length",
         "Response length",
         "Tokens per response, end of turn included.",
-        _lines(("response_length/mean", "mean"), ("response_length/max", "longest"), ylabel="tokens", bottom=0.0),
+        lines(("response_length/mean", "mean"), ("response_length/max", "longest"), ylabel="tokens", bottom=0.0),
     ),
     Figure("timings", "Time per step", "Seconds of a step by phase, validation left out.", _draw_timings),
 )
@@ -397,10 +435,10 @@ def _facts_html(runs: Sequence[Run]) -> str:
 
 
 def _measured(run: Run) -> dict:
-    """Rows of the table that come from metrics: means of everything this project logs itself (``jetrl/*``)."""
-    own = {key for _, data in run.records for key in data if key.startswith("jetrl/")}
+    """Rows of the table that come from metrics: means of everything this project logs itself (``actor/jetrl/*``)."""
+    own = {key for _, data in run.records for key in data if "jetrl/" in key}
     means = {key: run.mean(key) for key in (*sorted(own), MISMATCH, STEP_SECONDS)}
-    return {f"{key}, mean": value for key, value in means.items() if value is not None}
+    return {f"{key.removeprefix('actor/')}, mean": value for key, value in means.items() if value is not None}
 
 
 def _flatten(facts: dict, prefix: str = "") -> dict:

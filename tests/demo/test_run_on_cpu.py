@@ -28,6 +28,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from jetrl_verl.cli import app
+from jetrl_verl.config.options import PRECISIONS
 from jetrl_verl.demo import DemoError, cache, run
 from jetrl_verl.demo.overrides import RunPaths, build_environment
 from jetrl_verl.demo.process_tree import ProcessTree
@@ -152,7 +153,7 @@ def test_processes_of_others_are_left_alone(prepared, tmp_path):
 @pytest.mark.parametrize(
     "arguments,sentence",
     [
-        (["--precision", "fp4"], "'fp4' is not a precision; choose one of bf16, fp8_rollout, fp8_rollout_tis, jet_fp8"),
+        (["--precision", "fp4"], f"'fp4' is not a precision; choose one of {', '.join(PRECISIONS)}"),
         (["--device", "tpu"], "'tpu' is not a device; choose one of auto, cpu, cuda"),
         (["--steps", "0"], "--steps 0 trains nothing; ask for at least one step"),
     ],

@@ -37,7 +37,7 @@ def records(level: float = 0.4) -> list[tuple[int, dict]]:
         "timing_s/agent_loop/generate_sequences/max": 0.9,
         "timing_s/step": 3.5,
         "timing_s/testing": 9.0,
-        "jetrl/weight_sync/bytes": 4096,
+        "actor/jetrl/sync_megabytes": 4.5,
     }
     steps = [(i, step | {"critic/score/mean": level + 0.1 * i}) for i in (1, 2, 3)]
     return [(0, {accuracy: level}), *steps[:2], (3, steps[2][1] | {accuracy: level + 0.35})]
@@ -115,7 +115,7 @@ def test_facts_and_own_metrics_are_in_the_table_and_escaped(tmp_path):
     page = write_report([run], tmp_path / "report.html").read_text()
     assert "<th>backends.gemm</th><td>&lt;torch&gt;</td>" in page
     assert "a &amp;&amp; b" in page
-    assert "<th>jetrl/weight_sync/bytes, mean</th><td>4096</td>" in page
+    assert "<th>jetrl/sync_megabytes, mean</th><td>4.5</td>" in page
 
 
 def test_phases_add_up_to_the_step():

@@ -1,0 +1,401 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The driver of ``jetrl compare``: train every arm, have all of them judged, write the table and the page.
+
+An arm is one precision with one seed. Arms run one after another, each as the program a user would start, with the same
+words but for ``precision=``, the seeds and where it writes. A folder per arm holds everything it leaves; an arm that
+finished is not trained again, one that was interrupted goes on from its last checkpoint, and a folder that was made by
+another command is refused, so what stands beside each other in the table was always asked for by one command.
+"""
+
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from jetrl_verl.compare import CompareError
+from jetrl_verl.compare.evaluate import BEFORE, Request, file_of, load_config, write_request
+from jetrl_verl.config.options import PRECISIONS
+from jetrl_verl.demo import cache
+from jetrl_verl.demo.overrides import RunPaths, build_environment, build_overrides, quote
+from jetrl_verl.demo.process_tree import Interrupted, ProcessTree, signals_raise
+from jetrl_verl.demo.progress import GrowingFile, Tracker, last_errors, view_for
+from jetrl_verl.demo.run import DEVICES, VERL, detect_device, keep_ray_logs
+
+EVALUATE = (sys.executable, "-m", "jetrl_verl.compare.evaluate")
+SEED_KEYS = ("data.seed", "actor_rollout_ref.rollout.seed", "actor_rollout_ref.actor.data_loader_seed")
+"""Everything of a run that is drawn from a seed of verl's: order of the data, sampling, mini-batches."""
+
+_ONLY_LAST = 10**9
+_TOTAL_STEPS = re.compile(r"Total training steps: (\d+)")
+_OURS = ("precision", *SEED_KEYS, "trainer.default_local_dir", "trainer.resume_mode", "trainer.logger", "hydra.run.dir")
+_POLL_SECONDS = 0.25
+_SHARED_FILES_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """What the command line chooses. Raises ``CompareError`` for a value that makes no sense.
+
+    Attributes:
+        precisions, seeds: the arms are their product; differences are to the first precision.
+        out: folder of the comparison; the same folder goes on with an interrupted one.
+        temperatures, samples: of the evaluation; 0 is greedy, which takes one sample.
+        words: of the demo, further overrides; otherwise a verl command line that trains the job.
+        steps, cache, device: of the demo.
+    """
+
+    precisions: tuple[str, ...]
+    seeds: tuple[int, ...]
+    out: Path
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    samples: int = 1
+    words: tuple[str, ...] = ()
+    steps: int = 20
+    cache: Path = Path("outputs/cache")
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        for precision in self.precisions:
+            if precision not in PRECISIONS:
+                raise CompareError(f"{precision!r} is not a precision; choose from {', '.join(PRECISIONS)}.")
+        for name in ("precisions", "seeds", "temperatures"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                listed = ",".join(map(str, values))
+                raise CompareError(f"--{name} {listed} names none or one twice; give each value once, with commas.")
+        if self.samples < 1 or self.steps < 1 or min(self.temperatures) < 0:
+            raise CompareError("--samples and --steps must be at least 1 and no temperature negative; correct them.")
+        if self.device not in DEVICES:
+            raise CompareError(f"{self.device!r} is not a device; choose one of {', '.join(DEVICES)}.")
+        for word in self.words:
+            key = word.partition("=")[0].lstrip("+~")
+            if "=" in word and key in _OURS:
+                raise CompareError(f"{key} is what the arms differ in or are told apart by; remove {word}.")
+
+    @property
+    def is_demo(self) -> bool:
+        """Whether the job is the demo: no further words, or overrides alone."""
+        return not self.words or "=" in self.words[0]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One training."""
+
+    precision: str
+    seed: int
+    paths: RunPaths
+
+    name = property(lambda self: f"{self.precision}-seed{self.seed}")
+    state = property(lambda self: self.paths.folder / "arm.json")
+    checkpoints = property(lambda self: self.paths.folder / "checkpoints")
+    config = property(lambda self: self.paths.folder / "hydra" / ".hydra" / "config.yaml")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every arm trains: a command to which an arm's own words are added, its environment, its steps if known."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    steps: int = 0
+    saves: bool = False
+    """Whether the command says itself when to save checkpoints."""
+
+    def command_of(self, arm: Arm) -> list[str]:
+        """The whole command line of one arm."""
+        words = {
+            "precision": arm.precision,
+            **dict.fromkeys(SEED_KEYS, arm.seed),
+            "trainer.experiment_name": arm.name,
+            "trainer.logger": "[console,file]",
+            "trainer.default_local_dir": quote(arm.checkpoints),
+            "trainer.resume_mode": "auto",
+            "hydra.run.dir": quote(arm.paths.folder / "hydra"),
+            # Workers of a cluster that runs already do not inherit this process's environment.
+            "++ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH": quote(arm.paths.metrics),
+        }
+        if not self.saves:
+            words["trainer.save_freq"] = _ONLY_LAST  # verl also saves after the last step
+        return [*self.command, *(f"{key}={value}" for key, value in words.items())]
+
+    def environment_of(self, arm: Arm) -> dict[str, str]:
+        """Environment of one arm; scripts that take the precision from ``PRECISION`` are told the same."""
+        return {**self.environment, "VERL_FILE_LOGGER_PATH": str(arm.paths.metrics), "PRECISION": arm.precision}
+
+
+def run_compare(
+    options: CompareOptions,
+    console: Console,
+    trainer: Sequence[str] = VERL,
+    evaluator: Sequence[str] = EVALUATE,
+    recipe: cache.Recipe | None = None,
+) -> int:
+    """Run the comparison and return the exit status: 0, 1 after a failure, 128 + signal after an interruption.
+
+    Args:
+        options: what to compare.
+        console: where progress and the table are shown.
+        trainer: program that trains the demo, to which overrides are appended.
+        evaluator: program that scores, to which the request's file is appended.
+        recipe: data and policy of the demo; the defaults if None.
+
+    Raises:
+        CompareError, DemoError: one sentence; what was started has ended.
+    """
+    say = _sayer(console)
+    out = options.out.resolve()
+    arms = [
+        Arm(precision, seed, RunPaths(out / "arms" / f"{precision}-seed{seed}"))
+        for seed in options.seeds
+        for precision in options.precisions
+    ]
+    try:
+        with signals_raise():
+            job = _demo(options, trainer, recipe, say) if options.is_demo else _verl_job(options)
+            for arm in arms:
+                _check_state(arm, job)
+            failed = [arm for arm in arms if not _train(arm, job, console)]
+            finished = [arm for arm in arms if arm not in failed]
+            if not finished:
+                return 1
+            judged = _judge(finished, options, job, out, evaluator, say)
+            _report(finished, options, job, out, console)
+            for arm in failed:
+                say(f"not in the table, because it failed: {arm.name}, log {arm.paths.log}")
+            return int(bool(failed) or not judged)
+    except Interrupted as interruption:
+        say(f"interrupted by {interruption}; everything that was started has ended, the same command goes on")
+        return 128 + interruption.signal
+
+
+def _demo(options: CompareOptions, trainer: Sequence[str], recipe: cache.Recipe | None, say) -> Job:
+    device = detect_device() if options.device == "auto" else options.device
+    recipe = recipe or cache.Recipe()
+    prepared = cache.find(recipe, options.cache) or cache.make(recipe, options.cache, device, say)
+    # Precision and paths are those of the arms; the words of an arm come last and win.
+    nowhere = RunPaths(options.out.resolve())
+    overrides = build_overrides("bf16", prepared, nowhere, device, options.steps)
+    environment = build_environment(nowhere, device)
+    return Job([*trainer, *overrides, *options.words], environment, options.steps, _saves(options.words))
+
+
+def _verl_job(options: CompareOptions) -> Job:
+    if shutil.which(options.words[0]) is None:
+        raise CompareError(
+            f"{options.words[0]} is no program that can be run; give a verl command line after --, for example "
+            "`-- python3 -m verl.trainer.main_ppo ...`."
+        )
+    return Job(options.words, os.environ, saves=_saves(options.words))
+
+
+def _saves(words: Sequence[str]) -> bool:
+    return any(word.partition("=")[0].lstrip("+") == "trainer.save_freq" for word in words)
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+def _check_state(arm: Arm, job: Job) -> None:
+    if arm.state.is_file() and json.loads(arm.state.read_text())["command"] != job.command_of(arm):
+        raise CompareError(
+            f"{arm.paths.folder} was made by another command; choose another --out, or delete that folder."
+        )
+
+
+def _is_finished(arm: Arm) -> bool:
+    return arm.state.is_file() and json.loads(arm.state.read_text())["finished"]
+
+
+def _train(arm: Arm, job: Job, console: Console) -> bool:
+    """Train one arm unless it has finished; whether it has now."""
+    say = _sayer(console)
+    if _is_finished(arm):
+        say(f"{arm.name}: finished before")
+        return True
+    paths = arm.paths
+    paths.folder.mkdir(parents=True, exist_ok=True)
+    command = job.command_of(arm)
+    _write(arm.state, {"command": command, "finished": False})
+    earlier = _set_aside(paths.metrics)
+    say(f"{arm.name}: training, log {paths.log}")
+    tracker = Tracker(paths.log, paths.metrics, job.steps)
+    status = _watch(command, job.environment_of(arm), arm, tracker, console)
+    _join(earlier, paths.metrics)
+    reached = _latest_step(arm)
+    # verl saves its last step; what it logs since a resume says less.
+    if status != 0 or reached < max(tracker.steps, 1):
+        what = f"ended with status {status} after step {tracker.step} of {tracker.steps or '?'}"
+        say(f"{arm.name}: {what}, last checkpoint {reached or 'none'}:")
+        for line in last_errors(paths.log):
+            say(f"  {line}")
+        return False
+    seconds = {phase: round(value, 1) for phase, value in tracker.phase_seconds.items()}
+    facts = {"precision": arm.precision, "seed": arm.seed, "steps": reached, "seconds in phase": seconds}
+    _write(paths.facts, facts | {"command": shlex.join(command)})
+    _write(arm.state, {"command": command, "finished": True, "at": time.time()})
+    return True
+
+
+def _watch(command: Sequence[str], environment: Mapping[str, str], arm: Arm, tracker: Tracker, console: Console) -> int:
+    """Run the trainer, show where it is, leave nothing of it behind; its exit status."""
+    noted = time.monotonic()
+    log = GrowingFile(arm.paths.log)
+    with ProcessTree(command, environment, arm.paths.log) as tree, view_for(console) as view:
+        while True:
+            status = tree.poll()  # before reading, so that the last lines of an ended run are read
+            for line in log.lines():
+                if stated := _TOTAL_STEPS.search(line):
+                    tracker.steps = int(stated.group(1))
+                    load_config(arm.config)  # what cannot be judged is not worth training
+            tracker.update()
+            view.show(tracker)
+            if status is not None:
+                break
+            if time.monotonic() - noted > _SHARED_FILES_SECONDS:
+                tree.note_shared_files()
+                noted = time.monotonic()
+            time.sleep(_POLL_SECONDS)
+        if status != 0:
+            shutil.rmtree(arm.paths.ray_logs, ignore_errors=True)
+            keep_ray_logs(tree.temporary, arm.paths.ray_logs)
+    tracker.finish()
+    return status
+
+
+def _set_aside(metrics: Path) -> list[str]:
+    """Lines of an interrupted training, which verl's logger would overwrite; they wait in a file of their own."""
+    aside = metrics.with_name("metrics.earlier.jsonl")
+    if metrics.is_file():
+        _join(aside.read_text().splitlines() if aside.is_file() else [], metrics)
+        metrics.rename(aside)
+    return aside.read_text().splitlines() if aside.is_file() else []
+
+
+def _join(earlier: Sequence[str], metrics: Path) -> None:
+    """Put the steps before the first of ``metrics`` in front of it.
+
+    A resumed training begins with a validation of the step that it resumes from, which joins what that step logged.
+    """
+    records = [json.loads(line) for line in earlier if _step_of(line) < math.inf]
+    later = metrics.read_text().splitlines() if metrics.is_file() else []
+    first = min(map(_step_of, later), default=math.inf)
+    steps = {record["step"]: record["data"] for record in records if record["step"] <= first}
+    for record in (json.loads(line) for line in later if _step_of(line) < math.inf):
+        steps[record["step"]] = {**steps.get(record["step"], {}), **record["data"]}
+    metrics.write_text("".join(json.dumps({"step": step, "data": data}) + "\n" for step, data in steps.items()))
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf  # cut off when the run was killed
+
+
+def _latest_step(arm: Arm) -> int:
+    latest = arm.checkpoints / "latest_checkpointed_iteration.txt"
+    return int(latest.read_text()) if latest.is_file() else 0
+
+
+# --- judging ---------------------------------------------------------------------------------------------------------
+
+
+def _judge(arms: Sequence[Arm], options: CompareOptions, job: Job, out: Path, evaluator: Sequence[str], say) -> bool:
+    """Have every arm scored that was not, all of them by one engine; whether all are scored now."""
+    folder = out / "evaluation"
+    request = Request(str(arms[0].config), {}, False, options.temperatures, options.samples, str(folder))
+    settings = request.settings(load_config(request.config))
+
+    def fresh(name: str, since: float) -> bool:
+        file = file_of(folder, name)
+        if not file.is_file() or file.stat().st_mtime < since:
+            return False
+        return json.loads(file.read_text())["settings"] == settings
+
+    missing = {
+        arm.name: str(arm.checkpoints)
+        for arm in arms
+        if not fresh(arm.name, since=json.loads(arm.state.read_text())["at"])
+    }
+    before = not fresh(BEFORE, since=0.0)
+    if not missing and not before:
+        return True
+    folder.mkdir(parents=True, exist_ok=True)
+    log, spec = folder / "evaluation.log", folder / "request.json"
+    write_request(replace(request, checkpoints=missing, before=before), spec)
+    say(f"scoring {len(missing) + before} policies in one BF16 engine, log {log}")
+    lines = GrowingFile(log)
+    with ProcessTree([*evaluator, str(spec)], job.environment, log) as tree:
+        while True:
+            status = tree.poll()
+            for line in lines.lines():
+                if line.startswith("evaluated "):
+                    say(line)
+            if status is not None:
+                break
+            time.sleep(_POLL_SECONDS)
+    unscored = [name for name in (*([BEFORE] if before else []), *missing) if not fresh(name, since=0.0)]
+    if status == 0 and not unscored:
+        return True
+    say(f"the evaluation ended with status {status}, without {', '.join(unscored) or 'nothing'}:")
+    for line in last_errors(log):
+        say(f"  {line}")
+    return False
+
+
+def _report(arms: Sequence[Arm], options: CompareOptions, job: Job, out: Path, console: Console) -> None:
+    from jetrl_verl.observe.compare import Trained, show, write_comparison
+    from jetrl_verl.observe.report import load_run
+
+    def scores(name: str) -> dict[float, list[list[float]]] | None:
+        file = file_of(out / "evaluation", name)
+        if not file.is_file():
+            return None
+        return {float(temperature): table for temperature, table in json.loads(file.read_text())["scores"].items()}
+
+    trained = []
+    if (found := scores(BEFORE)) is not None:
+        trained.append(Trained(BEFORE, None, found))
+    for precision in options.precisions:
+        for arm in arms:
+            if arm.precision == precision and (found := scores(arm.name)) is not None:
+                run = load_run(arm.paths.folder, arm.name)
+                trained.append(Trained(precision, arm.seed, found, replace(run, arm=precision)))
+    if not any(entry.run for entry in trained):
+        return
+    facts = {"command": shlex.join(job.command), "seeds": list(options.seeds), "samples": options.samples}
+    rows = write_comparison(trained, out, facts, f"{', '.join(options.precisions)} on one job")
+    show(rows, console)
+    _sayer(console)(f"page: {out / 'compare.html'}")
+
+
+def _write(path: Path, content: Mapping) -> None:
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(json.dumps(content, indent=1))
+    unfinished.rename(path)
+
+
+def _sayer(console: Console):
+    return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,425 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A trained policy as folders that others serve: BF16 in Hugging Face's layout, block FP8 as stock vLLM reads it.
+
+The FP8 folder holds what the rollout held. Its codes come out of ``quantise_stream``, the function that feeds a weight
+sync, from the same BF16 values, the same plan of layers and the same scale rule, so they are equal byte for byte. Its
+``quantization_config`` is the one that vLLM's ``Fp8Config`` reads: ``fp8``, 128x128 blocks, activations quantised as
+they come, and by name each projection that stays BF16. Its digest is that of the contract check: equal to the ``live
+digest`` that an unsharded rollout logged at its last weight sync, or the folder is not what it sampled from.
+
+Tensors pass one by one. A Hugging Face folder is mapped, not read; a verl FSDP checkpoint goes through verl's own model
+merger with its shards mapped, which leaves one BF16 copy of the model in memory; what is written is held one file of a
+few GiB at a time. A folder appears under its name only when it is complete.
+"""
+
+import contextlib
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.filesize import decimal
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from jetrl_verl.config.environment import check_model
+from jetrl_verl.config.options import JetConfig, UnsupportedConfiguration
+from jetrl_verl.layers import LinearPlan, UnsupportedLayer, plan_linears, plan_of
+from jetrl_verl.numerics import BLOCK, FP8_DTYPE, BlockQuantized
+from jetrl_verl.observe.contract import SCALE_SUFFIX, block_sums, row_sums
+from jetrl_verl.train.export import quantise_stream
+
+FORMATS = ("bf16", "fp8", "both")
+FACTS = "jetrl_export.json"
+SHARD_BYTES = 4 * 2**30
+
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+class ExportError(ValueError):
+    """A checkpoint that cannot be exported; the message is one sentence: what is wrong, what to do."""
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """How the FP8 folder is made; use what the run used, or the codes are not the rollout's.
+
+    Attributes:
+        format: ``bf16``, ``fp8`` or ``both``.
+        scale_rule, unfit_layers: ``jetrl.scale_rule`` and ``jetrl.unfit_layers`` of the run.
+        tensor_parallel: the rollout's ``tensor_model_parallel_size``; with ``unfit_layers=skip`` it decides which
+            layers were quantised.
+    """
+
+    format: str = "both"
+    scale_rule: str = "fp32"
+    unfit_layers: str = "stop"
+    tensor_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise ExportError(f"--format {self.format} is not a choice; use one of {', '.join(FORMATS)}.")
+        if self.tensor_parallel < 1:
+            raise ExportError(f"--tensor-parallel {self.tensor_parallel} is no number of ranks; use 1 or more.")
+        self.as_jetrl()
+
+    def as_jetrl(self) -> JetConfig:
+        """The same as options of a run, validated there."""
+        try:
+            return JetConfig(
+                precision="jet_fp8",
+                train="fp8",
+                rollout="fp8",
+                scale_rule=self.scale_rule,
+                unfit_layers=self.unfit_layers,
+            )
+        except UnsupportedConfiguration as error:
+            raise ExportError(str(error)) from None
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A folder that was written: its weight files, their bytes, how many tensors of it are FP8 codes, its digest."""
+
+    folder: Path
+    files: int
+    bytes: int
+    quantised: int
+    digest: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that is ready to be read, any number of times.
+
+    Attributes:
+        source: folder that was found. config_folder: configuration, tokenizer and what else belongs to the model.
+        tensors: starts a stream of (Hugging Face name, full tensor).
+    """
+
+    source: Path
+    config_folder: Path
+    tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """``config.json`` as it stands in the folder."""
+        try:
+            return json.loads((self.config_folder / "config.json").read_text())
+        except (OSError, ValueError) as error:
+            raise ExportError(
+                f"{self.config_folder / 'config.json'} is not a readable model config ({type(error).__name__}); "
+                "copy the checkpoint again."
+            ) from None
+
+
+def export(checkpoint: Path, out: Path, options: ExportOptions, shard_bytes: int = SHARD_BYTES) -> list[Exported]:
+    """Write ``out`` (one format) or ``out/bf16`` and ``out/fp8`` (both) from a checkpoint.
+
+    Args:
+        checkpoint: a verl FSDP checkpoint (its root, ``global_step_N`` or ``global_step_N/actor``) or a Hugging Face
+            folder with safetensors.
+        out: a folder that does not exist yet, or is empty.
+        options: format, and what decides the codes.
+        shard_bytes: size of a weight file; also what is held in memory beyond one tensor while writing.
+
+    Raises:
+        ExportError: one sentence; nothing is left under ``out`` then.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ExportError(f"{out} exists and is not an empty folder; name another one or remove it.")
+    source = find_checkpoint(checkpoint)
+    formats = ("bf16", "fp8") if options.format == "both" else (options.format,)
+    plans = _plan(source, options) if "fp8" in formats else {}
+    opened = _open(source)
+    if opened.config.get("quantization_config"):
+        raise ExportError(
+            f"{source} is already quantised (quantization_config); name the trained BF16 or FP32 weights."
+        )
+
+    building = out.with_name(f".{out.name}-{os.getpid()}")
+    try:
+        written = []
+        for name in formats:
+            below = name if len(formats) > 1 else ""
+            (building / below).mkdir(parents=True)
+            exported = _write(opened, building / below, plans if name == "fp8" else {}, options, shard_bytes)
+            written.append(replace(exported, folder=out / below))
+        if out.exists():
+            out.rmdir()
+        building.rename(out)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return written
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The folder of ``path`` that holds a model: of a run's checkpoints the latest, of a step its actor."""
+    latest = path / "latest_checkpointed_iteration.txt"
+    if latest.is_file():
+        path = path / f"global_step_{latest.read_text().strip()}"
+    if (path / "actor").is_dir():
+        path = path / "actor"
+    if (path / "fsdp_config.json").is_file() or (path / "config.json").is_file():
+        return path
+    raise ExportError(
+        f"{path} is neither a verl FSDP checkpoint (fsdp_config.json) nor a Hugging Face folder (config.json); "
+        "name global_step_N of a run, or a model folder."
+    )
+
+
+def _open(source: Path) -> Checkpoint:
+    if not (source / "fsdp_config.json").is_file():
+        return Checkpoint(source, source, lambda: _read_safetensors(source))
+    merged = merge_fsdp(source)
+    return Checkpoint(source, source / "huggingface", lambda: merged.items())
+
+
+def _plan(source: Path, options: ExportOptions) -> dict[str, LinearPlan]:
+    """Which layers are quantised; refuses what the FP8 flow cannot run, before anything large is read."""
+    from transformers import AutoConfig
+
+    folder = source / "huggingface" if (source / "fsdp_config.json").is_file() else source
+    try:
+        if folder is source:
+            check_model(str(folder.absolute()), options.as_jetrl(), options.tensor_parallel)
+        config = AutoConfig.from_pretrained(folder)
+        return plan_linears(config, options.tensor_parallel, unfit_layers=options.unfit_layers)
+    except UnsupportedConfiguration as error:
+        raise ExportError(str(error)) from None
+    except UnsupportedLayer as error:
+        raise ExportError(f"{folder} has no FP8 form: {error}.") from None
+    except (OSError, ValueError) as error:
+        raise ExportError(
+            f"{folder / 'config.json'} is not a readable model config ({type(error).__name__}); "
+            "copy the checkpoint again."
+        ) from None
+
+
+def _read_safetensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a Hugging Face folder, mapped: pages are read as a tensor is used."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ExportError(f"{folder} holds no *.safetensors; save the model with safetensors first.")
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  a handle, not a mapping
+                    yield name, tensors.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ExportError(
+                f"the weight file {file} is missing or damaged ({type(error).__name__}); copy the folder again."
+            ) from None
+
+
+def merge_fsdp(folder: Path) -> dict[str, torch.Tensor]:
+    """Full BF16 tensors of a verl FSDP checkpoint, by verl's own model merger.
+
+    The shards are mapped instead of read, so the result is the only copy in memory.
+    """
+    from torch.utils.serialization import config as loading
+    from verl.model_merger.base_model_merger import ModelMergerConfig
+    from verl.model_merger.fsdp_model_merger import FSDPModelMerger
+
+    merged: dict[str, torch.Tensor] = {}
+
+    class Merger(FSDPModelMerger):
+        """verl's merger, stopped where it would write the model."""
+
+        def save_hf_model_and_tokenizer(self, state_dict: dict[str, torch.Tensor]) -> None:
+            merged.update(state_dict)
+
+    try:
+        world = json.loads((folder / "fsdp_config.json").read_text())["world_size"]
+        first = folder / f"model_world_size_{world}_rank_0.pt"
+        if not first.is_file():
+            raise FileNotFoundError(first.name)
+        merger = Merger(
+            ModelMergerConfig("merge", "fsdp", local_dir=str(folder), hf_model_config_path=str(folder / "huggingface"))
+        )
+        # What the merger prints are facts about itself.
+        with loading.patch({"load.mmap": True}), contextlib.redirect_stdout(io.StringIO()):
+            merger.merge_and_save()
+    except Exception as error:  # a damaged pickle raises almost anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ExportError(
+            f"verl's model merger cannot read {folder} ({reason}); every rank's model_world_size_*_rank_*.pt must be "
+            "there, complete, beside huggingface/."
+        ) from None
+    if any("lora_" in name for name in merged):
+        raise ExportError(
+            f"{folder} holds LoRA adapters; merge them into the model first (`python -m verl.model_merger`)."
+        )
+    return merged
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def _write(
+    checkpoint: Checkpoint, folder: Path, plans: Mapping[str, LinearPlan], options: ExportOptions, shard_bytes: int
+) -> Exported:
+    """One output folder; FP8 where ``plans`` says so, all BF16 where it is empty."""
+    config = checkpoint.config
+    layers = config.get("num_hidden_layers", 0)
+    names = [f"model.layers.{layer}.{suffix}.weight" for layer in range(layers) for suffix in plans]
+    weights = _checked(checkpoint.tensors(), names, plans, bool(config.get("tie_word_embeddings")))
+    digest = _Digest(bool(config.get("tie_word_embeddings")))
+    stream = digest.of(quantise_stream(weights, plans, options.scale_rule))
+    files, size, quantised = _save(stream, folder, shard_bytes)
+
+    config["dtype"] = "bfloat16"
+    config.pop("torch_dtype", None)  # the older name of the same key
+    if plans:
+        kept = [name.removesuffix(".weight") for name in names if not plan_of(name, plans).quantised]
+        config["quantization_config"] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": ["lm_head", *kept],
+        }
+        facts = {"source": str(checkpoint.source.resolve()), "digest": f"{digest.value:#018x}", **asdict(options)}
+        (folder / FACTS).write_text(json.dumps(facts, indent=2))
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    for file in sorted(checkpoint.config_folder.iterdir()):
+        is_weight = file.suffix in _WEIGHTS or file.name.endswith(".index.json")
+        if file.is_file() and not is_weight and file.name not in ("config.json", FACTS):
+            shutil.copyfile(file, folder / file.name)
+    for file in folder.glob("*.safetensors"):
+        shutil.copymode(folder / "config.json", file)  # safetensors makes them readable by their owner alone
+    return Exported(folder, files, size, quantised, digest.value)
+
+
+class _Digest:
+    """Sum of the contract's sums over a stream, modulo 2^64, as an unsharded rollout logs it of its live parameters."""
+
+    def __init__(self, tied: bool) -> None:
+        self.value, self._tied = 0, tied
+
+    def of(self, stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pass ``stream`` through and add it up."""
+        codes = None
+        for name, tensor in stream:
+            if tensor.dtype == FP8_DTYPE:
+                codes = tensor
+            elif name.endswith(SCALE_SUFFIX):
+                self._add(block_sums(BlockQuantized(codes, tensor)))
+                codes = None
+            else:
+                # A tied embedding has two names in the trainer and in the rollout.
+                self._add(row_sums(tensor), times=1 + (self._tied and name == _EMBEDDING))
+            yield name, tensor
+
+    def _add(self, sums: torch.Tensor, times: int = 1) -> None:
+        self.value = (self.value + times * int(sums.sum().item())) % 2**64
+
+
+def _checked(
+    weights: Iterable[tuple[str, torch.Tensor]], expected: Iterable[str], plans: Mapping[str, LinearPlan], tied: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The stream without the second name of a tied embedding; refuses what would become another model than this."""
+    missing = set(expected)
+    shared: dict[str, torch.Tensor] = {}
+    for name, tensor in weights:
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise ExportError(f"{name} holds Inf or NaN; export an earlier checkpoint of the run.")
+        plan = plan_of(name, plans) if name.endswith(".weight") else None
+        if plan is not None:
+            if name not in missing:
+                raise ExportError(f"{name} belongs to a layer that config.json does not have; copy the folder again.")
+            if tuple(tensor.shape) != (plan.n, plan.k):
+                raise ExportError(
+                    f"{name} has shape {list(tensor.shape)} and config.json says [{plan.n}, {plan.k}]; the weights and "
+                    "the configuration do not belong together."
+                )
+            missing.remove(name)
+        if tied and name in (_HEAD, _EMBEDDING):
+            shared[name] = tensor
+            if len(shared) == 2 and not torch.equal(shared[_HEAD].bfloat16(), shared[_EMBEDDING].bfloat16()):
+                raise ExportError(
+                    f"{_HEAD} differs from {_EMBEDDING}, which config.json ties; set tie_word_embeddings to false."
+                )
+            if name == _HEAD:
+                continue
+        yield name, tensor
+    if tied and _EMBEDDING not in shared:
+        missing.add(_EMBEDDING)
+    if missing:
+        raise ExportError(f"{min(missing)} is not in the checkpoint ({len(missing)} missing); copy the folder again.")
+
+
+def _save(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int) -> tuple[int, int, int]:
+    """Write a stream as safetensors of about ``shard_bytes``; returns numbers of files, bytes and FP8 tensors."""
+    shard: dict[str, torch.Tensor] = {}
+    held = size = quantised = 0
+    parts: list[list[str]] = []
+
+    def flush() -> None:
+        save_file(shard, folder / f"part-{len(parts)}", metadata={"format": "pt"})
+        parts.append(list(shard))
+        shard.clear()
+
+    for name, tensor in tensors:
+        # Codes and their scales stay together: a reader may want both from one file.
+        if shard and held + tensor.nbytes > shard_bytes and not name.endswith(SCALE_SUFFIX):
+            flush()
+            held = 0
+        shard[name] = tensor.contiguous()
+        held += tensor.nbytes
+        size += tensor.nbytes
+        quantised += tensor.dtype == FP8_DTYPE
+    flush()
+    if len(parts) == 1:
+        (folder / "part-0").rename(folder / "model.safetensors")
+        return 1, size, quantised
+    weight_map = {}
+    for number, names in enumerate(parts):
+        file = f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors"
+        (folder / f"part-{number}").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    return len(parts), size, quantised
+
+
+def run_export(checkpoint: Path, out: Path, options: ExportOptions, console: Console) -> None:
+    """The command: export, and say what was written and how to serve it. Raises ``ExportError``."""
+    for exported in export(checkpoint, out, options):
+        layers = f", {exported.quantised} layers in FP8" if exported.quantised else ""
+        files = f"{exported.files} {'file' if exported.files == 1 else 'files'}"
+        _say(console, f"{exported.folder}: {files}, {decimal(exported.bytes)}{layers}")
+        if exported.quantised:
+            _say(console, f"digest {exported.digest:#018x}: the live digest in the log of the run's last weight sync")
+            # DeepGEMM, vLLM's first choice, rounds the scales to powers of two at load and the codes with them.
+            _say(console, f"serve these codes as they are: VLLM_USE_DEEP_GEMM=0 vllm serve {exported.folder}")
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,126 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""An exported FP8 folder in vLLM: as stock vLLM reads it, and running, equal to a rollout that got a weight sync.
+
+Stock vLLM's own block-FP8 kernels need a GPU, or AMX (test_export_on_gpu.py runs them). Here vLLM's loader reads the
+folder into layers of our method, and what then lives in the engine is compared with the trainer's statement.
+"""
+
+import json
+import os
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from jetrl_verl.config.options import JetConfig
+from jetrl_verl.config.vllm_arguments import vllm_arguments
+from jetrl_verl.layers import plan_linears
+from jetrl_verl.observe.contract import ContractReceiver, ContractViolation, probe_sum, with_contract
+from jetrl_verl.train.checkpoint_export import ExportOptions, export
+from jetrl_verl.train.export import quantise_stream
+
+RULE = "fp32"
+SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VERL_RAY_JOB_ID": f"test-export-{os.getpid()}",
+}
+
+
+def trainer(seed: int):
+    """FP32 master weights; one projection that no 128x128 block fits, so that a skipped layer is part of the test."""
+    return tiny_model("qwen2", seed, vocab_size=96, hidden_size=256, intermediate_size=320)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("export")
+    trainer(1).save_pretrained(root / "policy")
+    export(root / "policy", root / "fp8", ExportOptions("fp8", unfit_layers="skip"))
+    return root / "fp8"
+
+
+@pytest.fixture(scope="module")
+def model(folder, cpu_platform):
+    """vLLM's live model, loaded from the exported folder by vLLM's own loader."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SETTINGS.items():
+            patch.setenv(name, value)
+        from vllm import LLM
+
+        options = JetConfig("jet_fp8", train="fp8", rollout="fp8", scale_rule=RULE, unfit_layers="skip")
+        llm = LLM(
+            str(folder),
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            enforce_eager=True,
+            max_model_len=64,
+            max_num_seqs=8,
+            **vllm_arguments(options, None),
+        )
+        yield llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
+
+
+def verify(model, weights) -> dict:
+    """The contract check of a weight sync, against a trainer with these weights."""
+    from jetrl_verl.rollout.live import live_tensors
+
+    reference = trainer(1)
+    probe = probe_sum(torch.device("cpu"), RULE)
+    plans = plan_linears(reference.config, unfit_layers="skip")
+    statement = with_contract(quantise_stream(weights.items(), plans, RULE), scale_rule=RULE, probe=probe)
+    receiver = ContractReceiver()
+    receiver.take([(name, tensor) for name, tensor in statement if name.startswith("jetrl.contract")])
+    return receiver.verify(live_tensors(model), scale_rule=RULE, probe=probe)
+
+
+def test_what_lives_in_the_engine_is_what_a_weight_sync_would_leave(model, folder):
+    """Same bytes under the same method, so the same log-probabilities; four projections of each layer are FP8."""
+    counts = verify(model, trainer(1).state_dict())
+    assert (counts["quantised"], counts["plain"]) == (8, 19)
+    assert json.loads((folder / "jetrl_export.json").read_text())["digest"] == f"{counts['digest']:#018x}"
+
+
+def test_another_checkpoint_would_have_been_noticed(model):
+    weights = trainer(1).state_dict()
+    weights["model.layers.1.self_attn.o_proj.weight"][3, 5] *= 1.5
+    with pytest.raises(ContractViolation, match=r"layers\.1\.self_attn\.o_proj\.weight differs"):
+        verify(model, weights)
+
+
+def test_stock_vllm_reads_the_configuration_as_meant(folder):
+    """``Fp8Config`` and its rule for skipped layers, by vLLM's names of merged projections."""
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+    from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+    from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+
+    config = Fp8Config.from_config(json.loads((folder / "config.json").read_text())["quantization_config"])
+    assert config.is_checkpoint_fp8_serialized and config.activation_scheme == "dynamic"
+    assert config.weight_block_size == [128, 128]
+    merged = Qwen2ForCausalLM.packed_modules_mapping
+    skipped = {
+        suffix: is_layer_skipped(f"model.layers.1.{suffix}", config.ignored_layers, merged)
+        for suffix in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    }
+    assert skipped == {
+        "self_attn.qkv_proj": False,
+        "self_attn.o_proj": False,
+        "mlp.gate_up_proj": True,
+        "mlp.down_proj": True,
+    }
+    assert is_layer_skipped("lm_head", config.ignored_layers, merged)

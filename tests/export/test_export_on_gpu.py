@@ -1,0 +1,82 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Stock vLLM serves the exported block-FP8 folder with the rollout's own log-probabilities.
+
+``VLLM_USE_DEEP_GEMM=0``, as the command advises: DeepGEMM would round scales to powers of two. What then differs from
+our method is vLLM's activation quantiser and where a bias is added; a model without biases leaves the quantiser, whose
+scale ``amax / 448`` and division are the contract's.
+"""
+
+import gc
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from jetrl_verl.config.options import JetConfig
+from jetrl_verl.config.vllm_arguments import vllm_arguments
+from jetrl_verl.train.checkpoint_export import ExportOptions, export
+
+PROMPT = torch.randint(0, 96, (61,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("export")
+    model = tiny_model("qwen3", 1, vocab_size=96, hidden_size=512, intermediate_size=1024, num_attention_heads=4)
+    model.save_pretrained(root / "policy")
+    export(root / "policy", root / "out", ExportOptions())
+    return root / "out"
+
+
+def score(folder, monkeypatch, **arguments) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probabilities [len(PROMPT) - 1] of the prompt in one vLLM engine, and the engine's live parameters."""
+    for name, value in {"VLLM_USE_DEEP_GEMM": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
+        monkeypatch.setenv(name, value)
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm = LLM(
+        str(folder),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=64,
+        max_num_seqs=8,
+        gpu_memory_utilization=0.2,
+        **arguments,
+    )
+    sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    (output,) = llm.generate({"prompt_token_ids": PROMPT}, sampling, use_tqdm=False)
+    entries = zip(output.prompt_logprobs[1:], PROMPT[1:], strict=True)
+    scored = torch.tensor([entry[token].logprob for entry, token in entries])
+    model = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
+    live = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+    del llm, model
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    return scored, live
+
+
+def test_stock_vllm_gives_the_rollouts_log_probabilities(folders, monkeypatch):
+    options = JetConfig("jet_fp8", train="fp8", rollout="fp8")
+    ours, our_weights = score(folders / "fp8", monkeypatch, **vllm_arguments(options, None))
+    stock, stock_weights = score(folders / "fp8", monkeypatch)
+    bf16, _ = score(folders / "bf16", monkeypatch)
+
+    for name, weight in our_weights.items():
+        assert torch.equal(weight.view(torch.uint8), stock_weights[name].view(torch.uint8)), name
+    quantisation, difference = (bf16 - ours).abs(), (stock - ours).abs()
+    print(f"|stock - ours| max {difference.max():.2e}, |bf16 - ours| max {quantisation.max():.2e}")
+    assert quantisation.max() > 0
+    assert torch.equal(stock, ours)

@@ -1,0 +1,373 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""``jetrl compare`` with a fake trainer and a fake evaluation: arms, resuming, statistics, table and page."""
+
+import io
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from jetrl_verl.cli import app
+from jetrl_verl.compare import CompareError, run
+from jetrl_verl.compare.evaluate import BEFORE, Request
+from jetrl_verl.compare.run import CompareOptions, run_compare
+from jetrl_verl.demo import cache
+from jetrl_verl.demo.overrides import RunPaths
+from jetrl_verl.demo.process_tree import ProcessTree
+from jetrl_verl.observe.compare import Trained, as_markdown, cells, show, summarise, write_comparison
+from jetrl_verl.observe.report import FIGURES, Run
+
+FAKE = Path(__file__).with_name("fake_compare.py")
+LOGGER = "++ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH"
+JUDGE = (sys.executable, str(FAKE), "judge")
+
+
+def options(out: Path, behaviour: str = "succeed", precisions=("bf16", "jet_fp8"), seeds=(1,), words=(), **others):
+    """A job given as a command line after ``--``."""
+    command = (sys.executable, str(FAKE), "train", behaviour, *words)
+    return CompareOptions(precisions, seeds, out, words=command, **others)
+
+
+def compare(*arguments, **others) -> tuple[int, str]:
+    """Exit status and console output."""
+    screen = io.StringIO()
+    status = run_compare(options(*arguments, **others), Console(file=screen, width=250), evaluator=JUDGE)
+    return status, screen.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(run, "ProcessTree", partial(ProcessTree, grace=1.0))
+    monkeypatch.setattr(run, "_POLL_SECONDS", 0.02)
+
+
+def starts(out: Path, arm: str) -> list[int]:
+    """The steps from which an arm was started, one per attempt."""
+    return [int(line) for line in (out / "arms" / arm / "checkpoints" / "starts").read_text().split()]
+
+
+def metrics(out: Path, arm: str) -> list[dict]:
+    return [json.loads(line) for line in (out / "arms" / arm / "metrics.jsonl").read_text().splitlines()]
+
+
+def engines(out: Path) -> list[str]:
+    """What each start of an evaluation engine was asked to score."""
+    return (out / "evaluation" / "engines").read_text().splitlines()
+
+
+# --- the driver ------------------------------------------------------------------------------------------------------
+
+
+def test_every_precision_runs_with_every_seed_and_one_engine_judges_all(tmp_path):
+    status, screen = compare(tmp_path, seeds=(1, 2))
+    assert status == 0, screen
+    arms = sorted(path.name for path in (tmp_path / "arms").iterdir())
+    assert arms == ["bf16-seed1", "bf16-seed2", "jet_fp8-seed1", "jet_fp8-seed2"]
+    assert engines(tmp_path) == [f"{arms} True"]
+    report = json.loads((tmp_path / "compare.json").read_text())
+    assert [row["arm"] for row in report["rows"]] == [BEFORE, "bf16", "jet_fp8"]
+    assert [row["seeds"] for row in report["rows"]] == [0, 2, 2]
+    for file in ("compare.html", "compare.md", "compare_evaluation.png", "compare_reward.png"):
+        assert (tmp_path / file).is_file()
+    assert screen.splitlines()[-1] == f"page: {tmp_path / 'compare.html'}"
+
+
+def test_arms_differ_in_precision_and_seeds_alone(tmp_path):
+    compare(tmp_path, seeds=(1, 2), words=("data.train_batch_size=8",))
+    commands = {path.parent.name: json.loads(path.read_text())["command"] for path in tmp_path.glob("arms/*/arm.json")}
+    assert len(commands) == 4
+    own = ("precision", "data.seed", "actor_rollout_ref.rollout.seed", "actor_rollout_ref.actor.data_loader_seed")
+    places = ("trainer.experiment_name", "trainer.default_local_dir", "hydra.run.dir", LOGGER)
+    rest = {tuple(w for w in words if w.partition("=")[0] not in own + places) for words in commands.values()}
+    assert len(rest) == 1 and "data.train_batch_size=8" in rest.pop()
+    assert "precision=jet_fp8" in commands["jet_fp8-seed2"] and "data.seed=2" in commands["jet_fp8-seed2"]
+
+
+def test_only_the_last_step_is_saved_unless_the_command_says_otherwise(tmp_path):
+    def saving(words):
+        arm = run.Arm("bf16", 1, RunPaths(tmp_path))
+        command = run._verl_job(options(tmp_path, words=words)).command_of(arm)
+        return [word for word in command if "save_freq" in word]
+
+    assert saving(()) == ["trainer.save_freq=1000000000"]
+    assert saving(("trainer.save_freq=20",)) == ["trainer.save_freq=20"]
+
+
+def test_what_finished_is_neither_trained_nor_judged_again(tmp_path):
+    compare(tmp_path)
+    status, screen = compare(tmp_path)
+    assert status == 0 and "jet_fp8-seed1: finished before" in screen
+    assert starts(tmp_path, "jet_fp8-seed1") == [0] and len(engines(tmp_path)) == 1
+
+
+def test_a_further_arm_joins_without_repeating_the_others(tmp_path):
+    compare(tmp_path)
+    status, _ = compare(tmp_path, precisions=("bf16", "fp8_rollout", "jet_fp8"))
+    assert status == 0
+    assert starts(tmp_path, "bf16-seed1") == [0] and starts(tmp_path, "fp8_rollout-seed1") == [0]
+    assert engines(tmp_path)[1] == "['fp8_rollout-seed1'] False"
+    rows = json.loads((tmp_path / "compare.json").read_text())["rows"]
+    assert [row["arm"] for row in rows] == [BEFORE, "bf16", "fp8_rollout", "jet_fp8"]
+
+
+def test_other_evaluation_settings_judge_every_arm_again_and_train_none(tmp_path):
+    compare(tmp_path)
+    compare(tmp_path, samples=4)
+    assert starts(tmp_path, "bf16-seed1") == [0]
+    assert engines(tmp_path)[1] == "['bf16-seed1', 'jet_fp8-seed1'] True"
+
+
+def test_an_interrupted_arm_goes_on_from_its_checkpoint_with_whole_metrics(tmp_path):
+    status, screen = compare(tmp_path, "die_once")
+    assert status == 1 and "bf16-seed1: ended with status 3 after step 2 of 4, last checkpoint 1" in screen
+    status, screen = compare(tmp_path, "die_once")
+    assert status == 0, screen
+    assert starts(tmp_path, "bf16-seed1") == [0, 1]
+    records = metrics(tmp_path, "bf16-seed1")
+    assert [record["step"] for record in records] == [0, 1, 2, 3, 4]
+    # The step it went on from has what it logged when it was trained and when it was resumed.
+    assert {"critic/score/mean", "val-core/x/acc/mean@1"} <= records[1]["data"].keys()
+
+
+def test_an_arm_that_was_killed_after_its_last_step_only_ends(tmp_path):
+    compare(tmp_path)
+    before = metrics(tmp_path, "bf16-seed1")
+    state = tmp_path / "arms" / "bf16-seed1" / "arm.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"finished": False}))
+    status, screen = compare(tmp_path)
+    assert status == 0, screen
+    assert starts(tmp_path, "bf16-seed1") == [0, 4] and metrics(tmp_path, "bf16-seed1") == before
+
+
+def test_an_arm_that_fails_is_named_with_its_error_and_the_others_are_compared(tmp_path):
+    status, screen = compare(tmp_path, "fail:fp8_rollout", precisions=("bf16", "fp8_rollout", "jet_fp8"))
+    assert status == 1
+    assert "ValueError: layer 3 differs" in screen
+    assert f"not in the table, because it failed: fp8_rollout-seed1, log {tmp_path}" in screen
+    rows = json.loads((tmp_path / "compare.json").read_text())["rows"]
+    assert [row["arm"] for row in rows] == [BEFORE, "bf16", "jet_fp8"]
+
+
+def test_an_evaluation_that_fails_is_reported_and_repeated(tmp_path):
+    screen = io.StringIO()
+    broken = (sys.executable, "-c", "raise ValueError('no such GPU')")
+    assert run_compare(options(tmp_path), Console(file=screen, width=250), evaluator=broken) == 1
+    assert "the evaluation ended with status 1" in screen.getvalue() and "no such GPU" in screen.getvalue()
+    assert compare(tmp_path)[0] == 0
+    assert starts(tmp_path, "bf16-seed1") == [0]
+
+
+def test_a_folder_of_another_command_is_refused(tmp_path):
+    compare(tmp_path)
+    with pytest.raises(CompareError, match="bf16-seed1 was made by another command; choose another --out"):
+        compare(tmp_path, words=("actor_rollout_ref.actor.optim.lr=1e-5",))
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "sentence"),
+    [
+        ("reward_model", "the job's reward comes from a reward model"),
+        ("no_config", "did not write its composed config"),
+    ],
+)
+def test_a_job_that_cannot_be_judged_is_ended_early(behaviour, sentence, tmp_path):
+    with pytest.raises(CompareError, match=sentence) as error:
+        compare(tmp_path, behaviour)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "arms" / "jet_fp8-seed1").exists()
+
+
+def test_the_demo_is_the_default_job(tmp_path, monkeypatch):
+    entry = cache.Prepared(tmp_path / "entry", {})
+    monkeypatch.setattr(cache, "find", lambda recipe, folder: entry)
+    chosen = CompareOptions(("jet_fp8",), (3,), tmp_path / "out", words=("trainer.test_freq=2",), steps=4, device="cpu")
+    trainer = (sys.executable, str(FAKE), "train", "succeed")
+    assert run_compare(chosen, Console(file=io.StringIO()), trainer, JUDGE) == 0
+    command = json.loads((tmp_path / "out" / "arms" / "jet_fp8-seed3" / "arm.json").read_text())["command"]
+    assert f"data.val_files='{entry.test}'" in command and "trainer.total_training_steps=4" in command
+    last = {word.partition("=")[0]: word.partition("=")[2] for word in command[4:]}
+    expected = {"precision": "jet_fp8", "data.seed": "3", "trainer.resume_mode": "auto", "trainer.test_freq": "2"}
+    assert {key: last[key] for key in expected} == expected
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+from rich.console import Console
+from jetrl_verl.compare.run import CompareOptions, run_compare
+out = Path(sys.argv[1])
+sys.exit(run_compare(CompareOptions(("bf16",), (1,), out, words=tuple(sys.argv[2:])), Console()))
+"""
+
+
+def test_an_interruption_ends_what_was_started_and_the_same_command_goes_on(tmp_path):
+    command = (sys.executable, str(FAKE), "train", "hang")
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(tmp_path), *command], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        for line in driver.stdout:
+            if line.startswith("step 2/"):
+                break
+        os.kill(driver.pid, signal.SIGTERM)
+        rest, _ = driver.communicate(timeout=60)
+    finally:
+        driver.kill()
+    assert driver.returncode == 128 + signal.SIGTERM
+    assert "interrupted by SIGTERM" in rest and "the same command goes on" in rest
+    listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    assert f"{tmp_path}" not in listing
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--precisions", "bf16,fp4"], "'fp4' is not a precision"),
+        (["--precisions", "bf16,bf16"], "--precisions bf16,bf16 names none or one twice"),
+        (["--seeds", ""], "--seeds  names none or one twice"),
+        (["--samples", "0"], "--samples and --steps must be at least 1"),
+        (["--temperatures", "-1"], "no temperature negative"),
+        (["--device", "tpu"], "'tpu' is not a device"),
+        (["precision=bf16"], "precision is what the arms differ in or are told apart by; remove precision=bf16."),
+        (["--", "python3", "-m", "verl", "+data.seed=4"], "data.seed is what the arms differ in"),
+        (["--", "no-such-program", "run"], "no-such-program is no program that can be run"),
+    ],
+)
+def test_bad_arguments_are_one_sentence(arguments, sentence, tmp_path):
+    result = CliRunner().invoke(app, ["compare", "--out", str(tmp_path / "out"), *arguments])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: ") and sentence in result.stderr and result.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_numbers_that_are_none_are_refused():
+    result = CliRunner().invoke(app, ["compare", "--seeds", "one"])
+    assert result.exit_code == 2 and "is not a list of numbers" in result.stderr
+
+
+def test_the_fakes_are_asked_as_the_real_programs_are():
+    """The real evaluator reads the same request; its fields are what the fake was given."""
+    request = Request("config.yaml", {"a": "b"}, True, (0.0, 1.0), 2, "out")
+    assert vars(Request(**json.loads(json.dumps(vars(request))))) == vars(request) | {"temperatures": [0.0, 1.0]}
+
+
+# --- statistics, table and page --------------------------------------------------------------------------------------
+
+
+def trained(arm: str, seed: int | None, right: list[list[float]]) -> Trained:
+    records = [(i, {"critic/score/mean": 0.1 * i, "rollout_corr/k3_kl": 1e-4, "timing_s/step": i}) for i in (1, 2, 3)]
+    run_ = Run(f"{arm}-seed{seed}", records, {"seed": seed}, arm) if seed is not None else None
+    return Trained(arm, seed, {0.0: right}, run_)
+
+
+def test_accuracy_and_errors_by_hand():
+    rows = summarise(
+        [
+            trained("before", None, [[0], [0], [0], [1]]),
+            trained("bf16", 1, [[1], [0], [0], [1]]),
+            trained("jet_fp8", 1, [[1], [1], [0], [1]]),
+        ]
+    )
+    before, bf16, jet = (row.accuracies[0.0] for row in rows)
+    assert (before.mean, bf16.mean, jet.mean) == (0.25, 0.5, 0.75)
+    # Sample standard deviation of (1, 0, 0, 1) is sqrt(1/3), over 4 problems.
+    assert bf16.error == pytest.approx(math.sqrt(1 / 3) / 2)
+    assert bf16.difference is None and bf16.spread is None
+    # Problem by problem (0, 1, 0, 0): standard deviation 1/2.
+    assert (jet.difference, jet.difference_error) == (0.25, pytest.approx(0.25))
+    assert before.difference == -0.25
+
+
+def test_pairing_removes_what_both_arms_share():
+    """Equal answers on hard and easy problems: a difference of zero with no error, though each accuracy has one."""
+    answers = [[1], [0]] * 8
+    rows = summarise([trained("bf16", 1, answers), trained("jet_fp8", 1, answers)])
+    jet = rows[1].accuracies[0.0]
+    assert jet.error > 0.1 and jet.difference == jet.difference_error == 0
+
+
+def test_seeds_and_samples_are_averaged_within_a_problem():
+    rows = summarise([trained("bf16", 1, [[1, 0], [1, 1]]), trained("bf16", 2, [[0, 0], [1, 1]])])
+    (row,) = rows
+    assert row.seeds == 2
+    found = row.accuracies[0.0]
+    assert found.mean == 0.625  # problems: 1/4 and 1
+    assert found.error == pytest.approx(0.375)
+    assert found.spread == pytest.approx(0.25 / math.sqrt(2))  # seeds: 3/4 and 1/2
+
+
+def test_arms_of_other_problems_are_refused():
+    with pytest.raises(ValueError, match="jet_fp8 answered 1 problems and bf16 2"):
+        summarise([trained("bf16", 1, [[1], [0]]), trained("jet_fp8", 1, [[1]])])
+    with pytest.raises(ValueError, match="seeds of bf16 answered different problems"):
+        summarise([trained("bf16", 1, [[1], [0]]), trained("bf16", 2, [[1]])])
+    with pytest.raises(ValueError, match="at least one arm"):
+        summarise([trained("before", None, [[1]])])
+
+
+def test_the_table_shows_noise_beside_every_accuracy_and_leaves_empty_columns_out():
+    rows = summarise([trained("bf16", 1, [[1], [0]] * 32), trained("jet_fp8", 1, [[1], [1], [0], [0]] * 16)])
+    header, body = cells(rows)
+    assert header == ["arm", "seeds", "accuracy, greedy", "Δ, greedy", "last reward", "k3 KL", "s/step"]
+    assert body[0] == ["bf16", "1", "50.0% ± 6.3%", "", "0.300", "1.0e-04", "2.0"]
+    assert body[1][3] == "+0.0 ± 8.9 points"
+    markdown = as_markdown(rows).splitlines()
+    assert markdown[0].startswith("| arm | seeds |") and set(markdown[1]) == set("| -")
+    assert markdown[2] == f"| {' | '.join(body[0])} |"
+
+
+def test_the_table_fits_a_terminal_of_eighty_columns():
+    screen = io.StringIO()
+    arms = [trained(arm, 1, [[1], [0]] * 32) for arm in ("bf16", "fp8_rollout", "jet_fp8")]
+    show(summarise(arms), Console(file=screen, width=80))
+    lines = [line.split() for line in screen.getvalue().splitlines()]
+    assert lines[0] == ["arm", "bf16", "fp8_rollout", "jet_fp8"]
+    assert ["k3", "KL", *["1.0e-04"] * 3] in lines and "…" not in screen.getvalue()
+
+
+def test_a_single_problem_has_no_error_and_json_stays_json(tmp_path):
+    write_comparison([trained("bf16", 1, [[1]])], tmp_path, {}, "one")
+    (row,) = json.loads((tmp_path / "compare.json").read_text())["rows"]
+    assert row["accuracies"]["0.0"]["mean"] == 1.0 and row["accuracies"]["0.0"]["error"] is None
+
+
+def test_the_page_overlays_arms_and_draws_seeds_behind_their_mean(tmp_path):
+    entries = [
+        trained("before <training>", None, [[0], [1]] * 8),
+        *(trained(arm, seed, [[1], [seed - 1]] * 8) for arm in ("bf16", "jet_fp8") for seed in (1, 2)),
+    ]
+    write_comparison(entries, tmp_path, {"command": "a && b"}, "Two arms")
+    page = (tmp_path / "compare.html").read_text()
+    assert page.index("<table>") < page.index("<svg")
+    assert "before &lt;training&gt;" in page and "<h1>Two arms</h1>" in page
+    for figure in ("evaluation", "reward", "mismatch", "step_seconds", "timings"):
+        assert f"<figure id='{figure}'><svg" in page and (tmp_path / f"compare_{figure}.png").is_file()
+    reward = page[page.index("<figure id='reward'>") :]
+    reward = reward[: reward.index("</figure>")]
+    assert {"bf16", "jet_fp8"} <= set(re.findall(r">\s*(bf16|jet_fp8)\s*<", reward))
+    assert "-seed1" not in reward, "seeds share their arm's legend entry"
+    assert len(re.findall(r"stroke-opacity: 0\.4", reward)) == 4
+    sources = re.findall(r"""(?:src|href|url|@import)\s*[=(]\s*["']?([^"')\s>]+)""", page)
+    assert all(source.startswith("#") for source in sources)
+    assert len(FIGURES) + 2 >= page.count("<svg")

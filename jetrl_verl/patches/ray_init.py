@@ -11,7 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Right after ``ray.init``, ask one worker on each node whether it has this plugin in the driver's version.
+"""Right after ``ray.init``, ask one worker on each node whether it can take part: plugin, versions, FP8.
 
 Ray workers need not run the driver's interpreter: verl's ``uv run`` examples hand Ray a ``py_executable``, and a
 cluster's nodes have environments of their own. A worker without the plugin would fail minutes later, or, where only
@@ -28,6 +28,7 @@ Gone when verl reports plugins that its workers lack (no upstream issue asks for
 import functools
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 import jetrl_verl
@@ -58,7 +59,7 @@ def install() -> None:
 
 
 def check_workers() -> None:
-    """Start one worker per living node in the job's runtime environment; exit with one sentence unless all have us."""
+    """Start one worker per living node in the job's runtime environment; exit with one sentence unless all fit."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -70,30 +71,86 @@ def check_workers() -> None:
             answers[node["NodeManagerAddress"]] = probe.options(scheduling_strategy=pinned).remote()
     for address, answer in answers.items():
         try:
-            found, interpreter = ray.get(answer, timeout=_TIMEOUT_S)
+            complaint = complaint_about(ray.get(answer, timeout=_TIMEOUT_S))
         except ray.exceptions.GetTimeoutError:
-            sys.exit(f"jetrl_verl: no Ray worker started on {address} within {_TIMEOUT_S:.0f} s; check `ray status`.")
-        if found != jetrl_verl.__version__:
-            has = "does not have the plugin installed" if found is None else f"has jetrl-verl {found}"
-            sys.exit(
-                f"jetrl_verl: the driver runs jetrl-verl {jetrl_verl.__version__}, but the Ray workers' interpreter "
-                f"{interpreter} on {address} {has}; install the same version there: `uv pip install jetrl-verl` in "
-                "that environment, or `uv run --with jetrl-verl ...` as both the command and "
-                "ray_kwargs.ray_init.runtime_env.py_executable."
+            complaint = f"no Ray worker started there within {_TIMEOUT_S:.0f} s; check `ray status`"
+        except ray.exceptions.RayError as error:
+            reason = str(error).strip().splitlines()[-1]
+            complaint = f"a Ray worker could not start there ({type(error).__name__}: {reason}); check py_executable"
+        if complaint:
+            sys.exit(f"jetrl_verl: node {address}: {complaint}.")
+
+
+def complaint_about(found: dict[str, Any]) -> str:
+    """What keeps a worker from this job, and what to do; empty if nothing does.
+
+    Args:
+        found: answer of :func:`_probe`'s function on a node.
+    """
+    from jetrl_verl.config.environment import MIN_CAPABILITY, PINS
+
+    where = f"the Ray workers' interpreter {found['interpreter']}"
+    mine = jetrl_verl.__version__
+    if found["plugin"] != mine:
+        has = "does not have the plugin installed" if found["plugin"] is None else f"has jetrl-verl {found['plugin']}"
+        return (
+            f"the driver runs jetrl-verl {mine}, but {where} {has}; install the driver's version in that environment: "
+            "`uv pip install -e /path/to/jetrl_verl`, or `uv run --with-editable /path/to/jetrl_verl ...` as both the "
+            "command and ray_kwargs.ray_init.runtime_env.py_executable"
+        )
+    for package in PINS:
+        version = metadata.version(package)
+        if found["versions"].get(package) != version:
+            return (
+                f"the driver runs {package} {version}, but {where} has {found['versions'].get(package)}; "
+                "install the same version on every node"
             )
+    if not found["vllm_plugin"]:
+        return f"{where} lacks the entry point that vLLM loads the plugin by; install jetrl_verl there again"
+    names = found["vllm_plugins_filter"]
+    if names is not None and "jetrl" not in [name.strip() for name in names.split(",")]:
+        return f"VLLM_PLUGINS={names} keeps vLLM from loading the plugin; unset it, or add jetrl to it"
+    if found["capability"] is not None and tuple(found["capability"]) < MIN_CAPABILITY:
+        major, minor = found["capability"]
+        return f"it has a GPU of compute capability {major}.{minor}, and FP8 needs 8.9 or newer; use precision=bf16"
+    return ""
 
 
-def _probe() -> Callable[[], tuple[str | None, str]]:
+def _probe() -> Callable[[], dict[str, Any]]:
     """The question, as a nested function: Ray ships those by value, so a worker without this package can run it."""
 
-    def plugin_version() -> tuple[str | None, str]:
+    def describe_worker() -> dict[str, Any]:
+        import os
         import sys
         from importlib import metadata
 
-        # The entry point, not the package, is what verl loads: a package that is merely importable would do nothing.
-        for entry_point in metadata.entry_points(group="verl.plugins"):
-            if entry_point.name == "jetrl" and entry_point.dist is not None:
-                return entry_point.dist.version, sys.executable
-        return None, sys.executable
+        def entry_point(group: str) -> metadata.EntryPoint | None:
+            return next(iter(metadata.entry_points(group=group, name="jetrl")), None)
 
-    return plugin_version
+        # The entry point, not the package, is what verl loads: a package that is merely importable would do nothing.
+        verl_plugin = entry_point("verl.plugins")
+        versions = {}
+        for package in ("verl", "vllm", "torch", "transformers"):
+            try:
+                versions[package] = metadata.version(package)
+            except metadata.PackageNotFoundError:
+                versions[package] = None
+        try:
+            # Asked of the driver's library, since the question must not take a GPU.
+            import pynvml
+
+            pynvml.nvmlInit()
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+            capability = min(map(pynvml.nvmlDeviceGetCudaComputeCapability, handles), default=None)
+        except Exception:
+            capability = None
+        return {
+            "interpreter": sys.executable,
+            "plugin": None if verl_plugin is None or verl_plugin.dist is None else verl_plugin.dist.version,
+            "versions": versions,
+            "vllm_plugin": entry_point("vllm.general_plugins") is not None,
+            "vllm_plugins_filter": os.environ.get("VLLM_PLUGINS"),
+            "capability": capability,
+        }
+
+    return describe_worker

@@ -21,6 +21,8 @@ notice. Not an upstream issue: inference never reloads.
 *Engine processes fork.* Inside a Ray actor vLLM spawns its engine core and its worker, and each imports torch, vLLM and
 verl anew: 40 s of processor time together, a third of the launch on two cores. The reasons for spawning are CUDA
 contexts and executors that call Ray; neither exists here.
+
+Both can go when vLLM keeps a CPU linear's weight on request and forks engine processes where no accelerator exists.
 """
 
 import os

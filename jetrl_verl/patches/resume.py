@@ -1,0 +1,141 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A damaged checkpoint is refused by name, before a byte of it is loaded.
+
+What verl 0.9.1 and torch do by themselves with a checkpoint that a full disk or a lost machine has left behind:
+
+* a truncated file fails in ``torch.load`` with a message about zip archives that names neither file nor remedy;
+* a file whose bytes changed, or whose blocks the file system never wrote, *loads*: torch writes a checksum per tensor
+  and does not read it back;
+* an empty ``latest_checkpointed_iteration.txt`` (verl truncates it before it writes) ends in ``int("")``, and one that
+  points to a folder that is gone starts the training from scratch without a word.
+
+Nothing is skipped silently here: which checkpoint to go back to is the user's choice, and each message says how.
+Reading the checksums costs one pass over the files per rank, which warms the page cache for the load behind it.
+
+Gone when verl verifies what it resumes from; no upstream issue is known.
+"""
+
+import functools
+import re
+import sys
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_TRAINER = "verl.trainer.ppo.v1.trainer_base"
+_CONTENTS = ("model", "optim", "extra_state")
+
+
+class DamagedCheckpointError(RuntimeError):
+    """A checkpoint cannot be resumed from; the message names the file and what to do."""
+
+
+def check_checkpoint(folder: str | Path, rank: int, world_size: int) -> None:
+    """Read one rank's files of a checkpoint and compare them with the checksums they carry.
+
+    Args:
+        folder: ``.../global_step_<n>/actor`` (or ``critic``) as verl's FSDP checkpoint manager wrote it. A path on a
+            remote file system is left to verl.
+        rank, world_size: of this process; rank 0 also reads ``data.pt`` beside the folder.
+
+    Raises:
+        DamagedCheckpointError: a file is missing, truncated, or has other bytes than were written.
+    """
+    if "://" in str(folder):
+        return
+    folder = Path(folder)
+    written = {
+        int(found.group(1)) for file in folder.glob("*.pt") if (found := re.search(r"world_size_(\d+)_", file.name))
+    }
+    if written and world_size not in written:
+        raise DamagedCheckpointError(
+            f"the checkpoint {folder} was written by {', '.join(map(str, sorted(written)))} ranks and this run has "
+            f"{world_size}; resume with as many GPUs, or merge it (python -m verl.model_merger merge --backend fsdp) "
+            "and start from the merged model"
+        )
+    files = [folder / f"{content}_world_size_{world_size}_rank_{rank}.pt" for content in _CONTENTS]
+    if rank == 0 and (folder.parent / "data.pt").exists():
+        files.append(folder.parent / "data.pt")
+    present = [file for file in files if file.exists()]
+    # What the user chose not to save (checkpoint.save_contents) is absent on every rank.
+    for file in set(files) - set(present):
+        if not present or any(folder.glob(f"{file.name.partition('_world')[0]}_world_size_*.pt")):
+            raise DamagedCheckpointError(f"the checkpoint file {file} is missing; {_remedy(folder.parent)}")
+    for file in present:
+        fault = _fault_of(file)
+        if fault is not None:
+            raise DamagedCheckpointError(f"the checkpoint file {file} is damaged ({fault}); {_remedy(folder.parent)}")
+
+
+def _fault_of(file: Path) -> str | None:
+    """What is wrong with a file of ``torch.save``, None if its bytes are those that were written."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            bad = archive.testzip()
+    except (zipfile.BadZipFile, EOFError, OSError, zlib.error, NotImplementedError) as error:
+        return f"{file.stat().st_size} bytes, not a complete file: {error}"
+    return None if bad is None else f"the checksum of its part {bad} differs"
+
+
+def _steps(folder: Path) -> Iterator[int]:
+    """Steps of the checkpoints in ``trainer.default_local_dir``."""
+    for path in folder.glob("global_step_*"):
+        if path.name.removeprefix("global_step_").isdigit():
+            yield int(path.name.removeprefix("global_step_"))
+
+
+def _remedy(damaged: Path) -> str:
+    """How to go on without the checkpoint ``.../global_step_<n>``."""
+    step = damaged.name.removeprefix("global_step_")
+    earlier = [other for other in _steps(damaged.parent) if step.isdigit() and other < int(step)]
+    if not earlier:
+        return "there is no earlier checkpoint; start again with trainer.resume_mode=disable"
+    before = damaged.with_name(f"global_step_{max(earlier)}")
+    return f"resume from the one before with trainer.resume_mode=resume_path trainer.resume_from_path={before}"
+
+
+def install_in_trainer() -> None:
+    """Wrap the trainer's look-up of the latest checkpoint, in the process that holds verl's trainer; idempotent."""
+    trainer = sys.modules.get(_TRAINER)
+    stock = getattr(trainer, "find_latest_ckpt_path", None)
+    if stock is None or getattr(stock, "_jetrl", False):
+        return
+
+    @functools.wraps(stock)
+    def find_latest_ckpt_path(path: str, *args: Any, **kwargs: Any) -> str | None:
+        from verl.utils.checkpoint.checkpoint_manager import get_checkpoint_tracker_filename
+
+        tracker = Path(get_checkpoint_tracker_filename(path))
+        if tracker.exists():
+            _check_tracker(tracker)
+        return stock(path, *args, **kwargs)
+
+    find_latest_ckpt_path._jetrl = True
+    trainer.find_latest_ckpt_path = find_latest_ckpt_path
+
+
+def _check_tracker(tracker: Path) -> None:
+    steps = sorted(_steps(tracker.parent))
+    remedy = "there is no checkpoint beside it; start again with trainer.resume_mode=disable"
+    if steps:
+        held = ", ".join(map(str, steps))
+        remedy = f"write the step of the newest complete checkpoint into it, of {held} in {tracker.parent}"
+    text = tracker.read_text(errors="replace").strip()
+    if not text.isdigit():
+        raise DamagedCheckpointError(f"{tracker} holds {text!r} and not a step, as after a full disk; {remedy}")
+    if int(text) not in steps:
+        raise DamagedCheckpointError(f"{tracker} says step {text}, whose checkpoint is gone; {remedy}")

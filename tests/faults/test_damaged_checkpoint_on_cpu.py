@@ -1,0 +1,159 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A checkpoint that a full disk or a lost machine left behind is refused by name; garbage is never loaded.
+
+The checkpoints are verl's own: its FSDP checkpoint manager saves a small model and its optimiser in this process.
+"""
+
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from jetrl_verl.patches.resume import DamagedCheckpointError, check_checkpoint, install_in_trainer
+
+FILES = ("model", "optim", "extra_state")
+
+
+@pytest.fixture(scope="module")
+def saved(cpu_platform, tmp_path_factory) -> Path:
+    """``default_local_dir`` with checkpoints of steps 1 and 2, as one rank writes them."""
+    from torch.distributed.fsdp import fully_shard
+    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+
+    folder = tmp_path_factory.mktemp("checkpoints")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    try:
+        model = fully_shard(tiny_model("qwen3", num_hidden_layers=1))
+        optimiser = torch.optim.AdamW(model.parameters())
+        model(torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()
+        optimiser.step()
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimiser)
+        manager = FSDPCheckpointManager(model, optimiser, schedule)
+        for step in (1, 2):
+            manager.save_checkpoint(str(folder / f"global_step_{step}" / "actor"), global_step=step)
+            torch.save({"position": step}, folder / f"global_step_{step}" / "data.pt")
+    finally:
+        torch.distributed.destroy_process_group()
+    (folder / "store").unlink(missing_ok=True)
+    (folder / "latest_checkpointed_iteration.txt").write_text("2")
+    return folder
+
+
+@pytest.fixture
+def checkpoints(saved, tmp_path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "checkpoints"))
+
+
+def file_of(checkpoints: Path, name: str, step: int = 2) -> Path:
+    folder = checkpoints / f"global_step_{step}"
+    return folder / "data.pt" if name == "data" else folder / "actor" / f"{name}_world_size_1_rank_0.pt"
+
+
+def check(checkpoints: Path, step: int = 2) -> None:
+    check_checkpoint(checkpoints / f"global_step_{step}" / "actor", rank=0, world_size=1)
+
+
+def test_a_complete_checkpoint_passes(checkpoints):
+    check(checkpoints)
+    check_checkpoint("hdfs://somewhere/global_step_2/actor", rank=0, world_size=1)
+
+
+@pytest.mark.parametrize("name", [*FILES, "data"])
+@pytest.mark.parametrize("part", [0.0, 0.5, 0.999])
+def test_a_truncated_file_is_named_with_the_checkpoint_before(checkpoints, name, part):
+    file = file_of(checkpoints, name)
+    content = file.read_bytes()
+    file.write_bytes(content[: int(len(content) * part)])
+    with pytest.raises(DamagedCheckpointError) as refusal:
+        check(checkpoints)
+    assert str(file) in str(refusal.value)
+    assert f"trainer.resume_from_path={checkpoints / 'global_step_1'}" in str(refusal.value)
+    check(checkpoints, step=1)
+
+
+def test_changed_bytes_are_refused_although_torch_loads_them(checkpoints):
+    """One page of the weights reads back as zeros, as after a crash before the disk had it."""
+    file = file_of(checkpoints, "model")
+    intact = torch.load(file, weights_only=False)
+    with zipfile.ZipFile(file) as archive:
+        largest = max(archive.infolist(), key=lambda part: part.file_size)
+    page = largest.header_offset + largest.file_size // 2
+    content = bytearray(file.read_bytes())
+    content[page : page + 4096] = bytes(4096)
+    file.write_bytes(content)
+    loaded = torch.load(file, weights_only=False)
+    assert any(not torch.equal(loaded[name].to_local(), intact[name].to_local()) for name in intact), (
+        "torch verifies checksums itself now; this patch can go"
+    )
+    with pytest.raises(DamagedCheckpointError, match="model_world_size_1_rank_0.pt is damaged .the checksum of"):
+        check(checkpoints)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_named(checkpoints, name):
+    shutil.copy(file_of(checkpoints, name), file_of(checkpoints, name).with_name(f"{name}_world_size_1_rank_7.pt"))
+    file_of(checkpoints, name).unlink()
+    with pytest.raises(DamagedCheckpointError, match=f"{name}_world_size_1_rank_0.pt is missing"):
+        check(checkpoints)
+
+
+def test_contents_that_were_never_saved_are_not_missed(checkpoints):
+    file_of(checkpoints, "optim").unlink()
+    check(checkpoints)
+
+
+def test_another_number_of_ranks_is_said_to_be_that(checkpoints):
+    with pytest.raises(DamagedCheckpointError, match="written by 1 ranks and this run has 2"):
+        check_checkpoint(checkpoints / "global_step_2" / "actor", rank=0, world_size=2)
+
+
+def test_without_an_earlier_checkpoint_the_remedy_is_to_start_again(checkpoints):
+    shutil.rmtree(checkpoints / "global_step_1")
+    file_of(checkpoints, "model").write_bytes(b"")
+    with pytest.raises(DamagedCheckpointError, match="no earlier checkpoint; start again with trainer.resume"):
+        check(checkpoints)
+
+
+@pytest.fixture
+def trainer(cpu_platform, monkeypatch):
+    from verl.trainer.ppo.v1 import trainer_base
+
+    monkeypatch.setattr(trainer_base, "find_latest_ckpt_path", trainer_base.find_latest_ckpt_path)
+    install_in_trainer()
+    once = trainer_base.find_latest_ckpt_path
+    install_in_trainer()
+    assert trainer_base.find_latest_ckpt_path is once
+    return trainer_base
+
+
+def test_the_latest_checkpoint_is_found_as_before(trainer, checkpoints, tmp_path):
+    assert trainer.find_latest_ckpt_path(str(checkpoints)) == str(checkpoints / "global_step_2")
+    assert trainer.find_latest_ckpt_path(str(tmp_path)) is None, "no tracker: a first start"
+
+
+@pytest.mark.parametrize("text", ["", "2\x00\x00", "two"])
+def test_a_tracker_that_holds_no_step_is_refused(trainer, checkpoints, text):
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text(text)
+    with pytest.raises(DamagedCheckpointError, match="and not a step.*newest complete checkpoint into it, of 1, 2 in"):
+        trainer.find_latest_ckpt_path(str(checkpoints))
+
+
+def test_a_tracker_whose_checkpoint_is_gone_does_not_start_from_scratch(trainer, checkpoints):
+    shutil.rmtree(checkpoints / "global_step_2")
+    with pytest.raises(DamagedCheckpointError, match="says step 2, whose checkpoint is gone"):
+        trainer.find_latest_ckpt_path(str(checkpoints))

@@ -1,0 +1,158 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Two runs on one host do not meet at one socket: by verl's own transport, and with two Ray clusters side by side."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from jetrl_verl.patches import two_runs
+
+VERLS = "ipc:///tmp/rl-colocate-zmq-01000000-replica-0-rank-0.sock"
+
+
+def test_the_two_ends_of_one_run_agree_and_those_of_two_runs_differ(monkeypatch):
+    monkeypatch.setenv("RAY_RAYLET_PID", "100")
+    first = two_runs.address_of_this_run(VERLS)
+    assert first == two_runs.address_of_this_run(VERLS)
+    monkeypatch.setenv("RAY_RAYLET_PID", "101")
+    assert two_runs.address_of_this_run(VERLS) != first
+
+
+def test_the_path_fits_a_unix_socket(monkeypatch):
+    monkeypatch.setenv("RAY_RAYLET_PID", str(2**22))
+    longest = two_runs.address_of_this_run(VERLS.replace("replica-0-rank-0", "replica-999-rank-15"))
+    assert len(longest.removeprefix("ipc://")) < 107
+
+
+def test_another_form_of_address_is_refused():
+    with pytest.raises(RuntimeError, match="could not be told apart; install verl 0.9.1"):
+        two_runs.address_of_this_run("tcp://127.0.0.1:5555")
+
+
+def test_verls_sender_and_receiver_have_the_form_that_is_patched(cpu_platform, monkeypatch):
+    """The receiver is verl's own method, the sender verl's constructor, whose last words are the address."""
+    from verl.workers.rollout.vllm_rollout import vllm_rollout
+    from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+
+    monkeypatch.setenv("VERL_RAY_JOB_ID", "01000000")
+    monkeypatch.setenv("VERL_REPLICA_RANK", "0")
+    worker = SimpleNamespace(local_rank=0, model_runner=None)
+    receiver = two_runs.address_of_this_run(vLLMColocateWorkerExtension._get_zmq_handle(worker))
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("RAY_LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr(vllm_rollout.BaseRollout, "__init__", lambda self, config, *_: setattr(self, "config", config))
+    context = SimpleNamespace(get_job_id=lambda: "01000000")
+    monkeypatch.setattr(vllm_rollout.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(vllm_rollout.ServerAdapter, "__init__", vllm_rollout.ServerAdapter.__init__)
+    two_runs.install_sender()
+    two_runs.install_sender()
+    config = SimpleNamespace(
+        tensor_model_parallel_size=1, data_parallel_size=1, pipeline_model_parallel_size=1, layered_summon=False
+    )
+    sender = vllm_rollout.ServerAdapter(config, None, None).zmq_handle
+    assert sender == receiver != VERLS
+
+
+def received(addresses: tuple[str, str]) -> float:
+    """What the first run's rollout gets when it connects after both trainers have bound, the second one last."""
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver, BucketedWeightSender
+
+    def send(sender, value: float) -> None:
+        sender._init_socket = lambda: None
+        asyncio.run(sender.async_send_weights(iter([("weight", torch.full((4,), value))])))
+
+    senders = [BucketedWeightSender(address, bucket_size_mb=1, use_shm=True) for address in addresses]
+    for sender in senders:
+        sender._init_socket()
+    found = []
+    for number, sender in reversed(list(enumerate(senders))):
+        if sender.zmq_handle == addresses[0]:
+            thread = threading.Thread(target=send, args=(sender, float(number)), daemon=True)
+            thread.start()
+            receiver = BucketedWeightReceiver(addresses[0], torch.device("cpu"), use_shm=True)
+            receiver.receive_weights(lambda weights, is_last: found.append(float(weights[0][1][0])))
+            thread.join(30)
+            break
+    for sender in senders:
+        sender._cleanup()
+    return found[0]
+
+
+@pytest.mark.timeout(60)
+def test_sharing_verls_address_loads_the_other_runs_weights_and_ours_does_not(cpu_platform, monkeypatch):
+    """With one address the second trainer takes the name from the first without an error, and the rollout with it."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # short, as a socket's path must be
+        monkeypatch.setattr(two_runs, "_STEM", f"ipc://{folder}/z-")
+        verls = f"ipc://{folder}/z-01000000-replica-0-rank-0.sock"
+        ours = []
+        for daemon in ("100", "101"):
+            monkeypatch.setenv("RAY_RAYLET_PID", daemon)
+            ours.append(two_runs.address_of_this_run(verls))
+        assert received((ours[0], ours[1])) == 0.0
+        assert received((verls, verls)) == 1.0, "verl refuses a shared address now; this patch can go"
+
+
+CLUSTER = """
+import json, subprocess, sys
+import ray
+
+ADDRESS = (
+    "from jetrl_verl.patches import two_runs;"
+    "print(two_runs.address_of_this_run('ipc:///tmp/rl-colocate-zmq-01000000-replica-0-rank-0.sock'))"
+)
+
+@ray.remote
+class Worker:
+    def addresses(self):
+        from jetrl_verl.patches import two_runs
+        job = ray.get_runtime_context().get_job_id()
+        mine = two_runs.address_of_this_run(f"ipc:///tmp/rl-colocate-zmq-{job}-replica-0-rank-0.sock")
+        # vLLM's worker is a process of the server's, not of Ray's.
+        child = subprocess.run([sys.executable, "-c", ADDRESS], capture_output=True, text=True, check=True)
+        return job, mine, child.stdout.strip()
+
+ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+trainer, server = Worker.remote(), Worker.remote()
+(job, sender, _), (_, _, receiver) = ray.get([trainer.addresses.remote(), server.addresses.remote()])
+print(json.dumps([job, sender, receiver]), flush=True)
+sys.stdin.read()  # both clusters live at the same time
+"""
+
+
+def test_two_ray_clusters_have_one_job_id_and_two_sockets(tmp_path):
+    script = tmp_path / "cluster.py"
+    script.write_text(CLUSTER)
+    runs = [
+        subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    try:
+        (job, sender, receiver), (other_job, other_sender, other_receiver) = (
+            json.loads(next(line for line in run.stdout if line.startswith("["))) for run in runs
+        )
+    finally:
+        for run in runs:
+            run.communicate()
+    assert job == other_job == "01000000", "which is why verl's names collide"
+    assert sender == receiver and other_sender == other_receiver
+    assert sender != other_sender

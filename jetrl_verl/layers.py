@@ -75,6 +75,11 @@ def _shapes(config: Any, tp: int) -> dict[str, tuple[int, int, int, int]]:
     heads = _get(config, "num_attention_heads")
     kv_heads = _get(config, "num_key_value_heads", heads)
     head_dim = _get(config, "head_dim", hidden // heads)
+    if _get(config, "model_type") == "qwen2" and head_dim != hidden // heads:
+        raise UnsupportedLayer(
+            f"vLLM's Qwen2 takes heads of hidden_size / num_attention_heads = {hidden // heads} and ignores head_dim = "
+            f"{head_dim} of this model's configuration; use precision=bf16 with another rollout engine"
+        )
     q, kv = heads * head_dim, kv_heads * head_dim
     # vLLM replicates key/value heads when there are fewer of them than ranks.
     kv_shard = max(kv_heads // tp, 1) * head_dim

@@ -61,6 +61,7 @@ class _FP8LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: "JetLinear"):
         w = layer.weight_codes(weight)
+        # The argument gives autograd its edge; what is added is its BF16 value, as the rollout holds it.
         bias = layer.rounded_bias()
         ctx.layer = layer
         ctx.x_shape = x.shape
@@ -106,6 +107,7 @@ class _FP8LinearFunction(torch.autograd.Function):
                 dw = kernels.gemm_nt(dy_columns, x_columns, b_block_scaled=False)
         return (
             dx.reshape(ctx.x_shape) if dx is not None else None,
+            # FSDP gathers BF16 weights and takes BF16 gradients; an FP32 weight gets the same BF16 product.
             dw.to(weight.dtype) if dw is not None else None,
             dbias.to(layer.bias.dtype) if dbias is not None else None,
             None,
@@ -194,12 +196,14 @@ def replace_linears(
     Args:
         model: a dense decoder built from the configuration that ``plans`` was made from, before FSDP wraps it.
         plans: from :func:`jetrl_verl.layers.plan_linears`.
+        scale_rule: ``"fp32"`` or ``"pow2"``. backward: ``"fp8"`` or ``"bf16"`` for DGrad and WGrad.
 
     Returns:
         Names of the replaced modules.
 
     Raises:
         UnsupportedLayer: a decoder layer holds a linear that the plan does not know, or one of another shape.
+        ValueError: unknown scale rule or backward precision.
     """
     replaced = []
     for name, module in model.named_modules():

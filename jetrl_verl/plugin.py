@@ -42,7 +42,12 @@ class _AfterHydraImport(importlib.abc.MetaPathFinder):
 
             def execute_then_register(module) -> None:
                 execute(module)
-                _register_with_hydra()
+                try:
+                    _register_with_hydra()
+                except Exception:
+                    # Announced and not raised: whoever imports Hydra here may never have heard of this plugin, and
+                    # a flag that is set fails at composition, since the group is unknown then.
+                    _announce()
 
             spec.loader.exec_module = execute_then_register
         return spec
@@ -66,9 +71,13 @@ def _install() -> None:
         cpu.install()
 
 
+def _announce() -> None:
+    print("jetrl_verl: the verl plugin failed to load, so `precision=` will not work:", file=sys.stderr)
+    traceback.print_exc()
+
+
 try:
     _install()
 except Exception:
-    print("jetrl_verl: the verl plugin failed to load, so `precision=` will not work:", file=sys.stderr)
-    traceback.print_exc()
+    _announce()
     raise

@@ -16,11 +16,13 @@
 - Files named ``*_on_gpu.py`` need a GPU. Without one they are not even collected, so importing what only a GPU machine
   has is fine there. ``--gpu=never`` (``make test``) leaves them out on any machine; ``--gpu=only`` (``make test-gpu``)
   runs exactly them and is an error without a GPU, so that a GPU run never passes by running nothing.
-- End-to-end tests (``tests/e2e``) run last: whatever they would find in minutes, a unit test should say in seconds.
+- End-to-end tests (``tests/e2e``, files named ``*end_to_end*``) run last: whatever they would find in minutes, a unit
+  test should say in seconds.
 - A test that hangs (two processes and a collective are enough) fails by itself; ``@pytest.mark.timeout`` overrides.
 """
 
 import os
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -51,6 +53,10 @@ def _cuda_is_available() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def _is_end_to_end(path: Path) -> bool:
+    return _E2E in path.parents or "end_to_end" in path.name
 
 
 def _needs_gpu(path: Path) -> bool:
@@ -84,10 +90,25 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: _E2E in item.path.parents)  # stable: the rest keeps its order
+    items.sort(key=lambda item: _is_end_to_end(item.path))  # stable: the rest keeps its order
     for item in items:
         if item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(_SECONDS_E2E if _E2E in item.path.parents else _SECONDS))
+            item.add_marker(pytest.mark.timeout(_SECONDS_E2E if _is_end_to_end(item.path) else _SECONDS))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """A vLLM engine in this process leaves the process group that it made, and the next module could not make one."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_initialized():
+        return
+    if "vllm" in sys.modules:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import copy
 
 import pytest
 import torch
-from tiny_models import tiny_config, tiny_model
+from tiny_models import FAMILIES, tiny_config, tiny_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -188,15 +188,16 @@ def test_saved_activation_is_half_of_bf16_and_checkpointing_removes_the_differen
     assert checkpointed(layer) == checkpointed(stock)
 
 
-def test_replacement_keeps_parameters_and_leaves_the_head_alone():
-    model = tiny_model("qwen2")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replacement_keeps_parameters_and_leaves_the_head_alone(family):
+    model = tiny_model(family)
     config = model.config
     before = {name: parameter for name, parameter in model.named_parameters()}
     names = replace_linears(model, plan_linears(config), scale_rule="fp32")
     assert len(names) == 7 * config.num_hidden_layers
     assert all(before[name] is parameter for name, parameter in model.named_parameters())
     assert type(model.lm_head) is nn.Linear
-    assert model.model.layers[0].self_attn.q_proj.bias is not None
+    assert (model.model.layers[0].self_attn.q_proj.bias is not None) == (family == "qwen2")
     assert not model.model.layers[1].mlp.down_proj.bias
     assert model(torch.arange(6)[None]).logits.isfinite().all()
 
@@ -215,6 +216,13 @@ def test_a_layer_that_does_not_fit_stops_with_its_name_or_is_skipped_with_its_gr
         plan_linears(tiny_config("qwen2", intermediate_size=384), tp=2)
 
 
+def test_heads_that_vllm_would_read_otherwise_are_refused():
+    """vLLM's Qwen2 ignores head_dim, and its loaders would keep the first rows without a word."""
+    with pytest.raises(UnsupportedLayer, match=r"vLLM's Qwen2 takes heads of .* = 128 and ignores head_dim = 64"):
+        plan_linears(tiny_config("qwen2", head_dim=64))
+    assert plan_linears(tiny_config("llama", head_dim=64, num_attention_heads=4, num_key_value_heads=2))
+
+
 def test_other_architectures_and_foreign_layers_are_refused():
     with pytest.raises(UnsupportedLayer, match=r"model_type 'qwen3_moe' is not supported.*precision=bf16"):
         plan_linears({"model_type": "qwen3_moe"})
@@ -225,7 +233,7 @@ def test_other_architectures_and_foreign_layers_are_refused():
         replace_linears(model, plan_linears(config), scale_rule="fp32")
     with pytest.raises(UnsupportedLayer, match="do not belong together"):
         replace_linears(
-            tiny_model("qwen2"), plan_linears(tiny_config("qwen2", intermediate_size=384)), scale_rule="fp32"
+            tiny_model("qwen2"), plan_linears(tiny_config("qwen2", intermediate_size=512)), scale_rule="fp32"
         )
 
 

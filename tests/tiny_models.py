@@ -19,6 +19,8 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -29,6 +31,7 @@ from transformers import (
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
@@ -38,8 +41,8 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
     """Configuration of two layers, two heads of 128 over one key/value head; ``changes`` override single fields."""
     fields = dict(
         vocab_size=64,
-        hidden_size=128,
-        intermediate_size=256,
+        hidden_size=256,
+        intermediate_size=384,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,

@@ -22,6 +22,8 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from jetrl_verl.algorithms.refusals import clip_rules, loss_rules
+
 from .options import JetConfig, UnsupportedConfiguration
 from .vllm_arguments import vllm_arguments
 
@@ -51,7 +53,7 @@ def check_config(config: DictConfig) -> None:
         value = OmegaConf.select(config, key)
         return OmegaConf.to_container(value, resolve=True) if isinstance(value, DictConfig | ListConfig) else value
 
-    for rule in (_training, _model, _rollout, _trainer, _targets):
+    for rule in (_training, _model, _rollout, _trainer, _targets, _exact, _algorithm):
         for complaint in rule(options, get):
             raise UnsupportedConfiguration(f"precision={options.precision} {complaint}.")
 
@@ -88,6 +90,13 @@ def _model(options: JetConfig, get: Get) -> Iterator[str]:
 
 
 def _rollout(options: JetConfig, get: Get) -> Iterator[str]:
+    correction = get("algorithm.rollout_correction.rollout_is")
+    if correction is not None and not get(f"{ROLLOUT}.calculate_log_probs"):
+        # verl leaves the correction out without a word.
+        yield (
+            f"corrects with the rollout's log-probabilities (algorithm.rollout_correction.rollout_is={correction}); "
+            f"set {ROLLOUT}.calculate_log_probs=true"
+        )
     name = get(f"{ROLLOUT}.name")
     if name not in (None, "vllm"):
         yield f"rolls out with vLLM, not with {ROLLOUT}.name={name}; use vllm or precision=bf16"
@@ -171,3 +180,61 @@ def _targets(options: JetConfig, get: Get) -> Iterator[str]:
     for node in (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp", f"{ROLLOUT}.custom"):
         if get(f"{node}.jetrl") is None:
             yield f"works through {node}.jetrl; keep that key when overriding {node}"
+
+
+def _algorithm(options: JetConfig, get: Get) -> Iterator[str]:
+    yield from loss_rules(get)
+    yield from clip_rules(get)
+
+
+def _exact(options: JetConfig, get: Get) -> Iterator[str]:
+    """What would part the log-probabilities of both sides although their operations are shared."""
+    if options.operations != "shared":
+        return
+    for key, fine in (
+        (f"{ROLLOUT}.top_p", 1),
+        (f"{ROLLOUT}.top_k", -1),
+        (f"{ROLLOUT}.repetition_penalty", 1),
+    ):
+        value = get(key)
+        if value is not None and float(value) != fine:
+            yield f"samples from the distribution that the trainer evaluates, not under {key}={value}; use {fine}"
+    temperature = get(f"{ROLLOUT}.temperature")
+    if temperature is not None and float(temperature) <= 0:
+        yield f"needs a temperature that the trainer can divide by, not {ROLLOUT}.temperature={temperature}; use 1"
+    mode = get(f"{ROLLOUT}.logprobs_mode")
+    if mode not in (None, "processed_logprobs"):
+        yield (
+            f"compares log-probabilities at the sampling temperature, not {ROLLOUT}.logprobs_mode={mode}; "
+            "use processed_logprobs"
+        )
+    if not get(f"{ROLLOUT}.calculate_log_probs"):
+        yield f"compares the rollout's log-probabilities with the trainer's; set {ROLLOUT}.calculate_log_probs=true"
+    if (get(f"{ROLLOUT}.tensor_model_parallel_size") or 1) > 1:
+        yield (
+            "runs the rollout on one GPU per replica, since a reduction over ranks rounds differently; "
+            f"set {ROLLOUT}.tensor_model_parallel_size=1"
+        )
+    mode = get("trainer.v1.trainer_mode")
+    if mode not in (None, "sync"):
+        yield f"trains on samples of the current policy, not under trainer.v1.trainer_mode={mode}; use sync"
+    for key in ("use_fused_kernels", "use_liger", "tiled_mlp.enabled"):
+        if get(f"{MODEL}.{key}"):
+            yield f"has operations of its own, which {MODEL}.{key} would replace; set it to false"
+    if get(f"{ACTOR}.use_prefix_grouper"):
+        yield f"has an attention of its own, which {ACTOR}.use_prefix_grouper would replace; set it to false"
+    for key in (f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"):
+        if (get(key) or 1) > 1:
+            yield f"keeps a sequence on one GPU, not under {key}={get(key)}; set it to 1"
+    if get("distillation.enabled"):
+        yield "does not cover distillation; set distillation.enabled=false"
+    vllm = get(f"{ROLLOUT}.engine_kwargs.vllm") or {}
+    for key, fine, use in (
+        ("attention_backend", ("FLASH_ATTN", "flash_attn"), "FLASH_ATTN"),
+        ("attention_config", ({},), "the default"),
+        ("logprobs_mode", ("processed_logprobs",), "processed_logprobs"),
+        ("decode_context_parallel_size", (1,), "1"),
+        ("prefill_context_parallel_size", (1,), "1"),
+    ):
+        if vllm.get(key) is not None and vllm[key] not in fine:
+            yield f"does not support {ROLLOUT}.engine_kwargs.vllm.{key}={vllm[key]}; use {use}"

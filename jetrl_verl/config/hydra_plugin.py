@@ -11,7 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""How the group ``precision`` gets into verl's primary configs without a fork, and where a composed config is refused.
+"""How our groups get into verl's primary configs without a fork, and where a composed config is refused.
 
 Hydra looks for ``precision=jet_fp8`` in the defaults list of the primary config, which is verl's. One subclass of
 Hydra's config repository appends ``- precision: bf16`` to that list while the YAML is loaded. It recognises verl's
@@ -26,6 +26,7 @@ warnings.)
 """
 
 import sys
+import traceback
 from typing import Any
 
 import hydra._internal.hydra
@@ -43,6 +44,9 @@ from omegaconf import DictConfig
 from .options import PRECISIONS, UnsupportedConfiguration
 
 GROUP = "precision"
+DEFAULTS = {GROUP: "bf16", "clip": "fixed"}
+"""Groups of this package and the choices that leave verl as it is, in the order in which they apply."""
+
 _ACTOR_PACKAGE = "actor_rollout_ref.actor"
 
 
@@ -54,7 +58,7 @@ class PrecisionSearchPath(SearchPathPlugin):
 
 
 class JetConfigRepository(ConfigRepository):
-    """Hydra's repository of config files, with ``- precision: bf16`` in the defaults of verl's PPO primary config."""
+    """Hydra's repository of config files, with our groups in the defaults of verl's PPO primary config."""
 
     def load_config(self, config_path: str) -> ConfigResult | None:
         loaded = super().load_config(config_path)
@@ -62,11 +66,13 @@ class JetConfigRepository(ConfigRepository):
             return loaded
         groups = [default for default in loaded.defaults_list if isinstance(default, GroupDefault)]
         places_actor = any(group.package == _ACTOR_PACKAGE and not group.override for group in groups)
-        if places_actor and all(group.group != GROUP for group in groups):
+        named = {group.group for group in groups}
+        ours = [GroupDefault(group=group, value=value) for group, value in DEFAULTS.items() if group not in named]
+        if places_actor and ours:
             # Hydra wants `override` entries at the end; what is not one comes after `_self_`, to win over the file.
             overrides = [default for default in loaded.defaults_list if default.is_override()]
             others = [default for default in loaded.defaults_list if not default.is_override()]
-            loaded.defaults_list = [*others, GroupDefault(group=GROUP, value="bf16"), *overrides]
+            loaded.defaults_list = [*others, *ours, *overrides]
         return loaded
 
 
@@ -107,12 +113,18 @@ class JetCallback(Callback):
 
         from .environment import check_environment
 
+        # Hydra turns an exception of a callback into a warning and runs the job; an exit gets through.
         try:
+            ray_init.install()
             check_environment(config)
         except UnsupportedConfiguration as refusal:
-            # Hydra turns an exception of a callback into a warning and runs the job; an exit gets through.
             sys.exit(f"jetrl_verl: {refusal}")
-        ray_init.install()
+        except Exception as error:
+            traceback.print_exc()
+            sys.exit(
+                f"jetrl_verl: the checks before the job failed themselves ({type(error).__name__}: {error}); report "
+                "the traceback above, or use precision=bf16."
+            )
 
 
 def register() -> None:

@@ -22,7 +22,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-PRECISIONS: tuple[str, ...] = ("bf16", "fp8_rollout", "fp8_rollout_tis", "jet_fp8")
+PRECISIONS: tuple[str, ...] = (
+    "bf16",
+    "fp8_rollout",
+    "fp8_rollout_tis",
+    "int8_rollout",
+    "int8_rollout_tis",
+    "qurl_fp8",
+    "qurl_int8",
+    "jet_fp8",
+    "jet_fp8_exact",
+)
 """Choices of the Hydra group ``precision``; ``bf16``, the default, leaves verl as it is."""
 
 
@@ -33,13 +43,15 @@ class UnsupportedConfiguration(ValueError):
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": PRECISIONS[1:],
     "train": ("fp8", "bf16"),
-    "rollout": ("fp8", "bf16"),
+    "rollout": ("fp8", "int8", "bf16"),
     "scale_rule": ("fp32", "pow2"),
     "backward": ("fp8", "bf16"),
     "unfit_layers": ("stop", "skip"),
     "ref": ("bf16", "fp8"),
     "critic": ("bf16", "fp8"),
     "contract_check": (True, False),
+    "operations": ("stock", "shared"),
+    "clip": ("fixed", "calibrated"),
 }
 
 
@@ -57,7 +69,8 @@ class JetConfig:
     """``fp8``: the actor's linear layers run their GEMMs in FP8; ``bf16``: stock training."""
 
     rollout: str
-    """``fp8``: vLLM runs the same FP8 linear layers, fed with the trainer's codes."""
+    """``fp8``: vLLM runs the same FP8 linear layers, fed with the trainer's codes; ``int8``: per-channel weights and
+    per-token activations."""
 
     scale_rule: str = "fp32"
     """``fp32`` (``amax / 448``) or ``pow2`` (the next power of two); see ``numerics.scales``."""
@@ -77,6 +90,19 @@ class JetConfig:
     contract_check: bool = True
     """Compare both sides' layers, codes and probe GEMM at start and after each weight sync."""
 
+    operations: str = "stock"
+    """Norms, rotary, activation, attention and logits: each side's own (``stock``), or one implementation for both
+    (``shared``), with which log-probabilities agree in every bit."""
+
+    clip: str = "fixed"
+    """``calibrated`` moves verl's clip bounds every ``clip_interval`` steps; see ``algorithms.calibrated_clipping``."""
+
+    clip_interval: int = 20
+    """Steps from one calibration to the next."""
+
+    invariant_scaling: float = 1.0
+    """Factor folded into the norms before q, k, v, gate and up; see ``algorithms.invariant_scaling``."""
+
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
@@ -84,6 +110,19 @@ class JetConfig:
             if not any(value == choice and type(value) is type(choice) for choice in choices):
                 listed = ", ".join(str(choice).lower() if isinstance(choice, bool) else choice for choice in choices)
                 raise UnsupportedConfiguration(f"jetrl.{name}={value} is not a choice; use one of {listed}.")
+        for name, kind in (("clip_interval", int), ("invariant_scaling", int | float)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < float("inf"):
+                raise UnsupportedConfiguration(f"jetrl.{name}={value} is not a choice; use a positive number.")
+        if self.rollout == "int8" and self.train == "fp8":
+            raise UnsupportedConfiguration(
+                "jetrl.train=fp8 with jetrl.rollout=int8 would sample from another policy than it trains; "
+                "use jetrl.rollout=fp8 or jetrl.train=bf16."
+            )
+        if self.rollout == "int8" and self.scale_rule != "fp32":
+            raise UnsupportedConfiguration(
+                f"jetrl.rollout=int8 knows one scale rule, not jetrl.scale_rule={self.scale_rule}; use fp32."
+            )
         if self.rollout == "bf16":
             if self.train == "fp8":
                 raise UnsupportedConfiguration(
@@ -92,6 +131,27 @@ class JetConfig:
                 )
             raise UnsupportedConfiguration(
                 "jetrl.train=bf16 with jetrl.rollout=bf16 leaves nothing in FP8; use precision=bf16."
+            )
+        if (self.train == "fp8") != self.precision.startswith("jet_fp8"):
+            other = "jet_fp8" if self.train == "fp8" else "fp8_rollout"
+            raise UnsupportedConfiguration(
+                f"precision={self.precision} with jetrl.train={self.train} is what precision={other} names; use that."
+            )
+        if self.backward == "bf16" and "fp8" not in (self.train, self.critic):
+            raise UnsupportedConfiguration(
+                "jetrl.backward=bf16 speaks about models that train in FP8, and there is none; remove it or use "
+                "precision=jet_fp8."
+            )
+        if (self.operations == "shared") != (self.precision == "jet_fp8_exact"):
+            other = "jet_fp8_exact" if self.operations == "shared" else "jet_fp8"
+            raise UnsupportedConfiguration(
+                f"precision={self.precision} with jetrl.operations={self.operations} is what precision={other} names; "
+                "use that."
+            )
+        if self.operations == "shared" and self.unfit_layers != "stop":
+            raise UnsupportedConfiguration(
+                "jetrl.operations=shared has no shared BF16 linear for a layer that jetrl.unfit_layers=skip would "
+                "leave out; use jetrl.unfit_layers=stop."
             )
 
     @classmethod

@@ -70,6 +70,11 @@ class JetFSDPEngineConfig(FSDPEngineConfig):
         """Whether the linear layers of this model run in FP8."""
         return getattr(self.jetrl, _ROLE_FIELD[self.jetrl_role]) == "fp8"
 
+    @property
+    def shared_operations(self) -> bool:
+        """Whether this model runs the operations that the rollout runs."""
+        return self.jetrl_role == "actor" and self.jetrl.operations == "shared"
+
 
 @dataclass
 class JetRolloutConfig(RolloutConfig):

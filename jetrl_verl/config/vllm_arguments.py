@@ -11,7 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""The three vLLM engine arguments by which a rollout runs our FP8 linears, merged into the user's
+"""The three vLLM engine arguments by which a rollout runs our linears, merged into the user's
 ``engine_kwargs.vllm``.
 """
 
@@ -23,6 +23,9 @@ from .options import JetConfig, UnsupportedConfiguration
 
 QUANT_METHOD = "jetrl_fp8"
 """Name under which the rollout's quantisation method is registered in vLLM."""
+
+INT8_METHOD = "jetrl_int8"
+"""The same for the INT8 rollout."""
 
 WORKER_EXTENSION = "jetrl_verl.rollout.worker.JetWorkerExtension"
 """vLLM worker extension that receives the trainer's codes; a subclass of verl's own."""
@@ -56,17 +59,19 @@ def vllm_arguments(options: JetConfig, user: Mapping[str, Any] | None) -> dict[s
                 "itself; remove it, or use precision=bf16."
             )
 
-    fill(arguments, "quantization", "quantization", QUANT_METHOD)
+    method = INT8_METHOD if options.rollout == "int8" else QUANT_METHOD
+    fill(arguments, "quantization", "quantization", method)
     fill(arguments, "worker_extension_cls", "worker_extension_cls", WORKER_EXTENSION)
     fill(
         arguments["hf_overrides"],
         "quantization_config",
         "hf_overrides.quantization_config",
         {
-            "quant_method": QUANT_METHOD,
+            "quant_method": method,
             "scale_rule": options.scale_rule,
             "unfit_layers": options.unfit_layers,
             "contract_check": options.contract_check,
+            "operations": options.operations,
             # The layers outside the contract: BF16 on both sides.
             "modules_to_not_convert": ["lm_head"],
         },

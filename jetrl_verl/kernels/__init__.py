@@ -16,6 +16,7 @@
 from jetrl_verl.kernels.dispatch import (
     BACKENDS,
     describe_backends,
+    gemm_int8,
     gemm_nt,
     override_backend,
     platform_of,
@@ -24,15 +25,19 @@ from jetrl_verl.kernels.dispatch import (
     quantize_128x1,
     quantize_128x128,
     quantize_128x128_and_transpose,
+    quantize_int8,
     relayout_128x1,
     transpose_128x128,
 )
+from jetrl_verl.kernels.int8_ops import fprop_int8
 from jetrl_verl.kernels.torch_ops import fprop
 
 __all__ = [
     "BACKENDS",
     "describe_backends",
     "fprop",
+    "fprop_int8",
+    "gemm_int8",
     "gemm_nt",
     "override_backend",
     "platform_of",
@@ -41,6 +46,7 @@ __all__ = [
     "quantize_128x1",
     "quantize_128x128",
     "quantize_128x128_and_transpose",
+    "quantize_int8",
     "relayout_128x1",
     "transpose_128x128",
 ]

@@ -51,12 +51,21 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     # WGrad: 1x128 scales on both operands.
     "gemm_nt_1x128": {"cpu": ("numerics",), "sm89": ("triton",), "sm90": ("triton",), "sm100": ("triton",)},
+    # The INT8 rollout. Sums are exact, so every backend has one result; vLLM's CUTLASS build has no INT8 for Blackwell.
+    "quantize_int8": _GPU_QUANTISERS,
+    "gemm_int8": {
+        "cpu": ("numerics",),
+        "sm89": ("vllm_cutlass_int8", "triton"),
+        "sm90": ("vllm_cutlass_int8", "triton"),
+        "sm100": ("triton",),
+    },
 }
 
 _BACKEND_PATHS = {
     "numerics": "jetrl_verl.numerics",
     "triton": "jetrl_verl.kernels.triton_kernels",
     "vllm_cutlass": "jetrl_verl.kernels.external_gemm:vllm_cutlass",
+    "vllm_cutlass_int8": "jetrl_verl.kernels.external_gemm:vllm_cutlass_int8",
     "cublaslt": "jetrl_verl.kernels.external_gemm:cublaslt",
     "deep_gemm": "jetrl_verl.kernels.external_gemm:deep_gemm",
 }
@@ -152,6 +161,27 @@ def gemm_nt(
         if served_by.serves(a, b, b_block_scaled=b_block_scaled, bias=bias, out_dtype=out_dtype):
             return served_by.gemm_nt(a, b, b_block_scaled=b_block_scaled, bias=bias, out_dtype=out_dtype)
     return backend_of(last).gemm_nt(a, b, b_block_scaled=b_block_scaled, bias=bias, out_dtype=out_dtype)
+
+
+def quantize_int8(x: torch.Tensor) -> BlockQuantized:
+    """See :func:`jetrl_verl.numerics.quantize_int8`."""
+    return _quantiser("quantize_int8", x.device)(x)
+
+
+def gemm_int8(
+    a: BlockQuantized,
+    b: BlockQuantized,
+    *,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """See :func:`jetrl_verl.numerics.gemm_int8`."""
+    *conditional, last = _candidates("gemm_int8", a.codes.device)
+    for backend in conditional:
+        served_by = backend_of(backend)
+        if served_by.serves(a, b, bias=bias, out_dtype=out_dtype):
+            return served_by.gemm_int8(a, b, bias=bias, out_dtype=out_dtype)
+    return backend_of(last).gemm_int8(a, b, bias=bias, out_dtype=out_dtype)
 
 
 def describe_backends(device: torch.device | str) -> dict[str, str]:

@@ -11,16 +11,17 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Block-scaled GEMMs that other packages bring: vLLM's CUTLASS kernel, cuBLASLt through torch, DeepGEMM.
+"""GEMMs that other packages bring: vLLM's CUTLASS kernels, cuBLASLt through torch, DeepGEMM.
 
 The only file of this room that knows vLLM, and it imports it on the first call. Each backend states the shapes it
-serves; anything else is refused with a sentence, never rerouted. All three keep one FP32 partial sum per 128-wide K
-block as the contract asks, but none adds a bias before its rounding, so calls with a bias are not served here.
+serves; anything else is refused with a sentence, never rerouted. The three block-scaled ones keep one FP32 partial sum
+per 128-wide K block as the contract asks, but none adds a bias before its rounding, so they serve no call with a bias.
 
 * ``vllm_cutlass``: 128x128 scales on B, BF16 out. With a single K block and a single N block its dispatcher would take
   the scales for per-row ones, hence K > 128.
 * ``cublaslt``: both kinds of scales on B, BF16 or FP32 out. It wants block scales padded to a multiple of 4 along K.
 * ``deep_gemm``: 128x128 scales on B, BF16 out; compiles every shape on first use, for minutes.
+* ``vllm_cutlass_int8``: a scale per row of both operands, BF16 out, a BF16 bias or none; N and K multiples of 16.
 """
 
 from collections.abc import Callable
@@ -33,6 +34,7 @@ import torch.nn.functional as F
 
 from jetrl_verl.numerics import BLOCK, BlockQuantized
 from jetrl_verl.numerics.gemm import check_gemm_shapes
+from jetrl_verl.numerics.int8 import check_int8_gemm_shapes
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,44 @@ def _deep_gemm(a: BlockQuantized, b: BlockQuantized, b_block_scaled: bool, out_d
     return out
 
 
+class _VllmCutlassInt8:
+    """vLLM's INT8 kernel, behind the interface that the dispatch table expects of a conditional backend."""
+
+    def serves(
+        self,
+        a: BlockQuantized,
+        b: BlockQuantized,
+        *,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype = torch.bfloat16,
+    ) -> bool:
+        """Whether :meth:`gemm_int8` takes this call."""
+        (m, k), n = a.codes.shape, b.codes.shape[0]
+        fits = m > 0 and n % 16 == 0 and k % 16 == 0 and a.codes.is_contiguous() and b.codes.is_contiguous()
+        same_types = out_dtype == torch.bfloat16 and (bias is None or bias.dtype == out_dtype)
+        return fits and same_types and torch.cuda.is_available() and find_spec("vllm") is not None
+
+    def gemm_int8(
+        self,
+        a: BlockQuantized,
+        b: BlockQuantized,
+        *,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype = torch.bfloat16,
+    ) -> torch.Tensor:
+        """As :func:`jetrl_verl.numerics.gemm_int8`; ``ValueError`` for a call that the backend does not serve."""
+        check_int8_gemm_shapes(a, b, bias)
+        if not self.serves(a, b, bias=bias, out_dtype=out_dtype):
+            raise ValueError(
+                f"vllm_cutlass_int8 does not serve A {tuple(a.codes.shape)}, B {tuple(b.codes.shape)} with "
+                f"{bias.dtype if bias is not None else 'no'} bias and {out_dtype} out here; use backend triton."
+            )
+        from vllm import _custom_ops as ops
+
+        return ops.cutlass_scaled_mm(a.codes, b.codes.t(), a.scales, b.scales, out_dtype, bias)
+
+
 vllm_cutlass = ExternalGemm("vllm_cutlass", _has_vllm_cutlass, _vllm_cutlass_fits, _vllm_cutlass)
 cublaslt = ExternalGemm("cublaslt", _has_cublaslt, _cublaslt_fits, _cublaslt)
 deep_gemm = ExternalGemm("deep_gemm", _has_deep_gemm, _deep_gemm_fits, _deep_gemm)
+vllm_cutlass_int8 = _VllmCutlassInt8()

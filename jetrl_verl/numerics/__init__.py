@@ -21,10 +21,13 @@ package and never the other way round. One definition:
   (``quantize.py``);
 * one FP32 partial sum per 128-wide K block, promoted as ``acc += (s_a * s_b) * partial`` in ascending K, one rounding
   at the end (``gemm.py``).
+
+The INT8 baselines, which quantise the rollout alone, have a contract of their own in ``int8.py``.
 """
 
 from jetrl_verl.numerics.formats import BLOCK, E4M3_MAX, FP8_DTYPE, SCALE_RULES, ScaleRule, check_rule
 from jetrl_verl.numerics.gemm import gemm_nt, gemm_nt_float64
+from jetrl_verl.numerics.int8 import dequantize_int8, gemm_int8, quantize_int8
 from jetrl_verl.numerics.quantize import (
     BlockQuantized,
     dequantize_1x128,
@@ -50,6 +53,8 @@ __all__ = [
     "check_rule",
     "dequantize_1x128",
     "dequantize_128x128",
+    "dequantize_int8",
+    "gemm_int8",
     "gemm_nt",
     "gemm_nt_float64",
     "quantize_1x128",
@@ -57,6 +62,7 @@ __all__ = [
     "quantize_128x1",
     "quantize_128x128",
     "quantize_128x128_and_transpose",
+    "quantize_int8",
     "relayout_128x1",
     "scale_from_amax_bits",
     "transpose_128x128",

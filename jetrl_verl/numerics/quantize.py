@@ -83,9 +83,13 @@ def quantize_128x1(x: torch.Tensor, rule: ScaleRule) -> BlockQuantized:
 
     Args:
         x: ``[M, N]`` BF16, FP16 or FP32.
+        rule: scale rule.
 
     Returns:
         codes ``[N, M]`` E4M3 and scales ``[N, ceil(M/128)]`` FP32: :func:`quantize_1x128` of ``x.T``.
+
+    Raises:
+        ValueError: unknown ``rule``.
     """
     return quantize_1x128(x.t().contiguous(), rule)
 
@@ -95,9 +99,13 @@ def quantize_128x128(w: torch.Tensor, rule: ScaleRule) -> BlockQuantized:
 
     Args:
         w: ``[N, K]`` BF16, FP16 or FP32.
+        rule: scale rule.
 
     Returns:
         codes ``[N, K]`` E4M3 and scales ``[ceil(N/128), ceil(K/128)]`` FP32, both contiguous.
+
+    Raises:
+        ValueError: unknown ``rule``.
     """
     n, k = w.shape
     bn, bk = _ceil_div(n, BLOCK), _ceil_div(k, BLOCK)
@@ -139,10 +147,14 @@ def relayout_128x1(q: BlockQuantized, rule: ScaleRule) -> BlockQuantized:
     the second rounding is exact for every element that stays in the normal range of its new group.
 
     Args:
-        q: codes ``[M, K]``, scales ``[M, ceil(K/128)]``.
+        q: codes ``[M, K]`` E4M3, scales ``[M, ceil(K/128)]`` FP32.
+        rule: scale rule of the new groups.
 
     Returns:
-        codes ``[K, M]`` and scales ``[K, ceil(M/128)]``.
+        codes ``[K, M]`` E4M3 and scales ``[K, ceil(M/128)]`` FP32.
+
+    Raises:
+        ValueError: unknown ``rule``.
     """
     return quantize_128x1(dequantize_1x128(q), rule)
 

@@ -60,7 +60,9 @@ def scale_from_amax_bits(bits: torch.Tensor, rule: ScaleRule) -> torch.Tensor:
     check_rule(rule)
     special = (bits == 0) | (bits >= INF_BITS)
     if rule == "fp32":
-        scale = (bits.view(torch.float32) / E4M3_MAX).clamp_min(MIN_SCALE)
+        # By a tensor: CUDA divides by a Python number as a product with its rounded reciprocal.
+        amax = bits.view(torch.float32)
+        scale = (amax / torch.full_like(amax, E4M3_MAX)).clamp_min(MIN_SCALE)
     else:
         exponent = ((bits + _CARRY_ABOVE_1_75) >> 23) - 8
         scale = (exponent.clamp_min(_MIN_SCALE_EXPONENT) << 23).view(torch.float32)

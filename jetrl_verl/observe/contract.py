@@ -43,6 +43,10 @@ SCALE_SUFFIX = "_scale_inv"
 """Name of a weight's scales on the wire and in vLLM: ``<weight>_scale_inv``."""
 
 
+_SUM_WORDS = 2**23
+"""64-bit words multiplied at a time by :func:`row_sums`, 64 MiB of products."""
+
+
 class ContractViolation(RuntimeError):
     """Trainer and rollout differ; the message names the layer and both values."""
 
@@ -56,7 +60,7 @@ def _odd_constants(count: int, device: torch.device) -> torch.Tensor:
 
 
 def block_sums(q: BlockQuantized) -> torch.Tensor:
-    """Sums of codes ``[N, K]`` with scales ``[N/128, K/128]``, both multiples of 128.
+    """Sums of codes ``[N, K]`` with scales ``[N/128, K/128]`` or, of INT8, ``[N, 1]``; N and K are multiples of 128.
 
     Returns:
         int64 ``[N/128, K/128]``.
@@ -65,9 +69,12 @@ def block_sums(q: BlockQuantized) -> torch.Tensor:
     words_per_row = BLOCK // 8
     # contiguous(): a row-parallel shard's slice of columns cannot be viewed as 64-bit words otherwise.
     words = q.codes.contiguous().view(torch.int64).view(n // BLOCK, BLOCK, k // BLOCK, words_per_row)
-    constants = _odd_constants(BLOCK * words_per_row + 1, q.codes.device)
-    sums = (words * constants[1:].view(1, BLOCK, 1, words_per_row)).sum(dim=(1, 3))
-    return sums + q.scales.contiguous().view(torch.int32).to(torch.int64) * constants[0]
+    constants = _odd_constants(BLOCK * (words_per_row + 1), q.codes.device)
+    sums = (words * constants[BLOCK:].view(1, BLOCK, 1, words_per_row)).sum(dim=(1, 3))
+    scales = q.scales.contiguous().view(torch.int32).to(torch.int64)
+    if q.codes.dtype == torch.int8:
+        return sums + (scales.view(n // BLOCK, BLOCK) * constants[:BLOCK]).sum(dim=1, keepdim=True)
+    return sums + scales * constants[0]
 
 
 def row_sums(tensor: torch.Tensor) -> torch.Tensor:
@@ -80,11 +87,14 @@ def row_sums(tensor: torch.Tensor) -> torch.Tensor:
     rows = rows.view(rows.shape[0], -1)
     if rows.shape[1] % 4 == 0:
         rows = rows.view(torch.int64)
-    return (rows.to(torch.int64) * _odd_constants(rows.shape[1], rows.device)).sum(dim=1)
+    constants = _odd_constants(rows.shape[1], rows.device)
+    # In pieces: an embedding's products would otherwise take as much memory again as the embedding.
+    pieces = rows.split(max(1, _SUM_WORDS // rows.shape[1]))
+    return torch.cat([(piece.to(torch.int64) * constants).sum(dim=1) for piece in pieces])
 
 
-def probe_sum(device: torch.device, scale_rule: str) -> int:
-    """Sum of two fixed products through ``kernels.fprop`` on ``device``.
+def probe_sum(device: torch.device, scale_rule: str, rollout: str = "fp8") -> int:
+    """Sum of two fixed products on ``device`` through the operator of the ``rollout``, ``fp8`` or ``int8``.
 
     [16, 384] x [256, 384] without a bias and [17, 384] x [256, 384] with one: the dispatch table may serve the two from
     different backends, so both are probed.
@@ -93,9 +103,13 @@ def probe_sum(device: torch.device, scale_rule: str) -> int:
     x = torch.randn(17, 3 * BLOCK, generator=generator).mul_(4).to(device, torch.bfloat16)
     w = torch.randn(2 * BLOCK, 3 * BLOCK, generator=generator).to(device, torch.bfloat16)
     bias = torch.randn(2 * BLOCK, generator=generator).to(device, torch.bfloat16)
-    q = kernels.quantize_128x128(w, scale_rule)
-    plain = kernels.fprop(x[:16], q.codes, q.scales, None, scale_rule)
-    biased = kernels.fprop(x, q.codes, q.scales, bias, scale_rule)
+    if rollout == "int8":
+        q = kernels.quantize_int8(w)
+        plain, biased = (kernels.fprop_int8(rows, q.codes, q.scales, b) for rows, b in ((x[:16], None), (x, bias)))
+    else:
+        q = kernels.quantize_128x128(w, scale_rule)
+        plain = kernels.fprop(x[:16], q.codes, q.scales, None, scale_rule)
+        biased = kernels.fprop(x, q.codes, q.scales, bias, scale_rule)
     return int(row_sums(torch.cat([plain, biased])).sum().item())
 
 
@@ -131,13 +145,17 @@ def with_contract(
 
     Args:
         weights: (name, tensor); a quantised weight's codes are followed at once by its scales.
+        scale_rule: rule that made the codes. probe: sum of the trainer's probe.
+
+    Yields:
+        ``weights`` unchanged, then :data:`SUM_PREFIX` + name with the int64 sums of each, last :data:`MANIFEST_NAME`.
     """
     manifest = Manifest(scale_rule=scale_rule, probe=probe)
     sums: list[tuple[str, torch.Tensor]] = []
     pending: tuple[str, torch.Tensor] | None = None
     for name, tensor in weights:
         yield name, tensor
-        if tensor.dtype == FP8_DTYPE:
+        if tensor.dtype in (FP8_DTYPE, torch.int8):
             pending = (name, tensor)
         elif pending is not None and name == pending[0] + SCALE_SUFFIX:
             sums.append((pending[0], block_sums(BlockQuantized(pending[1], tensor))))
@@ -206,13 +224,13 @@ class ContractReceiver:
         self._check_coverage(manifest, live)
         digest = uncompared = 0
         for name in manifest.quantised:
-            held, stated = live[name], self._sums[name]
+            held, stated = live[name], self._stated(name)
             self._same_shape(name, stated, torch.Size(size // BLOCK for size in held.whole))
             rows, columns = (slice(part.start // BLOCK, part.stop // BLOCK) for part in (held.rows, held.columns))
             found = block_sums(BlockQuantized(held.tensor, held.scales))
             digest += self._compare(name, stated[rows, columns], found)
         for name in manifest.plain:
-            held, stated = live[name], self._sums[name]
+            held, stated = live[name], self._stated(name)
             self._same_shape(name, stated, torch.Size(held.whole[:1]))
             if held.columns != slice(0, held.whole[1]):
                 uncompared += 1
@@ -267,6 +285,14 @@ class ContractReceiver:
                 raise ContractViolation(
                     f"contract check: layer {name} is {sides[0]} in the trainer and {sides[1]} in the rollout"
                 )
+
+    def _stated(self, name: str) -> torch.Tensor:
+        if name not in self._sums:
+            raise ContractViolation(
+                f"contract check: the trainer's sums of {name} did not arrive; the two sides run different versions of "
+                "jetrl_verl, install the same one on both"
+            )
+        return self._sums[name]
 
     @staticmethod
     def _same_shape(name: str, stated: torch.Tensor, whole: torch.Size) -> None:

@@ -57,11 +57,15 @@ class _Parameter:
     columns: slice
     whole_columns: int
 
+    def _scales_of(self, start: int, rows: int) -> torch.Tensor:
+        rows_per_scale = 1 if self.data.dtype == torch.int8 else BLOCK
+        return self.scales[start // rows_per_scale : (start + rows) // rows_per_scale]
+
     def part(self, rows: int, start: int = 0, first: int = 0, whole: int | None = None) -> LiveTensor:
         """``rows`` rows from ``start``, which are the trainer's rows from ``first`` of ``whole`` (all, by default)."""
         return LiveTensor(
             self.data[start : start + rows],
-            None if self.scales is None else self.scales[start // BLOCK : (start + rows) // BLOCK],
+            None if self.scales is None else self._scales_of(start, rows),
             slice(first, first + rows),
             self.columns,
             (rows if whole is None else whole, self.whole_columns),
@@ -90,7 +94,7 @@ def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
             if isinstance(layer, RowParallelLinear) and data.ndim > 1:
                 first_column, whole_columns = layer.tp_rank * width, layer.input_size
             columns = slice(first_column, first_column + width)
-            scales = own[leaf + SCALE_SUFFIX] if data.dtype == FP8_DTYPE else None
+            scales = own[leaf + SCALE_SUFFIX] if data.dtype in (FP8_DTYPE, torch.int8) else None
             held = _Parameter(data, scales, columns, whole_columns)
             if isinstance(layer, QKVParallelLinear | MergedColumnParallelLinear) and suffix in MERGED:
                 stem = prefix.removesuffix(suffix)

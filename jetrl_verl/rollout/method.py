@@ -28,6 +28,7 @@ layers take part comes from :mod:`jetrl_verl.layers`, as on the trainer's side.
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.linear import (
     LinearBase,
@@ -53,11 +54,17 @@ class JetFP8Config(QuantizationConfig):
         scale_rule: rule under which activations are quantised; the codes that arrive were made under the same one.
         unfit_layers: ``"stop"`` or ``"skip"``, see :func:`jetrl_verl.layers.plan_linears`.
         contract_check: whether a weight sync ends with the comparison of observe/contract.py.
+        operations: ``"shared"`` runs the operations between the linears as the trainer does (jetrl_verl/ops),
+            ``"stock"`` as vLLM does.
     """
 
-    def __init__(self, scale_rule: str, unfit_layers: str, contract_check: bool) -> None:
+    rollout = "fp8"
+    """Format of the codes, as in ``jetrl.rollout``."""
+
+    def __init__(self, scale_rule: str, unfit_layers: str, contract_check: bool, operations: str = "stock") -> None:
         super().__init__()
         check_rule(scale_rule)
+        self.operations = operations
         self.contract_check = contract_check
         self.scale_rule = scale_rule
         self.unfit_layers = unfit_layers
@@ -79,7 +86,9 @@ class JetFP8Config(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "JetFP8Config":
-        return cls(config["scale_rule"], config["unfit_layers"], config["contract_check"])
+        return cls(
+            config["scale_rule"], config["unfit_layers"], config["contract_check"], config.get("operations", "stock")
+        )
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         self._hf_config = hf_config
@@ -100,6 +109,13 @@ class JetFP8Config(QuantizationConfig):
         if not all(plans[piece].quantised for piece in pieces):
             return UnquantizedLinearMethod()
         return JetFP8LinearMethod(self)
+
+
+def shares_operations() -> bool:
+    """Whether the engine being built in this process was asked for shared operations."""
+    engine = get_current_vllm_config_or_none()
+    config = engine.quant_config if engine is not None else None
+    return isinstance(config, JetFP8Config) and config.operations == "shared"
 
 
 @register_weight_loader_v2_supported_method

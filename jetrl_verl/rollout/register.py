@@ -17,13 +17,25 @@ vLLM calls :func:`register` in the server, the engine core and each worker, poss
 """
 
 import os
+import sys
+import traceback
 
 
 def register() -> None:
-    """Register the quantisation method; on the opt-in CPU platform also keep BF16 weights reloadable."""
-    import jetrl_verl.rollout.method  # noqa: F401  registration is the import's effect
+    """Register the quantisation methods and the layers that may run shared operations.
 
-    if os.environ.get("VERL_PLATFORM") == "cpu":
-        from jetrl_verl.patches import vllm_cpu
+    On the opt-in CPU platform also keep BF16 weights reloadable. A failure is announced and not raised: vLLM would end
+    with it, and this process may serve a model that has nothing to do with this project. Where the method was asked
+    for, vLLM then stops at its unknown name.
+    """
+    try:
+        import jetrl_verl.rollout.int8_method
+        import jetrl_verl.rollout.shared_operations  # noqa: F401  registration is the import's effect
 
-        vllm_cpu.install()
+        if os.environ.get("VERL_PLATFORM") == "cpu":
+            from jetrl_verl.patches import vllm_cpu
+
+            vllm_cpu.install()
+    except Exception:
+        print("jetrl_verl: the vLLM plugin failed to load, so FP8 rollouts will not work:", file=sys.stderr)
+        traceback.print_exc()

@@ -30,9 +30,11 @@ import traceback
 import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-from jetrl_verl.observe.contract import ContractReceiver, ContractViolation, probe_sum
+from jetrl_verl.observe.contract import ContractReceiver, ContractViolation
+from jetrl_verl.observe.operations_probe import contract_probe
 from jetrl_verl.rollout.live import live_tensors
 from jetrl_verl.rollout.method import JetFP8Config
+from jetrl_verl.rollout.shared_operations import share_sampler
 
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)
@@ -62,16 +64,19 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
         config = self.model_runner.vllm_config.quant_config
         if not isinstance(config, JetFP8Config):
             raise ContractViolation(
-                "contract check: the trainer sends FP8 codes but vLLM was started with quantization="
+                "contract check: the trainer sends codes but vLLM was started with quantization="
                 f"{config.get_name() if config else None}; do not override rollout.engine_kwargs.vllm.quantization"
             )
+        if config.operations == "shared":
+            # No hook of vLLM's builds a sampler; a rollout before the first sync has no weights anyway.
+            share_sampler(self.model_runner)
         if not config.contract_check:
             logger.info("jetrl weight sync: loaded in %.3f s, contract not checked", loaded - started)
             return
         counts = self._jetrl_receiver.verify(
             live_tensors(self.model_runner.model),
             scale_rule=config.scale_rule,
-            probe=probe_sum(self.device, config.scale_rule),
+            probe=contract_probe(self.device, config.scale_rule, config.operations, config.rollout),
         )
         logger.info(
             "jetrl weight sync: loaded in %.3f s, contract of %d quantised and %d BF16 tensors held in %.3f s, "

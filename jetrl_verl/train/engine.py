@@ -21,24 +21,33 @@ FP8 actor) behaves as verl's.
 Three things differ from verl's engine: after the model is built and before FSDP wraps it, ``nn.Linear`` becomes
 ``JetLinear`` in place, parameters untouched, so checkpoints, resume, the model merger and the optimiser see what they
 always saw; the weight sync carries codes, scales and the contract; logits of vocabulary entries without a token are
-masked as verl masks them in the rollout.
+masked as verl masks them in the rollout. Under ``jetrl.operations=shared`` the actor also runs the shared operations
+(train/shared_operations.py), and its log-probabilities come from the function that the rollout's come from.
 """
 
 import logging
 from typing import Any
 
 import torch
+from verl.utils import tensordict_utils
+from verl.utils import torch_functional as verl_functional
 from verl.utils.device import get_device_name
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
+from jetrl_verl import ops
+from jetrl_verl.algorithms.calibrated_clipping import CalibratedClip
+from jetrl_verl.algorithms.invariant_scaling import fold
+from jetrl_verl.algorithms.shadow import ShadowForwards
 from jetrl_verl.config.verl_configs import JetFSDPEngineConfig
 from jetrl_verl.kernels import describe_backends
-from jetrl_verl.layers import plan_linears
+from jetrl_verl.layers import UnsupportedLayer, plan_linears
 from jetrl_verl.linear import JetLinear, replace_linears
-from jetrl_verl.observe.contract import probe_sum, with_contract
+from jetrl_verl.observe.contract import with_contract
+from jetrl_verl.observe.operations_probe import contract_probe
 from jetrl_verl.patches import weight_sync
 from jetrl_verl.train.export import SyncStatistics, counted_stock, measured, quantise_stream
+from jetrl_verl.train.shared_operations import share_operations
 
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)
@@ -50,6 +59,10 @@ def mask_unused_vocabulary(model: torch.nn.Module, used: int) -> None:
     A padded vocabulary otherwise takes probability in the trainer that it cannot take in the rollout. The value is
     finite, because verl's entropy multiplies probabilities with logits, and so far from the lowest finite one that a
     division by the temperature cannot overflow.
+
+    Args:
+        model: a decoder whose output embedding yields logits ``[..., V]``; from now on it overwrites them in place.
+        used: entries with a token, ``len(tokenizer)``.
     """
 
     def mask(module: torch.nn.Module, inputs: Any, logits: torch.Tensor) -> torch.Tensor:
@@ -59,7 +72,7 @@ def mask_unused_vocabulary(model: torch.nn.Module, used: int) -> None:
     model.get_output_embeddings().register_forward_hook(mask)
 
 
-class _JetEngine:
+class _JetEngine(ShadowForwards):
     """Behaviour shared by policy and value engines; mixed in front of verl's class."""
 
     def _build_module(self) -> torch.nn.Module:
@@ -69,6 +82,10 @@ class _JetEngine:
             return module
         options = config.jetrl
         self._jetrl_sync = SyncStatistics()
+        if config.jetrl_role == "actor" and options.invariant_scaling != 1:
+            fold(module.named_parameters(), options.invariant_scaling)
+        if config.jetrl_role == "actor" and options.clip == "calibrated":
+            self.calibrated_clip = CalibratedClip(options.clip_interval)
         if config.fp8_linears or config.jetrl_role == "actor":
             self._jetrl_plans = plan_linears(
                 self.model_config.hf_config, config.jetrl_rollout_tp, unfit_layers=options.unfit_layers
@@ -85,16 +102,21 @@ class _JetEngine:
                     options.backward,
                     backends,
                 )
+        if config.shared_operations:
+            counts = share_operations(module)
+            if self.rank == 0:
+                logger.info("jetrl: shared operations in the actor: %s", counts)
         tokens = len(self.model_config.tokenizer) if self.model_config.tokenizer is not None else None
         output = module.get_output_embeddings() if config.jetrl_role != "critic" else None
         if tokens is not None and output is not None and output.weight.shape[0] > tokens:
-            mask_unused_vocabulary(module, tokens)
             if self.model_config.use_fused_kernels:
-                logger.warning(
-                    "jetrl: model.use_fused_kernels computes log-probabilities without lm_head's module, so %d "
-                    "vocabulary entries without a token are masked in the rollout only",
-                    output.weight.shape[0] - tokens,
+                # The driver refuses this for a folder that it can read (config/environment.py).
+                raise UnsupportedLayer(
+                    f"model.use_fused_kernels computes log-probabilities without lm_head's module, so "
+                    f"{output.weight.shape[0] - tokens} vocabulary entries without a token would be masked in the "
+                    "rollout only; set actor_rollout_ref.model.use_fused_kernels=false"
                 )
+            mask_unused_vocabulary(module, tokens)
         return module
 
     def forward_backward_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -115,9 +137,10 @@ class _JetEngine:
             return weights, peft_config
         rule = config.jetrl.scale_rule
         self._jetrl_sync = statistics = SyncStatistics()
-        stream = quantise_stream(counted_stock(weights, statistics), self._jetrl_plans, rule)
+        stream = quantise_stream(counted_stock(weights, statistics), self._jetrl_plans, rule, config.jetrl.rollout)
         if config.jetrl.contract_check:
-            stream = with_contract(stream, scale_rule=rule, probe=probe_sum(torch.device(get_device_name()), rule))
+            probe = contract_probe(torch.device(get_device_name()), rule, config.jetrl.operations, config.jetrl.rollout)
+            stream = with_contract(stream, scale_rule=rule, probe=probe)
         return measured(stream, statistics), peft_config
 
     def train_batch(self, data: Any, loss_function: Any) -> Any:
@@ -134,6 +157,51 @@ class _JetEngine:
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cuda", vendor="nvidia")
 class JetFSDPEngine(_JetEngine, FSDPEngineWithLMHead):
     """Policy (actor or reference) under FSDP1 or FSDP2."""
+
+    def prepare_model_outputs(self, output: Any, output_args: dict, micro_batch: Any, logits_processor_func: Any):
+        """Log-probabilities, and the entropy where asked for, of a micro-batch's tokens; verl's own unless shared.
+
+        Returns:
+            ``log_probs``, ``entropy`` and ``sum_pi_squared``, each a jagged ``[sequences, tokens]`` FP32, the entry of
+            a token being about the one that follows it.
+        """
+        config = self.engine_config
+        if not isinstance(config, JetFSDPEngineConfig) or not config.shared_operations:
+            return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+
+        def asked(name: str, default: bool = False) -> bool:
+            return tensordict_utils.get_non_tensor_data(data=micro_batch, key=name, default=default)
+
+        offsets = micro_batch["input_ids"].offsets()
+        lengths = offsets.diff()
+        tokens = int(offsets[-1])
+        packed = asked("use_remove_padding", True)
+        if packed:
+            logits = output.logits.squeeze(0)[:tokens]
+            temperature = output_args["temperature_rmpad"][:tokens]
+        else:
+            real = torch.arange(output.logits.shape[1], device=lengths.device) < lengths[:, None]
+            logits = output.logits[real]
+            temperature = output_args["temperature"].repeat_interleave(lengths)
+        following = output_args["input_ids_rmpad_rolled"][:tokens]
+        found = {"log_probs": ops.log_probs(logits, following[:, None], temperature).squeeze(1)}
+        if asked("calculate_entropy"):
+            found["entropy"] = self._entropy(logits / temperature[:, None], packed)
+        if asked("calculate_sum_pi_squared"):
+            scaled = logits / temperature[:, None]
+            found["sum_pi_squared"] = verl_functional.calculate_sum_pi_squared_from_logits(scaled)
+        return {name: torch.nested.nested_tensor_from_jagged(values, offsets) for name, values in found.items()}
+
+    def _entropy(self, scaled: torch.Tensor, packed: bool) -> torch.Tensor:
+        """``[N]`` of logits ``[N, V]``, as verl computes it under the engine's options."""
+        config = self.engine_config
+        # verl compiles it, where asked to, and takes it in chunks for packed batches alone.
+        entropy = self.compute_entropy_from_logits if packed else verl_functional.entropy_from_logits
+        if config.entropy_checkpointing:
+            return torch.utils.checkpoint.checkpoint(entropy, scaled, use_reentrant=False)
+        if packed and config.entropy_from_logits_with_chunking:
+            return entropy(scaled, chunk_size=config.entropy_from_logits_chunk_size)
+        return entropy(scaled)
 
 
 @EngineRegistry.register(model_type="value_model", backend=["fsdp", "fsdp2"], device="cuda", vendor="nvidia")

@@ -16,8 +16,8 @@
 Weights are quantised here, once, from the BF16 value of the gathered master weight, which is the value that the
 trainer's own forward quantises. The rollout copies the codes and never sees a BF16 weight, so the two sides cannot
 round differently (a trainer quantising its FP32 master against a rollout quantising the BF16 export has been reported
-to cost a factor of 20 in k3_kl, xtuner #2044). The wire carries 1.0002 bytes per quantised weight; verl's stock wire
-carries FP32.
+to cost a factor of 20 in k3_kl, xtuner #2044). The wire carries 1.0002 bytes per quantised weight, 1.0007 with the
+contract check's sums; verl's stock wire carries FP32.
 """
 
 import time
@@ -46,7 +46,7 @@ class SyncStatistics:
 
 
 def quantise_stream(
-    weights: Iterable[tuple[str, torch.Tensor]], plans: Mapping[str, LinearPlan], scale_rule: str
+    weights: Iterable[tuple[str, torch.Tensor]], plans: Mapping[str, LinearPlan], scale_rule: str, rollout: str = "fp8"
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Replace each planned weight by its codes followed by its scales; cast every other floating tensor to BF16.
 
@@ -54,15 +54,21 @@ def quantise_stream(
         weights: (Hugging Face name, full tensor) of any floating type.
         plans: from :func:`jetrl_verl.layers.plan_linears`.
         scale_rule: rule of the codes.
+        rollout: format of the codes, ``fp8`` or ``int8``.
 
     Yields:
-        ``<name>`` E4M3 [N, K] then ``<name>_scale_inv`` FP32 [N/128, K/128] for a planned weight; else ``<name>`` BF16.
+        ``<name>`` E4M3 [N, K] then ``<name>_scale_inv`` FP32 [N/128, K/128] for a planned weight, or INT8 [N, K] then
+        FP32 [N, 1]; else ``<name>`` BF16.
     """
     for name, tensor in weights:
         tensor = tensor.detach()
         plan = plan_of(name, plans) if name.endswith(".weight") else None
         if plan is not None and plan.quantised:
-            codes, scales = kernels.quantize_128x128(tensor.to(torch.bfloat16), scale_rule)
+            tensor = tensor.to(torch.bfloat16)
+            quantised = (
+                kernels.quantize_int8(tensor) if rollout == "int8" else kernels.quantize_128x128(tensor, scale_rule)
+            )
+            codes, scales = quantised
             yield name, codes
             yield name + SCALE_SUFFIX, scales
         else:

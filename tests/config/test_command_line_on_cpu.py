@@ -106,4 +106,4 @@ def test_workers_without_the_plugin_stop_the_driver(tmp_path, interpreter_withou
     assert run.returncode == 1 and "not reached" not in run.stdout
     (sentence,) = (line for line in run.stderr.splitlines() if line.startswith("jetrl_verl:"))
     assert interpreter_without_plugin in sentence
-    assert "does not have the plugin installed" in sentence and "uv run --with jetrl-verl" in sentence
+    assert "does not have the plugin installed" in sentence and "uv run --with-editable /path/to/jetrl_verl" in sentence

@@ -24,7 +24,7 @@ import torch
 from safetensors.numpy import save_file
 
 from jetrl_verl.config import JetConfig, UnsupportedConfiguration, check_environment
-from jetrl_verl.config.environment import check_data, check_gpu, check_model, check_versions
+from jetrl_verl.config.environment import check_data, check_gpu, check_model, check_versions, check_vocabulary
 
 OPTIONS = JetConfig(precision="jet_fp8", train="fp8", rollout="fp8")
 SKIP = JetConfig(precision="jet_fp8", train="fp8", rollout="fp8", unfit_layers="skip")
@@ -241,3 +241,37 @@ def test_check_environment_reads_the_composed_config(compose, model_folder, parq
 
     data = compose("precision=jet_fp8", *overrides, "data.val_files=/no/test.parquet")
     assert "/no/test.parquet (data.val_files) does not exist" in refusal(check_environment, data)
+
+
+def test_fused_kernels_are_refused_for_a_padded_vocabulary(model_folder, monkeypatch):
+    from transformers import AutoTokenizer
+
+    folder = str(model_folder())
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path: range(100))
+    assert "28 vocabulary entries without a token" in refusal(check_vocabulary, folder)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path: range(128))
+    check_vocabulary(folder)
+
+
+def test_data_are_read_and_not_only_the_footer(parquet):
+    content = bytearray(parquet.read_bytes())
+    content[4:40] = bytes(36)
+    parquet.write_bytes(content)
+    assert "is not a readable parquet file" in refusal(check_data, "data.train_files", str(parquet))
+
+
+def test_a_check_that_fails_itself_stops_the_run(monkeypatch):
+    """Hydra would turn the exception into a warning and start the job unchecked."""
+    from jetrl_verl.config import environment
+    from jetrl_verl.config.hydra_plugin import JetCallback
+    from jetrl_verl.patches import ray_init
+
+    def fail(config):
+        raise ZeroDivisionError("heads")
+
+    installed = []
+    monkeypatch.setattr(ray_init, "install", lambda: installed.append(True))
+    monkeypatch.setattr(environment, "check_environment", fail)
+    with pytest.raises(SystemExit, match=r"the checks before the job failed themselves \(ZeroDivisionError: heads\)"):
+        JetCallback().on_job_start(None)
+    assert installed

@@ -28,7 +28,17 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from jetrl_verl.config import PRECISIONS, JetFSDPEngineConfig, JetRolloutConfig
 
-FP8_PRECISIONS = PRECISIONS[1:]
+OUR_PRECISIONS = PRECISIONS[1:]
+CORRECTIONS = {
+    "fp8_rollout_tis": {"rollout_is": "token"},
+    "int8_rollout_tis": {"rollout_is": "token"},
+    "qurl_fp8": {"rollout_is": "token", "rollout_is_threshold": 1e9},
+    "qurl_int8": {"rollout_is": "token", "rollout_is_threshold": 1e9},
+}
+"""What a precision sets under ``algorithm.rollout_correction``."""
+
+ONE_GPU = "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
+"""verl's default is 2, which jet_fp8_exact refuses."""
 EXAMPLES = yaml.safe_load((Path(__file__).parent / "example_overrides.yaml").read_text())
 VERL_CONFIG = Path(verl.trainer.config.__file__).parent
 
@@ -44,6 +54,11 @@ def without_precision(config) -> dict:
             engine.pop(key, None)
     actor_rollout["rollout"]["_target_"] = "verl.workers.config.RolloutConfig"
     actor_rollout["rollout"].pop("custom", None)
+    loss = actor_rollout["actor"]["policy_loss"]
+    loss["_target_"] = "verl.workers.config.PolicyLossConfig"
+    loss.pop("is_threshold", None)
+    if loss["loss_mode"] == "qurl_acr":
+        loss["loss_mode"] = "vanilla"
     return tree
 
 
@@ -67,19 +82,24 @@ def test_the_loader_is_hydras(compose):
     assert hydra._internal.hydra.ConfigLoaderImpl is not ConfigLoaderImpl
 
 
-@pytest.mark.parametrize("precision", FP8_PRECISIONS)
+@pytest.mark.parametrize("precision", OUR_PRECISIONS)
 def test_a_precision_touches_only_its_own_keys(compose, stock, precision):
-    expected = OmegaConf.to_container(stock())
-    if precision == "fp8_rollout_tis":
-        expected["algorithm"]["rollout_correction"]["rollout_is"] = "token"
-    assert without_precision(compose(f"precision={precision}")) == expected
+    expected = OmegaConf.to_container(stock(ONE_GPU))
+    expected["algorithm"]["rollout_correction"].update(CORRECTIONS.get(precision, {}))
+    assert without_precision(compose(f"precision={precision}", ONE_GPU)) == expected
 
 
 @pytest.mark.parametrize(
-    ("precision", "train"), [("fp8_rollout", "bf16"), ("fp8_rollout_tis", "bf16"), ("jet_fp8", "fp8")]
+    ("precision", "train", "operations"),
+    [
+        ("fp8_rollout", "bf16", "stock"),
+        ("fp8_rollout_tis", "bf16", "stock"),
+        ("jet_fp8", "fp8", "stock"),
+        ("jet_fp8_exact", "fp8", "shared"),
+    ],
 )
-def test_what_each_precision_says(compose, precision, train):
-    config = compose(f"precision={precision}")
+def test_what_each_precision_says(compose, precision, train, operations):
+    config = compose(f"precision={precision}", ONE_GPU)
     assert OmegaConf.to_container(config.jetrl) == {
         "precision": precision,
         "train": train,
@@ -90,6 +110,10 @@ def test_what_each_precision_says(compose, precision, train):
         "ref": "bf16",
         "critic": "bf16",
         "contract_check": True,
+        "operations": operations,
+        "clip": "fixed",
+        "clip_interval": 20,
+        "invariant_scaling": 1.0,
     }
     assert config.actor_rollout_ref.rollout.calculate_log_probs is True
 
@@ -102,21 +126,37 @@ def test_fp8_rollout_differs_from_jet_fp8_in_the_trainer_alone(compose):
     assert rollout == both
 
 
+def test_jet_fp8_exact_differs_from_jet_fp8_in_the_operations_alone(compose):
+    jet, exact = (
+        OmegaConf.to_container(compose(f"precision={name}", ONE_GPU)) for name in ("jet_fp8", "jet_fp8_exact")
+    )
+    assert jet["jetrl"].pop("operations") == "stock"
+    assert exact["jetrl"].pop("operations") == "shared"
+    del jet["jetrl"]["precision"], exact["jetrl"]["precision"]
+    assert jet == exact
+
+
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_verls_example_scripts_compose(compose, stock, example):
     overrides = EXAMPLES[example]
     own_correction = any("rollout_is=" in override for override in overrides)
+    own_loss = any("loss_mode=" in override for override in overrides)
     expected = stock(*overrides)
     assert compose(*overrides, "precision=bf16") == expected
 
     expected = OmegaConf.to_container(expected)
-    for precision in FP8_PRECISIONS:
+    # Most examples split the rollout over GPUs, which jet_fp8_exact refuses.
+    for precision in OUR_PRECISIONS[:-1]:
+        if precision.startswith("qurl") and (own_correction or own_loss):
+            with pytest.raises(ConfigCompositionException, match="qurl"):
+                compose(*overrides, f"precision={precision}")
+            continue
         config = compose(*overrides, f"precision={precision}")
-        corrected = precision == "fp8_rollout_tis" and not own_correction
+        correction = {} if own_correction else CORRECTIONS.get(precision, {})
         tree = without_precision(config)
         assert tree["algorithm"].pop("rollout_correction") == {
             **expected["algorithm"]["rollout_correction"],
-            **({"rollout_is": "token"} if corrected else {}),
+            **correction,
         }
         tree["algorithm"]["rollout_correction"] = expected["algorithm"]["rollout_correction"]
         assert tree == expected
@@ -129,14 +169,12 @@ def test_the_command_line_wins_over_the_group(compose):
         "precision=fp8_rollout_tis",
         "jetrl.scale_rule=pow2",
         "jetrl.contract_check=false",
-        "actor_rollout_ref.rollout.calculate_log_probs=false",
         "algorithm.rollout_correction.rollout_is=sequence",
         "algorithm.rollout_correction.rollout_is_threshold=5",
     )
     assert config.jetrl.scale_rule == "pow2"
     assert config.actor_rollout_ref.actor.fsdp_config.jetrl.scale_rule == "pow2"
     assert config.actor_rollout_ref.rollout.custom.jetrl.contract_check is False
-    assert config.actor_rollout_ref.rollout.calculate_log_probs is False
     assert config.algorithm.rollout_correction.rollout_is == "sequence"
     assert config.algorithm.rollout_correction.rollout_is_threshold == 5
 
@@ -169,7 +207,8 @@ def test_an_unknown_precision_lists_the_choices(compose, precision):
     with pytest.raises(ConfigCompositionException) as refused:
         compose(f"precision={precision}")
     assert str(refused.value) == (
-        f"precision={precision} is not a precision; use one of bf16, fp8_rollout, fp8_rollout_tis, jet_fp8."
+        f"precision={precision} is not a precision; use one of bf16, fp8_rollout, fp8_rollout_tis, "
+        "int8_rollout, int8_rollout_tis, qurl_fp8, qurl_int8, jet_fp8, jet_fp8_exact."
     )
 
 

@@ -69,3 +69,29 @@ def test_a_failure_is_announced():
     assert run.returncode == 1
     assert "jetrl_verl: the verl plugin failed to load, so `precision=` will not work:" in run.stderr
     assert "ZeroDivisionError" in run.stderr
+
+
+def test_whoever_imports_hydra_for_other_reasons_is_not_stopped_by_a_failure():
+    run = python(
+        "import sys, types\n"
+        "import jetrl_verl.plugin\n"
+        "broken = types.ModuleType('jetrl_verl.config.hydra_plugin')\n"
+        "broken.register = lambda: 1 / 0\n"
+        "sys.modules['jetrl_verl.config.hydra_plugin'] = broken\n"
+        "import hydra\n"
+        "print(hydra.__version__[:2])\n"
+    )
+    assert (run.returncode, run.stdout.strip()) == (0, "1."), run.stderr
+    assert "the verl plugin failed to load" in run.stderr and "ZeroDivisionError" in run.stderr
+
+
+def test_a_vllm_process_survives_a_failure_of_the_plugin():
+    run = python(
+        "import sys\n"
+        "sys.modules['vllm'] = None\n"
+        "from jetrl_verl.rollout.register import register\n"
+        "register()\n"
+        "print('alive')\n"
+    )
+    assert (run.returncode, run.stdout.strip()) == (0, "alive"), run.stderr
+    assert "the vLLM plugin failed to load" in run.stderr

@@ -86,6 +86,19 @@ REFUSED = [
     (["jetrl.scale_rule=ue8m0"], "jetrl.scale_rule=ue8m0 is not a choice; use one of fp32, pow2."),
     (["jetrl.contract_check=1"], "jetrl.contract_check=1 is not a choice; use one of true, false."),
     (["jetrl.unfit_layers=ignore"], "jetrl.unfit_layers=ignore is not a choice; use one of stop, skip."),
+    (["jetrl.train=bf16"], "is what precision=fp8_rollout names; use that."),
+    (["jetrl.precision=fp8_rollout"], "is what precision=jet_fp8 names; use that."),
+    (
+        [f"{ROLLOUT}.calculate_log_probs=false", "algorithm.rollout_correction.rollout_is=token"],
+        f"rollout_is=token); set {ROLLOUT}.calculate_log_probs=true",
+    ),
+    ([f"{VLLM}.enable_lora=true"], f"{ROLLOUT}.engine_kwargs.vllm.enable_lora=True; use false"),
+    ([f"{VLLM}.speculative_config={{method:ngram}}"], "speculative_config={'method': 'ngram'}; use no speculative"),
+    ([f"+{REF}.qat.enable=true"], f"({REF}.qat.enable); set it to false"),
+    ([f"{REF}.fsdp_config.dtype=float16"], f"{REF}.fsdp_config.dtype=float16; use bfloat16"),
+    ([f"{REF}.fsdp_config._target_=verl.workers.config.FSDPEngineConfig"], f"remove {REF}.fsdp_config._target_"),
+    ([f"{REF}.fsdp_config.jetrl=null"], f"keep that key when overriding {REF}.fsdp_config"),
+    (["critic.fsdp.jetrl=null"], "keep that key when overriding critic.fsdp"),
     (["jetrl.rollout=bf16"], "would sample from another policy than it trains; use jetrl.rollout=fp8."),
     (["jetrl.train=bf16", "jetrl.rollout=bf16"], "leaves nothing in FP8; use precision=bf16."),
     (["+jetrl.scales=fp32"], "jetrl.scales is not an option; use one of precision, train, rollout, scale_rule"),
@@ -118,12 +131,74 @@ def test_the_sentence_names_the_chosen_precision(compose, precision):
         [f"{VLLM}.hf_overrides='{{\"rope_theta\": 1e6}}'"],
         ["trainer.v1.trainer_mode=colocate_async"],
         ["jetrl.backward=bf16", "jetrl.unfit_layers=skip", "jetrl.ref=fp8", "jetrl.critic=fp8"],
-        ["jetrl.train=bf16"],
     ],
     ids=" ".join,
 )
 def test_accepted(compose, overrides):
     assert "jetrl" in compose("precision=jet_fp8", *overrides)
+
+
+def test_backward_speaks_about_something_that_trains_in_fp8(compose):
+    with pytest.raises(ConfigCompositionException, match="jetrl.backward=bf16 speaks about models that train in FP8"):
+        compose("precision=fp8_rollout", "jetrl.backward=bf16")
+    assert "jetrl" in compose("precision=fp8_rollout", "jetrl.backward=bf16", "jetrl.critic=fp8")
+
+
+ONE_GPU = f"{ROLLOUT}.tensor_model_parallel_size=1"
+
+REFUSED_EXACT = [
+    ([f"{ROLLOUT}.tensor_model_parallel_size=2"], f"set {ROLLOUT}.tensor_model_parallel_size=1"),
+    ([f"{ROLLOUT}.top_p=0.95"], f"not under {ROLLOUT}.top_p=0.95; use 1"),
+    ([f"{ROLLOUT}.top_k=50"], f"not under {ROLLOUT}.top_k=50; use -1"),
+    ([f"+{ROLLOUT}.repetition_penalty=1.1"], f"not under {ROLLOUT}.repetition_penalty=1.1; use 1"),
+    ([f"{ROLLOUT}.temperature=0"], f"not {ROLLOUT}.temperature=0; use 1"),
+    ([f"{ROLLOUT}.logprobs_mode=raw_logprobs"], "logprobs_mode=raw_logprobs; use processed_logprobs"),
+    ([f"{ROLLOUT}.calculate_log_probs=false"], f"set {ROLLOUT}.calculate_log_probs=true"),
+    (["trainer.v1.trainer_mode=colocate_async"], "trainer.v1.trainer_mode=colocate_async; use sync"),
+    ([f"{MODEL}.use_fused_kernels=true"], f"{MODEL}.use_fused_kernels would replace; set it to false"),
+    ([f"{MODEL}.use_liger=true"], f"{MODEL}.use_liger would replace; set it to false"),
+    ([f"{MODEL}.tiled_mlp.enabled=true"], f"{MODEL}.tiled_mlp.enabled would replace; set it to false"),
+    ([f"{ACTOR}.use_prefix_grouper=true"], f"{ACTOR}.use_prefix_grouper would replace; set it to false"),
+    ([f"{ACTOR}.ulysses_sequence_parallel_size=2"], f"{ACTOR}.ulysses_sequence_parallel_size=2; set it to 1"),
+    (["distillation.enabled=true"], "set distillation.enabled=false"),
+    ([f"{VLLM}.attention_backend=FLASHINFER"], "attention_backend=FLASHINFER; use FLASH_ATTN"),
+    ([f"{VLLM}.attention_config.flash_attn_version=2"], "use the default"),
+    ([f"{VLLM}.logprobs_mode=raw_logits"], "logprobs_mode=raw_logits; use processed_logprobs"),
+    ([f"{VLLM}.decode_context_parallel_size=2"], "decode_context_parallel_size=2; use 1"),
+    ([f"{VLLM}.kv_cache_dtype=fp8"], "kv_cache_dtype=fp8; use auto"),
+    (["jetrl.unfit_layers=skip"], "use jetrl.unfit_layers=stop."),
+    (["jetrl.operations=stock"], "is what precision=jet_fp8 names; use that."),
+    (["jetrl.operations=liger"], "jetrl.operations=liger is not a choice; use one of stock, shared."),
+]
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), REFUSED_EXACT, ids=[" ".join(o) for o, _ in REFUSED_EXACT])
+def test_refused_where_log_probabilities_are_to_be_equal(compose, overrides, sentence):
+    with pytest.raises(ConfigCompositionException) as refused:
+        compose("precision=jet_fp8_exact", ONE_GPU, *overrides)
+    message = str(refused.value)
+    assert sentence in message
+    assert message.endswith(".") and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"{ROLLOUT}.temperature=0.6", "jetrl.scale_rule=pow2", "jetrl.backward=bf16"],
+        [f"{ROLLOUT}.val_kwargs.top_p=0.7", f"{ROLLOUT}.val_kwargs.temperature=0"],
+        [f"{VLLM}.attention_backend=FLASH_ATTN", f"{VLLM}.max_num_seqs=64"],
+        [f"{ROLLOUT}.data_parallel_size=2", f"{ROLLOUT}.enforce_eager=false"],
+        [f"{MODEL}.use_remove_padding=true", f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.strategy=fsdp2"],
+    ],
+    ids=" ".join,
+)
+def test_accepted_where_log_probabilities_are_to_be_equal(compose, overrides):
+    assert compose("precision=jet_fp8_exact", ONE_GPU, *overrides).jetrl.operations == "shared"
+
+
+def test_shared_operations_have_one_name(compose):
+    with pytest.raises(ConfigCompositionException, match="is what precision=jet_fp8_exact names; use that"):
+        compose("precision=jet_fp8", "jetrl.operations=shared")
 
 
 def test_options_without_a_precision_are_refused(compose):

@@ -36,7 +36,7 @@ from jetrl_verl.observe.contract import MANIFEST_NAME, SUM_PREFIX, Manifest
 SEQUENCES, TOKENS = 4, 24
 
 
-def build(folder: str, role: str = "actor", **options):
+def build(folder: str, role: str = "actor", *, tokenizer: bool = False, **options):
     """Engine of the registry on the model in ``folder``."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
@@ -46,11 +46,12 @@ def build(folder: str, role: str = "actor", **options):
 
     fields = {"precision": "jet_fp8", "train": "fp8", "rollout": "fp8"} | options
     engine = EngineRegistry.new(
-        model_type="language_model",
+        model_type="value_model" if role == "critic" else "language_model",
         backend="fsdp2",
         model_config=HFModelConfig(
             path=folder,
-            load_tokenizer=False,
+            model_type="value_model" if role == "critic" else "language_model",
+            load_tokenizer=tokenizer,
             use_remove_padding=False,
             override_config={"attn_implementation": "sdpa"},
         ),
@@ -192,6 +193,41 @@ def roles_and_precisions(rank: int, folder: str) -> None:
     assert all(tensor.dtype != FP8_DTYPE for _, tensor in reference.get_per_tensor_param()[0])
     assert kinds(build(folder, role="ref", ref="fp8")) == {JetLinear}
 
+    import verl.utils.model
+    from transformers import AutoModelForTokenClassification
+
+    def load_critic(local_path, torch_dtype, model_config, trust_remote_code):
+        return AutoModelForTokenClassification.from_pretrained(local_path, dtype=torch_dtype, config=model_config)
+
+    # verl's own loader of the same class asks for flash-attn, which is in neither stack.
+    verl.utils.model.load_valuehead_model = load_critic
+    assert kinds(build(folder, role="critic")) == {nn.Linear}
+    assert kinds(build(folder, role="critic", critic="fp8")) == {JetLinear}
+
+
+def padding_of_the_vocabulary_gets_no_probability(rank: int, folder: str, used: int) -> None:
+    engine = build(folder, tokenizer=True)
+    with engine.eval_mode():
+        found = engine.infer_batch(batch(rank))["model_output"]["log_probs"]
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = engine.module(tokens(rank), use_cache=False).logits.float()
+    assert logits[..., used:].max() < -1e6
+    expected = logits[..., :used].log_softmax(-1)[:, :-1].gather(-1, tokens(rank)[:, 1:, None]).squeeze(-1)
+    found = torch.stack(found.unbind()).float()[:, :-1]
+    assert torch.allclose(found, expected, atol=0.05)
+
+
+@pytest.fixture(scope="module")
+def padded_folder(tmp_path_factory) -> tuple[str, int]:
+    """A model with more vocabulary entries than its tokenizer has tokens, and the number of tokens."""
+    from jetrl_verl.demo.policy import build_tokenizer
+
+    path = tmp_path_factory.mktemp("padded")
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(path)
+    tiny_model("qwen3", vocab_size=len(tokenizer) + 29).save_pretrained(path)
+    return str(path), len(tokenizer)
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> tuple[str, str]:
@@ -199,7 +235,7 @@ def folders(tmp_path_factory) -> tuple[str, str]:
     paths = []
     for seed in (0, 1):
         path = tmp_path_factory.mktemp(f"model{seed}")
-        tiny_model("qwen2", seed, hidden_size=256).save_pretrained(path)
+        tiny_model("qwen2", seed).save_pretrained(path)
         paths.append(str(path))
     return tuple(paths)
 
@@ -214,3 +250,7 @@ def test_a_checkpoint_restores_weights_optimiser_and_codes(folders, tmp_path: Pa
 
 def test_each_role_gets_the_linears_that_its_option_says(folders, cpu_platform):
     run_in_two_processes(roles_and_precisions, folders[0])
+
+
+def test_vocabulary_entries_without_a_token_are_masked_as_in_the_rollout(padded_folder, cpu_platform):
+    run_in_two_processes(padding_of_the_vocabulary_gets_no_probability, *padded_folder)

@@ -1,0 +1,122 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Invariant scaling leaves the function alone, to the rounding that its docstring states, and can be undone."""
+
+import pytest
+import torch
+from tiny_models import FAMILIES, tiny_model
+
+from jetrl_verl.algorithms.invariant_scaling import NORMS, PROJECTIONS, fold, unfolded
+from jetrl_verl.kernels import quantize_128x128
+from jetrl_verl.layers import UnsupportedLayer
+
+S = 1.5
+
+
+def with_trained_norms(family: str):
+    """Norm weights away from 1, as after training."""
+    model = tiny_model(family)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 2.0)
+    return model
+
+
+def logits(model, dtype: torch.dtype) -> torch.Tensor:
+    tokens = torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return model.to(dtype)(tokens, use_cache=False).logits.float()
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_the_function_is_unchanged_in_fp32(family):
+    model = with_trained_norms(family)
+    before = logits(model, torch.float32)
+    changed = fold(model.named_parameters(), S)
+    assert len(changed) == 2 * (len(NORMS) + len(PROJECTIONS))
+    assert (logits(model, torch.float32) - before).norm() < 2e-6 * before.norm()
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_the_bf16_function_is_unchanged_to_rounding(family):
+    """From a BF16 checkpoint, 1.5 costs as much as one more rounding of these weights and 2 costs nothing at all."""
+    exact = logits(with_trained_norms(family).to(torch.bfloat16), torch.float32)
+    before = logits(with_trained_norms(family), torch.bfloat16)
+
+    def scaled(s: float) -> torch.Tensor:
+        model = with_trained_norms(family).to(torch.bfloat16).float()
+        fold(model.named_parameters(), s)
+        return logits(model, torch.bfloat16)
+
+    rounding = (before - exact).norm() / exact.norm()
+    assert (scaled(S) - exact).norm() / exact.norm() < 2 * rounding
+    assert torch.equal(scaled(2.0), before)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_unfolding_returns_the_master_weights(family):
+    model = with_trained_norms(family)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    touched = set(fold(model.named_parameters(), S))
+    found = dict(unfolded(model.state_dict().items(), S))
+    assert list(found) == list(before)
+    for name, tensor in before.items():
+        ulp = (torch.nextafter(tensor.abs(), torch.tensor(torch.inf)) - tensor.abs()) if name in touched else 0
+        assert ((found[name] - tensor).abs() <= ulp).all(), name
+        assert found[name].dtype == tensor.dtype
+
+
+def test_unfolding_returns_a_bf16_checkpoint_exactly():
+    model = with_trained_norms("qwen3").to(torch.bfloat16)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    fold(model.float().named_parameters(), S)
+    for name, tensor in unfolded(model.state_dict().items(), S):
+        assert torch.equal(tensor.to(torch.bfloat16), before[name]), name
+
+
+def test_the_quantised_weight_hardly_changes():
+    """Why a control with 1.5 times the learning rate is needed: the codes are those of the unscaled weight."""
+    weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(2))
+    before = quantize_128x128(weight.to(torch.bfloat16), "fp32")
+    after = quantize_128x128((weight / S).to(torch.bfloat16), "fp32")
+    differing = (before.codes.view(torch.uint8) != after.codes.view(torch.uint8)).float().mean()
+    assert differing < 0.05
+    # The largest weight of a block was rounded to BF16 twice, by 2^-8 at most each time.
+    torch.testing.assert_close(before.scales / S, after.scales, rtol=2**-7, atol=0)
+
+
+def test_a_state_dict_will_do_and_meta_tensors_too():
+    model = with_trained_norms("llama")
+    assert fold(model.state_dict().items(), S) == fold(model.to("meta").named_parameters(), S)
+
+
+def test_only_what_a_norm_feeds_is_touched():
+    model = with_trained_norms("qwen3")
+    changed = {name.rpartition(".layers.")[2].partition(".")[2] for name in fold(model.named_parameters(), S)}
+    assert changed == {f"{module}.weight" for module in (*NORMS, *PROJECTIONS)}
+
+
+def test_a_model_with_other_norms_is_refused():
+    parameters = [(n, p) for n, p in tiny_model("llama").named_parameters() if "1.post_attention_layernorm" not in n]
+    before = [p.clone() for _, p in parameters]
+    with pytest.raises(UnsupportedLayer, match=r"model\.layers\.1 has no post_attention_layernorm"):
+        fold(parameters, S)
+    assert all(torch.equal(old, p) for old, (_, p) in zip(before, parameters, strict=True)), "half of it was scaled"
+
+
+@pytest.mark.parametrize("s", [0.0, -1.5, float("nan"), float("inf")])
+def test_a_factor_that_is_no_factor_is_refused(s):
+    with pytest.raises(ValueError, match="invariant scaling by"):
+        fold(tiny_model("llama").named_parameters(), s)

@@ -1,0 +1,104 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The precisions of rollout-only baselines and ``clip=calibrated``: what they compose to, and what contradicts them."""
+
+import pytest
+from hydra.errors import ConfigCompositionException
+from omegaconf import OmegaConf
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+from verl.utils.config import omega_conf_to_dataclass
+
+from jetrl_verl.config import JetConfig, UnsupportedConfiguration
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+CORRECTION = "algorithm.rollout_correction"
+SIZES = [f"{ACTOR}.ppo_micro_batch_size_per_gpu=1", f"{ROLLOUT}.name=vllm"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "rollout", "level", "threshold", "loss", "scaling"),
+    [
+        ("int8_rollout", "int8", None, 2.0, "vanilla", 1.0),
+        ("int8_rollout_tis", "int8", "token", 2.0, "vanilla", 1.0),
+        ("qurl_fp8", "fp8", "token", 1e9, "qurl_acr", 1.5),
+        ("qurl_int8", "int8", "token", 1e9, "qurl_acr", 1.5),
+    ],
+)
+def test_what_each_baseline_says(compose, precision, rollout, level, threshold, loss, scaling):
+    config = compose(f"precision={precision}", *SIZES)
+    options = JetConfig.from_node(config.jetrl)
+    assert (options.train, options.rollout, options.invariant_scaling) == ("bf16", rollout, scaling)
+    correction = config.algorithm.rollout_correction
+    assert (correction.rollout_is, correction.rollout_is_threshold) == (level, threshold)
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    assert actor.policy_loss.loss_mode == loss and loss in POLICY_LOSS_REGISTRY
+    assert actor.engine.jetrl == options
+    vllm = omega_conf_to_dataclass(config.actor_rollout_ref.rollout).engine_kwargs["vllm"]
+    assert vllm["quantization"] == f"jetrl_{rollout}"
+    assert vllm["hf_overrides"]["quantization_config"]["quant_method"] == f"jetrl_{rollout}"
+
+
+def test_the_int8_baselines_differ_from_the_fp8_ones_in_the_rollout_alone(compose):
+    for fp8, int8 in (
+        ("fp8_rollout", "int8_rollout"),
+        ("fp8_rollout_tis", "int8_rollout_tis"),
+        ("qurl_fp8", "qurl_int8"),
+    ):
+        one, other = (OmegaConf.to_container(compose(f"precision={name}")) for name in (fp8, int8))
+        assert (one["jetrl"].pop("rollout"), other["jetrl"].pop("rollout")) == ("fp8", "int8")
+        assert (one["jetrl"].pop("precision"), other["jetrl"].pop("precision")) == (fp8, int8)
+        assert one == other
+
+
+def test_fixed_clipping_is_the_default_and_sets_nothing(compose):
+    assert compose("precision=jet_fp8") == compose("precision=jet_fp8", "clip=fixed")
+    assert compose("clip=fixed") == compose()
+
+
+def test_calibrated_clipping_composes_with_the_unified_flow_in_either_order(compose):
+    config = compose("precision=jet_fp8", "clip=calibrated", *SIZES)
+    assert config == compose("clip=calibrated", "precision=jet_fp8", *SIZES)
+    assert (config.jetrl.clip, config.jetrl.clip_interval) == ("calibrated", 20)
+    assert config.algorithm.rollout_correction.rollout_is == "token"
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    assert actor.policy_loss.loss_mode == "vanilla_by_sign"
+    assert actor.engine.jetrl.clip == "calibrated"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["precision=qurl_int8", f"{ROLLOUT}.calculate_log_probs=false"], f"set {ROLLOUT}.calculate_log_probs=true"),
+        (["precision=qurl_fp8", f"{CORRECTION}.rollout_is=sequence"], f"set {CORRECTION}.rollout_is=token"),
+        (["precision=jet_fp8", "clip=calibrated", f"{ACTOR}.policy_loss.loss_mode=gpg"], "no clip bounds to calibrate"),
+        (["precision=fp8_rollout", "clip=calibrated"], "trains in BF16"),
+        (["precision=jet_fp8", "clip=calibrated", f"{ACTOR}.ppo_mini_batch_size=1024"], "every ratio is 1"),
+        (["clip=calibrated"], "the jetrl options need a precision; add precision="),
+        (["precision=int8_rollout", "jetrl.train=fp8"], "use jetrl.rollout=fp8 or jetrl.train=bf16"),
+        (["precision=int8_rollout", "jetrl.scale_rule=pow2"], "jetrl.rollout=int8 knows one scale rule"),
+        (["precision=qurl_fp8", "jetrl.invariant_scaling=0"], "jetrl.invariant_scaling=0 is not a choice"),
+        (["precision=jet_fp8", "jetrl.clip_interval=2.5"], "jetrl.clip_interval=2.5 is not a choice"),
+    ],
+)
+def test_contradictions_are_refused_at_composition(compose, overrides, sentence):
+    with pytest.raises(ConfigCompositionException) as refused:
+        compose(*overrides, *SIZES)
+    assert sentence in str(refused.value) and str(refused.value).count(". ") == 0
+
+
+@pytest.mark.parametrize("value", [True, float("inf"), float("nan"), "1.5", None])
+def test_a_number_is_a_number(value):
+    with pytest.raises(UnsupportedConfiguration, match="jetrl.invariant_scaling="):
+        JetConfig("qurl_fp8", "bf16", "fp8", invariant_scaling=value)

@@ -1,0 +1,71 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""INT8 on a GPU: the quantiser's bytes, and every GEMM backend's bits, against ``numerics`` on the CPU."""
+
+import pytest
+import torch
+from contract_inputs import CASES, gaussian, heavy_tailed
+
+from jetrl_verl import kernels, numerics
+from jetrl_verl.kernels.external_gemm import vllm_cutlass_int8
+from jetrl_verl.numerics import BlockQuantized
+
+
+def on_gpu(q: BlockQuantized) -> BlockQuantized:
+    return BlockQuantized(q.codes.cuda(), q.scales.cuda())
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 300), (129, 4096), (64, 12288)])
+def test_the_quantiser_has_the_bytes_of_numerics(case, shape):
+    x = case(*shape)
+    got, want = kernels.quantize_int8(x.cuda()), numerics.quantize_int8(x)
+    assert torch.equal(got.codes.cpu(), want.codes)
+    torch.testing.assert_close(got.scales.cpu(), want.scales, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("m", [1, 3, 16, 64, 129, 1000])
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (1536, 4096), (256, 128), (512, 12288)])
+def test_every_backend_gives_the_same_bits(m, n, k, with_bias):
+    """Which one serves a call must not show; the reference's fused sum may differ in a tie, so it gets one rounding."""
+    a, b = numerics.quantize_int8(heavy_tailed(m, k)), numerics.quantize_int8(gaussian(n, k))
+    bias = gaussian(1, n)[0] if with_bias else None
+    moved = None if bias is None else bias.cuda()
+    with kernels.override_backend("gemm_int8", "triton"):
+        triton = kernels.gemm_int8(on_gpu(a), on_gpu(b), bias=moved).cpu()
+    want = numerics.gemm_int8(a, b, bias=bias)
+    if with_bias:
+        torch.testing.assert_close(triton, want, rtol=2**-7, atol=0)
+        assert (triton != want).float().mean() < 1e-5
+    else:
+        assert torch.equal(triton, want)
+    if (
+        vllm_cutlass_int8.serves(on_gpu(a), on_gpu(b), bias=moved)
+        and kernels.platform_of(torch.device("cuda")) != "sm100"
+    ):
+        with kernels.override_backend("gemm_int8", "vllm_cutlass_int8"):
+            assert torch.equal(kernels.gemm_int8(on_gpu(a), on_gpu(b), bias=moved).cpu(), triton)
+
+
+def test_fprop_may_be_captured_in_a_cuda_graph():
+    w = on_gpu(numerics.quantize_int8(gaussian(512, 1024)))
+    x = gaussian(32, 1024).cuda()
+    kernels.fprop_int8(x, w.codes, w.scales, None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = kernels.fprop_int8(x, w.codes, w.scales, None)
+    x.copy_(heavy_tailed(32, 1024))
+    graph.replay()
+    assert torch.equal(y.cpu(), kernels.fprop_int8(x.cpu(), w.codes.cpu(), w.scales.cpu(), None))

@@ -1,0 +1,29 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Makes this folder's references and the kernels' compiler for Hopper importable; seeds every test."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+for _folder in (Path(__file__).parent, Path(__file__).parents[1] / "kernels"):
+    sys.path.insert(0, str(_folder))
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Whatever a test draws without a generator of its own is the same in every run."""
+    torch.manual_seed(0)

@@ -1,0 +1,105 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The shared operations' Triton kernels under Triton's interpreter. Run by ``test_triton_operations_on_cpu.py`` in its
+own process, because ``TRITON_INTERPRET`` is read when a kernel is decorated and would reach every later test.
+
+To FP32 accuracy where a result is FP32; to one BF16 step where it is BF16, since the interpreter truncates there.
+"""
+
+import pytest
+import reference_operations as reference
+import torch
+
+from jetrl_verl import ops
+from jetrl_verl.ops import triton_kernels
+
+EPS = 1e-6
+BF16_STEP, FP32_STEPS = 2**-7, 2**-20
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).bfloat16()
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor, relative: float) -> None:
+    assert got.shape == want.shape
+    assert ((got.double() - want).abs() <= relative * want.abs() + relative * 2**-6).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 128), (9, 131), (3, 5, 256), (2, 2048), (0, 64)])
+def test_rms_norm(shape):
+    x, residual, weight = normal(*shape), normal(*shape, seed=1), normal(shape[-1], seed=2)
+    y, rstd = triton_kernels.rms_norm(x, weight, EPS)
+    assert_close(y, reference.rms_norm(x.double(), weight.double(), EPS), BF16_STEP)
+    assert_close(rstd, (x.double().square().mean(-1) + EPS).rsqrt(), FP32_STEPS)
+    y, total = triton_kernels.add_rms_norm(x, residual, weight, EPS)
+    assert_close(total, x.double() + residual.double(), BF16_STEP)
+    assert_close(y, reference.rms_norm(total.double(), weight.double(), EPS), BF16_STEP)
+
+
+def test_rms_norm_of_unaligned_and_strided_rows():
+    x, weight = normal(7, 3 * 129)[:, 129 : 2 * 129], normal(129, seed=2)
+    y, _ = triton_kernels.rms_norm(x, weight, EPS)
+    assert_close(y, reference.rms_norm(x.double(), weight.double(), EPS), BF16_STEP)
+
+
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 1), (33, 3), (5, 32), (0, 2)])
+def test_rotary_and_back(tokens, heads):
+    rows = ops.rotary_table(128, 64, {"rope_theta": 1e4})[torch.arange(tokens) % 64]
+    x = normal(tokens, heads + 2, 128)[:, 1 : heads + 1]
+    y = triton_kernels.rotary(x, rows, False)
+    assert_close(y, reference.rotary(x.double(), rows), BF16_STEP)
+    back = triton_kernels.rotary(y, rows, True)
+    assert tokens == 0 or (back.double() - x.double()).norm() <= 2 * BF16_STEP * x.double().norm()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (9, 131), (2, 3, 1500), (0, 8)])
+def test_silu_mul_and_its_gradient(shape):
+    both = normal(*shape[:-1], 2 * shape[-1]) * 3
+    gate, up = both.chunk(2, dim=-1)
+    dy = normal(*shape, seed=5)
+    exact = [x.double().requires_grad_() for x in (gate, up)]
+    expected = reference.silu_mul(*exact)
+    expected.backward(dy.double())
+    assert_close(triton_kernels.silu_mul(gate, up), expected.detach(), BF16_STEP)
+    for got, x in zip(triton_kernels.silu_mul_backward(dy, gate, up), exact, strict=True):
+        assert_close(got, x.grad, BF16_STEP)
+
+
+@pytest.mark.parametrize(("rows", "k", "columns"), [(1, 128, 99), (70, 200, 130), (3, 64, 256), (0, 64, 8)])
+def test_logits(rows, k, columns):
+    hidden, weight = normal(rows, k), normal(columns, k, seed=1)
+    got = triton_kernels.logits(hidden, weight)
+    expected = hidden.double() @ weight.double().t()
+    assert got.dtype == torch.float32 and got.shape == expected.shape
+    assert (got - expected).norm() <= 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("columns", [1, 99, 4096, 9001])
+def test_log_probs(columns):
+    logits = normal(6, columns + 3).float()[:, :columns] * 6
+    logits[:, columns // 2 + 1 :] = -torch.inf
+    tokens = torch.randint(0, columns // 2 + 1, (6, 2))
+    temperature = torch.tensor([0.3, 0.7, 1.0, 1.0, 1.5, 2.0])
+    got = triton_kernels.log_probs(logits, tokens, temperature)
+    expected = reference.log_probs(logits.double(), tokens, temperature)
+    assert got.dtype == torch.float32
+    assert (got - expected).abs().max() <= 1e-5 * max(1, expected.abs().max())
+
+
+def test_log_probs_of_a_row_with_nan_is_nan():
+    logits = torch.zeros(2, 50)
+    logits[1, 7] = torch.nan
+    got = triton_kernels.log_probs(logits, torch.zeros(2, 1, dtype=torch.int64), torch.ones(2))
+    assert got[0].isfinite() and got[1].isnan()

@@ -1,0 +1,101 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The shared operations' Triton kernels without a GPU: run under the interpreter, and compiled for Hopper."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_triton_for_hopper import ptx_for_hopper
+
+from jetrl_verl.ops.triton_kernels.log_probs import TILE, _normaliser_kernel
+from jetrl_verl.ops.triton_kernels.logits import STAGES, TILE_K, TILE_M, TILE_N, WARPS, _logits_kernel
+from jetrl_verl.ops.triton_kernels.rms_norm import _rms_norm_kernel
+from jetrl_verl.ops.triton_kernels.rotary import _rotary_kernel
+from jetrl_verl.ops.triton_kernels.silu_mul import _silu_mul_backward_kernel, _silu_mul_kernel
+
+BF16, FP32 = "*bf16", "*fp32"
+
+
+@pytest.mark.timeout(600)
+def test_operations_under_the_interpreter():
+    cases = Path(__file__).with_name("operations_interpreter_cases.py")
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)],
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
+    )
+    passed = re.search(r"(\d+) passed", result.stdout)
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
+    assert passed and int(passed.group(1)) >= 23
+
+
+@pytest.mark.parametrize("k", [128, 4096])
+def test_a_norm_is_summed_in_one_order_with_and_without_a_residual(k):
+    """The squares of both variants go through the same multiplications and additions, in the same sequence."""
+
+    def arithmetic(with_residual: bool) -> list[str]:
+        types = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "y_ptr", "total_ptr"), BF16)
+        types |= {"rstd_ptr": FP32, "eps": "fp32"}
+        constants = {"K": k, "TILE": k, "RESIDUAL": with_residual}
+        warps = min(max(k // 512, 1), 16)
+        ptx = ptx_for_hopper(_rms_norm_kernel, types, constants, num_warps=warps)
+        # The residual sum itself is one BF16 addition in front: FP32 addition rounded to BF16 is that, bit for bit.
+        return re.findall(r"\b((?:fma|mul|add|div|sqrt)\.[a-z.]*f32|shfl\.sync\.bfly)", ptx)
+
+    assert arithmetic(True) == arithmetic(False)
+    assert "shfl.sync.bfly" in arithmetic(True)
+
+
+def test_logits_are_one_chain_of_matrix_instructions_into_one_accumulator():
+    types = {"hidden_ptr": BF16, "weight_ptr": BF16, "out_ptr": FP32}
+    constants = {"K": 4096, "TILE_M": TILE_M, "TILE_N": TILE_N, "TILE_K": TILE_K}
+    ptx = ptx_for_hopper(_logits_kernel, types, constants, num_warps=WARPS, num_stages=STAGES)
+    instructions = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", ptx))
+    assert instructions == {f"m64n{TILE_N}k16.f32.bf16.bf16"}
+    assert not re.search(r"\b(atom|red)\.", ptx)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "types", "constants"),
+    [
+        (
+            _rotary_kernel,
+            dict.fromkeys(("x_ptr", "cos_sin_ptr", "y_ptr"), BF16),
+            {"HEADS": 32, "HEADS_TILE": 32, "HALF": 64, "INVERSE": False},
+        ),
+        (_silu_mul_kernel, dict.fromkeys(("gate_ptr", "up_ptr", "y_ptr"), BF16), {"TILE": 1024}),
+        (
+            _silu_mul_backward_kernel,
+            dict.fromkeys(("dy_ptr", "gate_ptr", "up_ptr", "dgate_ptr", "dup_ptr"), BF16),
+            {"TILE": 1024},
+        ),
+        (
+            _normaliser_kernel,
+            dict.fromkeys(("logits_ptr", "temperature_ptr", "highest_ptr", "log_sum_ptr"), FP32),
+            {"TILE": TILE},
+        ),
+    ],
+    ids=["rotary", "silu_mul", "silu_mul_backward", "log_probs"],
+)
+def test_the_others_compile_for_hopper_and_nothing_is_added_atomically(kernel, types, constants):
+    ptx = ptx_for_hopper(kernel, types, constants, num_warps=8 if kernel is _normaliser_kernel else 4)
+    assert ".entry" in ptx
+    assert not re.search(r"\b(atom|red)\.", ptx)

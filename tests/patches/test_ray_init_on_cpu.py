@@ -1,0 +1,49 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What the driver asks each node before an actor takes a GPU, and what it says of the answers.
+
+That a worker without the plugin stops a real driver is shown in tests/config/test_command_line_on_cpu.py.
+"""
+
+import re
+
+import pytest
+
+from jetrl_verl.patches.ray_init import _probe, complaint_about
+
+
+def worker(**changes) -> dict:
+    """What the probe finds on a node like this one."""
+    answer = _probe()()
+    return answer | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"plugin": "0.0.9"}, "has jetrl-verl 0.0.9; install the driver's version"),
+        ({"plugin": None}, "does not have the plugin installed"),
+        ({"versions": {"verl": "0.8.0"}}, "the driver runs verl .*, but .* has 0.8.0; install the same version"),
+        ({"vllm_plugin": False}, "lacks the entry point that vLLM loads"),
+        ({"vllm_plugins_filter": "other"}, "VLLM_PLUGINS=other keeps vLLM from loading the plugin"),
+        ({"capability": (8, 0)}, "compute capability 8.0, and FP8 needs 8.9"),
+    ],
+)
+def test_a_node_that_cannot_take_part_is_named_with_its_reason(changes, sentence):
+    assert re.search(sentence, complaint_about(worker(**changes)))
+
+
+@pytest.mark.parametrize("changes", [{}, {"vllm_plugins_filter": "other,jetrl"}, {"capability": (9, 0)}])
+def test_a_node_like_this_one_takes_part(changes):
+    assert complaint_about(worker(**changes)) == ""

@@ -1,0 +1,304 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Shared operations in a real vLLM on the CPU: its log-probabilities are the trainer's, in all 32 bits.
+
+One engine per model family, with everything on that changes which tokens share a call: prefix caching, chunked prefill
+(32 tokens a step) and preemption (a cache too small for its requests). Each is shown to have happened. The trainer is
+the stock Hugging Face model with the shared operations, fed with batches cut in other ways.
+"""
+
+import os
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from test_vllm_method_on_cpu import SETTINGS, sync
+from tiny_models import FAMILIES, tiny_model
+
+from jetrl_verl import ops
+from jetrl_verl.config.options import JetConfig
+from jetrl_verl.config.vllm_arguments import vllm_arguments
+from jetrl_verl.layers import plan_linears
+from jetrl_verl.linear import replace_linears
+from jetrl_verl.observe.contract import ContractViolation, with_contract
+from jetrl_verl.observe.operations_probe import contract_probe
+from jetrl_verl.train.export import quantise_stream
+from jetrl_verl.train.shared_operations import share_operations
+
+RULE = "fp32"
+VOCABULARY, TOKENS = 100, 90
+"""Entries of lm_head and entries that have a token: the rest may never be sampled."""
+SHAPE = dict(vocab_size=VOCABULARY, hidden_size=256, intermediate_size=384, max_position_embeddings=256)
+CHANGES = {"mistral": dict(sliding_window=None)}
+TEMPERATURES = (1.0, 0.6, 1.3)
+
+
+def build_policy(family: str, seed: int):
+    """FP32 masters; norms are not all one and projections large enough for a policy that prefers something."""
+    model = tiny_model(family, seed, **SHAPE, **CHANGES.get(family, {}))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("proj.weight"):
+                parameter.mul_(3)
+    return model
+
+
+def build_trainer(family: str, seed: int):
+    """The policy as the engine's FSDP shows it to a forward: BF16 weights, FP8 linears, shared operations."""
+    from jetrl_verl.train.engine import mask_unused_vocabulary
+
+    model = build_policy(family, seed)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    replace_linears(model, plan_linears(model.config), scale_rule=RULE)
+    share_operations(model)
+    mask_unused_vocabulary(model, TOKENS)
+    return model
+
+
+def stream(family: str, seed: int, probe: int | None = None):
+    model = build_policy(family, seed)
+    probe = contract_probe(torch.device("cpu"), RULE, "shared") if probe is None else probe
+    weights = quantise_stream(model.state_dict().items(), plan_linears(model.config), RULE)
+    return with_contract(weights, scale_rule=RULE, probe=probe)
+
+
+@dataclass
+class Rollout:
+    """A live engine and what its scheduler has done since it started."""
+
+    family: str
+    llm: object
+    worker: object
+    chunks: int = 0
+    preemptions: int = 0
+
+    def watch(self) -> None:
+        """Count prompts cut into chunks, and preemptions, at the scheduler's own methods."""
+        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        schedule, preempt = scheduler.schedule, scheduler._preempt_request
+
+        def counted_schedule(*args, **kwargs):
+            output = schedule(*args, **kwargs)
+            for request, tokens in output.num_scheduled_tokens.items():
+                state = scheduler.requests[request]
+                self.chunks += tokens > 1 and state.num_computed_tokens < state.num_prompt_tokens
+            return output
+
+        def counted_preempt(*args, **kwargs):
+            self.preemptions += 1
+            return preempt(*args, **kwargs)
+
+        scheduler.schedule, scheduler._preempt_request = counted_schedule, counted_preempt
+
+    def generate(self, prompts: list[list[int]], temperatures: list[float], **sampling):
+        from vllm import SamplingParams
+
+        parameters = [
+            SamplingParams(max_tokens=40, temperature=t, logprobs=0, detokenize=False, ignore_eos=True, **sampling)
+            for t in temperatures
+        ]
+        return self.llm.generate([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def rollout(request, tmp_path_factory, cpu_platform):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SETTINGS.items():
+            patch.setenv(name, value)
+        patch.setenv("VERL_RAY_JOB_ID", f"exact-{request.param}-{os.getpid()}")
+        from verl.workers.rollout.vllm_rollout.utils import monkey_patch_compute_logits
+        from vllm import LLM
+        from vllm.distributed import cleanup_dist_env_and_memory
+        from vllm.model_executor.layers import rotary_embedding
+
+        # vLLM keeps rotary modules per process, and another test's engine may have made the stock one.
+        patch.setattr(rotary_embedding, "_ROPE_DICT", {})
+        folder = str(tmp_path_factory.mktemp(request.param))
+        build_policy(request.param, 0).to(torch.bfloat16).save_pretrained(folder)
+        options = JetConfig("jet_fp8_exact", train="fp8", rollout="fp8", scale_rule=RULE, operations="shared")
+        llm = LLM(
+            folder,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            dtype="bfloat16",
+            enforce_eager=True,
+            max_model_len=128,
+            max_num_seqs=8,
+            max_num_batched_tokens=32,
+            enable_chunked_prefill=True,
+            enable_prefix_caching=True,
+            block_size=16,
+            num_gpu_blocks_override=24,
+            logprobs_mode="processed_logprobs",
+            **vllm_arguments(options, None),
+        )
+        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        monkey_patch_compute_logits(worker.model_runner.model, TOKENS)
+        found = Rollout(request.param, llm, worker)
+        found.watch()
+        yield found
+        del llm, worker
+        found.llm = found.worker = None
+        cleanup_dist_env_and_memory()
+
+
+def prompts_with_shared_prefixes(seed: int) -> list[list[int]]:
+    chance = random.Random(seed)
+    prefix = [chance.randrange(TOKENS) for _ in range(48)]
+    prompts = [[chance.randrange(TOKENS) for _ in range(n)] for n in (1, 3, 17, 33, 60, 60, 5, 40)]
+    return prompts + [prefix + [chance.randrange(TOKENS) for _ in range(n)] for n in (1, 9, 20, 2)]
+
+
+def trainer_log_probs(model, sequences: list[list[int]], temperatures: list[float], packed: bool) -> list[torch.Tensor]:
+    """Log-probability of each token from the second on, of sequences that go through the model in one micro-batch."""
+    lengths = torch.tensor([len(s) for s in sequences])
+    if packed:
+        inputs = dict(
+            input_ids=torch.tensor([sum(sequences, [])]),
+            position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
+        )
+    else:
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        ids = torch.zeros(mask.shape, dtype=torch.int64)
+        ids[mask] = torch.tensor(sum(sequences, []))
+        inputs = dict(input_ids=ids, attention_mask=mask, position_ids=torch.arange(mask.shape[1]) * mask)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(**inputs, use_cache=False).logits
+        rows = logits[0] if packed else logits[mask]
+        following = torch.tensor(sum(sequences, [])).roll(-1)[:, None]
+        found = ops.log_probs(rows, following, torch.tensor(temperatures).repeat_interleave(lengths))[:, 0]
+    assert found.requires_grad == torch.is_grad_enabled()
+    return [part[:-1].detach() for part in found.split(lengths.tolist())]
+
+
+def differences(model, prompts, temperatures, outputs, *, packed: bool, micro_batch: int) -> int:
+    """How many response tokens have another log-probability in the trainer, in micro-batches of shuffled sequences."""
+    order = list(range(len(prompts)))
+    random.Random(micro_batch).shuffle(order)
+    different = compared = 0
+    for start in range(0, len(order), micro_batch):
+        chosen = order[start : start + micro_batch]
+        responses = [list(outputs[i].outputs[0].token_ids) for i in chosen]
+        sequences = [prompts[i] + response for i, response in zip(chosen, responses, strict=True)]
+        found = trainer_log_probs(model, sequences, [temperatures[i] for i in chosen], packed)
+        for i, response, mine in zip(chosen, responses, found, strict=True):
+            entries = outputs[i].outputs[0].logprobs
+            theirs = torch.tensor([e[token].logprob for e, token in zip(entries, response, strict=True)])
+            different += int((mine[-len(response) :] != theirs).sum())
+            compared += len(response)
+    assert compared == 40 * len(prompts)
+    return different
+
+
+@pytest.mark.parametrize("seed", [11, 12, 13])
+def test_equal_in_every_bit_after_each_weight_update(rollout, seed):
+    sync(rollout.worker, stream(rollout.family, seed))
+    rollout.llm.reset_prefix_cache()
+    rollout.chunks = rollout.preemptions = 0
+    prompts = prompts_with_shared_prefixes(seed)
+    temperatures = [TEMPERATURES[i % 3] for i in range(len(prompts))]
+    outputs = rollout.generate(prompts, temperatures)
+    again = rollout.generate(prompts, temperatures)
+    assert rollout.chunks > len(prompts), "no prompt was cut"
+    assert rollout.preemptions > 0, "no request was preempted"
+    assert any(output.num_cached_tokens >= 16 for output in outputs + again), "no prefix was reused"
+    assert all(token < TOKENS for output in outputs for token in output.outputs[0].token_ids)
+
+    model = build_trainer(rollout.family, seed)
+    with torch.no_grad():
+        assert differences(model, prompts, temperatures, outputs, packed=False, micro_batch=5) == 0
+        assert differences(model, prompts, temperatures, again, packed=True, micro_batch=12) == 0
+    # In the forward that carries the gradient, and cut once more.
+    assert differences(model, prompts, temperatures, outputs, packed=True, micro_batch=1) == 0
+    assert differences(model, prompts, temperatures, again, packed=False, micro_batch=4) == 0
+
+
+def test_prompt_log_probabilities_are_equal_too(rollout):
+    sync(rollout.worker, stream(rollout.family, 14))
+    rollout.llm.reset_prefix_cache()
+    prompt = prompts_with_shared_prefixes(14)[4]
+    (output,) = rollout.generate([prompt], [1.0], prompt_logprobs=0)
+    theirs = torch.tensor([e[token].logprob for e, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)])
+    with torch.no_grad():
+        (mine,) = trainer_log_probs(build_trainer(rollout.family, 14), [prompt], [1.0], packed=True)
+    assert torch.equal(mine, theirs)
+
+
+def plant_norm(model, runner):
+    norm = model.model.layers[1].post_attention_layernorm
+    return norm, "_forward_method", norm.forward_native
+
+
+def plant_activation(model, runner):
+    act = model.model.layers[1].mlp.act_fn
+    return act, "_forward_method", act.forward_native
+
+
+def plant_rotary(model, runner):
+    rotary = model.model.layers[0].self_attn.rotary_emb
+    return rotary, "_forward_method", rotary.forward_native
+
+
+def plant_attention(model, runner):
+    """A softmax scale that is off by one part in 4096, less than BF16 can tell."""
+    impl = model.model.layers[1].self_attn.attn.impl
+    return impl, "scale", impl.scale * (1 + 2**-12)
+
+
+def plant_logits(model, runner):
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    processor = model.logits_processor
+    return processor, "_get_logits", lambda *inputs: LogitsProcessor._get_logits(processor, *inputs).float()
+
+
+def plant_log_probs(model, runner):
+    from vllm.v1.sample.sampler import Sampler
+
+    return runner.sampler, "__class__", Sampler
+
+
+@pytest.mark.parametrize("rollout", ["qwen3"], indirect=True)
+@pytest.mark.parametrize(
+    "plant", [plant_norm, plant_activation, plant_rotary, plant_attention, plant_logits, plant_log_probs]
+)
+def test_one_stock_operation_is_enough_to_differ(rollout, plant):
+    """The equality above is not a tautology: each operation, put back on the rollout's side alone, is seen."""
+    sync(rollout.worker, stream(rollout.family, 15))
+    rollout.llm.reset_prefix_cache()
+    runner = rollout.worker.model_runner
+    owner, name, value = plant(runner.model, runner)
+    prompts = prompts_with_shared_prefixes(15)
+    temperatures = [0.7] * len(prompts)
+    stock = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        outputs = rollout.generate(prompts, temperatures)
+    finally:
+        setattr(owner, name, stock)
+    rollout.llm.reset_prefix_cache()
+    with torch.no_grad():
+        model = build_trainer(rollout.family, 15)
+        assert differences(model, prompts, temperatures, outputs, packed=True, micro_batch=12) > 0
+
+
+@pytest.mark.parametrize("rollout", ["qwen3"], indirect=True)
+def test_a_side_with_another_operation_is_stopped_at_the_sync(rollout):
+    wrong = contract_probe(torch.device("cpu"), RULE, "stock")
+    with pytest.raises(ContractViolation, match="the two sides run different kernels"):
+        sync(rollout.worker, stream(rollout.family, 16, probe=wrong))

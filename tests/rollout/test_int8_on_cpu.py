@@ -1,0 +1,193 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A real vLLM engine on the CPU under ``jetrl_int8``: codes in place after every sync, and the layers' arithmetic."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from torch import nn
+
+from jetrl_verl import kernels
+from jetrl_verl.layers import plan_linears
+from jetrl_verl.numerics import gemm_int8, quantize_int8
+from jetrl_verl.observe.contract import ContractReceiver, ContractViolation, probe_sum, with_contract
+from jetrl_verl.rollout.live import live_tensors
+from jetrl_verl.train.export import quantise_stream
+
+SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VERL_RAY_JOB_ID": f"test-{os.getpid()}",
+}
+
+
+def build_trainer(seed: int):
+    """Qwen2 has biases on q, k and v."""
+    return tiny_model("qwen2", seed, vocab_size=96, hidden_size=256, intermediate_size=384)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory, cpu_platform):
+    """(vLLM, its model)."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SETTINGS.items():
+            patch.setenv(name, value)
+        from vllm import LLM
+
+        folder = str(tmp_path_factory.mktemp("model"))
+        build_trainer(0).to(torch.bfloat16).save_pretrained(folder)
+        options = {"scale_rule": "fp32", "unfit_layers": "stop", "contract_check": False}
+        llm = LLM(
+            folder,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            dtype="bfloat16",
+            enforce_eager=True,
+            max_model_len=64,
+            max_num_seqs=8,
+            quantization="jetrl_int8",
+            hf_overrides={"quantization_config": {"quant_method": "jetrl_int8", **options}},
+        )
+        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        yield llm, worker.model_runner.model
+
+
+def stream(model):
+    """What the trainer sends."""
+    return quantise_stream(model.state_dict().items(), plan_linears(model.config), "fp32", "int8")
+
+
+def sync(model, trainer) -> None:
+    """As verl's worker loads a bucket, and what verl calls after it."""
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    model.load_weights(stream(trainer))
+    process_weights_after_loading(
+        model, SimpleNamespace(quantization="jetrl_int8", dtype=torch.bfloat16), torch.device("cpu")
+    )
+
+
+def test_every_sync_writes_the_trainers_codes_into_the_live_parameters(engine):
+    _, model = engine
+    addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    for seed in (1, 2):
+        trainer = build_trainer(seed).to(torch.bfloat16)
+        sync(model, trainer)
+        theirs, ours = model.model.layers[1], trainer.model.layers[1]
+        pieces = {
+            theirs.self_attn.qkv_proj: [getattr(ours.self_attn, f"{n}_proj") for n in "qkv"],
+            theirs.self_attn.o_proj: [ours.self_attn.o_proj],
+            theirs.mlp.gate_up_proj: [ours.mlp.gate_proj, ours.mlp.up_proj],
+            theirs.mlp.down_proj: [ours.mlp.down_proj],
+        }
+        for layer, linears in pieces.items():
+            expected = quantize_int8(torch.cat([linear.weight.detach() for linear in linears]))
+            assert torch.equal(layer.weight, expected.codes)
+            assert torch.equal(layer.weight_scale_inv, expected.scales)
+    assert addresses == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+
+
+def test_live_layers_multiply_by_the_contract(engine):
+    """Merged qkv with its biases, equal in every bit."""
+    _, model = engine
+    trainer = build_trainer(3).to(torch.bfloat16)
+    sync(model, trainer)
+    x = torch.randn(5, 256).bfloat16()
+    attention = trainer.model.layers[0].self_attn
+    linears = [getattr(attention, f"{n}_proj") for n in "qkv"]
+    with torch.no_grad():
+        found, _ = model.model.layers[0].self_attn.qkv_proj(x)
+        expected = [gemm_int8(quantize_int8(x), quantize_int8(p.weight), bias=p.bias) for p in linears]
+    assert torch.equal(found, torch.cat(expected, dim=-1))
+
+
+def test_only_the_planned_projections_are_quantised(engine):
+    _, model = engine
+    quantised = {
+        name.rpartition(".")[0] for name, parameter in model.named_parameters() if parameter.dtype == torch.int8
+    }
+    suffixes = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    assert quantised == {f"model.layers.{i}.{suffix}" for i in range(2) for suffix in suffixes}
+
+
+class Int8Linear(nn.Linear):
+    """The trainer's linear with the rollout's arithmetic."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = quantize_int8(self.weight)
+        return kernels.fprop_int8(x, q.codes, q.scales, self.bias)
+
+
+def test_rollout_samples_from_the_int8_policy(engine):
+    from vllm import SamplingParams
+
+    llm, model = engine
+    sync(model, build_trainer(4))
+    prompt = torch.randint(0, 96, (48,), generator=torch.Generator().manual_seed(0)).tolist()
+    llm.reset_prefix_cache()
+    parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    (output,) = llm.generate({"prompt_token_ids": prompt}, parameters, use_tqdm=False)
+    entries = zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
+    rollout = torch.tensor([entry[token].logprob for entry, token in entries])
+
+    def trainer(candidate) -> torch.Tensor:
+        with torch.no_grad():
+            logits = candidate(torch.tensor([prompt])).logits[0, :-1].float()
+        return logits.log_softmax(-1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+
+    bf16, int8 = build_trainer(4).to(torch.bfloat16), build_trainer(4).to(torch.bfloat16)
+    for name, module in int8.named_modules():
+        if name.endswith("_proj"):
+            module.__class__ = Int8Linear
+    assert (rollout - trainer(int8)).square().mean() < (rollout - trainer(bf16)).square().mean() / 2
+
+
+def statement(trainer) -> ContractReceiver:
+    """The contract check's receiver after a sync of ``trainer``."""
+    receiver = ContractReceiver()
+    probe = probe_sum(torch.device("cpu"), "fp32", "int8")
+    receiver.take(list(with_contract(stream(trainer), scale_rule="fp32", probe=probe)))
+    return receiver
+
+
+def test_the_contract_holds_and_sees_each_kind_of_difference(engine):
+    _, model = engine
+    trainer = build_trainer(5)
+    sync(model, trainer)
+    arguments = dict(scale_rule="fp32", probe=probe_sum(torch.device("cpu"), "fp32", "int8"))
+
+    def verify() -> dict:
+        return statement(trainer).verify(live_tensors(model), **arguments)
+
+    held = verify()
+    assert (held["quantised"], held["plain"], held["uncompared"]) == (14, 13, 0)
+    layer = model.model.layers[0].mlp.gate_up_proj
+    for parameter, place, piece in (("weight", (400, 200), "up_proj"), ("weight_scale_inv", (3, 0), "gate_proj")):
+        live = getattr(layer, parameter).data
+        kept = live[place].clone()
+        live[place] = kept + 1
+        with pytest.raises(ContractViolation, match=rf"layers\.0\.mlp\.{piece}\.weight differs"):
+            verify()
+        live[place] = kept
+    assert verify() == held
+    with pytest.raises(ContractViolation, match="probe GEMM"):
+        statement(trainer).verify(
+            live_tensors(model), scale_rule="fp32", probe=probe_sum(torch.device("cpu"), "fp32", "fp8")
+        )

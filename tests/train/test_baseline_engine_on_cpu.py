@@ -1,0 +1,77 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""verl's engine under the rollout-only baselines, FSDP2 on two gloo processes: INT8 codes sent, scaling folded in."""
+
+import pytest
+import torch
+from test_engine_under_fsdp2_on_cpu import batch, build, sent, train
+from tiny_models import tiny_model
+from two_processes import run_in_two_processes
+
+from jetrl_verl.layers import plan_linears, plan_of
+from jetrl_verl.numerics import quantize_int8
+from jetrl_verl.observe.contract import MANIFEST_NAME, SCALE_SUFFIX, Manifest
+
+
+def masters(engine) -> dict[str, torch.Tensor]:
+    return {name: tensor.full_tensor() for name, tensor in engine.module.state_dict().items()}
+
+
+def int8_codes_are_made_anew_at_every_sync(rank: int, folder: str) -> None:
+    engine = build(folder, precision="int8_rollout", train="bf16", rollout="int8")
+    for step in range(2):
+        stream, weights = sent(engine), masters(engine)
+        manifest = Manifest.from_tensor(stream[MANIFEST_NAME])
+        assert len(manifest.quantised) == 14
+        for name in manifest.quantised:
+            expected = quantize_int8(weights[name].to(torch.bfloat16))
+            assert torch.equal(stream[name], expected.codes), (name, step)
+            assert torch.equal(stream[name + SCALE_SUFFIX], expected.scales), (name, step)
+        train(engine, rank)
+
+
+def scaling_is_the_actors_and_leaves_its_policy_alone(rank: int, folder: str) -> None:
+    options = dict(precision="qurl_fp8", train="bf16", invariant_scaling=1.5)
+    plain, scaled = build(folder, precision="fp8_rollout", train="bf16"), build(folder, **options)
+    before, after = masters(plain), masters(scaled)
+    plans = plan_linears(plain.model_config.hf_config)
+    for name, tensor in before.items():
+        if "layernorm" in name:
+            assert torch.equal(after[name], tensor * 1.5), name
+        elif (plan := plan_of(name, plans)) is None or "bias" in name or "o_proj" in name or "down_proj" in name:
+            assert torch.equal(after[name], tensor), (name, plan)
+        else:
+            assert torch.equal(after[name], tensor / 1.5), name
+    assert all(torch.equal(tensor, before[name]) for name, tensor in masters(build(folder, "ref", **options)).items())
+
+    def log_probs(engine) -> torch.Tensor:
+        with engine.eval_mode():
+            return engine.infer_batch(batch(rank))["model_output"]["log_probs"].values()
+
+    assert (log_probs(scaled) - log_probs(plain)).abs().max() < 0.05, "more than BF16 rounding"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    tiny_model("qwen2", hidden_size=256).save_pretrained(path)
+    return str(path)
+
+
+def test_int8_codes_are_made_anew_at_every_sync(folder, cpu_platform):
+    run_in_two_processes(int8_codes_are_made_anew_at_every_sync, folder)
+
+
+def test_scaling_is_the_actors_and_leaves_its_policy_alone(folder, cpu_platform):
+    run_in_two_processes(scaling_is_the_actors_and_leaves_its_policy_alone, folder)

@@ -1,0 +1,215 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The stock Hugging Face model with the shared operations: same parameters, right gradients, one result per sequence.
+
+Equality with vLLM is tested where vLLM runs (tests/rollout/test_exact_rollout_on_cpu.py).
+"""
+
+import pytest
+import torch
+from tiny_models import FAMILIES, tiny_config, tiny_model
+
+from jetrl_verl import ops
+from jetrl_verl.layers import UnsupportedLayer, plan_linears
+from jetrl_verl.linear import replace_linears
+from jetrl_verl.train.shared_operations import ATTENTION, Packing, share_operations
+
+LENGTHS = (7, 1, 40, 23)
+CHANGES = {"mistral": dict(sliding_window=None)}
+
+
+def bf16(model):
+    """BF16 parameters, as FSDP shows them to a forward; buffers keep their type."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return model
+
+
+def stock(family: str, seed: int = 0):
+    return bf16(tiny_model(family, seed, **CHANGES.get(family, {})))
+
+
+def shared(family: str, seed: int = 0, fp8: bool = True):
+    model = stock(family, seed)
+    if fp8:
+        replace_linears(model, plan_linears(model.config), scale_rule="fp32")
+    share_operations(model)
+    return model
+
+
+def tokens(seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 64, (n,), generator=generator) for n in LENGTHS]
+
+
+def padded(sequences: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    lengths = torch.tensor([len(s) for s in sequences])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    ids = torch.zeros(mask.shape, dtype=torch.int64).masked_scatter_(mask, torch.cat(sequences))
+    return dict(input_ids=ids, attention_mask=mask.long(), position_ids=torch.arange(mask.shape[1]) * mask)
+
+
+def packed(sequences: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    positions = torch.cat([torch.arange(len(s)) for s in sequences])
+    return dict(input_ids=torch.cat(sequences)[None], position_ids=positions[None])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_follow_the_stock_model(family):
+    """One rounding instead of several: close to stock BF16, closer than it to stock FP32."""
+    inputs = padded(tokens())
+    real = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        exact = stock(family).float()(**inputs).logits[real]
+        rounded = stock(family)(**inputs).logits[real].float()
+        ours = shared(family, fp8=False)(**inputs).logits[real]
+    assert ours.dtype == torch.float32
+    assert (ours - exact).norm() < (rounded - exact).norm() < 0.05 * exact.norm()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_follow_the_stock_model(family, checkpointing):
+    def gradients(model) -> dict[str, torch.Tensor]:
+        inputs = packed(tokens())
+        following = inputs["input_ids"][0].roll(-1)[:, None]
+        logits = model(**inputs, use_cache=False).logits[0].float()
+        ops.log_probs(logits, following, torch.ones(len(following))).sum().backward()
+        return {name: p.grad.double() for name, p in model.named_parameters()}
+
+    model = shared(family, fp8=False)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+    ours = gradients(model)
+    exact = gradients(stock(family).float())
+    rounded = gradients(stock(family))
+    assert ours.keys() == exact.keys()
+    for name, gradient in exact.items():
+        # Stock BF16 is the yardstick; a few parameters are lucky in it.
+        assert (ours[name] - gradient).norm() < 1.5 * (rounded[name] - gradient).norm() + 1e-3 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sequence_has_one_result_in_every_batch(family):
+    """Padded, packed, alone, with a gradient, checkpointed, under autocast: the same bits."""
+    model, sequences = shared(family), tokens()
+    with torch.no_grad():
+        alone = [model(input_ids=s[None], use_cache=False).logits[0] for s in sequences]
+        rows = model(**padded(sequences)).logits
+        assert all(torch.equal(rows[i, : len(s)], alone[i]) for i, s in enumerate(sequences))
+        assert torch.equal(model(**packed(sequences)).logits[0], torch.cat(alone))
+        assert torch.equal(model(**packed(sequences[::-1])).logits[0], torch.cat(alone[::-1]))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        trained = model(**packed(sequences), use_cache=False).logits[0]
+    assert trained.requires_grad and torch.equal(trained.detach(), torch.cat(alone))
+
+
+def test_what_lies_in_the_padding_is_never_read():
+    model, inputs = shared("qwen3"), padded(tokens())
+    real = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        expected = model(**inputs).logits[real]
+        inputs["input_ids"][~real] = 63
+        assert torch.equal(model(**inputs).logits[real], expected)
+
+
+def test_parameters_and_names_are_the_stock_models():
+    before, after = tiny_model("qwen3"), shared("qwen3")
+    assert list(before.state_dict()) == list(after.state_dict())
+    assert after.config._attn_implementation == ATTENTION
+    assert before.config._attn_implementation != ATTENTION
+    assert "jetrl" not in str(after.config.to_dict())
+
+
+def test_packing_finds_sequences_in_masks_and_in_positions():
+    sequences = tokens()
+    by_mask = Packing.of(padded(sequences)["position_ids"], padded(sequences)["attention_mask"])
+    by_position = Packing.of(packed(sequences)["position_ids"], None)
+    for packing in (by_mask, by_position):
+        assert packing.cu_seqlens.tolist() == [0, 7, 8, 48, 71] and packing.max_seqlen == 40
+        assert packing.cu_seqlens.dtype == torch.int32
+    assert by_position.tokens is None and len(by_mask.tokens) == 71
+    two_rows = Packing.of(torch.arange(5).expand(2, 5) + 3, None)
+    assert two_rows.cu_seqlens.tolist() == [0, 5, 10]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (dict(head_dim=64), "heads of 128 and this model has heads of 64; use precision=jet_fp8"),
+        (dict(hidden_act="gelu"), "do not cover the activation gelu; use precision=jet_fp8"),
+        (dict(attention_dropout=0.1), "do not cover attention dropout"),
+        (
+            dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=2.0)),
+            "rope_type=yarn has no shared implementation, only default and llama3",
+        ),
+        (
+            dict(use_sliding_window=True, sliding_window=16, max_window_layers=1),
+            "do not cover sliding window attention",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_a_model_that_the_operations_do_not_cover_is_refused(changes, sentence):
+    config = tiny_config("qwen3", **changes)
+    for form in (config, config.to_dict()):
+        with pytest.raises(ValueError, match=sentence):
+            ops.check_model(form)
+    with pytest.raises(UnsupportedLayer, match=sentence):
+        share_operations(tiny_model("qwen3", **changes))
+
+
+def test_generation_and_positional_arguments_are_refused():
+    model = shared("qwen3")
+    with pytest.raises(ValueError, match="does not generate; pass use_cache=False"):
+        model(input_ids=tokens()[0][None], use_cache=True)
+    with pytest.raises(TypeError, match="keyword arguments"):
+        model.model(tokens()[0][None])
+
+
+@pytest.mark.parametrize("remove_padding", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_engines_log_probabilities_come_from_the_shared_function(cpu_platform, remove_padding, temperature):
+    """verl's own preparation of a micro-batch, padded and packed, around our outputs."""
+    from verl.utils import tensordict_utils
+
+    from jetrl_verl.config import JetConfig, JetFSDPEngineConfig
+    from jetrl_verl.train.engine import JetFSDPEngine
+
+    engine = object.__new__(JetFSDPEngine)
+    options = JetConfig("jet_fp8_exact", train="fp8", rollout="fp8", operations="shared")
+    engine.engine_config = JetFSDPEngineConfig(jetrl=options)
+    engine.pad_to_length, engine.pad_to_length_bucket, engine.use_ulysses_sp = remove_padding, 16, False
+    engine.compute_entropy_from_logits = lambda logits: torch.distributions.Categorical(logits=logits).entropy()
+    sequences = tokens()
+    jagged = [
+        torch.nested.as_nested_tensor(x, layout=torch.jagged) for x in (sequences, list(map(torch.arange, LENGTHS)))
+    ]
+    micro_batch = tensordict_utils.get_tensordict(
+        {"input_ids": jagged[0], "position_ids": jagged[1]},
+        dict(use_remove_padding=remove_padding, temperature=temperature, calculate_entropy=True, pad_token_id=0),
+    )
+    model = shared("qwen3")
+    with torch.no_grad():
+        inputs, arguments = engine.prepare_model_inputs(micro_batch)
+        found = engine.prepare_model_outputs(model(**inputs, use_cache=False), arguments, micro_batch, None)
+        for i, sequence in enumerate(sequences):
+            logits = model(input_ids=sequence[None], use_cache=False).logits[0]
+            expected = ops.log_probs(logits[:-1], sequence[1:, None], torch.full((len(sequence) - 1,), temperature))
+            assert torch.equal(found["log_probs"].unbind()[i][:-1], expected[:, 0])
+            entropy = torch.distributions.Categorical(logits=logits / temperature).entropy()
+            assert torch.allclose(found["entropy"].unbind()[i], entropy, atol=1e-5)

@@ -16,12 +16,17 @@
 The checkpoints are verl's own: its FSDP checkpoint manager saves a small model and its optimiser in this process.
 """
 
+import contextlib
+import resource
 import shutil
+import signal
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from tiny_models import tiny_model
 
 from jetrl_verl.patches.resume import DamagedCheckpointError, check_checkpoint, install_in_trainer
@@ -127,6 +132,48 @@ def test_without_an_earlier_checkpoint_the_remedy_is_to_start_again(checkpoints)
     file_of(checkpoints, "model").write_bytes(b"")
     with pytest.raises(DamagedCheckpointError, match="no earlier checkpoint; start again with trainer.resume"):
         check(checkpoints)
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int):
+    """Writes beyond ``size`` bytes of a file fail, as on a full disk, without needing one."""
+    handler, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("room", ["for the weights", "for nothing"])
+def test_a_disk_that_fills_up_leaves_the_checkpoint_before_in_force(trainer, checkpoints, room):
+    """verl's trainer saves step 3: the write's error is raised, the tracker stays at 2, and step 3 would be refused."""
+    contents = {name: torch.load(file_of(checkpoints, name), weights_only=False) for name in FILES}
+
+    def save(folder: str, remote: None, step: int, max_ckpt_to_keep: None) -> None:
+        Path(folder).mkdir(parents=True)
+        for name in FILES:
+            torch.save(contents[name], file_of(checkpoints, name, step))
+
+    instance = object.__new__(type("Trainer", (trainer.PPOTrainer,), {"on_step_end": None, "on_sample_end": None}))
+    instance.config = OmegaConf.create(
+        {
+            "trainer": {"default_local_dir": str(checkpoints), "default_hdfs_dir": None},
+            "actor_rollout_ref": {"actor": {}},
+        }
+    )
+    instance.global_steps, instance.use_critic, instance.trainer_mode = 3, False, "sync"
+    instance.actor_rollout_wg = SimpleNamespace(save_checkpoint=save)
+    instance.train_dataloader = SimpleNamespace(state_dict=dict)
+    size = file_of(checkpoints, "model").stat().st_size
+    most = size + 1000 if room == "for the weights" else 1000
+    with files_of_at_most(most), pytest.raises((OSError, RuntimeError)):
+        instance._save_checkpoint()
+    assert trainer.find_latest_ckpt_path(str(checkpoints)) == str(checkpoints / "global_step_2")
+    check(checkpoints)
+    with pytest.raises(DamagedCheckpointError):
+        check(checkpoints, step=3)
 
 
 @pytest.fixture

@@ -20,6 +20,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
+from jetrl_verl.config.options import PRECISIONS
+
 app = typer.Typer(name="jetrl", help="One FP8 precision flow for rollout and training in verl.", no_args_is_help=True)
 
 
@@ -32,7 +34,7 @@ def _root() -> None:
 @app.command(context_settings={"allow_extra_args": True})
 def demo(
     context: typer.Context,
-    precision: Annotated[str, typer.Option(help="bf16, fp8_rollout, fp8_rollout_tis or jet_fp8")] = "jet_fp8",
+    precision: Annotated[str, typer.Option(help=", ".join(PRECISIONS))] = "jet_fp8",
     steps: Annotated[int, typer.Option(help="GRPO steps")] = 20,
     out: Annotated[Path, typer.Option(help="folder that receives one folder per run")] = Path("outputs/demo"),
     cache: Annotated[Path, typer.Option(help="folder for data and warmed-up policy")] = Path("outputs/cache"),

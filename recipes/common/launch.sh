@@ -16,7 +16,7 @@
 # What every recipe's script has in common, to be sourced: the precision, the machines, the trainer's attention, and
 # where a run writes. What a recipe learns from, and with which numbers, stands in its own script.
 #
-#   PRECISION      bf16 | fp8_rollout | fp8_rollout_tis | jet_fp8: all that differs between baselines and Jet-RL
+#   PRECISION      a row of README's table of precisions: all that differs between baselines and Jet-RL
 #   NNODES         machines of the Ray cluster           GPUS_PER_NODE  GPUs of each
 #   ATTENTION      flash_attention_2, verl's default (flash-attn must be installed), or sdpa, which torch brings but
 #                  which computes on padded sequences and knows no sequence parallelism

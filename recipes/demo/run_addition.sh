@@ -14,8 +14,8 @@
 # limitations under the License.
 #
 # The demo as a recipe: GRPO on multi-digit addition with a policy of a million parameters, on a CPU or one GPU.
-# Data and policy are made here on the first run, so nothing is downloaded. PRECISION is one of bf16, fp8_rollout,
-# fp8_rollout_tis and jet_fp8; further arguments are options of `jetrl demo` or Hydra overrides of verl:
+# Data and policy are made here on the first run, so nothing is downloaded. PRECISION is a row of README's
+# table; further arguments are options of `jetrl demo` or Hydra overrides of verl:
 #
 #   PRECISION=fp8_rollout bash recipes/demo/run_addition.sh --steps 40 actor_rollout_ref.actor.optim.lr=1e-4
 #

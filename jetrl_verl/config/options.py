@@ -50,6 +50,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "ref": ("bf16", "fp8"),
     "critic": ("bf16", "fp8"),
     "contract_check": (True, False),
+    "metrics": (True, False),
     "operations": ("stock", "shared"),
     "clip": ("fixed", "calibrated"),
 }
@@ -89,6 +90,9 @@ class JetConfig:
 
     contract_check: bool = True
     """Compare both sides' layers, codes and probe GEMM at start and after each weight sync."""
+
+    metrics: bool = True
+    """Report what quantisation, truncation and clipping do; see ``observe.quantisation`` and ``observe.mismatch``."""
 
     operations: str = "stock"
     """Norms, rotary, activation, attention and logits: each side's own (``stock``), or one implementation for both

@@ -29,6 +29,8 @@ from typing import Any
 
 from verl.workers.config import FSDPEngineConfig, RolloutConfig
 
+from jetrl_verl.patches import metrics, resume
+
 from .options import JetConfig, UnsupportedConfiguration
 from .vllm_arguments import vllm_arguments
 
@@ -91,6 +93,10 @@ class JetRolloutConfig(RolloutConfig):
             )
         vllm_kwargs = vllm_arguments(self.jetrl, self.engine_kwargs.get("vllm"))
         self.engine_kwargs = {**self.engine_kwargs, "vllm": vllm_kwargs}
+        # verl's trainer builds this config before its first step; in every other process these two do nothing.
+        resume.install_in_trainer()
+        if self.jetrl.metrics:
+            metrics.install_in_trainer()
 
     @property
     def jetrl(self) -> JetConfig:

@@ -98,6 +98,12 @@ def complaint_about(found: dict[str, Any]) -> str:
             "`uv pip install -e /path/to/jetrl_verl`, or `uv run --with-editable /path/to/jetrl_verl ...` as both the "
             "command and ray_kwargs.ray_init.runtime_env.py_executable"
         )
+    ours = _probe()()["source"]
+    if found["source"] != ours:
+        return (
+            f"the driver runs jetrl-verl {mine} with source {ours}, but {where} has source {found['source']} of that "
+            "version; install the driver's in that environment"
+        )
     for package in PINS:
         version = metadata.version(package)
         if found["versions"].get(package) != version:
@@ -120,9 +126,22 @@ def _probe() -> Callable[[], dict[str, Any]]:
     """The question, as a nested function: Ray ships those by value, so a worker without this package can run it."""
 
     def describe_worker() -> dict[str, Any]:
+        import hashlib
+        import importlib.util
         import os
         import sys
         from importlib import metadata
+        from pathlib import Path
+
+        def source_sum() -> str | None:
+            """Two checkouts may call themselves one version, and PYTHONPATH may shadow what is installed."""
+            spec = importlib.util.find_spec("jetrl_verl")
+            if spec is None:
+                return None
+            digest, folder = hashlib.sha256(), Path(spec.origin).parent
+            for file in sorted(file for suffix in ("py", "yaml") for file in folder.rglob(f"*.{suffix}")):
+                digest.update(str(file.relative_to(folder)).encode() + file.read_bytes())
+            return digest.hexdigest()[:12]
 
         def entry_point(group: str) -> metadata.EntryPoint | None:
             return next(iter(metadata.entry_points(group=group, name="jetrl")), None)
@@ -146,6 +165,7 @@ def _probe() -> Callable[[], dict[str, Any]]:
             capability = None
         return {
             "interpreter": sys.executable,
+            "source": source_sum(),
             "plugin": None if verl_plugin is None or verl_plugin.dist is None else verl_plugin.dist.version,
             "versions": versions,
             "vllm_plugin": entry_point("vllm.general_plugins") is not None,

@@ -32,6 +32,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from jetrl_verl.observe.contract import ContractReceiver, ContractViolation
 from jetrl_verl.observe.operations_probe import contract_probe
+from jetrl_verl.patches import two_runs
 from jetrl_verl.rollout.live import live_tensors
 from jetrl_verl.rollout.method import JetFP8Config
 from jetrl_verl.rollout.shared_operations import share_sampler
@@ -88,6 +89,9 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
             counts["uncompared"],
             counts["digest"],
         )
+
+    def _get_zmq_handle(self) -> str:
+        return two_runs.address_of_this_run(super()._get_zmq_handle())
 
     def _update_weights(self, weights: list[tuple[str, torch.Tensor]], peft_config: dict, base_sync_done: bool):
         if self._jetrl_failure is not None:

@@ -26,6 +26,7 @@ masked as verl masks them in the rollout. Under ``jetrl.operations=shared`` the 
 """
 
 import logging
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ from jetrl_verl.layers import UnsupportedLayer, plan_linears
 from jetrl_verl.linear import JetLinear, replace_linears
 from jetrl_verl.observe.contract import with_contract
 from jetrl_verl.observe.operations_probe import contract_probe
-from jetrl_verl.patches import weight_sync
+from jetrl_verl.observe.quantisation import QuantisationMetrics, refuse_non_finite, refuse_to_save_non_finite
+from jetrl_verl.patches import metrics, resume, two_runs, weight_sync
 from jetrl_verl.train.export import SyncStatistics, counted_stock, measured, quantise_stream
 from jetrl_verl.train.shared_operations import share_operations
 
@@ -74,6 +76,8 @@ def mask_unused_vocabulary(model: torch.nn.Module, used: int) -> None:
 
 class _JetEngine(ShadowForwards):
     """Behaviour shared by policy and value engines; mixed in front of verl's class."""
+
+    _jetrl_metrics: QuantisationMetrics | None = None
 
     def _build_module(self) -> torch.nn.Module:
         module = super()._build_module()
@@ -106,6 +110,9 @@ class _JetEngine(ShadowForwards):
             counts = share_operations(module)
             if self.rank == 0:
                 logger.info("jetrl: shared operations in the actor: %s", counts)
+        if config.jetrl_role == "actor" and options.metrics:
+            self._jetrl_metrics = QuantisationMetrics(module, self._jetrl_plans, options.scale_rule)
+            metrics.install_in_actor()
         tokens = len(self.model_config.tokenizer) if self.model_config.tokenizer is not None else None
         output = module.get_output_embeddings() if config.jetrl_role != "critic" else None
         if tokens is not None and output is not None and output.weight.shape[0] > tokens:
@@ -143,9 +150,24 @@ class _JetEngine(ShadowForwards):
             stream = with_contract(stream, scale_rule=rule, probe=probe)
         return measured(stream, statistics), peft_config
 
+    def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """verl's, after the files' checksums have been read (patches/resume.py)."""
+        if isinstance(self.engine_config, JetFSDPEngineConfig):
+            resume.check_checkpoint(local_path, self.rank, torch.distributed.get_world_size())
+        super().load_checkpoint(local_path, *args, **kwargs)
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """verl's, unless a weight is not a number."""
+        if isinstance(self.engine_config, JetFSDPEngineConfig):
+            refuse_to_save_non_finite(self.module)
+        super().save_checkpoint(*args, **kwargs)
+
     def train_batch(self, data: Any, loss_function: Any) -> Any:
-        """verl's step; the size and duration of the last weight sync ride along as metrics."""
-        outputs = super().train_batch(data, loss_function)
+        """verl's step; what was measured in it, and size and duration of the last weight sync, ride along."""
+        found: dict[str, list[float]] = {}
+        with self._jetrl_metrics.measuring(found) if self._jetrl_metrics is not None else nullcontext():
+            outputs = super().train_batch(data, loss_function)
+        outputs["metrics"].update(found)
         if isinstance(self.engine_config, JetFSDPEngineConfig) and self._jetrl_sync.bytes:
             sync = self._jetrl_sync
             outputs["metrics"]["jetrl/sync_megabytes"] = [sync.bytes / 2**20]
@@ -210,3 +232,4 @@ class JetFSDPEngineWithValueHead(_JetEngine, FSDPEngineWithValueHead):
 
 
 weight_sync.install()
+two_runs.install_sender()

@@ -110,6 +110,7 @@ def test_what_each_precision_says(compose, precision, train, operations):
         "ref": "bf16",
         "critic": "bf16",
         "contract_check": True,
+        "metrics": True,
         "operations": operations,
         "clip": "fixed",
         "clip_interval": 20,

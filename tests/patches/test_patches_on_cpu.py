@@ -31,9 +31,18 @@ import zmq
 from jetrl_verl.patches import weight_sync
 
 REPLACED = {
+    "verl/trainer/ppo/core_algos.py:get_policy_loss_fn": "d1267c6bd5ff402f",
+    "verl/trainer/ppo/rollout_corr_helper.py:_parse_rollout_is_threshold": "612f97c4a2d427a7",
+    "verl/trainer/ppo/v1/trainer_base.py:_compute_advantage": "88d9c72a30f7f49c",
+    "verl/trainer/ppo/v1/utils.py:compute_advantage_for_multi_trajectories": "46c7a2240d72f694",
+    "verl/utils/checkpoint/checkpoint_manager.py:find_latest_ckpt_path": "b9bfacf072753475",
+    "verl/utils/debug/metrics.py:calculate_debug_metrics": "5e8ae0689ea96c24",
     "verl/utils/distributed.py:initialize_global_process_group_ray": "e9ec517a0089c3c5",
     "verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py:_init_socket": "677f158faa00015d",
     "verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py:async_send_weights": "6be5e9d989aadc85",
+    "verl/workers/rollout/vllm_rollout/utils.py:_get_zmq_handle": "5aa212f30783b183",
+    "verl/workers/rollout/vllm_rollout/vllm_rollout.py:__init__": "e33055e903e36eb4",
+    "verl/workers/utils/losses.py:ppo_loss": "d7a7f4ab82c8a092",
     "vllm/model_executor/layers/utils.py:dispatch_cpu_unquantized_gemm": "7a8cd246f64d9b0c",
     "vllm/utils/system_utils.py:_maybe_force_spawn": "7f0ccd84dac60ec9",
 }

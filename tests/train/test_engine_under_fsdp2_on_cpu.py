@@ -32,6 +32,8 @@ from jetrl_verl.layers import plan_linears
 from jetrl_verl.linear import JetLinear, replace_linears
 from jetrl_verl.numerics import FP8_DTYPE
 from jetrl_verl.observe.contract import MANIFEST_NAME, SUM_PREFIX, Manifest
+from jetrl_verl.observe.quantisation import NonFiniteWeightError
+from jetrl_verl.patches.resume import DamagedCheckpointError
 
 SEQUENCES, TOKENS = 4, 24
 
@@ -229,6 +231,61 @@ def padded_folder(tmp_path_factory) -> tuple[str, int]:
     return str(path), len(tokenizer)
 
 
+def measured_once_after_each_sync(rank: int, folder: str, checkpoint: str) -> None:
+    from functools import partial
+
+    from verl.workers.utils.losses import sft_loss
+
+    def step() -> dict[str, list[float]]:
+        with engine.train_mode():
+            metrics = engine.train_batch(batch(rank), partial(sft_loss, None))["metrics"]
+        return {name: value for name, value in metrics.items() if name.startswith("jetrl/") and "sync_" not in name}
+
+    engine = build(folder)
+    assert step() == {}, "nothing is measured before the first sync"
+    sent(engine)
+    first = step()
+    assert len(first) == 48 and all(len(value) == 1 for value in first.values())
+    assert step() == {}, "one mini-batch a step"
+    sent(engine)
+    second = step()
+    assert {name for name in second if "changed" in name} == {
+        f"jetrl/{what}_changed/{kind}" for what in ("codes", "scales") for kind in ("qkv", "o", "gate_up", "down")
+    }
+    shares = torch.tensor([second[name][0] for name in sorted(second) if "changed" in name])
+    assert (shares[:4] > 0).all() and same_on_both_ranks(shares)
+
+    unmeasured = build(folder, metrics=False)
+    sent(unmeasured)
+    with unmeasured.train_mode():
+        metrics = unmeasured.train_batch(batch(rank), partial(sft_loss, None))["metrics"]
+    assert not any(name.startswith("jetrl/") and "sync_" not in name for name in metrics)
+
+    poisoned = "model.layers.1.mlp.up_proj.weight"
+    if rank == 1:
+        with torch.no_grad():
+            dict(engine.module.named_parameters())[poisoned].to_local()[0, 0] = float("nan")
+    with pytest.raises(NonFiniteWeightError, match=f"{poisoned} of the trainer holds NaN"):
+        sent(engine)
+    where = poisoned if rank == 1 else "a weight on another rank"
+    with pytest.raises(NonFiniteWeightError, match=f"checkpoint: {where} of the trainer .* so it is not saved"):
+        engine.save_checkpoint(checkpoint, global_step=1)
+    assert not Path(checkpoint).exists()
+
+
+def a_truncated_checkpoint_is_refused(rank: int, folder: str, checkpoint: str) -> None:
+    engine = build(folder)
+    actor = Path(checkpoint) / "global_step_1" / "actor"
+    engine.save_checkpoint(str(actor), global_step=1)
+    file = actor / f"optim_world_size_2_rank_{rank}.pt"
+    file.write_bytes(file.read_bytes()[:-1000])
+    before = sent(engine)
+    with pytest.raises(DamagedCheckpointError, match=f"optim_world_size_2_rank_{rank}.pt is damaged"):
+        engine.load_checkpoint(str(actor), del_local_after_load=False)
+    after = sent(engine)
+    assert all(torch.equal(t.view(torch.uint8), after[name].view(torch.uint8)) for name, t in before.items())
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> tuple[str, str]:
     """Two models of one shape with different weights."""
@@ -254,3 +311,11 @@ def test_each_role_gets_the_linears_that_its_option_says(folders, cpu_platform):
 
 def test_vocabulary_entries_without_a_token_are_masked_as_in_the_rollout(padded_folder, cpu_platform):
     run_in_two_processes(padding_of_the_vocabulary_gets_no_probability, *padded_folder)
+
+
+def test_quantisation_is_measured_once_after_each_sync_and_a_nan_weight_is_named(folders, tmp_path: Path, cpu_platform):
+    run_in_two_processes(measured_once_after_each_sync, folders[0], str(tmp_path / "checkpoint"))
+
+
+def test_a_truncated_checkpoint_is_refused_on_each_rank(folders, tmp_path: Path, cpu_platform):
+    run_in_two_processes(a_truncated_checkpoint_is_refused, folders[0], str(tmp_path))

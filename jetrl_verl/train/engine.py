@@ -46,7 +46,7 @@ from jetrl_verl.layers import UnsupportedLayer, plan_linears
 from jetrl_verl.linear import JetLinear, replace_linears
 from jetrl_verl.observe.contract import with_contract
 from jetrl_verl.observe.operations_probe import contract_probe
-from jetrl_verl.observe.quantisation import QuantisationMetrics, refuse_non_finite, refuse_to_save_non_finite
+from jetrl_verl.observe.quantisation import QuantisationMetrics, refuse_to_save_non_finite
 from jetrl_verl.patches import metrics, resume, two_runs, weight_sync
 from jetrl_verl.train.export import SyncStatistics, counted_stock, measured, quantise_stream
 from jetrl_verl.train.shared_operations import share_operations

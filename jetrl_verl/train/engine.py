@@ -46,7 +46,7 @@ from jetrl_verl.layers import UnsupportedLayer, plan_linears
 from jetrl_verl.linear import JetLinear, replace_linears
 from jetrl_verl.observe.contract import with_contract
 from jetrl_verl.observe.operations_probe import contract_probe
-from jetrl_verl.observe.quantisation import QuantisationMetrics, refuse_to_save_non_finite
+from jetrl_verl.observe.quantisation import QuantisationMetrics, refuse_non_finite, refuse_to_save_non_finite
 from jetrl_verl.patches import metrics, resume, two_runs, weight_sync
 from jetrl_verl.train.export import SyncStatistics, counted_stock, measured, quantise_stream
 from jetrl_verl.train.shared_operations import share_operations
@@ -111,8 +111,9 @@ class _JetEngine(ShadowForwards):
             if self.rank == 0:
                 logger.info("jetrl: shared operations in the actor: %s", counts)
         if config.jetrl_role == "actor" and options.metrics:
-            self._jetrl_metrics = QuantisationMetrics(module, self._jetrl_plans, options.scale_rule)
             metrics.install_in_actor()
+            if options.rollout == "fp8":
+                self._jetrl_metrics = QuantisationMetrics(module, self._jetrl_plans, options.scale_rule)
         tokens = len(self.model_config.tokenizer) if self.model_config.tokenizer is not None else None
         output = module.get_output_embeddings() if config.jetrl_role != "critic" else None
         if tokens is not None and output is not None and output.weight.shape[0] > tokens:
@@ -145,6 +146,9 @@ class _JetEngine(ShadowForwards):
         rule = config.jetrl.scale_rule
         self._jetrl_sync = statistics = SyncStatistics()
         stream = quantise_stream(counted_stock(weights, statistics), self._jetrl_plans, rule, config.jetrl.rollout)
+        stream = refuse_non_finite(stream)
+        if self._jetrl_metrics is not None:
+            stream = self._jetrl_metrics.watch(stream)
         if config.jetrl.contract_check:
             probe = contract_probe(torch.device(get_device_name()), rule, config.jetrl.operations, config.jetrl.rollout)
             stream = with_contract(stream, scale_rule=rule, probe=probe)

@@ -140,7 +140,8 @@ def _register_flash_attention() -> None:
 
 
 def _publish(name: AttentionBackendEnum, backend: type) -> None:
-    """Register ``backend``, which vLLM looks up by module and attribute."""
+    """Register ``backend``, which vLLM looks up by module and qualified name, and hands on by both again."""
+    backend.__qualname__ = backend.__name__
     globals()[backend.__name__] = backend
     register_backend(name, f"{__name__}.{backend.__name__}")
 

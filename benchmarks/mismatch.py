@@ -20,18 +20,22 @@ from it at temperature 1, and the trainer's model computes the log-probability o
     k3_kl = mean(exp(d) - 1 - d)     p99.9 and max of |d|     entropy of the trainer's policy beside them
 
 Precisions: ``bf16`` (both BF16), ``fp8_rollout`` (FP8 rollout, BF16 trainer), ``jet_fp8`` (the same rollout, FP8
-trainer). What remains under ``jet_fp8`` comes from the operations between the linears, which the two sides still
-compute with different kernels; each is then replaced in the trainer by vLLM's own kernel, alone and together, and what
-is left is reported.
+trainer), ``jet_fp8_exact`` (the operations between the linears shared too). ``exact-stressed`` is the last with a KV
+cache for a third of the requests and 256 tokens a step, so that prompts are chunked and requests preempted, prefixes
+come from the cache, and everything is computed in other batches than the trainer's.
 
     python benchmarks/mismatch.py --out benchmarks/results/mismatch.json
+    python benchmarks/mismatch.py --out benchmarks/results/mismatch_8k.json --prompts 32 --response 8000
 
-One GPU, about four minutes. Each engine runs in a process of its own, so that its memory is free afterwards.
+One GPU, about four minutes. Each engine runs in a process of its own, so that its memory is free afterwards. Exit
+status 1 unless every log-probability of ``jet_fp8_exact`` is equal in all 32 bits. ``--operations`` also replaces the
+operations between the linears of ``jet_fp8``'s trainer by vLLM's own kernels, one at a time.
 """
 
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import subprocess
@@ -43,6 +47,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from jetrl_verl import ops
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.config.vllm_arguments import vllm_arguments
 from jetrl_verl.demo.policy import PolicyConfig, build_model, build_tokenizer, load_policy, save_policy
@@ -51,11 +56,13 @@ from jetrl_verl.demo.warmup import prompt_ids
 from jetrl_verl.layers import plan_linears
 from jetrl_verl.linear import replace_linears
 from jetrl_verl.train.export import quantise_stream
+from jetrl_verl.train.shared_operations import share_operations
 
 SHAPE = PolicyConfig(
-    hidden_size=768, layers=12, heads=6, kv_heads=2, head_dim=128, intermediate_size=3072, max_positions=2048
+    hidden_size=768, layers=12, heads=6, kv_heads=2, head_dim=128, intermediate_size=3072, max_positions=9216
 )
-ROLLOUTS = ("bf16", "fp8", "fp8-eager")
+ROLLOUTS = ("bf16", "fp8", "exact", "exact-stressed")
+WARM_UP_TOKENS = 1024
 OPERATIONS = ("norm", "silu", "rotary", "attention", "head")
 
 
@@ -70,6 +77,7 @@ def chain(generator: random.Random, problems: int) -> str:
 
 def warm_up(folder: Path, steps: int, batch: int, length: int) -> dict:
     """Train the policy to predict chains and write it to ``folder``."""
+    torch.manual_seed(0)
     tokenizer = build_tokenizer()
     model = build_model(SHAPE, tokenizer).cuda()
     generator = random.Random(0)
@@ -99,22 +107,30 @@ def sample(folder: Path, rollout: str, rule: str, prompts: int, response: int) -
     """Sample with vLLM: token ids and the rollout's log-probabilities.
 
     Args:
-        rollout: ``bf16``, ``fp8``, or ``fp8-eager``, without torch.compile and CUDA graphs.
+        rollout: one of ``ROLLOUTS``, with ``-eager`` behind it without torch.compile and CUDA graphs.
     """
     from vllm import LLM, SamplingParams
 
     arguments: dict = {"enforce_eager": rollout.endswith("eager")}
+    exact = rollout.startswith("exact")
     if rollout != "bf16":
-        options = JetConfig("fp8_rollout", train="bf16", rollout="fp8", scale_rule=rule)
+        if exact:
+            options = JetConfig("jet_fp8_exact", train="fp8", rollout="fp8", scale_rule=rule, operations="shared")
+        else:
+            options = JetConfig("fp8_rollout", train="bf16", rollout="fp8", scale_rule=rule)
         arguments |= {"load_format": "dummy", **vllm_arguments(options, None)}
+    if rollout == "exact-stressed":
+        blocks = prompts * (response + 64) // 16 // 3
+        arguments |= {"max_num_batched_tokens": 256, "num_gpu_blocks_override": blocks, "enable_prefix_caching": True}
     started = time.monotonic()
     llm = LLM(
         str(folder),
         dtype="bfloat16",
-        max_model_len=2048,
+        max_model_len=response + 512,
         gpu_memory_utilization=0.35,
         seed=0,
         max_num_seqs=256,
+        disable_log_stats=False,
         **arguments,
     )
     ready = time.monotonic() - started
@@ -123,6 +139,10 @@ def sample(folder: Path, rollout: str, rule: str, prompts: int, response: int) -
         worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
         stream = ((n, t.cuda()) for n, t in model.state_dict().items())
         worker.model_runner.model.load_weights(quantise_stream(stream, plan_linears(model.config), rule))
+        if exact:
+            from jetrl_verl.rollout.shared_operations import share_sampler
+
+            share_sampler(worker.model_runner)
     tokenizer = build_tokenizer()
     generator = random.Random(1)
     heads = [
@@ -143,7 +163,9 @@ def sample(folder: Path, rollout: str, rule: str, prompts: int, response: int) -
         completion = output.outputs[0]
         tokens = list(completion.token_ids)
         rows.append((head, tokens, [entry[t].logprob for entry, t in zip(completion.logprobs, tokens, strict=True)]))
-    return {"rows": rows, "engine_start_seconds": ready, "generate_seconds": seconds}
+    wanted = ("vllm:num_preemptions", "vllm:prefix_cache_hits")
+    counters = {metric.name: metric.value for metric in llm.get_metrics() if metric.name in wanted}
+    return {"rows": rows, "engine_start_seconds": ready, "generate_seconds": seconds, **counters}
 
 
 @contextlib.contextmanager
@@ -217,8 +239,12 @@ def vllm_operations(model: torch.nn.Module, names: set[str]):
 
 
 @torch.no_grad()
-def compare(model: torch.nn.Module, rows: list, micro_batch: int = 8) -> dict:
-    """Mismatch statistics of ``rows`` (prompt, tokens, rollout log-probabilities) under ``model``."""
+def compare(model: torch.nn.Module, rows: list, micro_batch: int, shared: bool = False) -> dict:
+    """Mismatch statistics of ``rows`` (prompt, tokens, rollout log-probabilities) under ``model``.
+
+    Args:
+        shared: take log-probabilities from the shared operation too, as the engine does under ``jet_fp8_exact``.
+    """
     differences, entropies = [], []
     for first in range(0, len(rows), micro_batch):
         part = rows[first : first + micro_batch]
@@ -228,14 +254,18 @@ def compare(model: torch.nn.Module, rows: list, micro_batch: int = 8) -> dict:
             logits = model(input_ids=ids, use_cache=False).logits[:, start - 1 : -1].float()
         logs = logits.log_softmax(-1)
         chosen = logs.gather(-1, ids[:, start:, None])[..., 0]
+        if shared:
+            tokens = ids[:, start:].reshape(-1, 1)
+            chosen = ops.log_probs(logits.flatten(0, 1), tokens, logits.new_ones(len(tokens))).view_as(chosen)
         differences.append(chosen.double().cpu() - torch.tensor([r[2] for r in part], dtype=torch.float64))
         entropies.append(-(logs.exp() * logs).sum(-1).double().cpu())
     d = torch.cat(differences).flatten()
     return {
         "tokens": d.numel(),
+        "differing": int((d != 0).sum()),
         "k3_kl": (d.exp() - 1 - d).mean().item(),
         "mean_abs": d.abs().mean().item(),
-        "p999_abs": d.abs().quantile(0.999).item(),
+        "p999_abs": d.abs().kthvalue(math.ceil(0.999 * d.numel())).values.item(),
         "max_abs": d.abs().max().item(),
         "equal": (d == 0).double().mean().item(),
         "entropy": torch.cat(entropies).mean().item(),
@@ -249,7 +279,25 @@ def run_child(arguments: list[str]) -> dict:
         return json.loads(Path(file.name).read_text())
 
 
-def main() -> None:
+def one_operation_at_a_time(bf16: torch.nn.Module, jet: torch.nn.Module, samples: dict, batch: int) -> dict:
+    """Mismatch with vLLM's kernels for one operation, all, and all but one, in the trainer."""
+    results = {}
+    with vllm_operations(bf16, set(OPERATIONS)):
+        results["bf16 + all of vLLM's operations"] = compare(bf16, samples["bf16"]["rows"], batch)
+    for names in [*({name} for name in OPERATIONS), set(OPERATIONS), *(set(OPERATIONS) - {n} for n in OPERATIONS)]:
+        missing = set(OPERATIONS) - names
+        label = "all" if not missing else " ".join(names) if len(names) == 1 else f"all but {' '.join(missing)}"
+        with vllm_operations(jet, names):
+            results[f"jet_fp8 + vLLM's {label}"] = compare(jet, samples["fp8"]["rows"], batch)
+    eager = samples["fp8-eager"]["rows"]
+    results["jet_fp8, eager rollout"] = compare(jet, eager, batch)
+    with vllm_operations(jet, set(OPERATIONS)):
+        results["jet_fp8, eager rollout + vLLM's all"] = compare(jet, eager, batch)
+        one_by_one = compare(jet, eager, micro_batch=1)
+    return results | {"jet_fp8, eager rollout + vLLM's all, micro-batch 1": one_by_one}
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rule", default="fp32")
@@ -257,52 +305,54 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--response", type=int, default=1024)
     parser.add_argument("--folder", type=Path, default=None, help="where the warmed-up policy is kept")
+    parser.add_argument("--operations", action="store_true", help="also vLLM's own operations in jet_fp8's trainer")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--rollout", choices=ROLLOUTS, help=argparse.SUPPRESS)
+    parser.add_argument("--rollout", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         result = sample(options.folder, options.rollout, options.rule, options.prompts, options.response)
         options.child.write_text(json.dumps(result))
-        return
+        return 0
 
     folder = options.folder or Path(tempfile.mkdtemp(prefix="mismatch-"))
     facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rule": options.rule}
     if not (folder / "config.json").exists():
-        facts["warm_up"] = warm_up(folder, options.steps, 32, options.response)
+        facts["warm_up"] = warm_up(folder, options.steps, 32, WARM_UP_TOKENS)
         print("warm-up", facts["warm_up"], flush=True)
         torch.cuda.empty_cache()
 
     shared = ["--folder", str(folder), "--rule", options.rule, "--out", "-", "--prompts", str(options.prompts)]
     shared += ["--response", str(options.response)]
-    samples = {rollout: run_child([*shared, "--rollout", rollout]) for rollout in ROLLOUTS}
+    rollouts = [*ROLLOUTS, *(["fp8-eager"] if options.operations else [])]
+    samples = {rollout: run_child([*shared, "--rollout", rollout]) for rollout in rollouts}
     for rollout, result in samples.items():
         print(rollout, {k: v for k, v in result.items() if k != "rows"}, flush=True)
 
+    batch = max(1, 8192 // options.response)
     results: dict[str, dict] = {}
     bf16 = load_policy(folder)[0].cuda().eval()
-    results["bf16"] = compare(bf16, samples["bf16"]["rows"])
-    results["fp8_rollout"] = compare(bf16, samples["fp8"]["rows"])
-    with vllm_operations(bf16, set(OPERATIONS)):
-        results["bf16 + all of vLLM's operations"] = compare(bf16, samples["bf16"]["rows"])
+    results["bf16"] = compare(bf16, samples["bf16"]["rows"], batch)
+    results["fp8_rollout"] = compare(bf16, samples["fp8"]["rows"], batch)
     jet = load_policy(folder)[0].cuda().eval()
     replace_linears(jet, plan_linears(jet.config), scale_rule=options.rule)
-    results["jet_fp8"] = compare(jet, samples["fp8"]["rows"])
-    for names in [*({name} for name in OPERATIONS), set(OPERATIONS), *(set(OPERATIONS) - {n} for n in OPERATIONS)]:
-        missing = set(OPERATIONS) - names
-        label = "all" if not missing else " ".join(names) if len(names) == 1 else f"all but {' '.join(missing)}"
-        with vllm_operations(jet, names):
-            results[f"jet_fp8 + vLLM's {label}"] = compare(jet, samples["fp8"]["rows"])
-
-    eager = samples["fp8-eager"]["rows"]
-    results["jet_fp8, eager rollout"] = compare(jet, eager)
-    with vllm_operations(jet, set(OPERATIONS)):
-        results["jet_fp8, eager rollout + vLLM's all"] = compare(jet, eager)
-        one_by_one = compare(jet, eager, micro_batch=1)
-    results["jet_fp8, eager rollout + vLLM's all, micro-batch 1"] = one_by_one
+    results["jet_fp8"] = compare(jet, samples["fp8"]["rows"], batch)
+    if options.operations:
+        results |= one_operation_at_a_time(bf16, jet, samples, batch)
+    exact = load_policy(folder)[0].cuda().eval()
+    replace_linears(exact, plan_linears(exact.config), scale_rule=options.rule)
+    share_operations(exact)
+    exactly = {
+        "jet_fp8_exact": ("exact", batch),
+        "jet_fp8_exact, one sequence at a time": ("exact", 1),
+        "jet_fp8_exact, stressed rollout": ("exact-stressed", batch),
+    }
+    for label, (rollout, size) in exactly.items():
+        results[label] = compare(exact, samples[rollout]["rows"], size, shared=True)
 
     for rollout, result in samples.items():
         facts[f"{rollout}_engine_start_seconds"] = result["engine_start_seconds"]
         facts[f"{rollout}_generate_seconds"] = result["generate_seconds"]
+        facts |= {f"{rollout} {name}": value for name, value in result.items() if name.startswith("vllm:")}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps({"facts": facts, "results": results}, indent=1))
     print(f"{'':52} {'k3_kl':>10} {'mean |d|':>10} {'p99.9 |d|':>10} {'max |d|':>10} {'equal':>7} {'entropy':>8}")
@@ -311,7 +361,8 @@ def main() -> None:
             f"{label:52} {r['k3_kl']:10.3e} {r['mean_abs']:10.3e} {r['p999_abs']:10.3e} {r['max_abs']:10.3e} "
             f"{r['equal']:7.3f} {r['entropy']:8.4f}"
         )
+    return 1 if any(results[label]["differing"] for label in exactly) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

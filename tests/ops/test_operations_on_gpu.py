@@ -54,7 +54,8 @@ def test_logits_and_log_probs_do_not_see_the_batch(k, columns):
     hidden, weight = normal(1025, k), normal(columns, k, seed=1)
     whole = ops.logits(hidden, weight)
     expected = hidden[:64].double() @ weight.double().t()
-    assert (whole[:64] - expected).norm() <= 1e-6 * expected.norm()
+    # The tensor core adds 16 products at a time and cuts the sum to FP32: less than one step of 2^-23 each time.
+    assert (whole[:64] - expected).norm() <= k / 16 * 2**-24 * expected.norm()
     tokens = torch.arange(1025, device="cuda")[:, None] % columns
     temperature = torch.linspace(0.4, 1.6, 1025).cuda()
     found = ops.log_probs(whole, tokens, temperature)

@@ -21,8 +21,8 @@
 First every variant once on a small problem, in a process of its own and with the debug build (bounded waits): a
 variant that hangs or is wrong is named, with what its warps waited for, and nothing else is run. Then bits against
 Triton's kernel on the four Qwen3-8B linears. Then times: medians of replays of a captured CUDA graph between events,
-the L2 cache filled with other data before each, us and TFLOP/s, beside the floor: weight and activation bytes at the measured copy
-bandwidth, or operations at the dense FP8 rate of the datasheet (1979 TFLOP/s), whichever is longer.
+other data in the L2 cache before each, us and TFLOP/s, beside the floor: weight and activation bytes at the measured
+copy bandwidth, or operations at the dense FP8 rate of the datasheet (1979 TFLOP/s), whichever is longer.
 
 Exit code 1 if a variant fails, if bits differ, or if the library is missing.
 """

@@ -11,7 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""vLLM finds the attention backends again by module and qualified name, which is how its CUDA platform asks for them."""
+"""vLLM finds the attention backends by module and qualified name, which is how its CUDA platform asks for them."""
 
 import pytest
 from vllm.utils.import_utils import resolve_obj_by_qualname

@@ -22,8 +22,8 @@ Needs torch, triton and pytest; backends of packages that are missing are left o
 Checks are the tests of ``tests/kernels/*_on_gpu.py``, run in their own process. Bit comparisons then say, for every
 backend, whether a row keeps its bits in every batch and whether they are the Triton kernel's: two backends may share an
 entry of the dispatch table only where both say yes. Times are medians of replays of a captured CUDA graph between
-device events, with other data in the L2 cache before each. Quantisers count the bytes that they must move, against a copy of 1 GiB
-by the multiprocessors in the same run; GEMMs count 2 M N K operations, against the BF16 product.
+device events, with other data in the L2 cache before each. Quantisers count the bytes that they must move, against a
+copy of 1 GiB by the multiprocessors in the same run; GEMMs count 2 M N K operations, against the BF16 product.
 
 Exit code 1 if a test fails, if a backend of the table differs from its neighbours, or if nothing was tested.
 """

@@ -186,6 +186,8 @@ def install(stack):
     )
     local = ["-e", ROOT] + ([VLLM_CPU_METADATA] if stack == "cpu" else [])
     run([*uv_install, "--no-build-isolation", *local], "uv could not install the plugin itself: see above.", env)
+    if stack == "gpu":
+        run([python, "scripts/build_csrc.py", "--optional"], "csrc/ is not compiled as it was meant: see above.")
 
 
 def adopt(name):

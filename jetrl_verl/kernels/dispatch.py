@@ -42,15 +42,15 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {
     "quantize_128x128_and_transpose": _GPU_QUANTISERS,
     "relayout_128x1": _GPU_QUANTISERS,
     "transpose_128x128": _GPU_QUANTISERS,
-    # FProp and DGrad: 128x128 scales on B. CUTLASS has Triton's bits on an H200 (docs/LOG.md) at twice its speed.
+    # FProp and DGrad: 128x128 scales on B. All three have one result on an H200 in every bit (docs/LOG.md).
     "gemm_nt_128x128": {
         "cpu": ("numerics",),
         "sm89": ("triton",),
-        "sm90": ("vllm_cutlass", "triton"),
+        "sm90": ("native", "vllm_cutlass", "triton"),
         "sm100": ("triton",),
     },
     # WGrad: 1x128 scales on both operands.
-    "gemm_nt_1x128": {"cpu": ("numerics",), "sm89": ("triton",), "sm90": ("triton",), "sm100": ("triton",)},
+    "gemm_nt_1x128": {"cpu": ("numerics",), "sm89": ("triton",), "sm90": ("native", "triton"), "sm100": ("triton",)},
     # The INT8 rollout. Sums are exact, so every backend has one result; vLLM's CUTLASS build has no INT8 for Blackwell.
     "quantize_int8": _GPU_QUANTISERS,
     "gemm_int8": {
@@ -64,6 +64,7 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {
 _BACKEND_PATHS = {
     "numerics": "jetrl_verl.numerics",
     "triton": "jetrl_verl.kernels.triton_kernels",
+    "native": "jetrl_verl.kernels.native",
     "vllm_cutlass": "jetrl_verl.kernels.external_gemm:vllm_cutlass",
     "vllm_cutlass_int8": "jetrl_verl.kernels.external_gemm:vllm_cutlass_int8",
     "cublaslt": "jetrl_verl.kernels.external_gemm:cublaslt",

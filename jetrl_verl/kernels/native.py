@@ -64,13 +64,16 @@ def library_path() -> Path:
 def unavailable() -> str | None:
     """Why the kernels cannot run here, in one sentence, or None."""
     if not library_path().exists():
-        return f"{library_path().name} is not built: run `python scripts/build_csrc.py` where there is an nvcc."
+        return (
+            f"{library_path().name} is not built: where there is an nvcc, run `python scripts/build_csrc.py` in a "
+            "checkout, or install the package with pip's --no-build-isolation"
+        )
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        return "the native kernels are for Hopper GPUs (compute capability 9.0)."
+        return "the native kernels are for Hopper GPUs (compute capability 9.0)"
     try:
         torch.ops.load_library(str(library_path()))
     except OSError as error:
-        return f"{library_path().name} does not load ({error}): build it on this machine."
+        return f"{library_path().name} does not load ({error}): build it on this machine"
     return None
 
 

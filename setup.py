@@ -1,0 +1,51 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Compiles csrc/ into the wheel where there is an nvcc and a torch to build against; the rest is in pyproject.toml.
+
+`pip install --no-build-isolation .` sees the installed torch. In pip's isolated build, and without nvcc, the wheel
+holds Python alone, runs on Triton's and vLLM's kernels, and `jetrl doctor` says so. The library uses torch's stable ABI
+and no Python: one wheel serves every Python 3. Editable installs leave it to `python scripts/build_csrc.py`, which
+`make setup` runs on a machine with a GPU.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+SCRIPT = Path(__file__).with_name("scripts") / "build_csrc.py"
+
+
+class BuildWithKernels(build_py):
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            target = Path(self.build_lib) / "jetrl_verl" / "kernels"
+            subprocess.run([sys.executable, SCRIPT, "--optional", "--target", target], check=True)
+
+
+class WheelForAnyPython(bdist_wheel):
+    def get_tag(self) -> tuple[str, str, str]:
+        compiled = any(Path(self.bdist_dir).rglob("*.so"))
+        return ("py3", "none", super().get_tag()[2] if compiled else "any")
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = False  # else the platform is never looked at
+
+
+setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelForAnyPython})

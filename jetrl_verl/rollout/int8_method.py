@@ -23,18 +23,16 @@ the contract check and vLLM's loaders treat both formats alike. A row-parallel l
 shard of an activation with the shard's own maximum: with more than one rank its scales differ from those of one rank.
 """
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from vllm.model_executor.layers.linear import register_weight_loader_v2_supported_method
 from vllm.model_executor.layers.quantization import register_quantization_config
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
+from vllm.model_executor.parameter import BasevLLMParameter, ChannelQuantScaleParameter
 
 from jetrl_verl import kernels
 from jetrl_verl.config.vllm_arguments import INT8_METHOD
-from jetrl_verl.layers import UnsupportedLayer
-from jetrl_verl.rollout.method import JetFP8Config, JetFP8LinearMethod
+from jetrl_verl.rollout.method import JetFP8Config, JetLinearMethod
 
 
 @register_quantization_config(INT8_METHOD)
@@ -46,53 +44,22 @@ class JetInt8Config(JetFP8Config):
     def get_name(self) -> str:
         return INT8_METHOD
 
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """``JetInt8LinearMethod`` for a planned projection, BF16 for every other layer.
-
-        Raises:
-            UnsupportedLayer: the model, or this layer of it, cannot take part.
-        """
-        method = super().get_quant_method(layer, prefix)
-        return JetInt8LinearMethod(self) if isinstance(method, JetFP8LinearMethod) else method
+    def linear_method(self) -> JetLinearMethod:
+        return JetInt8LinearMethod(self)
 
 
 @register_weight_loader_v2_supported_method
-class JetInt8LinearMethod(JetFP8LinearMethod):
-    """INT8 linear whose weight arrives as codes and one scale per output channel."""
+class JetInt8LinearMethod(JetLinearMethod):
+    """INT8 linear: one scale per output channel, ``[N, 1]``."""
 
-    def create_weights(
-        self,
-        layer: torch.nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        """Register ``weight`` [N, K] INT8 and ``weight_scale_inv`` [N, 1] FP32, N and K of this rank's shard.
+    codes = torch.int8
 
-        Raises:
-            UnsupportedLayer: activations other than BF16.
-        """
-        if params_dtype != torch.bfloat16:
-            raise UnsupportedLayer(
-                f"the INT8 rollout needs rollout.dtype=bfloat16, vLLM was started with {params_dtype}"
-            )
-        weight_loader = extra_weight_attrs["weight_loader"]
-        rows = sum(output_partition_sizes)
-        layer.logical_widths = output_partition_sizes
-        weight = ModelWeightParameter(
-            data=torch.empty(rows, input_size_per_partition, dtype=torch.int8),
-            input_dim=1,
-            output_dim=0,
-            weight_loader=weight_loader,
-        )
-        scale = ChannelQuantScaleParameter(
+    def scales(
+        self, layer: torch.nn.Module, rows: int, columns: int, weight_loader: Callable[..., None]
+    ) -> BasevLLMParameter:
+        return ChannelQuantScaleParameter(
             data=torch.ones(rows, 1, dtype=torch.float32), output_dim=0, weight_loader=weight_loader
         )
-        layer.register_parameter("weight", weight)
-        layer.register_parameter("weight_scale_inv", scale)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x`` [..., K] BF16 -> [..., N] BF16; bias is added in FP32 before the rounding."""

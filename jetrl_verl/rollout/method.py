@@ -25,6 +25,7 @@ Merged projections (qkv, gate_up) and tensor-parallel shards come from vLLM's ow
 layers take part comes from :mod:`jetrl_verl.layers`, as on the trainer's side.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-from vllm.model_executor.parameter import BlockQuantScaleParameter, ModelWeightParameter
+from vllm.model_executor.parameter import BasevLLMParameter, BlockQuantScaleParameter, ModelWeightParameter
 
 from jetrl_verl import kernels
 from jetrl_verl.config.vllm_arguments import QUANT_METHOD
@@ -94,7 +95,7 @@ class JetFP8Config(QuantizationConfig):
         self._hf_config = hf_config
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """``JetFP8LinearMethod`` for a planned projection, BF16 for every other layer.
+        """The format's method for a planned projection, BF16 for every other layer.
 
         Raises:
             UnsupportedLayer: the model, or this layer of it, cannot take part.
@@ -108,6 +109,9 @@ class JetFP8Config(QuantizationConfig):
             raise UnsupportedLayer(f"layer {prefix} is a linear layer unknown to the FP8 flow; use precision=bf16")
         if not all(plans[piece].quantised for piece in pieces):
             return UnquantizedLinearMethod()
+        return self.linear_method()
+
+    def linear_method(self) -> "JetLinearMethod":
         return JetFP8LinearMethod(self)
 
 
@@ -118,9 +122,11 @@ def shares_operations() -> bool:
     return isinstance(config, JetFP8Config) and config.operations == "shared"
 
 
-@register_weight_loader_v2_supported_method
-class JetFP8LinearMethod(LinearMethodBase):
-    """Block-FP8 linear whose weight arrives as codes and scales."""
+class JetLinearMethod(LinearMethodBase):
+    """Linear whose weight arrives as codes and scales: what the formats share, the two parameters and their life."""
+
+    codes: torch.dtype
+    """Type of the codes."""
 
     def __init__(self, config: JetFP8Config) -> None:
         self.config = config
@@ -135,35 +141,54 @@ class JetFP8LinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Register ``weight`` [N, K] E4M3 and ``weight_scale_inv`` [N/128, K/128] FP32, N and K of this rank's shard.
+        """Register ``weight`` [N, K] of codes and the format's ``weight_scale_inv``, N and K of this rank's shard.
 
         Raises:
             UnsupportedLayer: activations other than BF16.
         """
         if params_dtype != torch.bfloat16:
-            raise UnsupportedLayer(f"the FP8 flow needs rollout.dtype=bfloat16, vLLM was started with {params_dtype}")
+            raise UnsupportedLayer(
+                f"a quantised rollout needs rollout.dtype=bfloat16, vLLM was started with {params_dtype}"
+            )
         weight_loader = extra_weight_attrs["weight_loader"]
         rows = sum(output_partition_sizes)
-        # vLLM's block-scale loaders read both names to place a merged or sharded piece.
-        layer.weight_block_size = [BLOCK, BLOCK]
         layer.logical_widths = output_partition_sizes
         weight = ModelWeightParameter(
-            data=torch.empty(rows, input_size_per_partition, dtype=FP8_DTYPE),
-            input_dim=1,
-            output_dim=0,
-            weight_loader=weight_loader,
-        )
-        scale = BlockQuantScaleParameter(
-            data=torch.ones(rows // BLOCK, input_size_per_partition // BLOCK, dtype=torch.float32),
+            data=torch.empty(rows, input_size_per_partition, dtype=self.codes),
             input_dim=1,
             output_dim=0,
             weight_loader=weight_loader,
         )
         layer.register_parameter("weight", weight)
-        layer.register_parameter("weight_scale_inv", scale)
+        layer.register_parameter("weight_scale_inv", self.scales(layer, rows, input_size_per_partition, weight_loader))
+
+    def scales(
+        self, layer: torch.nn.Module, rows: int, columns: int, weight_loader: Callable[..., None]
+    ) -> BasevLLMParameter:
+        """FP32 scales of a ``[rows, columns]`` weight, in the parameter class by which vLLM's loaders place them."""
+        raise NotImplementedError
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Nothing: codes and scales are used as they arrive. verl calls this after every sync."""
+
+
+@register_weight_loader_v2_supported_method
+class JetFP8LinearMethod(JetLinearMethod):
+    """Block-FP8 linear: E4M3 codes, one scale ``[N/128, K/128]`` per block."""
+
+    codes = FP8_DTYPE
+
+    def scales(
+        self, layer: torch.nn.Module, rows: int, columns: int, weight_loader: Callable[..., None]
+    ) -> BasevLLMParameter:
+        # vLLM's block-scale loaders read it to place a merged or sharded piece.
+        layer.weight_block_size = [BLOCK, BLOCK]
+        return BlockQuantScaleParameter(
+            data=torch.ones(rows // BLOCK, columns // BLOCK, dtype=torch.float32),
+            input_dim=1,
+            output_dim=0,
+            weight_loader=weight_loader,
+        )
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x`` [..., K] BF16 -> [..., N] BF16; bias is added in FP32 before the rounding."""

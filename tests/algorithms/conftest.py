@@ -11,7 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""``two_processes`` is shared with the tests of the trainer: ``tests/train``."""
+"""``two_processes`` and ``engines`` are shared with the tests of the trainer: ``tests/train``."""
 
 import sys
 from pathlib import Path

@@ -19,46 +19,21 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from engines import build
 from tensordict import TensorDict
 from tiny_models import tiny_model
 from two_processes import WORLD, run_in_two_processes
 
-from jetrl_verl.config.options import JetConfig
-
 SEQUENCES, PROMPT, RESPONSE = 4, 3, 20
 
 
-def build(folder: str, train: str = "fp8"):
+def build_actor(folder: str, train: str = "fp8"):
     """Actor engine, under FP8 with calibrated clipping every second step."""
-    from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
-    from verl.workers.engine import EngineRegistry
-
-    from jetrl_verl.config.verl_configs import JetFSDPEngineConfig
-
     options = {
         "fp8": dict(precision="jet_fp8", clip="calibrated", clip_interval=2),
         "bf16": dict(precision="fp8_rollout"),
     }
-    engine = EngineRegistry.new(
-        model_type="language_model",
-        backend="fsdp2",
-        model_config=HFModelConfig(
-            path=folder,
-            load_tokenizer=False,
-            use_remove_padding=False,
-            override_config={"attn_implementation": "sdpa"},
-        ),
-        engine_config=JetFSDPEngineConfig(
-            strategy="fsdp2",
-            use_torch_compile=False,
-            jetrl=JetConfig(train=train, rollout="fp8", **options[train]),
-        ),
-        optimizer_config=FSDPOptimizerConfig(lr=1e-2, lr_warmup_steps=0, total_training_steps=10),
-        checkpoint_config=CheckpointConfig(),
-    )
-    engine.initialize()
-    return engine
+    return build(folder, optimizer={"lr": 1e-2}, train=train, **options[train])
 
 
 def jagged(rows) -> torch.Tensor:
@@ -124,7 +99,7 @@ def step(engine, rank: int, loss, dynamic: bool = False, updates: int = 2) -> tu
 
 
 def shadow_forwards(rank: int, folder: str, dynamic: bool) -> None:
-    plain, shadowed, bf16 = build(folder), build(folder), build(folder, train="bf16")
+    plain, shadowed, bf16 = build_actor(folder), build_actor(folder), build_actor(folder, train="bf16")
     plain.calibrated_clip = None
     loss, plain_loss = actor_loss(), actor_loss()
 
@@ -168,13 +143,13 @@ def shadow_forwards(rank: int, folder: str, dynamic: bool) -> None:
 
 
 def bounds_survive_a_resume(rank: int, folder: str, checkpoint: str) -> None:
-    engine, loss = build(folder), actor_loss()
+    engine, loss = build_actor(folder), actor_loss()
     for _ in range(2):
         step(engine, rank, loss)
     engine.save_checkpoint(checkpoint, global_step=2)
     clip = engine.calibrated_clip
     assert (clip.low, clip.high) != (0.6, 1.8), "saved after the calibration, so with its result"
-    resumed = build(folder)
+    resumed = build_actor(folder)
     resumed.load_checkpoint(checkpoint, del_local_after_load=False)
     assert resumed.calibrated_clip.state_dict() == clip.state_dict()
     assert step(engine, rank, loss)[0]["grad_norm"] == step(resumed, rank, actor_loss())[0]["grad_norm"]

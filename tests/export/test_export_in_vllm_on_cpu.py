@@ -18,28 +18,19 @@ folder into layers of our method, and what then lives in the engine is compared 
 """
 
 import json
-import os
 
 import pytest
 import torch
+import vllm_engine
 from tiny_models import tiny_model
 
 from jetrl_verl.config.options import JetConfig
-from jetrl_verl.config.vllm_arguments import vllm_arguments
 from jetrl_verl.layers import plan_linears
 from jetrl_verl.observe.contract import ContractReceiver, ContractViolation, probe_sum, with_contract
 from jetrl_verl.train.checkpoint_export import ExportOptions, export
 from jetrl_verl.train.export import quantise_stream
 
 RULE = "fp32"
-SETTINGS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VERL_RAY_JOB_ID": f"test-export-{os.getpid()}",
-}
 
 
 def trainer(seed: int):
@@ -58,22 +49,10 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def model(folder, cpu_platform):
     """vLLM's live model, loaded from the exported folder by vLLM's own loader."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in SETTINGS.items():
-            patch.setenv(name, value)
-        from vllm import LLM
-
-        options = JetConfig("jet_fp8", train="fp8", rollout="fp8", scale_rule=RULE, unfit_layers="skip")
-        llm = LLM(
-            str(folder),
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            enforce_eager=True,
-            max_model_len=64,
-            max_num_seqs=8,
-            **vllm_arguments(options, None),
-        )
-        yield llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
+    options = JetConfig("jet_fp8", train="fp8", rollout="fp8", scale_rule=RULE, unfit_layers="skip")
+    with vllm_engine.cpu_settings():
+        _, worker = vllm_engine.start(folder, options)
+        yield worker.model_runner.model
 
 
 def verify(model, weights) -> dict:

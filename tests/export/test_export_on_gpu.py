@@ -22,10 +22,10 @@ import gc
 
 import pytest
 import torch
+import vllm_engine
 from tiny_models import tiny_model
 
 from jetrl_verl.config.options import JetConfig
-from jetrl_verl.config.vllm_arguments import vllm_arguments
 from jetrl_verl.train.checkpoint_export import ExportOptions, export
 
 PROMPT = torch.randint(0, 96, (61,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -40,29 +40,16 @@ def folders(tmp_path_factory):
     return root / "out"
 
 
-def score(folder, monkeypatch, **arguments) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def score(folder, monkeypatch, options: JetConfig | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probabilities [len(PROMPT) - 1] of the prompt in one vLLM engine, and the engine's live parameters."""
     for name, value in {"VLLM_USE_DEEP_GEMM": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
         monkeypatch.setenv(name, value)
-    from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    llm = LLM(
-        str(folder),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=64,
-        max_num_seqs=8,
-        gpu_memory_utilization=0.2,
-        **arguments,
-    )
-    sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-    (output,) = llm.generate({"prompt_token_ids": PROMPT}, sampling, use_tqdm=False)
-    entries = zip(output.prompt_logprobs[1:], PROMPT[1:], strict=True)
-    scored = torch.tensor([entry[token].logprob for entry, token in entries])
-    model = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
-    live = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
-    del llm, model
+    llm, worker = vllm_engine.start(folder, options, gpu_memory_utilization=0.2)
+    scored = vllm_engine.prompt_log_probs(llm, PROMPT)
+    live = {name: parameter.detach().cpu() for name, parameter in worker.model_runner.model.named_parameters()}
+    del llm, worker
     gc.collect()
     cleanup_dist_env_and_memory()
     return scored, live
@@ -70,7 +57,7 @@ def score(folder, monkeypatch, **arguments) -> tuple[torch.Tensor, dict[str, tor
 
 def test_stock_vllm_gives_the_rollouts_log_probabilities(folders, monkeypatch):
     options = JetConfig("jet_fp8", train="fp8", rollout="fp8")
-    ours, our_weights = score(folders / "fp8", monkeypatch, **vllm_arguments(options, None))
+    ours, our_weights = score(folders / "fp8", monkeypatch, options)
     stock, stock_weights = score(folders / "fp8", monkeypatch)
     bf16, _ = score(folders / "bf16", monkeypatch)
 

@@ -13,12 +13,10 @@
 # limitations under the License.
 """INT8 through the dispatch table and the operator, and its Triton kernels: interpreted, and compiled for Hopper."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import interpreter
 import pytest
 import torch
 from contract_inputs import gaussian
@@ -111,18 +109,6 @@ def test_the_quantiser_divides_once_a_row():
     assert "div.full.f32" not in ptx
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(interpreter.SECONDS)
 def test_triton_kernels_under_the_interpreter():
-    cases = Path(__file__).with_name("int8_interpreter_cases.py")
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=580,
-        check=False,
-    )
-    passed = re.search(r"(\d+) passed", result.stdout)
-    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
-    assert passed
-    assert int(passed.group(1)) > 40
+    interpreter.run_interpreted(Path(__file__).with_name("int8_interpreter_cases.py"), at_least=41)

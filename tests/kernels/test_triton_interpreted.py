@@ -13,27 +13,12 @@
 # limitations under the License.
 """Runs ``interpreter_cases.py`` under Triton's interpreter, in a process of its own."""
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
+import interpreter
 import pytest
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(interpreter.SECONDS)
 def test_triton_kernels_under_the_interpreter():
-    cases = Path(__file__).with_name("interpreter_cases.py")
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=580,
-        check=False,
-    )
-    passed = re.search(r"(\d+) passed", result.stdout)
-    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
-    assert passed
-    assert int(passed.group(1)) > 50
+    interpreter.run_interpreted(Path(__file__).with_name("interpreter_cases.py"), at_least=51)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import verl.trainer.main_ppo  # noqa: F401  (the plugin registers itself through verl, as in a run)
+import vllm_engine
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
@@ -114,14 +115,7 @@ def test_a_job_with_a_reward_model_is_refused(job, tmp_path):
 
 @pytest.fixture(scope="module")
 def engine(job, judge, cpu_platform):
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-        }.items():
-            patch.setenv(name, value)
+    with vllm_engine.cpu_settings():
         yield Engine(load_config(job / "config.yaml"), judge.prompts)
 
 

@@ -13,12 +13,10 @@
 # limitations under the License.
 """The shared operations' Triton kernels without a GPU: run under the interpreter, and compiled for Hopper."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import interpreter
 import pytest
 from test_triton_for_hopper import ptx_for_hopper
 
@@ -31,20 +29,9 @@ from jetrl_verl.ops.triton_kernels.silu_mul import _silu_mul_backward_kernel, _s
 BF16, FP32 = "*bf16", "*fp32"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(interpreter.SECONDS)
 def test_operations_under_the_interpreter():
-    cases = Path(__file__).with_name("operations_interpreter_cases.py")
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=580,
-        check=False,
-    )
-    passed = re.search(r"(\d+) passed", result.stdout)
-    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
-    assert passed and int(passed.group(1)) >= 23
+    interpreter.run_interpreted(Path(__file__).with_name("operations_interpreter_cases.py"), at_least=23)
 
 
 @pytest.mark.parametrize("k", [128, 4096])

@@ -13,29 +13,21 @@
 # limitations under the License.
 """A real vLLM engine on the CPU under ``jetrl_int8``: codes in place after every sync, and the layers' arithmetic."""
 
-import os
 from types import SimpleNamespace
 
 import pytest
 import torch
+import vllm_engine
 from tiny_models import tiny_model
 from torch import nn
 
 from jetrl_verl import kernels
+from jetrl_verl.config.options import JetConfig
 from jetrl_verl.layers import plan_linears
 from jetrl_verl.numerics import gemm_int8, quantize_int8
 from jetrl_verl.observe.contract import ContractReceiver, ContractViolation, probe_sum, with_contract
 from jetrl_verl.rollout.live import live_tensors
 from jetrl_verl.train.export import quantise_stream
-
-SETTINGS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VERL_RAY_JOB_ID": f"test-{os.getpid()}",
-}
 
 
 def build_trainer(seed: int):
@@ -46,26 +38,11 @@ def build_trainer(seed: int):
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory, cpu_platform):
     """(vLLM, its model)."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in SETTINGS.items():
-            patch.setenv(name, value)
-        from vllm import LLM
-
-        folder = str(tmp_path_factory.mktemp("model"))
-        build_trainer(0).to(torch.bfloat16).save_pretrained(folder)
-        options = {"scale_rule": "fp32", "unfit_layers": "stop", "contract_check": False}
-        llm = LLM(
-            folder,
-            skip_tokenizer_init=True,
-            load_format="dummy",
-            dtype="bfloat16",
-            enforce_eager=True,
-            max_model_len=64,
-            max_num_seqs=8,
-            quantization="jetrl_int8",
-            hf_overrides={"quantization_config": {"quant_method": "jetrl_int8", **options}},
-        )
-        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    folder = tmp_path_factory.mktemp("model")
+    build_trainer(0).to(torch.bfloat16).save_pretrained(folder)
+    options = JetConfig("int8_rollout", train="bf16", rollout="int8")
+    with vllm_engine.cpu_settings():
+        llm, worker = vllm_engine.start(folder, options, load_format="dummy")
         yield llm, worker.model_runner.model
 
 
@@ -135,24 +112,31 @@ class Int8Linear(nn.Linear):
         return kernels.fprop_int8(x, q.codes, q.scales, self.bias)
 
 
-def test_rollout_samples_from_the_int8_policy(engine):
-    from vllm import SamplingParams
+def build_policy(seed: int):
+    """One input feature weighs 30 times as much as the others: INT8's step grows with it, BF16's does not.
 
+    Without it INT8 rounds away as little as separate BF16 implementations of the other operations differ by.
+    """
+    model = build_trainer(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("proj.weight"):
+                parameter[:, 0] *= 30
+    return model
+
+
+def test_rollout_samples_from_the_int8_policy(engine):
     llm, model = engine
-    sync(model, build_trainer(4))
+    sync(model, build_policy(4))
     prompt = torch.randint(0, 96, (48,), generator=torch.Generator().manual_seed(0)).tolist()
-    llm.reset_prefix_cache()
-    parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-    (output,) = llm.generate({"prompt_token_ids": prompt}, parameters, use_tqdm=False)
-    entries = zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
-    rollout = torch.tensor([entry[token].logprob for entry, token in entries])
+    rollout = vllm_engine.prompt_log_probs(llm, prompt)
 
     def trainer(candidate) -> torch.Tensor:
         with torch.no_grad():
             logits = candidate(torch.tensor([prompt])).logits[0, :-1].float()
         return logits.log_softmax(-1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
 
-    bf16, int8 = build_trainer(4).to(torch.bfloat16), build_trainer(4).to(torch.bfloat16)
+    bf16, int8 = build_policy(4).to(torch.bfloat16), build_policy(4).to(torch.bfloat16)
     for name, module in int8.named_modules():
         if name.endswith("_proj"):
             module.__class__ = Int8Linear

@@ -16,18 +16,17 @@
 One engine serves the whole module: a two-layer Qwen2-shaped model, because Qwen2 has biases on q, k and v.
 """
 
-import os
 import threading
 import time
 from dataclasses import replace
 
 import pytest
 import torch
+import vllm_engine
 from tiny_models import tiny_model
 from transformers import PreTrainedModel
 
 from jetrl_verl.config.options import JetConfig
-from jetrl_verl.config.vllm_arguments import vllm_arguments
 from jetrl_verl.layers import plan_linears
 from jetrl_verl.linear import JetLinear, replace_linears
 from jetrl_verl.observe.contract import SUM_PREFIX, ContractViolation, Manifest, probe_sum, with_contract
@@ -35,14 +34,6 @@ from jetrl_verl.rollout.live import live_tensors
 from jetrl_verl.train.export import SyncStatistics, counted_stock, measured, quantise_stream
 
 RULE = "fp32"
-SETTINGS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VERL_RAY_JOB_ID": f"test-{os.getpid()}",
-}
 
 
 def build_trainer(seed: int) -> PreTrainedModel:
@@ -51,26 +42,12 @@ def build_trainer(seed: int) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory, cpu_platform):
-    """(vLLM worker, folder of the model)."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in SETTINGS.items():
-            patch.setenv(name, value)
-        from vllm import LLM
-
-        folder = str(tmp_path_factory.mktemp("model"))
-        build_trainer(0).to(torch.bfloat16).save_pretrained(folder)
-        llm = LLM(
-            folder,
-            skip_tokenizer_init=True,
-            load_format="dummy",
-            dtype="bfloat16",
-            enforce_eager=True,
-            max_model_len=64,
-            max_num_seqs=8,
-            **vllm_arguments(JetConfig("jet_fp8", train="fp8", rollout="fp8", scale_rule=RULE), None),
-        )
-        executor = llm.llm_engine.engine_core.engine_core.model_executor
-        yield llm, executor.driver_worker.worker
+    """(vLLM, its worker)."""
+    folder = tmp_path_factory.mktemp("model")
+    build_trainer(0).to(torch.bfloat16).save_pretrained(folder)
+    options = JetConfig("jet_fp8", train="fp8", rollout="fp8", scale_rule=RULE)
+    with vllm_engine.cpu_settings():
+        yield vllm_engine.start(folder, options, load_format="dummy")
 
 
 def stream(model, *, edit=None, rule: str = RULE, plans=None, statistics: SyncStatistics | None = None):
@@ -114,19 +91,6 @@ def sync(worker, items) -> None:
         raise failures[0]
 
 
-def logprobs(llm, prompt: list[int]) -> torch.Tensor:
-    from vllm import SamplingParams
-
-    llm.reset_prefix_cache()
-    outputs = llm.generate(
-        {"prompt_token_ids": prompt},
-        SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False),
-        use_tqdm=False,
-    )
-    entries = outputs[0].prompt_logprobs[1:]
-    return torch.tensor([entry[token].logprob for entry, token in zip(entries, prompt[1:], strict=True)])
-
-
 def test_sync_loads_codes_and_the_contract_holds(engine):
     llm, worker = engine
     model = build_trainer(1)
@@ -145,7 +109,7 @@ def test_rollout_follows_the_fp8_trainer_more_closely_than_the_bf16_one(engine):
     model = build_trainer(2)
     sync(worker, stream(model))
     prompt = torch.randint(0, 96, (48,), generator=torch.Generator().manual_seed(0)).tolist()
-    rollout = logprobs(llm, prompt)
+    rollout = vllm_engine.prompt_log_probs(llm, prompt)
 
     def trainer(candidate) -> torch.Tensor:
         with torch.no_grad():

@@ -13,8 +13,7 @@
 # limitations under the License.
 """verl's engine in the FP8 flow under FSDP2 on two gloo processes: steps, what a weight sync sends, checkpoints.
 
-The engine is asked for as verl's workers ask for it, from the registry with a precision's engine config, so this also
-shows that the registration wins over verl's own engine.
+The engine comes from verl's registry, so this also shows that the registration wins over verl's own engine.
 """
 
 from pathlib import Path
@@ -22,12 +21,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from engines import build
 from tensordict import TensorDict
 from tiny_models import tiny_model
 from torch import nn
 from two_processes import WORLD, run_in_two_processes
 
-from jetrl_verl.config.options import JetConfig
 from jetrl_verl.layers import plan_linears
 from jetrl_verl.linear import JetLinear, replace_linears
 from jetrl_verl.numerics import FP8_DTYPE
@@ -36,38 +35,6 @@ from jetrl_verl.observe.quantisation import NonFiniteWeightError
 from jetrl_verl.patches.resume import DamagedCheckpointError
 
 SEQUENCES, TOKENS = 4, 24
-
-
-def build(folder: str, role: str = "actor", *, tokenizer: bool = False, **options):
-    """Engine of the registry on the model in ``folder``."""
-    from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
-    from verl.workers.engine import EngineRegistry
-
-    from jetrl_verl.config.verl_configs import JetFSDPEngineConfig
-
-    fields = {"precision": "jet_fp8", "train": "fp8", "rollout": "fp8"} | options
-    engine = EngineRegistry.new(
-        model_type="value_model" if role == "critic" else "language_model",
-        backend="fsdp2",
-        model_config=HFModelConfig(
-            path=folder,
-            model_type="value_model" if role == "critic" else "language_model",
-            load_tokenizer=tokenizer,
-            use_remove_padding=False,
-            override_config={"attn_implementation": "sdpa"},
-        ),
-        engine_config=JetFSDPEngineConfig(
-            strategy="fsdp2",
-            use_torch_compile=False,
-            jetrl=JetConfig(**fields),
-            jetrl_role=role,
-        ),
-        optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=10, clip_grad=1e9),
-        checkpoint_config=CheckpointConfig(),
-    )
-    engine.initialize()
-    return engine
 
 
 def tokens(rank: int) -> torch.Tensor:

@@ -1,0 +1,74 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A real vLLM engine in the test's own process, with our method: its environment, its start, its worker, one question.
+
+The engine's core and its only worker run in this process, so that a test can look at live parameters.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jetrl_verl.config.options import JetConfig
+from jetrl_verl.config.vllm_arguments import vllm_arguments
+
+_ENGINES = count()
+
+
+@contextmanager
+def cpu_settings() -> Iterator[None]:
+    """Environment of an engine on the CPU, to be entered before vLLM is imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            # The weight sync's socket is named after it.
+            "VERL_RAY_JOB_ID": f"test-{os.getpid()}-{next(_ENGINES)}",
+        }.items():
+            patch.setenv(name, value)
+        yield
+
+
+def start(folder: str | Path, options: JetConfig | None, **changes: Any) -> tuple[Any, Any]:
+    """(vLLM, its worker) on the model in ``folder``, small and eager.
+
+    Args:
+        options: of the run, from which our arguments follow; stock vLLM if None.
+        changes: further arguments of ``LLM``, or others than those here.
+    """
+    from vllm import LLM
+
+    ours = vllm_arguments(options, None) if options is not None else {}
+    small = dict(skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, max_model_len=64, max_num_seqs=8)
+    llm = LLM(str(folder), **(small | ours | changes))
+    return llm, llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+
+
+def prompt_log_probs(llm: Any, prompt: list[int]) -> torch.Tensor:
+    """Log-probabilities ``[len(prompt) - 1]`` of the prompt's tokens from the second on, nothing of it cached."""
+    from vllm import SamplingParams
+
+    llm.reset_prefix_cache()
+    sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    (output,) = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
+    entries = zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
+    return torch.tensor([entry[token].logprob for entry, token in entries])

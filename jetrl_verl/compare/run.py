@@ -39,8 +39,8 @@ from jetrl_verl.config.options import PRECISIONS
 from jetrl_verl.demo import cache
 from jetrl_verl.demo.overrides import RunPaths, build_environment, build_overrides, quote
 from jetrl_verl.demo.process_tree import Interrupted, ProcessTree, signals_raise
-from jetrl_verl.demo.progress import GrowingFile, Tracker, last_errors, view_for
-from jetrl_verl.demo.run import DEVICES, VERL, detect_device, keep_ray_logs
+from jetrl_verl.demo.progress import GrowingFile, Tracker, last_errors
+from jetrl_verl.demo.run import DEVICES, VERL, detect_device, watch
 
 EVALUATE = (sys.executable, "-m", "jetrl_verl.compare.evaluate")
 SEED_KEYS = ("data.seed", "actor_rollout_ref.rollout.seed", "actor_rollout_ref.actor.data_loader_seed")
@@ -49,8 +49,6 @@ SEED_KEYS = ("data.seed", "actor_rollout_ref.rollout.seed", "actor_rollout_ref.a
 _ONLY_LAST = 10**9
 _TOTAL_STEPS = re.compile(r"Total training steps: (\d+)")
 _OURS = ("precision", *SEED_KEYS, "trainer.default_local_dir", "trainer.resume_mode", "trainer.logger", "hydra.run.dir")
-_POLL_SECONDS = 0.25
-_SHARED_FILES_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -240,8 +238,14 @@ def _train(arm: Arm, job: Job, console: Console) -> bool:
     _write(arm.state, {"command": command, "finished": False})
     earlier = _set_aside(paths.metrics)
     say(f"{arm.name}: training, log {paths.log}")
-    tracker = Tracker(paths.log, paths.metrics, job.steps)
-    status = _watch(command, job.environment_of(arm), arm, tracker, console)
+
+    def learn(line: str) -> None:
+        if stated := _TOTAL_STEPS.search(line):
+            tracker.steps = int(stated.group(1))
+            load_config(arm.config)  # what cannot be judged is not worth training
+
+    tracker = Tracker(paths.log, paths.metrics, job.steps, learn)
+    status = watch(command, job.environment_of(arm), paths, tracker, console)
     _join(earlier, paths.metrics)
     reached = _latest_step(arm)
     # verl saves its last step; what it logs since a resume says less.
@@ -256,32 +260,6 @@ def _train(arm: Arm, job: Job, console: Console) -> bool:
     _write(paths.facts, facts | {"command": shlex.join(command)})
     _write(arm.state, {"command": command, "finished": True, "at": time.time()})
     return True
-
-
-def _watch(command: Sequence[str], environment: Mapping[str, str], arm: Arm, tracker: Tracker, console: Console) -> int:
-    """Run the trainer, show where it is, leave nothing of it behind; its exit status."""
-    noted = time.monotonic()
-    log = GrowingFile(arm.paths.log)
-    with ProcessTree(command, environment, arm.paths.log) as tree, view_for(console) as view:
-        while True:
-            status = tree.poll()  # before reading, so that the last lines of an ended run are read
-            for line in log.lines():
-                if stated := _TOTAL_STEPS.search(line):
-                    tracker.steps = int(stated.group(1))
-                    load_config(arm.config)  # what cannot be judged is not worth training
-            tracker.update()
-            view.show(tracker)
-            if status is not None:
-                break
-            if time.monotonic() - noted > _SHARED_FILES_SECONDS:
-                tree.note_shared_files()
-                noted = time.monotonic()
-            time.sleep(_POLL_SECONDS)
-        if status != 0:
-            shutil.rmtree(arm.paths.ray_logs, ignore_errors=True)
-            keep_ray_logs(tree.temporary, arm.paths.ray_logs)
-    tracker.finish()
-    return status
 
 
 def _set_aside(metrics: Path) -> list[str]:
@@ -348,14 +326,11 @@ def _judge(arms: Sequence[Arm], options: CompareOptions, job: Job, out: Path, ev
     say(f"scoring {len(missing) + before} policies in one BF16 engine, log {log}")
     lines = GrowingFile(log)
     with ProcessTree([*evaluator, str(spec)], job.environment, log) as tree:
-        while True:
-            status = tree.poll()
+        for _ in tree.follow():
             for line in lines.lines():
                 if line.startswith("evaluated "):
                     say(line)
-            if status is not None:
-                break
-            time.sleep(_POLL_SECONDS)
+        status = tree.poll()
     unscored = [name for name in (*([BEFORE] if before else []), *missing) if not fresh(name, since=0.0)]
     if status == 0 and not unscored:
         return True

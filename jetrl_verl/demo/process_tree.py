@@ -32,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -40,6 +40,8 @@ from types import TracebackType
 import psutil
 
 SHARED_MEMORY = Path("/dev/shm")
+_POLL_SECONDS = 0.25
+_SHARED_FILES_SECONDS = 5.0
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
@@ -133,6 +135,22 @@ class ProcessTree:
     def poll(self) -> int | None:
         """Exit status of the program itself, or None while it runs."""
         return self._child.poll()
+
+    def follow(self) -> Iterator[None]:
+        """Yield every quarter of a second while the program runs, and once more after it has ended.
+
+        What the program wrote can be read in each turn, and all of it in the last.
+        """
+        noted = time.monotonic()
+        while True:
+            ended = self.poll() is not None  # before the caller reads
+            yield
+            if ended:
+                return
+            if time.monotonic() - noted > _SHARED_FILES_SECONDS:
+                self.note_shared_files()
+                noted = time.monotonic()
+            time.sleep(_POLL_SECONDS)
 
     def processes(self) -> list[psutil.Process]:
         """Everything the program started that has not ended (zombies are reaped on the way)."""

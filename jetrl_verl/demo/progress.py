@@ -21,7 +21,7 @@ the metrics file.
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,7 +45,10 @@ TRAINING = "training"
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _RAY_PREFIX = re.compile(r"^(\([^()]* pid=\d+[^()]*\) ?)+")
-_ERROR_LINE = re.compile(r"^([A-Za-z_][\w.]*(Error|Exception|Configuration)(\([\w.]+\))?: |jetrl_verl: )\S")
+# By the usual endings of a name, or, of ours, by where the class is defined: a traceback gives its module.
+_ERROR_LINE = re.compile(
+    r"^([A-Za-z_][\w.]*(Error|Exception)(\([\w.]+\))?: |jetrl_verl(\.\w+)*\.[A-Z]\w*: |jetrl_verl: )\S"
+)
 
 
 class GrowingFile:
@@ -75,11 +78,13 @@ class Tracker:
         log: combined output of the trainer.
         metrics: file of verl's ``file`` logger.
         steps: number of steps the run was asked for.
+        on_line: called with every line of the log.
     """
 
     log: Path
     metrics: Path
     steps: int
+    on_line: Callable[[str], None] = lambda line: None
     phase: str = FIRST_PHASE
     phase_seconds: dict[str, float] = field(default_factory=dict)
 
@@ -91,6 +96,7 @@ class Tracker:
     def update(self) -> None:
         """Read what was written since the last call."""
         for line in self._log_lines.lines():
+            self.on_line(line)
             for i, (text, phase) in enumerate(MILESTONES):
                 if text in line and self.phase in (FIRST_PHASE, *(earlier for _, earlier in MILESTONES[:i])):
                     self._enter(phase)

@@ -24,7 +24,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -42,8 +42,6 @@ VERL = (sys.executable, "-m", "verl.trainer.main_ppo")
 DEVICES = ("auto", "cpu", "cuda")
 
 _PACKAGES = ("jetrl-verl", "verl", "vllm", "torch", "transformers", "ray")
-_POLL_SECONDS = 0.25
-_SHARED_FILES_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -124,22 +122,7 @@ def _train(
     overrides = build_overrides(options.precision, prepared, paths, device, options.steps)
     command = [*trainer, *overrides, *options.overrides]
     tracker = Tracker(paths.log, paths.metrics, options.steps)
-    noted = time.monotonic()
-    with ProcessTree(command, build_environment(paths, device), paths.log) as tree:
-        with view_for(console) as view:
-            while True:
-                status = tree.poll()  # before reading, so that the last lines of an ended run are read
-                tracker.update()
-                view.show(tracker)
-                if status is not None:
-                    break
-                if time.monotonic() - noted > _SHARED_FILES_SECONDS:
-                    tree.note_shared_files()
-                    noted = time.monotonic()
-                time.sleep(_POLL_SECONDS)
-        if status != 0:
-            keep_ray_logs(tree.temporary, paths.ray_logs)
-    tracker.finish()
+    status = watch(command, build_environment(paths, device), paths, tracker, console)
     paths.facts.write_text(json.dumps(_facts(options, prepared, device, tracker, command), indent=2))
 
     if status != 0 or tracker.step < options.steps:
@@ -160,6 +143,22 @@ def _train(
     say(f"log: {paths.log}")
     say(f"report: {report}")
     return 0
+
+
+def watch(
+    command: Sequence[str], environment: Mapping[str, str], paths: RunPaths, tracker: Tracker, console: Console
+) -> int:
+    """Run the trainer, show where it is, leave nothing of it behind but its files in ``paths``; its exit status."""
+    with ProcessTree(command, environment, paths.log) as tree:
+        with view_for(console) as view:
+            for _ in tree.follow():
+                tracker.update()
+                view.show(tracker)
+        status = tree.poll()
+        if status != 0:
+            _keep_ray_logs(tree.temporary, paths.ray_logs)
+    tracker.finish()
+    return status
 
 
 def _facts(
@@ -191,8 +190,9 @@ def _version(package: str) -> str:
     return "not installed"
 
 
-def keep_ray_logs(temporary: Path, destination: Path) -> None:
-    """Save the daemons' logs of a failed run before their folder is removed."""
+def _keep_ray_logs(temporary: Path, destination: Path) -> None:
+    """Save the daemons' logs of a failed run before their folder is removed; those of an earlier attempt go."""
+    shutil.rmtree(destination, ignore_errors=True)
     for session in (temporary / "ray").glob("session_2*"):
         with suppress(OSError, shutil.Error):  # files vanish while daemons end; the logs are an extra
             shutil.copytree(session / "logs", destination)

@@ -32,7 +32,8 @@ from jetrl_verl.cli import app
 from jetrl_verl.compare import CompareError, run
 from jetrl_verl.compare.evaluate import BEFORE, Request
 from jetrl_verl.compare.run import CompareOptions, run_compare
-from jetrl_verl.demo import cache
+from jetrl_verl.demo import cache, process_tree
+from jetrl_verl.demo import run as demo_run
 from jetrl_verl.demo.overrides import RunPaths
 from jetrl_verl.demo.process_tree import ProcessTree
 from jetrl_verl.observe.compare import Trained, as_markdown, cells, show, summarise, write_comparison
@@ -58,8 +59,9 @@ def compare(*arguments, **others) -> tuple[int, str]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(run, "ProcessTree", partial(ProcessTree, grace=1.0))
-    monkeypatch.setattr(run, "_POLL_SECONDS", 0.02)
+    for module in (run, demo_run):
+        monkeypatch.setattr(module, "ProcessTree", partial(ProcessTree, grace=1.0))
+    monkeypatch.setattr(process_tree, "_POLL_SECONDS", 0.02)
 
 
 def starts(out: Path, arm: str) -> list[int]:

@@ -1,0 +1,70 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What the driver shows of a failed run's log: the exceptions, ours by whatever name, and nothing around them."""
+
+import traceback
+
+import pytest
+
+from jetrl_verl.config.options import UnsupportedConfiguration
+from jetrl_verl.demo.progress import last_errors
+from jetrl_verl.layers import UnsupportedLayer
+from jetrl_verl.observe.contract import ContractViolation
+from jetrl_verl.observe.quantisation import NonFiniteWeightError
+from jetrl_verl.patches.resume import DamagedCheckpointError
+
+NOISE = """\
+WARNING 11-20 12:00:00 [base.py:300] Using None for EOS token id
+jetrl_verl.train.engine: 14 linear layers in FP8
+Traceback (most recent call last):
+  File "engine.py", line 12, in train_batch
+    raise kind(message)
+"""
+
+
+def as_printed(error: Exception) -> str:
+    """The last line of the error's traceback."""
+    return traceback.format_exception_only(error)[-1]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ContractViolation,
+        DamagedCheckpointError,
+        NonFiniteWeightError,
+        UnsupportedConfiguration,
+        UnsupportedLayer,
+        ValueError,
+    ],
+)
+def test_an_exception_is_found_by_its_line(tmp_path, kind):
+    line = as_printed(kind("layer 3 differs"))
+    log = tmp_path / "run.log"
+    log.write_text(f"{NOISE}\x1b[36m(WorkerDict pid=7)\x1b[0m {line}noise after the error\n")
+    assert last_errors(log) == [line.rstrip()]
+    assert line.endswith(f"{kind.__name__}: layer 3 differs\n")
+
+
+def test_a_refusal_is_found_by_who_speaks(tmp_path):
+    log = tmp_path / "run.log"
+    log.write_text(f"{NOISE}jetrl_verl: precision=fp4 is not a choice.\nnoise\n")
+    assert last_errors(log) == ["jetrl_verl: precision=fp4 is not a choice."]
+
+
+def test_the_end_of_a_log_without_an_exception(tmp_path):
+    log = tmp_path / "run.log"
+    log.write_text(NOISE)
+    assert last_errors(log, tail=2) == NOISE.splitlines()[-2:]
+    assert last_errors(tmp_path / "none") == []

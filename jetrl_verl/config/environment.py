@@ -13,8 +13,8 @@
 # limitations under the License.
 """What a precision needs of this machine, checked in the driver right before the job starts, before Ray and any GPU.
 
-Versions, the GPU's FP8 support, the model folder (readable, dense, shapes that fit) and the data files. Each refusal
-is one sentence. A path on a remote file system, or a hub name without a network, is left to verl.
+Versions, the GPU's FP8 support, the model folder (readable, dense, shapes and operations that fit) and the data files.
+Each refusal is one sentence. A path on a remote file system, or a hub name without a network, is left to verl.
 """
 
 import json
@@ -48,7 +48,8 @@ def check_environment(config: DictConfig) -> None:
     check_gpu(options.precision)
 
     tensor_parallel = OmegaConf.select(config, "actor_rollout_ref.rollout.tensor_model_parallel_size") or 1
-    check_model(OmegaConf.select(config, "actor_rollout_ref.model.path"), options, tensor_parallel)
+    path = OmegaConf.select(config, "actor_rollout_ref.model.path")
+    check_model(path, options, tensor_parallel, shared_operations=options.operations == "shared")
     if options.critic == "fp8":
         check_model(OmegaConf.select(config, "critic.model.path"), options, 1)
 
@@ -60,21 +61,32 @@ def check_environment(config: DictConfig) -> None:
             check_data(key, OmegaConf.select(config, key))
 
 
+def installed_version(package: str) -> str | None:
+    """Version of an installed distribution, None without one."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def is_pinned(package: str, version: str) -> bool:
+    """Whether a version is of the release in ``PINS``; one that cannot be read is not."""
+    wanted = Version(PINS[package]).release
+    try:
+        return Version(version).release[: len(wanted)] == wanted
+    except InvalidVersion:
+        return False
+
+
 def check_versions(precision: str) -> None:
     """Compare the installed packages with ``PINS``."""
     for package, pin in PINS.items():
-        try:
-            installed = metadata.version(package)
-        except metadata.PackageNotFoundError:
+        installed = installed_version(package)
+        if installed is None:
             raise UnsupportedConfiguration(
                 f"precision={precision} needs {package} {pin}, which is not installed; install {package} {pin}."
-            ) from None
-        try:
-            release = Version(installed).release
-        except InvalidVersion:
-            release = ()
-        wanted = Version(pin).release
-        if release[: len(wanted)] != wanted:
+            )
+        if not is_pinned(package, installed):
             raise UnsupportedConfiguration(
                 f"precision={precision} works with {package} {pin} and found {package} {installed}; "
                 f"install {package} {pin} or use precision=bf16."
@@ -101,13 +113,14 @@ def check_gpu(precision: str) -> None:
             )
 
 
-def check_model(path: str | None, options: JetConfig, tensor_parallel: int) -> None:
+def check_model(path: str | None, options: JetConfig, tensor_parallel: int, shared_operations: bool = False) -> None:
     """Check a model: ``config.json`` and weight files open, it is dense, unquantised, and its shapes fit.
 
     Args:
         path: what verl loads: a folder, a hub name, or a remote path. Of a hub name only ``config.json`` is read.
         options: decides whether a layer that does not fit stops the run.
         tensor_parallel: ranks over which the rollout splits each layer.
+        shared_operations: whether the model is to run them, and so must be one that they cover.
     """
     if path is None or str(path).startswith(_REMOTE):
         return
@@ -148,6 +161,13 @@ def check_model(path: str | None, options: JetConfig, tensor_parallel: int) -> N
         plan_linears(model, tensor_parallel, unfit_layers=options.unfit_layers)
     except UnsupportedLayer as unfit:
         raise UnsupportedConfiguration(f"precision={options.precision} cannot run {path}: {unfit}.") from None
+    if shared_operations:
+        from jetrl_verl import ops
+
+        try:
+            ops.check_model(model)
+        except ValueError as uncovered:
+            raise UnsupportedConfiguration(f"precision={options.precision} cannot run {path}: {uncovered}.") from None
 
 
 def check_vocabulary(path: str | None) -> None:

@@ -33,12 +33,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
 from rich.console import Console
 from rich.table import Table
 
 import jetrl_verl
-from jetrl_verl.config.environment import MIN_CAPABILITY, PINS
+from jetrl_verl.config.environment import MIN_CAPABILITY, PINS, installed_version, is_pinned
 from jetrl_verl.config.vllm_arguments import QUANT_METHOD
 
 DISTRIBUTION, ENTRY_POINT = "jetrl-verl", "jetrl"
@@ -111,8 +110,10 @@ def _why_not(backend: str) -> str:
     from jetrl_verl.kernels.dispatch import backend_of
 
     try:
-        available = getattr(backend_of(backend), "available", None)
-        if available is None or available():
+        module = backend_of(backend)
+        if hasattr(module, "unavailable"):
+            return module.unavailable() or ""
+        if not hasattr(module, "available") or module.available():
             return ""
     except Exception as error:  # an import of native code may raise anything
         return f"{type(error).__name__}: {error}"
@@ -259,25 +260,18 @@ def nvidia_smi() -> list[str]:
     return [line.strip().replace(", ", ", driver ") for line in listing.stdout.splitlines() if line.strip()]
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def check_packages() -> Iterator[Finding]:
     """Installed versions against ``PINS``; flash-attn is optional."""
     for package, pin in PINS.items():
-        installed = _version(package)
+        installed = installed_version(package)
         mend = f"install {package} {pin}; `make setup` makes an environment with every pin"
         if installed is None:
             yield Finding(package, WRONG, f"not installed, {pin} is needed", mend)
-        elif SpecifierSet(f"=={pin}.*").contains(installed, prereleases=True):
+        elif is_pinned(package, installed):
             yield Finding(package, OK, f"{installed} (pin {pin})")
         else:
             yield Finding(package, WRONG, f"{installed}, {pin} is needed", mend)
-    flash = _version("flash-attn")
+    flash = installed_version("flash-attn")
     if flash is None:
         found = "not installed; optional: use attn_implementation=sdpa with model.use_remove_padding=False"
     else:
@@ -287,7 +281,7 @@ def check_packages() -> Iterator[Finding]:
 
 def check_gpus(kernels: dict[str, Any], drivers: list[str]) -> Iterator[Finding]:
     """GPUs as the driver and torch see them: FP8 support, free memory, a compiler for Triton's launchers."""
-    cpu_build = (_version("vllm") or "").endswith("+cpu")
+    cpu_build = (installed_version("vllm") or "").endswith("+cpu")
     gpus = kernels.get("gpus", [])
     if drivers and cpu_build:
         mend = "run `make setup STACK=gpu`, or hide the GPUs with CUDA_VISIBLE_DEVICES= to use the CPU stack"
@@ -350,12 +344,6 @@ def check_kernels(kernels: dict[str, Any]) -> Iterator[Finding]:
                 yield Finding(f"kernels, {platform}", NOTE, f"{name} is not used: {reason}")
         if facts["elsewhere"]:
             yield Finding(f"kernels, {platform}", NOTE, f"{', '.join(facts['elsewhere'])}: not for this device")
-    compiled = sorted(Path(jetrl_verl.__file__).parent.rglob("*.so"))
-    found = "none built; the kernels above serve every operation"
-    if compiled:
-        names = ", ".join(path.name for path in compiled)
-        found = f"{names} built; not used yet, since it has not run on a GPU"
-    yield Finding("csrc", NOTE, found)
 
 
 def check_installation() -> Iterator[Finding]:

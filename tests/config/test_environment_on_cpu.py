@@ -14,6 +14,7 @@
 """What is checked right before a job starts: versions, GPU, model folder, data. Each fault gives its sentence."""
 
 import json
+import shutil
 from importlib import metadata
 
 import numpy as np
@@ -27,6 +28,7 @@ from jetrl_verl.config import JetConfig, UnsupportedConfiguration, check_environ
 from jetrl_verl.config.environment import check_data, check_gpu, check_model, check_versions, check_vocabulary
 
 OPTIONS = JetConfig(precision="jet_fp8", train="fp8", rollout="fp8")
+EXACT = JetConfig(precision="jet_fp8_exact", train="fp8", rollout="fp8", operations="shared")
 SKIP = JetConfig(precision="jet_fp8", train="fp8", rollout="fp8", unfit_layers="skip")
 
 MODEL = {
@@ -144,6 +146,22 @@ def test_skip_lets_unfit_layers_through(model_folder):
     check_model(str(model_folder(intermediate_size=576)), SKIP, 1)
 
 
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"attention_dropout": 0.1}, "do not cover attention dropout; use precision=jet_fp8"),
+        ({"hidden_act": "gelu"}, "do not cover the activation gelu; use precision=jet_fp8"),
+        ({"head_dim": 64}, "this model has heads of 64; use precision=jet_fp8"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type=yarn has no shared"),
+    ],
+)
+def test_operations_that_are_shared_have_to_cover_the_model(model_folder, changes, sentence):
+    folder = str(model_folder(**changes))
+    check_model(folder, OPTIONS, 1)
+    message = refusal(check_model, folder, EXACT, 1, True)
+    assert message.startswith(f"precision=jet_fp8_exact cannot run {folder}: ") and sentence in message
+
+
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_5_vl", "gpt2"])
 def test_other_architectures_are_refused(model_folder, model_type):
     message = refusal(check_model, str(model_folder(model_type=model_type, num_experts=8)), OPTIONS, 1)
@@ -223,7 +241,7 @@ def test_a_damaged_parquet_file(parquet, content):
     assert "is not a readable parquet file" in refusal(check_data, "data.train_files", str(parquet))
 
 
-def test_check_environment_reads_the_composed_config(compose, model_folder, parquet):
+def test_check_environment_reads_the_composed_config(compose, model_folder, parquet, tmp_path):
     overrides = [
         f"actor_rollout_ref.model.path={model_folder()}",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
@@ -235,6 +253,16 @@ def test_check_environment_reads_the_composed_config(compose, model_folder, parq
 
     wide = compose("precision=jet_fp8", *overrides, "actor_rollout_ref.rollout.tensor_model_parallel_size=8")
     assert "tensor parallel size 8" in refusal(check_environment, wide)
+
+    exact = ("precision=jet_fp8_exact", *overrides)
+    check_environment(compose(*exact))
+    gelu = tmp_path / "gelu"
+    shutil.copytree(model_folder(hidden_act="gelu"), gelu)
+    uncovered = compose(*exact, f"actor_rollout_ref.model.path={gelu}")
+    assert "do not cover the activation gelu" in refusal(check_environment, uncovered)
+    model_folder()
+    # The critic runs stock operations.
+    check_environment(compose(*exact, "jetrl.critic=fp8", f"critic.model.path={gelu}"))
 
     critic = compose("precision=jet_fp8", *overrides, "jetrl.critic=fp8", "critic.model.path=/no/critic")
     assert "/no/critic does not exist" in refusal(check_environment, critic)

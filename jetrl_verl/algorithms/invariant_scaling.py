@@ -32,13 +32,24 @@ weights, and once more where they are cast to BF16. A checkpoint's weights are B
 unharmed, W / 1.5 does not: it costs up to 2^-8 relative per weight of those layers and of the norm, as if they had been
 rounded to BF16 once more. A power of two costs nothing. Unfolding in FP32 returns an unchanged weight to within one
 unit in the last place, and the BF16 cast that a checkpoint ends in then returns it exactly.
+
+**Where it lives.** In the master weights, and so in every checkpoint of the run; the model's configuration, which verl
+writes beside them, says so under ``FOLDED``. ``jetrl export`` takes s out of the BF16 folder. The FP8 folder keeps it,
+since its codes are those that the rollout held.
 """
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from jetrl_verl.config.options import UnsupportedConfiguration
 from jetrl_verl.layers import UnsupportedLayer
+
+FOLDED = "jetrl_invariant_scaling"
+"""Key of ``config.json``: the factor in the weights beside it."""
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
 """Norms of a decoder layer that carry s."""
@@ -57,6 +68,28 @@ def _place(name: str) -> tuple[str, str]:
 def _check(s: float) -> None:
     if not 0 < s < float("inf"):
         raise ValueError(f"invariant scaling by {s} is undefined; use a positive factor, or 1 for none.")
+
+
+def folded_in(config: Any) -> float:
+    """The factor in the weights of a Hugging Face configuration, object or mapping; 1 where nothing was folded."""
+    return config.get(FOLDED, 1.0) if isinstance(config, Mapping) else getattr(config, FOLDED, 1.0)
+
+
+def check_resumed(folder: str | Path, s: float) -> None:
+    """Refuse a checkpoint whose weights do not carry ``s``, which the model that it is loaded into does.
+
+    Args:
+        folder: ``.../global_step_<n>/actor``; a path on a remote file system is left to verl.
+
+    Raises:
+        UnsupportedConfiguration: it carries another factor; moments and later checkpoints would not fit the weights.
+    """
+    config = Path(folder) / "huggingface" / "config.json"
+    if config.is_file() and (saved := folded_in(json.loads(config.read_text()))) != s:
+        raise UnsupportedConfiguration(
+            f"the checkpoint {folder} was trained with jetrl.invariant_scaling={saved:g} and this run has {s:g}; set "
+            f"jetrl.invariant_scaling={saved:g}."
+        )
 
 
 @torch.no_grad()

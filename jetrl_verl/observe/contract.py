@@ -23,13 +23,15 @@ get one sum per 128x128 block, the block's scale included, which is also the gra
 merged projections: a worker compares exactly the blocks it holds. BF16 tensors get one sum per row.
 
 Per-layer facts ride in a JSON manifest: quantised or not, block shape, scale rule, and the sum of a small probe GEMM
-run through the same operator on both sides, which tells two kernels apart that hold equal weights.
+run through the same operator on both sides, which tells two kernels apart that hold equal weights; where operations are
+shared, a sum of each (observe/operations_probe.py).
 """
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -119,11 +121,13 @@ class Manifest:
 
     Attributes:
         scale_rule: rule that made the codes. probe: :func:`probe_sum` of the trainer.
+        operations: shared operation -> sum of its results on the probe's inputs; empty where none is shared.
         block: side of a weight block. quantised: names of weights sent as codes. plain: names of all other tensors.
     """
 
     scale_rule: str
     probe: int
+    operations: dict[str, int] = field(default_factory=dict)
     block: int = BLOCK
     quantised: list[str] = field(default_factory=list)
     plain: list[str] = field(default_factory=list)
@@ -139,18 +143,22 @@ class Manifest:
 
 
 def with_contract(
-    weights: Iterable[tuple[str, torch.Tensor]], *, scale_rule: str, probe: int
+    weights: Iterable[tuple[str, torch.Tensor]],
+    *,
+    scale_rule: str,
+    probe: int,
+    operations: Mapping[str, int] = MappingProxyType({}),
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Pass a sync's stream through and append sums and manifest.
 
     Args:
         weights: (name, tensor); a quantised weight's codes are followed at once by its scales.
-        scale_rule: rule that made the codes. probe: sum of the trainer's probe.
+        scale_rule: rule that made the codes. probe, operations: as in :class:`Manifest`.
 
     Yields:
         ``weights`` unchanged, then :data:`SUM_PREFIX` + name with the int64 sums of each, last :data:`MANIFEST_NAME`.
     """
-    manifest = Manifest(scale_rule=scale_rule, probe=probe)
+    manifest = Manifest(scale_rule=scale_rule, probe=probe, operations=dict(operations))
     sums: list[tuple[str, torch.Tensor]] = []
     pending: tuple[str, torch.Tensor] | None = None
     for name, tensor in weights:
@@ -205,12 +213,19 @@ class ContractReceiver:
                 rest.append((name, tensor))
         return rest
 
-    def verify(self, live: Mapping[str, LiveTensor], *, scale_rule: str, probe: int) -> dict[str, Any]:
+    def verify(
+        self,
+        live: Mapping[str, LiveTensor],
+        *,
+        scale_rule: str,
+        probe: int,
+        operations: Mapping[str, int] = MappingProxyType({}),
+    ) -> dict[str, Any]:
         """Compare.
 
         Args:
             live: trainer's name -> what this worker holds of it, quantised and plain.
-            scale_rule: rule of the live method. probe: :func:`probe_sum` of this worker.
+            scale_rule: rule of the live method. probe, operations: as in :class:`Manifest`, of this worker.
 
         Returns:
             Counts under ``"quantised"``, ``"plain"`` and ``"uncompared"``, and under ``"digest"`` the sum of all live
@@ -236,12 +251,7 @@ class ContractReceiver:
                 uncompared += 1
             else:
                 digest += self._compare(name, stated[held.rows], row_sums(held.tensor))
-        if manifest.probe != probe:
-            device = next(iter(live.values())).tensor.device
-            raise ContractViolation(
-                f"contract check: the probe GEMM gives {manifest.probe:#x} in the trainer, {probe:#x} in the rollout; "
-                f"the two sides run different kernels, the rollout {kernels.describe_backends(device)}"
-            )
+        self._check_code(manifest, probe, operations, next(iter(live.values())).tensor.device)
         return {
             "quantised": len(manifest.quantised),
             "plain": len(manifest.plain),
@@ -263,6 +273,23 @@ class ContractReceiver:
                 f"{manifest.scale_rule}, the rollout with {BLOCK}x{BLOCK} and {scale_rule}"
             )
         return manifest
+
+    @staticmethod
+    def _check_code(manifest: Manifest, probe: int, operations: Mapping[str, int], device: torch.device) -> None:
+        """Both sides multiply, and run what they share, with the same code."""
+        if manifest.probe != probe:
+            raise ContractViolation(
+                f"contract check: the probe GEMM gives {manifest.probe:#x} in the trainer, {probe:#x} in the rollout; "
+                f"the two sides run different kernels, the rollout {kernels.describe_backends(device)}"
+            )
+        names = sorted(manifest.operations.keys() | operations.keys())
+        different = [name for name in names if manifest.operations.get(name) != operations.get(name)]
+        if different:
+            raise ContractViolation(
+                f"contract check: {', '.join(different)} of the shared operations differ between trainer and rollout; "
+                f"the two sides run different kernels, the rollout on {device}; install the same torch and jetrl_verl "
+                "on both"
+            )
 
     @staticmethod
     def _check_coverage(manifest: Manifest, live: Mapping[str, LiveTensor]) -> None:

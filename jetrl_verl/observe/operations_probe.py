@@ -13,14 +13,14 @@
 # limitations under the License.
 """The contract check's question about the shared operations: do both sides compute them with the same code?
 
-Both sides run every operation on fixed inputs, odd shapes among them, and compare sums of the results' bits. Weights
-play no part, so equal weights under different code do not pass.
+Both sides run every operation on fixed inputs, odd shapes among them, and compare sums of the results' bits, one per
+operation, so that a difference is named. Weights play no part, so equal weights under different code do not pass.
 """
 
 import torch
 
 from jetrl_verl import ops
-from jetrl_verl.observe.contract import probe_sum, row_sums
+from jetrl_verl.observe.contract import row_sums
 
 _LENGTHS = (5, 1, 131)
 _HEAD_DIM = 128
@@ -39,30 +39,21 @@ def operation_sums(device: torch.device) -> dict[str, int]:
     table = ops.rotary_table(_HEAD_DIM, 2048, {"rope_theta": 1e6}).to(device)
     cu_seqlens = torch.tensor([0, *_LENGTHS], device=device).cumsum(0).to(torch.int32)
     temperature = torch.linspace(0.3, 2, tokens).to(device)
+    # Not the results of ops.logits: a difference is to be found in the operation that makes it, and in no other.
+    logits = torch.randn(tokens, 200, generator=generator).to(device)
     with torch.no_grad():
-        logits = ops.logits(x, head)
         results = {
             "rms_norm": ops.rms_norm(x, weight, 1e-6),
             "add_rms_norm": torch.cat(ops.add_rms_norm(x, residual, weight, 1e-6)),
             "rotary": ops.rotary(q, table[-tokens:]),
             "silu_mul": ops.silu_mul(x, residual),
             "attention": ops.attention(q, k, v, cu_seqlens, max(_LENGTHS), _HEAD_DIM**-0.5),
-            "logits": logits,
+            "logits": ops.logits(x, head),
             "log_probs": ops.log_probs(logits, torch.arange(tokens, device=device)[:, None], temperature),
         }
     return {name: int(row_sums(result.flatten(1)).sum().item()) for name, result in results.items()}
 
 
-def contract_probe(device: torch.device, scale_rule: str, operations: str, rollout: str = "fp8") -> int:
-    """What a side states about its code: the probe GEMM's sum and, where operations are shared, theirs with it.
-
-    Args:
-        scale_rule: ``"fp32"`` or ``"pow2"``. operations: ``"stock"`` or ``"shared"``.
-        rollout: ``"fp8"`` or ``"int8"``, whose GEMM is probed.
-    """
-    probe = probe_sum(device, scale_rule, rollout)
-    if operations == "shared":
-        # Distinct odd factors: two operations cannot trade a difference.
-        probe += sum((2 * place + 3) * value for place, value in enumerate(operation_sums(device).values()))
-        probe %= 2**63
-    return probe
+def stated_operations(device: torch.device, operations: str) -> dict[str, int]:
+    """What a side states about its operations: :func:`operation_sums` where they are ``"shared"``, else nothing."""
+    return operation_sums(device) if operations == "shared" else {}

@@ -30,8 +30,8 @@ import traceback
 import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-from jetrl_verl.observe.contract import ContractReceiver, ContractViolation
-from jetrl_verl.observe.operations_probe import contract_probe
+from jetrl_verl.observe.contract import ContractReceiver, ContractViolation, probe_sum
+from jetrl_verl.observe.operations_probe import stated_operations
 from jetrl_verl.patches import two_runs
 from jetrl_verl.rollout.live import live_tensors
 from jetrl_verl.rollout.method import JetFP8Config
@@ -77,7 +77,8 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
         counts = self._jetrl_receiver.verify(
             live_tensors(self.model_runner.model),
             scale_rule=config.scale_rule,
-            probe=contract_probe(self.device, config.scale_rule, config.operations, config.rollout),
+            probe=probe_sum(self.device, config.scale_rule, config.rollout),
+            operations=stated_operations(self.device, config.operations),
         )
         logger.info(
             "jetrl weight sync: loaded in %.3f s, contract of %d quantised and %d BF16 tensors held in %.3f s, "

@@ -19,9 +19,12 @@ sync, from the same BF16 values, the same plan of layers and the same scale rule
 they come, and by name each projection that stays BF16. Its digest is that of the contract check: equal to the ``live
 digest`` that an unsharded rollout logged at its last weight sync, or the folder is not what it sampled from.
 
-Tensors pass one by one. A Hugging Face folder is mapped, not read; a verl FSDP checkpoint goes through verl's own model
-merger with its shards mapped, which leaves one BF16 copy of the model in memory; what is written is held one file of a
-few GiB at a time. A folder appears under its name only when it is complete.
+Tensors pass one by one. A Hugging Face folder is mapped, not read, and so are the shards of a verl FSDP checkpoint,
+which verl's own model merger puts together; what is written is held one file of a few GiB at a time. A folder appears
+under its name only when it is complete.
+
+Invariant scaling (algorithms/invariant_scaling.py) lies in the master weights. The BF16 folder is exported without it,
+in FP32 before the one rounding; the FP8 folder with it, or its codes would not be the rollout's.
 """
 
 import contextlib
@@ -40,6 +43,7 @@ from rich.filesize import decimal
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from jetrl_verl.algorithms.invariant_scaling import FOLDED, unfolded
 from jetrl_verl.config.environment import check_model
 from jetrl_verl.config.options import JetConfig, UnsupportedConfiguration
 from jetrl_verl.layers import LinearPlan, UnsupportedLayer, plan_linears, plan_of
@@ -114,11 +118,13 @@ class Checkpoint:
     Attributes:
         source: folder that was found. config_folder: configuration, tokenizer and what else belongs to the model.
         tensors: starts a stream of (Hugging Face name, full tensor).
+        masters: whether these are the trainer's FP32 weights, from which invariant scaling can be taken out.
     """
 
     source: Path
     config_folder: Path
     tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]]
+    masters: bool
 
     @property
     def config(self) -> dict[str, Any]:
@@ -192,9 +198,8 @@ def find_checkpoint(path: Path) -> Path:
 
 def _open(source: Path) -> Checkpoint:
     if not (source / "fsdp_config.json").is_file():
-        return Checkpoint(source, source, lambda: _read_safetensors(source))
-    merged = merge_fsdp(source)
-    return Checkpoint(source, source / "huggingface", lambda: merged.items())
+        return Checkpoint(source, source, lambda: _read_safetensors(source), masters=False)
+    return Checkpoint(source, source / "huggingface", lambda: _read_fsdp(source), masters=True)
 
 
 def _plan(source: Path, options: ExportOptions) -> dict[str, LinearPlan]:
@@ -238,45 +243,54 @@ def _read_safetensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
             ) from None
 
 
-def merge_fsdp(folder: Path) -> dict[str, torch.Tensor]:
-    """Full BF16 tensors of a verl FSDP checkpoint, by verl's own model merger.
-
-    The shards are mapped instead of read, so the result is the only copy in memory.
-    """
-    from torch.utils.serialization import config as loading
-    from verl.model_merger.base_model_merger import ModelMergerConfig
-    from verl.model_merger.fsdp_model_merger import FSDPModelMerger
-
-    merged: dict[str, torch.Tensor] = {}
-
-    class Merger(FSDPModelMerger):
-        """verl's merger, stopped where it would write the model."""
-
-        def save_hf_model_and_tokenizer(self, state_dict: dict[str, torch.Tensor]) -> None:
-            merged.update(state_dict)
-
+def _read_fsdp(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a verl FSDP checkpoint as it was saved, put together from mapped shards."""
     try:
-        world = json.loads((folder / "fsdp_config.json").read_text())["world_size"]
-        first = folder / f"model_world_size_{world}_rank_0.pt"
-        if not first.is_file():
-            raise FileNotFoundError(first.name)
-        merger = Merger(
-            ModelMergerConfig("merge", "fsdp", local_dir=str(folder), hf_model_config_path=str(folder / "huggingface"))
-        )
-        # What the merger prints are facts about itself.
-        with loading.patch({"load.mmap": True}), contextlib.redirect_stdout(io.StringIO()):
-            merger.merge_and_save()
+        yield from _merged(folder)
+    except ExportError:
+        raise
     except Exception as error:  # a damaged pickle raises almost anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ExportError(
             f"verl's model merger cannot read {folder} ({reason}); every rank's model_world_size_*_rank_*.pt must be "
             "there, complete, beside huggingface/."
         ) from None
-    if any("lora_" in name for name in merged):
+
+
+def _merged(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """verl's model merger, tensor by tensor and without its cast to BF16."""
+    from torch.distributed.tensor import DTensor
+    from torch.utils.serialization import config as loading
+    from verl.model_merger.base_model_merger import ModelMergerConfig
+    from verl.model_merger.fsdp_model_merger import FSDPModelMerger, merge_non_dtensor_shards
+
+    world = json.loads((folder / "fsdp_config.json").read_text())["world_size"]
+
+    def shard(rank: int) -> dict[str, torch.Tensor]:
+        file = folder / f"model_world_size_{world}_rank_{rank}.pt"
+        if not file.is_file():
+            raise FileNotFoundError(file.name)
+        with loading.patch({"load.mmap": True}):
+            return torch.load(file, map_location="cpu", weights_only=False)
+
+    first = shard(0)
+    if any("lora_" in name for name in first):
         raise ExportError(
             f"{folder} holds LoRA adapters; merge them into the model first (`python -m verl.model_merger`)."
         )
-    return merged
+    with contextlib.redirect_stdout(io.StringIO()):  # what the merger prints are facts about itself
+        merger = FSDPModelMerger(
+            ModelMergerConfig("merge", "fsdp", local_dir=str(folder), hf_model_config_path=str(folder / "huggingface"))
+        )
+    count, _ = merger._calculate_shard_configuration(*merger._extract_device_mesh_info(first, world))
+    shards = [first, *(shard(rank) for rank in range(1, count))]
+    for name in sorted(first):
+        parts = [held[name] for held in shards]
+        if isinstance(parts[0], DTensor):
+            # The last dimension of the mesh is the one that shards; before it come replicas.
+            yield name, merger._merge_by_placement([part._local_tensor for part in parts], parts[0].placements[-1])
+        else:
+            yield name, merge_non_dtensor_shards(name, parts)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -289,7 +303,10 @@ def _write(
     config = checkpoint.config
     layers = config.get("num_hidden_layers", 0)
     names = [f"model.layers.{layer}.{suffix}.weight" for layer in range(layers) for suffix in plans]
-    weights = _checked(checkpoint.tensors(), names, plans, bool(config.get("tie_word_embeddings")))
+    weights = checkpoint.tensors()
+    if not plans and checkpoint.masters:
+        weights = unfolded(weights, config.pop(FOLDED, 1.0))
+    weights = _checked(weights, names, plans, bool(config.get("tie_word_embeddings")))
     digest = _Digest(bool(config.get("tie_word_embeddings")))
     stream = digest.of(quantise_stream(weights, plans, options.scale_rule))
     files, size, quantised = _save(stream, folder, shard_bytes)

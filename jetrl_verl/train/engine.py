@@ -38,14 +38,14 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDP
 
 from jetrl_verl import ops
 from jetrl_verl.algorithms.calibrated_clipping import CalibratedClip
-from jetrl_verl.algorithms.invariant_scaling import fold
+from jetrl_verl.algorithms.invariant_scaling import FOLDED, check_resumed, fold, folded_in
 from jetrl_verl.algorithms.shadow import ShadowForwards
 from jetrl_verl.config.verl_configs import JetFSDPEngineConfig
 from jetrl_verl.kernels import describe_backends
 from jetrl_verl.layers import UnsupportedLayer, plan_linears
 from jetrl_verl.linear import JetLinear, replace_linears
-from jetrl_verl.observe.contract import with_contract
-from jetrl_verl.observe.operations_probe import contract_probe
+from jetrl_verl.observe.contract import probe_sum, with_contract
+from jetrl_verl.observe.operations_probe import stated_operations
 from jetrl_verl.observe.quantisation import QuantisationMetrics, refuse_non_finite, refuse_to_save_non_finite
 from jetrl_verl.patches import metrics, resume, two_runs, weight_sync
 from jetrl_verl.train.export import SyncStatistics, counted_stock, measured, quantise_stream
@@ -88,6 +88,7 @@ class _JetEngine(ShadowForwards):
         self._jetrl_sync = SyncStatistics()
         if config.jetrl_role == "actor" and options.invariant_scaling != 1:
             fold(module.named_parameters(), options.invariant_scaling)
+            setattr(module.config, FOLDED, folded_in(module.config) * options.invariant_scaling)
         if config.jetrl_role == "actor" and options.clip == "calibrated":
             self.calibrated_clip = CalibratedClip(options.clip_interval)
         if config.fp8_linears or config.jetrl_role == "actor":
@@ -150,14 +151,20 @@ class _JetEngine(ShadowForwards):
         if self._jetrl_metrics is not None:
             stream = self._jetrl_metrics.watch(stream)
         if config.jetrl.contract_check:
-            probe = contract_probe(torch.device(get_device_name()), rule, config.jetrl.operations, config.jetrl.rollout)
-            stream = with_contract(stream, scale_rule=rule, probe=probe)
+            device = torch.device(get_device_name())
+            stream = with_contract(
+                stream,
+                scale_rule=rule,
+                probe=probe_sum(device, rule, config.jetrl.rollout),
+                operations=stated_operations(device, config.jetrl.operations),
+            )
         return measured(stream, statistics), peft_config
 
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         """verl's, after the files' checksums have been read (patches/resume.py)."""
         if isinstance(self.engine_config, JetFSDPEngineConfig):
             resume.check_checkpoint(local_path, self.rank, torch.distributed.get_world_size())
+            check_resumed(local_path, folded_in(self.module.config))
         super().load_checkpoint(local_path, *args, **kwargs)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:

@@ -21,11 +21,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_config, tiny_model
+from tiny_models import FAMILIES, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, GenerationConfig
 from typer.testing import CliRunner
 
 from jetrl_verl import kernels
+from jetrl_verl.algorithms.invariant_scaling import FOLDED, fold
 from jetrl_verl.cli import app
 from jetrl_verl.demo.policy import build_tokenizer
 from jetrl_verl.layers import plan_linears
@@ -183,7 +184,7 @@ def test_a_checkpoint_is_found_from_any_of_its_folders(run_folder, below):
 
 
 def test_merging_holds_the_shards_mapped(run_folder, monkeypatch):
-    """What torch reads is not copied: the only anonymous memory is verl's merged BF16 model."""
+    """What torch reads is not copied: the only anonymous memory is the tensor that was put together last."""
     loaded = []
     stock = torch.load
 
@@ -193,10 +194,33 @@ def test_merging_holds_the_shards_mapped(run_folder, monkeypatch):
         return state
 
     monkeypatch.setattr(torch, "load", spy)
-    checkpoint_export.merge_fsdp(run_folder / "global_step_3" / "actor")
+    for _ in checkpoint_export._read_fsdp(run_folder / "global_step_3" / "actor"):
+        pass
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "model_world_size_" in line]
     ranges = [tuple(int(end, 16) for end in line.split()[0].split("-")) for line in mapped]
     assert loaded and all(any(a <= tensor.data_ptr() < b for a, b in ranges) for tensor in loaded)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_invariant_scaling_is_taken_out_of_the_bf16_folder_alone(family, tmp_path):
+    """Of a policy that training did not move, so that what comes out is known: the BF16 weights that went in."""
+    model = tiny_model(family, seed=1).bfloat16().float()
+    before = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
+    fold(model.named_parameters(), 1.5)
+    setattr(model.config, FOLDED, 1.5)
+    save_folder(model, tmp_path / "huggingface")
+    (tmp_path / "huggingface" / "model.safetensors").unlink()
+    (tmp_path / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 1}))
+    torch.save(model.state_dict(), tmp_path / "model_world_size_1_rank_0.pt")
+
+    export(tmp_path, tmp_path / "out", ExportOptions())
+    same(tensors(tmp_path / "out" / "bf16"), before)
+    same(
+        tensors(tmp_path / "out" / "fp8"),
+        dict(quantise_stream(model.state_dict().items(), plan_linears(model.config), "fp32")),
+    )
+    stated = [json.loads((tmp_path / "out" / name / "config.json").read_text()).get(FOLDED) for name in ("bf16", "fp8")]
+    assert stated == [None, 1.5]
 
 
 def test_a_large_model_passes_file_by_file(tmp_path, monkeypatch):

@@ -18,22 +18,21 @@ One engine per model family, with everything on that changes which tokens share 
 the stock Hugging Face model with the shared operations, fed with batches cut in other ways.
 """
 
-import os
 import random
 from dataclasses import dataclass
 
 import pytest
 import torch
-from test_vllm_method_on_cpu import SETTINGS, sync
+import vllm_engine
+from test_vllm_method_on_cpu import sync
 from tiny_models import FAMILIES, tiny_model
 
 from jetrl_verl import ops
 from jetrl_verl.config.options import JetConfig
-from jetrl_verl.config.vllm_arguments import vllm_arguments
 from jetrl_verl.layers import plan_linears
 from jetrl_verl.linear import replace_linears
-from jetrl_verl.observe.contract import ContractViolation, with_contract
-from jetrl_verl.observe.operations_probe import contract_probe
+from jetrl_verl.observe.contract import ContractViolation, probe_sum, with_contract
+from jetrl_verl.observe.operations_probe import stated_operations
 from jetrl_verl.train.export import quantise_stream
 from jetrl_verl.train.shared_operations import share_operations
 
@@ -70,11 +69,12 @@ def build_trainer(family: str, seed: int):
     return model
 
 
-def stream(family: str, seed: int, probe: int | None = None):
+def stream(family: str, seed: int, operations: str = "shared"):
     model = build_policy(family, seed)
-    probe = contract_probe(torch.device("cpu"), RULE, "shared") if probe is None else probe
+    cpu = torch.device("cpu")
     weights = quantise_stream(model.state_dict().items(), plan_linears(model.config), RULE)
-    return with_contract(weights, scale_rule=RULE, probe=probe)
+    stated = stated_operations(cpu, operations)
+    return with_contract(weights, scale_rule=RULE, probe=probe_sum(cpu, RULE), operations=stated)
 
 
 @dataclass
@@ -117,37 +117,28 @@ class Rollout:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def rollout(request, tmp_path_factory, cpu_platform):
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in SETTINGS.items():
-            patch.setenv(name, value)
-        patch.setenv("VERL_RAY_JOB_ID", f"exact-{request.param}-{os.getpid()}")
+    with vllm_engine.cpu_settings(), pytest.MonkeyPatch.context() as patch:
         from verl.workers.rollout.vllm_rollout.utils import monkey_patch_compute_logits
-        from vllm import LLM
         from vllm.distributed import cleanup_dist_env_and_memory
         from vllm.model_executor.layers import rotary_embedding
 
         # vLLM keeps rotary modules per process, and another test's engine may have made the stock one.
         patch.setattr(rotary_embedding, "_ROPE_DICT", {})
-        folder = str(tmp_path_factory.mktemp(request.param))
+        folder = tmp_path_factory.mktemp(request.param)
         build_policy(request.param, 0).to(torch.bfloat16).save_pretrained(folder)
         options = JetConfig("jet_fp8_exact", train="fp8", rollout="fp8", scale_rule=RULE, operations="shared")
-        llm = LLM(
+        llm, worker = vllm_engine.start(
             folder,
-            skip_tokenizer_init=True,
+            options,
             load_format="dummy",
-            dtype="bfloat16",
-            enforce_eager=True,
             max_model_len=128,
-            max_num_seqs=8,
             max_num_batched_tokens=32,
             enable_chunked_prefill=True,
             enable_prefix_caching=True,
             block_size=16,
             num_gpu_blocks_override=24,
             logprobs_mode="processed_logprobs",
-            **vllm_arguments(options, None),
         )
-        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
         monkey_patch_compute_logits(worker.model_runner.model, TOKENS)
         found = Rollout(request.param, llm, worker)
         found.watch()
@@ -298,7 +289,7 @@ def test_one_stock_operation_is_enough_to_differ(rollout, plant):
 
 
 @pytest.mark.parametrize("rollout", ["qwen3"], indirect=True)
-def test_a_side_with_another_operation_is_stopped_at_the_sync(rollout):
-    wrong = contract_probe(torch.device("cpu"), RULE, "stock")
-    with pytest.raises(ContractViolation, match="the two sides run different kernels"):
-        sync(rollout.worker, stream(rollout.family, 16, probe=wrong))
+def test_a_side_with_other_operations_is_stopped_at_the_sync(rollout):
+    """Here by all of them; that one is told from the others: tests/observe/test_operations_probe_on_cpu.py."""
+    with pytest.raises(ContractViolation, match="add_rms_norm, attention, .* differ between trainer and rollout"):
+        sync(rollout.worker, stream(rollout.family, 16, operations="stock"))

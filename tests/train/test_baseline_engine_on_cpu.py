@@ -13,15 +13,22 @@
 # limitations under the License.
 """verl's engine under the rollout-only baselines, FSDP2 on two gloo processes: INT8 codes sent, scaling folded in."""
 
+from pathlib import Path
+
 import pytest
 import torch
-from test_engine_under_fsdp2_on_cpu import batch, build, sent, train
+from engines import build
+from safetensors.torch import load_file
+from test_engine_under_fsdp2_on_cpu import batch, sent, train
 from tiny_models import tiny_model
 from two_processes import run_in_two_processes
 
+from jetrl_verl.algorithms.invariant_scaling import unfolded
+from jetrl_verl.config.options import UnsupportedConfiguration
 from jetrl_verl.layers import plan_linears, plan_of
 from jetrl_verl.numerics import quantize_int8
 from jetrl_verl.observe.contract import MANIFEST_NAME, SCALE_SUFFIX, Manifest
+from jetrl_verl.train.checkpoint_export import ExportOptions, export
 
 
 def masters(engine) -> dict[str, torch.Tensor]:
@@ -62,6 +69,29 @@ def scaling_is_the_actors_and_leaves_its_policy_alone(rank: int, folder: str) ->
     assert (log_probs(scaled) - log_probs(plain)).abs().max() < 0.05, "more than BF16 rounding"
 
 
+def a_scaled_checkpoint_says_so(rank: int, folder: str, root: str) -> None:
+    """Training, saving, exporting and resuming; the exported BF16 weights are the masters without the factor."""
+    options = dict(precision="qurl_fp8", train="bf16", invariant_scaling=1.5)
+    engine = build(folder, **options)
+    train(engine, rank)
+    checkpoint = Path(root) / "global_step_1" / "actor"
+    engine.save_checkpoint(str(checkpoint), global_step=1)
+    stream, weights = sent(engine), masters(engine)
+    if rank == 0:
+        export(checkpoint, Path(root) / "out", ExportOptions())
+        bf16, fp8 = (load_file(Path(root) / "out" / name / "model.safetensors") for name in ("bf16", "fp8"))
+        for name, tensor in unfolded(weights.items(), 1.5):
+            assert torch.equal(bf16[name], tensor.bfloat16()), name
+        for name, tensor in fp8.items():
+            assert torch.equal(tensor.view(torch.uint8), stream[name].view(torch.uint8)), name
+
+    build(folder, **options).load_checkpoint(str(checkpoint), del_local_after_load=False)
+    with pytest.raises(
+        UnsupportedConfiguration, match="trained with jetrl.invariant_scaling=1.5 and this run has 1; set"
+    ):
+        build(folder, precision="fp8_rollout", train="bf16").load_checkpoint(str(checkpoint))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("model")
@@ -75,3 +105,7 @@ def test_int8_codes_are_made_anew_at_every_sync(folder, cpu_platform):
 
 def test_scaling_is_the_actors_and_leaves_its_policy_alone(folder, cpu_platform):
     run_in_two_processes(scaling_is_the_actors_and_leaves_its_policy_alone, folder)
+
+
+def test_a_scaled_checkpoint_says_so(folder, tmp_path, cpu_platform):
+    run_in_two_processes(a_scaled_checkpoint_says_so, folder, str(tmp_path))

@@ -15,46 +15,14 @@
 
 from pathlib import Path
 
-import pytest
 import torch
+from engines import build
 from tiny_models import tiny_model
 from torch.distributed.tensor import DTensor
 from two_processes import run_in_two_processes
 
-from jetrl_verl.config.options import JetConfig
-
 TOKENS = 24
-
-
-def build(folder: str, optimizer: str, impl: str):
-    """Actor engine as ``precision=jet_fp8`` builds it."""
-    from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
-    from verl.workers.engine import EngineRegistry
-
-    from jetrl_verl.config.verl_configs import JetFSDPEngineConfig
-
-    engine = EngineRegistry.new(
-        model_type="language_model",
-        backend="fsdp2",
-        model_config=HFModelConfig(
-            path=folder,
-            load_tokenizer=False,
-            use_remove_padding=False,
-            override_config={"attn_implementation": "sdpa"},
-        ),
-        engine_config=JetFSDPEngineConfig(
-            strategy="fsdp2",
-            use_torch_compile=False,
-            jetrl=JetConfig(precision="jet_fp8", train="fp8", rollout="fp8"),
-        ),
-        optimizer_config=FSDPOptimizerConfig(
-            lr=1e-3, lr_warmup_steps=0, total_training_steps=10, optimizer=optimizer, optimizer_impl=impl
-        ),
-        checkpoint_config=CheckpointConfig(),
-    )
-    engine.initialize()
-    return engine
+ADAMW_8BIT = {"optimizer": "AdamW8bit", "optimizer_impl": "torchao.optim"}
 
 
 def train(engine, rank: int, step: int) -> None:
@@ -98,14 +66,14 @@ def weights(engine) -> dict[str, torch.Tensor]:
 def trains_and_resumes(rank: int, folder: str, checkpoint: str) -> None:
     # Eager: compiling the update for each shape would take the test's time several times over.
     torch._dynamo.config.disable = True
-    engine = build(folder, "AdamW8bit", "torchao.optim")
+    engine = build(folder, optimizer=ADAMW_8BIT)
     start = weights(engine)
     for step in range(2):
         train(engine, rank, step)
     moved = weights(engine)
     assert all(not torch.equal(moved[name], tensor) for name, tensor in start.items())
 
-    exact = build(folder, "AdamW", "torch.optim")
+    exact = build(folder)
     for step in range(2):
         train(exact, rank, step)
     ratio = state_bytes(engine) / state_bytes(exact)
@@ -120,7 +88,7 @@ def trains_and_resumes(rank: int, folder: str, checkpoint: str) -> None:
 
     engine.save_checkpoint(checkpoint, global_step=2)
     train(engine, rank, 2)
-    resumed = build(folder, "AdamW8bit", "torchao.optim")
+    resumed = build(folder, optimizer=ADAMW_8BIT)
     resumed.load_checkpoint(checkpoint, del_local_after_load=False)
     train(resumed, rank, 2)
     expected, found = weights(engine), weights(resumed)
@@ -128,7 +96,6 @@ def trains_and_resumes(rank: int, folder: str, checkpoint: str) -> None:
 
 
 def test_adamw_with_8_bit_moments_trains_and_resumes(tmp_path: Path, cpu_platform):
-    pytest.importorskip("torchao", reason="the 8-bit optimiser is an extra: pip install torchao")
     folder = tmp_path / "model"
     tiny_model("qwen3", vocab_size=128).save_pretrained(folder)
     run_in_two_processes(trains_and_resumes, str(folder), str(tmp_path / "checkpoint"))

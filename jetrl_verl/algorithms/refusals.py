@@ -23,7 +23,7 @@ from typing import Any
 RATIO_LOSSES = ("qurl_decoupled", "qurl_acr")
 """Losses of this package that need pi_old / pi_rollout of every token."""
 
-CALIBRATED_LOSSES = ("vanilla", "vanilla_by_sign", *RATIO_LOSSES)
+CALIBRATED_LOSSES = ("vanilla", *RATIO_LOSSES)
 """Losses that clip each token's ratio at ``clip_ratio_low`` and ``clip_ratio_high``, which calibration moves."""
 
 _LOSS_CONFIG = "jetrl_verl.algorithms.losses.JetPolicyLossConfig"
@@ -51,12 +51,10 @@ def loss_rules(get: Get) -> Iterator[str]:
             f"weighs tokens by ratios that only QuRL's losses truncate, so loss_mode={loss} contradicts it; use "
             f"{' or '.join(RATIO_LOSSES)}, or precision={_QURL[precision]}"
         )
-    if loss not in (*RATIO_LOSSES, "vanilla_by_sign"):
+    if loss not in RATIO_LOSSES:
         return
     if get(f"{_ACTOR}.policy_loss._target_") != _LOSS_CONFIG:
         yield f"finds loss_mode={loss} through {_ACTOR}.policy_loss._target_={_LOSS_CONFIG}; set that key too"
-    if loss == "vanilla_by_sign":
-        return
     if get(f"{_CORRECTION}.bypass_mode"):
         yield (
             f"cannot tell pi_old from pi_rollout in bypass mode, and loss_mode={loss} weighs tokens by their ratio; "

@@ -39,13 +39,13 @@ MASK = [1, 1, 1, 1, 1, 1, 1, 0]
 OBJECTIVE = {
     "qurl_decoupled": [1.2, -1.6, 4.4, 4.8, 4.8, -1.5, -16.0],
     "qurl_acr": [1.2, -1.6, 2.2, 3.0, 4.8, -1.5, -4.0],
-    "vanilla_by_sign": [1.2, -1.6, 2.2, 2.4, 2.4, -1.5, -4.0],
+    "vanilla": [1.2, -1.6, 2.2, 2.4, 2.4, -1.5, -4.0],
 }
 # d objective / d log pi_theta = w R A where the token is not clipped, 0 where it is.
 GRADIENT = {
     "qurl_decoupled": [0, 0, 4.4, 0, 0, 0, -16.0, 0],
     "qurl_acr": [0, 0, 2.2, 3.0, 0, 0, -4.0, 0],
-    "vanilla_by_sign": [0, 0, 2.2, 0, 0, 0, -4.0, 0],
+    "vanilla": [0, 0, 2.2, 0, 0, 0, -4.0, 0],
 }
 LOSSES = list(OBJECTIVE)
 
@@ -72,7 +72,7 @@ def batch(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
 
 def weights_for(loss: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     r0 = torch.tensor([R0], dtype=dtype)
-    return r0.clamp(max=2.0) if loss == "vanilla_by_sign" else r0
+    return r0.clamp(max=2.0) if loss == "vanilla" else r0
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -100,7 +100,7 @@ def test_gradient_is_that_of_the_objective(loss):
     )
 
 
-@pytest.mark.parametrize(("loss", "high"), [("qurl_decoupled", 0.2), ("qurl_acr", 0.28), ("vanilla_by_sign", 0.28)])
+@pytest.mark.parametrize(("loss", "high"), [("qurl_decoupled", 0.2), ("qurl_acr", 0.28), ("vanilla", 0.28)])
 def test_without_mismatch_every_loss_is_verls(loss, high):
     """r0 = 1 everywhere: the same bits as ``vanilla`` without a correction, under any clip range and mean."""
     config = actor_config(clip_ratio_high=high, loss_agg_mode="seq-mean-token-mean")
@@ -125,25 +125,30 @@ def test_the_threshold_is_an_option():
     assert value.item() == pytest.approx(-4.1 / 7, rel=1e-6)
 
 
-def test_shares_by_sign_of_the_advantage():
-    """Seven tokens, four of them positive; tokens 3, 4, 5 and 7 are truncated, which saves 4 from being clipped."""
-    data = dict(**batch(), config=actor_config())
-    _, metrics = get_policy_loss_fn("qurl_acr")(**data, rollout_is_weights=torch.tensor([R0]))
-    assert {name: value * 7 for name, value in metrics.items() if "share" in name} == pytest.approx(
-        {
-            "actor/share_negative": 3,
-            "actor/share_positive": 4,
-            "actor/clip_share_negative": 1,  # token 2
-            "actor/clip_share_positive": 2,  # tokens 1 and 5
-            "actor/dual_clip_share": 1,  # token 6
-            "actor/truncation_share_negative": 1,  # token 7
-            "actor/truncation_share_positive": 3,  # tokens 3, 4, 5
-        },
-        rel=1e-6,
-    )
-    _, metrics = get_policy_loss_fn("vanilla_by_sign")(**data)
-    assert metrics["actor/clip_share_positive"] == pytest.approx(3 / 7)
-    assert not any("truncation" in name for name in metrics), "nothing is known about a weight that was not applied"
+def test_what_was_truncated_is_reported_by_sign_of_the_advantage():
+    """Shares of seven tokens: 3, 4 and 5 with a positive advantage, 7 with a negative one; 8 is masked out."""
+    data, r0 = dict(**batch(), config=actor_config()), torch.tensor([R0])
+    _, metrics = get_policy_loss_fn("qurl_acr")(**data, rollout_is_weights=r0)
+    shares = {name: value for name, value in metrics.items() if "jetrl" in name}
+    assert shares == {"actor/jetrl/truncated/positive": 3 / 7, "actor/jetrl/truncated/negative": 1 / 7}
+    _, metrics = get_policy_loss_fn("qurl_decoupled")(**data, rollout_is_weights=r0)
+    assert not any("jetrl" in name for name in metrics), "nothing is truncated"
+
+
+@pytest.mark.parametrize(
+    ("loss", "positive", "negative"), [("qurl_decoupled", 3 / 7, 2 / 7), ("qurl_acr", 2 / 7, 2 / 7)]
+)
+def test_what_was_clipped_is_reported_as_of_every_loss(monkeypatch, loss, positive, negative):
+    """Tokens 1, 4 and 5, but ACR's loosened bound lets 4 through; 2 and, by the dual clip, 6."""
+    from verl.workers.utils import losses
+
+    from jetrl_verl.patches import metrics
+
+    monkeypatch.setattr(losses, "get_policy_loss_fn", losses.get_policy_loss_fn)
+    metrics.install_in_actor()
+    arguments = dict(**batch(), config=actor_config(), rollout_is_weights=torch.tensor([R0]))
+    _, found = losses.get_policy_loss_fn(loss)(**arguments)
+    assert (found["actor/jetrl/clipped/positive"], found["actor/jetrl/clipped/negative"]) == (positive, negative)
 
 
 def test_masked_tokens_change_nothing():

@@ -73,7 +73,7 @@ def test_calibrated_clipping_composes_with_the_unified_flow_in_either_order(comp
     assert (config.jetrl.clip, config.jetrl.clip_interval) == ("calibrated", 20)
     assert config.algorithm.rollout_correction.rollout_is == "token"
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-    assert actor.policy_loss.loss_mode == "vanilla_by_sign"
+    assert actor.policy_loss.loss_mode == "vanilla"
     assert actor.engine.jetrl.clip == "calibrated"
 
 

@@ -119,6 +119,33 @@ def doctor(
     raise typer.Exit(run_doctor(Console(), ray, as_json))
 
 
+@app.command(context_settings={"allow_extra_args": True})
+def diff(
+    context: typer.Context,
+    model: Annotated[Path, typer.Argument(help="Hugging Face folder of the policy")],
+    precision: Annotated[str, typer.Option(help="with commas: " + ", ".join(PRECISIONS))] = "jet_fp8_exact",
+    prompts: Annotated[Path | None, typer.Option(help=".txt, .jsonl or .parquet; a few built-in ones without")] = None,
+    limit: Annotated[int, typer.Option(help="prompts taken from it")] = 4,
+    response: Annotated[int, typer.Option(help="most tokens sampled for each prompt")] = 64,
+    temperature: Annotated[float, typer.Option(help="of the sampling, above 0")] = 1.0,
+    out: Annotated[Path, typer.Option(help="folder of the report and the engines' logs")] = Path("outputs/diff"),
+) -> None:
+    """Say where rollout and trainer differ, operation by operation; exit status 1 if any log-probability does.
+
+    Further arguments are Hydra overrides of verl's configuration, e.g. `jetrl diff MODEL jetrl.scale_rule=pow2`.
+    """
+    from jetrl_verl.diff import DiffError
+    from jetrl_verl.diff.run import DiffOptions, run_diff
+
+    try:
+        names = tuple(_listed(precision))
+        options = DiffOptions(model, names, prompts, limit, response, temperature, out, tuple(context.args))
+        status = run_diff(options, Console())
+    except DiffError as error:
+        _fail(error, 2)
+    raise typer.Exit(status)
+
+
 @app.command()
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="verl FSDP checkpoint (global_step_N) or Hugging Face folder")],
@@ -137,9 +164,9 @@ def export(
         _fail(error)
 
 
-def _fail(error: Exception) -> NoReturn:
+def _fail(error: Exception, status: int = 1) -> NoReturn:
     Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
-    raise typer.Exit(1)
+    raise typer.Exit(status)
 
 
 if __name__ == "__main__":

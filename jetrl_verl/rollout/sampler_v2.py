@@ -13,7 +13,7 @@
 # limitations under the License.
 """The shared log-probabilities for vLLM's second model runner, which some architectures get on a GPU.
 
-A file of its own because that runner's sampler is made of Triton kernels. Not run yet: it needs a GPU.
+A file of its own because that runner's sampler is made of Triton kernels.
 """
 
 from typing import Any

@@ -60,36 +60,65 @@ EXTRA_TILES = ((128, 128, 8, 3), (128, 128, 4, 4), (64, 128, 4, 3), (128, 64, 4,
 console = Console(width=120)
 
 
+def capture(function: Callable, *args, **kwargs) -> torch.cuda.CUDAGraph:
+    """The call as a CUDA graph; its results live as long as the graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        function(*args, **kwargs)  # compiles, and lets libraries allocate their workspaces outside the capture
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function(*args, **kwargs)
+    return graph
+
+
 class Timer:
     """Median microseconds of a call, cold in L2: replays of its CUDA graph between events."""
 
     def __init__(self, repeats: int):
         self.repeats = repeats
         l2 = torch.cuda.get_device_properties(0).L2_cache_size
-        self.flush = torch.zeros(l2, dtype=torch.int32, device="cuda")
+        self.flush = torch.empty(4 * l2, dtype=torch.uint8, device="cuda")
+
+    def _measure(self, replays: dict[str, Callable[[int], None]], before: Callable[[], object]) -> dict[str, float]:
+        """Medians over ``repeats`` rounds in which every contender has its turn; ``before`` runs before each turn."""
+        events = {
+            name: [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.repeats)]
+            for name in replays
+        }
+        for warm_up in range(3):
+            for replay in replays.values():
+                replay(warm_up)
+        for turn in range(self.repeats):
+            for name, replay in replays.items():
+                start, end = events[name][turn]
+                before()
+                start.record()
+                replay(turn)
+                end.record()
+        torch.cuda.synchronize()
+        return {
+            name: 1000 * statistics.median(start.elapsed_time(end) for start, end in pairs)
+            for name, pairs in events.items()
+        }
 
     def __call__(self, function: Callable, *args, **kwargs) -> float:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            function(*args, **kwargs)  # compiles, and lets libraries allocate their workspaces outside the capture
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            function(*args, **kwargs)
-        events = [
-            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(self.repeats)
-        ]
-        for _ in range(3):
-            graph.replay()
-        for start, end in events:
-            # Reading evicts too. What a write leaves in the L2 the timed call would have to carry to memory.
-            self.flush.max()
-            start.record()
-            graph.replay()
-            end.record()
-        torch.cuda.synchronize()
-        return 1000 * statistics.median(start.elapsed_time(end) for start, end in events)
+        graph = capture(function, *args, **kwargs)
+        return self._measure({"": lambda turn: graph.replay()}, self.flush.zero_)[""]
+
+    def interleaved(self, contenders: dict[str, list[Callable[[], object]]]) -> dict[str, float]:
+        """Medians of several contenders in turns, each a list of one call on buffers of its own.
+
+        Nothing is flushed, since dirty lines that a flush leaves would be written back while the contender runs: the
+        buffers of a list must be so many that one is out of L2 when its turn comes again.
+        """
+        graphs = {name: [capture(call) for call in calls] for name, calls in contenders.items()}
+
+        def replay_of(own: list[torch.cuda.CUDAGraph]) -> Callable[[int], None]:
+            return lambda turn: own[turn % len(own)].replay()
+
+        return self._measure({name: replay_of(own) for name, own in graphs.items()}, lambda: None)
 
 
 def normal(m: int, k: int) -> torch.Tensor:
@@ -258,27 +287,6 @@ def sweep_tiles(timer: Timer) -> list[dict]:
     return records
 
 
-def sweep_warps(timer: Timer) -> list[dict]:
-    """Microseconds of the tile quantisers at 4, 8 and 16 warps, for choosing each file's ``_WARPS``."""
-    x = normal(16384, 4096)
-    q = kernels.quantize_1x128(x, "fp32")
-    records = []
-    for operation, argument in (
-        ("quantize_1x128_and_128x1", x),
-        ("relayout_128x1", q),
-        ("quantize_128x128_and_transpose", x),
-    ):
-        function = getattr(backend_of("triton"), operation)
-        module = sys.modules[function.__module__]
-        own, times = module._WARPS, {}
-        for warps in (4, 8, 16):
-            module._WARPS = warps
-            times[str(warps)] = timer(function, argument, "fp32")
-        module._WARPS = own
-        records.append({"operation": operation, "warps": own, "us": times})
-    return records
-
-
 def gemm_table(title: str, records: list[dict]) -> Table:
     names = list(dict.fromkeys(name for record in records for name in record["us"]))
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
@@ -315,9 +323,6 @@ def print_report(result: dict) -> None:
         times = ", ".join(f"{tile} {us:.1f}" for tile, us in sorted(record["us"].items(), key=lambda item: item[1])[:5])
         kind = "128x128" if record["b_block_scaled"] else "1x128"
         console.print(f"tiles {record['m']} x {record['n']} x {record['k']} ({kind}): {times}", highlight=False)
-    for record in result["warps"]:
-        times = ", ".join(f"{warps}: {us:.1f}" for warps, us in record["us"].items())
-        console.print(f"warps {record['operation']} (now {record['warps']}): {times} us", highlight=False)
     for record in result["bits"]:
         line = f"bits {record['operation']} {record['backend']}{' (in the table)' if record['in_table'] else ''}: "
         if "error" in record:
@@ -375,7 +380,6 @@ def main() -> int:
         "gemms": time_gemms(timer, names),
         "wgrad": time_wgrad(timer, names),
         "tiles": sweep_tiles(timer),
-        "warps": sweep_warps(timer),
     }
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)

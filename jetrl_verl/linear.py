@@ -20,9 +20,16 @@ of the contract, contracted over the last dimension of both operands (Jet-RL, ar
     DGrad   dX = dY W        dY in 1x128 groups along N       W^T: the same codes and scales, transposed
     WGrad   dW = dY^T X      dY^T in groups along tokens      X^T re-laid out from the codes saved by FProp
 
-FProp is the operator that vLLM calls (``kernels.fprop``), which is what makes the sampled policy the trained one. What
-is saved for backward is X as codes and scales, 1.03 bytes an element instead of 2, and the weight by reference, as
-``F.linear`` does; the weight's codes are not saved, or a whole model's worth would stay alive through a step.
+FProp is the two steps of the operator that vLLM calls (``kernels.fprop``), quantise and multiply, which is what makes
+the sampled policy the trained one. What is saved for backward is X as codes and scales, 1.03 bytes an element instead
+of 2, and the weight by reference, as ``F.linear`` does; the weight's codes are not saved, or a whole model's worth
+would stay alive through a step.
+
+**When X is quantised.** Once, although the model calls q, k and v (and gate and up) as layers of their own on one
+tensor: ``_InputMemo`` knows the codes of the last input, recognises that very tensor object, unchanged, in the next
+call, and forgets them when the object dies. The layers then save one copy of the codes between them, and share the
+re-layout of X in backward the same way. Whoever makes X may have made its codes on the way (a norm that quantises what
+it writes) and says so with :func:`remember_codes`.
 
 **When weight codes are made.** Quantising a weight more often than it changes would be waste, keeping codes longer than
 the weight itself would be a leak. FSDP decides how long a gathered weight lives, so the codes live exactly as long:
@@ -36,6 +43,7 @@ counter.
 BF16 X and the BF16 weight.
 """
 
+import weakref
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -55,31 +63,118 @@ class _WeightCodes(NamedTuple):
     codes: BlockQuantized
 
 
+class _SharedColumns:
+    """X re-laid out for WGrad: made by the first layer that needs it, dropped with the last one that was promised it.
+
+    Attributes:
+        readers: backward nodes that still have to read it.
+    """
+
+    def __init__(self) -> None:
+        self.readers = 0
+        self._columns: BlockQuantized | None = None
+
+    def take(self, rows: BlockQuantized, rule: ScaleRule) -> BlockQuantized:
+        """128x1 codes [K, M] from the saved 1x128 codes [M, K], for one reader."""
+        columns = self._columns if self._columns is not None else kernels.relayout_128x1(rows, rule)
+        self.readers -= 1
+        # A graph that is kept for a second backward has no promised readers left; each of its nodes makes its own.
+        self._columns = columns if self.readers > 0 else None
+        return columns
+
+
+class _QuantisedInput(NamedTuple):
+    """1x128 codes of X [M, K] and what the layers that read X share in backward."""
+
+    rows: BlockQuantized
+    columns: _SharedColumns
+
+
+class _InputMemo:
+    """The codes of the last input, valid while that tensor object lives unchanged; it does not keep the object alive.
+
+    By object, not address: the next activation may be allocated where this one was. One entry, because what the flow
+    shares is read by consecutive layers and a second entry would only keep codes longer.
+    """
+
+    def __init__(self) -> None:
+        self._entry: tuple | None = None
+
+    def get(self, x: torch.Tensor, rule: ScaleRule) -> _QuantisedInput:
+        """Codes of the BF16 value of ``x`` [..., K] under ``rule``, made unless ``x`` was the last input."""
+        entry = self._entry
+        if entry is not None and entry[0]() is x and entry[1] == self._state(x, rule):
+            return entry[2]
+        self._entry = entry = None  # before the new codes are allocated
+        with torch.no_grad():
+            rows = kernels.quantize_1x128(x.detach().to(torch.bfloat16).reshape(-1, x.shape[-1]), rule)
+        return self.put(x, rows, rule)
+
+    def put(self, x: torch.Tensor, rows: BlockQuantized, rule: ScaleRule) -> _QuantisedInput:
+        """Remember that ``rows`` are the codes of ``x``."""
+        quantised = _QuantisedInput(rows, _SharedColumns())
+        # A tensor of inference mode has no version counter, so nothing would show that it changed.
+        if not x.is_inference():
+            self._entry = (weakref.ref(x, self._forget), self._state(x, rule), quantised)
+        return quantised
+
+    def drop(self) -> None:
+        """Forget the codes."""
+        self._entry = None
+
+    def _forget(self, reference: weakref.ref) -> None:
+        entry = self._entry
+        if entry is not None and entry[0] is reference:
+            self._entry = None
+
+    @staticmethod
+    def _state(x: torch.Tensor, rule: ScaleRule) -> tuple:
+        return x._version, x.data_ptr(), rule
+
+
+_input_codes = _InputMemo()
+
+
+def remember_codes(x: torch.Tensor, codes: BlockQuantized, rule: ScaleRule) -> None:
+    """Tell the layers that read ``x`` next what its codes are, so that they do not quantise it.
+
+    Args:
+        x: ``[..., K]``, the object that will be passed to the layers.
+        codes: ``kernels.quantize_1x128`` of the BF16 value of ``x`` as ``[M, K]``: codes ``[M, K]``, scales
+            ``[M, ceil(K/128)]``. Not checked.
+        rule: scale rule of the codes.
+    """
+    _input_codes.put(x, codes, rule)
+
+
 class _FP8LinearFunction(torch.autograd.Function):
     """FProp, DGrad and WGrad of one layer; see the module's docstring for the formulas."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: "JetLinear"):
-        w = layer.weight_codes(weight)
-        # The argument gives autograd its edge; what is added is its BF16 value, as the rollout holds it.
-        bias = layer.rounded_bias()
+    def forward(
+        ctx,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        layer: "JetLinear",
+        quantised: _QuantisedInput,
+    ):
+        # The argument `bias` gives autograd its edge; what is added is its BF16 value, as the rollout holds it.
         ctx.layer = layer
         ctx.x_shape = x.shape
-        x = x.reshape(-1, layer.in_features)
+        rows, columns = quantised
         if layer.backward_precision == "bf16":
-            ctx.save_for_backward(x, weight)
-            y = kernels.fprop(x, w.codes, w.scales, bias, layer.scale_rule)
+            ctx.save_for_backward(x.reshape(-1, layer.in_features), weight)
         else:
-            # The two steps of kernels.fprop, taken here because the codes of X are kept.
-            xq = kernels.quantize_1x128(x, layer.scale_rule)
-            ctx.save_for_backward(xq.codes, xq.scales, weight)
-            y = kernels.gemm_nt(xq, w, b_block_scaled=True, bias=bias)
-        return y.reshape(*ctx.x_shape[:-1], layer.out_features)
+            ctx.save_for_backward(rows.codes, rows.scales, weight)
+            ctx.columns = columns
+            columns.readers += ctx.needs_input_grad[1]
+        return layer.fprop(rows, weight).reshape(*x.shape[:-1], layer.out_features)
 
     @staticmethod
     def backward(ctx, dy: torch.Tensor):
         layer: JetLinear = ctx.layer
-        needs_x, needs_w, needs_bias, _ = ctx.needs_input_grad
+        needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
         dy = dy.reshape(-1, layer.out_features).to(torch.bfloat16).contiguous()
         dx = dw = dbias = None
         if needs_bias:
@@ -103,13 +198,14 @@ class _FP8LinearFunction(torch.autograd.Function):
                 w_transposed = kernels.transpose_128x128(layer.weight_codes(weight))
                 dx = kernels.gemm_nt(dy_rows, w_transposed, b_block_scaled=True)
             if needs_w:
-                x_columns = kernels.relayout_128x1(BlockQuantized(x_codes, x_scales), layer.scale_rule)
+                x_columns = ctx.columns.take(BlockQuantized(x_codes, x_scales), layer.scale_rule)
                 dw = kernels.gemm_nt(dy_columns, x_columns, b_block_scaled=False)
         return (
             dx.reshape(ctx.x_shape) if dx is not None else None,
             # FSDP gathers BF16 weights and takes BF16 gradients; an FP32 weight gets the same BF16 product.
             dw.to(weight.dtype) if dw is not None else None,
             dbias.to(layer.bias.dtype) if dbias is not None else None,
+            None,
             None,
         )
 
@@ -149,21 +245,25 @@ class JetLinear(nn.Linear):
 
     def __setattr__(self, name: str, value) -> None:
         if name == "weight":
-            self.drop_codes()
+            self._drop_weight_codes()
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         if name == "weight":
-            self.drop_codes()
+            self._drop_weight_codes()
         super().__delattr__(name)
 
     def rounded_bias(self) -> torch.Tensor | None:
         """BF16 value of the bias, which is what the rollout holds of an FP32 master."""
         return None if self.bias is None else self.bias.detach().to(torch.bfloat16)
 
-    def drop_codes(self) -> None:
-        """Forget the weight's codes; the next use makes them again."""
+    def _drop_weight_codes(self) -> None:
         object.__setattr__(self, "_codes", None)
+
+    def drop_codes(self) -> None:
+        """Forget the weight's codes and those of the last input of any layer; the next use makes them again."""
+        self._drop_weight_codes()
+        _input_codes.drop()
 
     def weight_codes(self, weight: torch.Tensor) -> BlockQuantized:
         """128x128 codes of ``weight`` [N, K], made at most once while the tensor stays in place unchanged."""
@@ -177,12 +277,15 @@ class JetLinear(nn.Linear):
         object.__setattr__(self, "_codes", _WeightCodes(weight.data_ptr(), weight._version, codes))
         return codes
 
+    def fprop(self, x: BlockQuantized, weight: torch.Tensor) -> torch.Tensor:
+        """``Y`` [M, N] BF16 of the codes of X [M, K] and ``weight`` [N, K]: ``kernels.fprop`` after its first step."""
+        return kernels.gemm_nt(x, self.weight_codes(weight), b_block_scaled=True, bias=self.rounded_bias())
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        x = input.to(torch.bfloat16)
+        quantised = _input_codes.get(input, self.scale_rule)
         if not torch.is_grad_enabled():
-            w = self.weight_codes(self.weight)
-            return kernels.fprop(x, w.codes, w.scales, self.rounded_bias(), self.scale_rule)
-        return _FP8LinearFunction.apply(x, self.weight, self.bias, self)
+            return self.fprop(quantised.rows, self.weight).reshape(*input.shape[:-1], self.out_features)
+        return _FP8LinearFunction.apply(input.to(torch.bfloat16), self.weight, self.bias, self, quantised)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, fp8=1x128/128x128, scale={self.scale_rule}, backward={self.backward_precision}"

@@ -14,6 +14,7 @@
 """The FP8 linear: every GEMM against float64, what it saves, how often it quantises, what it refuses."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from jetrl_verl import kernels
 from jetrl_verl.layers import UnsupportedLayer, plan_linears
-from jetrl_verl.linear import JetLinear, replace_linears
+from jetrl_verl.linear import JetLinear, remember_codes, replace_linears
 from jetrl_verl.numerics import dequantize_1x128, dequantize_128x128, quantize_1x128, quantize_128x1, quantize_128x128
 
 SHAPES = [(1, 128, 128), (70, 256, 384), (129, 384, 128), (300, 128, 256)]
@@ -186,6 +187,160 @@ def test_saved_activation_is_half_of_bf16_and_checkpointing_removes_the_differen
         return saved_bytes(module, lambda: checkpoint(module, x, use_reentrant=False))
 
     assert checkpointed(layer) == checkpointed(stock)
+
+
+@pytest.fixture
+def calls(monkeypatch) -> Counter:
+    """How often X is quantised and re-laid out."""
+    counted = Counter()
+
+    def count(name: str) -> None:
+        stock = getattr(kernels, name)
+
+        def function(*args):
+            counted[name] += 1
+            return stock(*args)
+
+        monkeypatch.setattr(kernels, name, function)
+
+    for name in ("quantize_1x128", "relayout_128x1"):
+        count(name)
+    return counted
+
+
+def three_layers(rule: str = "fp32", backward: str = "fp8") -> list[JetLinear]:
+    """q, k and v of one input."""
+    return [make(256, n, rule=rule, backward=backward) for n in (256, 128, 384)]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("backward", ["fp8", "bf16"])
+@pytest.mark.parametrize("rule", RULES)
+def test_layers_of_one_input_quantise_it_once_and_compute_the_same(calls, rule, backward, checkpointed):
+    def block(layers, x):
+        x = x * 1  # as a norm in front would, so that a recomputed forward has an X of its own
+        return torch.cat([layer(x) for layer in layers], dim=-1)
+
+    x, dy = torch.randn(3, 50, 256).bfloat16(), torch.randn(3, 50, 768).bfloat16()
+    together, apart = three_layers(rule, backward), three_layers(rule, backward)
+    shared, own = x.clone().requires_grad_(), [x.clone().requires_grad_() for _ in apart]
+    y = checkpoint(block, together, shared, use_reentrant=False) if checkpointed else block(together, shared)
+    y.backward(dy)
+    assert calls == Counter(quantize_1x128=1 + checkpointed, relayout_128x1=int(backward == "fp8"))
+    expected = torch.cat([layer(each) for layer, each in zip(apart, own, strict=True)], dim=-1)
+    expected.backward(dy)
+    assert torch.equal(y, expected)
+    for one, other in zip(together, apart, strict=True):
+        assert torch.equal(one.weight.grad, other.weight.grad)
+        assert torch.equal(one.bias.grad, other.bias.grad)
+    # The three gradients of X are added in BF16 in an order that is autograd's own.
+    assert relative(shared.grad, sum(each.grad.double() for each in own)) < 2**-7
+
+
+def test_layers_of_one_input_save_one_copy_of_its_codes():
+    layers = nn.ModuleList(three_layers())
+    x = torch.randn(512, 256).bfloat16().requires_grad_()
+    one = saved_bytes(layers, lambda: layers[0](x))
+    assert one == 512 * 256 + 4 * 512 * 2
+    assert saved_bytes(layers, lambda: [layer(x) for layer in layers]) == one
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_decoder_layer_quantises_four_inputs_and_lays_out_four(calls, family, checkpointing):
+    model = tiny_model(family)
+    replace_linears(model, plan_linears(model.config), scale_rule="fp32")
+
+    def logits_of(tokens: torch.Tensor) -> torch.Tensor:
+        # FP32 activations between the layers: it is the tensor passed in that is recognised, not its BF16 cast.
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(tokens, use_cache=False).logits
+
+    with torch.no_grad():
+        expected = logits_of(torch.arange(6)[None])
+    assert calls == Counter(quantize_1x128=4 * 2)
+    calls.clear()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+    logits = logits_of(torch.arange(6)[None])
+    assert torch.equal(logits, expected)
+    logits.float().sum().backward()
+    assert calls == Counter(quantize_1x128=(1 + checkpointing) * 4 * 2, relayout_128x1=4 * 2)
+
+
+def test_changed_replaced_and_other_inputs_are_quantised_again(calls):
+    layer, other = make(256, 128), make(256, 128, rule="pow2")
+    x = torch.randn(4, 256).bfloat16()
+    with torch.no_grad():
+        layer(x)
+        x[0] *= 2
+        assert torch.equal(layer(x), copy.deepcopy(layer)(x.clone()))
+        assert calls["quantize_1x128"] == 3
+        layer(x)
+        other(x)
+        x.data = torch.randn(4, 256).bfloat16()
+        layer(x)
+        assert calls["quantize_1x128"] == 6  # one for each of the three: the clone, and the rule, took the one entry
+        layer.drop_codes()
+        layer(x)
+        assert calls["quantize_1x128"] == 7
+    with torch.inference_mode():
+        x = torch.randn(4, 256).bfloat16()
+        layer(x)
+        layer(x)
+        assert calls["quantize_1x128"] == 9, "no version counter shows whether it changed"
+
+
+def test_the_memo_keeps_neither_the_input_nor_its_codes():
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    from jetrl_verl.linear import _input_codes
+
+    layer = make(256, 128)
+    x = torch.randn(4, 256).bfloat16()
+    with torch.no_grad():
+        layer(x)
+        codes = StorageWeakRef(_input_codes.get(x, "fp32").rows.codes.untyped_storage())
+        source = StorageWeakRef(x.untyped_storage())
+        assert not codes.expired()
+        del x
+    assert source.expired() and codes.expired()
+
+
+def test_the_shared_layout_of_wgrad_dies_with_its_last_reader(monkeypatch):
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    stock, made = kernels.relayout_128x1, []
+
+    def relayout(*args):
+        columns = stock(*args)
+        made.append(StorageWeakRef(columns.codes.untyped_storage()))
+        return columns
+
+    monkeypatch.setattr(kernels, "relayout_128x1", relayout)
+    layers = three_layers()
+    layers[1].weight.requires_grad_(False)
+    x = torch.randn(130, 256).bfloat16().requires_grad_()
+    first, _, last = (layer(x).float().sum() for layer in layers)
+    first.backward(retain_graph=True)
+    assert [each.expired() for each in made] == [False]
+    last.backward()
+    assert [each.expired() for each in made] == [True]
+    gradient = layers[0].weight.grad.clone()
+    first.backward()
+    assert [each.expired() for each in made] == [True, True]
+    assert torch.equal(layers[0].weight.grad, 2 * gradient)
+
+
+def test_codes_that_came_with_the_input_are_used(calls):
+    layers = three_layers()
+    x = torch.randn(2, 5, 256).bfloat16()
+    expected = [layer(x.clone()) for layer in layers]
+    calls.clear()
+    remember_codes(x, quantize_1x128(x.reshape(10, 256), "fp32"), "fp32")
+    assert all(torch.equal(layer(x), y) for layer, y in zip(layers, expected, strict=True))
+    assert calls["quantize_1x128"] == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)

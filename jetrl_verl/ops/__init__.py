@@ -21,12 +21,13 @@ place.
 from jetrl_verl.ops.attention import attention, cache_form, check_head_dim, paged_attention
 from jetrl_verl.ops.coverage import check_model
 from jetrl_verl.ops.logits import log_probs, logits
-from jetrl_verl.ops.rms_norm import add_rms_norm, rms_norm
+from jetrl_verl.ops.rms_norm import add_rms_norm, add_rms_norm_quantize_1x128, rms_norm, rms_norm_quantize_1x128
 from jetrl_verl.ops.rotary import rotary, rotary_table
-from jetrl_verl.ops.silu_mul import silu_mul
+from jetrl_verl.ops.silu_mul import silu_mul, silu_mul_backward_quantize, silu_mul_quantize, silu_mul_quantize_1x128
 
 __all__ = [
     "add_rms_norm",
+    "add_rms_norm_quantize_1x128",
     "attention",
     "cache_form",
     "check_head_dim",
@@ -35,7 +36,11 @@ __all__ = [
     "logits",
     "paged_attention",
     "rms_norm",
+    "rms_norm_quantize_1x128",
     "rotary",
     "rotary_table",
     "silu_mul",
+    "silu_mul_backward_quantize",
+    "silu_mul_quantize",
+    "silu_mul_quantize_1x128",
 ]

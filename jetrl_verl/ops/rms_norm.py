@@ -18,10 +18,17 @@
 FP32 inside, one rounding to BF16 at the end. Stock modules differ: Hugging Face rounds ``x * rstd`` to BF16 before it
 multiplies with the weight, and vLLM's fused kernel does not round the residual sum that it normalises. Here the
 residual sum is rounded to BF16 first; that rounded sum is what is normalised and what the next layer adds to.
+
+The linears behind a norm quantise what it writes. :func:`rms_norm_quantize_1x128` and
+:func:`add_rms_norm_quantize_1x128` make those codes on the way, byte for byte what ``kernels.quantize_1x128`` makes of
+the BF16 result, without reading it back.
 """
 
 import torch
 
+from jetrl_verl import kernels
+from jetrl_verl.numerics import BlockQuantized
+from jetrl_verl.ops._codes import fake_rows, require_groups
 from jetrl_verl.ops._operator import operator, require_bf16, triton_kernels
 from jetrl_verl.ops.reproducible import grid_bits, on_grid
 
@@ -56,15 +63,67 @@ def _add_rms_norm(
     return _rms_norm(total, weight, eps)[0], total
 
 
+def _quantising_kernel(*arguments):
+    from jetrl_verl.ops.triton_kernels.rms_norm_quantize import rms_norm_quantize_1x128
+
+    return rms_norm_quantize_1x128(*arguments)
+
+
+def _fake_quantize(x, weight, eps, rule):
+    return *_fake(x, weight, eps), *fake_rows(x)
+
+
+@operator(
+    "rms_norm_quantize_1x128(Tensor x, Tensor weight, float eps, str rule) -> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake_quantize,
+)
+def _rms_norm_quantize(x: torch.Tensor, weight: torch.Tensor, eps: float, rule: str) -> tuple[torch.Tensor, ...]:
+    """y, rstd, codes, scales."""
+    if x.is_cuda:
+        y, _, rstd, quantised = _quantising_kernel(x, None, weight, eps, rule, True)
+    else:
+        y, rstd = _rms_norm(x, weight, eps)
+        quantised = kernels.quantize_1x128(y.reshape(-1, y.shape[-1]), rule)
+    return y, rstd, *quantised
+
+
+def _fake_add_quantize(x, residual, weight, eps, rule, with_normed):
+    return torch.empty_like(x) if with_normed else x.new_empty(0), torch.empty_like(x), *fake_rows(x)
+
+
+@operator(
+    "add_rms_norm_quantize_1x128(Tensor x, Tensor residual, Tensor weight, float eps, str rule, bool with_normed)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake_add_quantize,
+)
+def _add_rms_norm_quantize(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, rule: str, with_normed: bool
+) -> tuple[torch.Tensor, ...]:
+    """y, or an empty tensor unless asked for, the residual sum, codes, scales."""
+    if x.is_cuda:
+        y, total, _, quantised = _quantising_kernel(x, residual, weight, eps, rule, with_normed)
+    else:
+        y, total = _add_rms_norm(x, residual, weight, eps)
+        quantised = kernels.quantize_1x128(y.reshape(-1, y.shape[-1]), rule)
+    return y if with_normed else x.new_empty(0), total, *quantised
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        y, rstd = _rms_norm(x, weight, eps)
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, eps: float, rule: str | None):
+        if rule is None:
+            y, rstd = _rms_norm(x, weight, eps)
+            results = y
+        else:
+            y, rstd, *codes = _rms_norm_quantize(x, weight, eps, rule)
+            ctx.mark_non_differentiable(*codes)
+            ctx.set_materialize_grads(False)  # no zeros in the place of the codes' gradients
+            results = (y, *codes)
         ctx.save_for_backward(x, weight, rstd)
-        return y
+        return results
 
     @staticmethod
-    def backward(ctx, dy: torch.Tensor):
+    def backward(ctx, dy: torch.Tensor, *_):
         x, weight, rstd = ctx.saved_tensors
         rstd = rstd.unsqueeze(-1)
         normalised = x.float() * rstd
@@ -72,7 +131,7 @@ class _RMSNorm(torch.autograd.Function):
         scaled = dy * weight.float()
         dx = rstd * (scaled - normalised * (scaled * normalised).mean(dim=-1, keepdim=True))
         dw = (dy * normalised).reshape(-1, x.shape[-1]).sum(dim=0)
-        return dx.to(x.dtype), dw.to(weight.dtype), None
+        return dx.to(x.dtype), dw.to(weight.dtype), None, None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -89,7 +148,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """
     require_bf16("rms_norm", x=x)
     if torch.is_grad_enabled():
-        return _RMSNorm.apply(x, weight, eps)
+        return _RMSNorm.apply(x, weight, eps, None)
     return _rms_norm(x, weight, eps)[0]
 
 
@@ -109,3 +168,50 @@ def add_rms_norm(
     """
     require_bf16("add_rms_norm", x=x, residual=residual)
     return _add_rms_norm(x, residual, weight, eps)
+
+
+def rms_norm_quantize_1x128(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, rule: str
+) -> tuple[torch.Tensor, BlockQuantized]:
+    """:func:`rms_norm` and ``kernels.quantize_1x128`` of its result; differentiable in ``x`` and ``weight``.
+
+    Args:
+        x: ``[..., K]`` BF16, K a multiple of 128. weight: ``[K]``. eps: added to the mean of squares.
+        rule: scale rule, ``"fp32"`` or ``"pow2"``.
+
+    Returns:
+        (y ``[..., K]`` BF16, its codes ``[M, K]`` E4M3 and scales ``[M, K/128]`` FP32, M the number of rows).
+
+    Raises:
+        TypeError: ``x`` is not BF16. ValueError: K is not a multiple of 128, an unknown rule.
+    """
+    require_bf16("rms_norm_quantize_1x128", x=x)
+    require_groups("rms_norm_quantize_1x128", x)
+    if torch.is_grad_enabled():
+        y, codes, scales = _RMSNorm.apply(x, weight, eps, rule)
+    else:
+        y, _, codes, scales = _rms_norm_quantize(x, weight, eps, rule)
+    return y, BlockQuantized(codes, scales)
+
+
+def add_rms_norm_quantize_1x128(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, rule: str, *, with_normed: bool
+) -> tuple[torch.Tensor | None, torch.Tensor, BlockQuantized]:
+    """:func:`add_rms_norm` and ``kernels.quantize_1x128`` of its first result, for inference.
+
+    Args:
+        x, residual: ``[..., K]`` BF16, K a multiple of 128. weight: ``[K]``.
+        rule: scale rule, ``"fp32"`` or ``"pow2"``.
+        with_normed: whether the normalised rows are wanted in BF16 too.
+
+    Returns:
+        (normalised ``[..., K]`` BF16 or None, ``x + residual`` rounded to BF16, codes ``[M, K]`` and scales
+        ``[M, K/128]`` of the normalised rows).
+
+    Raises:
+        TypeError: ``x`` or ``residual`` is not BF16. ValueError: K is not a multiple of 128, an unknown rule.
+    """
+    require_bf16("add_rms_norm_quantize_1x128", x=x, residual=residual)
+    require_groups("add_rms_norm_quantize_1x128", x)
+    y, total, codes, scales = _add_rms_norm_quantize(x, residual, weight, eps, rule, with_normed)
+    return y if with_normed else None, total, BlockQuantized(codes, scales)

@@ -17,12 +17,17 @@ The model stays the class that Hugging Face built: same modules, parameters, nam
 another ``forward``: the norms, the MLP's activation, rotary, attention and ``lm_head``. Residual additions, the
 embedding and the layers' order are stock, BF16 on both sides already.
 
+Where an FP8 linear reads what a norm or the activation writes, that operation quantises its result on the way and
+hands the codes to the linear (``linear.remember_codes``). Between the modules flows the same BF16 tensor as ever, so
+autograd, hooks and checkpointing see nothing of it, and the bits are those of quantising afterwards.
+
 Attention needs to know where sequences begin. That is found once per pass, by a hook on the decoder, from the attention
 mask (padded batches) or from positions that start again at zero (packed ones), and travels to every layer as a keyword
 argument; no mask is ever built, because ``_attn_implementation`` names none of Hugging Face's.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -31,6 +36,9 @@ from torch import nn
 
 from jetrl_verl import ops
 from jetrl_verl.layers import UnsupportedLayer
+from jetrl_verl.linear import JetLinear, remember_codes
+from jetrl_verl.ops.rms_norm import rms_norm_quantize_1x128
+from jetrl_verl.ops.silu_mul import silu_mul_quantize_1x128
 
 ATTENTION = "jetrl_shared"
 """Value of ``_attn_implementation``. Hugging Face builds no mask for a name that its mask interface does not know."""
@@ -95,8 +103,23 @@ def _norm_forward(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
+def _norm_forward_for(self: nn.Module, hidden_states: torch.Tensor, *, reader: nn.Linear) -> torch.Tensor:
+    """Of a norm whose result ``reader`` and the layers merged with it are the only ones to read."""
+    if not isinstance(reader, JetLinear):  # anew in every call: a BF16 shadow forward turns the layers back for a while
+        return _norm_forward(self, hidden_states)
+    rule = reader.scale_rule
+    normed, codes = rms_norm_quantize_1x128(hidden_states, self.weight, self.variance_epsilon, rule)
+    remember_codes(normed, codes, rule)
+    return normed
+
+
 def _mlp_forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return self.down_proj(ops.silu_mul(self.gate_proj(x), self.up_proj(x)))
+    gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
+    if not isinstance(down, JetLinear):
+        return down(ops.silu_mul(gate, up))
+    product, codes = silu_mul_quantize_1x128(gate, up, down.scale_rule)
+    remember_codes(product, codes, down.scale_rule)
+    return down(product)
 
 
 def _rotary_forward(self: nn.Module, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
@@ -172,6 +195,12 @@ def share_operations(model: nn.Module) -> dict[str, int]:
             f"a {type(model).__name__} of {layers} layers has {counts['norm']} norms, {counts['mlp']} MLPs and "
             f"{counts['attention']} attention modules, which is not a dense decoder; use precision=jet_fp8"
         )
+    for layer in decoder.layers:
+        for norm, reader in (
+            (layer.input_layernorm, layer.self_attn.q_proj),
+            (layer.post_attention_layernorm, layer.mlp.gate_proj),
+        ):
+            norm.forward = MethodType(partial(_norm_forward_for, reader=reader), norm)
     rotary = decoder.rotary_emb
     head_dim = decoder.layers[0].self_attn.head_dim
     rotary.shared_table = ops.rotary_table(head_dim, config.max_position_embeddings, config.rope_parameters)

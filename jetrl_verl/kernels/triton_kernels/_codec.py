@@ -18,11 +18,20 @@ exponent bits, correctly rounded quotients, and one round-to-nearest-even into E
 
 Quotients. A division instruction per element (a reciprocal on the quarter-rate unit, a range check, a call) would make
 these kernels wait for arithmetic instead of memory. The divisor is the same for 128 elements, so each group gets one
-correctly rounded reciprocal ``r = 1/s`` and each element ``q = x r`` with two residual steps ``q -= (q s - x) r`` in
-fused multiply-adds: after the first, q is one of the two FP32 neighbours of ``x/s``; from there the residual is exact
-and the second step rounds correctly (Markstein's theorem). ``s >= 2^-63`` keeps every residual that matters normal;
-where ``|x/s| < 2^-11`` only the sign is used, the code is a zero. Under ``pow2`` the reciprocal is exact and ``x r`` is
-already the rounded quotient.
+correctly rounded reciprocal ``r = 1/s`` and each element ``q = x r`` with residual steps ``q -= (q s - x) r`` in fused
+multiply-adds. Before it is rounded, the first step is within 2^-22 units in the last place of ``x/s``: a second one
+makes a correctly rounded quotient of it (Markstein's theorem), which is how scales are made. For codes one step is
+enough. It could round to the other side only where ``x/s`` lies within that distance of a midpoint of two FP32 numbers,
+and change a code only where one of the two is a tie between codes; there are 1424 such pairs of mantissas, and in each
+the rounding is the division's (tests/kernels/test_quotient_on_cpu.py looks at all of them). ``s >= 2^-63`` keeps every
+residual that matters normal; where ``|x/s| < 2^-11`` only the sign is used, the code is a zero. Under ``pow2`` the
+reciprocal is exact and ``x r`` is already the rounded quotient.
+
+Transposition. Codes along tokens are written transposed, a byte at a time if one is careless: 64 byte-wide loads from
+shared memory a thread. So a 128x128 tile is held as four ``[32, 128]`` tiles, the rows 4 i + j for j = 0 to 3, and one
+32-bit word takes the codes of a column in four consecutive rows. The hardware's conversion makes two codes of any two
+registers, so packing down the rows costs what packing along them does, and what is exchanged through shared memory is
+words: a quarter of the accesses, none of them byte-wide (:func:`store_columns`).
 
 Poison. A group with an Inf or NaN gets the reciprocal NaN, which turns all its codes into NaN without a further look.
 
@@ -38,7 +47,6 @@ about ten for one.
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
 from jetrl_verl.numerics import BLOCK, FP8_DTYPE, BlockQuantized, check_rule
 
@@ -60,17 +68,36 @@ def magnitude_bits(x):
 
 
 @triton.jit
+def largest_bits(x0, x1, x2, x3):
+    """Elementwise maximum of four tiles' ``magnitude_bits``."""
+    low = tl.maximum(magnitude_bits(x0), magnitude_bits(x1))
+    return tl.maximum(low, tl.maximum(magnitude_bits(x2), magnitude_bits(x3)))
+
+
+@triton.jit
+def _residual_step(quotient, x, divisor, reciprocal):
+    # Multiplying by -1 becomes a free operand modifier, and this arrangement of signs keeps -0 a -0.
+    return tl.fma(tl.fma(quotient, divisor, x * -1.0), reciprocal * -1.0, quotient)
+
+
+@triton.jit
 def _divide(x, divisor, reciprocal):
     """``x / divisor`` rounded once, given the rounded reciprocal; see "Quotients" above for the range it holds in."""
     if _INTERPRETED:
         return tl.div_rn(x, divisor)
     else:
-        # Multiplying by -1 becomes a free operand modifier, and this arrangement of signs keeps -0 a -0.
-        quotient = x * reciprocal
-        residual = tl.fma(quotient, divisor, x * -1.0)
-        quotient = tl.fma(residual, reciprocal * -1.0, quotient)
-        residual = tl.fma(quotient, divisor, x * -1.0)
-        return tl.fma(residual, reciprocal * -1.0, quotient)
+        return _residual_step(_residual_step(x * reciprocal, x, divisor, reciprocal), x, divisor, reciprocal)
+
+
+@triton.jit
+def _quotient(x, scale, reciprocal, POW2: tl.constexpr):
+    """``x / scale`` as E4M3 sees it: rounding it gives the code of the correctly rounded quotient ("Quotients")."""
+    if POW2:
+        return x * reciprocal
+    elif _INTERPRETED:
+        return tl.div_rn(x, scale)
+    else:
+        return _residual_step(x * reciprocal, x, scale, reciprocal)
 
 
 @triton.jit
@@ -93,18 +120,101 @@ def reciprocal_of(scale, bits, POW2: tl.constexpr):
     elif _INTERPRETED:
         reciprocal = tl.div_rn(1.0, scale)
     else:
-        reciprocal = libdevice.rcp_rn(scale)
+        # rcp.rn without its range check, branch and call: scales are far from both ends of the range.
+        reciprocal = tl.inline_asm_elementwise(
+            """{
+            .reg .f32 r, e;
+            rcp.approx.ftz.f32 r, $1;
+            fma.rn.f32 e, r, $1, 0fBF800000;
+            neg.f32 e, e;
+            fma.rn.f32 $0, r, e, r;
+            }""",
+            "=f,f",
+            [scale],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
     return tl.where(bits >= _INF_BITS, float("nan"), reciprocal)
 
 
 @triton.jit
 def encode(x, scale, reciprocal, POW2: tl.constexpr):
     """uint8 codes of the FP32 tile ``x``; ``scale`` and ``reciprocal`` have its rank and broadcast against it."""
-    quotient = x * reciprocal if POW2 else _divide(x, scale, reciprocal)
+    quotient = _quotient(x, scale, reciprocal, POW2)
     if _INTERPRETED:
         return tl.where(reciprocal == reciprocal, _round_in_integers(quotient), _NAN_CODE).to(tl.uint8)
     else:
         return quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def encode_words(x0, x1, x2, x3, scale, reciprocal, POW2: tl.constexpr):
+    """int32 words of four codes each, that of ``x0`` in the lowest byte; operands as in :func:`encode`."""
+    if _INTERPRETED:
+        words = encode(x0, scale, reciprocal, POW2).to(tl.int32)
+        words |= encode(x1, scale, reciprocal, POW2).to(tl.int32) << 8
+        words |= encode(x2, scale, reciprocal, POW2).to(tl.int32) << 16
+        words |= encode(x3, scale, reciprocal, POW2).to(tl.int32) << 24
+        return words
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+            }""",
+            "=r,f,f,f,f",
+            [
+                _quotient(x0, scale, reciprocal, POW2),
+                _quotient(x1, scale, reciprocal, POW2),
+                _quotient(x2, scale, reciprocal, POW2),
+                _quotient(x3, scale, reciprocal, POW2),
+            ],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
+def load_rows(x_ptr, row, column, rows, k):
+    """The tile ``row`` [R] by ``column`` [C] of a contiguous ``[rows, k]``, zero beyond it."""
+    mask = (row < rows)[:, None] & (column < k)[None, :]
+    return tl.load(x_ptr + row.to(tl.int64)[:, None] * k + column[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def store_rows(x, codes_ptr, scales_ptr, row, column, tile_k, rows, k, POW2: tl.constexpr):
+    """Quantise the rows of ``x`` [R, 128] FP32, one group each, and store them at ``row`` [R], ``column`` [128].
+
+    ``codes_ptr``: ``[rows, k]`` uint8. ``scales_ptr``: ``[groups, rows]``, the memory of a column-major result.
+    """
+    bits = tl.max(magnitude_bits(x), axis=1)
+    scale = scale_of(bits, POW2)
+    codes = encode(x, scale[:, None], reciprocal_of(scale, bits, POW2)[:, None], POW2)
+    mask = (row < rows)[:, None] & (column < k)[None, :]
+    tl.store(codes_ptr + row.to(tl.int64)[:, None] * k + column[None, :], codes, mask=mask)
+    tl.store(scales_ptr + tile_k.to(tl.int64) * rows + row, scale, mask=row < rows)
+
+
+@triton.jit
+def store_columns(x0, x1, x2, x3, codes_ptr, scales_ptr, tile_row, column, k, words_per_row, POW2: tl.constexpr):
+    """Quantise a 128x128 tile along its columns and store it transposed.
+
+    ``xj`` [32, 128]: rows ``4 i + j`` of the tile, FP32, zero beyond the matrix. ``codes_ptr``: ``[k, words_per_row]``
+    int32, four codes a word. ``scales_ptr``: ``[row tiles, k]``. ``column`` [128]: the tile's columns, of ``k``.
+    """
+    bits = tl.max(largest_bits(x0, x1, x2, x3), axis=0)
+    scale = scale_of(bits, POW2)
+    reciprocal = reciprocal_of(scale, bits, POW2)
+    words = tl.trans(encode_words(x0, x1, x2, x3, scale[None, :], reciprocal[None, :], POW2))
+    word = tile_row * (GROUP // 4) + tl.arange(0, GROUP // 4)
+    tl.store(
+        codes_ptr + column.to(tl.int64)[:, None] * words_per_row + word[None, :], words, mask=(column < k)[:, None]
+    )
+    tl.store(scales_ptr + tile_row.to(tl.int64) * k + column, scale, mask=column < k)
 
 
 @triton.jit
@@ -144,10 +254,11 @@ def empty_rows(rows: int, k: int, device: torch.device) -> BlockQuantized:
     return BlockQuantized(codes, scales)
 
 
-def empty_transposed(rows: int, k: int, device: torch.device) -> tuple[BlockQuantized, torch.Tensor]:
-    """Uninitialised 128x1 result ``[k, rows]`` and the buffer ``[k, rows rounded up to 128]`` that its codes are a view
-    of. GEMMs load 16 bytes at a time along tokens, whose number is arbitrary: rows of a padded buffer start aligned,
-    and zeros after their end add nothing to a sum."""
-    buffer = torch.empty((k, triton.cdiv(rows, BLOCK) * BLOCK), dtype=FP8_DTYPE, device=device)
+def empty_columns(rows: int, k: int, device: torch.device) -> tuple[BlockQuantized, torch.Tensor]:
+    """Uninitialised 128x1 result ``[k, rows]`` and the buffer that its codes are a view of, as words of four codes:
+    ``[k, rows rounded up to 128, / 4]``. GEMMs load 16 bytes at a time along tokens, whose number is arbitrary: rows of
+    a padded buffer start aligned, and zeros after their end add nothing to a sum."""
+    words = torch.empty((k, triton.cdiv(rows, BLOCK) * BLOCK // 4), dtype=torch.int32, device=device)
     scales = torch.empty((triton.cdiv(rows, BLOCK), k), dtype=torch.float32, device=device).t()
-    return BlockQuantized(buffer[:, :rows], scales), buffer
+    codes = words.view(FP8_DTYPE) if words.numel() else torch.empty((k, 0), dtype=FP8_DTYPE, device=device)
+    return BlockQuantized(codes[:, :rows], scales), words

@@ -13,20 +13,30 @@
 # limitations under the License.
 """Weights in 128x128 blocks, and the transposed copy that DGrad reads, from one read of the weight.
 
-Idea: one program per block, the block in registers between its maximum and its division. The blocks are square, so the
-transpose has the same codes and scales and costs one more byte per element: 4 (2 in, 1 + 1 out) against 5 for
-quantising first and transposing the codes later. Weights that arrive as codes are transposed by the same tile without
-arithmetic (:func:`transpose_128x128`): an element-wise strided copy of bytes reaches a fraction of the bandwidth.
+Idea: one program per block, the block in registers between its maximum and its division: 3 bytes per element (2 in, 1
+out). The blocks are square, so the transpose has the same codes and scales and costs one more byte: 4 against 5 for
+quantising first and transposing the codes later. It is written in words of four codes, see "Transposition" in
+_codec.py. Weights that arrive as codes are transposed by the same tile without arithmetic (:func:`transpose_128x128`, 2
+bytes per element): an element-wise strided copy of bytes reaches a fraction of the bandwidth.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from jetrl_verl.kernels.triton_kernels._codec import GROUP, encode, is_pow2, magnitude_bits, reciprocal_of, scale_of
+from jetrl_verl.kernels.triton_kernels._codec import (
+    GROUP,
+    encode,
+    encode_words,
+    is_pow2,
+    largest_bits,
+    load_rows,
+    reciprocal_of,
+    scale_of,
+)
 from jetrl_verl.numerics import BLOCK, FP8_DTYPE, BlockQuantized
 
-_WARPS = 8
+_LAUNCH = {"num_warps": 8}
 
 
 @triton.jit
@@ -38,30 +48,54 @@ def _quantize_128x128_kernel(
     scales_t_ptr,
     n,
     k,
+    words_per_row,
     POW2: tl.constexpr,
     QUANTISE: tl.constexpr,
     TRANSPOSE: tl.constexpr,
+    WHOLE_WORDS: tl.constexpr,
 ):
     tile_k, tile_n = tl.program_id(0), tl.program_id(1)
-    row = tile_n * GROUP + tl.arange(0, GROUP)
+    row = tile_n * GROUP + 4 * tl.arange(0, GROUP // 4)
     column = tile_k * GROUP + tl.arange(0, GROUP)
-    mask = (row < n)[:, None] & (column < k)[None, :]
-    offsets = row.to(tl.int64)[:, None] * k + column[None, :]
     scale_offset = tile_n * tl.num_programs(0) + tile_k
     if QUANTISE:
-        w = tl.load(w_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        bits = tl.max(tl.max(magnitude_bits(w), axis=1), axis=0)
+        w0 = load_rows(w_ptr, row, column, n, k).to(tl.float32)
+        w1 = load_rows(w_ptr, row + 1, column, n, k).to(tl.float32)
+        w2 = load_rows(w_ptr, row + 2, column, n, k).to(tl.float32)
+        w3 = load_rows(w_ptr, row + 3, column, n, k).to(tl.float32)
+        bits = tl.max(tl.max(largest_bits(w0, w1, w2, w3), axis=1), axis=0)
         scale = scale_of(bits, POW2)
-        codes = encode(w, scale, reciprocal_of(scale, bits, POW2), POW2)
-        tl.store(codes_ptr + offsets, codes, mask=mask)
+        reciprocal = reciprocal_of(scale, bits, POW2)
+        _store(codes_ptr, row, column, n, k, encode(w0, scale, reciprocal, POW2))
+        _store(codes_ptr, row + 1, column, n, k, encode(w1, scale, reciprocal, POW2))
+        _store(codes_ptr, row + 2, column, n, k, encode(w2, scale, reciprocal, POW2))
+        _store(codes_ptr, row + 3, column, n, k, encode(w3, scale, reciprocal, POW2))
         tl.store(scales_ptr + scale_offset, scale)
+        if TRANSPOSE:
+            words = encode_words(w0, w1, w2, w3, scale, reciprocal, POW2)
     else:
-        codes = tl.load(codes_ptr + offsets, mask=mask, other=0)
+        words = load_rows(codes_ptr, row, column, n, k).to(tl.int32)
+        words |= load_rows(codes_ptr, row + 1, column, n, k).to(tl.int32) << 8
+        words |= load_rows(codes_ptr, row + 2, column, n, k).to(tl.int32) << 16
+        words |= load_rows(codes_ptr, row + 3, column, n, k).to(tl.int32) << 24
         scale = tl.load(scales_ptr + scale_offset)
     if TRANSPOSE:
-        offsets_t = column.to(tl.int64)[:, None] * n + row[None, :]
-        tl.store(codes_t_ptr + offsets_t, tl.trans(codes), mask=(column < k)[:, None] & (row < n)[None, :])
+        words = tl.trans(words)
+        if WHOLE_WORDS:
+            word = tile_n * (GROUP // 4) + tl.arange(0, GROUP // 4)
+            _store(codes_t_ptr, column, word, k, words_per_row, words)
+        else:
+            _store(codes_t_ptr, column, row, k, n, words.to(tl.uint8))
+            _store(codes_t_ptr, column, row + 1, k, n, (words >> 8).to(tl.uint8))
+            _store(codes_t_ptr, column, row + 2, k, n, (words >> 16).to(tl.uint8))
+            _store(codes_t_ptr, column, row + 3, k, n, (words >> 24).to(tl.uint8))
         tl.store(scales_t_ptr + tile_k * tl.num_programs(1) + tile_n, scale)
+
+
+@triton.jit
+def _store(out_ptr, row, column, rows, columns, values):
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    tl.store(out_ptr + row.to(tl.int64)[:, None] * columns + column[None, :], values, mask=mask)
 
 
 def _empty_blocks(n: int, k: int, device: torch.device) -> BlockQuantized:
@@ -74,19 +108,22 @@ def _launch(
     w: torch.Tensor, weight: BlockQuantized, transposed: BlockQuantized, pow2: bool, quantise: bool, transpose: bool
 ) -> None:
     n, k = w.shape
+    whole_words = n % 4 == 0
     if w.numel():
         _quantize_128x128_kernel[(triton.cdiv(k, BLOCK), triton.cdiv(n, BLOCK))](
             w,
             weight.codes.view(torch.uint8),
             weight.scales,
-            transposed.codes.view(torch.uint8),
+            transposed.codes.view(torch.int32 if transpose and whole_words else torch.uint8),
             transposed.scales,
             n,
             k,
+            n // 4,
             POW2=pow2,
             QUANTISE=quantise,
             TRANSPOSE=transpose,
-            num_warps=_WARPS,
+            WHOLE_WORDS=whole_words,
+            **_LAUNCH,
         )
 
 

@@ -23,13 +23,11 @@ import triton.language as tl
 
 
 @triton.jit
-def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, rstd_ptr, eps,
-    K: tl.constexpr, TILE: tl.constexpr, RESIDUAL: tl.constexpr,
+def normalised_row(
+    x_ptr, residual_ptr, weight_ptr, total_ptr, rstd_ptr, row, column, mask, eps,
+    K: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, TILE)
-    mask = column < K
+    """Row ``row`` [TILE] of the result in BF16; stores the residual sum, where there is one, and the row's rstd."""
     x = tl.load(x_ptr + row * K + column, mask=mask, other=0.0)
     if RESIDUAL:
         residual = tl.load(residual_ptr + row * K + column, mask=mask, other=0.0)
@@ -38,9 +36,29 @@ def _rms_norm_kernel(
     values = x.to(tl.float32)
     mean = tl.sum(values * values, axis=0) / K
     rstd = 1.0 / tl.sqrt_rn(mean + eps)
-    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row * K + column, (values * rstd * weight).to(tl.bfloat16), mask=mask)
     tl.store(rstd_ptr + row, rstd)
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    return (values * rstd * weight).to(tl.bfloat16)
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, rstd_ptr, eps,
+    K: tl.constexpr, TILE: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, TILE)
+    mask = column < K
+    y = normalised_row(
+        x_ptr, residual_ptr, weight_ptr, total_ptr, rstd_ptr, row, column, mask, eps, K, RESIDUAL
+    )  # fmt: skip
+    tl.store(y_ptr + row * K + column, y, mask=mask)
+
+
+def tile_and_warps(k: int) -> tuple[int, int]:
+    """Of a program that sums a row of ``k``: the order of the sum follows from them."""
+    tile = triton.next_power_of_2(k)
+    return tile, min(max(tile // 512, 1), 16)
 
 
 def aligned_rows(x: torch.Tensor) -> torch.Tensor:
@@ -54,7 +72,7 @@ def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
     count, k = rows.shape
     y, total = torch.empty_like(rows), torch.empty_like(rows) if residual is not None else rows
     rstd = torch.empty(count, dtype=torch.float32, device=x.device)
-    tile = triton.next_power_of_2(k)
+    tile, warps = tile_and_warps(k)
     if count:
         _rms_norm_kernel[(count,)](
             rows,
@@ -67,7 +85,7 @@ def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
             K=k,
             TILE=tile,
             RESIDUAL=residual is not None,
-            num_warps=min(max(tile // 512, 1), 16),
+            num_warps=warps,
         )
     return y.view(x.shape), total.view(x.shape), rstd.view(x.shape[:-1])
 

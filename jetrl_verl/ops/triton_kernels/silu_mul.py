@@ -21,14 +21,29 @@ _TILE = 1024
 
 
 @triton.jit
+def product_of(gate, up):
+    """``silu(gate) * up`` in BF16 of BF16 tiles."""
+    gate, up = gate.to(tl.float32), up.to(tl.float32)
+    return (gate / (1.0 + tl.exp(-gate)) * up).to(tl.bfloat16)
+
+
+@triton.jit
+def gradients_of(dy, gate, up):
+    """Gradients of gate and up in BF16, of BF16 tiles."""
+    dy, gate, up = dy.to(tl.float32), gate.to(tl.float32), up.to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    dgate = dy * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    return dgate.to(tl.bfloat16), (dy * gate * sigmoid).to(tl.bfloat16)
+
+
+@triton.jit
 def _silu_mul_kernel(gate_ptr, up_ptr, y_ptr, columns, stride_gate, stride_up, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < columns
-    gate = tl.load(gate_ptr + row * stride_gate + column, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * stride_up + column, mask=mask, other=0.0).to(tl.float32)
-    y = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(y_ptr + row * columns + column, y.to(tl.bfloat16), mask=mask)
+    gate = tl.load(gate_ptr + row * stride_gate + column, mask=mask, other=0.0)
+    up = tl.load(up_ptr + row * stride_up + column, mask=mask, other=0.0)
+    tl.store(y_ptr + row * columns + column, product_of(gate, up), mask=mask)
 
 
 @triton.jit
@@ -38,16 +53,15 @@ def _silu_mul_backward_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < columns
-    gate = tl.load(gate_ptr + row * stride_gate + column, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * stride_up + column, mask=mask, other=0.0).to(tl.float32)
-    dy = tl.load(dy_ptr + row * columns + column, mask=mask, other=0.0).to(tl.float32)
-    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-    dgate = dy * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    tl.store(dgate_ptr + row * columns + column, dgate.to(tl.bfloat16), mask=mask)
-    tl.store(dup_ptr + row * columns + column, (dy * gate * sigmoid).to(tl.bfloat16), mask=mask)
+    gate = tl.load(gate_ptr + row * stride_gate + column, mask=mask, other=0.0)
+    up = tl.load(up_ptr + row * stride_up + column, mask=mask, other=0.0)
+    dy = tl.load(dy_ptr + row * columns + column, mask=mask, other=0.0)
+    dgate, dup = gradients_of(dy, gate, up)
+    tl.store(dgate_ptr + row * columns + column, dgate, mask=mask)
+    tl.store(dup_ptr + row * columns + column, dup, mask=mask)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def rows_of(x: torch.Tensor) -> torch.Tensor:
     """``[rows, columns]``, contiguous in its last dimension; halves of one tensor stay views."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
@@ -55,7 +69,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """See :func:`jetrl_verl.ops.silu_mul`."""
-    gate_rows, up_rows = _rows(gate), _rows(up)
+    gate_rows, up_rows = rows_of(gate), rows_of(up)
     count, columns = gate_rows.shape
     y = torch.empty((count, columns), dtype=torch.bfloat16, device=gate.device)
     if y.numel():
@@ -67,7 +81,7 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 def silu_mul_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of gate and up, BF16."""
-    gate_rows, up_rows = _rows(gate), _rows(up)
+    gate_rows, up_rows = rows_of(gate), rows_of(up)
     count, columns = gate_rows.shape
     dgate, dup = (torch.empty((count, columns), dtype=torch.bfloat16, device=gate.device) for _ in range(2))
     if dgate.numel():

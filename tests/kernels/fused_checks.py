@@ -1,0 +1,131 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What every operation that quantises its result must satisfy, on any device: the bits of the plain operation, the
+bytes of ``numerics``, and not a byte more or less written than its outputs have."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from contract_inputs import gaussian, heavy_tailed, inf_and_nan, masked_rows
+from quantiser_checks import assert_same_bytes
+
+from jetrl_verl import numerics
+from jetrl_verl.numerics import BlockQuantized
+from jetrl_verl.ops import triton_kernels
+from jetrl_verl.ops.triton_kernels.rms_norm_quantize import rms_norm_quantize_1x128
+from jetrl_verl.ops.triton_kernels.silu_mul_quantize import silu_mul_backward_quantize, silu_mul_quantize
+
+EPS = 1e-6
+INPUTS = (gaussian, heavy_tailed, inf_and_nan, masked_rows)
+_GUARD, _CANARY = 1024, 0xA5
+
+
+@contextmanager
+def canaries(monkeypatch) -> Iterator[None]:
+    """Every tensor that ``torch.empty`` makes inside the block starts as 0xA5 and lies between two guards of 1 KiB.
+
+    Checked at the end of the block: the guards. What is not written shows in the comparison with the reference.
+    """
+    buffers, empty = [], torch.empty
+
+    def guarded(*shape, dtype: torch.dtype, device) -> torch.Tensor:
+        shape = shape[0] if isinstance(shape[0], (tuple, list, torch.Size)) else shape
+        size = empty(shape, dtype=dtype, device="meta").nbytes
+        buffer = torch.full((size + 2 * _GUARD,), _CANARY, dtype=torch.uint8, device=device)
+        buffers.append(buffer)
+        return buffer[_GUARD : _GUARD + size].view(dtype).view(shape)
+
+    def guarded_like(x: torch.Tensor) -> torch.Tensor:
+        return guarded(x.shape, dtype=x.dtype, device=x.device)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", guarded)
+        patch.setattr(torch, "empty_like", guarded_like)
+        yield
+    assert buffers
+    for buffer in buffers:
+        for guard in (buffer[:_GUARD], buffer[-_GUARD:]):
+            assert (guard == _CANARY).all(), "written outside of an output"
+
+
+def assert_same_bits(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Equal shape, type and bits; NaN equals itself."""
+    assert (got.shape, got.dtype) == (want.shape, want.dtype)
+    assert torch.equal(*(x.contiguous().view(torch.uint8) for x in (got, want)))
+
+
+def bf16(case: Callable, m: int, k: int, device: str, seed: int = 0) -> torch.Tensor:
+    """``case(m, k)`` in BF16; another ``seed`` gives another order of its elements."""
+    x = case(m, k).to(torch.bfloat16)
+    return x.flatten().roll(7919 * seed).view(m, k).to(device)
+
+
+def check_norm(case: Callable, m: int, k: int, rule: str, device: str) -> None:
+    """Alone and behind a residual sum, with and without the BF16 rows."""
+    x, residual, weight = bf16(case, m, k, device), bf16(gaussian, m, k, device, 1), bf16(gaussian, 1, k, device, 2)[0]
+    for added in (None, residual):
+        # The sum comes from the plain kernel: Triton's interpreter truncates where torch, and a GPU, round to BF16.
+        summed = x if added is None else triton_kernels.add_rms_norm(x, added, weight, EPS)[1]
+        plain, rstd = triton_kernels.rms_norm(summed, weight, EPS)
+        codes = numerics.quantize_1x128(plain.cpu(), rule)
+        for with_normed in (True, False):
+            y, total, own_rstd, q = rms_norm_quantize_1x128(x, added, weight, EPS, rule, with_normed)
+            assert_same_bytes(q, codes)
+            assert_same_bits(own_rstd, rstd)
+            if with_normed:
+                assert_same_bits(y, plain)
+            else:
+                assert y is None
+            assert_same_bits(total, summed)
+
+
+def check_silu_mul(case: Callable, m: int, k: int, rule: str, device: str) -> None:
+    """Operands that are halves of one tensor, each combination of outputs."""
+    gate, up = torch.cat([bf16(case, m, k, device), bf16(gaussian, m, k, device, 1)], dim=1).chunk(2, dim=1)
+    plain = triton_kernels.silu_mul(gate, up)
+    rows, columns = numerics.quantize_1x128_and_128x1(plain.cpu(), rule)
+    for with_product in (True, False):
+        for with_columns in (True, False):
+            y, q, q_columns = silu_mul_quantize(gate, up, rule, with_product, with_columns)
+            assert_same_bytes(q, rows)
+            if with_product:
+                assert_same_bits(y, plain)
+            if with_columns:
+                assert_same_bytes(q_columns, columns)
+            assert (y is None, q_columns is None) == (not with_product, not with_columns)
+
+
+def check_silu_mul_backward(case: Callable, m: int, k: int, rule: str, device: str) -> None:
+    gate, up = torch.cat([bf16(gaussian, m, k, device), bf16(gaussian, m, k, device, 1)], dim=1).chunk(2, dim=1)
+    dy = bf16(case, m, k, device, 2)
+    wanted = [
+        q
+        for gradient in triton_kernels.silu_mul_backward(dy, gate, up)
+        for q in numerics.quantize_1x128_and_128x1(gradient.cpu(), rule)
+    ]
+    for got, want in zip(silu_mul_backward_quantize(dy, gate, up, rule), wanted, strict=True):
+        assert_same_bytes(got, want)
+
+
+CHECKS = (check_norm, check_silu_mul, check_silu_mul_backward)
+
+
+def codes_in(results) -> list[torch.Tensor]:
+    """All tensors of nested results, as bytes."""
+    if isinstance(results, torch.Tensor):
+        return [results.contiguous().view(torch.uint8)]
+    if isinstance(results, (tuple, list, BlockQuantized)):
+        return [tensor for each in results for tensor in codes_in(each)]
+    return []

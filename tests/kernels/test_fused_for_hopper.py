@@ -1,0 +1,110 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What the kernels that transpose, and the operations that quantise, become on Hopper, seen without one."""
+
+import re
+
+import pytest
+import triton
+from test_triton_for_hopper import ptx_for_hopper
+
+from jetrl_verl.kernels.triton_kernels.quantize_1x128_and_128x1 import _quantize_both_kernel
+from jetrl_verl.kernels.triton_kernels.quantize_128x128 import _quantize_128x128_kernel
+from jetrl_verl.kernels.triton_kernels.relayout_128x1 import _relayout_kernel
+from jetrl_verl.ops.triton_kernels.rms_norm import _rms_norm_kernel, tile_and_warps
+from jetrl_verl.ops.triton_kernels.rms_norm_quantize import _rms_norm_quantize_kernel
+from jetrl_verl.ops.triton_kernels.silu_mul_quantize import (
+    _silu_mul_backward_quantize_kernel,
+    _silu_mul_quantize_both_kernel,
+    _silu_mul_quantize_kernel,
+)
+
+BF16, FP32, CODES, WORDS = "*bf16", "*fp32", "*u8", "*i32"
+
+
+def types_of(kernel) -> dict[str, str]:
+    """Types of a kernel's arguments, by the names that this tree's kernels give them."""
+    words = {"column_codes_ptr", "dgate_column_codes_ptr", "dup_column_codes_ptr", "out_codes_ptr", "codes_t_ptr"}
+
+    def type_of(name: str) -> str:
+        if name in ("scales_t_ptr", "rstd_ptr") or name.endswith("scales_ptr"):
+            return FP32
+        if name in words:
+            return WORDS
+        if name.endswith("codes_ptr"):
+            return CODES
+        return BF16 if name.endswith("_ptr") else "fp32" if name == "eps" else "i32"
+
+    return {name: type_of(name) for name in kernel.arg_names}
+
+
+TRANSPOSING = {
+    "1x128 and 128x1": (_quantize_both_kernel, {"WITH_ROWS": True}),
+    "re-layout": (_relayout_kernel, {}),
+    "128x128 and transpose": (
+        _quantize_128x128_kernel,
+        {"QUANTISE": True, "TRANSPOSE": True, "WHOLE_WORDS": True},
+    ),
+    "SiLU-mul": (_silu_mul_quantize_both_kernel, {"WITH_Y": False}),
+    "SiLU-mul backward": (_silu_mul_backward_quantize_kernel, {}),
+}
+
+
+@pytest.mark.parametrize("pow2", [True, False])
+@pytest.mark.parametrize("name", TRANSPOSING)
+def test_codes_are_transposed_as_words_and_stored_16_bytes_at_a_time(name, pow2):
+    kernel, constants = TRANSPOSING[name]
+    ptx = ptx_for_hopper(kernel, types_of(kernel), constants | {"POW2": pow2}, num_warps=8)
+    assert "shared" in ptx
+    assert not re.search(r"(ld|st)\.shared\S*\.[bu](8|16)\b", ptx)
+    assert not re.search(r"(ld|st)\.global\S*\.[bu]8\b", ptx)
+    assert "st.global.v4.b32" in ptx
+    # SiLU divides, at full rate; the codes never do.
+    assert len(re.findall(r"div\.(rn|full)\.f32", ptx)) == {"SiLU-mul": 64, "SiLU-mul backward": 64}.get(name, 0)
+
+
+@pytest.mark.parametrize("with_y", [True, False])
+def test_silu_mul_reads_16_bytes_at_a_time(with_y):
+    constants = {"WITH_Y": with_y, "POW2": False, "GROUPS": 32}
+    ptx = ptx_for_hopper(_silu_mul_quantize_kernel, types_of(_silu_mul_quantize_kernel), constants, num_warps=4)
+    assert ptx.count("ld.global.v4.b32") == 8
+    assert not re.search(r"ld\.global\.b(8|16|32)\b", ptx)
+
+
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("k", [128, 1536, 4096, 5120, 12288])
+def test_a_norm_that_quantises_sums_its_rows_as_the_plain_one(monkeypatch, k, residual):
+    """The layout in which the squares are added fixes the order of the sum, hence its bits; so do the instructions."""
+    compiled, stock = [], triton.compile
+
+    def compile_and_keep(*args, **options):
+        compiled.append(stock(*args, **options))
+        return compiled[-1]
+
+    monkeypatch.setattr(triton, "compile", compile_and_keep)
+    tile, warps = tile_and_warps(k)
+
+    def sum_of_squares(kernel, **constants) -> tuple[str, list[str]]:
+        constants = {"K": k, "TILE": tile, "RESIDUAL": residual} | constants
+        ptx = ptx_for_hopper(kernel, types_of(kernel), constants, num_warps=warps)
+        ir = compiled[-1].asm["ttgir"]
+        name = re.search(rf"\(tensor<{tile}xf32, (#\w+)>\) -> f32", ir).group(1)
+        layout = re.search(rf"^{name} = (.*)$", ir, re.MULTILINE).group(1)
+        before_the_root = ptx[: ptx.index("sqrt")]
+        return layout, re.findall(r"\b((?:fma|mul|add|sub|div)\.[a-z.]*f32|shfl\.sync\.bfly)", before_the_root)
+
+    plain = sum_of_squares(_rms_norm_kernel)
+    assert "shfl.sync.bfly" in plain[1]
+    for with_y in (True, False):
+        assert sum_of_squares(_rms_norm_quantize_kernel, WITH_Y=with_y, POW2=False) == plain

@@ -1,0 +1,146 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Operations that quantise their result, and the quantisers that transpose, on a GPU: bits, bytes, edges, repeats."""
+
+from functools import partial
+
+import pytest
+import torch
+from contract_inputs import gaussian, heavy_tailed
+from fused_checks import CHECKS, EPS, INPUTS, bf16, canaries, codes_in
+from quantiser_checks import assert_same_bytes, check_all_quantisers
+
+from jetrl_verl import kernels, numerics, ops
+from jetrl_verl.kernels import triton_kernels
+from jetrl_verl.linear import JetLinear, remember_codes
+from jetrl_verl.numerics import SCALE_RULES
+from jetrl_verl.ops.rms_norm import add_rms_norm_quantize_1x128, rms_norm_quantize_1x128
+from jetrl_verl.ops.silu_mul import silu_mul_backward_quantize, silu_mul_quantize, silu_mul_quantize_1x128
+
+TOKENS = (1, 3, 127, 128, 129, 4096 + 5)
+COLUMNS = (128, 1536, 4096, 12288)
+OPERATIONS = (
+    "quantize_1x128_and_128x1",
+    "quantize_128x128_and_transpose",
+    "relayout_128x1",
+    "transpose_128x128",
+    "rms_norm_quantize_1x128",
+    "add_rms_norm_quantize_1x128",
+    "silu_mul_quantize_1x128",
+    "silu_mul_quantize",
+    "silu_mul_backward_quantize",
+)
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize("k", COLUMNS)
+@pytest.mark.parametrize("m", TOKENS)
+@pytest.mark.parametrize("check", CHECKS)
+def test_fused_operations_have_the_bits_of_the_plain_ones_and_the_bytes_of_numerics(monkeypatch, check, m, k, rule):
+    with canaries(monkeypatch):
+        check(gaussian, m, k, rule, "cuda")
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize("case", INPUTS)
+@pytest.mark.parametrize("check", CHECKS)
+def test_fused_operations_on_outliers_masked_rows_inf_and_nan(monkeypatch, check, case, rule):
+    with canaries(monkeypatch):
+        check(case, 300, 1536, rule, "cuda")
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize("k", COLUMNS)
+@pytest.mark.parametrize("m", TOKENS)
+def test_the_quantisers_write_their_outputs_and_nothing_else(monkeypatch, m, k, rule):
+    with canaries(monkeypatch):
+        check_all_quantisers(triton_kernels, heavy_tailed(m, k), rule, "cuda")
+
+
+def call_of(name: str, m: int, k: int, rule: str) -> partial:
+    """Operation ``name`` on fixed inputs."""
+    x, gate, up, residual = (bf16(gaussian, m, k, "cuda", seed) for seed in range(4))
+    weight = bf16(gaussian, 1, k, "cuda", 4)[0]
+    if name.startswith("quantize"):
+        return partial(getattr(kernels, name), x, rule)
+    return {
+        "relayout_128x1": partial(kernels.relayout_128x1, kernels.quantize_1x128(x, rule), rule),
+        "transpose_128x128": partial(kernels.transpose_128x128, kernels.quantize_128x128(x, rule)),
+        "rms_norm_quantize_1x128": partial(rms_norm_quantize_1x128, x, weight, EPS, rule),
+        "add_rms_norm_quantize_1x128": partial(
+            add_rms_norm_quantize_1x128, x, residual, weight, EPS, rule, with_normed=False
+        ),
+        "silu_mul_quantize_1x128": partial(silu_mul_quantize_1x128, gate, up, rule),
+        "silu_mul_quantize": partial(silu_mul_quantize, gate, up, rule, with_product=False, with_columns=True),
+        "silu_mul_backward_quantize": partial(silu_mul_backward_quantize, x, gate, up, rule),
+    }[name]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_twenty_repeats_are_equal_and_so_is_a_cuda_graph(name):
+    call = call_of(name, 4096 + 5, 4096, "fp32")
+    first = codes_in(call())
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(codes_in(call()), first, strict=True))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(codes_in(results), first, strict=True))
+
+
+def test_a_row_does_not_see_the_batch():
+    x, weight = bf16(gaussian, 4101, 4096, "cuda"), bf16(gaussian, 1, 4096, "cuda", 1)[0]
+    _, whole = rms_norm_quantize_1x128(x, weight, EPS, "fp32")
+    for count in (1, 7, 64, 1000):
+        rows = torch.randperm(4101, device="cuda")[:count]
+        _, some = rms_norm_quantize_1x128(x[rows], weight, EPS, "fp32")
+        assert_same_bytes(some, numerics.BlockQuantized(whole.codes[rows], whole.scales[rows]))
+
+
+def test_fake_results_agree_with_the_real_ones():
+    x, weight = bf16(gaussian, 130, 384, "cuda"), bf16(gaussian, 1, 384, "cuda")[0]
+    for name, arguments in (
+        ("rms_norm_quantize_1x128", (x, weight, EPS, "fp32")),
+        ("add_rms_norm_quantize_1x128", (x, x, weight, EPS, "fp32", False)),
+        ("silu_mul_quantize", (x, x, "fp32", True, True)),
+        ("silu_mul_backward_quantize", (x, x, x, "fp32")),
+    ):
+        torch.library.opcheck(getattr(torch.ops.jetrl, name), arguments, test_utils=("test_faketensor",))
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_layers_that_share_an_input_compute_what_they_compute_alone(rule):
+    torch.manual_seed(0)
+    layers = [
+        JetLinear.replace(torch.nn.Linear(1536, n, device="cuda"), scale_rule=rule, backward="fp8")
+        for n in (1536, 256, 256)
+    ]
+    x, weight = bf16(gaussian, 1000, 1536, "cuda"), bf16(gaussian, 1, 1536, "cuda")[0]
+    normed, codes = rms_norm_quantize_1x128(x, weight, EPS, rule)
+
+    def gradients(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        for layer in layers:
+            layer.weight.grad = None
+        outputs = [layer(each) for layer, each in zip(layers, inputs, strict=True)]
+        sum(y.float().square().sum() for y in outputs).backward()
+        return [*outputs, *(layer.weight.grad for layer in layers)]
+
+    apart = gradients([ops.rms_norm(x, weight, EPS).requires_grad_() for _ in layers])
+    together = gradients([normed.clone().requires_grad_()] * 3)
+    given = normed.clone().requires_grad_()
+    remember_codes(given, codes, rule)
+    for found in (together, gradients([given] * 3)):
+        assert all(torch.equal(a, b) for a, b in zip(found, apart, strict=True))

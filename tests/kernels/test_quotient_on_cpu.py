@@ -1,0 +1,98 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The proof behind "Quotients" in kernels/triton_kernels/_codec.py: one residual step gives every code of the division.
+
+With r = rn(1/s), q0 = rn(x r), e = rn(q0 s - x) and q1 = rn(q0 - e r), where rn rounds to FP32 and each line is one
+instruction, let u be the unit in the last place of x/s. |r s - 1| <= 2^-24, so q0 is within 2 u of x/s, e within one
+unit of s times u of its exact value, and what is rounded into q1 within 2^-22 u of x/s. So q1 differs from rn(x/s) only
+if x/s is within 2^-22 u of a midpoint of two FP32 neighbours, and their codes only if one of the two is a tie between
+E4M3 codes, a number T of five significant bits (fewer for subnormal codes).
+
+In integers, with 24-bit mantissas X of x and S of s, a 25-bit odd M for the midpoint and n = 23 or 24, that is
+
+    |X 2^(n + 1) - M S| <= 2 S 2^-22 < 8        M = 2 T +- 1 in units of half a u
+
+which for each of the few M and all 2^23 mantissas S says what X must be. Scaling x or s by a power of two changes no
+step, since nothing leaves the normal range, so this is every FP32 quotient there is.
+"""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from jetrl_verl.numerics import FP8_DTYPE
+
+MARGIN = 64
+"""Where the bound above says 8."""
+
+
+def rounded(value: Fraction) -> Fraction:
+    """To 24 significant bits, nearest, ties to even."""
+    magnitude = abs(value)
+    if magnitude == 0:
+        return value
+    exponent = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
+    exponent -= Fraction(2) ** exponent > magnitude
+    unit = Fraction(2) ** (exponent - 23)
+    return (1 if value > 0 else -1) * round(magnitude / unit) * unit
+
+
+def one_step(x: int, s: int) -> Fraction:
+    r = rounded(Fraction(1, s))
+    q = rounded(x * r)
+    return rounded(q - rounded(q * s - x) * r)
+
+
+def midpoints() -> list[int]:
+    """25-bit M of the two midpoints beside each tie between codes, whatever the exponent of the tie."""
+    ties = [t << 19 for t in range(16, 32)]
+    assert all(2**23 <= t < 2**24 for t in ties)
+    # Below a power of two the neighbours are half as far: its lower midpoint is the last one of the binade below.
+    return [2 * t + side if (t, side) != (2**23, -1) else 2**25 - 1 for t in ties for side in (1, -1)]
+
+
+def hard_quotients() -> list[tuple[int, int]]:
+    """Mantissas (X, S) whose quotient lies within the margin of such a midpoint."""
+    found = []
+    s = np.arange(2**23, 2**24, dtype=np.int64)
+    for m in midpoints():
+        products = s * m
+        for n in (23, 24):
+            near = np.nonzero(((products + MARGIN) & ((1 << (n + 1)) - 1)) <= 2 * MARGIN)[0]
+            found += [(int((products[i] + MARGIN) >> (n + 1)), int(s[i])) for i in near]
+    return [(x, s) for x, s in found if 2**23 <= x < 2**24]
+
+
+def test_ties_between_codes_have_five_significant_bits():
+    codes = torch.arange(127, dtype=torch.uint8).view(FP8_DTYPE).double()
+    for tie in ((codes[1:] + codes[:-1]) / 2).tolist():
+        numerator = Fraction(tie).numerator
+        odd_part = numerator // (numerator & -numerator)
+        assert odd_part.bit_length() <= 5
+
+
+@pytest.mark.timeout(120)
+def test_one_residual_step_rounds_to_the_divisions_side_in_every_hard_case():
+    cases = hard_quotients()
+    assert len(cases) == 1424
+    assert any(x % 2**16 == 0 for x, _ in cases), "BF16 numbers among them"
+    for x, s in cases:
+        assert one_step(x, s) == rounded(Fraction(x, s)), (x, s)
+
+
+def test_without_a_step_some_of_them_would_be_wrong():
+    cases = hard_quotients()[:200]
+    assert any(rounded(x * rounded(Fraction(1, s))) != rounded(Fraction(x, s)) for x, s in cases)

@@ -108,6 +108,8 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
         logits, tokens, temperature = ctx.saved_tensors
+        if logits.is_cuda:
+            return triton_kernels().log_probs_backward(gradient, logits, tokens, temperature), None, None
         scaled = gradient / temperature[:, None]
         dlogits = (logits / temperature[:, None]).softmax(dim=-1)
         dlogits.mul_(-scaled.sum(dim=-1, keepdim=True)).scatter_add_(1, tokens, scaled)

@@ -98,6 +98,20 @@ def test_log_probs(columns):
     assert (got - expected).abs().max() <= 1e-5 * max(1, expected.abs().max())
 
 
+@pytest.mark.parametrize(("columns", "asked"), [(1, 1), (99, 2), (9001, 1)])
+def test_gradient_of_log_probs(columns, asked):
+    logits = normal(5, columns + 3).float()[:, :columns] * 6
+    logits[:, columns // 2 + 1 :] = -torch.inf
+    tokens = torch.randint(0, columns // 2 + 1, (5, asked))
+    temperature = torch.tensor([0.3, 0.7, 1.0, 1.5, 2.0])
+    gradient = normal(5, asked, seed=3).float()
+    exact = logits.double().requires_grad_()
+    reference.log_probs(exact, tokens, temperature).backward(gradient.double())
+    got = triton_kernels.log_probs_backward(gradient, logits, tokens, temperature)
+    assert got.dtype == torch.float32
+    assert_close(got, exact.grad, 2**-16)
+
+
 def test_log_probs_of_a_row_with_nan_is_nan():
     logits = torch.zeros(2, 50)
     logits[1, 7] = torch.nan

@@ -20,7 +20,7 @@ import interpreter
 import pytest
 from test_triton_for_hopper import ptx_for_hopper
 
-from jetrl_verl.ops.triton_kernels.log_probs import TILE, _normaliser_kernel
+from jetrl_verl.ops.triton_kernels.log_probs import TILE, _gradient_kernel, _normaliser_kernel
 from jetrl_verl.ops.triton_kernels.logits import STAGES, TILE_K, TILE_M, TILE_N, WARPS, _logits_kernel
 from jetrl_verl.ops.triton_kernels.rms_norm import _rms_norm_kernel
 from jetrl_verl.ops.triton_kernels.rotary import _rotary_kernel
@@ -79,10 +79,19 @@ def test_logits_are_one_chain_of_matrix_instructions_into_one_accumulator():
             dict.fromkeys(("logits_ptr", "temperature_ptr", "highest_ptr", "log_sum_ptr"), FP32),
             {"TILE": TILE},
         ),
+        (
+            _gradient_kernel,
+            dict.fromkeys(
+                ("logits_ptr", "temperature_ptr", "highest_ptr", "log_sum_ptr", "total_ptr", "out_ptr"), FP32
+            ),
+            {"TILE": TILE},
+        ),
     ],
-    ids=["rotary", "silu_mul", "silu_mul_backward", "log_probs"],
+    ids=["rotary", "silu_mul", "silu_mul_backward", "log_probs", "log_probs_backward"],
 )
 def test_the_others_compile_for_hopper_and_nothing_is_added_atomically(kernel, types, constants):
-    ptx = ptx_for_hopper(kernel, types, constants, num_warps=8 if kernel is _normaliser_kernel else 4)
+    ptx = ptx_for_hopper(
+        kernel, types, constants, num_warps=8 if kernel in (_normaliser_kernel, _gradient_kernel) else 4
+    )
     assert ".entry" in ptx
     assert not re.search(r"\b(atom|red)\.", ptx)

@@ -18,10 +18,19 @@ from the width of a row alone, and nothing is chosen by the number of rows. Tile
 alignment of a row nor the number of rows specialises a kernel that sums.
 """
 
-from jetrl_verl.ops.triton_kernels.log_probs import log_probs
+from jetrl_verl.ops.triton_kernels.log_probs import log_probs, log_probs_backward
 from jetrl_verl.ops.triton_kernels.logits import logits
 from jetrl_verl.ops.triton_kernels.rms_norm import add_rms_norm, rms_norm
 from jetrl_verl.ops.triton_kernels.rotary import rotary
 from jetrl_verl.ops.triton_kernels.silu_mul import silu_mul, silu_mul_backward
 
-__all__ = ["add_rms_norm", "log_probs", "logits", "rms_norm", "rotary", "silu_mul", "silu_mul_backward"]
+__all__ = [
+    "add_rms_norm",
+    "log_probs",
+    "log_probs_backward",
+    "logits",
+    "rms_norm",
+    "rotary",
+    "silu_mul",
+    "silu_mul_backward",
+]

@@ -44,13 +44,64 @@ def _normaliser_kernel(logits_ptr, temperature_ptr, highest_ptr, log_sum_ptr, co
     tl.store(log_sum_ptr + row, tl.log(tl.sum(sums, axis=0)))
 
 
-def log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """See :func:`jetrl_verl.ops.log_probs`."""
+@triton.jit(do_not_specialize=["columns", "stride"])
+def _gradient_kernel(
+    logits_ptr, temperature_ptr, highest_ptr, log_sum_ptr, total_ptr, out_ptr, columns, stride, TILE: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < columns
+    x = tl.load(logits_ptr + row * stride + column, mask=mask, other=float("-inf"))
+    scaled = tl.div_rn(x, tl.load(temperature_ptr + row))
+    p = tl.exp(scaled - tl.load(highest_ptr + row) - tl.load(log_sum_ptr + row))
+    tl.store(out_ptr + row * columns + column, -tl.load(total_ptr + row) * p, mask=mask)
+
+
+def _normalisers(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Highest scaled logit and log of the sum of exponentials above it, FP32 ``[N, 1]`` each."""
     rows, columns = logits.shape
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
     highest, log_sum = (torch.empty((rows, 1), dtype=torch.float32, device=logits.device) for _ in range(2))
     if rows:
         _normaliser_kernel[(rows,)](
-            logits, temperature.contiguous(), highest, log_sum, columns, logits.stride(0), TILE=TILE, num_warps=WARPS
+            logits, temperature, highest, log_sum, columns, logits.stride(0), TILE=TILE, num_warps=WARPS
         )
+    return highest, log_sum
+
+
+def _whole_rows(logits: torch.Tensor) -> torch.Tensor:
+    return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
+def log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """See :func:`jetrl_verl.ops.log_probs`."""
+    logits = _whole_rows(logits)
+    highest, log_sum = _normalisers(logits, temperature.contiguous())
     return logits.gather(1, tokens) / temperature[:, None] - highest - log_sum
+
+
+def log_probs_backward(
+    gradient: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor
+) -> torch.Tensor:
+    """Gradient of the logits ``[N, V]`` FP32 from that of the log-probabilities ``[N, k]`` FP32.
+
+    One read and one write of ``N V`` numbers and nothing of that size beside them: with a large vocabulary a step's
+    memory peaks here.
+    """
+    logits = _whole_rows(logits)
+    rows, columns = logits.shape
+    temperature = temperature.contiguous()
+    scaled = gradient / temperature[:, None]
+    out = torch.empty((rows, columns), dtype=torch.float32, device=logits.device)
+    if rows:
+        _gradient_kernel[(rows, triton.cdiv(columns, TILE))](
+            logits,
+            temperature,
+            *_normalisers(logits, temperature),
+            scaled.sum(dim=1, keepdim=True),
+            out,
+            columns,
+            logits.stride(0),
+            TILE=TILE,
+            num_warps=WARPS,
+        )
+    return out.scatter_add_(1, tokens, scaled)

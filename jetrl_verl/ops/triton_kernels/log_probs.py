@@ -14,7 +14,8 @@
 """Log-probabilities of given tokens from FP32 logits: maximum and sum of exponentials of a row in one program.
 
 Each lane adds its own columns in ascending order, the lanes are added once at the end. Two reads of a row and no write
-but two numbers: the softmax itself never exists.
+but two numbers: the softmax itself never exists. Its gradient makes it again from the two numbers, once, where the
+result is written.
 """
 
 import torch

@@ -125,6 +125,9 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: torch.Tensor, *_):
         x, weight, rstd = ctx.saved_tensors
+        if x.is_cuda:
+            dx, dw = triton_kernels().rms_norm_backward(dy.to(torch.bfloat16), x, weight, rstd)
+            return dx, dw.to(weight.dtype), None, None
         rstd = rstd.unsqueeze(-1)
         normalised = x.float() * rstd
         dy = dy.float()

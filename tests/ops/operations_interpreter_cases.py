@@ -48,6 +48,19 @@ def test_rms_norm(shape):
     assert_close(y, reference.rms_norm(total.double(), weight.double(), EPS), BF16_STEP)
 
 
+@pytest.mark.parametrize("shape", [(1, 128), (9, 131), (1203, 128), (3, 5, 256), (2, 4096), (0, 64)])
+def test_gradient_of_rms_norm(shape):
+    x, dy, weight = normal(*shape), normal(*shape, seed=1), normal(shape[-1], seed=2)
+    exact = [t.double().requires_grad_() for t in (x, weight)]
+    reference.rms_norm(*exact, EPS).backward(dy.double())
+    rstd = (x.float().square().mean(-1) + EPS).rsqrt()
+    dx, dw = triton_kernels.rms_norm_backward(dy, x, weight, rstd)
+    assert_close(dx, exact[0].grad, BF16_STEP)
+    assert dw.dtype == torch.float32
+    error = (dw - exact[1].grad).abs().max()
+    assert error <= 1e-5 * exact[1].grad.abs().max()
+
+
 def test_rms_norm_of_unaligned_and_strided_rows():
     x, weight = normal(7, 3 * 129)[:, 129 : 2 * 129], normal(129, seed=2)
     y, _ = triton_kernels.rms_norm(x, weight, EPS)

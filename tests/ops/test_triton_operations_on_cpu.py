@@ -22,7 +22,7 @@ from test_triton_for_hopper import ptx_for_hopper
 
 from jetrl_verl.ops.triton_kernels.log_probs import TILE, _gradient_kernel, _normaliser_kernel
 from jetrl_verl.ops.triton_kernels.logits import STAGES, TILE_K, TILE_M, TILE_N, WARPS, _logits_kernel
-from jetrl_verl.ops.triton_kernels.rms_norm import _rms_norm_kernel
+from jetrl_verl.ops.triton_kernels.rms_norm import _backward_kernel, _rms_norm_kernel
 from jetrl_verl.ops.triton_kernels.rotary import _rotary_kernel
 from jetrl_verl.ops.triton_kernels.silu_mul import _silu_mul_backward_kernel, _silu_mul_kernel
 
@@ -31,7 +31,7 @@ BF16, FP32 = "*bf16", "*fp32"
 
 @pytest.mark.timeout(interpreter.SECONDS)
 def test_operations_under_the_interpreter():
-    interpreter.run_interpreted(Path(__file__).with_name("operations_interpreter_cases.py"), at_least=23)
+    interpreter.run_interpreted(Path(__file__).with_name("operations_interpreter_cases.py"), at_least=32)
 
 
 @pytest.mark.parametrize("k", [128, 4096])
@@ -68,6 +68,12 @@ def test_logits_are_one_chain_of_matrix_instructions_into_one_accumulator():
             dict.fromkeys(("x_ptr", "cos_sin_ptr", "y_ptr"), BF16),
             {"HEADS": 32, "HEADS_TILE": 32, "HALF": 64, "INVERSE": False},
         ),
+        (
+            _backward_kernel,
+            dict.fromkeys(("dy_ptr", "x_ptr", "weight_ptr", "dx_ptr"), BF16)
+            | dict.fromkeys(("rstd_ptr", "dw_ptr"), FP32),
+            {"K": 128, "TILE": 128, "ROWS": 16},
+        ),
         (_silu_mul_kernel, dict.fromkeys(("gate_ptr", "up_ptr", "y_ptr"), BF16), {"TILE": 1024}),
         (
             _silu_mul_backward_kernel,
@@ -87,7 +93,7 @@ def test_logits_are_one_chain_of_matrix_instructions_into_one_accumulator():
             {"TILE": TILE},
         ),
     ],
-    ids=["rotary", "silu_mul", "silu_mul_backward", "log_probs", "log_probs_backward"],
+    ids=["rotary", "rms_norm_backward", "silu_mul", "silu_mul_backward", "log_probs", "log_probs_backward"],
 )
 def test_the_others_compile_for_hopper_and_nothing_is_added_atomically(kernel, types, constants):
     ptx = ptx_for_hopper(

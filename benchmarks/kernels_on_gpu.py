@@ -11,123 +11,55 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""The kernels room on one GPU: are the results right, and how far from the hardware's limits are the times.
+"""The kernels room on one GPU: are the results right, may backends share an entry of the table, which tiles are best.
 
-    PYTHONPATH=. python3 benchmarks/kernels_on_gpu.py --out kernels.json           # about 6 minutes
-    ... --deep-gemm          also times vLLM's DeepGEMM, which compiles every shape first (minutes more)
-    ... --skip-tests         timings and bit comparisons only
+    PYTHONPATH=. python3 benchmarks/kernels_on_gpu.py --out kernels.json
+    ... --deep-gemm          also compares vLLM's DeepGEMM, which compiles every shape first (minutes more)
+    ... --skip-tests         bit comparisons only
+    ... --sweep              also tiles of the Triton GEMM, warps and registers of the kernels on 128 x 128 tiles
 
-Needs torch, triton and pytest; backends of packages that are missing are left out of the tables and named.
+Needs torch, triton and pytest; backends of packages that are missing are left out and named. How fast the kernels are,
+beside what else is installed, is `jetrl bench`'s (docs/bench.md).
 
 Checks are the tests of ``tests/kernels/*_on_gpu.py``, run in their own process. Bit comparisons then say, for every
 backend, whether a row keeps its bits in every batch and whether they are the Triton kernel's: two backends may share an
-entry of the dispatch table only where both say yes. Times are medians of replays of a captured CUDA graph between
-device events, with other data in the L2 cache before each. Quantisers count the bytes that they must move, against a
-copy of 1 GiB by the multiprocessors in the same run; GEMMs count 2 M N K operations, against the BF16 product.
+entry of the dispatch table only where both say yes.
 
 Exit code 1 if a test fails, if a backend of the table differs from its neighbours, or if nothing was tested.
 """
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
-from importlib.util import find_spec
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from jetrl_verl import kernels
+from jetrl_verl.bench import BenchError, data, quant
+from jetrl_verl.bench.contenders import Contender, draw
+from jetrl_verl.bench.gemm import rotated
+from jetrl_verl.bench.machine import Machine, this_machine
+from jetrl_verl.bench.shapes import MODELS, Problem
 from jetrl_verl.kernels.dispatch import backend_of
 from jetrl_verl.numerics import BlockQuantized
 
 ROOT = Path(__file__).parents[1]
-QWEN3_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
-ROWS = (1, 2, 7, 8, 16, 63, 64, 65, 128, 129, 1000, 4096)
-TIMED_ROWS = (8, 64, 4096, 16384)
-TIMED_TOKENS = (4096, 16384)
-EXTERNAL = ("vllm_cutlass", "cublaslt", "deep_gemm")
+QWEN3_8B = MODELS["qwen3-8b"]
+ROWS = (1, 2, 7, 8, 16, 33, 63, 64, 65, 128, 129, 1000, 4096)
+BACKENDS = ("native", "vllm_cutlass", "cublaslt", "deep_gemm")
 # Beside the kernel's own tiles: candidates (BLOCK_M, BLOCK_N, warps, stages) that might replace them.
 EXTRA_TILES = ((128, 128, 8, 3), (128, 128, 4, 4), (64, 128, 4, 3), (128, 64, 4, 4), (64, 64, 4, 8), (64, 32, 4, 6))
+LAUNCHES = ((4, None), (8, None), (8, 128), (8, 80), (16, None), (16, 64))
+"""Warps, and the most registers a thread may have."""
 
 console = Console(width=120)
-
-
-def capture(function: Callable, *args, **kwargs) -> torch.cuda.CUDAGraph:
-    """The call as a CUDA graph; its results live as long as the graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        function(*args, **kwargs)  # compiles, and lets libraries allocate their workspaces outside the capture
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function(*args, **kwargs)
-    return graph
-
-
-class Timer:
-    """Median microseconds of a call, cold in L2: replays of its CUDA graph between events."""
-
-    def __init__(self, repeats: int):
-        self.repeats = repeats
-        l2 = torch.cuda.get_device_properties(0).L2_cache_size
-        self.flush = torch.empty(4 * l2, dtype=torch.uint8, device="cuda")
-
-    def _measure(self, replays: dict[str, Callable[[int], None]], before: Callable[[], object]) -> dict[str, float]:
-        """Medians over ``repeats`` rounds in which every contender has its turn; ``before`` runs before each turn."""
-        events = {
-            name: [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.repeats)]
-            for name in replays
-        }
-        for warm_up in range(3):
-            for replay in replays.values():
-                replay(warm_up)
-        for turn in range(self.repeats):
-            for name, replay in replays.items():
-                start, end = events[name][turn]
-                before()
-                start.record()
-                replay(turn)
-                end.record()
-        torch.cuda.synchronize()
-        return {
-            name: 1000 * statistics.median(start.elapsed_time(end) for start, end in pairs)
-            for name, pairs in events.items()
-        }
-
-    def __call__(self, function: Callable, *args, **kwargs) -> float:
-        graph = capture(function, *args, **kwargs)
-        return self._measure({"": lambda turn: graph.replay()}, self.flush.zero_)[""]
-
-    def interleaved(self, contenders: dict[str, list[Callable[[], object]]]) -> dict[str, float]:
-        """Medians of several contenders in turns, each a list of one call on buffers of its own.
-
-        Nothing is flushed, since dirty lines that a flush leaves would be written back while the contender runs: the
-        buffers of a list must be so many that one is out of L2 when its turn comes again.
-        """
-        graphs = {name: [capture(call) for call in calls] for name, calls in contenders.items()}
-
-        def replay_of(own: list[torch.cuda.CUDAGraph]) -> Callable[[int], None]:
-            return lambda turn: own[turn % len(own)].replay()
-
-        return self._measure({name: replay_of(own) for name, own in graphs.items()}, lambda: None)
-
-
-def normal(m: int, k: int) -> torch.Tensor:
-    return torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
-
-
-def operands(m: int, n: int, k: int, b_block_scaled: bool) -> tuple[BlockQuantized, BlockQuantized]:
-    quantise_b = kernels.quantize_128x128 if b_block_scaled else kernels.quantize_1x128
-    return kernels.quantize_1x128(normal(m, k), "fp32"), quantise_b(normal(n, k), "fp32")
 
 
 def rows_of(q: BlockQuantized, m: int) -> BlockQuantized:
@@ -157,12 +89,14 @@ def run_tests() -> dict:
     return {"passed": len(cases) - len(failed) - skipped, "skipped": skipped, "failed": failed}
 
 
-def compare_bits(name: str, operation: str) -> dict:
+def compare_bits(name: str, operation: str, device: torch.device) -> dict:
     """Batch sizes at which a row's bits change under backend ``name``, and at which they are not Triton's."""
     backend, b_block_scaled = backend_of(name), operation == "gemm_nt_128x128"
     served, changing, differing = 0, set(), set()
     for n, k in QWEN3_8B.values():
-        a, b = operands(max(ROWS), n, k, b_block_scaled)
+        quantise_b = kernels.quantize_128x128 if b_block_scaled else kernels.quantize_1x128
+        a = kernels.quantize_1x128(data.activations(max(ROWS), k, device), "fp32")
+        b = quantise_b(data.weights(n, k, device), "fp32")
         if name != "triton" and not backend.serves(a, b, b_block_scaled=b_block_scaled):
             continue
         want = backend_of("triton").gemm_nt(a, b, b_block_scaled=b_block_scaled)
@@ -178,7 +112,7 @@ def compare_bits(name: str, operation: str) -> dict:
     return {"served": served, "rows_change_at_m": sorted(changing), "differs_from_triton_at_m": sorted(differing)}
 
 
-def compare_all_bits(names: list[str]) -> list[dict]:
+def compare_all_bits(names: list[str], device: torch.device) -> list[dict]:
     """One record per backend and operation; a backend that raises is recorded with its error, and the others go on."""
     records = []
     for operation in ("gemm_nt_128x128", "gemm_nt_1x128"):
@@ -186,7 +120,7 @@ def compare_all_bits(names: list[str]) -> list[dict]:
         for name in names:
             record = {"operation": operation, "backend": name, "in_table": name in entry}
             try:
-                record |= compare_bits(name, operation)
+                record |= compare_bits(name, operation, device)
             except (RuntimeError, ValueError, AssertionError) as error:
                 record |= {"error": str(error).splitlines()[0][:200]}
             records.append(record)
@@ -198,131 +132,77 @@ def entry_holds(record: dict) -> bool:
     return not (record.get("error") or record["rows_change_at_m"] or record["differs_from_triton_at_m"])
 
 
-def copy_bandwidth(timer: Timer) -> float:
-    """Bytes per second, read plus written, of an elementwise kernel over 1 GiB.
-
-    Not ``copy_``: inside a graph that is the copy engine's, which is slower than the multiprocessors (2.76 TB/s).
-    """
-    source = torch.empty(1 << 28, dtype=torch.int32, device="cuda").random_()
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / (timer(torch.bitwise_not, source, out=target) * 1e-6)
+def available(name: str) -> bool:
+    """Whether this machine has the backend."""
+    backend = backend_of(name)
+    return backend.unavailable() is None if name == "native" else backend.available()
 
 
-def time_quantisers(timer: Timer, bandwidth: float) -> list[dict]:
-    records = []
-    for m, k in ((16384, 4096), (16384, 12288), (16000, 4096), (64, 4096)):
-        x = normal(m, k)
-        for rule in ("fp32", "pow2"):
-            q = kernels.quantize_1x128(x, rule)
-            weight = kernels.quantize_128x128(x, rule)
-            calls = {
-                "quantize_1x128": (3, x, rule),
-                "quantize_128x1": (3, x, rule),
-                "quantize_1x128_and_128x1": (4, x, rule),
-                "relayout_128x1": (2, q, rule),
-                "quantize_128x128": (3, x, rule),
-                "quantize_128x128_and_transpose": (4, x, rule),
-                "transpose_128x128": (2, weight),
-            }
-            for operation, (bytes_per_element, *arguments) in calls.items():
-                microseconds = timer(getattr(kernels, operation), *arguments)
-                share = bytes_per_element * m * k / (microseconds * 1e-6) / bandwidth
-                records.append(
-                    {"operation": operation, "m": m, "k": k, "rule": rule, "us": microseconds, "share": share}
-                )
-    return records
-
-
-def time_gemms(timer: Timer, names: list[str]) -> list[dict]:
-    """FProp / DGrad shapes, BF16 out; ``linear`` is the forward as called: quantise X, then the table's backend."""
-    records = []
-    for layer, (n, k) in QWEN3_8B.items():
-        w = normal(n, k)
-        weight = kernels.quantize_128x128(w, "fp32")
-        for m in TIMED_ROWS:
-            x = normal(m, k)
-            a = kernels.quantize_1x128(x, "fp32")
-            times = {"bf16": timer(torch.matmul, x, w.t())}
-            for name in names:
-                backend = backend_of(name)
-                if name == "triton" or backend.serves(a, weight, b_block_scaled=True):
-                    times[name] = timer(backend.gemm_nt, a, weight, b_block_scaled=True)
-            times["linear"] = timer(kernels.fprop, x, weight.codes, weight.scales, None, "fp32")
-            records.append({"layer": layer, "m": m, "n": n, "k": k, "us": times})
-    return records
-
-
-def time_wgrad(timer: Timer, names: list[str]) -> list[dict]:
-    records = []
-    for layer, (n, k) in QWEN3_8B.items():
-        for tokens in TIMED_TOKENS:
-            dy, x = normal(tokens, n), normal(tokens, k)
-            a, b = kernels.quantize_128x1(dy, "fp32"), kernels.quantize_128x1(x, "fp32")
-            times = {"bf16": timer(torch.matmul, dy.t(), x)}
-            for name in names:
-                backend = backend_of(name)
-                if name == "triton" or backend.serves(a, b, b_block_scaled=False):
-                    times[name] = timer(backend.gemm_nt, a, b, b_block_scaled=False)
-            records.append({"layer": layer, "m": n, "n": k, "k": tokens, "us": times})
-    return records
-
-
-def sweep_tiles(timer: Timer) -> list[dict]:
+def sweep_tiles(machine: Machine) -> list[dict]:
     """Microseconds of every tile shape of the Triton GEMM, for choosing ``TILES`` and the order they are tried in."""
     triton_kernels = backend_of("triton")
     records = []
-    for b_block_scaled, m, n, k in (
-        (True, 8, 4096, 4096),
-        (True, 64, 24576, 4096),
-        (True, 512, 4096, 12288),
-        (True, 16384, 6144, 4096),
-        (False, 6144, 4096, 16384),
+    for what, m, n, k in (
+        ("decode", 8, 4096, 4096),
+        ("decode", 64, 24576, 4096),
+        ("fprop", 512, 4096, 12288),
+        ("fprop", 16384, 6144, 4096),
+        ("wgrad", 6144, 4096, 16384),
     ):
-        a, b = operands(m, n, k, b_block_scaled)
-        times = {}
+        problem = Problem(what, "", "", m, n, k)
+        x, calls = draw(problem, machine.device), {}
         for tile in dict.fromkeys((*triton_kernels.TILES, *EXTRA_TILES)):
-            microseconds = timer(triton_kernels.gemm_nt, a, b, b_block_scaled=b_block_scaled, tile=tile)
-            times["x".join(map(str, tile))] = microseconds
-        records.append({"b_block_scaled": b_block_scaled, "m": m, "n": n, "k": k, "us": times})
+            gemm = partial(triton_kernels.gemm_nt, b_block_scaled=problem.b_block_scaled, tile=tile)
+            name = "x".join(map(str, tile))
+            contender = Contender(name, lambda: None, lambda problem, x, gemm=gemm: partial(gemm, x.a, x.b))
+            calls[name] = rotated(machine, contender, problem, x)
+        times = machine.timer.interleaved(calls)
+        records.append({"name": f"tiles {what} {m} x {n} x {k}", "us": {name: us.median for name, us in times.items()}})
+        machine.clear()
     return records
 
 
-def gemm_table(title: str, records: list[dict]) -> Table:
-    names = list(dict.fromkeys(name for record in records for name in record["us"]))
-    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
-    for heading in ("layer", "M", "N", "K", *names):
-        table.add_column(heading, justify="left" if heading == "layer" else "right")
-    for record in records:
-        operations = 2 * record["m"] * record["n"] * record["k"]
-        cells = []
-        for name in names:
-            microseconds = record["us"].get(name)
-            rate = f" ({operations / microseconds / 1e6:.0f})" if microseconds else ""
-            cells.append(f"{microseconds:.1f}{rate}" if microseconds else "-")
-        table.add_row(record["layer"], *(str(record[d]) for d in ("m", "n", "k")), *cells)
-    return table
+def sweep_launches(machine: Machine) -> list[dict]:
+    """Microseconds of each kernel on a tile of 128 x 128 under other numbers of warps and registers, for choosing its
+    ``_LAUNCH``."""
+    m, k = 16384, QWEN3_8B["qkv"][1]
+    of_kernels, of_operations = "jetrl_verl.kernels.triton_kernels.", "jetrl_verl.ops.triton_kernels."
+    constants = {
+        "quantize_1x128_and_128x1": (of_kernels + "quantize_1x128_and_128x1", "_LAUNCH"),
+        "relayout_128x1": (of_kernels + "relayout_128x1", "_LAUNCH"),
+        "quantize_128x128": (of_kernels + "quantize_128x128", "_LAUNCH"),
+        "quantize_128x128_and_transpose": (of_kernels + "quantize_128x128", "_LAUNCH"),
+        "silu_mul_quantize, both layouts": (of_operations + "silu_mul_quantize", "_LAUNCH_BOTH"),
+        "silu_mul_backward_quantize": (of_operations + "silu_mul_quantize", "_LAUNCH_BACKWARD"),
+    }
+    operations = {}
+    for group in (quant.quantisers, quant.weights, quant.activations):
+        operations |= group(m, k, "fp32", machine.device)
+    records = []
+    for name, (module_name, constant) in constants.items():
+        module, operation = import_module(module_name), operations[name]
+
+        def make(operation: quant.Operation = operation):
+            return partial(operation.run, *operation.operands())
+
+        own, calls = getattr(module, constant), {}
+        for warps, registers in LAUNCHES:
+            setattr(module, constant, {"num_warps": warps} | ({"maxnreg": registers} if registers else {}))
+            label = f"{warps} warps" + (f", {registers} registers" if registers else "")
+            # A graph keeps the launch that it was captured with.
+            calls[label] = machine.timer.captured(label, machine.timer.rotated(make, operation.bytes * m * k))
+        setattr(module, constant, own)
+        with torch.no_grad():
+            times = machine.timer.interleaved(calls, graphs=False)
+        records.append({"name": f"{name}, now {own}", "us": {label: us.median for label, us in times.items()}})
+        machine.clear()
+    return records
 
 
 def print_report(result: dict) -> None:
-    quantisers = Table(
-        title="quantisers: us (% of copy bandwidth), fp32 rule | pow2 rule", box=SIMPLE_HEAD, pad_edge=False
-    )
-    shapes = list(dict.fromkeys((r["m"], r["k"]) for r in result["quantisers"]))
-    for heading in ("operation", *(f"{m} x {k}" for m, k in shapes)):
-        quantisers.add_column(heading)
-    for operation in dict.fromkeys(r["operation"] for r in result["quantisers"]):
-        cells = []
-        for m, k in shapes:
-            found = [r for r in result["quantisers"] if (r["operation"], r["m"], r["k"]) == (operation, m, k)]
-            cells.append(" | ".join(f"{r['us']:.0f} ({100 * r['share']:.0f})" for r in found))
-        quantisers.add_row(operation, *cells)
-    console.print(quantisers)
-    console.print(gemm_table("FProp / DGrad: us (TFLOP/s); linear = quantise X + the table's backend", result["gemms"]))
-    console.print(gemm_table("WGrad: us (TFLOP/s)", result["wgrad"]))
-    for record in result["tiles"]:
-        times = ", ".join(f"{tile} {us:.1f}" for tile, us in sorted(record["us"].items(), key=lambda item: item[1])[:5])
-        kind = "128x128" if record["b_block_scaled"] else "1x128"
-        console.print(f"tiles {record['m']} x {record['n']} x {record['k']} ({kind}): {times}", highlight=False)
+    for record in result["sweeps"]:
+        times = ", ".join(f"{name} {us:.1f}" for name, us in sorted(record["us"].items(), key=lambda item: item[1])[:6])
+        console.print(f"{record['name']}, us: {times}", highlight=False, markup=False)
     for record in result["bits"]:
         line = f"bits {record['operation']} {record['backend']}{' (in the table)' if record['in_table'] else ''}: "
         if "error" in record:
@@ -346,40 +226,30 @@ def print_report(result: dict) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where the JSON goes")
-    parser.add_argument("--repeats", type=int, default=30, help="replays per timing")
+    parser.add_argument("--repeats", type=int, default=20, help="rounds of a sweep")
     parser.add_argument(
         "--deep-gemm", action="store_true", help="also DeepGEMM, which compiles every shape for minutes"
     )
     parser.add_argument("--skip-tests", action="store_true", help="leave the tests out")
+    parser.add_argument("--sweep", action="store_true", help="also time other tiles and launches")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("benchmarks/kernels_on_gpu.py needs an NVIDIA GPU and torch finds none.")
+    try:
+        machine = this_machine(args.repeats)
+    except BenchError as error:
+        sys.exit(str(error))
 
-    torch.manual_seed(0)
     tests = None if args.skip_tests else run_tests()
-    wanted = [name for name in EXTERNAL if name != "deep_gemm" or args.deep_gemm]
-    missing = [name for name in wanted if not backend_of(name).available()]
+    wanted = [name for name in BACKENDS if name != "deep_gemm" or args.deep_gemm]
+    missing = [name for name in wanted if not available(name)]
     names = ["triton", *(name for name in wanted if name not in missing)]
-    timer = Timer(args.repeats)
-    bandwidth = copy_bandwidth(timer)
-    bits = compare_all_bits(names)
+    bits = compare_all_bits(names, machine.device)
     entries_hold = all(entry_holds(record) for record in bits if record["in_table"])
-    names = [name for name in names if not any("error" in r for r in bits if r["backend"] == name)]
-    result = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": __import__("triton").__version__,
-        "vllm_present": find_spec("vllm") is not None,
-        "backends": kernels.describe_backends("cuda"),
+    result = machine.facts() | {
         "missing": missing,
         "tests": tests,
-        "copy_bandwidth": bandwidth,
         "bits": bits,
         "entries_hold": entries_hold,
-        "quantisers": time_quantisers(timer, bandwidth),
-        "gemms": time_gemms(timer, names),
-        "wgrad": time_wgrad(timer, names),
-        "tiles": sweep_tiles(timer),
+        "sweeps": [*sweep_tiles(machine), *sweep_launches(machine)] if args.sweep else [],
     }
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -11,50 +11,41 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""The native Hopper GEMMs on one GPU: does every variant run, are its bits right, and how fast is it. About 90 s.
+"""The native Hopper GEMMs on one GPU, for a new kernel's first run: does every variant run, and which plan is fastest.
 
     PYTHONPATH=. timeout 300 python3 benchmarks/native_gemm_on_gpu.py --out native.json
-    ... --deep-gemm      also vLLM's DeepGEMM, which compiles every shape first (minutes more)
     ... --sweep          also every plan on some shapes, for choosing tiles, clusters and turns
-    ... --smoke-only     stop after the first part
 
-First every variant once on a small problem, in a process of its own and with the debug build (bounded waits): a
-variant that hangs or is wrong is named, with what its warps waited for, and nothing else is run. Then bits against
-Triton's kernel on the four Qwen3-8B linears. Then times: medians of replays of a captured CUDA graph between events,
-other data in the L2 cache before each, us and TFLOP/s, beside the floor: weight and activation bytes at the measured
-copy bandwidth, or operations at the dense FP8 rate of the datasheet (1979 TFLOP/s), whichever is longer.
+Every variant once on a small problem, in a process of its own and with the debug build (bounded waits): a variant that
+hangs or is wrong is named, with what its warps waited for, and nothing is timed. Bits at many row counts are
+benchmarks/kernels_on_gpu.py's, times beside other packages `jetrl bench gemm`'s (docs/bench.md).
 
-Exit code 1 if a variant fails, if bits differ, or if the library is missing.
+Exit code 1 if a variant fails or the library is missing.
 """
 
 import argparse
 import json
-import math
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
-from kernels_on_gpu import QWEN3_8B, Timer, copy_bandwidth, normal, operands, rows_of
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
-from jetrl_verl import kernels
+from jetrl_verl.bench import BenchError
+from jetrl_verl.bench.contenders import Contender, draw
+from jetrl_verl.bench.gemm import rotated
+from jetrl_verl.bench.machine import Machine, this_machine
+from jetrl_verl.bench.shapes import MODELS, Problem
 from jetrl_verl.kernels import native
-from jetrl_verl.kernels.dispatch import backend_of
 from jetrl_verl.kernels.native import Plan
 from jetrl_verl.numerics import BlockQuantized
 
-FP8_RATE = 1979e12
 TILES = [(block_m, cluster, ordered) for block_m in (256, 128) for cluster in (1, 2) for ordered in (0, 1)]
 DECODE_CLUSTERS = {8: (1,), 16: (1, 2), 32: (1, 2), 64: (1, 2, 4), 128: (1, 4)}
 DECODE_ROWS = (16, 24, 32, 48, 64, 96, 128)
-TRAINING_ROWS = (4096, 16384)
-TOKENS = (8192, 16384)
-DECODE_BATCHES = (1, 8, 16, 32, 64, 128)
-CHECKED_ROWS = (1, 8, 33, 64, 65, 128, 129, 1000, 4096)
 
 console = Console(width=140)
 
@@ -133,129 +124,34 @@ def smoke(seconds: int) -> list[dict]:
     return records
 
 
-def compare_bits() -> list[dict]:
-    """Batch sizes at which native's bits are not Triton's; empty lists are what we want."""
-    records = []
-    for layer, (n, k) in QWEN3_8B.items():
-        a, b = operands(max(CHECKED_ROWS), n, k, True)
-        want = backend_of("triton").gemm_nt(a, b, b_block_scaled=True)
-        differing = []
-        for m in CHECKED_ROWS:
-            got = native.gemm_nt(rows_of(a, m), b, b_block_scaled=True)
-            differing += [] if torch.equal(got, want[:m]) else [m]
-        a, b = operands(n, k, 2048, False)
-        want = backend_of("triton").gemm_nt(a, b, b_block_scaled=False)
-        wgrad = torch.equal(native.gemm_nt(a, b, b_block_scaled=False), want)
-        records.append({"layer": layer, "differs_at_m": differing, "wgrad_equal": wgrad})
-    return records
+def time_plans(machine: Machine, problem: Problem, plans: list[Plan]) -> dict:
+    """Microseconds of each plan, in turns."""
+    x, calls = draw(problem, machine.device), {}
+    for plan in plans:
+        gemm = partial(native.gemm_nt, b_block_scaled=problem.b_block_scaled, plan=plan)
+        name = str(tuple(plan))
+        contender = Contender(name, lambda: None, lambda problem, x, gemm=gemm: partial(gemm, x.a, x.b))
+        calls[name] = rotated(machine, contender, problem, x)
+    times = machine.timer.interleaved(calls)
+    machine.clear()
+    return problem._asdict() | {"us": {name: us.median for name, us in times.items()}}
 
 
-def floor_us(m: int, n: int, k: int, out_bytes: int, bandwidth: float) -> float:
-    return 1e6 * max((m * k + n * k + m * n * out_bytes) / bandwidth, 2 * m * n * k / FP8_RATE)
-
-
-def time_forward(timer: Timer, names: list[str], bandwidth: float, batches: tuple[int, ...]) -> list[dict]:
-    records = []
-    for layer, (n, k) in QWEN3_8B.items():
-        w = normal(n, k)
-        weight = kernels.quantize_128x128(w, "fp32")
-        for m in batches:
-            x = normal(m, k)
-            a = kernels.quantize_1x128(x, "fp32")
-            times = {"bf16": timer(torch.matmul, x, w.t())}
-            for name in names:
-                backend = backend_of(name)
-                if name == "triton" or backend.serves(a, weight, b_block_scaled=True):
-                    times[name] = timer(backend.gemm_nt, a, weight, b_block_scaled=True)
-            times["native"] = timer(native.gemm_nt, a, weight, b_block_scaled=True)
-            floor = floor_us(m, n, k, 2, bandwidth)
-            records.append({"layer": layer, "m": m, "n": n, "k": k, "floor": floor, "us": times})
-    return records
-
-
-def time_wgrad(timer: Timer, bandwidth: float) -> list[dict]:
-    records = []
-    for layer, (n, k) in QWEN3_8B.items():
-        for tokens in TOKENS:
-            a, b = operands(n, k, tokens, False)
-            buffer = torch.zeros(n, k, device="cuda")
-            dy, x = normal(tokens, n), normal(tokens, k)
-            times = {"bf16": timer(torch.matmul, dy.t(), x)}
-            times["native bf16"] = timer(native.gemm_nt, a, b, b_block_scaled=False)
-            fp32 = {"b_block_scaled": False, "out_dtype": torch.float32, "out": buffer}
-            times["native fp32"] = timer(native.gemm_nt, a, b, **fp32)
-            times["native fp32 +="] = timer(native.gemm_nt, a, b, **fp32, accumulate=True)
-            floor = floor_us(n, k, tokens, 2, bandwidth)
-            records.append({"layer": layer, "m": n, "n": k, "k": tokens, "floor": floor, "us": times})
-    return records
-
-
-def sweep(timer: Timer) -> list[dict]:
-    """Microseconds of every plan, best first."""
+def sweep(machine: Machine) -> list[dict]:
+    """Every plan on some shapes."""
     records = []
     for m, n, k in ((4096, 6144, 4096), (16384, 4096, 12288), (1024, 4096, 4096)):
-        a, b = operands(m, n, k, True)
         plans = [Plan("fprop", *tile) for tile in TILES]
-        times = {str(tuple(plan)): timer(native.gemm_nt, a, b, b_block_scaled=True, plan=plan) for plan in plans}
-        records.append({"operation": "fprop", "m": m, "n": n, "k": k, "us": times})
+        records.append(time_plans(machine, Problem("fprop", "", "", m, n, k), plans))
     for m in (8, 32, 64, 128):
-        for n, k in QWEN3_8B.values():
-            a, b = operands(m, n, k, True)
+        for layer, (n, k) in MODELS["qwen3-8b"].items():
             tiles = [rows for rows in DECODE_ROWS if m < 128 or rows <= 64]
             plans = [Plan("fprop"), Plan("decode")]
             plans += [Plan("decode", rows, cluster) for cluster in DECODE_CLUSTERS[m] for rows in tiles]
-            times = {str(tuple(plan)): timer(native.gemm_nt, a, b, b_block_scaled=True, plan=plan) for plan in plans}
-            records.append({"operation": "decode", "m": m, "n": n, "k": k, "us": times})
-    a, b = operands(6144, 4096, 8192, False)
-    times = {}
-    for tile in TILES:
-        times[str(tile)] = timer(native.gemm_nt, a, b, b_block_scaled=False, plan=Plan("", *tile))
-    records.append({"operation": "wgrad", "m": 6144, "n": 4096, "k": 8192, "us": times})
+            records.append(time_plans(machine, Problem("decode", "qwen3-8b", layer, m, n, k), plans))
+    plans = [Plan("", *tile) for tile in TILES]
+    records.append(time_plans(machine, Problem("wgrad", "", "", 6144, 4096, 8192), plans))
     return records
-
-
-def times_table(title: str, records: list[dict]) -> Table:
-    names = list(dict.fromkeys(name for record in records for name in record["us"]))
-    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
-    for heading in ("layer", "M", "N", "K", "floor", *names, "% of floor"):
-        table.add_column(heading, justify="left" if heading == "layer" else "right")
-    for record in records:
-        operations = 2 * record["m"] * record["n"] * record["k"]
-        cells = []
-        for name in names:
-            us = record["us"].get(name)
-            cells.append(f"{us:.1f} ({operations / us / 1e6:.0f})" if us else "-")
-        shape = [str(record[dimension]) for dimension in ("m", "n", "k")]
-        share = f"{100 * record['floor'] / record['us'].get('native', record['us'].get('native bf16')):.0f}"
-        table.add_row(record["layer"], *shape, f"{record['floor']:.1f}", *cells, share)
-    return table
-
-
-def geometric_mean(ratios: list[float]) -> float:
-    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan
-
-
-def print_report(result: dict) -> None:
-    for title, key in (
-        ("FProp / DGrad: us (TFLOP/s)", "forward"),
-        ("decode: us (TFLOP/s)", "decode"),
-        ("WGrad: us (TFLOP/s)", "wgrad"),
-    ):
-        console.print(times_table(title, result[key]))
-    for name in ("deep_gemm", "vllm_cutlass"):
-        for key in ("forward", "decode"):
-            ratios = [r["us"][name] / r["us"]["native"] for r in result[key] if name in r["us"]]
-            if ratios:
-                speed = f"{geometric_mean(ratios):.3f}x the speed of {name} (worst {min(ratios):.3f}x)"
-                console.print(f"{key}: {speed}", highlight=False)
-    for record in result["sweep"]:
-        best = sorted(record["us"].items(), key=lambda item: item[1])[:6]
-        shape = f"{record['m']} x {record['n']} x {record['k']}"
-        times = ", ".join(f"{plan} {us:.1f}" for plan, us in best)
-        console.print(f"{record['operation']} {shape}: {times}", highlight=False)
-    for record in result["bits"]:
-        where = record["differs_at_m"] or "never"
-        console.print(f"bits {record['layer']}: differ from triton at M {where}; WGrad equal: {record['wgrad_equal']}")
 
 
 def print_smoke(records: list[dict]) -> bool:
@@ -272,39 +168,29 @@ def print_smoke(records: list[dict]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where the JSON goes")
-    parser.add_argument("--repeats", type=int, default=20, help="replays per timing")
-    parser.add_argument("--deep-gemm", action="store_true", help="also DeepGEMM, which compiles for minutes")
-    parser.add_argument("--sweep", action="store_true", help="also every plan on some shapes")
-    parser.add_argument("--smoke-only", action="store_true", help="only run every variant once")
+    parser.add_argument("--repeats", type=int, default=20, help="rounds of the sweep")
+    parser.add_argument("--sweep", action="store_true", help="also time every plan on some shapes")
     parser.add_argument("--smoke-seconds", type=int, default=60, help="after which a process counts as hung")
     parser.add_argument("--smoke-child", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.smoke_child is not None:
         smoke_child(args.smoke_child)
         return 0
-    if not torch.cuda.is_available():
-        sys.exit("benchmarks/native_gemm_on_gpu.py needs a Hopper GPU and torch finds no GPU.")
+    try:
+        machine = this_machine(args.repeats)
+    except BenchError as error:
+        sys.exit(str(error))
     if native.unavailable() is not None:
         sys.exit(native.unavailable())
 
     smoked = smoke(args.smoke_seconds)
-    result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "smoke": smoked}
     right = print_smoke(smoked)
-    if right and not args.smoke_only:
-        torch.manual_seed(0)
-        timer = Timer(args.repeats)
-        bandwidth = copy_bandwidth(timer)
-        wanted = ["vllm_cutlass"] + (["deep_gemm"] if args.deep_gemm else [])
-        names = ["triton", *(name for name in wanted if backend_of(name).available())]
-        result |= {"copy_bandwidth": bandwidth, "bits": compare_bits()}
-        result["forward"] = time_forward(timer, names, bandwidth, TRAINING_ROWS)
-        result["decode"] = time_forward(timer, names, bandwidth, DECODE_BATCHES)
-        result["wgrad"] = time_wgrad(timer, bandwidth)
-        result["sweep"] = sweep(timer) if args.sweep else []
-        print_report(result)
-        right = all(record["wgrad_equal"] and not record["differs_at_m"] for record in result["bits"])
-        bits = f"all bits Triton's: {right}"
-        console.print(f"{result['device']}: copy {bandwidth / 1e12:.2f} TB/s; {bits}", highlight=False)
+    result = machine.facts() | {"smoke": smoked, "sweep": sweep(machine) if right and args.sweep else []}
+    for record in result["sweep"]:
+        best = sorted(record["us"].items(), key=lambda item: item[1])[:6]
+        times = ", ".join(f"{plan} {us:.1f}" for plan, us in best)
+        shape = f"{record['m']} x {record['n']} x {record['k']}"
+        console.print(f"{record['what']} {shape}: {times}", highlight=False, markup=False)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -164,6 +164,92 @@ def export(
         _fail(error)
 
 
+bench = typer.Typer(help="Time kernels on one GPU beside what else is installed.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+_Repeats = Annotated[int, typer.Option(min=1, help="rounds; every contender has one run in each")]
+_Out = Annotated[Path | None, typer.Option(help="JSON file with everything behind the table")]
+
+
+@bench.command("gemm")
+def bench_gemm(
+    models: Annotated[str, typer.Option(help="with commas: qwen3-8b, llama-3.1-8b, qwen2.5-7b, qwen2.5-32b")] = (
+        "qwen3-8b"
+    ),
+    what: Annotated[str, typer.Option(help="with commas")] = "fprop,dgrad,wgrad,decode",
+    tokens: Annotated[str, typer.Option(help="of FProp, DGrad and WGrad, with commas")] = "4096,16384",
+    decode: Annotated[str, typer.Option(help="batches of a decode step, with commas")] = "1,8,16,32,64,128",
+    contenders: Annotated[str, typer.Option(help="with commas")] = (
+        "bf16,native,triton,vllm_cutlass,deep_gemm,cublaslt,torchao"
+    ),
+    full: Annotated[
+        bool,
+        typer.Option("--full", help="every model, token count and batch, whatever --models, --tokens and --decode say"),
+    ] = False,
+    sustained: Annotated[float, typer.Option(min=0, help="seconds of back-to-back runs per contender; try 20")] = 0,
+    sustained_shape: Annotated[str, typer.Option(help="what/model/layer/rows")] = "fprop/qwen3-8b/gate_up/16384",
+    repeats: _Repeats = 30,
+    out: _Out = None,
+) -> None:
+    """FP8 GEMMs of training and decoding against BF16 and each other; exit status 1 if a result is wrong."""
+    from jetrl_verl.bench.gemm import GemmOptions, run_gemm
+
+    options = GemmOptions(
+        _listed(models),
+        _listed(what),
+        _listed(tokens, int),
+        _listed(decode, int),
+        _listed(contenders),
+        sustained,
+        sustained_shape,
+        out,
+    )
+    _bench(run_gemm, options.full() if full else options, repeats)
+
+
+@bench.command("quant")
+def bench_quant(
+    model: Annotated[str, typer.Option(help="whose sizes are taken")] = "qwen3-8b",
+    tokens: Annotated[str, typer.Option(help="rows, with commas")] = "8192,16384",
+    rules: Annotated[str, typer.Option(help="scale rules, with commas: fp32, pow2")] = "fp32",
+    repeats: _Repeats = 30,
+    out: _Out = None,
+) -> None:
+    """Quantisers and operations that quantise, against a copy; exit status 1 if a result is wrong."""
+    from jetrl_verl.bench.quant import QuantOptions, run_quant
+
+    _bench(run_quant, QuantOptions(model, _listed(tokens, int), _listed(rules), out), repeats)
+
+
+@bench.command("linear")
+def bench_linear(
+    model: Annotated[str, typer.Option(help="whose four linears are taken")] = "qwen3-8b",
+    tokens: Annotated[str, typer.Option(help="rows, with commas")] = "8192,16384",
+    contenders: Annotated[str | None, typer.Option(help="with commas; all without")] = None,
+    repeats: _Repeats = 20,
+    out: _Out = None,
+) -> None:
+    """The linear layer, forward and backward with quantisation, against BF16; exit status 1 if a result is wrong."""
+    from jetrl_verl.bench.linear import CONTENDERS, LinearOptions, run_linear
+
+    names = list(CONTENDERS) if contenders is None else _listed(contenders)
+    _bench(run_linear, LinearOptions(model, _listed(tokens, int), names, out), repeats)
+
+
+def _bench(run: Callable[..., int], options: Any, repeats: int) -> NoReturn:
+    from jetrl_verl.bench import BenchError
+    from jetrl_verl.bench.machine import this_machine
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160  # of a log; rich would cut the tables at 80
+    try:
+        status = run(options, console, this_machine(repeats))
+    except BenchError as error:
+        _fail(error, 2)
+    raise typer.Exit(status)
+
+
 def _fail(error: Exception, status: int = 1) -> NoReturn:
     Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(status)

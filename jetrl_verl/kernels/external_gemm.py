@@ -123,7 +123,8 @@ def _cublaslt_fits(a: BlockQuantized, b: BlockQuantized, b_block_scaled: bool, o
 def _cublaslt(a: BlockQuantized, b: BlockQuantized, b_block_scaled: bool, out_dtype: torch.dtype) -> torch.Tensor:
     if b_block_scaled:
         recipe_b = F.ScalingType.BlockWise128x128
-        scales_b = F.pad(b.scales, (0, -b.scales.shape[1] % 4)).contiguous().t()
+        missing = -b.scales.shape[1] % 4  # F.pad by nothing would still copy
+        scales_b = (F.pad(b.scales, (0, missing)) if missing else b.scales).contiguous().t()
     else:
         recipe_b, scales_b = F.ScalingType.BlockWise1x128, _column_major(b.scales)
     return F.scaled_mm(

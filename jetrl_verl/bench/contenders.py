@@ -1,0 +1,194 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Who computes a GEMM: BF16 cuBLAS, ours, and what other packages bring. Each says why it is absent, if it is.
+
+A contender turns operands into a call without arguments. What a caller would do once and keep, such as the layout of
+a weight's scales or the allocation of a gradient, is done when the call is made; what every call costs is in it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+
+import torch
+
+from jetrl_verl import kernels
+from jetrl_verl.bench import data, deep_gemm
+from jetrl_verl.bench.shapes import Problem
+from jetrl_verl.kernels import native
+from jetrl_verl.kernels.dispatch import backend_of
+from jetrl_verl.numerics import BlockQuantized
+
+GemmCall = Callable[[], torch.Tensor]
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp32+=": torch.float32}
+OURS = ("native", "triton")
+
+
+class Refused(ValueError):
+    """A contender does not compute this problem; the message says why."""
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Of one problem.
+
+    Attributes:
+        left, right: BF16 ``[M, K]`` and ``[N, K]``, strided as a training step has them.
+        a, b: their codes and scales. start: FP32 ``[M, N]`` that is added to, or None.
+    """
+
+    left: torch.Tensor
+    right: torch.Tensor
+    a: BlockQuantized
+    b: BlockQuantized
+    start: torch.Tensor | None
+
+    def copy(self, quantised: bool) -> "Operands":
+        """The same values in fresh buffers: the codes, or the BF16 tensors."""
+        if quantised:
+            a, b = (BlockQuantized(q.codes.clone(), q.scales.clone()) for q in (self.a, self.b))
+            return Operands(self.left, self.right, a, b, self.start)
+        return Operands(self.left.clone(), self.right.clone(), self.a, self.b, self.start)
+
+
+def draw(problem: Problem, device: torch.device) -> Operands:
+    """Operands of ``problem`` under the FP32 scale rule."""
+    m, n, k = problem.m, problem.n, problem.k
+    start = 0.01 * torch.randn(m, n, device=device) if problem.out == "fp32+=" else None
+    if problem.what == "wgrad":
+        dy, x = data.gradients(k, m, device), data.activations(k, n, device)
+        a, b = kernels.quantize_128x1(dy, "fp32"), kernels.quantize_128x1(x, "fp32")
+        return Operands(dy.t(), x.t(), a, b, start)
+    if problem.what == "dgrad":
+        dy, w = data.gradients(m, k, device), data.weights(k, n, device)
+        b = kernels.transpose_128x128(kernels.quantize_128x128(w, "fp32"))
+        return Operands(dy, w.t(), kernels.quantize_1x128(dy, "fp32"), b, start)
+    x, w = data.activations(m, k, device), data.weights(n, k, device)
+    return Operands(x, w, kernels.quantize_1x128(x, "fp32"), kernels.quantize_128x128(w, "fp32"), start)
+
+
+def _poisoned(problem: Problem, x: Operands) -> torch.Tensor:
+    """Where a product goes: NaN, so that an element that nobody writes shows; or what it is added to."""
+    if x.start is not None:
+        return x.start.clone()
+    return torch.full((problem.m, problem.n), torch.nan, dtype=DTYPES[problem.out], device=x.left.device)
+
+
+def _bf16(problem: Problem, x: Operands) -> GemmCall:
+    left, right = x.left, x.right.t()
+    if problem.out == "bf16":
+        return partial(torch.matmul, left, right)
+    if problem.out == "fp32":
+        return partial(torch.mm, left, right, out_dtype=torch.float32)
+    return partial(torch.addmm, x.start.clone(), left, right, out_dtype=torch.float32)
+
+
+def _of_backend(name: str) -> Callable[[Problem, Operands], GemmCall]:
+    def make(problem: Problem, x: Operands) -> GemmCall:
+        if problem.out == "fp32+=":
+            raise Refused("adds to no output")
+        options = {"b_block_scaled": problem.b_block_scaled, "out_dtype": DTYPES[problem.out]}
+        return partial(backend_of(name).gemm_nt, x.a, x.b, **options)
+
+    return make
+
+
+def _external(name: str) -> Callable[[Problem, Operands], GemmCall]:
+    def make(problem: Problem, x: Operands) -> GemmCall:
+        call = _of_backend(name)(problem, x)
+        if not backend_of(name).serves(**_call_of(problem, x)):
+            raise Refused("does not serve this shape, kind of scales or output")
+        return call
+
+    return make
+
+
+def _call_of(problem: Problem, x: Operands) -> dict:
+    return {"a": x.a, "b": x.b, "b_block_scaled": problem.b_block_scaled, "out_dtype": DTYPES[problem.out]}
+
+
+def _native(problem: Problem, x: Operands) -> GemmCall:
+    call = _call_of(problem, x)
+    if not native.serves(**call):
+        raise Refused("does not serve this shape")
+    return partial(native.gemm_nt, **call, out=_poisoned(problem, x), accumulate=x.start is not None)
+
+
+def _deep_gemm(problem: Problem, x: Operands) -> GemmCall:
+    if not deep_gemm.served(problem):
+        raise Refused("its WGrad kernel writes FP32 only")
+    a = deep_gemm.align_scales(x.a)
+    b = x.b if problem.b_block_scaled else deep_gemm.align_scales(x.b)
+    call = partial(deep_gemm.gemm_nt, a, b, _poisoned(problem, x), b_block_scaled=problem.b_block_scaled)
+    if problem.out != "fp32":
+        return call
+
+    def overwrite() -> torch.Tensor:
+        call.args[2].zero_()
+        return call()
+
+    return overwrite
+
+
+def _torchao(problem: Problem, x: Operands) -> GemmCall:
+    from torchao.prototype.blockwise_fp8_training import kernels as theirs
+
+    if problem.out == "fp32+=":
+        raise Refused("adds to no output")
+    gemm = theirs.triton_fp8_gemm_1x128_128x128 if problem.b_block_scaled else theirs.triton_fp8_gemm_1x128_128x1
+    return partial(gemm, x.a.codes, x.b.codes.t(), x.a.scales, x.b.scales.t(), out_dtype=DTYPES[problem.out])
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Attributes:
+    name: of the column. missing: why this machine does not have it, or None. make: the call on given operands, or
+    :class:`Refused`. quantised: whether it reads the codes rather than the BF16 tensors.
+    """
+
+    name: str
+    missing: Callable[[], str | None]
+    make: Callable[[Problem, Operands], GemmCall]
+    quantised: bool = True
+
+
+def _unless(here: Callable[[], bool], why: str) -> Callable[[], str | None]:
+    return lambda: None if here() else why
+
+
+CONTENDERS = {
+    contender.name: contender
+    for contender in (
+        Contender("bf16", lambda: None, _bf16, quantised=False),
+        Contender("native", native.unavailable, _native),
+        Contender("triton", lambda: None, _of_backend("triton")),
+        Contender(
+            "vllm_cutlass",
+            _unless(lambda: backend_of("vllm_cutlass").available(), "no vLLM with block-FP8 CUTLASS for this GPU"),
+            _external("vllm_cutlass"),
+        ),
+        Contender(
+            "deep_gemm",
+            _unless(lambda: backend_of("deep_gemm").available(), "no DeepGEMM, by itself or in a vLLM wheel"),
+            _deep_gemm,
+        ),
+        Contender(
+            "cublaslt",
+            _unless(lambda: backend_of("cublaslt").available(), "not a Hopper GPU, or a torch without F.scaled_mm"),
+            _external("cublaslt"),
+        ),
+        Contender("torchao", _unless(lambda: find_spec("torchao") is not None, "torchao is not installed"), _torchao),
+    )
+}

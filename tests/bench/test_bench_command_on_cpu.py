@@ -1,0 +1,120 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The command line of `jetrl bench`, and its tables from made-up records."""
+
+import math
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from jetrl_verl.bench import BenchError, gemm, linear, machine, quant, reason_of
+from jetrl_verl.bench.report import geometric_mean, ratios, times_table
+from jetrl_verl.cli import app
+
+
+def invoke(monkeypatch, *words):
+    """(exit status, options, repeats, output) of a command whose work is left out."""
+    seen = []
+    for module, name in ((gemm, "run_gemm"), (quant, "run_quant"), (linear, "run_linear")):
+        monkeypatch.setattr(module, name, lambda options, console, repeats: seen.extend([options, repeats]) or 1)
+    monkeypatch.setattr(machine, "this_machine", lambda repeats: repeats)
+    result = CliRunner().invoke(app, ["bench", *words])
+    return (result.exit_code, *seen, result.output)
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("gemm", gemm.GemmOptions()),
+        ("quant", quant.QuantOptions()),
+        ("linear", linear.LinearOptions()),
+    ],
+)
+def test_without_words_the_defaults_are_the_options_own(monkeypatch, command, options):
+    status, seen, repeats, _ = invoke(monkeypatch, command)
+    assert status == 1 and repeats == (20 if command == "linear" else 30)
+    for name, value in vars(options).items():
+        got = getattr(seen, name)
+        assert (tuple(got) if isinstance(value, tuple) else got) == value, name
+
+
+def test_words_narrow_what_is_timed_and_full_widens_it(monkeypatch):
+    words = "gemm --models qwen3-8b,qwen2.5-7b --what fprop --tokens 8192 --contenders native,bf16 --sustained 20"
+    _, seen, _, _ = invoke(monkeypatch, *words.split(), "--out", "a.json", "--repeats", "7")
+    assert (seen.models, seen.what, seen.tokens) == (["qwen3-8b", "qwen2.5-7b"], ["fprop"], [8192])
+    assert (seen.contenders, seen.sustained, str(seen.out)) == (["native", "bf16"], 20, "a.json")
+    _, seen, _, _ = invoke(monkeypatch, "gemm", "--full", "--contenders", "native")
+    assert len(seen.models) == 4 and len(seen.batches) == 10 and seen.contenders == ["native"]
+
+
+@pytest.mark.parametrize("command", ["gemm", "quant", "linear"])
+def test_a_machine_without_a_gpu_is_refused_in_one_sentence(monkeypatch, command):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(app, ["bench", command])
+    assert result.exit_code == 2
+    assert "error: jetrl bench needs an NVIDIA GPU and torch finds none; run it on" in result.output
+
+
+def test_a_word_that_is_no_number_is_refused():
+    result = CliRunner().invoke(app, ["bench", "gemm", "--tokens", "many"])
+    assert result.exit_code == 2 and "is not a list of numbers" in result.output
+
+
+def test_a_gpu_without_fp8_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    def refuse(device):
+        raise RuntimeError("NVIDIA A100 has compute capability 8.0 and no FP8 matrix instructions")
+
+    monkeypatch.setattr(machine, "describe_backends", refuse)
+    with pytest.raises(BenchError, match="NVIDIA A100 has compute capability 8.0"):
+        machine.this_machine(3)
+
+
+def record(layer, m, floor, **us):
+    spreads = {name: {"median": value, "low": value, "high": value} for name, value in us.items()}
+    shape = {"model": "tiny", "layer": layer, "m": m, "n": 256, "k": 512}
+    return shape | {"floor_us": floor, "bound": "operations", "us": spreads}
+
+
+def test_a_ratio_is_the_other_over_ours_with_its_worst_shape():
+    records = [record("o", 8, 1.0, native=2.0, triton=4.0), record("down", 64, 1.0, native=2.0, triton=1.0, bf16=6.0)]
+    assert ratios(records, "native") == {
+        "triton": {"mean": pytest.approx(1.0), "shapes": 2, "worst": 0.5, "at": "down 64 x 256 x 512"},
+        "bf16": {"mean": pytest.approx(3.0), "shapes": 1, "worst": 3.0, "at": "down 64 x 256 x 512"},
+    }
+    assert ratios(records, "cublaslt") == {}
+    assert geometric_mean([2.0, 8.0]) == pytest.approx(4.0) and math.isnan(geometric_mean([]))
+
+
+def test_a_cell_is_microseconds_and_percent_of_the_floor():
+    console = Console(width=120, record=True)
+    console.print(times_table("FProp", [record("o", 8, 1.5, native=2.0), record("down", 64, 3.0, triton=6.0)]))
+    lines = [line.split() for line in console.export_text().splitlines()]
+    assert ["o", "8", "256", "512", "1.5", "2.0", "75%", "-"] in lines
+    assert ["down", "64", "256", "512", "3.0", "-", "6.0", "50%"] in lines
+
+
+def test_a_shape_that_nothing_computes_still_has_its_row():
+    console = Console(width=120, record=True)
+    console.print(times_table("FProp", [record("o", 8, 1.5), record("down", 64, 3.0, triton=6.0)]))
+    assert ["o", "8", "256", "512", "1.5", "-"] in [line.split() for line in console.export_text().splitlines()]
+
+
+def test_an_error_is_told_in_one_line():
+    assert reason_of(RuntimeError("first\nsecond")) == "raises RuntimeError: first"
+    assert reason_of(AssertionError()) == "raises AssertionError: "

@@ -1,0 +1,346 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""`jetrl bench gemm` on the CPU: real operands and checks, stand-ins for the GPU's contenders, a clock that ticks."""
+
+import json
+import math
+import sys
+import types
+from concurrent.futures import Future
+from dataclasses import replace
+
+import pytest
+import torch
+from bench_fakes import fake_machine
+from rich.console import Console
+
+from jetrl_verl import kernels
+from jetrl_verl.bench import BenchError, contenders, deep_gemm, gemm, shapes
+from jetrl_verl.bench.contenders import CONTENDERS, Contender, Refused, draw
+from jetrl_verl.bench.gemm import GemmOptions, run_gemm
+from jetrl_verl.bench.shapes import Problem, problems
+from jetrl_verl.numerics import BlockQuantized
+
+CPU = torch.device("cpu")
+COMPILE_ALL = deep_gemm.compile_all
+TINY = {"tiny": {"qkv": (384, 256), "down": (256, 512)}}
+
+
+def reference(problem, x):
+    """The contract's own product; it adds where the problem asks for it, as the native kernel does."""
+    options = {"b_block_scaled": problem.b_block_scaled, "out_dtype": contenders.DTYPES[problem.out]}
+
+    def call():
+        product = kernels.gemm_nt(x.a, x.b, **options)
+        return product if x.start is None else x.start + product
+
+    return call
+
+
+def half(problem, x):
+    """Half of the rows are never written."""
+
+    def call():
+        out = contenders._poisoned(problem, x)
+        rows = problem.m // 2
+        out[:rows] = reference(problem, x)()[:rows]
+        return out
+
+    return call
+
+
+def raising(problem, x):
+    raise RuntimeError("no kernel image is available\nCompile with TORCH_USE_CUDA_DSA")
+
+
+def here(name, make, **options):
+    return Contender(name, lambda: None, make, **options)
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path):
+    """Runs the command with the given contenders; its exit status, JSON and output."""
+    for module in (shapes, gemm):
+        monkeypatch.setattr(module, "MODELS", TINY)
+
+    def run(*present, **options):
+        table = {"bf16": CONTENDERS["bf16"]} | {contender.name: contender for contender in present}
+        monkeypatch.setattr(gemm, "CONTENDERS", table)
+        out = tmp_path / "results" / "gemm.json"
+        defaults = {"models": ["tiny"], "tokens": [128], "batches": [1, 4], "contenders": list(table), "out": out}
+        console = Console(width=160, record=True)
+        status = run_gemm(GemmOptions(**(defaults | options)), console, fake_machine())
+        return status, json.loads(out.read_text()), console.export_text()
+
+    return run
+
+
+def test_right_results_give_status_0_a_table_and_a_json(bench):
+    status, found, text = bench(here("native", reference), here("triton", reference))
+    assert status == 0 and found["wrong"] == []
+    assert len(found["records"]) == 2 * (1 + 1 + 3 + 2)
+    for record in found["records"]:
+        assert (
+            record["bits"]["native"] == {"triton": True} and record["error"]["native"] < gemm.MOST_ERROR[record["out"]]
+        )
+        assert record["us"]["native"] == {"median": 1.0, "low": 1.0, "high": 1.0}  # one tick
+        assert record["percent_of_floor"]["native"] == pytest.approx(100 * record["floor_us"])
+    assert found["copy_bandwidth"] == 4e12 and found["versions"]["torch"]
+    for words in ("FProp: us, % of floor", "fp32+=", "bits: native equals triton at 14 of 14 shapes"):
+        assert words in text
+    assert "decode: native 1.000x as fast as triton (geometric mean of 4; worst 1.000x" in text
+
+
+def test_bf16_is_judged_by_the_product_of_the_unquantised_operands(bench):
+    status, found, text = bench(here("native", reference))
+    bf16 = [record["error"]["bf16"] for record in found["records"] if "bf16" in record["error"]]
+    assert status == 0 and bf16 and max(bf16) < gemm.MOST_ERROR["bf16"]
+    # torch has no BF16 product with an FP32 result on a CPU: named, and not ours to answer for
+    left_out = [record["out"] for record in found["records"] if "bf16" in record["refused"]]
+    assert set(left_out) == {"fp32", "fp32+="} and "left out of 2: bf16: raises NotImplementedError" in text
+
+
+def test_rows_that_nobody_wrote_are_wrong_results(bench):
+    status, found, text = bench(here("native", reference), here("cublaslt", half), what=["fprop"])
+    assert status == 1
+    assert found["wrong"] == [
+        f"cublaslt: fprop tiny {layer}" for layer in ("qkv 128 x 384 x 256", "down 128 x 256 x 512")
+    ]
+    assert math.isnan(found["records"][0]["error"]["cublaslt"]) and "WRONG cublaslt: fprop tiny qkv" in text
+
+
+def test_a_foreign_contender_that_raises_is_named_and_ours_fails_the_command(bench):
+    status, found, text = bench(here("native", reference), here("vllm_cutlass", raising), what=["fprop"])
+    assert status == 0 and "vllm_cutlass" not in found["records"][0]["us"]
+    assert "left out of 2: vllm_cutlass: raises RuntimeError: no kernel image is available\n" in text
+    status, found, _ = bench(here("native", raising), what=["fprop"])
+    assert status == 1 and found["wrong"][0] == "native: fprop tiny qkv 128 x 384 x 256"
+
+
+def test_an_absent_contender_is_reported_with_its_reason(bench):
+    gone = Contender("torchao", lambda: "torchao is not installed", raising)
+    status, found, text = bench(here("native", reference), gone, what=["decode"])
+    assert status == 0 and found["absent"] == {"torchao": "torchao is not installed"}
+    assert "absent: torchao: torchao is not installed" in text
+
+
+def test_what_only_one_bit_tells_apart_is_reported_and_not_an_error(bench):
+    def off(problem, x):
+        def call():
+            out = reference(problem, x)()
+            bits = out.view(torch.int16 if out.dtype == torch.bfloat16 else torch.int32)
+            bits[0, 0] ^= 1
+            return out
+
+        return call
+
+    status, found, text = bench(here("native", off), here("triton", reference), here("deep_gemm", off), what=["fprop"])
+    assert status == 0
+    assert found["records"][0]["bits"]["native"] == {"triton": False, "deep_gemm": True}
+    assert "bits: native equals triton at 0 of 2 shapes" in text
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiles(monkeypatch):
+    monkeypatch.setattr(deep_gemm, "compile_all", lambda problems: 12.0)
+
+
+def test_deep_gemm_is_compiled_before_anything_is_timed(bench, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(deep_gemm, "compile_all", lambda problems: compiled.extend(problems) or 12.0)
+    status, found, text = bench(here("deep_gemm", reference), what=["fprop", "decode"])
+    assert status == 0 and len(compiled) == 6 and found["deep_gemm_compile_s"] == 12.0
+    assert "DeepGEMM compiled for 12 s" in text
+
+
+def test_deep_gemm_that_does_not_compile_is_absent(bench, monkeypatch):
+    def fail(problems):
+        raise AssertionError("cuda_home is not None\nmore")
+
+    monkeypatch.setattr(deep_gemm, "compile_all", fail)
+    status, found, _ = bench(here("native", reference), here("deep_gemm", reference), what=["fprop"])
+    assert status == 0 and "deep_gemm" not in found["records"][0]["us"]
+    assert found["absent"] == {"deep_gemm": "its compilation raises AssertionError: cuda_home is not None"}
+
+
+def test_a_sustained_run_times_the_chosen_shape_alone(bench):
+    status, found, text = bench(
+        here("native", reference), what=["decode"], sustained=1e-6, sustained_shape="fprop/tiny/qkv/128"
+    )
+    steady = found["sustained"]
+    assert status == 0 and set(steady["us"]) == {"bf16", "native"} and (steady["m"], steady["n"]) == (128, 384)
+    assert "sustained, 1e-06 s each" in text
+
+
+def test_what_was_found_is_kept_when_a_run_is_cut_off(bench, monkeypatch, tmp_path):
+    real, seen = gemm.measure, []
+
+    def cut_off(*args):
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        seen.append(args)
+        return real(*args)
+
+    monkeypatch.setattr(gemm, "measure", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        bench(here("native", reference))
+    assert len(json.loads((tmp_path / "results" / "gemm.json").read_text())["records"]) == 3
+
+
+def test_full_means_every_model_count_and_batch():
+    options = replace(GemmOptions(), contenders=("native",)).full()
+    assert (options.tokens, options.batches) == (shapes.TOKENS, shapes.DECODE) and len(options.models) == 4
+    assert options.contenders == ("native",)
+
+
+def test_the_default_fits_a_short_session():
+    todo = problems(GemmOptions.models, GemmOptions.what, GemmOptions.tokens, GemmOptions.batches)
+    assert len(todo) == 4 * (2 + 2 + 3 * 2 + 6)
+
+
+def test_an_unknown_contender_is_refused():
+    with pytest.raises(BenchError, match="no contender 'cutlas'; choose from bf16, native, triton, vllm_cutlass"):
+        gemm.present(["cutlas"])
+
+
+def test_this_machine_lacks_the_gpus_contenders_and_says_why():
+    present, absent = gemm.present(["bf16", "native", "vllm_cutlass", "deep_gemm", "cublaslt"])
+    assert [contender.name for contender in present] == ["bf16"]
+    assert absent["deep_gemm"] == "no DeepGEMM, by itself or in a vLLM wheel"
+    assert set(absent) == {"native", "vllm_cutlass", "deep_gemm", "cublaslt"}
+
+
+@pytest.mark.parametrize("what", ["fprop", "dgrad", "wgrad"])
+def test_operands_are_those_of_a_training_step(what):
+    problem = Problem(what, "tiny", "qkv", 128, 384, 256, "fp32" if what == "wgrad" else "bf16")
+    x = draw(problem, CPU)
+    assert x.left.shape == (128, 256) and x.right.shape == (384, 256)
+    assert x.a.codes.shape == (128, 256) and x.b.codes.shape == (384, 256)
+    # dY and X of WGrad, W of DGrad are stored the other way round
+    stored = {"fprop": (True, True), "dgrad": (True, False), "wgrad": (False, False)}[what]
+    assert (x.left.is_contiguous(), x.right.is_contiguous()) == stored
+    product = x.left.double() @ x.right.t().double()
+    quantised = kernels.gemm_nt(x.a, x.b, b_block_scaled=problem.b_block_scaled).double()
+    assert (quantised - product).norm() / product.norm() < 0.06
+
+
+def test_copies_share_no_memory_and_keep_strides():
+    x = draw(Problem("wgrad", "tiny", "qkv", 128, 384, 256), CPU)
+    codes, values = x.copy(True), x.copy(False)
+    for own, other in ((codes.a.codes, x.a.codes), (codes.b.scales, x.b.scales), (values.left, x.left)):
+        assert own.data_ptr() != other.data_ptr() and own.stride() == other.stride()
+        assert torch.equal(own.view(torch.uint8), other.view(torch.uint8)) if own.is_contiguous() else True
+    assert codes.left is x.left and values.a is x.a
+
+
+def test_a_backend_that_adds_to_nothing_refuses_to():
+    problem = Problem("wgrad", "tiny", "qkv", 128, 384, 256, "fp32+=")
+    for name in ("triton", "vllm_cutlass", "cublaslt"):
+        with pytest.raises(Refused, match="adds to no output"):
+            CONTENDERS[name].make(problem, draw(problem, CPU))
+
+
+@pytest.fixture
+def vllm_deep_gemm(monkeypatch):
+    """vLLM's wrapper as far as it is called, computing with the contract's product; the calls it got."""
+    calls = []
+
+    def fp8_gemm_nt(a, b, out, *, c, recipe, is_deep_gemm_e8m0_used):
+        calls.append((recipe, c is not None, is_deep_gemm_e8m0_used))
+        a, b = BlockQuantized(*a), BlockQuantized(*b)
+        block_scaled = recipe == (1, 128, 128)
+        product = kernels.gemm_nt(a, b, b_block_scaled=block_scaled, out_dtype=out.dtype)
+        out.copy_(product) if c is None else out.copy_(c + product)
+
+    def aligned(scales):
+        rows = -(-scales.shape[0] // 4) * 4
+        out = torch.empty_strided(scales.shape, (1, rows))
+        return out.copy_(scales)
+
+    module = types.ModuleType("vllm.utils.deep_gemm")
+    module.fp8_gemm_nt, module.get_col_major_tma_aligned_tensor = fp8_gemm_nt, aligned
+    monkeypatch.setitem(sys.modules, "vllm.utils.deep_gemm", module)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("what", "out", "call"),
+    [
+        ("fprop", "bf16", ((1, 128, 128), False, False)),
+        ("dgrad", "bf16", ((1, 128, 128), False, False)),
+        ("wgrad", "fp32", ((1, 1, 128), True, False)),
+        ("wgrad", "fp32+=", ((1, 1, 128), True, False)),
+    ],
+)
+def test_deep_gemm_is_called_with_its_recipe_and_computes_the_product_however_often(vllm_deep_gemm, what, out, call):
+    problem = Problem(what, "tiny", "qkv", 128, 384, 256, out)
+    x = draw(problem, CPU)
+    run = CONTENDERS["deep_gemm"].make(problem, x)
+    want = reference(problem, x)()
+    assert torch.equal(run(), want) and vllm_deep_gemm == [call]
+    assert torch.equal(run(), want) is (out != "fp32+=")  # which has been added to twice now
+
+
+def test_deep_gemm_has_no_bf16_weight_gradient(vllm_deep_gemm):
+    problem = Problem("wgrad", "tiny", "qkv", 128, 384, 256)
+    with pytest.raises(Refused, match="writes FP32 only"):
+        CONTENDERS["deep_gemm"].make(problem, draw(problem, CPU))
+
+
+def test_every_deep_gemm_kernel_is_compiled_once():
+    todo = problems(["qwen3-8b"], ["fprop", "dgrad", "wgrad"], [4096], [])
+    jobs = deep_gemm.jobs_of(todo)
+    # FProp and DGrad of o are one shape; the two FP32 outputs of WGrad are one kernel, its BF16 output none
+    assert len(jobs) == len(set(jobs)) == 7 + 4
+    assert all(rows == 4096 for rows, _, _, block_scaled in jobs if block_scaled)
+
+
+class Pool:
+    """A pool that runs its jobs here."""
+
+    def __init__(self, processes, mp_context):
+        self.processes = processes
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def submit(self, function, job):
+        made = Future()
+        try:
+            made.set_result(function(job))
+        except RuntimeError as error:
+            made.set_exception(error)
+        return made
+
+
+@pytest.mark.parametrize("failing", [1, 4])
+def test_one_shape_that_does_not_compile_leaves_the_others(monkeypatch, failing):
+    todo, done = problems(["qwen3-8b"], ["fprop"], [4096], []), []
+
+    def compile_one(job):
+        done.append(job)
+        if len(done) <= failing:
+            raise RuntimeError(f"no kernel for {job}")
+
+    monkeypatch.setattr(deep_gemm, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(deep_gemm, "_compile_one", compile_one)
+    if failing == len(todo):
+        with pytest.raises(RuntimeError, match=r"no kernel for \(4096, 4096, 4096, True\)"):
+            COMPILE_ALL(todo)
+    else:
+        assert COMPILE_ALL(todo) >= 0
+    assert done == deep_gemm.jobs_of(todo)

@@ -112,6 +112,6 @@ def test_the_package_runs_without_the_library(monkeypatch, tmp_path):
     native.unavailable.cache_clear()
     q = BlockQuantized(torch.zeros(128, 128).to(FP8_DTYPE), torch.ones(128, 1))
     assert not native.serves(q, q, b_block_scaled=False)
-    with pytest.raises(ValueError, match="not built: run `python scripts/build_csrc.py`.*use backend triton"):
+    with pytest.raises(ValueError, match="not built: where there is an nvcc, run `python scripts.*use backend triton"):
         native.gemm_nt(q, q, b_block_scaled=False)
     native.unavailable.cache_clear()

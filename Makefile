@@ -33,7 +33,7 @@ demo: setup  ## real verl + vLLM learn arithmetic under PRECISION; ends with a r
 	@$(RUN) -m jetrl_verl.cli demo --precision $(PRECISION) $(ARGS)
 
 test: setup  ## every test that needs no GPU
-	@$(RUN) -m pytest --gpu=never --durations=15 $(ARGS)
+	@$(RUN) scripts/run_tests.py $(ARGS)
 
 test-gpu: setup  ## the tests named *_on_gpu.py; fails where there is no GPU
 	@$(RUN) -m pytest --gpu=only --durations=15 $(ARGS)

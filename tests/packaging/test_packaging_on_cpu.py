@@ -15,6 +15,7 @@
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -118,7 +119,22 @@ def test_every_make_target_that_runs_python_sets_up_first():
 
 
 def test_make_test_leaves_gpu_files_out_and_make_test_gpu_runs_them_alone():
-    assert "--gpu=never" in make_dry_run("test") and "--gpu=only" in make_dry_run("test-gpu")
+    assert "scripts/run_tests.py" in make_dry_run("test") and "--gpu=only" in make_dry_run("test-gpu")
+    assert "--gpu=never" in runpy.run_path(str(ROOT / "scripts/run_tests.py"))["PYTEST"]
+
+
+def test_the_two_lanes_of_make_test_run_every_file_once():
+    def runs(lane: list[str], file: str) -> bool:
+        within = [word for word in lane if not word.startswith("-")]
+        without = [word.removeprefix("--ignore=") for word in lane if word.startswith("-")]
+        return any(f"{file}/".startswith(f"{path}/") for path in within) and not any(
+            f"{file}/".startswith(f"{path}/") for path in without
+        )
+
+    lanes = runpy.run_path(str(ROOT / "scripts/run_tests.py"))["lanes"]()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        file = path.relative_to(ROOT).as_posix()
+        assert sum(runs(lane, file) for lane in lanes) == 1, file
 
 
 def test_ci_stops_at_the_first_failure_and_runs_lint_and_tests():

@@ -56,9 +56,8 @@ def main(words: list[str]) -> int:
         sys.stdout.flush()
         sys.stdout.buffer.write(said.read())
     statuses = {first, second.returncode}
-    if statuses == {0, NOTHING_CHOSEN}:
-        return 0
-    return max(statuses)
+    # A lane that a signal ended has a negative status.
+    return min(statuses) if statuses <= {0, NOTHING_CHOSEN} else 1
 
 
 if __name__ == "__main__":

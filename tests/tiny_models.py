@@ -62,3 +62,14 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
             if name.endswith("bias"):
                 parameter.normal_()
     return model
+
+
+def with_preferences(model):
+    """``model`` itself, its norms not all one and its projections large enough for a policy that prefers something."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("proj.weight"):
+                parameter.mul_(3)
+    return model

@@ -26,7 +26,7 @@ from unittest import mock
 import pytest
 import torch
 from rich.console import Console
-from tiny_models import tiny_model
+from tiny_models import tiny_model, with_preferences
 from typer.testing import CliRunner
 
 from jetrl_verl import ops
@@ -51,13 +51,7 @@ pytestmark = pytest.mark.timeout(900)  # the first test waits for two engines to
 def save_policy(folder, family, **changes):
     """A two-layer decoder whose norms are not one and whose policy prefers something, and its tokenizer."""
     tokenizer = build_tokenizer()
-    model = tiny_model(family, 3, vocab_size=len(tokenizer) + PADDING, **changes)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-            elif name.endswith("proj.weight"):
-                parameter.mul_(3)
+    model = with_preferences(tiny_model(family, 3, vocab_size=len(tokenizer) + PADDING, **changes))
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

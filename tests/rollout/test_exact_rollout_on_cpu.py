@@ -25,7 +25,7 @@ import pytest
 import torch
 import vllm_engine
 from test_vllm_method_on_cpu import sync
-from tiny_models import FAMILIES, tiny_model
+from tiny_models import FAMILIES, tiny_model, with_preferences
 
 from jetrl_verl import ops
 from jetrl_verl.config.options import JetConfig
@@ -46,14 +46,7 @@ TEMPERATURES = (1.0, 0.6, 1.3)
 
 def build_policy(family: str, seed: int):
     """FP32 masters; norms are not all one and projections large enough for a policy that prefers something."""
-    model = tiny_model(family, seed, **SHAPE, **CHANGES.get(family, {}))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-            elif name.endswith("proj.weight"):
-                parameter.mul_(3)
-    return model
+    return with_preferences(tiny_model(family, seed, **SHAPE, **CHANGES.get(family, {})))
 
 
 def build_trainer(family: str, seed: int):

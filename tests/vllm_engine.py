@@ -17,6 +17,8 @@ The engine's core and its only worker run in this process, so that a test can lo
 """
 
 import os
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -72,3 +74,35 @@ def prompt_log_probs(llm: Any, prompt: list[int]) -> torch.Tensor:
     (output,) = llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
     entries = zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
     return torch.tensor([entry[token].logprob for entry, token in entries])
+
+
+def sync(worker, items) -> None:
+    """One weight sync: verl's sender in a thread, the worker's receiver here; raises what either raises."""
+    import asyncio
+
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+
+    from jetrl_verl.patches import weight_sync
+
+    weight_sync.install()
+    sender = BucketedWeightSender(worker._get_zmq_handle(), bucket_size_mb=1, use_shm=True)
+    failures = []
+
+    def send() -> None:
+        try:
+            asyncio.run(sender.async_send_weights(items))
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        worker.update_weights_from_ipc(use_shm=True)
+    finally:
+        thread.join(timeout=60)
+        # ZMQ unlinks a closed socket's file in the background; the next sync binds the same name and must come after.
+        # Between two syncs of a run lie seconds.
+        time.sleep(0.5)
+    assert not thread.is_alive(), "the sender hangs"
+    if failures:
+        raise failures[0]

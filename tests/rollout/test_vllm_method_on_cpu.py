@@ -16,8 +16,6 @@
 One engine serves the whole module: a two-layer Qwen2-shaped model, because Qwen2 has biases on q, k and v.
 """
 
-import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -25,6 +23,7 @@ import torch
 import vllm_engine
 from tiny_models import tiny_model
 from transformers import PreTrainedModel
+from vllm_engine import sync
 
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.layers import plan_linears
@@ -57,38 +56,6 @@ def stream(model, *, edit=None, rule: str = RULE, plans=None, statistics: SyncSt
     weights = quantise_stream(counted_stock(model.state_dict().items(), statistics), plans, rule)
     items = with_contract(weights, scale_rule=rule, probe=probe_sum(torch.device("cpu"), rule))
     return measured(edit(list(items)) if edit else items, statistics)
-
-
-def sync(worker, items) -> None:
-    """One weight sync: verl's sender in a thread, the worker's receiver here; raises what either raises."""
-    import asyncio
-
-    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
-
-    from jetrl_verl.patches import weight_sync
-
-    weight_sync.install()
-    sender = BucketedWeightSender(worker._get_zmq_handle(), bucket_size_mb=1, use_shm=True)
-    failures = []
-
-    def send() -> None:
-        try:
-            asyncio.run(sender.async_send_weights(items))
-        except Exception as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    try:
-        worker.update_weights_from_ipc(use_shm=True)
-    finally:
-        thread.join(timeout=60)
-        # ZMQ unlinks a closed socket's file in the background; the next sync binds the same name and must come after.
-        # Between two syncs of a run lie seconds.
-        time.sleep(0.5)
-    assert not thread.is_alive(), "the sender hangs"
-    if failures:
-        raise failures[0]
 
 
 def test_sync_loads_codes_and_the_contract_holds(engine):

@@ -39,6 +39,11 @@ end of the pass, where the engine drops them (train/engine.py). Between two assi
 DGrad share one quantisation. An in-place change (an optimiser step on an unsharded module) shows in the version
 counter.
 
+**Where dW goes.** To ``weight.grad`` through autograd, in BF16. A caller that keeps FP32 gradients over several
+micro-batches hangs the buffer ``[N, K]`` on the parameter as ``weight.main_grad`` (Megatron's and Transformer Engine's
+name for it): WGrad then adds its FP32 product there, one rounding an element instead of a BF16 tensor written, read and
+converted, and ``weight.grad`` stays None.
+
 ``backward="bf16"`` is QaRL's choice (arXiv 2604.07853): FProp as above, straight-through BF16 gradients from a saved
 BF16 X and the BF16 weight.
 """
@@ -162,6 +167,8 @@ class _FP8LinearFunction(torch.autograd.Function):
         # The argument `bias` gives autograd its edge; what is added is its BF16 value, as the rollout holds it.
         ctx.layer = layer
         ctx.x_shape = x.shape
+        # Looked up here: activation checkpointing hands backward an alias of the weight that has no attributes.
+        ctx.main_grad = getattr(weight, "main_grad", None)
         rows, columns = quantised
         if layer.backward_precision == "bf16":
             ctx.save_for_backward(x.reshape(-1, layer.in_features), weight)
@@ -186,6 +193,9 @@ class _FP8LinearFunction(torch.autograd.Function):
                 dx = dy @ weight.to(torch.bfloat16)
             if needs_w:
                 dw = dy.t() @ x
+                if ctx.main_grad is not None:
+                    ctx.main_grad += dw
+                    dw = None
         else:
             x_codes, x_scales, weight = ctx.saved_tensors
             if needs_x and needs_w:
@@ -199,7 +209,11 @@ class _FP8LinearFunction(torch.autograd.Function):
                 dx = kernels.gemm_nt(dy_rows, w_transposed, b_block_scaled=True)
             if needs_w:
                 x_columns = ctx.columns.take(BlockQuantized(x_codes, x_scales), layer.scale_rule)
-                dw = kernels.gemm_nt(dy_columns, x_columns, b_block_scaled=False)
+                if ctx.main_grad is None:
+                    dw = kernels.gemm_nt(dy_columns, x_columns, b_block_scaled=False)
+                else:
+                    call = {"b_block_scaled": False, "out_dtype": torch.float32, "add_to": ctx.main_grad}
+                    kernels.gemm_nt(dy_columns, x_columns, **call)
         return (
             dx.reshape(ctx.x_shape) if dx is not None else None,
             # FSDP gathers BF16 weights and takes BF16 gradients; an FP32 weight gets the same BF16 product.

@@ -97,9 +97,11 @@ def _bf16(problem: Problem, x: Operands) -> GemmCall:
 
 def _of_backend(name: str) -> Callable[[Problem, Operands], GemmCall]:
     def make(problem: Problem, x: Operands) -> GemmCall:
-        if problem.out == "fp32+=":
-            raise Refused("adds to no output")
         options = {"b_block_scaled": problem.b_block_scaled, "out_dtype": DTYPES[problem.out]}
+        if x.start is not None:
+            if name != "triton":
+                raise Refused("adds to no output")
+            options["add_to"] = _poisoned(problem, x)
         return partial(backend_of(name).gemm_nt, x.a, x.b, **options)
 
     return make
@@ -123,7 +125,7 @@ def _native(problem: Problem, x: Operands) -> GemmCall:
     call = _call_of(problem, x)
     if not native.serves(**call):
         raise Refused("does not serve this shape")
-    return partial(native.gemm_nt, **call, out=_poisoned(problem, x), accumulate=x.start is not None)
+    return partial(native.gemm_nt, **call, **{"out" if x.start is None else "add_to": _poisoned(problem, x)})
 
 
 def _deep_gemm(problem: Problem, x: Operands) -> GemmCall:

@@ -153,15 +153,19 @@ def gemm_nt(
     b_block_scaled: bool,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    add_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See :func:`jetrl_verl.numerics.gemm_nt`."""
     operation = "gemm_nt_128x128" if b_block_scaled else "gemm_nt_1x128"
+    call = {"b_block_scaled": b_block_scaled, "bias": bias, "out_dtype": out_dtype}
+    if add_to is not None:  # unknown to other packages' GEMMs, which serve 128x128 scales alone
+        call["add_to"] = add_to
     *conditional, last = _candidates(operation, a.codes.device)
     for backend in conditional:
         served_by = backend_of(backend)
-        if served_by.serves(a, b, b_block_scaled=b_block_scaled, bias=bias, out_dtype=out_dtype):
-            return served_by.gemm_nt(a, b, b_block_scaled=b_block_scaled, bias=bias, out_dtype=out_dtype)
-    return backend_of(last).gemm_nt(a, b, b_block_scaled=b_block_scaled, bias=bias, out_dtype=out_dtype)
+        if served_by.serves(a, b, **call):
+            return served_by.gemm_nt(a, b, **call)
+    return backend_of(last).gemm_nt(a, b, **call)
 
 
 def quantize_int8(x: torch.Tensor) -> BlockQuantized:

@@ -31,7 +31,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from jetrl_verl.numerics import BlockQuantized
-from jetrl_verl.numerics.gemm import check_gemm_shapes
+from jetrl_verl.numerics.gemm import check_add_to, check_gemm_shapes
 
 FEW_ROWS = 128
 """Most rows of A that the decode kernel is chosen for; it serves any number."""
@@ -89,10 +89,13 @@ def serves(
     b_block_scaled: bool,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    add_to: torch.Tensor | None = None,
 ) -> bool:
-    """Whether :func:`gemm_nt` takes this call: rows of codes on 16-byte steps, rows of the output whole 16 bytes; with
-    128x128 scales BF16 out, with 1x128 scales no bias."""
+    """Whether :func:`gemm_nt` takes this call: rows of codes and of ``add_to`` on 16-byte steps, rows of the output
+    whole 16 bytes; with 128x128 scales BF16 out, with 1x128 scales no bias."""
     n = b.codes.shape[0]
+    if add_to is not None and add_to.data_ptr() % _ALIGNMENT != 0:
+        return False
     if min(*a.codes.shape, n) == 0 or (n * out_dtype.itemsize) % _ALIGNMENT != 0:
         return False
     fits = out_dtype == torch.bfloat16 if b_block_scaled else bias is None
@@ -108,35 +111,35 @@ def gemm_nt(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     out: torch.Tensor | None = None,
-    accumulate: bool = False,
+    add_to: torch.Tensor | None = None,
     plan: Plan | None = None,
 ) -> torch.Tensor:
     """As :func:`jetrl_verl.numerics.gemm_nt`; scales may have any strides.
 
     Args:
         out: ``[M, N]`` of ``out_dtype`` to write to, rows on 16-byte steps; None allocates it.
-        accumulate: add to ``out``, which must be FP32, instead of overwriting it (1x128 scales on B only): one FP32
-            addition per element, whatever the timing.
+        add_to: instead of ``out``, to be added to.
         plan: instead of the choice by shape; for tests and benchmarks.
 
     Returns:
-        ``out``, or the new tensor.
+        ``out`` or ``add_to``, or the new tensor.
 
     Raises:
-        ValueError: a call that is not served (:func:`serves`), or ``accumulate`` without an FP32 ``out``.
+        ValueError: a call that is not served (:func:`serves`), or an ``add_to`` that takes no weight gradient.
     """
     check_gemm_shapes(a, b, b_block_scaled, bias)
-    if not serves(a, b, b_block_scaled=b_block_scaled, bias=bias, out_dtype=out_dtype):
+    if not serves(a, b, b_block_scaled=b_block_scaled, bias=bias, out_dtype=out_dtype, add_to=add_to):
         raise ValueError(
             f"native does not serve A {tuple(a.codes.shape)} strides {a.codes.stride()}, B {tuple(b.codes.shape)} "
             f"strides {b.codes.stride()} with {'128x128' if b_block_scaled else '1x128'} scales on B, "
             f"{'a' if bias is not None else 'no'} bias and {out_dtype} out"
             f"{'' if unavailable() is None else f' ({unavailable()})'}; use backend triton."
         )
-    if accumulate and (b_block_scaled or out is None or out.dtype != torch.float32):
-        raise ValueError("native: accumulate adds a weight gradient to an FP32 tensor `out`; give one.")
     m, n = a.codes.shape[0], b.codes.shape[0]
-    if out is None:
+    if add_to is not None:
+        check_add_to(add_to, m, n, b_block_scaled, out_dtype)
+        out = add_to
+    elif out is None:
         out = torch.empty((m, n), dtype=out_dtype, device=a.codes.device)
     elif out.dtype != out_dtype:
         raise ValueError(f"native: out is {out.dtype} and out_dtype {out_dtype}; they must be the same.")
@@ -147,5 +150,5 @@ def gemm_nt(
         few = plan.kernel == "decode" if plan.kernel else m <= FEW_ROWS
         (operators.decode if few else operators.fprop)(*operands, bias, out, *plan[1:])
     else:
-        operators.wgrad(*operands, out, accumulate, *plan[1:])
+        operators.wgrad(*operands, out, add_to is not None, *plan[1:])
     return out

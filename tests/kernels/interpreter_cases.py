@@ -90,6 +90,15 @@ def test_gemm_reads_the_layouts_that_the_quantisers_write(b_block_scaled):
     assert (got - want).norm() <= 1e-6 * want.norm()
 
 
+def test_a_weight_gradient_is_added_to_the_callers_buffer_once():
+    a, b = (numerics.quantize_1x128(heavy_tailed(rows, 200), "fp32") for rows in (70, 140))
+    call = {"b_block_scaled": False, "out_dtype": torch.float32}
+    plain, buffer = triton_kernels.gemm_nt(a, b, **call), gaussian(70, 140).float()
+    total = buffer.clone()
+    assert triton_kernels.gemm_nt(a, b, **call, add_to=total) is total
+    assert torch.equal(total, buffer + plain)
+
+
 def test_every_tile_shape_computes_the_same():
     a, b = numerics.quantize_1x128(heavy_tailed(70, 256), "fp32"), numerics.quantize_128x128(gaussian(140, 256), "fp32")
     results = [

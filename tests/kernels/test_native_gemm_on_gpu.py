@@ -211,7 +211,7 @@ def test_a_weight_gradient_is_added_to_the_callers_buffer_once():
     buffer = torch.randn(712, 1000, device="cuda")
     for plan in WGRAD_PLANS:
         out = buffer.clone()
-        native.gemm_nt(a, b, b_block_scaled=False, out_dtype=torch.float32, out=out, accumulate=True, plan=plan)
+        native.gemm_nt(a, b, b_block_scaled=False, out_dtype=torch.float32, add_to=out, plan=plan)
         assert torch.equal(out, buffer + plain)
 
 

@@ -43,9 +43,9 @@ def ptx_for_hopper(kernel, types: dict[str, str], constants: dict[str, object], 
 def test_one_k_block_is_one_chain_of_four_matrix_instructions(tile, b_block_scaled):
     """The row invariance of the GEMM rests on this: m64, k32, four in a row from zero, whatever the tile."""
     block_m, block_n, warps, stages = tile
-    types = {"a_ptr": "*fp8e4nv", "b_ptr": "*fp8e4nv", "out_ptr": "*bf16"}
+    types = {"a_ptr": "*fp8e4nv", "b_ptr": "*fp8e4nv", "out_ptr": "*bf16" if b_block_scaled else "*fp32"}
     types |= dict.fromkeys(("a_scales_ptr", "b_scales_ptr", "bias_ptr"), "*fp32")
-    constants = {"B_BLOCK_SCALED": b_block_scaled, "WITH_BIAS": False, "EVEN_K": True}
+    constants = {"B_BLOCK_SCALED": b_block_scaled, "WITH_BIAS": False, "EVEN_K": True, "ADD": not b_block_scaled}
     constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "TILES_PER_GROUP": 8}
     ptx = ptx_for_hopper(_gemm_nt_kernel, types, constants, num_warps=warps, num_stages=stages)
     instructions = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", ptx)

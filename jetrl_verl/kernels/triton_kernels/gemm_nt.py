@@ -35,7 +35,7 @@ import triton.language as tl
 
 from jetrl_verl.kernels.triton_kernels._codec import GROUP
 from jetrl_verl.numerics import BLOCK, BlockQuantized
-from jetrl_verl.numerics.gemm import check_gemm_shapes
+from jetrl_verl.numerics.gemm import check_add_to, check_gemm_shapes
 
 # (BLOCK_M, BLOCK_N, warps, stages), from the most arithmetic per byte to the most programs for a small problem.
 TILES = ((128, 128, 8, 4), (64, 128, 4, 4), (64, 64, 4, 6), (64, 32, 4, 8))
@@ -62,6 +62,7 @@ def _gemm_nt_kernel(
     B_BLOCK_SCALED: tl.constexpr,
     WITH_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
+    ADD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TILES_PER_GROUP: tl.constexpr,
@@ -109,7 +110,10 @@ def _gemm_nt_kernel(
     if WITH_BIAS:
         acc += tl.load(bias_ptr + read_column).to(tl.float32)[None, :]
     out_offsets = row.to(tl.int64)[:, None] * n + column[None, :]
-    tl.store(out_ptr + out_offsets, acc.to(out_ptr.dtype.element_ty), mask=(row < m)[:, None] & (column < n)[None, :])
+    mask = (row < m)[:, None] & (column < n)[None, :]
+    if ADD:
+        acc += tl.load(out_ptr + out_offsets, mask=mask)
+    tl.store(out_ptr + out_offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @cache
@@ -135,6 +139,7 @@ def gemm_nt(
     b_block_scaled: bool,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    add_to: torch.Tensor | None = None,
     tile: tuple[int, int, int, int] | None = None,
 ) -> torch.Tensor:
     """As :func:`jetrl_verl.numerics.gemm_nt`. Codes may have any row stride.
@@ -144,7 +149,9 @@ def gemm_nt(
     """
     check_gemm_shapes(a, b, b_block_scaled, bias)
     (m, k), n = a.codes.shape, b.codes.shape[0]
-    out = torch.empty((m, n), dtype=out_dtype, device=a.codes.device)
+    if add_to is not None:
+        check_add_to(add_to, m, n, b_block_scaled, out_dtype)
+    out = add_to if add_to is not None else torch.empty((m, n), dtype=out_dtype, device=a.codes.device)
     if m == 0 or n == 0:
         return out
     a_codes = a.codes if a.codes.stride(1) == 1 else a.codes.contiguous()
@@ -172,6 +179,7 @@ def gemm_nt(
         B_BLOCK_SCALED=b_block_scaled,
         WITH_BIAS=bias is not None,
         EVEN_K=k % BLOCK == 0,
+        ADD=add_to is not None,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         TILES_PER_GROUP=_TILES_PER_GROUP,

@@ -1,0 +1,236 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Where a step's time goes over the length of the responses: rollout, log-probabilities, update and weight sync.
+
+    python benchmarks/phase_shares_on_gpu.py --out benchmarks/results/phase_shares_h200.json
+
+RL is said to spend over 70% of its time in rollout (Jet-RL, arXiv 2601.14243, section 1). One GPU, a Qwen3-8B shape
+with random weights, ``--sequences`` sequences a step with a prompt of 512 tokens and responses of one length L, one
+update. Each phase is measured by itself, since one GPU does not hold a trainer's 128 GB of FP32 state beside an engine:
+
+- *rollout*: the seconds of one decoding step of the whole batch at contexts from 512 tokens to the longest, joined by
+  straight lines and summed over the L steps; and the prefill. Real responses end at different times, which leaves the
+  last ones alone in the batch: real shares of rollout are higher than these.
+- *log-prob* and *update*: forward, and forward and backward with activation checkpointing, of one micro-batch of about
+  ``--tokens`` tokens in sequences of 512 + L, times the number of micro-batches; the update adds AdamW on FP32 masters,
+  measured on a 36th of the parameters.
+- *sync*: making the rollout's weights from the trainer's (codes, or BF16 copies) and loading them. Transport between
+  processes is left out.
+
+Arms run one after another in the engine, interleaved in the trainer. About 7 minutes.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from bisect import bisect_left
+from pathlib import Path
+
+import torch
+from qwen3_8b import (
+    DEVICE,
+    GIB,
+    OPTIONS,
+    Engine,
+    EngineSettings,
+    build_models,
+    log_probs,
+    random_weights,
+    shape,
+    timed,
+)
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from transformers import Qwen3Config
+
+from jetrl_verl.layers import plan_linears
+from jetrl_verl.train.export import quantise_stream
+
+ARMS = ("bf16", "jet_fp8")
+PROMPT = 512
+STEPS = 64
+"""Decoding steps that one measurement covers."""
+
+console = Console(width=140)
+
+
+def rollout(arm: str, config: Qwen3Config, options: argparse.Namespace) -> dict:
+    """Seconds of a decoding step at each context, of the prefill, of start and load."""
+    longest = PROMPT + max(options.lengths)
+    per_token = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    settings = EngineSettings(
+        int(1.02 * options.sequences * (longest + 2 * STEPS) * per_token),
+        max_model_len=longest + 2 * STEPS,
+        max_num_seqs=options.sequences,
+        captured=[options.sequences],
+    )
+    engine = Engine(arm, config, settings, options.out.with_suffix(f".{arm}.log"))
+    if not engine.wait():
+        sys.exit(1)
+    engine.generate(options.sequences, 64, 8)  # compiles what is left
+    found = {"start_s": engine.start_s, "load_s": engine.load_s, "kv_gib": settings.kv_cache / GIB, "step_s": {}}
+    found["prefill_s"] = engine.generate(options.sequences, PROMPT, 1)[0]
+    for context in [PROMPT, *(PROMPT + length for length in options.lengths)]:
+        engine.generate(options.sequences, context, 1)  # fills the prefix cache
+        seconds = [engine.decode_seconds(options.sequences, context, STEPS) for _ in range(options.repetitions)]
+        found["step_s"][context] = statistics.median(seconds) / STEPS
+    engine.stop()
+    return found
+
+
+def rollout_seconds(found: dict, length: int) -> float:
+    """Prefill and ``length`` decoding steps, the seconds of a step interpolated between the measured contexts."""
+    contexts, steps = list(found["step_s"]), list(found["step_s"].values())
+
+    def step(context: int) -> float:
+        right = min(max(bisect_left(contexts, context), 1), len(contexts) - 1)
+        left = right - 1
+        share = (context - contexts[left]) / (contexts[right] - contexts[left])
+        return steps[left] + share * (steps[right] - steps[left])
+
+    return found["prefill_s"] + sum(step(PROMPT + i) for i in range(length))
+
+
+def optimiser_seconds(config: Qwen3Config) -> float:
+    """AdamW on FP32 masters of the whole model, from a 36th of them."""
+    parameters = sum(values.numel() for _, values in random_weights(config))
+    master = torch.nn.Parameter(torch.zeros(parameters // 36, device=DEVICE))
+    master.grad = torch.zeros_like(master)
+    optimiser = torch.optim.AdamW([master], fused=True)
+    optimiser.step()
+    return 36 * statistics.median(timed(optimiser.step) for _ in range(5))
+
+
+def export_seconds(arm: str, weights: dict[str, torch.Tensor], config: Qwen3Config) -> float:
+    """Making what the rollout loads, every tensor dropped as soon as it is made."""
+
+    def drain() -> None:
+        options = OPTIONS[arm]
+        stream = ((name, value.clone()) for name, value in weights.items())
+        if options is not None:
+            stream = quantise_stream(weights.items(), plan_linears(config), options.scale_rule, options.rollout)
+        for _ in stream:
+            pass
+
+    with torch.no_grad():
+        drain()
+        return statistics.median(timed(drain) for _ in range(3))
+
+
+def training(config: Qwen3Config, options: argparse.Namespace) -> dict[str, dict]:
+    """Seconds per token of both passes at every length, seconds of the export, peak memory."""
+    models = build_models(config, ARMS)
+    weights = dict(models[ARMS[0]].named_parameters())
+    found = {arm: {"old_log_prob": {}, "update": {}, "peak_gib": {}} for arm in ARMS}
+    for length in options.lengths:
+        tokens = PROMPT + length
+        ids = torch.randint(1, config.vocab_size, (max(options.tokens // tokens, 1), tokens), device=DEVICE)
+        seconds = {arm: ([], []) for arm in ARMS}
+
+        def old(arm: str, ids: torch.Tensor = ids) -> None:
+            with torch.no_grad():
+                log_probs(arm, models[arm], ids)
+
+        def update(arm: str, ids: torch.Tensor = ids) -> None:
+            log_probs(arm, models[arm], ids).mean().backward()
+
+        for arm in ARMS:
+            old(arm)
+            update(arm)
+        for _ in range(options.repetitions):
+            for arm in ARMS:
+                held = 0
+                if DEVICE == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                    held = torch.cuda.memory_allocated()
+                seconds[arm][0].append(timed(lambda arm=arm: old(arm)))
+                seconds[arm][1].append(timed(lambda arm=arm: update(arm)))
+                if DEVICE == "cuda":
+                    found[arm]["peak_gib"][length] = (torch.cuda.max_memory_allocated() - held) / GIB
+        for arm in ARMS:
+            for phase, values in zip(("old_log_prob", "update"), seconds[arm], strict=True):
+                found[arm][phase][length] = statistics.median(values) / ids.numel()
+    for arm in ARMS:
+        found[arm]["export_s"] = export_seconds(arm, weights, config)
+    return found
+
+
+def steps(result: dict) -> list[dict]:
+    """A row per arm and length: seconds of each phase and the share of rollout."""
+    rows = []
+    for length in result["lengths"]:
+        tokens = result["sequences"] * (PROMPT + length)
+        for arm in ARMS:
+            engine, trainer = result["rollout"][arm], result["training"][arm]
+            phases = {
+                "rollout": rollout_seconds(engine, length),
+                "log_prob": trainer["old_log_prob"][length] * tokens,
+                "update": trainer["update"][length] * tokens + result["optimiser_s"],
+                "sync": trainer["export_s"] + engine["load_s"],
+            }
+            total = sum(phases.values())
+            rows.append({"length": length, "arm": arm, **phases, "step": total, "share": phases["rollout"] / total})
+    return rows
+
+
+def print_report(result: dict) -> None:
+    table = Table(title=f"a step of {result['sequences']} sequences, seconds", box=SIMPLE_HEAD)
+    for heading in ("response", "arm", "rollout", "log-prob", "update", "sync", "step", "rollout share", "to bf16"):
+        table.add_column(heading, justify="right")
+    stock = {row["length"]: row["step"] for row in result["steps"] if row["arm"] == "bf16"}
+    for row in result["steps"]:
+        numbers = (f"{row[phase]:.2f}" for phase in ("rollout", "log_prob", "update", "sync", "step"))
+        speed = f"{stock[row['length']] / row['step']:.2f}x"
+        table.add_row(str(row["length"]), row["arm"], *numbers, f"{row['share']:.0%}", speed)
+    console.print(table)
+    table = Table(title="decoding speed with context, tokens/s; training peak, GiB", box=SIMPLE_HEAD)
+    contexts = list(result["rollout"][ARMS[0]]["step_s"])
+    for heading in ("arm", *(f"{context}" for context in contexts), "peak at longest", "KV cache"):
+        table.add_column(heading, justify="right")
+    for arm in ARMS:
+        found = result["rollout"][arm]
+        rates = (f"{result['sequences'] / found['step_s'][context]:.0f}" for context in contexts)
+        peak = result["training"][arm]["peak_gib"].get(result["lengths"][-1], float("nan"))
+        table.add_row(arm, *rates, f"{peak:.1f}", f"{found['kv_gib']:.1f}")
+    console.print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=16896, help="of a micro-batch")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true", help="a small shape, to try this out")
+    options = parser.parse_args()
+    config = shape(options.layers, options.tiny)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    result = {"layers": options.layers, "sequences": options.sequences, "lengths": options.lengths, "prompt": PROMPT}
+    result |= {"tokens": options.tokens, "torch": torch.__version__}
+    result["rollout"] = {arm: rollout(arm, config, options) for arm in ARMS}
+    result["device"] = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
+    result["optimiser_s"] = optimiser_seconds(config)
+    result["training"] = training(config, options)
+    result["steps"] = steps(result)
+    print_report(result)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,250 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""A Qwen3-8B shape with random weights, and vLLM engines that hold it: what the benchmarks of whole steps share.
+
+Engines live in processes of their own, so that several can be asked in turn within one run, and a cache that is sized
+by hand lets them share a GPU. ``jet_fp8`` has shared operations, as it does wherever they cover the job;
+``jet_fp8_stock`` is ``jet_fp8`` with ``jetrl.operations=stock``.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from jetrl_verl import ops
+from jetrl_verl.config.options import JetConfig
+from jetrl_verl.config.vllm_arguments import vllm_arguments
+from jetrl_verl.layers import plan_linears
+from jetrl_verl.linear import replace_linears
+from jetrl_verl.train.export import quantise_stream
+from jetrl_verl.train.shared_operations import share_operations
+
+OPTIONS = {
+    "bf16": None,
+    "int8_rollout": JetConfig("int8_rollout", train="bf16", rollout="int8"),
+    "jet_fp8_stock": JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="stock"),
+    "jet_fp8": JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="shared"),
+}
+"""Options of each arm, None for stock vLLM and Hugging Face."""
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""The CPU serves for trying the benchmarks out on a ``--tiny`` shape, not for figures."""
+
+GIB = 2**30
+
+
+def shape(layers: int = 36, tiny: bool = False) -> Qwen3Config:
+    """Qwen3-8B's configuration with ``layers`` of its 36 layers; ``tiny`` for trying a benchmark out."""
+    sizes = dict(vocab_size=151936, hidden_size=4096, intermediate_size=12288)
+    heads = dict(num_attention_heads=32, num_key_value_heads=8)
+    if tiny:
+        sizes, heads = dict(vocab_size=512, hidden_size=256, intermediate_size=256), dict.fromkeys(heads, 2)
+    return Qwen3Config(
+        **sizes,
+        **heads,
+        num_hidden_layers=layers,
+        head_dim=128,
+        max_position_embeddings=40960,
+        rope_theta=1e6,
+        tie_word_embeddings=False,
+        architectures=["Qwen3ForCausalLM"],
+        eos_token_id=0,
+        bos_token_id=None,
+    )
+
+
+def random_weights(config: Qwen3Config) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and BF16 weights: normal with a deviation of 0.02, norms one."""
+    with torch.device("meta"):
+        names = Qwen3ForCausalLM(config).state_dict()
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    for name, like in names.items():
+        values = torch.ones(like.shape, dtype=torch.bfloat16, device=DEVICE)
+        yield name, values if "norm" in name else values.normal_(0, 0.02, generator=generator)
+
+
+def build_models(config: Qwen3Config, arms: tuple[str, ...]) -> dict[str, Qwen3ForCausalLM]:
+    """A trainer's model per arm with activation checkpointing, all with the same BF16 Parameter objects."""
+    weights = {name: torch.nn.Parameter(value) for name, value in random_weights(config)}
+    models = {}
+    for arm in arms:
+        with torch.device("meta"):
+            model = Qwen3ForCausalLM._from_config(Qwen3Config(**config.to_dict()), attn_implementation="sdpa")
+        for name, parameter in weights.items():
+            holder, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(holder), leaf, parameter)
+        # Its buffers were made on the meta device.
+        model.model.rotary_emb = type(model.model.rotary_emb)(config, device=DEVICE)
+        options = OPTIONS[arm]
+        if options is not None and options.train == "fp8":
+            replace_linears(model, plan_linears(config), scale_rule=options.scale_rule)
+            if options.operations == "shared":
+                share_operations(model)
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        models[arm] = model
+    return models
+
+
+def log_probs(arm: str, model: Qwen3ForCausalLM, ids: torch.Tensor) -> torch.Tensor:
+    """``[B * T]`` log-probability of each next token of ``ids [B, T]``, at temperature 1."""
+    logits = model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
+    labels = ids.roll(-1, dims=1).flatten()
+    if OPTIONS[arm] is not None and OPTIONS[arm].operations == "shared":
+        return ops.log_probs(logits, labels[:, None], torch.ones_like(labels, dtype=torch.float32)).squeeze(1)
+    logits.div_(1.0)  # verl applies the temperature here
+    return -F.cross_entropy(logits, labels, reduction="none")
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds of ``work`` until the GPU has done it."""
+    synchronize()
+    started = time.perf_counter()
+    work()
+    synchronize()
+    return time.perf_counter() - started
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """``kv_cache``: bytes of the KV cache. ``captured``: batch sizes that CUDA graphs are captured for."""
+
+    kv_cache: int
+    max_model_len: int
+    max_num_seqs: int
+    captured: list[int] = field(default_factory=list)
+
+
+def _serve(arm: str, config: Qwen3Config, settings: EngineSettings, connection: Connection, log: Path) -> None:
+    """One engine: says how long it took to start and to load, then answers (batch, prompt length, new tokens) with the
+    seconds of the generation and the preemptions in it, until it is asked None."""
+    from vllm import LLM, SamplingParams
+
+    with log.open("w") as lines:
+        for stream in (1, 2):
+            os.dup2(lines.fileno(), stream)
+    options = OPTIONS[arm]
+    # Given, not measured: several engines start at once.
+    memory = dict(gpu_memory_utilization=0.1, kv_cache_memory_bytes=settings.kv_cache)
+    on_device = {
+        "cuda": memory | {"compilation_config": {"cudagraph_capture_sizes": [1, *settings.captured]}},
+        "cpu": {"enforce_eager": True, "gpu_memory_utilization": 0.1},
+    }[DEVICE]
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        llm = LLM(
+            folder,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            dtype="bfloat16",
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            enable_prefix_caching=True,
+            logprobs_mode="processed_logprobs",
+            **on_device,
+            **(vllm_arguments(options, None) if options is not None else {}),
+        )
+    ready = time.perf_counter() - started
+    core = llm.llm_engine.engine_core.engine_core
+    runner, scheduler = core.model_executor.driver_worker.worker.model_runner, core.scheduler
+    weights = random_weights(config)
+    if options is not None:
+        weights = quantise_stream(weights, plan_linears(config), options.scale_rule, options.rollout)
+    elif DEVICE == "cpu":
+        weights = []  # vLLM's CPU build has repacked its own BF16 weights and takes no others
+    weights = list(weights)
+    loaded = timed(partial(runner.model.load_weights, weights))
+    del weights
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()  # for the engines and models beside this one
+    if options is not None and options.operations == "shared":
+        from jetrl_verl.rollout.shared_operations import share_sampler
+
+        share_sampler(runner)
+    preempt, preemptions = scheduler._preempt_request, []
+
+    def counted(*args, **kwargs):
+        preemptions.append(1)
+        return preempt(*args, **kwargs)
+
+    scheduler._preempt_request = counted
+    connection.send((ready, loaded))
+    while (asked := connection.recv()) is not None:
+        batch, length, new = asked
+        generator = torch.Generator().manual_seed(length)
+        ids = torch.randint(1, config.vocab_size, (batch, length), generator=generator).tolist()
+        prompts = [{"prompt_token_ids": row} for row in ids]
+        sampling = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, logprobs=0, detokenize=False)
+        preemptions.clear()
+        seconds = timed(partial(llm.generate, prompts, sampling, use_tqdm=False))
+        connection.send((seconds, len(preemptions)))
+
+
+class Engine:
+    """An engine in a process of its own.
+
+    Attributes:
+        start_s: seconds until it could serve. load_s: seconds of loading all weights again, in the arm's format.
+    """
+
+    def __init__(self, arm: str, config: Qwen3Config, settings: EngineSettings, log: Path) -> None:
+        self.start_s = self.load_s = float("nan")
+        self._log = log
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        context = multiprocessing.get_context("spawn")
+        self._connection, other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(arm, config, settings, other, log), daemon=True)
+        self._process.start()
+        other.close()  # so that its end shows here
+
+    def wait(self) -> bool:
+        """Whether it started; False leaves the reason in its log."""
+        try:
+            self.start_s, self.load_s = self._connection.recv()
+        except EOFError:
+            print(f"an engine did not start; see {self._log}")
+            return False
+        return True
+
+    def generate(self, batch: int, length: int, new: int) -> tuple[float, int]:
+        """Seconds and preemptions of ``batch`` requests with prompts of ``length`` tokens and ``new`` more each."""
+        self._connection.send((batch, length, new))
+        return self._connection.recv()
+
+    def decode_seconds(self, batch: int, length: int, new: int) -> float:
+        """Seconds of ``new`` decoding steps behind prompts that the prefix cache holds."""
+        prefill, _ = self.generate(batch, length, 1)
+        return self.generate(batch, length, new + 1)[0] - prefill
+
+    def stop(self) -> None:
+        """Let it go and wait until its memory is free."""
+        if self._process.is_alive():
+            self._connection.send(None)
+        self._process.join()

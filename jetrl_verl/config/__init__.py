@@ -14,7 +14,8 @@
 """The flag and its options: the Hydra group ``precision``, the config classes that it selects, and the refusals.
 
 ``options`` holds the ``jetrl`` node as a dataclass, ``verl_configs`` verl's engine and rollout configs that carry it,
-``hydra_plugin`` adds the group to verl's primary configs, ``check`` refuses what cannot work. Names are resolved on
+``hydra_plugin`` adds the group to verl's primary configs, ``check`` refuses what cannot work, ``operations`` says what
+``jetrl.operations=auto`` is. Names are resolved on
 first use: Hydra reads ``precision/*.yaml`` through this package, and ``--cfg job`` need not import verl's worker
 configs.
 """

@@ -35,8 +35,33 @@ ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
+_VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
 
 Get = Callable[[str], Any]
+
+_ONLY_STOCK: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    # Modules of the trainer's model, or its whole forward, that other code takes over.
+    (f"{MODEL}.use_fused_kernels", (False,), "false"),
+    (f"{MODEL}.use_liger", (False,), "false"),
+    (f"{MODEL}.tiled_mlp.enabled", (False,), "false"),
+    (f"{ACTOR}.use_prefix_grouper", (False,), "false"),
+    (f"{ACTOR}.ulysses_sequence_parallel_size", (1,), "1"),
+    (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size", (1,), "1"),
+    ("distillation.enabled", (False,), "false"),
+    # Kernels that are not the one both sides call.
+    (f"{_VLLM}.attention_backend", ("FLASH_ATTN", "flash_attn"), "FLASH_ATTN"),
+    (f"{_VLLM}.attention_config", ({},), "the default"),
+    (f"{_VLLM}.decode_context_parallel_size", (1,), "1"),
+    (f"{_VLLM}.prefill_context_parallel_size", (1,), "1"),
+    # The shared log-probability is that of the whole softmax at the sampling temperature. Under these the rollout
+    # samples from, or is to report, another distribution, and importance weights would be wrong without a word.
+    (f"{ROLLOUT}.top_p", (1,), "1"),
+    (f"{ROLLOUT}.top_k", (-1,), "-1"),
+    (f"{ROLLOUT}.repetition_penalty", (1,), "1"),
+    (f"{ROLLOUT}.logprobs_mode", ("processed_logprobs",), "processed_logprobs"),
+    (f"{_VLLM}.logprobs_mode", ("processed_logprobs",), "processed_logprobs"),
+)
+"""Keys with the values beside which the shared operations can run, and the one to recommend; absent is fine too."""
 
 
 def check_config(config: DictConfig) -> None:
@@ -48,16 +73,37 @@ def check_config(config: DictConfig) -> None:
         return
     options = JetConfig.from_node(config.jetrl)
 
+    get = reader(config)
+    for rule in (_training, _model, _rollout, _trainer, _targets, _shared, _exact, _algorithm):
+        for complaint in rule(options, get):
+            raise UnsupportedConfiguration(f"precision={options.precision} {complaint}.")
+
+    vllm_arguments(options, get(f"{ROLLOUT}.engine_kwargs.vllm"))
+
+
+def reader(config: DictConfig) -> Get:
+    """Callable that reads a composed config."""
+
     def get(key: str) -> Any:
         """Value at a dotted path as plain Python; ``None`` where a part is absent or still ``???``."""
         value = OmegaConf.select(config, key)
         return OmegaConf.to_container(value, resolve=True) if isinstance(value, DictConfig | ListConfig) else value
 
-    for rule in (_training, _model, _rollout, _trainer, _targets, _exact, _algorithm):
-        for complaint in rule(options, get):
-            raise UnsupportedConfiguration(f"precision={options.precision} {complaint}.")
+    return get
 
-    vllm_arguments(options, get(f"{ROLLOUT}.engine_kwargs.vllm"))
+
+def only_stock(get: Get) -> Iterator[tuple[str, str]]:
+    """What a config asks for that the shared operations cannot do: ``key=value``, and the value to use instead.
+
+    What they can do, but not with equal log-probabilities on both sides, is ``_exact``'s.
+    """
+    for key, fine, use in _ONLY_STOCK:
+        value = get(key)
+        if value is not None and value not in fine:
+            yield f"{key}={str(value).lower() if isinstance(value, bool) else value}", use
+    temperature = get(f"{ROLLOUT}.temperature")
+    if temperature is not None and float(temperature) <= 0:
+        yield f"{ROLLOUT}.temperature={temperature}", "a positive one"
 
 
 def _training(options: JetConfig, get: Get) -> Iterator[str]:
@@ -187,27 +233,18 @@ def _algorithm(options: JetConfig, get: Get) -> Iterator[str]:
     yield from clip_rules(get)
 
 
-def _exact(options: JetConfig, get: Get) -> Iterator[str]:
-    """What would part the log-probabilities of both sides although their operations are shared."""
+def _shared(options: JetConfig, get: Get) -> Iterator[str]:
     if options.operations != "shared":
         return
-    for key, fine in (
-        (f"{ROLLOUT}.top_p", 1),
-        (f"{ROLLOUT}.top_k", -1),
-        (f"{ROLLOUT}.repetition_penalty", 1),
-    ):
-        value = get(key)
-        if value is not None and float(value) != fine:
-            yield f"samples from the distribution that the trainer evaluates, not under {key}={value}; use {fine}"
-    temperature = get(f"{ROLLOUT}.temperature")
-    if temperature is not None and float(temperature) <= 0:
-        yield f"needs a temperature that the trainer can divide by, not {ROLLOUT}.temperature={temperature}; use 1"
-    mode = get(f"{ROLLOUT}.logprobs_mode")
-    if mode not in (None, "processed_logprobs"):
-        yield (
-            f"compares log-probabilities at the sampling temperature, not {ROLLOUT}.logprobs_mode={mode}; "
-            "use processed_logprobs"
-        )
+    instead = "" if options.precision == "jet_fp8_exact" else ", or jetrl.operations=stock"
+    for setting, use in only_stock(get):
+        yield f"runs operations shared by rollout and trainer, which do not cover {setting}; use {use}{instead}"
+
+
+def _exact(options: JetConfig, get: Get) -> Iterator[str]:
+    """What the shared operations serve, but not with equal log-probabilities on both sides."""
+    if options.precision != "jet_fp8_exact":
+        return
     if not get(f"{ROLLOUT}.calculate_log_probs"):
         yield f"compares the rollout's log-probabilities with the trainer's; set {ROLLOUT}.calculate_log_probs=true"
     if (get(f"{ROLLOUT}.tensor_model_parallel_size") or 1) > 1:
@@ -218,23 +255,3 @@ def _exact(options: JetConfig, get: Get) -> Iterator[str]:
     mode = get("trainer.v1.trainer_mode")
     if mode not in (None, "sync"):
         yield f"trains on samples of the current policy, not under trainer.v1.trainer_mode={mode}; use sync"
-    for key in ("use_fused_kernels", "use_liger", "tiled_mlp.enabled"):
-        if get(f"{MODEL}.{key}"):
-            yield f"has operations of its own, which {MODEL}.{key} would replace; set it to false"
-    if get(f"{ACTOR}.use_prefix_grouper"):
-        yield f"has an attention of its own, which {ACTOR}.use_prefix_grouper would replace; set it to false"
-    for key in (f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"):
-        if (get(key) or 1) > 1:
-            yield f"keeps a sequence on one GPU, not under {key}={get(key)}; set it to 1"
-    if get("distillation.enabled"):
-        yield "does not cover distillation; set distillation.enabled=false"
-    vllm = get(f"{ROLLOUT}.engine_kwargs.vllm") or {}
-    for key, fine, use in (
-        ("attention_backend", ("FLASH_ATTN", "flash_attn"), "FLASH_ATTN"),
-        ("attention_config", ({},), "the default"),
-        ("logprobs_mode", ("processed_logprobs",), "processed_logprobs"),
-        ("decode_context_parallel_size", (1,), "1"),
-        ("prefill_context_parallel_size", (1,), "1"),
-    ):
-        if vllm.get(key) is not None and vllm[key] not in fine:
-            yield f"does not support {ROLLOUT}.engine_kwargs.vllm.{key}={vllm[key]}; use {use}"

@@ -18,7 +18,9 @@ Each refusal is one sentence. A path on a remote file system, or a hub name with
 """
 
 import json
+import os
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,9 @@ PINS = {"verl": "0.9.1", "vllm": "0.24.0", "torch": "2.11", "transformers": "5.9
 MIN_CAPABILITY = (8, 9)
 """First CUDA compute capability whose tensor cores multiply E4M3."""
 
+SHARED_CAPABILITY = (9, 0)
+"""The compute capability for which the shared operations were written: FlashAttention 3 has no other."""
+
 _REMOTE = ("hdfs://", "s3://", "gs://", "http://", "https://")
 
 
@@ -46,6 +51,11 @@ def check_environment(config: DictConfig) -> None:
     options = JetConfig.from_node(config.jetrl)
     check_versions(options.precision)
     check_gpu(options.precision)
+    if options.operations == "shared" and (gap := no_shared_operations()):
+        raise UnsupportedConfiguration(
+            f"precision={options.precision} cannot share operations here, since {gap}; use precision=jet_fp8 "
+            "jetrl.operations=stock."
+        )
 
     tensor_parallel = OmegaConf.select(config, "actor_rollout_ref.rollout.tensor_model_parallel_size") or 1
     path = OmegaConf.select(config, "actor_rollout_ref.model.path")
@@ -113,6 +123,31 @@ def check_gpu(precision: str) -> None:
             )
 
 
+def on_cpu() -> bool:
+    """Whether verl was asked to run without a GPU (patches/cpu.py)."""
+    return os.environ.get("VERL_PLATFORM") == "cpu"
+
+
+def no_shared_operations() -> str:
+    """Why the GPUs that this process sees cannot run the shared operations; empty if they can, or if it sees none."""
+    import torch
+
+    if on_cpu() or not torch.cuda.is_available():
+        return ""
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        if (major, minor) != SHARED_CAPABILITY:
+            return (
+                f"GPU {index}, {torch.cuda.get_device_name(index)}, has compute capability {major}.{minor}, and "
+                "FlashAttention 3 needs 9.0"
+            )
+    # A file, not an import: the library is large and this process is to touch no GPU.
+    vllm = find_spec("vllm")
+    if vllm is None or not list(Path(vllm.origin).parent.glob("vllm_flash_attn/_vllm_fa3_C*")):
+        return "the installed vLLM comes without FlashAttention 3"
+    return ""
+
+
 def check_model(path: str | None, options: JetConfig, tensor_parallel: int, shared_operations: bool = False) -> None:
     """Check a model: ``config.json`` and weight files open, it is dense, unquantised, and its shapes fit.
 
@@ -122,35 +157,15 @@ def check_model(path: str | None, options: JetConfig, tensor_parallel: int, shar
         tensor_parallel: ranks over which the rollout splits each layer.
         shared_operations: whether the model is to run them, and so must be one that they cover.
     """
-    if path is None or str(path).startswith(_REMOTE):
+    model = read_model(path)
+    if model is None:
         return
     folder = Path(path).expanduser()
     if folder.is_dir():
-        config_file = folder / "config.json"
         _check_weight_files(folder)
-    elif folder.is_absolute() or str(path).startswith((".", "~")):
-        raise UnsupportedConfiguration(f"the model folder {path} does not exist; check the model path.")
-    else:
-        config_file = _hub_config(str(path))
-        if config_file is None:
-            return
 
     # Not at the top: the pins of this file are also read where torch, which layers imports, may be what is ill.
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    from jetrl_verl.layers import SUPPORTED_MODEL_TYPES, UnsupportedLayer, plan_linears
-
-    try:
-        model = json.loads(config_file.read_text())
-        if model.get("model_type") in SUPPORTED_MODEL_TYPES:
-            # What config.json leaves out takes the default of its class (Qwen3's head_dim, for one).
-            model = AutoConfig.from_pretrained(config_file.parent).to_dict()
-    except (OSError, ValueError, TypeError, AttributeError, StrictDataclassError) as error:
-        raise UnsupportedConfiguration(
-            f"{config_file} is not a readable model config ({type(error).__name__}); point the model path at a "
-            "complete Hugging Face folder."
-        ) from None
+    from jetrl_verl.layers import UnsupportedLayer, plan_linears
 
     if model.get("quantization_config"):
         raise UnsupportedConfiguration(
@@ -168,6 +183,42 @@ def check_model(path: str | None, options: JetConfig, tensor_parallel: int, shar
             ops.check_model(model)
         except ValueError as uncovered:
             raise UnsupportedConfiguration(f"precision={options.precision} cannot run {path}: {uncovered}.") from None
+
+
+def read_model(path: str | None) -> dict[str, Any] | None:
+    """Configuration of the model at ``path``, with the defaults of a type that we know; None where it lies elsewhere.
+
+    Raises:
+        UnsupportedConfiguration: a local folder that is missing, or whose ``config.json`` cannot be read.
+    """
+    if path is None or str(path).startswith(_REMOTE):
+        return None
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        config_file = folder / "config.json"
+    elif folder.is_absolute() or str(path).startswith((".", "~")):
+        raise UnsupportedConfiguration(f"the model folder {path} does not exist; check the model path.")
+    else:
+        config_file = _hub_config(str(path))
+        if config_file is None:
+            return None
+
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    from jetrl_verl.layers import SUPPORTED_MODEL_TYPES
+
+    try:
+        model = json.loads(config_file.read_text())
+        if model.get("model_type") in SUPPORTED_MODEL_TYPES:
+            # What config.json leaves out takes the default of its class (Qwen3's head_dim, for one).
+            model = AutoConfig.from_pretrained(config_file.parent).to_dict()
+    except (OSError, ValueError, TypeError, AttributeError, StrictDataclassError) as error:
+        raise UnsupportedConfiguration(
+            f"{config_file} is not a readable model config ({type(error).__name__}); point the model path at a "
+            "complete Hugging Face folder."
+        ) from None
+    return model
 
 
 def check_vocabulary(path: str | None) -> None:

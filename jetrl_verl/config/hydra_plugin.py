@@ -21,8 +21,8 @@ repeated here, a recipe whose defaults name ``ppo_trainer`` gets the group too, 
 comes after verl's values and before those of the recipe and of the command line.
 
 A subclass of the config loader that uses it checks each composed config, so a refusal comes out of ``--cfg job``, of
-a run and of ``hydra.compose`` alike. (A Hydra 1.3 callback has no such hook, and exceptions in callbacks become
-warnings.)
+a run and of ``hydra.compose`` alike, and none leaves with ``jetrl.operations=auto`` in it. (A Hydra 1.3 callback has no
+such hook, and exceptions in callbacks become warnings.)
 """
 
 import sys
@@ -78,7 +78,7 @@ class JetConfigRepository(ConfigRepository):
 
 class JetConfigLoader(ConfigLoaderImpl):
     """Hydra's config loader over ``JetConfigRepository``; refuses a composed config that cannot work, in one
-    sentence.
+    sentence, and resolves ``jetrl.operations=auto``.
     """
 
     def __init__(self, config_search_path: ConfigSearchPath) -> None:
@@ -97,11 +97,13 @@ class JetConfigLoader(ConfigLoaderImpl):
             ) from None
         if "jetrl" in config:
             from .check import check_config
+            from .operations import resolve_operations
 
             try:
                 check_config(config)
             except UnsupportedConfiguration as refusal:
                 raise ConfigCompositionException(str(refusal)) from None
+            resolve_operations(config)
         return config
 
 
@@ -115,7 +117,7 @@ class JetCallback(Callback):
 
         # Hydra turns an exception of a callback into a warning and runs the job; an exit gets through.
         try:
-            ray_init.install()
+            ray_init.install(config.jetrl.operations)
             check_environment(config)
         except UnsupportedConfiguration as refusal:
             sys.exit(f"jetrl_verl: {refusal}")

@@ -51,7 +51,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "critic": ("bf16", "fp8"),
     "contract_check": (True, False),
     "metrics": (True, False),
-    "operations": ("stock", "shared"),
+    "operations": ("auto", "stock", "shared"),
     "clip": ("fixed", "calibrated"),
 }
 
@@ -96,7 +96,7 @@ class JetConfig:
 
     operations: str = "stock"
     """Norms, rotary, activation, attention and logits: each side's own (``stock``), or one implementation for both
-    (``shared``), with which log-probabilities agree in every bit."""
+    (``shared``). ``auto`` stands for one of the two until ``operations.resolve_operations`` has said which."""
 
     clip: str = "fixed"
     """``calibrated`` moves verl's clip bounds every ``clip_interval`` steps; see ``algorithms.calibrated_clipping``."""
@@ -146,16 +146,21 @@ class JetConfig:
                 "jetrl.backward=bf16 speaks about models that train in FP8, and there is none; remove it or use "
                 "precision=jet_fp8."
             )
-        if (self.operations == "shared") != (self.precision == "jet_fp8_exact"):
-            other = "jet_fp8_exact" if self.operations == "shared" else "jet_fp8"
+        if self.precision == "jet_fp8_exact":
+            if self.operations != "shared":
+                raise UnsupportedConfiguration(
+                    f"precision=jet_fp8_exact with jetrl.operations={self.operations} is what precision=jet_fp8 names; "
+                    "use that."
+                )
+            if self.unfit_layers != "stop":
+                raise UnsupportedConfiguration(
+                    "precision=jet_fp8_exact has no shared BF16 linear for a layer that jetrl.unfit_layers=skip would "
+                    "leave out; use jetrl.unfit_layers=stop."
+                )
+        elif self.precision != "jet_fp8" and self.operations != "stock":
             raise UnsupportedConfiguration(
-                f"precision={self.precision} with jetrl.operations={self.operations} is what precision={other} names; "
-                "use that."
-            )
-        if self.operations == "shared" and self.unfit_layers != "stop":
-            raise UnsupportedConfiguration(
-                "jetrl.operations=shared has no shared BF16 linear for a layer that jetrl.unfit_layers=skip would "
-                "leave out; use jetrl.unfit_layers=stop."
+                f"precision={self.precision} is a baseline whose sides each run their own operations, not "
+                f"jetrl.operations={self.operations}; use precision=jet_fp8."
             )
 
     @classmethod

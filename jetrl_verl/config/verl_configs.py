@@ -58,7 +58,7 @@ class JetFSDPEngineConfig(FSDPEngineConfig):
             raise UnsupportedConfiguration(
                 f"jetrl_role={self.jetrl_role} is not a role; use one of {', '.join(_ROLE_FIELD)}."
             )
-        object.__setattr__(self, "jetrl", JetConfig.from_node(self.jetrl))
+        object.__setattr__(self, "jetrl", _resolved(self.jetrl))
         _register_engine()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -106,7 +106,18 @@ class JetRolloutConfig(RolloutConfig):
             raise UnsupportedConfiguration(
                 "JetRolloutConfig needs rollout.custom.jetrl; choose a precision group and keep that key."
             )
-        return JetConfig.from_node(node)
+        return _resolved(node)
+
+
+def _resolved(node: Any) -> JetConfig:
+    options = JetConfig.from_node(node)
+    if options.operations == "auto":
+        # Each process deciding for itself is how both sides would come to different answers.
+        raise UnsupportedConfiguration(
+            "jetrl.operations=auto is resolved when Hydra composes a config, and this one was made by hand; set "
+            "jetrl.operations=shared or jetrl.operations=stock."
+        )
+    return options
 
 
 def _register_engine() -> None:

@@ -19,6 +19,22 @@ from typing import Any
 from jetrl_verl.ops.attention import check_head_dim
 from jetrl_verl.ops.rotary import rotary_table
 
+FIELDS = (
+    "attention_dropout",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "head_dim",
+    "hidden_act",
+    "layer_types",
+    "logit_scale",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "sliding_window",
+    "use_sliding_window",
+)
+"""What of a model's configuration decides, by any of its names."""
+
 
 def check_model(config: Any) -> None:
     """Raise ``ValueError`` (one sentence) unless the shared operations cover a model.
@@ -40,6 +56,8 @@ def check_model(config: Any) -> None:
         (get("hidden_act") != "silu", f"the activation {get('hidden_act')}"),
         (sliding, "sliding window attention"),
         (get("attention_dropout", 0.0) != 0.0, "attention dropout"),
+        (get("attn_logit_softcapping") or get("final_logit_softcapping"), "soft-capped scores or logits"),
+        (get("logit_scale", 1.0) != 1.0, "scaled logits"),
     ):
         if wrong:
-            raise ValueError(f"the shared operations do not cover {what}; use precision=jet_fp8")
+            raise ValueError(f"the shared operations do not cover {what}; use precision=jet_fp8 jetrl.operations=stock")

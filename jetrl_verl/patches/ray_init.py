@@ -37,12 +37,16 @@ _TIMEOUT_S = 600.0
 """A worker's first start may install its environment (``uv run``); longer than this, the cluster has no room for it."""
 
 
-def install() -> None:
-    """Wrap ``ray.init``; doing it twice changes nothing. Exits the process where a worker lacks the plugin."""
+def install(operations: str = "stock") -> None:
+    """Wrap ``ray.init``; doing it twice changes nothing. Exits the process where a worker does not fit.
+
+    Args:
+        operations: ``jetrl.operations`` of the job, ``shared`` or ``stock``.
+    """
     import ray
 
     if ray.is_initialized():
-        check_workers()
+        check_workers(operations)
         return
     if getattr(ray.init, "_jetrl_wrapped", False):
         return
@@ -51,14 +55,14 @@ def install() -> None:
     @functools.wraps(original)
     def init_then_check(*args: Any, **kwargs: Any) -> Any:
         context = original(*args, **kwargs)
-        check_workers()
+        check_workers(operations)
         return context
 
     init_then_check._jetrl_wrapped = True
     ray.init = init_then_check
 
 
-def check_workers() -> None:
+def check_workers(operations: str = "stock") -> None:
     """Start one worker per living node in the job's runtime environment; exit with one sentence unless all fit."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -71,7 +75,7 @@ def check_workers() -> None:
             answers[node["NodeManagerAddress"]] = probe.options(scheduling_strategy=pinned).remote()
     for address, answer in answers.items():
         try:
-            complaint = complaint_about(ray.get(answer, timeout=_TIMEOUT_S))
+            complaint = complaint_about(ray.get(answer, timeout=_TIMEOUT_S), operations)
         except ray.exceptions.GetTimeoutError:
             complaint = f"no Ray worker started there within {_TIMEOUT_S:.0f} s; check `ray status`"
         except ray.exceptions.RayError as error:
@@ -81,13 +85,14 @@ def check_workers() -> None:
             sys.exit(f"jetrl_verl: node {address}: {complaint}.")
 
 
-def complaint_about(found: dict[str, Any]) -> str:
+def complaint_about(found: dict[str, Any], operations: str = "stock") -> str:
     """What keeps a worker from this job, and what to do; empty if nothing does.
 
     Args:
         found: answer of :func:`_probe`'s function on a node.
+        operations: ``jetrl.operations`` of the job.
     """
-    from jetrl_verl.config.environment import MIN_CAPABILITY, PINS
+    from jetrl_verl.config.environment import MIN_CAPABILITY, PINS, SHARED_CAPABILITY
 
     where = f"the Ray workers' interpreter {found['interpreter']}"
     mine = jetrl_verl.__version__
@@ -116,9 +121,15 @@ def complaint_about(found: dict[str, Any]) -> str:
     names = found["vllm_plugins_filter"]
     if names is not None and "jetrl" not in [name.strip() for name in names.split(",")]:
         return f"VLLM_PLUGINS={names} keeps vLLM from loading the plugin; unset it, or add jetrl to it"
-    if found["capability"] is not None and tuple(found["capability"]) < MIN_CAPABILITY:
+    if found["capability"] is not None:
         major, minor = found["capability"]
-        return f"it has a GPU of compute capability {major}.{minor}, and FP8 needs 8.9 or newer; use precision=bf16"
+        if (major, minor) < MIN_CAPABILITY:
+            return f"it has a GPU of compute capability {major}.{minor}, and FP8 needs 8.9 or newer; use precision=bf16"
+        if operations == "shared" and (major, minor) != SHARED_CAPABILITY:
+            return (
+                f"it has a GPU of compute capability {major}.{minor}, and the shared operations need 9.0; use "
+                "precision=jet_fp8 jetrl.operations=stock"
+            )
     return ""
 
 

@@ -22,6 +22,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.numpy import save_file
 
 from jetrl_verl.config import JetConfig, UnsupportedConfiguration, check_environment
@@ -149,8 +150,8 @@ def test_skip_lets_unfit_layers_through(model_folder):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"attention_dropout": 0.1}, "do not cover attention dropout; use precision=jet_fp8"),
-        ({"hidden_act": "gelu"}, "do not cover the activation gelu; use precision=jet_fp8"),
+        ({"attention_dropout": 0.1}, "do not cover attention dropout; use precision=jet_fp8 jetrl.operations=stock"),
+        ({"hidden_act": "gelu"}, "do not cover the activation gelu; use precision=jet_fp8 jetrl.operations=stock"),
         ({"head_dim": 64}, "this model has heads of 64; use precision=jet_fp8"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type=yarn has no shared"),
     ],
@@ -298,8 +299,8 @@ def test_a_check_that_fails_itself_stops_the_run(monkeypatch):
         raise ZeroDivisionError("heads")
 
     installed = []
-    monkeypatch.setattr(ray_init, "install", lambda: installed.append(True))
+    monkeypatch.setattr(ray_init, "install", installed.append)
     monkeypatch.setattr(environment, "check_environment", fail)
     with pytest.raises(SystemExit, match=r"the checks before the job failed themselves \(ZeroDivisionError: heads\)"):
-        JetCallback().on_job_start(None)
-    assert installed
+        JetCallback().on_job_start(OmegaConf.create({"jetrl": {"operations": "shared"}}))
+    assert installed == ["shared"]

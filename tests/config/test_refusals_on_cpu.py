@@ -148,28 +148,20 @@ ONE_GPU = f"{ROLLOUT}.tensor_model_parallel_size=1"
 
 REFUSED_EXACT = [
     ([f"{ROLLOUT}.tensor_model_parallel_size=2"], f"set {ROLLOUT}.tensor_model_parallel_size=1"),
-    ([f"{ROLLOUT}.top_p=0.95"], f"not under {ROLLOUT}.top_p=0.95; use 1"),
-    ([f"{ROLLOUT}.top_k=50"], f"not under {ROLLOUT}.top_k=50; use -1"),
-    ([f"+{ROLLOUT}.repetition_penalty=1.1"], f"not under {ROLLOUT}.repetition_penalty=1.1; use 1"),
-    ([f"{ROLLOUT}.temperature=0"], f"not {ROLLOUT}.temperature=0; use 1"),
-    ([f"{ROLLOUT}.logprobs_mode=raw_logprobs"], "logprobs_mode=raw_logprobs; use processed_logprobs"),
+    ([f"{ROLLOUT}.top_p=0.95"], f"which do not cover {ROLLOUT}.top_p=0.95; use 1."),
+    ([f"{ROLLOUT}.temperature=0"], f"which do not cover {ROLLOUT}.temperature=0; use a positive one."),
     ([f"{ROLLOUT}.calculate_log_probs=false"], f"set {ROLLOUT}.calculate_log_probs=true"),
     (["trainer.v1.trainer_mode=colocate_async"], "trainer.v1.trainer_mode=colocate_async; use sync"),
-    ([f"{MODEL}.use_fused_kernels=true"], f"{MODEL}.use_fused_kernels would replace; set it to false"),
-    ([f"{MODEL}.use_liger=true"], f"{MODEL}.use_liger would replace; set it to false"),
-    ([f"{MODEL}.tiled_mlp.enabled=true"], f"{MODEL}.tiled_mlp.enabled would replace; set it to false"),
-    ([f"{ACTOR}.use_prefix_grouper=true"], f"{ACTOR}.use_prefix_grouper would replace; set it to false"),
-    ([f"{ACTOR}.ulysses_sequence_parallel_size=2"], f"{ACTOR}.ulysses_sequence_parallel_size=2; set it to 1"),
-    (["distillation.enabled=true"], "set distillation.enabled=false"),
-    ([f"{VLLM}.attention_backend=FLASHINFER"], "attention_backend=FLASHINFER; use FLASH_ATTN"),
-    ([f"{VLLM}.attention_config.flash_attn_version=2"], "use the default"),
-    ([f"{VLLM}.logprobs_mode=raw_logits"], "logprobs_mode=raw_logits; use processed_logprobs"),
-    ([f"{VLLM}.decode_context_parallel_size=2"], "decode_context_parallel_size=2; use 1"),
+    ([f"{MODEL}.use_liger=true"], f"which do not cover {MODEL}.use_liger=true; use false."),
+    ([f"{ACTOR}.ulysses_sequence_parallel_size=2"], f"{ACTOR}.ulysses_sequence_parallel_size=2; use 1."),
+    ([f"{VLLM}.attention_config.flash_attn_version=2"], "use the default."),
     ([f"{VLLM}.kv_cache_dtype=fp8"], "kv_cache_dtype=fp8; use auto"),
     (["jetrl.unfit_layers=skip"], "use jetrl.unfit_layers=stop."),
     (["jetrl.operations=stock"], "is what precision=jet_fp8 names; use that."),
-    (["jetrl.operations=liger"], "jetrl.operations=liger is not a choice; use one of stock, shared."),
+    (["jetrl.operations=auto"], "is what precision=jet_fp8 names; use that."),
+    (["jetrl.operations=liger"], "jetrl.operations=liger is not a choice; use one of auto, stock, shared."),
 ]
+"""What the shared operations do not cover, one of a kind; all of it: test_operations_on_cpu.py."""
 
 
 @pytest.mark.parametrize(("overrides", "sentence"), REFUSED_EXACT, ids=[" ".join(o) for o, _ in REFUSED_EXACT])
@@ -194,11 +186,6 @@ def test_refused_where_log_probabilities_are_to_be_equal(compose, overrides, sen
 )
 def test_accepted_where_log_probabilities_are_to_be_equal(compose, overrides):
     assert compose("precision=jet_fp8_exact", ONE_GPU, *overrides).jetrl.operations == "shared"
-
-
-def test_shared_operations_have_one_name(compose):
-    with pytest.raises(ConfigCompositionException, match="is what precision=jet_fp8_exact names; use that"):
-        compose("precision=jet_fp8", "jetrl.operations=shared")
 
 
 def test_options_without_a_precision_are_refused(compose):

@@ -47,3 +47,12 @@ def test_a_node_that_cannot_take_part_is_named_with_its_reason(changes, sentence
 @pytest.mark.parametrize("changes", [{}, {"vllm_plugins_filter": "other,jetrl"}, {"capability": (9, 0)}])
 def test_a_node_like_this_one_takes_part(changes):
     assert complaint_about(worker(**changes)) == ""
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (10, 0)])
+def test_a_gpu_without_the_shared_operations_is_named_where_the_job_shares_them(capability):
+    found = worker(capability=capability)
+    assert complaint_about(found, "stock") == ""
+    assert "the shared operations need 9.0; use precision=jet_fp8 jetrl.operations=stock" in complaint_about(
+        found, "shared"
+    )

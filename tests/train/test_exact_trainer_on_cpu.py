@@ -151,7 +151,7 @@ def test_packing_finds_sequences_in_masks_and_in_positions():
     ("changes", "sentence"),
     [
         (dict(head_dim=64), "heads of 128 and this model has heads of 64; use precision=jet_fp8"),
-        (dict(hidden_act="gelu"), "do not cover the activation gelu; use precision=jet_fp8"),
+        (dict(hidden_act="gelu"), "do not cover the activation gelu; use precision=jet_fp8 jetrl.operations=stock"),
         (dict(attention_dropout=0.1), "do not cover attention dropout"),
         (
             dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=2.0)),
@@ -171,6 +171,31 @@ def test_a_model_that_the_operations_do_not_cover_is_refused(changes, sentence):
             ops.check_model(form)
     with pytest.raises(UnsupportedLayer, match=sentence):
         share_operations(tiny_model("qwen3", **changes))
+
+
+def test_layers_that_are_left_out_of_fp8_are_no_obstacle():
+    """``jetrl.unfit_layers=skip``: norm and activation hand such a layer their BF16 rows, also while it is trained."""
+    changes = dict(intermediate_size=320)
+    inputs, following = packed(tokens()), packed(tokens())["input_ids"][0].roll(-1)[:, None]
+
+    def gradients(model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        logits = model(**inputs, use_cache=False).logits[0].float()
+        ops.log_probs(logits, following, torch.ones(len(following))).sum().backward()
+        return logits.detach(), {name: p.grad.double() for name, p in model.named_parameters()}
+
+    def skipping():
+        model = bf16(tiny_model("qwen3", **changes))
+        assert len(replace_linears(model, plan_linears(model.config, unfit_layers="skip"), scale_rule="fp32")) == 2 * 4
+        return model
+
+    shared_model = skipping()
+    share_operations(shared_model)
+    (ours, got), (exact, want) = gradients(shared_model), gradients(bf16(tiny_model("qwen3", **changes)).float())
+    rounded, stock_operations = gradients(skipping())
+    assert (ours - exact).norm() < 1.1 * (rounded - exact).norm() < 0.1 * exact.norm()
+    for name, gradient in want.items():
+        error = (stock_operations[name] - gradient).norm()
+        assert (got[name] - gradient).norm() < 1.5 * error + 1e-3 * gradient.norm(), name
 
 
 def test_generation_and_positional_arguments_are_refused():

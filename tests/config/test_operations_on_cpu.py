@@ -1,0 +1,251 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""``jetrl.operations`` on a machine that is played: what ``auto`` becomes and why, what ``shared`` is refused for."""
+
+import copy
+import json
+
+import pytest
+import torch
+from hydra import compose as hydra_compose
+from hydra import initialize_config_module
+from omegaconf import OmegaConf
+from verl.utils.config import omega_conf_to_dataclass
+
+from jetrl_verl.config import JetConfig, JetFSDPEngineConfig, UnsupportedConfiguration, check_config, environment
+from jetrl_verl.config import operations as module
+from jetrl_verl.config.operations import resolve_operations
+
+ROLLOUT = "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
+ACTOR = "actor_rollout_ref.actor"
+VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
+
+QWEN3 = {"model_type": "qwen3", "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 128}
+
+
+@pytest.fixture(scope="module")
+def composed():
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return hydra_compose("ppo_trainer", overrides=["precision=jet_fp8"])
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Callable that writes a model's configuration with some keys changed; the folder."""
+
+    def write(**changes) -> str:
+        (tmp_path / "config.json").write_text(json.dumps({**QWEN3, **changes}))
+        return str(tmp_path)
+
+    return write
+
+
+@pytest.fixture
+def hopper(monkeypatch, tmp_path_factory):
+    """A machine on which nothing stands against the shared operations; callable that changes its GPU."""
+    vllm = tmp_path_factory.mktemp("vllm")
+    (vllm / "vllm_flash_attn").mkdir()
+    (vllm / "vllm_flash_attn" / "_vllm_fa3_C.abi3.so").touch()
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    monkeypatch.setattr(environment, "find_spec", lambda name: type("Spec", (), {"origin": str(vllm / "__init__.py")}))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "A GPU")
+    module._say.cache_clear()
+
+    def play(*capabilities: tuple[int, int]) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
+
+    play((9, 0), (9, 0))
+    return play
+
+
+@pytest.fixture
+def run(composed, capsys):
+    """Callable (settings) -> (operations after resolution, what was said)."""
+
+    def _run(settings: dict, operations: str = "auto") -> tuple[str, str]:
+        config = copy.deepcopy(composed)
+        for key, value in {"jetrl.operations": operations, **settings}.items():
+            OmegaConf.update(config, key, value, force_add=True)
+        check_config(config)
+        resolve_operations(config)
+        for node in (f"{ACTOR}.fsdp_config", f"{ROLLOUT}.custom"):
+            assert OmegaConf.select(config, f"{node}.jetrl.operations") == config.jetrl.operations
+        return config.jetrl.operations, capsys.readouterr().err
+
+    return _run
+
+
+def test_auto_is_shared_where_nothing_stands_against_it(hopper, run, model):
+    settings = {f"{MODEL}.path": model()}
+    assert run(settings) == (
+        "shared",
+        "jetrl_verl: jetrl.operations=auto is shared, since the shared operations cover the whole job.\n",
+    )
+    assert run(settings) == ("shared", "")  # Hydra composes twice before a run; once is said
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {f"{ROLLOUT}.tensor_model_parallel_size": 2},
+        {f"{ROLLOUT}.calculate_log_probs": False},
+        {"trainer.v1.trainer_mode": "colocate_async"},
+        {"jetrl.unfit_layers": "skip"},
+        {f"{ROLLOUT}.val_kwargs.top_p": 0.7, f"{ROLLOUT}.val_kwargs.temperature": 0},
+        {
+            f"{MODEL}.use_remove_padding": False,
+            f"{ROLLOUT}.temperature": 0.6,
+            f"{VLLM}.attention_backend": "FLASH_ATTN",
+        },
+    ],
+    ids=str,
+)
+def test_what_only_parts_the_last_bits_does_not_stand_against_shared(hopper, run, model, settings):
+    settings |= {f"{MODEL}.path": model()}
+    assert run(settings)[0] == run(settings, "shared")[0] == "shared"
+
+
+UNCOVERED = [
+    ({f"{MODEL}.use_fused_kernels": True}, "false"),
+    ({f"{MODEL}.use_liger": True}, "false"),
+    ({f"{MODEL}.tiled_mlp.enabled": True}, "false"),
+    ({f"{ACTOR}.use_prefix_grouper": True}, "false"),
+    ({f"{ACTOR}.ulysses_sequence_parallel_size": 2}, "1"),
+    ({"distillation.enabled": True}, "false"),
+    ({f"{VLLM}.attention_backend": "FLASHINFER"}, "FLASH_ATTN"),
+    ({f"{VLLM}.attention_config": {"flash_attn_version": 2}}, "the default"),
+    ({f"{VLLM}.decode_context_parallel_size": 2}, "1"),
+    ({f"{ROLLOUT}.top_p": 0.95}, "1"),
+    ({f"{ROLLOUT}.top_k": 50}, "-1"),
+    ({f"{ROLLOUT}.repetition_penalty": 1.1}, "1"),
+    ({f"{ROLLOUT}.temperature": 0}, "a positive one"),
+    ({f"{ROLLOUT}.logprobs_mode": "raw_logprobs"}, "processed_logprobs"),
+    ({f"{VLLM}.logprobs_mode": "raw_logits"}, "processed_logprobs"),
+]
+
+
+@pytest.mark.parametrize(("settings", "use"), UNCOVERED, ids=[str(settings) for settings, _ in UNCOVERED])
+def test_what_the_operations_cannot_do_makes_auto_stock_and_is_refused_under_shared(hopper, run, model, settings, use):
+    ((key, value),) = settings.items()
+    said = f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+    settings |= {f"{MODEL}.path": model()}
+    reason = f"jetrl_verl: jetrl.operations=auto is stock, since the shared operations do not cover {said}.\n"
+    assert run(settings) == ("stock", reason)
+    assert run(settings, "stock") == ("stock", "")
+    with pytest.raises(UnsupportedConfiguration) as refused:
+        run(settings, "shared")
+    assert str(refused.value).endswith(f"which do not cover {said}; use {use}, or jetrl.operations=stock.")
+
+
+def test_a_cpu_a_hidden_gpu_and_another_gpu_make_auto_stock(hopper, run, model, monkeypatch):
+    settings = {f"{MODEL}.path": model()}
+    hopper((9, 0), (8, 9))
+    assert "since GPU 1, A GPU, has compute capability 8.9, and FlashAttention 3 needs 9.0." in run(settings)[1]
+    hopper((10, 0))
+    assert "since GPU 0, A GPU, has compute capability 10.0, and" in run(settings)[1]
+    hopper((9, 0))
+    monkeypatch.setattr(environment, "find_spec", lambda name: None)
+    assert "since the installed vLLM comes without FlashAttention 3." in run(settings)[1]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    operations, said = run(settings)
+    assert operations == "stock" and "this driver sees no GPU" in said and "set jetrl.operations=shared if" in said
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    assert "since the shared operations are slow on a CPU" in run(settings)[1]
+    assert run(settings, "shared") == ("shared", "")  # slow, not impossible
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"head_dim": 64}, "shared attention exists for heads of 128 and this model has heads of 64."),
+        ({"hidden_act": "gelu"}, "the shared operations do not cover the activation gelu."),
+        ({"final_logit_softcapping": 30.0}, "the shared operations do not cover soft-capped scores or logits."),
+        ({"logit_scale": 0.5}, "the shared operations do not cover scaled logits."),
+        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, "sliding window attention."),
+        ({"model_type": "qwen3_moe"}, "the shared operations do not cover models of type qwen3_moe."),
+    ],
+    ids=str,
+)
+def test_a_model_that_is_not_covered_makes_auto_stock(hopper, run, model, changes, reason):
+    operations, said = run({f"{MODEL}.path": model(num_hidden_layers=2, **changes)})
+    assert operations == "stock" and said.endswith(f"{reason}\n") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        (f"{MODEL}.override_config", {"attn_implementation": "sdpa", "rope_theta": 1e6}, "rope_theta"),
+        (f"{MODEL}.override_config", {"model_config": {"attention_dropout": 0.1}}, "attention_dropout"),
+        (f"{VLLM}.hf_overrides", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling"),
+        (f"{VLLM}.hf_overrides", '{"rope_parameters": {"rope_type": "yarn"}}', "rope_parameters"),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_the_job_overrides_makes_auto_stock(hopper, run, model, key, value, named):
+    operations, said = run({f"{MODEL}.path": model(num_hidden_layers=2), key: value})
+    assert operations == "stock" and said.endswith(f"since {key} overrides {named} of the model.\n")
+
+
+def test_overrides_that_no_operation_reads_change_nothing(hopper, run, model):
+    settings = {f"{MODEL}.path": model(num_hidden_layers=2)}
+    settings |= {f"{MODEL}.override_config": {"attn_implementation": "sdpa", "attention_dropout": 0.0}}
+    settings |= {f"{VLLM}.hf_overrides": {"max_position_embeddings": 4096}}
+    assert run(settings)[0] == "shared"
+
+
+def test_a_model_that_cannot_be_read_makes_auto_stock(hopper, run):
+    assert "the configuration of the model hdfs://m cannot be read from here." in run({f"{MODEL}.path": "hdfs://m"})[1]
+    assert "since the model folder /no/model does not exist." in run({f"{MODEL}.path": "/no/model"})[1]
+
+
+@pytest.mark.parametrize("precision", ["jet_fp8", "jet_fp8_exact"])
+def test_the_environment_refuses_shared_on_another_gpu(hopper, precision):
+    options = JetConfig(precision, train="fp8", rollout="fp8", operations="shared")
+    config = OmegaConf.create({"jetrl": options.as_dict()})
+    environment.check_environment(config)
+    hopper((8, 9))
+    with pytest.raises(UnsupportedConfiguration) as refused:
+        environment.check_environment(config)
+    assert str(refused.value) == (
+        f"precision={precision} cannot share operations here, since GPU 0, A GPU, has compute capability 8.9, and "
+        "FlashAttention 3 needs 9.0; use precision=jet_fp8 jetrl.operations=stock."
+    )
+
+
+def test_trainer_and_vllm_get_the_word_that_the_driver_chose(hopper, model):
+    """Through Hydra, as a run gets it."""
+    runnable = [f"{ROLLOUT}.name=vllm", f"{ACTOR}.ppo_micro_batch_size_per_gpu=1", f"{MODEL}.path={model()}"]
+    runnable += [f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=1"]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = hydra_compose("ppo_trainer", overrides=["precision=jet_fp8", *runnable])
+    OmegaConf.resolve(config)
+    assert omega_conf_to_dataclass(config.actor_rollout_ref.actor).engine.shared_operations
+    vllm = omega_conf_to_dataclass(config.actor_rollout_ref.rollout).engine_kwargs["vllm"]
+    assert vllm["hf_overrides"]["quantization_config"]["operations"] == "shared"
+
+
+def test_no_process_resolves_auto_for_itself():
+    with pytest.raises(UnsupportedConfiguration, match="set jetrl.operations=shared or jetrl.operations=stock"):
+        JetFSDPEngineConfig(jetrl=JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="auto"))
+
+
+@pytest.mark.parametrize("operations", ["auto", "shared"])
+def test_baselines_keep_their_own_operations(operations):
+    with pytest.raises(UnsupportedConfiguration, match=f"not jetrl.operations={operations}; use precision=jet_fp8"):
+        JetConfig("fp8_rollout", train="bf16", rollout="fp8", operations=operations)
+    with pytest.raises(UnsupportedConfiguration, match=f"not jetrl.operations={operations}; use precision=jet_fp8"):
+        JetConfig("qurl_int8", train="bf16", rollout="int8", operations=operations)

@@ -173,8 +173,8 @@ def run_compare(
         with signals_raise():
             job = _demo(options, trainer, recipe, say) if options.is_demo else _verl_job(options)
             for arm in arms:
-                _check_state(arm, job)
-            failed = [arm for arm in arms if not _train(arm, job, console)]
+                check_state(arm, job)
+            failed = [arm for arm in arms if not train(arm, job, console)]
             finished = [arm for arm in arms if arm not in failed]
             if not finished:
                 return 1
@@ -215,7 +215,7 @@ def _saves(words: Sequence[str]) -> bool:
 # --- training --------------------------------------------------------------------------------------------------------
 
 
-def _check_state(arm: Arm, job: Job) -> None:
+def check_state(arm: Arm, job: Job) -> None:
     if arm.state.is_file() and json.loads(arm.state.read_text())["command"] != job.command_of(arm):
         raise CompareError(
             f"{arm.paths.folder} was made by another command; choose another --out, or delete that folder."
@@ -226,7 +226,7 @@ def _is_finished(arm: Arm) -> bool:
     return arm.state.is_file() and json.loads(arm.state.read_text())["finished"]
 
 
-def _train(arm: Arm, job: Job, console: Console) -> bool:
+def train(arm: Arm, job: Job, console: Console) -> bool:
     """Train one arm unless it has finished; whether it has now."""
     say = _sayer(console)
     if _is_finished(arm):

@@ -1,0 +1,279 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The study on one page: ``python -m recipes.study.plot --out DIR`` writes ``DIR/study.{html,md,json}`` and the curves.
+
+The verdict is computed, by the rule that docs/study.md fixed before the first arm ran. An arm differs from BF16 at a
+temperature only if its difference exceeds each of
+
+* twice the standard error of the paired difference over the test problems,
+* the largest difference between BF16's seeds,
+* what another start of the engine changed in the score of the policy before training;
+
+and there is no verdict at all where BF16 has one seed, learnt nothing, or has less than a tenth of the problems left
+to learn. Figures that an arm logged in training are means over its last steps and get no verdict: the difference of
+BF16's two seeds stands in a row of its own, for the eye.
+"""
+
+import argparse
+import html
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from jetrl_verl.compare.evaluate import BEFORE, file_of
+from jetrl_verl.observe.compare import Accuracy, Row, Scores, Trained, summarise, temperature_name
+from jetrl_verl.observe.report import FIGURES, Figure, Run, lines, load_run, write_report
+from recipes.study.evaluate import arms_in, before_files
+from recipes.study.run import read_arms
+from recipes.study.warm_up import StudyError
+
+LAST_STEPS = 10
+"""Steps at the end of a run whose mean is its final figure."""
+
+SATURATED = 0.9
+"""Accuracy of BF16 above which the task is too easy to tell arms apart."""
+
+_CODES = tuple(f"actor/jetrl/codes_changed/{kind}" for kind in ("qkv", "o", "gate_up", "down"))
+
+LOGGED = (
+    ("reward", ("critic/score/mean",), ".3f"),
+    ("k3 KL", ("rollout_corr/k3_kl",), ".1e"),
+    ("entropy", ("actor/entropy",), ".3f"),
+    ("tokens", ("response_length/mean",), ".0f"),
+    ("cut off", ("response_length/clip_ratio",), ".2%"),
+    ("clipped, A<0", ("actor/jetrl/clipped/negative",), ".3%"),
+    ("clipped, A>0", ("actor/jetrl/clipped/positive",), ".3%"),
+    ("truncated, A<0", ("rollout_corr/truncated/negative",), ".3%"),
+    ("truncated, A>0", ("rollout_corr/truncated/positive",), ".3%"),
+    ("codes changed", _CODES, ".2%"),
+    ("s/step", ("timing_s/step",), ".1f"),
+)
+"""Column -> metrics whose mean it is, and its format."""
+
+STUDY_FIGURES = (
+    Figure(
+        "clipped",
+        "Clipped tokens by sign of advantage",
+        "Share of response tokens that the policy loss cut off.",
+        lines(
+            ("actor/jetrl/clipped/negative", "negative"),
+            ("actor/jetrl/clipped/positive", "positive"),
+            ylabel="share of tokens",
+            bottom=0.0,
+        ),
+    ),
+    Figure(
+        "truncated",
+        "Truncated importance weights by sign of advantage",
+        "Share of response tokens whose importance weight left its bounds, in arms that correct for the mismatch.",
+        lines(
+            ("rollout_corr/truncated/negative", "negative"),
+            ("rollout_corr/truncated/positive", "positive"),
+            ylabel="share of tokens",
+            bottom=0.0,
+        ),
+    ),
+    Figure(
+        "cut_off",
+        "Responses cut off",
+        "Share of responses that reached the longest length allowed.",
+        lines(("response_length/clip_ratio", "share"), ylabel="share of responses", bottom=0.0),
+    ),
+    Figure(
+        "codes_changed",
+        "Weight codes that a sync changed",
+        "Share of E4M3 codes of the gate and up projections that differ from the sync before.",
+        lines(("actor/jetrl/codes_changed/gate_up", "share"), ylabel="share of codes", bottom=0.0),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What a difference to BF16 must exceed, at one temperature; all in shares of problems.
+
+    Attributes:
+        seeds: largest difference between BF16's seeds, None for one seed.
+        engine: what another start of the engine changed.
+        gain: what BF16 learnt. gain_error: its standard error. final: BF16's accuracy.
+    """
+
+    seeds: float | None
+    engine: float
+    gain: float
+    gain_error: float
+    final: float
+
+    def bound(self, found: Accuracy) -> float:
+        """The difference that ``found`` must exceed."""
+        return max(2 * (found.difference_error or 0.0), self.seeds or 0.0, self.engine)
+
+    def verdict(self, found: Accuracy, seeds: int) -> str:
+        """What the rule says of an arm's accuracy ``found``."""
+        if self.seeds is None:
+            return "no verdict: BF16 needs two seeds"
+        if self.gain <= 2 * self.gain_error:
+            return "no verdict: BF16 learnt nothing"
+        if self.final > SATURATED:
+            return "no verdict: the task is too easy"
+        if abs(found.difference) <= self.bound(found):
+            return "inside the noise"
+        side = "above BF16" if found.difference > 0 else "below BF16"
+        return side if seeds > 1 else f"{side}, one seed"
+
+
+def noise_of(bf16: Row, seeds: Sequence[Scores], before: Sequence[Scores], temperature: float) -> Noise:
+    """The noise at one temperature.
+
+    Args:
+        bf16: row of the first arm. seeds: its scores, one table per seed.
+        before: scores of the policy before training, one table per evaluation.
+        temperature: of the sampling; 0 is greedy.
+    """
+
+    def problems(scores: Scores) -> list[float]:
+        return [statistics.fmean(samples) for samples in scores[temperature]]
+
+    found, first = bf16.accuracies[temperature], problems(before[0])
+    trained, starts = ([statistics.fmean(problems(scores)) for scores in group] for group in (seeds, before))
+    return Noise(
+        seeds=max(trained) - min(trained) if len(trained) > 1 else None,
+        engine=max(starts) - min(starts),
+        gain=found.mean - statistics.fmean(starts),
+        gain_error=math.hypot(found.error, statistics.stdev(first) / math.sqrt(len(first))),
+        final=found.mean,
+    )
+
+
+def read_scores(files: Sequence[Path]) -> list[Scores]:
+    """Contents of files of ``evaluate.py``: temperature -> problem -> sample -> score.
+
+    Raises:
+        StudyError: they were not scored in the same way.
+    """
+    contents = [json.loads(file.read_text()) for file in files]
+    # The same files lie in other folders on another machine.
+    settings = [{**content["settings"], "model": None, "data": None} for content in contents]
+    for file, found in zip(files, settings):
+        if found != settings[0]:
+            raise StudyError(
+                f"{file} was scored otherwise than {files[0]}; score both with the same --samples and installation."
+            )
+    return [{float(temperature): table for temperature, table in content["scores"].items()} for content in contents]
+
+
+def logged(runs: Sequence[Run], keys: Sequence[str]) -> float | None:
+    """Mean of ``keys`` over the last steps of ``runs``; None where they are not logged."""
+    series = [run.series(key)[1][-LAST_STEPS:] for run in runs for key in keys]
+    values = [statistics.fmean(values) for values in series if values]
+    return statistics.fmean(values) if values else None
+
+
+def table(rows: Sequence[Row], trained: Sequence[Trained], noise: Mapping[float, Noise]) -> list[list[str]]:
+    """Header, one line per arm, and the line of BF16's two seeds."""
+    temperatures = list(rows[0].accuracies)
+    header = ["arm", "seeds"]
+    for temperature in temperatures:
+        name = temperature_name(temperature)
+        header += [f"accuracy, {name}", f"Δ to BF16, {name}", f"noise, {name}", f"verdict, {name}"]
+    header += [name for name, _, _ in LOGGED]
+    body = [header]
+    for row in rows:
+        runs = [entry.run for entry in trained if entry.arm == row.arm and entry.run is not None]
+        line = [row.arm, str(row.seeds) if row.seeds else ""]
+        for temperature in temperatures:
+            found = row.accuracies[temperature]
+            line.append(f"{found.mean:.1%} ± {found.error:.1%}")
+            if found.difference is None:
+                line += ["", "", ""]
+                continue
+            line.append(f"{100 * found.difference:+.1f} ± {100 * found.difference_error:.1f}")
+            line.append(f"{100 * noise[temperature].bound(found):.1f}")
+            line.append(noise[temperature].verdict(found, row.seeds) if row.seeds else "")
+        values = [logged(runs, keys) for _, keys, _ in LOGGED]
+        line += ["" if value is None else format(value, form) for value, (_, _, form) in zip(values, LOGGED)]
+        body.append(line)
+    first = [entry.run for entry in trained if entry.arm == next(row.arm for row in rows if row.seeds)]
+    line = ["between BF16's seeds", str(len(first))]
+    for temperature in temperatures:
+        seeds = noise[temperature].seeds
+        line += ["" if seeds is None else f"{100 * seeds:.1f} points", "", "", ""]
+    for _, keys, form in LOGGED:
+        values = [value for run in first if (value := logged([run], keys)) is not None]
+        line.append(format(max(values) - min(values), form) if len(values) > 1 else "")
+    return [*body, line]
+
+
+def as_html(body: Sequence[Sequence[str]], caption: str) -> str:
+    """The table for the page."""
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in body[0])
+    rest = "".join(
+        f"<tr><th>{html.escape(line[0])}</th>{''.join(f'<td>{html.escape(cell)}</td>' for cell in line[1:])}</tr>"
+        for line in body[1:]
+    )
+    below = f"<p class='absent'>{html.escape(caption)}</p>"
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{rest}</tbody></table>{below}"
+
+
+CAPTION = (
+    "Accuracy: final weights on the test split in one BF16 engine, ± one standard error over the problems; Δ is paired "
+    f"by problem. Other figures: means over an arm's last {LAST_STEPS} steps and its seeds. Clipped and truncated: "
+    "shares of response tokens, by sign of advantage."
+)
+
+
+def write_study(out: Path) -> Path:
+    """Write the page of everything below ``out`` that has logs and scores; returns its path.
+
+    Raises:
+        StudyError: nothing was scored, or not the arm that the others are compared with.
+    """
+    folder, first = out / "evaluation", next(iter(read_arms()["arms"]))
+    arms = [arm for arm in arms_in(out) if arm.paths.metrics.is_file()]
+    runs = {arm.name: replace(load_run(arm.paths.folder, arm.name), arm=arm.label) for arm in arms}
+    scored, before = [arm for arm in arms if file_of(folder, arm.name).is_file()], before_files(folder)
+    if not before or not any(arm.label == first for arm in scored):
+        raise StudyError(f"{folder} has no score of {first}; run `python3 -m recipes.study.evaluate --out {out}`.")
+    scores = read_scores([*before, *(file_of(folder, arm.name) for arm in scored)])
+    starts = scores[: len(before)]
+    trained = [Trained(BEFORE, None, starts[0])]
+    trained += [Trained(a.label, a.seed, s, runs[a.name]) for a, s in zip(scored, scores[len(before) :])]
+    rows = summarise(trained)
+    bf16 = next(row for row in rows if row.arm == first)
+    seeds = [entry.scores for entry in trained if entry.arm == first]
+    noise = {temperature: noise_of(bf16, seeds, starts, temperature) for temperature in bf16.accuracies}
+    body = table(rows, trained, noise)
+    markdown = [f"| {' | '.join(line)} |" for line in (body[0], ["---"] * len(body[0]), *body[1:])]
+    (out / "study.md").write_text("\n".join([*markdown, "", CAPTION, ""]))
+    (out / "study.json").write_text(json.dumps([dict(zip(body[0], line)) for line in body[1:]], indent=1))
+    return write_report(
+        list(runs.values()), out / "study.html", "The study", (*FIGURES, *STUDY_FIGURES), as_html(body, CAPTION)
+    )
+
+
+def main() -> None:
+    """Entry of the program."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("outputs/study"))
+    try:
+        print(write_study(parser.parse_args().out))
+    except StudyError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The study's data and its policy: a Qwen3 of 28M parameters taught the task until it is right two times in five.
+
+Run it once, before any arm: ``python3 -m recipes.study.warm_up --out DIR``. It writes ``DIR/{train,validation,test}
+.parquet``, ``DIR/policy`` (a Hugging Face folder in BF16, 57 MB, small enough to carry between machines) and
+``DIR/study.json``, what the others read. A finished folder is left alone; an interrupted warm-up goes on from
+``DIR/warm_up.pt``, in the same steps as if it had not been interrupted, because the batch of a step is drawn from the
+step's number. ``--tiny`` makes a policy of a million parameters for short chains, in a minute on a CPU.
+
+Supervised on worked solutions alone, FP32 weights and AdamW, BF16 autocast on a GPU. It stops at a target instead of
+after a number of steps, whose outcome would differ between machines. The target is the mean probability of the whole
+worked solution on problems of the validation split, a lower bound of the accuracy at temperature 1 and close to it,
+since a right answer hardly ever follows a wrong line.
+
+Every linear layer is a multiple of the FP8 block and the head dimension is 128, so each precision quantises the same
+seven linears of a layer and ``jet_fp8_exact`` covers every operation.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from jetrl_verl.demo.policy import PolicyConfig, build_model, build_tokenizer, save_policy
+from jetrl_verl.demo.warmup import encode, solution_probability
+from recipes.study import task
+
+
+class StudyError(Exception):
+    """The study cannot go on for a reason the user can act on; the message is one sentence that says how."""
+
+
+@dataclass(frozen=True)
+class StudyConfig:
+    """Everything that decides what the prepared folder holds.
+
+    Attributes:
+        policy: shape of the policy. levels: lengths of the chains, in equal shares.
+        train, validation, test: problems of the RL run, of its curves, and of the verdict.
+        target: estimated accuracy at which the warm-up stops; with ``levels`` the knob of difficulty.
+        max_steps: steps after which not having reached it is a failure.
+        batch_size, lr, ramp_steps: of AdamW; the learning rate is constant after the ramp.
+        check_every: steps between estimates; save_every: between resumable states.
+    """
+
+    policy: PolicyConfig = field(
+        default_factory=lambda: PolicyConfig(
+            hidden_size=512, layers=8, heads=4, kv_heads=2, intermediate_size=1792, max_positions=1024
+        )
+    )
+    levels: tuple[int, ...] = (6, 12, 18, 24)
+    train: int = 8192
+    validation: int = 256
+    test: int = 2048
+    target: float = 0.4
+    max_steps: int = 6000
+    batch_size: int = 128
+    lr: float = 1e-3
+    ramp_steps: int = 100
+    check_every: int = 50
+    save_every: int = 500
+    seed: int = 7
+
+
+TINY = StudyConfig(
+    policy=PolicyConfig(), levels=(1, 2), train=64, validation=16, test=16, target=0.02, max_steps=400, batch_size=32,
+    lr=2e-3, ramp_steps=20, check_every=20, save_every=100,
+)  # fmt: skip
+"""For a CPU and for tests: shows that everything runs, learns next to nothing."""
+
+
+class _Batches:
+    """Encoded batch of each step, a function of the step's number alone."""
+
+    def __init__(self, config: StudyConfig, tokenizer):
+        self._config, self._tokenizer = config, tokenizer
+
+    def __len__(self) -> int:
+        return self._config.max_steps
+
+    def __getitem__(self, step: int):
+        config = self._config
+        drawn = task.problems("warmup", config.batch_size, config.levels, f"{config.seed} {step}")
+        return encode(drawn, self._tokenizer)
+
+
+class WarmUp:
+    """The supervised training: a model, its optimiser and the number of steps taken.
+
+    Args:
+        config: what to train on and how long.
+        device: torch device.
+    """
+
+    def __init__(self, config: StudyConfig, device: str):
+        import torch
+
+        self.config, self.device, self.step = config, torch.device(device), 0
+        self.tokenizer = build_tokenizer()
+        self.model = build_model(config.policy, self.tokenizer).to(self.device)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.01)
+
+    def train(self, steps: int) -> Iterator[float]:
+        """Take steps until ``steps`` have been taken in all; yields each one's loss (mean over tokens, nat)."""
+        import torch
+        from torch.utils.data import DataLoader
+
+        on_gpu = self.device.type == "cuda"
+        batches = DataLoader(
+            _Batches(self.config, self.tokenizer),
+            batch_size=None,
+            sampler=range(self.step, steps),
+            num_workers=8 if on_gpu else 0,
+            pin_memory=on_gpu,
+        )
+        self.model.train()
+        for ids, labels in batches:
+            for group in self._optimizer.param_groups:
+                group["lr"] = self.config.lr * min(1.0, (self.step + 1) / self.config.ramp_steps)
+            with self._autocast():
+                loss = self.model(
+                    input_ids=ids.to(self.device, non_blocking=True), labels=labels.to(self.device, non_blocking=True)
+                ).loss
+            self._optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self._optimizer.step()
+            self.step += 1
+            yield loss.item()
+
+    def estimate(self) -> dict[int, float]:
+        """Level -> mean probability of the whole worked solution, on the validation problems."""
+        levels, found = self.config.levels, {}
+        checked = task.problems("validation", self.config.validation, levels, self.config.seed)
+        self.model.eval()
+        for i, level in enumerate(levels):
+            ids, labels = encode(checked[i :: len(levels)], self.tokenizer)
+            with self._autocast():
+                found[level] = solution_probability(self.model, ids.to(self.device), labels.to(self.device))
+        self.model.train()
+        return found
+
+    def save(self, path: Path) -> None:
+        """Write what :meth:`load` reads; an interruption leaves the file before."""
+        import torch
+
+        unfinished = path.with_suffix(".part")
+        state = {"config": asdict(self.config), "step": self.step}
+        torch.save(state | {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}, unfinished)
+        unfinished.rename(path)
+
+    def load(self, path: Path) -> None:
+        """Go on where :meth:`save` was called.
+
+        Raises:
+            StudyError: saved under another configuration.
+        """
+        import torch
+
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        if state["config"] != asdict(self.config):
+            raise StudyError(f"{path} is of another configuration; delete it or choose another --out.")
+        self.model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+
+    def _autocast(self) -> AbstractContextManager:
+        import torch
+
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+
+
+def read_facts(folder: Path) -> dict:
+    """Contents of a prepared folder's ``study.json``.
+
+    Raises:
+        StudyError: the folder is not complete.
+    """
+    file = folder / "study.json"
+    if not file.is_file():
+        raise StudyError(f"{file} does not exist; run `python3 -m recipes.study.warm_up --out {folder}` first.")
+    return json.loads(file.read_text())
+
+
+def write_data(config: StudyConfig, folder: Path) -> None:
+    """Write the three splits of the RL runs; disjoint from each other and from the warm-up's problems."""
+    for split in ("train", "validation", "test"):
+        rows = task.problems(split, getattr(config, split), config.levels, config.seed)
+        task.write_parquet(rows, split, folder / f"{split}.parquet")
+
+
+def prepare(config: StudyConfig, out: Path, device: str) -> dict:
+    """Fill ``out`` unless it is complete; contents of its ``study.json``.
+
+    Raises:
+        StudyError: the folder is of another configuration, or the target was not reached.
+    """
+    facts_file = out / "study.json"
+    stated = json.loads(json.dumps(asdict(config)))
+    if facts_file.is_file():
+        facts = read_facts(out)
+        if facts["config"] != stated:
+            raise StudyError(f"{facts_file} is of another configuration; choose another --out.")
+        print(f"{out} is complete")
+        return facts
+    out.mkdir(parents=True, exist_ok=True)
+    write_data(config, out)
+
+    started, state, training = time.monotonic(), out / "warm_up.pt", WarmUp(config, device)
+    if state.is_file():
+        training.load(state)
+    parameters = sum(parameter.numel() for parameter in training.model.parameters())
+    print(f"{parameters:,} parameters, from step {training.step} until an accuracy of {config.target}", flush=True)
+    reached: dict[int, float] = {}
+    for loss in training.train(config.max_steps):
+        if training.step % config.check_every == 0:
+            by_level = training.estimate()
+            mean = sum(by_level.values()) / len(by_level)
+            listed = " ".join(f"{level}:{value:.2f}" for level, value in by_level.items())
+            print(f"step {training.step} loss {loss:.4f} estimate {mean:.3f} ({listed})", flush=True)
+            if mean >= config.target:
+                reached = by_level
+                break
+        if training.step % config.save_every == 0:
+            training.save(state)
+    if not reached:
+        raise StudyError(
+            f"the warm-up did not reach an accuracy of {config.target} in {config.max_steps} steps; lower the target "
+            "or the levels, or give it more steps."
+        )
+    save_policy(training.model.cpu(), training.tokenizer, out / "policy")
+    facts = {
+        "config": stated,
+        "parameters": parameters,
+        "steps": training.step,
+        "seconds": round(time.monotonic() - started, 1),
+        "estimate": reached,
+    }
+    facts_file.write_text(json.dumps(facts, indent=1))
+    state.unlink(missing_ok=True)
+    return facts
+
+
+def main() -> None:
+    """Entry of the program."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("outputs/study/prepared"))
+    parser.add_argument("--device", default="cuda", help="torch device; cpu with --tiny")
+    parser.add_argument("--tiny", action="store_true", help="a policy of a million parameters for chains of 1 or 2")
+    words = parser.parse_args()
+    try:
+        prepare(TINY if words.tiny else StudyConfig(), words.out, words.device)
+    except StudyError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

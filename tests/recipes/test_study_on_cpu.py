@@ -1,0 +1,327 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The study: its task against an evaluator of its own, its splits, arms, warm-up, resuming, verdicts and page."""
+
+import ast
+import json
+import operator
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import verl.trainer.main_ppo  # noqa: F401  (the plugin registers itself through verl, as in a run)
+from hydra import compose as hydra_compose
+from hydra import initialize_config_module
+from recipe_cases import ROOT  # puts the checkout on the path
+from rich.console import Console
+from verl.trainer.ppo.utils import need_reference_policy
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+from jetrl_verl.demo.policy import PolicyConfig, build_model, build_tokenizer
+from jetrl_verl.demo.task import compute_score
+from jetrl_verl.demo.warmup import encode
+from jetrl_verl.layers import plan_linears
+from jetrl_verl.observe.compare import Accuracy
+from recipes.study import bf16_metrics, evaluate, plot, run, task, warm_up
+from recipes.study.plot import Noise
+from recipes.study.warm_up import StudyConfig, StudyError, WarmUp
+
+LEVELS = StudyConfig().levels
+ARMS = run.read_arms()["arms"]
+FAKE = ROOT / "tests/observe/fake_compare.py"
+
+# --- task ------------------------------------------------------------------------------------------------------------
+
+
+def value_of(expression: str, variables: dict[str, int]) -> int:
+    """An expression of names, whole numbers, +, - and *, by Python's own parser."""
+    operators = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+
+    def walk(node: ast.AST) -> int:
+        if isinstance(node, ast.BinOp):
+            return operators[type(node.op)](walk(node.left), walk(node.right))
+        return variables[node.id] if isinstance(node, ast.Name) else node.value
+
+    return walk(ast.parse(expression, mode="eval").body)
+
+
+@pytest.mark.parametrize("level", (1, 2, *LEVELS, task.MAX_LEVEL))
+def test_every_line_and_the_answer_are_what_the_prompt_says(level):
+    stream = random.Random(level)
+    for _ in range(50):
+        problem = task.draw(stream, level)
+        *statements, question = problem.prompt.split(";")
+        variables: dict[str, int] = {}
+        for statement in statements:
+            name, expression = statement.split("=")
+            assert name not in variables
+            variables[name] = value_of(expression, variables) % 97
+        assert len(statements) == level + 1 and question == f"{name}?"
+
+        *lines, last = problem.solution.split("\n")
+        assert [line.split("=")[0] for line in lines] == list(variables)[1:]
+        for line in lines:
+            name, expression, plain, value = line.split("=")
+            assert value_of(expression, {}) == int(plain)
+            assert int(value) == int(plain) % 97 == variables[name]
+        assert last == f"#### {problem.answer}" and int(problem.answer) == variables[question[0]]
+
+
+def test_the_reward_wants_the_last_value_and_nothing_else():
+    problem = task.draw(random.Random(1), 6)
+    wrong = str((int(problem.answer) + 1) % 97)
+    for response, score in (
+        (problem.solution, 1.0),
+        (f"#### {problem.answer}", 1.0),
+        (problem.solution.replace(f"#### {problem.answer}", f"#### {wrong}"), 0.0),
+        (problem.solution.replace("####", ""), 0.0),
+        (problem.solution[:-20], 0.0),
+    ):
+        assert compute_score(task.DATA_SOURCE, response, problem.answer)["score"] == score
+
+
+def test_no_problem_is_in_two_splits_whatever_the_seed():
+    """A split is a property of the prompt: the same prompt, drawn by anybody, is in the same one."""
+    for split in task.SPLITS:
+        drawn = [problem for seed in range(3) for problem in task.problems(split, 60, LEVELS, seed)]
+        assert {task.split_of(task.Problem(p.first, p.assignments)) for p in drawn} == {split}
+    stream = random.Random(0)
+    shares = [task.split_of(task.draw(stream, 3)) for _ in range(2000)]
+    for split, share in task.SPLITS.items():
+        assert abs(shares.count(split) / 2000 - share / sum(task.SPLITS.values())) < 0.04
+
+
+def test_a_seed_gives_the_same_problems_and_levels_in_turn():
+    first, again, another = (task.problems("test", 9, LEVELS, seed) for seed in (3, 3, 4))
+    assert first == again != another
+    assert [problem.level for problem in first] == [*LEVELS, *LEVELS, LEVELS[0]]
+    with pytest.raises(ValueError, match="choose another level"):
+        task.draw(random.Random(0), task.MAX_LEVEL + 1)
+
+
+def test_the_longest_problems_fit_the_limits_of_tokens():
+    tokenizer = build_tokenizer()
+    longest = task.Problem(("a", 96), tuple((chr(98 + i), "-", "96") for i in range(24)))
+    wordy = task.problems("warmup", 100, (24,), 0)
+    limits = task.token_limits(LEVELS)
+    for problem in (longest, *wordy):
+        ids, labels = encode([problem], tokenizer)
+        response = int((labels >= 0).sum())
+        assert ids.shape[1] - response <= limits[0] and response <= limits[1]
+    assert sum(limits) <= StudyConfig().policy.max_positions
+    assert limits[1] < 1.1 * max(int((encode([p], tokenizer)[1] >= 0).sum()) for p in wordy)
+
+
+# --- policy and warm-up ----------------------------------------------------------------------------------------------
+
+
+def test_the_policy_can_be_carried_and_every_linear_is_quantised():
+    with torch.device("meta"):
+        model = build_model(StudyConfig().policy, build_tokenizer())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert 25e6 < parameters < 60 * 2**20 / 2
+    assert all(plan.quantised for plan in plan_linears(model.config.to_dict(), 1).values())
+
+
+SMALL = replace(
+    warm_up.TINY, policy=PolicyConfig(hidden_size=128, layers=1, heads=1, intermediate_size=128), batch_size=8,
+    ramp_steps=5, max_steps=12, check_every=4, save_every=6, target=1e-30,
+)  # fmt: skip
+
+
+def test_a_warm_up_lowers_the_loss_and_goes_on_as_if_it_had_not_stopped(tmp_path):
+    whole = list(WarmUp(SMALL, "cpu").train(12))
+    first = WarmUp(SMALL, "cpu")
+    losses = list(first.train(6))
+    first.save(tmp_path / "warm_up.pt")
+    second = WarmUp(SMALL, "cpu")
+    second.load(tmp_path / "warm_up.pt")
+    assert losses + list(second.train(12)) == whole
+    assert whole[-1] < 0.8 * whole[0]
+    with pytest.raises(StudyError, match="another configuration"):
+        WarmUp(replace(SMALL, lr=1.0), "cpu").load(tmp_path / "warm_up.pt")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("study") / "prepared"
+    warm_up.prepare(SMALL, folder, "cpu")
+    return folder
+
+
+def test_what_is_prepared_is_made_once(prepared, capsys):
+    facts = warm_up.prepare(SMALL, prepared, "cpu")
+    assert "is complete" in capsys.readouterr().out and 0 < facts["steps"] <= 12
+    assert {path.name for path in prepared.iterdir()} == {
+        "policy", "study.json", "test.parquet", "train.parquet", "validation.parquet"
+    }  # fmt: skip
+    with pytest.raises(StudyError, match="another configuration"):
+        warm_up.prepare(replace(SMALL, lr=1.0), prepared, "cpu")
+    with pytest.raises(StudyError, match="warm_up --out"):
+        warm_up.read_facts(prepared / "nowhere")
+
+
+# --- arms ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def composed(prepared, tmp_path_factory):
+    """Callable ``(label, seed=1, words=()) -> DictConfig`` that verl composes for an arm on a GPU."""
+    with initialize_config_module("verl.trainer.config", version_base=None):
+
+        def compose(label: str, seed: int = 1, words: tuple[str, ...] = ()):
+            arm = run.arm_of(label, seed, tmp_path_factory.mktemp("out"))
+            job = run.job_of(arm, prepared, "cuda", run.read_arms()["steps"], words, trainer=())
+            return hydra_compose("ppo_trainer", job.command_of(arm))
+
+        yield compose
+
+
+# The precision is all that sets the others apart (next test), and test_recipes_compose_on_cpu.py composes them all.
+@pytest.mark.parametrize("label", ("bf16_lr_1_5", "jet_fp8_stock", "jet_fp8_exact", "jet_fp8_calibrated", "qurl_int8"))
+def test_an_arm_composes(composed, label):
+    config = composed(label, 2)
+    validate_config(config, need_reference_policy(config), use_critic=False)
+    for node in (config.actor_rollout_ref.rollout, config.algorithm):
+        omega_conf_to_dataclass(node)
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    assert config.data.train_batch_size / actor.ppo_mini_batch_size == 4
+    assert config.data.train_batch_size * rollout.n / 4 == actor.ppo_micro_batch_size_per_gpu
+    assert actor.optim.lr == pytest.approx(run.read_arms()["learning_rate"] * (1.5 if "lr_1_5" in label else 1))
+    assert config.data.seed == rollout.seed == actor.data_loader_seed == 2 and actor.shuffle
+    assert config.data.val_files.endswith("validation.parquet") and config.data.train_files.endswith("train.parquet")
+    assert config.trainer.resume_mode == "auto" and config.trainer.save_freq > 0
+    precision = ARMS[label]["precision"]
+    assert config.get("jetrl", {"precision": "bf16"})["precision"] == precision
+    # The BF16 arms report what the others report.
+    measured = actor.policy_loss["_target_"].endswith("MeasuredPolicyLossConfig")
+    assert measured == (precision == "bf16")
+
+
+def test_arms_differ_in_nothing_but_what_they_say(prepared, tmp_path):
+    def said(label: str) -> set[str]:
+        arm = run.arm_of(label, 1, tmp_path)
+        words = run.job_of(arm, prepared, "cuda", 80, (), trainer=()).command_of(arm)
+        own = {*ARMS[label].get("words", ()), f"precision={ARMS[label]['precision']}", "precision=bf16"}
+        return {word.replace(arm.name, "ARM") for word in words if word not in own}
+
+    runs = {label: said(label) for label in ARMS}
+    assert {label for label in ARMS if runs[label] != runs["bf16"]} == {"bf16_lr_1_5"}
+    rates = runs["bf16"] ^ runs["bf16_lr_1_5"]
+    assert {word.partition("=")[0] for word in rates} == {"actor_rollout_ref.actor.optim.lr"} and len(rates) == 2
+
+
+def test_a_shared_gpu_gets_a_fixed_cache(composed):
+    rollout = composed("jet_fp8", words=run.SHARED_GPU).actor_rollout_ref.rollout
+    engine = omega_conf_to_dataclass(rollout).engine_kwargs["vllm"]
+    assert engine["kv_cache_memory_bytes"] == 2 * 10**9 and rollout.gpu_memory_utilization == 0.1
+
+
+def test_the_bf16_arms_metrics_are_put_in_where_a_worker_trains(monkeypatch):
+    installed = []
+    monkeypatch.setattr("jetrl_verl.patches.metrics.install_in_actor", lambda: installed.append(1))
+    monkeypatch.delenv("RANK", raising=False)
+    bf16_metrics.MeasuredPolicyLossConfig()
+    assert not installed
+    monkeypatch.setenv("RANK", "0")
+    assert bf16_metrics.MeasuredPolicyLossConfig().loss_mode == "vanilla" and installed
+
+
+def test_an_unknown_arm_is_one_sentence(tmp_path):
+    with pytest.raises(StudyError, match="choose one of bf16, "):
+        run.arm_of("bf32", 1, tmp_path)
+
+
+# --- from a run to the page ------------------------------------------------------------------------------------------
+
+
+def train(label: str, seed: int, prepared: Path, out: Path, *words: str, behaviour: str = "succeed") -> int:
+    arm = run.arm_of(label, seed, out)
+    trainer = (sys.executable, str(FAKE), "train", behaviour)
+    return run.run_arm(arm, run.job_of(arm, prepared, "cpu", 4, words, trainer), Console(quiet=True))
+
+
+def test_an_arm_resumes_and_is_scored_and_the_page_says_what_it_is_worth(prepared, tmp_path):
+    judge = (sys.executable, str(FAKE), "judge")
+    with pytest.raises(StudyError, match="no score of bf16"):
+        plot.write_study(tmp_path)
+    assert train("bf16", 1, prepared, tmp_path, behaviour="die_once") == 1
+    assert evaluate.unscored(tmp_path) == []
+    assert train("bf16", 1, prepared, tmp_path, behaviour="die_once") == 0
+    metrics = (tmp_path / "arms/bf16-seed1/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in metrics] == [0, 1, 2, 3, 4]
+    with pytest.raises(run.CompareError, match="another command"):
+        train("bf16", 1, prepared, tmp_path, "trainer.test_freq=1")
+    assert evaluate.evaluate(tmp_path, 1, "cpu", judge) == ["bf16-seed1"]
+
+    # On another day, more arms; the first is not scored again.
+    for label, seed in (("bf16", 2), ("jet_fp8", 1)):
+        assert train(label, seed, prepared, tmp_path) == 0
+    names = ["bf16-seed2", "jet_fp8-seed1"]
+    assert evaluate.evaluate(tmp_path, 1, "cpu", judge) == names
+    assert evaluate.evaluate(tmp_path, 1, "cpu", judge) == []
+    before = evaluate.before_files(tmp_path / "evaluation")
+    assert len(before) == 2
+
+    page = plot.write_study(tmp_path)
+    rows = {row["arm"]: row for row in json.loads((tmp_path / "study.json").read_text())}
+    assert list(rows) == ["before training", "bf16", "jet_fp8", "between BF16's seeds"]
+    assert rows["bf16"]["accuracy, T=1"].startswith("56.2%") and rows["bf16"]["seeds"] == "2"
+    assert rows["jet_fp8"]["Δ to BF16, T=1"].startswith("+6.2")
+    # Seed 1 is right on four problems of eight, seed 2 on five.
+    assert rows["between BF16's seeds"]["accuracy, T=1"] == "12.5 points"
+    assert rows["jet_fp8"]["verdict, T=1"] == "no verdict: BF16 learnt nothing"
+    assert rows["jet_fp8"]["k3 KL"] == "2.0e-05" and rows["between BF16's seeds"]["reward"] == "0.010"
+    assert "verdict, T=1" in page.read_text() and (tmp_path / "study_reward.png").is_file()
+
+    scores = json.loads(before[0].read_text())
+    before[0].write_text(json.dumps(scores | {"settings": scores["settings"] | {"samples": 2}}))
+    with pytest.raises(StudyError, match="the same --samples"):
+        plot.write_study(tmp_path)
+
+
+def test_the_test_split_decides(prepared, tmp_path):
+    assert train("bf16", 1, prepared, tmp_path) == 0
+    arm = run.arm_of("bf16", 1, tmp_path)
+    arm.config.write_text(
+        f"data: {{val_files: validation.parquet}}\nactor_rollout_ref: {{model: {{path: {prepared}/policy}}}}\n"
+    )
+    evaluate.write_config(arm, tmp_path / "config.yaml")
+    assert f"val_files: {prepared}/test.parquet" in (tmp_path / "config.yaml").read_text()
+
+
+def accuracy(difference: float, error: float = 0.01) -> Accuracy:
+    return Accuracy(0.5 + difference, 0.01, difference, error, None)
+
+
+@pytest.mark.parametrize(
+    ("noise", "difference", "seeds", "verdict"),
+    [
+        (Noise(0.01, 0.0, 0.2, 0.01, 0.6), 0.021, 2, "above BF16"),
+        (Noise(0.01, 0.0, 0.2, 0.01, 0.6), -0.021, 2, "below BF16"),
+        (Noise(0.01, 0.0, 0.2, 0.01, 0.6), -0.021, 1, "below BF16, one seed"),
+        (Noise(0.01, 0.0, 0.2, 0.01, 0.6), 0.019, 2, "inside the noise"),  # two standard errors
+        (Noise(0.03, 0.0, 0.2, 0.01, 0.6), 0.029, 2, "inside the noise"),  # BF16's seeds
+        (Noise(0.01, 0.05, 0.2, 0.01, 0.6), 0.049, 2, "inside the noise"),  # the engine
+        (Noise(0.03, 0.0, 0.2, 0.01, 0.6), 0.031, 2, "above BF16"),
+        (Noise(None, 0.0, 0.2, 0.01, 0.6), 0.3, 2, "no verdict: BF16 needs two seeds"),
+        (Noise(0.01, 0.0, 0.02, 0.01, 0.6), 0.3, 2, "no verdict: BF16 learnt nothing"),
+        (Noise(0.01, 0.0, 0.2, 0.01, 0.91), -0.3, 2, "no verdict: the task is too easy"),
+    ],
+)
+def test_the_rule_of_the_verdict(noise, difference, seeds, verdict):
+    assert noise.verdict(accuracy(difference), seeds) == verdict

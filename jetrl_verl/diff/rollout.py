@@ -28,7 +28,8 @@ every place must have been filled: a wrong key cannot pass.
 
 *In place.* vLLM's fused residual norm and its rotary write into their inputs, so what is recorded is copied at once,
 and inputs are looked at before the operation runs. An input must equal the recorded outputs of the operations before it
-in every bit: between two operations nothing else may happen, which is what attribution.py rests on.
+in every bit: between two operations nothing else may happen, which is what attribution.py rests on. An operation that
+hands codes to a linear is asked to keep the rows that they are codes of; the quantisation is the linear's.
 """
 
 import json
@@ -41,6 +42,7 @@ from typing import Any
 
 import torch
 
+from jetrl_verl import ops
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.diff import DiffError
 from jetrl_verl.diff.measures import bits
@@ -155,6 +157,9 @@ class Recorder:
             self._wrap(runner, "prepare_inputs", self._around_inputs)
         self._wrap(model, "compute_logits", self._around_logits)
         self._wrap(runner.sampler, "sample", self._around_sample)
+        for module in model.modules():
+            if hasattr(module, "keeps_rows"):
+                module.keeps_rows = True
         decoder.embed_tokens.register_forward_hook(self._after_embedding)
         for number, layer in enumerate(decoder.layers):
             layer.register_forward_pre_hook(self._before_layer(number), with_kwargs=True)
@@ -209,7 +214,7 @@ class Recorder:
 
         def after(module: torch.nn.Module, args: tuple, result: Any) -> None:
             if self._order:
-                found = self._floating(result if isinstance(result, tuple) else (result,), split)
+                found = self._floating(result if type(result) is tuple else (result,), split)
                 # A norm without a residual in front gives one tensor of its two.
                 for name, tensor in zip(outputs, found, strict=False):
                     self._keep(Operation(self._layer if layer else None, name), tensor)
@@ -219,6 +224,7 @@ class Recorder:
 
     def _floating(self, values: Sequence[Any], split: list[int] | None) -> list[torch.Tensor]:
         """The activations among ``values`` as ``[rows, features]``, padding cut off."""
+        values = [x.rows if isinstance(x, ops.Quantised) else x for x in values]
         tensors = [x for x in values if isinstance(x, torch.Tensor) and x.is_floating_point()]
         rows = [x.reshape(len(x), -1)[: len(self._rows)] for x in tensors]
         return [piece for x in rows for piece in x.split(split, dim=-1)] if split else rows

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from jetrl_verl.config.options import PRECISIONS, JetConfig, UnsupportedConfiguration
+from jetrl_verl.demo.overrides import quote
 from jetrl_verl.diff import DiffError
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ def _compose(options: DiffOptions, precision: str) -> _Settings:
 
     ours = [
         f"precision={precision}",
+        f"actor_rollout_ref.model.path={quote(options.model.absolute())}",
         "actor_rollout_ref.rollout.name=vllm",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
     ]

@@ -41,6 +41,9 @@ from jetrl_verl.linear import replace_linears
 Tap = Callable[[Operation, torch.Tensor], torch.Tensor]
 """(operation, its output ``[tokens, features]``) -> what takes its place; the same tensor to leave it."""
 
+_ROTATED = ("q_rotary", "k_rotary")
+"""What the function that rotates returns."""
+
 
 def load_master(folder: str | Path, options: JetConfig | None, **arguments: Any) -> torch.nn.Module:
     """The policy's weights on the CPU as the trainer holds them, invariant scaling folded in."""
@@ -161,7 +164,6 @@ class Trainer:
     def _enter(self, number: int) -> Callable:
         def hook(module: torch.nn.Module, args: tuple) -> None:
             self._layer = number
-            self._rotated = iter(("q_rotary", "k_rotary"))
 
         return hook
 
@@ -179,8 +181,8 @@ class Trainer:
         if self._shared:
             rotary = ops.rotary
 
-            def shared(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-                return self._ask(next(self._rotated), rotary(x, cos_sin))
+            def shared(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                return tuple(self._ask(name, x) for name, x in zip(_ROTATED, rotary(*args), strict=True))
 
             return _exchanged(ops, "rotary", shared)
         modeling = sys.modules[type(self._model).__module__]
@@ -190,7 +192,7 @@ class Trainer:
             # [1, heads, tokens, head size]
             return tuple(
                 self._ask(name, x.transpose(1, 2)).transpose(1, 2)
-                for name, x in zip(self._rotated, rotate(*args, **kwargs), strict=True)
+                for name, x in zip(_ROTATED, rotate(*args, **kwargs), strict=True)
             )
 
         return _exchanged(modeling, "apply_rotary_pos_emb", stock)

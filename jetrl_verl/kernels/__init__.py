@@ -30,12 +30,13 @@ from jetrl_verl.kernels.dispatch import (
     transpose_128x128,
 )
 from jetrl_verl.kernels.int8_ops import fprop_int8
-from jetrl_verl.kernels.torch_ops import fprop
+from jetrl_verl.kernels.torch_ops import fprop, fprop_codes
 
 __all__ = [
     "BACKENDS",
     "describe_backends",
     "fprop",
+    "fprop_codes",
     "fprop_int8",
     "gemm_int8",
     "gemm_nt",

@@ -18,6 +18,8 @@ round". It is an operator of the dispatcher, not a Python function, so that torc
 implementation gives the output's shape) and no compiler can fuse half of it into a neighbour on one side only. It
 allocates by shape alone and never waits for the device, so CUDA graphs may capture it.
 
+``torch.ops.jetrl.fprop_codes`` is its second half, for an input that was quantised where it was written.
+
 No autograd formula is attached: the trainer calls it inside its own ``autograd.Function`` (jetrl_verl/linear.py), which
 also decides what is saved.
 """
@@ -29,6 +31,7 @@ from jetrl_verl.numerics import FP8_DTYPE, BlockQuantized
 
 _LIBRARY = torch.library.Library("jetrl", "DEF")
 _LIBRARY.define("fprop(Tensor x, Tensor w_codes, Tensor w_scales, Tensor? bias, str rule) -> Tensor")
+_LIBRARY.define("fprop_codes(Tensor x_codes, Tensor x_scales, Tensor w_codes, Tensor w_scales, Tensor? bias) -> Tensor")
 
 
 def _check(x: torch.Tensor, w_codes: torch.Tensor) -> None:
@@ -56,9 +59,46 @@ def _fprop_fake(
     return x.new_empty((*x.shape[:-1], w_codes.shape[0]), dtype=torch.bfloat16)
 
 
-for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("fprop", _fprop, _key)
-torch.library.register_fake("jetrl::fprop", _fprop_fake, lib=_LIBRARY)
+def _check_codes(x_codes: torch.Tensor, w_codes: torch.Tensor) -> None:
+    for name, codes in (("input", x_codes), ("weight", w_codes)):
+        if codes.dtype != FP8_DTYPE:
+            raise ValueError(f"jetrl::fprop_codes: {name} codes are {codes.dtype}, expected {FP8_DTYPE}.")
+    if x_codes.shape[-1] != w_codes.shape[1]:
+        raise ValueError(
+            f"jetrl::fprop_codes: x {tuple(x_codes.shape)} does not fit the weight {tuple(w_codes.shape)}."
+        )
+
+
+def _fprop_codes(
+    x_codes: torch.Tensor,
+    x_scales: torch.Tensor,
+    w_codes: torch.Tensor,
+    w_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    _check_codes(x_codes, w_codes)
+    a, b = BlockQuantized(x_codes, x_scales), BlockQuantized(w_codes, w_scales)
+    return dispatch.gemm_nt(a, b, b_block_scaled=True, bias=bias)
+
+
+def _fprop_codes_fake(
+    x_codes: torch.Tensor,
+    x_scales: torch.Tensor,
+    w_codes: torch.Tensor,
+    w_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    _check_codes(x_codes, w_codes)
+    return x_codes.new_empty((x_codes.shape[0], w_codes.shape[0]), dtype=torch.bfloat16)
+
+
+for _name, _real, _fake in (
+    ("fprop", _fprop, _fprop_fake),
+    ("fprop_codes", _fprop_codes, _fprop_codes_fake),
+):
+    for _key in ("CPU", "CUDA"):
+        _LIBRARY.impl(_name, _real, _key)
+    torch.library.register_fake(f"jetrl::{_name}", _fake, lib=_LIBRARY)
 
 
 def fprop(
@@ -80,3 +120,20 @@ def fprop(
         ValueError: another type of ``x`` or of the codes, shapes that do not fit, an unknown rule.
     """
     return torch.ops.jetrl.fprop(x, w_codes, w_scales, bias, rule)
+
+
+def fprop_codes(
+    x: BlockQuantized, w_codes: torch.Tensor, w_scales: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """:func:`fprop` of an input that is quantised already; the same bits for ``x = quantize_1x128(X, rule)``.
+
+    Args:
+        x: codes ``[M, K]`` E4M3 and scales ``[M, K/128]`` FP32. The others as in :func:`fprop`.
+
+    Returns:
+        ``[M, N]`` BF16.
+
+    Raises:
+        ValueError: codes of another type, shapes that do not fit.
+    """
+    return torch.ops.jetrl.fprop_codes(x.codes, x.scales, w_codes, w_scales, bias)

@@ -20,10 +20,16 @@ operation, so that a difference is named. Weights play no part, so equal weights
 import torch
 
 from jetrl_verl import ops
+from jetrl_verl.numerics import BlockQuantized
 from jetrl_verl.observe.contract import row_sums
 
 _LENGTHS = (5, 1, 131)
 _HEAD_DIM = 128
+
+
+def _bytes(quantised: BlockQuantized) -> torch.Tensor:
+    """Codes and scales side by side."""
+    return torch.cat([x.contiguous().view(torch.uint8) for x in quantised], dim=1)
 
 
 def operation_sums(device: torch.device) -> dict[str, int]:
@@ -37,6 +43,7 @@ def operation_sums(device: torch.device) -> dict[str, int]:
     x, residual, weight, head = normal(tokens, 384), normal(tokens, 384), normal(384), normal(200, 384)
     q, k, v = normal(tokens, 4, _HEAD_DIM), normal(tokens, 2, _HEAD_DIM), normal(tokens, 2, _HEAD_DIM)
     table = ops.rotary_table(_HEAD_DIM, 2048, {"rope_theta": 1e6}).to(device)
+    positions = torch.arange(2047, 2047 - tokens, -1, device=device)
     cu_seqlens = torch.tensor([0, *_LENGTHS], device=device).cumsum(0).to(torch.int32)
     temperature = torch.linspace(0.3, 2, tokens).to(device)
     # Not the results of ops.logits: a difference is to be found in the operation that makes it, and in no other.
@@ -45,8 +52,15 @@ def operation_sums(device: torch.device) -> dict[str, int]:
         results = {
             "rms_norm": ops.rms_norm(x, weight, 1e-6),
             "add_rms_norm": torch.cat(ops.add_rms_norm(x, residual, weight, 1e-6)),
-            "rotary": ops.rotary(q, table[-tokens:]),
+            "rms_norm_quantize_1x128": _bytes(ops.rms_norm_quantize_1x128(x, weight, 1e-6, "fp32").codes),
+            "add_rms_norm_quantize_1x128": _bytes(
+                ops.add_rms_norm_quantize_1x128(x, residual, weight, 1e-6, "fp32", with_normed=False)[2]
+            ),
+            "rotary": torch.cat(ops.rotary(q, k, table, positions), dim=1),
             "silu_mul": ops.silu_mul(x, residual),
+            "silu_mul_quantize": _bytes(
+                ops.silu_mul_quantize(x, residual, "fp32", with_product=False, with_columns=False)[1]
+            ),
             "attention": ops.attention(q, k, v, cu_seqlens, max(_LENGTHS), _HEAD_DIM**-0.5),
             "logits": ops.logits(x, head),
             "log_probs": ops.log_probs(logits, torch.arange(tokens, device=device)[:, None], temperature),

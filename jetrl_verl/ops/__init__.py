@@ -18,6 +18,7 @@ point (docs/architecture.md, "Zero mismatch"); train/shared_operations.py and ro
 place.
 """
 
+from jetrl_verl.ops._codes import Quantised
 from jetrl_verl.ops.attention import attention, cache_form, check_head_dim, paged_attention
 from jetrl_verl.ops.coverage import check_model
 from jetrl_verl.ops.logits import log_probs, logits
@@ -26,6 +27,7 @@ from jetrl_verl.ops.rotary import rotary, rotary_table
 from jetrl_verl.ops.silu_mul import silu_mul, silu_mul_backward_quantize, silu_mul_quantize, silu_mul_quantize_1x128
 
 __all__ = [
+    "Quantised",
     "add_rms_norm",
     "add_rms_norm_quantize_1x128",
     "attention",

@@ -11,11 +11,26 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""What the operations that quantise their result have in common: which shapes they take, and their fake results."""
+"""What the operations that quantise their result have in common: what they hand to a linear, which shapes they take,
+and their fake results."""
+
+from typing import NamedTuple
 
 import torch
 
-from jetrl_verl.numerics import BLOCK, FP8_DTYPE
+from jetrl_verl.numerics import BLOCK, FP8_DTYPE, BlockQuantized
+
+
+class Quantised(NamedTuple):
+    """What flows from such an operation to the linear that reads it.
+
+    Attributes:
+        rows: the result ``[..., K]`` BF16, None where nobody but the linear reads it.
+        codes: its 1x128 codes ``[M, K]`` E4M3 and scales ``[M, K/128]`` FP32, M the number of rows.
+    """
+
+    rows: torch.Tensor | None
+    codes: BlockQuantized
 
 
 def require_groups(operation: str, x: torch.Tensor) -> None:

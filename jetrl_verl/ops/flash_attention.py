@@ -34,7 +34,10 @@ def forward(
     interface = import_module("vllm.vllm_flash_attn.flash_attn_interface")
     if not interface.is_fa_version_supported(3):
         reason = interface.fa_version_unsupported_reason(3)
-        raise RuntimeError(f"shared attention needs FlashAttention 3 ({reason}); use precision=jet_fp8 on this machine")
+        raise RuntimeError(
+            f"shared attention needs FlashAttention 3 ({reason}); use precision=jet_fp8 jetrl.operations=stock on "
+            "this machine"
+        )
     return interface.flash_attn_varlen_func(
         q,
         k,

@@ -28,13 +28,13 @@ import torch
 
 from jetrl_verl import kernels
 from jetrl_verl.numerics import BlockQuantized
-from jetrl_verl.ops._codes import fake_rows, require_groups
+from jetrl_verl.ops._codes import Quantised, fake_rows, require_groups
 from jetrl_verl.ops._operator import operator, require_bf16, triton_kernels
 from jetrl_verl.ops.reproducible import grid_bits, on_grid
 
 
 def _fake(x, weight, eps):
-    return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 @operator("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", fake=_fake)
@@ -45,7 +45,7 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.
     k = x.shape[-1]
     squares = on_grid(x, grid_bits(k)).double().square_()
     rstd = (squares.sum(dim=-1, keepdim=True) / k).add_(eps).sqrt_().reciprocal_().float()
-    y = x.float().mul_(rstd).mul_(weight.float())
+    y = x.to(torch.float32, memory_format=torch.contiguous_format).mul_(rstd).mul_(weight.float())
     return y.to(torch.bfloat16), rstd.squeeze(-1)
 
 
@@ -63,12 +63,6 @@ def _add_rms_norm(
     return _rms_norm(total, weight, eps)[0], total
 
 
-def _quantising_kernel(*arguments):
-    from jetrl_verl.ops.triton_kernels.rms_norm_quantize import rms_norm_quantize_1x128
-
-    return rms_norm_quantize_1x128(*arguments)
-
-
 def _fake_quantize(x, weight, eps, rule):
     return *_fake(x, weight, eps), *fake_rows(x)
 
@@ -80,7 +74,7 @@ def _fake_quantize(x, weight, eps, rule):
 def _rms_norm_quantize(x: torch.Tensor, weight: torch.Tensor, eps: float, rule: str) -> tuple[torch.Tensor, ...]:
     """y, rstd, codes, scales."""
     if x.is_cuda:
-        y, _, rstd, quantised = _quantising_kernel(x, None, weight, eps, rule, True)
+        y, _, rstd, quantised = triton_kernels().rms_norm_quantize_1x128(x, None, weight, eps, rule, True)
     else:
         y, rstd = _rms_norm(x, weight, eps)
         quantised = kernels.quantize_1x128(y.reshape(-1, y.shape[-1]), rule)
@@ -101,7 +95,7 @@ def _add_rms_norm_quantize(
 ) -> tuple[torch.Tensor, ...]:
     """y, or an empty tensor unless asked for, the residual sum, codes, scales."""
     if x.is_cuda:
-        y, total, _, quantised = _quantising_kernel(x, residual, weight, eps, rule, with_normed)
+        y, total, _, quantised = triton_kernels().rms_norm_quantize_1x128(x, residual, weight, eps, rule, with_normed)
     else:
         y, total = _add_rms_norm(x, residual, weight, eps)
         quantised = kernels.quantize_1x128(y.reshape(-1, y.shape[-1]), rule)
@@ -141,10 +135,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Normalise the rows of ``x``; differentiable in ``x`` and ``weight``.
 
     Args:
-        x: ``[..., K]`` BF16. weight: ``[K]``. eps: added to the mean of squares.
+        x: ``[..., K]`` BF16; heads ``[N, H, K]`` of a merged projection are read where they lie. weight: ``[K]``.
+        eps: added to the mean of squares.
 
     Returns:
-        ``[..., K]`` BF16. A row with Inf or NaN has NaN in it.
+        ``[..., K]`` BF16, contiguous. A row with Inf or NaN has NaN in it.
 
     Raises:
         TypeError: ``x`` is not BF16.
@@ -173,9 +168,7 @@ def add_rms_norm(
     return _add_rms_norm(x, residual, weight, eps)
 
 
-def rms_norm_quantize_1x128(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, rule: str
-) -> tuple[torch.Tensor, BlockQuantized]:
+def rms_norm_quantize_1x128(x: torch.Tensor, weight: torch.Tensor, eps: float, rule: str) -> Quantised:
     """:func:`rms_norm` and ``kernels.quantize_1x128`` of its result; differentiable in ``x`` and ``weight``.
 
     Args:
@@ -194,7 +187,7 @@ def rms_norm_quantize_1x128(
         y, codes, scales = _RMSNorm.apply(x, weight, eps, rule)
     else:
         y, _, codes, scales = _rms_norm_quantize(x, weight, eps, rule)
-    return y, BlockQuantized(codes, scales)
+    return Quantised(y, BlockQuantized(codes, scales))
 
 
 def add_rms_norm_quantize_1x128(

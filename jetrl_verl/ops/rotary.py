@@ -41,7 +41,8 @@ def _inverse_frequencies(head_dim: int, parameters: Mapping[str, Any]) -> list[f
         return frequencies
     if kind != "llama3":
         raise ValueError(
-            f"rotary: rope_type={kind} has no shared implementation, only default and llama3; use precision=jet_fp8"
+            f"rotary: rope_type={kind} has no shared implementation, only default and llama3; use precision=jet_fp8 "
+            "jetrl.operations=stock"
         )
     factor, low, high = (float(parameters[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
     original = float(parameters["original_max_position_embeddings"])
@@ -69,7 +70,9 @@ def rotary_table(head_dim: int, positions: int, parameters: Mapping[str, Any]) -
         ValueError: another ``rope_type``, or a part of the head is not rotated.
     """
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("rotary: partial_rotary_factor has no shared implementation; use precision=jet_fp8")
+        raise ValueError(
+            "rotary: partial_rotary_factor has no shared implementation; use precision=jet_fp8 jetrl.operations=stock"
+        )
     with torch.device("cpu"):
         frequencies = torch.tensor(_inverse_frequencies(head_dim, parameters), dtype=torch.float64)
         blocks = []
@@ -79,46 +82,80 @@ def rotary_table(head_dim: int, positions: int, parameters: Mapping[str, Any]) -
         return torch.cat(blocks)[:positions].contiguous()
 
 
-def _fake(x, cos_sin, inverse):
-    return x.new_empty(x.shape)
+def _fake(q, k, table, positions, inverse):
+    return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-@operator("rotary(Tensor x, Tensor cos_sin, bool inverse) -> Tensor", fake=_fake)
-def _rotary(x: torch.Tensor, cos_sin: torch.Tensor, inverse: bool) -> torch.Tensor:
-    if x.is_cuda:
-        return triton_kernels().rotary(x, cos_sin, inverse)
-    cos, sin = cos_sin.float().unsqueeze(-2).chunk(2, dim=-1)
+def _check(q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> None:
+    if positions.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"rotary: positions are {positions.dtype}, expected torch.int64 or torch.int32; cast them")
+    tokens, width = len(positions), table.shape[1]
+    if positions.ndim != 1 or any(x.ndim != 3 or len(x) != tokens or x.shape[2] != width for x in (q, k)):
+        raise ValueError(
+            f"rotary: q {tuple(q.shape)} and k {tuple(k.shape)} do not fit positions {tuple(positions.shape)} and a "
+            f"table of width {width}; pass [N, heads, D], [N] and [P, D]"
+        )
+
+
+# Checked where it runs, not where it is traced: sizes that a compiler keeps apart are not compared on its behalf.
+@operator(
+    "rotary(Tensor q, Tensor k, Tensor table, Tensor positions, bool inverse) -> (Tensor, Tensor)",
+    fake=_fake,
+)
+def _rotary(
+    q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, inverse: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _check(q, k, table, positions)
+    if q.is_cuda:
+        return triton_kernels().rotary(q, k, table, positions, inverse)
+    if len(positions) and not 0 <= positions.min() <= positions.max() < len(table):
+        raise IndexError(
+            f"rotary: positions from {int(positions.min())} to {int(positions.max())} leave the table of {len(table)}; "
+            "use shorter sequences or a model with a larger max_position_embeddings"
+        )
+    cos, sin = table.index_select(0, positions).float().unsqueeze(1).chunk(2, dim=-1)
     if inverse:
         sin = -sin
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(torch.bfloat16)
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        first, second = x.float().chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(torch.bfloat16)
+
+    return rotate(q), rotate(k)
 
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(cos_sin)
-        return _rotary(x, cos_sin, False)
+    def forward(ctx, q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor):
+        # Not among the saved tensors, which may be moved to the host between the passes: the table is the model's.
+        ctx.table = table
+        ctx.save_for_backward(positions)
+        return _rotary(q, k, table, positions, False)
 
     @staticmethod
-    def backward(ctx, dy: torch.Tensor):
-        (cos_sin,) = ctx.saved_tensors
-        return _rotary(dy.to(torch.bfloat16), cos_sin, True), None
+    def backward(ctx, dq: torch.Tensor, dk: torch.Tensor):
+        (positions,) = ctx.saved_tensors
+        return *_rotary(dq.to(torch.bfloat16), dk.to(torch.bfloat16), ctx.table, positions, True), None, None
 
 
-def rotary(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Rotate heads by the angles of their positions; differentiable in ``x``.
+def rotary(
+    q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate queries and keys by the angles of their positions, in one launch; differentiable in both.
 
     Args:
-        x: ``[N, H, D]`` BF16, queries or keys. cos_sin: ``[N, D]`` BF16, rows of :func:`rotary_table`.
+        q: ``[N, Hq, D]`` BF16. k: ``[N, Hk, D]`` BF16. Either may be a part of a wider tensor.
+        table: ``[P, D]`` BF16 of :func:`rotary_table`. positions: ``[N]`` int64 or int32, below P, in any order.
 
     Returns:
-        ``[N, H, D]`` BF16.
+        (``[N, Hq, D]``, ``[N, Hk, D]``) BF16, contiguous. On a GPU, where a check would wait for the device, the
+        heads of a token whose position the table lacks are NaN.
 
     Raises:
-        TypeError: an operand is not BF16.
+        TypeError: an operand is not BF16, or positions are not integers. ValueError: shapes that do not fit.
+        IndexError: on the CPU, a position that the table lacks.
     """
-    require_bf16("rotary", x=x, cos_sin=cos_sin)
+    require_bf16("rotary", q=q, k=k, table=table)
     if torch.is_grad_enabled():
-        return _Rotary.apply(x, cos_sin)
-    return _rotary(x, cos_sin, False)
+        return _Rotary.apply(q, k, table, positions)
+    return _rotary(q, k, table, positions, False)

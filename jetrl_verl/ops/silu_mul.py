@@ -28,7 +28,7 @@ import torch
 
 from jetrl_verl import kernels
 from jetrl_verl.numerics import BlockQuantized
-from jetrl_verl.ops._codes import fake_columns, fake_rows, require_groups
+from jetrl_verl.ops._codes import Quantised, fake_columns, fake_rows, require_groups
 from jetrl_verl.ops._operator import operator, require_bf16, triton_kernels
 
 
@@ -155,7 +155,7 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return _silu_mul(gate, up)
 
 
-def silu_mul_quantize_1x128(gate: torch.Tensor, up: torch.Tensor, rule: str) -> tuple[torch.Tensor, BlockQuantized]:
+def silu_mul_quantize_1x128(gate: torch.Tensor, up: torch.Tensor, rule: str) -> Quantised:
     """:func:`silu_mul` and ``kernels.quantize_1x128`` of its result; differentiable in both.
 
     Args:
@@ -174,7 +174,7 @@ def silu_mul_quantize_1x128(gate: torch.Tensor, up: torch.Tensor, rule: str) -> 
         product, codes, scales = _SiLUMul.apply(gate, up, rule)
     else:
         product, codes, scales, *_ = _silu_mul_quantize(gate, up, rule, True, False)
-    return product, BlockQuantized(codes, scales)
+    return Quantised(product, BlockQuantized(codes, scales))
 
 
 def silu_mul_quantize(

@@ -34,9 +34,14 @@ def _check(impl: Any) -> None:
     ops.check_head_dim(impl.head_size)
     plain = impl.attn_type == AttentionType.DECODER and impl.alibi_slopes is None and impl.sinks is None
     if not plain or impl.logits_soft_cap or impl.kv_sharing_target_layer_name is not None:
-        raise ValueError("shared attention is plain causal attention, and this model asks for more; use jet_fp8")
+        raise ValueError(
+            "shared attention is plain causal attention, and this model asks for more; use precision=jet_fp8 "
+            "jetrl.operations=stock"
+        )
     if impl.sliding_window not in (None, -1, (-1, -1)):
-        raise ValueError("the shared operations do not cover sliding window attention; use precision=jet_fp8")
+        raise ValueError(
+            "the shared operations do not cover sliding window attention; use precision=jet_fp8 jetrl.operations=stock"
+        )
     if impl.kv_cache_dtype not in ("auto", "bfloat16"):
         raise ValueError(f"shared attention keeps a BF16 cache, not {impl.kv_cache_dtype}; use kv_cache_dtype=auto")
 
@@ -107,7 +112,7 @@ def _register_flash_attention() -> None:
             if self.vllm_flash_attn_version != 3:
                 raise ValueError(
                     "shared attention needs FlashAttention 3, and this GPU runs version "
-                    f"{self.vllm_flash_attn_version}; use precision=jet_fp8"
+                    f"{self.vllm_flash_attn_version}; use precision=jet_fp8 jetrl.operations=stock"
                 )
 
     class SharedFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):

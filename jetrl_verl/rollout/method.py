@@ -16,7 +16,8 @@
 A linear layer of vLLM gets two parameters, ``weight`` (E4M3 codes) and ``weight_scale_inv`` (FP32 block scales), in
 exactly the layout the trainer sends. Nothing is transformed after loading, so each weight sync is an in-place copy into
 live storage: CUDA graphs stay valid and sleep/wake restores the same tensors. The forward is ``kernels.fprop``, the
-operator that the trainer calls, behind the torch dispatcher so that ``torch.compile`` keeps it whole.
+operator that the trainer calls, behind the torch dispatcher so that ``torch.compile`` keeps it whole; where a shared
+operation has quantised the input as it wrote it (rollout/shared_operations.py), the multiplication alone.
 
 It is deliberately not a subclass of vLLM's ``Fp8Config``: verl re-quantises BF16 weights for those, and vLLM rewrites
 their scales at load. Ours never sees a BF16 weight.
@@ -41,7 +42,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.parameter import BasevLLMParameter, BlockQuantScaleParameter, ModelWeightParameter
 
-from jetrl_verl import kernels
+from jetrl_verl import kernels, ops
 from jetrl_verl.config.vllm_arguments import QUANT_METHOD
 from jetrl_verl.layers import MERGED, UnsupportedLayer, plan_linears
 from jetrl_verl.numerics import BLOCK, FP8_DTYPE, check_rule
@@ -65,6 +66,8 @@ class JetFP8Config(QuantizationConfig):
     def __init__(self, scale_rule: str, unfit_layers: str, contract_check: bool, operations: str = "stock") -> None:
         super().__init__()
         check_rule(scale_rule)
+        if operations not in ("shared", "stock"):
+            raise ValueError(f"operations={operations} is not a choice of an engine; use shared or stock")
         self.operations = operations
         self.contract_check = contract_check
         self.scale_rule = scale_rule
@@ -190,6 +193,10 @@ class JetFP8LinearMethod(JetLinearMethod):
             weight_loader=weight_loader,
         )
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """``x`` [..., K] BF16 -> [..., N] BF16; bias is added in FP32 before the rounding."""
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor | ops.Quantised, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``x`` [..., K] BF16, or its codes [M, K], -> [..., N] BF16; bias is added in FP32 before the rounding."""
+        if isinstance(x, ops.Quantised):
+            return kernels.fprop_codes(x.codes, layer.weight, layer.weight_scale_inv, bias)
         return kernels.fprop(x, layer.weight, layer.weight_scale_inv, bias, self.config.scale_rule)

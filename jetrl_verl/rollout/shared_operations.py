@@ -17,11 +17,17 @@ vLLM lets a plugin replace a layer's class; each class below is vLLM's own with 
 forward unless the engine being built was asked for shared operations (``operations: shared`` in the quantisation
 config). The sampler draws as it always does; what it reports as log-probabilities of the tokens it drew is computed
 here, by the function that the trainer calls on its logits.
+
+Where an FP8 linear alone reads what a norm or the activation writes, that operation quantises its result on the way and
+hands the linear codes (:class:`jetrl_verl.ops.Quantised`) in the tensor's place: one kernel in front of a GEMM instead
+of two, and no BF16 rows. Between the two vLLM's models do nothing with what flows, and the bits are those of quantising
+in the linear. Which operations do so is found once, while the model is being built.
 """
 
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.custom_op import CustomOp, PluggableLayer
 from vllm.model_executor.layers.activation import SiluAndMul
@@ -33,38 +39,82 @@ from vllm.v1.sample.sampler import Sampler
 
 from jetrl_verl import ops
 from jetrl_verl.rollout import attention
-from jetrl_verl.rollout.method import shares_operations
+from jetrl_verl.rollout.method import JetFP8LinearMethod, shares_operations
 
 _GREEDY = 1e-5
 """vLLM takes the most likely token below this temperature and divides by nothing."""
 
 
+_READERS = {
+    "input_layernorm": "self_attn.qkv_proj",
+    "post_attention_layernorm": "mlp.gate_up_proj",
+    "act_fn": "down_proj",
+}
+"""Operation in a decoder layer or MLP of vLLM's -> the linear that is the only one to read its result."""
+
+
+class _ReadByLinear:
+    """Mixed in front of a class of vLLM's whose result a quantised linear may be the only one to read.
+
+    Attributes:
+        reader_rule: scale rule of that linear; None where there is none, and the result is a tensor.
+        keeps_rows: whether the BF16 rows go along with the codes. ``jetrl diff`` records them.
+    """
+
+    reader_rule: str | None = None
+    keeps_rows = False
+
+
+def _find_reader(parent: torch.nn.Module, name: str, operation: torch.nn.Module | None) -> None:
+    """Hook on every module that becomes part of another: vLLM builds a layer's linears before its norms."""
+    if name in _READERS and isinstance(operation, _ReadByLinear) and shares_operations():
+        method = getattr(parent.get_submodule(_READERS[name]), "quant_method", None)
+        if isinstance(method, JetFP8LinearMethod):
+            operation.reader_rule = method.config.scale_rule
+
+
+register_module_module_registration_hook(_find_reader)
+
+
 @CustomOp.register_oot(name="RMSNorm")
-class SharedRMSNorm(RMSNorm):
+class SharedRMSNorm(_ReadByLinear, RMSNorm):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if shares_operations():
             if self.variance_size_override is not None or not self.has_weight:
-                raise ValueError("the shared RMSNorm has a weight and normalises whole rows; use precision=jet_fp8")
+                raise ValueError(
+                    "the shared RMSNorm has a weight and normalises whole rows; use precision=jet_fp8 "
+                    "jetrl.operations=stock"
+                )
             self._forward_method = self._forward_shared
 
     def _forward_shared(self, x: torch.Tensor, residual: torch.Tensor | None = None):
+        weight, eps, rule = self.weight, self.variance_epsilon, self.reader_rule
         if residual is None:
-            return ops.rms_norm(x, self.weight, self.variance_epsilon)
-        return ops.add_rms_norm(x, residual, self.weight, self.variance_epsilon)
+            return ops.rms_norm(x, weight, eps) if rule is None else ops.rms_norm_quantize_1x128(x, weight, eps, rule)
+        if rule is None:
+            return ops.add_rms_norm(x, residual, weight, eps)
+        rows, total, codes = ops.add_rms_norm_quantize_1x128(
+            x, residual, weight, eps, rule, with_normed=self.keeps_rows
+        )
+        return ops.Quantised(rows, codes), total
 
 
 @CustomOp.register_oot(name="SiluAndMul")
-class SharedSiluAndMul(SiluAndMul):
+class SharedSiluAndMul(_ReadByLinear, SiluAndMul):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if shares_operations():
             self._forward_method = self._forward_shared
 
-    @staticmethod
-    def _forward_shared(x: torch.Tensor) -> torch.Tensor:
+    def _forward_shared(self, x: torch.Tensor) -> torch.Tensor | ops.Quantised:
         gate, up = x.chunk(2, dim=-1)
-        return ops.silu_mul(gate, up)
+        if self.reader_rule is None:
+            return ops.silu_mul(gate, up)
+        rows, codes, _ = ops.silu_mul_quantize(
+            gate, up, self.reader_rule, with_product=self.keeps_rows, with_columns=False
+        )
+        return ops.Quantised(rows, codes)
 
 
 class _SharedRotary:
@@ -80,14 +130,17 @@ class _SharedRotary:
         if not self._shared:
             return super()._compute_cos_sin_cache()
         if not self.is_neox_style or self.rotary_dim != self.head_size:
-            raise ValueError("the shared rotary rotates whole heads in neox style; use precision=jet_fp8")
+            raise ValueError(
+                "the shared rotary rotates whole heads in neox style; use precision=jet_fp8 jetrl.operations=stock"
+            )
         parameters = get_current_vllm_config().model_config.hf_config.rope_parameters
         table = ops.rotary_table(self.head_size, self.max_position_embeddings, parameters)
         return table.to(torch.get_default_device())
 
     def _forward_shared(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor):
-        rows = self.cos_sin_cache.index_select(0, positions.flatten())
-        return tuple(ops.rotary(x.reshape(len(rows), -1, self.head_size), rows).reshape(x.shape) for x in (query, key))
+        heads = (x.unflatten(-1, (-1, self.head_size)) for x in (query, key))
+        rotated = ops.rotary(*heads, self.cos_sin_cache, positions.flatten())
+        return tuple(x.flatten(1) for x in rotated)
 
 
 @CustomOp.register_oot(name="RotaryEmbedding")
@@ -106,12 +159,20 @@ class SharedLogitsProcessor(LogitsProcessor):
         super().__init__(*args, **kwargs)
         self._shared = shares_operations()
         if self._shared and (self.soft_cap is not None or self.scale != 1.0):
-            raise ValueError("the shared logits are neither scaled nor capped; use precision=jet_fp8")
+            raise ValueError(
+                "the shared logits are neither scaled nor capped; use precision=jet_fp8 jetrl.operations=stock"
+            )
 
     def _get_logits(self, hidden_states, lm_head, embedding_bias):
+        """``[N, V]`` FP32, ``V`` entries of the vocabulary; None on a rank that vLLM does not gather on.
+
+        Under tensor parallelism a rank holds some columns, padding in the last shard included. A column is one dot
+        product whoever computes it, so the result has the bits that one rank would give.
+        """
         if not self._shared:
             return super()._get_logits(hidden_states, lm_head, embedding_bias)
-        return ops.logits(hidden_states, lm_head.weight[: self.org_vocab_size])
+        logits = self._gather_logits(ops.logits(hidden_states, lm_head.weight))
+        return None if logits is None else logits[..., : self.org_vocab_size]
 
 
 def shared_log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
@@ -157,7 +218,9 @@ def share_sampler(model_runner: Any) -> None:
     from jetrl_verl.rollout.sampler_v2 import SharedSamplerV2
 
     if not isinstance(sampler, SharedSamplerV2.__base__):
-        raise ValueError(f"no shared sampler stands in for {type(sampler).__name__}; use precision=jet_fp8")
+        raise ValueError(
+            f"no shared sampler stands in for {type(sampler).__name__}; use precision=jet_fp8 jetrl.operations=stock"
+        )
     sampler.__class__ = SharedSamplerV2
 
 

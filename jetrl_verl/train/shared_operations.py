@@ -122,25 +122,29 @@ def _mlp_forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return down(product)
 
 
-def _rotary_forward(self: nn.Module, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-    """Rows ``[B, T, D]`` of the table: what the layers get as ``position_embeddings``."""
+def _rotary_forward(self: nn.Module, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Table ``[P, D]`` and positions ``[B * T]``: what the layers get as ``position_embeddings``."""
     # Not a buffer: FSDP would cast it, and its type is part of the contract.
     self.shared_table = self.shared_table.to(x.device)
-    return self.shared_table[position_ids]
+    return self.shared_table, position_ids.flatten()
 
 
 def _attention_forward(
-    self: nn.Module, hidden_states: torch.Tensor, position_embeddings: torch.Tensor, packing: Packing, **_: Any
+    self: nn.Module,
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    packing: Packing,
+    **_: Any,
 ) -> tuple[torch.Tensor, None]:
     def heads(projected: torch.Tensor, norm: str = "") -> torch.Tensor:
         """[B * T, heads, D], QK norm applied where the model has one."""
         split = projected.reshape(-1, projected.shape[-1] // self.head_dim, self.head_dim)
         return getattr(self, norm)(split) if hasattr(self, norm) else split
 
-    cos_sin = position_embeddings.reshape(-1, self.head_dim)
-    q = ops.rotary(heads(self.q_proj(hidden_states), "q_norm"), cos_sin)
-    k = ops.rotary(heads(self.k_proj(hidden_states), "k_norm"), cos_sin)
+    q = heads(self.q_proj(hidden_states), "q_norm")
+    k = heads(self.k_proj(hidden_states), "k_norm")
     v = heads(self.v_proj(hidden_states))
+    q, k = ops.rotary(q, k, *position_embeddings)
     if packing.tokens is None:
         out = ops.attention(q, k, v, packing.cu_seqlens, packing.max_seqlen, self.scaling)
     else:
@@ -173,7 +177,9 @@ def share_operations(model: nn.Module) -> dict[str, int]:
         raise UnsupportedLayer(str(uncovered)) from None
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     if head.bias is not None:
-        raise UnsupportedLayer("the shared operations do not cover a bias on lm_head; use precision=jet_fp8")
+        raise UnsupportedLayer(
+            "the shared operations do not cover a bias on lm_head; use precision=jet_fp8 jetrl.operations=stock"
+        )
     counts = {"norm": 0, "mlp": 0, "attention": 0}
 
     def replace(kind: str, module: nn.Module, forward: Any) -> None:
@@ -193,7 +199,8 @@ def share_operations(model: nn.Module) -> dict[str, int]:
     if counts != {"norm": norms, "mlp": layers, "attention": layers}:
         raise UnsupportedLayer(
             f"a {type(model).__name__} of {layers} layers has {counts['norm']} norms, {counts['mlp']} MLPs and "
-            f"{counts['attention']} attention modules, which is not a dense decoder; use precision=jet_fp8"
+            f"{counts['attention']} attention modules, which is not a dense decoder; use precision=jet_fp8 "
+            "jetrl.operations=stock"
         )
     for layer in decoder.layers:
         for norm, reader in (

@@ -143,12 +143,16 @@ def planting():
 
 
 def plant_in_operation(planting, trainer, name, calls, call, row, element):
-    """``ops.<name>`` with a flipped bit in one of the ``calls`` that a forward makes of it."""
+    """``ops.<name>`` with a flipped bit in (the last of) what one of the ``calls`` of a forward gives."""
     operation, count = getattr(ops, name), iter(range(10**6))
 
     def planted(*args):
         output = operation(*args)
-        return flipped(output, row, element) if next(count) % calls == call else output
+        if next(count) % calls != call:
+            return output
+        if isinstance(output, tuple):
+            return *output[:-1], flipped(output[-1], row, element)
+        return flipped(output, row, element)
 
     planting.enter_context(mock.patch.object(ops, name, planted))
 
@@ -175,7 +179,7 @@ PLANTS = {
     "qk_norm": (plant_in_module, ("model.layers.0.self_attn.q_norm", 2 * 29 + 1, 3), (0, "q_norm", 29, 128 + 3)),
     "quantisation": (plant_in_module, ("model.layers.1.self_attn.k_proj", 33, 70), (1, "k_proj", 33, 70)),
     "down_proj": (plant_in_module, ("model.layers.0.mlp.down_proj", 4, 11), (0, "down_proj", 4, 11)),
-    "rotary": (plant_in_operation, ("rotary", 4, 3, 27, 100), (1, "k_rotary", 27, 100)),
+    "rotary": (plant_in_operation, ("rotary", 2, 1, 27, 100), (1, "k_rotary", 27, 100)),
     "attention": (plant_in_operation, ("attention", 2, 1, 2 * 26, 64), (1, "attention", 26, 64)),
     "activation": (plant_before_module, ("model.layers.0.mlp.down_proj", 40, 9), (0, "activation", 40, 9)),
     "lm_head": (plant_in_module, ("lm_head", None, 12), (None, "lm_head", None, 12)),

@@ -64,6 +64,7 @@ def train(policy: cache.Prepared, precision: str, out: Path, steps: int, *overri
         "data.train_batch_size=16",
         "actor_rollout_ref.actor.ppo_mini_batch_size=8",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=128",
     )
     options = DemoOptions(precision, steps, out, policy.folder.parent, "cpu", (*fixed, *overrides))
     status = run_demo(options, Console(width=160))

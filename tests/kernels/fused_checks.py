@@ -24,7 +24,6 @@ from quantiser_checks import assert_same_bytes
 from jetrl_verl import numerics
 from jetrl_verl.numerics import BlockQuantized
 from jetrl_verl.ops import triton_kernels
-from jetrl_verl.ops.triton_kernels.rms_norm_quantize import rms_norm_quantize_1x128
 from jetrl_verl.ops.triton_kernels.silu_mul_quantize import silu_mul_backward_quantize, silu_mul_quantize
 
 EPS = 1e-6
@@ -81,7 +80,7 @@ def check_norm(case: Callable, m: int, k: int, rule: str, device: str) -> None:
         plain, rstd = triton_kernels.rms_norm(summed, weight, EPS)
         codes = numerics.quantize_1x128(plain.cpu(), rule)
         for with_normed in (True, False):
-            y, total, own_rstd, q = rms_norm_quantize_1x128(x, added, weight, EPS, rule, with_normed)
+            y, total, own_rstd, q = triton_kernels.rms_norm_quantize_1x128(x, added, weight, EPS, rule, with_normed)
             assert_same_bytes(q, codes)
             assert_same_bits(own_rstd, rstd)
             if with_normed:

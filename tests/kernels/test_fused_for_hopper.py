@@ -23,7 +23,6 @@ from jetrl_verl.kernels.triton_kernels.quantize_1x128_and_128x1 import _quantize
 from jetrl_verl.kernels.triton_kernels.quantize_128x128 import _quantize_128x128_kernel
 from jetrl_verl.kernels.triton_kernels.relayout_128x1 import _relayout_kernel
 from jetrl_verl.ops.triton_kernels.rms_norm import _rms_norm_kernel, tile_and_warps
-from jetrl_verl.ops.triton_kernels.rms_norm_quantize import _rms_norm_quantize_kernel
 from jetrl_verl.ops.triton_kernels.silu_mul_quantize import (
     _silu_mul_backward_quantize_kernel,
     _silu_mul_quantize_both_kernel,
@@ -84,8 +83,11 @@ def test_silu_mul_reads_16_bytes_at_a_time(with_y):
 
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("k", [128, 1536, 4096, 5120, 12288])
-def test_a_norm_that_quantises_sums_its_rows_as_the_plain_one(monkeypatch, k, residual):
-    """The layout in which the squares are added fixes the order of the sum, hence its bits; so do the instructions."""
+def test_every_form_of_the_norm_sums_its_rows_as_the_plain_one(monkeypatch, k, residual):
+    """The layout in which the squares are added fixes the order of the sum, hence its bits; so do the instructions.
+
+    The forms: with codes, with and without the BF16 rows; heads that lie in a wider tensor, of any number.
+    """
     compiled, stock = [], triton.compile
 
     def compile_and_keep(*args, **options):
@@ -95,16 +97,23 @@ def test_a_norm_that_quantises_sums_its_rows_as_the_plain_one(monkeypatch, k, re
     monkeypatch.setattr(triton, "compile", compile_and_keep)
     tile, warps = tile_and_warps(k)
 
-    def sum_of_squares(kernel, **constants) -> tuple[str, list[str]]:
-        constants = {"K": k, "TILE": tile, "RESIDUAL": residual} | constants
-        ptx = ptx_for_hopper(kernel, types_of(kernel), constants, num_warps=warps)
+    def sum_of_squares(**changes) -> tuple[str, list[str]]:
+        constants = {"K": k, "TILE": tile, "HEADS": 1, "STRIDE_TOKEN": k, "STRIDE_HEAD": k, "RESIDUAL": residual}
+        constants |= {"WITH_Y": True, "QUANTISE": False, "POW2": False} | changes
+        ptx = ptx_for_hopper(_rms_norm_kernel, types_of(_rms_norm_kernel), constants, num_warps=warps)
         ir = compiled[-1].asm["ttgir"]
         name = re.search(rf"\(tensor<{tile}xf32, (#\w+)>\) -> f32", ir).group(1)
         layout = re.search(rf"^{name} = (.*)$", ir, re.MULTILINE).group(1)
         before_the_root = ptx[: ptx.index("sqrt")]
-        return layout, re.findall(r"\b((?:fma|mul|add|sub|div)\.[a-z.]*f32|shfl\.sync\.bfly)", before_the_root)
+        instructions = r"\b((?:fma|mul|add|sub|div)\.[a-z.]*f32|shfl\.sync\.bfly|ld\.global\S*)"
+        return layout, re.findall(instructions, before_the_root)
 
-    plain = sum_of_squares(_rms_norm_kernel)
+    plain = sum_of_squares()
     assert "shfl.sync.bfly" in plain[1]
     for with_y in (True, False):
-        assert sum_of_squares(_rms_norm_quantize_kernel, WITH_Y=with_y, POW2=False) == plain
+        assert sum_of_squares(WITH_Y=with_y, QUANTISE=True) == plain
+    if not residual:
+        for heads, token, head in ((8, 12 * k, k), (7, 11 * (k + 8), k + 8)):
+            assert sum_of_squares(HEADS=heads, STRIDE_TOKEN=token, STRIDE_HEAD=head) == plain
+        # Of such heads the launch makes a copy.
+        assert sum_of_squares(HEADS=8, STRIDE_TOKEN=12 * k + 1, STRIDE_HEAD=k) != plain

@@ -23,6 +23,7 @@ from quantiser_checks import assert_same_bytes, check_all_quantisers
 
 from jetrl_verl import kernels, numerics, ops
 from jetrl_verl.kernels import triton_kernels
+from jetrl_verl.kernels.torch_ops import fprop_codes
 from jetrl_verl.linear import JetLinear, remember_codes
 from jetrl_verl.numerics import SCALE_RULES
 from jetrl_verl.ops.rms_norm import add_rms_norm_quantize_1x128, rms_norm_quantize_1x128
@@ -117,8 +118,39 @@ def test_fake_results_agree_with_the_real_ones():
         ("add_rms_norm_quantize_1x128", (x, x, weight, EPS, "fp32", False)),
         ("silu_mul_quantize", (x, x, "fp32", True, True)),
         ("silu_mul_backward_quantize", (x, x, x, "fp32")),
+        ("fprop_codes", (*kernels.quantize_1x128(x, "fp32"), *kernels.quantize_128x128(x, "fp32"), None)),
+        ("rms_norm", (torch.cat([x, x], dim=1).unflatten(1, (6, 128))[:, 1:4], weight[:128], EPS)),
     ):
         torch.library.opcheck(getattr(torch.ops.jetrl, name), arguments, test_utils=("test_faketensor",))
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize("m", [1, 16, 65, 1000])
+def test_linears_that_are_given_codes_have_the_bits_of_those_that_quantise(m, rule):
+    """The rollout's way through an MLP with codes between its operations: called, compiled, replayed by a graph."""
+    x, residual = bf16(gaussian, m, 1024, "cuda"), bf16(gaussian, m, 1024, "cuda", 1)
+    weight = bf16(gaussian, 1, 1024, "cuda", 2)[0]
+    gate_up = kernels.quantize_128x128(bf16(gaussian, 2 * 1536, 1024, "cuda", 3), rule)
+    down = kernels.quantize_128x128(bf16(gaussian, 1024, 1536, "cuda", 4), rule)
+    bias = bf16(gaussian, 1, 1024, "cuda", 5)[0]
+
+    def codes_between(x, residual):
+        _, total, codes = add_rms_norm_quantize_1x128(x, residual, weight, EPS, rule, with_normed=False)
+        gate, up = fprop_codes(codes, *gate_up, None).chunk(2, dim=-1)
+        _, codes, _ = silu_mul_quantize(gate, up, rule, with_product=False, with_columns=False)
+        return fprop_codes(codes, *down, bias), total
+
+    normed, total = ops.add_rms_norm(x, residual, weight, EPS)
+    gate, up = kernels.fprop(normed, *gate_up, None, rule).chunk(2, dim=-1)
+    wanted = kernels.fprop(ops.silu_mul(gate, up), *down, bias, rule), total
+    for form in (codes_between, torch.compile(codes_between, fullgraph=True, dynamic=True)):
+        assert all(torch.equal(a, b) for a, b in zip(form(x, residual), wanted, strict=True))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = codes_between(x, residual)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
 
 
 @pytest.mark.parametrize("rule", SCALE_RULES)

@@ -22,7 +22,18 @@ from jetrl_verl.observe.operations_probe import operation_sums, stated_operation
 
 CPU = torch.device("cpu")
 NORM = torch.ones(8, dtype=torch.bfloat16)
-OPERATIONS = ("rms_norm", "add_rms_norm", "rotary", "silu_mul", "attention", "logits", "log_probs")
+OPERATIONS = (
+    "rms_norm",
+    "add_rms_norm",
+    "rms_norm_quantize_1x128",
+    "add_rms_norm_quantize_1x128",
+    "rotary",
+    "silu_mul",
+    "silu_mul_quantize",
+    "attention",
+    "logits",
+    "log_probs",
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +61,18 @@ def test_every_operation_is_stated(sums):
 def test_a_bit_in_one_operation_is_named_and_no_other(monkeypatch, sums, operation):
     stock = getattr(ops, operation)
 
-    def flipped(*arguments):
-        found = stock(*arguments)
-        last = (found[-1] if isinstance(found, tuple) else found).clone()
-        bits = last.view(torch.int16 if last.dtype == torch.bfloat16 else torch.int32)
-        bits.view(-1)[-1] ^= 1
-        return (*found[:-1], last) if isinstance(found, tuple) else last
+    def with_a_flipped_bit(found):
+        if isinstance(found, tuple):
+            *others, last = found
+            if last is None:  # columns that nobody asked for
+                return *others[:-1], with_a_flipped_bit(others[-1]), last
+            changed = (*others, with_a_flipped_bit(last))
+            return type(found)(*changed) if hasattr(found, "_fields") else changed
+        found = found.clone()
+        found.view(-1).view(torch.uint8)[-1] ^= 1
+        return found
 
-    monkeypatch.setattr(ops, operation, flipped)
+    monkeypatch.setattr(ops, operation, lambda *inputs, **options: with_a_flipped_bit(stock(*inputs, **options)))
     other = operation_sums(CPU)
     for trainer, rollout in ((sums, other), (other, sums)):
         with pytest.raises(ContractViolation, match=f"contract check: {operation} of the shared operations differ"):

@@ -23,6 +23,7 @@ import torch
 
 from jetrl_verl import ops
 from jetrl_verl.ops import triton_kernels
+from jetrl_verl.ops.triton_kernels.rms_norm import _heads_in_place
 
 EPS = 1e-6
 BF16_STEP, FP32_STEPS = 2**-7, 2**-20
@@ -67,14 +68,67 @@ def test_rms_norm_of_unaligned_and_strided_rows():
     assert_close(y, reference.rms_norm(x.double(), weight.double(), EPS), BF16_STEP)
 
 
-@pytest.mark.parametrize(("tokens", "heads"), [(1, 1), (33, 3), (5, 32), (0, 2)])
-def test_rotary_and_back(tokens, heads):
-    rows = ops.rotary_table(128, 64, {"rope_theta": 1e4})[torch.arange(tokens) % 64]
-    x = normal(tokens, heads + 2, 128)[:, 1 : heads + 1]
-    y = triton_kernels.rotary(x, rows, False)
-    assert_close(y, reference.rotary(x.double(), rows), BF16_STEP)
-    back = triton_kernels.rotary(y, rows, True)
-    assert tokens == 0 or (back.double() - x.double()).norm() <= 2 * BF16_STEP * x.double().norm()
+@pytest.mark.parametrize("tokens", [0, 1, 6])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(5, 2), (1, 1)])
+def test_heads_are_normalised_where_they_lie(tokens, heads, kv_heads):
+    qkv, weight = normal(tokens, (heads + 2 * kv_heads) * 128), normal(128, seed=2)
+    for x in qkv.split([heads * 128, kv_heads * 128, kv_heads * 128], dim=-1):
+        x = x.unflatten(-1, (-1, 128))
+        assert _heads_in_place(x) or tokens < 2 or x.is_contiguous()
+        for got, want in zip(
+            triton_kernels.rms_norm(x, weight, EPS), triton_kernels.rms_norm(x.clone(), weight, EPS), strict=True
+        ):
+            assert got.is_contiguous() and torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        normal(3, 4 * 128 + 4)[:, 4:].unflatten(1, (4, 128)),  # from no 16-byte boundary
+        normal(3, 4 * 128 + 4)[:, :-4].unflatten(1, (4, 128)),  # tokens apart by no whole loads
+        normal(3, 128, 4).mT,
+        normal(3, 8 * 12)[:, : 4 * 12].unflatten(1, (4, 12)),
+    ],
+    ids=["start", "stride", "transposed", "narrow"],
+)
+def test_heads_that_loads_do_not_fit_are_copied(x):
+    assert not _heads_in_place(x)
+    weight = normal(x.shape[-1], seed=2)
+    copied = triton_kernels.rms_norm(x.contiguous(), weight, EPS)
+    assert all(torch.equal(a, b) for a, b in zip(triton_kernels.rms_norm(x, weight, EPS), copied, strict=True))
+
+
+TABLE = ops.rotary_table(128, 64, {"rope_theta": 1e4})
+
+
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads"), [(1, 1, 1), (9, 3, 3), (3, 32, 8), (4, 7, 1), (0, 2, 2)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_rotary_and_back(tokens, heads, kv_heads, dtype):
+    """Parts of a wider tensor and rows of their own, queries with keys and alone, in any order of positions."""
+    positions = torch.randint(0, 64, (tokens,), dtype=dtype)
+    qkv = normal(tokens, heads + 2 * kv_heads, 128)
+    q, k, _ = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    rotated = triton_kernels.rotary(q, k, TABLE, positions, False)
+    for got, want in zip(rotated, reference.rotary(q.double(), k.double(), TABLE, positions), strict=True):
+        assert got.is_contiguous()
+        assert_close(got, want, BF16_STEP)
+    back = triton_kernels.rotary(*rotated, TABLE, positions, True)
+    for got, want in zip(back, (q, k), strict=True):
+        assert tokens == 0 or (got.double() - want.double()).norm() <= 2 * BF16_STEP * want.double().norm()
+    apart = triton_kernels.rotary(q.contiguous(), q, TABLE, positions, False)
+    assert torch.equal(apart[0], rotated[0]) and torch.equal(apart[1], rotated[0])
+
+
+def test_a_position_without_angles_gives_nan_and_reads_nothing():
+    """The rows beside the table hold numbers, so reading them would show."""
+    table, positions = torch.ones(66, 128).bfloat16(), torch.tensor([63, 64, -1, 2**40, 0])
+    table[1:-1] = TABLE
+    q, k = normal(5, 3, 128), normal(5, 1, 128)
+    for inverse in (False, True):
+        got = triton_kernels.rotary(q, k, table[1:-1], positions, inverse)
+        inside = triton_kernels.rotary(q[::4], k[::4], TABLE, positions[::4], inverse)
+        for x, want in zip(got, inside, strict=True):
+            assert x[1:4].isnan().all() and torch.equal(x[::4], want)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (9, 131), (2, 3, 1500), (0, 8)])

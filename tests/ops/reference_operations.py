@@ -21,10 +21,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
 
-def rotary(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    cos, sin = cos_sin.double().unsqueeze(-2).chunk(2, -1)
-    first, second = x.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+def rotary(q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
+    cos, sin = table[positions].double().unsqueeze(1).chunk(2, -1)
+    halves = (x.chunk(2, -1) for x in (q, k))
+    return [torch.cat([first * cos - second * sin, second * cos + first * sin], -1) for first, second in halves]
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -68,8 +68,53 @@ def test_gradient_of_rms_norm():
 
 
 def test_gradient_of_rotary():
-    rows = ops.rotary_table(128, 64, ROPE)[torch.arange(33)]
-    check_gradient(lambda x: ops.rotary(x, rows), lambda x: reference.rotary(x, rows), normal(33, 3, 128))
+    table, positions = ops.rotary_table(128, 64, ROPE), torch.randint(0, 64, (33,))
+    check_gradient(
+        lambda q, k: torch.cat(ops.rotary(q, k, table, positions), dim=1),
+        lambda q, k: torch.cat(reference.rotary(q, k, table, positions), dim=1),
+        normal(33, 3, 128),
+        normal(33, 2, 128),
+    )
+
+
+def test_rotary_of_parts_of_a_wider_tensor_in_any_order_of_positions():
+    table = ops.rotary_table(128, 64, ROPE)
+    positions = torch.tensor([63, 0, 5, 5, 62, 5, 1])
+    q, k, _ = normal(7, 5, 128).split([3, 1, 1], dim=1)
+    whole = ops.rotary(q, k, table, positions)
+    for n, position in enumerate(positions.to(torch.int32)):
+        alone = ops.rotary(q[n : n + 1].clone(), k[n : n + 1].clone(), table, position[None])
+        assert all(torch.equal(one[0], all_[n]) for one, all_ in zip(alone, whole, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "sentence"),
+    [
+        (
+            dict(positions=torch.tensor([0, 64])),
+            IndexError,
+            "positions from 0 to 64 leave the table of 64; use shorter",
+        ),
+        (dict(positions=torch.tensor([-1, 3])), IndexError, "positions from -1 to 3 leave the table of 64"),
+        (dict(positions=torch.tensor([0.0, 1.0])), TypeError, "positions are torch.float32, expected torch.int64"),
+        (dict(positions=torch.arange(3)), ValueError, r"do not fit positions \(3,\) and a table of width 128"),
+        (dict(positions=torch.zeros(2, 1, dtype=torch.int64)), ValueError, r"do not fit positions \(2, 1\)"),
+        (dict(k=normal(2, 1, 64)), ValueError, r"k \(2, 1, 64\) do not fit"),
+    ],
+)
+def test_rotary_refuses_what_does_not_fit(change, error, sentence):
+    inputs = dict(q=normal(2, 3, 128), k=normal(2, 1, 128), table=ops.rotary_table(128, 64, ROPE))
+    with pytest.raises(error, match=sentence):
+        ops.rotary(**inputs | dict(positions=torch.arange(2)) | change)
+
+
+def test_heads_of_a_merged_projection_are_normalised_as_heads_of_their_own():
+    weight = normal(128, seed=3)
+    for x in normal(9, 7 * 128).split([4 * 128, 2 * 128, 128], dim=-1):
+        x = x.unflatten(-1, (-1, 128))
+        got = ops.rms_norm(x, weight, EPS)
+        assert got.is_contiguous() and torch.equal(got, ops.rms_norm(x.clone(), weight, EPS))
+    torch.library.opcheck(torch.ops.jetrl.rms_norm, (x, weight, EPS), test_utils=("test_faketensor",))
 
 
 def test_gradient_of_silu_mul():
@@ -130,7 +175,7 @@ def rows_and_functions():
     yield "rms_norm", normal(4097, 256), lambda x, rows: ops.rms_norm(x, weight, EPS)
     yield "add_rms_norm", normal(4097, 256), lambda x, rows: torch.cat(ops.add_rms_norm(x, x.flip(-1), weight, EPS))
     yield "qk_norm", normal(4097, 2, 128), lambda x, rows: ops.rms_norm(x, weight[:128], EPS)
-    yield "rotary", normal(4097, 2, 128), lambda x, rows: ops.rotary(x, table[rows])
+    yield "rotary", normal(4097, 3, 128), lambda x, rows: torch.cat(ops.rotary(x[:, :2], x[:, 2:], table, rows), dim=1)
     yield "silu_mul", normal(4097, 130), lambda x, rows: ops.silu_mul(*x.chunk(2, -1))
     yield "logits", normal(4097, 256), lambda x, rows: ops.logits(x, head)
     yield (
@@ -315,7 +360,7 @@ def test_another_head_dimension_is_refused_in_one_sentence():
         (lambda x: ops.add_rms_norm(x.bfloat16(), x, x[0], EPS), "add_rms_norm: residual"),
         (lambda x: ops.silu_mul(x.bfloat16(), x), "silu_mul: up"),
         (lambda x: ops.logits(x, x), "logits: hidden"),
-        (lambda x: ops.rotary(x, x), "rotary: x"),
+        (lambda x: ops.rotary(x.bfloat16(), x, x, x), "rotary: k"),
     ],
 )
 def test_activations_of_another_type_are_refused(call, name):

@@ -70,14 +70,42 @@ def test_logits_and_log_probs_do_not_see_the_batch(k, columns):
 
 def test_rotary_and_activation_do_not_see_the_batch():
     table = ops.rotary_table(128, 8192, {"rope_theta": 1e6}).cuda()
-    x, both = normal(4097, 40, 128), normal(4097, 2 * 3072)
-    rows = torch.arange(4097, device="cuda")
-    rotated, active = ops.rotary(x, table[rows]), ops.silu_mul(*both.chunk(2, -1))
+    qkv, both = normal(4097, 48, 128), normal(4097, 2 * 3072)
+    positions = torch.arange(4097, device="cuda").flip(0) // 2
+    q, k, _ = qkv.split([32, 8, 8], dim=1)
+    rotated, active = ops.rotary(q, k, table, positions), ops.silu_mul(*both.chunk(2, -1))
     assert torch.equal(active, ops.silu_mul(*(half.contiguous() for half in both.chunk(2, -1))))
+    copied = ops.rotary(q.contiguous(), k.contiguous(), table, positions.to(torch.int32))
+    # A product of BF16 values is exact in FP32 and a sum of two of them is rounded once: the CPU has the same bits.
+    on_cpu = ops.rotary(q.cpu(), k.cpu(), table.cpu(), positions.cpu())
+    for got, copy, other in zip(rotated, copied, on_cpu, strict=True):
+        assert got.is_contiguous() and torch.equal(got, copy) and torch.equal(got.cpu(), other)
     for count in COUNTS:
         some = torch.randperm(4097, device="cuda")[:count]
-        assert torch.equal(ops.rotary(x[some], table[some]), rotated[some])
+        found = ops.rotary(q[some], k[some], table, positions[some])
+        assert all(torch.equal(x, whole[some]) for x, whole in zip(found, rotated, strict=True))
         assert torch.equal(ops.silu_mul(*both[some].chunk(2, -1)), active[some])
+
+
+def test_a_position_without_angles_gives_nan():
+    table = ops.rotary_table(128, 64, {"rope_theta": 1e6}).cuda()
+    positions = torch.tensor([63, 64, -1, 2**40, 0], device="cuda")
+    for x in ops.rotary(normal(5, 4, 128), normal(5, 2, 128), table, positions):
+        assert x[1:4].isnan().all() and x[::4].isfinite().all()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (28, 4), (16, 2), (5, 1)])
+def test_heads_that_lie_in_a_merged_projection_have_the_bits_of_a_copy(heads, kv_heads):
+    """The trainer normalises heads of its own, the rollout those that the merged projection wrote."""
+    weight = normal(128, seed=2)
+    for tokens in (1, 2, 16, 333, 4097):
+        qkv = normal(tokens, (heads + 2 * kv_heads) * 128)
+        for x in qkv.split([heads * 128, kv_heads * 128, kv_heads * 128], dim=-1):
+            x = x.unflatten(-1, (-1, 128))
+            got = ops.rms_norm(x, weight, EPS)
+            assert got.is_contiguous() and torch.equal(got, ops.rms_norm(x.contiguous(), weight, EPS))
+    odd = normal(64, heads * 128 + 4)[:, 4:].unflatten(-1, (-1, 128))
+    assert torch.equal(ops.rms_norm(odd, weight, EPS), ops.rms_norm(odd.contiguous(), weight, EPS))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (16, 2), (4, 4)])
@@ -135,7 +163,8 @@ def test_gradients_of_attention():
 
 @pytest.mark.parametrize("operation", ["rms_norm", "silu_mul", "rotary", "logits", "log_probs"])
 def test_gradients_of_the_others(operation):
-    table = ops.rotary_table(128, 64, {"rope_theta": 1e4}).cuda()[:33]
+    table = ops.rotary_table(128, 64, {"rope_theta": 1e4}).cuda()
+    positions = torch.arange(66, device="cuda")[::2] % 50
     tokens, temperature = torch.arange(33, device="cuda")[:, None], torch.linspace(0.5, 2, 33).cuda()
     shared, formula, inputs = {
         "rms_norm": (
@@ -144,7 +173,11 @@ def test_gradients_of_the_others(operation):
             (normal(33, 256), normal(256)),
         ),
         "silu_mul": (ops.silu_mul, reference.silu_mul, (normal(33, 131), normal(33, 131, seed=1))),
-        "rotary": (lambda x: ops.rotary(x, table), lambda x: reference.rotary(x, table), (normal(33, 3, 128),)),
+        "rotary": (
+            lambda q, k: torch.cat(ops.rotary(q, k, table, positions), dim=1),
+            lambda q, k: torch.cat(reference.rotary(q, k, table, positions), dim=1),
+            (normal(33, 3, 128), normal(33, 2, 128)),
+        ),
         "logits": (ops.logits, reference.logits, (normal(33, 256), normal(99, 256, seed=1))),
         "log_probs": (
             lambda x: ops.log_probs(x, tokens, temperature),

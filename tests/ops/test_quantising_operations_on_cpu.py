@@ -20,6 +20,7 @@ import torch
 from tiny_models import FAMILIES, tiny_model
 
 from jetrl_verl import kernels, numerics, ops
+from jetrl_verl.kernels.torch_ops import fprop_codes
 from jetrl_verl.layers import plan_linears
 from jetrl_verl.linear import replace_linears
 from jetrl_verl.numerics import SCALE_RULES, BlockQuantized
@@ -107,6 +108,26 @@ def test_fake_results_agree_with_the_real_ones(name):
         "silu_mul_backward": ("silu_mul_backward_quantize", (x, x, x, "fp32")),
     }[name]
     torch.library.opcheck(getattr(torch.ops.jetrl, operator), arguments, test_utils=("test_faketensor",))
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_a_linear_that_is_given_codes_computes_what_it_computes_from_rows(rule):
+    weight, bias = kernels.quantize_128x128(normal(384, 256), rule), normal(384)
+    rows, codes = rms_norm_quantize_1x128(normal(65, 256), normal(256), EPS, rule)
+    for b in (None, bias):
+        assert torch.equal(fprop_codes(codes, *weight, b), kernels.fprop(rows, *weight, b, rule))
+    torch.library.opcheck(torch.ops.jetrl.fprop_codes, (*codes, *weight, bias), test_utils=("test_faketensor",))
+
+
+def test_codes_that_are_none_or_do_not_fit_are_refused():
+    weight = kernels.quantize_128x128(normal(384, 256), "fp32")
+    codes, scales = kernels.quantize_1x128(normal(3, 128), "fp32")
+    with pytest.raises(ValueError, match=r"jetrl::fprop_codes: x \(3, 128\) does not fit the weight \(384, 256\)"):
+        fprop_codes(BlockQuantized(codes, scales), *weight, None)
+    with pytest.raises(ValueError, match="input codes are torch.bfloat16, expected torch.float8_e4m3fn"):
+        fprop_codes(BlockQuantized(normal(3, 256), scales), *weight, None)
+    with pytest.raises(ValueError, match="weight codes are torch.bfloat16, expected torch.float8_e4m3fn"):
+        fprop_codes(BlockQuantized(codes, scales), normal(384, 128), weight.scales, None)
 
 
 def test_other_inputs_are_refused():

@@ -31,7 +31,7 @@ BF16, FP32 = "*bf16", "*fp32"
 
 @pytest.mark.timeout(interpreter.SECONDS)
 def test_operations_under_the_interpreter():
-    interpreter.run_interpreted(Path(__file__).with_name("operations_interpreter_cases.py"), at_least=32)
+    interpreter.run_interpreted(Path(__file__).with_name("operations_interpreter_cases.py"), at_least=49)
 
 
 @pytest.mark.parametrize("k", [128, 4096])
@@ -40,8 +40,9 @@ def test_a_norm_is_summed_in_one_order_with_and_without_a_residual(k):
 
     def arithmetic(with_residual: bool) -> list[str]:
         types = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "y_ptr", "total_ptr"), BF16)
-        types |= {"rstd_ptr": FP32, "eps": "fp32"}
-        constants = {"K": k, "TILE": k, "RESIDUAL": with_residual}
+        types |= {"rstd_ptr": FP32, "scales_ptr": FP32, "codes_ptr": "*u8", "eps": "fp32"}
+        constants = {"K": k, "TILE": k, "HEADS": 1, "STRIDE_TOKEN": k, "STRIDE_HEAD": k, "RESIDUAL": with_residual}
+        constants |= {"WITH_Y": True, "QUANTISE": False, "POW2": False}
         warps = min(max(k // 512, 1), 16)
         ptx = ptx_for_hopper(_rms_norm_kernel, types, constants, num_warps=warps)
         # The residual sum itself is one BF16 addition in front: FP32 addition rounded to BF16 is that, bit for bit.
@@ -65,8 +66,8 @@ def test_logits_are_one_chain_of_matrix_instructions_into_one_accumulator():
     [
         (
             _rotary_kernel,
-            dict.fromkeys(("x_ptr", "cos_sin_ptr", "y_ptr"), BF16),
-            {"HEADS": 32, "HEADS_TILE": 32, "HALF": 64, "INVERSE": False},
+            dict.fromkeys(("q_ptr", "k_ptr", "table_ptr", "q_out_ptr", "k_out_ptr"), BF16) | {"positions_ptr": "*i64"},
+            {"Q_HEADS": 28, "Q_TILE": 32, "K_HEADS": 4, "K_TILE": 4, "HALF": 64, "INVERSE": False},
         ),
         (
             _backward_kernel,

@@ -15,17 +15,19 @@
 
 One engine per model family, with everything on that changes which tokens share a call: prefix caching, chunked prefill
 (32 tokens a step) and preemption (a cache too small for its requests). Each is shown to have happened. The trainer is
-the stock Hugging Face model with the shared operations, fed with batches cut in other ways.
+the stock Hugging Face model with the shared operations, fed with batches cut in other ways. One of the engines is
+compiled by vLLM, the others are eager.
 """
 
 import random
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
 import torch
 import vllm_engine
-from test_vllm_method_on_cpu import sync
 from tiny_models import FAMILIES, tiny_model, with_preferences
+from vllm_engine import sync
 
 from jetrl_verl import ops
 from jetrl_verl.config.options import JetConfig
@@ -42,6 +44,22 @@ VOCABULARY, TOKENS = 100, 90
 SHAPE = dict(vocab_size=VOCABULARY, hidden_size=256, intermediate_size=384, max_position_embeddings=256)
 CHANGES = {"mistral": dict(sliding_window=None)}
 TEMPERATURES = (1.0, 0.6, 1.3)
+COMPILED = "qwen2"
+"""Family whose engine runs vLLM's own compilation: traced whole, cut at attention."""
+PIECES: list[list[str]] = []
+"""Our operators in each piece between two attentions of the compiled model."""
+
+
+def cut_at_attention(graph, inputs):
+    """Backend of the compiled engine: what vLLM does with the graph on a GPU, without Inductor behind it."""
+    from vllm.compilation.backends import split_graph
+
+    whole, pieces = split_graph(graph, ["vllm::unified_attention_with_output", "vllm::unified_kv_cache_update"])
+    operators = [
+        [str(node.target) for node in piece.graph.graph.nodes] for piece in pieces if not piece.is_splitting_graph
+    ]
+    PIECES[:] = [[name[6:] for name in names if name.startswith("jetrl.")] for names in operators]
+    return whole
 
 
 def build_policy(family: str, seed: int):
@@ -111,6 +129,7 @@ class Rollout:
 @pytest.fixture(scope="module", params=FAMILIES)
 def rollout(request, tmp_path_factory, cpu_platform):
     with vllm_engine.cpu_settings(), pytest.MonkeyPatch.context() as patch:
+        import vllm.envs
         from verl.workers.rollout.vllm_rollout.utils import monkey_patch_compute_logits
         from vllm.distributed import cleanup_dist_env_and_memory
         from vllm.model_executor.layers import rotary_embedding
@@ -120,6 +139,12 @@ def rollout(request, tmp_path_factory, cpu_platform):
         folder = tmp_path_factory.mktemp(request.param)
         build_policy(request.param, 0).to(torch.bfloat16).save_pretrained(folder)
         options = JetConfig("jet_fp8_exact", train="fp8", rollout="fp8", scale_rule=RULE, operations="shared")
+        compiled = {}
+        if request.param == COMPILED:
+            # It would keep what the backend made, which is for Inductor's. vLLM reads its environment once a process.
+            patch.setattr(vllm.envs, "VLLM_USE_AOT_COMPILE", False)
+            backend = f"{__name__}.{cut_at_attention.__name__}"
+            compiled = dict(enforce_eager=False, compilation_config={"mode": "DYNAMO_TRACE_ONCE", "backend": backend})
         llm, worker = vllm_engine.start(
             folder,
             options,
@@ -131,6 +156,7 @@ def rollout(request, tmp_path_factory, cpu_platform):
             block_size=16,
             num_gpu_blocks_override=24,
             logprobs_mode="processed_logprobs",
+            **compiled,
         )
         monkey_patch_compute_logits(worker.model_runner.model, TOKENS)
         found = Rollout(request.param, llm, worker)
@@ -223,9 +249,59 @@ def test_prompt_log_probabilities_are_equal_too(rollout):
     assert torch.equal(mine, theirs)
 
 
+def test_what_a_linear_alone_reads_is_quantised_where_it_is_written(rollout):
+    model = rollout.worker.model_runner.model
+    rules = {name: module.reader_rule for name, module in model.named_modules() if hasattr(module, "reader_rule")}
+    read_by_linears = ("input_layernorm", "post_attention_layernorm", "mlp.act_fn")
+    assert {name for name, rule in rules.items() if rule == RULE} == {
+        f"model.layers.{layer}.{name}" for layer in range(2) for name in read_by_linears
+    }
+    assert rules["model.norm"] is None and len(rules) == 2 * (5 if rollout.family == "qwen3" else 3) + 1
+
+
+@pytest.mark.parametrize("rollout", ["qwen3"], indirect=True)
+def test_codes_in_the_place_of_a_tensor_change_no_bit(rollout, monkeypatch):
+    """Of a layer's four linears three multiply only."""
+    from jetrl_verl.rollout import method
+
+    sync(rollout.worker, stream(rollout.family, 17))
+    calls = Counter()
+
+    def count(owner, name: str) -> None:
+        stock = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *inputs: calls.update([name]) or stock(*inputs))
+
+    count(method, "fprop_codes")
+    count(method.kernels, "fprop")
+    prompt = prompts_with_shared_prefixes(17)[2]
+    codes = vllm_engine.prompt_log_probs(rollout.llm, prompt)
+    steps = calls["fprop"] // 2
+    assert steps > 0 and calls == {"fprop": 2 * steps, "fprop_codes": 2 * 3 * steps}
+    for module in rollout.worker.model_runner.model.modules():
+        if hasattr(module, "reader_rule"):
+            monkeypatch.setattr(module, "reader_rule", None)
+    calls.clear()
+    assert torch.equal(vllm_engine.prompt_log_probs(rollout.llm, prompt), codes)
+    assert calls == {"fprop": 2 * 4 * steps}
+
+
+@pytest.mark.parametrize("rollout", [COMPILED], indirect=True)
+def test_a_compiled_layer_has_no_operation_beside_ours_and_nothing_is_cut_between_them(rollout):
+    to_attention = ["fprop_codes", "rotary"]
+    mlp = ["fprop", "add_rms_norm_quantize_1x128", "fprop_codes", "silu_mul_quantize", "fprop_codes"]
+    assert len(PIECES) == 3
+    assert PIECES[0] == ["rms_norm_quantize_1x128", *to_attention]
+    assert PIECES[1] == [*mlp, "add_rms_norm_quantize_1x128", *to_attention]
+    assert PIECES[2] == [*mlp, "add_rms_norm"]
+
+
 def plant_norm(model, runner):
     norm = model.model.layers[1].post_attention_layernorm
     return norm, "_forward_method", norm.forward_native
+
+
+def plant_codes(model, runner):
+    return model.model.layers[0].input_layernorm, "reader_rule", "pow2"
 
 
 def plant_activation(model, runner):
@@ -259,7 +335,7 @@ def plant_log_probs(model, runner):
 
 @pytest.mark.parametrize("rollout", ["qwen3"], indirect=True)
 @pytest.mark.parametrize(
-    "plant", [plant_norm, plant_activation, plant_rotary, plant_attention, plant_logits, plant_log_probs]
+    "plant", [plant_norm, plant_codes, plant_activation, plant_rotary, plant_attention, plant_logits, plant_log_probs]
 )
 def test_one_stock_operation_is_enough_to_differ(rollout, plant):
     """The equality above is not a tautology: each operation, put back on the rollout's side alone, is seen."""
@@ -284,5 +360,5 @@ def test_one_stock_operation_is_enough_to_differ(rollout, plant):
 @pytest.mark.parametrize("rollout", ["qwen3"], indirect=True)
 def test_a_side_with_other_operations_is_stopped_at_the_sync(rollout):
     """Here by all of them; that one is told from the others: tests/observe/test_operations_probe_on_cpu.py."""
-    with pytest.raises(ContractViolation, match="add_rms_norm, attention, .* differ between trainer and rollout"):
+    with pytest.raises(ContractViolation, match="add_rms_norm, .*, attention, .* differ between trainer and rollout"):
         sync(rollout.worker, stream(rollout.family, 16, operations="stock"))

@@ -20,7 +20,12 @@ alignment of a row nor the number of rows specialises a kernel that sums.
 
 from jetrl_verl.ops.triton_kernels.log_probs import log_probs, log_probs_backward
 from jetrl_verl.ops.triton_kernels.logits import logits
-from jetrl_verl.ops.triton_kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_backward
+from jetrl_verl.ops.triton_kernels.rms_norm import (
+    add_rms_norm,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_quantize_1x128,
+)
 from jetrl_verl.ops.triton_kernels.rotary import rotary
 from jetrl_verl.ops.triton_kernels.silu_mul import silu_mul, silu_mul_backward
 
@@ -31,6 +36,7 @@ __all__ = [
     "logits",
     "rms_norm",
     "rms_norm_backward",
+    "rms_norm_quantize_1x128",
     "rotary",
     "silu_mul",
     "silu_mul_backward",

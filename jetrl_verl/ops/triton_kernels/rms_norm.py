@@ -11,10 +11,20 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""RMSNorm, alone and behind the residual sum: one program per row, the row in registers, one read and one write.
+"""RMSNorm, alone and behind the residual sum, and what the FP8 linears read of it: one program per row, the row in
+registers, one read and one write.
 
-``K`` and the tile are compile-time constants, so every row of a model's norm is summed in one order whatever the batch.
-The two entry points are one kernel; what is summed is the BF16 value in both.
+``K``, the tile and the strides are compile-time constants, so every row of a model's norm is summed in one order
+whatever the batch. All entry points are one kernel; what is summed is the BF16 value in each. Heads of a merged
+projection are read where they lie, in the layout that rows of their own have.
+
+*Codes.* The row is rounded to BF16 before it is quantised in 1x128 groups. The maxima are taken from the row folded to
+``[groups, 128]``, which moves nothing between threads and leaves the layout that the sum of squares is formed in alone
+(tests/kernels/test_fused_for_hopper.py compares them). Bytes per element: norm and quantiser apart read and write 2 + 2
+and 2 + 1 (after a residual sum of 4 + 2); here they are 2 in, 1 out for the codes, 2 more where the normalised row is
+wanted in BF16, and 2 + 2 for the residual stream: 5.03 or 7.03 behind a residual sum, 3.03 or 5.03 alone. The weight
+comes from the L1 cache. Two loads of 16 bytes a thread and operand at K = 4096: eight programs of eight warps a
+multiprocessor keep over 100 KiB in flight.
 
 The gradient is one pass too: a program walks some rows, writes their dx and keeps their share of dw in registers. Its
 sums depend on the number of rows, which no contract forbids.
@@ -24,20 +34,37 @@ import torch
 import triton
 import triton.language as tl
 
+from jetrl_verl.kernels.triton_kernels._codec import (
+    GROUP,
+    empty_rows,
+    encode,
+    is_pow2,
+    magnitude_bits,
+    reciprocal_of,
+    scale_of,
+)
+from jetrl_verl.numerics import BlockQuantized
+
 _BACKWARD_PROGRAMS = 528
 """Programs that share the rows of a gradient: four a multiprocessor of an H200."""
 
 _BACKWARD_ELEMENTS = 2048
 """Elements of the rows that a program of the gradient works on at a time, at least one row."""
 
+_VECTOR = 8
+"""Elements of a 16-byte load."""
 
-@triton.jit
-def normalised_row(
-    x_ptr, residual_ptr, weight_ptr, total_ptr, rstd_ptr, row, column, mask, eps,
-    K: tl.constexpr, RESIDUAL: tl.constexpr,
+
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, rstd_ptr, codes_ptr, scales_ptr, eps, rows,
+    K: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr,
+    RESIDUAL: tl.constexpr, WITH_Y: tl.constexpr, QUANTISE: tl.constexpr, POW2: tl.constexpr,
 ):  # fmt: skip
-    """Row ``row`` [TILE] of the result in BF16; stores the residual sum, where there is one, and the row's rstd."""
-    x = tl.load(x_ptr + row * K + column, mask=mask, other=0.0)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, TILE)
+    mask = column < K
+    x = tl.load(x_ptr + row // HEADS * STRIDE_TOKEN + row % HEADS * STRIDE_HEAD + column, mask=mask, other=0.0)
     if RESIDUAL:
         residual = tl.load(residual_ptr + row * K + column, mask=mask, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(tl.bfloat16)
@@ -47,21 +74,18 @@ def normalised_row(
     rstd = 1.0 / tl.sqrt_rn(mean + eps)
     tl.store(rstd_ptr + row, rstd)
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    return (values * rstd * weight).to(tl.bfloat16)
-
-
-@triton.jit
-def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, rstd_ptr, eps,
-    K: tl.constexpr, TILE: tl.constexpr, RESIDUAL: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, TILE)
-    mask = column < K
-    y = normalised_row(
-        x_ptr, residual_ptr, weight_ptr, total_ptr, rstd_ptr, row, column, mask, eps, K, RESIDUAL
-    )  # fmt: skip
-    tl.store(y_ptr + row * K + column, y, mask=mask)
+    y = (values * rstd * weight).to(tl.bfloat16)
+    if WITH_Y:
+        tl.store(y_ptr + row * K + column, y, mask=mask)
+    if QUANTISE:
+        groups = tl.reshape(y, (TILE // GROUP, GROUP)).to(tl.float32)
+        bits = tl.max(magnitude_bits(groups), axis=1)
+        scale = scale_of(bits, POW2)
+        codes = encode(groups, scale[:, None], reciprocal_of(scale, bits, POW2)[:, None], POW2)
+        group = tl.arange(0, TILE // GROUP)
+        offsets = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        tl.store(codes_ptr + row * K + offsets, codes, mask=offsets < K)
+        tl.store(scales_ptr + group.to(tl.int64) * rows + row, scale, mask=group < K // GROUP)
 
 
 @triton.jit
@@ -96,38 +120,63 @@ def tile_and_warps(k: int) -> tuple[int, int]:
     return tile, min(max(tile // 512, 1), 16)
 
 
-def aligned_rows(x: torch.Tensor) -> torch.Tensor:
+def _aligned_rows(x: torch.Tensor) -> torch.Tensor:
     """``x`` as ``[rows, K]``, contiguous from a 16-byte boundary, copied only where it is not."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     return rows if rows.data_ptr() % 16 == 0 else rows.clone()
 
 
-def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float):
-    rows = aligned_rows(x)
-    count, k = rows.shape
-    y, total = torch.empty_like(rows), torch.empty_like(rows) if residual is not None else rows
-    rstd = torch.empty(count, dtype=torch.float32, device=x.device)
+def _heads_in_place(x: torch.Tensor) -> bool:
+    """Whether ``x`` is heads ``[N, H, K]`` of a wider tensor, each loaded by the instructions of a row of its own."""
+    if x.ndim != 3 or x.is_contiguous() or x.stride(2) != 1:
+        return False
+    return x.data_ptr() % 16 == 0 and all(step % _VECTOR == 0 for step in (*x.shape[2:], *x.stride()[:2]))
+
+
+def _launch(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, rule: str | None, with_y: bool
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, BlockQuantized | None]:
+    """(y or None, ``x + residual`` or ``x``, rstd, codes of y under ``rule`` or None)."""
+    k = x.shape[-1]
+    if _heads_in_place(x):
+        source, layout = x, {"HEADS": x.shape[1], "STRIDE_TOKEN": x.stride(0), "STRIDE_HEAD": x.stride(1)}
+    else:
+        source, layout = _aligned_rows(x), {"HEADS": 1, "STRIDE_TOKEN": k, "STRIDE_HEAD": k}
+    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    y = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) if with_y else None
+    total = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) if residual is not None else x
+    count = rstd.numel()
+    quantised = empty_rows(count, k, x.device) if rule is not None else None
+    pow2 = rule is not None and is_pow2(rule)
     tile, warps = tile_and_warps(k)
     if count:
+        # Pointers of what is absent are never dereferenced.
         _rms_norm_kernel[(count,)](
-            rows,
-            aligned_rows(residual) if residual is not None else rows,
+            source,
+            _aligned_rows(residual) if residual is not None else source,
             weight.contiguous(),
-            y,
+            y if with_y else source,
             total,
             rstd,
+            quantised.codes.view(torch.uint8) if rule is not None else source,
+            quantised.scales if rule is not None else rstd,
             eps,
+            count,
             K=k,
             TILE=tile,
+            **layout,
             RESIDUAL=residual is not None,
+            WITH_Y=with_y,
+            QUANTISE=rule is not None,
+            POW2=pow2,
             num_warps=warps,
         )
-    return y.view(x.shape), total.view(x.shape), rstd.view(x.shape[:-1])
+    return y, total, rstd, quantised
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """y ``[..., K]`` BF16 and rstd ``[...]`` FP32; see :func:`jetrl_verl.ops.rms_norm`."""
-    y, _, rstd = _launch(x, None, weight, eps)
+    y, _, rstd, _ = _launch(x, None, weight, eps, None, True)
     return y, rstd
 
 
@@ -135,15 +184,22 @@ def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See :func:`jetrl_verl.ops.add_rms_norm`; one pass over both."""
-    y, total, _ = _launch(x, residual, weight, eps)
+    y, total, _, _ = _launch(x, residual, weight, eps, None, True)
     return y, total
+
+
+def rms_norm_quantize_1x128(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, rule: str, with_normed: bool
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, BlockQuantized]:
+    """(y or None, ``x + residual`` or ``x``, rstd, codes of y); see :mod:`jetrl_verl.ops.rms_norm`."""
+    return _launch(x, residual, weight, eps, rule, with_normed)
 
 
 def rms_norm_backward(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dx ``[..., K]`` BF16 and dw ``[K]`` FP32 from dy and x ``[..., K]`` BF16 and rstd ``[...]`` FP32."""
-    rows, gradients = aligned_rows(x), aligned_rows(dy)
+    rows, gradients = _aligned_rows(x), _aligned_rows(dy)
     count, k = rows.shape
     dx = torch.empty_like(rows)
     tile = triton.next_power_of_2(k)

@@ -1,0 +1,85 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Shared logits of a tensor-parallel rollout: shards of the vocabulary, gathered, have the bits of one rank's logits.
+
+Two ranks in one process: vLLM's own ``lm_head`` is built and loaded as on each of them, and the gather is played.
+"""
+
+import pytest
+import torch
+from vllm.model_executor.layers import logits_processor, vocab_parallel_embedding
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from jetrl_verl import ops
+from jetrl_verl.rollout import shared_operations
+
+VOCABULARY, K = 100, 256
+
+
+def normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.fixture
+def processor(monkeypatch):
+    """vLLM's own name for the class, as its models write it, in an engine that was asked for shared operations."""
+    monkeypatch.setattr(shared_operations, "shares_operations", lambda: True)
+    built = LogitsProcessor(VOCABULARY)
+    assert type(built) is shared_operations.SharedLogitsProcessor
+    return built
+
+
+def head_of(rank: int, ranks: int, weight: torch.Tensor, monkeypatch) -> ParallelLMHead:
+    monkeypatch.setattr(vocab_parallel_embedding, "get_tensor_model_parallel_rank", lambda: rank)
+    monkeypatch.setattr(vocab_parallel_embedding, "get_tensor_model_parallel_world_size", lambda: ranks)
+    head = ParallelLMHead(len(weight), weight.shape[1], params_dtype=torch.bfloat16)
+    head.weight_loader(head.weight, weight)
+    return head
+
+
+@pytest.mark.parametrize("sizes", [(50, 50), (64, 36), (1, 98, 1), (25, 25, 25, 25)], ids=str)
+def test_a_column_has_its_bits_whatever_columns_are_beside_it(sizes):
+    hidden, weight = normal(17, K, seed=0), normal(VOCABULARY, K, seed=1)
+    shards = [ops.logits(hidden, shard) for shard in weight.split(sizes)]
+    assert torch.equal(torch.cat(shards, dim=-1), ops.logits(hidden, weight))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_together_have_the_logits_of_one(processor, monkeypatch, ranks):
+    hidden, weight = normal(9, K, seed=0), normal(VOCABULARY, K, seed=1)
+    heads = [head_of(rank, ranks, weight, monkeypatch) for rank in range(ranks)]
+    for head in heads:
+        assert len(head.weight) == 128 // ranks
+        head.weight.data[head.shard_indices.num_org_elements :] = torch.nan  # padding, which nobody may read
+    shards = []
+    monkeypatch.setattr(logits_processor, "tensor_model_parallel_all_gather", lambda x: shards.append(x) or x)
+    for head in heads:
+        processor(head, hidden)
+    monkeypatch.setattr(logits_processor, "tensor_model_parallel_all_gather", lambda x: torch.cat(shards, dim=-1))
+    logits = processor(heads[0], hidden)
+    assert logits.dtype == torch.float32 and torch.equal(logits, ops.logits(hidden, weight))
+
+
+def test_a_rank_that_is_not_gathered_on_has_no_logits(processor, monkeypatch):
+    processor.use_all_gather = False
+    monkeypatch.setattr(logits_processor, "tensor_model_parallel_gather", lambda x: None)
+    head = head_of(1, 2, normal(VOCABULARY, K, seed=1), monkeypatch)
+    assert processor(head, normal(3, K, seed=0)) is None
+
+
+@pytest.mark.parametrize("arguments", [{"scale": 0.5}, {"soft_cap": 30.0}], ids=str)
+def test_scaled_and_capped_logits_are_refused(processor, arguments):
+    with pytest.raises(ValueError, match="use precision=jet_fp8 jetrl.operations=stock"):
+        LogitsProcessor(VOCABULARY, **arguments)

@@ -82,10 +82,10 @@ def build_trainer(family: str, seed: int):
 
 def stream(family: str, seed: int, operations: str = "shared"):
     model = build_policy(family, seed)
-    cpu = torch.device("cpu")
+    device = torch.get_default_device()
     weights = quantise_stream(model.state_dict().items(), plan_linears(model.config), RULE)
-    stated = stated_operations(cpu, operations)
-    return with_contract(weights, scale_rule=RULE, probe=probe_sum(cpu, RULE), operations=stated)
+    stated = stated_operations(device, operations)
+    return with_contract(weights, scale_rule=RULE, probe=probe_sum(device, RULE), operations=stated)
 
 
 @dataclass
@@ -187,7 +187,7 @@ def trainer_log_probs(model, sequences: list[list[int]], temperatures: list[floa
         ids = torch.zeros(mask.shape, dtype=torch.int64)
         ids[mask] = torch.tensor(sum(sequences, []))
         inputs = dict(input_ids=ids, attention_mask=mask, position_ids=torch.arange(mask.shape[1]) * mask)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         logits = model(**inputs, use_cache=False).logits
         rows = logits[0] if packed else logits[mask]
         following = torch.tensor(sum(sequences, [])).roll(-1)[:, None]

@@ -1,0 +1,73 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Zero mismatch on a GPU, by model family: torch.compile, CUDA graphs, FlashAttention 3, the kernels that serve there.
+
+The checks are those of test_exact_rollout_on_cpu.py, run with the GPU as torch's default device. An engine of vLLM's
+leaves memory and graphs behind, so each family has a process of its own.
+"""
+
+import multiprocessing
+
+import pytest
+import torch
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+SEEDS = (11, 12, 13)
+
+
+def check_family(family: str, folder: str) -> None:
+    """In a process of its own: three weight updates, each with two generations and four cuts of the trainer's batch."""
+    import os
+
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VERL_RAY_JOB_ID"] = f"test-{os.getpid()}"
+    import test_exact_rollout_on_cpu as checks
+    import vllm_engine
+    from verl.workers.rollout.vllm_rollout.utils import monkey_patch_compute_logits
+
+    from jetrl_verl.config.options import JetConfig
+
+    checks.build_policy(family, 0).to(torch.bfloat16).save_pretrained(folder)
+    options = JetConfig("jet_fp8_exact", train="fp8", rollout="fp8", scale_rule=checks.RULE, operations="shared")
+    llm, worker = vllm_engine.start(
+        folder,
+        options,
+        load_format="dummy",
+        enforce_eager=False,
+        gpu_memory_utilization=0.1,
+        max_model_len=128,
+        max_num_batched_tokens=32,
+        enable_chunked_prefill=True,
+        enable_prefix_caching=True,
+        block_size=16,
+        num_gpu_blocks_override=24,
+        logprobs_mode="processed_logprobs",
+    )
+    monkey_patch_compute_logits(worker.model_runner.model, checks.TOKENS)
+    rollout = checks.Rollout(family, llm, worker)
+    rollout.watch()
+    torch.set_default_device("cuda")
+    for seed in SEEDS:
+        checks.test_equal_in_every_bit_after_each_weight_update(rollout, seed)
+        print(f"{family}, weights {seed}: equal; {rollout.chunks} chunks, {rollout.preemptions} preemptions")
+    checks.test_prompt_log_probabilities_are_equal_too(rollout)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probabilities_are_equal_in_every_bit(family, tmp_path):
+    process = multiprocessing.get_context("spawn").Process(target=check_family, args=(family, str(tmp_path)))
+    process.start()
+    process.join()
+    assert process.exitcode == 0

@@ -134,6 +134,7 @@ def main() -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     result = {"layers": options.layers, "budget_gib": options.budget, "requests": options.requests, "device": DEVICE}
     result["ample"] = ample(config, options)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
     result["short"] = short(config, options)
     print_report(result)
     options.out.write_text(json.dumps(result, indent=1) + "\n")

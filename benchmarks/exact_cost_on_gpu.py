@@ -34,7 +34,7 @@ import sys
 from pathlib import Path
 
 import torch
-from qwen3_8b import DEVICE, GIB, Engine, EngineSettings, build_models, log_probs, shape, timed
+from qwen3_8b import DEVICE, GIB, Engine, EngineSettings, build_models, drop_codes, log_probs, shape, timed
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -54,10 +54,12 @@ def training(config: Qwen3Config, sequences: int, length: int, repetitions: int)
     ids = torch.randint(1, config.vocab_size, (sequences, length), device=DEVICE)
 
     def old(arm: str) -> None:
+        drop_codes(models[arm])
         with torch.no_grad():
             log_probs(arm, models[arm], ids)
 
     def update(arm: str) -> None:
+        drop_codes(models[arm])
         log_probs(arm, models[arm], ids).mean().backward()
 
     for arm in ARMS:
@@ -138,6 +140,7 @@ def main() -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     result = {"layers": options.layers, "tokens": options.sequences * options.length, "sequences": options.sequences}
     result["decode"] = {} if options.no_decode else decode(config, options.out, options.repetitions)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
     result |= {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     result["training"] = training(config, options.sequences, options.length, options.repetitions)
     print_report(result)

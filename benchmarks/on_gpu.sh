@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that only a Hopper GPU can answer, part by part: what is right, how fast it is, how far both sides are apart.
 #
-#   benchmarks/on_gpu.sh OUT [part ...]      # all parts below in this order, about 45 minutes on one H200
+#   benchmarks/on_gpu.sh OUT [part ...]      # all parts below in this order, about an hour on one H200
 #   benchmarks/on_gpu.sh OUT operations gemm
 #
 # A part has a time limit, its output goes to OUT/<part>.log and its figures to OUT/<part>.json where it has any; a part
@@ -23,7 +23,7 @@ part() {
     statuses+=("$(printf '%-14s status %3d  %4d s' "$name" $? $((SECONDS - start)))")
 }
 
-test_files() { python3 -m pytest --gpu=only -q -x --timeout=280 "$@"; }
+test_files() { python3 -m pytest --gpu=only -q --maxfail=5 --timeout=280 "$@"; }
 demo() {  # every step one update, so that actor/ppo_kl is that of the rollout's own policy
     python3 -m jetrl_verl.cli demo --precision "$1" --steps 3 --out "$out/demo" \
         actor_rollout_ref.actor.ppo_mini_batch_size=32
@@ -37,32 +37,35 @@ tokenizer = build_tokenizer()
 shape = PolicyConfig(hidden_size=768, layers=4, heads=6, kv_heads=2, intermediate_size=3072, max_positions=1024)
 save_policy(build_model(shape, tokenizer), tokenizer, Path(sys.argv[1]))
 P
-    python3 -m jetrl_verl.cli diff "$out/policy" --precision jet_fp8_exact --out "$out/diff" || return
+    python3 -m jetrl_verl.cli diff "$out/policy" --precision jet_fp8_exact --out "$out/diff/jet_fp8_exact" || return
     for precision in "jet_fp8 jetrl.operations=stock" fp8_rollout bf16; do
         # shellcheck disable=SC2086  # a precision and its overrides
-        python3 -m jetrl_verl.cli diff "$out/policy" --precision $precision --out "$out/diff"
+        python3 -m jetrl_verl.cli diff "$out/policy" --precision $precision --out "$out/diff/${precision%% *}"
     done
     true  # these differ, which is their point
 }
 export -f test_files demo diff_precisions
 export out
 
-parts=(operations kernels gemm linear quant exact families cost mismatch demo diff decode phases)
+parts=(operations quantisers gemms gemm linear quant exact exact8k families cost mismatch demo diff decode phases)
 if (($#)); then chosen=("$@"); else chosen=("${parts[@]}"); fi
 for name in "${chosen[@]}"; do
     [[ " ${parts[*]} " == *" $name "* ]] || { echo "$name is not a part; choose from: ${parts[*]}" >&2; exit 2; }
 done
 
 part 300 operations bash -c 'test_files tests/ops'
-part 600 kernels bash -c 'test_files tests/kernels tests/export'
+part 500 quantisers bash -c 'test_files tests/kernels/test_*quant*_on_gpu.py tests/kernels/test_fprop_on_gpu.py'
+part 600 gemms bash -c 'test_files tests/kernels/test_*gemm*_on_gpu.py tests/kernels/test_int8*_on_gpu.py tests/export'
 part 600 gemm python3 -m jetrl_verl.cli bench gemm --out "$out/gemm.json"
 part 300 linear python3 -m jetrl_verl.cli bench linear --out "$out/linear.json"
 part 300 quant python3 -m jetrl_verl.cli bench quant --rules fp32,pow2 --out "$out/quant.json"
 part 300 exact python3 benchmarks/mismatch.py --rollouts exact,exact-stressed --folder "$out/warm" --out "$out/exact.json"
-part 500 families bash -c 'test_files tests/rollout'
+part 400 exact8k python3 benchmarks/mismatch.py --rollouts exact --prompts 32 --response 8000 --folder "$out/warm" \
+    --out "$out/exact8k.json"
+part 600 families bash -c 'test_files tests/rollout'
 part 400 cost python3 benchmarks/exact_cost_on_gpu.py --out "$out/cost.json"
 part 400 mismatch python3 benchmarks/mismatch.py --folder "$out/warm" --out "$out/mismatch.json"
-part 500 demo bash -c 'demo jet_fp8_exact && demo jet_fp8'
+part 500 demo bash -c 'demo jet_fp8_exact; status=$?; demo jet_fp8 && exit $status'
 part 500 diff bash -c diff_precisions
 part 500 decode python3 benchmarks/decode_on_gpu.py --out "$out/decode.json"
 part 600 phases python3 benchmarks/phase_shares_on_gpu.py --out "$out/phases.json"

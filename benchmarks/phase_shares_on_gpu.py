@@ -46,6 +46,7 @@ from qwen3_8b import (
     Engine,
     EngineSettings,
     build_models,
+    drop_codes,
     log_probs,
     random_weights,
     shape,
@@ -141,10 +142,12 @@ def training(config: Qwen3Config, options: argparse.Namespace) -> dict[str, dict
         seconds = {arm: ([], []) for arm in ARMS}
 
         def old(arm: str, ids: torch.Tensor = ids) -> None:
+            drop_codes(models[arm])
             with torch.no_grad():
                 log_probs(arm, models[arm], ids)
 
         def update(arm: str, ids: torch.Tensor = ids) -> None:
+            drop_codes(models[arm])
             log_probs(arm, models[arm], ids).mean().backward()
 
         for arm in ARMS:
@@ -222,7 +225,10 @@ def main() -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     result = {"layers": options.layers, "sequences": options.sequences, "lengths": options.lengths, "prompt": PROMPT}
     result |= {"tokens": options.tokens, "torch": torch.__version__}
-    result["rollout"] = {arm: rollout(arm, config, options) for arm in ARMS}
+    result["rollout"] = {}
+    for arm in ARMS:
+        result["rollout"][arm] = rollout(arm, config, options)
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
     result["device"] = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
     result["optimiser_s"] = optimiser_seconds(config)
     result["training"] = training(config, options)

@@ -36,7 +36,7 @@ from jetrl_verl import ops
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.config.vllm_arguments import vllm_arguments
 from jetrl_verl.layers import plan_linears
-from jetrl_verl.linear import replace_linears
+from jetrl_verl.linear import JetLinear, replace_linears
 from jetrl_verl.train.export import quantise_stream
 from jetrl_verl.train.shared_operations import share_operations
 
@@ -117,6 +117,13 @@ def log_probs(arm: str, model: Qwen3ForCausalLM, ids: torch.Tensor) -> torch.Ten
     return -F.cross_entropy(logits, labels, reduction="none")
 
 
+def drop_codes(model: Qwen3ForCausalLM) -> None:
+    """Make the next pass quantise every weight, as it does behind each of FSDP's gathers."""
+    for module in model.modules():
+        if isinstance(module, JetLinear):
+            module.drop_codes()
+
+
 def synchronize() -> None:
     if DEVICE == "cuda":
         torch.cuda.synchronize()
@@ -171,7 +178,8 @@ def _serve(arm: str, config: Qwen3Config, settings: EngineSettings, connection: 
             **on_device,
             **(vllm_arguments(options, None) if options is not None else {}),
         )
-    ready = time.perf_counter() - started
+    connection.send(time.perf_counter() - started)
+    connection.recv()  # one engine at a time holds its weights twice
     core = llm.llm_engine.engine_core.engine_core
     runner, scheduler = core.model_executor.driver_worker.worker.model_runner, core.scheduler
     weights = random_weights(config)
@@ -195,7 +203,7 @@ def _serve(arm: str, config: Qwen3Config, settings: EngineSettings, connection: 
         return preempt(*args, **kwargs)
 
     scheduler._preempt_request = counted
-    connection.send((ready, loaded))
+    connection.send(loaded)
     while (asked := connection.recv()) is not None:
         batch, length, new = asked
         generator = torch.Generator().manual_seed(length)
@@ -227,8 +235,10 @@ class Engine:
     def wait(self) -> bool:
         """Whether it started; False leaves the reason in its log."""
         try:
-            self.start_s, self.load_s = self._connection.recv()
-        except EOFError:
+            self.start_s = self._connection.recv()
+            self._connection.send("load")
+            self.load_s = self._connection.recv()
+        except (EOFError, BrokenPipeError):
             print(f"an engine did not start; see {self._log}")
             return False
         return True

@@ -42,7 +42,8 @@ counter.
 **Where dW goes.** To ``weight.grad`` through autograd, in BF16. A caller that keeps FP32 gradients over several
 micro-batches hangs the buffer ``[N, K]`` on the parameter as ``weight.main_grad`` (Megatron's and Transformer Engine's
 name for it): WGrad then adds its FP32 product there, one rounding an element instead of a BF16 tensor written, read and
-converted, and ``weight.grad`` stays None.
+converted, and ``weight.grad`` stays None. It must hang on the tensor that the forward sees, so it is for loops that own
+their parameters, not for FSDP, which puts another tensor in place at every gather.
 
 ``backward="bf16"`` is QaRL's choice (arXiv 2604.07853): FProp as above, straight-through BF16 gradients from a saved
 BF16 X and the BF16 weight.

@@ -42,6 +42,7 @@ Get = Callable[[str], Any]
 _ONLY_STOCK: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     # Modules of the trainer's model, or its whole forward, that other code takes over.
     (f"{MODEL}.use_fused_kernels", (False,), "false"),
+    (f"{MODEL}.hf_config_path", (), "null"),  # the trainer's model would be another than vLLM's
     (f"{MODEL}.use_liger", (False,), "false"),
     (f"{MODEL}.tiled_mlp.enabled", (False,), "false"),
     (f"{ACTOR}.use_prefix_grouper", (False,), "false"),
@@ -53,6 +54,7 @@ _ONLY_STOCK: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     (f"{_VLLM}.attention_config", ({},), "the default"),
     (f"{_VLLM}.decode_context_parallel_size", (1,), "1"),
     (f"{_VLLM}.prefill_context_parallel_size", (1,), "1"),
+    (f"{_VLLM}.model_impl", ("auto", "vllm"), "auto"),
     # The shared log-probability is that of the whole softmax at the sampling temperature. Under these the rollout
     # samples from, or is to report, another distribution, and importance weights would be wrong without a word.
     (f"{ROLLOUT}.top_p", (1,), "1"),
@@ -60,6 +62,7 @@ _ONLY_STOCK: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     (f"{ROLLOUT}.repetition_penalty", (1,), "1"),
     (f"{ROLLOUT}.logprobs_mode", ("processed_logprobs",), "processed_logprobs"),
     (f"{_VLLM}.logprobs_mode", ("processed_logprobs",), "processed_logprobs"),
+    (f"{_VLLM}.logits_processors", ([],), "[]"),
 )
 """Keys with the values beside which the shared operations can run, and the one to recommend; absent is fine too."""
 

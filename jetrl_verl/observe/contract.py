@@ -57,7 +57,7 @@ class ContractViolation(RuntimeError):
 def _odd_constants(count: int, device: torch.device) -> torch.Tensor:
     """``count`` fixed odd int64 constants."""
     generator = torch.Generator().manual_seed(0x6A657472)
-    words = torch.randint(-(2**62), 2**62, (count,), generator=generator, dtype=torch.int64)
+    words = torch.randint(-(2**62), 2**62, (count,), generator=generator, dtype=torch.int64, device="cpu")
     return (2 * words + 1).to(device)
 
 
@@ -102,9 +102,9 @@ def probe_sum(device: torch.device, scale_rule: str, rollout: str = "fp8") -> in
     different backends, so both are probed.
     """
     generator = torch.Generator().manual_seed(20260121)
-    x = torch.randn(17, 3 * BLOCK, generator=generator).mul_(4).to(device, torch.bfloat16)
-    w = torch.randn(2 * BLOCK, 3 * BLOCK, generator=generator).to(device, torch.bfloat16)
-    bias = torch.randn(2 * BLOCK, generator=generator).to(device, torch.bfloat16)
+    x = torch.randn(17, 3 * BLOCK, generator=generator, device="cpu").mul_(4).to(device, torch.bfloat16)
+    w = torch.randn(2 * BLOCK, 3 * BLOCK, generator=generator, device="cpu").to(device, torch.bfloat16)
+    bias = torch.randn(2 * BLOCK, generator=generator, device="cpu").to(device, torch.bfloat16)
     if rollout == "int8":
         q = kernels.quantize_int8(w)
         plain, biased = (kernels.fprop_int8(rows, q.codes, q.scales, b) for rows, b in ((x[:16], None), (x, bias)))

@@ -72,10 +72,16 @@ class Finding:
 # --- asked in a process of its own -----------------------------------------------------------------------------------
 
 
+SHARED = "shared operations"
+"""Subject of the finding that they do not run here."""
+
+
 def ask_kernels() -> dict[str, Any]:
-    """What torch sees, and which backend serves each operation: ``{"cuda", "gpus", "devices": {device: ...}}``."""
+    """What torch sees, and which backend serves each operation: ``{"cuda", "gpus", "devices": {device: ...}, "gap"}``,
+    the last one why the shared operations do not run here."""
     import torch
 
+    from jetrl_verl.config.environment import no_shared_operations
     from jetrl_verl.kernels import BACKENDS, describe_backends, platform_of
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -102,7 +108,7 @@ def ask_kernels() -> dict[str, Any]:
             "unavailable": {name: reason for name in sorted(used) if (reason := _why_not(name))},
             "elsewhere": [name for name in known if name not in used],
         }
-    return {"cuda": torch.version.cuda, "gpus": gpus, "devices": devices}
+    return {"cuda": torch.version.cuda, "gpus": gpus, "devices": devices, "gap": no_shared_operations()}
 
 
 def _why_not(backend: str) -> str:
@@ -310,6 +316,8 @@ def check_gpus(kernels: dict[str, Any], drivers: list[str]) -> Iterator[Finding]
             yield Finding(f"GPU {index} memory", WRONG, memory, mend)
         else:
             yield Finding(f"GPU {index} memory", OK, memory)
+    if gap := kernels.get("gap"):
+        yield Finding(SHARED, NOTE, f"{gap}; jet_fp8 runs stock operations, and jet_fp8_exact is refused")
     if gpus and not os.environ.get("CC") and not any(map(shutil.which, ("cc", "gcc", "clang"))):
         mend = "install gcc, or name a compiler in CC"
         yield Finding("C compiler", WRONG, "none, and Triton compiles its launchers with one", mend)
@@ -462,7 +470,8 @@ def verdict(findings: Iterable[Finding]) -> str:
         return f"{wrong} {'thing' if wrong == 1 else 'things'} to mend before this machine can be relied on."
     gpus = sum(finding.subject.startswith("GPU ") and finding.subject[4:].isdigit() for finding in findings)
     if gpus:
-        return f"This machine runs every precision on {gpus} {'GPU' if gpus == 1 else 'GPUs'}."
+        but = " but jet_fp8_exact" if any(finding.subject == SHARED for finding in findings) else ""
+        return f"This machine runs every precision{but} on {gpus} {'GPU' if gpus == 1 else 'GPUs'}."
     return "This machine runs the demo and the tests on its CPU; training needs a GPU."
 
 

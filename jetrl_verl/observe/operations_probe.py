@@ -37,7 +37,7 @@ def operation_sums(device: torch.device) -> dict[str, int]:
     generator = torch.Generator().manual_seed(20260122)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+        return torch.randn(shape, generator=generator, device="cpu").to(device, torch.bfloat16)
 
     tokens = sum(_LENGTHS)
     x, residual, weight, head = normal(tokens, 384), normal(tokens, 384), normal(384), normal(200, 384)
@@ -47,7 +47,7 @@ def operation_sums(device: torch.device) -> dict[str, int]:
     cu_seqlens = torch.tensor([0, *_LENGTHS], device=device).cumsum(0).to(torch.int32)
     temperature = torch.linspace(0.3, 2, tokens).to(device)
     # Not the results of ops.logits: a difference is to be found in the operation that makes it, and in no other.
-    logits = torch.randn(tokens, 200, generator=generator).to(device)
+    logits = torch.randn(tokens, 200, generator=generator, device="cpu").to(device)
     with torch.no_grad():
         results = {
             "rms_norm": ops.rms_norm(x, weight, 1e-6),

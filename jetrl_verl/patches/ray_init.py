@@ -72,10 +72,14 @@ def check_workers(operations: str = "stock") -> None:
     for node in ray.nodes():
         if node["Alive"]:
             pinned = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            answers[node["NodeManagerAddress"]] = probe.options(scheduling_strategy=pinned).remote()
-    for address, answer in answers.items():
+            answer = probe.options(scheduling_strategy=pinned).remote()
+            answers[node["NodeManagerAddress"]] = answer, node["Resources"].get("GPU", 0) > 0
+    for address, (answer, offers_gpus) in answers.items():
         try:
-            complaint = complaint_about(ray.get(answer, timeout=_TIMEOUT_S), operations)
+            found = ray.get(answer, timeout=_TIMEOUT_S)
+            if not offers_gpus:  # whatever is in that machine, Ray places no worker of verl's on it
+                found["capabilities"] = []
+            complaint = complaint_about(found, operations)
         except ray.exceptions.GetTimeoutError:
             complaint = f"no Ray worker started there within {_TIMEOUT_S:.0f} s; check `ray status`"
         except ray.exceptions.RayError as error:
@@ -121,8 +125,7 @@ def complaint_about(found: dict[str, Any], operations: str = "stock") -> str:
     names = found["vllm_plugins_filter"]
     if names is not None and "jetrl" not in [name.strip() for name in names.split(",")]:
         return f"VLLM_PLUGINS={names} keeps vLLM from loading the plugin; unset it, or add jetrl to it"
-    if found["capability"] is not None:
-        major, minor = found["capability"]
+    for major, minor in found["capabilities"]:
         if (major, minor) < MIN_CAPABILITY:
             return f"it has a GPU of compute capability {major}.{minor}, and FP8 needs 8.9 or newer; use precision=bf16"
         if operations == "shared" and (major, minor) != SHARED_CAPABILITY:
@@ -171,9 +174,9 @@ def _probe() -> Callable[[], dict[str, Any]]:
 
             pynvml.nvmlInit()
             handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-            capability = min(map(pynvml.nvmlDeviceGetCudaComputeCapability, handles), default=None)
+            capabilities = sorted({tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)) for handle in handles})
         except Exception:
-            capability = None
+            capabilities = []
         return {
             "interpreter": sys.executable,
             "source": source_sum(),
@@ -181,7 +184,7 @@ def _probe() -> Callable[[], dict[str, Any]]:
             "versions": versions,
             "vllm_plugin": entry_point("vllm.general_plugins") is not None,
             "vllm_plugins_filter": os.environ.get("VLLM_PLUGINS"),
-            "capability": capability,
+            "capabilities": capabilities,
         }
 
     return describe_worker

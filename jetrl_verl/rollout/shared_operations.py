@@ -24,6 +24,7 @@ of two, and no BF16 rows. Between the two vLLM's models do nothing with what flo
 in the linear. Which operations do so is found once, while the model is being built.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -35,6 +36,12 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
+from vllm.v1.sample.logits_processor.builtin import (
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
+from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 from jetrl_verl import ops
@@ -183,8 +190,39 @@ def shared_log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: to
     return ops.log_probs(logits, tokens.to(torch.int64), temperature)
 
 
+def _altered_rows(metadata: SamplingMetadata, logits: torch.Tensor) -> torch.Tensor | None:
+    """Rows ``[N]`` whose tokens are not drawn from the whole softmax, by their requests' own parameters; None: none."""
+    altered, listed = [], set(metadata.bad_words_token_ids)
+    if metadata.top_p is not None:
+        altered.append(metadata.top_p < 1)
+    if metadata.top_k is not None:
+        altered.append(metadata.top_k < logits.shape[1])
+    if not metadata.no_penalties:
+        altered += [metadata.frequency_penalties != 0, metadata.presence_penalties != 0]
+        altered.append(metadata.repetition_penalties != 1)
+    if metadata.allowed_token_ids_mask is not None:
+        altered.append(metadata.allowed_token_ids_mask.any(dim=1))
+    for processor in metadata.logitsprocs.all:
+        if type(processor) is MinPLogitsProcessor:
+            if processor.min_p_count:
+                altered.append(processor.min_p.flatten() > 0)
+        elif type(processor) is LogitBiasLogitsProcessor:
+            listed |= processor.biases.keys()
+        elif type(processor) is MinTokensLogitsProcessor:
+            listed |= processor.min_toks.keys()
+        else:  # unknown, so it may do anything to any row
+            listed.update(range(len(logits)))
+    if listed:
+        altered.append(torch.tensor([row in listed for row in range(len(logits))], device=logits.device))
+    return functools.reduce(torch.logical_or, altered) if altered else None
+
+
 class SharedSampler(Sampler):
-    """vLLM's sampler; log-probabilities of the tokens it returns come from ``ops.log_probs`` on the same logits."""
+    """vLLM's sampler; log-probabilities of the tokens it returns come from ``ops.log_probs`` on the same logits.
+
+    A request that asks for nucleus sampling, penalties or the like (validation does, and so may an agent loop) keeps
+    vLLM's, which is of the distribution that its tokens are drawn from.
+    """
 
     def forward(self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any):
         # The stock sampler divides by the temperature in place.
@@ -195,6 +233,9 @@ class SharedSampler(Sampler):
             if not tokens.numel():
                 raise ValueError("the shared sampler reports sampled and top tokens, not whole rows (logprobs=-1)")
             shared = shared_log_probs(logits, tokens, sampling_metadata.temperature)
+            altered = _altered_rows(sampling_metadata, logits)
+            if altered is not None:
+                shared = torch.where(altered[:, None], tensors.logprobs, shared)
             output.logprobs_tensors = tensors._replace(logprobs=shared)
         return output
 

@@ -218,10 +218,12 @@ class JetFSDPEngine(_JetEngine, FSDPEngineWithLMHead):
             temperature = output_args["temperature"].repeat_interleave(lengths)
         following = output_args["input_ids_rmpad_rolled"][:tokens]
         found = {"log_probs": ops.log_probs(logits, following[:, None], temperature).squeeze(1)}
+        if asked("calculate_entropy") or asked("calculate_sum_pi_squared"):
+            # Not copied where verl knows that all temperatures are 1: FP32 logits are a step's largest tensor.
+            scaled = logits if output_args.get("temperature_is_one") else logits / temperature[:, None]
         if asked("calculate_entropy"):
-            found["entropy"] = self._entropy(logits / temperature[:, None], packed)
+            found["entropy"] = self._entropy(scaled, packed)
         if asked("calculate_sum_pi_squared"):
-            scaled = logits / temperature[:, None]
             found["sum_pi_squared"] = verl_functional.calculate_sum_pi_squared_from_logits(scaled)
         return {name: torch.nested.nested_tensor_from_jagged(values, offsets) for name, values in found.items()}
 

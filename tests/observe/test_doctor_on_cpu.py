@@ -71,10 +71,19 @@ def only(findings) -> Finding:
     return finding
 
 
+def test_a_gpu_without_the_shared_operations_is_noted_and_named_in_the_verdict(gpu_machine):
+    gpu_machine["kernels"]["gap"] = "GPU 0, NVIDIA L40S, has compute capability 8.9, and FlashAttention 3 needs 9.0"
+    findings = doctor.diagnose()
+    (finding,) = (finding for finding in findings if finding.subject == doctor.SHARED)
+    assert finding.state == doctor.NOTE and "jet_fp8_exact is refused" in finding.found
+    assert doctor.verdict(findings) == "This machine runs every precision but jet_fp8_exact on 1 GPU."
+
+
 def test_a_healthy_gpu_machine_runs_every_precision(gpu_machine):
     findings = doctor.diagnose()
     assert wrong(findings) == []
     assert doctor.verdict(findings) == "This machine runs every precision on 1 GPU."
+    assert not any(finding.subject == doctor.SHARED for finding in findings)
     served = [finding.found for finding in findings if finding.subject == "kernels, sm90" and finding.state == OK]
     assert served == ["triton: quantize_1x128", "vllm_cutlass, else triton: gemm_nt_128x128"]
 

@@ -61,7 +61,8 @@ def check_family(family: str, folder: str) -> None:
     for seed in SEEDS:
         checks.test_equal_in_every_bit_after_each_weight_update(rollout, seed)
         print(f"{family}, weights {seed}: equal; {rollout.chunks} chunks, {rollout.preemptions} preemptions")
-    checks.test_prompt_log_probabilities_are_equal_too(rollout)
+    if family == "qwen2":  # the others get vLLM's second model runner, which takes those of prompts by itself
+        checks.test_prompt_log_probabilities_are_equal_too(rollout)
 
 
 @pytest.mark.timeout(400)

@@ -108,7 +108,7 @@ class Arm:
     name = property(lambda self: f"{self.precision}-seed{self.seed}")
     state = property(lambda self: self.paths.folder / "arm.json")
     checkpoints = property(lambda self: self.paths.folder / "checkpoints")
-    config = property(lambda self: self.paths.folder / "hydra" / ".hydra" / "config.yaml")
+    config = property(lambda self: self.paths.config)
 
 
 @dataclass(frozen=True)
@@ -257,6 +257,7 @@ def train(arm: Arm, job: Job, console: Console) -> bool:
         return False
     seconds = {phase: round(value, 1) for phase, value in tracker.phase_seconds.items()}
     facts = {"precision": arm.precision, "seed": arm.seed, "steps": reached, "seconds in phase": seconds}
+    facts["operations"] = paths.operations()
     _write(paths.facts, facts | {"command": shlex.join(command)})
     _write(arm.state, {"command": command, "finished": True, "at": time.time()})
     return True

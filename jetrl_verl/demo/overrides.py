@@ -23,6 +23,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from jetrl_verl.demo import task
 from jetrl_verl.demo.cache import Prepared
 
@@ -44,7 +46,14 @@ class RunPaths:
     metrics = property(lambda self: self.folder / "metrics.jsonl")
     facts = property(lambda self: self.folder / "run.json")
     report = property(lambda self: self.folder / "report.html")
+    config = property(lambda self: self.folder / "hydra" / ".hydra" / "config.yaml")
     ray_logs = property(lambda self: self.folder / "ray_logs")
+
+    def operations(self) -> str:
+        """``shared`` or ``stock``, what the run's composed config says of ``jetrl.operations``; needs ``config``."""
+        # verl's dump is large, and only a run of ours has the node.
+        node = yaml.safe_load(self.config.read_text()).get("jetrl")
+        return node["operations"] if node else "stock"
 
 
 def build_overrides(precision: str, prepared: Prepared, paths: RunPaths, device: str, steps: int) -> list[str]:

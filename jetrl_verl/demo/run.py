@@ -123,7 +123,7 @@ def _train(
     command = [*trainer, *overrides, *options.overrides]
     tracker = Tracker(paths.log, paths.metrics, options.steps)
     status = watch(command, build_environment(paths, device), paths, tracker, console)
-    paths.facts.write_text(json.dumps(_facts(options, prepared, device, tracker, command), indent=2))
+    paths.facts.write_text(json.dumps(_facts(options, paths, prepared, device, tracker, command), indent=2))
 
     if status != 0 or tracker.step < options.steps:
         say(f"verl ended with status {status} after step {tracker.step} of {options.steps}:")
@@ -162,11 +162,17 @@ def watch(
 
 
 def _facts(
-    options: DemoOptions, prepared: cache.Prepared, device: str, tracker: Tracker, command: Sequence[str]
+    options: DemoOptions,
+    paths: RunPaths,
+    prepared: cache.Prepared,
+    device: str,
+    tracker: Tracker,
+    command: Sequence[str],
 ) -> dict:
     """Contents of ``run.json``, which become the report's table."""
     return {
         "precision": options.precision,
+        **({"operations": paths.operations()} if paths.config.exists() else {}),
         "device": _device_name(device),
         "steps": tracker.step,
         "seconds": round(tracker.seconds, 1),

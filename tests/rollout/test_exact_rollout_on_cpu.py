@@ -271,7 +271,7 @@ def test_codes_in_the_place_of_a_tensor_change_no_bit(rollout, monkeypatch):
         stock = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *inputs: calls.update([name]) or stock(*inputs))
 
-    count(method, "fprop_codes")
+    count(method.kernels, "fprop_codes")
     count(method.kernels, "fprop")
     prompt = prompts_with_shared_prefixes(17)[2]
     codes = vllm_engine.prompt_log_probs(rollout.llm, prompt)

@@ -30,7 +30,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from qwen3_8b import DEVICE, GIB, OPTIONS, Engine, EngineSettings, random_weights, shape
+from qwen3_8b import DEVICE, GIB, OPTIONS, Engine, EngineSettings, decode_seconds, random_weights, shape
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -61,14 +61,8 @@ def ample(config: Qwen3Config, options: argparse.Namespace) -> dict[str, dict]:
     engines = start(config, dict.fromkeys(ARMS, settings), options.out)
     found = {arm: {} for arm in ARMS}
     for batch, length in options.ample:
-        seconds = {arm: [] for arm in ARMS}
-        for engine in engines.values():
-            engine.generate(batch, length, 8)
-        for _ in range(options.repetitions):
-            for arm, engine in engines.items():
-                seconds[arm].append(engine.decode_seconds(batch, length, options.new))
-        for arm in ARMS:
-            found[arm][f"{batch} x {length}"] = batch * options.new / statistics.median(seconds[arm])
+        for arm, values in decode_seconds(engines, batch, length, options.new, options.repetitions).items():
+            found[arm][f"{batch} x {length}"] = batch * options.new / statistics.median(values)
     for engine in engines.values():
         engine.stop()
     return found

@@ -34,7 +34,18 @@ import sys
 from pathlib import Path
 
 import torch
-from qwen3_8b import DEVICE, GIB, Engine, EngineSettings, build_models, drop_codes, log_probs, shape, timed
+from qwen3_8b import (
+    DEVICE,
+    GIB,
+    Engine,
+    EngineSettings,
+    build_models,
+    decode_seconds,
+    drop_codes,
+    log_probs,
+    shape,
+    timed,
+)
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -89,13 +100,7 @@ def decode(config: Qwen3Config, logs: Path, repetitions: int) -> dict[str, dict]
     engines = {arm: engine for arm, engine in engines.items() if engine.wait()}
     found: dict[str, dict] = {arm: {"engine_start_s": e.start_s, "rates": {}} for arm, e in engines.items()}
     for batch, length in DECODE:
-        seconds = {arm: [] for arm in engines}
-        for engine in engines.values():
-            engine.generate(batch, length, 8)  # fills the prefix cache, compiles what is left
-        for _ in range(repetitions):
-            for arm, engine in engines.items():
-                seconds[arm].append(engine.decode_seconds(batch, length, NEW_TOKENS))
-        for arm, values in seconds.items():
+        for arm, values in decode_seconds(engines, batch, length, NEW_TOKENS, repetitions).items():
             rate = batch * NEW_TOKENS / statistics.median(values)
             found[arm]["rates"][f"{batch} x {length}"] = {"tokens_per_s": rate, "seconds": values}
     for engine in engines.values():

@@ -258,3 +258,16 @@ class Engine:
         if self._process.is_alive():
             self._connection.send(None)
         self._process.join()
+
+
+def decode_seconds(
+    engines: dict[str, Engine], batch: int, length: int, new: int, repetitions: int
+) -> dict[str, list[float]]:
+    """Arm -> seconds of ``new`` decoding steps of ``batch`` requests behind ``length`` tokens, in turn."""
+    for engine in engines.values():
+        engine.generate(batch, length, 8)  # fills the prefix cache, compiles what is left
+    seconds: dict[str, list[float]] = {arm: [] for arm in engines}
+    for _ in range(repetitions):
+        for arm, engine in engines.items():
+            seconds[arm].append(engine.decode_seconds(batch, length, new))
+    return seconds

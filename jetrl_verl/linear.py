@@ -213,8 +213,9 @@ class _FP8LinearFunction(torch.autograd.Function):
                 if ctx.main_grad is None:
                     dw = kernels.gemm_nt(dy_columns, x_columns, b_block_scaled=False)
                 else:
-                    call = {"b_block_scaled": False, "out_dtype": torch.float32, "add_to": ctx.main_grad}
-                    kernels.gemm_nt(dy_columns, x_columns, **call)
+                    kernels.gemm_nt(
+                        dy_columns, x_columns, b_block_scaled=False, out_dtype=torch.float32, add_to=ctx.main_grad
+                    )
         return (
             dx.reshape(ctx.x_shape) if dx is not None else None,
             # FSDP gathers BF16 weights and takes BF16 gradients; an FP32 weight gets the same BF16 product.

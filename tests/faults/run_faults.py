@@ -64,6 +64,8 @@ SMALL = (
 )
 START_SECONDS = 900.0
 """Longest time from the start to the fault."""
+LINGER_SECONDS = 90.0
+"""How long what a run started may outlive it before it counts as left behind."""
 
 
 @dataclass
@@ -72,7 +74,8 @@ class Outcome:
 
     Attributes:
         name: of the fault. status: exit status, None if it hung. seconds: from the fault to the end.
-        first, last: steps in its metrics, the last one complete. errors: what it said. left: processes after its end.
+        first, last: steps in its metrics, the last one complete. errors: what it said.
+        left: processes that were still there ``LINGER_SECONDS`` after its end. gone: seconds until all had ended.
     """
 
     name: str
@@ -82,6 +85,7 @@ class Outcome:
     last: int | None
     errors: list[str]
     left: list[str] = field(default_factory=list)
+    gone: float | None = None
 
 
 class Chain:
@@ -121,8 +125,10 @@ class Chain:
                 if time.time() - (fired or began + START_SECONDS - self.patience) > self.patience:
                     break
             ended = time.time()
-            time.sleep(10.0)  # what fate-sharing ends, it ends within seconds
-            left = [f"{process.pid} {process.name()}" for process in tree.processes()] if status is not None else []
+            while (left := tree.processes()) and status is not None and time.time() - ended < LINGER_SECONDS:
+                time.sleep(0.5)
+            gone = round(time.time() - ended, 1)
+            left = [f"{process.pid} {process.name()}" for process in left] if status is not None else []
         steps_done = steps_of(paths.metrics)
         return Outcome(
             name,
@@ -132,6 +138,7 @@ class Chain:
             max(steps_done, default=None),
             last_errors(paths.log),
             left,
+            None if left or status is None else gone,
         )
 
     def broken(self, name: str, kind: str, victim: str, phase: str) -> Outcome:
@@ -214,10 +221,12 @@ def table(outcomes: list[Outcome]) -> str:
     lines = ["| fault | ended after | exit | steps | left behind | what it said |", "|---|---|---|---|---|---|"]
     for outcome in outcomes:
         ended = "**hung**" if outcome.status is None else f"{outcome.seconds:.0f} s"
+        left = f"{len(outcome.left)} processes" if outcome.left else "nothing"
+        left += f" (all gone after {outcome.gone:.0f} s)" if outcome.gone is not None else ""
         said = "<br>".join(line[:300].replace("|", "\\|") for line in outcome.errors)
         lines.append(
             f"| {outcome.name} | {ended} | {outcome.status} | {outcome.first}..{outcome.last} | "
-            f"{len(outcome.left)} processes | {said} |"
+            f"{left} | {said} |"
         )
     return "\n".join(lines)
 

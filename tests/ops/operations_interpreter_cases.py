@@ -144,13 +144,18 @@ def test_silu_mul_and_its_gradient(shape):
         assert_close(got, x.grad, BF16_STEP)
 
 
-@pytest.mark.parametrize(("rows", "k", "columns"), [(1, 128, 99), (70, 200, 130), (3, 64, 256), (0, 64, 8)])
+@pytest.mark.parametrize(("rows", "k", "columns"), [(1, 128, 99), (70, 200, 130), (131, 64, 300), (0, 64, 8)])
 def test_logits(rows, k, columns):
     hidden, weight = normal(rows, k), normal(columns, k, seed=1)
     got = triton_kernels.logits(hidden, weight)
     expected = hidden.double() @ weight.double().t()
     assert got.dtype == torch.float32 and got.shape == expected.shape
     assert (got - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_logits_of_a_batch_are_no_view():
+    got = triton_kernels.logits(normal(2, 3, 64), normal(40, 64, seed=1))
+    assert got.shape == (2, 3, 40) and not got._is_view()
 
 
 @pytest.mark.parametrize("columns", [1, 99, 4096, 9001])

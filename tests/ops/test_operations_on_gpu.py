@@ -23,7 +23,7 @@ from jetrl_verl.observe.operations_probe import operation_sums
 EPS = 1e-6
 SCALE = 128**-0.5
 BF16_STEP = 2**-8
-COUNTS = [1, 2, 3, 7, 16, 17, 64, 100, 257, 1000, 4096]
+COUNTS = [1, 2, 3, 7, 16, 17, 64, 65, 100, 128, 129, 257, 1000, 4096]
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -66,6 +66,14 @@ def test_logits_and_log_probs_do_not_see_the_batch(k, columns):
         some = ops.logits(hidden[rows], weight)
         assert torch.equal(some, whole[rows])
         assert torch.equal(ops.log_probs(some, tokens[rows], temperature[rows]), found[rows])
+
+
+def test_unused_vocabulary_is_masked_in_place_under_autograd():
+    hidden, weight = normal(2, 5, 128).requires_grad_(), normal(40, 128, seed=1).requires_grad_()
+    found = ops.logits(hidden, weight)
+    found[..., 33:] = -1e30
+    found[..., :33].sum().backward()
+    assert hidden.grad is not None and weight.grad[33:].abs().max() == 0
 
 
 def test_rotary_and_activation_do_not_see_the_batch():

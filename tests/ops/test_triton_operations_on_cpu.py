@@ -21,7 +21,7 @@ import pytest
 from test_triton_for_hopper import ptx_for_hopper
 
 from jetrl_verl.ops.triton_kernels.log_probs import TILE, _gradient_kernel, _normaliser_kernel
-from jetrl_verl.ops.triton_kernels.logits import STAGES, TILE_K, TILE_M, TILE_N, WARPS, _logits_kernel
+from jetrl_verl.ops.triton_kernels.logits import MANY_ROWS, TILES, _logits_kernel
 from jetrl_verl.ops.triton_kernels.rms_norm import _backward_kernel, _rms_norm_kernel
 from jetrl_verl.ops.triton_kernels.rotary import _rotary_kernel
 from jetrl_verl.ops.triton_kernels.silu_mul import _silu_mul_backward_kernel, _silu_mul_kernel
@@ -31,7 +31,7 @@ BF16, FP32 = "*bf16", "*fp32"
 
 @pytest.mark.timeout(interpreter.SECONDS)
 def test_operations_under_the_interpreter():
-    interpreter.run_interpreted(Path(__file__).with_name("operations_interpreter_cases.py"), at_least=49)
+    interpreter.run_interpreted(Path(__file__).with_name("operations_interpreter_cases.py"), at_least=50)
 
 
 @pytest.mark.parametrize("k", [128, 4096])
@@ -52,12 +52,14 @@ def test_a_norm_is_summed_in_one_order_with_and_without_a_residual(k):
     assert "shfl.sync.bfly" in arithmetic(True)
 
 
-def test_logits_are_one_chain_of_matrix_instructions_into_one_accumulator():
+@pytest.mark.parametrize("tile", [*TILES.values(), MANY_ROWS])
+def test_logits_are_one_chain_of_matrix_instructions_into_one_accumulator(tile):
     types = {"hidden_ptr": BF16, "weight_ptr": BF16, "out_ptr": FP32}
-    constants = {"K": 4096, "TILE_M": TILE_M, "TILE_N": TILE_N, "TILE_K": TILE_K}
-    ptx = ptx_for_hopper(_logits_kernel, types, constants, num_warps=WARPS, num_stages=STAGES)
+    constants = {"K": 4096, "TILE_M": tile.m, "TILE_N": tile.n, "TILE_K": tile.k}
+    ptx = ptx_for_hopper(_logits_kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages)
     instructions = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", ptx))
-    assert instructions == {f"m64n{TILE_N}k16.f32.bf16.bf16"}
+    groups = tile.m // 64
+    assert instructions == {f"m64n{tile.n * 4 * groups // tile.warps}k16.f32.bf16.bf16"}
     assert not re.search(r"\b(atom|red)\.", ptx)
 
 

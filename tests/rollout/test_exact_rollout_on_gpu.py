@@ -45,7 +45,8 @@ def check_family(family: str, folder: str) -> None:
         options,
         load_format="dummy",
         enforce_eager=False,
-        gpu_memory_utilization=0.1,
+        gpu_memory_utilization=0.05,
+        kv_cache_memory_bytes=2**28,  # given, not measured: other jobs may use the GPU
         max_model_len=128,
         max_num_batched_tokens=32,
         enable_chunked_prefill=True,

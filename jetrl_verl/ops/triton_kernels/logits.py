@@ -13,16 +13,39 @@
 # limitations under the License.
 """``hidden weight^T`` from BF16 to FP32 logits: a GEMM whose tile and order over K never change.
 
-A library's GEMM picks its tile, and whether it splits K, by the number of rows; this one has a single tile, and one
-program adds all of K in ascending order. At decode the weight is read once whatever the tile, which is what it costs.
+A library's GEMM picks whether it splits K, and in what pieces it adds, by the number of rows; here one program adds all
+of K in ascending order, sixteen products an instruction, and the tile, which follows the number of rows, decides only
+which elements a program holds: it does not reach a bit (a GPU test goes across every tile's edge). At decode the weight
+is read once whatever the tile, which is what it costs.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-TILE_M, TILE_N, TILE_K = 64, 128, 64
-WARPS, STAGES = 4, 4
+
+
+class Tile(NamedTuple):
+    """Rows, columns and K of a tile; warps and stages of its program."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+
+TILES = {64: Tile(64, 128, 64, 4, 4), 128: Tile(128, 128, 64, 8, 4)}
+"""By the most rows that they are for."""
+MANY_ROWS = Tile(128, 256, 64, 8, 3)
+
+
+def tile_of(rows: int) -> Tile:
+    """The tile for so many rows."""
+    return next((tile for most, tile in TILES.items() if rows <= most), MANY_ROWS)
+
 
 _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 """Triton's interpreter multiplies the bits of BF16 values as if they were integers."""
@@ -56,19 +79,21 @@ def logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     k = hidden.shape[-1]
     rows = hidden.reshape(-1, k).contiguous()
     columns = weight.shape[0]
-    out = torch.empty((len(rows), columns), dtype=torch.float32, device=hidden.device)
+    # Made in its final shape: a view that leaves an autograd function could not be masked in place.
+    out = torch.empty((*hidden.shape[:-1], columns), dtype=torch.float32, device=hidden.device)
     if out.numel():
-        _logits_kernel[(triton.cdiv(len(rows), TILE_M), triton.cdiv(columns, TILE_N))](
+        tile = tile_of(len(rows))
+        _logits_kernel[(triton.cdiv(len(rows), tile.m), triton.cdiv(columns, tile.n))](
             rows,
             weight.contiguous(),
             out,
             len(rows),
             columns,
             K=k,
-            TILE_M=TILE_M,
-            TILE_N=TILE_N,
-            TILE_K=TILE_K,
-            num_warps=WARPS,
-            num_stages=STAGES,
+            TILE_M=tile.m,
+            TILE_N=tile.n,
+            TILE_K=tile.k,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
         )
-    return out.view(*hidden.shape[:-1], columns)
+    return out

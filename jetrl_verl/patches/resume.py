@@ -18,6 +18,7 @@ What verl 0.9.1 and torch do by themselves with a checkpoint that a full disk or
 * a truncated file fails in ``torch.load`` with a message about zip archives that names neither file nor remedy;
 * a file whose bytes changed, or whose blocks the file system never wrote, *loads*: torch writes a checksum per tensor
   and does not read it back;
+* a full disk ends in ``unexpected pos 2853504 vs 2853396``, which names neither disk nor file;
 * an empty ``latest_checkpointed_iteration.txt`` (verl truncates it before it writes) ends in ``int("")``, and one that
   points to a folder that is gone starts the training from scratch without a word.
 
@@ -27,8 +28,10 @@ Reading the checksums costs one pass over the files per rank, which warms the pa
 Gone when verl verifies what it resumes from; no upstream issue is known.
 """
 
+import contextlib
 import functools
 import re
+import shutil
 import sys
 import zipfile
 import zlib
@@ -42,6 +45,31 @@ _CONTENTS = ("model", "optim", "extra_state")
 
 class DamagedCheckpointError(RuntimeError):
     """A checkpoint cannot be resumed from; the message names the file and what to do."""
+
+
+class UnwrittenCheckpointError(RuntimeError):
+    """A checkpoint could not be written; the message names the folder, the room on its disk and what to do."""
+
+
+@contextlib.contextmanager
+def explained(folder: str | Path) -> Iterator[None]:
+    """What goes wrong while a checkpoint is written to ``folder``, with the room that its disk has left.
+
+    Raises:
+        UnwrittenCheckpointError: from the error of the write.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        existing = next((place for place in (Path(folder), *Path(folder).parents) if place.exists()), None)
+        if "://" in str(folder) or existing is None:
+            raise
+        free = shutil.disk_usage(existing).free / 2**20
+        reason = str(error).partition("\n")[0]
+        raise UnwrittenCheckpointError(
+            f"checkpoint: {folder} could not be written ({reason}); its disk has {free:.0f} MiB left; make room and "
+            "start again with trainer.resume_mode=auto, which goes on from the last complete checkpoint"
+        ) from error
 
 
 def check_checkpoint(folder: str | Path, rank: int, world_size: int) -> None:

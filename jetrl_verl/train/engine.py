@@ -167,11 +167,13 @@ class _JetEngine(ShadowForwards):
             check_resumed(local_path, folded_in(self.module.config))
         super().load_checkpoint(local_path, *args, **kwargs)
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """verl's, unless a weight is not a number."""
-        if isinstance(self.engine_config, JetFSDPEngineConfig):
-            refuse_to_save_non_finite(self.module)
-        super().save_checkpoint(*args, **kwargs)
+    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """verl's, unless a weight is not a number; a failed write says what room there was (patches/resume.py)."""
+        if not isinstance(self.engine_config, JetFSDPEngineConfig):
+            return super().save_checkpoint(local_path, *args, **kwargs)
+        refuse_to_save_non_finite(self.module)
+        with resume.explained(local_path):
+            super().save_checkpoint(local_path, *args, **kwargs)
 
     def train_batch(self, data: Any, loss_function: Any) -> Any:
         """verl's step; what was measured in it, and size and duration of the last weight sync, ride along."""

@@ -225,8 +225,7 @@ def table(outcomes: list[Outcome]) -> str:
         left += f" (all gone after {outcome.gone:.0f} s)" if outcome.gone is not None else ""
         said = "<br>".join(line[:300].replace("|", "\\|") for line in outcome.errors)
         lines.append(
-            f"| {outcome.name} | {ended} | {outcome.status} | {outcome.first}..{outcome.last} | "
-            f"{left} | {said} |"
+            f"| {outcome.name} | {ended} | {outcome.status} | {outcome.first}..{outcome.last} | {left} | {said} |"
         )
     return "\n".join(lines)
 

@@ -29,7 +29,13 @@ import torch
 from omegaconf import OmegaConf
 from tiny_models import tiny_model
 
-from jetrl_verl.patches.resume import DamagedCheckpointError, check_checkpoint, install_in_trainer
+from jetrl_verl.patches.resume import (
+    DamagedCheckpointError,
+    UnwrittenCheckpointError,
+    check_checkpoint,
+    explained,
+    install_in_trainer,
+)
 
 FILES = ("model", "optim", "extra_state")
 
@@ -174,6 +180,17 @@ def test_a_disk_that_fills_up_leaves_the_checkpoint_before_in_force(trainer, che
     check(checkpoints)
     with pytest.raises(DamagedCheckpointError):
         check(checkpoints, step=3)
+
+
+def test_a_write_that_fails_names_folder_and_room(checkpoints):
+    """The error of torch.save on a full disk says ``unexpected pos``; behind ours a user knows what to do."""
+    folder = checkpoints / "global_step_3" / "actor"
+    weights = torch.load(file_of(checkpoints, "model"), weights_only=False)
+    failure = pytest.raises(UnwrittenCheckpointError, match="MiB left; make room")
+    with files_of_at_most(1000), failure as caught, explained(folder):
+        folder.mkdir(parents=True)
+        torch.save(weights, folder / "model.pt")
+    assert str(folder) in str(caught.value) and isinstance(caught.value.__cause__, (OSError, RuntimeError))
 
 
 @pytest.fixture

@@ -26,7 +26,6 @@ import triton
 import triton.language as tl
 
 
-
 class Tile(NamedTuple):
     """Rows, columns and K of a tile; warps and stages of its program."""
 

@@ -29,7 +29,7 @@ from jetrl_verl.ops.triton_kernels.silu_mul_quantize import (
     _silu_mul_quantize_kernel,
 )
 
-BF16, FP32, CODES, WORDS = "*bf16", "*fp32", "*u8", "*i32"
+BF16, FP32, CODES, PAIRS, WORDS = "*bf16", "*fp32", "*u8", "*i16", "*i32"
 
 
 def types_of(kernel) -> dict[str, str]:
@@ -41,6 +41,10 @@ def types_of(kernel) -> dict[str, str]:
             return FP32
         if name in words:
             return WORDS
+        if name.endswith("words_ptr"):
+            return WORDS
+        if name.endswith("pairs_ptr"):
+            return PAIRS
         if name.endswith("codes_ptr"):
             return CODES
         return BF16 if name.endswith("_ptr") else "fp32" if name == "eps" else "i32"
@@ -71,6 +75,26 @@ def test_codes_are_transposed_as_words_and_stored_16_bytes_at_a_time(name, pow2)
     assert "st.global.v4.b32" in ptx
     # SiLU divides, at full rate; the codes never do.
     assert len(re.findall(r"div\.(rn|full)\.f32", ptx)) == {"SiLU-mul": 64, "SiLU-mul backward": 64}.get(name, 0)
+
+
+def arithmetic_of(ptx: str) -> dict[str, float]:
+    """Arithmetic instructions per element of a 128x128 tile that four warps hold, by kind."""
+    kinds = {"product": r"\b(?:mul|fma)\.(?:rn\.)?f32", "maximum": r"\bmax\.\S+", "code": r"cvt\.rn\.satfinite\.e4m3x2"}
+    return {kind: len(re.findall(pattern, ptx)) / 128 for kind, pattern in kinds.items()}
+
+
+@pytest.mark.parametrize("pow2", [True, False])
+@pytest.mark.parametrize("name", ["1x128 and 128x1", "re-layout"])
+def test_an_element_costs_as_few_instructions_as_were_counted(name, pow2):
+    """On an H200 28 and 14 instructions of all kinds an element would take as long as its bytes; the rest is moves."""
+    kernel, constants = TRANSPOSING[name]
+    ptx = ptx_for_hopper(kernel, types_of(kernel), constants | {"POW2": pow2}, num_warps=4)
+    found = arithmetic_of(ptx)
+    both = name == "1x128 and 128x1"
+    assert found["product"] < ((2.3 if pow2 else 4.9) if both else (2.2 if pow2 else 4.7))
+    assert found["maximum"] < (1.5 if both else 1.4)
+    assert found["code"] == (1 if both else 0.5)
+    assert "max.u16x2" in ptx if both else "max.NaN.f32" in ptx
 
 
 @pytest.mark.parametrize("with_y", [True, False])

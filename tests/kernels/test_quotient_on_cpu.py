@@ -11,7 +11,9 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""The proof behind "Quotients" in kernels/triton_kernels/_codec.py: one residual step gives every code of the division.
+"""The proof behind "Quotients" in kernels/triton_kernels/_codec.py: both ways to every code of the division.
+
+One residual step.
 
 With r = rn(1/s), q0 = rn(x r), e = rn(q0 s - x) and q1 = rn(q0 - e r), where rn rounds to FP32 and each line is one
 instruction, let u be the unit in the last place of x/s. |r s - 1| <= 2^-24, so q0 is within 2 u of x/s, e within one
@@ -25,6 +27,11 @@ In integers, with 24-bit mantissas X of x and S of s, a 25-bit odd M for the mid
 
 which for each of the few M and all 2^23 mantissas S says what X must be. Scaling x or s by a power of two changes no
 step, since nothing leaves the normal range, so this is every FP32 quotient there is.
+
+Two terms. r is the reciprocal unit's result, off by one unit in the last place at most, less two steps, so that
+r <= 1/s and e = rn(1 - r s) >= 0; q = rn(x r + rn(x rn(e r))). It rounds once what is within 2^-42 of x/s, relatively.
+That is not enough for FP32 numbers: x = s + 1 with mantissas near 2 is 2^-48 above a midpoint, and some fall below it.
+BF16 numbers divided by the scales of BF16 maxima are never so near, even where e r is subnormal: all are tried.
 """
 
 from fractions import Fraction
@@ -54,6 +61,15 @@ def one_step(x: int, s: int) -> Fraction:
     r = rounded(Fraction(1, s))
     q = rounded(x * r)
     return rounded(q - rounded(q * s - x) * r)
+
+
+def two_terms(x: int, s: int, off: int) -> Fraction:
+    """With a reciprocal ``off`` steps from the rounded one."""
+    r = np.float32(rounded(Fraction(1, s))).view(np.int32) + np.int32(off - 2)
+    r = Fraction(float(r.view(np.float32)))
+    rest = rounded(rounded(1 - r * s) * r)
+    assert rest >= 0, "x may be -0, and the sum must stay -0"
+    return rounded(x * r + rounded(x * rest))
 
 
 def midpoints() -> list[int]:
@@ -96,3 +112,41 @@ def test_one_residual_step_rounds_to_the_divisions_side_in_every_hard_case():
 def test_without_a_step_some_of_them_would_be_wrong():
     cases = hard_quotients()[:200]
     assert any(rounded(x * rounded(Fraction(1, s))) != rounded(Fraction(x, s)) for x, s in cases)
+
+
+def test_two_terms_would_not_be_enough_for_fp32_numbers():
+    x, s = 2**24 - 1, 2**24 - 2
+    assert one_step(x, s) == rounded(Fraction(x, s))
+    assert any(two_terms(x, s, off) != rounded(Fraction(x, s)) for off in (-1, 0, 1))
+
+
+def codes(quotients: torch.Tensor) -> torch.Tensor:
+    return quotients.clamp(-448, 448).to(FP8_DTYPE).view(torch.uint8)
+
+
+@pytest.mark.parametrize("off", [-1, 0, 1])
+@pytest.mark.parametrize("exponent", [-54, -30, 0, 60, 96, 100, 104, 107, 110, 112, 114, 116, 118, 119, 120])
+def test_two_terms_give_the_code_of_every_bf16_number_under_every_bf16_maximum(exponent, off):
+    """Maxima up to the largest, whose second term has lost bits; numbers down to those whose code is a zero."""
+    mantissas = torch.arange(128, 256).double()
+    amax = torch.ldexp(mantissas, torch.tensor(float(exponent)))
+    x = torch.ldexp(mantissas[:, None], torch.tensor(exponent) - torch.arange(24.0)).flatten()
+    scale = (amax.float() / torch.full((128,), 448.0)).clamp_min(2.0**-63)[:, None]
+    r = ((1 / scale.double()).float().view(torch.int32) + (off - 2)).view(torch.float32).double()
+    # Exact in float64 up to each rounding: 32 bits, and 46 for the sum.
+    rest = (((1 - r * scale.double()).float().double()) * r).float().double()
+    got = (x * r + (x * rest).float().double()).float()
+    inside = x <= amax[:, None]
+    assert inside.any()
+    assert (rest >= 0).all()
+    assert torch.equal(codes(got)[inside], codes(x.float() / scale)[inside])
+
+
+def test_a_scale_is_the_division_by_448_for_every_maximum():
+    """By two terms of 1/448. All 2^23 mantissas at one exponent: nothing that matters leaves the normal range."""
+    amax = torch.arange(127 << 23, 128 << 23, dtype=torch.int32).view(torch.float32)
+    high = torch.tensor(1.0) / 448.0
+    low = torch.tensor(1 / 448 - high.double().item())
+    # Exact in float64 where it matters: the product has 48 bits, and the sum is nowhere near a midpoint.
+    got = (amax.double() * high.double() + (amax * low).double()).float()
+    assert torch.equal(got, amax / torch.full_like(amax, 448.0))

@@ -27,11 +27,21 @@ the rounding is the division's (tests/kernels/test_quotient_on_cpu.py looks at a
 residual that matters normal; where ``|x/s| < 2^-11`` only the sign is used, the code is a zero. Under ``pow2`` the
 reciprocal is exact and ``x r`` is already the rounded quotient.
 
+BF16 numbers need one instruction less. With ``r <= 1/s`` and ``t = (1 - r s) r >= 0``, both per group, the code is that
+of ``fma(x, r, x t)``: no BF16 number divided by the scale of a BF16 maximum is near enough to a tie for the difference
+to show (that test tries them all; FP32 numbers are near enough, and keep the residual step). ``t`` is never negative,
+because with ``x = -0`` a sum of ``-0`` and ``+0`` would lose the sign.
+
 Transposition. Codes along tokens are written transposed, a byte at a time if one is careless: 64 byte-wide loads from
 shared memory a thread. So a 128x128 tile is held as four ``[32, 128]`` tiles, the rows 4 i + j for j = 0 to 3, and one
 32-bit word takes the codes of a column in four consecutive rows. The hardware's conversion makes two codes of any two
 registers, so packing down the rows costs what packing along them does, and what is exchanged through shared memory is
 words: a quarter of the accesses, none of them byte-wide (:func:`store_columns`).
+
+Pairs. Where BF16 numbers are quantised twice, a register holds two of them till they are needed: half the registers,
+and ``max.u16x2`` (sm_90) takes two maxima at a time, since the bits of magnitudes order like their values and Inf and
+NaN lie on top. Maxima of FP32 numbers come from ``max.NaN.f32``, whose operands take ``|x|`` for free and which, unlike
+the plain one, keeps NaN.
 
 Poison. A group with an Inf or NaN gets the reciprocal NaN, which turns all its codes into NaN without a further look.
 
@@ -56,9 +66,11 @@ _INF_BITS: tl.constexpr = tl.constexpr(0x7F800000)
 _NAN_CODE: tl.constexpr = tl.constexpr(0x7F)
 _E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
 _E4M3_MAX_RECIPROCAL: tl.constexpr = tl.constexpr((torch.tensor(1.0) / 448.0).item())
+_E4M3_MAX_RECIPROCAL_REST: tl.constexpr = tl.constexpr(1 / 448 - _E4M3_MAX_RECIPROCAL.value)
 _MIN_SCALE: tl.constexpr = tl.constexpr(2.0**-63)
 _MIN_SCALE_EXPONENT: tl.constexpr = tl.constexpr(127 - 63)
 _CARRY_ABOVE_1_75: tl.constexpr = tl.constexpr(0x7FFFFF - 0x600000)
+_HIGH_HALF: tl.constexpr = tl.constexpr(-0x10000)
 
 
 @triton.jit
@@ -72,6 +84,70 @@ def largest_bits(x0, x1, x2, x3):
     """Elementwise maximum of four tiles' ``magnitude_bits``."""
     low = tl.maximum(magnitude_bits(x0), magnitude_bits(x1))
     return tl.maximum(low, tl.maximum(magnitude_bits(x2), magnitude_bits(x3)))
+
+
+@triton.jit
+def _larger_magnitude(a, b):
+    return tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest_magnitude(x0, x1, x2, x3, axis: tl.constexpr):
+    """Maxima of ``|x|`` over ``axis`` and four tiles: one instruction a number, NaN where there is one among them."""
+    if _INTERPRETED:
+        return tl.max(largest_bits(x0, x1, x2, x3), axis=axis).to(tl.float32, bitcast=True)
+    else:
+        x = _larger_magnitude(_larger_magnitude(x0, x1), _larger_magnitude(x2, x3))
+        return tl.reduce(x, axis, _larger_magnitude)
+
+
+@triton.jit
+def _larger_halves(a, b):
+    return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def larger_halves(a, b):
+    """Maxima of both 16-bit halves of words, unsigned."""
+    if _INTERPRETED:
+        return tl.maximum(a & 0xFFFF, b & 0xFFFF) | (tl.maximum((a >> 16) & 0xFFFF, (b >> 16) & 0xFFFF) << 16)
+    else:
+        return _larger_halves(a, b)
+
+
+@triton.jit
+def largest_halves(words, axis: tl.constexpr):
+    """Over ``axis``, the largest magnitude of the BF16 numbers in either half of int32 words."""
+    words = words & 0x7FFF7FFF
+    if _INTERPRETED:
+        return tl.max(words & 0xFFFF, axis=axis) | (tl.max(words >> 16, axis=axis) << 16)
+    else:
+        return tl.reduce(words, axis, _larger_halves)
+
+
+@triton.jit
+def low_half(words):
+    """The FP32 value of the BF16 number in the lower half of each int32 word, the left one of two neighbours."""
+    return (words << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def high_half(words):
+    """As :func:`low_half`, of the upper half."""
+    return (words & _HIGH_HALF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def halves_of(low, high):
+    """int32 words of two 16-bit tiles."""
+    if _INTERPRETED:
+        return (low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) | (
+            high.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, {$1, $2};", "=r,h,h", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
@@ -113,6 +189,25 @@ def scale_of(bits, POW2: tl.constexpr):
 
 
 @triton.jit
+def _reciprocal(scale):
+    # rcp.rn without its range check, branch and call: scales are far from both ends of the range. NaN for Inf and NaN.
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .f32 r, e;
+        rcp.approx.ftz.f32 r, $1;
+        fma.rn.f32 e, r, $1, 0fBF800000;
+        neg.f32 e, e;
+        fma.rn.f32 $0, r, e, r;
+        }""",
+        "=f,f",
+        [scale],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
 def reciprocal_of(scale, bits, POW2: tl.constexpr):
     """``1 / scale``, correctly rounded; NaN where the maxima ``bits`` say that the group holds an Inf or NaN."""
     if POW2:
@@ -120,21 +215,7 @@ def reciprocal_of(scale, bits, POW2: tl.constexpr):
     elif _INTERPRETED:
         reciprocal = tl.div_rn(1.0, scale)
     else:
-        # rcp.rn without its range check, branch and call: scales are far from both ends of the range.
-        reciprocal = tl.inline_asm_elementwise(
-            """{
-            .reg .f32 r, e;
-            rcp.approx.ftz.f32 r, $1;
-            fma.rn.f32 e, r, $1, 0fBF800000;
-            neg.f32 e, e;
-            fma.rn.f32 $0, r, e, r;
-            }""",
-            "=f,f",
-            [scale],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
+        reciprocal = _reciprocal(scale)
     return tl.where(bits >= _INF_BITS, float("nan"), reciprocal)
 
 
@@ -179,6 +260,96 @@ def encode_words(x0, x1, x2, x3, scale, reciprocal, POW2: tl.constexpr):
 
 
 @triton.jit
+def _divisor_of(amax, POW2: tl.constexpr):
+    if POW2:
+        bits = amax.to(tl.int32, bitcast=True)
+        exponent = tl.maximum(((bits + _CARRY_ABOVE_1_75) >> 23) - 8, _MIN_SCALE_EXPONENT)
+        return (exponent << 23).to(tl.float32, bitcast=True)
+    else:
+        # Two terms of 1/448 divide correctly: a quotient by 7 is nowhere near a midpoint of FP32 numbers.
+        quotient = tl.fma(amax, _E4M3_MAX_RECIPROCAL, amax * _E4M3_MAX_RECIPROCAL_REST)
+        return tl.maximum(quotient, _MIN_SCALE, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _stored(divisor, amax):
+    # Both special cases in one comparison: zero wraps around.
+    special = (amax.to(tl.int32, bitcast=True) - 1).to(tl.uint32, bitcast=True) >= _INF_BITS - 1
+    return tl.where(special, 1.0, divisor)
+
+
+@triton.jit
+def _power_reciprocal(divisor, amax):
+    reciprocal = (0x7F000000 - divisor.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    # Adds nothing, but NaN where the maximum is not finite.
+    return tl.fma(amax, 0.0, reciprocal)
+
+
+@triton.jit
+def scale_and_divisor(amax, POW2: tl.constexpr):
+    """(scale to store, scale to divide by, its reciprocal) from maxima ``amax``, FP32 numbers.
+
+    What :func:`scale_of` and :func:`reciprocal_of` give, in half the instructions. They differ where no code depends on
+    it: the divisor of zeros is the smallest scale, that of a group with an Inf or NaN anything.
+    """
+    if _INTERPRETED:
+        bits = amax.to(tl.int32, bitcast=True)
+        scale = scale_of(bits, POW2)
+        return scale, scale, reciprocal_of(scale, bits, POW2)
+    else:
+        divisor = _divisor_of(amax, POW2)
+        reciprocal = _power_reciprocal(divisor, amax) if POW2 else _reciprocal(divisor)
+        return _stored(divisor, amax), divisor, reciprocal
+
+
+@triton.jit
+def scale_and_terms(amax, POW2: tl.constexpr):
+    """(scale to store, first, second term of its reciprocal) from maxima of BF16 numbers, for :func:`encode_two`.
+
+    Under ``pow2`` the second term is not used, under the interpreter it is the scale.
+    """
+    if _INTERPRETED:
+        bits = amax.to(tl.int32, bitcast=True)
+        scale = scale_of(bits, POW2)
+        return scale, reciprocal_of(scale, bits, POW2), scale
+    else:
+        divisor = _divisor_of(amax, POW2)
+        if POW2:
+            first = _power_reciprocal(divisor, amax)
+            second = first
+        else:
+            first = tl.inline_asm_elementwise(
+                "rcp.approx.ftz.f32 $0, $1;", "=f,f", [divisor], dtype=tl.float32, is_pure=True, pack=1
+            )
+            # Below 1 / divisor for certain. The 0 that is the reciprocal of Inf becomes NaN.
+            first = (first.to(tl.int32, bitcast=True) - 2).to(tl.float32, bitcast=True)
+            second = tl.fma(first * -1.0, divisor, 1.0) * first
+        return _stored(divisor, amax), first, second
+
+
+@triton.jit
+def _quotient_of_bf16(x, first, second, POW2: tl.constexpr):
+    return x * first if POW2 else tl.fma(x, first, x * second)
+
+
+@triton.jit
+def encode_two(x0, x1, first, second, POW2: tl.constexpr):
+    """int16 pairs of codes of BF16 numbers held in FP32, that of ``x0`` in the lower byte; see "Quotients"."""
+    if _INTERPRETED:
+        low = encode(x0, second, first, POW2).to(tl.int16)
+        return low | (encode(x1, second, first, POW2).to(tl.int16) << 8)
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;",
+            "=h,f,f",
+            [_quotient_of_bf16(x0, first, second, POW2), _quotient_of_bf16(x1, first, second, POW2)],
+            dtype=tl.int16,
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
 def load_rows(x_ptr, row, column, rows, k):
     """The tile ``row`` [R] by ``column`` [C] of a contiguous ``[rows, k]``, zero beyond it."""
     mask = (row < rows)[:, None] & (column < k)[None, :]
@@ -215,6 +386,99 @@ def store_columns(x0, x1, x2, x3, codes_ptr, scales_ptr, tile_row, column, k, wo
         codes_ptr + column.to(tl.int64)[:, None] * words_per_row + word[None, :], words, mask=(column < k)[:, None]
     )
     tl.store(scales_ptr + tile_row.to(tl.int64) * k + column, scale, mask=column < k)
+
+
+@triton.jit
+def load_four_rows(x_ptr, stride, rows, columns, COLUMNS: tl.constexpr):
+    """Tiles ``[32, COLUMNS]`` of the rows 4 i + j, j = 0 to 3, of what starts at ``x_ptr``; zero beyond ``rows`` and
+    ``columns``. Whole tiles are read without masks."""
+    row, column = 4 * tl.arange(0, GROUP // 4), tl.arange(0, COLUMNS)
+    offsets = row[:, None] * stride + column[None, :]
+    if (rows >= GROUP) & (columns >= COLUMNS):
+        x0 = tl.load(x_ptr + offsets)
+        x1 = tl.load(x_ptr + stride + offsets)
+        x2 = tl.load(x_ptr + 2 * stride + offsets)
+        x3 = tl.load(x_ptr + 3 * stride + offsets)
+    else:
+        inside = (column < columns)[None, :]
+        x0 = tl.load(x_ptr + offsets, mask=inside & (row < rows)[:, None], other=0)
+        x1 = tl.load(x_ptr + stride + offsets, mask=inside & (row + 1 < rows)[:, None], other=0)
+        x2 = tl.load(x_ptr + 2 * stride + offsets, mask=inside & (row + 2 < rows)[:, None], other=0)
+        x3 = tl.load(x_ptr + 3 * stride + offsets, mask=inside & (row + 3 < rows)[:, None], other=0)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _row_scales(words, scales_ptr, row, rows, POW2: tl.constexpr):
+    largest = largest_halves(words, 1)
+    amax = tl.maximum(largest << 16, largest & _HIGH_HALF).to(tl.float32, bitcast=True)
+    scale, first, second = scale_and_terms(amax, POW2)
+    tl.store(scales_ptr + row, scale, mask=row < rows)
+    return first[:, None], second[:, None]
+
+
+@triton.jit
+def _column_scales(amax, scales_ptr, column, columns, POW2: tl.constexpr):
+    scale, first, second = scale_and_terms(amax, POW2)
+    tl.store(scales_ptr + column, scale, mask=column < columns)
+    return first[None, :], second[None, :]
+
+
+@triton.jit
+def store_words(words, codes_ptr, tile_row, tile_k, columns_left, words_per_row):
+    """Store the transposed tile ``words`` [128, 32]; ``codes_ptr`` as in :func:`store_columns`."""
+    codes_ptr += tile_k.to(tl.int64) * GROUP * words_per_row + tile_row * (GROUP // 4)
+    column = tl.arange(0, GROUP)
+    places = column[:, None] * words_per_row + tl.arange(0, GROUP // 4)[None, :]
+    tl.store(codes_ptr + places, words, mask=(column < columns_left)[:, None])
+
+
+@triton.jit
+def store_both(
+    w0, w1, w2, w3, row_pairs_ptr, row_scales_ptr, column_codes_ptr, column_scales_ptr, tile_row, tile_k, rows, k,
+    words_per_row, WITH_ROWS: tl.constexpr, POW2: tl.constexpr,
+):  # fmt: skip
+    """Quantise a 128x128 tile of BF16 numbers along its rows and along its columns, and store the latter transposed.
+
+    ``wj`` [32, 64]: rows ``4 i + j`` of the tile as int32 words of two neighbours, zero beyond the matrix. Pointers as
+    in :func:`store_rows` and :func:`store_columns`, except that row codes are int16 pairs; ``k`` is even.
+
+    All scales come first, so that a number is unpacked once for both codes: till then it takes half a register.
+    """
+    row, word = 4 * tl.arange(0, GROUP // 4), tl.arange(0, GROUP // 2)
+    start = tile_row.to(tl.int64) * GROUP
+    left, words_left = rows - tile_row * GROUP, k // 2 - tile_k * (GROUP // 2)
+    if WITH_ROWS:
+        row_pairs_ptr += start * (k // 2) + tile_k * (GROUP // 2)
+        row_scales_ptr += tile_k.to(tl.int64) * rows + start
+        first0, second0 = _row_scales(w0, row_scales_ptr, row, left, POW2)
+        first1, second1 = _row_scales(w1, row_scales_ptr + 1, row, left - 1, POW2)
+        first2, second2 = _row_scales(w2, row_scales_ptr + 2, row, left - 2, POW2)
+        first3, second3 = _row_scales(w3, row_scales_ptr + 3, row, left - 3, POW2)
+    m0, m1, m2, m3 = w0 & 0x7FFF7FFF, w1 & 0x7FFF7FFF, w2 & 0x7FFF7FFF, w3 & 0x7FFF7FFF
+    largest = largest_halves(larger_halves(larger_halves(m0, m1), larger_halves(m2, m3)), 0)
+    column_scales_ptr += tile_row.to(tl.int64) * k + tile_k * GROUP
+    columns_left = k - tile_k * GROUP
+    low_amax, high_amax = low_half(largest), high_half(largest)
+    low_first, low_second = _column_scales(low_amax, column_scales_ptr, 2 * word, columns_left, POW2)
+    high_first, high_second = _column_scales(high_amax, column_scales_ptr + 1, 2 * word, columns_left, POW2)
+    l0, h0, l1, h1 = low_half(w0), high_half(w0), low_half(w1), high_half(w1)
+    if WITH_ROWS:
+        stride = k // 2
+        pairs = row_pairs_ptr + (row[:, None] * stride + word[None, :])
+        inside = (word < words_left)[None, :]
+        tl.store(pairs, encode_two(l0, h0, first0, second0, POW2), mask=inside & (row < left)[:, None])
+        tl.store(pairs + stride, encode_two(l1, h1, first1, second1, POW2), mask=inside & (row + 1 < left)[:, None])
+    low = encode_two(l0, l1, low_first, low_second, POW2)
+    high = encode_two(h0, h1, high_first, high_second, POW2)
+    l2, h2, l3, h3 = low_half(w2), high_half(w2), low_half(w3), high_half(w3)
+    if WITH_ROWS:
+        tl.store(pairs + 2 * stride, encode_two(l2, h2, first2, second2, POW2), mask=inside & (row + 2 < left)[:, None])
+        tl.store(pairs + 3 * stride, encode_two(l3, h3, first3, second3, POW2), mask=inside & (row + 3 < left)[:, None])
+    low = halves_of(low, encode_two(l2, l3, low_first, low_second, POW2))
+    high = halves_of(high, encode_two(h2, h3, high_first, high_second, POW2))
+    codes = tl.reshape(tl.permute(tl.join(low, high), (1, 2, 0)), (GROUP, GROUP // 4))
+    store_words(codes, column_codes_ptr, tile_row, tile_k, columns_left, words_per_row)
 
 
 @triton.jit

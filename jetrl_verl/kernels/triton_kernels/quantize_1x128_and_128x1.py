@@ -16,7 +16,8 @@
 Idea: done apart they read dY twice, once against the grain. A 128x128 tile holds 128 whole groups of either kind, so
 one program reads a tile, takes the maxima of its rows and of its columns from registers, encodes twice and writes the
 second result transposed: 4.06 bytes per element (2 in, 1 + 1 out, two scales for 128) instead of 6. The tile is held as
-four tiles of every fourth row, see "Transposition" in _codec.py.
+four tiles of every fourth row, see "Transposition" in _codec.py, and BF16 numbers in words of two, see "Pairs" there.
+Other types, odd widths and odd addresses take a second kernel, which holds FP32 numbers.
 """
 
 import torch
@@ -28,17 +29,44 @@ from jetrl_verl.kernels.triton_kernels._codec import (
     empty_columns,
     empty_rows,
     is_pow2,
+    load_four_rows,
     load_rows,
+    store_both,
     store_columns,
     store_rows,
 )
 from jetrl_verl.numerics import BLOCK, BlockQuantized
 
-_LAUNCH = {"num_warps": 8}
+# 168 registers: three programs a multiprocessor.
+_LAUNCH = {"num_warps": 4, "maxnreg": 168}
+_LAUNCH_ANY = {"num_warps": 8}
 
 
 @triton.jit
 def _quantize_both_kernel(
+    words_ptr,
+    row_pairs_ptr,
+    row_scales_ptr,
+    column_codes_ptr,
+    column_scales_ptr,
+    rows,
+    k,
+    words_per_row,
+    POW2: tl.constexpr,
+    WITH_ROWS: tl.constexpr,
+):
+    tile_k, tile_row = tl.program_id(0), tl.program_id(1)
+    words_ptr += tile_row.to(tl.int64) * GROUP * (k // 2) + tile_k * (GROUP // 2)
+    left, words_left = rows - tile_row * GROUP, k // 2 - tile_k * (GROUP // 2)
+    w0, w1, w2, w3 = load_four_rows(words_ptr, k // 2, left, words_left, GROUP // 2)
+    store_both(
+        w0, w1, w2, w3, row_pairs_ptr, row_scales_ptr, column_codes_ptr, column_scales_ptr, tile_row, tile_k, rows, k,
+        words_per_row, WITH_ROWS, POW2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _quantize_both_of_any_type_kernel(
     x_ptr,
     row_codes_ptr,
     row_scales_ptr,
@@ -74,9 +102,11 @@ def _launch(x: torch.Tensor, rule: str, with_rows: bool) -> tuple[BlockQuantized
     if x.numel():
         # Without row results their pointers are never dereferenced; any tensor will do.
         row_codes, row_scales = row if with_rows else columns
-        _quantize_both_kernel[(triton.cdiv(k, BLOCK), triton.cdiv(rows, BLOCK))](
-            x,
-            row_codes.view(torch.uint8),
+        in_pairs = x.dtype == torch.bfloat16 and k % 2 == 0 and x.storage_offset() % 2 == 0
+        kernel = _quantize_both_kernel if in_pairs else _quantize_both_of_any_type_kernel
+        kernel[(triton.cdiv(k, BLOCK), triton.cdiv(rows, BLOCK))](
+            x.view(torch.int32) if in_pairs else x,
+            row_codes.view(torch.int16 if in_pairs and with_rows else torch.uint8),
             row_scales,
             words,
             columns.scales,
@@ -85,7 +115,7 @@ def _launch(x: torch.Tensor, rule: str, with_rows: bool) -> tuple[BlockQuantized
             words.shape[1],
             POW2=pow2,
             WITH_ROWS=with_rows,
-            **_LAUNCH,
+            **(_LAUNCH if in_pairs else _LAUNCH_ANY),
         )
     return row, columns
 

@@ -29,19 +29,24 @@ from jetrl_verl.kernels.triton_kernels._codec import (
     GROUP,
     decode,
     empty_columns,
+    encode_words,
     is_pow2,
-    load_rows,
-    store_columns,
+    largest_magnitude,
+    scale_and_divisor,
+    store_words,
 )
 from jetrl_verl.numerics import BLOCK, BlockQuantized
 
-_LAUNCH = {"num_warps": 8}
+# 168 registers: three programs a multiprocessor.
+_LAUNCH = {"num_warps": 4, "maxnreg": 168}
 
 
 @triton.jit
-def _load(codes_ptr, scales_ptr, row, column, rows, k, stride_scale_row):
-    scale = tl.load(scales_ptr + row.to(tl.int64) * stride_scale_row, mask=row < rows, other=0.0)
-    return decode(load_rows(codes_ptr, row, column, rows, k)) * scale[:, None]
+def _load(codes_ptr, scales_ptr, k, stride, row, rows, column, columns):
+    scale = tl.load(scales_ptr + row * stride, mask=row < rows, other=0.0)
+    offsets = row[:, None] * k + column[None, :]
+    codes = tl.load(codes_ptr + offsets, mask=(row < rows)[:, None] & (column < columns)[None, :], other=0)
+    return decode(codes) * scale[:, None]
 
 
 @triton.jit
@@ -58,14 +63,21 @@ def _relayout_kernel(
     POW2: tl.constexpr,
 ):
     tile_k, tile_row = tl.program_id(0), tl.program_id(1)
-    row = tile_row * GROUP + 4 * tl.arange(0, GROUP // 4)
-    column = tile_k * GROUP + tl.arange(0, GROUP)
-    scales_ptr += tile_k.to(tl.int64) * stride_scale_group
-    x0 = _load(codes_ptr, scales_ptr, row, column, rows, k, stride_scale_row)
-    x1 = _load(codes_ptr, scales_ptr, row + 1, column, rows, k, stride_scale_row)
-    x2 = _load(codes_ptr, scales_ptr, row + 2, column, rows, k, stride_scale_row)
-    x3 = _load(codes_ptr, scales_ptr, row + 3, column, rows, k, stride_scale_row)
-    store_columns(x0, x1, x2, x3, out_codes_ptr, out_scales_ptr, tile_row, column, k, words_per_row, POW2)
+    start, row = tile_row.to(tl.int64) * GROUP, 4 * tl.arange(0, GROUP // 4)
+    left, columns_left = rows - tile_row * GROUP, k - tile_k * GROUP
+    codes_ptr += start * k + tile_k * GROUP
+    scales_ptr += tile_k.to(tl.int64) * stride_scale_group + start * stride_scale_row
+    column = tl.arange(0, GROUP)
+    x0 = _load(codes_ptr, scales_ptr, k, stride_scale_row, row, left, column, columns_left)
+    x1 = _load(codes_ptr, scales_ptr, k, stride_scale_row, row + 1, left, column, columns_left)
+    x2 = _load(codes_ptr, scales_ptr, k, stride_scale_row, row + 2, left, column, columns_left)
+    x3 = _load(codes_ptr, scales_ptr, k, stride_scale_row, row + 3, left, column, columns_left)
+    amax = largest_magnitude(x0, x1, x2, x3, 0)
+    scale, divisor, reciprocal = scale_and_divisor(amax, POW2)
+    out_scales_ptr += tile_row.to(tl.int64) * k + tile_k * GROUP
+    tl.store(out_scales_ptr + column, scale, mask=column < columns_left)
+    words = encode_words(x0, x1, x2, x3, divisor[None, :], reciprocal[None, :], POW2)
+    store_words(tl.trans(words), out_codes_ptr, tile_row, tile_k, columns_left, words_per_row)
 
 
 def relayout_128x1(q: BlockQuantized, rule: str) -> BlockQuantized:

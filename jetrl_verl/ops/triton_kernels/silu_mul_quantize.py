@@ -33,21 +33,25 @@ from jetrl_verl.kernels.triton_kernels._codec import (
     empty_columns,
     empty_rows,
     encode,
+    halves_of,
+    high_half,
     is_pow2,
+    load_four_rows,
+    low_half,
     magnitude_bits,
     reciprocal_of,
     scale_of,
-    store_columns,
-    store_rows,
+    store_both,
 )
 from jetrl_verl.numerics import BLOCK, BlockQuantized
 from jetrl_verl.ops.triton_kernels.silu_mul import gradients_of, product_of, rows_of
 
 _GROUPS_PER_PROGRAM = 32
 _WARPS = 4
-# 128 registers leave room for two programs a multiprocessor, one computing while the other loads.
-_LAUNCH_BOTH = {"num_warps": 8, "maxnreg": 128}
-_LAUNCH_BACKWARD = {"num_warps": 16}
+# 168 registers leave room for three programs a multiprocessor, one computing while another loads.
+_LAUNCH_BOTH = {"num_warps": 4, "maxnreg": 168}
+# Two programs, and 344 bytes a thread that spill.
+_LAUNCH_BACKWARD = {"num_warps": 8, "maxnreg": 128}
 
 
 @triton.jit
@@ -74,99 +78,83 @@ def _silu_mul_quantize_kernel(
 
 
 @triton.jit
-def _load(ptr, row, column, rows, stride):
-    return tl.load(ptr + row.to(tl.int64)[:, None] * stride + column[None, :], mask=(row < rows)[:, None], other=0.0)
+def _words(low, high):
+    return halves_of(low.to(tl.int16, bitcast=True), high.to(tl.int16, bitcast=True))
 
 
 @triton.jit
-def _product(
-    gate_ptr, up_ptr, y_ptr, row_codes_ptr, row_scales_ptr, row, column, tile_k, rows, k, stride_gate, stride_up,
-    WITH_Y: tl.constexpr, POW2: tl.constexpr,
-):  # fmt: skip
-    gate = _load(gate_ptr, row, column, rows, stride_gate)
-    y = product_of(gate, _load(up_ptr, row, column, rows, stride_up))
-    if WITH_Y:
-        tl.store(y_ptr + row.to(tl.int64)[:, None] * k + column[None, :], y, mask=(row < rows)[:, None])
-    values = y.to(tl.float32)
-    store_rows(values, row_codes_ptr, row_scales_ptr, row, column, tile_k, rows, k, POW2)
-    return values
+def _product_words(gate, up):
+    """``silu(gate) * up`` of words of two BF16 numbers."""
+    return _words(product_of(low_half(gate), low_half(up)), product_of(high_half(gate), high_half(up)))
 
 
 @triton.jit
 def _silu_mul_quantize_both_kernel(
-    gate_ptr, up_ptr, y_ptr, row_codes_ptr, row_scales_ptr, column_codes_ptr, column_scales_ptr,
+    gate_words_ptr, up_words_ptr, y_words_ptr, row_pairs_ptr, row_scales_ptr, column_codes_ptr, column_scales_ptr,
     rows, k, words_per_row, stride_gate, stride_up, WITH_Y: tl.constexpr, POW2: tl.constexpr,
 ):  # fmt: skip
     tile_k, tile_row = tl.program_id(0), tl.program_id(1)
-    row = tile_row * GROUP + 4 * tl.arange(0, GROUP // 4)
-    column = tile_k * GROUP + tl.arange(0, GROUP)
-    y0 = _product(
-        gate_ptr, up_ptr, y_ptr, row_codes_ptr, row_scales_ptr, row, column, tile_k, rows, k, stride_gate, stride_up,
-        WITH_Y, POW2,
+    start, left = tile_row.to(tl.int64) * GROUP, rows - tile_row * GROUP
+    gate_words_ptr += start * stride_gate + tile_k * (GROUP // 2)
+    up_words_ptr += start * stride_up + tile_k * (GROUP // 2)
+    g0, g1, g2, g3 = load_four_rows(gate_words_ptr, stride_gate, left, GROUP // 2, GROUP // 2)
+    u0, u1, u2, u3 = load_four_rows(up_words_ptr, stride_up, left, GROUP // 2, GROUP // 2)
+    y0, y1, y2, y3 = _product_words(g0, u0), _product_words(g1, u1), _product_words(g2, u2), _product_words(g3, u3)
+    if WITH_Y:
+        row, word, stride = 4 * tl.arange(0, GROUP // 4)[:, None], tl.arange(0, GROUP // 2)[None, :], k // 2
+        y_words_ptr += start * stride + tile_k * (GROUP // 2) + (row * stride + word)
+        tl.store(y_words_ptr, y0, mask=row < left)
+        tl.store(y_words_ptr + stride, y1, mask=row + 1 < left)
+        tl.store(y_words_ptr + 2 * stride, y2, mask=row + 2 < left)
+        tl.store(y_words_ptr + 3 * stride, y3, mask=row + 3 < left)
+    store_both(
+        y0, y1, y2, y3, row_pairs_ptr, row_scales_ptr, column_codes_ptr, column_scales_ptr, tile_row, tile_k, rows, k,
+        words_per_row, True, POW2,
     )  # fmt: skip
-    y1 = _product(
-        gate_ptr, up_ptr, y_ptr, row_codes_ptr, row_scales_ptr, row + 1, column, tile_k, rows, k, stride_gate,
-        stride_up, WITH_Y, POW2,
-    )  # fmt: skip
-    y2 = _product(
-        gate_ptr, up_ptr, y_ptr, row_codes_ptr, row_scales_ptr, row + 2, column, tile_k, rows, k, stride_gate,
-        stride_up, WITH_Y, POW2,
-    )  # fmt: skip
-    y3 = _product(
-        gate_ptr, up_ptr, y_ptr, row_codes_ptr, row_scales_ptr, row + 3, column, tile_k, rows, k, stride_gate,
-        stride_up, WITH_Y, POW2,
-    )  # fmt: skip
-    store_columns(y0, y1, y2, y3, column_codes_ptr, column_scales_ptr, tile_row, column, k, words_per_row, POW2)
 
 
 @triton.jit
-def _gradients(
-    dy_ptr, gate_ptr, up_ptr, dgate_codes_ptr, dgate_scales_ptr, dup_codes_ptr, dup_scales_ptr,
-    row, column, tile_k, rows, k, stride_dy, stride_gate, stride_up, POW2: tl.constexpr,
-):  # fmt: skip
-    """BF16 gradients of a tile, stored as 1x128 codes on the way."""
-    dy = _load(dy_ptr, row, column, rows, stride_dy)
-    gate = _load(gate_ptr, row, column, rows, stride_gate)
-    dgate, dup = gradients_of(dy, gate, _load(up_ptr, row, column, rows, stride_up))
-    store_rows(dgate.to(tl.float32), dgate_codes_ptr, dgate_scales_ptr, row, column, tile_k, rows, k, POW2)
-    store_rows(dup.to(tl.float32), dup_codes_ptr, dup_scales_ptr, row, column, tile_k, rows, k, POW2)
-    return dgate, dup
+def _gradient_words(dy, gate, up):
+    """Words of the gradients of gate and up."""
+    dgate_low, dup_low = gradients_of(low_half(dy), low_half(gate), low_half(up))
+    dgate_high, dup_high = gradients_of(high_half(dy), high_half(gate), high_half(up))
+    return _words(dgate_low, dgate_high), _words(dup_low, dup_high)
 
 
 @triton.jit
 def _silu_mul_backward_quantize_kernel(
-    dy_ptr, gate_ptr, up_ptr,
-    dgate_codes_ptr, dgate_scales_ptr, dgate_column_codes_ptr, dgate_column_scales_ptr,
-    dup_codes_ptr, dup_scales_ptr, dup_column_codes_ptr, dup_column_scales_ptr,
+    dy_words_ptr, gate_words_ptr, up_words_ptr,
+    dgate_pairs_ptr, dgate_scales_ptr, dgate_column_codes_ptr, dgate_column_scales_ptr,
+    dup_pairs_ptr, dup_scales_ptr, dup_column_codes_ptr, dup_column_scales_ptr,
     rows, k, words_per_row, stride_dy, stride_gate, stride_up, POW2: tl.constexpr,
 ):  # fmt: skip
     tile_k, tile_row = tl.program_id(0), tl.program_id(1)
-    row = tile_row * GROUP + 4 * tl.arange(0, GROUP // 4)
-    column = tile_k * GROUP + tl.arange(0, GROUP)
-    dgate0, dup0 = _gradients(
-        dy_ptr, gate_ptr, up_ptr, dgate_codes_ptr, dgate_scales_ptr, dup_codes_ptr, dup_scales_ptr,
-        row, column, tile_k, rows, k, stride_dy, stride_gate, stride_up, POW2,
+    start, left = tile_row.to(tl.int64) * GROUP, rows - tile_row * GROUP
+    dy_words_ptr += start * stride_dy + tile_k * (GROUP // 2)
+    gate_words_ptr += start * stride_gate + tile_k * (GROUP // 2)
+    up_words_ptr += start * stride_up + tile_k * (GROUP // 2)
+    dy0, dy1, dy2, dy3 = load_four_rows(dy_words_ptr, stride_dy, left, GROUP // 2, GROUP // 2)
+    gate0, gate1, gate2, gate3 = load_four_rows(gate_words_ptr, stride_gate, left, GROUP // 2, GROUP // 2)
+    up0, up1, up2, up3 = load_four_rows(up_words_ptr, stride_up, left, GROUP // 2, GROUP // 2)
+    dgate0, dup0 = _gradient_words(dy0, gate0, up0)
+    dgate1, dup1 = _gradient_words(dy1, gate1, up1)
+    dgate2, dup2 = _gradient_words(dy2, gate2, up2)
+    dgate3, dup3 = _gradient_words(dy3, gate3, up3)
+    store_both(
+        dgate0, dgate1, dgate2, dgate3, dgate_pairs_ptr, dgate_scales_ptr, dgate_column_codes_ptr,
+        dgate_column_scales_ptr, tile_row, tile_k, rows, k, words_per_row, True, POW2,
     )  # fmt: skip
-    dgate1, dup1 = _gradients(
-        dy_ptr, gate_ptr, up_ptr, dgate_codes_ptr, dgate_scales_ptr, dup_codes_ptr, dup_scales_ptr,
-        row + 1, column, tile_k, rows, k, stride_dy, stride_gate, stride_up, POW2,
+    store_both(
+        dup0, dup1, dup2, dup3, dup_pairs_ptr, dup_scales_ptr, dup_column_codes_ptr, dup_column_scales_ptr,
+        tile_row, tile_k, rows, k, words_per_row, True, POW2,
     )  # fmt: skip
-    dgate2, dup2 = _gradients(
-        dy_ptr, gate_ptr, up_ptr, dgate_codes_ptr, dgate_scales_ptr, dup_codes_ptr, dup_scales_ptr,
-        row + 2, column, tile_k, rows, k, stride_dy, stride_gate, stride_up, POW2,
-    )  # fmt: skip
-    dgate3, dup3 = _gradients(
-        dy_ptr, gate_ptr, up_ptr, dgate_codes_ptr, dgate_scales_ptr, dup_codes_ptr, dup_scales_ptr,
-        row + 3, column, tile_k, rows, k, stride_dy, stride_gate, stride_up, POW2,
-    )  # fmt: skip
-    store_columns(
-        dgate0.to(tl.float32), dgate1.to(tl.float32), dgate2.to(tl.float32), dgate3.to(tl.float32),
-        dgate_column_codes_ptr, dgate_column_scales_ptr, tile_row, column, k, words_per_row, POW2,
-    )  # fmt: skip
-    store_columns(
-        dup0.to(tl.float32), dup1.to(tl.float32), dup2.to(tl.float32), dup3.to(tl.float32),
-        dup_column_codes_ptr, dup_column_scales_ptr, tile_row, column, k, words_per_row, POW2,
-    )  # fmt: skip
+
+
+def _words_of(rows: torch.Tensor) -> torch.Tensor:
+    """int32 words of two neighbours, of BF16 rows; a copy only where they do not start at even places."""
+    if rows.stride(0) % 2 or rows.storage_offset() % 2:
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    return rows.view(torch.int32)
 
 
 def silu_mul_quantize(
@@ -179,20 +167,22 @@ def silu_mul_quantize(
     y = torch.empty((count, k), dtype=torch.bfloat16, device=gate.device) if with_product else None
     rows = empty_rows(count, k, gate.device)
     columns, words = empty_columns(count, k, gate.device) if with_columns else (None, None)
-    # The pointer of an absent product is never dereferenced.
-    results = (y if with_product else gate_rows, rows.codes.view(torch.uint8), rows.scales)
-    strides = (gate_rows.stride(0), up_rows.stride(0))
     if count and with_columns:
+        gate_words, up_words = _words_of(gate_rows), _words_of(up_rows)
         _silu_mul_quantize_both_kernel[(k // BLOCK, triton.cdiv(count, BLOCK))](
-            gate_rows,
-            up_rows,
-            *results,
+            gate_words,
+            up_words,
+            # The pointer of an absent product is never dereferenced.
+            y.view(torch.int32) if with_product else gate_words,
+            rows.codes.view(torch.int16),
+            rows.scales,
             words,
             columns.scales,
             count,
             k,
             words.shape[1],
-            *strides,
+            gate_words.stride(0),
+            up_words.stride(0),
             WITH_Y=with_product,
             POW2=pow2,
             **_LAUNCH_BOTH,
@@ -201,10 +191,13 @@ def silu_mul_quantize(
         _silu_mul_quantize_kernel[(triton.cdiv(count * (k // BLOCK), _GROUPS_PER_PROGRAM),)](
             gate_rows,
             up_rows,
-            *results,
+            y if with_product else gate_rows,
+            rows.codes.view(torch.uint8),
+            rows.scales,
             count,
             k // BLOCK,
-            *strides,
+            gate_rows.stride(0),
+            up_rows.stride(0),
             WITH_Y=with_product,
             POW2=pow2,
             GROUPS=_GROUPS_PER_PROGRAM,
@@ -218,25 +211,25 @@ def silu_mul_backward_quantize(
 ) -> tuple[BlockQuantized, BlockQuantized, BlockQuantized, BlockQuantized]:
     """1x128 and 128x1 codes of the gradient of gate, then of up; see :mod:`jetrl_verl.ops.silu_mul`."""
     pow2 = is_pow2(rule)
-    dy_rows, gate_rows, up_rows = rows_of(dy), rows_of(gate), rows_of(up)
-    count, k = gate_rows.shape
+    count, k = rows_of(gate).shape
     results, arguments = [], []
     for _ in range(2):
         rows, (columns, words) = empty_rows(count, k, gate.device), empty_columns(count, k, gate.device)
         results += [rows, columns]
-        arguments += [rows.codes.view(torch.uint8), rows.scales, words, columns.scales]
+        arguments += [rows.codes.view(torch.int16), rows.scales, words, columns.scales]
     if count:
+        dy_words, gate_words, up_words = (_words_of(rows_of(x)) for x in (dy, gate, up))
         _silu_mul_backward_quantize_kernel[(k // BLOCK, triton.cdiv(count, BLOCK))](
-            dy_rows,
-            gate_rows,
-            up_rows,
+            dy_words,
+            gate_words,
+            up_words,
             *arguments,
             count,
             k,
             words.shape[1],
-            dy_rows.stride(0),
-            gate_rows.stride(0),
-            up_rows.stride(0),
+            dy_words.stride(0),
+            gate_words.stride(0),
+            up_words.stride(0),
             POW2=pow2,
             **_LAUNCH_BACKWARD,
         )

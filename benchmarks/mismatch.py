@@ -154,9 +154,7 @@ def sample(folder: Path, rollout: str, rule: str, prompts: int, response: int) -
     outputs = llm.generate(
         [{"prompt_token_ids": head} for head in heads],
         # Not min_tokens, which forbids tokens: the distribution sampled from would not be the model's.
-        SamplingParams(
-            temperature=1.0, max_tokens=response, ignore_eos=True, logprobs=0, seed=None, detokenize=False
-        ),
+        SamplingParams(temperature=1.0, max_tokens=response, ignore_eos=True, logprobs=0, seed=None, detokenize=False),
         use_tqdm=False,
     )
     seconds = time.monotonic() - started

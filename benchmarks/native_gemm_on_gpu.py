@@ -14,7 +14,9 @@
 """The native Hopper GEMMs on one GPU, for a new kernel's first run: does every variant run, and which plan is fastest.
 
     PYTHONPATH=. timeout 300 python3 benchmarks/native_gemm_on_gpu.py --out native.json
-    ... --sweep          also every plan on some shapes, for choosing tiles, clusters and turns
+    ... --sweep          also every plan on some shapes, for choosing tiles and clusters
+    ... --profile wgrad --shape 6144x4096x8192 --to fp32   instead: three runs of one kernel and no other of its name,
+                         for `ncu --kernel-name regex:sm90_wgrad`
 
 Every variant once on a small problem, in a process of its own and with the debug build (bounded waits): a variant that
 hangs or is wrong is named, with what its warps waited for, and nothing is timed. Bits at many row counts are
@@ -35,15 +37,15 @@ import torch
 from rich.console import Console
 
 from jetrl_verl.bench import BenchError
-from jetrl_verl.bench.contenders import Contender, draw
+from jetrl_verl.bench.contenders import DTYPES, Contender, draw
 from jetrl_verl.bench.gemm import rotated
 from jetrl_verl.bench.machine import Machine, this_machine
-from jetrl_verl.bench.shapes import MODELS, Problem
+from jetrl_verl.bench.shapes import MODELS, OUTPUTS, Problem
 from jetrl_verl.kernels import native
 from jetrl_verl.kernels.native import Plan
 from jetrl_verl.numerics import BlockQuantized
 
-TILES = [(block_m, cluster, ordered) for block_m in (256, 128) for cluster in (1, 2) for ordered in (0, 1)]
+TILES = [(block_m, cluster) for block_m in (256, 128) for cluster in (1, 2)]
 DECODE_CLUSTERS = {8: (1,), 16: (1, 2), 32: (1, 2), 64: (1, 2, 4), 128: (1, 4)}
 DECODE_ROWS = (16, 24, 32, 48, 64, 96, 128)
 
@@ -154,6 +156,19 @@ def sweep(machine: Machine) -> list[dict]:
     return records
 
 
+def profile(operation: str, shape: str, out: str) -> None:
+    """Three runs of one kernel."""
+    m, n, k = (int(size) for size in shape.split("x"))
+    x = draw(Problem(operation, "", "", m, n, k), torch.device("cuda"))
+    y = torch.zeros(m, n, dtype=DTYPES[out if operation == "wgrad" else "bf16"], device="cuda")
+    target = {"add_to" if operation == "wgrad" and out == "fp32+=" else "out": y}
+    plan = Plan("fprop" if operation == "fprop" else "")
+    torch.cuda.synchronize()
+    for _ in range(3):
+        native.gemm_nt(x.a, x.b, b_block_scaled=operation == "fprop", out_dtype=y.dtype, plan=plan, **target)
+    torch.cuda.synchronize()
+
+
 def print_smoke(records: list[dict]) -> bool:
     failed = [record for record in records if record["result"] != "ok"]
     for record in failed:
@@ -170,11 +185,19 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     parser.add_argument("--repeats", type=int, default=20, help="rounds of the sweep")
     parser.add_argument("--sweep", action="store_true", help="also time every plan on some shapes")
+    parser.add_argument("--profile", choices=("wgrad", "fprop"), help="three runs of one kernel")
+    parser.add_argument("--shape", default="6144x4096x8192", help="rows of A x rows of B x contracted; with --profile")
+    parser.add_argument("--to", choices=tuple(OUTPUTS), default="bf16", help="output of the profiled WGrad kernel")
     parser.add_argument("--smoke-seconds", type=int, default=60, help="after which a process counts as hung")
     parser.add_argument("--smoke-child", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.smoke_child is not None:
         smoke_child(args.smoke_child)
+        return 0
+    if args.profile:
+        if native.unavailable() is not None:
+            sys.exit(native.unavailable())
+        profile(args.profile, args.shape, args.to)
         return 0
     try:
         machine = this_machine(args.repeats)

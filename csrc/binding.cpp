@@ -88,45 +88,42 @@ jetrl::Stream stream_of(const Tensor& tensor) {
   return stream;
 }
 
-jetrl::Config config_of(int64_t block_m, int64_t cluster, int64_t ordered) {
-  return {int(block_m), int(cluster), int(ordered)};
-}
+jetrl::Config config_of(int64_t block_m, int64_t cluster) { return {int(block_m), int(cluster)}; }
 
 using Forward = void (*)(const jetrl::Operand&, const jetrl::Operand&, int, const jetrl::Bias&, const jetrl::Output&,
                          jetrl::Config, jetrl::Stream);
 
 template <Forward kForward>
 void forward(const Tensor& x, const Tensor& x_scales, const Tensor& w, const Tensor& w_scales,
-             const std::optional<Tensor>& bias, const Tensor& y, int64_t block_m, int64_t cluster, int64_t ordered) {
+             const std::optional<Tensor>& bias, const Tensor& y, int64_t block_m, int64_t cluster) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   check_k(x, w);
   const jetrl::Operand of_x = operand("X", x, x_scales, 1), of_w = operand("W", w, w_scales, jetrl::kGroup);
   const jetrl::Output of_y = output(y, of_x.rows, of_w.rows, false);
   STD_TORCH_CHECK(!of_y.fp32, "jetrl_native: FProp writes BF16.");
-  kForward(of_x, of_w, narrow(x.size(1)), bias_of(bias, of_w.rows), of_y, config_of(block_m, cluster, ordered),
-           stream_of(x));
+  kForward(of_x, of_w, narrow(x.size(1)), bias_of(bias, of_w.rows), of_y, config_of(block_m, cluster), stream_of(x));
 }
 
 void wgrad(const Tensor& a, const Tensor& a_scales, const Tensor& b, const Tensor& b_scales, const Tensor& dw,
-           bool accumulate, int64_t block_m, int64_t cluster, int64_t ordered) {
+           bool accumulate, int64_t block_m, int64_t cluster) {
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
   check_k(a, b);
   const jetrl::Operand of_a = operand("dY^T", a, a_scales, 1), of_b = operand("X^T", b, b_scales, 1);
   const jetrl::Output of_dw = output(dw, of_a.rows, of_b.rows, accumulate);
-  jetrl::wgrad(of_a, of_b, narrow(a.size(1)), of_dw, config_of(block_m, cluster, ordered), stream_of(a));
+  jetrl::wgrad(of_a, of_b, narrow(a.size(1)), of_dw, config_of(block_m, cluster), stream_of(a));
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY(jetrl_native, library) {
   const char* forward_schema =
-      "(Tensor x, Tensor x_scales, Tensor w, Tensor w_scales, Tensor? bias, Tensor(a!) y, int block_m, int cluster, "
-      "int ordered) -> ()";
+      "(Tensor x, Tensor x_scales, Tensor w, Tensor w_scales, Tensor? bias, Tensor(a!) y, int block_m, int cluster) "
+      "-> ()";
   library.def((std::string("fprop") + forward_schema).c_str());
   library.def((std::string("decode") + forward_schema).c_str());
   library.def(
       "wgrad(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor(a!) dw, bool accumulate, int block_m, "
-      "int cluster, int ordered) -> ()");
+      "int cluster) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(jetrl_native, CUDA, library) {

@@ -32,6 +32,15 @@ namespace jetrl {
 
 constexpr int kStagingBytes = 16 * 128;  // per warp
 
+// The same value from a place that the compiler does not look behind, so that what the epilogue derives from it (some
+// addresses) is computed there and not kept, or spilled, across the main loop.
+JETRL_DEVICE int only_here(int value) {
+#ifndef JETRL_EMULATE
+  asm volatile("" : "+r"(value));
+#endif
+  return value;
+}
+
 JETRL_DEVICE float load_bias(const Bias& bias, int column) {
   return bias.fp32 ? static_cast<const float*>(bias.data)[column]
                    : sm90::bf16_to_float(static_cast<const uint16_t*>(bias.data)[column]);

@@ -117,7 +117,6 @@ struct Output {
 struct Config {
   int block_m = 0;  // 128 or 256 rows of A per tile; in the decode kernel rows of W per tile, a multiple of 8 up to 128
   int cluster = 0;  // blocks that share an operand tile by multicast
-  int ordered = -1;  // 1: the two consumer warpgroups take turns at the tensor cores, 0: they race
 };
 
 using Stream = void*;

@@ -33,11 +33,15 @@
 // M too small for 256-row tiles to fill the machine takes 128-row tiles (choose_block_m).
 //
 // Overlap. A warpgroup waits for its own chain and promotes it while the other's chain runs. If both issued at once,
-// both would promote at once and the tensor cores would idle meanwhile; so they take turns (kOrdered): named barrier 1
-// + g is warpgroup g's turn, passed on as soon as a chain is issued. 256 cycles of the other's chain then cover
-// promotion (64 FMA a thread), two barriers and the wait's latency. Warpgroup 1 opens with a pass and warpgroup 0
-// closes with a wait, so that arrivals and waits pair up: chain i of 0 needs chain i - 1 of 1, chain i of 1 needs chain
-// i of 0, no cycle.
+// both would promote at once and the tensor cores would idle meanwhile; so they take turns: named barrier 1 + g is
+// warpgroup g's turn, passed on as soon as a chain is issued. 256 cycles of the other's chain then cover promotion (64
+// FMA a thread), two barriers and the wait's latency. Warpgroup 1 opens with a pass and warpgroup 0 closes with a wait,
+// so that arrivals and waits pair up: chain i of 0 needs chain i - 1 of 1, chain i of 1 needs chain i of 0, no cycle.
+//
+// These 256 cycles are tight. With stages that are counted at run time and waited for where they are needed, a chunk of
+// 64 rows takes a warpgroup 689 cycles (H200, ncu): 360 from issue to completion and 330 outside a chain, more than the
+// other's 256. So stages are static (tile_ring.cuh: addresses need no arithmetic), and scales are read and the next
+// block is waited for under the running chain: what is left outside is promotion and the turn.
 //
 // Roles (384 threads, one block per multiprocessor, persistent): warpgroup 0 holds the producer warp (TMA for codes,
 // cp.async for scales, since their rows need not be aligned as TMA wants); warpgroups 1 and 2 each own kBlockM / 2
@@ -50,6 +54,7 @@
 #include "epilogue.cuh"
 #include "launch.h"
 #include "pipeline.cuh"
+#include "tile_ring.cuh"
 
 namespace jetrl {
 
@@ -63,10 +68,9 @@ struct FpropParams {
   TileOrder order;  // of cluster tiles: kBlockM rows x kCluster * 128 columns
 };
 
-template <int kBlockM_, int kCluster_, bool kOrdered_>
+template <int kBlockM_, int kCluster_>
 struct FpropShape {
   static constexpr int kBlockM = kBlockM_, kBlockN = 128, kCluster = kCluster_;
-  static constexpr bool kOrdered = kOrdered_;
   static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
   static constexpr int kChunks = kBlockM / (64 * kConsumers);  // of 64 rows, per consumer warpgroup
   static constexpr int kStages = kBlockM == 256 ? 4 : 6;
@@ -88,43 +92,46 @@ struct FpropShape {
 
 template <class Shape>
 JETRL_DEVICE void fprop_produce(const sm90::TensorMap* x_map, const sm90::TensorMap* w_map, const FpropParams& p,
-                                uint8_t* memory, StageRing ring, int rank, int lane) {
+                                uint8_t* memory, TileRing<Shape::kStages> ring, int rank, int lane) {
   const uint32_t base = sm90::shared_address(memory);
   for (int tile = first_tile<Shape::kCluster>(); tile < p.order.count(); tile += tile_step<Shape::kCluster>()) {
     int tile_m, tile_n;
     p.order.locate(tile, tile_m, tile_n);
     const int row = tile_m * Shape::kBlockM, column = (tile_n * Shape::kCluster + rank) * Shape::kBlockN;
+    int stage = 0;
     for (int block = 0; block < p.k_blocks; ++block) {
-      ring.wait_empty();
-      const uint32_t full = ring.full_barrier();
+      ring.wait_empty(stage);
+      const uint32_t full = ring.full_barrier(stage);
       if (lane == 0) {
         sm90::barrier_arrive_expect(full, Shape::kTileX + Shape::kTileW);
-        load_shared_tile<Shape::kBlockM, Shape::kCluster>(base + ring.stage * Shape::kTileX, x_map, block * kGroup, row,
+        load_shared_tile<Shape::kBlockM, Shape::kCluster>(base + stage * Shape::kTileX, x_map, block * kGroup, row,
                                                           rank, full);
-        sm90::tma_load(base + Shape::kAtW + ring.stage * Shape::kTileW, w_map, block * kGroup, column, full);
+        sm90::tma_load(base + Shape::kAtW + stage * Shape::kTileW, w_map, block * kGroup, column, full);
       }
-      const uint32_t scales = base + Shape::kAtScales + ring.stage * Shape::kScales * 4;
+      const uint32_t scales = base + Shape::kAtScales + stage * Shape::kScales * 4;
       load_scales<Shape::kBlockM>(scales, p.x_scales, block, row, p.m, lane);
       load_scales<1>(scales + 4 * Shape::kBlockM, p.w_scales, block, column / kGroup, ceil_div(p.n, kGroup), lane);
       sm90::cp_async_arrive(full);
-      ring.advance();
+      ring.used(stage);
+      stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
     }
   }
 }
 
 template <class Shape>
-JETRL_DEVICE void fprop_consume(const FpropParams& p, uint8_t* memory, StageRing ring, int consumer, int rank, int warp,
-                                int lane) {
-  constexpr int kChunks = Shape::kChunks, kMine = 1, kTurnThreads = 256;
-  const int my_turn = kMine + consumer, other_turn = kMine + (consumer ^ 1);
+JETRL_DEVICE void fprop_consume(const FpropParams& p, uint8_t* memory, TileRing<Shape::kStages> ring, int consumer,
+                                int rank, int warp, int lane) {
+  constexpr int kChunks = Shape::kChunks, kStages = Shape::kStages, kMine = 1, kTurnThreads = 256;
+  const int my_turn = kMine + consumer, other_turn = kMine + (consumer ^ 1), k_blocks = p.k_blocks;
   const int first_row = consumer * kChunks * 64, fragment_row = 16 * warp + lane / 4;
   const uint32_t base = sm90::shared_address(memory);
   const uint64_t x_descriptor = operand_descriptor(base) + consumer * kChunks * kDescriptorStep64Rows;
   const uint64_t w_descriptor = operand_descriptor(base + Shape::kAtW);
   uint8_t* staging = memory + Shape::kAtStaging + (4 * consumer + warp) * kStagingBytes;
   const float* all_scales = reinterpret_cast<const float*>(memory + Shape::kAtScales);
+  const float* my_scales = all_scales + first_row + fragment_row;
 
-  if (Shape::kOrdered && consumer == 1) sm90::named_barrier_arrive(other_turn, kTurnThreads);
+  if (consumer == 1) sm90::named_barrier_arrive(other_turn, kTurnThreads);
   float partial[64];
   for (int tile = first_tile<Shape::kCluster>(); tile < p.order.count(); tile += tile_step<Shape::kCluster>()) {
     float acc[kChunks][64];
@@ -133,30 +140,37 @@ JETRL_DEVICE void fprop_consume(const FpropParams& p, uint8_t* memory, StageRing
 #pragma unroll
       for (int i = 0; i < 64; ++i) acc[c][i] = 0.0f;
     }
-    for (int block = 0; block < p.k_blocks; ++block) {
-      ring.wait_full();
-      const uint64_t x = x_descriptor + ring.stage * (Shape::kTileX / 16);
-      const uint64_t w = w_descriptor + ring.stage * (Shape::kTileW / 16);
-      const float* scales = all_scales + ring.stage * Shape::kScales;
+    ring.wait_full(0);
+    for (int first = 0; first < k_blocks; first += kStages) {
 #pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        if (Shape::kOrdered) sm90::named_barrier_sync(my_turn, kTurnThreads);
-        issue_chain<128>(partial, x + c * kDescriptorStep64Rows, w);
-        if (Shape::kOrdered) sm90::named_barrier_arrive(other_turn, kTurnThreads);
-        const float* x_scales = scales + first_row + 64 * c + fragment_row;
-        const float w_scale = scales[Shape::kBlockM];
-        const float upper = sm90::multiply(x_scales[0], w_scale), lower = sm90::multiply(x_scales[8], w_scale);
-        sm90::wgmma_wait<0>(partial);
-        if (c == kChunks - 1) ring.template release<Shape::kCluster>(lane);
+      for (int stage = 0; stage < kStages; ++stage) {
+        if (stage != 0 && first + stage >= k_blocks) break;
+        const uint64_t x = x_descriptor + stage * (Shape::kTileX / 16);
+        const uint64_t w = w_descriptor + stage * (Shape::kTileW / 16);
 #pragma unroll
-        for (int j = 0; j < 64; j += 4) {
-          acc[c][j] = sm90::multiply_add(partial[j], upper, acc[c][j]);
-          acc[c][j + 1] = sm90::multiply_add(partial[j + 1], upper, acc[c][j + 1]);
-          acc[c][j + 2] = sm90::multiply_add(partial[j + 2], lower, acc[c][j + 2]);
-          acc[c][j + 3] = sm90::multiply_add(partial[j + 3], lower, acc[c][j + 3]);
+        for (int c = 0; c < kChunks; ++c) {
+          sm90::named_barrier_sync(my_turn, kTurnThreads);
+          issue_chain<128>(partial, x + c * kDescriptorStep64Rows, w);
+          sm90::named_barrier_arrive(other_turn, kTurnThreads);
+          // While the chain runs: scales, and the wait for the next block.
+          const float* x_scales = my_scales + stage * Shape::kScales + 64 * c;
+          const float w_scale = all_scales[stage * Shape::kScales + Shape::kBlockM];
+          const float upper = sm90::multiply(x_scales[0], w_scale), lower = sm90::multiply(x_scales[8], w_scale);
+          if (c == kChunks - 1) {
+            ring.used(stage);
+            if (first + stage + 1 < k_blocks) ring.wait_full((stage + 1) % kStages);
+          }
+          sm90::wgmma_wait<0>(partial);
+          if (c == kChunks - 1) ring.template release<Shape::kCluster>(stage, lane);
+#pragma unroll
+          for (int j = 0; j < 64; j += 4) {
+            acc[c][j] = sm90::multiply_add(partial[j], upper, acc[c][j]);
+            acc[c][j + 1] = sm90::multiply_add(partial[j + 1], upper, acc[c][j + 1]);
+            acc[c][j + 2] = sm90::multiply_add(partial[j + 2], lower, acc[c][j + 2]);
+            acc[c][j + 3] = sm90::multiply_add(partial[j + 3], lower, acc[c][j + 3]);
+          }
         }
       }
-      ring.advance();
     }
     int tile_m, tile_n;
     p.order.locate(tile, tile_m, tile_n);
@@ -167,7 +181,7 @@ JETRL_DEVICE void fprop_consume(const FpropParams& p, uint8_t* memory, StageRing
       store_bf16(staging, acc[c], p.bias, p.y, row, column, p.m, p.n, lane);
     }
   }
-  if (Shape::kOrdered && consumer == 0) sm90::named_barrier_sync(my_turn, kTurnThreads);
+  if (consumer == 0) sm90::named_barrier_sync(my_turn, kTurnThreads);
 }
 
 template <class Shape>
@@ -176,7 +190,7 @@ JETRL_KERNEL void __launch_bounds__(Shape::kThreads, 1)
                JETRL_GRID_CONSTANT FpropParams p) {
   uint8_t* memory = sm90::dynamic_shared_memory();
   const uint32_t base = sm90::shared_address(memory);
-  const StageRing ring{base + Shape::kAtFull, base + Shape::kAtEmpty, Shape::kStages};
+  const TileRing<Shape::kStages> ring{base + Shape::kAtFull, base + Shape::kAtEmpty};
   const int thread = sm90::thread_index(), lane = thread % 32;
   const int warp = sm90::warp_uniform(thread / 32), warpgroup = warp / 4;
   const int rank = Shape::kCluster == 1 ? 0 : sm90::rank_in_cluster();
@@ -216,16 +230,11 @@ void run_fprop(const Operand& x, const Operand& w, int k, const Bias& bias, cons
 void fprop(const Operand& x, const Operand& w, int k, const Bias& bias, const Output& y, Config config, Stream stream) {
   const int block_m = config.block_m ? config.block_m : choose_block_m(x.rows, w.rows, multiprocessors());
   const int cluster = config.cluster ? config.cluster : w.rows > 128 ? 2 : 1;
-  const int choice = block_m * 100 + cluster * 10 + (config.ordered != 0);
-  switch (choice) {
-    case 12810: return run_fprop<FpropShape<128, 1, false>>(x, w, k, bias, y, stream);
-    case 12811: return run_fprop<FpropShape<128, 1, true>>(x, w, k, bias, y, stream);
-    case 12820: return run_fprop<FpropShape<128, 2, false>>(x, w, k, bias, y, stream);
-    case 12821: return run_fprop<FpropShape<128, 2, true>>(x, w, k, bias, y, stream);
-    case 25610: return run_fprop<FpropShape<256, 1, false>>(x, w, k, bias, y, stream);
-    case 25611: return run_fprop<FpropShape<256, 1, true>>(x, w, k, bias, y, stream);
-    case 25620: return run_fprop<FpropShape<256, 2, false>>(x, w, k, bias, y, stream);
-    case 25621: return run_fprop<FpropShape<256, 2, true>>(x, w, k, bias, y, stream);
+  switch (block_m * 10 + cluster) {
+    case 1281: return run_fprop<FpropShape<128, 1>>(x, w, k, bias, y, stream);
+    case 1282: return run_fprop<FpropShape<128, 2>>(x, w, k, bias, y, stream);
+    case 2561: return run_fprop<FpropShape<256, 1>>(x, w, k, bias, y, stream);
+    case 2562: return run_fprop<FpropShape<256, 2>>(x, w, k, bias, y, stream);
     default:
       refuse("fprop: tiles have 128 or 256 rows and clusters 1 or 2 blocks; leave them 0 for the kernel's choice");
   }

@@ -18,12 +18,19 @@
 // Arithmetic as in FProp: a chain of four wgmma per 128 tokens from zero, then acc = fma(p, s_a * s_b, acc), tokens
 // ascending. But s_b differs from column to column, so every element takes a multiplication beside its FMA.
 //
-// What limits it, per multiprocessor and 256 x 128 tile and K block (1024 cycles of wgmma; see the FProp kernel for
-// shared memory, L2 and the choice of tile): 512 issue cycles a sub-core for promotion instead of 256, and 64
-// eight-byte reads of column scales. A chain's 256 cycles must cover the other warpgroup's promotion of 64 elements a
-// thread: 128 arithmetic instructions, 16 reads and two barriers. It fits, but only in turns (kOrdered), and column
-// scales cannot be kept: 32 registers beside 192 for sums. They are read again for each 64 rows, after the wait, when
-// partial sums are due anyway.
+// What limits it, per multiprocessor (256 x 128 tiles; see the FProp kernel for shared memory, L2 and the choice of
+// tile), is promotion. A chain of 64 x 128 is 256 cycles of wgmma and leaves 64 multiplications and 64 FMAs a thread.
+// On an H200 these take about 2.5 cycles each beside the other warpgroup's wgmma, which reads and writes its
+// accumulators through the same register file: more than the other's 256 cycles. So a chain costs (256 + promotion) / 2
+// cycles against 256, and whatever else stands between a warpgroup's chain and its next one adds to it. Hence
+//   - Column scales are read once per K block, while its first chain runs, and kept for both: 32 registers beside 192
+//     for sums, so a consumer's thread has 240 and the producer's 24. Each of these 16 eight-byte reads costs two
+//     wavefronts, because a wavefront returns at most 128 bytes to registers whatever is broadcast. Made for every
+//     chain, which is twice as often, they are 512 of the 1957 cycles (ncu) that a tile's K block then takes, of which
+//     a warpgroup waits for its chain a third and promotes two thirds.
+//   - Turns are mbarriers. The compiler moves BAR.SYNC, FProp's turn, up between the multiplications, and 72 of the 128
+//     instructions then stand behind the turn; it moves none below the loop that is an mbarrier's wait.
+//   - The next stage is waited for before the chain is.
 //
 // The output is large (FP32: 128 KB a tile against 1024 T / 128 cycles of wgmma), so it is written by whole 128-byte
 // rows (epilogue.cuh). A caller that owns an FP32 buffer has it added to in place: read once, one IEEE addition,
@@ -31,7 +38,7 @@
 // nothing.
 //
 // T need not be a multiple of 128: the tensor map ends at T, whatever the padding of a row holds, TMA fills codes with
-// zeros from there, and the last group has a scale. Roles, turns, barriers and edges are those of the FProp kernel.
+// zeros from there, and the last group has a scale. Roles, edges and the order of turns are those of the FProp kernel.
 
 #include <algorithm>
 
@@ -50,10 +57,10 @@ struct WgradParams {
   TileOrder order;  // of cluster tiles: kBlockM rows x kCluster * 128 columns
 };
 
-template <int kBlockM_, int kCluster_, bool kOrdered_, bool kFp32_>
+template <int kBlockM_, int kCluster_, bool kFp32_>
 struct WgradShape {
   static constexpr int kBlockM = kBlockM_, kBlockN = 128, kCluster = kCluster_;
-  static constexpr bool kOrdered = kOrdered_, kFp32 = kFp32_;
+  static constexpr bool kFp32 = kFp32_;
   static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
   static constexpr int kChunks = kBlockM / (64 * kConsumers);  // of 64 rows, per consumer warpgroup
   static constexpr int kStages = kBlockM == 256 ? 4 : 6;
@@ -65,13 +72,28 @@ struct WgradShape {
   static constexpr int kAtScales = kAtStaging + 4 * kConsumers * kStagingBytes;
   static constexpr int kAtFull = kAtScales + kStages * kScales * 4;
   static constexpr int kAtEmpty = kAtFull + 8 * kStages;
-  static constexpr int kBytes = kAtEmpty + 8 * kStages;
+  static constexpr int kAtTurns = kAtEmpty + 8 * kStages;  // one mbarrier per consumer
+  static constexpr int kBytes = kAtTurns + 8 * kConsumers;
 
   static_assert(kBlockM % (64 * kConsumers) == 0, "each consumer warpgroup owns whole chunks of 64 rows");
   static_assert(kTileA % 1024 == 0 && kTileB % 1024 == 0, "operand tiles start on whole swizzle atoms");
+  static_assert(kAtScales % 8 == 0 && kScales % 2 == 0, "column scales are read 8 bytes at a time");
   static_assert(kAtFull % 8 == 0, "mbarriers are 8 bytes, aligned");
   static_assert(kBytes <= kSharedMemory, "the stages do not fit into shared memory");
 };
+
+// acc = fma(p, s_a * s_b, acc).
+JETRL_DEVICE void promote(float (&acc)[64], const float (&partial)[64], const float2 (&columns)[16], float upper,
+                          float lower) {
+#pragma unroll
+  for (int g = 0; g < 16; ++g) {
+    const int j = 4 * g;
+    acc[j] = sm90::multiply_add(partial[j], sm90::multiply(upper, columns[g].x), acc[j]);
+    acc[j + 1] = sm90::multiply_add(partial[j + 1], sm90::multiply(upper, columns[g].y), acc[j + 1]);
+    acc[j + 2] = sm90::multiply_add(partial[j + 2], sm90::multiply(lower, columns[g].x), acc[j + 2]);
+    acc[j + 3] = sm90::multiply_add(partial[j + 3], sm90::multiply(lower, columns[g].y), acc[j + 3]);
+  }
+}
 
 template <class Shape>
 JETRL_DEVICE void wgrad_produce(const sm90::TensorMap* a_map, const sm90::TensorMap* b_map, const WgradParams& p,
@@ -102,16 +124,18 @@ JETRL_DEVICE void wgrad_produce(const sm90::TensorMap* a_map, const sm90::Tensor
 template <class Shape>
 JETRL_DEVICE void wgrad_consume(const WgradParams& p, uint8_t* memory, StageRing ring, int consumer, int rank, int warp,
                                 int lane) {
-  constexpr int kChunks = Shape::kChunks, kMine = 1, kTurnThreads = 256;
-  const int my_turn = kMine + consumer, other_turn = kMine + (consumer ^ 1);
+  constexpr int kChunks = Shape::kChunks;
   const int first_row = consumer * kChunks * 64, fragment_row = 16 * warp + lane / 4;
   const uint32_t base = sm90::shared_address(memory);
   const uint64_t a_descriptor = operand_descriptor(base) + consumer * kChunks * kDescriptorStep64Rows;
   const uint64_t b_descriptor = operand_descriptor(base + Shape::kAtB);
   uint8_t* staging = memory + Shape::kAtStaging + (4 * consumer + warp) * kStagingBytes;
   const float* all_scales = reinterpret_cast<const float*>(memory + Shape::kAtScales);
+  const uint32_t turns = base + Shape::kAtTurns;
+  const uint32_t my_turn = turns + 8 * consumer, other_turn = turns + 8 * (consumer ^ 1);
+  // Chain i of warpgroup 1 waits for phase i of its turns, of warpgroup 0, which is first, for phase i - 1.
+  uint32_t turn = consumer == 0 ? 1 : 0;
 
-  if (Shape::kOrdered && consumer == 1) sm90::named_barrier_arrive(other_turn, kTurnThreads);
   float partial[64];
   for (int tile = first_tile<Shape::kCluster>(); tile < p.order.count(); tile += tile_step<Shape::kCluster>()) {
     float acc[kChunks][64];
@@ -120,50 +144,55 @@ JETRL_DEVICE void wgrad_consume(const WgradParams& p, uint8_t* memory, StageRing
 #pragma unroll
       for (int i = 0; i < 64; ++i) acc[c][i] = 0.0f;
     }
+    ring.wait_full();
     for (int block = 0; block < p.t_blocks; ++block) {
-      ring.wait_full();
       const uint64_t a = a_descriptor + ring.stage * (Shape::kTileA / 16);
       const uint64_t b = b_descriptor + ring.stage * (Shape::kTileB / 16);
       const float* scales = all_scales + ring.stage * Shape::kScales;
+      StageRing next = ring;
+      next.advance();
+      float2 columns[16];
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
-        if (Shape::kOrdered) sm90::named_barrier_sync(my_turn, kTurnThreads);
+        sm90::barrier_wait(my_turn, turn, "turn", consumer);
+        turn ^= 1;
         issue_chain<128>(partial, a + c * kDescriptorStep64Rows, b);
-        if (Shape::kOrdered) sm90::named_barrier_arrive(other_turn, kTurnThreads);
+        sm90::sync_warp();  // no lane still waits for the turn
+        if (lane == 0) sm90::barrier_arrive(other_turn);
+        // While the chain runs: scales, and the wait for the next stage.
         const float upper = scales[first_row + 64 * c + fragment_row];
         const float lower = scales[first_row + 64 * c + fragment_row + 8];
-        sm90::wgmma_wait<0>(partial);
+        if (c == 0) {
 #pragma unroll
-        for (int j = 0; j < 64; j += 4) {
-          const float2 column =
-              *reinterpret_cast<const float2*>(scales + Shape::kBlockM + 2 * j + 2 * (lane % 4));
-          acc[c][j] = sm90::multiply_add(partial[j], sm90::multiply(upper, column.x), acc[c][j]);
-          acc[c][j + 1] = sm90::multiply_add(partial[j + 1], sm90::multiply(upper, column.y), acc[c][j + 1]);
-          acc[c][j + 2] = sm90::multiply_add(partial[j + 2], sm90::multiply(lower, column.x), acc[c][j + 2]);
-          acc[c][j + 3] = sm90::multiply_add(partial[j + 3], sm90::multiply(lower, column.y), acc[c][j + 3]);
+          for (int g = 0; g < 16; ++g) {
+            columns[g] = *reinterpret_cast<const float2*>(scales + Shape::kBlockM + 8 * g + 2 * (lane % 4));
+          }
         }
+        if (c == kChunks - 1 && block + 1 < p.t_blocks) next.wait_full();
+        sm90::wgmma_wait<0>(partial);
         if (c == kChunks - 1) ring.template release<Shape::kCluster>(lane);
+        promote(acc[c], partial, columns, upper, lower);
       }
-      ring.advance();
+      ring = next;
     }
     int tile_m, tile_n;
     p.order.locate(tile, tile_m, tile_n);
     const int column = (tile_n * Shape::kCluster + rank) * Shape::kBlockN;
+    const int my_lane = only_here(lane);
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       const int row = tile_m * Shape::kBlockM + first_row + 64 * c + 16 * warp;
       if constexpr (Shape::kFp32) {
         if (p.dw.accumulate) {
-          store_fp32<true>(staging, acc[c], p.dw, row, column, p.n, p.k, lane);
+          store_fp32<true>(staging, acc[c], p.dw, row, column, p.n, p.k, my_lane);
         } else {
-          store_fp32<false>(staging, acc[c], p.dw, row, column, p.n, p.k, lane);
+          store_fp32<false>(staging, acc[c], p.dw, row, column, p.n, p.k, my_lane);
         }
       } else {
-        store_bf16(staging, acc[c], Bias{nullptr, false}, p.dw, row, column, p.n, p.k, lane);
+        store_bf16(staging, acc[c], Bias{nullptr, false}, p.dw, row, column, p.n, p.k, my_lane);
       }
     }
   }
-  if (Shape::kOrdered && consumer == 0) sm90::named_barrier_sync(my_turn, kTurnThreads);
 }
 
 template <class Shape>
@@ -180,15 +209,16 @@ JETRL_KERNEL void __launch_bounds__(Shape::kThreads, 1)
   if (thread == 0) {
     sm90::prefetch_tensor_map(&a_map);
     sm90::prefetch_tensor_map(&b_map);
+    for (int g = 0; g < Shape::kConsumers; ++g) sm90::barrier_init(base + Shape::kAtTurns + 8 * g, 4);
     ring.template init<Shape::kCluster, 4 * Shape::kConsumers>();
   }
   sync_cluster_or_block<Shape::kCluster>();
 
   if (warpgroup == 0) {
-    sm90::give_registers<40>();
+    sm90::give_registers<24>();
     if (warp == 0) wgrad_produce<Shape>(&a_map, &b_map, p, memory, ring, rank, lane);
   } else {
-    sm90::take_registers<232>();
+    sm90::take_registers<240>();
     wgrad_consume<Shape>(p, memory, ring, warpgroup - 1, rank, warp % 4, lane);
   }
   // No block leaves while another of its cluster may still arrive at its barriers.
@@ -207,10 +237,10 @@ void run_wgrad(const Operand& a, const Operand& b, int t, const Output& dw, Stre
                             b_map, p);
 }
 
-template <int kBlockM, int kCluster, bool kOrdered>
+template <int kBlockM, int kCluster>
 void run_wgrad(const Operand& a, const Operand& b, int t, const Output& dw, Stream stream) {
-  if (dw.fp32) return run_wgrad<WgradShape<kBlockM, kCluster, kOrdered, true>>(a, b, t, dw, stream);
-  return run_wgrad<WgradShape<kBlockM, kCluster, kOrdered, false>>(a, b, t, dw, stream);
+  if (dw.fp32) return run_wgrad<WgradShape<kBlockM, kCluster, true>>(a, b, t, dw, stream);
+  return run_wgrad<WgradShape<kBlockM, kCluster, false>>(a, b, t, dw, stream);
 }
 
 }  // namespace
@@ -219,16 +249,11 @@ void wgrad(const Operand& a, const Operand& b, int t, const Output& dw, Config c
   if (dw.accumulate && !dw.fp32) refuse("wgrad adds to FP32 buffers only: a BF16 one would be rounded at every call");
   const int block_m = config.block_m ? config.block_m : choose_block_m(a.rows, b.rows, multiprocessors());
   const int cluster = config.cluster ? config.cluster : b.rows > 128 ? 2 : 1;
-  const int choice = block_m * 100 + cluster * 10 + (config.ordered != 0);
-  switch (choice) {
-    case 12810: return run_wgrad<128, 1, false>(a, b, t, dw, stream);
-    case 12811: return run_wgrad<128, 1, true>(a, b, t, dw, stream);
-    case 12820: return run_wgrad<128, 2, false>(a, b, t, dw, stream);
-    case 12821: return run_wgrad<128, 2, true>(a, b, t, dw, stream);
-    case 25610: return run_wgrad<256, 1, false>(a, b, t, dw, stream);
-    case 25611: return run_wgrad<256, 1, true>(a, b, t, dw, stream);
-    case 25620: return run_wgrad<256, 2, false>(a, b, t, dw, stream);
-    case 25621: return run_wgrad<256, 2, true>(a, b, t, dw, stream);
+  switch (block_m * 10 + cluster) {
+    case 1281: return run_wgrad<128, 1>(a, b, t, dw, stream);
+    case 1282: return run_wgrad<128, 2>(a, b, t, dw, stream);
+    case 2561: return run_wgrad<256, 1>(a, b, t, dw, stream);
+    case 2562: return run_wgrad<256, 2>(a, b, t, dw, stream);
     default:
       refuse("wgrad: tiles have 128 or 256 rows and clusters 1 or 2 blocks; leave them 0 for the kernel's choice");
   }

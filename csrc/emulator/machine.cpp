@@ -502,7 +502,7 @@ uint64_t jetrl_steps() { return machine.steps; }
 int jetrl_run(int kernel, int m, int n, int k, const void* a, int64_t a_stride, const float* a_scales, int64_t a_row,
               int64_t a_group, const void* b, int64_t b_stride, const float* b_scales, int64_t b_row, int64_t b_group,
               const void* bias, int bias_fp32, void* out, int64_t out_stride, int out_fp32, int accumulate, int block_m,
-              int cluster, int ordered, int multiprocessors, uint32_t seed) {
+              int cluster, int multiprocessors, uint32_t seed) {
   machine.seed = seed;
   machine.multiprocessors = multiprocessors;
   machine.steps = 0;
@@ -510,7 +510,7 @@ int jetrl_run(int kernel, int m, int n, int k, const void* a, int64_t a_stride, 
   const jetrl::Operand of_b{b, n, b_stride, {b_scales, b_row, b_group}};
   const jetrl::Output of_out{out, out_stride, out_fp32 != 0, accumulate != 0};
   const jetrl::Bias of_bias{bias, bias_fp32 != 0};
-  const jetrl::Config config{block_m, cluster, ordered};
+  const jetrl::Config config{block_m, cluster};
   try {
     if (kernel == 0) {
       jetrl::fprop(of_a, of_b, k, of_bias, of_out, config, nullptr);

@@ -43,7 +43,7 @@ SUSTAINED_SHAPE = "fprop/qwen3-8b/gate_up/16384"
 
 @dataclass(frozen=True)
 class GemmOptions:
-    """What is timed. The defaults take about four minutes on an H200, most of it DeepGEMM's compilation.
+    """What is timed. The defaults take about a minute on an H200, half of it DeepGEMM's compilation.
 
     Attributes:
         batches: rows of a decode step. sustained: seconds per contender, 0 for none. sustained_shape: see

@@ -41,17 +41,16 @@ _ALIGNMENT = 16
 
 
 class Plan(NamedTuple):
-    """How a call is served. Zero (``ordered`` -1): the kernel's choice.
+    """How a call is served. Zero: the kernel's choice.
 
     ``kernel``: which of the two forward kernels (ignored for 1x128 scales on B). ``block_m``: tile rows, 128 or 256;
     rows of the weight per tile, a multiple of 8, in the decode kernel. ``cluster``: blocks that share a tile by
-    multicast. ``ordered``: whether the two consumer warpgroups take turns.
+    multicast.
     """
 
     kernel: Literal["", "fprop", "decode"] = ""
     block_m: int = 0
     cluster: int = 0
-    ordered: int = -1
 
 
 def library_path() -> Path:

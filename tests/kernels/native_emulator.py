@@ -68,7 +68,6 @@ class Emulator:
         accumulate: bool = False,
         block_m: int = 0,
         cluster: int = 0,
-        ordered: int = -1,
         multiprocessors: int = 4,
         seed: int = 0,
     ) -> None:
@@ -86,7 +85,7 @@ class Emulator:
             _pointer(out),
             ctypes.c_int64(out.stride(0)),
             int(out.dtype == torch.float32),
-            *(int(accumulate), block_m, cluster, ordered, multiprocessors),
+            *(int(accumulate), block_m, cluster, multiprocessors),
             ctypes.c_uint32(seed),
         )
         if failed:

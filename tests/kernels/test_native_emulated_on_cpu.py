@@ -73,12 +73,11 @@ def check(emulator: Emulator, kernel: str, m: int, n: int, k: int, *, dtype=torc
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("ordered", [0, 1])
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("block_m", [128, 256])
-def test_fprop_over_more_tiles_than_multiprocessors(emulator, block_m, cluster, ordered, seed):
-    plan = {"block_m": block_m, "cluster": cluster, "ordered": ordered}
-    check(emulator, "fprop", 290, 264, 336, **plan, multiprocessors=2, seed=seed)
+def test_fprop_over_more_tiles_than_multiprocessors(emulator, block_m, cluster, seed):
+    """Tiles of three K blocks: the last round of each leaves some stages unused."""
+    check(emulator, "fprop", 290, 264, 336, block_m=block_m, cluster=cluster, multiprocessors=2, seed=seed)
 
 
 @pytest.mark.parametrize("m", [1, 63, 64, 65, 127, 129, 255, 257])
@@ -86,9 +85,12 @@ def test_fprop_around_tile_edges(emulator, m):
     check(emulator, "fprop", m, 136, 64, seed=m)
 
 
-@pytest.mark.parametrize("k", [16, 128, 144, 900])
-def test_fprop_over_a_ring_that_wraps_and_one_that_does_not(emulator, k):
-    check(emulator, "fprop", 70, 64, k, seed=k)
+@pytest.mark.parametrize("block_m", [128, 256])
+@pytest.mark.parametrize("k", [16, 128, 144, 512, 640, 768, 900])
+@pytest.mark.parametrize("kernel", ["fprop", "wgrad"])
+def test_a_ring_that_wraps_and_one_that_does_not(emulator, kernel, k, block_m):
+    """Three tiles in turn on one multiprocessor: with 6 or 4 stages, the last round uses all of them, or does not."""
+    check(emulator, kernel, 3 * block_m - 1, 64, k, block_m=block_m, multiprocessors=1, seed=k)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -127,12 +129,28 @@ def test_wgrad_for_a_token_count_that_is_a_multiple_of_nothing(emulator, block_m
     check(emulator, "wgrad", 136, 264, 331, dtype=dtype, block_m=block_m, cluster=cluster, seed=seed)
 
 
-@pytest.mark.parametrize("ordered", [0, 1])
-def test_wgrad_adds_to_the_callers_buffer(emulator, ordered):
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("block_m", [128, 256])
+def test_wgrad_over_more_tiles_than_multiprocessors(emulator, block_m, cluster, dtype, seed):
+    """Tiles that end inside the matrix, two rounds of them or more, a ring that wraps, a short last group."""
+    plan = {"block_m": block_m, "cluster": cluster, "multiprocessors": 2}
+    check(emulator, "wgrad", 290, 264, 713, dtype=dtype, seed=seed, **plan)
+
+
+@pytest.mark.parametrize("tokens", [40, 128])
+@pytest.mark.parametrize("block_m", [128, 256])
+def test_wgrad_for_a_single_group_of_tokens(emulator, block_m, tokens):
+    check(emulator, "wgrad", 270, 140, tokens, dtype=torch.float32, block_m=block_m, multiprocessors=2, seed=tokens)
+
+
+@pytest.mark.parametrize("block_m", [128, 256])
+def test_wgrad_adds_to_the_callers_buffer(emulator, block_m):
     a, b = operands(270, 140, 200, False)
     start = torch.arange(270.0)[:, None] + torch.arange(140.0)[None, :]
     out = start.clone()
-    emulator.run("wgrad", a, b, out, accumulate=True, ordered=ordered, seed=ordered)
+    emulator.run("wgrad", a, b, out, accumulate=True, block_m=block_m, seed=block_m)
     assert torch.equal(out, (start + product(a, b, False)).float())
 
 
@@ -145,44 +163,115 @@ def test_a_plan_without_a_kernel_is_refused(emulator):
         emulator.run("wgrad", *operands(8, 64, 128, False), torch.empty(8, 64, dtype=torch.bfloat16), accumulate=True)
 
 
-RELEASE = "        if (c == kChunks - 1) ring.template release<Shape::kCluster>(lane);\n"
-WAIT = "        sm90::wgmma_wait<0>(partial);\n"
+FPROP, WGRAD = "sm90_fprop_1x128_128x128.cu", "sm90_wgrad_1x128_1x128.cu"
+WAIT = "sm90::wgmma_wait<0>(partial);\n"
+FPROP_RELEASE = "          if (c == kChunks - 1) ring.template release<Shape::kCluster>(stage, lane);\n"
+WGRAD_RELEASE = "        if (c == kChunks - 1) ring.template release<Shape::kCluster>(lane);\n"
+WGRAD_COLUMNS = "columns[g] = *reinterpret_cast<const float2*>(scales + Shape::kBlockM + 8 * g + 2 * (lane % 4));"
 READ = "#pragma unroll\n    for (int i = 0; i < 4; ++i) {\n      const int r = 4 * i + lane / 8, at"
 
+# What is wrong -> kernel that runs, file, its line, the line planted there.
 FAULTS = {
     "the producer starts with the wrong parity": (
+        "wgrad",
         "pipeline.cuh",
         'sm90::barrier_wait(empty_barrier(), round ^ 1, "empty", stage);',
         'sm90::barrier_wait(empty_barrier(), round, "empty", stage);',
     ),
+    "the producer starts with the wrong parity of a stage": (
+        "fprop",
+        "tile_ring.cuh",
+        "(parity >> stage & 1) ^ 1",
+        "parity >> stage & 1",
+    ),
+    "all stages count their uses in one bit": (
+        "fprop",
+        "tile_ring.cuh",
+        "parity ^= 1u << stage",
+        "parity = stage + 1 == kStages ? ~parity : parity",
+    ),
     "the empty barrier forgets the other block": (
+        "wgrad",
         "pipeline.cuh",
         "kCluster * kConsumerWarps);",
         "kConsumerWarps);",
     ),
-    "a stage is given back before its chain has finished": (
-        "sm90_fprop_1x128_128x128.cu",
-        WAIT + RELEASE,
-        RELEASE + WAIT,
+    "the empty barrier of a stage forgets the other block": (
+        "fprop",
+        "tile_ring.cuh",
+        "kCluster * kConsumerWarps);",
+        "kConsumerWarps);",
     ),
-    "a warpgroup keeps its turn": (
-        "sm90_fprop_1x128_128x128.cu",
-        "if (Shape::kOrdered && consumer == 1) sm90::named_barrier_arrive(other_turn, kTurnThreads);",
+    "FProp gives a stage back before its chain has finished": (
+        "fprop",
+        FPROP,
+        "          " + WAIT + FPROP_RELEASE,
+        FPROP_RELEASE + "          " + WAIT,
+    ),
+    "WGrad gives a stage back before its chain has finished": (
+        "wgrad",
+        WGRAD,
+        "        " + WAIT + WGRAD_RELEASE,
+        WGRAD_RELEASE + "        " + WAIT,
+    ),
+    "FProp does not wait for the next block": (
+        "fprop",
+        FPROP,
+        "if (first + stage + 1 < k_blocks) ring.wait_full((stage + 1) % kStages);",
         "",
     ),
+    "WGrad does not wait for the next block": (
+        "wgrad",
+        WGRAD,
+        "if (c == kChunks - 1 && block + 1 < p.t_blocks) next.wait_full();",
+        "",
+    ),
+    "WGrad waits for a block that the next tile brings": (
+        "wgrad",
+        WGRAD,
+        "if (c == kChunks - 1 && block + 1 < p.t_blocks) next.wait_full();",
+        "if (c == kChunks - 1) next.wait_full();",
+    ),
+    "WGrad keeps another block's column scales": (
+        "wgrad",
+        WGRAD,
+        WGRAD_COLUMNS,
+        "if (block == 0) " + WGRAD_COLUMNS,
+    ),
+    "a warpgroup of FProp keeps its turn": (
+        "fprop",
+        FPROP,
+        "if (consumer == 1) sm90::named_barrier_arrive(other_turn, kTurnThreads);",
+        "",
+    ),
+    "a warpgroup of WGrad keeps its turn": (
+        "wgrad",
+        WGRAD,
+        "if (lane == 0) sm90::barrier_arrive(other_turn);",
+        "",
+    ),
+    "both warpgroups of WGrad wait for the other to begin": (
+        "wgrad",
+        WGRAD,
+        "uint32_t turn = consumer == 0 ? 1 : 0;",
+        "uint32_t turn = 0;",
+    ),
     "blocks leave while others still arrive": (
-        "sm90_fprop_1x128_128x128.cu",
+        "fprop",
+        FPROP,
         "if (Shape::kCluster > 1) sm90::sync_cluster();",
         "",
     ),
     "staging is read before the warp has written it": (
+        "fprop",
         "epilogue.cuh",
         "    sm90::sync_warp();\n" + READ,
         READ,
     ),
-    "the descriptor's eight-row stride is wrong": ("gemm.h", "kStride = 1024 / 16", "kStride = 2048 / 16"),
+    "the descriptor's eight-row stride is wrong": ("fprop", "gemm.h", "kStride = 1024 / 16", "kStride = 2048 / 16"),
     "the expected bytes miss a tile": (
-        "sm90_fprop_1x128_128x128.cu",
+        "fprop",
+        FPROP,
         "barrier_arrive_expect(full, Shape::kTileX + Shape::kTileW)",
         "barrier_arrive_expect(full, Shape::kTileX)",
     ),
@@ -191,19 +280,22 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_emulator_sees_a_planted_fault(fault, tmp_path):
-    """What the tests above rest on: the same cases fail, under some seed, on a kernel with one line wrong."""
-    file, line, wrong = FAULTS[fault]
+    """What the tests above rest on: the same cases fail, under some seed, on a kernel with one line wrong.
+
+    Nine K blocks go twice round the four stages and once more to the first.
+    """
+    kernel, file, line, wrong = FAULTS[fault]
     planted = tmp_path / "csrc"
     shutil.copytree(CSRC, planted)
     source = (planted / file).read_text()
     assert source.count(line) == 1
     (planted / file).write_text(source.replace(line, wrong))
-    faulty = Emulator(native_emulator.build(tmp_path, planted, "sm90_fprop*"))
-    plan = {"block_m": 256, "cluster": 2, "ordered": 1, "multiprocessors": 2}
+    faulty = Emulator(native_emulator.build(tmp_path, planted, f"sm90_{kernel}*"))
+    plan = {"block_m": 256, "cluster": 2, "multiprocessors": 2}
 
     def fails(seed: int) -> bool:
         try:
-            check(faulty, "fprop", 290, 264, 900, **plan, seed=seed)
+            check(faulty, kernel, 290, 264, 1030, **plan, seed=seed)
         except (RuntimeError, AssertionError):
             return True
         return False

@@ -1,0 +1,72 @@
+// Copyright 2026 The jetrl_verl Authors
+//
+// Licensed under the Apache License, Version 2.0 (the "License");
+// you may not use this file except in compliance with the License.
+// You may obtain a copy of the License at
+//
+//     http://www.apache.org/licenses/LICENSE-2.0
+//
+// Unless required by applicable law or agreed to in writing, software
+// distributed under the License is distributed on an "AS IS" BASIS,
+// WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+// See the License for the specific language governing permissions and
+// limitations under the License.
+
+// The ring of pipeline.cuh with static stages: stage s carries K blocks s, s + stages, ... of every tile. Where the
+// loop over the stages is unrolled, a stage's number is therefore known to the compiler, and its descriptors, barriers
+// and scales are base + constant: nothing is computed between two chains.
+//
+// A StageRing goes on where the last tile ended, so its stages are used equally often and one bit tells the round of
+// all. Here every tile starts with stage 0, and its last round may not use all stages: each counts its uses modulo two
+// in a bit of its own. Producer and consumers use the stages in the same sequence, so their bits agree; barriers, their
+// arrivals and the reason why a parity is enough are pipeline.cuh's, with "use of the stage" for "round". The price: at
+// the end of a tile the producer runs ahead by fewer blocks, since it leaves out the stages that the last round did.
+
+#pragma once
+
+#include "pipeline.cuh"
+
+namespace jetrl {
+
+template <int kStages>
+struct TileRing {
+  uint32_t full, empty;  // shared addresses of the two arrays of barriers
+  uint32_t parity = 0;   // bit s: how often stage s was used, modulo 2
+
+  JETRL_DEVICE uint32_t full_barrier(int stage) const { return full + 8 * stage; }
+  JETRL_DEVICE uint32_t empty_barrier(int stage) const { return empty + 8 * stage; }
+
+  // By each thread that waits, after its wait for this use of the stage and before the one for the next.
+  JETRL_DEVICE void used(int stage) { parity ^= 1u << stage; }
+
+  // By one thread of the block, before anybody waits.
+  template <int kCluster, int kConsumerWarps>
+  JETRL_DEVICE void init() const {
+    for (int s = 0; s < kStages; ++s) {
+      sm90::barrier_init(full_barrier(s), 1 + 32);
+      sm90::barrier_init(empty_barrier(s), kCluster * kConsumerWarps);
+    }
+    sm90::fence_barrier_init();
+  }
+
+  JETRL_DEVICE void wait_empty(int stage) const {
+    sm90::barrier_wait(empty_barrier(stage), (parity >> stage & 1) ^ 1, "empty", stage);
+  }
+
+  JETRL_DEVICE void wait_full(int stage) const {
+    sm90::barrier_wait(full_barrier(stage), parity >> stage & 1, "full", stage);
+  }
+
+  // By a whole consumer warp, whose lanes have all read what they wanted: one arrival in each block of the cluster.
+  template <int kCluster>
+  JETRL_DEVICE void release(int stage, int lane) const {
+    sm90::sync_warp();
+    if constexpr (kCluster == 1) {
+      if (lane == 0) sm90::barrier_arrive(empty_barrier(stage));
+    } else {
+      if (lane < kCluster) sm90::barrier_arrive_at(empty_barrier(stage), lane);
+    }
+  }
+};
+
+}  // namespace jetrl

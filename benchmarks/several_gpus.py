@@ -36,8 +36,10 @@ from rich.console import Console
 from rich.table import Table
 
 from jetrl_verl.demo import cache
+from jetrl_verl.demo.overrides import RunPaths
 from jetrl_verl.demo.policy import PolicyConfig, build_model, build_tokenizer, save_policy
 from jetrl_verl.demo.run import DemoOptions, run_demo
+from jetrl_verl.observe.report import load_run
 
 POLICY = PolicyConfig(hidden_size=2048, layers=28, heads=16, kv_heads=8, intermediate_size=6144, max_positions=1024)
 STEPS = 3
@@ -68,8 +70,8 @@ class Job:
     gpus: int
     device: str
 
-    def run(self, name: str, precision: str, gpus: int, overrides: list[str]) -> tuple[int, Path]:
-        """Exit status and folder of one run."""
+    def run(self, name: str, precision: str, gpus: int, overrides: list[str]) -> tuple[int, RunPaths]:
+        """Exit status and files of one run."""
         sequences = 256
         shared = [
             f"trainer.n_gpus_per_node={gpus}",
@@ -91,15 +93,13 @@ class Job:
         )
         with (self.out / f"{name}-{precision}.log").open("w") as log:
             status = run_demo(options, Console(file=log, width=200), cache.Recipe())
-        return status, max(folder.iterdir(), key=lambda path: path.stat().st_mtime)
+        return status, RunPaths(max(folder.iterdir(), key=lambda path: path.stat().st_mtime))
 
 
-def facts(status: int, folder: Path) -> dict:
+def facts(status: int, paths: RunPaths) -> dict:
     """What a run's log and metrics say."""
-    log = (folder / "run.log").read_text(errors="replace")
-    metrics = folder / "metrics.jsonl"
-    lines = [json.loads(line)["data"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    steps = [data for data in lines if "actor/grad_norm" in data]
+    records = load_run(paths.folder).records if paths.metrics.exists() else []
+    steps = [data for _, data in records if "actor/grad_norm" in data]
 
     def of(key: str, of_values=statistics.median) -> float | None:
         values = [data[key] for data in steps if key in data]
@@ -108,7 +108,7 @@ def facts(status: int, folder: Path) -> dict:
     return {
         "status": status,
         "steps": len(steps),
-        "contracts_held": len(CONTRACT.findall(log)),
+        "contracts_held": len(CONTRACT.findall(paths.log.read_text(errors="replace"))),
         "k3_kl": of("rollout_corr/k3_kl", statistics.mean),
         "update_weights_s": of("timing_s/update_weights"),
         "stream_s": of("actor/jetrl/sync_seconds"),
@@ -123,8 +123,8 @@ def resume(job: Job, precision: str) -> dict:
     """Save on all GPUs, resume on half of them: refused, with both numbers."""
     where = [f"trainer.default_local_dir={job.out / 'checkpoints' / precision}"]
     status, _ = job.run("saved", precision, job.gpus, [*where, "trainer.save_freq=1"])
-    again, folder = job.run(RESUME, precision, max(1, job.gpus // 2), [*where, "trainer.resume_mode=auto"])
-    sentence = next((line for line in (folder / "run.log").read_text().splitlines() if REFUSED in line), "")
+    again, paths = job.run(RESUME, precision, max(1, job.gpus // 2), [*where, "trainer.resume_mode=auto"])
+    sentence = next((line for line in paths.log.read_text(errors="replace").splitlines() if REFUSED in line), "")
     return {"status": 0 if status == 0 and again != 0 and sentence else 1, "sentence": sentence.strip()}
 
 

@@ -177,11 +177,22 @@ def _quotient(x, scale, reciprocal, POW2: tl.constexpr):
 
 
 @triton.jit
+def _power_of_two_above(bits):
+    # 2^ceil(log2(amax / 448)) from the bits of amax, not below the smallest scale.
+    exponent = tl.maximum(((bits + _CARRY_ABOVE_1_75) >> 23) - 8, _MIN_SCALE_EXPONENT)
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _reciprocal_of_power(power):
+    return (0x7F000000 - power.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def scale_of(bits, POW2: tl.constexpr):
     """Scales from maxima ``bits``, as ``numerics.scale_from_amax_bits``."""
     if POW2:
-        exponent = tl.maximum(((bits + _CARRY_ABOVE_1_75) >> 23) - 8, _MIN_SCALE_EXPONENT)
-        scale = (exponent << 23).to(tl.float32, bitcast=True)
+        scale = _power_of_two_above(bits)
     else:
         amax = bits.to(tl.float32, bitcast=True)
         scale = tl.maximum(_divide(amax, _E4M3_MAX, _E4M3_MAX_RECIPROCAL), _MIN_SCALE)
@@ -211,7 +222,7 @@ def _reciprocal(scale):
 def reciprocal_of(scale, bits, POW2: tl.constexpr):
     """``1 / scale``, correctly rounded; NaN where the maxima ``bits`` say that the group holds an Inf or NaN."""
     if POW2:
-        reciprocal = (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+        reciprocal = _reciprocal_of_power(scale)
     elif _INTERPRETED:
         reciprocal = tl.div_rn(1.0, scale)
     else:
@@ -262,9 +273,7 @@ def encode_words(x0, x1, x2, x3, scale, reciprocal, POW2: tl.constexpr):
 @triton.jit
 def _divisor_of(amax, POW2: tl.constexpr):
     if POW2:
-        bits = amax.to(tl.int32, bitcast=True)
-        exponent = tl.maximum(((bits + _CARRY_ABOVE_1_75) >> 23) - 8, _MIN_SCALE_EXPONENT)
-        return (exponent << 23).to(tl.float32, bitcast=True)
+        return _power_of_two_above(amax.to(tl.int32, bitcast=True))
     else:
         # Two terms of 1/448 divide correctly: a quotient by 7 is nowhere near a midpoint of FP32 numbers.
         quotient = tl.fma(amax, _E4M3_MAX_RECIPROCAL, amax * _E4M3_MAX_RECIPROCAL_REST)
@@ -280,9 +289,8 @@ def _stored(divisor, amax):
 
 @triton.jit
 def _power_reciprocal(divisor, amax):
-    reciprocal = (0x7F000000 - divisor.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     # Adds nothing, but NaN where the maximum is not finite.
-    return tl.fma(amax, 0.0, reciprocal)
+    return tl.fma(amax, 0.0, _reciprocal_of_power(divisor))
 
 
 @triton.jit

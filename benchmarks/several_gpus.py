@@ -53,6 +53,12 @@ ARRANGEMENTS: dict[str, list[str]] = {
 }
 """Name -> overrides; ``{half}`` is half of the GPUs."""
 
+ROOM = (
+    "actor_rollout_ref.rollout.gpu_memory_utilization=0.1",
+    "++actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=4000000000",
+)
+"""A KV cache of its own size rather than a share of what is free, so that peak memory compares."""
+
 RESUME = "resume"
 CONTRACT = re.compile(r"contract of \d+ quantised and \d+ BF16 tensors held")
 REFUSED = "ranks and this run has"
@@ -81,6 +87,7 @@ class Job:
             "actor_rollout_ref.actor.optim.lr=1e-6",
             "trainer.val_before_train=False",
             "trainer.test_freq=-1",
+            *([] if self.device == "cpu" else ROOM),
         ]
         folder = self.out / name / precision
         options = DemoOptions(

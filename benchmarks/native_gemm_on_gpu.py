@@ -47,7 +47,7 @@ from jetrl_verl.numerics import BlockQuantized
 
 TILES = [(block_m, cluster) for block_m in (256, 128) for cluster in (1, 2)]
 DECODE_CLUSTERS = {8: (1,), 16: (1, 2), 32: (1, 2), 64: (1, 2, 4), 128: (1, 4)}
-DECODE_ROWS = (16, 24, 32, 48, 64, 96, 128)
+DECODE_ROWS = (16, 32, 48, 64, 96)
 
 console = Console(width=140)
 
@@ -57,7 +57,7 @@ def variants() -> list[tuple[str, Plan, tuple[int, int, int]]]:
     found = [("fprop", Plan("fprop", *tile), (290, 264, 1040)) for tile in TILES]
     for tokens, clusters in DECODE_CLUSTERS.items():
         for cluster in clusters:
-            for rows in (24, 64) if tokens == 128 else (24, 128):
+            for rows in (16, 64) if tokens == 128 else (16, 96):
                 found.append(("fprop", Plan("decode", rows, cluster), (tokens - tokens // 4, 264, 1040)))
     found += [("wgrad", Plan("", *tile), (290, 264, 1040)) for tile in TILES]
     return found

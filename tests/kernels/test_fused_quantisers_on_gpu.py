@@ -181,6 +181,6 @@ def test_layers_that_share_an_input_compute_what_they_compute_alone(rule):
 @pytest.mark.parametrize("name", [*OPERATIONS, "quantize_1x128", "quantize_128x1", "quantize_128x128"])
 def test_a_small_call_for_the_sanitizer(name):
     """compute-sanitizer --tool memcheck (racecheck) python -m pytest <this file> -k sanitizer: once per kernel."""
-    call = call_of(name, 130, 272, "fp32")
+    call = call_of(name, 130, 384, "fp32")
     first = codes_in(call())
     assert all(torch.equal(a, b) for a, b in zip(codes_in(call()), first, strict=True))

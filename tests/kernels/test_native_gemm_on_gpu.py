@@ -46,7 +46,7 @@ DECODE_PLANS = [
     (tokens, Plan("decode", rows, cluster))
     for tokens, clusters in DECODE_CLUSTERS.items()
     for cluster in clusters
-    for rows in (8, 24, 64, 128)
+    for rows in (16, 32, 48, 64, 96)
     if rows <= 64 or tokens < 128
 ]
 

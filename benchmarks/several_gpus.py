@@ -105,7 +105,8 @@ class Job:
 
 def facts(status: int, paths: RunPaths) -> dict:
     """What a run's log and metrics say."""
-    records = load_run(paths.folder).records if paths.metrics.exists() else []
+    logged = paths.metrics.exists() and paths.metrics.stat().st_size > 0
+    records = load_run(paths.folder).records if logged else []
     steps = [data for _, data in records if "actor/grad_norm" in data]
 
     def of(key: str, of_values=statistics.median) -> float | None:

@@ -164,6 +164,21 @@ def export(
         _fail(error)
 
 
+@app.command()
+def reshard(
+    checkpoint: Annotated[str, typer.Argument(help="global_step_N of a run under FSDP2, or the run's folder of them")],
+    gpus: Annotated[int, typer.Option(help="ranks of the run that will resume, over all nodes")],
+    out: Annotated[str | None, typer.Option(help="new trainer.default_local_dir; beside the old files without")] = None,
+) -> None:
+    """Rewrite a checkpoint for another number of GPUs: weights, optimiser state, schedule and data position stay."""
+    from jetrl_verl.train.reshard import ReshardError, run_reshard
+
+    try:
+        run_reshard(checkpoint, gpus, out, Console())
+    except ReshardError as error:
+        _fail(error)
+
+
 bench = typer.Typer(help="Time kernels on one GPU beside what else is installed.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 

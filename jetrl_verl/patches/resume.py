@@ -92,8 +92,9 @@ def check_checkpoint(folder: str | Path, rank: int, world_size: int) -> None:
     if written and world_size not in written:
         raise DamagedCheckpointError(
             f"the checkpoint {folder} was written by {', '.join(map(str, sorted(written)))} ranks and this run has "
-            f"{world_size}; resume with as many GPUs, or merge it (python -m verl.model_merger merge --backend fsdp) "
-            "and start from the merged model"
+            f"{world_size}; resume with as many GPUs, or rewrite it with optimiser and schedule (FSDP2; jetrl reshard "
+            f"{folder.parent} --gpus {world_size}), or merge it (python -m verl.model_merger merge --backend fsdp) and "
+            "start from the merged model"
         )
     files = [folder / f"{content}_world_size_{world_size}_rank_{rank}.pt" for content in _CONTENTS]
     if rank == 0 and (folder.parent / "data.pt").exists():

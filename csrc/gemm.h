@@ -92,6 +92,13 @@ struct Scales {
   int64_t stride_row, stride_group;
 };
 
+// Whether the copy engine can read `rows` scales of a group at once: they lie side by side, groups 16 bytes apart or a
+// multiple of that.
+inline bool scales_suit_tma(const Scales& scales, int rows) {
+  return (scales.stride_row == 1 || rows == 1) && scales.stride_group > 0 && scales.stride_group % 4 == 0 &&
+         scales.stride_group >= rows && reinterpret_cast<uintptr_t>(scales.data) % 16 == 0;
+}
+
 // Codes [rows, k], contiguous along k; `row_stride` in bytes is a multiple of 16, like `codes`.
 struct Operand {
   const void* codes;

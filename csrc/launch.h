@@ -42,8 +42,7 @@ inline void check(cudaError_t error, const char* doing) {
   }
 }
 
-// Codes as a matrix of bytes, read in boxes of `box_rows` rows x 128 bytes under the 128-byte swizzle.
-inline CUtensorMap operand_map(const Operand& operand, int k, int box_rows) {
+inline auto tensor_map_encoder() {
   static const auto encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
@@ -52,6 +51,12 @@ inline CUtensorMap operand_map(const Operand& operand, int k, int box_rows) {
     if (found != cudaDriverEntryPointSuccess) throw std::runtime_error("jetrl: the driver has no TMA; update it");
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   }();
+  return encode;
+}
+
+// Codes as a matrix of bytes, read in boxes of `box_rows` rows x 128 bytes under the 128-byte swizzle.
+inline CUtensorMap operand_map(const Operand& operand, int k, int box_rows) {
+  const auto encode = tensor_map_encoder();
   CUtensorMap map;
   const cuuint64_t extents[2] = {cuuint64_t(k), cuuint64_t(operand.rows)};
   const cuuint64_t strides[1] = {cuuint64_t(operand.row_stride)};
@@ -59,12 +64,30 @@ inline CUtensorMap operand_map(const Operand& operand, int k, int box_rows) {
   const cuuint32_t steps[2] = {1, 1};
   const CUresult result =
       encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(operand.codes), extents, strides, box, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error("jetrl: cuTensorMapEncodeTiled refused codes of " + std::to_string(operand.rows) + " x " +
                              std::to_string(k) + " bytes with row stride " + std::to_string(operand.row_stride) +
                              " (CUresult " + std::to_string(int(result)) + ")");
+  }
+  return map;
+}
+
+// Scales that scales_suit_tma, a matrix of one row per group, read in boxes of `box_rows` scales of one group.
+inline CUtensorMap scales_map(const Scales& scales, int rows, int groups, int box_rows) {
+  CUtensorMap map;
+  const cuuint64_t extents[2] = {cuuint64_t(rows), cuuint64_t(groups)};
+  const cuuint64_t strides[1] = {cuuint64_t(scales.stride_group) * 4};
+  const cuuint32_t box[2] = {cuuint32_t(box_rows), 1};
+  const cuuint32_t steps[2] = {1, 1};
+  const CUresult result = tensor_map_encoder()(
+      &map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, const_cast<float*>(scales.data), extents, strides, box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    throw std::runtime_error("jetrl: cuTensorMapEncodeTiled refused scales of " + std::to_string(rows) + " x " +
+                             std::to_string(groups) + " (CUresult " + std::to_string(int(result)) + ")");
   }
   return map;
 }

@@ -14,9 +14,9 @@
 
 // The ring of shared-memory stages between the producer warp and the consumer warpgroups, and its barriers.
 //
-// Stage s has two mbarriers. `full`: 33 arrivals a phase, one of lane 0, which also announces the bytes of the operand
-// tiles, and one of each lane's cp.async, which bring the scales; the phase ends when all have come and the copy engine
-// has written all bytes. `empty`: one arrival per consumer warp of every block of the cluster, because a multicast
+// Stage s has two mbarriers. `full`: one arrival a phase of lane 0, which also announces the bytes that the copy engine
+// brings, and one of each lane whose cp.async bring scales (32 or fewer); the phase ends when all have come and the copy
+// engine has written all bytes. `empty`: one arrival per consumer warp of every block of the cluster, because a multicast
 // overwrites the stage in all of them: nobody may write it anywhere before everybody is done with it everywhere.
 //
 // Use number i of the ring is stage i % stages in round i / stages. Both barriers count rounds in their phase, so
@@ -110,6 +110,20 @@ JETRL_DEVICE void load_shared_tile(uint32_t to, const sm90::TensorMap* map, int 
     constexpr int kPart = kRows / kCluster;
     static_assert(kPart % 8 == 0, "a part is a whole number of swizzle atoms of eight rows");
     sm90::tma_load_multicast(to + rank * kPart * kGroup, map, column, row + rank * kPart, barrier,
+                             uint16_t((1u << kCluster) - 1));
+  }
+}
+
+// The scales of kRows rows from `row` on for one group, which the kCluster blocks of a cluster share in the same way.
+template <int kRows, int kCluster>
+JETRL_DEVICE void load_shared_scales(uint32_t to, const sm90::TensorMap* map, int row, int group, int rank,
+                                     uint32_t barrier) {
+  if constexpr (kCluster == 1) {
+    sm90::tma_load(to, map, row, group, barrier);
+  } else {
+    constexpr int kPart = kRows / kCluster;
+    static_assert(kPart * 4 % 128 == 0, "the copy engine writes to multiples of 128 bytes");
+    sm90::tma_load_multicast(to + rank * kPart * 4, map, row + rank * kPart, group, barrier,
                              uint16_t((1u << kCluster) - 1));
   }
 }

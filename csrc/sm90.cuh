@@ -121,6 +121,16 @@ JETRL_DEVICE bool barrier_try_wait(uint32_t barrier, uint32_t parity) {
   return done != 0;
 }
 
+// The same without ever suspending the thread.
+JETRL_DEVICE bool barrier_test(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done != 0;
+}
+
 // Waits until the phase of `parity` is over. A fresh barrier counts the phase before its first (parity 1) as over.
 JETRL_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity, [[maybe_unused]] const char* name,
                                [[maybe_unused]] int stage) {

@@ -32,22 +32,19 @@
 //     of the peak that the power limit leaves, 22.
 // M too small for 256-row tiles to fill the machine takes 128-row tiles (choose_block_m).
 //
-// Overlap. A warpgroup waits for its own chain and promotes it while the other's chain runs. If both issued at once,
-// both would promote at once and the tensor cores would idle meanwhile; so they take turns: named barrier 1 + g is
-// warpgroup g's turn, passed on as soon as a chain is issued. 256 cycles of the other's chain then cover promotion (64
-// FMA a thread), two barriers and the wait's latency. Warpgroup 1 opens with a pass and warpgroup 0 closes with a wait,
-// so that arrivals and waits pair up: chain i of 0 needs chain i - 1 of 1, chain i of 1 needs chain i of 0, no cycle.
+// Overlap. A warpgroup waits for its own chain and promotes it while the other's chain runs. Nothing makes them take
+// turns: whoever comes second waits for the tensor cores, and is then out of step with the first (turns by named
+// barriers or mbarriers were no faster on an H200). Stages are static (tile_ring.cuh: addresses need no arithmetic) and
+// scales are read before the chain. Under it the next block is looked for; if it has not come, it is waited for only
+// when this one is promoted and given back: else late copies would make the next ones late.
 //
-// These 256 cycles are tight. With stages that are counted at run time and waited for where they are needed, a chunk of
-// 64 rows takes a warpgroup 689 cycles (H200, ncu): 360 from issue to completion and 330 outside a chain, more than the
-// other's 256. So stages are static (tile_ring.cuh: addresses need no arithmetic), and scales are read and the next
-// block is waited for under the running chain: what is left outside is promotion and the turn.
-//
-// Roles (384 threads, one block per multiprocessor, persistent): warpgroup 0 holds the producer warp (TMA for codes,
-// cp.async for scales, since their rows need not be aligned as TMA wants); warpgroups 1 and 2 each own kBlockM / 2
-// rows. M, N and K edges: TMA fills codes with zeros and cp.async scales with zeros, so partial sums there are zero;
-// stores are guarded. K's last group is short but has a scale. Where N has an odd number of column tiles, the last
-// cluster's second block computes zeros that no one stores.
+// Roles (384 threads, one block per multiprocessor, persistent): warpgroup 0 holds the producer warp; warpgroups 1 and
+// 2 each own kBlockM / 2 rows. TMA brings codes, and the scales of X where scales_suit_tma, shared by the cluster like
+// the rows; else 32 lanes bring them by cp.async, four bytes each. Those copies and their 33 arrivals pass through the
+// shared memory that bounds this kernel: TMA instead is 4% faster (H200). The one scale of W is a cp.async. M, N and K
+// edges: TMA and cp.async fill with zeros, so partial sums there are zero; stores are guarded. K's last group is short
+// but has a scale. Where N has an odd number of column tiles, the last cluster's second block computes zeros that no one
+// stores.
 
 #include <algorithm>
 
@@ -65,6 +62,7 @@ struct FpropParams {
   Bias bias;
   Output y;
   int m, n, k_blocks;
+  bool tma_scales;  // of X
   TileOrder order;  // of cluster tiles: kBlockM rows x kCluster * 128 columns
 };
 
@@ -75,24 +73,26 @@ struct FpropShape {
   static constexpr int kChunks = kBlockM / (64 * kConsumers);  // of 64 rows, per consumer warpgroup
   static constexpr int kStages = kBlockM == 256 ? 4 : 6;
   static constexpr int kTileX = kBlockM * kGroup, kTileW = kBlockN * kGroup;
-  static constexpr int kScales = kBlockM + 4;  // floats per stage: rows of X, then the one of W
   // Byte offsets in shared memory.
   static constexpr int kAtW = kStages * kTileX;
   static constexpr int kAtStaging = kAtW + kStages * kTileW;
   static constexpr int kAtScales = kAtStaging + 4 * kConsumers * kStagingBytes;
-  static constexpr int kAtFull = kAtScales + kStages * kScales * 4;
+  static constexpr int kAtScaleW = kAtScales + kStages * kBlockM * 4;
+  static constexpr int kAtFull = round_up(kAtScaleW + kStages * 4, 8);
   static constexpr int kAtEmpty = kAtFull + 8 * kStages;
   static constexpr int kBytes = kAtEmpty + 8 * kStages;
 
   static_assert(kBlockM % (64 * kConsumers) == 0, "each consumer warpgroup owns whole chunks of 64 rows");
   static_assert(kTileX % 1024 == 0 && kTileW % 1024 == 0, "operand tiles start on whole swizzle atoms");
+  static_assert(kAtScales % 128 == 0, "TMA writes scales to multiples of 128 bytes");
   static_assert(kAtFull % 8 == 0, "mbarriers are 8 bytes, aligned");
   static_assert(kBytes <= kSharedMemory, "the stages do not fit into shared memory");
 };
 
 template <class Shape>
-JETRL_DEVICE void fprop_produce(const sm90::TensorMap* x_map, const sm90::TensorMap* w_map, const FpropParams& p,
-                                uint8_t* memory, TileRing<Shape::kStages> ring, int rank, int lane) {
+JETRL_DEVICE void fprop_produce(const sm90::TensorMap* x_map, const sm90::TensorMap* w_map,
+                                const sm90::TensorMap* x_scales_map, const FpropParams& p, uint8_t* memory,
+                                TileRing<Shape::kStages> ring, int rank, int lane) {
   const uint32_t base = sm90::shared_address(memory);
   for (int tile = first_tile<Shape::kCluster>(); tile < p.order.count(); tile += tile_step<Shape::kCluster>()) {
     int tile_m, tile_n;
@@ -102,16 +102,20 @@ JETRL_DEVICE void fprop_produce(const sm90::TensorMap* x_map, const sm90::Tensor
     for (int block = 0; block < p.k_blocks; ++block) {
       ring.wait_empty(stage);
       const uint32_t full = ring.full_barrier(stage);
+      const uint32_t x_scales = base + Shape::kAtScales + stage * Shape::kBlockM * 4;
+      const uint32_t w_scale = base + Shape::kAtScaleW + stage * 4;
       if (lane == 0) {
-        sm90::barrier_arrive_expect(full, Shape::kTileX + Shape::kTileW);
+        sm90::barrier_arrive_expect(full, Shape::kTileX + Shape::kTileW + (p.tma_scales ? Shape::kBlockM * 4 : 0));
         load_shared_tile<Shape::kBlockM, Shape::kCluster>(base + stage * Shape::kTileX, x_map, block * kGroup, row,
                                                           rank, full);
         sm90::tma_load(base + Shape::kAtW + stage * Shape::kTileW, w_map, block * kGroup, column, full);
+        if (p.tma_scales) {
+          load_shared_scales<Shape::kBlockM, Shape::kCluster>(x_scales, x_scales_map, row, block, rank, full);
+        }
       }
-      const uint32_t scales = base + Shape::kAtScales + stage * Shape::kScales * 4;
-      load_scales<Shape::kBlockM>(scales, p.x_scales, block, row, p.m, lane);
-      load_scales<1>(scales + 4 * Shape::kBlockM, p.w_scales, block, column / kGroup, ceil_div(p.n, kGroup), lane);
-      sm90::cp_async_arrive(full);
+      load_scales<1>(w_scale, p.w_scales, block, column / kGroup, ceil_div(p.n, kGroup), lane);
+      if (!p.tma_scales) load_scales<Shape::kBlockM>(x_scales, p.x_scales, block, row, p.m, lane);
+      if (!p.tma_scales || lane == 0) sm90::cp_async_arrive(full);
       ring.used(stage);
       stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
     }
@@ -121,8 +125,8 @@ JETRL_DEVICE void fprop_produce(const sm90::TensorMap* x_map, const sm90::Tensor
 template <class Shape>
 JETRL_DEVICE void fprop_consume(const FpropParams& p, uint8_t* memory, TileRing<Shape::kStages> ring, int consumer,
                                 int rank, int warp, int lane) {
-  constexpr int kChunks = Shape::kChunks, kStages = Shape::kStages, kMine = 1, kTurnThreads = 256;
-  const int my_turn = kMine + consumer, other_turn = kMine + (consumer ^ 1), k_blocks = p.k_blocks;
+  constexpr int kChunks = Shape::kChunks, kStages = Shape::kStages;
+  const int k_blocks = p.k_blocks;
   const int first_row = consumer * kChunks * 64, fragment_row = 16 * warp + lane / 4;
   const uint32_t base = sm90::shared_address(memory);
   const uint64_t x_descriptor = operand_descriptor(base) + consumer * kChunks * kDescriptorStep64Rows;
@@ -130,8 +134,8 @@ JETRL_DEVICE void fprop_consume(const FpropParams& p, uint8_t* memory, TileRing<
   uint8_t* staging = memory + Shape::kAtStaging + (4 * consumer + warp) * kStagingBytes;
   const float* all_scales = reinterpret_cast<const float*>(memory + Shape::kAtScales);
   const float* my_scales = all_scales + first_row + fragment_row;
+  const float* w_scales = reinterpret_cast<const float*>(memory + Shape::kAtScaleW);
 
-  if (consumer == 1) sm90::named_barrier_arrive(other_turn, kTurnThreads);
   float partial[64];
   for (int tile = first_tile<Shape::kCluster>(); tile < p.order.count(); tile += tile_step<Shape::kCluster>()) {
     float acc[kChunks][64];
@@ -147,18 +151,17 @@ JETRL_DEVICE void fprop_consume(const FpropParams& p, uint8_t* memory, TileRing<
         if (stage != 0 && first + stage >= k_blocks) break;
         const uint64_t x = x_descriptor + stage * (Shape::kTileX / 16);
         const uint64_t w = w_descriptor + stage * (Shape::kTileW / 16);
+        float w_scale;
+        bool ready;  // whether the next block has come; there may be none
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
-          sm90::named_barrier_sync(my_turn, kTurnThreads);
-          issue_chain<128>(partial, x + c * kDescriptorStep64Rows, w);
-          sm90::named_barrier_arrive(other_turn, kTurnThreads);
-          // While the chain runs: scales, and the wait for the next block.
-          const float* x_scales = my_scales + stage * Shape::kScales + 64 * c;
-          const float w_scale = all_scales[stage * Shape::kScales + Shape::kBlockM];
+          const float* x_scales = my_scales + stage * Shape::kBlockM + 64 * c;
+          if (c == 0) w_scale = w_scales[stage];
           const float upper = sm90::multiply(x_scales[0], w_scale), lower = sm90::multiply(x_scales[8], w_scale);
+          issue_chain<128>(partial, x + c * kDescriptorStep64Rows, w);
           if (c == kChunks - 1) {
             ring.used(stage);
-            if (first + stage + 1 < k_blocks) ring.wait_full((stage + 1) % kStages);
+            ready = ring.test_full((stage + 1) % kStages) | (first + stage + 1 >= k_blocks);
           }
           sm90::wgmma_wait<0>(partial);
           if (c == kChunks - 1) ring.template release<Shape::kCluster>(stage, lane);
@@ -170,6 +173,7 @@ JETRL_DEVICE void fprop_consume(const FpropParams& p, uint8_t* memory, TileRing<
             acc[c][j + 3] = sm90::multiply_add(partial[j + 3], lower, acc[c][j + 3]);
           }
         }
+        if (!ready) ring.wait_full((stage + 1) % kStages);
       }
     }
     int tile_m, tile_n;
@@ -181,13 +185,12 @@ JETRL_DEVICE void fprop_consume(const FpropParams& p, uint8_t* memory, TileRing<
       store_bf16(staging, acc[c], p.bias, p.y, row, column, p.m, p.n, lane);
     }
   }
-  if (consumer == 0) sm90::named_barrier_sync(my_turn, kTurnThreads);
 }
 
 template <class Shape>
 JETRL_KERNEL void __launch_bounds__(Shape::kThreads, 1)
     sm90_fprop(JETRL_GRID_CONSTANT sm90::TensorMap x_map, JETRL_GRID_CONSTANT sm90::TensorMap w_map,
-               JETRL_GRID_CONSTANT FpropParams p) {
+               JETRL_GRID_CONSTANT sm90::TensorMap x_scales_map, JETRL_GRID_CONSTANT FpropParams p) {
   uint8_t* memory = sm90::dynamic_shared_memory();
   const uint32_t base = sm90::shared_address(memory);
   const TileRing<Shape::kStages> ring{base + Shape::kAtFull, base + Shape::kAtEmpty};
@@ -198,13 +201,15 @@ JETRL_KERNEL void __launch_bounds__(Shape::kThreads, 1)
   if (thread == 0) {
     sm90::prefetch_tensor_map(&x_map);
     sm90::prefetch_tensor_map(&w_map);
-    ring.template init<Shape::kCluster, 4 * Shape::kConsumers>();
+    if (p.tma_scales) sm90::prefetch_tensor_map(&x_scales_map);
+    ring.template init<Shape::kCluster, 4 * Shape::kConsumers>(p.tma_scales ? 1 + 1 : 1 + 32);
   }
   sync_cluster_or_block<Shape::kCluster>();
 
   if (warpgroup == 0) {
     sm90::give_registers<40>();
-    if (warp == 0) fprop_produce<Shape>(&x_map, &w_map, p, memory, ring, rank, lane);
+    if (warp != 0) return;  // rather than wait below for as long as the kernel runs
+    fprop_produce<Shape>(&x_map, &w_map, &x_scales_map, p, memory, ring, rank, lane);
   } else {
     sm90::take_registers<232>();
     fprop_consume<Shape>(p, memory, ring, warpgroup - 1, rank, warp % 4, lane);
@@ -217,12 +222,16 @@ template <class Shape>
 void run_fprop(const Operand& x, const Operand& w, int k, const Bias& bias, const Output& y, Stream stream) {
   const TileOrder order{ceil_div(x.rows, Shape::kBlockM), ceil_div(w.rows, Shape::kCluster * Shape::kBlockN),
                         2048 / Shape::kBlockM};
-  const FpropParams p{x.scales, w.scales, bias, y, x.rows, w.rows, ceil_div(k, kGroup), order};
+  const int k_blocks = ceil_div(k, kGroup);
+  const bool tma_scales = scales_suit_tma(x.scales, x.rows);
+  const FpropParams p{x.scales, w.scales, bias, y, x.rows, w.rows, k_blocks, tma_scales, order};
   const auto x_map = operand_map(x, k, Shape::kBlockM / Shape::kCluster);
   const auto w_map = operand_map(w, k, Shape::kBlockN);
+  const auto x_scales_map =
+      tma_scales ? scales_map(x.scales, x.rows, k_blocks, Shape::kBlockM / Shape::kCluster) : x_map;
   const int clusters = std::min(order.count(), multiprocessors() / Shape::kCluster);
   launch<sm90_fprop<Shape>>(clusters * Shape::kCluster, Shape::kCluster, Shape::kThreads, Shape::kBytes, stream, x_map,
-                            w_map, p);
+                            w_map, x_scales_map, p);
 }
 
 }  // namespace

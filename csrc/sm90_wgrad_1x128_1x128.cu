@@ -40,7 +40,8 @@
 // nothing.
 //
 // T need not be a multiple of 128: the tensor map ends at T, whatever the padding of a row holds, TMA fills codes with
-// zeros from there, and the last group has a scale. Roles and edges are those of the FProp kernel.
+// zeros from there, and the last group has a scale. TMA brings the scales, too, where both operands' suit it. Roles and
+// edges are those of the FProp kernel.
 
 #include <algorithm>
 
@@ -57,6 +58,7 @@ struct WgradParams {
   Scales a_scales, b_scales;
   Output dw;
   int n, k, t_blocks;
+  bool tma_scales;
   TileOrder order;  // of cluster tiles: kBlockM rows x kCluster * 128 columns
 };
 
@@ -80,7 +82,7 @@ struct WgradShape {
 
   static_assert(kBlockM % (64 * kConsumers) == 0, "each consumer warpgroup owns whole chunks of 64 rows");
   static_assert(kTileA % 1024 == 0 && kTileB % 1024 == 0, "operand tiles start on whole swizzle atoms");
-  static_assert(kAtScales % 8 == 0 && kScales % 2 == 0, "column scales are read 8 bytes at a time");
+  static_assert(kAtScales % 128 == 0 && kBlockM * 4 % 128 == 0, "TMA writes scales to multiples of 128 bytes");
   static_assert(kAtFull % 8 == 0, "mbarriers are 8 bytes, aligned");
   static_assert(kBytes <= kSharedMemory, "the stages do not fit into shared memory");
 };
@@ -99,8 +101,10 @@ JETRL_DEVICE void promote(float (&acc)[64], const float (&partial)[64], const fl
 }
 
 template <class Shape>
-JETRL_DEVICE void wgrad_produce(const sm90::TensorMap* a_map, const sm90::TensorMap* b_map, const WgradParams& p,
-                                uint8_t* memory, TileRing<Shape::kStages> ring, int rank, int lane) {
+JETRL_DEVICE void wgrad_produce(const sm90::TensorMap* a_map, const sm90::TensorMap* b_map,
+                                const sm90::TensorMap* a_scales_map, const sm90::TensorMap* b_scales_map,
+                                const WgradParams& p, uint8_t* memory, TileRing<Shape::kStages> ring, int rank,
+                                int lane) {
   const uint32_t base = sm90::shared_address(memory);
   for (int tile = first_tile<Shape::kCluster>(); tile < p.order.count(); tile += tile_step<Shape::kCluster>()) {
     int tile_m, tile_n;
@@ -110,16 +114,23 @@ JETRL_DEVICE void wgrad_produce(const sm90::TensorMap* a_map, const sm90::Tensor
     for (int block = 0; block < p.t_blocks; ++block) {
       ring.wait_empty(stage);
       const uint32_t full = ring.full_barrier(stage);
+      const uint32_t a_scales = base + Shape::kAtScales + stage * Shape::kScales * 4;
+      const uint32_t b_scales = a_scales + 4 * Shape::kBlockM;
       if (lane == 0) {
-        sm90::barrier_arrive_expect(full, Shape::kTileA + Shape::kTileB);
+        sm90::barrier_arrive_expect(full, Shape::kTileA + Shape::kTileB + (p.tma_scales ? Shape::kScales * 4 : 0));
         load_shared_tile<Shape::kBlockM, Shape::kCluster>(base + stage * Shape::kTileA, a_map, block * kGroup, row,
                                                           rank, full);
         sm90::tma_load(base + Shape::kAtB + stage * Shape::kTileB, b_map, block * kGroup, column, full);
+        if (p.tma_scales) {
+          load_shared_scales<Shape::kBlockM, Shape::kCluster>(a_scales, a_scales_map, row, block, rank, full);
+          sm90::tma_load(b_scales, b_scales_map, column, block, full);
+        }
       }
-      const uint32_t scales = base + Shape::kAtScales + stage * Shape::kScales * 4;
-      load_scales<Shape::kBlockM>(scales, p.a_scales, block, row, p.n, lane);
-      load_scales<Shape::kBlockN>(scales + 4 * Shape::kBlockM, p.b_scales, block, column, p.k, lane);
-      sm90::cp_async_arrive(full);
+      if (!p.tma_scales) {
+        load_scales<Shape::kBlockM>(a_scales, p.a_scales, block, row, p.n, lane);
+        load_scales<Shape::kBlockN>(b_scales, p.b_scales, block, column, p.k, lane);
+        sm90::cp_async_arrive(full);
+      }
       ring.used(stage);
       stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
     }
@@ -213,6 +224,7 @@ JETRL_DEVICE void wgrad_consume(const WgradParams& p, uint8_t* memory, TileRing<
 template <class Shape>
 JETRL_KERNEL void __launch_bounds__(Shape::kThreads, 1)
     sm90_wgrad(JETRL_GRID_CONSTANT sm90::TensorMap a_map, JETRL_GRID_CONSTANT sm90::TensorMap b_map,
+               JETRL_GRID_CONSTANT sm90::TensorMap a_scales_map, JETRL_GRID_CONSTANT sm90::TensorMap b_scales_map,
                JETRL_GRID_CONSTANT WgradParams p) {
   uint8_t* memory = sm90::dynamic_shared_memory();
   const uint32_t base = sm90::shared_address(memory);
@@ -224,14 +236,16 @@ JETRL_KERNEL void __launch_bounds__(Shape::kThreads, 1)
   if (thread == 0) {
     sm90::prefetch_tensor_map(&a_map);
     sm90::prefetch_tensor_map(&b_map);
+    if (p.tma_scales) sm90::prefetch_tensor_map(&a_scales_map), sm90::prefetch_tensor_map(&b_scales_map);
     for (int g = 0; g < Shape::kConsumers; ++g) sm90::barrier_init(base + Shape::kAtTurns + 8 * g, 4);
-    ring.template init<Shape::kCluster, 4 * Shape::kConsumers>();
+    ring.template init<Shape::kCluster, 4 * Shape::kConsumers>(p.tma_scales ? 1 : 1 + 32);
   }
   sync_cluster_or_block<Shape::kCluster>();
 
   if (warpgroup == 0) {
     sm90::give_registers<24>();
-    if (warp == 0) wgrad_produce<Shape>(&a_map, &b_map, p, memory, ring, rank, lane);
+    if (warp != 0) return;  // rather than wait below for as long as the kernel runs
+    wgrad_produce<Shape>(&a_map, &b_map, &a_scales_map, &b_scales_map, p, memory, ring, rank, lane);
   } else {
     sm90::take_registers<240>();
     wgrad_consume<Shape>(p, memory, ring, warpgroup - 1, rank, warp % 4, lane);
@@ -244,12 +258,17 @@ template <class Shape>
 void run_wgrad(const Operand& a, const Operand& b, int t, const Output& dw, Stream stream) {
   const TileOrder order{ceil_div(a.rows, Shape::kBlockM), ceil_div(b.rows, Shape::kCluster * Shape::kBlockN),
                         2048 / Shape::kBlockM};
-  const WgradParams p{a.scales, b.scales, dw, a.rows, b.rows, ceil_div(t, kGroup), order};
+  const int t_blocks = ceil_div(t, kGroup);
+  const bool tma_scales = scales_suit_tma(a.scales, a.rows) && scales_suit_tma(b.scales, b.rows);
+  const WgradParams p{a.scales, b.scales, dw, a.rows, b.rows, t_blocks, tma_scales, order};
   const auto a_map = operand_map(a, t, Shape::kBlockM / Shape::kCluster);
   const auto b_map = operand_map(b, t, Shape::kBlockN);
+  const auto a_scales_map =
+      tma_scales ? scales_map(a.scales, a.rows, t_blocks, Shape::kBlockM / Shape::kCluster) : a_map;
+  const auto b_scales_map = tma_scales ? scales_map(b.scales, b.rows, t_blocks, Shape::kBlockN) : b_map;
   const int clusters = std::min(order.count(), multiprocessors() / Shape::kCluster);
   launch<sm90_wgrad<Shape>>(clusters * Shape::kCluster, Shape::kCluster, Shape::kThreads, Shape::kBytes, stream, a_map,
-                            b_map, p);
+                            b_map, a_scales_map, b_scales_map, p);
 }
 
 template <int kBlockM, int kCluster>

@@ -39,11 +39,12 @@ struct TileRing {
   // By each thread that waits, after its wait for this use of the stage and before the one for the next.
   JETRL_DEVICE void used(int stage) { parity ^= 1u << stage; }
 
-  // By one thread of the block, before anybody waits.
+  // By one thread of the block, before anybody waits. `full_arrivals`: lane 0's, and those of the lanes that bring
+  // scales by cp.async.
   template <int kCluster, int kConsumerWarps>
-  JETRL_DEVICE void init() const {
+  JETRL_DEVICE void init(int full_arrivals = 1 + 32) const {
     for (int s = 0; s < kStages; ++s) {
-      sm90::barrier_init(full_barrier(s), 1 + 32);
+      sm90::barrier_init(full_barrier(s), full_arrivals);
       sm90::barrier_init(empty_barrier(s), kCluster * kConsumerWarps);
     }
     sm90::fence_barrier_init();
@@ -56,6 +57,9 @@ struct TileRing {
   JETRL_DEVICE void wait_full(int stage) const {
     sm90::barrier_wait(full_barrier(stage), parity >> stage & 1, "full", stage);
   }
+
+  // Whether wait_full would not have to wait.
+  JETRL_DEVICE bool test_full(int stage) const { return sm90::barrier_test(full_barrier(stage), parity >> stage & 1); }
 
   // By a whole consumer warp, whose lanes have all read what they wanted: one arrival in each block of the cluster.
   template <int kCluster>

@@ -38,6 +38,14 @@ inline sm90::TensorMap operand_map(const Operand& operand, int k, int box_rows) 
   return {static_cast<const uint8_t*>(operand.codes), k, operand.rows, operand.row_stride, box_rows};
 }
 
+inline sm90::TensorMap scales_map(const Scales& scales, int rows, int groups, int box_rows) {
+  const int64_t stride = scales.stride_group * 4;
+  if (reinterpret_cast<uintptr_t>(scales.data) % 16 != 0 || stride % 16 != 0 || box_rows < 4 || box_rows > 256) {
+    throw std::runtime_error("the hardware refuses this tensor map");
+  }
+  return {reinterpret_cast<const uint8_t*>(scales.data), rows, groups, stride, 1, 4, box_rows};
+}
+
 template <auto kKernel, class... Arguments>
 void launch(int blocks, int cluster, int threads, int shared_bytes, Stream, const Arguments&... arguments) {
   run_grid(blocks, cluster, threads, shared_bytes, [&] { kKernel(arguments...); });

@@ -86,7 +86,8 @@ struct Machine {
   std::vector<Block> blocks;
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<std::function<void()>> tiles;  // TMA loads in flight, one per destination
-  NamedBarrier cluster_barrier;
+  NamedBarrier cluster_barrier;  // of the threads that have not left
+  int alive = 0;
   const std::function<void()>* kernel = nullptr;
   std::mt19937 random;
   ucontext_t scheduler;
@@ -198,23 +199,37 @@ void compute(const Fiber& fiber, const Wgmma& op) {
   }
 }
 
+// The cluster's barrier waits for the threads that have not left.
+void settle_cluster() {
+  NamedBarrier& barrier = machine.cluster_barrier;
+  if (barrier.arrived != 0 && barrier.arrived == machine.alive) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+  }
+}
+
 void enter_fiber() {
   (*machine.kernel)();
   machine.current->done = true;
+  --machine.alive;
+  settle_cluster();
   yield();
 }
 
 void load(int to_block, uint32_t to, const sm90::TensorMap& map, int column, int row, uint32_t barrier) {
   Block& of = machine.blocks[to_block];
+  const int width = map.box_columns * map.element;
   for (int r = 0; r < map.box_rows; ++r) {
-    for (int c = 0; c < jetrl::kGroup; ++c) {
-      const bool inside = row + r >= 0 && row + r < map.rows && column + c >= 0 && column + c < map.columns;
-      *at(of, swizzled(to + r * jetrl::kGroup + c), 1) =
-          inside ? map.data[(row + r) * map.row_stride + column + c] : uint8_t(0);
+    for (int byte = 0; byte < width; ++byte) {
+      const int c = column + byte / map.element;
+      const bool inside = row + r >= 0 && row + r < map.rows && c >= 0 && c < map.columns;
+      const uint32_t address = to + r * width + byte;
+      *at(of, map.swizzled() ? swizzled(address) : address, 1) =
+          inside ? map.data[(row + r) * map.row_stride + int64_t(column) * map.element + byte] : uint8_t(0);
     }
   }
   if (Barrier* found = find(of, barrier)) {
-    found->bytes -= map.box_rows * jetrl::kGroup;
+    found->bytes -= map.box_bytes();
     check_phase(*found);
   }
 }
@@ -257,8 +272,9 @@ void run_cluster() {
   const int service = machine.seed % 3;  // of copies: 0 when nothing else can run, 1 evenly, 2 eagerly
   const uint32_t slow = machine.seed == 0 ? 0 : machine.random();  // warps that seldom run
   const int total = int(machine.fibers.size());
-  int alive = total, next = 0;
-  while (alive > 0) {
+  int next = 0;
+  machine.alive = total;
+  while (machine.alive > 0) {
     std::vector<Fiber*> copying;
     const bool serve = service == 2 || (service == 1 && chance(4));
     Fiber* chosen = nullptr;
@@ -280,7 +296,6 @@ void run_cluster() {
     if (chosen != nullptr) {
       machine.current = chosen;
       swapcontext(&machine.scheduler, &chosen->context);
-      if (chosen->done) --alive;
     }
     if (chosen == nullptr || serve) {
       for (const auto& fiber : machine.fibers) {
@@ -360,7 +375,11 @@ void named_barrier_arrive(int id, int threads) {
 }
 void sync_block() { join_and_wait(block().named[0], machine.threads, "its block"); }
 void sync_cluster() {
-  join_and_wait(machine.cluster_barrier, machine.threads * machine.cluster, "its cluster");
+  NamedBarrier& barrier = machine.cluster_barrier;
+  const uint64_t generation = barrier.generation;
+  ++barrier.arrived;
+  settle_cluster();
+  wait_until([&barrier, generation] { return barrier.generation != generation; }, "its cluster");
 }
 
 void barrier_init(uint32_t barrier, int arrivals) {
@@ -373,8 +392,8 @@ void barrier_arrive(uint32_t barrier) {
   maybe_yield();
 }
 void barrier_arrive_at(uint32_t barrier, int rank) {
-  for (const auto& fiber : machine.fibers) {
-    if (fiber->block == rank && fiber->done) fail("an arrival at a block that has left");
+  for (const auto& fiber : machine.fibers) {  // warps beside the producer may leave at any time, in its warpgroup
+    if (fiber->block == rank && fiber->done && fiber->thread >= 128) fail("an arrival at a block that has left");
   }
   arrive(machine.blocks[rank], barrier);
   maybe_yield();
@@ -384,6 +403,12 @@ void barrier_arrive_expect(uint32_t barrier, int bytes) {
   arrive(block(), barrier);
   maybe_yield();
 }
+bool barrier_test(uint32_t barrier, uint32_t parity) {
+  Barrier* found = find(block(), barrier);
+  if (found == nullptr) fail(machine.error);
+  maybe_yield();
+  return (found->phase & 1) != parity;
+}
 void barrier_wait(uint32_t barrier, uint32_t parity, const char* name, int stage) {
   Barrier* found = find(block(), barrier);
   if (found == nullptr) fail(machine.error);
@@ -392,7 +417,8 @@ void barrier_wait(uint32_t barrier, uint32_t parity, const char* name, int stage
 }
 
 void tma_load_multicast(uint32_t to, const TensorMap* map, int column, int row, uint32_t barrier, uint16_t blocks) {
-  if (to % 1024 != 0) fail("an operand tile that does not start on a swizzle atom");
+  if (map->swizzled() && to % 1024 != 0) fail("an operand tile that does not start on a swizzle atom");
+  if (to % 128 != 0) fail("a box that does not start on 128 bytes");
   for (int b = 0; b < machine.cluster; ++b) {
     if (blocks >> b & 1) {
       machine.tiles.push_back([=, map = *map] { load(b, to, map, column, row, barrier); });

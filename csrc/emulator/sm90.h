@@ -53,8 +53,12 @@ namespace sm90 {
 
 struct TensorMap {
   const uint8_t* data;
-  int64_t columns, rows, row_stride;
+  int64_t columns, rows, row_stride;  // elements, rows, bytes
   int box_rows;
+  int element = 1, box_columns = jetrl::kGroup;  // boxes of 128 bytes a row are swizzled, those of scales are not
+
+  bool swizzled() const { return element == 1; }
+  int box_bytes() const { return box_rows * box_columns * element; }
 };
 
 // Implemented by machine.cpp.
@@ -75,6 +79,7 @@ void barrier_init(uint32_t barrier, int arrivals);
 void barrier_arrive(uint32_t barrier);
 void barrier_arrive_at(uint32_t barrier, int rank);
 void barrier_arrive_expect(uint32_t barrier, int bytes);
+bool barrier_test(uint32_t barrier, uint32_t parity);
 void barrier_wait(uint32_t barrier, uint32_t parity, const char* name, int stage);
 
 void tma_load(uint32_t to, const TensorMap* map, int column, int row, uint32_t barrier);

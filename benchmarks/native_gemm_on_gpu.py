@@ -46,8 +46,8 @@ from jetrl_verl.kernels.native import Plan
 from jetrl_verl.numerics import BlockQuantized
 
 TILES = [(block_m, cluster) for block_m in (256, 128) for cluster in (1, 2)]
-DECODE_CLUSTERS = {8: (1,), 16: (1, 2), 32: (1, 2), 64: (1, 2, 4), 128: (1, 4)}
-DECODE_ROWS = (16, 32, 48, 64, 96)
+DECODE_TOKENS = (16, 32, 64, 128)
+DECODE_ROWS = (16, 32, 48, 64)
 
 console = Console(width=140)
 
@@ -55,10 +55,9 @@ console = Console(width=140)
 def variants() -> list[tuple[str, Plan, tuple[int, int, int]]]:
     """Operation, plan and a shape that makes every tile edge, every cluster and a second round of tiles occur."""
     found = [("fprop", Plan("fprop", *tile), (290, 264, 1040)) for tile in TILES]
-    for tokens, clusters in DECODE_CLUSTERS.items():
-        for cluster in clusters:
-            for rows in (16, 64) if tokens == 128 else (16, 96):
-                found.append(("fprop", Plan("decode", rows, cluster), (tokens - tokens // 4, 264, 1040)))
+    for tokens in DECODE_TOKENS:
+        for rows in DECODE_ROWS:
+            found.append(("fprop", Plan("decode", rows), (tokens - tokens // 4, 264, 1040)))
     found += [("wgrad", Plan("", *tile), (290, 264, 1040)) for tile in TILES]
     return found
 
@@ -145,11 +144,9 @@ def sweep(machine: Machine) -> list[dict]:
     for m, n, k in ((4096, 6144, 4096), (16384, 4096, 12288), (1024, 4096, 4096)):
         plans = [Plan("fprop", *tile) for tile in TILES]
         records.append(time_plans(machine, Problem("fprop", "", "", m, n, k), plans))
-    for m in (8, 32, 64, 128):
+    for m in (1, 16, 32, 64, 128):
         for layer, (n, k) in MODELS["qwen3-8b"].items():
-            tiles = [rows for rows in DECODE_ROWS if m < 128 or rows <= 64]
-            plans = [Plan("fprop"), Plan("decode")]
-            plans += [Plan("decode", rows, cluster) for cluster in DECODE_CLUSTERS[m] for rows in tiles]
+            plans = [Plan("fprop"), Plan("decode"), *(Plan("decode", rows) for rows in DECODE_ROWS)]
             records.append(time_plans(machine, Problem("decode", "qwen3-8b", layer, m, n, k), plans))
     plans = [Plan("", *tile) for tile in TILES]
     records.append(time_plans(machine, Problem("wgrad", "", "", 6144, 4096, 8192), plans))

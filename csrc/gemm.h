@@ -122,7 +122,7 @@ struct Output {
 
 // Zero: the kernel's own choice. Only the speed depends on it, never a bit of the result.
 struct Config {
-  int block_m = 0;  // 128 or 256 rows of A per tile; in the decode kernel rows of W per tile: 16, 32, 48, 64 or 96
+  int block_m = 0;  // 128 or 256 rows of A per tile; in the decode kernel rows of W per tile: 16, 32, 48 or 64
   int cluster = 0;  // blocks that share an operand tile by multicast
 };
 

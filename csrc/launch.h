@@ -131,32 +131,6 @@ void launch(int blocks, int cluster, int threads, int shared_bytes, Stream strea
   check(cudaLaunchKernelEx(&config, kKernel, arguments...), "starting a kernel");
 }
 
-// Blocks of this kernel that run at once in clusters: a cluster needs its blocks within one group of multiprocessors,
-// so clusters of four may leave some of them idle.
-template <auto kKernel>
-int resident_blocks(int cluster, int threads, int shared_bytes) {
-  if (cluster == 1) return multiprocessors();
-  static std::atomic<int> found[64];
-  std::atomic<int>& mine = found[current_device() % 64];
-  if (mine.load() != 0) return mine.load();
-  check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-        "raising the shared memory limit");
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {unsigned(cluster), 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(cluster);
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  int clusters = 0;
-  check(cudaOccupancyMaxActiveClusters(&clusters, kKernel, &config), "asking how many clusters fit");
-  if (clusters < 1) throw std::runtime_error("jetrl: no cluster of a kernel fits on this GPU");
-  mine.store(clusters * cluster);
-  return clusters * cluster;
-}
-
 }  // namespace jetrl
 
 #endif  // JETRL_EMULATE

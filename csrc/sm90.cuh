@@ -68,14 +68,6 @@ JETRL_DEVICE int warp_uniform(int value) { return __shfl_sync(0xffffffffu, value
 JETRL_DEVICE void sync_warp() { __syncwarp(); }
 JETRL_DEVICE void sync_block() { __syncthreads(); }
 
-// Named barrier `id` (0 is sync_block's) of `threads` threads: wait for all of them, or count as arrived and go on.
-JETRL_DEVICE void named_barrier_sync(int id, int threads) {
-  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-JETRL_DEVICE void named_barrier_arrive(int id, int threads) {
-  asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 // Relaxed: it publishes no data, and a release would wait for every store in flight. Initialised barriers are published
 // by fence_barrier_init.
 JETRL_DEVICE void sync_cluster() {
@@ -203,6 +195,17 @@ JETRL_DEVICE void wgmma_wait(float (&d)[kRegisters]) {
   for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// The same where a group holds several chains.
+template <int kPending, int kChains, int kRegisters>
+JETRL_DEVICE void wgmma_wait(float (&d)[kChains][kRegisters]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+#pragma unroll
+  for (int c = 0; c < kChains; ++c) {
+#pragma unroll
+    for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+f"(d[c][i])::"memory");
+  }
+}
+
 // D[64 x N] (+)= A[64 x 32] B[N x 32]^T, E4M3 from shared memory; `keep` false starts from zero.
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D8(i) D4(i), D4(i + 4)
@@ -222,14 +225,14 @@ JETRL_DEVICE void wgmma_wait(float (&d)[kRegisters]) {
 
 template <int N>
 JETRL_DEVICE void wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, bool keep) {
-  static_assert(N == 8 || N == 16 || N == 32 || N == 64 || N == 128, "N must be a power of two from 8 to 128");
+  static_assert(N == 16 || N == 32 || N == 48 || N == 64 || N == 128, "a width not listed below");
 #define COMMA ,
-  if constexpr (N == 8) {
-    WGMMA("m64n8k32", "%0,%1,%2,%3", D4(0), "%4", "%5", "%6");
-  } else if constexpr (N == 16) {
+  if constexpr (N == 16) {
     WGMMA("m64n16k32", R8(0, 1, 2, 3, 4, 5, 6, 7), D8(0), "%8", "%9", "%10");
   } else if constexpr (N == 32) {
     WGMMA("m64n32k32", R16_0, D16(0), "%16", "%17", "%18");
+  } else if constexpr (N == 48) {
+    WGMMA("m64n48k32", R16_0 "," R8(16, 17, 18, 19, 20, 21, 22, 23), D16(0) COMMA D8(16), "%24", "%25", "%26");
   } else if constexpr (N == 64) {
     WGMMA("m64n64k32", R16_0 "," R16_1, D32(0), "%32", "%33", "%34");
   } else {
@@ -277,13 +280,6 @@ JETRL_DEVICE void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1),
                "r"(r2), "r"(r3)
                : "memory");
-}
-
-// The fragment of the transpose of an 8x8 matrix of 16-bit values held by the warp.
-JETRL_DEVICE uint32_t transpose_8x8(uint32_t fragment) {
-  uint32_t transposed;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(fragment));
-  return transposed;
 }
 
 }  // namespace sm90

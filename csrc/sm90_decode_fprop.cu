@@ -15,202 +15,183 @@
 // Decoding on Hopper: Y[M,N] = X[M,K] W[N,K]^T (+ bias) for few rows of X, with the bits of the big kernel
 // (sm90_fprop_1x128_128x128.cu). The weights are read once from device memory and are what limits it: 4.3 TB/s.
 //
-// Sides swapped. wgmma's M is at least 64 and its N at least 8, so rows of W are its M and tokens its N: D = W X^T, the
-// tile's transpose. A dot product of 32 codes does not know which factor was called A (tests on a GPU hold that), the
-// chain of four per K block starts from zero, and the promotion is the same fma(p, s_x * s_w, acc), K blocks ascending,
-// with no split of K: so a row of Y has the same bits here and there.
+// Tokens are wgmma's M, 64 of them, and a narrow tile of kColumns rows of W its N. A thread then has two rows of D: two
+// scales of X and one of W, two multiplications and kColumns / 2 FMA per K block. With the sides swapped, W as M, a
+// tile of 32 rows of W wastes half an instruction and each token is a column with a scale of its own. Up to 16 tokens
+// both are equally fast (H200, a layer's four linears), at 64 tokens this is 10% faster and at 128 20%.
 //
-// All multiprocessors stream. One block takes kRows rows of W, chosen so that one round of blocks, or a whole number of
-// rounds, covers N: 4096 = 128 x 32, 6144 = 128 x 48, 24576 = 2 x 128 x 96. wgmma's 64 rows may reach past the tile's:
-// what it reads there is other data of this block's shared memory, rows of D are independent, and those are not stored.
+// All multiprocessors stream: kColumns is chosen so that one round of blocks, or a whole number of rounds, covers N:
+// 4096 = 128 x 32, 6144 = 128 x 48, 24576 = 3 x 128 x 64 (plan_cost).
 //
-// What limits it, per multiprocessor. A K block of 32 rows is 4 KB of W, due every 220 cycles.
-//   - Latency. A warpgroup waits for a copy, issues four wgmma, waits for them, promotes: one after the other, that is
-//     400 cycles. So a step is a stage of two K blocks (one with 128 tokens, whose X would leave too few stages), and
-//     the wgmma of stage i + 1 are issued before those of stage i are waited for: four sets of partial sums.
-//   - Issue slots: 64 tokens are 32 FMA and 16 multiplications a K block for each of four warps on four sub-cores.
-//   - The L2 delivers 41 bytes per ns and multiprocessor, and X comes from there once per block: 64 tokens are 8 KB
-//     beside 4 KB of W, three times the memory's rate. Blocks of a cluster take neighbouring tiles of N and share X by
-//     multicast: with four, 6 KB of L2 reads for 4 KB of W. plan_cost weighs this.
+// What limits it, per multiprocessor, for 64 tokens and 32 columns. A K block is 4 KB of W, due every 220 cycles;
+// beside it come 8 KB of X from the L2. (Blocks that share X by multicast are no faster.)
+//   - Shared memory delivers 128 bytes a cycle: wgmma reads 8 KB of X and 4 KB of W, the copy engine writes as much:
+//     192 cycles.
+//   - One warpgroup, so one warp on each sub-core, does everything in turn: wait, issue, wait, promote. A step is a
+//     stage of two K blocks (one with 128 tokens, whose X would leave too few stages) and one wgmma group: one wait for
+//     its copies, one for its chains, one release. The group of stage i + 1 is issued before that of stage i is waited
+//     for: four sets of partial sums, 16 registers each for 32 columns. Two warpgroups share 128 tokens.
+//   - Scales of a token lie side by side for the K blocks of a stage: one 8-byte read for each of a thread's two rows
+//     and one for the W scale.
 //   - Bytes in flight: at 33 bytes per ns and about 1 us under load, 33 KB of W have to be on their way. Stages fill
-//     the shared memory; two are in the consumers' hands, 48 KB and more are left (32 at 128 tokens by 32 rows).
-//   - Code is read for the first time, too. A tile of K = 4096 is 16 stages, so a loop that is unrolled over the ring
-//     would run cold from one end to the other, 3 KB a stage at 64 tokens. Two stages, what the two pairs of partial
-//     sums need, are resident after the first round; descriptors are a base plus one shifted stage.
+//     the shared memory; two are in the consumers' hands. The ring goes on from tile to tile (StageRing), so the number
+//     of stages need not be even: 9 of 8 KB of W for 64 tokens by 32 columns.
+//   - Code is read for the first time, too: the loop is two stages long, what the two pairs of partial sums need.
 //
-// Fixed cost: launch; a tensor map fetched and the first copy, one after the other; the last stage and the stores. The
-// producer therefore starts its first copies (kEarly stages of them) before the block or cluster meets: its own
-// barriers are all they need. Only shared tiles have to wait for the other blocks.
+// Few tokens. TMA loads kTokens rows of X, or those of them that exist; wgmma reads 64. Rows past kTokens are whatever
+// follows the tile in shared memory (W follows X, so they are inside it); rows of D are independent, those are not
+// stored.
 //
-// Roles: warpgroups of consumers, each 64 rows (kRows = 96: two) by up to 64 tokens (kTokens = 128: two); a warp of
-// which one thread starts the copies of tiles; a warp that copies scales by cp.async.
+// Fixed cost, about 5 us of a call: launch; a tensor map fetched and the first copy, one after the other; the last
+// stage and the stores. The copies of the first kEarly stages therefore start before the block meets: its own barriers
+// are all they need. Registers suffice without setmaxnreg, so no third warpgroup has to exist.
+//
+// Scales come by a warp's cp.async, one stage of the ring at a time like the codes: read by the consumers themselves,
+// from global memory and stages ahead, each stage would take three loads, their addresses and guards from the warps
+// whose issue slots are what there is least of; a warp on its own has them to spare.
 //
 // Edges. TMA and cp.async fill with zeros. An odd number of K blocks leaves half a stage past K: partial sums p = +0,
 // and the scale is made -0, since fma(+0, -0, acc) = acc + -0 = acc, bit for bit; +0 would turn an acc of -0 into +0.
-//
-// Scales: thread t's columns of D are tokens 8j + 2 (t % 4) + 0..1, its rows W's. Tiles start on multiples of 16 rows
-// and a warp has 16 of them, so a warp's rows are in one block of 128, if not all warps' in the same. Y is D
-// transposed: movmatrix turns an 8x8 block of BF16 in registers, after which four lanes hold 16 contiguous bytes of a
-// row of Y.
+// Tiles start on multiples of 16 columns, so 16 columns share a W scale; 48 does not divide 128, and there each 16
+// columns read theirs from the one or the other of the stage's two.
 
 #include <algorithm>
 
 #include "epilogue.cuh"
 #include "launch.h"
 #include "pipeline.cuh"
-#include "tile_ring.cuh"
 
 namespace jetrl {
 
 namespace {
 
-constexpr int kSpare = 1024;  // bytes of shared memory that a block leaves to the system
+constexpr int kSpare = 1024;      // bytes of shared memory that a block leaves to the system
+constexpr int kMostTokens = 128;  // of a tile
 
 struct DecodeParams {
   Scales x_scales, w_scales;
   Bias bias;
   Output y;
   int m, n, k_blocks;
-  int tiles_m;  // tiles of tokens: cluster tile t is tile t % tiles_m of tokens and t / tiles_m of W, so W stays in L2
-  int tiles;    // of clusters
+  int tiles_m;  // tiles of tokens: tile t is tile t % tiles_m of tokens and t / tiles_m of W, so W stays in L2
+  int tiles;
 };
 
-template <int kTokens_, int kRows_, int kCluster_>
+template <int kTokens_, int kColumns_>
 struct DecodeShape {
-  static constexpr int kTokens = kTokens_, kRows = kRows_, kCluster = kCluster_;
-  static constexpr int kRowParts = ceil_div(kRows, 64), kTokenParts = ceil_div(kTokens, 64);
-  static constexpr int kConsumers = kRowParts * kTokenParts, kColumns = kTokens / kTokenParts;  // of a warpgroup's D
+  static constexpr int kTokens = kTokens_, kColumns = kColumns_, kConsumers = ceil_div(kTokens, 64);
+  static constexpr int kBlocks = kConsumers == 1 ? 2 : 1;  // of K, per stage
   static constexpr int kCopyWarp = 4 * kConsumers, kScaleWarp = kCopyWarp + 1;
-  // With two consumer warpgroups a third one, mostly idle, whose registers they take.
-  static constexpr int kThreads = kConsumers == 2 ? 384 : 192;
-  static constexpr int kBlocks = kTokens > 64 ? 1 : 2;  // of K, per stage
-  static constexpr int kTileW = kRows * kGroup, kTileX = kTokens * kGroup;
-  static constexpr int kStageW = kBlocks * kTileW, kStageX = kBlocks * kTileX;
-  // Scales of a stage: per K block the tokens', then per K block two blocks of W.
-  static constexpr int kScales = kBlocks * (kTokens + 2), kAtWScales = kBlocks * kTokens;
-  static constexpr int kStageScales = 4 * round_up(kScales, 4);
-  static constexpr int kFit = (kSharedMemory - kSpare) / (kStageW + kStageX + kStageScales + 16);
-  static constexpr int kStages = (kFit < 32 ? kFit : 32) / 2 * 2;
+  static constexpr int kThreads = 128 * kConsumers + 64;
+  static constexpr int kTileX = kTokens * kGroup, kTileW = kColumns * kGroup;
+  static constexpr int kStageX = kBlocks * kTileX, kStageW = kBlocks * kTileW;
+  // Scales of a stage: of every token, then of the two blocks of W that a tile may reach; of each per K block.
+  static constexpr int kAtWScales = kBlocks * kTokens, kStageScales = 4 * round_up(kAtWScales + 2 * kBlocks, 4);
+  static constexpr int kFit = (kSharedMemory - kSpare) / (kStageX + kStageW + kStageScales + 16);
+  static constexpr int kStages = kFit < 32 ? kFit : 32;
   static constexpr int kEarly = ceil_div(32768, kStageW) < kStages ? ceil_div(32768, kStageW) : kStages;
+  // 16 columns share a scale of W; where tiles never straddle two, all of them do.
+  static constexpr int kScaleGroups = kGroup % kColumns == 0 ? 1 : kColumns / 16;
   // Byte offsets in shared memory.
-  static constexpr int kAtX = kStages * kStageW;
-  static constexpr int kAtScales = kAtX + kStages * kStageX;
+  static constexpr int kAtW = kStages * kStageX;
+  static constexpr int kAtScales = kAtW + kStages * kStageW;
   static constexpr int kAtFull = kAtScales + kStages * kStageScales;
   static constexpr int kAtEmpty = kAtFull + 8 * kStages;
   static constexpr int kBytes = kAtEmpty + 8 * kStages;
 
-  static_assert(kRows % 16 == 0, "the rows of a warp share a scale");
-  static_assert(kTokens % (8 * kCluster) == 0, "each block of a cluster loads whole swizzle atoms of X");
-  static_assert(kConsumers <= 2, "registers of two consumer warpgroups");
-  static_assert(kStages % 2 == 0 && kStages >= 4, "stages take turns at two sets of partial sums");
-  static_assert(kStages * kStageX >= 64 * kGroup, "wgmma reads 64 rows from the last tile of W on");
+  static_assert(kTokens * kBlocks % 32 == 0, "a warp copies whole rounds of token scales");
+  static_assert(kColumns % 16 == 0, "16 columns share a scale of W");
+  static_assert(kStages >= 3, "two stages are in the consumers' hands");
+  static_assert(kStages * kStageW >= 64 * kGroup, "wgmma reads 64 rows from the last tile of X on");
   static_assert(kBytes <= kSharedMemory - kSpare, "the stages do not fit into shared memory");
 };
 
-// The first token and, for this block of the cluster, the first row of W of a tile.
+// The first token and the first column (row of W) of a tile.
 template <class Shape>
-JETRL_DEVICE void locate(const DecodeParams& p, int tile, int rank, int& token, int& row) {
+JETRL_DEVICE void locate(const DecodeParams& p, int tile, int& token, int& column) {
   int tile_n = tile;
   token = 0;
-  if (p.tiles_m != 1) {
+  if (Shape::kTokens == kMostTokens && p.tiles_m != 1) {  // the only variant that gets more rows than it has tokens
     tile_n = tile / p.tiles_m;
     token = (tile - tile_n * p.tiles_m) * Shape::kTokens;
   }
-  row = (tile_n * Shape::kCluster + rank) * Shape::kRows;
+  column = tile_n * Shape::kColumns;
 }
 
-// By one thread. Without a cluster both operands of the first stages may start before the block meets, with one W's.
+// By one thread.
 template <class Shape>
 struct DecodeCopies {
   const sm90::TensorMap *x_map, *w_map;
   uint32_t base;
-  TileRing<Shape::kStages> ring;
-  int rank;
+  StageRing ring;
 
-  JETRL_DEVICE void load_w(int stage, int column, int row) const {
-    const uint32_t full = ring.full_barrier(stage);
-    sm90::barrier_arrive_expect(full, Shape::kStageW + Shape::kStageX);
+  JETRL_DEVICE void load(int stage, int k, int token, int column) const {
+    const uint32_t full = ring.full + 8 * stage;
+    sm90::barrier_arrive_expect(full, Shape::kStageX + Shape::kStageW);
 #pragma unroll
     for (int b = 0; b < Shape::kBlocks; ++b) {
-      sm90::tma_load(base + stage * Shape::kStageW + b * Shape::kTileW, w_map, column + b * kGroup, row, full);
+      sm90::tma_load(base + Shape::kAtW + stage * Shape::kStageW + b * Shape::kTileW, w_map, k + b * kGroup, column,
+                     full);
+      sm90::tma_load(base + stage * Shape::kStageX + b * Shape::kTileX, x_map, k + b * kGroup, token, full);
     }
   }
 
-  JETRL_DEVICE void load_x(int stage, int column, int token) const {
-#pragma unroll
-    for (int b = 0; b < Shape::kBlocks; ++b) {
-      load_shared_tile<Shape::kTokens, Shape::kCluster>(base + Shape::kAtX + stage * Shape::kStageX + b * Shape::kTileX,
-                                                        x_map, column + b * kGroup, token, rank,
-                                                        ring.full_barrier(stage));
-    }
-  }
-
+  // The first stages, for which nobody has to be waited for.
   JETRL_DEVICE void start(const DecodeParams& p) const {
-    int token, row;
-    locate<Shape>(p, first_tile<Shape::kCluster>(), rank, token, row);
+    int token, column;
+    locate<Shape>(p, first_tile<1>(), token, column);
 #pragma unroll 1
     for (int stage = 0; stage < Shape::kEarly && stage * Shape::kBlocks < p.k_blocks; ++stage) {
-      load_w(stage, stage * Shape::kBlocks * kGroup, row);
-      if (Shape::kCluster == 1) load_x(stage, stage * Shape::kBlocks * kGroup, token);
+      load(stage, stage * Shape::kBlocks * kGroup, token, column);
     }
   }
 
   JETRL_DEVICE void run(const DecodeParams& p) {
     int early = Shape::kEarly;  // stages that `start` began, if the first tile has so many
-    for (int tile = first_tile<Shape::kCluster>(); tile < p.tiles; tile += tile_step<Shape::kCluster>()) {
-      int token, row, stage = 0;
-      locate<Shape>(p, tile, rank, token, row);
+    for (int tile = first_tile<1>(); tile < p.tiles; tile += tile_step<1>()) {
+      int token, column;
+      locate<Shape>(p, tile, token, column);
       for (int block = 0; block < p.k_blocks; block += Shape::kBlocks) {
-        const bool begun = early > 0;
-        if (!begun) {
-          ring.wait_empty(stage);
-          load_w(stage, block * kGroup, row);
+        if (early-- <= 0) {
+          ring.wait_empty();
+          load(ring.stage, block * kGroup, token, column);
         }
-        if (!begun || Shape::kCluster > 1) load_x(stage, block * kGroup, token);
-        --early;
-        ring.used(stage);
-        stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
+        ring.advance();
       }
       early = 0;
     }
   }
 };
 
-// By a warp: lane l copies scales l, l + 32, ... of every stage.
+// By a warp: lane l copies scales l, l + 32, ... of the tokens of every stage; the first lanes those of W, too. It
+// meets the block when its first copies, which need no barrier yet, are on their way.
 template <class Shape>
-JETRL_DEVICE void decode_scales(const DecodeParams& p, uint32_t base, TileRing<Shape::kStages> ring, int rank,
-                                int lane) {
-  constexpr int kTokens = Shape::kTokens, kEach = ceil_div(Shape::kScales, 32);
-  for (int tile = first_tile<Shape::kCluster>(); tile < p.tiles; tile += tile_step<Shape::kCluster>()) {
-    int token, row, stage = 0;
-    locate<Shape>(p, tile, rank, token, row);
-    const float* from[kEach];
-    int64_t step[kEach];
-    int end[kEach];  // the first K block for which there is none
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int entry = 32 * i + lane, of_w = entry - Shape::kAtWScales;
-      const bool is_x = of_w < 0;
-      const Scales& scales = is_x ? p.x_scales : p.w_scales;
-      const int half = is_x ? entry / kTokens : of_w / 2;
-      const int r = is_x ? token + entry % kTokens : row / kGroup + of_w % 2;
-      from[i] = scales.data + r * scales.stride_row + half * scales.stride_group;
-      step[i] = Shape::kBlocks * scales.stride_group;
-      end[i] = r < (is_x ? p.m : ceil_div(p.n, kGroup)) ? p.k_blocks - half : 0;
-    }
-    for (int block = 0; block < p.k_blocks; block += Shape::kBlocks) {
-      ring.wait_empty(stage);
-      const uint32_t to = base + Shape::kAtScales + stage * Shape::kStageScales + 4 * lane;
+JETRL_DEVICE void decode_scales(const DecodeParams& p, uint32_t base, StageRing ring, int lane) {
+  constexpr int kBlocks = Shape::kBlocks, kEach = Shape::kTokens * kBlocks / 32, kTokensEach = 32 / kBlocks;
+  const int half = lane % kBlocks, left = p.k_blocks - half;  // K blocks there are for this lane
+  bool met = false;
+  for (int tile = first_tile<1>(); tile < p.tiles; tile += tile_step<1>()) {
+    int token, column;
+    locate<Shape>(p, tile, token, column);
+    const int row = token + lane / kBlocks, w_row = column / kGroup + lane / kBlocks;
+    const float* of_x = p.x_scales.data + row * p.x_scales.stride_row + half * p.x_scales.stride_group;
+    const float* of_w = p.w_scales.data + w_row * p.w_scales.stride_row + half * p.w_scales.stride_group;
+    const bool w_exists = w_row < ceil_div(p.n, kGroup);
+    for (int block = 0; block < p.k_blocks; block += kBlocks) {
+      if (met) ring.wait_empty();
+      const uint32_t to = base + Shape::kAtScales + ring.stage * Shape::kStageScales + 4 * lane;
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
-        if (32 * (i + 1) <= Shape::kScales || 32 * i + lane < Shape::kScales) {
-          sm90::cp_async_f32(to + 128 * i, from[i], block < end[i]);
-        }
-        from[i] += step[i];
+        sm90::cp_async_f32(to + 128 * i, of_x + i * kTokensEach * p.x_scales.stride_row,
+                           block < left && row + i * kTokensEach < p.m);
       }
-      sm90::cp_async_arrive(ring.full_barrier(stage));
-      ring.used(stage);
-      stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
+      if (lane < 2 * kBlocks) sm90::cp_async_f32(to + 4 * Shape::kAtWScales, of_w, block < left && w_exists);
+      of_x += kBlocks * p.x_scales.stride_group;
+      of_w += kBlocks * p.w_scales.stride_group;
+      if (!met) sm90::sync_block();
+      met = true;
+      sm90::cp_async_arrive(ring.full_barrier());
+      ring.advance();
     }
   }
 }
@@ -219,87 +200,123 @@ JETRL_DEVICE void decode_scales(const DecodeParams& p, uint32_t base, TileRing<S
 template <class Shape>
 struct DecodePart {
   static constexpr int kBlocks = Shape::kBlocks, kColumns = Shape::kColumns, kSums = kColumns / 2;
-  static constexpr int kFloats = Shape::kStageScales / 4;
+  static constexpr int kScaleGroups = Shape::kScaleGroups, kFloats = Shape::kStageScales / 4;
 
-  TileRing<Shape::kStages> ring;
-  uint32_t w, x;  // low words of the descriptors of this warpgroup's rows and tokens in stage 0
-  uint32_t high;  // and the high word of them all
-  const float *w_scales, *x_scales;  // of this thread in stage 0
+  struct Factors {
+    float upper[kBlocks][kScaleGroups], lower[kBlocks][kScaleGroups];  // s_x * s_w of this thread's two rows
+  };
+
+  StageRing next, oldest;  // to be started, to be promoted
+  uint32_t x, w;           // low words of the descriptors of this warpgroup's tokens and columns in stage 0
+  uint32_t high;           // and the high word of them all
+  const float* x_scales;   // of this thread's upper row in stage 0
+  int lower;               // floats from there to the lower row
+  const float* w_scales[kScaleGroups];
   int lane;
 
   JETRL_DEVICE uint64_t descriptor(uint32_t low) const { return uint64_t(high) << 32 | low; }
 
-  JETRL_DEVICE void start(float (&sums)[kBlocks][kSums], uint32_t stage) {
-    const uint32_t at_w = w + stage * (Shape::kStageW / 16), at_x = x + stage * (Shape::kStageX / 16);
-    ring.wait_full(stage);
+  // The chains of a stage, each from zero, as one group.
+  JETRL_DEVICE void start(float (&sums)[kBlocks][kSums]) {
+    const uint32_t at_x = x + next.stage * (Shape::kStageX / 16), at_w = w + next.stage * (Shape::kStageW / 16);
+    next.wait_full();
+    sm90::wgmma_fence();
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      issue_chain<kColumns>(sums[b], descriptor(at_w + b * (Shape::kTileW / 16)),
-                            descriptor(at_x + b * (Shape::kTileX / 16)));
+#pragma unroll
+      for (int k = 0; k < kChainLength; ++k) {
+        sm90::wgmma<kColumns>(sums[b], descriptor(at_x + b * (Shape::kTileX / 16) + k * kDescriptorStepK32),
+                              descriptor(at_w + b * (Shape::kTileW / 16) + k * kDescriptorStepK32), k != 0);
+      }
     }
-    ring.used(stage);
+    sm90::wgmma_commit();
+    next.advance();
   }
 
-  // s_x * s_w for this thread's tokens in a stage of which `left` K blocks exist.
-  JETRL_DEVICE void read(float (&scale)[kBlocks][kColumns / 4], uint32_t stage, int left) const {
+  // The K blocks of a stage for one token or block of W.
+  JETRL_DEVICE static void load(float (&values)[kBlocks], const float* from) {
+    if constexpr (kBlocks == 2) {
+      const float2 pair = *reinterpret_cast<const float2*>(from);
+      values[0] = pair.x, values[1] = pair.y;
+    } else {
+      values[0] = *from;
+    }
+  }
+
+  // For the oldest stage, of which `left` K blocks exist.
+  JETRL_DEVICE void read(Factors& factors, int left) const {
+    const int stage = oldest.stage * kFloats;
+    float of_upper[kBlocks], of_lower[kBlocks];
+    load(of_upper, x_scales + stage);
+    load(of_lower, x_scales + stage + lower);
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      float w_scale = w_scales[stage * kFloats + 2 * b];
-      if (b == 1 && left == 1) w_scale = -0.0f;  // the half past K
+    for (int g = 0; g < kScaleGroups; ++g) {
+      float of_w[kBlocks];
+      load(of_w, w_scales[g] + stage);
 #pragma unroll
-      for (int j = 0; j < kColumns / 8; ++j) {
-        const float2 pair = *reinterpret_cast<const float2*>(x_scales + stage * kFloats + b * Shape::kTokens + 8 * j);
-        scale[b][2 * j] = sm90::multiply(pair.x, w_scale), scale[b][2 * j + 1] = sm90::multiply(pair.y, w_scale);
+      for (int b = 0; b < kBlocks; ++b) {
+        if (b == 1 && left == 1) of_w[b] = -0.0f;  // the half past K
+        factors.upper[b][g] = sm90::multiply(of_upper[b], of_w[b]);
+        factors.lower[b][g] = sm90::multiply(of_lower[b], of_w[b]);
       }
     }
   }
 
-  // Promotes a stage while kYounger younger stages' chains go on.
+  // Promotes the oldest stage while kYounger younger ones' chains go on.
   template <int kYounger>
-  JETRL_DEVICE void finish(float (&acc)[kSums], float (&sums)[kBlocks][kSums],
-                           const float (&scale)[kBlocks][kColumns / 4], int stage) {
-    constexpr int kPending = kYounger * kBlocks;
+  JETRL_DEVICE void finish(float (&acc)[kSums], float (&sums)[kBlocks][kSums], const Factors& factors) {
+    sm90::wgmma_wait<kYounger>(sums);
+    oldest.release<1>(lane);
+    oldest.advance();
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      if (b == kBlocks - 1) {
-        sm90::wgmma_wait<kPending>(sums[b]);
-        ring.template release<Shape::kCluster>(stage, lane);
-      } else {
-        sm90::wgmma_wait<kPending + kBlocks - 1>(sums[b]);
-      }
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) acc[i] = sm90::multiply_add(sums[b][i], scale[b][i / 4 * 2 + i % 2], acc[i]);
+      for (int i = 0; i < kSums; ++i) {
+        const int g = kScaleGroups == 1 ? 0 : i / 8;
+        acc[i] = sm90::multiply_add(sums[b][i], i % 4 < 2 ? factors.upper[b][g] : factors.lower[b][g], acc[i]);
+      }
     }
   }
 };
 
+// All values are asked for before the first is used; columns past the last read the last two's and are not stored.
+template <int kSums>
+JETRL_DEVICE void add_bias(float (&acc)[kSums], const Bias& bias, int column, int columns) {
+  float values[kSums / 4][2];
+#pragma unroll
+  for (int j = 0; j < kSums / 4; ++j) {
+    const int at = column + 8 * j < columns ? column + 8 * j : columns - 2;
+    values[j][0] = load_bias(bias, at), values[j][1] = load_bias(bias, at + 1);
+  }
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) acc[i] = sm90::add(acc[i], values[i / 4][i % 2]);
+}
+
 template <class Shape>
-JETRL_DEVICE void decode_consume(const DecodeParams& p, uint8_t* memory, TileRing<Shape::kStages> ring, int consumer,
-                                 int rank, int warp, int lane) {
+JETRL_DEVICE void decode_consume(const DecodeParams& p, uint8_t* memory, StageRing ring, int consumer,
+                                 int warp, int lane) {
   constexpr int kBlocks = Shape::kBlocks, kColumns = Shape::kColumns, kSums = kColumns / 2;
-  const int row_part = consumer % Shape::kRowParts, token_part = consumer / Shape::kRowParts;
-  const int warp_row = 64 * row_part + 16 * warp, first_token = token_part * kColumns;
+  const int upper = 64 * consumer + 16 * warp + lane / 4;  // this thread's upper row in the tile
   const uint32_t base = sm90::shared_address(memory);
   const float* scales = reinterpret_cast<const float*>(memory + Shape::kAtScales);
-  DecodePart<Shape> part{ring};
-  const uint64_t w_descriptor = operand_descriptor(base), x_descriptor = operand_descriptor(base + Shape::kAtX);
-  part.w = uint32_t(w_descriptor) + row_part * uint32_t(kDescriptorStep64Rows);
-  part.x = uint32_t(x_descriptor) + token_part * (kColumns * kGroup / 16);
-  part.high = uint32_t(w_descriptor >> 32);
-  part.x_scales = scales + first_token + 2 * (lane % 4);
+  DecodePart<Shape> part{ring, ring};
+  const uint64_t x_descriptor = operand_descriptor(base), w_descriptor = operand_descriptor(base + Shape::kAtW);
+  part.x = uint32_t(x_descriptor) + consumer * uint32_t(kDescriptorStep64Rows);
+  part.w = uint32_t(w_descriptor);
+  part.high = uint32_t(x_descriptor >> 32);
+  // Rows past kTokens have no scale and are not stored; any serves.
+  part.x_scales = scales + kBlocks * (upper % Shape::kTokens);
+  part.lower = kBlocks * ((upper + 8) % Shape::kTokens - upper % Shape::kTokens);
   part.lane = lane;
 
   float even[kBlocks][kSums], odd[kBlocks][kSums];
-  for (int tile = first_tile<Shape::kCluster>(); tile < p.tiles; tile += tile_step<Shape::kCluster>()) {
+  for (int tile = first_tile<1>(); tile < p.tiles; tile += tile_step<1>()) {
     int token, first;
-    locate<Shape>(p, tile, rank, token, first);
-    const int upper = first + warp_row + lane / 4, lower = upper + 8;
-    // Rows past the tile's may lie past its second block, too; they are not stored, any scale serves.
-    part.w_scales = scales + Shape::kAtWScales + ((first + warp_row) / kGroup > first / kGroup);
-    float bias_upper = 0.0f, bias_lower = 0.0f;
-    if (p.bias.data != nullptr) {
-      if (upper < p.n) bias_upper = load_bias(p.bias, upper);
-      if (lower < p.n) bias_lower = load_bias(p.bias, lower);
+    locate<Shape>(p, tile, token, first);
+#pragma unroll
+    for (int g = 0; g < Shape::kScaleGroups; ++g) {
+      const bool second = (first + 16 * g) / kGroup > first / kGroup;
+      part.w_scales[g] = scales + Shape::kAtWScales + (Shape::kScaleGroups > 1 && second ? kBlocks : 0);
     }
     float acc[kSums];
 #pragma unroll
@@ -307,46 +324,40 @@ JETRL_DEVICE void decode_consume(const DecodeParams& p, uint8_t* memory, TileRin
 
     // Two stages in flight, each way out of the loop with its own waits: chains whose end is behind another branch than
     // their start, or which nobody reads, are what the compiler serialises.
-    int at = 0, left = p.k_blocks;
-    float scale[kBlocks][kColumns / 4];
-    part.start(even, 0);
+    typename DecodePart<Shape>::Factors factors;
+    int left = p.k_blocks;
+    part.start(even);
     for (; left > 2 * kBlocks; left -= 2 * kBlocks) {
-      const int next = at + 2 == Shape::kStages ? 0 : at + 2;
-      part.read(scale, at, kBlocks);
-      part.start(odd, at + 1);
-      part.template finish<1>(acc, even, scale, at);
-      part.read(scale, at + 1, kBlocks);
-      part.start(even, next);
-      part.template finish<1>(acc, odd, scale, at + 1);
-      at = next;
+      part.read(factors, kBlocks);
+      part.start(odd);
+      part.template finish<1>(acc, even, factors);
+      part.read(factors, kBlocks);
+      part.start(even);
+      part.template finish<1>(acc, odd, factors);
     }
     if (left > kBlocks) {
-      part.read(scale, at, kBlocks);
-      part.start(odd, at + 1);
-      part.template finish<1>(acc, even, scale, at);
-      part.read(scale, at + 1, left - kBlocks);
-      part.template finish<0>(acc, odd, scale, at + 1);
+      part.read(factors, kBlocks);
+      part.start(odd);
+      part.template finish<1>(acc, even, factors);
+      part.read(factors, left - kBlocks);
+      part.template finish<0>(acc, odd, factors);
     } else {
-      part.read(scale, at, left);
-      part.template finish<0>(acc, even, scale, at);
+      part.read(factors, left);
+      part.template finish<0>(acc, even, factors);
     }
 
+    const int row = token + upper, column = first + 2 * (lane % 4);
+    if (p.bias.data != nullptr) add_bias(acc, p.bias, column, p.n);
+    // Four lanes hold 16 contiguous bytes of a row of Y. Rows of D past kTokens are past M, too.
+    uint16_t* to_upper = static_cast<uint16_t*>(p.y.data) + row * p.y.row_stride + column;
+    uint16_t* to_lower = to_upper + 8 * p.y.row_stride;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float bias = half == 0 ? bias_upper : bias_lower;
-      const int eight = warp_row + 8 * half, column = first + eight + 2 * (lane % 4);
-      const bool stored = eight < Shape::kRows && column < p.n;
-#pragma unroll
-      for (int j = 0; j < kColumns / 8; ++j) {
-        float low = acc[4 * j + 2 * half], high = acc[4 * j + 2 * half + 1];
-        if (p.bias.data != nullptr) low = sm90::add(low, bias), high = sm90::add(high, bias);
-        const uint32_t pair = sm90::transpose_8x8(sm90::pack_bf16(low, high));
-        const int row = token + first_token + 8 * j + lane / 4;
-        if (stored && row < p.m) {
-          uint16_t* to = static_cast<uint16_t*>(p.y.data) + row * p.y.row_stride + column;
-          *reinterpret_cast<uint32_t*>(to) = pair;
-        }
-      }
+    for (int j = 0; j < kColumns / 8; ++j) {
+      const bool stored = column + 8 * j < p.n;
+      const uint32_t of_upper = sm90::pack_bf16(acc[4 * j], acc[4 * j + 1]);
+      const uint32_t of_lower = sm90::pack_bf16(acc[4 * j + 2], acc[4 * j + 3]);
+      if (stored && row < p.m) *reinterpret_cast<uint32_t*>(to_upper + 8 * j) = of_upper;
+      if (stored && row + 8 < p.m) *reinterpret_cast<uint32_t*>(to_lower + 8 * j) = of_lower;
     }
   }
 }
@@ -357,35 +368,39 @@ JETRL_KERNEL void __launch_bounds__(Shape::kThreads, 1)
                       JETRL_GRID_CONSTANT DecodeParams p) {
   uint8_t* memory = sm90::dynamic_shared_memory();
   const uint32_t base = sm90::shared_address(memory);
-  const TileRing<Shape::kStages> ring{base + Shape::kAtFull, base + Shape::kAtEmpty};
+  const StageRing ring{base + Shape::kAtFull, base + Shape::kAtEmpty, Shape::kStages};
   const int thread = sm90::thread_index(), lane = thread % 32, warp = sm90::warp_uniform(thread / 32);
-  const int rank = Shape::kCluster == 1 ? 0 : sm90::rank_in_cluster();
-  DecodeCopies<Shape> copies{&x_map, &w_map, base, ring, rank};
+  DecodeCopies<Shape> copies{&x_map, &w_map, base, ring};
 
-  if (warp == Shape::kCopyWarp) {
+  // In this order the compiler puts the copying thread's code right behind the entry and the consumers' last.
+  if (warp < Shape::kCopyWarp) {
+    sm90::sync_block();
+    decode_consume<Shape>(p, memory, ring, warp / 4, warp % 4, lane);
+  } else if (warp == Shape::kScaleWarp) {
+    decode_scales<Shape>(p, base, ring, lane);
+  } else {
     if (lane == 0) {
       sm90::prefetch_tensor_map(&w_map);
       sm90::prefetch_tensor_map(&x_map);
-      ring.template init<Shape::kCluster, 4 * Shape::kConsumers>();
+      ring.template init<1, 4 * Shape::kConsumers>();
       copies.start(p);
     }
     sm90::sync_warp();
+    sm90::sync_block();
+    if (lane == 0) copies.run(p);
   }
-  sync_cluster_or_block<Shape::kCluster>();
-
-  if (warp < Shape::kCopyWarp) {
-    if (Shape::kConsumers == 2) sm90::take_registers<224>();
-    decode_consume<Shape>(p, memory, ring, warp / 4, rank, warp % 4, lane);
-  } else {
-    if (Shape::kConsumers == 2) sm90::give_registers<56>();
-    if (warp == Shape::kScaleWarp) decode_scales<Shape>(p, base, ring, rank, lane);
-    if (warp == Shape::kCopyWarp && lane == 0) copies.run(p);
-  }
-  // No block leaves while another of its cluster may still arrive at its barriers.
-  if (Shape::kCluster > 1) sm90::sync_cluster();
 }
 
-// What a call is: X, W and so on, and how it is cut.
+constexpr int kColumnChoices[] = {16, 32, 48, 64};
+
+// The time of a tile's K block is what it reads from the L2: W's rows and the tokens that exist; a round has a
+// beginning and an end worth a few more.
+constexpr int plan_cost(int tokens, int columns, int blocks, int m, int n) {
+  const int tiles = ceil_div(m, tokens) * ceil_div(n, columns);
+  return ceil_div(tiles, blocks) * (columns + (m < tokens ? m : tokens) + 4);
+}
+
+// What a call is: X, W and so on.
 struct DecodeCall {
   const Operand &x, &w;
   int k;
@@ -394,69 +409,34 @@ struct DecodeCall {
   Stream stream;
 };
 
-struct DecodePlan {
-  int rows = 0, cluster = 0, blocks = 0;  // blocks: how many run at once
-  int cost = 0;
-};
-
-constexpr int kRowChoices[] = {16, 32, 48, 64, 96};
-constexpr int kMostRows(int tokens) { return tokens > 64 ? 64 : 96; }
-
-// The time of a tile's K block is what it reads from the L2, W's rows and the cluster's share of the tokens', in rows;
-// a round has a beginning and an end worth a few more, and blocks that wait for each other cost something.
-constexpr int plan_cost(int tokens, int rows, int cluster, int blocks, int m, int n) {
-  const int tiles = ceil_div(m, tokens) * ceil_div(n, rows * cluster), rounds = ceil_div(tiles, blocks / cluster);
-  const int together = cluster == 1 ? 0 : cluster == 2 ? 8 : 16;
-  return rounds * (rows + tokens / cluster + together + 4);
-}
-
 template <class Shape>
-void run_decode(const DecodeCall& call, int blocks) {
+void run_decode(const DecodeCall& call) {
   const int tiles_m = ceil_div(call.x.rows, Shape::kTokens);
-  const int tiles = tiles_m * ceil_div(call.w.rows, Shape::kRows * Shape::kCluster);
-  const DecodeParams p{call.x.scales, call.w.scales, call.bias,                 call.y,  call.x.rows,
-                       call.w.rows,   ceil_div(call.k, kGroup), tiles_m, tiles};
-  const auto x_map = operand_map(call.x, call.k, Shape::kTokens / Shape::kCluster);
-  const auto w_map = operand_map(call.w, call.k, Shape::kRows);
-  const int clusters = std::min(tiles, blocks / Shape::kCluster);
-  launch<sm90_decode_fprop<Shape>>(clusters * Shape::kCluster, Shape::kCluster, Shape::kThreads, Shape::kBytes,
-                                   call.stream, x_map, w_map, p);
+  const int tiles = tiles_m * ceil_div(call.w.rows, Shape::kColumns);
+  const DecodeParams p{call.x.scales, call.w.scales, call.bias, call.y, call.x.rows, call.w.rows,
+                       ceil_div(call.k, kGroup), tiles_m, tiles};
+  const auto x_map = operand_map(call.x, call.k, Shape::kTokens);
+  const auto w_map = operand_map(call.w, call.k, Shape::kColumns);
+  launch<sm90_decode_fprop<Shape>>(std::min(tiles, multiprocessors()), 1, Shape::kThreads, Shape::kBytes, call.stream,
+                                   x_map, w_map, p);
 }
 
-template <int kTokens, int kCluster>
-void weigh(const DecodeCall& call, Config config, DecodePlan& best) {
-  if (config.cluster != 0 && config.cluster != kCluster) return;
-  using Any = DecodeShape<kTokens, 64, kCluster>;
-  const int blocks = resident_blocks<sm90_decode_fprop<Any>>(kCluster, Any::kThreads, Any::kBytes);
-  for (const int rows : kRowChoices) {
-    if (rows > kMostRows(kTokens) || (config.block_m != 0 && config.block_m != rows)) continue;
-    const int cost = plan_cost(kTokens, rows, kCluster, blocks, call.x.rows, call.w.rows);
-    if (best.rows == 0 || cost < best.cost) best = {rows, kCluster, blocks, cost};
-  }
-}
-
-template <int kTokens, int kCluster>
-void run_if(const DecodeCall& call, const DecodePlan& plan) {
-  if (plan.cluster != kCluster) return;
-  switch (plan.rows) {
-    case 16: return run_decode<DecodeShape<kTokens, 16, kCluster>>(call, plan.blocks);
-    case 32: return run_decode<DecodeShape<kTokens, 32, kCluster>>(call, plan.blocks);
-    case 48: return run_decode<DecodeShape<kTokens, 48, kCluster>>(call, plan.blocks);
-    case 64: return run_decode<DecodeShape<kTokens, 64, kCluster>>(call, plan.blocks);
-  }
-  if constexpr (kMostRows(kTokens) == 96) run_decode<DecodeShape<kTokens, 96, kCluster>>(call, plan.blocks);
-}
-
-template <int kTokens, int... kClusters>
+template <int kTokens>
 void plan_and_run(const DecodeCall& call, Config config) {
-  DecodePlan plan;
-  (weigh<kTokens, kClusters>(call, config, plan), ...);
-  if (plan.rows == 0) {
-    refuse("decode_fprop: no kernel for " + std::to_string(kTokens) + " tokens, tiles of " +
-           std::to_string(config.block_m) + " rows of W (16, 32, 48, 64 and up to 64 tokens 96) and clusters of " +
-           std::to_string(config.cluster) + "; leave them 0 for the kernel's choice");
+  int columns = config.block_m, least = 0;
+  for (const int choice : kColumnChoices) {
+    const int cost = plan_cost(kTokens, choice, multiprocessors(), call.x.rows, call.w.rows);
+    if (config.block_m == 0 && (least == 0 || cost < least)) columns = choice, least = cost;
   }
-  (run_if<kTokens, kClusters>(call, plan), ...);
+  switch (config.cluster > 1 ? -1 : columns) {
+    case 16: return run_decode<DecodeShape<kTokens, 16>>(call);
+    case 32: return run_decode<DecodeShape<kTokens, 32>>(call);
+    case 48: return run_decode<DecodeShape<kTokens, 48>>(call);
+    case 64: return run_decode<DecodeShape<kTokens, 64>>(call);
+    default:
+      refuse("decode_fprop: tiles have 16, 32, 48 or 64 rows of W and blocks form no clusters; leave both 0 for the "
+             "kernel's choice");
+  }
 }
 
 }  // namespace
@@ -464,16 +444,14 @@ void plan_and_run(const DecodeCall& call, Config config) {
 void decode_fprop(const Operand& x, const Operand& w, int k, const Bias& bias, const Output& y, Config config,
                   Stream stream) {
   const DecodeCall call{x, w, k, bias, y, stream};
-  if (x.rows <= 8) {
-    plan_and_run<8, 1>(call, config);
-  } else if (x.rows <= 16) {
-    plan_and_run<16, 1, 2>(call, config);
+  if (x.rows <= 16) {
+    plan_and_run<16>(call, config);
   } else if (x.rows <= 32) {
-    plan_and_run<32, 1, 2>(call, config);
+    plan_and_run<32>(call, config);
   } else if (x.rows <= 64) {
-    plan_and_run<64, 1, 2, 4>(call, config);
+    plan_and_run<64>(call, config);
   } else {
-    plan_and_run<128, 1, 4>(call, config);
+    plan_and_run<kMostTokens>(call, config);
   }
 }
 

@@ -43,8 +43,8 @@
 // the rows; else 32 lanes bring them by cp.async, four bytes each. Those copies and their 33 arrivals pass through the
 // shared memory that bounds this kernel: TMA instead is 4% faster (H200). The one scale of W is a cp.async. M, N and K
 // edges: TMA and cp.async fill with zeros, so partial sums there are zero; stores are guarded. K's last group is short
-// but has a scale. Where N has an odd number of column tiles, the last cluster's second block computes zeros that no one
-// stores.
+// but has a scale. Where N has an odd number of column tiles, the last cluster's second block computes zeros that no
+// one stores.
 
 #include <algorithm>
 

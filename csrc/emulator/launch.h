@@ -51,9 +51,4 @@ void launch(int blocks, int cluster, int threads, int shared_bytes, Stream, cons
   run_grid(blocks, cluster, threads, shared_bytes, [&] { kKernel(arguments...); });
 }
 
-template <auto kKernel>
-int resident_blocks(int cluster, int, int) {
-  return multiprocessors() / cluster * cluster;
-}
-
 }  // namespace jetrl

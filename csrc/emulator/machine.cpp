@@ -39,8 +39,8 @@ struct Barrier {
   uint64_t phase = 0;
 };
 
-struct NamedBarrier {
-  int arrived = 0, expected = 0;
+struct Meeting {  // a block's or cluster's barrier
+  int arrived = 0;
   uint64_t generation = 0;
 };
 
@@ -75,7 +75,7 @@ struct Block {
   std::vector<uint8_t> storage;
   uint8_t* memory;
   std::map<uint32_t, Barrier> barriers;
-  NamedBarrier named[16];
+  Meeting meeting;
   std::vector<Warp> warps;
 };
 
@@ -86,7 +86,7 @@ struct Machine {
   std::vector<Block> blocks;
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<std::function<void()>> tiles;  // TMA loads in flight, one per destination
-  NamedBarrier cluster_barrier;  // of the threads that have not left
+  Meeting meeting;  // of the threads of the cluster that have not left
   int alive = 0;
   const std::function<void()>* kernel = nullptr;
   std::mt19937 random;
@@ -157,21 +157,6 @@ void arrive(Block& of, uint32_t address) {
   check_phase(*barrier);
 }
 
-void join(NamedBarrier& barrier, int threads) {
-  if (barrier.arrived != 0 && barrier.expected != threads) fail("threads disagree about the size of a named barrier");
-  barrier.expected = threads;
-  if (++barrier.arrived == threads) {
-    barrier.arrived = 0;
-    ++barrier.generation;
-  }
-}
-
-void join_and_wait(NamedBarrier& barrier, int threads, const std::string& what) {
-  const uint64_t generation = barrier.generation;
-  join(barrier, threads);
-  wait_until([&barrier, generation] { return barrier.generation != generation; }, what);
-}
-
 void compute(const Fiber& fiber, const Wgmma& op) {
   Block& of = machine.blocks[fiber.block];
   for (const uint64_t descriptor : {op.a, op.b}) {
@@ -201,10 +186,10 @@ void compute(const Fiber& fiber, const Wgmma& op) {
 
 // The cluster's barrier waits for the threads that have not left.
 void settle_cluster() {
-  NamedBarrier& barrier = machine.cluster_barrier;
-  if (barrier.arrived != 0 && barrier.arrived == machine.alive) {
-    barrier.arrived = 0;
-    ++barrier.generation;
+  Meeting& meeting = machine.meeting;
+  if (meeting.arrived != 0 && meeting.arrived == machine.alive) {
+    meeting.arrived = 0;
+    ++meeting.generation;
   }
 }
 
@@ -252,7 +237,7 @@ void run_cluster() {
   machine.blocks.resize(machine.cluster);
   machine.fibers.clear();
   machine.tiles.clear();
-  machine.cluster_barrier = {};
+  machine.meeting = {};
   for (int b = 0; b < machine.cluster; ++b) {
     Block& of = machine.blocks[b];
     of.storage.assign(machine.shared_bytes + 1024, 0x7F);  // NaN codes
@@ -318,9 +303,7 @@ void run_cluster() {
     if (!machine.error.empty()) throw std::runtime_error(machine.error);
   }
   for (const Block& of : machine.blocks) {
-    for (const NamedBarrier& barrier : of.named) {
-      if (barrier.arrived != 0) throw std::runtime_error("a named barrier is left with arrivals at the end");
-    }
+    if (of.meeting.arrived != 0) throw std::runtime_error("a block's barrier is left with arrivals at the end");
     for (const auto& [address, barrier] : of.barriers) {
       if (barrier.bytes != 0) throw std::runtime_error("an mbarrier is left waiting for bytes at the end");
     }
@@ -366,20 +349,21 @@ void sync_warp() {
   wait_until([&warp, generation] { return warp.generation != generation; }, "its warp");
 }
 
-void named_barrier_sync(int id, int threads) {
-  join_and_wait(block().named[id], threads, "named barrier " + std::to_string(id));
+void sync_block() {
+  Meeting& meeting = block().meeting;
+  const uint64_t generation = meeting.generation;
+  if (++meeting.arrived == machine.threads) {
+    meeting.arrived = 0;
+    ++meeting.generation;
+  }
+  wait_until([&meeting, generation] { return meeting.generation != generation; }, "its block");
 }
-void named_barrier_arrive(int id, int threads) {
-  join(block().named[id], threads);
-  maybe_yield();
-}
-void sync_block() { join_and_wait(block().named[0], machine.threads, "its block"); }
 void sync_cluster() {
-  NamedBarrier& barrier = machine.cluster_barrier;
-  const uint64_t generation = barrier.generation;
-  ++barrier.arrived;
+  Meeting& meeting = machine.meeting;
+  const uint64_t generation = meeting.generation;
+  ++meeting.arrived;
   settle_cluster();
-  wait_until([&barrier, generation] { return barrier.generation != generation; }, "its cluster");
+  wait_until([&meeting, generation] { return meeting.generation != generation; }, "its cluster");
 }
 
 void barrier_init(uint32_t barrier, int arrivals) {
@@ -490,17 +474,6 @@ void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32
   const int lane = machine.current->thread % 32;
   const auto slots = meet(r0, r1, r2, r3);
   for (int i = 0; i < 4; ++i) std::memcpy(at(block(), address + 4 * i, 4), &slots[4 * (lane % 8) + i][lane / 8], 4);
-}
-
-uint32_t transpose_8x8(uint32_t fragment) {
-  const int lane = machine.current->thread % 32, row = lane / 4;
-  const auto slots = meet(fragment);
-  uint32_t result = 0;
-  for (int i = 0; i < 2; ++i) {
-    const int from_row = 2 * (lane % 4) + i;
-    result |= (slots[4 * from_row + row / 2][0] >> 16 * (row % 2) & 0xFFFF) << 16 * i;
-  }
-  return result;
 }
 
 }  // namespace sm90

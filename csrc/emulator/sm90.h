@@ -22,7 +22,7 @@
 //   - cp.async with zero fill, in program order per thread, and the arrival that follows it;
 //   - wgmma: its operands are read through the descriptor at any time between issue and wait, results are NaN until
 //     then;
-//   - named, block, warp and cluster barriers; stmatrix and movmatrix with the lanes' addresses and fragments.
+//   - block, warp and cluster barriers; stmatrix with the lanes' addresses and fragments.
 // What it reports as a failure, not as a wrong number: a deadlock (with what every warp waits for), an arrival too
 // many, an address outside shared memory, a misaligned tile, a tensor map that the hardware refuses. Races show as
 // wrong numbers under some seeds: shared memory starts as NaN, a tile that is overwritten early is read late. What it
@@ -72,8 +72,6 @@ uint32_t shared_address(const void* pointer);
 void sync_warp();
 void sync_block();
 void sync_cluster();
-void named_barrier_sync(int id, int threads);
-void named_barrier_arrive(int id, int threads);
 
 void barrier_init(uint32_t barrier, int arrivals);
 void barrier_arrive(uint32_t barrier);
@@ -93,7 +91,6 @@ void wait_for_wgmma(int pending);
 
 uint32_t exchange(uint32_t value, int lane);  // what `lane` of this warp brings
 void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3);
-uint32_t transpose_8x8(uint32_t fragment);
 
 inline void fence_barrier_init() {}
 inline void prefetch_tensor_map(const TensorMap*) {}
@@ -107,6 +104,10 @@ inline int warp_uniform(int value) { return int(exchange(uint32_t(value), 0)); }
 
 template <int kPending, int kRegisters>
 inline void wgmma_wait(float (&)[kRegisters]) {
+  wait_for_wgmma(kPending);
+}
+template <int kPending, int kChains, int kRegisters>
+inline void wgmma_wait(float (&)[kChains][kRegisters]) {
   wait_for_wgmma(kPending);
 }
 template <int N>

@@ -16,7 +16,7 @@
 One library beside this file, made by ``scripts/build_csrc.py`` where there is an nvcc, loaded on first use; without it,
 or on another GPU, :func:`unavailable` says why and nothing is served. Three kernels, one arithmetic (the contract's,
 with a fused multiply-add per promotion, as in the Triton kernels): FProp/DGrad, the same for at most 128 rows with the
-weights as the wide operand, and WGrad. A :class:`Plan` overrides the kernel's own choice of tile and cluster; no plan
+weights as narrow tiles, and WGrad. A :class:`Plan` overrides the kernel's own choice of tile and cluster; no plan
 changes a bit of a result.
 
 ``JETRL_NATIVE_DEBUG=1`` loads the debug build, in which a wait that lasts a second says what it waits for and stops the
@@ -44,8 +44,8 @@ class Plan(NamedTuple):
     """How a call is served. Zero: the kernel's choice.
 
     ``kernel``: which of the two forward kernels (ignored for 1x128 scales on B). ``block_m``: tile rows, 128 or 256;
-    rows of the weight per tile, a multiple of 8, in the decode kernel. ``cluster``: blocks that share a tile by
-    multicast.
+    rows of the weight per tile, 16, 32, 48 or 64, in the decode kernel. ``cluster``: blocks that share a tile by
+    multicast, 1 or 2; always 1 in the decode kernel.
     """
 
     kernel: Literal["", "fprop", "decode"] = ""

@@ -34,12 +34,19 @@ def compiler() -> str | None:
     return shutil.which("g++") or shutil.which("clang++")
 
 
-def build(folder: Path, csrc: Path = CSRC, kernels: str = "sm90_*") -> Path:
-    """Compile the kernels and the machine into one library in ``folder``; about 15 s on one core for all three."""
+def build(folder: Path, csrc: Path = CSRC, kernels: str = "sm90_*", machine: Path | None = None) -> Path:
+    """Compile the kernels and the machine into one library in ``folder``; about 15 s on one core for all three.
+
+    ``machine``: an object file of the same machine, ``machine.o`` of an earlier folder, instead of compiling it.
+    """
     library = folder / "libjetrl_emulated.so"
     flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-DJETRL_EMULATE", "-Wno-unknown-pragmas", f"-I{csrc}"]
-    objects = []
-    for source in [*sorted(csrc.glob(f"{kernels}.cu")), csrc / "emulator" / "machine.cpp"]:
+    sources, objects = sorted(csrc.glob(f"{kernels}.cu")), []
+    if machine is None:
+        sources.append(csrc / "emulator" / "machine.cpp")
+    else:
+        objects.append(machine)
+    for source in sources:
         objects.append(folder / f"{source.stem}.o")
         subprocess.run([compiler(), *flags, "-x", "c++", "-c", source, "-o", objects[-1]], check=True)
     subprocess.run([compiler(), "-shared", *objects, "-o", library], check=True)

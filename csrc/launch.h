@@ -42,7 +42,9 @@ inline void check(cudaError_t error, const char* doing) {
   }
 }
 
-inline auto tensor_map_encoder() {
+// A matrix of `rows` rows of `columns` elements, the rows `stride` bytes apart, read in boxes.
+inline CUtensorMap tensor_map(const char* what, CUtensorMapDataType type, const void* data, int64_t columns,
+                              int64_t rows, int64_t stride, int box_columns, int box_rows, CUtensorMapSwizzle swizzle) {
   static const auto encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
@@ -51,45 +53,32 @@ inline auto tensor_map_encoder() {
     if (found != cudaDriverEntryPointSuccess) throw std::runtime_error("jetrl: the driver has no TMA; update it");
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   }();
-  return encode;
+  CUtensorMap map;
+  const cuuint64_t extents[2] = {cuuint64_t(columns), cuuint64_t(rows)};
+  const cuuint64_t strides[1] = {cuuint64_t(stride)};
+  const cuuint32_t box[2] = {cuuint32_t(box_columns), cuuint32_t(box_rows)};
+  const cuuint32_t steps[2] = {1, 1};
+  const CUresult result =
+      encode(&map, type, 2, const_cast<void*>(data), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    throw std::runtime_error(std::string("jetrl: cuTensorMapEncodeTiled refused ") + what + " of " +
+                             std::to_string(rows) + " x " + std::to_string(columns) + " with rows of " +
+                             std::to_string(stride) + " bytes (CUresult " + std::to_string(int(result)) + ")");
+  }
+  return map;
 }
 
 // Codes as a matrix of bytes, read in boxes of `box_rows` rows x 128 bytes under the 128-byte swizzle.
 inline CUtensorMap operand_map(const Operand& operand, int k, int box_rows) {
-  const auto encode = tensor_map_encoder();
-  CUtensorMap map;
-  const cuuint64_t extents[2] = {cuuint64_t(k), cuuint64_t(operand.rows)};
-  const cuuint64_t strides[1] = {cuuint64_t(operand.row_stride)};
-  const cuuint32_t box[2] = {kGroup, cuuint32_t(box_rows)};
-  const cuuint32_t steps[2] = {1, 1};
-  const CUresult result =
-      encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(operand.codes), extents, strides, box, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) {
-    throw std::runtime_error("jetrl: cuTensorMapEncodeTiled refused codes of " + std::to_string(operand.rows) + " x " +
-                             std::to_string(k) + " bytes with row stride " + std::to_string(operand.row_stride) +
-                             " (CUresult " + std::to_string(int(result)) + ")");
-  }
-  return map;
+  return tensor_map("codes", CU_TENSOR_MAP_DATA_TYPE_UINT8, operand.codes, k, operand.rows, operand.row_stride, kGroup,
+                    box_rows, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 // Scales that scales_suit_tma, a matrix of one row per group, read in boxes of `box_rows` scales of one group.
 inline CUtensorMap scales_map(const Scales& scales, int rows, int groups, int box_rows) {
-  CUtensorMap map;
-  const cuuint64_t extents[2] = {cuuint64_t(rows), cuuint64_t(groups)};
-  const cuuint64_t strides[1] = {cuuint64_t(scales.stride_group) * 4};
-  const cuuint32_t box[2] = {cuuint32_t(box_rows), 1};
-  const cuuint32_t steps[2] = {1, 1};
-  const CUresult result = tensor_map_encoder()(
-      &map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, const_cast<float*>(scales.data), extents, strides, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) {
-    throw std::runtime_error("jetrl: cuTensorMapEncodeTiled refused scales of " + std::to_string(rows) + " x " +
-                             std::to_string(groups) + " (CUresult " + std::to_string(int(result)) + ")");
-  }
-  return map;
+  return tensor_map("scales", CU_TENSOR_MAP_DATA_TYPE_FLOAT32, scales.data, rows, groups, scales.stride_group * 4,
+                    box_rows, 1, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
 inline int current_device() {

@@ -184,20 +184,24 @@ void compute(const Fiber& fiber, const Wgmma& op) {
   }
 }
 
-// The cluster's barrier waits for the threads that have not left.
-void settle_cluster() {
-  Meeting& meeting = machine.meeting;
-  if (meeting.arrived != 0 && meeting.arrived == machine.alive) {
+void settle(Meeting& meeting, int expected) {
+  if (meeting.arrived != 0 && meeting.arrived == expected) {
     meeting.arrived = 0;
     ++meeting.generation;
   }
 }
 
+void join_and_wait(Meeting& meeting, int expected, const char* what) {
+  const uint64_t generation = meeting.generation;
+  ++meeting.arrived;
+  settle(meeting, expected);
+  wait_until([&meeting, generation] { return meeting.generation != generation; }, what);
+}
+
 void enter_fiber() {
   (*machine.kernel)();
   machine.current->done = true;
-  --machine.alive;
-  settle_cluster();
+  settle(machine.meeting, --machine.alive);  // the cluster's barrier waits for the threads that have not left
   yield();
 }
 
@@ -349,22 +353,8 @@ void sync_warp() {
   wait_until([&warp, generation] { return warp.generation != generation; }, "its warp");
 }
 
-void sync_block() {
-  Meeting& meeting = block().meeting;
-  const uint64_t generation = meeting.generation;
-  if (++meeting.arrived == machine.threads) {
-    meeting.arrived = 0;
-    ++meeting.generation;
-  }
-  wait_until([&meeting, generation] { return meeting.generation != generation; }, "its block");
-}
-void sync_cluster() {
-  Meeting& meeting = machine.meeting;
-  const uint64_t generation = meeting.generation;
-  ++meeting.arrived;
-  settle_cluster();
-  wait_until([&meeting, generation] { return meeting.generation != generation; }, "its cluster");
-}
+void sync_block() { join_and_wait(block().meeting, machine.threads, "its block"); }
+void sync_cluster() { join_and_wait(machine.meeting, machine.alive, "its cluster"); }
 
 void barrier_init(uint32_t barrier, int arrivals) {
   if (barrier % 8 != 0) fail("a misaligned mbarrier");

@@ -166,20 +166,20 @@ def test_the_fingerprint_tells_the_stacks_apart(setup):
 
 def test_pips_index_reaches_uv_and_the_users_own_uv_setting_wins(setup, monkeypatch):
     listing = (
-        ":env:.index-url='https://mirror.example/simple'\n"
-        "global.index-url='https://old.example/simple'\n"
-        "global.extra-index-url='https://a.example/simple\\nhttps://b.example/simple'\n"
+        ":env:.index-url='the-environments-index'\n"
+        "global.index-url='the-files-index'\n"
+        "global.extra-index-url='first-extra\\nsecond-extra'\n"
         "global.timeout='60'\n"
     )
     for name in [name for name in os.environ if name.startswith("UV_")]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: SimpleNamespace(stdout=listing))
     env = setup.uv_environment()
-    assert env["UV_DEFAULT_INDEX"] == "https://mirror.example/simple"
-    assert env["UV_INDEX"] == "https://a.example/simple https://b.example/simple"
+    assert env["UV_DEFAULT_INDEX"] == "the-environments-index"
+    assert env["UV_INDEX"] == "first-extra second-extra"
     assert env["UV_INDEX_STRATEGY"] == "unsafe-best-match"
-    monkeypatch.setenv("UV_DEFAULT_INDEX", "https://mine.example/simple")
-    assert setup.uv_environment()["UV_DEFAULT_INDEX"] == "https://mine.example/simple"
+    monkeypatch.setenv("UV_DEFAULT_INDEX", "the-users-index")
+    assert setup.uv_environment()["UV_DEFAULT_INDEX"] == "the-users-index"
 
 
 def test_an_interpreter_that_does_not_exist_is_named(setup):

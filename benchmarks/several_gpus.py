@@ -18,16 +18,16 @@
 
 Each arrangement is a run of real verl and vLLM, three steps of the demo's task with a policy of 1.4 billion random
 parameters, so that memory and the weight sync have a size. Per run: exit status, syncs at which the contract held,
-k3_kl, seconds of verl's phase ``update_weights`` and of our stream in it, megabytes on the wire and on verl's own, peak
-memory of a trainer. ``resume`` saves on all GPUs, has ``jetrl reshard`` cut the checkpoint for half of them and goes on
-there. Three to five minutes a run, most of it start-up; exit status 1 if one failed.
+k3_kl, seconds of verl's phase ``update_weights`` and, in it, of our stream, of a rollout worker's loading and of its
+contract check, megabytes on the wire and on verl's own, peak memory of a trainer. ``resume`` saves on all GPUs, has
+``jetrl reshard`` cut the checkpoint for half of them and goes on there. Three to five minutes a run, most of it
+start-up; exit status 1 if one failed.
 """
 
 import argparse
 import json
 import re
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -42,6 +42,7 @@ from jetrl_verl.demo.overrides import RunPaths
 from jetrl_verl.demo.policy import PolicyConfig, build_model, build_tokenizer, save_policy
 from jetrl_verl.demo.run import DemoOptions, run_demo
 from jetrl_verl.observe.report import load_run
+from jetrl_verl.train.reshard import ReshardError, reshard
 
 POLICY = PolicyConfig(hidden_size=2048, layers=28, heads=16, kv_heads=8, intermediate_size=6144, max_positions=1024)
 STEPS = 3
@@ -62,7 +63,8 @@ ROOM = (
 """A KV cache of its own size rather than a share of what is free, so that peak memory compares."""
 
 RESUME = "resume"
-CONTRACT = re.compile(r"contract of \d+ quantised and \d+ BF16 tensors held")
+SYNC = re.compile(r"loaded in ([\d.]+) s, contract of \d+ quantised and \d+ BF16 tensors held in ([\d.]+) s")
+"""What a rollout worker logs of each weight sync."""
 
 console = Console(width=150)
 
@@ -115,13 +117,16 @@ def facts(status: int, paths: RunPaths) -> dict:
         values = [data[key] for data in steps if key in data]
         return of_values(values) if values else None
 
+    syncs = [(float(loaded), float(checked)) for loaded, checked in SYNC.findall(paths.log.read_text(errors="replace"))]
     return {
         "status": status,
         "steps": len(steps),
-        "contracts_held": len(CONTRACT.findall(paths.log.read_text(errors="replace"))),
+        "contracts_held": len(syncs),
         "k3_kl": of("rollout_corr/k3_kl", statistics.mean),
         "update_weights_s": of("timing_s/update_weights"),
         "stream_s": of("actor/jetrl/sync_seconds"),
+        "loaded_s": statistics.median(loaded for loaded, _ in syncs) if syncs else None,
+        "checked_s": statistics.median(checked for _, checked in syncs) if syncs else None,
         "wire_mb": of("actor/jetrl/sync_megabytes"),
         "stock_wire_mb": of("actor/jetrl/sync_stock_megabytes"),
         "peak_gib": of("actor/perf/max_memory_allocated_gb", max),
@@ -136,25 +141,25 @@ def resume(job: Job, precision: str) -> dict:
     status, _ = job.run("saved", precision, job.gpus, where, steps=1)
     if status != 0:
         return {"status": status}
-    command = [sys.executable, "-m", "jetrl_verl.cli", "reshard", str(folder / "global_step_1"), "--gpus", str(half)]
     started = time.monotonic()
-    with (job.out / f"reshard-{precision}.log").open("w") as log:
-        status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
+    try:
+        reshard(folder / "global_step_1", half)
+    except ReshardError as error:
+        return {"status": 1, "sentence": str(error)}
     seconds = time.monotonic() - started
-    if status != 0:
-        return {"status": status}
     found = facts(*job.run(RESUME, precision, half, [*where, "trainer.resume_mode=auto"], steps=2))
     sentence = f"from {job.gpus} to {half} GPUs in {seconds:.1f} s; {found['steps']} step after it"
     return found | {"status": found["status"] or int(found["steps"] != 1), "sentence": sentence}
 
 
 def print_report(result: dict) -> None:
-    columns = ("status", "steps", "contracts_held", "k3_kl", "update_weights_s", "stream_s", "wire_mb", "stock_wire_mb")
+    columns = ("status", "steps", "contracts_held", "k3_kl", "update_weights_s", "stream_s", "loaded_s", "checked_s")
+    columns += ("wire_mb", "stock_wire_mb", "peak_gib", "step_s")
     table = Table(title=f"{result['gpus']} GPUs", box=SIMPLE_HEAD)
-    for heading in ("arrangement", "precision", *columns, "peak_gib", "step_s"):
+    for heading in ("arrangement", "precision", *columns):
         table.add_column(heading.replace("_", " "), justify="right")
     for run in result["runs"]:
-        values = (run.get(column) for column in (*columns, "peak_gib", "step_s"))
+        values = (run.get(column) for column in columns)
         cells = (
             "-" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value) for value in values
         )

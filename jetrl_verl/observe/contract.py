@@ -237,20 +237,22 @@ class ContractReceiver:
         """
         manifest = self._check_statement(scale_rule)
         self._check_coverage(manifest, live)
-        digest = uncompared = 0
+        uncompared = 0
+        sums: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         for name in manifest.quantised:
             held, stated = live[name], self._stated(name)
             self._same_shape(name, stated, torch.Size(size // BLOCK for size in held.whole))
             rows, columns = (slice(part.start // BLOCK, part.stop // BLOCK) for part in (held.rows, held.columns))
             found = block_sums(BlockQuantized(held.tensor, held.scales))
-            digest += self._compare(name, stated[rows, columns], found)
+            sums.append((name, stated[rows, columns], found))
         for name in manifest.plain:
             held, stated = live[name], self._stated(name)
             self._same_shape(name, stated, torch.Size(held.whole[:1]))
             if held.columns != slice(0, held.whole[1]):
                 uncompared += 1
             else:
-                digest += self._compare(name, stated[held.rows], row_sums(held.tensor))
+                sums.append((name, stated[held.rows], row_sums(held.tensor)))
+        digest = self._compare(sums)
         self._check_code(manifest, probe, operations, next(iter(live.values())).tensor.device)
         return {
             "quantised": len(manifest.quantised),
@@ -330,14 +332,30 @@ class ContractReceiver:
             )
 
     @staticmethod
-    def _compare(name: str, expected: torch.Tensor, found: torch.Tensor) -> int:
-        expected = expected.to(found.device)
-        different = (expected != found).nonzero()
-        if len(different):
-            at = tuple(different[0].tolist())
-            raise ContractViolation(
-                f"contract check: {name} differs between trainer and rollout in {len(different)} of {found.numel()} "
-                f"blocks or rows, first at {at}: sum {int(expected[at]):#x} in the trainer, {int(found[at]):#x} in the "
-                "rollout's live parameter"
-            )
-        return int(found.sum())
+    def _compare(sums: list[tuple[str, torch.Tensor, torch.Tensor]]) -> int:
+        """Sum of all live sums of (name, stated, live), which must be the stated ones.
+
+        The device is waited for once. A wait for every tensor took seconds where other processes shared the GPU, since
+        each of several hundred had to wait for this process's turn.
+        """
+        if not sums:
+            return 0
+        found = torch.cat([live.flatten() for _, _, live in sums])
+        stated = torch.cat([expected.flatten() for _, expected, _ in sums]).to(found.device)
+        differing, digest = torch.stack([(stated != found).sum(), found.sum()]).tolist()
+        if differing:
+            ContractReceiver._name_difference(sums)
+        return digest
+
+    @staticmethod
+    def _name_difference(sums: list[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
+        for name, expected, found in sums:
+            expected = expected.to(found.device)
+            different = (expected != found).nonzero()
+            if len(different):
+                at = tuple(different[0].tolist())
+                raise ContractViolation(
+                    f"contract check: {name} differs between trainer and rollout in {len(different)} of "
+                    f"{found.numel()} blocks or rows, first at {at}: sum {int(expected[at]):#x} in the trainer, "
+                    f"{int(found[at]):#x} in the rollout's live parameter"
+                )

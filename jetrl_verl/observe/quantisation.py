@@ -218,37 +218,39 @@ class CodeChanges:
     def __init__(self, plans: Mapping[str, LinearPlan]) -> None:
         self._plans = plans
         self._kept: dict[str, torch.Tensor] = {}
-        self._sums: dict[tuple[str, str], list] = {}
+        self._before: dict[str, torch.Tensor] = {}
 
     def watch(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Pass a sync's stream of codes, scales and other tensors through."""
-        self._sums = {}
+        self._before, self._kept = self._kept, {}
         for name, tensor in weights:
             if tensor.element_size() == 1:
-                self._compare(name, name, "codes_changed", tensor.view(torch.uint8))
+                self._kept[name] = _spread(tensor.view(torch.uint8))
             elif name.endswith(SCALE_SUFFIX):
-                self._compare(name, name.removesuffix(SCALE_SUFFIX), "scales_changed", tensor)
+                self._kept[name] = _spread(tensor)
             yield name, tensor
-
-    def _compare(self, name: str, weight: str, metric: str, tensor: torch.Tensor) -> None:
-        # An odd stride walks through all columns of a power-of-two width instead of a few.
-        sample = tensor.flatten()[:: max(tensor.numel() // SAMPLED_CODES, 1) | 1].clone()
-        before = self._kept.get(name)
-        self._kept[name] = sample
-        if before is not None:
-            entry = self._sums.setdefault((metric, KINDS[plan_of(weight, self._plans).suffix]), [0, 0])
-            entry[0] = entry[0] + (sample != before).sum()
-            entry[1] += sample.numel()
 
     def metrics(self) -> dict[str, float]:
         """``codes_changed/<kind>`` and ``scales_changed/<kind>`` of the last sync; nothing after the first one."""
-        if not self._sums:
+        names: dict[str, list[str]] = {}
+        for name in self._kept.keys() & self._before.keys():
+            metric = "scales_changed" if name.endswith(SCALE_SUFFIX) else "codes_changed"
+            kind = KINDS[plan_of(name.removesuffix(SCALE_SUFFIX), self._plans).suffix]
+            names.setdefault(f"{metric}/{kind}", []).append(name)
+        if not names:
             return {}
-        changed = torch.stack([entry[0] for entry in self._sums.values()]).tolist()
-        return {
-            f"{metric}/{kind}": number / self._sums[metric, kind][1]
-            for (metric, kind), number in zip(self._sums, changed, strict=True)
-        }
+
+        def share(group: list[str]) -> torch.Tensor:
+            now, before = (torch.cat([kept[name] for name in group]) for kept in (self._kept, self._before))
+            return (now != before).double().mean()
+
+        return dict(zip(names, torch.stack([share(group) for group in names.values()]).tolist(), strict=True))
+
+
+def _spread(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of ``SAMPLED_CODES`` elements or a few more, or of all."""
+    # An odd stride walks through all columns of a power-of-two width instead of a few.
+    return tensor.flatten()[:: max(tensor.numel() // SAMPLED_CODES, 1) | 1].clone()
 
 
 class QuantisationMetrics:
@@ -290,30 +292,38 @@ def _named(broken: list[str]) -> str:
     return names + (f" and {len(broken) - 3} more" if len(broken) > 3 else "")
 
 
-def _is_not_finite(tensor: torch.Tensor) -> torch.Tensor:
-    # Extremes carry a NaN along (torch.aminmax) and need no temporary of the tensor's size.
-    return ~torch.stack(torch.aminmax(tensor)).isfinite().all()
+def _extremes(tensor: torch.Tensor) -> torch.Tensor:
+    # They carry a NaN along (torch.aminmax) and need no temporary of the tensor's size.
+    return torch.stack(torch.aminmax(tensor)).float()
+
+
+def _is_nan_code(codes: torch.Tensor) -> torch.Tensor:
+    return (codes & 0x7F) == E4M3_NAN_CODE
 
 
 def refuse_non_finite(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Pass a sync's stream through; at its end, name the weights that are not finite.
 
     One code of each 128x128 block is read, since a block that holds an Inf or NaN has NaN codes only; other tensors are
-    read once. The device is waited for once, at the end.
+    read once. The device is waited for twice, at the end.
 
     Raises:
         NonFiniteWeightError: after the last tensor, before what is appended to the stream behind this one.
     """
-    flags: dict[str, torch.Tensor] = {}
+    corners: dict[str, torch.Tensor] = {}
+    extremes: dict[str, torch.Tensor] = {}
     for name, tensor in weights:
         if tensor.dtype == FP8_DTYPE:
-            corners = tensor.view(torch.uint8)[::BLOCK, ::BLOCK]
-            flags[name] = ((corners & 0x7F) == E4M3_NAN_CODE).any()
+            corners[name] = tensor.view(torch.uint8)[::BLOCK, ::BLOCK].flatten()
         elif tensor.is_floating_point():
-            flags[name] = _is_not_finite(tensor)
+            extremes[name] = _extremes(tensor)
         yield name, tensor
-    if flags and torch.stack(list(flags.values())).any():
-        broken = [name for name, flag in flags.items() if flag]
+    broken = []
+    if corners and _is_nan_code(torch.cat(list(corners.values()))).any():
+        broken += [name for name, codes in corners.items() if _is_nan_code(codes).any()]
+    if extremes and not torch.stack(list(extremes.values())).isfinite().all():
+        broken += [name for name, pair in extremes.items() if not pair.isfinite().all()]
+    if broken:
         raise NonFiniteWeightError(
             f"weight sync: {_named(broken)} of the trainer holds NaN or Inf and would make every sample garbage; "
             f"{_REMEDY}"
@@ -329,14 +339,14 @@ def refuse_to_save_non_finite(model: nn.Module) -> None:
         NonFiniteWeightError: naming the weights of this rank's shards, if it is one of them.
     """
     shards = {name: getattr(p, "_local_tensor", p).detach() for name, p in model.named_parameters()}
-    flags = {name: _is_not_finite(shard) for name, shard in shards.items() if shard.numel() > 0}
+    extremes = {name: _extremes(shard) for name, shard in shards.items() if shard.numel() > 0}
     found = torch.zeros((), dtype=torch.int32, device=next(iter(shards.values())).device)
-    for flag in flags.values():
-        found |= flag
+    if extremes:
+        found += ~torch.stack(list(extremes.values())).isfinite().all()
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
     if found:
-        broken = [name for name, flag in flags.items() if flag]
+        broken = [name for name, pair in extremes.items() if not pair.isfinite().all()]
         raise NonFiniteWeightError(
             f"checkpoint: {_named(broken) or 'a weight on another rank'} of the trainer holds NaN or Inf, so it is not "
             f"saved; {_REMEDY}"

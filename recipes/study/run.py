@@ -19,7 +19,8 @@ on from its last checkpoint, the metrics of all attempts are joined, and a folde
 
 The words of an arm are the demo's for this device, then the study's sizes, then the arm's, then those given here; the
 last of two equal keys wins. ``--share`` is for several arms on one GPU: vLLM takes a fixed 2 GB of KV cache, all that
-256 responses of this size need, instead of a share of what happens to be free.
+256 responses of this size need, instead of a share of what happens to be free, and keeps it while the trainer works,
+since vLLM ends a run ("Memory usage increased after sleeping") in which a neighbour took memory while it went to sleep.
 """
 
 import argparse
@@ -45,6 +46,8 @@ ROOT = Path(__file__).parents[2]
 SHARED_GPU = (
     "actor_rollout_ref.rollout.gpu_memory_utilization=0.1",
     "++actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=2000000000",
+    "actor_rollout_ref.rollout.free_cache_engine=False",
+    "++actor_rollout_ref.rollout.enable_sleep_mode=False",
 )
 
 

@@ -11,9 +11,12 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""verl's engine as its workers ask for it: from the registry, with a precision's engine config."""
+"""verl's engine as its workers ask for it, from the registry with a precision's engine config; its steps and syncs."""
 
 from typing import Any
+
+import torch
+from tensordict import TensorDict
 
 from jetrl_verl.config.options import JetConfig
 
@@ -56,3 +59,45 @@ def build(
     )
     engine.initialize()
     return engine
+
+
+SEQUENCES, TOKENS = 4, 24
+
+
+def tokens(seed: int) -> torch.Tensor:
+    return torch.randint(0, 64, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(seed))
+
+
+def batch(seed: int) -> TensorDict:
+    """The ``seed``'s sequences in verl's jagged form, in two micro-batches."""
+    from verl.utils import tensordict_utils as tu
+
+    def jagged(rows: torch.Tensor) -> torch.Tensor:
+        return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+
+    positions = torch.arange(TOKENS).expand(SEQUENCES, -1)
+    mask = torch.ones(SEQUENCES, TOKENS, dtype=torch.int64)
+    mask[:, 0] = 0  # the first token has no predecessor
+    data = TensorDict(
+        {"input_ids": jagged(tokens(seed)), "position_ids": jagged(positions), "loss_mask": jagged(mask)},
+        batch_size=SEQUENCES,
+    )
+    settings = dict(use_dynamic_bsz=False, micro_batch_size_per_gpu=SEQUENCES // 2, use_remove_padding=False)
+    tu.assign_non_tensor(data, temperature=1.0, **settings)
+    return data
+
+
+def train(engine, seed: int) -> float:
+    """One optimiser step on the mean negative log-likelihood of the ``seed``'s sequences; the gradient's norm."""
+    from functools import partial
+
+    from verl.workers.utils.losses import sft_loss
+
+    with engine.train_mode():
+        return engine.train_batch(batch(seed), partial(sft_loss, None))["metrics"]["grad_norm"]
+
+
+def sent(engine) -> dict[str, torch.Tensor]:
+    """A weight sync's stream."""
+    stream, _ = engine.get_per_tensor_param()
+    return {name: tensor.clone() for name, tensor in stream}

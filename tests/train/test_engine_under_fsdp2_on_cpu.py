@@ -21,8 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from engines import build
-from tensordict import TensorDict
+from engines import SEQUENCES, TOKENS, batch, build, sent, tokens, train
 from tiny_models import tiny_model
 from torch import nn
 from two_processes import WORLD, run_in_two_processes
@@ -33,46 +32,6 @@ from jetrl_verl.numerics import FP8_DTYPE
 from jetrl_verl.observe.contract import MANIFEST_NAME, SUM_PREFIX, Manifest
 from jetrl_verl.observe.quantisation import NonFiniteWeightError
 from jetrl_verl.patches.resume import DamagedCheckpointError
-
-SEQUENCES, TOKENS = 4, 24
-
-
-def tokens(rank: int) -> torch.Tensor:
-    return torch.randint(0, 64, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(rank))
-
-
-def batch(rank: int) -> TensorDict:
-    """This rank's sequences in verl's jagged form, in two micro-batches."""
-    from verl.utils import tensordict_utils as tu
-
-    def jagged(rows: torch.Tensor) -> torch.Tensor:
-        return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
-
-    positions = torch.arange(TOKENS).expand(SEQUENCES, -1)
-    mask = torch.ones(SEQUENCES, TOKENS, dtype=torch.int64)
-    mask[:, 0] = 0  # the first token has no predecessor
-    data = TensorDict(
-        {"input_ids": jagged(tokens(rank)), "position_ids": jagged(positions), "loss_mask": jagged(mask)},
-        batch_size=SEQUENCES,
-    )
-    settings = dict(use_dynamic_bsz=False, micro_batch_size_per_gpu=SEQUENCES // 2, use_remove_padding=False)
-    tu.assign_non_tensor(data, temperature=1.0, **settings)
-    return data
-
-
-def train(engine, rank: int) -> float:
-    """One optimiser step on the mean negative log-likelihood; the gradient's norm."""
-    from functools import partial
-
-    from verl.workers.utils.losses import sft_loss
-
-    with engine.train_mode():
-        return engine.train_batch(batch(rank), partial(sft_loss, None))["metrics"]["grad_norm"]
-
-
-def sent(engine) -> dict[str, torch.Tensor]:
-    stream, _ = engine.get_per_tensor_param()
-    return {name: tensor.clone() for name, tensor in stream}
 
 
 def same_on_both_ranks(value: torch.Tensor) -> bool:

@@ -28,11 +28,11 @@ WORLD = 2
 
 
 @contextmanager
-def joined(rank: int, world: int, store: str | Path) -> Iterator[None]:
-    """A gloo group of ``world`` processes; ``store`` is a file of this group alone, which need not exist."""
+def joined(rank: int, world: int, store: str | Path, backend: str = "gloo") -> Iterator[None]:
+    """A group of ``world`` processes; ``store`` is a file of this group alone, which need not exist."""
     # Ranks as torchrun gives them, for code that reads the environment.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
     yield
     dist.barrier()
     dist.destroy_process_group()

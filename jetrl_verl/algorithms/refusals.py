@@ -113,3 +113,36 @@ def clip_rules(get: Get) -> Iterator[str]:
             "updates once per batch of rollouts here, so that every ratio is 1 and nothing is clipped; use a smaller "
             f"{_ACTOR}.ppo_mini_batch_size or jetrl.clip=fixed"
         )
+
+
+def correction_rules(get: Get) -> Iterator[str]:
+    """Adaptive correction where there is nothing to correct, or nothing to correct with. ``get`` as above."""
+    if get("jetrl.correction") != "adaptive":
+        return
+    if get("jetrl.precision") == "jet_fp8_exact":
+        yield "samples from the very policy that it trains, so nothing is to be corrected; use jetrl.correction=fixed"
+    loss = get(f"{_ACTOR}.policy_loss.loss_mode")
+    if loss in RATIO_LOSSES:
+        yield (
+            f"needs the ratios themselves under loss_mode={loss}, not weights whose strength follows the batch; use "
+            "jetrl.correction=fixed or loss_mode=vanilla"
+        )
+        return
+    if get(f"{_CORRECTION}.bypass_mode"):
+        yield (
+            "computes no importance weights before the update in bypass mode, which jetrl.correction=adaptive mixes; "
+            f"set {_CORRECTION}.bypass_mode=false"
+        )
+    if get(f"{_CORRECTION}.rollout_is") != "token":
+        yield f"mixes weights of single tokens under jetrl.correction=adaptive; set {_CORRECTION}.rollout_is=token"
+    threshold = get(f"{_CORRECTION}.rollout_is_threshold")
+    if isinstance(threshold, str) and "_" in threshold:
+        yield (
+            f"would give back a part of the tokens that {_CORRECTION}.rollout_is_threshold={threshold} rejects; set "
+            "one upper bound, such as 2.0"
+        )
+    if get(f"{_CORRECTION}.rollout_is_batch_normalize"):
+        yield (
+            "mixes weights with the 1 of the uncorrected gradient under jetrl.correction=adaptive, not normalised "
+            f"ones; set {_CORRECTION}.rollout_is_batch_normalize=false"
+        )

@@ -22,7 +22,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from jetrl_verl.algorithms.refusals import clip_rules, loss_rules
+from jetrl_verl.algorithms.refusals import clip_rules, correction_rules, loss_rules
 
 from .options import JetConfig, UnsupportedConfiguration
 from .vllm_arguments import vllm_arguments
@@ -232,6 +232,7 @@ def _targets(options: JetConfig, get: Get) -> Iterator[str]:
 
 
 def _algorithm(options: JetConfig, get: Get) -> Iterator[str]:
+    yield from correction_rules(get)
     yield from loss_rules(get)
     yield from clip_rules(get)
 

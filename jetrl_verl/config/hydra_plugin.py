@@ -44,7 +44,7 @@ from omegaconf import DictConfig
 from .options import PRECISIONS, UnsupportedConfiguration
 
 GROUP = "precision"
-DEFAULTS = {GROUP: "bf16", "clip": "fixed"}
+DEFAULTS = {GROUP: "bf16", "clip": "fixed", "correction": "fixed"}
 """Groups of this package and the choices that leave verl as it is, in the order in which they apply."""
 
 _ACTOR_PACKAGE = "actor_rollout_ref.actor"

@@ -53,6 +53,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "metrics": (True, False),
     "operations": ("auto", "stock", "shared"),
     "clip": ("fixed", "calibrated"),
+    "correction": ("fixed", "adaptive"),
 }
 
 
@@ -104,6 +105,13 @@ class JetConfig:
     clip_interval: int = 20
     """Steps from one calibration to the next."""
 
+    correction: str = "fixed"
+    """``adaptive`` lets the strength of the importance weights follow the batch; see
+    ``algorithms.adaptive_correction``."""
+
+    correction_scale: float = 1e-3
+    """Divergence, in nats a token, at which ``adaptive`` corrects half."""
+
     invariant_scaling: float = 1.0
     """Factor folded into the norms before q, k, v, gate and up; see ``algorithms.invariant_scaling``."""
 
@@ -114,7 +122,11 @@ class JetConfig:
             if not any(value == choice and type(value) is type(choice) for choice in choices):
                 listed = ", ".join(str(choice).lower() if isinstance(choice, bool) else choice for choice in choices)
                 raise UnsupportedConfiguration(f"jetrl.{name}={value} is not a choice; use one of {listed}.")
-        for name, kind in (("clip_interval", int), ("invariant_scaling", int | float)):
+        for name, kind in (
+            ("clip_interval", int),
+            ("correction_scale", int | float),
+            ("invariant_scaling", int | float),
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < float("inf"):
                 raise UnsupportedConfiguration(f"jetrl.{name}={value} is not a choice; use a positive number.")

@@ -29,6 +29,7 @@ from typing import Any
 
 from verl.workers.config import FSDPEngineConfig, RolloutConfig
 
+from jetrl_verl.algorithms import adaptive_correction
 from jetrl_verl.patches import metrics, resume
 
 from .options import JetConfig, UnsupportedConfiguration
@@ -93,10 +94,12 @@ class JetRolloutConfig(RolloutConfig):
             )
         vllm_kwargs = vllm_arguments(self.jetrl, self.engine_kwargs.get("vllm"))
         self.engine_kwargs = {**self.engine_kwargs, "vllm": vllm_kwargs}
-        # verl's trainer builds this config before its first step; in every other process these two do nothing.
+        # verl's trainer builds this config before its first step; in every other process these do nothing.
         resume.install_in_trainer()
         if self.jetrl.metrics:
             metrics.install_in_trainer()
+        if self.jetrl.correction == "adaptive":
+            adaptive_correction.install_in_trainer(self.jetrl.correction_scale)
 
     @property
     def jetrl(self) -> JetConfig:

@@ -17,9 +17,8 @@ verl 0.9.1 has no hook for metrics of a batch. Three functions of it see what is
 dictionary that goes to the tracking:
 
 * ``calculate_debug_metrics`` (trainer): log-probabilities of rollout and trainer together; gets the tail.
-* ``PPOTrainer._compute_advantage`` (trainer): the importance weights' inputs and the advantages together; gets the
-  truncated shares. The batch passes through ``compute_advantage_for_multi_trajectories``, which is where it is seen,
-  so nothing is fetched twice from the queue.
+* ``PPOTrainer._compute_advantage`` (trainer): the importance weights' inputs and the advantages together, see
+  patches/advantages.py; gets the truncated shares.
 * ``get_policy_loss_fn`` (actor): every policy loss, registered ones too, leaves through here; gets the clipped shares.
   verl averages these over micro-batches, mini-batches and ranks, as its own clip fraction.
 
@@ -31,20 +30,19 @@ import sys
 from typing import Any
 
 from jetrl_verl.observe.mismatch import by_sign, clipped, prefixed, tail, truncated
-
-_TRAINER = "verl.trainer.ppo.v1.trainer_base"
+from jetrl_verl.patches.advantages import TRAINER, run_after_advantages
 
 
 def install_in_trainer() -> None:
     """Wrap the trainer's two functions, in the one process that holds verl's trainer; idempotent."""
-    trainer = sys.modules.get(_TRAINER)
+    trainer = sys.modules.get(TRAINER)
     # A module that is still being imported has no class yet; a later call finds it.
-    if not hasattr(trainer, "PPOTrainer") or getattr(trainer.calculate_debug_metrics, "_jetrl", False):
+    if not hasattr(trainer, "PPOTrainer"):
+        return
+    run_after_advantages("truncated shares", _truncation)
+    if getattr(trainer.calculate_debug_metrics, "_jetrl", False):
         return
     stock_debug = trainer.calculate_debug_metrics
-    stock_advantages = trainer.compute_advantage_for_multi_trajectories
-    stock_method = trainer.PPOTrainer._compute_advantage
-    pending: dict[str, float] = {}
 
     @functools.wraps(stock_debug)
     def calculate_debug_metrics(data: Any) -> dict[str, float]:
@@ -52,23 +50,8 @@ def install_in_trainer() -> None:
         found = tail(batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"])
         return stock_debug(data) | {f"training/rollout_log_probs_diff_{name}": value for name, value in found.items()}
 
-    @functools.wraps(stock_advantages)
-    def compute_advantage_for_multi_trajectories(data: Any, *args: Any, **kwargs: Any) -> Any:
-        data = stock_advantages(data, *args, **kwargs)
-        pending.update(_truncation(data.batch, kwargs.get("config")))
-        return data
-
-    @functools.wraps(stock_method)
-    def _compute_advantage(self: Any, batch: Any, metrics: dict) -> Any:
-        pending.clear()
-        batch = stock_method(self, batch, metrics)
-        metrics.update(pending)
-        return batch
-
     calculate_debug_metrics._jetrl = True
     trainer.calculate_debug_metrics = calculate_debug_metrics
-    trainer.compute_advantage_for_multi_trajectories = compute_advantage_for_multi_trajectories
-    trainer.PPOTrainer._compute_advantage = _compute_advantage
 
 
 def _truncation(batch: Any, algorithm: Any) -> dict[str, float]:

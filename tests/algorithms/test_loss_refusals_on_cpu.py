@@ -18,7 +18,7 @@ import math
 import pytest
 
 from jetrl_verl.algorithms.losses import UNTRUNCATED, JetPolicyLossConfig
-from jetrl_verl.algorithms.refusals import CALIBRATED_LOSSES, RATIO_LOSSES, clip_rules, loss_rules
+from jetrl_verl.algorithms.refusals import CALIBRATED_LOSSES, RATIO_LOSSES, clip_rules, correction_rules, loss_rules
 
 ACTOR = "actor_rollout_ref.actor"
 CORRECTION = "algorithm.rollout_correction"
@@ -39,6 +39,15 @@ CALIBRATED = {
     f"{ACTOR}.ppo_epochs": 1,
     f"{ACTOR}.ppo_mini_batch_size": 32,
     "data.train_batch_size": 128,
+}
+ADAPTIVE = {
+    "jetrl.correction": "adaptive",
+    "jetrl.precision": "fp8_rollout",
+    f"{ACTOR}.policy_loss.loss_mode": "vanilla",
+    f"{CORRECTION}.rollout_is": "token",
+    f"{CORRECTION}.rollout_is_threshold": 2.0,
+    f"{CORRECTION}.rollout_is_batch_normalize": False,
+    f"{CORRECTION}.bypass_mode": False,
 }
 
 
@@ -81,6 +90,22 @@ def test_calibrated_clipping_where_nothing_is_clipped_is_refused(change, sentenc
     assert sentence in complaint
 
 
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"jetrl.precision": "jet_fp8_exact"}, "nothing is to be corrected"),
+        ({f"{ACTOR}.policy_loss.loss_mode": "qurl_decoupled"}, "loss_mode=vanilla"),
+        ({f"{CORRECTION}.bypass_mode": True}, "bypass_mode=false"),
+        ({f"{CORRECTION}.rollout_is": "sequence"}, "rollout_is=token"),
+        ({f"{CORRECTION}.rollout_is_threshold": "0.5_2.0"}, "set one upper bound"),
+        ({f"{CORRECTION}.rollout_is_batch_normalize": True}, "rollout_is_batch_normalize=false"),
+    ],
+)
+def test_adaptive_correction_of_nothing_or_with_nothing_is_refused(change, sentence):
+    (complaint,) = complaints(correction_rules, ADAPTIVE | change)
+    assert sentence in complaint
+
+
 @pytest.mark.parametrize("precision", ["qurl_fp8", "qurl_int8"])
 def test_qurl_under_another_loss_is_refused(precision):
     """The ratios it hands over are not truncated; vanilla would apply them as they are."""
@@ -100,6 +125,10 @@ def test_what_works_is_not_refused():
     assert complaints(clip_rules, CALIBRATED | one_batch) == []
     assert complaints(clip_rules, CALIBRATED | {"jetrl.clip": "fixed", "jetrl.train": "bf16"}) == []
     assert complaints(loss_rules, {f"{ACTOR}.policy_loss.loss_mode": "vanilla"}) == []
+    assert complaints(correction_rules, ADAPTIVE) == []
+    assert (
+        complaints(correction_rules, ADAPTIVE | {"jetrl.correction": "fixed", f"{CORRECTION}.bypass_mode": True}) == []
+    )
 
 
 def test_the_rules_know_what_they_do_not_import():

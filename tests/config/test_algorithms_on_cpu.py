@@ -11,7 +11,9 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""The precisions of rollout-only baselines and ``clip=calibrated``: what they compose to, and what contradicts them."""
+"""Precisions of rollout-only baselines, ``clip=calibrated`` and ``correction=adaptive``: what they compose to, and what
+contradicts them.
+"""
 
 import pytest
 from hydra.errors import ConfigCompositionException
@@ -77,6 +79,17 @@ def test_calibrated_clipping_composes_with_the_unified_flow_in_either_order(comp
     assert actor.engine.jetrl.clip == "calibrated"
 
 
+@pytest.mark.parametrize("precision", ["fp8_rollout", "fp8_rollout_tis", "int8_rollout", "jet_fp8"])
+def test_adaptive_correction_is_truncated_importance_sampling_of_its_own_strength(compose, precision):
+    config = compose(f"precision={precision}", "correction=adaptive", "jetrl.correction_scale=0.01", *SIZES)
+    assert config == compose("correction=adaptive", f"precision={precision}", "jetrl.correction_scale=0.01", *SIZES)
+    assert (config.jetrl.correction, config.jetrl.correction_scale) == ("adaptive", 0.01)
+    correction = config.algorithm.rollout_correction
+    assert (correction.rollout_is, correction.rollout_is_threshold) == ("token", 2.0)
+    assert omega_conf_to_dataclass(config.actor_rollout_ref.rollout).jetrl.correction == "adaptive"
+    assert compose(f"precision={precision}") == compose(f"precision={precision}", "correction=fixed")
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
@@ -89,6 +102,17 @@ def test_calibrated_clipping_composes_with_the_unified_flow_in_either_order(comp
         (["precision=int8_rollout", "jetrl.train=fp8"], "use jetrl.rollout=fp8 or jetrl.train=bf16"),
         (["precision=int8_rollout", "jetrl.scale_rule=pow2"], "jetrl.rollout=int8 knows one scale rule"),
         (["precision=qurl_fp8", "jetrl.invariant_scaling=0"], "jetrl.invariant_scaling=0 is not a choice"),
+        (["correction=adaptive"], "the jetrl options need a precision; add precision="),
+        (
+            ["precision=jet_fp8_exact", "correction=adaptive", f"{ROLLOUT}.tensor_model_parallel_size=1"],
+            "nothing is to be corrected",
+        ),
+        (["precision=qurl_fp8", "correction=adaptive"], "needs the ratios themselves under loss_mode=qurl_acr"),
+        (
+            ["precision=fp8_rollout", "correction=adaptive", f"{ROLLOUT}.calculate_log_probs=false"],
+            f"set {ROLLOUT}.calculate_log_probs=true",
+        ),
+        (["precision=fp8_rollout", "jetrl.correction_scale=0"], "jetrl.correction_scale=0 is not a choice"),
         (["precision=jet_fp8", "jetrl.clip_interval=2.5"], "jetrl.clip_interval=2.5 is not a choice"),
     ],
 )

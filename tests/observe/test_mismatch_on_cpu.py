@@ -17,6 +17,7 @@ import math
 
 import pytest
 import torch
+from advantages import compute_advantage, own_trainer  # noqa: F401 (a fixture)
 
 from jetrl_verl.observe.mismatch import by_sign, clipped, tail, truncated
 
@@ -95,20 +96,15 @@ def test_a_token_without_an_advantage_is_not_called_clipped_and_a_forward_has_no
 
 
 @pytest.fixture
-def trainer(cpu_platform, monkeypatch):
+def trainer(own_trainer):  # noqa: F811
     """verl's trainer module with our metrics in it, put back afterwards."""
-    from verl.trainer.ppo.v1 import trainer_base
-
     from jetrl_verl.patches import metrics
 
-    for name in ("calculate_debug_metrics", "compute_advantage_for_multi_trajectories"):
-        monkeypatch.setattr(trainer_base, name, getattr(trainer_base, name))
-    monkeypatch.setattr(trainer_base.PPOTrainer, "_compute_advantage", trainer_base.PPOTrainer._compute_advantage)
     metrics.install_in_trainer()
-    once = trainer_base.PPOTrainer._compute_advantage
+    once = own_trainer.PPOTrainer._compute_advantage
     metrics.install_in_trainer()
-    assert trainer_base.PPOTrainer._compute_advantage is once, "installing twice wraps once"
-    return trainer_base
+    assert own_trainer.PPOTrainer._compute_advantage is once, "installing twice wraps once"
+    return own_trainer
 
 
 def test_verls_mismatch_metrics_gain_their_tail(trainer):
@@ -125,52 +121,8 @@ def test_verls_mismatch_metrics_gain_their_tail(trainer):
 
 @pytest.mark.parametrize(("rollout_is", "expected"), [("token", (1 / 5, 1 / 5)), (None, None)])
 def test_truncated_shares_reach_verls_metrics(trainer, monkeypatch, rollout_is, expected):
-    """The trainer's own method on a batch of two responses, one good and one bad, with verl's truncation at 2."""
-    from omegaconf import OmegaConf
-    from tensordict import NonTensorStack, TensorDict
-
-    rows = {
-        "response_mask": [torch.ones(3, dtype=torch.long), torch.ones(2, dtype=torch.long)],
-        "rm_scores": [torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.0, 0.0])],
-        "old_log_probs": [torch.log(torch.tensor([1.0, 2.5, 1.0])), torch.log(torch.tensor([1.0, 3.0]))],
-        "rollout_log_probs": [torch.zeros(3), torch.zeros(2)],
-    }
-    nested = {name: torch.nested.as_nested_tensor(value, layout=torch.jagged) for name, value in rows.items()}
-
-    class Queue:
-        @staticmethod
-        def kv_batch_get(keys, partition_id, select_fields):
-            data = TensorDict(nested, batch_size=2)
-            data["uid"] = NonTensorStack("a", "a")
-            return data
-
-        @staticmethod
-        def kv_batch_put(keys, partition_id, fields):
-            return batch
-
-    class Batch:
-        keys, partition_id = ["a_0_0", "a_1_0"], "train"
-
-        def __len__(self):
-            return 2
-
-    batch = Batch()
-    monkeypatch.setattr(trainer, "tq", Queue)
-    instance = object.__new__(type("Trainer", (trainer.PPOTrainer,), {"on_step_end": None, "on_sample_end": None}))
-    instance.config = OmegaConf.create(
-        {
-            "algorithm": {
-                "use_kl_in_reward": False,
-                "adv_estimator": "grpo",
-                "gamma": 1.0,
-                "lam": 1.0,
-                "rollout_correction": {"rollout_is": rollout_is, "rollout_is_threshold": 2.0},
-            },
-            "actor_rollout_ref": {"rollout": {"n": 2}},
-        }
-    )
-    found: dict = {}
-    instance._compute_advantage(batch, found)
+    """One token of five in either sign has a ratio above 2."""
+    found, _ = compute_advantage(trainer, monkeypatch, {"rollout_is": rollout_is, "rollout_is_threshold": 2.0})
     shares = [found.get(f"rollout_corr/truncated/{sign}") for sign in ("positive", "negative")]
     assert shares == ([None, None] if expected is None else pytest.approx(expected))
     assert "rollout_corr/k3_kl" in found, "verl's own metrics are still there"

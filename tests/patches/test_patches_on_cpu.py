@@ -38,6 +38,7 @@ REPLACED = {
     "verl/utils/checkpoint/checkpoint_manager.py:find_latest_ckpt_path": "b9bfacf072753475",
     "verl/utils/debug/metrics.py:calculate_debug_metrics": "5e8ae0689ea96c24",
     "verl/utils/distributed.py:initialize_global_process_group_ray": "e9ec517a0089c3c5",
+    "verl/utils/torch_functional.py:logprobs_from_logits_v2": "e2abcaee01a294f1",
     "verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py:_init_socket": "677f158faa00015d",
     "verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py:async_send_weights": "6be5e9d989aadc85",
     "verl/workers/rollout/vllm_rollout/utils.py:_get_zmq_handle": "5aa212f30783b183",

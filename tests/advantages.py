@@ -1,0 +1,92 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""verl's trainer where importance weights and advantages meet, on a batch of two responses, without Ray or a queue."""
+
+from typing import Any
+
+import pytest
+import torch
+
+RATIOS = [[1.0, 2.5, 1.0], [1.0, 3.0]]
+"""pi_old / pi_rollout of the tokens: a good response, a bad one."""
+
+
+@pytest.fixture
+def own_trainer(cpu_platform, monkeypatch):
+    """verl's trainer module, whatever a test puts into it taken out again."""
+    from verl.trainer.ppo.v1 import trainer_base
+
+    from jetrl_verl.patches import advantages
+
+    for name in ("calculate_debug_metrics", "compute_advantage_for_multi_trajectories"):
+        monkeypatch.setattr(trainer_base, name, getattr(trainer_base, name))
+    monkeypatch.setattr(trainer_base.PPOTrainer, "_compute_advantage", trainer_base.PPOTrainer._compute_advantage)
+    monkeypatch.setattr(advantages, "_hooks", {})
+    return trainer_base
+
+
+def compute_advantage(trainer: Any, monkeypatch, correction: dict) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Metrics, and what verl writes for the actor, nested ``[2, T]``, of its own method on :data:`RATIOS`.
+
+    Args:
+        trainer: verl's module. correction: its ``algorithm.rollout_correction``.
+    """
+    from omegaconf import OmegaConf
+    from tensordict import NonTensorStack, TensorDict
+
+    rows = {
+        "response_mask": [torch.ones(len(ratios), dtype=torch.long) for ratios in RATIOS],
+        "rm_scores": [torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.0, 0.0])],
+        "old_log_probs": [torch.log(torch.tensor(ratios)) for ratios in RATIOS],
+        "rollout_log_probs": [torch.zeros(len(ratios)) for ratios in RATIOS],
+    }
+    nested = {name: torch.nested.as_nested_tensor(value, layout=torch.jagged) for name, value in rows.items()}
+    written: dict[str, torch.Tensor] = {}
+
+    class Queue:
+        @staticmethod
+        def kv_batch_get(keys, partition_id, select_fields):
+            data = TensorDict(nested, batch_size=2)
+            data["uid"] = NonTensorStack("a", "a")
+            return data
+
+        @staticmethod
+        def kv_batch_put(keys, partition_id, fields):
+            written.update(fields.items())
+            return batch
+
+    class Batch:
+        keys, partition_id = ["a_0_0", "a_1_0"], "train"
+
+        def __len__(self):
+            return 2
+
+    batch = Batch()
+    monkeypatch.setattr(trainer, "tq", Queue)
+    instance = object.__new__(type("Trainer", (trainer.PPOTrainer,), {"on_step_end": None, "on_sample_end": None}))
+    instance.config = OmegaConf.create(
+        {
+            "algorithm": {
+                "use_kl_in_reward": False,
+                "adv_estimator": "grpo",
+                "gamma": 1.0,
+                "lam": 1.0,
+                "rollout_correction": correction,
+            },
+            "actor_rollout_ref": {"rollout": {"n": 2}},
+        }
+    )
+    found: dict[str, float] = {}
+    instance._compute_advantage(batch, found)
+    return found, written

@@ -65,7 +65,9 @@ def operation_sums(device: torch.device) -> dict[str, int]:
             "logits": ops.logits(x, head),
             "log_probs": ops.log_probs(logits, torch.arange(tokens, device=device)[:, None], temperature),
         }
-    return {name: int(row_sums(result.flatten(1)).sum().item()) for name, result in results.items()}
+    # One wait for the device: beside other processes each costs their turns, and a sync stands still meanwhile.
+    sums = torch.stack([row_sums(result.flatten(1)).sum() for result in results.values()])
+    return dict(zip(results, sums.tolist(), strict=True))
 
 
 def stated_operations(device: torch.device, operations: str) -> dict[str, int]:

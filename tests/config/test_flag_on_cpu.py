@@ -114,6 +114,8 @@ def test_what_each_precision_says(compose, precision, train, operations):
         "operations": operations,
         "clip": "fixed",
         "clip_interval": 20,
+        "correction": "fixed",
+        "correction_scale": 0.001,
         "invariant_scaling": 1.0,
     }
     assert config.actor_rollout_ref.rollout.calculate_log_probs is True

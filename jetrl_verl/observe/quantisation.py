@@ -297,33 +297,33 @@ def _extremes(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack(torch.aminmax(tensor)).float()
 
 
-def _is_nan_code(codes: torch.Tensor) -> torch.Tensor:
-    return (codes & 0x7F) == E4M3_NAN_CODE
+def _holds_non_finite(seen: torch.Tensor) -> torch.Tensor:
+    """Of codes as uint8, or of extremes: whether one says NaN or Inf."""
+    if seen.dtype == torch.uint8:
+        return ((seen & 0x7F) == E4M3_NAN_CODE).any()
+    return ~seen.isfinite().all()
 
 
 def refuse_non_finite(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Pass a sync's stream through; at its end, name the weights that are not finite.
 
     One code of each 128x128 block is read, since a block that holds an Inf or NaN has NaN codes only; other tensors are
-    read once. The device is waited for twice, at the end.
+    read once. The device is waited for once, at the end.
 
     Raises:
         NonFiniteWeightError: after the last tensor, before what is appended to the stream behind this one.
     """
-    corners: dict[str, torch.Tensor] = {}
-    extremes: dict[str, torch.Tensor] = {}
+    seen: dict[str, torch.Tensor] = {}
     for name, tensor in weights:
         if tensor.dtype == FP8_DTYPE:
-            corners[name] = tensor.view(torch.uint8)[::BLOCK, ::BLOCK].flatten()
+            seen[name] = tensor.view(torch.uint8)[::BLOCK, ::BLOCK].flatten()
         elif tensor.is_floating_point():
-            extremes[name] = _extremes(tensor)
+            seen[name] = _extremes(tensor)
         yield name, tensor
-    broken = []
-    if corners and _is_nan_code(torch.cat(list(corners.values()))).any():
-        broken += [name for name, codes in corners.items() if _is_nan_code(codes).any()]
-    if extremes and not torch.stack(list(extremes.values())).isfinite().all():
-        broken += [name for name, pair in extremes.items() if not pair.isfinite().all()]
-    if broken:
+    kinds = ([each for each in seen.values() if each.dtype == dtype] for dtype in (torch.uint8, torch.float32))
+    together = [_holds_non_finite(torch.cat(kind)) for kind in kinds if kind]
+    if together and torch.stack(together).any():
+        broken = [name for name, each in seen.items() if _holds_non_finite(each)]
         raise NonFiniteWeightError(
             f"weight sync: {_named(broken)} of the trainer holds NaN or Inf and would make every sample garbage; "
             f"{_REMEDY}"
@@ -342,11 +342,11 @@ def refuse_to_save_non_finite(model: nn.Module) -> None:
     extremes = {name: _extremes(shard) for name, shard in shards.items() if shard.numel() > 0}
     found = torch.zeros((), dtype=torch.int32, device=next(iter(shards.values())).device)
     if extremes:
-        found += ~torch.stack(list(extremes.values())).isfinite().all()
+        found += _holds_non_finite(torch.stack(list(extremes.values())))
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
     if found:
-        broken = [name for name, pair in extremes.items() if not pair.isfinite().all()]
+        broken = [name for name, pair in extremes.items() if _holds_non_finite(pair)]
         raise NonFiniteWeightError(
             f"checkpoint: {_named(broken) or 'a weight on another rank'} of the trainer holds NaN or Inf, so it is not "
             f"saved; {_REMEDY}"

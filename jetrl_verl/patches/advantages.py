@@ -21,11 +21,10 @@ Gone when verl lets a plugin see a batch before its update; no upstream issue is
 """
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
-TRAINER = "verl.trainer.ppo.v1.trainer_base"
+from jetrl_verl.patches.trainer import trainer_module
 
 Hook = Callable[[Any, Any], dict[str, float]]
 """``hook(batch, algorithm)``: verl's padded tensors ``[B, T]`` and its ``algorithm`` config, to metrics of the step."""
@@ -39,9 +38,8 @@ def run_after_advantages(name: str, hook: Hook) -> None:
     Args:
         name: of the hook; a later one of the same name takes its place. hook: see :data:`Hook`.
     """
-    trainer = sys.modules.get(TRAINER)
-    # A module that is still being imported has no class yet; a later call finds it.
-    if not hasattr(trainer, "PPOTrainer"):
+    trainer = trainer_module()
+    if trainer is None:
         return
     _hooks[name] = hook
     stock_advantages = trainer.compute_advantage_for_multi_trajectories

@@ -26,18 +26,17 @@ Gone when verl lets a plugin add metrics of a batch; no upstream issue is known.
 """
 
 import functools
-import sys
 from typing import Any
 
 from jetrl_verl.observe.mismatch import by_sign, clipped, prefixed, tail, truncated
-from jetrl_verl.patches.advantages import TRAINER, run_after_advantages
+from jetrl_verl.patches.advantages import run_after_advantages
+from jetrl_verl.patches.trainer import trainer_module
 
 
 def install_in_trainer() -> None:
     """Wrap the trainer's two functions, in the one process that holds verl's trainer; idempotent."""
-    trainer = sys.modules.get(TRAINER)
-    # A module that is still being imported has no class yet; a later call finds it.
-    if not hasattr(trainer, "PPOTrainer"):
+    trainer = trainer_module()
+    if trainer is None:
         return
     run_after_advantages("truncated shares", _truncation)
     if getattr(trainer.calculate_debug_metrics, "_jetrl", False):

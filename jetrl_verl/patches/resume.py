@@ -32,14 +32,14 @@ import contextlib
 import functools
 import re
 import shutil
-import sys
 import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_TRAINER = "verl.trainer.ppo.v1.trainer_base"
+from jetrl_verl.patches.trainer import trainer_module
+
 _CONTENTS = ("model", "optim", "extra_state")
 
 
@@ -139,10 +139,10 @@ def _remedy(damaged: Path) -> str:
 
 def install_in_trainer() -> None:
     """Wrap the trainer's look-up of the latest checkpoint, in the process that holds verl's trainer; idempotent."""
-    trainer = sys.modules.get(_TRAINER)
-    stock = getattr(trainer, "find_latest_ckpt_path", None)
-    if stock is None or getattr(stock, "_jetrl", False):
+    trainer = trainer_module()
+    if trainer is None or getattr(trainer.find_latest_ckpt_path, "_jetrl", False):
         return
+    stock = trainer.find_latest_ckpt_path
 
     @functools.wraps(stock)
     def find_latest_ckpt_path(path: str, *args: Any, **kwargs: Any) -> str | None:

@@ -47,7 +47,7 @@ P
 export -f test_files demo diff_precisions
 export out
 
-parts=(operations quantisers gemms gemm linear quant exact exact8k families cost mismatch demo diff decode phases)
+parts=(operations quantisers gemms gemm chain linear quant exact exact8k families cost mismatch demo diff decode phases)
 if (($#)); then chosen=("$@"); else chosen=("${parts[@]}"); fi
 for name in "${chosen[@]}"; do
     [[ " ${parts[*]} " == *" $name "* ]] || { echo "$name is not a part; choose from: ${parts[*]}" >&2; exit 2; }
@@ -57,6 +57,7 @@ part 300 operations bash -c 'test_files tests/ops'
 part 500 quantisers bash -c 'test_files tests/kernels/test_*quant*_on_gpu.py tests/kernels/test_fprop_on_gpu.py'
 part 600 gemms bash -c 'test_files tests/kernels/test_*gemm*_on_gpu.py tests/kernels/test_int8*_on_gpu.py tests/export'
 part 600 gemm python3 -m jetrl_verl.cli bench gemm --out "$out/gemm.json"
+part 300 chain python3 benchmarks/decode_chain_on_gpu.py --out "$out/chain.json"
 part 300 linear python3 -m jetrl_verl.cli bench linear --out "$out/linear.json"
 part 300 quant python3 -m jetrl_verl.cli bench quant --rules fp32,pow2 --out "$out/quant.json"
 part 300 exact python3 benchmarks/mismatch.py --rollouts exact,exact-stressed --folder "$out/warm" --out "$out/exact.json"

@@ -25,6 +25,7 @@
 
 #include <limits>
 #include <optional>
+#include <string>
 
 #include "gemm.h"
 
@@ -77,9 +78,10 @@ jetrl::Bias bias_of(const std::optional<Tensor>& bias, int columns) {
   return {bias->data_ptr(), fp32};
 }
 
-void check_k(const Tensor& a, const Tensor& b) {
+int contracted(const Tensor& a, const Tensor& b) {
   STD_TORCH_CHECK(a.size(1) == b.size(1), "jetrl_native: the operands contract ", a.size(1), " and ", b.size(1),
                   " elements; they must be equal.");
+  return narrow(a.size(1));
 }
 
 jetrl::Stream stream_of(const Tensor& tensor) {
@@ -90,44 +92,65 @@ jetrl::Stream stream_of(const Tensor& tensor) {
 
 jetrl::Config config_of(int64_t block_m, int64_t cluster) { return {int(block_m), int(cluster)}; }
 
-using Forward = void (*)(const jetrl::Operand&, const jetrl::Operand&, int, const jetrl::Bias&, const jetrl::Output&,
-                         jetrl::Config, jetrl::Stream);
+// X, W and what else both forward kernels take, checked in this order.
+struct Forward {
+  int k;
+  jetrl::Operand x, w;
+  jetrl::Bias bias;
+  jetrl::Output y;
+  jetrl::Config config;
+  jetrl::Stream stream;
 
-template <Forward kForward>
-void forward(const Tensor& x, const Tensor& x_scales, const Tensor& w, const Tensor& w_scales,
-             const std::optional<Tensor>& bias, const Tensor& y, int64_t block_m, int64_t cluster) {
+  Forward(const Tensor& x, const Tensor& x_scales, const Tensor& w, const Tensor& w_scales,
+          const std::optional<Tensor>& bias, const Tensor& y, int64_t block_m, int64_t cluster)
+      : k(contracted(x, w)),
+        x(operand("X", x, x_scales, 1)),
+        w(operand("W", w, w_scales, jetrl::kGroup)),
+        bias(bias_of(bias, this->w.rows)),
+        y(output(y, this->x.rows, this->w.rows, false)),
+        config(config_of(block_m, cluster)),
+        stream(stream_of(x)) {
+    STD_TORCH_CHECK(!this->y.fp32, "jetrl_native: FProp writes BF16.");
+  }
+};
+
+void fprop(const Tensor& x, const Tensor& x_scales, const Tensor& w, const Tensor& w_scales,
+           const std::optional<Tensor>& bias, const Tensor& y, int64_t block_m, int64_t cluster) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  check_k(x, w);
-  const jetrl::Operand of_x = operand("X", x, x_scales, 1), of_w = operand("W", w, w_scales, jetrl::kGroup);
-  const jetrl::Output of_y = output(y, of_x.rows, of_w.rows, false);
-  STD_TORCH_CHECK(!of_y.fp32, "jetrl_native: FProp writes BF16.");
-  kForward(of_x, of_w, narrow(x.size(1)), bias_of(bias, of_w.rows), of_y, config_of(block_m, cluster), stream_of(x));
+  const Forward call(x, x_scales, w, w_scales, bias, y, block_m, cluster);
+  jetrl::fprop(call.x, call.w, call.k, call.bias, call.y, call.config, call.stream);
+}
+
+void decode(const Tensor& x, const Tensor& x_scales, const Tensor& w, const Tensor& w_scales,
+            const std::optional<Tensor>& bias, const Tensor& y, int64_t block_m, int64_t cluster, bool static_weight) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const Forward call(x, x_scales, w, w_scales, bias, y, block_m, cluster);
+  jetrl::decode_fprop(call.x, call.w, call.k, call.bias, call.y, call.config, static_weight, call.stream);
 }
 
 void wgrad(const Tensor& a, const Tensor& a_scales, const Tensor& b, const Tensor& b_scales, const Tensor& dw,
            bool accumulate, int64_t block_m, int64_t cluster) {
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
-  check_k(a, b);
+  const int t = contracted(a, b);
   const jetrl::Operand of_a = operand("dY^T", a, a_scales, 1), of_b = operand("X^T", b, b_scales, 1);
   const jetrl::Output of_dw = output(dw, of_a.rows, of_b.rows, accumulate);
-  jetrl::wgrad(of_a, of_b, narrow(a.size(1)), of_dw, config_of(block_m, cluster), stream_of(a));
+  jetrl::wgrad(of_a, of_b, t, of_dw, config_of(block_m, cluster), stream_of(a));
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY(jetrl_native, library) {
   const char* forward_schema =
-      "(Tensor x, Tensor x_scales, Tensor w, Tensor w_scales, Tensor? bias, Tensor(a!) y, int block_m, int cluster) "
-      "-> ()";
-  library.def((std::string("fprop") + forward_schema).c_str());
-  library.def((std::string("decode") + forward_schema).c_str());
+      "(Tensor x, Tensor x_scales, Tensor w, Tensor w_scales, Tensor? bias, Tensor(a!) y, int block_m, int cluster";
+  library.def(("fprop" + std::string(forward_schema) + ") -> ()").c_str());
+  library.def(("decode" + std::string(forward_schema) + ", bool static_weight=False) -> ()").c_str());
   library.def(
       "wgrad(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor(a!) dw, bool accumulate, int block_m, "
       "int cluster) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(jetrl_native, CUDA, library) {
-  library.impl("fprop", TORCH_BOX(&forward<jetrl::fprop>));
-  library.impl("decode", TORCH_BOX(&forward<jetrl::decode_fprop>));
+  library.impl("fprop", TORCH_BOX(&fprop));
+  library.impl("decode", TORCH_BOX(&decode));
   library.impl("wgrad", TORCH_BOX(&wgrad));
 }

@@ -128,11 +128,23 @@ struct Config {
 
 using Stream = void*;
 
+// How a kernel is started. With `overlaps` its blocks may start while the previous kernel in the stream still runs,
+// once every block of that one has allowed it (griddepcontrol.launch_dependents) or left: programmatic dependent
+// launch. Such a kernel calls sm90::wait_for_previous_kernel before it reads what the previous one writes or writes
+// what that one reads. What still earlier kernels wrote it may read at once, if the previous one has waited for them
+// before it allowed anything: by a launch without `overlaps`, or because none of its blocks leaves without that wait.
+struct Grid {
+  int blocks, cluster, threads, shared_bytes;
+  Stream stream;
+  bool overlaps = false;
+};
+
 // Y[M,N] = X W^T (+ bias), 1x128 scales on X, 128x128 scales on W, BF16 out.
 void fprop(const Operand& x, const Operand& w, int k, const Bias& bias, const Output& y, Config config, Stream stream);
-// The same for few rows of X; the same bits.
+// The same for few rows of X; the same bits. `static_weight`: the previous kernel in the stream writes neither codes
+// nor scales of W nor the bias, so that copies of W may start while it runs. Only the speed depends on it.
 void decode_fprop(const Operand& x, const Operand& w, int k, const Bias& bias, const Output& y, Config config,
-                  Stream stream);
+                  bool static_weight, Stream stream);
 // dW[N,K] = A B^T with A = dY^T [N,T], B = X^T [K,T], 1x128 scales along T on both, `t` tokens.
 void wgrad(const Operand& a, const Operand& b, int t, const Output& dw, Config config, Stream stream);
 

@@ -12,7 +12,8 @@
 // See the License for the specific language governing permissions and
 // limitations under the License.
 
-// What a host function needs to start a kernel: TMA descriptors, the machine's size, a launch with clusters.
+// What a host function needs to start a kernel: TMA descriptors, the machine's size, a launch with clusters, which may
+// overlap with the kernel in front.
 //
 // cuTensorMapEncodeTiled is asked from the driver through the run-time library, so that the library loads (and says why
 // it cannot run) on machines without a driver.
@@ -99,24 +100,26 @@ inline int multiprocessors() {
 }
 
 template <auto kKernel, class... Arguments>
-void launch(int blocks, int cluster, int threads, int shared_bytes, Stream stream, const Arguments&... arguments) {
+void launch(const Grid& grid, const Arguments&... arguments) {
   static std::atomic<int> allowed[64];  // shared memory that this kernel may have, per device
   std::atomic<int>& mine = allowed[current_device() % 64];
-  if (mine.load() < shared_bytes) {
-    check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+  if (mine.load() < grid.shared_bytes) {
+    check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, grid.shared_bytes),
           "raising the shared memory limit");
-    mine.store(shared_bytes);
+    mine.store(grid.shared_bytes);
   }
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {unsigned(cluster), 1, 1};
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {unsigned(grid.cluster), 1, 1};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.gridDim = dim3(grid.blocks);
+  config.blockDim = dim3(grid.threads);
+  config.dynamicSmemBytes = grid.shared_bytes;
+  config.stream = static_cast<cudaStream_t>(grid.stream);
+  config.attrs = attributes;
+  config.numAttrs = grid.overlaps ? 2 : 1;
   check(cudaLaunchKernelEx(&config, kKernel, arguments...), "starting a kernel");
 }
 

@@ -74,6 +74,12 @@ JETRL_DEVICE void sync_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
+// ---- the kernel in front -------------------------------------------------------------------------------------------
+
+// Returns when the previous kernel in the stream has ended and all it wrote can be read by this thread, whatever brings
+// it. A launch that does not overlap with that kernel (gemm.h, Grid) has waited already: it returns at once.
+JETRL_DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // ---- mbarriers -----------------------------------------------------------------------------------------------------
 
 JETRL_DEVICE void barrier_init(uint32_t barrier, int arrivals) {

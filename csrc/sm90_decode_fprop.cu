@@ -46,6 +46,15 @@
 // stage and the stores. The copies of the first kEarly stages therefore start before the block meets: its own barriers
 // are all they need. Registers suffice without setmaxnreg, so no third warpgroup has to exist.
 //
+// The kernel in front, while decoding, is the quantiser that makes X. A launch with `static_weight` may begin while
+// that one runs, which hides the launch, the barriers and the way of the first stages' W from device memory; whoever
+// copies of X, the copying thread and the warp of the scales, waits for it to end before its first copy. Nobody else
+// has to: consumers see X after that wait, and store Y, whose memory the kernel in front may have read, after they saw
+// X.
+// This kernel lets none behind it start early (griddepcontrol.launch_dependents): each of its blocks has the shared
+// memory of a multiprocessor to its end, where another one's would find no room, and who would start then, and what it
+// reads before it waits, this file cannot know.
+//
 // Scales come by a warp's cp.async, one stage of the ring at a time like the codes: read by the consumers themselves,
 // from global memory and stages ahead, each stage would take three loads, their addresses and guards from the warps
 // whose issue slots are what there is least of; a warp on its own has them to spare.
@@ -125,25 +134,37 @@ struct DecodeCopies {
   uint32_t base;
   StageRing ring;
 
-  JETRL_DEVICE void load(int stage, int k, int token, int column) const {
+  // Of a stage: announces all its bytes and asks for those of W. X must follow.
+  JETRL_DEVICE void load_w(int stage, int k, int column) const {
     const uint32_t full = ring.full + 8 * stage;
     sm90::barrier_arrive_expect(full, Shape::kStageX + Shape::kStageW);
 #pragma unroll
     for (int b = 0; b < Shape::kBlocks; ++b) {
       sm90::tma_load(base + Shape::kAtW + stage * Shape::kStageW + b * Shape::kTileW, w_map, k + b * kGroup, column,
                      full);
-      sm90::tma_load(base + stage * Shape::kStageX + b * Shape::kTileX, x_map, k + b * kGroup, token, full);
     }
   }
 
-  // The first stages, for which nobody has to be waited for.
+  JETRL_DEVICE void load_x(int stage, int k, int token) const {
+#pragma unroll
+    for (int b = 0; b < Shape::kBlocks; ++b) {
+      sm90::tma_load(base + stage * Shape::kStageX + b * Shape::kTileX, x_map, k + b * kGroup, token,
+                     ring.full + 8 * stage);
+    }
+  }
+
+  // The first stages, for which nobody in this block has to be waited for: W at once, X when the kernel in front, which
+  // may write it, has ended.
   JETRL_DEVICE void start(const DecodeParams& p) const {
     int token, column;
     locate<Shape>(p, first_tile<1>(), token, column);
+    const int in_tile = ceil_div(p.k_blocks, Shape::kBlocks);
+    const int stages = Shape::kEarly < in_tile ? Shape::kEarly : in_tile;
 #pragma unroll 1
-    for (int stage = 0; stage < Shape::kEarly && stage * Shape::kBlocks < p.k_blocks; ++stage) {
-      load(stage, stage * Shape::kBlocks * kGroup, token, column);
-    }
+    for (int stage = 0; stage < stages; ++stage) load_w(stage, stage * Shape::kBlocks * kGroup, column);
+    sm90::wait_for_previous_kernel();
+#pragma unroll 1
+    for (int stage = 0; stage < stages; ++stage) load_x(stage, stage * Shape::kBlocks * kGroup, token);
   }
 
   JETRL_DEVICE void run(const DecodeParams& p) {
@@ -154,7 +175,8 @@ struct DecodeCopies {
       for (int block = 0; block < p.k_blocks; block += Shape::kBlocks) {
         if (early-- <= 0) {
           ring.wait_empty();
-          load(ring.stage, block * kGroup, token, column);
+          load_w(ring.stage, block * kGroup, column);
+          load_x(ring.stage, block * kGroup, token);
         }
         ring.advance();
       }
@@ -170,6 +192,7 @@ JETRL_DEVICE void decode_scales(const DecodeParams& p, uint32_t base, StageRing 
   constexpr int kBlocks = Shape::kBlocks, kEach = Shape::kTokens * kBlocks / 32, kTokensEach = 32 / kBlocks;
   const int half = lane % kBlocks, left = p.k_blocks - half;  // K blocks there are for this lane
   bool met = false;
+  sm90::wait_for_previous_kernel();  // with X's scales W's wait as well, a few bytes of each stage
   for (int tile = first_tile<1>(); tile < p.tiles; tile += tile_step<1>()) {
     int token, column;
     locate<Shape>(p, tile, token, column);
@@ -406,6 +429,7 @@ struct DecodeCall {
   int k;
   const Bias& bias;
   const Output& y;
+  bool static_weight;
   Stream stream;
 };
 
@@ -417,8 +441,9 @@ void run_decode(const DecodeCall& call) {
                        ceil_div(call.k, kGroup), tiles_m, tiles};
   const auto x_map = operand_map(call.x, call.k, Shape::kTokens);
   const auto w_map = operand_map(call.w, call.k, Shape::kColumns);
-  launch<sm90_decode_fprop<Shape>>(std::min(tiles, multiprocessors()), 1, Shape::kThreads, Shape::kBytes, call.stream,
-                                   x_map, w_map, p);
+  const Grid grid{std::min(tiles, multiprocessors()), 1, Shape::kThreads, Shape::kBytes, call.stream,
+                  call.static_weight};
+  launch<sm90_decode_fprop<Shape>>(grid, x_map, w_map, p);
 }
 
 template <int kTokens>
@@ -442,8 +467,8 @@ void plan_and_run(const DecodeCall& call, Config config) {
 }  // namespace
 
 void decode_fprop(const Operand& x, const Operand& w, int k, const Bias& bias, const Output& y, Config config,
-                  Stream stream) {
-  const DecodeCall call{x, w, k, bias, y, stream};
+                  bool static_weight, Stream stream) {
+  const DecodeCall call{x, w, k, bias, y, static_weight, stream};
   if (x.rows <= 16) {
     plan_and_run<16>(call, config);
   } else if (x.rows <= 32) {

@@ -230,8 +230,8 @@ void run_fprop(const Operand& x, const Operand& w, int k, const Bias& bias, cons
   const auto x_scales_map =
       tma_scales ? scales_map(x.scales, x.rows, k_blocks, Shape::kBlockM / Shape::kCluster) : x_map;
   const int clusters = std::min(order.count(), multiprocessors() / Shape::kCluster);
-  launch<sm90_fprop<Shape>>(clusters * Shape::kCluster, Shape::kCluster, Shape::kThreads, Shape::kBytes, stream, x_map,
-                            w_map, x_scales_map, p);
+  const Grid grid{clusters * Shape::kCluster, Shape::kCluster, Shape::kThreads, Shape::kBytes, stream};
+  launch<sm90_fprop<Shape>>(grid, x_map, w_map, x_scales_map, p);
 }
 
 }  // namespace

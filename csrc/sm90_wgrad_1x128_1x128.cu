@@ -267,8 +267,8 @@ void run_wgrad(const Operand& a, const Operand& b, int t, const Output& dw, Stre
       tma_scales ? scales_map(a.scales, a.rows, t_blocks, Shape::kBlockM / Shape::kCluster) : a_map;
   const auto b_scales_map = tma_scales ? scales_map(b.scales, b.rows, t_blocks, Shape::kBlockN) : b_map;
   const int clusters = std::min(order.count(), multiprocessors() / Shape::kCluster);
-  launch<sm90_wgrad<Shape>>(clusters * Shape::kCluster, Shape::kCluster, Shape::kThreads, Shape::kBytes, stream, a_map,
-                            b_map, a_scales_map, b_scales_map, p);
+  const Grid grid{clusters * Shape::kCluster, Shape::kCluster, Shape::kThreads, Shape::kBytes, stream};
+  launch<sm90_wgrad<Shape>>(grid, a_map, b_map, a_scales_map, b_scales_map, p);
 }
 
 template <int kBlockM, int kCluster>

@@ -47,8 +47,8 @@ inline sm90::TensorMap scales_map(const Scales& scales, int rows, int groups, in
 }
 
 template <auto kKernel, class... Arguments>
-void launch(int blocks, int cluster, int threads, int shared_bytes, Stream, const Arguments&... arguments) {
-  run_grid(blocks, cluster, threads, shared_bytes, [&] { kKernel(arguments...); });
+void launch(const Grid& grid, const Arguments&... arguments) {
+  run_grid(grid.blocks, grid.cluster, grid.threads, grid.shared_bytes, [&] { kKernel(arguments...); });
 }
 
 }  // namespace jetrl

@@ -64,6 +64,7 @@ struct Fiber {
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   int block, thread;
   bool done = false;
+  bool waited = false;  // for the previous kernel
   std::function<bool()> ready;
   std::string waits_for;
   std::deque<std::function<void()>> copies;  // cp.async and its arrivals, in order
@@ -89,6 +90,7 @@ struct Machine {
   Meeting meeting;  // of the threads of the cluster that have not left
   int alive = 0;
   const std::function<void()>* kernel = nullptr;
+  std::vector<std::pair<const void*, const void*>> fresh;  // from, to: what the previous kernel may write
   std::mt19937 random;
   ucontext_t scheduler;
   Fiber* current = nullptr;
@@ -118,6 +120,13 @@ void wait_until(std::function<bool()> ready, const std::string& what) {
 
 void maybe_yield() {
   if (chance(64)) yield();
+}
+
+// A copy from here, by a thread that cannot know whether the previous kernel has ended.
+void check_read(const void* from) {
+  for (const auto& [begin, end] : machine.fresh) {
+    if (!machine.current->waited && from >= begin && from < end) fail("a copy before the previous kernel has ended");
+  }
 }
 
 uint8_t* at(Block& of, uint32_t address, int bytes) {
@@ -356,6 +365,11 @@ void sync_warp() {
 void sync_block() { join_and_wait(block().meeting, machine.threads, "its block"); }
 void sync_cluster() { join_and_wait(machine.meeting, machine.alive, "its cluster"); }
 
+void wait_for_previous_kernel() {
+  machine.current->waited = true;
+  maybe_yield();
+}
+
 void barrier_init(uint32_t barrier, int arrivals) {
   if (barrier % 8 != 0) fail("a misaligned mbarrier");
   at(block(), barrier, 8);
@@ -393,6 +407,7 @@ void barrier_wait(uint32_t barrier, uint32_t parity, const char* name, int stage
 void tma_load_multicast(uint32_t to, const TensorMap* map, int column, int row, uint32_t barrier, uint16_t blocks) {
   if (map->swizzled() && to % 1024 != 0) fail("an operand tile that does not start on a swizzle atom");
   if (to % 128 != 0) fail("a box that does not start on 128 bytes");
+  check_read(map->data);
   for (int b = 0; b < machine.cluster; ++b) {
     if (blocks >> b & 1) {
       machine.tiles.push_back([=, map = *map] { load(b, to, map, column, row, barrier); });
@@ -405,6 +420,7 @@ void tma_load(uint32_t to, const TensorMap* map, int column, int row, uint32_t b
 }
 void cp_async_f32(uint32_t to, const float* from, bool valid) {
   if (to % 4 != 0) fail("a misaligned cp.async");
+  if (valid) check_read(from);
   Block* of = &block();
   machine.current->copies.push_back([=] {
     const float value = valid ? *from : 0.0f;
@@ -473,7 +489,7 @@ void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32
 // A library may hold some of the kernels only.
 namespace jetrl {
 __attribute__((weak)) void fprop(const Operand&, const Operand&, int, const Bias&, const Output&, Config, Stream);
-__attribute__((weak)) void decode_fprop(const Operand&, const Operand&, int, const Bias&, const Output&, Config,
+__attribute__((weak)) void decode_fprop(const Operand&, const Operand&, int, const Bias&, const Output&, Config, bool,
                                         Stream);
 __attribute__((weak)) void wgrad(const Operand&, const Operand&, int, const Output&, Config, Stream);
 }  // namespace jetrl
@@ -495,6 +511,7 @@ int jetrl_run(int kernel, int m, int n, int k, const void* a, int64_t a_stride, 
   machine.seed = seed;
   machine.multiprocessors = multiprocessors;
   machine.steps = 0;
+  machine.fresh.clear();
   const jetrl::Operand of_a{a, m, a_stride, {a_scales, a_row, a_group}};
   const jetrl::Operand of_b{b, n, b_stride, {b_scales, b_row, b_group}};
   const jetrl::Output of_out{out, out_stride, out_fp32 != 0, accumulate != 0};
@@ -504,7 +521,9 @@ int jetrl_run(int kernel, int m, int n, int k, const void* a, int64_t a_stride, 
     if (kernel == 0) {
       jetrl::fprop(of_a, of_b, k, of_bias, of_out, config, nullptr);
     } else if (kernel == 1) {
-      jetrl::decode_fprop(of_a, of_b, k, of_bias, of_out, config, nullptr);
+      const int64_t last_scale = (m - 1) * a_row + (jetrl::ceil_div(k, jetrl::kGroup) - 1) * a_group;
+      machine.fresh = {{a, static_cast<const uint8_t*>(a) + m * a_stride}, {a_scales, a_scales + last_scale + 1}};
+      jetrl::decode_fprop(of_a, of_b, k, of_bias, of_out, config, true, nullptr);
     } else {
       jetrl::wgrad(of_a, of_b, k, of_out, config, nullptr);
     }

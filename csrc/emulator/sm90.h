@@ -24,10 +24,11 @@
 //     then;
 //   - block, warp and cluster barriers; stmatrix with the lanes' addresses and fragments.
 // What it reports as a failure, not as a wrong number: a deadlock (with what every warp waits for), an arrival too
-// many, an address outside shared memory, a misaligned tile, a tensor map that the hardware refuses. Races show as
-// wrong numbers under some seeds: shared memory starts as NaN, a tile that is overwritten early is read late. What it
-// cannot see: memory ordering between the copy engine and ordinary accesses, the order of additions inside a wgmma
-// (sums are exact here), speed.
+// many, an address outside shared memory, a misaligned tile, a tensor map that the hardware refuses, a copy of the
+// decode kernel's X by a thread that has not waited for the kernel in front, which may write X. Races show as wrong
+// numbers under some seeds: shared memory starts as NaN, a tile that is overwritten early is read late. What it cannot
+// see: memory ordering between the copy engine and ordinary accesses, the order of additions inside a wgmma (sums are
+// exact here), speed.
 
 #pragma once
 
@@ -72,6 +73,7 @@ uint32_t shared_address(const void* pointer);
 void sync_warp();
 void sync_block();
 void sync_cluster();
+void wait_for_previous_kernel();
 
 void barrier_init(uint32_t barrier, int arrivals);
 void barrier_arrive(uint32_t barrier);

@@ -154,18 +154,19 @@ def gemm_nt(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     add_to: torch.Tensor | None = None,
+    static_weight: bool = False,
 ) -> torch.Tensor:
-    """See :func:`jetrl_verl.numerics.gemm_nt`."""
+    """See :func:`jetrl_verl.numerics.gemm_nt`, and for ``static_weight``, a promise about the kernel right before this
+    call, :func:`jetrl_verl.kernels.native.gemm_nt`; backends other than ``native`` have no use for it."""
     operation = "gemm_nt_128x128" if b_block_scaled else "gemm_nt_1x128"
     call = {"b_block_scaled": b_block_scaled, "bias": bias, "out_dtype": out_dtype}
     if add_to is not None:  # unknown to other packages' GEMMs, which serve 128x128 scales alone
         call["add_to"] = add_to
     *conditional, last = _candidates(operation, a.codes.device)
-    for backend in conditional:
-        served_by = backend_of(backend)
-        if served_by.serves(a, b, **call):
-            return served_by.gemm_nt(a, b, **call)
-    return backend_of(last).gemm_nt(a, b, **call)
+    backend = next((name for name in conditional if backend_of(name).serves(a, b, **call)), last)
+    if backend == "native":
+        call["static_weight"] = static_weight
+    return backend_of(backend).gemm_nt(a, b, **call)
 
 
 def quantize_int8(x: torch.Tensor) -> BlockQuantized:

@@ -112,6 +112,7 @@ def gemm_nt(
     out: torch.Tensor | None = None,
     add_to: torch.Tensor | None = None,
     plan: Plan | None = None,
+    static_weight: bool = False,
 ) -> torch.Tensor:
     """As :func:`jetrl_verl.numerics.gemm_nt`; scales may have any strides.
 
@@ -119,6 +120,13 @@ def gemm_nt(
         out: ``[M, N]`` of ``out_dtype`` to write to, rows on 16-byte steps; None allocates it.
         add_to: instead of ``out``, to be added to.
         plan: instead of the choice by shape; for tests and benchmarks.
+        static_weight: the decode kernel may begin to copy ``b`` while the previous kernel in the stream still runs
+            (programmatic dependent launch), if that one allows it, as the quantisers of this tree do on their first
+            line (``triton_kernels/_dependents.py``). Only the speed depends on it, provided that *the kernel right
+            before this call writes neither* ``b`` *nor* ``bias``: it may make ``a``, as a quantiser does. Hence it is
+            for a rollout, whose parameters are constant during a forward and whose linears come behind a kernel that
+            makes activations: a weight sync writes them long before. A trainer quantises its weight right before it
+            multiplies and must never pass it.
 
     Returns:
         ``out`` or ``add_to``, or the new tensor.
@@ -147,7 +155,10 @@ def gemm_nt(
     operands = (a.codes, a.scales, b.codes, b.scales)
     if b_block_scaled:
         few = plan.kernel == "decode" if plan.kernel else m <= FEW_ROWS
-        (operators.decode if few else operators.fprop)(*operands, bias, out, *plan[1:])
+        if few:
+            operators.decode(*operands, bias, out, *plan[1:], static_weight)
+        else:
+            operators.fprop(*operands, bias, out, *plan[1:])
     else:
         operators.wgrad(*operands, out, add_to is not None, *plan[1:])
     return out

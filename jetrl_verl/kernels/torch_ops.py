@@ -30,8 +30,13 @@ from jetrl_verl.kernels import dispatch
 from jetrl_verl.numerics import FP8_DTYPE, BlockQuantized
 
 _LIBRARY = torch.library.Library("jetrl", "DEF")
-_LIBRARY.define("fprop(Tensor x, Tensor w_codes, Tensor w_scales, Tensor? bias, str rule) -> Tensor")
-_LIBRARY.define("fprop_codes(Tensor x_codes, Tensor x_scales, Tensor w_codes, Tensor w_scales, Tensor? bias) -> Tensor")
+_LIBRARY.define(
+    "fprop(Tensor x, Tensor w_codes, Tensor w_scales, Tensor? bias, str rule, bool static_weight=False) -> Tensor"
+)
+_LIBRARY.define(
+    "fprop_codes(Tensor x_codes, Tensor x_scales, Tensor w_codes, Tensor w_scales, Tensor? bias,"
+    " bool static_weight=False) -> Tensor"
+)
 
 
 def _check(x: torch.Tensor, w_codes: torch.Tensor) -> None:
@@ -44,16 +49,27 @@ def _check(x: torch.Tensor, w_codes: torch.Tensor) -> None:
 
 
 def _fprop(
-    x: torch.Tensor, w_codes: torch.Tensor, w_scales: torch.Tensor, bias: torch.Tensor | None, rule: str
+    x: torch.Tensor,
+    w_codes: torch.Tensor,
+    w_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    rule: str,
+    static_weight: bool = False,
 ) -> torch.Tensor:
     _check(x, w_codes)
     a = dispatch.quantize_1x128(x.reshape(-1, x.shape[-1]), rule)
-    y = dispatch.gemm_nt(a, BlockQuantized(w_codes, w_scales), b_block_scaled=True, bias=bias)
+    b = BlockQuantized(w_codes, w_scales)
+    y = dispatch.gemm_nt(a, b, b_block_scaled=True, bias=bias, static_weight=static_weight)
     return y.reshape(*x.shape[:-1], w_codes.shape[0])
 
 
 def _fprop_fake(
-    x: torch.Tensor, w_codes: torch.Tensor, w_scales: torch.Tensor, bias: torch.Tensor | None, rule: str
+    x: torch.Tensor,
+    w_codes: torch.Tensor,
+    w_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    rule: str,
+    static_weight: bool = False,
 ) -> torch.Tensor:
     _check(x, w_codes)
     return x.new_empty((*x.shape[:-1], w_codes.shape[0]), dtype=torch.bfloat16)
@@ -75,10 +91,11 @@ def _fprop_codes(
     w_codes: torch.Tensor,
     w_scales: torch.Tensor,
     bias: torch.Tensor | None,
+    static_weight: bool = False,
 ) -> torch.Tensor:
     _check_codes(x_codes, w_codes)
     a, b = BlockQuantized(x_codes, x_scales), BlockQuantized(w_codes, w_scales)
-    return dispatch.gemm_nt(a, b, b_block_scaled=True, bias=bias)
+    return dispatch.gemm_nt(a, b, b_block_scaled=True, bias=bias, static_weight=static_weight)
 
 
 def _fprop_codes_fake(
@@ -87,6 +104,7 @@ def _fprop_codes_fake(
     w_codes: torch.Tensor,
     w_scales: torch.Tensor,
     bias: torch.Tensor | None,
+    static_weight: bool = False,
 ) -> torch.Tensor:
     _check_codes(x_codes, w_codes)
     return x_codes.new_empty((x_codes.shape[0], w_codes.shape[0]), dtype=torch.bfloat16)
@@ -102,7 +120,12 @@ for _name, _real, _fake in (
 
 
 def fprop(
-    x: torch.Tensor, w_codes: torch.Tensor, w_scales: torch.Tensor, bias: torch.Tensor | None, rule: str
+    x: torch.Tensor,
+    w_codes: torch.Tensor,
+    w_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    rule: str,
+    static_weight: bool = False,
 ) -> torch.Tensor:
     """``Y = X W^T + bias`` with X quantised in 1x128 groups on the way in.
 
@@ -112,6 +135,8 @@ def fprop(
         w_scales: ``[ceil(N/128), ceil(K/128)]`` FP32.
         bias: ``[N]`` or None, added in FP32 before the one rounding.
         rule: scale rule of X, ``"fp32"`` or ``"pow2"``; use the one W was quantised with.
+        static_weight: weight and bias were there before the quantiser of X started, which is the kernel right before
+            the multiplication; see :func:`jetrl_verl.kernels.native.gemm_nt`. Only the speed depends on it.
 
     Returns:
         ``[..., N]`` BF16.
@@ -119,16 +144,22 @@ def fprop(
     Raises:
         ValueError: another type of ``x`` or of the codes, shapes that do not fit, an unknown rule.
     """
-    return torch.ops.jetrl.fprop(x, w_codes, w_scales, bias, rule)
+    return torch.ops.jetrl.fprop(x, w_codes, w_scales, bias, rule, static_weight)
 
 
 def fprop_codes(
-    x: BlockQuantized, w_codes: torch.Tensor, w_scales: torch.Tensor, bias: torch.Tensor | None
+    x: BlockQuantized,
+    w_codes: torch.Tensor,
+    w_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    static_weight: bool = False,
 ) -> torch.Tensor:
     """:func:`fprop` of an input that is quantised already; the same bits for ``x = quantize_1x128(X, rule)``.
 
     Args:
         x: codes ``[M, K]`` E4M3 and scales ``[M, K/128]`` FP32. The others as in :func:`fprop`.
+        static_weight: the kernel right before this call writes neither weight nor bias, see
+            :func:`jetrl_verl.kernels.native.gemm_nt`; the one that makes ``x`` does not. Only the speed depends on it.
 
     Returns:
         ``[M, N]`` BF16.
@@ -136,4 +167,4 @@ def fprop_codes(
     Raises:
         ValueError: codes of another type, shapes that do not fit.
     """
-    return torch.ops.jetrl.fprop_codes(x.codes, x.scales, w_codes, w_scales, bias)
+    return torch.ops.jetrl.fprop_codes(x.codes, x.scales, w_codes, w_scales, bias, static_weight)

@@ -196,7 +196,12 @@ class JetFP8LinearMethod(JetLinearMethod):
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor | ops.Quantised, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``x`` [..., K] BF16, or its codes [M, K], -> [..., N] BF16; bias is added in FP32 before the rounding."""
+        """``x`` [..., K] BF16, or its codes [M, K], -> [..., N] BF16; bias is added in FP32 before the rounding.
+
+        Parameters are written by weight syncs and by waking up, never by a kernel of a forward, so copies of the weight
+        may begin under the kernel in front (``static_weight``).
+        """
+        weight = (layer.weight, layer.weight_scale_inv)
         if isinstance(x, ops.Quantised):
-            return kernels.fprop_codes(x.codes, layer.weight, layer.weight_scale_inv, bias)
-        return kernels.fprop(x, layer.weight, layer.weight_scale_inv, bias, self.config.scale_rule)
+            return kernels.fprop_codes(x.codes, *weight, bias, static_weight=True)
+        return kernels.fprop(x, *weight, bias, self.config.scale_rule, static_weight=True)

@@ -106,6 +106,27 @@ def test_fprop_is_quantise_then_gemm(rule, with_bias):
     assert torch.equal(folded, want.reshape(2, 3, 130))
 
 
+@pytest.mark.parametrize("served_by", ["native", "triton"])
+def test_only_the_native_backend_hears_that_a_weight_is_static(monkeypatch, served_by):
+    """It is said by the caller alone, so that a trainer, which quantises its weight right before, never says it."""
+    heard = []
+
+    class Backend:
+        def gemm_nt(self, a, b, **call):
+            heard.append(call.get("static_weight", "nothing"))
+            return numerics.gemm_nt(a, b, b_block_scaled=call["b_block_scaled"], bias=call["bias"])
+
+    stock = dispatch.backend_of
+    monkeypatch.setattr(dispatch, "backend_of", lambda name: Backend() if name == served_by else stock(name))
+    x, w = gaussian(6, 256), kernels.quantize_128x128(gaussian(130, 256), "fp32")
+    codes = kernels.quantize_1x128(x, "fp32")
+    with kernels.override_backend("gemm_nt_128x128", served_by):
+        for options in ({}, {"static_weight": True}):
+            kernels.fprop(x, w.codes, w.scales, None, "fp32", **options)
+            kernels.fprop_codes(codes, w.codes, w.scales, None, **options)
+    assert heard == ([False, False, True, True] if served_by == "native" else ["nothing"] * 4)
+
+
 def test_fprop_keeps_the_shape_of_an_empty_batch():
     w = kernels.quantize_128x128(gaussian(130, 256), "fp32")
     assert kernels.fprop(torch.empty(0, 256, dtype=torch.bfloat16), w.codes, w.scales, None, "fp32").shape == (0, 130)

@@ -105,6 +105,19 @@ def test_silu_mul_reads_16_bytes_at_a_time(with_y):
     assert not re.search(r"ld\.global\.b(8|16|32)\b", ptx)
 
 
+@pytest.mark.parametrize("name", ["norm", "residual sum and norm", "SiLU-mul"])
+def test_what_writes_the_input_of_a_linear_lets_the_next_kernel_start_at_once(name):
+    if name == "SiLU-mul":
+        kernel, constants = _silu_mul_quantize_kernel, {"WITH_Y": False, "POW2": False, "GROUPS": 32}
+    else:
+        kernel, constants = _rms_norm_kernel, {"K": 4096, "TILE": 4096, "HEADS": 1, "STRIDE_TOKEN": 4096}
+        constants |= {"STRIDE_HEAD": 4096, "RESIDUAL": name != "norm", "WITH_Y": False, "QUANTISE": True, "POW2": False}
+    ptx = ptx_for_hopper(kernel, types_of(kernel), constants, num_warps=8)
+    assert ptx.count("griddepcontrol.launch_dependents") == 1
+    assert "griddepcontrol.launch_dependents" not in ptx[ptx.index("ld.global") :]
+    assert "griddepcontrol.wait" not in ptx
+
+
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("k", [128, 1536, 4096, 5120, 12288])
 def test_every_form_of_the_norm_sums_its_rows_as_the_plain_one(monkeypatch, k, residual):

@@ -136,9 +136,9 @@ def test_linears_that_are_given_codes_have_the_bits_of_those_that_quantise(m, ru
 
     def codes_between(x, residual):
         _, total, codes = add_rms_norm_quantize_1x128(x, residual, weight, EPS, rule, with_normed=False)
-        gate, up = fprop_codes(codes, *gate_up, None).chunk(2, dim=-1)
+        gate, up = fprop_codes(codes, *gate_up, None, static_weight=True).chunk(2, dim=-1)
         _, codes, _ = silu_mul_quantize(gate, up, rule, with_product=False, with_columns=False)
-        return fprop_codes(codes, *down, bias), total
+        return fprop_codes(codes, *down, bias, static_weight=True), total
 
     normed, total = ops.add_rms_norm(x, residual, weight, EPS)
     gate, up = kernels.fprop(normed, *gate_up, None, rule).chunk(2, dim=-1)

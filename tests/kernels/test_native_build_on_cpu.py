@@ -66,6 +66,10 @@ def test_the_machine_code_has_fp8_matrix_instructions_and_no_device_wide_fence(l
         assert [start == "RZ" for _, start in chained] == [True, False, False, False] * (len(chained) // 4), name
         assert "MEMBAR" not in function, name
         assert not re.search(r"\b(LDL|STL)\b", function), name
+        # Who copies of X in the decode kernel, one thread and one warp, waits for the kernel in front to end. No kernel
+        # lets the one behind it start early.
+        assert function.count("ACQBULK") == (2 if "decode" in name else 0), name
+        assert "PREEXIT" not in function, name
 
 
 @needs_nvcc

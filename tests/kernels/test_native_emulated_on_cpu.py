@@ -320,6 +320,18 @@ FAULTS = {
         "      if (met) ring.wait_empty();\n",
         "",
     ),
+    "the decode kernel copies X while the kernel in front may write it": (
+        "decode",
+        DECODE,
+        "    sm90::wait_for_previous_kernel();\n",
+        "",
+    ),
+    "the decode kernel copies X's scales while the kernel in front may write them": (
+        "decode",
+        DECODE,
+        "  sm90::wait_for_previous_kernel();  // with",
+        "  // with",
+    ),
 }
 
 

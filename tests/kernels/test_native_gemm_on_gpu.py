@@ -245,6 +245,55 @@ def test_a_cuda_graph_replays_the_same_bits(m):
         assert torch.equal(bits(out), bits(want))
 
 
+def quantise_and_multiply(xs, m: int, weight: BlockQuantized, kept: torch.Tensor, poison: str, static_weight: bool):
+    """Quantises each of ``xs`` [rows, K] and multiplies its last ``m`` rows, which are written last, into one output
+    that held NaN; the outputs are copied to ``kept`` [repeats, m, N]. Codes lie where those of the repeat before lay.
+    """
+    y, nothing = torch.empty_like(kept[0]), torch.full_like(kept[0], torch.nan)
+    for x, result in zip(xs, kept, strict=True):
+        if poison == "in front":
+            y.fill_(torch.nan)
+        codes, scales = kernels.quantize_1x128(x, "fp32")
+        if poison == "by a kernel between":
+            y.fill_(torch.nan)
+        elif poison == "by a copy between":
+            y.copy_(nothing)
+        a = BlockQuantized(codes[-m:], scales[-m:])
+        native.gemm_nt(a, weight, b_block_scaled=True, out=y, static_weight=static_weight)
+        del codes, scales, a  # the next repeat's take their memory
+        result.copy_(y)
+
+
+@pytest.mark.parametrize("poison", ["in front", "by a kernel between", "by a copy between"])
+@pytest.mark.parametrize("more_rows", [0, 4096])
+@pytest.mark.parametrize("m", [1, 16, 33, 64, 100, 128])
+@pytest.mark.parametrize("nk", [(1536, 1024), (1024, 1024), (6144, 1024), (1024, 3072)])
+def test_a_gemm_that_starts_under_its_quantiser_has_the_bits_of_one_that_waits(nk, m, more_rows, poison):
+    """Fifty times with other inputs, enqueued at once, called and replayed: codes that were read too early are those of
+    the repeat before, an output that was stored too early is NaN. ``more_rows`` keep the quantiser busy for longer."""
+    n, k = nk
+    torch.manual_seed(m)
+    inputs = torch.randn(7, m + more_rows, k, device="cuda").bfloat16()
+    xs = [inputs[i % len(inputs)] for i in range(50)]
+    weight = kernels.quantize_128x128(torch.randn(n, k, device="cuda").bfloat16(), "fp32")
+    want = torch.empty(len(xs), m, n, dtype=torch.bfloat16, device="cuda")
+    got = torch.full_like(want, torch.nan)
+    quantise_and_multiply(xs, m, weight, want, poison, static_weight=False)
+    assert want.isfinite().all()
+    torch.cuda._sleep(40_000_000)  # cycles, while the host enqueues all
+    quantise_and_multiply(xs, m, weight, got, poison, static_weight=True)
+    assert torch.equal(bits(got), bits(want))
+
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        quantise_and_multiply(xs, m, weight, got, poison, static_weight=True)
+    for _ in range(2):
+        got.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(bits(got), bits(want))
+
+
 def test_a_call_that_would_read_elsewhere_is_refused_by_the_operator_itself():
     a, b = operands(64, 64, 256, True)
     y = torch.empty(64, 64, dtype=torch.bfloat16, device="cuda")

@@ -25,8 +25,9 @@ from jetrl_verl.kernels.triton_kernels.gemm_nt import _gemm_nt_kernel
 from jetrl_verl.kernels.triton_kernels.quantize_1x128 import _quantize_1x128_kernel
 
 
-def ptx_for_hopper(kernel, types: dict[str, str], constants: dict[str, object], **options) -> str:
-    """PTX of ``kernel`` for sm_90 with all run-time arguments divisible by 16, as they are for a real layer."""
+def ptx_for_hopper(kernel, types: dict[str, str], constants: dict[str, object], capability=90, **options) -> str:
+    """PTX of ``kernel`` for sm_90 or another ``capability``, with all run-time arguments divisible by 16, as they are
+    for a real layer."""
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     places = {name: (place,) for place, name in enumerate(kernel.arg_names)}
     source = ASTSource(
@@ -35,7 +36,7 @@ def ptx_for_hopper(kernel, types: dict[str, str], constants: dict[str, object], 
         constexprs={places[name]: value for name, value in constants.items()},
         attrs={places[name]: [["tt.divisibility", 16]] for name in kernel.arg_names if name not in constants},
     )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
 
 
 @pytest.mark.parametrize("b_block_scaled", [True, False])
@@ -52,6 +53,16 @@ def test_one_k_block_is_one_chain_of_four_matrix_instructions(tile, b_block_scal
     assert instructions == [f"m64n{block_n}k32.f32.e4m3.e4m3"] * 4
     # One fused multiply-add promotes each element of a thread's share of the tile, and nothing else multiplies into it.
     assert ptx.count("fma.rn.f32") == block_m * block_n // (32 * warps)
+
+
+@pytest.mark.parametrize(("capability", "count"), [(89, 0), (90, 1), (100, 1)])
+def test_the_quantiser_lets_the_next_kernel_start_at_once_where_the_gpu_can(capability, count):
+    types = {"x_ptr": "*bf16", "codes_ptr": "*u8", "scales_ptr": "*fp32"}
+    constants = {"POW2": False, "EVEN_K": True, "GROUPS": 32}
+    ptx = ptx_for_hopper(_quantize_1x128_kernel, types, constants, capability, num_warps=4)
+    assert ptx.count("griddepcontrol.launch_dependents") == count
+    assert "griddepcontrol.launch_dependents" not in ptx[ptx.index("ld.global") :]
+    assert "griddepcontrol.wait" not in ptx
 
 
 @pytest.mark.parametrize("pow2", [True, False])

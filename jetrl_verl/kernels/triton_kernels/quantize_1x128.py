@@ -33,6 +33,7 @@ from jetrl_verl.kernels.triton_kernels._codec import (
     reciprocal_of,
     scale_of,
 )
+from jetrl_verl.kernels.triton_kernels._dependents import launch_dependents
 from jetrl_verl.numerics import BLOCK, BlockQuantized
 
 _GROUPS_PER_PROGRAM = 32
@@ -53,6 +54,7 @@ def _quantize_1x128_kernel(
     EVEN_K: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
+    launch_dependents()
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     lane = tl.arange(0, GROUP)
     row, group_k = group // groups_k, group % groups_k

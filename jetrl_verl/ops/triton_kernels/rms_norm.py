@@ -43,6 +43,7 @@ from jetrl_verl.kernels.triton_kernels._codec import (
     reciprocal_of,
     scale_of,
 )
+from jetrl_verl.kernels.triton_kernels._dependents import launch_dependents
 from jetrl_verl.numerics import BlockQuantized
 
 _BACKWARD_PROGRAMS = 528
@@ -61,6 +62,8 @@ def _rms_norm_kernel(
     K: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr,
     RESIDUAL: tl.constexpr, WITH_Y: tl.constexpr, QUANTISE: tl.constexpr, POW2: tl.constexpr,
 ):  # fmt: skip
+    if QUANTISE:  # a linear reads it next
+        launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     mask = column < K

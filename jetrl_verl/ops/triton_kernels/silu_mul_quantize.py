@@ -43,6 +43,7 @@ from jetrl_verl.kernels.triton_kernels._codec import (
     scale_of,
     store_both,
 )
+from jetrl_verl.kernels.triton_kernels._dependents import launch_dependents
 from jetrl_verl.numerics import BLOCK, BlockQuantized
 from jetrl_verl.ops.triton_kernels.silu_mul import gradients_of, product_of, rows_of
 
@@ -59,6 +60,7 @@ def _silu_mul_quantize_kernel(
     gate_ptr, up_ptr, y_ptr, codes_ptr, scales_ptr, rows, groups_k, stride_gate, stride_up,
     WITH_Y: tl.constexpr, POW2: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
+    launch_dependents()
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     row, group_k = (group // groups_k).to(tl.int64), group % groups_k
     column = group_k[:, None] * GROUP + tl.arange(0, GROUP)[None, :]

@@ -1,0 +1,49 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Letting the next kernel in the stream start early: the first line of every kernel that writes a linear's input.
+
+Programmatic dependent launch. A kernel whose launch asks for it, as the native decode GEMM's does with
+``static_weight``, starts when all programs of the one in front have said ``griddepcontrol.launch_dependents`` or have
+ended; it waits by itself before it reads what that one writes. All other launches wait for the whole kernel as always,
+so to say it is a hint and changes no result.
+
+The kernels that say it are launched without that attribute: when one of them runs, all that came before it has ended,
+and a GEMM that starts under it can find nothing unfinished but what this one kernel writes.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from jetrl_verl.kernels.triton_kernels._codec import _INTERPRETED
+
+_FIRST_CAPABILITY = 90
+"""Of a GPU that has the instruction, Hopper; Ada's assembler refuses it."""
+
+
+@tl.core.extern
+def _launch_dependents(_semantic=None):
+    # The target that is compiled for, which need not be the GPU that is here, if one is.
+    if int(_semantic.builder.options.arch.removeprefix("sm")) >= _FIRST_CAPABILITY:
+        gdc_launch_dependents(_semantic=_semantic)
+
+
+@triton.jit
+def launch_dependents():
+    """The next kernel may start once every program has passed here.
+
+    Nothing on GPUs older than Hopper, nor under Triton's interpreter, which knows no inline assembly.
+    """
+    if not _INTERPRETED:
+        _launch_dependents()

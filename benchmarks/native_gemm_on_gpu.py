@@ -45,7 +45,7 @@ from jetrl_verl.kernels import native
 from jetrl_verl.kernels.native import Plan
 from jetrl_verl.numerics import BlockQuantized
 
-TILES = [(block_m, cluster) for block_m in (256, 128) for cluster in (1, 2)]
+TILES = [(block, cluster) for block in (256, 128) for cluster in (1, 2)]
 DECODE_TOKENS = (16, 32, 64, 128)
 DECODE_ROWS = (16, 32, 48, 64)
 

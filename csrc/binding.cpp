@@ -90,7 +90,7 @@ jetrl::Stream stream_of(const Tensor& tensor) {
   return stream;
 }
 
-jetrl::Config config_of(int64_t block_m, int64_t cluster) { return {int(block_m), int(cluster)}; }
+jetrl::Config config_of(int64_t block, int64_t cluster) { return {int(block), int(cluster)}; }
 
 // X, W and what else both forward kernels take, checked in this order.
 struct Forward {
@@ -102,50 +102,50 @@ struct Forward {
   jetrl::Stream stream;
 
   Forward(const Tensor& x, const Tensor& x_scales, const Tensor& w, const Tensor& w_scales,
-          const std::optional<Tensor>& bias, const Tensor& y, int64_t block_m, int64_t cluster)
+          const std::optional<Tensor>& bias, const Tensor& y, int64_t block, int64_t cluster)
       : k(contracted(x, w)),
         x(operand("X", x, x_scales, 1)),
         w(operand("W", w, w_scales, jetrl::kGroup)),
         bias(bias_of(bias, this->w.rows)),
         y(output(y, this->x.rows, this->w.rows, false)),
-        config(config_of(block_m, cluster)),
+        config(config_of(block, cluster)),
         stream(stream_of(x)) {
     STD_TORCH_CHECK(!this->y.fp32, "jetrl_native: FProp writes BF16.");
   }
 };
 
 void fprop(const Tensor& x, const Tensor& x_scales, const Tensor& w, const Tensor& w_scales,
-           const std::optional<Tensor>& bias, const Tensor& y, int64_t block_m, int64_t cluster) {
+           const std::optional<Tensor>& bias, const Tensor& y, int64_t block, int64_t cluster) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const Forward call(x, x_scales, w, w_scales, bias, y, block_m, cluster);
+  const Forward call(x, x_scales, w, w_scales, bias, y, block, cluster);
   jetrl::fprop(call.x, call.w, call.k, call.bias, call.y, call.config, call.stream);
 }
 
 void decode(const Tensor& x, const Tensor& x_scales, const Tensor& w, const Tensor& w_scales,
-            const std::optional<Tensor>& bias, const Tensor& y, int64_t block_m, int64_t cluster, bool static_weight) {
+            const std::optional<Tensor>& bias, const Tensor& y, int64_t block, int64_t cluster, bool static_weight) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const Forward call(x, x_scales, w, w_scales, bias, y, block_m, cluster);
+  const Forward call(x, x_scales, w, w_scales, bias, y, block, cluster);
   jetrl::decode_fprop(call.x, call.w, call.k, call.bias, call.y, call.config, static_weight, call.stream);
 }
 
 void wgrad(const Tensor& a, const Tensor& a_scales, const Tensor& b, const Tensor& b_scales, const Tensor& dw,
-           bool accumulate, int64_t block_m, int64_t cluster) {
+           bool accumulate, int64_t block, int64_t cluster) {
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
   const int t = contracted(a, b);
   const jetrl::Operand of_a = operand("dY^T", a, a_scales, 1), of_b = operand("X^T", b, b_scales, 1);
   const jetrl::Output of_dw = output(dw, of_a.rows, of_b.rows, accumulate);
-  jetrl::wgrad(of_a, of_b, t, of_dw, config_of(block_m, cluster), stream_of(a));
+  jetrl::wgrad(of_a, of_b, t, of_dw, config_of(block, cluster), stream_of(a));
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY(jetrl_native, library) {
   const char* forward_schema =
-      "(Tensor x, Tensor x_scales, Tensor w, Tensor w_scales, Tensor? bias, Tensor(a!) y, int block_m, int cluster";
+      "(Tensor x, Tensor x_scales, Tensor w, Tensor w_scales, Tensor? bias, Tensor(a!) y, int block, int cluster";
   library.def(("fprop" + std::string(forward_schema) + ") -> ()").c_str());
   library.def(("decode" + std::string(forward_schema) + ", bool static_weight=False) -> ()").c_str());
   library.def(
-      "wgrad(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor(a!) dw, bool accumulate, int block_m, "
+      "wgrad(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor(a!) dw, bool accumulate, int block, "
       "int cluster) -> ()");
 }
 

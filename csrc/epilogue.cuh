@@ -50,34 +50,38 @@ struct alignas(16) Chunk {
   uint32_t word[4];
 };
 
-// Bias joins in FP32, then the one rounding to BF16.
-JETRL_DEVICE void store_bf16(uint8_t* staging, const float (&acc)[64], const Bias& bias, const Output& out, int row,
-                             int column, int rows, int columns, int lane) {
+// 64 of the 128 columns, `half`, into staging: bias joins in FP32, then the one rounding to BF16.
+template <bool kBias>
+JETRL_DEVICE void stage_bf16(uint32_t staging, const float (&acc)[64], int half, const Bias& bias, int column,
+                             int columns, int lane) {
   const int quad = lane % 4, eight = lane % 8;
-  const uint32_t staging_address = sm90::shared_address(staging);
   const int write_row = eight + 8 * (lane / 8 % 2), write_chunk = lane / 16;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int pair = 0; pair < 4; ++pair) {
+    uint32_t packed[4];
 #pragma unroll
-    for (int pair = 0; pair < 4; ++pair) {
-      uint32_t packed[4];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int n8 = 8 * half + 2 * pair + i, at = column + 8 * n8 + 2 * quad;
-        float bias_low = 0.0f, bias_high = 0.0f;
-        float d[4] = {acc[4 * n8], acc[4 * n8 + 1], acc[4 * n8 + 2], acc[4 * n8 + 3]};
-        if (bias.data != nullptr && at < columns) {
-          bias_low = load_bias(bias, at);
-          bias_high = load_bias(bias, at + 1);
-          d[0] = sm90::add(d[0], bias_low), d[1] = sm90::add(d[1], bias_high);
-          d[2] = sm90::add(d[2], bias_low), d[3] = sm90::add(d[3], bias_high);
-        }
-        packed[2 * i] = sm90::pack_bf16(d[0], d[1]);
-        packed[2 * i + 1] = sm90::pack_bf16(d[2], d[3]);
+    for (int i = 0; i < 2; ++i) {
+      const int n8 = 8 * half + 2 * pair + i, at = column + 8 * n8 + 2 * quad;
+      float d[4] = {acc[4 * n8], acc[4 * n8 + 1], acc[4 * n8 + 2], acc[4 * n8 + 3]};
+      if (kBias && at < columns) {
+        const float low = load_bias(bias, at), high = load_bias(bias, at + 1);
+        d[0] = sm90::add(d[0], low), d[1] = sm90::add(d[1], high);
+        d[2] = sm90::add(d[2], low), d[3] = sm90::add(d[3], high);
       }
-      const int chunk = (2 * pair + write_chunk) ^ eight;
-      sm90::stmatrix_x4(staging_address + write_row * 128 + chunk * 16, packed[0], packed[1], packed[2], packed[3]);
+      packed[2 * i] = sm90::pack_bf16(d[0], d[1]);
+      packed[2 * i + 1] = sm90::pack_bf16(d[2], d[3]);
     }
+    const int chunk = (2 * pair + write_chunk) ^ eight;
+    sm90::stmatrix_x4(staging + write_row * 128 + chunk * 16, packed[0], packed[1], packed[2], packed[3]);
+  }
+}
+
+JETRL_DEVICE void store_bf16(uint8_t* staging, const float (&acc)[64], const Output& out, int row, int column, int rows,
+                             int columns, int lane) {
+  const int eight = lane % 8;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    stage_bf16<false>(sm90::shared_address(staging), acc, half, Bias{}, column, columns, lane);
     sm90::sync_warp();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -89,6 +93,34 @@ JETRL_DEVICE void store_bf16(uint8_t* staging, const float (&acc)[64], const Bia
       }
     }
     sm90::sync_warp();
+  }
+}
+
+// The same by the copy engine, from twice the staging: it reads there while the warp goes on. The chunks that a row's
+// staging XORs are the 128-byte swizzle.
+JETRL_DEVICE void store_bf16_by_tma(uint32_t staging, const float (&acc)[64], const Bias& bias,
+                                    const sm90::TensorMap* map, int row, int column, int columns, int lane) {
+  if (lane == 0) sm90::tma_store_wait_read();
+  sm90::sync_warp();
+  if (bias.data == nullptr) {  // asked once: asked for every eight columns, it would cut the code into pieces
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      stage_bf16<false>(staging + half * kStagingBytes, acc, half, bias, column, columns, lane);
+    }
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      stage_bf16<true>(staging + half * kStagingBytes, acc, half, bias, column, columns, lane);
+    }
+  }
+  sm90::fence_for_copies();
+  sm90::sync_warp();
+  if (lane == 0) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sm90::tma_store(map, staging + half * kStagingBytes, column + half * kStoreColumns, row);
+    }
+    sm90::tma_store_commit();
   }
 }
 

@@ -77,12 +77,12 @@ struct TileOrder {
   }
 };
 
-// Rows per tile of 128 columns, 128 or 256: rounds of the machine times the work of one. 128-row tiles halve the work
-// but need more bytes a cycle, about a tenth of the speed.
-constexpr int choose_block_m(int m, int n, int processors) {
-  const int tiles_n = ceil_div(n, 128);
-  const int rounds256 = ceil_div(ceil_div(m, 256) * tiles_n, processors);
-  const int rounds128 = ceil_div(ceil_div(m, 128) * tiles_n, processors);
+// How many of `rows` a tile takes beside 128 of `others`, 128 or 256: rounds of the machine times the work of one. Tiles
+// of 128 halve the work but need more bytes a cycle, about a tenth of the speed.
+constexpr int choose_block(int rows, int others, int processors) {
+  const int tiles = ceil_div(others, 128);
+  const int rounds256 = ceil_div(ceil_div(rows, 256) * tiles, processors);
+  const int rounds128 = ceil_div(ceil_div(rows, 128) * tiles, processors);
   return 20 * rounds256 <= 11 * rounds128 ? 256 : 128;
 }
 
@@ -120,9 +120,13 @@ struct Output {
   bool accumulate;  // FP32 only: out += A B^T, else out = A B^T
 };
 
+constexpr int kStoreRows = 16, kStoreColumns = 64;  // of a BF16 box that the copy engine writes: a warp's rows, 128 bytes
+
 // Zero: the kernel's own choice. Only the speed depends on it, never a bit of the result.
 struct Config {
-  int block_m = 0;  // 128 or 256 rows of A per tile; in the decode kernel rows of W per tile: 16, 32, 48 or 64
+  // Rows per tile of the operand whose share varies: of W in fprop and of A in wgrad 128 or 256, beside 128 of the other;
+  // of W in decode_fprop 16, 32, 48 or 64.
+  int block = 0;
   int cluster = 0;  // blocks that share an operand tile by multicast
 };
 

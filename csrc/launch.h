@@ -82,6 +82,12 @@ inline CUtensorMap scales_map(const Scales& scales, int rows, int groups, int bo
                     box_rows, 1, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
+// A BF16 output, written in boxes of kStoreRows x kStoreColumns from staging under the 128-byte swizzle.
+inline CUtensorMap output_map(const Output& out, int rows, int columns) {
+  return tensor_map("the output", CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, out.data, columns, rows, out.row_stride * 2,
+                    kStoreColumns, kStoreRows, CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
 inline int current_device() {
   int device;
   check(cudaGetDevice(&device), "cudaGetDevice");

@@ -177,6 +177,21 @@ JETRL_DEVICE void tma_load_multicast(uint32_t to, const TensorMap* map, int colu
       : "memory");
 }
 
+// From shared memory, swizzled like an operand tile, to the box whose first element is (column, row); what lies outside
+// the matrix is not written. In a group of this thread's, which tma_store_commit closes.
+JETRL_DEVICE void tma_store(const TensorMap* map, uint32_t from, int column, int row) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from),
+               "r"(column), "r"(row)
+               : "memory");
+}
+JETRL_DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until the copy engine has read what this thread's stores copy from shared memory; also before the thread ends.
+JETRL_DEVICE void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// Orders this thread's writes to shared memory before what the copy engine reads there for a thread that it then meets.
+JETRL_DEVICE void fence_for_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // One FP32 value, or zero where `valid` is false (`from` is not read then). Completes with cp_async_arrive.
 JETRL_DEVICE void cp_async_f32(uint32_t to, const float* from, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");

@@ -448,10 +448,10 @@ void run_decode(const DecodeCall& call) {
 
 template <int kTokens>
 void plan_and_run(const DecodeCall& call, Config config) {
-  int columns = config.block_m, least = 0;
+  int columns = config.block, least = 0;
   for (const int choice : kColumnChoices) {
     const int cost = plan_cost(kTokens, choice, multiprocessors(), call.x.rows, call.w.rows);
-    if (config.block_m == 0 && (least == 0 || cost < least)) columns = choice, least = cost;
+    if (config.block == 0 && (least == 0 || cost < least)) columns = choice, least = cost;
   }
   switch (config.cluster > 1 ? -1 : columns) {
     case 16: return run_decode<DecodeShape<kTokens, 16>>(call);

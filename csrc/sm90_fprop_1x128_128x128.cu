@@ -18,19 +18,21 @@
 // sum p is promoted by acc = fma(p, s_x * s_w, acc), K blocks ascending. Every element of Y is that one chain of
 // operations, whatever tile, cluster or order of the warps: configurations differ in speed only.
 //
-// What limits it, per multiprocessor. wgmma does 4096 E4M3 multiply-adds a cycle: a 256 x 128 tile and one K block are
+// What limits it, per multiprocessor. wgmma does 4096 E4M3 multiply-adds a cycle: a 128 x 256 tile and one K block are
 // 1024 cycles. In that time
 //   - the four sub-cores issue one instruction a cycle each: 256 cycles of promotion (one FMA an element) plus waits,
 //     that is, only if they run beside the other warpgroup's wgmma and not after their own;
 //   - shared memory delivers 128 bytes a cycle: each m64n128k32 (64 cycles) reads 2 KB of X and 4 KB of W, 96 bytes a
-//     cycle, and the copy engine writes (256 + 128) * 128 bytes in 1024 cycles, 48 more a cycle: 144, so
-//     89% of the peak at best. A 128 x 128 tile writes 64. So the tile is 256 x 128, as large as registers allow: a
-//     thread of the two consumer warpgroups keeps 2 x 64 accumulators and 64 partial sums, 192 of its 232 registers
-//     (504 of 512 go to the three warpgroups: 232, 232, 40);
-//   - the L2 delivers about 5.5 TB/s, 24 bytes a cycle to each multiprocessor. A 256 x 128 tile on its own reads 48.
-//     Two blocks of a cluster take neighbouring columns and share the rows of X by multicast: 32, and at the 65 to 70%
-//     of the peak that the power limit leaves, 22.
-// M too small for 256-row tiles to fill the machine takes 128-row tiles (choose_block_m).
+//     cycle, and the copy engine writes (128 + 256) * 128 bytes in 1024 cycles, 48 more a cycle. A 128 x 128 tile
+//     writes 64. So the tile is 128 x 256, as large as registers allow: a thread of the two consumer warpgroups keeps
+//     2 x 64 accumulators and 64 partial sums, 192 of its 240 registers (504 of 512 go to the three warpgroups: 240,
+//     240, 24). 256 x 128 is as fast, but has twice the scales of X and leaves no room for the staging below;
+//   - the L2 delivers about 5.5 TB/s, 24 bytes a cycle to each multiprocessor. A 128 x 256 tile on its own reads 48.
+//     Two blocks of a cluster take neighbouring rows and share the rows of W by multicast: 32.
+// Under load the clock falls until the GPU draws no more than its limit, so what costs energy costs time: X in
+// registers, read by ldmatrix once for all columns, would spare shared memory a sixth of its reads and is 4.5% slower;
+// chains of 64 columns, of which a warpgroup has two in flight, are no faster than that (both H200). M or N too small
+// for 256-column tiles to fill the machine takes 128 columns (choose_block).
 //
 // Overlap. A warpgroup waits for its own chain and promotes it while the other's chain runs. Nothing makes them take
 // turns: whoever comes second waits for the tensor cores, and is then out of step with the first (turns by named
@@ -38,13 +40,18 @@
 // scales are read before the chain. Under it the next block is looked for; if it has not come, it is waited for only
 // when this one is promoted and given back: else late copies would make the next ones late.
 //
+// The end of a tile stops nobody. Stored where the loop ends, 32 K blocks' output takes 6% of the time, 1.5% for the
+// stores and the rest because both warpgroups pack and wait while the tensor cores have nothing to do. So the sums stay
+// in their registers until the next tile's first block: each 128 columns are packed into staging under that block's
+// chain for the same columns, which starts from zero anyway, and the copy engine stores them while the loop goes on.
+//
 // Roles (384 threads, one block per multiprocessor, persistent): warpgroup 0 holds the producer warp; warpgroups 1 and
-// 2 each own kBlockM / 2 rows. TMA brings codes, and the scales of X where scales_suit_tma, shared by the cluster like
-// the rows; else 32 lanes bring them by cp.async, four bytes each. Those copies and their 33 arrivals pass through the
-// shared memory that bounds this kernel: TMA instead is 4% faster (H200). The one scale of W is a cp.async. M, N and K
-// edges: TMA and cp.async fill with zeros, so partial sums there are zero; stores are guarded. K's last group is short
-// but has a scale. Where N has an odd number of column tiles, the last cluster's second block computes zeros that no
-// one stores.
+// 2 each own 64 rows. TMA brings codes, and the scales of X where scales_suit_tma; else 32 lanes bring them by
+// cp.async, four bytes each. Those copies and their 33 arrivals pass through the shared memory that the loop needs: TMA
+// instead is 4% faster (H200). The scales of W, one for each 128 columns, are cp.async. M, N and K edges: TMA and
+// cp.async fill with zeros, so partial sums there are zero, and TMA stores nothing there. K's last group is short but
+// has a scale. Where M has an odd number of row tiles, the last cluster's second block computes zeros that no one
+// stores.
 
 #include <algorithm>
 
@@ -60,29 +67,32 @@ namespace {
 struct FpropParams {
   Scales x_scales, w_scales;
   Bias bias;
-  Output y;
   int m, n, k_blocks;
   bool tma_scales;  // of X
-  TileOrder order;  // of cluster tiles: kBlockM rows x kCluster * 128 columns
+  TileOrder order;  // of cluster tiles: kCluster * kBlockM rows x kBlockN columns
 };
 
-template <int kBlockM_, int kCluster_>
+// A warp's first element of an output tile.
+struct Corner {
+  int row, column;
+};
+
+template <int kBlockN_, int kCluster_>
 struct FpropShape {
-  static constexpr int kBlockM = kBlockM_, kBlockN = 128, kCluster = kCluster_;
+  static constexpr int kBlockM = 128, kBlockN = kBlockN_, kCluster = kCluster_;
   static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
-  static constexpr int kChunks = kBlockM / (64 * kConsumers);  // of 64 rows, per consumer warpgroup
-  static constexpr int kStages = kBlockM == 256 ? 4 : 6;
+  static constexpr int kChunks = kBlockN / 128;  // of 128 columns; a consumer warpgroup has 64 rows of each
+  static constexpr int kStages = kBlockN == 256 ? 4 : 5;
   static constexpr int kTileX = kBlockM * kGroup, kTileW = kBlockN * kGroup;
   // Byte offsets in shared memory.
   static constexpr int kAtW = kStages * kTileX;
   static constexpr int kAtStaging = kAtW + kStages * kTileW;
-  static constexpr int kAtScales = kAtStaging + 4 * kConsumers * kStagingBytes;
-  static constexpr int kAtScaleW = kAtScales + kStages * kBlockM * 4;
-  static constexpr int kAtFull = round_up(kAtScaleW + kStages * 4, 8);
+  static constexpr int kAtScales = kAtStaging + 4 * kConsumers * 2 * kStagingBytes;
+  static constexpr int kAtScalesW = kAtScales + kStages * kBlockM * 4;
+  static constexpr int kAtFull = kAtScalesW + kStages * 8;
   static constexpr int kAtEmpty = kAtFull + 8 * kStages;
   static constexpr int kBytes = kAtEmpty + 8 * kStages;
 
-  static_assert(kBlockM % (64 * kConsumers) == 0, "each consumer warpgroup owns whole chunks of 64 rows");
   static_assert(kTileX % 1024 == 0 && kTileW % 1024 == 0, "operand tiles start on whole swizzle atoms");
   static_assert(kAtScales % 128 == 0, "TMA writes scales to multiples of 128 bytes");
   static_assert(kAtFull % 8 == 0, "mbarriers are 8 bytes, aligned");
@@ -97,100 +107,125 @@ JETRL_DEVICE void fprop_produce(const sm90::TensorMap* x_map, const sm90::Tensor
   for (int tile = first_tile<Shape::kCluster>(); tile < p.order.count(); tile += tile_step<Shape::kCluster>()) {
     int tile_m, tile_n;
     p.order.locate(tile, tile_m, tile_n);
-    const int row = tile_m * Shape::kBlockM, column = (tile_n * Shape::kCluster + rank) * Shape::kBlockN;
+    const int row = (tile_m * Shape::kCluster + rank) * Shape::kBlockM, column = tile_n * Shape::kBlockN;
     int stage = 0;
     for (int block = 0; block < p.k_blocks; ++block) {
       ring.wait_empty(stage);
+      sm90::sync_warp();  // else a late lane may miss the phase: lane 0 alone may let the next one end
       const uint32_t full = ring.full_barrier(stage);
       const uint32_t x_scales = base + Shape::kAtScales + stage * Shape::kBlockM * 4;
-      const uint32_t w_scale = base + Shape::kAtScaleW + stage * 4;
+      const uint32_t w_scales = base + Shape::kAtScalesW + stage * 8;
       if (lane == 0) {
         sm90::barrier_arrive_expect(full, Shape::kTileX + Shape::kTileW + (p.tma_scales ? Shape::kBlockM * 4 : 0));
-        load_shared_tile<Shape::kBlockM, Shape::kCluster>(base + stage * Shape::kTileX, x_map, block * kGroup, row,
-                                                          rank, full);
-        sm90::tma_load(base + Shape::kAtW + stage * Shape::kTileW, w_map, block * kGroup, column, full);
-        if (p.tma_scales) {
-          load_shared_scales<Shape::kBlockM, Shape::kCluster>(x_scales, x_scales_map, row, block, rank, full);
-        }
+        sm90::tma_load(base + stage * Shape::kTileX, x_map, block * kGroup, row, full);
+        load_shared_tile<Shape::kBlockN, Shape::kCluster>(base + Shape::kAtW + stage * Shape::kTileW, w_map,
+                                                          block * kGroup, column, rank, full);
+        if (p.tma_scales) sm90::tma_load(x_scales, x_scales_map, row, block, full);
       }
-      load_scales<1>(w_scale, p.w_scales, block, column / kGroup, ceil_div(p.n, kGroup), lane);
+      load_scales<Shape::kChunks>(w_scales, p.w_scales, block, column / kGroup, ceil_div(p.n, kGroup), lane);
       if (!p.tma_scales) load_scales<Shape::kBlockM>(x_scales, p.x_scales, block, row, p.m, lane);
-      if (!p.tma_scales || lane == 0) sm90::cp_async_arrive(full);
+      if (!p.tma_scales || lane < Shape::kChunks) sm90::cp_async_arrive(full);
       ring.used(stage);
       stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
     }
   }
 }
 
+// A consumer warp, with the tile that it computes in its registers.
 template <class Shape>
-JETRL_DEVICE void fprop_consume(const FpropParams& p, uint8_t* memory, TileRing<Shape::kStages> ring, int consumer,
-                                int rank, int warp, int lane) {
-  constexpr int kChunks = Shape::kChunks, kStages = Shape::kStages;
-  const int k_blocks = p.k_blocks;
-  const int first_row = consumer * kChunks * 64, fragment_row = 16 * warp + lane / 4;
-  const uint32_t base = sm90::shared_address(memory);
-  const uint64_t x_descriptor = operand_descriptor(base) + consumer * kChunks * kDescriptorStep64Rows;
-  const uint64_t w_descriptor = operand_descriptor(base + Shape::kAtW);
-  uint8_t* staging = memory + Shape::kAtStaging + (4 * consumer + warp) * kStagingBytes;
-  const float* all_scales = reinterpret_cast<const float*>(memory + Shape::kAtScales);
-  const float* my_scales = all_scales + first_row + fragment_row;
-  const float* w_scales = reinterpret_cast<const float*>(memory + Shape::kAtScaleW);
+struct FpropConsumer {
+  static constexpr int kChunks = Shape::kChunks, kStages = Shape::kStages;
 
+  const FpropParams& p;
+  TileRing<kStages> ring;
+  uint64_t x_descriptor, w_descriptor;
+  const float *x_scales, *w_scales;
+  const sm90::TensorMap* y_map;
+  uint32_t staging;
+  int lane;
   float partial[64];
-  for (int tile = first_tile<Shape::kCluster>(); tile < p.order.count(); tile += tile_step<Shape::kCluster>()) {
-    float acc[kChunks][64];
+  float acc[kChunks][64];
+
+  JETRL_DEVICE void store(int chunk, Corner of_tile) {
+    store_bf16_by_tma(staging, acc[chunk], p.bias, y_map, of_tile.row, of_tile.column + 128 * chunk, p.n, lane);
+  }
+
+  // One K block. A tile's first one starts its sums: those of the tile `before`, if its row is none below zero, are still
+  // in their registers, and each chunk is stored under this block's chain for it.
+  template <bool kFirst>
+  JETRL_DEVICE void block(int stage, bool last, Corner before = {-1, 0}) {
+    const uint64_t x = x_descriptor + stage * (Shape::kTileX / 16), w = w_descriptor + stage * (Shape::kTileW / 16);
+    const int next = (stage + 1) % kStages;
+    const float x_upper = x_scales[stage * Shape::kBlockM], x_lower = x_scales[stage * Shape::kBlockM + 8];
+    bool ready;  // whether the next block has come; there may be none
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
+      const float w_scale = w_scales[2 * stage + c];
+      const float upper = sm90::multiply(x_upper, w_scale), lower = sm90::multiply(x_lower, w_scale);
+      issue_chain<128>(partial, x, w + 2 * c * kDescriptorStep64Rows);
+      if (kFirst && before.row >= 0) store(c, before);
+      if (c == kChunks - 1) {
+        ring.used(stage);
+        ready = ring.test_full(next) | last;
+      }
+      sm90::wgmma_wait<0>(partial);
+      if (c == kChunks - 1) ring.template release<Shape::kCluster>(stage, lane);
 #pragma unroll
-      for (int i = 0; i < 64; ++i) acc[c][i] = 0.0f;
+      for (int j = 0; j < 64; j += 4) {
+        acc[c][j] = sm90::multiply_add(partial[j], upper, kFirst ? 0.0f : acc[c][j]);
+        acc[c][j + 1] = sm90::multiply_add(partial[j + 1], upper, kFirst ? 0.0f : acc[c][j + 1]);
+        acc[c][j + 2] = sm90::multiply_add(partial[j + 2], lower, kFirst ? 0.0f : acc[c][j + 2]);
+        acc[c][j + 3] = sm90::multiply_add(partial[j + 3], lower, kFirst ? 0.0f : acc[c][j + 3]);
+      }
     }
-    ring.wait_full(0);
-    for (int first = 0; first < k_blocks; first += kStages) {
+    if (!ready) ring.wait_full(next);
+  }
+};
+
+template <class Shape>
+JETRL_DEVICE void fprop_consume(const FpropParams& p, const sm90::TensorMap* y_map, uint8_t* memory,
+                                TileRing<Shape::kStages> ring, int consumer, int rank, int warp, int lane) {
+  constexpr int kStages = Shape::kStages;
+  const int k_blocks = p.k_blocks;
+  const int first_row = 64 * consumer, fragment_row = 16 * warp + lane / 4;
+  const uint32_t base = sm90::shared_address(memory);
+  FpropConsumer<Shape> tiles{p,
+                             ring,
+                             operand_descriptor(base) + consumer * kDescriptorStep64Rows,
+                             operand_descriptor(base + Shape::kAtW),
+                             reinterpret_cast<const float*>(memory + Shape::kAtScales) + first_row + fragment_row,
+                             reinterpret_cast<const float*>(memory + Shape::kAtScalesW),
+                             y_map,
+                             base + Shape::kAtStaging + (4 * consumer + warp) * 2 * kStagingBytes,
+                             lane};
+  Corner before{-1, 0};
+  for (int tile = first_tile<Shape::kCluster>(); tile < p.order.count(); tile += tile_step<Shape::kCluster>()) {
+    tiles.ring.wait_full(0);
+    tiles.template block<true>(0, k_blocks == 1, before);
+    for (int first = 1; first < k_blocks; first += kStages) {
 #pragma unroll
-      for (int stage = 0; stage < kStages; ++stage) {
-        if (stage != 0 && first + stage >= k_blocks) break;
-        const uint64_t x = x_descriptor + stage * (Shape::kTileX / 16);
-        const uint64_t w = w_descriptor + stage * (Shape::kTileW / 16);
-        float w_scale;
-        bool ready;  // whether the next block has come; there may be none
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-          const float* x_scales = my_scales + stage * Shape::kBlockM + 64 * c;
-          if (c == 0) w_scale = w_scales[stage];
-          const float upper = sm90::multiply(x_scales[0], w_scale), lower = sm90::multiply(x_scales[8], w_scale);
-          issue_chain<128>(partial, x + c * kDescriptorStep64Rows, w);
-          if (c == kChunks - 1) {
-            ring.used(stage);
-            ready = ring.test_full((stage + 1) % kStages) | (first + stage + 1 >= k_blocks);
-          }
-          sm90::wgmma_wait<0>(partial);
-          if (c == kChunks - 1) ring.template release<Shape::kCluster>(stage, lane);
-#pragma unroll
-          for (int j = 0; j < 64; j += 4) {
-            acc[c][j] = sm90::multiply_add(partial[j], upper, acc[c][j]);
-            acc[c][j + 1] = sm90::multiply_add(partial[j + 1], upper, acc[c][j + 1]);
-            acc[c][j + 2] = sm90::multiply_add(partial[j + 2], lower, acc[c][j + 2]);
-            acc[c][j + 3] = sm90::multiply_add(partial[j + 3], lower, acc[c][j + 3]);
-          }
-        }
-        if (!ready) ring.wait_full((stage + 1) % kStages);
+      for (int i = 0; i < kStages; ++i) {
+        if (i != 0 && first + i >= k_blocks) break;
+        tiles.template block<false>((1 + i) % kStages, first + i + 1 >= k_blocks);
       }
     }
     int tile_m, tile_n;
     p.order.locate(tile, tile_m, tile_n);
-    const int column = (tile_n * Shape::kCluster + rank) * Shape::kBlockN;
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      const int row = tile_m * Shape::kBlockM + first_row + 64 * c + 16 * warp;
-      store_bf16(staging, acc[c], p.bias, p.y, row, column, p.m, p.n, lane);
-    }
+    before.row = (tile_m * Shape::kCluster + rank) * Shape::kBlockM + first_row + 16 * warp;
+    before.column = tile_n * Shape::kBlockN;
   }
+  if (before.row >= 0) {
+#pragma unroll
+    for (int c = 0; c < Shape::kChunks; ++c) tiles.store(c, before);
+  }
+  if (lane == 0) sm90::tma_store_wait_read();
 }
 
 template <class Shape>
 JETRL_KERNEL void __launch_bounds__(Shape::kThreads, 1)
     sm90_fprop(JETRL_GRID_CONSTANT sm90::TensorMap x_map, JETRL_GRID_CONSTANT sm90::TensorMap w_map,
-               JETRL_GRID_CONSTANT sm90::TensorMap x_scales_map, JETRL_GRID_CONSTANT FpropParams p) {
+               JETRL_GRID_CONSTANT sm90::TensorMap x_scales_map, JETRL_GRID_CONSTANT sm90::TensorMap y_map,
+               JETRL_GRID_CONSTANT FpropParams p) {
   uint8_t* memory = sm90::dynamic_shared_memory();
   const uint32_t base = sm90::shared_address(memory);
   const TileRing<Shape::kStages> ring{base + Shape::kAtFull, base + Shape::kAtEmpty};
@@ -201,18 +236,19 @@ JETRL_KERNEL void __launch_bounds__(Shape::kThreads, 1)
   if (thread == 0) {
     sm90::prefetch_tensor_map(&x_map);
     sm90::prefetch_tensor_map(&w_map);
+    sm90::prefetch_tensor_map(&y_map);
     if (p.tma_scales) sm90::prefetch_tensor_map(&x_scales_map);
-    ring.template init<Shape::kCluster, 4 * Shape::kConsumers>(p.tma_scales ? 1 + 1 : 1 + 32);
+    ring.template init<Shape::kCluster, 4 * Shape::kConsumers>(1 + (p.tma_scales ? Shape::kChunks : 32));
   }
   sync_cluster_or_block<Shape::kCluster>();
 
   if (warpgroup == 0) {
-    sm90::give_registers<40>();
+    sm90::give_registers<24>();
     if (warp != 0) return;  // rather than wait below for as long as the kernel runs
     fprop_produce<Shape>(&x_map, &w_map, &x_scales_map, p, memory, ring, rank, lane);
   } else {
-    sm90::take_registers<232>();
-    fprop_consume<Shape>(p, memory, ring, warpgroup - 1, rank, warp % 4, lane);
+    sm90::take_registers<240>();
+    fprop_consume<Shape>(p, &y_map, memory, ring, warpgroup - 1, rank, warp % 4, lane);
   }
   // No block leaves while another of its cluster may still arrive at its barriers.
   if (Shape::kCluster > 1) sm90::sync_cluster();
@@ -220,32 +256,31 @@ JETRL_KERNEL void __launch_bounds__(Shape::kThreads, 1)
 
 template <class Shape>
 void run_fprop(const Operand& x, const Operand& w, int k, const Bias& bias, const Output& y, Stream stream) {
-  const TileOrder order{ceil_div(x.rows, Shape::kBlockM), ceil_div(w.rows, Shape::kCluster * Shape::kBlockN),
-                        2048 / Shape::kBlockM};
+  const TileOrder order{ceil_div(x.rows, Shape::kCluster * Shape::kBlockM), ceil_div(w.rows, Shape::kBlockN),
+                        2048 / (Shape::kCluster * Shape::kBlockM)};
   const int k_blocks = ceil_div(k, kGroup);
   const bool tma_scales = scales_suit_tma(x.scales, x.rows);
-  const FpropParams p{x.scales, w.scales, bias, y, x.rows, w.rows, k_blocks, tma_scales, order};
-  const auto x_map = operand_map(x, k, Shape::kBlockM / Shape::kCluster);
-  const auto w_map = operand_map(w, k, Shape::kBlockN);
-  const auto x_scales_map =
-      tma_scales ? scales_map(x.scales, x.rows, k_blocks, Shape::kBlockM / Shape::kCluster) : x_map;
+  const FpropParams p{x.scales, w.scales, bias, x.rows, w.rows, k_blocks, tma_scales, order};
+  const auto x_map = operand_map(x, k, Shape::kBlockM);
+  const auto w_map = operand_map(w, k, Shape::kBlockN / Shape::kCluster);
+  const auto x_scales_map = tma_scales ? scales_map(x.scales, x.rows, k_blocks, Shape::kBlockM) : x_map;
   const int clusters = std::min(order.count(), multiprocessors() / Shape::kCluster);
   const Grid grid{clusters * Shape::kCluster, Shape::kCluster, Shape::kThreads, Shape::kBytes, stream};
-  launch<sm90_fprop<Shape>>(grid, x_map, w_map, x_scales_map, p);
+  launch<sm90_fprop<Shape>>(grid, x_map, w_map, x_scales_map, output_map(y, x.rows, w.rows), p);
 }
 
 }  // namespace
 
 void fprop(const Operand& x, const Operand& w, int k, const Bias& bias, const Output& y, Config config, Stream stream) {
-  const int block_m = config.block_m ? config.block_m : choose_block_m(x.rows, w.rows, multiprocessors());
-  const int cluster = config.cluster ? config.cluster : w.rows > 128 ? 2 : 1;
-  switch (block_m * 10 + cluster) {
+  const int block = config.block ? config.block : choose_block(w.rows, x.rows, multiprocessors());
+  const int cluster = config.cluster ? config.cluster : x.rows > 128 ? 2 : 1;
+  switch (block * 10 + cluster) {
     case 1281: return run_fprop<FpropShape<128, 1>>(x, w, k, bias, y, stream);
     case 1282: return run_fprop<FpropShape<128, 2>>(x, w, k, bias, y, stream);
     case 2561: return run_fprop<FpropShape<256, 1>>(x, w, k, bias, y, stream);
     case 2562: return run_fprop<FpropShape<256, 2>>(x, w, k, bias, y, stream);
     default:
-      refuse("fprop: tiles have 128 or 256 rows and clusters 1 or 2 blocks; leave them 0 for the kernel's choice");
+      refuse("fprop: tiles take 128 or 256 rows of W, clusters 1 or 2 blocks; leave them 0 for the kernel's choice");
   }
 }
 

@@ -113,6 +113,7 @@ JETRL_DEVICE void wgrad_produce(const sm90::TensorMap* a_map, const sm90::Tensor
     int stage = 0;
     for (int block = 0; block < p.t_blocks; ++block) {
       ring.wait_empty(stage);
+      sm90::sync_warp();  // else a late lane may miss the phase: lane 0 alone may let the next one end
       const uint32_t full = ring.full_barrier(stage);
       const uint32_t a_scales = base + Shape::kAtScales + stage * Shape::kScales * 4;
       const uint32_t b_scales = a_scales + 4 * Shape::kBlockM;
@@ -215,7 +216,7 @@ JETRL_DEVICE void wgrad_consume(const WgradParams& p, uint8_t* memory, TileRing<
           store_fp32<false>(staging, acc[c], p.dw, row, column, p.n, p.k, my_lane);
         }
       } else {
-        store_bf16(staging, acc[c], Bias{nullptr, false}, p.dw, row, column, p.n, p.k, my_lane);
+        store_bf16(staging, acc[c], p.dw, row, column, p.n, p.k, my_lane);
       }
     }
   }
@@ -281,9 +282,9 @@ void run_wgrad(const Operand& a, const Operand& b, int t, const Output& dw, Stre
 
 void wgrad(const Operand& a, const Operand& b, int t, const Output& dw, Config config, Stream stream) {
   if (dw.accumulate && !dw.fp32) refuse("wgrad adds to FP32 buffers only: a BF16 one would be rounded at every call");
-  const int block_m = config.block_m ? config.block_m : choose_block_m(a.rows, b.rows, multiprocessors());
+  const int block = config.block ? config.block : choose_block(a.rows, b.rows, multiprocessors());
   const int cluster = config.cluster ? config.cluster : b.rows > 128 ? 2 : 1;
-  switch (block_m * 10 + cluster) {
+  switch (block * 10 + cluster) {
     case 1281: return run_wgrad<128, 1>(a, b, t, dw, stream);
     case 1282: return run_wgrad<128, 2>(a, b, t, dw, stream);
     case 2561: return run_wgrad<256, 1>(a, b, t, dw, stream);

@@ -46,6 +46,13 @@ inline sm90::TensorMap scales_map(const Scales& scales, int rows, int groups, in
   return {reinterpret_cast<const uint8_t*>(scales.data), rows, groups, stride, 1, 4, box_rows};
 }
 
+inline sm90::TensorMap output_map(const Output& out, int rows, int columns) {
+  if (reinterpret_cast<uintptr_t>(out.data) % 16 != 0 || out.row_stride * 2 % 16 != 0 || out.row_stride < columns) {
+    throw std::runtime_error("the hardware refuses this tensor map");
+  }
+  return {static_cast<const uint8_t*>(out.data), columns, rows, out.row_stride * 2, kStoreRows, 2, kStoreColumns};
+}
+
 template <auto kKernel, class... Arguments>
 void launch(const Grid& grid, const Arguments&... arguments) {
   run_grid(grid.blocks, grid.cluster, grid.threads, grid.shared_bytes, [&] { kKernel(arguments...); });

@@ -70,6 +70,7 @@ struct Fiber {
   std::deque<std::function<void()>> copies;  // cp.async and its arrivals, in order
   std::vector<Wgmma> issued;                 // not yet committed
   std::deque<std::vector<Wgmma>> groups;     // committed, not yet waited for
+  std::vector<std::function<void()>> stores, storing;  // of TMA, not yet committed and not yet waited for
 };
 
 struct Block {
@@ -209,6 +210,9 @@ void join_and_wait(Meeting& meeting, int expected, const char* what) {
 
 void enter_fiber() {
   (*machine.kernel)();
+  if (!machine.current->stores.empty() || !machine.current->storing.empty()) {
+    fail("a thread leaves while the copy engine may still read its stores");
+  }
   machine.current->done = true;
   settle(machine.meeting, --machine.alive);  // the cluster's barrier waits for the threads that have not left
   yield();
@@ -229,6 +233,17 @@ void load(int to_block, uint32_t to, const sm90::TensorMap& map, int column, int
   if (Barrier* found = find(of, barrier)) {
     found->bytes -= map.box_bytes();
     check_phase(*found);
+  }
+}
+
+void store(Block& of, uint32_t from, const sm90::TensorMap& map, int column, int row) {
+  const int width = map.box_columns * map.element;
+  for (int r = 0; r < map.box_rows; ++r) {
+    for (int byte = 0; byte < width; ++byte) {
+      if (row + r >= map.rows || column + byte / map.element >= map.columns) continue;
+      uint8_t* to = const_cast<uint8_t*>(map.data) + (row + r) * map.row_stride + int64_t(column) * map.element + byte;
+      *to = *at(of, swizzled(from + r * width + byte), 1);
+    }
   }
 }
 
@@ -418,6 +433,31 @@ void tma_load_multicast(uint32_t to, const TensorMap* map, int column, int row, 
 void tma_load(uint32_t to, const TensorMap* map, int column, int row, uint32_t barrier) {
   tma_load_multicast(to, map, column, row, barrier, uint16_t(1u << machine.current->block));
 }
+void tma_store(const TensorMap* map, uint32_t from, int column, int row) {
+  if (from % 1024 != 0) fail("a box that does not start on a swizzle atom");
+  if (column < 0 || row < 0) fail("a box before the matrix");
+  Block* of = &block();
+  machine.current->stores.push_back([=, map = *map] { store(*of, from, map, column, row); });
+}
+void tma_store_commit() {
+  Fiber& fiber = *machine.current;
+  const bool early = chance(2) && fiber.storing.empty();
+  for (auto& one : fiber.stores) {
+    if (early) {
+      one();
+    } else {
+      fiber.storing.push_back(std::move(one));
+    }
+  }
+  fiber.stores.clear();
+  maybe_yield();
+}
+void tma_store_wait_read() {
+  Fiber& fiber = *machine.current;
+  if (chance(2)) yield();
+  for (const auto& one : fiber.storing) one();
+  fiber.storing.clear();
+}
 void cp_async_f32(uint32_t to, const float* from, bool valid) {
   if (to % 4 != 0) fail("a misaligned cp.async");
   if (valid) check_read(from);
@@ -506,7 +546,7 @@ uint64_t jetrl_steps() { return machine.steps; }
 // kernel: 0 fprop, 1 decode, 2 wgrad. Returns 0, or 1 with jetrl_error saying why.
 int jetrl_run(int kernel, int m, int n, int k, const void* a, int64_t a_stride, const float* a_scales, int64_t a_row,
               int64_t a_group, const void* b, int64_t b_stride, const float* b_scales, int64_t b_row, int64_t b_group,
-              const void* bias, int bias_fp32, void* out, int64_t out_stride, int out_fp32, int accumulate, int block_m,
+              const void* bias, int bias_fp32, void* out, int64_t out_stride, int out_fp32, int accumulate, int block,
               int cluster, int multiprocessors, uint32_t seed) {
   machine.seed = seed;
   machine.multiprocessors = multiprocessors;
@@ -516,7 +556,7 @@ int jetrl_run(int kernel, int m, int n, int k, const void* a, int64_t a_stride, 
   const jetrl::Operand of_b{b, n, b_stride, {b_scales, b_row, b_group}};
   const jetrl::Output of_out{out, out_stride, out_fp32 != 0, accumulate != 0};
   const jetrl::Bias of_bias{bias, bias_fp32 != 0};
-  const jetrl::Config config{block_m, cluster};
+  const jetrl::Config config{block, cluster};
   try {
     if (kernel == 0) {
       jetrl::fprop(of_a, of_b, k, of_bias, of_out, config, nullptr);

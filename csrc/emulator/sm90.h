@@ -19,6 +19,7 @@
 //   - mbarriers with their phases, pending arrivals and (possibly negative) pending bytes; a wait names a parity only;
 //   - TMA tile loads with the 128-byte swizzle, zero fill and multicast; each destination block is served on its own
 //     time;
+//   - TMA tile stores, which read shared memory at any time between their group's end and the wait for it;
 //   - cp.async with zero fill, in program order per thread, and the arrival that follows it;
 //   - wgmma: its operands are read through the descriptor at any time between issue and wait, results are NaN until
 //     then;
@@ -84,6 +85,9 @@ void barrier_wait(uint32_t barrier, uint32_t parity, const char* name, int stage
 
 void tma_load(uint32_t to, const TensorMap* map, int column, int row, uint32_t barrier);
 void tma_load_multicast(uint32_t to, const TensorMap* map, int column, int row, uint32_t barrier, uint16_t blocks);
+void tma_store(const TensorMap* map, uint32_t from, int column, int row);
+void tma_store_commit();
+void tma_store_wait_read();
 void cp_async_f32(uint32_t to, const float* from, bool valid);
 void cp_async_arrive(uint32_t barrier);
 
@@ -95,6 +99,7 @@ uint32_t exchange(uint32_t value, int lane);  // what `lane` of this warp brings
 void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3);
 
 inline void fence_barrier_init() {}
+inline void fence_for_copies() {}
 inline void prefetch_tensor_map(const TensorMap*) {}
 inline void wgmma_fence() {}
 template <int kRegisters>

@@ -73,7 +73,7 @@ class Emulator:
         *,
         bias: torch.Tensor | None = None,
         accumulate: bool = False,
-        block_m: int = 0,
+        block: int = 0,
         cluster: int = 0,
         multiprocessors: int = 4,
         seed: int = 0,
@@ -92,7 +92,7 @@ class Emulator:
             _pointer(out),
             ctypes.c_int64(out.stride(0)),
             int(out.dtype == torch.float32),
-            *(int(accumulate), block_m, cluster, multiprocessors),
+            *(int(accumulate), block, cluster, multiprocessors),
             ctypes.c_uint32(seed),
         )
         if failed:

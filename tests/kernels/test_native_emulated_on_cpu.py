@@ -91,10 +91,10 @@ def check(emulator: Emulator, kernel: str, m: int, n: int, k: int, *, dtype=torc
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("cluster", [1, 2])
-@pytest.mark.parametrize("block_m", [128, 256])
-def test_fprop_over_more_tiles_than_multiprocessors(emulator, block_m, cluster, seed):
+@pytest.mark.parametrize("block", [128, 256])
+def test_fprop_over_more_tiles_than_multiprocessors(emulator, block, cluster, seed):
     """Tiles of three K blocks: the last round of each leaves some stages unused."""
-    check(emulator, "fprop", 290, 264, 336, block_m=block_m, cluster=cluster, multiprocessors=2, seed=seed)
+    check(emulator, "fprop", 290, 264, 336, block=block, cluster=cluster, multiprocessors=2, seed=seed)
 
 
 @pytest.mark.parametrize("m", [1, 63, 64, 65, 127, 129, 255, 257])
@@ -102,12 +102,12 @@ def test_fprop_around_tile_edges(emulator, m):
     check(emulator, "fprop", m, 136, 64, seed=m)
 
 
-@pytest.mark.parametrize("block_m", [128, 256])
+@pytest.mark.parametrize("block", [128, 256])
 @pytest.mark.parametrize("k", [16, 128, 144, 512, 640, 768, 900])
 @pytest.mark.parametrize("kernel", ["fprop", "wgrad"])
-def test_a_ring_that_wraps_and_one_that_does_not(emulator, kernel, k, block_m):
-    """Three tiles in turn on one multiprocessor: with 6 or 4 stages, the last round uses all of them, or does not."""
-    check(emulator, kernel, 3 * block_m - 1, 64, k, block_m=block_m, multiprocessors=1, seed=k)
+def test_a_ring_that_wraps_and_one_that_does_not(emulator, kernel, k, block):
+    """Three tiles in turn on one multiprocessor: the last round of the stages uses all of them, or does not."""
+    check(emulator, kernel, 3 * block - 1, 64, k, block=block, cluster=1, multiprocessors=1, seed=k)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -125,7 +125,7 @@ def test_bias_joins_before_the_rounding(emulator, kernel, dtype):
 )
 def test_decode_with_every_tile_and_tiles_that_straddle_scale_blocks(emulator, m, rows, seed):
     """Two and three rounds of tiles, the last of which reach past N."""
-    check(emulator, "decode", m, 264, 336 + 112 * (seed % 2), block_m=rows, multiprocessors=4, seed=seed)
+    check(emulator, "decode", m, 264, 336 + 112 * (seed % 2), block=rows, multiprocessors=4, seed=seed)
 
 
 @pytest.mark.parametrize("m", [1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129])
@@ -138,7 +138,7 @@ def test_decode_around_tile_edges(emulator, m):
 def test_decode_with_any_number_of_k_blocks(emulator, blocks, m, rows):
     """Stages of two K blocks, or of one with 70 tokens; tiles in turn start wherever the last one ended."""
     n = 3 * rows - 8 if blocks < 17 else rows - 8
-    check(emulator, "decode", m, n, blocks * BLOCK - 16 * (blocks % 3), block_m=rows, multiprocessors=1, seed=blocks)
+    check(emulator, "decode", m, n, blocks * BLOCK - 16 * (blocks % 3), block=rows, multiprocessors=1, seed=blocks)
 
 
 def test_decode_keeps_the_sign_of_a_zero_before_the_half_of_a_stage_past_k(emulator):
@@ -160,34 +160,34 @@ def test_decode_chooses_tiles_that_cover_the_weight(emulator, n):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("cluster", [1, 2])
-@pytest.mark.parametrize("block_m", [128, 256])
-def test_wgrad_for_a_token_count_that_is_a_multiple_of_nothing(emulator, block_m, cluster, dtype, seed):
+@pytest.mark.parametrize("block", [128, 256])
+def test_wgrad_for_a_token_count_that_is_a_multiple_of_nothing(emulator, block, cluster, dtype, seed):
     """The rows' padding holds NaN codes, which must not reach the sum."""
-    check(emulator, "wgrad", 136, 264, 331, dtype=dtype, block_m=block_m, cluster=cluster, seed=seed)
+    check(emulator, "wgrad", 136, 264, 331, dtype=dtype, block=block, cluster=cluster, seed=seed)
 
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("cluster", [1, 2])
-@pytest.mark.parametrize("block_m", [128, 256])
-def test_wgrad_over_more_tiles_than_multiprocessors(emulator, block_m, cluster, dtype, seed):
+@pytest.mark.parametrize("block", [128, 256])
+def test_wgrad_over_more_tiles_than_multiprocessors(emulator, block, cluster, dtype, seed):
     """Tiles that end inside the matrix, two rounds of them or more, a ring that wraps, a short last group."""
-    plan = {"block_m": block_m, "cluster": cluster, "multiprocessors": 2}
+    plan = {"block": block, "cluster": cluster, "multiprocessors": 2}
     check(emulator, "wgrad", 290, 264, 713, dtype=dtype, seed=seed, **plan)
 
 
 @pytest.mark.parametrize("tokens", [40, 128])
-@pytest.mark.parametrize("block_m", [128, 256])
-def test_wgrad_for_a_single_group_of_tokens(emulator, block_m, tokens):
-    check(emulator, "wgrad", 270, 140, tokens, dtype=torch.float32, block_m=block_m, multiprocessors=2, seed=tokens)
+@pytest.mark.parametrize("block", [128, 256])
+def test_wgrad_for_a_single_group_of_tokens(emulator, block, tokens):
+    check(emulator, "wgrad", 270, 140, tokens, dtype=torch.float32, block=block, multiprocessors=2, seed=tokens)
 
 
-@pytest.mark.parametrize("block_m", [128, 256])
-def test_wgrad_adds_to_the_callers_buffer(emulator, block_m):
+@pytest.mark.parametrize("block", [128, 256])
+def test_wgrad_adds_to_the_callers_buffer(emulator, block):
     a, b = operands(270, 140, 200, False)
     start = torch.arange(270.0)[:, None] + torch.arange(140.0)[None, :]
     out = start.clone()
-    emulator.run("wgrad", a, b, out, accumulate=True, block_m=block_m, seed=block_m)
+    emulator.run("wgrad", a, b, out, accumulate=True, block=block, seed=block)
     assert torch.equal(out, (start + product(a, b, False)).float())
 
 
@@ -202,11 +202,11 @@ def test_a_plan_without_a_kernel_is_refused(emulator):
 
 FPROP, WGRAD, DECODE = "sm90_fprop_1x128_128x128.cu", "sm90_wgrad_1x128_1x128.cu", "sm90_decode_fprop.cu"
 WAIT = "sm90::wgmma_wait<0>(partial);\n"
-RELEASE = "          if (c == kChunks - 1) ring.template release<Shape::kCluster>(stage, lane);\n"
+RELEASE = "if (c == kChunks - 1) ring.template release<Shape::kCluster>(stage, lane);\n"
 DECODE_WAIT = "    sm90::wgmma_wait<kYounger>(sums);\n"
 DECODE_RELEASE = "    oldest.release<1>(lane);\n"
 WGRAD_COLUMNS = "columns[g] = *reinterpret_cast<const float2*>(column_scales + stage * Shape::kScales + 8 * g);"
-READ = "#pragma unroll\n    for (int i = 0; i < 4; ++i) {\n      const int r = 4 * i + lane / 8, at"
+READ = "#pragma unroll\n    for (int i = 0; i < 4; ++i) {\n      const int r = 4 * i + lane / 8;\n"
 
 # What is wrong -> kernel that runs, file, its line, the line planted there.
 FAULTS = {
@@ -231,19 +231,19 @@ FAULTS = {
     "FProp gives a stage back before its chain has finished": (
         "fprop",
         FPROP,
-        "          " + WAIT + RELEASE,
-        RELEASE + "          " + WAIT,
+        WAIT + "      " + RELEASE,
+        RELEASE + "      " + WAIT,
     ),
     "WGrad gives a stage back before its chain has finished": (
         "wgrad",
         WGRAD,
-        "          " + WAIT + RELEASE,
+        WAIT + "          " + RELEASE,
         RELEASE + "          " + WAIT,
     ),
     "FProp does not wait for the next block": (
         "fprop",
         FPROP,
-        "if (!ready) ring.wait_full((stage + 1) % kStages);",
+        "if (!ready) ring.wait_full(next);",
         "",
     ),
     "WGrad does not wait for the next block": (
@@ -282,8 +282,32 @@ FAULTS = {
         "if (Shape::kCluster > 1) sm90::sync_cluster();",
         "",
     ),
-    "staging is read before the warp has written it": (
+    "the copy engine stores before the warp has written staging": (
         "fprop",
+        "epilogue.cuh",
+        "  sm90::fence_for_copies();\n  sm90::sync_warp();\n",
+        "",
+    ),
+    "staging is written while the copy engine still reads it": (
+        "fprop",
+        "epilogue.cuh",
+        "  if (lane == 0) sm90::tma_store_wait_read();\n",
+        "",
+    ),
+    "a warp leaves while the copy engine still reads its staging": (
+        "fprop",
+        FPROP,
+        "  if (lane == 0) sm90::tma_store_wait_read();\n",
+        "",
+    ),
+    "FProp stores a chunk when the next tile's sums have taken its registers": (
+        "fprop",
+        FPROP,
+        "if (kFirst && before.row >= 0) store(c, before);",
+        "if (kFirst && c > 0 && before.row >= 0) store(0, before), store(1, before);",
+    ),
+    "staging is read before the warp has written it": (
+        "wgrad",
         "epilogue.cuh",
         "    sm90::sync_warp();\n" + READ,
         READ,
@@ -335,6 +359,26 @@ FAULTS = {
 }
 
 
+def plant(folder: Path, kernel: str, file: str, line: str, wrong: str, machine: Path | None) -> Emulator:
+    """The emulator of ``kernel`` with ``line`` of ``file``, which is there once, replaced by ``wrong``."""
+    planted = folder / "csrc"
+    shutil.copytree(CSRC, planted)
+    source = (planted / file).read_text()
+    assert source.count(line) == 1
+    (planted / file).write_text(source.replace(line, wrong))
+    return Emulator(native_emulator.build(folder, planted, f"sm90_{kernel}*", machine))
+
+
+@pytest.mark.parametrize(("kernel", "file", "k", "seed"), [("fprop", FPROP, 128, 38), ("wgrad", WGRAD, 256, 10)])
+def test_the_emulator_sees_a_late_lane(kernel, file, k, seed, machine, tmp_path):
+    """Of the producer: tiles of one or two K blocks come back to a stage soon, and a lane that copies nothing itself
+    may look for its phase when the one after it is over."""
+    late = "      sm90::sync_warp();  // else a late lane may miss the phase: lane 0 alone may let the next one end\n"
+    faulty = plant(tmp_path, kernel, file, late, "", machine)
+    with pytest.raises(RuntimeError, match="empty"):
+        check(faulty, kernel, 383, 64, k, block=128, cluster=1, multiprocessors=1, seed=seed)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_emulator_sees_a_planted_fault(fault, machine, tmp_path):
     """What the tests above rest on: the same cases fail, under some seed, on a kernel with one line wrong.
@@ -343,15 +387,10 @@ def test_the_emulator_sees_a_planted_fault(fault, machine, tmp_path):
     each, more than once round its seven.
     """
     kernel, file, line, wrong = FAULTS[fault]
-    planted = tmp_path / "csrc"
-    shutil.copytree(CSRC, planted)
-    source = (planted / file).read_text()
-    assert source.count(line) == 1
-    (planted / file).write_text(source.replace(line, wrong))
     unchanged = None if file == "gemm.h" else machine  # which includes that file, too
-    faulty = Emulator(native_emulator.build(tmp_path, planted, f"sm90_{kernel}*", unchanged))
+    faulty = plant(tmp_path, kernel, file, line, wrong, unchanged)
     decode = kernel == "decode"
-    rows, plan = (60 if decode else 290), {"block_m": 48 if decode else 256, "cluster": 0 if decode else 2}
+    rows, plan = (60 if decode else 290), {"block": 48 if decode else 256, "cluster": 0 if decode else 2}
     plan |= {"multiprocessors": 2}
     plan |= {"dtype": torch.float32} if kernel == "wgrad" else {}  # where its warpgroups take turns
 

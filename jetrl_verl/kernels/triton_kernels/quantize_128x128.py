@@ -16,8 +16,10 @@
 Idea: one program per block, the block in registers between its maximum and its division: 3 bytes per element (2 in, 1
 out). The blocks are square, so the transpose has the same codes and scales and costs one more byte: 4 against 5 for
 quantising first and transposing the codes later. It is written in words of four codes, see "Transposition" in
-_codec.py. Weights that arrive as codes are transposed by the same tile without arithmetic (:func:`transpose_128x128`, 2
-bytes per element): an element-wise strided copy of bytes reaches a fraction of the bandwidth.
+_codec.py. BF16 numbers stay in words of two until they are encoded ("Pairs" there), and one quotient serves both
+copies; other types, odd widths and odd addresses take a second kernel, which holds FP32 numbers. Weights that arrive as
+codes are transposed by the same tile without arithmetic (:func:`transpose_128x128`, 2 bytes per element): an
+element-wise strided copy of bytes reaches a fraction of the bandwidth.
 """
 
 import torch
@@ -27,20 +29,74 @@ import triton.language as tl
 from jetrl_verl.kernels.triton_kernels._codec import (
     GROUP,
     encode,
+    encode_two,
     encode_words,
+    halves_of,
+    high_half,
     is_pow2,
+    larger_halves,
     largest_bits,
+    largest_halves,
+    load_four_rows,
     load_rows,
+    low_half,
     reciprocal_of,
+    scale_and_terms,
     scale_of,
 )
 from jetrl_verl.numerics import BLOCK, FP8_DTYPE, BlockQuantized
 
-_LAUNCH = {"num_warps": 8}
+# 168 registers: three programs a multiprocessor.
+_LAUNCH = {"num_warps": 4, "maxnreg": 168}
+_LAUNCH_ANY = {"num_warps": 8}
 
 
 @triton.jit
 def _quantize_128x128_kernel(
+    words_ptr,
+    pairs_ptr,
+    scales_ptr,
+    transposed_words_ptr,
+    scales_t_ptr,
+    n,
+    k,
+    POW2: tl.constexpr,
+    TRANSPOSE: tl.constexpr,
+):
+    """``words_ptr``: BF16 ``[n, k]`` as int32. ``pairs_ptr``: codes ``[n, k]`` as int16, k even.
+    ``transposed_words_ptr``: codes ``[k, n]`` as int32, n a multiple of four."""
+    tile_k, tile_n = tl.program_id(0), tl.program_id(1)
+    row, word = 4 * tl.arange(0, GROUP // 4), tl.arange(0, GROUP // 2)
+    start, stride = tile_n.to(tl.int64) * GROUP, k // 2
+    left, words_left = n - tile_n * GROUP, stride - tile_k * (GROUP // 2)
+    place = start * stride + tile_k * (GROUP // 2)
+    w0, w1, w2, w3 = load_four_rows(words_ptr + place, stride, left, words_left, GROUP // 2)
+    m0, m1, m2, m3 = w0 & 0x7FFF7FFF, w1 & 0x7FFF7FFF, w2 & 0x7FFF7FFF, w3 & 0x7FFF7FFF
+    of_columns = largest_halves(larger_halves(larger_halves(m0, m1), larger_halves(m2, m3)), 0)
+    largest = largest_halves(of_columns, 0)
+    amax = tl.maximum(largest << 16, largest & -0x10000).to(tl.float32, bitcast=True)
+    scale, first, second = scale_and_terms(amax, POW2)
+    tl.store(scales_ptr + tile_n * tl.num_programs(0) + tile_k, scale)
+
+    l0, h0, l1, h1 = low_half(w0), high_half(w0), low_half(w1), high_half(w1)
+    l2, h2, l3, h3 = low_half(w2), high_half(w2), low_half(w3), high_half(w3)
+    pairs = pairs_ptr + place + (row[:, None] * stride + word[None, :])
+    inside = (word < words_left)[None, :]
+    tl.store(pairs, encode_two(l0, h0, first, second, POW2), mask=inside & (row < left)[:, None])
+    tl.store(pairs + stride, encode_two(l1, h1, first, second, POW2), mask=inside & (row + 1 < left)[:, None])
+    tl.store(pairs + 2 * stride, encode_two(l2, h2, first, second, POW2), mask=inside & (row + 2 < left)[:, None])
+    tl.store(pairs + 3 * stride, encode_two(l3, h3, first, second, POW2), mask=inside & (row + 3 < left)[:, None])
+    if TRANSPOSE:
+        low = halves_of(encode_two(l0, l1, first, second, POW2), encode_two(l2, l3, first, second, POW2))
+        high = halves_of(encode_two(h0, h1, first, second, POW2), encode_two(h2, h3, first, second, POW2))
+        words = tl.reshape(tl.permute(tl.join(low, high), (1, 2, 0)), (GROUP, GROUP // 4))
+        column = tile_k * GROUP + tl.arange(0, GROUP)
+        _store(transposed_words_ptr, column, tile_n * (GROUP // 4) + tl.arange(0, GROUP // 4), k, n // 4, words)
+        tl.store(scales_t_ptr + tile_k * tl.num_programs(1) + tile_n, scale)
+
+
+@triton.jit
+def _any_128x128_kernel(
     w_ptr,
     codes_ptr,
     scales_ptr,
@@ -109,12 +165,31 @@ def _launch(
 ) -> None:
     n, k = w.shape
     whole_words = n % 4 == 0
-    if w.numel():
-        _quantize_128x128_kernel[(triton.cdiv(k, BLOCK), triton.cdiv(n, BLOCK))](
+    if not w.numel():
+        return
+    grid = (triton.cdiv(k, BLOCK), triton.cdiv(n, BLOCK))
+    codes_t = transposed.codes.view(torch.int32 if transpose and whole_words else torch.uint8)
+    # Without a transpose its pointers are never dereferenced.
+    in_pairs = w.dtype == torch.bfloat16 and k % 2 == 0 and w.storage_offset() % 2 == 0
+    if quantise and in_pairs and (whole_words or not transpose):
+        _quantize_128x128_kernel[grid](
+            w.view(torch.int32),
+            weight.codes.view(torch.int16),
+            weight.scales,
+            codes_t,
+            transposed.scales,
+            n,
+            k,
+            POW2=pow2,
+            TRANSPOSE=transpose,
+            **_LAUNCH,
+        )
+    else:
+        _any_128x128_kernel[grid](
             w,
             weight.codes.view(torch.uint8),
             weight.scales,
-            transposed.codes.view(torch.int32 if transpose and whole_words else torch.uint8),
+            codes_t,
             transposed.scales,
             n,
             k,
@@ -123,7 +198,7 @@ def _launch(
             QUANTISE=quantise,
             TRANSPOSE=transpose,
             WHOLE_WORDS=whole_words,
-            **_LAUNCH,
+            **_LAUNCH_ANY,
         )
 
 

@@ -54,7 +54,7 @@ def types_of(kernel) -> dict[str, str]:
 
 TRANSPOSING = {
     "1x128 and 128x1": (_quantize_both_kernel, {"WITH_ROWS": True}),
-    "re-layout": (_relayout_kernel, {}),
+    "re-layout": (_relayout_kernel, {"COLUMNS": 32}),
     "128x128 and transpose": (_quantize_128x128_kernel, {"TRANSPOSE": True}),
     "SiLU-mul": (_silu_mul_quantize_both_kernel, {"WITH_Y": False}),
     "SiLU-mul backward": (_silu_mul_backward_quantize_kernel, {}),
@@ -65,7 +65,9 @@ TRANSPOSING = {
 @pytest.mark.parametrize("name", TRANSPOSING)
 def test_codes_are_transposed_as_words_and_stored_16_bytes_at_a_time(name, pow2):
     kernel, constants = TRANSPOSING[name]
-    ptx = ptx_for_hopper(kernel, types_of(kernel), constants | {"POW2": pow2}, num_warps=8)
+    ptx = ptx_for_hopper(
+        kernel, types_of(kernel), constants | {"POW2": pow2}, num_warps=1 if name == "re-layout" else 8
+    )
     assert "shared" in ptx
     assert not re.search(r"(ld|st)\.shared\S*\.[bu](8|16)\b", ptx)
     assert not re.search(r"(ld|st)\.global\S*\.[bu]8\b", ptx)
@@ -75,7 +77,7 @@ def test_codes_are_transposed_as_words_and_stored_16_bytes_at_a_time(name, pow2)
 
 
 def arithmetic_of(ptx: str) -> dict[str, float]:
-    """Arithmetic instructions per element of a 128x128 tile that four warps hold, by kind."""
+    """Arithmetic instructions per element of a tile of 128 numbers a thread, by kind."""
     kinds = {"product": r"\b(?:mul|fma)\.(?:rn\.)?f32", "maximum": r"\bmax\.\S+", "code": r"cvt\.rn\.satfinite\.e4m3x2"}
     return {kind: len(re.findall(pattern, ptx)) / 128 for kind, pattern in kinds.items()}
 
@@ -83,7 +85,7 @@ def arithmetic_of(ptx: str) -> dict[str, float]:
 # Kernel -> most products per element under pow2 and fp32, most maxima, conversions to codes, its maximum.
 COSTS = {
     "1x128 and 128x1": (2.3, 4.9, 1.5, 1, "max.u16x2"),
-    "re-layout": (2.2, 4.7, 1.4, 0.5, "max.NaN.f32"),
+    "re-layout": (2.2, 4.7, 1.6, 0.5, "max.NaN.f32"),
     "128x128 and transpose": (1.1, 2.1, 0.7, 1, "max.u16x2"),
 }
 
@@ -93,7 +95,8 @@ COSTS = {
 def test_an_element_costs_as_few_instructions_as_were_counted(name, pow2):
     """On an H200 28 and 14 instructions of all kinds an element would take as long as its bytes; the rest is moves."""
     kernel, constants = TRANSPOSING[name]
-    ptx = ptx_for_hopper(kernel, types_of(kernel), constants | {"POW2": pow2}, num_warps=4)
+    warps = 1 if name == "re-layout" else 4
+    ptx = ptx_for_hopper(kernel, types_of(kernel), constants | {"POW2": pow2}, num_warps=warps)
     products_pow2, products, maxima, codes, maximum = COSTS[name]
     found = arithmetic_of(ptx)
     assert found["product"] < (products_pow2 if pow2 else products)

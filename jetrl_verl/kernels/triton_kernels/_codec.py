@@ -433,10 +433,10 @@ def _column_scales(amax, scales_ptr, column, columns, POW2: tl.constexpr):
 
 
 @triton.jit
-def store_words(words, codes_ptr, tile_row, tile_k, columns_left, words_per_row):
-    """Store the transposed tile ``words`` [128, 32]; ``codes_ptr`` as in :func:`store_columns`."""
-    codes_ptr += tile_k.to(tl.int64) * GROUP * words_per_row + tile_row * (GROUP // 4)
-    column = tl.arange(0, GROUP)
+def store_words(words, codes_ptr, tile_row, tile_k, columns_left, words_per_row, COLUMNS: tl.constexpr):
+    """Store the transposed tile ``words`` [COLUMNS, 32]; ``codes_ptr`` as in :func:`store_columns`."""
+    codes_ptr += tile_k.to(tl.int64) * COLUMNS * words_per_row + tile_row * (GROUP // 4)
+    column = tl.arange(0, COLUMNS)
     places = column[:, None] * words_per_row + tl.arange(0, GROUP // 4)[None, :]
     tl.store(codes_ptr + places, words, mask=(column < columns_left)[:, None])
 
@@ -486,7 +486,7 @@ def store_both(
     low = halves_of(low, encode_two(l2, l3, low_first, low_second, POW2))
     high = halves_of(high, encode_two(h2, h3, high_first, high_second, POW2))
     codes = tl.reshape(tl.permute(tl.join(low, high), (1, 2, 0)), (GROUP, GROUP // 4))
-    store_words(codes, column_codes_ptr, tile_row, tile_k, columns_left, words_per_row)
+    store_words(codes, column_codes_ptr, tile_row, tile_k, columns_left, words_per_row, GROUP)
 
 
 @triton.jit

@@ -46,8 +46,7 @@ from jetrl_verl.kernels.triton_kernels._codec import (
 )
 from jetrl_verl.numerics import BLOCK, FP8_DTYPE, BlockQuantized
 
-# 168 registers: three programs a multiprocessor.
-_LAUNCH = {"num_warps": 4, "maxnreg": 168}
+_LAUNCH = {"num_warps": 4}
 _LAUNCH_ANY = {"num_warps": 8}
 
 

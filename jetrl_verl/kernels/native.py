@@ -40,6 +40,15 @@ _ALIGNMENT = 16
 """Bytes that TMA wants rows of codes to start on, and that stores of the output move at a time."""
 
 
+_FORWARD = "x x_scales w w_scales bias y block cluster"
+_ARGUMENTS = {
+    "fprop": _FORWARD,
+    "decode": f"{_FORWARD} static_weight",
+    "wgrad": "a a_scales b b_scales dw accumulate block cluster",
+}
+"""Operator of the library -> its arguments, as csrc/binding.cpp declares them."""
+
+
 class Plan(NamedTuple):
     """How a call is served. Zero: the kernel's choice.
 
@@ -73,6 +82,22 @@ def unavailable() -> str | None:
         torch.ops.load_library(str(library_path()))
     except OSError as error:
         return f"{library_path().name} does not load ({error}): build it on this machine"
+    return foreign("jetrl_native")
+
+
+def foreign(namespace: str) -> str | None:
+    """Why the operators of a loaded library, ``torch.ops.<namespace>``, are not those that this file calls, or None.
+
+    A library that was built from another version of csrc/ would fail at its first call, in a worker, minutes later.
+    """
+    for name, arguments in _ARGUMENTS.items():
+        operator = getattr(getattr(torch.ops, namespace), name, None)
+        found = operator and " ".join(argument.name for argument in operator.default._schema.arguments)
+        if found != arguments:
+            return (
+                f"{library_path().name} is of another version of the kernels ({namespace}.{name} takes "
+                f"{found or 'no arguments, it is not there'}): run `python scripts/build_csrc.py` again"
+            )
     return None
 
 

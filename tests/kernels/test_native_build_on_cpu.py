@@ -64,7 +64,10 @@ def test_the_machine_code_has_fp8_matrix_instructions_and_no_device_wide_fence(l
         assert chained, name
         # One chain: the first of four starts from zero, the others continue.
         assert [start == "RZ" for _, start in chained] == [True, False, False, False] * (len(chained) // 4), name
-        assert "MEMBAR" not in function, name
+        # Before the copy engine stores: the block's own fence, once per chunk of the first block and of the last tile.
+        fences = re.findall(r"MEMBAR\S*", function)
+        assert fences == ["MEMBAR.ALL.CTA"] * len(fences), name
+        assert len(fences) == (2 * int(re.search(r"ILi(\d+)", name)[1]) // 128 if "fprop_1x128" in name else 0), name
         assert not re.search(r"\b(LDL|STL)\b", function), name
         # Who copies of X in the decode kernel, one thread and one warp, waits for the kernel in front to end. No kernel
         # lets the one behind it start early.
@@ -77,9 +80,23 @@ def test_the_machine_code_has_fp8_matrix_instructions_and_no_device_wide_fence(l
 def test_the_library_registers_its_operators_without_a_gpu(library):
     import torch
 
+    from jetrl_verl.kernels import native
+
     torch.ops.load_library(str(library))
+    assert native.foreign("jetrl_native") is None
     for name in ("fprop", "decode", "wgrad"):
         assert getattr(torch.ops.jetrl_native, name).default._schema.is_mutable
+
+
+def test_a_library_of_another_version_is_not_called():
+    import torch
+
+    from jetrl_verl.kernels import native
+
+    assert "jetrl_native_nothing.fprop takes no arguments" in native.foreign("jetrl_native_nothing")
+    old = torch.library.Library("jetrl_native_old", "DEF")
+    old.define("fprop(Tensor x, Tensor w) -> ()")
+    assert re.search(r"jetrl_native_old.fprop takes x w\): run `python scripts", native.foreign("jetrl_native_old"))
 
 
 @pytest.mark.parametrize(

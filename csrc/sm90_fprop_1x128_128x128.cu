@@ -29,10 +29,11 @@
 //     240, 24). 256 x 128 is as fast, but has twice the scales of X and leaves no room for the staging below;
 //   - the L2 delivers about 5.5 TB/s, 24 bytes a cycle to each multiprocessor. A 128 x 256 tile on its own reads 48.
 //     Two blocks of a cluster take neighbouring rows and share the rows of W by multicast: 32.
-// Under load the clock falls until the GPU draws no more than its limit, so what costs energy costs time: X in
-// registers, read by ldmatrix once for all columns, would spare shared memory a sixth of its reads and is 4.5% slower;
-// chains of 64 columns, of which a warpgroup has two in flight, are no faster than that (both H200). M or N too small
-// for 256-column tiles to fill the machine takes 128 columns (choose_block).
+// The kernel waits for neither of these two (H200): clusters of one are 0.5% slower; X in registers, read by ldmatrix
+// once for all columns, spares shared memory a sixth of its reads and is 4.5% slower: the register file, which wgmma's
+// accumulators and the FMAs both read, seems busier than shared memory is. Chains of 64 columns, of which a warpgroup
+// has two in flight, are no faster than that. M or N too small for 256-column tiles to fill the machine takes 128
+// columns (choose_block).
 //
 // Overlap. A warpgroup waits for its own chain and promotes it while the other's chain runs. Nothing makes them take
 // turns: whoever comes second waits for the tensor cores, and is then out of step with the first (turns by named

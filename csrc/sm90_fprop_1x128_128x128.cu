@@ -151,8 +151,8 @@ struct FpropConsumer {
     store_bf16_by_tma(staging, acc[chunk], p.bias, y_map, of_tile.row, of_tile.column + 128 * chunk, p.n, lane);
   }
 
-  // One K block. A tile's first one starts its sums: those of the tile `before`, if its row is none below zero, are still
-  // in their registers, and each chunk is stored under this block's chain for it.
+  // One K block. A tile's first one starts its sums. Those of the tile `before`, if there was one (row >= 0), are still
+  // in their registers: each chunk is stored under this block's chain for it.
   template <bool kFirst>
   JETRL_DEVICE void block(int stage, bool last, Corner before = {-1, 0}) {
     const uint64_t x = x_descriptor + stage * (Shape::kTileX / 16), w = w_descriptor + stage * (Shape::kTileW / 16);

@@ -64,8 +64,9 @@ jetrl::Output output(const Tensor& out, int rows, int columns, bool accumulate) 
                       out.size(0) == rows && out.size(1) == columns,
                   "jetrl_native: the output must be a BF16 or FP32 tensor of ", rows, " x ", columns, ".");
   STD_TORCH_CHECK(out.stride(1) == 1 && out.stride(0) * element % 16 == 0 && columns * element % 16 == 0 &&
+                      (rows == 1 || out.stride(0) >= columns) &&
                       reinterpret_cast<uintptr_t>(out.data_ptr()) % 16 == 0,
-                  "jetrl_native: rows of the output must be contiguous multiples of 16 bytes.");
+                  "jetrl_native: rows of the output must be contiguous multiples of 16 bytes that do not overlap.");
   return {out.data_ptr(), out.stride(0), fp32, accumulate};
 }
 

@@ -77,8 +77,8 @@ struct TileOrder {
   }
 };
 
-// How many of `rows` a tile takes beside 128 of `others`, 128 or 256: rounds of the machine times the work of one. Tiles
-// of 128 halve the work but need more bytes a cycle, about a tenth of the speed.
+// How many of `rows` a tile takes beside 128 of `others`, 128 or 256: rounds of the machine times the work of one.
+// Tiles of 128 halve the work but need more bytes a cycle, about a tenth of the speed.
 constexpr int choose_block(int rows, int others, int processors) {
   const int tiles = ceil_div(others, 128);
   const int rounds256 = ceil_div(ceil_div(rows, 256) * tiles, processors);
@@ -120,12 +120,13 @@ struct Output {
   bool accumulate;  // FP32 only: out += A B^T, else out = A B^T
 };
 
-constexpr int kStoreRows = 16, kStoreColumns = 64;  // of a BF16 box that the copy engine writes: a warp's rows, 128 bytes
+// Of a BF16 box that the copy engine writes: a warp's rows, 128 bytes of each.
+constexpr int kStoreRows = 16, kStoreColumns = 64;
 
 // Zero: the kernel's own choice. Only the speed depends on it, never a bit of the result.
 struct Config {
-  // Rows per tile of the operand whose share varies: of W in fprop and of A in wgrad 128 or 256, beside 128 of the other;
-  // of W in decode_fprop 16, 32, 48 or 64.
+  // Rows per tile of the operand whose share varies: of W in fprop and of A in wgrad 128 or 256, beside 128 of the
+  // other; of W in decode_fprop 16, 32, 48 or 64.
   int block = 0;
   int cluster = 0;  // blocks that share an operand tile by multicast
 };
@@ -146,7 +147,8 @@ struct Grid {
 // Y[M,N] = X W^T (+ bias), 1x128 scales on X, 128x128 scales on W, BF16 out.
 void fprop(const Operand& x, const Operand& w, int k, const Bias& bias, const Output& y, Config config, Stream stream);
 // The same for few rows of X; the same bits. `static_weight`: the previous kernel in the stream writes neither codes
-// nor scales of W nor the bias, so that copies of W may start while it runs. Only the speed depends on it.
+// nor scales of W nor the bias, and allows nothing before all in front of it has ended (Grid): copies of W may start
+// while it runs. Only the speed depends on it.
 void decode_fprop(const Operand& x, const Operand& w, int k, const Bias& bias, const Output& y, Config config,
                   bool static_weight, Stream stream);
 // dW[N,K] = A B^T with A = dY^T [N,T], B = X^T [K,T], 1x128 scales along T on both, `t` tokens.

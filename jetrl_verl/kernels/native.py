@@ -88,15 +88,17 @@ def unavailable() -> str | None:
 def foreign(namespace: str) -> str | None:
     """Why the operators of a loaded library, ``torch.ops.<namespace>``, are not those that this file calls, or None.
 
-    A library that was built from another version of csrc/ would fail at its first call, in a worker, minutes later.
+    By the names of their arguments. A library that was built from another version of csrc/ would fail at its first
+    call, in a worker, minutes later.
     """
     for name, arguments in _ARGUMENTS.items():
         operator = getattr(getattr(torch.ops, namespace), name, None)
         found = operator and " ".join(argument.name for argument in operator.default._schema.arguments)
         if found != arguments:
             return (
-                f"{library_path().name} is of another version of the kernels ({namespace}.{name} takes "
-                f"{found or 'no arguments, it is not there'}): run `python scripts/build_csrc.py` again"
+                f"{library_path().name} is of another version of the kernels ({namespace}.{name} "
+                f"{f'takes {found}' if found else 'is not in it'}): run `python scripts/build_csrc.py` again, or "
+                "install the package anew"
             )
     return None
 
@@ -148,10 +150,12 @@ def gemm_nt(
         static_weight: the decode kernel may begin to copy ``b`` while the previous kernel in the stream still runs
             (programmatic dependent launch), if that one allows it, as the quantisers of this tree do on their first
             line (``triton_kernels/_dependents.py``). Only the speed depends on it, provided that *the kernel right
-            before this call writes neither* ``b`` *nor* ``bias``: it may make ``a``, as a quantiser does. Hence it is
-            for a rollout, whose parameters are constant during a forward and whose linears come behind a kernel that
-            makes activations: a weight sync writes them long before. A trainer quantises its weight right before it
-            multiplies and must never pass it.
+            before this call writes neither* ``b`` *nor* ``bias``, *and that it allows nothing to start before all that
+            was in front of it has ended*: it was launched without programmatic dependent launch, or waits before it
+            allows. It may make ``a``, as a quantiser of this tree does, for which both hold. Hence it is for a rollout,
+            whose parameters are constant during a forward and whose linears come behind such a quantiser: a weight
+            sync writes them long before. A trainer quantises its weight right before it multiplies and must never pass
+            it.
 
     Returns:
         ``out`` or ``add_to``, or the new tensor.

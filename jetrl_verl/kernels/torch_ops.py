@@ -158,8 +158,8 @@ def fprop_codes(
 
     Args:
         x: codes ``[M, K]`` E4M3 and scales ``[M, K/128]`` FP32. The others as in :func:`fprop`.
-        static_weight: the kernel right before this call writes neither weight nor bias, see
-            :func:`jetrl_verl.kernels.native.gemm_nt`; the one that makes ``x`` does not. Only the speed depends on it.
+        static_weight: what :func:`jetrl_verl.kernels.native.gemm_nt` asks of the kernel right before this call, which
+            holds for the one that makes ``x``. Only the speed depends on it.
 
     Returns:
         ``[M, N]`` BF16.

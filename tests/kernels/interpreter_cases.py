@@ -25,7 +25,7 @@ from jetrl_verl.numerics import SCALE_RULES
 
 
 @pytest.mark.parametrize("rule", SCALE_RULES)
-@pytest.mark.parametrize("shape", [(3, 300), (129, 256)])
+@pytest.mark.parametrize("shape", [(3, 300), (129, 256), (132, 150)])
 @pytest.mark.parametrize("case", CASES)
 def test_every_quantiser_has_the_bytes_of_numerics(case, shape, rule):
     check_all_quantisers(triton_kernels, case(*shape), rule, "cpu")
@@ -46,6 +46,15 @@ def test_leading_dimensions_and_strides_of_the_input():
     x = gaussian(256, 6).t().reshape(2, 3, 256)
     assert not x.reshape(6, 256).is_contiguous()
     assert_same_bytes(triton_kernels.quantize_1x128(x, "fp32"), numerics.quantize_1x128(x, "fp32"))
+
+
+@pytest.mark.parametrize("operation", ["quantize_128x128_and_transpose", "quantize_1x128_and_128x1"])
+def test_a_row_whose_stride_means_nothing(operation):
+    x = gaussian(3, 133)[:1, :132]
+    assert x.is_contiguous() and x.stride(0) == 133
+    got, want = getattr(triton_kernels, operation)(x, "fp32"), getattr(numerics, operation)(x, "fp32")
+    for one, other in zip(got, want, strict=True):
+        assert_same_bytes(one, other)
 
 
 def test_transposed_codes_start_their_rows_aligned_and_end_them_with_zeros():

@@ -107,13 +107,22 @@ def test_fprop_around_tile_edges(emulator, m):
 @pytest.mark.parametrize("kernel", ["fprop", "wgrad"])
 def test_a_ring_that_wraps_and_one_that_does_not(emulator, kernel, k, block):
     """Three tiles in turn on one multiprocessor: the last round of the stages uses all of them, or does not."""
-    check(emulator, kernel, 3 * block - 1, 64, k, block=block, cluster=1, multiprocessors=1, seed=k)
+    shape = (3 * block - 1, 64) if kernel == "wgrad" else (64, 3 * block - 8)
+    check(emulator, kernel, *shape, k, block=block, cluster=1, multiprocessors=1, seed=k)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kernel", ["fprop", "decode"])
 def test_bias_joins_before_the_rounding(emulator, kernel, dtype):
     check(emulator, kernel, 20, 72, 256, bias=(torch.arange(72) / 8 - 4).to(dtype))
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("block", [128, 256])
+def test_bias_of_a_tile_that_is_stored_under_the_next_one(emulator, block, cluster):
+    """Several tiles in turn, the last one ragged: each has its own columns' bias, in every 128 of them."""
+    plan = {"block": block, "cluster": cluster, "multiprocessors": 2}
+    check(emulator, "fprop", 290, 528, 256, bias=torch.arange(528) / 8 - 33, **plan, seed=block)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -30,7 +30,7 @@ def triton_kernels():
 
 
 @pytest.mark.parametrize("rule", SCALE_RULES)
-@pytest.mark.parametrize("shape", [(1, 128), (3, 300), (129, 257), (256, 512), (1000, 1536)])
+@pytest.mark.parametrize("shape", [(1, 128), (3, 300), (129, 257), (132, 150), (256, 512), (1000, 1536)])
 @pytest.mark.parametrize("case", CASES)
 def test_every_quantiser_has_the_bytes_of_numerics(triton_kernels, case, shape, rule):
     check_all_quantisers(triton_kernels, case(*shape), rule, "cuda")

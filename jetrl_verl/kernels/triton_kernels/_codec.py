@@ -126,6 +126,12 @@ def largest_halves(words, axis: tl.constexpr):
 
 
 @triton.jit
+def largest_of_halves(words):
+    """The larger magnitude of the two halves of words without signs, as FP32."""
+    return tl.maximum(words << 16, words & _HIGH_HALF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def low_half(words):
     """The FP32 value of the BF16 number in the lower half of each int32 word, the left one of two neighbours."""
     return (words << 16).to(tl.float32, bitcast=True)
@@ -418,9 +424,7 @@ def load_four_rows(x_ptr, stride, rows, columns, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _row_scales(words, scales_ptr, row, rows, POW2: tl.constexpr):
-    largest = largest_halves(words, 1)
-    amax = tl.maximum(largest << 16, largest & _HIGH_HALF).to(tl.float32, bitcast=True)
-    scale, first, second = scale_and_terms(amax, POW2)
+    scale, first, second = scale_and_terms(largest_of_halves(largest_halves(words, 1)), POW2)
     tl.store(scales_ptr + row, scale, mask=row < rows)
     return first[:, None], second[:, None]
 
@@ -517,6 +521,15 @@ def is_pow2(rule: str) -> bool:
     """Validate ``rule`` and turn it into the kernels' compile-time switch."""
     check_rule(rule)
     return rule == "pow2"
+
+
+def words_of(x: torch.Tensor) -> torch.Tensor | None:
+    """Contiguous BF16 ``x`` [rows, k] as int32 words of two neighbours [rows * k / 2]; None where there are none, since
+    ``x`` is of another type, of odd width or at an odd address."""
+    if x.dtype != torch.bfloat16 or x.shape[1] % 2 or x.storage_offset() % 2 or x.data_ptr() % 4:
+        return None
+    # One row is contiguous whatever its stride says, and a view as words asks what it says.
+    return x.reshape(-1).view(torch.int32)
 
 
 def empty_rows(rows: int, k: int, device: torch.device) -> BlockQuantized:

@@ -11,12 +11,12 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Letting the next kernel in the stream start early: the first line of every kernel that writes a linear's input.
+"""Letting the next kernel in the stream start early: the first line of what makes inputs of an FP8 rollout's linears.
 
 Programmatic dependent launch. A kernel whose launch asks for it, as the native decode GEMM's does with
 ``static_weight``, starts when all programs of the one in front have said ``griddepcontrol.launch_dependents`` or have
-ended; it waits by itself before it reads what that one writes. All other launches wait for the whole kernel as always,
-so to say it is a hint and changes no result.
+ended; it waits by itself before it reads what that one writes. A launch that does not ask for it waits for the whole
+kernel as always, so to say it changes no result.
 
 The kernels that say it are launched without that attribute: when one of them runs, all that came before it has ended,
 and a GEMM that starts under it can find nothing unfinished but what this one kernel writes.

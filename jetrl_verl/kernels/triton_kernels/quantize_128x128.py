@@ -17,9 +17,10 @@ Idea: one program per block, the block in registers between its maximum and its 
 out). The blocks are square, so the transpose has the same codes and scales and costs one more byte: 4 against 5 for
 quantising first and transposing the codes later. It is written in words of four codes, see "Transposition" in
 _codec.py. BF16 numbers stay in words of two until they are encoded ("Pairs" there), and one quotient serves both
-copies; other types, odd widths and odd addresses take a second kernel, which holds FP32 numbers. Weights that arrive as
-codes are transposed by the same tile without arithmetic (:func:`transpose_128x128`, 2 bytes per element): an
-element-wise strided copy of bytes reaches a fraction of the bandwidth.
+copies; a second kernel, which holds FP32 numbers, takes other types, odd widths and addresses, and transposes heights
+that are no multiple of four. Weights that arrive as codes are transposed by the same tile without arithmetic
+(:func:`transpose_128x128`, 2 bytes per element): an element-wise strided copy of bytes reaches a fraction of the
+bandwidth.
 """
 
 import torch
@@ -37,12 +38,14 @@ from jetrl_verl.kernels.triton_kernels._codec import (
     larger_halves,
     largest_bits,
     largest_halves,
+    largest_of_halves,
     load_four_rows,
     load_rows,
     low_half,
     reciprocal_of,
     scale_and_terms,
     scale_of,
+    words_of,
 )
 from jetrl_verl.numerics import BLOCK, FP8_DTYPE, BlockQuantized
 
@@ -72,9 +75,7 @@ def _quantize_128x128_kernel(
     w0, w1, w2, w3 = load_four_rows(words_ptr + place, stride, left, words_left, GROUP // 2)
     m0, m1, m2, m3 = w0 & 0x7FFF7FFF, w1 & 0x7FFF7FFF, w2 & 0x7FFF7FFF, w3 & 0x7FFF7FFF
     of_columns = largest_halves(larger_halves(larger_halves(m0, m1), larger_halves(m2, m3)), 0)
-    largest = largest_halves(of_columns, 0)
-    amax = tl.maximum(largest << 16, largest & -0x10000).to(tl.float32, bitcast=True)
-    scale, first, second = scale_and_terms(amax, POW2)
+    scale, first, second = scale_and_terms(largest_of_halves(largest_halves(of_columns, 0)), POW2)
     tl.store(scales_ptr + tile_n * tl.num_programs(0) + tile_k, scale)
 
     l0, h0, l1, h1 = low_half(w0), high_half(w0), low_half(w1), high_half(w1)
@@ -167,12 +168,12 @@ def _launch(
     if not w.numel():
         return
     grid = (triton.cdiv(k, BLOCK), triton.cdiv(n, BLOCK))
-    codes_t = transposed.codes.view(torch.int32 if transpose and whole_words else torch.uint8)
     # Without a transpose its pointers are never dereferenced.
-    in_pairs = w.dtype == torch.bfloat16 and k % 2 == 0 and w.storage_offset() % 2 == 0
-    if quantise and in_pairs and (whole_words or not transpose):
+    codes_t = transposed.codes.view(torch.int32 if transpose and whole_words else torch.uint8)
+    words = words_of(w) if quantise and (whole_words or not transpose) else None
+    if words is not None:
         _quantize_128x128_kernel[grid](
-            w.view(torch.int32),
+            words,
             weight.codes.view(torch.int16),
             weight.scales,
             codes_t,

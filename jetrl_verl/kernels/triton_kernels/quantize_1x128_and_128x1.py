@@ -34,6 +34,7 @@ from jetrl_verl.kernels.triton_kernels._codec import (
     store_both,
     store_columns,
     store_rows,
+    words_of,
 )
 from jetrl_verl.numerics import BLOCK, BlockQuantized
 
@@ -102,10 +103,11 @@ def _launch(x: torch.Tensor, rule: str, with_rows: bool) -> tuple[BlockQuantized
     if x.numel():
         # Without row results their pointers are never dereferenced; any tensor will do.
         row_codes, row_scales = row if with_rows else columns
-        in_pairs = x.dtype == torch.bfloat16 and k % 2 == 0 and x.storage_offset() % 2 == 0
+        of_two = words_of(x)
+        in_pairs = of_two is not None
         kernel = _quantize_both_kernel if in_pairs else _quantize_both_of_any_type_kernel
         kernel[(triton.cdiv(k, BLOCK), triton.cdiv(rows, BLOCK))](
-            x.view(torch.int32) if in_pairs else x,
+            of_two if in_pairs else x,
             row_codes.view(torch.int16 if in_pairs and with_rows else torch.uint8),
             row_scales,
             words,

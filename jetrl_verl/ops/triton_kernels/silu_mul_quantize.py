@@ -154,7 +154,7 @@ def _silu_mul_backward_quantize_kernel(
 
 def _words_of(rows: torch.Tensor) -> torch.Tensor:
     """int32 words of two neighbours, of BF16 rows; a copy only where they do not start at even places."""
-    if rows.stride(0) % 2 or rows.storage_offset() % 2:
+    if rows.stride(0) % 2 or rows.storage_offset() % 2 or rows.data_ptr() % 4:
         rows = rows.clone(memory_format=torch.contiguous_format)
     return rows.view(torch.int32)
 

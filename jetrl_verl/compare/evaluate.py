@@ -187,6 +187,7 @@ class Engine:
     """One vLLM engine in BF16 whose weights are exchanged in place."""
 
     def __init__(self, config: Any, prompts: Sequence[Sequence[int]]) -> None:
+        from omegaconf import OmegaConf
         from vllm import LLM
 
         rollout = config.actor_rollout_ref.rollout
@@ -198,6 +199,8 @@ class Engine:
             dtype="bfloat16",
             tensor_parallel_size=rollout.tensor_model_parallel_size,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
+            # A job that fixes its cache shares the GPU, and free memory says nothing there.
+            kv_cache_memory_bytes=OmegaConf.select(rollout, "engine_kwargs.vllm.kv_cache_memory_bytes"),
             enforce_eager=bool(rollout.enforce_eager),
             max_model_len=max(map(len, prompts)) + self._response,
             seed=0,

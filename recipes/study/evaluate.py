@@ -17,12 +17,16 @@ The engine, the prompts' order, the seed and the reward are those of ``jetrl com
 only which checkpoints it gets. Arms that were trained on a machine without the others are scored there, since
 checkpoints are large and scores are small. Each evaluation scores the policy before training as well, so what another
 start of the engine changes is known: equal weights, equal prompts, equal seed. plot.py counts it as noise.
+
+Where the time ended before all arms did, ``--rollouts N`` scores the checkpoint after rollout N of every arm that has
+one, and keeps these scores apart: a table holds arms of one length.
 """
 
 import argparse
 import json
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +37,9 @@ from jetrl_verl.demo.overrides import RunPaths, build_environment
 from jetrl_verl.demo.run import DEVICES, detect_device
 from recipes.study.run import StudyArm, arm_of, read_arms
 from recipes.study.warm_up import StudyError
+
+CACHE_BYTES = 9 * 10**9
+"""KV cache of the engine: at 8 KB a token, 1,024 sequences of the longest kind twice over."""
 
 TEMPERATURES = (0.0, 1.0)
 """Greedy, and as trained; the second decides, since it is the policy and not its mode."""
@@ -48,30 +55,45 @@ def arms_in(out: Path) -> list[StudyArm]:
     return found
 
 
-def unscored(out: Path) -> list[StudyArm]:
-    """Arms that finished and have no score since."""
-
-    def is_due(arm: StudyArm) -> bool:
-        if not arm.state.is_file():
-            return False
-        state, file = json.loads(arm.state.read_text()), file_of(out / "evaluation", arm.name)
-        return state["finished"] and not (file.is_file() and file.stat().st_mtime >= state["at"])
-
-    return [arm for arm in arms_in(out) if is_due(arm)]
+def folder_of(out: Path, rollouts: int | None = None) -> Path:
+    """Where the scores are: of final weights, or of those after ``rollouts``."""
+    return (out / (f"evaluation-{rollouts}" if rollouts else "evaluation")).resolve()
 
 
-def write_config(arm: StudyArm, path: Path) -> None:
+def checkpoint_after(arm: StudyArm, rollouts: int) -> Path | None:
+    """The checkpoint of ``arm`` after that many rollouts, if it has one."""
+    checkpoint = arm.checkpoints / f"global_step_{rollouts}"
+    return checkpoint if (checkpoint / "actor").is_dir() else None
+
+
+def unscored(out: Path, rollouts: int | None = None) -> dict[StudyArm, Path]:
+    """Arms to score -> what is scored: those that finished, or that have a checkpoint after ``rollouts``."""
+    due = {}
+    for arm in arms_in(out):
+        file = file_of(folder_of(out, rollouts), arm.name)
+        if rollouts:
+            checkpoint = checkpoint_after(arm, rollouts)
+            if checkpoint and not file.is_file():
+                due[arm] = checkpoint
+        elif arm.state.is_file():
+            state = json.loads(arm.state.read_text())
+            if state["finished"] and not (file.is_file() and file.stat().st_mtime >= state["at"]):
+                due[arm] = arm.checkpoints
+    return due
+
+
+def write_config(arm: StudyArm, path: Path, device: str) -> None:
     """The configuration that ``arm`` ran, on the test split instead of the one that draws its curves."""
     from omegaconf import OmegaConf
 
     config = OmegaConf.load(arm.config)
     test = Path(config.actor_rollout_ref.model.path).with_name("test.parquet")
-    # An arm that shared its GPU left most of it to others.
-    changes = {
-        "data.val_files": str(test),
-        "data.val_max_samples": -1,
-        "actor_rollout_ref.rollout.gpu_memory_utilization": 0.3,
-    }
+    changes = {"data.val_files": str(test), "data.val_max_samples": -1}
+    if device == "cuda":
+        # An arm that shared its GPU took little of it. A fixed cache, since engines may start side by side: vLLM
+        # measures what is free, and ends if a neighbour gives memory back meanwhile.
+        changes["actor_rollout_ref.rollout.gpu_memory_utilization"] = 0.1
+        changes["actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes"] = CACHE_BYTES
     for key, value in changes.items():
         OmegaConf.update(config, key, value, force_add=True)
     OmegaConf.save(config, path)
@@ -83,36 +105,54 @@ def before_files(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"{file.stem}.*{file.suffix}"))
 
 
-def evaluate(out: Path, samples: int, device: str, evaluator: Sequence[str] = EVALUATE) -> list[str]:
+def evaluate(
+    out: Path,
+    samples: int,
+    device: str,
+    evaluator: Sequence[str] = EVALUATE,
+    rollouts: int | None = None,
+    names: Sequence[str] = (),
+) -> list[str]:
     """Score what is due; names of the arms that were scored.
 
     Args:
         out: folder of the study. samples: responses to a problem at temperature 1. device: ``cpu`` or ``cuda``.
         evaluator: program that scores, to which the request's file is appended.
+        rollouts: score the checkpoints after that many instead of final weights. names: of these arms alone, if any.
 
     Raises:
-        StudyError: the engine failed.
+        StudyError: the engine failed; what it had scored is kept. Or an arm of ``names`` has nothing to be scored.
     """
-    due, folder = unscored(out), (out / "evaluation").resolve()
+    due, folder = unscored(out, rollouts), folder_of(out, rollouts)
+    if names:
+        absent = set(names) - {arm.name for arm in arms_in(out)}
+        if absent:
+            raise StudyError(f"{', '.join(sorted(absent))} is no arm below {out}; name folders of {out / 'arms'}.")
+        due = {arm: checkpoint for arm, checkpoint in due.items() if arm.name in names}
     if not due:
         return []
-    new = folder / "new"
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
-    write_config(due[0], new / "config.yaml")
-    checkpoints = {arm.name: str(arm.checkpoints) for arm in due}
+    folder.mkdir(parents=True, exist_ok=True)
+    # A folder of its own, since another engine may score other arms meanwhile.
+    new = Path(tempfile.mkdtemp(prefix="new-", dir=folder))
+    write_config(next(iter(due)), new / "config.yaml", device)
+    checkpoints = {arm.name: str(checkpoint) for arm, checkpoint in due.items()}
     write_request(
         Request(str(new / "config.yaml"), checkpoints, True, TEMPERATURES, samples, str(new)), new / "request.json"
     )
     environment = build_environment(RunPaths(folder), device)
-    if subprocess.run([*evaluator, str(new / "request.json")], env=environment).returncode:
-        raise StudyError(f"scoring {', '.join(checkpoints)} failed; its last lines say why.")
+    status = subprocess.run([*evaluator, str(new / "request.json")], env=environment).returncode
     before = file_of(new, BEFORE)
-    # Named after the second, so that results of several machines can be laid into one folder.
-    before.replace(folder / f"{before.stem}.{int(time.time())}{before.suffix}")
-    for name in checkpoints:
+    if before.is_file():
+        # Named after the moment, so that results of several engines and machines can be laid into one folder.
+        before.replace(folder / f"{before.stem}.{time.time_ns()}{before.suffix}")
+    scored = [name for name in checkpoints if file_of(new, name).is_file()]
+    for name in scored:
         file_of(new, name).replace(file_of(folder, name))
-    return list(checkpoints)
+    shutil.rmtree(new)
+    if status:
+        missing = ", ".join(name for name in checkpoints if name not in scored)
+        raise StudyError(f"the engine ended with status {status}, without {missing}; its last lines say why.")
+    return scored
 
 
 def main() -> None:
@@ -120,14 +160,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("outputs/study"))
     parser.add_argument("--samples", type=int, default=1, help="responses to a problem at temperature 1")
+    parser.add_argument("--rollouts", type=int, help="score the checkpoints after that many, not final weights")
     parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument("arms", nargs="*", help="names such as bf16-seed1; all that are due if none is given")
     given = parser.parse_args()
     device = detect_device() if given.device == "auto" else given.device
     try:
-        scored = evaluate(given.out, given.samples, device)
+        scored = evaluate(given.out, given.samples, device, rollouts=given.rollouts, names=given.arms)
     except StudyError as error:
         raise SystemExit(f"error: {error}") from None
-    print(f"scored {', '.join(scored) or 'nothing: every arm that finished has its score'}")
+    print(f"scored {', '.join(scored) or 'nothing: every arm that is due has its score'}")
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ from pathlib import Path
 from jetrl_verl.compare.evaluate import BEFORE, file_of
 from jetrl_verl.observe.compare import Accuracy, Row, Scores, Trained, summarise, temperature_name
 from jetrl_verl.observe.report import FIGURES, Figure, Run, lines, load_run, write_report
-from recipes.study.evaluate import arms_in, before_files
-from recipes.study.run import read_arms
+from recipes.study.evaluate import arms_in, before_files, folder_of
+from recipes.study.run import StudyArm, read_arms
 from recipes.study.warm_up import StudyError
 
 LAST_STEPS = 10
@@ -236,18 +236,35 @@ CAPTION = (
 )
 
 
-def write_study(out: Path) -> Path:
+def write_study(out: Path, rollouts: int | None = None) -> Path:
     """Write the page of everything below ``out`` that has logs and scores; returns its path.
+
+    Args:
+        out: folder of the study.
+        rollouts: the page of the scores after that many (``evaluate --rollouts``), with logs up to there, is called
+            ``study-<rollouts>`` instead of ``study``.
 
     Raises:
         StudyError: nothing was scored, or not the arm that the others are compared with.
     """
-    folder, first = out / "evaluation", next(iter(read_arms()["arms"]))
+    folder, first = folder_of(out, rollouts), next(iter(read_arms()["arms"]))
+    stem = f"study-{rollouts}" if rollouts else "study"
     arms = [arm for arm in arms_in(out) if arm.paths.metrics.is_file()]
-    runs = {arm.name: replace(load_run(arm.paths.folder, arm.name), arm=arm.label) for arm in arms}
+    if rollouts:
+        arms = [arm for arm in arms if file_of(folder, arm.name).is_file()]
+
+    def run_of(arm: StudyArm) -> Run:
+        found = load_run(arm.paths.folder, arm.name)
+        records = [(step, data) for step, data in found.records if step <= (rollouts or math.inf)]
+        return replace(found, arm=arm.label, records=records)
+
+    runs = {arm.name: run_of(arm) for arm in arms}
     scored, before = [arm for arm in arms if file_of(folder, arm.name).is_file()], before_files(folder)
     if not before or not any(arm.label == first for arm in scored):
-        raise StudyError(f"{folder} has no score of {first}; run `python3 -m recipes.study.evaluate --out {out}`.")
+        raise StudyError(
+            f"{folder} has no score of {first}; run `python3 -m recipes.study.evaluate --out {out}`"
+            f"{f' with --rollouts {rollouts}' if rollouts else ''}."
+        )
     scores = read_scores([*before, *(file_of(folder, arm.name) for arm in scored)])
     starts = scores[: len(before)]
     trained = [Trained(BEFORE, None, starts[0])]
@@ -258,10 +275,14 @@ def write_study(out: Path) -> Path:
     noise = {temperature: noise_of(bf16, seeds, starts, temperature) for temperature in bf16.accuracies}
     body = table(rows, trained, noise)
     markdown = [f"| {' | '.join(line)} |" for line in (body[0], ["---"] * len(body[0]), *body[1:])]
-    (out / "study.md").write_text("\n".join([*markdown, "", CAPTION, ""]))
-    (out / "study.json").write_text(json.dumps([dict(zip(body[0], line)) for line in body[1:]], indent=1))
+    (out / f"{stem}.md").write_text("\n".join([*markdown, "", CAPTION, ""]))
+    (out / f"{stem}.json").write_text(json.dumps([dict(zip(body[0], line)) for line in body[1:]], indent=1))
     return write_report(
-        list(runs.values()), out / "study.html", "The study", (*FIGURES, *STUDY_FIGURES), as_html(body, CAPTION)
+        list(runs.values()),
+        out / f"{stem}.html",
+        "The study" + (f", after {rollouts} rollouts" if rollouts else ""),
+        (*FIGURES, *STUDY_FIGURES),
+        as_html(body, CAPTION),
     )
 
 
@@ -269,8 +290,10 @@ def main() -> None:
     """Entry of the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("outputs/study"))
+    parser.add_argument("--rollouts", type=int, help="as given to recipes.study.evaluate")
+    given = parser.parse_args()
     try:
-        print(write_study(parser.parse_args().out))
+        print(write_study(given.out, given.rollouts))
     except StudyError as error:
         raise SystemExit(f"error: {error}") from None
 

@@ -43,6 +43,9 @@ from recipes.study.warm_up import StudyError, read_facts
 
 ROOT = Path(__file__).parents[2]
 
+SAVE_EVERY = 20
+"""Rollouts between two checkpoints."""
+
 SHARED_GPU = (
     "actor_rollout_ref.rollout.gpu_memory_utilization=0.1",
     "++actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=2000000000",
@@ -103,9 +106,8 @@ def words_of(label: str, facts: Mapping, prepared: Path) -> list[str]:
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": prompts * samples // study["updates"],
         "trainer.project_name": "jetrl-study",
         "trainer.test_freq": 20,
-        "trainer.save_freq": 20,
-        # verl removes an old checkpoint before it has written the new one.
-        "trainer.max_actor_ckpt_to_keep": 2,
+        # All of them are kept: where the time ends early, arms are compared at a length that all of them reached.
+        "trainer.save_freq": SAVE_EVERY,
     }
     return [*(f"{key}={value}" for key, value in words.items()), *arm.get("words", ())]
 

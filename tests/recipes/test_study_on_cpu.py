@@ -17,7 +17,9 @@ import ast
 import json
 import operator
 import random
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +38,7 @@ from jetrl_verl.demo.task import compute_score
 from jetrl_verl.demo.warmup import encode
 from jetrl_verl.layers import plan_linears
 from jetrl_verl.observe.compare import Accuracy
-from recipes.study import bf16_metrics, evaluate, plot, run, task, warm_up
+from recipes.study import bf16_metrics, evaluate, plot, run, task, warm_up, window
 from recipes.study.plot import Noise
 from recipes.study.warm_up import StudyConfig, StudyError, WarmUp
 
@@ -260,7 +262,7 @@ def test_an_arm_resumes_and_is_scored_and_the_page_says_what_it_is_worth(prepare
     with pytest.raises(StudyError, match="no score of bf16"):
         plot.write_study(tmp_path)
     assert train("bf16", 1, prepared, tmp_path, behaviour="die_once") == 1
-    assert evaluate.unscored(tmp_path) == []
+    assert not evaluate.unscored(tmp_path)
     assert train("bf16", 1, prepared, tmp_path, behaviour="die_once") == 0
     metrics = (tmp_path / "arms/bf16-seed1/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in metrics] == [0, 1, 2, 3, 4]
@@ -300,8 +302,147 @@ def test_the_test_split_decides(prepared, tmp_path):
     arm.config.write_text(
         f"data: {{val_files: validation.parquet}}\nactor_rollout_ref: {{model: {{path: {prepared}/policy}}}}\n"
     )
-    evaluate.write_config(arm, tmp_path / "config.yaml")
+    evaluate.write_config(arm, tmp_path / "config.yaml", "cpu")
     assert f"val_files: {prepared}/test.parquet" in (tmp_path / "config.yaml").read_text()
+    evaluate.write_config(arm, tmp_path / "config.yaml", "cuda")
+    assert f"kv_cache_memory_bytes: {evaluate.CACHE_BYTES}" in (tmp_path / "config.yaml").read_text()
+
+
+def test_arms_that_ended_early_are_compared_at_one_length(prepared, tmp_path):
+    judge = (sys.executable, str(FAKE), "judge")
+    for label, seed in (("bf16", 1), ("bf16", 2), ("jet_fp8", 1)):
+        assert train(label, seed, prepared, tmp_path) == 0
+        if label == "bf16":
+            (tmp_path / f"arms/{label}-seed{seed}/checkpoints/global_step_2/actor").mkdir(parents=True)
+    assert evaluate.evaluate(tmp_path, 1, "cpu", judge, rollouts=2) == ["bf16-seed1", "bf16-seed2"]
+    assert not evaluate.unscored(tmp_path, 2) and len(evaluate.unscored(tmp_path)) == 3
+    page = plot.write_study(tmp_path, 2)
+    assert page.name == "study-2.html"
+    rows = {row["arm"]: row for row in json.loads((tmp_path / "study-2.json").read_text())}
+    assert list(rows) == ["before training", "bf16", "between BF16's seeds"]
+    # Rewards of steps 1 and 2: 0.45 and 0.5, and a hundredth for each seed.
+    assert rows["bf16"]["reward"] == "0.490"
+    with pytest.raises(StudyError, match="with --rollouts 3"):
+        plot.write_study(tmp_path, 3)
+
+
+def test_what_an_engine_scored_before_it_failed_is_kept(prepared, tmp_path):
+    for label in ("bf16", "jet_fp8"):
+        assert train(label, 1, prepared, tmp_path) == 0
+    fails = (
+        "import json, sys; from dataclasses import replace; sys.path.insert(0, sys.argv[1]); import fake_compare as f;"
+        "r = f.Request(**json.loads(open(sys.argv[2]).read()));"
+        "f.judge(replace(r, checkpoints=dict(list(r.checkpoints.items())[:1]))); sys.exit(3)"
+    )
+    with pytest.raises(StudyError, match="status 3, without jet_fp8-seed1;"):
+        evaluate.evaluate(tmp_path, 1, "cpu", (sys.executable, "-c", fails, str(FAKE.parent)))
+    assert [arm.name for arm in evaluate.unscored(tmp_path)] == ["jet_fp8-seed1"]
+    assert len(evaluate.before_files(tmp_path / "evaluation")) == 1
+    assert not list((tmp_path / "evaluation").glob("new-*"))
+    judge = (sys.executable, str(FAKE), "judge")
+    assert evaluate.evaluate(tmp_path, 1, "cpu", judge, names=["bf16-seed1"]) == []
+    assert evaluate.evaluate(tmp_path, 1, "cpu", judge, names=["jet_fp8-seed1"]) == ["jet_fp8-seed1"]
+    with pytest.raises(StudyError, match="bf32-seed1 is no arm"):
+        evaluate.evaluate(tmp_path, 1, "cpu", judge, names=["bf32-seed1"])
+
+
+# --- a window --------------------------------------------------------------------------------------------------------
+
+
+def test_the_queue_begins_with_what_a_verdict_needs(tmp_path):
+    arms = window.queue(tmp_path)
+    core = window.core(arms)
+    assert arms[: len(core)] == core and arms[0].name == "bf16-seed1"
+    assert [arm.seed for arm in core] == [1] * (len(core) // 2) + [2] * (len(core) // 2)
+    assert {(arm.label, arm.seed) for arm in arms} == {(label, seed) for label in ARMS for seed in ARMS[label]["seeds"]}
+    assert len(arms) == len(set(arms))
+
+
+TRAIN = (
+    "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]);"
+    "from recipes.study import run; from rich.console import Console;"
+    "label, seed, prepared, out, fake, behaviour = sys.argv[2:]; arm = run.arm_of(label, int(seed), Path(out));"
+    "job = run.job_of(arm, Path(prepared), 'cpu', 4, (), (sys.executable, fake, 'train', behaviour));"
+    "sys.exit(run.run_arm(arm, job, Console()))"
+)
+
+
+def open_window(prepared: Path, out: Path, behaviour: dict[str, str], slots: int, seconds: float):
+    """A window of two GPUs whose arms are the stand-in's, and the (command, GPU, others on it) of every start."""
+    started = []
+
+    def command_of(arm: run.StudyArm) -> list[str]:
+        words = [arm.label, str(arm.seed), str(prepared), str(out), str(FAKE), behaviour.get(arm.name, "succeed")]
+        return [sys.executable, "-c", TRAIN, str(ROOT), *words]
+
+    def start(command, gpu, log):
+        others = sum(g == gpu and process.poll() is None for process, g in started)
+        assert others < slots
+        process = window.start_on(command, gpu, log)
+        started.append((process, gpu))
+        return process
+
+    return window.Window(["0", "1"], slots, seconds, start, command_of, print), started
+
+
+def test_a_window_trains_what_is_left_and_starts_again_what_failed(prepared, tmp_path, capsys):
+    arms = window.queue(tmp_path)[:4]
+    behaviour = {arms[1].name: "die_once", arms[2].name: f"fail:{arms[2].precision}"}
+    opened, started = open_window(prepared, tmp_path, behaviour, slots=2, seconds=120)
+    assert opened.train(arms, tmp_path / "window") == [arms[2]]
+    assert len(started) == 6 and [gpu for _, gpu in started[:4]] == ["0", "1", "0", "1"]
+    assert [window.rollouts_of(arm) for arm in arms] == [4, 4, 2, 4]
+    assert f"{arms[2].name} ended with status 1" in capsys.readouterr().out
+    assert "layer 3 differs" in (tmp_path / f"window/{arms[2].name}.log").read_text()
+
+    opened, started = open_window(prepared, tmp_path, {}, slots=2, seconds=120)
+    assert opened.train(arms[:2], tmp_path / "window") == [] and not started
+
+
+def test_a_window_ends_when_its_time_is_over(prepared, tmp_path):
+    arms = window.queue(tmp_path)[:2]
+    opened, started = open_window(prepared, tmp_path, {arms[1].name: "hang"}, slots=1, seconds=20)
+    begun = time.monotonic()
+    assert opened.train(arms, tmp_path / "window") == [arms[1]]
+    assert time.monotonic() - begun < 20 + 20
+    assert all(process.poll() is not None for process, _ in started)
+
+
+def test_the_length_at_which_arms_are_compared(tmp_path):
+    arms = window.queue(tmp_path)[:3]
+    for arm, lengths in zip(arms, ((20, 40, 60, 80), (20, 40, 60), (20,))):
+        for n in lengths:
+            (arm.checkpoints / f"global_step_{n}/actor").mkdir(parents=True)
+    assert window.common_rollouts(arms[:1], 80) == 80
+    assert window.common_rollouts(arms, 80) == 60  # the third is left out
+    assert window.common_rollouts(arms[2:], 80) is None
+
+
+def test_one_engine_a_gpu_scores_a_share_each(prepared, tmp_path):
+    for label in ("bf16", "fp8_rollout", "jet_fp8"):
+        assert train(label, 1, prepared, tmp_path) == 0
+    started = []
+
+    def start(command, gpu, log):
+        started.append((gpu, command[1:]))
+        return subprocess.Popen(["true" if gpu == "0" or "--rollouts" not in command else "false"])
+
+    assert window.score(tmp_path, None, ["0", "1", "2", "3"], start, ["evaluate"])
+    words = ["--out", str(tmp_path)]
+    names = ("bf16-seed1", "fp8_rollout-seed1", "jet_fp8-seed1")
+    assert started == [(gpu, [*words, name]) for gpu, name in zip("012", names)]
+    for name in names:
+        (tmp_path / f"arms/{name}/checkpoints/global_step_60/actor").mkdir(parents=True)
+    started.clear()
+    assert not window.score(tmp_path, 60, ["0", "1"], start, ["evaluate"])
+    assert started[0] == ("0", [*words, "--rollouts", "60", names[0], names[2]])
+
+
+def test_more_arms_than_threads_are_refused():
+    window.check_threads(10, {"kernel.pid_max": 32768, "ulimit -u": -1})
+    with pytest.raises(StudyError, match=r"need about 35,000 threads and kernel.pid_max allows 32,768"):
+        window.check_threads(14, {"ulimit -u": 127000, "kernel.pid_max": 32768})
+    window.check_threads(1)
 
 
 def accuracy(difference: float, error: float = 0.01) -> Accuracy:

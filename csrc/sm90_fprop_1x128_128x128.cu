@@ -112,7 +112,6 @@ JETRL_DEVICE void fprop_produce(const sm90::TensorMap* x_map, const sm90::Tensor
     int stage = 0;
     for (int block = 0; block < p.k_blocks; ++block) {
       ring.wait_empty(stage);
-      sm90::sync_warp();  // else a late lane may miss the phase: lane 0 alone may let the next one end
       const uint32_t full = ring.full_barrier(stage);
       const uint32_t x_scales = base + Shape::kAtScales + stage * Shape::kBlockM * 4;
       const uint32_t w_scales = base + Shape::kAtScalesW + stage * 8;

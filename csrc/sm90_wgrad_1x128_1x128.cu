@@ -114,7 +114,6 @@ JETRL_DEVICE void wgrad_produce(const sm90::TensorMap* a_map, const sm90::Tensor
     int stage = 0;
     for (int block = 0; block < p.t_blocks; ++block) {
       ring.wait_empty(stage);
-      sm90::sync_warp();  // else a late lane may miss the phase: lane 0 alone may let the next one end
       const uint32_t full = ring.full_barrier(stage);
       const uint32_t a_scales = base + Shape::kAtScales + stage * Shape::kScales * 4;
       const uint32_t b_scales = a_scales + 4 * Shape::kBlockM;

@@ -50,8 +50,10 @@ struct TileRing {
     sm90::fence_barrier_init();
   }
 
+  // By the producer's whole warp.
   JETRL_DEVICE void wait_empty(int stage) const {
     sm90::barrier_wait(empty_barrier(stage), (parity >> stage & 1) ^ 1, "empty", stage);
+    sm90::sync_warp();  // else a late lane may miss the phase: lane 0 alone may let the next one end
   }
 
   JETRL_DEVICE void wait_full(int stage) const {

@@ -63,14 +63,7 @@ def _fprop(
     return y.reshape(*x.shape[:-1], w_codes.shape[0])
 
 
-def _fprop_fake(
-    x: torch.Tensor,
-    w_codes: torch.Tensor,
-    w_scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    rule: str,
-    static_weight: bool = False,
-) -> torch.Tensor:
+def _fprop_fake(x: torch.Tensor, w_codes: torch.Tensor, *_) -> torch.Tensor:
     _check(x, w_codes)
     return x.new_empty((*x.shape[:-1], w_codes.shape[0]), dtype=torch.bfloat16)
 
@@ -98,14 +91,7 @@ def _fprop_codes(
     return dispatch.gemm_nt(a, b, b_block_scaled=True, bias=bias, static_weight=static_weight)
 
 
-def _fprop_codes_fake(
-    x_codes: torch.Tensor,
-    x_scales: torch.Tensor,
-    w_codes: torch.Tensor,
-    w_scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    static_weight: bool = False,
-) -> torch.Tensor:
+def _fprop_codes_fake(x_codes: torch.Tensor, _x_scales: torch.Tensor, w_codes: torch.Tensor, *_) -> torch.Tensor:
     _check_codes(x_codes, w_codes)
     return x_codes.new_empty((x_codes.shape[0], w_codes.shape[0]), dtype=torch.bfloat16)
 

@@ -21,6 +21,7 @@ from test_triton_for_hopper import ptx_for_hopper
 
 from jetrl_verl.kernels.triton_kernels.quantize_1x128_and_128x1 import _quantize_both_kernel
 from jetrl_verl.kernels.triton_kernels.quantize_128x128 import _quantize_128x128_kernel
+from jetrl_verl.kernels.triton_kernels.relayout_128x1 import _LAUNCH as RELAYOUT
 from jetrl_verl.kernels.triton_kernels.relayout_128x1 import _relayout_kernel
 from jetrl_verl.ops.triton_kernels.rms_norm import _rms_norm_kernel, tile_and_warps
 from jetrl_verl.ops.triton_kernels.silu_mul_quantize import (
@@ -54,7 +55,7 @@ def types_of(kernel) -> dict[str, str]:
 
 TRANSPOSING = {
     "1x128 and 128x1": (_quantize_both_kernel, {"WITH_ROWS": True}),
-    "re-layout": (_relayout_kernel, {"COLUMNS": 32}),
+    "re-layout": (_relayout_kernel, {"COLUMNS": RELAYOUT["COLUMNS"]}),
     "128x128 and transpose": (_quantize_128x128_kernel, {"TRANSPOSE": True}),
     "SiLU-mul": (_silu_mul_quantize_both_kernel, {"WITH_Y": False}),
     "SiLU-mul backward": (_silu_mul_backward_quantize_kernel, {}),
@@ -65,9 +66,8 @@ TRANSPOSING = {
 @pytest.mark.parametrize("name", TRANSPOSING)
 def test_codes_are_transposed_as_words_and_stored_16_bytes_at_a_time(name, pow2):
     kernel, constants = TRANSPOSING[name]
-    ptx = ptx_for_hopper(
-        kernel, types_of(kernel), constants | {"POW2": pow2}, num_warps=1 if name == "re-layout" else 8
-    )
+    warps = RELAYOUT["num_warps"] if name == "re-layout" else 8
+    ptx = ptx_for_hopper(kernel, types_of(kernel), constants | {"POW2": pow2}, num_warps=warps)
     assert "shared" in ptx
     assert not re.search(r"(ld|st)\.shared\S*\.[bu](8|16)\b", ptx)
     assert not re.search(r"(ld|st)\.global\S*\.[bu]8\b", ptx)
@@ -95,7 +95,7 @@ COSTS = {
 def test_an_element_costs_as_few_instructions_as_were_counted(name, pow2):
     """On an H200 28 and 14 instructions of all kinds an element would take as long as its bytes; the rest is moves."""
     kernel, constants = TRANSPOSING[name]
-    warps = 1 if name == "re-layout" else 4
+    warps = RELAYOUT["num_warps"] if name == "re-layout" else 4
     ptx = ptx_for_hopper(kernel, types_of(kernel), constants | {"POW2": pow2}, num_warps=warps)
     products_pow2, products, maxima, codes, maximum = COSTS[name]
     found = arithmetic_of(ptx)

@@ -126,6 +126,13 @@ def largest_halves(words, axis: tl.constexpr):
 
 
 @triton.jit
+def largest_in_columns(w0, w1, w2, w3):
+    """Elementwise over four tiles of words and down their columns, what :func:`largest_halves` gives."""
+    m0, m1, m2, m3 = w0 & 0x7FFF7FFF, w1 & 0x7FFF7FFF, w2 & 0x7FFF7FFF, w3 & 0x7FFF7FFF
+    return largest_halves(larger_halves(larger_halves(m0, m1), larger_halves(m2, m3)), 0)
+
+
+@triton.jit
 def largest_of_halves(words):
     """The larger magnitude of the two halves of words without signs, as FP32."""
     return tl.maximum(words << 16, words & _HIGH_HALF).to(tl.float32, bitcast=True)
@@ -437,6 +444,13 @@ def _column_scales(amax, scales_ptr, column, columns, POW2: tl.constexpr):
 
 
 @triton.jit
+def transposed_words(low, high):
+    """Words of four codes ``[128, 32]`` of a tile's columns, from those of the left (``low``) and the right columns of
+    pairs, both [32, 64]."""
+    return tl.reshape(tl.permute(tl.join(low, high), (1, 2, 0)), (GROUP, GROUP // 4))
+
+
+@triton.jit
 def store_words(words, codes_ptr, tile_row, tile_k, columns_left, words_per_row, COLUMNS: tl.constexpr):
     """Store the transposed tile ``words`` [COLUMNS, 32]; ``codes_ptr`` as in :func:`store_columns`."""
     codes_ptr += tile_k.to(tl.int64) * COLUMNS * words_per_row + tile_row * (GROUP // 4)
@@ -467,8 +481,7 @@ def store_both(
         first1, second1 = _row_scales(w1, row_scales_ptr + 1, row, left - 1, POW2)
         first2, second2 = _row_scales(w2, row_scales_ptr + 2, row, left - 2, POW2)
         first3, second3 = _row_scales(w3, row_scales_ptr + 3, row, left - 3, POW2)
-    m0, m1, m2, m3 = w0 & 0x7FFF7FFF, w1 & 0x7FFF7FFF, w2 & 0x7FFF7FFF, w3 & 0x7FFF7FFF
-    largest = largest_halves(larger_halves(larger_halves(m0, m1), larger_halves(m2, m3)), 0)
+    largest = largest_in_columns(w0, w1, w2, w3)
     column_scales_ptr += tile_row.to(tl.int64) * k + tile_k * GROUP
     columns_left = k - tile_k * GROUP
     low_amax, high_amax = low_half(largest), high_half(largest)
@@ -489,8 +502,7 @@ def store_both(
         tl.store(pairs + 3 * stride, encode_two(l3, h3, first3, second3, POW2), mask=inside & (row + 3 < left)[:, None])
     low = halves_of(low, encode_two(l2, l3, low_first, low_second, POW2))
     high = halves_of(high, encode_two(h2, h3, high_first, high_second, POW2))
-    codes = tl.reshape(tl.permute(tl.join(low, high), (1, 2, 0)), (GROUP, GROUP // 4))
-    store_words(codes, column_codes_ptr, tile_row, tile_k, columns_left, words_per_row, GROUP)
+    store_words(transposed_words(low, high), column_codes_ptr, tile_row, tile_k, columns_left, words_per_row, GROUP)
 
 
 @triton.jit

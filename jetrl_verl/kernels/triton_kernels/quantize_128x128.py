@@ -35,9 +35,9 @@ from jetrl_verl.kernels.triton_kernels._codec import (
     halves_of,
     high_half,
     is_pow2,
-    larger_halves,
     largest_bits,
     largest_halves,
+    largest_in_columns,
     largest_of_halves,
     load_four_rows,
     load_rows,
@@ -45,6 +45,7 @@ from jetrl_verl.kernels.triton_kernels._codec import (
     reciprocal_of,
     scale_and_terms,
     scale_of,
+    transposed_words,
     words_of,
 )
 from jetrl_verl.numerics import BLOCK, FP8_DTYPE, BlockQuantized
@@ -73,9 +74,8 @@ def _quantize_128x128_kernel(
     left, words_left = n - tile_n * GROUP, stride - tile_k * (GROUP // 2)
     place = start * stride + tile_k * (GROUP // 2)
     w0, w1, w2, w3 = load_four_rows(words_ptr + place, stride, left, words_left, GROUP // 2)
-    m0, m1, m2, m3 = w0 & 0x7FFF7FFF, w1 & 0x7FFF7FFF, w2 & 0x7FFF7FFF, w3 & 0x7FFF7FFF
-    of_columns = largest_halves(larger_halves(larger_halves(m0, m1), larger_halves(m2, m3)), 0)
-    scale, first, second = scale_and_terms(largest_of_halves(largest_halves(of_columns, 0)), POW2)
+    largest = largest_halves(largest_in_columns(w0, w1, w2, w3), 0)
+    scale, first, second = scale_and_terms(largest_of_halves(largest), POW2)
     tl.store(scales_ptr + tile_n * tl.num_programs(0) + tile_k, scale)
 
     l0, h0, l1, h1 = low_half(w0), high_half(w0), low_half(w1), high_half(w1)
@@ -89,9 +89,8 @@ def _quantize_128x128_kernel(
     if TRANSPOSE:
         low = halves_of(encode_two(l0, l1, first, second, POW2), encode_two(l2, l3, first, second, POW2))
         high = halves_of(encode_two(h0, h1, first, second, POW2), encode_two(h2, h3, first, second, POW2))
-        words = tl.reshape(tl.permute(tl.join(low, high), (1, 2, 0)), (GROUP, GROUP // 4))
-        column = tile_k * GROUP + tl.arange(0, GROUP)
-        _store(transposed_words_ptr, column, tile_n * (GROUP // 4) + tl.arange(0, GROUP // 4), k, n // 4, words)
+        column, word = tile_k * GROUP + tl.arange(0, GROUP), tile_n * (GROUP // 4) + tl.arange(0, GROUP // 4)
+        _store(transposed_words_ptr, column, word, k, n // 4, transposed_words(low, high))
         tl.store(scales_t_ptr + tile_k * tl.num_programs(1) + tile_n, scale)
 
 

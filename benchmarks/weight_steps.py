@@ -1,0 +1,62 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""How far the weights that a forward multiplies by move in an update: ``python3 benchmarks/weight_steps.py FOLDER``.
+
+An optimiser moves FP32 masters a little; a forward sees them rounded, to BF16 or to E4M3 codes in 128x128 blocks. Most
+rounded weights do not move at all and the others jump, so what moves is noise of the size of the grid. For steps of
+several sizes, of random sign and equal for all weights as AdamW's first steps are: the share of codes that change, and
+the root mean square of the change relative to the weights', of masters, of BF16 weights and of FP8 weights. FOLDER is a
+Hugging Face folder; its linear weights get a random place between their BF16 neighbours first, as masters that were
+trained for a while have.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from jetrl_verl.numerics import dequantize_128x128, quantize_128x128
+
+STEPS = (5e-6, 1e-5, 2e-5, 4e-5)
+
+
+def main(folder: Path) -> None:
+    """Print a row for each of ``STEPS``."""
+    torch.manual_seed(0)
+    files = [load_file(file) for file in sorted(folder.glob("*.safetensors"))]
+    weights = [value.float() for file in files for name, value in file.items() if name.endswith("proj.weight")]
+    spacing = [torch.exp2(torch.floor(torch.log2(w.abs().clamp_min(1e-30))) - 7) for w in weights]
+    masters = [w + (torch.rand_like(w) - 0.5) * step for w, step in zip(weights, spacing)]
+    size = sum(float(w.square().sum()) for w in masters)
+    count = sum(w.numel() for w in masters)
+    print("  step  codes changed  relative change of masters     BF16      FP8")
+    for step in STEPS:
+        squares, changed = [0.0, 0.0, 0.0], 0
+        for before in masters:
+            after = before + step * torch.randn_like(before).sign()
+            old, new = (quantize_128x128(w.bfloat16(), "fp32") for w in (before, after))
+            changed += int((old.codes.view(torch.uint8) != new.codes.view(torch.uint8)).sum())
+            moves = (
+                after - before,
+                after.bfloat16().float() - before.bfloat16().float(),
+                dequantize_128x128(new) - dequantize_128x128(old),
+            )
+            squares = [total + float(move.square().sum()) for total, move in zip(squares, moves)]
+        masters_move, bf16, fp8 = ((total / size) ** 0.5 for total in squares)
+        print(f"{step:6.0e} {changed / count:14.2%} {masters_move:27.2e} {bf16:8.1e} {fp8:8.1e}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -237,9 +237,9 @@ def evaluate(request: Request) -> None:
     """Score what ``request`` names and write one file per arm.
 
     Raises:
-        CompareError, ExportError: a job or a checkpoint that cannot be scored.
+        CompareError: a job that cannot be scored, or, once all others are, checkpoints that cannot.
     """
-    from jetrl_verl.train.checkpoint_export import ExportOptions, export
+    from jetrl_verl.train.checkpoint_export import ExportError, ExportOptions, export
 
     config = load_config(request.config)
     settings = request.settings(config)
@@ -261,15 +261,22 @@ def evaluate(request: Request) -> None:
 
     if request.before:
         score(BEFORE)
+    damaged = []
     for arm, checkpoint in request.checkpoints.items():
         folder = out / "weights"
         shutil.rmtree(folder, ignore_errors=True)
         try:
             export(Path(checkpoint), folder, ExportOptions("bf16"))
             engine.load(folder)
+        except ExportError as error:
+            print(f"{arm} is not scored: {error}", flush=True)
+            damaged.append(arm)
+        else:
+            score(arm)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        score(arm)
+    if damaged:
+        raise CompareError(f"{', '.join(damaged)} could not be scored; the lines above say why.")
 
 
 def main(path: str) -> None:

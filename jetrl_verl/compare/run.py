@@ -245,8 +245,10 @@ def train(arm: Arm, job: Job, console: Console) -> bool:
             load_config(arm.config)  # what cannot be judged is not worth training
 
     tracker = Tracker(paths.log, paths.metrics, job.steps, learn)
-    status = watch(command, job.environment_of(arm), paths, tracker, console)
-    _join(earlier, paths.metrics)
+    try:
+        status = watch(command, job.environment_of(arm), paths, tracker, console)
+    finally:
+        _join(earlier, paths.metrics)
     reached = _latest_step(arm)
     # verl saves its last step; what it logs since a resume says less.
     if status != 0 or reached < max(tracker.steps, 1):

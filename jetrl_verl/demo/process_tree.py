@@ -77,7 +77,7 @@ def signals_raise():
 
 
 @contextmanager
-def _signals_wait():
+def signals_wait():
     """Deliver ``SIGNALS`` that arrive inside only on leaving, so that a clean-up under way is finished first."""
     arrived = []
     previous = {number: signal.signal(number, lambda number, frame: arrived.append(number)) for number in SIGNALS}
@@ -177,7 +177,7 @@ class ProcessTree:
 
     def end(self) -> None:
         """Terminate the tree and remove its files. Raises ``RuntimeError`` if a process survives SIGKILL."""
-        with _signals_wait():
+        with signals_wait():
             self.note_shared_files()
             asked: set[psutil.Process] = set()
             started = time.monotonic()

@@ -41,6 +41,8 @@ from recipes.study.warm_up import StudyError
 CACHE_BYTES = 9 * 10**9
 """KV cache of the engine: at 8 KB a token, 1,024 sequences of the longest kind twice over."""
 
+_POLL_SECONDS = 0.5
+
 TEMPERATURES = (0.0, 1.0)
 """Greedy, and as trained; the second decides, since it is the policy and not its mode."""
 
@@ -63,7 +65,8 @@ def folder_of(out: Path, rollouts: int | None = None) -> Path:
 def checkpoint_after(arm: StudyArm, rollouts: int) -> Path | None:
     """The checkpoint of ``arm`` after that many rollouts, if it has one."""
     checkpoint = arm.checkpoints / f"global_step_{rollouts}"
-    return checkpoint if (checkpoint / "actor").is_dir() else None
+    # What verl writes last; a run that was stopped meanwhile leaves the rest.
+    return checkpoint if (checkpoint / "data.pt").is_file() else None
 
 
 def unscored(out: Path, rollouts: int | None = None) -> dict[StudyArm, Path]:
@@ -73,12 +76,12 @@ def unscored(out: Path, rollouts: int | None = None) -> dict[StudyArm, Path]:
         file = file_of(folder_of(out, rollouts), arm.name)
         if rollouts:
             checkpoint = checkpoint_after(arm, rollouts)
-            if checkpoint and not file.is_file():
-                due[arm] = checkpoint
-        elif arm.state.is_file():
-            state = json.loads(arm.state.read_text())
-            if state["finished"] and not (file.is_file() and file.stat().st_mtime >= state["at"]):
-                due[arm] = arm.checkpoints
+            since = (checkpoint / "data.pt").stat().st_mtime if checkpoint else None
+        else:
+            state = json.loads(arm.state.read_text()) if arm.state.is_file() else {"finished": False}
+            checkpoint, since = (arm.checkpoints, state["at"]) if state["finished"] else (None, None)
+        if checkpoint and not (file.is_file() and file.stat().st_mtime >= since):
+            due[arm] = checkpoint
     return due
 
 
@@ -120,8 +123,10 @@ def evaluate(
         evaluator: program that scores, to which the request's file is appended.
         rollouts: score the checkpoints after that many instead of final weights. names: of these arms alone, if any.
 
+    A score is in its place as soon as the engine has it.
+
     Raises:
-        StudyError: the engine failed; what it had scored is kept. Or an arm of ``names`` has nothing to be scored.
+        StudyError: the engine failed; what it had scored is kept. Or one of ``names`` is no arm below ``out``.
     """
     due, folder = unscored(out, rollouts), folder_of(out, rollouts)
     if names:
@@ -140,18 +145,34 @@ def evaluate(
         Request(str(new / "config.yaml"), checkpoints, True, TEMPERATURES, samples, str(new)), new / "request.json"
     )
     environment = build_environment(RunPaths(folder), device)
-    status = subprocess.run([*evaluator, str(new / "request.json")], env=environment).returncode
-    before = file_of(new, BEFORE)
-    if before.is_file():
-        # Named after the moment, so that results of several engines and machines can be laid into one folder.
-        before.replace(folder / f"{before.stem}.{time.time_ns()}{before.suffix}")
-    scored = [name for name in checkpoints if file_of(new, name).is_file()]
-    for name in scored:
-        file_of(new, name).replace(file_of(folder, name))
-    shutil.rmtree(new)
-    if status:
+    scored = []
+
+    def take() -> None:
+        before = file_of(new, BEFORE)
+        if before.is_file():
+            # Named after the moment, so that results of several engines and machines can be laid into one folder.
+            before.replace(folder / f"{before.stem}.{time.time_ns()}{before.suffix}")
+        for name in checkpoints:
+            if file_of(new, name).is_file():
+                file_of(new, name).replace(file_of(folder, name))
+                scored.append(name)
+
+    engine = subprocess.Popen([*evaluator, str(new / "request.json")], env=environment)
+    try:
+        while engine.poll() is None:
+            take()
+            time.sleep(_POLL_SECONDS)
+    finally:
+        if engine.poll() is None:
+            engine.kill()
+        engine.wait()
+        take()
+        shutil.rmtree(new, ignore_errors=True)
+    if engine.returncode:
         missing = ", ".join(name for name in checkpoints if name not in scored)
-        raise StudyError(f"the engine ended with status {status}, without {missing}; its last lines say why.")
+        raise StudyError(
+            f"the engine ended with status {engine.returncode}, without {missing}; its last lines say why."
+        )
     return scored
 
 

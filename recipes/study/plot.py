@@ -229,11 +229,15 @@ def as_html(body: Sequence[Sequence[str]], caption: str) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{rest}</tbody></table>{below}"
 
 
-CAPTION = (
-    "Accuracy: final weights on the test split in one BF16 engine, ± one standard error over the problems; Δ is paired "
-    f"by problem. Other figures: means over an arm's last {LAST_STEPS} steps and its seeds. Clipped and truncated: "
-    "shares of response tokens, by sign of advantage."
-)
+def caption_of(rollouts: int | None, left_out: Sequence[str]) -> str:
+    """What stands below the table."""
+    weights = f"weights after {rollouts} rollouts" if rollouts else "final weights"
+    absent = f" Without a score: {', '.join(left_out)}." if left_out else ""
+    return (
+        f"Accuracy: {weights} on the test split in one BF16 engine or several like it, ± one standard error over the "
+        f"problems; Δ is paired by problem. Other figures: means over an arm's last {LAST_STEPS} steps and its seeds. "
+        f"Clipped and truncated: shares of response tokens, by sign of advantage.{absent}"
+    )
 
 
 def write_study(out: Path, rollouts: int | None = None) -> Path:
@@ -249,12 +253,15 @@ def write_study(out: Path, rollouts: int | None = None) -> Path:
     """
     folder, first = folder_of(out, rollouts), next(iter(read_arms()["arms"]))
     stem = f"study-{rollouts}" if rollouts else "study"
-    arms = [arm for arm in arms_in(out) if arm.paths.metrics.is_file()]
+    arms = arms_in(out)
     if rollouts:
         arms = [arm for arm in arms if file_of(folder, arm.name).is_file()]
 
     def run_of(arm: StudyArm) -> Run:
-        found = load_run(arm.paths.folder, arm.name)
+        try:
+            found = load_run(arm.paths.folder, arm.name)
+        except ValueError:  # no metrics, or none yet of an attempt that was stopped: its score counts all the same
+            found = Run(arm.name, [])
         records = [(step, data) for step, data in found.records if step <= (rollouts or math.inf)]
         return replace(found, arm=arm.label, records=records)
 
@@ -275,14 +282,16 @@ def write_study(out: Path, rollouts: int | None = None) -> Path:
     noise = {temperature: noise_of(bf16, seeds, starts, temperature) for temperature in bf16.accuracies}
     body = table(rows, trained, noise)
     markdown = [f"| {' | '.join(line)} |" for line in (body[0], ["---"] * len(body[0]), *body[1:])]
-    (out / f"{stem}.md").write_text("\n".join([*markdown, "", CAPTION, ""]))
+    known = [f"{label}-seed{seed}" for label, arm in read_arms()["arms"].items() for seed in arm["seeds"]]
+    caption = caption_of(rollouts, [name for name in known if name not in {arm.name for arm in scored}])
+    (out / f"{stem}.md").write_text("\n".join([*markdown, "", caption, ""]))
     (out / f"{stem}.json").write_text(json.dumps([dict(zip(body[0], line)) for line in body[1:]], indent=1))
     return write_report(
-        list(runs.values()),
+        [run for run in runs.values() if run.records],
         out / f"{stem}.html",
         "The study" + (f", after {rollouts} rollouts" if rollouts else ""),
         (*FIGURES, *STUDY_FIGURES),
-        as_html(body, CAPTION),
+        as_html(body, caption),
     )
 
 

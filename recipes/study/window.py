@@ -11,29 +11,38 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Many arms side by side while a machine is ours: ``python -m recipes.study.window --gpus 0,1 --slots 7 --minutes 17``.
+"""Many arms side by side while a machine is ours: ``python -m recipes.study.window --gpus 0,1 --slots 7 --minutes 27``.
 
 Arms of this size wait most of their time, so several share a GPU. Each is the command of ``run.py`` in a process of its
 own. The queue begins with the arms that have most seeds, since without them there is no verdict; as one ends, the next
-takes its place. An arm that failed is started once more and goes on from its last checkpoint. When the minutes are
-over, what still trains is stopped. Then one engine a GPU scores: final weights if all arms with several seeds have
-finished, else, by the rule of docs/study.md, the checkpoints after as many rollouts as all of these have saved. The
-same command goes on with what is left, on the same machine.
+takes its place. An arm that fails, or logs nothing for minutes, is ended and started again, and goes on from its last
+checkpoint. Training is stopped in time for the scores, which are part of the minutes. Then one engine scores them all
+(or several, ``--engines``, each some): final weights if all arms with several seeds have finished, else, by the rule of
+docs/study.md, the checkpoints after as many rollouts as all of these have saved. The same command goes on with what is
+left, on the same machine.
+
+Nobody needs to watch it, so it is written to lose nothing: whatever one arm or engine does, the others go on, and a
+score is in its place as soon as there is one. Signals: the first ends everything in order, SIGHUP as well.
 """
 
 import argparse
+import fcntl
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jetrl_verl.demo.process_tree import Interrupted, signals_raise
+import psutil
+
+from jetrl_verl.demo.process_tree import Interrupted, signals_raise, signals_wait
+from jetrl_verl.demo.run import DEVICES, detect_device
 from recipes.study.evaluate import checkpoint_after, unscored
 from recipes.study.run import ROOT, SAVE_EVERY, StudyArm, arm_of, read_arms
 from recipes.study.warm_up import StudyError, read_facts
@@ -44,10 +53,13 @@ THREADS = 2500
 SHORTEST = 40
 """Rollouts below which an arm is not compared."""
 
-_ATTEMPTS = 2
+_ATTEMPTS = 3
 _POLL_SECONDS = 1.0
 _SAY_SECONDS = 60.0
 _GRACE_SECONDS = 40.0
+_KILL_SECONDS = 10.0
+_LEAST_SECONDS = 90.0
+"""In which an engine starts and scores something."""
 
 Start = Callable[[Sequence[str], str, Path], subprocess.Popen]
 """Starts a command on a GPU, with a log."""
@@ -74,10 +86,12 @@ def is_finished(arm: StudyArm) -> bool:
 
 def rollouts_of(arm: StudyArm) -> int:
     """How far the training of ``arm`` has come."""
-    try:
-        return max((json.loads(line)["step"] for line in arm.paths.metrics.open()), default=0)
-    except (OSError, ValueError):  # not there yet, or a line that is being written
-        return 0
+    steps = [0]
+    with suppress(OSError):
+        for line in arm.paths.metrics.read_text().splitlines():
+            with suppress(ValueError):  # a line that is being written
+                steps.append(json.loads(line)["step"])
+    return max(steps)
 
 
 def common_rollouts(arms: Sequence[StudyArm], steps: int) -> int | None:
@@ -90,31 +104,70 @@ def common_rollouts(arms: Sequence[StudyArm], steps: int) -> int | None:
     return min((n for n in saved if n >= SHORTEST), default=None)
 
 
-def check_threads(at_once: int, limits: dict[str, int] | None = None) -> None:
+def length_of(arms: Sequence[StudyArm], steps: int) -> int | None:
+    """What is scored: None for final weights, else checkpoints after so many rollouts.
+
+    Raises:
+        StudyError: an arm with several seeds has not finished, and none has saved enough to be compared.
+    """
+    if all(is_finished(arm) for arm in core(arms)):
+        return None
+    if (rollouts := common_rollouts(core(arms), steps)) is None:
+        raise StudyError(
+            f"no arm with several seeds has saved {SHORTEST} rollouts; give more --minutes, the same command goes on."
+        )
+    return rollouts
+
+
+def check_threads(at_once: int, running: int | None = None, limits: dict[str, int] | None = None) -> None:
     """Refuse more arms than the machine has threads for: they would end at any moment, or hang.
 
     Args:
-        at_once: arms side by side. limits: name -> threads; the machine's if None.
+        at_once: arms side by side. running: threads of everything else. limits: name -> threads. The machine's if None.
 
     Raises:
         StudyError: a limit is too low.
     """
+    if running is None:
+        running = sum(1 for _ in Path("/proc").glob("[0-9]*/task/[0-9]*"))
     if limits is None:
         limits = {"ulimit -u": resource.getrlimit(resource.RLIMIT_NPROC)[0]}
         for name, file in (
             ("kernel.pid_max", "/proc/sys/kernel/pid_max"),
             ("kernel.threads-max", "/proc/sys/kernel/threads-max"),
             ("pids.max of the control group", "/sys/fs/cgroup/pids.max"),
+            ("pids.max of the control group", "/sys/fs/cgroup/pids/pids.max"),
         ):
             if Path(file).is_file() and (text := Path(file).read_text().strip()).isdigit():
                 limits[name] = int(text)
-    needed = at_once * THREADS
+    needed = at_once * THREADS + running
     for name, limit in limits.items():
         if limit != resource.RLIM_INFINITY and limit < needed:
             raise StudyError(
-                f"{at_once} arms side by side need about {needed:,} threads and {name} allows {limit:,}; raise it, or "
-                "give a smaller --slots."
+                f"{at_once} arms side by side need about {needed:,} threads and {name} allows {limit:,}; raise it "
+                "(sysctl -w kernel.pid_max=4194304), or give a smaller --slots."
             )
+
+
+def kill(process: subprocess.Popen) -> None:
+    """End a command and everything below it at once; a signal to its group would not reach verl, which has its own."""
+    with suppress(psutil.NoSuchProcess):
+        leader = psutil.Process(process.pid)
+        for member in [*leader.children(recursive=True), leader]:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_KILL_SECONDS)
+
+
+@dataclass
+class Running:
+    """An arm that trains: its process, its GPU, when it started and when it was asked to end (of ``time.time``)."""
+
+    process: subprocess.Popen
+    gpu: str
+    begun: float
+    asked: float | None = None
 
 
 @dataclass
@@ -125,6 +178,8 @@ class Window:
         gpus: names for ``CUDA_VISIBLE_DEVICES``. slots: arms side by side on each.
         seconds: after which what trains is stopped.
         start: starts a command. command_of: the command that trains an arm. say: shows a line.
+        start_seconds, quiet_seconds: without a logged step from the start, and since the last one, after which an arm
+            is ended. pause_seconds: before it is started again. least_seconds: what must be left for that.
     """
 
     gpus: Sequence[str]
@@ -133,49 +188,80 @@ class Window:
     start: Start
     command_of: Callable[[StudyArm], Sequence[str]]
     say: Callable[[str], None]
-    _running: dict[StudyArm, tuple[subprocess.Popen, str]] = field(default_factory=dict)
+    start_seconds: float = 600.0
+    quiet_seconds: float = 180.0
+    pause_seconds: float = 60.0
+    least_seconds: float = 240.0
+    _running: dict[StudyArm, Running] = field(default_factory=dict, init=False)
+    _attempts: dict[StudyArm, int] = field(default_factory=dict, init=False)
+    _ready: dict[StudyArm, float] = field(default_factory=dict, init=False)
+    """When an arm may start, in the order in which they wait."""
 
     def train(self, arms: Sequence[StudyArm], logs: Path) -> list[StudyArm]:
         """Train ``arms`` in their order; those that have not finished when the time is over or nothing runs any more.
 
         Whatever was started has ended when this returns or raises.
         """
-        waiting = [arm for arm in arms if not is_finished(arm)]
-        attempts = dict.fromkeys(waiting, 0)
-        begun, said = time.monotonic(), 0.0
+        begun = said = time.time()
+        self._ready = {arm: begun for arm in arms if not is_finished(arm)}
         try:
-            while waiting or self._running:
-                passed = time.monotonic() - begun
-                if passed > self.seconds:
-                    self.say("the time is over")
+            while self._ready or self._running:
+                now = time.time()
+                if now - begun > self.seconds:
+                    self.say(f"{now - begun:5.0f} s  the time to train is over")
                     break
-                self._fill(waiting, attempts, logs)
-                for arm in [arm for arm, (process, _) in self._running.items() if process.poll() is not None]:
-                    process, _ = self._running.pop(arm)
-                    self.say(f"{passed:5.0f} s  {arm.name} ended with status {process.returncode}")
-                    if not is_finished(arm) and attempts[arm] < _ATTEMPTS:
-                        waiting.append(arm)
-                if passed - said > _SAY_SECONDS:
-                    said = passed
-                    self.say(f"{passed:5.0f} s  " + ", ".join(f"{a.name} {rollouts_of(a)}" for a in self._running))
+                self._fill(now, logs)
+                for arm in list(self._running):
+                    self._look_after(arm, now, f"{now - begun:5.0f} s  {arm.name}", begun + self.seconds - now)
+                if now - said > _SAY_SECONDS:
+                    said = now
+                    self.say(f"{now - begun:5.0f} s  " + ", ".join(f"{a.name} {rollouts_of(a)}" for a in self._running))
                 time.sleep(_POLL_SECONDS)
         finally:
-            self._stop()
+            with signals_wait():
+                self._stop()
         return [arm for arm in arms if not is_finished(arm)]
 
-    def _fill(self, waiting: list[StudyArm], attempts: dict[StudyArm, int], logs: Path) -> None:
-        used = [gpu for _, gpu in self._running.values()]
-        while waiting:
+    def _fill(self, now: float, logs: Path) -> None:
+        for arm in [arm for arm, ready in self._ready.items() if ready <= now]:
+            used = [running.gpu for running in self._running.values()]
             gpu = min(self.gpus, key=used.count)
             if used.count(gpu) >= self.slots:
                 return
-            arm = waiting.pop(0)
-            attempts[arm] += 1
-            used.append(gpu)
-            self._running[arm] = (self.start(self.command_of(arm), gpu, logs / f"{arm.name}.log"), gpu)
+            try:
+                process = self.start(self.command_of(arm), gpu, logs / f"{arm.name}.log")
+            except OSError as error:  # no process or file to be had: for a while
+                self.say(f"{arm.name} cannot be started: {error}")
+                self._ready[arm] = now + self.pause_seconds
+                continue
+            del self._ready[arm]
+            self._attempts[arm] = self._attempts.get(arm, 0) + 1
+            self._running[arm] = Running(process, gpu, now)
+
+    def _look_after(self, arm: StudyArm, now: float, name: str, left: float) -> None:
+        """See whether ``arm`` has ended, and end it if it hangs."""
+        running = self._running[arm]
+        if running.process.poll() is not None:
+            del self._running[arm]
+            self.say(f"{name} ended with status {running.process.returncode}, {rollouts_of(arm)} rollouts")
+            if not is_finished(arm) and self._attempts[arm] < _ATTEMPTS and left > self.least_seconds:
+                self._ready[arm] = now + self.pause_seconds
+        elif running.asked is not None:
+            if now - running.asked > _GRACE_SECONDS:
+                kill(running.process)
+        elif self._hangs(arm, running.begun, now):
+            self.say(f"{name} logs nothing and is ended, {rollouts_of(arm)} rollouts")
+            running.asked = now
+            running.process.terminate()
+
+    def _hangs(self, arm: StudyArm, begun: float, now: float) -> bool:
+        logged = 0.0
+        with suppress(OSError):
+            logged = arm.paths.metrics.stat().st_mtime
+        return now - max(begun, logged) > (self.quiet_seconds if logged > begun else self.start_seconds)
 
     def _stop(self) -> None:
-        processes = [process for process, _ in self._running.values()]
+        processes = [running.process for running in self._running.values()]
         for process in processes:
             process.terminate()
         deadline = time.monotonic() + _GRACE_SECONDS
@@ -183,13 +269,16 @@ class Window:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                kill(process)
         self._running.clear()
 
 
 def start_on(command: Sequence[str], gpu: str, log: Path) -> subprocess.Popen:
-    """Start ``command`` where it sees ``gpu`` alone, in a process group of its own; ``log`` gets its words."""
+    """Start ``command`` where it sees ``gpu`` alone, out of a terminal's reach; ``log`` gets its words.
+
+    Raises:
+        OSError: there is no process or file to be had.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         return subprocess.Popen(
@@ -207,27 +296,59 @@ def score(
     out: Path,
     rollouts: int | None,
     gpus: Sequence[str],
+    seconds: float,
     start: Start,
+    say: Callable[[str], None],
     program: Sequence[str] = (sys.executable, "-m", "recipes.study.evaluate"),
-) -> bool:
-    """Score what is due by one engine a GPU; whether all of it was.
+) -> list[str]:
+    """Score what is due by one engine a GPU, and what failed by another; names of the arms that have no score then.
 
     Args:
-        out: folder of the study. rollouts: as for :func:`recipes.study.evaluate.evaluate`.
-        gpus: their names. start: starts a command. program: ``recipes.study.evaluate``.
+        out: folder of the study. rollouts: as for :func:`recipes.study.evaluate.evaluate`. gpus: their names.
+        seconds: after which engines are ended; what they have scored by then counts.
+        start: starts a command. say: shows a line. program: ``recipes.study.evaluate``.
     """
-    names = [arm.name for arm in unscored(out, rollouts)]
+    deadline = time.monotonic() + seconds
     words = ["--out", str(out), *(["--rollouts", str(rollouts)] if rollouts else [])]
-    shares = [(gpu, names[i :: len(gpus)]) for i, gpu in enumerate(gpus)]
-    engines = [
-        start([*program, *words, *share], gpu, out / "window" / f"evaluate-{gpu}.log") for gpu, share in shares if share
-    ]
-    try:
-        return all([engine.wait() == 0 for engine in engines])
-    finally:
-        for engine in engines:
-            if engine.poll() is None:
-                os.killpg(engine.pid, signal.SIGKILL)
+    names = [arm.name for arm in unscored(out, rollouts)]
+    for attempt in range(_ATTEMPTS):
+        if not names or (attempt and deadline - time.monotonic() < _LEAST_SECONDS):
+            break
+        engines = []
+        try:
+            for i, gpu in enumerate(gpus):
+                # Another engine, and another GPU, for what one has failed at.
+                if share := names[(i + attempt) % len(gpus) :: len(gpus)]:
+                    with suppress(OSError):
+                        engines.append(start([*program, *words, *share], gpu, out / "window" / f"evaluate-{gpu}.log"))
+            for engine in engines:
+                with suppress(subprocess.TimeoutExpired):
+                    engine.wait(max(0.0, deadline - time.monotonic()))
+        finally:
+            with signals_wait():
+                for engine in engines:
+                    if engine.poll() is None:
+                        kill(engine)
+        names = [arm.name for arm in unscored(out, rollouts)]
+        if names:
+            say(f"without a score: {', '.join(names)}; {out / 'window'} has the engines' words")
+    return names
+
+
+@contextmanager
+def only_one(out: Path):
+    """Keep another window from training the same arms.
+
+    Raises:
+        StudyError: one is at work below ``out``.
+    """
+    out.joinpath("window").mkdir(parents=True, exist_ok=True)
+    with out.joinpath("window", "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise StudyError(f"another window is at work below {out}; wait for it, or give another --out.") from None
+        yield
 
 
 def main() -> None:
@@ -235,53 +356,62 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", default="0", help="their numbers, with commas")
     parser.add_argument("--slots", type=int, default=4, help="arms side by side on a GPU")
-    parser.add_argument("--minutes", type=float, required=True, help="after which training is stopped and scored")
+    parser.add_argument("--minutes", type=float, required=True, help="in which everything is done, scores included")
+    parser.add_argument("--scoring", type=float, default=7.0, help="how many of these are kept for the scores")
+    parser.add_argument("--engines", type=int, default=1, help="that score, each on a GPU of its own")
     parser.add_argument("--prepared", type=Path, default=Path("outputs/study/prepared"))
     parser.add_argument("--out", type=Path, default=Path("outputs/study"))
     parser.add_argument("--steps", type=int, default=read_arms()["steps"])
+    parser.add_argument("--device", choices=DEVICES, default="auto")
     parser.add_argument("words", nargs="*", help="arms such as bf16-seed1, else all; and Hydra overrides for each")
     given = parser.parse_args()
-    out, prepared, gpus = given.out.resolve(), given.prepared.resolve(), given.gpus.split(",")
+    out, prepared, gpus = given.out.resolve(), given.prepared.resolve(), given.gpus.replace(" ", "").split(",")
     known = {arm.name: arm for arm in queue(out)}
     overrides = [word for word in given.words if "=" in word]
     chosen = [word for word in given.words if "=" not in word] or list(known)
+    # Once for all: what one process could not tell for a moment must not make one arm another.
+    device = detect_device() if given.device == "auto" else given.device
+    begun = time.monotonic()
 
     def command_of(arm: StudyArm) -> list[str]:
         words = ["--arm", arm.label, "--seed", str(arm.seed), "--prepared", str(prepared), "--out", str(out), "--share"]
-        return [sys.executable, "-m", "recipes.study.run", *words, "--steps", str(given.steps), *overrides]
+        words += ["--steps", str(given.steps), "--device", device]
+        return [sys.executable, "-m", "recipes.study.run", *words, *overrides]
 
     def say(line: str) -> None:
-        print(line, flush=True)
+        with suppress(OSError):
+            print(line, flush=True)
 
     try:
         if absent := set(chosen) - set(known):
             raise StudyError(f"{', '.join(sorted(absent))} is not an arm; choose from {', '.join(known)}.")
+        if min(given.slots, given.engines) < 1 or given.minutes <= given.scoring:
+            raise StudyError("--slots and --engines must be at least 1, --minutes more than --scoring; correct them.")
         read_facts(prepared)
         arms = [arm for name, arm in known.items() if name in chosen]
         check_threads(min(len(arms), given.slots * len(gpus)))
-        with signals_raise():
-            window = Window(gpus, given.slots, 60 * given.minutes, start_on, command_of, say)
-            left = window.train(arms, out / "window")
-            rollouts = None
-            if core(left):
-                rollouts = common_rollouts(core(arms), given.steps)
-                if rollouts is None:
-                    raise StudyError(
-                        f"no arm with several seeds has saved {SHORTEST} rollouts; give more --minutes, the same "
-                        "command goes on."
-                    )
+        with signals_raise(), only_one(out):
+            window = Window(gpus, given.slots, 60 * (given.minutes - given.scoring), start_on, command_of, say)
+            try:
+                window.train(arms, out / "window")
+            except Interrupted:
+                raise
+            except Exception:  # of this file's own making; what has been trained is scored all the same
+                traceback.print_exc()
+            left = [arm for arm in arms if not is_finished(arm)]
+            for arm in left:
+                say(f"not finished: {arm.name}, {rollouts_of(arm)} rollouts, log {arm.paths.log}")
+            rollouts = length_of(arms, given.steps)
             say(f"scoring {'final weights' if rollouts is None else f'after {rollouts} rollouts'}")
-            scored = score(out, rollouts, gpus, start_on)
+            program = (sys.executable, "-m", "recipes.study.evaluate", "--device", device)
+            seconds = 60 * given.minutes - (time.monotonic() - begun)
+            missing = score(out, rollouts, gpus[: given.engines], seconds, start_on, say, program)
     except StudyError as error:
         raise SystemExit(f"error: {error}") from None
     except Interrupted as interruption:
         say(f"interrupted by {interruption}; the same command goes on")
         raise SystemExit(128 + interruption.signal) from None
-    for arm in left:
-        say(f"not finished: {arm.name}, {rollouts_of(arm)} rollouts, log {arm.paths.log}")
-    if not scored:
-        say(f"not everything was scored; {out / 'window'} has the engines' words")
-    raise SystemExit(int(bool(left) or not scored))
+    raise SystemExit(int(bool(left or missing)))
 
 
 if __name__ == "__main__":

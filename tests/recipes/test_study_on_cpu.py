@@ -16,6 +16,7 @@
 import ast
 import json
 import operator
+import os
 import random
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import verl.trainer.main_ppo  # noqa: F401  (the plugin registers itself through verl, as in a run)
@@ -308,12 +310,19 @@ def test_the_test_split_decides(prepared, tmp_path):
     assert f"kv_cache_memory_bytes: {evaluate.CACHE_BYTES}" in (tmp_path / "config.yaml").read_text()
 
 
+def save(arm: run.StudyArm, *lengths: int) -> None:
+    """Checkpoints of ``arm``, as far as they are looked at."""
+    for n in lengths:
+        (arm.checkpoints / f"global_step_{n}/actor").mkdir(parents=True)
+        (arm.checkpoints / f"global_step_{n}/data.pt").touch()
+
+
 def test_arms_that_ended_early_are_compared_at_one_length(prepared, tmp_path):
     judge = (sys.executable, str(FAKE), "judge")
     for label, seed in (("bf16", 1), ("bf16", 2), ("jet_fp8", 1)):
         assert train(label, seed, prepared, tmp_path) == 0
         if label == "bf16":
-            (tmp_path / f"arms/{label}-seed{seed}/checkpoints/global_step_2/actor").mkdir(parents=True)
+            save(run.arm_of(label, seed, tmp_path), 2)
     assert evaluate.evaluate(tmp_path, 1, "cpu", judge, rollouts=2) == ["bf16-seed1", "bf16-seed2"]
     assert not evaluate.unscored(tmp_path, 2) and len(evaluate.unscored(tmp_path)) == 3
     page = plot.write_study(tmp_path, 2)
@@ -322,8 +331,18 @@ def test_arms_that_ended_early_are_compared_at_one_length(prepared, tmp_path):
     assert list(rows) == ["before training", "bf16", "between BF16's seeds"]
     # Rewards of steps 1 and 2: 0.45 and 0.5, and a hundredth for each seed.
     assert rows["bf16"]["reward"] == "0.490"
+    words = (tmp_path / "study-2.md").read_text()
+    assert "weights after 2 rollouts" in words and "Without a score: fp8_rollout-seed1, " in words
     with pytest.raises(StudyError, match="with --rollouts 3"):
         plot.write_study(tmp_path, 3)
+    # What an attempt that was stopped has not logged does not cost the score.
+    (tmp_path / "arms/bf16-seed2/metrics.jsonl").write_text("")
+    plot.write_study(tmp_path, 2)
+    rows = {row["arm"]: row for row in json.loads((tmp_path / "study-2.json").read_text())}
+    assert rows["bf16"]["seeds"] == "2" and rows["bf16"]["reward"] == "0.485"
+    # Trained anew, scored anew.
+    os.utime(tmp_path / "arms/bf16-seed1/checkpoints/global_step_2/data.pt", (2e9, 2e9))
+    assert [arm.name for arm in evaluate.unscored(tmp_path, 2)] == ["bf16-seed1"]
 
 
 def test_what_an_engine_scored_before_it_failed_is_kept(prepared, tmp_path):
@@ -367,8 +386,8 @@ TRAIN = (
 )
 
 
-def open_window(prepared: Path, out: Path, behaviour: dict[str, str], slots: int, seconds: float):
-    """A window of two GPUs whose arms are the stand-in's, and the (command, GPU, others on it) of every start."""
+def open_window(prepared: Path, out: Path, behaviour: dict[str, str], slots: int, **options):
+    """A window of two GPUs whose arms are the stand-in's, and the (process, GPU) of every start."""
     started = []
 
     def command_of(arm: run.StudyArm) -> list[str]:
@@ -382,66 +401,134 @@ def open_window(prepared: Path, out: Path, behaviour: dict[str, str], slots: int
         started.append((process, gpu))
         return process
 
-    return window.Window(["0", "1"], slots, seconds, start, command_of, print), started
+    options = {"seconds": 120, "pause_seconds": 0, "least_seconds": 0} | options
+    return window.Window(["0", "1"], slots, start=start, command_of=command_of, say=print, **options), started
 
 
 def test_a_window_trains_what_is_left_and_starts_again_what_failed(prepared, tmp_path, capsys):
     arms = window.queue(tmp_path)[:4]
     behaviour = {arms[1].name: "die_once", arms[2].name: f"fail:{arms[2].precision}"}
-    opened, started = open_window(prepared, tmp_path, behaviour, slots=2, seconds=120)
+    opened, started = open_window(prepared, tmp_path, behaviour, slots=2)
     assert opened.train(arms, tmp_path / "window") == [arms[2]]
-    assert len(started) == 6 and [gpu for _, gpu in started[:4]] == ["0", "1", "0", "1"]
+    assert len(started) == 7 and [gpu for _, gpu in started[:4]] == ["0", "1", "0", "1"]
     assert [window.rollouts_of(arm) for arm in arms] == [4, 4, 2, 4]
     assert f"{arms[2].name} ended with status 1" in capsys.readouterr().out
     assert "layer 3 differs" in (tmp_path / f"window/{arms[2].name}.log").read_text()
 
-    opened, started = open_window(prepared, tmp_path, {}, slots=2, seconds=120)
+    opened, started = open_window(prepared, tmp_path, {}, slots=2)
     assert opened.train(arms[:2], tmp_path / "window") == [] and not started
 
 
-def test_a_window_ends_when_its_time_is_over(prepared, tmp_path):
+def test_a_window_ends_when_its_time_is_over_and_keeps_what_was_logged(prepared, tmp_path):
     arms = window.queue(tmp_path)[:2]
     opened, started = open_window(prepared, tmp_path, {arms[1].name: "hang"}, slots=1, seconds=20)
     begun = time.monotonic()
     assert opened.train(arms, tmp_path / "window") == [arms[1]]
     assert time.monotonic() - begun < 20 + 20
     assert all(process.poll() is not None for process, _ in started)
+    assert window.rollouts_of(arms[1]) == 2
+
+
+def test_an_arm_that_logs_nothing_any_more_is_ended_and_started_again(prepared, tmp_path, capsys):
+    arm = window.queue(tmp_path)[0]
+    opened, started = open_window(prepared, tmp_path, {arm.name: "hang"}, slots=1, quiet_seconds=3)
+    assert opened.train([arm], tmp_path / "window") == [arm]
+    assert len(started) == 3 and capsys.readouterr().out.count("logs nothing and is ended, 2 rollouts") == 3
+
+
+def test_a_start_that_fails_costs_nobody_else(prepared, tmp_path, capsys):
+    arms = window.queue(tmp_path)[:2]
+    opened, started = open_window(prepared, tmp_path, {}, slots=1)
+    start, refused = opened.start, []
+
+    def refuse_once(command, gpu, log):
+        if log.stem == arms[0].name and not refused:
+            refused.append(gpu)
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return start(command, gpu, log)
+
+    opened.start = refuse_once
+    assert opened.train(arms, tmp_path / "window") == []
+    assert refused and "cannot be started: [Errno 11]" in capsys.readouterr().out
+
+
+def test_ending_a_command_ends_what_has_a_session_of_its_own(tmp_path):
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
+    parent = (
+        "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', sys.argv[1]], start_new_session=True);"
+        "print(p.pid, flush=True); p.wait()"
+    )
+    process = window.start_on([sys.executable, "-c", parent, deaf], "0", tmp_path / "log")
+    while len(words := (tmp_path / "log").read_text().split()) < 2:
+        time.sleep(0.1)
+    window.kill(process)
+    assert process.poll() is not None
+    child = max(map(int, words))
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
 def test_the_length_at_which_arms_are_compared(tmp_path):
     arms = window.queue(tmp_path)[:3]
     for arm, lengths in zip(arms, ((20, 40, 60, 80), (20, 40, 60), (20,))):
-        for n in lengths:
-            (arm.checkpoints / f"global_step_{n}/actor").mkdir(parents=True)
+        save(arm, *lengths)
     assert window.common_rollouts(arms[:1], 80) == 80
-    assert window.common_rollouts(arms, 80) == 60  # the third is left out
+    assert window.common_rollouts(arms, 80) == window.length_of(arms, 80) == 60  # the third is left out
     assert window.common_rollouts(arms[2:], 80) is None
+    (arms[2].checkpoints / "global_step_40/actor").mkdir(parents=True)  # the run was stopped in the middle of it
+    with pytest.raises(StudyError, match="has saved 40 rollouts"):
+        window.length_of(arms[2:], 80)
+    alone = [arm for arm in window.queue(tmp_path) if arm not in window.core(window.queue(tmp_path))]
+    assert window.length_of(alone, 80) is None
+    for arm in arms:
+        arm.state.write_text(json.dumps({"finished": True, "at": 0.0}))
+    assert window.length_of([*arms, *alone], 80) is None
 
 
-def test_one_engine_a_gpu_scores_a_share_each(prepared, tmp_path):
-    for label in ("bf16", "fp8_rollout", "jet_fp8"):
-        assert train(label, 1, prepared, tmp_path) == 0
-    started = []
+def test_one_engine_a_gpu_scores_a_share_each_and_another_what_it_failed_at(prepared, tmp_path, capsys):
+    names = [f"{label}-seed1" for label in ("bf16", "fp8_rollout", "jet_fp8")]
+    for name in names:
+        assert train(name.removesuffix("-seed1"), 1, prepared, tmp_path) == 0
+    started, words = [], ["--out", str(tmp_path)]
 
     def start(command, gpu, log):
         started.append((gpu, command[1:]))
-        return subprocess.Popen(["true" if gpu == "0" or "--rollouts" not in command else "false"])
+        if gpu == "1" and len(started) < 4:
+            return subprocess.Popen(["false"])
+        evaluate.evaluate(tmp_path, 1, "cpu", (sys.executable, str(FAKE), "judge"), names=command[3:])
+        return subprocess.Popen(["true"])
 
-    assert window.score(tmp_path, None, ["0", "1", "2", "3"], start, ["evaluate"])
-    words = ["--out", str(tmp_path)]
-    names = ("bf16-seed1", "fp8_rollout-seed1", "jet_fp8-seed1")
-    assert started == [(gpu, [*words, name]) for gpu, name in zip("012", names)]
-    for name in names:
-        (tmp_path / f"arms/{name}/checkpoints/global_step_60/actor").mkdir(parents=True)
-    started.clear()
-    assert not window.score(tmp_path, 60, ["0", "1"], start, ["evaluate"])
-    assert started[0] == ("0", [*words, "--rollouts", "60", names[0], names[2]])
+    assert window.score(tmp_path, None, ["0", "1", "2", "3"], 600, start, print, ["evaluate"]) == []
+    assert started[:3] == [(gpu, [*words, name]) for gpu, name in zip("012", names)]
+    assert started[3:] == [("3", [*words, names[1]])]
+    assert f"without a score: {names[1]};" in capsys.readouterr().out
+
+
+def test_scoring_ends_in_time(prepared, tmp_path):
+    assert train("bf16", 1, prepared, tmp_path) == 0
+    save(run.arm_of("bf16", 1, tmp_path), 60)
+    started = []
+
+    def start(command, gpu, log):
+        started.append((command, subprocess.Popen(["sleep", "600"])))
+        return started[-1][1]
+
+    assert window.score(tmp_path, 60, ["0", "1"], 2, start, print, ["evaluate"]) == ["bf16-seed1"]
+    assert started[0][0] == ["evaluate", "--out", str(tmp_path), "--rollouts", "60", "bf16-seed1"]
+    assert len(started) == 1 and started[0][1].poll() is not None
+
+
+def test_two_windows_do_not_train_the_same_arms(tmp_path):
+    refused = pytest.raises(StudyError, match="another window is at work")
+    with window.only_one(tmp_path), refused, window.only_one(tmp_path):
+        pass
+    with window.only_one(tmp_path):
+        pass
 
 
 def test_more_arms_than_threads_are_refused():
-    window.check_threads(10, {"kernel.pid_max": 32768, "ulimit -u": -1})
-    with pytest.raises(StudyError, match=r"need about 35,000 threads and kernel.pid_max allows 32,768"):
-        window.check_threads(14, {"ulimit -u": 127000, "kernel.pid_max": 32768})
+    window.check_threads(13, 268, {"kernel.pid_max": 32768, "ulimit -u": -1})
+    with pytest.raises(StudyError, match=r"need about 32,800 threads and kernel.pid_max allows 32,768"):
+        window.check_threads(13, 300, {"ulimit -u": 127000, "kernel.pid_max": 32768})
     window.check_threads(1)
 
 

@@ -268,7 +268,7 @@ def evaluate(request: Request) -> None:
         try:
             export(Path(checkpoint), folder, ExportOptions("bf16"))
             engine.load(folder)
-        except ExportError as error:
+        except (ExportError, OSError) as error:
             print(f"{arm} is not scored: {error}", flush=True)
             damaged.append(arm)
         else:

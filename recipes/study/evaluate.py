@@ -34,6 +34,7 @@ from pathlib import Path
 from jetrl_verl.compare.evaluate import BEFORE, Request, file_of, write_request
 from jetrl_verl.compare.run import EVALUATE
 from jetrl_verl.demo.overrides import RunPaths, build_environment
+from jetrl_verl.demo.process_tree import Interrupted, signals_raise
 from jetrl_verl.demo.run import DEVICES, detect_device
 from recipes.study.run import StudyArm, arm_of, read_arms
 from recipes.study.warm_up import StudyError
@@ -65,7 +66,7 @@ def folder_of(out: Path, rollouts: int | None = None) -> Path:
 def checkpoint_after(arm: StudyArm, rollouts: int) -> Path | None:
     """The checkpoint of ``arm`` after that many rollouts, if it has one."""
     checkpoint = arm.checkpoints / f"global_step_{rollouts}"
-    # What verl writes last; a run that was stopped meanwhile leaves the rest.
+    # verl writes it when the actor is complete; a run that was stopped before leaves a part of that.
     return checkpoint if (checkpoint / "data.pt").is_file() else None
 
 
@@ -121,7 +122,8 @@ def evaluate(
     Args:
         out: folder of the study. samples: responses to a problem at temperature 1. device: ``cpu`` or ``cuda``.
         evaluator: program that scores, to which the request's file is appended.
-        rollouts: score the checkpoints after that many instead of final weights. names: of these arms alone, if any.
+        rollouts: score the checkpoints after that many instead of final weights. names: of these arms alone, in
+            this order, if any.
 
     A score is in its place as soon as the engine has it.
 
@@ -133,7 +135,8 @@ def evaluate(
         absent = set(names) - {arm.name for arm in arms_in(out)}
         if absent:
             raise StudyError(f"{', '.join(sorted(absent))} is no arm below {out}; name folders of {out / 'arms'}.")
-        due = {arm: checkpoint for arm, checkpoint in due.items() if arm.name in names}
+        by_name = {arm.name: arm for arm in due}
+        due = {by_name[name]: due[by_name[name]] for name in names if name in by_name}
     if not due:
         return []
     folder.mkdir(parents=True, exist_ok=True)
@@ -187,9 +190,12 @@ def main() -> None:
     given = parser.parse_args()
     device = detect_device() if given.device == "auto" else given.device
     try:
-        scored = evaluate(given.out, given.samples, device, rollouts=given.rollouts, names=given.arms)
+        with signals_raise():  # else a signal would leave the engine with its GPU
+            scored = evaluate(given.out, given.samples, device, rollouts=given.rollouts, names=given.arms)
     except StudyError as error:
         raise SystemExit(f"error: {error}") from None
+    except Interrupted as interruption:
+        raise SystemExit(128 + interruption.signal) from None
     print(f"scored {', '.join(scored) or 'nothing: every arm that is due has its score'}")
 
 

@@ -258,10 +258,10 @@ def write_study(out: Path, rollouts: int | None = None) -> Path:
         arms = [arm for arm in arms if file_of(folder, arm.name).is_file()]
 
     def run_of(arm: StudyArm) -> Run:
-        try:
-            found = load_run(arm.paths.folder, arm.name)
-        except ValueError:  # no metrics, or none yet of an attempt that was stopped: its score counts all the same
-            found = Run(arm.name, [])
+        # An attempt that was stopped before its first step leaves none; the score counts all the same.
+        metrics = arm.paths.metrics
+        logged_any = metrics.is_file() and metrics.read_text().strip()
+        found = load_run(arm.paths.folder, arm.name) if logged_any else Run(arm.name, [])
         records = [(step, data) for step, data in found.records if step <= (rollouts or math.inf)]
         return replace(found, arm=arm.label, records=records)
 

@@ -58,8 +58,9 @@ _POLL_SECONDS = 1.0
 _SAY_SECONDS = 60.0
 _GRACE_SECONDS = 40.0
 _KILL_SECONDS = 10.0
-_LEAST_SECONDS = 90.0
+_LEAST_SECONDS = 120.0
 """In which an engine starts and scores something."""
+_PAUSE_SECONDS = 5.0
 
 Start = Callable[[Sequence[str], str, Path], subprocess.Popen]
 """Starts a command on a GPU, with a log."""
@@ -160,9 +161,21 @@ def kill(process: subprocess.Popen) -> None:
         process.wait(_KILL_SECONDS)
 
 
+def end(process: subprocess.Popen) -> None:
+    """Ask a command to end, and see to it."""
+    process.terminate()
+    try:
+        process.wait(_KILL_SECONDS)
+    except subprocess.TimeoutExpired:
+        kill(process)
+
+
 @dataclass
 class Running:
-    """An arm that trains: its process, its GPU, when it started and when it was asked to end (of ``time.time``)."""
+    """An arm that trains: its process, its GPU, when it started and when it was asked to end.
+
+    ``begun`` is of ``time.time``, which files are dated by; ``asked`` of ``time.monotonic``, as all else.
+    """
 
     process: subprocess.Popen
     gpu: str
@@ -178,8 +191,9 @@ class Window:
         gpus: names for ``CUDA_VISIBLE_DEVICES``. slots: arms side by side on each.
         seconds: after which what trains is stopped.
         start: starts a command. command_of: the command that trains an arm. say: shows a line.
-        start_seconds, quiet_seconds: without a logged step from the start, and since the last one, after which an arm
-            is ended. pause_seconds: before it is started again. least_seconds: what must be left for that.
+        start_seconds, quiet_seconds: an arm that has not opened its log so long after its start, or not written to it
+            for so long since, is ended.
+        pause_seconds: before it is started again. least_seconds: what must be left for that.
     """
 
     gpus: Sequence[str]
@@ -188,10 +202,10 @@ class Window:
     start: Start
     command_of: Callable[[StudyArm], Sequence[str]]
     say: Callable[[str], None]
-    start_seconds: float = 600.0
+    start_seconds: float = 420.0
     quiet_seconds: float = 180.0
     pause_seconds: float = 60.0
-    least_seconds: float = 240.0
+    least_seconds: float = 400.0
     _running: dict[StudyArm, Running] = field(default_factory=dict, init=False)
     _attempts: dict[StudyArm, int] = field(default_factory=dict, init=False)
     _ready: dict[StudyArm, float] = field(default_factory=dict, init=False)
@@ -202,17 +216,18 @@ class Window:
 
         Whatever was started has ended when this returns or raises.
         """
-        begun = said = time.time()
+        begun = said = time.monotonic()
         self._ready = {arm: begun for arm in arms if not is_finished(arm)}
         try:
             while self._ready or self._running:
-                now = time.time()
-                if now - begun > self.seconds:
+                now = time.monotonic()
+                left = begun + self.seconds - now
+                if left < 0:
                     self.say(f"{now - begun:5.0f} s  the time to train is over")
                     break
-                self._fill(now, logs)
+                self._fill(now, left, logs)
                 for arm in list(self._running):
-                    self._look_after(arm, now, f"{now - begun:5.0f} s  {arm.name}", begun + self.seconds - now)
+                    self._look_after(arm, now, f"{now - begun:5.0f} s  {arm.name}")
                 if now - said > _SAY_SECONDS:
                     said = now
                     self.say(f"{now - begun:5.0f} s  " + ", ".join(f"{a.name} {rollouts_of(a)}" for a in self._running))
@@ -222,43 +237,49 @@ class Window:
                 self._stop()
         return [arm for arm in arms if not is_finished(arm)]
 
-    def _fill(self, now: float, logs: Path) -> None:
+    def _fill(self, now: float, left: float, logs: Path) -> None:
         for arm in [arm for arm, ready in self._ready.items() if ready <= now]:
+            if arm in self._attempts and left < self.least_seconds:
+                del self._ready[arm]  # it would only take time from the others
+                continue
             used = [running.gpu for running in self._running.values()]
             gpu = min(self.gpus, key=used.count)
             if used.count(gpu) >= self.slots:
                 return
             try:
-                process = self.start(self.command_of(arm), gpu, logs / f"{arm.name}.log")
+                with signals_wait():
+                    if arm.paths.log.is_file():  # it says why the last attempt ended
+                        arm.paths.log.replace(arm.paths.log.with_name(f"run.{time.time_ns()}.log"))
+                    process = self.start(self.command_of(arm), gpu, logs / f"{arm.name}.log")
+                    self._running[arm] = Running(process, gpu, time.time())
             except OSError as error:  # no process or file to be had: for a while
                 self.say(f"{arm.name} cannot be started: {error}")
                 self._ready[arm] = now + self.pause_seconds
                 continue
             del self._ready[arm]
             self._attempts[arm] = self._attempts.get(arm, 0) + 1
-            self._running[arm] = Running(process, gpu, now)
 
-    def _look_after(self, arm: StudyArm, now: float, name: str, left: float) -> None:
+    def _look_after(self, arm: StudyArm, now: float, name: str) -> None:
         """See whether ``arm`` has ended, and end it if it hangs."""
         running = self._running[arm]
         if running.process.poll() is not None:
             del self._running[arm]
             self.say(f"{name} ended with status {running.process.returncode}, {rollouts_of(arm)} rollouts")
-            if not is_finished(arm) and self._attempts[arm] < _ATTEMPTS and left > self.least_seconds:
+            if not is_finished(arm) and self._attempts[arm] < _ATTEMPTS:
                 self._ready[arm] = now + self.pause_seconds
         elif running.asked is not None:
             if now - running.asked > _GRACE_SECONDS:
                 kill(running.process)
-        elif self._hangs(arm, running.begun, now):
+        elif self._hangs(arm, running.begun):
             self.say(f"{name} logs nothing and is ended, {rollouts_of(arm)} rollouts")
             running.asked = now
             running.process.terminate()
 
-    def _hangs(self, arm: StudyArm, begun: float, now: float) -> bool:
+    def _hangs(self, arm: StudyArm, begun: float) -> bool:
         logged = 0.0
         with suppress(OSError):
             logged = arm.paths.metrics.stat().st_mtime
-        return now - max(begun, logged) > (self.quiet_seconds if logged > begun else self.start_seconds)
+        return time.time() - max(begun, logged) > (self.quiet_seconds if logged > begun else self.start_seconds)
 
     def _stop(self) -> None:
         processes = [running.process for running in self._running.values()]
@@ -300,38 +321,55 @@ def score(
     start: Start,
     say: Callable[[str], None],
     program: Sequence[str] = (sys.executable, "-m", "recipes.study.evaluate"),
+    engines: int = 1,
+    quiet_seconds: float = 180.0,
 ) -> list[str]:
-    """Score what is due by one engine a GPU, and what failed by another; names of the arms that have no score then.
+    """Score what is due, and by another engine what one failed at; names of the arms that have no score then.
 
     Args:
         out: folder of the study. rollouts: as for :func:`recipes.study.evaluate.evaluate`. gpus: their names.
         seconds: after which engines are ended; what they have scored by then counts.
         start: starts a command. say: shows a line. program: ``recipes.study.evaluate``.
+        engines: side by side, each with a share. quiet_seconds: without a new score after which all are ended.
     """
     deadline = time.monotonic() + seconds
+    engines = min(engines, len(gpus))
     words = ["--out", str(out), *(["--rollouts", str(rollouts)] if rollouts else [])]
-    names = [arm.name for arm in unscored(out, rollouts)]
+
+    def due() -> list[str]:
+        return [arm.name for arm in unscored(out, rollouts)]
+
+    names = due()
     for attempt in range(_ATTEMPTS):
         if not names or (attempt and deadline - time.monotonic() < _LEAST_SECONDS):
             break
-        engines = []
+        running: list[subprocess.Popen] = []
         try:
-            for i, gpu in enumerate(gpus):
-                # Another engine, and another GPU, for what one has failed at.
-                if share := names[(i + attempt) % len(gpus) :: len(gpus)]:
-                    with suppress(OSError):
-                        engines.append(start([*program, *words, *share], gpu, out / "window" / f"evaluate-{gpu}.log"))
-            for engine in engines:
-                with suppress(subprocess.TimeoutExpired):
-                    engine.wait(max(0.0, deadline - time.monotonic()))
+            for i in range(engines):
+                gpu = gpus[(i + attempt) % len(gpus)]  # the last one may be what an engine failed at
+                if share := names[i::engines]:
+                    try:
+                        with signals_wait():
+                            command = [*program, *words, *share]
+                            running.append(start(command, gpu, out / "window" / f"evaluate-{gpu}.log"))
+                    except OSError as error:
+                        say(f"no engine on GPU {gpu}: {error}")
+            heard, left = time.monotonic(), len(names)
+            while any(process.poll() is None for process in running):
+                now, still = time.monotonic(), len(due())
+                if still < left:
+                    heard, left = now, still
+                if now > deadline or now - heard > quiet_seconds:
+                    break
+                time.sleep(_POLL_SECONDS)
         finally:
             with signals_wait():
-                for engine in engines:
-                    if engine.poll() is None:
-                        kill(engine)
-        names = [arm.name for arm in unscored(out, rollouts)]
-        if names:
+                for process in running:
+                    end(process)
+        if names := due():
             say(f"without a score: {', '.join(names)}; {out / 'window'} has the engines' words")
+            names = names[1:] + names[:1]  # the first is what an engine was at
+            time.sleep(max(0.0, min(_PAUSE_SECONDS, deadline - time.monotonic())))
     return names
 
 
@@ -346,7 +384,7 @@ def only_one(out: Path):
     with out.joinpath("window", "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise StudyError(f"another window is at work below {out}; wait for it, or give another --out.") from None
         yield
 
@@ -365,7 +403,7 @@ def main() -> None:
     parser.add_argument("--device", choices=DEVICES, default="auto")
     parser.add_argument("words", nargs="*", help="arms such as bf16-seed1, else all; and Hydra overrides for each")
     given = parser.parse_args()
-    out, prepared, gpus = given.out.resolve(), given.prepared.resolve(), given.gpus.replace(" ", "").split(",")
+    out, prepared, gpus = given.out.resolve(), given.prepared.resolve(), [gpu.strip() for gpu in given.gpus.split(",")]
     known = {arm.name: arm for arm in queue(out)}
     overrides = [word for word in given.words if "=" in word]
     chosen = [word for word in given.words if "=" not in word] or list(known)
@@ -385,8 +423,11 @@ def main() -> None:
     try:
         if absent := set(chosen) - set(known):
             raise StudyError(f"{', '.join(sorted(absent))} is not an arm; choose from {', '.join(known)}.")
-        if min(given.slots, given.engines) < 1 or given.minutes <= given.scoring:
-            raise StudyError("--slots and --engines must be at least 1, --minutes more than --scoring; correct them.")
+        if min(given.slots, given.engines) < 1 or given.minutes <= given.scoring or not all(gpus):
+            raise StudyError(
+                "--slots and --engines must be at least 1, --minutes more than --scoring, and --gpus numbers with "
+                "commas; correct them."
+            )
         read_facts(prepared)
         arms = [arm for name, arm in known.items() if name in chosen]
         check_threads(min(len(arms), given.slots * len(gpus)))
@@ -405,7 +446,7 @@ def main() -> None:
             say(f"scoring {'final weights' if rollouts is None else f'after {rollouts} rollouts'}")
             program = (sys.executable, "-m", "recipes.study.evaluate", "--device", device)
             seconds = 60 * given.minutes - (time.monotonic() - begun)
-            missing = score(out, rollouts, gpus[: given.engines], seconds, start_on, say, program)
+            missing = score(out, rollouts, gpus, seconds, start_on, say, program, given.engines)
     except StudyError as error:
         raise SystemExit(f"error: {error}") from None
     except Interrupted as interruption:

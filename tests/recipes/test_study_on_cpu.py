@@ -419,14 +419,29 @@ def test_a_window_trains_what_is_left_and_starts_again_what_failed(prepared, tmp
     assert opened.train(arms[:2], tmp_path / "window") == [] and not started
 
 
-def test_a_window_ends_when_its_time_is_over_and_keeps_what_was_logged(prepared, tmp_path):
+def test_a_window_ends_when_its_time_is_over_and_keeps_what_was_logged(prepared, tmp_path, monkeypatch):
     arms = window.queue(tmp_path)[:2]
-    opened, started = open_window(prepared, tmp_path, {arms[1].name: "hang"}, slots=1, seconds=20)
-    begun = time.monotonic()
+    opened, started = open_window(prepared, tmp_path, {arms[1].name: "hang"}, slots=1)
+
+    def end_when_one_has_finished_and_one_hangs(seconds):
+        if window.is_finished(arms[0]) and window.rollouts_of(arms[1]) == 2:
+            opened.seconds = 0
+        time.sleep(seconds)
+
+    monkeypatch.setattr(window, "time", Clock(end_when_one_has_finished_and_one_hangs))
     assert opened.train(arms, tmp_path / "window") == [arms[1]]
-    assert time.monotonic() - begun < 20 + 20
-    assert all(process.poll() is not None for process, _ in started)
+    assert opened.seconds == 0 and all(process.poll() is not None for process, _ in started)
     assert window.rollouts_of(arms[1]) == 2
+
+
+class Clock:
+    """The module ``time`` with another ``sleep``."""
+
+    def __init__(self, sleep):
+        self.sleep = sleep
+
+    def __getattr__(self, name):
+        return getattr(time, name)
 
 
 def test_an_arm_that_logs_nothing_any_more_is_ended_and_started_again(prepared, tmp_path, capsys):
@@ -434,6 +449,18 @@ def test_an_arm_that_logs_nothing_any_more_is_ended_and_started_again(prepared, 
     opened, started = open_window(prepared, tmp_path, {arm.name: "hang"}, slots=1, quiet_seconds=3)
     assert opened.train([arm], tmp_path / "window") == [arm]
     assert len(started) == 3 and capsys.readouterr().out.count("logs nothing and is ended, 2 rollouts") == 3
+    assert len(list(arm.paths.folder.glob("run.*.log"))) == 2  # and what it said stays
+
+
+def test_an_arm_that_never_logs_and_hears_nothing_is_killed(prepared, tmp_path, capsys, monkeypatch):
+    arm = window.queue(tmp_path)[0]
+    monkeypatch.setattr(window, "_GRACE_SECONDS", 1)
+    opened, started = open_window(prepared, tmp_path, {}, slots=1, start_seconds=3, least_seconds=600)
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    opened.command_of = lambda arm: [sys.executable, "-c", deaf]
+    assert opened.train([arm], tmp_path / "window") == [arm]
+    assert [process.poll() for process, _ in started] == [-9]  # too little time is left for another attempt
+    assert "logs nothing and is ended, 0 rollouts" in capsys.readouterr().out
 
 
 def test_a_start_that_fails_costs_nobody_else(prepared, tmp_path, capsys):
@@ -459,12 +486,49 @@ def test_ending_a_command_ends_what_has_a_session_of_its_own(tmp_path):
         "print(p.pid, flush=True); p.wait()"
     )
     process = window.start_on([sys.executable, "-c", parent, deaf], "0", tmp_path / "log")
-    while len(words := (tmp_path / "log").read_text().split()) < 2:
+    while len((tmp_path / "log").read_text().split()) < 2:
         time.sleep(0.1)
+    children = psutil.Process(process.pid).children()
     window.kill(process)
-    assert process.poll() is not None
-    child = max(map(int, words))
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    assert len(children) == 1 and process.poll() is not None
+    assert not psutil.wait_procs(children, 10)[1]
+
+
+def main_of(monkeypatch, tmp_path, prepared, scored, train_all, missing=()) -> int | str:
+    """Exit status of the program with ``train_all`` for ``Window.train``; ``scored`` gets the lengths it scores."""
+    words = ["--minutes", "10", "--device", "cpu", "--prepared", prepared, "--out", tmp_path, "bf16-seed1"]
+    monkeypatch.setattr(sys, "argv", ["window", *map(str, words), "jet_fp8-seed1"])
+    monkeypatch.setattr(window.Window, "train", train_all)
+    monkeypatch.setattr(window, "score", lambda out, rollouts, *_: scored.append(rollouts) or list(missing))
+    with pytest.raises(SystemExit) as ended:
+        window.main()
+    return ended.value.code
+
+
+def test_the_program_scores_whatever_happened_in_training(prepared, tmp_path, monkeypatch, capsys):
+    def finish(*names):
+        def train_them(self, arms, logs):
+            for arm in arms:
+                if arm.name in names:
+                    train(arm.label, arm.seed, prepared, tmp_path)
+
+        return train_them
+
+    def break_down(self, arms, logs):
+        save(arms[0], 40, 60)
+        save(arms[1], 40)
+        raise RuntimeError("unforeseen")
+
+    scored: list = []
+    status = main_of(monkeypatch, tmp_path, prepared, scored, finish())
+    assert "no arm with several seeds has saved 40" in status and not scored
+    assert main_of(monkeypatch, tmp_path, prepared, scored, break_down) == 1 and scored.pop() == 40
+    told = capsys.readouterr()
+    assert "unforeseen" in told.err and "not finished: bf16-seed1" in told.out
+    both = ("bf16-seed1", "jet_fp8-seed1")
+    assert main_of(monkeypatch, tmp_path, prepared, scored, finish(*both), missing=["jet_fp8-seed1"]) == 1
+    assert main_of(monkeypatch, tmp_path, prepared, scored, finish(*both)) == 0
+    assert scored == [None, None]
 
 
 def test_the_length_at_which_arms_are_compared(tmp_path):
@@ -484,37 +548,80 @@ def test_the_length_at_which_arms_are_compared(tmp_path):
     assert window.length_of([*arms, *alone], 80) is None
 
 
-def test_one_engine_a_gpu_scores_a_share_each_and_another_what_it_failed_at(prepared, tmp_path, capsys):
+def test_what_an_engine_failed_at_another_scores_on_another_gpu_and_last(prepared, tmp_path, capsys, monkeypatch):
     names = [f"{label}-seed1" for label in ("bf16", "fp8_rollout", "jet_fp8")]
     for name in names:
         assert train(name.removesuffix("-seed1"), 1, prepared, tmp_path) == 0
+    monkeypatch.setattr(window, "_PAUSE_SECONDS", 0)
     started, words = [], ["--out", str(tmp_path)]
 
     def start(command, gpu, log):
         started.append((gpu, command[1:]))
-        if gpu == "1" and len(started) < 4:
+        if len(started) == 1:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        if gpu == "1":
             return subprocess.Popen(["false"])
         evaluate.evaluate(tmp_path, 1, "cpu", (sys.executable, str(FAKE), "judge"), names=command[3:])
         return subprocess.Popen(["true"])
 
-    assert window.score(tmp_path, None, ["0", "1", "2", "3"], 600, start, print, ["evaluate"]) == []
-    assert started[:3] == [(gpu, [*words, name]) for gpu, name in zip("012", names)]
-    assert started[3:] == [("3", [*words, names[1]])]
-    assert f"without a score: {names[1]};" in capsys.readouterr().out
+    assert window.score(tmp_path, None, ["0", "1", "2"], 600, start, print, ["evaluate"]) == []
+    rest = names[1:] + names[:1]
+    assert started == [("0", [*words, *names]), ("1", [*words, *rest]), ("2", [*words, *rest])]
+    told = capsys.readouterr().out
+    assert "no engine on GPU 0: [Errno 11]" in told and told.count(f"without a score: {', '.join(names)};") == 2
+    engines = (tmp_path / "evaluation").glob("*.json")
+    assert len(list(engines)) == 4
 
 
-def test_scoring_ends_in_time(prepared, tmp_path):
+def test_several_engines_score_a_share_each(prepared, tmp_path):
+    names = [f"{label}-seed1" for label in ("bf16", "fp8_rollout", "jet_fp8")]
+    for name in names:
+        assert train(name.removesuffix("-seed1"), 1, prepared, tmp_path) == 0
+    shares = {}
+
+    def start(command, gpu, log):
+        shares[gpu] = command[3:]
+        evaluate.evaluate(tmp_path, 1, "cpu", (sys.executable, str(FAKE), "judge"), names=command[3:])
+        return subprocess.Popen(["true"])
+
+    assert window.score(tmp_path, None, ["0", "1"], 600, start, print, ["evaluate"], engines=5) == []
+    assert shares == {"0": [names[0], names[2]], "1": [names[1]]}
+
+
+@pytest.mark.parametrize(("seconds", "quiet"), [(2, 600), (600, 2)])
+def test_scoring_ends_in_time_and_so_does_an_engine_that_hangs(prepared, tmp_path, seconds, quiet, monkeypatch):
     assert train("bf16", 1, prepared, tmp_path) == 0
     save(run.arm_of("bf16", 1, tmp_path), 60)
+    monkeypatch.setattr(window, "_PAUSE_SECONDS", 0)
     started = []
 
     def start(command, gpu, log):
-        started.append((command, subprocess.Popen(["sleep", "600"])))
-        return started[-1][1]
+        started.append((gpu, command, subprocess.Popen(["sleep", "600"])))
+        return started[-1][2]
 
-    assert window.score(tmp_path, 60, ["0", "1"], 2, start, print, ["evaluate"]) == ["bf16-seed1"]
-    assert started[0][0] == ["evaluate", "--out", str(tmp_path), "--rollouts", "60", "bf16-seed1"]
-    assert len(started) == 1 and started[0][1].poll() is not None
+    missing = window.score(tmp_path, 60, ["0", "1"], seconds, start, print, ["evaluate"], quiet_seconds=quiet)
+    assert missing == ["bf16-seed1"]
+    assert [gpu for gpu, _, _ in started] == (["0"] if seconds == 2 else ["0", "1", "0"])
+    assert started[0][1] == ["evaluate", "--out", str(tmp_path), "--rollouts", "60", "bf16-seed1"]
+    assert all(process.poll() is not None for _, _, process in started)
+
+
+def test_a_score_is_there_before_its_engine_ends(prepared, tmp_path):
+    for label in ("bf16", "jet_fp8"):
+        assert train(label, 1, prepared, tmp_path) == 0
+    waits = (
+        "import json, sys, time; from dataclasses import replace; from pathlib import Path;"
+        "sys.path.insert(0, sys.argv[1]); import fake_compare as f;"
+        "r = f.Request(**json.loads(open(sys.argv[2]).read()));"
+        "names = list(r.checkpoints);"
+        "f.judge(replace(r, checkpoints={names[0]: ''}));"
+        "there = Path(r.out).parent / f'{names[0]}.json'; until = time.time() + 30;\n"
+        "while not there.is_file() and time.time() < until: time.sleep(0.1)\n"
+        "f.judge(replace(r, checkpoints={names[1]: ''}, before=False)); sys.exit(0 if there.is_file() else 4)"
+    )
+    names = ["jet_fp8-seed1", "bf16-seed1"]  # in the order that was asked for
+    judge = (sys.executable, "-c", waits, str(FAKE.parent))
+    assert evaluate.evaluate(tmp_path, 1, "cpu", judge, names=names) == names
 
 
 def test_two_windows_do_not_train_the_same_arms(tmp_path):

@@ -11,15 +11,16 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""``words``: what a recipe's script says to verl.
+"""``words``: what a recipe's script says to verl. ``prepared``: data and policy of the study, as small as they get.
 
-The script is run for real, with an interpreter that prints its arguments instead of training; so nothing here repeats
+A script is run for real, with an interpreter that prints its arguments instead of training; so nothing here repeats
 what a script passes.
 """
 
 import os
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from recipe_cases import PRINTER, RECIPES, SETTINGS
@@ -49,3 +50,13 @@ def words(tmp_path, monkeypatch) -> Callable[..., list[str]]:
         return overrides
 
     return run
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory) -> Path:
+    """Folder of ``recipes.study.warm_up``; tests leave it as it is."""
+    from study_cases import SMALL, warm_up
+
+    folder = tmp_path_factory.mktemp("study") / "prepared"
+    warm_up.prepare(SMALL, folder, "cpu")
+    return folder

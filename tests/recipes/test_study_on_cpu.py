@@ -18,35 +18,28 @@ import json
 import operator
 import os
 import random
-import subprocess
 import sys
-import time
 from dataclasses import replace
-from pathlib import Path
 
-import psutil
 import pytest
 import torch
 import verl.trainer.main_ppo  # noqa: F401  (the plugin registers itself through verl, as in a run)
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
-from recipe_cases import ROOT  # puts the checkout on the path
-from rich.console import Console
+from study_cases import ARMS, FAKE, SMALL, save, train
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-from jetrl_verl.demo.policy import PolicyConfig, build_model, build_tokenizer
+from jetrl_verl.demo.policy import build_model, build_tokenizer
 from jetrl_verl.demo.task import compute_score
 from jetrl_verl.demo.warmup import encode
 from jetrl_verl.layers import plan_linears
 from jetrl_verl.observe.compare import Accuracy
-from recipes.study import bf16_metrics, evaluate, plot, run, task, warm_up, window
+from recipes.study import bf16_metrics, evaluate, plot, run, task, warm_up
 from recipes.study.plot import Noise
 from recipes.study.warm_up import StudyConfig, StudyError, WarmUp
 
 LEVELS = StudyConfig().levels
-ARMS = run.read_arms()["arms"]
-FAKE = ROOT / "tests/observe/fake_compare.py"
 
 # --- task ------------------------------------------------------------------------------------------------------------
 
@@ -141,12 +134,6 @@ def test_the_policy_can_be_carried_and_every_linear_is_quantised():
     assert all(plan.quantised for plan in plan_linears(model.config.to_dict(), 1).values())
 
 
-SMALL = replace(
-    warm_up.TINY, policy=PolicyConfig(hidden_size=128, layers=1, heads=1, intermediate_size=128), batch_size=8,
-    ramp_steps=5, max_steps=12, check_every=4, save_every=6, target=1e-30,
-)  # fmt: skip
-
-
 def test_a_warm_up_lowers_the_loss_and_goes_on_as_if_it_had_not_stopped(tmp_path):
     whole = list(WarmUp(SMALL, "cpu").train(12))
     first = WarmUp(SMALL, "cpu")
@@ -158,13 +145,6 @@ def test_a_warm_up_lowers_the_loss_and_goes_on_as_if_it_had_not_stopped(tmp_path
     assert whole[-1] < 0.8 * whole[0]
     with pytest.raises(StudyError, match="another configuration"):
         WarmUp(replace(SMALL, lr=1.0), "cpu").load(tmp_path / "warm_up.pt")
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("study") / "prepared"
-    warm_up.prepare(SMALL, folder, "cpu")
-    return folder
 
 
 def test_what_is_prepared_is_made_once(prepared, capsys):
@@ -253,12 +233,6 @@ def test_an_unknown_arm_is_one_sentence(tmp_path):
 # --- from a run to the page ------------------------------------------------------------------------------------------
 
 
-def train(label: str, seed: int, prepared: Path, out: Path, *words: str, behaviour: str = "succeed") -> int:
-    arm = run.arm_of(label, seed, out)
-    trainer = (sys.executable, str(FAKE), "train", behaviour)
-    return run.run_arm(arm, run.job_of(arm, prepared, "cpu", 4, words, trainer), Console(quiet=True))
-
-
 def test_an_arm_resumes_and_is_scored_and_the_page_says_what_it_is_worth(prepared, tmp_path):
     judge = (sys.executable, str(FAKE), "judge")
     with pytest.raises(StudyError, match="no score of bf16"):
@@ -310,13 +284,6 @@ def test_the_test_split_decides(prepared, tmp_path):
     assert f"kv_cache_memory_bytes: {evaluate.CACHE_BYTES}" in (tmp_path / "config.yaml").read_text()
 
 
-def save(arm: run.StudyArm, *lengths: int) -> None:
-    """Checkpoints of ``arm``, as far as they are looked at."""
-    for n in lengths:
-        (arm.checkpoints / f"global_step_{n}/actor").mkdir(parents=True)
-        (arm.checkpoints / f"global_step_{n}/data.pt").touch()
-
-
 def test_arms_that_ended_early_are_compared_at_one_length(prepared, tmp_path):
     judge = (sys.executable, str(FAKE), "judge")
     for label, seed in (("bf16", 1), ("bf16", 2), ("jet_fp8", 1)):
@@ -363,280 +330,6 @@ def test_what_an_engine_scored_before_it_failed_is_kept(prepared, tmp_path):
     assert evaluate.evaluate(tmp_path, 1, "cpu", judge, names=["jet_fp8-seed1"]) == ["jet_fp8-seed1"]
     with pytest.raises(StudyError, match="bf32-seed1 is no arm"):
         evaluate.evaluate(tmp_path, 1, "cpu", judge, names=["bf32-seed1"])
-
-
-# --- a window --------------------------------------------------------------------------------------------------------
-
-
-def test_the_queue_begins_with_what_a_verdict_needs(tmp_path):
-    arms = window.queue(tmp_path)
-    core = window.core(arms)
-    assert arms[: len(core)] == core and arms[0].name == "bf16-seed1"
-    assert [arm.seed for arm in core] == [1] * (len(core) // 2) + [2] * (len(core) // 2)
-    assert {(arm.label, arm.seed) for arm in arms} == {(label, seed) for label in ARMS for seed in ARMS[label]["seeds"]}
-    assert len(arms) == len(set(arms))
-
-
-TRAIN = (
-    "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]);"
-    "from recipes.study import run; from rich.console import Console;"
-    "label, seed, prepared, out, fake, behaviour = sys.argv[2:]; arm = run.arm_of(label, int(seed), Path(out));"
-    "job = run.job_of(arm, Path(prepared), 'cpu', 4, (), (sys.executable, fake, 'train', behaviour));"
-    "sys.exit(run.run_arm(arm, job, Console()))"
-)
-
-
-def open_window(prepared: Path, out: Path, behaviour: dict[str, str], slots: int, **options):
-    """A window of two GPUs whose arms are the stand-in's, and the (process, GPU) of every start."""
-    started = []
-
-    def command_of(arm: run.StudyArm) -> list[str]:
-        words = [arm.label, str(arm.seed), str(prepared), str(out), str(FAKE), behaviour.get(arm.name, "succeed")]
-        return [sys.executable, "-c", TRAIN, str(ROOT), *words]
-
-    def start(command, gpu, log):
-        others = sum(g == gpu and process.poll() is None for process, g in started)
-        assert others < slots
-        process = window.start_on(command, gpu, log)
-        started.append((process, gpu))
-        return process
-
-    options = {"seconds": 120, "pause_seconds": 0, "least_seconds": 0} | options
-    return window.Window(["0", "1"], slots, start=start, command_of=command_of, say=print, **options), started
-
-
-def test_a_window_trains_what_is_left_and_starts_again_what_failed(prepared, tmp_path, capsys):
-    arms = window.queue(tmp_path)[:4]
-    behaviour = {arms[1].name: "die_once", arms[2].name: f"fail:{arms[2].precision}"}
-    opened, started = open_window(prepared, tmp_path, behaviour, slots=2)
-    assert opened.train(arms, tmp_path / "window") == [arms[2]]
-    assert len(started) == 7 and [gpu for _, gpu in started[:4]] == ["0", "1", "0", "1"]
-    assert [window.rollouts_of(arm) for arm in arms] == [4, 4, 2, 4]
-    assert f"{arms[2].name} ended with status 1" in capsys.readouterr().out
-    assert "layer 3 differs" in (tmp_path / f"window/{arms[2].name}.log").read_text()
-
-    opened, started = open_window(prepared, tmp_path, {}, slots=2)
-    assert opened.train(arms[:2], tmp_path / "window") == [] and not started
-
-
-def test_a_window_ends_when_its_time_is_over_and_keeps_what_was_logged(prepared, tmp_path, monkeypatch):
-    arms = window.queue(tmp_path)[:2]
-    opened, started = open_window(prepared, tmp_path, {arms[1].name: "hang"}, slots=1)
-
-    def end_when_one_has_finished_and_one_hangs(seconds):
-        if window.is_finished(arms[0]) and window.rollouts_of(arms[1]) == 2:
-            opened.seconds = 0
-        time.sleep(seconds)
-
-    monkeypatch.setattr(window, "time", Clock(end_when_one_has_finished_and_one_hangs))
-    assert opened.train(arms, tmp_path / "window") == [arms[1]]
-    assert opened.seconds == 0 and all(process.poll() is not None for process, _ in started)
-    assert window.rollouts_of(arms[1]) == 2
-
-
-class Clock:
-    """The module ``time`` with another ``sleep``."""
-
-    def __init__(self, sleep):
-        self.sleep = sleep
-
-    def __getattr__(self, name):
-        return getattr(time, name)
-
-
-def test_an_arm_that_logs_nothing_any_more_is_ended_and_started_again(prepared, tmp_path, capsys):
-    arm = window.queue(tmp_path)[0]
-    opened, started = open_window(prepared, tmp_path, {arm.name: "hang"}, slots=1, quiet_seconds=3)
-    assert opened.train([arm], tmp_path / "window") == [arm]
-    assert len(started) == 3 and capsys.readouterr().out.count("logs nothing and is ended, 2 rollouts") == 3
-    assert len(list(arm.paths.folder.glob("run.*.log"))) == 2  # and what it said stays
-
-
-def test_an_arm_that_never_logs_and_hears_nothing_is_killed(prepared, tmp_path, capsys, monkeypatch):
-    arm = window.queue(tmp_path)[0]
-    monkeypatch.setattr(window, "_GRACE_SECONDS", 1)
-    opened, started = open_window(prepared, tmp_path, {}, slots=1, start_seconds=3, least_seconds=600)
-    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-    opened.command_of = lambda arm: [sys.executable, "-c", deaf]
-    assert opened.train([arm], tmp_path / "window") == [arm]
-    assert [process.poll() for process, _ in started] == [-9]  # too little time is left for another attempt
-    assert "logs nothing and is ended, 0 rollouts" in capsys.readouterr().out
-
-
-def test_a_start_that_fails_costs_nobody_else(prepared, tmp_path, capsys):
-    arms = window.queue(tmp_path)[:2]
-    opened, started = open_window(prepared, tmp_path, {}, slots=1)
-    start, refused = opened.start, []
-
-    def refuse_once(command, gpu, log):
-        if log.stem == arms[0].name and not refused:
-            refused.append(gpu)
-            raise BlockingIOError(11, "Resource temporarily unavailable")
-        return start(command, gpu, log)
-
-    opened.start = refuse_once
-    assert opened.train(arms, tmp_path / "window") == []
-    assert refused and "cannot be started: [Errno 11]" in capsys.readouterr().out
-
-
-def test_ending_a_command_ends_what_has_a_session_of_its_own(tmp_path):
-    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
-    parent = (
-        "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', sys.argv[1]], start_new_session=True);"
-        "print(p.pid, flush=True); p.wait()"
-    )
-    process = window.start_on([sys.executable, "-c", parent, deaf], "0", tmp_path / "log")
-    while len((tmp_path / "log").read_text().split()) < 2:
-        time.sleep(0.1)
-    children = psutil.Process(process.pid).children()
-    window.kill(process)
-    assert len(children) == 1 and process.poll() is not None
-    assert not psutil.wait_procs(children, 10)[1]
-
-
-def main_of(monkeypatch, tmp_path, prepared, scored, train_all, missing=()) -> int | str:
-    """Exit status of the program with ``train_all`` for ``Window.train``; ``scored`` gets the lengths it scores."""
-    words = ["--minutes", "10", "--device", "cpu", "--prepared", prepared, "--out", tmp_path, "bf16-seed1"]
-    monkeypatch.setattr(sys, "argv", ["window", *map(str, words), "jet_fp8-seed1"])
-    monkeypatch.setattr(window.Window, "train", train_all)
-    monkeypatch.setattr(window, "score", lambda out, rollouts, *_: scored.append(rollouts) or list(missing))
-    with pytest.raises(SystemExit) as ended:
-        window.main()
-    return ended.value.code
-
-
-def test_the_program_scores_whatever_happened_in_training(prepared, tmp_path, monkeypatch, capsys):
-    def finish(*names):
-        def train_them(self, arms, logs):
-            for arm in arms:
-                if arm.name in names:
-                    train(arm.label, arm.seed, prepared, tmp_path)
-
-        return train_them
-
-    def break_down(self, arms, logs):
-        save(arms[0], 40, 60)
-        save(arms[1], 40)
-        raise RuntimeError("unforeseen")
-
-    scored: list = []
-    status = main_of(monkeypatch, tmp_path, prepared, scored, finish())
-    assert "no arm with several seeds has saved 40" in status and not scored
-    assert main_of(monkeypatch, tmp_path, prepared, scored, break_down) == 1 and scored.pop() == 40
-    told = capsys.readouterr()
-    assert "unforeseen" in told.err and "not finished: bf16-seed1" in told.out
-    both = ("bf16-seed1", "jet_fp8-seed1")
-    assert main_of(monkeypatch, tmp_path, prepared, scored, finish(*both), missing=["jet_fp8-seed1"]) == 1
-    assert main_of(monkeypatch, tmp_path, prepared, scored, finish(*both)) == 0
-    assert scored == [None, None]
-
-
-def test_the_length_at_which_arms_are_compared(tmp_path):
-    arms = window.queue(tmp_path)[:3]
-    for arm, lengths in zip(arms, ((20, 40, 60, 80), (20, 40, 60), (20,))):
-        save(arm, *lengths)
-    assert window.common_rollouts(arms[:1], 80) == 80
-    assert window.common_rollouts(arms, 80) == window.length_of(arms, 80) == 60  # the third is left out
-    assert window.common_rollouts(arms[2:], 80) is None
-    (arms[2].checkpoints / "global_step_40/actor").mkdir(parents=True)  # the run was stopped in the middle of it
-    with pytest.raises(StudyError, match="has saved 40 rollouts"):
-        window.length_of(arms[2:], 80)
-    alone = [arm for arm in window.queue(tmp_path) if arm not in window.core(window.queue(tmp_path))]
-    assert window.length_of(alone, 80) is None
-    for arm in arms:
-        arm.state.write_text(json.dumps({"finished": True, "at": 0.0}))
-    assert window.length_of([*arms, *alone], 80) is None
-
-
-def test_what_an_engine_failed_at_another_scores_on_another_gpu_and_last(prepared, tmp_path, capsys, monkeypatch):
-    names = [f"{label}-seed1" for label in ("bf16", "fp8_rollout", "jet_fp8")]
-    for name in names:
-        assert train(name.removesuffix("-seed1"), 1, prepared, tmp_path) == 0
-    monkeypatch.setattr(window, "_PAUSE_SECONDS", 0)
-    started, words = [], ["--out", str(tmp_path)]
-
-    def start(command, gpu, log):
-        started.append((gpu, command[1:]))
-        if len(started) == 1:
-            raise BlockingIOError(11, "Resource temporarily unavailable")
-        if gpu == "1":
-            return subprocess.Popen(["false"])
-        evaluate.evaluate(tmp_path, 1, "cpu", (sys.executable, str(FAKE), "judge"), names=command[3:])
-        return subprocess.Popen(["true"])
-
-    assert window.score(tmp_path, None, ["0", "1", "2"], 600, start, print, ["evaluate"]) == []
-    rest = names[1:] + names[:1]
-    assert started == [("0", [*words, *names]), ("1", [*words, *rest]), ("2", [*words, *rest])]
-    told = capsys.readouterr().out
-    assert "no engine on GPU 0: [Errno 11]" in told and told.count(f"without a score: {', '.join(names)};") == 2
-    engines = (tmp_path / "evaluation").glob("*.json")
-    assert len(list(engines)) == 4
-
-
-def test_several_engines_score_a_share_each(prepared, tmp_path):
-    names = [f"{label}-seed1" for label in ("bf16", "fp8_rollout", "jet_fp8")]
-    for name in names:
-        assert train(name.removesuffix("-seed1"), 1, prepared, tmp_path) == 0
-    shares = {}
-
-    def start(command, gpu, log):
-        shares[gpu] = command[3:]
-        evaluate.evaluate(tmp_path, 1, "cpu", (sys.executable, str(FAKE), "judge"), names=command[3:])
-        return subprocess.Popen(["true"])
-
-    assert window.score(tmp_path, None, ["0", "1"], 600, start, print, ["evaluate"], engines=5) == []
-    assert shares == {"0": [names[0], names[2]], "1": [names[1]]}
-
-
-@pytest.mark.parametrize(("seconds", "quiet"), [(2, 600), (600, 2)])
-def test_scoring_ends_in_time_and_so_does_an_engine_that_hangs(prepared, tmp_path, seconds, quiet, monkeypatch):
-    assert train("bf16", 1, prepared, tmp_path) == 0
-    save(run.arm_of("bf16", 1, tmp_path), 60)
-    monkeypatch.setattr(window, "_PAUSE_SECONDS", 0)
-    started = []
-
-    def start(command, gpu, log):
-        started.append((gpu, command, subprocess.Popen(["sleep", "600"])))
-        return started[-1][2]
-
-    missing = window.score(tmp_path, 60, ["0", "1"], seconds, start, print, ["evaluate"], quiet_seconds=quiet)
-    assert missing == ["bf16-seed1"]
-    assert [gpu for gpu, _, _ in started] == (["0"] if seconds == 2 else ["0", "1", "0"])
-    assert started[0][1] == ["evaluate", "--out", str(tmp_path), "--rollouts", "60", "bf16-seed1"]
-    assert all(process.poll() is not None for _, _, process in started)
-
-
-def test_a_score_is_there_before_its_engine_ends(prepared, tmp_path):
-    for label in ("bf16", "jet_fp8"):
-        assert train(label, 1, prepared, tmp_path) == 0
-    waits = (
-        "import json, sys, time; from dataclasses import replace; from pathlib import Path;"
-        "sys.path.insert(0, sys.argv[1]); import fake_compare as f;"
-        "r = f.Request(**json.loads(open(sys.argv[2]).read()));"
-        "names = list(r.checkpoints);"
-        "f.judge(replace(r, checkpoints={names[0]: ''}));"
-        "there = Path(r.out).parent / f'{names[0]}.json'; until = time.time() + 30;\n"
-        "while not there.is_file() and time.time() < until: time.sleep(0.1)\n"
-        "f.judge(replace(r, checkpoints={names[1]: ''}, before=False)); sys.exit(0 if there.is_file() else 4)"
-    )
-    names = ["jet_fp8-seed1", "bf16-seed1"]  # in the order that was asked for
-    judge = (sys.executable, "-c", waits, str(FAKE.parent))
-    assert evaluate.evaluate(tmp_path, 1, "cpu", judge, names=names) == names
-
-
-def test_two_windows_do_not_train_the_same_arms(tmp_path):
-    refused = pytest.raises(StudyError, match="another window is at work")
-    with window.only_one(tmp_path), refused, window.only_one(tmp_path):
-        pass
-    with window.only_one(tmp_path):
-        pass
-
-
-def test_more_arms_than_threads_are_refused():
-    window.check_threads(13, 268, {"kernel.pid_max": 32768, "ulimit -u": -1})
-    with pytest.raises(StudyError, match=r"need about 32,800 threads and kernel.pid_max allows 32,768"):
-        window.check_threads(13, 300, {"ulimit -u": 127000, "kernel.pid_max": 32768})
-    window.check_threads(1)
 
 
 def accuracy(difference: float, error: float = 0.01) -> Accuracy:

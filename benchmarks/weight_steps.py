@@ -46,11 +46,12 @@ def main(folder: Path) -> None:
         squares, changed = [0.0, 0.0, 0.0], 0
         for before in masters:
             after = before + step * torch.randn_like(before).sign()
-            old, new = (quantize_128x128(w.bfloat16(), "fp32") for w in (before, after))
+            rounded, rounded_after = before.bfloat16(), after.bfloat16()
+            old, new = quantize_128x128(rounded, "fp32"), quantize_128x128(rounded_after, "fp32")
             changed += int((old.codes.view(torch.uint8) != new.codes.view(torch.uint8)).sum())
             moves = (
                 after - before,
-                after.bfloat16().float() - before.bfloat16().float(),
+                rounded_after.float() - rounded.float(),
                 dequantize_128x128(new) - dequantize_128x128(old),
             )
             squares = [total + float(move.square().sum()) for total, move in zip(squares, moves)]

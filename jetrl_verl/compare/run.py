@@ -222,14 +222,21 @@ def check_state(arm: Arm, job: Job) -> None:
         )
 
 
-def _is_finished(arm: Arm) -> bool:
-    return arm.state.is_file() and json.loads(arm.state.read_text())["finished"]
+def finished_at(arm: Arm) -> float | None:
+    """When ``arm`` had trained to its end, of ``time.time``; None if it has not."""
+    state = json.loads(arm.state.read_text()) if arm.state.is_file() else {"finished": False}
+    return state["at"] if state["finished"] else None
+
+
+def is_finished(arm: Arm) -> bool:
+    """Whether ``arm`` has trained to its end."""
+    return finished_at(arm) is not None
 
 
 def train(arm: Arm, job: Job, console: Console) -> bool:
     """Train one arm unless it has finished; whether it has now."""
     say = _sayer(console)
-    if _is_finished(arm):
+    if is_finished(arm):
         say(f"{arm.name}: finished before")
         return True
     paths = arm.paths
@@ -279,16 +286,17 @@ def _join(earlier: Sequence[str], metrics: Path) -> None:
 
     A resumed training begins with a validation of the step that it resumes from, which joins what that step logged.
     """
-    records = [json.loads(line) for line in earlier if _step_of(line) < math.inf]
+    records = [json.loads(line) for line in earlier if step_of(line) < math.inf]
     later = metrics.read_text().splitlines() if metrics.is_file() else []
-    first = min(map(_step_of, later), default=math.inf)
+    first = min(map(step_of, later), default=math.inf)
     steps = {record["step"]: record["data"] for record in records if record["step"] <= first}
-    for record in (json.loads(line) for line in later if _step_of(line) < math.inf):
+    for record in (json.loads(line) for line in later if step_of(line) < math.inf):
         steps[record["step"]] = {**steps.get(record["step"], {}), **record["data"]}
     metrics.write_text("".join(json.dumps({"step": step, "data": data}) + "\n" for step, data in steps.items()))
 
 
-def _step_of(line: str) -> float:
+def step_of(line: str) -> float:
+    """Step of a line of metrics; infinite for one that is no record."""
     try:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
@@ -315,11 +323,7 @@ def _judge(arms: Sequence[Arm], options: CompareOptions, job: Job, out: Path, ev
             return False
         return json.loads(file.read_text())["settings"] == settings
 
-    missing = {
-        arm.name: str(arm.checkpoints)
-        for arm in arms
-        if not fresh(arm.name, since=json.loads(arm.state.read_text())["at"])
-    }
+    missing = {arm.name: str(arm.checkpoints) for arm in arms if not fresh(arm.name, since=finished_at(arm))}
     before = not fresh(BEFORE, since=0.0)
     if not missing and not before:
         return True

@@ -23,7 +23,6 @@ one, and keeps these scores apart: a table holds arms of one length.
 """
 
 import argparse
-import json
 import shutil
 import subprocess
 import tempfile
@@ -32,7 +31,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jetrl_verl.compare.evaluate import BEFORE, Request, file_of, write_request
-from jetrl_verl.compare.run import EVALUATE
+from jetrl_verl.compare.run import EVALUATE, finished_at
 from jetrl_verl.demo.overrides import RunPaths, build_environment
 from jetrl_verl.demo.process_tree import Interrupted, signals_raise
 from jetrl_verl.demo.run import DEVICES, detect_device
@@ -79,9 +78,8 @@ def unscored(out: Path, rollouts: int | None = None) -> dict[StudyArm, Path]:
             checkpoint = checkpoint_after(arm, rollouts)
             since = (checkpoint / "data.pt").stat().st_mtime if checkpoint else None
         else:
-            state = json.loads(arm.state.read_text()) if arm.state.is_file() else {"finished": False}
-            checkpoint, since = (arm.checkpoints, state["at"]) if state["finished"] else (None, None)
-        if checkpoint and not (file.is_file() and file.stat().st_mtime >= since):
+            checkpoint, since = arm.checkpoints, finished_at(arm)
+        if since is not None and not (file.is_file() and file.stat().st_mtime >= since):
             due[arm] = checkpoint
     return due
 

@@ -38,7 +38,7 @@ from jetrl_verl.compare.evaluate import BEFORE, file_of
 from jetrl_verl.observe.compare import Accuracy, Row, Scores, Trained, summarise, temperature_name
 from jetrl_verl.observe.report import FIGURES, Figure, Run, lines, load_run, write_report
 from recipes.study.evaluate import arms_in, before_files, folder_of
-from recipes.study.run import StudyArm, read_arms
+from recipes.study.run import StudyArm, every_arm, read_arms
 from recipes.study.warm_up import StudyError
 
 LAST_STEPS = 10
@@ -254,8 +254,12 @@ def write_study(out: Path, rollouts: int | None = None) -> Path:
     folder, first = folder_of(out, rollouts), next(iter(read_arms()["arms"]))
     stem = f"study-{rollouts}" if rollouts else "study"
     arms = arms_in(out)
-    if rollouts:
-        arms = [arm for arm in arms if file_of(folder, arm.name).is_file()]
+    scored, before = [arm for arm in arms if file_of(folder, arm.name).is_file()], before_files(folder)
+    if not before or not any(arm.label == first for arm in scored):
+        raise StudyError(
+            f"{folder} has no score of {first}; run `python3 -m recipes.study.evaluate --out {out}`"
+            f"{f' with --rollouts {rollouts}' if rollouts else ''}."
+        )
 
     def run_of(arm: StudyArm) -> Run:
         # An attempt that was stopped before its first step leaves none; the score counts all the same.
@@ -265,13 +269,7 @@ def write_study(out: Path, rollouts: int | None = None) -> Path:
         records = [(step, data) for step, data in found.records if step <= (rollouts or math.inf)]
         return replace(found, arm=arm.label, records=records)
 
-    runs = {arm.name: run_of(arm) for arm in arms}
-    scored, before = [arm for arm in arms if file_of(folder, arm.name).is_file()], before_files(folder)
-    if not before or not any(arm.label == first for arm in scored):
-        raise StudyError(
-            f"{folder} has no score of {first}; run `python3 -m recipes.study.evaluate --out {out}`"
-            f"{f' with --rollouts {rollouts}' if rollouts else ''}."
-        )
+    runs = {arm.name: run_of(arm) for arm in (scored if rollouts else arms)}
     scores = read_scores([*before, *(file_of(folder, arm.name) for arm in scored)])
     starts = scores[: len(before)]
     trained = [Trained(BEFORE, None, starts[0])]
@@ -282,8 +280,7 @@ def write_study(out: Path, rollouts: int | None = None) -> Path:
     noise = {temperature: noise_of(bf16, seeds, starts, temperature) for temperature in bf16.accuracies}
     body = table(rows, trained, noise)
     markdown = [f"| {' | '.join(line)} |" for line in (body[0], ["---"] * len(body[0]), *body[1:])]
-    known = [f"{label}-seed{seed}" for label, arm in read_arms()["arms"].items() for seed in arm["seeds"]]
-    caption = caption_of(rollouts, [name for name in known if name not in {arm.name for arm in scored}])
+    caption = caption_of(rollouts, [arm.name for arm in every_arm(out) if arm not in scored])
     (out / f"{stem}.md").write_text("\n".join([*markdown, "", caption, ""]))
     (out / f"{stem}.json").write_text(json.dumps([dict(zip(body[0], line)) for line in body[1:]], indent=1))
     return write_report(

@@ -27,6 +27,7 @@ import argparse
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -63,8 +64,9 @@ class StudyArm(compare.Arm):
     name = property(lambda self: f"{self.label}-seed{self.seed}")
 
 
+@cache
 def read_arms() -> dict:
-    """Contents of ``arms.yaml``."""
+    """Contents of ``arms.yaml``; not to be changed."""
     return yaml.safe_load(Path(__file__).with_name("arms.yaml").read_text())
 
 
@@ -79,6 +81,11 @@ def arm_of(label: str, seed: int, out: Path) -> StudyArm:
         raise StudyError(f"{label} is not an arm; choose one of {', '.join(arms)}.")
     paths = RunPaths(out.resolve() / "arms" / f"{label}-seed{seed}")
     return StudyArm(arms[label]["precision"], seed, paths, label)
+
+
+def every_arm(out: Path) -> list[StudyArm]:
+    """Each row of ``arms.yaml`` with each of its seeds, in that order, with its folder below ``out``."""
+    return [arm_of(label, seed, out) for label, arm in read_arms()["arms"].items() for seed in arm["seeds"]]
 
 
 def words_of(label: str, facts: Mapping, prepared: Path) -> list[str]:

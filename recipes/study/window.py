@@ -27,7 +27,7 @@ score is in its place as soon as there is one. Signals: the first ends everythin
 
 import argparse
 import fcntl
-import json
+import math
 import os
 import resource
 import subprocess
@@ -41,10 +41,11 @@ from pathlib import Path
 
 import psutil
 
+from jetrl_verl.compare.run import is_finished, step_of
 from jetrl_verl.demo.process_tree import Interrupted, signals_raise, signals_wait
 from jetrl_verl.demo.run import DEVICES, detect_device
 from recipes.study.evaluate import checkpoint_after, unscored
-from recipes.study.run import ROOT, SAVE_EVERY, StudyArm, arm_of, read_arms
+from recipes.study.run import ROOT, SAVE_EVERY, StudyArm, every_arm, read_arms
 from recipes.study.warm_up import StudyError, read_facts
 
 THREADS = 2500
@@ -68,31 +69,24 @@ Start = Callable[[Sequence[str], str, Path], subprocess.Popen]
 
 def queue(out: Path) -> list[StudyArm]:
     """Every arm below ``out``: those with most seeds first, of these one seed after the other."""
-    arms = read_arms()["arms"]
-    pairs = [(label, seed) for label, arm in arms.items() for seed in arm["seeds"]]
-    pairs.sort(key=lambda pair: (-len(arms[pair[0]]["seeds"]), pair[1]))
-    return [arm_of(label, seed, out) for label, seed in pairs]
+    return sorted(every_arm(out), key=lambda arm: (-_seeds_of(arm), arm.seed))
 
 
 def core(arms: Sequence[StudyArm]) -> list[StudyArm]:
     """Those of ``arms`` that have several seeds: no verdict without them."""
-    seeds = {label: len(arm["seeds"]) for label, arm in read_arms()["arms"].items()}
-    return [arm for arm in arms if seeds[arm.label] > 1]
+    return [arm for arm in arms if _seeds_of(arm) > 1]
 
 
-def is_finished(arm: StudyArm) -> bool:
-    """Whether ``arm`` has trained to its end."""
-    return arm.state.is_file() and json.loads(arm.state.read_text())["finished"]
+def _seeds_of(arm: StudyArm) -> int:
+    return len(read_arms()["arms"][arm.label]["seeds"])
 
 
 def rollouts_of(arm: StudyArm) -> int:
     """How far the training of ``arm`` has come."""
-    steps = [0]
-    with suppress(OSError):
-        for line in arm.paths.metrics.read_text().splitlines():
-            with suppress(ValueError):  # a line that is being written
-                steps.append(json.loads(line)["step"])
-    return max(steps)
+    lines = []
+    with suppress(OSError):  # not there yet
+        lines = arm.paths.metrics.read_text().splitlines()
+    return max((step for line in lines if (step := step_of(line)) < math.inf), default=0)
 
 
 def common_rollouts(arms: Sequence[StudyArm], steps: int) -> int | None:
@@ -161,13 +155,17 @@ def kill(process: subprocess.Popen) -> None:
         process.wait(_KILL_SECONDS)
 
 
-def end(process: subprocess.Popen) -> None:
-    """Ask a command to end, and see to it."""
-    process.terminate()
-    try:
-        process.wait(_KILL_SECONDS)
-    except subprocess.TimeoutExpired:
-        kill(process)
+def end(processes: Sequence[subprocess.Popen], seconds: float) -> None:
+    """Ask commands to end, all at once, and kill what has not after ``seconds``; signals wait meanwhile."""
+    with signals_wait():
+        for process in processes:
+            process.terminate()
+        deadline = time.monotonic() + seconds
+        for process in processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                kill(process)
 
 
 @dataclass
@@ -233,8 +231,8 @@ class Window:
                     self.say(f"{now - begun:5.0f} s  " + ", ".join(f"{a.name} {rollouts_of(a)}" for a in self._running))
                 time.sleep(_POLL_SECONDS)
         finally:
-            with signals_wait():
-                self._stop()
+            end([running.process for running in self._running.values()], _GRACE_SECONDS)
+            self._running.clear()
         return [arm for arm in arms if not is_finished(arm)]
 
     def _fill(self, now: float, left: float, logs: Path) -> None:
@@ -281,18 +279,6 @@ class Window:
             logged = arm.paths.metrics.stat().st_mtime
         return time.time() - max(begun, logged) > (self.quiet_seconds if logged > begun else self.start_seconds)
 
-    def _stop(self) -> None:
-        processes = [running.process for running in self._running.values()]
-        for process in processes:
-            process.terminate()
-        deadline = time.monotonic() + _GRACE_SECONDS
-        for process in processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                kill(process)
-        self._running.clear()
-
 
 def start_on(command: Sequence[str], gpu: str, log: Path) -> subprocess.Popen:
     """Start ``command`` where it sees ``gpu`` alone, out of a terminal's reach; ``log`` gets its words.
@@ -320,7 +306,7 @@ def score(
     seconds: float,
     start: Start,
     say: Callable[[str], None],
-    program: Sequence[str] = (sys.executable, "-m", "recipes.study.evaluate"),
+    program: Sequence[str],
     engines: int = 1,
     quiet_seconds: float = 180.0,
 ) -> list[str]:
@@ -363,9 +349,7 @@ def score(
                     break
                 time.sleep(_POLL_SECONDS)
         finally:
-            with signals_wait():
-                for process in running:
-                    end(process)
+            end(running, _KILL_SECONDS)
         if names := due():
             say(f"without a score: {', '.join(names)}; {out / 'window'} has the engines' words")
             names = names[1:] + names[:1]  # the first is what an engine was at

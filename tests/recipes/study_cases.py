@@ -38,6 +38,18 @@ def train(label: str, seed: int, prepared: Path, out: Path, *words: str, behavio
     return run.run_arm(arm, run.job_of(arm, prepared, "cpu", 4, words, trainer), Console(quiet=True))
 
 
+def judge_that(does: str) -> tuple[str, ...]:
+    """An engine's program that does ``does`` with the request ``r``, the ``names`` of its arms in order, and
+    ``judge(names, before)``, which scores some of them as the stand-in does."""
+    program = (
+        "import json, sys, time; from dataclasses import replace; from pathlib import Path;"
+        "sys.path.insert(0, sys.argv[1]); import fake_compare;"
+        "r = fake_compare.Request(**json.loads(open(sys.argv[2]).read())); names = list(r.checkpoints)\n"
+        "def judge(some, before): fake_compare.judge(replace(r, checkpoints=dict.fromkeys(some, ''), before=before))\n"
+    )
+    return (sys.executable, "-c", program + does, str(FAKE.parent))
+
+
 def save(arm: run.StudyArm, *lengths: int) -> None:
     """Checkpoints of ``arm``, as far as they are looked at."""
     for n in lengths:

@@ -26,7 +26,7 @@ import torch
 import verl.trainer.main_ppo  # noqa: F401  (the plugin registers itself through verl, as in a run)
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
-from study_cases import ARMS, FAKE, SMALL, save, train
+from study_cases import ARMS, FAKE, SMALL, judge_that, save, train
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
@@ -315,13 +315,8 @@ def test_arms_that_ended_early_are_compared_at_one_length(prepared, tmp_path):
 def test_what_an_engine_scored_before_it_failed_is_kept(prepared, tmp_path):
     for label in ("bf16", "jet_fp8"):
         assert train(label, 1, prepared, tmp_path) == 0
-    fails = (
-        "import json, sys; from dataclasses import replace; sys.path.insert(0, sys.argv[1]); import fake_compare as f;"
-        "r = f.Request(**json.loads(open(sys.argv[2]).read()));"
-        "f.judge(replace(r, checkpoints=dict(list(r.checkpoints.items())[:1]))); sys.exit(3)"
-    )
     with pytest.raises(StudyError, match="status 3, without jet_fp8-seed1;"):
-        evaluate.evaluate(tmp_path, 1, "cpu", (sys.executable, "-c", fails, str(FAKE.parent)))
+        evaluate.evaluate(tmp_path, 1, "cpu", judge_that("judge(names[:1], True); sys.exit(3)"))
     assert [arm.name for arm in evaluate.unscored(tmp_path)] == ["jet_fp8-seed1"]
     assert len(evaluate.before_files(tmp_path / "evaluation")) == 1
     assert not list((tmp_path / "evaluation").glob("new-*"))

@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 import pytest
 from recipe_cases import ROOT
-from study_cases import ARMS, FAKE, save, train
+from study_cases import ARMS, FAKE, judge_that, save, train
 
 from recipes.study import evaluate, run, window
 from recipes.study.warm_up import StudyError
@@ -269,19 +269,13 @@ def test_scoring_ends_in_time_and_so_does_an_engine_that_hangs(prepared, tmp_pat
 def test_a_score_is_there_before_its_engine_ends(prepared, tmp_path):
     for label in ("bf16", "jet_fp8"):
         assert train(label, 1, prepared, tmp_path) == 0
-    waits = (
-        "import json, sys, time; from dataclasses import replace; from pathlib import Path;"
-        "sys.path.insert(0, sys.argv[1]); import fake_compare as f;"
-        "r = f.Request(**json.loads(open(sys.argv[2]).read()));"
-        "names = list(r.checkpoints);"
-        "f.judge(replace(r, checkpoints={names[0]: ''}));"
-        "there = Path(r.out).parent / f'{names[0]}.json'; until = time.time() + 30;\n"
+    waits = judge_that(
+        "judge(names[:1], True); there = Path(r.out).parent / f'{names[0]}.json'; until = time.time() + 30\n"
         "while not there.is_file() and time.time() < until: time.sleep(0.1)\n"
-        "f.judge(replace(r, checkpoints={names[1]: ''}, before=False)); sys.exit(0 if there.is_file() else 4)"
+        "judge(names[1:], False); sys.exit(0 if there.is_file() else 4)"
     )
     names = ["jet_fp8-seed1", "bf16-seed1"]  # in the order that was asked for
-    judge = (sys.executable, "-c", waits, str(FAKE.parent))
-    assert evaluate.evaluate(tmp_path, 1, "cpu", judge, names=names) == names
+    assert evaluate.evaluate(tmp_path, 1, "cpu", waits, names=names) == names
 
 
 def test_two_windows_do_not_train_the_same_arms(tmp_path):

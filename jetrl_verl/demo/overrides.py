@@ -156,6 +156,9 @@ def build_environment(paths: RunPaths, device: str) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "PYTHONUNBUFFERED": "1",
+        # Before anything else Ray would start a worker for every core. verl's actors have an environment of their own,
+        # so none of them is ever used: on 32 cores, with fourteen runs side by side, 448 processes.
+        "RAY_prestart_worker_first_driver": "0",
     }
     environment.pop("RAY_ADDRESS", None)
     if device == "cpu":

@@ -13,14 +13,17 @@
 # limitations under the License.
 """The study's task: follow a chain of assignments modulo 97, one line of work per assignment.
 
-A problem of level n gives a first value and n assignments, each from the variable before it and either an earlier
-variable or a constant. The worked solution writes every line with values in place of names, the plain result, and the
-result modulo 97; the last value is the answer::
+A problem of level n gives a first value and n assignments, each from the variable before it and a constant. The worked
+solution writes every line with values in place of names, the plain result, and the result modulo 97; the last value is
+the answer::
 
-    r=37;k=r*4;c=k+r;m=c-95;m?   ->   k=37*4=148=51
-                                      c=51+37=88=88
-                                      m=88-95=-7=90
-                                      #### 90
+    r=37;k=r*4;c=k+40;m=c-95;m?   ->   k=37*4=148=51
+                                       c=51+40=91=91
+                                       m=91-95=-4=93
+                                       #### 93
+
+The second operand is never a variable, on purpose: looking an earlier value up by its name is learnt in one sudden step
+that may take 2,000 steps of the warm-up or more than 6,000, arithmetic in 500 (docs/LOG.md, "The study's policy").
 
 Every line feeds the next, so one wrong line is a wrong answer, and accuracy falls with n as (1 - error per line)^n.
 That is the knob of difficulty: ``levels`` sets lengths of 6 to 24 lines (90 to 350 tokens) in equal shares, and the
@@ -56,12 +59,11 @@ class Problem:
 
     Attributes:
         first: name and value of the first variable.
-        assignments: (name, operator, second operand) of each further one; the first operand is the variable before it,
-            the second a variable's name or a constant in decimal.
+        assignments: (name, operator, constant) of each further one; the first operand is the variable before it.
     """
 
     first: tuple[str, int]
-    assignments: tuple[tuple[str, str, str], ...]
+    assignments: tuple[tuple[str, str, int], ...]
 
     level = property(lambda self: len(self.assignments))
 
@@ -70,8 +72,8 @@ class Problem:
         """What the user turn says."""
         name, value = self.first
         parts = [f"{name}={value}"]
-        for target, operator, operand in self.assignments:
-            parts.append(f"{target}={name}{operator}{operand}")
+        for target, operator, constant in self.assignments:
+            parts.append(f"{target}={name}{operator}{constant}")
             name = target
         return ";".join([*parts, f"{name}?"])
 
@@ -87,13 +89,11 @@ class Problem:
 
     def _work(self) -> list[tuple[str, int]]:
         """Line and value of each assignment."""
-        name, value = self.first
-        values, work = {name: value}, []
-        for target, operator, operand in self.assignments:
-            second = values[operand] if operand.isalpha() else int(operand)
-            plain = {"+": value + second, "-": value - second, "*": value * second}[operator]
-            line = f"{target}={value}{operator}{second}={plain}={plain % MODULUS}"
-            value = values[target] = plain % MODULUS
+        value, work = self.first[1], []
+        for target, operator, constant in self.assignments:
+            plain = {"+": value + constant, "-": value - constant, "*": value * constant}[operator]
+            line = f"{target}={value}{operator}{constant}={plain}={plain % MODULUS}"
+            value = plain % MODULUS
             work.append((line, value))
         return work
 
@@ -108,15 +108,10 @@ def draw(stream: random.Random, level: int) -> Problem:
         raise ValueError(f"a chain has 1 to {MAX_LEVEL} assignments, not {level}; choose another level")
     names = stream.sample(string.ascii_lowercase, level + 1)
     assignments = []
-    for i, name in enumerate(names[1:], start=1):
+    for name in names[1:]:
         operator = stream.choice("+-*")
-        if operator == "*":
-            operand = str(stream.randrange(2, 10))
-        elif stream.random() < 0.5:
-            operand = str(stream.randrange(1, MODULUS))
-        else:
-            operand = names[stream.randrange(i)]
-        assignments.append((name, operator, operand))
+        constant = stream.randrange(2, 10) if operator == "*" else stream.randrange(1, MODULUS)
+        assignments.append((name, operator, constant))
     return Problem((names[0], stream.randrange(MODULUS)), tuple(assignments))
 
 

@@ -72,7 +72,7 @@ class StudyConfig:
     batch_size: int = 128
     lr: float = 1e-3
     ramp_steps: int = 100
-    check_every: int = 50
+    check_every: int = 25
     save_every: int = 500
     seed: int = 7
 

@@ -112,7 +112,7 @@ def test_a_seed_gives_the_same_problems_and_levels_in_turn():
 
 def test_the_longest_problems_fit_the_limits_of_tokens():
     tokenizer = build_tokenizer()
-    longest = task.Problem(("a", 96), tuple((chr(98 + i), "-", "96") for i in range(24)))
+    longest = task.Problem(("a", 96), tuple((chr(98 + i), "-", 96) for i in range(24)))
     wordy = task.problems("warmup", 100, (24,), 0)
     limits = task.token_limits(LEVELS)
     for problem in (longest, *wordy):

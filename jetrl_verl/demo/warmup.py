@@ -25,6 +25,7 @@ follow a wrong line). Weights and AdamW are FP32; the policy is saved in BF16, a
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import fmean
 
 from jetrl_verl.demo import DemoError
 from jetrl_verl.demo.task import Problem
@@ -139,21 +140,27 @@ def solution_probability(model, ids, labels) -> float:
 
 
 def sampled_accuracy(model, tokenizer, problems: list[Problem], temperature: float = 1.0, seed: int = 7) -> float:
-    """Share of ``problems`` answered rightly in one sample each (``temperature=0``: greedily), graded by the reward.
+    """Share of ``problems`` answered rightly in one sample each, as :func:`sampled_scores` has them."""
+    return fmean(sampled_scores(model, tokenizer, problems, temperature, seed))
 
-    All prompts must have the same length, as problems of one ``TaskConfig`` do: nothing is padded on the left.
-    """
+
+def sampled_scores(model, tokenizer, problems: list[Problem], temperature: float = 1.0, seed: int = 7) -> list[float]:
+    """1 or 0 for each of ``problems``: one sample each (``temperature=0``: greedily), graded by the reward."""
     import torch
 
     from jetrl_verl.demo.task import DATA_SOURCE, compute_score
 
     device = next(model.parameters()).device
-    prompts = torch.tensor([prompt_ids(problem, tokenizer) for problem in problems], device=device)
+    rows = [prompt_ids(problem, tokenizer) for problem in problems]
+    width = max(map(len, rows))
+    # Padded on the left, so that all answers begin at one position.
+    prompts = torch.tensor([[tokenizer.pad_token_id] * (width - len(ids)) + ids for ids in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in rows], device=device)
     longest = max(len(tokenizer.encode(problem.solution)) for problem in problems) + 16
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
         model.eval()
-        output = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=longest, **sampling)
-    texts = tokenizer.batch_decode(output[:, prompts.shape[1] :], skip_special_tokens=True)
-    return sum(compute_score(DATA_SOURCE, t, p.answer)["acc"] for t, p in zip(texts, problems)) / len(problems)
+        output = model.generate(prompts, attention_mask=mask, max_new_tokens=longest, **sampling)
+    texts = tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
+    return [compute_score(DATA_SOURCE, text, problem.answer)["acc"] for text, problem in zip(texts, problems)]

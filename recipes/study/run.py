@@ -44,7 +44,7 @@ from recipes.study.warm_up import StudyError, read_facts
 
 ROOT = Path(__file__).parents[2]
 
-SAVE_EVERY = 20
+SAVE_EVERY = 10
 """Rollouts between two checkpoints."""
 
 SHARED_GPU = (

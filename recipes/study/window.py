@@ -15,11 +15,11 @@
 
 Arms of this size wait most of their time, so several share a GPU. Each is the command of ``run.py`` in a process of its
 own. The queue begins with the arms that have most seeds, since without them there is no verdict; as one ends, the next
-takes its place. An arm that fails, or logs nothing for minutes, is ended and started again, and goes on from its last
-checkpoint. Training is stopped in time for the scores, which are part of the minutes. Then one engine scores them all
-(or several, ``--engines``, each some): final weights if all arms with several seeds have finished, else, by the rule of
-docs/study.md, the checkpoints after as many rollouts as all of these have saved. The same command goes on with what is
-left, on the same machine.
+takes its place. Where there is no policy yet, the warm-up comes first. An arm that fails, or logs nothing for minutes,
+is ended and started again, and goes on from its last checkpoint. Training is stopped in time for the scores, which are
+part of the minutes. Then one engine scores them all (or several, ``--engines``, each some): final weights if all arms
+with several seeds have finished, else, by the rule of docs/study.md, the checkpoints after as many rollouts as all of
+these have saved. The same command goes on with what is left, on the same machine.
 
 Nobody needs to watch it, so it is written to lose nothing: whatever one arm or engine does, the others go on, and a
 score is in its place as soon as there is one. Signals: the first ends everything in order, SIGHUP as well.
@@ -38,6 +38,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 import psutil
 
@@ -62,14 +63,23 @@ _KILL_SECONDS = 10.0
 _LEAST_SECONDS = 120.0
 """In which an engine starts and scores something."""
 _PAUSE_SECONDS = 5.0
+_ENGINE_SECONDS = 60.0
+"""In which an engine starts."""
+_SCORE_SECONDS = 33.0
+"""In which it scores one policy, both temperatures. Seen: 19 and, on another machine, 27 to 33."""
 
 Start = Callable[[Sequence[str], str, Path], subprocess.Popen]
 """Starts a command on a GPU, with a log."""
 
 
 def queue(out: Path) -> list[StudyArm]:
-    """Every arm below ``out``: those with most seeds first, of these one seed after the other."""
-    return sorted(every_arm(out), key=lambda arm: (-_seeds_of(arm), arm.seed))
+    """Every arm below ``out``, in the order in which they train."""
+    return sorted(every_arm(out), key=_turn_of)
+
+
+def _turn_of(arm: StudyArm) -> tuple[int, int]:
+    """Sorts arms: those with most seeds first, of these one seed after the other."""
+    return -_seeds_of(arm), arm.seed
 
 
 def core(arms: Sequence[StudyArm]) -> list[StudyArm]:
@@ -323,7 +333,8 @@ def score(
     words = ["--out", str(out), *(["--rollouts", str(rollouts)] if rollouts else [])]
 
     def due() -> list[str]:
-        return [arm.name for arm in unscored(out, rollouts)]
+        # If the time ends, each arm has one score before any has two.
+        return [arm.name for arm in sorted(unscored(out, rollouts), key=_turn_of)]
 
     names = due()
     for attempt in range(_ATTEMPTS):
@@ -357,6 +368,36 @@ def score(
     return names
 
 
+def scoring_minutes(arms: int, engines: int) -> float:
+    """What the scores of ``arms`` take, the policy's before training included."""
+    return (_ENGINE_SECONDS + _SCORE_SECONDS * (math.ceil(arms / engines) + 1)) / 60
+
+
+def make_policy(
+    prepared: Path, gpu: str, device: str, seconds: float, log: Path, start: Start, say: Callable[[str], None]
+) -> None:
+    """Run ``recipes.study.warm_up`` where ``prepared`` is not complete; on a CPU, which it takes days, refuse.
+
+    Raises:
+        StudyError: it failed, or took longer than ``seconds``; ``log`` says why.
+    """
+    if device == "cpu" or prepared.joinpath("study.json").is_file():
+        read_facts(prepared)
+        return
+    say(f"warming up the policy, log {log}")
+    process = start(
+        [sys.executable, "-m", "recipes.study.warm_up", "--out", str(prepared), "--device", device], gpu, log
+    )
+    try:
+        if process.wait(seconds):
+            raise StudyError(f"the warm-up ended with status {process.returncode}; see {log}.")
+    except subprocess.TimeoutExpired:
+        raise StudyError(f"the warm-up took more than {seconds:.0f} s; see {log}, the same command goes on.") from None
+    finally:
+        end([process], _KILL_SECONDS)
+    say(f"the policy is right {fmean(read_facts(prepared)['accuracy'].values()):.2f} of the time")
+
+
 @contextmanager
 def only_one(out: Path):
     """Keep another window from training the same arms.
@@ -379,7 +420,7 @@ def main() -> None:
     parser.add_argument("--gpus", default="0", help="their numbers, with commas")
     parser.add_argument("--slots", type=int, default=4, help="arms side by side on a GPU")
     parser.add_argument("--minutes", type=float, required=True, help="in which everything is done, scores included")
-    parser.add_argument("--scoring", type=float, default=7.0, help="how many of these are kept for the scores")
+    parser.add_argument("--scoring", type=float, help="how many of these are kept for the scores, else by their number")
     parser.add_argument("--engines", type=int, default=1, help="that score, each on a GPU of its own")
     parser.add_argument("--prepared", type=Path, default=Path("outputs/study/prepared"))
     parser.add_argument("--out", type=Path, default=Path("outputs/study"))
@@ -407,16 +448,20 @@ def main() -> None:
     try:
         if absent := set(chosen) - set(known):
             raise StudyError(f"{', '.join(sorted(absent))} is not an arm; choose from {', '.join(known)}.")
-        if min(given.slots, given.engines) < 1 or given.minutes <= given.scoring or not all(gpus):
-            raise StudyError(
-                "--slots and --engines must be at least 1, --minutes more than --scoring, and --gpus numbers with "
-                "commas; correct them."
-            )
-        read_facts(prepared)
         arms = [arm for name, arm in known.items() if name in chosen]
+        engines = min(given.engines, len(gpus))
+        scoring = given.scoring or scoring_minutes(len(arms), engines)
+        if min(given.slots, engines) < 1 or given.minutes <= scoring or not all(gpus):
+            raise StudyError(
+                f"--slots and --engines must be at least 1, --minutes more than the {scoring:.1f} for the scores, and "
+                "--gpus numbers with commas; correct them."
+            )
         check_threads(min(len(arms), given.slots * len(gpus)))
         with signals_raise(), only_one(out):
-            window = Window(gpus, given.slots, 60 * (given.minutes - given.scoring), start_on, command_of, say)
+            seconds = 60 * (given.minutes - scoring)
+            make_policy(prepared, gpus[0], device, seconds, out / "window" / "warm_up.log", start_on, say)
+            seconds -= time.monotonic() - begun
+            window = Window(gpus, given.slots, seconds, start_on, command_of, say)
             try:
                 window.train(arms, out / "window")
             except Interrupted:
@@ -430,7 +475,7 @@ def main() -> None:
             say(f"scoring {'final weights' if rollouts is None else f'after {rollouts} rollouts'}")
             program = (sys.executable, "-m", "recipes.study.evaluate", "--device", device)
             seconds = 60 * given.minutes - (time.monotonic() - begun)
-            missing = score(out, rollouts, gpus, seconds, start_on, say, program, given.engines)
+            missing = score(out, rollouts, gpus, seconds, start_on, say, program, engines)
     except StudyError as error:
         raise SystemExit(f"error: {error}") from None
     except Interrupted as interruption:

@@ -27,6 +27,7 @@ from jetrl_verl.demo.warmup import (
     encode,
     prompt_ids,
     sampled_accuracy,
+    sampled_scores,
     solution_probability,
     warm_up,
 )
@@ -151,13 +152,22 @@ class Recited:
     def eval(self):
         pass
 
-    def generate(self, prompts, **_):
+    def generate(self, prompts, attention_mask, **_):
+        self.seen = [row[seen.bool()].tolist() for row, seen in zip(prompts, attention_mask)]
+        assert (attention_mask[:, -1] == 1).all()  # answers begin where prompts end
         return torch.cat([prompts, self._answers], dim=1)
 
 
 def test_sampled_accuracy_is_the_graded_share(tokenizer):
-    problems = make_splits(TaskConfig(digits=4, warmup=1, train=1, test=8))["test"]
-    assert sampled_accuracy(Recited(problems, tokenizer), tokenizer, problems) == 7 / 8
+    problems = [
+        problem
+        for digits in (3, 4)
+        for problem in make_splits(TaskConfig(digits=digits, warmup=1, train=1, test=4))["test"]
+    ]
+    recited = Recited(problems, tokenizer)
+    assert sampled_accuracy(recited, tokenizer, problems) == 7 / 8
+    assert recited.seen == [prompt_ids(problem, tokenizer) for problem in problems]
+    assert sampled_scores(recited, tokenizer, problems) == [0.0] + 7 * [1.0]
 
 
 def test_warm_up_that_misses_its_target_says_so(tokenizer):

@@ -28,7 +28,7 @@ FAKE = ROOT / "tests/observe/fake_compare.py"
 
 SMALL = replace(
     warm_up.TINY, policy=PolicyConfig(hidden_size=128, layers=1, heads=1, intermediate_size=128), batch_size=8,
-    ramp_steps=5, max_steps=12, check_every=4, save_every=6, target=1e-30,
+    ramp_steps=5, max_steps=12, check_every=4, save_every=6, target=0.0,
 )  # fmt: skip
 
 

@@ -135,7 +135,8 @@ def test_the_policy_can_be_carried_and_every_linear_is_quantised():
 
 
 def test_a_warm_up_lowers_the_loss_and_goes_on_as_if_it_had_not_stopped(tmp_path):
-    whole = list(WarmUp(SMALL, "cpu").train(12))
+    uninterrupted = WarmUp(SMALL, "cpu")
+    whole = list(uninterrupted.train(12))
     first = WarmUp(SMALL, "cpu")
     losses = list(first.train(6))
     first.save(tmp_path / "warm_up.pt")
@@ -143,6 +144,13 @@ def test_a_warm_up_lowers_the_loss_and_goes_on_as_if_it_had_not_stopped(tmp_path
     second.load(tmp_path / "warm_up.pt")
     assert losses + list(second.train(12)) == whole
     assert whole[-1] < 0.8 * whole[0]
+    policy, last = uninterrupted.policy().state_dict(), uninterrupted.model.state_dict()
+    for name, weights in second.policy().state_dict().items():
+        assert weights.dtype == torch.bfloat16 and torch.equal(weights, policy[name])
+    # A decay of 0.9 over 12 steps: still nearer to where it began than the last step is.
+    start = build_model(SMALL.policy, build_tokenizer()).lm_head.weight
+    moved = [(state["lm_head.weight"].float() - start).norm() for state in (policy, last)]
+    assert 0.2 * moved[1] < moved[0] < 0.8 * moved[1]
     with pytest.raises(StudyError, match="another configuration"):
         WarmUp(replace(SMALL, lr=1.0), "cpu").load(tmp_path / "warm_up.pt")
 

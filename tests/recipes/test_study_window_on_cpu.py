@@ -156,13 +156,57 @@ def test_ending_a_command_ends_what_has_a_session_of_its_own(tmp_path):
 
 def main_of(monkeypatch, tmp_path, prepared, scored, train_all, missing=()) -> int | str:
     """Exit status of the program with ``train_all`` for ``Window.train``; ``scored`` gets the lengths it scores."""
-    words = ["--minutes", "10", "--device", "cpu", "--prepared", prepared, "--out", tmp_path, "bf16-seed1"]
+    words = [
+        "--minutes",
+        "10",
+        "--scoring",
+        "5",
+        "--device",
+        "cpu",
+        "--prepared",
+        prepared,
+        "--out",
+        tmp_path,
+        "bf16-seed1",
+    ]
     monkeypatch.setattr(sys, "argv", ["window", *map(str, words), "jet_fp8-seed1"])
     monkeypatch.setattr(window.Window, "train", train_all)
     monkeypatch.setattr(window, "score", lambda out, rollouts, *_: scored.append(rollouts) or list(missing))
     with pytest.raises(SystemExit) as ended:
         window.main()
     return ended.value.code
+
+
+def test_a_window_makes_the_policy_that_is_missing(tmp_path, capsys):
+    prepared, log = tmp_path / "prepared", tmp_path / "warm_up.log"
+    with pytest.raises(StudyError, match="run `python3 -m recipes.study.warm_up"):
+        window.make_policy(prepared, "0", "cpu", 60, log, None, print)
+
+    def make(program: str, seconds: float = 60) -> None:
+        def start(command, gpu, log):
+            started.append((command[2:5], gpu))
+            return window.start_on([sys.executable, "-c", program, command[4]], gpu, log)
+
+        window.make_policy(prepared, "1", "cuda", seconds, log, start, print)
+
+    started: list = []
+    with pytest.raises(StudyError, match=f"status 3; see {log}"):
+        make("import sys; print('no room'); sys.exit(3)")
+    assert "no room" in log.read_text()
+    with pytest.raises(StudyError, match="took more than 1 s"):
+        make("import time; time.sleep(600)", 1)
+    facts = "{'accuracy': {'6': 0.7, '12': 0.1}}"
+    works = f"import json, pathlib, sys; p = pathlib.Path(sys.argv[1]); p.mkdir(); x = json.dumps({facts})\n"
+    make(works + "(p / 'study.json').write_text(x)")
+    assert "right 0.40 of the time" in capsys.readouterr().out
+    assert started == [(["recipes.study.warm_up", "--out", str(prepared)], "1")] * 3
+    make("it is there")
+    assert len(started) == 3
+
+
+def test_what_is_kept_for_the_scores_grows_with_their_number():
+    one, two = window.scoring_minutes(14, 1), window.scoring_minutes(14, 2)
+    assert one - two == pytest.approx(7 * window._SCORE_SECONDS / 60) and window.scoring_minutes(1, 1) < two
 
 
 def test_the_program_scores_whatever_happened_in_training(prepared, tmp_path, monkeypatch, capsys):
@@ -231,6 +275,19 @@ def test_what_an_engine_failed_at_another_scores_on_another_gpu_and_last(prepare
     assert "no engine on GPU 0: [Errno 11]" in told and told.count(f"without a score: {', '.join(names)};") == 2
     engines = (tmp_path / "evaluation").glob("*.json")
     assert len(list(engines)) == 4
+
+
+def test_each_arm_has_a_score_before_any_has_two(prepared, tmp_path):
+    for label, seed in (("bf16", 1), ("bf16", 2), ("jet_fp8", 1), ("jet_fp8", 3), ("qurl_int8", 1)):
+        assert train(label, seed, prepared, tmp_path) == 0
+    asked = []
+
+    def start(command, gpu, log):
+        asked.extend(command[3:])
+        return subprocess.Popen(["false"])
+
+    window.score(tmp_path, None, ["0"], 0, start, lambda line: None, ["evaluate"])
+    assert asked == ["bf16-seed1", "jet_fp8-seed1", "bf16-seed2", "jet_fp8-seed3", "qurl_int8-seed1"]
 
 
 def test_several_engines_score_a_share_each(prepared, tmp_path):

@@ -344,7 +344,7 @@ def test_two_windows_do_not_train_the_same_arms(tmp_path):
 
 
 def test_more_arms_than_threads_are_refused():
-    window.check_threads(13, 268, {"kernel.pid_max": 32768, "ulimit -u": -1})
+    window.check_threads(21, 1268, {"kernel.pid_max": 32768, "ulimit -u": -1})
     with pytest.raises(StudyError, match=r"need about 32,800 threads and kernel.pid_max allows 32,768"):
-        window.check_threads(13, 300, {"ulimit -u": 127000, "kernel.pid_max": 32768})
+        window.check_threads(21, 1300, {"ulimit -u": 127000, "kernel.pid_max": 32768})
     window.check_threads(1)

@@ -22,8 +22,8 @@ the answer::
                                        m=91-95=-4=93
                                        #### 93
 
-The second operand is never a variable, on purpose: looking an earlier value up by its name is learnt in one sudden step
-that may take 2,000 steps of the warm-up or more than 6,000, arithmetic in 500 (docs/LOG.md, "The study's policy").
+The second operand is never a variable, on purpose: to look an earlier value up by its name is learnt all at once, after
+2,000 steps of the warm-up or not in 6,000, arithmetic in 500 (docs/LOG.md, "The study's fourth window").
 
 Every line feeds the next, so one wrong line is a wrong answer, and accuracy falls with n as (1 - error per line)^n.
 That is the knob of difficulty: ``levels`` sets lengths of 6 to 24 lines (90 to 350 tokens) in equal shares, and the

@@ -21,13 +21,14 @@ step's number. ``--tiny`` makes a policy of a million parameters for short chain
 
 Supervised on worked solutions alone, FP32 weights and AdamW, BF16 autocast on a GPU. It stops at a target instead of
 after a number of steps, whose outcome would differ between machines. The target is the accuracy at temperature 1 on the
-problems of the validation split. Sampling them takes as long as 40 steps, so it waits until the mean probability of a
-whole worked solution, which needs one forward, comes near. That is a lower bound, and a loose one: a policy at 0.47 was
-right 0.77 of the time, since a slip in a line's plain result need not reach the result modulo 97.
+problems of the validation split, one sample each; stopping at a first crossing favours lucky samples, by 3 points at
+most. Sampling takes seconds, so it waits until the mean probability of a whole worked solution, which needs one
+forward, comes near. That is a lower bound, and a loose one: a policy at 0.47 was right 0.77 of the time, since a slip
+in a line's plain result need not reach the result modulo 97.
 
 The policy is the exponential average of the weights over about 50 steps, not the last of them. At a constant learning
-rate the last weights jitter around where they are going, and the first thing RL does at a hundredth of that rate is to
-calm them: 15 points in 40 rollouts that say nothing of RL (docs/LOG.md, "The study's fourth window").
+rate the last weights jitter around where they are going, and RL, at a hundredth of that rate, may first of all calm
+them: a gain that says nothing of RL (docs/LOG.md, "The study's fourth window").
 
 Every linear layer is a multiple of the FP8 block and the head dimension is 128, so each precision quantises the same
 seven linears of a layer and ``jet_fp8_exact`` covers every operation.
@@ -40,6 +41,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 
@@ -60,7 +62,7 @@ class StudyConfig:
         policy: shape of the policy. levels: lengths of the chains, in equal shares.
         train, validation, test: problems of the RL run, of its curves, and of the verdict.
         target: sampled accuracy at which the warm-up stops; with ``levels`` the knob of difficulty.
-        average: decay of the average of the weights in a step.
+        average: decay per step of the exponential average of the weights.
         max_steps: steps after which not having reached it is a failure.
         batch_size, lr, ramp_steps: of AdamW; the learning rate is constant after the ramp.
         check_every: steps between looks at the accuracy; save_every: between resumable states.
@@ -82,7 +84,7 @@ class StudyConfig:
     lr: float = 1e-3
     ramp_steps: int = 100
     check_every: int = 10
-    save_every: int = 500
+    save_every: int = 200
     seed: int = 7
 
 
@@ -93,8 +95,13 @@ TINY = StudyConfig(
 """For a CPU and for tests: shows that everything runs, learns next to nothing."""
 
 
+START = (0.3, 0.5)
+"""Accuracies with which arms may begin: below, GRPO has little to go by; above, BF16 may end where nothing differs."""
+
 _SAMPLE_FROM = 0.1
-"""Share of the target from which a probability of whole solutions is worth sampling."""
+"""Share of the target at which the probability of whole solutions makes sampling worth its time."""
+_NEAR = 0.75
+"""Share of the target from which each look samples; before, every second one does."""
 
 
 class _Batches:
@@ -160,26 +167,38 @@ class WarmUp:
             yield loss.item()
 
     def policy(self):
-        """A BF16 copy of the averaged model, as it is saved."""
+        """A copy of the averaged model on the same device, with the BF16 weights that are saved."""
         import torch
 
-        return deepcopy(self._average.module).to(torch.bfloat16).eval()
+        policy = deepcopy(self._average.module).eval()
+        for parameter in policy.parameters():
+            # Not the module: its rotary frequencies stay FP32, as in every process that loads the policy. In BF16 they
+            # turn a head by 0.4 rad at position 300.
+            parameter.data = parameter.data.to(torch.bfloat16)
+        return policy
 
     def estimate(self, policy) -> dict[int, float]:
         """Level -> mean probability that ``policy`` gives the whole worked solution of a validation problem."""
-        levels, found = self.config.levels, {}
-        for i, level in enumerate(levels):
-            ids, labels = encode(self._checked()[i :: len(levels)], self.tokenizer)
-            found[level] = solution_probability(policy, ids.to(self.device), labels.to(self.device))
-        return found
+        return {
+            level: solution_probability(policy, ids, labels)
+            for level, (ids, labels) in zip(self.config.levels, self._encoded)
+        }
 
     def accuracy(self, policy) -> dict[int, float]:
-        """Level -> accuracy of ``policy`` at temperature 1, one sample for each validation problem."""
-        levels, scores = self.config.levels, sampled_scores(policy, self.tokenizer, self._checked())
+        """Level -> accuracy of ``policy`` at temperature 1, one sample for each validation problem, from one seed."""
+        levels, scores = self.config.levels, sampled_scores(policy, self.tokenizer, self._problems)
         return {level: fmean(scores[i :: len(levels)]) for i, level in enumerate(levels)}
 
-    def _checked(self) -> list[task.Problem]:
+    @cached_property
+    def _problems(self) -> list[task.Problem]:
         return task.problems("validation", self.config.validation, self.config.levels, self.config.seed)
+
+    @cached_property
+    def _encoded(self) -> list[tuple]:
+        """Ids and labels of each level."""
+        count = len(self.config.levels)
+        encoded = (encode(self._problems[i::count], self.tokenizer) for i in range(count))
+        return [(ids.to(self.device), labels.to(self.device)) for ids, labels in encoded]
 
     def save(self, path: Path) -> None:
         """Write what :meth:`load` reads; an interruption leaves the file before."""
@@ -236,6 +255,58 @@ def _listed(found: Mapping[int, float]) -> str:
     return f"{fmean(found.values()):.3f} ({' '.join(f'{level}:{value:.2f}' for level, value in found.items())})"
 
 
+def check_start(folder: Path, config: StudyConfig) -> None:
+    """Refuse a policy that arms should not begin with.
+
+    Raises:
+        StudyError: ``folder`` is not complete, is of another configuration, or its policy is too good or too bad.
+    """
+    facts = read_facts(folder)
+    if facts["config"] != _stated(config):
+        raise StudyError(f"{folder} is of another configuration of the warm-up; give another --prepared.")
+    accuracy = fmean(facts["accuracy"].values())
+    if not START[0] <= accuracy <= START[1]:
+        raise StudyError(
+            f"the policy of {folder} is right {accuracy:.2f} of the time, not {START[0]} to {START[1]}; set `target` "
+            "or `levels` of the warm-up anew, and give another --prepared."
+        )
+
+
+def _stated(config: StudyConfig) -> dict:
+    return json.loads(json.dumps(asdict(config)))
+
+
+def train_until_right(training: WarmUp, state: Path) -> tuple:
+    """Train until the policy reaches the target; the policy, and level -> accuracy.
+
+    ``state`` gets what :meth:`WarmUp.load` reads, from time to time.
+
+    Raises:
+        StudyError: it did not within ``max_steps``.
+    """
+    config, accuracy = training.config, 0.0
+    for loss in training.train(config.max_steps):
+        step = training.step
+        if step % config.check_every == 0:
+            policy = training.policy()
+            whole = training.estimate(policy)
+            words = [f"step {step} loss {loss:.4f} whole solutions {_listed(whole)}"]
+            near = accuracy >= _NEAR * config.target or step % (2 * config.check_every) == 0
+            if near and fmean(whole.values()) >= _SAMPLE_FROM * config.target:
+                found = training.accuracy(policy)
+                accuracy = fmean(found.values())
+                words.append(f"accuracy {_listed(found)}")
+            print(*words, flush=True)
+            if len(words) > 1 and accuracy >= config.target:
+                return policy, found
+        if step % config.save_every == 0:
+            training.save(state)
+    raise StudyError(
+        f"the warm-up did not reach an accuracy of {config.target} in {config.max_steps} steps; lower the target or "
+        "the levels, or give it more steps."
+    )
+
+
 def prepare(config: StudyConfig, out: Path, device: str) -> dict:
     """Fill ``out`` unless it is complete; contents of its ``study.json``.
 
@@ -243,10 +314,9 @@ def prepare(config: StudyConfig, out: Path, device: str) -> dict:
         StudyError: the folder is of another configuration, or the target was not reached.
     """
     facts_file = out / "study.json"
-    stated = json.loads(json.dumps(asdict(config)))
     if facts_file.is_file():
         facts = read_facts(out)
-        if facts["config"] != stated:
+        if facts["config"] != _stated(config):
             raise StudyError(f"{facts_file} is of another configuration; choose another --out.")
         print(f"{out} is complete")
         return facts
@@ -258,33 +328,14 @@ def prepare(config: StudyConfig, out: Path, device: str) -> dict:
         training.load(state)
     parameters = sum(parameter.numel() for parameter in training.model.parameters())
     print(f"{parameters:,} parameters, from step {training.step} until an accuracy of {config.target}", flush=True)
-    reached: dict[int, float] = {}
-    for loss in training.train(config.max_steps):
-        if training.step % config.check_every == 0:
-            policy = training.policy()
-            found = training.estimate(policy)
-            words = [f"step {training.step} loss {loss:.4f} whole solutions {_listed(found)}"]
-            if fmean(found.values()) >= _SAMPLE_FROM * config.target:
-                found = training.accuracy(policy)
-                words.append(f"accuracy {_listed(found)}")
-                reached = found if fmean(found.values()) >= config.target else {}
-            print(*words, flush=True)
-            if reached:
-                break
-        if training.step % config.save_every == 0:
-            training.save(state)
-    if not reached:
-        raise StudyError(
-            f"the warm-up did not reach an accuracy of {config.target} in {config.max_steps} steps; lower the target "
-            "or the levels, or give it more steps."
-        )
+    policy, accuracy = train_until_right(training, state)
     save_policy(policy.cpu(), training.tokenizer, out / "policy")
     facts = {
-        "config": stated,
+        "config": _stated(config),
         "parameters": parameters,
         "steps": training.step,
         "seconds": round(time.monotonic() - started, 1),
-        "accuracy": reached,
+        "accuracy": accuracy,
     }
     facts_file.write_text(json.dumps(facts, indent=1))
     state.unlink(missing_ok=True)

@@ -11,7 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Many arms side by side while a machine is ours: ``python -m recipes.study.window --gpus 0,1 --slots 7 --minutes 29``.
+"""Many arms side by side while a machine is ours: ``python -m recipes.study.window --gpus 0,1 --slots 7 --minutes 28``.
 
 Arms of this size wait most of their time, so several share a GPU. Each is the command of ``run.py`` in a process of its
 own. The queue begins with the arms that have most seeds, since without them there is no verdict; as one ends, the next
@@ -38,19 +38,18 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
 
 import psutil
 
 from jetrl_verl.compare.run import is_finished, step_of
 from jetrl_verl.demo.process_tree import Interrupted, signals_raise, signals_wait
 from jetrl_verl.demo.run import DEVICES, detect_device
-from recipes.study.evaluate import checkpoint_after, unscored
+from recipes.study.evaluate import arms_in, checkpoint_after, unscored
 from recipes.study.run import ROOT, SAVE_EVERY, StudyArm, every_arm, read_arms
-from recipes.study.warm_up import StudyError, read_facts
+from recipes.study.warm_up import StudyConfig, StudyError, check_start, read_facts
 
 THREADS = 1500
-"""Threads of an arm, Ray's, vLLM's and the trainer's together. Seen on 32 cores: 9,270 for eight arms."""
+"""Threads of an arm, Ray's, vLLM's and the trainer's together. Seen on 32 cores: 9,270 for eight arms (docs/LOG.md)."""
 
 SHORTEST = 40
 """Rollouts below which an arm is not compared."""
@@ -63,6 +62,8 @@ _KILL_SECONDS = 10.0
 _LEAST_SECONDS = 120.0
 """In which an engine starts and scores something."""
 _PAUSE_SECONDS = 5.0
+_SHORTEST_SECONDS = 600.0
+"""In which arms start and make ``SHORTEST`` rollouts; what the warm-up must leave."""
 _ENGINE_SECONDS = 60.0
 """In which an engine starts."""
 _SCORE_SECONDS = 33.0
@@ -333,7 +334,7 @@ def score(
     words = ["--out", str(out), *(["--rollouts", str(rollouts)] if rollouts else [])]
 
     def due() -> list[str]:
-        # If the time ends, each arm has one score before any has two.
+        # If the time ends: of arms with several seeds each has one score before any has two, then come the others.
         return [arm.name for arm in sorted(unscored(out, rollouts), key=_turn_of)]
 
     names = due()
@@ -369,33 +370,45 @@ def score(
 
 
 def scoring_minutes(arms: int, engines: int) -> float:
-    """What the scores of ``arms`` take, the policy's before training included."""
-    return (_ENGINE_SECONDS + _SCORE_SECONDS * (math.ceil(arms / engines) + 1)) / 60
+    """Minutes that the scores of ``arms`` take with so many engines, the policy's before training included."""
+    return (_GRACE_SECONDS + _ENGINE_SECONDS + _SCORE_SECONDS * (math.ceil(arms / engines) + 1)) / 60
 
 
 def make_policy(
     prepared: Path, gpu: str, device: str, seconds: float, log: Path, start: Start, say: Callable[[str], None]
 ) -> None:
-    """Run ``recipes.study.warm_up`` where ``prepared`` is not complete; on a CPU, which it takes days, refuse.
+    """Run ``recipes.study.warm_up`` where ``prepared`` is not complete, and see that arms may begin with its policy.
+
+    On a CPU, where the warm-up would take days, ``prepared`` must be complete and may be a small one.
+
+    Args:
+        prepared: folder of the warm-up. gpu: its name. device: ``cpu`` or ``cuda``.
+        seconds: after which the warm-up is ended. log: gets its words. start: starts a command. say: shows a line.
 
     Raises:
-        StudyError: it failed, or took longer than ``seconds``; ``log`` says why.
+        StudyError: it failed or took too long; or ``prepared`` is not one to begin with.
     """
-    if device == "cpu" or prepared.joinpath("study.json").is_file():
+    if device == "cpu":
         read_facts(prepared)
         return
-    say(f"warming up the policy, log {log}")
-    process = start(
-        [sys.executable, "-m", "recipes.study.warm_up", "--out", str(prepared), "--device", device], gpu, log
-    )
-    try:
-        if process.wait(seconds):
-            raise StudyError(f"the warm-up ended with status {process.returncode}; see {log}.")
-    except subprocess.TimeoutExpired:
-        raise StudyError(f"the warm-up took more than {seconds:.0f} s; see {log}, the same command goes on.") from None
-    finally:
-        end([process], _KILL_SECONDS)
-    say(f"the policy is right {fmean(read_facts(prepared)['accuracy'].values()):.2f} of the time")
+    if not prepared.joinpath("study.json").is_file():
+        say(f"warming up the policy, log {log}")
+        command = [sys.executable, "-m", "recipes.study.warm_up", "--out", str(prepared), "--device", device]
+        processes: list[subprocess.Popen] = []
+        try:
+            with signals_wait():
+                processes.append(start(command, gpu, log))
+            if status := processes[0].wait(seconds):
+                raise StudyError(f"the warm-up ended with status {status}; see {log}.")
+        except OSError as error:
+            raise StudyError(f"the warm-up cannot be started ({error}); try again.") from None
+        except subprocess.TimeoutExpired:
+            raise StudyError(
+                f"the warm-up took more than {seconds:.0f} s; see {log} and give more --minutes."
+            ) from None
+        finally:
+            end(processes, _KILL_SECONDS)
+    check_start(prepared, StudyConfig())
 
 
 @contextmanager
@@ -420,7 +433,7 @@ def main() -> None:
     parser.add_argument("--gpus", default="0", help="their numbers, with commas")
     parser.add_argument("--slots", type=int, default=4, help="arms side by side on a GPU")
     parser.add_argument("--minutes", type=float, required=True, help="in which everything is done, scores included")
-    parser.add_argument("--scoring", type=float, help="how many of these are kept for the scores, else by their number")
+    parser.add_argument("--scoring", type=float, help="minutes kept for the scores; by default by their number")
     parser.add_argument("--engines", type=int, default=1, help="that score, each on a GPU of its own")
     parser.add_argument("--prepared", type=Path, default=Path("outputs/study/prepared"))
     parser.add_argument("--out", type=Path, default=Path("outputs/study"))
@@ -448,18 +461,20 @@ def main() -> None:
     try:
         if absent := set(chosen) - set(known):
             raise StudyError(f"{', '.join(sorted(absent))} is not an arm; choose from {', '.join(known)}.")
+        if min(given.slots, given.engines) < 1 or not all(gpus):
+            raise StudyError("--slots and --engines must be at least 1, and --gpus numbers with commas; correct them.")
         arms = [arm for name, arm in known.items() if name in chosen]
         engines = min(given.engines, len(gpus))
-        scoring = given.scoring or scoring_minutes(len(arms), engines)
-        if min(given.slots, engines) < 1 or given.minutes <= scoring or not all(gpus):
-            raise StudyError(
-                f"--slots and --engines must be at least 1, --minutes more than the {scoring:.1f} for the scores, and "
-                "--gpus numbers with commas; correct them."
-            )
+        scoring = given.scoring
+        if scoring is None:  # others that were trained there before may be due as well
+            scoring = scoring_minutes(len({*arms, *arms_in(out)}), engines)
+        if given.minutes <= scoring:
+            raise StudyError(f"the scores alone take {scoring:.1f} minutes; give more --minutes.")
         check_threads(min(len(arms), given.slots * len(gpus)))
         with signals_raise(), only_one(out):
             seconds = 60 * (given.minutes - scoring)
-            make_policy(prepared, gpus[0], device, seconds, out / "window" / "warm_up.log", start_on, say)
+            log = out / "window" / "warm_up.log"
+            make_policy(prepared, gpus[0], device, max(0.0, seconds - _SHORTEST_SECONDS), log, start_on, say)
             seconds -= time.monotonic() - begun
             window = Window(gpus, given.slots, seconds, start_on, command_of, say)
             try:

@@ -30,7 +30,7 @@ from study_cases import ARMS, FAKE, SMALL, judge_that, save, train
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-from jetrl_verl.demo.policy import build_model, build_tokenizer
+from jetrl_verl.demo.policy import build_model, build_tokenizer, load_policy, save_policy
 from jetrl_verl.demo.task import compute_score
 from jetrl_verl.demo.warmup import encode
 from jetrl_verl.layers import plan_linears
@@ -153,6 +153,38 @@ def test_a_warm_up_lowers_the_loss_and_goes_on_as_if_it_had_not_stopped(tmp_path
     assert 0.2 * moved[1] < moved[0] < 0.8 * moved[1]
     with pytest.raises(StudyError, match="another configuration"):
         WarmUp(replace(SMALL, lr=1.0), "cpu").load(tmp_path / "warm_up.pt")
+
+
+def test_what_is_measured_is_what_others_load(tmp_path):
+    training = WarmUp(SMALL, "cpu")
+    list(training.train(2))
+    policy, ids = training.policy(), training._encoded[1][0]
+    save_policy(training.policy(), training.tokenizer, tmp_path)
+    loaded, _ = load_policy(tmp_path)
+    assert policy.model.rotary_emb.inv_freq.dtype == torch.float32
+    with torch.no_grad():
+        assert torch.equal(policy(ids).logits, loaded(ids).logits)
+
+
+def test_the_warm_up_samples_where_it_may_be_right_and_stops_when_it_is(tmp_path, monkeypatch, capsys):
+    config, sampled = replace(SMALL, target=0.4, check_every=1, max_steps=40), {8: 0.1, 10: 0.31, 11: 0.39, 12: 0.4}
+    monkeypatch.setattr(WarmUp, "train", lambda self, steps: self.count(steps))
+    monkeypatch.setattr(WarmUp, "estimate", lambda self, policy: {1: 0.1 * (self.step > 7), 2: 0.0})
+    monkeypatch.setattr(WarmUp, "accuracy", lambda self, policy: {1: sampled[self.step], 2: sampled[self.step]})
+
+    def count(self, steps):
+        while self.step < steps:
+            self.step += 1
+            yield 1.0
+
+    monkeypatch.setattr(WarmUp, "count", count, raising=False)
+    monkeypatch.setattr(WarmUp, "save", lambda self, path: None)
+    assert warm_up.train_until_right(WarmUp(config, "cpu"), tmp_path / "state")[1] == {1: 0.4, 2: 0.4}
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 12 and [i + 1 for i, line in enumerate(lines) if "accuracy" in line] == [8, 10, 11, 12]
+    sampled.update(dict.fromkeys(range(41), 0.2))
+    with pytest.raises(StudyError, match="did not reach an accuracy of 0.4 in 40 steps"):
+        warm_up.train_until_right(WarmUp(config, "cpu"), tmp_path / "state")
 
 
 def test_what_is_prepared_is_made_once(prepared, capsys):

@@ -24,7 +24,7 @@ import pytest
 from recipe_cases import ROOT
 from study_cases import ARMS, FAKE, judge_that, save, train
 
-from recipes.study import evaluate, run, window
+from recipes.study import evaluate, run, warm_up, window
 from recipes.study.warm_up import StudyError
 
 
@@ -156,19 +156,8 @@ def test_ending_a_command_ends_what_has_a_session_of_its_own(tmp_path):
 
 def main_of(monkeypatch, tmp_path, prepared, scored, train_all, missing=()) -> int | str:
     """Exit status of the program with ``train_all`` for ``Window.train``; ``scored`` gets the lengths it scores."""
-    words = [
-        "--minutes",
-        "10",
-        "--scoring",
-        "5",
-        "--device",
-        "cpu",
-        "--prepared",
-        prepared,
-        "--out",
-        tmp_path,
-        "bf16-seed1",
-    ]
+    words = ["--minutes", "10", "--scoring", "5", "--device", "cpu"]
+    words += ["--prepared", prepared, "--out", tmp_path, "bf16-seed1"]
     monkeypatch.setattr(sys, "argv", ["window", *map(str, words), "jet_fp8-seed1"])
     monkeypatch.setattr(window.Window, "train", train_all)
     monkeypatch.setattr(window, "score", lambda out, rollouts, *_: scored.append(rollouts) or list(missing))
@@ -177,10 +166,11 @@ def main_of(monkeypatch, tmp_path, prepared, scored, train_all, missing=()) -> i
     return ended.value.code
 
 
-def test_a_window_makes_the_policy_that_is_missing(tmp_path, capsys):
+def test_a_window_makes_the_policy_that_is_missing(tmp_path):
     prepared, log = tmp_path / "prepared", tmp_path / "warm_up.log"
     with pytest.raises(StudyError, match="run `python3 -m recipes.study.warm_up"):
         window.make_policy(prepared, "0", "cpu", 60, log, None, print)
+    started: list = []
 
     def make(program: str, seconds: float = 60) -> None:
         def start(command, gpu, log):
@@ -189,19 +179,32 @@ def test_a_window_makes_the_policy_that_is_missing(tmp_path, capsys):
 
         window.make_policy(prepared, "1", "cuda", seconds, log, start, print)
 
-    started: list = []
     with pytest.raises(StudyError, match=f"status 3; see {log}"):
         make("import sys; print('no room'); sys.exit(3)")
     assert "no room" in log.read_text()
     with pytest.raises(StudyError, match="took more than 1 s"):
         make("import time; time.sleep(600)", 1)
-    facts = "{'accuracy': {'6': 0.7, '12': 0.1}}"
-    works = f"import json, pathlib, sys; p = pathlib.Path(sys.argv[1]); p.mkdir(); x = json.dumps({facts})\n"
-    make(works + "(p / 'study.json').write_text(x)")
-    assert "right 0.40 of the time" in capsys.readouterr().out
+    facts = {"config": warm_up._stated(warm_up.StudyConfig()), "accuracy": {"6": 0.7, "12": 0.1}}
+    writes = f"import pathlib, sys; p = pathlib.Path(sys.argv[1]); p.mkdir(); text = {json.dumps(facts)!r}\n"
+    make(writes + "(p / 'study.json').write_text(text)")
     assert started == [(["recipes.study.warm_up", "--out", str(prepared)], "1")] * 3
     make("it is there")
     assert len(started) == 3
+
+    facts["accuracy"]["12"] = 0.84
+    (prepared / "study.json").write_text(json.dumps(facts))
+    with pytest.raises(StudyError, match="right 0.77 of the time, not 0.3 to 0.5; set `target`"):
+        make("it is there")
+    del facts["config"]["average"], facts["accuracy"]
+    (prepared / "study.json").write_text(json.dumps(facts))
+    with pytest.raises(StudyError, match="another configuration of the warm-up; give another --prepared"):
+        make("it is there")
+
+    def fails(*_):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    with pytest.raises(StudyError, match="cannot be started"):
+        window.make_policy(tmp_path / "another", "0", "cuda", 60, log, fails, print)
 
 
 def test_what_is_kept_for_the_scores_grows_with_their_number():
@@ -237,10 +240,10 @@ def test_the_program_scores_whatever_happened_in_training(prepared, tmp_path, mo
 
 def test_the_length_at_which_arms_are_compared(tmp_path):
     arms = window.queue(tmp_path)[:3]
-    for arm, lengths in zip(arms, ((20, 40, 60, 80), (20, 40, 60), (20,))):
+    for arm, lengths in zip(arms, ((20, 40, 60, 80), (20, 40, 50), (20,))):
         save(arm, *lengths)
     assert window.common_rollouts(arms[:1], 80) == 80
-    assert window.common_rollouts(arms, 80) == window.length_of(arms, 80) == 60  # the third is left out
+    assert window.common_rollouts(arms, 80) == window.length_of(arms, 80) == 50  # the third is left out
     assert window.common_rollouts(arms[2:], 80) is None
     (arms[2].checkpoints / "global_step_40/actor").mkdir(parents=True)  # the run was stopped in the middle of it
     with pytest.raises(StudyError, match="has saved 40 rollouts"):
@@ -277,7 +280,7 @@ def test_what_an_engine_failed_at_another_scores_on_another_gpu_and_last(prepare
     assert len(list(engines)) == 4
 
 
-def test_each_arm_has_a_score_before_any_has_two(prepared, tmp_path):
+def test_arms_with_several_seeds_are_scored_one_seed_after_the_other(prepared, tmp_path):
     for label, seed in (("bf16", 1), ("bf16", 2), ("jet_fp8", 1), ("jet_fp8", 3), ("qurl_int8", 1)):
         assert train(label, seed, prepared, tmp_path) == 0
     asked = []
@@ -303,6 +306,22 @@ def test_several_engines_score_a_share_each(prepared, tmp_path):
 
     assert window.score(tmp_path, None, ["0", "1"], 600, start, print, ["evaluate"], engines=5) == []
     assert shares == {"0": [names[0], names[2]], "1": [names[1]]}
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--engines", "0"), "--engines must be at least 1"),
+        (("--gpus", "0,"), "--gpus numbers with commas"),
+        (("--minutes", "2"), "the scores alone take 2.[0-9] minutes"),
+        (("bf16-seed7",), "bf16-seed7 is not an arm"),
+    ],
+)
+def test_words_that_cannot_work_are_refused_in_one_sentence(prepared, tmp_path, monkeypatch, words, sentence):
+    known = ["--minutes", "10", "--device", "cpu", "--prepared", str(prepared), "--out", str(tmp_path), "bf16-seed1"]
+    monkeypatch.setattr(sys, "argv", ["window", *known, *words])
+    with pytest.raises(SystemExit, match=sentence):
+        window.main()
 
 
 @pytest.mark.parametrize(("seconds", "quiet"), [(2, 600), (600, 2)])

@@ -38,7 +38,6 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -154,7 +153,7 @@ class WarmUp:
         for ids, labels in batches:
             for group in self._optimizer.param_groups:
                 group["lr"] = self.config.lr * min(1.0, (self.step + 1) / self.config.ramp_steps)
-            with self._autocast():
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu):
                 loss = self.model(
                     input_ids=ids.to(self.device, non_blocking=True), labels=labels.to(self.device, non_blocking=True)
                 ).loss
@@ -226,11 +225,6 @@ class WarmUp:
         self._optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
 
-    def _autocast(self) -> AbstractContextManager:
-        import torch
-
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
-
 
 def read_facts(folder: Path) -> dict:
     """Contents of a prepared folder's ``study.json``.
@@ -255,16 +249,21 @@ def _listed(found: Mapping[int, float]) -> str:
     return f"{fmean(found.values()):.3f} ({' '.join(f'{level}:{value:.2f}' for level, value in found.items())})"
 
 
+def _facts_of(folder: Path, config: StudyConfig, option: str) -> dict:
+    """As :func:`read_facts`, for a ``folder``, named by ``option``, that must be of ``config``."""
+    facts = read_facts(folder)
+    if facts["config"] != _stated(config):
+        raise StudyError(f"{folder} is of another configuration of the warm-up; give another {option}.")
+    return facts
+
+
 def check_start(folder: Path, config: StudyConfig) -> None:
     """Refuse a policy that arms should not begin with.
 
     Raises:
         StudyError: ``folder`` is not complete, is of another configuration, or its policy is too good or too bad.
     """
-    facts = read_facts(folder)
-    if facts["config"] != _stated(config):
-        raise StudyError(f"{folder} is of another configuration of the warm-up; give another --prepared.")
-    accuracy = fmean(facts["accuracy"].values())
+    accuracy = fmean(_facts_of(folder, config, "--prepared")["accuracy"].values())
     if not START[0] <= accuracy <= START[1]:
         raise StudyError(
             f"the policy of {folder} is right {accuracy:.2f} of the time, not {START[0]} to {START[1]}; set `target` "
@@ -291,13 +290,14 @@ def train_until_right(training: WarmUp, state: Path) -> tuple:
             policy = training.policy()
             whole = training.estimate(policy)
             words = [f"step {step} loss {loss:.4f} whole solutions {_listed(whole)}"]
-            near = accuracy >= _NEAR * config.target or step % (2 * config.check_every) == 0
-            if near and fmean(whole.values()) >= _SAMPLE_FROM * config.target:
+            due = accuracy >= _NEAR * config.target or step % (2 * config.check_every) == 0
+            sampling = due and fmean(whole.values()) >= _SAMPLE_FROM * config.target
+            if sampling:
                 found = training.accuracy(policy)
                 accuracy = fmean(found.values())
                 words.append(f"accuracy {_listed(found)}")
             print(*words, flush=True)
-            if len(words) > 1 and accuracy >= config.target:
+            if sampling and accuracy >= config.target:
                 return policy, found
         if step % config.save_every == 0:
             training.save(state)
@@ -315,9 +315,7 @@ def prepare(config: StudyConfig, out: Path, device: str) -> dict:
     """
     facts_file = out / "study.json"
     if facts_file.is_file():
-        facts = read_facts(out)
-        if facts["config"] != _stated(config):
-            raise StudyError(f"{facts_file} is of another configuration; choose another --out.")
+        facts = _facts_of(out, config, "--out")
         print(f"{out} is complete")
         return facts
     out.mkdir(parents=True, exist_ok=True)

@@ -168,16 +168,15 @@ def test_what_is_measured_is_what_others_load(tmp_path):
 
 def test_the_warm_up_samples_where_it_may_be_right_and_stops_when_it_is(tmp_path, monkeypatch, capsys):
     config, sampled = replace(SMALL, target=0.4, check_every=1, max_steps=40), {8: 0.1, 10: 0.31, 11: 0.39, 12: 0.4}
-    monkeypatch.setattr(WarmUp, "train", lambda self, steps: self.count(steps))
-    monkeypatch.setattr(WarmUp, "estimate", lambda self, policy: {1: 0.1 * (self.step > 7), 2: 0.0})
-    monkeypatch.setattr(WarmUp, "accuracy", lambda self, policy: {1: sampled[self.step], 2: sampled[self.step]})
 
     def count(self, steps):
         while self.step < steps:
             self.step += 1
             yield 1.0
 
-    monkeypatch.setattr(WarmUp, "count", count, raising=False)
+    monkeypatch.setattr(WarmUp, "train", count)
+    monkeypatch.setattr(WarmUp, "estimate", lambda self, policy: {1: 0.1 * (self.step > 7), 2: 0.0})
+    monkeypatch.setattr(WarmUp, "accuracy", lambda self, policy: {1: sampled[self.step], 2: sampled[self.step]})
     monkeypatch.setattr(WarmUp, "save", lambda self, path: None)
     assert warm_up.train_until_right(WarmUp(config, "cpu"), tmp_path / "state")[1] == {1: 0.4, 2: 0.4}
     lines = capsys.readouterr().out.splitlines()

@@ -19,7 +19,8 @@ takes its place. Where there is no policy yet, the warm-up comes first. An arm t
 is ended and started again, and goes on from its last checkpoint. Training is stopped in time for the scores, which are
 part of the minutes. Then one engine scores them all (or several, ``--engines``, each some): final weights if all arms
 with several seeds have finished, else, by the rule of docs/study.md, the checkpoints after as many rollouts as all of
-these have saved. The same command goes on with what is left, on the same machine.
+these have saved; in both cases fewer if BF16 came near the end of what there is to learn before that. The same command
+goes on with what is left, on the same machine.
 
 Nobody needs to watch it, so it is written to lose nothing: whatever one arm or engine does, the others go on, and a
 score is in its place as soon as there is one. Signals: the first ends everything in order, SIGHUP as well.
@@ -38,12 +39,14 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 import psutil
 
 from jetrl_verl.compare.run import is_finished, step_of
 from jetrl_verl.demo.process_tree import Interrupted, signals_raise, signals_wait
 from jetrl_verl.demo.run import DEVICES, detect_device
+from jetrl_verl.observe.report import REWARD, load_run
 from recipes.study.evaluate import arms_in, checkpoint_after, unscored
 from recipes.study.run import ROOT, SAVE_EVERY, StudyArm, every_arm, read_arms
 from recipes.study.warm_up import StudyConfig, StudyError, check_start, read_facts
@@ -52,7 +55,12 @@ THREADS = 1500
 """Threads of an arm, Ray's, vLLM's and the trainer's together. Seen on 32 cores: 9,270 for eight arms (docs/LOG.md)."""
 
 SHORTEST = 40
-"""Rollouts below which an arm is not compared."""
+"""Rollouts that an arm must have saved to be compared."""
+
+ROOM = 0.85
+"""Reward of BF16, mean over ten rollouts and its seeds, up to which the task still tells arms apart."""
+SHORTEST_WITH_ROOM = 20
+"""Rollouts to which a comparison may be cut where BF16 learns faster than that."""
 
 _ATTEMPTS = 3
 _POLL_SECONDS = 1.0
@@ -110,19 +118,43 @@ def common_rollouts(arms: Sequence[StudyArm], steps: int) -> int | None:
     return min((n for n in saved if n >= SHORTEST), default=None)
 
 
+def rollouts_with_room(control: Sequence[StudyArm], longest: int) -> int:
+    """The most rollouts, up to ``longest``, before which BF16 was not yet too good to be told from a better one.
+
+    It is decided by BF16's training rewards alone, so it cannot favour an arm.
+
+    Args:
+        control: BF16's trainings. longest: rollouts that all arms have.
+    """
+    rewards: dict[int, list[float]] = {}  # rollout -> of each training
+    for arm in control:
+        with suppress(ValueError):  # nothing logged
+            for step, reward in zip(*load_run(arm.paths.folder).series(REWARD)):
+                rewards.setdefault(step, []).append(reward)
+    for n in (longest, *range((longest - 1) // SAVE_EVERY * SAVE_EVERY, SHORTEST_WITH_ROOM, -SAVE_EVERY)):
+        last = [reward for step in range(n - SAVE_EVERY + 1, n + 1) for reward in rewards.get(step, ())]
+        if not last or fmean(last) <= ROOM:
+            return n
+    return SHORTEST_WITH_ROOM
+
+
 def length_of(arms: Sequence[StudyArm], steps: int) -> int | None:
     """What is scored: None for final weights, else checkpoints after so many rollouts.
 
     Raises:
         StudyError: an arm with several seeds has not finished, and none has saved enough to be compared.
     """
-    if all(is_finished(arm) for arm in core(arms)):
-        return None
-    if (rollouts := common_rollouts(core(arms), steps)) is None:
+    finished = all(is_finished(arm) for arm in core(arms))
+    longest = steps if finished else common_rollouts(core(arms), steps)
+    if longest is None:
         raise StudyError(
             f"no arm with several seeds has saved {SHORTEST} rollouts; give more --minutes, the same command goes on."
         )
-    return rollouts
+    if longest < SHORTEST:  # a trial
+        return None
+    first = next(iter(read_arms()["arms"]))
+    rollouts = rollouts_with_room([arm for arm in arms if arm.label == first], longest)
+    return None if finished and rollouts == steps else rollouts
 
 
 def check_threads(at_once: int, running: int | None = None, limits: dict[str, int] | None = None) -> None:

@@ -167,7 +167,9 @@ def test_what_is_measured_is_what_others_load(tmp_path):
 
 
 def test_the_warm_up_samples_where_it_may_be_right_and_stops_when_it_is(tmp_path, monkeypatch, capsys):
-    config, sampled = replace(SMALL, target=0.4, check_every=1, max_steps=40), {8: 0.1, 10: 0.31, 11: 0.39, 12: 0.4}
+    config = replace(SMALL, target=0.4, check_every=1, max_steps=40)
+    whole = {8: 0.03, 9: 0.05, 10: 0.09, 11: 0.12, 12: 0.15, 13: 0.25}  # none before
+    sampled = {9: 0.15, 11: 0.28, 12: 0.39, 13: 0.45}  # at 10, three times 0.09 is expected: not near
 
     def count(self, steps):
         while self.step < steps:
@@ -175,12 +177,12 @@ def test_the_warm_up_samples_where_it_may_be_right_and_stops_when_it_is(tmp_path
             yield 1.0
 
     monkeypatch.setattr(WarmUp, "train", count)
-    monkeypatch.setattr(WarmUp, "estimate", lambda self, policy: {1: 0.1 * (self.step > 7), 2: 0.0})
+    monkeypatch.setattr(WarmUp, "estimate", lambda self, policy: {1: 2 * whole.get(self.step, 0.0), 2: 0.0})
     monkeypatch.setattr(WarmUp, "accuracy", lambda self, policy: {1: sampled[self.step], 2: sampled[self.step]})
     monkeypatch.setattr(WarmUp, "save", lambda self, path: None)
-    assert warm_up.train_until_right(WarmUp(config, "cpu"), tmp_path / "state")[1] == {1: 0.4, 2: 0.4}
+    assert warm_up.train_until_right(WarmUp(config, "cpu"), tmp_path / "state")[1] == {1: 0.45, 2: 0.45}
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 12 and [i + 1 for i, line in enumerate(lines) if "accuracy" in line] == [8, 10, 11, 12]
+    assert len(lines) == 13 and [i + 1 for i, line in enumerate(lines) if "accuracy" in line] == list(sampled)
     sampled.update(dict.fromkeys(range(41), 0.2))
     with pytest.raises(StudyError, match="did not reach an accuracy of 0.4 in 40 steps"):
         warm_up.train_until_right(WarmUp(config, "cpu"), tmp_path / "state")

@@ -255,6 +255,32 @@ def test_the_length_at_which_arms_are_compared(tmp_path):
     assert window.length_of([*arms, *alone], 80) is None
 
 
+def test_arms_are_compared_while_bf16_had_something_left_to_learn(tmp_path):
+    arms = window.queue(tmp_path)
+    control = [arm for arm in arms if arm.label == "bf16"]
+    assert len(control) == 2 and window.rollouts_with_room(control, 80) == 80  # nothing is known
+
+    def log(arm, reward_of):
+        arm.paths.folder.mkdir(parents=True, exist_ok=True)
+        lines = [{"step": n, "data": {"critic/score/mean": reward_of(n)} if n else {}} for n in range(81)]
+        arm.paths.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    log(control[0], lambda n: 0.80 + n / 1000)
+    log(control[1], lambda n: 0.82 + n / 1000)  # mean of rollouts 31 to 40: 0.8455, of 41 to 50: 0.8555
+    assert window.rollouts_with_room(control, 80) == window.rollouts_with_room(control, 45) == 40
+    assert window.rollouts_with_room(control[:1], 80) == 50
+    assert window.rollouts_with_room(control, 30) == 30
+    for arm in control:
+        save(arm, *range(10, 81, 10))
+        arm.state.write_text(json.dumps({"finished": True, "at": 0.0}))
+    assert window.length_of(control, 80) == 40
+    log(control[1], lambda n: 0.95)
+    assert window.length_of(control, 80) == 20
+    for arm in control:
+        log(arm, lambda n: 0.7)
+    assert window.length_of(control, 80) is None
+
+
 def test_what_an_engine_failed_at_another_scores_on_another_gpu_and_last(prepared, tmp_path, capsys, monkeypatch):
     names = [f"{label}-seed1" for label in ("bf16", "fp8_rollout", "jet_fp8")]
     for name in names:

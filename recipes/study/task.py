@@ -14,19 +14,20 @@
 """The study's task: follow a chain of assignments modulo 97, one line of work per assignment.
 
 A problem of level n gives a first value and n assignments, each from the variable before it and a constant. The worked
-solution writes every line with values in place of names, the plain result, and the result modulo 97; the last value is
-the answer::
+solution has a line for each, of the values, the plain result, and the result modulo 97; the last value is the answer::
 
-    r=37;k=r*4;c=k+40;m=c-95;m?   ->   k=37*4=148=51
-                                       c=51+40=91=91
-                                       m=91-95=-4=93
-                                       #### 93
+    r=37;k=r*44;c=k+40;m=c-95;m?   ->   37*44=1628=76
+                                        76+40=116=19
+                                        19-95=-76=21
+                                        #### 21
 
-The second operand is never a variable, on purpose: to look an earlier value up by its name is learnt all at once, after
-2,000 steps of the warm-up or not in 6,000, arithmetic in 500 (docs/LOG.md, "The study's fourth window").
+Two things are as they are on purpose (docs/LOG.md, "The study's fourth window" and "fifth window"). The second operand
+is never a variable: to look an earlier value up by its name is learnt all at once, after 2,000 steps of the warm-up or
+not in 6,000. And factors go up to 96: with factors below 10, accuracy went from nothing to 0.9 within 30 steps, since
+there was one rule to find; 9,000 products are learnt one by one.
 
 Every line feeds the next, so one wrong line is a wrong answer, and accuracy falls with n as (1 - error per line)^n.
-That is the knob of difficulty: ``levels`` sets lengths of 6 to 24 lines (90 to 350 tokens) in equal shares, and the
+That is the knob of difficulty: ``levels`` sets lengths of 6 to 24 lines (80 to 310 tokens) in equal shares, and the
 warm-up's target sets the error per line. An error of 6% begins at 0.69, 0.48, 0.33 and 0.23 on the four levels, 0.43
 together; to reach 0.9 together it must fall under 1%, so there is room.
 
@@ -90,9 +91,9 @@ class Problem:
     def _work(self) -> list[tuple[str, int]]:
         """Line and value of each assignment."""
         value, work = self.first[1], []
-        for target, operator, constant in self.assignments:
+        for _, operator, constant in self.assignments:
             plain = {"+": value + constant, "-": value - constant, "*": value * constant}[operator]
-            line = f"{target}={value}{operator}{constant}={plain}={plain % MODULUS}"
+            line = f"{value}{operator}{constant}={plain}={plain % MODULUS}"
             value = plain % MODULUS
             work.append((line, value))
         return work
@@ -110,7 +111,7 @@ def draw(stream: random.Random, level: int) -> Problem:
     assignments = []
     for name in names[1:]:
         operator = stream.choice("+-*")
-        constant = stream.randrange(2, 10) if operator == "*" else stream.randrange(1, MODULUS)
+        constant = stream.randrange(2 if operator == "*" else 1, MODULUS)
         assignments.append((name, operator, constant))
     return Problem((names[0], stream.randrange(MODULUS)), tuple(assignments))
 
@@ -143,7 +144,7 @@ def token_limits(levels: tuple[int, ...]) -> tuple[int, int]:
     """
     longest = max(levels)
     prompt = len("r=37;") + longest * len("k=r+37;") + len("m?") + 8
-    response = longest * len("k=37-58=-21=76\n") + 5
+    response = longest * len("96*43=4128=54\n") + 5
     return -(-prompt // 16) * 16, -(-response // 16) * 16
 
 

@@ -23,8 +23,8 @@ Supervised on worked solutions alone, FP32 weights and AdamW, BF16 autocast on a
 after a number of steps, whose outcome would differ between machines. The target is the accuracy at temperature 1 on the
 problems of the validation split, one sample each; stopping at a first crossing favours lucky samples, by 3 points at
 most. Sampling takes seconds, so it waits until the mean probability of a whole worked solution, which needs one
-forward, promises enough. That is a lower bound, and a loose one: a policy at 0.47 was right 0.77 of the time, since a
-slip in a line's plain result need not reach the result modulo 97. How loose, each sampling says to the looks after it.
+forward, promises enough. That is a lower bound, since other words may lead to the same answer; how loose it is, each
+sampling says to the looks after it.
 
 The policy is the exponential average of the weights over about 50 steps, not the last of them. At a constant learning
 rate the last weights jitter around where they are going, and RL, at a hundredth of that rate, may first of all calm
@@ -99,7 +99,7 @@ START = (0.3, 0.5)
 
 _NEAR = 0.75
 """Share of the target at which the accuracy that is expected makes sampling worth its time."""
-_LOOSE = 7.5
+_LOOSE = 1.5
 """Accuracy over mean probability of whole solutions that is expected before the first sampling."""
 
 

@@ -70,9 +70,9 @@ def test_every_line_and_the_answer_are_what_the_prompt_says(level):
         assert len(statements) == level + 1 and question == f"{name}?"
 
         *lines, last = problem.solution.split("\n")
-        assert [line.split("=")[0] for line in lines] == list(variables)[1:]
-        for line in lines:
-            name, expression, plain, value = line.split("=")
+        assert len(lines) == level
+        for name, line in zip(list(variables)[1:], lines):
+            expression, plain, value = line.split("=")
             assert value_of(expression, {}) == int(plain)
             assert int(value) == int(plain) % 97 == variables[name]
         assert last == f"#### {problem.answer}" and int(problem.answer) == variables[question[0]]
@@ -112,7 +112,7 @@ def test_a_seed_gives_the_same_problems_and_levels_in_turn():
 
 def test_the_longest_problems_fit_the_limits_of_tokens():
     tokenizer = build_tokenizer()
-    longest = task.Problem(("a", 96), tuple((chr(98 + i), "-", 96) for i in range(24)))
+    longest = task.Problem(("a", 96), tuple((chr(98 + i), "*", 96) for i in range(24)))
     wordy = task.problems("warmup", 100, (24,), 0)
     limits = task.token_limits(LEVELS)
     for problem in (longest, *wordy):
@@ -120,7 +120,7 @@ def test_the_longest_problems_fit_the_limits_of_tokens():
         response = int((labels >= 0).sum())
         assert ids.shape[1] - response <= limits[0] and response <= limits[1]
     assert sum(limits) <= StudyConfig().policy.max_positions
-    assert limits[1] < 1.1 * max(int((encode([p], tokenizer)[1] >= 0).sum()) for p in wordy)
+    assert limits[1] < 1.2 * max(int((encode([p], tokenizer)[1] >= 0).sum()) for p in wordy)
 
 
 # --- policy and warm-up ----------------------------------------------------------------------------------------------
@@ -168,8 +168,8 @@ def test_what_is_measured_is_what_others_load(tmp_path):
 
 def test_the_warm_up_samples_where_it_may_be_right_and_stops_when_it_is(tmp_path, monkeypatch, capsys):
     config = replace(SMALL, target=0.4, check_every=1, max_steps=40)
-    whole = {8: 0.03, 9: 0.05, 10: 0.09, 11: 0.12, 12: 0.15, 13: 0.25}  # none before
-    sampled = {9: 0.15, 11: 0.28, 12: 0.39, 13: 0.45}  # at 10, three times 0.09 is expected: not near
+    whole = {8: 0.1, 9: 0.2, 10: 0.25, 11: 0.28, 12: 0.35, 13: 0.4}  # none before
+    sampled = {9: 0.22, 11: 0.3, 12: 0.39, 13: 0.45}  # at 10, 1.1 times 0.25 is expected: not near
 
     def count(self, steps):
         while self.step < steps:

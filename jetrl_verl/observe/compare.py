@@ -32,7 +32,18 @@ import matplotlib.pyplot as plt
 from rich.console import Console
 from rich.table import Table
 
-from jetrl_verl.observe.report import FIGURES, MISMATCH, PALETTE, REWARD, STEP_SECONDS, Figure, Run, lines, write_report
+from jetrl_verl.observe.report import (
+    FIGURES,
+    MISMATCH,
+    NEUTRAL,
+    PALETTE,
+    REWARD,
+    STEP_SECONDS,
+    Figure,
+    Run,
+    lines,
+    write_report,
+)
 
 Scores = Mapping[float, Sequence[Sequence[float]]]
 """Temperature -> problem -> sample -> score."""
@@ -282,7 +293,7 @@ def _evaluation_figure(rows: Sequence[Row]) -> Figure:
                     i + 0.22 * (j - (len(temperatures) - 1) / 2),
                     xerr=found.error,
                     fmt="os^D"[j % 4],
-                    color=colours.get(row.arm, PALETTE[-1]),
+                    color=colours.get(row.arm, NEUTRAL),
                     markersize=6,
                     capsize=3,
                     label=temperature_name(temperature) if row is first else None,

@@ -16,7 +16,8 @@
 A run is a folder with verl's ``metrics.jsonl`` (its ``file`` logger) and an optional ``run.json`` of facts. The page
 has no outside reference: figures are inline SVG whose text takes the page's colour, readable in light and dark mode.
 The same figures lie beside it as PNG. One run is drawn metric by metric; of several, each arm gets a colour of its own,
-and where an arm has several runs (seeds), they are drawn faintly behind their mean.
+and where an arm has several runs (seeds), they are drawn faintly behind their mean. Long runs of several arms are drawn
+as a rolling mean over steps, or the noise of single steps would hide every difference between arms.
 
 A figure appears only if some run has its metric, and the page says which are absent, so that a renamed metric shows.
 """
@@ -35,11 +36,18 @@ import matplotlib
 
 matplotlib.use("Agg")  # before pyplot: reports are written on machines without a display
 import matplotlib.pyplot as plt
+from matplotlib.artist import Artist
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 _TEMPLATE = Path(__file__).with_name("report.html")
 
 # Mid-tone colours that keep their contrast on white and on near-black, in an order that colour-blind readers can tell.
-PALETTE = ("#3b82c4", "#e07b39", "#2aa37a", "#b565c4", "#c39b1f", "#d1495b", "#5aa9b8", "#8a8f98")
+PALETTE = (
+    "#3b82c4", "#e07b39", "#2aa37a", "#b565c4", "#c39b1f", "#d1495b", "#5aa9b8", "#8a8f98",
+    "#7d5a3c", "#e58fb1", "#6b6fd6", "#8fae3c",
+)  # fmt: skip
+NEUTRAL = "#8a8f98"  # of what is no arm
 INK = "#33383f"  # text and axes; becomes `currentColor` in the page
 
 STYLE = {
@@ -64,6 +72,9 @@ STYLE = {
     "legend.fontsize": 9,
     "svg.fonttype": "none",  # text stays text: smaller, selectable, and it can take the page's colour
 }
+
+ROLLING = 10
+"""Steps of the rolling mean that several arms are drawn by, if they have four times as many."""
 
 REWARD = "critic/score/mean"
 MISMATCH = "rollout_corr/k3_kl"
@@ -193,7 +204,7 @@ class Figure:
     draw: Callable[[plt.Axes, Sequence[Run]], bool]
 
 
-def _arms(runs: Sequence[Run]) -> dict[str, list[Run]]:
+def by_arm(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Runs by arm, in the order of first appearance."""
     arms: dict[str, list[Run]] = {}
     for run in runs:
@@ -201,17 +212,25 @@ def _arms(runs: Sequence[Run]) -> dict[str, list[Run]]:
     return arms
 
 
-def _plot(axes: plt.Axes, curves: Sequence[tuple[list[int], list[float]]], **style) -> bool:
-    """One curve, or the mean of several with each of them faint behind it; returns whether there was any."""
+def rolling_mean(values: Sequence[float], width: int) -> list[float]:
+    """Means of ``width`` values around each one, fewer at both ends; if even, one more before it than after."""
+    before = width // 2
+    return [statistics.fmean(values[max(0, i - before) : i + width - before]) for i in range(len(values))]
+
+
+def _plot(axes: plt.Axes, curves: Sequence[tuple[list[int], list[float]]], width: int = 1, **style) -> bool:
+    """One curve, or the mean of several, each of which is faint behind it; returns whether there was any."""
     curves = [(steps, values) for steps, values in curves if steps]
     if not curves:
         return False
     if len(curves) > 1:
         for steps, values in curves:
-            axes.plot(steps, values, color=style["color"], linestyle=style.get("linestyle", "-"), lw=0.8, alpha=0.4)
-    by_step = [dict(zip(*curve)) for curve in curves]
-    steps = [step for step in curves[0][0] if all(step in values for values in by_step)]
-    axes.plot(steps, [statistics.fmean(values[step] for values in by_step) for step in steps], **style)
+            faint = {"color": style["color"], "linestyle": style.get("linestyle", "-"), "lw": 0.8, "alpha": 0.4}
+            axes.plot(steps, rolling_mean(values, width), **faint)
+    seen = [dict(zip(*curve)) for curve in curves]
+    steps = [step for step in curves[0][0] if all(step in values for values in seen)]
+    means = [statistics.fmean(values[step] for values in seen) for step in steps]
+    axes.plot(steps, rolling_mean(means, width), **style)
     return True
 
 
@@ -227,41 +246,92 @@ def lines(*metrics: tuple[str, str], ylabel: str, log: bool = False, bottom: flo
         return [step for step, _ in points], [value for _, value in points]  # a log axis has no place for zero
 
     def draw(axes: plt.Axes, runs: Sequence[Run]) -> bool:
-        drawn = 0
-        arms = _arms(runs)
+        arms = by_arm(runs)
         several = len(arms) > 1
+        longest = max(len(run.series(key)[0]) for run in runs for key, _ in metrics)
+        width = ROLLING if several and longest >= 4 * ROLLING else 1
+        drawn, handles = set(), []
         for i, (name, members) in enumerate(arms.items()):
+            logged, zeros = 0, []
             for j, (key, label) in enumerate(metrics):
-                curves = [series(run, key) for run in members]
-                drawn += _plot(
-                    axes,
-                    curves,
-                    color=PALETTE[(i if several else j) % len(PALETTE)],
-                    linestyle=dashes[j % len(dashes)] if several else "-",
-                    marker="o" if max(len(steps) for steps, _ in curves) < 8 else None,
-                    markersize=4,
-                    label=f"{name}: {label}" if several and len(metrics) > 1 else name if several else label,
-                )
-        _finish(axes, ylabel, legend=drawn > 1)
+                values = [value for run in members for value in run.series(key)[1]]
+                if not values:
+                    continue
+                logged += 1
+                style = {
+                    "color": PALETTE[(i if several else j) % len(PALETTE)],
+                    "linestyle": dashes[j % len(dashes)] if several else "-",
+                    "marker": "o" if len(values) < 8 * len(members) else None,
+                    "markersize": 4,
+                }
+                if log and not any(values):
+                    zeros.append(label)
+                elif _plot(axes, [series(run, key) for run in members], width, **style):
+                    drawn.add(j)
+                    if not several:
+                        handles.append(Line2D([], [], **style, label=label))
+            if several and logged:
+                note = ": 0" if len(zeros) == logged else "".join(f", {label} 0" for label in zeros)
+                handles.append(Line2D([], [], color=PALETTE[i % len(PALETTE)], label=name + note))
+            elif zeros:
+                handles.append(Line2D([], [], linestyle="", label=", ".join(f"{label} 0" for label in zeros)))
+        if several and len(drawn) > 1:
+            kinds = [{"linestyle": dashes[j % len(dashes)], "label": metrics[j][1]} for j in sorted(drawn)]
+            handles += [Line2D([], [], color=INK, lw=1.2, **kind) for kind in kinds]
+        _finish(axes, f"{ylabel}, mean of {width} steps" if width > 1 else ylabel)
+        if len(handles) > 1:
+            _legend(axes, handles)
         if log and drawn:
             axes.set_yscale("log")
         if bottom is not None:
             axes.set_ylim(bottom=bottom)
-        return drawn > 0
+        return bool(drawn)
+
+    return draw
+
+
+def bars(*metrics: tuple[str, str], xlabel: str):
+    """A drawing function for one bar per arm and metric, its mean over all steps, with a dot for each of its runs.
+
+    ``metrics`` are (key, label); for what is so rare or noisy that a line over steps shows nothing.
+    """
+
+    def draw(axes: plt.Axes, runs: Sequence[Run]) -> bool:
+        arms = {
+            name: members for name, members in by_arm(runs).items()
+            if any(run.mean(key) is not None for run in members for key, _ in metrics)
+        }  # fmt: skip
+        height = 0.8 / len(metrics)
+        for j, (key, _) in enumerate(metrics):
+            for i, members in enumerate(arms.values()):
+                means = [mean for run in members if (mean := run.mean(key)) is not None]
+                if means:
+                    row = i + (j - (len(metrics) - 1) / 2) * height
+                    axes.barh(row, statistics.fmean(means), 0.9 * height, color=PALETTE[j])
+                    axes.plot(means, [row] * len(means), "o", color=INK, markersize=2.5)
+        axes.set_yticks(range(len(arms)), list(arms))
+        axes.invert_yaxis()
+        axes.ticklabel_format(axis="x", style="sci", scilimits=(-3, 4))
+        axes.set_xlabel(xlabel)
+        if len(metrics) > 1:
+            _legend(axes, [Patch(color=PALETTE[j], label=label) for j, (_, label) in enumerate(metrics)])
+        return bool(arms)
 
     return draw
 
 
 def _draw_accuracy(axes: plt.Axes, runs: Sequence[Run]) -> bool:
     drawn = 0
-    for i, (name, members) in enumerate(_arms(runs).items()):
+    for i, (name, members) in enumerate(by_arm(runs).items()):
         curves = [run.accuracy for run in members]
         drawn += _plot(axes, curves, color=PALETTE[i % len(PALETTE)], marker="o", markersize=5, label=name)
     if len(runs) == 1 and drawn:
         steps, values = runs[0].accuracy
         for step, value in {(steps[0], values[0]), (steps[-1], values[-1])}:
             axes.annotate(f"{value:.0%}", (step, value), (0, 8), textcoords="offset points", ha="center")
-    _finish(axes, "share answered rightly", legend=drawn > 1)
+    _finish(axes, "share answered rightly")
+    if drawn > 1:
+        _legend(axes)
     axes.set_ylim(0, 1.08)
     return drawn > 0
 
@@ -280,9 +350,9 @@ def _draw_timings(axes: plt.Axes, runs: Sequence[Run]) -> bool:
             heights = [by_step[step].get(phase, 0.0) for step in steps]
             axes.bar(steps, heights, width=0.85, bottom=base, color=colours[phase], label=phase)
             base = [low + height for low, height in zip(base, heights)]
-        _finish(axes, "seconds", legend=True)
+        _finish(axes, "seconds")
     else:
-        arms = _arms(runs)
+        arms = by_arm(runs)
         base = [0.0] * len(arms)
         for phase in phases:
             widths = []
@@ -294,16 +364,19 @@ def _draw_timings(axes: plt.Axes, runs: Sequence[Run]) -> bool:
             base = [low + width for low, width in zip(base, widths)]
         axes.invert_yaxis()
         axes.set_xlabel("seconds per step, mean")
-        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    _legend(axes)
     return True
 
 
-def _finish(axes: plt.Axes, ylabel: str, legend: bool) -> None:
+def _finish(axes: plt.Axes, ylabel: str) -> None:
     axes.set_xlabel("step")
     axes.set_ylabel(ylabel)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    if legend:
-        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _legend(axes: plt.Axes, handles: Sequence[Artist] | None = None) -> None:
+    """Beside the axes; of what has a label if there are no ``handles``."""
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _phase_seconds(data: dict) -> dict[str, float]:

@@ -36,7 +36,7 @@ from pathlib import Path
 
 from jetrl_verl.compare.evaluate import BEFORE, file_of
 from jetrl_verl.observe.compare import Accuracy, Row, Scores, Trained, summarise, temperature_name
-from jetrl_verl.observe.report import FIGURES, Figure, Run, lines, load_run, write_report
+from jetrl_verl.observe.report import FIGURES, INK, NEUTRAL, PALETTE, Figure, Run, bars, lines, load_run, write_report
 from recipes.study.evaluate import arms_in, before_files, folder_of
 from recipes.study.run import StudyArm, every_arm, read_arms
 from recipes.study.warm_up import StudyError
@@ -68,23 +68,22 @@ STUDY_FIGURES = (
     Figure(
         "clipped",
         "Clipped tokens by sign of advantage",
-        "Share of response tokens that the policy loss cut off.",
-        lines(
+        "Share of response tokens that the policy loss cut off: mean over all steps, a dot for each seed.",
+        bars(
             ("actor/jetrl/clipped/negative", "negative"),
             ("actor/jetrl/clipped/positive", "positive"),
-            ylabel="share of tokens",
-            bottom=0.0,
+            xlabel="share of tokens",
         ),
     ),
     Figure(
         "truncated",
         "Truncated importance weights by sign of advantage",
-        "Share of response tokens whose importance weight left its bounds, in arms that correct for the mismatch.",
-        lines(
+        "Share of response tokens whose importance weight left its bounds, in arms that correct for the mismatch: mean "
+        "over all steps, a dot for each seed.",
+        bars(
             ("rollout_corr/truncated/negative", "negative"),
             ("rollout_corr/truncated/positive", "positive"),
-            ylabel="share of tokens",
-            bottom=0.0,
+            xlabel="share of tokens",
         ),
     ),
     Figure(
@@ -100,6 +99,10 @@ STUDY_FIGURES = (
         lines(("actor/jetrl/codes_changed/gate_up", "share"), ylabel="share of codes", bottom=0.0),
     ),
 )
+
+
+PRIMARY = 1.0
+"""Temperature of the accuracy that decides."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +232,42 @@ def as_html(body: Sequence[Sequence[str]], caption: str) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{rest}</tbody></table>{below}"
 
 
+def difference_figure(rows: Sequence[Row], noise: Noise) -> Figure:
+    """Difference of each arm to BF16 at the temperature that decides, before what it must exceed."""
+
+    def draw(axes, runs: Sequence[Run]) -> bool:
+        shown = [(row, found) for row in rows if (found := row.accuracies[PRIMARY]).difference is not None]
+        for i, (row, found) in enumerate(shown):
+            if row.seeds:
+                bound = 100 * noise.bound(found)
+                axes.barh(i, 2 * bound, 0.7, -bound, color=NEUTRAL, alpha=0.35)
+            axes.errorbar(
+                100 * found.difference, i, xerr=100 * found.difference_error, fmt="o", color=PALETTE[0], capsize=3
+            )
+        axes.axvline(0.0, color=INK, lw=0.8)
+        axes.set_yticks(range(len(shown)), [row.arm for row, _ in shown])
+        axes.invert_yaxis()
+        axes.set_xlabel("points of accuracy to BF16, ± one standard error")
+        return bool(shown)
+
+    return Figure(
+        "difference",
+        "Difference to BF16 at temperature 1",
+        "Paired by problem. Grey: what a difference must exceed, twice its standard error, the difference of BF16's "
+        "seeds, and what another start of the engine changes.",
+        draw,
+    )
+
+
+def over_the_run(run: Run) -> dict[str, object]:
+    """Rollouts of ``run``, and mean, smallest and largest value of each logged figure over all of them."""
+    found: dict[str, object] = {"rollouts": max((step for step, _ in run.records), default=0)}
+    for name, keys, _ in LOGGED:
+        if values := [value for key in keys for value in run.series(key)[1]]:
+            found[name] = {"mean": statistics.fmean(values), "smallest": min(values), "largest": max(values)}
+    return found
+
+
 def caption_of(rollouts: int | None, left_out: Sequence[str]) -> str:
     """What stands below the table."""
     weights = f"weights after {rollouts} rollouts" if rollouts else "final weights"
@@ -269,7 +308,7 @@ def write_study(out: Path, rollouts: int | None = None) -> Path:
         records = [(step, data) for step, data in found.records if step <= (rollouts or math.inf)]
         return replace(found, arm=arm.label, records=records)
 
-    runs = {arm.name: run_of(arm) for arm in (scored if rollouts else arms)}
+    runs = {arm.name: run_of(arm) for arm in arms}
     scores = read_scores([*before, *(file_of(folder, arm.name) for arm in scored)])
     starts = scores[: len(before)]
     trained = [Trained(BEFORE, None, starts[0])]
@@ -282,12 +321,17 @@ def write_study(out: Path, rollouts: int | None = None) -> Path:
     markdown = [f"| {' | '.join(line)} |" for line in (body[0], ["---"] * len(body[0]), *body[1:])]
     caption = caption_of(rollouts, [arm.name for arm in every_arm(out) if arm not in scored])
     (out / f"{stem}.md").write_text("\n".join([*markdown, "", caption, ""]))
-    (out / f"{stem}.json").write_text(json.dumps([dict(zip(body[0], line)) for line in body[1:]], indent=1))
+    shown = [runs[arm.name] for arm in (scored if rollouts else arms) if runs[arm.name].records]
+    contents = {
+        "table": [dict(zip(body[0], line)) for line in body[1:]],
+        "runs": {run.name: over_the_run(run) for run in runs.values() if run.records},
+    }
+    (out / f"{stem}.json").write_text(json.dumps(contents, indent=1))
     return write_report(
-        [run for run in runs.values() if run.records],
+        shown,
         out / f"{stem}.html",
         "The study" + (f", after {rollouts} rollouts" if rollouts else ""),
-        (*FIGURES, *STUDY_FIGURES),
+        (difference_figure(rows, noise[PRIMARY]), *FIGURES, *STUDY_FIGURES),
         as_html(body, caption),
     )
 

@@ -16,9 +16,21 @@
 import json
 import re
 
+import matplotlib.pyplot as plt
 import pytest
 
-from jetrl_verl.observe.report import FIGURES, Run, _phase_seconds, load_run, write_report
+from jetrl_verl.observe.report import (
+    FIGURES,
+    PALETTE,
+    Figure,
+    Run,
+    _phase_seconds,
+    bars,
+    lines,
+    load_run,
+    rolling_mean,
+    write_report,
+)
 
 
 def records(level: float = 0.4) -> list[tuple[int, dict]]:
@@ -100,6 +112,62 @@ def test_several_runs_share_every_figure(tmp_path):
     assert page.count("<h2>bf16</h2>") == page.count("<h2>jet_fp8</h2>") == 1
     assert "<th>policy.layers</th><td>–</td><td>2</td>" in page
     assert (tmp_path / "compare_timings.png").exists()
+
+
+def words_of(page: str, figure: str) -> list[str]:
+    """Texts of a figure, its legend among them."""
+    drawn = page[page.index(f"<figure id='{figure}'>") :]
+    return re.findall(r"<text[^>]*>([^<]+)</text>", drawn[: drawn.index("</figure>")])
+
+
+def test_a_log_axis_names_what_is_zero_throughout(tmp_path):
+    zero = {"rollout_corr/k3_kl": 0.0, "training/rollout_probs_diff_max": 0.0}
+    exact = [(step, data | zero if step else data) for step, data in records()]
+    half = [(step, data | {"rollout_corr/k3_kl": 0.0} if step else data) for step, data in records()]
+    bare = [(1, {"critic/score/mean": 0.5})]
+    runs = [Run("bf16", records()), Run("exact", exact), Run("half", half), Run("bare", bare)]
+    found = words_of(write_report(runs, tmp_path / "compare.html").read_text(), "mismatch")
+    assert found[-5:] == ["bf16", "exact: 0", "half, k3 KL (nat) 0", "k3 KL (nat)", "max |Δp|"]
+    found = words_of(write_report([Run("half", half)], tmp_path / "report.html").read_text(), "mismatch")
+    assert found[-2:] == ["max |Δp|", "k3 KL (nat) 0"]
+
+
+def test_long_runs_of_several_arms_are_smoothed_and_one_is_not(tmp_path):
+    assert rolling_mean([1.0, 2.0, 6.0, 7.0], 3) == [1.5, 3.0, 5.0, 6.5]
+    assert rolling_mean([1.0, 2.0, 6.0], 2) == [1.0, 1.5, 4.0] and rolling_mean([3.0, 4.0], 1) == [3.0, 4.0]
+    run = [(step, {"critic/score/mean": 0.5}) for step in range(1, 41)]
+    for runs, label in (
+        ([Run("a", run)], "mean score"),
+        ([Run("a", run), Run("b", run)], "mean score, mean of 10 steps"),
+    ):
+        assert label in words_of(write_report(runs, tmp_path / "report.html").read_text(), "reward")
+
+
+def test_bars_are_means_over_steps_with_a_dot_for_each_seed(tmp_path):
+    def run(name, arm, *values):
+        return Run(name, [(step, {"share": value}) for step, value in enumerate(values)], arm=arm)
+
+    runs = [
+        run("a1", "a", 1.0, 3.0),
+        run("a2", "a", 4.0),
+        Run("b1", [(1, {"other": 1.0})], arm="b"),
+        run("c1", "c", 0.0),
+    ]
+    with plt.rc_context():
+        canvas, axes = plt.subplots()
+        assert bars(("share", "a share"), xlabel="share")(axes, runs)
+        assert [patch.get_width() for patch in axes.patches] == [3.0, 0.0]
+        assert [list(line.get_xdata()) for line in axes.lines] == [[2.0, 4.0], [0.0]]
+        assert [label.get_text() for label in axes.get_yticklabels()] == ["a", "c"]
+        assert not bars(("absent", ""), xlabel="")(axes, runs)
+        plt.close(canvas)
+
+
+def test_a_dozen_arms_have_a_colour_each(tmp_path):
+    assert len(PALETTE) == len(set(PALETTE)) >= 12
+    runs = [Run(str(i), [(1, {"x": 1.0 + i}), (2, {"x": 2.0})]) for i in range(12)]
+    page = write_report(runs, tmp_path / "a.html", figures=[Figure("x", "X", "x", lines(("x", "x"), ylabel="x"))])
+    assert all(colour in page.read_text() for colour in PALETTE)
 
 
 def test_absent_metrics_are_named(tmp_path):

@@ -297,7 +297,7 @@ def test_an_arm_resumes_and_is_scored_and_the_page_says_what_it_is_worth(prepare
     assert len(before) == 2
 
     page = plot.write_study(tmp_path)
-    rows = {row["arm"]: row for row in json.loads((tmp_path / "study.json").read_text())}
+    rows = {row["arm"]: row for row in json.loads((tmp_path / "study.json").read_text())["table"]}
     assert list(rows) == ["before training", "bf16", "jet_fp8", "between BF16's seeds"]
     assert rows["bf16"]["accuracy, T=1"].startswith("56.2%") and rows["bf16"]["seeds"] == "2"
     assert rows["jet_fp8"]["Δ to BF16, T=1"].startswith("+6.2")
@@ -305,7 +305,14 @@ def test_an_arm_resumes_and_is_scored_and_the_page_says_what_it_is_worth(prepare
     assert rows["between BF16's seeds"]["accuracy, T=1"] == "12.5 points"
     assert rows["jet_fp8"]["verdict, T=1"] == "no verdict: BF16 learnt nothing"
     assert rows["jet_fp8"]["k3 KL"] == "2.0e-05" and rows["between BF16's seeds"]["reward"] == "0.010"
-    assert "verdict, T=1" in page.read_text() and (tmp_path / "study_reward.png").is_file()
+    for text in ("verdict, T=1", "<figure id='difference'><svg"):
+        assert text in page.read_text()
+    assert (tmp_path / "study_reward.png").is_file()
+    logged = json.loads((tmp_path / "study.json").read_text())["runs"]["bf16-seed2"]
+    # Rewards of steps 1 to 4 are 0.45 to 0.6 and 0.01 for each seed.
+    assert logged["rollouts"] == 4 and logged["reward"] == pytest.approx(
+        {"mean": 0.545, "smallest": 0.47, "largest": 0.62}
+    )
 
     scores = json.loads(before[0].read_text())
     before[0].write_text(json.dumps(scores | {"settings": scores["settings"] | {"samples": 2}}))
@@ -335,7 +342,7 @@ def test_arms_that_ended_early_are_compared_at_one_length(prepared, tmp_path):
     assert not evaluate.unscored(tmp_path, 2) and len(evaluate.unscored(tmp_path)) == 3
     page = plot.write_study(tmp_path, 2)
     assert page.name == "study-2.html"
-    rows = {row["arm"]: row for row in json.loads((tmp_path / "study-2.json").read_text())}
+    rows = {row["arm"]: row for row in json.loads((tmp_path / "study-2.json").read_text())["table"]}
     assert list(rows) == ["before training", "bf16", "between BF16's seeds"]
     # Rewards of steps 1 and 2: 0.45 and 0.5, and a hundredth for each seed.
     assert rows["bf16"]["reward"] == "0.490"
@@ -346,7 +353,7 @@ def test_arms_that_ended_early_are_compared_at_one_length(prepared, tmp_path):
     # What an attempt that was stopped has not logged does not cost the score.
     (tmp_path / "arms/bf16-seed2/metrics.jsonl").write_text("")
     plot.write_study(tmp_path, 2)
-    rows = {row["arm"]: row for row in json.loads((tmp_path / "study-2.json").read_text())}
+    rows = {row["arm"]: row for row in json.loads((tmp_path / "study-2.json").read_text())["table"]}
     assert rows["bf16"]["seeds"] == "2" and rows["bf16"]["reward"] == "0.485"
     # Trained anew, scored anew.
     os.utime(tmp_path / "arms/bf16-seed1/checkpoints/global_step_2/data.pt", (2e9, 2e9))

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that only a Hopper GPU can answer, part by part: what is right, how fast it is, how far both sides are apart.
 #
-#   benchmarks/on_gpu.sh OUT [part ...]      # all parts below in this order, about an hour on one H200
+#   benchmarks/on_gpu.sh OUT [part ...]      # all parts below in this order, about an hour and a half on one H200
 #   benchmarks/on_gpu.sh OUT operations gemm
 #
 # A part has a time limit, its output goes to OUT/<part>.log and its figures to OUT/<part>.json where it has any; a part
@@ -24,6 +24,19 @@ part() {
 }
 
 test_files() { python3 -m pytest --gpu=only -q --maxfail=5 --timeout=280 "$@"; }
+sanitizer() {  # memory, then races, a small call of every kernel each
+    for tool in memcheck racecheck; do
+        compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes application-only python3 -m pytest \
+            --gpu=only -q -k sanitizer tests/kernels/test_native_gemm_on_gpu.py \
+            tests/kernels/test_fused_quantisers_on_gpu.py || return
+    done
+}
+sustained() {  # 40 s a contender and shape
+    for what in fprop wgrad; do
+        python3 -m jetrl_verl.cli bench gemm --what $what --tokens 4096 --contenders bf16,native,deep_gemm \
+            --sustained 20 --sustained-shape $what/qwen3-8b/gate_up/16384 --out "$out/sustained_$what.json" || return
+    done
+}
 demo() {  # every step one update, so that actor/ppo_kl is that of the rollout's own policy
     python3 -m jetrl_verl.cli demo --precision "$1" --steps 3 --out "$out/demo" \
         actor_rollout_ref.actor.ppo_mini_batch_size=32
@@ -44,10 +57,11 @@ P
     done
     true  # these differ, which is their point
 }
-export -f test_files demo diff_precisions
+export -f test_files sanitizer sustained demo diff_precisions
 export out
 
-parts=(operations quantisers gemms gemm chain linear quant exact exact8k families cost mismatch demo diff decode phases)
+parts=(operations quantisers gemms sanitizer gemm sustained chain linear quant full exact exact8k families cost mismatch
+    demo diff decode phases)
 if (($#)); then chosen=("$@"); else chosen=("${parts[@]}"); fi
 for name in "${chosen[@]}"; do
     [[ " ${parts[*]} " == *" $name "* ]] || { echo "$name is not a part; choose from: ${parts[*]}" >&2; exit 2; }
@@ -56,10 +70,13 @@ done
 part 300 operations bash -c 'test_files tests/ops'
 part 500 quantisers bash -c 'test_files tests/kernels/test_*quant*_on_gpu.py tests/kernels/test_fprop_on_gpu.py'
 part 600 gemms bash -c 'test_files tests/kernels/test_*gemm*_on_gpu.py tests/kernels/test_int8*_on_gpu.py tests/export'
+part 600 sanitizer bash -c sanitizer
 part 600 gemm python3 -m jetrl_verl.cli bench gemm --out "$out/gemm.json"
+part 600 sustained bash -c sustained
 part 300 chain python3 benchmarks/decode_chain_on_gpu.py --out "$out/chain.json"
 part 300 linear python3 -m jetrl_verl.cli bench linear --out "$out/linear.json"
 part 300 quant python3 -m jetrl_verl.cli bench quant --rules fp32,pow2 --out "$out/quant.json"
+part 600 full python3 -m jetrl_verl.cli bench gemm --full --out "$out/full.json"
 part 300 exact python3 benchmarks/mismatch.py --rollouts exact,exact-stressed --folder "$out/warm" --out "$out/exact.json"
 part 400 exact8k python3 benchmarks/mismatch.py --rollouts exact --prompts 32 --response 8000 --folder "$out/warm" \
     --out "$out/exact8k.json"

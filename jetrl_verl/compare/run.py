@@ -41,6 +41,7 @@ from jetrl_verl.demo.overrides import RunPaths, build_environment, build_overrid
 from jetrl_verl.demo.process_tree import Interrupted, ProcessTree, signals_raise
 from jetrl_verl.demo.progress import GrowingFile, Tracker, last_errors
 from jetrl_verl.demo.run import DEVICES, VERL, detect_device, watch
+from jetrl_verl.observe.report import Run
 
 EVALUATE = (sys.executable, "-m", "jetrl_verl.compare.evaluate")
 SEED_KEYS = ("data.seed", "actor_rollout_ref.rollout.seed", "actor_rollout_ref.actor.data_loader_seed")
@@ -272,27 +273,54 @@ def train(arm: Arm, job: Job, console: Console) -> bool:
     return True
 
 
+def logged(arm: Arm) -> Run:
+    """All that the attempts of ``arm`` have logged, one that was killed or still runs included; no records if nothing.
+
+    Raises:
+        CompareError: its ``run.json`` is damaged.
+    """
+    paths = arm.paths
+    try:
+        facts = json.loads(paths.facts.read_text()) if paths.facts.is_file() else {}
+    except ValueError:
+        raise CompareError(f"{paths.facts} is not JSON; delete it, the scores and metrics are elsewhere.") from None
+    return Run(arm.name, list(_joined(_lines_of(_aside(paths.metrics)), _lines_of(paths.metrics)).items()), facts)
+
+
+def _aside(metrics: Path) -> Path:
+    return metrics.with_name("metrics.earlier.jsonl")
+
+
+def _lines_of(file: Path) -> list[str]:
+    return file.read_text().splitlines() if file.is_file() else []
+
+
 def _set_aside(metrics: Path) -> list[str]:
     """Lines of an interrupted training, which verl's logger would overwrite; they wait in a file of their own."""
-    aside = metrics.with_name("metrics.earlier.jsonl")
+    aside = _aside(metrics)
     if metrics.is_file():
-        _join(aside.read_text().splitlines() if aside.is_file() else [], metrics)
+        _join(_lines_of(aside), metrics)
         metrics.rename(aside)
-    return aside.read_text().splitlines() if aside.is_file() else []
+    return _lines_of(aside)
 
 
 def _join(earlier: Sequence[str], metrics: Path) -> None:
-    """Put the steps before the first of ``metrics`` in front of it.
+    """Put the steps before the first of ``metrics`` in front of it."""
+    steps = _joined(earlier, _lines_of(metrics))
+    metrics.write_text("".join(json.dumps({"step": step, "data": data}) + "\n" for step, data in steps.items()))
+
+
+def _joined(earlier: Sequence[str], later: Sequence[str]) -> dict[int, dict]:
+    """Step -> what was logged, of lines of two files of metrics.
 
     A resumed training begins with a validation of the step that it resumes from, which joins what that step logged.
     """
-    records = [json.loads(line) for line in earlier if step_of(line) < math.inf]
-    later = metrics.read_text().splitlines() if metrics.is_file() else []
     first = min(map(step_of, later), default=math.inf)
+    records = [json.loads(line) for line in earlier if step_of(line) < math.inf]
     steps = {record["step"]: record["data"] for record in records if record["step"] <= first}
     for record in (json.loads(line) for line in later if step_of(line) < math.inf):
         steps[record["step"]] = {**steps.get(record["step"], {}), **record["data"]}
-    metrics.write_text("".join(json.dumps({"step": step, "data": data}) + "\n" for step, data in steps.items()))
+    return steps
 
 
 def step_of(line: str) -> float:

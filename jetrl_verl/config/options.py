@@ -52,6 +52,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "contract_check": (True, False),
     "metrics": (True, False),
     "operations": ("auto", "stock", "shared"),
+    "int8_scales": ("sync", "first"),
     "clip": ("fixed", "calibrated"),
     "correction": ("fixed", "adaptive"),
 }
@@ -99,6 +100,10 @@ class JetConfig:
     """Norms, rotary, activation, attention and logits: each side's own (``stock``), or one implementation for both
     (``shared``). ``auto`` stands for one of the two until ``operations.resolve_operations`` has said which."""
 
+    int8_scales: str = "sync"
+    """Scales of INT8 weights: made anew at every weight ``sync``, or kept from the ``first`` one of the run while the
+    weights move, as FlashRL keeps those of its profile; what outgrows them saturates."""
+
     clip: str = "fixed"
     """``calibrated`` moves verl's clip bounds every ``clip_interval`` steps; see ``algorithms.calibrated_clipping``."""
 
@@ -138,6 +143,11 @@ class JetConfig:
         if self.rollout == "int8" and self.scale_rule != "fp32":
             raise UnsupportedConfiguration(
                 f"jetrl.rollout=int8 knows one scale rule, not jetrl.scale_rule={self.scale_rule}; use fp32."
+            )
+        if self.rollout != "int8" and self.int8_scales != "sync":
+            raise UnsupportedConfiguration(
+                f"jetrl.int8_scales={self.int8_scales} speaks about an INT8 rollout, and this one is {self.rollout}; "
+                "remove it or use precision=int8_rollout."
             )
         if self.rollout == "bf16":
             if self.train == "fp8":

@@ -28,6 +28,9 @@ normal; a row with nothing above 2^-64 becomes zeros. INT8 has no NaN, so a row 
 **scale NaN**: everything that it touches becomes NaN, never a silent finite number. Values are taken at their own
 precision, weights from the BF16 cast of the master weight, activations from BF16.
 
+With scales that were fixed before (FlashRL's calibration) a row has the scale that it is given, and what exceeds 127
+steps of it becomes 127; a poisoned row has scale NaN all the same.
+
 Accumulation cannot overflow below K = 2^31 / 127^2 = 133144. Scales are FP32 ``[..., 1]``: a column, which is the shape
 that vLLM's loaders and CUTLASS take.
 
@@ -51,11 +54,12 @@ _ROWS = 512
 """Rows of A at a time, so that the float64 temporaries stay small."""
 
 
-def quantize_int8(x: torch.Tensor) -> BlockQuantized:
+def quantize_int8(x: torch.Tensor, scales: torch.Tensor | None = None) -> BlockQuantized:
     """Quantise every row, that is the last dimension, with one scale.
 
     Args:
         x: ``[..., K]`` BF16, FP16 or FP32.
+        scales: ``[..., 1]`` FP32, positive; of a calibration, instead of the rows' own.
 
     Returns:
         codes ``[..., K]`` INT8 and scales ``[..., 1]`` FP32, both contiguous.
@@ -67,8 +71,9 @@ def quantize_int8(x: torch.Tensor) -> BlockQuantized:
         )
     x = x.float()
     bits = amax_bits(x).unsqueeze(-1)
-    scales = (bits.view(torch.float32) / INT8_MAX).clamp_min(MIN_SCALE)
-    scales = torch.where(bits == 0, torch.ones_like(scales), scales)
+    if scales is None:
+        scales = (bits.view(torch.float32) / INT8_MAX).clamp_min(MIN_SCALE)
+        scales = torch.where(bits == 0, torch.ones_like(scales), scales)
     poisoned = bits >= INF_BITS
     codes = (x / scales).round_().clamp_(-INT8_MAX, INT8_MAX)
     codes = codes.masked_fill_(poisoned, 0.0).to(torch.int8)

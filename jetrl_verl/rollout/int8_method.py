@@ -16,7 +16,7 @@
 FlashRL's rollout, per-channel weights and per-token activations, in the frame of ``jetrl_fp8``: the trainer quantises
 each weight once and sends codes and scales, vLLM copies them into live parameters in place at every sync, nothing is
 transformed afterwards. So scales are never stale and no profiling run is needed; FlashRL, which quantises in vLLM,
-profiles scales once and keeps them while the weights move.
+profiles scales once and keeps them while the weights move (``jetrl.int8_scales=first``).
 
 The scales of output channels are a column ``[N, 1]`` under the name that block scales have, so that the weight sync,
 the contract check and vLLM's loaders treat both formats alike. A row-parallel layer (o_proj, down_proj) quantises its

@@ -78,6 +78,7 @@ class _JetEngine(ShadowForwards):
     """Behaviour shared by policy and value engines; mixed in front of verl's class."""
 
     _jetrl_metrics: QuantisationMetrics | None = None
+    _jetrl_int8_scales: dict[str, torch.Tensor] | None = None
 
     def _build_module(self) -> torch.nn.Module:
         module = super()._build_module()
@@ -146,7 +147,10 @@ class _JetEngine(ShadowForwards):
             return weights, peft_config
         rule = config.jetrl.scale_rule
         self._jetrl_sync = statistics = SyncStatistics()
-        stream = quantise_stream(counted_stock(weights, statistics), self._jetrl_plans, rule, config.jetrl.rollout)
+        if config.jetrl.int8_scales == "first" and self._jetrl_int8_scales is None:
+            self._jetrl_int8_scales = {}
+        stream = counted_stock(weights, statistics)
+        stream = quantise_stream(stream, self._jetrl_plans, rule, config.jetrl.rollout, self._jetrl_int8_scales)
         stream = refuse_non_finite(stream)
         if self._jetrl_metrics is not None:
             stream = self._jetrl_metrics.watch(stream)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from jetrl_verl import kernels
+from jetrl_verl import kernels, numerics
 from jetrl_verl.layers import LinearPlan, plan_of
 from jetrl_verl.observe.contract import SCALE_SUFFIX
 
@@ -46,7 +46,11 @@ class SyncStatistics:
 
 
 def quantise_stream(
-    weights: Iterable[tuple[str, torch.Tensor]], plans: Mapping[str, LinearPlan], scale_rule: str, rollout: str = "fp8"
+    weights: Iterable[tuple[str, torch.Tensor]],
+    plans: Mapping[str, LinearPlan],
+    scale_rule: str,
+    rollout: str = "fp8",
+    fixed_scales: dict[str, torch.Tensor] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Replace each planned weight by its codes followed by its scales; cast every other floating tensor to BF16.
 
@@ -55,6 +59,8 @@ def quantise_stream(
         plans: from :func:`jetrl_verl.layers.plan_linears`.
         scale_rule: rule of the codes.
         rollout: format of the codes, ``fp8`` or ``int8``.
+        fixed_scales: of INT8 weights, by name: those that are in it are used, others are put in. None: each call makes
+            its own.
 
     Yields:
         ``<name>`` E4M3 [N, K] then ``<name>_scale_inv`` FP32 [N/128, K/128] for a planned weight, or INT8 [N, K] then
@@ -65,10 +71,14 @@ def quantise_stream(
         plan = plan_of(name, plans) if name.endswith(".weight") else None
         if plan is not None and plan.quantised:
             tensor = tensor.to(torch.bfloat16)
-            quantised = (
-                kernels.quantize_int8(tensor) if rollout == "int8" else kernels.quantize_128x128(tensor, scale_rule)
-            )
-            codes, scales = quantised
+            if rollout != "int8":
+                codes, scales = kernels.quantize_128x128(tensor, scale_rule)
+            elif fixed_scales is not None and name in fixed_scales:
+                codes, scales = numerics.quantize_int8(tensor, fixed_scales[name])
+            else:
+                codes, scales = kernels.quantize_int8(tensor)
+                if fixed_scales is not None:
+                    fixed_scales[name] = scales
             yield name, codes
             yield name + SCALE_SUFFIX, scales
         else:

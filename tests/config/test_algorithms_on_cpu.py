@@ -101,6 +101,8 @@ def test_adaptive_correction_is_truncated_importance_sampling_of_its_own_strengt
         (["clip=calibrated"], "the jetrl options need a precision; add precision="),
         (["precision=int8_rollout", "jetrl.train=fp8"], "use jetrl.rollout=fp8 or jetrl.train=bf16"),
         (["precision=int8_rollout", "jetrl.scale_rule=pow2"], "jetrl.rollout=int8 knows one scale rule"),
+        (["precision=int8_rollout", "jetrl.int8_scales=profile"], "jetrl.int8_scales=profile is not a choice"),
+        (["precision=fp8_rollout", "jetrl.int8_scales=first"], "speaks about an INT8 rollout, and this one is fp8"),
         (["precision=qurl_fp8", "jetrl.invariant_scaling=0"], "jetrl.invariant_scaling=0 is not a choice"),
         (["correction=adaptive"], "the jetrl options need a precision; add precision="),
         (

@@ -112,6 +112,7 @@ def test_what_each_precision_says(compose, precision, train, operations):
         "contract_check": True,
         "metrics": True,
         "operations": operations,
+        "int8_scales": "sync",
         "clip": "fixed",
         "clip_interval": 20,
         "correction": "fixed",

@@ -114,6 +114,25 @@ def exact(policy, jet, checkpoints, tmp_path_factory) -> Run:
     )
 
 
+@pytest.mark.parametrize(
+    ("precision", "overrides"),
+    [
+        # Adam's moments in 8 bits, beside what each precision is about
+        ("int8_rollout_tis", ["optimizer_impl=torchao.optim", "optimizer=AdamW8bit"]),
+        ("qurl_int8", []),
+    ],
+)
+def test_a_baseline_trains_two_steps(policy, precision, overrides, tmp_path):
+    run = train(policy, precision, tmp_path, 2, *(f"actor_rollout_ref.actor.optim.{word}" for word in overrides))
+    assert len(run.metrics) == 2 and len({digest for *_, digest in run.syncs}) == 3
+    assert {(quantised, plain) for _, quantised, plain, _, _ in run.syncs} == {("14", "11")}
+    for step in run.metrics:
+        assert step["actor/grad_norm"] > 0 and 0 < step["rollout_corr/k3_kl"] < 0.1
+        assert step["actor/jetrl/sync_megabytes"] < 0.3 * step["actor/jetrl/sync_stock_megabytes"]
+    # A wrong format, or codes beside another layer's scales, would be off by more than a rounding.
+    assert run.mean("training/rollout_probs_diff_max") < 0.5
+
+
 def test_every_sync_held_the_contract_and_changed_the_rollouts_weights(jet):
     """Once before the first step and once after each; the digest is of what the live parameters hold."""
     assert len(jet.metrics) == STEPS

@@ -310,13 +310,34 @@ def test_a_call_that_would_read_elsewhere_is_refused_by_the_operator_itself():
         forward(a.codes, a.scales, b.codes, b.scales, None, y[:32], 0, 0)
 
 
-@pytest.mark.parametrize("kernel", ["fprop", "decode", "wgrad"])
-def test_a_small_call_for_the_sanitizer(kernel):
-    """Nothing but the kernel runs on the GPU: operands and the expected product come from the CPU."""
-    block_scaled = kernel != "wgrad"
+@pytest.mark.parametrize("mn", [(130, 264), (1200, 3000)], ids=["a tile a block", "several"])
+@pytest.mark.parametrize("kernel", ["fprop", "decode", "wgrad", "wgrad to add"])
+def test_a_call_for_the_sanitizer(kernel, mn):
+    """Nothing but the kernel runs on the GPU: operands and the expected product come from the CPU. Several tiles a
+    block: the pipeline goes on from one tile to the next, under whose first chains FProp stores the one before."""
+    m, n = mn
+    block_scaled = not kernel.startswith("wgrad")
     quantise_b = numerics.quantize_128x128 if block_scaled else numerics.quantize_1x128
-    a, b = numerics.quantize_1x128(gaussian(130, 272), "fp32"), quantise_b(gaussian(264, 272), "fp32")
+    a, b = numerics.quantize_1x128(gaussian(m, 272), "fp32"), quantise_b(gaussian(n, 272), "fp32")
     want = numerics.gemm_nt_float64(a, b, b_block_scaled=block_scaled)
     a, b = (BlockQuantized(q.codes.cuda(), q.scales.cuda()) for q in (a, b))
-    got = poisoned_call(a, b, b_block_scaled=block_scaled, plan=Plan(kernel if block_scaled else ""))
+    if kernel == "wgrad to add":
+        total = torch.ones(m, n, dtype=torch.float32, device="cuda")
+        got = native.gemm_nt(a, b, b_block_scaled=False, out_dtype=torch.float32, add_to=total) - 1
+    else:
+        got = poisoned_call(a, b, b_block_scaled=block_scaled, plan=Plan(kernel if block_scaled else ""))
     assert relative_error(got.cpu(), want) < 2.5e-3
+
+
+def test_a_decode_step_for_the_sanitizer():
+    """Two linears that start under their quantisers."""
+    weights = [kernels.quantize_128x128(torch.randn(512, 512, device="cuda").bfloat16(), "fp32") for _ in range(2)]
+    x = torch.randn(33, 512, device="cuda").bfloat16()
+    found = []
+    for static_weight in (False, True):
+        y = x
+        for weight in weights:
+            a = kernels.quantize_1x128(y, "fp32")
+            y = native.gemm_nt(a, weight, b_block_scaled=True, static_weight=static_weight)
+        found.append(y)
+    assert torch.equal(bits(found[0]), bits(found[1])) and found[0].isfinite().all()

@@ -75,6 +75,17 @@ def test_the_error_is_half_a_step():
     assert ((dequantize_int8(q) - x).abs() <= 0.5001 * q.scales).all()
 
 
+def test_scales_of_a_calibration_are_kept_and_what_outgrows_them_saturates():
+    """s = 2: 300 / 2 is cut to 127, 5 / 2 is a tie and goes to 2; a row with an Inf still has scale NaN."""
+    x = torch.tensor([[300.0, -300.0, 5.0, 7.0], [1.0, torch.inf, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    q = quantize_int8(x, torch.full((3, 1), 2.0))
+    assert q.codes.tolist() == [[127, -127, 2, 4], [0, 0, 0, 0], [0, 0, 0, 0]]
+    assert q.scales[::2].tolist() == [[2.0], [2.0]] and q.scales[1].isnan()
+    x = heavy_tailed(16, 200)
+    own = quantize_int8(x)
+    assert torch.equal(quantize_int8(x, own.scales).codes, own.codes)
+
+
 def test_leading_dimensions_and_empty_batches():
     x = gaussian(6, 96).reshape(2, 3, 96)
     assert torch.equal(quantize_int8(x).codes.reshape(6, 96), quantize_int8(x.reshape(6, 96)).codes)

@@ -48,6 +48,24 @@ def int8_codes_are_made_anew_at_every_sync(rank: int, folder: str) -> None:
         train(engine, rank)
 
 
+def int8_scales_of_the_first_sync_are_kept(rank: int, folder: str) -> None:
+    engine = build(folder, precision="int8_rollout", train="bf16", rollout="int8", int8_scales="first")
+    first = sent(engine)
+    names = Manifest.from_tensor(first[MANIFEST_NAME]).quantised
+    before = {name: first[name].clone() for name in names}
+    scales = {name: first[name + SCALE_SUFFIX].clone() for name in names}
+    for _ in range(2):
+        train(engine, rank)
+    stream, weights = sent(engine), masters(engine)
+    moved = 0
+    for name in names:
+        bf16 = weights[name].to(torch.bfloat16)
+        assert torch.equal(stream[name + SCALE_SUFFIX], scales[name]), name
+        assert torch.equal(stream[name], quantize_int8(bf16, scales[name]).codes), name
+        moved += int((stream[name] != before[name]).sum()) + int((quantize_int8(bf16).scales != scales[name]).sum())
+    assert moved > 0, "codes move, and scales would"
+
+
 def scaling_is_the_actors_and_leaves_its_policy_alone(rank: int, folder: str) -> None:
     options = dict(precision="qurl_fp8", train="bf16", invariant_scaling=1.5)
     plain, scaled = build(folder, precision="fp8_rollout", train="bf16"), build(folder, **options)
@@ -101,6 +119,10 @@ def folder(tmp_path_factory) -> str:
 
 def test_int8_codes_are_made_anew_at_every_sync(folder, cpu_platform):
     run_in_two_processes(int8_codes_are_made_anew_at_every_sync, folder)
+
+
+def test_int8_scales_of_the_first_sync_are_kept(folder, cpu_platform):
+    run_in_two_processes(int8_scales_of_the_first_sync_are_kept, folder)
 
 
 def test_scaling_is_the_actors_and_leaves_its_policy_alone(folder, cpu_platform):

@@ -41,7 +41,6 @@ from jetrl_verl.demo.overrides import RunPaths, build_environment, build_overrid
 from jetrl_verl.demo.process_tree import Interrupted, ProcessTree, signals_raise
 from jetrl_verl.demo.progress import GrowingFile, Tracker, last_errors
 from jetrl_verl.demo.run import DEVICES, VERL, detect_device, watch
-from jetrl_verl.observe.report import Run
 
 EVALUATE = (sys.executable, "-m", "jetrl_verl.compare.evaluate")
 SEED_KEYS = ("data.seed", "actor_rollout_ref.rollout.seed", "actor_rollout_ref.actor.data_loader_seed")
@@ -273,18 +272,10 @@ def train(arm: Arm, job: Job, console: Console) -> bool:
     return True
 
 
-def logged(arm: Arm) -> Run:
-    """All that the attempts of ``arm`` have logged, one that was killed or still runs included; no records if nothing.
-
-    Raises:
-        CompareError: its ``run.json`` is damaged.
-    """
-    paths = arm.paths
-    try:
-        facts = json.loads(paths.facts.read_text()) if paths.facts.is_file() else {}
-    except ValueError:
-        raise CompareError(f"{paths.facts} is not JSON; delete it, the scores and metrics are elsewhere.") from None
-    return Run(arm.name, list(_joined(_lines_of(_aside(paths.metrics)), _lines_of(paths.metrics)).items()), facts)
+def records_of(arm: Arm) -> list[tuple[int, dict]]:
+    """Step and metrics of all that the attempts of ``arm`` have logged, one that was killed or still runs included."""
+    metrics = arm.paths.metrics
+    return list(_joined(_lines_of(_aside(metrics)), _lines_of(metrics)).items())
 
 
 def _aside(metrics: Path) -> Path:

@@ -44,8 +44,8 @@ _TEMPLATE = Path(__file__).with_name("report.html")
 
 # Mid-tone colours that keep their contrast on white and on near-black, in an order that colour-blind readers can tell.
 PALETTE = (
-    "#3b82c4", "#e07b39", "#2aa37a", "#b565c4", "#c39b1f", "#d1495b", "#5aa9b8", "#8a8f98",
-    "#7d5a3c", "#e58fb1", "#6b6fd6", "#8fae3c",
+    "#3b82c4", "#e07b39", "#2aa37a", "#b565c4", "#c39b1f", "#d1495b", "#5aa9b8", "#8d8d4f",
+    "#a0724c", "#d6709a", "#7478dd", "#7fa03a",
 )  # fmt: skip
 NEUTRAL = "#8a8f98"  # of what is no arm
 INK = "#33383f"  # text and axes; becomes `currentColor` in the page
@@ -218,74 +218,80 @@ def rolling_mean(values: Sequence[float], width: int) -> list[float]:
     return [statistics.fmean(values[max(0, i - before) : i + width - before]) for i in range(len(values))]
 
 
-def _plot(axes: plt.Axes, curves: Sequence[tuple[list[int], list[float]]], width: int = 1, **style) -> bool:
-    """One curve, or the mean of several, each of which is faint behind it; returns whether there was any."""
+def _plot(
+    axes: plt.Axes, curves: Sequence[tuple[list[int], list[float]]], width: int = 1, log: bool = False, **style
+) -> bool:
+    """One curve, or the mean of several, each of which is faint behind it; returns whether anything can be seen.
+
+    Means come first: a log axis has no place for what is not positive then, and leaves a gap there.
+    """
+
+    def draw(steps: Sequence[int], values: Sequence[float], **style) -> bool:
+        smooth = [math.nan if log and value <= 0 else value for value in rolling_mean(values, width)]
+        axes.plot(steps, smooth, **style)
+        return any(map(math.isfinite, smooth))
+
     curves = [(steps, values) for steps, values in curves if steps]
     if not curves:
         return False
     if len(curves) > 1:
         for steps, values in curves:
-            faint = {"color": style["color"], "linestyle": style.get("linestyle", "-"), "lw": 0.8, "alpha": 0.4}
-            axes.plot(steps, rolling_mean(values, width), **faint)
+            draw(steps, values, color=style["color"], linestyle=style.get("linestyle", "-"), lw=0.8, alpha=0.4)
     seen = [dict(zip(*curve)) for curve in curves]
     steps = [step for step in curves[0][0] if all(step in values for values in seen)]
-    means = [statistics.fmean(values[step] for values in seen) for step in steps]
-    axes.plot(steps, rolling_mean(means, width), **style)
-    return True
+    return draw(steps, [statistics.fmean(values[step] for values in seen) for step in steps], **style)
 
 
 def lines(*metrics: tuple[str, str], ylabel: str, log: bool = False, bottom: float | None = None):
     """A drawing function for lines over steps.
 
     ``metrics`` are (key, label). One arm gets a colour per metric; several get a colour per arm and a dash per metric.
+    What a log axis cannot show is named in the legend.
     """
     dashes = ("-", "--", ":")
-
-    def series(run: Run, key: str) -> tuple[list[int], list[float]]:
-        points = [(step, value) for step, value in zip(*run.series(key)) if value > 0 or not log]
-        return [step for step, _ in points], [value for _, value in points]  # a log axis has no place for zero
 
     def draw(axes: plt.Axes, runs: Sequence[Run]) -> bool:
         arms = by_arm(runs)
         several = len(arms) > 1
-        longest = max(len(run.series(key)[0]) for run in runs for key, _ in metrics)
-        width = ROLLING if several and longest >= 4 * ROLLING else 1
-        drawn, handles = set(), []
+        handles, widths, drawn = [], set(), set()
         for i, (name, members) in enumerate(arms.items()):
-            logged, zeros = 0, []
+            logged, unseen = 0, []
             for j, (key, label) in enumerate(metrics):
-                values = [value for run in members for value in run.series(key)[1]]
-                if not values:
+                curves = [curve for run in members if (curve := run.series(key))[0]]
+                if not curves:
                     continue
                 logged += 1
+                shortest = min(len(steps) for steps, _ in curves)
+                width = ROLLING if several and shortest >= 4 * ROLLING else 1
                 style = {
                     "color": PALETTE[(i if several else j) % len(PALETTE)],
                     "linestyle": dashes[j % len(dashes)] if several else "-",
-                    "marker": "o" if len(values) < 8 * len(members) else None,
+                    "marker": "o" if shortest < 8 else None,
                     "markersize": 4,
                 }
-                if log and not any(values):
-                    zeros.append(label)
-                elif _plot(axes, [series(run, key) for run in members], width, **style):
-                    drawn.add(j)
-                    if not several:
-                        handles.append(Line2D([], [], **style, label=label))
+                if not _plot(axes, curves, width, log, **style):
+                    unseen.append(label + (" not above 0" if any(any(values) for _, values in curves) else " 0"))
+                    continue
+                widths.add(width)
+                drawn.add(j)
+                if not several:
+                    handles.append(Line2D([], [], **style, label=label))
             if several and logged:
-                note = ": 0" if len(zeros) == logged else "".join(f", {label} 0" for label in zeros)
-                handles.append(Line2D([], [], color=PALETTE[i % len(PALETTE)], label=name + note))
-            elif zeros:
-                handles.append(Line2D([], [], linestyle="", label=", ".join(f"{label} 0" for label in zeros)))
-        if several and len(drawn) > 1:
+                words = ": 0" if unseen == [f"{label} 0" for _, label in metrics] else "".join(f", {w}" for w in unseen)
+                handles.append(Line2D([], [], color=PALETTE[i % len(PALETTE)], label=name + words))
+            elif unseen:
+                handles.append(Line2D([], [], linestyle="", label=", ".join(unseen)))
+        if several and len(metrics) > 1:
             kinds = [{"linestyle": dashes[j % len(dashes)], "label": metrics[j][1]} for j in sorted(drawn)]
             handles += [Line2D([], [], color=INK, lw=1.2, **kind) for kind in kinds]
-        _finish(axes, f"{ylabel}, mean of {width} steps" if width > 1 else ylabel)
-        if len(handles) > 1:
+        _finish(axes, f"{ylabel}, mean of {ROLLING} steps" if ROLLING in widths else ylabel)
+        if several or len(handles) > 1 or not drawn:
             _legend(axes, handles)
         if log and drawn:
             axes.set_yscale("log")
         if bottom is not None:
             axes.set_ylim(bottom=bottom)
-        return bool(drawn)
+        return bool(handles)
 
     return draw
 

@@ -21,8 +21,8 @@ temperature only if its difference exceeds each of
 * what another start of the engine changed in the score of the policy before training;
 
 and there is no verdict at all where BF16 has one seed, learnt nothing, or has less than a tenth of the problems left
-to learn. Figures that an arm logged in training are means over its last steps and get no verdict: the difference of
-BF16's two seeds stands in a row of its own, for the eye.
+to learn. Figures that an arm logged in training are means over its last steps in the table and over all steps in bars
+and in the JSON. They get no verdict: the difference of BF16's two seeds stands in a row of its own, for the eye.
 """
 
 import argparse
@@ -31,12 +31,13 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from jetrl_verl.compare.evaluate import BEFORE, file_of
+from jetrl_verl.compare.run import records_of
 from jetrl_verl.observe.compare import Accuracy, Row, Scores, Trained, summarise, temperature_name
-from jetrl_verl.observe.report import FIGURES, INK, NEUTRAL, PALETTE, Figure, Run, bars, lines, load_run, write_report
+from jetrl_verl.observe.report import FIGURES, INK, NEUTRAL, PALETTE, Figure, Run, bars, lines, write_report
 from recipes.study.evaluate import arms_in, before_files, folder_of
 from recipes.study.run import StudyArm, every_arm, read_arms
 from recipes.study.warm_up import StudyError
@@ -48,6 +49,11 @@ SATURATED = 0.9
 """Accuracy of BF16 above which the task is too easy to tell arms apart."""
 
 _CODES = tuple(f"actor/jetrl/codes_changed/{kind}" for kind in ("qkv", "o", "gate_up", "down"))
+
+_BOUND_IN_THE_LOSS = {
+    f"actor/jetrl/truncated/{sign}": f"rollout_corr/truncated/{sign}" for sign in ("negative", "positive")
+}
+"""QuRL bounds importance weights in its loss; the correction's bound is out of reach there, and its share always 0."""
 
 LOGGED = (
     ("reward", ("critic/score/mean",), ".3f"),
@@ -103,6 +109,14 @@ STUDY_FIGURES = (
 
 PRIMARY = 1.0
 """Temperature of the accuracy that decides."""
+
+PAIRS = (
+    ("qurl_int8", "int8_rollout_tis"),
+    ("qurl_int8", "bf16_lr_1_5"),
+    ("fp8_rollout_tis", "fp8_rollout"),
+    ("jet_fp8_calibrated", "jet_fp8"),
+)
+"""Arms that are compared with each other as well, beside BF16: the control that each is claimed to beat."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +252,7 @@ def difference_figure(rows: Sequence[Row], noise: Noise) -> Figure:
     def draw(axes, runs: Sequence[Run]) -> bool:
         shown = [(row, found) for row in rows if (found := row.accuracies[PRIMARY]).difference is not None]
         for i, (row, found) in enumerate(shown):
-            if row.seeds:
+            if row.seeds and not noise.verdict(found, row.seeds).startswith("no verdict"):
                 bound = 100 * noise.bound(found)
                 axes.barh(i, 2 * bound, 0.7, -bound, color=NEUTRAL, alpha=0.35)
             axes.errorbar(
@@ -254,9 +268,25 @@ def difference_figure(rows: Sequence[Row], noise: Noise) -> Figure:
         "difference",
         "Difference to BF16 at temperature 1",
         "Paired by problem. Grey: what a difference must exceed, twice its standard error, the difference of BF16's "
-        "seeds, and what another start of the engine changes.",
+        "seeds, and what another start of the engine changes; not drawn where there is no verdict.",
         draw,
     )
+
+
+def pair_differences(trained: Sequence[Trained]) -> dict[str, str]:
+    """``arm - control`` -> points of accuracy at the temperature that decides, for each of ``PAIRS`` with scores."""
+    found = {}
+    for arm, control in PAIRS:
+        members = [entry for label in (control, arm) for entry in trained if entry.arm == label]
+        if {entry.arm for entry in members} == {arm, control}:
+            accuracy = summarise(members)[1].accuracies[PRIMARY]
+            found[f"{arm} - {control}"] = f"{100 * accuracy.difference:+.1f} ± {100 * accuracy.difference_error:.1f}"
+    return found
+
+
+def accuracy_of(entry: Trained) -> str:
+    """Accuracy of one training at the temperature that decides."""
+    return f"{statistics.fmean(map(statistics.fmean, entry.scores[PRIMARY])):.2%}"
 
 
 def over_the_run(run: Run) -> dict[str, object]:
@@ -268,15 +298,28 @@ def over_the_run(run: Run) -> dict[str, object]:
     return found
 
 
-def caption_of(rollouts: int | None, left_out: Sequence[str]) -> str:
+def caption_of(rollouts: int | None, left_out: Sequence[str], pairs: Mapping[str, str]) -> str:
     """What stands below the table."""
     weights = f"weights after {rollouts} rollouts" if rollouts else "final weights"
     absent = f" Without a score: {', '.join(left_out)}." if left_out else ""
+    beside = "; ".join(f"{pair} {difference}" for pair, difference in pairs.items())
     return (
         f"Accuracy: {weights} on the test split in one BF16 engine or several like it, ± one standard error over the "
         f"problems; Δ is paired by problem. Other figures: means over an arm's last {LAST_STEPS} steps and its seeds. "
-        f"Clipped and truncated: shares of response tokens, by sign of advantage.{absent}"
+        f"Clipped and truncated: shares of response tokens, by sign of advantage."
+        f"{f' Paired with each other, T=1: {beside}.' if beside else ''}{absent}"
     )
+
+
+def run_of(arm: StudyArm, rollouts: int | None) -> Run:
+    """What ``arm`` has logged, up to ``rollouts``; of an attempt that was stopped before its first step, nothing."""
+    records = []
+    for step, data in records_of(arm):
+        if step <= (rollouts or math.inf):
+            bounds = {other: data[key] for key, other in _BOUND_IN_THE_LOSS.items() if key in data}
+            records.append((step, data | bounds))
+    facts = json.loads(arm.paths.facts.read_text()) if arm.paths.facts.is_file() else {}
+    return Run(arm.name, records, facts, arm.label)
 
 
 def write_study(out: Path, rollouts: int | None = None) -> Path:
@@ -295,20 +338,17 @@ def write_study(out: Path, rollouts: int | None = None) -> Path:
     arms = arms_in(out)
     scored, before = [arm for arm in arms if file_of(folder, arm.name).is_file()], before_files(folder)
     if not before or not any(arm.label == first for arm in scored):
-        raise StudyError(
-            f"{folder} has no score of {first}; run `python3 -m recipes.study.evaluate --out {out}`"
-            f"{f' with --rollouts {rollouts}' if rollouts else ''}."
-        )
+        remedy = f"run `python3 -m recipes.study.evaluate --out {out}`"
+        if rollouts:
+            remedy += f" with --rollouts {rollouts}"
+        elif lengths := sorted(other.name.removeprefix("evaluation-") for other in out.glob("evaluation-*")):
+            remedy = f"plot with --rollouts {' or '.join(lengths)}, of which there are scores"
+        raise StudyError(f"{folder} has no score of {first}; {remedy}.")
 
-    def run_of(arm: StudyArm) -> Run:
-        # An attempt that was stopped before its first step leaves none; the score counts all the same.
-        metrics = arm.paths.metrics
-        logged_any = metrics.is_file() and metrics.read_text().strip()
-        found = load_run(arm.paths.folder, arm.name) if logged_any else Run(arm.name, [])
-        records = [(step, data) for step, data in found.records if step <= (rollouts or math.inf)]
-        return replace(found, arm=arm.label, records=records)
-
-    runs = {arm.name: run_of(arm) for arm in arms}
+    runs = {arm.name: run_of(arm, rollouts) for arm in arms}
+    shown = [runs[arm.name] for arm in (scored if rollouts else arms) if runs[arm.name].records]
+    if not shown:
+        raise StudyError(f"{out / 'arms'} has no metrics of what was scored; lay the arms' folders beside the scores.")
     scores = read_scores([*before, *(file_of(folder, arm.name) for arm in scored)])
     starts = scores[: len(before)]
     trained = [Trained(BEFORE, None, starts[0])]
@@ -319,11 +359,13 @@ def write_study(out: Path, rollouts: int | None = None) -> Path:
     noise = {temperature: noise_of(bf16, seeds, starts, temperature) for temperature in bf16.accuracies}
     body = table(rows, trained, noise)
     markdown = [f"| {' | '.join(line)} |" for line in (body[0], ["---"] * len(body[0]), *body[1:])]
-    caption = caption_of(rollouts, [arm.name for arm in every_arm(out) if arm not in scored])
+    pairs = pair_differences(trained)
+    caption = caption_of(rollouts, [arm.name for arm in every_arm(out) if arm not in scored], pairs)
     (out / f"{stem}.md").write_text("\n".join([*markdown, "", caption, ""]))
-    shown = [runs[arm.name] for arm in (scored if rollouts else arms) if runs[arm.name].records]
     contents = {
         "table": [dict(zip(body[0], line)) for line in body[1:]],
+        "pairs at temperature 1": pairs,
+        "trainings at temperature 1": {f"{entry.arm}-seed{entry.seed}": accuracy_of(entry) for entry in trained[1:]},
         "runs": {run.name: over_the_run(run) for run in runs.values() if run.records},
     }
     (out / f"{stem}.json").write_text(json.dumps(contents, indent=1))

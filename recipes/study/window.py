@@ -43,10 +43,10 @@ from statistics import fmean
 
 import psutil
 
-from jetrl_verl.compare.run import is_finished, step_of
+from jetrl_verl.compare.run import is_finished, records_of
 from jetrl_verl.demo.process_tree import Interrupted, signals_raise, signals_wait
 from jetrl_verl.demo.run import DEVICES, detect_device
-from jetrl_verl.observe.report import REWARD, load_run
+from jetrl_verl.observe.report import REWARD, Run
 from recipes.study.evaluate import arms_in, checkpoint_after, unscored
 from recipes.study.run import ROOT, SAVE_EVERY, StudyArm, every_arm, read_arms
 from recipes.study.warm_up import StudyConfig, StudyError, check_start, read_facts
@@ -55,10 +55,12 @@ THREADS = 1500
 """Threads of an arm, Ray's, vLLM's and the trainer's together. Seen on 32 cores: 9,270 for eight arms (docs/LOG.md)."""
 
 SHORTEST = 40
-"""Rollouts that an arm must have saved to be compared."""
+"""Rollouts that an arm with several seeds must have saved, or it does not keep the others from a longer comparison."""
 
 ROOM = 0.85
-"""Reward of BF16, mean over ten rollouts and its seeds, up to which the task still tells arms apart."""
+"""Reward of BF16, mean over its last rollouts and its seeds, up to which the task still tells arms apart."""
+ROLLOUTS_OF_ROOM = 10
+"""Rollouts of that mean."""
 SHORTEST_WITH_ROOM = 20
 """Rollouts to which a comparison may be cut where BF16 learns faster than that."""
 
@@ -102,10 +104,9 @@ def _seeds_of(arm: StudyArm) -> int:
 
 def rollouts_of(arm: StudyArm) -> int:
     """How far the training of ``arm`` has come."""
-    lines = []
-    with suppress(OSError):  # not there yet
-        lines = arm.paths.metrics.read_text().splitlines()
-    return max((step for line in lines if (step := step_of(line)) < math.inf), default=0)
+    with suppress(OSError):  # moved aside at this moment
+        return max((step for step, _ in records_of(arm)), default=0)
+    return 0
 
 
 def common_rollouts(arms: Sequence[StudyArm], steps: int) -> int | None:
@@ -121,25 +122,30 @@ def common_rollouts(arms: Sequence[StudyArm], steps: int) -> int | None:
 def rollouts_with_room(control: Sequence[StudyArm], longest: int) -> int:
     """The most rollouts, up to ``longest``, before which BF16 was not yet too good to be told from a better one.
 
-    It is decided by BF16's training rewards alone, so it cannot favour an arm.
+    It is decided by BF16's training rewards alone, so it cannot favour an arm. Where even the fewest are too many, the
+    fewest: the verdict will say that the task is too easy.
 
     Args:
         control: BF16's trainings. longest: rollouts that all arms have.
     """
     rewards: dict[int, list[float]] = {}  # rollout -> of each training
     for arm in control:
-        with suppress(ValueError):  # nothing logged
-            for step, reward in zip(*load_run(arm.paths.folder).series(REWARD)):
-                rewards.setdefault(step, []).append(reward)
-    for n in (longest, *range((longest - 1) // SAVE_EVERY * SAVE_EVERY, SHORTEST_WITH_ROOM, -SAVE_EVERY)):
-        last = [reward for step in range(n - SAVE_EVERY + 1, n + 1) for reward in rewards.get(step, ())]
-        if not last or fmean(last) <= ROOM:
-            return n
-    return SHORTEST_WITH_ROOM
+        for step, reward in zip(*Run(arm.name, records_of(arm)).series(REWARD)):
+            rewards.setdefault(step, []).append(reward)
+    fewest, full = min(longest, SHORTEST_WITH_ROOM), False
+    for n in (longest, *range((longest - 1) // SAVE_EVERY * SAVE_EVERY, fewest, -SAVE_EVERY)):
+        if last := [reward for step in range(n - ROLLOUTS_OF_ROOM + 1, n + 1) for reward in rewards.get(step, ())]:
+            if fmean(last) <= ROOM:
+                return n
+            full = True
+    return fewest if full else longest
 
 
-def length_of(arms: Sequence[StudyArm], steps: int) -> int | None:
+def length_of(out: Path, arms: Sequence[StudyArm], steps: int) -> int | None:
     """What is scored: None for final weights, else checkpoints after so many rollouts.
+
+    Args:
+        out: folder of the study. arms: those that were to be trained. steps: rollouts of a whole training.
 
     Raises:
         StudyError: an arm with several seeds has not finished, and none has saved enough to be compared.
@@ -150,10 +156,10 @@ def length_of(arms: Sequence[StudyArm], steps: int) -> int | None:
         raise StudyError(
             f"no arm with several seeds has saved {SHORTEST} rollouts; give more --minutes, the same command goes on."
         )
-    if longest < SHORTEST:  # a trial
+    if longest < SHORTEST:  # a trial, of which nothing but the end is of interest
         return None
-    first = next(iter(read_arms()["arms"]))
-    rollouts = rollouts_with_room([arm for arm in arms if arm.label == first], longest)
+    first = next(iter(read_arms()["arms"]))  # not of ``arms``: one that is trained later is cut as the others were
+    rollouts = rollouts_with_room([arm for arm in arms_in(out) if arm.label == first], longest)
     return None if finished and rollouts == steps else rollouts
 
 
@@ -518,11 +524,12 @@ def main() -> None:
             left = [arm for arm in arms if not is_finished(arm)]
             for arm in left:
                 say(f"not finished: {arm.name}, {rollouts_of(arm)} rollouts, log {arm.paths.log}")
-            rollouts = length_of(arms, given.steps)
-            say(f"scoring {'final weights' if rollouts is None else f'after {rollouts} rollouts'}")
+            rollouts = length_of(out, arms, given.steps)
+            say(f"scoring {'final weights' if rollouts is None else f'weights after {rollouts} rollouts'}")
             program = (sys.executable, "-m", "recipes.study.evaluate", "--device", device)
             seconds = 60 * given.minutes - (time.monotonic() - begun)
             missing = score(out, rollouts, gpus, seconds, start_on, say, program, engines)
+            say(f"the page: python3 -m recipes.study.plot --out {out}{f' --rollouts {rollouts}' if rollouts else ''}")
     except StudyError as error:
         raise SystemExit(f"error: {error}") from None
     except Interrupted as interruption:

@@ -114,33 +114,67 @@ def test_several_runs_share_every_figure(tmp_path):
     assert (tmp_path / "compare_timings.png").exists()
 
 
-def words_of(page: str, figure: str) -> list[str]:
-    """Texts of a figure, its legend among them."""
-    drawn = page[page.index(f"<figure id='{figure}'>") :]
-    return re.findall(r"<text[^>]*>([^<]+)</text>", drawn[: drawn.index("</figure>")])
+def drawn(runs, *metrics, **options) -> tuple[list[list[float]], list[str], bool]:
+    """Values of the lines that are not faint, texts of the legend, and what the drawing function returned."""
+    canvas, axes = plt.subplots()
+    found = lines(*metrics, ylabel="share", **options)(axes, runs)
+    legend = [text.get_text() for text in axes.get_legend().get_texts()] if axes.get_legend() else []
+    values = [list(line.get_ydata()) for line in axes.lines if line.get_alpha() is None]
+    plt.close(canvas)
+    return values, legend, found
 
 
-def test_a_log_axis_names_what_is_zero_throughout(tmp_path):
+def constant(name, *values, arm="", key="x") -> Run:
+    return Run(name, [(step, {key: value}) for step, value in enumerate(values)], arm=arm)
+
+
+X, Y = ("x", "X"), ("y", "Y")
+
+
+def test_a_log_axis_names_what_is_zero_throughout():
+    zero, one = constant("zero", 0.0, 0.0), constant("one", 1.0, 1.0)
+    both = Run("both", [(0, {"x": 0.0, "y": 0.0})])
+    half = Run("half", [(0, {"x": 0.0, "y": 2.0})])
+    assert drawn([one, both, half, constant("bare", 1.0, key="z")], X, Y, log=True)[1] == [
+        "one", "both: 0", "half, X 0", "X", "Y"
+    ]  # fmt: skip
+    assert drawn([half], X, Y, log=True)[1] == ["Y", "X 0"]
+    assert drawn([one, constant("below", -1.0)], X, log=True)[1] == ["one", "below, X not above 0"]
+    assert drawn([zero, constant("b", 0.0)], X, log=True)[1:] == (["zero: 0", "b: 0"], True)
+    assert drawn([zero], X, log=True)[1:] == (["X 0"], True) and drawn([zero], Y, log=True)[1:] == ([], False)
+    assert drawn([zero], X) == ([[0.0, 0.0]], [], True)
+
+
+def test_a_mismatch_of_zero_is_logged(tmp_path):
     zero = {"rollout_corr/k3_kl": 0.0, "training/rollout_probs_diff_max": 0.0}
-    exact = [(step, data | zero if step else data) for step, data in records()]
-    half = [(step, data | {"rollout_corr/k3_kl": 0.0} if step else data) for step, data in records()]
-    bare = [(1, {"critic/score/mean": 0.5})]
-    runs = [Run("bf16", records()), Run("exact", exact), Run("half", half), Run("bare", bare)]
-    found = words_of(write_report(runs, tmp_path / "compare.html").read_text(), "mismatch")
-    assert found[-5:] == ["bf16", "exact: 0", "half, k3 KL (nat) 0", "k3 KL (nat)", "max |Δp|"]
-    found = words_of(write_report([Run("half", half)], tmp_path / "report.html").read_text(), "mismatch")
-    assert found[-2:] == ["max |Δp|", "k3 KL (nat) 0"]
+    run = Run("exact", [(step, data | zero if step else data) for step, data in records()])
+    page = write_report([run], tmp_path / "report.html").read_text()
+    assert "Not logged" not in page and "k3 KL (nat) 0, max |Δp| 0" in page
 
 
-def test_long_runs_of_several_arms_are_smoothed_and_one_is_not(tmp_path):
+def test_zeros_count_in_means_of_a_log_axis():
+    """Seeds 0 and 1 have the mean 0.5; one step of 1 among ten of 0 is 0.1 in their rolling mean."""
+    seeds = [constant("a1", 0.0, arm="a"), constant("a2", 1.0, arm="a"), constant("b", 1.0)]
+    assert drawn(seeds, X, log=True)[0] == [[0.5], [1.0]]
+    rare = [1.0 * (step % 10 == 0) for step in range(60)]
+    values = drawn([constant("a", *rare), constant("b", *rare)], X, log=True)[0][0]
+    assert values[10:50] == pytest.approx([0.1] * 40)
+
+
+def test_long_runs_of_several_arms_are_smoothed_and_others_are_not():
     assert rolling_mean([1.0, 2.0, 6.0, 7.0], 3) == [1.5, 3.0, 5.0, 6.5]
     assert rolling_mean([1.0, 2.0, 6.0], 2) == [1.0, 1.5, 4.0] and rolling_mean([3.0, 4.0], 1) == [3.0, 4.0]
-    run = [(step, {"critic/score/mean": 0.5}) for step in range(1, 41)]
-    for runs, label in (
-        ([Run("a", run)], "mean score"),
-        ([Run("a", run), Run("b", run)], "mean score, mean of 10 steps"),
-    ):
-        assert label in words_of(write_report(runs, tmp_path / "report.html").read_text(), "reward")
+    ramp = [float(step) for step in range(40)]
+    long, short = constant("long", *ramp), constant("short", *ramp[:6])
+    assert drawn([long], X)[0] == [ramp]
+    assert drawn([long, short], X)[0] == [rolling_mean(ramp, 10), ramp[:6]]
+
+
+def test_a_legend_says_which_arm_and_which_metric_are_drawn():
+    one, bare = constant("one", 1.0, 1.0), constant("bare", 1.0, key="z")
+    assert drawn([one, bare], X)[1] == ["one"]
+    assert drawn([one, bare], X, Y)[1] == ["one", "X"]
+    assert drawn([one], X, Y)[1] == []
 
 
 def test_bars_are_means_over_steps_with_a_dot_for_each_seed(tmp_path):

@@ -238,47 +238,69 @@ def test_the_program_scores_whatever_happened_in_training(prepared, tmp_path, mo
     assert scored == [None, None]
 
 
+def finish_all(*arms):
+    for arm in arms:
+        arm.paths.folder.mkdir(parents=True, exist_ok=True)
+        arm.state.write_text(json.dumps({"finished": True, "at": 0.0}))
+
+
 def test_the_length_at_which_arms_are_compared(tmp_path):
     arms = window.queue(tmp_path)[:3]
     for arm, lengths in zip(arms, ((20, 40, 60, 80), (20, 40, 50), (20,))):
         save(arm, *lengths)
     assert window.common_rollouts(arms[:1], 80) == 80
-    assert window.common_rollouts(arms, 80) == window.length_of(arms, 80) == 50  # the third is left out
+    assert window.common_rollouts(arms, 80) == window.length_of(tmp_path, arms, 80) == 50  # the third is left out
     assert window.common_rollouts(arms[2:], 80) is None
     (arms[2].checkpoints / "global_step_40/actor").mkdir(parents=True)  # the run was stopped in the middle of it
     with pytest.raises(StudyError, match="has saved 40 rollouts"):
-        window.length_of(arms[2:], 80)
+        window.length_of(tmp_path, arms[2:], 80)
     alone = [arm for arm in window.queue(tmp_path) if arm not in window.core(window.queue(tmp_path))]
-    assert window.length_of(alone, 80) is None
-    for arm in arms:
-        arm.state.write_text(json.dumps({"finished": True, "at": 0.0}))
-    assert window.length_of([*arms, *alone], 80) is None
+    assert window.length_of(tmp_path, alone, 80) is None
+    finish_all(*arms)
+    assert window.length_of(tmp_path, [*arms, *alone], 80) is None
+    assert window.length_of(tmp_path, arms, 4) is None, "a trial is not cut"
+
+
+def log_rewards(arm, reward_of, rollouts=range(81), name="metrics.jsonl"):
+    arm.paths.folder.mkdir(parents=True, exist_ok=True)
+    lines = [{"step": n, "data": {"critic/score/mean": reward_of(n)} if n else {}} for n in rollouts]
+    (arm.paths.folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_arms_are_compared_while_bf16_had_something_left_to_learn(tmp_path):
     arms = window.queue(tmp_path)
     control = [arm for arm in arms if arm.label == "bf16"]
-    assert len(control) == 2 and window.rollouts_with_room(control, 80) == 80  # nothing is known
-
-    def log(arm, reward_of):
-        arm.paths.folder.mkdir(parents=True, exist_ok=True)
-        lines = [{"step": n, "data": {"critic/score/mean": reward_of(n)} if n else {}} for n in range(81)]
-        arm.paths.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-    log(control[0], lambda n: 0.80 + n / 1000)
-    log(control[1], lambda n: 0.82 + n / 1000)  # mean of rollouts 31 to 40: 0.8455, of 41 to 50: 0.8555
+    assert len(control) == 2 and window.rollouts_with_room(control, 80) == 80, "nothing is known"
+    log_rewards(control[0], lambda n: 0.80 + n / 1000)
+    log_rewards(control[1], lambda n: 0.82 + n / 1000)  # mean of rollouts 31 to 40: 0.8455, of 41 to 50: 0.8555
     assert window.rollouts_with_room(control, 80) == window.rollouts_with_room(control, 45) == 40
     assert window.rollouts_with_room(control[:1], 80) == 50
     assert window.rollouts_with_room(control, 30) == 30
     for arm in control:
         save(arm, *range(10, 81, 10))
-        arm.state.write_text(json.dumps({"finished": True, "at": 0.0}))
-    assert window.length_of(control, 80) == 40
-    log(control[1], lambda n: 0.95)
-    assert window.length_of(control, 80) == 20
+    finish_all(*control)
+    assert window.length_of(tmp_path, control, 80) == 40
+    last = arms[-1]  # trained on another day, without BF16: cut as the others were
+    assert last not in control and window.length_of(tmp_path, [last], 80) == 40
+    log_rewards(control[1], lambda n: 0.95)
+    assert window.length_of(tmp_path, control, 80) == 20, "the fewest, though there is no room even there"
     for arm in control:
-        log(arm, lambda n: 0.7)
-    assert window.length_of(control, 80) is None
+        log_rewards(arm, lambda n: 0.7)
+    assert window.length_of(tmp_path, control, 80) is None
+
+
+def test_rewards_of_a_training_that_was_killed_count(tmp_path):
+    """Its earlier attempt waits in a file of its own; the last one has logged rollouts 51 to 80 alone, or nothing."""
+    control = [arm for arm in window.queue(tmp_path) if arm.label == "bf16"]
+    for arm in control:
+        log_rewards(arm, lambda n: 0.95, range(51, 81))
+    assert window.rollouts_with_room(control, 80) == 20
+    for arm in control:
+        log_rewards(arm, lambda n: 0.7, range(52), "metrics.earlier.jsonl")
+        assert window.rollouts_of(arm) == 80
+    assert window.rollouts_with_room(control, 80) == 50
+    control[0].paths.metrics.unlink()
+    assert window.rollouts_of(control[0]) == 51
 
 
 def test_what_an_engine_failed_at_another_scores_on_another_gpu_and_last(prepared, tmp_path, capsys, monkeypatch):

@@ -234,7 +234,11 @@ def is_finished(arm: Arm) -> bool:
 
 
 def train(arm: Arm, job: Job, console: Console) -> bool:
-    """Train one arm unless it has finished; whether it has now."""
+    """Train one arm unless it has finished; whether it has now.
+
+    Raises:
+        CompareError: the job cannot be judged, or would go on with other operations than it began with.
+    """
     say = _sayer(console)
     if is_finished(arm):
         say(f"{arm.name}: finished before")
@@ -242,7 +246,10 @@ def train(arm: Arm, job: Job, console: Console) -> bool:
     paths = arm.paths
     paths.folder.mkdir(parents=True, exist_ok=True)
     command = job.command_of(arm)
-    _write(arm.state, {"command": command, "finished": False})
+    state = {"command": command, "finished": False}
+    # What jetrl.operations=auto came to be depends on the machine; an arm must not go on as another one.
+    began = json.loads(arm.state.read_text()).get("operations") if arm.state.is_file() and _latest_step(arm) else None
+    _write(arm.state, state | ({"operations": began} if began else {}))
     earlier = _set_aside(paths.metrics)
     say(f"{arm.name}: training, log {paths.log}")
 
@@ -250,6 +257,12 @@ def train(arm: Arm, job: Job, console: Console) -> bool:
         if stated := _TOTAL_STEPS.search(line):
             tracker.steps = int(stated.group(1))
             load_config(arm.config)  # what cannot be judged is not worth training
+            if began not in (None, operations := paths.operations()):
+                raise CompareError(
+                    f"{arm.name} began with jetrl.operations={began} and would go on with {operations}; go on where it "
+                    f"began, with the same GPUs and packages, or delete {paths.folder}."
+                )
+            _write(arm.state, state | {"operations": operations})
 
     tracker = Tracker(paths.log, paths.metrics, job.steps, learn)
     try:

@@ -41,6 +41,7 @@ def train(behaviour: str, words: list[str]) -> None:
         "data: {val_files: test.parquet, max_response_length: 48}\n"
         "actor_rollout_ref: {model: {path: policy}}\n"
         f"reward: {{reward_model: {{enable: {behaviour == 'reward_model'}}}}}\n"
+        f"jetrl: {{operations: {os.environ.get('FAKE_OPERATIONS', 'stock')}}}\n"
     )
     if behaviour == "no_config":
         config.unlink()

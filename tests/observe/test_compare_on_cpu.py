@@ -152,6 +152,20 @@ def test_an_interrupted_arm_goes_on_from_its_checkpoint_with_whole_metrics(tmp_p
     assert {"critic/score/mean", "val-core/x/acc/mean@1"} <= records[1]["data"].keys()
 
 
+def test_an_arm_does_not_go_on_with_other_operations_than_it_began_with(tmp_path, monkeypatch):
+    """``auto`` may come to be another thing on another machine; the refusal is the same however often it is tried."""
+    monkeypatch.setenv("FAKE_OPERATIONS", "shared")
+    compare(tmp_path, "die_once", precisions=("jet_fp8",))
+    monkeypatch.setenv("FAKE_OPERATIONS", "stock")
+    for _ in range(2):
+        with pytest.raises(CompareError, match="began with jetrl.operations=shared and would go on with stock; go on"):
+            compare(tmp_path, "die_once", precisions=("jet_fp8",))
+    monkeypatch.setenv("FAKE_OPERATIONS", "shared")
+    status, screen = compare(tmp_path, "die_once", precisions=("jet_fp8",))
+    assert status == 0, screen
+    assert [record["step"] for record in metrics(tmp_path, "jet_fp8-seed1")] == [0, 1, 2, 3, 4]
+
+
 def test_an_arm_that_was_killed_after_its_last_step_only_ends(tmp_path):
     compare(tmp_path)
     before = metrics(tmp_path, "bf16-seed1")

@@ -15,25 +15,10 @@
 
 from typing import Any
 
-import pytest
 import torch
 
 RATIOS = [[1.0, 2.5, 1.0], [1.0, 3.0]]
 """pi_old / pi_rollout of the tokens: a good response, a bad one."""
-
-
-@pytest.fixture
-def own_trainer(cpu_platform, monkeypatch):
-    """verl's trainer module, whatever a test puts into it taken out again."""
-    from verl.trainer.ppo.v1 import trainer_base
-
-    from jetrl_verl.patches import advantages
-
-    for name in ("calculate_debug_metrics", "compute_advantage_for_multi_trajectories"):
-        monkeypatch.setattr(trainer_base, name, getattr(trainer_base, name))
-    monkeypatch.setattr(trainer_base.PPOTrainer, "_compute_advantage", trainer_base.PPOTrainer._compute_advantage)
-    monkeypatch.setattr(advantages, "_hooks", {})
-    return trainer_base
 
 
 def compute_advantage(trainer: Any, monkeypatch, correction: dict) -> tuple[dict[str, float], dict[str, torch.Tensor]]:

@@ -128,3 +128,17 @@ def cpu_platform() -> Iterator[None]:
         patch.setattr(platform_manager, "_current_platform", None)
         cpu.install()
         yield
+
+
+@pytest.fixture
+def own_trainer(cpu_platform, monkeypatch):
+    """verl's trainer module, whatever a test puts into it taken out again."""
+    from verl.trainer.ppo.v1 import trainer_base
+
+    from jetrl_verl.patches import advantages
+
+    for name in ("calculate_debug_metrics", "compute_advantage_for_multi_trajectories"):
+        monkeypatch.setattr(trainer_base, name, getattr(trainer_base, name))
+    monkeypatch.setattr(trainer_base.PPOTrainer, "_compute_advantage", trainer_base.PPOTrainer._compute_advantage)
+    monkeypatch.setattr(advantages, "_hooks", {})
+    return trainer_base

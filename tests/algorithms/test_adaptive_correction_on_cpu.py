@@ -17,7 +17,7 @@ import math
 
 import pytest
 import torch
-from advantages import RATIOS, compute_advantage, own_trainer  # noqa: F401 (a fixture)
+from advantages import RATIOS, compute_advantage
 
 from jetrl_verl.algorithms.adaptive_correction import Diagnostics, adapt, diagnose, install_in_trainer
 
@@ -144,7 +144,7 @@ def test_the_gradient_lies_between_the_uncorrected_and_the_weighted_one(cpu_plat
     torch.testing.assert_close(gradient(fields["rollout_is_weights"]), expected)
 
 
-def test_what_verl_hands_to_the_actor_are_the_mixed_weights(own_trainer, monkeypatch):  # noqa: F811
+def test_what_verl_hands_to_the_actor_are_the_mixed_weights(own_trainer, monkeypatch):
     """Through the trainer's own method, next to its metrics; weights are those of verl without the hook."""
     correction = {"rollout_is": "token", "rollout_is_threshold": 2.0}
     _, plain = compute_advantage(own_trainer, monkeypatch, correction)

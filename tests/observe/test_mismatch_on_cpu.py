@@ -17,7 +17,7 @@ import math
 
 import pytest
 import torch
-from advantages import compute_advantage, own_trainer  # noqa: F401 (a fixture)
+from advantages import compute_advantage
 
 from jetrl_verl.observe.mismatch import by_sign, clipped, tail, truncated
 
@@ -96,7 +96,7 @@ def test_a_token_without_an_advantage_is_not_called_clipped_and_a_forward_has_no
 
 
 @pytest.fixture
-def trainer(own_trainer):  # noqa: F811
+def trainer(own_trainer):
     """verl's trainer module with our metrics in it, put back afterwards."""
     from jetrl_verl.patches import metrics
 

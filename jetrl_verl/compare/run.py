@@ -215,8 +215,14 @@ def _saves(words: Sequence[str]) -> bool:
 # --- training --------------------------------------------------------------------------------------------------------
 
 
+def _state_of(arm: Arm) -> dict:
+    """What was noted of an arm's training; empty before the first."""
+    return json.loads(arm.state.read_text()) if arm.state.is_file() else {}
+
+
 def check_state(arm: Arm, job: Job) -> None:
-    if arm.state.is_file() and json.loads(arm.state.read_text())["command"] != job.command_of(arm):
+    state = _state_of(arm)
+    if state and state["command"] != job.command_of(arm):
         raise CompareError(
             f"{arm.paths.folder} was made by another command; choose another --out, or delete that folder."
         )
@@ -224,8 +230,8 @@ def check_state(arm: Arm, job: Job) -> None:
 
 def finished_at(arm: Arm) -> float | None:
     """When ``arm`` had trained to its end, of ``time.time``; None if it has not."""
-    state = json.loads(arm.state.read_text()) if arm.state.is_file() else {"finished": False}
-    return state["at"] if state["finished"] else None
+    state = _state_of(arm)
+    return state["at"] if state and state["finished"] else None
 
 
 def is_finished(arm: Arm) -> bool:
@@ -248,7 +254,7 @@ def train(arm: Arm, job: Job, console: Console) -> bool:
     command = job.command_of(arm)
     state = {"command": command, "finished": False}
     # What jetrl.operations=auto came to be depends on the machine; an arm must not go on as another one.
-    began = json.loads(arm.state.read_text()).get("operations") if arm.state.is_file() and _latest_step(arm) else None
+    began = _state_of(arm).get("operations") if _latest_step(arm) else None
     _write(arm.state, state | ({"operations": began} if began else {}))
     earlier = _set_aside(paths.metrics)
     say(f"{arm.name}: training, log {paths.log}")

@@ -78,7 +78,6 @@ class _JetEngine(ShadowForwards):
     """Behaviour shared by policy and value engines; mixed in front of verl's class."""
 
     _jetrl_metrics: QuantisationMetrics | None = None
-    _jetrl_int8_scales: dict[str, torch.Tensor] | None = None
 
     def _build_module(self) -> torch.nn.Module:
         module = super()._build_module()
@@ -87,6 +86,7 @@ class _JetEngine(ShadowForwards):
             return module
         options = config.jetrl
         self._jetrl_sync = SyncStatistics()
+        self._jetrl_int8_scales = {} if options.int8_scales == "first" else None
         if config.jetrl_role == "actor" and options.invariant_scaling != 1:
             fold(module.named_parameters(), options.invariant_scaling)
             setattr(module.config, FOLDED, folded_in(module.config) * options.invariant_scaling)
@@ -147,8 +147,6 @@ class _JetEngine(ShadowForwards):
             return weights, peft_config
         rule = config.jetrl.scale_rule
         self._jetrl_sync = statistics = SyncStatistics()
-        if config.jetrl.int8_scales == "first" and self._jetrl_int8_scales is None:
-            self._jetrl_int8_scales = {}
         stream = counted_stock(weights, statistics)
         stream = quantise_stream(stream, self._jetrl_plans, rule, config.jetrl.rollout, self._jetrl_int8_scales)
         stream = refuse_non_finite(stream)

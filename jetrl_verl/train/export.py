@@ -59,13 +59,14 @@ def quantise_stream(
         plans: from :func:`jetrl_verl.layers.plan_linears`.
         scale_rule: rule of the codes.
         rollout: format of the codes, ``fp8`` or ``int8``.
-        fixed_scales: of INT8 weights, by name: those that are in it are used, others are put in. None: each call makes
-            its own.
+        fixed_scales: of INT8 weights, by name: those that are in it are used, others are made and put in. None: all
+            are made.
 
     Yields:
         ``<name>`` E4M3 [N, K] then ``<name>_scale_inv`` FP32 [N/128, K/128] for a planned weight, or INT8 [N, K] then
         FP32 [N, 1]; else ``<name>`` BF16.
     """
+    fixed_scales = {} if fixed_scales is None else fixed_scales
     for name, tensor in weights:
         tensor = tensor.detach()
         plan = plan_of(name, plans) if name.endswith(".weight") else None
@@ -73,12 +74,11 @@ def quantise_stream(
             tensor = tensor.to(torch.bfloat16)
             if rollout != "int8":
                 codes, scales = kernels.quantize_128x128(tensor, scale_rule)
-            elif fixed_scales is not None and name in fixed_scales:
+            elif name in fixed_scales:
                 codes, scales = numerics.quantize_int8(tensor, fixed_scales[name])
             else:
                 codes, scales = kernels.quantize_int8(tensor)
-                if fixed_scales is not None:
-                    fixed_scales[name] = scales
+                fixed_scales[name] = scales
             yield name, codes
             yield name + SCALE_SUFFIX, scales
         else:

@@ -39,7 +39,7 @@ from jetrl_verl.compare.run import records_of
 from jetrl_verl.observe.compare import Accuracy, Row, Scores, Trained, summarise, temperature_name
 from jetrl_verl.observe.report import FIGURES, INK, NEUTRAL, PALETTE, Figure, Run, bars, lines, write_report
 from recipes.study.evaluate import arms_in, before_files, folder_of
-from recipes.study.run import StudyArm, every_arm, read_arms
+from recipes.study.run import StudyArm, control, every_arm
 from recipes.study.warm_up import StudyError
 
 LAST_STEPS = 10
@@ -200,6 +200,11 @@ def logged(runs: Sequence[Run], keys: Sequence[str]) -> float | None:
     return statistics.fmean(values) if values else None
 
 
+def difference_of(found: Accuracy) -> str:
+    """Points to the arm that ``found`` is compared with, and their standard error."""
+    return f"{100 * found.difference:+.1f} ± {100 * found.difference_error:.1f}"
+
+
 def table(rows: Sequence[Row], trained: Sequence[Trained], noise: Mapping[float, Noise]) -> list[list[str]]:
     """Header, one line per arm, and the line of BF16's two seeds."""
     temperatures = list(rows[0].accuracies)
@@ -218,7 +223,7 @@ def table(rows: Sequence[Row], trained: Sequence[Trained], noise: Mapping[float,
             if found.difference is None:
                 line += ["", "", ""]
                 continue
-            line.append(f"{100 * found.difference:+.1f} ± {100 * found.difference_error:.1f}")
+            line.append(difference_of(found))
             line.append(f"{100 * noise[temperature].bound(found):.1f}")
             line.append(noise[temperature].verdict(found, row.seeds) if row.seeds else "")
         values = [logged(runs, keys) for _, keys, _ in LOGGED]
@@ -274,13 +279,12 @@ def difference_figure(rows: Sequence[Row], noise: Noise) -> Figure:
 
 
 def pair_differences(trained: Sequence[Trained]) -> dict[str, str]:
-    """``arm - control`` -> points of accuracy at the temperature that decides, for each of ``PAIRS`` with scores."""
+    """``arm - other`` -> points of accuracy at the temperature that decides, for each of ``PAIRS`` with scores."""
     found = {}
-    for arm, control in PAIRS:
-        members = [entry for label in (control, arm) for entry in trained if entry.arm == label]
-        if {entry.arm for entry in members} == {arm, control}:
-            accuracy = summarise(members)[1].accuracies[PRIMARY]
-            found[f"{arm} - {control}"] = f"{100 * accuracy.difference:+.1f} ± {100 * accuracy.difference_error:.1f}"
+    for arm, other in PAIRS:
+        members = [entry for label in (other, arm) for entry in trained if entry.arm == label]
+        if {entry.arm for entry in members} == {arm, other}:
+            found[f"{arm} - {other}"] = difference_of(summarise(members)[1].accuracies[PRIMARY])
     return found
 
 
@@ -306,7 +310,7 @@ def caption_of(rollouts: int | None, left_out: Sequence[str], pairs: Mapping[str
     return (
         f"Accuracy: {weights} on the test split in one BF16 engine or several like it, ± one standard error over the "
         f"problems; Δ is paired by problem. Other figures: means over an arm's last {LAST_STEPS} steps and its seeds. "
-        f"Clipped and truncated: shares of response tokens, by sign of advantage."
+        "Clipped and truncated: shares of response tokens, by sign of advantage."
         f"{f' Paired with each other, T=1: {beside}.' if beside else ''}{absent}"
     )
 
@@ -333,7 +337,7 @@ def write_study(out: Path, rollouts: int | None = None) -> Path:
     Raises:
         StudyError: nothing was scored, or not the arm that the others are compared with.
     """
-    folder, first = folder_of(out, rollouts), next(iter(read_arms()["arms"]))
+    folder, first = folder_of(out, rollouts), control()
     stem = f"study-{rollouts}" if rollouts else "study"
     arms = arms_in(out)
     scored, before = [arm for arm in arms if file_of(folder, arm.name).is_file()], before_files(folder)

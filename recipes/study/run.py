@@ -70,6 +70,11 @@ def read_arms() -> dict:
     return yaml.safe_load(Path(__file__).with_name("arms.yaml").read_text())
 
 
+def control() -> str:
+    """The row of ``arms.yaml`` that the others are compared with, the first."""
+    return next(iter(read_arms()["arms"]))
+
+
 def arm_of(label: str, seed: int, out: Path) -> StudyArm:
     """The arm ``label`` of ``arms.yaml`` with its folder below ``out``.
 

@@ -48,7 +48,7 @@ from jetrl_verl.demo.process_tree import Interrupted, signals_raise, signals_wai
 from jetrl_verl.demo.run import DEVICES, detect_device
 from jetrl_verl.observe.report import REWARD, Run
 from recipes.study.evaluate import arms_in, checkpoint_after, unscored
-from recipes.study.run import ROOT, SAVE_EVERY, StudyArm, every_arm, read_arms
+from recipes.study.run import ROOT, SAVE_EVERY, StudyArm, control, every_arm, read_arms
 from recipes.study.warm_up import StudyConfig, StudyError, check_start, read_facts
 
 THREADS = 1500
@@ -119,17 +119,17 @@ def common_rollouts(arms: Sequence[StudyArm], steps: int) -> int | None:
     return min((n for n in saved if n >= SHORTEST), default=None)
 
 
-def rollouts_with_room(control: Sequence[StudyArm], longest: int) -> int:
+def rollouts_with_room(trainings: Sequence[StudyArm], longest: int) -> int:
     """The most rollouts, up to ``longest``, before which BF16 was not yet too good to be told from a better one.
 
     It is decided by BF16's training rewards alone, so it cannot favour an arm. Where even the fewest are too many, the
     fewest: the verdict will say that the task is too easy.
 
     Args:
-        control: BF16's trainings. longest: rollouts that all arms have.
+        trainings: BF16's. longest: rollouts that all arms have.
     """
     rewards: dict[int, list[float]] = {}  # rollout -> of each training
-    for arm in control:
+    for arm in trainings:
         for step, reward in zip(*Run(arm.name, records_of(arm)).series(REWARD)):
             rewards.setdefault(step, []).append(reward)
     fewest, full = min(longest, SHORTEST_WITH_ROOM), False
@@ -158,8 +158,8 @@ def length_of(out: Path, arms: Sequence[StudyArm], steps: int) -> int | None:
         )
     if longest < SHORTEST:  # a trial, of which nothing but the end is of interest
         return None
-    first = next(iter(read_arms()["arms"]))  # not of ``arms``: one that is trained later is cut as the others were
-    rollouts = rollouts_with_room([arm for arm in arms_in(out) if arm.label == first], longest)
+    # Not of ``arms``: one that is trained later is cut as the others were.
+    rollouts = rollouts_with_room([arm for arm in arms_in(out) if arm.label == control()], longest)
     return None if finished and rollouts == steps else rollouts
 
 

@@ -28,7 +28,7 @@ sanitizer() {  # memory, then races, a small call of every kernel each
     for tool in memcheck racecheck; do
         compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes application-only python3 -m pytest \
             --gpu=only -q -k sanitizer tests/kernels/test_native_gemm_on_gpu.py \
-            tests/kernels/test_fused_quantisers_on_gpu.py || return
+            tests/kernels/test_native_codes_on_gpu.py tests/kernels/test_fused_quantisers_on_gpu.py || return
     done
 }
 sustained() {  # 40 s a contender and shape
@@ -68,7 +68,8 @@ for name in "${chosen[@]}"; do
 done
 
 part 300 operations bash -c 'test_files tests/ops'
-part 500 quantisers bash -c 'test_files tests/kernels/test_*quant*_on_gpu.py tests/kernels/test_fprop_on_gpu.py'
+part 500 quantisers bash -c 'test_files tests/kernels/test_*quant*_on_gpu.py tests/kernels/test_native_codes_on_gpu.py \
+    tests/kernels/test_fprop_on_gpu.py'
 part 600 gemms bash -c 'test_files tests/kernels/test_*gemm*_on_gpu.py tests/kernels/test_int8*_on_gpu.py tests/export'
 part 600 sanitizer bash -c sanitizer
 part 600 gemm python3 -m jetrl_verl.cli bench gemm --out "$out/gemm.json"

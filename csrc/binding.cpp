@@ -138,6 +138,52 @@ void wgrad(const Tensor& a, const Tensor& a_scales, const Tensor& b, const Tenso
   jetrl::wgrad(of_a, of_b, t, of_dw, config_of(block, cluster), stream_of(a));
 }
 
+// Strides that the kernels hold in 32 bits.
+int64_t short_stride(int64_t stride) {
+  STD_TORCH_CHECK(stride >= 0 && stride <= std::numeric_limits<int>::max(), "jetrl_native: a stride of ", stride,
+                  " is not served; the Triton backend takes it.");
+  return stride;
+}
+
+jetrl::Operand transposable(const Tensor& codes, const Tensor& scales, int scale_block) {
+  const jetrl::Operand result = operand("X", codes, scales, scale_block);
+  STD_TORCH_CHECK(codes.size(1) % 16 == 0, "jetrl_native: rows of codes must be multiples of 16 bytes.");
+  short_stride(result.row_stride), short_stride(result.scales.stride_row);
+  return result;
+}
+
+// `out` [columns, bytes of a row], uint8, and its scales [scale_rows, scale_columns].
+jetrl::Transposed transposed(const Tensor& out, const Tensor& scales, int64_t columns, int64_t bytes,
+                             int64_t scale_rows, int64_t scale_columns) {
+  STD_TORCH_CHECK(out.is_cuda() && out.dim() == 2 && out.scalar_type() == ScalarType::Byte && out.size(0) == columns &&
+                      out.size(1) == bytes && out.stride(0) == bytes && out.stride(1) == 1 && bytes % 16 == 0 &&
+                      reinterpret_cast<uintptr_t>(out.data_ptr()) % 16 == 0,
+                  "jetrl_native: the transpose must be ", columns, " x ", bytes, " contiguous bytes.");
+  STD_TORCH_CHECK(scales.is_cuda() && scales.dim() == 2 && scales.scalar_type() == ScalarType::Float &&
+                      scales.size(0) == scale_rows && scales.size(1) == scale_columns &&
+                      scales.stride(0) == scale_columns && scales.stride(1) == 1 &&
+                      reinterpret_cast<uintptr_t>(scales.data_ptr()) % 16 == 0,
+                  "jetrl_native: the scales of the transpose must be ", scale_rows, " x ", scale_columns,
+                  " contiguous FP32 values.");
+  return {out.data_ptr(), short_stride(bytes), static_cast<float*>(scales.data_ptr())};
+}
+
+void relayout(const Tensor& codes, const Tensor& scales, const Tensor& out, const Tensor& out_scales, bool pow2) {
+  const torch::stable::accelerator::DeviceGuard guard(codes.get_device_index());
+  const jetrl::Operand x = transposable(codes, scales, 1);
+  const int k = narrow(codes.size(1)), groups = jetrl::ceil_div(x.rows, jetrl::kGroup);
+  const jetrl::Transposed to = transposed(out, out_scales, k, int64_t(groups) * jetrl::kGroup, groups, k);
+  jetrl::relayout_128x1(x, k, pow2, to, stream_of(codes));
+}
+
+void transpose(const Tensor& codes, const Tensor& scales, const Tensor& out, const Tensor& out_scales) {
+  const torch::stable::accelerator::DeviceGuard guard(codes.get_device_index());
+  const jetrl::Operand w = transposable(codes, scales, jetrl::kGroup);
+  const int k = narrow(codes.size(1));
+  const jetrl::Transposed to = transposed(out, out_scales, k, w.rows, scales.size(1), scales.size(0));
+  jetrl::transpose_128x128(w, k, to, stream_of(codes));
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(jetrl_native, library) {
@@ -148,10 +194,14 @@ STABLE_TORCH_LIBRARY(jetrl_native, library) {
   library.def(
       "wgrad(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor(a!) dw, bool accumulate, int block, "
       "int cluster) -> ()");
+  library.def("relayout(Tensor codes, Tensor scales, Tensor(a!) out, Tensor(b!) out_scales, bool pow2) -> ()");
+  library.def("transpose(Tensor codes, Tensor scales, Tensor(a!) out, Tensor(b!) out_scales) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(jetrl_native, CUDA, library) {
   library.impl("fprop", TORCH_BOX(&fprop));
   library.impl("decode", TORCH_BOX(&decode));
   library.impl("wgrad", TORCH_BOX(&wgrad));
+  library.impl("relayout", TORCH_BOX(&relayout));
+  library.impl("transpose", TORCH_BOX(&transpose));
 }

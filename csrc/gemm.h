@@ -142,6 +142,7 @@ struct Grid {
   int blocks, cluster, threads, shared_bytes;
   Stream stream;
   bool overlaps = false;
+  int columns = 1;  // of blocks, each of `blocks`: block b of column c is sm90::block_index() and sm90::block_column()
 };
 
 // Y[M,N] = X W^T (+ bias), 1x128 scales on X, 128x128 scales on W, BF16 out.
@@ -153,5 +154,18 @@ void decode_fprop(const Operand& x, const Operand& w, int k, const Bias& bias, c
                   bool static_weight, Stream stream);
 // dW[N,K] = A B^T with A = dY^T [N,T], B = X^T [K,T], 1x128 scales along T on both, `t` tokens.
 void wgrad(const Operand& a, const Operand& b, int t, const Output& dw, Config config, Stream stream);
+
+// Codes [columns, rows] of the transpose; `row_stride` in bytes is a multiple of 16, like `codes`.
+struct Transposed {
+  void* codes;
+  int64_t row_stride;
+  float* scales;
+};
+
+// x [M,K] with 1x128 scales to codes [K,M] with a scale per 128 tokens, [ceil(M/128), K]: WGrad's operand. k and the
+// rows' stride are multiples of 16; rows of `out` have room for M rounded up to 128, zeros (or NaN) after its end.
+void relayout_128x1(const Operand& x, int k, bool pow2, const Transposed& out, Stream stream);
+// w [N,K] with 128x128 scales to its transpose, [K,N], scales [ceil(K/128), ceil(N/128)]; N and K multiples of 16.
+void transpose_128x128(const Operand& w, int k, const Transposed& out, Stream stream);
 
 }  // namespace jetrl

@@ -120,7 +120,7 @@ void launch(const Grid& grid, const Arguments&... arguments) {
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(grid.blocks);
+  config.gridDim = dim3(grid.blocks, grid.columns);
   config.blockDim = dim3(grid.threads);
   config.dynamicSmemBytes = grid.shared_bytes;
   config.stream = static_cast<cudaStream_t>(grid.stream);

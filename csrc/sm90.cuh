@@ -26,6 +26,7 @@
 
 #include <cuda.h>
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include <cstdint>
 #include <cstdio>
@@ -44,6 +45,7 @@ using TensorMap = CUtensorMap;
 
 JETRL_DEVICE int thread_index() { return threadIdx.x; }
 JETRL_DEVICE int block_index() { return blockIdx.x; }
+JETRL_DEVICE int block_column() { return blockIdx.y; }
 JETRL_DEVICE int grid_size() { return gridDim.x; }
 JETRL_DEVICE int rank_in_cluster() {
   uint32_t rank;
@@ -197,6 +199,15 @@ JETRL_DEVICE void cp_async_f32(uint32_t to, const float* from, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
 }
 
+// 16 bytes, or zeros where `valid` is false (`from` is not read then); both addresses on multiples of 16.
+JETRL_DEVICE void cp_async_16(uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+// Waits until all of this thread's earlier cp_async have landed; for other threads' a sync must follow.
+JETRL_DEVICE void cp_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // One arrival on the barrier, which must count it, once all of this thread's earlier cp_async have landed.
 JETRL_DEVICE void cp_async_arrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
@@ -295,6 +306,48 @@ JETRL_DEVICE float bf16_to_float(uint16_t bits) { return __uint_as_float(uint32_
 JETRL_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
 JETRL_DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 JETRL_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
+
+// ---- codes ---------------------------------------------------------------------------------------------------------
+
+// The values of two E4M3 codes, that of the low byte first.
+JETRL_DEVICE float2 decode_two(uint16_t codes) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
+  return __half22float2(*reinterpret_cast<const __half2*>(&halves));
+}
+
+// E4M3 codes to nearest even, 448 at most, that of `a` in the low byte; NaN gives 0x7F.
+JETRL_DEVICE uint32_t encode_four(float a, float b, float c, float d) {
+  uint32_t word;
+  asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\nmov.b32 %0, {low, high};\n}"
+      : "=r"(word)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return word;
+}
+
+// Byte i of the result is the byte of b:a (a the lower four) that nibble i of the selector names.
+JETRL_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
+
+// The larger of `a` and |b|, NaN where one of them is.
+JETRL_DEVICE float larger_magnitude(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(fabsf(b)));
+  return larger;
+}
+
+// 1 / x within one unit in the last place, for normal x.
+JETRL_DEVICE float reciprocal_about(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
+JETRL_DEVICE uint32_t bits_of(float x) { return __float_as_uint(x); }
+JETRL_DEVICE float float_of(uint32_t bits) { return __uint_as_float(bits); }
+
+// What the lane whose number differs in the bits of `mask` brings.
+JETRL_DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 
 // Four 8x8 matrices of 16-bit values: r[i] is matrix i's fragment; lanes 8i..8i+7 give the addresses of its rows.
 JETRL_DEVICE void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {

@@ -27,7 +27,7 @@ namespace jetrl {
 [[noreturn]] inline void refuse(const std::string& sentence) { throw std::invalid_argument("jetrl: " + sentence); }
 
 int multiprocessors();
-void run_grid(int blocks, int cluster, int threads, int shared_bytes, const std::function<void()>& kernel);
+void run_grid(const Grid& grid, const std::function<void()>& kernel);
 
 // With the conditions that cuTensorMapEncodeTiled checks.
 inline sm90::TensorMap operand_map(const Operand& operand, int k, int box_rows) {
@@ -55,7 +55,7 @@ inline sm90::TensorMap output_map(const Output& out, int rows, int columns) {
 
 template <auto kKernel, class... Arguments>
 void launch(const Grid& grid, const Arguments&... arguments) {
-  run_grid(grid.blocks, grid.cluster, grid.threads, grid.shared_bytes, [&] { kKernel(arguments...); });
+  run_grid(grid, [&] { kKernel(arguments...); });
 }
 
 }  // namespace jetrl

@@ -18,87 +18,13 @@
 // which, and how unfairly: some warps are made slow, copies are served eagerly, evenly, or only when no thread can go
 // on.
 
-#include <ucontext.h>
+#include "machine.h"
 
-#include <deque>
-#include <map>
-#include <memory>
-#include <random>
-#include <vector>
-
-#include "launch.h"
+using namespace emulator;
 
 namespace {
 
-constexpr uint32_t kFirstAddress = 1024;  // of dynamic shared memory; addresses below it are nobody's
-constexpr size_t kStackBytes = 128 * 1024;
-
-struct Barrier {
-  int count, pending;
-  int64_t bytes = 0;
-  uint64_t phase = 0;
-};
-
-struct Meeting {  // a block's or cluster's barrier
-  int arrived = 0;
-  uint64_t generation = 0;
-};
-
-struct Warp {
-  int arrived = 0;
-  uint64_t generation = 0;
-  // What the lanes bring to an exchange: two sets, since a fast lane may come to the next exchange while a slow one
-  // still reads this one's; it cannot come to the one after that.
-  uint32_t slots[2][32][4];
-};
-
-struct Wgmma {
-  float* d;
-  int n;
-  uint64_t a, b;
-  bool keep;
-};
-
-struct Fiber {
-  ucontext_t context;
-  std::unique_ptr<char[]> stack{new char[kStackBytes]};
-  int block, thread;
-  bool done = false;
-  bool waited = false;  // for the previous kernel
-  std::function<bool()> ready;
-  std::string waits_for;
-  std::deque<std::function<void()>> copies;  // cp.async and its arrivals, in order
-  std::vector<Wgmma> issued;                 // not yet committed
-  std::deque<std::vector<Wgmma>> groups;     // committed, not yet waited for
-  std::vector<std::function<void()>> stores, storing;  // of TMA, not yet committed and not yet waited for
-};
-
-struct Block {
-  std::vector<uint8_t> storage;
-  uint8_t* memory;
-  std::map<uint32_t, Barrier> barriers;
-  Meeting meeting;
-  std::vector<Warp> warps;
-};
-
-struct Machine {
-  int multiprocessors = 4;
-  uint32_t seed = 0;
-  int grid = 0, cluster = 0, threads = 0, shared_bytes = 0, first_block = 0;
-  std::vector<Block> blocks;
-  std::vector<std::unique_ptr<Fiber>> fibers;
-  std::vector<std::function<void()>> tiles;  // TMA loads in flight, one per destination
-  Meeting meeting;  // of the threads of the cluster that have not left
-  int alive = 0;
-  const std::function<void()>* kernel = nullptr;
-  std::vector<std::pair<const void*, const void*>> fresh;  // from, to: what the previous kernel may write
-  std::mt19937 random;
-  ucontext_t scheduler;
-  Fiber* current = nullptr;
-  std::string error;
-  uint64_t steps = 0;
-  float e4m3[256];
-} machine;
+Machine machine;
 
 bool chance(int one_in) { return machine.random() % one_in == 0; }
 
@@ -177,7 +103,7 @@ void compute(const Fiber& fiber, const Wgmma& op) {
   }
   const auto code = [&of](uint64_t descriptor, int row, int k) {
     const uint32_t start = uint32_t(descriptor & 0x3FFF) << 4, stride = uint32_t(descriptor >> 32 & 0x3FFF) << 4;
-    return machine.e4m3[*at(of, swizzled(start + row / 8 * stride + row % 8 * 128 + k), 1)];
+    return sm90::value_of_code(*at(of, swizzled(start + row / 8 * stride + row % 8 * 128 + k), 1));
   };
   const int lane = fiber.thread % 32, warp = fiber.thread / 32 % 4;
   for (int half = 0; half < 2; ++half) {
@@ -344,13 +270,20 @@ namespace jetrl {
 
 int multiprocessors() { return machine.multiprocessors; }
 
-void run_grid(int blocks, int cluster, int threads, int shared_bytes, const std::function<void()>& kernel) {
-  if (blocks % cluster != 0 || shared_bytes > kSharedMemory) throw std::runtime_error("a launch the hardware refuses");
-  machine.grid = blocks, machine.cluster = cluster, machine.threads = threads, machine.shared_bytes = shared_bytes;
+void run_grid(const Grid& grid, const std::function<void()>& kernel) {
+  if (grid.blocks % grid.cluster != 0 || grid.shared_bytes > kSharedMemory || grid.columns > 65535) {
+    throw std::runtime_error("a launch the hardware refuses");
+  }
+  machine.grid = grid.blocks, machine.cluster = grid.cluster, machine.threads = grid.threads;
+  machine.shared_bytes = grid.shared_bytes;
   machine.kernel = &kernel;
   machine.error.clear();
   machine.random.seed(machine.seed);
-  for (machine.first_block = 0; machine.first_block < blocks; machine.first_block += cluster) run_cluster();
+  for (machine.column = 0; machine.column < grid.columns; ++machine.column) {
+    for (machine.first_block = 0; machine.first_block < grid.blocks; machine.first_block += grid.cluster) {
+      run_cluster();
+    }
+  }
 }
 
 }  // namespace jetrl
@@ -359,6 +292,7 @@ namespace sm90 {
 
 int thread_index() { return machine.current->thread; }
 int block_index() { return machine.first_block + machine.current->block; }
+int block_column() { return machine.column; }
 int grid_size() { return machine.grid; }
 int rank_in_cluster() { return machine.current->block; }
 uint8_t* dynamic_shared_memory() { return block().memory; }
@@ -467,6 +401,20 @@ void cp_async_f32(uint32_t to, const float* from, bool valid) {
     std::memcpy(at(*of, to, 4), &value, 4);
   });
 }
+void cp_async_16(uint32_t to, const void* from, bool valid) {
+  if (to % 16 != 0 || (valid && reinterpret_cast<uintptr_t>(from) % 16 != 0)) fail("a misaligned cp.async");
+  if (valid) check_read(from);
+  Block* of = &block();
+  machine.current->copies.push_back([=] {
+    uint8_t bytes[16] = {};
+    if (valid) std::memcpy(bytes, from, 16);
+    std::memcpy(at(*of, to, 16), bytes, 16);
+  });
+}
+void cp_async_wait() {
+  Fiber& fiber = *machine.current;
+  wait_until([&fiber] { return fiber.copies.empty(); }, "its copies");
+}
 void cp_async_arrive(uint32_t barrier) {
   Block* of = &block();
   machine.current->copies.push_back([=] { arrive(*of, barrier); });
@@ -532,12 +480,11 @@ __attribute__((weak)) void fprop(const Operand&, const Operand&, int, const Bias
 __attribute__((weak)) void decode_fprop(const Operand&, const Operand&, int, const Bias&, const Output&, Config, bool,
                                         Stream);
 __attribute__((weak)) void wgrad(const Operand&, const Operand&, int, const Output&, Config, Stream);
+__attribute__((weak)) void relayout_128x1(const Operand&, int, bool, const Transposed&, Stream);
+__attribute__((weak)) void transpose_128x128(const Operand&, int, const Transposed&, Stream);
 }  // namespace jetrl
 
 extern "C" {
-
-// Code c as FP32, for the emulated tensor cores.
-void jetrl_set_codes(const float* values) { std::memcpy(machine.e4m3, values, sizeof(machine.e4m3)); }
 
 const char* jetrl_error() { return machine.error.c_str(); }
 
@@ -566,6 +513,27 @@ int jetrl_run(int kernel, int m, int n, int k, const void* a, int64_t a_stride, 
       jetrl::decode_fprop(of_a, of_b, k, of_bias, of_out, config, true, nullptr);
     } else {
       jetrl::wgrad(of_a, of_b, k, of_out, config, nullptr);
+    }
+    return 0;
+  } catch (const std::exception& error) {
+    machine.error = error.what();
+    return 1;
+  }
+}
+
+// rule: 0 fp32, 1 pow2: the re-layout of x [m, k]; -1: the transpose of a weight's codes and scales.
+int jetrl_transpose(int rule, int m, int k, const void* codes, int64_t stride, const float* scales, int64_t scale_row,
+                    int64_t scale_group, void* out, int64_t out_stride, float* out_scales, uint32_t seed) {
+  machine.seed = seed;
+  machine.steps = 0;
+  machine.fresh.clear();
+  const jetrl::Operand of{codes, m, stride, {scales, scale_row, scale_group}};
+  const jetrl::Transposed to{out, out_stride, out_scales};
+  try {
+    if (rule < 0) {
+      jetrl::transpose_128x128(of, k, to, nullptr);
+    } else {
+      jetrl::relayout_128x1(of, k, rule == 1, to, nullptr);
     }
     return 0;
   } catch (const std::exception& error) {

@@ -20,7 +20,7 @@
 //   - TMA tile loads with the 128-byte swizzle, zero fill and multicast; each destination block is served on its own
 //     time;
 //   - TMA tile stores, which read shared memory at any time between their group's end and the wait for it;
-//   - cp.async with zero fill, in program order per thread, and the arrival that follows it;
+//   - cp.async with zero fill, in program order per thread, the arrival that follows it and the wait for it;
 //   - wgmma: its operands are read through the descriptor at any time between issue and wait, results are NaN until
 //     then;
 //   - block, warp and cluster barriers; stmatrix with the lanes' addresses and fragments.
@@ -38,6 +38,7 @@
 #include <cstring>
 
 #include "../gemm.h"
+#include "codes.h"
 
 #define JETRL_KERNEL
 #define JETRL_DEVICE inline
@@ -49,6 +50,9 @@ struct float2 {
 };
 struct alignas(16) float4 {
   float x, y, z, w;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
 };
 
 namespace sm90 {
@@ -66,6 +70,7 @@ struct TensorMap {
 // Implemented by machine.cpp.
 int thread_index();
 int block_index();
+int block_column();
 int grid_size();
 int rank_in_cluster();
 uint8_t* dynamic_shared_memory();
@@ -89,6 +94,8 @@ void tma_store(const TensorMap* map, uint32_t from, int column, int row);
 void tma_store_commit();
 void tma_store_wait_read();
 void cp_async_f32(uint32_t to, const float* from, bool valid);
+void cp_async_16(uint32_t to, const void* from, bool valid);
+void cp_async_wait();
 void cp_async_arrive(uint32_t barrier);
 
 void issue_wgmma(float* d, int n, uint64_t a, uint64_t b, bool keep);
@@ -135,6 +142,33 @@ inline float bf16_to_float(uint16_t bits) {
   std::memcpy(&value, &wide, 4);
   return value;
 }
+inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+inline float float_of(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+inline float2 decode_two(uint16_t codes) { return {value_of_code(codes & 0xFF), value_of_code(codes >> 8)}; }
+inline uint32_t encode_four(float a, float b, float c, float d) {
+  return code_of_value(a) | code_of_value(b) << 8 | code_of_value(c) << 16 | uint32_t(code_of_value(d)) << 24;
+}
+inline uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = uint64_t(b) << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) result |= uint32_t(bytes >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
+  return result;
+}
+inline float larger_magnitude(float a, float b) {
+  if (std::isnan(a) || std::isnan(b)) return float_of(0x7FFFFFFF);
+  return std::fmax(a, std::fabs(b));
+}
+inline float reciprocal_about(float x) { return 1.0f / x; }
+inline int own_lane() { return thread_index() % 32; }
+inline float shuffle_xor(float value, int mask) { return float_of(exchange(bits_of(value), own_lane() ^ mask)); }
 inline float multiply(float a, float b) { return a * b; }
 inline float multiply_add(float a, float b, float c) { return std::fmaf(a, b, c); }
 inline float add(float a, float b) { return a + b; }

@@ -33,6 +33,7 @@ import torch
 from jetrl_verl.numerics import BlockQuantized, ScaleRule
 
 _GPU_QUANTISERS = {"cpu": ("numerics",), "sm89": ("triton",), "sm90": ("triton",), "sm100": ("triton",)}
+_OF_CODES = _GPU_QUANTISERS | {"sm90": ("native", "triton")}
 
 BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {
     "quantize_1x128": _GPU_QUANTISERS,
@@ -40,8 +41,8 @@ BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {
     "quantize_1x128_and_128x1": _GPU_QUANTISERS,
     "quantize_128x128": _GPU_QUANTISERS,
     "quantize_128x128_and_transpose": _GPU_QUANTISERS,
-    "relayout_128x1": _GPU_QUANTISERS,
-    "transpose_128x128": _GPU_QUANTISERS,
+    "relayout_128x1": _OF_CODES,
+    "transpose_128x128": _OF_CODES,
     # FProp and DGrad: 128x128 scales on B. All three have one result on an H200 in every bit (docs/LOG.md).
     "gemm_nt_128x128": {
         "cpu": ("numerics",),
@@ -111,6 +112,12 @@ def _quantiser(operation: str, device: torch.device):
     return getattr(backend_of(_candidates(operation, device)[0]), operation)
 
 
+def _of_codes(operation: str, q: BlockQuantized):
+    *conditional, last = _candidates(operation, q.codes.device)
+    backend = next((name for name in conditional if backend_of(name).serves_codes(operation, q)), last)
+    return getattr(backend_of(backend), operation)
+
+
 def quantize_1x128(x: torch.Tensor, rule: ScaleRule) -> BlockQuantized:
     """See :func:`jetrl_verl.numerics.quantize_1x128`."""
     return _quantiser("quantize_1x128", x.device)(x, rule)
@@ -138,12 +145,12 @@ def quantize_128x128_and_transpose(w: torch.Tensor, rule: ScaleRule) -> tuple[Bl
 
 def relayout_128x1(q: BlockQuantized, rule: ScaleRule) -> BlockQuantized:
     """See :func:`jetrl_verl.numerics.relayout_128x1`."""
-    return _quantiser("relayout_128x1", q.codes.device)(q, rule)
+    return _of_codes("relayout_128x1", q)(q, rule)
 
 
 def transpose_128x128(weight: BlockQuantized) -> BlockQuantized:
     """See :func:`jetrl_verl.numerics.transpose_128x128`."""
-    return _quantiser("transpose_128x128", weight.codes.device)(weight)
+    return _of_codes("transpose_128x128", weight)(weight)
 
 
 def gemm_nt(

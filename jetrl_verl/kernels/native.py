@@ -11,13 +11,14 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""The native Hopper kernels of csrc/ as a backend: block-scaled GEMMs compiled ahead of time for sm_90a.
+"""The native Hopper kernels of csrc/ as a backend, compiled ahead of time for sm_90a: block-scaled GEMMs, and what
+makes of FP8 codes those of their transpose.
 
 One library beside this file, made by ``scripts/build_csrc.py`` where there is an nvcc, loaded on first use; without it,
-or on another GPU, :func:`unavailable` says why and nothing is served. Three kernels, one arithmetic (the contract's,
+or on another GPU, :func:`unavailable` says why and nothing is served. Three GEMMs, one arithmetic (the contract's,
 with a fused multiply-add per promotion, as in the Triton kernels): FProp/DGrad, the same for at most 128 rows with the
 weights as narrow tiles, and WGrad. A :class:`Plan` overrides the kernel's own choice of tile and cluster; no plan
-changes a bit of a result.
+changes a bit of a result. The re-layout for WGrad and the transpose of a weight's codes have the bytes of ``numerics``.
 
 ``JETRL_NATIVE_DEBUG=1`` loads the debug build, in which a wait that lasts a second says what it waits for and stops the
 kernel.
@@ -30,21 +31,25 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from jetrl_verl.numerics import BlockQuantized
+from jetrl_verl.kernels.results import empty_columns
+from jetrl_verl.numerics import BlockQuantized, check_rule
 from jetrl_verl.numerics.gemm import check_add_to, check_gemm_shapes
 
 FEW_ROWS = 128
 """Most rows of A that the decode kernel is chosen for; it serves any number."""
 
 _ALIGNMENT = 16
-"""Bytes that TMA wants rows of codes to start on, and that stores of the output move at a time."""
+"""Bytes that TMA wants rows of codes to start on, and that copies and stores move at a time."""
 
 
 _FORWARD = "x x_scales w w_scales bias y block cluster"
+_TRANSPOSE = "codes scales out out_scales"
 _ARGUMENTS = {
     "fprop": _FORWARD,
     "decode": f"{_FORWARD} static_weight",
     "wgrad": "a a_scales b b_scales dw accumulate block cluster",
+    "relayout": f"{_TRANSPOSE} pow2",
+    "transpose": _TRANSPOSE,
 }
 """Operator of the library -> its arguments, as csrc/binding.cpp declares them."""
 
@@ -191,3 +196,44 @@ def gemm_nt(
     else:
         operators.wgrad(*operands, out, add_to is not None, *plan[1:])
     return out
+
+
+def serves_codes(operation: str, q: BlockQuantized) -> bool:
+    """Whether :func:`relayout_128x1` or :func:`transpose_128x128`, whichever ``operation`` names, takes ``q``: columns
+    in sixteens, rows on 16-byte steps, and for the transpose rows in sixteens, too."""
+    rows, k = q.codes.shape
+    in_sixteens = k if operation == "relayout_128x1" else k | rows
+    return min(rows, k) > 0 and in_sixteens % _ALIGNMENT == 0 and _aligned(q) and unavailable() is None
+
+
+def _check_codes(operation: str, q: BlockQuantized) -> None:
+    if not serves_codes(operation, q):
+        raise ValueError(
+            f"native does not serve {operation} of codes {tuple(q.codes.shape)} strides {q.codes.stride()}"
+            f"{'' if unavailable() is None else f' ({unavailable()})'}; use backend triton."
+        )
+
+
+def relayout_128x1(q: BlockQuantized, rule: str) -> BlockQuantized:
+    """As :func:`jetrl_verl.numerics.relayout_128x1`; the codes are a view with padded rows.
+
+    Raises:
+        ValueError: codes that are not served (:func:`serves_codes`), or an unknown ``rule``.
+    """
+    check_rule(rule)
+    _check_codes("relayout_128x1", q)
+    out, words = empty_columns(*q.codes.shape, q.codes.device)
+    torch.ops.jetrl_native.relayout(*q, words.view(torch.uint8), out.scales.t(), rule == "pow2")
+    return out
+
+
+def transpose_128x128(weight: BlockQuantized) -> BlockQuantized:
+    """As :func:`jetrl_verl.numerics.transpose_128x128`.
+
+    Raises:
+        ValueError: codes that are not served (:func:`serves_codes`).
+    """
+    _check_codes("transpose_128x128", weight)
+    transposed = BlockQuantized(*(torch.empty_like(part.t(), memory_format=torch.contiguous_format) for part in weight))
+    torch.ops.jetrl_native.transpose(*weight, transposed.codes.view(torch.uint8), transposed.scales)
+    return transposed

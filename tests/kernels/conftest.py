@@ -16,4 +16,18 @@
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "numerics"))
+
+
+@pytest.fixture(scope="session")
+def native_library() -> None:
+    """The native kernels: skips another GPU than theirs, fails where they are not built."""
+    from jetrl_verl.kernels import native
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the native kernels are for Hopper GPUs")
+    if native.unavailable() is not None:
+        pytest.fail(native.unavailable())

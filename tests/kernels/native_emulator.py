@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from jetrl_verl.numerics import FP8_DTYPE, BlockQuantized
+from jetrl_verl.numerics import BlockQuantized
 
 CSRC = Path(__file__).parents[2] / "csrc"
 KERNELS = {"fprop": 0, "decode": 1, "wgrad": 2}
@@ -61,8 +61,6 @@ class Emulator:
     def __init__(self, library: Path):
         self._library = ctypes.CDLL(str(library))
         self._library.jetrl_error.restype = ctypes.c_char_p
-        codes = torch.arange(256, dtype=torch.uint8).view(FP8_DTYPE).float().contiguous()
-        self._library.jetrl_set_codes(_pointer(codes))
 
     def run(
         self,
@@ -93,6 +91,27 @@ class Emulator:
             ctypes.c_int64(out.stride(0)),
             int(out.dtype == torch.float32),
             *(int(accumulate), block, cluster, multiprocessors),
+            ctypes.c_uint32(seed),
+        )
+        if failed:
+            raise RuntimeError(self._library.jetrl_error().decode())
+
+    def transpose(
+        self, rule: str | None, q: BlockQuantized, out: torch.Tensor, out_scales: torch.Tensor, seed: int = 0
+    ):
+        """The re-layout of ``q`` under ``rule``, or without one the transpose of a weight, to ``out`` uint8 and
+        ``out_scales``, both with columns of ``q`` as rows; raises as :meth:`run`."""
+        failed = self._library.jetrl_transpose(
+            {None: -1, "fp32": 0, "pow2": 1}[rule],
+            *q.codes.shape,
+            _pointer(q.codes),
+            ctypes.c_int64(q.codes.stride(0)),
+            _pointer(q.scales),
+            ctypes.c_int64(q.scales.stride(0)),
+            ctypes.c_int64(q.scales.stride(1)),
+            _pointer(out),
+            ctypes.c_int64(out.stride(0)),
+            _pointer(out_scales),
             ctypes.c_uint32(seed),
         )
         if failed:

@@ -11,7 +11,8 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""csrc/ compiles where there is an nvcc: for sm_90a, without spills, without serialised matrix instructions."""
+"""csrc/ compiles where there is an nvcc: for sm_90a, without spills, without serialised matrix instructions, and with
+few enough registers for the blocks that are meant to share a multiprocessor."""
 
 import importlib.util
 import re
@@ -26,7 +27,9 @@ build_csrc = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(build_csrc)
 
 needs_nvcc = pytest.mark.skipif(build_csrc.find_nvcc() is None, reason="no nvcc on this machine")
-KERNELS = {"sm90_fprop_1x128_128x128": 4, "sm90_wgrad_1x128_1x128": 8, "sm90_decode_fprop": 16}
+GEMMS = {"sm90_fprop_1x128_128x128": 4, "sm90_wgrad_1x128_1x128": 8, "sm90_decode_fprop": 16}
+OF_CODES = {"sm90_relayout_128x1": 2, "sm90_transpose_128x128": 1}
+KERNELS = GEMMS | OF_CODES
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +63,10 @@ def test_the_machine_code_has_fp8_matrix_instructions_and_no_device_wide_fence(l
     assert len(functions) == sum(KERNELS.values())
     for function in functions:
         name = function.split()[0]
+        assert not re.search(r"\b(LDL|STL)\b", function), name
+        if any(kernel in name for kernel in OF_CODES):
+            assert not re.search("QGMMA|MEMBAR|ACQBULK|PREEXIT", function), name
+            continue
         chained = re.findall(r"QGMMA\.64x(\d+)x32\.F32\.E4M3\.E4M3 R\d+, gdesc\[UR\d+\], (RZ|R\d+)", function)
         assert chained, name
         # One chain: the first of four starts from zero, the others continue.
@@ -68,11 +75,18 @@ def test_the_machine_code_has_fp8_matrix_instructions_and_no_device_wide_fence(l
         fences = re.findall(r"MEMBAR\S*", function)
         assert fences == ["MEMBAR.ALL.CTA"] * len(fences), name
         assert len(fences) == (2 * int(re.search(r"ILi(\d+)", name)[1]) // 128 if "fprop_1x128" in name else 0), name
-        assert not re.search(r"\b(LDL|STL)\b", function), name
         # Who copies of X in the decode kernel, one thread and one warp, waits for the kernel in front to end. No kernel
         # lets the one behind it start early.
         assert function.count("ACQBULK") == (2 if "decode" in name else 0), name
         assert "PREEXIT" not in function, name
+
+
+@needs_nvcc
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("kernel", "most"), [("sm90_relayout_128x1", [48, 64]), ("sm90_transpose_128x128", [64])])
+def test_kernels_of_codes_let_four_blocks_share_a_multiprocessor_and_five_divide(library, kernel, most):
+    registers = sorted(int(number) for number in re.findall(r"Used (\d+) registers", report_of(kernel)))
+    assert all(map(int.__le__, registers, most)), registers
 
 
 @needs_nvcc
@@ -84,7 +98,7 @@ def test_the_library_registers_its_operators_without_a_gpu(library):
 
     torch.ops.load_library(str(library))
     assert native.foreign("jetrl_native") is None
-    for name in ("fprop", "decode", "wgrad"):
+    for name in native._ARGUMENTS:
         assert getattr(torch.ops.jetrl_native, name).default._schema.is_mutable
 
 

@@ -32,7 +32,7 @@ from jetrl_verl.kernels.native import Plan
 from jetrl_verl.numerics import BLOCK, FP8_DTYPE, BlockQuantized
 from jetrl_verl.numerics.formats import E4M3_NAN_CODE
 
-pytestmark = pytest.mark.timeout(120, method="thread")
+pytestmark = [pytest.mark.timeout(120, method="thread"), pytest.mark.usefixtures("native_library")]
 
 SIZES = (64, 448, 2368, 4736)
 EDGES = (1, 7, 8, 9, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 513)
@@ -42,14 +42,6 @@ FPROP_PLANS = [Plan("fprop", *tile) for tile in TILES]
 WGRAD_PLANS = [Plan("", *tile) for tile in TILES]
 # Tokens of the decode kernel's variant, and rows of W per tile.
 DECODE_PLANS = [(tokens, Plan("decode", rows)) for tokens in (16, 32, 64, 128) for rows in (16, 32, 48, 64)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def library():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the native kernels are for Hopper GPUs")
-    if native.unavailable() is not None:
-        pytest.fail(native.unavailable())
 
 
 def triton(a: BlockQuantized, b: BlockQuantized, **arguments) -> torch.Tensor:

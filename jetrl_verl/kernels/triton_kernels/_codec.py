@@ -58,7 +58,7 @@ import torch
 import triton
 import triton.language as tl
 
-from jetrl_verl.numerics import BLOCK, FP8_DTYPE, BlockQuantized, check_rule
+from jetrl_verl.numerics import BLOCK, check_rule
 
 GROUP: tl.constexpr = tl.constexpr(BLOCK)
 _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
@@ -542,20 +542,3 @@ def words_of(x: torch.Tensor) -> torch.Tensor | None:
         return None
     # One row is contiguous whatever its stride says, and a view as words asks what it says.
     return x.reshape(-1).view(torch.int32)
-
-
-def empty_rows(rows: int, k: int, device: torch.device) -> BlockQuantized:
-    """Uninitialised 1x128 result: codes ``[rows, k]``, scales ``[rows, ceil(k/128)]`` stored column-major."""
-    codes = torch.empty((rows, k), dtype=FP8_DTYPE, device=device)
-    scales = torch.empty((triton.cdiv(k, BLOCK), rows), dtype=torch.float32, device=device).t()
-    return BlockQuantized(codes, scales)
-
-
-def empty_columns(rows: int, k: int, device: torch.device) -> tuple[BlockQuantized, torch.Tensor]:
-    """Uninitialised 128x1 result ``[k, rows]`` and the buffer that its codes are a view of, as words of four codes:
-    ``[k, rows rounded up to 128, / 4]``. GEMMs load 16 bytes at a time along tokens, whose number is arbitrary: rows of
-    a padded buffer start aligned, and zeros after their end add nothing to a sum."""
-    words = torch.empty((k, triton.cdiv(rows, BLOCK) * BLOCK // 4), dtype=torch.int32, device=device)
-    scales = torch.empty((triton.cdiv(rows, BLOCK), k), dtype=torch.float32, device=device).t()
-    codes = words.view(FP8_DTYPE) if words.numel() else torch.empty((k, 0), dtype=FP8_DTYPE, device=device)
-    return BlockQuantized(codes[:, :rows], scales), words

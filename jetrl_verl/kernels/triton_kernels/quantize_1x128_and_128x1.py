@@ -24,10 +24,9 @@ import torch
 import triton
 import triton.language as tl
 
+from jetrl_verl.kernels.results import empty_columns, empty_rows
 from jetrl_verl.kernels.triton_kernels._codec import (
     GROUP,
-    empty_columns,
-    empty_rows,
     is_pow2,
     load_four_rows,
     load_rows,

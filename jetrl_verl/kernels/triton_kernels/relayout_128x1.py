@@ -24,10 +24,10 @@ import torch
 import triton
 import triton.language as tl
 
+from jetrl_verl.kernels.results import empty_columns
 from jetrl_verl.kernels.triton_kernels._codec import (
     GROUP,
     decode,
-    empty_columns,
     encode_words,
     is_pow2,
     largest_magnitude,

@@ -34,9 +34,9 @@ import torch
 import triton
 import triton.language as tl
 
+from jetrl_verl.kernels.results import empty_rows
 from jetrl_verl.kernels.triton_kernels._codec import (
     GROUP,
-    empty_rows,
     encode,
     is_pow2,
     magnitude_bits,

@@ -28,10 +28,9 @@ import torch
 import triton
 import triton.language as tl
 
+from jetrl_verl.kernels.results import empty_columns, empty_rows
 from jetrl_verl.kernels.triton_kernels._codec import (
     GROUP,
-    empty_columns,
-    empty_rows,
     encode,
     halves_of,
     high_half,

@@ -1,0 +1,62 @@
+// Copyright 2026 The jetrl_verl Authors
+//
+// Licensed under the Apache License, Version 2.0 (the "License");
+// you may not use this file except in compliance with the License.
+// You may obtain a copy of the License at
+//
+//     http://www.apache.org/licenses/LICENSE-2.0
+//
+// Unless required by applicable law or agreed to in writing, software
+// distributed under the License is distributed on an "AS IS" BASIS,
+// WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+// See the License for the specific language governing permissions and
+// limitations under the License.
+
+// A tile of 128 x 128 bytes on its way to its transpose, without a bank conflict and with whole cache lines on both
+// sides.
+//
+// In: 256 threads copy 16 bytes each, eight of them a row of the tile, so a warp asks for four whole lines of 128 bytes.
+// cp.async takes them past the registers.
+//
+// Out: a row of the transpose is a column of the tile. Warp w has the columns 16 w to 16 w + 15; its lane (t, c) =
+// (lane / 4, lane % 4) has the rows 16 t to 16 t + 15 of the four columns 4 c to 4 c + 3 of these, one word of them at a
+// time. So 16 consecutive bytes of a row of the result belong to one lane, and the eight lanes of one c write a whole
+// line of it.
+//
+// Between: a warp reads a word per lane, from eight rows 16 apart and from four neighbouring words. Were chunk i (16
+// bytes) of row r at place i of the row, the eight rows would meet in four banks. It is at place i ^ (r / 16): for t = 0
+// to 7 chunk w lies at eight different places, so the 32 words lie in 32 banks. r / 16 is the lane's own t, the same for
+// all its rows: row r + 1 is always 128 bytes on, and no address is computed between the reads.
+
+#pragma once
+
+#include "sm90.cuh"
+
+namespace jetrl {
+
+struct ByteTile {
+  static constexpr int kThreads = 256;
+  static constexpr int kBytes = kGroup * kGroup;
+  static constexpr int kChunk = 16;  // bytes that are copied at once, and rows and columns that share a lane, a warp
+
+  // This thread's share of the copies of the tile whose first row and column these are; what lies outside the matrix of
+  // `rows` x `columns` becomes zero. `columns` is a multiple of 16, like `stride`.
+  JETRL_DEVICE static void copy(uint32_t tile, const uint8_t* from, uint32_t stride, int row, int column, int rows,
+                                int columns) {
+    const int thread = sm90::thread_index(), chunk = thread % 8, first = thread / 8;
+    const uint32_t to = tile + first * kGroup + (chunk ^ first / kChunk) * kChunk;
+    from += uint64_t(uint32_t(row + first)) * stride + column + chunk * kChunk;
+    const int left = column + chunk * kChunk < columns ? rows - row - first : 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // 32 rows on, so two places: (first / 16 + 2 i) ^ chunk = (first / 16 ^ chunk) ^ 2 i
+      sm90::cp_async_16((to ^ 2 * i * kChunk) + 32 * i * kGroup, from + uint64_t(stride) * (32 * i), 32 * i < left);
+    }
+  }
+
+  // The lane's first byte: row 16 t, column 16 w + 4 c.
+  JETRL_DEVICE static const uint8_t* of_lane(const uint8_t* tile, int warp, int t, int c) {
+    return tile + t * kChunk * kGroup + (warp ^ t) * kChunk + 4 * c;
+  }
+};
+
+}  // namespace jetrl

@@ -1,0 +1,100 @@
+// Copyright 2026 The jetrl_verl Authors
+//
+// Licensed under the Apache License, Version 2.0 (the "License");
+// you may not use this file except in compliance with the License.
+// You may obtain a copy of the License at
+//
+//     http://www.apache.org/licenses/LICENSE-2.0
+//
+// Unless required by applicable law or agreed to in writing, software
+// distributed under the License is distributed on an "AS IS" BASIS,
+// WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+// See the License for the specific language governing permissions and
+// limitations under the License.
+
+// What the emulated cluster consists of; machine.cpp runs it.
+
+#pragma once
+
+#include <ucontext.h>
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "launch.h"
+
+namespace emulator {
+
+constexpr uint32_t kFirstAddress = 1024;  // of dynamic shared memory; addresses below it are nobody's
+constexpr size_t kStackBytes = 128 * 1024;
+
+struct Barrier {
+  int count, pending;
+  int64_t bytes = 0;
+  uint64_t phase = 0;
+};
+
+struct Meeting {  // a block's or cluster's barrier
+  int arrived = 0;
+  uint64_t generation = 0;
+};
+
+struct Warp {
+  int arrived = 0;
+  uint64_t generation = 0;
+  // What the lanes bring to an exchange: two sets, since a fast lane may come to the next exchange while a slow one
+  // still reads this one's; it cannot come to the one after that.
+  uint32_t slots[2][32][4];
+};
+
+struct Wgmma {
+  float* d;
+  int n;
+  uint64_t a, b;
+  bool keep;
+};
+
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack{new char[kStackBytes]};
+  int block, thread;
+  bool done = false;
+  bool waited = false;  // for the previous kernel
+  std::function<bool()> ready;
+  std::string waits_for;
+  std::deque<std::function<void()>> copies;  // cp.async and its arrivals, in order
+  std::vector<Wgmma> issued;                 // not yet committed
+  std::deque<std::vector<Wgmma>> groups;     // committed, not yet waited for
+  std::vector<std::function<void()>> stores, storing;  // of TMA, not yet committed and not yet waited for
+};
+
+struct Block {
+  std::vector<uint8_t> storage;
+  uint8_t* memory;
+  std::map<uint32_t, Barrier> barriers;
+  Meeting meeting;
+  std::vector<Warp> warps;
+};
+
+struct Machine {
+  int multiprocessors = 4;
+  uint32_t seed = 0;
+  int grid = 0, cluster = 0, threads = 0, shared_bytes = 0, first_block = 0, column = 0;
+  std::vector<Block> blocks;
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  std::vector<std::function<void()>> tiles;  // TMA loads in flight, one per destination
+  Meeting meeting;  // of the threads of the cluster that have not left
+  int alive = 0;
+  const std::function<void()>* kernel = nullptr;
+  std::vector<std::pair<const void*, const void*>> fresh;  // from, to: what the previous kernel may write
+  std::mt19937 random;
+  ucontext_t scheduler;
+  Fiber* current = nullptr;
+  std::string error;
+  uint64_t steps = 0;
+};
+
+}  // namespace emulator

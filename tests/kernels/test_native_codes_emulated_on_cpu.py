@@ -1,0 +1,142 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The native re-layout and transpose of codes, their own source run on a CPU by csrc/emulator: the bytes of numerics.
+
+What only a GPU can show is in test_native_codes_on_gpu.py.
+"""
+
+import shutil
+from pathlib import Path
+
+import native_emulator
+import pytest
+import torch
+from contract_inputs import CASES, gaussian
+from native_emulator import CSRC, Emulator
+
+from jetrl_verl import numerics
+from jetrl_verl.numerics import BLOCK, FP8_DTYPE, SCALE_RULES, BlockQuantized
+
+pytestmark = [
+    pytest.mark.skipif(native_emulator.compiler() is None, reason="no C++ compiler on this machine"),
+    pytest.mark.timeout(600),
+]
+SHAPES = [(1, 16), (15, 144), (129, 48), (131, 272), (256, 128)]
+CANARY = 0x5A
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> Path:
+    return native_emulator.build(tmp_path_factory.mktemp("emulated"), kernels="sm90_[rt][er]*_128*")
+
+
+@pytest.fixture(scope="module")
+def emulator(library) -> Emulator:
+    return Emulator(library)
+
+
+def padded(q: BlockQuantized) -> BlockQuantized:
+    """The same in rows of 16 more bytes, all NaN, and with column-major scales between NaN."""
+    codes = torch.full((q.codes.shape[0], q.codes.shape[1] + 16), 0x7F, dtype=torch.uint8).view(FP8_DTYPE)
+    codes[:, :-16] = q.codes
+    scales = torch.full((q.scales.shape[1], q.scales.shape[0] + 3), torch.nan)
+    scales[:, :-3] = q.scales.t()
+    return BlockQuantized(codes[:, :-16], scales[:, :-3].t())
+
+
+def run(emulator: Emulator, rule: str | None, q: BlockQuantized, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """(bytes [columns, rows in 128s or as they are], scales) of the call, after a look at the rows around them."""
+    rows, columns = q.codes.shape
+    width = -(-rows // BLOCK) * BLOCK if rule else rows
+    around = torch.full((columns + 2, width), CANARY, dtype=torch.uint8)
+    shape = (-(-rows // BLOCK), columns) if rule else q.scales.shape[::-1]
+    scales_around = torch.full((shape[0] + 2, shape[1]), torch.nan)
+    emulator.transpose(rule, q, around[1:-1], scales_around[1:-1], seed)
+    assert (around[[0, -1]] == CANARY).all() and scales_around[[0, -1]].isnan().all()
+    return around[1:-1], scales_around[1:-1]
+
+
+def check_relayout(emulator: Emulator, x: torch.Tensor, rule: str, seed: int = 0) -> None:
+    q = numerics.quantize_1x128(x, rule)
+    codes, scales = run(emulator, rule, padded(q), seed)
+    want = numerics.relayout_128x1(q, rule)
+    assert torch.equal(codes[:, : len(x)], want.codes.view(torch.uint8))
+    assert torch.equal(scales.t().contiguous().view(torch.int32), want.scales.view(torch.int32))
+    # Past the tokens zeros, which add nothing to a gradient; NaN where the last group is NaN for it.
+    rest = codes[:, len(x) :]
+    poisoned = want.codes[:, -1].isnan()
+    assert (rest[~poisoned] == 0).all() and (rest[poisoned] == 0x7F).all()
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("case", CASES)
+def test_the_relayout_has_the_bytes_of_numerics(emulator, case, shape, rule):
+    check_relayout(emulator, case(*shape), rule)
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize("seed", range(1, 7))
+def test_the_relayout_under_other_interleavings(emulator, seed, rule):
+    check_relayout(emulator, gaussian(140, 144), rule, seed)
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_the_relayout_of_row_major_scales_and_of_every_code(emulator, rule):
+    codes = torch.arange(256, dtype=torch.uint8).view(FP8_DTYPE).repeat(130, 1)
+    scales = torch.tensor([2.0**-60, 1.0, 3e30, torch.inf, 1e-38]).repeat(26)[:, None].repeat(1, 2)
+    q = BlockQuantized(codes, scales.contiguous())
+    got, got_scales = run(emulator, rule, q)
+    want = numerics.relayout_128x1(q, rule)
+    assert torch.equal(got[:, :130], want.codes.view(torch.uint8))
+    assert torch.equal(got_scales.t(), want.scales)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("shape", [(16, 16), (144, 272), (256, 128), (400, 48)])
+def test_the_transpose_moves_every_byte_and_scale(emulator, shape, seed):
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    scales = torch.rand(-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
+    got, got_scales = run(emulator, None, padded(BlockQuantized(codes.view(FP8_DTYPE), scales)), seed)
+    assert torch.equal(got, codes.t())
+    assert torch.equal(got_scales, scales.t())
+
+
+# What is wrong -> file, its line, the line planted there.
+FAULTS = {
+    "a thread reads what others still copy": ("sm90_relayout_128x1.cu", "  sm90::sync_block();\n", ""),
+    "a thread does not wait for its own copies": ("sm90_relayout_128x1.cu", "  sm90::cp_async_wait();\n", ""),
+    "the place of a chunk goes by another row": ("byte_tile.cuh", "(warp ^ t) * kChunk", "(warp ^ t / 2) * kChunk"),
+    "rows past the end are copied": ("byte_tile.cuh", "32 * i < left", "true"),
+    "a column's maximum misses half of its rows": ("sm90_relayout_128x1.cu", "mask = 4;", "mask = 8;"),
+    "the second pair of columns has the first one's codes": ("sm90_relayout_128x1.cu", "mine += 2, ", ""),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault, library, tmp_path):
+    file, line, planted = FAULTS[fault]
+    shutil.copytree(CSRC, tmp_path / "csrc")
+    source = (tmp_path / "csrc" / file).read_text()
+    assert source.count(line) == 1
+    (tmp_path / "csrc" / file).write_text(source.replace(line, planted))
+    machine = library.with_name("machine.o")
+    faulty = Emulator(native_emulator.build(tmp_path, tmp_path / "csrc", "sm90_relayout_*", machine))
+    found = 0
+    for seed in range(4):
+        try:
+            check_relayout(faulty, gaussian(140, 144), "fp32", seed)
+        except (AssertionError, RuntimeError):
+            found += 1
+    assert found

@@ -1,0 +1,125 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The native re-layout and transpose of codes on a Hopper GPU: the bytes of numerics, wherever the edges are.
+
+compute-sanitizer --tool memcheck  python -m pytest --gpu=only tests/kernels/test_native_codes_on_gpu.py -k sanitizer
+"""
+
+import pytest
+import torch
+from contract_inputs import CASES, gaussian, heavy_tailed
+from quantiser_checks import assert_same_bytes
+
+from jetrl_verl import kernels, numerics
+from jetrl_verl.kernels import dispatch, native
+from jetrl_verl.kernels.dispatch import backend_of
+from jetrl_verl.numerics import FP8_DTYPE, SCALE_RULES, BlockQuantized
+
+pytestmark = pytest.mark.usefixtures("native_library")
+
+SIZES = (16, 64, 448, 2368, 4736)
+EDGES = (1, 15, 16, 17, 127, 128, 129, 255, 257, 1000)
+
+
+def moved(q: BlockQuantized) -> BlockQuantized:
+    return BlockQuantized(*(part.cuda() for part in q))
+
+
+def check_relayout(x: torch.Tensor, rule: str) -> None:
+    q = numerics.quantize_1x128(x, rule)
+    want = numerics.relayout_128x1(q, rule)
+    assert_same_bytes(native.relayout_128x1(moved(q), rule), want)
+    column_major = kernels.quantize_1x128(x.cuda(), rule)
+    assert_same_bytes(native.relayout_128x1(column_major, rule), want)
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize("shape", [(1, 128), (131, 272), (256, 512), (1000, 1536)])
+@pytest.mark.parametrize("case", CASES)
+def test_the_relayout_has_the_bytes_of_numerics(case, shape, rule):
+    check_relayout(case(*shape), rule)
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize("k", SIZES)
+@pytest.mark.parametrize("rows", EDGES)
+def test_the_relayout_around_every_edge(rows, k, rule):
+    check_relayout(heavy_tailed(rows, k), rule)
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_the_relayout_of_a_part_of_a_matrix_between_nans(rule):
+    """Rows of a wider matrix: neither what is read nor what is written reaches past them."""
+    wide = kernels.quantize_1x128(gaussian(333, 640).cuda(), rule)
+    wide.codes.view(torch.uint8)[:, :128] = wide.codes.view(torch.uint8)[:, 528:] = 0x7F
+    wide.codes.view(torch.uint8)[300:] = 0x7F
+    part = BlockQuantized(wide.codes[:300, 128:528], wide.scales[:300, 1:5])
+    assert native.serves_codes("relayout_128x1", part)
+    on_cpu = BlockQuantized(part.codes.cpu().contiguous(), part.scales.cpu().contiguous())
+    assert_same_bytes(native.relayout_128x1(part, rule), numerics.relayout_128x1(on_cpu, rule))
+
+
+def test_the_relayout_of_random_scales_is_triton_s():
+    """FP32 quotients of every kind: rows' scales spread over 2^60, 16 million numbers."""
+    scales = torch.ldexp(1 + torch.rand(4096, 32, device="cuda"), torch.randint(-30, 30, (4096, 32), device="cuda"))
+    codes = torch.randint(0, 0x7F, (4096, 4096), dtype=torch.uint8, device="cuda")
+    codes |= 0x80 * torch.randint(0, 2, codes.shape, dtype=torch.uint8, device="cuda")
+    q = BlockQuantized(codes.view(FP8_DTYPE), scales)
+    for rule in SCALE_RULES:
+        assert_same_bytes(native.relayout_128x1(q, rule), backend_of("triton").relayout_128x1(q, rule))
+
+
+def test_a_hundred_repeats_give_the_same_bytes_also_in_a_graph():
+    q = kernels.quantize_1x128(heavy_tailed(3001, 2368).cuda(), "fp32")
+    first = native.relayout_128x1(q, "fp32")
+    graph = torch.cuda.CUDAGraph()
+    native.relayout_128x1(q, "fp32")
+    with torch.cuda.graph(graph):
+        captured = native.relayout_128x1(q, "fp32")
+    for _ in range(100):
+        captured.codes.view(torch.uint8).fill_(0x7F), captured.scales.fill_(torch.nan)
+        graph.replay()
+        assert_same_bytes(captured, first)
+
+
+@pytest.mark.parametrize("k", SIZES)
+@pytest.mark.parametrize("n", (16, 64, 112, 128, 144, 448, 2368))
+def test_the_transpose_moves_every_byte_and_scale(n, k):
+    codes = torch.randint(0, 256, (n, k), dtype=torch.uint8).view(FP8_DTYPE)
+    weight = BlockQuantized(codes, torch.rand(-(-n // 128), -(-k // 128)))
+    assert_same_bytes(native.transpose_128x128(moved(weight)), numerics.transpose_128x128(weight))
+
+
+@pytest.mark.parametrize(("operation", "shape"), [("relayout_128x1", (64, 72)), ("transpose_128x128", (72, 64))])
+def test_the_table_takes_triton_for_what_is_not_in_sixteens(operation, shape):
+    q = (numerics.quantize_1x128 if operation == "relayout_128x1" else numerics.quantize_128x128)(
+        gaussian(*shape), "fp32"
+    )
+    rule = ("fp32",) if operation == "relayout_128x1" else ()
+    assert not native.serves_codes(operation, moved(q))
+    assert_same_bytes(getattr(dispatch, operation)(moved(q), *rule), getattr(numerics, operation)(q, *rule))
+    with pytest.raises(ValueError, match=f"native does not serve {operation}.*use backend triton"):
+        getattr(native, operation)(moved(q), *rule)
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_a_relayout_for_the_sanitizer(rule):
+    """Operands and the expected bytes come from the CPU: only the kernel runs on the GPU."""
+    q = numerics.quantize_1x128(gaussian(300, 400), rule)
+    assert_same_bytes(native.relayout_128x1(moved(q), rule), numerics.relayout_128x1(q, rule))
+
+
+def test_a_transpose_for_the_sanitizer():
+    weight = numerics.quantize_128x128(gaussian(272, 400), "fp32")
+    assert_same_bytes(native.transpose_128x128(moved(weight)), numerics.transpose_128x128(weight))

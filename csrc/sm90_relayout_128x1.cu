@@ -30,12 +30,11 @@
 // one waits for its tile, others compute; a second tile ahead within a block gains nothing. Blocks follow each other down
 // the rows, so that the lines that they write lie side by side: 4 to 6% more than along the columns (docs/LOG.md).
 //
-// Quotients, poison and scales are those of kernels/triton_kernels/_codec.py, which has the proofs: r = 1 / s rounded,
-// q = x r, q - (q s - x) r rounded once has the code of the division; under pow2 x r is exact. A maximum that is Inf or
-// NaN makes r NaN, and that every code of its group.
+// Scales and quotients are scales.cuh's.
 
 #include "byte_tile.cuh"
 #include "launch.h"
+#include "scales.cuh"
 
 namespace jetrl {
 namespace {
@@ -54,37 +53,6 @@ struct RelayoutShape {
   static constexpr int kAtScales = ByteTile::kBytes;
   static constexpr int kBytes = kAtScales + 4 * kGroup;
 };
-
-struct Scale {
-  float stored, divisor, reciprocal;
-};
-
-template <bool kPow2>
-JETRL_DEVICE Scale scale_of(float amax) {
-  constexpr float kReciprocal = 1.0f / 448.0f, kRest = float(1.0 / 448.0 - double(kReciprocal));
-  Scale scale;
-  if constexpr (kPow2) {  // 2^ceil(log2(amax / 448)), 2^-63 at least; 448 is 1.75 * 2^8
-    const uint32_t above = (sm90::bits_of(amax) + (0x7FFFFF - 0x600000)) >> 23, least = 127 - 63 + 8;
-    const uint32_t exponent = ((above > least ? above : least) - 8) << 23;
-    scale.divisor = sm90::float_of(exponent);
-    scale.reciprocal = sm90::multiply_add(amax, 0.0f, sm90::float_of(0x7F000000 - exponent));
-  } else {
-    const float quotient = sm90::multiply_add(amax, kReciprocal, sm90::multiply(amax, kRest));
-    scale.divisor = sm90::larger_magnitude(quotient, 0x1p-63f);
-    const float about = sm90::reciprocal_about(scale.divisor);
-    scale.reciprocal = sm90::multiply_add(about, -sm90::multiply_add(about, scale.divisor, -1.0f), about);
-  }
-  // A group of zeros, or with an Inf or NaN: zero wraps around.
-  scale.stored = sm90::bits_of(amax) - 1 >= 0x7F800000u - 1 ? 1.0f : scale.divisor;
-  return scale;
-}
-
-template <bool kPow2>
-JETRL_DEVICE float quotient_of(float x, const Scale& scale) {
-  const float about = sm90::multiply(x, scale.reciprocal);
-  if constexpr (kPow2) return about;
-  return sm90::multiply_add(sm90::multiply_add(about, scale.divisor, -x), -scale.reciprocal, about);
-}
 
 template <bool kPow2>
 JETRL_KERNEL void __launch_bounds__(ByteTile::kThreads, kPow2 ? 4 : 5)
@@ -132,14 +100,12 @@ JETRL_KERNEL void __launch_bounds__(ByteTile::kThreads, kPow2 ? 4 : 5)
     float stored[2];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      const Scale scale = scale_of<kPow2>(amax[n]);
-      stored[n] = scale.stored;
+      const Divider<kPow2> divide(amax[n]);
+      stored[n] = divide.stored;
       uint32_t words[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        words[i] = sm90::encode_four(quotient_of<kPow2>(x[n][4 * i], scale), quotient_of<kPow2>(x[n][4 * i + 1], scale),
-                                     quotient_of<kPow2>(x[n][4 * i + 2], scale),
-                                     quotient_of<kPow2>(x[n][4 * i + 3], scale));
+        words[i] = codes_of(divide, x[n][4 * i], x[n][4 * i + 1], x[n][4 * i + 2], x[n][4 * i + 3]);
       }
       if (column < p.k) {
         *reinterpret_cast<uint4*>(out + uint64_t(p.out_stride) * n) = uint4{words[0], words[1], words[2], words[3]};

@@ -1,0 +1,100 @@
+// Copyright 2026 The jetrl_verl Authors
+//
+// Licensed under the Apache License, Version 2.0 (the "License");
+// you may not use this file except in compliance with the License.
+// You may obtain a copy of the License at
+//
+//     http://www.apache.org/licenses/LICENSE-2.0
+//
+// Unless required by applicable law or agreed to in writing, software
+// distributed under the License is distributed on an "AS IS" BASIS,
+// WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+// See the License for the specific language governing permissions and
+// limitations under the License.
+
+// A group's scale and what its elements are multiplied by, in the arithmetic of kernels/triton_kernels/_codec.py, which
+// has the proofs that codes and scales are the bytes of numerics/.
+//
+//   fp32   s = amax / 448 rounded: a quotient by 7 is nowhere near a midpoint, so two terms of 1 / 448 give it
+//   pow2   s = 2^ceil(log2(amax / 448)), from the bits of amax: 448 is 1.75 * 2^8
+//
+// Neither is below 2^-63; the scale of zeros, and that of a group with an Inf or NaN, is stored as 1. Whatever the
+// elements are multiplied by is NaN for a group with an Inf or NaN, so all its codes are.
+
+#pragma once
+
+#include "sm90.cuh"
+
+namespace jetrl {
+
+template <bool kPow2>
+struct GroupScale {
+  float stored, divisor;
+
+  JETRL_DEVICE explicit GroupScale(float amax) {
+    if constexpr (kPow2) {
+      const uint32_t above = (sm90::bits_of(amax) + (0x7FFFFF - 0x600000)) >> 23, least = 127 - 63 + 8;
+      divisor = sm90::float_of(((above > least ? above : least) - 8) << 23);
+    } else {
+      constexpr float kReciprocal = 1.0f / 448.0f, kRest = float(1.0 / 448.0 - double(kReciprocal));
+      const float quotient = sm90::multiply_add(amax, kReciprocal, sm90::multiply(amax, kRest));
+      divisor = sm90::larger_magnitude(quotient, 0x1p-63f);
+    }
+    stored = sm90::bits_of(amax) - 1 >= 0x7F800000u - 1 ? 1.0f : divisor;  // zero wraps around
+  }
+
+  // The reciprocal of a power of two; NaN where the maximum is not finite.
+  JETRL_DEVICE float exact_reciprocal(float amax) const {
+    return sm90::multiply_add(amax, 0.0f, sm90::float_of(0x7F000000 - sm90::bits_of(divisor)));
+  }
+};
+
+// Quotients of FP32 numbers: q = x r with the rounded reciprocal r, and one residual step.
+template <bool kPow2>
+struct Divider : GroupScale<kPow2> {
+  float reciprocal;
+
+  JETRL_DEVICE explicit Divider(float amax) : GroupScale<kPow2>(amax) {
+    if constexpr (kPow2) {
+      reciprocal = this->exact_reciprocal(amax);
+    } else {
+      const float about = sm90::reciprocal_about(this->divisor);
+      reciprocal = sm90::multiply_add(about, -sm90::multiply_add(about, this->divisor, -1.0f), about);
+    }
+  }
+
+  JETRL_DEVICE float operator()(float x) const {
+    const float about = sm90::multiply(x, reciprocal);
+    if constexpr (kPow2) return about;
+    return sm90::multiply_add(sm90::multiply_add(about, this->divisor, -x), -reciprocal, about);
+  }
+};
+
+// Quotients of BF16 numbers: x r + x t with r below 1 / s and t = (1 - r s) r, never negative, so that -0 stays one.
+template <bool kPow2>
+struct Bf16Divider : GroupScale<kPow2> {
+  float first, second;
+
+  JETRL_DEVICE explicit Bf16Divider(float amax) : GroupScale<kPow2>(amax) {
+    if constexpr (kPow2) {
+      first = this->exact_reciprocal(amax);
+    } else {
+      // The 0 that is the reciprocal of Inf becomes NaN.
+      first = sm90::float_of(sm90::bits_of(sm90::reciprocal_about(this->divisor)) - 2);
+      second = sm90::multiply(sm90::multiply_add(-first, this->divisor, 1.0f), first);
+    }
+  }
+
+  JETRL_DEVICE float operator()(float x) const {
+    if constexpr (kPow2) return sm90::multiply(x, first);
+    return sm90::multiply_add(x, first, sm90::multiply(x, second));
+  }
+};
+
+// The codes of four numbers, that of the first in the low byte.
+template <class Division>
+JETRL_DEVICE uint32_t codes_of(const Division& divide, float a, float b, float c, float d) {
+  return sm90::encode_four(divide(a), divide(b), divide(c), divide(d));
+}
+
+}  // namespace jetrl

@@ -184,6 +184,44 @@ void transpose(const Tensor& codes, const Tensor& scales, const Tensor& out, con
   jetrl::transpose_128x128(w, k, to, stream_of(codes));
 }
 
+jetrl::Bf16Rows bf16_rows(const char* name, const Tensor& x, int64_t rows, int64_t k) {
+  STD_TORCH_CHECK(x.is_cuda() && x.dim() == 2 && x.scalar_type() == ScalarType::BFloat16 && x.size(0) == rows &&
+                      x.size(1) == k,
+                  "jetrl_native: ", name, " must be BF16, ", rows, " x ", k, ", on a GPU.");
+  STD_TORCH_CHECK(x.stride(1) == 1 && x.stride(0) % 8 == 0 && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0,
+                  "jetrl_native: rows of ", name, " must be contiguous and start on multiples of 16 bytes.");
+  return {static_cast<const uint16_t*>(x.data_ptr()), short_stride(x.stride(0))};
+}
+
+// Codes [rows, k] and scales [k / 128, rows], and what `transposed` takes.
+jetrl::QuantisedBothWays both_ways(const Tensor& codes, const Tensor& scales, const Tensor& column_codes,
+                                   const Tensor& column_scales, int rows, int k) {
+  const int groups = jetrl::ceil_div(rows, jetrl::kGroup);
+  STD_TORCH_CHECK(codes.is_cuda() && codes.dim() == 2 && codes.scalar_type() == ScalarType::Byte &&
+                      codes.size(0) == rows && codes.size(1) == k && codes.stride(0) == k && codes.stride(1) == 1 &&
+                      reinterpret_cast<uintptr_t>(codes.data_ptr()) % 16 == 0,
+                  "jetrl_native: codes of a gradient must be ", rows, " x ", k, " contiguous bytes.");
+  STD_TORCH_CHECK(scales.is_cuda() && scales.dim() == 2 && scales.scalar_type() == ScalarType::Float &&
+                      scales.size(0) == k / jetrl::kGroup && scales.size(1) == rows && scales.stride(0) == rows &&
+                      scales.stride(1) == 1,
+                  "jetrl_native: scales of a gradient must be ", k / jetrl::kGroup, " x ", rows, " contiguous FP32.");
+  return {codes.data_ptr(), static_cast<float*>(scales.data_ptr()),
+          transposed(column_codes, column_scales, k, int64_t(groups) * jetrl::kGroup, groups, k)};
+}
+
+void silu_mul_backward(const Tensor& dy, const Tensor& gate, const Tensor& up, const Tensor& dgate,
+                       const Tensor& dgate_scales, const Tensor& dgate_columns, const Tensor& dgate_column_scales,
+                       const Tensor& dup, const Tensor& dup_scales, const Tensor& dup_columns,
+                       const Tensor& dup_column_scales, bool pow2) {
+  const torch::stable::accelerator::DeviceGuard guard(dy.get_device_index());
+  const int rows = narrow(dy.size(0)), k = narrow(dy.size(1));
+  STD_TORCH_CHECK(k % jetrl::kGroup == 0, "jetrl_native: gradients of ", k, " columns are not whole groups of 128.");
+  jetrl::silu_mul_backward(bf16_rows("dY", dy, rows, k), bf16_rows("gate", gate, rows, k), bf16_rows("up", up, rows, k),
+                           rows, k, pow2,
+                           both_ways(dgate, dgate_scales, dgate_columns, dgate_column_scales, rows, k),
+                           both_ways(dup, dup_scales, dup_columns, dup_column_scales, rows, k), stream_of(dy));
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(jetrl_native, library) {
@@ -196,6 +234,10 @@ STABLE_TORCH_LIBRARY(jetrl_native, library) {
       "int cluster) -> ()");
   library.def("relayout(Tensor codes, Tensor scales, Tensor(a!) out, Tensor(b!) out_scales, bool pow2) -> ()");
   library.def("transpose(Tensor codes, Tensor scales, Tensor(a!) out, Tensor(b!) out_scales) -> ()");
+  library.def(
+      "silu_mul_backward(Tensor dy, Tensor gate, Tensor up, Tensor(a!) dgate, Tensor(b!) dgate_scales, "
+      "Tensor(c!) dgate_columns, Tensor(d!) dgate_column_scales, Tensor(e!) dup, Tensor(f!) dup_scales, "
+      "Tensor(g!) dup_columns, Tensor(h!) dup_column_scales, bool pow2) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(jetrl_native, CUDA, library) {
@@ -204,4 +246,5 @@ STABLE_TORCH_LIBRARY_IMPL(jetrl_native, CUDA, library) {
   library.impl("wgrad", TORCH_BOX(&wgrad));
   library.impl("relayout", TORCH_BOX(&relayout));
   library.impl("transpose", TORCH_BOX(&transpose));
+  library.impl("silu_mul_backward", TORCH_BOX(&silu_mul_backward));
 }

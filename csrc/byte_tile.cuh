@@ -15,18 +15,18 @@
 // A tile of 128 x 128 bytes on its way to its transpose, without a bank conflict and with whole cache lines on both
 // sides.
 //
-// In: 256 threads copy 16 bytes each, eight of them a row of the tile, so a warp asks for four whole lines of 128 bytes.
-// cp.async takes them past the registers.
+// In: 256 threads copy 16 bytes each, eight of them a row of the tile, so a warp asks for four whole lines of 128
+// bytes. cp.async takes them past the registers.
 //
 // Out: a row of the transpose is a column of the tile. Warp w has the columns 16 w to 16 w + 15; its lane (t, c) =
-// (lane / 4, lane % 4) has the rows 16 t to 16 t + 15 of the four columns 4 c to 4 c + 3 of these, one word of them at a
-// time. So 16 consecutive bytes of a row of the result belong to one lane, and the eight lanes of one c write a whole
+// (lane / 4, lane % 4) has the rows 16 t to 16 t + 15 of the four columns 4 c to 4 c + 3 of these, one word of them at
+// a time. So 16 consecutive bytes of a row of the result belong to one lane, and the eight lanes of one c write a whole
 // line of it.
 //
 // Between: a warp reads a word per lane, from eight rows 16 apart and from four neighbouring words. Were chunk i (16
-// bytes) of row r at place i of the row, the eight rows would meet in four banks. It is at place i ^ (r / 16): for t = 0
-// to 7 chunk w lies at eight different places, so the 32 words lie in 32 banks. r / 16 is the lane's own t, the same for
-// all its rows: row r + 1 is always 128 bytes on, and no address is computed between the reads.
+// bytes) of row r at place i of the row, the eight rows would meet in four banks. It is at place i ^ (r / 16): for t =
+// 0 to 7 chunk w lies at eight different places, so the 32 words lie in 32 banks. r / 16 is the lane's own t, the same
+// for all its rows: row r + 1 is always 128 bytes on, and no address is computed between the reads.
 
 #pragma once
 

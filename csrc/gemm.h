@@ -168,4 +168,21 @@ void relayout_128x1(const Operand& x, int k, bool pow2, const Transposed& out, S
 // w [N,K] with 128x128 scales to its transpose, [K,N], scales [ceil(K/128), ceil(N/128)]; N and K multiples of 16.
 void transpose_128x128(const Operand& w, int k, const Transposed& out, Stream stream);
 
+// BF16 numbers [rows, columns], contiguous along columns; `stride` in elements, a multiple of 8, as are the columns.
+struct Bf16Rows {
+  const uint16_t* data;
+  int64_t stride;
+};
+
+// 1x128 codes [rows, columns] with scales [columns / 128, rows], and 128x1 codes of the same BF16 numbers.
+struct QuantisedBothWays {
+  void* codes;
+  float* scales;
+  Transposed columns;
+};
+
+// The gradients of silu(gate) * up [rows, k] for dy, quantised along both dimensions; k is a multiple of 128.
+void silu_mul_backward(const Bf16Rows& dy, const Bf16Rows& gate, const Bf16Rows& up, int rows, int k, bool pow2,
+                       const QuantisedBothWays& dgate, const QuantisedBothWays& dup, Stream stream);
+
 }  // namespace jetrl

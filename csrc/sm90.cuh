@@ -343,11 +343,29 @@ JETRL_DEVICE float reciprocal_about(float x) {
   return r;
 }
 
+// 2^x within two units in the last place; 0 where that is subnormal.
+JETRL_DEVICE float exp2_about(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
+}
+
+// Of two BF16 numbers in a word each, the one of larger magnitude, NaN where one is; with a sign that says nothing.
+JETRL_DEVICE uint32_t larger_pair(uint32_t a, uint32_t b) {
+  uint32_t larger;
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+
 JETRL_DEVICE uint32_t bits_of(float x) { return __float_as_uint(x); }
 JETRL_DEVICE float float_of(uint32_t bits) { return __uint_as_float(bits); }
 
 // What the lane whose number differs in the bits of `mask` brings.
 JETRL_DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+JETRL_DEVICE uint32_t shuffle_xor(uint32_t value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+
+// 16 bytes that no one writes while the kernel runs.
+JETRL_DEVICE uint4 load_16(const uint16_t* from) { return __ldg(reinterpret_cast<const uint4*>(from)); }
 
 // Four 8x8 matrices of 16-bit values: r[i] is matrix i's fragment; lanes 8i..8i+7 give the addresses of its rows.
 JETRL_DEVICE void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {

@@ -20,15 +20,17 @@
 //   out[k,m] = e4m3(x[m, k] / s[k, m / 128])
 //
 // 2.06 bytes an element, so at the bandwidth of an H200 a multiprocessor has some 15 issue slots for each 32 elements.
-// The arithmetic takes 7 of them: half a conversion of two codes to FP16, one to FP32, two multiplications, a maximum, two
-// steps that make a rounded quotient of x r, half a conversion of two. Hence the rest is kept small: a block is one tile
-// of 128 x 128 (byte_tile.cuh), which has one old scale per row and one new one per column; a lane holds 16 rows of a
-// column, so a column's maximum takes 15 instructions and three shuffles, and its codes leave as they are, 16 bytes.
+// The arithmetic takes 7 of them: half a conversion of two codes to FP16, one to FP32, two multiplications, a maximum,
+// two steps that make a rounded quotient of x r, half a conversion of two. Hence the rest is kept small: a block is one
+// tile of 128 x 128 (byte_tile.cuh), which has one old scale per row and one new one per column; a lane holds 16 rows
+// of a column, so a column's maximum takes 15 instructions and three shuffles, and its codes leave as they are, 16
+// bytes.
 //
-// Two columns of the lane's four at a time, the second pair in a second round of a loop that is not unrolled: 32 numbers
-// instead of 64 live at once, and 48 to 64 registers let four or five blocks of 256 threads share a multiprocessor. While
-// one waits for its tile, others compute; a second tile ahead within a block gains nothing. Blocks follow each other down
-// the rows, so that the lines that they write lie side by side: 4 to 6% more than along the columns (docs/LOG.md).
+// Two columns of the lane's four at a time, the second pair in a second round of a loop that is not unrolled: 32
+// numbers instead of 64 live at once, and 48 to 64 registers let four or five blocks of 256 threads share a
+// multiprocessor. While one waits for its tile, others compute; a second tile ahead within a block gains nothing.
+// Blocks follow each other down the rows, so that the lines that they write lie side by side: 4 to 6% more than along
+// the columns (docs/LOG.md).
 //
 // Scales and quotients are scales.cuh's.
 
@@ -129,7 +131,7 @@ void relayout_128x1(const Operand& x, int k, bool pow2, const Transposed& out, S
                          uint32_t(out.row_stride),
                          x.rows,
                          k};
-  const Grid grid{ceil_div(x.rows, kGroup), 1,     ByteTile::kThreads, RelayoutShape::kBytes, stream, false,
+  const Grid grid{ceil_div(x.rows, kGroup), 1, ByteTile::kThreads, RelayoutShape::kBytes, stream, false,
                   ceil_div(k, kGroup)};
   if (pow2) {
     launch<sm90_relayout<true>>(grid, p);

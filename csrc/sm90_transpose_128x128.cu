@@ -47,7 +47,8 @@ JETRL_KERNEL void __launch_bounds__(ByteTile::kThreads, 4) sm90_transpose(JETRL_
     p.out_scales[int64_t(tile_column) * sm90::grid_size() + tile_row] =
         p.scales.data[tile_row * p.scales.stride_row + tile_column * p.scales.stride_group];
   }
-  const int row = tile_row * kGroup + ByteTile::kChunk * t, column = tile_column * kGroup + ByteTile::kChunk * warp + 4 * c;
+  const int row = tile_row * kGroup + ByteTile::kChunk * t,
+            column = tile_column * kGroup + ByteTile::kChunk * warp + 4 * c;
   const uint8_t* mine = ByteTile::of_lane(tile, warp, t, c);
   sm90::cp_async_wait();
   sm90::sync_block();
@@ -59,8 +60,10 @@ JETRL_KERNEL void __launch_bounds__(ByteTile::kThreads, 4) sm90_transpose(JETRL_
     uint32_t rows[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) rows[j] = *reinterpret_cast<const uint32_t*>(mine + kGroup * (4 * i + j));
-    const uint32_t ab01 = sm90::permute_bytes(rows[0], rows[1], 0x5140), ab23 = sm90::permute_bytes(rows[0], rows[1], 0x7362);
-    const uint32_t cd01 = sm90::permute_bytes(rows[2], rows[3], 0x5140), cd23 = sm90::permute_bytes(rows[2], rows[3], 0x7362);
+    const uint32_t ab01 = sm90::permute_bytes(rows[0], rows[1], 0x5140),
+                   ab23 = sm90::permute_bytes(rows[0], rows[1], 0x7362);
+    const uint32_t cd01 = sm90::permute_bytes(rows[2], rows[3], 0x5140),
+                   cd23 = sm90::permute_bytes(rows[2], rows[3], 0x7362);
     columns[0][i] = sm90::permute_bytes(ab01, cd01, 0x5410);
     columns[1][i] = sm90::permute_bytes(ab01, cd01, 0x7632);
     columns[2][i] = sm90::permute_bytes(ab23, cd23, 0x5410);
@@ -85,7 +88,7 @@ void transpose_128x128(const Operand& w, int k, const Transposed& out, Stream st
                           uint32_t(out.row_stride),
                           w.rows,
                           k};
-  const Grid grid{ceil_div(w.rows, kGroup), 1,     ByteTile::kThreads, ByteTile::kBytes, stream, false,
+  const Grid grid{ceil_div(w.rows, kGroup), 1, ByteTile::kThreads, ByteTile::kBytes, stream, false,
                   ceil_div(k, kGroup)};
   launch<sm90_transpose>(grid, p);
 }

@@ -36,7 +36,8 @@ inline float value_of_code(uint8_t code) {
   return kValues[code];
 }
 
-// The finite codes 0 to 0x7E order like their values, so the nearest is one of two neighbours; a tie takes the even one.
+// The finite codes 0 to 0x7E order like their values, so the nearest is one of two neighbours; a tie takes the even
+// one.
 inline uint8_t code_of_value(float value) {
   if (std::isnan(value)) return 0x7F;
   const int sign = std::signbit(value) ? 0x80 : 0;

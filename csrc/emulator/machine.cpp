@@ -482,6 +482,8 @@ __attribute__((weak)) void decode_fprop(const Operand&, const Operand&, int, con
 __attribute__((weak)) void wgrad(const Operand&, const Operand&, int, const Output&, Config, Stream);
 __attribute__((weak)) void relayout_128x1(const Operand&, int, bool, const Transposed&, Stream);
 __attribute__((weak)) void transpose_128x128(const Operand&, int, const Transposed&, Stream);
+__attribute__((weak)) void silu_mul_backward(const Bf16Rows&, const Bf16Rows&, const Bf16Rows&, int, int, bool,
+                                             const QuantisedBothWays&, const QuantisedBothWays&, Stream);
 }  // namespace jetrl
 
 extern "C" {
@@ -535,6 +537,28 @@ int jetrl_transpose(int rule, int m, int k, const void* codes, int64_t stride, c
     } else {
       jetrl::relayout_128x1(of, k, rule == 1, to, nullptr);
     }
+    return 0;
+  } catch (const std::exception& error) {
+    machine.error = error.what();
+    return 1;
+  }
+}
+
+// dy, gate, up: BF16 [rows, k] and their strides in elements. results: codes and scales of the rows, of the columns, of
+// gate's gradient, then of up's.
+int jetrl_silu_mul_backward(int pow2, int rows, int k, const uint16_t* dy, int64_t dy_stride, const uint16_t* gate,
+                            int64_t gate_stride, const uint16_t* up, int64_t up_stride, void* const* results,
+                            int64_t column_stride, uint32_t seed) {
+  machine.seed = seed;
+  machine.steps = 0;
+  machine.fresh.clear();
+  const auto gradient = [=](void* const* of) {
+    return jetrl::QuantisedBothWays{
+        of[0], static_cast<float*>(of[1]), {of[2], column_stride, static_cast<float*>(of[3])}};
+  };
+  try {
+    jetrl::silu_mul_backward({dy, dy_stride}, {gate, gate_stride}, {up, up_stride}, rows, k, pow2 != 0,
+                             gradient(results), gradient(results + 4), nullptr);
     return 0;
   } catch (const std::exception& error) {
     machine.error = error.what();

@@ -33,6 +33,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -50,6 +51,9 @@ struct float2 {
 };
 struct alignas(16) float4 {
   float x, y, z, w;
+};
+struct alignas(8) uint2 {
+  uint32_t x, y;
 };
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
@@ -167,8 +171,15 @@ inline float larger_magnitude(float a, float b) {
   return std::fmax(a, std::fabs(b));
 }
 inline float reciprocal_about(float x) { return 1.0f / x; }
+inline float exp2_about(float x) { return std::exp2(x); }
+inline uint32_t larger_pair(uint32_t a, uint32_t b) {
+  const uint32_t low = std::max(a & 0x7FFF, b & 0x7FFF), high = std::max(a >> 16 & 0x7FFF, b >> 16 & 0x7FFF);
+  return low | high << 16 | ((a ^ b) & 0x80008000);
+}
+inline uint4 load_16(const uint16_t* from) { return *reinterpret_cast<const uint4*>(from); }
 inline int own_lane() { return thread_index() % 32; }
-inline float shuffle_xor(float value, int mask) { return float_of(exchange(bits_of(value), own_lane() ^ mask)); }
+inline uint32_t shuffle_xor(uint32_t value, int mask) { return exchange(value, own_lane() ^ mask); }
+inline float shuffle_xor(float value, int mask) { return float_of(shuffle_xor(bits_of(value), mask)); }
 inline float multiply(float a, float b) { return a * b; }
 inline float multiply_add(float a, float b, float c) { return std::fmaf(a, b, c); }
 inline float add(float a, float b) { return a + b; }

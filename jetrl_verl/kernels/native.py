@@ -12,7 +12,7 @@
 # See the License for the specific language governing permissions and
 # limitations under the License.
 """The native Hopper kernels of csrc/ as a backend, compiled ahead of time for sm_90a: block-scaled GEMMs, and what
-makes of FP8 codes those of their transpose.
+makes the codes of a transpose, from codes and from the gradients of a gated MLP.
 
 One library beside this file, made by ``scripts/build_csrc.py`` where there is an nvcc, loaded on first use; without it,
 or on another GPU, :func:`unavailable` says why and nothing is served. Three GEMMs, one arithmetic (the contract's,
@@ -31,8 +31,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from jetrl_verl.kernels.results import empty_columns
-from jetrl_verl.numerics import BlockQuantized, check_rule
+from jetrl_verl.kernels.results import empty_columns, empty_rows
+from jetrl_verl.numerics import BLOCK, BlockQuantized, check_rule
 from jetrl_verl.numerics.gemm import check_add_to, check_gemm_shapes
 
 FEW_ROWS = 128
@@ -50,6 +50,8 @@ _ARGUMENTS = {
     "wgrad": "a a_scales b b_scales dw accumulate block cluster",
     "relayout": f"{_TRANSPOSE} pow2",
     "transpose": _TRANSPOSE,
+    "silu_mul_backward": "dy gate up dgate dgate_scales dgate_columns dgate_column_scales "
+    "dup dup_scales dup_columns dup_column_scales pow2",
 }
 """Operator of the library -> its arguments, as csrc/binding.cpp declares them."""
 
@@ -237,3 +239,35 @@ def transpose_128x128(weight: BlockQuantized) -> BlockQuantized:
     transposed = BlockQuantized(*(torch.empty_like(part.t(), memory_format=torch.contiguous_format) for part in weight))
     torch.ops.jetrl_native.transpose(*weight, transposed.codes.view(torch.uint8), transposed.scales)
     return transposed
+
+
+def serves_silu_mul_backward(*operands: torch.Tensor) -> bool:
+    """Whether :func:`silu_mul_backward_quantize` takes these: rows in whole groups of 128 that start on 16 bytes."""
+    starts_aligned = all(
+        x.stride(1) == 1 and x.stride(0) * x.itemsize % _ALIGNMENT == 0 and x.data_ptr() % _ALIGNMENT == 0
+        for x in operands
+    )
+    return starts_aligned and min(operands[0].shape) > 0 and operands[0].shape[1] % BLOCK == 0 and unavailable() is None
+
+
+def silu_mul_backward_quantize(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str
+) -> tuple[BlockQuantized, BlockQuantized, BlockQuantized, BlockQuantized]:
+    """See :func:`jetrl_verl.ops.silu_mul_backward_quantize`; operands ``[M, I]``.
+
+    Raises:
+        ValueError: operands that are not served (:func:`serves_silu_mul_backward`), or an unknown ``rule``.
+    """
+    check_rule(rule)
+    if not serves_silu_mul_backward(dy, gate, up):
+        raise ValueError(
+            f"native does not serve the gradients of a gated MLP {tuple(gate.shape)}, strides {gate.stride()}"
+            f"{'' if unavailable() is None else f' ({unavailable()})'}; use the Triton kernel."
+        )
+    results, memory = [], []
+    for _ in range(2):
+        rows, (columns, words) = empty_rows(*gate.shape, gate.device), empty_columns(*gate.shape, gate.device)
+        results += [rows, columns]
+        memory += [rows.codes.view(torch.uint8), rows.scales.t(), words.view(torch.uint8), columns.scales.t()]
+    torch.ops.jetrl_native.silu_mul_backward(dy, gate, up, *memory, rule == "pow2")
+    return tuple(results)

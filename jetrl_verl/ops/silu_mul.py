@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from jetrl_verl import kernels
+from jetrl_verl.kernels import native
 from jetrl_verl.numerics import BlockQuantized
 from jetrl_verl.ops._codes import Quantised, fake_columns, fake_rows, require_groups
 from jetrl_verl.ops._operator import operator, require_bf16, triton_kernels
@@ -112,9 +113,12 @@ def _silu_mul_backward_quantize(
 ) -> tuple[torch.Tensor, ...]:
     """Codes and scales of the rows and of the columns of gate's gradient, then of up's."""
     if gate.is_cuda:
-        from jetrl_verl.ops.triton_kernels.silu_mul_quantize import silu_mul_backward_quantize as kernel
-
-        quantised = kernel(dy, gate, up, rule)
+        rows = [x.reshape(-1, x.shape[-1]) for x in (dy, gate, up)]
+        if native.serves_silu_mul_backward(*rows):
+            kernel = native.silu_mul_backward_quantize
+        else:
+            from jetrl_verl.ops.triton_kernels.silu_mul_quantize import silu_mul_backward_quantize as kernel
+        quantised = kernel(*rows, rule)
     else:
         flat = (gradient.reshape(-1, gradient.shape[-1]) for gradient in _gradients(dy, gate, up))
         quantised = [q for gradient in flat for q in kernels.quantize_1x128_and_128x1(gradient, rule)]

@@ -116,3 +116,21 @@ class Emulator:
         )
         if failed:
             raise RuntimeError(self._library.jetrl_error().decode())
+
+    def silu_mul_backward(
+        self, rule: str, operands: tuple[torch.Tensor, ...], results: list[torch.Tensor], seed: int = 0
+    ) -> None:
+        """The quantised gradients for ``operands`` dY, gate and up, to ``results``: for gate, then for up, row codes
+        uint8, their scales [k / 128, rows], column codes uint8, their scales; raises as :meth:`run`."""
+        rows, k = operands[0].shape
+        strided = [part for x in operands for part in (_pointer(x), ctypes.c_int64(x.stride(0)))]
+        failed = self._library.jetrl_silu_mul_backward(
+            int(rule == "pow2"),
+            *(rows, k),
+            *strided,
+            (ctypes.c_void_p * 8)(*(x.data_ptr() for x in results)),
+            ctypes.c_int64(results[2].stride(0)),
+            ctypes.c_uint32(seed),
+        )
+        if failed:
+            raise RuntimeError(self._library.jetrl_error().decode())

@@ -28,7 +28,7 @@ _spec.loader.exec_module(build_csrc)
 
 needs_nvcc = pytest.mark.skipif(build_csrc.find_nvcc() is None, reason="no nvcc on this machine")
 GEMMS = {"sm90_fprop_1x128_128x128": 4, "sm90_wgrad_1x128_1x128": 8, "sm90_decode_fprop": 16}
-OF_CODES = {"sm90_relayout_128x1": 2, "sm90_transpose_128x128": 1}
+OF_CODES = {"sm90_relayout_128x1": 2, "sm90_silu_mul_backward": 2, "sm90_transpose_128x128": 1}
 KERNELS = GEMMS | OF_CODES
 
 
@@ -83,8 +83,11 @@ def test_the_machine_code_has_fp8_matrix_instructions_and_no_device_wide_fence(l
 
 @needs_nvcc
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("kernel", "most"), [("sm90_relayout_128x1", [48, 64]), ("sm90_transpose_128x128", [64])])
-def test_kernels_of_codes_let_four_blocks_share_a_multiprocessor_and_five_divide(library, kernel, most):
+@pytest.mark.parametrize(
+    ("kernel", "most"),
+    [("sm90_relayout_128x1", [48, 64]), ("sm90_silu_mul_backward", [64, 64]), ("sm90_transpose_128x128", [64])],
+)
+def test_kernels_of_codes_leave_registers_for_the_blocks_that_share_a_multiprocessor(library, kernel, most):
     registers = sorted(int(number) for number in re.findall(r"Used (\d+) registers", report_of(kernel)))
     assert all(map(int.__le__, registers, most)), registers
 

@@ -11,7 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""The native re-layout and transpose of codes, their own source run on a CPU by csrc/emulator: the bytes of numerics.
+"""The native kernels that write codes of a transpose, their own source run on a CPU by csrc/emulator: numerics' bytes.
 
 What only a GPU can show is in test_native_codes_on_gpu.py.
 """
@@ -38,7 +38,7 @@ CANARY = 0x5A
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> Path:
-    return native_emulator.build(tmp_path_factory.mktemp("emulated"), kernels="sm90_[rt][er]*_128*")
+    return native_emulator.build(tmp_path_factory.mktemp("emulated"), kernels="sm90_[rts][eri]*_*")
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +47,12 @@ def emulator(library) -> Emulator:
 
 
 def padded(q: BlockQuantized) -> BlockQuantized:
-    """The same in rows of 16 more bytes, all NaN, and with column-major scales between NaN."""
-    codes = torch.full((q.codes.shape[0], q.codes.shape[1] + 16), 0x7F, dtype=torch.uint8).view(FP8_DTYPE)
-    codes[:, :-16] = q.codes
+    """The same in rows of 16 more bytes and before another row, all NaN, and with column-major scales between NaN."""
+    codes = torch.full((q.codes.shape[0] + 1, q.codes.shape[1] + 16), 0x7F, dtype=torch.uint8).view(FP8_DTYPE)
+    codes[:-1, :-16] = q.codes
     scales = torch.full((q.scales.shape[1], q.scales.shape[0] + 3), torch.nan)
     scales[:, :-3] = q.scales.t()
-    return BlockQuantized(codes[:, :-16], scales[:, :-3].t())
+    return BlockQuantized(codes[:-1, :-16], scales[:, :-3].t())
 
 
 def run(emulator: Emulator, rule: str | None, q: BlockQuantized, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,30 +113,96 @@ def test_the_transpose_moves_every_byte_and_scale(emulator, shape, seed):
     assert torch.equal(got_scales, scales.t())
 
 
+SIGMA = {0.0: 0.5, 64.0: 1.0, -128.0: 0.0}
+"""Gates whose exponential leaves no rounding to an implementation."""
+
+
+def silu_operands(rows: int, k: int, seed: int) -> tuple[torch.Tensor, ...]:
+    """dY, gate and up [rows, k] BF16, all in wider rows of NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    around = torch.full((3, rows, k + 8), torch.nan, dtype=torch.bfloat16)
+    around[..., :k] = torch.randn(3, rows, k, generator=generator)
+    around[1, :, :k] = torch.tensor(list(SIGMA))[torch.randint(0, 3, (rows, k), generator=generator)]
+    return tuple(around[..., :k])
+
+
+def check_silu_mul_backward(emulator: Emulator, rows: int, k: int, rule: str, seed: int, poison: float = 0.0) -> None:
+    dy, gate, up = silu_operands(rows, k, seed)
+    dy[rows // 2, k // 3] += poison
+    sigma = torch.zeros(rows, k)
+    for value, of_value in SIGMA.items():
+        sigma[gate == value] = of_value
+    wide = [x.float() for x in (dy, gate, up)]
+    gradients = wide[0] * wide[2] * sigma * (1 + wide[1] * (1 - sigma)), wide[0] * wide[1] * sigma
+    groups = -(-rows // BLOCK)
+    results = []
+    for _ in gradients:
+        results += [torch.full((rows + 1, k), CANARY, dtype=torch.uint8), torch.full((k // BLOCK + 1, rows), torch.nan)]
+        results += [
+            torch.full((k + 1, groups * BLOCK), CANARY, dtype=torch.uint8),
+            torch.full((groups + 1, k), torch.nan),
+        ]
+    emulator.silu_mul_backward(rule, (dy, gate, up), results, seed)
+    for i, gradient in enumerate(gradients):
+        codes, scales, column_codes, column_scales = results[4 * i : 4 * i + 4]
+        row, column = numerics.quantize_1x128_and_128x1(gradient.bfloat16(), rule)
+        assert torch.equal(codes[:-1], row.codes.view(torch.uint8))
+        assert torch.equal(scales[:-1].t(), row.scales)
+        assert torch.equal(column_codes[:-1, :rows], column.codes.view(torch.uint8))
+        assert torch.equal(column_scales[:-1].t(), column.scales)
+        assert (codes[-1] == CANARY).all() and (column_codes[-1] == CANARY).all()
+        assert scales[-1].isnan().all() and column_scales[-1].isnan().all()
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize(("rows", "k"), [(1, 128), (31, 256), (33, 128), (128, 256), (141, 128)])
+def test_the_gradients_of_a_gated_mlp_have_the_bytes_of_both_steps(emulator, rows, k, rule):
+    check_silu_mul_backward(emulator, rows, k, rule, seed=rows)
+
+
+@pytest.mark.parametrize("poison", [torch.inf, torch.nan])
+def test_a_gradient_that_is_not_finite_poisons_its_groups_alone(emulator, poison):
+    check_silu_mul_backward(emulator, 140, 256, "fp32", 3, poison)
+
+
 # What is wrong -> file, its line, the line planted there.
 FAULTS = {
     "a thread reads what others still copy": ("sm90_relayout_128x1.cu", "  sm90::sync_block();\n", ""),
     "a thread does not wait for its own copies": ("sm90_relayout_128x1.cu", "  sm90::cp_async_wait();\n", ""),
     "the place of a chunk goes by another row": ("byte_tile.cuh", "(warp ^ t) * kChunk", "(warp ^ t / 2) * kChunk"),
-    "rows past the end are copied": ("byte_tile.cuh", "32 * i < left", "true"),
+    "a row past the end is copied": ("byte_tile.cuh", "32 * i < left", "32 * i <= left"),
     "a column's maximum misses half of its rows": ("sm90_relayout_128x1.cu", "mask = 4;", "mask = 8;"),
     "the second pair of columns has the first one's codes": ("sm90_relayout_128x1.cu", "mine += 2, ", ""),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+SILU = "sm90_silu_mul_backward.cu"
+SILU_FAULTS = {
+    "a column is read before all rows are there": (SILU, "  sm90::sync_block();\n", ""),
+    "a row's maximum misses half of it": (SILU, "mask < 16; mask *= 2) both", "mask < 8; mask *= 2) both"),
+    "a column's maximum misses half of it": (SILU, "mask < 32; mask *= 2) largest", "mask < 16; mask *= 2) largest"),
+    "a chunk is looked for where another row has it": (SILU, "(warp ^ t)", "(warp ^ (t + 1) % 8)"),
+    "a row past the end is stored": (SILU, "    if (left > 0) {\n", "    if (left >= 0) {\n"),
+}
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, *SILU_FAULTS])
 def test_a_planted_fault_is_found(fault, library, tmp_path):
-    file, line, planted = FAULTS[fault]
+    file, line, planted = (FAULTS | SILU_FAULTS)[fault]
     shutil.copytree(CSRC, tmp_path / "csrc")
     source = (tmp_path / "csrc" / file).read_text()
     assert source.count(line) == 1
     (tmp_path / "csrc" / file).write_text(source.replace(line, planted))
     machine = library.with_name("machine.o")
-    faulty = Emulator(native_emulator.build(tmp_path, tmp_path / "csrc", "sm90_relayout_*", machine))
+    kernel = Path(SILU).stem if fault in SILU_FAULTS else "sm90_relayout_*"
+    faulty = Emulator(native_emulator.build(tmp_path, tmp_path / "csrc", kernel, machine))
     found = 0
     for seed in range(4):
         try:
-            check_relayout(faulty, gaussian(140, 144), "fp32", seed)
+            if fault in SILU_FAULTS:
+                check_silu_mul_backward(faulty, 140, 128, "fp32", seed)
+            else:
+                check_relayout(faulty, gaussian(140, 144), "fp32", seed)
         except (AssertionError, RuntimeError):
             found += 1
     assert found

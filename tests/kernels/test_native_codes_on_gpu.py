@@ -11,7 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""The native re-layout and transpose of codes on a Hopper GPU: the bytes of numerics, wherever the edges are.
+"""The native kernels that write codes of a transpose, on a Hopper GPU: the bytes of numerics, wherever the edges are.
 
 compute-sanitizer --tool memcheck  python -m pytest --gpu=only tests/kernels/test_native_codes_on_gpu.py -k sanitizer
 """
@@ -19,12 +19,14 @@ compute-sanitizer --tool memcheck  python -m pytest --gpu=only tests/kernels/tes
 import pytest
 import torch
 from contract_inputs import CASES, gaussian, heavy_tailed
+from fused_checks import INPUTS, bf16, canaries
 from quantiser_checks import assert_same_bytes
 
-from jetrl_verl import kernels, numerics
+from jetrl_verl import kernels, numerics, ops
 from jetrl_verl.kernels import dispatch, native
 from jetrl_verl.kernels.dispatch import backend_of
 from jetrl_verl.numerics import FP8_DTYPE, SCALE_RULES, BlockQuantized
+from jetrl_verl.ops import triton_kernels
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
@@ -111,6 +113,67 @@ def test_the_table_takes_triton_for_what_is_not_in_sixteens(operation, shape):
     assert_same_bytes(getattr(dispatch, operation)(moved(q), *rule), getattr(numerics, operation)(q, *rule))
     with pytest.raises(ValueError, match=f"native does not serve {operation}.*use backend triton"):
         getattr(native, operation)(moved(q), *rule)
+
+
+def silu_operands(case, m: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dY, and gate and up as halves of one tensor; gates of all magnitudes."""
+    gate, up = (bf16(gaussian, m, k, "cuda", seed) for seed in (0, 1))
+    gate[:, ::5] *= 40
+    return bf16(case, m, k, "cuda", 2), *torch.cat([gate, up], dim=1).chunk(2, dim=1)
+
+
+def check_silu_mul_backward(operands: tuple[torch.Tensor, ...], rule: str) -> None:
+    """Against the gradients of the plain kernel, quantised on the CPU, and the fused Triton kernel."""
+    wanted = [
+        q
+        for gradient in triton_kernels.silu_mul_backward(*operands)
+        for q in numerics.quantize_1x128_and_128x1(gradient.cpu(), rule)
+    ]
+    for got, want in zip(native.silu_mul_backward_quantize(*operands, rule), wanted, strict=True):
+        assert_same_bytes(got, want)
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize("shape", [(256, 512), *((rows, 384) for rows in EDGES)])
+@pytest.mark.parametrize("case", INPUTS)
+def test_the_gradients_of_a_gated_mlp_have_the_bytes_of_both_steps(case, shape, rule, monkeypatch):
+    operands = silu_operands(case, *shape)
+    with canaries(monkeypatch):
+        native.silu_mul_backward_quantize(*operands, rule)
+    check_silu_mul_backward(operands, rule)
+
+
+def test_the_gradients_for_every_gate():
+    """All BF16 numbers as gates, also those where the exponential overflows or its reciprocal is subnormal."""
+    gate = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256).cuda()
+    gate = torch.cat([gate, torch.linspace(-90, -86, 2**16).bfloat16().view(256, 256).cuda()])
+    dy, up = (bf16(gaussian, 512, 256, "cuda", seed) for seed in (1, 2))
+    for rule in SCALE_RULES:
+        check_silu_mul_backward((dy, gate, up), rule)
+        check_silu_mul_backward((dy, gate.nan_to_num(0, 3, -3).clamp(-95, 95), up), rule)
+
+
+def test_the_operation_takes_the_native_kernel_and_triton_s_for_other_rows(monkeypatch):
+    calls = []
+    own = native.silu_mul_backward_quantize
+    monkeypatch.setattr(native, "silu_mul_backward_quantize", lambda *call: calls.append(call) or own(*call))
+    operands = silu_operands(gaussian, 130, 256)
+    for got, want in zip(ops.silu_mul_backward_quantize(*operands, "fp32"), own(*operands, "fp32"), strict=True):
+        assert_same_bytes(got, want)
+    assert len(calls) == 1
+    odd = tuple(torch.cat([x, x[:, :4]], dim=1)[:, :256] for x in operands)
+    assert not native.serves_silu_mul_backward(*odd)
+    for got, want in zip(ops.silu_mul_backward_quantize(*odd, "fp32"), own(*operands, "fp32"), strict=True):
+        assert_same_bytes(got, want)
+    assert len(calls) == 1
+    with pytest.raises(ValueError, match="native does not serve the gradients.*use the Triton kernel"):
+        own(*odd, "fp32")
+
+
+def test_gradients_for_the_sanitizer():
+    operands = [bf16(gaussian, 300, 256, "cpu", seed).cuda() for seed in range(3)]
+    row_codes = native.silu_mul_backward_quantize(*operands, "fp32")[0]
+    assert row_codes.scales.isfinite().all()
 
 
 @pytest.mark.parametrize("rule", SCALE_RULES)

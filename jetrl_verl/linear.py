@@ -89,7 +89,7 @@ class _SharedColumns:
         return columns
 
 
-class _QuantisedInput(NamedTuple):
+class QuantisedInput(NamedTuple):
     """1x128 codes of X [M, K] and what the layers that read X share in backward."""
 
     rows: BlockQuantized
@@ -106,7 +106,7 @@ class _InputMemo:
     def __init__(self) -> None:
         self._entry: tuple | None = None
 
-    def get(self, x: torch.Tensor, rule: ScaleRule) -> _QuantisedInput:
+    def get(self, x: torch.Tensor, rule: ScaleRule) -> QuantisedInput:
         """Codes of the BF16 value of ``x`` [..., K] under ``rule``, made unless ``x`` was the last input."""
         entry = self._entry
         if entry is not None and entry[0]() is x and entry[1] == self._state(x, rule):
@@ -116,9 +116,9 @@ class _InputMemo:
             rows = kernels.quantize_1x128(x.detach().to(torch.bfloat16).reshape(-1, x.shape[-1]), rule)
         return self.put(x, rows, rule)
 
-    def put(self, x: torch.Tensor, rows: BlockQuantized, rule: ScaleRule) -> _QuantisedInput:
+    def put(self, x: torch.Tensor, rows: BlockQuantized, rule: ScaleRule) -> QuantisedInput:
         """Remember that ``rows`` are the codes of ``x``."""
-        quantised = _QuantisedInput(rows, _SharedColumns())
+        quantised = QuantisedInput(rows, _SharedColumns())
         # A tensor of inference mode has no version counter, so nothing would show that it changed.
         if not x.is_inference():
             self._entry = (weakref.ref(x, self._forget), self._state(x, rule), quantised)
@@ -139,6 +139,12 @@ class _InputMemo:
 
 
 _input_codes = _InputMemo()
+
+
+def quantised_input(x: torch.Tensor, rule: ScaleRule) -> QuantisedInput:
+    """1x128 codes of the BF16 value of ``x`` [..., K], and what its readers share in backward; made unless ``x`` is the
+    tensor that a layer read last, or that :func:`remember_codes` was told of."""
+    return _input_codes.get(x, rule)
 
 
 def remember_codes(x: torch.Tensor, codes: BlockQuantized, rule: ScaleRule) -> None:
@@ -163,7 +169,7 @@ class _FP8LinearFunction(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         layer: "JetLinear",
-        quantised: _QuantisedInput,
+        quantised: QuantisedInput,
     ):
         # The argument `bias` gives autograd its edge; what is added is its BF16 value, as the rollout holds it.
         ctx.layer = layer
@@ -206,19 +212,12 @@ class _FP8LinearFunction(torch.autograd.Function):
             elif needs_w:
                 dy_columns = kernels.quantize_128x1(dy, layer.scale_rule)
             if needs_x:
-                w_transposed = kernels.transpose_128x128(layer.weight_codes(weight))
-                dx = kernels.gemm_nt(dy_rows, w_transposed, b_block_scaled=True)
+                dx = layer.dgrad(dy_rows, weight)
             if needs_w:
                 x_columns = ctx.columns.take(BlockQuantized(x_codes, x_scales), layer.scale_rule)
-                if ctx.main_grad is None:
-                    dw = kernels.gemm_nt(dy_columns, x_columns, b_block_scaled=False)
-                else:
-                    kernels.gemm_nt(
-                        dy_columns, x_columns, b_block_scaled=False, out_dtype=torch.float32, add_to=ctx.main_grad
-                    )
+                dw = layer.wgrad(dy_columns, x_columns, weight, ctx.main_grad)
         return (
             dx.reshape(ctx.x_shape) if dx is not None else None,
-            # FSDP gathers BF16 weights and takes BF16 gradients; an FP32 weight gets the same BF16 product.
             dw.to(weight.dtype) if dw is not None else None,
             dbias.to(layer.bias.dtype) if dbias is not None else None,
             None,
@@ -297,8 +296,24 @@ class JetLinear(nn.Linear):
         """``Y`` [M, N] BF16 of the codes of X [M, K] and ``weight`` [N, K]: ``kernels.fprop`` after its first step."""
         return kernels.gemm_nt(x, self.weight_codes(weight), b_block_scaled=True, bias=self.rounded_bias())
 
+    def dgrad(self, dy: BlockQuantized, weight: torch.Tensor) -> torch.Tensor:
+        """``dX`` [M, K] BF16 of the 1x128 codes of dY [M, N] and ``weight`` [N, K]."""
+        return kernels.gemm_nt(dy, kernels.transpose_128x128(self.weight_codes(weight)), b_block_scaled=True)
+
+    def wgrad(
+        self, dy: BlockQuantized, x: BlockQuantized, weight: torch.Tensor, main_grad: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """``dW`` [N, K] of the 128x1 codes of dY [N, M] and of X [K, M]: added to ``main_grad`` in FP32, or returned.
+
+        FSDP gathers BF16 weights and takes BF16 gradients; an FP32 weight gets the same BF16 product.
+        """
+        if main_grad is None:
+            return kernels.gemm_nt(dy, x, b_block_scaled=False).to(weight.dtype)
+        kernels.gemm_nt(dy, x, b_block_scaled=False, out_dtype=torch.float32, add_to=main_grad)
+        return None
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        quantised = _input_codes.get(input, self.scale_rule)
+        quantised = quantised_input(input, self.scale_rule)
         if not torch.is_grad_enabled():
             return self.fprop(quantised.rows, self.weight).reshape(*input.shape[:-1], self.out_features)
         return _FP8LinearFunction.apply(input.to(torch.bfloat16), self.weight, self.bias, self, quantised)

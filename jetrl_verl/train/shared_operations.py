@@ -38,7 +38,7 @@ from jetrl_verl import ops
 from jetrl_verl.layers import UnsupportedLayer
 from jetrl_verl.linear import JetLinear, remember_codes
 from jetrl_verl.ops.rms_norm import rms_norm_quantize_1x128
-from jetrl_verl.ops.silu_mul import silu_mul_quantize_1x128
+from jetrl_verl.train.gated_mlp import gated_product, spans
 
 ATTENTION = "jetrl_shared"
 """Value of ``_attn_implementation``. Hugging Face builds no mask for a name that its mask interface does not know."""
@@ -114,10 +114,13 @@ def _norm_forward_for(self: nn.Module, hidden_states: torch.Tensor, *, reader: n
 
 
 def _mlp_forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
-    if not isinstance(down, JetLinear):
-        return down(ops.silu_mul(gate, up))
-    product, codes = silu_mul_quantize_1x128(gate, up, down.scale_rule)
+    down = self.down_proj
+    if spans(self.gate_proj, self.up_proj, down):
+        product, codes = gated_product(x, self.gate_proj, self.up_proj)
+    elif isinstance(down, JetLinear):
+        product, codes = ops.silu_mul_quantize_1x128(self.gate_proj(x), self.up_proj(x), down.scale_rule)
+    else:
+        return down(ops.silu_mul(self.gate_proj(x), self.up_proj(x)))
     remember_codes(product, codes, down.scale_rule)
     return down(product)
 

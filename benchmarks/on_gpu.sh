@@ -60,7 +60,7 @@ P
 export -f test_files sanitizer sustained demo diff_precisions
 export out
 
-parts=(operations quantisers gemms sanitizer gemm sustained chain linear quant full exact exact8k families cost mismatch
+parts=(operations quantisers gemms sanitizer gemm sustained chain linear mlp quant full exact exact8k families cost mismatch
     demo diff decode phases)
 if (($#)); then chosen=("$@"); else chosen=("${parts[@]}"); fi
 for name in "${chosen[@]}"; do
@@ -76,6 +76,7 @@ part 600 gemm python3 -m jetrl_verl.cli bench gemm --out "$out/gemm.json"
 part 600 sustained bash -c sustained
 part 300 chain python3 benchmarks/decode_chain_on_gpu.py --out "$out/chain.json"
 part 300 linear python3 -m jetrl_verl.cli bench linear --out "$out/linear.json"
+part 200 mlp python3 benchmarks/gated_mlp_on_gpu.py --out "$out/mlp.json"
 part 300 quant python3 -m jetrl_verl.cli bench quant --rules fp32,pow2 --out "$out/quant.json"
 part 600 full python3 -m jetrl_verl.cli bench gemm --full --out "$out/full.json"
 part 300 exact python3 benchmarks/mismatch.py --rollouts exact,exact-stressed --folder "$out/warm" --out "$out/exact.json"

@@ -15,7 +15,8 @@
 
 Each row counts the bytes that the operation cannot avoid moving. An operation stands beside what it replaces, ``a + b``
 being two calls; what it replaces is charged with its own bytes, so a higher share is not a shorter time. The copy is an
-elementwise kernel on a tensor of the same shape and takes its turn among the others.
+elementwise kernel on a BF16 tensor of the same shape and takes its turn among the others; beside the operations that
+read codes stands a copy of codes, too.
 
 Before anything is timed, each runs on a few rows and must give, byte for byte, what ``numerics`` gives on the CPU, or
 for an operation that quantises, what the operation and the quantiser give one after the other.
@@ -41,6 +42,8 @@ CHECKED_ROWS = 256
 EPS = 1e-6
 SCALE = 4 / BLOCK
 """Bytes of scales an element, per 1x128 or 128x1 result."""
+COPY_OF_CODES = "copy of codes"
+"""Beside the operations on codes: it moves half of the copy's bytes, so what a launch costs weighs double."""
 
 
 class Operation(NamedTuple):
@@ -56,6 +59,15 @@ class Operation(NamedTuple):
 
 
 Operations = dict[str, Operation]
+
+
+def _copy(m: int, k: int, device: torch.device) -> Operation:
+    # Not clone: inside a graph that is the copy engine's (timing.copy_bandwidth).
+    return Operation(4, _drawn(1, m, k, device), lambda x: torch.bitwise_not(x.view(torch.int32)))
+
+
+def _copy_of_codes(m: int, k: int, device: torch.device) -> Operation:
+    return _copy(m, k // 2, device)._replace(bytes=2, reference=lambda x: ~x.cpu().view(torch.int32))
 
 
 def _on_cpu(name: str) -> Callable:
@@ -86,6 +98,7 @@ def quantisers(m: int, k: int, rule: str, device: torch.device) -> Operations:
     names = {"quantize_1x128": 3 + SCALE, "quantize_128x1": 3 + SCALE, "quantize_1x128_and_128x1": 4 + 2 * SCALE}
     int8 = Operation(3 + 4 / k, _drawn(1, m, k, device), kernels.quantize_int8, _on_cpu("quantize_int8"))
     return _of_values(names, m, k, rule, device) | {
+        COPY_OF_CODES: _copy_of_codes(m, k, device),
         "relayout_128x1": Operation(2 + 2 * SCALE, coded, kernels.relayout_128x1, relayout),
         "quantize_int8": int8,
     }
@@ -102,7 +115,8 @@ def weights(m: int, k: int, rule: str, device: torch.device) -> Operations:
 
     names = {"quantize_128x128": 3, "quantize_128x128_and_transpose": 4}
     return _of_values(names, m, k, rule, device) | {
-        "transpose_128x128": Operation(2, coded, kernels.transpose_128x128, transpose)
+        COPY_OF_CODES: _copy_of_codes(m, k, device),
+        "transpose_128x128": Operation(2, coded, kernels.transpose_128x128, transpose),
     }
 
 
@@ -200,11 +214,6 @@ def equal_bytes(got: object, want: object) -> bool:
 
     ours, theirs = leaves(got), leaves(want)
     return len(ours) == len(theirs) and all(map(same, ours, theirs))
-
-
-def _copy(m: int, k: int, device: torch.device) -> Operation:
-    # Not clone: inside a graph that is the copy engine's (timing.copy_bandwidth).
-    return Operation(4, _drawn(1, m, k, device), lambda x: torch.bitwise_not(x.view(torch.int32)))
 
 
 @dataclass(frozen=True)

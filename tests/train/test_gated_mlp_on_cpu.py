@@ -35,7 +35,7 @@ def decoder(family: str, *, backward: str = "fp8"):
 
 
 def run(model, monkeypatch, *, spanned: bool, passes: int = 1) -> tuple[list[torch.Tensor], int]:
-    """Logits and each parameter's gradient, in either place, after ``passes``; how often three modules were one step."""
+    """Logits, every gradient in either place, after ``passes``; how often three modules were one step."""
     calls = []
     own = gated_mlp.gated_product
     with monkeypatch.context() as patch:

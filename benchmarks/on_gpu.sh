@@ -31,10 +31,10 @@ sanitizer() {  # memory, then races, a small call of every kernel each
             tests/kernels/test_native_codes_on_gpu.py tests/kernels/test_fused_quantisers_on_gpu.py || return
     done
 }
-sustained() {  # 40 s a contender and shape
-    for what in fprop wgrad; do
-        python3 -m jetrl_verl.cli bench gemm --what $what --tokens 4096 --contenders bf16,native,deep_gemm \
-            --sustained 20 --sustained-shape $what/qwen3-8b/gate_up/16384 --out "$out/sustained_$what.json" || return
+sustained() {  # 80 s a shape
+    for shape in fprop/qwen3-8b/gate_up/16384 wgrad/qwen3-8b/gate_up/16384/fp32; do
+        python3 -m jetrl_verl.cli bench gemm --what ${shape%%/*} --tokens 4096 --contenders bf16,native,deep_gemm \
+            --sustained 20 --sustained-shape $shape --out "$out/sustained_${shape%%/*}.json" || return
     done
 }
 demo() {  # every step one update, so that actor/ppo_kl is that of the rollout's own policy

@@ -52,9 +52,9 @@ struct alignas(16) Chunk {
   uint32_t word[4];
 };
 
-// 64 of the 128 columns, `half`, into staging: bias joins in FP32, then the one rounding to BF16.
-template <bool kBias>
-JETRL_DEVICE void stage_bf16(uint32_t staging, const float (&acc)[64], int half, const Bias& bias, int column,
+// 64 of the columns, `half`, into staging: bias joins in FP32, then the one rounding to BF16.
+template <bool kBias, int kSums>
+JETRL_DEVICE void stage_bf16(uint32_t staging, const float (&acc)[kSums], int half, const Bias& bias, int column,
                              int columns, int lane) {
   const int quad = lane % 4, eight = lane % 8;
   const int write_row = eight + 8 * (lane / 8 % 2), write_chunk = lane / 16;
@@ -98,20 +98,22 @@ JETRL_DEVICE void store_bf16(uint8_t* staging, const float (&acc)[64], const Out
   }
 }
 
-// The same by the copy engine, from twice the staging: it reads there while the warp goes on. The chunks that a row's
-// staging XORs are the 128-byte swizzle.
-JETRL_DEVICE void store_bf16_by_tma(uint32_t staging, const float (&acc)[64], const Bias& bias,
+// The same by the copy engine, 64 or 128 columns, each 64 from staging of their own: it reads there while the warp goes
+// on. The chunks that a row's staging XORs are the 128-byte swizzle.
+template <int kSums>
+JETRL_DEVICE void store_bf16_by_tma(uint32_t staging, const float (&acc)[kSums], const Bias& bias,
                                     const sm90::TensorMap* map, int row, int column, int columns, int lane) {
+  constexpr int kHalves = kSums / 32;
   if (lane == 0) sm90::tma_store_wait_read();
   sm90::sync_warp();
   if (bias.data == nullptr) {  // asked once: asked for every eight columns, it would cut the code into pieces
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < kHalves; ++half) {
       stage_bf16<false>(staging + half * kStagingBytes, acc, half, bias, column, columns, lane);
     }
   } else {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < kHalves; ++half) {
       stage_bf16<true>(staging + half * kStagingBytes, acc, half, bias, column, columns, lane);
     }
   }
@@ -119,7 +121,7 @@ JETRL_DEVICE void store_bf16_by_tma(uint32_t staging, const float (&acc)[64], co
   sm90::sync_warp();
   if (lane == 0) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < kHalves; ++half) {
       sm90::tma_store(map, staging + half * kStagingBytes, column + half * kStoreColumns, row);
     }
     sm90::tma_store_commit();

@@ -77,8 +77,8 @@ struct TileOrder {
   }
 };
 
-// How many of `rows` a tile takes beside 128 of `others`, 128 or 256: rounds of the machine times the work of one.
-// Tiles of 128 halve the work but need more bytes a cycle, about a tenth of the speed.
+// How many of `rows` a tile of WGrad takes beside 128 of `others`, 128 or 256: rounds of the machine times the work of
+// one. Tiles of 128 halve the work but need more bytes a cycle, about a tenth of the speed.
 constexpr int choose_block(int rows, int others, int processors) {
   const int tiles = ceil_div(others, 128);
   const int rounds256 = ceil_div(ceil_div(rows, 256) * tiles, processors);
@@ -125,8 +125,8 @@ constexpr int kStoreRows = 16, kStoreColumns = 64;
 
 // Zero: the kernel's own choice. Only the speed depends on it, never a bit of the result.
 struct Config {
-  // Rows per tile of the operand whose share varies: of W in fprop and of A in wgrad 128 or 256, beside 128 of the
-  // other; of W in decode_fprop 16, 32, 48 or 64.
+  // Rows per tile of the operand whose share varies: of W in fprop 64, 128 or 256 and of A in wgrad 128 or 256, beside
+  // 128 of the other; of W in decode_fprop 16, 32, 48 or 64.
   int block = 0;
   int cluster = 0;  // blocks that share an operand tile by multicast
 };

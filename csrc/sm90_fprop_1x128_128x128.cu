@@ -33,7 +33,7 @@
 // once for all columns, spares shared memory a sixth of its reads and is 4.5% slower: the register file, which wgmma's
 // accumulators and the FMAs both read, seems busier than shared memory is. Chains of 64 columns, of which a warpgroup
 // has two in flight, are no faster than that. M or N too small for 256-column tiles to fill the machine takes 128
-// columns (choose_block).
+// columns or 64 (choose_columns).
 //
 // Overlap. A warpgroup waits for its own chain and promotes it while the other's chain runs. Nothing makes them take
 // turns: whoever comes second waits for the tensor cores, and is then out of step with the first (turns by named
@@ -82,18 +82,21 @@ template <int kBlockN_, int kCluster_>
 struct FpropShape {
   static constexpr int kBlockM = 128, kBlockN = kBlockN_, kCluster = kCluster_;
   static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
-  static constexpr int kChunks = kBlockN / 128;  // of 128 columns; a consumer warpgroup has 64 rows of each
-  static constexpr int kStages = kBlockN == 256 ? 4 : 5;
+  static constexpr int kChunk = kBlockN < 128 ? kBlockN : 128, kSums = kChunk / 2;  // columns of a chain, its sums
+  static constexpr int kChunks = kBlockN / kChunk;  // a consumer warpgroup has 64 rows of each
+  static constexpr int kStages = kBlockN == 256 ? 4 : kBlockN == 128 ? 5 : 8;
   static constexpr int kTileX = kBlockM * kGroup, kTileW = kBlockN * kGroup;
   // Byte offsets in shared memory.
   static constexpr int kAtW = kStages * kTileX;
   static constexpr int kAtStaging = kAtW + kStages * kTileW;
-  static constexpr int kAtScales = kAtStaging + 4 * kConsumers * 2 * kStagingBytes;
+  static constexpr int kStaging = kChunk / kStoreColumns * kStagingBytes;  // of a warp
+  static constexpr int kAtScales = kAtStaging + 4 * kConsumers * kStaging;
   static constexpr int kAtScalesW = kAtScales + kStages * kBlockM * 4;
   static constexpr int kAtFull = kAtScalesW + kStages * 8;
   static constexpr int kAtEmpty = kAtFull + 8 * kStages;
   static constexpr int kBytes = kAtEmpty + 8 * kStages;
 
+  static_assert(kGroup % kChunk == 0, "the columns of a chain share a scale of W");
   static_assert(kTileX % 1024 == 0 && kTileW % 1024 == 0, "operand tiles start on whole swizzle atoms");
   static_assert(kAtScales % 128 == 0, "TMA writes scales to multiples of 128 bytes");
   static_assert(kAtFull % 8 == 0, "mbarriers are 8 bytes, aligned");
@@ -134,7 +137,7 @@ JETRL_DEVICE void fprop_produce(const sm90::TensorMap* x_map, const sm90::Tensor
 // A consumer warp, with the tile that it computes in its registers.
 template <class Shape>
 struct FpropConsumer {
-  static constexpr int kChunks = Shape::kChunks, kStages = Shape::kStages;
+  static constexpr int kChunks = Shape::kChunks, kSums = Shape::kSums, kStages = Shape::kStages;
 
   const FpropParams& p;
   TileRing<kStages> ring;
@@ -143,11 +146,11 @@ struct FpropConsumer {
   const sm90::TensorMap* y_map;
   uint32_t staging;
   int lane;
-  float partial[64];
-  float acc[kChunks][64];
+  float partial[kSums];
+  float acc[kChunks][kSums];
 
   JETRL_DEVICE void store(int chunk, Corner of_tile) {
-    store_bf16_by_tma(staging, acc[chunk], p.bias, y_map, of_tile.row, of_tile.column + 128 * chunk, p.n, lane);
+    store_bf16_by_tma(staging, acc[chunk], p.bias, y_map, of_tile.row, of_tile.column + Shape::kChunk * chunk, p.n, lane);
   }
 
   // One K block. A tile's first one starts its sums. Those of the tile `before`, if there was one (row >= 0), are still
@@ -162,7 +165,7 @@ struct FpropConsumer {
     for (int c = 0; c < kChunks; ++c) {
       const float w_scale = w_scales[2 * stage + c];
       const float upper = sm90::multiply(x_upper, w_scale), lower = sm90::multiply(x_lower, w_scale);
-      issue_chain<128>(partial, x, w + 2 * c * kDescriptorStep64Rows);
+      issue_chain<Shape::kChunk>(partial, x, w + 2 * c * kDescriptorStep64Rows);
       if (kFirst && before.row >= 0) store(c, before);
       if (c == kChunks - 1) {
         ring.used(stage);
@@ -171,7 +174,7 @@ struct FpropConsumer {
       sm90::wgmma_wait<0>(partial);
       if (c == kChunks - 1) ring.template release<Shape::kCluster>(stage, lane);
 #pragma unroll
-      for (int j = 0; j < 64; j += 4) {
+      for (int j = 0; j < kSums; j += 4) {
         acc[c][j] = sm90::multiply_add(partial[j], upper, kFirst ? 0.0f : acc[c][j]);
         acc[c][j + 1] = sm90::multiply_add(partial[j + 1], upper, kFirst ? 0.0f : acc[c][j + 1]);
         acc[c][j + 2] = sm90::multiply_add(partial[j + 2], lower, kFirst ? 0.0f : acc[c][j + 2]);
@@ -196,7 +199,7 @@ JETRL_DEVICE void fprop_consume(const FpropParams& p, const sm90::TensorMap* y_m
                              reinterpret_cast<const float*>(memory + Shape::kAtScales) + first_row + fragment_row,
                              reinterpret_cast<const float*>(memory + Shape::kAtScalesW),
                              y_map,
-                             base + Shape::kAtStaging + (4 * consumer + warp) * 2 * kStagingBytes,
+                             base + Shape::kAtStaging + (4 * consumer + warp) * Shape::kStaging,
                              lane};
   Corner before{-1, 0};
   for (int tile = first_tile<Shape::kCluster>(); tile < p.order.count(); tile += tile_step<Shape::kCluster>()) {
@@ -269,18 +272,32 @@ void run_fprop(const Operand& x, const Operand& w, int k, const Bias& bias, cons
   launch<sm90_fprop<Shape>>(grid, x_map, w_map, x_scales_map, output_map(y, x.rows, w.rows), p);
 }
 
+// How many rows of W a tile takes beside 128 of X: rounds of the machine times the work of one. A K block of 256, 128 and
+// 64 columns is about 1150, 740 and 510 cycles, of which reads and writes of shared memory bind the smaller ones.
+int choose_columns(int columns, int rows, int processors) {
+  constexpr int kWidths[] = {256, 128, 64}, kCosts[] = {20, 13, 9};
+  int best = 0, least = 0;
+  for (int i = 0; i < 3; ++i) {
+    const int cost = kCosts[i] * ceil_div(ceil_div(columns, kWidths[i]) * ceil_div(rows, 128), processors);
+    if (i == 0 || cost < least) best = kWidths[i], least = cost;
+  }
+  return best;
+}
+
 }  // namespace
 
 void fprop(const Operand& x, const Operand& w, int k, const Bias& bias, const Output& y, Config config, Stream stream) {
-  const int block = config.block ? config.block : choose_block(w.rows, x.rows, multiprocessors());
+  const int block = config.block ? config.block : choose_columns(w.rows, x.rows, multiprocessors());
   const int cluster = config.cluster ? config.cluster : x.rows > 128 ? 2 : 1;
   switch (block * 10 + cluster) {
+    case 641: return run_fprop<FpropShape<64, 1>>(x, w, k, bias, y, stream);
+    case 642: return run_fprop<FpropShape<64, 2>>(x, w, k, bias, y, stream);
     case 1281: return run_fprop<FpropShape<128, 1>>(x, w, k, bias, y, stream);
     case 1282: return run_fprop<FpropShape<128, 2>>(x, w, k, bias, y, stream);
     case 2561: return run_fprop<FpropShape<256, 1>>(x, w, k, bias, y, stream);
     case 2562: return run_fprop<FpropShape<256, 2>>(x, w, k, bias, y, stream);
     default:
-      refuse("fprop: tiles take 128 or 256 rows of W, clusters 1 or 2 blocks; leave them 0 for the kernel's choice");
+      refuse("fprop: tiles take 64, 128 or 256 rows of W, clusters 1 or 2 blocks; leave them 0 for the kernel's choice");
   }
 }
 

@@ -202,7 +202,9 @@ def bench_gemm(
         typer.Option("--full", help="every model, token count and batch, whatever --models, --tokens and --decode say"),
     ] = False,
     sustained: Annotated[float, typer.Option(min=0, help="seconds of back-to-back runs per contender; try 20")] = 0,
-    sustained_shape: Annotated[str, typer.Option(help="what/model/layer/rows")] = "fprop/qwen3-8b/gate_up/16384",
+    sustained_shape: Annotated[
+        str, typer.Option(help="what/model/layer/rows[/output]")
+    ] = "fprop/qwen3-8b/gate_up/16384",
     repeats: _Repeats = 30,
     out: _Out = None,
 ) -> None:

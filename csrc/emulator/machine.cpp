@@ -492,6 +492,8 @@ const char* jetrl_error() { return machine.error.c_str(); }
 
 uint64_t jetrl_steps() { return machine.steps; }
 
+int jetrl_blocks() { return machine.grid; }
+
 // kernel: 0 fprop, 1 decode, 2 wgrad. Returns 0, or 1 with jetrl_error saying why.
 int jetrl_run(int kernel, int m, int n, int k, const void* a, int64_t a_stride, const float* a_scales, int64_t a_row,
               int64_t a_group, const void* b, int64_t b_stride, const float* b_scales, int64_t b_row, int64_t b_group,

@@ -132,16 +132,22 @@ def problems(
 
 
 def problem_of(words: str) -> Problem:
-    """The problem that ``what/model/layer/rows`` names, e.g. ``fprop/qwen3-8b/gate_up/16384``.
+    """The problem that ``what/model/layer/rows`` names, e.g. ``fprop/qwen3-8b/gate_up/16384``, WGrad's with BF16 output or
+    with that of a fifth word, ``fp32`` or ``fp32+=``.
 
     Raises:
-        BenchError: other than four words, or one that is not known.
+        BenchError: other than four or five words, or one that is not known.
     """
     try:
-        what, model, layer, rows = words.split("/")
+        what, model, layer, rows, *out = words.split("/")
         count = int(rows)
+        (out,) = out or [""]
     except ValueError:
-        raise BenchError(f"{words!r} is no shape; write what/model/layer/rows, e.g. fprop/qwen3-8b/o/16384.") from None
+        raise BenchError(
+            f"{words!r} is no shape; write what/model/layer/rows or what/model/layer/rows/output, e.g. "
+            "fprop/qwen3-8b/o/16384 or wgrad/qwen3-8b/o/16384/fp32."
+        ) from None
     found = problems([model], [what], [count], [count])
     choose([layer], MODELS[model], "layer")
-    return next(problem for problem in found if problem.layer == layer)
+    outputs = {problem.out: problem for problem in found if problem.layer == layer}
+    return outputs[choose([out], outputs, "output")[0]] if out else next(iter(outputs.values()))

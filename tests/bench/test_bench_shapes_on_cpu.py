@@ -75,7 +75,12 @@ def test_an_fp32_gradient_costs_its_bytes_and_an_added_one_twice_that():
 
 def test_one_shape_can_be_named():
     assert problem_of("dgrad/qwen3-8b/down/16384") == Problem("dgrad", "qwen3-8b", "down", 16384, 12288, 4096)
-    for words in ("fprop/qwen3-8b/o", "fprop/qwen3-8b/o/many"):
+    for words, out in (("", "bf16"), ("/fp32", "fp32"), ("/fp32+=", "fp32+=")):
+        named = problem_of(f"wgrad/qwen3-8b/o/8192{words}")
+        assert (named.what, named.layer, named.k, named.out) == ("wgrad", "o", 8192, out)
+    with pytest.raises(BenchError, match="no output 'fp8'; choose from bf16, fp32, fp32"):
+        problem_of("wgrad/qwen3-8b/o/8192/fp8")
+    for words in ("fprop/qwen3-8b/o", "fprop/qwen3-8b/o/many", "wgrad/qwen3-8b/o/1/fp32/x"):
         with pytest.raises(BenchError, match="is no shape; write what/model/layer/rows"):
             problem_of(words)
     with pytest.raises(BenchError, match="no layer 'k'; choose from qkv, o, gate_up, down"):

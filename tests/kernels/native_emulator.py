@@ -96,6 +96,10 @@ class Emulator:
         if failed:
             raise RuntimeError(self._library.jetrl_error().decode())
 
+    def blocks(self) -> int:
+        """Of the last call's grid."""
+        return self._library.jetrl_blocks()
+
     def transpose(
         self, rule: str | None, q: BlockQuantized, out: torch.Tensor, out_scales: torch.Tensor, seed: int = 0
     ):

@@ -91,20 +91,30 @@ def check(emulator: Emulator, kernel: str, m: int, n: int, k: int, *, dtype=torc
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("cluster", [1, 2])
-@pytest.mark.parametrize("block", [128, 256])
+@pytest.mark.parametrize("block", [64, 128, 256])
 def test_fprop_over_more_tiles_than_multiprocessors(emulator, block, cluster, seed):
     """Tiles of three K blocks: the last round of each leaves some stages unused."""
     check(emulator, "fprop", 290, 264, 336, block=block, cluster=cluster, multiprocessors=2, seed=seed)
 
 
+@pytest.mark.parametrize("block", [0, 64])
 @pytest.mark.parametrize("m", [1, 63, 64, 65, 127, 129, 255, 257])
-def test_fprop_around_tile_edges(emulator, m):
-    check(emulator, "fprop", m, 136, 64, seed=m)
+def test_fprop_around_tile_edges(emulator, m, block):
+    check(emulator, "fprop", m, 136, 64, block=block, seed=m)
 
 
-@pytest.mark.parametrize("block", [128, 256])
-@pytest.mark.parametrize("k", [16, 128, 144, 512, 640, 768, 900])
-@pytest.mark.parametrize("kernel", ["fprop", "wgrad"])
+@pytest.mark.parametrize("n", [128, 256, 512])
+def test_fprop_takes_the_tile_that_fills_the_machine(emulator, n):
+    """Four tiles on six multiprocessors: of 64 columns where wider ones are two, of 128 and of 256 where narrower ones
+    would be eight, which is two rounds."""
+    check(emulator, "fprop", 256, n, 144, multiprocessors=6)
+    assert emulator.blocks() == 4
+
+
+@pytest.mark.parametrize(
+    ("kernel", "block"), [("fprop", 64), ("fprop", 128), ("fprop", 256), ("wgrad", 128), ("wgrad", 256)]
+)
+@pytest.mark.parametrize("k", [16, 128, 144, 512, 640, 768, 900, 1024, 1100])
 def test_a_ring_that_wraps_and_one_that_does_not(emulator, kernel, k, block):
     """Three tiles in turn on one multiprocessor: the last round of the stages uses all of them, or does not."""
     shape = (3 * block - 1, 64) if kernel == "wgrad" else (64, 3 * block - 8)
@@ -118,7 +128,7 @@ def test_bias_joins_before_the_rounding(emulator, kernel, dtype):
 
 
 @pytest.mark.parametrize("cluster", [1, 2])
-@pytest.mark.parametrize("block", [128, 256])
+@pytest.mark.parametrize("block", [64, 128, 256])
 def test_bias_of_a_tile_that_is_stored_under_the_next_one(emulator, block, cluster):
     """Several tiles in turn, the last one ragged: each has its own columns' bias, in every 128 of them."""
     plan = {"block": block, "cluster": cluster, "multiprocessors": 2}

@@ -24,11 +24,14 @@ part() {
 }
 
 test_files() { python3 -m pytest --gpu=only -q --maxfail=5 --timeout=280 "$@"; }
-sanitizer() {  # memory, then races, a small call of every kernel each
+sanitizer() {  # memory, then races, a small call of every kernel each; races in the debug build (csrc/pipeline.cuh)
+    local debug=0
     for tool in memcheck racecheck; do
-        compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes application-only python3 -m pytest \
-            --gpu=only -q -k sanitizer tests/kernels/test_native_gemm_on_gpu.py \
-            tests/kernels/test_native_codes_on_gpu.py tests/kernels/test_fused_quantisers_on_gpu.py || return
+        [[ $tool = memcheck ]] || { debug=1; python3 scripts/build_csrc.py --debug || return; }
+        JETRL_NATIVE_DEBUG=$debug compute-sanitizer --tool "$tool" --error-exitcode 9 \
+            --target-processes application-only python3 -m pytest --gpu=only -q -k sanitizer \
+            tests/kernels/test_native_gemm_on_gpu.py tests/kernels/test_native_codes_on_gpu.py \
+            tests/kernels/test_fused_quantisers_on_gpu.py || return
     done
 }
 sustained() {  # 80 s a shape

@@ -40,6 +40,18 @@
 
 namespace jetrl {
 
+// Whether all lanes of a warp arrive at the `empty` of their own block and not lane 0 alone, after the warp's sync. For
+// compute-sanitizer: racecheck follows every lane by itself, and the sync of a warp that never diverged leaves no
+// instruction that it could see.
+#ifdef JETRL_DEBUG
+constexpr bool kAllLanesRelease = true;
+#else
+constexpr bool kAllLanesRelease = false;
+#endif
+
+template <int kCluster, int kConsumerWarps>
+constexpr int kReleases = kCluster == 1 && kAllLanesRelease ? 32 * kConsumerWarps : kCluster * kConsumerWarps;
+
 struct StageRing {
   uint32_t full, empty;  // shared addresses of the two arrays of barriers
   int stages;
@@ -61,7 +73,7 @@ struct StageRing {
   JETRL_DEVICE void init() const {
     for (int s = 0; s < stages; ++s) {
       sm90::barrier_init(full + 8 * s, 1 + 32);
-      sm90::barrier_init(empty + 8 * s, kCluster * kConsumerWarps);
+      sm90::barrier_init(empty + 8 * s, kReleases<kCluster, kConsumerWarps>);
     }
     sm90::fence_barrier_init();
   }
@@ -75,7 +87,7 @@ struct StageRing {
   JETRL_DEVICE void release(int lane) const {
     sm90::sync_warp();
     if constexpr (kCluster == 1) {
-      if (lane == 0) sm90::barrier_arrive(empty_barrier());
+      if (kAllLanesRelease || lane == 0) sm90::barrier_arrive(empty_barrier());
     } else {
       if (lane < kCluster) sm90::barrier_arrive_at(empty_barrier(), lane);
     }

@@ -202,7 +202,6 @@ JETRL_DEVICE void decode_scales(const DecodeParams& p, uint32_t base, StageRing 
     const bool w_exists = w_row < ceil_div(p.n, kGroup);
     for (int block = 0; block < p.k_blocks; block += kBlocks) {
       if (met) ring.wait_empty();
-      sm90::sync_warp();  // compute-sanitizer takes the lanes' waits for a race without it
       const uint32_t to = base + Shape::kAtScales + ring.stage * Shape::kStageScales + 4 * lane;
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {

@@ -45,7 +45,7 @@ struct TileRing {
   JETRL_DEVICE void init(int full_arrivals = 1 + 32) const {
     for (int s = 0; s < kStages; ++s) {
       sm90::barrier_init(full_barrier(s), full_arrivals);
-      sm90::barrier_init(empty_barrier(s), kCluster * kConsumerWarps);
+      sm90::barrier_init(empty_barrier(s), kReleases<kCluster, kConsumerWarps>);
     }
     sm90::fence_barrier_init();
   }
@@ -68,7 +68,7 @@ struct TileRing {
   JETRL_DEVICE void release(int stage, int lane) const {
     sm90::sync_warp();
     if constexpr (kCluster == 1) {
-      if (lane == 0) sm90::barrier_arrive(empty_barrier(stage));
+      if (kAllLanesRelease || lane == 0) sm90::barrier_arrive(empty_barrier(stage));
     } else {
       if (lane < kCluster) sm90::barrier_arrive_at(empty_barrier(stage), lane);
     }

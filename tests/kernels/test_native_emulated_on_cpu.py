@@ -244,7 +244,7 @@ FAULTS = {
     "the empty barrier of a stage forgets the other block": (
         "fprop",
         "tile_ring.cuh",
-        "kCluster * kConsumerWarps);",
+        "kReleases<kCluster, kConsumerWarps>);",
         "kConsumerWarps);",
     ),
     "FProp gives a stage back before its chain has finished": (

@@ -132,8 +132,8 @@ def problems(
 
 
 def problem_of(words: str) -> Problem:
-    """The problem that ``what/model/layer/rows`` names, e.g. ``fprop/qwen3-8b/gate_up/16384``; a fifth word names WGrad's
-    output, ``bf16``, ``fp32`` or ``fp32+=``.
+    """The problem that ``what/model/layer/rows`` names, e.g. ``fprop/qwen3-8b/gate_up/16384``. A fifth word names the
+    output of WGrad: ``bf16``, ``fp32`` or ``fp32+=``.
 
     Raises:
         BenchError: other than four or five words, or one that is not known.

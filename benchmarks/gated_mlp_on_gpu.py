@@ -61,7 +61,7 @@ def make(shared: bool, weights: list[torch.Tensor]) -> nn.Module:
 def step(mlp: nn.Module, x: torch.Tensor, dy: torch.Tensor, spanned: bool | None) -> tuple[torch.Tensor, ...]:
     """Y, dX and the weights' gradients; ``spanned`` False keeps the three modules apart."""
     own = shared_operations.spans
-    shared_operations.spans = own if spanned else lambda *layers: False
+    shared_operations.spans = own if spanned else lambda *call: False
     try:
         for layer in mlp.children():
             if isinstance(layer, JetLinear):

@@ -77,15 +77,6 @@ struct TileOrder {
   }
 };
 
-// How many of `rows` a tile of WGrad takes beside 128 of `others`, 128 or 256: rounds of the machine times the work of
-// one. Tiles of 128 halve the work but need more bytes a cycle, about a tenth of the speed.
-constexpr int choose_block(int rows, int others, int processors) {
-  const int tiles = ceil_div(others, 128);
-  const int rounds256 = ceil_div(ceil_div(rows, 256) * tiles, processors);
-  const int rounds128 = ceil_div(ceil_div(rows, 128) * tiles, processors);
-  return 20 * rounds256 <= 11 * rounds128 ? 256 : 128;
-}
-
 // FP32 scales with any strides, in elements.
 struct Scales {
   const float* data;

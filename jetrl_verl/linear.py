@@ -200,7 +200,9 @@ class _FP8LinearFunction(torch.autograd.Function):
                 dx = dy @ weight.to(torch.bfloat16)
             if needs_w:
                 dw = dy.t() @ x
-                if ctx.main_grad is not None:
+                if ctx.main_grad is None:
+                    dw = dw.to(weight.dtype)
+                else:
                     ctx.main_grad += dw
                     dw = None
         else:
@@ -218,7 +220,7 @@ class _FP8LinearFunction(torch.autograd.Function):
                 dw = layer.wgrad(dy_columns, x_columns, weight, ctx.main_grad)
         return (
             dx.reshape(ctx.x_shape) if dx is not None else None,
-            dw.to(weight.dtype) if dw is not None else None,
+            dw,
             dbias.to(layer.bias.dtype) if dbias is not None else None,
             None,
             None,

@@ -16,7 +16,9 @@
 Every function here has the signature and the meaning of its namesake in :mod:`jetrl_verl.numerics`; only the speed
 differs. ``BACKENDS`` maps operation -> platform -> backends in order of preference: the first whose conditions hold for
 the call's shapes serves it, and the last one has no conditions. Two backends stand in one entry only if their results
-are equal in every bit (tests/kernels prove it on a GPU): which of them runs must never be visible in a result.
+are equal in every bit (tests/kernels prove it on a GPU): which of them runs must never be visible in a result. What
+operations of ``ops`` quantise on the way is not in the table; the one with a native kernel asks it first
+(``ops/silu_mul.py``).
 
 On a GPU the 1x128 scales ``[M, ceil(K/128)]`` come out column-major, stride ``(1, M)``, because every Hopper GEMM reads
 them along M; values and shape are the contract's.

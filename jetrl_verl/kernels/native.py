@@ -42,6 +42,11 @@ _ALIGNMENT = 16
 """Bytes that TMA wants rows of codes to start on, and that copies and stores move at a time."""
 
 
+_MOST = 2**31 - 1024
+"""Rows, columns and strides that kernels count in 32 bits stay below it."""
+_MOST_COLUMNS = 65535 * BLOCK
+"""What the second dimension of a grid covers in tiles."""
+
 _FORWARD = "x x_scales w w_scales bias y block cluster"
 _TRANSPOSE = "codes scales out out_scales"
 _ARGUMENTS = {
@@ -205,7 +210,8 @@ def serves_codes(operation: str, q: BlockQuantized) -> bool:
     in sixteens, rows on 16-byte steps, and for the transpose rows in sixteens, too."""
     rows, k = q.codes.shape
     in_sixteens = k if operation == "relayout_128x1" else k | rows
-    return min(rows, k) > 0 and in_sixteens % _ALIGNMENT == 0 and _aligned(q) and unavailable() is None
+    fits = k <= q.codes.stride(0) < _MOST and q.scales.stride(0) < _MOST and rows < _MOST and k <= _MOST_COLUMNS
+    return min(rows, k) > 0 and in_sixteens % _ALIGNMENT == 0 and fits and _aligned(q) and unavailable() is None
 
 
 def _check_codes(operation: str, q: BlockQuantized) -> None:
@@ -236,7 +242,7 @@ def transpose_128x128(weight: BlockQuantized) -> BlockQuantized:
         ValueError: codes that are not served (:func:`serves_codes`).
     """
     _check_codes("transpose_128x128", weight)
-    transposed = BlockQuantized(*(torch.empty_like(part.t(), memory_format=torch.contiguous_format) for part in weight))
+    transposed = BlockQuantized(*(torch.empty(part.t().shape, dtype=part.dtype, device=part.device) for part in weight))
     torch.ops.jetrl_native.transpose(*weight, transposed.codes.view(torch.uint8), transposed.scales)
     return transposed
 
@@ -247,7 +253,9 @@ def serves_silu_mul_backward(*operands: torch.Tensor) -> bool:
         x.stride(1) == 1 and x.stride(0) * x.itemsize % _ALIGNMENT == 0 and x.data_ptr() % _ALIGNMENT == 0
         for x in operands
     )
-    return starts_aligned and min(operands[0].shape) > 0 and operands[0].shape[1] % BLOCK == 0 and unavailable() is None
+    rows, k = operands[0].shape
+    fits = rows <= _MOST_COLUMNS and k < _MOST and max(x.stride(0) for x in operands) < _MOST
+    return starts_aligned and min(rows, k) > 0 and k % BLOCK == 0 and fits and unavailable() is None
 
 
 def silu_mul_backward_quantize(

@@ -26,6 +26,7 @@ Taken where nothing looks between the three (:func:`spans`); elsewhere the modul
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from jetrl_verl import ops
 from jetrl_verl.linear import JetLinear, QuantisedInput, quantised_input
@@ -33,23 +34,24 @@ from jetrl_verl.numerics import BlockQuantized
 from jetrl_verl.ops import Quantised, silu_mul_backward_quantize
 
 
-def _watched(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether calling ``layer`` is ``JetLinear.forward`` and nothing else: no hook, no other ``forward``."""
+    hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
+    replaced = "forward" in vars(layer) or type(layer).forward is not JetLinear.forward
+    return not (replaced or any(hooks) or _has_any_global_hook())
 
 
-def spans(gate: nn.Module, up: nn.Module, down: nn.Module) -> bool:
-    """Whether :func:`gated_product` may stand for the calls of ``gate`` and ``up`` and the activation before ``down``:
-    all three in FP8 with an FP8 backward and one scale rule, no bias, whose gradient is a sum of BF16 numbers, no hook,
-    which might want to see them, and a gradient to compute."""
-    layers = (gate, up, down)
+def spans(x: torch.Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> bool:
+    """Whether :func:`gated_product` may stand for the calls of ``gate`` and ``up`` on ``x`` and the activation before
+    ``down``: all three in FP8 under one scale rule; gate's and up's backward in FP8, too, neither with a bias, whose
+    gradient is a sum of BF16 numbers, nor with a hook, which might want to see them; ``x`` in BF16, in which autograd
+    then sums dX; and a gradient to compute."""
+    layers = gate, up, down
     return (
         torch.is_grad_enabled()
+        and x.dtype == torch.bfloat16
         and all(isinstance(layer, JetLinear) and layer.scale_rule == gate.scale_rule for layer in layers)
-        and all(
-            layer.backward_precision == "fp8" and layer.bias is None and not _watched(layer) for layer in (gate, up)
-        )
+        and all(layer.backward_precision == "fp8" and layer.bias is None and _is_plain(layer) for layer in (gate, up))
     )
 
 
@@ -82,22 +84,30 @@ class _GatedProduct(torch.autograd.Function):
         rule = ctx.layers[0].scale_rule
         dy = dy.reshape(gate.shape).to(torch.bfloat16)
         gate_rows, gate_columns, up_rows, up_columns = silu_mul_backward_quantize(dy, gate, up, rule)
-        dx, dw = [], [None, None]
-        for i, (rows, columns) in enumerate(((gate_rows, gate_columns), (up_rows, up_columns))):
-            layer, weight = ctx.layers[i], weights[i]
+        del dy, gate, up  # their memory is what the products take, and the codes of gate go before those of up are read
+        codes = [(up_rows, up_columns), (gate_rows, gate_columns)]
+        del gate_rows, gate_columns, up_rows, up_columns
+        dx, dw = None, []
+        for layer, weight, main_grad, needs in zip(ctx.layers, weights, ctx.main_grads, needs_w, strict=True):
+            rows, columns = codes.pop()
             if needs_x:
-                dx.append(layer.dgrad(rows, weight))
-            if needs_w[i]:
+                term = layer.dgrad(rows, weight)
+                dx = term if dx is None else dx.add_(term)
+                del term
+            dw.append(None)
+            if needs:
                 x_columns = ctx.columns.take(BlockQuantized(x_codes, x_scales), rule)
-                dw[i] = layer.wgrad(columns, x_columns, weight, ctx.main_grads[i])
-        return (dx[0] + dx[1]).reshape(ctx.x_shape) if needs_x else None, *dw, None, None
+                dw[-1] = layer.wgrad(columns, x_columns, weight, main_grad)
+                del x_columns
+            del rows, columns
+        return dx.reshape(ctx.x_shape) if needs_x else None, *dw, None, None
 
 
 def gated_product(x: torch.Tensor, gate: JetLinear, up: JetLinear) -> Quantised:
     """``silu(gate(x)) * up(x)`` and its codes, where :func:`spans`.
 
     Args:
-        x: ``[..., K]``, cast to BF16 first. gate, up: layers of the same width I, a multiple of 128.
+        x: ``[..., K]`` BF16. gate, up: layers of the same width I, a multiple of 128.
 
     Returns:
         (product ``[..., I]`` BF16, its codes ``[M, I]`` E4M3 and scales ``[M, I/128]`` FP32, M the number of rows).

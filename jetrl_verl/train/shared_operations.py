@@ -115,7 +115,7 @@ def _norm_forward_for(self: nn.Module, hidden_states: torch.Tensor, *, reader: n
 
 def _mlp_forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
     down = self.down_proj
-    if spans(self.gate_proj, self.up_proj, down):
+    if spans(x, self.gate_proj, self.up_proj, down):
         product, codes = gated_product(x, self.gate_proj, self.up_proj)
     elif isinstance(down, JetLinear):
         product, codes = ops.silu_mul_quantize_1x128(self.gate_proj(x), self.up_proj(x), down.scale_rule)

@@ -38,10 +38,13 @@ def moved(q: BlockQuantized) -> BlockQuantized:
     return BlockQuantized(*(part.cuda() for part in q))
 
 
-def check_relayout(x: torch.Tensor, rule: str) -> None:
+def check_relayout(x: torch.Tensor, rule: str, monkeypatch) -> None:
     q = numerics.quantize_1x128(x, rule)
     want = numerics.relayout_128x1(q, rule)
-    assert_same_bytes(native.relayout_128x1(moved(q), rule), want)
+    on_gpu = moved(q)
+    with canaries(monkeypatch):
+        got = native.relayout_128x1(on_gpu, rule)
+    assert_same_bytes(got, want)
     column_major = kernels.quantize_1x128(x.cuda(), rule)
     assert_same_bytes(native.relayout_128x1(column_major, rule), want)
 
@@ -49,15 +52,15 @@ def check_relayout(x: torch.Tensor, rule: str) -> None:
 @pytest.mark.parametrize("rule", SCALE_RULES)
 @pytest.mark.parametrize("shape", [(1, 128), (131, 272), (256, 512), (1000, 1536)])
 @pytest.mark.parametrize("case", CASES)
-def test_the_relayout_has_the_bytes_of_numerics(case, shape, rule):
-    check_relayout(case(*shape), rule)
+def test_the_relayout_has_the_bytes_of_numerics(case, shape, rule, monkeypatch):
+    check_relayout(case(*shape), rule, monkeypatch)
 
 
 @pytest.mark.parametrize("rule", SCALE_RULES)
 @pytest.mark.parametrize("k", SIZES)
 @pytest.mark.parametrize("rows", EDGES)
-def test_the_relayout_around_every_edge(rows, k, rule):
-    check_relayout(heavy_tailed(rows, k), rule)
+def test_the_relayout_around_every_edge(rows, k, rule, monkeypatch):
+    check_relayout(heavy_tailed(rows, k), rule, monkeypatch)
 
 
 @pytest.mark.parametrize("rule", SCALE_RULES)
@@ -97,10 +100,13 @@ def test_a_hundred_repeats_give_the_same_bytes_also_in_a_graph():
 
 @pytest.mark.parametrize("k", SIZES)
 @pytest.mark.parametrize("n", (16, 64, 112, 128, 144, 448, 2368))
-def test_the_transpose_moves_every_byte_and_scale(n, k):
+def test_the_transpose_moves_every_byte_and_scale(n, k, monkeypatch):
     codes = torch.randint(0, 256, (n, k), dtype=torch.uint8).view(FP8_DTYPE)
     weight = BlockQuantized(codes, torch.rand(-(-n // 128), -(-k // 128)))
-    assert_same_bytes(native.transpose_128x128(moved(weight)), numerics.transpose_128x128(weight))
+    on_gpu = moved(weight)
+    with canaries(monkeypatch):
+        got = native.transpose_128x128(on_gpu)
+    assert_same_bytes(got, numerics.transpose_128x128(weight))
 
 
 @pytest.mark.parametrize(("operation", "shape"), [("relayout_128x1", (64, 72)), ("transpose_128x128", (72, 64))])
@@ -122,14 +128,16 @@ def silu_operands(case, m: int, k: int) -> tuple[torch.Tensor, torch.Tensor, tor
     return bf16(case, m, k, "cuda", 2), *torch.cat([gate, up], dim=1).chunk(2, dim=1)
 
 
-def check_silu_mul_backward(operands: tuple[torch.Tensor, ...], rule: str) -> None:
-    """Against the gradients of the plain kernel, quantised on the CPU, and the fused Triton kernel."""
+def check_silu_mul_backward(operands: tuple[torch.Tensor, ...], rule: str, monkeypatch) -> None:
+    """Against the gradients of the plain kernel, quantised on the CPU."""
+    with canaries(monkeypatch):
+        found = native.silu_mul_backward_quantize(*operands, rule)
     wanted = [
         q
         for gradient in triton_kernels.silu_mul_backward(*operands)
         for q in numerics.quantize_1x128_and_128x1(gradient.cpu(), rule)
     ]
-    for got, want in zip(native.silu_mul_backward_quantize(*operands, rule), wanted, strict=True):
+    for got, want in zip(found, wanted, strict=True):
         assert_same_bytes(got, want)
 
 
@@ -137,20 +145,17 @@ def check_silu_mul_backward(operands: tuple[torch.Tensor, ...], rule: str) -> No
 @pytest.mark.parametrize("shape", [(256, 512), *((rows, 384) for rows in EDGES)])
 @pytest.mark.parametrize("case", INPUTS)
 def test_the_gradients_of_a_gated_mlp_have_the_bytes_of_both_steps(case, shape, rule, monkeypatch):
-    operands = silu_operands(case, *shape)
-    with canaries(monkeypatch):
-        native.silu_mul_backward_quantize(*operands, rule)
-    check_silu_mul_backward(operands, rule)
+    check_silu_mul_backward(silu_operands(case, *shape), rule, monkeypatch)
 
 
-def test_the_gradients_for_every_gate():
+def test_the_gradients_for_every_gate(monkeypatch):
     """All BF16 numbers as gates, also those where the exponential overflows or its reciprocal is subnormal."""
     gate = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256).cuda()
     gate = torch.cat([gate, torch.linspace(-90, -86, 2**16).bfloat16().view(256, 256).cuda()])
     dy, up = (bf16(gaussian, 512, 256, "cuda", seed) for seed in (1, 2))
     for rule in SCALE_RULES:
-        check_silu_mul_backward((dy, gate, up), rule)
-        check_silu_mul_backward((dy, gate.nan_to_num(0, 3, -3).clamp(-95, 95), up), rule)
+        check_silu_mul_backward((dy, gate, up), rule, monkeypatch)
+        check_silu_mul_backward((dy, gate.nan_to_num(0, 3, -3).clamp(-95, 95), up), rule, monkeypatch)
 
 
 def test_the_operation_takes_the_native_kernel_and_triton_s_for_other_rows(monkeypatch):
@@ -170,9 +175,10 @@ def test_the_operation_takes_the_native_kernel_and_triton_s_for_other_rows(monke
         own(*odd, "fp32")
 
 
-def test_gradients_for_the_sanitizer():
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_gradients_for_the_sanitizer(rule):
     operands = [bf16(gaussian, 300, 256, "cpu", seed).cuda() for seed in range(3)]
-    row_codes = native.silu_mul_backward_quantize(*operands, "fp32")[0]
+    row_codes = native.silu_mul_backward_quantize(*operands, rule)[0]
     assert row_codes.scales.isfinite().all()
 
 

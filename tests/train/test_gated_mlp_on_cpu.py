@@ -16,6 +16,7 @@
 import pytest
 import torch
 from tiny_models import tiny_model
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
 from jetrl_verl.layers import plan_linears
@@ -40,7 +41,7 @@ def run(model, monkeypatch, *, spanned: bool, passes: int = 1) -> tuple[list[tor
     own = gated_mlp.gated_product
     with monkeypatch.context() as patch:
         if not spanned:
-            patch.setattr(shared_operations, "spans", lambda *layers: False)
+            patch.setattr(shared_operations, "spans", lambda *call: False)
         patch.setattr(shared_operations, "gated_product", lambda *call: calls.append(call) or own(*call))
         for _ in range(passes):
             logits = model(input_ids=torch.arange(11)[None], use_cache=False).logits
@@ -116,10 +117,18 @@ def test_the_codes_of_the_input_are_let_go_after_backward(monkeypatch):
 
 def test_modules_are_called_one_by_one_where_something_looks_between_them():
     mlp = decoder("llama").model.layers[0].mlp
-    layers = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    x = torch.randn(3, mlp.gate_proj.in_features)
+    layers = x.bfloat16(), mlp.gate_proj, mlp.up_proj, mlp.down_proj
     assert gated_mlp.spans(*layers)
+    assert not gated_mlp.spans(x, *layers[1:])  # dX would be summed in FP32
     with torch.no_grad():
         assert not gated_mlp.spans(*layers)
+    everywhere = register_module_forward_hook(lambda *_: None)
+    assert not gated_mlp.spans(*layers)
+    everywhere.remove()
+    mlp.gate_proj.forward = mlp.gate_proj.forward
+    assert not gated_mlp.spans(*layers)
+    del mlp.gate_proj.forward
     for register in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"):
         hook = getattr(mlp.up_proj, register)(lambda *_: None)
         assert not gated_mlp.spans(*layers)
@@ -129,4 +138,4 @@ def test_modules_are_called_one_by_one_where_something_looks_between_them():
     mlp.gate_proj.bias = None
     assert gated_mlp.spans(*layers)
     in_bf16 = decoder("llama", backward="bf16").model.layers[0].mlp
-    assert not gated_mlp.spans(in_bf16.gate_proj, in_bf16.up_proj, in_bf16.down_proj)
+    assert not gated_mlp.spans(x.bfloat16(), in_bf16.gate_proj, in_bf16.up_proj, in_bf16.down_proj)

@@ -37,7 +37,8 @@ from jetrl_verl.kernels.triton_kernels._codec import (
 from jetrl_verl.numerics import BLOCK, BlockQuantized
 
 # One warp and 32 features a tile, 128 numbers a thread: no barrier stands between maxima and codes, and while one
-# program computes others load. 73 to 75% of a copy on an H200; tiles of 128 features by four warps reach 63 to 65%.
+# program computes others load. 73 to 75% of a copy on an H200; tiles of 128 features by four warps reach 63 to 65%. The
+# kernel of csrc/, which Hopper takes, reaches 84 to 93%.
 _LAUNCH = {"COLUMNS": 32, "num_warps": 1}
 
 

@@ -26,6 +26,7 @@ What had to be right for the figures to mean something:
 """
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -149,7 +150,8 @@ class Timer:
             return list(calls)
 
     def interleaved(self, contenders: Mapping[str, Sequence[Call]], graphs: bool = True) -> dict[str, Spread]:
-        """Single runs of every contender in turns.
+        """Single runs of every contender in turns, in an order drawn anew for every round: runs of some milliseconds
+        leave the GPU with a clock that the next one starts with, so nobody may always come behind the same one.
 
         Args:
             contenders: name -> its calls, which take turns as well (:meth:`rotated`).
@@ -163,8 +165,10 @@ class Timer:
             for call in calls:
                 call()
         runs = {name: [(self.clock.event(), self.clock.event()) for _ in range(self.repeats)] for name in contenders}
+        order = random.Random(0)
         for turn in range(self.repeats):
-            for name, calls in contenders.items():
+            for name in order.sample(list(contenders), len(contenders)):
+                calls = contenders[name]
                 start, end = runs[name][turn]
                 self.clock.hold(holds[name])
                 start.record()

@@ -116,5 +116,5 @@ def gated_product(x: torch.Tensor, gate: JetLinear, up: JetLinear) -> Quantised:
         ValueError: I is not a multiple of 128.
     """
     quantised = quantised_input(x, gate.scale_rule)
-    product, codes, scales = _GatedProduct.apply(x.to(torch.bfloat16), gate.weight, up.weight, (gate, up), quantised)
+    product, codes, scales = _GatedProduct.apply(x, gate.weight, up.weight, (gate, up), quantised)
     return Quantised(product, BlockQuantized(codes, scales))

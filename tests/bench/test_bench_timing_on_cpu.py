@@ -24,11 +24,14 @@ def timer_of(clock, repeats=4, l2_bytes=60 << 20):
     return Timer(clock, repeats, l2_bytes)
 
 
-def test_every_round_has_one_run_of_each_contender_in_the_same_order():
-    clock = FakeClock()
-    times = timer_of(clock).interleaved({"a": [clock.call("a", 5.0)], "b": [clock.call("b", 7.0)]})
-    assert clock.log == ["a", "b"] + 4 * ["a", "b"]  # each once before anything is timed
-    assert (times["a"], times["b"]) == (Spread(5.0, 5.0, 5.0), Spread(7.0, 7.0, 7.0))
+def test_every_round_has_one_run_of_each_contender_in_an_order_of_its_own():
+    clock, names = FakeClock(), ["a", "b", "c", "d"]
+    times = timer_of(clock, repeats=20).interleaved({name: [clock.call(name, ord(name) * 1.0)] for name in names})
+    assert clock.log[:4] == names  # each once before anything is timed
+    rounds = [clock.log[at : at + 4] for at in range(4, 84, 4)]
+    assert len(clock.log) == 84 and all(sorted(each) == names for each in rounds)
+    assert len({pair for each in rounds for pair in zip(each, each[1:])}) == 12  # all came behind all others
+    assert times["b"] == Spread(98.0, 98.0, 98.0)
 
 
 def test_only_what_lies_between_the_events_counts():

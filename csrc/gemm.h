@@ -77,6 +77,22 @@ struct TileOrder {
   }
 };
 
+// A tile of `block` rows of the operand whose share varies, beside 128 of the other, and what a round of such takes.
+struct TileCost {
+  int block, cost;
+};
+
+// The block whose rounds of the machine cost least; the first of equals.
+template <int kChoices>
+constexpr int choose_block(const TileCost (&choices)[kChoices], int rows, int others, int processors) {
+  int best = 0, least = 0;
+  for (const TileCost& tile : choices) {
+    const int cost = tile.cost * ceil_div(ceil_div(rows, tile.block) * ceil_div(others, 128), processors);
+    if (best == 0 || cost < least) best = tile.block, least = cost;
+  }
+  return best;
+}
+
 // FP32 scales with any strides, in elements.
 struct Scales {
   const float* data;

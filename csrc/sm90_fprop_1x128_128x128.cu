@@ -33,7 +33,7 @@
 // once for all columns, spares shared memory a sixth of its reads and is 4.5% slower: the register file, which wgmma's
 // accumulators and the FMAs both read, seems busier than shared memory is. Chains of 64 columns, of which a warpgroup
 // has two in flight, are no faster than that. M or N too small for 256-column tiles to fill the machine takes 128
-// columns or 64 (choose_columns).
+// columns or 64 (kTiles).
 //
 // Overlap. A warpgroup waits for its own chain and promotes it while the other's chain runs. Nothing makes them take
 // turns: whoever comes second waits for the tensor cores, and is then out of step with the first (turns by named
@@ -273,24 +273,15 @@ void run_fprop(const Operand& x, const Operand& w, int k, const Bias& bias, cons
   launch<sm90_fprop<Shape>>(grid, x_map, w_map, x_scales_map, output_map(y, x.rows, w.rows), p);
 }
 
-// How many rows of W a tile takes beside 128 of X: rounds of the machine times the time of one. A round of 128 columns
-// was measured to take 0.66 of the time of one of 256, a round of 64 columns 0.86 of that (H200): reads and writes of
-// shared memory, which a narrow tile has more of for an element, and the way of the first bytes do not shrink with the
-// tile.
-int choose_columns(int columns, int rows, int processors) {
-  constexpr int kWidths[] = {256, 128, 64}, kCosts[] = {20, 13, 11};
-  int best = 0, least = 0;
-  for (int i = 0; i < 3; ++i) {
-    const int cost = kCosts[i] * ceil_div(ceil_div(columns, kWidths[i]) * ceil_div(rows, 128), processors);
-    if (i == 0 || cost < least) best = kWidths[i], least = cost;
-  }
-  return best;
-}
+// A round of 128 columns was measured to take 0.66 of the time of one of 256, a round of 64 columns 0.86 of that (H200):
+// reads and writes of shared memory, which a narrow tile has more of for an element, and the way of the first bytes do
+// not shrink with the tile.
+constexpr TileCost kTiles[] = {{256, 20}, {128, 13}, {64, 11}};
 
 }  // namespace
 
 void fprop(const Operand& x, const Operand& w, int k, const Bias& bias, const Output& y, Config config, Stream stream) {
-  const int block = config.block ? config.block : choose_columns(w.rows, x.rows, multiprocessors());
+  const int block = config.block ? config.block : choose_block(kTiles, w.rows, x.rows, multiprocessors());
   const int cluster = config.cluster ? config.cluster : x.rows > 128 ? 2 : 1;
   switch (block * 10 + cluster) {
     case 641: return run_fprop<FpropShape<64, 1>>(x, w, k, bias, y, stream);

@@ -278,20 +278,14 @@ void run_wgrad(const Operand& a, const Operand& b, int t, const Output& dw, Stre
   return run_wgrad<WgradShape<kBlockM, kCluster, false>>(a, b, t, dw, stream);
 }
 
-// How many of `rows` a tile takes beside 128 of `others`, 128 or 256: rounds of the machine times the work of
-// one. Tiles of 128 halve the work but need more bytes a cycle, about a tenth of the speed.
-constexpr int choose_block(int rows, int others, int processors) {
-  const int tiles = ceil_div(others, 128);
-  const int rounds256 = ceil_div(ceil_div(rows, 256) * tiles, processors);
-  const int rounds128 = ceil_div(ceil_div(rows, 128) * tiles, processors);
-  return 20 * rounds256 <= 11 * rounds128 ? 256 : 128;
-}
+// Tiles of 128 rows halve the work but need more bytes a cycle, about a tenth of the speed.
+constexpr TileCost kTiles[] = {{256, 20}, {128, 11}};
 
 }  // namespace
 
 void wgrad(const Operand& a, const Operand& b, int t, const Output& dw, Config config, Stream stream) {
   if (dw.accumulate && !dw.fp32) refuse("wgrad adds to FP32 buffers only: a BF16 one would be rounded at every call");
-  const int block = config.block ? config.block : choose_block(a.rows, b.rows, multiprocessors());
+  const int block = config.block ? config.block : choose_block(kTiles, a.rows, b.rows, multiprocessors());
   const int cluster = config.cluster ? config.cluster : b.rows > 128 ? 2 : 1;
   switch (block * 10 + cluster) {
     case 1281: return run_wgrad<128, 1>(a, b, t, dw, stream);

@@ -486,6 +486,25 @@ __attribute__((weak)) void silu_mul_backward(const Bf16Rows&, const Bf16Rows&, c
                                              const QuantisedBothWays&, const QuantisedBothWays&, Stream);
 }  // namespace jetrl
 
+namespace {
+
+// 0, or 1 with jetrl_error saying why.
+template <class Call>
+int guarded(uint32_t seed, const Call& call) {
+  machine.seed = seed;
+  machine.steps = 0;
+  machine.fresh.clear();
+  try {
+    call();
+    return 0;
+  } catch (const std::exception& error) {
+    machine.error = error.what();
+    return 1;
+  }
+}
+
+}  // namespace
+
 extern "C" {
 
 const char* jetrl_error() { return machine.error.c_str(); }
@@ -499,16 +518,13 @@ int jetrl_run(int kernel, int m, int n, int k, const void* a, int64_t a_stride, 
               int64_t a_group, const void* b, int64_t b_stride, const float* b_scales, int64_t b_row, int64_t b_group,
               const void* bias, int bias_fp32, void* out, int64_t out_stride, int out_fp32, int accumulate, int block,
               int cluster, int multiprocessors, uint32_t seed) {
-  machine.seed = seed;
   machine.multiprocessors = multiprocessors;
-  machine.steps = 0;
-  machine.fresh.clear();
   const jetrl::Operand of_a{a, m, a_stride, {a_scales, a_row, a_group}};
   const jetrl::Operand of_b{b, n, b_stride, {b_scales, b_row, b_group}};
   const jetrl::Output of_out{out, out_stride, out_fp32 != 0, accumulate != 0};
   const jetrl::Bias of_bias{bias, bias_fp32 != 0};
   const jetrl::Config config{block, cluster};
-  try {
+  return guarded(seed, [&] {
     if (kernel == 0) {
       jetrl::fprop(of_a, of_b, k, of_bias, of_out, config, nullptr);
     } else if (kernel == 1) {
@@ -518,32 +534,21 @@ int jetrl_run(int kernel, int m, int n, int k, const void* a, int64_t a_stride, 
     } else {
       jetrl::wgrad(of_a, of_b, k, of_out, config, nullptr);
     }
-    return 0;
-  } catch (const std::exception& error) {
-    machine.error = error.what();
-    return 1;
-  }
+  });
 }
 
 // rule: 0 fp32, 1 pow2: the re-layout of x [m, k]; -1: the transpose of a weight's codes and scales.
 int jetrl_transpose(int rule, int m, int k, const void* codes, int64_t stride, const float* scales, int64_t scale_row,
                     int64_t scale_group, void* out, int64_t out_stride, float* out_scales, uint32_t seed) {
-  machine.seed = seed;
-  machine.steps = 0;
-  machine.fresh.clear();
   const jetrl::Operand of{codes, m, stride, {scales, scale_row, scale_group}};
   const jetrl::Transposed to{out, out_stride, out_scales};
-  try {
+  return guarded(seed, [&] {
     if (rule < 0) {
       jetrl::transpose_128x128(of, k, to, nullptr);
     } else {
       jetrl::relayout_128x1(of, k, rule == 1, to, nullptr);
     }
-    return 0;
-  } catch (const std::exception& error) {
-    machine.error = error.what();
-    return 1;
-  }
+  });
 }
 
 // dy, gate, up: BF16 [rows, k] and their strides in elements. results: codes and scales of the rows, of the columns, of
@@ -551,20 +556,13 @@ int jetrl_transpose(int rule, int m, int k, const void* codes, int64_t stride, c
 int jetrl_silu_mul_backward(int pow2, int rows, int k, const uint16_t* dy, int64_t dy_stride, const uint16_t* gate,
                             int64_t gate_stride, const uint16_t* up, int64_t up_stride, void* const* results,
                             int64_t column_stride, uint32_t seed) {
-  machine.seed = seed;
-  machine.steps = 0;
-  machine.fresh.clear();
   const auto gradient = [=](void* const* of) {
     return jetrl::QuantisedBothWays{
         of[0], static_cast<float*>(of[1]), {of[2], column_stride, static_cast<float*>(of[3])}};
   };
-  try {
+  return guarded(seed, [&] {
     jetrl::silu_mul_backward({dy, dy_stride}, {gate, gate_stride}, {up, up_stride}, rows, k, pow2 != 0,
                              gradient(results), gradient(results + 4), nullptr);
-    return 0;
-  } catch (const std::exception& error) {
-    machine.error = error.what();
-    return 1;
-  }
+  });
 }
 }

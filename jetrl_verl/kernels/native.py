@@ -115,9 +115,13 @@ def foreign(namespace: str) -> str | None:
     return None
 
 
-def _aligned(q: BlockQuantized) -> bool:
-    codes = q.codes
-    return codes.stride(1) == 1 and codes.stride(0) % _ALIGNMENT == 0 and codes.data_ptr() % _ALIGNMENT == 0
+def _aligned(x: torch.Tensor) -> bool:
+    starts = x.stride(0) * x.itemsize, x.data_ptr()
+    return x.stride(1) == 1 and all(start % _ALIGNMENT == 0 for start in starts)
+
+
+def _why() -> str:
+    return "" if unavailable() is None else f" ({unavailable()})"
 
 
 def serves(
@@ -138,7 +142,7 @@ def serves(
         return False
     fits = out_dtype == torch.bfloat16 if b_block_scaled else bias is None
     bias_fits = bias is None or (bias.dtype in (torch.bfloat16, torch.float32) and bias.is_contiguous())
-    return fits and bias_fits and _aligned(a) and _aligned(b) and unavailable() is None
+    return fits and bias_fits and _aligned(a.codes) and _aligned(b.codes) and unavailable() is None
 
 
 def gemm_nt(
@@ -181,7 +185,7 @@ def gemm_nt(
             f"native does not serve A {tuple(a.codes.shape)} strides {a.codes.stride()}, B {tuple(b.codes.shape)} "
             f"strides {b.codes.stride()} with {'128x128' if b_block_scaled else '1x128'} scales on B, "
             f"{'a' if bias is not None else 'no'} bias and {out_dtype} out"
-            f"{'' if unavailable() is None else f' ({unavailable()})'}; use backend triton."
+            f"{_why()}; use backend triton."
         )
     m, n = a.codes.shape[0], b.codes.shape[0]
     if add_to is not None:
@@ -211,14 +215,14 @@ def serves_codes(operation: str, q: BlockQuantized) -> bool:
     rows, k = q.codes.shape
     in_sixteens = k if operation == "relayout_128x1" else k | rows
     fits = k <= q.codes.stride(0) < _MOST and q.scales.stride(0) < _MOST and rows < _MOST and k <= _MOST_COLUMNS
-    return min(rows, k) > 0 and in_sixteens % _ALIGNMENT == 0 and fits and _aligned(q) and unavailable() is None
+    return min(rows, k) > 0 and in_sixteens % _ALIGNMENT == 0 and fits and _aligned(q.codes) and unavailable() is None
 
 
 def _check_codes(operation: str, q: BlockQuantized) -> None:
     if not serves_codes(operation, q):
         raise ValueError(
             f"native does not serve {operation} of codes {tuple(q.codes.shape)} strides {q.codes.stride()}"
-            f"{'' if unavailable() is None else f' ({unavailable()})'}; use backend triton."
+            f"{_why()}; use backend triton."
         )
 
 
@@ -249,13 +253,9 @@ def transpose_128x128(weight: BlockQuantized) -> BlockQuantized:
 
 def serves_silu_mul_backward(*operands: torch.Tensor) -> bool:
     """Whether :func:`silu_mul_backward_quantize` takes these: rows in whole groups of 128 that start on 16 bytes."""
-    starts_aligned = all(
-        x.stride(1) == 1 and x.stride(0) * x.itemsize % _ALIGNMENT == 0 and x.data_ptr() % _ALIGNMENT == 0
-        for x in operands
-    )
     rows, k = operands[0].shape
     fits = rows <= _MOST_COLUMNS and k < _MOST and max(x.stride(0) for x in operands) < _MOST
-    return starts_aligned and min(rows, k) > 0 and k % BLOCK == 0 and fits and unavailable() is None
+    return all(map(_aligned, operands)) and min(rows, k) > 0 and k % BLOCK == 0 and fits and unavailable() is None
 
 
 def silu_mul_backward_quantize(
@@ -270,7 +270,7 @@ def silu_mul_backward_quantize(
     if not serves_silu_mul_backward(dy, gate, up):
         raise ValueError(
             f"native does not serve the gradients of a gated MLP {tuple(gate.shape)}, strides {gate.stride()}"
-            f"{'' if unavailable() is None else f' ({unavailable()})'}; use the Triton kernel."
+            f"{_why()}; use the Triton kernel."
         )
     results, memory = [], []
     for _ in range(2):

@@ -57,6 +57,12 @@ def _pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr() if tensor is not None else None)
 
 
+def _operand(q: BlockQuantized) -> tuple:
+    """Codes, scales and their strides, as the C interface takes them."""
+    strides = (ctypes.c_int64(stride) for stride in q.scales.stride())
+    return _pointer(q.codes), ctypes.c_int64(q.codes.stride(0)), _pointer(q.scales), *strides
+
+
 class Emulator:
     def __init__(self, library: Path):
         self._library = ctypes.CDLL(str(library))
@@ -77,14 +83,11 @@ class Emulator:
         seed: int = 0,
     ) -> None:
         """Write (or add) ``A B^T (+ bias)`` to ``out [M, N]``; raises ``RuntimeError`` with the machine's sentence."""
-        operands = []
-        for q in (a, b):
-            operands += [_pointer(q.codes), ctypes.c_int64(q.codes.stride(0)), _pointer(q.scales)]
-            operands += [ctypes.c_int64(q.scales.stride(0)), ctypes.c_int64(q.scales.stride(1))]
         failed = self._library.jetrl_run(
             KERNELS[kernel],
             *(a.codes.shape[0], b.codes.shape[0], a.codes.shape[1]),
-            *operands,
+            *_operand(a),
+            *_operand(b),
             _pointer(bias),
             int(bias is not None and bias.dtype == torch.float32),
             _pointer(out),
@@ -93,6 +96,9 @@ class Emulator:
             *(int(accumulate), block, cluster, multiprocessors),
             ctypes.c_uint32(seed),
         )
+        self._check(failed)
+
+    def _check(self, failed: int) -> None:
         if failed:
             raise RuntimeError(self._library.jetrl_error().decode())
 
@@ -108,18 +114,13 @@ class Emulator:
         failed = self._library.jetrl_transpose(
             {None: -1, "fp32": 0, "pow2": 1}[rule],
             *q.codes.shape,
-            _pointer(q.codes),
-            ctypes.c_int64(q.codes.stride(0)),
-            _pointer(q.scales),
-            ctypes.c_int64(q.scales.stride(0)),
-            ctypes.c_int64(q.scales.stride(1)),
+            *_operand(q),
             _pointer(out),
             ctypes.c_int64(out.stride(0)),
             _pointer(out_scales),
             ctypes.c_uint32(seed),
         )
-        if failed:
-            raise RuntimeError(self._library.jetrl_error().decode())
+        self._check(failed)
 
     def silu_mul_backward(
         self, rule: str, operands: tuple[torch.Tensor, ...], results: list[torch.Tensor], seed: int = 0
@@ -136,5 +137,4 @@ class Emulator:
             ctypes.c_int64(results[2].stride(0)),
             ctypes.c_uint32(seed),
         )
-        if failed:
-            raise RuntimeError(self._library.jetrl_error().decode())
+        self._check(failed)

@@ -16,9 +16,12 @@
 //
 // Operators write into a tensor that the caller allocated: no allocation here, no wait for the device, so CUDA graphs
 // may capture them. What a call must fulfil is checked here once more than in jetrl_verl/kernels/native.py, because a
-// wrong stride would not fail but read elsewhere.
+// wrong stride would not fail but read elsewhere. With csrc/emulator the same operators take tensors of the CPU, so all
+// of this file but the stream is tested without a GPU.
 
+#ifndef JETRL_EMULATE
 #include <torch/csrc/stable/accelerator.h>
+#endif
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
@@ -34,6 +37,34 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+#ifdef JETRL_EMULATE
+
+bool on_device(const Tensor& tensor) { return tensor.is_cpu(); }
+
+struct Device {
+  jetrl::Stream stream = nullptr;
+
+  explicit Device(const Tensor&) {}
+};
+
+#else
+
+bool on_device(const Tensor& tensor) { return tensor.is_cuda(); }
+
+// That of `tensor` is the current one as long as this lives; kernels join its current stream.
+struct Device {
+  torch::stable::accelerator::DeviceGuard guard;
+  jetrl::Stream stream = nullptr;
+
+  explicit Device(const Tensor& tensor) : guard(tensor.get_device_index()) {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+  }
+};
+
+#endif  // JETRL_EMULATE
+
+bool starts_on_16_bytes(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0; }
+
 int narrow(int64_t value) {
   STD_TORCH_CHECK(value >= 1 && value <= std::numeric_limits<int>::max() - 1024, "jetrl_native: a dimension of ", value,
                   " is not served; empty and larger ones take the Triton backend.");
@@ -42,15 +73,15 @@ int narrow(int64_t value) {
 
 // Codes [rows, k] E4M3 with FP32 scales [scale_rows, ceil(k / 128)] of any strides.
 jetrl::Operand operand(const char* name, const Tensor& codes, const Tensor& scales, int scale_block) {
-  STD_TORCH_CHECK(codes.is_cuda() && codes.dim() == 2 && codes.scalar_type() == ScalarType::Float8_e4m3fn,
+  STD_TORCH_CHECK(on_device(codes) && codes.dim() == 2 && codes.scalar_type() == ScalarType::Float8_e4m3fn,
                   "jetrl_native: the codes of ", name, " must be a 2-d float8_e4m3fn tensor on a GPU.");
   STD_TORCH_CHECK(codes.stride(1) == 1 && codes.stride(0) % 16 == 0 && codes.stride(0) >= codes.size(1) &&
-                      reinterpret_cast<uintptr_t>(codes.data_ptr()) % 16 == 0,
+                      starts_on_16_bytes(codes),
                   "jetrl_native: the rows of ", name,
                   " must be contiguous and start on multiples of 16 bytes; pad them.");
   const int64_t scale_rows = (codes.size(0) + scale_block - 1) / scale_block;
   const int64_t groups = (codes.size(1) + jetrl::kGroup - 1) / jetrl::kGroup;
-  STD_TORCH_CHECK(scales.is_cuda() && scales.dim() == 2 && scales.scalar_type() == ScalarType::Float &&
+  STD_TORCH_CHECK(on_device(scales) && scales.dim() == 2 && scales.scalar_type() == ScalarType::Float &&
                       scales.size(0) == scale_rows && scales.size(1) == groups,
                   "jetrl_native: the scales of ", name, " must be FP32, one per ", scale_block, " x 128 codes.");
   return {codes.data_ptr(), narrow(codes.size(0)), codes.stride(0),
@@ -60,12 +91,11 @@ jetrl::Operand operand(const char* name, const Tensor& codes, const Tensor& scal
 jetrl::Output output(const Tensor& out, int rows, int columns, bool accumulate) {
   const bool fp32 = out.scalar_type() == ScalarType::Float;
   const int64_t element = fp32 ? 4 : 2;
-  STD_TORCH_CHECK(out.is_cuda() && out.dim() == 2 && (fp32 || out.scalar_type() == ScalarType::BFloat16) &&
+  STD_TORCH_CHECK(on_device(out) && out.dim() == 2 && (fp32 || out.scalar_type() == ScalarType::BFloat16) &&
                       out.size(0) == rows && out.size(1) == columns,
                   "jetrl_native: the output must be a BF16 or FP32 tensor of ", rows, " x ", columns, ".");
   STD_TORCH_CHECK(out.stride(1) == 1 && out.stride(0) * element % 16 == 0 && columns * element % 16 == 0 &&
-                      (rows == 1 || out.stride(0) >= columns) &&
-                      reinterpret_cast<uintptr_t>(out.data_ptr()) % 16 == 0,
+                      (rows == 1 || out.stride(0) >= columns) && starts_on_16_bytes(out),
                   "jetrl_native: rows of the output must be contiguous multiples of 16 bytes that do not overlap.");
   return {out.data_ptr(), out.stride(0), fp32, accumulate};
 }
@@ -73,7 +103,7 @@ jetrl::Output output(const Tensor& out, int rows, int columns, bool accumulate) 
 jetrl::Bias bias_of(const std::optional<Tensor>& bias, int columns) {
   if (!bias.has_value()) return {nullptr, false};
   const bool fp32 = bias->scalar_type() == ScalarType::Float;
-  STD_TORCH_CHECK(bias->is_cuda() && bias->dim() == 1 && bias->size(0) == columns && bias->stride(0) == 1 &&
+  STD_TORCH_CHECK(on_device(*bias) && bias->dim() == 1 && bias->size(0) == columns && bias->stride(0) == 1 &&
                       (fp32 || bias->scalar_type() == ScalarType::BFloat16),
                   "jetrl_native: the bias must be ", columns, " contiguous BF16 or FP32 values on the GPU.");
   return {bias->data_ptr(), fp32};
@@ -85,12 +115,6 @@ int contracted(const Tensor& a, const Tensor& b) {
   return narrow(a.size(1));
 }
 
-jetrl::Stream stream_of(const Tensor& tensor) {
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
-  return stream;
-}
-
 jetrl::Config config_of(int64_t block, int64_t cluster) { return {int(block), int(cluster)}; }
 
 // X, W and what else both forward kernels take, checked in this order.
@@ -100,7 +124,6 @@ struct Forward {
   jetrl::Bias bias;
   jetrl::Output y;
   jetrl::Config config;
-  jetrl::Stream stream;
 
   Forward(const Tensor& x, const Tensor& x_scales, const Tensor& w, const Tensor& w_scales,
           const std::optional<Tensor>& bias, const Tensor& y, int64_t block, int64_t cluster)
@@ -109,38 +132,37 @@ struct Forward {
         w(operand("W", w, w_scales, jetrl::kGroup)),
         bias(bias_of(bias, this->w.rows)),
         y(output(y, this->x.rows, this->w.rows, false)),
-        config(config_of(block, cluster)),
-        stream(stream_of(x)) {
+        config(config_of(block, cluster)) {
     STD_TORCH_CHECK(!this->y.fp32, "jetrl_native: FProp writes BF16.");
   }
 };
 
 void fprop(const Tensor& x, const Tensor& x_scales, const Tensor& w, const Tensor& w_scales,
            const std::optional<Tensor>& bias, const Tensor& y, int64_t block, int64_t cluster) {
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const Device device(x);
   const Forward call(x, x_scales, w, w_scales, bias, y, block, cluster);
-  jetrl::fprop(call.x, call.w, call.k, call.bias, call.y, call.config, call.stream);
+  jetrl::fprop(call.x, call.w, call.k, call.bias, call.y, call.config, device.stream);
 }
 
 void decode(const Tensor& x, const Tensor& x_scales, const Tensor& w, const Tensor& w_scales,
             const std::optional<Tensor>& bias, const Tensor& y, int64_t block, int64_t cluster, bool static_weight) {
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const Device device(x);
   const Forward call(x, x_scales, w, w_scales, bias, y, block, cluster);
-  jetrl::decode_fprop(call.x, call.w, call.k, call.bias, call.y, call.config, static_weight, call.stream);
+  jetrl::decode_fprop(call.x, call.w, call.k, call.bias, call.y, call.config, static_weight, device.stream);
 }
 
 void wgrad(const Tensor& a, const Tensor& a_scales, const Tensor& b, const Tensor& b_scales, const Tensor& dw,
            bool accumulate, int64_t block, int64_t cluster) {
-  const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
+  const Device device(a);
   const int t = contracted(a, b);
   const jetrl::Operand of_a = operand("dY^T", a, a_scales, 1), of_b = operand("X^T", b, b_scales, 1);
   const jetrl::Output of_dw = output(dw, of_a.rows, of_b.rows, accumulate);
-  jetrl::wgrad(of_a, of_b, t, of_dw, config_of(block, cluster), stream_of(a));
+  jetrl::wgrad(of_a, of_b, t, of_dw, config_of(block, cluster), device.stream);
 }
 
 // Strides that the kernels hold in 32 bits.
 int64_t short_stride(int64_t stride) {
-  STD_TORCH_CHECK(stride >= 0 && stride <= std::numeric_limits<int>::max(), "jetrl_native: a stride of ", stride,
+  STD_TORCH_CHECK(stride <= std::numeric_limits<int>::max(), "jetrl_native: a stride of ", stride,
                   " is not served; the Triton backend takes it.");
   return stride;
 }
@@ -152,43 +174,45 @@ jetrl::Operand transposable(const Tensor& codes, const Tensor& scales, int scale
   return result;
 }
 
-// `out` [columns, bytes of a row], uint8, and its scales [scale_rows, scale_columns].
+// `tensor` is [rows, columns] without gaps.
+void check_dense(const char* name, const Tensor& tensor, ScalarType type, int64_t rows, int64_t columns) {
+  STD_TORCH_CHECK(on_device(tensor) && tensor.dim() == 2 && tensor.scalar_type() == type && tensor.size(0) == rows &&
+                      tensor.size(1) == columns && tensor.stride(0) == columns && tensor.stride(1) == 1 &&
+                      starts_on_16_bytes(tensor),
+                  "jetrl_native: ", name, " must be ", rows, " x ", columns, " contiguous ",
+                  type == ScalarType::Byte ? "bytes" : "FP32 values", " that start on a multiple of 16 bytes.");
+}
+
+// Codes of a transpose [columns, bytes] and its scales [scale_rows, scale_columns].
 jetrl::Transposed transposed(const Tensor& out, const Tensor& scales, int64_t columns, int64_t bytes,
                              int64_t scale_rows, int64_t scale_columns) {
-  STD_TORCH_CHECK(out.is_cuda() && out.dim() == 2 && out.scalar_type() == ScalarType::Byte && out.size(0) == columns &&
-                      out.size(1) == bytes && out.stride(0) == bytes && out.stride(1) == 1 && bytes % 16 == 0 &&
-                      reinterpret_cast<uintptr_t>(out.data_ptr()) % 16 == 0,
-                  "jetrl_native: the transpose must be ", columns, " x ", bytes, " contiguous bytes.");
-  STD_TORCH_CHECK(scales.is_cuda() && scales.dim() == 2 && scales.scalar_type() == ScalarType::Float &&
-                      scales.size(0) == scale_rows && scales.size(1) == scale_columns &&
-                      scales.stride(0) == scale_columns && scales.stride(1) == 1 &&
-                      reinterpret_cast<uintptr_t>(scales.data_ptr()) % 16 == 0,
-                  "jetrl_native: the scales of the transpose must be ", scale_rows, " x ", scale_columns,
-                  " contiguous FP32 values.");
+  STD_TORCH_CHECK(bytes % 16 == 0, "jetrl_native: rows of the transpose must be multiples of 16 bytes.");
+  check_dense("the transpose", out, ScalarType::Byte, columns, bytes);
+  check_dense("the scales of the transpose", scales, ScalarType::Float, scale_rows, scale_columns);
   return {out.data_ptr(), short_stride(bytes), static_cast<float*>(scales.data_ptr())};
 }
 
 void relayout(const Tensor& codes, const Tensor& scales, const Tensor& out, const Tensor& out_scales, bool pow2) {
-  const torch::stable::accelerator::DeviceGuard guard(codes.get_device_index());
+  const Device device(codes);
   const jetrl::Operand x = transposable(codes, scales, 1);
   const int k = narrow(codes.size(1)), groups = jetrl::ceil_div(x.rows, jetrl::kGroup);
   const jetrl::Transposed to = transposed(out, out_scales, k, int64_t(groups) * jetrl::kGroup, groups, k);
-  jetrl::relayout_128x1(x, k, pow2, to, stream_of(codes));
+  jetrl::relayout_128x1(x, k, pow2, to, device.stream);
 }
 
 void transpose(const Tensor& codes, const Tensor& scales, const Tensor& out, const Tensor& out_scales) {
-  const torch::stable::accelerator::DeviceGuard guard(codes.get_device_index());
+  const Device device(codes);
   const jetrl::Operand w = transposable(codes, scales, jetrl::kGroup);
   const int k = narrow(codes.size(1));
   const jetrl::Transposed to = transposed(out, out_scales, k, w.rows, scales.size(1), scales.size(0));
-  jetrl::transpose_128x128(w, k, to, stream_of(codes));
+  jetrl::transpose_128x128(w, k, to, device.stream);
 }
 
 jetrl::Bf16Rows bf16_rows(const char* name, const Tensor& x, int64_t rows, int64_t k) {
-  STD_TORCH_CHECK(x.is_cuda() && x.dim() == 2 && x.scalar_type() == ScalarType::BFloat16 && x.size(0) == rows &&
+  STD_TORCH_CHECK(on_device(x) && x.dim() == 2 && x.scalar_type() == ScalarType::BFloat16 && x.size(0) == rows &&
                       x.size(1) == k,
                   "jetrl_native: ", name, " must be BF16, ", rows, " x ", k, ", on a GPU.");
-  STD_TORCH_CHECK(x.stride(1) == 1 && x.stride(0) % 8 == 0 && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0,
+  STD_TORCH_CHECK(x.stride(1) == 1 && x.stride(0) % 8 == 0 && starts_on_16_bytes(x),
                   "jetrl_native: rows of ", name, " must be contiguous and start on multiples of 16 bytes.");
   return {static_cast<const uint16_t*>(x.data_ptr()), short_stride(x.stride(0))};
 }
@@ -197,14 +221,8 @@ jetrl::Bf16Rows bf16_rows(const char* name, const Tensor& x, int64_t rows, int64
 jetrl::QuantisedBothWays both_ways(const Tensor& codes, const Tensor& scales, const Tensor& column_codes,
                                    const Tensor& column_scales, int rows, int k) {
   const int groups = jetrl::ceil_div(rows, jetrl::kGroup);
-  STD_TORCH_CHECK(codes.is_cuda() && codes.dim() == 2 && codes.scalar_type() == ScalarType::Byte &&
-                      codes.size(0) == rows && codes.size(1) == k && codes.stride(0) == k && codes.stride(1) == 1 &&
-                      reinterpret_cast<uintptr_t>(codes.data_ptr()) % 16 == 0,
-                  "jetrl_native: codes of a gradient must be ", rows, " x ", k, " contiguous bytes.");
-  STD_TORCH_CHECK(scales.is_cuda() && scales.dim() == 2 && scales.scalar_type() == ScalarType::Float &&
-                      scales.size(0) == k / jetrl::kGroup && scales.size(1) == rows && scales.stride(0) == rows &&
-                      scales.stride(1) == 1,
-                  "jetrl_native: scales of a gradient must be ", k / jetrl::kGroup, " x ", rows, " contiguous FP32.");
+  check_dense("the codes of a gradient", codes, ScalarType::Byte, rows, k);
+  check_dense("the scales of a gradient", scales, ScalarType::Float, k / jetrl::kGroup, rows);
   return {codes.data_ptr(), static_cast<float*>(scales.data_ptr()),
           transposed(column_codes, column_scales, k, int64_t(groups) * jetrl::kGroup, groups, k)};
 }
@@ -213,18 +231,15 @@ void silu_mul_backward(const Tensor& dy, const Tensor& gate, const Tensor& up, c
                        const Tensor& dgate_scales, const Tensor& dgate_columns, const Tensor& dgate_column_scales,
                        const Tensor& dup, const Tensor& dup_scales, const Tensor& dup_columns,
                        const Tensor& dup_column_scales, bool pow2) {
-  const torch::stable::accelerator::DeviceGuard guard(dy.get_device_index());
+  const Device device(dy);
   const int rows = narrow(dy.size(0)), k = narrow(dy.size(1));
   STD_TORCH_CHECK(k % jetrl::kGroup == 0, "jetrl_native: gradients of ", k, " columns are not whole groups of 128.");
   jetrl::silu_mul_backward(bf16_rows("dY", dy, rows, k), bf16_rows("gate", gate, rows, k), bf16_rows("up", up, rows, k),
-                           rows, k, pow2,
-                           both_ways(dgate, dgate_scales, dgate_columns, dgate_column_scales, rows, k),
-                           both_ways(dup, dup_scales, dup_columns, dup_column_scales, rows, k), stream_of(dy));
+                           rows, k, pow2, both_ways(dgate, dgate_scales, dgate_columns, dgate_column_scales, rows, k),
+                           both_ways(dup, dup_scales, dup_columns, dup_column_scales, rows, k), device.stream);
 }
 
-}  // namespace
-
-STABLE_TORCH_LIBRARY(jetrl_native, library) {
+void declare(torch::stable::detail::StableLibrary& library) {
   const char* forward_schema =
       "(Tensor x, Tensor x_scales, Tensor w, Tensor w_scales, Tensor? bias, Tensor(a!) y, int block, int cluster";
   library.def(("fprop" + std::string(forward_schema) + ") -> ()").c_str());
@@ -240,7 +255,7 @@ STABLE_TORCH_LIBRARY(jetrl_native, library) {
       "Tensor(g!) dup_columns, Tensor(h!) dup_column_scales, bool pow2) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(jetrl_native, CUDA, library) {
+void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("fprop", TORCH_BOX(&fprop));
   library.impl("decode", TORCH_BOX(&decode));
   library.impl("wgrad", TORCH_BOX(&wgrad));
@@ -248,3 +263,13 @@ STABLE_TORCH_LIBRARY_IMPL(jetrl_native, CUDA, library) {
   library.impl("transpose", TORCH_BOX(&transpose));
   library.impl("silu_mul_backward", TORCH_BOX(&silu_mul_backward));
 }
+
+}  // namespace
+
+#ifdef JETRL_EMULATE
+STABLE_TORCH_LIBRARY(jetrl_emulated, library) { declare(library); }
+STABLE_TORCH_LIBRARY_IMPL(jetrl_emulated, CPU, library) { implement(library); }
+#else
+STABLE_TORCH_LIBRARY(jetrl_native, library) { declare(library); }
+STABLE_TORCH_LIBRARY_IMPL(jetrl_native, CUDA, library) { implement(library); }
+#endif

@@ -47,6 +47,7 @@ _MOST = 2**31 - 1024
 _MOST_COLUMNS = 65535 * BLOCK
 """What the second dimension of a grid covers in tiles."""
 
+_operators = torch.ops.jetrl_native
 _FORWARD = "x x_scales w w_scales bias y block cluster"
 _TRANSPOSE = "codes scales out out_scales"
 _ARGUMENTS = {
@@ -116,8 +117,10 @@ def foreign(namespace: str) -> str | None:
 
 
 def _aligned(x: torch.Tensor) -> bool:
-    starts = x.stride(0) * x.itemsize, x.data_ptr()
-    return x.stride(1) == 1 and all(start % _ALIGNMENT == 0 for start in starts)
+    """Whether ``x`` is a matrix of contiguous rows that start on 16 bytes."""
+    if x.dim() != 2 or x.stride(1) != 1:
+        return False
+    return x.stride(0) * x.itemsize % _ALIGNMENT == 0 and x.data_ptr() % _ALIGNMENT == 0
 
 
 def _why() -> str:
@@ -136,7 +139,7 @@ def serves(
     """Whether :func:`gemm_nt` takes this call: rows of codes and of ``add_to`` on 16-byte steps, rows of the output
     whole 16 bytes; with 128x128 scales BF16 out, with 1x128 scales no bias."""
     n = b.codes.shape[0]
-    if add_to is not None and add_to.data_ptr() % _ALIGNMENT != 0:
+    if add_to is not None and not _aligned(add_to):
         return False
     if min(*a.codes.shape, n) == 0 or (n * out_dtype.itemsize) % _ALIGNMENT != 0:
         return False
@@ -196,16 +199,15 @@ def gemm_nt(
     elif out.dtype != out_dtype:
         raise ValueError(f"native: out is {out.dtype} and out_dtype {out_dtype}; they must be the same.")
     plan = plan or Plan()
-    operators = torch.ops.jetrl_native
     operands = (a.codes, a.scales, b.codes, b.scales)
     if b_block_scaled:
         few = plan.kernel == "decode" if plan.kernel else m <= FEW_ROWS
         if few:
-            operators.decode(*operands, bias, out, *plan[1:], static_weight)
+            _operators.decode(*operands, bias, out, *plan[1:], static_weight)
         else:
-            operators.fprop(*operands, bias, out, *plan[1:])
+            _operators.fprop(*operands, bias, out, *plan[1:])
     else:
-        operators.wgrad(*operands, out, add_to is not None, *plan[1:])
+        _operators.wgrad(*operands, out, add_to is not None, *plan[1:])
     return out
 
 
@@ -235,7 +237,7 @@ def relayout_128x1(q: BlockQuantized, rule: str) -> BlockQuantized:
     check_rule(rule)
     _check_codes("relayout_128x1", q)
     out, words = empty_columns(*q.codes.shape, q.codes.device)
-    torch.ops.jetrl_native.relayout(*q, words.view(torch.uint8), out.scales.t(), rule == "pow2")
+    _operators.relayout(*q, words.view(torch.uint8), out.scales.t(), rule == "pow2")
     return out
 
 
@@ -247,7 +249,7 @@ def transpose_128x128(weight: BlockQuantized) -> BlockQuantized:
     """
     _check_codes("transpose_128x128", weight)
     transposed = BlockQuantized(*(torch.empty(part.t().shape, dtype=part.dtype, device=part.device) for part in weight))
-    torch.ops.jetrl_native.transpose(*weight, transposed.codes.view(torch.uint8), transposed.scales)
+    _operators.transpose(*weight, transposed.codes.view(torch.uint8), transposed.scales)
     return transposed
 
 
@@ -277,5 +279,5 @@ def silu_mul_backward_quantize(
         rows, (columns, words) = empty_rows(*gate.shape, gate.device), empty_columns(*gate.shape, gate.device)
         results += [rows, columns]
         memory += [rows.codes.view(torch.uint8), rows.scales.t(), words.view(torch.uint8), columns.scales.t()]
-    torch.ops.jetrl_native.silu_mul_backward(dy, gate, up, *memory, rule == "pow2")
+    _operators.silu_mul_backward(dy, gate, up, *memory, rule == "pow2")
     return tuple(results)

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "numerics"))
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
 
 @pytest.fixture(scope="session")

@@ -23,25 +23,42 @@ import subprocess
 from pathlib import Path
 
 import torch
+from build_csrc import STABLE_ABI
 
-from jetrl_verl.numerics import BlockQuantized
+from jetrl_verl.numerics import BLOCK, FP8_DTYPE, BlockQuantized
 
 CSRC = Path(__file__).parents[2] / "csrc"
 KERNELS = {"fprop": 0, "decode": 1, "wgrad": 2}
+NAN_CODE = 0x7F
+SIGMA = {0.0: 0.5, 64.0: 1.0, -128.0: 0.0}
+"""Gates whose exponential leaves no rounding to an implementation."""
 
 
 def compiler() -> str | None:
     return shutil.which("g++") or shutil.which("clang++")
 
 
-def build(folder: Path, csrc: Path = CSRC, kernels: str = "sm90_*", machine: Path | None = None) -> Path:
-    """Compile the kernels and the machine into one library in ``folder``; about 15 s on one core for all three.
+def build(
+    folder: Path,
+    csrc: Path = CSRC,
+    kernels: str = "sm90_*",
+    machine: Path | None = None,
+    operators: bool = False,
+) -> Path:
+    """Compile the kernels and the machine into one library in ``folder``; about 15 s on one core for all of them.
 
     ``machine``: an object file of the same machine, ``machine.o`` of an earlier folder, instead of compiling it.
+    ``operators``: with csrc/binding.cpp, so that ``torch.ops.load_library``, once in a process, gives
+    ``torch.ops.jetrl_emulated``: the library's operators on tensors of the CPU.
     """
     library = folder / "libjetrl_emulated.so"
     flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-DJETRL_EMULATE", "-Wno-unknown-pragmas", f"-I{csrc}"]
-    sources, objects = sorted(csrc.glob(f"{kernels}.cu")), []
+    sources, objects, libraries = sorted(csrc.glob(f"{kernels}.cu")), [], []
+    if operators:
+        installed = Path(torch.__file__).parent
+        sources.append(csrc / "binding.cpp")
+        flags += [STABLE_ABI, f"-I{installed / 'include'}"]
+        libraries = [f"-L{installed / 'lib'}", "-ltorch_cpu"]
     if machine is None:
         sources.append(csrc / "emulator" / "machine.cpp")
     else:
@@ -49,7 +66,7 @@ def build(folder: Path, csrc: Path = CSRC, kernels: str = "sm90_*", machine: Pat
     for source in sources:
         objects.append(folder / f"{source.stem}.o")
         subprocess.run([compiler(), *flags, "-x", "c++", "-c", source, "-o", objects[-1]], check=True)
-    subprocess.run([compiler(), "-shared", *objects, "-o", library], check=True)
+    subprocess.run([compiler(), "-shared", *objects, *libraries, "-o", library], check=True)
     return library
 
 
@@ -138,3 +155,46 @@ class Emulator:
             ctypes.c_uint32(seed),
         )
         self._check(failed)
+
+
+def operand(rows: int, k: int, scale_rows: int, seed: int) -> BlockQuantized:
+    """Codes -4..4 in rows padded with NaN codes to 16 bytes, column-major scales 1/4..4.
+
+    By its seed // 2, a group's scales are padded to 16 bytes, as TMA wants them, or to what only cp.async can read.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.full((rows, -(-k // 16) * 16 + 16), NAN_CODE, dtype=torch.uint8).view(FP8_DTYPE)
+    codes[:, :k] = torch.randint(-4, 5, (rows, k), generator=generator).float().to(FP8_DTYPE)
+    padded = -(-scale_rows // 4) * 4 + seed // 2 % 2
+    scales = torch.full((-(-k // BLOCK), padded), torch.nan)
+    scales[:, :scale_rows] = 2.0 ** torch.randint(-2, 3, (-(-k // BLOCK), scale_rows), generator=generator).float()
+    return BlockQuantized(codes[:, :k], scales[:, :scale_rows].t())
+
+
+def operands(m: int, n: int, k: int, b_block_scaled: bool, seed: int = 0) -> tuple[BlockQuantized, BlockQuantized]:
+    return operand(m, k, m, 2 * seed), operand(n, k, -(-n // BLOCK) if b_block_scaled else n, 2 * seed + 1)
+
+
+def product(a: BlockQuantized, b: BlockQuantized, b_block_scaled: bool) -> torch.Tensor:
+    n, k = b.codes.shape
+    b_scales = b.scales.repeat_interleave(BLOCK, dim=0)[:n] if b_block_scaled else b.scales
+    wide_a, wide_b = (s.double().repeat_interleave(BLOCK, dim=1)[:, :k] for s in (a.scales, b_scales))
+    return (a.codes.double() * wide_a) @ (b.codes.double() * wide_b).t()
+
+
+def silu_operands(rows: int, k: int, seed: int) -> tuple[torch.Tensor, ...]:
+    """dY, gate and up [rows, k] BF16, all in wider rows of NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    around = torch.full((3, rows, k + 8), torch.nan, dtype=torch.bfloat16)
+    around[..., :k] = torch.randn(3, rows, k, generator=generator)
+    around[1, :, :k] = torch.tensor(list(SIGMA))[torch.randint(0, 3, (rows, k), generator=generator)]
+    return tuple(around[..., :k])
+
+
+def silu_gradients(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """BF16 gradients of silu(gate) * up for gate and up, where the gates are those of ``SIGMA``."""
+    sigma = torch.zeros(gate.shape)
+    for value, of_value in SIGMA.items():
+        sigma[gate == value] = of_value
+    dy, gate, up = dy.float(), gate.float(), up.float()
+    return (dy * up * sigma * (1 + gate * (1 - sigma))).bfloat16(), (dy * gate * sigma).bfloat16()

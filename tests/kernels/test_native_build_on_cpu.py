@@ -14,18 +14,14 @@
 """csrc/ compiles where there is an nvcc: for sm_90a, without spills, without serialised matrix instructions, and with
 few enough registers for the blocks that are meant to share a multiprocessor."""
 
-import importlib.util
 import re
 import subprocess
 from pathlib import Path
 
+import build_csrc
 import pytest
 
 ROOT = Path(__file__).parents[2]
-_spec = importlib.util.spec_from_file_location("build_csrc", ROOT / "scripts" / "build_csrc.py")
-build_csrc = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(build_csrc)
-
 needs_nvcc = pytest.mark.skipif(build_csrc.find_nvcc() is None, reason="no nvcc on this machine")
 GEMMS = {"sm90_fprop_1x128_128x128": 6, "sm90_wgrad_1x128_1x128": 8, "sm90_decode_fprop": 16}
 OF_CODES = {"sm90_relayout_128x1": 2, "sm90_silu_mul_backward": 2, "sm90_transpose_128x128": 1}

@@ -23,7 +23,7 @@ import native_emulator
 import pytest
 import torch
 from contract_inputs import CASES, gaussian
-from native_emulator import CSRC, Emulator
+from native_emulator import CSRC, Emulator, silu_gradients, silu_operands
 
 from jetrl_verl import numerics
 from jetrl_verl.numerics import BLOCK, FP8_DTYPE, SCALE_RULES, BlockQuantized
@@ -113,27 +113,10 @@ def test_the_transpose_moves_every_byte_and_scale(emulator, shape, seed):
     assert torch.equal(got_scales, scales.t())
 
 
-SIGMA = {0.0: 0.5, 64.0: 1.0, -128.0: 0.0}
-"""Gates whose exponential leaves no rounding to an implementation."""
-
-
-def silu_operands(rows: int, k: int, seed: int) -> tuple[torch.Tensor, ...]:
-    """dY, gate and up [rows, k] BF16, all in wider rows of NaN."""
-    generator = torch.Generator().manual_seed(seed)
-    around = torch.full((3, rows, k + 8), torch.nan, dtype=torch.bfloat16)
-    around[..., :k] = torch.randn(3, rows, k, generator=generator)
-    around[1, :, :k] = torch.tensor(list(SIGMA))[torch.randint(0, 3, (rows, k), generator=generator)]
-    return tuple(around[..., :k])
-
-
 def check_silu_mul_backward(emulator: Emulator, rows: int, k: int, rule: str, seed: int, poison: float = 0.0) -> None:
     dy, gate, up = silu_operands(rows, k, seed)
     dy[rows // 2, k // 3] += poison
-    sigma = torch.zeros(rows, k)
-    for value, of_value in SIGMA.items():
-        sigma[gate == value] = of_value
-    wide = [x.float() for x in (dy, gate, up)]
-    gradients = wide[0] * wide[2] * sigma * (1 + wide[1] * (1 - sigma)), wide[0] * wide[1] * sigma
+    gradients = silu_gradients(dy, gate, up)
     groups = -(-rows // BLOCK)
     results = []
     for _ in gradients:
@@ -145,7 +128,7 @@ def check_silu_mul_backward(emulator: Emulator, rows: int, k: int, rule: str, se
     emulator.silu_mul_backward(rule, (dy, gate, up), results, seed)
     for i, gradient in enumerate(gradients):
         codes, scales, column_codes, column_scales = results[4 * i : 4 * i + 4]
-        row, column = numerics.quantize_1x128_and_128x1(gradient.bfloat16(), rule)
+        row, column = numerics.quantize_1x128_and_128x1(gradient, rule)
         assert torch.equal(codes[:-1], row.codes.view(torch.uint8))
         assert torch.equal(scales[:-1].t(), row.scales)
         assert torch.equal(column_codes[:-1, :rows], column.codes.view(torch.uint8))

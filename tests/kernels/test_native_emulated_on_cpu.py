@@ -23,15 +23,14 @@ from pathlib import Path
 import native_emulator
 import pytest
 import torch
-from native_emulator import CSRC, Emulator
+from native_emulator import CSRC, Emulator, operands, product
 
-from jetrl_verl.numerics import BLOCK, FP8_DTYPE, BlockQuantized
+from jetrl_verl.numerics import BLOCK
 
 pytestmark = [
     pytest.mark.skipif(native_emulator.compiler() is None, reason="no C++ compiler on this machine"),
     pytest.mark.timeout(900),
 ]
-NAN_CODE = 0x7F
 
 
 @pytest.fixture(scope="module")
@@ -48,31 +47,6 @@ def machine(library) -> Path:
 @pytest.fixture(scope="module")
 def emulator(library) -> Emulator:
     return Emulator(library)
-
-
-def operand(rows: int, k: int, scale_rows: int, seed: int) -> BlockQuantized:
-    """Codes -4..4 in rows padded with NaN codes to 16 bytes, column-major scales 1/4..4.
-
-    By its seed // 2, a group's scales are padded to 16 bytes, as TMA wants them, or to what only cp.async can read.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    codes = torch.full((rows, -(-k // 16) * 16 + 16), NAN_CODE, dtype=torch.uint8).view(FP8_DTYPE)
-    codes[:, :k] = torch.randint(-4, 5, (rows, k), generator=generator).float().to(FP8_DTYPE)
-    padded = -(-scale_rows // 4) * 4 + seed // 2 % 2
-    scales = torch.full((-(-k // BLOCK), padded), torch.nan)
-    scales[:, :scale_rows] = 2.0 ** torch.randint(-2, 3, (-(-k // BLOCK), scale_rows), generator=generator).float()
-    return BlockQuantized(codes[:, :k], scales[:, :scale_rows].t())
-
-
-def operands(m: int, n: int, k: int, b_block_scaled: bool, seed: int = 0) -> tuple[BlockQuantized, BlockQuantized]:
-    return operand(m, k, m, 2 * seed), operand(n, k, -(-n // BLOCK) if b_block_scaled else n, 2 * seed + 1)
-
-
-def product(a: BlockQuantized, b: BlockQuantized, b_block_scaled: bool) -> torch.Tensor:
-    n, k = b.codes.shape
-    b_scales = b.scales.repeat_interleave(BLOCK, dim=0)[:n] if b_block_scaled else b.scales
-    wide_a, wide_b = (s.double().repeat_interleave(BLOCK, dim=1)[:, :k] for s in (a.scales, b_scales))
-    return (a.codes.double() * wide_a) @ (b.codes.double() * wide_b).t()
 
 
 def check(emulator: Emulator, kernel: str, m: int, n: int, k: int, *, dtype=torch.bfloat16, bias=None, seed=0, **plan):

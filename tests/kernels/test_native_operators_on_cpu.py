@@ -1,0 +1,418 @@
+# Copyright 2026 The jetrl_verl Authors
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""kernels/native.py and csrc/binding.cpp on a CPU: the library's operators over the emulated kernels.
+
+Here every argument is shown to arrive at its place, and every call that a kernel must not see to be refused with a
+sentence and before anything is written. The kernels themselves are gone through in test_native_*emulated_on_cpu.py.
+"""
+
+import random
+from collections.abc import Callable
+from functools import partial
+
+import native_emulator
+import pytest
+import torch
+from contract_inputs import gaussian
+from native_emulator import operands, product, silu_gradients, silu_operands
+from quantiser_checks import assert_same_bytes
+
+from jetrl_verl import numerics
+from jetrl_verl.kernels import native
+from jetrl_verl.numerics import BLOCK, FP8_DTYPE, SCALE_RULES, BlockQuantized
+
+pytestmark = [
+    pytest.mark.skipif(native_emulator.compiler() is None, reason="no C++ compiler on this machine"),
+    pytest.mark.timeout(600),
+]
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory):
+    torch.ops.load_library(str(native_emulator.build(tmp_path_factory.mktemp("operators"), operators=True)))
+    return torch.ops.jetrl_emulated
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(emulated, monkeypatch):
+    """The backend finds its operators and serves tensors of the CPU."""
+    monkeypatch.setattr(native, "_operators", emulated)
+    monkeypatch.setattr(native, "unavailable", lambda: None)
+
+
+def test_the_operators_are_those_that_the_backend_calls():
+    assert native.foreign("jetrl_emulated") is None
+
+
+@pytest.mark.parametrize("bias", [None, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("plan", [None, native.Plan("fprop", 128, 2), native.Plan("decode", 32, 1)])
+@pytest.mark.parametrize("m", [1, 20, 130])
+def test_a_forward_product(m, plan, bias):
+    a, b = operands(m, 72, 336, True)
+    bias = None if bias is None else (torch.arange(72) / 8 - 4).to(bias)
+    want = product(a, b, True) + (0 if bias is None else bias.double())
+    got = native.gemm_nt(a, b, b_block_scaled=True, bias=bias, plan=plan, static_weight=m == 20)
+    assert torch.equal(got, want.bfloat16())
+
+
+@pytest.mark.parametrize("block", [0, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_weight_gradient(dtype, block):
+    a, b = operands(136, 72, 331, False)
+    got = native.gemm_nt(a, b, b_block_scaled=False, out_dtype=dtype, plan=native.Plan(block=block))
+    assert torch.equal(got, product(a, b, False).to(dtype))
+
+
+def test_results_go_to_rows_of_the_callers():
+    a, b = operands(20, 72, 144, True)
+    around = torch.full((22, 80), torch.nan, dtype=torch.bfloat16)
+    assert native.gemm_nt(a, b, b_block_scaled=True, out=around[1:-1, :72]).data_ptr() == around[1].data_ptr()
+    assert torch.equal(around[1:-1, :72], product(a, b, True).bfloat16())
+    assert around.isnan().sum() == around.numel() - 20 * 72
+
+    a, b = operands(20, 72, 144, False)
+    start = torch.arange(20.0 * 72).reshape(20, 72)
+    sum_of_both = start.clone()
+    assert native.gemm_nt(a, b, b_block_scaled=False, out_dtype=torch.float32, add_to=sum_of_both) is sum_of_both
+    assert torch.equal(sum_of_both, (start + product(a, b, False)).float())
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize("shape", [(1, 128), (131, 272)])
+def test_a_relayout(shape, rule):
+    q = numerics.quantize_1x128(gaussian(*shape), rule)
+    assert_same_bytes(native.relayout_128x1(q, rule), numerics.relayout_128x1(q, rule))
+
+
+def test_a_transpose():
+    q = numerics.quantize_128x128(gaussian(144, 272), "fp32")
+    assert_same_bytes(native.transpose_128x128(q), numerics.transpose_128x128(q))
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize("rows", [1, 140])
+def test_the_gradients_of_a_gated_mlp(rows, rule):
+    dy_gate_up = silu_operands(rows, 256, seed=rows)
+    got = native.silu_mul_backward_quantize(*dy_gate_up, rule)
+    want = [q for gradient in silu_gradients(*dy_gate_up) for q in numerics.quantize_1x128_and_128x1(gradient, rule)]
+    for one, other in zip(got, want, strict=True):
+        assert_same_bytes(one, other)
+
+
+def arguments_of(operator: str) -> tuple[dict, dict[str, torch.Tensor]]:
+    """(all arguments of a call of ``operator`` that is served, those of them that it writes: NaN, codes 0x5A)."""
+    block_scaled = operator != "wgrad"
+    a, b = operands(20, 144, 272, block_scaled)
+
+    def fresh(rows: int, columns: int, dtype=torch.uint8) -> torch.Tensor:
+        return torch.full((rows, columns), torch.nan if dtype.is_floating_point else 0x5A, dtype=dtype)
+
+    if operator in ("fprop", "decode"):
+        arguments = dict(zip(("x", "x_scales", "w", "w_scales"), (*a, *b)), bias=None, block=0, cluster=0)
+        results = {"y": fresh(20, 144, torch.bfloat16)}
+    elif operator == "wgrad":
+        arguments = dict(zip(("a", "a_scales", "b", "b_scales"), (*a, *b)), accumulate=False, block=0, cluster=0)
+        results = {"dw": fresh(20, 144, torch.float32)}
+    elif operator == "relayout":
+        arguments = {"codes": a.codes, "scales": a.scales, "pow2": False}
+        results = {"out": fresh(272, BLOCK), "out_scales": fresh(1, 272, torch.float32)}
+    elif operator == "transpose":
+        arguments = {"codes": b.codes, "scales": b.scales}
+        results = {"out": fresh(272, 144), "out_scales": fresh(3, 2, torch.float32)}
+    else:
+        arguments = dict(zip(("dy", "gate", "up"), silu_operands(20, 256, 0)), pow2=False)
+        results = {}
+        for of in ("dgate", "dup"):
+            results |= {of: fresh(20, 256), f"{of}_scales": fresh(2, 20, torch.float32)}
+            results |= {f"{of}_columns": fresh(256, BLOCK), f"{of}_column_scales": fresh(1, 256, torch.float32)}
+    return arguments | results, results
+
+
+def is_untouched(x: torch.Tensor) -> bool:
+    return bool((x == 0x5A).all() if x.dtype == torch.uint8 else x.isnan().all())
+
+
+@pytest.mark.parametrize("operator", native._ARGUMENTS)
+def test_a_call_as_it_should_be_writes_every_result(operator):
+    arguments, results = arguments_of(operator)
+    getattr(torch.ops.jetrl_emulated, operator)(**arguments)
+    assert not any(map(is_untouched, results.values()))
+
+
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    """The same shape and strides, from 4 bytes further on."""
+    step = 4 // x.itemsize
+    moved = torch.empty(x.untyped_storage().nbytes() // x.itemsize + 16, dtype=x.dtype)
+    return moved.as_strided(x.shape, x.stride(), step)
+
+
+def spread(x: torch.Tensor) -> torch.Tensor:
+    """The same shape with every other element of memory left out."""
+    return torch.empty(x.shape[0], 2 * x.shape[1], dtype=x.dtype)[:, ::2]
+
+
+def gaps(x: torch.Tensor) -> torch.Tensor:
+    """Rows of 8 more bytes than they had."""
+    more = 8 // x.itemsize
+    return torch.empty(x.shape[0], x.shape[1] + more, dtype=x.dtype)[:, : x.shape[1]]
+
+
+def wider(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape[0], x.shape[1] + 16, dtype=x.dtype)
+
+
+def narrower(x: torch.Tensor) -> torch.Tensor:
+    return x[:, :-8]
+
+
+def interleaved(x: torch.Tensor) -> torch.Tensor:
+    """The same shape and rows as far apart, but with every other element of memory left out."""
+    return torch.empty(2 * x.numel(), dtype=x.dtype).as_strided(x.shape, (x.shape[1], 2))
+
+
+def of_three_dimensions(x: torch.Tensor) -> torch.Tensor:
+    return x[..., None]
+
+
+def longer(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape[0] + 1, x.shape[1], dtype=x.dtype)
+
+
+def of_type(dtype: torch.dtype):
+    return lambda x: torch.empty(x.shape, dtype=dtype)
+
+
+def rows_of(k: int):
+    return lambda x: torch.empty(x.shape[0], k, dtype=x.dtype)
+
+
+def overlapping(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(1, x.shape[1] + 16, dtype=x.dtype)[:, : x.shape[1]].expand(x.shape)
+
+
+CODES = "must be a 2-d float8_e4m3fn tensor"
+ALIGNED = "must be contiguous and start on multiples of 16 bytes; pad them"
+SCALES = "must be FP32, one per"
+OF_OUTPUT = "the output must be a BF16 or FP32 tensor of 20 x 144"
+OUTPUT_ROWS = "rows of the output must be contiguous multiples of 16 bytes that do not overlap"
+BIAS = "the bias must be 144 contiguous BF16 or FP32 values"
+
+
+def of_gemm(operator: str, a: str, b: str, out: str, names: tuple[str, str], rows_a_scale: int) -> list[tuple]:
+    cases = []
+    for operand, name, per in ((a, names[0], 1), (b, names[1], rows_a_scale)):
+        cases += [
+            (operator, operand, lambda x: x.view(torch.uint8), f"the codes of {name} {CODES}"),
+            (operator, operand, of_three_dimensions, f"the codes of {name} {CODES}"),
+            (operator, operand, spread, f"the rows of {name} {ALIGNED}"),
+            (operator, operand, gaps, f"the rows of {name} {ALIGNED}"),
+            (operator, operand, shifted, f"the rows of {name} {ALIGNED}"),
+            (operator, operand, overlapping, f"the rows of {name} {ALIGNED}"),
+            (operator, operand, wider, "the operands contract"),
+            (operator, f"{operand}_scales", of_type(torch.float64), f"the scales of {name} {SCALES} {per} x 128"),
+            (operator, f"{operand}_scales", longer, f"the scales of {name} {SCALES} {per} x 128"),
+            (operator, f"{operand}_scales", wider, f"the scales of {name} {SCALES} {per} x 128"),
+            (operator, f"{operand}_scales", of_three_dimensions, f"the scales of {name} {SCALES} {per} x 128"),
+            (operator, f"{operand}_scales", torch.flatten, f"the scales of {name} {SCALES} {per} x 128"),
+        ]
+    return [
+        *cases,
+        (operator, out, of_type(torch.float16), OF_OUTPUT),
+        (operator, out, longer, OF_OUTPUT),
+        (operator, out, wider, OF_OUTPUT),
+        (operator, out, torch.flatten, OF_OUTPUT),
+        (operator, out, of_three_dimensions, OF_OUTPUT),
+        (operator, out, spread, OUTPUT_ROWS),
+        (operator, out, gaps, OUTPUT_ROWS),
+        (operator, out, shifted, OUTPUT_ROWS),
+        (operator, out, overlapping, OUTPUT_ROWS),
+        (operator, "block", lambda _: 100, "for the kernel's choice"),
+        (operator, "cluster", lambda _: 3, "for the kernel's choice"),
+    ]
+
+
+def of_dense(operator: str, argument: str, name: str, kind: str) -> list[tuple]:
+    sentence = rf"{name} must be \d+ x \d+ contiguous {kind} that start on a multiple of 16 bytes"
+    sizes = [longer, wider, narrower, torch.flatten, of_three_dimensions]
+    changes = [of_type(torch.int16), *sizes, spread, interleaved, gaps, shifted]
+    return [(operator, argument, change, sentence) for change in changes]
+
+
+REFUSED = [
+    *of_gemm("fprop", "x", "w", "y", ("X", "W"), BLOCK),
+    *of_gemm("decode", "x", "w", "y", ("X", "W"), BLOCK),
+    *of_gemm("wgrad", "a", "b", "dw", (r"dY\^T", r"X\^T"), 1),
+    *((operator, "y", of_type(torch.float32), "FProp writes BF16") for operator in ("fprop", "decode")),
+    *((operator, "bias", lambda _: torch.zeros(143), BIAS) for operator in ("fprop", "decode")),
+    *((operator, "bias", lambda _: torch.zeros(288)[::2], BIAS) for operator in ("fprop", "decode")),
+    *((operator, "bias", lambda _: torch.zeros(144, dtype=torch.float16), BIAS) for operator in ("fprop", "decode")),
+    *((operator, "bias", lambda _: torch.zeros(144, 1), BIAS) for operator in ("fprop", "decode")),
+    *((operator, "codes", rows_of(264), f"the rows of X {ALIGNED}") for operator in ("relayout", "transpose")),
+    *((operator, "codes", shifted, f"the rows of X {ALIGNED}") for operator in ("relayout", "transpose")),
+    *((operator, "scales", longer, f"the scales of X {SCALES}") for operator in ("relayout", "transpose")),
+    ("relayout", "codes", lambda x: wider(x)[:, :264], "rows of codes must be multiples of 16 bytes"),
+    ("transpose", "codes", lambda x: x[:, :264], "rows of codes must be multiples of 16 bytes"),
+    ("transpose", "codes", lambda x: x[:136], "rows of the transpose must be multiples of 16 bytes"),
+    *of_dense("relayout", "out", "the transpose", "bytes"),
+    *of_dense("relayout", "out_scales", "the scales of the transpose", "FP32 values"),
+    *of_dense("transpose", "out", "the transpose", "bytes"),
+    *of_dense("transpose", "out_scales", "the scales of the transpose", "FP32 values"),
+    ("silu_mul_backward", "dy", rows_of(200), "gradients of 200 columns are not whole groups of 128"),
+    ("silu_mul_backward", "dy", lambda x: x[:0], "a dimension of 0 is not served"),
+    *(
+        ("silu_mul_backward", argument, change, f"{name} must be BF16, 20 x 256")
+        for argument, name in (("gate", "gate"), ("up", "up"))
+        for change in (longer, wider, of_type(torch.float16), torch.flatten, of_three_dimensions)
+    ),
+    *(
+        ("silu_mul_backward", argument, change, f"rows of {name} must be contiguous and start on multiples of 16")
+        for argument, name in (("dy", "dY"), ("gate", "gate"), ("up", "up"))
+        for change in (spread, gaps, shifted)
+    ),
+    *(
+        case
+        for of in ("dgate", "dup")
+        for case in (
+            *of_dense("silu_mul_backward", of, "the codes of a gradient", "bytes"),
+            *of_dense("silu_mul_backward", f"{of}_scales", "the scales of a gradient", "FP32 values"),
+            *of_dense("silu_mul_backward", f"{of}_columns", "the transpose", "bytes"),
+            *of_dense("silu_mul_backward", f"{of}_column_scales", "the scales of the transpose", "FP32 values"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("operator", "argument", "change", "sentence"),
+    REFUSED,
+    ids=[f"{i}-{operator}-{argument}" for i, (operator, argument, *_) in enumerate(REFUSED)],
+)
+def test_a_call_that_no_kernel_may_see_is_refused(operator, argument, change, sentence):
+    arguments, results = arguments_of(operator)
+    arguments[argument] = change(arguments[argument])
+    with pytest.raises((RuntimeError, ValueError), match=sentence):
+        getattr(torch.ops.jetrl_emulated, operator)(**arguments)
+    assert all(map(is_untouched, results.values()))
+
+
+def test_only_fp32_is_added_to():
+    arguments, _ = arguments_of("wgrad")
+    arguments |= {"accumulate": True, "dw": arguments["dw"].bfloat16()}
+    with pytest.raises(ValueError, match="FP32 buffers only"):
+        torch.ops.jetrl_emulated.wgrad(**arguments)
+
+
+@pytest.mark.parametrize("operator", ["fprop", "decode"])
+def test_rows_of_the_output_are_whole_16_bytes(operator):
+    """A width of 140 would have the copy engine write the columns behind it."""
+    arguments, results = arguments_of(operator)
+    arguments |= {"w": arguments["w"][:140], "y": results["y"][:, :140]}
+    with pytest.raises(RuntimeError, match=OUTPUT_ROWS):
+        getattr(torch.ops.jetrl_emulated, operator)(**arguments)
+    assert is_untouched(results["y"])
+
+
+def test_what_does_not_fit_32_bits_is_refused():
+    arguments, results = arguments_of("wgrad")
+    many_tokens = torch.empty(1, 2**31, dtype=torch.uint8).view(FP8_DTYPE)  # never touched
+    with pytest.raises(RuntimeError, match=f"a dimension of {2**31} is not served"):
+        torch.ops.jetrl_emulated.wgrad(**arguments | {"a": many_tokens, "b": many_tokens})
+
+    arguments, results = arguments_of("relayout")
+    far = {"codes": arguments["codes"].as_strided((1, 272), (2**31, 1)), "scales": arguments["scales"][:1]}
+    with pytest.raises(RuntimeError, match=f"a stride of {2**31} is not served"):
+        torch.ops.jetrl_emulated.relayout(**arguments | far)
+    assert all(map(is_untouched, results.values()))
+
+
+def test_a_single_row_to_add_to_may_have_any_stride_and_then_is_not_served():
+    a, b = operands(1, 72, 144, False)
+    add_to = torch.ones(1, 73)[:, :72]
+    assert add_to.is_contiguous()  # by torch's rules for a dimension of one
+    options = {"b_block_scaled": False, "out_dtype": torch.float32, "add_to": add_to}
+    assert not native.serves(a, b, **options)
+    with pytest.raises(ValueError, match="use backend triton"):
+        native.gemm_nt(a, b, **options)
+
+
+def laid_out(x: torch.Tensor, draw: random.Random) -> torch.Tensor:
+    """The same matrix, more often than not where a kernel takes it: somewhere in memory, rows somehow apart."""
+    rows, columns = x.shape
+    start, gap = (draw.choice([0, 0, 0, 16, 32, misfit]) // x.itemsize for misfit in (8, 4))
+    memory = torch.zeros(start + rows * (columns + gap), dtype=x.dtype)
+    placed = memory[start:].view(rows, columns + gap)[:, :columns]
+    byte_like = torch.uint8 if x.itemsize == 1 else x.dtype
+    placed.view(byte_like).copy_(x.view(byte_like))
+    return placed
+
+
+def relaid(q: BlockQuantized, draw: random.Random) -> BlockQuantized:
+    scales = draw.choice([q.scales.contiguous(), q.scales.t().contiguous().t(), laid_out(q.scales, draw)])
+    return BlockQuantized(laid_out(q.codes, draw), scales)
+
+
+def flattened(results) -> list[torch.Tensor]:
+    return [results] if isinstance(results, torch.Tensor) else [x for result in results for x in flattened(result)]
+
+
+def any_gemm(draw: random.Random) -> tuple[bool, Callable, list[torch.Tensor]]:
+    """(whether the backend serves it, the call, the results it should have)"""
+    m, n, k = (draw.choice(sizes) for sizes in ([1, 8, 40, 129], [1, 8, 72, 130, 136], [16, 100, 144, 272]))
+    block_scaled = draw.random() < 0.5
+    a, b = (relaid(q, draw) for q in operands(m, n, k, block_scaled, draw.randrange(9)))
+    options = {"b_block_scaled": block_scaled, "out_dtype": draw.choice([torch.bfloat16, torch.float32])}
+    want = product(a, b, block_scaled)
+    if draw.random() < 0.3:
+        bias = torch.arange(2 * n)[:: draw.choice([1, 2])][:n] / 8
+        options["bias"] = bias.to(draw.choice([torch.bfloat16, torch.float32, torch.float16]))
+        want += options["bias"].double()
+    elif not block_scaled and options["out_dtype"] == torch.float32 and draw.random() < 0.5:
+        placed = laid_out(torch.ones(m, n), draw)
+        options["add_to"] = placed if placed.is_contiguous() else torch.ones(m, n)  # as the contract asks
+        want += 1
+    return native.serves(a, b, **options), partial(native.gemm_nt, a, b, **options), [want.to(options["out_dtype"])]
+
+
+def any_transposition(draw: random.Random) -> tuple[bool, Callable, list[torch.Tensor]]:
+    operation = draw.choice(["relayout_128x1", "transpose_128x128"])
+    rule = [draw.choice(SCALE_RULES)] if operation == "relayout_128x1" else []
+    quantise = numerics.quantize_1x128 if rule else numerics.quantize_128x128
+    x = gaussian(draw.choice([1, 16, 130, 144]), draw.choice([16, 24, 128, 272]))
+    q = relaid(quantise(x, "fp32"), draw)
+    call, want = partial(getattr(native, operation), q, *rule), getattr(numerics, operation)(q, *rule)
+    return native.serves_codes(operation, q), call, list(want)
+
+
+def any_gated_mlp(draw: random.Random) -> tuple[bool, Callable, list[torch.Tensor]]:
+    shape = draw.choice([1, 5, 130]), draw.choice([128, 200, 256])
+    x = [laid_out(one, draw) for one in silu_operands(*shape, draw.randrange(9))]
+    want = [part for y in silu_gradients(*x) for q in numerics.quantize_1x128_and_128x1(y, "pow2") for part in q]
+    return native.serves_silu_mul_backward(*x), partial(native.silu_mul_backward_quantize, *x, "pow2"), want
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("drawn", [any_gemm, any_transposition, any_gated_mlp])
+def test_what_the_backend_says_it_serves_is_served_and_nothing_else(drawn, seed):
+    draw = random.Random(seed)
+    served = 0
+    for _ in range(150):
+        serves, call, want = drawn(draw)
+        if not serves:
+            with pytest.raises(ValueError):
+                call()
+            continue
+        served += 1
+        for one, other in zip(flattened(call()), want, strict=True):
+            assert one.dtype == other.dtype and torch.equal(one.double(), other.double())
+    assert 15 <= served <= 135

@@ -38,6 +38,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 #ifdef JETRL_EMULATE
+#define JETRL_DISPATCH_KEY CPU
 
 bool on_device(const Tensor& tensor) { return tensor.is_cpu(); }
 
@@ -48,6 +49,7 @@ struct Device {
 };
 
 #else
+#define JETRL_DISPATCH_KEY CUDA
 
 bool on_device(const Tensor& tensor) { return tensor.is_cuda(); }
 
@@ -266,10 +268,12 @@ void implement(torch::stable::detail::StableLibrary& library) {
 
 }  // namespace
 
-#ifdef JETRL_EMULATE
-STABLE_TORCH_LIBRARY(jetrl_emulated, library) { declare(library); }
-STABLE_TORCH_LIBRARY_IMPL(jetrl_emulated, CPU, library) { implement(library); }
-#else
-STABLE_TORCH_LIBRARY(jetrl_native, library) { declare(library); }
-STABLE_TORCH_LIBRARY_IMPL(jetrl_native, CUDA, library) { implement(library); }
+// torch.ops.<JETRL_OPERATORS>: versions of the kernels beside each other in a process need names of their own.
+#ifndef JETRL_OPERATORS
+#define JETRL_OPERATORS jetrl_native
 #endif
+#define JETRL_LIBRARY(name, library) STABLE_TORCH_LIBRARY(name, library)
+#define JETRL_LIBRARY_IMPL(name, key, library) STABLE_TORCH_LIBRARY_IMPL(name, key, library)
+
+JETRL_LIBRARY(JETRL_OPERATORS, library) { declare(library); }
+JETRL_LIBRARY_IMPL(JETRL_OPERATORS, JETRL_DISPATCH_KEY, library) { implement(library); }

@@ -205,6 +205,10 @@ def bench_gemm(
     sustained_shape: Annotated[
         str, typer.Option(help="what/model/layer/rows[/output]")
     ] = "fprop/qwen3-8b/gate_up/16384",
+    beside: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=LIBRARY: another build of csrc/ (scripts/build_csrc.py --operators NAME); repeatable"),
+    ] = None,
     repeats: _Repeats = 30,
     out: _Out = None,
 ) -> None:
@@ -220,6 +224,7 @@ def bench_gemm(
         sustained,
         sustained_shape,
         out,
+        _versions(beside or []),
     )
     _bench(run_gemm, options.full() if full else options, repeats)
 
@@ -251,6 +256,16 @@ def bench_linear(
 
     names = list(CONTENDERS) if contenders is None else _listed(contenders)
     _bench(run_linear, LinearOptions(model, _listed(tokens, int), names, out), repeats)
+
+
+def _versions(named: list[str]) -> dict[str, Path]:
+    versions = dict(entry.partition("=")[::2] for entry in named)
+    from jetrl_verl.bench.contenders import CONTENDERS
+
+    taken = [name for name, library in versions.items() if not (name.isidentifier() and library) or name in CONTENDERS]
+    if taken:
+        raise typer.BadParameter(f"--beside takes NAME=LIBRARY, NAME an identifier of its own, not {', '.join(taken)}.")
+    return {name: Path(library) for name, library in versions.items()}
 
 
 def _bench(run: Callable[..., int], options: Any, repeats: int) -> NoReturn:

@@ -16,6 +16,8 @@
     python scripts/build_csrc.py            # jetrl_verl/kernels/libjetrl_sm90.so; nothing to do if it is up to date
     python scripts/build_csrc.py --debug    # libjetrl_sm90_debug.so: waits are bounded and say what they wait for
     python scripts/build_csrc.py --optional # for the package's build: without nvcc or torch a sentence, not a failure
+    python scripts/build_csrc.py --csrc ../before/csrc --operators before --target build
+                                            # build/libbefore.so, another version for `jetrl bench gemm --beside`
 
 Needs nvcc 12.8 or newer, g++ and the torch that the library will be loaded into (or an older one: the binding uses
 torch's stable ABI and no Python). No GPU. Fails if a kernel spills registers or if the compiler serialises wgmma, both
@@ -36,6 +38,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 TARGET = ROOT / "jetrl_verl" / "kernels"
+OPERATORS = "jetrl_native"  # torch.ops.<this>
 ARCHITECTURE = "-gencode=arch=compute_90a,code=sm_90a"  # wgmma and setmaxnreg exist for sm_90a alone
 NVCC_FLAGS = ["-std=c++17", "-O3", "-lineinfo", ARCHITECTURE, "-Xcompiler=-fPIC", "-Xptxas=-v,-warn-spills"]
 HOST_FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-DUSE_CUDA"]
@@ -52,8 +55,8 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which("nvcc", path=os.path.join(home, "bin"))
 
 
-def sources() -> list[Path]:
-    return sorted(CSRC.glob("sm90_*.cu"))
+def sources(csrc: Path) -> list[Path]:
+    return sorted(csrc.glob("sm90_*.cu"))
 
 
 def _run(command: list[str | Path]) -> str:
@@ -76,19 +79,23 @@ def complaints(report: str) -> list[str]:
     return [line.strip() for line in report.splitlines() if bad.search(line)]
 
 
-def fingerprint(debug: bool, nvcc: str, torch_version: str) -> str:
+def fingerprint(csrc: Path, debug: bool, nvcc: str, torch_version: str) -> str:
     digest = hashlib.sha256(repr((debug, torch_version, NVCC_FLAGS, HOST_FLAGS, STABLE_ABI)).encode())
     digest.update(_run([nvcc, "--version"]).encode())
-    for path in sorted(CSRC.iterdir()):
+    for path in sorted(csrc.iterdir()):
         if path.is_file():
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
 
 
-def build(target: Path, work: Path, *, debug: bool = False) -> Path:
+def build(target: Path, work: Path, *, debug: bool = False, csrc: Path = CSRC, operators: str = OPERATORS) -> Path:
     """The library in ``target``, compiled in ``work``; exits with a sentence where it cannot be built.
 
     A debug build prints from the device, which takes a stack frame: only the other one is held to have none.
+
+    Args:
+        csrc, operators: a version that is compared with the installed one, and what its operators are called below
+            ``torch.ops``; the library is called after them.
     """
     nvcc = find_nvcc()
     if nvcc is None:
@@ -99,24 +106,25 @@ def build(target: Path, work: Path, *, debug: bool = False) -> Path:
         stop("torch, which the library is built against, is not installed here; build with pip's --no-build-isolation.")
 
     installed = Path(torch.__file__).parent
-    name = "libjetrl_sm90_debug" if debug else "libjetrl_sm90"
+    name = ("libjetrl_sm90" if operators == OPERATORS else f"lib{operators}") + ("_debug" if debug else "")
     library, stamp = target / f"{name}.so", work / f"{name}.json"
-    key = fingerprint(debug, nvcc, torch.__version__)
+    key = fingerprint(csrc, debug, nvcc, torch.__version__)
     if library.exists() and stamp.exists() and json.loads(stamp.read_text())["fingerprint"] == key:
         return library
     folder = work / name
     folder.mkdir(parents=True, exist_ok=True)
     objects = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        compiled = list(pool.map(lambda source: compile_kernel(nvcc, source, folder, debug), sources()))
-    for source, (output, report) in zip(sources(), compiled):
+        compiled = list(pool.map(lambda source: compile_kernel(nvcc, source, folder, debug), sources(csrc)))
+    for source, (output, report) in zip(sources(csrc), compiled):
         (folder / f"{source.stem}.ptxas.txt").write_text(report)
         if not debug and complaints(report):
             stop(f"{source.name} is not compiled as it was meant:\n" + "\n".join(complaints(report)[:20]))
         objects.append(output)
     binding = folder / "binding.o"
     compiler = os.environ.get("CXX", "g++")
-    _run([compiler, *HOST_FLAGS, STABLE_ABI, f"-I{installed / 'include'}", "-c", CSRC / "binding.cpp", "-o", binding])
+    flags = [*HOST_FLAGS, STABLE_ABI, f"-DJETRL_OPERATORS={operators}", f"-I{installed / 'include'}"]
+    _run([compiler, *flags, "-c", csrc / "binding.cpp", "-o", binding])
     # The run-time library and torch are those that the process has loaded already, found by their names.
     libraries = ["-cudart", "shared", f"-L{installed / 'lib'}", "-ltorch_cpu", "-ltorch_cuda"]
     _run([nvcc, "-shared", ARCHITECTURE, *objects, binding, *libraries, "-o", library])
@@ -130,9 +138,11 @@ def main() -> None:
     parser.add_argument("--optional", action="store_true", help="where it cannot be built, say why and succeed")
     parser.add_argument("--target", type=Path, default=TARGET, help="folder of the library")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "csrc", help="folder of what lies in between")
+    parser.add_argument("--csrc", type=Path, default=CSRC, help="another version's sources")
+    parser.add_argument("--operators", default=OPERATORS, help="what they are called below torch.ops, and the library")
     args = parser.parse_args()
     try:
-        print(build(args.target, args.work, debug=args.debug))
+        print(build(args.target, args.work, debug=args.debug, csrc=args.csrc, operators=args.operators))
     except SystemExit as failure:
         if not args.optional:
             raise

@@ -21,11 +21,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
 from jetrl_verl import kernels
-from jetrl_verl.bench import data, deep_gemm
+from jetrl_verl.bench import BenchError, data, deep_gemm, reason_of
 from jetrl_verl.bench.shapes import Problem
 from jetrl_verl.kernels import native
 from jetrl_verl.kernels.dispatch import backend_of
@@ -194,3 +195,32 @@ CONTENDERS = {
         Contender("torchao", _unless(lambda: find_spec("torchao") is not None, "torchao is not installed"), _torchao),
     )
 }
+
+
+def version_of_native(name: str, library: Path) -> Contender:
+    """Another build of the native kernels, to be timed beside the one in the package.
+
+    Args:
+        name: of the contender and, below ``torch.ops``, of its operators.
+        library: as ``scripts/build_csrc.py --operators NAME`` makes it.
+
+    Raises:
+        BenchError: it does not load, or its operators are not those that ``kernels/native.py`` calls.
+    """
+    try:
+        torch.ops.load_library(str(library))
+    except (OSError, RuntimeError) as error:
+        raise BenchError(f"--beside {name}: {library} does not load ({reason_of(error)}).") from error
+    if (why := native.foreign(name, library)) is not None:
+        raise BenchError(f"--beside {name}: {why}.")
+
+    def make(problem: Problem, x: Operands) -> GemmCall:
+        call = _native(problem, x)
+
+        def run() -> torch.Tensor:
+            with native.using(name):
+                return call()
+
+        return run
+
+    return Contender(name, native.unavailable, make)

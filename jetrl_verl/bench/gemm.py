@@ -20,14 +20,23 @@ command end with status 1; a contender from elsewhere that raises is named and l
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from jetrl_verl.bench import deep_gemm, reason_of
-from jetrl_verl.bench.contenders import CONTENDERS, OURS, Contender, GemmCall, Operands, Refused, draw
+from jetrl_verl.bench.contenders import (
+    CONTENDERS,
+    OURS,
+    Contender,
+    GemmCall,
+    Operands,
+    Refused,
+    draw,
+    version_of_native,
+)
 from jetrl_verl.bench.machine import Machine
 from jetrl_verl.bench.report import Result, render_gemm
 from jetrl_verl.bench.shapes import DECODE, MODELS, TOKENS, WHAT, Problem, choose, problem_of, problems
@@ -47,7 +56,8 @@ class GemmOptions:
 
     Attributes:
         batches: rows of a decode step. sustained: seconds per contender, 0 for none. sustained_shape: see
-            :func:`~jetrl_verl.bench.shapes.problem_of`. out: the JSON file, or None.
+            :func:`~jetrl_verl.bench.shapes.problem_of`. out: the JSON file, or None. beside: other builds of the native
+        kernels, by name (:func:`~jetrl_verl.bench.contenders.version_of_native`).
     """
 
     models: Sequence[str] = ("qwen3-8b",)
@@ -58,6 +68,7 @@ class GemmOptions:
     sustained: float = 0
     sustained_shape: str = SUSTAINED_SHAPE
     out: Path | None = None
+    beside: Mapping[str, Path] = field(default_factory=dict)
 
     def full(self) -> "GemmOptions":
         """Every model and every count of rows."""
@@ -163,11 +174,12 @@ def run_gemm(options: GemmOptions, console: Console, machine: Machine) -> int:
     """Time everything, print the table, write the JSON; 1 if a result is wrong, else 0.
 
     Raises:
-        BenchError: an option that names nothing known.
+        BenchError: an option that names nothing known, or a library that is none.
     """
     todo = problems(options.models, options.what, options.tokens, options.batches)
     steady = problem_of(options.sustained_shape) if options.sustained else None
     contenders, absent = present(options.contenders)
+    contenders += [version_of_native(name, library) for name, library in options.beside.items()]
     result = Result(options.out, {"command": "gemm", **machine.facts(), "absent": absent, "records": []})
     if any(contender.name == "deep_gemm" for contender in contenders):
         try:

@@ -25,6 +25,8 @@ kernel.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -98,8 +100,9 @@ def unavailable() -> str | None:
     return foreign("jetrl_native")
 
 
-def foreign(namespace: str) -> str | None:
-    """Why the operators of a loaded library, ``torch.ops.<namespace>``, are not those that this file calls, or None.
+def foreign(namespace: str, library: Path | None = None) -> str | None:
+    """Why the operators of a loaded ``library`` (the package's), ``torch.ops.<namespace>``, are not those that this
+    file calls, or None.
 
     By the names of their arguments. A library that was built from another version of csrc/ would fail at its first
     call, in a worker, minutes later.
@@ -109,11 +112,22 @@ def foreign(namespace: str) -> str | None:
         found = operator and " ".join(argument.name for argument in operator.default._schema.arguments)
         if found != arguments:
             return (
-                f"{library_path().name} is of another version of the kernels ({namespace}.{name} "
+                f"{(library or library_path()).name} is of another version of the kernels ({namespace}.{name} "
                 f"{f'takes {found}' if found else 'is not in it'}): run `python scripts/build_csrc.py` again, or "
                 "install the package anew"
             )
     return None
+
+
+@contextmanager
+def using(namespace: str) -> Iterator[None]:
+    """The operators of another build, ``torch.ops.<namespace>``, inside: for tests, and for benchmarks of versions."""
+    global _operators
+    before, _operators = _operators, getattr(torch.ops, namespace)
+    try:
+        yield
+    finally:
+        _operators = before
 
 
 def _aligned(x: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@
 """The command line of `jetrl bench`, and its tables from made-up records."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,6 +67,17 @@ def test_a_machine_without_a_gpu_is_refused_in_one_sentence(monkeypatch, command
     result = CliRunner().invoke(app, ["bench", command])
     assert result.exit_code == 2
     assert "error: jetrl bench needs an NVIDIA GPU and torch finds none; run it on" in result.output
+
+
+def test_other_builds_are_named_with_their_libraries(monkeypatch):
+    _, seen, _, _ = invoke(monkeypatch, "gemm", "--beside", "before=a/libbefore.so", "--beside", "after=b.so")
+    assert seen.beside == {"before": Path("a/libbefore.so"), "after": Path("b.so")}
+
+
+@pytest.mark.parametrize("words", ["libbefore.so", "before=", "=libbefore.so", "native=libbefore.so"])
+def test_a_build_without_a_name_or_a_library_is_refused(words):
+    result = CliRunner().invoke(app, ["bench", "gemm", "--beside", words])
+    assert result.exit_code == 2 and "--beside takes NAME=LIBRARY" in " ".join(result.output.split())
 
 
 def test_a_word_that_is_no_number_is_refused():

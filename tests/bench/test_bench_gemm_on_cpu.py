@@ -30,6 +30,7 @@ from jetrl_verl.bench import BenchError, contenders, deep_gemm, gemm, shapes
 from jetrl_verl.bench.contenders import CONTENDERS, Contender, Refused, draw
 from jetrl_verl.bench.gemm import GemmOptions, run_gemm
 from jetrl_verl.bench.shapes import Problem, problems
+from jetrl_verl.kernels import native
 from jetrl_verl.numerics import BlockQuantized
 
 CPU = torch.device("cpu")
@@ -344,3 +345,42 @@ def test_one_shape_that_does_not_compile_leaves_the_others(monkeypatch, failing)
     else:
         assert COMPILE_ALL(todo) >= 0
     assert done == deep_gemm.jobs_of(todo)
+
+
+@pytest.fixture
+def another_build(monkeypatch):
+    """torch.ops.jetrl_other: operators like the library's, on a CPU, whose products are twice what they should be."""
+    library = torch.library.Library("jetrl_other", "DEF")
+    tensors = {"bias": "Tensor? bias"} | {name: f"Tensor(a!) {name}" for name in ("y", "dw")}
+    numbers = {name: f"int {name}" for name in ("block", "cluster")}
+    flags = {name: f"bool {name}" for name in ("static_weight", "accumulate", "pow2")}
+    kinds = tensors | numbers | flags
+    for name, words in native._ARGUMENTS.items():
+        library.define(f"{name}({', '.join(kinds.get(word, f'Tensor {word}') for word in words.split())}) -> ()")
+
+    def double(x, x_scales, w, w_scales, bias, y, *plan):
+        a, b = BlockQuantized(x, x_scales), BlockQuantized(w, w_scales)
+        y.copy_(2 * kernels.gemm_nt(a, b, b_block_scaled=True, bias=bias))
+
+    for name in ("fprop", "decode"):
+        library.impl(name, double, "CPU")
+    monkeypatch.setattr(native, "unavailable", lambda: None)
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    return library
+
+
+def test_another_build_is_a_contender_whose_operators_are_its_own(bench, another_build, tmp_path):
+    beside = {"jetrl_other": tmp_path / "libjetrl_other.so"}
+    status, found, text = bench(here("native", reference), what=["fprop"], beside=beside)
+    errors = [record["error"] for record in found["records"]]
+    assert all(error["jetrl_other"] == pytest.approx(1, abs=0.01) and error["native"] < 3e-3 for error in errors)
+    assert status == 1 and "WRONG jetrl_other: fprop tiny qkv" in text
+    assert native._operators is torch.ops.jetrl_native
+
+
+def test_a_library_that_is_no_build_of_these_kernels_is_refused(bench, tmp_path, monkeypatch):
+    with pytest.raises(BenchError, match="--beside before: .*libbefore.so does not load"):
+        bench(here("native", reference), beside={"before": tmp_path / "libbefore.so"})
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    with pytest.raises(BenchError, match="--beside before: libbefore.so is of another version of the kernels"):
+        bench(here("native", reference), beside={"before": tmp_path / "libbefore.so"})

@@ -43,21 +43,21 @@ def build(
     csrc: Path = CSRC,
     kernels: str = "sm90_*",
     machine: Path | None = None,
-    operators: bool = False,
+    operators: str | None = None,
 ) -> Path:
     """Compile the kernels and the machine into one library in ``folder``; about 15 s on one core for all of them.
 
     ``machine``: an object file of the same machine, ``machine.o`` of an earlier folder, instead of compiling it.
-    ``operators``: with csrc/binding.cpp, so that ``torch.ops.load_library``, once in a process, gives
-    ``torch.ops.jetrl_emulated``: the library's operators on tensors of the CPU.
+    ``operators``: with csrc/binding.cpp, so that ``torch.ops.load_library``, once in a process, gives the library's
+    operators on tensors of the CPU as ``torch.ops.<operators>``.
     """
     library = folder / "libjetrl_emulated.so"
     flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-DJETRL_EMULATE", "-Wno-unknown-pragmas", f"-I{csrc}"]
     sources, objects, libraries = sorted(csrc.glob(f"{kernels}.cu")), [], []
-    if operators:
+    if operators is not None:
         installed = Path(torch.__file__).parent
         sources.append(csrc / "binding.cpp")
-        flags += [STABLE_ABI, f"-I{installed / 'include'}"]
+        flags += [STABLE_ABI, f"-DJETRL_OPERATORS={operators}", f"-I{installed / 'include'}"]
         libraries = [f"-L{installed / 'lib'}", "-ltorch_cpu"]
     if machine is None:
         sources.append(csrc / "emulator" / "machine.cpp")

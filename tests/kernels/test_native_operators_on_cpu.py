@@ -40,15 +40,17 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
-    torch.ops.load_library(str(native_emulator.build(tmp_path_factory.mktemp("operators"), operators=True)))
+    folder = tmp_path_factory.mktemp("operators")
+    torch.ops.load_library(str(native_emulator.build(folder, operators="jetrl_emulated")))
     return torch.ops.jetrl_emulated
 
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(emulated, monkeypatch):
     """The backend finds its operators and serves tensors of the CPU."""
-    monkeypatch.setattr(native, "_operators", emulated)
     monkeypatch.setattr(native, "unavailable", lambda: None)
+    with native.using("jetrl_emulated"):
+        yield
 
 
 def test_the_operators_are_those_that_the_backend_calls():

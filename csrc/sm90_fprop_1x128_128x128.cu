@@ -273,9 +273,9 @@ void run_fprop(const Operand& x, const Operand& w, int k, const Bias& bias, cons
   launch<sm90_fprop<Shape>>(grid, x_map, w_map, x_scales_map, output_map(y, x.rows, w.rows), p);
 }
 
-// A round of 128 columns was measured to take 0.66 of the time of one of 256, a round of 64 columns 0.86 of that (H200):
-// reads and writes of shared memory, which a narrow tile has more of for an element, and the way of the first bytes do
-// not shrink with the tile.
+// A round of 128 columns was measured to take 0.66 of the time of one of 256, a round of 64 columns 0.86 of that
+// (H200): reads and writes of shared memory, which a narrow tile has more of for an element, and the way of the first
+// bytes do not shrink with the tile.
 constexpr TileCost kTiles[] = {{256, 20}, {128, 13}, {64, 11}};
 
 }  // namespace

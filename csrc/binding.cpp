@@ -17,7 +17,7 @@
 // Operators write into a tensor that the caller allocated: no allocation here, no wait for the device, so CUDA graphs
 // may capture them. What a call must fulfil is checked here once more than in jetrl_verl/kernels/native.py, because a
 // wrong stride would not fail but read elsewhere. With csrc/emulator the same operators take tensors of the CPU, so all
-// of this file but the stream is tested without a GPU.
+// of this file but the device and its stream is tested without a GPU.
 
 #ifndef JETRL_EMULATE
 #include <torch/csrc/stable/accelerator.h>

@@ -259,13 +259,15 @@ def bench_linear(
 
 
 def _versions(named: list[str]) -> dict[str, Path]:
-    versions = dict(entry.partition("=")[::2] for entry in named)
     from jetrl_verl.bench.contenders import CONTENDERS
 
-    taken = [name for name, library in versions.items() if not (name.isidentifier() and library) or name in CONTENDERS]
-    if taken:
-        raise typer.BadParameter(f"--beside takes NAME=LIBRARY, NAME an identifier of its own, not {', '.join(taken)}.")
-    return {name: Path(library) for name, library in versions.items()}
+    versions: dict[str, Path] = {}
+    for entry in named:
+        name, _, library = entry.partition("=")
+        if not (name.isidentifier() and library) or name in versions or name in (*CONTENDERS, "jetrl_native"):
+            raise typer.BadParameter(f"--beside takes NAME=LIBRARY, NAME an identifier of its own, not {entry!r}.")
+        versions[name] = Path(library)
+    return versions
 
 
 def _bench(run: Callable[..., int], options: Any, repeats: int) -> NoReturn:

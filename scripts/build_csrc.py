@@ -79,8 +79,9 @@ def complaints(report: str) -> list[str]:
     return [line.strip() for line in report.splitlines() if bad.search(line)]
 
 
-def fingerprint(csrc: Path, debug: bool, nvcc: str, torch_version: str) -> str:
-    digest = hashlib.sha256(repr((debug, torch_version, NVCC_FLAGS, HOST_FLAGS, STABLE_ABI)).encode())
+def fingerprint(csrc: Path, library: Path, operators: str, debug: bool, nvcc: str, torch_version: str) -> str:
+    of_call = (str(library.resolve()), operators, debug, torch_version, NVCC_FLAGS, HOST_FLAGS, STABLE_ABI)
+    digest = hashlib.sha256(repr(of_call).encode())
     digest.update(_run([nvcc, "--version"]).encode())
     for path in sorted(csrc.iterdir()):
         if path.is_file():
@@ -105,10 +106,13 @@ def build(target: Path, work: Path, *, debug: bool = False, csrc: Path = CSRC, o
     except ImportError:
         stop("torch, which the library is built against, is not installed here; build with pip's --no-build-isolation.")
 
+    if operators != OPERATORS and "JETRL_OPERATORS" not in (csrc / "binding.cpp").read_text():
+        stop(f"{csrc / 'binding.cpp'} gives its operators no other name; copy this tree's there if gemm.h is the same.")
+
     installed = Path(torch.__file__).parent
     name = ("libjetrl_sm90" if operators == OPERATORS else f"lib{operators}") + ("_debug" if debug else "")
     library, stamp = target / f"{name}.so", work / f"{name}.json"
-    key = fingerprint(csrc, debug, nvcc, torch.__version__)
+    key = fingerprint(csrc, library, operators, debug, nvcc, torch.__version__)
     if library.exists() and stamp.exists() and json.loads(stamp.read_text())["fingerprint"] == key:
         return library
     folder = work / name
@@ -141,6 +145,8 @@ def main() -> None:
     parser.add_argument("--csrc", type=Path, default=CSRC, help="another version's sources")
     parser.add_argument("--operators", default=OPERATORS, help="what they are called below torch.ops, and the library")
     args = parser.parse_args()
+    if (args.csrc.resolve() != CSRC) != (args.operators != OPERATORS):
+        parser.error("--csrc and --operators go together: else another version takes the place of the installed one.")
     try:
         print(build(args.target, args.work, debug=args.debug, csrc=args.csrc, operators=args.operators))
     except SystemExit as failure:

@@ -17,6 +17,8 @@ A contender turns operands into a call without arguments. What a caller would do
 a weight's scales or the allocation of a gradient, is done when the call is made; what every call costs is in it.
 """
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +28,7 @@ from pathlib import Path
 import torch
 
 from jetrl_verl import kernels
-from jetrl_verl.bench import BenchError, data, deep_gemm, reason_of
+from jetrl_verl.bench import BenchError, data, deep_gemm
 from jetrl_verl.bench.shapes import Problem
 from jetrl_verl.kernels import native
 from jetrl_verl.kernels.dispatch import backend_of
@@ -158,13 +160,15 @@ def _torchao(problem: Problem, x: Operands) -> GemmCall:
 class Contender:
     """Attributes:
     name: of the column. missing: why this machine does not have it, or None. make: the call on given operands, or
-    :class:`Refused`. quantised: whether it reads the codes rather than the BF16 tensors.
+    :class:`Refused`. quantised: whether it reads the codes rather than the BF16 tensors. version_of: the contender of
+    which it is another build.
     """
 
     name: str
     missing: Callable[[], str | None]
     make: Callable[[Problem, Operands], GemmCall]
     quantised: bool = True
+    version_of: str | None = None
 
 
 def _unless(here: Callable[[], bool], why: str) -> Callable[[], str | None]:
@@ -205,12 +209,20 @@ def version_of_native(name: str, library: Path) -> Contender:
         library: as ``scripts/build_csrc.py --operators NAME`` makes it.
 
     Raises:
-        BenchError: it does not load, or its operators are not those that ``kernels/native.py`` calls.
+        BenchError: no native kernel runs here, the library does not load, or its operators are not those that
+            ``kernels/native.py`` calls.
     """
-    try:
-        torch.ops.load_library(str(library))
-    except (OSError, RuntimeError) as error:
-        raise BenchError(f"--beside {name}: {library} does not load ({reason_of(error)}).") from error
+    if (why := native.unavailable()) is not None:
+        raise BenchError(f"--beside {name}: {why}.")
+    # A library whose operators have the name of loaded ones ends its process, so that another one tries it first.
+    script = "import sys, torch; [torch.ops.load_library(path) for path in sys.argv[1:]]"
+    command = [sys.executable, "-c", script, *sorted(torch.ops.loaded_libraries), str(library)]
+    tried = subprocess.run(command, capture_output=True, text=True, check=False)
+    if tried.returncode < 0:
+        raise BenchError(f"--beside {name}: its operators have the name of others; build it with --operators {name}.")
+    if tried.returncode != 0:
+        raise BenchError(f"--beside {name}: {library} does not load here: {tried.stderr.strip().splitlines()[-1]}.")
+    torch.ops.load_library(str(library))
     if (why := native.foreign(name, library)) is not None:
         raise BenchError(f"--beside {name}: {why}.")
 
@@ -223,4 +235,4 @@ def version_of_native(name: str, library: Path) -> Contender:
 
         return run
 
-    return Contender(name, native.unavailable, make)
+    return Contender(name, lambda: None, make, version_of="native")

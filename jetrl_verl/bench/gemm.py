@@ -21,6 +21,7 @@ command end with status 1; a contender from elsewhere that raises is named and l
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -57,7 +58,7 @@ class GemmOptions:
     Attributes:
         batches: rows of a decode step. sustained: seconds per contender, 0 for none. sustained_shape: see
             :func:`~jetrl_verl.bench.shapes.problem_of`. out: the JSON file, or None. beside: other builds of the native
-        kernels, by name (:func:`~jetrl_verl.bench.contenders.version_of_native`).
+            kernels, by name (:func:`~jetrl_verl.bench.contenders.version_of_native`).
     """
 
     models: Sequence[str] = ("qwen3-8b",)
@@ -111,15 +112,18 @@ def results(
             refused[contender.name] = str(reason)
         except Exception as error:  # other packages raise what they like, and a benchmark of one goes on without it
             refused[contender.name] = reason_of(error)
-            failed += [contender.name] if contender.name in OURS else []
+            failed += [contender.name] if contender.name in OURS or contender.version_of else []
     return outputs, refused, failed
 
 
-def equal_bits(outputs: Mapping[str, torch.Tensor]) -> dict[str, dict[str, bool]]:
-    """For every FP8 result, whether it is Triton's and whether it is DeepGEMM's."""
-    names = [name for name in outputs if name != "bf16"]
-    references = [name for name in ("triton", "deep_gemm") if name in outputs]
-    return {a: {b: torch.equal(outputs[a], outputs[b]) for b in references if a != b} for a in names}
+def equal_bits(contenders: Sequence[Contender], outputs: Mapping[str, torch.Tensor]) -> dict[str, dict[str, bool]]:
+    """For every FP8 result, whether it is Triton's, DeepGEMM's and, of another build, that of the build it varies."""
+    bits = {}
+    for contender in contenders:
+        if contender.quantised and (mine := outputs.get(contender.name)) is not None:
+            references = {"triton", "deep_gemm", contender.version_of} & set(outputs) - {contender.name}
+            bits[contender.name] = {name: torch.equal(mine, outputs[name]) for name in sorted(references, reverse=True)}
+    return bits
 
 
 def rotated(machine: Machine, contender: Contender, problem: Problem, x: Operands) -> list[GemmCall]:
@@ -133,7 +137,7 @@ def measure(machine: Machine, contenders: Sequence[Contender], problem: Problem)
     outputs, refused, failed = results(contenders, problem, x)
     runnable = [contender for contender in contenders if contender.name in outputs]
     errors = {c.name: error_of(c, problem, x, outputs[c.name]) for c in runnable}
-    bits = equal_bits(outputs)
+    bits = equal_bits(contenders, outputs)
     del outputs
     machine.clear()
     # NaN is not below the limit.
@@ -181,6 +185,7 @@ def run_gemm(options: GemmOptions, console: Console, machine: Machine) -> int:
     contenders, absent = present(options.contenders)
     contenders += [version_of_native(name, library) for name, library in options.beside.items()]
     result = Result(options.out, {"command": "gemm", **machine.facts(), "absent": absent, "records": []})
+    result["beside"] = {name: sha256(library.read_bytes()).hexdigest() for name, library in options.beside.items()}
     if any(contender.name == "deep_gemm" for contender in contenders):
         try:
             with console.status("DeepGEMM compiles"):

@@ -131,8 +131,8 @@ def using(namespace: str) -> Iterator[None]:
 
 
 def _aligned(x: torch.Tensor) -> bool:
-    """Whether ``x`` is a matrix of contiguous rows that start on 16 bytes."""
-    if x.dim() != 2 or x.stride(1) != 1:
+    """Whether ``x`` is a matrix of contiguous rows that start on 16 bytes and do not overlap."""
+    if x.dim() != 2 or x.stride(1) != 1 or x.stride(0) < x.shape[1]:
         return False
     return x.stride(0) * x.itemsize % _ALIGNMENT == 0 and x.data_ptr() % _ALIGNMENT == 0
 
@@ -197,16 +197,18 @@ def gemm_nt(
         ValueError: a call that is not served (:func:`serves`), or an ``add_to`` that takes no weight gradient.
     """
     check_gemm_shapes(a, b, b_block_scaled, bias)
-    if not serves(a, b, b_block_scaled=b_block_scaled, bias=bias, out_dtype=out_dtype, add_to=add_to):
-        raise ValueError(
-            f"native does not serve A {tuple(a.codes.shape)} strides {a.codes.stride()}, B {tuple(b.codes.shape)} "
-            f"strides {b.codes.stride()} with {'128x128' if b_block_scaled else '1x128'} scales on B, "
-            f"{'a' if bias is not None else 'no'} bias and {out_dtype} out"
-            f"{_why()}; use backend triton."
-        )
     m, n = a.codes.shape[0], b.codes.shape[0]
     if add_to is not None:
         check_add_to(add_to, m, n, b_block_scaled, out_dtype)
+    if not serves(a, b, b_block_scaled=b_block_scaled, bias=bias, out_dtype=out_dtype, add_to=add_to):
+        added = "" if add_to is None else f" added to rows of stride {add_to.stride(0)}"
+        raise ValueError(
+            f"native does not serve A {tuple(a.codes.shape)} strides {a.codes.stride()}, B {tuple(b.codes.shape)} "
+            f"strides {b.codes.stride()} with {'128x128' if b_block_scaled else '1x128'} scales on B, "
+            f"{'a' if bias is not None else 'no'} bias and {out_dtype} out{added}"
+            f"{_why()}; use backend triton."
+        )
+    if add_to is not None:
         out = add_to
     elif out is None:
         out = torch.empty((m, n), dtype=out_dtype, device=a.codes.device)
@@ -230,7 +232,7 @@ def serves_codes(operation: str, q: BlockQuantized) -> bool:
     in sixteens, rows on 16-byte steps, and for the transpose rows in sixteens, too."""
     rows, k = q.codes.shape
     in_sixteens = k if operation == "relayout_128x1" else k | rows
-    fits = k <= q.codes.stride(0) < _MOST and q.scales.stride(0) < _MOST and rows < _MOST and k <= _MOST_COLUMNS
+    fits = q.codes.stride(0) < _MOST and q.scales.stride(0) < _MOST and rows < _MOST and k <= _MOST_COLUMNS
     return min(rows, k) > 0 and in_sixteens % _ALIGNMENT == 0 and fits and _aligned(q.codes) and unavailable() is None
 
 

@@ -74,10 +74,12 @@ def test_other_builds_are_named_with_their_libraries(monkeypatch):
     assert seen.beside == {"before": Path("a/libbefore.so"), "after": Path("b.so")}
 
 
-@pytest.mark.parametrize("words", ["libbefore.so", "before=", "=libbefore.so", "native=libbefore.so"])
-def test_a_build_without_a_name_or_a_library_is_refused(words):
-    result = CliRunner().invoke(app, ["bench", "gemm", "--beside", words])
-    assert result.exit_code == 2 and "--beside takes NAME=LIBRARY" in " ".join(result.output.split())
+@pytest.mark.parametrize(
+    "entry", ["libbefore.so", "before=", "=libbefore.so", "native=a.so", "jetrl_native=a.so", "a=b"]
+)
+def test_a_build_without_a_library_or_a_name_of_its_own_is_refused(entry):
+    result = CliRunner().invoke(app, ["bench", "gemm", "--beside", "a=a.so", "--beside", entry])
+    assert result.exit_code == 2 and f"not '{entry}'" in " ".join(result.output.split())
 
 
 def test_a_word_that_is_no_number_is_refused():

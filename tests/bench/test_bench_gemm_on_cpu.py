@@ -13,6 +13,7 @@
 # limitations under the License.
 """`jetrl bench gemm` on the CPU: real operands and checks, stand-ins for the GPU's contenders, a clock that ticks."""
 
+import hashlib
 import json
 import math
 import sys
@@ -364,23 +365,56 @@ def another_build(monkeypatch):
 
     for name in ("fprop", "decode"):
         library.impl(name, double, "CPU")
-    monkeypatch.setattr(native, "unavailable", lambda: None)
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
     return library
 
 
-def test_another_build_is_a_contender_whose_operators_are_its_own(bench, another_build, tmp_path):
-    beside = {"jetrl_other": tmp_path / "libjetrl_other.so"}
+@pytest.fixture
+def built(monkeypatch, tmp_path):
+    """A file for a library; the kernels seem to run here, and whatever is loaded in a process of its own loads."""
+    monkeypatch.setattr(native, "unavailable", lambda: None)
+    monkeypatch.setattr(contenders.subprocess, "run", lambda *_, **__: types.SimpleNamespace(returncode=0))
+    (tmp_path / "libother.so").write_bytes(b"a library")
+    return tmp_path / "libother.so"
+
+
+def test_another_build_is_a_contender_whose_operators_are_its_own(bench, another_build, built):
+    beside = {"jetrl_other": built}
     status, found, text = bench(here("native", reference), what=["fprop"], beside=beside)
     errors = [record["error"] for record in found["records"]]
     assert all(error["jetrl_other"] == pytest.approx(1, abs=0.01) and error["native"] < 3e-3 for error in errors)
     assert status == 1 and "WRONG jetrl_other: fprop tiny qkv" in text
+    assert "bits: jetrl_other equals native at 0 of 2 shapes" in text
+    assert found["beside"] == {"jetrl_other": hashlib.sha256(b"a library").hexdigest()}
     assert native._operators is torch.ops.jetrl_native
 
 
-def test_a_library_that_is_no_build_of_these_kernels_is_refused(bench, tmp_path, monkeypatch):
-    with pytest.raises(BenchError, match="--beside before: .*libbefore.so does not load"):
-        bench(here("native", reference), beside={"before": tmp_path / "libbefore.so"})
+def test_another_build_that_raises_fails_the_command_as_ours_do(bench, another_build, built, monkeypatch):
+    monkeypatch.setattr(contenders, "_native", raising)
+    status, found, _ = bench(here("native", reference), what=["fprop"], beside={"jetrl_other": built})
+    assert status == 1 and found["wrong"][0].startswith("jetrl_other: fprop tiny")
+
+
+def test_another_build_is_refused_where_the_kernels_cannot_run(bench, tmp_path):
+    with pytest.raises(
+        BenchError, match="--beside other: .*native kernels are for Hopper|--beside other: .* not built"
+    ):
+        bench(here("native", reference), beside={"other": tmp_path / "libother.so"})
+
+
+def test_a_library_that_would_end_the_process_is_tried_in_another_one(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(native, "unavailable", lambda: None)
+    with pytest.raises(BenchError, match="--beside other: .*libother.so does not load here: OSError"):
+        bench(here("native", reference), beside={"other": tmp_path / "libother.so"})
+
+
+def test_a_library_whose_operators_have_a_name_that_is_taken_is_refused(bench, built, monkeypatch):
+    monkeypatch.setattr(contenders.subprocess, "run", lambda *_, **__: types.SimpleNamespace(returncode=-11, stderr=""))
+    with pytest.raises(BenchError, match="operators have the name of others; build it with --operators other"):
+        bench(here("native", reference), beside={"other": built})
+
+
+def test_a_library_with_other_operators_is_refused(bench, built, monkeypatch):
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
-    with pytest.raises(BenchError, match="--beside before: libbefore.so is of another version of the kernels"):
-        bench(here("native", reference), beside={"before": tmp_path / "libbefore.so"})
+    with pytest.raises(BenchError, match="--beside other: libother.so is of another version of the kernels"):
+        bench(here("native", reference), beside={"other": built})

@@ -108,6 +108,23 @@ def stopped_chains(function: str) -> int:
     return len(stopped)
 
 
+def instruction(text: str, control: int) -> str:
+    """As cuobjdump prints it, with these control bits."""
+    return f"        /*0010*/  {text} ;  /* 0x0000000000000000 */\n        /* 0x{control << 41:016x} */\n"
+
+
+def test_a_chain_that_waits_for_shared_memory_is_counted():
+    signals, waits, neither = 7 << 8 | 1 << 5, 7 << 8 | 7 << 5 | 2 << 11, 7 << 8 | 7 << 5  # scoreboard 1 of six
+    read, multiply = "LDS R4, [R2+0x100]", "@P1 FMUL R5, R4, R3"
+    wgmma = instruction("QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR8], R24", neither)
+    before = instruction(read, signals) + instruction(multiply, waits) + 4 * wgmma
+    inside = instruction(read, signals) + wgmma + instruction(multiply, waits) + 3 * wgmma
+    behind = instruction(read, signals) + 4 * wgmma + instruction(multiply, waits)
+    other = instruction("LDC R4, c[0x0][0x210]", signals) + wgmma + instruction(multiply, waits) + 3 * wgmma
+    assert [stopped_chains(code) for code in (before, inside, behind, other)] == [0, 1, 0, 0]
+    assert stopped_chains(inside + before + inside) == 2
+
+
 @needs_nvcc
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("kernel", "variants"), [("sm90_decode_fprop", 16), ("sm90_wgrad.*Lb1E", 4)])
@@ -170,6 +187,31 @@ def test_a_slow_kernel_is_a_complaint(line):
 def test_a_clean_report_has_no_complaints():
     clean = "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nptxas info    : Used 168 registers"
     assert build_csrc.complaints(clean) == []
+
+
+def test_a_version_whose_operators_cannot_be_named_is_not_built(tmp_path, monkeypatch):
+    monkeypatch.setattr(build_csrc, "find_nvcc", lambda: "nvcc")
+    (tmp_path / "binding.cpp").write_text("STABLE_TORCH_LIBRARY(jetrl_native, library) {}")
+    with pytest.raises(SystemExit, match="binding.cpp gives its operators no other name; copy this tree's there"):
+        build_csrc.build(tmp_path, tmp_path, csrc=tmp_path, operators="before")
+
+
+@pytest.mark.parametrize("words", [["--csrc", "elsewhere"], ["--operators", "before"]])
+def test_another_version_never_takes_the_place_of_the_installed_one(words, monkeypatch, capsys):
+    monkeypatch.setattr(build_csrc.sys, "argv", ["build_csrc.py", *words])
+    with pytest.raises(SystemExit):
+        build_csrc.main()
+    assert "--csrc and --operators go together" in capsys.readouterr().err
+
+
+def test_a_build_is_known_by_its_operators_and_its_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(build_csrc, "_run", lambda command: "nvcc 13.0")
+    keys = {
+        build_csrc.fingerprint(build_csrc.CSRC, folder / "lib.so", operators, False, "nvcc", "2.11")
+        for folder in (tmp_path, tmp_path / "another")
+        for operators in ("jetrl_native", "before")
+    }
+    assert len(keys) == 4
 
 
 def test_without_nvcc_the_build_says_what_runs_instead(monkeypatch, tmp_path):

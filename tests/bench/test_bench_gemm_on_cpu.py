@@ -70,6 +70,13 @@ def here(name, make, **options):
     return Contender(name, lambda: None, make, **options)
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """In 16 rows of products as small as these, one large channel has all of the norm: a draw in a hundred has its 16
+    elements rounded to BF16 by more than the limit, which is made for products of thousands of columns."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def bench(monkeypatch, tmp_path):
     """Runs the command with the given contenders; its exit status, JSON and output."""

@@ -112,7 +112,7 @@ def results(
             refused[contender.name] = str(reason)
         except Exception as error:  # other packages raise what they like, and a benchmark of one goes on without it
             refused[contender.name] = reason_of(error)
-            failed += [contender.name] if contender.name in OURS or contender.version_of else []
+            failed += [contender.name] if (contender.version_of or contender.name) in OURS else []
     return outputs, refused, failed
 
 
@@ -121,8 +121,8 @@ def equal_bits(contenders: Sequence[Contender], outputs: Mapping[str, torch.Tens
     bits = {}
     for contender in contenders:
         if contender.quantised and (mine := outputs.get(contender.name)) is not None:
-            references = {"triton", "deep_gemm", contender.version_of} & set(outputs) - {contender.name}
-            bits[contender.name] = {name: torch.equal(mine, outputs[name]) for name in sorted(references, reverse=True)}
+            others = [name for name in ("triton", "deep_gemm", contender.version_of) if name != contender.name]
+            bits[contender.name] = {name: torch.equal(mine, outputs[name]) for name in others if name in outputs}
     return bits
 
 

@@ -200,6 +200,7 @@ def gemm_nt(
     m, n = a.codes.shape[0], b.codes.shape[0]
     if add_to is not None:
         check_add_to(add_to, m, n, b_block_scaled, out_dtype)
+        out = add_to
     if not serves(a, b, b_block_scaled=b_block_scaled, bias=bias, out_dtype=out_dtype, add_to=add_to):
         added = "" if add_to is None else f" added to rows of stride {add_to.stride(0)}"
         raise ValueError(
@@ -208,9 +209,7 @@ def gemm_nt(
             f"{'a' if bias is not None else 'no'} bias and {out_dtype} out{added}"
             f"{_why()}; use backend triton."
         )
-    if add_to is not None:
-        out = add_to
-    elif out is None:
+    if out is None:
         out = torch.empty((m, n), dtype=out_dtype, device=a.codes.device)
     elif out.dtype != out_dtype:
         raise ValueError(f"native: out is {out.dtype} and out_dtype {out_dtype}; they must be the same.")

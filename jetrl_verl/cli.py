@@ -203,7 +203,7 @@ def bench_gemm(
     ] = False,
     sustained: Annotated[float, typer.Option(min=0, help="seconds of back-to-back runs per contender; try 20")] = 0,
     sustained_shape: Annotated[
-        str, typer.Option(help="what/model/layer/rows[/output]")
+        str, typer.Option(help="what/model/layer/rows or what/model/layer/rows/output")
     ] = "fprop/qwen3-8b/gate_up/16384",
     beside: Annotated[
         list[str] | None,

@@ -65,6 +65,15 @@ JETRL_DEVICE uint8_t* dynamic_shared_memory() {
 // The same value in every lane, kept in a uniform register.
 JETRL_DEVICE int warp_uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
+// Whether this is the one lane of a full warp that acts for it; always the same one. Under this condition the compiler
+// knows that a single thread runs, which it does not under `lane == 0`: there it puts a loop over the warp's lanes
+// around every instruction that takes its operands from uniform registers, as the copy engine's do.
+JETRL_DEVICE bool elect_one() {
+  uint32_t elected;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
+  return elected != 0;
+}
+
 // ---- barriers among threads ----------------------------------------------------------------------------------------
 
 JETRL_DEVICE void sync_warp() { __syncwarp(); }
@@ -106,6 +115,19 @@ JETRL_DEVICE void barrier_arrive_at(uint32_t barrier, int rank) {
       : "memory");
 }
 
+// The address by which the whole cluster knows the place at `address` in block `rank` (which may be this one); what
+// lies n bytes behind it there lies n bytes behind the result.
+JETRL_DEVICE uint32_t address_in_cluster(uint32_t address, int rank) {
+  uint32_t mapped;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+  return mapped;
+}
+
+// The same, at an address of address_in_cluster.
+JETRL_DEVICE void barrier_arrive_in_cluster(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // One arrival, and the phase now also waits for `bytes` from the copy engine.
 JETRL_DEVICE void barrier_arrive_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -115,16 +137,6 @@ JETRL_DEVICE void barrier_arrive_expect(uint32_t barrier, int bytes) {
 JETRL_DEVICE bool barrier_try_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-               : "=r"(done)
-               : "r"(barrier), "r"(parity)
-               : "memory");
-  return done != 0;
-}
-
-// The same without ever suspending the thread.
-JETRL_DEVICE bool barrier_test(uint32_t barrier, uint32_t parity) {
-  uint32_t done;
-  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
                : "=r"(done)
                : "r"(barrier), "r"(parity)
                : "memory");

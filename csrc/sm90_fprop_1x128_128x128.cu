@@ -37,22 +37,32 @@
 //
 // Overlap. A warpgroup waits for its own chain and promotes it while the other's chain runs. Nothing makes them take
 // turns: whoever comes second waits for the tensor cores, and is then out of step with the first (turns by named
-// barriers or mbarriers were no faster on an H200). Stages are static (tile_ring.cuh: addresses need no arithmetic) and
-// scales are read before the chain. Under it the next block is looked for; if it has not come, it is waited for only
-// when this one is promoted and given back: else late copies would make the next ones late.
+// barriers or mbarriers were no faster on an H200). The other's chain covers 256 cycles. A chain's latency, 64 FMAs
+// (160 cycles: wgmma's accumulators pass through the same ports of the register file) and what stands between them and
+// the next chain are about 300, so every instruction there shows:
+//   - Stages are static (tile_ring.cuh: addresses need no arithmetic), where releases arrive is computed once, and
+//     while a tile has more than a round of blocks left the loop does not ask for its end.
+//   - The next block is waited for behind the FMAs in this source. So ptxas asks for it before them and branches after
+//     them, if it has not come; with a condition in between it asked after them, which was 3% slower. The stage has
+//     been given back by then: else late copies would make the next ones late.
+//   - The warps of a warpgroup start a chain together, so the slowest of them counts, and that is the one whose
+//     sub-core issues for a warp that copies, too. An instruction a K block in one of those costs as much as one in the
+//     loop: see fprop_fill, fprop_copy_w_scales.
+// Together 3% (H200, 16 shapes). Scales read earlier, under the chain before or under their own, were 1 to 2% slower:
+// the wait for them stands behind a chain's first wgmma and stops nothing.
 //
 // The end of a tile stops nobody. Stored where the loop ends, 32 K blocks' output takes 6% of the time, 1.5% for the
 // stores and the rest because both warpgroups pack and wait while the tensor cores have nothing to do. So the sums stay
 // in their registers until the next tile's first block: each chain's columns are packed into staging under that block's
 // chain for the same ones, which starts from zero anyway, and the copy engine stores them while the loop goes on.
 //
-// Roles (384 threads, one block per multiprocessor, persistent): warpgroup 0 holds the producer warp; warpgroups 1 and
-// 2 each own 64 rows. TMA brings codes, and the scales of X where scales_suit_tma; else 32 lanes bring them by
-// cp.async, four bytes each. Those copies and their 33 arrivals pass through the shared memory that the loop needs: TMA
-// instead is 4% faster (H200). The scales of W, one for each 128 columns, are cp.async. M, N and K edges: TMA and
-// cp.async fill with zeros, so partial sums there are zero, and TMA stores nothing there. K's last group is short but
-// has a scale. Where M has an odd number of row tiles, the last cluster's second block computes zeros that no one
-// stores.
+// Roles (384 threads, one block per multiprocessor, persistent): warpgroup 0 holds the warps that copy; warpgroups 1
+// and 2 each own 64 rows. By TMA one warp brings codes, and the scales of X where scales_suit_tma; else another one
+// brings them by cp.async, four bytes each. Those copies and their 33 arrivals pass through the shared memory that the
+// loop needs: TMA instead is 4% faster (H200). The scales of W, one for each 128 columns, are a third warp's cp.async.
+// M, N and K edges: TMA and cp.async fill with zeros, so partial sums there are zero, and TMA stores nothing there. K's
+// last group is short but has a scale. Where M has an odd number of row tiles, the last cluster's second block computes
+// zeros that no one stores.
 
 #include <algorithm>
 
@@ -86,13 +96,14 @@ struct FpropShape {
   static constexpr int kChunks = kBlockN / kChunk;  // a consumer warpgroup has 64 rows of each
   static constexpr int kStages = kBlockN == 256 ? 4 : kBlockN == 128 ? 5 : 8;
   static constexpr int kTileX = kBlockM * kGroup, kTileW = kBlockN * kGroup;
+  static constexpr int kScalesW = kStages * kChunks;  // scales of W that a round of the ring needs
   // Byte offsets in shared memory.
   static constexpr int kAtW = kStages * kTileX;
   static constexpr int kAtStaging = kAtW + kStages * kTileW;
   static constexpr int kStaging = kChunk / kStoreColumns * kStagingBytes;  // of a warp
   static constexpr int kAtScales = kAtStaging + 4 * kConsumers * kStaging;
-  static constexpr int kAtScalesW = kAtScales + kStages * kBlockM * 4;
-  static constexpr int kAtFull = kAtScalesW + kStages * 8;
+  static constexpr int kAtScalesW = kAtScales + kStages * kBlockM * 4;  // of two rounds
+  static constexpr int kAtFull = kAtScalesW + round_up(2 * kScalesW * 4, 8);
   static constexpr int kAtEmpty = kAtFull + 8 * kStages;
   static constexpr int kBytes = kAtEmpty + 8 * kStages;
 
@@ -103,35 +114,79 @@ struct FpropShape {
   static_assert(kBytes <= kSharedMemory, "the stages do not fit into shared memory");
 };
 
-template <class Shape>
-JETRL_DEVICE void fprop_produce(const sm90::TensorMap* x_map, const sm90::TensorMap* w_map,
-                                const sm90::TensorMap* x_scales_map, const FpropParams& p, uint8_t* memory,
-                                TileRing<Shape::kStages> ring, int rank, int lane) {
-  const uint32_t base = sm90::shared_address(memory);
+// By a warp that copies: bring(stage, block, tile_m, tile_n) for all K blocks of all tiles. All its lanes go through
+// the loop together, which keeps addresses in uniform registers, and one of them is elected where one is to act.
+template <class Shape, class Bring>
+JETRL_DEVICE void fprop_fill(const FpropParams& p, TileRing<Shape::kStages> ring, const Bring& bring) {
   for (int tile = first_tile<Shape::kCluster>(); tile < p.order.count(); tile += tile_step<Shape::kCluster>()) {
     int tile_m, tile_n;
     p.order.locate(tile, tile_m, tile_n);
-    const int row = (tile_m * Shape::kCluster + rank) * Shape::kBlockM, column = tile_n * Shape::kBlockN;
     int stage = 0;
     for (int block = 0; block < p.k_blocks; ++block) {
       ring.wait_empty(stage);
-      const uint32_t full = ring.full_barrier(stage);
-      const uint32_t x_scales = base + Shape::kAtScales + stage * Shape::kBlockM * 4;
-      const uint32_t w_scales = base + Shape::kAtScalesW + stage * 8;
-      if (lane == 0) {
-        sm90::barrier_arrive_expect(full, Shape::kTileX + Shape::kTileW + (p.tma_scales ? Shape::kBlockM * 4 : 0));
-        sm90::tma_load(base + stage * Shape::kTileX, x_map, block * kGroup, row, full);
-        load_shared_tile<Shape::kBlockN, Shape::kCluster>(base + Shape::kAtW + stage * Shape::kTileW, w_map,
-                                                          block * kGroup, column, rank, full);
-        if (p.tma_scales) sm90::tma_load(x_scales, x_scales_map, row, block, full);
-      }
-      load_scales<Shape::kChunks>(w_scales, p.w_scales, block, column / kGroup, ceil_div(p.n, kGroup), lane);
-      if (!p.tma_scales) load_scales<Shape::kBlockM>(x_scales, p.x_scales, block, row, p.m, lane);
-      if (!p.tma_scales || lane < Shape::kChunks) sm90::cp_async_arrive(full);
+      bring(stage, block, tile_m, tile_n);
       ring.used(stage);
       stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
     }
   }
+}
+
+// By a warp: codes, and the scales of X where scales_suit_tma.
+template <class Shape>
+JETRL_DEVICE void fprop_copy(const sm90::TensorMap* x_map, const sm90::TensorMap* w_map,
+                             const sm90::TensorMap* x_scales_map, const FpropParams& p, uint32_t base,
+                             TileRing<Shape::kStages> ring, int rank) {
+  fprop_fill<Shape>(p, ring, [&](int stage, int block, int tile_m, int tile_n) {
+    if (!sm90::elect_one()) return;
+    const int row = (tile_m * Shape::kCluster + rank) * Shape::kBlockM, column = tile_n * Shape::kBlockN;
+    const uint32_t full = ring.full_barrier(stage);
+    sm90::barrier_arrive_expect(full, Shape::kTileX + Shape::kTileW + (p.tma_scales ? Shape::kBlockM * 4 : 0));
+    sm90::tma_load(base + stage * Shape::kTileX, x_map, block * kGroup, row, full);
+    load_shared_tile<Shape::kBlockN, Shape::kCluster>(base + Shape::kAtW + stage * Shape::kTileW, w_map,
+                                                      block * kGroup, column, rank, full);
+    if (p.tma_scales) {
+      sm90::tma_load(base + Shape::kAtScales + stage * Shape::kBlockM * 4, x_scales_map, row, block, full);
+    }
+  });
+}
+
+// By a warp: the scales of W, for all K blocks of a round of the ring at once, a lane for each and each chunk of
+// columns. They come with stage 0, in turn to two places: when round r - 1 has given back its stage 0, round r - 2 is
+// over, whose scales round r overwrites. (With every K block instead: 1% slower at 25 instructions, 2.5% at 45.)
+template <class Shape>
+JETRL_DEVICE void fprop_copy_w_scales(const FpropParams& p, uint32_t base, TileRing<Shape::kStages> ring, int lane) {
+  constexpr int kChunks = Shape::kChunks;
+  uint32_t to = base + Shape::kAtScalesW + 4 * lane, other = to + 4 * Shape::kScalesW;
+  for (int tile = first_tile<Shape::kCluster>(); tile < p.order.count(); tile += tile_step<Shape::kCluster>()) {
+    int tile_m, tile_n;
+    p.order.locate(tile, tile_m, tile_n);
+    const int row = tile_n * Shape::kBlockN / kGroup + lane % kChunks, stage = lane / kChunks;
+    const bool row_exists = row < ceil_div(p.n, kGroup);
+    const float* from = p.w_scales.data + row * p.w_scales.stride_row + stage * p.w_scales.stride_group;
+    for (int first = 0; first < p.k_blocks; first += Shape::kStages) {
+      ring.wait_empty(0);
+      if (lane < Shape::kScalesW) {
+        sm90::cp_async_f32(to, from, row_exists && first + stage < p.k_blocks);
+        sm90::cp_async_arrive(ring.full_barrier(0));
+      }
+      ring.used(0);
+      from += Shape::kStages * p.w_scales.stride_group;
+      const uint32_t last = to;
+      to = other, other = last;
+    }
+  }
+}
+
+// By a warp: scales of X that the copy engine cannot read.
+template <class Shape>
+JETRL_DEVICE void fprop_copy_x_scales(const FpropParams& p, uint32_t base, TileRing<Shape::kStages> ring, int rank,
+                                      int lane) {
+  fprop_fill<Shape>(p, ring, [&](int stage, int block, int tile_m, int) {
+    const int row = (tile_m * Shape::kCluster + rank) * Shape::kBlockM;
+    load_scales<Shape::kBlockM>(base + Shape::kAtScales + stage * Shape::kBlockM * 4, p.x_scales, block, row, p.m,
+                                lane);
+    sm90::cp_async_arrive(ring.full_barrier(stage));
+  });
 }
 
 // A consumer warp, with the tile that it computes in its registers.
@@ -146,6 +201,8 @@ struct FpropConsumer {
   const sm90::TensorMap* y_map;
   uint32_t staging;
   int lane;
+  uint32_t place_of_releases;
+  int round_at = Shape::kScalesW;  // in w_scales, of this round: 0 or behind those of the other
   float partial[kSums];
   float acc[kChunks][kSums];
 
@@ -154,26 +211,36 @@ struct FpropConsumer {
                       lane);
   }
 
-  // One K block. A tile's first one starts its sums. Those of the tile `before`, if there was one (row >= 0), are still
-  // in their registers: each chunk is stored under this block's chain for it.
+  // The scales of W for a stage's chunks.
+  JETRL_DEVICE void read_w_scales(float (&values)[kChunks], int stage) const {
+    if constexpr (kChunks == 2) {
+      const float2 pair = *reinterpret_cast<const float2*>(w_scales + round_at + 2 * stage);
+      values[0] = pair.x, values[1] = pair.y;
+    } else {
+      values[0] = w_scales[round_at + stage];
+    }
+  }
+
+  // One K block, and the wait for the next, if it is not the last. A tile's first one starts its sums. Those of the
+  // tile `before`, if there was one (row >= 0), are still in their registers: each chunk is stored under this block's
+  // chain for it.
   template <bool kFirst>
   JETRL_DEVICE void block(int stage, bool last, Corner before = {-1, 0}) {
     const uint64_t x = x_descriptor + stage * (Shape::kTileX / 16), w = w_descriptor + stage * (Shape::kTileW / 16);
-    const int next = (stage + 1) % kStages;
     const float x_upper = x_scales[stage * Shape::kBlockM], x_lower = x_scales[stage * Shape::kBlockM + 8];
-    bool ready;  // whether the next block has come; there may be none
+    float of_w[kChunks];
+    if (stage == 0) round_at = Shape::kScalesW - round_at;
+    read_w_scales(of_w, stage);
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-      const float w_scale = w_scales[2 * stage + c];
-      const float upper = sm90::multiply(x_upper, w_scale), lower = sm90::multiply(x_lower, w_scale);
+      const float upper = sm90::multiply(x_upper, of_w[c]), lower = sm90::multiply(x_lower, of_w[c]);
       issue_chain<Shape::kChunk>(partial, x, w + 2 * c * kDescriptorStep64Rows);
       if (kFirst && before.row >= 0) store(c, before);
+      sm90::wgmma_wait<0>(partial);
       if (c == kChunks - 1) {
         ring.used(stage);
-        ready = ring.test_full(next) | last;
+        ring.template release<Shape::kCluster>(stage, lane, place_of_releases);
       }
-      sm90::wgmma_wait<0>(partial);
-      if (c == kChunks - 1) ring.template release<Shape::kCluster>(stage, lane);
 #pragma unroll
       for (int j = 0; j < kSums; j += 4) {
         acc[c][j] = sm90::multiply_add(partial[j], upper, kFirst ? 0.0f : acc[c][j]);
@@ -182,7 +249,7 @@ struct FpropConsumer {
         acc[c][j + 3] = sm90::multiply_add(partial[j + 3], lower, kFirst ? 0.0f : acc[c][j + 3]);
       }
     }
-    if (!ready) ring.wait_full(next);
+    if (!last) ring.wait_full((stage + 1) % kStages);
   }
 };
 
@@ -201,17 +268,21 @@ JETRL_DEVICE void fprop_consume(const FpropParams& p, const sm90::TensorMap* y_m
                              reinterpret_cast<const float*>(memory + Shape::kAtScalesW),
                              y_map,
                              base + Shape::kAtStaging + (4 * consumer + warp) * Shape::kStaging,
-                             lane};
+                             lane,
+                             ring.template place_of_releases<Shape::kCluster>(lane)};
   Corner before{-1, 0};
   for (int tile = first_tile<Shape::kCluster>(); tile < p.order.count(); tile += tile_step<Shape::kCluster>()) {
     tiles.ring.wait_full(0);
     tiles.template block<true>(0, k_blocks == 1, before);
-    for (int first = 1; first < k_blocks; first += kStages) {
+    int left = k_blocks - 1;
+    for (; left > kStages; left -= kStages) {
 #pragma unroll
-      for (int i = 0; i < kStages; ++i) {
-        if (i != 0 && first + i >= k_blocks) break;
-        tiles.template block<false>((1 + i) % kStages, first + i + 1 >= k_blocks);
-      }
+      for (int i = 0; i < kStages; ++i) tiles.template block<false>((1 + i) % kStages, false);
+    }
+#pragma unroll
+    for (int i = 0; i < kStages; ++i) {
+      if (i >= left) break;
+      tiles.template block<false>((1 + i) % kStages, i + 1 >= left);
     }
     int tile_m, tile_n;
     p.order.locate(tile, tile_m, tile_n);
@@ -242,14 +313,20 @@ JETRL_KERNEL void __launch_bounds__(Shape::kThreads, 1)
     sm90::prefetch_tensor_map(&w_map);
     sm90::prefetch_tensor_map(&y_map);
     if (p.tma_scales) sm90::prefetch_tensor_map(&x_scales_map);
-    ring.template init<Shape::kCluster, 4 * Shape::kConsumers>(1 + (p.tma_scales ? Shape::kChunks : 32));
+    ring.template init<Shape::kCluster, 4 * Shape::kConsumers>(p.tma_scales ? 1 : 1 + 32, Shape::kScalesW);
   }
   sync_cluster_or_block<Shape::kCluster>();
 
   if (warpgroup == 0) {
     sm90::give_registers<24>();
-    if (warp != 0) return;  // rather than wait below for as long as the kernel runs
-    fprop_produce<Shape>(&x_map, &w_map, &x_scales_map, p, memory, ring, rank, lane);
+    if (warp == 3 || (warp == 2 && p.tma_scales)) return;  // rather than wait below for as long as the kernel runs
+    if (warp == 2) {
+      fprop_copy_x_scales<Shape>(p, base, ring, rank, lane);
+    } else if (warp == 1) {
+      fprop_copy_w_scales<Shape>(p, base, ring, lane);
+    } else {
+      fprop_copy<Shape>(&x_map, &w_map, &x_scales_map, p, base, ring, rank);
+    }
   } else {
     sm90::take_registers<240>();
     fprop_consume<Shape>(p, &y_map, memory, ring, warpgroup - 1, rank, warp % 4, lane);

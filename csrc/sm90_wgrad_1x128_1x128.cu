@@ -156,6 +156,9 @@ JETRL_DEVICE void wgrad_consume(const WgradParams& p, uint8_t* memory, TileRing<
   // Chain i of warpgroup 1 waits for phase i of its turns, of warpgroup 0, which is first, for phase i - 1.
   uint32_t turn = consumer == 0 ? 1 : 0;
 
+  // With BF16 output 1.1% faster than computed anew (H200), with FP32 output 1.2% slower: one register more.
+  const uint32_t place_of_releases = ring.template place_of_releases<Shape::kCluster>(lane);
+
   float partial[64];
   for (int tile = first_tile<Shape::kCluster>(); tile < p.order.count(); tile += tile_step<Shape::kCluster>()) {
     float acc[kChunks][64];
@@ -197,7 +200,13 @@ JETRL_DEVICE void wgrad_consume(const WgradParams& p, uint8_t* memory, TileRing<
             if (first + stage + 1 < t_blocks) ring.wait_full((stage + 1) % kStages);
           }
           sm90::wgmma_wait<0>(partial);
-          if (c == kChunks - 1) ring.template release<Shape::kCluster>(stage, lane);
+          if (c == kChunks - 1) {
+            if constexpr (Shape::kTurns) {
+              ring.template release<Shape::kCluster>(stage, lane);
+            } else {
+              ring.template release<Shape::kCluster>(stage, lane, place_of_releases);
+            }
+          }
           promote(acc[c], partial, columns, upper, lower);
         }
       }

@@ -39,29 +39,26 @@ struct TileRing {
   // By each thread that waits, after its wait for this use of the stage and before the one for the next.
   JETRL_DEVICE void used(int stage) { parity ^= 1u << stage; }
 
-  // By one thread of the block, before anybody waits. `full_arrivals`: lane 0's, and those of the lanes that bring
-  // scales by cp.async.
+  // By one thread of the block, before anybody waits. `full_arrivals`: the copying thread's, and those of the lanes
+  // that bring scales by cp.async; stage 0 may have more, for what comes once a round.
   template <int kCluster, int kConsumerWarps>
-  JETRL_DEVICE void init(int full_arrivals = 1 + 32) const {
+  JETRL_DEVICE void init(int full_arrivals, int more_at_first = 0) const {
     for (int s = 0; s < kStages; ++s) {
-      sm90::barrier_init(full_barrier(s), full_arrivals);
+      sm90::barrier_init(full_barrier(s), full_arrivals + (s == 0 ? more_at_first : 0));
       sm90::barrier_init(empty_barrier(s), kReleases<kCluster, kConsumerWarps>);
     }
     sm90::fence_barrier_init();
   }
 
-  // By the producer's whole warp.
+  // By a whole warp that brings a part of the stage.
   JETRL_DEVICE void wait_empty(int stage) const {
     sm90::barrier_wait(empty_barrier(stage), (parity >> stage & 1) ^ 1, "empty", stage);
-    sm90::sync_warp();  // else a late lane may miss the phase: lane 0 alone may let the next one end
+    sm90::sync_warp();  // else a late lane may miss the phase: the lanes that arrive may let the next one end
   }
 
   JETRL_DEVICE void wait_full(int stage) const {
     sm90::barrier_wait(full_barrier(stage), parity >> stage & 1, "full", stage);
   }
-
-  // Whether wait_full would not have to wait.
-  JETRL_DEVICE bool test_full(int stage) const { return sm90::barrier_test(full_barrier(stage), parity >> stage & 1); }
 
   // By a whole consumer warp, whose lanes have all read what they wanted: one arrival in each block of the cluster.
   template <int kCluster>
@@ -72,6 +69,20 @@ struct TileRing {
     } else {
       if (lane < kCluster) sm90::barrier_arrive_at(empty_barrier(stage), lane);
     }
+  }
+
+  // Where this lane's releases arrive, if it has a block of the cluster to tell: for who has a register to spare for
+  // it, instead of three instructions between a chain's end and the release.
+  template <int kCluster>
+  JETRL_DEVICE uint32_t place_of_releases(int lane) const {
+    return kCluster == 1 ? empty : sm90::address_in_cluster(empty, lane < kCluster ? lane : 0);
+  }
+
+  template <int kCluster>
+  JETRL_DEVICE void release(int stage, int lane, uint32_t place) const {
+    if constexpr (kCluster == 1) return release<1>(stage, lane);
+    sm90::sync_warp();
+    if (lane < kCluster) sm90::barrier_arrive_in_cluster(place + 8 * stage);
   }
 };
 

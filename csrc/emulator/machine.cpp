@@ -340,12 +340,6 @@ void barrier_arrive_expect(uint32_t barrier, int bytes) {
   arrive(block(), barrier);
   maybe_yield();
 }
-bool barrier_test(uint32_t barrier, uint32_t parity) {
-  Barrier* found = find(block(), barrier);
-  if (found == nullptr) fail(machine.error);
-  maybe_yield();
-  return (found->phase & 1) != parity;
-}
 void barrier_wait(uint32_t barrier, uint32_t parity, const char* name, int stage) {
   Barrier* found = find(block(), barrier);
   if (found == nullptr) fail(machine.error);

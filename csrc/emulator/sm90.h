@@ -89,7 +89,6 @@ void barrier_init(uint32_t barrier, int arrivals);
 void barrier_arrive(uint32_t barrier);
 void barrier_arrive_at(uint32_t barrier, int rank);
 void barrier_arrive_expect(uint32_t barrier, int bytes);
-bool barrier_test(uint32_t barrier, uint32_t parity);
 void barrier_wait(uint32_t barrier, uint32_t parity, const char* name, int stage);
 
 void tma_load(uint32_t to, const TensorMap* map, int column, int row, uint32_t barrier);
@@ -117,6 +116,12 @@ template <int kRegisters>
 inline void take_registers() {}
 template <int kRegisters>
 inline void give_registers() {}
+
+inline bool elect_one() { return thread_index() % 32 == 0; }
+
+// As the hardware's: a block's own addresses are below 1 << 24.
+inline uint32_t address_in_cluster(uint32_t address, int rank) { return address | uint32_t(rank) << 24; }
+inline void barrier_arrive_in_cluster(uint32_t barrier) { barrier_arrive_at(barrier & 0xFFFFFF, int(barrier >> 24)); }
 
 inline int warp_uniform(int value) { return int(exchange(uint32_t(value), 0)); }
 

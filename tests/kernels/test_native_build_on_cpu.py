@@ -136,6 +136,33 @@ def test_a_chain_that_has_begun_does_not_wait_for_shared_memory(functions, kerne
     assert not any(chosen.values()), chosen
 
 
+def asked_early(function: str) -> int:
+    """How many waits for a barrier have 16 or more FMAs between the question and the branch on its answer."""
+    early = between = 0
+    for operation in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(\S+)", function):
+        if operation.startswith("SYNCS.PHASECHK"):
+            between = 0
+        elif operation.startswith("BRA"):
+            early += between >= 16
+            between = 0
+        else:
+            between += operation == "FFMA"
+    return early
+
+
+@needs_nvcc
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("columns", "stages"), [(256, 4), (128, 5), (64, 8)])
+def test_nothing_stands_between_two_k_blocks_of_fprop(functions, columns, stages):
+    """What an H200 needs 3% longer for (csrc/sm90_fprop_1x128_128x128.cu, "Overlap"): the loop asks for the next block
+    before it promotes this one, and no lane loops around what the copy engine is asked for."""
+    chosen = [code for name, code in functions.items() if f"FpropShapeILi{columns}E" in name]
+    assert len(chosen) == 2
+    for code in chosen:
+        assert asked_early(code) >= stages
+        assert "UTMALDG" in code and not re.search(r"BRA\.U\.ANY|BRA\.ANY", code)
+
+
 @needs_nvcc
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(

@@ -195,7 +195,20 @@ def test_a_plan_without_a_kernel_is_refused(emulator):
 
 FPROP, WGRAD, DECODE = "sm90_fprop_1x128_128x128.cu", "sm90_wgrad_1x128_1x128.cu", "sm90_decode_fprop.cu"
 WAIT = "sm90::wgmma_wait<0>(partial);\n"
-RELEASE = "if (c == kChunks - 1) ring.template release<Shape::kCluster>(stage, lane);\n"
+FPROP_RELEASE = """      if (c == kChunks - 1) {
+        ring.used(stage);
+        ring.template release<Shape::kCluster>(stage, lane, place_of_releases);
+      }
+"""
+WGRAD_RELEASE = """          if (c == kChunks - 1) {
+            if constexpr (Shape::kTurns) {
+              ring.template release<Shape::kCluster>(stage, lane);
+            } else {
+              ring.template release<Shape::kCluster>(stage, lane, place_of_releases);
+            }
+          }
+"""
+FPROP_NEXT = "if (!last) ring.wait_full((stage + 1) % kStages);"
 DECODE_WAIT = "    sm90::wgmma_wait<kYounger>(sums);\n"
 DECODE_RELEASE = "    oldest.release<1>(lane);\n"
 WGRAD_COLUMNS = "columns[g] = *reinterpret_cast<const float2*>(column_scales + stage * Shape::kScales + 8 * g);"
@@ -224,19 +237,38 @@ FAULTS = {
     "FProp gives a stage back before its chain has finished": (
         "fprop",
         FPROP,
-        WAIT + "      " + RELEASE,
-        RELEASE + "      " + WAIT,
+        "      " + WAIT + FPROP_RELEASE,
+        FPROP_RELEASE + "      " + WAIT,
     ),
     "WGrad gives a stage back before its chain has finished": (
         "wgrad",
         WGRAD,
-        WAIT + "          " + RELEASE,
-        RELEASE + "          " + WAIT,
+        "          " + WAIT + WGRAD_RELEASE,
+        WGRAD_RELEASE + "          " + WAIT,
     ),
-    "FProp does not wait for the next block": (
+    "FProp does not wait for the next block": ("fprop", FPROP, FPROP_NEXT, ""),
+    "FProp waits for a block that the next tile brings": (
         "fprop",
         FPROP,
-        "if (!ready) ring.wait_full(next);",
+        FPROP_NEXT,
+        FPROP_NEXT.removeprefix("if (!last) "),
+    ),
+    "FProp takes the scales of W of the round before": (
+        "fprop",
+        FPROP,
+        "if (stage == 0) round_at = Shape::kScalesW - round_at;",
+        "if (stage == 1) round_at = Shape::kScalesW - round_at;",
+    ),
+    "FProp copies scales of W over those of a round that is not over": (
+        "fprop",
+        FPROP,
+        "      ring.wait_empty(0);\n",
+        "",
+    ),
+    "FProp reads scales of W that nobody waits for": (
+        "fprop",
+        FPROP,
+        "        sm90::cp_async_arrive(ring.full_barrier(0));\n",
         "",
     ),
     "WGrad does not wait for the next block": (
@@ -362,12 +394,12 @@ def plant(folder: Path, kernel: str, file: str, line: str, wrong: str, machine: 
     return Emulator(native_emulator.build(folder, planted, f"sm90_{kernel}*", machine))
 
 
-@pytest.mark.parametrize(("kernel", "k", "seed"), [("fprop", 128, 38), ("wgrad", 256, 10)])
+@pytest.mark.parametrize(("kernel", "k", "seed"), [("fprop", 128, 22), ("wgrad", 256, 10)])
 def test_the_emulator_sees_a_late_lane(kernel, k, seed, machine, tmp_path):
-    """Of the producer: tiles of one or two K blocks come back to a stage soon, and a lane that copies nothing itself
-    may look for its phase when the one after it is over."""
-    late = "    sm90::sync_warp();  // else a late lane may miss the phase: lane 0 alone may let the next one end\n"
-    faulty = plant(tmp_path, kernel, "tile_ring.cuh", late, "", machine)
+    """Of a warp that copies: tiles of one or two K blocks come back to a stage soon, and a lane that copies nothing
+    itself may look for its phase when the one after it is over."""
+    late = "    sm90::sync_warp();  // else a late lane may miss"
+    faulty = plant(tmp_path, kernel, "tile_ring.cuh", late, late.replace("sm90::sync_warp();", ""), machine)
     with pytest.raises(RuntimeError, match="empty"):
         check(faulty, kernel, 383, 64, k, block=128, cluster=1, multiprocessors=1, seed=seed)
 

@@ -132,8 +132,8 @@ constexpr int kStoreRows = 16, kStoreColumns = 64;
 
 // Zero: the kernel's own choice. Only the speed depends on it, never a bit of the result.
 struct Config {
-  // Rows per tile of the operand whose share varies: of W in fprop 64, 128 or 256 and of A in wgrad 128 or 256, beside
-  // 128 of the other; of W in decode_fprop 16, 32, 48 or 64.
+  // Rows per tile of the operand whose share varies: of W in fprop 64, 128, 192 or 256 and of A in wgrad 128 or 256,
+  // beside 128 of the other; of W in decode_fprop 16, 32, 48 or 64.
   int block = 0;
   int cluster = 0;  // blocks that share an operand tile by multicast
 };

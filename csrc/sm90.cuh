@@ -260,6 +260,8 @@ JETRL_DEVICE void wgmma_wait(float (&d)[kChains][kRegisters]) {
 #define R16_1 R8(16, 17, 18, 19, 20, 21, 22, 23) "," R8(24, 25, 26, 27, 28, 29, 30, 31)
 #define R16_2 R8(32, 33, 34, 35, 36, 37, 38, 39) "," R8(40, 41, 42, 43, 44, 45, 46, 47)
 #define R16_3 R8(48, 49, 50, 51, 52, 53, 54, 55) "," R8(56, 57, 58, 59, 60, 61, 62, 63)
+#define R16_4 R8(64, 65, 66, 67, 68, 69, 70, 71) "," R8(72, 73, 74, 75, 76, 77, 78, 79)
+#define R16_5 R8(80, 81, 82, 83, 84, 85, 86, 87) "," R8(88, 89, 90, 91, 92, 93, 94, 95)
 #define WGMMA(shape, registers, outputs, a_at, b_at, keep_at)                                                \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " keep_at ", 0;\n"                                          \
                "wgmma.mma_async.sync.aligned." shape ".f32.e4m3.e4m3 {" registers "}, " a_at ", " b_at       \
@@ -269,7 +271,7 @@ JETRL_DEVICE void wgmma_wait(float (&d)[kChains][kRegisters]) {
 
 template <int N>
 JETRL_DEVICE void wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, bool keep) {
-  static_assert(N == 16 || N == 32 || N == 48 || N == 64 || N == 128, "a width not listed below");
+  static_assert(N == 16 || N == 32 || N == 48 || N == 64 || N == 128 || N == 192, "a width not listed below");
 #define COMMA ,
   if constexpr (N == 16) {
     WGMMA("m64n16k32", R8(0, 1, 2, 3, 4, 5, 6, 7), D8(0), "%8", "%9", "%10");
@@ -279,13 +281,18 @@ JETRL_DEVICE void wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, bool keep) {
     WGMMA("m64n48k32", R16_0 "," R8(16, 17, 18, 19, 20, 21, 22, 23), D16(0) COMMA D8(16), "%24", "%25", "%26");
   } else if constexpr (N == 64) {
     WGMMA("m64n64k32", R16_0 "," R16_1, D32(0), "%32", "%33", "%34");
-  } else {
+  } else if constexpr (N == 128) {
     WGMMA("m64n128k32", R16_0 "," R16_1 "," R16_2 "," R16_3, D32(0) COMMA D32(32), "%64", "%65", "%66");
+  } else {
+    WGMMA("m64n192k32", R16_0 "," R16_1 "," R16_2 "," R16_3 "," R16_4 "," R16_5, D32(0) COMMA D32(32) COMMA D32(64),
+          "%96", "%97", "%98");
   }
 #undef COMMA
 }
 
 #undef WGMMA
+#undef R16_5
+#undef R16_4
 #undef R16_3
 #undef R16_2
 #undef R16_1

@@ -32,8 +32,8 @@
 // The kernel waits for neither of these two (H200): clusters of one are 0.5% slower; X in registers, read by ldmatrix
 // once for all columns, spares shared memory a sixth of its reads and is 4.5% slower: the register file, which wgmma's
 // accumulators and the FMAs both read, seems busier than shared memory is. Chains of 64 columns, of which a warpgroup
-// has two in flight, are no faster than that. M or N too small for 256-column tiles to fill the machine takes 128
-// columns or 64 (kTiles).
+// has two in flight, are no faster than that. Where tiles of 256 columns leave multiprocessors without one in
+// the last round, those of 192 (one chain a warpgroup), 128 or 64 may take less time (kTiles).
 //
 // Overlap. A warpgroup waits for its own chain and promotes it while the other's chain runs. Nothing makes them take
 // turns: whoever comes second waits for the tensor cores, and is then out of step with the first (turns by named
@@ -92,11 +92,14 @@ template <int kBlockN_, int kCluster_>
 struct FpropShape {
   static constexpr int kBlockM = 128, kBlockN = kBlockN_, kCluster = kCluster_;
   static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
-  static constexpr int kChunk = kBlockN < 128 ? kBlockN : 128, kSums = kChunk / 2;  // columns of a chain, its sums
+  static constexpr int kChunk = kBlockN == 256 ? 128 : kBlockN, kSums = kChunk / 2;  // columns of a chain, its sums
   static constexpr int kChunks = kBlockN / kChunk;  // a consumer warpgroup has 64 rows of each
-  static constexpr int kStages = kBlockN == 256 ? 4 : kBlockN == 128 ? 5 : 8;
+  static constexpr int kStages = kBlockN >= 192 ? 4 : kBlockN == 128 ? 5 : 8;
   static constexpr int kTileX = kBlockM * kGroup, kTileW = kBlockN * kGroup;
-  static constexpr int kScalesW = kStages * kChunks;  // scales of W that a round of the ring needs
+  // Columns that share a scale of W wherever the tile begins, and how many such the tile has, of one K block and, with
+  // room for a read of them all, of a round of the ring.
+  static constexpr int kPart = kBlockN % kGroup == 0 ? kGroup : 64, kParts = kBlockN / kPart;
+  static constexpr int kRoom = kParts == 3 ? 4 : kParts, kScalesW = kStages * kRoom;
   // Byte offsets in shared memory.
   static constexpr int kAtW = kStages * kTileX;
   static constexpr int kAtStaging = kAtW + kStages * kTileW;
@@ -107,7 +110,7 @@ struct FpropShape {
   static constexpr int kAtEmpty = kAtFull + 8 * kStages;
   static constexpr int kBytes = kAtEmpty + 8 * kStages;
 
-  static_assert(kGroup % kChunk == 0, "the columns of a chain share a scale of W");
+  static_assert(kChunk % kPart == 0 && kScalesW <= 32, "a chain is made of parts, and a lane has a part of a stage");
   static_assert(kTileX % 1024 == 0 && kTileW % 1024 == 0, "operand tiles start on whole swizzle atoms");
   static_assert(kAtScales % 128 == 0, "TMA writes scales to multiples of 128 bytes");
   static_assert(kAtFull % 8 == 0, "mbarriers are 8 bytes, aligned");
@@ -150,17 +153,17 @@ JETRL_DEVICE void fprop_copy(const sm90::TensorMap* x_map, const sm90::TensorMap
   });
 }
 
-// By a warp: the scales of W, for all K blocks of a round of the ring at once, a lane for each and each chunk of
+// By a warp: the scales of W, for all K blocks of a round of the ring at once, a lane for each and each part of the
 // columns. They come with stage 0, in turn to two places: when round r - 1 has given back its stage 0, round r - 2 is
 // over, whose scales round r overwrites. (With every K block instead: 1% slower at 25 instructions, 2.5% at 45.)
 template <class Shape>
 JETRL_DEVICE void fprop_copy_w_scales(const FpropParams& p, uint32_t base, TileRing<Shape::kStages> ring, int lane) {
-  constexpr int kChunks = Shape::kChunks;
+  const int stage = lane / Shape::kRoom, part = lane % Shape::kRoom;
   uint32_t to = base + Shape::kAtScalesW + 4 * lane, other = to + 4 * Shape::kScalesW;
   for (int tile = first_tile<Shape::kCluster>(); tile < p.order.count(); tile += tile_step<Shape::kCluster>()) {
     int tile_m, tile_n;
     p.order.locate(tile, tile_m, tile_n);
-    const int row = tile_n * Shape::kBlockN / kGroup + lane % kChunks, stage = lane / kChunks;
+    const int row = (tile_n * Shape::kBlockN + part * Shape::kPart) / kGroup;
     const bool row_exists = row < ceil_div(p.n, kGroup);
     const float* from = p.w_scales.data + row * p.w_scales.stride_row + stage * p.w_scales.stride_group;
     for (int first = 0; first < p.k_blocks; first += Shape::kStages) {
@@ -193,6 +196,7 @@ JETRL_DEVICE void fprop_copy_x_scales(const FpropParams& p, uint32_t base, TileR
 template <class Shape>
 struct FpropConsumer {
   static constexpr int kChunks = Shape::kChunks, kSums = Shape::kSums, kStages = Shape::kStages;
+  static constexpr int kParts = Shape::kParts / kChunks;  // of a chain
 
   const FpropParams& p;
   TileRing<kStages> ring;
@@ -211,13 +215,17 @@ struct FpropConsumer {
                       lane);
   }
 
-  // The scales of W for a stage's chunks.
-  JETRL_DEVICE void read_w_scales(float (&values)[kChunks], int stage) const {
-    if constexpr (kChunks == 2) {
-      const float2 pair = *reinterpret_cast<const float2*>(w_scales + round_at + 2 * stage);
-      values[0] = pair.x, values[1] = pair.y;
+  // The scales of W for a stage's parts of the columns.
+  JETRL_DEVICE void read_w_scales(float (&values)[Shape::kParts], int stage) const {
+    const float* from = w_scales + round_at + Shape::kRoom * stage;
+    if constexpr (Shape::kParts == 3) {
+      const float4 all = *reinterpret_cast<const float4*>(from);
+      values[0] = all.x, values[1] = all.y, values[2] = all.z;
+    } else if constexpr (Shape::kParts == 2) {
+      const float2 both = *reinterpret_cast<const float2*>(from);
+      values[0] = both.x, values[1] = both.y;
     } else {
-      values[0] = w_scales[round_at + stage];
+      values[0] = *from;
     }
   }
 
@@ -228,12 +236,17 @@ struct FpropConsumer {
   JETRL_DEVICE void block(int stage, bool last, Corner before = {-1, 0}) {
     const uint64_t x = x_descriptor + stage * (Shape::kTileX / 16), w = w_descriptor + stage * (Shape::kTileW / 16);
     const float x_upper = x_scales[stage * Shape::kBlockM], x_lower = x_scales[stage * Shape::kBlockM + 8];
-    float of_w[kChunks];
+    float of_w[Shape::kParts];
     if (stage == 0) round_at = Shape::kScalesW - round_at;
     read_w_scales(of_w, stage);
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-      const float upper = sm90::multiply(x_upper, of_w[c]), lower = sm90::multiply(x_lower, of_w[c]);
+      float upper[kParts], lower[kParts];
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) {
+        upper[i] = sm90::multiply(x_upper, of_w[kParts * c + i]);
+        lower[i] = sm90::multiply(x_lower, of_w[kParts * c + i]);
+      }
       issue_chain<Shape::kChunk>(partial, x, w + 2 * c * kDescriptorStep64Rows);
       if (kFirst && before.row >= 0) store(c, before);
       sm90::wgmma_wait<0>(partial);
@@ -243,10 +256,11 @@ struct FpropConsumer {
       }
 #pragma unroll
       for (int j = 0; j < kSums; j += 4) {
-        acc[c][j] = sm90::multiply_add(partial[j], upper, kFirst ? 0.0f : acc[c][j]);
-        acc[c][j + 1] = sm90::multiply_add(partial[j + 1], upper, kFirst ? 0.0f : acc[c][j + 1]);
-        acc[c][j + 2] = sm90::multiply_add(partial[j + 2], lower, kFirst ? 0.0f : acc[c][j + 2]);
-        acc[c][j + 3] = sm90::multiply_add(partial[j + 3], lower, kFirst ? 0.0f : acc[c][j + 3]);
+        const int i = 2 * j / Shape::kPart;
+        acc[c][j] = sm90::multiply_add(partial[j], upper[i], kFirst ? 0.0f : acc[c][j]);
+        acc[c][j + 1] = sm90::multiply_add(partial[j + 1], upper[i], kFirst ? 0.0f : acc[c][j + 1]);
+        acc[c][j + 2] = sm90::multiply_add(partial[j + 2], lower[i], kFirst ? 0.0f : acc[c][j + 2]);
+        acc[c][j + 3] = sm90::multiply_add(partial[j + 3], lower[i], kFirst ? 0.0f : acc[c][j + 3]);
       }
     }
     if (!last) ring.wait_full((stage + 1) % kStages);
@@ -350,10 +364,9 @@ void run_fprop(const Operand& x, const Operand& w, int k, const Bias& bias, cons
   launch<sm90_fprop<Shape>>(grid, x_map, w_map, x_scales_map, output_map(y, x.rows, w.rows), p);
 }
 
-// A round of 128 columns was measured to take 0.66 of the time of one of 256, a round of 64 columns 0.86 of that
-// (H200): reads and writes of shared memory, which a narrow tile has more of for an element, and the way of the first
-// bytes do not shrink with the tile.
-constexpr TileCost kTiles[] = {{256, 20}, {128, 13}, {64, 11}};
+// Of the time of a round of 256 columns, one of 192 takes 0.73 to 0.77, of 128 0.49 to 0.56, of 64 0.33 to 0.38 (H200,
+// three of four rounds, K from 3584 to 12288; what a launch takes by itself is the same for all).
+constexpr TileCost kTiles[] = {{256, 100}, {192, 76}, {128, 55}, {64, 38}};
 
 }  // namespace
 
@@ -365,11 +378,14 @@ void fprop(const Operand& x, const Operand& w, int k, const Bias& bias, const Ou
     case 642: return run_fprop<FpropShape<64, 2>>(x, w, k, bias, y, stream);
     case 1281: return run_fprop<FpropShape<128, 1>>(x, w, k, bias, y, stream);
     case 1282: return run_fprop<FpropShape<128, 2>>(x, w, k, bias, y, stream);
+    case 1921: return run_fprop<FpropShape<192, 1>>(x, w, k, bias, y, stream);
+    case 1922: return run_fprop<FpropShape<192, 2>>(x, w, k, bias, y, stream);
     case 2561: return run_fprop<FpropShape<256, 1>>(x, w, k, bias, y, stream);
     case 2562: return run_fprop<FpropShape<256, 2>>(x, w, k, bias, y, stream);
     default:
       refuse(
-          "fprop: tiles take 64, 128 or 256 rows of W, clusters 1 or 2 blocks; leave them 0 for the kernel's choice");
+          "fprop: tiles take 64, 128, 192 or 256 rows of W, clusters 1 or 2 blocks; leave them 0 for the kernel's "
+          "choice");
   }
 }
 

@@ -68,8 +68,8 @@ class Plan(NamedTuple):
     """How a call is served. Zero: the kernel's choice.
 
     ``kernel``: which of the forward kernels (ignored for 1x128 scales on B). ``block``: rows per tile of B in FProp,
-    64, 128 or 256, and of A in WGrad, 128 or 256, beside 128 of the other; of B in the decode kernel, 16, 32, 48 or 64.
-    ``cluster``: blocks that share a tile by multicast, 1 or 2; always 1 in the decode kernel.
+    64, 128, 192 or 256, and of A in WGrad, 128 or 256, beside 128 of the other; of B in the decode kernel, 16, 32, 48
+    or 64. ``cluster``: blocks that share a tile by multicast, 1 or 2; always 1 in the decode kernel.
     """
 
     kernel: Literal["", "fprop", "decode"] = ""

@@ -65,28 +65,37 @@ def check(emulator: Emulator, kernel: str, m: int, n: int, k: int, *, dtype=torc
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("cluster", [1, 2])
-@pytest.mark.parametrize("block", [64, 128, 256])
+@pytest.mark.parametrize("block", [64, 128, 192, 256])
 def test_fprop_over_more_tiles_than_multiprocessors(emulator, block, cluster, seed):
     """Tiles of three K blocks: the last round of each leaves some stages unused."""
     check(emulator, "fprop", 290, 264, 336, block=block, cluster=cluster, multiprocessors=2, seed=seed)
 
 
-@pytest.mark.parametrize("block", [0, 64])
+@pytest.mark.parametrize("block", [0, 64, 192])
 @pytest.mark.parametrize("m", [1, 63, 64, 65, 127, 129, 255, 257])
 def test_fprop_around_tile_edges(emulator, m, block):
     check(emulator, "fprop", m, 136, 64, block=block, seed=m)
 
 
-@pytest.mark.parametrize("n", [128, 256, 512])
-def test_fprop_takes_the_tile_that_fills_the_machine(emulator, n):
-    """Four tiles on six multiprocessors: of 64 columns where wider ones are two, of 128 and of 256 where narrower ones
-    would be eight, which is two rounds."""
-    check(emulator, "fprop", 256, n, 144, multiprocessors=6)
-    assert emulator.blocks() == 4
+@pytest.mark.parametrize("n", [8, 56, 64, 72, 120, 136, 184, 192, 200, 248, 320, 328, 376, 384, 392, 456])
+def test_fprop_tiles_of_192_columns_that_begin_inside_a_group_of_w(emulator, n):
+    """Every second one does; of the last one, any part may lie past N, and its scale past W's."""
+    check(emulator, "fprop", 65, n, 336, block=192, multiprocessors=2, seed=n)
 
 
 @pytest.mark.parametrize(
-    ("kernel", "block"), [("fprop", 64), ("fprop", 128), ("fprop", 256), ("wgrad", 128), ("wgrad", 256)]
+    ("m", "n", "multiprocessors", "tiles"), [(256, 128, 6, 4), (256, 256, 6, 4), (256, 512, 6, 6), (128, 1024, 5, 4)]
+)
+def test_fprop_takes_the_tile_that_fills_the_machine(emulator, m, n, multiprocessors, tiles):
+    """Of 64, 128, 192 and 256 columns: one round, where narrower tiles would take two and wider ones leave more
+    multiprocessors without one."""
+    check(emulator, "fprop", m, n, 144, multiprocessors=multiprocessors)
+    assert emulator.blocks() == tiles
+
+
+@pytest.mark.parametrize(
+    ("kernel", "block"),
+    [("fprop", 64), ("fprop", 128), ("fprop", 192), ("fprop", 256), ("wgrad", 128), ("wgrad", 256)],
 )
 @pytest.mark.parametrize("k", [16, 128, 144, 512, 640, 768, 900, 1024, 1100])
 def test_a_ring_that_wraps_and_one_that_does_not(emulator, kernel, k, block):
@@ -102,7 +111,7 @@ def test_bias_joins_before_the_rounding(emulator, kernel, dtype):
 
 
 @pytest.mark.parametrize("cluster", [1, 2])
-@pytest.mark.parametrize("block", [64, 128, 256])
+@pytest.mark.parametrize("block", [64, 128, 192, 256])
 def test_bias_of_a_tile_that_is_stored_under_the_next_one(emulator, block, cluster):
     """Several tiles in turn, the last one ragged: each has its own columns' bias, in every 128 of them."""
     plan = {"block": block, "cluster": cluster, "multiprocessors": 2}
@@ -331,6 +340,12 @@ FAULTS = {
         "if (kFirst && before.row >= 0) store(c, before);",
         "if (kFirst && c > 0 && before.row >= 0) store(0, before), store(1, before);",
     ),
+    "FProp takes the scales of a tile of 192 columns as if all began with a group": (
+        "fprop",
+        FPROP,
+        "(tile_n * Shape::kBlockN + part * Shape::kPart) / kGroup",
+        "tile_n * Shape::kBlockN / kGroup + part * Shape::kPart / kGroup",
+    ),
     "staging is read before the warp has written it": (
         "wgrad",
         "epilogue.cuh",
@@ -416,6 +431,7 @@ def test_the_emulator_sees_a_planted_fault(fault, machine, tmp_path):
     faulty = plant(tmp_path, kernel, file, line, wrong, unchanged)
     decode = kernel == "decode"
     rows, plan = (60 if decode else 290), {"block": 48 if decode else 256, "cluster": 0 if decode else 2}
+    plan |= {"block": 192} if "192" in fault else {}
     plan |= {"multiprocessors": 2}
     plan |= {"dtype": torch.float32} if kernel == "wgrad" else {}  # where its warpgroups take turns
 

@@ -38,7 +38,7 @@ SIZES = (64, 448, 2368, 4736)
 EDGES = (1, 7, 8, 9, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 513)
 SAMPLED_ROWS = (1, 2, 3, 5, 8, 13, 16, 31, 33, 64, 65, 100, 128, 129, 200, 256, 257, 500, 1000, 2048, 4095, 4096, 4097)
 TILES = [(block, cluster) for block in (128, 256) for cluster in (1, 2)]
-FPROP_PLANS = [Plan("fprop", *tile) for tile in [(64, 1), (64, 2), *TILES]]
+FPROP_PLANS = [Plan("fprop", *tile) for tile in [(64, 1), (64, 2), (192, 1), (192, 2), *TILES]]
 WGRAD_PLANS = [Plan("", *tile) for tile in TILES]
 # Tokens of the decode kernel's variant, and rows of W per tile.
 DECODE_PLANS = [(tokens, Plan("decode", rows)) for tokens in (16, 32, 64, 128) for rows in (16, 32, 48, 64)]

@@ -33,6 +33,9 @@ take turns:
   not a multiple of 4 it gets constants in that layout, as a quantiser of its own would spare it a kernel.
 - *bf16*: four cuBLAS products and nothing in front of them, for what launches cost by themselves.
 
+``--timeline`` adds what every kernel of *static* and *deep_gemm* takes, and adds to the chain, on the profiler's clock
+(`jetrl_verl/bench/timeline.py`), in one more replay or two.
+
 The floor is the time of the FP8 weights' bytes at the copy bandwidth measured in the same run. Times contain what two
 events cost (``event_us``), once a replay. A minute or two, of which DeepGEMM compiles most. Exit code 1 if bits differ.
 """
@@ -56,11 +59,13 @@ from jetrl_verl.bench.contenders import CONTENDERS
 from jetrl_verl.bench.machine import Machine, this_machine
 from jetrl_verl.bench.report import Result
 from jetrl_verl.bench.shapes import MODELS, problems
+from jetrl_verl.bench.timeline import kernels_of, steps_of
 from jetrl_verl.bench.timing import Spread
 from jetrl_verl.kernels import native
 from jetrl_verl.numerics import BlockQuantized
 
 MODEL, RULE, EPS = "qwen3-8b", "fp32", 1e-6
+KERNELS = 8  # of a layer
 BATCHES = (1, 8, 16, 32, 64, 128)
 
 Gemm = Callable[[BlockQuantized, BlockQuantized, torch.Tensor], object]
@@ -160,7 +165,13 @@ def unequal(a: list[dict[str, torch.Tensor]], b: list[dict[str, torch.Tensor]]) 
 
 
 def measure(
-    machine: Machine, m: int, layers: list[Layer], bf16: list[dict[str, torch.Tensor]], with_deep_gemm: bool
+    machine: Machine,
+    m: int,
+    layers: list[Layer],
+    bf16: list[dict[str, torch.Tensor]],
+    *,
+    with_deep_gemm: bool,
+    with_timeline: bool,
 ) -> dict:
     """The record of one batch size."""
     hidden, device = layers[0].weights["qkv"].codes.shape[1], machine.device
@@ -189,6 +200,10 @@ def measure(
     wrong += unequal(outputs["static"], outputs["plain"])
     us = {name: Spread(*(value / len(layers) for value in spread)) for name, spread in spreads.items()}
     weight_bytes = sum(q.codes.nbytes + q.scales.nbytes for q in layers[0].weights.values())
+    timeline = {}
+    if with_timeline:
+        shown = [name for name in ("static", "deep_gemm") if name in gemms]
+        timeline = {name: [step._asdict() for step in steps_of(kernels_of(replays[name]), KERNELS)] for name in shown}
     return {
         "m": m,
         "us": {name: spread._asdict() for name, spread in us.items()},
@@ -196,7 +211,20 @@ def measure(
         "deep_gemm_to": {n: us["deep_gemm"].median / us[n].median for n in ("static", "plain") if "deep_gemm" in us},
         "plain_to_static": us["plain"].median / us["static"].median,
         "wrong": sorted(set(wrong)),
+        "timeline": timeline,
     }
+
+
+def print_timeline(record: dict) -> None:
+    for name, steps in record["timeline"].items():
+        table = Table(title=f"M = {record['m']}, {name}: us", title_justify="left", box=SIMPLE_HEAD)
+        table.add_column("kernel", no_wrap=True, max_width=70)
+        for heading in ("takes", "behind the one in front", "adds"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for step in steps:
+            table.add_row(step["name"], *(f"{step[key]:.2f}" for key in ("duration", "gap", "adds")))
+        table.add_row("layer", "", "", f"{sum(step['adds'] for step in steps):.2f}")
+        console.print(table, markup=False)
 
 
 def print_report(result: dict) -> None:
@@ -223,6 +251,7 @@ def print_report(result: dict) -> None:
     for why in result["absent"]:
         console.print(f"absent: {why}", markup=False)
     for record in result["records"]:
+        print_timeline(record)
         if record["wrong"]:
             console.print(f"WRONG at M = {record['m']}: {', '.join(record['wrong'])}", markup=False, soft_wrap=True)
 
@@ -234,6 +263,7 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--layers", type=int, default=8, help="at least; more where the L2 asks for it")
     parser.add_argument("--repeats", type=int, default=60, help="replays of each contender")
+    parser.add_argument("--timeline", action="store_true", help="kernel by kernel, too")
     options = parser.parse_args()
     if native.unavailable() is not None:
         sys.exit(native.unavailable())
@@ -255,7 +285,11 @@ def main() -> int:
     else:
         result["absent"].append(f"deep_gemm: {absent}")
     for m in options.batches:
-        result["records"].append(measure(machine, m, layers, bf16, absent is None))
+        try:
+            record = measure(machine, m, layers, bf16, with_deep_gemm=absent is None, with_timeline=options.timeline)
+        except BenchError as error:
+            sys.exit(str(error))
+        result["records"].append(record)
         machine.clear()
         result.save()
     print_report(result)

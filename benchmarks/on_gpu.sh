@@ -77,7 +77,7 @@ part 600 gemms bash -c 'test_files tests/kernels/test_*gemm*_on_gpu.py tests/ker
 part 600 sanitizer bash -c sanitizer
 part 600 gemm python3 -m jetrl_verl.cli bench gemm --out "$out/gemm.json"
 part 600 sustained bash -c sustained
-part 300 chain python3 benchmarks/decode_chain_on_gpu.py --out "$out/chain.json"
+part 300 chain python3 benchmarks/decode_chain_on_gpu.py --timeline --out "$out/chain.json"
 part 300 linear python3 -m jetrl_verl.cli bench linear --out "$out/linear.json"
 part 200 mlp python3 benchmarks/gated_mlp_on_gpu.py --out "$out/mlp.json"
 part 300 quant python3 -m jetrl_verl.cli bench quant --rules fp32,pow2 --out "$out/quant.json"

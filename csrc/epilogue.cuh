@@ -12,7 +12,7 @@
 // See the License for the specific language governing permissions and
 // limitations under the License.
 
-// From one warp's accumulators, 16 rows x 128 columns in wgmma's fragment layout, to rows in global memory.
+// From one warp's accumulators, 16 rows x 64, 128 or 192 columns in wgmma's fragment layout, to rows in global memory.
 //
 // A fragment holds 4 or 8 contiguous bytes of a row. Writing it straight would touch half a 32-byte sector at a time,
 // so 2 KB of shared memory per warp turn it: 16 rows of 128 bytes go in by fragment and come out as eight lanes x 16
@@ -21,7 +21,7 @@
 //   BF16: stmatrix writes one chunk of eight rows at a time: chunk ^ (row % 8) spreads them over all 32 banks.
 //   FP32: half a warp writes 8 bytes each of rows g..g+3, two neighbouring chunks a row: chunk ^ (2 (row % 4)).
 // A read is one whole row per eight lanes, whatever the permutation. Warps share nothing, so no barrier but the warp's.
-// BF16's is also the copy engine's 128-byte swizzle: with 2 KB for either half of the columns it stores them itself, as
+// BF16's is also the copy engine's 128-byte swizzle: with 2 KB for each 64 columns it stores them itself, as
 // boxes of 16 rows, while the warp goes on (store_bf16_by_tma).
 //
 // Row and column guards are per 16 bytes: the host asks for rows that hold a multiple of 16 bytes.
@@ -52,9 +52,9 @@ struct alignas(16) Chunk {
   uint32_t word[4];
 };
 
-// 64 of the columns, `half`, into staging: bias joins in FP32, then the one rounding to BF16.
+// 64 of the columns, `slice`, into staging: bias joins in FP32, then the one rounding to BF16.
 template <bool kBias, int kSums>
-JETRL_DEVICE void stage_bf16(uint32_t staging, const float (&acc)[kSums], int half, const Bias& bias, int column,
+JETRL_DEVICE void stage_bf16(uint32_t staging, const float (&acc)[kSums], int slice, const Bias& bias, int column,
                              int columns, int lane) {
   const int quad = lane % 4, eight = lane % 8;
   const int write_row = eight + 8 * (lane / 8 % 2), write_chunk = lane / 16;
@@ -63,7 +63,7 @@ JETRL_DEVICE void stage_bf16(uint32_t staging, const float (&acc)[kSums], int ha
     uint32_t packed[4];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int n8 = 8 * half + 2 * pair + i, at = column + 8 * n8 + 2 * quad;
+      const int n8 = 8 * slice + 2 * pair + i, at = column + 8 * n8 + 2 * quad;
       float d[4] = {acc[4 * n8], acc[4 * n8 + 1], acc[4 * n8 + 2], acc[4 * n8 + 3]};
       if (kBias && at < columns) {
         const float low = load_bias(bias, at), high = load_bias(bias, at + 1);
@@ -82,12 +82,12 @@ JETRL_DEVICE void store_bf16(uint8_t* staging, const float (&acc)[64], const Out
                              int columns, int lane) {
   const int eight = lane % 8;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    stage_bf16<false>(sm90::shared_address(staging), acc, half, Bias{}, column, columns, lane);
+  for (int slice = 0; slice < 2; ++slice) {
+    stage_bf16<false>(sm90::shared_address(staging), acc, slice, Bias{}, column, columns, lane);
     sm90::sync_warp();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int r = 4 * i + lane / 8, at = column + 64 * half + 8 * eight;
+      const int r = 4 * i + lane / 8, at = column + 64 * slice + 8 * eight;
       const Chunk value = *reinterpret_cast<const Chunk*>(staging + r * 128 + (eight ^ (r % 8)) * 16);
       if (row + r < rows && at < columns) {
         uint16_t* to = static_cast<uint16_t*>(out.data) + (row + r) * out.row_stride + at;
@@ -98,31 +98,31 @@ JETRL_DEVICE void store_bf16(uint8_t* staging, const float (&acc)[64], const Out
   }
 }
 
-// The same by the copy engine, 64 or 128 columns, each 64 from staging of their own: it reads there while the warp goes
-// on. The chunks that a row's staging XORs are the 128-byte swizzle.
+// The same by the copy engine, 64, 128 or 192 columns, each 64 from staging of their own: it reads there while the warp
+// goes on. The chunks that a row's staging XORs are the 128-byte swizzle.
 template <int kSums>
 JETRL_DEVICE void store_bf16_by_tma(uint32_t staging, const float (&acc)[kSums], const Bias& bias,
                                     const sm90::TensorMap* map, int row, int column, int columns, int lane) {
-  constexpr int kHalves = kSums / 32;
+  constexpr int kSlices = kSums / 32;
   if (lane == 0) sm90::tma_store_wait_read();
   sm90::sync_warp();
   if (bias.data == nullptr) {  // asked once: asked for every eight columns, it would cut the code into pieces
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      stage_bf16<false>(staging + half * kStagingBytes, acc, half, bias, column, columns, lane);
+    for (int slice = 0; slice < kSlices; ++slice) {
+      stage_bf16<false>(staging + slice * kStagingBytes, acc, slice, bias, column, columns, lane);
     }
   } else {
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      stage_bf16<true>(staging + half * kStagingBytes, acc, half, bias, column, columns, lane);
+    for (int slice = 0; slice < kSlices; ++slice) {
+      stage_bf16<true>(staging + slice * kStagingBytes, acc, slice, bias, column, columns, lane);
     }
   }
   sm90::fence_for_copies();
   sm90::sync_warp();
   if (lane == 0) {
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      sm90::tma_store(map, staging + half * kStagingBytes, column + half * kStoreColumns, row);
+    for (int slice = 0; slice < kSlices; ++slice) {
+      sm90::tma_store(map, staging + slice * kStagingBytes, column + slice * kStoreColumns, row);
     }
     sm90::tma_store_commit();
   }

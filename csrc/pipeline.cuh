@@ -12,11 +12,12 @@
 // See the License for the specific language governing permissions and
 // limitations under the License.
 
-// The ring of shared-memory stages between the producer warp and the consumer warpgroups, and its barriers.
+// The ring of shared-memory stages between the warps that copy, "the producer" below, and the consumer warpgroups, and
+// its barriers.
 //
-// Stage s has two mbarriers. `full`: one arrival a phase of lane 0, which also announces the bytes that the copy engine
-// brings, and one of each lane whose cp.async bring scales (32 or fewer); the phase ends when all have come and the
-// copy engine has written all bytes. `empty`: one arrival per consumer warp of every block of the cluster, because a
+// Stage s has two mbarriers. `full`: one arrival a phase of the thread that announces the bytes which the copy engine
+// brings, and one of each lane whose cp.async bring scales; the phase ends when all have come and the copy engine has
+// written all bytes. `empty`: one arrival per consumer warp of every block of the cluster, because a
 // multicast overwrites the stage in all of them: nobody may write it anywhere before everybody is done with it
 // everywhere.
 //
@@ -27,7 +28,9 @@
 // A wait names a phase by its parity alone, which is enough while nobody can be two phases behind. `full` cannot end
 // phase r + 1 before the producer saw `empty` end phase r, which needs every warp to have passed its wait for `full` in
 // round r; `empty` cannot end phase r + 1 before the consumers passed `full` of round r + 1, which follows the
-// producer's wait for `empty` of phase r, in each block of the cluster.
+// producer's wait for `empty` of phase r, in each block of the cluster. So a warp that copies waits for the `empty` of
+// those stages only to whose `full` it arrives in every use; lanes of it that do not arrive meet the others behind each
+// wait.
 //
 // With a cluster, block P may issue its half of a tile for round r before block Q's producer has announced its bytes:
 // the bytes then arrive on Q's `full` in a phase that still misses Q's own arrival, cannot end early, and may count

@@ -14,9 +14,10 @@
 
 // FProp and DGrad on Hopper: Y[M,N] = X[M,K] W[N,K]^T (+ bias), 1x128 scales on X, 128x128 scales on W, BF16 out.
 //
-// Arithmetic, the contract's: per 128-wide K block a chain of four wgmma m64n128k32 (n64 in tiles of 64 columns) starts
-// from zero; its FP32 partial sum p is promoted by acc = fma(p, s_x * s_w, acc), K blocks ascending. Every element of Y
-// is that one chain of operations, whatever tile, cluster or order of the warps: configurations differ in speed only.
+// Arithmetic, the contract's: per 128-wide K block a chain of four wgmma m64n128k32 (n64, n192 in tiles of 64, 192
+// columns) starts from zero; its FP32 partial sum p is promoted by acc = fma(p, s_x * s_w, acc), K blocks ascending.
+// Every element of Y is that one chain of operations, whatever tile, cluster or order of the warps: configurations
+// differ in speed only.
 //
 // What limits it, per multiprocessor. wgmma does 4096 E4M3 multiply-adds a cycle: a 128 x 256 tile and one K block are
 // 1024 cycles. In that time
@@ -24,16 +25,16 @@
 //     that is, only if they run beside the other warpgroup's wgmma and not after their own;
 //   - shared memory delivers 128 bytes a cycle: each m64n128k32 (64 cycles) reads 2 KB of X and 4 KB of W, 96 bytes a
 //     cycle, and the copy engine writes (128 + 256) * 128 bytes in 1024 cycles, 48 more a cycle. A 128 x 128 tile
-//     writes 64. So the tile is 128 x 256, as large as registers allow: a thread of the two consumer warpgroups keeps
-//     2 x 64 accumulators and 64 partial sums, 192 of its 240 registers (504 of 512 go to the three warpgroups: 240,
-//     240, 24). 256 x 128 is as fast, but has twice the scales of X and leaves no room for the staging below;
+//     writes 64. So the tile is 128 x 256, as large as registers allow: a thread of the two consumer warpgroups keeps 2
+//     x 64 accumulators and 64 partial sums, 192 of its 240 registers (504 of 512 go to the three warpgroups: 240, 240,
+//     24). 256 x 128 is as fast, but has twice the scales of X and leaves no room for the staging below;
 //   - the L2 delivers about 5.5 TB/s, 24 bytes a cycle to each multiprocessor. A 128 x 256 tile on its own reads 48.
 //     Two blocks of a cluster take neighbouring rows and share the rows of W by multicast: 32.
 // The kernel waits for neither of these two (H200): clusters of one are 0.5% slower; X in registers, read by ldmatrix
 // once for all columns, spares shared memory a sixth of its reads and is 4.5% slower: the register file, which wgmma's
 // accumulators and the FMAs both read, seems busier than shared memory is. Chains of 64 columns, of which a warpgroup
-// has two in flight, are no faster than that. Where tiles of 256 columns leave multiprocessors without one in
-// the last round, those of 192 (one chain a warpgroup), 128 or 64 may take less time (kTiles).
+// has two in flight, are no faster than that. Where tiles of 256 columns leave multiprocessors without one in the last
+// round, those of 192 (one chain a warpgroup), 128 or 64 may take less time (kTiles).
 //
 // Overlap. A warpgroup waits for its own chain and promotes it while the other's chain runs. Nothing makes them take
 // turns: whoever comes second waits for the tensor cores, and is then out of step with the first (turns by named
@@ -43,13 +44,14 @@
 //   - Stages are static (tile_ring.cuh: addresses need no arithmetic), where releases arrive is computed once, and
 //     while a tile has more than a round of blocks left the loop does not ask for its end.
 //   - The next block is waited for behind the FMAs in this source. So ptxas asks for it before them and branches after
-//     them, if it has not come; with a condition in between it asked after them, which was 3% slower. The stage has
-//     been given back by then: else late copies would make the next ones late.
+//     them, if it has not come (a look under the chain is as fast; with the question for the tile's end in between it
+//     asked after them, 3% slower). The stage has been given back by then: else late copies would make the next ones
+//     late.
 //   - The warps of a warpgroup start a chain together, so the slowest of them counts, and that is the one whose
 //     sub-core issues for a warp that copies, too. An instruction a K block in one of those costs as much as one in the
 //     loop: see fprop_fill, fprop_copy_w_scales.
-// Together 3% (H200, 16 shapes). Scales read earlier, under the chain before or under their own, were 1 to 2% slower:
-// the wait for them stands behind a chain's first wgmma and stops nothing.
+// Together 3% (H200, 16 shapes). Scales read elsewhere, under the chain before or behind the own one's start, were 1 to
+// 2% slower: the wait for them stands behind a chain's first wgmma and stops nothing.
 //
 // The end of a tile stops nobody. Stored where the loop ends, 32 K blocks' output takes 6% of the time, 1.5% for the
 // stores and the rest because both warpgroups pack and wait while the tensor cores have nothing to do. So the sums stay
@@ -117,7 +119,8 @@ struct FpropShape {
   static_assert(kBytes <= kSharedMemory, "the stages do not fit into shared memory");
 };
 
-// By a warp that copies: bring(stage, block, tile_m, tile_n) for all K blocks of all tiles. All its lanes go through
+// By a warp that copies: bring(stage, full, block, tile_m, tile_n) for all K blocks of all tiles, with the
+// stage's barrier. All its lanes go through
 // the loop together, which keeps addresses in uniform registers, and one of them is elected where one is to act.
 template <class Shape, class Bring>
 JETRL_DEVICE void fprop_fill(const FpropParams& p, TileRing<Shape::kStages> ring, const Bring& bring) {
@@ -127,7 +130,7 @@ JETRL_DEVICE void fprop_fill(const FpropParams& p, TileRing<Shape::kStages> ring
     int stage = 0;
     for (int block = 0; block < p.k_blocks; ++block) {
       ring.wait_empty(stage);
-      bring(stage, block, tile_m, tile_n);
+      bring(stage, ring.full_barrier(stage), block, tile_m, tile_n);
       ring.used(stage);
       stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
     }
@@ -139,10 +142,9 @@ template <class Shape>
 JETRL_DEVICE void fprop_copy(const sm90::TensorMap* x_map, const sm90::TensorMap* w_map,
                              const sm90::TensorMap* x_scales_map, const FpropParams& p, uint32_t base,
                              TileRing<Shape::kStages> ring, int rank) {
-  fprop_fill<Shape>(p, ring, [&](int stage, int block, int tile_m, int tile_n) {
+  fprop_fill<Shape>(p, ring, [&](int stage, uint32_t full, int block, int tile_m, int tile_n) {
     if (!sm90::elect_one()) return;
     const int row = (tile_m * Shape::kCluster + rank) * Shape::kBlockM, column = tile_n * Shape::kBlockN;
-    const uint32_t full = ring.full_barrier(stage);
     sm90::barrier_arrive_expect(full, Shape::kTileX + Shape::kTileW + (p.tma_scales ? Shape::kBlockM * 4 : 0));
     sm90::tma_load(base + stage * Shape::kTileX, x_map, block * kGroup, row, full);
     load_shared_tile<Shape::kBlockN, Shape::kCluster>(base + Shape::kAtW + stage * Shape::kTileW, w_map,
@@ -184,11 +186,11 @@ JETRL_DEVICE void fprop_copy_w_scales(const FpropParams& p, uint32_t base, TileR
 template <class Shape>
 JETRL_DEVICE void fprop_copy_x_scales(const FpropParams& p, uint32_t base, TileRing<Shape::kStages> ring, int rank,
                                       int lane) {
-  fprop_fill<Shape>(p, ring, [&](int stage, int block, int tile_m, int) {
+  fprop_fill<Shape>(p, ring, [&](int stage, uint32_t full, int block, int tile_m, int) {
     const int row = (tile_m * Shape::kCluster + rank) * Shape::kBlockM;
     load_scales<Shape::kBlockM>(base + Shape::kAtScales + stage * Shape::kBlockM * 4, p.x_scales, block, row, p.m,
                                 lane);
-    sm90::cp_async_arrive(ring.full_barrier(stage));
+    sm90::cp_async_arrive(full);
   });
 }
 
@@ -196,7 +198,7 @@ JETRL_DEVICE void fprop_copy_x_scales(const FpropParams& p, uint32_t base, TileR
 template <class Shape>
 struct FpropConsumer {
   static constexpr int kChunks = Shape::kChunks, kSums = Shape::kSums, kStages = Shape::kStages;
-  static constexpr int kParts = Shape::kParts / kChunks;  // of a chain
+  static constexpr int kPartsOfChain = Shape::kParts / kChunks;
 
   const FpropParams& p;
   TileRing<kStages> ring;
@@ -241,11 +243,11 @@ struct FpropConsumer {
     read_w_scales(of_w, stage);
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-      float upper[kParts], lower[kParts];
+      float upper[kPartsOfChain], lower[kPartsOfChain];
 #pragma unroll
-      for (int i = 0; i < kParts; ++i) {
-        upper[i] = sm90::multiply(x_upper, of_w[kParts * c + i]);
-        lower[i] = sm90::multiply(x_lower, of_w[kParts * c + i]);
+      for (int i = 0; i < kPartsOfChain; ++i) {
+        upper[i] = sm90::multiply(x_upper, of_w[kPartsOfChain * c + i]);
+        lower[i] = sm90::multiply(x_lower, of_w[kPartsOfChain * c + i]);
       }
       issue_chain<Shape::kChunk>(partial, x, w + 2 * c * kDescriptorStep64Rows);
       if (kFirst && before.row >= 0) store(c, before);
@@ -365,7 +367,7 @@ void run_fprop(const Operand& x, const Operand& w, int k, const Bias& bias, cons
 }
 
 // Of the time of a round of 256 columns, one of 192 takes 0.73 to 0.77, of 128 0.49 to 0.56, of 64 0.33 to 0.38 (H200,
-// three of four rounds, K from 3584 to 12288; what a launch takes by itself is the same for all).
+// four rounds less one, K from 3584 to 12288; what a launch takes by itself is the same for all).
 constexpr TileCost kTiles[] = {{256, 100}, {192, 76}, {128, 55}, {64, 38}};
 
 }  // namespace

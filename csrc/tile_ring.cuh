@@ -80,9 +80,12 @@ struct TileRing {
 
   template <int kCluster>
   JETRL_DEVICE void release(int stage, int lane, uint32_t place) const {
-    if constexpr (kCluster == 1) return release<1>(stage, lane);
-    sm90::sync_warp();
-    if (lane < kCluster) sm90::barrier_arrive_in_cluster(place + 8 * stage);
+    if constexpr (kCluster == 1) {
+      release<1>(stage, lane);
+    } else {
+      sm90::sync_warp();
+      if (lane < kCluster) sm90::barrier_arrive_in_cluster(place + 8 * stage);
+    }
   }
 };
 

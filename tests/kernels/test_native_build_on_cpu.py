@@ -139,16 +139,25 @@ def test_a_chain_that_has_begun_does_not_wait_for_shared_memory(functions, kerne
 
 def asked_early(function: str) -> int:
     """How many waits for a barrier have 16 or more FMAs between the question and the branch on its answer."""
-    early = between = 0
+    early, since = 0, None  # FMAs since the question that is open
     for operation in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(\S+)", function):
         if operation.startswith("SYNCS.PHASECHK"):
-            between = 0
+            since = 0
         elif operation.startswith("BRA"):
-            early += between >= 16
-            between = 0
-        else:
-            between += operation == "FFMA"
+            early += since is not None and since >= 16
+            since = None
+        elif operation == "FFMA" and since is not None:
+            since += 1
     return early
+
+
+def test_a_question_behind_the_fmas_is_not_early():
+    fmas = 20 * instruction("FFMA R4, R5, R6, R4", 0)
+    question = instruction("SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR4+0x38838], R24", 0)
+    branch = instruction("@!P1 BRA `(.L_x_1)", 0)
+    assert asked_early(4 * (question + fmas + branch)) == 4
+    assert asked_early(4 * (fmas + question + branch)) == 0
+    assert asked_early(4 * (question + branch + fmas + branch)) == 0
 
 
 @needs_nvcc
@@ -160,7 +169,7 @@ def test_nothing_stands_between_two_k_blocks_of_fprop(functions, columns, stages
     chosen = [code for name, code in functions.items() if f"FpropShapeILi{columns}E" in name]
     assert len(chosen) == 2
     for code in chosen:
-        assert asked_early(code) >= stages
+        assert asked_early(code) == stages
         assert "UTMALDG" in code and not re.search(r"BRA\.U\.ANY|BRA\.ANY", code)
 
 

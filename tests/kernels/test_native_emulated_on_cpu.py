@@ -84,13 +84,20 @@ def test_fprop_tiles_of_192_columns_that_begin_inside_a_group_of_w(emulator, n):
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "multiprocessors", "tiles"), [(256, 128, 6, 4), (256, 256, 6, 4), (256, 512, 6, 6), (128, 1024, 5, 4)]
+    ("m", "n", "multiprocessors", "blocks"), [(256, 128, 6, 4), (128, 384, 4, 3), (128, 768, 5, 4), (128, 1024, 5, 4)]
 )
-def test_fprop_takes_the_tile_that_fills_the_machine(emulator, m, n, multiprocessors, tiles):
-    """Of 64, 128, 192 and 256 columns: one round, where narrower tiles would take two and wider ones leave more
-    multiprocessors without one."""
+def test_fprop_takes_the_tile_that_fills_the_machine(emulator, m, n, multiprocessors, blocks):
+    """Of 64, 128, 192 and 256 columns, in turn: one round of so many blocks as no other width would have."""
     check(emulator, "fprop", m, n, 144, multiprocessors=multiprocessors)
-    assert emulator.blocks() == tiles
+    assert emulator.blocks() == blocks
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("block", [64, 128, 192, 256])
+def test_fprop_goes_several_times_round_its_stages_in_several_tiles(emulator, block, cluster):
+    """Ten K blocks: the scales of W come for two rounds or three of each tile, of which the last one is not whole."""
+    for seed in range(2):
+        check(emulator, "fprop", 290, 264, 1158, block=block, cluster=cluster, multiprocessors=2, seed=seed)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +230,7 @@ DECODE_RELEASE = "    oldest.release<1>(lane);\n"
 WGRAD_COLUMNS = "columns[g] = *reinterpret_cast<const float2*>(column_scales + stage * Shape::kScales + 8 * g);"
 READ = "#pragma unroll\n    for (int i = 0; i < 4; ++i) {\n      const int r = 4 * i + lane / 8;\n"
 
-# What is wrong -> kernel that runs, file, its line, the line planted there.
+# What is wrong -> kernel that runs, file, its line or lines, what is planted there.
 FAULTS = {
     "the producer starts with the wrong parity of a stage": (
         "fprop",
@@ -271,14 +278,14 @@ FAULTS = {
     "FProp copies scales of W over those of a round that is not over": (
         "fprop",
         FPROP,
-        "      ring.wait_empty(0);\n",
-        "",
+        ("other = to + 4 * Shape::kScalesW;", "round_at = Shape::kScalesW - round_at;"),
+        ("other = to;", "round_at = 0;"),
     ),
     "FProp reads scales of W that nobody waits for": (
         "fprop",
         FPROP,
-        "        sm90::cp_async_arrive(ring.full_barrier(0));\n",
-        "",
+        ("        sm90::cp_async_arrive(ring.full_barrier(0));\n", "1 : 1 + 32, Shape::kScalesW)"),
+        ("", "1 : 1 + 32)"),
     ),
     "WGrad does not wait for the next block": (
         "wgrad",
@@ -399,13 +406,15 @@ FAULTS = {
 }
 
 
-def plant(folder: Path, kernel: str, file: str, line: str, wrong: str, machine: Path | None) -> Emulator:
-    """The emulator of ``kernel`` with ``line`` of ``file``, which is there once, replaced by ``wrong``."""
+def plant(folder: Path, kernel: str, file: str, line, wrong, machine: Path | None) -> Emulator:
+    """The emulator of ``kernel`` with ``line`` of ``file``, which is there once, replaced by ``wrong``; or several."""
     planted = folder / "csrc"
     shutil.copytree(CSRC, planted)
     source = (planted / file).read_text()
-    assert source.count(line) == 1
-    (planted / file).write_text(source.replace(line, wrong))
+    for old, new in [(line, wrong)] if isinstance(line, str) else zip(line, wrong, strict=True):
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    (planted / file).write_text(source)
     return Emulator(native_emulator.build(folder, planted, f"sm90_{kernel}*", machine))
 
 

@@ -302,22 +302,33 @@ def test_a_call_that_would_read_elsewhere_is_refused_by_the_operator_itself():
         forward(a.codes, a.scales, b.codes, b.scales, None, y[:32], 0, 0)
 
 
-@pytest.mark.parametrize("mn", [(130, 264), (1200, 3000)], ids=["a tile a block", "several"])
-@pytest.mark.parametrize("kernel", ["fprop", "decode", "wgrad", "wgrad to add"])
-def test_a_call_for_the_sanitizer(kernel, mn):
-    """Nothing but the kernel runs on the GPU: operands and the expected product come from the CPU. Several tiles a
-    block: the pipeline goes on from one tile to the next, under whose first chains FProp stores the one before."""
-    m, n = mn
-    block_scaled = not kernel.startswith("wgrad")
+SANITIZED = [
+    *(("fprop", Plan("fprop", block, cluster)) for block in (64, 128, 192, 256) for cluster in (1, 2)),
+    *(("decode", Plan("decode", block)) for block in (16, 64)),
+    *((kernel, Plan("", block, 2)) for kernel in ("wgrad", "wgrad to add") for block in (128, 256)),
+]
+
+
+@pytest.mark.parametrize(("kernel", "plan"), SANITIZED)
+def test_a_call_for_the_sanitizer(kernel, plan):
+    """Nothing but the kernel runs on the GPU: operands and the expected product come from the CPU. A tile's 17 K blocks
+    go more than twice round the stages, and there are more tiles than multiprocessors: the pipeline goes on from one
+    tile to the next, under whose first chains FProp stores the one before."""
+    block_scaled, k = not kernel.startswith("wgrad"), 16 * 128 + 16
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    tall = 130 if kernel == "decode" else 1032  # two tiles, or nine
+    wide = plan.block * (sms // (2 if kernel == "decode" else 9) + 2) + 8
+    assert -(-tall // 128) * -(-wide // plan.block) > sms
+    m, n = (tall, wide) if block_scaled else (wide, tall)  # of A's rows a tile of WGrad has so many
     quantise_b = numerics.quantize_128x128 if block_scaled else numerics.quantize_1x128
-    a, b = numerics.quantize_1x128(gaussian(m, 272), "fp32"), quantise_b(gaussian(n, 272), "fp32")
+    a, b = numerics.quantize_1x128(gaussian(m, k), "fp32"), quantise_b(gaussian(n, k), "fp32")
     want = numerics.gemm_nt_float64(a, b, b_block_scaled=block_scaled)
     a, b = (BlockQuantized(q.codes.cuda(), q.scales.cuda()) for q in (a, b))
     if kernel == "wgrad to add":
         total = torch.ones(m, n, dtype=torch.float32, device="cuda")
-        got = native.gemm_nt(a, b, b_block_scaled=False, out_dtype=torch.float32, add_to=total) - 1
+        got = native.gemm_nt(a, b, b_block_scaled=False, out_dtype=torch.float32, add_to=total, plan=plan) - 1
     else:
-        got = poisoned_call(a, b, b_block_scaled=block_scaled, plan=Plan(kernel if block_scaled else ""))
+        got = poisoned_call(a, b, b_block_scaled=block_scaled, plan=plan)
     assert relative_error(got.cpu(), want) < 2.5e-3
 
 

@@ -34,7 +34,7 @@ take turns:
 - *bf16*: four cuBLAS products and nothing in front of them, for what launches cost by themselves.
 
 ``--timeline`` adds what every kernel of *static* and *deep_gemm* takes, and adds to the chain, on the profiler's clock
-(`jetrl_verl/bench/timeline.py`), in one more replay or two.
+(`jetrl_verl/bench/timeline.py`), in a few more replays.
 
 The floor is the time of the FP8 weights' bytes at the copy bandwidth measured in the same run. Times contain what two
 events cost (``event_us``), once a replay. A minute or two, of which DeepGEMM compiles most. Exit code 1 if bits differ.

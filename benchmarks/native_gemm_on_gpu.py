@@ -45,7 +45,7 @@ from jetrl_verl.kernels import native
 from jetrl_verl.kernels.native import Plan
 from jetrl_verl.numerics import BlockQuantized
 
-TILES = [(block, cluster) for block in (256, 128) for cluster in (1, 2)]
+WGRAD_TILES = [(block, cluster) for block in (256, 128) for cluster in (1, 2)]
 FPROP_TILES = [(block, cluster) for block in (256, 192, 128, 64) for cluster in (1, 2)]
 DECODE_TOKENS = (16, 32, 64, 128)
 DECODE_ROWS = (16, 32, 48, 64)
@@ -59,7 +59,7 @@ def variants() -> list[tuple[str, Plan, tuple[int, int, int]]]:
     for tokens in DECODE_TOKENS:
         for rows in DECODE_ROWS:
             found.append(("fprop", Plan("decode", rows), (tokens - tokens // 4, 264, 1040)))
-    found += [("wgrad", Plan("", *tile), (290, 264, 1040)) for tile in TILES]
+    found += [("wgrad", Plan("", *tile), (290, 264, 1040)) for tile in WGRAD_TILES]
     return found
 
 
@@ -149,7 +149,7 @@ def sweep(machine: Machine) -> list[dict]:
         for layer, (n, k) in MODELS["qwen3-8b"].items():
             plans = [Plan("fprop"), Plan("decode"), *(Plan("decode", rows) for rows in DECODE_ROWS)]
             records.append(time_plans(machine, Problem("decode", "qwen3-8b", layer, m, n, k), plans))
-    plans = [Plan("", *tile) for tile in TILES]
+    plans = [Plan("", *tile) for tile in WGRAD_TILES]
     records.append(time_plans(machine, Problem("wgrad", "", "", 6144, 4096, 8192), plans))
     return records
 

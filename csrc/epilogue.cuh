@@ -21,8 +21,8 @@
 //   BF16: stmatrix writes one chunk of eight rows at a time: chunk ^ (row % 8) spreads them over all 32 banks.
 //   FP32: half a warp writes 8 bytes each of rows g..g+3, two neighbouring chunks a row: chunk ^ (2 (row % 4)).
 // A read is one whole row per eight lanes, whatever the permutation. Warps share nothing, so no barrier but the warp's.
-// BF16's is also the copy engine's 128-byte swizzle: with 2 KB for each 64 columns it stores them itself, as
-// boxes of 16 rows, while the warp goes on (store_bf16_by_tma).
+// BF16's is also the copy engine's 128-byte swizzle: with 2 KB for each 64 columns it stores them itself, as boxes of
+// 16 rows, while the warp goes on (store_bf16_by_tma).
 //
 // Row and column guards are per 16 bytes: the host asks for rows that hold a multiple of 16 bytes.
 

@@ -17,9 +17,8 @@
 //
 // Stage s has two mbarriers. `full`: one arrival a phase of the thread that announces the bytes which the copy engine
 // brings, and one of each lane whose cp.async bring scales; the phase ends when all have come and the copy engine has
-// written all bytes. `empty`: one arrival per consumer warp of every block of the cluster, because a
-// multicast overwrites the stage in all of them: nobody may write it anywhere before everybody is done with it
-// everywhere.
+// written all bytes. `empty`: one arrival per consumer warp of every block of the cluster, because a multicast
+// overwrites the stage in all of them: nobody may write it anywhere before everybody is done with it everywhere.
 //
 // Use number i of the ring is stage i % stages in round i / stages. Both barriers count rounds in their phase, so
 //   consumers wait for   full[s]  with parity  round % 2        (the phase that this round's copies end)

@@ -25,9 +25,9 @@
 //     that is, only if they run beside the other warpgroup's wgmma and not after their own;
 //   - shared memory delivers 128 bytes a cycle: each m64n128k32 (64 cycles) reads 2 KB of X and 4 KB of W, 96 bytes a
 //     cycle, and the copy engine writes (128 + 256) * 128 bytes in 1024 cycles, 48 more a cycle. A 128 x 128 tile
-//     writes 64. So the tile is 128 x 256, as large as registers allow: a thread of the two consumer warpgroups keeps 2
-//     x 64 accumulators and 64 partial sums, 192 of its 240 registers (504 of 512 go to the three warpgroups: 240, 240,
-//     24). 256 x 128 is as fast, but has twice the scales of X and leaves no room for the staging below;
+//     writes 64. So the tile is 128 x 256, as large as registers allow: a thread of the two consumer warpgroups keeps
+//     2 x 64 accumulators and 64 partial sums, 192 of its 240 registers (504 of 512 go to the three warpgroups: 240,
+//     240, 24). 256 x 128 is as fast, but has twice the scales of X and leaves no room for the staging below;
 //   - the L2 delivers about 5.5 TB/s, 24 bytes a cycle to each multiprocessor. A 128 x 256 tile on its own reads 48.
 //     Two blocks of a cluster take neighbouring rows and share the rows of W by multicast: 32.
 // The kernel waits for neither of these two (H200): clusters of one are 0.5% slower; X in registers, read by ldmatrix
@@ -108,7 +108,7 @@ struct FpropShape {
   static constexpr int kStaging = kChunk / kStoreColumns * kStagingBytes;  // of a warp
   static constexpr int kAtScales = kAtStaging + 4 * kConsumers * kStaging;
   static constexpr int kAtScalesW = kAtScales + kStages * kBlockM * 4;  // of two rounds
-  static constexpr int kAtFull = kAtScalesW + round_up(2 * kScalesW * 4, 8);
+  static constexpr int kAtFull = kAtScalesW + 2 * kScalesW * 4;
   static constexpr int kAtEmpty = kAtFull + 8 * kStages;
   static constexpr int kBytes = kAtEmpty + 8 * kStages;
 
@@ -119,9 +119,9 @@ struct FpropShape {
   static_assert(kBytes <= kSharedMemory, "the stages do not fit into shared memory");
 };
 
-// By a warp that copies: bring(stage, full, block, tile_m, tile_n) for all K blocks of all tiles, with the
-// stage's barrier. All its lanes go through
-// the loop together, which keeps addresses in uniform registers, and one of them is elected where one is to act.
+// By a warp that copies: bring(stage, full, block, tile_m, tile_n) for all K blocks of all tiles, with the stage's
+// barrier. All its lanes go through the loop together, which keeps addresses in uniform registers, and one of them is
+// elected where one is to act.
 template <class Shape, class Bring>
 JETRL_DEVICE void fprop_fill(const FpropParams& p, TileRing<Shape::kStages> ring, const Bring& bring) {
   for (int tile = first_tile<Shape::kCluster>(); tile < p.order.count(); tile += tile_step<Shape::kCluster>()) {

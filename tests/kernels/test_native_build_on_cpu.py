@@ -83,19 +83,23 @@ def test_the_machine_code_has_fp8_matrix_instructions_and_no_device_wide_fence(f
         assert "PREEXIT" not in function, name
 
 
-def stopped_chains(function: str) -> int:
-    """How many chains of four wgmma wait, between the first and the last, for something read from shared memory.
+def decoded(function: str) -> list[tuple[str, int]]:
+    """Operation, without its predicate, and control bits of each instruction.
 
     The upper 64 bits of an instruction hold from bit 41 on: its stall count (4 bits), a hint (1), which of six
     scoreboards its result and the release of its operands signal (3 each, 7: none), and a mask of those that it waits
     for (6).
     """
-    instructions = re.findall(
+    found = re.findall(
         r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(\S+)[^;]*;\s*/\* 0x\w{16} \*/\s+/\* 0x(\w{16}) \*/", function
     )
+    return [(operation, int(word, 16) >> 41) for operation, word in found]
+
+
+def stopped_chains(function: str) -> int:
+    """How many chains of four wgmma wait, between the first and the last, for something read from shared memory."""
     reads, in_chain, stopped = [False] * 6, 0, set()  # whether a scoreboard is a read's; how many wgmma were issued
-    for operation, word in instructions:
-        control = int(word, 16) >> 41
+    for operation, control in decoded(function):
         waits = [board for board in range(6) if control >> 11 >> board & 1]
         if in_chain % 4 and any(reads[board] for board in waits):
             stopped.add(in_chain // 4)
@@ -140,7 +144,7 @@ def test_a_chain_that_has_begun_does_not_wait_for_shared_memory(functions, kerne
 def asked_early(function: str) -> int:
     """How many waits for a barrier have 16 or more FMAs between the question and the branch on its answer."""
     early, since = 0, None  # FMAs since the question that is open
-    for operation in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(\S+)", function):
+    for operation, _ in decoded(function):
         if operation.startswith("SYNCS.PHASECHK"):
             since = 0
         elif operation.startswith("BRA"):

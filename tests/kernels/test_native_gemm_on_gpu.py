@@ -303,17 +303,18 @@ def test_a_call_that_would_read_elsewhere_is_refused_by_the_operator_itself():
 
 
 SANITIZED = [
-    *(("fprop", Plan("fprop", block, cluster)) for block in (64, 128, 192, 256) for cluster in (1, 2)),
-    *(("decode", Plan("decode", block)) for block in (16, 64)),
-    *((kernel, Plan("", block, 2)) for kernel in ("wgrad", "wgrad to add") for block in (128, 256)),
+    *(("fprop", plan) for plan in FPROP_PLANS),
+    *(("decode", plan) for tokens, plan in DECODE_PLANS if tokens == 128),
+    *((kernel, plan) for kernel in ("wgrad", "wgrad to add") for plan in WGRAD_PLANS),
 ]
 
 
+@pytest.mark.parametrize("columns", [False, True], ids=["scales in rows", "scales in columns"])
 @pytest.mark.parametrize(("kernel", "plan"), SANITIZED)
-def test_a_call_for_the_sanitizer(kernel, plan):
+def test_a_call_for_the_sanitizer(kernel, plan, columns):
     """Nothing but the kernel runs on the GPU: operands and the expected product come from the CPU. A tile's 17 K blocks
     go more than twice round the stages, and there are more tiles than multiprocessors: the pipeline goes on from one
-    tile to the next, under whose first chains FProp stores the one before."""
+    tile to the next, under whose first chains FProp stores the one before. TMA brings scales that lie in columns."""
     block_scaled, k = not kernel.startswith("wgrad"), 16 * 128 + 16
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     tall = 130 if kernel == "decode" else 1032  # two tiles, or nine
@@ -323,6 +324,8 @@ def test_a_call_for_the_sanitizer(kernel, plan):
     quantise_b = numerics.quantize_128x128 if block_scaled else numerics.quantize_1x128
     a, b = numerics.quantize_1x128(gaussian(m, k), "fp32"), quantise_b(gaussian(n, k), "fp32")
     want = numerics.gemm_nt_float64(a, b, b_block_scaled=block_scaled)
+    if columns:
+        a, b = (q._replace(scales=q.scales.t().contiguous().t()) for q in (a, b))
     a, b = (BlockQuantized(q.codes.cuda(), q.scales.cuda()) for q in (a, b))
     if kernel == "wgrad to add":
         total = torch.ones(m, n, dtype=torch.float32, device="cuda")

@@ -41,10 +41,17 @@ class _TimedSocket:
         try:
             return call(*args)
         except zmq.Again:
-            raise RuntimeError(
-                f"weight sync: the rollout worker did not answer within {TIMEOUT_SECONDS:.0f} s; it has died or failed "
-                "before it could receive weights, see its messages above"
-            ) from None
+            what = f"did not answer within {TIMEOUT_SECONDS:.0f} s"
+        except zmq.ZMQError as error:
+            # A connection that ends between the two frames of a request takes the request with it, and libzmq reports
+            # it as sent; only the wait for an answer then fails, since nothing was asked.
+            if error.errno != zmq.EFSM:
+                raise
+            what = "went away while weights were sent to it"
+        raise RuntimeError(
+            f"weight sync: the rollout worker {what}; it has died or failed before it could receive weights, see its "
+            "messages above"
+        )
 
     def recv(self, *args):
         return self._bounded(self._socket.recv, *args)

@@ -25,26 +25,32 @@
 #include <vector>
 
 #include "launch.h"
+#include "races.h"
 
 namespace emulator {
 
 constexpr uint32_t kFirstAddress = 1024;  // of dynamic shared memory; addresses below it are nobody's
 constexpr size_t kStackBytes = 128 * 1024;
+constexpr int kBarriers = 80;  // of a block, at most
 
 struct Barrier {
   int count, pending;
+  uint32_t entry;  // of Knowledge
   int64_t bytes = 0;
-  uint64_t phase = 0;
+  uint32_t phase = 0;  // how many are over
+  Knowledge told, passed;  // by all arrivals, by those of phases that are over
+  std::vector<std::pair<uint32_t, uint32_t>> waits;  // that found the last phase over: a thread's entry and its time
 };
 
-struct Meeting {  // a block's or cluster's barrier
+struct Meeting {  // a warp's, block's or cluster's barrier
   int arrived = 0;
   uint64_t generation = 0;
+  Knowledge told, passed;
 };
 
 struct Warp {
-  int arrived = 0;
-  uint64_t generation = 0;
+  Meeting memory;  // sync_warp
+  Meeting values;  // exchanges, which order no access to memory
   // What the lanes bring to an exchange: two sets, since a fast lane may come to the next exchange while a slow one
   // still reads this one's; it cannot come to the one after that.
   uint32_t slots[2][32][4];
@@ -57,6 +63,11 @@ struct Wgmma {
   bool keep;
 };
 
+struct Chain {
+  std::vector<Wgmma> instructions;
+  int reads = -1;  // an access
+};
+
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
@@ -66,15 +77,21 @@ struct Fiber {
   std::function<bool()> ready;
   std::string waits_for;
   std::deque<std::function<void()>> copies;  // cp.async and its arrivals, in order
-  std::vector<Wgmma> issued;                 // not yet committed
-  std::deque<std::vector<Wgmma>> groups;     // committed, not yet waited for
+  Chain issued;               // not yet committed
+  std::deque<Chain> groups;   // committed, not yet waited for
   std::vector<std::function<void()>> stores, storing;  // of TMA, not yet committed and not yet waited for
+  Knowledge knows;
+  uint32_t entry;                           // its own, of Knowledge
+  int reading = -1, writing = -1;           // its accesses since it last told anything
+  std::vector<int> copying, storing_reads;  // accesses of cp.async, of stores, that are not over
+  std::vector<uint32_t> initialised, published;  // entries of mbarriers: by this thread, and with a fence behind it
 };
 
 struct Block {
   std::vector<uint8_t> storage;
   uint8_t* memory;
   std::map<uint32_t, Barrier> barriers;
+  History history;
   Meeting meeting;
   std::vector<Warp> warps;
 };
@@ -95,6 +112,8 @@ struct Machine {
   Fiber* current = nullptr;
   std::string error;
   uint64_t steps = 0;
+  std::vector<Access> accesses;  // of this cluster
+  int counted_rows = 0;          // of wgmma's A; what the others give is not stored
 };
 
 }  // namespace emulator

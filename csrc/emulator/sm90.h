@@ -26,10 +26,15 @@
 //   - block, warp and cluster barriers; stmatrix with the lanes' addresses and fragments.
 // What it reports as a failure, not as a wrong number: a deadlock (with what every warp waits for), an arrival too
 // many, an address outside shared memory, a misaligned tile, a tensor map that the hardware refuses, a copy of the
-// decode kernel's X by a thread that has not waited for the kernel in front, which may write X. Races show as wrong
-// numbers under some seeds: shared memory starts as NaN, a tile that is overwritten early is read late. What it cannot
-// see: memory ordering between the copy engine and ordinary accesses, the order of additions inside a wgmma (sums are
-// exact here), speed.
+// decode kernel's X by a thread that has not waited for the kernel in front, which may write X; a race in shared
+// memory, by what is ordered and not by what this run read (races.h), a missing fence in front of the copy engine or of
+// a new barrier's users among them. A race that the model of ordering should miss still shows as wrong numbers under
+// some seeds: shared memory starts as NaN, a tile that is overwritten early is read late. What it cannot see: races in
+// global memory, the order of additions inside a wgmma (sums are exact here), speed.
+//
+// Where it is stricter than a GPU: a cluster's barrier, which is relaxed here, orders nothing but initialisations, and
+// an exchange between lanes orders no memory. Where it is not: an arrival at another block's barrier orders what its
+// thread did, as an arrival at the own one; what then follows in the other block is overwriting what was read here.
 
 #pragma once
 
@@ -86,6 +91,8 @@ void sync_cluster();
 void wait_for_previous_kernel();
 
 void barrier_init(uint32_t barrier, int arrivals);
+void fence_barrier_init();
+void fence_for_copies();
 void barrier_arrive(uint32_t barrier);
 void barrier_arrive_at(uint32_t barrier, int rank);
 void barrier_arrive_expect(uint32_t barrier, int bytes);
@@ -108,8 +115,6 @@ void wait_for_wgmma(int pending);
 uint32_t exchange(uint32_t value, int lane);  // what `lane` of this warp brings
 void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3);
 
-inline void fence_barrier_init() {}
-inline void fence_for_copies() {}
 inline void prefetch_tensor_map(const TensorMap*) {}
 inline void wgmma_fence() {}
 template <int kRegisters>

@@ -14,7 +14,8 @@
 """The native kernels' own source on a CPU: built with g++ against csrc/emulator, called through ctypes.
 
 `Emulator.run` takes the operands of ``numerics.gemm_nt`` and a seed; the seed picks the interleaving of a cluster's
-threads and of its copies in flight. A protocol error (deadlock, surplus arrival, access outside shared memory) raises.
+threads and of its copies in flight. A protocol error (deadlock, surplus arrival, access outside shared memory) raises,
+and so does a race in shared memory, whatever the interleaving.
 """
 
 import ctypes
@@ -65,7 +66,10 @@ def build(
         objects.append(machine)
     for source in sources:
         objects.append(folder / f"{source.stem}.o")
-        subprocess.run([compiler(), *flags, "-x", "c++", "-c", source, "-o", objects[-1]], check=True)
+        # The emulator sees each access of a kernel's own C++ by the calls that this sanitizer puts there, and is their
+        # runtime library; guards of the host code's statics would be calls that it does not have.
+        hooks = ["-fsanitize=thread", "-fno-threadsafe-statics"] if source.suffix == ".cu" else []
+        subprocess.run([compiler(), *flags, *hooks, "-x", "c++", "-c", source, "-o", objects[-1]], check=True)
     subprocess.run([compiler(), "-shared", *objects, *libraries, "-o", library], check=True)
     return library
 

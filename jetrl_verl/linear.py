@@ -37,7 +37,8 @@ FSDP2 puts a gathered or sharded tensor in place by setting the module's ``weigh
 the cache (``JetLinear.__setattr__``). FSDP1 sets it at each gather only, so its codes live until the next gather or the
 end of the pass, where the engine drops them (train/engine.py). Between two assignments FProp, a recomputed FProp and
 DGrad share one quantisation. An in-place change (an optimiser step on an unsharded module) shows in the version
-counter.
+counter. A write that passes it by, through ``weight.data`` or by address, does not show: whoever writes so calls
+:meth:`JetLinear.drop_codes`.
 
 **Where dW goes.** To ``weight.grad`` through autograd, in BF16. A caller that keeps FP32 gradients over several
 micro-batches hangs the buffer ``[N, K]`` on the parameter as ``weight.main_grad`` (Megatron's and Transformer Engine's
@@ -55,6 +56,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from jetrl_verl import kernels
 from jetrl_verl.layers import LinearPlan, UnsupportedLayer, plan_of
@@ -186,6 +188,7 @@ class _FP8LinearFunction(torch.autograd.Function):
         return layer.fprop(rows, weight).reshape(*x.shape[:-1], layer.out_features)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy: torch.Tensor):
         layer: JetLinear = ctx.layer
         needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
@@ -285,13 +288,15 @@ class JetLinear(nn.Linear):
     def weight_codes(self, weight: torch.Tensor) -> BlockQuantized:
         """128x128 codes of ``weight`` [N, K], made at most once while the tensor stays in place unchanged."""
         cached = self._codes
+        counted = not weight.is_inference()  # else nothing would show that it changed
         # By address, not identity: activation checkpointing hands backward a detached alias of the same weight.
-        if cached is not None and (cached.address, cached.version) == (weight.data_ptr(), weight._version):
+        if counted and cached is not None and (cached.address, cached.version) == (weight.data_ptr(), weight._version):
             return cached.codes
         with torch.no_grad():
             codes = kernels.quantize_128x128(weight.detach().to(torch.bfloat16), self.scale_rule)
         object.__setattr__(self, "quantisations", self.quantisations + 1)
-        object.__setattr__(self, "_codes", _WeightCodes(weight.data_ptr(), weight._version, codes))
+        if counted:
+            object.__setattr__(self, "_codes", _WeightCodes(weight.data_ptr(), weight._version, codes))
         return codes
 
     def fprop(self, x: BlockQuantized, weight: torch.Tensor) -> torch.Tensor:

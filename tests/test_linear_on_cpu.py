@@ -200,7 +200,7 @@ def saved_bytes(module: nn.Module, function) -> int:
     return sum(kept.values())
 
 
-def test_saved_activation_is_half_of_bf16_and_checkpointing_removes_the_difference():
+def test_saved_activation_is_half_of_bf16():
     m, k, n = 1024, 512, 256
     x = torch.randn(m, k).bfloat16().requires_grad_()
     layer = make(k, n, bias=False)
@@ -209,10 +209,31 @@ def test_saved_activation_is_half_of_bf16_and_checkpointing_removes_the_differen
     assert bf16 == 2 * m * k
     assert fp8 == m * k + 4 * m * k // 128
 
-    def checkpointed(module):
-        return saved_bytes(module, lambda: checkpoint(module, x, use_reentrant=False))
 
-    assert checkpointed(layer) == checkpointed(stock)
+def test_a_second_derivative_is_refused():
+    """Autograd would leave out the way through the codes, and say nothing."""
+    layer, x = make(128, 128), torch.randn(4, 128).requires_grad_()
+    (dx,) = torch.autograd.grad(layer(x).float().square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.square().sum().backward()
+
+
+def test_weights_of_inference_mode_are_quantised_for_every_call():
+    """They have no version counter, so nothing would show that one changed."""
+    with torch.inference_mode():
+        layer, x = make(128, 128), torch.randn(4, 128)
+        before = layer(x)
+        layer.weight.mul_(2)
+        assert not torch.equal(layer(x), before)
+    assert layer.quantisations == 2
+
+
+def test_a_write_that_the_version_counter_does_not_see_asks_for_drop_codes():
+    layer, x = make(128, 128), torch.randn(4, 128)
+    before = layer(x)
+    layer.weight.data.mul_(2)
+    layer.drop_codes()
+    assert not torch.equal(layer(x), before)
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ values are put on their grids once, when they are made: a cache holds them in th
 import math
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from jetrl_verl.ops._operator import require_bf16
 from jetrl_verl.ops.reproducible import (
@@ -175,6 +176,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_out: torch.Tensor):
         if grad_out.is_cuda:
             from jetrl_verl.ops import flash_attention

@@ -19,6 +19,7 @@ minus infinity, or a number so low that its exponential is zero, on both sides a
 """
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from jetrl_verl.ops._operator import operator, require_bf16, triton_kernels
 from jetrl_verl.ops.reproducible import exp, grid_bits, log, on_grid, sum_of_fractions
@@ -49,6 +50,7 @@ class _Logits(torch.autograd.Function):
         return _logits(hidden, weight.to(torch.bfloat16))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient: torch.Tensor):
         hidden, weight = ctx.saved_tensors
         # As stock training multiplies them; the CPU has no fast BF16 product.
@@ -106,6 +108,7 @@ class _LogProbs(torch.autograd.Function):
         return _log_probs(logits, tokens, temperature)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient: torch.Tensor):
         logits, tokens, temperature = ctx.saved_tensors
         if logits.is_cuda:

@@ -25,6 +25,7 @@ the BF16 result, without reading it back.
 """
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from jetrl_verl import kernels
 from jetrl_verl.numerics import BlockQuantized
@@ -117,6 +118,7 @@ class _RMSNorm(torch.autograd.Function):
         return results
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy: torch.Tensor, *_):
         x, weight, rstd = ctx.saved_tensors
         if x.is_cuda:

@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from jetrl_verl.ops._operator import operator, require_bf16, triton_kernels
 
@@ -133,6 +134,7 @@ class _Rotary(torch.autograd.Function):
         return _rotary(q, k, table, positions, False)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dq: torch.Tensor, dk: torch.Tensor):
         (positions,) = ctx.saved_tensors
         return *_rotary(dq.to(torch.bfloat16), dk.to(torch.bfloat16), ctx.table, positions, True), None, None

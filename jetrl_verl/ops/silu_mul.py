@@ -25,6 +25,7 @@ from functools import cache
 
 import numpy as np
 import torch
+from torch.autograd.function import once_differentiable
 
 from jetrl_verl import kernels
 from jetrl_verl.kernels import native
@@ -137,6 +138,7 @@ class _SiLUMul(torch.autograd.Function):
         return product, codes, scales
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy: torch.Tensor, *_):
         return *_gradients(dy, *ctx.saved_tensors), None
 

@@ -26,6 +26,7 @@ Taken where nothing looks between the three (:func:`spans`); elsewhere the modul
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.module import _has_any_global_hook
 
 from jetrl_verl import ops
@@ -78,6 +79,7 @@ class _GatedProduct(torch.autograd.Function):
         return product.reshape(*x.shape[:-1], product.shape[-1]), codes, scales
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy: torch.Tensor, *_):
         x_codes, x_scales, gate, up, *weights = ctx.saved_tensors
         needs_x, *needs_w = ctx.needs_input_grad[:3]

@@ -23,7 +23,8 @@ autograd, hooks and checkpointing see nothing of it, and the bits are those of q
 
 Attention needs to know where sequences begin. That is found once per pass, by a hook on the decoder, from the attention
 mask (padded batches) or from positions that start again at zero (packed ones), and travels to every layer as a keyword
-argument; no mask is ever built, because ``_attn_implementation`` names none of Hugging Face's.
+argument; no mask is ever built, because ``_attn_implementation`` names none of Hugging Face's. transformers knows the
+name all the same: verl saves ``hf_model`` through a model that it makes from this configuration and never runs.
 """
 
 from dataclasses import dataclass
@@ -161,6 +162,14 @@ def _logits_forward(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tenso
     return ops.logits(hidden_states, self.weight)
 
 
+def _refuse_attention(*_: Any, **__: Any) -> None:
+    """What ``ATTENTION`` stands for in a model whose modules are all stock."""
+    raise RuntimeError(
+        "shared operations: a model made from the trainer's configuration can be saved and not run; load the saved "
+        "folder, which names no attention"
+    )
+
+
 def share_operations(model: nn.Module) -> dict[str, int]:
     """Put the shared operations in place.
 
@@ -173,6 +182,8 @@ def share_operations(model: nn.Module) -> dict[str, int]:
     Raises:
         UnsupportedLayer: the model has something that no shared operation covers.
     """
+    from transformers import AttentionInterface
+
     config = model.config
     try:
         ops.check_model(config)
@@ -216,6 +227,8 @@ def share_operations(model: nn.Module) -> dict[str, int]:
     rotary.shared_table = ops.rotary_table(head_dim, config.max_position_embeddings, config.rope_parameters)
     replace("rotary", rotary, _rotary_forward)
     replace("logits", head, _logits_forward)
+    # Not with AttentionMaskInterface: masks would be built then.
+    AttentionInterface.register(ATTENTION, _refuse_attention)
     config._attn_implementation = ATTENTION
     decoder.register_forward_pre_hook(_find_sequences, with_kwargs=True)
     return counts

@@ -19,6 +19,8 @@ Equality with vLLM is tested where vLLM runs (tests/rollout/test_exact_rollout_o
 import pytest
 import torch
 from tiny_models import FAMILIES, tiny_config, tiny_model
+from transformers import AutoModelForCausalLM
+from transformers.masking_utils import create_causal_mask
 
 from jetrl_verl import ops
 from jetrl_verl.layers import UnsupportedLayer, plan_linears
@@ -133,6 +135,54 @@ def test_parameters_and_names_are_the_stock_models():
     assert after.config._attn_implementation == ATTENTION
     assert before.config._attn_implementation != ATTENTION
     assert "jetrl" not in str(after.config.to_dict())
+
+
+def test_no_mask_is_built():
+    config, positions = shared("qwen3").config, packed(tokens())["position_ids"]
+    arguments = dict(
+        inputs_embeds=torch.zeros(1, positions.shape[1], 8),
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=positions,
+    )
+    assert create_causal_mask(tiny_config("qwen3", attn_implementation="sdpa"), **arguments) is not None
+    assert create_causal_mask(config, **arguments) is None
+
+
+@pytest.fixture
+def one_process_group(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_verl_saves_a_folder_that_stock_hugging_face_loads(one_process_group, cpu_platform, tmp_path):
+    """``hf_model`` in ``checkpoint.save_contents``, which verl writes from a model of the live configuration."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+
+    model = tiny_model("qwen3", architectures=["Qwen3ForCausalLM"])
+    replace_linears(model, plan_linears(model.config), scale_rule="fp32")
+    share_operations(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    contents = dict(save_contents=["model", "optimizer", "extra", "hf_model"], load_contents=["model"])
+    manager = FSDPCheckpointManager(
+        model, torch.optim.AdamW(model.parameters()), None, None, checkpoint_config=contents
+    )
+    manager.save_checkpoint(str(tmp_path / "actor"), global_step=1)
+    assert model.config._attn_implementation == ATTENTION, "the trainer goes on"
+
+    folder = tmp_path / "actor" / "huggingface"
+    assert all("jetrl" not in file.read_text() for file in folder.glob("*.json"))
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert loaded.config._attn_implementation == "sdpa"
+    after = loaded.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    assert loaded(**padded(tokens())).logits.isfinite().all()
+    with pytest.raises(RuntimeError, match="can be saved and not run; load the saved folder"):
+        AutoModelForCausalLM.from_config(model.config)(**packed(tokens()))
 
 
 def test_packing_finds_sequences_in_masks_and_in_positions():

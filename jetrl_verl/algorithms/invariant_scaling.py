@@ -35,7 +35,8 @@ unit in the last place, and the BF16 cast that a checkpoint ends in then returns
 
 **Where it lives.** In the master weights, and so in every checkpoint of the run; the model's configuration, which verl
 writes beside them, says so under ``FOLDED``. ``jetrl export`` takes s out of the BF16 folder. The FP8 folder keeps it,
-since its codes are those that the rollout held.
+since its codes are those that the rollout held. A run that starts from a folder that says so (verl's ``hf_model`` of an
+earlier stage) folds in only what is missing, so its weights carry its own ``jetrl.invariant_scaling`` and no product.
 """
 
 import json
@@ -130,6 +131,18 @@ def fold(parameters: Iterable[tuple[str, torch.Tensor]], s: float) -> list[str]:
                 tensor.div_(s)
             changed.append(name)
     return changed
+
+
+def fold_missing(model: torch.nn.Module, s: float) -> None:
+    """Fold into a Hugging Face model, in place, what its weights lack of ``s``; its configuration then says ``s``.
+
+    Raises:
+        UnsupportedLayer, ValueError: as :func:`fold`.
+    """
+    folded = folded_in(model.config)
+    if s != folded:
+        fold(model.named_parameters(), s / folded)
+        setattr(model.config, FOLDED, s)
 
 
 def unfolded(weights: Iterable[tuple[str, torch.Tensor]], s: float) -> Iterator[tuple[str, torch.Tensor]]:

@@ -47,16 +47,17 @@ _ROTATED = ("q_rotary", "k_rotary")
 
 def load_master(folder: str | Path, options: JetConfig | None, **arguments: Any) -> torch.nn.Module:
     """The policy's weights on the CPU as the trainer holds them, invariant scaling folded in."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    from jetrl_verl.algorithms.invariant_scaling import fold
+    from jetrl_verl.algorithms.invariant_scaling import fold_missing, folded_in
 
-    scaled = options is not None and options.invariant_scaling != 1
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    scaled = options is not None and options.invariant_scaling != folded_in(config)
     # Folding rounds in FP32, as in the engine; otherwise the BF16 value is all that either side reads.
     dtype = torch.float32 if scaled else torch.bfloat16
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **arguments)
     if scaled:
-        fold(model.named_parameters(), options.invariant_scaling)
+        fold_missing(model, options.invariant_scaling)
     return model
 
 

@@ -13,11 +13,24 @@
 # limitations under the License.
 """Invariant scaling leaves the function alone, to the rounding that its docstring states, and can be undone."""
 
+import json
+
 import pytest
 import torch
 from tiny_models import FAMILIES, tiny_model
+from transformers import AutoModelForCausalLM
 
-from jetrl_verl.algorithms.invariant_scaling import NORMS, PROJECTIONS, fold, unfolded
+from jetrl_verl.algorithms.invariant_scaling import (
+    FOLDED,
+    NORMS,
+    PROJECTIONS,
+    check_resumed,
+    fold,
+    fold_missing,
+    folded_in,
+    unfolded,
+)
+from jetrl_verl.config.options import UnsupportedConfiguration
 from jetrl_verl.kernels import quantize_128x128
 from jetrl_verl.layers import UnsupportedLayer
 
@@ -114,6 +127,35 @@ def test_a_model_with_other_norms_is_refused():
     with pytest.raises(UnsupportedLayer, match=r"model\.layers\.1 has no post_attention_layernorm"):
         fold(parameters, S)
     assert all(torch.equal(old, p) for old, (_, p) in zip(before, parameters, strict=True)), "half of it was scaled"
+
+
+@pytest.mark.parametrize(("first", "second"), [(S, S), (S, 3.0), (S, 1.0), (1.0, S), (1.0, 1.0)])
+def test_a_model_that_carries_a_factor_gets_what_is_missing(first, second, tmp_path):
+    """Stages of training, each from the folder that the one before saved."""
+    model = with_trained_norms("qwen3")
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if second != 1:
+        fold(expected.items(), second)
+    fold_missing(model, first)
+    model.save_pretrained(tmp_path)
+    later = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert folded_in(later.config) == first
+    fold_missing(later, second)
+    assert folded_in(later.config) == second
+    for name, tensor in later.state_dict().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=3e-7, atol=0)
+
+
+def test_the_advice_for_another_factor_holds(tmp_path):
+    """A checkpoint with 2.25, of a run that folded 1.5 twice; the run starts from the first stage's folder."""
+    (tmp_path / "huggingface").mkdir()
+    (tmp_path / "huggingface" / "config.json").write_text(json.dumps({FOLDED: 2.25}))
+    model = tiny_model("qwen3")
+    fold_missing(model, S)
+    with pytest.raises(UnsupportedConfiguration, match=r"this run has 1\.5; set jetrl\.invariant_scaling=2\.25"):
+        check_resumed(tmp_path, folded_in(model.config))
+    fold_missing(model, 2.25)
+    check_resumed(tmp_path, folded_in(model.config))
 
 
 @pytest.mark.parametrize("s", [0.0, -1.5, float("nan"), float("inf")])

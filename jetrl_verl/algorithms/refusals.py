@@ -55,6 +55,12 @@ def loss_rules(get: Get) -> Iterator[str]:
         return
     if get(f"{_ACTOR}.policy_loss._target_") != _LOSS_CONFIG:
         yield f"finds loss_mode={loss} through {_ACTOR}.policy_loss._target_={_LOSS_CONFIG}; set that key too"
+    most = get(f"{_ACTOR}.policy_loss.is_threshold")
+    if most is not None and not _is_positive(most):
+        yield (
+            f"truncates weights at {_ACTOR}.policy_loss.is_threshold={most} under loss_mode={loss}, which is no finite "
+            "number above 0; set one, such as 2.0"
+        )
     if get(f"{_CORRECTION}.bypass_mode"):
         yield (
             f"cannot tell pi_old from pi_rollout in bypass mode, and loss_mode={loss} weighs tokens by their ratio; "
@@ -79,6 +85,11 @@ def loss_rules(get: Get) -> Iterator[str]:
             f"needs the ratios themselves under loss_mode={loss}, not normalised ones; "
             f"set {_CORRECTION}.rollout_is_batch_normalize=false"
         )
+
+
+def _is_positive(number: Any) -> bool:
+    """Whether it is a finite number above 0; a weight of 0 trains nothing, one below 0 the other way."""
+    return isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < float("inf")
 
 
 def _truncates_nothing(threshold: Any) -> bool:

@@ -139,13 +139,14 @@ def _model(options: JetConfig, get: Get) -> Iterator[str]:
 
 
 def _rollout(options: JetConfig, get: Get) -> Iterator[str]:
-    correction = get("algorithm.rollout_correction.rollout_is")
-    if correction is not None and not get(f"{ROLLOUT}.calculate_log_probs"):
-        # verl leaves the correction out without a word.
-        yield (
-            f"corrects with the rollout's log-probabilities (algorithm.rollout_correction.rollout_is={correction}); "
-            f"set {ROLLOUT}.calculate_log_probs=true"
-        )
+    for key in ("rollout_is", "rollout_rs"):
+        correction = get(f"algorithm.rollout_correction.{key}")
+        if correction is not None and not get(f"{ROLLOUT}.calculate_log_probs"):
+            # verl leaves the correction out without a word.
+            yield (
+                f"corrects with the rollout's log-probabilities (algorithm.rollout_correction.{key}={correction}); "
+                f"set {ROLLOUT}.calculate_log_probs=true"
+            )
     name = get(f"{ROLLOUT}.name")
     if name not in (None, "vllm"):
         yield f"rolls out with vLLM, not with {ROLLOUT}.name={name}; use vllm or precision=bf16"

@@ -19,6 +19,7 @@ Each refusal is one sentence. A path on a remote file system, or a hub name with
 
 import json
 import os
+from glob import glob, has_magic
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,8 +38,6 @@ MIN_CAPABILITY = (8, 9)
 
 SHARED_CAPABILITY = (9, 0)
 """The compute capability for which the shared operations were written: FlashAttention 3 has no other."""
-
-_REMOTE = ("hdfs://", "s3://", "gs://", "http://", "https://")
 
 
 def check_environment(config: DictConfig) -> None:
@@ -191,7 +190,7 @@ def read_model(path: str | None) -> dict[str, Any] | None:
     Raises:
         UnsupportedConfiguration: a local folder that is missing, or whose ``config.json`` cannot be read.
     """
-    if path is None or str(path).startswith(_REMOTE):
+    if path is None or "://" in str(path):
         return None
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -249,22 +248,34 @@ def check_data(key: str, files: Any) -> None:
     import pyarrow.parquet
 
     for name in files if isinstance(files, list | tuple | ListConfig) else [files]:
-        if str(name).startswith(_REMOTE):
+        if "://" in str(name):
             continue
-        path = Path(name).expanduser()
-        if not path.exists():
-            raise UnsupportedConfiguration(f"the data file {name} ({key}) does not exist; check the path.")
-        if path.suffix != ".parquet":
-            continue
-        try:
-            with pyarrow.parquet.ParquetFile(path) as file:
-                # The footer may be whole where the data is not.
-                for _ in file.iter_batches(batch_size=1):
-                    break
-        except (pyarrow.ArrowException, OSError) as error:
-            raise UnsupportedConfiguration(
-                f"the data file {name} ({key}) is not a readable parquet file ({type(error).__name__}); write it again."
-            ) from None
+        for path in _data_files(key, name):
+            if path.suffix != ".parquet":
+                continue
+            try:
+                with pyarrow.parquet.ParquetFile(path) as file:
+                    # The footer may be whole where the data is not.
+                    for _ in file.iter_batches(batch_size=1):
+                        break
+            except (pyarrow.ArrowException, OSError) as error:
+                raise UnsupportedConfiguration(
+                    f"the data file {path} ({key}) is not a readable parquet file ({type(error).__name__}); write it "
+                    "again."
+                ) from None
+
+
+def _data_files(key: str, name: Any) -> list[Path]:
+    """Local files that ``datasets.load_dataset``, to which verl hands ``name``, finds under it: one, or a pattern's."""
+    path = Path(name).expanduser()
+    if has_magic(str(path)):
+        files = [file for file in map(Path, sorted(glob(str(path), recursive=True))) if file.is_file()]
+        if not files:
+            raise UnsupportedConfiguration(f"the pattern {name} ({key}) matches no data file; check the path.")
+        return files
+    if not path.exists():
+        raise UnsupportedConfiguration(f"the data file {name} ({key}) does not exist; check the path.")
+    return [path]
 
 
 def _check_weight_files(folder: Path) -> None:

@@ -159,9 +159,15 @@ class JetConfig:
                 "jetrl.train=bf16 with jetrl.rollout=bf16 leaves nothing in FP8; use precision=bf16."
             )
         if (self.train == "fp8") != self.precision.startswith("jet_fp8"):
-            other = "jet_fp8" if self.train == "fp8" else "fp8_rollout"
+            other = "jet_fp8" if self.train == "fp8" else f"{self.rollout}_rollout"
             raise UnsupportedConfiguration(
                 f"precision={self.precision} with jetrl.train={self.train} is what precision={other} names; use that."
+            )
+        if (named := "int8" if "int8" in self.precision else "fp8") != self.rollout:
+            other = self.precision.replace(named, self.rollout)
+            raise UnsupportedConfiguration(
+                f"precision={self.precision} with jetrl.rollout={self.rollout} is what precision={other} names; use "
+                "that."
             )
         if self.backward == "bf16" and "fp8" not in (self.train, self.critic):
             raise UnsupportedConfiguration(

@@ -75,6 +75,18 @@ def test_a_ratio_loss_without_its_ratios_is_refused(loss, change, sentence):
     assert sentence in complaint and loss in complaint
 
 
+@pytest.mark.parametrize("threshold", [0, -2.0, 0.0, math.inf, math.nan, True, "2"], ids=repr)
+@pytest.mark.parametrize("loss", RATIO_LOSSES)
+def test_weights_are_truncated_at_a_positive_number(loss, threshold):
+    """At 0 every weight is 0, and below it every gradient points the other way."""
+    key = f"{ACTOR}.policy_loss.is_threshold"
+    config = QURL | {f"{ACTOR}.policy_loss.loss_mode": loss}
+    (complaint,) = complaints(loss_rules, config | {key: threshold})
+    assert f"{key}={threshold} under loss_mode={loss}" in complaint and "such as 2.0" in complaint
+    for fine in (1, 0.5, 8.0):
+        assert complaints(loss_rules, config | {key: fine}) == []
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

@@ -236,6 +236,28 @@ def test_data_files(parquet, tmp_path):
     assert "(data.val_files) does not exist" in refusal(check_data, "data.val_files", [str(parquet), str(missing)])
 
 
+@pytest.mark.parametrize("scheme", ["hf", "s3", "abfs", "memory", "file"])
+def test_data_elsewhere_are_left_to_verl(scheme):
+    check_data("data.train_files", f"{scheme}://datasets/openai/gsm8k/main/train-*.parquet")
+
+
+def test_a_pattern_of_data_files(parquet, tmp_path):
+    """verl hands its strings to ``load_dataset``, which reads what a pattern matches."""
+    import datasets
+
+    deeper = tmp_path / "more" / "train.parquet"
+    deeper.parent.mkdir()
+    for pattern in (f"{tmp_path}/*.parquet", f"{tmp_path}/**/*.parquet", f"{tmp_path}/[a-t]rain.parquet"):
+        check_data("data.train_files", pattern)
+        assert len(datasets.load_dataset("parquet", data_files=pattern, cache_dir=str(tmp_path / "cache"))["train"])
+    for none in (f"{tmp_path}/*.parque", f"{tmp_path}/mor*", f"{tmp_path}/none/**/*.parquet"):
+        sentence = f"the pattern {none} (data.val_files) matches no data file; check the path."
+        assert refusal(check_data, "data.val_files", [str(parquet), none]) == sentence
+    deeper.write_bytes(b"PAR1")
+    message = refusal(check_data, "data.train_files", f"{tmp_path}/**/*.parquet")
+    assert f"{deeper} (data.train_files) is not a readable parquet file" in message
+
+
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1 half a file", b"col\n1\n"])
 def test_a_damaged_parquet_file(parquet, content):
     parquet.write_bytes(content)

@@ -92,6 +92,10 @@ REFUSED = [
         [f"{ROLLOUT}.calculate_log_probs=false", "algorithm.rollout_correction.rollout_is=token"],
         f"rollout_is=token); set {ROLLOUT}.calculate_log_probs=true",
     ),
+    (
+        [f"{ROLLOUT}.calculate_log_probs=false", "algorithm.rollout_correction.rollout_rs=token_k1"],
+        f"rollout_rs=token_k1); set {ROLLOUT}.calculate_log_probs=true",
+    ),
     ([f"{VLLM}.enable_lora=true"], f"{ROLLOUT}.engine_kwargs.vllm.enable_lora=True; use false"),
     ([f"{VLLM}.speculative_config={{method:ngram}}"], "speculative_config={'method': 'ngram'}; use no speculative"),
     ([f"+{REF}.qat.enable=true"], f"({REF}.qat.enable); set it to false"),
@@ -136,6 +140,30 @@ def test_the_sentence_names_the_chosen_precision(compose, precision):
 )
 def test_accepted(compose, overrides):
     assert "jetrl" in compose("precision=jet_fp8", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("precision", "rollout", "other"),
+    [
+        ("int8_rollout", "fp8", "fp8_rollout"),
+        ("int8_rollout_tis", "fp8", "fp8_rollout_tis"),
+        ("qurl_int8", "fp8", "qurl_fp8"),
+        ("fp8_rollout", "int8", "int8_rollout"),
+        ("fp8_rollout_tis", "int8", "int8_rollout_tis"),
+        ("qurl_fp8", "int8", "qurl_int8"),
+    ],
+)
+def test_a_rollout_in_another_format_has_another_name(compose, precision, rollout, other):
+    sentence = f"precision={precision} with jetrl.rollout={rollout} is what precision={other} names; use that."
+    with pytest.raises(ConfigCompositionException) as refused:
+        compose(f"precision={precision}", f"jetrl.rollout={rollout}")
+    assert str(refused.value) == sentence
+    assert compose(f"precision={other}").jetrl.rollout == rollout
+
+
+def test_training_in_another_format_has_the_name_of_its_rollout(compose):
+    with pytest.raises(ConfigCompositionException, match="jetrl.train=bf16 is what precision=int8_rollout names"):
+        compose("precision=jet_fp8", "jetrl.train=bf16", "jetrl.rollout=int8")
 
 
 def test_backward_speaks_about_something_that_trains_in_fp8(compose):

@@ -25,6 +25,7 @@ in the linear. Which operations do so is found once, while the model is being bu
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -83,7 +84,19 @@ def _find_reader(parent: torch.nn.Module, name: str, operation: torch.nn.Module 
 register_module_module_registration_hook(_find_reader)
 
 
-@CustomOp.register_oot(name="RMSNorm")
+def _replaces(stock: type[CustomOp]) -> Callable[[type[CustomOp]], type[CustomOp]]:
+    """Register a class in the place of vLLM's ``stock``, in every engine of this process."""
+
+    def register(replacement: type[CustomOp]) -> type[CustomOp]:
+        CustomOp.register_oot(name=stock.__name__)(replacement)
+        # Registered, it is called "RMSNorm", and custom_ops=["+rms_norm"] would no longer speak about it.
+        replacement.name = stock.name
+        return replacement
+
+    return register
+
+
+@_replaces(RMSNorm)
 class SharedRMSNorm(_ReadByLinear, RMSNorm):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -107,7 +120,7 @@ class SharedRMSNorm(_ReadByLinear, RMSNorm):
         return ops.Quantised(rows, codes), total
 
 
-@CustomOp.register_oot(name="SiluAndMul")
+@_replaces(SiluAndMul)
 class SharedSiluAndMul(_ReadByLinear, SiluAndMul):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -150,12 +163,12 @@ class _SharedRotary:
         return tuple(x.flatten(1) for x in rotated)
 
 
-@CustomOp.register_oot(name="RotaryEmbedding")
+@_replaces(RotaryEmbedding)
 class SharedRotaryEmbedding(_SharedRotary, RotaryEmbedding):
     pass
 
 
-@CustomOp.register_oot(name="Llama3RotaryEmbedding")
+@_replaces(Llama3RotaryEmbedding)
 class SharedLlama3RotaryEmbedding(_SharedRotary, Llama3RotaryEmbedding):
     pass
 

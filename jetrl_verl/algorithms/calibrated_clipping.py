@@ -87,9 +87,11 @@ class RatioStatistics:
 
         Args:
             ratio: R of the FP8 policy, any shape. bf16_ratio: R of the shadow forwards, same shape.
-            advantages: A, same shape. mask: bool, same shape, true on response tokens.
+            advantages: A, same shape. mask: bool, same shape, true on response tokens. A token whose ratio is not a
+                number on either side is left out: it compares with no bound, and would count as above every H.
             bf16_lower: bound under which BF16 clips, ``1 - clip_ratio_low``.
         """
+        mask = mask & ~(ratio.isnan() | bf16_ratio.isnan())
         negative, positive = mask & (advantages < 0), mask & (advantages > 0)
         totals = ((bf16_ratio[negative] < bf16_lower).sum(), negative.sum(), positive.sum())
         self._totals += torch.stack(totals).to(self._totals)

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 from torch import nn
 from verl.utils.device import get_device_id
@@ -45,6 +46,13 @@ SHADOW = "shadow_log_probs"
 
 _RATIO = "shadow_log_ratio"
 _STATE_FILE = "calibrated_clip.json"
+
+
+def from_rank_0(value: Any) -> Any:
+    """Rank 0's ``value`` on every rank: what it alone wrote lies on its machine, perhaps on no other's. Collective."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 @contextmanager
@@ -119,8 +127,9 @@ class ShadowForwards:
         """Inverse of :meth:`save_checkpoint`; a checkpoint without bounds leaves them at their start."""
         if self.calibrated_clip is not None and local_path is not None:
             saved = Path(local_path) / _STATE_FILE
-            if saved.exists():
-                self.calibrated_clip.load_state_dict(json.loads(saved.read_text()))
+            state = from_rank_0(json.loads(saved.read_text()) if self.rank == 0 and saved.exists() else None)
+            if state is not None:
+                self.calibrated_clip.load_state_dict(state)
         super().load_checkpoint(local_path, *args, **kwargs)
 
     def _bf16_log_probs(self, data: TensorDict) -> torch.Tensor:

@@ -82,6 +82,17 @@ def test_masked_tokens_and_zero_advantages_are_left_out():
     assert found.bounds() == expected and found.tokens == (5, 0)
 
 
+@pytest.mark.parametrize("advantage", [-3.0, 3.0])
+@pytest.mark.parametrize("lost", ["fp8", "bf16", "both"])
+def test_a_token_without_a_ratio_is_left_out(lost, advantage):
+    """One NaN among the positive tokens would count as clipped by every candidate, and H would move for it."""
+    finite = NEGATIVE + [(1.3, 1.3, 3.0), (1.5, 1.4, 1.5), (1.7, 1.4, 2.0)]
+    nan = (float("nan") if lost != "bf16" else 0.55, float("nan") if lost != "fp8" else 0.55, advantage)
+    expected, found = statistics(finite), statistics([*finite[:3], nan, *finite[3:], nan])
+    assert found.bounds() == expected.bounds()
+    assert (found.tokens, found.bf16_clipped) == (expected.tokens, expected.bf16_clipped)
+
+
 def noisy(tokens: int = 20000):
     """A policy's change with and without quantisation noise, and advantages of both signs."""
     generator = torch.Generator().manual_seed(0)

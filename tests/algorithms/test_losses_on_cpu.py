@@ -82,6 +82,14 @@ def test_objective_by_hand(loss):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
+def test_the_lower_bound_may_differ_from_the_upper(loss):
+    """Token 2 alone has A < 0 and R below 1: clipped at 1 - 0.4 it contributes 0.6 * -2 = -1.2, and not -1.6."""
+    config = actor_config(clip_ratio_low=0.4)
+    value, _ = get_policy_loss_fn(loss)(**batch(), config=config, rollout_is_weights=weights_for(loss))
+    assert value.item() == pytest.approx(-(sum(OBJECTIVE[loss]) + 1.6 - 1.2) / 7, rel=1e-6)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
 def test_gradient_by_hand(loss):
     data = batch()
     get_policy_loss_fn(loss)(**data, config=actor_config(), rollout_is_weights=weights_for(loss))[0].backward()

@@ -13,6 +13,7 @@
 # limitations under the License.
 """Shadow forwards in verl's engine under FSDP2 on two processes: what they compute, and that training is as before."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +25,11 @@ from tensordict import TensorDict
 from tiny_models import tiny_model
 from two_processes import WORLD, run_in_two_processes
 
+from jetrl_verl.algorithms.calibrated_clipping import RatioStatistics
+
 SEQUENCES, PROMPT, RESPONSE = 4, 3, 20
+CLIP_LOW = 0.3
+"""The user's ``clip_ratio_low``; verl's ``clip_ratio`` is 0.2."""
 
 
 def build_actor(folder: str, train: str = "fp8"):
@@ -75,7 +80,7 @@ def actor_loss():
     from verl.workers.config import FSDPActorConfig
     from verl.workers.utils.losses import ppo_loss
 
-    config = FSDPActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=2, clip_ratio_low=0.3)
+    config = FSDPActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=2, clip_ratio_low=CLIP_LOW)
     return partial(ppo_loss, config=config)
 
 
@@ -84,8 +89,25 @@ def responses(nested: torch.Tensor) -> torch.Tensor:
     return torch.stack(list(nested.unbind()))[:, PROMPT - 1 : -1]
 
 
-def step(engine, rank: int, loss, dynamic: bool = False, updates: int = 2) -> tuple[dict, TensorDict]:
-    """One step as verl's worker runs it: log-probabilities of the whole batch, then updates on it."""
+def full_weights(engine) -> dict[str, torch.Tensor]:
+    return {name: tensor.full_tensor() for name, tensor in engine.module.state_dict().items()}
+
+
+def log_probs_at(engine, weights: dict[str, torch.Tensor], data: TensorDict) -> torch.Tensor:
+    """Of every token of ``data``, nested, by an engine that is given ``weights`` and keeps them."""
+    from torch.distributed.tensor import distribute_tensor
+
+    engine.module.reshard()
+    for name, parameter in engine.module.named_parameters():
+        parameter.data.copy_(distribute_tensor(weights[name], parameter.device_mesh, parameter.placements))
+    with engine.eval_mode():
+        return engine.infer_batch(data)["model_output"]["log_probs"]
+
+
+def step(
+    engine, rank: int, loss, dynamic: bool = False, before_update: Callable[[], None] = lambda: None
+) -> tuple[dict, TensorDict]:
+    """One step as verl's worker runs it: log-probabilities of the whole batch, then two updates on it."""
     data = batch(rank, dynamic)
     with engine.eval_mode():
         inferred = engine.infer_batch(data)["model_output"]
@@ -93,7 +115,8 @@ def step(engine, rank: int, loss, dynamic: bool = False, updates: int = 2) -> tu
     if "shadow_log_probs" in inferred:
         data["shadow_log_probs"] = inferred["shadow_log_probs"]
     with engine.train_mode():
-        for _ in range(updates):
+        for _ in range(2):
+            before_update()
             outputs = engine.train_batch(data.copy(), loss)
     return outputs["metrics"], inferred
 
@@ -113,23 +136,33 @@ def shadow_forwards(rank: int, folder: str, dynamic: bool) -> None:
     assert metrics["grad_norm"] == expected["grad_norm"]
 
     # Step 2 runs the BF16 policy on the same tokens; the FP8 policy and its update are those of a run without.
-    bf16_old = {name: tensor.full_tensor() for name, tensor in shadowed.module.state_dict().items()}
+    weights = []
     metrics, inferred = step(shadowed, rank, loss, dynamic)
-    expected, undisturbed = step(plain, rank, plain_loss, dynamic)
+    expected, undisturbed = step(plain, rank, plain_loss, dynamic, lambda: weights.append(full_weights(plain)))
     assert torch.equal(inferred["log_probs"].values(), undisturbed["log_probs"].values())
     assert metrics["grad_norm"] == expected["grad_norm"]
     statistics = shadowed.calibrated_clip.statistics
     assert sum(statistics.tokens) == 2 * SEQUENCES * RESPONSE, "two updates on every token"
 
     # The shadow is the policy that precision=bf16 would train.
-    for name, parameter in bf16.module.named_parameters():
-        from torch.distributed.tensor import distribute_tensor
-
-        parameter.data.copy_(distribute_tensor(bf16_old[name], parameter.device_mesh, parameter.placements))
-    with bf16.eval_mode():
-        reference = bf16.infer_batch(batch(rank, dynamic))["model_output"]["log_probs"]
-    assert torch.equal(inferred["shadow_log_probs"].values(), reference.values())
+    data = batch(rank, dynamic)
+    bf16_at = [log_probs_at(bf16, state, data) for state in weights]
+    assert torch.equal(inferred["shadow_log_probs"].values(), bf16_at[0].values())
     assert not torch.equal(inferred["shadow_log_probs"].values(), inferred["log_probs"].values())
+
+    # What was measured are the ratios of both policies, at each update's weights to those of before the step. The sums
+    # are exact in FP64, in whatever order micro-batches add to them.
+    fp8_at = [log_probs_at(plain, state, data) for state in weights]
+    assert torch.equal(fp8_at[0].values(), undisturbed["log_probs"].values())
+    advantages = torch.stack(list(data["advantages"].unbind()))
+    measured = RatioStatistics()
+    for fp8, bf16_now in zip(fp8_at, bf16_at, strict=True):
+        ratio = (responses(fp8) - responses(fp8_at[0])).exp()
+        bf16_ratio = (responses(bf16_now) - responses(bf16_at[0])).exp()
+        measured.add(ratio, bf16_ratio, advantages, torch.ones_like(ratio, dtype=torch.bool), 1 - CLIP_LOW)
+    assert torch.equal(statistics._sums, measured._sums)
+    between = (bf16_ratio >= 1 - CLIP_LOW) & (bf16_ratio < 1 - 0.2) & (advantages < 0)
+    assert between.any(), "the test would not see another bound than the user's"
 
     # Step 3 starts with the bounds of step 2's tokens of both ranks.
     clipped = torch.tensor(statistics.bf16_clipped)
@@ -142,7 +175,8 @@ def shadow_forwards(rank: int, folder: str, dynamic: bool) -> None:
     assert clipped > 0, "nothing was clipped: the test would not see a wrong quantile"
 
 
-def bounds_survive_a_resume(rank: int, folder: str, checkpoint: str) -> None:
+def bounds_survive_a_resume(rank: int, folder: str, disks: str) -> None:
+    checkpoint = f"{disks}/{rank}"  # each rank has a disk of its own, as on machines that share none
     engine, loss = build_actor(folder), actor_loss()
     for _ in range(2):
         step(engine, rank, loss)
@@ -151,6 +185,7 @@ def bounds_survive_a_resume(rank: int, folder: str, checkpoint: str) -> None:
     assert (clip.low, clip.high) != (0.6, 1.8), "saved after the calibration, so with its result"
     resumed = build_actor(folder)
     resumed.load_checkpoint(checkpoint, del_local_after_load=False)
+    assert (Path(checkpoint) / "calibrated_clip.json").exists() == (rank == 0)
     assert resumed.calibrated_clip.state_dict() == clip.state_dict()
     assert step(engine, rank, loss)[0]["grad_norm"] == step(resumed, rank, actor_loss())[0]["grad_norm"]
 
@@ -168,4 +203,4 @@ def test_shadow_forwards_are_the_bf16_policy_and_leave_training_alone(folder, dy
 
 
 def test_bounds_survive_a_resume(folder, tmp_path: Path, cpu_platform):
-    run_in_two_processes(bounds_survive_a_resume, folder, str(tmp_path / "checkpoint"))
+    run_in_two_processes(bounds_survive_a_resume, folder, str(tmp_path))

@@ -210,7 +210,11 @@ class QuantisationSampler:
 
 
 class CodeChanges:
-    """Compares the codes of each weight sync with those of the one before, on a fixed sample spread over every block.
+    """Compares the codes of the last weight sync with those that the metrics last spoke of, on a fixed sample spread
+    over every block.
+
+    Those are of the sync before, unless verl sent the same weights again before anyone asked, as its validation does
+    with a colocated reward model: what the update changed would be lost.
 
     Every rank gathers and quantises the whole weights, so all ranks find the same shares.
     """
@@ -219,10 +223,13 @@ class CodeChanges:
         self._plans = plans
         self._kept: dict[str, torch.Tensor] = {}
         self._before: dict[str, torch.Tensor] = {}
+        self._read = True
 
     def watch(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Pass a sync's stream of codes, scales and other tensors through."""
-        self._before, self._kept = self._kept, {}
+        if self._read:
+            self._before = self._kept
+        self._kept, self._read = {}, False
         for name, tensor in weights:
             if tensor.element_size() == 1:
                 self._kept[name] = _spread(tensor.view(torch.uint8))
@@ -232,6 +239,7 @@ class CodeChanges:
 
     def metrics(self) -> dict[str, float]:
         """``codes_changed/<kind>`` and ``scales_changed/<kind>`` of the last sync; nothing after the first one."""
+        self._read = True
         names: dict[str, list[str]] = {}
         for name in self._kept.keys() & self._before.keys():
             metric = "scales_changed" if name.endswith(SCALE_SUFFIX) else "codes_changed"

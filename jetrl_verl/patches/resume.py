@@ -42,6 +42,12 @@ from jetrl_verl.patches.trainer import trainer_module
 
 _CONTENTS = ("model", "optim", "extra_state")
 
+INT8_SCALES = "int8_scales.pt"
+"""File of rank 0 beside verl's: the scales that ``jetrl.int8_scales=first`` keeps."""
+
+_OF_THE_WRITE = re.compile("inline_container|PytorchStreamWriter|unexpected pos")
+"""What the errors of torch's zip writer say, which are plain RuntimeErrors."""
+
 
 class DamagedCheckpointError(RuntimeError):
     """A checkpoint cannot be resumed from; the message names the file and what to do."""
@@ -53,7 +59,9 @@ class UnwrittenCheckpointError(RuntimeError):
 
 @contextlib.contextmanager
 def explained(folder: str | Path) -> Iterator[None]:
-    """What goes wrong while a checkpoint is written to ``folder``, with the room that its disk has left.
+    """What the disk does to a checkpoint that is written to ``folder``, with the room that it has left.
+
+    Other errors of a save, such as those of a GPU or of NCCL, pass.
 
     Raises:
         UnwrittenCheckpointError: from the error of the write.
@@ -62,7 +70,8 @@ def explained(folder: str | Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:
         existing = next((place for place in (Path(folder), *Path(folder).parents) if place.exists()), None)
-        if "://" in str(folder) or existing is None:
+        of_the_write = isinstance(error, OSError) or _OF_THE_WRITE.search(str(error))
+        if not of_the_write or "://" in str(folder) or existing is None:
             raise
         free = shutil.disk_usage(existing).free / 2**20
         reason = str(error).partition("\n")[0]
@@ -78,7 +87,7 @@ def check_checkpoint(folder: str | Path, rank: int, world_size: int) -> None:
     Args:
         folder: ``.../global_step_<n>/actor`` (or ``critic``) as verl's FSDP checkpoint manager wrote it. A path on a
             remote file system is left to verl.
-        rank, world_size: of this process; rank 0 also reads ``data.pt`` beside the folder.
+        rank, world_size: of this process; rank 0 also reads ``INT8_SCALES`` and ``data.pt`` beside the folder.
 
     Raises:
         DamagedCheckpointError: a file is missing, truncated, or has other bytes than were written.
@@ -97,8 +106,8 @@ def check_checkpoint(folder: str | Path, rank: int, world_size: int) -> None:
             "start from the merged model"
         )
     files = [folder / f"{content}_world_size_{world_size}_rank_{rank}.pt" for content in _CONTENTS]
-    if rank == 0 and (folder.parent / "data.pt").exists():
-        files.append(folder.parent / "data.pt")
+    if rank == 0:
+        files += [file for file in (folder / INT8_SCALES, folder.parent / "data.pt") if file.exists()]
     present = [file for file in files if file.exists()]
     # What the user chose not to save (checkpoint.save_contents) is absent on every rank.
     for file in set(files) - set(present):

@@ -27,19 +27,20 @@ masked as verl masks them in the rollout. Under ``jetrl.operations=shared`` the 
 
 import logging
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from verl.utils import tensordict_utils
 from verl.utils import torch_functional as verl_functional
-from verl.utils.device import get_device_name
+from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 from jetrl_verl import ops
 from jetrl_verl.algorithms.calibrated_clipping import CalibratedClip
-from jetrl_verl.algorithms.invariant_scaling import FOLDED, check_resumed, fold, folded_in
-from jetrl_verl.algorithms.shadow import ShadowForwards
+from jetrl_verl.algorithms.invariant_scaling import check_resumed, fold_missing, folded_in
+from jetrl_verl.algorithms.shadow import ShadowForwards, from_rank_0
 from jetrl_verl.config.verl_configs import JetFSDPEngineConfig
 from jetrl_verl.kernels import describe_backends
 from jetrl_verl.layers import UnsupportedLayer, plan_linears
@@ -53,6 +54,11 @@ from jetrl_verl.train.shared_operations import share_operations
 
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)
+
+_UNKEPT_SCALES = (
+    "jetrl: the checkpoint %s keeps no INT8 scales (it is of a run without jetrl.int8_scales=first, or of an older "
+    "version); this run takes them from its own first weight sync and keeps those"
+)
 
 
 def mask_unused_vocabulary(model: torch.nn.Module, used: int) -> None:
@@ -78,6 +84,8 @@ class _JetEngine(ShadowForwards):
     """Behaviour shared by policy and value engines; mixed in front of verl's class."""
 
     _jetrl_metrics: QuantisationMetrics | None = None
+    _jetrl_int8_scales: dict[str, torch.Tensor] | None = None
+    """Under ``jetrl.int8_scales=first`` those of the run's first sync, the same on every rank; nothing before it."""
 
     def _build_module(self) -> torch.nn.Module:
         module = super()._build_module()
@@ -86,10 +94,9 @@ class _JetEngine(ShadowForwards):
             return module
         options = config.jetrl
         self._jetrl_sync = SyncStatistics()
-        self._jetrl_int8_scales = {} if options.int8_scales == "first" else None
-        if config.jetrl_role == "actor" and options.invariant_scaling != 1:
-            fold(module.named_parameters(), options.invariant_scaling)
-            setattr(module.config, FOLDED, folded_in(module.config) * options.invariant_scaling)
+        if config.jetrl_role == "actor":
+            fold_missing(module, options.invariant_scaling)
+            self._jetrl_int8_scales = {} if options.int8_scales == "first" else None
         if config.jetrl_role == "actor" and options.clip == "calibrated":
             self.calibrated_clip = CalibratedClip(options.clip_interval)
         if config.fp8_linears or config.jetrl_role == "actor":
@@ -167,7 +174,15 @@ class _JetEngine(ShadowForwards):
         if isinstance(self.engine_config, JetFSDPEngineConfig):
             resume.check_checkpoint(local_path, self.rank, torch.distributed.get_world_size())
             check_resumed(local_path, folded_in(self.module.config))
+            if self._jetrl_int8_scales is not None:
+                self._load_int8_scales(Path(local_path) / resume.INT8_SCALES)
         super().load_checkpoint(local_path, *args, **kwargs)
+
+    def _load_int8_scales(self, file: Path) -> None:
+        saved = from_rank_0(torch.load(file, map_location="cpu") if self.rank == 0 and file.exists() else None)
+        if saved is None and self.rank == 0:
+            logger.warning(_UNKEPT_SCALES, file.parent)
+        self._jetrl_int8_scales = {name: scales.to(get_device_id()) for name, scales in (saved or {}).items()}
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         """verl's, unless a weight is not a number; a failed write says what room there was (patches/resume.py)."""
@@ -176,6 +191,8 @@ class _JetEngine(ShadowForwards):
         refuse_to_save_non_finite(self.module)
         with resume.explained(local_path):
             super().save_checkpoint(local_path, *args, **kwargs)
+            if self._jetrl_int8_scales and self.rank == 0:
+                torch.save(self._jetrl_int8_scales, Path(local_path) / resume.INT8_SCALES)
 
     def train_batch(self, data: Any, loss_function: Any) -> Any:
         """verl's step; what was measured in it, and size and duration of the last weight sync, ride along."""

@@ -59,14 +59,13 @@ def quantise_stream(
         plans: from :func:`jetrl_verl.layers.plan_linears`.
         scale_rule: rule of the codes.
         rollout: format of the codes, ``fp8`` or ``int8``.
-        fixed_scales: of INT8 weights, by name: those that are in it are used, others are made and put in. None: all
-            are made.
+        fixed_scales: of INT8 weights, by name: those that are in it are used, others are made and put in. 0 stands
+            for a row that had nothing but zero codes so far; its scale is made once it has others. None: all are made.
 
     Yields:
         ``<name>`` E4M3 [N, K] then ``<name>_scale_inv`` FP32 [N/128, K/128] for a planned weight, or INT8 [N, K] then
         FP32 [N, 1]; else ``<name>`` BF16.
     """
-    fixed_scales = {} if fixed_scales is None else fixed_scales
     for name, tensor in weights:
         tensor = tensor.detach()
         plan = plan_of(name, plans) if name.endswith(".weight") else None
@@ -74,11 +73,13 @@ def quantise_stream(
             tensor = tensor.to(torch.bfloat16)
             if rollout != "int8":
                 codes, scales = kernels.quantize_128x128(tensor, scale_rule)
-            elif name in fixed_scales:
-                codes, scales = numerics.quantize_int8(tensor, fixed_scales[name])
             else:
                 codes, scales = kernels.quantize_int8(tensor)
-                fixed_scales[name] = scales
+                if fixed_scales is not None:
+                    made = torch.where(codes.any(dim=-1, keepdim=True), scales, 0.0)
+                    kept = fixed_scales.get(name, made)
+                    fixed_scales[name] = kept = torch.where(kept == 0, made, kept)
+                    codes, scales = numerics.quantize_int8(tensor, torch.where(kept == 0, scales, kept))
             yield name, codes
             yield name + SCALE_SUFFIX, scales
         else:

@@ -30,6 +30,7 @@ from omegaconf import OmegaConf
 from tiny_models import tiny_model
 
 from jetrl_verl.patches.resume import (
+    INT8_SCALES,
     DamagedCheckpointError,
     UnwrittenCheckpointError,
     check_checkpoint,
@@ -58,6 +59,7 @@ def saved(cpu_platform, tmp_path_factory) -> Path:
         for step in (1, 2):
             manager.save_checkpoint(str(folder / f"global_step_{step}" / "actor"), global_step=step)
             torch.save({"position": step}, folder / f"global_step_{step}" / "data.pt")
+            torch.save({"scales": torch.ones(9, 1)}, folder / f"global_step_{step}" / "actor" / INT8_SCALES)
     finally:
         torch.distributed.destroy_process_group()
     (folder / "store").unlink(missing_ok=True)
@@ -72,7 +74,8 @@ def checkpoints(saved, tmp_path) -> Path:
 
 def file_of(checkpoints: Path, name: str, step: int = 2) -> Path:
     folder = checkpoints / f"global_step_{step}"
-    return folder / "data.pt" if name == "data" else folder / "actor" / f"{name}_world_size_1_rank_0.pt"
+    beside = {"data": folder / "data.pt", "int8_scales": folder / "actor" / INT8_SCALES}
+    return beside.get(name, folder / "actor" / f"{name}_world_size_1_rank_0.pt")
 
 
 def check(checkpoints: Path, step: int = 2) -> None:
@@ -84,7 +87,7 @@ def test_a_complete_checkpoint_passes(checkpoints):
     check_checkpoint("hdfs://somewhere/global_step_2/actor", rank=0, world_size=1)
 
 
-@pytest.mark.parametrize("name", [*FILES, "data"])
+@pytest.mark.parametrize("name", [*FILES, "data", "int8_scales"])
 @pytest.mark.parametrize("part", [0.0, 0.5, 0.999])
 def test_a_truncated_file_is_named_with_the_checkpoint_before(checkpoints, name, part):
     file = file_of(checkpoints, name)
@@ -192,6 +195,37 @@ def test_a_write_that_fails_names_folder_and_room(checkpoints):
         folder.mkdir(parents=True)
         torch.save(weights, folder / "model.pt")
     assert str(folder) in str(caught.value) and isinstance(caught.value.__cause__, (OSError, RuntimeError))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"),
+        RuntimeError("PytorchStreamWriter failed writing file data/1: file write failed"),
+        RuntimeError("[enforce fail at inline_container.cc:747] . open file failed with strerror: Is a directory"),
+    ],
+    ids=str,
+)
+def test_what_the_disk_says_is_explained(tmp_path, error):
+    with pytest.raises(UnwrittenCheckpointError, match="MiB left; make room") as caught, explained(tmp_path / "actor"):
+        raise error
+    assert str(error) in str(caught.value) and caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        torch.distributed.DistBackendError("NCCL error: remote process exited or there was a network error"),
+        RuntimeError("The size of tensor a (4) must match the size of tensor b (3) at non-singleton dimension 0"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_a_gpu_or_another_rank_says_is_not_the_disks(tmp_path, error):
+    with pytest.raises(RuntimeError) as caught, explained(tmp_path / "actor"):
+        raise error
+    assert caught.value is error
 
 
 @pytest.fixture

@@ -291,6 +291,7 @@ def test_an_update_that_vanishes_in_eight_bits_is_seen_to_vanish():
     model, plans = jet_model(num_hidden_layers=1)
     changes = CodeChanges(plans)
     list(changes.watch(stream_of(model, plans)))
+    changes.metrics()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1 + 1e-6)
@@ -301,6 +302,22 @@ def test_an_update_that_vanishes_in_eight_bits_is_seen_to_vanish():
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
     list(changes.watch(stream_of(model, plans)))
     assert min(value for name, value in changes.metrics().items() if name.startswith("codes")) > 0.5
+
+
+def test_a_second_sync_of_the_same_weights_hides_no_update():
+    """verl's validation syncs again when a colocated reward model had taken the rollout's place."""
+    model, plans = jet_model(num_hidden_layers=1)
+    once, again = CodeChanges(plans), CodeChanges(plans)
+    for _ in range(3):
+        list(once.watch(stream_of(model, plans)))
+        for _ in range(2):
+            list(again.watch(stream_of(model, plans)))
+        expected = once.metrics()
+        assert again.metrics() == expected
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    assert min(value for name, value in expected.items() if name.startswith("codes")) > 0.5
 
 
 def test_what_is_kept_of_a_large_weight_is_bounded_and_covers_all_blocks(monkeypatch):

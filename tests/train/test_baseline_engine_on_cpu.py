@@ -13,7 +13,9 @@
 # limitations under the License.
 """verl's engine under the rollout-only baselines, FSDP2 on two gloo processes: INT8 codes sent, scaling folded in."""
 
+import logging
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -21,13 +23,15 @@ from engines import build
 from safetensors.torch import load_file
 from test_engine_under_fsdp2_on_cpu import batch, sent, train
 from tiny_models import tiny_model
+from transformers import AutoModelForCausalLM
 from two_processes import run_in_two_processes
 
-from jetrl_verl.algorithms.invariant_scaling import unfolded
+from jetrl_verl.algorithms.invariant_scaling import fold_missing, folded_in, unfolded
 from jetrl_verl.config.options import UnsupportedConfiguration
 from jetrl_verl.layers import plan_linears, plan_of
 from jetrl_verl.numerics import quantize_int8
 from jetrl_verl.observe.contract import MANIFEST_NAME, SCALE_SUFFIX, Manifest
+from jetrl_verl.patches.resume import INT8_SCALES
 from jetrl_verl.train.checkpoint_export import ExportOptions, export
 
 
@@ -48,8 +52,9 @@ def int8_codes_are_made_anew_at_every_sync(rank: int, folder: str) -> None:
         train(engine, rank)
 
 
-def int8_scales_of_the_first_sync_are_kept(rank: int, folder: str) -> None:
-    engine = build(folder, precision="int8_rollout", train="bf16", rollout="int8", int8_scales="first")
+def int8_scales_of_the_first_sync_are_kept(rank: int, folder: str, disks: str) -> None:
+    options = dict(precision="int8_rollout", train="bf16", rollout="int8", int8_scales="first")
+    engine = build(folder, **options)
     first = sent(engine)
     names = Manifest.from_tensor(first[MANIFEST_NAME]).quantised
     before = {name: first[name].clone() for name in names}
@@ -64,6 +69,39 @@ def int8_scales_of_the_first_sync_are_kept(rank: int, folder: str) -> None:
         assert torch.equal(stream[name], quantize_int8(bf16, scales[name]).codes), name
         moved += int((stream[name] != before[name]).sum()) + int((quantize_int8(bf16).scales != scales[name]).sum())
     assert moved > 0, "codes move, and scales would"
+
+    # Each rank has a disk of its own, as on machines that share none.
+    checkpoint = Path(disks) / str(rank) / "global_step_2" / "actor"
+    engine.save_checkpoint(str(checkpoint), global_step=2)
+    assert (checkpoint / INT8_SCALES).exists() == (rank == 0)
+    resumed = build(folder, **options)
+
+    def load(warnings: int) -> dict[str, torch.Tensor]:
+        with mock.patch.object(logging.getLogger("jetrl_verl.train.engine"), "warning") as warning:
+            resumed.load_checkpoint(str(checkpoint), del_local_after_load=False)
+        said = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+        assert len(said) == warnings and all(f"{checkpoint} keeps no INT8 scales" in line for line in said)
+        return sent(resumed)
+
+    found = load(warnings=0)
+    assert all(torch.equal(found[name], tensor) for name, tensor in stream.items()), "codes, scales and the rest"
+    (checkpoint / INT8_SCALES).unlink(missing_ok=True)
+    found = load(warnings=int(rank == 0))
+    assert all(torch.equal(found[n], quantize_int8(weights[n].to(torch.bfloat16)).codes) for n in names), "made anew"
+
+
+def a_later_stage_carries_the_factor_once(rank: int, folder: str, scaled_folder: str) -> None:
+    options = dict(precision="qurl_fp8", train="bf16")
+    expected = masters(build(folder, invariant_scaling=1.5, **options))
+    engine = build(scaled_folder, invariant_scaling=1.5, **options)
+    assert folded_in(engine.module.config) == 1.5
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in masters(engine).items())
+    for s in (3.0, 1.0):
+        engine = build(scaled_folder, invariant_scaling=s, **options)
+        assert folded_in(engine.module.config) == s
+        unscaled = dict(unfolded(expected.items(), 1.5 / s))
+        for name, tensor in masters(engine).items():
+            torch.testing.assert_close(tensor, unscaled[name], rtol=3e-7, atol=0)
 
 
 def scaling_is_the_actors_and_leaves_its_policy_alone(rank: int, folder: str) -> None:
@@ -117,17 +155,32 @@ def folder(tmp_path_factory) -> str:
     return str(path)
 
 
+@pytest.fixture(scope="module")
+def scaled_folder(folder, tmp_path_factory) -> str:
+    """What an earlier stage under invariant scaling saved, had it not moved a weight."""
+    path = tmp_path_factory.mktemp("scaled")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    fold_missing(model, 1.5)
+    model.save_pretrained(path)
+    return str(path)
+
+
 def test_int8_codes_are_made_anew_at_every_sync(folder, cpu_platform):
     run_in_two_processes(int8_codes_are_made_anew_at_every_sync, folder)
 
 
-def test_int8_scales_of_the_first_sync_are_kept(folder, cpu_platform):
-    run_in_two_processes(int8_scales_of_the_first_sync_are_kept, folder)
+def test_int8_scales_of_the_first_sync_are_kept_also_by_a_checkpoint(folder, tmp_path, cpu_platform):
+    run_in_two_processes(int8_scales_of_the_first_sync_are_kept, folder, str(tmp_path))
 
 
 def test_scaling_is_the_actors_and_leaves_its_policy_alone(folder, cpu_platform):
     run_in_two_processes(scaling_is_the_actors_and_leaves_its_policy_alone, folder)
 
 
-def test_a_scaled_checkpoint_says_so(folder, tmp_path, cpu_platform):
-    run_in_two_processes(a_scaled_checkpoint_says_so, folder, str(tmp_path))
+def test_a_later_stage_carries_the_factor_once(folder, scaled_folder, cpu_platform):
+    run_in_two_processes(a_later_stage_carries_the_factor_once, folder, scaled_folder)
+
+
+@pytest.mark.parametrize("start", ["folder", "scaled_folder"])
+def test_a_scaled_checkpoint_says_so(start, request, tmp_path, cpu_platform):
+    run_in_two_processes(a_scaled_checkpoint_says_so, request.getfixturevalue(start), str(tmp_path))

@@ -18,7 +18,7 @@ from tiny_models import tiny_model
 
 from jetrl_verl.layers import plan_linears
 from jetrl_verl.linear import JetLinear, replace_linears
-from jetrl_verl.numerics import FP8_DTYPE
+from jetrl_verl.numerics import FP8_DTYPE, quantize_int8
 from jetrl_verl.observe.contract import SCALE_SUFFIX
 from jetrl_verl.train.engine import mask_unused_vocabulary
 from jetrl_verl.train.export import SyncStatistics, counted_stock, measured, quantise_stream
@@ -56,6 +56,35 @@ def test_a_skipped_layer_travels_in_bf16():
     stream = dict(quantise_stream(model.state_dict().items(), plan_linears(model.config, unfit_layers="skip"), "fp32"))
     assert stream["model.layers.0.mlp.gate_proj.weight"].dtype == torch.bfloat16
     assert stream["model.layers.0.self_attn.q_proj.weight"].dtype == FP8_DTYPE
+
+
+def test_a_row_without_a_code_gets_its_kept_scale_once_it_has_one():
+    """Zero or too small at the first sync; the other rows keep their scales while the weights move."""
+    plans = plan_linears(tiny_model("qwen3").config)
+    name = "model.layers.0.mlp.down_proj.weight"
+    weight = torch.randn(256, 384, generator=torch.Generator().manual_seed(0))
+    weight[3], weight[5] = 0, 2.0**-80
+    kept: dict[str, torch.Tensor] = {}
+
+    def sync() -> tuple[torch.Tensor, torch.Tensor]:
+        (_, codes), (_, scales) = quantise_stream([(name, weight)], plans, "fp32", "int8", kept)
+        assert torch.equal(codes, quantize_int8(weight.bfloat16(), scales).codes)
+        return codes, scales
+
+    codes, first = sync()
+    assert torch.equal(codes, quantize_int8(weight.bfloat16()).codes)
+    assert torch.equal(first, quantize_int8(weight.bfloat16()).scales)
+    weight[4] *= 2
+    assert torch.equal(sync()[1], first)
+    weight[3], weight[5] = 1e-3, torch.linspace(-0.02, 0.02, 384)
+    codes, second = sync()
+    empty = torch.zeros(256, 1, dtype=torch.bool)
+    empty[3] = empty[5] = True
+    assert torch.equal(second, torch.where(empty, quantize_int8(weight.bfloat16()).scales, first))
+    assert codes[3].min() == 127 and codes[5].abs().max() == 127
+    weight[3] *= 3
+    weight[7] = 0
+    assert torch.equal(sync()[1], second), "made once, and a row that becomes zero keeps its own"
 
 
 def test_sync_statistics_count_both_wires():

@@ -12,7 +12,7 @@
 // See the License for the specific language governing permissions and
 // limitations under the License.
 
-// What the emulated cluster consists of; machine.cpp runs it.
+// What the emulated cluster consists of; machine.cpp runs it, instructions.cpp is what its threads can do.
 
 #pragma once
 
@@ -77,13 +77,13 @@ struct Fiber {
   std::function<bool()> ready;
   std::string waits_for;
   std::deque<std::function<void()>> copies;  // cp.async and its arrivals, in order
-  Chain issued;               // not yet committed
-  std::deque<Chain> groups;   // committed, not yet waited for
+  Chain issued;                              // not yet committed
+  std::deque<Chain> groups;                  // committed, not yet waited for
   std::vector<std::function<void()>> stores, storing;  // of TMA, not yet committed and not yet waited for
   Knowledge knows;
-  uint32_t entry;                           // its own, of Knowledge
-  int reading = -1, writing = -1;           // its accesses since it last told anything
-  std::vector<int> copying, storing_reads;  // accesses of cp.async, of stores, that are not over
+  uint32_t entry;                                // its own, of Knowledge
+  int reading = -1, writing = -1;                // its accesses since it last told anything
+  std::vector<int> copying, storing_reads;       // accesses of cp.async, of stores, that are not over
   std::vector<uint32_t> initialised, published;  // entries of mbarriers: by this thread, and with a fence behind it
 };
 
@@ -115,5 +115,18 @@ struct Machine {
   std::vector<Access> accesses;  // of this cluster
   int counted_rows = 0;          // of wgmma's A; what the others give is not stored
 };
+
+extern Machine machine;
+
+bool chance(int one_in);
+Block& block();  // of the fiber that runs
+
+// By a fiber: lets others go on; until `ready`; for good, as the machine is dying.
+void yield();
+void maybe_yield();
+void wait_until(std::function<bool()> ready, const std::string& what);
+[[noreturn]] void fail(const std::string& sentence);
+
+void settle(Meeting& meeting, int expected);  // ends it if all have come
 
 }  // namespace emulator

@@ -26,8 +26,8 @@
 //   - The copy engine and wgmma ("copies" below) see what threads wrote through the other proxy only across a fence, so
 //     knowledge is kept twice: what is known, and what of it a fence has passed on to them.
 //   - It is kept a third time for what has to come earlier without a word about memory: also what stands before a
-//     relaxed barrier, an exchange among lanes, or the arrival that follows cp.async. A wait names a phase of an mbarrier
-//     by its parity alone, so the next phase must not end before every such wait has returned.
+//     relaxed barrier, an exchange among lanes, or the arrival that follows cp.async. A wait names a phase of an
+//     mbarrier by its parity alone, so the next phase must not end before every such wait has returned.
 // Operand tiles are read and written as whole swizzle atoms of 1024 bytes, anything else by words of 4.
 
 #pragma once

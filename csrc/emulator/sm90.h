@@ -76,7 +76,7 @@ struct TensorMap {
   int box_bytes() const { return box_rows * box_columns * element; }
 };
 
-// Implemented by machine.cpp.
+// Implemented by instructions.cpp.
 int thread_index();
 int block_index();
 int block_column();

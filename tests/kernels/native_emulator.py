@@ -48,7 +48,7 @@ def build(
 ) -> Path:
     """Compile the kernels and the machine into one library in ``folder``; about 15 s on one core for all of them.
 
-    ``machine``: an object file of the same machine, ``machine.o`` of an earlier folder, instead of compiling it.
+    ``machine``: an earlier folder with the object files of the same machine, instead of compiling it.
     ``operators``: with csrc/binding.cpp, so that ``torch.ops.load_library``, once in a process, gives the library's
     operators on tensors of the CPU as ``torch.ops.<operators>``.
     """
@@ -60,10 +60,11 @@ def build(
         sources.append(csrc / "binding.cpp")
         flags += [STABLE_ABI, f"-DJETRL_OPERATORS={operators}", f"-I{installed / 'include'}"]
         libraries = [f"-L{installed / 'lib'}", "-ltorch_cpu"]
+    of_machine = sorted((csrc / "emulator").glob("*.cpp"))
     if machine is None:
-        sources.append(csrc / "emulator" / "machine.cpp")
+        sources += of_machine
     else:
-        objects.append(machine)
+        objects += [machine / f"{source.stem}.o" for source in of_machine]
     for source in sources:
         objects.append(folder / f"{source.stem}.o")
         # The emulator sees each access of a kernel's own C++ by the calls that this sanitizer puts there, and is their

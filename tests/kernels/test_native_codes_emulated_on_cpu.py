@@ -176,7 +176,7 @@ def test_a_planted_fault_is_found(fault, library, tmp_path):
     source = (tmp_path / "csrc" / file).read_text()
     assert source.count(line) == 1
     (tmp_path / "csrc" / file).write_text(source.replace(line, planted))
-    machine = library.with_name("machine.o")
+    machine = library.parent
     kernel = Path(SILU).stem if fault in SILU_FAULTS else "sm90_relayout_*"
     faulty = Emulator(native_emulator.build(tmp_path, tmp_path / "csrc", kernel, machine))
     for seed in range(4):

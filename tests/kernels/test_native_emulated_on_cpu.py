@@ -40,8 +40,8 @@ def library(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def machine(library) -> Path:
-    """The object file of the emulator without a kernel."""
-    return library.with_name("machine.o")
+    """The folder of the object files of the emulator without a kernel."""
+    return library.parent
 
 
 @pytest.fixture(scope="module")

@@ -162,6 +162,8 @@ def export(
         run_export(checkpoint, out, ExportOptions(format, scale_rule, unfit_layers, tensor_parallel), Console())
     except ExportError as error:
         _fail(error)
+    except OSError as error:
+        _fail(ExportError(f"{out} was not written ({error}); see to that file, or name another folder."))
 
 
 @app.command()

@@ -40,7 +40,7 @@ from jetrl_verl.demo import cache
 from jetrl_verl.demo.overrides import RunPaths, build_environment, build_overrides, quote
 from jetrl_verl.demo.process_tree import Interrupted, ProcessTree, signals_raise
 from jetrl_verl.demo.progress import GrowingFile, Tracker, last_errors
-from jetrl_verl.demo.run import DEVICES, VERL, detect_device, watch
+from jetrl_verl.demo.run import DEVICES, VERL, choose_device, watch
 
 EVALUATE = (sys.executable, "-m", "jetrl_verl.compare.evaluate")
 SEED_KEYS = ("data.seed", "actor_rollout_ref.rollout.seed", "actor_rollout_ref.actor.data_loader_seed")
@@ -189,14 +189,23 @@ def run_compare(
 
 
 def _demo(options: CompareOptions, trainer: Sequence[str], recipe: cache.Recipe | None, say) -> Job:
-    device = detect_device() if options.device == "auto" else options.device
+    device = choose_device(options.device)
     recipe = recipe or cache.Recipe()
-    prepared = cache.find(recipe, options.cache) or cache.make(recipe, options.cache, device, say)
+    prepared = cache.find(recipe, options.cache)
+    _make(options.out / "arms")  # before the minutes that a warm-up takes
+    prepared = prepared or cache.make(recipe, options.cache, device, say)
     # Precision and paths are those of the arms; the words of an arm come last and win.
     nowhere = RunPaths(options.out.resolve())
     overrides = build_overrides("bf16", prepared, nowhere, device, options.steps)
     environment = build_environment(nowhere, device)
     return Job([*trainer, *overrides, *options.words], environment, options.steps, _saves(options.words))
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CompareError(f"{folder} cannot be made ({error.strerror}); choose another --out.") from None
 
 
 def _verl_job(options: CompareOptions) -> Job:
@@ -216,13 +225,22 @@ def _saves(words: Sequence[str]) -> bool:
 
 
 def _state_of(arm: Arm) -> dict:
-    """What was noted of an arm's training; empty before the first."""
-    return json.loads(arm.state.read_text()) if arm.state.is_file() else {}
+    """What was noted of an arm's training; empty before the first. Raises ``CompareError`` if it is damaged."""
+    if not arm.state.is_file():
+        return {}
+    try:
+        state = json.loads(arm.state.read_text())
+        if isinstance(state, dict) and "finished" in state and ("at" in state or not state["finished"]):
+            return state
+    except (OSError, ValueError):
+        pass
+    raise CompareError(f"{arm.state} is damaged; delete {arm.paths.folder} and run the command again.")
 
 
 def check_state(arm: Arm, job: Job) -> None:
+    """Refuse an arm whose folder another command made, or whose state is damaged, with ``CompareError``."""
     state = _state_of(arm)
-    if state and state["command"] != job.command_of(arm):
+    if state and state.get("command") != job.command_of(arm):
         raise CompareError(
             f"{arm.paths.folder} was made by another command; choose another --out, or delete that folder."
         )
@@ -243,14 +261,15 @@ def train(arm: Arm, job: Job, console: Console) -> bool:
     """Train one arm unless it has finished; whether it has now.
 
     Raises:
-        CompareError: the job cannot be judged, or would go on with other operations than it began with.
+        CompareError: the job cannot be judged, or would go on with other operations than it began with, or the arm's
+            folder cannot be made or is damaged.
     """
     say = _sayer(console)
     if is_finished(arm):
         say(f"{arm.name}: finished before")
         return True
     paths = arm.paths
-    paths.folder.mkdir(parents=True, exist_ok=True)
+    _make(paths.folder)
     command = job.command_of(arm)
     state = {"command": command, "finished": False}
     # What jetrl.operations=auto came to be depends on the machine; an arm must not go on as another one.

@@ -87,13 +87,16 @@ def find(recipe: Recipe, cache: Path) -> Prepared | None:
 def make(recipe: Recipe, cache: Path, device: str, report: Callable[[str], None]) -> Prepared:
     """Generate the data, warm the policy up on ``device`` and store both; ``report`` receives lines for the user.
 
-    Raises ``DemoError`` if the warm-up does not reach its target.
+    Raises ``DemoError`` if ``cache`` cannot be written in or the warm-up does not reach its target.
     """
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # bars for loading 25 tensors would tear the lines reported here
-    cache.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
+    except OSError as error:
+        raise DemoError(f"--cache {cache} is no folder to write in ({error.strerror}); name another") from None
     try:
         facts = _fill(recipe, building, device, report)
         checksums = {str(path.relative_to(building)): _sha256(path) for path in _files(building)}

@@ -20,6 +20,7 @@ reached 0.81 and 1e-3 lost all reward within four steps.
 """
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -173,6 +174,14 @@ def build_environment(paths: RunPaths, device: str) -> dict[str, str]:
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         }
     return environment
+
+
+def precision_word(words: Iterable[str]) -> str | None:
+    """The first of a user's overrides that chooses the group ``precision``, or None.
+
+    It would win over the command's own word, and the results would be named after the other precision.
+    """
+    return next((word for word in words if word.partition("=")[0].lstrip("+~") == "precision"), None)
 
 
 def quote(value: object) -> str:

@@ -34,7 +34,7 @@ from rich.console import Console
 
 from jetrl_verl.config.options import PRECISIONS
 from jetrl_verl.demo import DemoError, cache
-from jetrl_verl.demo.overrides import RunPaths, build_environment, build_overrides
+from jetrl_verl.demo.overrides import RunPaths, build_environment, build_overrides, precision_word
 from jetrl_verl.demo.process_tree import Interrupted, ProcessTree, signals_raise
 from jetrl_verl.demo.progress import Tracker, last_errors, view_for
 
@@ -63,6 +63,8 @@ class DemoOptions:
             raise DemoError(f"{self.device!r} is not a device; choose one of {', '.join(DEVICES)}")
         if self.steps < 1:
             raise DemoError(f"--steps {self.steps} trains nothing; ask for at least one step")
+        if word := precision_word(self.overrides):
+            raise DemoError(f"{word} would leave the run named after {self.precision}; choose it with --precision")
 
 
 def run_demo(
@@ -83,14 +85,28 @@ def run_demo(
     say = _sayer(console)
     try:
         with signals_raise():
-            device = detect_device() if options.device == "auto" else options.device
-            prepared = _prepare(options, recipe or cache.Recipe(), device, say)
-            paths.folder.mkdir(parents=True)
+            device = choose_device(options.device)
+            prepared = _prepare(options, recipe or cache.Recipe(), paths, device, say)
             say(f"log: {paths.log}")
             return _train(options, paths, prepared, device, trainer, console)
     except Interrupted as interruption:
         say(f"interrupted by {interruption}; everything that was started has ended")
         return 128 + interruption.signal
+
+
+def choose_device(device: str) -> str:
+    """``cpu`` or ``cuda`` for one of ``DEVICES``.
+
+    Raises:
+        DemoError: ``cuda`` where torch finds no GPU.
+    """
+    device = detect_device() if device == "auto" else device
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise DemoError("no NVIDIA GPU answers; use --device cpu")
+    return device
 
 
 def detect_device() -> str:
@@ -101,8 +117,13 @@ def detect_device() -> str:
     return "cuda" if answer.returncode == 0 and answer.stdout.strip() else "cpu"
 
 
-def _prepare(options: DemoOptions, recipe: cache.Recipe, device: str, say) -> cache.Prepared:
+def _prepare(options: DemoOptions, recipe: cache.Recipe, paths: RunPaths, device: str, say) -> cache.Prepared:
+    """Data and policy, and the run's own folder, before the minutes that a warm-up takes."""
     prepared = cache.find(recipe, options.cache)
+    try:
+        paths.folder.mkdir(parents=True)
+    except OSError as error:
+        raise DemoError(f"--out {options.out} is no folder to write in ({error.strerror}); name another") from None
     if prepared is None:
         say(f"preparing data and policy in {options.cache} (kept for later runs)")
         return cache.make(recipe, options.cache, device, say)

@@ -14,7 +14,6 @@
 """Prompts as token ids: from a file, or a few built in."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,27 +64,60 @@ def _rows(file: Path, limit: int) -> list[Any]:
 
 
 def _encode(row: Any, tokenizer: Any) -> list[int]:
-    if isinstance(row, Sequence) and row and all(isinstance(token, int) for token in row):
-        return list(row)
+    if isinstance(row, list) and all(isinstance(token, int) for token in row):
+        return row
+    if not (isinstance(row, str) or isinstance(row, list) and all(isinstance(part, dict) for part in row)):
+        raise DiffError(f"{_short(row)} is no prompt; give text, chat messages with role and content, or token ids.")
     if tokenizer is None:
         raise DiffError("the model folder holds no tokenizer; give --prompts a .jsonl with prompt_token_ids.")
-    if isinstance(row, str) and tokenizer.chat_template is None:
-        return tokenizer.encode(row)
-    messages = [{"role": "user", "content": row}] if isinstance(row, str) else list(row)
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    if tokenizer.chat_template is None:
+        if isinstance(row, str):
+            return tokenizer.encode(row)
+        raise DiffError(
+            "the model's tokenizer has no chat template for chat messages; give --prompts lines of text (.txt) or a "
+            ".jsonl with prompt_token_ids."
+        )
+    messages = [{"role": "user", "content": row}] if isinstance(row, str) else row
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    except Exception as error:  # a template raises what it likes, and so does what it works on
+        raise DiffError(
+            f"the model's chat template does not take {_short(row)} ({_reason(error)}); correct the messages or give "
+            "prompt_token_ids."
+        ) from None
+
+
+def _short(row: Any) -> str:
+    words = repr(row)
+    return words if len(words) <= 60 else f"{words[:57]}..."
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".!")
+
+
+def _load(model: Path) -> tuple[Any, Any]:
+    """Config and tokenizer of the folder ``model``, None for a tokenizer that it lacks."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    named = any((model / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    try:
+        config = AutoConfig.from_pretrained(model, local_files_only=True)
+        return config, AutoTokenizer.from_pretrained(model, local_files_only=True) if named else None
+    except Exception as error:  # of files that are not what transformers expects, whatever its parsers raise
+        raise DiffError(
+            f"transformers does not read config and tokenizer in {model} ({_reason(error)}); name a whole Hugging Face "
+            "folder."
+        ) from None
 
 
 def read_prompts(model: Path, file: Path | None, limit: int) -> Prompts:
     """The first ``limit`` prompts for the model in folder ``model``, through its chat template where it has one.
 
     Raises:
-        DiffError: no prompts, no tokenizer to read them with, or ids beyond the vocabulary.
+        DiffError: no model, no prompts, no tokenizer or template to read them with, or ids beyond the vocabulary.
     """
-    from transformers import AutoConfig, AutoTokenizer
-
-    config = AutoConfig.from_pretrained(model, local_files_only=True)
-    named = any((model / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True) if named else None
+    config, tokenizer = _load(model)
     rows = list(BUILT_IN[:limit]) if file is None else _rows(file, limit)
     ids = [_encode(row, tokenizer) for row in rows]
     vocabulary = config.vocab_size if tokenizer is None else min(len(tokenizer), config.vocab_size)

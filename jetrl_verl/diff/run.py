@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from jetrl_verl.config.options import PRECISIONS, JetConfig, UnsupportedConfiguration
-from jetrl_verl.demo.overrides import quote
+from jetrl_verl.demo.overrides import precision_word, quote
 from jetrl_verl.diff import DiffError
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ class DiffOptions:
                 raise DiffError(f"precision={precision} is not a precision; use one of {', '.join(PRECISIONS)}.")
         if not self.precisions:
             raise DiffError("no precision was named; use --precision jet_fp8_exact.")
+        if word := precision_word(self.overrides):
+            raise DiffError(f"{word} would leave the report named after another precision; choose it with --precision.")
         if not (self.model / "config.json").is_file():
             raise DiffError(f"{self.model} is no Hugging Face folder (config.json); name a model folder.")
         if self.response < 1 or self.limit < 1:
@@ -174,7 +176,7 @@ def run_engine(request: "Request", folder: Path, name: str, cuda: bool) -> "Reco
 
 
 def _one(options: DiffOptions, precision: str, prompts: "Prompts", folder: Path, console: Console) -> dict[str, Any]:
-    """Compare one precision and write ``folder/report.json``."""
+    """Compare one precision and write ``report.json`` into ``folder``, which exists."""
     import torch
 
     from jetrl_verl.diff.attribution import attribute
@@ -183,7 +185,6 @@ def _one(options: DiffOptions, precision: str, prompts: "Prompts", folder: Path,
     from jetrl_verl.diff.trainer import Trainer
 
     cuda = torch.cuda.is_available()
-    folder.mkdir(parents=True, exist_ok=True)
     settings = _compose(options, precision)
     arguments = settings.arguments
     needed = max(map(len, prompts.ids)) + options.response
@@ -238,6 +239,11 @@ def run_diff(options: DiffOptions, console: Console) -> int:
     from jetrl_verl.diff.prompts import read_prompts
 
     prompts = read_prompts(options.model, options.prompts, options.limit)
+    for name in options.precisions:
+        try:
+            (options.out / name).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DiffError(f"--out {options.out} is no folder to write in ({error.strerror}); name another.") from None
     summaries = [_one(options, name, prompts, options.out / name, console) for name in options.precisions]
     facts = {name: value if not isinstance(value, Path) else str(value) for name, value in asdict(options).items()}
     (options.out / "report.json").write_text(json.dumps({"options": facts, "precisions": summaries}, indent=1))

@@ -44,6 +44,14 @@ launch() {
     local run=$OUT/$project/$experiment
     shift 2
 
+    local word
+    for word in "$@"; do
+        if [[ $word =~ ^[+~]*precision(=(.*))?$ ]]; then
+            echo "error: $word would leave the run named after $PRECISION; set PRECISION=${BASH_REMATCH[2]:-bf16}" >&2
+            exit 1
+        fi
+    done
+
     local attention
     case $ATTENTION in
         flash_attention_2)

@@ -30,12 +30,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from jetrl_verl.compare import CompareError
 from jetrl_verl.compare.evaluate import BEFORE, Request, file_of, write_request
 from jetrl_verl.compare.run import EVALUATE, finished_at
+from jetrl_verl.demo import DemoError
 from jetrl_verl.demo.overrides import RunPaths, build_environment
 from jetrl_verl.demo.process_tree import Interrupted, signals_raise
-from jetrl_verl.demo.run import DEVICES, detect_device
-from recipes.study.run import StudyArm, arm_of, read_arms
+from jetrl_verl.demo.run import DEVICES, choose_device
+from recipes.study.run import StudyArm, arm_of, control, read_arms
 from recipes.study.warm_up import StudyError
 
 CACHE_BYTES = 9 * 10**9
@@ -126,11 +128,17 @@ def evaluate(
     A score is in its place as soon as the engine has it.
 
     Raises:
-        StudyError: the engine failed; what it had scored is kept. Or one of ``names`` is no arm below ``out``.
+        StudyError: the engine failed; what it had scored is kept. Or ``out`` holds no arm, or not all of ``names``.
     """
+    arms = {arm.name for arm in arms_in(out)}
+    if not arms:
+        raise StudyError(
+            f"{out / 'arms'} holds no arm; train one first, with `python3 -m recipes.study.run --out {out} --arm "
+            f"{control()} --seed 1`."
+        )
     due, folder = unscored(out, rollouts), folder_of(out, rollouts)
     if names:
-        absent = set(names) - {arm.name for arm in arms_in(out)}
+        absent = set(names) - arms
         if absent:
             raise StudyError(f"{', '.join(sorted(absent))} is no arm below {out}; name folders of {out / 'arms'}.")
         by_name = {arm.name: arm for arm in due}
@@ -186,11 +194,11 @@ def main() -> None:
     parser.add_argument("--device", choices=DEVICES, default="auto")
     parser.add_argument("arms", nargs="*", help="names such as bf16-seed1; all that are due if none is given")
     given = parser.parse_args()
-    device = detect_device() if given.device == "auto" else given.device
     try:
+        device = choose_device(given.device)
         with signals_raise():  # else a signal would leave the engine with its GPU
             scored = evaluate(given.out, given.samples, device, rollouts=given.rollouts, names=given.arms)
-    except StudyError as error:
+    except (StudyError, CompareError, DemoError) as error:
         raise SystemExit(f"error: {error}") from None
     except Interrupted as interruption:
         raise SystemExit(128 + interruption.signal) from None

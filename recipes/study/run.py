@@ -35,10 +35,11 @@ from rich.console import Console
 
 from jetrl_verl.compare import CompareError
 from jetrl_verl.compare import run as compare
+from jetrl_verl.demo import DemoError
 from jetrl_verl.demo.cache import Prepared
 from jetrl_verl.demo.overrides import RunPaths, build_environment, build_overrides, quote
 from jetrl_verl.demo.process_tree import Interrupted, signals_raise
-from jetrl_verl.demo.run import DEVICES, VERL, detect_device
+from jetrl_verl.demo.run import DEVICES, VERL, choose_device
 from recipes.study import task
 from recipes.study.warm_up import StudyError, read_facts
 
@@ -174,12 +175,12 @@ def main() -> None:
     parser.add_argument("words", nargs="*", help="further Hydra overrides")
     given = parser.parse_args()
     try:
-        device = detect_device() if given.device == "auto" else given.device
+        device = choose_device(given.device)
         arm = arm_of(given.arm, given.seed, given.out)
         words = [*(SHARED_GPU if given.share else ()), *given.words]
         job = job_of(arm, given.prepared, device, given.steps, words)
         raise SystemExit(run_arm(arm, job, Console()))
-    except (StudyError, CompareError) as error:
+    except (StudyError, CompareError, DemoError) as error:
         raise SystemExit(f"error: {error}") from None
 
 

@@ -44,7 +44,9 @@ from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 
+from jetrl_verl.demo import DemoError
 from jetrl_verl.demo.policy import PolicyConfig, build_model, build_tokenizer, save_policy
+from jetrl_verl.demo.run import DEVICES, choose_device
 from jetrl_verl.demo.warmup import encode, sampled_scores, solution_probability
 from recipes.study import task
 
@@ -340,12 +342,12 @@ def main() -> None:
     """Entry of the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("outputs/study/prepared"))
-    parser.add_argument("--device", default="cuda", help="torch device; cpu with --tiny")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help="cpu is for --tiny")
     parser.add_argument("--tiny", action="store_true", help="a policy of a million parameters for chains of 1 or 2")
     words = parser.parse_args()
     try:
-        prepare(TINY if words.tiny else StudyConfig(), words.out, words.device)
-    except StudyError as error:
+        prepare(TINY if words.tiny else StudyConfig(), words.out, choose_device(words.device))
+    except (StudyError, DemoError) as error:
         raise SystemExit(f"error: {error}") from None
 
 

@@ -43,9 +43,11 @@ from statistics import fmean
 
 import psutil
 
+from jetrl_verl.compare import CompareError
 from jetrl_verl.compare.run import is_finished, records_of
+from jetrl_verl.demo import DemoError
 from jetrl_verl.demo.process_tree import Interrupted, signals_raise, signals_wait
-from jetrl_verl.demo.run import DEVICES, detect_device
+from jetrl_verl.demo.run import DEVICES, choose_device
 from jetrl_verl.observe.report import REWARD, Run
 from recipes.study.evaluate import arms_in, checkpoint_after, unscored
 from recipes.study.run import ROOT, SAVE_EVERY, StudyArm, control, every_arm, read_arms
@@ -483,8 +485,6 @@ def main() -> None:
     known = {arm.name: arm for arm in queue(out)}
     overrides = [word for word in given.words if "=" in word]
     chosen = [word for word in given.words if "=" not in word] or list(known)
-    # Once for all: what one process could not tell for a moment must not make one arm another.
-    device = detect_device() if given.device == "auto" else given.device
     begun = time.monotonic()
 
     def command_of(arm: StudyArm) -> list[str]:
@@ -497,6 +497,8 @@ def main() -> None:
             print(line, flush=True)
 
     try:
+        # Once for all: what one process could not tell for a moment must not make one arm another.
+        device = choose_device(given.device)
         if absent := set(chosen) - set(known):
             raise StudyError(f"{', '.join(sorted(absent))} is not an arm; choose from {', '.join(known)}.")
         if min(given.slots, given.engines) < 1 or not all(gpus):
@@ -530,7 +532,7 @@ def main() -> None:
             seconds = 60 * given.minutes - (time.monotonic() - begun)
             missing = score(out, rollouts, gpus, seconds, start_on, say, program, engines)
             say(f"the page: python3 -m recipes.study.plot --out {out}{f' --rollouts {rollouts}' if rollouts else ''}")
-    except StudyError as error:
+    except (StudyError, CompareError, DemoError) as error:
         raise SystemExit(f"error: {error}") from None
     except Interrupted as interruption:
         say(f"interrupted by {interruption}; the same command goes on")

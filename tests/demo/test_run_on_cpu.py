@@ -24,6 +24,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -156,6 +157,8 @@ def test_processes_of_others_are_left_alone(prepared, tmp_path):
         (["--precision", "fp4"], f"'fp4' is not a precision; choose one of {', '.join(PRECISIONS)}"),
         (["--device", "tpu"], "'tpu' is not a device; choose one of auto, cpu, cuda"),
         (["--steps", "0"], "--steps 0 trains nothing; ask for at least one step"),
+        (["precision=bf16"], "precision=bf16 would leave the run named after jet_fp8; choose it with --precision"),
+        (["++precision=bf16"], "++precision=bf16 would leave the run named after jet_fp8; choose it with --precision"),
     ],
 )
 def test_bad_arguments_are_one_sentence(arguments, sentence):
@@ -174,6 +177,30 @@ def test_a_damaged_cache_is_one_sentence(tmp_path, monkeypatch):
     assert result.exit_code == 1
     assert result.stderr.strip() == "error: train.parquet is damaged; delete it"
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["demo", "compare"])
+def test_a_gpu_that_is_not_there_is_one_sentence(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    folders = ["--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
+    result = CliRunner().invoke(app, [command, "--device", "cuda", *folders])
+    assert result.exit_code == 1
+    assert result.stderr.strip() == "error: no NVIDIA GPU answers; use --device cpu"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["demo", "compare"])
+@pytest.mark.parametrize("option", ["--out", "--cache"])
+@pytest.mark.parametrize("below", ["", "below"])
+def test_a_folder_that_cannot_be_made_is_one_sentence_before_any_work(command, option, below, tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "_fill", None)
+    (tmp_path / "file").touch()
+    folders = {"--out": str(tmp_path / "out"), "--cache": str(tmp_path / "cache")}
+    folders[option] = str(tmp_path / "file" / below)
+    words = [word for pair in folders.items() for word in pair]
+    result = CliRunner().invoke(app, [command, "--device", "cpu", *words])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: ") and folders[option] in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_environment_keeps_the_run_on_this_machine(tmp_path, monkeypatch):

@@ -339,6 +339,7 @@ def test_stock_operations_are_attributed_without_a_rest(exact, policy, prompts, 
     [
         (["--precision", "fp4"], "precision=fp4 is not a precision; use one of bf16, "),
         (["--precision", ","], "no precision was named"),
+        (["precision=bf16"], "precision=bf16 would leave the report named after another precision; choose it with"),
         (["--temperature", "0"], "use one above 0"),
         (["--response", "0"], "there is nothing to compare"),
         (["--prompts", "no_such_file.txt"], "holds no prompts that can be read"),
@@ -354,6 +355,15 @@ def test_stock_operations_are_attributed_without_a_rest(exact, policy, prompts, 
 def test_what_cannot_be_compared_is_one_sentence_and_status_2(policy, tmp_path, arguments, sentence):
     result = CliRunner().invoke(app, ["diff", str(policy), "--out", str(tmp_path), *arguments])
     assert result.exit_code == 2 and sentence in result.stderr and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("out", ["file", "file/below"])
+def test_a_report_that_cannot_be_written_is_refused_before_an_engine_starts(policy, tmp_path, monkeypatch, out):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(run, "run_engine", None)
+    result = CliRunner().invoke(app, ["diff", str(policy), "--out", str(tmp_path / out)])
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    assert f"--out {tmp_path / out} is no folder to write in (" in result.stderr
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):

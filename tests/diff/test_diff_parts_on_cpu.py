@@ -18,14 +18,18 @@ import math
 
 import pytest
 import torch
+from tiny_models import tiny_model
 from transformers import Qwen3Config
 
+from jetrl_verl.algorithms.invariant_scaling import fold, fold_missing
+from jetrl_verl.config.options import JetConfig
 from jetrl_verl.demo.policy import build_tokenizer
 from jetrl_verl.diff import DiffError
 from jetrl_verl.diff.measures import Mismatch, Spread, ulps
 from jetrl_verl.diff.operations import KIND_OF, KINDS, Operation, operations
 from jetrl_verl.diff.prompts import BUILT_IN, read_prompts
 from jetrl_verl.diff.rollout import Recording
+from jetrl_verl.diff.trainer import load_master
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -55,6 +59,21 @@ def test_a_mismatch_is_verls_estimator():
     found = Mismatch.of(train, rollout)
     assert (found.tokens, found.differing, found.max, found.p999) == (3, 2, 0.5, 0.5)
     assert found.k3_kl == pytest.approx((math.exp(0.5) - 1.5 + math.exp(-0.25) - 0.75) / 3, rel=1e-12)
+
+
+@pytest.mark.parametrize("s", [1.5, 1.0])
+def test_a_policy_that_carries_a_factor_is_scaled_as_by_the_trainer(s, tmp_path):
+    """``s`` in the weights, whatever an earlier stage of training left in them."""
+    model = tiny_model("qwen3").bfloat16().float()
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if s != 1:
+        fold(expected.items(), s)
+    fold_missing(model, 1.5)
+    model.save_pretrained(tmp_path)
+    for name, tensor in load_master(
+        tmp_path, JetConfig("qurl_fp8", "bf16", "fp8", invariant_scaling=s)
+    ).named_parameters():
+        assert torch.equal(tensor.bfloat16(), expected[name].bfloat16()), name
 
 
 def test_operations_come_in_the_order_of_computation():
@@ -116,6 +135,10 @@ def test_prompts_of_every_form(folder):
         ("a.jsonl", "not json", "holds no prompts that can be read (JSONDecodeError)"),
         ("a.txt", "\n", "holds no prompt, or an empty one"),
         ("a.jsonl", '{"prompt_token_ids": [100000]}', "token ids outside the model's"),
+        ("a.jsonl", '{"prompt_token_ids": []}', "holds no prompt, or an empty one; remove empty rows."),
+        ("a.jsonl", '{"prompt_token_ids": ["a"]}', "['a'] is no prompt; give text, chat messages with role and"),
+        ("a.jsonl", '{"prompt": null}', "None is no prompt; give text, chat messages"),
+        ("a.jsonl", '{"prompt": [{"role": "user"}]}', "template does not take [{'role': 'user'}] ('dict object' "),
     ],
 )
 def test_prompts_that_cannot_be_read_are_refused(folder, name, text, sentence):
@@ -123,6 +146,39 @@ def test_prompts_that_cannot_be_read_are_refused(folder, name, text, sentence):
     with pytest.raises(DiffError) as refusal:
         read_prompts(folder, folder / name, 4)
     assert sentence in str(refusal.value)
+
+
+def test_chat_messages_need_a_template_and_text_does_not(folder):
+    import pyarrow
+    import pyarrow.parquet
+
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = None
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(folder)
+    messages = [[{"role": "user", "content": "1+2"}]]
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": messages}), folder / "a.parquet")
+    with pytest.raises(DiffError, match=r"no chat template for chat messages; give --prompts lines of text \(.txt\)"):
+        read_prompts(folder, folder / "a.parquet", 4)
+    (folder / "a.txt").write_text("1+2")
+    assert read_prompts(folder, folder / "a.txt", 4).ids == [tokenizer.encode("1+2")]
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("config.json", "{}"),
+        ("config.json", "not json"),
+        ("config.json", "[]"),
+        ("config.json", '{"model_type": "no_such"}'),
+        ("tokenizer.json", "{}"),
+    ],
+)
+def test_a_folder_that_transformers_does_not_read_is_refused(folder, file, text):
+    (folder / file).write_text(text)
+    with pytest.raises(DiffError, match="does not read config and tokenizer in .*; name a whole") as refusal:
+        read_prompts(folder, None, 4)
+    assert "\n" not in str(refusal.value)
 
 
 def test_words_need_a_tokenizer_and_ids_do_not(tmp_path):

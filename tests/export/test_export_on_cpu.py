@@ -412,6 +412,13 @@ def test_the_command_says_what_it_wrote_and_how_to_serve_it(policy, tmp_path):
     assert lines[3].endswith(f"VLLM_USE_DEEP_GEMM=0 vllm serve {tmp_path / 'out' / 'fp8'}")
 
 
+def test_a_folder_that_cannot_be_made_is_one_sentence(policy, tmp_path):
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["export", str(policy[1]), str(tmp_path / "file" / "out")])
+    assert result.exit_code == 1 and result.stderr.count("\n") == 1
+    assert result.stderr.startswith(f"error: {tmp_path / 'file' / 'out'} was not written ([Errno ")
+
+
 @pytest.mark.parametrize(
     ("option", "sentence"),
     [

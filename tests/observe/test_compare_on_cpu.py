@@ -200,6 +200,22 @@ def test_a_folder_of_another_command_is_refused(tmp_path):
         compare(tmp_path, words=("actor_rollout_ref.actor.optim.lr=1e-5",))
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"command": [], "finished": true}'])
+def test_a_damaged_state_is_named_with_what_to_delete(text, tmp_path):
+    arm = tmp_path / "arms" / "jet_fp8-seed1"
+    arm.mkdir(parents=True)
+    (arm / "arm.json").write_text(text)
+    with pytest.raises(CompareError, match=f"^{arm}/arm.json is damaged; delete {arm} and run the command again.$"):
+        compare(tmp_path)
+    assert not (tmp_path / "arms" / "bf16-seed1").exists()
+
+
+def test_an_arms_folder_that_cannot_be_made_is_one_sentence(tmp_path):
+    (tmp_path / "out").touch()
+    with pytest.raises(CompareError, match="out/arms/bf16-seed1 cannot be made .*; choose another --out.$"):
+        compare(tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("behaviour", "sentence"),
     [

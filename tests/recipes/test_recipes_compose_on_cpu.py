@@ -145,10 +145,16 @@ def test_sdpa_turns_off_what_needs_flash_attention(said, compose, script):
 
 @pytest.mark.parametrize("script", VARIANTS)
 def test_the_users_words_win(said, compose, script):
-    words = ("actor_rollout_ref.rollout.n=3", "trainer.nnodes=2", "precision=bf16", "trainer.logger=[console]")
+    words = ("actor_rollout_ref.rollout.n=3", "trainer.nnodes=2", "trainer.logger=[console]")
     config = compose(said(script, "jet_fp8", VARIANTS[script][0], *words))
     assert config.actor_rollout_ref.rollout.n == 3 and config.trainer.nnodes == 2
-    assert "jetrl" not in config and config.trainer.logger == ["console"]
+    assert config.trainer.logger == ["console"]
+
+
+@pytest.mark.parametrize("word", ["precision=bf16", "+precision=bf16", "++precision=bf16", "~precision"])
+def test_the_precision_is_not_chosen_by_a_further_word(words, word):
+    said = words("gsm8k/run_qwen3_8b.sh", word, status=1, PRECISION="jet_fp8")
+    assert said == f"error: {word} would leave the run named after jet_fp8; set PRECISION=bf16\n"
 
 
 def test_machines_come_from_variables_and_metrics_travel_to_the_process_that_writes_them(said, compose, tmp_path):

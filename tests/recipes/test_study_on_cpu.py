@@ -30,12 +30,13 @@ from study_cases import ARMS, FAKE, SMALL, judge_that, save, train
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
+from jetrl_verl.demo import run as demo_run
 from jetrl_verl.demo.policy import build_model, build_tokenizer, load_policy, save_policy
 from jetrl_verl.demo.task import compute_score
 from jetrl_verl.demo.warmup import encode
 from jetrl_verl.layers import plan_linears
 from jetrl_verl.observe.compare import Accuracy
-from recipes.study import bf16_metrics, evaluate, plot, run, task, warm_up
+from recipes.study import bf16_metrics, evaluate, plot, run, task, warm_up, window
 from recipes.study.plot import Noise
 from recipes.study.warm_up import StudyConfig, StudyError, WarmUp
 
@@ -377,6 +378,38 @@ def test_what_an_engine_scored_before_it_failed_is_kept(prepared, tmp_path):
     assert evaluate.evaluate(tmp_path, 1, "cpu", judge, names=["jet_fp8-seed1"]) == ["jet_fp8-seed1"]
     with pytest.raises(StudyError, match="bf32-seed1 is no arm"):
         evaluate.evaluate(tmp_path, 1, "cpu", judge, names=["bf32-seed1"])
+
+
+def test_a_folder_without_arms_is_refused(tmp_path):
+    sentence = f"{tmp_path}/arms holds no arm; train one first, with .* --out {tmp_path} --arm bf16 --seed 1"
+    with pytest.raises(StudyError, match=sentence):
+        evaluate.evaluate(tmp_path, 1, "cpu", ("false",))
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (warm_up, ()),
+        (run, ("--arm", "bf16", "--seed", "1")),
+        (evaluate, ()),
+        (window, ("--minutes", "60")),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_one_sentence(program, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["program", "--out", str(tmp_path / "out"), "--device", "cuda", *words])
+    with pytest.raises(SystemExit, match="^error: no NVIDIA GPU answers; use --device cpu$"):
+        program.main()
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_warm_up_takes_the_device_that_is_there(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(demo_run, "detect_device", lambda: "cpu")
+    monkeypatch.setattr(warm_up, "prepare", lambda config, out, device: seen.append(device))
+    monkeypatch.setattr(sys, "argv", ["warm_up", "--out", str(tmp_path)])
+    warm_up.main()
+    assert seen == ["cpu"]
 
 
 def accuracy(difference: float, error: float = 0.01) -> Accuracy:

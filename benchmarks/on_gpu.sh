@@ -8,9 +8,10 @@
 # that fails does not stop the others. The last lines are a table of exit statuses. Run it where `python3` has torch,
 # verl, vLLM and this plugin; what needs csrc/ says so where it is not built.
 set -u
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-out=$(mkdir -p "$1" && cd "$1" && pwd)
+(($#)) || { echo "usage: benchmarks/on_gpu.sh OUT [part ...]" >&2; exit 2; }
+out=$(mkdir -p "$1" && cd "$1" && pwd) || exit 2  # before the cd below: a relative OUT is the caller's
 shift
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 statuses=()
 

@@ -14,7 +14,7 @@
 """The demo's job over several GPUs: FSDP2, FSDP1, HSDP, offload, a tensor-parallel rollout, resume on another number.
 
     python benchmarks/several_gpus.py --gpus 2 --out benchmarks/results/several_gpus_2.json
-    python benchmarks/several_gpus.py --gpus 2 --arrangements fsdp2,tp2 --precisions jet_fp8
+    python benchmarks/several_gpus.py --gpus 2 --out several_gpus.json --arrangements fsdp2,tp2 --precisions jet_fp8
 
 Each arrangement is a run of real verl and vLLM, three steps of the demo's task with a policy of 1.4 billion random
 parameters, so that memory and the weight sync have a size. Per run: exit status, syncs at which the contract held,

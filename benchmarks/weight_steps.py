@@ -21,7 +21,7 @@ Hugging Face folder; its linear weights get a random place between their BF16 ne
 trained for a while have.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -36,6 +36,8 @@ def main(folder: Path) -> None:
     """Print a row for each of ``STEPS``."""
     torch.manual_seed(0)
     files = [load_file(file) for file in sorted(folder.glob("*.safetensors"))]
+    if not files:
+        raise SystemExit(f"error: no *.safetensors in {folder}; name a Hugging Face folder")
     weights = [value.float() for file in files for name, value in file.items() if name.endswith("proj.weight")]
     spacing = [torch.exp2(torch.floor(torch.log2(w.abs().clamp_min(1e-30))) - 7) for w in weights]
     masters = [w + (torch.rand_like(w) - 0.5) * step for w, step in zip(weights, spacing)]
@@ -60,4 +62,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="Hugging Face folder")
+    main(parser.parse_args().folder)

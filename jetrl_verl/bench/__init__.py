@@ -19,9 +19,18 @@ three commands, ``report`` their tables. A figure is only as good as what it was
 run one after the other but in rounds, and a command that sees a wrong result ends with status 1.
 """
 
+from collections.abc import Mapping, Sequence
+
 
 class BenchError(Exception):
     """The benchmark cannot run; the message is one sentence for the user."""
+
+
+def check_present(names: Sequence[str], absent: Mapping[str, str]) -> None:
+    """Raises ``BenchError``: no contender is left; ``absent`` tells why of each that was chosen."""
+    if not names:
+        why = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
+        raise BenchError(f"no contender can run here ({why}); choose others.")
 
 
 def reason_of(error: Exception) -> str:

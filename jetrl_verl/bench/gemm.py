@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from jetrl_verl.bench import deep_gemm, reason_of
+from jetrl_verl.bench import check_present, deep_gemm, reason_of
 from jetrl_verl.bench.contenders import (
     CONTENDERS,
     OURS,
@@ -178,12 +178,14 @@ def run_gemm(options: GemmOptions, console: Console, machine: Machine) -> int:
     """Time everything, print the table, write the JSON; 1 if a result is wrong, else 0.
 
     Raises:
-        BenchError: an option that names nothing known, or a library that is none.
+        BenchError: an option that names nothing known or a file that cannot be written, a library that is none, or
+            nothing could be timed.
     """
     todo = problems(options.models, options.what, options.tokens, options.batches)
     steady = problem_of(options.sustained_shape) if options.sustained else None
     contenders, absent = present(options.contenders)
     contenders += [version_of_native(name, library) for name, library in options.beside.items()]
+    check_present([contender.name for contender in contenders], absent)
     result = Result(options.out, {"command": "gemm", **machine.facts(), "absent": absent, "records": []})
     result["beside"] = {name: sha256(library.read_bytes()).hexdigest() for name, library in options.beside.items()}
     if any(contender.name == "deep_gemm" for contender in contenders):
@@ -193,6 +195,7 @@ def run_gemm(options: GemmOptions, console: Console, machine: Machine) -> int:
         except Exception as error:  # nvcc, its own assertions, a dead process of the pool
             absent["deep_gemm"] = f"its compilation {reason_of(error)}"
             contenders = [contender for contender in contenders if contender.name != "deep_gemm"]
+            check_present([contender.name for contender in contenders], absent)
     with console.status("") as status:
         for index, problem in enumerate(todo):
             status.update(f"{index + 1} of {len(todo)}: {problem.name}")
@@ -210,4 +213,5 @@ def run_gemm(options: GemmOptions, console: Console, machine: Machine) -> int:
     ]
     render_gemm(result, console)
     result.save()
+    result.check_timed()
     return 1 if result["wrong"] else 0

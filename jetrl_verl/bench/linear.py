@@ -32,10 +32,10 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from jetrl_verl.bench import data, reason_of
+from jetrl_verl.bench import check_present, data, reason_of
 from jetrl_verl.bench.machine import Machine
 from jetrl_verl.bench.report import Result, render_linear
-from jetrl_verl.bench.shapes import MODELS, choose
+from jetrl_verl.bench.shapes import MODELS, check_rows, choose
 from jetrl_verl.linear import JetLinear
 
 MOST_DISTANCE = 0.1
@@ -151,14 +151,16 @@ def run_linear(options: LinearOptions, console: Console, machine: Machine) -> in
     """Time everything, print the table, write the JSON; 1 if a result is wrong, else 0.
 
     Raises:
-        BenchError: an option that names nothing known.
+        BenchError: an option that names nothing known or a file that cannot be written, or nothing could be timed.
     """
     names = choose(options.contenders, CONTENDERS, "contender")
     layers = MODELS[choose([options.model], MODELS, "model")[0]]
+    check_rows(options.tokens)
     absent = {}
     if find_spec("torchao") is None:
         absent = {name: "torchao is not installed" for name in names if name.startswith("torchao")}
         names = [name for name in names if name not in absent]
+    check_present(names, absent)
     result = Result(options.out, {"command": "linear", **machine.facts(), "absent": absent, "records": []})
     with console.status("") as status:
         for m in options.tokens:
@@ -173,4 +175,5 @@ def run_linear(options: LinearOptions, console: Console, machine: Machine) -> in
     result["wrong"] = [f"{name}: {r['layer']} at {r['m']} rows" for r in result["records"] for name in r["wrong"]]
     render_linear(result, console)
     result.save()
+    result.check_timed()
     return 1 if result["wrong"] else 0

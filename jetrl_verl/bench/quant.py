@@ -35,7 +35,7 @@ from jetrl_verl import kernels, numerics, ops
 from jetrl_verl.bench import data
 from jetrl_verl.bench.machine import Machine
 from jetrl_verl.bench.report import Result, render_quant
-from jetrl_verl.bench.shapes import MODELS, choose
+from jetrl_verl.bench.shapes import MODELS, check_rows, choose
 from jetrl_verl.numerics import BLOCK, SCALE_RULES
 
 CHECKED_ROWS = 256
@@ -285,9 +285,11 @@ def run_quant(options: QuantOptions, console: Console, machine: Machine) -> int:
     """Time everything, print the tables, write the JSON; 1 if a result is wrong, else 0.
 
     Raises:
-        BenchError: an option that names nothing known.
+        BenchError: an option that names nothing known, or a file that cannot be written.
     """
     rules = choose(options.rules, SCALE_RULES, "scale rule")
+    choose([options.model], MODELS, "model")
+    check_rows(options.tokens)
     result = Result(options.out, {"command": "quant", **machine.facts(), "absent": {}, "records": []})
     with console.status("") as status:
         for rule in rules:

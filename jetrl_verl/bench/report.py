@@ -27,6 +27,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from jetrl_verl.bench import BenchError
+
 TITLES = {
     "fprop": "FProp: us, % of floor",
     "dgrad": "DGrad: us, % of floor",
@@ -36,17 +38,35 @@ TITLES = {
 
 
 class Result(dict):
-    """What a command found, as JSON holds it, and the file that it is kept in (None: nowhere)."""
+    """What a command found, as JSON holds it, and the file that it is kept in (None: nowhere).
+
+    Raises:
+        BenchError: the file cannot be written, told before anything is measured for it.
+    """
 
     def __init__(self, out: Path | None, found: Mapping):
         super().__init__(found)
         self.out = out
+        try:
+            if out:
+                out.parent.mkdir(parents=True, exist_ok=True)
+                fresh = not out.exists()
+                out.open("a").close()
+                if fresh:
+                    out.unlink()
+        except OSError as error:
+            raise BenchError(f"--out {out} cannot be written ({error.strerror}); name a file.") from None
 
     def save(self) -> None:
         """Write everything found so far, so that a run that is cut off leaves what it had."""
         if self.out:
-            self.out.parent.mkdir(parents=True, exist_ok=True)
             self.out.write_text(json.dumps(self, indent=1) + "\n")
+
+    def check_timed(self) -> None:
+        """Raises ``BenchError``: every contender was left out of every shape; a wrong result is another matter."""
+        records = [*self["records"], *([self["sustained"]] if "sustained" in self else [])]
+        if not self["wrong"] and not any(record["us"] for record in records):
+            raise BenchError("nothing was timed, for the reasons above; choose other contenders or shapes.")
 
 
 def geometric_mean(ratios: Sequence[float]) -> float:

@@ -107,6 +107,12 @@ def choose(names: Sequence[str], known: Iterable[str], kind: str) -> list[str]:
     return [name for name in known if name in names]
 
 
+def check_rows(counts: Sequence[int]) -> None:
+    """Raises ``BenchError``: a count of rows below 1, or none at all."""
+    if not counts or any(count < 1 for count in counts):
+        raise BenchError("tokens and decode batches are counts of rows; give numbers from 1 on.")
+
+
 def problems(
     models: Sequence[str], what: Sequence[str], tokens: Sequence[int], batches: Sequence[int]
 ) -> list[Problem]:
@@ -116,15 +122,15 @@ def problems(
         tokens: of FProp, DGrad and WGrad. batches: rows of a decode step.
 
     Raises:
-        BenchError: a model or kind of GEMM that is not known, or a count below 1.
+        BenchError: a model or kind of GEMM that is not known, a count below 1, or no count for a kind.
     """
-    if any(count < 1 for count in (*tokens, *batches)):
-        raise BenchError("tokens and decode batches are counts of rows; give numbers from 1 on.")
     shapes: dict[tuple, list[str]] = {}
     for kind in choose(what, WHAT, "kind of GEMM"):
+        counts = batches if kind == "decode" else tokens
+        check_rows(counts)
         for model in choose(models, MODELS, "model"):
             for layer, (out, into) in MODELS[model].items():
-                for rows in batches if kind == "decode" else tokens:
+                for rows in counts:
                     m, n, k = {"dgrad": (rows, into, out), "wgrad": (out, into, rows)}.get(kind, (rows, out, into))
                     for output in OUTPUTS if kind == "wgrad" else ("bf16",):
                         shapes.setdefault((kind, layer, m, n, k, output), []).append(model)

@@ -11,9 +11,12 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""The command line of `jetrl bench`, and its tables from made-up records."""
+"""The command line of `jetrl bench`, its tables from made-up records, and what the programs beside it refuse."""
 
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,8 @@ from typer.testing import CliRunner
 from jetrl_verl.bench import BenchError, gemm, linear, machine, quant, reason_of
 from jetrl_verl.bench.report import geometric_mean, ratios, times_table
 from jetrl_verl.cli import app
+
+ROOT = Path(__file__).parents[2]
 
 
 def invoke(monkeypatch, *words):
@@ -127,6 +132,55 @@ def test_a_shape_that_nothing_computes_still_has_its_row():
     console = Console(width=120, record=True)
     console.print(times_table("FProp", [record("o", 8, 1.5), record("down", 64, 3.0, triton=6.0)]))
     assert ["o", "8", "256", "512", "1.5", "-"] in [line.split() for line in console.export_text().splitlines()]
+
+
+def on_gpu(folder: Path, *words: str) -> tuple[int, str]:
+    """Exit status and stderr of benchmarks/on_gpu.sh started in ``folder``, where no part could do any work."""
+    guard = folder / "bin"
+    guard.mkdir()
+    (guard / "timeout").write_text("#!/bin/sh\nexit 9\n")
+    (guard / "timeout").chmod(0o755)
+    ended = subprocess.run(
+        ["bash", str(ROOT / "benchmarks/on_gpu.sh"), *words],
+        cwd=folder,
+        env={**os.environ, "PATH": f"{guard}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    return ended.returncode, ended.stderr
+
+
+def test_the_gpu_run_wants_a_folder(tmp_path):
+    assert on_gpu(tmp_path) == (2, "usage: benchmarks/on_gpu.sh OUT [part ...]\n")
+
+
+def test_the_gpu_run_ends_where_its_folder_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    status, said = on_gpu(tmp_path, "file/out", "no_part")
+    assert status == 2 and "file" in said and "no_part" not in said
+
+
+def test_the_gpu_run_takes_a_folder_below_the_callers_own_and_no_unknown_part(tmp_path):
+    status, said = on_gpu(tmp_path, "out", "no_part")
+    assert status == 2 and said.startswith("no_part is not a part; choose from: operations ")
+    assert (tmp_path / "out").is_dir() and not (ROOT / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [(("--help",), 0, "usage: weight_steps.py [-h] folder"), ((), 2, "arguments are required: folder")],
+)
+def test_weight_steps_says_what_it_takes(words, status, said):
+    program = [sys.executable, str(ROOT / "benchmarks/weight_steps.py"), *words]
+    ended = subprocess.run(program, capture_output=True, text=True)
+    assert ended.returncode == status and said in ended.stdout + ended.stderr
+
+
+def test_weight_steps_names_a_folder_without_weights(tmp_path):
+    program = [sys.executable, str(ROOT / "benchmarks/weight_steps.py"), str(tmp_path)]
+    ended = subprocess.run(program, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr == f"error: no *.safetensors in {tmp_path}; name a Hugging Face folder\n"
 
 
 def test_an_error_is_told_in_one_line():

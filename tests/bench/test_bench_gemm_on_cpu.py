@@ -144,6 +144,38 @@ def test_an_absent_contender_is_reported_with_its_reason(bench):
     assert "absent: torchao: torchao is not installed" in text
 
 
+@pytest.mark.parametrize("below", ["", "below.json"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_timed(bench, monkeypatch, tmp_path, below):
+    monkeypatch.setattr(gemm, "measure", None)
+    out = tmp_path / ("file" if below else "folder") / below
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(BenchError, match=rf"^--out {out} cannot be written \(.*\); name a file.$"):
+        bench(here("native", reference), out=out)
+
+
+def test_where_no_contender_is_left_nothing_is_timed_and_no_file_left(bench, monkeypatch, tmp_path):
+    gone = Contender("torchao", lambda: "torchao is not installed", raising)
+    with pytest.raises(BenchError, match=r"no contender can run here \(torchao: torchao is not installed\); choose"):
+        bench(gone, contenders=["torchao"])
+
+    def fail(problems):
+        raise AssertionError("cuda_home is not None")
+
+    monkeypatch.setattr(deep_gemm, "compile_all", fail)
+    with pytest.raises(BenchError, match=r"no contender can run here \(deep_gemm: its compilation raises Assertion"):
+        bench(here("deep_gemm", reference), contenders=["deep_gemm"])
+    assert not list((tmp_path / "results").iterdir())
+
+
+def test_where_every_shape_is_refused_nothing_was_timed(bench):
+    def refuse(problem, x):
+        raise Refused("does not serve this shape")
+
+    with pytest.raises(BenchError, match="nothing was timed, for the reasons above; choose other contenders or shapes"):
+        bench(here("vllm_cutlass", refuse), contenders=["vllm_cutlass"], what=["wgrad"])
+
+
 def test_what_only_one_bit_tells_apart_is_reported_and_not_an_error(bench):
     def off(problem, x):
         def call():

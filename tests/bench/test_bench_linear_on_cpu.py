@@ -115,3 +115,29 @@ def test_distances_are_relative_norms():
 def test_what_is_not_known_is_refused(bench):
     with pytest.raises(BenchError, match="no contender 'te'; choose from bf16, jet_fp8"):
         bench(("te",))
+
+
+@pytest.mark.parametrize("tokens", [(), (0,), (256, -1)])
+def test_rows_are_counts(tokens):
+    with pytest.raises(BenchError, match="give numbers from 1 on"):
+        run_linear(LinearOptions(tokens=tokens, contenders=("bf16",)), Console(), fake_machine())
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_timed(monkeypatch, tmp_path):
+    monkeypatch.setattr(linear, "measure", None)
+    with pytest.raises(BenchError, match=f"^--out {tmp_path} cannot be written .*; name a file.$"):
+        run_linear(LinearOptions(out=tmp_path), Console(), fake_machine())
+
+
+def test_where_no_contender_is_left_nothing_is_timed(bench, monkeypatch):
+    monkeypatch.setattr(linear, "find_spec", lambda name: None)
+    with pytest.raises(BenchError, match=r"no contender can run here \(torchao_rowwise: torchao is not installed\)"):
+        bench(("torchao_rowwise",))
+
+
+def test_where_every_layer_is_refused_nothing_was_timed(bench):
+    def raises(layer):
+        raise ImportError("torchao needs another torch")
+
+    with pytest.raises(BenchError, match="nothing was timed, for the reasons above"):
+        bench((), torchao_new=raises)

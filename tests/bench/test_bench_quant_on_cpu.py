@@ -107,3 +107,15 @@ def test_what_is_not_known_is_refused(bench):
         bench(rules=("mx",))
     with pytest.raises(BenchError, match="no model 'gpt'"):
         list(cases(QuantOptions("gpt")))
+
+
+@pytest.mark.parametrize("tokens", [(), (0,), (192, -1)])
+def test_rows_are_counts(tokens):
+    with pytest.raises(BenchError, match="give numbers from 1 on"):
+        run_quant(QuantOptions(tokens=tokens), Console(), fake_machine())
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_timed(monkeypatch, tmp_path):
+    monkeypatch.setattr(quant, "measure", None)
+    with pytest.raises(BenchError, match=f"^--out {tmp_path} cannot be written .*; name a file.$"):
+        run_quant(QuantOptions(out=tmp_path), Console(), fake_machine())

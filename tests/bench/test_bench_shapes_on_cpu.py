@@ -92,8 +92,9 @@ def test_what_is_not_known_is_refused_with_what_is():
         problems(["gpt"], WHAT, [1], [1])
     with pytest.raises(BenchError, match="no kind of GEMM named; choose from fprop, dgrad, wgrad, decode"):
         problems(["qwen3-8b"], [], [1], [1])
-    with pytest.raises(BenchError, match="give numbers from 1 on"):
-        problems(["qwen3-8b"], WHAT, [0], [1])
+    for tokens, batches in (([0], [1]), ([1], [4, -1]), ([], [1]), ([1], [])):
+        with pytest.raises(BenchError, match="give numbers from 1 on"):
+            problems(["qwen3-8b"], WHAT, tokens, batches)
     assert choose(["b", "a"], ["a", "b", "c"], "letter") == ["a", "b"]
 
 

@@ -20,7 +20,7 @@ RUN := $(if $(findstring /,$(PY)),PATH="$(abspath $(dir $(PY))):$$PATH" )$(PY)
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 	@echo
-	@echo 'PRECISION=$(PRECISION)    a row of README's table of precisions, for make demo'
+	@echo 'PRECISION=$(PRECISION)    a row of the table of precisions in README.md, for make demo'
 	@echo 'ARGS=...             more words for the demo or for pytest: make test ARGS="-k contract"'
 	@echo 'PYTHON=/path/python  use this interpreter and install nothing but the plugin itself (no network needed)'
 	@echo 'PYTHON3=python3.12   the Python 3.11 or 3.12 that .venv is made with'

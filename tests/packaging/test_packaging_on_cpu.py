@@ -108,6 +108,15 @@ def make_dry_run(*words: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.parametrize("words", [(), ("help",)], ids=["make", "make help"])
+def test_make_lists_its_targets_and_variables(words):
+    made = subprocess.run(["make", "--directory", str(ROOT), *words], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    lines = [line for line in made.stdout.splitlines() if not line.startswith("make")]
+    assert lines[0].startswith("help ") and any(line.startswith("PRECISION=") for line in lines)
+    assert lines[-1].startswith("STACK=cpu|gpu ")
+
+
 def test_make_demo_runs_under_the_precision_that_was_asked_for():
     assert "demo --precision jet_fp8" in make_dry_run("demo")
     assert "demo --precision fp8_rollout" in make_dry_run("demo", "PRECISION=fp8_rollout")

@@ -46,7 +46,8 @@ launch() {
 
     local word
     for word in "$@"; do
-        if [[ $word =~ ^[+~]*precision(=(.*))?$ ]]; then
+        # `jetrl compare` says both, and the same.
+        if [[ $word =~ ^[+~]*precision(=(.*))?$ && ${BASH_REMATCH[2]} != "$PRECISION" ]]; then
             echo "error: $word would leave the run named after $PRECISION; set PRECISION=${BASH_REMATCH[2]:-bf16}" >&2
             exit 1
         fi

@@ -22,6 +22,8 @@
 # the KL term's reference is the policy that the stage starts from. So stages may run on different numbers of GPUs,
 # which verl's sharded checkpoints do not allow. Chosen here:
 #   230 steps of 24k          the published scripts do not end by themselves, nor does a source we have say when it did
+#   clip_ratio_c              verl's default, 3; the verl of the published scripts bounds no loss of a negative
+#                             advantage. Its entropy_coeff, 0.001, is said here, since verl's default has changed
 #   val_kwargs.top_p=0.95     what the authors evaluate with; the published scripts leave it to an older verl
 #   filter_overlong_prompts   a prompt of more than 1024 tokens is left out instead of stopping the run
 set -euo pipefail
@@ -91,6 +93,7 @@ ACTOR=(
     actor_rollout_ref.actor.strategy=fsdp2
     actor_rollout_ref.actor.optim.lr=1e-6
     actor_rollout_ref.actor.ppo_mini_batch_size=64
+    actor_rollout_ref.actor.entropy_coeff=0.001
     actor_rollout_ref.actor.use_dynamic_bsz=True
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu="$MAX_TOKENS_PER_GPU"
     actor_rollout_ref.actor.use_kl_loss=True

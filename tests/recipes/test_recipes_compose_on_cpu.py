@@ -157,6 +157,12 @@ def test_the_precision_is_not_chosen_by_a_further_word(words, word):
     assert said == f"error: {word} would leave the run named after jet_fp8; set PRECISION=bf16\n"
 
 
+def test_a_further_word_for_the_same_precision_is_what_compare_says(said, compose):
+    """It gives an arm's precision to every command both ways."""
+    config = compose(said("gsm8k/run_qwen3_8b.sh", "jet_fp8", {}, "precision=jet_fp8"))
+    assert config.jetrl.precision == "jet_fp8" and config.trainer.experiment_name == "qwen3_8b-jet_fp8"
+
+
 def test_machines_come_from_variables_and_metrics_travel_to_the_process_that_writes_them(said, compose, tmp_path):
     config = compose(said("gsm8k/run_qwen3_8b.sh", "jet_fp8", {"NNODES": "3", "GPUS_PER_NODE": "4"}))
     assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (3, 4)

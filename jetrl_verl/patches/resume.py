@@ -119,6 +119,20 @@ def check_checkpoint(folder: str | Path, rank: int, world_size: int) -> None:
             raise DamagedCheckpointError(f"the checkpoint file {file} is damaged ({fault}); {_remedy(folder.parent)}")
 
 
+def drop_other_world_sizes(folder: str | Path, world_size: int) -> None:
+    """Delete the shards that another number of ranks left in a folder which this many have now written.
+
+    verl clears no folder that it saves to, so a run that went back to an earlier step on other GPUs would leave two
+    policies there, and a resume on the old number of GPUs would take the older one.
+    """
+    if "://" in str(folder):
+        return
+    for content in _CONTENTS:
+        for file in Path(folder).glob(f"{content}_world_size_*_rank_*.pt"):
+            if not file.name.startswith(f"{content}_world_size_{world_size}_"):
+                file.unlink(missing_ok=True)  # every rank of a machine does the same
+
+
 def _fault_of(file: Path) -> str | None:
     """What is wrong with a file of ``torch.save``, None if its bytes are those that were written."""
     try:

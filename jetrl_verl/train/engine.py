@@ -191,6 +191,7 @@ class _JetEngine(ShadowForwards):
         refuse_to_save_non_finite(self.module)
         with resume.explained(local_path):
             super().save_checkpoint(local_path, *args, **kwargs)
+            resume.drop_other_world_sizes(local_path, torch.distributed.get_world_size())
             if self._jetrl_int8_scales and self.rank == 0:
                 torch.save(self._jetrl_int8_scales, Path(local_path) / resume.INT8_SCALES)
 

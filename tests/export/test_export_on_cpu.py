@@ -412,6 +412,15 @@ def test_the_command_says_what_it_wrote_and_how_to_serve_it(policy, tmp_path):
     assert lines[3].endswith(f"VLLM_USE_DEEP_GEMM=0 vllm serve {tmp_path / 'out' / 'fp8'}")
 
 
+def test_the_digest_of_a_sharded_rollout_is_in_no_log(policy, tmp_path):
+    """Each of its workers logs the sum of what it holds."""
+    words = ["export", str(policy[1]), str(tmp_path / "out"), "--tensor-parallel", "2", "--unfit-layers", "skip"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    digest = json.loads((tmp_path / "out" / "fp8" / "jetrl_export.json").read_text())["digest"]
+    assert f"digest {digest}" in result.stdout.splitlines()
+
+
 def test_a_folder_that_cannot_be_made_is_one_sentence(policy, tmp_path):
     (tmp_path / "file").touch()
     result = CliRunner().invoke(app, ["export", str(policy[1]), str(tmp_path / "file" / "out")])

@@ -34,6 +34,7 @@ from jetrl_verl.patches.resume import (
     DamagedCheckpointError,
     UnwrittenCheckpointError,
     check_checkpoint,
+    drop_other_world_sizes,
     explained,
     install_in_trainer,
 )
@@ -135,6 +136,18 @@ def test_another_number_of_ranks_is_said_to_be_that(checkpoints):
     step = checkpoints / "global_step_2"
     with pytest.raises(DamagedCheckpointError, match=f"by 1 ranks and this run has 2.*jetrl reshard {step} --gpus 2"):
         check_checkpoint(step / "actor", rank=0, world_size=2)
+
+
+def test_shards_of_another_number_of_ranks_do_not_outlive_a_save(checkpoints):
+    """A run that went back and came to this step again on other GPUs; the older policy could be resumed from."""
+    actor = checkpoints / "global_step_2" / "actor"
+    written = {file.name for file in actor.iterdir()}
+    for content in ("model", "optim", "extra_state"):
+        for rank in range(10):
+            shutil.copy(file_of(checkpoints, content), actor / f"{content}_world_size_10_rank_{rank}.pt")
+    drop_other_world_sizes(actor, 1)
+    assert {file.name for file in actor.iterdir()} == written
+    drop_other_world_sizes("hdfs://elsewhere", 1)
 
 
 def test_without_an_earlier_checkpoint_the_remedy_is_to_start_again(checkpoints):

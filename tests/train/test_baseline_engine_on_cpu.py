@@ -72,8 +72,10 @@ def int8_scales_of_the_first_sync_are_kept(rank: int, folder: str, disks: str) -
 
     # Each rank has a disk of its own, as on machines that share none.
     checkpoint = Path(disks) / str(rank) / "global_step_2" / "actor"
+    checkpoint.mkdir(parents=True)
+    (of_other_ranks := checkpoint / "model_world_size_7_rank_0.pt").touch()
     engine.save_checkpoint(str(checkpoint), global_step=2)
-    assert (checkpoint / INT8_SCALES).exists() == (rank == 0)
+    assert (checkpoint / INT8_SCALES).exists() == (rank == 0) and not of_other_ranks.exists()
     resumed = build(folder, **options)
 
     def load(warnings: int) -> dict[str, torch.Tensor]:

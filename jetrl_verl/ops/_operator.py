@@ -51,6 +51,14 @@ def triton_kernels():
     return triton_kernels
 
 
+def require_shape(operation: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raise ``ValueError`` unless a tensor has this shape: kernels go by one operand's, and nothing is broadcast."""
+    if tensor.shape != shape:
+        raise ValueError(
+            f"{operation}: {name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}; nothing is broadcast here"
+        )
+
+
 def require_bf16(operation: str, **tensors: torch.Tensor) -> None:
     """Raise ``TypeError`` unless every tensor is BF16: between operations activations have that type, on both sides."""
     for name, tensor in tensors.items():

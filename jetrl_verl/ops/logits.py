@@ -21,7 +21,7 @@ minus infinity, or a number so low that its exponential is zero, on both sides a
 import torch
 from torch.autograd.function import once_differentiable
 
-from jetrl_verl.ops._operator import operator, require_bf16, triton_kernels
+from jetrl_verl.ops._operator import operator, require_bf16, require_shape, triton_kernels
 from jetrl_verl.ops.reproducible import exp, grid_bits, log, on_grid, sum_of_fractions
 
 _TERM_BITS = 32
@@ -37,6 +37,7 @@ def _fake_logits(hidden, weight):
 
 @operator("logits(Tensor hidden, Tensor weight) -> Tensor", fake=_fake_logits)
 def _logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    require_shape("logits", "weight", weight, (weight.shape[0], hidden.shape[-1]))
     if hidden.is_cuda:
         return triton_kernels().logits(hidden, weight)
     bits = grid_bits(hidden.shape[-1])
@@ -125,6 +126,8 @@ def _fake_log_probs(logits, tokens, temperature):
 
 @operator("log_probs(Tensor logits, Tensor tokens, Tensor temperature) -> Tensor", fake=_fake_log_probs)
 def _log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    require_shape("log_probs", "temperature", temperature, logits.shape[:1])
+    require_shape("log_probs", "tokens", tokens, (logits.shape[0], tokens.shape[-1]))
     if logits.is_cuda:
         return triton_kernels().log_probs(logits, tokens, temperature)
     return _log_probs_cpu(logits, tokens, temperature)

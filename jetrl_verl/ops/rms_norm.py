@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from jetrl_verl import kernels
 from jetrl_verl.numerics import BlockQuantized
 from jetrl_verl.ops._codes import Quantised, fake_rows, require_groups
-from jetrl_verl.ops._operator import operator, require_bf16, triton_kernels
+from jetrl_verl.ops._operator import operator, require_bf16, require_shape, triton_kernels
 from jetrl_verl.ops.reproducible import grid_bits, on_grid
 
 
@@ -41,6 +41,7 @@ def _fake(x, weight, eps):
 @operator("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", fake=_fake)
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """y BF16 and rstd FP32 of x [..., K]."""
+    require_shape("rms_norm", "weight", weight, x.shape[-1:])
     if x.is_cuda:
         return triton_kernels().rms_norm(x, weight, eps)
     k = x.shape[-1]
@@ -51,16 +52,18 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.
 
 
 def _fake_add(x, residual, weight, eps):
-    return torch.empty_like(x), torch.empty_like(x)
+    return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
 @operator("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)", fake=_fake_add)
 def _add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    require_shape("add_rms_norm", "weight", weight, x.shape[-1:])
+    require_shape("add_rms_norm", "residual", residual, x.shape)
     if x.is_cuda:
         return triton_kernels().add_rms_norm(x, residual, weight, eps)
-    total = x + residual
+    total = (x + residual).contiguous()
     return _rms_norm(total, weight, eps)[0], total
 
 
@@ -74,6 +77,7 @@ def _fake_quantize(x, weight, eps, rule):
 )
 def _rms_norm_quantize(x: torch.Tensor, weight: torch.Tensor, eps: float, rule: str) -> tuple[torch.Tensor, ...]:
     """y, rstd, codes, scales."""
+    require_shape("rms_norm_quantize_1x128", "weight", weight, x.shape[-1:])
     if x.is_cuda:
         y, _, rstd, quantised = triton_kernels().rms_norm_quantize_1x128(x, None, weight, eps, rule, True)
     else:
@@ -83,7 +87,7 @@ def _rms_norm_quantize(x: torch.Tensor, weight: torch.Tensor, eps: float, rule: 
 
 
 def _fake_add_quantize(x, residual, weight, eps, rule, with_normed):
-    return torch.empty_like(x) if with_normed else x.new_empty(0), torch.empty_like(x), *fake_rows(x)
+    return x.new_empty(x.shape if with_normed else 0), x.new_empty(x.shape), *fake_rows(x)
 
 
 @operator(
@@ -95,6 +99,8 @@ def _add_rms_norm_quantize(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, rule: str, with_normed: bool
 ) -> tuple[torch.Tensor, ...]:
     """y, or an empty tensor unless asked for, the residual sum, codes, scales."""
+    require_shape("add_rms_norm_quantize_1x128", "weight", weight, x.shape[-1:])
+    require_shape("add_rms_norm_quantize_1x128", "residual", residual, x.shape)
     if x.is_cuda:
         y, total, _, quantised = triton_kernels().rms_norm_quantize_1x128(x, residual, weight, eps, rule, with_normed)
     else:

@@ -31,7 +31,7 @@ from jetrl_verl import kernels
 from jetrl_verl.kernels import native
 from jetrl_verl.numerics import BlockQuantized
 from jetrl_verl.ops._codes import Quantised, fake_columns, fake_rows, require_groups
-from jetrl_verl.ops._operator import operator, require_bf16, triton_kernels
+from jetrl_verl.ops._operator import operator, require_bf16, require_shape, triton_kernels
 
 
 @cache
@@ -57,6 +57,7 @@ def _fake(gate, up):
 
 @operator("silu_mul(Tensor gate, Tensor up) -> Tensor", fake=_fake)
 def _silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    require_shape("silu_mul", "up", up, gate.shape)
     if gate.is_cuda:
         return triton_kernels().silu_mul(gate, up)
     return _look_up(_tables()[0], gate).mul_(up.float()).to(torch.bfloat16)
@@ -88,6 +89,7 @@ def _silu_mul_quantize(
     gate: torch.Tensor, up: torch.Tensor, rule: str, with_product: bool, with_columns: bool
 ) -> tuple[torch.Tensor, ...]:
     """product, codes and scales of its rows, of its columns; what was not asked for is empty."""
+    require_shape("silu_mul_quantize", "up", up, gate.shape)
     if gate.is_cuda:
         from jetrl_verl.ops.triton_kernels.silu_mul_quantize import silu_mul_quantize as kernel
 
@@ -113,6 +115,8 @@ def _silu_mul_backward_quantize(
     dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str
 ) -> tuple[torch.Tensor, ...]:
     """Codes and scales of the rows and of the columns of gate's gradient, then of up's."""
+    require_shape("silu_mul_backward_quantize", "up", up, gate.shape)
+    require_shape("silu_mul_backward_quantize", "dy", dy, gate.shape)
     if gate.is_cuda:
         rows = [x.reshape(-1, x.shape[-1]) for x in (dy, gate, up)]
         if native.serves_silu_mul_backward(*rows):

@@ -434,7 +434,9 @@ def run_export(checkpoint: Path, out: Path, options: ExportOptions, console: Con
         _say(console, f"{exported.folder}: {files}, {decimal(exported.bytes)}{layers}")
         if exported.quantised:
             # A worker of several logs the sum of its own part.
-            logged = ": the live digest in the log of the run's last weight sync" if options.tensor_parallel == 1 else ""
+            logged = (
+                ": the live digest in the log of the run's last weight sync" if options.tensor_parallel == 1 else ""
+            )
             _say(console, f"digest {exported.digest:#018x}{logged}")
             # DeepGEMM, vLLM's first choice, rounds the scales to powers of two at load and the codes with them.
             _say(console, f"serve these codes as they are: VLLM_USE_DEEP_GEMM=0 vllm serve {exported.folder}")

@@ -78,7 +78,7 @@ def test_gemm_follows_the_contract(shape, b_block_scaled):
     m, n, k = shape
     quantise_b = numerics.quantize_128x128 if b_block_scaled else numerics.quantize_1x128
     a, b = numerics.quantize_1x128(heavy_tailed(m, k), "fp32"), quantise_b(gaussian(n, k), "fp32")
-    for bias in (None, gaussian(1, n)[0]):
+    for bias in (None, gaussian(1, n)[0], gaussian(n, 2)[:, 1]):
         arguments = {"b_block_scaled": b_block_scaled, "bias": bias, "out_dtype": torch.float32}
         got, want = triton_kernels.gemm_nt(a, b, **arguments), numerics.gemm_nt(a, b, **arguments)
         assert got.shape == (m, n)

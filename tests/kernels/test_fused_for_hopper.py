@@ -76,6 +76,16 @@ def test_codes_are_transposed_as_words_and_stored_16_bytes_at_a_time(name, pow2)
     assert len(re.findall(r"div\.(rn|full)\.f32", ptx)) == {"SiLU-mul": 64, "SiLU-mul backward": 64}.get(name, 0)
 
 
+@pytest.mark.parametrize("pow2", [True, False])
+@pytest.mark.parametrize("name", [*TRANSPOSING, "128x128"])
+def test_ada_which_takes_one_maximum_at_a_time_has_the_kernels_too(name, pow2):
+    """Its assembler, which ends every compilation here, refuses what Hopper has and it lacks."""
+    kernel, constants = TRANSPOSING.get(name, (_quantize_128x128_kernel, {"TRANSPOSE": False}))
+    warps = RELAYOUT["num_warps"] if name == "re-layout" else 8
+    ptx = ptx_for_hopper(kernel, types_of(kernel), constants | {"POW2": pow2}, 89, num_warps=warps)
+    assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and "max.u16x2" not in ptx
+
+
 def arithmetic_of(ptx: str) -> dict[str, float]:
     """Arithmetic instructions per element of a tile of 128 numbers a thread, by kind."""
     kinds = {"product": r"\b(?:mul|fma)\.(?:rn\.)?f32", "maximum": r"\bmax\.\S+", "code": r"cvt\.rn\.satfinite\.e4m3x2"}

@@ -371,3 +371,23 @@ def test_activations_of_another_type_are_refused(call, name):
 def test_bf16_logits_are_refused():
     with pytest.raises(TypeError, match="logits are torch.bfloat16"):
         ops.log_probs(normal(2, 8), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2))
+
+
+def test_operands_that_do_not_fit_are_refused_as_a_gpu_has_to():
+    """A CPU would expand them; a kernel goes by one operand's shape and reads what lies behind the other."""
+    x, weight = torch.ones(4, 256).bfloat16(), torch.ones(256).bfloat16()
+    scores, tokens = torch.zeros(4, 16), torch.zeros(4, 1, dtype=torch.int64)
+    for call in (
+        lambda: ops.rms_norm(x, weight[:128], 1e-6),
+        lambda: ops.add_rms_norm(x, x[:1], weight, 1e-6),
+        lambda: ops.rms_norm_quantize_1x128(x, weight[:128], 1e-6, "fp32"),
+        lambda: ops.add_rms_norm_quantize_1x128(x, x[:1], weight, 1e-6, "fp32", with_normed=True),
+        lambda: ops.logits(x[:, :128], x),
+        lambda: ops.log_probs(scores, tokens, torch.ones(1)),
+        lambda: ops.log_probs(scores, tokens[:1], torch.ones(4)),
+        lambda: ops.silu_mul(x, x[:1]),
+        lambda: ops.silu_mul_quantize_1x128(x, x[:1], "fp32"),
+        lambda: ops.silu_mul_backward_quantize(x[:1], x, x, "fp32"),
+    ):
+        with pytest.raises(ValueError, match=r"has shape \(.*\), expected \(.*\); nothing is broadcast"):
+            call()

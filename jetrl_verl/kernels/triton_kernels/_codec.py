@@ -71,6 +71,8 @@ _MIN_SCALE: tl.constexpr = tl.constexpr(2.0**-63)
 _MIN_SCALE_EXPONENT: tl.constexpr = tl.constexpr(127 - 63)
 _CARRY_ABOVE_1_75: tl.constexpr = tl.constexpr(0x7FFFFF - 0x600000)
 _HIGH_HALF: tl.constexpr = tl.constexpr(-0x10000)
+_FIRST_OF_PAIRED_MAXIMA = 90
+"""Capability of the first GPU that takes two 16-bit maxima at once, Hopper; Ada's assembler refuses the instruction."""
 
 
 @triton.jit
@@ -101,16 +103,32 @@ def largest_magnitude(x0, x1, x2, x3, axis: tl.constexpr):
         return tl.reduce(x, axis, _larger_magnitude)
 
 
+@tl.core.extern
+def _takes_two_maxima(_semantic=None):
+    # Of the target that is compiled for, which need not be the GPU that is here, if one is.
+    return tl.constexpr(int(_semantic.builder.options.arch.removeprefix("sm")) >= _FIRST_OF_PAIRED_MAXIMA)
+
+
+@triton.jit
+def _larger_halves_one_by_one(a, b):
+    return tl.maximum(a & 0xFFFF, b & 0xFFFF) | (tl.maximum((a >> 16) & 0xFFFF, (b >> 16) & 0xFFFF) << 16)
+
+
 @triton.jit
 def _larger_halves(a, b):
-    return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+    if _takes_two_maxima():
+        return tl.inline_asm_elementwise(
+            "max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return _larger_halves_one_by_one(a, b)
 
 
 @triton.jit
 def larger_halves(a, b):
     """Maxima of both 16-bit halves of words, unsigned."""
     if _INTERPRETED:
-        return tl.maximum(a & 0xFFFF, b & 0xFFFF) | (tl.maximum((a >> 16) & 0xFFFF, (b >> 16) & 0xFFFF) << 16)
+        return _larger_halves_one_by_one(a, b)
     else:
         return _larger_halves(a, b)
 

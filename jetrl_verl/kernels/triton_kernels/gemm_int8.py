@@ -87,9 +87,9 @@ def gemm_int8(
         _gemm_int8_kernel[(triton.cdiv(m, _TILE_M), triton.cdiv(n, _TILE_N))](
             a.codes.contiguous(),
             b.codes.contiguous(),
-            a.scales,
-            b.scales,
-            bias if bias is not None else a.scales,
+            a.scales.contiguous(),
+            b.scales.contiguous(),
+            bias.contiguous() if bias is not None else a.scales,
             out,
             m,
             n,

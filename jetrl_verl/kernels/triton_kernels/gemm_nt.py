@@ -165,7 +165,7 @@ def gemm_nt(
         b_codes,
         a.scales,
         b.scales,
-        bias if bias is not None else a.scales,
+        bias.contiguous() if bias is not None else a.scales,
         out,
         m,
         n,

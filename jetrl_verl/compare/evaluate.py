@@ -49,7 +49,8 @@ class Request:
             no entry; name it in ``before`` to have it scored.
         temperatures: 0 is greedy. samples: responses to a problem, one if greedy.
         out: receives ``<arm>.json`` for each arm, with ``settings`` and ``scores`` (temperature -> problem -> sample).
-        seed: of the sampling; the same for every arm.
+        seed: of the sampling, and of the choice of problems if ``data.val_max_samples`` leaves some out; the same for
+            every arm.
     """
 
     config: str
@@ -62,9 +63,11 @@ class Request:
 
     def settings(self, config: Any) -> dict[str, Any]:
         """What two evaluations must share to be comparable; ``config`` is the loaded configuration."""
+        limit = config.data.get("val_max_samples", -1)
         return {
             "model": str(config.actor_rollout_ref.model.path),
             "data": _data_files(config),
+            **({"val_max_samples": limit} if limit > 0 else {}),
             "temperatures": list(self.temperatures),
             "samples": self.samples,
             "seed": self.seed,
@@ -242,6 +245,8 @@ def evaluate(request: Request) -> None:
     from jetrl_verl.train.checkpoint_export import ExportError, ExportOptions, export
 
     config = load_config(request.config)
+    # verl draws the problems of data.val_max_samples by it, and here it is the seed of the arm whose file this is.
+    config.data.seed = request.seed
     settings = request.settings(config)
     judge = Judge(config.copy())
     engine = Engine(config, judge.prompts)

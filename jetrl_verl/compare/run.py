@@ -41,6 +41,7 @@ from jetrl_verl.demo.overrides import RunPaths, build_environment, build_overrid
 from jetrl_verl.demo.process_tree import Interrupted, ProcessTree, signals_raise
 from jetrl_verl.demo.progress import GrowingFile, Tracker, last_errors
 from jetrl_verl.demo.run import DEVICES, VERL, choose_device, watch
+from jetrl_verl.patches.resume import DamagedCheckpointError, check_tracker
 
 EVALUATE = (sys.executable, "-m", "jetrl_verl.compare.evaluate")
 SEED_KEYS = ("data.seed", "actor_rollout_ref.rollout.seed", "actor_rollout_ref.actor.data_loader_seed")
@@ -178,8 +179,11 @@ def run_compare(
             finished = [arm for arm in arms if arm not in failed]
             if not finished:
                 return 1
-            judged = _judge(finished, options, job, out, evaluator, say)
-            _report(finished, options, job, out, console)
+            request = Request(
+                str(finished[0].config), {}, False, options.temperatures, options.samples, str(out / "evaluation")
+            )
+            judged = _judge(finished, request, job, evaluator, say)
+            _report(finished, request, options, job, out, console)
             for arm in failed:
                 say(f"not in the table, because it failed: {arm.name}, log {arm.paths.log}")
             return int(bool(failed) or not judged)
@@ -361,29 +365,50 @@ def step_of(line: str) -> float:
 
 
 def _latest_step(arm: Arm) -> int:
+    """Step of the newest checkpoint of ``arm``, 0 without any. Raises ``CompareError`` if that is not to be told."""
     latest = arm.checkpoints / "latest_checkpointed_iteration.txt"
-    return int(latest.read_text()) if latest.is_file() else 0
+    if not latest.is_file():
+        return 0
+    try:
+        check_tracker(latest)
+    except DamagedCheckpointError as error:
+        # How an arm resumes is not the user's to say here.
+        fault = str(error).removesuffix("; start again with trainer.resume_mode=disable")
+        raise CompareError(f"{fault}; deleting {arm.paths.folder} starts the arm again.") from None
+    return int(latest.read_text())
 
 
 # --- judging ---------------------------------------------------------------------------------------------------------
 
 
-def _judge(arms: Sequence[Arm], options: CompareOptions, job: Job, out: Path, evaluator: Sequence[str], say) -> bool:
-    """Have every arm scored that was not, all of them by one engine; whether all are scored now."""
-    folder = out / "evaluation"
-    request = Request(str(arms[0].config), {}, False, options.temperatures, options.samples, str(folder))
+def _scores(arms: Sequence[Arm], request: Request) -> dict[str, dict[float, list[list[float]]] | None]:
+    """Name -> temperature -> problem -> sample, of the policy before training and of every arm.
+
+    None for what was not scored as ``request`` asks since it was trained: files of an earlier evaluation stay until the
+    engine has written theirs.
+    """
     settings = request.settings(load_config(request.config))
 
-    def fresh(name: str, since: float) -> bool:
-        file = file_of(folder, name)
+    def read(name: str, since: float) -> dict[float, list[list[float]]] | None:
+        file = file_of(request.out, name)
         if not file.is_file() or file.stat().st_mtime < since:
-            return False
-        return json.loads(file.read_text())["settings"] == settings
+            return None
+        found = json.loads(file.read_text())
+        if found["settings"] != settings:
+            return None
+        return {float(temperature): table for temperature, table in found["scores"].items()}
 
-    missing = {arm.name: str(arm.checkpoints) for arm in arms if not fresh(arm.name, since=finished_at(arm))}
-    before = not fresh(BEFORE, since=0.0)
+    return {BEFORE: read(BEFORE, since=0.0)} | {arm.name: read(arm.name, since=finished_at(arm)) for arm in arms}
+
+
+def _judge(arms: Sequence[Arm], request: Request, job: Job, evaluator: Sequence[str], say) -> bool:
+    """Have every arm scored that was not, all of them by one engine; whether all are scored now."""
+    scores = _scores(arms, request)
+    missing = {arm.name: str(arm.checkpoints) for arm in arms if scores[arm.name] is None}
+    before = scores[BEFORE] is None
     if not missing and not before:
         return True
+    folder = Path(request.out)
     folder.mkdir(parents=True, exist_ok=True)
     log, spec = folder / "evaluation.log", folder / "request.json"
     write_request(replace(request, checkpoints=missing, before=before), spec)
@@ -395,7 +420,7 @@ def _judge(arms: Sequence[Arm], options: CompareOptions, job: Job, out: Path, ev
                 if line.startswith("evaluated "):
                     say(line)
         status = tree.poll()
-    unscored = [name for name in (*([BEFORE] if before else []), *missing) if not fresh(name, since=0.0)]
+    unscored = [name for name, found in _scores(arms, request).items() if found is None]
     if status == 0 and not unscored:
         return True
     say(f"the evaluation ended with status {status}, without {', '.join(unscored) or 'nothing'}:")
@@ -404,30 +429,32 @@ def _judge(arms: Sequence[Arm], options: CompareOptions, job: Job, out: Path, ev
     return False
 
 
-def _report(arms: Sequence[Arm], options: CompareOptions, job: Job, out: Path, console: Console) -> None:
+def _report(
+    arms: Sequence[Arm], request: Request, options: CompareOptions, job: Job, out: Path, console: Console
+) -> None:
     from jetrl_verl.observe.compare import Trained, show, write_comparison
     from jetrl_verl.observe.report import load_run
 
-    def scores(name: str) -> dict[float, list[list[float]]] | None:
-        file = file_of(out / "evaluation", name)
-        if not file.is_file():
-            return None
-        return {float(temperature): table for temperature, table in json.loads(file.read_text())["scores"].items()}
-
+    scores = _scores(arms, request)
+    unscored = [name for name, found in scores.items() if found is None]
     trained = []
-    if (found := scores(BEFORE)) is not None:
+    if (found := scores[BEFORE]) is not None:
         trained.append(Trained(BEFORE, None, found))
     for precision in options.precisions:
         for arm in arms:
-            if arm.precision == precision and (found := scores(arm.name)) is not None:
+            if arm.precision == precision and (found := scores[arm.name]) is not None:
                 run = load_run(arm.paths.folder, arm.name)
                 trained.append(Trained(precision, arm.seed, found, replace(run, arm=precision)))
     if not any(entry.run for entry in trained):
         return
     facts = {"command": shlex.join(job.command), "seeds": list(options.seeds), "samples": options.samples}
-    rows = write_comparison(trained, out, facts, f"{', '.join(options.precisions)} on one job")
+    title = f"{', '.join(options.precisions)} on one job"
+    rows = write_comparison(trained, out, facts, title, options.precisions[0], unscored)
     show(rows, console)
-    _sayer(console)(f"page: {out / 'compare.html'}")
+    say = _sayer(console)
+    if unscored:
+        say(f"not in the table, because the evaluation did not score it: {', '.join(unscored)}")
+    say(f"page: {out / 'compare.html'}")
 
 
 def _write(path: Path, content: Mapping) -> None:

@@ -31,7 +31,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from jetrl_verl.observe.report import MISMATCH, REWARD, STEP_SECONDS, Run
+from jetrl_verl.observe.report import MISMATCH, REWARD, STEP_SECONDS, Run, accuracy_keys
 
 # Text of the log line that ends a phase, and the phase that begins with it.
 MILESTONES = (
@@ -128,12 +128,13 @@ class Tracker:
 
 def describe(step: int, data: dict) -> dict[str, str]:
     """The columns shown for one metrics record, formatted; a metric it lacks is an empty string."""
-    accuracy_key = Run("", [(step, data)]).accuracy_key
 
-    def text(key: str | None, form: str) -> str:
+    def text(key: str, form: str) -> str:
         value = data.get(key)
         return "" if value is None else format(value, form)
 
+    keys = accuracy_keys([Run("", [(step, data)])])
+    accuracies = {name: value for name, key in keys.items() if (value := text(key, ".1%"))}
     return {
         "step": str(step),
         "reward": text(REWARD, ".3f"),
@@ -141,7 +142,7 @@ def describe(step: int, data: dict) -> dict[str, str]:
         "entropy": text("actor/entropy", ".3f"),
         "clipped": text("actor/pg_clipfrac", ".1%"),
         "seconds": text(STEP_SECONDS, ".1f"),
-        "held-out accuracy": text(accuracy_key, ".1%"),
+        "held-out accuracy": ", ".join(f"{name} {v}" if len(keys) > 1 else v for name, v in accuracies.items()),
     }
 
 

@@ -24,7 +24,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -37,6 +37,7 @@ from jetrl_verl.demo import DemoError, cache
 from jetrl_verl.demo.overrides import RunPaths, build_environment, build_overrides, precision_word
 from jetrl_verl.demo.process_tree import Interrupted, ProcessTree, signals_raise
 from jetrl_verl.demo.progress import Tracker, last_errors, view_for
+from jetrl_verl.observe.report import Run, accuracy_keys, load_run, write_report
 
 VERL = (sys.executable, "-m", "verl.trainer.main_ppo")
 DEVICES = ("auto", "cpu", "cuda")
@@ -154,16 +155,23 @@ def _train(
         if paths.ray_logs.exists():
             say(f"Ray's own logs: {paths.ray_logs}")
         return 1
-    from jetrl_verl.observe.report import load_run, write_report
-
     run = load_run(paths.folder)
     report = write_report([run], paths.report, title=f"Demo, precision={options.precision}")
-    accuracies = run.accuracy[1]
-    if accuracies:
-        say(f"held-out accuracy: {accuracies[0]:.1%} before, {accuracies[-1]:.1%} after {options.steps} steps")
+    for line in accuracy_lines(run):
+        say(line)
     say(f"log: {paths.log}")
     say(f"report: {report}")
     return 0
+
+
+def accuracy_lines(run: Run) -> Iterator[str]:
+    """First and last held-out accuracy of ``run``, a line for each validation set, named where there are several."""
+    keys = accuracy_keys([run])
+    for name, key in keys.items():
+        if points := list(zip(*run.series(key))):
+            said = [f"{value:.1%} {f'after {step} steps' if step else 'before'}" for step, value in points]
+            ends = said if len(said) == 1 else (said[0], said[-1])
+            yield f"held-out accuracy{f' of {name}' if len(keys) > 1 else ''}: {', '.join(ends)}"
 
 
 def watch(

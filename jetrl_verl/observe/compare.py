@@ -96,8 +96,10 @@ class Row:
     step_seconds: float | None
 
 
-def summarise(trained: Sequence[Trained]) -> list[Row]:
-    """One row per arm, in order of appearance; differences are to the first arm that was trained.
+def summarise(trained: Sequence[Trained], baseline: str | None = None) -> list[Row]:
+    """One row per arm, in order of appearance.
+
+    Differences are to ``baseline``, the first arm that was trained if None; there are none if it is not in ``trained``.
 
     Raises:
         ValueError: the arms did not answer the same problems, or nothing was trained.
@@ -108,10 +110,11 @@ def summarise(trained: Sequence[Trained]) -> list[Row]:
     first = next((arm for arm, members in arms.items() if members[0].run is not None), None)
     if first is None:
         raise ValueError("a comparison needs at least one arm that was trained")
+    baseline = baseline or first
     rows = []
     for arm, members in arms.items():
         accuracies = {
-            temperature: _accuracy(members, arms[first] if arm != first else None, temperature)
+            temperature: _accuracy(members, arms.get(baseline) if arm != baseline else None, temperature)
             for temperature in members[0].scores
         }
         runs = [member.run for member in members if member.run is not None]
@@ -209,11 +212,17 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def as_markdown(rows: Sequence[Row]) -> str:
-    """The table in Markdown, caption below."""
+def as_markdown(rows: Sequence[Row], unscored: Sequence[str] = ()) -> str:
+    """The table in Markdown, below it what it lacks, and the caption."""
     header, body = cells(rows)
     table = [header, ["---"] * len(header), *body]
-    return "\n".join(f"| {' | '.join(line)} |" for line in table) + f"\n\n{CAPTION}\n"
+    return "\n\n".join(["\n".join(f"| {' | '.join(line)} |" for line in table), *_notes(unscored)]) + "\n"
+
+
+def _notes(unscored: Sequence[str]) -> list[str]:
+    """What is written under the table."""
+    missing = f"Not in the table, because the evaluation did not score it: {', '.join(unscored)}."
+    return [missing, CAPTION] if unscored else [CAPTION]
 
 
 def as_json(rows: Sequence[Row], trained: Sequence[Trained], facts: Mapping) -> str:
@@ -255,19 +264,29 @@ def show(rows: Sequence[Row], console: Console) -> None:
 # --- page ------------------------------------------------------------------------------------------------------------
 
 
-def write_comparison(trained: Sequence[Trained], folder: Path, facts: Mapping, title: str) -> list[Row]:
-    """Write ``compare.html`` with its PNGs, ``compare.md`` and ``compare.json`` into ``folder``; returns the rows."""
-    rows = summarise(trained)
+def write_comparison(
+    trained: Sequence[Trained],
+    folder: Path,
+    facts: Mapping,
+    title: str,
+    baseline: str | None = None,
+    unscored: Sequence[str] = (),
+) -> list[Row]:
+    """Write ``compare.html`` with its PNGs, ``compare.md`` and ``compare.json`` into ``folder``; returns the rows.
+
+    ``baseline`` is that of :func:`summarise`; ``unscored`` are named under the table.
+    """
+    rows = summarise(trained, baseline)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "compare.md").write_text(as_markdown(rows))
+    (folder / "compare.md").write_text(as_markdown(rows, unscored))
     (folder / "compare.json").write_text(as_json(rows, trained, facts))
     runs = [entry.run for entry in trained if entry.run is not None]
     figures = (_evaluation_figure(rows), *FIGURES, _STEP_SECONDS)
-    write_report(runs, folder / "compare.html", title, figures, _table_html(rows))
+    write_report(runs, folder / "compare.html", title, figures, _table_html(rows, unscored))
     return rows
 
 
-def _table_html(rows: Sequence[Row]) -> str:
+def _table_html(rows: Sequence[Row], unscored: Sequence[str]) -> str:
     header, body = cells(rows)
     head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
     lines_html = "".join(
@@ -275,7 +294,7 @@ def _table_html(rows: Sequence[Row]) -> str:
         for line in body
     )
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{lines_html}</tbody></table>"
-    return f"{table}<p class='absent'>{html.escape(CAPTION)}</p>"
+    return table + "".join(f"<p class='absent'>{html.escape(note)}</p>" for note in _notes(unscored))
 
 
 def _evaluation_figure(rows: Sequence[Row]) -> Figure:

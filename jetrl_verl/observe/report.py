@@ -48,6 +48,7 @@ PALETTE = (
     "#a0724c", "#d6709a", "#7478dd", "#7fa03a",
 )  # fmt: skip
 NEUTRAL = "#8a8f98"  # of what is no arm
+DASHES = ("-", "--", ":")  # of metrics that share an arm's colour
 INK = "#33383f"  # text and axes; becomes `currentColor` in the page
 
 STYLE = {
@@ -105,16 +106,21 @@ class Run:
         values = self.series(key)[1]
         return statistics.fmean(values) if values else None
 
-    @property
-    def accuracy_key(self) -> str | None:
-        """Name of the held-out accuracy: verl puts data source and number of samples into it."""
-        keys = {key for _, data in self.records for key in data}
-        return min((key for key in keys if key.startswith(VALIDATION) and ACCURACY_SUFFIX in key), default=None)
 
-    @property
-    def accuracy(self) -> tuple[list[int], list[float]]:
-        """Steps and values of the held-out accuracy; both empty if the run validated nothing."""
-        return self.series(self.accuracy_key) if self.accuracy_key else ([], [])
+def accuracy_keys(runs: Iterable[Run]) -> dict[str, str]:
+    """Name -> key of every held-out accuracy of ``runs``, one per validation set.
+
+    verl puts data source and number of responses into the key; the name is the source, with the number where numbers
+    differ.
+    """
+    keys = sorted({key for run in runs for _, data in run.records for key in data})
+    parts = {key: key.removeprefix(VALIDATION).rsplit(ACCURACY_SUFFIX, 1) for key in keys if _is_accuracy(key)}
+    alike = len({responses for _, responses in parts.values()}) == 1
+    return {source if alike else f"{source} mean@{responses}": key for key, (source, responses) in parts.items()}
+
+
+def _is_accuracy(key: str) -> bool:
+    return key.startswith(VALIDATION) and ACCURACY_SUFFIX in key
 
 
 def load_run(folder: Path, name: str | None = None) -> Run:
@@ -176,13 +182,13 @@ def write_report(
             if drawn:
                 axes.set_title(figure.title)
                 canvas.savefig(path.with_name(f"{path.stem}_{figure.name}.png"), dpi=160, facecolor="white")
-                drawings.append(_figure_html(figure, canvas))
+                drawings.append(_figure_html(figure, canvas, runs))
             else:
                 absent.append(figure.title.lower())
             plt.close(canvas)
     page = Template(_TEMPLATE.read_text()).substitute(
         title=html.escape(title),
-        summary="\n".join(_summary_html(run, len(runs) > 1) for run in runs) if summary is None else summary,
+        summary="\n".join(_summary_html(run, runs) for run in runs) if summary is None else summary,
         figures="\n".join(drawings),
         absent=f"<p class='absent'>Not logged by these runs: {html.escape(', '.join(absent))}.</p>" if absent else "",
         facts=_facts_html(runs),
@@ -196,11 +202,14 @@ def write_report(
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of the report. ``draw(axes, runs)`` returns whether there was anything to draw."""
+    """A figure of the report. ``draw(axes, runs)`` returns whether there was anything to draw.
+
+    A caption that depends on what was logged is a function of the runs.
+    """
 
     name: str
     title: str
-    caption: str
+    caption: str | Callable[[Sequence[Run]], str]
     draw: Callable[[plt.Axes, Sequence[Run]], bool]
 
 
@@ -248,7 +257,6 @@ def lines(*metrics: tuple[str, str], ylabel: str, log: bool = False, bottom: flo
     ``metrics`` are (key, label). One arm gets a colour per metric; several get a colour per arm and a dash per metric.
     What a log axis cannot show is named in the legend.
     """
-    dashes = ("-", "--", ":")
 
     def draw(axes: plt.Axes, runs: Sequence[Run]) -> bool:
         arms = by_arm(runs)
@@ -265,7 +273,7 @@ def lines(*metrics: tuple[str, str], ylabel: str, log: bool = False, bottom: flo
                 width = ROLLING if several and shortest >= 4 * ROLLING else 1
                 style = {
                     "color": PALETTE[(i if several else j) % len(PALETTE)],
-                    "linestyle": dashes[j % len(dashes)] if several else "-",
+                    "linestyle": DASHES[j % len(DASHES)] if several else "-",
                     "marker": "o" if shortest < 8 else None,
                     "markersize": 4,
                 }
@@ -282,7 +290,7 @@ def lines(*metrics: tuple[str, str], ylabel: str, log: bool = False, bottom: flo
             elif unseen:
                 handles.append(Line2D([], [], linestyle="", label=", ".join(unseen)))
         if several and len(metrics) > 1:
-            kinds = [{"linestyle": dashes[j % len(dashes)], "label": metrics[j][1]} for j in sorted(drawn)]
+            kinds = [{"linestyle": DASHES[j % len(DASHES)], "label": metrics[j][1]} for j in sorted(drawn)]
             handles += [Line2D([], [], color=INK, lw=1.2, **kind) for kind in kinds]
         _finish(axes, f"{ylabel}, mean of {ROLLING} steps" if ROLLING in widths else ylabel)
         if several or len(handles) > 1 or not drawn:
@@ -327,19 +335,36 @@ def bars(*metrics: tuple[str, str], xlabel: str):
 
 
 def _draw_accuracy(axes: plt.Axes, runs: Sequence[Run]) -> bool:
-    drawn = 0
-    for i, (name, members) in enumerate(by_arm(runs).items()):
-        curves = [run.accuracy for run in members]
-        drawn += _plot(axes, curves, color=PALETTE[i % len(PALETTE)], marker="o", markersize=5, label=name)
-    if len(runs) == 1 and drawn:
-        steps, values = runs[0].accuracy
-        for step, value in {(steps[0], values[0]), (steps[-1], values[-1])}:
-            axes.annotate(f"{value:.0%}", (step, value), (0, 8), textcoords="offset points", ha="center")
+    """A line per arm and validation set. One arm gets a colour per set; several a colour per arm and a dash per set."""
+    arms, keys = by_arm(runs), accuracy_keys(runs)
+    several = len(arms) > 1
+    of_arms, of_sets = {}, {}
+    for i, (arm, members) in enumerate(arms.items()):
+        for j, (name, key) in enumerate(keys.items()):
+            colour = PALETTE[(i if several else j) % len(PALETTE)]
+            kind = {"linestyle": DASHES[j % len(DASHES)] if several else "-", "marker": "os^D"[j % 4], "markersize": 5}
+            if _plot(axes, [run.series(key) for run in members], color=colour, **kind):
+                of_arms[arm] = Line2D([], [], color=colour, label=arm)
+                of_sets[name] = Line2D([], [], color=INK if several else colour, label=name, **kind)
+    if len(runs) == 1:
+        for key in keys.values():
+            points = list(zip(*runs[0].series(key)))
+            for step, value in {*points[:1], *points[-1:]}:
+                axes.annotate(f"{value:.0%}", (step, value), (0, 8), textcoords="offset points", ha="center")
     _finish(axes, "share answered rightly")
-    if drawn > 1:
-        _legend(axes)
+    handles = [handle for group in (of_arms, of_sets) if len(group) > 1 for handle in group.values()]
+    if handles:
+        _legend(axes, handles)
     axes.set_ylim(0, 1.08)
-    return drawn > 0
+    return bool(of_sets)
+
+
+def _accuracy_caption(runs: Sequence[Run]) -> str:
+    keys = accuracy_keys(runs).values()
+    responses = sorted({int(key.rpartition(ACCURACY_SUFFIX)[2]) for key in keys})
+    each = "one response each" if responses == [1] else f"{' or '.join(map(str, responses))} responses each"
+    before = any(run.series(key)[0][:1] == [0] for run in runs for key in keys)
+    return f"Problems the policy never trained on, {each}{'; step 0 is before training' if before else ''}."
 
 
 def _draw_timings(axes: plt.Axes, runs: Sequence[Run]) -> bool:
@@ -422,7 +447,7 @@ FIGURES = (
     Figure(
         "accuracy",
         "Held-out accuracy",
-        "Problems the policy never trained on, one response each; step 0 is before training.",
+        _accuracy_caption,
         _draw_accuracy,
     ),
     Figure(
@@ -467,24 +492,30 @@ FIGURES = (
 # --- page ------------------------------------------------------------------------------------------------------------
 
 
-def _figure_html(figure: Figure, canvas: plt.Figure) -> str:
+def _figure_html(figure: Figure, canvas: plt.Figure, runs: Sequence[Run]) -> str:
     buffer = io.StringIO()
     # The salt keeps the ids of clip paths and markers distinct between figures of one page.
     with plt.rc_context({"svg.hashsalt": figure.name}):
         canvas.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
-    return f"<figure id='{figure.name}'>{svg}<figcaption>{html.escape(figure.caption)} </figcaption></figure>"
+    caption = figure.caption if isinstance(figure.caption, str) else figure.caption(runs)
+    return f"<figure id='{figure.name}'>{svg}<figcaption>{html.escape(caption)} </figcaption></figure>"
 
 
-def _summary_html(run: Run, several: bool) -> str:
+def _summary_html(run: Run, runs: Sequence[Run]) -> str:
+    """Tiles of ``run``, one of the page's ``runs``."""
+    keys = accuracy_keys(runs)
     figures = []
-    accuracies = run.accuracy[1]
-    if accuracies:
-        gain = 100 * (accuracies[-1] - accuracies[0])
-        figures.append(
-            (f"{accuracies[0]:.0%} → {accuracies[-1]:.0%}", f"held-out accuracy, before → after ({gain:+.0f} points)")
-        )
+    for name, key in keys.items():
+        steps, values = run.series(key)
+        title = f"held-out accuracy{f' of {name}' if len(keys) > 1 else ''}"
+        if len(values) > 1:
+            when = "before → after" if steps[0] == 0 else f"step {steps[0]} → {steps[-1]}"
+            gain = 100 * (values[-1] - values[0])
+            figures.append((f"{values[0]:.0%} → {values[-1]:.0%}", f"{title}, {when} ({gain:+.0f} points)"))
+        elif values:
+            figures.append((f"{values[0]:.0%}", f"{title}, {f'step {steps[0]}' if steps[0] else 'before'}"))
     rewards = run.series(REWARD)[1]
     if rewards:
         figures.append((f"{rewards[0]:.2f} → {rewards[-1]:.2f}", "reward, first → last step"))
@@ -494,7 +525,7 @@ def _summary_html(run: Run, several: bool) -> str:
     seconds = run.series(STEP_SECONDS)[1]
     if seconds:
         figures.append((f"{statistics.median(seconds):.1f} s", f"per step, median of {len(seconds)}"))
-    heading = f"<h2>{html.escape(run.name)}</h2>" if several else ""
+    heading = f"<h2>{html.escape(run.name)}</h2>" if len(runs) > 1 else ""
     tiles = "".join(f"<div><strong>{value}</strong><span>{html.escape(label)}</span></div>" for value, label in figures)
     return f"{heading}<section class='tiles'>{tiles}</section>"
 

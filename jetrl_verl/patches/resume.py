@@ -173,14 +173,15 @@ def install_in_trainer() -> None:
 
         tracker = Path(get_checkpoint_tracker_filename(path))
         if tracker.exists():
-            _check_tracker(tracker)
+            check_tracker(tracker)
         return stock(path, *args, **kwargs)
 
     find_latest_ckpt_path._jetrl = True
     trainer.find_latest_ckpt_path = find_latest_ckpt_path
 
 
-def _check_tracker(tracker: Path) -> None:
+def check_tracker(tracker: Path) -> None:
+    """Raise ``DamagedCheckpointError`` unless verl's tracker file names the step of a checkpoint beside it."""
     steps = sorted(_steps(tracker.parent))
     remedy = "there is no checkpoint beside it; start again with trainer.resume_mode=disable"
     if steps:

@@ -11,14 +11,14 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""What the driver shows of a failed run's log: the exceptions, ours by whatever name, and nothing around them."""
+"""What the driver shows of a step, and of a failed run's log: the exceptions, ours by whatever name, nothing else."""
 
 import traceback
 
 import pytest
 
 from jetrl_verl.config.options import UnsupportedConfiguration
-from jetrl_verl.demo.progress import last_errors
+from jetrl_verl.demo.progress import describe, last_errors
 from jetrl_verl.layers import UnsupportedLayer
 from jetrl_verl.observe.contract import ContractViolation
 from jetrl_verl.observe.quantisation import NonFiniteWeightError
@@ -68,3 +68,11 @@ def test_the_end_of_a_log_without_an_exception(tmp_path):
     log.write_text(NOISE)
     assert last_errors(log, tail=2) == NOISE.splitlines()[-2:]
     assert last_errors(tmp_path / "none") == []
+
+
+def test_a_step_shows_every_validation_set():
+    gsm8k, math = {"val-core/openai/gsm8k/acc/mean@1": 0.9}, {"val-core/MATH-500/acc/mean@1": 0.4}
+    assert describe(0, gsm8k)["held-out accuracy"] == "90.0%"
+    assert describe(0, gsm8k | math)["held-out accuracy"] == "MATH-500 40.0%, openai/gsm8k 90.0%"
+    assert describe(1, {"val-core/MATH-500/acc/mean@1": None})["held-out accuracy"] == ""
+    assert describe(0, {}).keys() == describe(0, gsm8k | math).keys(), "columns of one table"

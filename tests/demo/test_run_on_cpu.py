@@ -33,7 +33,8 @@ from jetrl_verl.config.options import PRECISIONS
 from jetrl_verl.demo import DemoError, cache, run
 from jetrl_verl.demo.overrides import RunPaths, build_environment
 from jetrl_verl.demo.process_tree import ProcessTree
-from jetrl_verl.demo.run import DemoOptions, run_demo
+from jetrl_verl.demo.run import DemoOptions, accuracy_lines, run_demo
+from jetrl_verl.observe.report import Run
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_trainer.py")))
 
@@ -82,6 +83,17 @@ def test_success_shows_progress_and_ends_with_a_report(prepared, tmp_path):
     assert (folder / "report.html").is_file() and (folder / "report_reward.png").is_file()
     assert_nothing_is_left(folder)
     assert set(Path("/tmp").glob("jetrl-*")) == temporary_before
+
+
+def test_the_last_lines_name_every_validation_set_and_say_before_of_step_0_alone():
+    gsm8k, math = "val-core/openai/gsm8k/acc/mean@1", "val-core/MATH-500/acc/mean@1"
+    both = Run("", [(5, {gsm8k: 0.9, math: 0.4}), (10, {gsm8k: 0.2, math: 0.41})])
+    assert list(accuracy_lines(both)) == [
+        "held-out accuracy of MATH-500: 40.0% after 5 steps, 41.0% after 10 steps",
+        "held-out accuracy of openai/gsm8k: 90.0% after 5 steps, 20.0% after 10 steps",
+    ]
+    assert list(accuracy_lines(Run("", [(0, {math: 0.4})]))) == ["held-out accuracy: 40.0% before"]
+    assert list(accuracy_lines(Run("", [(0, {math: None})]))) == []
 
 
 def test_failure_shows_the_error_and_the_logs(prepared, tmp_path):

@@ -16,7 +16,7 @@
 ``train BEHAVIOUR OVERRIDES...`` writes metrics, a composed configuration and checkpoints as verl does; BEHAVIOUR is
 ``succeed``, ``fail:PRECISION`` (that arm dies in step 2), ``die_once`` (every arm dies in step 2 of its first attempt,
 with a checkpoint of step 1), ``hang``, ``reward_model`` (a job that cannot be judged; hangs) or ``no_config``.
-``judge REQUEST`` answers what jetrl_verl/compare/evaluate.py is asked.
+``judge REQUEST`` answers what jetrl_verl/compare/evaluate.py is asked; ``judge_some COUNT REQUEST`` dies after so many.
 """
 
 import json
@@ -66,6 +66,7 @@ def train(behaviour: str, words: list[str]) -> None:
                 }
             log.write(json.dumps({"step": step, "data": data}).encode() + b"\n")
             if step == 1 and behaviour == "die_once":
+                (checkpoints / "global_step_1").mkdir(exist_ok=True)
                 latest.write_text("1")
             dies = behaviour == f"fail:{precision}" or (behaviour == "die_once" and not resumed)
             if step == 2 and dies:
@@ -77,13 +78,15 @@ def train(behaviour: str, words: list[str]) -> None:
     latest.write_text(str(STEPS))
 
 
-def judge(request: Request) -> None:
+def judge(request: Request, most: int | None = None) -> None:
     """Problems 0 to 3 are right before training; each arm gets one more right per precision and seed."""
     settings = request.settings(load_config(request.config))
     with Path(request.out, "engines").open("a") as engines:
         engines.write(f"{sorted(request.checkpoints)} {request.before}\n")
     names = [BEFORE] if request.before else []
-    for name in [*names, *request.checkpoints]:
+    for i, name in enumerate([*names, *request.checkpoints]):
+        if i == most:
+            raise RuntimeError("CUDA out of memory")
         right = 4 + ("jet" in name) + ("seed2" in name) if name != BEFORE else 4
         table = [[float(problem < right)] for problem in range(PROBLEMS)]
         scores = {str(temperature): table for temperature in request.temperatures}
@@ -95,4 +98,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "train":
         train(sys.argv[2], sys.argv[3:])
     else:
-        judge(Request(**json.loads(Path(sys.argv[2]).read_text())))
+        judge(Request(**json.loads(Path(sys.argv[-1]).read_text())), int(sys.argv[2]) if len(sys.argv) > 3 else None)

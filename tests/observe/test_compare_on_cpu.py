@@ -21,6 +21,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -50,11 +51,16 @@ def options(out: Path, behaviour: str = "succeed", precisions=("bf16", "jet_fp8"
     return CompareOptions(precisions, seeds, out, words=command, **others)
 
 
-def compare(*arguments, **others) -> tuple[int, str]:
+def compare(*arguments, judge=JUDGE, **others) -> tuple[int, str]:
     """Exit status and console output."""
     screen = io.StringIO()
-    status = run_compare(options(*arguments, **others), Console(file=screen, width=250), evaluator=JUDGE)
+    status = run_compare(options(*arguments, **others), Console(file=screen, width=250), evaluator=judge)
     return status, screen.getvalue()
+
+
+def judge_some(count: int) -> tuple[str, ...]:
+    """An evaluation that dies after ``count`` policies."""
+    return (sys.executable, str(FAKE), "judge_some", str(count))
 
 
 @pytest.fixture(autouse=True)
@@ -192,6 +198,75 @@ def test_an_evaluation_that_fails_is_reported_and_repeated(tmp_path):
     assert "the evaluation ended with status 1" in screen.getvalue() and "no such GPU" in screen.getvalue()
     assert compare(tmp_path)[0] == 0
     assert starts(tmp_path, "bf16-seed1") == [0]
+
+
+UNSCORED = "because the evaluation did not score it: "
+
+
+@pytest.mark.parametrize("asked", [{"samples": 4}, {"temperatures": (0.6,)}])
+def test_scores_of_other_settings_do_not_stand_in_for_those_an_evaluation_did_not_reach(asked, tmp_path):
+    """Policy before training and BF16 are scored as asked now, the other arm as it was asked before."""
+    compare(tmp_path)
+    status, screen = compare(tmp_path, judge=judge_some(2), **asked)
+    assert status == 1 and "the evaluation ended with status 1, without jet_fp8-seed1:" in screen
+    lines = screen.splitlines()
+    assert lines[-2:] == [f"not in the table, {UNSCORED}jet_fp8-seed1", f"page: {tmp_path / 'compare.html'}"]
+    rows = json.loads((tmp_path / "compare.json").read_text())["rows"]
+    assert [row["arm"] for row in rows] == [BEFORE, "bf16"]
+    assert rows[0]["accuracies"].keys() == {str(t) for t in asked.get("temperatures", (0.0, 1.0))}
+    for page in ("compare.md", "compare.html"):
+        below = (tmp_path / page).read_text().partition("before training")[2]
+        assert f"Not in the table, {UNSCORED}jet_fp8-seed1." in below and below.count("jet_fp8") == 1, page
+    assert compare(tmp_path, **asked)[0] == 0
+    assert UNSCORED not in (tmp_path / "compare.md").read_text()
+
+
+def trained_again(out: Path, arm: str) -> None:
+    """``arm`` finished a moment after everything that was scored."""
+    state = out / "arms" / arm / "arm.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"at": time.time() + 0.01}))
+    time.sleep(0.05)
+
+
+def test_scores_of_an_earlier_training_of_the_arm_are_left_out(tmp_path):
+    compare(tmp_path)
+    trained_again(tmp_path, "jet_fp8-seed1")
+    status, screen = compare(tmp_path, judge=judge_some(0))
+    assert status == 1 and "the evaluation ended with status 1, without jet_fp8-seed1:" in screen
+    rows = json.loads((tmp_path / "compare.json").read_text())["rows"]
+    assert [row["arm"] for row in rows] == [BEFORE, "bf16"]
+
+
+def test_without_scores_of_the_baseline_there_is_no_difference(tmp_path):
+    """Also none to the next arm, which would be read as one to the first precision."""
+    compare(tmp_path, precisions=("bf16", "fp8_rollout", "jet_fp8"))
+    trained_again(tmp_path, "bf16-seed1")
+    _, screen = compare(tmp_path, precisions=("bf16", "fp8_rollout", "jet_fp8"), judge=judge_some(0))
+    assert f"{UNSCORED}bf16-seed1" in screen and "Δ" not in screen
+    rows = json.loads((tmp_path / "compare.json").read_text())["rows"]
+    assert [row["arm"] for row in rows] == [BEFORE, "fp8_rollout", "jet_fp8"]
+    assert {found["difference"] for row in rows for found in row["accuracies"].values()} == {None}
+
+
+@pytest.mark.parametrize(
+    ("text", "held", "remedy"),
+    [
+        ("", ("global_step_1",), "and not a step, as after a full disk; write the step of the newest complete check"),
+        ("", (), "and not a step, as after a full disk; there is no checkpoint beside it"),
+        ("1", (), "says step 1, whose checkpoint is gone; there is no checkpoint beside it"),
+    ],
+)
+def test_an_arm_whose_latest_checkpoint_is_not_told_is_refused_with_the_remedy(text, held, remedy, tmp_path):
+    compare(tmp_path, "die_once", precisions=("bf16",))
+    checkpoints = tmp_path / "arms" / "bf16-seed1" / "checkpoints"
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text(text)
+    if not held:
+        (checkpoints / "global_step_1").rmdir()
+    with pytest.raises(CompareError) as error:
+        compare(tmp_path, "die_once", precisions=("bf16",))
+    sentence = str(error.value)
+    assert remedy in sentence and sentence.endswith(f"; deleting {checkpoints.parent} starts the arm again.")
+    assert "resume_mode" not in sentence and starts(tmp_path, "bf16-seed1") == [0]
 
 
 def test_a_folder_of_another_command_is_refused(tmp_path):

@@ -113,6 +113,29 @@ def test_a_job_with_a_reward_model_is_refused(job, tmp_path):
         load_config(tmp_path / "config.yaml")
 
 
+def test_a_subset_of_the_problems_is_the_same_for_every_arm(job, tmp_path, monkeypatch):
+    """verl draws it from the training's seed, and the file that is read may be that of any arm."""
+    asked = []
+
+    class Deaf:
+        def __init__(self, config, prompts):
+            asked.append(prompts)
+
+    monkeypatch.setattr(evaluate, "Engine", Deaf)
+    whole, settings = load_config(job / "config.yaml"), []
+    for seed in (1, 2, 3):
+        config = whole.copy()
+        config.data.update({"seed": seed, "shuffle": True, "val_max_samples": 3})
+        file = tmp_path / f"{seed}.yaml"
+        OmegaConf.save(config, file)
+        request = Request(str(file), {}, False, (0.0,), 1, str(tmp_path))
+        evaluate.evaluate(request)
+        settings.append(request.settings(config))
+    assert len(asked[0]) == 3 and asked[0] == asked[1] == asked[2]
+    assert settings[0] == settings[1] and settings[0]["val_max_samples"] == 3
+    assert {**request.settings(whole), "val_max_samples": 3} == settings[0] != request.settings(whole)
+
+
 @pytest.fixture(scope="module")
 def engine(job, judge, cpu_platform):
     with vllm_engine.cpu_settings():

@@ -25,6 +25,7 @@ from jetrl_verl.observe.report import (
     Figure,
     Run,
     _phase_seconds,
+    accuracy_keys,
     bars,
     lines,
     load_run,
@@ -80,6 +81,68 @@ def test_page_shows_accuracy_before_and_after(tmp_path):
     page = write_report([Run("jet_fp8", records())], tmp_path / "report.html").read_text()
     assert "40% → 75%" in page and "+35 points" in page
     assert "1.0e-04" in page and "3.5 s" in page
+
+
+def validated(name="jet_fp8", first=0, arm="", **sets: list[float]) -> Run:
+    """A run that validated ``mean@N`` of sets, ``source_N=[values]``, at ``first``, ``first + 5``, ..."""
+    records: dict[int, dict] = {}
+    for key, values in sets.items():
+        source, _, responses = key.rpartition("_")
+        for i, value in enumerate(values):
+            records.setdefault(first + 5 * i, {})[f"val-core/{source}/acc/mean@{responses}"] = value
+    return Run(name, list(records.items()), arm=arm)
+
+
+def accuracy_figure(path, *runs: Run) -> tuple[str, str, list[str]]:
+    """Summary and figure of the held-out accuracy on the page of ``runs``, and the names in its legend."""
+    page = write_report(runs, path / "report.html").read_text()
+    figure = re.search("<figure id='accuracy'>(.*?)</figure>", page, re.DOTALL).group(1)
+    legend = figure.partition('id="legend_1"')[2]
+    return page[: page.index("<svg")], figure, re.findall(r"<text[^>]*>([^<]*)</text>", legend)
+
+
+def test_every_validation_set_is_drawn_and_named(tmp_path):
+    """The collapse of one beside another that is fine."""
+    run = validated(gsm8k_1=[0.9, 0.2], MATH_1=[0.4, 0.41])
+    summary, figure, legend = accuracy_figure(tmp_path, run)
+    assert "<strong>90% → 20%</strong><span>held-out accuracy of gsm8k, before → after (-70 points)" in summary
+    assert "<strong>40% → 41%</strong><span>held-out accuracy of MATH, before → after (+1 points)" in summary
+    assert legend == ["MATH", "gsm8k"]
+    assert all(f">{share}<" in figure for share in ("90%", "20%", "40%", "41%"))
+    _, _, legend = accuracy_figure(tmp_path, run, validated("bf16", gsm8k_1=[0.9, 0.9]))
+    assert legend == ["jet_fp8", "bf16", "MATH", "gsm8k"]
+
+
+def test_a_single_validation_set_needs_no_name(tmp_path):
+    summary, figure, legend = accuracy_figure(tmp_path, validated(gsm8k_1=[0.4, 0.75]))
+    assert "<span>held-out accuracy, before → after (+35 points)" in summary
+    assert legend == [] and "gsm8k" not in figure
+    seeds = [validated(f"{arm}{seed}", arm=arm, gsm8k_1=[0.4, 0.5]) for arm in "ab" for seed in (1, 2)]
+    assert accuracy_figure(tmp_path, *seeds)[2] == ["a", "b"]
+
+
+def test_the_caption_says_how_many_responses_and_what_step_0_is(tmp_path):
+    def caption(run: Run) -> str:
+        return accuracy_figure(tmp_path, run)[1].partition("never trained on, ")[2]
+
+    assert caption(validated(gsm8k_1=[0.4])).startswith("one response each; step 0 is before training.")
+    assert caption(validated(gsm8k_32=[0.4])).startswith("32 responses each; step 0 is before training.")
+    mixed = validated(gsm8k_1=[0.4], AIME_32=[0.1], first=5)
+    assert caption(mixed).startswith("1 or 32 responses each.")
+    assert accuracy_figure(tmp_path, mixed)[2] == ["AIME mean@32", "gsm8k mean@1"]
+
+
+def test_only_step_0_is_called_before(tmp_path):
+    """With trainer.val_before_train=False the first validation is a later one."""
+    summary = accuracy_figure(tmp_path, validated(gsm8k_1=[0.5, 0.75], first=5))[0]
+    assert "<strong>50% → 75%</strong><span>held-out accuracy, step 5 → 10 (+25 points)" in summary
+    assert (
+        "<strong>50%</strong><span>held-out accuracy, step 5<"
+        in accuracy_figure(tmp_path, validated(gsm8k_1=[0.5], first=5))[0]
+    )
+    assert (
+        "<strong>50%</strong><span>held-out accuracy, before<" in accuracy_figure(tmp_path, validated(gsm8k_1=[0.5]))[0]
+    )
 
 
 def test_page_needs_no_network(tmp_path):
@@ -229,7 +292,7 @@ def test_a_run_is_read_from_its_folder(tmp_path):
     folder = write_run(tmp_path / "run", as_lines(records()), {"precision": "jet_fp8"})
     run = load_run(folder)
     assert run.name == "jet_fp8" and run.records == records()
-    assert run.accuracy == ([0, 3], [0.4, 0.75])
+    assert run.series(accuracy_keys([run])["jetrl/addition"]) == ([0, 3], [0.4, 0.75])
 
 
 def test_a_cut_off_last_line_is_dropped(tmp_path):

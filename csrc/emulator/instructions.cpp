@@ -139,9 +139,20 @@ Barrier& known(Block& of, uint32_t address) {
   return *barrier;
 }
 
+// Of an arrival, a copy's bytes or a wait by who knew `known` of the barrier: fails if it belongs to this phase only as
+// this run went, since who does not know that the phase before is over could have come before its end.
+void check_belongs(uint32_t known, uint32_t phases_before, const char* what) {
+  if (known < 1 + phases_before && machine.error.empty()) {
+    machine.error = std::string(what) + " at an mbarrier by who does not know that the phase before is over";
+  }
+}
+
 // With what the thread knows.
 void arrive_and_tell(Block& of, uint32_t address) {
-  tell(known(of, address).told);
+  Barrier& barrier = known(of, address);
+  // At another block's it is the bytes that its arrivals let come which order the phases, and they tell nothing here.
+  if (&of == &block()) check_belongs(machine.current->knows.plain[barrier.entry], barrier.phase, "an arrival");
+  tell(barrier.told);
   arrive(of, address);
 }
 
@@ -195,7 +206,9 @@ void join_and_wait(Meeting& meeting, int expected, const char* what, Passes pass
   knows.join(meeting.passed);
 }
 
-void load(int to_block, uint32_t to, const sm90::TensorMap& map, int column, int row, uint32_t barrier, int access) {
+// `known`: what the thread that asked for it knew of the barrier.
+void load(int to_block, uint32_t to, const sm90::TensorMap& map, int column, int row, uint32_t barrier, int access,
+          uint32_t known) {
   Block& of = machine.blocks[to_block];
   const int width = map.box_columns * map.element;
   for (int r = 0; r < map.box_rows; ++r) {
@@ -209,6 +222,7 @@ void load(int to_block, uint32_t to, const sm90::TensorMap& map, int column, int
   }
   if (Barrier* found = find(of, barrier)) {
     machine.accesses[access].end(found->entry, time_of_phase(*found));
+    check_belongs(known, found->phase, "a copy's bytes");
     found->bytes -= map.box_bytes();
     check_phase(*found);
   }
@@ -262,13 +276,18 @@ void barrier_init(uint32_t barrier, int arrivals) {
   if (before == kBarriers) fail("more mbarriers than the emulator keeps");
   place->second.told.resize(fiber.knows.plain.size()), place->second.passed.resize(fiber.knows.plain.size());
   fiber.initialised.push_back(entry);
+  touch(block(), begin("an mbarrier", true, true), barrier, 8);  // never over: nothing else may lie there
 }
 void fence_barrier_init() {
   Fiber& fiber = *machine.current;
   for (const uint32_t entry : fiber.initialised) fiber.knows.plain[entry] = 1;
   fiber.published = fiber.initialised;
 }
-void fence_for_copies() { machine.current->knows.copies = machine.current->knows.plain; }
+// What its thread writes later is in another time, and not fenced.
+void fence_for_copies() {
+  machine.current->knows.copies = machine.current->knows.plain;
+  begin_time();
+}
 void barrier_arrive(uint32_t barrier) {
   arrive_and_tell(block(), barrier);
   maybe_yield();
@@ -290,6 +309,7 @@ void barrier_wait(uint32_t barrier, uint32_t parity, const char* name, int stage
   wait_until([&found, parity] { return (found.phase & 1) != parity; },
              std::string(name) + "[" + std::to_string(stage) + "] parity " + std::to_string(parity));
   Knowledge& knows = machine.current->knows;
+  if (found.phase > 0) check_belongs(knows.plain[found.entry], found.phase - 1, "a wait");
   knows.join(found.passed);
   knows.plain[found.entry] = std::max(knows.plain[found.entry], 1 + found.phase);
   found.waits.push_back({machine.current->entry, knows.order[machine.current->entry]});
@@ -301,10 +321,10 @@ void tma_load_multicast(uint32_t to, const TensorMap* map, int column, int row, 
   check_read(map->data);
   for (int b = 0; b < machine.cluster; ++b) {
     if (blocks >> b & 1) {
-      known(machine.blocks[b], barrier);
+      const uint32_t knows = machine.current->knows.plain[known(machine.blocks[b], barrier).entry];
       const int access = begin("the copy engine's load for a thread", true, false);
       touch(machine.blocks[b], access, to, map->box_bytes());
-      machine.tiles.push_back([=, map = *map] { load(b, to, map, column, row, barrier, access); });
+      machine.tiles.push_back([=, map = *map] { load(b, to, map, column, row, barrier, access, knows); });
     }
   }
   maybe_yield();
@@ -316,8 +336,8 @@ void tma_store(const TensorMap* map, uint32_t from, int column, int row) {
   if (from % 1024 != 0) fail("a box that does not start on a swizzle atom");
   if (column < 0 || row < 0) fail("a box before the matrix");
   Block* of = &block();
-  machine.current->storing_reads.push_back(begin("the copy engine's store for a thread", false, false));
-  touch(*of, machine.current->storing_reads.back(), from, map->box_bytes());
+  machine.current->reads_of_stores.push_back(begin("the copy engine's store for a thread", false, false));
+  touch(*of, machine.current->reads_of_stores.back(), from, map->box_bytes());
   machine.current->stores.push_back([=, map = *map] { store(*of, from, map, column, row); });
 }
 void tma_store_commit() {
@@ -331,6 +351,9 @@ void tma_store_commit() {
     }
   }
   fiber.stores.clear();
+  auto& reads = fiber.reads_of_storing;
+  reads.insert(reads.end(), fiber.reads_of_stores.begin(), fiber.reads_of_stores.end());
+  fiber.reads_of_stores.clear();
   maybe_yield();
 }
 void tma_store_wait_read() {
@@ -338,7 +361,7 @@ void tma_store_wait_read() {
   if (chance(2)) yield();
   for (const auto& one : fiber.storing) one();
   fiber.storing.clear();
-  end(fiber.storing_reads, fiber.entry, fiber.knows.plain[fiber.entry]);
+  end(fiber.reads_of_storing, fiber.entry, fiber.knows.plain[fiber.entry]);
 }
 void touch_by_cp_async(uint32_t to, uint32_t bytes) {
   machine.current->copying.push_back(begin("a cp.async", true, true));
@@ -372,11 +395,12 @@ void cp_async_wait() {
 }
 void cp_async_arrive(uint32_t barrier) {
   Block* of = &block();
-  known(*of, barrier);
+  const uint32_t knows = machine.current->knows.plain[known(*of, barrier).entry];
   Fiber& fiber = *machine.current;
   fiber.copies.push_back([=, copied = std::move(fiber.copying), order = fiber.knows.order]() mutable {
     if (Barrier* found = find(*of, barrier)) {
       end(copied, found->entry, time_of_phase(*found));
+      check_belongs(knows, found->phase, "an arrival of cp.async");
       Knowledge::join(found->told.order, order);
     }
     arrive(*of, barrier);
@@ -386,8 +410,11 @@ void cp_async_arrive(uint32_t barrier) {
   maybe_yield();
 }
 
+// Demanded between a wait, after which a thread uses the registers, and the next wgmma.
+void wgmma_fence() { machine.current->fenced = true; }
 void issue_wgmma(float* d, int n, uint64_t a, uint64_t b, bool keep) {
   Fiber& fiber = *machine.current;
+  if (!fiber.fenced) fail("a wgmma without a fence behind the last use of its registers");
   if (fiber.issued.reads == -1) fiber.issued.reads = begin("wgmma's read for a thread", false, false);
   const auto read = [&](uint64_t descriptor, int first_row, int rows) {
     const uint32_t start = uint32_t(descriptor & 0x3FFF) << 4 & ~1023u;
@@ -416,6 +443,7 @@ void wgmma_commit() {
 }
 void wait_for_wgmma(int pending) {
   Fiber& fiber = *machine.current;
+  fiber.fenced = false;
   if (chance(2)) yield();
   while (int(fiber.groups.size()) > pending) {
     Chain& oldest = fiber.groups.front();
@@ -451,16 +479,18 @@ void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32
 
 // ---- accesses of the kernels' own C++ -------------------------------------------------------------------------------
 
-// Kernels are compiled with -fsanitize=thread, which puts a call of these in front of each access to memory; there is
-// no other runtime library of that sanitizer.
+// Kernels are compiled with -fsanitize=thread, which puts a call of these in front of each access to memory that is
+// written as one (not of memcpy, memset); there is no other runtime library of that sanitizer.
 namespace {
 
 void access(const void* pointer, bool write, int bytes) {
   if (machine.current == nullptr) return;  // the host's code
   const ptrdiff_t offset = static_cast<const uint8_t*>(pointer) - block().memory;
-  if (offset >= 0 && offset < machine.shared_bytes) {
-    touch_now(*machine.current, write, uint32_t(offset) + kFirstAddress, bytes);
+  if (offset < -kNobodys || offset >= machine.shared_bytes + kNobodys) return;
+  if (offset < 0 || offset + bytes > machine.shared_bytes) {
+    fail("an access outside shared memory, at " + std::to_string(offset + ptrdiff_t(kFirstAddress)));
   }
+  touch_now(*machine.current, write, uint32_t(offset) + kFirstAddress, bytes);
 }
 
 }  // namespace

@@ -99,8 +99,8 @@ void run_cluster() {
   reset(machine.meeting);
   for (int b = 0; b < machine.cluster; ++b) {
     Block& of = machine.blocks[b];
-    of.storage.assign(machine.shared_bytes + 1024, 0x7F);  // NaN codes
-    of.memory = of.storage.data() + (1024 - reinterpret_cast<uintptr_t>(of.storage.data()) % 1024) % 1024;
+    of.storage.assign(machine.shared_bytes + 1024 + 2 * kNobodys, 0xFF);  // NaN in E4M3, BF16 and FP32
+    of.memory = of.storage.data() + kNobodys + (1024 - reinterpret_cast<uintptr_t>(of.storage.data()) % 1024) % 1024;
     of.history.resize(machine.shared_bytes);
     reset(of.meeting);
     of.warps.resize((machine.threads + 31) / 32);

@@ -30,6 +30,7 @@
 namespace emulator {
 
 constexpr uint32_t kFirstAddress = 1024;  // of dynamic shared memory; addresses below it are nobody's
+constexpr ptrdiff_t kNobodys = 64 * 1024;  // bytes on either side of shared memory
 constexpr size_t kStackBytes = 128 * 1024;
 constexpr int kBarriers = 80;  // of a block, at most
 
@@ -83,7 +84,9 @@ struct Fiber {
   Knowledge knows;
   uint32_t entry;                                // its own, of Knowledge
   int reading = -1, writing = -1;                // its accesses since it last told anything
-  std::vector<int> copying, storing_reads;       // accesses of cp.async, of stores, that are not over
+  std::vector<int> copying;                      // accesses of cp.async that are not over
+  std::vector<int> reads_of_stores, reads_of_storing;
+  bool fenced = false;                           // since it last waited for wgmma
   std::vector<uint32_t> initialised, published;  // entries of mbarriers: by this thread, and with a fence behind it
 };
 

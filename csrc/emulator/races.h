@@ -13,7 +13,7 @@
 // limitations under the License.
 
 // Races in shared memory, found by what happens before what and not by what a run happens to read: two accesses to a
-// byte, one of them a write, of which neither is ordered before the other, in whatever order this run made them.
+// word, one of them a write, of which neither is ordered before the other, in whatever order this run made them.
 //
 // Vector clocks (Lamport 1978, Fidge 1988; per location as in FastTrack, Flanagan and Freund 2009), with an entry for
 // each thread and one for each mbarrier. A thread's entry counts the times that it told others what it knows; an
@@ -28,7 +28,10 @@
 //   - It is kept a third time for what has to come earlier without a word about memory: also what stands before a
 //     relaxed barrier, an exchange among lanes, or the arrival that follows cp.async. A wait names a phase of an
 //     mbarrier by its parity alone, so the next phase must not end before every such wait has returned.
-// Operand tiles are read and written as whole swizzle atoms of 1024 bytes, anything else by words of 4.
+//   - Nor may an arrival, a copy's bytes or a wait come by who does not know that the phase before is over: this run
+//     would count it in one phase and another run in the other, and what is ordered here might not be there.
+// What is read or written as whole swizzle atoms of 1024 bytes is kept by those, anything else by words of 4: bytes of
+// a word written by different threads would be called a race.
 
 #pragma once
 

@@ -13,24 +13,25 @@
 // limitations under the License.
 
 // The instructions of sm90.cuh on a CPU, so that the kernels' own source runs without a GPU: every thread of a cluster
-// is a fiber, every copy and every wgmma happens at some later, randomly chosen moment that the architecture allows.
+// is a fiber, every copy happens at some later, randomly chosen moment that the architecture allows, every wgmma and
+// every store of TMA either at once or when it is waited for.
 //
 // What it models, from the PTX ISA:
 //   - mbarriers with their phases, pending arrivals and (possibly negative) pending bytes; a wait names a parity only;
 //   - TMA tile loads with the 128-byte swizzle, zero fill and multicast; each destination block is served on its own
 //     time;
-//   - TMA tile stores, which read shared memory at any time between their group's end and the wait for it;
+//   - TMA tile stores, which read shared memory at their group's end or at the wait for it;
 //   - cp.async with zero fill, in program order per thread, the arrival that follows it and the wait for it;
-//   - wgmma: its operands are read through the descriptor at any time between issue and wait, results are NaN until
-//     then;
+//   - wgmma: its operands are read through the descriptor at its group's end, where no older one runs, or at the wait,
+//     results are NaN until then;
 //   - block, warp and cluster barriers; stmatrix with the lanes' addresses and fragments.
 // What it reports as a failure, not as a wrong number: a deadlock (with what every warp waits for), an arrival too
 // many, an address outside shared memory, a misaligned tile, a tensor map that the hardware refuses, a copy of the
 // decode kernel's X by a thread that has not waited for the kernel in front, which may write X; a race in shared
-// memory, by what is ordered and not by what this run read (races.h), a missing fence in front of the copy engine or of
-// a new barrier's users among them. A race that the model of ordering should miss still shows as wrong numbers under
-// some seeds: shared memory starts as NaN, a tile that is overwritten early is read late. What it cannot see: races in
-// global memory, the order of additions inside a wgmma (sums are exact here), speed.
+// memory, by what is ordered and not by what this run read (races.h), a missing fence in front of the copy engine, of
+// wgmma or of a new barrier's users among them. A race that the model of ordering should miss still shows as wrong
+// numbers under some seeds: shared memory starts as NaN, a tile that is overwritten early is read late. What it cannot
+// see: races in global memory, the order of additions inside a wgmma (sums are exact here), speed.
 //
 // Where it is stricter than a GPU: a cluster's barrier, which is relaxed here, orders nothing but initialisations, and
 // an exchange between lanes orders no memory. Where it is not: an arrival at another block's barrier orders what its
@@ -47,7 +48,8 @@
 #include "codes.h"
 
 #define JETRL_KERNEL
-#define JETRL_DEVICE inline
+// Inlined, so that what a function returns is an assignment, which the sanitizer's calls see.
+#define JETRL_DEVICE inline __attribute__((always_inline))
 #define JETRL_GRID_CONSTANT const
 #define __launch_bounds__(...)
 
@@ -116,7 +118,7 @@ uint32_t exchange(uint32_t value, int lane);  // what `lane` of this warp brings
 void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3);
 
 inline void prefetch_tensor_map(const TensorMap*) {}
-inline void wgmma_fence() {}
+void wgmma_fence();
 template <int kRegisters>
 inline void take_registers() {}
 template <int kRegisters>

@@ -165,6 +165,7 @@ SILU_FAULTS = {
     "a row's maximum misses half of it": (SILU, "mask < 16; mask *= 2) both", "mask < 8; mask *= 2) both"),
     "a column's maximum misses half of it": (SILU, "mask < 32; mask *= 2) largest", "mask < 16; mask *= 2) largest"),
     "a chunk is looked for where another row has it": (SILU, "(warp ^ t)", "(warp ^ (t + 1) % 8)"),
+    "gradients lie past the end of shared memory": (SILU, "kBytes = 2 * kMatrix;", "kBytes = 2 * kMatrix - 512;"),
     "a row past the end is stored": (SILU, "    if (left > 0) {\n", "    if (left >= 0) {\n"),
 }
 

@@ -453,6 +453,18 @@ FAULTS = {
         LATE,
         LATE.replace("sm90::sync_warp();", ""),
     ),
+    "FProp's barriers lie where scales of W go": (
+        "fprop",
+        FPROP,
+        "kAtFull = kAtScalesW + 2 * kScalesW * 4",
+        "kAtFull = kAtScalesW + round_up(kScalesW * 4, 8)",
+    ),
+    "FProp's chain starts without a fence behind the last use of its sums": (
+        "fprop",
+        "pipeline.cuh",
+        "  sm90::wgmma_fence();\n",
+        "",
+    ),
     "nobody waits until FProp's barriers are there": (
         "fprop",
         FPROP,

@@ -42,7 +42,7 @@
 
 namespace jetrl {
 
-// Whether all lanes of a warp arrive at the `empty` of their own block and not lane 0 alone, after the warp's sync. For
+// Whether all lanes of a warp arrive at the `empty` of every block and not one lane at each, after the warp's sync. For
 // compute-sanitizer: racecheck follows every lane by itself, and the sync of a warp that never diverged leaves no
 // instruction that it could see.
 #ifdef JETRL_DEBUG
@@ -52,7 +52,17 @@ constexpr bool kAllLanesRelease = false;
 #endif
 
 template <int kCluster, int kConsumerWarps>
-constexpr int kReleases = kCluster == 1 && kAllLanesRelease ? 32 * kConsumerWarps : kCluster * kConsumerWarps;
+constexpr int kReleases = (kAllLanesRelease ? 32 : 1) * kCluster * kConsumerWarps;
+
+// By every lane of a warp, of which lane r arrives at block r's alone where not all do.
+template <int kCluster>
+JETRL_DEVICE void arrive_at_blocks(uint32_t barrier, int lane) {
+  if constexpr (kAllLanesRelease) {
+    for (int rank = 0; rank < kCluster; ++rank) sm90::barrier_arrive_at(barrier, rank);
+  } else {
+    if (lane < kCluster) sm90::barrier_arrive_at(barrier, lane);
+  }
+}
 
 struct StageRing {
   uint32_t full, empty;  // shared addresses of the two arrays of barriers
@@ -91,7 +101,7 @@ struct StageRing {
     if constexpr (kCluster == 1) {
       if (kAllLanesRelease || lane == 0) sm90::barrier_arrive(empty_barrier());
     } else {
-      if (lane < kCluster) sm90::barrier_arrive_at(empty_barrier(), lane);
+      arrive_at_blocks<kCluster>(empty_barrier(), lane);
     }
   }
 };

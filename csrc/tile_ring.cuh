@@ -67,7 +67,7 @@ struct TileRing {
     if constexpr (kCluster == 1) {
       if (kAllLanesRelease || lane == 0) sm90::barrier_arrive(empty_barrier(stage));
     } else {
-      if (lane < kCluster) sm90::barrier_arrive_at(empty_barrier(stage), lane);
+      arrive_at_blocks<kCluster>(empty_barrier(stage), lane);
     }
   }
 
@@ -80,8 +80,8 @@ struct TileRing {
 
   template <int kCluster>
   JETRL_DEVICE void release(int stage, int lane, uint32_t place) const {
-    if constexpr (kCluster == 1) {
-      release<1>(stage, lane);
+    if constexpr (kCluster == 1 || kAllLanesRelease) {
+      release<kCluster>(stage, lane);
     } else {
       sm90::sync_warp();
       if (lane < kCluster) sm90::barrier_arrive_in_cluster(place + 8 * stage);

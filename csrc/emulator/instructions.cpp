@@ -23,10 +23,12 @@ namespace {
 
 // ---- who knows what (races.h) --------------------------------------------------------------------------------------
 
-std::string described(const Access& access) {
-  return std::string(access.what) + " of block " + std::to_string(access.block) + " warp " +
-         std::to_string(access.thread / 32) + " lane " + std::to_string(access.thread % 32);
+std::string described(const char* what, int block, int thread) {
+  return std::string(what) + " of block " + std::to_string(block) + " warp " + std::to_string(thread / 32) + " lane " +
+         std::to_string(thread % 32);
 }
+
+std::string described(const Access& access) { return described(access.what, access.block, access.thread); }
 
 // An access that this thread asks for and the machine makes when it likes.
 int begin(const char* what, bool write, bool by_thread) {
@@ -97,8 +99,7 @@ void check_phase(Barrier& barrier) {
     for (const auto& [entry, time] : barrier.waits) {
       if (barrier.told.order[entry] < time && machine.error.empty()) {
         const Fiber& late = *machine.fibers[entry];
-        machine.error = "a wait of block " + std::to_string(late.block) + " warp " + std::to_string(late.thread / 32) +
-                        " lane " + std::to_string(late.thread % 32) +
+        machine.error = described("a wait", late.block, late.thread) +
                         " for an mbarrier's phase, not ordered before the end of the next phase";
       }
     }
@@ -194,9 +195,9 @@ void join_and_wait(Meeting& meeting, int expected, const char* what, Passes pass
     begin_time();
   }
   if (passes == Passes::kInitialisations) {
-    for (const uint32_t entry : machine.current->published) {
-      uint32_t& known = meeting.told.plain[entry];
-      known = std::max(known, 1u);
+    for (const uint32_t entry : machine.current->initialised) {
+      uint32_t& told = meeting.told.plain[entry];
+      told = std::max(told, std::min(knows.plain[entry], 1u));
     }
   }
   const uint64_t generation = meeting.generation;
@@ -281,7 +282,6 @@ void barrier_init(uint32_t barrier, int arrivals) {
 void fence_barrier_init() {
   Fiber& fiber = *machine.current;
   for (const uint32_t entry : fiber.initialised) fiber.knows.plain[entry] = 1;
-  fiber.published = fiber.initialised;
 }
 // What its thread writes later is in another time, and not fenced.
 void fence_for_copies() {

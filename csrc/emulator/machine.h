@@ -87,7 +87,7 @@ struct Fiber {
   std::vector<int> copying;                      // accesses of cp.async that are not over
   std::vector<int> reads_of_stores, reads_of_storing;
   bool fenced = false;                           // since it last waited for wgmma
-  std::vector<uint32_t> initialised, published;  // entries of mbarriers: by this thread, and with a fence behind it
+  std::vector<uint32_t> initialised;             // entries of mbarriers, by this thread
 };
 
 struct Block {

@@ -61,15 +61,14 @@ struct Access {
   int block, thread;  // that made it or asked for it
   bool write;
   bool by_thread;  // through the generic proxy
-  bool over = false;
-  uint32_t entry = 0, time = 0;  // known to be over by who knows this entry to be at this time or later
+  uint32_t entry = 0, time = UINT32_MAX;  // known to be over by who knows this entry to be at this time or later
 
-  void end(uint32_t at_entry, uint32_t at_time) { over = true, entry = at_entry, time = at_time; }
+  void end(uint32_t at_entry, uint32_t at_time) { entry = at_entry, time = at_time; }
 
   // Whether who begins `later`, and knows `knows`, knows that this one is over.
   bool before(const Access& later, const Knowledge& knows) const {
     const bool needs_fence = write && by_thread && !later.by_thread;
-    return over && (needs_fence ? knows.copies : knows.plain)[entry] >= time;
+    return (needs_fence ? knows.copies : knows.plain)[entry] >= time;
   }
 };
 

@@ -103,10 +103,14 @@ def largest_magnitude(x0, x1, x2, x3, axis: tl.constexpr):
         return tl.reduce(x, axis, _larger_magnitude)
 
 
+def target_capability(semantic) -> int:
+    """Of the GPU that is compiled for, such as 90; it need not be the one that is here, if one is."""
+    return int(semantic.builder.options.arch.removeprefix("sm"))
+
+
 @tl.core.extern
 def _takes_two_maxima(_semantic=None):
-    # Of the target that is compiled for, which need not be the GPU that is here, if one is.
-    return tl.constexpr(int(_semantic.builder.options.arch.removeprefix("sm")) >= _FIRST_OF_PAIRED_MAXIMA)
+    return tl.constexpr(target_capability(_semantic) >= _FIRST_OF_PAIRED_MAXIMA)
 
 
 @triton.jit

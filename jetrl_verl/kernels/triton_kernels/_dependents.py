@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from jetrl_verl.kernels.triton_kernels._codec import _INTERPRETED
+from jetrl_verl.kernels.triton_kernels._codec import _INTERPRETED, target_capability
 
 _FIRST_CAPABILITY = 90
 """Of a GPU that has the instruction, Hopper; Ada's assembler refuses it."""
@@ -34,8 +34,7 @@ _FIRST_CAPABILITY = 90
 
 @tl.core.extern
 def _launch_dependents(_semantic=None):
-    # The target that is compiled for, which need not be the GPU that is here, if one is.
-    if int(_semantic.builder.options.arch.removeprefix("sm")) >= _FIRST_CAPABILITY:
+    if target_capability(_semantic) >= _FIRST_CAPABILITY:
         gdc_launch_dependents(_semantic=_semantic)
 
 

@@ -15,12 +15,12 @@ PY  := $(or $(PYTHON),$(CURDIR)/.venv/bin/python)
 RUN := $(if $(findstring /,$(PY)),PATH="$(abspath $(dir $(PY))):$$PATH" )$(PY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu lint format lock clean distclean
+.PHONY: help setup demo test test-gpu upgrade-check lint format lock clean distclean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 	@echo
-	@echo 'PRECISION=$(PRECISION)    a row of the table of precisions in README.md, for make demo'
+	@echo 'PRECISION=$(PRECISION)    a row of the table in docs/options.md, for make demo'
 	@echo 'ARGS=...             more words for the demo or for pytest: make test ARGS="-k contract"'
 	@echo 'PYTHON=/path/python  use this interpreter and install nothing but the plugin itself (no network needed)'
 	@echo 'PYTHON3=python3.12   the Python 3.11 or 3.12 that .venv is made with'
@@ -35,6 +35,9 @@ demo: setup  ## real verl + vLLM learn arithmetic under PRECISION; ends with a r
 test: setup  ## every test that needs no GPU
 	@$(RUN) scripts/run_tests.py $(ARGS)
 
+upgrade-check: setup  ## what verl VERL=, vLLM VLLM= (the newest without) would change in what we patch and override
+	@$(RUN) scripts/upgrade_check.py --pip "$$(command -v $(PYTHON3))" --verl "$(VERL)" --vllm "$(VLLM)"
+
 test-gpu: setup  ## the tests named *_on_gpu.py; fails where there is no GPU
 	@$(RUN) -m pytest --gpu=only --durations=15 $(ARGS)
 
@@ -46,7 +49,7 @@ format: setup  ## let ruff fix and format the tree
 	@$(RUN) -m ruff check --fix .
 	@$(RUN) -m ruff format .
 
-lock: setup  ## resolve constraints/*.in again into constraints/*.txt (needs a package index)
+lock: setup  ## resolve constraints/*.in again into constraints/*.txt (needs a network)
 	@bash scripts/lock.sh
 
 clean:  ## remove caches, build products and the demo's outputs; .venv stays

@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """Compiles csrc/ into the wheel where there is an nvcc and a torch to build against; the rest is in pyproject.toml.
 
 `pip install --no-build-isolation .` sees the installed torch. In pip's isolated build, and without nvcc, the wheel
@@ -19,6 +8,7 @@ and no Python: one wheel serves every Python 3. Editable installs leave it to `p
 `make setup` runs on a machine with a GPU.
 """
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +17,8 @@ from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-SCRIPT = Path(__file__).with_name("scripts") / "build_csrc.py"
+ROOT = Path(__file__).parent
+SCRIPT = ROOT / "scripts" / "build_csrc.py"
 
 
 class BuildWithKernels(build_py):
@@ -36,6 +27,9 @@ class BuildWithKernels(build_py):
         if not self.editable_mode:
             target = Path(self.build_lib) / "jetrl_verl" / "kernels"
             subprocess.run([sys.executable, SCRIPT, "--optional", "--target", target], check=True)
+            # Results carry the commit, and an installed copy has no git to ask.
+            write_commit = runpy.run_path(str(ROOT / "jetrl_verl" / "tools" / "commit.py"))["write_commit"]
+            write_commit(ROOT, Path(self.build_lib))
 
 
 class WheelForAnyPython(bdist_wheel):

@@ -1,17 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""The linears of a decode step as vLLM replays them: what GEMMs gain that start while their input is being quantised.
+# SPDX-License-Identifier: Apache-2.0
+"""The linears of a decode step as vLLM replays them: what GEMMs gain that start while their input is being quantized.
 
     PYTHONPATH=. python3 benchmarks/decode_chain_on_gpu.py --out benchmarks/results/decode_chain_h200.json
 
@@ -19,10 +8,10 @@
 in one CUDA graph, where launch, prologue and the first bytes of every kernel count. Here: the four linears of a
 Qwen3-8B layer, each behind the kernel that makes its input in the rollout, attention left out,
 
-    RMSNorm and codes of [M, 4096]                   -> qkv      6144 x 4096
-    codes of [M, 4096]                               -> o        4096 x 4096
-    residual sum, RMSNorm and codes of [M, 4096]     -> gate_up 24576 x 4096
-    SiLU-mul and codes of [M, 24576]                 -> down     4096 x 12288
+    RMSNorm and qdata of [M, 4096]                   -> qkv      6144 x 4096
+    qdata of [M, 4096]                               -> o        4096 x 4096
+    residual sum, RMSNorm and qdata of [M, 4096]     -> gate_up 24576 x 4096
+    SiLU-mul and qdata of [M, 24576]                 -> down     4096 x 12288
 
 over as many layers, with weights of their own, as put three times the L2 between two uses of one. The replays of these
 take turns:
@@ -30,11 +19,11 @@ take turns:
 - *static*: native with ``static_weight``, whose copies of W start under the kernel in front (programmatic dependent
   launch); *plain*: native without. Every output of the two must have the same bits.
 - *deep_gemm*: the same kernels in front, DeepGEMM as vLLM brings it. It reads scales on a pitch of 16 bytes; where M is
-  not a multiple of 4 it gets constants in that layout, as a quantiser of its own would spare it a kernel.
+  not a multiple of 4 it gets constants in that layout, as a quantizer of its own would spare it a kernel.
 - *bf16*: four cuBLAS products and nothing in front of them, for what launches cost by themselves.
 
 ``--timeline`` adds what every kernel of *static* and *deep_gemm* takes, and adds to the chain, on the profiler's clock
-(`jetrl_verl/bench/timeline.py`), in a few more replays.
+(`jetrl_verl/tools/bench/timeline.py`), in a few more replays.
 
 The floor is the time of the FP8 weights' bytes at the copy bandwidth measured in the same run. Times contain what two
 events cost (``event_us``), once a replay. A minute or two, of which DeepGEMM compiles most. Exit code 1 if bits differ.
@@ -53,31 +42,32 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from jetrl_verl import kernels, ops
-from jetrl_verl.bench import BenchError, data, deep_gemm
-from jetrl_verl.bench.contenders import CONTENDERS
-from jetrl_verl.bench.machine import Machine, this_machine
-from jetrl_verl.bench.report import Result
-from jetrl_verl.bench.shapes import MODELS, problems
-from jetrl_verl.bench.timeline import kernels_of, steps_of
-from jetrl_verl.bench.timing import Spread
+from jetrl_verl import kernels
 from jetrl_verl.kernels import native
-from jetrl_verl.numerics import BlockQuantized
+from jetrl_verl.kernels.gemm_nt import native_gemm_nt
+from jetrl_verl.reference import QuantizedTensor
+from jetrl_verl.tools.bench import BenchError, data, deep_gemm
+from jetrl_verl.tools.bench.contenders import CONTENDERS
+from jetrl_verl.tools.bench.machine import Machine, this_machine
+from jetrl_verl.tools.bench.report import Result
+from jetrl_verl.tools.bench.shapes import MODELS, problems
+from jetrl_verl.tools.bench.timeline import kernels_of, steps_of
+from jetrl_verl.tools.bench.timing import Spread
 
 MODEL, RULE, EPS = "qwen3-8b", "fp32", 1e-6
 KERNELS = 8  # of a layer
 BATCHES = (1, 8, 16, 32, 64, 128)
 
-Gemm = Callable[[BlockQuantized, BlockQuantized, torch.Tensor], object]
-"""Multiplies codes [M, K] with a weight [N, K] into a BF16 [M, N]."""
+Gemm = Callable[[QuantizedTensor, QuantizedTensor, torch.Tensor], object]
+"""Multiplies qdata [M, K] with a weight [N, K] into a BF16 [M, N]."""
 
 console = Console(width=140)
 
 
 class Layer(NamedTuple):
-    """Codes [N, K] and 128x128 scales of the four weights by name, and BF16 weights [hidden] of the two norms."""
+    """FP8 data [N, K] and 128x128 scales of the four weights by name, and BF16 weights [hidden] of the two norms."""
 
-    weights: dict[str, BlockQuantized]
+    weights: dict[str, QuantizedTensor]
     norms: tuple[torch.Tensor, torch.Tensor]
 
 
@@ -97,7 +87,7 @@ def draw_layer(device: torch.device, shapes: dict[str, tuple[int, int]]) -> Laye
 def empty_outputs(m: int, layers: list[Layer]) -> list[dict[str, torch.Tensor]]:
     """A BF16 [M, N] of NaN for every linear."""
     return [
-        {name: q.codes.new_full((m, q.codes.shape[0]), torch.nan, dtype=torch.bfloat16) for name, q in found.items()}
+        {name: q.qdata.new_full((m, q.qdata.shape[0]), torch.nan, dtype=torch.bfloat16) for name, q in found.items()}
         for found, _ in layers
     ]
 
@@ -106,18 +96,18 @@ def chain(gemm: Gemm, layers: list[Layer], inputs: Inputs, outputs: list[dict[st
     """All layers, one behind the other; every product is written to its place in ``outputs``."""
     x = inputs.hidden
     for (weights, (norm, post_norm)), y in zip(layers, outputs, strict=True):
-        gemm(ops.rms_norm_quantize_1x128(x, norm, EPS, RULE).codes, weights["qkv"], y["qkv"])
+        gemm(kernels.rms_norm_quantize_1x128(x, norm, EPS, RULE), weights["qkv"], y["qkv"])
         gemm(kernels.quantize_1x128(inputs.attention, RULE), weights["o"], y["o"])
-        _, _, codes = ops.add_rms_norm_quantize_1x128(y["o"], x, post_norm, EPS, RULE, with_normed=False)
-        gemm(codes, weights["gate_up"], y["gate_up"])
+        qdata, _ = kernels.add_rms_norm_quantize_1x128(y["o"], x, post_norm, EPS, RULE, with_normed=False)
+        gemm(qdata, weights["gate_up"], y["gate_up"])
         gate, up = y["gate_up"].chunk(2, dim=-1)
-        _, codes, _ = ops.silu_mul_quantize(gate, up, RULE, with_product=False, with_columns=False)
-        gemm(codes, weights["down"], y["down"])
+        qdata, _ = kernels.silu_mul_quantize(gate, up, RULE, with_product=False, with_colwise=False)
+        gemm(qdata, weights["down"], y["down"])
         x = y["down"]
 
 
-def with_native(a: BlockQuantized, b: BlockQuantized, y: torch.Tensor, *, static_weight: bool) -> None:
-    native.gemm_nt(a, b, b_block_scaled=True, out=y, static_weight=static_weight)
+def with_native(a: QuantizedTensor, b: QuantizedTensor, y: torch.Tensor, *, static_weight: bool) -> None:
+    native_gemm_nt(a, b, b_block_scaled=True, out=y, static_weight=static_weight)
 
 
 class WithDeepGemm:
@@ -128,13 +118,13 @@ class WithDeepGemm:
     def __init__(self) -> None:
         self.aligned: dict[int, torch.Tensor] = {}
 
-    def __call__(self, a: BlockQuantized, b: BlockQuantized, y: torch.Tensor) -> None:
-        m, k = a.codes.shape
+    def __call__(self, a: QuantizedTensor, b: QuantizedTensor, y: torch.Tensor) -> None:
+        m, k = a.qdata.shape
         if m % 4:
             if k not in self.aligned:  # in the run before the capture
-                ones = BlockQuantized(a.codes, torch.full_like(a.scales, 2**-8))
+                ones = QuantizedTensor(a.qdata, torch.full_like(a.scales, 2**-8))
                 self.aligned[k] = deep_gemm.align_scales(ones).scales
-            a = BlockQuantized(a.codes, self.aligned[k])
+            a = QuantizedTensor(a.qdata, self.aligned[k])
         deep_gemm.gemm_nt(a, b, y, b_block_scaled=True)
 
 
@@ -174,7 +164,7 @@ def measure(
     with_timeline: bool,
 ) -> dict:
     """The record of one batch size."""
-    hidden, device = layers[0].weights["qkv"].codes.shape[1], machine.device
+    hidden, device = layers[0].weights["qkv"].qdata.shape[1], machine.device
     inputs = Inputs(data.activations(m, hidden, device), data.activations(m, hidden, device))
     gemms: dict[str, Gemm] = {
         "static": partial(with_native, static_weight=True),
@@ -191,7 +181,7 @@ def measure(
 
     replays = {name: machine.timer.clock.capture(call) for name, call in calls.items()}
     wrong = []
-    for _ in range(2):  # the second time with codes and outputs of the first in memory
+    for _ in range(2):  # the second time with qdata and outputs of the first in memory
         for name, output in outputs.items():
             poison(output)
             replays[name]()
@@ -199,7 +189,7 @@ def measure(
     spreads = machine.timer.interleaved({name: [replay] for name, replay in replays.items()}, graphs=False)
     wrong += unequal(outputs["static"], outputs["plain"])
     us = {name: Spread(*(value / len(layers) for value in spread)) for name, spread in spreads.items()}
-    weight_bytes = sum(q.codes.nbytes + q.scales.nbytes for q in layers[0].weights.values())
+    weight_bytes = sum(q.qdata.nbytes + q.scales.nbytes for q in layers[0].weights.values())
     timeline = {}
     if with_timeline:
         shown = [name for name in ("static", "deep_gemm") if name in gemms]

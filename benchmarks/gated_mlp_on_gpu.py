@@ -1,28 +1,17 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""A gated MLP of the trainer, forward and backward: what it gains where its gradients exist as codes alone.
+# SPDX-License-Identifier: Apache-2.0
+"""A gated MLP of the trainer, forward and backward: what it gains where its gradients exist as qdata alone.
 
     PYTHONPATH=. python3 benchmarks/gated_mlp_on_gpu.py --out benchmarks/results/gated_mlp_h200.json
 
 gate, up, SiLU-mul and down of Qwen3-8B with the shared operations, as the trainer's decoder layers run them:
 
-- *one step*: train/gated_mlp.py, one function of autograd whose kernel writes the quantised gradients.
+- *one step*: nn/gated_mlp.py, one function of autograd whose kernel writes the quantized gradients.
 - *one by one*: the same modules as functions of their own, BF16 gradients between them. Every result must have the same
   bits.
 - *bf16*: Hugging Face's MLP.
 
-Weights are quantised in every step. Times are of plain calls that take turns. Exit code 1 if bits differ.
+Weights are quantized in every step. Times are of plain calls that take turns. Exit code 1 if bits differ.
 """
 
 import argparse
@@ -35,11 +24,11 @@ from torch import nn
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from jetrl_verl.bench import BenchError, data
-from jetrl_verl.bench.machine import this_machine
-from jetrl_verl.bench.report import Result
-from jetrl_verl.bench.shapes import MODELS
-from jetrl_verl.linear import JetLinear
+from jetrl_verl.nn.linear import JetLinear
+from jetrl_verl.tools.bench import BenchError, data
+from jetrl_verl.tools.bench.machine import this_machine
+from jetrl_verl.tools.bench.report import Result
+from jetrl_verl.tools.bench.shapes import MODELS
 from jetrl_verl.train import shared_operations
 
 RULE = "fp32"
@@ -65,7 +54,7 @@ def step(mlp: nn.Module, x: torch.Tensor, dy: torch.Tensor, spanned: bool | None
     try:
         for layer in mlp.children():
             if isinstance(layer, JetLinear):
-                layer.drop_codes()
+                layer.drop_qdata()
         y = mlp(x)
         return y.detach(), *torch.autograd.grad(y, (x, *mlp.parameters()), dy)
     finally:

@@ -1,17 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""The kernels room on one GPU: are the results right, may backends share an entry of the table, which tiles are best.
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels on one GPU: are the results right, may backends share an entry of the table, which tiles are best.
 
     PYTHONPATH=. python3 benchmarks/kernels_on_gpu.py --out kernels.json
     ... --deep-gemm          also compares vLLM's DeepGEMM, which compiles every shape first (minutes more)
@@ -42,13 +31,14 @@ import torch
 from rich.console import Console
 
 from jetrl_verl import kernels
-from jetrl_verl.bench import BenchError, data, quant
-from jetrl_verl.bench.contenders import Contender, draw
-from jetrl_verl.bench.gemm import rotated
-from jetrl_verl.bench.machine import Machine, this_machine
-from jetrl_verl.bench.shapes import MODELS, Problem
-from jetrl_verl.kernels.dispatch import backend_of
-from jetrl_verl.numerics import BlockQuantized
+from jetrl_verl.kernels import dispatch
+from jetrl_verl.kernels.gemm_nt import TILES, triton_gemm_nt
+from jetrl_verl.reference import QuantizedTensor
+from jetrl_verl.tools.bench import BenchError, data, quant
+from jetrl_verl.tools.bench.contenders import Contender, draw
+from jetrl_verl.tools.bench.gemm import rotated
+from jetrl_verl.tools.bench.machine import Machine, this_machine
+from jetrl_verl.tools.bench.shapes import MODELS, Problem
 
 ROOT = Path(__file__).parents[1]
 QWEN3_8B = MODELS["qwen3-8b"]
@@ -62,9 +52,9 @@ LAUNCHES = ((4, None), (8, None), (8, 128), (8, 80), (16, None), (16, 64))
 console = Console(width=120)
 
 
-def rows_of(q: BlockQuantized, m: int) -> BlockQuantized:
+def rows_of(q: QuantizedTensor, m: int) -> QuantizedTensor:
     """The first ``m`` rows in the memory layout of a batch of ``m``."""
-    return BlockQuantized(q.codes[:m], q.scales[:m].t().contiguous().t())
+    return QuantizedTensor(q.qdata[:m], q.scales[:m].t().contiguous().t())
 
 
 def run_tests() -> dict:
@@ -91,25 +81,25 @@ def run_tests() -> dict:
 
 def compare_bits(name: str, operation: str, device: torch.device) -> dict:
     """Batch sizes at which a row's bits change under backend ``name``, and at which they are not Triton's."""
-    backend, b_block_scaled = backend_of(name), operation == "gemm_nt_128x128"
-    served, changing, differing = 0, set(), set()
+    gemm, b_block_scaled = dispatch.implementation(operation, name), operation == "gemm_nt_128x128"
+    calls, changing, differing = 0, set(), set()
     for n, k in QWEN3_8B.values():
-        quantise_b = kernels.quantize_128x128 if b_block_scaled else kernels.quantize_1x128
+        quantize_b = kernels.quantize_128x128 if b_block_scaled else kernels.quantize_1x128
         a = kernels.quantize_1x128(data.activations(max(ROWS), k, device), "fp32")
-        b = quantise_b(data.weights(n, k, device), "fp32")
-        if name != "triton" and not backend.serves(a, b, b_block_scaled=b_block_scaled):
+        b = quantize_b(data.weights(n, k, device), "fp32")
+        if not dispatch.supports(operation, name, a, b, b_block_scaled=b_block_scaled):
             continue
-        want = backend_of("triton").gemm_nt(a, b, b_block_scaled=b_block_scaled)
-        own = backend.gemm_nt(a, b, b_block_scaled=b_block_scaled)
+        want = triton_gemm_nt(a, b, b_block_scaled=b_block_scaled)
+        own = gemm(a, b, b_block_scaled=b_block_scaled)
         for m in ROWS:
             part = rows_of(a, m)
-            if name != "triton" and not backend.serves(part, b, b_block_scaled=b_block_scaled):
+            if not dispatch.supports(operation, name, part, b, b_block_scaled=b_block_scaled):
                 continue
-            served += 1
-            got = backend.gemm_nt(part, b, b_block_scaled=b_block_scaled)
+            calls += 1
+            got = gemm(part, b, b_block_scaled=b_block_scaled)
             changing |= set() if torch.equal(got, own[:m]) else {m}
             differing |= set() if torch.equal(got, want[:m]) else {m}
-    return {"served": served, "rows_change_at_m": sorted(changing), "differs_from_triton_at_m": sorted(differing)}
+    return {"served": calls, "rows_change_at_m": sorted(changing), "differs_from_triton_at_m": sorted(differing)}
 
 
 def compare_all_bits(names: list[str], device: torch.device) -> list[dict]:
@@ -134,13 +124,11 @@ def entry_holds(record: dict) -> bool:
 
 def available(name: str) -> bool:
     """Whether this machine has the backend."""
-    backend = backend_of(name)
-    return backend.unavailable() is None if name == "native" else backend.available()
+    return dispatch.unavailable(name) is None
 
 
 def sweep_tiles(machine: Machine) -> list[dict]:
     """Microseconds of every tile shape of the Triton GEMM, for choosing ``TILES`` and the order they are tried in."""
-    triton_kernels = backend_of("triton")
     records = []
     for what, m, n, k in (
         ("decode", 8, 4096, 4096),
@@ -151,8 +139,8 @@ def sweep_tiles(machine: Machine) -> list[dict]:
     ):
         problem = Problem(what, "", "", m, n, k)
         x, calls = draw(problem, machine.device), {}
-        for tile in dict.fromkeys((*triton_kernels.TILES, *EXTRA_TILES)):
-            gemm = partial(triton_kernels.gemm_nt, b_block_scaled=problem.b_block_scaled, tile=tile)
+        for tile in dict.fromkeys((*TILES, *EXTRA_TILES)):
+            gemm = partial(triton_gemm_nt, b_block_scaled=problem.b_block_scaled, tile=tile)
             name = "x".join(map(str, tile))
             contender = Contender(name, lambda: None, lambda problem, x, gemm=gemm: partial(gemm, x.a, x.b))
             calls[name] = rotated(machine, contender, problem, x)
@@ -166,21 +154,20 @@ def sweep_launches(machine: Machine) -> list[dict]:
     """Microseconds of each kernel on a tile of 128 x 128 under other numbers of warps and registers, for choosing its
     ``_LAUNCH``."""
     m, k = 16384, QWEN3_8B["qkv"][1]
-    of_kernels, of_operations = "jetrl_verl.kernels.triton_kernels.", "jetrl_verl.ops.triton_kernels."
     constants = {
-        "quantize_1x128_and_128x1": (of_kernels + "quantize_1x128_and_128x1", "_LAUNCH"),
-        "relayout_128x1": (of_kernels + "relayout_128x1", "_LAUNCH"),
-        "quantize_128x128": (of_kernels + "quantize_128x128", "_LAUNCH"),
-        "quantize_128x128_and_transpose": (of_kernels + "quantize_128x128", "_LAUNCH"),
-        "silu_mul_quantize, both layouts": (of_operations + "silu_mul_quantize", "_LAUNCH_BOTH"),
-        "silu_mul_backward_quantize": (of_operations + "silu_mul_quantize", "_LAUNCH_BACKWARD"),
+        "quantize_1x128_and_128x1": ("quantize_1x128", "_LAUNCH_BOTH"),
+        "relayout_128x1": ("relayout_128x1", "_LAUNCH"),
+        "quantize_128x128": ("quantize_128x128", "_LAUNCH"),
+        "quantize_128x128_and_transpose": ("quantize_128x128", "_LAUNCH"),
+        "silu_mul_quantize, both layouts": ("silu_mul", "_LAUNCH_BOTH"),
+        "silu_mul_backward_quantize": ("silu_mul", "_LAUNCH_BACKWARD"),
     }
     operations = {}
-    for group in (quant.quantisers, quant.weights, quant.activations):
+    for group in (quant.quantizers, quant.weights, quant.activations):
         operations |= group(m, k, "fp32", machine.device)
     records = []
     for name, (module_name, constant) in constants.items():
-        module, operation = import_module(module_name), operations[name]
+        module, operation = import_module(f"jetrl_verl.kernels.{module_name}"), operations[name]
 
         def make(operation: quant.Operation = operation):
             return partial(operation.run, *operation.operands())

@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """How far rollout and trainer are apart, per precision, and which operation the distance comes from.
 
 A Qwen3-shaped model of about 100M parameters is warmed up on chains of worked additions, vLLM samples long responses
@@ -47,15 +36,16 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from jetrl_verl import ops
+from jetrl_verl import kernels
 from jetrl_verl.config.options import JetConfig
-from jetrl_verl.config.vllm_arguments import vllm_arguments
-from jetrl_verl.demo.policy import PolicyConfig, build_model, build_tokenizer, load_policy, save_policy
-from jetrl_verl.demo.task import Problem
-from jetrl_verl.demo.warmup import prompt_ids
-from jetrl_verl.layers import plan_linears
-from jetrl_verl.linear import replace_linears
-from jetrl_verl.train.export import quantise_stream
+from jetrl_verl.models.plan import plan_linears
+from jetrl_verl.nn.replace import replace_linears
+from jetrl_verl.rollout.arguments import vllm_arguments
+from jetrl_verl.sync.wire import quantize_stream
+from jetrl_verl.tools.demo.policy import PolicyConfig, build_model, build_tokenizer, load_policy, save_policy
+from jetrl_verl.tools.demo.task import Problem
+from jetrl_verl.tools.demo.warmup import prompt_ids
+from jetrl_verl.tools.provenance import provenance
 from jetrl_verl.train.shared_operations import share_operations
 
 SHAPE = PolicyConfig(
@@ -139,11 +129,7 @@ def sample(folder: Path, rollout: str, rule: str, prompts: int, response: int) -
         model, _ = load_policy(folder)
         worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
         stream = ((n, t.cuda()) for n, t in model.state_dict().items())
-        worker.model_runner.model.load_weights(quantise_stream(stream, plan_linears(model.config), rule))
-        if exact:
-            from jetrl_verl.rollout.shared_operations import share_sampler
-
-            share_sampler(worker.model_runner)
+        worker.model_runner.model.load_weights(quantize_stream(stream, plan_linears(model.config), rule))
     tokenizer = build_tokenizer()
     generator = random.Random(1)
     heads = [
@@ -172,14 +158,13 @@ def sample(folder: Path, rollout: str, rule: str, prompts: int, response: int) -
 def vllm_operations(model: torch.nn.Module, names: set[str]):
     """Replace the named operations of the Hugging Face model by vLLM's kernels while the block runs."""
     from transformers.models.qwen3 import modeling_qwen3 as hf
-    from vllm import _custom_ops as ops
 
     saved = (hf.Qwen3RMSNorm.forward, hf.Qwen3MLP.forward, hf.apply_rotary_pos_emb, model.config._attn_implementation)
     head = model.lm_head.forward
 
     def norm(self, hidden_states):
         out = torch.empty_like(hidden_states)
-        ops.rms_norm(out, hidden_states.contiguous(), self.weight, self.variance_epsilon)
+        kernels.rms_norm(out, hidden_states.contiguous(), self.weight, self.variance_epsilon)
         return out
 
     def mlp(self, x):
@@ -193,7 +178,7 @@ def vllm_operations(model: torch.nn.Module, names: set[str]):
         cache = torch.cat([cos[0, :, : size // 2], sin[0, :, : size // 2]], dim=-1).to(q.dtype)
         positions = torch.arange(length, device=q.device).repeat(batch)
         flat = [t.transpose(1, 2).reshape(batch * length, -1).contiguous() for t in (q, k)]
-        ops.rotary_embedding(positions, flat[0], flat[1], size, cache, True)
+        kernels.rotary_embedding(positions, flat[0], flat[1], size, cache, True)
         return tuple(f.view(batch, length, -1, size).transpose(1, 2) for f in flat)
 
     def attention(module, query, key, value, attention_mask, scaling, **kwargs):
@@ -256,7 +241,7 @@ def compare(model: torch.nn.Module, rows: list, micro_batch: int, shared: bool =
         chosen = logs.gather(-1, ids[:, start:, None])[..., 0]
         if shared:
             tokens = ids[:, start:].reshape(-1, 1)
-            chosen = ops.log_probs(logits.flatten(0, 1), tokens, logits.new_ones(len(tokens))).view_as(chosen)
+            chosen = kernels.log_probs(logits.flatten(0, 1), tokens, logits.new_ones(len(tokens))).view_as(chosen)
         differences.append(chosen.double().cpu() - torch.tensor([r[2] for r in part], dtype=torch.float64))
         entropies.append(-(logs.exp() * logs).sum(-1).double().cpu())
     d = torch.cat(differences).flatten()
@@ -316,7 +301,12 @@ def main() -> int:
         return 0
 
     folder = options.folder or Path(tempfile.mkdtemp(prefix="mismatch-"))
-    facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rule": options.rule}
+    facts = {
+        "build": provenance(),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "rule": options.rule,
+    }
     if not (folder / "config.json").exists():
         facts["warm_up"] = warm_up(folder, options.steps, 32, WARM_UP_TOKENS)
         print("warm-up", facts["warm_up"], flush=True)
@@ -335,7 +325,7 @@ def main() -> int:
     for fp8 in (jet, exact):
         replace_linears(fp8, plan_linears(fp8.config), scale_rule=options.rule)
     share_operations(exact)
-    arms = {
+    runs = {
         "bf16": (bf16, "bf16", batch),
         "fp8_rollout": (bf16, "fp8", batch),
         "jet_fp8": (jet, "fp8", batch),
@@ -343,7 +333,7 @@ def main() -> int:
         "jet_fp8_exact, one sequence at a time": (exact, "exact", 1),
         "jet_fp8_exact, stressed rollout": (exact, "exact-stressed", batch),
     }
-    for label, (model, rollout, size) in arms.items():
+    for label, (model, rollout, size) in runs.items():
         if rollout in samples:
             results[label] = compare(model, samples[rollout]["rows"], size, shared=model is exact)
     if options.operations:

@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """The native Hopper GEMMs on one GPU, for a new kernel's first run: does every variant run, and which plan is fastest.
 
     PYTHONPATH=. timeout 300 python3 benchmarks/native_gemm_on_gpu.py --out native.json
@@ -36,14 +25,15 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from jetrl_verl.bench import BenchError
-from jetrl_verl.bench.contenders import DTYPES, Contender, draw
-from jetrl_verl.bench.gemm import rotated
-from jetrl_verl.bench.machine import Machine, this_machine
-from jetrl_verl.bench.shapes import MODELS, OUTPUTS, Problem
 from jetrl_verl.kernels import native
+from jetrl_verl.kernels.gemm_nt import native_gemm_nt
 from jetrl_verl.kernels.native import Plan
-from jetrl_verl.numerics import BlockQuantized
+from jetrl_verl.reference import QuantizedTensor
+from jetrl_verl.tools.bench import BenchError
+from jetrl_verl.tools.bench.contenders import DTYPES, Contender, draw
+from jetrl_verl.tools.bench.gemm import rotated
+from jetrl_verl.tools.bench.machine import Machine, this_machine
+from jetrl_verl.tools.bench.shapes import MODELS, OUTPUTS, Problem
 
 WGRAD_TILES = [(block, cluster) for block in (256, 128) for cluster in (1, 2)]
 FPROP_TILES = [(block, cluster) for block in (256, 192, 128, 64) for cluster in (1, 2)]
@@ -65,19 +55,19 @@ def variants() -> list[tuple[str, Plan, tuple[int, int, int]]]:
 
 def smoke_one(operation: str, plan: Plan, shape: tuple[int, int, int]) -> str:
     """``ok``, or what is wrong with the result of one call."""
-    from jetrl_verl import numerics
+    from jetrl_verl import reference
 
     m, n, k = shape
     block_scaled = operation == "fprop"
-    quantise_b = numerics.quantize_128x128 if block_scaled else numerics.quantize_1x128
+    quantize_b = reference.quantize_128x128 if block_scaled else reference.quantize_1x128
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(rows, k, generator=generator).bfloat16() for rows in (m, n))
-    a, b = numerics.quantize_1x128(x, "fp32"), quantise_b(w, "fp32")
-    want = numerics.gemm_nt_float64(a, b, b_block_scaled=block_scaled)
-    a, b = (BlockQuantized(q.codes.cuda(), q.scales.cuda()) for q in (a, b))
+    a, b = reference.quantize_1x128(x, "fp32"), quantize_b(w, "fp32")
+    want = reference.gemm_nt_float64(a, b, b_block_scaled=block_scaled)
+    a, b = (QuantizedTensor(q.qdata.cuda(), q.scales.cuda()) for q in (a, b))
     for out_dtype in (torch.bfloat16,) if block_scaled else (torch.bfloat16, torch.float32):
         out = torch.full((m, n), torch.nan, dtype=out_dtype, device="cuda")
-        native.gemm_nt(a, b, b_block_scaled=block_scaled, out_dtype=out_dtype, out=out, plan=plan)
+        native_gemm_nt(a, b, b_block_scaled=block_scaled, out_dtype=out_dtype, out=out, plan=plan)
         got = out.double().cpu()
         error = ((got - want).norm() / want.norm()).item()
         if not error < 2.5e-3:
@@ -130,7 +120,7 @@ def time_plans(machine: Machine, problem: Problem, plans: list[Plan]) -> dict:
     """Microseconds of each plan, in turns."""
     x, calls = draw(problem, machine.device), {}
     for plan in plans:
-        gemm = partial(native.gemm_nt, b_block_scaled=problem.b_block_scaled, plan=plan)
+        gemm = partial(native_gemm_nt, b_block_scaled=problem.b_block_scaled, plan=plan)
         name = str(tuple(plan))
         contender = Contender(name, lambda: None, lambda problem, x, gemm=gemm: partial(gemm, x.a, x.b))
         calls[name] = rotated(machine, contender, problem, x)
@@ -163,7 +153,7 @@ def profile(operation: str, shape: str, out: str) -> None:
     plan = Plan("fprop" if operation == "fprop" else "")
     torch.cuda.synchronize()
     for _ in range(3):
-        native.gemm_nt(x.a, x.b, b_block_scaled=operation == "fprop", out_dtype=y.dtype, plan=plan, **target)
+        native_gemm_nt(x.a, x.b, b_block_scaled=operation == "fprop", out_dtype=y.dtype, plan=plan, **target)
     torch.cuda.synchronize()
 
 

@@ -31,8 +31,8 @@ sanitizer() {  # memory, then races, a small call of every kernel each; races in
         [[ $tool = memcheck ]] || { debug=1; python3 scripts/build_csrc.py --debug || return; }
         JETRL_NATIVE_DEBUG=$debug compute-sanitizer --tool "$tool" --error-exitcode 9 \
             --target-processes application-only python3 -m pytest --gpu=only -q -k sanitizer \
-            tests/kernels/test_native_gemm_on_gpu.py tests/kernels/test_native_codes_on_gpu.py \
-            tests/kernels/test_fused_quantisers_on_gpu.py || return
+            tests/kernels/test_native_gemm_on_gpu.py tests/kernels/test_native_qdata_on_gpu.py \
+            tests/kernels/test_fused_quantizers_on_gpu.py || return
     done
 }
 sustained() {  # 80 s a shape
@@ -49,7 +49,7 @@ diff_precisions() {
     python3 - "$out/policy" <<'P'
 import sys
 from pathlib import Path
-from jetrl_verl.demo.policy import PolicyConfig, build_model, build_tokenizer, save_policy
+from jetrl_verl.tools.demo.policy import PolicyConfig, build_model, build_tokenizer, save_policy
 tokenizer = build_tokenizer()
 shape = PolicyConfig(hidden_size=768, layers=4, heads=6, kv_heads=2, intermediate_size=3072, max_positions=1024)
 save_policy(build_model(shape, tokenizer), tokenizer, Path(sys.argv[1]))
@@ -64,17 +64,17 @@ P
 export -f test_files sanitizer sustained demo diff_precisions
 export out
 
-parts=(operations quantisers gemms sanitizer gemm sustained chain linear mlp quant full exact exact8k families cost mismatch
+parts=(operations quantizers gemms sanitizer gemm sustained chain linear mlp quant full exact exact8k families cost mismatch
     demo diff decode phases)
 if (($#)); then chosen=("$@"); else chosen=("${parts[@]}"); fi
 for name in "${chosen[@]}"; do
     [[ " ${parts[*]} " == *" $name "* ]] || { echo "$name is not a part; choose from: ${parts[*]}" >&2; exit 2; }
 done
 
-part 300 operations bash -c 'test_files tests/ops'
-part 500 quantisers bash -c 'test_files tests/kernels/test_*quant*_on_gpu.py tests/kernels/test_native_codes_on_gpu.py \
+part 300 operations bash -c 'test_files tests/kernels/test_shared_operations_on_gpu.py tests/kernels/test_logits_over_ranks_on_gpu.py'
+part 500 quantizers bash -c 'test_files tests/kernels/test_*quant*_on_gpu.py tests/kernels/test_native_qdata_on_gpu.py \
     tests/kernels/test_fprop_on_gpu.py'
-part 600 gemms bash -c 'test_files tests/kernels/test_*gemm*_on_gpu.py tests/kernels/test_int8*_on_gpu.py tests/export'
+part 600 gemms bash -c 'test_files tests/kernels/test_*gemm*_on_gpu.py tests/kernels/test_int8*_on_gpu.py tests/checkpoint'
 part 600 sanitizer bash -c sanitizer
 part 600 gemm python3 -m jetrl_verl.cli bench gemm --out "$out/gemm.json"
 part 600 sustained bash -c sustained

@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """Where a step's time goes over the length of the responses: rollout, log-probabilities, update and weight sync.
 
     python benchmarks/phase_shares_on_gpu.py --out benchmarks/results/phase_shares_h200.json
@@ -25,10 +14,10 @@ update. Each phase is measured by itself, since one GPU does not hold a trainer'
 - *log-prob* and *update*: forward, and forward and backward with activation checkpointing, of one micro-batch of about
   ``--tokens`` tokens in sequences of 512 + L, times the number of micro-batches; the update adds AdamW on FP32 masters,
   measured on a 36th of the parameters.
-- *sync*: making the rollout's weights from the trainer's (codes, or BF16 copies) and loading them. Transport between
+- *sync*: making the rollout's weights from the trainer's (qdata, or BF16 copies) and loading them. Transport between
   processes is left out.
 
-Arms run one after another in the engine, interleaved in the trainer. About 7 minutes.
+Precisions run one after another in the engine, interleaved in the trainer. About 7 minutes.
 """
 
 import argparse
@@ -46,7 +35,7 @@ from qwen3_8b import (
     Engine,
     EngineSettings,
     build_models,
-    drop_codes,
+    drop_qdata,
     log_probs,
     random_weights,
     shape,
@@ -57,10 +46,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen3Config
 
-from jetrl_verl.layers import plan_linears
-from jetrl_verl.train.export import quantise_stream
+from jetrl_verl.models.plan import plan_linears
+from jetrl_verl.sync.wire import quantize_stream
+from jetrl_verl.tools.provenance import provenance
 
-ARMS = ("bf16", "jet_fp8")
+PRECISIONS = ("bf16", "jet_fp8")
 PROMPT = 512
 STEPS = 64
 """Decoding steps that one measurement covers."""
@@ -68,7 +58,7 @@ STEPS = 64
 console = Console(width=140)
 
 
-def rollout(arm: str, config: Qwen3Config, options: argparse.Namespace) -> dict:
+def rollout(precision: str, config: Qwen3Config, options: argparse.Namespace) -> dict:
     """Seconds of a decoding step at each context, of the prefill, of start and load."""
     longest = PROMPT + max(options.lengths)
     per_token = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
@@ -78,7 +68,7 @@ def rollout(arm: str, config: Qwen3Config, options: argparse.Namespace) -> dict:
         max_num_seqs=options.sequences,
         captured=[options.sequences],
     )
-    engine = Engine(arm, config, settings, options.out.with_suffix(f".{arm}.log"))
+    engine = Engine(precision, config, settings, options.out.with_suffix(f".{precision}.log"))
     if not engine.wait():
         sys.exit(1)
     engine.generate(options.sequences, 64, 8)  # compiles what is left
@@ -115,14 +105,14 @@ def optimiser_seconds(config: Qwen3Config) -> float:
     return 36 * statistics.median(timed(optimiser.step) for _ in range(5))
 
 
-def export_seconds(arm: str, weights: dict[str, torch.Tensor], config: Qwen3Config) -> float:
+def export_seconds(precision: str, weights: dict[str, torch.Tensor], config: Qwen3Config) -> float:
     """Making what the rollout loads, every tensor dropped as soon as it is made."""
 
     def drain() -> None:
-        options = OPTIONS[arm]
+        options = OPTIONS[precision]
         stream = ((name, value.clone()) for name, value in weights.items())
         if options is not None:
-            stream = quantise_stream(weights.items(), plan_linears(config), options.scale_rule, options.rollout)
+            stream = quantize_stream(weights.items(), plan_linears(config), options.scale_rule, options.rollout)
         for _ in stream:
             pass
 
@@ -133,51 +123,51 @@ def export_seconds(arm: str, weights: dict[str, torch.Tensor], config: Qwen3Conf
 
 def training(config: Qwen3Config, options: argparse.Namespace) -> dict[str, dict]:
     """Seconds per token of both passes at every length, seconds of the export, peak memory."""
-    models = build_models(config, ARMS)
-    weights = dict(models[ARMS[0]].named_parameters())
-    found = {arm: {"old_log_prob": {}, "update": {}, "peak_gib": {}} for arm in ARMS}
+    models = build_models(config, PRECISIONS)
+    weights = dict(models[PRECISIONS[0]].named_parameters())
+    found = {precision: {"old_log_prob": {}, "update": {}, "peak_gib": {}} for precision in PRECISIONS}
     for length in options.lengths:
         tokens = PROMPT + length
         ids = torch.randint(1, config.vocab_size, (max(options.tokens // tokens, 1), tokens), device=DEVICE)
-        seconds = {arm: ([], []) for arm in ARMS}
+        seconds = {precision: ([], []) for precision in PRECISIONS}
 
-        def old(arm: str, ids: torch.Tensor = ids) -> None:
-            drop_codes(models[arm])
+        def old(precision: str, ids: torch.Tensor = ids) -> None:
+            drop_qdata(models[precision])
             with torch.no_grad():
-                log_probs(arm, models[arm], ids)
+                log_probs(precision, models[precision], ids)
 
-        def update(arm: str, ids: torch.Tensor = ids) -> None:
-            drop_codes(models[arm])
-            log_probs(arm, models[arm], ids).mean().backward()
+        def update(precision: str, ids: torch.Tensor = ids) -> None:
+            drop_qdata(models[precision])
+            log_probs(precision, models[precision], ids).mean().backward()
 
-        for arm in ARMS:
-            old(arm)
-            update(arm)
+        for precision in PRECISIONS:
+            old(precision)
+            update(precision)
         for _ in range(options.repetitions):
-            for arm in ARMS:
+            for precision in PRECISIONS:
                 held = 0
                 if DEVICE == "cuda":
                     torch.cuda.reset_peak_memory_stats()
                     held = torch.cuda.memory_allocated()
-                seconds[arm][0].append(timed(lambda arm=arm: old(arm)))
-                seconds[arm][1].append(timed(lambda arm=arm: update(arm)))
+                seconds[precision][0].append(timed(lambda precision=precision: old(precision)))
+                seconds[precision][1].append(timed(lambda precision=precision: update(precision)))
                 if DEVICE == "cuda":
-                    found[arm]["peak_gib"][length] = (torch.cuda.max_memory_allocated() - held) / GIB
-        for arm in ARMS:
-            for phase, values in zip(("old_log_prob", "update"), seconds[arm], strict=True):
-                found[arm][phase][length] = statistics.median(values) / ids.numel()
-    for arm in ARMS:
-        found[arm]["export_s"] = export_seconds(arm, weights, config)
+                    found[precision]["peak_gib"][length] = (torch.cuda.max_memory_allocated() - held) / GIB
+        for precision in PRECISIONS:
+            for phase, values in zip(("old_log_prob", "update"), seconds[precision], strict=True):
+                found[precision][phase][length] = statistics.median(values) / ids.numel()
+    for precision in PRECISIONS:
+        found[precision]["export_s"] = export_seconds(precision, weights, config)
     return found
 
 
 def steps(result: dict) -> list[dict]:
-    """A row per arm and length: seconds of each phase and the share of rollout."""
+    """A row per precision and length: seconds of each phase and the share of rollout."""
     rows = []
     for length in result["lengths"]:
         tokens = result["sequences"] * (PROMPT + length)
-        for arm in ARMS:
-            engine, trainer = result["rollout"][arm], result["training"][arm]
+        for precision in PRECISIONS:
+            engine, trainer = result["rollout"][precision], result["training"][precision]
             phases = {
                 "rollout": rollout_seconds(engine, length),
                 "log_prob": trainer["old_log_prob"][length] * tokens,
@@ -185,29 +175,41 @@ def steps(result: dict) -> list[dict]:
                 "sync": trainer["export_s"] + engine["load_s"],
             }
             total = sum(phases.values())
-            rows.append({"length": length, "arm": arm, **phases, "step": total, "share": phases["rollout"] / total})
+            rows.append(
+                {"length": length, "precision": precision, **phases, "step": total, "share": phases["rollout"] / total}
+            )
     return rows
 
 
 def print_report(result: dict) -> None:
     table = Table(title=f"a step of {result['sequences']} sequences, seconds", box=SIMPLE_HEAD)
-    for heading in ("response", "arm", "rollout", "log-prob", "update", "sync", "step", "rollout share", "to bf16"):
+    for heading in (
+        "response",
+        "precision",
+        "rollout",
+        "log-prob",
+        "update",
+        "sync",
+        "step",
+        "rollout share",
+        "to bf16",
+    ):
         table.add_column(heading, justify="right")
-    stock = {row["length"]: row["step"] for row in result["steps"] if row["arm"] == "bf16"}
+    stock = {row["length"]: row["step"] for row in result["steps"] if row["precision"] == "bf16"}
     for row in result["steps"]:
         numbers = (f"{row[phase]:.2f}" for phase in ("rollout", "log_prob", "update", "sync", "step"))
         speed = f"{stock[row['length']] / row['step']:.2f}x"
-        table.add_row(str(row["length"]), row["arm"], *numbers, f"{row['share']:.0%}", speed)
+        table.add_row(str(row["length"]), row["precision"], *numbers, f"{row['share']:.0%}", speed)
     console.print(table)
     table = Table(title="decoding speed with context, tokens/s; training peak, GiB", box=SIMPLE_HEAD)
-    contexts = list(result["rollout"][ARMS[0]]["step_s"])
-    for heading in ("arm", *(f"{context}" for context in contexts), "peak at longest", "KV cache"):
+    contexts = list(result["rollout"][PRECISIONS[0]]["step_s"])
+    for heading in ("precision", *(f"{context}" for context in contexts), "peak at longest", "KV cache"):
         table.add_column(heading, justify="right")
-    for arm in ARMS:
-        found = result["rollout"][arm]
+    for precision in PRECISIONS:
+        found = result["rollout"][precision]
         rates = (f"{result['sequences'] / found['step_s'][context]:.0f}" for context in contexts)
-        peak = result["training"][arm]["peak_gib"].get(result["lengths"][-1], float("nan"))
-        table.add_row(arm, *rates, f"{peak:.1f}", f"{found['kv_gib']:.1f}")
+        peak = result["training"][precision]["peak_gib"].get(result["lengths"][-1], float("nan"))
+        table.add_row(precision, *rates, f"{peak:.1f}", f"{found['kv_gib']:.1f}")
     console.print(table)
 
 
@@ -224,10 +226,10 @@ def main() -> int:
     config = shape(options.layers, options.tiny)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     result = {"layers": options.layers, "sequences": options.sequences, "lengths": options.lengths, "prompt": PROMPT}
-    result |= {"tokens": options.tokens, "torch": torch.__version__}
+    result |= {"build": provenance(), "tokens": options.tokens, "torch": torch.__version__}
     result["rollout"] = {}
-    for arm in ARMS:
-        result["rollout"][arm] = rollout(arm, config, options)
+    for precision in PRECISIONS:
+        result["rollout"][precision] = rollout(precision, config, options)
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     result["device"] = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
     result["optimiser_s"] = optimiser_seconds(config)

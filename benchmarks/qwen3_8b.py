@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """A Qwen3-8B shape with random weights, and vLLM engines that hold it: what the benchmarks of whole steps share.
 
 Engines live in processes of their own, so that several can be asked in turn within one run, and a cache that is sized
@@ -32,12 +21,13 @@ import torch
 import torch.nn.functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from jetrl_verl import ops
+from jetrl_verl import kernels
 from jetrl_verl.config.options import JetConfig
-from jetrl_verl.config.vllm_arguments import vllm_arguments
-from jetrl_verl.layers import plan_linears
-from jetrl_verl.linear import JetLinear, replace_linears
-from jetrl_verl.train.export import quantise_stream
+from jetrl_verl.models.plan import plan_linears
+from jetrl_verl.nn.linear import JetLinear
+from jetrl_verl.nn.replace import replace_linears
+from jetrl_verl.rollout.arguments import vllm_arguments
+from jetrl_verl.sync.wire import quantize_stream
 from jetrl_verl.train.shared_operations import share_operations
 
 OPTIONS = {
@@ -46,7 +36,7 @@ OPTIONS = {
     "jet_fp8_stock": JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="stock"),
     "jet_fp8": JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="shared"),
 }
-"""Options of each arm, None for stock vLLM and Hugging Face."""
+"""Options of each precision, None for stock vLLM and Hugging Face."""
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """The CPU serves for trying the benchmarks out on a ``--tiny`` shape, not for figures."""
@@ -84,11 +74,11 @@ def random_weights(config: Qwen3Config) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, values if "norm" in name else values.normal_(0, 0.02, generator=generator)
 
 
-def build_models(config: Qwen3Config, arms: tuple[str, ...]) -> dict[str, Qwen3ForCausalLM]:
-    """A trainer's model per arm with activation checkpointing, all with the same BF16 Parameter objects."""
+def build_models(config: Qwen3Config, precisions: tuple[str, ...]) -> dict[str, Qwen3ForCausalLM]:
+    """A trainer's model per precision with activation checkpointing, all with the same BF16 Parameter objects."""
     weights = {name: torch.nn.Parameter(value) for name, value in random_weights(config)}
     models = {}
-    for arm in arms:
+    for precision in precisions:
         with torch.device("meta"):
             model = Qwen3ForCausalLM._from_config(Qwen3Config(**config.to_dict()), attn_implementation="sdpa")
         for name, parameter in weights.items():
@@ -96,32 +86,32 @@ def build_models(config: Qwen3Config, arms: tuple[str, ...]) -> dict[str, Qwen3F
             setattr(model.get_submodule(holder), leaf, parameter)
         # Its buffers were made on the meta device.
         model.model.rotary_emb = type(model.model.rotary_emb)(config, device=DEVICE)
-        options = OPTIONS[arm]
+        options = OPTIONS[precision]
         if options is not None and options.train == "fp8":
             replace_linears(model, plan_linears(config), scale_rule=options.scale_rule)
             if options.operations == "shared":
                 share_operations(model)
         model.train()
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        models[arm] = model
+        models[precision] = model
     return models
 
 
-def log_probs(arm: str, model: Qwen3ForCausalLM, ids: torch.Tensor) -> torch.Tensor:
+def log_probs(precision: str, model: Qwen3ForCausalLM, ids: torch.Tensor) -> torch.Tensor:
     """``[B * T]`` log-probability of each next token of ``ids [B, T]``, at temperature 1."""
     logits = model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
     labels = ids.roll(-1, dims=1).flatten()
-    if OPTIONS[arm] is not None and OPTIONS[arm].operations == "shared":
-        return ops.log_probs(logits, labels[:, None], torch.ones_like(labels, dtype=torch.float32)).squeeze(1)
+    if OPTIONS[precision] is not None and OPTIONS[precision].operations == "shared":
+        return kernels.log_probs(logits, labels[:, None], torch.ones_like(labels, dtype=torch.float32)).squeeze(1)
     logits.div_(1.0)  # verl applies the temperature here
     return -F.cross_entropy(logits, labels, reduction="none")
 
 
-def drop_codes(model: Qwen3ForCausalLM) -> None:
-    """Make the next pass quantise every weight, as it does behind each of FSDP's gathers."""
+def drop_qdata(model: Qwen3ForCausalLM) -> None:
+    """Make the next pass quantize every weight, as it does behind each of FSDP's gathers."""
     for module in model.modules():
         if isinstance(module, JetLinear):
-            module.drop_codes()
+            module.drop_qdata()
 
 
 def synchronize() -> None:
@@ -148,7 +138,7 @@ class EngineSettings:
     captured: list[int] = field(default_factory=list)
 
 
-def _serve(arm: str, config: Qwen3Config, settings: EngineSettings, connection: Connection, log: Path) -> None:
+def _serve(precision: str, config: Qwen3Config, settings: EngineSettings, connection: Connection, log: Path) -> None:
     """One engine: says how long it took to start and to load, then answers (batch, prompt length, new tokens) with the
     seconds of the generation and the preemptions in it, until it is asked None."""
     from vllm import LLM, SamplingParams
@@ -156,7 +146,7 @@ def _serve(arm: str, config: Qwen3Config, settings: EngineSettings, connection: 
     with log.open("w") as lines:
         for stream in (1, 2):
             os.dup2(lines.fileno(), stream)
-    options = OPTIONS[arm]
+    options = OPTIONS[precision]
     # Given, not measured: several engines start at once.
     memory = dict(gpu_memory_utilization=0.1, kv_cache_memory_bytes=settings.kv_cache)
     on_device = {
@@ -184,7 +174,7 @@ def _serve(arm: str, config: Qwen3Config, settings: EngineSettings, connection: 
     runner, scheduler = core.model_executor.driver_worker.worker.model_runner, core.scheduler
     weights = random_weights(config)
     if options is not None:
-        weights = quantise_stream(weights, plan_linears(config), options.scale_rule, options.rollout)
+        weights = quantize_stream(weights, plan_linears(config), options.scale_rule, options.rollout)
     elif DEVICE == "cpu":
         weights = []  # vLLM's CPU build has repacked its own BF16 weights and takes no others
     weights = list(weights)
@@ -192,10 +182,6 @@ def _serve(arm: str, config: Qwen3Config, settings: EngineSettings, connection: 
     del weights
     if DEVICE == "cuda":
         torch.cuda.empty_cache()  # for the engines and models beside this one
-    if options is not None and options.operations == "shared":
-        from jetrl_verl.rollout.shared_operations import share_sampler
-
-        share_sampler(runner)
     preempt, preemptions = scheduler._preempt_request, []
 
     def counted(*args, **kwargs):
@@ -219,16 +205,16 @@ class Engine:
     """An engine in a process of its own.
 
     Attributes:
-        start_s: seconds until it could serve. load_s: seconds of loading all weights again, in the arm's format.
+        start_s: seconds until it could serve. load_s: seconds of loading all weights again, in the precision's format.
     """
 
-    def __init__(self, arm: str, config: Qwen3Config, settings: EngineSettings, log: Path) -> None:
+    def __init__(self, precision: str, config: Qwen3Config, settings: EngineSettings, log: Path) -> None:
         self.start_s = self.load_s = float("nan")
         self._log = log
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         context = multiprocessing.get_context("spawn")
         self._connection, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(arm, config, settings, other, log), daemon=True)
+        self._process = context.Process(target=_serve, args=(precision, config, settings, other, log), daemon=True)
         self._process.start()
         other.close()  # so that its end shows here
 
@@ -263,11 +249,11 @@ class Engine:
 def decode_seconds(
     engines: dict[str, Engine], batch: int, length: int, new: int, repetitions: int
 ) -> dict[str, list[float]]:
-    """Arm -> seconds of ``new`` decoding steps of ``batch`` requests behind ``length`` tokens, in turn."""
+    """Precision -> seconds of ``new`` decoding steps of ``batch`` requests behind ``length`` tokens, in turn."""
     for engine in engines.values():
         engine.generate(batch, length, 8)  # fills the prefix cache, compiles what is left
-    seconds: dict[str, list[float]] = {arm: [] for arm in engines}
+    seconds: dict[str, list[float]] = {precision: [] for precision in engines}
     for _ in range(repetitions):
-        for arm, engine in engines.items():
-            seconds[arm].append(engine.decode_seconds(batch, length, new))
+        for precision, engine in engines.items():
+            seconds[precision].append(engine.decode_seconds(batch, length, new))
     return seconds

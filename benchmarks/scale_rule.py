@@ -1,17 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""Which scale rule should be the default: the experiment behind the choice recorded in docs/LOG.md.
+# SPDX-License-Identifier: Apache-2.0
+"""Which scale rule should be the default: the experiment behind the choice recorded in docs/log/quantizers.md.
 
 ``fp32`` puts a group's maximum exactly on 448; ``pow2`` may round it by 6%, but re-lays activations out for WGrad
 without a second rounding. Which weighs more depends on the data, so each row is one kind of data that training really
@@ -31,8 +20,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from jetrl_verl import numerics
-from jetrl_verl.numerics import BLOCK, SCALE_RULES
+from jetrl_verl import reference
+from jetrl_verl.reference import BLOCK, SCALE_RULES
+from jetrl_verl.tools.provenance import provenance
 
 TOKENS, IN_FEATURES, OUT_FEATURES = 512, 1024, 640
 METRICS = ("Y", "Y p99", "dX", "dW", "dW relaid")
@@ -96,15 +86,15 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
 
 def errors(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, rule: str) -> dict[str, float]:
     """Relative errors of the three GEMMs of one layer; ``dW`` takes X from BF16 (one rounding), ``dW relaid`` from the
-    saved codes (two roundings), which is what training does."""
+    saved qdata (two roundings), which is what training does."""
     x64, w64, dy64 = x.double(), w.double(), dy.double()
-    saved = numerics.quantize_1x128(x, rule)
-    weight, weight_t = numerics.quantize_128x128_and_transpose(w, rule)
-    dy_row, dy_t = numerics.quantize_1x128_and_128x1(dy, rule)
-    y = numerics.gemm_nt_float64(saved, weight, b_block_scaled=True)
-    dx = numerics.gemm_nt_float64(dy_row, weight_t, b_block_scaled=True)
-    dw = numerics.gemm_nt_float64(dy_t, numerics.quantize_128x1(x, rule), b_block_scaled=False)
-    dw_relaid = numerics.gemm_nt_float64(dy_t, numerics.relayout_128x1(saved, rule), b_block_scaled=False)
+    saved = reference.quantize_1x128(x, rule)
+    weight, weight_t = reference.quantize_128x128_and_transpose(w, rule)
+    dy_row, dy_t = reference.quantize_1x128_and_128x1(dy, rule)
+    y = reference.gemm_nt_float64(saved, weight, b_block_scaled=True)
+    dx = reference.gemm_nt_float64(dy_row, weight_t, b_block_scaled=True)
+    dw = reference.gemm_nt_float64(dy_t, reference.quantize_128x1(x, rule), b_block_scaled=False)
+    dw_relaid = reference.gemm_nt_float64(dy_t, reference.relayout_128x1(saved, rule), b_block_scaled=False)
     want_y, want_dw = x64 @ w64.t(), dy64.t() @ x64
     per_token = (y - want_y).norm(dim=1) / want_y.norm(dim=1)
     return {
@@ -160,7 +150,7 @@ def main() -> None:
     records = run(args.seeds)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     shape = {"tokens": TOKENS, "in_features": IN_FEATURES, "out_features": OUT_FEATURES, "seeds": args.seeds}
-    args.out.write_text(json.dumps({"shape": shape, "records": records}, indent=1) + "\n")
+    args.out.write_text(json.dumps({"build": provenance(), "shape": shape, "records": records}, indent=1) + "\n")
     Console().print(table(records))
 
 

@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """The demo's job over several GPUs: FSDP2, FSDP1, HSDP, offload, a tensor-parallel rollout, resume on another number.
 
     python benchmarks/several_gpus.py --gpus 2 --out benchmarks/results/several_gpus_2.json
@@ -37,12 +26,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from jetrl_verl.demo import cache
-from jetrl_verl.demo.overrides import RunPaths
-from jetrl_verl.demo.policy import PolicyConfig, build_model, build_tokenizer, save_policy
-from jetrl_verl.demo.run import DemoOptions, run_demo
-from jetrl_verl.observe.report import load_run
-from jetrl_verl.train.reshard import ReshardError, reshard
+from jetrl_verl.checkpoint.reshard import ReshardError, reshard
+from jetrl_verl.tools.demo import cache
+from jetrl_verl.tools.demo.policy import PolicyConfig, build_model, build_tokenizer, save_policy
+from jetrl_verl.tools.demo.run import DemoOptions, run_demo
+from jetrl_verl.tools.launch import RunPaths
+from jetrl_verl.tools.provenance import provenance
+from jetrl_verl.tools.report import load_run
 
 POLICY = PolicyConfig(hidden_size=2048, layers=28, heads=16, kv_heads=8, intermediate_size=6144, max_positions=1024)
 STEPS = 3
@@ -63,7 +53,7 @@ ROOM = (
 """A KV cache of its own size rather than a share of what is free, so that peak memory compares."""
 
 RESUME = "resume"
-SYNC = re.compile(r"loaded in ([\d.]+) s, contract of \d+ quantised and \d+ BF16 tensors held in ([\d.]+) s")
+SYNC = re.compile(r"loaded in ([\d.]+) s, contract of \d+ quantized and \d+ BF16 tensors held in ([\d.]+) s")
 """What a rollout worker logs of each weight sync."""
 
 console = Console(width=150)
@@ -187,7 +177,7 @@ def main() -> int:
     tokenizer, policy = build_tokenizer(), folder / "policy"
     save_policy(build_model(PolicyConfig() if options.tiny else POLICY, tokenizer), tokenizer, policy)
     job = Job(folder, policy, options.gpus, "cpu" if options.tiny else "cuda")
-    result: dict = {"gpus": options.gpus, "runs": []}
+    result: dict = {"build": provenance(), "gpus": options.gpus, "runs": []}
     for name in options.arrangements.split(","):
         for precision in options.precisions.split(","):
             if name == RESUME:

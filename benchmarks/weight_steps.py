@@ -1,21 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """How far the weights that a forward multiplies by move in an update: ``python3 benchmarks/weight_steps.py FOLDER``.
 
-An optimiser moves FP32 masters a little; a forward sees them rounded, to BF16 or to E4M3 codes in 128x128 blocks. Most
+An optimiser moves FP32 masters a little; a forward sees them rounded, to BF16 or to E4M3 qdata in 128x128 blocks. Most
 rounded weights do not move at all and the others jump, so what moves is noise of the size of the grid. For steps of
-several sizes, of random sign and equal for all weights as AdamW's first steps are: the share of codes that change, and
+several sizes, of random sign and equal for all weights as AdamW's first steps are: the share of qdata that change, and
 the root mean square of the change relative to the weights', of masters, of BF16 weights and of FP8 weights. FOLDER is a
 Hugging Face folder; its linear weights get a random place between their BF16 neighbours first, as masters that were
 trained for a while have.
@@ -27,7 +16,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from jetrl_verl.numerics import dequantize_128x128, quantize_128x128
+from jetrl_verl.reference import dequantize_128x128, quantize_128x128
+from jetrl_verl.tools.provenance import describe, provenance
 
 STEPS = (5e-6, 1e-5, 2e-5, 4e-5)
 
@@ -43,14 +33,15 @@ def main(folder: Path) -> None:
     masters = [w + (torch.rand_like(w) - 0.5) * step for w, step in zip(weights, spacing)]
     size = sum(float(w.square().sum()) for w in masters)
     count = sum(w.numel() for w in masters)
-    print("  step  codes changed  relative change of masters     BF16      FP8")
+    print(describe(provenance()))
+    print("  step  qdata changed  relative change of masters     BF16      FP8")
     for step in STEPS:
         squares, changed = [0.0, 0.0, 0.0], 0
         for before in masters:
             after = before + step * torch.randn_like(before).sign()
             rounded, rounded_after = before.bfloat16(), after.bfloat16()
             old, new = quantize_128x128(rounded, "fp32"), quantize_128x128(rounded_after, "fp32")
-            changed += int((old.codes.view(torch.uint8) != new.codes.view(torch.uint8)).sum())
+            changed += int((old.qdata.view(torch.uint8) != new.qdata.view(torch.uint8)).sum())
             moves = (
                 after - before,
                 rounded_after.float() - rounded.float(),

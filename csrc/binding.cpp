@@ -1,23 +1,12 @@
 // Copyright 2026 The jetrl_verl Authors
-//
-// Licensed under the Apache License, Version 2.0 (the "License");
-// you may not use this file except in compliance with the License.
-// You may obtain a copy of the License at
-//
-//     http://www.apache.org/licenses/LICENSE-2.0
-//
-// Unless required by applicable law or agreed to in writing, software
-// distributed under the License is distributed on an "AS IS" BASIS,
-// WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-// See the License for the specific language governing permissions and
-// limitations under the License.
+// SPDX-License-Identifier: Apache-2.0
 
 // The kernels as torch operators, through torch's stable ABI only: one build serves every Python and later torch.
 //
 // Operators write into a tensor that the caller allocated: no allocation here, no wait for the device, so CUDA graphs
-// may capture them. What a call must fulfil is checked here once more than in jetrl_verl/kernels/native.py, because a
-// wrong stride would not fail but read elsewhere. With csrc/emulator the same operators take tensors of the CPU, so all
-// of this file but the device and its stream is tested without a GPU.
+// may capture them. What a call must fulfil is checked here once more than in jetrl_verl/kernels/, because a wrong
+// stride would not fail but read elsewhere. With tests/emulator the same operators accept tensors of the CPU, so all of
+// this file but the device and its stream is tested without a GPU.
 
 #ifndef JETRL_EMULATE
 #include <torch/csrc/stable/accelerator.h>
@@ -73,20 +62,20 @@ int narrow(int64_t value) {
   return int(value);
 }
 
-// Codes [rows, k] E4M3 with FP32 scales [scale_rows, ceil(k / 128)] of any strides.
-jetrl::Operand operand(const char* name, const Tensor& codes, const Tensor& scales, int scale_block) {
-  STD_TORCH_CHECK(on_device(codes) && codes.dim() == 2 && codes.scalar_type() == ScalarType::Float8_e4m3fn,
-                  "jetrl_native: the codes of ", name, " must be a 2-d float8_e4m3fn tensor on a GPU.");
-  STD_TORCH_CHECK(codes.stride(1) == 1 && codes.stride(0) % 16 == 0 && codes.stride(0) >= codes.size(1) &&
-                      starts_on_16_bytes(codes),
+// FP8 data [rows, k] E4M3 with FP32 scales [scale_rows, ceil(k / 128)] of any strides.
+jetrl::Operand operand(const char* name, const Tensor& qdata, const Tensor& scales, int scale_block) {
+  STD_TORCH_CHECK(on_device(qdata) && qdata.dim() == 2 && qdata.scalar_type() == ScalarType::Float8_e4m3fn,
+                  "jetrl_native: the qdata of ", name, " must be a 2-d float8_e4m3fn tensor on a GPU.");
+  STD_TORCH_CHECK(qdata.stride(1) == 1 && qdata.stride(0) % 16 == 0 && qdata.stride(0) >= qdata.size(1) &&
+                      starts_on_16_bytes(qdata),
                   "jetrl_native: the rows of ", name,
                   " must be contiguous and start on multiples of 16 bytes; pad them.");
-  const int64_t scale_rows = (codes.size(0) + scale_block - 1) / scale_block;
-  const int64_t groups = (codes.size(1) + jetrl::kGroup - 1) / jetrl::kGroup;
+  const int64_t scale_rows = (qdata.size(0) + scale_block - 1) / scale_block;
+  const int64_t groups = (qdata.size(1) + jetrl::kGroup - 1) / jetrl::kGroup;
   STD_TORCH_CHECK(on_device(scales) && scales.dim() == 2 && scales.scalar_type() == ScalarType::Float &&
                       scales.size(0) == scale_rows && scales.size(1) == groups,
-                  "jetrl_native: the scales of ", name, " must be FP32, one per ", scale_block, " x 128 codes.");
-  return {codes.data_ptr(), narrow(codes.size(0)), codes.stride(0),
+                  "jetrl_native: the scales of ", name, " must be FP32, one per ", scale_block, " x 128 qdata.");
+  return {qdata.data_ptr(), narrow(qdata.size(0)), qdata.stride(0),
           {static_cast<const float*>(scales.data_ptr()), scales.stride(0), scales.stride(1)}};
 }
 
@@ -169,9 +158,9 @@ int64_t short_stride(int64_t stride) {
   return stride;
 }
 
-jetrl::Operand transposable(const Tensor& codes, const Tensor& scales, int scale_block) {
-  const jetrl::Operand result = operand("X", codes, scales, scale_block);
-  STD_TORCH_CHECK(codes.size(1) % 16 == 0, "jetrl_native: rows of codes must be multiples of 16 bytes.");
+jetrl::Operand transposable(const Tensor& qdata, const Tensor& scales, int scale_block) {
+  const jetrl::Operand result = operand("X", qdata, scales, scale_block);
+  STD_TORCH_CHECK(qdata.size(1) % 16 == 0, "jetrl_native: rows of qdata must be multiples of 16 bytes.");
   short_stride(result.row_stride), short_stride(result.scales.stride_row);
   return result;
 }
@@ -185,7 +174,7 @@ void check_dense(const char* name, const Tensor& tensor, ScalarType type, int64_
                   type == ScalarType::Byte ? "bytes" : "FP32 values", " that start on a multiple of 16 bytes.");
 }
 
-// Codes of a transpose [columns, bytes] and its scales [scale_rows, scale_columns].
+// FP8 data of a transpose [columns, bytes] and its scales [scale_rows, scale_columns].
 jetrl::Transposed transposed(const Tensor& out, const Tensor& scales, int64_t columns, int64_t bytes,
                              int64_t scale_rows, int64_t scale_columns) {
   STD_TORCH_CHECK(bytes % 16 == 0, "jetrl_native: rows of the transpose must be multiples of 16 bytes.");
@@ -194,18 +183,18 @@ jetrl::Transposed transposed(const Tensor& out, const Tensor& scales, int64_t co
   return {out.data_ptr(), short_stride(bytes), static_cast<float*>(scales.data_ptr())};
 }
 
-void relayout(const Tensor& codes, const Tensor& scales, const Tensor& out, const Tensor& out_scales, bool pow2) {
-  const Device device(codes);
-  const jetrl::Operand x = transposable(codes, scales, 1);
-  const int k = narrow(codes.size(1)), groups = jetrl::ceil_div(x.rows, jetrl::kGroup);
+void relayout(const Tensor& qdata, const Tensor& scales, const Tensor& out, const Tensor& out_scales, bool pow2) {
+  const Device device(qdata);
+  const jetrl::Operand x = transposable(qdata, scales, 1);
+  const int k = narrow(qdata.size(1)), groups = jetrl::ceil_div(x.rows, jetrl::kGroup);
   const jetrl::Transposed to = transposed(out, out_scales, k, int64_t(groups) * jetrl::kGroup, groups, k);
   jetrl::relayout_128x1(x, k, pow2, to, device.stream);
 }
 
-void transpose(const Tensor& codes, const Tensor& scales, const Tensor& out, const Tensor& out_scales) {
-  const Device device(codes);
-  const jetrl::Operand w = transposable(codes, scales, jetrl::kGroup);
-  const int k = narrow(codes.size(1));
+void transpose(const Tensor& qdata, const Tensor& scales, const Tensor& out, const Tensor& out_scales) {
+  const Device device(qdata);
+  const jetrl::Operand w = transposable(qdata, scales, jetrl::kGroup);
+  const int k = narrow(qdata.size(1));
   const jetrl::Transposed to = transposed(out, out_scales, k, w.rows, scales.size(1), scales.size(0));
   jetrl::transpose_128x128(w, k, to, device.stream);
 }
@@ -219,14 +208,14 @@ jetrl::Bf16Rows bf16_rows(const char* name, const Tensor& x, int64_t rows, int64
   return {static_cast<const uint16_t*>(x.data_ptr()), short_stride(x.stride(0))};
 }
 
-// Codes [rows, k] and scales [k / 128, rows], and what `transposed` takes.
-jetrl::QuantisedBothWays both_ways(const Tensor& codes, const Tensor& scales, const Tensor& column_codes,
+// FP8 data [rows, k] and scales [k / 128, rows], and what `transposed` takes.
+jetrl::QuantizedBothWays both_ways(const Tensor& qdata, const Tensor& scales, const Tensor& column_qdata,
                                    const Tensor& column_scales, int rows, int k) {
   const int groups = jetrl::ceil_div(rows, jetrl::kGroup);
-  check_dense("the codes of a gradient", codes, ScalarType::Byte, rows, k);
+  check_dense("the qdata of a gradient", qdata, ScalarType::Byte, rows, k);
   check_dense("the scales of a gradient", scales, ScalarType::Float, k / jetrl::kGroup, rows);
-  return {codes.data_ptr(), static_cast<float*>(scales.data_ptr()),
-          transposed(column_codes, column_scales, k, int64_t(groups) * jetrl::kGroup, groups, k)};
+  return {qdata.data_ptr(), static_cast<float*>(scales.data_ptr()),
+          transposed(column_qdata, column_scales, k, int64_t(groups) * jetrl::kGroup, groups, k)};
 }
 
 void silu_mul_backward(const Tensor& dy, const Tensor& gate, const Tensor& up, const Tensor& dgate,
@@ -249,8 +238,8 @@ void declare(torch::stable::detail::StableLibrary& library) {
   library.def(
       "wgrad(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor(a!) dw, bool accumulate, int block, "
       "int cluster) -> ()");
-  library.def("relayout(Tensor codes, Tensor scales, Tensor(a!) out, Tensor(b!) out_scales, bool pow2) -> ()");
-  library.def("transpose(Tensor codes, Tensor scales, Tensor(a!) out, Tensor(b!) out_scales) -> ()");
+  library.def("relayout(Tensor qdata, Tensor scales, Tensor(a!) out, Tensor(b!) out_scales, bool pow2) -> ()");
+  library.def("transpose(Tensor qdata, Tensor scales, Tensor(a!) out, Tensor(b!) out_scales) -> ()");
   library.def(
       "silu_mul_backward(Tensor dy, Tensor gate, Tensor up, Tensor(a!) dgate, Tensor(b!) dgate_scales, "
       "Tensor(c!) dgate_columns, Tensor(d!) dgate_column_scales, Tensor(e!) dup, Tensor(f!) dup_scales, "

@@ -1,34 +1,12 @@
 // Copyright 2026 The jetrl_verl Authors
-//
-// Licensed under the Apache License, Version 2.0 (the "License");
-// you may not use this file except in compliance with the License.
-// You may obtain a copy of the License at
-//
-//     http://www.apache.org/licenses/LICENSE-2.0
-//
-// Unless required by applicable law or agreed to in writing, software
-// distributed under the License is distributed on an "AS IS" BASIS,
-// WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-// See the License for the specific language governing permissions and
-// limitations under the License.
+// SPDX-License-Identifier: Apache-2.0
 
 // What the kernels are made of, on both sides of the fence: layouts as arithmetic, and the host's view of a call.
 //
-// Shared-memory operand tile. TMA writes a box of `rows` x 128 bytes (128 E4M3 codes: one K block) under the 128-byte
+// Shared-memory operand tile. TMA writes a box of `rows` x 128 bytes (128 E4M3 qdata: one K block) under the 128-byte
 // swizzle: the 16-byte chunk index of an address (bits 4..6) is XORed with its row within eight rows (bits 7..9). A
 // tile starts on a multiple of 1024 bytes (eight rows), so the pattern is a function of the address alone, and wgmma
-// applies the same XOR to the addresses that it forms. Hence no code here ever computes a swizzled operand address:
-// both ends do.
-//
-// wgmma's matrix descriptor for such a K-major tile:
-//   bits  0..13  start address / 16
-//   bits 16..29  leading byte offset / 16: unused with a swizzle as wide as the row; 1 by convention
-//   bits 32..45  stride byte offset / 16: from eight rows to the next eight, 1024 / 16 = 64
-//   bits 49..51  base offset: 0, because tiles start on multiples of 1024
-//   bits 62..63  layout: 1, the 128-byte swizzle
-// An instruction contracts 32 codes (32 bytes), so the four of one K block start 0, 32, 64 and 96 bytes into the row:
-// 2 units of the address field apart. The hardware adds the row offsets to that start and XORs afterwards, so a start
-// inside the first 128-byte row keeps bits 7..9 of every address those of its row. Tile rows r..r+63 start at r * 128.
+// applies the same XOR to the addresses that it forms: no code here computes a swizzled operand address.
 //
 // wgmma's FP32 accumulator (m64nN): thread t of the warpgroup, lane l = t % 32, holds for each n8 chunk j
 //   d[4j + 0..1] = D[16 (t / 32) + l / 4    ][8j + 2 (l % 4) + 0..1]
@@ -46,19 +24,28 @@
 
 namespace jetrl {
 
-constexpr int kGroup = 128;            // codes that share a scale along K; bytes in a row of an operand tile
+constexpr int kGroup = 128;            // qdata that share a scale along K; bytes in a row of an operand tile
 constexpr int kChainLength = 4;        // wgmma k32 instructions in one K block
 constexpr int kSharedMemory = 232448;  // what a block of sm_90 can have: 227 KiB
 
 JETRL_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 JETRL_HOST_DEVICE constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 
+// wgmma's matrix descriptor for a K-major tile:
+//   bits  0..13  start address / 16
+//   bits 16..29  leading byte offset / 16: unused with a swizzle as wide as the row; 1 by convention
+//   bits 32..45  stride byte offset / 16: from eight rows to the next eight, 1024 / 16 = 64
+//   bits 49..51  base offset: 0, because tiles start on multiples of 1024
+//   bits 62..63  layout: 1, the 128-byte swizzle
+// An instruction contracts 32 qdata (32 bytes), so the four of one K block start 0, 32, 64 and 96 bytes into the row:
+// 2 units of the address field apart. The hardware adds the row offsets to that start and XORs afterwards, so a start
+// inside the first 128-byte row keeps bits 7..9 of every address those of its row. Tile rows r..r+63 start at r * 128.
 JETRL_HOST_DEVICE uint64_t operand_descriptor(uint32_t shared_address) {
   constexpr uint64_t kLeading = 1, kStride = 1024 / 16, kSwizzle128 = 1;
   return (uint64_t(shared_address & 0x3FFFF) >> 4) | kLeading << 16 | kStride << 32 | kSwizzle128 << 62;
 }
 
-constexpr uint64_t kDescriptorStepK32 = 32 / 16;        // next 32 codes of the same rows
+constexpr uint64_t kDescriptorStepK32 = 32 / 16;        // next 32 qdata of the same rows
 constexpr uint64_t kDescriptorStep64Rows = 64 * kGroup / 16;
 
 // Output tiles in the order that a persistent grid takes them: down groups of `group` tile rows, then one column on, so
@@ -106,9 +93,9 @@ inline bool scales_suit_tma(const Scales& scales, int rows) {
          scales.stride_group >= rows && reinterpret_cast<uintptr_t>(scales.data) % 16 == 0;
 }
 
-// Codes [rows, k], contiguous along k; `row_stride` in bytes is a multiple of 16, like `codes`.
+// FP8 data [rows, k], contiguous along k; `row_stride` in bytes is a multiple of 16, like `qdata`.
 struct Operand {
-  const void* codes;
+  const void* qdata;
   int rows;
   int64_t row_stride;
   Scales scales;
@@ -154,7 +141,7 @@ struct Grid {
 
 // Y[M,N] = X W^T (+ bias), 1x128 scales on X, 128x128 scales on W, BF16 out.
 void fprop(const Operand& x, const Operand& w, int k, const Bias& bias, const Output& y, Config config, Stream stream);
-// The same for few rows of X; the same bits. `static_weight`: the previous kernel in the stream writes neither codes
+// The same for few rows of X; the same bits. `static_weight`: the previous kernel in the stream writes neither qdata
 // nor scales of W nor the bias, and allows nothing before all in front of it has ended (Grid): copies of W may start
 // while it runs. Only the speed depends on it.
 void decode_fprop(const Operand& x, const Operand& w, int k, const Bias& bias, const Output& y, Config config,
@@ -162,14 +149,14 @@ void decode_fprop(const Operand& x, const Operand& w, int k, const Bias& bias, c
 // dW[N,K] = A B^T with A = dY^T [N,T], B = X^T [K,T], 1x128 scales along T on both, `t` tokens.
 void wgrad(const Operand& a, const Operand& b, int t, const Output& dw, Config config, Stream stream);
 
-// Codes [columns, rows] of the transpose; `row_stride` in bytes is a multiple of 16, like `codes`.
+// FP8 data [columns, rows] of the transpose; `row_stride` in bytes is a multiple of 16, like `qdata`.
 struct Transposed {
-  void* codes;
+  void* qdata;
   int64_t row_stride;
   float* scales;
 };
 
-// x [M,K] with 1x128 scales to codes [K,M] with a scale per 128 tokens, [ceil(M/128), K]: WGrad's operand. k and the
+// x [M,K] with 1x128 scales to qdata [K,M] with a scale per 128 tokens, [ceil(M/128), K]: WGrad's operand. k and the
 // rows' stride are multiples of 16; rows of `out` have room for M rounded up to 128, zeros (or NaN) after its end.
 void relayout_128x1(const Operand& x, int k, bool pow2, const Transposed& out, Stream stream);
 // w [N,K] with 128x128 scales to its transpose, [K,N], scales [ceil(K/128), ceil(N/128)]; N and K multiples of 16.
@@ -181,15 +168,15 @@ struct Bf16Rows {
   int64_t stride;
 };
 
-// 1x128 codes [rows, columns] with scales [columns / 128, rows], and 128x1 codes of the same BF16 numbers.
-struct QuantisedBothWays {
-  void* codes;
+// 1x128 qdata [rows, columns] with scales [columns / 128, rows], and 128x1 qdata of the same BF16 numbers.
+struct QuantizedBothWays {
+  void* qdata;
   float* scales;
   Transposed columns;
 };
 
-// The gradients of silu(gate) * up [rows, k] for dy, quantised along both dimensions; k is a multiple of 128.
+// The gradients of silu(gate) * up [rows, k] for dy, quantized along both dimensions; k is a multiple of 128.
 void silu_mul_backward(const Bf16Rows& dy, const Bf16Rows& gate, const Bf16Rows& up, int rows, int k, bool pow2,
-                       const QuantisedBothWays& dgate, const QuantisedBothWays& dup, Stream stream);
+                       const QuantizedBothWays& dgate, const QuantizedBothWays& dup, Stream stream);
 
 }  // namespace jetrl

@@ -1,16 +1,5 @@
 // Copyright 2026 The jetrl_verl Authors
-//
-// Licensed under the Apache License, Version 2.0 (the "License");
-// you may not use this file except in compliance with the License.
-// You may obtain a copy of the License at
-//
-//     http://www.apache.org/licenses/LICENSE-2.0
-//
-// Unless required by applicable law or agreed to in writing, software
-// distributed under the License is distributed on an "AS IS" BASIS,
-// WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-// See the License for the specific language governing permissions and
-// limitations under the License.
+// SPDX-License-Identifier: Apache-2.0
 
 // What a host function needs to start a kernel: TMA descriptors, the machine's size, a launch with clusters, which may
 // overlap with the kernel in front.
@@ -70,9 +59,9 @@ inline CUtensorMap tensor_map(const char* what, CUtensorMapDataType type, const 
   return map;
 }
 
-// Codes as a matrix of bytes, read in boxes of `box_rows` rows x 128 bytes under the 128-byte swizzle.
+// FP8 data as a matrix of bytes, read in boxes of `box_rows` rows x 128 bytes under the 128-byte swizzle.
 inline CUtensorMap operand_map(const Operand& operand, int k, int box_rows) {
-  return tensor_map("codes", CU_TENSOR_MAP_DATA_TYPE_UINT8, operand.codes, k, operand.rows, operand.row_stride, kGroup,
+  return tensor_map("qdata", CU_TENSOR_MAP_DATA_TYPE_UINT8, operand.qdata, k, operand.rows, operand.row_stride, kGroup,
                     box_rows, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 

@@ -1,19 +1,7 @@
 // Copyright 2026 The jetrl_verl Authors
-//
-// Licensed under the Apache License, Version 2.0 (the "License");
-// you may not use this file except in compliance with the License.
-// You may obtain a copy of the License at
-//
-//     http://www.apache.org/licenses/LICENSE-2.0
-//
-// Unless required by applicable law or agreed to in writing, software
-// distributed under the License is distributed on an "AS IS" BASIS,
-// WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-// See the License for the specific language governing permissions and
-// limitations under the License.
+// SPDX-License-Identifier: Apache-2.0
 
-// The ring of shared-memory stages between the warps that copy, "the producer" below, and the consumer warpgroups, and
-// its barriers.
+// The ring of shared-memory stages between the warps that copy ("the producer") and the consumer warpgroups.
 //
 // Stage s has two mbarriers. `full`: one arrival a phase of the thread that announces the bytes which the copy engine
 // brings, and one of each lane whose cp.async bring scales; the phase ends when all have come and the copy engine has
@@ -24,17 +12,6 @@
 //   consumers wait for   full[s]  with parity  round % 2        (the phase that this round's copies end)
 //   the producer for     empty[s] with parity  round % 2 ^ 1    (the phase that last round's readers ended; in round 0
 //                                                                the one before the first, which counts as over)
-// A wait names a phase by its parity alone, which is enough while nobody can be two phases behind. `full` cannot end
-// phase r + 1 before the producer saw `empty` end phase r, which needs every warp to have passed its wait for `full` in
-// round r; `empty` cannot end phase r + 1 before the consumers passed `full` of round r + 1, which follows the
-// producer's wait for `empty` of phase r, in each block of the cluster. So a warp that copies waits for the `empty` of
-// those stages only to whose `full` it arrives in every use; lanes of it that do not arrive meet the others behind each
-// wait.
-//
-// With a cluster, block P may issue its half of a tile for round r before block Q's producer has announced its bytes:
-// the bytes then arrive on Q's `full` in a phase that still misses Q's own arrival, cannot end early, and may count
-// below zero until the announcement. It is the right phase, since P saw `empty` end, so Q's warps had passed `full` of
-// round r - 1.
 
 #pragma once
 
@@ -64,6 +41,17 @@ JETRL_DEVICE void arrive_at_blocks(uint32_t barrier, int lane) {
   }
 }
 
+// A wait names a phase by its parity alone, which is enough while nobody can be two phases behind. `full` cannot end
+// phase r + 1 before the producer saw `empty` end phase r, which needs every warp to have passed its wait for `full` in
+// round r; `empty` cannot end phase r + 1 before the consumers passed `full` of round r + 1, which follows the
+// producer's wait for `empty` of phase r, in each block of the cluster. So a warp that copies waits for the `empty` of
+// those stages only to whose `full` it arrives in every use; lanes of it that do not arrive meet the others behind each
+// wait.
+//
+// With a cluster, block P may issue its half of a tile for round r before block Q's producer has announced its bytes:
+// the bytes then arrive on Q's `full` in a phase that still misses Q's own arrival, cannot end early, and may count
+// below zero until the announcement. It is the right phase, since P saw `empty` end, so Q's warps had passed `full` of
+// round r - 1.
 struct StageRing {
   uint32_t full, empty;  // shared addresses of the two arrays of barriers
   int stages;

@@ -1,25 +1,14 @@
 // Copyright 2026 The jetrl_verl Authors
-//
-// Licensed under the Apache License, Version 2.0 (the "License");
-// you may not use this file except in compliance with the License.
-// You may obtain a copy of the License at
-//
-//     http://www.apache.org/licenses/LICENSE-2.0
-//
-// Unless required by applicable law or agreed to in writing, software
-// distributed under the License is distributed on an "AS IS" BASIS,
-// WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-// See the License for the specific language governing permissions and
-// limitations under the License.
+// SPDX-License-Identifier: Apache-2.0
 
-// A group's scale and what its elements are multiplied by, in the arithmetic of kernels/triton_kernels/_codec.py, which
-// has the proofs that codes and scales are the bytes of numerics/.
+// A group's scale and what its elements are multiplied by, in the arithmetic of kernels/device/e4m3.py, which has the
+// proofs that qdata and scales are the bytes of the reference.
 //
 //   fp32   s = amax / 448 rounded: a quotient by 7 is nowhere near a midpoint, so two terms of 1 / 448 give it
 //   pow2   s = 2^ceil(log2(amax / 448)), from the bits of amax: 448 is 1.75 * 2^8
 //
 // Neither is below 2^-63; the scale of zeros, and that of a group with an Inf or NaN, is stored as 1. Whatever the
-// elements are multiplied by is NaN for a group with an Inf or NaN, so all its codes are.
+// elements are multiplied by is NaN for a group with an Inf or NaN, so all its qdata are.
 
 #pragma once
 
@@ -91,9 +80,9 @@ struct Bf16Divider : GroupScale<kPow2> {
   }
 };
 
-// The codes of four numbers, that of the first in the low byte.
+// The qdata of four numbers, that of the first in the low byte.
 template <class Division>
-JETRL_DEVICE uint32_t codes_of(const Division& divide, float a, float b, float c, float d) {
+JETRL_DEVICE uint32_t qdata_of(const Division& divide, float a, float b, float c, float d) {
   return sm90::encode_four(divide(a), divide(b), divide(c), divide(d));
 }
 

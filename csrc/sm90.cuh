@@ -1,22 +1,11 @@
 // Copyright 2026 The jetrl_verl Authors
-//
-// Licensed under the Apache License, Version 2.0 (the "License");
-// you may not use this file except in compliance with the License.
-// You may obtain a copy of the License at
-//
-//     http://www.apache.org/licenses/LICENSE-2.0
-//
-// Unless required by applicable law or agreed to in writing, software
-// distributed under the License is distributed on an "AS IS" BASIS,
-// WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-// See the License for the specific language governing permissions and
-// limitations under the License.
+// SPDX-License-Identifier: Apache-2.0
 
 // The Hopper instructions that the kernels use, one function each: no other file holds PTX.
 //
 // Shared-memory addresses are 32-bit, as the instructions want them; waits carry a name, so that a debug build
 // (-DJETRL_DEBUG) can say which barrier a hung kernel waits for before it traps. Under JETRL_EMULATE the same functions
-// come from emulator/sm90.h and run on a CPU: kernel code must reach the hardware through this file alone.
+// come from tests/emulator/sm90.h and run on a CPU: kernel code must reach the hardware through this file alone.
 
 #pragma once
 
@@ -326,16 +315,16 @@ JETRL_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
 JETRL_DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 JETRL_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
 
-// ---- codes ---------------------------------------------------------------------------------------------------------
+// ---- qdata ---------------------------------------------------------------------------------------------------------
 
-// The values of two E4M3 codes, that of the low byte first.
-JETRL_DEVICE float2 decode_two(uint16_t codes) {
+// The values of two E4M3 qdata, that of the low byte first.
+JETRL_DEVICE float2 decode_two(uint16_t qdata) {
   uint32_t halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(qdata));
   return __half22float2(*reinterpret_cast<const __half2*>(&halves));
 }
 
-// E4M3 codes to nearest even, 448 at most, that of `a` in the low byte; NaN gives 0x7F.
+// E4M3 qdata to nearest even, 448 at most, that of `a` in the low byte; NaN gives 0x7F.
 JETRL_DEVICE uint32_t encode_four(float a, float b, float c, float d) {
   uint32_t word;
   asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"

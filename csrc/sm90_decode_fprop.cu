@@ -1,68 +1,20 @@
 // Copyright 2026 The jetrl_verl Authors
-//
-// Licensed under the Apache License, Version 2.0 (the "License");
-// you may not use this file except in compliance with the License.
-// You may obtain a copy of the License at
-//
-//     http://www.apache.org/licenses/LICENSE-2.0
-//
-// Unless required by applicable law or agreed to in writing, software
-// distributed under the License is distributed on an "AS IS" BASIS,
-// WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-// See the License for the specific language governing permissions and
-// limitations under the License.
+// SPDX-License-Identifier: Apache-2.0
 
 // Decoding on Hopper: Y[M,N] = X[M,K] W[N,K]^T (+ bias) for few rows of X, with the bits of the big kernel
-// (sm90_fprop_1x128_128x128.cu). The weights are read once from device memory and are what limits it: 4.3 TB/s.
+// (sm90_fprop_1x128_128x128.cu). The weights are read once from device memory and are what limits it.
 //
-// Tokens are wgmma's M, 64 of them, and a narrow tile of kColumns rows of W its N. A thread then has two rows of D: two
-// scales of X and one of W, two multiplications and kColumns / 2 FMA per K block. With the sides swapped, W as M, a
-// tile of 32 rows of W wastes half an instruction and each token is a column with a scale of its own. Up to 16 tokens
-// both are equally fast (H200, a layer's four linears), at 64 tokens this is 10% faster and at 128 20%.
+// Tokens are wgmma's M, 64 of them, and a narrow tile of kColumns rows of W its N; kColumns is chosen so that one round
+// of blocks, or a whole number of rounds, covers N (plan_cost). A stage holds two K blocks (one with 128 tokens): one
+// wait for its copies, one for its chains, one release. The group of stage i + 1 is issued before that of stage i is
+// waited for.
 //
-// All multiprocessors stream: kColumns is chosen so that one round of blocks, or a whole number of rounds, covers N:
-// 4096 = 128 x 32, 6144 = 128 x 48, 24576 = 3 x 128 x 64 (plan_cost).
+// Roles: one consumer warpgroup, two with 128 tokens; a warp that copies qdata by TMA; a warp that copies scales by
+// cp.async. Everything that reads X waits for the kernel in front, which makes X; copies of W may start before
+// (`static_weight`). No kernel behind may start early: each block holds a multiprocessor's shared memory to its end.
 //
-// What limits it, per multiprocessor, for 64 tokens and 32 columns. A K block is 4 KB of W, due every 220 cycles;
-// beside it come 8 KB of X from the L2. (Blocks that share X by multicast are no faster.)
-//   - Shared memory delivers 128 bytes a cycle: wgmma reads 8 KB of X and 4 KB of W, the copy engine writes as much:
-//     192 cycles.
-//   - One warpgroup, so one warp on each sub-core, does everything in turn: wait, issue, wait, promote. A step is a
-//     stage of two K blocks (one with 128 tokens, whose X would leave too few stages) and one wgmma group: one wait for
-//     its copies, one for its chains, one release. The group of stage i + 1 is issued before that of stage i is waited
-//     for: four sets of partial sums, 16 registers each for 32 columns. Two warpgroups share 128 tokens.
-//   - Scales of a token lie side by side for the K blocks of a stage: one 8-byte read for each of a thread's two rows
-//     and one for the W scale.
-//   - Bytes in flight: at 33 bytes per ns and about 1 us under load, 33 KB of W have to be on their way. Stages fill
-//     the shared memory; two are in the consumers' hands. The ring goes on from tile to tile (StageRing), so the number
-//     of stages need not be even: 9 of 8 KB of W for 64 tokens by 32 columns.
-//   - Code is read for the first time, too: the loop is two stages long, what the two pairs of partial sums need.
-//
-// Few tokens. TMA loads kTokens rows of X, or those of them that exist; wgmma reads 64. Rows past kTokens are whatever
-// follows the tile in shared memory (W follows X, so they are inside it); rows of D are independent, those are not
-// stored.
-//
-// Fixed cost, about 5 us of a call: launch; a tensor map fetched and the first copy, one after the other; the last
-// stage and the stores. The copies of the first kEarly stages therefore start before the block meets: its own barriers
-// are all they need. Registers suffice without setmaxnreg, so no third warpgroup has to exist.
-//
-// The kernel in front, while decoding, is the quantiser that makes X. A launch with `static_weight` may begin while
-// that one runs, which hides the launch, the barriers and the way of the first stages' W from device memory; whoever
-// copies of X, the copying thread and the warp of the scales, waits for it to end before its first copy. Nobody else
-// has to: consumers see X after that wait, and store Y, whose memory the kernel in front may have read, after they saw
-// X.
-// This kernel lets none behind it start early (griddepcontrol.launch_dependents): each of its blocks has the shared
-// memory of a multiprocessor to its end, where another one's would find no room, and who would start then, and what it
-// reads before it waits, this file cannot know.
-//
-// Scales come by a warp's cp.async, one stage of the ring at a time like the codes: read by the consumers themselves,
-// from global memory and stages ahead, each stage would take three loads, their addresses and guards from the warps
-// whose issue slots are what there is least of; a warp on its own has them to spare.
-//
-// Edges. TMA and cp.async fill with zeros. An odd number of K blocks leaves half a stage past K: partial sums p = +0,
-// and the scale is made -0, since fma(+0, -0, acc) = acc + -0 = acc, bit for bit; +0 would turn an acc of -0 into +0.
-// Tiles start on multiples of 16 columns, so 16 columns share a W scale; 48 does not divide 128, and there each 16
-// columns read theirs from the one or the other of the stage's two.
+// Edges: TMA and cp.async fill with zeros. An odd number of K blocks leaves half a stage past K: partial sums are +0
+// and the scale is made -0, since fma(+0, -0, acc) = acc, bit for bit; +0 would turn an acc of -0 into +0.
 
 #include <algorithm>
 
@@ -86,6 +38,10 @@ struct DecodeParams {
   int tiles;
 };
 
+// TMA loads kTokens rows of X, or those of them that exist; wgmma reads 64. Rows past kTokens are whatever follows the
+// tile in shared memory (W follows X, so they are inside it); rows of D are independent, those are not stored. Tiles
+// start on multiples of 16 columns, so 16 columns share a W scale; 48 does not divide 128, and there each 16 columns
+// read theirs from the one or the other of the stage's two.
 template <int kTokens_, int kColumns_>
 struct DecodeShape {
   static constexpr int kTokens = kTokens_, kColumns = kColumns_, kConsumers = ceil_div(kTokens, 64);

@@ -1,16 +1,5 @@
 // Copyright 2026 The jetrl_verl Authors
-//
-// Licensed under the Apache License, Version 2.0 (the "License");
-// you may not use this file except in compliance with the License.
-// You may obtain a copy of the License at
-//
-//     http://www.apache.org/licenses/LICENSE-2.0
-//
-// Unless required by applicable law or agreed to in writing, software
-// distributed under the License is distributed on an "AS IS" BASIS,
-// WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-// See the License for the specific language governing permissions and
-// limitations under the License.
+// SPDX-License-Identifier: Apache-2.0
 
 // FProp and DGrad on Hopper: Y[M,N] = X[M,K] W[N,K]^T (+ bias), 1x128 scales on X, 128x128 scales on W, BF16 out.
 //
@@ -19,52 +8,13 @@
 // Every element of Y is that one chain of operations, whatever tile, cluster or order of the warps: configurations
 // differ in speed only.
 //
-// What limits it, per multiprocessor. wgmma does 4096 E4M3 multiply-adds a cycle: a 128 x 256 tile and one K block are
-// 1024 cycles. In that time
-//   - the four sub-cores issue one instruction a cycle each: 256 cycles of promotion (one FMA an element) plus waits,
-//     that is, only if they run beside the other warpgroup's wgmma and not after their own;
-//   - shared memory delivers 128 bytes a cycle: each m64n128k32 (64 cycles) reads 2 KB of X and 4 KB of W, 96 bytes a
-//     cycle, and the copy engine writes (128 + 256) * 128 bytes in 1024 cycles, 48 more a cycle. A 128 x 128 tile
-//     writes 64. So the tile is 128 x 256, as large as registers allow: a thread of the two consumer warpgroups keeps
-//     2 x 64 accumulators and 64 partial sums, 192 of its 240 registers (504 of 512 go to the three warpgroups: 240,
-//     240, 24). 256 x 128 is as fast, but has twice the scales of X and leaves no room for the staging below;
-//   - the L2 delivers about 5.5 TB/s, 24 bytes a cycle to each multiprocessor. A 128 x 256 tile on its own reads 48.
-//     Two blocks of a cluster take neighbouring rows and share the rows of W by multicast: 32.
-// The kernel waits for neither of these two (H200): clusters of one are 0.5% slower; X in registers, read by ldmatrix
-// once for all columns, spares shared memory a sixth of its reads and is 4.5% slower: the register file, which wgmma's
-// accumulators and the FMAs both read, seems busier than shared memory is. Chains of 64 columns, of which a warpgroup
-// has two in flight, are no faster than that. Where tiles of 256 columns leave multiprocessors without one in the last
-// round, those of 192 (one chain a warpgroup), 128 or 64 may take less time (kTiles).
+// Roles (384 threads, one block per multiprocessor, persistent): warpgroup 0 holds the warps that copy, one for qdata
+// and, where scales_suit_tma, the scales of X by TMA, else one more for those by cp.async, one for the scales of W;
+// warpgroups 1 and 2 each own 64 rows. A warpgroup waits for its own chain and promotes it while the other's runs.
 //
-// Overlap. A warpgroup waits for its own chain and promotes it while the other's chain runs. Nothing makes them take
-// turns: whoever comes second waits for the tensor cores, and is then out of step with the first (turns by named
-// barriers or mbarriers were no faster on an H200). The other's chain covers 256 cycles. A chain's latency, 64 FMAs
-// (160 cycles: wgmma's accumulators pass through the same ports of the register file) and what stands between them and
-// the next chain are about 300, so every instruction there shows:
-//   - Stages are static (tile_ring.cuh: addresses need no arithmetic), where releases arrive is computed once, and
-//     while a tile has more than a round of blocks left the loop does not ask for its end.
-//   - The next block is waited for behind the FMAs in this source. So ptxas asks for it before them and branches after
-//     them, if it has not come (a look under the chain is as fast; with the question for the tile's end in between it
-//     asked after them, 3% slower). The stage has been given back by then: else late copies would make the next ones
-//     late.
-//   - The warps of a warpgroup start a chain together, so the slowest of them counts, and that is the one whose
-//     sub-core issues for a warp that copies, too. An instruction a K block in one of those costs as much as one in the
-//     loop: see fprop_fill, fprop_copy_w_scales.
-// Together 3% (H200, 16 shapes). Scales read elsewhere, under the chain before or behind the own one's start, were 1 to
-// 2% slower: the wait for them stands behind a chain's first wgmma and stops nothing.
-//
-// The end of a tile stops nobody. Stored where the loop ends, 32 K blocks' output takes 6% of the time, 1.5% for the
-// stores and the rest because both warpgroups pack and wait while the tensor cores have nothing to do. So the sums stay
-// in their registers until the next tile's first block: each chain's columns are packed into staging under that block's
-// chain for the same ones, which starts from zero anyway, and the copy engine stores them while the loop goes on.
-//
-// Roles (384 threads, one block per multiprocessor, persistent): warpgroup 0 holds the warps that copy; warpgroups 1
-// and 2 each own 64 rows. By TMA one warp brings codes, and the scales of X where scales_suit_tma; else another one
-// brings them by cp.async, four bytes each. Those copies and their 33 arrivals pass through the shared memory that the
-// loop needs: TMA instead is 4% faster (H200). The scales of W, one for each 128 columns, are a third warp's cp.async.
-// M, N and K edges: TMA and cp.async fill with zeros, so partial sums there are zero, and TMA stores nothing there. K's
-// last group is short but has a scale. Where M has an odd number of row tiles, the last cluster's second block computes
-// zeros that no one stores.
+// Edges: TMA and cp.async fill with zeros, so partial sums there are zero, and TMA stores nothing there. K's last group
+// is short but has a scale. Where M has an odd number of row tiles, the last cluster's second block computes zeros that
+// no one stores. What limits the kernel, with figures: docs/log/.
 
 #include <algorithm>
 
@@ -90,6 +40,10 @@ struct Corner {
   int row, column;
 };
 
+// The tile is 128 x 256, as large as registers allow: a thread of the two consumer warpgroups keeps 2 x 64 accumulators
+// and 64 partial sums, 192 of its 240 registers (504 of 512 go to the three warpgroups: 240, 240, 24). Where tiles of
+// 256 columns leave multiprocessors without one in the last round, those of 192 (one chain a warpgroup), 128 or 64 may
+// take less time (kTiles).
 template <int kBlockN_, int kCluster_>
 struct FpropShape {
   static constexpr int kBlockM = 128, kBlockN = kBlockN_, kCluster = kCluster_;
@@ -137,7 +91,7 @@ JETRL_DEVICE void fprop_fill(const FpropParams& p, TileRing<Shape::kStages> ring
   }
 }
 
-// By a warp: codes, and the scales of X where scales_suit_tma.
+// By a warp: qdata, and the scales of X where scales_suit_tma.
 template <class Shape>
 JETRL_DEVICE void fprop_copy(const sm90::TensorMap* x_map, const sm90::TensorMap* w_map,
                              const sm90::TensorMap* x_scales_map, const FpropParams& p, uint32_t base,
@@ -194,7 +148,14 @@ JETRL_DEVICE void fprop_copy_x_scales(const FpropParams& p, uint32_t base, TileR
   });
 }
 
-// A consumer warp, with the tile that it computes in its registers.
+// A consumer warp, with the tile that it computes in its registers. Every instruction between two chains shows, so
+// stages are static (tile_ring.cuh), where releases arrive is computed once, and while a tile has more than a round of
+// blocks left the loop does not ask for its end. The next block is waited for behind the FMAs in this source: ptxas
+// asks for it before them and branches after them, if it has not come.
+//
+// The end of a tile stops nobody: the sums stay in their registers until the next tile's first block, where each
+// chain's columns are packed into staging under that block's chain for the same ones, which starts from zero anyway,
+// and the copy engine stores them while the loop goes on.
 template <class Shape>
 struct FpropConsumer {
   static constexpr int kChunks = Shape::kChunks, kSums = Shape::kSums, kStages = Shape::kStages;

@@ -1,38 +1,18 @@
 // Copyright 2026 The jetrl_verl Authors
-//
-// Licensed under the Apache License, Version 2.0 (the "License");
-// you may not use this file except in compliance with the License.
-// You may obtain a copy of the License at
-//
-//     http://www.apache.org/licenses/LICENSE-2.0
-//
-// Unless required by applicable law or agreed to in writing, software
-// distributed under the License is distributed on an "AS IS" BASIS,
-// WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-// See the License for the specific language governing permissions and
-// limitations under the License.
+// SPDX-License-Identifier: Apache-2.0
 
-// FP8 -> FP8 re-layout of saved activations: 1x128 codes [M, K] to codes [K, M] with a scale per 128 tokens, WGrad's
-// operand. numerics/quantize.py, relayout_128x1, is the contract; every byte is its.
+// FP8 -> FP8 re-layout of saved activations: 1x128 qdata [M, K] to qdata [K, M] with a scale per 128 tokens, WGrad's
+// operand. reference/quantize.py, relayout_128x1, is the contract; every byte is its.
 //
-//   x[m, k]  = code[m, k] * scale[m, k / 128]                       FP32, rounded once
+//   x[m, k]  = qdata[m, k] * scale[m, k / 128]                      FP32, rounded once
 //   s[k, g]  = max over the 128 tokens of g of |x| / 448            fp32 rule; pow2: the power of two above
-//   out[k,m] = e4m3(x[m, k] / s[k, m / 128])
+//   out[k,m] = e4m3(x[m, k] / s[k, m / 128])                        scales and quotients are scales.cuh's
 //
-// 2.06 bytes an element, so at the bandwidth of an H200 a multiprocessor has some 15 issue slots for each 32 elements.
-// The arithmetic takes 7 of them: half a conversion of two codes to FP16, one to FP32, two multiplications, a maximum,
-// two steps that make a rounded quotient of x r, half a conversion of two. Hence the rest is kept small: a block is one
-// tile of 128 x 128 (byte_tile.cuh), which has one old scale per row and one new one per column; a lane holds 16 rows
-// of a column, so a column's maximum takes 15 instructions and three shuffles, and its codes leave as they are, 16
-// bytes.
-//
-// Two columns of the lane's four at a time, the second pair in a second round of a loop that is not unrolled: 32
-// numbers instead of 64 live at once, and 48 to 64 registers let four or five blocks of 256 threads share a
-// multiprocessor. While one waits for its tile, others compute; a second tile ahead within a block gains nothing.
-// Blocks follow each other down the rows, so that the lines that they write lie side by side: 4 to 6% more than along
-// the columns (docs/LOG.md).
-//
-// Scales and quotients are scales.cuh's.
+// 2.06 bytes an element: bandwidth leaves a multiprocessor some 15 issue slots for 32 elements, of which the arithmetic
+// takes 7. A block is one tile of 128 x 128 (byte_tile.cuh), which has one old scale per row and one new one per
+// column; a lane holds 16 rows of a column. Two columns of the lane's four at a time, the second pair in a second round
+// of a loop that is not unrolled: 32 numbers live at once, and four or five blocks of 256 threads share a
+// multiprocessor. Blocks follow each other down the rows, so that the lines that they write lie side by side.
 
 #include "byte_tile.cuh"
 #include "launch.h"
@@ -42,7 +22,7 @@ namespace jetrl {
 namespace {
 
 struct RelayoutParams {
-  const uint8_t* codes;
+  const uint8_t* qdata;
   const float* scales;
   uint8_t* out;
   float* out_scales;
@@ -63,7 +43,7 @@ JETRL_KERNEL void __launch_bounds__(ByteTile::kThreads, kPow2 ? 4 : 5)
   const int row = sm90::block_index() * kGroup, first_column = sm90::block_column() * kGroup;
   const int thread = sm90::thread_index(), warp = thread / 32, t = thread % 32 / 4, c = thread % 4;
 
-  ByteTile::copy(sm90::shared_address(tile), p.codes, p.stride, row, first_column, p.rows, p.k);
+  ByteTile::copy(sm90::shared_address(tile), p.qdata, p.stride, row, first_column, p.rows, p.k);
   if (thread < kGroup) {
     const float* from = p.scales + sm90::block_column() * p.stride_group;
     sm90::cp_async_f32(sm90::shared_address(tile) + RelayoutShape::kAtScales + 4 * thread,
@@ -107,7 +87,7 @@ JETRL_KERNEL void __launch_bounds__(ByteTile::kThreads, kPow2 ? 4 : 5)
       uint32_t words[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        words[i] = codes_of(divide, x[n][4 * i], x[n][4 * i + 1], x[n][4 * i + 2], x[n][4 * i + 3]);
+        words[i] = qdata_of(divide, x[n][4 * i], x[n][4 * i + 1], x[n][4 * i + 2], x[n][4 * i + 3]);
       }
       if (column < p.k) {
         *reinterpret_cast<uint4*>(out + uint64_t(p.out_stride) * n) = uint4{words[0], words[1], words[2], words[3]};
@@ -121,9 +101,9 @@ JETRL_KERNEL void __launch_bounds__(ByteTile::kThreads, kPow2 ? 4 : 5)
 }  // namespace
 
 void relayout_128x1(const Operand& x, int k, bool pow2, const Transposed& out, Stream stream) {
-  const RelayoutParams p{static_cast<const uint8_t*>(x.codes),
+  const RelayoutParams p{static_cast<const uint8_t*>(x.qdata),
                          x.scales.data,
-                         static_cast<uint8_t*>(out.codes),
+                         static_cast<uint8_t*>(out.qdata),
                          out.scales,
                          x.scales.stride_group,
                          uint32_t(x.row_stride),

@@ -1,40 +1,18 @@
 // Copyright 2026 The jetrl_verl Authors
-//
-// Licensed under the Apache License, Version 2.0 (the "License");
-// you may not use this file except in compliance with the License.
-// You may obtain a copy of the License at
-//
-//     http://www.apache.org/licenses/LICENSE-2.0
-//
-// Unless required by applicable law or agreed to in writing, software
-// distributed under the License is distributed on an "AS IS" BASIS,
-// WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-// See the License for the specific language governing permissions and
-// limitations under the License.
+// SPDX-License-Identifier: Apache-2.0
 
-// The gradients of silu(gate) * up, rounded to BF16 and quantised for both GEMMs that read them: 1x128 groups along the
-// features for DGrad, 128 tokens for WGrad, where they lie transposed. They never reach memory in BF16. The contract is
-// ops/silu_mul.py, silu_mul_backward_quantize; every byte is that of ops/triton_kernels/silu_mul.py and the quantisers.
+// The gradients of silu(gate) * up, rounded to BF16 and quantized for both GEMMs that read them: 1x128 groups along the
+// features for DGrad, 128 tokens for WGrad, where they lie transposed. They never reach memory in BF16. The contract,
+// and every byte, is kernels/silu_mul.py's (silu_mul_backward_quantize).
 //
-//   sigma  = 1 / (1 + 2^(-gate log2 e))
-//   dgate  = dY up sigma (1 + gate (1 - sigma)),   dup = dY gate sigma        each operation rounded to FP32, 1 + ..
-//   fused
-//
-// 10.1 bytes an element: 6 in, 4 codes, scales. An H200's bandwidth leaves a multiprocessor 73 issue slots for 32
-// elements, and 49 are taken: 37 along the rows, of which the gradients are half, and 12 down the columns.
+//   sigma  = 1 / (1 + 2^(-gate log2 e))                     each operation rounded to FP32, 1 + .. fused
+//   dgate  = dY up sigma (1 + gate (1 - sigma)),   dup = dY gate sigma
 //
 // A block is a tile of 128 tokens by 128 features, so it has whole groups of both kinds. First its threads go along the
 // rows, 16 lanes a row, 8 features each, the next row asked for before this one is worked on: gradients, their maximum
-// over the row, its codes. The gradients go to shared memory as pairs of BF16 numbers. After a sync the warps go down
-// the columns, in the way of byte_tile.cuh: a warp has 8 columns, its lane (t, c) 16 tokens of two of them.
-//
-// Two blocks of 512 threads share a multiprocessor: shared memory would let three of 256 in, which are 1% slower. A
-// tile follows its neighbour along the rows. Loads that ask the first cache to forget them, and the second for 256
-// bytes, cost 9%, since 256 bytes are half of what a warp asks for (docs/LOG.md).
-//
-// Maxima are taken of two BF16 numbers in a word: those of gate and up share the four shuffles of a row, those of two
-// neighbouring columns the three of a column.
-//
+// over the row, its qdata; the gradients go to shared memory as pairs of BF16 numbers. After a sync the warps go down
+// the columns, in the way of byte_tile.cuh: a warp has 8 columns, its lane (t, c) 16 tokens of two of them. Maxima are
+// taken of two BF16 numbers in a word.
 // Shared memory, a matrix for each gradient: rows of 256 bytes, 16 chunks of 16 bytes; chunk i of row r at place
 // i ^ (r / 16 % 8), by which the eight rows that a warp reads at once lie in different banks.
 
@@ -54,9 +32,9 @@ struct SiluShape {
 };
 
 struct Gradient {
-  uint8_t* codes;  // [rows, k]
+  uint8_t* qdata;  // [rows, k]
   float* scales;   // [k / 128, rows]
-  uint8_t* column_codes;
+  uint8_t* column_qdata;
   float* column_scales;  // [ceil(rows / 128), k]
 };
 
@@ -98,21 +76,21 @@ JETRL_DEVICE uint32_t largest_of(const uint32_t (&words)[N]) {
   return largest;
 }
 
-// The codes of eight BF16 numbers with one scale.
+// The qdata of eight BF16 numbers with one scale.
 template <class Division>
-JETRL_DEVICE uint2 row_codes(const Division& divide, const uint32_t (&w)[4]) {
-  return uint2{codes_of(divide, low_half(w[0]), high_half(w[0]), low_half(w[1]), high_half(w[1])),
-               codes_of(divide, low_half(w[2]), high_half(w[2]), low_half(w[3]), high_half(w[3]))};
+JETRL_DEVICE uint2 row_qdata(const Division& divide, const uint32_t (&w)[4]) {
+  return uint2{qdata_of(divide, low_half(w[0]), high_half(w[0]), low_half(w[1]), high_half(w[1])),
+               qdata_of(divide, low_half(w[2]), high_half(w[2]), low_half(w[3]), high_half(w[3]))};
 }
 
-// Four codes down a column from the halves of four words.
+// Four qdata down a column from the halves of four words.
 template <class Division>
-JETRL_DEVICE uint32_t low_codes(const Division& divide, const uint32_t* w) {
-  return codes_of(divide, low_half(w[0]), low_half(w[1]), low_half(w[2]), low_half(w[3]));
+JETRL_DEVICE uint32_t low_qdata(const Division& divide, const uint32_t* w) {
+  return qdata_of(divide, low_half(w[0]), low_half(w[1]), low_half(w[2]), low_half(w[3]));
 }
 template <class Division>
-JETRL_DEVICE uint32_t high_codes(const Division& divide, const uint32_t* w) {
-  return codes_of(divide, high_half(w[0]), high_half(w[1]), high_half(w[2]), high_half(w[3]));
+JETRL_DEVICE uint32_t high_qdata(const Division& divide, const uint32_t* w) {
+  return qdata_of(divide, high_half(w[0]), high_half(w[1]), high_half(w[2]), high_half(w[3]));
 }
 
 template <bool kPow2>
@@ -124,8 +102,8 @@ JETRL_DEVICE void along_rows(const SiluParams& p, uint8_t* memory) {
   const uint16_t* dy = p.dy + row * p.stride_dy + column;
   const uint16_t* gate = p.gate + row * p.stride_gate + column;
   const uint16_t* up = p.up + row * p.stride_up + column;
-  uint8_t* gate_codes = p.gradients[0].codes + row * k + column;
-  uint8_t* up_codes = p.gradients[1].codes + row * k + column;
+  uint8_t* gate_qdata = p.gradients[0].qdata + row * k + column;
+  uint8_t* up_qdata = p.gradients[1].qdata + row * k + column;
   // Lane 0 of a row stores the scale of gate's gradient, lane 1 that of up's.
   float* scales = (chunk == 0 ? p.gradients[0].scales : p.gradients[1].scales) +
                   uint64_t(uint32_t(sm90::block_index())) * uint32_t(p.rows) + row;
@@ -163,11 +141,11 @@ JETRL_DEVICE void along_rows(const SiluParams& p, uint8_t* memory) {
     for (int mask = 1; mask < 16; mask *= 2) both = sm90::larger_pair(both, sm90::shuffle_xor(both, mask));
     const Bf16Divider<kPow2> divide_gate(fabsf(low_half(both))), divide_up(fabsf(high_half(both)));
     if (left > 0) {
-      *reinterpret_cast<uint2*>(gate_codes) = row_codes(divide_gate, of_gate);
-      *reinterpret_cast<uint2*>(up_codes) = row_codes(divide_up, of_up);
+      *reinterpret_cast<uint2*>(gate_qdata) = row_qdata(divide_gate, of_gate);
+      *reinterpret_cast<uint2*>(up_qdata) = row_qdata(divide_up, of_up);
       if (chunk < 2) *scales = chunk == 0 ? divide_gate.stored : divide_up.stored;
     }
-    gate_codes += k * kStep, up_codes += k * kStep, scales += kStep;
+    gate_qdata += k * kStep, up_qdata += k * kStep, scales += kStep;
     shared += kStep * SiluShape::kRow, left -= kStep;
   }
 }
@@ -191,12 +169,12 @@ JETRL_DEVICE void down_columns(const SiluParams& p, const uint8_t* memory) {
 #pragma unroll
     for (int mask = 4; mask < 32; mask *= 2) largest = sm90::larger_pair(largest, sm90::shuffle_xor(largest, mask));
     const Bf16Divider<kPow2> divide_low(fabsf(low_half(largest))), divide_high(fabsf(high_half(largest)));
-    uint8_t* out = gradient.column_codes + uint64_t(uint32_t(column)) * p.column_stride + tile_row + 16 * t;
-    *reinterpret_cast<uint4*>(out) = uint4{low_codes(divide_low, words), low_codes(divide_low, words + 4),
-                                           low_codes(divide_low, words + 8), low_codes(divide_low, words + 12)};
+    uint8_t* out = gradient.column_qdata + uint64_t(uint32_t(column)) * p.column_stride + tile_row + 16 * t;
+    *reinterpret_cast<uint4*>(out) = uint4{low_qdata(divide_low, words), low_qdata(divide_low, words + 4),
+                                           low_qdata(divide_low, words + 8), low_qdata(divide_low, words + 12)};
     *reinterpret_cast<uint4*>(out + p.column_stride) =
-        uint4{high_codes(divide_high, words), high_codes(divide_high, words + 4), high_codes(divide_high, words + 8),
-              high_codes(divide_high, words + 12)};
+        uint4{high_qdata(divide_high, words), high_qdata(divide_high, words + 4), high_qdata(divide_high, words + 8),
+              high_qdata(divide_high, words + 12)};
     if (t == 0) {
       float* scales = gradient.column_scales + uint64_t(uint32_t(sm90::block_column())) * uint32_t(p.k) + column;
       *reinterpret_cast<float2*>(scales) = float2{divide_low.stored, divide_high.stored};
@@ -215,7 +193,7 @@ JETRL_KERNEL void __launch_bounds__(SiluShape::kThreads, 2) sm90_silu_backward(J
 }  // namespace
 
 void silu_mul_backward(const Bf16Rows& dy, const Bf16Rows& gate, const Bf16Rows& up, int rows, int k, bool pow2,
-                       const QuantisedBothWays& dgate, const QuantisedBothWays& dup, Stream stream) {
+                       const QuantizedBothWays& dgate, const QuantizedBothWays& dup, Stream stream) {
   SiluParams p{dy.data,
                gate.data,
                up.data,
@@ -226,10 +204,10 @@ void silu_mul_backward(const Bf16Rows& dy, const Bf16Rows& gate, const Bf16Rows&
                uint32_t(dgate.columns.row_stride),
                rows,
                k};
-  const QuantisedBothWays* results[2] = {&dgate, &dup};
+  const QuantizedBothWays* results[2] = {&dgate, &dup};
   for (int i = 0; i < 2; ++i) {
-    p.gradients[i] = {static_cast<uint8_t*>(results[i]->codes), results[i]->scales,
-                      static_cast<uint8_t*>(results[i]->columns.codes), results[i]->columns.scales};
+    p.gradients[i] = {static_cast<uint8_t*>(results[i]->qdata), results[i]->scales,
+                      static_cast<uint8_t*>(results[i]->columns.qdata), results[i]->columns.scales};
   }
   const Grid grid{k / kGroup, 1, SiluShape::kThreads, SiluShape::kBytes, stream, false, ceil_div(rows, kGroup)};
   if (pow2) {

@@ -1,19 +1,8 @@
 // Copyright 2026 The jetrl_verl Authors
-//
-// Licensed under the Apache License, Version 2.0 (the "License");
-// you may not use this file except in compliance with the License.
-// You may obtain a copy of the License at
-//
-//     http://www.apache.org/licenses/LICENSE-2.0
-//
-// Unless required by applicable law or agreed to in writing, software
-// distributed under the License is distributed on an "AS IS" BASIS,
-// WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-// See the License for the specific language governing permissions and
-// limitations under the License.
+// SPDX-License-Identifier: Apache-2.0
 
-// The transpose of a weight that arrives as codes, [N, K] with 128x128 scales: blocks are square, so codes and scales
-// move and nothing is computed. numerics/quantize.py, transpose_128x128, is the contract.
+// The transpose of a weight that arrives as qdata, [N, K] with 128x128 scales: blocks are square, so qdata and scales
+// move and nothing is computed. reference/quantize.py, transpose_128x128, is the contract.
 //
 // 2 bytes an element: only whole lines and enough of them in flight count. A block is one tile (byte_tile.cuh). A lane
 // has 16 rows of four columns as 16 words; four words of four rows are a 4 x 4 matrix of bytes, which eight byte
@@ -29,7 +18,7 @@ namespace jetrl {
 namespace {
 
 struct TransposeParams {
-  const uint8_t* codes;
+  const uint8_t* qdata;
   Scales scales;
   uint8_t* out;
   float* out_scales;
@@ -42,7 +31,7 @@ JETRL_KERNEL void __launch_bounds__(ByteTile::kThreads, 4) sm90_transpose(JETRL_
   const int tile_row = sm90::block_index(), tile_column = sm90::block_column();
   const int thread = sm90::thread_index(), warp = thread / 32, t = thread % 32 / 4, c = thread % 4;
 
-  ByteTile::copy(sm90::shared_address(tile), p.codes, p.stride, tile_row * kGroup, tile_column * kGroup, p.rows, p.k);
+  ByteTile::copy(sm90::shared_address(tile), p.qdata, p.stride, tile_row * kGroup, tile_column * kGroup, p.rows, p.k);
   if (thread == 0) {
     p.out_scales[int64_t(tile_column) * sm90::grid_size() + tile_row] =
         p.scales.data[tile_row * p.scales.stride_row + tile_column * p.scales.stride_group];
@@ -80,9 +69,9 @@ JETRL_KERNEL void __launch_bounds__(ByteTile::kThreads, 4) sm90_transpose(JETRL_
 }  // namespace
 
 void transpose_128x128(const Operand& w, int k, const Transposed& out, Stream stream) {
-  const TransposeParams p{static_cast<const uint8_t*>(w.codes),
+  const TransposeParams p{static_cast<const uint8_t*>(w.qdata),
                           w.scales,
-                          static_cast<uint8_t*>(out.codes),
+                          static_cast<uint8_t*>(out.qdata),
                           out.scales,
                           uint32_t(w.row_stride),
                           uint32_t(out.row_stride),

@@ -1,49 +1,20 @@
 // Copyright 2026 The jetrl_verl Authors
-//
-// Licensed under the Apache License, Version 2.0 (the "License");
-// you may not use this file except in compliance with the License.
-// You may obtain a copy of the License at
-//
-//     http://www.apache.org/licenses/LICENSE-2.0
-//
-// Unless required by applicable law or agreed to in writing, software
-// distributed under the License is distributed on an "AS IS" BASIS,
-// WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-// See the License for the specific language governing permissions and
-// limitations under the License.
+// SPDX-License-Identifier: Apache-2.0
 
 // WGrad on Hopper: dW[N,K] = dY[T,N]^T X[T,K], contracted over tokens. Both operands come transposed, A = dY^T [N,T]
 // and B = X^T [K,T], with 1x128 scales along T; dW is BF16 or FP32, stored, or added to an FP32 buffer.
 //
 // Arithmetic as in FProp: a chain of four wgmma per 128 tokens from zero, then acc = fma(p, s_a * s_b, acc), tokens
-// ascending. But s_b differs from column to column, so every element takes a multiplication beside its FMA.
+// ascending. But s_b differs from column to column, so every element takes a multiplication beside its FMA: promotion
+// is what limits the kernel.
 //
-// What limits it, per multiprocessor (256 x 128 tiles; see the FProp kernel for shared memory, L2 and the choice of
-// tile), is promotion. A chain of 64 x 128 is 256 cycles of wgmma and leaves 64 multiplications and 64 FMAs a thread.
-// On an H200 these take about 2.5 cycles each beside the other warpgroup's wgmma, which reads and writes its
-// accumulators through the same register file: more than the other's 256 cycles. So a chain costs (256 + promotion) / 2
-// cycles against 256, and whatever else stands between a warpgroup's chain and its next one adds to it. Hence
-//   - Column scales are read once per K block, while its first chain runs, and kept for both: 32 registers beside 192
-//     for sums, so a consumer's thread has 240 and the producer's 24. Each of these 16 eight-byte reads costs two
-//     wavefronts, because a wavefront returns at most 128 bytes to registers whatever is broadcast. Made for every
-//     chain, which is twice as often, they are 512 of the 1957 cycles (ncu) that a tile's K block then takes, of which
-//     a warpgroup waits for its chain a third and promotes two thirds.
-//   - The two warpgroups take turns at issuing chains where the output is FP32, and do not where it is BF16: 3% faster
-//     with, and 4% faster without (H200, 8192 tokens, four layers). Turns are mbarriers: the compiler moves a BAR.SYNC
-//     up between the multiplications, and 72 of the 128 instructions then stand behind the turn; it moves none below
-//     the loop that is an mbarrier's wait.
-//   - The next stage is waited for before the chain is.
+// Roles and edges are those of the FProp kernel, except that one warp copies all there is, that a consumer warpgroup
+// owns half the rows of the tile and all its columns, that the blocks of a cluster take neighbouring columns and share
+// rows, and that stores are guarded here. T need not be a multiple of 128: the tensor map ends at T, TMA fills qdata
+// with zeros from there, and the last group has a scale.
 //
-// The output is large (FP32: 128 KB a tile against 1024 T / 128 cycles of wgmma), so it is written by whole 128-byte
-// rows (epilogue.cuh). A caller that owns an FP32 buffer has it added to in place: read once, one IEEE addition,
-// written once, by the only thread that touches it, so the result does not depend on timing; a plain store reads
-// nothing.
-//
-// T need not be a multiple of 128: the tensor map ends at T, whatever the padding of a row holds, TMA fills codes with
-// zeros from there, and the last group has a scale. TMA brings the scales, too, where both operands' suit it. Roles and
-// edges are else those of the FProp kernel, except that one warp copies all there is (what made FProp's copying cheaper
-// makes this kernel 1 to 3% slower), that a consumer warpgroup owns half the rows of the tile and all its columns, that
-// the blocks of a cluster take neighbouring columns and share rows, and that stores are guarded here.
+// An FP32 buffer is added to in place: read once, one IEEE addition, written once, by the only thread that touches it,
+// so the result does not depend on timing; a plain store reads nothing.
 
 #include <algorithm>
 
@@ -64,6 +35,10 @@ struct WgradParams {
   TileOrder order;  // of cluster tiles: kBlockM rows x kCluster * 128 columns
 };
 
+// Column scales are read once per K block, while its first chain runs, and kept for all chains: 32 registers beside 192
+// for sums, so a consumer's thread has 240 and the producer's 24. The two warpgroups take turns at issuing chains where
+// the output is FP32 and do not where it is BF16. Turns are mbarriers: the compiler moves a BAR.SYNC up between the
+// multiplications; it moves none below the loop that is an mbarrier's wait.
 template <int kBlockM_, int kCluster_, bool kFp32_>
 struct WgradShape {
   static constexpr int kBlockM = kBlockM_, kBlockN = 128, kCluster = kCluster_;

@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """The ``jetrl`` command. Each subcommand parses its arguments here and imports what does the work when it is called."""
 
 from collections.abc import Callable
@@ -21,6 +10,7 @@ import typer
 from rich.console import Console
 
 from jetrl_verl.config.options import PRECISIONS
+from jetrl_verl.tools import ToolError
 
 app = typer.Typer(name="jetrl", help="One FP8 precision flow for rollout and training in verl.", no_args_is_help=True)
 
@@ -44,14 +34,13 @@ def demo(
 
     Further arguments are passed to verl as Hydra overrides, e.g. `jetrl demo trainer.test_freq=5`.
     """
-    from jetrl_verl.demo import DemoError
-    from jetrl_verl.demo.run import DemoOptions, run_demo
+    from jetrl_verl.tools.demo.run import DemoOptions, run_demo
 
     console = Console()
     try:
         options = DemoOptions(precision, steps, out, cache, device, tuple(context.args))
         status = run_demo(options, console)
-    except DemoError as error:
+    except ToolError as error:
         _fail(error)
     raise typer.Exit(status)
 
@@ -73,15 +62,16 @@ def compare(
         "outputs/cache"
     ),
     device: Annotated[str, typer.Option(help="auto, cpu or cuda, for the demo")] = "auto",
+    across_builds: Annotated[
+        bool, typer.Option("--across-builds", help="compare trainings of several builds of this package")
+    ] = False,
 ) -> None:
-    """Train one job under several precisions, judge all arms in one BF16 engine, write a table and a page.
+    """Train one job under several precisions, score all runs in one BF16 engine, write a table and a page.
 
     The job is the demo, to which further arguments are Hydra overrides, or any verl command line after `--`, e.g.
-    `jetrl compare --precisions bf16,jet_fp8 -- bash run_qwen3_8b.sh`. What finished is not trained again.
+    `jetrl compare --precisions bf16,jet_fp8 -- bash run_qwen3_8b.sh`. A finished run is not trained again.
     """
-    from jetrl_verl.compare import CompareError
-    from jetrl_verl.compare.run import CompareOptions, run_compare
-    from jetrl_verl.demo import DemoError
+    from jetrl_verl.tools.compare.run import CompareOptions, run_compare
 
     try:
         options = CompareOptions(
@@ -94,9 +84,10 @@ def compare(
             steps,
             cache,
             device,
+            across_builds,
         )
         status = run_compare(options, Console())
-    except (CompareError, DemoError) as error:
+    except ToolError as error:
         _fail(error)
     raise typer.Exit(status)
 
@@ -113,8 +104,8 @@ def doctor(
     ray: Annotated[bool, typer.Option(help="start a local Ray and ask its workers for the plugin")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
 ) -> None:
-    """Say what this machine can run and how to mend what is wrong; exit status 1 if anything is."""
-    from jetrl_verl.observe.doctor import run_doctor
+    """Say what this machine can run and how to fix what is wrong; exit status 1 if anything is."""
+    from jetrl_verl.tools.doctor import run_doctor
 
     raise typer.Exit(run_doctor(Console(), ray, as_json))
 
@@ -134,14 +125,13 @@ def diff(
 
     Further arguments are Hydra overrides of verl's configuration, e.g. `jetrl diff MODEL jetrl.scale_rule=pow2`.
     """
-    from jetrl_verl.diff import DiffError
-    from jetrl_verl.diff.run import DiffOptions, run_diff
+    from jetrl_verl.tools.diff.run import DiffOptions, run_diff
 
     try:
         names = tuple(_listed(precision))
         options = DiffOptions(model, names, prompts, limit, response, temperature, out, tuple(context.args))
         status = run_diff(options, Console())
-    except DiffError as error:
+    except ToolError as error:
         _fail(error, 2)
     raise typer.Exit(status)
 
@@ -156,7 +146,7 @@ def export(
     tensor_parallel: Annotated[int, typer.Option(help="the rollout's tensor_model_parallel_size")] = 1,
 ) -> None:
     """Write a trained policy as BF16 and as the block-FP8 checkpoint that stock vLLM serves."""
-    from jetrl_verl.train.checkpoint_export import ExportError, ExportOptions, run_export
+    from jetrl_verl.checkpoint.export import ExportError, ExportOptions, run_export
 
     try:
         run_export(checkpoint, out, ExportOptions(format, scale_rule, unfit_layers, tensor_parallel), Console())
@@ -173,11 +163,32 @@ def reshard(
     out: Annotated[str | None, typer.Option(help="new trainer.default_local_dir; beside the old files without")] = None,
 ) -> None:
     """Rewrite a checkpoint for another number of GPUs: weights, optimiser state, schedule and data position stay."""
-    from jetrl_verl.train.reshard import ReshardError, run_reshard
+    from jetrl_verl.checkpoint.reshard import ReshardError, run_reshard
 
     try:
         run_reshard(checkpoint, gpus, out, Console())
     except ReshardError as error:
+        _fail(error)
+
+
+@app.command()
+def patch(
+    into: Annotated[Path | None, typer.Option(help="checkout of verl or vLLM, or a folder that holds both")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the diff and write nothing")] = False,
+) -> None:
+    """Write what the plugin changes in verl and vLLM into a checkout and print the diff; list it without --into.
+
+    The plugin leaves a function alone that is changed in the source already.
+    """
+    from jetrl_verl.patches.patch import PatchError
+    from jetrl_verl.tools.patch import list_patches, patch_into
+
+    if into is None:
+        list_patches(Console())
+        return
+    try:
+        typer.echo(patch_into(into, write=not dry_run), nl=False)
+    except PatchError as error:
         _fail(error)
 
 
@@ -215,7 +226,7 @@ def bench_gemm(
     out: _Out = None,
 ) -> None:
     """FP8 GEMMs of training and decoding against BF16 and each other; exit status 1 if a result is wrong."""
-    from jetrl_verl.bench.gemm import GemmOptions, run_gemm
+    from jetrl_verl.tools.bench.gemm import GemmOptions, run_gemm
 
     options = GemmOptions(
         _listed(models),
@@ -233,35 +244,55 @@ def bench_gemm(
 
 @bench.command("quant")
 def bench_quant(
-    model: Annotated[str, typer.Option(help="whose sizes are taken")] = "qwen3-8b",
+    model: Annotated[str, typer.Option(help="whose sizes are used")] = "qwen3-8b",
     tokens: Annotated[str, typer.Option(help="rows, with commas")] = "8192,16384",
     rules: Annotated[str, typer.Option(help="scale rules, with commas: fp32, pow2")] = "fp32",
     repeats: _Repeats = 30,
     out: _Out = None,
 ) -> None:
-    """Quantisers and operations that quantise, against a copy; exit status 1 if a result is wrong."""
-    from jetrl_verl.bench.quant import QuantOptions, run_quant
+    """Quantizers and operations that quantize, against a copy; exit status 1 if a result is wrong."""
+    from jetrl_verl.tools.bench.quant import QuantOptions, run_quant
 
     _bench(run_quant, QuantOptions(model, _listed(tokens, int), _listed(rules), out), repeats)
 
 
 @bench.command("linear")
 def bench_linear(
-    model: Annotated[str, typer.Option(help="whose four linears are taken")] = "qwen3-8b",
+    model: Annotated[str, typer.Option(help="whose four linears are timed")] = "qwen3-8b",
     tokens: Annotated[str, typer.Option(help="rows, with commas")] = "8192,16384",
     contenders: Annotated[str | None, typer.Option(help="with commas; all without")] = None,
     repeats: _Repeats = 20,
     out: _Out = None,
 ) -> None:
-    """The linear layer, forward and backward with quantisation, against BF16; exit status 1 if a result is wrong."""
-    from jetrl_verl.bench.linear import CONTENDERS, LinearOptions, run_linear
+    """The linear layer, forward and backward with quantization, against BF16; exit status 1 if a result is wrong."""
+    from jetrl_verl.tools.bench.linear import CONTENDERS, LinearOptions, run_linear
 
     names = list(CONTENDERS) if contenders is None else _listed(contenders)
     _bench(run_linear, LinearOptions(model, _listed(tokens, int), names, out), repeats)
 
 
+@bench.command("report")
+def bench_report(
+    files: Annotated[list[Path], typer.Argument(help="JSON files of `jetrl bench gemm --out`, each shape in one")],
+    across_builds: Annotated[
+        bool, typer.Option("--across-builds", help="put results of several builds of this package into one table")
+    ] = False,
+) -> None:
+    """Ratios of several results in one table: mean, worst and best; exit status 1 if one has wrong results."""
+    from jetrl_verl.tools.bench.report import run_report
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160
+    try:
+        status = run_report(files, across_builds, console)
+    except ToolError as error:
+        _fail(error, 2)
+    raise typer.Exit(status)
+
+
 def _versions(named: list[str]) -> dict[str, Path]:
-    from jetrl_verl.bench.contenders import CONTENDERS
+    from jetrl_verl.tools.bench.contenders import CONTENDERS
 
     versions: dict[str, Path] = {}
     for entry in named:
@@ -273,15 +304,14 @@ def _versions(named: list[str]) -> dict[str, Path]:
 
 
 def _bench(run: Callable[..., int], options: Any, repeats: int) -> NoReturn:
-    from jetrl_verl.bench import BenchError
-    from jetrl_verl.bench.machine import this_machine
+    from jetrl_verl.tools.bench.machine import this_machine
 
     console = Console()
     if not console.is_terminal:
         console.width = 160  # of a log; rich would cut the tables at 80
     try:
         status = run(options, console, this_machine(repeats))
-    except BenchError as error:
+    except ToolError as error:
         _fail(error, 2)
     raise typer.Exit(status)
 

@@ -1,32 +1,45 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """``make test``: every test that needs no GPU, in two lanes side by side, since hardly a test keeps two cores busy.
 
     python scripts/run_tests.py [words for pytest]
 
 One lane holds what starts Ray or verl's trainer, one process after another; the other what computes without either.
-The second lane's words come when it has ended. With a path among the words, one pytest runs on that alone.
+Both run under the widest instructions that the processor has. What compares floating point most closely (``PROCESSOR``)
+runs a second time, at the end of the second lane, under the narrowest: sums round in another order there, and a test
+must not rest on one of them. The second lane's output comes when it has ended, and at the end one summary of all
+processes: the counts, what failed, and why what was skipped was skipped. With a path among the words, one pytest runs
+on that alone.
 """
 
+import os
 import subprocess
 import sys
 import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-COMPUTING = ("algorithms", "bench", "diff", "export", "kernels", "numerics", "ops", "packaging", "recipes", "train")
+COMPUTING = (
+    "algorithms", "checkpoint", "kernels", "metrics", "models", "nn", "packaging", "recipes", "reference", "study",
+    "sync", "tools/bench", "tools/diff", "train",
+)  # fmt: skip
 TRAINS = "tests/recipes/test_recipe_end_to_end_on_cpu.py"
+PROCESSOR = (
+    "tests/algorithms/test_shadow_on_cpu.py",
+    "tests/kernels/test_quotient_on_cpu.py",
+    "tests/kernels/test_reproducible_on_cpu.py",
+    "tests/kernels/test_shared_operations_on_cpu.py",
+    "tests/nn",
+    "tests/reference",
+    "tests/sync",
+    "tests/train/test_exact_trainer_on_cpu.py",
+)
+"""What runs under the narrowest instructions, too. Nothing of it compiles with Inductor, which cannot do without
+vectors (torch 2.11 writes C++ that does not compile under ATEN_CPU_CAPABILITY=default)."""
+NARROWEST = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 PYTEST = [sys.executable, "-m", "pytest", "--gpu=never", "--durations=15"]
 NOTHING_CHOSEN = 5
 """pytest's exit status where the words chose no test."""
@@ -41,22 +54,56 @@ def lanes() -> tuple[list[str], list[str]]:
     return ["tests", *others, *(word for word in recipes if word != alone)], [*paths, alone]
 
 
+def summary(reports: list[Path]) -> str:
+    """Counts of all processes, the tests that failed, and the reasons of what was skipped."""
+    counts, failed, skipped = Counter(), [], Counter()
+    for report in reports:
+        if not report.exists():
+            failed.append(f"{report.stem}: ended without a report")
+            continue
+        for case in ElementTree.parse(report).iter("testcase"):
+            kinds = {child.tag: child.get("message", "") for child in case}
+            kind = next((k for k in ("failure", "error", "skipped") if k in kinds), "passed")
+            counts[kind] += 1
+            if kind in ("failure", "error"):
+                failed.append(f"{report.stem}: {case.get('classname')}::{case.get('name')}")
+            elif kind == "skipped":
+                skipped[kinds[kind]] += 1
+    lines = [f"{counts['passed']} passed, {len(failed)} failed, {counts['skipped']} skipped"]
+    lines += [f"  failed: {name}" for name in failed]
+    lines += [f"  skipped: {count} ({reason})" for reason, count in skipped.items()]
+    return "\n".join(lines)
+
+
 def main(words: list[str]) -> int:
     if any((ROOT / word.partition("::")[0]).exists() for word in words if not word.startswith("-")):
         return subprocess.run([*PYTEST, *words], cwd=ROOT).returncode
-    training, computing = ([*PYTEST, *words, *lane] for lane in lanes())
-    with tempfile.TemporaryFile() as said:
-        # Ray starts its workers at nice 15. The lane that waits for them is the longer one and must not starve.
-        second = subprocess.Popen(["nice", "-n", "15", *computing], cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as said:
+        reports = [Path(folder) / f"{name}.xml" for name in ("training", "computing", "narrowest")]
+        training, computing, narrow = (
+            [*PYTEST, f"--junitxml={report}", *words, *paths]
+            for report, paths in zip(reports, (*lanes(), PROCESSOR), strict=True)
+        )
+        into = {"cwd": ROOT, "stdout": said, "stderr": subprocess.STDOUT}
+        # Ray starts its workers at nice 15. The lane that waits for them must not starve.
+        nice = ["nice", "-n", "15"]
+        first, second, third = subprocess.Popen(training, cwd=ROOT), subprocess.Popen([*nice, *computing], **into), None
         try:
-            first = subprocess.run(training, cwd=ROOT).returncode
-            second.wait()
+            while first.poll() is None or second.poll() is None or third is None or third.poll() is None:
+                if third is None and second.poll() is not None:
+                    third = subprocess.Popen([*nice, *narrow], env={**os.environ, **NARROWEST}, **into)
+                time.sleep(0.2)
         finally:
-            second.kill()
+            for process in (first, second, third):
+                if process is not None:
+                    process.kill()
         said.seek(0)
         sys.stdout.flush()
         sys.stdout.buffer.write(said.read())
-    statuses = {first, second.returncode}
+        minutes = (time.monotonic() - start) / 60
+        print(f"\nmake test: {summary(reports)}\n  in {minutes:.1f} minutes", flush=True)
+    statuses = {first.returncode, second.returncode, third.returncode}
     # A lane that a signal ended has a negative status.
     return min(statuses) if statuses <= {0, NOTHING_CHOSEN} else 1
 

@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """Make the interpreter that the Makefile runs everything with: `.venv` from pinned files, or one that exists already.
 
 Two ways, both no-ops when nothing changed:
@@ -175,13 +164,13 @@ def install(stack):
     python, pins = VENV / "bin" / "python", ROOT / "constraints" / f"{stack}.txt"
     run(
         [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "-r", "constraints/uv.txt"],
-        f"pip could not install uv: `{sys.executable} -m pip` must be 22.3 or newer and reach a package index.",
+        f"pip could not install uv: `{sys.executable} -m pip` must be 22.3 or newer and reach a network.",
     )
     uv_install = [VENV / "bin" / "uv", "pip", "install", "--quiet", "--python", python, "--no-deps"]
     env = uv_environment()
     run(
         # With bytecode, which uv leaves to the first import: where PYTHONDONTWRITEBYTECODE is set, as in many images,
-        # nothing would ever write it, and each of the ten processes of a run would compile 20,000 files' worth anew
+        # nothing would ever write it, and each of the ten processes of a run would compile 20,000 files' worth again
         # (importing verl's trainer: 35 s instead of 14).
         [*uv_install, "--compile-bytecode", "--build-constraints", pins, "-r", pins],
         f"uv could not install the {stack.upper()} stack: see above, then run the same command again.",

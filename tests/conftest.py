@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """What holds for every test: the environment, which files need a GPU, in which order, and for how long.
 
 - Files named ``*_on_gpu.py`` need a GPU. Without one they are not even collected, so importing what only a GPU machine
@@ -28,6 +17,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
+# Helpers that tests of several folders share; recipes and the study are run from the checkout, they are not installed.
+_TESTS = Path(__file__).parent
+_HELPERS = ("reference", "kernels", "emulator", "train", "tools", "study", "recipes")
+sys.path[:0] = [str(_TESTS / name) for name in _HELPERS] + [str(_TESTS)]
+sys.path += [str(_TESTS.parent), str(_TESTS.parent / "scripts")]
 
 # Before torch, Ray and vLLM are imported anywhere. One thread a process, since engine tests run several of them on two
 # cores; no test may reach a model hub or a usage server.
@@ -111,6 +106,27 @@ def no_process_group_is_left() -> Iterator[None]:
         distributed.destroy_process_group()
 
 
+class _NoExtension:
+    """Stands where an extension stood. A class keeps the slot for ``__new__`` that it once had from a base (verl's
+    extension has one); when that base goes, the slot finds ``object.__new__``, which takes no arguments."""
+
+    def __new__(cls, **_):
+        return super().__new__(cls)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_worker_keeps_an_extension() -> Iterator[None]:
+    """vLLM appends an engine's worker extension to the bases of its worker class, for as long as the process lives; an
+    engine of the next module may have another extension, or a subclass of that worker."""
+    yield
+    module = sys.modules.get("vllm.v1.worker.cpu_worker") or sys.modules.get("vllm.v1.worker.gpu_worker")
+    if module is not None:
+        worker = getattr(module, "CPUWorker", None) or module.Worker
+        own = tuple(base for base in worker.__bases__ if base.__module__.startswith("vllm."))
+        if own != worker.__bases__:
+            worker.__bases__ = (*own, _NoExtension)
+
+
 @pytest.fixture(scope="module")
 def cpu_platform() -> Iterator[None]:
     """verl on its opt-in CPU platform for one module, whatever platform this process resolved before or will after."""
@@ -121,24 +137,25 @@ def cpu_platform() -> Iterator[None]:
         import verl.utils.distributed as distributed
         from verl.plugin.platform import platform_manager
 
-        from jetrl_verl.patches import cpu
+        from jetrl_verl import cpu_platform
 
         stock = distributed.initialize_global_process_group_ray
         patch.setattr(distributed, "initialize_global_process_group_ray", stock)
         patch.setattr(platform_manager, "_current_platform", None)
-        cpu.install()
+        cpu_platform.install()
         yield
 
 
 @pytest.fixture
 def own_trainer(cpu_platform, monkeypatch):
-    """verl's trainer module, whatever a test puts into it taken out again."""
+    """verl's trainer module; hooks that a test registers are taken out again."""
     from verl.trainer.ppo.v1 import trainer_base
 
-    from jetrl_verl.patches import advantages
+    from jetrl_verl.patches import batch_hooks
 
-    for name in ("calculate_debug_metrics", "compute_advantage_for_multi_trajectories"):
-        monkeypatch.setattr(trainer_base, name, getattr(trainer_base, name))
-    monkeypatch.setattr(trainer_base.PPOTrainer, "_compute_advantage", trainer_base.PPOTrainer._compute_advantage)
-    monkeypatch.setattr(advantages, "_hooks", {})
-    return trainer_base
+    for hooks in (batch_hooks.AFTER_ADVANTAGES, batch_hooks.ADVANTAGE_METRICS, batch_hooks.DEBUG_METRICS):
+        for name in list(hooks):
+            monkeypatch.delitem(hooks, name)
+    yield trainer_base
+    for hooks in (batch_hooks.AFTER_ADVANTAGES, batch_hooks.ADVANTAGE_METRICS, batch_hooks.DEBUG_METRICS):
+        hooks.clear()

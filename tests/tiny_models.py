@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """One tiny dense decoder for every test that needs a model: each shape fits 128, every bias is random."""
 
 from typing import Any
@@ -27,6 +16,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
 )
 
 FAMILIES = {
@@ -34,7 +25,10 @@ FAMILIES = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
 }
+DROPOUTS = {"seed_oss": dict(attention_dropout=0.0, residual_dropout=0.0)}
+"""Off where a family's default is on: a rollout has none."""
 
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
@@ -50,7 +44,7 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
         max_position_embeddings=128,
         tie_word_embeddings=False,
     )
-    return FAMILIES[family][0](**(fields | changes))
+    return FAMILIES[family][0](**(fields | DROPOUTS.get(family, {}) | changes))
 
 
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:

@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """A real vLLM engine in the test's own process, with our method: its environment, its start, its worker, one question.
 
 The engine's core and its only worker run in this process, so that a test can look at live parameters.
@@ -29,7 +18,7 @@ import pytest
 import torch
 
 from jetrl_verl.config.options import JetConfig
-from jetrl_verl.config.vllm_arguments import vllm_arguments
+from jetrl_verl.rollout.arguments import vllm_arguments
 
 _ENGINES = count()
 
@@ -84,7 +73,7 @@ def sync(worker, items) -> None:
 
     from jetrl_verl.patches import weight_sync
 
-    weight_sync.install()
+    weight_sync.TIME_LIMIT.apply()
     sender = BucketedWeightSender(worker._get_zmq_handle(), bucket_size_mb=1, use_shm=True)
     failures = []
 

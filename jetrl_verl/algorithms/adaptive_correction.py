@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """A correction of the rollout's mismatch whose strength follows the batch, after AIS (``correction=adaptive``).
 
 AIS (arXiv 2605.13907) interpolates between the uncorrected policy gradient and the importance-weighted one: a mismatch
@@ -20,7 +9,7 @@ linear in its tokens' weights, so
 
     (1 - alpha) g_uncorrected + alpha g_weighted  =  gradient with token weights  1 + alpha (w - 1),
 
-and the correction fits the seam of truncated importance sampling: verl's weights are replaced, nothing else.
+and the correction enters where truncated importance sampling does: it replaces verl's weights and nothing else.
 
 **What is ours.** The paper's abstract names the diagnostics; how it computes and combines them we have not seen. With
 r = pi_old / pi_rollout of a response token, w = min(r, C) its truncated weight and A its advantage, means over the
@@ -42,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jetrl_verl.patches.advantages import run_after_advantages
+from jetrl_verl.patches.batch_hooks import run_after_advantages
 
 LOG_RATIO_BOUND = 20.0
 """verl's bound of ``log r``, beyond which it takes no exponential."""
@@ -68,7 +57,7 @@ def diagnose(
     advantages: torch.Tensor,
     mask: torch.Tensor,
 ) -> Diagnostics:
-    """The three diagnostics; a batch without a response token, or without an advantage, amplifies nothing.
+    """The three diagnostics; a batch without a response token, or without an advantage, has amplification 1.
 
     Args:
         old_log_probs, rollout_log_probs: ``[B, T]`` of the trainer before its update and of the rollout.

@@ -1,19 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """Calibrated clipping (arXiv 2609.22870): clip bounds under which FP8 clips as much as BF16 would.
 
-With one FP8 policy on both sides, R = pi_theta / pi_old carries quantisation noise on top of the policy's change. Noise
+With one FP8 policy on both sides, R = pi_theta / pi_old carries quantization noise on top of the policy's change. Noise
 pushes tokens over a bound more often than back, so PPO clips several times more negative-advantage tokens than under
 BF16 (the paper: 3.94 times at block scaling). Every ``interval`` steps two BF16 shadow forwards, at the weights of
 pi_old and of pi_theta, give R as BF16 sees it, on the same tokens, and the bounds move:
@@ -83,7 +72,7 @@ class RatioStatistics:
         mask: torch.Tensor,
         bf16_lower: float,
     ) -> None:
-        """Take the tokens of one micro-batch.
+        """Add the tokens of one micro-batch.
 
         Args:
             ratio: R of the FP8 policy, any shape. bf16_ratio: R of the shadow forwards, same shape.
@@ -116,7 +105,7 @@ class RatioStatistics:
         negatives, positives = self.tokens
         clipped_mass = 0.0
         if negatives:
-            # Where even the lowest candidate clips too many, it is the one.
+            # Where even the lowest candidate clips too many tokens, it is taken.
             index = max(int((self._count_below <= self.bf16_clipped).sum()) - 1, 0)
             low, clipped_mass = self.lower[index].item(), self._mass_below[index].item()
         if negatives and positives:
@@ -154,7 +143,7 @@ class CalibratedClip:
             self.statistics = None
 
     def start_step(self, device: torch.device | str, group: Any = None) -> None:
-        """End the step before, start one, and collect statistics in it if it is its turn. Collective over ``group``."""
+        """End the step before and start one; collect statistics in it if a calibration is due. Collective."""
         self.finish(group)
         self._step += 1
         if self._step % self.interval == 0:

@@ -1,23 +1,12 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""Policy losses for a rollout that samples from a quantised policy, registered with verl.
+# SPDX-License-Identifier: Apache-2.0
+"""Policy losses for a rollout that samples from a quantized policy, registered with verl.
 
 Three policies meet in one token: pi_rollout sampled it, pi_old is the trainer's policy at the start of the update and
 pi_theta the one being updated. With A the advantage, all per token,
 
     R  = pi_theta / pi_old          what PPO clips
-    r0 = pi_old / pi_rollout        what the quantised rollout got wrong
+    r0 = pi_old / pi_rollout        what the quantized rollout got wrong
 
 and both losses here are verl's clipped objective with another weight in front and another upper bound inside:
 
@@ -34,7 +23,7 @@ implementation of PPO exists. QuRL's equations have no dual clip; verl's, ``acto
 ``rollout_is_threshold``. A threshold above ``UNTRUNCATED`` (verl clamps log r0 to 20 before) passes r0 itself, and the
 truncation at C happens here.
 
-**Metrics.** What a loss clipped, patches/metrics.py reports of every loss alike. ``qurl_acr`` adds
+**Metrics.** What a loss clipped, metrics/hooks.py reports of every loss alike. ``qurl_acr`` adds
 ``actor/jetrl/truncated/{positive,negative}``, the shares of response tokens whose weight it truncated.
 
 Naming ``JetPolicyLossConfig`` as the ``_target_`` of ``actor.policy_loss`` is what registers the losses in a worker.
@@ -49,7 +38,7 @@ import torch
 from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla, register_policy_loss
 from verl.workers.config import PolicyLossConfig
 
-from jetrl_verl.observe.mismatch import by_sign, prefixed
+from jetrl_verl.metrics.mismatch import by_sign, prefixed
 
 UNTRUNCATED = math.exp(20.0)
 """Largest r0 that verl passes on; a ``rollout_is_threshold`` from here on truncates nothing."""

@@ -1,20 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """BF16 shadow forwards of an FP8 actor: where calibrated clipping gets the ratio that BF16 would have seen.
 
-The ratio needs two forwards of the same tokens, at the weights of pi_old and at those of pi_theta. verl's engine has
-just the two places. ``infer_batch`` runs once a step on the whole batch, before any update: on a calibration step it
+The ratio needs two forwards of the same tokens, at the weights of pi_old and at those of pi_theta. verl's engine has a
+place for each. ``infer_batch`` runs once a step on the whole batch, before any update: on a calibration step it
 runs a second time with BF16 linears, and its log-probabilities leave with the others as the field ``shadow_log_probs``,
 which verl carries with each sequence to the update, through balancing and shuffling. ``train_batch`` runs once a
 mini-batch: there the second BF16 forward runs right before the update, and the tokens' FP8 ratios are read off the
@@ -39,7 +28,7 @@ from verl.utils.device import get_device_id
 from verl.workers.utils.padding import no_padding_2_padding
 
 from jetrl_verl.algorithms.calibrated_clipping import CalibratedClip
-from jetrl_verl.linear import JetLinear
+from jetrl_verl.nn.linear import JetLinear
 
 SHADOW = "shadow_log_probs"
 """Field of a batch: log-probabilities of the BF16 forward at pi_old, nested as verl's ``log_probs``."""
@@ -49,7 +38,7 @@ _STATE_FILE = "calibrated_clip.json"
 
 
 def from_rank_0(value: Any) -> Any:
-    """Rank 0's ``value`` on every rank: what it alone wrote lies on its machine, perhaps on no other's. Collective."""
+    """Rank 0's ``value`` on every rank: its files may lie on no other rank's machine. Collective."""
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
@@ -59,19 +48,19 @@ def from_rank_0(value: Any) -> Any:
 def bf16_linears(model: nn.Module) -> Iterator[None]:
     """Inside the block every ``JetLinear`` of ``model`` is the ``nn.Linear`` it replaced; run forwards under autocast.
 
-    Not to be left between a forward and its backward.
+    Do not leave the block between a forward and its backward.
     """
     layers = [module for module in model.modules() if isinstance(module, JetLinear)]
     for layer in layers:
-        layer.drop_codes()
+        layer.drop_qdata()
         layer.__class__ = nn.Linear
     try:
         yield
     finally:
         for layer in layers:
             layer.__class__ = JetLinear
-            # A gather inside the block replaced the weight without dropping the codes.
-            layer.drop_codes()
+            # A gather inside the block replaced the weight without dropping the qdata.
+            layer.drop_qdata()
 
 
 class ShadowForwards:
@@ -85,7 +74,7 @@ class ShadowForwards:
     _nominal_low: float | None = None
 
     def infer_batch(self, data: TensorDict, loss_function: Callable | None = None) -> Any:
-        """verl's inference; on a calibration step the log-probabilities of the BF16 policy ride along."""
+        """verl's inference; on a calibration step its output also has the BF16 policy's log-probabilities."""
         outputs = super().infer_batch(data, loss_function)
         clip = self.calibrated_clip
         if clip is None or loss_function is not None:

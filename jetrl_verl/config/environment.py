@@ -1,24 +1,15 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """What a precision needs of this machine, checked in the driver right before the job starts, before Ray and any GPU.
 
 Versions, the GPU's FP8 support, the model folder (readable, dense, shapes and operations that fit) and the data files.
-Each refusal is one sentence. A path on a remote file system, or a hub name without a network, is left to verl.
+What is not supported is a row of
+``support/machine.py``, what is broken is told here. A remote path, or a hub name without a network, is left to verl.
 """
 
 import json
 import os
+from collections.abc import Mapping
 from glob import glob, has_magic
 from importlib import metadata
 from importlib.util import find_spec
@@ -28,7 +19,11 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from packaging.version import InvalidVersion, Version
 
+from jetrl_verl.formats.catalog import UNQUANTIZED
+
 from .options import JetConfig, UnsupportedConfiguration
+from .support.scopes import MODEL
+from .support.table import refusal, row, row_of
 
 PINS = {"verl": "0.9.1", "vllm": "0.24.0", "torch": "2.11", "transformers": "5.9"}
 """Releases whose internals this project was written against; a shorter pin leaves the rest of the version free."""
@@ -49,17 +44,16 @@ def check_environment(config: DictConfig) -> None:
         return
     options = JetConfig.from_node(config.jetrl)
     check_versions(options.precision)
+    check_patches(options.precision)
     check_gpu(options.precision)
     if options.operations == "shared" and (gap := no_shared_operations()):
-        raise UnsupportedConfiguration(
-            f"precision={options.precision} cannot share operations here, since {gap}; use precision=jet_fp8 "
-            "jetrl.operations=stock."
-        )
+        raise UnsupportedConfiguration(refusal(gap[0], **gap[1]))
 
     tensor_parallel = OmegaConf.select(config, "actor_rollout_ref.rollout.tensor_model_parallel_size") or 1
     path = OmegaConf.select(config, "actor_rollout_ref.model.path")
-    check_model(path, options, tensor_parallel, shared_operations=options.operations == "shared")
-    if options.critic == "fp8":
+    shared = options.operations == "shared"
+    check_model(path, options, tensor_parallel, shared_operations=shared, overrides=model_overrides(config))
+    if options.critic != UNQUANTIZED:
         check_model(OmegaConf.select(config, "critic.model.path"), options, 1)
 
     if OmegaConf.select(config, "actor_rollout_ref.model.use_fused_kernels"):
@@ -92,14 +86,19 @@ def check_versions(precision: str) -> None:
     for package, pin in PINS.items():
         installed = installed_version(package)
         if installed is None:
-            raise UnsupportedConfiguration(
-                f"precision={precision} needs {package} {pin}, which is not installed; install {package} {pin}."
-            )
+            _refuse("missing_package", precision, package=package, pin=pin)
         if not is_pinned(package, installed):
-            raise UnsupportedConfiguration(
-                f"precision={precision} works with {package} {pin} and found {package} {installed}; "
-                f"install {package} {pin} or use precision=bf16."
-            )
+            _refuse("version", precision, package=package, pin=pin, found=installed)
+
+
+def check_patches(precision: str) -> None:
+    """Refuse a verl or vLLM, such as a fork, into which a patch that the results depend on does not fit."""
+    from jetrl_verl.patches import installed_states
+    from jetrl_verl.patches.patch import PATCHED, STOCK
+
+    for patch, state in installed_states():
+        if patch.needed and state not in (STOCK, PATCHED):
+            raise UnsupportedConfiguration(f"precision={precision} is not supported here: {patch.mismatch(state)}")
 
 
 def check_gpu(precision: str) -> None:
@@ -108,53 +107,80 @@ def check_gpu(precision: str) -> None:
     from verl.utils.device import is_npu_available
 
     if is_npu_available:
-        raise UnsupportedConfiguration(f"precision={precision} runs on NVIDIA GPUs, not on NPUs; use precision=bf16.")
+        _refuse("npu", precision)
     if not torch.cuda.is_available():
         return
     if torch.version.hip is not None:
-        raise UnsupportedConfiguration(f"precision={precision} runs on NVIDIA GPUs, not on ROCm; use precision=bf16.")
+        _refuse("rocm", precision)
     for index in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)
         if capability < MIN_CAPABILITY:
-            raise UnsupportedConfiguration(
-                f"precision={precision} needs FP8 tensor cores (compute capability 8.9 or newer), and GPU {index}, "
-                f"{torch.cuda.get_device_name(index)}, has {capability[0]}.{capability[1]}; use precision=bf16."
-            )
+            _refuse("gpu_without_fp8", precision, **_describe_gpu(index))
+
+
+def _refuse(name: str, precision: str, **words: Any) -> None:
+    raise UnsupportedConfiguration(refusal(name, **{"jetrl.precision": precision}, **words))
+
+
+def _describe_gpu(index: int) -> dict[str, Any]:
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(index)
+    return {"index": index, "gpu": torch.cuda.get_device_name(index), "capability": f"{major}.{minor}"}
 
 
 def on_cpu() -> bool:
-    """Whether verl was asked to run without a GPU (patches/cpu.py)."""
+    """Whether verl was asked to run without a GPU (cpu_platform.py)."""
     return os.environ.get("VERL_PLATFORM") == "cpu"
 
 
-def no_shared_operations() -> str:
-    """Why the GPUs that this process sees cannot run the shared operations; empty if they can, or if it sees none."""
+def no_shared_operations() -> tuple[str, dict[str, Any]] | None:
+    """Row of the table, and its words, that says why the GPUs of this process cannot run the shared operations.
+
+    None if they can, or if it sees none.
+    """
     import torch
 
     if on_cpu() or not torch.cuda.is_available():
-        return ""
+        return None
     for index in range(torch.cuda.device_count()):
-        major, minor = torch.cuda.get_device_capability(index)
-        if (major, minor) != SHARED_CAPABILITY:
-            return (
-                f"GPU {index}, {torch.cuda.get_device_name(index)}, has compute capability {major}.{minor}, and "
-                "FlashAttention 3 needs 9.0"
-            )
+        if tuple(torch.cuda.get_device_capability(index)) != SHARED_CAPABILITY:
+            return "gpu_other_than_hopper", _describe_gpu(index)
     # A file, not an import: the library is large and this process is to touch no GPU.
     vllm = find_spec("vllm")
     if vllm is None or not list(Path(vllm.origin).parent.glob("vllm_flash_attn/_vllm_fa3_C*")):
-        return "the installed vLLM comes without FlashAttention 3"
-    return ""
+        return "no_flash_attention_3", {}
+    return None
 
 
-def check_model(path: str | None, options: JetConfig, tensor_parallel: int, shared_operations: bool = False) -> None:
-    """Check a model: ``config.json`` and weight files open, it is dense, unquantised, and its shapes fit.
+def why_not_shared() -> str:
+    """The same as half a sentence; empty if the shared operations can run here."""
+    gap = no_shared_operations()
+    return row(gap[0]).clause(**gap[1]) if gap else ""
+
+
+def model_overrides(config: DictConfig) -> dict[str, Any]:
+    """What a job changes in the trainer's copy of the model's configuration, as verl reads it."""
+    overrides = OmegaConf.select(config, f"{MODEL}.override_config") or {}
+    overrides = OmegaConf.to_container(OmegaConf.create(overrides), resolve=True)
+    return overrides.get("model_config", overrides)
+
+
+def check_model(
+    path: str | None,
+    options: JetConfig,
+    tensor_parallel: int,
+    shared_operations: bool = False,
+    overrides: Mapping[str, Any] | None = None,
+) -> None:
+    """Check a model: ``config.json`` and weight files open, it is dense, unquantized, and its shapes fit.
 
     Args:
         path: what verl loads: a folder, a hub name, or a remote path. Of a hub name only ``config.json`` is read.
         options: decides whether a layer that does not fit stops the run.
         tensor_parallel: ranks over which the rollout splits each layer.
         shared_operations: whether the model is to run them, and so must be one that they cover.
+        overrides: what the trainer changes in its copy of the configuration.
     """
     model = read_model(path)
     if model is None:
@@ -164,24 +190,31 @@ def check_model(path: str | None, options: JetConfig, tensor_parallel: int, shar
         _check_weight_files(folder)
 
     # Not at the top: the pins of this file are also read where torch, which layers imports, may be what is ill.
-    from jetrl_verl.layers import UnsupportedLayer, plan_linears
+    from jetrl_verl.models import family
+    from jetrl_verl.models.plan import plan_linears
 
     if model.get("quantization_config"):
-        raise UnsupportedConfiguration(
-            f"precision={options.precision} quantises the weights itself, and {path} is already quantised "
-            "(quantization_config); use the BF16 checkpoint."
-        )
+        _refuse("quantized_checkpoint", options.precision, path=path)
     try:
         plan_linears(model, tensor_parallel, unfit_layers=options.unfit_layers)
-    except UnsupportedLayer as unfit:
-        raise UnsupportedConfiguration(f"precision={options.precision} cannot run {path}: {unfit}.") from None
-    if shared_operations:
-        from jetrl_verl import ops
+        if shared_operations:
+            ours = family(model)
+            ours.check_operations(ours.as_trained(model, overrides or {}))
+    except ValueError as uncovered:
+        raise UnsupportedConfiguration(_model_message(uncovered, path, options.precision)) from None
 
-        try:
-            ops.check_model(model)
-        except ValueError as uncovered:
-            raise UnsupportedConfiguration(f"precision={options.precision} cannot run {path}: {uncovered}.") from None
+
+def _model_message(error: ValueError, path: str, precision: str) -> str:
+    """What a run is told of a model that ``models/`` does not cover; the remedy is the table's."""
+    found, reason = row_of(error), str(error).partition("; ")[0]
+    if found is None:
+        return f"the model {path} is not supported with precision={precision}: {reason}. Set precision=bf16."
+    return found.message(path=path, error=reason, **{"jetrl.precision": precision})
+
+
+def model_clause(error: ValueError, path: str, precision: str) -> str:
+    """The same without the remedy and the full stop."""
+    return _model_message(error, path, precision).partition(". Set ")[0]
 
 
 def read_model(path: str | None) -> dict[str, Any] | None:
@@ -196,7 +229,9 @@ def read_model(path: str | None) -> dict[str, Any] | None:
     if folder.is_dir():
         config_file = folder / "config.json"
     elif folder.is_absolute() or str(path).startswith((".", "~")):
-        raise UnsupportedConfiguration(f"the model folder {path} does not exist; check the model path.")
+        raise UnsupportedConfiguration(
+            f"the model folder {path} does not exist. Set actor_rollout_ref.model.path to a folder that does."
+        )
     else:
         config_file = _hub_config(str(path))
         if config_file is None:
@@ -205,17 +240,17 @@ def read_model(path: str | None) -> dict[str, Any] | None:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    from jetrl_verl.layers import SUPPORTED_MODEL_TYPES
+    from jetrl_verl.models import model_types
 
     try:
         model = json.loads(config_file.read_text())
-        if model.get("model_type") in SUPPORTED_MODEL_TYPES:
+        if model.get("model_type") in model_types():
             # What config.json leaves out takes the default of its class (Qwen3's head_dim, for one).
             model = AutoConfig.from_pretrained(config_file.parent).to_dict()
     except (OSError, ValueError, TypeError, AttributeError, StrictDataclassError) as error:
         raise UnsupportedConfiguration(
-            f"{config_file} is not a readable model config ({type(error).__name__}); point the model path at a "
-            "complete Hugging Face folder."
+            f"{config_file} is not a readable model config ({type(error).__name__}). Set "
+            "actor_rollout_ref.model.path to a complete Hugging Face folder."
         ) from None
     return model
 
@@ -234,10 +269,8 @@ def check_vocabulary(path: str | None) -> None:
     tokens = len(AutoTokenizer.from_pretrained(folder))
     entries = AutoConfig.from_pretrained(folder).vocab_size
     if entries > tokens:
-        raise UnsupportedConfiguration(
-            f"{path} has {entries - tokens} vocabulary entries without a token, which model.use_fused_kernels would "
-            "leave unmasked in the trainer alone; set actor_rollout_ref.model.use_fused_kernels=false."
-        )
+        words = {"key": f"{MODEL}.use_fused_kernels", "entries": entries - tokens, "path": path}
+        raise UnsupportedConfiguration(refusal("fused_kernels_of_a_padded_vocabulary", **words))
 
 
 def check_data(key: str, files: Any) -> None:
@@ -260,8 +293,8 @@ def check_data(key: str, files: Any) -> None:
                         break
             except (pyarrow.ArrowException, OSError) as error:
                 raise UnsupportedConfiguration(
-                    f"the data file {path} ({key}) is not a readable parquet file ({type(error).__name__}); write it "
-                    "again."
+                    f"the data file {path} ({key}) is not a readable parquet file ({type(error).__name__}). Write "
+                    "it again."
                 ) from None
 
 
@@ -271,10 +304,10 @@ def _data_files(key: str, name: Any) -> list[Path]:
     if has_magic(str(path)):
         files = [file for file in map(Path, sorted(glob(str(path), recursive=True))) if file.is_file()]
         if not files:
-            raise UnsupportedConfiguration(f"the pattern {name} ({key}) matches no data file; check the path.")
+            raise UnsupportedConfiguration(f"the pattern {name} ({key}) matches no data file. Check the path.")
         return files
     if not path.exists():
-        raise UnsupportedConfiguration(f"the data file {name} ({key}) does not exist; check the path.")
+        raise UnsupportedConfiguration(f"the data file {name} ({key}) does not exist. Check the path.")
     return [path]
 
 
@@ -286,11 +319,12 @@ def _check_weight_files(folder: Path) -> None:
             files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
         except (OSError, ValueError, KeyError, AttributeError) as error:
             raise UnsupportedConfiguration(
-                f"{index} is not a readable weight index ({type(error).__name__}); copy the model folder again."
+                f"{index} is not a readable weight index ({type(error).__name__}). Copy the model folder again."
             ) from None
     if not files and not list(folder.glob("*.bin")):
         raise UnsupportedConfiguration(
-            f"the model folder {folder} holds no weights (*.safetensors); point the model path at a complete folder."
+            f"the model folder {folder} holds no weights (*.safetensors). Set "
+            "actor_rollout_ref.model.path to a complete folder."
         )
     from safetensors import SafetensorError, safe_open
 
@@ -300,7 +334,7 @@ def _check_weight_files(folder: Path) -> None:
                 pass
         except (SafetensorError, OSError) as error:
             raise UnsupportedConfiguration(
-                f"the weight file {file} is missing or damaged ({type(error).__name__}); copy the model folder again."
+                f"the weight file {file} is missing or damaged ({type(error).__name__}). Copy the model folder again."
             ) from None
 
 

@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """How our groups get into verl's primary configs without a fork, and where a composed config is refused.
 
 Hydra looks for ``precision=jet_fp8`` in the defaults list of the primary config, which is verl's. One subclass of
@@ -25,8 +14,6 @@ a run and of ``hydra.compose`` alike, and none leaves with ``jetrl.operations=au
 such hook, and exceptions in callbacks become warnings.)
 """
 
-import sys
-import traceback
 from typing import Any
 
 import hydra._internal.hydra
@@ -36,7 +23,6 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.default_element import GroupDefault
 from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException, MissingConfigException
-from hydra.experimental.callback import Callback
 from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig
@@ -77,8 +63,8 @@ class JetConfigRepository(ConfigRepository):
 
 
 class JetConfigLoader(ConfigLoaderImpl):
-    """Hydra's config loader over ``JetConfigRepository``; refuses a composed config that cannot work, in one
-    sentence, and resolves ``jetrl.operations=auto``.
+    """Hydra's config loader over ``JetConfigRepository``; refuses a composed config that is not supported, and resolves
+    ``jetrl.operations=auto``.
     """
 
     def __init__(self, config_search_path: ConfigSearchPath) -> None:
@@ -93,7 +79,7 @@ class JetConfigLoader(ConfigLoaderImpl):
                 raise
             chosen = error.missing_cfg_file.removeprefix(f"{GROUP}/")
             raise ConfigCompositionException(
-                f"precision={chosen} is not a precision; use one of {', '.join(PRECISIONS)}."
+                f"precision={chosen} is not a precision. Set one of {', '.join(PRECISIONS)}."
             ) from None
         if "jetrl" in config:
             from .check import check_config
@@ -105,28 +91,6 @@ class JetConfigLoader(ConfigLoaderImpl):
                 raise ConfigCompositionException(str(refusal)) from None
             resolve_operations(config)
         return config
-
-
-class JetCallback(Callback):
-    """Right before a job of a non-bf16 precision starts, in the driver and before Ray: the checks of this machine."""
-
-    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        from jetrl_verl.patches import ray_init
-
-        from .environment import check_environment
-
-        # Hydra turns an exception of a callback into a warning and runs the job; an exit gets through.
-        try:
-            ray_init.install(config.jetrl.operations)
-            check_environment(config)
-        except UnsupportedConfiguration as refusal:
-            sys.exit(f"jetrl_verl: {refusal}")
-        except Exception as error:
-            traceback.print_exc()
-            sys.exit(
-                f"jetrl_verl: the checks before the job failed themselves ({type(error).__name__}: {error}); report "
-                "the traceback above, or use precision=bf16."
-            )
 
 
 def register() -> None:

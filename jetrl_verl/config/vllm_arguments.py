@@ -1,79 +1,57 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""The three vLLM engine arguments by which a rollout runs our linears, merged into the user's
-``engine_kwargs.vllm``.
+# SPDX-License-Identifier: Apache-2.0
+"""What a precision says to vLLM: the quantization method and its options, merged into the user's
+``engine_kwargs.vllm``. ``rollout/arguments.py`` adds the worker extension.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from jetrl_verl.formats.catalog import traits_of
+
 from .options import JetConfig, UnsupportedConfiguration
-
-QUANT_METHOD = "jetrl_fp8"
-"""Name under which the rollout's quantisation method is registered in vLLM."""
-
-INT8_METHOD = "jetrl_int8"
-"""The same for the INT8 rollout."""
-
-WORKER_EXTENSION = "jetrl_verl.rollout.worker.JetWorkerExtension"
-"""vLLM worker extension that receives the trainer's codes; a subclass of verl's own."""
+from .support.general import overrides_of
+from .support.scopes import VLLM
+from .support.table import refusal
 
 
-def vllm_arguments(options: JetConfig, user: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The user's ``engine_kwargs.vllm`` with ``quantization``, ``hf_overrides`` and ``worker_extension_cls`` filled in.
+def quantization_arguments(options: JetConfig, user: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The user's ``engine_kwargs.vllm`` with ``quantization`` and ``hf_overrides.quantization_config`` filled in.
 
-    A value that is already ours is kept, so building a config from a built one changes nothing. Raises
-    ``UnsupportedConfiguration`` where one of the three says something else.
+    A value that is already ours is kept. Raises ``UnsupportedConfiguration`` where one of the two says something else.
     """
     arguments = dict(user or {})
-    overrides = arguments.get("hf_overrides") or {}
-    if isinstance(overrides, str):
-        try:
-            overrides = json.loads(overrides)
-        except ValueError:
-            overrides = None
-    if not isinstance(overrides, Mapping):
-        raise UnsupportedConfiguration(
-            "rollout.engine_kwargs.vllm.hf_overrides is not a mapping; write it as {key: value}."
-        )
+    overrides = overrides_of(arguments.get("hf_overrides"))
+    if overrides is None:
+        key, value = f"{VLLM}.hf_overrides", arguments["hf_overrides"]
+        raise UnsupportedConfiguration(refusal("hf_overrides", key=key, value=value, **precision_words(options)))
     arguments["hf_overrides"] = dict(overrides)
 
-    def fill(holder: dict[str, Any], name: str, where: str, value: Any) -> None:
-        if holder.get(name) is None:
-            holder[name] = value
-        elif holder[name] != value:
-            raise UnsupportedConfiguration(
-                f"rollout.engine_kwargs.vllm.{where} is set against precision={options.precision}, which sets it "
-                "itself; remove it, or use precision=bf16."
-            )
-
-    method = INT8_METHOD if options.rollout == "int8" else QUANT_METHOD
-    fill(arguments, "quantization", "quantization", method)
-    fill(arguments, "worker_extension_cls", "worker_extension_cls", WORKER_EXTENSION)
-    fill(
-        arguments["hf_overrides"],
-        "quantization_config",
-        "hf_overrides.quantization_config",
-        {
-            "quant_method": method,
-            "scale_rule": options.scale_rule,
-            "unfit_layers": options.unfit_layers,
-            "contract_check": options.contract_check,
-            "operations": options.operations,
-            # The layers outside the contract: BF16 on both sides.
-            "modules_to_not_convert": ["lm_head"],
-        },
-    )
+    method = traits_of(options.rollout).vllm_method
+    fill(arguments, "quantization", method, options)
+    quantization = {
+        "quant_method": method,
+        **options.for_vllm(),
+        # The layers outside the contract: BF16 on both sides.
+        "modules_to_not_convert": ["lm_head"],
+    }
+    fill(arguments["hf_overrides"], "quantization_config", quantization, options, within="hf_overrides.")
     return arguments
+
+
+def fill(holder: dict[str, Any], name: str, value: Any, options: JetConfig, within: str = "") -> None:
+    """Set ``holder[name]`` where it is absent; raise ``UnsupportedConfiguration`` where it is something else.
+
+    Args:
+        within: path from ``engine_kwargs.vllm`` to ``holder``, for the message.
+    """
+    if holder.get(name) is None:
+        holder[name] = value
+    elif holder[name] != value:
+        key = f"{VLLM}.{within}{name}"
+        raise UnsupportedConfiguration(refusal(f"vllm_{name}", key=key, **precision_words(options)))
+
+
+def precision_words(options: JetConfig) -> dict[str, str]:
+    """What a row's message says of a run, for one who has no composed configuration."""
+    return {"jetrl.precision": options.precision}

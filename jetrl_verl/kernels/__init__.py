@@ -1,46 +1,53 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""The contract's functions, fast: names and results of jetrl_verl.numerics, served by dispatch.py's table."""
+# SPDX-License-Identifier: Apache-2.0
+"""The operations that trainer and rollout share, fast: one file per operation, one dispatch table, one registration.
 
-from jetrl_verl.kernels.dispatch import (
-    BACKENDS,
-    describe_backends,
-    gemm_int8,
-    gemm_nt,
-    override_backend,
-    platform_of,
-    quantize_1x128,
-    quantize_1x128_and_128x1,
-    quantize_128x1,
+An operation's file holds all of it: ``reference_*`` (CPU), ``triton_*`` with its kernels, ``native_*`` (the binding to
+csrc/), its autograd function, its fake, its torch operator. Every such file imports Triton at its top: the pinned torch
+brings it on every machine, with or without a GPU, and importing it takes a fraction of torch's own import.
+
+``dispatch.py``: operation -> platform -> backends. ``operator.py``: how a torch operator is registered. ``device/``:
+device code that several kernels share. ``results.py``: layouts of quantized results. ``native.py``: the compiled
+library. ``vllm_kernels.py``: what is called of vLLM. ``reproducible.py``: CPU arithmetic that no batch changes.
+"""
+
+from jetrl_verl.kernels.attention import attention, cache_form, check_head_dim, paged_attention
+from jetrl_verl.kernels.dispatch import BACKENDS, describe_backends, override_backend, platform_of
+from jetrl_verl.kernels.fprop import fprop, fprop_quantized
+from jetrl_verl.kernels.fprop_int8 import fprop_int8
+from jetrl_verl.kernels.gemm_int8 import gemm_int8
+from jetrl_verl.kernels.gemm_nt import gemm_nt
+from jetrl_verl.kernels.log_probs import log_probs
+from jetrl_verl.kernels.logits import logits
+from jetrl_verl.kernels.quantize_1x128 import quantize_1x128, quantize_1x128_and_128x1, quantize_128x1
+from jetrl_verl.kernels.quantize_128x128 import (
     quantize_128x128,
     quantize_128x128_and_transpose,
-    quantize_int8,
-    relayout_128x1,
     transpose_128x128,
 )
-from jetrl_verl.kernels.int8_ops import fprop_int8
-from jetrl_verl.kernels.torch_ops import fprop, fprop_codes
+from jetrl_verl.kernels.quantize_int8 import quantize_int8
+from jetrl_verl.kernels.relayout_128x1 import relayout_128x1
+from jetrl_verl.kernels.rms_norm import add_rms_norm, add_rms_norm_quantize_1x128, rms_norm, rms_norm_quantize_1x128
+from jetrl_verl.kernels.rotary import rotary, rotary_table
+from jetrl_verl.kernels.silu_mul import silu_mul, silu_mul_backward_quantize, silu_mul_quantize, silu_mul_quantize_1x128
 
 __all__ = [
     "BACKENDS",
+    "add_rms_norm",
+    "add_rms_norm_quantize_1x128",
+    "attention",
+    "cache_form",
+    "check_head_dim",
     "describe_backends",
     "fprop",
-    "fprop_codes",
     "fprop_int8",
+    "fprop_quantized",
     "gemm_int8",
     "gemm_nt",
+    "log_probs",
+    "logits",
     "override_backend",
+    "paged_attention",
     "platform_of",
     "quantize_1x128",
     "quantize_1x128_and_128x1",
@@ -49,5 +56,13 @@ __all__ = [
     "quantize_128x128_and_transpose",
     "quantize_int8",
     "relayout_128x1",
+    "rms_norm",
+    "rms_norm_quantize_1x128",
+    "rotary",
+    "rotary_table",
+    "silu_mul",
+    "silu_mul_backward_quantize",
+    "silu_mul_quantize",
+    "silu_mul_quantize_1x128",
     "transpose_128x128",
 ]

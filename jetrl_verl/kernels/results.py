@@ -1,39 +1,61 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""Uninitialised results of the GPU's quantisers, in the memory layouts that its GEMMs read."""
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized results in the memory layouts that a GPU's GEMMs read: uninitialised for kernels, fake for tracing.
+
+On a GPU 1x128 scales ``[M, ceil(K/128)]`` are column-major, stride ``(1, M)``, because every Hopper GEMM reads them
+along M. Colwise (128x1) qdata ``[K, M]`` are a view with padded rows: GEMMs load 16 bytes at a time along tokens, whose
+number is arbitrary, so rows start aligned, and zeros after their end add nothing to a sum.
+"""
 
 import torch
 
-from jetrl_verl.numerics import BLOCK, FP8_DTYPE, BlockQuantized
+from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor
 
 
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def empty_rows(rows: int, k: int, device: torch.device) -> BlockQuantized:
-    """Uninitialised 1x128 result: codes ``[rows, k]``, scales ``[rows, ceil(k/128)]`` stored column-major."""
-    codes = torch.empty((rows, k), dtype=FP8_DTYPE, device=device)
+def empty_rowwise(rows: int, k: int, device: torch.device) -> QuantizedTensor:
+    """Uninitialised 1x128 result: qdata ``[rows, k]``, scales ``[rows, ceil(k/128)]`` stored column-major."""
+    qdata = torch.empty((rows, k), dtype=FP8_DTYPE, device=device)
     scales = torch.empty((_ceil_div(k, BLOCK), rows), dtype=torch.float32, device=device).t()
-    return BlockQuantized(codes, scales)
+    return QuantizedTensor(qdata, scales)
 
 
-def empty_columns(rows: int, k: int, device: torch.device) -> tuple[BlockQuantized, torch.Tensor]:
-    """Uninitialised 128x1 result ``[k, rows]`` and the buffer that its codes are a view of, as words of four codes:
-    ``[k, rows rounded up to 128, / 4]``. GEMMs load 16 bytes at a time along tokens, whose number is arbitrary: rows of
-    a padded buffer start aligned, and zeros after their end add nothing to a sum."""
+def empty_colwise(rows: int, k: int, device: torch.device) -> tuple[QuantizedTensor, torch.Tensor]:
+    """Uninitialised 128x1 result ``[k, rows]`` and the buffer that its qdata are a view of, as words of four qdata:
+    ``[k, rows rounded up to 128, / 4]``."""
     words = torch.empty((k, _ceil_div(rows, BLOCK) * BLOCK // 4), dtype=torch.int32, device=device)
     scales = torch.empty((_ceil_div(rows, BLOCK), k), dtype=torch.float32, device=device).t()
-    codes = words.view(FP8_DTYPE) if words.numel() else torch.empty((k, 0), dtype=FP8_DTYPE, device=device)
-    return BlockQuantized(codes[:, :rows], scales), words
+    qdata = words.view(FP8_DTYPE) if words.numel() else torch.empty((k, 0), dtype=FP8_DTYPE, device=device)
+    return QuantizedTensor(qdata[:, :rows], scales), words
+
+
+def fake_rowwise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """1x128 qdata and scales of ``x`` [..., K], for tracing: shapes, types and, on a GPU, column-major scales."""
+    k = x.shape[-1]
+    rows = x.reshape(-1, k).shape[0]
+    shape = (k // BLOCK, rows) if x.is_cuda else (rows, k // BLOCK)
+    scales = x.new_empty(shape, dtype=torch.float32)
+    return x.new_empty((rows, k), dtype=FP8_DTYPE), scales.t() if x.is_cuda else scales
+
+
+def fake_colwise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """128x1 qdata and scales of ``x`` [..., K], for tracing; on a GPU the qdata are a view with padded rows."""
+    k = x.shape[-1]
+    rows = x.reshape(-1, k).shape[0]
+    groups = _ceil_div(rows, BLOCK)
+    shape = (groups, k) if x.is_cuda else (k, groups)
+    scales = x.new_empty(shape, dtype=torch.float32)
+    qdata = x.new_empty((k, groups * BLOCK if x.is_cuda else rows), dtype=FP8_DTYPE)
+    return qdata[:, :rows] if x.is_cuda else qdata, scales.t() if x.is_cuda else scales
+
+
+def require_groups(operation: str, x: torch.Tensor) -> None:
+    """Raise ``ValueError`` unless the rows of ``x`` are whole groups of 128, as those of every quantized layer are."""
+    if x.shape[-1] % BLOCK:
+        raise ValueError(
+            f"{operation}: rows of {x.shape[-1]} elements are not whole groups of {BLOCK}; quantize the result of the "
+            "plain operation instead"
+        )

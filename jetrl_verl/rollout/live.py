@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """Which part of the trainer's tensors a vLLM worker holds, and where: the inverse of vLLM's weight loaders.
 
 vLLM stacks q/k/v and gate/up into one parameter and keeps only this rank's shard of it. The contract check compares the
@@ -25,9 +14,11 @@ import torch
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from jetrl_verl.layers import MERGED
-from jetrl_verl.numerics import BLOCK, FP8_DTYPE
-from jetrl_verl.observe.contract import SCALE_SUFFIX, LiveTensor
+from jetrl_verl import formats
+from jetrl_verl.formats.format import SCALE_SUFFIX
+from jetrl_verl.models import family
+from jetrl_verl.models.base import place
+from jetrl_verl.sync.contract import LiveTensor
 
 
 def _pieces(layer: torch.nn.Module) -> Iterator[tuple[int, int, int, int]]:
@@ -58,8 +49,7 @@ class _Parameter:
     whole_columns: int
 
     def _scales_of(self, start: int, rows: int) -> torch.Tensor:
-        rows_per_scale = 1 if self.data.dtype == torch.int8 else BLOCK
-        return self.scales[start // rows_per_scale : (start + rows) // rows_per_scale]
+        return formats.of(self.data).scales_of_rows(self.scales, start, rows)
 
     def part(self, rows: int, start: int = 0, first: int = 0, whole: int | None = None) -> LiveTensor:
         """``rows`` rows from ``start``, which are the trainer's rows from ``first`` of ``whole`` (all, by default)."""
@@ -82,10 +72,11 @@ def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
         name -> live view. Column-parallel parts are row slices, row-parallel ones column slices, of the whole tensor.
     """
     live: dict[str, LiveTensor] = {}
+    merged = family(model.config).pieces
     # Duplicates stay: with tied embeddings vLLM's lm_head *is* the embedding module, and the trainer sends both names.
     for prefix, layer in model.named_modules(remove_duplicate=False):
         own = {leaf: parameter.data for leaf, parameter in layer.named_parameters(recurse=False)}
-        suffix = ".".join(prefix.rsplit(".", 2)[-2:])
+        found = place(prefix)
         for leaf, data in own.items():
             if leaf.endswith(SCALE_SUFFIX):
                 continue
@@ -94,12 +85,12 @@ def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
             if isinstance(layer, RowParallelLinear) and data.ndim > 1:
                 first_column, whole_columns = layer.tp_rank * width, layer.input_size
             columns = slice(first_column, first_column + width)
-            scales = own[leaf + SCALE_SUFFIX] if data.dtype in (FP8_DTYPE, torch.int8) else None
+            scales = own[leaf + SCALE_SUFFIX] if formats.of(data) is not None else None
             held = _Parameter(data, scales, columns, whole_columns)
-            if isinstance(layer, QKVParallelLinear | MergedColumnParallelLinear) and suffix in MERGED:
-                stem = prefix.removesuffix(suffix)
-                for piece, (rows, start, first, whole) in zip(MERGED[suffix], _pieces(layer), strict=True):
-                    live[f"{stem}{piece}.{leaf}"] = held.part(rows, start, first, whole)
+            if isinstance(layer, QKVParallelLinear | MergedColumnParallelLinear):
+                pieces = zip(merged[found.module], _pieces(layer), strict=True)
+                for piece, (rows, start, first, whole) in pieces:
+                    live[f"{found.layer}.{piece}.{leaf}"] = held.part(rows, start, first, whole)
             elif isinstance(layer, VocabParallelEmbedding):
                 first, last = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
                 live[f"{prefix}.{leaf}"] = held.part(last - first, 0, first, layer.org_vocab_size)

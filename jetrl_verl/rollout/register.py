@@ -1,41 +1,56 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""Entry point ``vllm.general_plugins``: makes ``quantization=jetrl_fp8`` known in every process that vLLM starts.
+# SPDX-License-Identifier: Apache-2.0
+"""Entry point ``vllm.general_plugins``: makes our quantization methods known by name in every process that vLLM starts.
 
-vLLM calls :func:`register` in the server, the engine core and each worker, possibly more than once per process.
+vLLM calls :func:`register` in the server, the engine core and each worker, possibly more than once per process, and
+mostly for engines that have nothing to do with this project. So two names are all that it leaves there: what they stand
+for is imported when an engine asks for one of them, and layers are changed by that engine's worker alone
+(rollout/worker.py).
 """
 
 import os
 import sys
 import traceback
+from typing import Any
 
 
 def register() -> None:
-    """Register the quantisation methods and the layers that may run shared operations.
+    """Register the quantization methods' names; on the opt-in CPU platform also what BF16 training needs there.
 
-    On the opt-in CPU platform also keep BF16 weights reloadable. A failure is announced and not raised: vLLM would end
-    with it, and this process may serve a model that has nothing to do with this project. Where the method was asked
-    for, vLLM then stops at its unknown name.
+    A failure is announced and not raised: vLLM would end with it, and this process may run a model that has nothing to
+    do with this project. Where a method was asked for, vLLM then stops at its unknown name.
     """
     try:
-        import jetrl_verl.rollout.int8_method
-        import jetrl_verl.rollout.shared_operations  # noqa: F401  registration is the import's effect
-
+        _announce_methods()
         if os.environ.get("VERL_PLATFORM") == "cpu":
-            from jetrl_verl.patches import vllm_cpu
+            from jetrl_verl.patches import fork_on_cpu, reloadable_weights_on_cpu
 
-            vllm_cpu.install()
+            reloadable_weights_on_cpu.KEEP_WEIGHT.apply()
+            fork_on_cpu.FORK.apply()
     except Exception:
         print("jetrl_verl: the vLLM plugin failed to load, so FP8 rollouts will not work:", file=sys.stderr)
         traceback.print_exc()
+
+
+def _announce_methods() -> None:
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
+
+    from jetrl_verl import formats
+
+    for traits in formats.FORMATS.values():
+        if traits.vllm_method not in QUANTIZATION_METHODS:
+            register_quantization_config(traits.vllm_method)(_announced(traits.vllm_method))
+
+
+def _announced(method: str) -> type:
+    """What stands for a method until an engine asks for it. vLLM makes a configuration by ``from_config`` alone."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+    class Announced(QuantizationConfig):
+        @classmethod
+        def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
+            from jetrl_verl.rollout.method import CONFIGS
+
+            return CONFIGS[method].from_config(config)
+
+    return Announced

@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """The shared log-probabilities for vLLM's second model runner, which some architectures get on a GPU.
 
 A file of its own because that runner's sampler is made of Triton kernels.
@@ -22,11 +11,11 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from jetrl_verl.rollout.shared_operations import shared_log_probs
+from jetrl_verl.rollout.log_probs import shared_log_probs
 
 
 class SharedSamplerV2(Sampler):
-    """As ``shared_operations.SharedSampler``, for that runner."""
+    """As ``sampler.SharedSampler``, for that runner."""
 
     def __call__(self, logits: torch.Tensor, input_batch: Any):
         output = super().__call__(logits, input_batch)  # copies the logits before it changes them

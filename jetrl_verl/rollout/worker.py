@@ -1,41 +1,39 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""vLLM worker extension: receives codes and scales, then checks the contract on live parameters.
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's worker as our engines run it: its operations, and its weight sync.
 
+*The worker* (engine argument ``worker_cls``, with shared operations only) is this platform's own; once it has loaded
+the model, it exchanges the operations between the linears (rollout/shared_operations.py) and the sampler. A class of
+ours, and not a hook, so that another engine of the process keeps vLLM's.
+
+*The extension* (``worker_extension_cls``) receives qdata and scales, then checks the contract on live parameters.
 verl's own extension loads the buckets; this one wraps it with two duties.
 
 *A failure must reach the trainer.* The trainer's sender waits for an acknowledgement of every bucket, without a time
 limit, so a loader that raises in the middle leaves it waiting for ever. Here an exception is kept, the remaining
 buckets are acknowledged unread, and it is raised at the end, when the remote call's result carries it to the trainer.
 
-*The contract.* Behind the weights come the trainer's sums (observe/contract.py); they are compared with what the live
+*The contract.* Behind the weights come the trainer's sums (sync/contract.py); they are compared with what the live
 parameters hold after loading.
 """
 
 import logging
 import time
 import traceback
+from typing import Any
 
 import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+from vllm.platforms import current_platform
 
-from jetrl_verl.observe.contract import ContractReceiver, ContractViolation, probe_sum
-from jetrl_verl.observe.operations_probe import stated_operations
+from jetrl_verl import formats
 from jetrl_verl.patches import two_runs
 from jetrl_verl.rollout.live import live_tensors
-from jetrl_verl.rollout.method import JetFP8Config
-from jetrl_verl.rollout.shared_operations import share_sampler
+from jetrl_verl.rollout.method import JetQuantizationConfig
+from jetrl_verl.rollout.sampler import share_sampler
+from jetrl_verl.rollout.shared_operations import share_operations
+from jetrl_verl.sync.contract import ContractReceiver, ContractViolation
+from jetrl_verl.sync.operations_probe import stated_operations
 
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)
@@ -43,6 +41,26 @@ if not logger.handlers:
     # Its own handler: whether the root logger of a vLLM worker has one depends on how the process was started.
     logger.addHandler(logging.StreamHandler())
     logger.propagate = False
+
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+
+
+class JetWorker(PlatformWorker):
+    """Worker of an engine with ``operations: shared``."""
+
+    def load_model(self, **options: Any) -> None:
+        """Load as always, then exchange the operations: nothing has run yet, and there is no KV cache.
+
+        Raises:
+            ValueError: the shared operations do not cover the model.
+        """
+        super().load_model(**options)
+        share_operations(self.get_model(), self.vllm_config.model_config.hf_config)
+        share_sampler(self.model_runner)
 
 
 class JetWorkerExtension(vLLMColocateWorkerExtension):
@@ -63,36 +81,36 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
             raise RuntimeError(f"weight sync: the rollout worker could not load the weights: {self._jetrl_failure}")
         loaded = time.perf_counter()
         config = self.model_runner.vllm_config.quant_config
-        if not isinstance(config, JetFP8Config):
+        if not isinstance(config, JetQuantizationConfig):
             raise ContractViolation(
-                "contract check: the trainer sends codes but vLLM was started with quantization="
+                "contract check: the trainer sends qdata but vLLM was started with quantization="
                 f"{config.get_name() if config else None}; do not override rollout.engine_kwargs.vllm.quantization"
             )
-        if config.operations == "shared":
-            # No hook of vLLM's builds a sampler; a rollout before the first sync has no weights anyway.
-            share_sampler(self.model_runner)
+        if config.operations == "shared" and not isinstance(self, JetWorker):
+            raise ContractViolation(
+                "contract check: the trainer runs the shared operations but vLLM was started with worker_cls="
+                f"{self.vllm_config.parallel_config.worker_cls}; do not override "
+                "rollout.engine_kwargs.vllm.worker_cls"
+            )
         if not config.contract_check:
             logger.info("jetrl weight sync: loaded in %.3f s, contract not checked", loaded - started)
             return
         counts = self._jetrl_receiver.verify(
             live_tensors(self.model_runner.model),
             scale_rule=config.scale_rule,
-            probe=probe_sum(self.device, config.scale_rule, config.rollout),
+            probe=formats.get(config.traits.name).probe(self.device, config.scale_rule),
             operations=stated_operations(self.device, config.operations),
         )
         logger.info(
-            "jetrl weight sync: loaded in %.3f s, contract of %d quantised and %d BF16 tensors held in %.3f s, "
+            "jetrl weight sync: loaded in %.3f s, contract of %d quantized and %d BF16 tensors held in %.3f s, "
             "%d not compared, live digest %#018x",
             loaded - started,
-            counts["quantised"],
+            counts["quantized"],
             counts["plain"],
             time.perf_counter() - loaded,
             counts["uncompared"],
             counts["digest"],
         )
-
-    def _get_zmq_handle(self) -> str:
-        return two_runs.address_of_this_run(super()._get_zmq_handle())
 
     def _update_weights(self, weights: list[tuple[str, torch.Tensor]], peft_config: dict, base_sync_done: bool):
         if self._jetrl_failure is not None:
@@ -105,3 +123,6 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
             logger.error("jetrl weight sync: loading failed\n%s", traceback.format_exc())
             # Words only: the exception's traceback reaches up to the receiver's frames and their views of the buffer.
             self._jetrl_failure = f"{type(error).__name__}: {error}"
+
+
+two_runs.RECEIVER.apply()

@@ -1,14 +1,3 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""The training side: verl's FSDP engine with FP8 linears, and the export of weights as codes and scales."""
+# SPDX-License-Identifier: Apache-2.0
+"""The training side: verl's FSDP engine with quantized linears and, where asked for, the shared operations."""

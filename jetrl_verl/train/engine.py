@@ -1,28 +1,17 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """verl's FSDP engine in the FP8 flow.
 
-verl looks engines up by (device, vendor) before device alone, so registering for NVIDIA puts these classes in the
-place of its own FSDP engine without a fork. That happens when a precision's engine config is first built in a process
-(config/verl_configs.py), never without the flag; an engine whose config is not ours (a BF16 reference policy beside an
+verl looks engines up by (device, vendor) before device alone, so registering for NVIDIA replaces its FSDP engine
+by these classes without a fork. That happens when a precision's engine config is first built in a process
+(targets/configs.py), never without the flag; an engine whose config is not ours (a BF16 reference policy beside an
 FP8 actor) behaves as verl's.
 
 Three things differ from verl's engine: after the model is built and before FSDP wraps it, ``nn.Linear`` becomes
-``JetLinear`` in place, parameters untouched, so checkpoints, resume, the model merger and the optimiser see what they
-always saw; the weight sync carries codes, scales and the contract; logits of vocabulary entries without a token are
+``JetLinear`` in place, parameters untouched, so checkpoints, resume, the model merger and the optimiser see no
+difference; the weight sync carries qdata, scales and the contract; logits of vocabulary entries without a token are
 masked as verl masks them in the rollout. Under ``jetrl.operations=shared`` the actor also runs the shared operations
-(train/shared_operations.py), and its log-probabilities come from the function that the rollout's come from.
+(train/shared_operations.py), and trainer and rollout compute log-probabilities with one function.
 """
 
 import logging
@@ -37,27 +26,30 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
-from jetrl_verl import ops
+from jetrl_verl import formats, kernels
 from jetrl_verl.algorithms.calibrated_clipping import CalibratedClip
 from jetrl_verl.algorithms.invariant_scaling import check_resumed, fold_missing, folded_in
 from jetrl_verl.algorithms.shadow import ShadowForwards, from_rank_0
-from jetrl_verl.config.verl_configs import JetFSDPEngineConfig
+from jetrl_verl.checkpoint import validation as resume
+from jetrl_verl.config.engine_config import JetFSDPEngineConfig
 from jetrl_verl.kernels import describe_backends
-from jetrl_verl.layers import UnsupportedLayer, plan_linears
-from jetrl_verl.linear import JetLinear, replace_linears
-from jetrl_verl.observe.contract import probe_sum, with_contract
-from jetrl_verl.observe.operations_probe import stated_operations
-from jetrl_verl.observe.quantisation import QuantisationMetrics, refuse_non_finite, refuse_to_save_non_finite
-from jetrl_verl.patches import metrics, resume, two_runs, weight_sync
-from jetrl_verl.train.export import SyncStatistics, counted_stock, measured, quantise_stream
+from jetrl_verl.metrics import hooks
+from jetrl_verl.metrics.quantization import QuantizationMetrics, refuse_non_finite, refuse_to_save_non_finite
+from jetrl_verl.models.plan import UnsupportedLayer, plan_linears
+from jetrl_verl.nn.linear import JetLinear
+from jetrl_verl.nn.replace import replace_linears
+from jetrl_verl.patches import two_runs, weight_sync
+from jetrl_verl.sync.contract import with_contract
+from jetrl_verl.sync.operations_probe import stated_operations
+from jetrl_verl.sync.wire import SyncStatistics, counted_stock, measured, quantize_stream
 from jetrl_verl.train.shared_operations import share_operations
 
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)
 
 _UNKEPT_SCALES = (
-    "jetrl: the checkpoint %s keeps no INT8 scales (it is of a run without jetrl.int8_scales=first, or of an older "
-    "version); this run takes them from its own first weight sync and keeps those"
+    "jetrl: the checkpoint %s keeps no scales of weights (its run had no jetrl.int8_scales=first, or an older version)"
+    "; this run takes them from its own first weight sync and keeps those"
 )
 
 
@@ -83,8 +75,8 @@ def mask_unused_vocabulary(model: torch.nn.Module, used: int) -> None:
 class _JetEngine(ShadowForwards):
     """Behaviour shared by policy and value engines; mixed in front of verl's class."""
 
-    _jetrl_metrics: QuantisationMetrics | None = None
-    _jetrl_int8_scales: dict[str, torch.Tensor] | None = None
+    _jetrl_metrics: QuantizationMetrics | None = None
+    _jetrl_kept_scales: dict[str, torch.Tensor] | None = None
     """Under ``jetrl.int8_scales=first`` those of the run's first sync, the same on every rank; nothing before it."""
 
     def _build_module(self) -> torch.nn.Module:
@@ -96,19 +88,19 @@ class _JetEngine(ShadowForwards):
         self._jetrl_sync = SyncStatistics()
         if config.jetrl_role == "actor":
             fold_missing(module, options.invariant_scaling)
-            self._jetrl_int8_scales = {} if options.int8_scales == "first" else None
+            self._jetrl_kept_scales = {} if options.int8_scales == "first" else None
         if config.jetrl_role == "actor" and options.clip == "calibrated":
             self.calibrated_clip = CalibratedClip(options.clip_interval)
-        if config.fp8_linears or config.jetrl_role == "actor":
+        if config.quantized_linears or config.jetrl_role == "actor":
             self._jetrl_plans = plan_linears(
                 self.model_config.hf_config, config.jetrl_rollout_tp, unfit_layers=options.unfit_layers
             )
-        if config.fp8_linears:
+        if config.quantized_linears:
             names = replace_linears(module, self._jetrl_plans, scale_rule=options.scale_rule, backward=options.backward)
             if self.rank == 0:
                 backends = describe_backends(get_device_name())
                 logger.info(
-                    "jetrl: %d linear layers of the %s in FP8 (scale rule %s, backward %s); backends %s",
+                    "jetrl: %d linear layers of the %s quantized (scale rule %s, backward %s); backends %s",
                     len(names),
                     config.jetrl_role,
                     options.scale_rule,
@@ -120,34 +112,35 @@ class _JetEngine(ShadowForwards):
             if self.rank == 0:
                 logger.info("jetrl: shared operations in the actor: %s", counts)
         if config.jetrl_role == "actor" and options.metrics:
-            metrics.install_in_actor()
-            if options.rollout == "fp8":
-                self._jetrl_metrics = QuantisationMetrics(module, self._jetrl_plans, options.scale_rule)
+            hooks.install_in_actor()
+            if formats.traits_of(options.rollout).measured:
+                number_format = formats.get(options.rollout)
+                self._jetrl_metrics = QuantizationMetrics(module, self._jetrl_plans, options.scale_rule, number_format)
         tokens = len(self.model_config.tokenizer) if self.model_config.tokenizer is not None else None
         output = module.get_output_embeddings() if config.jetrl_role != "critic" else None
         if tokens is not None and output is not None and output.weight.shape[0] > tokens:
             if self.model_config.use_fused_kernels:
                 # The driver refuses this for a folder that it can read (config/environment.py).
                 raise UnsupportedLayer(
-                    f"model.use_fused_kernels computes log-probabilities without lm_head's module, so "
-                    f"{output.weight.shape[0] - tokens} vocabulary entries without a token would be masked in the "
-                    "rollout only; set actor_rollout_ref.model.use_fused_kernels=false"
+                    f"actor_rollout_ref.model.use_fused_kernels=true is not supported with "
+                    f"{output.weight.shape[0] - tokens} vocabulary entries that have no token: the rollout alone would "
+                    "mask them. Set actor_rollout_ref.model.use_fused_kernels=false."
                 )
             mask_unused_vocabulary(module, tokens)
         return module
 
     def forward_backward_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """verl's pass over the micro-batches; no codes outlive it."""
+        """verl's pass over the micro-batches; no qdata outlive it."""
         try:
             return super().forward_backward_batch(*args, **kwargs)
         finally:
-            # FSDP1 reshards without touching the modules' attributes, so codes would stay while the rollout runs.
+            # FSDP1 reshards without touching the modules' attributes, so qdata would stay while the rollout runs.
             for module in self.module.modules():
                 if isinstance(module, JetLinear):
-                    module.drop_codes()
+                    module.drop_qdata()
 
     def get_per_tensor_param(self, **kwargs: Any):
-        """Stream of the weight sync, see train/export.py; verl's own unless this is the FP8 rollout's actor."""
+        """Stream of the weight sync, see sync/wire.py; verl's own unless this is the FP8 rollout's actor."""
         weights, peft_config = super().get_per_tensor_param(**kwargs)
         config = self.engine_config
         if not isinstance(config, JetFSDPEngineConfig) or config.jetrl_role != "actor":
@@ -155,7 +148,7 @@ class _JetEngine(ShadowForwards):
         rule = config.jetrl.scale_rule
         self._jetrl_sync = statistics = SyncStatistics()
         stream = counted_stock(weights, statistics)
-        stream = quantise_stream(stream, self._jetrl_plans, rule, config.jetrl.rollout, self._jetrl_int8_scales)
+        stream = quantize_stream(stream, self._jetrl_plans, rule, config.jetrl.rollout, self._jetrl_kept_scales)
         stream = refuse_non_finite(stream)
         if self._jetrl_metrics is not None:
             stream = self._jetrl_metrics.watch(stream)
@@ -164,39 +157,39 @@ class _JetEngine(ShadowForwards):
             stream = with_contract(
                 stream,
                 scale_rule=rule,
-                probe=probe_sum(device, rule, config.jetrl.rollout),
+                probe=formats.get(config.jetrl.rollout).probe(device, rule),
                 operations=stated_operations(device, config.jetrl.operations),
             )
         return measured(stream, statistics), peft_config
 
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """verl's, after the files' checksums have been read (patches/resume.py)."""
+        """verl's, after the files' checksums have been read (checkpoint/validation.py)."""
         if isinstance(self.engine_config, JetFSDPEngineConfig):
             resume.check_checkpoint(local_path, self.rank, torch.distributed.get_world_size())
             check_resumed(local_path, folded_in(self.module.config))
-            if self._jetrl_int8_scales is not None:
-                self._load_int8_scales(Path(local_path) / resume.INT8_SCALES)
+            if self._jetrl_kept_scales is not None:
+                self._load_kept_scales(Path(local_path) / resume.KEPT_SCALES)
         super().load_checkpoint(local_path, *args, **kwargs)
 
-    def _load_int8_scales(self, file: Path) -> None:
+    def _load_kept_scales(self, file: Path) -> None:
         saved = from_rank_0(torch.load(file, map_location="cpu") if self.rank == 0 and file.exists() else None)
         if saved is None and self.rank == 0:
             logger.warning(_UNKEPT_SCALES, file.parent)
-        self._jetrl_int8_scales = {name: scales.to(get_device_id()) for name, scales in (saved or {}).items()}
+        self._jetrl_kept_scales = {name: scales.to(get_device_id()) for name, scales in (saved or {}).items()}
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """verl's, unless a weight is not a number; a failed write says what room there was (patches/resume.py)."""
+        """verl's, unless a weight is not a number; a failed write names the space left on its disk."""
         if not isinstance(self.engine_config, JetFSDPEngineConfig):
             return super().save_checkpoint(local_path, *args, **kwargs)
         refuse_to_save_non_finite(self.module)
         with resume.explained(local_path):
             super().save_checkpoint(local_path, *args, **kwargs)
             resume.drop_other_world_sizes(local_path, torch.distributed.get_world_size())
-            if self._jetrl_int8_scales and self.rank == 0:
-                torch.save(self._jetrl_int8_scales, Path(local_path) / resume.INT8_SCALES)
+            if self._jetrl_kept_scales and self.rank == 0:
+                torch.save(self._jetrl_kept_scales, Path(local_path) / resume.KEPT_SCALES)
 
     def train_batch(self, data: Any, loss_function: Any) -> Any:
-        """verl's step; what was measured in it, and size and duration of the last weight sync, ride along."""
+        """verl's step; adds what was measured in it, and size and duration of the last weight sync."""
         found: dict[str, list[float]] = {}
         with self._jetrl_metrics.measuring(found) if self._jetrl_metrics is not None else nullcontext():
             outputs = super().train_batch(data, loss_function)
@@ -239,7 +232,7 @@ class JetFSDPEngine(_JetEngine, FSDPEngineWithLMHead):
             logits = output.logits[real]
             temperature = output_args["temperature"].repeat_interleave(lengths)
         following = output_args["input_ids_rmpad_rolled"][:tokens]
-        found = {"log_probs": ops.log_probs(logits, following[:, None], temperature).squeeze(1)}
+        found = {"log_probs": kernels.log_probs(logits, following[:, None], temperature).squeeze(1)}
         if asked("calculate_entropy") or asked("calculate_sum_pi_squared"):
             # Not copied where verl knows that all temperatures are 1: FP32 logits are a step's largest tensor.
             scaled = logits if output_args.get("temperature_is_one") else logits / temperature[:, None]
@@ -266,5 +259,5 @@ class JetFSDPEngineWithValueHead(_JetEngine, FSDPEngineWithValueHead):
     """Critic under FSDP1 or FSDP2."""
 
 
-weight_sync.install()
-two_runs.install_sender()
+weight_sync.TIME_LIMIT.apply()
+two_runs.SENDER.apply()

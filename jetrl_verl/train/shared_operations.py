@@ -1,32 +1,23 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""Puts the shared operations (jetrl_verl/ops) into a stock Hugging Face decoder, in place.
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the shared operations (jetrl_verl/kernels) into a stock Hugging Face decoder, in place.
 
 The model stays the class that Hugging Face built: same modules, parameters, names, checkpoints. Single modules get
 another ``forward``: the norms, the MLP's activation, rotary, attention and ``lm_head``. Residual additions, the
 embedding and the layers' order are stock, BF16 on both sides already.
 
-Where an FP8 linear reads what a norm or the activation writes, that operation quantises its result on the way and
-hands the codes to the linear (``linear.remember_codes``). Between the modules flows the same BF16 tensor as ever, so
-autograd, hooks and checkpointing see nothing of it, and the bits are those of quantising afterwards.
+Where an FP8 linear reads what a norm or the activation writes, that operation quantizes its result on the way and
+hands the linear a :class:`QuantizedTensor` in the tensor's place (nn/handoff.py); the bits are those of quantizing
+afterwards.
 
 Attention needs to know where sequences begin. That is found once per pass, by a hook on the decoder, from the attention
 mask (padded batches) or from positions that start again at zero (packed ones), and travels to every layer as a keyword
-argument; no mask is ever built, because ``_attn_implementation`` names none of Hugging Face's. transformers knows the
-name all the same: verl saves ``hf_model`` through a model that it makes from this configuration and never runs.
+argument; no mask is ever built, because ``_attn_implementation`` names none of Hugging Face's. The name is registered
+with transformers all the same: verl saves ``hf_model`` through a model that it builds from this configuration and never
+runs.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -35,11 +26,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from jetrl_verl import ops
-from jetrl_verl.layers import UnsupportedLayer
-from jetrl_verl.linear import JetLinear, remember_codes
-from jetrl_verl.ops.rms_norm import rms_norm_quantize_1x128
-from jetrl_verl.train.gated_mlp import gated_product, spans
+from jetrl_verl import kernels, models
+from jetrl_verl.kernels.rms_norm import rms_norm_quantize_1x128
+from jetrl_verl.models.base import Family, UnsupportedLayer, leaf
+from jetrl_verl.nn.gated_mlp import covers, gated_product
+from jetrl_verl.nn.handoff import accept_quantized
+from jetrl_verl.nn.linear import quantize_input
+from jetrl_verl.reference import QuantizedTensor
 
 ATTENTION = "jetrl_shared"
 """Value of ``_attn_implementation``. Hugging Face builds no mask for a name that its mask interface does not know."""
@@ -101,29 +94,27 @@ def _find_sequences(decoder: nn.Module, inputs: tuple, arguments: dict[str, Any]
 
 
 def _norm_forward(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-    return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+    return kernels.rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
-def _norm_forward_for(self: nn.Module, hidden_states: torch.Tensor, *, reader: nn.Linear) -> torch.Tensor:
-    """Of a norm whose result ``reader`` and the layers merged with it are the only ones to read."""
-    if not isinstance(reader, JetLinear):  # anew in every call: a BF16 shadow forward turns the layers back for a while
+def _norm_forward_for(
+    self: nn.Module, hidden_states: torch.Tensor, *, readers: Sequence[nn.Linear]
+) -> torch.Tensor | QuantizedTensor:
+    """Of a norm whose result ``readers`` are the only ones to read."""
+    if not accept_quantized(readers):
         return _norm_forward(self, hidden_states)
-    rule = reader.scale_rule
-    normed, codes = rms_norm_quantize_1x128(hidden_states, self.weight, self.variance_epsilon, rule)
-    remember_codes(normed, codes, rule)
-    return normed
+    return rms_norm_quantize_1x128(hidden_states, self.weight, self.variance_epsilon, readers[0].scale_rule)
 
 
-def _mlp_forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    down = self.down_proj
-    if spans(x, self.gate_proj, self.up_proj, down):
-        product, codes = gated_product(x, self.gate_proj, self.up_proj)
-    elif isinstance(down, JetLinear):
-        product, codes = ops.silu_mul_quantize_1x128(self.gate_proj(x), self.up_proj(x), down.scale_rule)
-    else:
-        return down(ops.silu_mul(self.gate_proj(x), self.up_proj(x)))
-    remember_codes(product, codes, down.scale_rule)
-    return down(product)
+def _mlp_forward(self: nn.Module, x: torch.Tensor | QuantizedTensor, *, family: Family) -> torch.Tensor:
+    gate, up, down = (getattr(self, leaf(name)) for name in (family.gate, family.up, family.down))
+    if accept_quantized((gate, up)):
+        x = quantize_input(x, gate.format, gate.scale_rule)
+        if covers(x, gate, up, down):
+            return down(gated_product(x, gate, up))
+    if not accept_quantized((down,)):
+        return down(kernels.silu_mul(gate(x), up(x)))
+    return down(kernels.silu_mul_quantize_1x128(gate(x), up(x), down.scale_rule))
 
 
 def _rotary_forward(self: nn.Module, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,31 +126,32 @@ def _rotary_forward(self: nn.Module, x: torch.Tensor, position_ids: torch.Tensor
 
 def _attention_forward(
     self: nn.Module,
-    hidden_states: torch.Tensor,
+    hidden_states: torch.Tensor | QuantizedTensor,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     packing: Packing,
+    *,
+    family: Family,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    def heads(projected: torch.Tensor, norm: str = "") -> torch.Tensor:
-        """[B * T, heads, D], QK norm applied where the model has one."""
+    def heads(projection: str, norm: str = "") -> torch.Tensor:
+        """[B * T, heads, D], QK norm applied where the family has one."""
+        projected = getattr(self, leaf(projection))(hidden_states)
         split = projected.reshape(-1, projected.shape[-1] // self.head_dim, self.head_dim)
-        return getattr(self, norm)(split) if hasattr(self, norm) else split
+        return getattr(self, leaf(norm))(split) if norm else split
 
-    q = heads(self.q_proj(hidden_states), "q_norm")
-    k = heads(self.k_proj(hidden_states), "k_norm")
-    v = heads(self.v_proj(hidden_states))
-    q, k = ops.rotary(q, k, *position_embeddings)
+    q, k, v = heads(family.q, family.q_norm), heads(family.k, family.k_norm), heads(family.v)
+    q, k = kernels.rotary(q, k, *position_embeddings)
     if packing.tokens is None:
-        out = ops.attention(q, k, v, packing.cu_seqlens, packing.max_seqlen, self.scaling)
+        out = kernels.attention(q, k, v, packing.cu_seqlens, packing.max_seqlen, self.scaling)
     else:
         q_real, k_real, v_real = (x.index_select(0, packing.tokens) for x in (q, k, v))
-        real = ops.attention(q_real, k_real, v_real, packing.cu_seqlens, packing.max_seqlen, self.scaling)
+        real = kernels.attention(q_real, k_real, v_real, packing.cu_seqlens, packing.max_seqlen, self.scaling)
         out = torch.zeros_like(q).index_copy(0, packing.tokens, real)
-    return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+    return getattr(self, leaf(family.o))(out.reshape(*hidden_states.shape[:-1], -1)), None
 
 
 def _logits_forward(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-    return ops.logits(hidden_states, self.weight)
+    return kernels.logits(hidden_states, self.weight)
 
 
 def _refuse_attention(*_: Any, **__: Any) -> None:
@@ -174,7 +166,7 @@ def share_operations(model: nn.Module) -> dict[str, int]:
     """Put the shared operations in place.
 
     Args:
-        model: a Hugging Face causal language model of type llama, mistral, qwen2 or qwen3, before FSDP wraps it.
+        model: a Hugging Face causal language model of a supported family, before FSDP wraps it.
 
     Returns:
         How many modules of each kind now run a shared operation.
@@ -186,13 +178,14 @@ def share_operations(model: nn.Module) -> dict[str, int]:
 
     config = model.config
     try:
-        ops.check_model(config)
+        family = models.family(config)
+        family.check_operations(config)
     except ValueError as uncovered:
         raise UnsupportedLayer(str(uncovered)) from None
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     if head.bias is not None:
         raise UnsupportedLayer(
-            "the shared operations do not cover a bias on lm_head; use precision=jet_fp8 jetrl.operations=stock"
+            "A bias on lm_head is not supported with shared operations. Set precision=jet_fp8 jetrl.operations=stock."
         )
     counts = {"norm": 0, "mlp": 0, "attention": 0}
 
@@ -205,26 +198,25 @@ def share_operations(model: nn.Module) -> dict[str, int]:
         if kind.endswith("RMSNorm"):
             replace("norm", module, _norm_forward)
         elif kind.endswith("MLP"):
-            replace("mlp", module, _mlp_forward)
+            replace("mlp", module, partial(_mlp_forward, family=family))
         elif kind.endswith("Attention"):
-            replace("attention", module, _attention_forward)
+            replace("attention", module, partial(_attention_forward, family=family))
     layers = len(decoder.layers)
-    norms = 1 + layers * (4 if hasattr(decoder.layers[0].self_attn, "q_norm") else 2)
+    norms = 1 + layers * len(family.norms)
     if counts != {"norm": norms, "mlp": layers, "attention": layers}:
         raise UnsupportedLayer(
-            f"a {type(model).__name__} of {layers} layers has {counts['norm']} norms, {counts['mlp']} MLPs and "
-            f"{counts['attention']} attention modules, which is not a dense decoder; use precision=jet_fp8 "
-            "jetrl.operations=stock"
+            f"A {type(model).__name__} with {counts['norm']} norms, {counts['mlp']} MLPs and {counts['attention']} "
+            f"attention modules in {layers} layers is not supported with shared operations: it is not a dense decoder. "
+            "Set precision=jet_fp8 jetrl.operations=stock."
         )
     for layer in decoder.layers:
-        for norm, reader in (
-            (layer.input_layernorm, layer.self_attn.q_proj),
-            (layer.post_attention_layernorm, layer.mlp.gate_proj),
-        ):
-            norm.forward = MethodType(partial(_norm_forward_for, reader=reader), norm)
+        for norm, names in family.fed_by_norms:
+            readers = [layer.get_submodule(name) for name in names]
+            module = layer.get_submodule(norm)
+            module.forward = MethodType(partial(_norm_forward_for, readers=readers), module)
     rotary = decoder.rotary_emb
-    head_dim = decoder.layers[0].self_attn.head_dim
-    rotary.shared_table = ops.rotary_table(head_dim, config.max_position_embeddings, config.rope_parameters)
+    head_dim = decoder.layers[0].get_submodule(family.attention).head_dim
+    rotary.shared_table = kernels.rotary_table(head_dim, config.max_position_embeddings, config.rope_parameters)
     replace("rotary", rotary, _rotary_forward)
     replace("logits", head, _logits_forward)
     # Not with AttentionMaskInterface: masks would be built then.

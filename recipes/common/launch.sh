@@ -1,25 +1,14 @@
 #!/usr/bin/env bash
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 #
 # What every recipe's script has in common, to be sourced: the precision, the machines, the trainer's attention, and
-# where a run writes. What a recipe learns from, and with which numbers, stands in its own script.
+# where a run writes. A recipe's data and numbers stand in its own script.
 #
-#   PRECISION      a row of README's table of precisions: all that differs between baselines and Jet-RL
+#   PRECISION      a row of the table in docs/options.md: all that differs between baselines and Jet-RL
 #   NNODES         machines of the Ray cluster           GPUS_PER_NODE  GPUs of each
-#   ATTENTION      flash_attention_2, verl's default (flash-attn must be installed), or sdpa, which torch brings but
-#                  which computes on padded sequences and knows no sequence parallelism
+#   ATTENTION      flash_attention_2, verl's default (flash-attn must be installed), or sdpa, which comes with torch,
+#                  pads sequences and has no sequence parallelism
 #   OUT            folder for checkpoints and metrics, seen by every machine
 #   LOGGER         verl's trackers, e.g. '["console","file","wandb"]'
 #   PYTHON         interpreter of the driver
@@ -33,7 +22,7 @@ PYTHON=${PYTHON:-python3}
 
 RECIPES=$(realpath "$(dirname "${BASH_SOURCE[0]}")/..")
 
-# Ulysses sequence parallelism of $1 ranks, where the attention knows it.
+# Ulysses sequence parallelism of $1 ranks; 1 with sdpa, which does not support it.
 sequence_parallel() {
     [[ $ATTENTION == sdpa ]] && echo 1 || echo "$1"
 }
@@ -46,7 +35,7 @@ launch() {
 
     local word
     for word in "$@"; do
-        # `jetrl compare` says both, and the same.
+        # `jetrl compare` passes both, with one value.
         if [[ $word =~ ^[+~]*precision(=(.*))?$ && ${BASH_REMATCH[2]} != "$PRECISION" ]]; then
             echo "error: $word would leave the run named after $PRECISION; set PRECISION=${BASH_REMATCH[2]:-bf16}" >&2
             exit 1
@@ -75,7 +64,7 @@ launch() {
             ;;
     esac
 
-    # verl's file tracker starts its file anew, so a resumed run gets another name. The path travels in the runtime
+    # verl's file tracker overwrites its file, so a resumed run gets another name. The path travels in Ray's runtime
     # environment, because the process that writes it may run on any machine of the cluster.
     local metrics=${METRICS:-$run/metrics-$(date +%Y%m%d-%H%M%S).jsonl}
     mkdir -p "$(dirname "$metrics")"

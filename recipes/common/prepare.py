@@ -1,19 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """What every ``prepare_data.py`` does: read raw splits, from the hub or from files, and write verl's parquet.
 
-A recipe names its splits; one name stands for the raw file, for the argument that selects it and for the result::
+A recipe names its splits. The name of a split is that of its raw file, of its argument and of its result::
 
     python3 -m recipes.gsm8k.prepare_data                                       # every split, from the hub
     python3 -m recipes.gsm8k.prepare_data --local-dir raw                       # raw/train.jsonl, raw/test.jsonl
@@ -61,11 +50,12 @@ def prepare(source: Source, output: Path, raw: Path | None = None) -> int:
 
     Args:
         source: what the raw records are.
-        output: parquet file to write; its folder is made.
+        output: parquet file to write; its folder is created.
         raw: raw file or folder; None reads from the hub.
 
     Raises:
-        PrepareError: the raw data cannot be read, lacks a column, holds no or a wrong record; or ``output`` is ``raw``.
+        PrepareError: the raw data cannot be read, lack a column, hold no record or a wrong one; or ``output`` is
+            ``raw``.
     """
     if raw is not None and raw.resolve() == output.resolve():
         raise PrepareError(f"{raw} would be replaced by its own result; choose another folder with --out")

@@ -1,25 +1,14 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """The reward of the data that verl has no reward for: the boxed answer, compared by math-verify in bounded time.
 
 verl loads this file by path in its reward workers (``reward.custom_reward_function.path``), so it imports nothing of
 this tree. A ``data_source`` that is not listed here goes to verl's own reward.
 
-Why not ``verl.utils.reward_score.math_verify``: it answers 0 for whatever goes wrong, for a missing package and for a
-broken process pool as for a wrong answer, and its 30 seconds include the wait for a free process. A reward that fails
-silently trains on noise. Here a missing package stops the run at its start, waiting costs no time of the answer, and
-a comparison that does not end is killed with its process and counts as wrong, alone.
+Why not ``verl.utils.reward_score.math_verify``: it returns 0 for a missing package or a broken process pool as for a
+wrong answer, and its 30 seconds include the wait for a free process. A reward that fails silently trains on noise. Here
+a missing package stops the run at its start, waiting does not count as an answer's time, and a comparison that does not
+end is killed with its process; it alone counts as wrong.
 
 math-verify bounds its own time with SIGALRM, which works in a main thread only, while verl calls rewards from threads.
 So this file is also the program of a child process, which reads pairs of answers and writes verdicts.
@@ -133,7 +122,7 @@ class _Comparer:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         if self._line(START_SECONDS) != "ready\n":
             self._end()
-            raise RewardError(f"math-verify does not start; run `{' '.join(command)}` and mend what it says")
+            raise RewardError(f"math-verify does not start; run `{' '.join(command)}` and fix what it says")
 
     def _end(self) -> None:
         self._process.kill()

@@ -1,29 +1,18 @@
 #!/usr/bin/env bash
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 #
 # DeepScaleR: GRPO on DeepSeek-R1-Distill-Qwen-1.5B in three stages of growing response length. See README.md.
 #
 #   STAGE=8k | 16k | 24k   each starts from the weights that the one before it wrote last
 #
 # The numbers are those of rllm's scripts/deepscaler/train/deepscaler_1.5b_{8k,16k,24k}.sh; its README gives the steps at
-# which the length grew, 1040 and 1520. As there, a stage takes over the policy alone: the optimiser starts anew, and
+# which the length grew, 1040 and 1520. As there, a stage takes over only the policy: the optimiser starts fresh, and
 # the KL term's reference is the policy that the stage starts from. So stages may run on different numbers of GPUs,
 # which verl's sharded checkpoints do not allow. Chosen here:
-#   230 steps of 24k          the published scripts do not end by themselves, nor does a source we have say when it did
-#   clip_ratio_c              verl's default, 3; the verl of the published scripts bounds no loss of a negative
-#                             advantage. Its entropy_coeff, 0.001, is said here, since verl's default has changed
+#   230 steps of 24k          the published scripts do not end by themselves, and no source we have gives their length
+#   clip_ratio_c              verl's default, 3; the verl of the published scripts had no such bound on the loss of
+#                             a negative advantage. Its entropy_coeff, 0.001, is set here: verl's default has changed
 #   val_kwargs.top_p=0.95     what the authors evaluate with; the published scripts leave it to an older verl
 #   filter_overlong_prompts   a prompt of more than 1024 tokens is left out instead of stopping the run
 set -euo pipefail

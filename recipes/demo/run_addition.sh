@@ -1,25 +1,14 @@
 #!/usr/bin/env bash
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 #
 # The demo as a recipe: GRPO on multi-digit addition with a policy of a million parameters, on a CPU or one GPU.
-# Data and policy are made here on the first run, so nothing is downloaded. PRECISION is a row of README's
-# table; further arguments are options of `jetrl demo` or Hydra overrides of verl:
+# Data and policy are made here on the first run, so nothing is downloaded. PRECISION is a row of the table in
+# docs/options.md; further arguments are options of `jetrl demo` or Hydra overrides of verl:
 #
 #   PRECISION=fp8_rollout bash recipes/demo/run_addition.sh --steps 40 actor_rollout_ref.actor.optim.lr=1e-4
 #
-# The verl command line that this becomes is written in jetrl_verl/demo/overrides.py and kept in the run's run.json.
+# The verl command line that this becomes is written in jetrl_verl/tools/demo/overrides.py and kept in the run's run.json.
 set -euo pipefail
 
 PRECISION=${PRECISION:-jet_fp8}

@@ -1,17 +1,6 @@
 #!/usr/bin/env bash
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 #
 # The experiments of Jet-RL (arXiv 2601.14243, section 5): GRPO on math with long responses; sourced by the scripts of
 # the three models, which choose EXPERIMENT and MODEL_PATH.
@@ -19,9 +8,9 @@
 #   DATASET=gsm8k_math | deepmath     RESPONSE=8k | 16k     (the paper's DeepMATH runs use 16k)
 #
 # The paper names models, data, response lengths, verl, vLLM and H100s. Batch size, learning rate and the like are not
-# in what we have of it: they are verl's own for GRPO on GSM8K + MATH with an 8B model (examples/grpo_trainer/
+# in the text that we have: they are verl's own for GRPO on GSM8K + MATH with an 8B model (examples/grpo_trainer/
 # run_qwen3_8b_fsdp.sh of verl 0.9), the same for all. Validation is GSM8K and MATH-500, our choice too. The rollout
-# is not split over GPUs (TP=1), since partial sums are rounded per rank there and not in the trainer.
+# stays on one GPU (TP=1): split, it would round partial sums per rank, which the trainer does not.
 
 DATASET=${DATASET:-gsm8k_math}
 RESPONSE=${RESPONSE:-8k}

@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """Where the clip bounds go: cases worked out by hand on a coarse grid, then properties on noisy ratios."""
 
 import pytest
@@ -94,7 +83,7 @@ def test_a_token_without_a_ratio_is_left_out(lost, advantage):
 
 
 def noisy(tokens: int = 20000):
-    """A policy's change with and without quantisation noise, and advantages of both signs."""
+    """A policy's change with and without quantization noise, and advantages of both signs."""
     generator = torch.Generator().manual_seed(0)
     change = 0.1 * torch.randn(tokens, generator=generator)
     noise = 0.1 * torch.randn(tokens, generator=generator)

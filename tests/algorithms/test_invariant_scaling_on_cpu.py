@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """Invariant scaling leaves the function alone, to the rounding that its docstring states, and can be undone."""
 
 import json
@@ -22,8 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from jetrl_verl.algorithms.invariant_scaling import (
     FOLDED,
-    NORMS,
-    PROJECTIONS,
     check_resumed,
     fold,
     fold_missing,
@@ -32,9 +19,13 @@ from jetrl_verl.algorithms.invariant_scaling import (
 )
 from jetrl_verl.config.options import UnsupportedConfiguration
 from jetrl_verl.kernels import quantize_128x128
-from jetrl_verl.layers import UnsupportedLayer
+from jetrl_verl.models import UnsupportedLayer
+from jetrl_verl.models import family as model_family
 
 S = 1.5
+QWEN3 = model_family({"model_type": "qwen3"})
+NORMS = ("input_layernorm", "post_attention_layernorm")
+PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 
 
 def with_trained_norms(family: str):
@@ -57,7 +48,7 @@ def logits(model, dtype: torch.dtype) -> torch.Tensor:
 def test_the_function_is_unchanged_in_fp32(family):
     model = with_trained_norms(family)
     before = logits(model, torch.float32)
-    changed = fold(model.named_parameters(), S)
+    changed = fold(model.named_parameters(), S, model_family({"model_type": family}))
     assert len(changed) == 2 * (len(NORMS) + len(PROJECTIONS))
     assert (logits(model, torch.float32) - before).norm() < 2e-6 * before.norm()
 
@@ -70,7 +61,7 @@ def test_the_bf16_function_is_unchanged_to_rounding(family):
 
     def scaled(s: float) -> torch.Tensor:
         model = with_trained_norms(family).to(torch.bfloat16).float()
-        fold(model.named_parameters(), s)
+        fold(model.named_parameters(), s, model_family({"model_type": family}))
         return logits(model, torch.bfloat16)
 
     rounding = (before - exact).norm() / exact.norm()
@@ -82,8 +73,8 @@ def test_the_bf16_function_is_unchanged_to_rounding(family):
 def test_unfolding_returns_the_master_weights(family):
     model = with_trained_norms(family)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    touched = set(fold(model.named_parameters(), S))
-    found = dict(unfolded(model.state_dict().items(), S))
+    touched = set(fold(model.named_parameters(), S, model_family({"model_type": family})))
+    found = dict(unfolded(model.state_dict().items(), S, model_family({"model_type": family})))
     assert list(found) == list(before)
     for name, tensor in before.items():
         ulp = (torch.nextafter(tensor.abs(), torch.tensor(torch.inf)) - tensor.abs()) if name in touched else 0
@@ -94,17 +85,17 @@ def test_unfolding_returns_the_master_weights(family):
 def test_unfolding_returns_a_bf16_checkpoint_exactly():
     model = with_trained_norms("qwen3").to(torch.bfloat16)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    fold(model.float().named_parameters(), S)
-    for name, tensor in unfolded(model.state_dict().items(), S):
+    fold(model.float().named_parameters(), S, QWEN3)
+    for name, tensor in unfolded(model.state_dict().items(), S, QWEN3):
         assert torch.equal(tensor.to(torch.bfloat16), before[name]), name
 
 
-def test_the_quantised_weight_hardly_changes():
-    """Why a control with 1.5 times the learning rate is needed: the codes are those of the unscaled weight."""
+def test_the_quantized_weight_hardly_changes():
+    """Why a control with 1.5 times the learning rate is needed: the qdata are those of the unscaled weight."""
     weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(2))
     before = quantize_128x128(weight.to(torch.bfloat16), "fp32")
     after = quantize_128x128((weight / S).to(torch.bfloat16), "fp32")
-    differing = (before.codes.view(torch.uint8) != after.codes.view(torch.uint8)).float().mean()
+    differing = (before.qdata.view(torch.uint8) != after.qdata.view(torch.uint8)).float().mean()
     assert differing < 0.05
     # The largest weight of a block was rounded to BF16 twice, by 2^-8 at most each time.
     torch.testing.assert_close(before.scales / S, after.scales, rtol=2**-7, atol=0)
@@ -112,12 +103,13 @@ def test_the_quantised_weight_hardly_changes():
 
 def test_a_state_dict_will_do_and_meta_tensors_too():
     model = with_trained_norms("llama")
-    assert fold(model.state_dict().items(), S) == fold(model.to("meta").named_parameters(), S)
+    llama = model_family({"model_type": "llama"})
+    assert fold(model.state_dict().items(), S, llama) == fold(model.to("meta").named_parameters(), S, llama)
 
 
 def test_only_what_a_norm_feeds_is_touched():
     model = with_trained_norms("qwen3")
-    changed = {name.rpartition(".layers.")[2].partition(".")[2] for name in fold(model.named_parameters(), S)}
+    changed = {name.rpartition(".layers.")[2].partition(".")[2] for name in fold(model.named_parameters(), S, QWEN3)}
     assert changed == {f"{module}.weight" for module in (*NORMS, *PROJECTIONS)}
 
 
@@ -125,7 +117,7 @@ def test_a_model_with_other_norms_is_refused():
     parameters = [(n, p) for n, p in tiny_model("llama").named_parameters() if "1.post_attention_layernorm" not in n]
     before = [p.clone() for _, p in parameters]
     with pytest.raises(UnsupportedLayer, match=r"model\.layers\.1 has no post_attention_layernorm"):
-        fold(parameters, S)
+        fold(parameters, S, model_family({"model_type": "llama"}))
     assert all(torch.equal(old, p) for old, (_, p) in zip(before, parameters, strict=True)), "half of it was scaled"
 
 
@@ -135,7 +127,7 @@ def test_a_model_that_carries_a_factor_gets_what_is_missing(first, second, tmp_p
     model = with_trained_norms("qwen3")
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     if second != 1:
-        fold(expected.items(), second)
+        fold(expected.items(), second, QWEN3)
     fold_missing(model, first)
     model.save_pretrained(tmp_path)
     later = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -161,4 +153,4 @@ def test_the_advice_for_another_factor_holds(tmp_path):
 @pytest.mark.parametrize("s", [0.0, -1.5, float("nan"), float("inf")])
 def test_a_factor_that_is_no_factor_is_refused(s):
     with pytest.raises(ValueError, match="invariant scaling by"):
-        fold(tiny_model("llama").named_parameters(), s)
+        fold(tiny_model("llama").named_parameters(), s, model_family({"model_type": "llama"}))

@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """The policy losses against numbers worked out by hand, their gradients, and verl's own loss where they must agree."""
 
 import math
@@ -150,10 +139,11 @@ def test_what_was_clipped_is_reported_as_of_every_loss(monkeypatch, loss, positi
     """Tokens 1, 4 and 5, but ACR's loosened bound lets 4 through; 2 and, by the dual clip, 6."""
     from verl.workers.utils import losses
 
-    from jetrl_verl.patches import metrics
+    from jetrl_verl.metrics import hooks
+    from jetrl_verl.patches import batch_hooks
 
-    monkeypatch.setattr(losses, "get_policy_loss_fn", losses.get_policy_loss_fn)
-    metrics.install_in_actor()
+    monkeypatch.setitem(batch_hooks.AROUND_POLICY_LOSS, "clipped shares", None)  # taken out again
+    hooks.install_in_actor()
     arguments = dict(**batch(), config=actor_config(), rollout_is_weights=torch.tensor([R0]))
     _, found = losses.get_policy_loss_fn(loss)(**arguments)
     assert (found["actor/jetrl/clipped/positive"], found["actor/jetrl/clipped/negative"]) == (positive, negative)

@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """Shadow forwards in verl's engine under FSDP2 on two processes: what they compute, and that training is as before."""
 
 from collections.abc import Callable
@@ -28,8 +17,9 @@ from two_processes import WORLD, run_in_two_processes
 from jetrl_verl.algorithms.calibrated_clipping import RatioStatistics
 
 SEQUENCES, PROMPT, RESPONSE = 4, 3, 20
-CLIP_LOW = 0.3
-"""The user's ``clip_ratio_low``; verl's ``clip_ratio`` is 0.2."""
+LEARNING_RATE, CLIP_LOW = 2e-3, 0.45
+"""The user's ``clip_ratio_low``; verl's ``clip_ratio`` is 0.2. At this learning rate the first update puts half of the
+negative-advantage tokens under 1 - CLIP_LOW and a third between the two bounds, however BF16 products round."""
 
 
 def build_actor(folder: str, train: str = "fp8"):
@@ -38,7 +28,7 @@ def build_actor(folder: str, train: str = "fp8"):
         "fp8": dict(precision="jet_fp8", clip="calibrated", clip_interval=2),
         "bf16": dict(precision="fp8_rollout"),
     }
-    return build(folder, optimizer={"lr": 1e-2}, train=train, **options[train])
+    return build(folder, optimizer={"lr": LEARNING_RATE}, train=train, **options[train])
 
 
 def jagged(rows) -> torch.Tensor:

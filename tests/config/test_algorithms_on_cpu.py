@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """Precisions of rollout-only baselines, ``clip=calibrated`` and ``correction=adaptive``: what they compose to, and what
 contradicts them.
 """
@@ -93,35 +82,48 @@ def test_adaptive_correction_is_truncated_importance_sampling_of_its_own_strengt
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["precision=qurl_int8", f"{ROLLOUT}.calculate_log_probs=false"], f"set {ROLLOUT}.calculate_log_probs=true"),
-        (["precision=qurl_fp8", f"{CORRECTION}.rollout_is=sequence"], f"set {CORRECTION}.rollout_is=token"),
-        (["precision=jet_fp8", "clip=calibrated", f"{ACTOR}.policy_loss.loss_mode=gpg"], "no clip bounds to calibrate"),
-        (["precision=fp8_rollout", "clip=calibrated"], "trains in BF16"),
+        (["precision=qurl_int8", f"{ROLLOUT}.calculate_log_probs=false"], f"Set {ROLLOUT}.calculate_log_probs=true"),
+        (["precision=qurl_fp8", f"{CORRECTION}.rollout_is=sequence"], f"Set {CORRECTION}.rollout_is=token"),
+        (
+            ["precision=jet_fp8", "clip=calibrated", f"{ACTOR}.policy_loss.loss_mode=gpg"],
+            "no clip bounds to calibrate. Set",
+        ),
+        (["precision=fp8_rollout", "clip=calibrated"], "jetrl.train=bf16 is not supported with jetrl.clip=calibrated"),
         (["precision=jet_fp8", "clip=calibrated", f"{ACTOR}.ppo_mini_batch_size=1024"], "every ratio is 1"),
-        (["clip=calibrated"], "the jetrl options need a precision; add precision="),
-        (["precision=int8_rollout", "jetrl.train=fp8"], "use jetrl.rollout=fp8 or jetrl.train=bf16"),
-        (["precision=int8_rollout", "jetrl.scale_rule=pow2"], "jetrl.rollout=int8 knows one scale rule"),
-        (["precision=int8_rollout", "jetrl.int8_scales=profile"], "jetrl.int8_scales=profile is not a choice"),
-        (["precision=fp8_rollout", "jetrl.int8_scales=first"], "speaks about an INT8 rollout, and this one is fp8"),
-        (["precision=qurl_fp8", "jetrl.invariant_scaling=0"], "jetrl.invariant_scaling=0 is not a choice"),
-        (["correction=adaptive"], "the jetrl options need a precision; add precision="),
+        (["clip=calibrated"], "jetrl options are not supported with precision=bf16. Set precision="),
+        (["precision=int8_rollout", "jetrl.train=fp8"], "Set jetrl.rollout=fp8, or jetrl.train=bf16"),
+        (
+            ["precision=int8_rollout", "jetrl.scale_rule=pow2"],
+            "jetrl.scale_rule=pow2 is not supported with jetrl.rollout=int8: INT8 has one scale rule",
+        ),
+        (["precision=int8_rollout", "jetrl.int8_scales=profile"], "jetrl.int8_scales=profile is not supported"),
+        (
+            ["precision=fp8_rollout", "jetrl.int8_scales=first"],
+            "=first is not supported with jetrl.rollout=fp8",
+        ),
+        (["precision=qurl_fp8", "jetrl.invariant_scaling=0"], "jetrl.invariant_scaling to a positive number"),
+        (["correction=adaptive"], "jetrl options are not supported with precision=bf16. Set precision="),
         (
             ["precision=jet_fp8_exact", "correction=adaptive", f"{ROLLOUT}.tensor_model_parallel_size=1"],
             "nothing is to be corrected",
         ),
-        (["precision=qurl_fp8", "correction=adaptive"], "needs the ratios themselves under loss_mode=qurl_acr"),
+        (
+            ["precision=qurl_fp8", "correction=adaptive"],
+            "=qurl_acr is not supported with jetrl.correction=adaptive",
+        ),
         (
             ["precision=fp8_rollout", "correction=adaptive", f"{ROLLOUT}.calculate_log_probs=false"],
-            f"set {ROLLOUT}.calculate_log_probs=true",
+            f"Set {ROLLOUT}.calculate_log_probs=true",
         ),
-        (["precision=fp8_rollout", "jetrl.correction_scale=0"], "jetrl.correction_scale=0 is not a choice"),
-        (["precision=jet_fp8", "jetrl.clip_interval=2.5"], "jetrl.clip_interval=2.5 is not a choice"),
+        (["precision=fp8_rollout", "jetrl.correction_scale=0"], "jetrl.correction_scale to a positive number"),
+        (["precision=jet_fp8", "jetrl.clip_interval=2.5"], "jetrl.clip_interval=2.5 is not supported"),
     ],
 )
 def test_contradictions_are_refused_at_composition(compose, overrides, sentence):
     with pytest.raises(ConfigCompositionException) as refused:
         compose(*overrides, *SIZES)
-    assert sentence in str(refused.value) and str(refused.value).count(". ") == 0
+    message = str(refused.value)
+    assert sentence in message and message.count(". Set ") == 1 and message.endswith(".")
 
 
 @pytest.mark.parametrize("value", [True, float("inf"), float("nan"), "1.5", None])

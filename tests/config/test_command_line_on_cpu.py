@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """``python -m verl.trainer.main_ppo`` itself, as a user starts it: what is printed, where, and with which exit code."""
 
 import os
@@ -48,14 +37,20 @@ def test_stock_config_is_unchanged_and_the_flag_is_seen(tmp_path):
     assert flagged.returncode == 0
     config = yaml.safe_load(flagged.stdout)
     assert config["jetrl"]["train"] == "fp8"
-    assert config["actor_rollout_ref"]["actor"]["fsdp_config"]["_target_"] == "jetrl_verl.config.JetFSDPEngineConfig"
+    assert (
+        config["actor_rollout_ref"]["actor"]["fsdp_config"]["_target_"]
+        == "jetrl_verl.targets.configs.JetWorkerEngineConfig"
+    )
 
 
 def test_a_refusal_under_cfg_job(tmp_path):
     refused = main_ppo(tmp_path, "--cfg", "job", "precision=jet_fp8", "model_engine=megatron")
     assert refused.returncode == 1
     assert refused.stdout == ""
-    assert "strategy=megatron; use fsdp or fsdp2 (model_engine=dp).\n" in refused.stderr
+    assert (
+        "strategy=megatron is not supported with precision=jet_fp8: training runs under FSDP. Set model_engine=dp"
+        in refused.stderr
+    )
     assert "Traceback" not in refused.stderr
 
 
@@ -91,9 +86,9 @@ def test_workers_without_the_plugin_stop_the_driver(tmp_path, interpreter_withou
     """``ray.init`` as verl's ``uv run`` examples call it: the workers' interpreter is not the driver's."""
     script = (
         "import sys, ray\n"
-        "from jetrl_verl.patches import ray_init\n"
-        "ray_init.install()\n"
-        "ray_init.install()\n"
+        "from jetrl_verl.config import workers\n"
+        "workers.install()\n"
+        "workers.install()\n"
         "options = dict(num_cpus=1, include_dashboard=False, log_to_driver=False)\n"
         "ray.init(**options)\n"
         "print('same environment: passed', flush=True)\n"

@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """The config classes that a precision selects, built the way verl builds them: from the composed config, anywhere."""
 
 import copy
@@ -22,7 +11,8 @@ from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPEngineConfig, RolloutConfig
 
-from jetrl_verl.config import JetConfig, JetFSDPEngineConfig, JetRolloutConfig, UnsupportedConfiguration
+from jetrl_verl.config import JetConfig, JetFSDPEngineConfig, UnsupportedConfiguration
+from jetrl_verl.targets.configs import JetRolloutConfig, JetWorkerEngineConfig
 
 RUNNABLE = [
     "actor_rollout_ref.rollout.name=vllm",
@@ -40,9 +30,9 @@ def config(compose):
 def test_actor_engine_config(config):
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     engine = actor.engine
-    assert type(engine) is JetFSDPEngineConfig and isinstance(engine, FSDPEngineConfig)
+    assert type(engine) is JetWorkerEngineConfig and isinstance(engine, FSDPEngineConfig)
     assert engine.jetrl == JetConfig(precision="jet_fp8", train="fp8", rollout="fp8")
-    assert engine.jetrl_role == "actor" and engine.fp8_linears
+    assert engine.jetrl_role == "actor" and engine.quantized_linears
     assert engine.jetrl_rollout_tp == config.actor_rollout_ref.rollout.tensor_model_parallel_size == 2
 
 
@@ -55,11 +45,11 @@ def test_verl_hands_its_strategy_to_the_engine(compose, strategy):
 @pytest.mark.parametrize(("option", "fp8"), [("bf16", False), ("fp8", True)])
 def test_ref_and_critic_follow_their_own_option(compose, option, fp8):
     config = compose("precision=fp8_rollout", f"jetrl.ref={option}", f"jetrl.critic={option}", *RUNNABLE)
-    assert not omega_conf_to_dataclass(config.actor_rollout_ref.actor).engine.fp8_linears
+    assert not omega_conf_to_dataclass(config.actor_rollout_ref.actor).engine.quantized_linears
     ref = omega_conf_to_dataclass(config.actor_rollout_ref.ref.fsdp_config)
     critic = omega_conf_to_dataclass(config.critic.fsdp)
-    assert ref.jetrl_role == "ref" and ref.forward_only and ref.fp8_linears is fp8
-    assert critic.jetrl_role == "critic" and critic.fp8_linears is fp8
+    assert ref.jetrl_role == "ref" and ref.forward_only and ref.quantized_linears is fp8
+    assert critic.jetrl_role == "critic" and critic.quantized_linears is fp8
 
 
 def test_ref_config_as_the_worker_builds_it(config):
@@ -81,10 +71,19 @@ def test_rollout_config_asks_vllm_for_our_linears(compose):
     vllm = rollout.engine_kwargs["vllm"]
     assert vllm["quantization"] == "jetrl_fp8"
     assert vllm["worker_extension_cls"] == "jetrl_verl.rollout.worker.JetWorkerExtension"
-    quantisation = vllm["hf_overrides"]["quantization_config"]
-    assert quantisation["quant_method"] == "jetrl_fp8"
-    assert quantisation["scale_rule"] == "pow2"
-    assert quantisation["unfit_layers"] == "skip"
+    quantization = vllm["hf_overrides"]["quantization_config"]
+    assert quantization["quant_method"] == "jetrl_fp8"
+    assert quantization["scale_rule"] == "pow2"
+    assert quantization["unfit_layers"] == "skip"
+
+
+@pytest.mark.parametrize(
+    ("operations", "worker"), [("shared", "jetrl_verl.rollout.worker.JetWorker"), ("stock", "auto")]
+)
+def test_only_shared_operations_need_a_worker_of_ours(compose, operations, worker):
+    key = "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_cls"
+    config = compose("precision=jet_fp8", f"jetrl.operations={operations}", f"{key}=auto", *RUNNABLE)
+    assert omega_conf_to_dataclass(config.actor_rollout_ref.rollout).engine_kwargs["vllm"]["worker_cls"] == worker
 
 
 def test_the_worker_extension_is_verls(config):
@@ -110,7 +109,7 @@ def test_resolved_config_without_its_root(config):
     """The task runner resolves the config and hands workers ``actor_rollout_ref`` alone."""
     OmegaConf.resolve(config)
     alone = OmegaConf.create(OmegaConf.to_container(config.actor_rollout_ref))
-    assert omega_conf_to_dataclass(alone.actor).engine.fp8_linears
+    assert omega_conf_to_dataclass(alone.actor).engine.quantized_linears
     assert omega_conf_to_dataclass(alone.rollout).jetrl.train == "fp8"
 
 
@@ -136,17 +135,19 @@ def test_the_engine_is_registered_where_models_are_built(config, monkeypatch, en
 
 
 def test_classes_refuse_to_work_without_options():
-    with pytest.raises(UnsupportedConfiguration, match="choose a precision group"):
+    with pytest.raises(UnsupportedConfiguration, match="Set precision to a group"):
         JetFSDPEngineConfig()
-    with pytest.raises(UnsupportedConfiguration, match="choose a precision group"):
+    with pytest.raises(UnsupportedConfiguration, match="Set precision to a group"):
         JetRolloutConfig(name="vllm")
-    with pytest.raises(UnsupportedConfiguration, match="use one of actor, ref, critic"):
+    with pytest.raises(UnsupportedConfiguration, match="Set one of actor, ref, critic"):
         JetFSDPEngineConfig(jetrl={"precision": "jet_fp8", "train": "fp8", "rollout": "fp8"}, jetrl_role="reward")
 
 
-def test_verls_own_quantisation_contradicts_ours():
+def test_verls_own_quantization_contradicts_ours():
     options = {"precision": "jet_fp8", "train": "fp8", "rollout": "fp8"}
-    with pytest.raises(UnsupportedConfiguration, match="rollout.quantization=fp8 contradicts precision=jet_fp8"):
+    with pytest.raises(
+        UnsupportedConfiguration, match="rollout.quantization=fp8 is not supported with precision=jet_fp8"
+    ):
         JetRolloutConfig(name="vllm", custom={"jetrl": options}, quantization="fp8")
 
 

@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """What is checked right before a job starts: versions, GPU, model folder, data. Each fault gives its sentence."""
 
 import json
@@ -90,7 +79,10 @@ def test_this_environment_is_the_pinned_one():
 def test_another_version_is_named_beside_the_pin(monkeypatch, package, found, works_with):
     installed = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: found if name == package else installed(name))
-    assert f"works with {works_with} and found {package} {found}" in refusal(check_versions, "jet_fp8")
+    assert refusal(check_versions, "jet_fp8") == (
+        f"{package} {found} is not supported with precision=jet_fp8: it works with {works_with}. "
+        f"Set up {works_with}, or precision=bf16."
+    )
 
 
 def test_a_missing_package_is_named(monkeypatch):
@@ -98,7 +90,10 @@ def test_a_missing_package_is_named(monkeypatch):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", version)
-    assert "needs verl 0.9.1, which is not installed" in refusal(check_versions, "jet_fp8")
+    assert (
+        refusal(check_versions, "jet_fp8")
+        == "an environment without verl is not supported with precision=jet_fp8. Set up verl 0.9.1."
+    )
 
 
 @pytest.mark.parametrize(("capability", "fp8"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
@@ -110,8 +105,9 @@ def test_a_gpu_needs_fp8(monkeypatch, capability, fp8):
     if fp8:
         check_gpu("jet_fp8")
     else:
-        expected = f"GPU 0, A GPU, has {capability[0]}.{capability[1]}; use precision=bf16."
-        assert expected in refusal(check_gpu, "jet_fp8")
+        expected = f"GPU 0, A GPU, of compute capability {capability[0]}.{capability[1]}, is not supported with"
+        message = refusal(check_gpu, "jet_fp8")
+        assert message.startswith(expected) and message.endswith(". Set precision=bf16.")
 
 
 def test_a_driver_without_a_gpu_passes(monkeypatch):
@@ -150,9 +146,12 @@ def test_skip_lets_unfit_layers_through(model_folder):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"attention_dropout": 0.1}, "do not cover attention dropout; use precision=jet_fp8 jetrl.operations=stock"),
-        ({"hidden_act": "gelu"}, "do not cover the activation gelu; use precision=jet_fp8 jetrl.operations=stock"),
-        ({"head_dim": 64}, "this model has heads of 64; use precision=jet_fp8"),
+        (
+            {"attention_dropout": 0.1},
+            "do not cover attention dropout. Set actor_rollout_ref.model.override_config.attention_dropout=0",
+        ),
+        ({"hidden_act": "gelu"}, "do not cover the activation gelu. Set precision=jet_fp8 jetrl.operations=stock"),
+        ({"head_dim": 64}, "this model has heads of 64. Set precision=jet_fp8"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type=yarn has no shared"),
     ],
 )
@@ -160,23 +159,35 @@ def test_operations_that_are_shared_have_to_cover_the_model(model_folder, change
     folder = str(model_folder(**changes))
     check_model(folder, OPTIONS, 1)
     message = refusal(check_model, folder, EXACT, 1, True)
-    assert message.startswith(f"precision=jet_fp8_exact cannot run {folder}: ") and sentence in message
+    assert message.startswith(f"the model {folder} is not supported with jetrl.operations=shared: ")
+    assert sentence in message
+
+
+def test_the_model_is_checked_as_the_trainer_changes_it(model_folder):
+    folder = str(model_folder(attention_dropout=0.1))
+    check_model(folder, EXACT, 1, True, {"attention_dropout": 0.0})
+    assert "do not cover the activation gelu" in refusal(
+        check_model, str(model_folder(hidden_act="gelu")), EXACT, 1, True, {"hidden_act": "silu"}
+    )
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_5_vl", "gpt2"])
 def test_other_architectures_are_refused(model_folder, model_type):
     message = refusal(check_model, str(model_folder(model_type=model_type, num_experts=8)), OPTIONS, 1)
-    assert f"model_type '{model_type}' is not supported" in message and "use a dense model" in message
+    assert (
+        f"model_type '{model_type}' is not supported" in message
+        and "Set actor_rollout_ref.model.path to a dense model" in message
+    )
 
 
-def test_a_quantised_checkpoint_is_refused(model_folder):
+def test_a_quantized_checkpoint_is_refused(model_folder):
     folder = model_folder(quantization_config={"quant_method": "fp8"})
-    assert "use the BF16 checkpoint" in refusal(check_model, str(folder), OPTIONS, 1)
+    assert "Set actor_rollout_ref.model.path to the BF16 checkpoint" in refusal(check_model, str(folder), OPTIONS, 1)
 
 
 def test_a_missing_folder(tmp_path):
-    assert "does not exist; check the model path" in refusal(check_model, str(tmp_path / "none"), OPTIONS, 1)
-    assert "does not exist; check the model path" in refusal(check_model, "~/no/such/model", OPTIONS, 1)
+    assert "does not exist. Set actor_rollout_ref.model.p" in refusal(check_model, str(tmp_path / "none"), OPTIONS, 1)
+    assert "does not exist. Set actor_rollout_ref.model.p" in refusal(check_model, "~/no/such/model", OPTIONS, 1)
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[]", '"qwen3"', '{"model_type": "qwen3", "hidden_size": "wide"}'])
@@ -217,7 +228,9 @@ def test_a_folder_without_weights(model_folder):
 def test_a_hub_name_is_checked_by_its_config(model_folder, monkeypatch):
     folder = model_folder(model_type="qwen3_moe")
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda name, file, **_: str(folder / file))
-    assert "cannot run Qwen/Qwen3-30B-A3B" in refusal(check_model, "Qwen/Qwen3-30B-A3B", OPTIONS, 1)
+    assert "the model Qwen/Qwen3-30B-A3B is not supported with precision=jet_fp8" in refusal(
+        check_model, "Qwen/Qwen3-30B-A3B", OPTIONS, 1
+    )
 
 
 def test_a_hub_name_without_a_network_is_left_to_verl(monkeypatch, tmp_path):
@@ -251,7 +264,7 @@ def test_a_pattern_of_data_files(parquet, tmp_path):
         check_data("data.train_files", pattern)
         assert len(datasets.load_dataset("parquet", data_files=pattern, cache_dir=str(tmp_path / "cache"))["train"])
     for none in (f"{tmp_path}/*.parque", f"{tmp_path}/mor*", f"{tmp_path}/none/**/*.parquet"):
-        sentence = f"the pattern {none} (data.val_files) matches no data file; check the path."
+        sentence = f"the pattern {none} (data.val_files) matches no data file. Check the path."
         assert refusal(check_data, "data.val_files", [str(parquet), none]) == sentence
     deeper.write_bytes(b"PAR1")
     message = refusal(check_data, "data.train_files", f"{tmp_path}/**/*.parquet")
@@ -299,7 +312,7 @@ def test_fused_kernels_are_refused_for_a_padded_vocabulary(model_folder, monkeyp
 
     folder = str(model_folder())
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path: range(100))
-    assert "28 vocabulary entries without a token" in refusal(check_vocabulary, folder)
+    assert "the 28 entries of its vocabulary without a token" in refusal(check_vocabulary, folder)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path: range(128))
     check_vocabulary(folder)
 
@@ -313,15 +326,14 @@ def test_data_are_read_and_not_only_the_footer(parquet):
 
 def test_a_check_that_fails_itself_stops_the_run(monkeypatch):
     """Hydra would turn the exception into a warning and start the job unchecked."""
-    from jetrl_verl.config import environment
-    from jetrl_verl.config.hydra_plugin import JetCallback
-    from jetrl_verl.patches import ray_init
+    from jetrl_verl.config import environment, workers
+    from jetrl_verl.targets.job import JetCallback
 
     def fail(config):
         raise ZeroDivisionError("heads")
 
     installed = []
-    monkeypatch.setattr(ray_init, "install", installed.append)
+    monkeypatch.setattr(workers, "install", installed.append)
     monkeypatch.setattr(environment, "check_environment", fail)
     with pytest.raises(SystemExit, match=r"the checks before the job failed themselves \(ZeroDivisionError: heads\)"):
         JetCallback().on_job_start(OmegaConf.create({"jetrl": {"operations": "shared"}}))

@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """The flag on stock verl: what each precision changes in the composed config, and what it leaves alone."""
 
 import shutil
@@ -26,7 +15,8 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
-from jetrl_verl.config import PRECISIONS, JetFSDPEngineConfig, JetRolloutConfig
+from jetrl_verl.config import PRECISIONS
+from jetrl_verl.targets.configs import JetRolloutConfig, JetWorkerEngineConfig
 
 OUR_PRECISIONS = PRECISIONS[1:]
 CORRECTIONS = {
@@ -165,7 +155,7 @@ def test_verls_example_scripts_compose(compose, stock, example):
         }
         tree["algorithm"]["rollout_correction"] = expected["algorithm"]["rollout_correction"]
         assert tree == expected
-        assert type(omega_conf_to_dataclass(config.actor_rollout_ref.actor).engine) is JetFSDPEngineConfig
+        assert type(omega_conf_to_dataclass(config.actor_rollout_ref.actor).engine) is JetWorkerEngineConfig
         assert type(omega_conf_to_dataclass(config.actor_rollout_ref.rollout)) is JetRolloutConfig
 
 
@@ -212,7 +202,7 @@ def test_an_unknown_precision_lists_the_choices(compose, precision):
     with pytest.raises(ConfigCompositionException) as refused:
         compose(f"precision={precision}")
     assert str(refused.value) == (
-        f"precision={precision} is not a precision; use one of bf16, fp8_rollout, fp8_rollout_tis, "
+        f"precision={precision} is not a precision. Set one of bf16, fp8_rollout, fp8_rollout_tis, "
         "int8_rollout, int8_rollout_tis, qurl_fp8, qurl_int8, jet_fp8, jet_fp8_exact."
     )
 

@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """``jetrl.operations`` on a machine that is played: what ``auto`` becomes and why, what ``shared`` is refused for."""
 
 import copy
@@ -127,7 +116,7 @@ UNCOVERED = [
     ({f"{ACTOR}.ulysses_sequence_parallel_size": 2}, "1"),
     ({"distillation.enabled": True}, "false"),
     ({f"{VLLM}.attention_backend": "FLASHINFER"}, "FLASH_ATTN"),
-    ({f"{VLLM}.attention_config": {"flash_attn_version": 2}}, "the default"),
+    ({f"{VLLM}.attention_config": {"flash_attn_version": 2}}, "null"),
     ({f"{VLLM}.decode_context_parallel_size": 2}, "1"),
     ({f"{VLLM}.model_impl": "transformers"}, "auto"),
     ({f"{VLLM}.logits_processors": ["a.b"]}, "[]"),
@@ -135,7 +124,7 @@ UNCOVERED = [
     ({f"{ROLLOUT}.top_p": 0.95}, "1"),
     ({f"{ROLLOUT}.top_k": 50}, "-1"),
     ({f"{ROLLOUT}.repetition_penalty": 1.1}, "1"),
-    ({f"{ROLLOUT}.temperature": 0}, "a positive one"),
+    ({f"{ROLLOUT}.temperature": 0}, "1"),
     ({f"{ROLLOUT}.logprobs_mode": "raw_logprobs"}, "processed_logprobs"),
     ({f"{VLLM}.logprobs_mode": "raw_logits"}, "processed_logprobs"),
 ]
@@ -146,26 +135,33 @@ def test_what_the_operations_cannot_do_makes_auto_stock_and_is_refused_under_sha
     ((key, value),) = settings.items()
     said = f"{key}={str(value).lower() if isinstance(value, bool) else value}"
     settings |= {f"{MODEL}.path": model()}
-    reason = f"jetrl_verl: jetrl.operations=auto is stock, since the shared operations do not cover {said}.\n"
-    assert run(settings) == ("stock", reason)
+    operations, reason = run(settings)
+    unsupported = f"{said} is not supported with jetrl.operations=shared: "
+    assert operations == "stock" and reason.count("\n") == 1
+    assert reason.startswith(f"jetrl_verl: jetrl.operations=auto is stock, since {unsupported}")
     assert run(settings, "stock") == ("stock", "")
     with pytest.raises(UnsupportedConfiguration) as refused:
         run(settings, "shared")
-    assert str(refused.value).endswith(f"which do not cover {said}; use {use}, or jetrl.operations=stock.")
+    message = str(refused.value)
+    assert message.startswith(unsupported)
+    assert message.endswith(f". Set {key}={use}, or precision=jet_fp8 jetrl.operations=stock.")
 
 
 def test_a_cpu_a_hidden_gpu_and_another_gpu_make_auto_stock(hopper, run, model, monkeypatch):
     settings = {f"{MODEL}.path": model()}
     hopper((9, 0), (8, 9))
-    assert "since GPU 1, A GPU, has compute capability 8.9, and FlashAttention 3 needs 9.0." in run(settings)[1]
+    assert (
+        "since GPU 1, A GPU, of compute capability 8.9, is not supported with jetrl.operations=shared: Flash"
+        in run(settings)[1]
+    )
     hopper((10, 0))
-    assert "since GPU 0, A GPU, has compute capability 10.0, and" in run(settings)[1]
+    assert "since GPU 0, A GPU, of compute capability 10.0, is not supported with" in run(settings)[1]
     hopper((9, 0))
     monkeypatch.setattr(environment, "find_spec", lambda name: None)
-    assert "since the installed vLLM comes without FlashAttention 3." in run(settings)[1]
+    assert "since the installed vLLM, which comes without FlashAttention 3, is not supported with" in run(settings)[1]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     operations, said = run(settings)
-    assert operations == "stock" and "this driver sees no GPU" in said and "set jetrl.operations=shared if" in said
+    assert operations == "stock" and "this driver sees no GPU" in said and "Set jetrl.operations=shared if" in said
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     assert "since the shared operations are slow on a CPU" in run(settings)[1]
     assert run(settings, "shared") == ("shared", "")  # slow, not impossible
@@ -174,12 +170,12 @@ def test_a_cpu_a_hidden_gpu_and_another_gpu_make_auto_stock(hopper, run, model, 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"head_dim": 64}, "shared attention exists for heads of 128 and this model has heads of 64."),
+        ({"head_dim": 64}, ": shared attention exists for heads of 128 and this model has heads of 64."),
         ({"hidden_act": "gelu"}, "the shared operations do not cover the activation gelu."),
         ({"final_logit_softcapping": 30.0}, "the shared operations do not cover soft-capped scores or logits."),
         ({"logit_scale": 0.5}, "the shared operations do not cover scaled logits."),
         ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, "sliding window attention."),
-        ({"model_type": "qwen3_moe"}, "the shared operations do not cover models of type qwen3_moe."),
+        ({"model_type": "qwen3_moe"}, ": model_type 'qwen3_moe' is not supported by the FP8 flow."),
     ],
     ids=str,
 )
@@ -200,7 +196,19 @@ def test_a_model_that_is_not_covered_makes_auto_stock(hopper, run, model, change
 )
 def test_a_configuration_that_the_job_overrides_makes_auto_stock(hopper, run, model, key, value, named):
     operations, said = run({f"{MODEL}.path": model(num_hidden_layers=2), key: value})
-    assert operations == "stock" and said.endswith(f"since {key} overrides {named} of the model.\n")
+    assert (
+        operations == "stock" and f"since {key} overrides {named} of the model. Set jetrl.operations=shared if" in said
+    )
+
+
+@pytest.mark.parametrize("node", [f"{MODEL}.override_config", f"{MODEL}.override_config.model_config"])
+def test_dropout_that_the_trainer_turns_off_is_no_obstacle(hopper, run, model, node):
+    path = model(model_type="seed_oss", num_hidden_layers=2)
+    published = {f"{MODEL}.path": path}
+    assert run(published)[1].endswith(": the shared operations do not cover attention dropout.\n")
+    half = published | {f"{node}.attention_dropout": 0}
+    assert run(half)[1].endswith(": the shared operations do not cover residual dropout.\n")
+    assert run(half | {f"{node}.residual_dropout": 0.0})[0] == "shared"
 
 
 def test_overrides_that_no_operation_reads_change_nothing(hopper, run, model):
@@ -211,7 +219,10 @@ def test_overrides_that_no_operation_reads_change_nothing(hopper, run, model):
 
 
 def test_a_model_that_cannot_be_read_makes_auto_stock(hopper, run):
-    assert "the configuration of the model hdfs://m cannot be read from here." in run({f"{MODEL}.path": "hdfs://m"})[1]
+    assert (
+        "the configuration of the model hdfs://m cannot be read from here. Set jetrl.operations=shared if"
+        in run({f"{MODEL}.path": "hdfs://m"})[1]
+    )
     assert "since the model folder /no/model does not exist." in run({f"{MODEL}.path": "/no/model"})[1]
 
 
@@ -224,8 +235,8 @@ def test_the_environment_refuses_shared_on_another_gpu(hopper, precision):
     with pytest.raises(UnsupportedConfiguration) as refused:
         environment.check_environment(config)
     assert str(refused.value) == (
-        f"precision={precision} cannot share operations here, since GPU 0, A GPU, has compute capability 8.9, and "
-        "FlashAttention 3 needs 9.0; use precision=jet_fp8 jetrl.operations=stock."
+        "GPU 0, A GPU, of compute capability 8.9, is not supported with jetrl.operations=shared: FlashAttention 3 "
+        "needs 9.0. Set precision=jet_fp8 jetrl.operations=stock."
     )
 
 
@@ -242,13 +253,17 @@ def test_trainer_and_vllm_get_the_word_that_the_driver_chose(hopper, model):
 
 
 def test_no_process_resolves_auto_for_itself():
-    with pytest.raises(UnsupportedConfiguration, match="set jetrl.operations=shared or jetrl.operations=stock"):
+    with pytest.raises(UnsupportedConfiguration, match="Set jetrl.operations=shared or jetrl.operations=stock"):
         JetFSDPEngineConfig(jetrl=JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="auto"))
 
 
 @pytest.mark.parametrize("operations", ["auto", "shared"])
 def test_baselines_keep_their_own_operations(operations):
-    with pytest.raises(UnsupportedConfiguration, match=f"not jetrl.operations={operations}; use precision=jet_fp8"):
+    with pytest.raises(
+        UnsupportedConfiguration, match=f"jetrl.operations={operations} is not supported.* Set precision=jet_fp8"
+    ):
         JetConfig("fp8_rollout", train="bf16", rollout="fp8", operations=operations)
-    with pytest.raises(UnsupportedConfiguration, match=f"not jetrl.operations={operations}; use precision=jet_fp8"):
+    with pytest.raises(
+        UnsupportedConfiguration, match=f"jetrl.operations={operations} is not supported.* Set precision=jet_fp8"
+    ):
         JetConfig("qurl_int8", train="bf16", rollout="int8", operations=operations)

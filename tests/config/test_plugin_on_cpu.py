@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """The entry point: cheap in every process that imports verl, present as soon as Hydra is, and loud when it fails."""
 
 import subprocess
@@ -59,10 +48,10 @@ def test_hydra_knows_the_flag_whichever_is_imported_first():
 def test_a_failure_is_announced():
     run = python(
         "import sys, types\n"
-        "cpu = types.ModuleType('jetrl_verl.patches.cpu')\n"
+        "cpu = types.ModuleType('jetrl_verl.cpu_platform')\n"
         "cpu.install = lambda: 1 / 0\n"
-        "import jetrl_verl.patches\n"
-        "sys.modules['jetrl_verl.patches.cpu'] = jetrl_verl.patches.cpu = cpu\n"
+        "import jetrl_verl\n"
+        "sys.modules['jetrl_verl.cpu_platform'] = jetrl_verl.cpu_platform = cpu\n"
         "import jetrl_verl.plugin\n",
         VERL_PLATFORM="cpu",
     )

@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """What the unified flow is for, on one set of tokens: how far its trainer and a BF16 trainer are from one FP8 rollout.
 
 ``jet_fp8`` and ``fp8_rollout`` share the rollout's arithmetic; with stock operations they differ in the trainer's
@@ -39,13 +28,14 @@ def sample(folder: Path) -> tuple[list[list[int]], list[list[int]], Rows]:
     from verl.workers.rollout.vllm_rollout.utils import monkey_patch_compute_logits
     from vllm import SamplingParams
 
+    from jetrl_verl import formats
     from jetrl_verl.config.options import JetConfig
-    from jetrl_verl.demo import task
-    from jetrl_verl.demo.policy import load_policy
-    from jetrl_verl.demo.warmup import prompt_ids
-    from jetrl_verl.layers import plan_linears
-    from jetrl_verl.observe.contract import probe_sum, with_contract
-    from jetrl_verl.train.export import quantise_stream
+    from jetrl_verl.models.plan import plan_linears
+    from jetrl_verl.sync.contract import with_contract
+    from jetrl_verl.sync.wire import quantize_stream
+    from jetrl_verl.tools.demo import task
+    from jetrl_verl.tools.demo.policy import load_policy
+    from jetrl_verl.tools.demo.warmup import prompt_ids
 
     model, tokenizer = load_policy(folder)
     problems = random.Random(3).sample(task.make_splits(task.TaskConfig())["train"], PROMPTS)
@@ -53,8 +43,8 @@ def sample(folder: Path) -> tuple[list[list[int]], list[list[int]], Rows]:
     options = JetConfig("fp8_rollout", train="bf16", rollout="fp8", scale_rule=RULE)
     llm, worker = vllm_engine.start(folder, options, load_format="dummy", max_model_len=96, max_num_seqs=64)
     monkey_patch_compute_logits(worker.model_runner.model, len(tokenizer))
-    weights = quantise_stream(model.state_dict().items(), plan_linears(model.config), RULE)
-    vllm_engine.sync(worker, with_contract(weights, scale_rule=RULE, probe=probe_sum(CPU, RULE)))
+    weights = quantize_stream(model.state_dict().items(), plan_linears(model.config), RULE)
+    vllm_engine.sync(worker, with_contract(weights, scale_rule=RULE, probe=formats.get("fp8").probe(CPU, RULE)))
     sampling = SamplingParams(max_tokens=TOKENS, temperature=1.0, logprobs=0, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
     responses = [list(output.outputs[0].token_ids) for output in outputs]
@@ -81,16 +71,16 @@ def measure(folder: Path) -> tuple[Rows, Rows]:
     """Distances of the unified flow's trainer and of a BF16 trainer to the rollout."""
     import vllm_engine
 
-    from jetrl_verl.patches import cpu
+    from jetrl_verl import cpu_platform
 
-    cpu.install()
+    cpu_platform.install()
     with vllm_engine.cpu_settings():
         sampled = sample(folder)
 
     from jetrl_verl.algorithms.shadow import bf16_linears
-    from jetrl_verl.demo.policy import load_policy
-    from jetrl_verl.layers import plan_linears
-    from jetrl_verl.linear import replace_linears
+    from jetrl_verl.models.plan import plan_linears
+    from jetrl_verl.nn.replace import replace_linears
+    from jetrl_verl.tools.demo.policy import load_policy
     from jetrl_verl.train.engine import mask_unused_vocabulary
 
     model, tokenizer = load_policy(folder)
@@ -105,7 +95,7 @@ def test_the_unified_flow_lowers_the_mismatch_of_fp8_rollout_alone(policy, monke
     """By more than three standard errors of the paired difference between sequences.
 
     Judged by the mean of |d|, d the difference of log-probabilities; k3_kl, its mean square in essence, hangs on a few
-    tokens in a thousand (docs/LOG.md).
+    tokens in a thousand (docs/log/zero_mismatch.md).
     """
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:

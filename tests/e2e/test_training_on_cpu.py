@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """The main job for real: verl, Ray and vLLM on this machine's CPU, a few steps, a checkpoint, and a resume from it.
 
 One warmed-up policy (the demo's, cached beside its outputs) serves all runs. Each start of verl and vLLM takes one to
@@ -33,13 +22,13 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from jetrl_verl.demo import cache
-from jetrl_verl.demo.run import DemoOptions, run_demo
-from jetrl_verl.train.checkpoint_export import ExportOptions, export
+from jetrl_verl.checkpoint.export import ExportOptions, export
+from jetrl_verl.tools.demo import cache
+from jetrl_verl.tools.demo.run import DemoOptions, run_demo
 
 STEPS = 3
 SYNC = re.compile(
-    r"jetrl weight sync: loaded in ([\d.]+) s, contract of (\d+) quantised and (\d+) BF16 tensors held in ([\d.]+) s, "
+    r"jetrl weight sync: loaded in ([\d.]+) s, contract of (\d+) quantized and (\d+) BF16 tensors held in ([\d.]+) s, "
     r"0 not compared, live digest (0x\w+)"
 )
 
@@ -114,22 +103,16 @@ def exact(policy, jet, checkpoints, tmp_path_factory) -> Run:
     )
 
 
-@pytest.mark.parametrize(
-    ("precision", "overrides"),
-    [
-        # Adam's moments in 8 bits, beside what each precision is about
-        ("int8_rollout_tis", ["optimizer_impl=torchao.optim", "optimizer=AdamW8bit"]),
-        ("qurl_int8", []),
-    ],
-)
-def test_a_baseline_trains_two_steps(policy, precision, overrides, tmp_path):
-    run = train(policy, precision, tmp_path, 2, *(f"actor_rollout_ref.actor.optim.{word}" for word in overrides))
+def test_a_baseline_trains_two_steps(policy, tmp_path):
+    """An INT8 rollout, importance weights and QuRL's loss; Adam's moments in 8 bits beside them."""
+    overrides = ["optimizer_impl=torchao.optim", "optimizer=AdamW8bit"]
+    run = train(policy, "qurl_int8", tmp_path, 2, *(f"actor_rollout_ref.actor.optim.{word}" for word in overrides))
     assert len(run.metrics) == 2 and len({digest for *_, digest in run.syncs}) == 3
-    assert {(quantised, plain) for _, quantised, plain, _, _ in run.syncs} == {("14", "11")}
+    assert {(quantized, plain) for _, quantized, plain, _, _ in run.syncs} == {("14", "11")}
     for step in run.metrics:
         assert step["actor/grad_norm"] > 0 and 0 < step["rollout_corr/k3_kl"] < 0.1
         assert step["actor/jetrl/sync_megabytes"] < 0.3 * step["actor/jetrl/sync_stock_megabytes"]
-    # A wrong format, or codes beside another layer's scales, would be off by more than a rounding.
+    # A wrong format, or qdata beside another layer's scales, would be off by more than a rounding.
     assert run.mean("training/rollout_probs_diff_max") < 0.5
 
 
@@ -137,17 +120,17 @@ def test_every_sync_held_the_contract_and_changed_the_rollouts_weights(jet):
     """Once before the first step and once after each; the digest is of what the live parameters hold."""
     assert len(jet.metrics) == STEPS
     assert len(jet.syncs) == STEPS + 1
-    assert {(quantised, plain) for _, quantised, plain, _, _ in jet.syncs} == {("14", "11")}
+    assert {(quantized, plain) for _, quantized, plain, _, _ in jet.syncs} == {("14", "11")}
     assert len({digest for *_, digest in jet.syncs}) == STEPS + 1
 
 
 def test_sync_and_contract_check_cost_under_one_percent_of_a_step(jet):
-    """Both sides: the trainer's quantisation and sums lie in its stream, the rollout's sums are timed by themselves."""
+    """Both sides: the trainer's quantization and sums lie in its stream, the rollout's sums are timed by themselves."""
     checks = [float(check) for _, _, _, check, _ in jet.syncs[1:]]
     assert fmean(checks) + jet.mean("actor/jetrl/sync_seconds") < 0.01 * jet.mean("timing_s/step")
 
 
-def test_codes_are_a_fraction_of_the_stock_wire(jet):
+def test_qdata_are_a_fraction_of_the_stock_wire(jet):
     megabytes, stock = jet.mean("actor/jetrl/sync_megabytes"), jet.mean("actor/jetrl/sync_stock_megabytes")
     assert megabytes < 0.3 * stock
 

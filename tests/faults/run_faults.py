@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """Break real runs of the demo on purpose and write down what a user then sees: ``python tests/faults/run_faults.py``.
 
 The runs form a chain on one checkpoint folder. Each resumes where the one before was broken, trains one step, which
@@ -38,11 +27,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from jetrl_verl.demo import cache
-from jetrl_verl.demo.overrides import RunPaths, build_environment, build_overrides
-from jetrl_verl.demo.process_tree import ProcessTree
-from jetrl_verl.demo.progress import last_errors
-from jetrl_verl.demo.run import VERL
+from jetrl_verl.tools.demo import cache
+from jetrl_verl.tools.demo.overrides import build_overrides
+from jetrl_verl.tools.launch import VERL, RunPaths, build_environment
+from jetrl_verl.tools.process_tree import ProcessTree
+from jetrl_verl.tools.progress import last_errors
 
 sys.path.insert(0, str(Path(__file__).parent))
 from fault_injector import PHASES, VICTIMS, Fault

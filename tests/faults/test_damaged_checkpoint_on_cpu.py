@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """A checkpoint that a full disk or a lost machine left behind is refused by name; garbage is never loaded.
 
 The checkpoints are verl's own: its FSDP checkpoint manager saves a small model and its optimiser in this process.
@@ -27,17 +16,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from omegaconf import OmegaConf
+from patch_home import home
 from tiny_models import tiny_model
 
-from jetrl_verl.patches.resume import (
-    INT8_SCALES,
+from jetrl_verl.checkpoint.validation import (
+    KEPT_SCALES,
     DamagedCheckpointError,
     UnwrittenCheckpointError,
     check_checkpoint,
     drop_other_world_sizes,
     explained,
-    install_in_trainer,
 )
+from jetrl_verl.patches.checkpoint_tracker import TRACKER
 
 FILES = ("model", "optim", "extra_state")
 
@@ -60,7 +50,7 @@ def saved(cpu_platform, tmp_path_factory) -> Path:
         for step in (1, 2):
             manager.save_checkpoint(str(folder / f"global_step_{step}" / "actor"), global_step=step)
             torch.save({"position": step}, folder / f"global_step_{step}" / "data.pt")
-            torch.save({"scales": torch.ones(9, 1)}, folder / f"global_step_{step}" / "actor" / INT8_SCALES)
+            torch.save({"scales": torch.ones(9, 1)}, folder / f"global_step_{step}" / "actor" / KEPT_SCALES)
     finally:
         torch.distributed.destroy_process_group()
     (folder / "store").unlink(missing_ok=True)
@@ -75,7 +65,7 @@ def checkpoints(saved, tmp_path) -> Path:
 
 def file_of(checkpoints: Path, name: str, step: int = 2) -> Path:
     folder = checkpoints / f"global_step_{step}"
-    beside = {"data": folder / "data.pt", "int8_scales": folder / "actor" / INT8_SCALES}
+    beside = {"data": folder / "data.pt", "int8_scales": folder / "actor" / KEPT_SCALES}
     return beside.get(name, folder / "actor" / f"{name}_world_size_1_rank_0.pt")
 
 
@@ -246,9 +236,9 @@ def trainer(cpu_platform, monkeypatch):
     from verl.trainer.ppo.v1 import trainer_base
 
     monkeypatch.setattr(trainer_base, "find_latest_ckpt_path", trainer_base.find_latest_ckpt_path)
-    install_in_trainer()
+    TRACKER.apply()
     once = trainer_base.find_latest_ckpt_path
-    install_in_trainer()
+    TRACKER.apply()
     assert trainer_base.find_latest_ckpt_path is once
     return trainer_base
 
@@ -261,11 +251,12 @@ def test_the_latest_checkpoint_is_found_as_before(trainer, checkpoints, tmp_path
 @pytest.mark.parametrize("text", ["", "2\x00\x00", "two"])
 def test_a_tracker_that_holds_no_step_is_refused(trainer, checkpoints, text):
     (checkpoints / "latest_checkpointed_iteration.txt").write_text(text)
-    with pytest.raises(DamagedCheckpointError, match="and not a step.*newest complete checkpoint into it, of 1, 2 in"):
+    remedy = "and not a step.*newest complete checkpoint into it, of 1, 2 in"
+    with pytest.raises(home(TRACKER).DamagedCheckpointError, match=remedy):
         trainer.find_latest_ckpt_path(str(checkpoints))
 
 
 def test_a_tracker_whose_checkpoint_is_gone_does_not_start_from_scratch(trainer, checkpoints):
     shutil.rmtree(checkpoints / "global_step_2")
-    with pytest.raises(DamagedCheckpointError, match="says step 2, whose checkpoint is gone"):
+    with pytest.raises(home(TRACKER).DamagedCheckpointError, match="says step 2, whose checkpoint is gone"):
         trainer.find_latest_ckpt_path(str(checkpoints))

@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """Two runs on one host do not meet at one socket: by verl's own transport, and with two Ray clusters side by side."""
 
 import asyncio
@@ -56,19 +45,19 @@ def test_verls_sender_and_receiver_have_the_form_that_is_patched(cpu_platform, m
     monkeypatch.setenv("VERL_RAY_JOB_ID", "01000000")
     monkeypatch.setenv("VERL_REPLICA_RANK", "0")
     worker = SimpleNamespace(local_rank=0, model_runner=None)
-    receiver = two_runs.address_of_this_run(vLLMColocateWorkerExtension._get_zmq_handle(worker))
-
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("RAY_LOCAL_WORLD_SIZE", "1")
     monkeypatch.setattr(vllm_rollout.BaseRollout, "__init__", lambda self, config, *_: setattr(self, "config", config))
     context = SimpleNamespace(get_job_id=lambda: "01000000")
     monkeypatch.setattr(vllm_rollout.ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(vllm_rollout.ServerAdapter, "__init__", vllm_rollout.ServerAdapter.__init__)
-    two_runs.install_sender()
-    two_runs.install_sender()
+    monkeypatch.setattr(vLLMColocateWorkerExtension, "_get_zmq_handle", vLLMColocateWorkerExtension._get_zmq_handle)
+    for patch in two_runs.PATCHES * 2:
+        patch.apply()
     config = SimpleNamespace(
         tensor_model_parallel_size=1, data_parallel_size=1, pipeline_model_parallel_size=1, layered_summon=False
     )
+    receiver = vLLMColocateWorkerExtension._get_zmq_handle(worker)
     sender = vllm_rollout.ServerAdapter(config, None, None).zmq_handle
     assert sender == receiver != VERLS
 

@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """Two versions of the plugin on one node: the driver's and the workers' are compared before any actor takes a GPU."""
 
 import shutil
@@ -45,8 +34,8 @@ def other_version(tmp_path) -> str:
 def test_workers_of_another_version_stop_the_driver_with_both_versions_named(tmp_path, other_version):
     script = (
         "import ray\n"
-        "from jetrl_verl.patches import ray_init\n"
-        "ray_init.install()\n"
+        "from jetrl_verl.config import workers\n"
+        "workers.install()\n"
         "ray.init(address='local', num_cpus=1, include_dashboard=False, log_to_driver=False,\n"
         f"         runtime_env={{'py_executable': {other_version!r}}})\n"
         "print('not reached')\n"

@@ -1,30 +1,19 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""What every operation that quantises its result must satisfy, on any device: the bits of the plain operation, the
-bytes of ``numerics``, and not a byte more or less written than its outputs have."""
+# SPDX-License-Identifier: Apache-2.0
+"""What every operation that quantizes its result must satisfy, on any device: the bits of the plain operation, the
+bytes of ``reference``, and not a byte more or less written than its outputs have."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from backends import triton_kernels
 from contract_inputs import gaussian, heavy_tailed, inf_and_nan, masked_rows
-from quantiser_checks import assert_same_bytes
+from quantizer_checks import assert_same_bytes
 
-from jetrl_verl import numerics
-from jetrl_verl.numerics import BlockQuantized
-from jetrl_verl.ops import triton_kernels
-from jetrl_verl.ops.triton_kernels.silu_mul_quantize import silu_mul_backward_quantize, silu_mul_quantize
+from jetrl_verl import reference
+from jetrl_verl.kernels.rms_norm import launch_rms_norm
+from jetrl_verl.reference import QuantizedTensor
 
 EPS = 1e-6
 INPUTS = (gaussian, heavy_tailed, inf_and_nan, masked_rows)
@@ -78,10 +67,10 @@ def check_norm(case: Callable, m: int, k: int, rule: str, device: str) -> None:
         # The sum comes from the plain kernel: Triton's interpreter truncates where torch, and a GPU, round to BF16.
         summed = x if added is None else triton_kernels.add_rms_norm(x, added, weight, EPS)[1]
         plain, rstd = triton_kernels.rms_norm(summed, weight, EPS)
-        codes = numerics.quantize_1x128(plain.cpu(), rule)
+        qdata = reference.quantize_1x128(plain.cpu(), rule)
         for with_normed in (True, False):
-            y, total, own_rstd, q = triton_kernels.rms_norm_quantize_1x128(x, added, weight, EPS, rule, with_normed)
-            assert_same_bytes(q, codes)
+            y, total, own_rstd, q = launch_rms_norm(x, added, weight, EPS, rule, with_normed)
+            assert_same_bytes(q, qdata)
             assert_same_bits(own_rstd, rstd)
             if with_normed:
                 assert_same_bits(y, plain)
@@ -94,16 +83,16 @@ def check_silu_mul(case: Callable, m: int, k: int, rule: str, device: str) -> No
     """Operands that are halves of one tensor, each combination of outputs."""
     gate, up = torch.cat([bf16(case, m, k, device), bf16(gaussian, m, k, device, 1)], dim=1).chunk(2, dim=1)
     plain = triton_kernels.silu_mul(gate, up)
-    rows, columns = numerics.quantize_1x128_and_128x1(plain.cpu(), rule)
+    rows, columns = reference.quantize_1x128_and_128x1(plain.cpu(), rule)
     for with_product in (True, False):
-        for with_columns in (True, False):
-            y, q, q_columns = silu_mul_quantize(gate, up, rule, with_product, with_columns)
+        for with_colwise in (True, False):
+            y, q, q_columns = triton_kernels.silu_mul_quantize(gate, up, rule, with_product, with_colwise)
             assert_same_bytes(q, rows)
             if with_product:
                 assert_same_bits(y, plain)
-            if with_columns:
+            if with_colwise:
                 assert_same_bytes(q_columns, columns)
-            assert (y is None, q_columns is None) == (not with_product, not with_columns)
+            assert (y is None, q_columns is None) == (not with_product, not with_colwise)
 
 
 def check_silu_mul_backward(case: Callable, m: int, k: int, rule: str, device: str) -> None:
@@ -112,19 +101,21 @@ def check_silu_mul_backward(case: Callable, m: int, k: int, rule: str, device: s
     wanted = [
         q
         for gradient in triton_kernels.silu_mul_backward(dy, gate, up)
-        for q in numerics.quantize_1x128_and_128x1(gradient.cpu(), rule)
+        for q in reference.quantize_1x128_and_128x1(gradient.cpu(), rule)
     ]
-    for got, want in zip(silu_mul_backward_quantize(dy, gate, up, rule), wanted, strict=True):
+    for got, want in zip(triton_kernels.silu_mul_backward_quantize(dy, gate, up, rule), wanted, strict=True):
         assert_same_bytes(got, want)
 
 
 CHECKS = (check_norm, check_silu_mul, check_silu_mul_backward)
 
 
-def codes_in(results) -> list[torch.Tensor]:
+def qdata_in(results) -> list[torch.Tensor]:
     """All tensors of nested results, as bytes."""
     if isinstance(results, torch.Tensor):
         return [results.contiguous().view(torch.uint8)]
-    if isinstance(results, (tuple, list, BlockQuantized)):
-        return [tensor for each in results for tensor in codes_in(each)]
+    if isinstance(results, QuantizedTensor):
+        return qdata_in((results.qdata, results.scales, results.source))
+    if isinstance(results, (tuple, list)):
+        return [tensor for each in results for tensor in qdata_in(each)]
     return []

@@ -1,40 +1,37 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """The dispatch table and the operator, on the CPU."""
 
 import pytest
 import torch
 from contract_inputs import gaussian
 
-from jetrl_verl import kernels, numerics
+from jetrl_verl import kernels, reference
 from jetrl_verl.kernels import dispatch
 
 
 def test_every_operation_has_a_backend_on_every_platform():
     for operation, row in kernels.BACKENDS.items():
         assert set(row) == {"cpu", "sm89", "sm90", "sm100"}, operation
-        assert row["cpu"] == ("numerics",)
+        assert row["cpu"] == ("reference",)
 
 
-def test_the_last_backend_of_an_entry_serves_unconditionally():
-    for row in kernels.BACKENDS.values():
+def test_the_last_backend_of_an_entry_supports_every_call():
+    for operation, row in kernels.BACKENDS.items():
+        own = "flash_attention_3" if operation.startswith("attention") else "triton"
         for names in row.values():
-            assert names[-1] in ("numerics", "triton")
+            assert names[-1] in ("reference", own)
+            assert dispatch.supports(operation, names[-1])
 
 
-def test_describe_names_what_serves_the_cpu():
-    assert kernels.describe_backends("cpu") == dict.fromkeys(kernels.BACKENDS, "numerics")
+def test_every_backend_of_the_table_implements_its_operation():
+    for operation, row in kernels.BACKENDS.items():
+        for names in row.values():
+            assert all(callable(dispatch.implementation(operation, name)) for name in names)
+
+
+def test_describe_names_what_runs_on_the_cpu():
+    assert kernels.describe_backends("cpu") == dict.fromkeys(kernels.BACKENDS, "reference")
 
 
 def test_a_gpu_without_fp8_is_refused_with_its_name_and_a_way_out(monkeypatch):
@@ -67,7 +64,7 @@ def test_an_override_lasts_for_its_block_and_nests():
         with kernels.override_backend("gemm_nt_128x128", "triton"):
             assert kernels.describe_backends("cpu")["gemm_nt_128x128"] == "triton"
         assert kernels.describe_backends("cpu")["gemm_nt_128x128"] == "cublaslt"
-    assert kernels.describe_backends("cpu")["gemm_nt_128x128"] == "numerics"
+    assert kernels.describe_backends("cpu")["gemm_nt_128x128"] == "reference"
 
 
 @pytest.mark.parametrize("names", [("gemm_nt", "triton"), ("gemm_nt_128x128", "cutlass")])
@@ -76,11 +73,11 @@ def test_an_override_that_the_table_does_not_know_is_refused(names):
         pass
 
 
-def test_an_external_gemm_refuses_what_it_does_not_serve():
+def test_an_external_gemm_refuses_what_it_does_not_support():
     a, b = kernels.quantize_1x128(gaussian(4, 256), "fp32"), kernels.quantize_128x128(gaussian(256, 256), "fp32")
     with (
         kernels.override_backend("gemm_nt_128x128", "vllm_cutlass"),
-        pytest.raises(ValueError, match=r"vllm_cutlass does not serve A \(4, 256\).* a bias .*use backend triton"),
+        pytest.raises(ValueError, match=r"vllm_cutlass does not support A \(4, 256\).* a bias .*use backend triton"),
     ):
         kernels.gemm_nt(a, b, b_block_scaled=True, bias=torch.zeros(256))
 
@@ -89,47 +86,45 @@ def test_dispatch_gives_the_reference_on_the_cpu():
     x, w = gaussian(5, 300), gaussian(130, 300)
     a, b = kernels.quantize_1x128(x, "pow2"), kernels.quantize_128x128(w, "pow2")
     got = kernels.gemm_nt(a, b, b_block_scaled=True)
-    want = numerics.gemm_nt(
-        numerics.quantize_1x128(x, "pow2"), numerics.quantize_128x128(w, "pow2"), b_block_scaled=True
+    want = reference.gemm_nt(
+        reference.quantize_1x128(x, "pow2"), reference.quantize_128x128(w, "pow2"), b_block_scaled=True
     )
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("rule", numerics.SCALE_RULES)
+@pytest.mark.parametrize("rule", reference.SCALE_RULES)
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_fprop_is_quantise_then_gemm(rule, with_bias):
+def test_fprop_is_quantize_then_gemm(rule, with_bias):
     x, w = gaussian(6, 300), kernels.quantize_128x128(gaussian(130, 300), rule)
     bias = gaussian(1, 130)[0] if with_bias else None
     want = kernels.gemm_nt(kernels.quantize_1x128(x, rule), w, b_block_scaled=True, bias=bias)
-    assert torch.equal(kernels.fprop(x, w.codes, w.scales, bias, rule), want)
-    folded = kernels.fprop(x.reshape(2, 3, 300), w.codes, w.scales, bias, rule)
+    assert torch.equal(kernels.fprop(x, w.qdata, w.scales, bias, rule), want)
+    folded = kernels.fprop(x.reshape(2, 3, 300), w.qdata, w.scales, bias, rule)
     assert torch.equal(folded, want.reshape(2, 3, 130))
 
 
-@pytest.mark.parametrize("served_by", ["native", "triton"])
-def test_only_the_native_backend_hears_that_a_weight_is_static(monkeypatch, served_by):
-    """It is said by the caller alone, so that a trainer, which quantises its weight right before, never says it."""
+@pytest.mark.parametrize("backend", ["native", "triton"])
+def test_only_the_native_backend_hears_that_a_weight_is_static(monkeypatch, backend):
+    """It is said by the caller alone, so that a trainer, which quantizes its weight right before, never says it."""
     heard = []
 
-    class Backend:
-        def gemm_nt(self, a, b, **call):
-            heard.append(call.get("static_weight", "nothing"))
-            return numerics.gemm_nt(a, b, b_block_scaled=call["b_block_scaled"], bias=call["bias"])
+    def product(a, b, **call):
+        heard.append(call.get("static_weight", "nothing"))
+        return reference.gemm_nt(a, b, b_block_scaled=call["b_block_scaled"], bias=call["bias"])
 
-    stock = dispatch.backend_of
-    monkeypatch.setattr(dispatch, "backend_of", lambda name: Backend() if name == served_by else stock(name))
+    monkeypatch.setitem(dispatch._implementations, ("gemm_nt_128x128", backend), dispatch.Implementation(product, None))
     x, w = gaussian(6, 256), kernels.quantize_128x128(gaussian(130, 256), "fp32")
-    codes = kernels.quantize_1x128(x, "fp32")
-    with kernels.override_backend("gemm_nt_128x128", served_by):
+    qdata = kernels.quantize_1x128(x, "fp32")
+    with kernels.override_backend("gemm_nt_128x128", backend):
         for options in ({}, {"static_weight": True}):
-            kernels.fprop(x, w.codes, w.scales, None, "fp32", **options)
-            kernels.fprop_codes(codes, w.codes, w.scales, None, **options)
-    assert heard == ([False, False, True, True] if served_by == "native" else ["nothing"] * 4)
+            kernels.fprop(x, w.qdata, w.scales, None, "fp32", **options)
+            kernels.fprop_quantized(qdata, w.qdata, w.scales, None, **options)
+    assert heard == ([False, False, True, True] if backend == "native" else ["nothing"] * 4)
 
 
 def test_fprop_keeps_the_shape_of_an_empty_batch():
     w = kernels.quantize_128x128(gaussian(130, 256), "fp32")
-    assert kernels.fprop(torch.empty(0, 256, dtype=torch.bfloat16), w.codes, w.scales, None, "fp32").shape == (0, 130)
+    assert kernels.fprop(torch.empty(0, 256, dtype=torch.bfloat16), w.qdata, w.scales, None, "fp32").shape == (0, 130)
 
 
 def test_fprop_stays_one_node_under_torch_compile_with_dynamic_shapes():
@@ -141,7 +136,7 @@ def test_fprop_stays_one_node_under_torch_compile_with_dynamic_shapes():
         return module.forward
 
     def layer(x):
-        return kernels.fprop(x * 2, w.codes, w.scales, None, "fp32") + 1
+        return kernels.fprop(x * 2, w.qdata, w.scales, None, "fp32") + 1
 
     compiled = torch.compile(layer, backend=keep, fullgraph=True, dynamic=True)
     for m in (3, 5):
@@ -153,15 +148,15 @@ def test_fprop_stays_one_node_under_torch_compile_with_dynamic_shapes():
 def test_fprops_fake_implementation_agrees_with_the_real_one():
     """torch's schema check compares inputs with allclose, which FP8 tensors lack, so only this one of its checks."""
     w = kernels.quantize_128x128(gaussian(130, 256), "fp32")
-    arguments = (gaussian(3, 256), w.codes, w.scales, None, "fp32")
+    arguments = (gaussian(3, 256), w.qdata, w.scales, None, "fp32")
     torch.library.opcheck(torch.ops.jetrl.fprop, arguments, test_utils=("test_faketensor",))
 
 
 @pytest.mark.parametrize(
     ("x_dtype", "k", "message"),
-    [(torch.float32, 256, "quantised from BF16 values"), (torch.bfloat16, 128, "does not fit the weight")],
+    [(torch.float32, 256, "quantized from BF16 values"), (torch.bfloat16, 128, "does not fit the weight")],
 )
 def test_fprop_refuses_other_inputs(x_dtype, k, message):
     w = kernels.quantize_128x128(gaussian(130, 256), "fp32")
     with pytest.raises(ValueError, match=message):
-        kernels.fprop(torch.zeros(2, k, dtype=x_dtype), w.codes, w.scales, None, "fp32")
+        kernels.fprop(torch.zeros(2, k, dtype=x_dtype), w.qdata, w.scales, None, "fp32")

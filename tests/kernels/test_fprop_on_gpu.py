@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """The forward operator on a GPU: equal to its parts, under torch.compile, and inside a CUDA graph."""
 
 import pytest
@@ -27,38 +16,38 @@ def weight():
 
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("m", [1, 8, 65, 1000])
-def test_fprop_is_quantise_then_gemm(weight, m, with_bias):
+def test_fprop_is_quantize_then_gemm(weight, m, with_bias):
     x = heavy_tailed(m, 1024).cuda()
     bias = gaussian(1, 640)[0].cuda() if with_bias else None
     want = kernels.gemm_nt(kernels.quantize_1x128(x, "fp32"), weight, b_block_scaled=True, bias=bias)
-    assert torch.equal(kernels.fprop(x, weight.codes, weight.scales, bias, "fp32"), want)
+    assert torch.equal(kernels.fprop(x, weight.qdata, weight.scales, bias, "fp32"), want)
 
 
 def test_a_cuda_graph_replays_fprop_on_new_inputs_and_new_weights(weight):
-    """What vLLM does: capture once, decode with other activations and, after a weight sync, other codes in place."""
-    codes, scales = weight.codes.clone(), weight.scales.clone()
+    """What vLLM does: capture once, decode with other activations and, after a weight sync, other qdata in place."""
+    qdata, scales = weight.qdata.clone(), weight.scales.clone()
     x = torch.empty(8, 1024, dtype=torch.bfloat16, device="cuda")
     x.copy_(heavy_tailed(8, 1024))
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        kernels.fprop(x, codes, scales, None, "fp32")
+        kernels.fprop(x, qdata, scales, None, "fp32")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = kernels.fprop(x, codes, scales, None, "fp32")
+        y = kernels.fprop(x, qdata, scales, None, "fp32")
     other = kernels.quantize_128x128(heavy_tailed(640, 1024).cuda(), "fp32")
     for new_x, new_w in ((gaussian(8, 1024), weight), (heavy_tailed(8, 1024), other)):
         x.copy_(new_x)
-        codes.view(torch.uint8).copy_(new_w.codes.view(torch.uint8))
+        qdata.view(torch.uint8).copy_(new_w.qdata.view(torch.uint8))
         scales.copy_(new_w.scales)
         y.fill_(torch.nan)
         graph.replay()
-        assert torch.equal(y, kernels.fprop(new_x.cuda(), new_w.codes, new_w.scales, None, "fp32"))
+        assert torch.equal(y, kernels.fprop(new_x.cuda(), new_w.qdata, new_w.scales, None, "fp32"))
 
 
 def test_torch_compile_gives_the_same_bits(weight):
     def layer(x):
-        return kernels.fprop(x * 2, weight.codes, weight.scales, None, "fp32")
+        return kernels.fprop(x * 2, weight.qdata, weight.scales, None, "fp32")
 
     compiled = torch.compile(layer, fullgraph=True, dynamic=True)
     for m in (8, 65):
@@ -68,6 +57,6 @@ def test_torch_compile_gives_the_same_bits(weight):
 
 def test_the_gpu_and_the_reference_agree_to_fp32_accuracy(weight):
     x = heavy_tailed(65, 1024)
-    want = kernels.fprop(x, weight.codes.cpu(), weight.scales.cpu(), None, "fp32").double()
-    got = kernels.fprop(x.cuda(), weight.codes, weight.scales, None, "fp32").cpu().double()
+    want = kernels.fprop(x, weight.qdata.cpu(), weight.scales.cpu(), None, "fp32").double()
+    got = kernels.fprop(x.cuda(), weight.qdata, weight.scales, None, "fp32").cpu().double()
     assert (got - want).norm() < 2.5e-3 * want.norm()

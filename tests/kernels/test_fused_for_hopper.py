@@ -1,17 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""What the kernels that transpose, and the operations that quantise, become on Hopper, seen without one."""
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernels that transpose, and the operations that quantize, become on Hopper, seen without one."""
 
 import re
 
@@ -19,23 +8,23 @@ import pytest
 import triton
 from test_triton_for_hopper import ptx_for_hopper
 
-from jetrl_verl.kernels.triton_kernels.quantize_1x128_and_128x1 import _quantize_both_kernel
-from jetrl_verl.kernels.triton_kernels.quantize_128x128 import _quantize_128x128_kernel
-from jetrl_verl.kernels.triton_kernels.relayout_128x1 import _LAUNCH as RELAYOUT
-from jetrl_verl.kernels.triton_kernels.relayout_128x1 import _relayout_kernel
-from jetrl_verl.ops.triton_kernels.rms_norm import _rms_norm_kernel, tile_and_warps
-from jetrl_verl.ops.triton_kernels.silu_mul_quantize import (
+from jetrl_verl.kernels.quantize_1x128 import _quantize_both_kernel
+from jetrl_verl.kernels.quantize_128x128 import _quantize_128x128_kernel
+from jetrl_verl.kernels.relayout_128x1 import _LAUNCH as RELAYOUT
+from jetrl_verl.kernels.relayout_128x1 import _relayout_kernel
+from jetrl_verl.kernels.rms_norm import _rms_norm_kernel, tile_and_warps
+from jetrl_verl.kernels.silu_mul import (
     _silu_mul_backward_quantize_kernel,
     _silu_mul_quantize_both_kernel,
     _silu_mul_quantize_kernel,
 )
 
-BF16, FP32, CODES, PAIRS, WORDS = "*bf16", "*fp32", "*u8", "*i16", "*i32"
+BF16, FP32, QDATA, PAIRS, WORDS = "*bf16", "*fp32", "*u8", "*i16", "*i32"
 
 
 def types_of(kernel) -> dict[str, str]:
     """Types of a kernel's arguments, by the names that this tree's kernels give them."""
-    words = {"column_codes_ptr", "dgate_column_codes_ptr", "dup_column_codes_ptr", "out_codes_ptr"}
+    words = {"colwise_qdata_ptr", "dgate_colwise_qdata_ptr", "dup_colwise_qdata_ptr", "out_qdata_ptr"}
 
     def type_of(name: str) -> str:
         if name in ("scales_t_ptr", "rstd_ptr") or name.endswith("scales_ptr"):
@@ -46,15 +35,15 @@ def types_of(kernel) -> dict[str, str]:
             return WORDS
         if name.endswith("pairs_ptr"):
             return PAIRS
-        if name.endswith("codes_ptr"):
-            return CODES
+        if name.endswith("qdata_ptr"):
+            return QDATA
         return BF16 if name.endswith("_ptr") else "fp32" if name == "eps" else "i32"
 
     return {name: type_of(name) for name in kernel.arg_names}
 
 
 TRANSPOSING = {
-    "1x128 and 128x1": (_quantize_both_kernel, {"WITH_ROWS": True}),
+    "1x128 and 128x1": (_quantize_both_kernel, {"WITH_ROWWISE": True}),
     "re-layout": (_relayout_kernel, {"COLUMNS": RELAYOUT["COLUMNS"]}),
     "128x128 and transpose": (_quantize_128x128_kernel, {"TRANSPOSE": True}),
     "SiLU-mul": (_silu_mul_quantize_both_kernel, {"WITH_Y": False}),
@@ -64,7 +53,7 @@ TRANSPOSING = {
 
 @pytest.mark.parametrize("pow2", [True, False])
 @pytest.mark.parametrize("name", TRANSPOSING)
-def test_codes_are_transposed_as_words_and_stored_16_bytes_at_a_time(name, pow2):
+def test_qdata_are_transposed_as_words_and_stored_16_bytes_at_a_time(name, pow2):
     kernel, constants = TRANSPOSING[name]
     warps = RELAYOUT["num_warps"] if name == "re-layout" else 8
     ptx = ptx_for_hopper(kernel, types_of(kernel), constants | {"POW2": pow2}, num_warps=warps)
@@ -72,7 +61,7 @@ def test_codes_are_transposed_as_words_and_stored_16_bytes_at_a_time(name, pow2)
     assert not re.search(r"(ld|st)\.shared\S*\.[bu](8|16)\b", ptx)
     assert not re.search(r"(ld|st)\.global\S*\.[bu]8\b", ptx)
     assert "st.global.v4.b32" in ptx
-    # SiLU divides, at full rate; the codes never do.
+    # SiLU divides, at full rate; the qdata never do.
     assert len(re.findall(r"div\.(rn|full)\.f32", ptx)) == {"SiLU-mul": 64, "SiLU-mul backward": 64}.get(name, 0)
 
 
@@ -88,11 +77,15 @@ def test_ada_which_takes_one_maximum_at_a_time_has_the_kernels_too(name, pow2):
 
 def arithmetic_of(ptx: str) -> dict[str, float]:
     """Arithmetic instructions per element of a tile of 128 numbers a thread, by kind."""
-    kinds = {"product": r"\b(?:mul|fma)\.(?:rn\.)?f32", "maximum": r"\bmax\.\S+", "code": r"cvt\.rn\.satfinite\.e4m3x2"}
+    kinds = {
+        "product": r"\b(?:mul|fma)\.(?:rn\.)?f32",
+        "maximum": r"\bmax\.\S+",
+        "qdata": r"cvt\.rn\.satfinite\.e4m3x2",
+    }
     return {kind: len(re.findall(pattern, ptx)) / 128 for kind, pattern in kinds.items()}
 
 
-# Kernel -> most products per element under pow2 and fp32, most maxima, conversions to codes, its maximum.
+# Kernel -> most products per element under pow2 and fp32, most maxima, conversions to qdata, its maximum.
 COSTS = {
     "1x128 and 128x1": (2.3, 4.9, 1.5, 1, "max.u16x2"),
     "re-layout": (2.2, 4.7, 1.6, 0.5, "max.NaN.f32"),
@@ -107,11 +100,11 @@ def test_an_element_costs_as_few_instructions_as_were_counted(name, pow2):
     kernel, constants = TRANSPOSING[name]
     warps = RELAYOUT["num_warps"] if name == "re-layout" else 4
     ptx = ptx_for_hopper(kernel, types_of(kernel), constants | {"POW2": pow2}, num_warps=warps)
-    products_pow2, products, maxima, codes, maximum = COSTS[name]
+    products_pow2, products, maxima, qdata, maximum = COSTS[name]
     found = arithmetic_of(ptx)
     assert found["product"] < (products_pow2 if pow2 else products)
     assert found["maximum"] < maxima
-    assert found["code"] == codes
+    assert found["qdata"] == qdata
     assert maximum in ptx
 
 
@@ -129,7 +122,7 @@ def test_what_writes_the_input_of_a_linear_lets_the_next_kernel_start_at_once(na
         kernel, constants = _silu_mul_quantize_kernel, {"WITH_Y": False, "POW2": False, "GROUPS": 32}
     else:
         kernel, constants = _rms_norm_kernel, {"K": 4096, "TILE": 4096, "HEADS": 1, "STRIDE_TOKEN": 4096}
-        constants |= {"STRIDE_HEAD": 4096, "RESIDUAL": name != "norm", "WITH_Y": False, "QUANTISE": True, "POW2": False}
+        constants |= {"STRIDE_HEAD": 4096, "RESIDUAL": name != "norm", "WITH_Y": False, "QUANTIZE": True, "POW2": False}
     ptx = ptx_for_hopper(kernel, types_of(kernel), constants, num_warps=8)
     assert ptx.count("griddepcontrol.launch_dependents") == 1
     assert "griddepcontrol.launch_dependents" not in ptx[ptx.index("ld.global") :]
@@ -141,7 +134,7 @@ def test_what_writes_the_input_of_a_linear_lets_the_next_kernel_start_at_once(na
 def test_every_form_of_the_norm_sums_its_rows_as_the_plain_one(monkeypatch, k, residual):
     """The layout in which the squares are added fixes the order of the sum, hence its bits; so do the instructions.
 
-    The forms: with codes, with and without the BF16 rows; heads that lie in a wider tensor, of any number.
+    The forms: with qdata, with and without the BF16 rows; heads that lie in a wider tensor, of any number.
     """
     compiled, stock = [], triton.compile
 
@@ -154,7 +147,7 @@ def test_every_form_of_the_norm_sums_its_rows_as_the_plain_one(monkeypatch, k, r
 
     def sum_of_squares(**changes) -> tuple[str, list[str]]:
         constants = {"K": k, "TILE": tile, "HEADS": 1, "STRIDE_TOKEN": k, "STRIDE_HEAD": k, "RESIDUAL": residual}
-        constants |= {"WITH_Y": True, "QUANTISE": False, "POW2": False} | changes
+        constants |= {"WITH_Y": True, "QUANTIZE": False, "POW2": False} | changes
         ptx = ptx_for_hopper(_rms_norm_kernel, types_of(_rms_norm_kernel), constants, num_warps=warps)
         ir = compiled[-1].asm["ttgir"]
         name = re.search(rf"\(tensor<{tile}xf32, (#\w+)>\) -> f32", ir).group(1)
@@ -166,7 +159,7 @@ def test_every_form_of_the_norm_sums_its_rows_as_the_plain_one(monkeypatch, k, r
     plain = sum_of_squares()
     assert "shfl.sync.bfly" in plain[1]
     for with_y in (True, False):
-        assert sum_of_squares(WITH_Y=with_y, QUANTISE=True) == plain
+        assert sum_of_squares(WITH_Y=with_y, QUANTIZE=True) == plain
     if not residual:
         for heads, token, head in ((8, 12 * k, k), (7, 11 * (k + 8), k + 8)):
             assert sum_of_squares(HEADS=heads, STRIDE_TOKEN=token, STRIDE_HEAD=head) == plain

@@ -1,38 +1,30 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """The GEMM backends on a GPU: accuracy against float64, a row's bits in every batch, equality between backends."""
 
 import pytest
 import torch
+from backends import Backend, triton_kernels
 from contract_inputs import gaussian, heavy_tailed
 
-from jetrl_verl import kernels, numerics
-from jetrl_verl.kernels.dispatch import backend_of
-from jetrl_verl.numerics import BLOCK, FP8_DTYPE, SCALE_RULES, BlockQuantized
+from jetrl_verl import kernels, reference
+from jetrl_verl.kernels.gemm_nt import TILES
+from jetrl_verl.reference import BLOCK, FP8_DTYPE, SCALE_RULES, QuantizedTensor
 
 ROWS = (1, 2, 7, 8, 16, 63, 64, 65, 128, 129, 1000, 4096)
 SHAPES = [(64, 256, 512), (129, 640, 1024), (1000, 384, 4096), (65, 130, 300), (1, 1, 1), (300, 200, 136)]
 
 
-def cuda(q: BlockQuantized) -> BlockQuantized:
-    return BlockQuantized(q.codes.cuda(), q.scales.cuda())
+def cuda(q: QuantizedTensor) -> QuantizedTensor:
+    return QuantizedTensor(q.qdata.cuda(), q.scales.cuda())
 
 
-def operands(m: int, n: int, k: int, b_block_scaled: bool, rule: str = "fp32") -> tuple[BlockQuantized, BlockQuantized]:
-    """Heavy-tailed A and Gaussian B, quantised on the GPU, so in the memory layouts that the GEMMs are fed with."""
-    quantise_b = kernels.quantize_128x128 if b_block_scaled else kernels.quantize_1x128
-    return kernels.quantize_1x128(heavy_tailed(m, k).cuda(), rule), quantise_b(gaussian(n, k).cuda(), rule)
+def operands(
+    m: int, n: int, k: int, b_block_scaled: bool, rule: str = "fp32"
+) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """Heavy-tailed A and Gaussian B, quantized on the GPU, so in the memory layouts that the GEMMs are fed with."""
+    quantize_b = kernels.quantize_128x128 if b_block_scaled else kernels.quantize_1x128
+    return kernels.quantize_1x128(heavy_tailed(m, k).cuda(), rule), quantize_b(gaussian(n, k).cuda(), rule)
 
 
 def bits(y: torch.Tensor) -> torch.Tensor:
@@ -44,11 +36,11 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.double() - want).norm() / want.norm()).item()
 
 
-def served(name: str, a, b, **arguments):
-    """Backend ``name``, or a skip where this environment lacks it or it does not take the shapes."""
-    backend = backend_of(name)
-    if name != "triton" and not backend.serves(a, b, **arguments):
-        pytest.skip(f"{name} does not serve this call here")
+def supporting(name: str, a, b, **arguments):
+    """Backend ``name``, or a skip where this environment lacks it or it does not support the shapes."""
+    backend = Backend(name)
+    if not backend.supports_gemm_nt(a, b, **arguments):
+        pytest.skip(f"{name} does not support this call here")
     return backend
 
 
@@ -58,11 +50,11 @@ def served(name: str, a, b, **arguments):
 @pytest.mark.parametrize("name", ["triton", "vllm_cutlass", "cublaslt"])
 def test_error_against_float64(name, shape, b_block_scaled, rule):
     a, b = operands(*shape, b_block_scaled, rule)
-    want = numerics.gemm_nt_float64(a, b, b_block_scaled=b_block_scaled)
+    want = reference.gemm_nt_float64(a, b, b_block_scaled=b_block_scaled)
     for out_dtype, limit in ((torch.float32, 5e-4), (torch.bfloat16, 2.5e-3)):
         if name == "vllm_cutlass" and out_dtype == torch.float32:
             continue
-        backend = served(name, a, b, b_block_scaled=b_block_scaled, out_dtype=out_dtype)
+        backend = supporting(name, a, b, b_block_scaled=b_block_scaled, out_dtype=out_dtype)
         got = backend.gemm_nt(a, b, b_block_scaled=b_block_scaled, out_dtype=out_dtype)
         assert got.dtype == out_dtype
         assert relative_error(got, want) < limit
@@ -71,11 +63,10 @@ def test_error_against_float64(name, shape, b_block_scaled, rule):
 @pytest.mark.parametrize("tile", range(4))
 @pytest.mark.parametrize("b_block_scaled", [True, False])
 def test_every_triton_tile_gives_every_row_the_same_bits(b_block_scaled, tile):
-    triton_kernels = backend_of("triton")
     a, b = operands(1000, 384, 2048, b_block_scaled)
     arguments = {"b_block_scaled": b_block_scaled, "out_dtype": torch.float32}
-    want = triton_kernels.gemm_nt(a, b, **arguments, tile=triton_kernels.TILES[0])
-    assert torch.equal(triton_kernels.gemm_nt(a, b, **arguments, tile=triton_kernels.TILES[tile]), want)
+    want = triton_kernels.gemm_nt(a, b, **arguments, tile=TILES[0])
+    assert torch.equal(triton_kernels.gemm_nt(a, b, **arguments, tile=TILES[tile]), want)
 
 
 @pytest.mark.parametrize("b_block_scaled", [True, False])
@@ -85,7 +76,7 @@ def test_a_row_has_the_same_bits_in_every_batch(nk, b_block_scaled):
     a, b = operands(max(ROWS), *nk, b_block_scaled)
     full = kernels.gemm_nt(a, b, b_block_scaled=b_block_scaled)
     for m in ROWS:
-        part = BlockQuantized(a.codes[:m], a.scales[:m].t().contiguous().t())
+        part = QuantizedTensor(a.qdata[:m], a.scales[:m].t().contiguous().t())
         got = kernels.gemm_nt(part, b, b_block_scaled=b_block_scaled)
         assert torch.equal(bits(got), bits(full[:m])), f"M={m}"
 
@@ -96,20 +87,20 @@ def test_backends_that_share_a_table_entry_agree_in_every_bit(operation):
     b_block_scaled = operation == "gemm_nt_128x128"
     for m, n, k in ((8, 6144, 4096), (1000, 4096, 12288)):
         a, b = operands(m, n, k, b_block_scaled)
-        want = backend_of("triton").gemm_nt(a, b, b_block_scaled=b_block_scaled)
+        want = triton_kernels.gemm_nt(a, b, b_block_scaled=b_block_scaled)
         for name in names:
-            if name == "triton" or backend_of(name).serves(a, b, b_block_scaled=b_block_scaled):
-                got = backend_of(name).gemm_nt(a, b, b_block_scaled=b_block_scaled)
+            if Backend(name).supports_gemm_nt(a, b, b_block_scaled=b_block_scaled):
+                got = Backend(name).gemm_nt(a, b, b_block_scaled=b_block_scaled)
                 assert torch.equal(bits(got), bits(want)), name
 
 
 def test_k_blocks_are_added_in_ascending_order():
     """2^24 + 1 + 1 in FP32 is 2^24 from the left and 2^24 + 2 from the right."""
-    codes = torch.zeros(64, 3 * BLOCK, device="cuda")
-    codes[:, ::BLOCK] = 1.0
-    one = BlockQuantized(codes.to(FP8_DTYPE), torch.ones(64, 3, device="cuda"))
+    qdata = torch.zeros(64, 3 * BLOCK, device="cuda")
+    qdata[:, ::BLOCK] = 1.0
+    one = QuantizedTensor(qdata.to(FP8_DTYPE), torch.ones(64, 3, device="cuda"))
     for scales, want in (([2.0**24, 1, 1], 2.0**24), ([1, 1, 2.0**24], 2.0**24 + 2)):
-        a = BlockQuantized(one.codes, torch.tensor([scales], device="cuda").repeat(64, 1))
+        a = QuantizedTensor(one.qdata, torch.tensor([scales], device="cuda").repeat(64, 1))
         got = kernels.gemm_nt(a, one, b_block_scaled=False, out_dtype=torch.float32)
         assert (got == want).all()
 
@@ -121,8 +112,8 @@ def test_all_ones_with_distinct_scales_sum_exactly(b_block_scaled):
     a_scales = 2.0 ** ((torch.arange(m)[:, None] * 5 + torch.arange(5)[None, :]) % 11 - 5.0)
     b_scales = 2.0 ** ((torch.arange(rows_b)[:, None] * 3 + torch.arange(5)[None, :] * 7) % 13 - 6.0)
     a, b = (
-        BlockQuantized(torch.ones(m, k).to(FP8_DTYPE), a_scales),
-        BlockQuantized(torch.ones(n, k).to(FP8_DTYPE), b_scales),
+        QuantizedTensor(torch.ones(m, k).to(FP8_DTYPE), a_scales),
+        QuantizedTensor(torch.ones(n, k).to(FP8_DTYPE), b_scales),
     )
     got = kernels.gemm_nt(cuda(a), cuda(b), b_block_scaled=b_block_scaled, out_dtype=torch.float32)
     wide = b_scales.repeat_interleave(BLOCK, dim=0)[:n] if b_block_scaled else b_scales
@@ -131,13 +122,13 @@ def test_all_ones_with_distinct_scales_sum_exactly(b_block_scaled):
 
 def test_bias_is_added_before_the_one_rounding():
     """257 rounds to BF16 256; rounding, then adding 1 gives 257 -> 256, adding first gives 258."""
-    a = BlockQuantized(torch.ones(1, 1).to(FP8_DTYPE), torch.tensor([[257.0]]))
-    b = BlockQuantized(torch.ones(1, 1).to(FP8_DTYPE), torch.ones(1, 1))
+    a = QuantizedTensor(torch.ones(1, 1).to(FP8_DTYPE), torch.tensor([[257.0]]))
+    b = QuantizedTensor(torch.ones(1, 1).to(FP8_DTYPE), torch.ones(1, 1))
     bias = torch.ones(1, dtype=torch.bfloat16, device="cuda")
     assert kernels.gemm_nt(cuda(a), cuda(b), b_block_scaled=True, bias=bias).item() == 258.0
 
 
-def test_nan_codes_poison_exactly_their_row():
+def test_nan_qdata_poison_exactly_their_row():
     x = gaussian(200, 256)
     x[150, 200] = torch.inf
     a, b = kernels.quantize_1x128(x.cuda(), "fp32"), kernels.quantize_128x128(gaussian(130, 256).cuda(), "fp32")
@@ -148,9 +139,9 @@ def test_nan_codes_poison_exactly_their_row():
 
 
 def test_wgrad_from_the_layouts_of_the_backward():
-    """dW = dY^T X for a token count that is a multiple of nothing, operands as the quantisers write them."""
+    """dW = dY^T X for a token count that is a multiple of nothing, operands as the quantizers write them."""
     x, dy = gaussian(1003, 640).cuda(), heavy_tailed(1003, 384).cuda()
     relaid = kernels.relayout_128x1(kernels.quantize_1x128(x, "fp32"), "fp32")
     _, dy_t = kernels.quantize_1x128_and_128x1(dy, "fp32")
-    want = numerics.gemm_nt_float64(dy_t, relaid, b_block_scaled=False)
+    want = reference.gemm_nt_float64(dy_t, relaid, b_block_scaled=False)
     assert relative_error(kernels.gemm_nt(dy_t, relaid, b_block_scaled=False, out_dtype=torch.float32), want) < 5e-4

@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """INT8 through the dispatch table and the operator, and its Triton kernels: interpreted, and compiled for Hopper."""
 
 import re
@@ -22,20 +11,20 @@ import torch
 from contract_inputs import gaussian
 from test_triton_for_hopper import ptx_for_hopper
 
-from jetrl_verl import kernels, numerics
-from jetrl_verl.kernels.triton_kernels.gemm_int8 import _gemm_int8_kernel
-from jetrl_verl.kernels.triton_kernels.quantize_int8 import _quantize_int8_kernel
+from jetrl_verl import kernels, reference
+from jetrl_verl.kernels.gemm_int8 import _gemm_int8_kernel, cutlass_gemm_int8, cutlass_supports_gemm_int8
+from jetrl_verl.kernels.quantize_int8 import _quantize_int8_kernel
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_fprop_is_quantise_then_gemm(with_bias):
+def test_fprop_is_quantize_then_gemm(with_bias):
     x, w = gaussian(6, 300), kernels.quantize_int8(gaussian(130, 300))
     bias = gaussian(1, 130)[0] if with_bias else None
-    want = numerics.gemm_int8(numerics.quantize_int8(x), w, bias=bias)
-    assert torch.equal(kernels.fprop_int8(x, w.codes, w.scales, bias), want)
-    folded = kernels.fprop_int8(x.reshape(2, 3, 300), w.codes, w.scales, bias)
+    want = reference.gemm_int8(reference.quantize_int8(x), w, bias=bias)
+    assert torch.equal(kernels.fprop_int8(x, w.qdata, w.scales, bias), want)
+    folded = kernels.fprop_int8(x.reshape(2, 3, 300), w.qdata, w.scales, bias)
     assert torch.equal(folded, want.reshape(2, 3, 130))
-    assert kernels.fprop_int8(x[:0], w.codes, w.scales, bias).shape == (0, 130)
+    assert kernels.fprop_int8(x[:0], w.qdata, w.scales, bias).shape == (0, 130)
 
 
 def test_fprop_stays_one_node_under_torch_compile_with_dynamic_shapes():
@@ -47,7 +36,7 @@ def test_fprop_stays_one_node_under_torch_compile_with_dynamic_shapes():
         return module.forward
 
     def layer(x):
-        return kernels.fprop_int8(x * 2, w.codes, w.scales, None) + 1
+        return kernels.fprop_int8(x * 2, w.qdata, w.scales, None) + 1
 
     compiled = torch.compile(layer, backend=keep, fullgraph=True, dynamic=True)
     for m in (3, 5):
@@ -57,37 +46,35 @@ def test_fprop_stays_one_node_under_torch_compile_with_dynamic_shapes():
 
 def test_fprops_fake_implementation_agrees_with_the_real_one():
     w = kernels.quantize_int8(gaussian(130, 256))
-    torch.library.opcheck(torch.ops.jetrl.fprop_int8, (gaussian(3, 256), w.codes, w.scales, None))
+    torch.library.opcheck(torch.ops.jetrl.fprop_int8, (gaussian(3, 256), w.qdata, w.scales, None))
 
 
 def test_fprop_refuses_other_inputs():
     w = kernels.quantize_int8(gaussian(130, 256))
-    with pytest.raises(ValueError, match="quantised from BF16 values"):
-        kernels.fprop_int8(torch.zeros(2, 256), w.codes, w.scales, None)
+    with pytest.raises(ValueError, match="quantized from BF16 values"):
+        kernels.fprop_int8(torch.zeros(2, 256), w.qdata, w.scales, None)
     with pytest.raises(ValueError, match="does not fit the weight"):
-        kernels.fprop_int8(gaussian(2, 128), w.codes, w.scales, None)
-    with pytest.raises(ValueError, match="weight codes are torch.float32, expected torch.int8"):
-        kernels.fprop_int8(gaussian(2, 256), w.codes.float(), w.scales, None)
+        kernels.fprop_int8(gaussian(2, 128), w.qdata, w.scales, None)
+    with pytest.raises(ValueError, match="weight qdata are torch.float32, expected torch.int8"):
+        kernels.fprop_int8(gaussian(2, 256), w.qdata.float(), w.scales, None)
 
 
-def test_cutlass_serves_what_it_can_and_refuses_the_rest(monkeypatch):
-    from jetrl_verl.kernels.external_gemm import vllm_cutlass_int8
-
+def test_cutlass_supports_what_it_can_and_refuses_the_rest(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     a, b = kernels.quantize_int8(gaussian(3, 256)), kernels.quantize_int8(gaussian(64, 256))
-    assert vllm_cutlass_int8.serves(a, b)
-    assert vllm_cutlass_int8.serves(a, b, bias=gaussian(1, 64)[0])
-    assert not vllm_cutlass_int8.serves(a, b, bias=torch.zeros(64)), "its bias has the type of the result"
-    assert not vllm_cutlass_int8.serves(a, b, out_dtype=torch.float32)
+    assert cutlass_supports_gemm_int8(a, b)
+    assert cutlass_supports_gemm_int8(a, b, bias=gaussian(1, 64)[0])
+    assert not cutlass_supports_gemm_int8(a, b, bias=torch.zeros(64)), "its bias has the type of the result"
+    assert not cutlass_supports_gemm_int8(a, b, out_dtype=torch.float32)
     narrow = kernels.quantize_int8(gaussian(65, 256))
-    assert not vllm_cutlass_int8.serves(a, narrow)
+    assert not cutlass_supports_gemm_int8(a, narrow)
     with pytest.raises(
-        ValueError, match=r"vllm_cutlass_int8 does not serve A \(3, 256\), B \(65, 256\) .*use backend triton"
+        ValueError, match=r"vllm_cutlass_int8 does not support A \(3, 256\), B \(65, 256\) .*use backend triton"
     ):
-        vllm_cutlass_int8.gemm_int8(a, narrow)
+        cutlass_gemm_int8(a, narrow)
 
 
-def test_no_backend_but_triton_serves_blackwell():
+def test_no_backend_but_triton_runs_on_blackwell():
     """vLLM's CUTLASS build refuses INT8 there at run time."""
     assert kernels.BACKENDS["gemm_int8"]["sm100"] == ("triton",)
 
@@ -102,8 +89,8 @@ def test_the_gemm_uses_hoppers_integer_instruction_once_per_32_of_k():
     assert ptx.count("fma.rn.f32") == 64 * 128 // 128
 
 
-def test_the_quantiser_divides_once_a_row():
-    types = {"x_ptr": "*bf16", "codes_ptr": "*i8", "scales_ptr": "*fp32"}
+def test_the_quantizer_divides_once_a_row():
+    types = {"x_ptr": "*bf16", "qdata_ptr": "*i8", "scales_ptr": "*fp32"}
     ptx = ptx_for_hopper(_quantize_int8_kernel, types, {"PIECE": 4096}, num_warps=8)
     assert ptx.count("div.rn.f32") == 1
     assert "div.full.f32" not in ptx

@@ -1,29 +1,18 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""INT8 on a GPU: the quantiser's bytes, and every GEMM backend's bits, against ``numerics`` on the CPU."""
+# SPDX-License-Identifier: Apache-2.0
+"""INT8 on a GPU: the quantizer's bytes, and every GEMM backend's bits, against ``reference`` on the CPU."""
 
 import pytest
 import torch
 from contract_inputs import CASES, gaussian, heavy_tailed
 
-from jetrl_verl import kernels, numerics
-from jetrl_verl.kernels.external_gemm import vllm_cutlass_int8
-from jetrl_verl.numerics import BlockQuantized
+from jetrl_verl import kernels, reference
+from jetrl_verl.kernels.gemm_int8 import cutlass_supports_gemm_int8
+from jetrl_verl.reference import QuantizedTensor
 
 
-def on_gpu(q: BlockQuantized) -> BlockQuantized:
-    return BlockQuantized(q.codes.cuda(), q.scales.cuda())
+def on_gpu(q: QuantizedTensor) -> QuantizedTensor:
+    return QuantizedTensor(q.qdata.cuda(), q.scales.cuda())
 
 
 def assert_same_bits(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -32,10 +21,10 @@ def assert_same_bits(got: torch.Tensor, want: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 300), (129, 4096), (64, 12288)])
-def test_the_quantiser_has_the_bytes_of_numerics(case, shape):
+def test_the_quantizer_has_the_bytes_of_the_reference(case, shape):
     x = case(*shape)
-    got, want = kernels.quantize_int8(x.cuda()), numerics.quantize_int8(x)
-    assert torch.equal(got.codes.cpu(), want.codes)
+    got, want = kernels.quantize_int8(x.cuda()), reference.quantize_int8(x)
+    assert torch.equal(got.qdata.cpu(), want.qdata)
     torch.testing.assert_close(got.scales.cpu(), want.scales, rtol=0, atol=0, equal_nan=True)
 
 
@@ -43,13 +32,13 @@ def test_the_quantiser_has_the_bytes_of_numerics(case, shape):
 @pytest.mark.parametrize("m", [1, 3, 16, 64, 129, 1000])
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (1536, 4096), (256, 128), (512, 12288)])
 def test_every_backend_gives_the_same_bits(m, n, k, with_bias):
-    """Which one serves a call must not show; the reference's fused sum may differ in a tie, so it gets one rounding."""
-    a, b = numerics.quantize_int8(heavy_tailed(m, k)), numerics.quantize_int8(gaussian(n, k))
+    """Which one runs must not show; the reference's fused sum may differ in a tie, so it gets one rounding."""
+    a, b = reference.quantize_int8(heavy_tailed(m, k)), reference.quantize_int8(gaussian(n, k))
     bias = gaussian(1, n)[0] if with_bias else None
     moved = None if bias is None else bias.cuda()
     with kernels.override_backend("gemm_int8", "triton"):
         triton = kernels.gemm_int8(on_gpu(a), on_gpu(b), bias=moved).cpu()
-    want = numerics.gemm_int8(a, b, bias=bias)
+    want = reference.gemm_int8(a, b, bias=bias)
     assert torch.equal(triton.isnan(), want.isnan())  # one draw of twelve million is infinite
     if with_bias:
         torch.testing.assert_close(triton, want, rtol=2**-7, atol=0, equal_nan=True)
@@ -57,7 +46,7 @@ def test_every_backend_gives_the_same_bits(m, n, k, with_bias):
     else:
         assert_same_bits(triton, want)
     if (
-        vllm_cutlass_int8.serves(on_gpu(a), on_gpu(b), bias=moved)
+        cutlass_supports_gemm_int8(on_gpu(a), on_gpu(b), bias=moved)
         and kernels.platform_of(torch.device("cuda")) != "sm100"
     ):
         with kernels.override_backend("gemm_int8", "vllm_cutlass_int8"):
@@ -65,12 +54,12 @@ def test_every_backend_gives_the_same_bits(m, n, k, with_bias):
 
 
 def test_fprop_may_be_captured_in_a_cuda_graph():
-    w = on_gpu(numerics.quantize_int8(gaussian(512, 1024)))
+    w = on_gpu(reference.quantize_int8(gaussian(512, 1024)))
     x = gaussian(32, 1024).cuda()
-    kernels.fprop_int8(x, w.codes, w.scales, None)
+    kernels.fprop_int8(x, w.qdata, w.scales, None)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = kernels.fprop_int8(x, w.codes, w.scales, None)
+        y = kernels.fprop_int8(x, w.qdata, w.scales, None)
     x.copy_(heavy_tailed(32, 1024))
     graph.replay()
-    assert torch.equal(y.cpu(), kernels.fprop_int8(x.cpu(), w.codes.cpu(), w.scales.cpu(), None))
+    assert torch.equal(y.cpu(), kernels.fprop_int8(x.cpu(), w.qdata.cpu(), w.scales.cpu(), None))

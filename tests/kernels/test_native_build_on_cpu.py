@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """csrc/ compiles where there is an nvcc: for sm_90a, without spills, without serialised matrix instructions, and with
 few enough registers for the blocks that are meant to share a multiprocessor."""
 
@@ -22,10 +11,10 @@ import build_csrc
 import pytest
 
 ROOT = Path(__file__).parents[2]
-needs_nvcc = pytest.mark.skipif(build_csrc.find_nvcc() is None, reason="no nvcc on this machine")
+needs_nvcc = pytest.mark.skipif(build_csrc.find_nvcc() is None, reason="no nvcc: csrc/ is not compiled")
 GEMMS = {"sm90_fprop_1x128_128x128": 8, "sm90_wgrad_1x128_1x128": 8, "sm90_decode_fprop": 16}
-OF_CODES = {"sm90_relayout_128x1": 2, "sm90_silu_mul_backward": 2, "sm90_transpose_128x128": 1}
-KERNELS = GEMMS | OF_CODES
+OF_QDATA = {"sm90_relayout_128x1": 2, "sm90_silu_mul_backward": 2, "sm90_transpose_128x128": 1}
+KERNELS = GEMMS | OF_QDATA
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +53,7 @@ def test_the_machine_code_has_fp8_matrix_instructions_and_no_device_wide_fence(f
     assert len(functions) == sum(KERNELS.values())
     for name, function in functions.items():
         assert not re.search(r"\b(LDL|STL)\b", function), name
-        if any(kernel in name for kernel in OF_CODES):
+        if any(kernel in name for kernel in OF_QDATA):
             assert not re.search("QGMMA|MEMBAR|ACQBULK|PREEXIT", function), name
             continue
         chained = re.findall(r"QGMMA\.64x(\d+)x32\.F32\.E4M3\.E4M3 R\d+, gdesc\[UR\d+\], (RZ|R\d+)", function)
@@ -135,7 +124,7 @@ def test_a_chain_that_waits_for_shared_memory_is_counted():
 @pytest.mark.parametrize(("kernel", "variants"), [("sm90_decode_fprop", 16), ("sm90_wgrad.*Lb1E", 4)])
 def test_a_chain_that_has_begun_does_not_wait_for_shared_memory(functions, kernel, variants):
     """ptxas moves up what stands before a chain's wait, products of scales between its wgmma, and it does in the other
-    two, FProp and WGrad with BF16 output (docs/LOG.md, "What chains wait for")."""
+    two, FProp and WGrad with BF16 output (docs/log/gemm.md, "what chains wait for")."""
     chosen = {name: stopped_chains(code) for name, code in functions.items() if re.search(kernel, name)}
     assert len(chosen) == variants
     assert not any(chosen.values()), chosen
@@ -183,7 +172,7 @@ def test_nothing_stands_between_two_k_blocks_of_fprop(functions, columns, stages
     ("kernel", "most"),
     [("sm90_relayout_128x1", [48, 64]), ("sm90_silu_mul_backward", [64, 64]), ("sm90_transpose_128x128", [64])],
 )
-def test_kernels_of_codes_leave_registers_for_the_blocks_that_share_a_multiprocessor(library, kernel, most):
+def test_kernels_of_qdata_leave_registers_for_the_blocks_that_share_a_multiprocessor(library, kernel, most):
     registers = sorted(int(number) for number in re.findall(r"Used (\d+) registers", report_of(kernel)))
     assert all(map(int.__le__, registers, most)), registers
 
@@ -196,7 +185,7 @@ def test_the_library_registers_its_operators_without_a_gpu(library):
     from jetrl_verl.kernels import native
 
     torch.ops.load_library(str(library))
-    assert native.foreign("jetrl_native") is None
+    assert native.mismatch("jetrl_native") is None
     for name in native._ARGUMENTS:
         assert getattr(torch.ops.jetrl_native, name).default._schema.is_mutable
 
@@ -206,10 +195,10 @@ def test_a_library_of_another_version_is_not_called():
 
     from jetrl_verl.kernels import native
 
-    assert "jetrl_native_nothing.fprop is not in it" in native.foreign("jetrl_native_nothing")
+    assert "jetrl_native_nothing.fprop is not in it" in native.mismatch("jetrl_native_nothing")
     old = torch.library.Library("jetrl_native_old", "DEF")
     old.define("fprop(Tensor x, Tensor w) -> ()")
-    assert re.search(r"jetrl_native_old.fprop takes x w\): run `python scripts", native.foreign("jetrl_native_old"))
+    assert re.search(r"jetrl_native_old.fprop accepts x w\): run `python scripts", native.mismatch("jetrl_native_old"))
 
 
 @pytest.mark.parametrize(
@@ -265,12 +254,13 @@ def test_the_package_runs_without_the_library(monkeypatch, tmp_path):
     import torch
 
     from jetrl_verl.kernels import native
-    from jetrl_verl.numerics import FP8_DTYPE, BlockQuantized
+    from jetrl_verl.kernels.gemm_nt import native_gemm_nt, native_supports_gemm_nt
+    from jetrl_verl.reference import FP8_DTYPE, QuantizedTensor
 
     monkeypatch.setattr(native, "library_path", lambda: tmp_path / "libjetrl_sm90.so")
     native.unavailable.cache_clear()
-    q = BlockQuantized(torch.zeros(128, 128).to(FP8_DTYPE), torch.ones(128, 1))
-    assert not native.serves(q, q, b_block_scaled=False)
+    q = QuantizedTensor(torch.zeros(128, 128).to(FP8_DTYPE), torch.ones(128, 1))
+    assert not native_supports_gemm_nt(q, q, b_block_scaled=False)
     with pytest.raises(ValueError, match="not built: where there is an nvcc, run `python scripts.*use backend triton"):
-        native.gemm_nt(q, q, b_block_scaled=False)
+        native_gemm_nt(q, q, b_block_scaled=False)
     native.unavailable.cache_clear()

@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """The native Hopper kernels on one: edges, races, bits in every batch, under every plan and of other backends.
 
 A hung kernel cannot be interrupted, so a test that takes too long ends the process (``method="thread"``); then run
@@ -22,15 +11,15 @@ A hung kernel cannot be interrupted, so a test that takes too long ends the proc
 
 import pytest
 import torch
+from backends import Backend
 from contract_inputs import gaussian, heavy_tailed
 from test_gemm_on_gpu import bits, operands, relative_error
 
-from jetrl_verl import kernels, numerics
-from jetrl_verl.kernels import native
-from jetrl_verl.kernels.dispatch import backend_of
+from jetrl_verl import kernels, reference
+from jetrl_verl.kernels.gemm_nt import native_gemm_nt, triton_gemm_nt
 from jetrl_verl.kernels.native import Plan
-from jetrl_verl.numerics import BLOCK, FP8_DTYPE, BlockQuantized
-from jetrl_verl.numerics.formats import E4M3_NAN_CODE
+from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor
+from jetrl_verl.reference.constants import E4M3_NAN_CODE
 
 pytestmark = [pytest.mark.timeout(120, method="thread"), pytest.mark.usefixtures("native_library")]
 
@@ -44,29 +33,29 @@ WGRAD_PLANS = [Plan("", *tile) for tile in TILES]
 DECODE_PLANS = [(tokens, Plan("decode", rows)) for tokens in (16, 32, 64, 128) for rows in (16, 32, 48, 64)]
 
 
-def triton(a: BlockQuantized, b: BlockQuantized, **arguments) -> torch.Tensor:
-    return backend_of("triton").gemm_nt(a, b, **arguments)
+def triton(a: QuantizedTensor, b: QuantizedTensor, **arguments) -> torch.Tensor:
+    return triton_gemm_nt(a, b, **arguments)
 
 
-def first_rows(q: BlockQuantized, m: int) -> BlockQuantized:
+def first_rows(q: QuantizedTensor, m: int) -> QuantizedTensor:
     """The first ``m`` rows in the memory layout of a batch of ``m``."""
-    return BlockQuantized(q.codes[:m], q.scales[:m].t().contiguous().t())
+    return QuantizedTensor(q.qdata[:m], q.scales[:m].t().contiguous().t())
 
 
-def padded(q: BlockQuantized, columns: int = 64) -> BlockQuantized:
-    """The same codes in rows that go on with NaN codes."""
-    rows, k = q.codes.shape
-    wide = torch.full((rows, k + columns), E4M3_NAN_CODE, dtype=torch.uint8, device=q.codes.device)
-    wide[:, :k] = q.codes.view(torch.uint8)
-    return BlockQuantized(wide.view(FP8_DTYPE)[:, :k], q.scales)
+def padded(q: QuantizedTensor, columns: int = 64) -> QuantizedTensor:
+    """The same qdata in rows that go on with NaN qdata."""
+    rows, k = q.qdata.shape
+    wide = torch.full((rows, k + columns), E4M3_NAN_CODE, dtype=torch.uint8, device=q.qdata.device)
+    wide[:, :k] = q.qdata.view(torch.uint8)
+    return QuantizedTensor(wide.view(FP8_DTYPE)[:, :k], q.scales)
 
 
-def poisoned_call(a: BlockQuantized, b: BlockQuantized, out_dtype: torch.dtype = torch.bfloat16, **arguments):
+def poisoned_call(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype = torch.bfloat16, **arguments):
     """The result written into the middle of a matrix of NaN, all of which must stay NaN around it."""
-    m, n = a.codes.shape[0], b.codes.shape[0]
+    m, n = a.qdata.shape[0], b.qdata.shape[0]
     around = torch.full((m + 2, n + 32), torch.nan, dtype=out_dtype, device="cuda")
     out = around[1:-1, 16:-16]
-    native.gemm_nt(a, b, out=out, out_dtype=out_dtype, **arguments)
+    native_gemm_nt(a, b, out=out, out_dtype=out_dtype, **arguments)
     edges = (around[0], around[-1], around[:, :16], around[:, -16:])
     assert all(edge.isnan().all() for edge in edges), "a store outside the output"
     return out
@@ -100,9 +89,9 @@ def test_every_wgrad_plan_has_tritons_bits(plan, out_dtype):
 def test_fprop_and_decode_at_every_tile_edge(n, k):
     a, b = operands(max(EDGES), n, k, True)
     want = triton(a, b, b_block_scaled=True)
-    exact = numerics.gemm_nt_float64(a, b, b_block_scaled=True)
+    exact = reference.gemm_nt_float64(a, b, b_block_scaled=True)
     finite = exact.isfinite().all(dim=1)
-    assert relative_error(native.gemm_nt(a, b, b_block_scaled=True)[finite], exact[finite]) < 2.5e-3
+    assert relative_error(native_gemm_nt(a, b, b_block_scaled=True)[finite], exact[finite]) < 2.5e-3
     for m in EDGES:
         part = first_rows(a, m)
         for kernel in ("fprop", "decode"):
@@ -120,7 +109,7 @@ def test_wgrad_from_the_layouts_of_the_backward(nk, tokens):
     for out_dtype, limit in ((torch.float32, 5e-4), (torch.bfloat16, 2.5e-3)):
         got = poisoned_call(a, b, out_dtype, b_block_scaled=False)
         assert torch.equal(bits(got), bits(triton(a, b, b_block_scaled=False, out_dtype=out_dtype)))
-        exact = numerics.gemm_nt_float64(a, b, b_block_scaled=False)
+        exact = reference.gemm_nt_float64(a, b, b_block_scaled=False)
         finite = exact.isfinite().all(dim=1)
         assert relative_error(got[finite], exact[finite]) < limit
 
@@ -128,9 +117,9 @@ def test_wgrad_from_the_layouts_of_the_backward(nk, tokens):
 @pytest.mark.parametrize("nk", [(6144, 4096), (4096, 12288), (448, 2368)])
 def test_a_row_has_the_same_bits_in_every_batch(nk):
     a, b = operands(max(SAMPLED_ROWS), *nk, True)
-    full = native.gemm_nt(a, b, b_block_scaled=True)
+    full = native_gemm_nt(a, b, b_block_scaled=True)
     for m in SAMPLED_ROWS:
-        got = native.gemm_nt(first_rows(a, m), b, b_block_scaled=True)
+        got = native_gemm_nt(first_rows(a, m), b, b_block_scaled=True)
         assert torch.equal(bits(got), bits(full[:m])), f"M={m}"
 
 
@@ -138,11 +127,11 @@ def test_a_row_has_the_same_bits_in_every_batch(nk):
 def test_bits_of_other_packages(name):
     for m, n, k in ((8, 6144, 4096), (64, 4096, 12288), (1000, 4096, 4096), (4096, 2368, 4736)):
         a, b = operands(m, n, k, True)
-        backend = backend_of(name)
-        if not backend.serves(a, b, b_block_scaled=True):
+        backend = Backend(name)
+        if not backend.supports_gemm_nt(a, b, b_block_scaled=True):
             pytest.skip(f"{name} is not here")
         want = backend.gemm_nt(a, b, b_block_scaled=True)
-        assert torch.equal(bits(native.gemm_nt(a, b, b_block_scaled=True)), bits(want)), (m, n, k)
+        assert torch.equal(bits(native_gemm_nt(a, b, b_block_scaled=True)), bits(want)), (m, n, k)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +147,7 @@ def test_a_hundred_repeats_give_the_same_bits(m, n, k, b_block_scaled):
         assert torch.equal(bits(poisoned_call(a, b, b_block_scaled=b_block_scaled)), first)
 
 
-def wgrad_operands(n: int, k: int, tokens: int) -> tuple[BlockQuantized, BlockQuantized]:
+def wgrad_operands(n: int, k: int, tokens: int) -> tuple[QuantizedTensor, QuantizedTensor]:
     return tuple(kernels.quantize_128x1(gaussian(tokens, width).cuda(), "fp32") for width in (n, k))
 
 
@@ -169,16 +158,16 @@ def test_all_ones_with_distinct_scales_sum_exactly(kernel):
     rows_b = n if kernel == "wgrad" else -(-n // BLOCK)
     b_scales = 2.0 ** ((torch.arange(rows_b)[:, None] * 3 + torch.arange(blocks) * 7) % 3 - 1.0)
     a, b = (
-        BlockQuantized(torch.ones(rows, blocks * BLOCK, device="cuda").to(FP8_DTYPE), scales.cuda())
+        QuantizedTensor(torch.ones(rows, blocks * BLOCK, device="cuda").to(FP8_DTYPE), scales.cuda())
         for rows, scales in ((m, a_scales), (n, b_scales))
     )
     wide = b_scales if kernel == "wgrad" else b_scales.repeat_interleave(BLOCK, dim=0)[:n]
     want = BLOCK * (a_scales.double() @ wide.double().t())
     if kernel == "wgrad":
-        got = native.gemm_nt(a, b, b_block_scaled=False, out_dtype=torch.float32)
+        got = native_gemm_nt(a, b, b_block_scaled=False, out_dtype=torch.float32)
         assert torch.equal(got.cpu().double(), want)
     else:
-        got = native.gemm_nt(a, b, b_block_scaled=True, plan=Plan(kernel))
+        got = native_gemm_nt(a, b, b_block_scaled=True, plan=Plan(kernel))
         assert torch.equal(got.cpu(), want.bfloat16())
 
 
@@ -187,36 +176,36 @@ def test_all_ones_with_distinct_scales_sum_exactly(kernel):
 def test_bias_is_added_in_fp32_before_the_one_rounding(kernel, dtype):
     a, b = operands(90, 712, 1024, True)
     bias = (100 * gaussian(1, 712)[0]).to(dtype).cuda()
-    got = native.gemm_nt(a, b, b_block_scaled=True, bias=bias, plan=Plan(kernel))
+    got = native_gemm_nt(a, b, b_block_scaled=True, bias=bias, plan=Plan(kernel))
     assert torch.equal(bits(got), bits(triton(a, b, b_block_scaled=True, bias=bias)))
 
 
 def test_a_weight_gradient_is_added_to_the_callers_buffer_once():
     a, b = wgrad_operands(712, 1000, 1003)
-    plain = native.gemm_nt(a, b, b_block_scaled=False, out_dtype=torch.float32)
+    plain = native_gemm_nt(a, b, b_block_scaled=False, out_dtype=torch.float32)
     buffer = torch.randn(712, 1000, device="cuda")
     for plan in WGRAD_PLANS:
         out = buffer.clone()
-        native.gemm_nt(a, b, b_block_scaled=False, out_dtype=torch.float32, add_to=out, plan=plan)
+        native_gemm_nt(a, b, b_block_scaled=False, out_dtype=torch.float32, add_to=out, plan=plan)
         assert torch.equal(out, buffer + plain)
 
 
 def test_k_blocks_are_added_in_ascending_order():
     """2^24 + 1 + 1 in FP32 is 2^24 from the left and 2^24 + 2 from the right."""
-    codes = torch.zeros(64, 3 * BLOCK, device="cuda")
-    codes[:, ::BLOCK] = 1.0
-    one = BlockQuantized(codes.to(FP8_DTYPE), torch.ones(64, 3, device="cuda"))
+    qdata = torch.zeros(64, 3 * BLOCK, device="cuda")
+    qdata[:, ::BLOCK] = 1.0
+    one = QuantizedTensor(qdata.to(FP8_DTYPE), torch.ones(64, 3, device="cuda"))
     for scales, want in (([2.0**24, 1, 1], 2.0**24), ([1, 1, 2.0**24], 2.0**24 + 2)):
-        a = BlockQuantized(one.codes, torch.tensor([scales], device="cuda").repeat(64, 1))
-        assert (native.gemm_nt(a, one, b_block_scaled=False, out_dtype=torch.float32) == want).all()
+        a = QuantizedTensor(one.qdata, torch.tensor([scales], device="cuda").repeat(64, 1))
+        assert (native_gemm_nt(a, one, b_block_scaled=False, out_dtype=torch.float32) == want).all()
 
 
-def test_nan_codes_poison_exactly_their_row():
+def test_nan_qdata_poison_exactly_their_row():
     x = gaussian(300, 256)
     x[150, 200] = torch.inf
     a, b = kernels.quantize_1x128(x.cuda(), "fp32"), kernels.quantize_128x128(gaussian(136, 256).cuda(), "fp32")
     for kernel in ("fprop", "decode"):
-        y = native.gemm_nt(a, b, b_block_scaled=True, plan=Plan(kernel))
+        y = native_gemm_nt(a, b, b_block_scaled=True, plan=Plan(kernel))
         assert y[150].isnan().all()
         assert y[torch.arange(300, device="cuda") != 150].isfinite().all()
 
@@ -224,12 +213,12 @@ def test_nan_codes_poison_exactly_their_row():
 @pytest.mark.parametrize("m", [5, 1000])
 def test_a_cuda_graph_replays_the_same_bits(m):
     a, b = operands(m, 712, 1024, True)
-    want = native.gemm_nt(a, b, b_block_scaled=True)
+    want = native_gemm_nt(a, b, b_block_scaled=True)
     out = torch.empty_like(want)
     stream = torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        native.gemm_nt(a, b, b_block_scaled=True, out=out)
+        native_gemm_nt(a, b, b_block_scaled=True, out=out)
     for _ in range(3):
         out.fill_(torch.nan)
         graph.replay()
@@ -237,22 +226,23 @@ def test_a_cuda_graph_replays_the_same_bits(m):
         assert torch.equal(bits(out), bits(want))
 
 
-def quantise_and_multiply(xs, m: int, weight: BlockQuantized, kept: torch.Tensor, poison: str, static_weight: bool):
-    """Quantises each of ``xs`` [rows, K] and multiplies its last ``m`` rows, which are written last, into one output
-    that held NaN; the outputs are copied to ``kept`` [repeats, m, N]. Codes lie where those of the repeat before lay.
+def quantize_and_multiply(xs, m: int, weight: QuantizedTensor, kept: torch.Tensor, poison: str, static_weight: bool):
+    """Quantizes each of ``xs`` [rows, K] and multiplies its last ``m`` rows, which are written last, into one output
+    that held NaN; the outputs are copied to ``kept`` [repeats, m, N]. FP8 data lie where those of the repeat before
+    lay.
     """
     y, nothing = torch.empty_like(kept[0]), torch.full_like(kept[0], torch.nan)
     for x, result in zip(xs, kept, strict=True):
         if poison == "in front":
             y.fill_(torch.nan)
-        codes, scales = kernels.quantize_1x128(x, "fp32")
+        qdata, scales = kernels.quantize_1x128(x, "fp32")
         if poison == "by a kernel between":
             y.fill_(torch.nan)
         elif poison == "by a copy between":
             y.copy_(nothing)
-        a = BlockQuantized(codes[-m:], scales[-m:])
-        native.gemm_nt(a, weight, b_block_scaled=True, out=y, static_weight=static_weight)
-        del codes, scales, a  # the next repeat's take their memory
+        a = QuantizedTensor(qdata[-m:], scales[-m:])
+        native_gemm_nt(a, weight, b_block_scaled=True, out=y, static_weight=static_weight)
+        del qdata, scales, a  # the next repeat's take their memory
         result.copy_(y)
 
 
@@ -260,9 +250,9 @@ def quantise_and_multiply(xs, m: int, weight: BlockQuantized, kept: torch.Tensor
 @pytest.mark.parametrize("more_rows", [0, 4096])
 @pytest.mark.parametrize("m", [1, 16, 33, 64, 100, 128])
 @pytest.mark.parametrize("nk", [(1536, 1024), (1024, 1024), (6144, 1024), (1024, 3072)])
-def test_a_gemm_that_starts_under_its_quantiser_has_the_bits_of_one_that_waits(nk, m, more_rows, poison):
-    """Fifty times with other inputs, enqueued at once, called and replayed: codes that were read too early are those of
-    the repeat before, an output that was stored too early is NaN. ``more_rows`` keep the quantiser busy for longer."""
+def test_a_gemm_that_starts_under_its_quantizer_has_the_bits_of_one_that_waits(nk, m, more_rows, poison):
+    """Fifty times with other inputs, enqueued at once, called and replayed: qdata that were read too early are those of
+    the repeat before, an output that was stored too early is NaN. ``more_rows`` keep the quantizer busy for longer."""
     n, k = nk
     torch.manual_seed(m)
     inputs = torch.randn(7, m + more_rows, k, device="cuda").bfloat16()
@@ -270,16 +260,16 @@ def test_a_gemm_that_starts_under_its_quantiser_has_the_bits_of_one_that_waits(n
     weight = kernels.quantize_128x128(torch.randn(n, k, device="cuda").bfloat16(), "fp32")
     want = torch.empty(len(xs), m, n, dtype=torch.bfloat16, device="cuda")
     got = torch.full_like(want, torch.nan)
-    quantise_and_multiply(xs, m, weight, want, poison, static_weight=False)
+    quantize_and_multiply(xs, m, weight, want, poison, static_weight=False)
     assert want.isfinite().all()
     torch.cuda._sleep(40_000_000)  # cycles, while the host enqueues all
-    quantise_and_multiply(xs, m, weight, got, poison, static_weight=True)
+    quantize_and_multiply(xs, m, weight, got, poison, static_weight=True)
     assert torch.equal(bits(got), bits(want))
 
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        quantise_and_multiply(xs, m, weight, got, poison, static_weight=True)
+        quantize_and_multiply(xs, m, weight, got, poison, static_weight=True)
     for _ in range(2):
         got.fill_(torch.nan)
         graph.replay()
@@ -291,15 +281,15 @@ def test_a_call_that_would_read_elsewhere_is_refused_by_the_operator_itself():
     y = torch.empty(64, 64, dtype=torch.bfloat16, device="cuda")
     forward = torch.ops.jetrl_native.fprop
     for arguments, sentence in (
-        ((a.codes[:, 8:], a.scales, b.codes[:, 8:], b.scales), "start on multiples of 16 bytes"),
-        ((a.codes, a.scales[:, :1], b.codes, b.scales), "the scales of X"),
-        ((a.codes, a.scales, b.codes[:, :128], b.scales), "contract 256 and 128"),
-        ((a.codes.view(torch.uint8), a.scales, b.codes, b.scales), "float8_e4m3fn"),
+        ((a.qdata[:, 8:], a.scales, b.qdata[:, 8:], b.scales), "start on multiples of 16 bytes"),
+        ((a.qdata, a.scales[:, :1], b.qdata, b.scales), "the scales of X"),
+        ((a.qdata, a.scales, b.qdata[:, :128], b.scales), "contract 256 and 128"),
+        ((a.qdata.view(torch.uint8), a.scales, b.qdata, b.scales), "float8_e4m3fn"),
     ):
         with pytest.raises(RuntimeError, match=sentence):
             forward(*arguments, None, y, 0, 0)
     with pytest.raises(RuntimeError, match="64 x 64"):
-        forward(a.codes, a.scales, b.codes, b.scales, None, y[:32], 0, 0)
+        forward(a.qdata, a.scales, b.qdata, b.scales, None, y[:32], 0, 0)
 
 
 SANITIZED = [
@@ -321,22 +311,22 @@ def test_a_call_for_the_sanitizer(kernel, plan, columns):
     wide = plan.block * (sms // (2 if kernel == "decode" else 9) + 2) + 8
     assert -(-tall // 128) * -(-wide // plan.block) > sms
     m, n = (tall, wide) if block_scaled else (wide, tall)  # of A's rows a tile of WGrad has so many
-    quantise_b = numerics.quantize_128x128 if block_scaled else numerics.quantize_1x128
-    a, b = numerics.quantize_1x128(gaussian(m, k), "fp32"), quantise_b(gaussian(n, k), "fp32")
-    want = numerics.gemm_nt_float64(a, b, b_block_scaled=block_scaled)
+    quantize_b = reference.quantize_128x128 if block_scaled else reference.quantize_1x128
+    a, b = reference.quantize_1x128(gaussian(m, k), "fp32"), quantize_b(gaussian(n, k), "fp32")
+    want = reference.gemm_nt_float64(a, b, b_block_scaled=block_scaled)
     if columns:
-        a, b = (q._replace(scales=q.scales.t().contiguous().t()) for q in (a, b))
-    a, b = (BlockQuantized(q.codes.cuda(), q.scales.cuda()) for q in (a, b))
+        a, b = (QuantizedTensor(q.qdata, q.scales.t().contiguous().t()) for q in (a, b))
+    a, b = (QuantizedTensor(q.qdata.cuda(), q.scales.cuda()) for q in (a, b))
     if kernel == "wgrad to add":
         total = torch.ones(m, n, dtype=torch.float32, device="cuda")
-        got = native.gemm_nt(a, b, b_block_scaled=False, out_dtype=torch.float32, add_to=total, plan=plan) - 1
+        got = native_gemm_nt(a, b, b_block_scaled=False, out_dtype=torch.float32, add_to=total, plan=plan) - 1
     else:
         got = poisoned_call(a, b, b_block_scaled=block_scaled, plan=plan)
     assert relative_error(got.cpu(), want) < 2.5e-3
 
 
 def test_a_decode_step_for_the_sanitizer():
-    """Two linears that start under their quantisers."""
+    """Two linears that start under their quantizers."""
     weights = [kernels.quantize_128x128(torch.randn(512, 512, device="cuda").bfloat16(), "fp32") for _ in range(2)]
     x = torch.randn(33, 512, device="cuda").bfloat16()
     found = []
@@ -344,6 +334,6 @@ def test_a_decode_step_for_the_sanitizer():
         y = x
         for weight in weights:
             a = kernels.quantize_1x128(y, "fp32")
-            y = native.gemm_nt(a, weight, b_block_scaled=True, static_weight=static_weight)
+            y = native_gemm_nt(a, weight, b_block_scaled=True, static_weight=static_weight)
         found.append(y)
     assert torch.equal(bits(found[0]), bits(found[1])) and found[0].isfinite().all()

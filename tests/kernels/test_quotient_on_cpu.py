@@ -1,25 +1,14 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""The proof behind "Quotients" in kernels/triton_kernels/_codec.py: both ways to every code of the division.
+# SPDX-License-Identifier: Apache-2.0
+"""The proof behind `_quotient` in kernels/device/e4m3.py: both ways to all qdata of the division.
 
 One residual step.
 
 With r = rn(1/s), q0 = rn(x r), e = rn(q0 s - x) and q1 = rn(q0 - e r), where rn rounds to FP32 and each line is one
 instruction, let u be the unit in the last place of x/s. |r s - 1| <= 2^-24, so q0 is within 2 u of x/s, e within one
 unit of s times u of its exact value, and what is rounded into q1 within 2^-22 u of x/s. So q1 differs from rn(x/s) only
-if x/s is within 2^-22 u of a midpoint of two FP32 neighbours, and their codes only if one of the two is a tie between
-E4M3 codes, a number T of five significant bits (fewer for subnormal codes).
+if x/s is within 2^-22 u of a midpoint of two FP32 neighbours, and their qdata only if one of the two is a tie between
+E4M3 qdata, a number T of five significant bits (fewer for subnormal qdata).
 
 In integers, with 24-bit mantissas X of x and S of s, a 25-bit odd M for the midpoint and n = 23 or 24, that is
 
@@ -40,7 +29,7 @@ import numpy as np
 import pytest
 import torch
 
-from jetrl_verl.numerics import FP8_DTYPE
+from jetrl_verl.reference import FP8_DTYPE
 
 MARGIN = 64
 """Where the bound above says 8."""
@@ -73,7 +62,7 @@ def two_terms(x: int, s: int, off: int) -> Fraction:
 
 
 def midpoints() -> list[int]:
-    """25-bit M of the two midpoints beside each tie between codes, whatever the exponent of the tie."""
+    """25-bit M of the two midpoints beside each tie between qdata, whatever the exponent of the tie."""
     ties = [t << 19 for t in range(16, 32)]
     assert all(2**23 <= t < 2**24 for t in ties)
     # Below a power of two the neighbours are half as far: its lower midpoint is the last one of the binade below.
@@ -92,9 +81,9 @@ def hard_quotients() -> list[tuple[int, int]]:
     return [(x, s) for x, s in found if 2**23 <= x < 2**24]
 
 
-def test_ties_between_codes_have_five_significant_bits():
-    codes = torch.arange(127, dtype=torch.uint8).view(FP8_DTYPE).double()
-    for tie in ((codes[1:] + codes[:-1]) / 2).tolist():
+def test_ties_between_qdata_have_five_significant_bits():
+    qdata = torch.arange(127, dtype=torch.uint8).view(FP8_DTYPE).double()
+    for tie in ((qdata[1:] + qdata[:-1]) / 2).tolist():
         numerator = Fraction(tie).numerator
         odd_part = numerator // (numerator & -numerator)
         assert odd_part.bit_length() <= 5
@@ -120,14 +109,14 @@ def test_two_terms_would_not_be_enough_for_fp32_numbers():
     assert any(two_terms(x, s, off) != rounded(Fraction(x, s)) for off in (-1, 0, 1))
 
 
-def codes(quotients: torch.Tensor) -> torch.Tensor:
+def qdata(quotients: torch.Tensor) -> torch.Tensor:
     return quotients.clamp(-448, 448).to(FP8_DTYPE).view(torch.uint8)
 
 
 @pytest.mark.parametrize("off", [-1, 0, 1])
 @pytest.mark.parametrize("exponent", [-54, -30, 0, 60, 96, 100, 104, 107, 110, 112, 114, 116, 118, 119, 120])
 def test_two_terms_give_the_code_of_every_bf16_number_under_every_bf16_maximum(exponent, off):
-    """Maxima up to the largest, whose second term has lost bits; numbers down to those whose code is a zero."""
+    """Maxima up to the largest, whose second term has lost bits; numbers down to those whose qdata are zero."""
     mantissas = torch.arange(128, 256).double()
     amax = torch.ldexp(mantissas, torch.tensor(float(exponent)))
     x = torch.ldexp(mantissas[:, None], torch.tensor(exponent) - torch.arange(24.0)).flatten()
@@ -139,7 +128,7 @@ def test_two_terms_give_the_code_of_every_bf16_number_under_every_bf16_maximum(e
     inside = x <= amax[:, None]
     assert inside.any()
     assert (rest >= 0).all()
-    assert torch.equal(codes(got)[inside], codes(x.float() / scale)[inside])
+    assert torch.equal(qdata(got)[inside], qdata(x.float() / scale)[inside])
 
 
 def test_a_scale_is_the_division_by_448_for_every_maximum():

@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """What the Triton kernels become on Hopper, seen without one: compiled for sm_90, read as PTX."""
 
 import re
@@ -20,9 +9,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from jetrl_verl.kernels.triton_kernels import TILES
-from jetrl_verl.kernels.triton_kernels.gemm_nt import _gemm_nt_kernel
-from jetrl_verl.kernels.triton_kernels.quantize_1x128 import _quantize_1x128_kernel
+from jetrl_verl.kernels.gemm_nt import TILES, _gemm_nt_kernel
+from jetrl_verl.kernels.quantize_1x128 import _quantize_1x128_kernel
 
 
 def ptx_for_hopper(kernel, types: dict[str, str], constants: dict[str, object], capability=90, **options) -> str:
@@ -56,8 +44,8 @@ def test_one_k_block_is_one_chain_of_four_matrix_instructions(tile, b_block_scal
 
 
 @pytest.mark.parametrize(("capability", "count"), [(89, 0), (90, 1), (100, 1)])
-def test_the_quantiser_lets_the_next_kernel_start_at_once_where_the_gpu_can(capability, count):
-    types = {"x_ptr": "*bf16", "codes_ptr": "*u8", "scales_ptr": "*fp32"}
+def test_the_quantizer_lets_the_next_kernel_start_at_once_where_the_gpu_can(capability, count):
+    types = {"x_ptr": "*bf16", "qdata_ptr": "*u8", "scales_ptr": "*fp32"}
     constants = {"POW2": False, "EVEN_K": True, "GROUPS": 32}
     ptx = ptx_for_hopper(_quantize_1x128_kernel, types, constants, capability, num_warps=4)
     assert ptx.count("griddepcontrol.launch_dependents") == count
@@ -66,8 +54,8 @@ def test_the_quantiser_lets_the_next_kernel_start_at_once_where_the_gpu_can(capa
 
 
 @pytest.mark.parametrize("pow2", [True, False])
-def test_the_quantiser_moves_16_bytes_at_a_time_and_does_not_divide(pow2):
-    types = {"x_ptr": "*bf16", "codes_ptr": "*u8", "scales_ptr": "*fp32"}
+def test_the_quantizer_moves_16_bytes_at_a_time_and_does_not_divide(pow2):
+    types = {"x_ptr": "*bf16", "qdata_ptr": "*u8", "scales_ptr": "*fp32"}
     constants = {"POW2": pow2, "EVEN_K": True, "GROUPS": 32}
     ptx = ptx_for_hopper(_quantize_1x128_kernel, types, constants, num_warps=4)
     assert ptx.count("ld.global.v4.b32") == 4

@@ -1,21 +1,13 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """patches/log_probs.py, see log_probs_checks.py."""
 
 import pytest
 import torch
 from log_probs_checks import check
+from patch_home import current, home
+
+from jetrl_verl.patches.log_probs import LOG_PROBS
 
 
 @pytest.mark.parametrize("shape", [(40, 104), (23, 512), (9, 151936), (3, 5, 97)])
@@ -28,12 +20,10 @@ def test_chunks_give_the_bits_of_single_rows(dtype, autocast, shape, monkeypatch
 def test_verl_takes_it():
     from verl.utils import torch_functional
 
-    from jetrl_verl.patches.log_probs import log_probs_of_rows
-
-    assert torch_functional.logprobs_from_logits_v2 is log_probs_of_rows
+    home(LOG_PROBS)
+    assert "_CHUNK_ELEMENTS" in torch_functional.logprobs_from_logits_v2.__code__.co_names
 
 
 def test_no_tokens_no_log_probabilities():
-    from jetrl_verl.patches.log_probs import log_probs_of_rows
-
-    assert log_probs_of_rows(torch.empty(0, 8), torch.empty(0, dtype=torch.long)).shape == (0,)
+    empty = current(LOG_PROBS)(torch.empty(0, 8), torch.empty(0, dtype=torch.long))
+    assert empty.shape == (0,)

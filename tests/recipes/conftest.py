@@ -1,17 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""``words``: what a recipe's script says to verl. ``prepared``: data and policy of the study, as small as they get.
+# SPDX-License-Identifier: Apache-2.0
+"""``words``: what a recipe's script says to verl.
 
 A script is run for real, with an interpreter that prints its arguments instead of training; so nothing here repeats
 what a script passes.
@@ -20,7 +9,6 @@ what a script passes.
 import os
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from recipe_cases import PRINTER, RECIPES, SETTINGS
@@ -50,13 +38,3 @@ def words(tmp_path, monkeypatch) -> Callable[..., list[str]]:
         return overrides
 
     return run
-
-
-@pytest.fixture(scope="session")
-def prepared(tmp_path_factory) -> Path:
-    """Folder of ``recipes.study.warm_up``; tests leave it as it is."""
-    from study_cases import SMALL, warm_up
-
-    folder = tmp_path_factory.mktemp("study") / "prepared"
-    warm_up.prepare(SMALL, folder, "cpu")
-    return folder

@@ -1,25 +1,11 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """What the recipe tests know: where recipes are, which variables their scripts read, one raw record per data set."""
 
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
-
-sys.path.insert(0, str(ROOT))  # recipes are run from the checkout, they are not installed
 
 # fmt: off
 SETTINGS = (

@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """Data preparation on one record of every raw format: what verl then reads, and what a file that is not it is told."""
 
 import gzip
@@ -271,7 +260,7 @@ def test_a_recipe_is_prepared_from_a_folder_and_verl_reads_it(command, tmp_path,
 
 @pytest.fixture(scope="module")
 def cached_tokenizer():
-    from jetrl_verl.demo.policy import build_tokenizer
+    from jetrl_verl.tools.demo.policy import build_tokenizer
 
     return build_tokenizer()
 

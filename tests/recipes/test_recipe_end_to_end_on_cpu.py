@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """A recipe for real: GSM8K's data preparation and GSM8K's script take two steps on this machine's CPU under jet_fp8.
 
 The policy is a random one of a million parameters, so no answer is right; an entropy bonus gives the steps a gradient.
@@ -29,10 +18,11 @@ from pathlib import Path
 import pytest
 from recipe_cases import RECIPES, ROOT, SETTINGS
 
-from jetrl_verl.demo.cache import Prepared
-from jetrl_verl.demo.overrides import RunPaths, build_environment, build_overrides
-from jetrl_verl.demo.policy import PolicyConfig, build_model, build_tokenizer, save_policy
-from jetrl_verl.demo.process_tree import ProcessTree
+from jetrl_verl.tools.demo.cache import Prepared
+from jetrl_verl.tools.demo.overrides import build_overrides
+from jetrl_verl.tools.demo.policy import PolicyConfig, build_model, build_tokenizer, save_policy
+from jetrl_verl.tools.launch import RunPaths, build_environment
+from jetrl_verl.tools.process_tree import ProcessTree
 
 STEPS = 2
 

@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """Every recipe under every precision, as its script says it, composes into a config that verl accepts."""
 
 import pytest
@@ -24,7 +13,7 @@ from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from jetrl_verl.config.options import PRECISIONS
-from jetrl_verl.layers import plan_linears
+from jetrl_verl.models.plan import plan_linears
 
 PAPER = (
     {"DATASET": "gsm8k_math"},
@@ -89,8 +78,17 @@ def test_no_recipe_is_left_out():
     assert scripts - {"demo/run_addition.sh"} == set(VARIANTS)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize(("script", "settings"), CASES, ids=IDS)
+UNDER = [
+    pytest.param(script, settings, precision, id=f"{name}-{precision}")
+    for (script, settings), name in zip(CASES, IDS, strict=True)
+    for precision in PRECISIONS
+    if settings == VARIANTS[script][0] or precision in ("jet_fp8", *DEMANDS)
+]
+"""A script's first variant under every precision, the others under the main ones: the words of a precision are the same
+for all of them (test_the_precision_is_all_that_differs)."""
+
+
+@pytest.mark.parametrize(("script", "settings", "precision"), UNDER)
 def test_every_recipe_composes_under_every_precision(said, compose, stock, script, settings, precision):
     config = compose(said(script, precision, {**settings, **DEMANDS.get(precision, {})}))
     assert OmegaConf.select(config, "jetrl.precision") == (None if precision == "bf16" else precision)
@@ -131,7 +129,7 @@ def test_a_rollout_shard_of_every_layer_fits_the_fp8_blocks(said, compose, scrip
     names = ("model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     model = dict(zip(names, SHAPES[config.actor_rollout_ref.model.path]))
     plans = plan_linears(model, config.actor_rollout_ref.rollout.tensor_model_parallel_size)
-    assert all(plan.quantised for plan in plans.values())
+    assert all(plan.quantized for plan in plans.values())
 
 
 @pytest.mark.parametrize("script", VARIANTS)
@@ -158,7 +156,7 @@ def test_the_precision_is_not_chosen_by_a_further_word(words, word):
 
 
 def test_a_further_word_for_the_same_precision_is_what_compare_says(said, compose):
-    """It gives an arm's precision to every command both ways."""
+    """It passes the precision of a run to every command both ways."""
     config = compose(said("gsm8k/run_qwen3_8b.sh", "jet_fp8", {}, "precision=jet_fp8"))
     assert config.jetrl.precision == "jet_fp8" and config.trainer.experiment_name == "qwen3_8b-jet_fp8"
 

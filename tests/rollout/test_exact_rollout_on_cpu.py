@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """Shared operations in a real vLLM on the CPU: its log-probabilities are the trainer's, in all 32 bits.
 
 One engine per model family, with everything on that changes which tokens share a call: prefix caching, chunked prefill
@@ -29,13 +18,13 @@ import vllm_engine
 from tiny_models import FAMILIES, tiny_model, with_preferences
 from vllm_engine import sync
 
-from jetrl_verl import ops
+from jetrl_verl import formats, kernels
 from jetrl_verl.config.options import JetConfig
-from jetrl_verl.layers import plan_linears
-from jetrl_verl.linear import replace_linears
-from jetrl_verl.observe.contract import ContractViolation, probe_sum, with_contract
-from jetrl_verl.observe.operations_probe import stated_operations
-from jetrl_verl.train.export import quantise_stream
+from jetrl_verl.models.plan import plan_linears
+from jetrl_verl.nn.replace import replace_linears
+from jetrl_verl.sync.contract import ContractViolation, with_contract
+from jetrl_verl.sync.operations_probe import stated_operations
+from jetrl_verl.sync.wire import quantize_stream
 from jetrl_verl.train.shared_operations import share_operations
 
 RULE = "fp32"
@@ -83,9 +72,9 @@ def build_trainer(family: str, seed: int):
 def stream(family: str, seed: int, operations: str = "shared"):
     model = build_policy(family, seed)
     device = torch.get_default_device()
-    weights = quantise_stream(model.state_dict().items(), plan_linears(model.config), RULE)
+    weights = quantize_stream(model.state_dict().items(), plan_linears(model.config), RULE)
     stated = stated_operations(device, operations)
-    return with_contract(weights, scale_rule=RULE, probe=probe_sum(device, RULE), operations=stated)
+    return with_contract(weights, scale_rule=RULE, probe=formats.get("fp8").probe(device, RULE), operations=stated)
 
 
 @dataclass
@@ -132,10 +121,7 @@ def rollout(request, tmp_path_factory, cpu_platform):
         import vllm.envs
         from verl.workers.rollout.vllm_rollout.utils import monkey_patch_compute_logits
         from vllm.distributed import cleanup_dist_env_and_memory
-        from vllm.model_executor.layers import rotary_embedding
 
-        # vLLM keeps rotary modules per process, and another test's engine may have made the stock one.
-        patch.setattr(rotary_embedding, "_ROPE_DICT", {})
         folder = tmp_path_factory.mktemp(request.param)
         build_policy(request.param, 0).to(torch.bfloat16).save_pretrained(folder)
         options = JetConfig("jet_fp8_exact", train="fp8", rollout="fp8", scale_rule=RULE, operations="shared")
@@ -191,7 +177,7 @@ def trainer_log_probs(model, sequences: list[list[int]], temperatures: list[floa
         logits = model(**inputs, use_cache=False).logits
         rows = logits[0] if packed else logits[mask]
         following = torch.tensor(sum(sequences, [])).roll(-1)[:, None]
-        found = ops.log_probs(rows, following, torch.tensor(temperatures).repeat_interleave(lengths))[:, 0]
+        found = kernels.log_probs(rows, following, torch.tensor(temperatures).repeat_interleave(lengths))[:, 0]
     assert found.requires_grad == torch.is_grad_enabled()
     return [part[:-1].detach() for part in found.split(lengths.tolist())]
 
@@ -249,7 +235,7 @@ def test_prompt_log_probabilities_are_equal_too(rollout):
     assert torch.equal(mine, theirs)
 
 
-def test_what_a_linear_alone_reads_is_quantised_where_it_is_written(rollout):
+def test_what_a_linear_alone_reads_is_quantized_where_it_is_written(rollout):
     model = rollout.worker.model_runner.model
     rules = {name: module.reader_rule for name, module in model.named_modules() if hasattr(module, "reader_rule")}
     read_by_linears = ("input_layernorm", "post_attention_layernorm", "mlp.act_fn")
@@ -260,10 +246,8 @@ def test_what_a_linear_alone_reads_is_quantised_where_it_is_written(rollout):
 
 
 @pytest.mark.parametrize("rollout", ["qwen3"], indirect=True)
-def test_codes_in_the_place_of_a_tensor_change_no_bit(rollout, monkeypatch):
+def test_qdata_in_the_place_of_a_tensor_change_no_bit(rollout, monkeypatch):
     """Of a layer's four linears three multiply only."""
-    from jetrl_verl.rollout import method
-
     sync(rollout.worker, stream(rollout.family, 17))
     calls = Counter()
 
@@ -271,24 +255,24 @@ def test_codes_in_the_place_of_a_tensor_change_no_bit(rollout, monkeypatch):
         stock = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *inputs, **options: calls.update([name]) or stock(*inputs, **options))
 
-    count(method.kernels, "fprop_codes")
-    count(method.kernels, "fprop")
+    count(kernels, "fprop_quantized")
+    count(kernels, "fprop")
     prompt = prompts_with_shared_prefixes(17)[2]
-    codes = vllm_engine.prompt_log_probs(rollout.llm, prompt)
+    qdata = vllm_engine.prompt_log_probs(rollout.llm, prompt)
     steps = calls["fprop"] // 2
-    assert steps > 0 and calls == {"fprop": 2 * steps, "fprop_codes": 2 * 3 * steps}
+    assert steps > 0 and calls == {"fprop": 2 * steps, "fprop_quantized": 2 * 3 * steps}
     for module in rollout.worker.model_runner.model.modules():
         if hasattr(module, "reader_rule"):
             monkeypatch.setattr(module, "reader_rule", None)
     calls.clear()
-    assert torch.equal(vllm_engine.prompt_log_probs(rollout.llm, prompt), codes)
+    assert torch.equal(vllm_engine.prompt_log_probs(rollout.llm, prompt), qdata)
     assert calls == {"fprop": 2 * 4 * steps}
 
 
 @pytest.mark.parametrize("rollout", [COMPILED], indirect=True)
 def test_a_compiled_layer_has_no_operation_beside_ours_and_nothing_is_cut_between_them(rollout):
-    to_attention = ["fprop_codes", "rotary"]
-    mlp = ["fprop", "add_rms_norm_quantize_1x128", "fprop_codes", "silu_mul_quantize", "fprop_codes"]
+    to_attention = ["fprop_quantized", "rotary"]
+    mlp = ["fprop", "add_rms_norm_quantize_1x128", "fprop_quantized", "silu_mul_quantize", "fprop_quantized"]
     assert len(PIECES) == 3
     assert PIECES[0] == ["rms_norm_quantize_1x128", *to_attention]
     assert PIECES[1] == [*mlp, "add_rms_norm_quantize_1x128", *to_attention]
@@ -300,7 +284,7 @@ def plant_norm(model, runner):
     return norm, "_forward_method", norm.forward_native
 
 
-def plant_codes(model, runner):
+def plant_qdata(model, runner):
     return model.model.layers[0].input_layernorm, "reader_rule", "pow2"
 
 
@@ -335,7 +319,7 @@ def plant_log_probs(model, runner):
 
 @pytest.mark.parametrize("rollout", ["qwen3"], indirect=True)
 @pytest.mark.parametrize(
-    "plant", [plant_norm, plant_codes, plant_activation, plant_rotary, plant_attention, plant_logits, plant_log_probs]
+    "plant", [plant_norm, plant_qdata, plant_activation, plant_rotary, plant_attention, plant_logits, plant_log_probs]
 )
 def test_one_stock_operation_is_enough_to_differ(rollout, plant):
     """The equality above is not a tautology: each operation, put back on the rollout's side alone, is seen."""
@@ -359,6 +343,6 @@ def test_one_stock_operation_is_enough_to_differ(rollout, plant):
 
 @pytest.mark.parametrize("rollout", ["qwen3"], indirect=True)
 def test_a_side_with_other_operations_is_stopped_at_the_sync(rollout):
-    """Here by all of them; that one is told from the others: tests/observe/test_operations_probe_on_cpu.py."""
+    """Here by all of them; that one is told from the others: tests/sync/test_operations_probe_on_cpu.py."""
     with pytest.raises(ContractViolation, match="add_rms_norm, .*, attention, .* differ between trainer and rollout"):
         sync(rollout.worker, stream(rollout.family, 16, operations="stock"))

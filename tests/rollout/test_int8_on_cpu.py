@@ -1,17 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""A real vLLM engine on the CPU under ``jetrl_int8``: codes in place after every sync, and the layers' arithmetic."""
+# SPDX-License-Identifier: Apache-2.0
+"""A real vLLM engine on the CPU under ``jetrl_int8``: qdata in place after every sync, and the layers' arithmetic."""
 
 from types import SimpleNamespace
 
@@ -21,13 +10,13 @@ import vllm_engine
 from tiny_models import tiny_model
 from torch import nn
 
-from jetrl_verl import kernels
+from jetrl_verl import formats, kernels
 from jetrl_verl.config.options import JetConfig
-from jetrl_verl.layers import plan_linears
-from jetrl_verl.numerics import gemm_int8, quantize_int8
-from jetrl_verl.observe.contract import ContractReceiver, ContractViolation, probe_sum, with_contract
+from jetrl_verl.models.plan import plan_linears
+from jetrl_verl.reference import gemm_int8, quantize_int8
 from jetrl_verl.rollout.live import live_tensors
-from jetrl_verl.train.export import quantise_stream
+from jetrl_verl.sync.contract import ContractReceiver, ContractViolation, with_contract
+from jetrl_verl.sync.wire import quantize_stream
 
 
 def build_trainer(seed: int):
@@ -48,7 +37,7 @@ def engine(tmp_path_factory, cpu_platform):
 
 def stream(model):
     """What the trainer sends."""
-    return quantise_stream(model.state_dict().items(), plan_linears(model.config), "fp32", "int8")
+    return quantize_stream(model.state_dict().items(), plan_linears(model.config), "fp32", "int8")
 
 
 def sync(model, trainer) -> None:
@@ -61,7 +50,7 @@ def sync(model, trainer) -> None:
     )
 
 
-def test_every_sync_writes_the_trainers_codes_into_the_live_parameters(engine):
+def test_every_sync_writes_the_trainers_qdata_into_the_live_parameters(engine):
     _, model = engine
     addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     for seed in (1, 2):
@@ -76,7 +65,7 @@ def test_every_sync_writes_the_trainers_codes_into_the_live_parameters(engine):
         }
         for layer, linears in pieces.items():
             expected = quantize_int8(torch.cat([linear.weight.detach() for linear in linears]))
-            assert torch.equal(layer.weight, expected.codes)
+            assert torch.equal(layer.weight, expected.qdata)
             assert torch.equal(layer.weight_scale_inv, expected.scales)
     assert addresses == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
 
@@ -95,13 +84,13 @@ def test_live_layers_multiply_by_the_contract(engine):
     assert torch.equal(found, torch.cat(expected, dim=-1))
 
 
-def test_only_the_planned_projections_are_quantised(engine):
+def test_only_the_planned_projections_are_quantized(engine):
     _, model = engine
-    quantised = {
+    quantized = {
         name.rpartition(".")[0] for name, parameter in model.named_parameters() if parameter.dtype == torch.int8
     }
     suffixes = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
-    assert quantised == {f"model.layers.{i}.{suffix}" for i in range(2) for suffix in suffixes}
+    assert quantized == {f"model.layers.{i}.{suffix}" for i in range(2) for suffix in suffixes}
 
 
 class Int8Linear(nn.Linear):
@@ -109,7 +98,7 @@ class Int8Linear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q = quantize_int8(self.weight)
-        return kernels.fprop_int8(x, q.codes, q.scales, self.bias)
+        return kernels.fprop_int8(x, q.qdata, q.scales, self.bias)
 
 
 def build_policy(seed: int):
@@ -146,7 +135,7 @@ def test_rollout_samples_from_the_int8_policy(engine):
 def statement(trainer) -> ContractReceiver:
     """The contract check's receiver after a sync of ``trainer``."""
     receiver = ContractReceiver()
-    probe = probe_sum(torch.device("cpu"), "fp32", "int8")
+    probe = formats.get("int8").probe(torch.device("cpu"), "fp32")
     receiver.take(list(with_contract(stream(trainer), scale_rule="fp32", probe=probe)))
     return receiver
 
@@ -155,13 +144,13 @@ def test_the_contract_holds_and_sees_each_kind_of_difference(engine):
     _, model = engine
     trainer = build_trainer(5)
     sync(model, trainer)
-    arguments = dict(scale_rule="fp32", probe=probe_sum(torch.device("cpu"), "fp32", "int8"))
+    arguments = dict(scale_rule="fp32", probe=formats.get("int8").probe(torch.device("cpu"), "fp32"))
 
     def verify() -> dict:
         return statement(trainer).verify(live_tensors(model), **arguments)
 
     held = verify()
-    assert (held["quantised"], held["plain"], held["uncompared"]) == (14, 13, 0)
+    assert (held["quantized"], held["plain"], held["uncompared"]) == (14, 13, 0)
     layer = model.model.layers[0].mlp.gate_up_proj
     for parameter, place, piece in (("weight", (400, 200), "up_proj"), ("weight_scale_inv", (3, 0), "gate_proj")):
         live = getattr(layer, parameter).data
@@ -173,5 +162,5 @@ def test_the_contract_holds_and_sees_each_kind_of_difference(engine):
     assert verify() == held
     with pytest.raises(ContractViolation, match="probe GEMM"):
         statement(trainer).verify(
-            live_tensors(model), scale_rule="fp32", probe=probe_sum(torch.device("cpu"), "fp32", "fp8")
+            live_tensors(model), scale_rule="fp32", probe=formats.get("fp8").probe(torch.device("cpu"), "fp32")
         )

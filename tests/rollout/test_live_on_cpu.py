@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """Which part of the trainer's tensors each tensor-parallel rank is said to hold, and that the contract finds it there.
 
 The layers are vLLM's classes with the attributes that its constructors set, filled by hand with the right slices, so
@@ -24,9 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from jetrl_verl.numerics import BLOCK, BlockQuantized, quantize_128x128
-from jetrl_verl.observe.contract import SCALE_SUFFIX, ContractReceiver, ContractViolation, with_contract
+from jetrl_verl import formats
+from jetrl_verl.formats.format import SCALE_SUFFIX
+from jetrl_verl.reference import BLOCK, QuantizedTensor, quantize_128x128
 from jetrl_verl.rollout.live import live_tensors
+from jetrl_verl.sync.contract import ContractReceiver, ContractViolation, with_contract
 
 HIDDEN, HEAD, INNER, VOCABULARY, TP = 256, 128, 512, 96, 2
 HEADS, KV_HEADS = 4, 1
@@ -66,9 +57,9 @@ def layer(cls, **attributes) -> nn.Module:
     return module
 
 
-def quantised(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    codes, scales = quantize_128x128(weight, "fp32")
-    return {"weight": codes, "weight" + SCALE_SUFFIX: scales}
+def quantized(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    qdata, scales = quantize_128x128(weight, "fp32")
+    return {"weight": qdata, "weight" + SCALE_SUFFIX: scales}
 
 
 def rank_model(rank: int, whole: dict[str, torch.Tensor]) -> nn.Module:
@@ -111,19 +102,20 @@ def rank_model(rank: int, whole: dict[str, torch.Tensor]) -> nn.Module:
         tp_rank=rank,
         tp_size=TP,
         bias=bias,
-        **quantised(qkv),
+        **quantized(qkv),
     )
     o_columns = slice(rank * HEADS * HEAD // TP, (rank + 1) * HEADS * HEAD // TP)
     row = dict(tp_rank=rank, tp_size=TP)
     block.self_attn.o_proj = layer(
-        RowParallelLinear, input_size=HEADS * HEAD, **row, **quantised(get("self_attn.o_proj.weight")[:, o_columns])
+        RowParallelLinear, input_size=HEADS * HEAD, **row, **quantized(get("self_attn.o_proj.weight")[:, o_columns])
     )
     gate_up = torch.cat([get("mlp.gate_proj.weight")[inner], get("mlp.up_proj.weight")[inner]])
-    block.mlp.gate_up_proj = layer(MergedColumnParallelLinear, output_sizes=[INNER, INNER], **row, **quantised(gate_up))
+    block.mlp.gate_up_proj = layer(MergedColumnParallelLinear, output_sizes=[INNER, INNER], **row, **quantized(gate_up))
     block.mlp.down_proj = layer(
-        RowParallelLinear, input_size=INNER, **row, **quantised(get("mlp.down_proj.weight")[:, inner])
+        RowParallelLinear, input_size=INNER, **row, **quantized(get("mlp.down_proj.weight")[:, inner])
     )
     model.model.layers = nn.ModuleList([block])
+    model.config = SimpleNamespace(model_type="qwen2")
     return model
 
 
@@ -132,7 +124,7 @@ def verify(model: nn.Module, whole: dict[str, torch.Tensor]) -> dict:
         for name, tensor in whole.items():
             if name.endswith("proj.weight"):
                 q = quantize_128x128(tensor, "fp32")
-                yield name, q.codes
+                yield name, q.qdata
                 yield name + SCALE_SUFFIX, q.scales
             else:
                 yield name, tensor
@@ -146,7 +138,7 @@ def verify(model: nn.Module, whole: dict[str, torch.Tensor]) -> dict:
 def test_each_rank_holds_its_part_of_every_tensor(rank):
     whole = whole_tensors()
     counts = verify(rank_model(rank, whole), whole)
-    assert (counts["quantised"], counts["plain"], counts["uncompared"]) == (7, 6, 0)
+    assert (counts["quantized"], counts["plain"], counts["uncompared"]) == (7, 6, 0)
 
 
 @pytest.mark.parametrize(
@@ -180,9 +172,8 @@ def test_swapped_gate_and_up_are_seen():
 
 
 def test_block_sums_of_a_column_slice_are_those_of_the_whole():
-    from jetrl_verl.observe.contract import block_sums
 
     q = quantize_128x128(torch.randn(256, 512).bfloat16(), "pow2")
-    whole = block_sums(q)
-    part = BlockQuantized(q.codes[:, 2 * BLOCK :], q.scales[:, 2:])
-    assert torch.equal(block_sums(part), whole[:, 2:])
+    whole = formats.of(q.qdata).sums(q)
+    part = QuantizedTensor(q.qdata[:, 2 * BLOCK :], q.scales[:, 2:])
+    assert torch.equal(formats.of(part.qdata).sums(part), whole[:, 2:])

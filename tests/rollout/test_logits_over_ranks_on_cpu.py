@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """Shared logits of a tensor-parallel rollout: shards of the vocabulary, gathered, have the bits of one rank's logits.
 
 Two ranks in one process: vLLM's own ``lm_head`` is built and loaded as on each of them, and the gather is played.
@@ -18,11 +7,12 @@ Two ranks in one process: vLLM's own ``lm_head`` is built and loaded as on each 
 
 import pytest
 import torch
+from tiny_models import tiny_config
 from vllm.model_executor.layers import logits_processor, vocab_parallel_embedding
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from jetrl_verl import ops
+from jetrl_verl import kernels
 from jetrl_verl.rollout import shared_operations
 
 VOCABULARY, K = 100, 256
@@ -33,10 +23,10 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 
 
 @pytest.fixture
-def processor(monkeypatch):
-    """vLLM's own name for the class, as its models write it, in an engine that was asked for shared operations."""
-    monkeypatch.setattr(shared_operations, "shares_operations", lambda: True)
+def processor():
+    """vLLM's own, turned into the shared one as in a model."""
     built = LogitsProcessor(VOCABULARY)
+    shared_operations.share_operations(torch.nn.Sequential(built), tiny_config("llama"))
     assert type(built) is shared_operations.SharedLogitsProcessor
     return built
 
@@ -52,8 +42,8 @@ def head_of(rank: int, ranks: int, weight: torch.Tensor, monkeypatch) -> Paralle
 @pytest.mark.parametrize("sizes", [(50, 50), (64, 36), (1, 98, 1), (25, 25, 25, 25)], ids=str)
 def test_a_column_has_its_bits_whatever_columns_are_beside_it(sizes):
     hidden, weight = normal(17, K, seed=0), normal(VOCABULARY, K, seed=1)
-    shards = [ops.logits(hidden, shard) for shard in weight.split(sizes)]
-    assert torch.equal(torch.cat(shards, dim=-1), ops.logits(hidden, weight))
+    shards = [kernels.logits(hidden, shard) for shard in weight.split(sizes)]
+    assert torch.equal(torch.cat(shards, dim=-1), kernels.logits(hidden, weight))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -69,7 +59,7 @@ def test_ranks_together_have_the_logits_of_one(processor, monkeypatch, ranks):
         processor(head, hidden)
     monkeypatch.setattr(logits_processor, "tensor_model_parallel_all_gather", lambda x: torch.cat(shards, dim=-1))
     logits = processor(heads[0], hidden)
-    assert logits.dtype == torch.float32 and torch.equal(logits, ops.logits(hidden, weight))
+    assert logits.dtype == torch.float32 and torch.equal(logits, kernels.logits(hidden, weight))
 
 
 def test_a_rank_that_is_not_gathered_on_has_no_logits(processor, monkeypatch):
@@ -77,9 +67,3 @@ def test_a_rank_that_is_not_gathered_on_has_no_logits(processor, monkeypatch):
     monkeypatch.setattr(logits_processor, "tensor_model_parallel_gather", lambda x: None)
     head = head_of(1, 2, normal(VOCABULARY, K, seed=1), monkeypatch)
     assert processor(head, normal(3, K, seed=0)) is None
-
-
-@pytest.mark.parametrize("arguments", [{"scale": 0.5}, {"soft_cap": 30.0}], ids=str)
-def test_scaled_and_capped_logits_are_refused(processor, arguments):
-    with pytest.raises(ValueError, match="use precision=jet_fp8 jetrl.operations=stock"):
-        LogitsProcessor(VOCABULARY, **arguments)

@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """Whose log-probabilities the shared sampler reports: ours of the whole softmax, vLLM's where a request's is cut."""
 
 import pytest
@@ -20,8 +9,8 @@ from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
-from jetrl_verl import ops
-from jetrl_verl.rollout.shared_operations import SharedSampler
+from jetrl_verl import kernels
+from jetrl_verl.rollout.sampler import SharedSampler
 
 ROWS, VOCABULARY = 5, 64
 CUT = 2
@@ -106,7 +95,7 @@ def test_a_request_that_cuts_the_distribution_keeps_vllms_and_the_others_get_our
     stock_tokens, stock = sampled(Sampler, logits, metadata(**asked()))
     tokens, found = sampled(SharedSampler, logits, metadata(**asked()))
     assert torch.equal(tokens, stock_tokens)
-    whole = ops.log_probs(logits, tokens, torch.full((ROWS,), 0.7))
+    whole = kernels.log_probs(logits, tokens, torch.full((ROWS,), 0.7))
     plain = torch.ones(ROWS, dtype=torch.bool)
     plain[CUT] = request_name is None
     assert torch.equal(found[plain], whole[plain])

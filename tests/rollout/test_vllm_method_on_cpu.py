@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """A real vLLM engine on the CPU, fed by verl's real sender: loading, equality with the trainer, the contract check.
 
 One engine serves the whole module: a two-layer Qwen2-shaped model, because Qwen2 has biases on q, k and v.
@@ -25,12 +14,14 @@ from tiny_models import tiny_model
 from transformers import PreTrainedModel
 from vllm_engine import sync
 
+from jetrl_verl import formats
 from jetrl_verl.config.options import JetConfig
-from jetrl_verl.layers import plan_linears
-from jetrl_verl.linear import JetLinear, replace_linears
-from jetrl_verl.observe.contract import SUM_PREFIX, ContractViolation, Manifest, probe_sum, with_contract
+from jetrl_verl.models.plan import plan_linears
+from jetrl_verl.nn.linear import JetLinear
+from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.rollout.live import live_tensors
-from jetrl_verl.train.export import SyncStatistics, counted_stock, measured, quantise_stream
+from jetrl_verl.sync.contract import SUM_PREFIX, ContractViolation, Manifest, with_contract
+from jetrl_verl.sync.wire import SyncStatistics, counted_stock, measured, quantize_stream
 
 RULE = "fp32"
 
@@ -53,20 +44,20 @@ def stream(model, *, edit=None, rule: str = RULE, plans=None, statistics: SyncSt
     """What the trainer sends; ``edit`` changes the finished list of (name, tensor)."""
     statistics = statistics if statistics is not None else SyncStatistics()
     plans = plans or plan_linears(model.config)
-    weights = quantise_stream(counted_stock(model.state_dict().items(), statistics), plans, rule)
-    items = with_contract(weights, scale_rule=rule, probe=probe_sum(torch.device("cpu"), rule))
+    weights = quantize_stream(counted_stock(model.state_dict().items(), statistics), plans, rule)
+    items = with_contract(weights, scale_rule=rule, probe=formats.get("fp8").probe(torch.device("cpu"), rule))
     return measured(edit(list(items)) if edit else items, statistics)
 
 
-def test_sync_loads_codes_and_the_contract_holds(engine):
+def test_sync_loads_qdata_and_the_contract_holds(engine):
     llm, worker = engine
     model = build_trainer(1)
     addresses = {name: parameter.data_ptr() for name, parameter in worker.model_runner.model.named_parameters()}
     statistics = SyncStatistics()
     sync(worker, stream(model, statistics=statistics))
-    quantised = sum(p.numel() for n, p in model.named_parameters() if "proj.weight" in n)
+    quantized = sum(p.numel() for n, p in model.named_parameters() if "proj.weight" in n)
     assert statistics.stock_bytes == 4 * sum(p.numel() for p in model.parameters())
-    assert quantised < statistics.bytes < statistics.stock_bytes / 2
+    assert quantized < statistics.bytes < statistics.stock_bytes / 2
     # In place: a captured CUDA graph would still read the right storage.
     assert addresses == {name: parameter.data_ptr() for name, parameter in worker.model_runner.model.named_parameters()}
 
@@ -118,9 +109,9 @@ def tamper(name: str, change):
     return edit
 
 
-def flip_one_byte(codes: torch.Tensor) -> torch.Tensor:
-    codes.view(torch.uint8)[130, 7] ^= 1
-    return codes
+def flip_one_byte(qdata: torch.Tensor) -> torch.Tensor:
+    qdata.view(torch.uint8)[130, 7] ^= 1
+    return qdata
 
 
 def swap_k_and_v_bias(items):
@@ -197,11 +188,11 @@ def test_a_trainer_under_another_scale_rule_stops_the_run(engine):
 
 
 def test_a_layer_that_the_trainer_left_out_stops_the_run(engine):
-    """It sends BF16, which vLLM's loader casts into the codes without a word."""
+    """It sends BF16, which vLLM's loader casts into the qdata without a word."""
     _, worker = engine
     model = build_trainer(4)
     plans = plan_linears(model.config)
-    plans["mlp.down_proj"] = replace(plans["mlp.down_proj"], quantised=False)
+    plans["mlp.down_proj"] = replace(plans["mlp.down_proj"], quantized=False)
     with pytest.raises(ContractViolation, match=r"mlp\.down_proj\.weight is BF16 in the trainer and FP8 in the roll"):
         sync(worker, stream(model, plans=plans))
 
@@ -219,16 +210,16 @@ def test_a_byte_that_changes_in_the_live_weight_is_seen(engine):
     model = build_trainer(5)
     sync(worker, stream(model))
     receiver_items = [(n, t) for n, t in stream(model) if n.startswith("jetrl.contract")]
-    from jetrl_verl.observe.contract import ContractReceiver
+    from jetrl_verl.sync.contract import ContractReceiver
 
     def verify():
         receiver = ContractReceiver()
         assert receiver.take(receiver_items) == []
         live = live_tensors(worker.model_runner.model)
-        return receiver.verify(live, scale_rule=RULE, probe=probe_sum(torch.device("cpu"), RULE))
+        return receiver.verify(live, scale_rule=RULE, probe=formats.get("fp8").probe(torch.device("cpu"), RULE))
 
     held = verify()
-    assert (held["quantised"], held["plain"]) == (14, 13)
+    assert (held["quantized"], held["plain"]) == (14, 13)
     assert verify() == held
     weight = worker.model_runner.model.model.layers[0].mlp.gate_up_proj.weight
     weight.data.view(torch.uint8)[400, 200] ^= 1

@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """verl's engine as its workers ask for it, from the registry with a precision's engine config; its steps and syncs."""
 
 from typing import Any
@@ -27,7 +16,7 @@ def build(
     """Engine on the model in ``folder`` under FSDP2, initialised; to be called on each of the processes.
 
     Args:
-        role: as in ``JetFSDPEngineConfig``; ``"critic"`` is a value model.
+        role: as in ``JetWorkerEngineConfig``; ``"critic"`` is a value model.
         tokenizer: whether the folder's tokenizer is loaded.
         optimizer: further fields of ``FSDPOptimizerConfig``.
         options: fields of ``JetConfig`` that differ from ``precision=jet_fp8``.
@@ -36,7 +25,7 @@ def build(
     from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine import EngineRegistry
 
-    from jetrl_verl.config.verl_configs import JetFSDPEngineConfig
+    from jetrl_verl.targets.configs import JetWorkerEngineConfig
 
     kind = "value_model" if role == "critic" else "language_model"
     fields = {"precision": "jet_fp8", "train": "fp8", "rollout": "fp8"} | options
@@ -51,7 +40,7 @@ def build(
             use_remove_padding=False,
             override_config={"attn_implementation": "sdpa"},
         ),
-        engine_config=JetFSDPEngineConfig(
+        engine_config=JetWorkerEngineConfig(
             strategy="fsdp2", use_torch_compile=False, jetrl=JetConfig(**fields), jetrl_role=role
         ),
         optimizer_config=FSDPOptimizerConfig(**schedule),

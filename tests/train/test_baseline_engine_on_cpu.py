@@ -1,17 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""verl's engine under the rollout-only baselines, FSDP2 on two gloo processes: INT8 codes sent, scaling folded in."""
+# SPDX-License-Identifier: Apache-2.0
+"""verl's engine under the rollout-only baselines, FSDP2 on two gloo processes: INT8 qdata sent, scaling folded in."""
 
 import logging
 from pathlib import Path
@@ -27,27 +16,29 @@ from transformers import AutoModelForCausalLM
 from two_processes import run_in_two_processes
 
 from jetrl_verl.algorithms.invariant_scaling import fold_missing, folded_in, unfolded
+from jetrl_verl.checkpoint.export import ExportOptions, export
+from jetrl_verl.checkpoint.validation import KEPT_SCALES
 from jetrl_verl.config.options import UnsupportedConfiguration
-from jetrl_verl.layers import plan_linears, plan_of
-from jetrl_verl.numerics import quantize_int8
-from jetrl_verl.observe.contract import MANIFEST_NAME, SCALE_SUFFIX, Manifest
-from jetrl_verl.patches.resume import INT8_SCALES
-from jetrl_verl.train.checkpoint_export import ExportOptions, export
+from jetrl_verl.formats.format import SCALE_SUFFIX
+from jetrl_verl.models import family
+from jetrl_verl.models.plan import plan_linears, plan_of
+from jetrl_verl.reference import quantize_int8
+from jetrl_verl.sync.contract import MANIFEST_NAME, Manifest
 
 
 def masters(engine) -> dict[str, torch.Tensor]:
     return {name: tensor.full_tensor() for name, tensor in engine.module.state_dict().items()}
 
 
-def int8_codes_are_made_anew_at_every_sync(rank: int, folder: str) -> None:
+def int8_qdata_are_made_anew_at_every_sync(rank: int, folder: str) -> None:
     engine = build(folder, precision="int8_rollout", train="bf16", rollout="int8")
     for step in range(2):
         stream, weights = sent(engine), masters(engine)
         manifest = Manifest.from_tensor(stream[MANIFEST_NAME])
-        assert len(manifest.quantised) == 14
-        for name in manifest.quantised:
+        assert len(manifest.quantized) == 14
+        for name in manifest.quantized:
             expected = quantize_int8(weights[name].to(torch.bfloat16))
-            assert torch.equal(stream[name], expected.codes), (name, step)
+            assert torch.equal(stream[name], expected.qdata), (name, step)
             assert torch.equal(stream[name + SCALE_SUFFIX], expected.scales), (name, step)
         train(engine, rank)
 
@@ -56,7 +47,7 @@ def int8_scales_of_the_first_sync_are_kept(rank: int, folder: str, disks: str) -
     options = dict(precision="int8_rollout", train="bf16", rollout="int8", int8_scales="first")
     engine = build(folder, **options)
     first = sent(engine)
-    names = Manifest.from_tensor(first[MANIFEST_NAME]).quantised
+    names = Manifest.from_tensor(first[MANIFEST_NAME]).quantized
     before = {name: first[name].clone() for name in names}
     scales = {name: first[name + SCALE_SUFFIX].clone() for name in names}
     for _ in range(2):
@@ -66,30 +57,30 @@ def int8_scales_of_the_first_sync_are_kept(rank: int, folder: str, disks: str) -
     for name in names:
         bf16 = weights[name].to(torch.bfloat16)
         assert torch.equal(stream[name + SCALE_SUFFIX], scales[name]), name
-        assert torch.equal(stream[name], quantize_int8(bf16, scales[name]).codes), name
+        assert torch.equal(stream[name], quantize_int8(bf16, scales[name]).qdata), name
         moved += int((stream[name] != before[name]).sum()) + int((quantize_int8(bf16).scales != scales[name]).sum())
-    assert moved > 0, "codes move, and scales would"
+    assert moved > 0, "qdata move, and scales would"
 
     # Each rank has a disk of its own, as on machines that share none.
     checkpoint = Path(disks) / str(rank) / "global_step_2" / "actor"
     checkpoint.mkdir(parents=True)
     (of_other_ranks := checkpoint / "model_world_size_7_rank_0.pt").touch()
     engine.save_checkpoint(str(checkpoint), global_step=2)
-    assert (checkpoint / INT8_SCALES).exists() == (rank == 0) and not of_other_ranks.exists()
+    assert (checkpoint / KEPT_SCALES).exists() == (rank == 0) and not of_other_ranks.exists()
     resumed = build(folder, **options)
 
     def load(warnings: int) -> dict[str, torch.Tensor]:
         with mock.patch.object(logging.getLogger("jetrl_verl.train.engine"), "warning") as warning:
             resumed.load_checkpoint(str(checkpoint), del_local_after_load=False)
         said = [call.args[0] % call.args[1:] for call in warning.call_args_list]
-        assert len(said) == warnings and all(f"{checkpoint} keeps no INT8 scales" in line for line in said)
+        assert len(said) == warnings and all(f"{checkpoint} keeps no scales of weights" in line for line in said)
         return sent(resumed)
 
     found = load(warnings=0)
-    assert all(torch.equal(found[name], tensor) for name, tensor in stream.items()), "codes, scales and the rest"
-    (checkpoint / INT8_SCALES).unlink(missing_ok=True)
+    assert all(torch.equal(found[name], tensor) for name, tensor in stream.items()), "qdata, scales and the rest"
+    (checkpoint / KEPT_SCALES).unlink(missing_ok=True)
     found = load(warnings=int(rank == 0))
-    assert all(torch.equal(found[n], quantize_int8(weights[n].to(torch.bfloat16)).codes) for n in names), "made anew"
+    assert all(torch.equal(found[n], quantize_int8(weights[n].to(torch.bfloat16)).qdata) for n in names), "made anew"
 
 
 def a_later_stage_carries_the_factor_once(rank: int, folder: str, scaled_folder: str) -> None:
@@ -101,7 +92,7 @@ def a_later_stage_carries_the_factor_once(rank: int, folder: str, scaled_folder:
     for s in (3.0, 1.0):
         engine = build(scaled_folder, invariant_scaling=s, **options)
         assert folded_in(engine.module.config) == s
-        unscaled = dict(unfolded(expected.items(), 1.5 / s))
+        unscaled = dict(unfolded(expected.items(), 1.5 / s, family(engine.module.config)))
         for name, tensor in masters(engine).items():
             torch.testing.assert_close(tensor, unscaled[name], rtol=3e-7, atol=0)
 
@@ -138,7 +129,7 @@ def a_scaled_checkpoint_says_so(rank: int, folder: str, root: str) -> None:
     if rank == 0:
         export(checkpoint, Path(root) / "out", ExportOptions())
         bf16, fp8 = (load_file(Path(root) / "out" / name / "model.safetensors") for name in ("bf16", "fp8"))
-        for name, tensor in unfolded(weights.items(), 1.5):
+        for name, tensor in unfolded(weights.items(), 1.5, family(engine.module.config)):
             assert torch.equal(bf16[name], tensor.bfloat16()), name
         for name, tensor in fp8.items():
             assert torch.equal(tensor.view(torch.uint8), stream[name].view(torch.uint8)), name
@@ -167,8 +158,8 @@ def scaled_folder(folder, tmp_path_factory) -> str:
     return str(path)
 
 
-def test_int8_codes_are_made_anew_at_every_sync(folder, cpu_platform):
-    run_in_two_processes(int8_codes_are_made_anew_at_every_sync, folder)
+def test_int8_qdata_are_made_anew_at_every_sync(folder, cpu_platform):
+    run_in_two_processes(int8_qdata_are_made_anew_at_every_sync, folder)
 
 
 def test_int8_scales_of_the_first_sync_are_kept_also_by_a_checkpoint(folder, tmp_path, cpu_platform):

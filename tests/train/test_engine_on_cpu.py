@@ -1,48 +1,38 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """What the trainer exports and how it masks logits, without FSDP: streams and hooks on a plain model."""
 
 import torch
 from tiny_models import tiny_model
 
-from jetrl_verl.layers import plan_linears
-from jetrl_verl.linear import JetLinear, replace_linears
-from jetrl_verl.numerics import FP8_DTYPE, quantize_int8
-from jetrl_verl.observe.contract import SCALE_SUFFIX
+from jetrl_verl.formats.format import SCALE_SUFFIX
+from jetrl_verl.models.plan import plan_linears
+from jetrl_verl.nn.linear import JetLinear
+from jetrl_verl.nn.replace import replace_linears
+from jetrl_verl.reference import FP8_DTYPE, quantize_int8
+from jetrl_verl.sync.wire import SyncStatistics, counted_stock, measured, quantize_stream
 from jetrl_verl.train.engine import mask_unused_vocabulary
-from jetrl_verl.train.export import SyncStatistics, counted_stock, measured, quantise_stream
 
 
-def test_exported_codes_are_those_of_the_trainers_forward():
+def test_exported_qdata_are_those_of_the_trainers_forward():
     """The rollout copies what the trainer multiplies with, bit for bit, from FP32 masters."""
     model = tiny_model("qwen3")
     plans = plan_linears(model.config)
-    stream = dict(quantise_stream(model.state_dict().items(), plans, "fp32"))
+    stream = dict(quantize_stream(model.state_dict().items(), plans, "fp32"))
     replace_linears(model, plans, scale_rule="fp32")
     compared = 0
     for name, module in model.named_modules():
         if isinstance(module, JetLinear):
-            codes = module.weight_codes(module.weight)
-            assert torch.equal(stream[f"{name}.weight"].view(torch.uint8), codes.codes.view(torch.uint8))
-            assert torch.equal(stream[f"{name}.weight{SCALE_SUFFIX}"], codes.scales)
+            qdata = module.weight_qdata(module.weight)
+            assert torch.equal(stream[f"{name}.weight"].view(torch.uint8), qdata.qdata.view(torch.uint8))
+            assert torch.equal(stream[f"{name}.weight{SCALE_SUFFIX}"], qdata.scales)
             compared += 1
     assert compared == 14
 
 
-def test_scales_follow_their_codes_and_the_rest_is_bf16():
+def test_scales_follow_their_qdata_and_the_rest_is_bf16():
     model = tiny_model("qwen3")
-    items = list(quantise_stream(model.state_dict().items(), plan_linears(model.config), "pow2"))
+    items = list(quantize_stream(model.state_dict().items(), plan_linears(model.config), "pow2"))
     for (name, tensor), (following, scales) in zip(items, items[1:], strict=False):
         if tensor.dtype == FP8_DTYPE:
             assert following == name + SCALE_SUFFIX and scales.dtype == torch.float32
@@ -53,7 +43,7 @@ def test_scales_follow_their_codes_and_the_rest_is_bf16():
 
 def test_a_skipped_layer_travels_in_bf16():
     model = tiny_model("qwen3", intermediate_size=192)
-    stream = dict(quantise_stream(model.state_dict().items(), plan_linears(model.config, unfit_layers="skip"), "fp32"))
+    stream = dict(quantize_stream(model.state_dict().items(), plan_linears(model.config, unfit_layers="skip"), "fp32"))
     assert stream["model.layers.0.mlp.gate_proj.weight"].dtype == torch.bfloat16
     assert stream["model.layers.0.self_attn.q_proj.weight"].dtype == FP8_DTYPE
 
@@ -67,21 +57,21 @@ def test_a_row_without_a_code_gets_its_kept_scale_once_it_has_one():
     kept: dict[str, torch.Tensor] = {}
 
     def sync() -> tuple[torch.Tensor, torch.Tensor]:
-        (_, codes), (_, scales) = quantise_stream([(name, weight)], plans, "fp32", "int8", kept)
-        assert torch.equal(codes, quantize_int8(weight.bfloat16(), scales).codes)
-        return codes, scales
+        (_, qdata), (_, scales) = quantize_stream([(name, weight)], plans, "fp32", "int8", kept)
+        assert torch.equal(qdata, quantize_int8(weight.bfloat16(), scales).qdata)
+        return qdata, scales
 
-    codes, first = sync()
-    assert torch.equal(codes, quantize_int8(weight.bfloat16()).codes)
+    qdata, first = sync()
+    assert torch.equal(qdata, quantize_int8(weight.bfloat16()).qdata)
     assert torch.equal(first, quantize_int8(weight.bfloat16()).scales)
     weight[4] *= 2
     assert torch.equal(sync()[1], first)
     weight[3], weight[5] = 1e-3, torch.linspace(-0.02, 0.02, 384)
-    codes, second = sync()
+    qdata, second = sync()
     empty = torch.zeros(256, 1, dtype=torch.bool)
     empty[3] = empty[5] = True
     assert torch.equal(second, torch.where(empty, quantize_int8(weight.bfloat16()).scales, first))
-    assert codes[3].min() == 127 and codes[5].abs().max() == 127
+    assert qdata[3].min() == 127 and qdata[5].abs().max() == 127
     weight[3] *= 3
     weight[7] = 0
     assert torch.equal(sync()[1], second), "made once, and a row that becomes zero keeps its own"

@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """verl's engine in the FP8 flow under FSDP2 on two gloo processes: steps, what a weight sync sends, checkpoints.
 
 The engine comes from verl's registry, so this also shows that the registration wins over verl's own engine.
@@ -26,12 +15,13 @@ from tiny_models import tiny_model
 from torch import nn
 from two_processes import WORLD, run_in_two_processes
 
-from jetrl_verl.layers import plan_linears
-from jetrl_verl.linear import JetLinear, replace_linears
-from jetrl_verl.numerics import FP8_DTYPE
-from jetrl_verl.observe.contract import MANIFEST_NAME, SUM_PREFIX, Manifest
-from jetrl_verl.observe.quantisation import NonFiniteWeightError
-from jetrl_verl.patches.resume import DamagedCheckpointError
+from jetrl_verl.checkpoint.validation import DamagedCheckpointError
+from jetrl_verl.metrics.quantization import NonFiniteWeightError
+from jetrl_verl.models.plan import plan_linears
+from jetrl_verl.nn.linear import JetLinear
+from jetrl_verl.nn.replace import replace_linears
+from jetrl_verl.reference import FP8_DTYPE
+from jetrl_verl.sync.contract import MANIFEST_NAME, SUM_PREFIX, Manifest
 
 
 def same_on_both_ranks(value: torch.Tensor) -> bool:
@@ -72,14 +62,14 @@ def steps_and_syncs(rank: int, folder: str) -> None:
     first = sent(engine)
     # The GEMMs round dY differently where one process sees all rows; everything else is the same arithmetic.
     assert train(engine, rank) == pytest.approx(gradient_norm_by_hand(folder).item(), rel=5e-3)
-    assert all(layer._codes is None for layer in linears), "codes outlive the pass"
+    assert all(layer._qdata is None for layer in linears), "qdata outlive the pass"
     second = sent(engine)
 
     assert first.keys() == second.keys()
     assert sum(tensor.dtype == FP8_DTYPE for tensor in first.values()) == 14
     manifest = Manifest.from_tensor(second[MANIFEST_NAME])
-    assert len(manifest.quantised) == 14 and manifest.scale_rule == "fp32"
-    for name in manifest.quantised:
+    assert len(manifest.quantized) == 14 and manifest.scale_rule == "fp32"
+    for name in manifest.quantized:
         sums = second[SUM_PREFIX + name]
         assert not torch.equal(sums, first[SUM_PREFIX + name]), f"{name} did not move"
         assert same_on_both_ranks(sums), f"{name} differs between ranks"
@@ -111,10 +101,10 @@ def roles_and_precisions(rank: int, folder: str) -> None:
 
     rollout_only = build(folder, precision="fp8_rollout", train="bf16")
     assert kinds(rollout_only) == {nn.Linear}
-    codes = sent(rollout_only)
-    assert sum(tensor.dtype == FP8_DTYPE for tensor in codes.values()) == 14
+    qdata = sent(rollout_only)
+    assert sum(tensor.dtype == FP8_DTYPE for tensor in qdata.values()) == 14
     unified = sent(build(folder))
-    assert all(torch.equal(unified[name].view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in codes.items())
+    assert all(torch.equal(unified[name].view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in qdata.items())
 
     reference = build(folder, role="ref")
     assert kinds(reference) == {nn.Linear}
@@ -148,7 +138,7 @@ def padding_of_the_vocabulary_gets_no_probability(rank: int, folder: str, used: 
 @pytest.fixture(scope="module")
 def padded_folder(tmp_path_factory) -> tuple[str, int]:
     """A model with more vocabulary entries than its tokenizer has tokens, and the number of tokens."""
-    from jetrl_verl.demo.policy import build_tokenizer
+    from jetrl_verl.tools.demo.policy import build_tokenizer
 
     path = tmp_path_factory.mktemp("padded")
     tokenizer = build_tokenizer()
@@ -176,7 +166,7 @@ def measured_once_after_each_sync(rank: int, folder: str, checkpoint: str) -> No
     sent(engine)
     second = step()
     assert {name for name in second if "changed" in name} == {
-        f"jetrl/{what}_changed/{kind}" for what in ("codes", "scales") for kind in ("qkv", "o", "gate_up", "down")
+        f"jetrl/{what}_changed/{kind}" for what in ("qdata", "scales") for kind in ("qkv", "o", "gate_up", "down")
     }
     shares = torch.tensor([second[name][0] for name in sorted(second) if "changed" in name])
     assert (shares[:4] > 0).all() and same_on_both_ranks(shares)
@@ -227,7 +217,7 @@ def test_steps_and_syncs_agree_with_one_process_and_between_ranks(folders, cpu_p
     run_in_two_processes(steps_and_syncs, folders[0])
 
 
-def test_a_checkpoint_restores_weights_optimiser_and_codes(folders, tmp_path: Path, cpu_platform):
+def test_a_checkpoint_restores_weights_optimiser_and_qdata(folders, tmp_path: Path, cpu_platform):
     run_in_two_processes(a_checkpoint_restores_what_is_sent, *folders, str(tmp_path / "checkpoint"))
 
 
@@ -239,7 +229,7 @@ def test_vocabulary_entries_without_a_token_are_masked_as_in_the_rollout(padded_
     run_in_two_processes(padding_of_the_vocabulary_gets_no_probability, *padded_folder)
 
 
-def test_quantisation_is_measured_once_after_each_sync_and_a_nan_weight_is_named(folders, tmp_path: Path, cpu_platform):
+def test_quantization_is_measured_once_after_each_sync_and_a_nan_weight_is_named(folders, tmp_path: Path, cpu_platform):
     run_in_two_processes(measured_once_after_each_sync, folders[0], str(tmp_path / "checkpoint"))
 
 

@@ -1,16 +1,5 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# SPDX-License-Identifier: Apache-2.0
 """The stock Hugging Face model with the shared operations: same parameters, right gradients, one result per sequence.
 
 Equality with vLLM is tested where vLLM runs (tests/rollout/test_exact_rollout_on_cpu.py).
@@ -22,9 +11,10 @@ from tiny_models import FAMILIES, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import create_causal_mask
 
-from jetrl_verl import ops
-from jetrl_verl.layers import UnsupportedLayer, plan_linears
-from jetrl_verl.linear import replace_linears
+from jetrl_verl import kernels
+from jetrl_verl.models import family as model_family
+from jetrl_verl.models.plan import UnsupportedLayer, plan_linears
+from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.train.shared_operations import ATTENTION, Packing, share_operations
 
 LENGTHS = (7, 1, 40, 23)
@@ -87,7 +77,7 @@ def test_gradients_follow_the_stock_model(family, checkpointing):
         inputs = packed(tokens())
         following = inputs["input_ids"][0].roll(-1)[:, None]
         logits = model(**inputs, use_cache=False).logits[0].float()
-        ops.log_probs(logits, following, torch.ones(len(following))).sum().backward()
+        kernels.log_probs(logits, following, torch.ones(len(following))).sum().backward()
         return {name: p.grad.double() for name, p in model.named_parameters()}
 
     model = shared(family, fp8=False)
@@ -218,7 +208,7 @@ def test_a_model_that_the_operations_do_not_cover_is_refused(changes, sentence):
     config = tiny_config("qwen3", **changes)
     for form in (config, config.to_dict()):
         with pytest.raises(ValueError, match=sentence):
-            ops.check_model(form)
+            model_family({"model_type": "qwen3"}).check_operations(form)
     with pytest.raises(UnsupportedLayer, match=sentence):
         share_operations(tiny_model("qwen3", **changes))
 
@@ -230,7 +220,7 @@ def test_layers_that_are_left_out_of_fp8_are_no_obstacle():
 
     def gradients(model) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         logits = model(**inputs, use_cache=False).logits[0].float()
-        ops.log_probs(logits, following, torch.ones(len(following))).sum().backward()
+        kernels.log_probs(logits, following, torch.ones(len(following))).sum().backward()
         return logits.detach(), {name: p.grad.double() for name, p in model.named_parameters()}
 
     def skipping():
@@ -284,7 +274,7 @@ def test_the_engines_log_probabilities_come_from_the_shared_function(cpu_platfor
         found = engine.prepare_model_outputs(model(**inputs, use_cache=False), arguments, micro_batch, None)
         for i, sequence in enumerate(sequences):
             logits = model(input_ids=sequence[None], use_cache=False).logits[0]
-            expected = ops.log_probs(logits[:-1], sequence[1:, None], torch.full((len(sequence) - 1,), temperature))
+            expected = kernels.log_probs(logits[:-1], sequence[1:, None], torch.full((len(sequence) - 1,), temperature))
             assert torch.equal(found["log_probs"].unbind()[i][:-1], expected[:, 0])
             entropy = torch.distributions.Categorical(logits=logits / temperature).entropy()
             assert torch.allclose(found["entropy"].unbind()[i], entropy, atol=1e-5)

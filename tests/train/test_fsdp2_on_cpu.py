@@ -1,17 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""The FP8 model under FSDP2 on two gloo processes: gradients, gathers against quantisations, accumulation, state dict.
+# SPDX-License-Identifier: Apache-2.0
+"""The FP8 model under FSDP2 on two gloo processes: gradients, gathers against quantizations, accumulation, state dict.
 
 Each test starts two processes that run one of the functions below and compare with a plain single-process model.
 """
@@ -24,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from two_processes import WORLD, run_in_two_processes
 
-from jetrl_verl.layers import plan_linears
-from jetrl_verl.linear import JetLinear, replace_linears
+from jetrl_verl.models.plan import plan_linears
+from jetrl_verl.nn.linear import JetLinear
+from jetrl_verl.nn.replace import replace_linears
 
 
 def build(checkpointing: bool = False) -> PreTrainedModel:
@@ -106,7 +96,7 @@ def gradients_match_single_process(rank: int) -> None:
         assert error < 4e-3, (name, error)
 
 
-def quantisations_follow_gathers(rank: int, checkpointing: bool, reshard: bool) -> None:
+def quantizations_follow_gathers(rank: int, checkpointing: bool, reshard: bool) -> None:
     counts = count_gathers(None)
     model = shard(build(checkpointing), reshard)
     for step in range(3):
@@ -118,14 +108,14 @@ def quantisations_follow_gathers(rank: int, checkpointing: bool, reshard: bool) 
     gathers = sorted(counts.values())
     # The root group holds embeddings and head, the two others one decoder layer each.
     per_layer = gathers[-2:]
-    most = max(layer.quantisations for layer in layers)
-    print(f"rank {rank} checkpointing={checkpointing} reshard={reshard}: gathers {gathers}, quantisations {most}")
+    most = max(layer.quantizations for layer in layers)
+    print(f"rank {rank} checkpointing={checkpointing} reshard={reshard}: gathers {gathers}, quantizations {most}")
     assert most <= per_layer[0], (most, gathers)
-    # The codes die with the gathered weight.
+    # The qdata die with the gathered weight.
     model.reshard()
     for layer in model.model.layers:
         layer.reshard()
-    assert all(layer._codes is None for layer in layers)
+    assert all(layer._qdata is None for layer in layers)
 
 
 def state_dict_is_the_stock_one(rank: int) -> None:
@@ -146,8 +136,8 @@ def test_gradients_under_fsdp2_with_accumulation_and_autocast():
     [(False, True), (True, True), (False, False)],
     ids=["plain", "checkpointed", "no-reshard"],
 )
-def test_a_weight_is_not_quantised_more_often_than_gathered(checkpointing, reshard):
-    run_in_two_processes(quantisations_follow_gathers, checkpointing, reshard)
+def test_a_weight_is_not_quantized_more_often_than_gathered(checkpointing, reshard):
+    run_in_two_processes(quantizations_follow_gathers, checkpointing, reshard)
 
 
 def test_state_dict_keeps_names_shapes_and_master_weights():

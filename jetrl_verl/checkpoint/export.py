@@ -1,0 +1,431 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""A trained policy as folders for other engines: BF16 in Hugging Face's layout, block FP8 as stock vLLM reads it.
+
+The FP8 folder holds what the rollout held. Its qdata come out of ``quantize_stream``, the function that feeds a weight
+sync, from the same BF16 values, the same plan of layers and the same scale rule, so they are equal byte for byte. Its
+``quantization_config`` is the one that vLLM's ``Fp8Config`` reads: ``fp8``, 128x128 blocks, activations quantized as
+they come, and by name each projection that stays BF16. Its digest is that of the contract check: equal to the ``live
+digest`` that an unsharded rollout logged at its last weight sync, or the folder is not what it sampled from.
+
+Tensors pass one by one. A Hugging Face folder is mapped, not read, and so are the shards of a verl FSDP checkpoint,
+which verl's own model merger puts together; what is written is held one file of a few GiB at a time. A folder appears
+under its name only when it is complete.
+
+Invariant scaling (algorithms/invariant_scaling.py) lies in the master weights. The BF16 folder is exported without it,
+in FP32 before the one rounding; the FP8 folder with it, or its qdata would not be the rollout's.
+"""
+
+import contextlib
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.filesize import decimal
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from jetrl_verl import formats
+from jetrl_verl.algorithms.invariant_scaling import FOLDED, unfolded
+from jetrl_verl.config.environment import check_model
+from jetrl_verl.config.options import JetConfig, UnsupportedConfiguration
+from jetrl_verl.formats import UNQUANTIZED
+from jetrl_verl.formats.format import SCALE_SUFFIX
+from jetrl_verl.formats.sums import row_sums
+from jetrl_verl.models import family
+from jetrl_verl.models.plan import LinearPlan, UnsupportedLayer, plan_linears, plan_of
+from jetrl_verl.reference import QuantizedTensor
+from jetrl_verl.sync.wire import quantize_stream, with_completed
+
+FORMATS = (UNQUANTIZED, *(name for name, traits in formats.FORMATS.items() if traits.exports), "both")
+FACTS = "jetrl_export.json"
+SHARD_BYTES = 4 * 2**30
+
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+class ExportError(ValueError):
+    """A checkpoint that cannot be exported; the message is one sentence: what is wrong, what to do."""
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """How the FP8 folder is made; use what the run used, or the qdata are not the rollout's.
+
+    Attributes:
+        format: ``bf16``, ``fp8`` or ``both``.
+        scale_rule, unfit_layers: ``jetrl.scale_rule`` and ``jetrl.unfit_layers`` of the run.
+        tensor_parallel: the rollout's ``tensor_model_parallel_size``; with ``unfit_layers=skip`` it decides which
+            layers were quantized.
+    """
+
+    format: str = "both"
+    scale_rule: str = "fp32"
+    unfit_layers: str = "stop"
+    tensor_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise ExportError(f"--format {self.format} is not a choice; use one of {', '.join(FORMATS)}.")
+        if self.tensor_parallel < 1:
+            raise ExportError(f"--tensor-parallel {self.tensor_parallel} is no number of ranks; use 1 or more.")
+        self.as_jetrl()
+
+    def as_jetrl(self) -> JetConfig:
+        """The same as options of a run, which validates them."""
+        try:
+            return JetConfig(
+                precision="jet_fp8",
+                train=formats.FLOW,
+                rollout=formats.FLOW,
+                scale_rule=self.scale_rule,
+                unfit_layers=self.unfit_layers,
+            )
+        except UnsupportedConfiguration as error:
+            raise ExportError(str(error)) from None
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A folder that was written: its weight files, their bytes, how many tensors of it are FP8 qdata, its digest."""
+
+    folder: Path
+    files: int
+    bytes: int
+    quantized: int
+    digest: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that is ready to be read, any number of times.
+
+    Attributes:
+        source: folder that was found. config_folder: configuration, tokenizer and what else belongs to the model.
+        tensors: starts a stream of (Hugging Face name, full tensor).
+        masters: whether these are the trainer's FP32 weights, from which invariant scaling can be taken out.
+    """
+
+    source: Path
+    config_folder: Path
+    tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]]
+    masters: bool
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """``config.json`` as it stands in the folder."""
+        try:
+            return json.loads((self.config_folder / "config.json").read_text())
+        except (OSError, ValueError) as error:
+            raise ExportError(
+                f"{self.config_folder / 'config.json'} is not a readable model config ({type(error).__name__}); "
+                "copy the checkpoint again."
+            ) from None
+
+
+def export(checkpoint: Path, out: Path, options: ExportOptions, shard_bytes: int = SHARD_BYTES) -> list[Exported]:
+    """Write ``out`` (one format) or ``out/bf16`` and ``out/fp8`` (both) from a checkpoint.
+
+    Args:
+        checkpoint: a verl FSDP checkpoint (its root, ``global_step_N`` or ``global_step_N/actor``) or a Hugging Face
+            folder with safetensors.
+        out: a folder that does not exist yet, or is empty.
+        options: format, and what decides the qdata.
+        shard_bytes: size of a weight file; also what is held in memory beyond one tensor while writing.
+
+    Raises:
+        ExportError: one sentence; nothing is left under ``out`` then.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ExportError(f"{out} exists and is not an empty folder; name another one or remove it.")
+    source = find_checkpoint(checkpoint)
+    names = (UNQUANTIZED, formats.FLOW) if options.format == "both" else (options.format,)
+    plans = _plan(source, options) if names != (UNQUANTIZED,) else {}
+    opened = _open(source)
+    if opened.config.get("quantization_config"):
+        raise ExportError(
+            f"{source} is already quantized (quantization_config); name the trained BF16 or FP32 weights."
+        )
+
+    building = out.with_name(f".{out.name}-{os.getpid()}")
+    try:
+        written = []
+        for name in names:
+            below = name if len(names) > 1 else ""
+            (building / below).mkdir(parents=True)
+            exported = _write(opened, building / below, plans if name != UNQUANTIZED else {}, options, shard_bytes)
+            written.append(replace(exported, folder=out / below))
+        if out.exists():
+            out.rmdir()
+        building.rename(out)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return written
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The folder of ``path`` that holds a model: of a run's checkpoints the latest, of a step its actor."""
+    latest = path / "latest_checkpointed_iteration.txt"
+    if latest.is_file():
+        path = path / f"global_step_{latest.read_text().strip()}"
+    if (path / "actor").is_dir():
+        path = path / "actor"
+    if (path / "fsdp_config.json").is_file() or (path / "config.json").is_file():
+        return path
+    raise ExportError(
+        f"{path} is neither a verl FSDP checkpoint (fsdp_config.json) nor a Hugging Face folder (config.json); "
+        "name global_step_N of a run, or a model folder."
+    )
+
+
+def _open(source: Path) -> Checkpoint:
+    if not (source / "fsdp_config.json").is_file():
+        return Checkpoint(source, source, lambda: _read_safetensors(source), masters=False)
+    return Checkpoint(source, source / "huggingface", lambda: _read_fsdp(source), masters=True)
+
+
+def _plan(source: Path, options: ExportOptions) -> dict[str, LinearPlan]:
+    """Which layers are quantized; refuses what the FP8 flow cannot run, before anything large is read."""
+    from transformers import AutoConfig
+
+    folder = source / "huggingface" if (source / "fsdp_config.json").is_file() else source
+    try:
+        if folder is source:
+            check_model(str(folder.absolute()), options.as_jetrl(), options.tensor_parallel)
+        config = AutoConfig.from_pretrained(folder)
+        return plan_linears(config, options.tensor_parallel, unfit_layers=options.unfit_layers)
+    except UnsupportedConfiguration as error:
+        raise ExportError(str(error)) from None
+    except UnsupportedLayer as error:
+        raise ExportError(f"{folder} has no FP8 form: {error}.") from None
+    except (OSError, ValueError) as error:
+        raise ExportError(
+            f"{folder / 'config.json'} is not a readable model config ({type(error).__name__}); "
+            "copy the checkpoint again."
+        ) from None
+
+
+def _read_safetensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a Hugging Face folder, mapped: pages are read as a tensor is used."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ExportError(f"{folder} holds no *.safetensors; save the model with safetensors first.")
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  a handle, not a mapping
+                    yield name, tensors.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ExportError(
+                f"the weight file {file} is missing or damaged ({type(error).__name__}); copy the folder again."
+            ) from None
+
+
+def _read_fsdp(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a verl FSDP checkpoint as it was saved, put together from mapped shards."""
+    try:
+        yield from _merged(folder)
+    except ExportError:
+        raise
+    except Exception as error:  # a damaged pickle raises almost anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ExportError(
+            f"verl's model merger cannot read {folder} ({reason}); every rank's model_world_size_*_rank_*.pt must be "
+            "there, complete, beside huggingface/."
+        ) from None
+
+
+def _merged(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """verl's model merger, tensor by tensor and without its cast to BF16."""
+    from torch.distributed.tensor import DTensor
+    from torch.utils.serialization import config as loading
+    from verl.model_merger.base_model_merger import ModelMergerConfig
+    from verl.model_merger.fsdp_model_merger import FSDPModelMerger, merge_non_dtensor_shards
+
+    world = json.loads((folder / "fsdp_config.json").read_text())["world_size"]
+
+    def shard(rank: int) -> dict[str, torch.Tensor]:
+        file = folder / f"model_world_size_{world}_rank_{rank}.pt"
+        if not file.is_file():
+            raise FileNotFoundError(file.name)
+        with loading.patch({"load.mmap": True}):
+            return torch.load(file, map_location="cpu", weights_only=False)
+
+    first = shard(0)
+    if any("lora_" in name for name in first):
+        raise ExportError(
+            f"{folder} holds LoRA adapters; merge them into the model first (`python -m verl.model_merger`)."
+        )
+    with contextlib.redirect_stdout(io.StringIO()):  # what the merger prints are facts about itself
+        merger = FSDPModelMerger(
+            ModelMergerConfig("merge", "fsdp", local_dir=str(folder), hf_model_config_path=str(folder / "huggingface"))
+        )
+    count, _ = merger._calculate_shard_configuration(*merger._extract_device_mesh_info(first, world))
+    shards = [first, *(shard(rank) for rank in range(1, count))]
+    for name in sorted(first):
+        parts = [held[name] for held in shards]
+        if isinstance(parts[0], DTensor):
+            # The last dimension of the mesh is the one that shards; before it come replicas.
+            yield name, merger._merge_by_placement([part._local_tensor for part in parts], parts[0].placements[-1])
+        else:
+            yield name, merge_non_dtensor_shards(name, parts)
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def _write(
+    checkpoint: Checkpoint, folder: Path, plans: Mapping[str, LinearPlan], options: ExportOptions, shard_bytes: int
+) -> Exported:
+    """One output folder; FP8 where ``plans`` says so, all BF16 where it is empty."""
+    config = checkpoint.config
+    layers = config.get("num_hidden_layers", 0)
+    names = [f"{family(config).layers}.{layer}.{suffix}.weight" for layer in range(layers) for suffix in plans]
+    weights = checkpoint.tensors()
+    if not plans and checkpoint.masters and FOLDED in config:
+        weights = unfolded(weights, config.pop(FOLDED), family(config))
+    weights = _checked(weights, names, plans, bool(config.get("tie_word_embeddings")))
+    digest = _Digest(bool(config.get("tie_word_embeddings")))
+    stream = digest.of(quantize_stream(weights, plans, options.scale_rule))
+    files, size, quantized = _save(stream, folder, shard_bytes)
+
+    config["dtype"] = "bfloat16"
+    config.pop("torch_dtype", None)  # the older name of the same key
+    if plans:
+        kept = [name.removesuffix(".weight") for name in names if not plan_of(name, plans).quantized]
+        config["quantization_config"] = formats.get(formats.FLOW).huggingface_config(["lm_head", *kept])
+        facts = {"source": str(checkpoint.source.resolve()), "digest": f"{digest.value:#018x}", **asdict(options)}
+        (folder / FACTS).write_text(json.dumps(facts, indent=2))
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    for file in sorted(checkpoint.config_folder.iterdir()):
+        is_weight = file.suffix in _WEIGHTS or file.name.endswith(".index.json")
+        if file.is_file() and not is_weight and file.name not in ("config.json", FACTS):
+            shutil.copyfile(file, folder / file.name)
+    for file in folder.glob("*.safetensors"):
+        shutil.copymode(folder / "config.json", file)  # safetensors makes them readable by their owner alone
+    return Exported(folder, files, size, quantized, digest.value)
+
+
+class _Digest:
+    """Sum of the contract's sums over a stream, modulo 2^64, as an unsharded rollout logs it of its live parameters."""
+
+    def __init__(self, tied: bool) -> None:
+        self.value, self._tied = 0, tied
+
+    def of(self, stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pass ``stream`` through and add it up."""
+        for name, tensor, completed in with_completed(stream):
+            if completed is not None:
+                whole, value = completed
+                if isinstance(value, QuantizedTensor):
+                    self._add(formats.of(value.qdata).sums(value))
+                else:
+                    # A tied embedding has two names in the trainer and in the rollout.
+                    self._add(row_sums(value), times=1 + (self._tied and whole == _EMBEDDING))
+            yield name, tensor
+
+    def _add(self, sums: torch.Tensor, times: int = 1) -> None:
+        self.value = (self.value + times * int(sums.sum().item())) % 2**64
+
+
+def _checked(
+    weights: Iterable[tuple[str, torch.Tensor]], expected: Iterable[str], plans: Mapping[str, LinearPlan], tied: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The stream without the second name of a tied embedding; refuses what would become another model than this."""
+    missing = set(expected)
+    shared: dict[str, torch.Tensor] = {}
+    for name, tensor in weights:
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise ExportError(f"{name} holds Inf or NaN; export an earlier checkpoint of the run.")
+        plan = plan_of(name, plans) if name.endswith(".weight") else None
+        if plan is not None:
+            if name not in missing:
+                raise ExportError(f"{name} belongs to a layer that config.json does not have; copy the folder again.")
+            if tuple(tensor.shape) != (plan.n, plan.k):
+                raise ExportError(
+                    f"{name} has shape {list(tensor.shape)} and config.json says [{plan.n}, {plan.k}]; the weights and "
+                    "the configuration do not belong together."
+                )
+            missing.remove(name)
+        if tied and name in (_HEAD, _EMBEDDING):
+            shared[name] = tensor
+            if len(shared) == 2 and not torch.equal(shared[_HEAD].bfloat16(), shared[_EMBEDDING].bfloat16()):
+                raise ExportError(
+                    f"{_HEAD} differs from {_EMBEDDING}, which config.json ties; set tie_word_embeddings to false."
+                )
+            if name == _HEAD:
+                continue
+        yield name, tensor
+    if tied and _EMBEDDING not in shared:
+        missing.add(_EMBEDDING)
+    if missing:
+        raise ExportError(f"{min(missing)} is not in the checkpoint ({len(missing)} missing); copy the folder again.")
+
+
+def _save(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int) -> tuple[int, int, int]:
+    """Write a stream as safetensors of about ``shard_bytes``; returns numbers of files, bytes and FP8 tensors."""
+    shard: dict[str, torch.Tensor] = {}
+    held = size = quantized = 0
+    parts: list[list[str]] = []
+
+    def flush() -> None:
+        save_file(shard, folder / f"part-{len(parts)}", metadata={"format": "pt"})
+        parts.append(list(shard))
+        shard.clear()
+
+    for name, tensor in tensors:
+        # FP8 data and their scales stay together: a reader may want both from one file.
+        if shard and held + tensor.nbytes > shard_bytes and not name.endswith(SCALE_SUFFIX):
+            flush()
+            held = 0
+        shard[name] = tensor.contiguous()
+        held += tensor.nbytes
+        size += tensor.nbytes
+        quantized += formats.of(tensor) is not None
+    flush()
+    if len(parts) == 1:
+        (folder / "part-0").rename(folder / "model.safetensors")
+        return 1, size, quantized
+    weight_map = {}
+    for number, names in enumerate(parts):
+        file = f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors"
+        (folder / f"part-{number}").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    return len(parts), size, quantized
+
+
+def run_export(checkpoint: Path, out: Path, options: ExportOptions, console: Console) -> None:
+    """The command: export, and say what was written and how to serve it. Raises ``ExportError``."""
+    for exported in export(checkpoint, out, options):
+        layers = f", {exported.quantized} layers in FP8" if exported.quantized else ""
+        files = f"{exported.files} {'file' if exported.files == 1 else 'files'}"
+        _say(console, f"{exported.folder}: {files}, {decimal(exported.bytes)}{layers}")
+        if exported.quantized:
+            # A worker of several logs the sum of its own part.
+            logged = (
+                ": the live digest in the log of the run's last weight sync" if options.tensor_parallel == 1 else ""
+            )
+            _say(console, f"digest {exported.digest:#018x}{logged}")
+            # DeepGEMM, vLLM's first choice, rounds the scales to powers of two at load and the qdata with them.
+            _say(console, f"serve these qdata as they are: VLLM_USE_DEEP_GEMM=0 vllm serve {exported.folder}")
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)

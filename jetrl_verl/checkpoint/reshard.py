@@ -1,0 +1,464 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""An FSDP2 checkpoint of N ranks rewritten for M: weights, moments and schedule, so that a run resumes on other GPUs.
+
+verl writes three files per rank (``model``, ``optim``, ``extra_state``), names them after the number of ranks, and
+reads back only those of its own number. Only the cut depends on that number: FSDP2 cuts each tensor along
+dimension 0 as ``torch.chunk`` does and keeps the piece as the local tensor of a DTensor. So the file of a new rank is
+the file of an old one in which each DTensor holds other rows and stands on a mesh of M ranks; everything
+else (steps, hyperparameters, buffers) is the same on all ranks, which is checked, and kept. The data position
+(``data.pt``) and the Hugging Face folder do not depend on ranks.
+
+- **In place or elsewhere.** File names carry the number of ranks, so both sets live in one folder, and a run of either
+  size resumes from it; old files are never touched. With ``out``, a folder for ``trainer.default_local_dir`` is
+  written. Either way nothing appears under its name before everything has been written.
+- **Memory.** Old files are mapped, once their checksums have been read. Memory holds one new rank's file, as
+  that rank does when it resumes.
+- **Random states.** A new rank r < N goes on with the generators of old rank r; those of ranks that the new run
+  lacks are dropped. A rank that the old run did not have gets generators seeded from the state of old rank r mod N and
+  from r: reproducible, and different from the others'. No random state makes M ranks draw what N would have drawn.
+- **HSDP.** One replica is read. The result is plain FSDP2 over M ranks, ``fsdp_config.fsdp_size=-1``.
+- **8-bit moments** (torchao) carry a scale for each block of values. Where the new cut falls between blocks, qdata and
+  scales are cut; where it would fall into one, the values are kept exactly, in FP32.
+
+FSDP1 checkpoints are not supported: their optimiser states are pieces of flattened layers, with padding that depends on
+N.
+"""
+
+import copy
+import functools
+import hashlib
+import json
+import logging
+import os
+import random
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.filesize import decimal
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from jetrl_verl.checkpoint.validation import DamagedCheckpointError, check_checkpoint
+
+_SHARDED = ("model", "optim")
+_EXTRA = "extra_state"
+_FILE = re.compile(r"(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt")
+_DEFAULT_GROUP = "0"
+"""What torch names a process's first group, which is the one that a mesh of all ranks communicates in."""
+
+
+class ReshardError(ValueError):
+    """A checkpoint that cannot be rewritten; the message is one sentence: what is wrong, what to do."""
+
+
+@dataclass(frozen=True)
+class Resharded:
+    """One role's checkpoint that was rewritten.
+
+    Attributes:
+        folder: where its new files are, ``.../global_step_<n>/actor`` or ``critic``.
+        before, after: number of ranks. replicas: of the old ones; more than one was HSDP.
+        files, bytes: of the new files.
+    """
+
+    folder: Path
+    before: int
+    after: int
+    replicas: int
+    files: int
+    bytes: int
+
+
+def reshard(checkpoint: str | Path, gpus: int, out: str | Path | None = None) -> list[Resharded]:
+    """Rewrite every role (actor, critic) of a checkpoint for ``gpus`` ranks.
+
+    Args:
+        checkpoint: ``global_step_<n>``, one of its roles, or the folder of a run, whose latest step is taken.
+        gpus: ranks of the run that will resume, over all nodes; every number from 1 on but the old one.
+        out: a folder that does not exist yet or is empty, and becomes one for ``trainer.default_local_dir``; None
+            writes beside the old files.
+
+    Returns:
+        What was written, a role each.
+
+    Raises:
+        ReshardError: nothing has been written then.
+    """
+    for path in (checkpoint, out):
+        if ":/" in str(path):
+            raise ReshardError(f"{path} is remote; copy the checkpoint to a local disk and name that.")
+    if gpus < 1:
+        raise ReshardError(f"--gpus {gpus} is no number of ranks; use 1 or more.")
+    step = _find_step(Path(checkpoint))
+    roles = [_Role(folder) for folder in sorted(step.iterdir()) if (folder / "fsdp_config.json").is_file()]
+    if not roles:
+        raise ReshardError(f"{step} holds no checkpoint of verl's FSDP engines (actor/fsdp_config.json).")
+    target = Path(out) if out is not None else None
+    if target is not None and target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ReshardError(f"{target} exists and is not an empty folder; name another one or remove it.")
+    for role in roles:
+        role.check(gpus, beside=target is None)
+    _check_room(sum(role.bytes_of_a_replica for role in roles), target or step)
+
+    try:
+        if target is None:
+            return _write_beside(roles, gpus)
+        return _write_elsewhere(step, roles, gpus, target)
+    except (OSError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ReshardError(f"{target or step} could not be written ({reason}); fix that and start again.") from error
+
+
+def rows_of_rank(rows: int, ranks: int, rank: int) -> tuple[int, int]:
+    """First row, and the one behind the last, of a rank's piece under ``torch.chunk``; equal where it is empty."""
+    piece = -(-rows // ranks)
+    return min(rank * piece, rows), min((rank + 1) * piece, rows)
+
+
+def rows_of(shards: Sequence[torch.Tensor], begin: int, end: int, like: torch.Tensor) -> torch.Tensor:
+    """Rows ``[begin, end)`` of a tensor whose rows lie in ``shards`` one after another; never a view of them.
+
+    Args:
+        shards: ``[rows_i, ...]`` of one dtype, in the order of their ranks; any may be empty. 8-bit moments of torchao
+            (``codes``, ``scale``) may be among them.
+        like: ``[rows, ...]``, the whole tensor by shape and dtype alone, which an empty result takes after.
+
+    Returns:
+        ``[end - begin, ...]`` of the shards' dtype and class; dense, of ``like``'s dtype, where the rows of 8-bit
+        moments begin or end inside a block of theirs or are stored in more than one way.
+    """
+    pieces = []
+    at = 0
+    for shard in shards:
+        low, high = max(begin, at), min(end, at + shard.shape[0])
+        if low < high:
+            pieces.append((shard, low - at, high - at))
+        at += shard.shape[0]
+    if not pieces:
+        return torch.empty((0, *like.shape[1:]), dtype=like.dtype)
+    kinds = {type(shard) for shard, _, _ in pieces}
+    if kinds == {torch.Tensor}:
+        return torch.cat([shard[low:high] for shard, low, high in pieces])
+    if len(kinds) == 1 and (cut := _cut_blocks(pieces)) is not None:
+        return cut
+    dense = [shard if type(shard) is torch.Tensor else shard.dequantize(like.dtype) for shard, _, _ in pieces]
+    return torch.cat([shard[low:high].to(like.dtype) for shard, (_, low, high) in zip(dense, pieces)])
+
+
+def _cut_blocks(pieces: list[tuple[torch.Tensor, int, int]]) -> torch.Tensor | None:
+    """Rows of torchao's moments with their qdata as they are; None where a block would be cut.
+
+    Args:
+        pieces: a tensor of one class each, and the rows to take. Its ``codes`` have its own shape and ``scale [B]`` is
+            of B equal blocks of the flattened codes; what else it consists of is the same in all of them.
+    """
+    codes, scales = [], []
+    for shard, low, high in pieces:
+        names, context = shard.__tensor_flatten__()
+        if not {"codes", "scale"} <= set(names) or shard.codes.shape != shard.shape:
+            return None
+        block, width = shard.codes.numel() // shard.scale.numel(), shard.codes[0].numel()
+        if low * width % block or high * width % block:
+            return None
+        codes.append(shard.codes[low:high])
+        scales.append(shard.scale[low * width // block : high * width // block])
+    parts = {name: getattr(shard, name).clone() for name in names}
+    parts |= {"codes": torch.cat(codes), "scale": torch.cat(scales)}
+    return type(shard).__tensor_unflatten__(parts, context)
+
+
+@functools.lru_cache(maxsize=1)  # one object for all tensors of a file, as verl's have
+def mesh_for(mesh: DeviceMesh, ranks: int, rank: int) -> DeviceMesh:
+    """The mesh that rank ``rank`` of a run of ``ranks`` has under plain FSDP2, made without that run.
+
+    Args:
+        mesh: of the old run, ``(fsdp,)`` or ``(ddp, fsdp)``; the new one has its device and the name of its last
+            dimension.
+    """
+    names = mesh.mesh_dim_names[-1:] if mesh.mesh_dim_names else None
+    made = DeviceMesh(mesh.device_type, torch.arange(ranks), mesh_dim_names=names, _init_backend=False, _rank=rank)
+    made._dim_group_names = [_DEFAULT_GROUP]
+    return made
+
+
+def shard_for(states: Sequence[Any], where: str, ranks: int, rank: int) -> Any:
+    """What new rank ``rank`` of ``ranks`` holds, from what the old ones hold at the same place of their state.
+
+    Args:
+        states: a state dict, a list, a tensor or a plain value of each old rank of one replica, in their order. A
+            DTensor is sharded along dimension 0 by the last dimension of its mesh and replicated by the others.
+        where: the place, for messages.
+
+    Returns:
+        The first state with other DTensors in it.
+
+    Raises:
+        ReshardError: the ranks hold different things where they must not, or a DTensor is sharded in another way.
+    """
+    first = states[0]
+    if any(type(state) is not type(first) for state in states):
+        raise ReshardError(f"the ranks of the checkpoint hold different types at {where}; it is no whole one.")
+    if isinstance(first, DTensor):
+        return _dtensor_for(states, where, ranks, rank)
+    if isinstance(first, Mapping):
+        if any(state.keys() != first.keys() for state in states):
+            raise ReshardError(f"the ranks of the checkpoint hold different keys at {where}; it is no whole one.")
+        made = copy.copy(first)  # with its class and, of a module's state dict, the version in its attributes
+        for key in first:
+            made[key] = shard_for([state[key] for state in states], f"{where}[{key!r}]", ranks, rank)
+        return made
+    if isinstance(first, (list, tuple)) and all(len(state) == len(first) for state in states):
+        parts = [shard_for(values, f"{where}[{i}]", ranks, rank) for i, values in enumerate(zip(*states))]
+        return type(first)(parts)
+    if isinstance(first, torch.Tensor):
+        if all(state.dtype == first.dtype and torch.equal(state, first) for state in states):
+            return first.clone()
+    elif all(state == first for state in states):
+        return first
+    raise ReshardError(f"the ranks of the checkpoint hold different values at {where}; it is no whole one.")
+
+
+def _dtensor_for(shards: Sequence[DTensor], where: str, ranks: int, rank: int) -> DTensor:
+    first = shards[0]
+    *others, last = first.placements
+    if any(type(placement) is not Replicate for placement in others) or type(last) is not Shard or last.dim != 0:
+        raise ReshardError(f"{where} is placed as {first.placements}; only FSDP2's cut along dimension 0 is supported.")
+    rows = first.shape[0]
+    if any(shard.shape != first.shape for shard in shards) or sum(s._local_tensor.shape[0] for s in shards) != rows:
+        raise ReshardError(f"the shards of {where} do not add up to its {rows} rows; the checkpoint is no whole one.")
+    like = torch.empty(first.shape, dtype=first.dtype, device="meta")
+    local = rows_of([shard._local_tensor for shard in shards], *rows_of_rank(rows, ranks, rank), like)
+    spec = DTensorSpec(mesh_for(first.device_mesh, ranks, rank), (Shard(0),), tensor_meta=first._spec.tensor_meta)
+    return DTensor(local, spec, requires_grad=first.requires_grad)
+
+
+def random_states(states: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any]:
+    """The random states that new rank ``rank`` starts from, in the form of verl's ``get_rng_state``.
+
+    Args:
+        states: of the old ranks: ``cpu`` (uint8 of torch's generator), ``numpy``, ``random``, and a device's name with
+            the uint8 of its generator.
+
+    Returns:
+        Those of the old rank of that number. Where there is none, generators seeded with the SHA-256 of ``cpu`` of rank
+        ``rank`` mod N and of ``rank``. Of an accelerator other than ``cuda`` the state is then left out, and verl
+        leaves its generator as the run seeded it.
+    """
+    old = states[rank % len(states)]
+    if rank < len(states):
+        return dict(old)
+    digest = hashlib.sha256(old["cpu"].numpy().tobytes() + rank.to_bytes(8, "little")).digest()
+    seed = int.from_bytes(digest[:8], "little") >> 1  # 63 bits, which every generator takes
+    made = {
+        "cpu": torch.Generator().manual_seed(seed).get_state(),
+        "numpy": np.random.RandomState(list(digest)).get_state(),
+        "random": random.Random(digest).getstate(),
+    }
+    if "cuda" in old and old["cuda"].numel() == 16:  # Philox: a seed and an offset, 8 bytes each
+        made["cuda"] = torch.tensor([seed, 0], dtype=torch.int64).view(torch.uint8)
+    return made
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def _find_step(path: Path) -> Path:
+    """The folder ``global_step_<n>`` that ``path`` names."""
+    latest = path / "latest_checkpointed_iteration.txt"
+    if latest.is_file():
+        path = path / f"global_step_{latest.read_text().strip()}"
+    if (path / "fsdp_config.json").is_file():
+        path = path.absolute().parent
+    if re.fullmatch(r"global_step_\d+", path.absolute().name) and path.is_dir():
+        return path
+    raise ReshardError(f"{path} is no folder global_step_<n> of a verl run, nor one of its roles; name such a folder.")
+
+
+class _Role:
+    """The files of one role: ``.../global_step_<n>/actor`` or ``critic``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            config = json.loads((folder / "fsdp_config.json").read_text())
+            version, self.ranks = int(config["FSDP_version"]), int(config["world_size"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ReshardError(
+                f"{folder / 'fsdp_config.json'} is not what verl writes ({type(error).__name__}); copy the checkpoint "
+                "again."
+            ) from None
+        if version != 2:
+            raise ReshardError(
+                f"{folder} was written under FSDP1, whose optimiser states cannot be cut again; resume with "
+                f"{self.ranks} GPUs, or merge it (python -m verl.model_merger merge --backend fsdp) and start from the "
+                "merged model with strategy=fsdp2."
+            )
+        found = [match for file in folder.iterdir() if (match := _FILE.fullmatch(file.name))]
+        self.written = {int(match[2]) for match in found}
+        self.contents = {match[1] for match in found if int(match[2]) == self.ranks}
+
+    def check(self, gpus: int, beside: bool) -> None:
+        """Refuse what cannot be rewritten for ``gpus`` ranks, after every file's checksums have been read.
+
+        Raises:
+            ReshardError: also where files of that many ranks are there already (``beside``).
+        """
+        if gpus == self.ranks:
+            raise ReshardError(f"{self.folder} was written by {gpus} ranks already; resume it as it is.")
+        if beside and gpus in self.written:
+            raise ReshardError(
+                f"{self.folder} holds files of {gpus} ranks already; resume with {gpus} GPUs, or remove its "
+                f"*_world_size_{gpus}_rank_*.pt first."
+            )
+        if "model" not in self.contents:
+            raise ReshardError(
+                f"{self.folder} lacks model_world_size_{self.ranks}_rank_*.pt, which fsdp_config.json speaks of; copy "
+                "the checkpoint again."
+            )
+        try:
+            for rank in range(self.ranks):
+                check_checkpoint(self.folder, rank, self.ranks)
+        except DamagedCheckpointError as error:
+            raise ReshardError(str(error)) from None
+        mesh = _mesh_of(self.load("model", 0))
+        if mesh is None or mesh.size() != self.ranks or mesh.ndim > 2:
+            raise ReshardError(
+                f"{self.file('model', 0)} holds no tensors that FSDP2 sharded over {self.ranks} ranks; name a "
+                "checkpoint of verl's fsdp2 strategy."
+            )
+        self.replica = mesh.mesh.reshape(-1, mesh.shape[-1])[0].tolist()
+
+    @property
+    def replicas(self) -> int:
+        return self.ranks // len(self.replica)
+
+    @property
+    def bytes_of_a_replica(self) -> int:
+        files = (self.file(content, rank) for content in self.contents & {*_SHARDED} for rank in self.replica)
+        return sum(file.stat().st_size for file in files)
+
+    def file(self, content: str, rank: int, ranks: int | None = None) -> Path:
+        return self.folder / f"{content}_world_size_{ranks or self.ranks}_rank_{rank}.pt"
+
+    def load(self, content: str, rank: int) -> Any:
+        """A rank's file; tensors are mapped, pages are read as they are used."""
+        file = self.file(content, rank)
+        try:
+            with _without_group_warnings():
+                return torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+        except Exception as error:  # a pickle of another torch raises almost anything
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise ReshardError(f"{file} cannot be read here ({reason}); use the run's own environment.") from None
+
+    def write(self, folder: Path, gpus: int) -> tuple[int, int]:
+        """All files of ``gpus`` ranks into ``folder``; how many, and their bytes."""
+        files = []
+        for content in (name for name in _SHARDED if name in self.contents):
+            states = [self.load(content, rank) for rank in self.replica]
+            for rank in range(gpus):
+                files.append(folder / self.file(content, rank, gpus).name)
+                torch.save(shard_for(states, content, gpus, rank), files[-1])
+        if _EXTRA in self.contents:
+            states = [self.load(_EXTRA, rank) for rank in range(self.ranks)]
+            for rank in range(gpus):
+                state = dict(states[rank % self.ranks])
+                if "rng" in state:
+                    state["rng"] = random_states([old["rng"] for old in states], rank)
+                files.append(folder / self.file(_EXTRA, rank, gpus).name)
+                torch.save(state, files[-1])
+        return len(files), sum(file.stat().st_size for file in files)
+
+
+def _mesh_of(state: Any) -> DeviceMesh | None:
+    """The mesh of the first DTensor in a state dict."""
+    return next((value.device_mesh for value in state.values() if isinstance(value, DTensor)), None)
+
+
+@contextmanager
+def _without_group_warnings() -> Iterator[None]:
+    """Silence torch's line per file about missing process groups."""
+    logger = logging.getLogger("torch.distributed.device_mesh")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def _check_room(needed: int, folder: Path) -> None:
+    existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise ReshardError(
+            f"the new files need {decimal(needed)} and the disk of {existing} has {decimal(free)} left; make room, or "
+            "name a folder on another disk with --out."
+        )
+
+
+def _write_beside(roles: list[_Role], gpus: int) -> list[Resharded]:
+    """New files in the roles' own folders, renamed into them when all of all roles are complete."""
+    stages = [role.folder / f".reshard-{os.getpid()}" for role in roles]
+    try:
+        written = []
+        for role, stage in zip(roles, stages):
+            stage.mkdir()
+            written.append(Resharded(role.folder, role.ranks, gpus, role.replicas, *role.write(stage, gpus)))
+        for role, stage in zip(roles, stages):
+            for file in sorted(stage.iterdir()):
+                file.rename(role.folder / file.name)
+    finally:
+        for stage in stages:
+            shutil.rmtree(stage, ignore_errors=True)
+    return written
+
+
+def _write_elsewhere(step: Path, roles: list[_Role], gpus: int, out: Path) -> list[Resharded]:
+    """``out`` with the one step in it, everything but the old ranks' files copied, and verl's tracker."""
+    building = out.with_name(f".{out.name}-{os.getpid()}")
+    name = step.absolute().name
+    try:
+        copied = building / name
+        shutil.copytree(step, copied, ignore=lambda _, names: [file for file in names if _FILE.fullmatch(file)])
+        written = []
+        for role in roles:
+            folder = copied / role.folder.name
+            facts = role.write(folder, gpus)
+            config = json.loads((folder / "fsdp_config.json").read_text())
+            (folder / "fsdp_config.json").write_text(json.dumps(config | {"world_size": gpus}, indent=4))
+            written.append(Resharded(out / name / folder.name, role.ranks, gpus, role.replicas, *facts))
+        (building / "latest_checkpointed_iteration.txt").write_text(name.removeprefix("global_step_"))
+        if out.exists():
+            out.rmdir()
+        building.rename(out)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return written
+
+
+def run_reshard(checkpoint: str, gpus: int, out: str | None, console: Console) -> None:
+    """The command: reshard, and say what was written and how to resume. Raises ``ReshardError``."""
+    written = reshard(checkpoint, gpus, out)
+    for role in written:
+        line = f"{role.folder}: {role.before} ranks -> {role.after}, {role.files} files, {decimal(role.bytes)}"
+        _say(console, line)
+    ranks = f"trainer.n_gpus_per_node times trainer.nnodes = {gpus}"
+    plain = ", fsdp_config.fsdp_size=-1" if any(role.replicas > 1 for role in written) else ""
+    step = written[0].folder.absolute().parent
+    _say(console, f"resume with {ranks}{plain} trainer.resume_mode=resume_path trainer.resume_from_path={step}")
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)

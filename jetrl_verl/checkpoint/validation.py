@@ -1,0 +1,134 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""A damaged checkpoint stops the resume by name, before a byte of it is loaded.
+
+What verl 0.9.1 and torch do by themselves with a checkpoint that a full disk or a lost machine has left behind:
+
+* a truncated file fails in ``torch.load`` with a message about zip archives that names neither file nor remedy;
+* a file whose bytes changed, or whose blocks the file system never wrote, *loads*: torch writes a checksum per tensor
+  and does not read it back;
+* a full disk ends in ``unexpected pos 2853504 vs 2853396``, which names neither disk nor file.
+
+What verl notes as its latest checkpoint is read by patches/checkpoint_tracker.py.
+
+Nothing is skipped silently here: which checkpoint to go back to is the user's choice, and each message says how.
+Reading the checksums costs one pass over the files per rank, which warms the page cache for the load behind it.
+"""
+
+import contextlib
+import re
+import shutil
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from jetrl_verl.patches.checkpoint_tracker import DamagedCheckpointError, steps_in
+
+_CONTENTS = ("model", "optim", "extra_state")
+
+KEPT_SCALES = "int8_scales.pt"
+"""File of rank 0 beside verl's: the scales that ``jetrl.int8_scales=first`` keeps."""
+
+_OF_THE_WRITE = re.compile("inline_container|PytorchStreamWriter|unexpected pos")
+"""Words in the errors of torch's zip writer, which are plain RuntimeErrors."""
+
+
+class UnwrittenCheckpointError(RuntimeError):
+    """A checkpoint could not be written; the message names the folder, the space left on its disk and what to do."""
+
+
+@contextlib.contextmanager
+def explained(folder: str | Path) -> Iterator[None]:
+    """Turn a failed write of a checkpoint to ``folder`` into one error that names the space left on its disk.
+
+    Other errors of a save, such as those of a GPU or of NCCL, pass.
+
+    Raises:
+        UnwrittenCheckpointError: from the error of the write.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        existing = next((place for place in (Path(folder), *Path(folder).parents) if place.exists()), None)
+        of_the_write = isinstance(error, OSError) or _OF_THE_WRITE.search(str(error))
+        if not of_the_write or "://" in str(folder) or existing is None:
+            raise
+        free = shutil.disk_usage(existing).free / 2**20
+        reason = str(error).partition("\n")[0]
+        raise UnwrittenCheckpointError(
+            f"checkpoint: {folder} could not be written ({reason}); its disk has {free:.0f} MiB left; make room and "
+            "start again with trainer.resume_mode=auto, which goes on from the last complete checkpoint"
+        ) from error
+
+
+def check_checkpoint(folder: str | Path, rank: int, world_size: int) -> None:
+    """Read one rank's files of a checkpoint and compare them with the checksums they carry.
+
+    Args:
+        folder: ``.../global_step_<n>/actor`` (or ``critic``) as verl's FSDP checkpoint manager wrote it. A path on a
+            remote file system is left to verl.
+        rank, world_size: of this process; rank 0 also reads ``KEPT_SCALES`` and ``data.pt`` beside the folder.
+
+    Raises:
+        DamagedCheckpointError: a file is missing, truncated, or has other bytes than were written.
+    """
+    if "://" in str(folder):
+        return
+    folder = Path(folder)
+    written = {
+        int(found.group(1)) for file in folder.glob("*.pt") if (found := re.search(r"world_size_(\d+)_", file.name))
+    }
+    if written and world_size not in written:
+        raise DamagedCheckpointError(
+            f"the checkpoint {folder} was written by {', '.join(map(str, sorted(written)))} ranks and this run has "
+            f"{world_size}; resume with as many GPUs, or rewrite it with optimiser and schedule (FSDP2; jetrl reshard "
+            f"{folder.parent} --gpus {world_size}), or merge it (python -m verl.model_merger merge --backend fsdp) and "
+            "start from the merged model"
+        )
+    files = [folder / f"{content}_world_size_{world_size}_rank_{rank}.pt" for content in _CONTENTS]
+    if rank == 0:
+        files += [file for file in (folder / KEPT_SCALES, folder.parent / "data.pt") if file.exists()]
+    present = [file for file in files if file.exists()]
+    # What the user chose not to save (checkpoint.save_contents) is absent on every rank.
+    for file in set(files) - set(present):
+        if not present or any(folder.glob(f"{file.name.partition('_world')[0]}_world_size_*.pt")):
+            raise DamagedCheckpointError(f"the checkpoint file {file} is missing; {_remedy(folder.parent)}")
+    for file in present:
+        fault = _fault_of(file)
+        if fault is not None:
+            raise DamagedCheckpointError(f"the checkpoint file {file} is damaged ({fault}); {_remedy(folder.parent)}")
+
+
+def drop_other_world_sizes(folder: str | Path, world_size: int) -> None:
+    """Delete the shards that another number of ranks left in a folder which this many have now written.
+
+    verl clears no folder that it saves to, so a run that went back to an earlier step on other GPUs would leave two
+    policies there, and a resume on the old number of GPUs would take the older one.
+    """
+    if "://" in str(folder):
+        return
+    for content in _CONTENTS:
+        for file in Path(folder).glob(f"{content}_world_size_*_rank_*.pt"):
+            if not file.name.startswith(f"{content}_world_size_{world_size}_"):
+                file.unlink(missing_ok=True)  # every rank of a machine does the same
+
+
+def _fault_of(file: Path) -> str | None:
+    """What is wrong with a file of ``torch.save``, None if its bytes are those that were written."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            bad = archive.testzip()
+    except (zipfile.BadZipFile, EOFError, OSError, zlib.error, NotImplementedError) as error:
+        return f"{file.stat().st_size} bytes, not a complete file: {error}"
+    return None if bad is None else f"the checksum of its part {bad} differs"
+
+
+def _remedy(damaged: Path) -> str:
+    """How to go on without the checkpoint ``.../global_step_<n>``."""
+    step = damaged.name.removeprefix("global_step_")
+    earlier = [other for other in steps_in(damaged.parent) if step.isdigit() and other < int(step)]
+    if not earlier:
+        return "there is no earlier checkpoint; start again with trainer.resume_mode=disable"
+    before = damaged.with_name(f"global_step_{max(earlier)}")
+    return f"resume from the one before with trainer.resume_mode=resume_path trainer.resume_from_path={before}"

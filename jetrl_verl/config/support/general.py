@@ -1,0 +1,409 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of the composed configuration that every precision has: training, model, rollout, trainer, our own keys."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from .row import IS_ABSENT, IS_FALSE, IS_SET, IS_TRUE, Get, Row, Scope, Wrong, above, other_than
+from .scopes import ACTOR, CORRECTION, EVERY, FP8_CRITIC, MODEL, REF, ROLLOUT, UNSAMPLED, VLLM
+from .target import target_row
+
+BF16 = ("bfloat16", "bf16", "torch.bfloat16")
+
+_ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config")
+_EITHER = ", or precision=bf16"
+_PACKAGE = __name__.partition(".")[0]
+
+
+def _training(suffix: str, scope: Scope, roles: tuple[str, ...], engines: tuple[str, ...]) -> tuple[Row, ...]:
+    return (
+        Row(
+            f"engine{suffix}",
+            "Megatron, VeOmni, TorchTitan and other engines",
+            scope,
+            "training runs under FSDP",
+            "Set model_engine=dp, or {key}=fsdp2",
+            tuple(f"{role}.strategy" for role in roles),
+            other_than("fsdp", "fsdp2", absent=False),
+            example="megatron",
+        ),
+        Row(
+            f"qat{suffix}",
+            "quantization-aware training",
+            scope,
+            "the linear layers are quantized already",
+            "Set {key}=false",
+            tuple(f"{node}.qat.enable" for node in (*roles, *engines)),
+            IS_TRUE,
+            example=True,
+        ),
+        Row(
+            f"compute_dtype{suffix}",
+            "FP16 or FP32 between the linear layers of the trainer",
+            scope,
+            "weights and activations are cast to BF16",
+            "Set {key}=bfloat16",
+            tuple(f"{node}.{key}" for node in engines for key in ("dtype", "mixed_precision.param_dtype")),
+            other_than(*BF16),
+            example="float16",
+        ),
+        Row(
+            f"master_dtype{suffix}",
+            "FP16 master weights",
+            scope,
+            "master weights are FP32 or BF16",
+            "Set {key}=fp32",
+            tuple(f"{node}.model_dtype" for node in engines),
+            Wrong("`fp16`", lambda value, get: value in ("fp16", "float16")),
+            example="fp16",
+        ),
+    )
+
+
+def _one_of_vllm(name: str, feature: str, reason: str, key: str, wrong: Wrong, use: str, example: Any) -> Row:
+    return Row(name, feature, EVERY, reason, f"Set {{key}}={use}", (f"{VLLM}.{key}",), wrong, example=example)
+
+
+def _sets_itself(name: str, key: str, wrong: Wrong | None, example: Any) -> Row:
+    return Row(
+        name,
+        "vLLM arguments that the precision sets",
+        EVERY,
+        "the precision sets it",
+        f"Set {{key}}=null{_EITHER}",
+        (key,),
+        wrong,
+        what="{key}",
+        example=example,
+        listed=False,
+    )
+
+
+def overrides_of(value: Any) -> Mapping[str, Any] | None:
+    """vLLM's ``hf_overrides`` as a mapping, whether it is one or its JSON; None where it is neither."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return None
+    value = {} if value is None else value
+    return value if isinstance(value, Mapping) else None
+
+
+def _foreign_extension(value: Any, get: Get) -> bool:
+    return value is not None and str(value).partition(".")[0] != _PACKAGE
+
+
+def _other_tensor_parallel(value: Any, get: Get) -> bool:
+    return value not in (None, get(f"{ROLLOUT}.tensor_model_parallel_size"))
+
+
+GENERAL_ROWS: tuple[Row, ...] = (
+    *_training("", EVERY, (ACTOR, REF), _ENGINES),
+    *_training("_of_the_critic", FP8_CRITIC, ("critic",), ("critic.fsdp",)),
+    Row(
+        "lora",
+        "LoRA adapters",
+        EVERY,
+        "the full weights are trained",
+        f"Set {{key}}=0{_EITHER}",
+        (f"{MODEL}.lora_rank", f"{MODEL}.lora.rank"),
+        above(0),
+        example=32,
+    ),
+    Row(
+        "lora_adapter",
+        "LoRA adapters",
+        EVERY,
+        "the full weights are trained",
+        f"Set {{key}}=null{_EITHER}",
+        (f"{MODEL}.lora_adapter_path", f"{MODEL}.lora.adapter_path"),
+        IS_SET,
+        example="/adapter",
+    ),
+    Row(
+        "mtp",
+        "multi-token prediction",
+        EVERY,
+        "",
+        f"Set {{key}}=false{_EITHER}",
+        (f"{MODEL}.mtp.enable",),
+        IS_TRUE,
+        example=True,
+    ),
+    Row(
+        "correction_without_log_probs",
+        "a rollout correction without the rollout's log-probabilities",
+        UNSAMPLED,
+        "verl then leaves the correction out without a word",
+        f"Set {ROLLOUT}.calculate_log_probs=true",
+        (f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_rs"),
+        IS_SET,
+        example="token_k1",
+    ),
+    Row(
+        "rollout_engine",
+        "SGLang, TensorRT-LLM and Hugging Face rollouts",
+        EVERY,
+        "the rollout runs in vLLM",
+        f"Set {{key}}=vllm{_EITHER}",
+        (f"{ROLLOUT}.name",),
+        other_than("vllm"),
+        example="sglang",
+    ),
+    Row(
+        "verls_quantization",
+        "verl's own quantization of the rollout",
+        EVERY,
+        "the precision quantizes the rollout itself",
+        f"Set {{key}}=null{_EITHER}",
+        (f"{ROLLOUT}.quantization", f"{ROLLOUT}.quantization_config_file"),
+        IS_SET,
+        example="torchao",
+    ),
+    Row(
+        "rollout_qat",
+        "quantization-aware training",
+        EVERY,
+        "the linear layers are quantized already",
+        "Set {key}=false",
+        (f"{ROLLOUT}.qat.enable",),
+        IS_TRUE,
+        example=True,
+    ),
+    Row(
+        "rollout_dtype",
+        "FP16 or FP32 between the linear layers of the rollout",
+        EVERY,
+        "activations are BF16",
+        "Set {key}=bfloat16",
+        (f"{ROLLOUT}.dtype",),
+        other_than(*BF16, absent=False),
+        example="float16",
+    ),
+    Row(
+        "load_format",
+        "a rollout that reads a checkpoint",
+        EVERY,
+        "the trainer fills vLLM's FP8 weights before the first rollout",
+        "Set {key}=dummy",
+        (f"{ROLLOUT}.load_format",),
+        other_than("dummy", absent=False),
+        example="auto",
+    ),
+    Row(
+        "pipeline_parallel",
+        "pipeline parallel rollout",
+        EVERY,
+        "the rollout is tensor and data parallel",
+        "Set {key}=1",
+        (f"{ROLLOUT}.pipeline_model_parallel_size",),
+        above(1),
+        example=2,
+    ),
+    Row(
+        "expert_parallel",
+        "expert parallel rollout",
+        EVERY,
+        "models are dense",
+        "Set {key}=1",
+        (f"{ROLLOUT}.expert_parallel_size",),
+        above(1),
+        example=2,
+    ),
+    Row(
+        "tensor_parallel_of_vllm",
+        "a tensor-parallel size that only vLLM is told",
+        EVERY,
+        f"the trainer reads {ROLLOUT}.tensor_model_parallel_size, which says which layers fit",
+        f"Set {ROLLOUT}.tensor_model_parallel_size={{value}}",
+        (f"{VLLM}.tensor_parallel_size",),
+        Wrong("other than `tensor_model_parallel_size`", _other_tensor_parallel),
+        example=4,
+        listed=False,
+    ),
+    Row(
+        "routing_replay",
+        "replay of a router",
+        EVERY,
+        "a dense model has no router",
+        "Set {key}=false",
+        (f"{ROLLOUT}.enable_rollout_routing_replay",),
+        IS_TRUE,
+        example=True,
+        listed=False,
+    ),
+    Row(
+        "disaggregation",
+        "split prefill and decode servers",
+        EVERY,
+        "",
+        "Set {key}=false",
+        (f"{ROLLOUT}.disaggregation.enabled",),
+        IS_TRUE,
+        example=True,
+    ),
+    Row(
+        "weight_sync",
+        "a weight sync other than the naive one",
+        EVERY,
+        "FP8 data travel through verl's naive sync",
+        "Set {key}=naive",
+        (f"{ROLLOUT}.checkpoint_engine.backend",),
+        other_than("naive", absent=False),
+        example="nccl",
+    ),
+    Row(
+        "checkpoint_manager",
+        "a checkpoint manager of your own",
+        EVERY,
+        "FP8 data travel through verl's",
+        "Set {key}=null",
+        (f"{ROLLOUT}.checkpoint_manager_class",),
+        IS_SET,
+        example="my.Manager",
+        listed=False,
+    ),
+    _one_of_vllm(
+        "vllm_dtype",
+        "FP16 or FP32 between the linear layers of the rollout",
+        "activations are BF16",
+        "dtype",
+        other_than("auto", *BF16),
+        "bfloat16",
+        "float16",
+    ),
+    _one_of_vllm(
+        "vllm_load_format",
+        "a rollout that reads a checkpoint",
+        "the trainer fills vLLM's FP8 weights",
+        "load_format",
+        other_than("dummy"),
+        "dummy",
+        "safetensors",
+    ),
+    _one_of_vllm(
+        "vllm_pipeline_parallel",
+        "pipeline parallel rollout",
+        "the rollout is tensor and data parallel",
+        "pipeline_parallel_size",
+        other_than(1),
+        "1",
+        2,
+    ),
+    _one_of_vllm(
+        "vllm_expert_parallel",
+        "expert parallel rollout",
+        "models are dense",
+        "enable_expert_parallel",
+        other_than(False),
+        "false",
+        True,
+    ),
+    _one_of_vllm(
+        "vllm_lora", "LoRA adapters", "the full weights are trained", "enable_lora", other_than(False), "false", True
+    ),
+    _one_of_vllm(
+        "kv_cache",
+        "a quantized KV cache",
+        "keys and values are BF16",
+        "kv_cache_dtype",
+        other_than("auto", "bfloat16"),
+        "auto",
+        "fp8_e4m3",
+    ),
+    _one_of_vllm(
+        "speculation",
+        "speculative decoding",
+        "",
+        "speculative_config",
+        other_than({}),
+        "null",
+        {"method": "ngram"},
+    ),
+    Row(
+        "old_trainer",
+        "the trainer from before verl's v1",
+        EVERY,
+        "",
+        "Set {key}=true",
+        ("trainer.use_v1",),
+        IS_FALSE,
+        example=False,
+    ),
+    Row(
+        "separate_gpus",
+        "trainer and rollout on GPUs of their own",
+        EVERY,
+        "trainer and rollout share their GPUs",
+        "Set {key}=sync",
+        ("trainer.v1.trainer_mode",),
+        other_than("sync", "colocate_async"),
+        example="separate_async",
+    ),
+    Row(
+        "hybrid_engine",
+        "trainer and rollout on GPUs of their own",
+        EVERY,
+        "trainer and rollout share their GPUs",
+        "Set {key}=true",
+        ("actor_rollout_ref.hybrid_engine",),
+        IS_FALSE,
+        example=False,
+    ),
+    Row(
+        "rollout_nodes",
+        "trainer and rollout on GPUs of their own",
+        EVERY,
+        "trainer and rollout share their GPUs",
+        "Set {key}=0",
+        (f"{ROLLOUT}.nnodes",),
+        above(0),
+        example=1,
+    ),
+    Row(
+        "device",
+        "NPUs and other accelerators than NVIDIA's",
+        EVERY,
+        "FP8 runs on NVIDIA GPUs",
+        f"Set {{key}}=cuda{_EITHER}",
+        ("trainer.device",),
+        other_than("cuda", "cpu"),
+        example="npu",
+    ),
+    *(target_row(node, "fp8_rollout", EVERY) for node in (*_ENGINES, "critic.fsdp", ROLLOUT)),
+    Row(
+        "options_removed",
+        "a node of ours without our options",
+        EVERY,
+        "the flag works through this key",
+        "Set {key}=$" + "{{jetrl}}",
+        tuple(f"{node}.jetrl" for node in (*_ENGINES, "critic.fsdp", f"{ROLLOUT}.custom")),
+        IS_ABSENT,
+        listed=False,
+    ),
+    _sets_itself(
+        "vllm_worker_extension_cls",
+        f"{VLLM}.worker_extension_cls",
+        Wrong("another class", _foreign_extension),
+        "my.Extension",
+    ),
+    Row(
+        "hf_overrides",
+        "overrides that are no mapping",
+        EVERY,
+        "it is no mapping",
+        "Set {key} to a mapping, as in {{key: value}}",
+        (f"{VLLM}.hf_overrides",),
+        Wrong("no mapping", lambda value, get: overrides_of(value) is None),
+        example="nonsense",
+        listed=False,
+    ),
+    # Compared with what the precision says to vLLM where that is put together, in config/vllm_arguments.py.
+    _sets_itself("vllm_quantization", f"{VLLM}.quantization", None, "gptq"),
+    _sets_itself(
+        "vllm_quantization_config", f"{VLLM}.hf_overrides.quantization_config", None, {"quant_method": "gptq"}
+    ),
+)

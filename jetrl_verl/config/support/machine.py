@@ -1,0 +1,243 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that no setting shows: the machine, the model folder, vLLM. Who sees it looks the row up.
+
+Modules below this package raise a plain ``ValueError``; a row with a ``sign`` is found by the words of that error.
+"""
+
+from .row import DRIVER, WORKER, Row, Scope
+from .scopes import AUTO, EVERY, MODEL, ROLLOUT, SHARED, VLLM
+
+_BF16 = "Set precision=bf16"
+_STOCK = "Set precision=jet_fp8 jetrl.operations=stock"
+_PATH = f"Set {MODEL}.path"
+
+_UNMASKED = Scope(
+    "the {entries} entries of its vocabulary without a token", "a vocabulary larger than the tokenizer", EVERY.applies
+)
+
+_MODEL = "the model {path}"
+_GPU = "GPU {index}, {gpu}, of compute capability {capability},"
+
+MACHINE_ROWS: tuple[Row, ...] = (
+    Row(
+        "version",
+        "other releases of verl, vLLM, torch and transformers than the pinned ones",
+        EVERY,
+        "it works with {package} {pin}",
+        "Set up {package} {pin}, or precision=bf16",
+        what="{package} {found}",
+        found=DRIVER,
+    ),
+    Row(
+        "missing_package",
+        "an environment without verl, vLLM, torch or transformers",
+        EVERY,
+        "",
+        "Set up {package} {pin}",
+        what="an environment without {package}",
+        found=DRIVER,
+        listed=False,
+    ),
+    Row("npu", "NPUs", EVERY, "FP8 runs on NVIDIA GPUs", _BF16, what="an NPU", found=DRIVER),
+    Row("rocm", "ROCm", EVERY, "FP8 runs on NVIDIA GPUs", _BF16, what="ROCm", found=DRIVER),
+    Row(
+        "gpu_without_fp8",
+        "GPUs of compute capability below 8.9",
+        EVERY,
+        "FP8 tensor cores begin at 8.9",
+        _BF16,
+        what=_GPU,
+        found=DRIVER,
+    ),
+    Row(
+        "gpu_other_than_hopper",
+        "GPUs of compute capability other than 9.0",
+        SHARED,
+        "FlashAttention 3 needs 9.0",
+        _STOCK,
+        what=_GPU,
+        found=DRIVER,
+    ),
+    Row(
+        "no_flash_attention_3",
+        "a vLLM without FlashAttention 3",
+        SHARED,
+        "",
+        _STOCK,
+        what="the installed vLLM, which comes without FlashAttention 3,",
+        found=DRIVER,
+    ),
+    Row(
+        "cpu",
+        "a CPU",
+        AUTO,
+        "the shared operations are slow on a CPU (exact sums in float64)",
+        "Set jetrl.operations=shared if that is what you want",
+        found=DRIVER,
+    ),
+    Row(
+        "no_gpu_in_the_driver",
+        "a driver that sees no GPU",
+        AUTO,
+        "this driver sees no GPU and so cannot know the workers'",
+        "Set jetrl.operations=shared if all of them have compute capability 9.0",
+        found=DRIVER,
+    ),
+    Row(
+        "remote_model",
+        "a model that the driver cannot read",
+        AUTO,
+        "the configuration of the model {path} cannot be read from here",
+        "Set jetrl.operations=shared if the shared operations cover it",
+        found=DRIVER,
+    ),
+    Row(
+        "overridden_model",
+        "overrides of what decides in the model's configuration",
+        AUTO,
+        "{where} overrides {field} of the model",
+        "Set jetrl.operations=shared if the shared operations cover that",
+        found=DRIVER,
+    ),
+    Row(
+        "quantized_checkpoint",
+        "checkpoints that are quantized already",
+        EVERY,
+        "it is quantized already (quantization_config)",
+        f"{_PATH} to the BF16 checkpoint",
+        what=_MODEL,
+        found=DRIVER,
+    ),
+    Row(
+        "model_type",
+        "mixtures of experts, vision and audio models, other architectures",
+        EVERY,
+        "{error}",
+        f"{_PATH} to a dense model of a type in docs/support.md, or precision=bf16",
+        what=_MODEL,
+        found=DRIVER,
+        sign="model_type",
+    ),
+    Row(
+        "no_layer_fits",
+        "models none of whose layers fits",
+        EVERY,
+        "{error}",
+        _BF16,
+        what=_MODEL,
+        found=DRIVER,
+        sign="no linear layer",
+        listed=False,
+    ),
+    Row(
+        "shard_shape",
+        "layers whose shards are no multiples of 128, as of Qwen2.5-7B over 8 GPUs",
+        EVERY,
+        "{error}",
+        f"Set jetrl.unfit_layers=skip, which keeps such layers BF16 on both sides, or another {ROLLOUT}."
+        "tensor_model_parallel_size",
+        what=_MODEL,
+        found=DRIVER,
+        sign="multiples of 128",
+    ),
+    Row(
+        "qwen2_head_dim",
+        "Qwen2 models with a head_dim of their own",
+        EVERY,
+        "{error}",
+        _BF16,
+        what=_MODEL,
+        found=DRIVER,
+        sign="ignores head_dim",
+        listed=False,
+    ),
+    Row(
+        "built_in_biases",
+        "Seed-OSS with other biases than vLLM's",
+        EVERY,
+        "{error}",
+        _BF16,
+        what=_MODEL,
+        found=DRIVER,
+        sign="built in",
+        listed=False,
+    ),
+    *(
+        Row(name, feature, SHARED, "{error}", _STOCK, what=_MODEL, found=DRIVER, sign=sign)
+        for name, feature, sign in (
+            ("head_dim", "heads other than 128", "heads of 128"),
+            ("rope_type", "YaRN and other rotary types than default and llama3", "rope_type="),
+            ("partial_rotary", "partly rotated heads", "partial_rotary_factor"),
+            ("activation", "activations other than SiLU", "the activation"),
+            ("sliding_window", "sliding windows", "sliding window"),
+            ("soft_cap", "soft-capped scores or logits", "soft-capped"),
+            ("logit_scale", "scaled logits", "scaled logits"),
+        )
+    ),
+    *(
+        Row(
+            dropout,
+            dropout.replace("_", " "),
+            SHARED,
+            "{error}",
+            f"Set {MODEL}.override_config.{dropout}=0, or precision=jet_fp8 jetrl.operations=stock",
+            what=_MODEL,
+            found=DRIVER,
+            sign=dropout.replace("_", " "),
+        )
+        for dropout in ("attention_dropout", "residual_dropout")
+    ),
+    Row(
+        "fused_kernels_of_a_padded_vocabulary",
+        "fused kernels where the vocabulary is larger than the tokenizer, as Qwen's is",
+        _UNMASKED,
+        "{path} would leave them unmasked in the trainer alone",
+        "Set {key}=false",
+        keys=(f"{MODEL}.use_fused_kernels",),
+        found=DRIVER,
+        what="{key}=true",
+    ),
+)
+
+WORKER_ROWS: tuple[Row, ...] = (
+    *(
+        Row(name, feature, SHARED, reason, _STOCK, what=what, found=WORKER, listed=False)
+        for name, feature, what, reason in (
+            (
+                "attention_kind",
+                "attention with biases, sinks or caps, or across layers",
+                "attention other than plain causal",
+                "",
+            ),
+            ("sliding_window_in_vllm", "sliding windows", "sliding window attention", ""),
+            (
+                "flash_attention_version",
+                "a GPU on which vLLM runs another FlashAttention",
+                "FlashAttention {version}, which this GPU runs,",
+                "both sides call version 3",
+            ),
+        )
+    ),
+    Row(
+        "kv_cache_in_vllm",
+        "a quantized KV cache",
+        SHARED,
+        "keys and values are BF16",
+        f"Set {VLLM}.kv_cache_dtype=auto",
+        what="kv_cache_dtype={dtype}",
+        found=WORKER,
+        listed=False,
+    ),
+    Row(
+        "attention_backend_in_vllm",
+        "attention backends that vLLM chooses by itself, or a plugin brings",
+        SHARED,
+        "both sides call one attention",
+        f"Set {VLLM}.attention_backend=null, or precision=jet_fp8 jetrl.operations=stock",
+        what="the attention backend {backend} ({module})",
+        found=WORKER,
+        listed=False,
+    ),
+)
+"""Raised in ``rollout/attention.py``, as the engine is built."""

@@ -1,0 +1,104 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""With what a setting may not be supported: the Y of a row's message."""
+
+from jetrl_verl.formats.catalog import FLOW
+
+from .row import Get, Scope
+
+ACTOR = "actor_rollout_ref.actor"
+REF = "actor_rollout_ref.ref"
+ROLLOUT = "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
+VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
+CORRECTION = "algorithm.rollout_correction"
+LOSS = f"{ACTOR}.policy_loss.loss_mode"
+
+RATIO_LOSSES = ("qurl_decoupled", "qurl_acr")
+"""Losses of this package that need pi_old / pi_rollout of every token."""
+
+CALIBRATED_LOSSES = ("vanilla", *RATIO_LOSSES)
+"""Losses that clip each token's ratio at ``clip_ratio_low`` and ``clip_ratio_high``, which calibration moves."""
+
+_STOCK = ("precision=jet_fp8", "jetrl.operations=stock")
+
+
+def _is(key: str, *values: object):
+    return lambda get: get(key) in values
+
+
+def _exact(get: Get) -> bool:
+    return get("jetrl.precision") == "jet_fp8_exact"
+
+
+def _shared(get: Get) -> bool:
+    return get("jetrl.operations") == "shared"
+
+
+EVERY = Scope("precision={jetrl.precision}", "every precision but `bf16`", lambda get: True, _STOCK)
+
+FP8_CRITIC = Scope(
+    f"jetrl.critic={FLOW}", f"`jetrl.critic={FLOW}`", _is("jetrl.critic", FLOW), (*_STOCK, f"jetrl.critic={FLOW}")
+)
+
+SHARED = Scope(
+    "jetrl.operations=shared",
+    "`jetrl.operations=shared`; `auto` is `stock`",
+    _shared,
+    ("precision=jet_fp8", "jetrl.operations=shared"),
+    stock=True,
+)
+"""What the shared operations cannot do."""
+
+AUTO = Scope(
+    "jetrl.operations=auto",
+    "nothing; `jetrl.operations=auto` is `stock`",
+    _is("jetrl.operations", "auto"),
+    ("precision=jet_fp8",),
+    stock=True,
+    refused=False,
+)
+"""What the driver cannot know, or the shared operations can do slowly: ``jetrl.operations=shared`` is accepted."""
+
+EXACT = Scope(
+    "precision=jet_fp8_exact",
+    "`precision=jet_fp8_exact`",
+    _exact,
+    ("precision=jet_fp8_exact", f"{ROLLOUT}.tensor_model_parallel_size=1"),
+)
+"""What makes the last bits of the two sides differ, and nothing else."""
+
+UNSAMPLED = Scope(
+    f"{ROLLOUT}.calculate_log_probs=false",
+    f"`{ROLLOUT}.calculate_log_probs=false`",
+    lambda get: not get(f"{ROLLOUT}.calculate_log_probs"),
+    (*_STOCK, f"{ROLLOUT}.calculate_log_probs=false"),
+)
+
+RATIO_LOSS = Scope(
+    "loss_mode={" + LOSS + "}",
+    " or ".join(f"`loss_mode={loss}`" for loss in RATIO_LOSSES),
+    _is(LOSS, *RATIO_LOSSES),
+    ("precision=qurl_fp8",),
+)
+
+QURL = Scope(
+    "precision={jetrl.precision}",
+    "`precision=qurl_fp8` or `qurl_int8`",
+    _is("jetrl.precision", "qurl_fp8", "qurl_int8"),
+    ("precision=qurl_fp8",),
+)
+
+CALIBRATED = Scope(
+    "jetrl.clip=calibrated",
+    "`jetrl.clip=calibrated`",
+    _is("jetrl.clip", "calibrated"),
+    (*_STOCK, "clip=calibrated"),
+)
+
+ADAPTIVE = Scope(
+    "jetrl.correction=adaptive",
+    "`jetrl.correction=adaptive`",
+    _is("jetrl.correction", "adaptive"),
+    ("precision=fp8_rollout", "correction=adaptive"),
+)

@@ -1,0 +1,181 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Right after ``ray.init``, ask one worker on each node whether it can take part: plugin, versions, FP8.
+
+Ray workers need not run the driver's interpreter: verl's ``uv run`` examples hand Ray a ``py_executable``, and a
+cluster's nodes have environments of their own. A worker without the plugin would fail minutes later, or, where only
+the entry point is missing, train in BF16 without a word. So the driver of a non-bf16 run asks first, before any actor
+takes a GPU.
+
+``ray.init`` itself is wrapped, because verl calls it inside ``run_ppo`` and the running module is ``__main__``, of
+which no importable copy exists to patch. On a cluster that the process has already joined, the question is asked at
+once.
+
+Gone when verl reports plugins that its workers lack (no upstream issue asks for it so far).
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import jetrl_verl
+
+_TIMEOUT_S = 600.0
+"""A worker's first start may install its environment (``uv run``); longer than this, the cluster has no room for it."""
+
+
+def install(operations: str = "stock") -> None:
+    """Wrap ``ray.init``; doing it twice changes nothing. Exits the process where a worker does not fit.
+
+    Args:
+        operations: ``jetrl.operations`` of the job, ``shared`` or ``stock``.
+    """
+    import ray
+
+    if ray.is_initialized():
+        check_workers(operations)
+        return
+    if getattr(ray.init, "_jetrl_wrapped", False):
+        return
+    original = ray.init
+
+    @functools.wraps(original)
+    def init_then_check(*args: Any, **kwargs: Any) -> Any:
+        context = original(*args, **kwargs)
+        check_workers(operations)
+        return context
+
+    init_then_check._jetrl_wrapped = True
+    ray.init = init_then_check
+
+
+def check_workers(operations: str = "stock") -> None:
+    """Start one worker per living node in the job's runtime environment; exit with one sentence unless all fit."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    probe = ray.remote(num_cpus=0, max_retries=0)(_probe())
+    answers = {}
+    for node in ray.nodes():
+        if node["Alive"]:
+            pinned = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            answer = probe.options(scheduling_strategy=pinned).remote()
+            answers[node["NodeManagerAddress"]] = answer, node["Resources"].get("GPU", 0) > 0
+    for address, (answer, offers_gpus) in answers.items():
+        try:
+            found = ray.get(answer, timeout=_TIMEOUT_S)
+            if not offers_gpus:  # whatever is in that machine, Ray places no worker of verl's on it
+                found["capabilities"] = []
+            complaint = complaint_about(found, operations)
+        except ray.exceptions.GetTimeoutError:
+            complaint = f"no Ray worker started there within {_TIMEOUT_S:.0f} s; check `ray status`"
+        except ray.exceptions.RayError as error:
+            reason = str(error).strip().splitlines()[-1]
+            complaint = f"a Ray worker could not start there ({type(error).__name__}: {reason}); check py_executable"
+        if complaint:
+            sys.exit(f"jetrl_verl: node {address}: {complaint}.")
+
+
+def complaint_about(found: dict[str, Any], operations: str = "stock") -> str:
+    """What keeps a worker from this job, and what to do; empty if nothing does.
+
+    Args:
+        found: answer of :func:`_probe`'s function on a node.
+        operations: ``jetrl.operations`` of the job.
+    """
+    from jetrl_verl.config.environment import MIN_CAPABILITY, PINS, SHARED_CAPABILITY
+
+    where = f"the Ray workers' interpreter {found['interpreter']}"
+    mine = jetrl_verl.__version__
+    if found["plugin"] != mine:
+        has = "does not have the plugin installed" if found["plugin"] is None else f"has jetrl-verl {found['plugin']}"
+        return (
+            f"the driver runs jetrl-verl {mine}, but {where} {has}; install the driver's version in that environment: "
+            "`uv pip install -e /path/to/jetrl_verl`, or `uv run --with-editable /path/to/jetrl_verl ...` as both the "
+            "command and ray_kwargs.ray_init.runtime_env.py_executable"
+        )
+    ours = _probe()()["source"]
+    if found["source"] != ours:
+        return (
+            f"the driver runs jetrl-verl {mine} with source {ours}, but {where} has source {found['source']} of that "
+            "version; install the driver's in that environment"
+        )
+    for package in PINS:
+        version = metadata.version(package)
+        if found["versions"].get(package) != version:
+            return (
+                f"the driver runs {package} {version}, but {where} has {found['versions'].get(package)}; "
+                "install the same version on every node"
+            )
+    if not found["vllm_plugin"]:
+        return f"{where} lacks the entry point that vLLM loads the plugin by; install jetrl_verl there again"
+    names = found["vllm_plugins_filter"]
+    if names is not None and "jetrl" not in [name.strip() for name in names.split(",")]:
+        return f"VLLM_PLUGINS={names} keeps vLLM from loading the plugin; unset it, or add jetrl to it"
+    for major, minor in found["capabilities"]:
+        if (major, minor) < MIN_CAPABILITY:
+            return f"it has a GPU of compute capability {major}.{minor}, and FP8 needs 8.9 or newer; use precision=bf16"
+        if operations == "shared" and (major, minor) != SHARED_CAPABILITY:
+            return (
+                f"it has a GPU of compute capability {major}.{minor}, and the shared operations need 9.0; use "
+                "precision=jet_fp8 jetrl.operations=stock"
+            )
+    return ""
+
+
+def _probe() -> Callable[[], dict[str, Any]]:
+    """The question, as a nested function: Ray ships those by value, so a worker without this package can run it."""
+
+    def describe_worker() -> dict[str, Any]:
+        import hashlib
+        import importlib.util
+        import os
+        import sys
+        from importlib import metadata
+        from pathlib import Path
+
+        def source_sum() -> str | None:
+            """Two checkouts may call themselves one version, and PYTHONPATH may shadow what is installed."""
+            spec = importlib.util.find_spec("jetrl_verl")
+            if spec is None:
+                return None
+            digest, folder = hashlib.sha256(), Path(spec.origin).parent
+            # Followed by hand: a checkout has patches/ behind a link, and an installed package as a folder.
+            files = (Path(place, name) for place, _, names in os.walk(folder, followlinks=True) for name in names)
+            for file in sorted(file for file in files if file.suffix in (".py", ".yaml")):
+                digest.update(str(file.relative_to(folder)).encode() + file.read_bytes())
+            return digest.hexdigest()[:12]
+
+        def entry_point(group: str) -> metadata.EntryPoint | None:
+            return next(iter(metadata.entry_points(group=group, name="jetrl")), None)
+
+        # The entry point, not the package, is what verl loads: a package that is merely importable would do nothing.
+        verl_plugin = entry_point("verl.plugins")
+        versions = {}
+        for package in ("verl", "vllm", "torch", "transformers"):
+            try:
+                versions[package] = metadata.version(package)
+            except metadata.PackageNotFoundError:
+                versions[package] = None
+        try:
+            # Asked of the driver's library, since the question must not take a GPU.
+            import pynvml
+
+            pynvml.nvmlInit()
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+            capabilities = sorted({tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)) for handle in handles})
+        except Exception:
+            capabilities = []
+        return {
+            "interpreter": sys.executable,
+            "source": source_sum(),
+            "plugin": None if verl_plugin is None or verl_plugin.dist is None else verl_plugin.dist.version,
+            "versions": versions,
+            "vllm_plugin": entry_point("vllm.general_plugins") is not None,
+            "vllm_plugins_filter": os.environ.get("VLLM_PLUGINS"),
+            "capabilities": capabilities,
+        }
+
+    return describe_worker

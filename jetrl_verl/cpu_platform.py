@@ -1,0 +1,161 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Real verl on a machine without a GPU: the ``cpu`` platform, opt-in through ``VERL_PLATFORM=cpu``.
+
+verl 0.9.1 has a platform registry but no CPU entry. This module adds one, so that the v1 trainer, Ray, FSDP2 on gloo
+and the CPU build of vLLM run unchanged, which is what the demo and the end-to-end tests of this project use. It is
+never chosen by accident: without the variable nothing here is imported, since the head node of a GPU cluster must stay
+``nvidia``.
+
+What has to be different, each with its reason:
+
+* the process group: see patches/process_group_on_cpu.py;
+* engine selection: FSDP engines are registered for ``cuda`` and ``npu``; ``VERL_ENGINE_DEVICE=cuda`` selects them;
+* Ray: verl asks for the resource ``GPU``; a run without one declares it through ``ray_kwargs.ray_init.num_gpus``;
+* vLLM's CPU build: see patches/reloadable_weights_on_cpu.py and patches/fork_on_cpu.py;
+* device bookkeeping that torch has for accelerators only (memory statistics, IPC) answers with its neutral value.
+
+Gone when verl ships a CPU platform of its own (no upstream issue asks for one so far).
+"""
+
+import os
+import types
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class _CpuDeviceModule(types.ModuleType):
+    """``torch.cpu`` with the accelerator-only calls that verl makes answered neutrally (0 bytes, no-op)."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.cpu")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cpu, name)
+
+    @staticmethod
+    def empty_cache() -> None:
+        """Nothing is cached by torch on the CPU."""
+
+    @staticmethod
+    def ipc_collect() -> None:
+        """There is no IPC memory to collect."""
+
+    @staticmethod
+    def max_memory_allocated(device: Any = None) -> int:
+        """0: the CPU allocator keeps no such figure."""
+        return 0
+
+    max_memory_reserved = memory_allocated = memory_reserved = max_memory_allocated
+
+    @staticmethod
+    def mem_get_info(device: Any = None) -> tuple[int, int]:
+        """(free, total) bytes of host memory."""
+        import psutil
+
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
+
+    @staticmethod
+    def get_device_name(device: Any = None) -> str:
+        """Name used in verl's FLOPS table."""
+        return "cpu"
+
+    @staticmethod
+    def get_rng_state(device: Any = None) -> torch.Tensor:
+        """Global CPU generator state."""
+        return torch.get_rng_state()
+
+    @staticmethod
+    def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+        """Set the global CPU generator state."""
+        torch.set_rng_state(state)
+
+
+def _build_platform_class() -> type:
+    from verl.plugin.platform import PlatformBase
+
+    device_module = _CpuDeviceModule()
+
+    class PlatformCPU(PlatformBase):
+        """verl's platform interface for the host processor."""
+
+        device_name = property(lambda self: "cpu")
+        vendor_name = property(lambda self: "cpu")
+        device_module = property(lambda self: device_module)
+
+        def is_available(self) -> bool:
+            return True
+
+        def current_device(self) -> str:
+            # verl uses it as the argument of Tensor.to and device_mesh: an index would name a GPU.
+            return "cpu"
+
+        def device_count(self) -> int:
+            return 1
+
+        def set_device(self, device_index: int) -> None:
+            pass
+
+        def synchronize(self, device_index: int | None = None) -> None:
+            pass
+
+        def manual_seed(self, seed: int) -> None:
+            torch.manual_seed(seed)
+
+        def manual_seed_all(self, seed: int) -> None:
+            torch.manual_seed(seed)
+
+        def set_allocator_settings(self, settings: str) -> None:
+            pass
+
+        def empty_cache(self) -> None:
+            pass
+
+        def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
+            return None, None
+
+        def communication_backend_name(self) -> str:
+            return "gloo"
+
+        def visible_devices_envvar(self) -> str:
+            return "CUDA_VISIBLE_DEVICES"
+
+        @contextmanager
+        def nvtx_range(self, msg: str):
+            yield
+
+        def profiler_start(self) -> None:
+            pass
+
+        def profiler_stop(self) -> None:
+            pass
+
+        def ray_resource_name(self) -> str:
+            return "GPU"
+
+        def ray_noset_envvars(self) -> list[str]:
+            return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
+
+        def is_ipc_supported(self) -> bool:
+            return False
+
+        def cudart(self) -> None:
+            return None
+
+    return PlatformCPU
+
+
+def install() -> None:
+    """Register the platform and change what stands in its way; called once from the plugin when the variable is set."""
+    from verl.plugin.platform import PlatformRegistry
+
+    PlatformRegistry.register(platform="cpu")(_build_platform_class())
+    os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")
+    os.environ.setdefault("VERL_ENGINE_VENDOR", "nvidia")
+
+    from jetrl_verl.patches import process_group_on_cpu
+
+    process_group_on_cpu.PROCESS_GROUP.apply()

@@ -1,0 +1,41 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The number formats of quantized linear layers, one object each: block FP8 (the flow) and channel INT8 (a baseline).
+
+``get("fp8")`` is the object, ``traits_of("fp8")`` what a configuration knows of it without importing torch. What a
+format is: format.py; its arithmetic: jetrl_verl/reference; its kernels: jetrl_verl/kernels.
+"""
+
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from jetrl_verl.formats.catalog import FLOW, FORMATS, UNQUANTIZED, Traits, traits_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from jetrl_verl.formats.format import Format
+
+__all__ = ["FLOW", "FORMATS", "UNQUANTIZED", "Traits", "get", "of", "traits_of"]
+
+
+@cache
+def get(name: str) -> "Format":
+    """The format called ``name``.
+
+    Raises:
+        ValueError: no format has this name.
+    """
+    traits = traits_of(name)
+    if traits is None:
+        raise ValueError(f"{name!r} is not a quantized format. Set one of {', '.join(FORMATS)}.")
+    return import_module(f"{__name__}.{traits.module}").FORMAT
+
+
+def of(tensor: "torch.Tensor") -> "Format | None":
+    """The format whose qdata ``tensor`` is, by its type; None for a tensor that is not quantized."""
+    for name in FORMATS:
+        if tensor.dtype == get(name).dtype:
+            return get(name)
+    return None

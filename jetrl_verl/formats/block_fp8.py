@@ -1,0 +1,116 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Block FP8, the format of the flow: E4M3, weights in 128x128 blocks, activations and gradients in groups of 128.
+
+With X ``[M, K]``, W ``[N, K]`` and dY ``[M, N]`` every product is one NT GEMM of the contract, contracted over the last
+dimension of both operands (Jet-RL, arXiv 2601.14243, section 4; jetrl_verl/reference has the arithmetic):
+
+    FProp   Y  = X W^T       X rowwise, groups along K         W in 128x128 blocks
+    DGrad   dX = dY W        dY rowwise, groups along N        W^T: the same qdata and scales, transposed
+    WGrad   dW = dY^T X      dY colwise, groups along tokens   X colwise, re-laid out from what FProp saved
+"""
+
+from typing import Any
+
+import torch
+
+from jetrl_verl import kernels
+from jetrl_verl.formats.catalog import FORMATS
+from jetrl_verl.formats.format import Format
+from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor, dequantize_1x128, dequantize_128x128
+from jetrl_verl.reference.constants import E4M3_NAN_CODE
+
+_SMALLEST_NORMAL_CODE = 0x08
+
+
+class BlockFP8(Format):
+    """E4M3 in 128x128 blocks (weights) and groups of 128 along the contraction (activations, gradients)."""
+
+    traits = FORMATS["fp8"]
+    dtype = FP8_DTYPE
+    rows_per_scale = BLOCK
+    columns_per_scale = BLOCK
+    accepts_quantized = True
+
+    def quantize_weight(self, weight: torch.Tensor, rule: str, scales: torch.Tensor | None = None) -> QuantizedTensor:
+        if scales is not None:
+            raise ValueError("Scales given for a weight are not supported with FP8. Leave them out.")
+        return kernels.quantize_128x128(weight, rule)
+
+    def dequantize_weight(self, weight: QuantizedTensor) -> torch.Tensor:
+        return dequantize_128x128(weight)
+
+    def linear(
+        self,
+        x: torch.Tensor | QuantizedTensor,
+        weight: QuantizedTensor,
+        bias: torch.Tensor | None,
+        rule: str,
+        static_weight: bool = False,
+    ) -> torch.Tensor:
+        if isinstance(x, QuantizedTensor):
+            return kernels.fprop_quantized(x, weight.qdata, weight.scales, bias, static_weight=static_weight)
+        return kernels.fprop(x, weight.qdata, weight.scales, bias, rule, static_weight=static_weight)
+
+    def huggingface_config(self, kept: list[str]) -> dict[str, Any]:
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": kept,
+        }
+
+    def weight_is_nan(self, qdata: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        # A block that holds an Inf or NaN has NaN qdata only, so one element of each is enough.
+        sample = qdata.view(torch.uint8)[::BLOCK, ::BLOCK] & 0x7F
+        return (sample == E4M3_NAN_CODE).any() | ~scales.isfinite().all()
+
+    def lost(self, qdata: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        magnitude = qdata.contiguous().view(torch.uint8) & 0x7F
+        return magnitude == 0, (magnitude > 0) & (magnitude < _SMALLEST_NORMAL_CODE)
+
+    # The trainer's side: activations, gradients and the three products
+
+    def quantize_activation(self, x: torch.Tensor, rule: str) -> QuantizedTensor:
+        """Rowwise: ``x [M, K]`` BF16 in 1x128 groups along K; scales ``[M, ceil(K/128)]``."""
+        return kernels.quantize_1x128(x, rule)
+
+    def quantize_gradient(
+        self, dy: torch.Tensor, rule: str, *, rowwise: bool, colwise: bool
+    ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+        """(rowwise ``[M, N]`` for DGrad, colwise ``[N, M]`` for WGrad) of ``dy [M, N]`` BF16; None what is not asked.
+
+        Both together read ``dy`` once.
+        """
+        if rowwise and colwise:
+            return kernels.quantize_1x128_and_128x1(dy, rule)
+        return (
+            kernels.quantize_1x128(dy, rule) if rowwise else None,
+            kernels.quantize_128x1(dy, rule) if colwise else None,
+        )
+
+    def colwise(self, x: QuantizedTensor, rule: str) -> QuantizedTensor:
+        """Rowwise ``x [M, K]`` re-laid out for WGrad: ``[K, M]`` in groups along tokens, with fresh maxima."""
+        return kernels.relayout_128x1(x, rule)
+
+    def dequantize_activation(self, x: QuantizedTensor) -> torch.Tensor:
+        """``qdata * scales`` in FP32 of rowwise or colwise data."""
+        return dequantize_1x128(x)
+
+    def fprop(self, x: QuantizedTensor, weight: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``Y [M, N]`` BF16 of rowwise X and the weight: :meth:`linear` after its first step."""
+        return kernels.gemm_nt(x, weight, b_block_scaled=True, bias=bias)
+
+    def dgrad(self, dy: QuantizedTensor, weight: QuantizedTensor) -> torch.Tensor:
+        """``dX [M, K]`` BF16 of rowwise dY and the weight."""
+        return kernels.gemm_nt(dy, kernels.transpose_128x128(weight), b_block_scaled=True)
+
+    def wgrad(self, dy: QuantizedTensor, x: QuantizedTensor, add_to: torch.Tensor | None = None) -> torch.Tensor:
+        """``dW [N, K]`` BF16 of colwise dY and colwise X; with ``add_to [N, K]`` FP32 added there, in the kernel."""
+        if add_to is None:
+            return kernels.gemm_nt(dy, x, b_block_scaled=False)
+        return kernels.gemm_nt(dy, x, b_block_scaled=False, out_dtype=torch.float32, add_to=add_to)
+
+
+FORMAT = BlockFP8()

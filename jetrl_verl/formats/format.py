@@ -1,0 +1,148 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a number format is: the one object that linear layers, weight sync, contract check, vLLM's methods, metrics,
+``jetrl diff`` and the export ask instead of telling formats apart themselves.
+
+A format quantizes a weight ``[N, K]`` once, in the trainer; qdata and scales travel; both sides multiply with them.
+Formats that train (``traits.trains``) also have the three products of a linear layer, see
+:class:`~jetrl_verl.formats.block_fp8.BlockFP8`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from jetrl_verl.formats.catalog import Traits
+from jetrl_verl.formats.sums import blocks_of_words, odd_constants, row_sums
+from jetrl_verl.reference import BLOCK, QuantizedTensor
+
+SCALE_SUFFIX = "_scale_inv"
+"""Name of a weight's scales on the wire, in vLLM and in an exported folder: ``<weight>_scale_inv``. vLLM remaps names
+that end in ``scale`` to its KV cache."""
+
+
+class Format(ABC):
+    """One number format of a quantized linear layer.
+
+    Attributes:
+        traits: what a configuration knows of it.
+        dtype: type of the qdata, one byte an element.
+        rows_per_scale: rows of a weight that share a scale.
+        columns_per_scale: columns of a weight that share a scale; None: all of them.
+        accepts_quantized: whether :meth:`linear` accepts what a norm or an activation has quantized.
+    """
+
+    traits: Traits
+    dtype: torch.dtype
+    rows_per_scale: int
+    columns_per_scale: int | None
+    accepts_quantized: bool = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    # Quantize and multiply
+
+    @abstractmethod
+    def quantize_weight(self, weight: torch.Tensor, rule: str, scales: torch.Tensor | None = None) -> QuantizedTensor:
+        """Quantize ``weight [N, K]`` BF16.
+
+        Args:
+            rule: scale rule. scales: those to use instead of the weight's own, where ``traits.keeps_scales``.
+
+        Returns:
+            qdata ``[N, K]``, scales :meth:`scales_shape`.
+        """
+
+    @abstractmethod
+    def dequantize_weight(self, weight: QuantizedTensor) -> torch.Tensor:
+        """``qdata * scales`` in FP32, ``[N, K]``."""
+
+    @abstractmethod
+    def linear(
+        self,
+        x: torch.Tensor | QuantizedTensor,
+        weight: QuantizedTensor,
+        bias: torch.Tensor | None,
+        rule: str,
+        static_weight: bool = False,
+    ) -> torch.Tensor:
+        """``x W^T + bias`` through the operator of this format, the one that trainer and rollout share.
+
+        Args:
+            x: ``[..., K]`` BF16, or what an operation quantized on its way out, ``[M, K]``.
+            weight: qdata ``[N, K]`` and scales. bias: ``[N]`` or None, added in FP32 before the one rounding.
+            static_weight: see ``kernels.fprop``; only the speed depends on it.
+
+        Returns:
+            ``[..., N]`` BF16.
+        """
+
+    # Shapes
+
+    def scales_shape(self, n: int, k: int) -> tuple[int, int]:
+        """Shape of the scales of a weight ``[n, k]``."""
+        return -(-n // self.rows_per_scale), 1 if self.columns_per_scale is None else -(-k // self.columns_per_scale)
+
+    def scales_of_rows(self, scales: torch.Tensor, start: int, rows: int) -> torch.Tensor:
+        """The scales of ``rows`` rows of a weight from row ``start``, multiples of ``rows_per_scale``."""
+        return scales[start // self.rows_per_scale : (start + rows) // self.rows_per_scale]
+
+    # Wire
+
+    def wire(self, name: str, weight: QuantizedTensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) of a weight as it is sent: qdata, then scales."""
+        yield name, weight.qdata
+        yield name + SCALE_SUFFIX, weight.scales
+
+    def huggingface_config(self, kept: list[str]) -> dict[str, Any]:
+        """``quantization_config`` of an exported folder that stock engines read; ``kept``: modules that stay BF16.
+
+        Raises:
+            NotImplementedError: not ``traits.exports``.
+        """
+        raise NotImplementedError(f"Export is not supported with {self.traits.label}. Set another format.")
+
+    # Contract
+
+    def sums(self, weight: QuantizedTensor) -> torch.Tensor:
+        """Sums (sums.py) of each 128x128 block of a weight, scales included; N and K are multiples of 128.
+
+        Returns:
+            int64 ``[N/128, K/128]``.
+        """
+        constants = odd_constants(BLOCK * (BLOCK // 8 + 1), weight.qdata.device)
+        of_scales = weight.scales.contiguous().view(torch.int32).to(torch.int64)
+        in_a_block = BLOCK // self.rows_per_scale
+        of_scales = of_scales.unflatten(0, (-1, in_a_block)) * constants[:in_a_block, None]
+        return blocks_of_words(weight.qdata, BLOCK, constants[BLOCK:]) + of_scales.sum(dim=1)
+
+    def probe(self, device: torch.device, rule: str) -> int:
+        """Sum of two fixed products on ``device`` through :meth:`linear`.
+
+        [16, 384] x [256, 384] without a bias and [17, 384] x [256, 384] with one: the dispatch table may serve the two
+        from different backends, so both are probed.
+        """
+        generator = torch.Generator().manual_seed(20260121)
+        x = torch.randn(17, 3 * BLOCK, generator=generator, device="cpu").mul_(4).to(device, torch.bfloat16)
+        w = torch.randn(2 * BLOCK, 3 * BLOCK, generator=generator, device="cpu").to(device, torch.bfloat16)
+        bias = torch.randn(2 * BLOCK, generator=generator, device="cpu").to(device, torch.bfloat16)
+        weight = self.quantize_weight(w, rule)
+        plain, biased = self.linear(x[:16], weight, None, rule), self.linear(x, weight, bias, rule)
+        return int(row_sums(torch.cat([plain, biased])).sum().item())
+
+    # What a NaN looks like, and what rounding lost
+
+    @abstractmethod
+    def weight_is_nan(self, qdata: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Whether a quantized weight holds NaN, as a boolean scalar on its device: one value per scale is read."""
+
+    def lost(self, qdata: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(zero, subnormal) masks of ``qdata``: elements rounded to zero, and those with fewer bits than a normal one.
+
+        Raises:
+            NotImplementedError: the format is not ``traits.measured``.
+        """
+        raise NotImplementedError(f"{self.traits.label} is not measured")

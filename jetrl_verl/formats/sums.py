@@ -1,0 +1,54 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""64-bit multilinear sums of tensors: what the contract check compares instead of the tensors.
+
+A tensor's bytes as 64-bit words, each times an odd constant of its position, added modulo 2^64. Odd constants are
+invertible, so a change within one word always changes the sum.
+"""
+
+from functools import cache
+
+import torch
+
+_SUM_WORDS = 2**23
+"""64-bit words multiplied at a time by :func:`row_sums`, 64 MiB of products."""
+
+
+@cache
+def odd_constants(count: int, device: torch.device) -> torch.Tensor:
+    """``count`` fixed odd int64 constants."""
+    generator = torch.Generator().manual_seed(0x6A657472)
+    words = torch.randint(-(2**62), 2**62, (count,), generator=generator, dtype=torch.int64, device="cpu")
+    return (2 * words + 1).to(device)
+
+
+def row_sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Sums of each row of a BF16 tensor ``[R, C]``, or of each element of ``[R]``.
+
+    Returns:
+        int64 ``[R]``.
+    """
+    rows = tensor.detach().contiguous().view(torch.int16)
+    rows = rows.view(rows.shape[0], -1)
+    if rows.shape[1] % 4 == 0:
+        rows = rows.view(torch.int64)
+    constants = odd_constants(rows.shape[1], rows.device)
+    # In pieces: an embedding's products would otherwise take as much memory again as the embedding.
+    pieces = rows.split(max(1, _SUM_WORDS // rows.shape[1]))
+    return torch.cat([(piece.to(torch.int64) * constants).sum(dim=1) for piece in pieces])
+
+
+def blocks_of_words(qdata: torch.Tensor, block: int, constants: torch.Tensor) -> torch.Tensor:
+    """Sums of the ``block`` x ``block`` blocks of one-byte ``qdata [N, K]``, both multiples of ``block``.
+
+    Args:
+        constants: ``[block * block / 8]`` odd int64.
+
+    Returns:
+        int64 ``[N / block, K / block]``.
+    """
+    n, k = qdata.shape
+    words_per_row = block // 8
+    # contiguous(): a row-parallel shard's slice of columns cannot be viewed as 64-bit words otherwise.
+    words = qdata.contiguous().view(torch.int64).view(n // block, block, k // block, words_per_row)
+    return (words * constants.view(1, block, 1, words_per_row)).sum(dim=(1, 3))

@@ -1,0 +1,288 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Causal attention with grouped queries, one head at a time: ``softmax(q k^T scale) v``.
+
+Training packs whole sequences one after another (:func:`attention`); a rollout attends from new tokens to a paged cache
+(:func:`paged_attention`). A query's result is the same in every bit in both, for any chunking of its prompt and any
+batch around it.
+
+**On a GPU** both are FlashAttention 3 from the vLLM wheel with ``num_splits=1`` (vllm_kernels.py), so that one thread
+block walks a query's keys in ascending order; torch's FlashAttention backward reads the output and the log-sum-exp. The
+rollout calls the same kernel on its paged cache (rollout/attention.py).
+
+**On the CPU** every sum is exact (reproducible.py; :func:`_attend` has the scheme). Keys and values are put on their
+grids once, when they are made: a cache holds them in that form (:func:`cache_form`).
+"""
+
+import math
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from jetrl_verl.kernels import vllm_kernels
+from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.operator import require_bf16
+from jetrl_verl.kernels.reproducible import (
+    MANTISSA_BITS,
+    exp,
+    exponent_of,
+    grid_bits,
+    on_grid,
+    power_of_two,
+    sum_of_fractions,
+)
+
+HEAD_DIM = 128
+"""The head dimension for which decode, chunked prefill and whole sequences are known to agree in every bit."""
+
+_VALUE_BITS = 21
+_KEYS = 1024
+_WEIGHT_BITS = MANTISSA_BITS - _VALUE_BITS - int(math.log2(_KEYS))
+_DENOMINATOR_BITS = 30
+_SCORES = 2**17
+"""Scores computed at a time (1 MiB in float64), so that the passes over them stay in the cache."""
+
+
+def check_head_dim(head_dim: int) -> None:
+    """Raise ``ValueError`` (one sentence) unless there is an attention for this head dimension."""
+    if head_dim != HEAD_DIM:
+        raise ValueError(
+            f"shared attention exists for heads of {HEAD_DIM} and this model has heads of {head_dim}; "
+            "use precision=jet_fp8 jetrl.operations=stock"
+        )
+
+
+def cache_form(x: torch.Tensor) -> torch.Tensor:
+    """Keys or values ``[..., D]`` BF16 as attention reads them and a rollout's cache must store them; BF16."""
+    return x if x.is_cuda else on_grid(x, _VALUE_BITS)
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """CPU attention of padded sequences.
+
+    Queries, keys and values are put on grids per token and head; scores are then exact in float64. With
+    ``p = exp(s - max s)``, the denominator sums ``p`` in steps of 2^-30. In the numerator a value row ``v_j < 2^e_j``
+    has its own grid, so ``p_j 2^e_j`` is what is put on a grid per query, and
+
+        o = sum_j round(p_j 2^e_j) (v_j 2^-e_j) / sum_j p_j
+
+    is exact over ``_KEYS`` keys; blocks of that many keys, counted from the sequence's first, are added in order.
+
+    Args:
+        q: ``[B, Tq, H, D]`` BF16. k, v: ``[B, Tk, Hkv, D]`` in cache form; what lies beyond a sequence may be anything.
+        positions: ``[B, Tq]`` position of each query in its sequence: it attends to keys up to that one.
+        lengths: ``[B]`` keys of each sequence, at least 1.
+
+    Returns:
+        ``[B, Tq, H, D]`` BF16; rows of queries beyond a sequence mean nothing.
+    """
+    batch, queries, heads, head_dim = q.shape
+    keys, kv_heads = k.shape[1:3]
+    group = heads // kv_heads
+    q = on_grid(q, grid_bits(head_dim, 1) - _VALUE_BITS).double()
+    q = q.reshape(batch, queries, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
+    q = q.reshape(batch, kv_heads, group * queries, head_dim)
+    k = k.transpose(1, 2).double()
+    held = torch.arange(keys) < lengths[:, None]
+    v = v.masked_fill(~held[:, :, None, None], 0).transpose(1, 2)
+    value_exponents = exponent_of(v.abs().amax(dim=-1))[:, :, None, :]
+    v = v.double()
+
+    hidden = torch.arange(keys) > positions[:, :, None]
+    hidden = (hidden | ~held[:, None, :]).repeat(1, group, 1)[:, None]
+    scores = (q @ k.transpose(-1, -2)).mul_(scale).masked_fill_(hidden, -torch.inf)
+    p = exp(scores.sub_(scores.amax(dim=-1, keepdim=True)))
+    denominator = sum_of_fractions(p, _DENOMINATOR_BITS)
+    p.mul_(power_of_two(value_exponents))
+    steps = exponent_of(p.amax(dim=-1, keepdim=True)) - _WEIGHT_BITS
+    p.mul_(power_of_two(-steps)).round_().mul_(power_of_two(steps))
+    # The product below is with v itself, so its power of two leaves the weight again.
+    p.mul_(power_of_two(-value_exponents))
+    out = p[..., :_KEYS] @ v[..., :_KEYS, :]
+    for start in range(_KEYS, keys, _KEYS):
+        out += p[..., start : start + _KEYS] @ v[..., start : start + _KEYS, :]
+    out = out.div_(denominator).view(batch, kv_heads, group, queries, head_dim)
+    return out.permute(0, 3, 1, 2, 4).reshape(batch, queries, heads, head_dim).to(torch.bfloat16)
+
+
+def _attend_in_pieces(q, k, v, positions, lengths, scale) -> torch.Tensor:
+    """:func:`_attend`, a few sequences at a time."""
+    per_sequence = q.shape[1] * q.shape[2] * k.shape[1]
+    step = max(1, _SCORES // max(per_sequence, 1))
+    pieces = (slice(start, start + step) for start in range(0, len(q), step))
+    return torch.cat([_attend(q[i], k[i], v[i], positions[i], lengths[i], scale) for i in pieces])
+
+
+def _padded(cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Packed sequences as rows: token indices ``[B, T]`` (clamped beyond the end), which are real, and lengths."""
+    lengths = cu_seqlens.diff().long()
+    columns = torch.arange(int(lengths.max()))
+    real = columns < lengths[:, None]
+    index = (cu_seqlens[:-1, None] + columns).clamp_(max=int(cu_seqlens[-1]) - 1)
+    return index.long(), real, lengths
+
+
+@implements("attention", "reference")
+def reference_attention(q, k, v, cu_seqlens, max_seqlen: int, scale: float) -> tuple[torch.Tensor, tuple]:
+    """Output ``[N, H, D]`` BF16 and what the backward needs beside the operands: nothing."""
+    index, real, lengths = _padded(cu_seqlens)
+    positions = torch.arange(index.shape[1]).expand_as(index)
+    out = _attend_in_pieces(q[index], cache_form(k)[index], cache_form(v)[index], positions, lengths, scale)
+    return out[real], ()
+
+
+@implements("attention_backward", "reference")
+def reference_attention_backward(grad_out, q, k, v, cu_seqlens, saved: tuple, max_seqlen: int, scale: float):
+    """Gradients by FP32 recomputation; the grids are straight-through."""
+    index, real, _ = _padded(cu_seqlens)
+    group = q.shape[1] // k.shape[1]
+    gathered = [x[index].float().transpose(1, 2) for x in (q, k, v, grad_out)]
+    gathered[1:3] = [x.repeat_interleave(group, dim=1) for x in gathered[1:3]]
+    q32, k32, v32, dout = gathered
+    dout = dout * real[:, None, :, None]
+    tokens = index.shape[1]
+    hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu_(1)
+    p = (q32 @ k32.transpose(-1, -2)).mul_(scale).masked_fill_(hidden, -torch.inf).softmax(dim=-1)
+    dv = p.transpose(-1, -2) @ dout
+    dp = dout @ v32.transpose(-1, -2)
+    ds = p * (dp - (dp * p).sum(dim=-1, keepdim=True)) * scale
+    dq, dk = ds @ k32, ds.transpose(-1, -2) @ q32
+
+    def packed(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.unflatten(1, (like.shape[1], -1)).sum(dim=2)
+        return gradient.transpose(1, 2)[real].to(like.dtype)
+
+    return packed(dq, q), packed(dk, k), packed(dv, v)
+
+
+@implements("attention", "flash_attention_3")
+def flash_attention_3(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Output ``[N, H, D]`` BF16 and, for the backward, it and the log-sum-exp ``[H, N]`` FP32.
+
+    Raises:
+        RuntimeError: the GPU or the wheel has no FlashAttention 3.
+    """
+    out, lse = vllm_kernels.flash_attention_3(q, k, v, cu_seqlens, max_seqlen, scale)
+    return out, (out, lse)
+
+
+@implements("attention_backward", "flash_attention_3")
+def flash_attention_backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    saved: tuple[torch.Tensor, torch.Tensor],
+    max_seqlen: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v by torch's FlashAttention backward."""
+    out, lse = saved
+    # Without dropout the random state is not read.
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)
+    return torch.ops.aten._flash_attention_backward(
+        grad_out.to(out.dtype).contiguous(),
+        q,
+        k,
+        v,
+        out,
+        lse.contiguous(),
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        0.0,
+        True,
+        unused,
+        unused,
+        scale=scale,
+    )
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, cu_seqlens, max_seqlen: int, scale: float) -> torch.Tensor:
+        ctx.max_seqlen, ctx.scale = max_seqlen, scale
+        out, saved = lookup("attention", q.device)(q, k, v, cu_seqlens, max_seqlen, scale)
+        ctx.save_for_backward(q, k, v, cu_seqlens, *saved)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out: torch.Tensor):
+        q, k, v, cu_seqlens, *saved = ctx.saved_tensors
+        run = lookup("attention_backward", grad_out.device)
+        return *run(grad_out, q, k, v, cu_seqlens, saved, ctx.max_seqlen, ctx.scale), None, None, None
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
+) -> torch.Tensor:
+    """Attention within each of several packed sequences; differentiable in ``q``, ``k`` and ``v``.
+
+    Args:
+        q: ``[N, H, D]`` BF16. k, v: ``[N, Hkv, D]`` BF16, ``Hkv`` dividing ``H``.
+        cu_seqlens: ``[B + 1]`` int32, first token of each sequence and, last, ``N``; no sequence is empty.
+        max_seqlen: length of the longest. scale: factor of the scores, usually ``D ** -0.5``.
+
+    Returns:
+        ``[N, H, D]`` BF16.
+
+    Raises:
+        TypeError: an operand is not BF16. ValueError: heads that are not of 128.
+    """
+    require_bf16("attention", q=q, k=k, v=v)
+    check_head_dim(q.shape[-1])
+    return _Attention.apply(q, k, v, cu_seqlens, max_seqlen, scale)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    cu_queries: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Attention of each request's newest tokens to its cache, on the CPU; no gradient.
+
+    On a GPU the rollout reaches the same kernel through vLLM's own FlashAttention backend (rollout/attention.py).
+
+    Args:
+        q: ``[N, H, D]`` BF16, the requests' new tokens one request after another.
+        key_cache, value_cache: ``[blocks, Hkv, block size, D]`` BF16, filled with :func:`cache_form` tensors, the new
+            tokens' own included.
+        cu_queries: ``[R + 1]`` first query of each request and, last, ``N``. lengths: ``[R]`` tokens in each cache.
+        block_table: ``[R, most blocks]`` cache blocks of each request in order.
+
+    Returns:
+        ``[N, H, D]`` BF16.
+    """
+    require_bf16("paged_attention", q=q, key_cache=key_cache, value_cache=value_cache)
+    check_head_dim(q.shape[-1])
+    block_size = key_cache.shape[2]
+    out = torch.empty_like(q)
+    fresh = cu_queries.diff()
+    # Requests with the same number of new tokens go together: all decodes are one call.
+    for count in fresh.unique().tolist():
+        if not count:
+            continue
+        rows = (fresh == count).nonzero().squeeze(1)
+        held = lengths[rows].long()
+        longest = int(held.max())
+        blocks = block_table[rows, : -(-longest // block_size)].long()
+
+        def sequence(cache: torch.Tensor, blocks: torch.Tensor = blocks, longest: int = longest) -> torch.Tensor:
+            # Cut first where one block is enough: the copy is what a decode step costs.
+            return cache[:, :, :longest][blocks].transpose(2, 3).flatten(1, 2)[:, :longest]
+
+        index = cu_queries[rows, None].long() + torch.arange(count)
+        positions = (held - count)[:, None] + torch.arange(count)
+        out[index] = _attend_in_pieces(q[index], sequence(key_cache), sequence(value_cache), positions, held, scale)
+    return out

@@ -1,0 +1,134 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The forward of an FP8 linear as one torch operator, ``jetrl::fprop``: trainer and vLLM call this one.
+
+A policy that samples with the operator it is trained with needs one definition of "quantize, multiply, add bias,
+round". ``jetrl::fprop_quantized`` is its second half, for an input that was quantized where it was written.
+
+No autograd formula is attached: the trainer calls it inside its own ``autograd.Function`` (jetrl_verl/nn/linear.py),
+which also decides what is saved.
+"""
+
+import torch
+
+from jetrl_verl.kernels.gemm_nt import gemm_nt
+from jetrl_verl.kernels.operator import operator
+from jetrl_verl.kernels.quantize_1x128 import quantize_1x128
+from jetrl_verl.reference import FP8_DTYPE, QuantizedTensor
+
+
+def _check(x: torch.Tensor, w_qdata: torch.Tensor) -> None:
+    if x.dtype != torch.bfloat16:
+        raise ValueError(f"jetrl::fprop: x is {x.dtype}; activations are quantized from BF16 values, cast it first.")
+    if w_qdata.dtype != FP8_DTYPE:
+        raise ValueError(f"jetrl::fprop: weight qdata are {w_qdata.dtype}, expected {FP8_DTYPE}.")
+    if x.shape[-1] != w_qdata.shape[1]:
+        raise ValueError(f"jetrl::fprop: x {tuple(x.shape)} does not fit the weight {tuple(w_qdata.shape)}.")
+
+
+def _fprop_fake(x: torch.Tensor, w_qdata: torch.Tensor, *_) -> torch.Tensor:
+    _check(x, w_qdata)
+    return x.new_empty((*x.shape[:-1], w_qdata.shape[0]), dtype=torch.bfloat16)
+
+
+@operator(
+    "fprop(Tensor x, Tensor w_qdata, Tensor w_scales, Tensor? bias, str rule, bool static_weight=False) -> Tensor",
+    fake=_fprop_fake,
+)
+def _fprop(
+    x: torch.Tensor,
+    w_qdata: torch.Tensor,
+    w_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    rule: str,
+    static_weight: bool = False,
+) -> torch.Tensor:
+    _check(x, w_qdata)
+    a = quantize_1x128(x.reshape(-1, x.shape[-1]), rule)
+    b = QuantizedTensor(w_qdata, w_scales)
+    y = gemm_nt(a, b, b_block_scaled=True, bias=bias, static_weight=static_weight)
+    return y.reshape(*x.shape[:-1], w_qdata.shape[0])
+
+
+def _check_qdata(x_qdata: torch.Tensor, w_qdata: torch.Tensor) -> None:
+    for name, qdata in (("input", x_qdata), ("weight", w_qdata)):
+        if qdata.dtype != FP8_DTYPE:
+            raise ValueError(f"jetrl::fprop_quantized: {name} qdata are {qdata.dtype}, expected {FP8_DTYPE}.")
+    if x_qdata.shape[-1] != w_qdata.shape[1]:
+        raise ValueError(
+            f"jetrl::fprop_quantized: x {tuple(x_qdata.shape)} does not fit the weight {tuple(w_qdata.shape)}."
+        )
+
+
+def _fprop_quantized_fake(x_qdata: torch.Tensor, _x_scales: torch.Tensor, w_qdata: torch.Tensor, *_) -> torch.Tensor:
+    _check_qdata(x_qdata, w_qdata)
+    return x_qdata.new_empty((x_qdata.shape[0], w_qdata.shape[0]), dtype=torch.bfloat16)
+
+
+@operator(
+    "fprop_quantized(Tensor x_qdata, Tensor x_scales, Tensor w_qdata, Tensor w_scales, Tensor? bias,"
+    " bool static_weight=False) -> Tensor",
+    fake=_fprop_quantized_fake,
+)
+def _fprop_quantized(
+    x_qdata: torch.Tensor,
+    x_scales: torch.Tensor,
+    w_qdata: torch.Tensor,
+    w_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    static_weight: bool = False,
+) -> torch.Tensor:
+    _check_qdata(x_qdata, w_qdata)
+    a, b = QuantizedTensor(x_qdata, x_scales), QuantizedTensor(w_qdata, w_scales)
+    return gemm_nt(a, b, b_block_scaled=True, bias=bias, static_weight=static_weight)
+
+
+def fprop(
+    x: torch.Tensor,
+    w_qdata: torch.Tensor,
+    w_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    rule: str,
+    static_weight: bool = False,
+) -> torch.Tensor:
+    """``Y = X W^T + bias`` with X quantized in 1x128 groups on the way in.
+
+    Args:
+        x: ``[..., K]`` BF16.
+        w_qdata: ``[N, K]`` E4M3.
+        w_scales: ``[ceil(N/128), ceil(K/128)]`` FP32.
+        bias: ``[N]`` or None, added in FP32 before the one rounding.
+        rule: scale rule of X, ``"fp32"`` or ``"pow2"``; use the one W was quantized with.
+        static_weight: weight and bias were there before the quantizer of X started, which is the kernel right before
+            the multiplication; see ``native_gemm_nt`` in gemm_nt.py. Only the speed depends on it.
+
+    Returns:
+        ``[..., N]`` BF16.
+
+    Raises:
+        ValueError: another type of ``x`` or of the qdata, shapes that do not fit, an unknown rule.
+    """
+    return _fprop(x, w_qdata, w_scales, bias, rule, static_weight)
+
+
+def fprop_quantized(
+    x: QuantizedTensor,
+    w_qdata: torch.Tensor,
+    w_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    static_weight: bool = False,
+) -> torch.Tensor:
+    """:func:`fprop` of an input that is quantized already; the same bits for ``x = quantize_1x128(X, rule)``.
+
+    Args:
+        x: qdata ``[M, K]`` E4M3 and scales ``[M, K/128]`` FP32. The others as in :func:`fprop`.
+        static_weight: what ``native_gemm_nt`` in gemm_nt.py asks of the kernel right before this call, which
+            holds for the one that makes ``x``. Only the speed depends on it.
+
+    Returns:
+        ``[M, N]`` BF16.
+
+    Raises:
+        ValueError: qdata of another type, shapes that do not fit.
+    """
+    return _fprop_quantized(x.qdata, x.scales, w_qdata, w_scales, bias, static_weight)

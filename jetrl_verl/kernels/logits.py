@@ -1,0 +1,154 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""``lm_head`` to FP32 logits, ``hidden weight^T``, rounded once. Stock verl and vLLM round them to BF16.
+
+Vocabulary entries that may not be sampled carry minus infinity, or a number so low that its exponential is zero, on
+both sides and take no part in log_probs.py.
+
+On a GPU a GEMM whose order over K never changes. A library's GEMM picks whether it splits K,
+and in what pieces it adds,
+by the number of rows; here one program adds all of K in ascending order, sixteen products an instruction, and the tile,
+which follows the number of rows, decides only which elements a program holds: it does not reach a bit (a GPU test goes
+across every tile's edge). At decode the weight is read once whatever the tile, which is what it costs.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
+from jetrl_verl.kernels.reproducible import grid_bits, on_grid
+
+
+@implements("logits", "reference")
+def reference_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``[..., V]`` FP32 of BF16 operands: exact sums on the CPU."""
+    bits = grid_bits(hidden.shape[-1])
+    return (on_grid(hidden, bits).double() @ on_grid(weight, bits).double().t()).float()
+
+
+class Tile(NamedTuple):
+    """Rows, columns and K of a tile; warps and stages of its program."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+
+TILES = {64: Tile(64, 128, 64, 4, 4), 128: Tile(128, 128, 64, 8, 4)}
+"""By the most rows that they are for."""
+MANY_ROWS = Tile(128, 256, 64, 8, 3)
+
+
+def tile_of(rows: int) -> Tile:
+    """The tile for so many rows."""
+    return next((tile for most, tile in TILES.items() if rows <= most), MANY_ROWS)
+
+
+_INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
+"""Triton's interpreter multiplies the bits of BF16 values as if they were integers."""
+
+
+@triton.jit
+def _logits_kernel(
+    hidden_ptr, weight_ptr, out_ptr, rows, columns,
+    K: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    # Programs of one column tile are neighbours: the weight, the larger operand, is read from memory once.
+    row = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
+    column = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
+    k = tl.arange(0, TILE_K)
+    hidden = hidden_ptr + row.to(tl.int64)[:, None] * K + k[None, :]
+    weight = weight_ptr + column.to(tl.int64)[None, :] * K + k[:, None]
+    acc = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
+    for start in range(0, K, TILE_K):
+        held = start + k < K
+        a = tl.load(hidden + start, mask=(row < rows)[:, None] & held[None, :], other=0.0)
+        b = tl.load(weight + start, mask=(column < columns)[None, :] & held[:, None], other=0.0)
+        if _INTERPRETED:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        acc = tl.dot(a, b, acc)
+    target = out_ptr + row.to(tl.int64)[:, None] * columns + column[None, :]
+    tl.store(target, acc, mask=(row < rows)[:, None] & (column < columns)[None, :])
+
+
+@implements("logits", "triton")
+def triton_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """As :func:`reference_logits`."""
+    k = hidden.shape[-1]
+    rows = hidden.reshape(-1, k).contiguous()
+    columns = weight.shape[0]
+    # Made in its final shape: a view that leaves an autograd function could not be masked in place.
+    out = torch.empty((*hidden.shape[:-1], columns), dtype=torch.float32, device=hidden.device)
+    if out.numel():
+        tile = tile_of(len(rows))
+        _logits_kernel[(triton.cdiv(len(rows), tile.m), triton.cdiv(columns, tile.n))](
+            rows,
+            weight.contiguous(),
+            out,
+            len(rows),
+            columns,
+            K=k,
+            TILE_M=tile.m,
+            TILE_N=tile.n,
+            TILE_K=tile.k,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+    return out
+
+
+def _fake(hidden, weight):
+    return hidden.new_empty((*hidden.shape[:-1], weight.shape[0]), dtype=torch.float32)
+
+
+@operator("logits(Tensor hidden, Tensor weight) -> Tensor", fake=_fake)
+def _logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    require_shape("logits", "weight", weight, (weight.shape[0], hidden.shape[-1]))
+    return lookup("logits", hidden.device)(hidden, weight)
+
+
+class _Logits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return _logits(hidden, weight.to(torch.bfloat16))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: torch.Tensor):
+        hidden, weight = ctx.saved_tensors
+        # As stock training multiplies them; the CPU has no fast BF16 product.
+        dtype = torch.bfloat16 if gradient.is_cuda else torch.float32
+        gradient = gradient.to(dtype)
+        dhidden = dweight = None
+        if ctx.needs_input_grad[0]:
+            dhidden = (gradient @ weight.to(dtype)).to(hidden.dtype)
+        if ctx.needs_input_grad[1]:
+            rows = gradient.reshape(-1, gradient.shape[-1])
+            dweight = (rows.t() @ hidden.reshape(-1, hidden.shape[-1]).to(dtype)).to(weight.dtype)
+        return dhidden, dweight
+
+
+def logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``hidden weight^T``, rounded once; differentiable in both.
+
+    Args:
+        hidden: ``[..., K]`` BF16. weight: ``[V, K]``, taken at its BF16 value.
+
+    Returns:
+        ``[..., V]`` FP32.
+
+    Raises:
+        TypeError: ``hidden`` is not BF16.
+    """
+    require_bf16("logits", hidden=hidden)
+    if torch.is_grad_enabled():
+        return _Logits.apply(hidden, weight)
+    return _logits(hidden, weight.to(torch.bfloat16))

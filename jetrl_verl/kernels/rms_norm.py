@@ -1,0 +1,457 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""RMSNorm over the last dimension, with and without the residual sum in front; the QK norm is the same function.
+
+    y = (x * rstd) * w        rstd = 1 / sqrt(mean(x^2) + eps)
+
+FP32 inside, one rounding to BF16 at the end. Stock modules differ: Hugging Face rounds ``x * rstd`` to BF16 before it
+multiplies with the weight, and vLLM's fused kernel does not round the residual sum that it normalises. Here the
+residual sum is rounded to BF16 first; that rounded sum is what is normalised and what the next layer adds to.
+
+``*_quantize_1x128`` also return the qdata of the result, byte for byte what ``quantize_1x128`` makes of it in BF16.
+
+On a GPU one program normalises a row, held in registers: one read, one write. ``K``, tile and strides are compile-time
+constants and all forms are one kernel, so every row of a model's norm is summed in one order whatever the batch.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+from jetrl_verl import reference
+from jetrl_verl.kernels.device.dependents import launch_dependents
+from jetrl_verl.kernels.device.e4m3 import GROUP, encode, is_pow2, magnitude_bits, reciprocal_of, scale_of
+from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
+from jetrl_verl.kernels.reproducible import grid_bits, on_grid
+from jetrl_verl.kernels.results import empty_rowwise, fake_rowwise, require_groups
+from jetrl_verl.reference import QuantizedTensor
+
+# --- reference: exact sums on the CPU ---------------------------------------------------------------------------------
+
+
+@implements("rms_norm", "reference")
+def reference_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """y ``[..., K]`` BF16 and rstd ``[...]`` FP32."""
+    k = x.shape[-1]
+    squares = on_grid(x, grid_bits(k)).double().square_()
+    rstd = (squares.sum(dim=-1, keepdim=True) / k).add_(eps).sqrt_().reciprocal_().float()
+    y = x.to(torch.float32, memory_format=torch.contiguous_format).mul_(rstd).mul_(weight.float())
+    return y.to(torch.bfloat16), rstd.squeeze(-1)
+
+
+@implements("add_rms_norm", "reference")
+def reference_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """y and ``x + residual``, both BF16."""
+    total = (x + residual).contiguous()
+    return reference_rms_norm(total, weight, eps)[0], total
+
+
+@implements("rms_norm_quantize_1x128", "reference")
+def reference_rms_norm_quantize_1x128(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, rule: str
+) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
+    """y, rstd, 1x128 qdata of y."""
+    y, rstd = reference_rms_norm(x, weight, eps)
+    return y, rstd, reference.quantize_1x128(y.reshape(-1, y.shape[-1]), rule)
+
+
+@implements("add_rms_norm_quantize_1x128", "reference")
+def reference_add_rms_norm_quantize_1x128(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, rule: str, with_normed: bool
+) -> tuple[torch.Tensor | None, torch.Tensor, QuantizedTensor]:
+    """y or None, ``x + residual``, 1x128 qdata of y."""
+    y, total = reference_add_rms_norm(x, residual, weight, eps)
+    return y if with_normed else None, total, reference.quantize_1x128(y.reshape(-1, y.shape[-1]), rule)
+
+
+@implements("rms_norm_backward", "reference")
+def reference_rms_norm_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dx ``[..., K]`` BF16 and dw ``[K]`` FP32."""
+    rstd = rstd.unsqueeze(-1)
+    normalised = x.float() * rstd
+    dy = dy.float()
+    scaled = dy * weight.float()
+    dx = rstd * (scaled - normalised * (scaled * normalised).mean(dim=-1, keepdim=True))
+    dw = (dy * normalised).reshape(-1, x.shape[-1]).sum(dim=0)
+    return dx.to(x.dtype), dw
+
+
+# --- Triton -----------------------------------------------------------------------------------------------------------
+
+_BACKWARD_PROGRAMS = 528
+"""Programs that share the rows of a gradient: four a multiprocessor of an H200."""
+
+
+_BACKWARD_ELEMENTS = 2048
+"""Elements of the rows that a program of the gradient works on at a time, at least one row."""
+
+
+_VECTOR = 8
+"""Elements of a 16-byte load."""
+
+
+# The maxima are taken from the row folded to [groups, 128], which moves nothing between threads and leaves the layout
+# that the sum of squares is formed in alone (tests/kernels/test_fused_for_hopper.py compares them). Bytes per element
+# with qdata: 5.03, or 7.03 with the BF16 rows, behind a residual sum; 3.03 or 5.03 alone.
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, rstd_ptr, qdata_ptr, scales_ptr, eps, rows,
+    K: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr,
+    RESIDUAL: tl.constexpr, WITH_Y: tl.constexpr, QUANTIZE: tl.constexpr, POW2: tl.constexpr,
+):  # fmt: skip
+    if QUANTIZE:  # a linear reads it next
+        launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, TILE)
+    mask = column < K
+    x = tl.load(x_ptr + row // HEADS * STRIDE_TOKEN + row % HEADS * STRIDE_HEAD + column, mask=mask, other=0.0)
+    if RESIDUAL:
+        residual = tl.load(residual_ptr + row * K + column, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(tl.bfloat16)
+        tl.store(total_ptr + row * K + column, x, mask=mask)
+    values = x.to(tl.float32)
+    mean = tl.sum(values * values, axis=0) / K
+    rstd = 1.0 / tl.sqrt_rn(mean + eps)
+    tl.store(rstd_ptr + row, rstd)
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    y = (values * rstd * weight).to(tl.bfloat16)
+    if WITH_Y:
+        tl.store(y_ptr + row * K + column, y, mask=mask)
+    if QUANTIZE:
+        groups = tl.reshape(y, (TILE // GROUP, GROUP)).to(tl.float32)
+        bits = tl.max(magnitude_bits(groups), axis=1)
+        scale = scale_of(bits, POW2)
+        qdata = encode(groups, scale[:, None], reciprocal_of(scale, bits, POW2)[:, None], POW2)
+        group = tl.arange(0, TILE // GROUP)
+        offsets = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        tl.store(qdata_ptr + row * K + offsets, qdata, mask=offsets < K)
+        tl.store(scales_ptr + group.to(tl.int64) * rows + row, scale, mask=group < K // GROUP)
+
+
+# One pass: a program walks some rows, writes their dx and keeps their share of dw in registers. Its sums depend on the
+# number of rows, which no contract forbids.
+@triton.jit
+def _backward_kernel(
+    dy_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, dw_ptr, count, rows_each,
+    K: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, TILE)[None, :]
+    inside = column < K
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    dw = tl.zeros((ROWS, TILE), dtype=tl.float32)
+    first = tl.program_id(0) * rows_each
+    for start in range(first, tl.minimum(first + rows_each, count), ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        mask = inside & (row < count)
+        place = row.to(tl.int64) * K + column
+        rstd = tl.load(rstd_ptr + row, mask=row < count, other=0.0)
+        dy = tl.load(dy_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        normalised = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32) * rstd
+        scaled = dy * weight
+        mean = tl.sum(scaled * normalised, axis=1)[:, None] / K
+        dx = rstd * (scaled - normalised * mean)
+        tl.store(dx_ptr + place, dx.to(tl.bfloat16), mask=mask)
+        dw += dy * normalised
+    total = tl.sum(dw, axis=0)[None, :]
+    tl.store(dw_ptr + tl.program_id(0) * K + column, total, mask=inside)
+
+
+def tile_and_warps(k: int) -> tuple[int, int]:
+    """Of a program that sums a row of ``k``: the order of the sum follows from them."""
+    tile = triton.next_power_of_2(k)
+    return tile, min(max(tile // 512, 1), 16)
+
+
+def _aligned_rows(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as ``[rows, K]``, contiguous from a 16-byte boundary, copied only where it is not."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    return rows if rows.data_ptr() % 16 == 0 else rows.clone()
+
+
+def _heads_in_place(x: torch.Tensor) -> bool:
+    """Whether ``x`` is heads ``[N, H, K]`` of a wider tensor, each loaded by the instructions of a row of its own."""
+    if x.ndim != 3 or x.is_contiguous() or x.stride(2) != 1:
+        return False
+    return x.data_ptr() % 16 == 0 and all(step % _VECTOR == 0 for step in (*x.shape[2:], *x.stride()[:2]))
+
+
+def launch_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, rule: str | None, with_y: bool
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, QuantizedTensor | None]:
+    """The one launch of all forms: (y or None, ``x + residual`` or ``x``, rstd, qdata of y under ``rule`` or None)."""
+    k = x.shape[-1]
+    if _heads_in_place(x):
+        source, layout = x, {"HEADS": x.shape[1], "STRIDE_TOKEN": x.stride(0), "STRIDE_HEAD": x.stride(1)}
+    else:
+        source, layout = _aligned_rows(x), {"HEADS": 1, "STRIDE_TOKEN": k, "STRIDE_HEAD": k}
+    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    y = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) if with_y else None
+    total = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) if residual is not None else x
+    count = rstd.numel()
+    quantized = empty_rowwise(count, k, x.device) if rule is not None else None
+    pow2 = rule is not None and is_pow2(rule)
+    tile, warps = tile_and_warps(k)
+    if count:
+        # Pointers of what is absent are never dereferenced.
+        _rms_norm_kernel[(count,)](
+            source,
+            _aligned_rows(residual) if residual is not None else source,
+            weight.contiguous(),
+            y if with_y else source,
+            total,
+            rstd,
+            quantized.qdata.view(torch.uint8) if rule is not None else source,
+            quantized.scales if rule is not None else rstd,
+            eps,
+            count,
+            K=k,
+            TILE=tile,
+            **layout,
+            RESIDUAL=residual is not None,
+            WITH_Y=with_y,
+            QUANTIZE=rule is not None,
+            POW2=pow2,
+            num_warps=warps,
+        )
+    return y, total, rstd, quantized
+
+
+@implements("rms_norm", "triton")
+def triton_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`reference_rms_norm`."""
+    y, _, rstd, _ = launch_rms_norm(x, None, weight, eps, None, True)
+    return y, rstd
+
+
+@implements("add_rms_norm", "triton")
+def triton_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`reference_add_rms_norm`; one pass over both."""
+    y, total, _, _ = launch_rms_norm(x, residual, weight, eps, None, True)
+    return y, total
+
+
+@implements("rms_norm_quantize_1x128", "triton")
+def triton_rms_norm_quantize_1x128(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, rule: str
+) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
+    """As :func:`reference_rms_norm_quantize_1x128`."""
+    y, _, rstd, quantized = launch_rms_norm(x, None, weight, eps, rule, True)
+    return y, rstd, quantized
+
+
+@implements("add_rms_norm_quantize_1x128", "triton")
+def triton_add_rms_norm_quantize_1x128(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, rule: str, with_normed: bool
+) -> tuple[torch.Tensor | None, torch.Tensor, QuantizedTensor]:
+    """As :func:`reference_add_rms_norm_quantize_1x128`."""
+    y, total, _, quantized = launch_rms_norm(x, residual, weight, eps, rule, with_normed)
+    return y, total, quantized
+
+
+@implements("rms_norm_backward", "triton")
+def triton_rms_norm_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dx ``[..., K]`` BF16 and dw ``[K]`` FP32 from dy and x ``[..., K]`` and rstd ``[...]`` FP32."""
+    rows, gradients = _aligned_rows(x), _aligned_rows(dy.to(torch.bfloat16))
+    count, k = rows.shape
+    dx = torch.empty_like(rows)
+    tile = triton.next_power_of_2(k)
+    at_once = max(_BACKWARD_ELEMENTS // tile, 1)
+    each = triton.cdiv(triton.cdiv(count, _BACKWARD_PROGRAMS), at_once) * at_once
+    programs = triton.cdiv(count, each) if count else 0
+    partial = torch.empty((programs, k), dtype=torch.float32, device=x.device)
+    if count:
+        _backward_kernel[(programs,)](
+            gradients,
+            rows,
+            weight.contiguous(),
+            rstd.contiguous(),
+            dx,
+            partial,
+            count,
+            each,
+            K=k,
+            TILE=tile,
+            ROWS=at_once,
+            num_warps=min(max(tile * at_once // 512, 1), 16),
+        )
+    return dx.view(x.shape), partial.sum(dim=0)
+
+
+# --- torch operators --------------------------------------------------------------------------------------------------
+
+
+def _fake(x, weight, eps):
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@operator("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", fake=_fake)
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """y BF16 and rstd FP32 of x [..., K]."""
+    require_shape("rms_norm", "weight", weight, x.shape[-1:])
+    return lookup("rms_norm", x.device)(x, weight, eps)
+
+
+def _fake_add(x, residual, weight, eps):
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+@operator("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)", fake=_fake_add)
+def _add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    require_shape("add_rms_norm", "weight", weight, x.shape[-1:])
+    require_shape("add_rms_norm", "residual", residual, x.shape)
+    return lookup("add_rms_norm", x.device)(x, residual, weight, eps)
+
+
+def _fake_quantize(x, weight, eps, rule):
+    return *_fake(x, weight, eps), *fake_rowwise(x)
+
+
+@operator(
+    "rms_norm_quantize_1x128(Tensor x, Tensor weight, float eps, str rule) -> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake_quantize,
+)
+def _rms_norm_quantize(x: torch.Tensor, weight: torch.Tensor, eps: float, rule: str) -> tuple[torch.Tensor, ...]:
+    """y, rstd, qdata, scales."""
+    require_shape("rms_norm_quantize_1x128", "weight", weight, x.shape[-1:])
+    y, rstd, quantized = lookup("rms_norm_quantize_1x128", x.device)(x, weight, eps, rule)
+    return y, rstd, quantized.qdata, quantized.scales
+
+
+def _fake_add_quantize(x, residual, weight, eps, rule, with_normed):
+    return x.new_empty(x.shape if with_normed else 0), x.new_empty(x.shape), *fake_rowwise(x)
+
+
+@operator(
+    "add_rms_norm_quantize_1x128(Tensor x, Tensor residual, Tensor weight, float eps, str rule, bool with_normed)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake_add_quantize,
+)
+def _add_rms_norm_quantize(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, rule: str, with_normed: bool
+) -> tuple[torch.Tensor, ...]:
+    """y, or an empty tensor unless asked for, the residual sum, qdata, scales."""
+    require_shape("add_rms_norm_quantize_1x128", "weight", weight, x.shape[-1:])
+    require_shape("add_rms_norm_quantize_1x128", "residual", residual, x.shape)
+    run = lookup("add_rms_norm_quantize_1x128", x.device)
+    y, total, quantized = run(x, residual, weight, eps, rule, with_normed)
+    return y if with_normed else x.new_empty(0), total, quantized.qdata, quantized.scales
+
+
+# --- functions --------------------------------------------------------------------------------------------------------
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, eps: float, rule: str | None):
+        if rule is None:
+            y, rstd = _rms_norm(x, weight, eps)
+            results = y
+        else:
+            y, rstd, *quantized = _rms_norm_quantize(x, weight, eps, rule)
+            ctx.mark_non_differentiable(*quantized)
+            ctx.set_materialize_grads(False)  # no zeros in the place of the qdata's gradients
+            results = (y, *quantized)
+        ctx.save_for_backward(x, weight, rstd)
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: torch.Tensor, *_):
+        x, weight, rstd = ctx.saved_tensors
+        dx, dw = lookup("rms_norm_backward", x.device)(dy, x, weight, rstd)
+        return dx, dw.to(weight.dtype), None, None
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalise the rows of ``x``; differentiable in ``x`` and ``weight``.
+
+    Args:
+        x: ``[..., K]`` BF16; heads ``[N, H, K]`` of a merged projection are read where they lie. weight: ``[K]``.
+        eps: added to the mean of squares.
+
+    Returns:
+        ``[..., K]`` BF16, contiguous. A row with Inf or NaN has NaN in it.
+
+    Raises:
+        TypeError: ``x`` is not BF16.
+    """
+    require_bf16("rms_norm", x=x)
+    if torch.is_grad_enabled():
+        return _RMSNorm.apply(x, weight, eps, None)
+    return _rms_norm(x, weight, eps)[0]
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``rms_norm`` of ``x + residual``, for inference: what a trainer gets from BF16 addition and :func:`rms_norm`.
+
+    Args:
+        x, residual: ``[..., K]`` BF16. weight: ``[K]``.
+
+    Returns:
+        (normalised, ``x + residual`` rounded to BF16), each ``[..., K]`` BF16.
+
+    Raises:
+        TypeError: ``x`` or ``residual`` is not BF16.
+    """
+    require_bf16("add_rms_norm", x=x, residual=residual)
+    return _add_rms_norm(x, residual, weight, eps)
+
+
+def rms_norm_quantize_1x128(x: torch.Tensor, weight: torch.Tensor, eps: float, rule: str) -> QuantizedTensor:
+    """:func:`rms_norm` and ``kernels.quantize_1x128`` of its result; differentiable in ``x`` and ``weight``.
+
+    Args:
+        x: ``[..., K]`` BF16, K a multiple of 128. weight: ``[K]``. eps: added to the mean of squares.
+        rule: scale rule, ``"fp32"`` or ``"pow2"``.
+
+    Returns:
+        FP8 data ``[M, K]`` E4M3 and scales ``[M, K/128]`` FP32 of the normalised rows, M their number, and as source
+        these rows ``[..., K]`` BF16.
+
+    Raises:
+        TypeError: ``x`` is not BF16. ValueError: K is not a multiple of 128, an unknown rule.
+    """
+    require_bf16("rms_norm_quantize_1x128", x=x)
+    require_groups("rms_norm_quantize_1x128", x)
+    if torch.is_grad_enabled():
+        y, qdata, scales = _RMSNorm.apply(x, weight, eps, rule)
+    else:
+        y, _, qdata, scales = _rms_norm_quantize(x, weight, eps, rule)
+    return QuantizedTensor(qdata, scales, y)
+
+
+def add_rms_norm_quantize_1x128(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, rule: str, *, with_normed: bool
+) -> tuple[QuantizedTensor, torch.Tensor]:
+    """:func:`add_rms_norm` and ``kernels.quantize_1x128`` of its first result, for inference.
+
+    Args:
+        x, residual: ``[..., K]`` BF16, K a multiple of 128. weight: ``[K]``.
+        rule: scale rule, ``"fp32"`` or ``"pow2"``.
+        with_normed: whether the normalised rows are wanted in BF16 too.
+
+    Returns:
+        (FP8 data ``[M, K]`` and scales ``[M, K/128]`` of the normalised rows, as source these rows ``[..., K]`` BF16 or
+        None; ``x + residual`` rounded to BF16).
+
+    Raises:
+        TypeError: ``x`` or ``residual`` is not BF16. ValueError: K is not a multiple of 128, an unknown rule.
+    """
+    require_bf16("add_rms_norm_quantize_1x128", x=x, residual=residual)
+    require_groups("add_rms_norm_quantize_1x128", x)
+    y, total, qdata, scales = _add_rms_norm_quantize(x, residual, weight, eps, rule, with_normed)
+    return QuantizedTensor(qdata, scales, y if with_normed else None), total

@@ -1,0 +1,229 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary position embedding, neox style: one BF16 table of cosines and sines, FP32 arithmetic, one rounding.
+
+    y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin        x1, x2: first and second half of a head
+
+The table is computed here for both sides, on the CPU, in float64 and rounded through FP32 to BF16, the type that vLLM's
+own cache and Hugging Face's own cosines have. It is computed in blocks of a fixed number of positions, so that how many
+of them a side asks for cannot reach a value.
+
+On a GPU one program rotates all heads of a token. Elementwise, so any tile and any strides give the same bits: a
+product of two BF16 values is exact in FP32, and only the sum of two of them is rounded, whether the compiler contracts
+it or not.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.operator import operator, require_bf16
+
+_BLOCK = 1024
+"""Positions computed in one call."""
+
+
+def _inverse_frequencies(head_dim: int, parameters: Mapping[str, Any]) -> list[float]:
+    """``theta^(-2i/d)``; Llama 3.1 stretches the long wavelengths (its published formula)."""
+    theta = float(parameters["rope_theta"])
+    frequencies = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+    kind = parameters.get("rope_type", "default")
+    if kind == "default":
+        return frequencies
+    if kind != "llama3":
+        raise ValueError(
+            f"rotary: rope_type={kind} has no shared implementation, only default and llama3; use precision=jet_fp8 "
+            "jetrl.operations=stock"
+        )
+    factor, low, high = (float(parameters[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
+    original = float(parameters["original_max_position_embeddings"])
+
+    def stretched(frequency: float) -> float:
+        turns = original * frequency / (2 * math.pi)
+        share = min(max((turns - low) / (high - low), 0.0), 1.0)
+        return share * frequency + (1 - share) * frequency / factor
+
+    return [stretched(frequency) for frequency in frequencies]
+
+
+def rotary_table(head_dim: int, positions: int, parameters: Mapping[str, Any]) -> torch.Tensor:
+    """Cosines and sines of every position.
+
+    Args:
+        head_dim: width of a head, all of it rotated. positions: number of rows.
+        parameters: ``rope_parameters`` of a Hugging Face configuration: ``rope_theta``, ``rope_type`` and, for
+            ``llama3``, its four numbers.
+
+    Returns:
+        ``[positions, head_dim]`` BF16 on the CPU: ``head_dim / 2`` cosines, then as many sines.
+
+    Raises:
+        ValueError: another ``rope_type``, or a part of the head is not rotated.
+    """
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            "rotary: partial_rotary_factor has no shared implementation; use precision=jet_fp8 jetrl.operations=stock"
+        )
+    with torch.device("cpu"):
+        frequencies = torch.tensor(_inverse_frequencies(head_dim, parameters), dtype=torch.float64)
+        blocks = []
+        for start in range(0, positions, _BLOCK):
+            angles = torch.arange(start, start + _BLOCK, dtype=torch.float64)[:, None] * frequencies
+            blocks.append(torch.cat([angles.cos(), angles.sin()], dim=-1).float().to(torch.bfloat16))
+        return torch.cat(blocks)[:positions].contiguous()
+
+
+@implements("rotary", "reference")
+def reference_rotary(
+    q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, inverse: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both operands rotated, BF16; ``inverse`` rotates back (a gradient). IndexError: a position beyond the table."""
+    if len(positions) and not 0 <= positions.min() <= positions.max() < len(table):
+        raise IndexError(
+            f"rotary: positions from {int(positions.min())} to {int(positions.max())} leave the table of {len(table)}; "
+            "use shorter sequences or a model with a larger max_position_embeddings"
+        )
+    cos, sin = table.index_select(0, positions).float().unsqueeze(1).chunk(2, dim=-1)
+    if inverse:
+        sin = -sin
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        first, second = x.float().chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(torch.bfloat16)
+
+    return rotate(q), rotate(k)
+
+
+@triton.jit
+def _rotate(
+    x_ptr, y_ptr, token, cos, sin, stride_token, stride_head,
+    HEADS: tl.constexpr, HEADS_TILE: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    head, column = tl.arange(0, HEADS_TILE)[:, None], tl.arange(0, HALF)[None, :]
+    mask = head < HEADS
+    source = x_ptr + token * stride_token + head * stride_head + column
+    first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+    target = y_ptr + (token * HEADS + head) * 2 * HALF + column
+    tl.store(target, (first * cos - second * sin).to(tl.bfloat16), mask=mask)
+    tl.store(target + HALF, (second * cos + first * sin).to(tl.bfloat16), mask=mask)
+
+
+@triton.jit(do_not_specialize=["table_rows"])
+def _rotary_kernel(
+    q_ptr, k_ptr, table_ptr, positions_ptr, q_out_ptr, k_out_ptr, table_rows,
+    stride_q_token, stride_q_head, stride_k_token, stride_k_head,
+    Q_HEADS: tl.constexpr, Q_TILE: tl.constexpr, K_HEADS: tl.constexpr, K_TILE: tl.constexpr,
+    HALF: tl.constexpr, INVERSE: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    column = tl.arange(0, HALF)[None, :]
+    # NaN for a position without angles: memory beside the table is never read, and the token cannot go unnoticed.
+    known = (column >= 0) & (position >= 0) & (position < table_rows)
+    angles = table_ptr + position * 2 * HALF + column
+    cos = tl.load(angles, mask=known, other=float("nan")).to(tl.float32)
+    sin = tl.load(angles + HALF, mask=known, other=float("nan")).to(tl.float32)
+    if INVERSE:
+        sin = -sin
+    _rotate(q_ptr, q_out_ptr, token, cos, sin, stride_q_token, stride_q_head, Q_HEADS, Q_TILE, HALF)
+    _rotate(k_ptr, k_out_ptr, token, cos, sin, stride_k_token, stride_k_head, K_HEADS, K_TILE, HALF)
+
+
+@implements("rotary", "triton")
+def triton_rotary(
+    q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, inverse: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`reference_rotary`; ``D / 2`` is a power of two, heads of a position beyond the table are NaN."""
+    tokens, _, width = q.shape
+    q, k = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k))
+    rotated = tuple(torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) for x in (q, k))
+    if tokens:
+        _rotary_kernel[(tokens,)](
+            q,
+            k,
+            table.contiguous(),
+            positions.contiguous(),
+            *rotated,
+            len(table),
+            *q.stride()[:2],
+            *k.stride()[:2],
+            Q_HEADS=q.shape[1],
+            Q_TILE=triton.next_power_of_2(q.shape[1]),
+            K_HEADS=k.shape[1],
+            K_TILE=triton.next_power_of_2(k.shape[1]),
+            HALF=width // 2,
+            INVERSE=inverse,
+        )
+    return rotated
+
+
+def _fake(q, k, table, positions, inverse):
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> None:
+    if positions.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"rotary: positions are {positions.dtype}, expected torch.int64 or torch.int32; cast them")
+    tokens, width = len(positions), table.shape[1]
+    if positions.ndim != 1 or any(x.ndim != 3 or len(x) != tokens or x.shape[2] != width for x in (q, k)):
+        raise ValueError(
+            f"rotary: q {tuple(q.shape)} and k {tuple(k.shape)} do not fit positions {tuple(positions.shape)} and a "
+            f"table of width {width}; pass [N, heads, D], [N] and [P, D]"
+        )
+
+
+# Checked where it runs, not where it is traced: sizes that a compiler keeps apart are not compared on its behalf.
+@operator(
+    "rotary(Tensor q, Tensor k, Tensor table, Tensor positions, bool inverse) -> (Tensor, Tensor)",
+    fake=_fake,
+)
+def _rotary(
+    q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, inverse: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _check(q, k, table, positions)
+    return lookup("rotary", q.device)(q, k, table, positions, inverse)
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor):
+        # Not among the saved tensors, which may be moved to the host between the passes: the table is the model's.
+        ctx.table = table
+        ctx.save_for_backward(positions)
+        return _rotary(q, k, table, positions, False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dq: torch.Tensor, dk: torch.Tensor):
+        (positions,) = ctx.saved_tensors
+        return *_rotary(dq.to(torch.bfloat16), dk.to(torch.bfloat16), ctx.table, positions, True), None, None
+
+
+def rotary(
+    q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate queries and keys by the angles of their positions, in one launch; differentiable in both.
+
+    Args:
+        q: ``[N, Hq, D]`` BF16. k: ``[N, Hk, D]`` BF16. Either may be a part of a wider tensor.
+        table: ``[P, D]`` BF16 of :func:`rotary_table`. positions: ``[N]`` int64 or int32, below P, in any order.
+
+    Returns:
+        (``[N, Hq, D]``, ``[N, Hk, D]``) BF16, contiguous. On a GPU, where a check would wait for the device, the
+        heads of a token whose position the table lacks are NaN.
+
+    Raises:
+        TypeError: an operand is not BF16, or positions are not integers. ValueError: shapes that do not fit.
+        IndexError: on the CPU, a position that the table lacks.
+    """
+    require_bf16("rotary", q=q, k=k, table=table)
+    if torch.is_grad_enabled():
+        return _Rotary.apply(q, k, table, positions)
+    return _rotary(q, k, table, positions, False)

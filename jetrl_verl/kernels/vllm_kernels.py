@@ -1,0 +1,85 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's kernels that backends call: CUTLASS, DeepGEMM, FlashAttention 3.
+
+The only file of this package that knows vLLM, and it imports it on the first call. What a backend supports and which
+layouts it wants stands in the operation's file (gemm_nt.py, gemm_int8.py, attention.py).
+"""
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+
+@cache
+def no_block_fp8_gemm() -> str | None:
+    """Why this process has no block-scaled FP8 CUTLASS GEMM of vLLM's, or None."""
+    if find_spec("vllm") is not None and torch.cuda.is_available():
+        from vllm import _custom_ops as ops
+
+        major, minor = torch.cuda.get_device_capability()
+        if ops.cutlass_scaled_mm_supports_block_fp8(10 * major + minor):
+            return None
+    return "no vLLM with block-FP8 CUTLASS for this GPU"
+
+
+def cutlass_scaled_mm(*call, **options) -> torch.Tensor:
+    """``vllm._custom_ops.cutlass_scaled_mm``."""
+    from vllm import _custom_ops as ops
+
+    return ops.cutlass_scaled_mm(*call, **options)
+
+
+@cache
+def no_deep_gemm() -> str | None:
+    """Why this process has no DeepGEMM, or None."""
+    if find_spec("vllm") is not None and torch.cuda.is_available():
+        from vllm.utils.import_utils import has_deep_gemm
+
+        if has_deep_gemm():
+            return None
+    return "no DeepGEMM, by itself or in a vLLM wheel"
+
+
+def deep_gemm_nt(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
+    """DeepGEMM's ``out = a b^T`` of (qdata, scales) with 128x128 scales on ``b``. It compiles every shape on first use,
+    for minutes."""
+    from vllm.utils.deep_gemm import fp8_gemm_nt
+
+    # Without this argument DeepGEMM's wrapper may replace FP32 scales by powers of two.
+    fp8_gemm_nt(a, b, out, is_deep_gemm_e8m0_used=False)
+
+
+def flash_attention_3(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output ``[N, H, D]`` BF16 and log-sum-exp ``[H, N]`` FP32; arguments as :func:`jetrl_verl.kernels.attention`.
+
+    ``num_splits=1``: one thread block walks all keys of a query, in ascending order, whatever the batch.
+
+    Raises:
+        RuntimeError: the GPU or the wheel has no FlashAttention 3.
+    """
+    from vllm.vllm_flash_attn import flash_attn_interface as interface
+
+    if not interface.is_fa_version_supported(3):
+        reason = interface.fa_version_unsupported_reason(3)
+        raise RuntimeError(
+            f"shared attention needs FlashAttention 3 ({reason}); use precision=jet_fp8 jetrl.operations=stock on "
+            "this machine"
+        )
+    return interface.flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        max_seqlen_q=max_seqlen,
+        cu_seqlens_q=cu_seqlens,
+        max_seqlen_k=max_seqlen,
+        cu_seqlens_k=cu_seqlens,
+        softmax_scale=scale,
+        causal=True,
+        return_softmax_lse=True,
+        num_splits=1,
+        fa_version=3,
+    )

@@ -1,0 +1,64 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""How the metrics of metrics/mismatch.py enter verl's own dictionaries: through the hooks of patches/batch_hooks.py.
+
+The trainer's get the tail of the differences and the shares of truncated tokens, the actor's the shares of clipped
+ones.
+"""
+
+import functools
+from typing import Any
+
+from jetrl_verl.metrics.mismatch import by_sign, clipped, prefixed, tail, truncated
+from jetrl_verl.patches.batch_hooks import add_debug_metrics, run_after_advantages, wrap_policy_losses
+
+
+def install_in_trainer() -> None:
+    """Register the trainer's two hooks, in the one process that holds verl's trainer; idempotent."""
+    run_after_advantages("truncated shares", _truncation)
+    add_debug_metrics("tail", _tail)
+
+
+def install_in_actor() -> None:
+    """Register the hook of verl's policy losses, in a process that trains; idempotent."""
+    wrap_policy_losses("clipped shares", _with_clipped_shares)
+
+
+def _tail(data: Any) -> dict[str, float]:
+    batch = data.batch
+    found = tail(batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"])
+    return {f"training/rollout_log_probs_diff_{name}": value for name, value in found.items()}
+
+
+def _truncation(batch: Any, algorithm: Any) -> dict[str, float]:
+    """Shares of truncated tokens; nothing where no importance weight was applied."""
+    from verl.trainer.ppo.rollout_corr_helper import _parse_rollout_is_threshold
+
+    correction = algorithm.get("rollout_correction") if algorithm is not None else None
+    if "rollout_is_weights" not in batch or not correction or not correction.get("rollout_is"):
+        return {}
+    upper, lower = _parse_rollout_is_threshold(correction.get("rollout_is_threshold", 2.0))
+    mask, advantages = batch["response_mask"], batch["advantages"]
+    acted = truncated(
+        batch["old_log_probs"],
+        batch["rollout_log_probs"],
+        mask,
+        level=correction["rollout_is"],
+        upper=upper,
+        lower=lower,
+    )
+    return prefixed("rollout_corr/truncated", by_sign(acted, advantages, mask))
+
+
+def _with_clipped_shares(loss_function: Any) -> Any:
+    @functools.wraps(loss_function)
+    def with_clipped_shares(**kwargs: Any) -> Any:
+        loss, metrics = loss_function(**kwargs)
+        advantages, mask = kwargs["advantages"], kwargs["response_mask"]
+        acted = clipped(loss, kwargs["log_prob"], advantages)
+        if acted is not None:
+            metrics |= prefixed("actor/jetrl/clipped", by_sign(acted, advantages, mask))
+            metrics |= prefixed("actor/jetrl/advantage", by_sign(mask, advantages, mask))
+        return loss, metrics
+
+    return with_clipped_shares

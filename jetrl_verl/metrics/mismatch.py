@@ -1,0 +1,108 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""How far rollout and trainer are apart on single tokens, and where a correction or a clip acted; plain tensors.
+
+verl reports the mismatch of rollout and trainer already: ``rollout_corr/*`` (KL estimates, perplexities, chi-squared)
+and ``training/rollout_probs_diff_*`` (differences of *probabilities*). What both lack is the tail of the difference of
+log-probabilities, which is what an importance ratio exponentiates: a mean of 1e-3 may hide tokens whose ratio is 2.
+
+Shares by sign of advantage are shares of *all* response tokens, so that the two signs add up to verl's own fractions
+and means over equal micro-batches are right; divide by ``advantage/positive`` or ``advantage/negative`` for the share
+within a sign. metrics/hooks.py hands these functions to verl's trainer and actor.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+SIGNS = ("positive", "negative")
+
+
+def tail(log_probs: torch.Tensor, other: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
+    """99.9th percentile and maximum of |difference of log-probabilities| over the response tokens.
+
+    The percentile is the smallest difference that at least 99.9% of the tokens do not exceed.
+
+    Args:
+        log_probs, other: ``[B, T]``. mask: ``[B, T]``, non-zero on response tokens.
+
+    Returns:
+        ``{"p999": ..., "max": ...}``, empty without a response token.
+    """
+    differences = (log_probs - other).abs()[mask.bool()].float()
+    if differences.numel() == 0:
+        return {}
+    # kthvalue and not quantile, which refuses more than 16 million values.
+    rank = math.ceil(differences.numel() * 0.999)
+    return {"p999": differences.kthvalue(rank).values.item(), "max": differences.max().item()}
+
+
+def by_sign(acted: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
+    """Shares of the response tokens on which something acted, split by the sign of their advantage.
+
+    Args:
+        acted, advantages, mask: ``[B, T]``.
+
+    Returns:
+        ``{"positive": ..., "negative": ...}``, zero where there is no response token.
+    """
+    mask = mask.bool()
+    acted = acted.bool() & mask
+    counts = torch.stack([(acted & (advantages > 0)).sum(), (acted & (advantages < 0)).sum(), mask.sum()]).tolist()
+    return {sign: count / max(counts[2], 1) for sign, count in zip(SIGNS, counts, strict=False)}
+
+
+def truncated(
+    old_log_probs: torch.Tensor,
+    rollout_log_probs: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    level: str,
+    upper: float,
+    lower: float | None,
+) -> torch.Tensor:
+    """Tokens whose importance weight pi_old / pi_rollout leaves the bounds of verl's rollout correction.
+
+    Args:
+        old_log_probs, rollout_log_probs, mask: ``[B, T]``.
+        level: ``"token"``, or ``"sequence"`` where the weight is the product over the sequence's response tokens.
+        upper: weights above are truncated. lower: with a second bound (IcePop), weights outside both are zeroed.
+
+    Returns:
+        bool ``[B, T]``, False outside the response.
+    """
+    mask = mask.bool()
+    log_ratio = (old_log_probs - rollout_log_probs).masked_fill(~mask, 0.0)
+    if level == "sequence":
+        log_ratio = log_ratio.sum(dim=-1, keepdim=True).expand_as(mask)
+    acted = log_ratio > math.log(upper)
+    if lower is not None:
+        acted = acted | (log_ratio < math.log(lower))
+    return acted & mask
+
+
+def clipped(loss: torch.Tensor, log_probs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor | None:
+    """Tokens that a policy loss has cut off: a non-zero advantage and no gradient at all.
+
+    That is what clipping is, whatever the loss: the definition holds for PPO's two bounds, dual clipping, bounds that
+    differ from token to token and ratios of sequences alike, and needs none of their settings. A token whose weight was
+    zeroed (IcePop) counts too. It costs a backward through the loss, not through the model.
+
+    Args:
+        loss: scalar. log_probs: ``[B, T]``, from which the loss was computed. advantages: ``[B, T]``.
+
+    Returns:
+        bool ``[B, T]``; None where the loss has no graph, as in a forward without gradients.
+    """
+    if not (loss.requires_grad and log_probs.requires_grad):
+        return None
+    (gradient,) = torch.autograd.grad(loss, log_probs, retain_graph=True, allow_unused=True)
+    if gradient is None:
+        return None
+    return (gradient == 0) & (advantages != 0)
+
+
+def prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """``metrics`` under ``<prefix>/``."""
+    return {f"{prefix}/{name}": value for name, value in metrics.items()}

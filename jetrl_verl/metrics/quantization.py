@@ -1,0 +1,333 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the FP8 rounding does to a training run's own tensors, as metrics of verl's tracking, from a sample.
+
+Three questions, each answered per kind of layer (``qkv``, ``o``, ``gate_up``, ``down``):
+
+* *What does a quantizer lose?* Of a tensor's non-zero elements, the share that becomes zero (underflow) and the share
+  in E4M3's subnormal range, where fewer than three mantissa bits are left; and the ratio of signal to rounding noise.
+  For X and W as FProp reads them, and for dY as DGrad (``dY``) and as WGrad (``dY_tokens``) reads it. The groups along
+  tokens see the largest spread: one scale covers 128 tokens with unrelated advantages.
+* *Does an update reach the rollout?* The share of weight qdata, and of block scales, that differ from those of the last
+  weight sync. At a learning rate of 1e-6 an update can vanish in 8 bits.
+* *Is a weight still a number?* A NaN or Inf in a weight stops the sync, which names the weight.
+
+**Why a sample is exact.** Groups of 1x128 lie in one row, blocks of 128x128 in one band of 128 rows, and groups along
+tokens in 128 consecutive ones. So 128 consecutive rows from a multiple of 128 quantize by themselves to the very qdata
+that the GEMMs read: layers need not record anything, and a layer that trains in BF16 can be measured as well.
+
+**What it costs.** In the first pass after each sync, one such group of rows of the first micro-batch, in at most
+``SAMPLED_LAYERS`` decoder layers: a number of elements that does not grow with the batch, and one wait for the device
+at the end. The comparison keeps ``SAMPLED_QDATA`` qdata of each weight, 64 KiB, and all its scales, 1/4096 of the
+weight's qdata: 18 MiB on the trainer's device for an 8B model with its 252 weights.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+
+from jetrl_verl import formats
+from jetrl_verl.formats.format import SCALE_SUFFIX, Format
+from jetrl_verl.models.base import place
+from jetrl_verl.models.plan import LinearPlan, plan_of
+from jetrl_verl.nn.linear import JetLinear
+from jetrl_verl.reference import BLOCK, QuantizedTensor, ScaleRule
+from jetrl_verl.sync.wire import with_completed
+
+SAMPLED_LAYERS = 4
+"""Most decoder layers that are measured, spread evenly from the first to the last."""
+
+SAMPLED_QDATA = 2**16
+"""FP8 data kept of each weight. A share of 1e-3 is then known to 12% for one weight, to 2% over the 36 of a kind."""
+
+_REMEDY = "resume from the last checkpoint, and lower the learning rate or the gradient clip if it happens again"
+
+
+class NonFiniteWeightError(RuntimeError):
+    """A weight holds NaN or Inf; the message names it."""
+
+
+def tally(number_format: Format, values: torch.Tensor, qdata: torch.Tensor, restored: torch.Tensor) -> torch.Tensor:
+    """What one quantization did, in sums that can be added over samples.
+
+    Args:
+        number_format: of ``qdata``, one that is measured.
+        values: the tensor that was quantized. qdata: same shape. restored: ``qdata * scale``, FP32.
+
+    Returns:
+        ``[5]`` FP64: non-zero elements; of them those that became zero; of them those that became subnormal; sum
+        of squares of the values; sum of squares of what rounding changed. A NaN or Inf makes the last two NaN.
+    """
+    values = values.double()
+    present = values != 0
+    zero, subnormal = number_format.lost(qdata)
+    noise = (values - restored.double()).square().sum()
+    counts = [present.sum(), (present & zero).sum(), (present & subnormal).sum()]
+    return torch.stack([*(count.double() for count in counts), values.square().sum(), noise])
+
+
+def shares(tallies: Mapping[tuple[str, str], torch.Tensor]) -> dict[str, float]:
+    """Metrics of tallies by (kind, tensor): ``<kind>/<tensor>/{underflow,subnormal,snr_db}``.
+
+    A tensor of zeros has no metric, a tensor that rounding left unchanged no ``snr_db``. Waits for the device once.
+    """
+    if not tallies:
+        return {}
+    metrics = {}
+    for (kind, tensor), sums in zip(tallies, torch.stack(list(tallies.values())).tolist(), strict=True):
+        present, zero, subnormal, signal, noise = sums
+        if present == 0:
+            continue
+        metrics[f"{kind}/{tensor}/underflow"] = zero / present
+        metrics[f"{kind}/{tensor}/subnormal"] = subnormal / present
+        if noise != 0:
+            metrics[f"{kind}/{tensor}/snr_db"] = 10.0 * float(torch.tensor(signal / noise).log10())
+    return metrics
+
+
+class QuantizationSampler:
+    """Measures a sample of a model's quantized layers while it runs.
+
+    Holds the layers themselves, so it is built before FSDP wraps the model and stays valid after. Under
+    ``torch.compile`` nothing is measured: a hook inside a compiled region is traced as empty.
+
+    Args:
+        model: the trainer's model, linears already replaced.
+        plans: which projections are quantized, from :func:`jetrl_verl.models.plan.plan_linears`.
+        scale_rule: rule of the qdata.
+        number_format: of the qdata, one that is measured.
+    """
+
+    def __init__(
+        self, model: nn.Module, plans: Mapping[str, LinearPlan], scale_rule: ScaleRule, number_format: Format
+    ) -> None:
+        self._format = number_format
+        planned: dict[int, list[tuple[str, nn.Linear]]] = {}
+        for name, module in model.named_modules():
+            plan = plan_of(name, plans) if isinstance(module, nn.Linear) else None
+            if plan is not None and plan.quantized:
+                planned.setdefault(place(name).index, []).append((plan.kind, module))
+        places = sorted(planned)
+        count = min(SAMPLED_LAYERS, len(places))
+        chosen = sorted({places[round(i * (len(places) - 1) / max(count - 1, 1))] for i in range(count)})
+        self._layers = [layer for index in chosen for layer in planned[index]]
+        # q, k and v of a decoder layer read one X, and so do gate and up: it is measured at the first of them.
+        self._reads_x = {id(layer) for index in chosen for layer in dict(reversed(planned[index])).values()}
+        self._rule = scale_rule
+        self._passes = 0
+        self._tallies: dict[tuple[str, str], torch.Tensor] = {}
+        self._seen: set[tuple[int, str]] = set()
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Measure the first call of each chosen layer inside the block, and its backward."""
+        self._tallies.clear()
+        self._seen.clear()
+        self._passes += 1
+        hooks = [layer.register_forward_hook(partial(self._forward, kind)) for kind, layer in self._layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def metrics(self) -> dict[str, float]:
+        """What the last :meth:`sampling` found, see :func:`shares`."""
+        return shares(self._tallies)
+
+    def _first(self, layer: nn.Module, tensor: str) -> bool:
+        # Activation checkpointing calls a layer twice, and a pass has many micro-batches.
+        new = (id(layer), tensor) not in self._seen
+        self._seen.add((id(layer), tensor))
+        return new
+
+    def _sample(self, matrix: torch.Tensor) -> torch.Tensor:
+        """One group of 128 rows, another in each pass, the same for all tensors with as many rows."""
+        rows = matrix.detach().flatten(0, -2)
+        # A stride that shares no factor with usual numbers of groups visits each of them in turn.
+        start = self._passes * 7919 % -(-len(rows) // BLOCK) * BLOCK
+        return rows[start : start + BLOCK].to(torch.bfloat16)
+
+    def _add(self, kind: str, tensor: str, values: torch.Tensor, q: QuantizedTensor, restored: torch.Tensor) -> None:
+        found = tally(self._format, values, q.qdata, restored)
+        self._tallies[kind, tensor] = self._tallies[kind, tensor] + found if (kind, tensor) in self._tallies else found
+
+    @torch.no_grad()
+    def _forward(self, kind: str, layer: nn.Linear, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        x = inputs[0].source if isinstance(inputs[0], QuantizedTensor) else inputs[0]
+        if torch.compiler.is_compiling() or x.numel() == 0:
+            return
+        if id(layer) in self._reads_x and self._first(layer, "X"):
+            x = self._sample(x)
+            q = self._format.quantize_activation(x, self._rule)
+            self._add(kind, "X", x, q, self._format.dequantize_activation(q))
+        if self._first(layer, "W"):
+            w = self._sample(layer.weight)
+            q = self._format.quantize_weight(w, self._rule)
+            self._add(kind, "W", w, q, self._format.dequantize_weight(q))
+        if (
+            isinstance(layer, JetLinear)
+            and layer.quantized_backward
+            and output.requires_grad
+            and self._first(layer, "dY")
+        ):
+            output.register_hook(partial(self._backward, kind))
+
+    @torch.no_grad()
+    def _backward(self, kind: str, gradient: torch.Tensor) -> None:
+        dy = self._sample(gradient)
+        both = self._format.quantize_gradient(dy, self._rule, rowwise=True, colwise=True)
+        for tensor, q, values in zip(("dY", "dY_tokens"), both, (dy, dy.t()), strict=True):
+            self._add(kind, tensor, values, q, self._format.dequantize_activation(q))
+
+
+class CodeChanges:
+    """Compares the qdata of the last weight sync with those of the last report, on a fixed sample spread over every
+    block.
+
+    The last report was about the sync before. Only where verl sends the same weights again in between, as its
+    validation does with a colocated reward model, it is an older one: else what the update changed would be lost.
+
+    Every rank gathers and quantizes the whole weights, so all ranks find the same shares.
+    """
+
+    def __init__(self, plans: Mapping[str, LinearPlan]) -> None:
+        self._plans = plans
+        self._kept: dict[str, torch.Tensor] = {}
+        self._before: dict[str, torch.Tensor] = {}
+        self._read = True
+
+    def watch(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pass a sync's stream of qdata, scales and other tensors through."""
+        if self._read:
+            self._before = self._kept
+        self._kept, self._read = {}, False
+        for name, tensor in weights:
+            if formats.of(tensor) is not None:
+                self._kept[name] = _spread(tensor.view(torch.uint8))
+            elif name.endswith(SCALE_SUFFIX):
+                self._kept[name] = _spread(tensor)
+            yield name, tensor
+
+    def metrics(self) -> dict[str, float]:
+        """``qdata_changed/<kind>`` and ``scales_changed/<kind>`` of the last sync; nothing after the first one."""
+        self._read = True
+        names: dict[str, list[str]] = {}
+        for name in self._kept.keys() & self._before.keys():
+            metric = "scales_changed" if name.endswith(SCALE_SUFFIX) else "qdata_changed"
+            kind = plan_of(name.removesuffix(SCALE_SUFFIX), self._plans).kind
+            names.setdefault(f"{metric}/{kind}", []).append(name)
+        if not names:
+            return {}
+
+        def share(group: list[str]) -> torch.Tensor:
+            now, before = (torch.cat([kept[name] for name in group]) for kept in (self._kept, self._before))
+            return (now != before).double().mean()
+
+        return dict(zip(names, torch.stack([share(group) for group in names.values()]).tolist(), strict=True))
+
+
+def _spread(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of ``SAMPLED_QDATA`` elements or a few more, or of all."""
+    # An odd stride walks through all columns of a power-of-two width instead of a few.
+    return tensor.flatten()[:: max(tensor.numel() // SAMPLED_QDATA, 1) | 1].clone()
+
+
+class QuantizationMetrics:
+    """Sampler and qdata changes of one trainer, both measured once after each weight sync.
+
+    Args:
+        model, plans, scale_rule, number_format: see :class:`QuantizationSampler`.
+    """
+
+    def __init__(
+        self, model: nn.Module, plans: Mapping[str, LinearPlan], scale_rule: ScaleRule, number_format: Format
+    ) -> None:
+        self._sampler = QuantizationSampler(model, plans, scale_rule, number_format)
+        self._changes = CodeChanges(plans)
+        self._due = False
+
+    def watch(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pass a sync's stream through; the next :meth:`measuring` is then the first of a step."""
+        self._due = True
+        return self._changes.watch(weights)
+
+    @contextmanager
+    def measuring(self, metrics: dict[str, list[float]]) -> Iterator[None]:
+        """Around a mini-batch: put ``jetrl/...`` into ``metrics`` at the end if it is the first after a sync.
+
+        Lists of one, because verl joins the lists of ranks and mini-batches and takes their mean. Every rank measures
+        rows of its own; the ranks' shares are averaged, and so are their decibels.
+        """
+        if not self._due:
+            yield
+            return
+        self._due = False
+        with self._sampler.sampling():
+            yield
+        found = self._sampler.metrics() | self._changes.metrics()
+        metrics.update({f"jetrl/{name}": [value] for name, value in found.items()})
+
+
+def _named(broken: list[str]) -> str:
+    names = ", ".join(broken[:3])
+    return names + (f" and {len(broken) - 3} more" if len(broken) > 3 else "")
+
+
+def _extremes(tensor: torch.Tensor) -> torch.Tensor:
+    # They carry a NaN along (torch.aminmax) and need no temporary of the tensor's size.
+    return torch.stack(torch.aminmax(tensor)).float()
+
+
+def refuse_non_finite(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass a sync's stream through; at its end, name the weights that are not finite.
+
+    Of a quantized weight the format reads one value per scale; other tensors are read once. The device is waited for
+    once, at the end.
+
+    Raises:
+        NonFiniteWeightError: after the last tensor, before what is appended to the stream behind this one.
+    """
+    seen: dict[str, torch.Tensor] = {}
+    for name, tensor, completed in with_completed(weights):
+        if completed is not None:
+            whole, value = completed
+            if isinstance(value, QuantizedTensor):
+                seen[whole] = formats.of(value.qdata).weight_is_nan(value.qdata, value.scales)
+            elif value.is_floating_point():
+                seen[whole] = ~_extremes(value).isfinite().all()
+        yield name, tensor
+    if not seen:
+        return
+    broken = [name for name, bad in zip(seen, torch.stack(list(seen.values())).tolist(), strict=True) if bad]
+    if broken:
+        raise NonFiniteWeightError(
+            f"weight sync: {_named(broken)} of the trainer holds NaN or Inf and would make every sample garbage; "
+            f"{_REMEDY}"
+        )
+
+
+def refuse_to_save_non_finite(model: nn.Module) -> None:
+    """Keep a weight with NaN or Inf out of the checkpoints: every resume would end at its first sync.
+
+    Every rank looks at its own shards and all of them raise, so that none waits for the others in the save.
+
+    Raises:
+        NonFiniteWeightError: naming the weights of this rank's shards, if it is one of them.
+    """
+    shards = {name: getattr(p, "_local_tensor", p).detach() for name, p in model.named_parameters()}
+    extremes = {name: _extremes(shard) for name, shard in shards.items() if shard.numel() > 0}
+    found = torch.zeros((), dtype=torch.int32, device=next(iter(shards.values())).device)
+    if extremes:
+        found += ~torch.stack(list(extremes.values())).isfinite().all()
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+    if found:
+        broken = [name for name, pair in extremes.items() if not pair.isfinite().all()]
+        raise NonFiniteWeightError(
+            f"checkpoint: {_named(broken) or 'a weight on another rank'} of the trainer holds NaN or Inf, so it is not "
+            f"saved; {_REMEDY}"
+        )

@@ -1,0 +1,255 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a model family is: the names and shapes of a decoder layer on both sides, and what is supported of it.
+
+The defaults are the dense decoder that Llama introduced: q/k/v/o, gate/up/down, a norm in front of each half. A family
+states what differs, in a file of its own (families/, docs/families.md). No other module names a projection or a norm.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jetrl_verl import kernels
+
+SHARED_FIELDS = (
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "head_dim",
+    "hidden_act",
+    "layer_types",
+    "logit_scale",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "sliding_window",
+    "use_sliding_window",
+)
+"""Fields of a configuration that change what the operations between the linears compute on both sides."""
+
+_STOCK = "use precision=jet_fp8 jetrl.operations=stock"
+
+
+class UnsupportedLayer(ValueError):
+    """A model or one of its linear layers cannot take part in the FP8 flow; the message says which and what to do."""
+
+
+class Place(NamedTuple):
+    """Where a module or parameter of a decoder layer is.
+
+    Attributes:
+        layer: name of the decoder layer, ``model.layers.3``. index: its number.
+        module: name below the layer, ``self_attn.q_proj``. leaf: ``weight``, ``bias``, or empty for a module.
+    """
+
+    layer: str
+    index: int
+    module: str
+    leaf: str
+
+
+_PLACE = re.compile(r"((?:.*\.)?layers\.(\d+))\.(.+?)(?:\.(weight|bias))?")
+
+
+def place(name: str) -> Place | None:
+    """Take a module's or parameter's name apart; None for what is in no decoder layer."""
+    match = _PLACE.fullmatch(name)
+    return Place(match[1], int(match[2]), match[3], match[4] or "") if match else None
+
+
+def leaf(name: str) -> str:
+    """Last part of a module's name."""
+    return name.rpartition(".")[2]
+
+
+def read(config: Any, name: str, default: Any = None) -> Any:
+    """Field of a Hugging Face configuration, object or mapping; ``default`` where it is absent or None."""
+    value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    return default if value is None else value
+
+
+class Shape(NamedTuple):
+    """Of one projection of the trainer: output (n) and input features (k), whole and per rank of the rollout."""
+
+    n: int
+    k: int
+    shard_n: int
+    shard_k: int
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One linear layer of vLLM's decoder layer.
+
+    Attributes:
+        name: vLLM's module below the layer.
+        pieces: the trainer's modules that it is stacked from, in row order.
+        kind: under which metrics and reports list it.
+        row_parallel: tensor parallelism splits its input (K) dimension; otherwise its output (N).
+        norm: the norm whose result these linears alone read, same name on both sides.
+        activation: vLLM's activation whose result this linear alone reads.
+    """
+
+    name: str
+    pieces: tuple[str, ...]
+    kind: str
+    row_parallel: bool = False
+    norm: str = ""
+    activation: str = ""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A dense decoder. Fields are names of modules; those of a layer are relative to it.
+
+    Attributes:
+        model_type: as in ``config.json``.
+        layers: the list of decoder layers in the whole model, same name on both sides.
+        attention: the layer's first half. input_norm, post_norm: the norms in front of attention and MLP.
+        q, k, v, o, gate, up, down: the trainer's projections. o and down have this name in vLLM, too.
+        q_norm, k_norm: norms on each head of the queries and keys; empty where the family has none.
+        qkv, gate_up: vLLM's merged projections. activation, rotary, core: its SiLU * up, rotary embedding, attention.
+        dropouts: fields of the configuration with rates of dropout, which only the trainer reads.
+    """
+
+    model_type: str
+
+    layers: str = "model.layers"
+    attention: str = "self_attn"
+    input_norm: str = "input_layernorm"
+    post_norm: str = "post_attention_layernorm"
+    q: str = "self_attn.q_proj"
+    k: str = "self_attn.k_proj"
+    v: str = "self_attn.v_proj"
+    o: str = "self_attn.o_proj"
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+    q_norm: str = ""
+    k_norm: str = ""
+
+    qkv: str = "self_attn.qkv_proj"
+    gate_up: str = "mlp.gate_up_proj"
+    activation: str = "mlp.act_fn"
+    rotary: str = "self_attn.rotary_emb"
+    core: str = "self_attn.attn"
+
+    dropouts: tuple[str, ...] = ("attention_dropout",)
+
+    # --- what the linears are ----------------------------------------------------------------------------------------
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """vLLM's linear layers of a decoder layer, in the order in which they run."""
+        return (
+            Linear(self.qkv, (self.q, self.k, self.v), "qkv", norm=self.input_norm),
+            Linear(self.o, (self.o,), "o", row_parallel=True),
+            Linear(self.gate_up, (self.gate, self.up), "gate_up", norm=self.post_norm),
+            Linear(self.down, (self.down,), "down", row_parallel=True, activation=self.activation),
+        )
+
+    @property
+    def pieces(self) -> dict[str, tuple[str, ...]]:
+        """vLLM's linear -> the trainer's, in row order."""
+        return {linear.name: linear.pieces for linear in self.linears}
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The trainer's projections of a decoder layer, in the order in which they run: q, k, v, o, gate, up, down."""
+        return tuple(name for linear in self.linears for name in linear.pieces)
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """All norms of a decoder layer."""
+        return tuple(name for name in (self.input_norm, self.q_norm, self.k_norm, self.post_norm) if name)
+
+    @property
+    def fed_by_norms(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """(norm, the trainer's projections that it alone feeds and that nothing else does): a norm quantizes for them,
+        and invariant scaling is folded in there."""
+        return tuple((linear.norm, linear.pieces) for linear in self.linears if linear.norm)
+
+    @property
+    def readers(self) -> dict[str, str]:
+        """vLLM's norm or activation -> the linear that alone reads its result; both relative to the module that holds
+        the norm or activation."""
+        found = {}
+        for linear in self.linears:
+            if source := linear.norm or linear.activation:
+                holder = source.removesuffix(leaf(source))
+                found[leaf(source)] = linear.name.removeprefix(holder)
+        return found
+
+    def shapes(self, config: Any, tp: int = 1) -> dict[str, Shape]:
+        """Projection of the trainer -> its shape, in the order of :attr:`linears`.
+
+        Args:
+            config: Hugging Face configuration, object or mapping.
+            tp: tensor-parallel size of the rollout.
+        """
+        hidden, inner = read(config, "hidden_size"), read(config, "intermediate_size")
+        heads = read(config, "num_attention_heads")
+        kv_heads = read(config, "num_key_value_heads", heads)
+        head_dim = self.head_dim(config)
+        q, kv = heads * head_dim, kv_heads * head_dim
+        whole = {
+            self.q: (q, hidden),
+            self.k: (kv, hidden),
+            self.v: (kv, hidden),
+            self.o: (hidden, q),
+            self.gate: (inner, hidden),
+            self.up: (inner, hidden),
+            self.down: (hidden, inner),
+        }
+        # vLLM replicates key/value heads when there are fewer of them than ranks.
+        kv_shard = max(kv_heads // tp, 1) * head_dim
+        shapes = {}
+        for linear in self.linears:
+            for name in linear.pieces:
+                n, k = whole[name]
+                if linear.row_parallel:
+                    shapes[name] = Shape(n, k, n, k // tp)
+                else:
+                    shapes[name] = Shape(n, k, kv_shard if name in (self.k, self.v) else n // tp, k)
+        return shapes
+
+    def head_dim(self, config: Any) -> int:
+        """Features of one attention head."""
+        return read(config, "head_dim", read(config, "hidden_size") // read(config, "num_attention_heads"))
+
+    # --- what is supported -------------------------------------------------------------------------------------------
+
+    def check(self, config: Any) -> None:
+        """Raise ``UnsupportedLayer`` where vLLM's class computes something else than Hugging Face's."""
+
+    def as_trained(self, config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+        """A configuration with those of the trainer's ``overrides`` that the rollout need not share: the dropouts."""
+        return {**config, **{name: overrides[name] for name in self.dropouts if name in overrides}}
+
+    def check_operations(self, config: Any) -> None:
+        """Raise ``ValueError`` (one sentence) unless the shared operations cover a model of this family.
+
+        Args:
+            config: the trainer's Hugging Face configuration, object or mapping.
+        """
+        head_dim = self.head_dim(config)
+        kernels.check_head_dim(head_dim)
+        kernels.rotary_table(head_dim, 1, read(config, "rope_parameters"))
+        layer_types = read(config, "layer_types", [])
+        sliding = "sliding_attention" in layer_types or (not layer_types and read(config, "sliding_window") is not None)
+        scores = read(config, "attn_logit_softcapping") or read(config, "final_logit_softcapping")
+        for wrong, what in (
+            (read(config, "hidden_act") != "silu", f"the activation {read(config, 'hidden_act')}"),
+            (sliding, "sliding window attention"),
+            (scores, "soft-capped scores or logits"),
+            (read(config, "logit_scale", 1.0) != 1.0, "scaled logits"),
+        ):
+            if wrong:
+                raise ValueError(f"the shared operations do not cover {what}; {_STOCK}")
+        for name in self.dropouts:
+            if read(config, name, 0.0) != 0.0:
+                raise ValueError(
+                    f"the shared operations do not cover {name.replace('_', ' ')}; {_STOCK}, or set "
+                    f"actor_rollout_ref.model.override_config.{name}=0"
+                )

@@ -1,0 +1,39 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""One file per model family. A file here that defines ``FAMILY`` is found; there is nothing to register."""
+
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+from jetrl_verl.models.base import Family, UnsupportedLayer, read
+
+
+@cache
+def _families() -> dict[str, Family]:
+    modules = [import_module(f"jetrl_verl.models.families.{module.name}") for module in iter_modules(__path__)]
+    return {module.FAMILY.model_type: module.FAMILY for module in modules}
+
+
+def model_types() -> tuple[str, ...]:
+    """``model_type`` of every supported family."""
+    return tuple(_families())
+
+
+def family(config: Any) -> Family:
+    """The family of a model.
+
+    Args:
+        config: Hugging Face configuration, object or mapping.
+
+    Raises:
+        UnsupportedLayer: no family has the configuration's ``model_type``.
+    """
+    model_type = read(config, "model_type", "unknown")
+    if model_type not in _families():
+        raise UnsupportedLayer(
+            f"model_type {model_type!r} is not supported by the FP8 flow; use a dense model of type "
+            f"{', '.join(model_types())} or precision=bf16"
+        )
+    return _families()[model_type]

@@ -1,0 +1,20 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen2 and Qwen2.5: biases on q, k and v, on both sides whatever the configuration says."""
+
+from typing import Any
+
+from jetrl_verl.models.base import Family, UnsupportedLayer, read
+
+
+class Qwen2(Family):
+    def check(self, config: Any) -> None:
+        heads = read(config, "hidden_size") // read(config, "num_attention_heads")
+        if self.head_dim(config) != heads:
+            raise UnsupportedLayer(
+                f"vLLM's Qwen2 takes heads of hidden_size / num_attention_heads = {heads} and ignores head_dim = "
+                f"{self.head_dim(config)} of this model's configuration; use precision=bf16 with another rollout engine"
+            )
+
+
+FAMILY = Qwen2("qwen2")

@@ -1,0 +1,7 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3, dense: a norm on each head of the queries and keys."""
+
+from jetrl_verl.models.base import Family
+
+FAMILY = Family("qwen3", q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")

@@ -1,0 +1,91 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which linear layers of a dense decoder run in FP8: the one rule that trainer, rollout and start-up checks all ask.
+
+A layer is quantized on both sides or on neither. Whether it *can* be depends on its shape and on how the rollout shards
+it: every tensor-parallel shard, and every piece of a merged projection (q/k/v, gate/up), must be a multiple of 128 in
+both dimensions, because a 128x128 block never crosses a shard. So the plan is made from the model's configuration and
+the rollout's tensor-parallel size alone, before a process is started, and pieces that vLLM merges stand or fall
+together. Names and shapes come from the model's family (jetrl_verl/models/base.py). Embeddings, norms, rotary, the
+attention core and ``lm_head`` stay BF16 by contract.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jetrl_verl.models import UnsupportedLayer, family
+from jetrl_verl.models.base import place
+from jetrl_verl.reference.constants import BLOCK
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """One projection of every decoder layer.
+
+    Attributes:
+        suffix: the trainer's name of it below a decoder layer.
+        kind: of the layer that it is part of in vLLM, under which metrics list it.
+        n: output features of the whole layer. k: input features of the whole layer.
+        shard_n: output features per tensor-parallel rank. shard_k: input features per rank.
+        quantized: whether it runs in FP8 on both sides.
+        reason: why not, empty when it is.
+    """
+
+    suffix: str
+    kind: str
+    n: int
+    k: int
+    shard_n: int
+    shard_k: int
+    quantized: bool
+    reason: str = ""
+
+
+def plan_linears(hf_config: Any, tp: int = 1, *, unfit_layers: str = "stop") -> dict[str, LinearPlan]:
+    """Decide for every projection of a dense decoder whether it is quantized.
+
+    Args:
+        hf_config: Hugging Face configuration, object or mapping.
+        tp: tensor-parallel size of the rollout.
+        unfit_layers: ``"stop"`` raises at the first projection that does not fit; ``"skip"`` leaves it, and what is
+            merged with it, BF16 on both sides.
+
+    Returns:
+        suffix -> plan, in the family's order: q, k, v, o, gate, up, down.
+
+    Raises:
+        UnsupportedLayer: mixture-of-experts or unknown architecture; a shape that does not fit under ``"stop"``; under
+            ``"skip"``, no projection left.
+    """
+    ours = family(hf_config)
+    ours.check(hf_config)
+    shapes = ours.shapes(hf_config, tp)
+    plans: dict[str, LinearPlan] = {}
+    first = ""
+    for linear in ours.linears:
+        reason = ""
+        for name in linear.pieces:
+            n, k, shard_n, shard_k = shapes[name]
+            if not reason and (shard_n % BLOCK or shard_k % BLOCK):
+                reason = (
+                    f"layer {name} has shards of shape [{shard_n}, {shard_k}] (whole [{n}, {k}], tensor parallel "
+                    f"size {tp}) and both must be multiples of {BLOCK}"
+                )
+        if reason and unfit_layers != "skip":
+            raise UnsupportedLayer(
+                f"{reason}; choose another tensor_model_parallel_size or keep such layers BF16 on both sides with "
+                "jetrl.unfit_layers=skip"
+            )
+        first = first or reason
+        for name in linear.pieces:
+            plans[name] = LinearPlan(name, linear.kind, *shapes[name], not reason, reason)
+    if not any(plan.quantized for plan in plans.values()):
+        raise UnsupportedLayer(f"no linear layer of this model fits the FP8 flow ({first}); use precision=bf16")
+    return plans
+
+
+def plan_of(name: str, plans: Mapping[str, LinearPlan]) -> LinearPlan | None:
+    """Plan of a module or parameter of a decoder layer (``model.layers.3.<suffix>[.weight]``), None for other names."""
+    found = place(name)
+    return plans.get(found.module) if found is not None else None

@@ -1,0 +1,253 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The linear layer of the flow: ``nn.Linear`` whose three products and saved activation are in the format of the flow.
+
+The formulas of FProp, DGrad and WGrad are the format's (formats/block_fp8.py). FProp is the two steps of the operator
+that vLLM calls, quantize and multiply, which is what makes the sampled policy the trained one. Saved for backward are
+X as qdata and scales, 1.03 bytes an element instead of 2, and the weight by reference, as ``F.linear`` does; the
+weight's qdata are not saved, or a whole model's worth would stay alive through a step.
+
+**When X is quantized.** By what writes it, where layers are its only readers: the norm in front of q, k, v or of gate
+and up hands them one :class:`QuantizedTensor` in the tensor's place (nn/handoff.py), as vLLM's does. They save one copy
+of the qdata between them and share its re-layout in backward. A plain tensor is quantized by the layer that reads it.
+
+**When a weight is quantized.** Quantizing a weight more often than it changes would be waste, keeping qdata longer than
+the weight itself would be a leak. FSDP decides how long a gathered weight lives, so the qdata live exactly as long:
+FSDP2 puts a gathered or sharded tensor in place by setting the module's ``weight`` attribute, and that assignment drops
+the cache (``JetLinear.__setattr__``). FSDP1 sets it at each gather only, so its qdata live until the next gather or the
+end of the pass, where the engine drops them (train/engine.py). Between two assignments FProp, a recomputed FProp and
+DGrad share one quantization. An in-place change (an optimizer step on an unsharded module) shows in the version
+counter. A write that bypasses it, through ``weight.data`` or by address, does not show: whoever writes so calls
+:meth:`JetLinear.drop_qdata`.
+
+**Where dW goes.** To ``weight.grad`` through autograd, in BF16. A caller that keeps FP32 gradients over several
+micro-batches hangs the buffer ``[N, K]`` on the parameter as ``weight.main_grad`` (Megatron's and Transformer Engine's
+name for it): WGrad then adds its FP32 product there, one rounding an element instead of a BF16 tensor written, read and
+converted, and ``weight.grad`` stays None. It must hang on the tensor that the forward sees, so it is for loops that own
+their parameters, not for FSDP, which puts another tensor in place at every gather.
+
+``backward="bf16"`` is QaRL's choice (arXiv 2604.07853): FProp as above, straight-through BF16 gradients from a saved
+BF16 X and the BF16 weight.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from jetrl_verl import formats
+from jetrl_verl.formats.block_fp8 import BlockFP8
+from jetrl_verl.reference import QuantizedTensor, ScaleRule, check_rule
+
+BACKWARDS = (formats.FLOW, formats.UNQUANTIZED)
+"""What DGrad and WGrad may run in: the format of the flow, or BF16."""
+
+
+class _WeightData(NamedTuple):
+    """FP8 data of one gathered weight, valid while the storage in place is this one at this version."""
+
+    address: int
+    version: int
+    qdata: QuantizedTensor
+
+
+class SharedColwise:
+    """X re-laid out for WGrad: made by the first layer that needs it, dropped with the last one that was promised it.
+
+    Attributes:
+        readers: backward nodes that still have to read it.
+    """
+
+    def __init__(self) -> None:
+        self.readers = 0
+        self._colwise: QuantizedTensor | None = None
+
+    def take(self, rowwise: QuantizedTensor, number_format: BlockFP8, rule: ScaleRule) -> QuantizedTensor:
+        """Colwise data [K, M] from the saved rowwise data [M, K], for one reader."""
+        colwise = self._colwise if self._colwise is not None else number_format.colwise(rowwise, rule)
+        self.readers -= 1
+        # A graph that is kept for a second backward has no promised readers left; each of its nodes makes its own.
+        self._colwise = colwise if self.readers > 0 else None
+        return colwise
+
+
+def quantize_input(x: torch.Tensor | QuantizedTensor, number_format: BlockFP8, rule: ScaleRule) -> QuantizedTensor:
+    """What a layer reads: the BF16 value of ``x`` [..., K] quantized rowwise [M, K], with ``x`` as its source.
+
+    A :class:`QuantizedTensor` is returned as it is, with :class:`SharedColwise` if it has none.
+
+    Raises:
+        ValueError: a quantized ``x`` without its source.
+    """
+    if not isinstance(x, QuantizedTensor):
+        with torch.no_grad():
+            rowwise = number_format.quantize_activation(x.detach().to(torch.bfloat16).reshape(-1, x.shape[-1]), rule)
+        return QuantizedTensor(rowwise.qdata, rowwise.scales, x, SharedColwise())
+    if x.source is None:
+        raise ValueError("A quantized input without its source is not supported in the trainer. Pass source as well.")
+    if x.colwise is None:
+        x.colwise = SharedColwise()
+    return x
+
+
+class _LinearFunction(torch.autograd.Function):
+    """FProp, DGrad and WGrad of one layer; see the module's docstring for the formulas."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        layer: "JetLinear",
+        quantized: QuantizedTensor,
+    ):
+        # The argument `bias` gives autograd its edge; what is added is its BF16 value, as the rollout holds it.
+        ctx.layer = layer
+        ctx.x_shape = x.shape
+        # Looked up here: activation checkpointing hands backward an alias of the weight that has no attributes.
+        ctx.main_grad = getattr(weight, "main_grad", None)
+        if layer.quantized_backward:
+            ctx.save_for_backward(quantized.qdata, quantized.scales, weight)
+            ctx.colwise = quantized.colwise
+            ctx.colwise.readers += ctx.needs_input_grad[1]
+        else:
+            ctx.save_for_backward(x.reshape(-1, layer.in_features), weight)
+        return layer.fprop(quantized, weight).reshape(*x.shape[:-1], layer.out_features)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: torch.Tensor):
+        layer: JetLinear = ctx.layer
+        needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
+        dy = dy.reshape(-1, layer.out_features).to(torch.bfloat16).contiguous()
+        dx = dw = dbias = None
+        if needs_bias:
+            # From the unquantized gradient, summed in FP32 (contract, "Bias").
+            dbias = dy.sum(dim=0, dtype=torch.float32)
+        if layer.quantized_backward:
+            x_qdata, x_scales, weight = ctx.saved_tensors
+            rowwise, colwise = layer.format.quantize_gradient(dy, layer.scale_rule, rowwise=needs_x, colwise=needs_w)
+            if needs_x:
+                dx = layer.dgrad(rowwise, weight)
+            if needs_w:
+                x = ctx.colwise.take(QuantizedTensor(x_qdata, x_scales), layer.format, layer.scale_rule)
+                dw = layer.wgrad(colwise, x, weight, ctx.main_grad)
+        else:
+            x, weight = ctx.saved_tensors
+            if needs_x:
+                dx = dy @ weight.to(torch.bfloat16)
+            if needs_w:
+                dw = dy.t() @ x
+                if ctx.main_grad is None:
+                    dw = dw.to(weight.dtype)
+                else:
+                    ctx.main_grad += dw
+                    dw = None
+        return (
+            dx.reshape(ctx.x_shape) if dx is not None else None,
+            dw,
+            dbias.to(layer.bias.dtype) if dbias is not None else None,
+            None,
+            None,
+        )
+
+
+class JetLinear(nn.Linear):
+    """``nn.Linear`` in the FP8 flow; parameters, their names and their dtypes are those of the layer it replaces.
+
+    Input ``[..., K]`` of any floating type, output ``[..., N]`` BF16. The input is cast to BF16 first and the weight's
+    BF16 value is what is quantized, so the layer behaves the same under autocast, FSDP mixed precision, or neither.
+
+    Attributes:
+        scale_rule: ``"fp32"`` or ``"pow2"``.
+        quantized_backward: whether DGrad and WGrad run in the format, too; else in BF16.
+        format: of the three products.
+        quantizations: how often the weight has been quantized since construction.
+    """
+
+    scale_rule: ScaleRule
+    quantized_backward: bool
+    format: BlockFP8
+    quantizations: int
+
+    @classmethod
+    def replace(cls, linear: nn.Linear, *, scale_rule: ScaleRule, backward: str) -> "JetLinear":
+        """Turn ``linear`` into this class in place: same module object, same parameter objects.
+
+        Raises:
+            ValueError: an unknown scale rule or backward precision.
+        """
+        check_rule(scale_rule)
+        if backward not in BACKWARDS:
+            raise ValueError(f"{backward!r} is not a backward precision. Set one of {', '.join(BACKWARDS)}.")
+        linear.__class__ = cls
+        linear.scale_rule = scale_rule
+        linear.quantized_backward = backward != formats.UNQUANTIZED
+        linear.format = formats.get(formats.FLOW)
+        linear.quantizations = 0
+        linear._qdata = None
+        return linear
+
+    def __setattr__(self, name: str, value) -> None:
+        if name == "weight":
+            self.drop_qdata()
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name == "weight":
+            self.drop_qdata()
+        super().__delattr__(name)
+
+    def rounded_bias(self) -> torch.Tensor | None:
+        """BF16 value of the bias, which is what the rollout holds of an FP32 master."""
+        return None if self.bias is None else self.bias.detach().to(torch.bfloat16)
+
+    def drop_qdata(self) -> None:
+        """Forget the weight's qdata; the next use quantizes it again."""
+        object.__setattr__(self, "_qdata", None)
+
+    def weight_qdata(self, weight: torch.Tensor) -> QuantizedTensor:
+        """``weight`` [N, K] quantized, made at most once while the tensor stays in place unchanged."""
+        cached = self._qdata
+        counted = not weight.is_inference()  # else nothing would show that it changed
+        # By address, not identity: activation checkpointing hands backward a detached alias of the same weight.
+        if counted and cached is not None and (cached.address, cached.version) == (weight.data_ptr(), weight._version):
+            return cached.qdata
+        with torch.no_grad():
+            qdata = self.format.quantize_weight(weight.detach().to(torch.bfloat16), self.scale_rule)
+        object.__setattr__(self, "quantizations", self.quantizations + 1)
+        if counted:
+            object.__setattr__(self, "_qdata", _WeightData(weight.data_ptr(), weight._version, qdata))
+        return qdata
+
+    def fprop(self, x: QuantizedTensor, weight: torch.Tensor) -> torch.Tensor:
+        """``Y`` [M, N] BF16 of rowwise X [M, K] and ``weight`` [N, K]."""
+        return self.format.fprop(x, self.weight_qdata(weight), self.rounded_bias())
+
+    def dgrad(self, dy: QuantizedTensor, weight: torch.Tensor) -> torch.Tensor:
+        """``dX`` [M, K] BF16 of rowwise dY [M, N] and ``weight`` [N, K]."""
+        return self.format.dgrad(dy, self.weight_qdata(weight))
+
+    def wgrad(
+        self, dy: QuantizedTensor, x: QuantizedTensor, weight: torch.Tensor, main_grad: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """``dW`` [N, K] of colwise dY [N, M] and X [K, M]: added to ``main_grad`` in FP32, or returned.
+
+        FSDP gathers BF16 weights and takes BF16 gradients; an FP32 weight gets the same BF16 product.
+        """
+        if main_grad is None:
+            return self.format.wgrad(dy, x).to(weight.dtype)
+        self.format.wgrad(dy, x, add_to=main_grad)
+        return None
+
+    def forward(self, input: torch.Tensor | QuantizedTensor) -> torch.Tensor:
+        x = quantize_input(input, self.format, self.scale_rule)
+        if not torch.is_grad_enabled():
+            return self.fprop(x, self.weight).reshape(*x.shape[:-1], self.out_features)
+        return _LinearFunction.apply(x.source.to(torch.bfloat16), self.weight, self.bias, self, x)
+
+    def extra_repr(self) -> str:
+        backward = BACKWARDS[not self.quantized_backward]
+        return f"{super().extra_repr()}, {self.format}, scale={self.scale_rule}, backward={backward}"

@@ -1,0 +1,52 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the flow's linear layers into a stock Hugging Face decoder, in place."""
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from jetrl_verl import formats
+from jetrl_verl.models import family
+from jetrl_verl.models.base import place
+from jetrl_verl.models.plan import LinearPlan, UnsupportedLayer, plan_of
+from jetrl_verl.nn.handoff import hand_over
+from jetrl_verl.nn.linear import JetLinear
+from jetrl_verl.reference import ScaleRule
+
+
+def replace_linears(
+    model: nn.Module, plans: Mapping[str, LinearPlan], *, scale_rule: ScaleRule, backward: str = formats.FLOW
+) -> list[str]:
+    """Put ``JetLinear`` where the plan says so, and let the norms in front quantize for them (nn/handoff.py).
+
+    Args:
+        model: a dense decoder built from the configuration that ``plans`` was made from, before FSDP wraps it.
+        plans: from :func:`jetrl_verl.models.plan.plan_linears`.
+        scale_rule: ``"fp32"`` or ``"pow2"``. backward: one of :data:`~jetrl_verl.nn.linear.BACKWARDS` for DGrad and
+        WGrad.
+
+    Returns:
+        Names of the replaced modules.
+
+    Raises:
+        UnsupportedLayer: a decoder layer holds a linear that the plan does not know, or one of another shape.
+        ValueError: unknown scale rule or backward precision.
+    """
+    replaced = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or place(name) is None:
+            continue
+        plan = plan_of(name, plans)
+        if plan is None:
+            raise UnsupportedLayer(f"Linear layer {name} is not supported with this model family. Set precision=bf16.")
+        if (plan.n, plan.k) != (module.out_features, module.in_features):
+            raise UnsupportedLayer(
+                f"layer {name} has shape [{module.out_features}, {module.in_features}] but the model's configuration "
+                f"says [{plan.n}, {plan.k}]; the configuration and the weights do not belong together"
+            )
+        if plan.quantized:
+            JetLinear.replace(module, scale_rule=scale_rule, backward=backward)
+            replaced.append(name)
+    hand_over(model, family(model.config).fed_by_norms)
+    return replaced

@@ -1,0 +1,58 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The precision contract (docs/architecture.md, "The precision flow"): formats, scale rules, quantizers and GEMM.
+
+Plain torch, exact, runs anywhere. Everything else in the tree, Triton, CUDA, the vLLM method, is tested against this
+package and never the other way round. One definition:
+
+* E4M3 qdata, ``x ~ code * scale``; FP32 scales under one of two rules (``scales.py``);
+* activations and output gradients in 1x128 groups along the contraction dimension, weights in 128x128 blocks
+  (``quantize.py``);
+* one FP32 partial sum per 128-wide K block, promoted as ``acc += (s_a * s_b) * partial`` in ascending K, one rounding
+  at the end (``gemm.py``).
+
+The INT8 baselines, which quantize the rollout alone, have a contract of their own in ``int8.py``.
+"""
+
+from jetrl_verl.reference.constants import BLOCK, E4M3_MAX, FP8_DTYPE, SCALE_RULES, ScaleRule, check_rule
+from jetrl_verl.reference.gemm import gemm_nt, gemm_nt_float64
+from jetrl_verl.reference.int8 import dequantize_int8, gemm_int8, quantize_int8
+from jetrl_verl.reference.quantize import (
+    dequantize_1x128,
+    dequantize_128x128,
+    quantize_1x128,
+    quantize_1x128_and_128x1,
+    quantize_128x1,
+    quantize_128x128,
+    quantize_128x128_and_transpose,
+    relayout_128x1,
+    transpose_128x128,
+)
+from jetrl_verl.reference.scales import amax_bits, scale_from_amax_bits
+from jetrl_verl.reference.tensor import QuantizedTensor
+
+__all__ = [
+    "BLOCK",
+    "E4M3_MAX",
+    "FP8_DTYPE",
+    "SCALE_RULES",
+    "QuantizedTensor",
+    "ScaleRule",
+    "amax_bits",
+    "check_rule",
+    "dequantize_1x128",
+    "dequantize_128x128",
+    "dequantize_int8",
+    "gemm_int8",
+    "gemm_nt",
+    "gemm_nt_float64",
+    "quantize_1x128",
+    "quantize_1x128_and_128x1",
+    "quantize_128x1",
+    "quantize_128x128",
+    "quantize_128x128_and_transpose",
+    "quantize_int8",
+    "relayout_128x1",
+    "scale_from_amax_bits",
+    "transpose_128x128",
+]

@@ -1,0 +1,102 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Reference block-scaled GEMM ``Y = A B^T``, bit-reproducible for every row whatever the batch it sits in.
+
+Per 128-wide K block the partial sum is formed exactly and rounded once to FP32: a product of two E4M3 values is a
+multiple of 2^-18 below 2^18, a sum of 128 of them needs at most 43 bits, so float64 holds it without error *in any
+order*. That makes the reference independent of the BLAS, its blocking and the batch size, which a float32 ``matmul``
+is not.
+Promotion is the contract's: ``acc += (s_a * s_b) * partial`` in FP32, K blocks ascending; bias is added in FP32; one
+rounding into the output type.
+"""
+
+import torch
+
+from jetrl_verl.reference.constants import BLOCK
+from jetrl_verl.reference.quantize import dequantize_1x128, dequantize_128x128
+from jetrl_verl.reference.tensor import QuantizedTensor
+
+_ROWS = 512
+"""Rows of A at a time: no row depends on another, and temporaries that stay in the cache are three times as fast."""
+
+
+def check_gemm_shapes(a: QuantizedTensor, b: QuantizedTensor, b_block_scaled: bool, bias: torch.Tensor | None) -> None:
+    """Raise ``ValueError`` with the offending shapes unless ``a``, ``b`` and ``bias`` fit together."""
+    m, k = a.qdata.shape
+    n, kb = b.qdata.shape
+    blocks_k = -(-k // BLOCK)
+    rows_b = -(-n // BLOCK) if b_block_scaled else n
+    if kb != k or tuple(a.scales.shape) != (m, blocks_k) or tuple(b.scales.shape) != (rows_b, blocks_k):
+        raise ValueError(
+            f"gemm_nt: A qdata {tuple(a.qdata.shape)} scales {tuple(a.scales.shape)} do not fit "
+            f"B qdata {tuple(b.qdata.shape)} scales {tuple(b.scales.shape)} "
+            f"({'128x128' if b_block_scaled else '1x128'} scales on B)"
+        )
+    if bias is not None and tuple(bias.shape) != (n,):
+        raise ValueError(f"gemm_nt: bias has shape {tuple(bias.shape)}, expected ({n},)")
+
+
+def check_add_to(add_to: torch.Tensor, m: int, n: int, b_block_scaled: bool, out_dtype: torch.dtype) -> None:
+    """Raise ``ValueError`` unless ``add_to`` can take a weight gradient ``[m, n]``."""
+    if b_block_scaled or add_to.dtype != torch.float32 or out_dtype != torch.float32:
+        raise ValueError("gemm_nt: add_to takes a weight gradient (1x128 scales on B) in FP32; pass out_dtype=float32")
+    if tuple(add_to.shape) != (m, n) or not add_to.is_contiguous():
+        raise ValueError(
+            f"gemm_nt: add_to has shape {tuple(add_to.shape)} and strides {add_to.stride()}, expected a contiguous "
+            f"({m}, {n})"
+        )
+
+
+def gemm_nt(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    *,
+    b_block_scaled: bool,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    add_to: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``A B^T`` of two quantized operands.
+
+    Args:
+        a: qdata ``[M, K]``, 1x128 scales ``[M, ceil(K/128)]``.
+        b: qdata ``[N, K]``; scales ``[ceil(N/128), ceil(K/128)]`` if ``b_block_scaled`` (FProp, DGrad), else
+            ``[N, ceil(K/128)]`` (WGrad).
+        b_block_scaled: which of the two.
+        bias: ``[N]`` or None, added in FP32 before the rounding.
+        out_dtype: BF16 or FP32.
+        add_to: ``[M, N]`` FP32, contiguous, to which the FP32 product is added in place, one addition per element
+            (WGrad into a gradient buffer that the caller owns).
+
+    Returns:
+        ``[M, N]`` of ``out_dtype``, or ``add_to``.
+
+    Raises:
+        ValueError: shapes that do not fit; an ``add_to`` of another shape or type, or with 128x128 scales on B.
+    """
+    check_gemm_shapes(a, b, b_block_scaled, bias)
+    m, k = a.qdata.shape
+    n = b.qdata.shape[0]
+    if add_to is not None:
+        check_add_to(add_to, m, n, b_block_scaled, out_dtype)
+    b64 = b.qdata.double().t().contiguous()
+    b_scales = b.scales.repeat_interleave(BLOCK, dim=0)[:n] if b_block_scaled else b.scales
+    y = torch.empty(m, n, dtype=out_dtype, device=a.qdata.device)
+    for start in range(0, m, _ROWS):
+        rows = slice(start, start + _ROWS)
+        a64, a_scales = a.qdata[rows].double(), a.scales[rows]
+        acc = torch.zeros(a64.shape[0], n, dtype=torch.float32, device=a.qdata.device)
+        for block in range(a_scales.shape[1]):
+            cols = slice(block * BLOCK, min((block + 1) * BLOCK, k))
+            partial = (a64[:, cols] @ b64[cols]).float()
+            acc += (a_scales[:, block, None] * b_scales[None, :, block]) * partial
+        if bias is not None:
+            acc += bias.float()
+        y[rows] = acc
+    return y if add_to is None else add_to.add_(y)
+
+
+def gemm_nt_float64(a: QuantizedTensor, b: QuantizedTensor, *, b_block_scaled: bool) -> torch.Tensor:
+    """``A B^T`` of the dequantized operands in float64, the yardstick of every GEMM's accuracy. Shapes as `gemm_nt`."""
+    b_values = dequantize_128x128(b) if b_block_scaled else dequantize_1x128(b)
+    return dequantize_1x128(a).double() @ b_values.double().t()

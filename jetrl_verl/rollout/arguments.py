@@ -1,0 +1,32 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The vLLM engine arguments by which a rollout runs our linears and operations, merged into the user's
+``engine_kwargs.vllm``. Without them an engine is vLLM's alone, wherever the plugin is installed.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jetrl_verl.config.options import JetConfig
+from jetrl_verl.config.vllm_arguments import fill, quantization_arguments
+
+WORKER_EXTENSION = "jetrl_verl.rollout.worker.JetWorkerExtension"
+"""vLLM worker extension that receives the trainer's qdata; a subclass of verl's own."""
+
+WORKER = "jetrl_verl.rollout.worker.JetWorker"
+"""vLLM worker that runs the shared operations; a subclass of the platform's own."""
+
+
+def vllm_arguments(options: JetConfig, user: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The user's ``engine_kwargs.vllm`` with ``quantization``, ``hf_overrides`` and ``worker_extension_cls`` filled in,
+    and ``worker_cls`` where operations are shared.
+
+    A value that is already ours is kept, so building a config from a built one changes nothing. Raises
+    ``UnsupportedConfiguration`` where one of them says something else.
+    """
+    arguments = quantization_arguments(options, user)
+    fill(arguments, "worker_extension_cls", WORKER_EXTENSION, options)
+    if options.operations == "shared":
+        # Another one than vLLM's platform's own is refused by the table of what is supported.
+        arguments["worker_cls"] = WORKER
+    return arguments

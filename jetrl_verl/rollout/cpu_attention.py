@@ -1,0 +1,51 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's CPU attention backend with the shared attention.
+
+The cache keeps vLLM's shape and is filled with :func:`jetrl_verl.kernels.cache_form`.
+"""
+
+import torch
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+
+from jetrl_verl import kernels
+
+
+class SharedCPUAttention(CPUAttentionBackendImpl):
+    """``kernels.paged_attention`` on vLLM's cache."""
+
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
+        keys, values = _split(kv_cache)
+        # Padding has no slot.
+        tokens = (slot_mapping >= 0).nonzero().squeeze(1)
+        slots = slot_mapping[tokens]
+        block, offset = slots // keys.shape[2], slots % keys.shape[2]
+        keys[block, :, offset] = kernels.cache_form(key[tokens])
+        values[block, :, offset] = kernels.cache_form(value[tokens])
+
+    def forward(
+        self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None
+    ) -> torch.Tensor:
+        if attn_metadata is None:  # vLLM's warm-up
+            return output
+        tokens = attn_metadata.num_actual_tokens
+        output[:tokens] = kernels.paged_attention(
+            query[:tokens],
+            *_split(kv_cache),
+            attn_metadata.query_start_loc,
+            attn_metadata.seq_lens,
+            attn_metadata.block_table,
+            self.scale,
+        )
+        return output
+
+
+class SharedCPUAttentionBackend(CPUAttentionBackend):
+    @staticmethod
+    def get_impl_cls() -> type[SharedCPUAttention]:
+        return SharedCPUAttention
+
+
+def _split(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values ``[blocks, Hkv, block size, D]`` of a cache ``[blocks, Hkv, block size, 2 D]``."""
+    return kv_cache.chunk(2, dim=-1)

@@ -1,0 +1,282 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The contract check: do trainer and rollout hold the same quantized layers, bytes, biases and kernels?
+
+The trainer sends, behind the weights of every sync, what it believes the rollout now holds; each vLLM worker compares
+that with its *live* parameters, the storage its kernels will read, not the bytes that went over the wire. A loader that
+drops, swaps or misplaces a piece is therefore seen, and so is a parameter that a sleep/wake cycle lost.
+
+Sums. A tensor is summarised by 64-bit multilinear sums: its bytes as 64-bit words, each times an odd constant of its
+position, added modulo 2^64. Odd constants are invertible, so any change within one word always changes the sum. FP8
+data get one sum per 128x128 block, the block's scale included, which is also the granularity of tensor-parallel shards
+and merged projections: a worker compares exactly the blocks it holds. BF16 tensors get one sum per row.
+
+Per-layer facts ride in a JSON manifest: quantized or not, block shape, scale rule, and the sum of a small probe GEMM
+run through the same operator on both sides, which tells two kernels apart that hold equal weights; where operations are
+shared, a sum of each (sync/operations_probe.py).
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from jetrl_verl import formats, kernels
+from jetrl_verl.formats.sums import row_sums
+from jetrl_verl.reference import BLOCK, QuantizedTensor
+from jetrl_verl.sync.wire import with_completed
+
+MANIFEST_NAME = "jetrl.contract"
+SUM_PREFIX = "jetrl.contract/"
+
+
+class ContractViolation(RuntimeError):
+    """Trainer and rollout differ; the message names the layer and both values."""
+
+
+@dataclass
+class Manifest:
+    """What the trainer states about one sync.
+
+    Attributes:
+        scale_rule: rule that made the qdata. probe: ``Format.probe`` of the trainer.
+        operations: shared operation -> sum of its results on the probe's inputs; empty where none is shared.
+        block: side of a weight block. quantized: names of weights sent as qdata. plain: names of all other tensors.
+    """
+
+    scale_rule: str
+    probe: int
+    operations: dict[str, int] = field(default_factory=dict)
+    block: int = BLOCK
+    quantized: list[str] = field(default_factory=list)
+    plain: list[str] = field(default_factory=list)
+
+    def to_tensor(self) -> torch.Tensor:
+        """uint8, the JSON text."""
+        return torch.frombuffer(bytearray(json.dumps(asdict(self)).encode()), dtype=torch.uint8)
+
+    @classmethod
+    def from_tensor(cls, tensor: torch.Tensor) -> "Manifest":
+        """Inverse of :meth:`to_tensor`."""
+        return cls(**json.loads(bytes(tensor.cpu().numpy()).decode()))
+
+
+def with_contract(
+    weights: Iterable[tuple[str, torch.Tensor]],
+    *,
+    scale_rule: str,
+    probe: int,
+    operations: Mapping[str, int] = MappingProxyType({}),
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass a sync's stream through and append sums and manifest.
+
+    Args:
+        weights: (name, tensor); a quantized weight's qdata are followed at once by its scales.
+        scale_rule: rule that made the qdata. probe, operations: as in :class:`Manifest`.
+
+    Yields:
+        ``weights`` unchanged, then :data:`SUM_PREFIX` + name with the int64 sums of each, last :data:`MANIFEST_NAME`.
+    """
+    manifest = Manifest(scale_rule=scale_rule, probe=probe, operations=dict(operations))
+    sums: list[tuple[str, torch.Tensor]] = []
+    for name, tensor, completed in with_completed(weights):
+        yield name, tensor
+        if completed is None:
+            continue
+        whole, value = completed
+        if isinstance(value, QuantizedTensor):
+            sums.append((whole, formats.of(value.qdata).sums(value)))
+            manifest.quantized.append(whole)
+        else:
+            sums.append((whole, row_sums(value.to(torch.bfloat16))))
+            manifest.plain.append(whole)
+    for name, value in sums:
+        yield SUM_PREFIX + name, value
+    yield MANIFEST_NAME, manifest.to_tensor()
+
+
+@dataclass(frozen=True)
+class LiveTensor:
+    """One trainer tensor as a worker holds it.
+
+    Attributes:
+        tensor: the live storage's view, qdata or BF16. scales: live scales view, None for BF16.
+        rows, columns: which part of the whole tensor it is, in elements.
+        whole: rows and columns that the whole tensor has according to the worker's layer.
+    """
+
+    tensor: torch.Tensor
+    scales: torch.Tensor | None
+    rows: slice
+    columns: slice
+    whole: tuple[int, int]
+
+
+class ContractReceiver:
+    """Collects the trainer's statement from a sync's stream and compares it with live parameters."""
+
+    def __init__(self) -> None:
+        self._manifest: Manifest | None = None
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def take(self, weights: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+        """Keep what belongs to the check (copied: the bucket is reused), return the weights proper."""
+        rest = []
+        for name, tensor in weights:
+            if name == MANIFEST_NAME:
+                self._manifest = Manifest.from_tensor(tensor)
+            elif name.startswith(SUM_PREFIX):
+                self._sums[name.removeprefix(SUM_PREFIX)] = tensor.clone()
+            else:
+                rest.append((name, tensor))
+        return rest
+
+    def verify(
+        self,
+        live: Mapping[str, LiveTensor],
+        *,
+        scale_rule: str,
+        probe: int,
+        operations: Mapping[str, int] = MappingProxyType({}),
+    ) -> dict[str, Any]:
+        """Compare.
+
+        Args:
+            live: trainer's name -> what this worker holds of it, quantized and plain.
+            scale_rule: rule of the live method. probe, operations: as in :class:`Manifest`, of this worker.
+
+        Returns:
+            Counts under ``"quantized"``, ``"plain"`` and ``"uncompared"``, and under ``"digest"`` the sum of all live
+            sums modulo 2^64. Uncompared are BF16 layers of which this rank holds a slice of columns, since sums are
+            taken per whole row; they occur only with ``unfit_layers=skip`` under tensor parallelism.
+
+        Raises:
+            ContractViolation: at the first difference.
+        """
+        manifest = self._check_statement(scale_rule)
+        self._check_coverage(manifest, live)
+        uncompared = 0
+        sums: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        for name in manifest.quantized:
+            held, stated = live[name], self._stated(name)
+            self._same_shape(name, stated, torch.Size(size // BLOCK for size in held.whole))
+            rows, columns = (slice(part.start // BLOCK, part.stop // BLOCK) for part in (held.rows, held.columns))
+            found = formats.of(held.tensor).sums(QuantizedTensor(held.tensor, held.scales))
+            sums.append((name, stated[rows, columns], found))
+        for name in manifest.plain:
+            held, stated = live[name], self._stated(name)
+            self._same_shape(name, stated, torch.Size(held.whole[:1]))
+            if held.columns != slice(0, held.whole[1]):
+                uncompared += 1
+            else:
+                sums.append((name, stated[held.rows], row_sums(held.tensor)))
+        digest = self._compare(sums)
+        self._check_code(manifest, probe, operations, next(iter(live.values())).tensor.device)
+        return {
+            "quantized": len(manifest.quantized),
+            "plain": len(manifest.plain),
+            "uncompared": uncompared,
+            "digest": digest % 2**64,
+        }
+
+    def _check_statement(self, scale_rule: str) -> Manifest:
+        """The trainer's manifest, whose blocks and scale rule are this side's."""
+        manifest = self._manifest
+        if manifest is None:
+            raise ContractViolation(
+                "contract check: the trainer sent no statement with its weights; it runs without the plugin or with "
+                "another version of it, install the same jetrl_verl on both sides"
+            )
+        if manifest.block != BLOCK or manifest.scale_rule != scale_rule:
+            raise ContractViolation(
+                f"contract check: the trainer quantizes with {manifest.block}x{manifest.block} blocks and scale rule "
+                f"{manifest.scale_rule}, the rollout with {BLOCK}x{BLOCK} and {scale_rule}"
+            )
+        return manifest
+
+    @staticmethod
+    def _check_code(manifest: Manifest, probe: int, operations: Mapping[str, int], device: torch.device) -> None:
+        """Both sides multiply, and run what they share, with the same code."""
+        if manifest.probe != probe:
+            raise ContractViolation(
+                f"contract check: the probe GEMM gives {manifest.probe:#x} in the trainer, {probe:#x} in the rollout; "
+                f"the two sides run different kernels, the rollout {kernels.describe_backends(device)}"
+            )
+        names = sorted(manifest.operations.keys() | operations.keys())
+        different = [name for name in names if manifest.operations.get(name) != operations.get(name)]
+        if different:
+            raise ContractViolation(
+                f"contract check: {', '.join(different)} of the shared operations differ between trainer and rollout; "
+                f"the two sides run different kernels, the rollout on {device}; install the same torch and jetrl_verl "
+                "on both"
+            )
+
+    @staticmethod
+    def _check_coverage(manifest: Manifest, live: Mapping[str, LiveTensor]) -> None:
+        """Every tensor sent is held, every tensor held was sent, and both sides agree on which are quantized."""
+        quantized = set(manifest.quantized)
+        sent = quantized | set(manifest.plain)
+        for name in (*manifest.quantized, *manifest.plain):
+            if name not in live:
+                raise ContractViolation(f"contract check: {name} is sent by the trainer and unknown to the rollout")
+        # By storage: a tied head is the embedding's parameter under a second name that the trainer need not send.
+        covered = {live[name].tensor.data_ptr() for name in sent}
+        for name, held in live.items():
+            if name not in sent and held.tensor.data_ptr() not in covered:
+                raise ContractViolation(
+                    f"contract check: {name} is a parameter of the rollout that the trainer did not send; the two "
+                    "sides were built from different models"
+                )
+            if (name in quantized) != (held.scales is not None):
+                sides = ("FP8", "BF16") if name in quantized else ("BF16", "FP8")
+                raise ContractViolation(
+                    f"contract check: layer {name} is {sides[0]} in the trainer and {sides[1]} in the rollout"
+                )
+
+    def _stated(self, name: str) -> torch.Tensor:
+        if name not in self._sums:
+            raise ContractViolation(
+                f"contract check: the trainer's sums of {name} did not arrive; the two sides run different versions of "
+                "jetrl_verl, install the same one on both"
+            )
+        return self._sums[name]
+
+    @staticmethod
+    def _same_shape(name: str, stated: torch.Tensor, whole: torch.Size) -> None:
+        if stated.shape != whole:
+            raise ContractViolation(
+                f"contract check: {name} has {tuple(stated.shape)} blocks or rows in the trainer and {tuple(whole)} in "
+                "the rollout; vLLM reads another shape out of the model's configuration"
+            )
+
+    @staticmethod
+    def _compare(sums: list[tuple[str, torch.Tensor, torch.Tensor]]) -> int:
+        """Sum of all live sums of (name, stated, live), which must be the stated ones.
+
+        The device is waited for once. A wait for every tensor took seconds where other processes shared the GPU, since
+        each of several hundred had to wait for this process's turn.
+        """
+        if not sums:
+            return 0
+        found = torch.cat([live.flatten() for _, _, live in sums])
+        stated = torch.cat([expected.flatten() for _, expected, _ in sums]).to(found.device)
+        differing, digest = torch.stack([(stated != found).sum(), found.sum()]).tolist()
+        if differing:
+            ContractReceiver._name_difference(sums)
+        return digest
+
+    @staticmethod
+    def _name_difference(sums: list[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
+        for name, expected, found in sums:
+            expected = expected.to(found.device)
+            different = (expected != found).nonzero()
+            if len(different):
+                at = tuple(different[0].tolist())
+                raise ContractViolation(
+                    f"contract check: {name} differs between trainer and rollout in {len(different)} of "
+                    f"{found.numel()} blocks or rows, first at {at}: sum {int(expected[at]):#x} in the trainer, "
+                    f"{int(found[at]):#x} in the rollout's live parameter"
+                )

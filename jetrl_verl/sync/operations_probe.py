@@ -1,0 +1,64 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The contract check's question about the shared operations: do both sides compute them with the same code?
+
+Both sides run every operation on fixed inputs, odd shapes among them, and compare sums of the results' bits, one per
+operation, so that a difference is named. Weights play no part, so equal weights under different code do not pass.
+"""
+
+import torch
+
+from jetrl_verl import kernels
+from jetrl_verl.formats.sums import row_sums
+from jetrl_verl.reference import QuantizedTensor
+
+_LENGTHS = (5, 1, 131)
+_HEAD_DIM = 128
+
+
+def _bytes(quantized: QuantizedTensor) -> torch.Tensor:
+    """FP8 data and scales side by side."""
+    return torch.cat([x.contiguous().view(torch.uint8) for x in quantized], dim=1)
+
+
+def operation_sums(device: torch.device) -> dict[str, int]:
+    """Operation -> sum of the bits of its results on ``device``, modulo 2^64."""
+    generator = torch.Generator().manual_seed(20260122)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cpu").to(device, torch.bfloat16)
+
+    tokens = sum(_LENGTHS)
+    x, residual, weight, head = normal(tokens, 384), normal(tokens, 384), normal(384), normal(200, 384)
+    q, k, v = normal(tokens, 4, _HEAD_DIM), normal(tokens, 2, _HEAD_DIM), normal(tokens, 2, _HEAD_DIM)
+    table = kernels.rotary_table(_HEAD_DIM, 2048, {"rope_theta": 1e6}).to(device)
+    positions = torch.arange(2047, 2047 - tokens, -1, device=device)
+    cu_seqlens = torch.tensor([0, *_LENGTHS], device=device).cumsum(0).to(torch.int32)
+    temperature = torch.linspace(0.3, 2, tokens).to(device)
+    # Not the results of kernels.logits: a difference is to be found in the operation that makes it, and in no other.
+    logits = torch.randn(tokens, 200, generator=generator, device="cpu").to(device)
+    with torch.no_grad():
+        results = {
+            "rms_norm": kernels.rms_norm(x, weight, 1e-6),
+            "add_rms_norm": torch.cat(kernels.add_rms_norm(x, residual, weight, 1e-6)),
+            "rms_norm_quantize_1x128": _bytes(kernels.rms_norm_quantize_1x128(x, weight, 1e-6, "fp32")),
+            "add_rms_norm_quantize_1x128": _bytes(
+                kernels.add_rms_norm_quantize_1x128(x, residual, weight, 1e-6, "fp32", with_normed=False)[0]
+            ),
+            "rotary": torch.cat(kernels.rotary(q, k, table, positions), dim=1),
+            "silu_mul": kernels.silu_mul(x, residual),
+            "silu_mul_quantize": _bytes(
+                kernels.silu_mul_quantize(x, residual, "fp32", with_product=False, with_colwise=False)[0]
+            ),
+            "attention": kernels.attention(q, k, v, cu_seqlens, max(_LENGTHS), _HEAD_DIM**-0.5),
+            "logits": kernels.logits(x, head),
+            "log_probs": kernels.log_probs(logits, torch.arange(tokens, device=device)[:, None], temperature),
+        }
+    # One wait for the device: beside other processes each costs their turns, and a sync stands still meanwhile.
+    sums = torch.stack([row_sums(result.flatten(1)).sum() for result in results.values()])
+    return dict(zip(results, sums.tolist(), strict=True))
+
+
+def stated_operations(device: torch.device, operations: str) -> dict[str, int]:
+    """What a side states about its operations: :func:`operation_sums` where they are ``"shared"``, else nothing."""
+    return operation_sums(device) if operations == "shared" else {}

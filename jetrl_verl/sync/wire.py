@@ -1,0 +1,126 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What leaves the trainer at a weight sync: qdata and scales for the quantized layers, BF16 for the rest.
+
+Weights are quantized here, once, from the BF16 value of the gathered master weight, which is the value that the
+trainer's own forward quantizes. The rollout copies the qdata and never sees a BF16 weight, so the two sides cannot
+round differently (a trainer quantizing its FP32 master against a rollout quantizing the BF16 export has been reported
+to cost a factor of 20 in k3_kl, xtuner #2044). The wire carries 1.0002 bytes per quantized weight, 1.0007 with the
+contract check's sums; verl's stock wire carries FP32.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from jetrl_verl import formats
+from jetrl_verl.formats.format import SCALE_SUFFIX, Format
+from jetrl_verl.models.plan import LinearPlan, plan_of
+from jetrl_verl.reference import QuantizedTensor
+
+
+@dataclass
+class SyncStatistics:
+    """Size and duration of one weight sync as the sender saw it.
+
+    Attributes:
+        bytes: sent. stock_bytes: what the same tensors weigh on verl's own wire.
+        seconds: from the first tensor asked for to the last one taken, transfer included.
+    """
+
+    bytes: int = 0
+    stock_bytes: int = 0
+    seconds: float = 0.0
+
+
+def quantize_stream(
+    weights: Iterable[tuple[str, torch.Tensor]],
+    plans: Mapping[str, LinearPlan],
+    scale_rule: str,
+    format_name: str = formats.FLOW,
+    fixed_scales: dict[str, torch.Tensor] | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Replace each planned weight by its qdata followed by its scales; cast every other floating tensor to BF16.
+
+    Args:
+        weights: (Hugging Face name, full tensor) of any floating type.
+        plans: from :func:`jetrl_verl.models.plan.plan_linears`.
+        scale_rule: rule of the qdata.
+        format_name: of the qdata, see :func:`jetrl_verl.formats.get`.
+        fixed_scales: of weights, by name, where the format keeps scales: those that are in it are used, others are
+            made and put in. 0 stands for a row that had nothing but zeros so far; its scale is made once it has others.
+            None: all are made.
+
+    Yields:
+        What the format sends of a planned weight: ``<name>`` qdata [N, K], then ``<name>_scale_inv`` FP32; else
+        ``<name>`` BF16.
+    """
+    number_format = formats.get(format_name)
+    for name, tensor in weights:
+        tensor = tensor.detach()
+        plan = plan_of(name, plans) if name.endswith(".weight") else None
+        if plan is not None and plan.quantized:
+            tensor = tensor.to(torch.bfloat16)
+            quantized = number_format.quantize_weight(tensor, scale_rule)
+            if fixed_scales is not None:
+                quantized = _with_kept_scales(number_format, name, tensor, quantized, scale_rule, fixed_scales)
+            yield from number_format.wire(name, quantized)
+        else:
+            yield name, tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+
+
+def _with_kept_scales(
+    number_format: Format,
+    name: str,
+    weight: torch.Tensor,
+    fresh: QuantizedTensor,
+    rule: str,
+    kept: dict[str, torch.Tensor],
+) -> QuantizedTensor:
+    """``weight`` under the scales that ``kept`` has of it; rows that it has none of get their own, and keep them."""
+    made = torch.where(fresh.qdata.any(dim=-1, keepdim=True), fresh.scales, 0.0)
+    scales = kept.get(name, made)
+    kept[name] = scales = torch.where(scales == 0, made, scales)
+    return number_format.quantize_weight(weight, rule, torch.where(scales == 0, fresh.scales, scales))
+
+
+def with_completed(
+    stream: Iterable[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor, tuple[str, torch.Tensor | QuantizedTensor] | None]]:
+    """Read what :func:`quantize_stream` sends: each (name, tensor) and what is complete with it.
+
+    Complete with its scales is a quantized weight, under the weight's own name; with qdata nothing is yet, None; any
+    other tensor is complete by itself.
+    """
+    weight, qdata = "", None
+    for name, tensor in stream:
+        if formats.of(tensor) is not None:
+            weight, qdata = name, tensor
+            yield name, tensor, None
+        elif qdata is not None and name == weight + SCALE_SUFFIX:
+            yield name, tensor, (weight, QuantizedTensor(qdata, tensor))
+            qdata = None
+        else:
+            yield name, tensor, (name, tensor)
+
+
+def measured(
+    weights: Iterable[tuple[str, torch.Tensor]], statistics: SyncStatistics
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass a stream through and add its size and the time until it is drained to ``statistics``."""
+    started = time.perf_counter()
+    for name, tensor in weights:
+        statistics.bytes += tensor.nbytes
+        yield name, tensor
+    statistics.seconds += time.perf_counter() - started
+
+
+def counted_stock(
+    weights: Iterable[tuple[str, torch.Tensor]], statistics: SyncStatistics
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass verl's own stream through and count its bytes."""
+    for name, tensor in weights:
+        statistics.stock_bytes += tensor.nbytes
+        yield name, tensor

@@ -1,0 +1,31 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Hydra's callback of a non-bf16 precision: the checks of this machine, in the driver, right before the job starts."""
+
+import sys
+import traceback
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from jetrl_verl.config import environment, workers
+from jetrl_verl.config.options import UnsupportedConfiguration
+
+
+class JetCallback(Callback):
+    """Checks this machine, the model folder and the data, and wraps ``ray.init``, which checks the workers."""
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        # Hydra turns an exception of a callback into a warning and runs the job; an exit gets through.
+        try:
+            workers.install(config.jetrl.operations)
+            environment.check_environment(config)
+        except UnsupportedConfiguration as refusal:
+            sys.exit(f"jetrl_verl: {refusal}")
+        except Exception as error:
+            traceback.print_exc()
+            sys.exit(
+                f"jetrl_verl: the checks before the job failed themselves ({type(error).__name__}: {error}); report "
+                "the traceback above, or use precision=bf16."
+            )

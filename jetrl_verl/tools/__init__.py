@@ -1,0 +1,7 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The commands of ``jetrl``: doctor, report, diff, bench, compare and demo."""
+
+
+class ToolError(Exception):
+    """A command cannot go on for a reason the user can act on; the message is one sentence that says how."""

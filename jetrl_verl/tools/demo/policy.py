@@ -1,0 +1,116 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's policy: a Qwen3 of about a million parameters and a character tokenizer, made here, not downloaded.
+
+Every linear layer has dimensions that are multiples of 128 and the head dimension is 128, so that all of them take the
+FP8 path (one 128x128 block is the unit of the contract). The vocabulary is exactly the tokenizer's: vLLM masks logits
+of ids that the tokenizer does not know while the trainer does not, so a padded vocabulary alone would show as mismatch.
+
+The tokenizer has one token per character (printable ASCII and newline), and ChatML's markers, the role names and
+``####`` as single tokens. Its chat template is plain ChatML; verl's agent loop renders prompts with it and requires
+``<|im_end|>``.
+"""
+
+import string
+from dataclasses import dataclass
+from pathlib import Path
+
+from jetrl_verl.reference.constants import BLOCK
+
+PAD, UNKNOWN, TURN_START, TURN_END = "<|endoftext|>", "<|unknown|>", "<|im_start|>", "<|im_end|>"
+SPECIAL_TOKENS = (PAD, UNKNOWN, TURN_START, TURN_END)
+WHOLE_TOKENS = ("user", "assistant", "system", "####")
+CHARACTERS = "\n" + "".join(c for c in string.printable if c.isprintable())
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """Shape of the policy. Raises ``ValueError`` for a dimension that the FP8 blocks do not tile."""
+
+    hidden_size: int = 256
+    layers: int = 2
+    heads: int = 2
+    kv_heads: int = 1
+    head_dim: int = BLOCK
+    intermediate_size: int = 512
+    max_positions: int = 256
+    seed: int = 7
+
+    def __post_init__(self):
+        for name in ("hidden_size", "head_dim", "intermediate_size"):
+            size = getattr(self, name)
+            if size <= 0 or size % BLOCK:
+                raise ValueError(f"{name}={size} is not a multiple of {BLOCK}, the FP8 block; choose one that is")
+
+
+def build_tokenizer():
+    """Make the tokenizer as a ``PreTrainedTokenizerFast``; ``len(tokenizer)`` is the policy's vocabulary size."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    # normalized=False: matched on the raw text, before characters are split.
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in WHOLE_TOKENS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        eos_token=TURN_END,
+        additional_special_tokens=[TURN_START],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def build_model(config: PolicyConfig, tokenizer):
+    """Make the untrained policy, FP32 weights drawn from ``config.seed``; the global random state is left alone."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    model_config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_positions,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        return Qwen3ForCausalLM(model_config)
+
+
+def save_policy(model, tokenizer, folder: Path) -> None:
+    """Write model (BF16, as published checkpoints are) and tokenizer so that transformers and vLLM load ``folder``.
+
+    The FP32 weights are rounded to BF16 here, once, so that the policy whose accuracy is measured is the one on disk.
+    """
+    import torch
+
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def load_policy(folder: Path):
+    """Load ``(model, tokenizer)`` from ``folder``, weights in BF16 as stored."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.bfloat16)
+    return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -1,0 +1,139 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's task: add two numbers digit by digit, writing every carry, and state the sum after ``####``.
+
+A problem is a pair of four-digit numbers. Its worked solution has one line per decimal place, from the ones upwards,
+each ``digit+digit+carry=sum`` with a two-digit sum, and then the answer::
+
+    8737+7219   ->   7+9+0=16
+                     3+1+1=05
+                     7+2+0=09
+                     8+7+0=15
+                     #### 15956
+
+Why this task: a model of a million parameters can learn it in a minute, a half-trained one gets whole problems right
+some of the time (every line must be right), and the answer is checked by a rule. So a policy-gradient step has a signal
+from the first batch and room above it. The reward looks at the final answer only; nothing pays for steps that merely
+look right.
+
+Problems come from one seeded stream without repetition and are cut into three disjoint splits: ``warmup`` (supervised),
+``train`` (prompts of the RL run) and ``test`` (held out). ``a+b`` and ``b+a`` count as one problem.
+
+verl imports this file by path in its reward workers, so it imports nothing heavy at the top.
+"""
+
+import random
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+DATA_SOURCE = "jetrl/addition"
+"""``data_source`` column; verl names the held-out metric ``val-core/<data_source>/acc/mean@<n>`` after it."""
+
+SPLITS = ("warmup", "train", "test")
+
+_ANSWER_LINE = re.compile(r"#### (\d+)")
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """Size and seed of the three splits. ``digits`` is the length of both numbers."""
+
+    digits: int = 4
+    warmup: int = 16384
+    train: int = 4096
+    test: int = 256
+    seed: int = 7
+
+    def __post_init__(self):
+        if self.digits < 1:
+            raise ValueError(f"the task needs numbers of at least one digit, not {self.digits}")
+        numbers = 9 * 10 ** (self.digits - 1)
+        available, asked = numbers * (numbers + 1) // 2, self.warmup + self.train + self.test
+        if asked > available // 2:  # beyond half, drawing without repetition wastes more draws than it keeps
+            raise ValueError(
+                f"{asked} problems asked for, but only {available} exist with {self.digits} digits; ask fewer"
+            )
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Two numbers to add."""
+
+    a: int
+    b: int
+
+    @property
+    def prompt(self) -> str:
+        """What the user turn says."""
+        return f"{self.a}+{self.b}"
+
+    @property
+    def answer(self) -> str:
+        """The sum in decimal, as it must stand after ``####``."""
+        return str(self.a + self.b)
+
+    @property
+    def solution(self) -> str:
+        """The worked steps followed by the answer line, without the end-of-turn token."""
+        lines, carry, a, b = [], 0, self.a, self.b
+        while a or b:
+            x, y = a % 10, b % 10
+            total = x + y + carry
+            lines.append(f"{x}+{y}+{carry}={total:02d}")
+            carry, a, b = total // 10, a // 10, b // 10
+        return "\n".join([*lines, f"#### {self.answer}"])
+
+
+def make_splits(config: TaskConfig) -> dict[str, list[Problem]]:
+    """Draw every split from one seeded stream; the same config gives the same problems on every machine."""
+    stream = random.Random(config.seed)
+    low, high = 10 ** (config.digits - 1), 10**config.digits
+    seen: set[tuple[int, int]] = set()
+
+    def draw() -> Problem:
+        while True:
+            a, b = stream.randrange(low, high), stream.randrange(low, high)
+            key = (min(a, b), max(a, b))
+            if key not in seen:
+                seen.add(key)
+                return Problem(a, b)
+
+    # The held-out split is drawn first: asking for more training data later leaves it, and past results, comparable.
+    sizes = {"test": config.test, "train": config.train, "warmup": config.warmup}
+    drawn = {name: [draw() for _ in range(size)] for name, size in sizes.items()}
+    return {name: drawn[name] for name in SPLITS}
+
+
+def to_row(problem: Problem, index: int, split: str) -> dict:
+    """One row in verl's RL parquet schema."""
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": problem.prompt}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": problem.answer},
+        "extra_info": {"index": index, "split": split},
+    }
+
+
+def write_parquet(problems: list[Problem], split: str, path: Path) -> None:
+    """Write ``problems`` as verl reads them (``data.train_files``, ``data.val_files``)."""
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [to_row(problem, index, split) for index, problem in enumerate(problems)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> dict:
+    """Grade a response by its last line; verl calls this through ``reward.custom_reward_function``.
+
+    Returns:
+        ``score``, the reward verl trains on, and ``acc``, which verl reports for the held-out set, are both 1.0 when
+        the last line is exactly ``#### <ground_truth>`` and 0.0 otherwise; ``formatted`` is 1.0 when that line has the
+        right shape.
+    """
+    last_line = solution_str.rstrip().rpartition("\n")[2]
+    stated = _ANSWER_LINE.fullmatch(last_line)
+    correct = float(stated is not None and stated.group(1) == ground_truth)
+    return {"score": correct, "acc": correct, "formatted": float(stated is not None)}

@@ -1,0 +1,77 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The operations of a dense decoder in the order in which they are computed: what both sides are cut into.
+
+Each has one output per token and takes outputs of earlier ones alone (attention takes those of earlier tokens too), so
+a difference that is first in this order was made by the operation that it shows in. Both sides are cut at the same
+places: what vLLM merges (q/k/v, gate/up) is split, and a residual sum, which vLLM computes inside its norm, is an
+operation of its own whose kind is the norm's.
+"""
+
+from typing import NamedTuple
+
+from jetrl_verl.models import Family, family, model_types
+from jetrl_verl.models.base import leaf
+
+KINDS = ("embedding", "linear", "norm", "rotary", "attention", "activation", "lm_head", "sampler")
+"""What an operation is. Of these the projections alone (``linear``) are quantized."""
+
+_FIRST = {"embedding": "embedding"}
+_LAST = {"final_residual": "norm", "final_norm": "norm", "lm_head": "lm_head", "sampler": "sampler"}
+
+
+def _of_layer(family: Family) -> dict[str, str]:
+    """Operations of a decoder layer, in order, with their kinds; projections and QK norms have the family's names."""
+    named = (
+        ("input_residual", "norm"),
+        ("input_norm", "norm"),
+        (leaf(family.q), "linear"),
+        (leaf(family.k), "linear"),
+        (leaf(family.v), "linear"),
+        (leaf(family.q_norm), "norm"),
+        (leaf(family.k_norm), "norm"),
+        ("q_rotary", "rotary"),
+        ("k_rotary", "rotary"),
+        ("attention", "attention"),
+        (leaf(family.o), "linear"),
+        ("post_residual", "norm"),
+        ("post_norm", "norm"),
+        (leaf(family.gate), "linear"),
+        (leaf(family.up), "linear"),
+        ("activation", "activation"),
+        (leaf(family.down), "linear"),
+    )
+    return {name: kind for name, kind in named if name}
+
+
+_FAMILIES = [family({"model_type": model_type}) for model_type in model_types()]
+KIND_OF = {name: kind for ours in _FAMILIES for name, kind in (_FIRST | _of_layer(ours) | _LAST).items()}
+"""Name of an operation of any family -> its kind."""
+
+
+class Operation(NamedTuple):
+    """One operation of one decoder layer; ``layer`` is None before the first and behind the last."""
+
+    layer: int | None
+    name: str
+
+    @property
+    def kind(self) -> str:
+        return KIND_OF[self.name]
+
+    def __str__(self) -> str:
+        return self.name if self.layer is None else f"layer {self.layer} {self.name}"
+
+
+def operations(family: Family, layers: int) -> list[Operation]:
+    """All operations of a decoder of ``layers`` layers, in order."""
+    return [
+        *(Operation(None, name) for name in _FIRST),
+        *(
+            Operation(layer, name)
+            for layer in range(layers)
+            for name in _of_layer(family)
+            if (layer, name) != (0, "input_residual")  # the first layer's input is no sum yet
+        ),
+        *(Operation(None, name) for name in _LAST),
+    ]

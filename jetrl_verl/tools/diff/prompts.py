@@ -1,0 +1,118 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts as token ids: from a file, or a few built in."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jetrl_verl.tools.diff import DiffError
+
+BUILT_IN = (
+    "What is 7841 + 2259? Work it out digit by digit.",
+    "A train leaves at 9:40 and arrives at 13:05. How long does it take? Explain each step.",
+    "Write a short poem about a river that forgets where it came from.",
+    "List the first ten prime numbers and say why 1 is not among them.",
+)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What is sampled from, and what of the folder decides how.
+
+    Attributes:
+        ids: token ids of each prompt. stop: ids that end a response. vocabulary: entries with a token.
+        positions: how many the model has.
+    """
+
+    ids: list[list[int]]
+    stop: list[int]
+    vocabulary: int
+    positions: int
+
+
+def _rows(file: Path, limit: int) -> list[Any]:
+    """The first prompts of a file: strings, lists of chat messages, or token ids."""
+    try:
+        if file.suffix == ".parquet":
+            import pyarrow.parquet
+
+            table = pyarrow.parquet.read_table(file, columns=["prompt"])
+            return table.slice(0, limit)["prompt"].to_pylist()
+        lines = [line for line in file.read_text().splitlines() if line.strip()][:limit]
+        if file.suffix != ".jsonl":
+            return lines
+        rows = [json.loads(line) for line in lines]
+        return [row["prompt_token_ids"] if "prompt_token_ids" in row else row["prompt"] for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DiffError(
+            f"{file} holds no prompts that can be read ({type(error).__name__}); give lines of text (.txt), objects "
+            "with prompt or prompt_token_ids (.jsonl), or verl's column prompt (.parquet)."
+        ) from None
+
+
+def _encode(row: Any, tokenizer: Any) -> list[int]:
+    if isinstance(row, list) and all(isinstance(token, int) for token in row):
+        return row
+    if not (isinstance(row, str) or isinstance(row, list) and all(isinstance(part, dict) for part in row)):
+        raise DiffError(f"{_short(row)} is no prompt; give text, chat messages with role and content, or token ids.")
+    if tokenizer is None:
+        raise DiffError("the model folder holds no tokenizer; give --prompts a .jsonl with prompt_token_ids.")
+    if tokenizer.chat_template is None:
+        if isinstance(row, str):
+            return tokenizer.encode(row)
+        raise DiffError(
+            "the model's tokenizer has no chat template for chat messages; give --prompts lines of text (.txt) or a "
+            ".jsonl with prompt_token_ids."
+        )
+    messages = [{"role": "user", "content": row}] if isinstance(row, str) else row
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    except Exception as error:  # a template raises what it likes, and so does what it works on
+        raise DiffError(
+            f"the model's chat template does not take {_short(row)} ({_reason(error)}); correct the messages or give "
+            "prompt_token_ids."
+        ) from None
+
+
+def _short(row: Any) -> str:
+    words = repr(row)
+    return words if len(words) <= 60 else f"{words[:57]}..."
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".!")
+
+
+def _load(model: Path) -> tuple[Any, Any]:
+    """Config and tokenizer of the folder ``model``, None for a tokenizer that it lacks."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    named = any((model / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    try:
+        config = AutoConfig.from_pretrained(model, local_files_only=True)
+        return config, AutoTokenizer.from_pretrained(model, local_files_only=True) if named else None
+    except Exception as error:  # of files that are not what transformers expects, whatever its parsers raise
+        raise DiffError(
+            f"transformers does not read config and tokenizer in {model} ({_reason(error)}); name a whole Hugging Face "
+            "folder."
+        ) from None
+
+
+def read_prompts(model: Path, file: Path | None, limit: int) -> Prompts:
+    """The first ``limit`` prompts for the model in folder ``model``, through its chat template where it has one.
+
+    Raises:
+        DiffError: no model, no prompts, no tokenizer or template to read them with, or ids beyond the vocabulary.
+    """
+    config, tokenizer = _load(model)
+    rows = list(BUILT_IN[:limit]) if file is None else _rows(file, limit)
+    ids = [_encode(row, tokenizer) for row in rows]
+    vocabulary = config.vocab_size if tokenizer is None else min(len(tokenizer), config.vocab_size)
+    if not ids or not all(ids):
+        raise DiffError(f"{file} holds no prompt, or an empty one; remove empty rows.")
+    if any(not 0 <= token < vocabulary for row in ids for token in row):
+        raise DiffError(f"{file} holds token ids outside the model's {vocabulary} tokens; use its own tokenizer.")
+    stop = [] if tokenizer is None or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return Prompts(ids, stop, vocabulary, config.max_position_embeddings)

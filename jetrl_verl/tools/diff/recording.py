@@ -1,0 +1,88 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a vLLM engine of ``jetrl diff`` is asked for and what it hands back, as files between two processes."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jetrl_verl.tools.diff.operations import Operation
+
+
+@dataclass
+class Request:
+    """What one engine does.
+
+    Attributes:
+        model: Hugging Face folder. jetrl: the ``jetrl`` node of the precision, None for bf16.
+        arguments: of ``vllm.LLM``. vocabulary: entries with a token; the rest is never sampled.
+        prompts: token ids. response: most tokens to sample for each. temperature: above 0. stop: ids that end one.
+        responses: what to repeat and record; None to sample.
+        out: file that receives the recording.
+    """
+
+    model: str
+    jetrl: dict[str, Any] | None
+    arguments: dict[str, Any]
+    vocabulary: int
+    prompts: list[list[int]]
+    response: int
+    temperature: float
+    stop: list[int]
+    responses: list[list[int]] | None
+    out: str
+
+
+@dataclass
+class Recording:
+    """What an engine did. Tokens are numbered through the sequences without their last tokens, one behind the other.
+
+    Attributes:
+        prompts, responses: token ids.
+        log_probs: ``[response tokens]`` FP32, of the responses one behind the other.
+        outputs: of each operation ``[tokens, features]``; of ``lm_head`` and the sampler, whose are ``log_probs``,
+            ``[response tokens, ...]``. Empty where nothing was recorded.
+    """
+
+    prompts: list[list[int]]
+    responses: list[list[int]]
+    log_probs: torch.Tensor
+    outputs: dict[Operation, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def sequences(self) -> list[list[int]]:
+        """What the model is fed: the last token of a response is drawn and never read."""
+        return [prompt + response[:-1] for prompt, response in zip(self.prompts, self.responses, strict=True)]
+
+    @property
+    def drawn(self) -> torch.Tensor:
+        """``[response tokens]``: every token that was drawn."""
+        return torch.tensor([token for response in self.responses for token in response])
+
+    @property
+    def drawing(self) -> torch.Tensor:
+        """``[response tokens]``: number of the token whose logits each was drawn from."""
+        found, start = [], 0
+        for prompt, sequence in zip(self.prompts, self.sequences, strict=True):
+            found += range(start + len(prompt) - 1, start + len(sequence))
+            start += len(sequence)
+        return torch.tensor(found)
+
+    def place(self, token: int) -> tuple[int, int]:
+        """(request, position) of a token's number."""
+        for request, sequence in enumerate(self.sequences):
+            if token < len(sequence):
+                return request, token
+            token -= len(sequence)
+        raise IndexError(token)
+
+    def save(self, path: str | Path) -> None:
+        state = {f.name: getattr(self, f.name) for f in self.__dataclass_fields__.values()}
+        torch.save(state | {"outputs": {tuple(key): value for key, value in self.outputs.items()}}, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Recording":
+        state = torch.load(path, weights_only=True)
+        return cls(**state | {"outputs": {Operation(*key): value for key, value in state["outputs"].items()}})

@@ -1,0 +1,341 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""One vLLM engine in a process of its own: it samples, or it repeats given responses and records every operation.
+
+``python -m jetrl_verl.tools.diff.rollout REQUEST`` reads a ``Request`` and writes a ``Recording`` (recording.py). When
+the process ends, its memory is free for the next engine or the trainer.
+
+*Repeating.* The recorded engine has to answer for the tokens that the configured engine drew, or the two could be
+compared in distribution only. It samples as always, and right after that the drawn tokens are exchanged for the given
+ones, before vLLM looks up their log-probabilities.
+
+*Keys.* Hooks see rows of a batch. Which request a row belongs to follows from the order of the requests in the model
+runner's batch and the scheduler's number of tokens for each; its place in the sequence from the positions that the
+layers are given. So a batch may hold any requests, a prompt may be cut into chunks, and a preempted request that runs
+again overwrites what it had left. Every row's token id is compared with the sequence's at that place, and at the end
+every place must have been filled: a wrong key cannot pass.
+
+*In place.* vLLM's fused residual norm and its rotary write into their inputs, so what is recorded is copied at once,
+and inputs are looked at before the operation runs. An input must equal the recorded outputs of the operations before it
+in every bit: between two operations nothing else may happen, which is what attribution.py rests on. An operation that
+hands qdata to a linear is asked to keep the rows that they are qdata of; the quantization is the linear's.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jetrl_verl import models
+from jetrl_verl.config.options import JetConfig
+from jetrl_verl.models.base import Family, leaf
+from jetrl_verl.reference import QuantizedTensor
+from jetrl_verl.tools.diff import DiffError
+from jetrl_verl.tools.diff.measures import bits
+from jetrl_verl.tools.diff.operations import Operation, operations
+from jetrl_verl.tools.diff.recording import Recording, Request
+from jetrl_verl.tools.diff.trainer import load_master
+
+
+class Recorder:
+    """Hooks on a live model runner that repeat responses and keep what every operation gives.
+
+    Args:
+        runner: vLLM's model runner, of either version. family: of its model.
+        sequences: prompt and response of each request, in the order in which the requests will be added.
+        vocabulary: how many logits to keep.
+    """
+
+    def __init__(self, runner: Any, family: Family, sequences: Sequence[Sequence[int]], vocabulary: int) -> None:
+        self._family = family
+        self._runner, self._sequences, self._vocabulary = runner, sequences, vocabulary
+        fed = [len(sequence) - 1 for sequence in sequences]
+        self._starts = [sum(fed[:i]) for i in range(len(fed))]
+        self._tokens = sum(fed)
+        self._requests: dict[str, int] = {}
+        self._parts: dict[Operation, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        # Of the step that runs: (request, tokens) in batch order, the rows' numbers, what they gave by name.
+        self._order: list[tuple[str, int]] = []
+        self._rows = torch.empty(0)
+        self._now: dict[str, torch.Tensor] = {}
+        self._layer: int | None = None
+        self._install(runner.model)
+
+    # --- hooks -------------------------------------------------------------------------------------------------------
+
+    def _install(self, model: torch.nn.Module) -> None:
+        decoder, runner = model.model, self._runner
+        self._wrap(runner, "execute_model", self._around_step)
+        if hasattr(runner, "prepare_inputs"):
+            self._wrap(runner, "prepare_inputs", self._around_inputs)
+        self._wrap(model, "compute_logits", self._around_logits)
+        self._wrap(runner.sampler, "sample", self._around_sample)
+        for module in model.modules():
+            if hasattr(module, "keeps_rows"):
+                module.keeps_rows = True
+        decoder.embed_tokens.register_forward_hook(self._after_embedding)
+        for number, layer in enumerate(decoder.layers):
+            layer.register_forward_pre_hook(self._before_layer(number), with_kwargs=True)
+            self._watch_layer(layer, first=number == 0)
+        self._watch(decoder.norm, ("stream", "residual"), ("final_norm", "final_residual"), layer=False)
+
+    def _watch_layer(self, layer: torch.nn.Module, first: bool) -> None:
+        family, get = self._family, layer.get_submodule
+        attention, gate_up = get(family.attention), get(family.gate_up)
+        heads = [attention.q_size, attention.kv_size, attention.kv_size]
+        inner = [gate_up.output_size_per_partition // 2] * 2
+        q, k, v, o, gate, up, down, q_norm, k_norm = map(leaf, family.projections + (family.q_norm, family.k_norm))
+        stream = ("stream",) if first else ("stream", "residual")
+        self._watch(get(family.input_norm), stream, ("input_norm", "input_residual"))
+        self._watch(get(family.qkv), ("input_norm",), (q, k, v), split=heads)
+        if q_norm:
+            self._watch(get(family.q_norm), (q,), (q_norm,))
+        if k_norm:
+            self._watch(get(family.k_norm), (k,), (k_norm,))
+        # vLLM keeps one rotary module for all layers.
+        if first:
+            self._watch(get(family.rotary), (q_norm or q, k_norm or k), ("q_rotary", "k_rotary"))
+        self._watch(get(family.core), ("q_rotary", "k_rotary", v), ("attention",))
+        self._watch(get(family.o), ("attention",), (o,))
+        self._watch(get(family.post_norm), ("stream", "residual"), ("post_norm", "post_residual"))
+        self._watch(gate_up, ("post_norm",), (gate, up), split=inner)
+        self._watch(get(family.activation), (gate, up), ("activation",), split_input=inner)
+        self._watch(get(family.down), ("activation",), (down,))
+
+    def _watch(
+        self,
+        module: torch.nn.Module,
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
+        *,
+        split: list[int] | None = None,
+        split_input: list[int] | None = None,
+        layer: bool = True,
+    ) -> None:
+        """Check what goes into ``module`` and keep what comes out, under the names of the operations."""
+
+        def before(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            if self._order:
+                given = self._floating([*args, *kwargs.values()], split_input)
+                for name, tensor in zip(inputs, given, strict=True):
+                    if not torch.equal(bits(self._now[name]), bits(tensor)):
+                        raise DiffError(
+                            f"{Operation(self._layer if layer else None, outputs[0])} of the rollout does not take "
+                            "what the operations before it gave, so something lies between them that jetrl diff does "
+                            "not know; use a dense decoder of a supported type."
+                        )
+
+        def after(module: torch.nn.Module, args: tuple, result: Any) -> None:
+            if self._order:
+                found = self._floating(result if type(result) is tuple else (result,), split)
+                # A norm without a residual in front gives one tensor of its two.
+                for name, tensor in zip(outputs, found, strict=False):
+                    self._keep(Operation(self._layer if layer else None, name), tensor)
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after)
+
+    def _floating(self, values: Sequence[Any], split: list[int] | None) -> list[torch.Tensor]:
+        """The activations among ``values`` as ``[rows, features]``, padding cut off."""
+        values = [x.source if isinstance(x, QuantizedTensor) else x for x in values]
+        tensors = [x for x in values if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        rows = [x.reshape(len(x), -1)[: len(self._rows)] for x in tensors]
+        return [piece for x in rows for piece in x.split(split, dim=-1)] if split else rows
+
+    def _keep(self, operation: Operation, tensor: torch.Tensor) -> None:
+        name = operation.name
+        self._now[name] = tensor = tensor.clone()
+        if name.endswith("_residual"):
+            self._now["residual"] = tensor
+        elif name in ("embedding", leaf(self._family.o), leaf(self._family.down)):
+            self._now["stream"] = tensor
+            if name == "embedding":
+                self._now["residual"] = tensor
+        self._parts.setdefault(operation, []).append((self._rows, tensor.cpu()))
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+        inner = getattr(owner, name)
+        setattr(owner, name, lambda *args, **kwargs: around(inner, *args, **kwargs))
+
+    def _around_step(self, execute: Callable, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        for new in scheduled.scheduled_new_reqs:
+            # First come, first served; a preempted request may come as new once more.
+            self._requests.setdefault(new.req_id, len(self._requests))
+        self._scheduled = scheduled
+        return execute(scheduled, *args, **kwargs)
+
+    def _around_inputs(self, prepare: Callable, *args: Any, **kwargs: Any) -> Any:
+        """The second model runner makes a batch for each step and does not keep it where others see it."""
+        self._batch = prepare(*args, **kwargs)
+        return self._batch
+
+    def _after_embedding(self, module: torch.nn.Module, args: tuple, result: torch.Tensor) -> None:
+        batch = self._batch if hasattr(self._runner, "prepare_inputs") else self._runner.input_batch
+        counts = self._scheduled.num_scheduled_tokens
+        self._order = [(name, counts[name]) for name in batch.req_ids if name in counts]
+        rows = sum(count for _, count in self._order)
+        self._embedded = args[0][:rows].cpu().long(), result[:rows].clone()
+        self._now = {}
+
+    def _before_layer(self, number: int) -> Callable:
+        def before(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            self._layer = number
+            if number == 0 and self._order:
+                self._place(args[0] if args else kwargs["positions"])
+
+        return before
+
+    def _place(self, positions: torch.Tensor) -> None:
+        """Number the rows of this step and check that they are what the sequences have there."""
+        ids, embedded = self._embedded
+        positions = positions[: len(ids)].cpu().long()
+        owners = torch.tensor([self._requests[name] for name, count in self._order for _ in range(count)])
+        expected = torch.tensor(
+            [self._sequences[o][p] for o, p in zip(owners.tolist(), positions.tolist(), strict=True)]
+        )
+        if not torch.equal(expected, ids):
+            raise DiffError(
+                "the rollout's batch is not laid out as its scheduler says, so rows cannot be told apart; this is a "
+                "defect of jetrl diff with this version of vLLM."
+            )
+        self._rows = torch.tensor(self._starts)[owners] + positions
+        ends = torch.tensor([count for _, count in self._order]).cumsum(0) - 1
+        self._ends = list(zip(owners[ends].tolist(), positions[ends].tolist(), strict=True))
+        self._keep(Operation(None, "embedding"), embedded)
+
+    def _around_logits(self, compute: Callable, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        logits = compute(hidden, *args, **kwargs)
+        if self._order:
+            rows = torch.tensor([self._starts[owner] + position for owner, position in self._ends])
+            kept = logits[: len(rows), : self._vocabulary].clone().cpu()
+            self._parts.setdefault(Operation(None, "lm_head"), []).append((rows, kept))
+        return logits
+
+    def _around_sample(self, sample: Callable, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        drawn, rest = sample(*args, **kwargs)
+        if self._order:
+            given = [self._sequences[owner][position + 1] for owner, position in self._ends]
+            drawn = drawn.clone()
+            drawn[: len(given)] = torch.tensor(given, dtype=drawn.dtype, device=drawn.device)
+            self._order = []  # what runs until the next step is no request's
+        return drawn, rest
+
+    # --- the whole ---------------------------------------------------------------------------------------------------
+
+    def outputs(self, drawing: torch.Tensor, expected: Sequence[Operation]) -> dict[Operation, torch.Tensor]:
+        """Everything that was kept, by token; the logits of the tokens ``drawing`` alone.
+
+        Raises:
+            DiffError: an operation did not run for every token.
+        """
+        found = {}
+        for operation in expected:
+            parts = self._parts.pop(operation, [])
+            rows = torch.cat([rows for rows, _ in parts]) if parts else torch.empty(0, dtype=torch.int64)
+            wanted = drawing if operation.name == "lm_head" else torch.arange(self._tokens)
+            if not torch.isin(wanted, rows).all():
+                raise DiffError(
+                    f"{operation} of the rollout ran for {len(rows.unique())} of {len(wanted)} tokens, so not all of "
+                    "it could be recorded; use a dense decoder of a supported type."
+                )
+            whole = parts[0][1].new_empty(self._tokens, parts[0][1].shape[1])
+            for rows, values in parts:
+                whole[rows] = values
+            found[operation] = whole[drawing] if operation.name == "lm_head" else whole
+        return found
+
+
+def _weights(request: Request, options: JetConfig, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the trainer would send at a weight sync."""
+    from jetrl_verl.models.plan import plan_linears
+    from jetrl_verl.sync.wire import quantize_stream
+
+    model = load_master(request.model, options)
+    plans = plan_linears(model.config, unfit_layers=options.unfit_layers)
+    stream = ((name, tensor.to(device)) for name, tensor in model.state_dict().items())
+    yield from quantize_stream(stream, plans, options.scale_rule, options.rollout)
+
+
+def run(request: Request) -> Recording:
+    """Start the engine, give it its weights, sample or repeat.
+
+    Raises:
+        DiffError: the model has operations that cannot be recorded.
+    """
+    from verl.workers.rollout.vllm_rollout.utils import monkey_patch_compute_logits
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(request.model, skip_tokenizer_init=True, **request.arguments)
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    if request.jetrl is not None:
+        options = JetConfig.from_node(request.jetrl)
+        runner.model.load_weights(_weights(request, options, runner.device))
+    monkey_patch_compute_logits(runner.model, request.vocabulary)
+
+    repeated = request.responses
+    recorder = None
+    if repeated is not None:
+        sequences = [prompt + response for prompt, response in zip(request.prompts, repeated, strict=True)]
+        try:
+            family = models.family(llm.llm_engine.model_config.hf_config)
+        except models.UnsupportedLayer as error:
+            raise DiffError(f"{error}.") from None
+        recorder = Recorder(runner, family, sequences, request.vocabulary)
+    sampling = [
+        SamplingParams(
+            temperature=request.temperature,
+            max_tokens=len(repeated[i]) if repeated is not None else request.response,
+            ignore_eos=repeated is not None,
+            stop_token_ids=[] if repeated is not None else request.stop,
+            logprobs=0,
+            detokenize=False,
+        )
+        for i in range(len(request.prompts))
+    ]
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in request.prompts], sampling, use_tqdm=False)
+    responses = [list(output.outputs[0].token_ids) for output in outputs]
+    if repeated is not None and responses != repeated:
+        raise DiffError("the recorded rollout did not repeat the given tokens; this is a defect of jetrl diff.")
+    log_probs = torch.tensor(
+        [
+            entry[token].logprob
+            for output, response in zip(outputs, responses, strict=True)
+            for entry, token in zip(output.outputs[0].logprobs, response, strict=True)
+        ],
+        dtype=torch.float32,
+    )
+    recording = Recording(request.prompts, responses, log_probs)
+    if recorder is not None:
+        expected = operations(family, len(runner.model.model.layers))[:-1]
+        recording.outputs = recorder.outputs(recording.drawing, expected)
+        recording.outputs[Operation(None, "sampler")] = log_probs[:, None]
+    return recording
+
+
+def write_request(request: Request, path: Path) -> None:
+    """Write what :func:`main` reads."""
+    path.write_text(json.dumps(asdict(request)))
+
+
+def main(path: str) -> None:
+    """Entry of the program; a ``DiffError`` goes to the request's ``out`` as its words."""
+    # With its scheduler in a process of its own the engine's model could not be reached.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    request = Request(**json.loads(Path(path).read_text()))
+    try:
+        run(request).save(request.out)
+    except DiffError as error:
+        Path(request.out).with_suffix(".error").write_text(str(error))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

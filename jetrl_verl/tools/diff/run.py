@@ -1,0 +1,243 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The command: for each precision two engines one after the other, then the trainer, then the report.
+
+Options of the rollout and of the precision come from verl's own composed configuration with ``precision=...`` on it, so
+an engine here is started as a run would start it. The first engine is configured as a run's and answers all prompts in
+one batch; the second runs eagerly, one sequence at a time, repeats those answers and is recorded (rollout.py). What
+compiler, CUDA graphs and batching change is then the distance of the two.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from jetrl_verl.config.options import PRECISIONS, JetConfig, UnsupportedConfiguration
+from jetrl_verl.tools.diff import DiffError
+from jetrl_verl.tools.launch import precision_word, quote
+from jetrl_verl.tools.provenance import provenance
+
+if TYPE_CHECKING:
+    from jetrl_verl.tools.diff.prompts import Prompts
+    from jetrl_verl.tools.diff.recording import Recording, Request
+
+EQUAL, DIFFERENT = 0, 1
+
+
+@dataclass(frozen=True)
+class DiffOptions:
+    """What to compare.
+
+    Attributes:
+        model: Hugging Face folder. precisions: names of the group ``precision``.
+        prompts: file of prompts, None for the built-in ones. limit: how many of them.
+        response: most tokens to sample for each. temperature: above 0. out: folder of the report.
+        overrides: further Hydra overrides of verl's configuration, for example ``jetrl.scale_rule=pow2``.
+    """
+
+    model: Path
+    precisions: tuple[str, ...]
+    prompts: Path | None
+    limit: int
+    response: int
+    temperature: float
+    out: Path
+    overrides: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for precision in self.precisions:
+            if precision not in PRECISIONS:
+                raise DiffError(f"precision={precision} is not a precision; use one of {', '.join(PRECISIONS)}.")
+        if not self.precisions:
+            raise DiffError("no precision was named; use --precision jet_fp8_exact.")
+        if word := precision_word(self.overrides):
+            raise DiffError(f"{word} would leave the report named after another precision; choose it with --precision.")
+        if not (self.model / "config.json").is_file():
+            raise DiffError(f"{self.model} is no Hugging Face folder (config.json); name a model folder.")
+        if self.response < 1 or self.limit < 1:
+            raise DiffError("there is nothing to compare without a prompt and a response; use 1 or more of each.")
+        if not self.temperature > 0:
+            raise DiffError(f"--temperature {self.temperature} has no distribution to compare; use one above 0.")
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """A precision's options (None for bf16) and the arguments of a vLLM engine that a run would start."""
+
+    options: JetConfig | None
+    arguments: dict[str, Any]
+
+
+def _compose(options: DiffOptions, precision: str) -> _Settings:
+    import verl  # noqa: F401  brings the group `precision` into Hydra
+    from hydra import compose, initialize_config_module
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+
+    from jetrl_verl.config.environment import check_model
+    from jetrl_verl.rollout.arguments import vllm_arguments
+
+    ours = [
+        f"precision={precision}",
+        f"actor_rollout_ref.model.path={quote(options.model.absolute())}",
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    ]
+    try:
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            config = compose("ppo_trainer", overrides=[*ours, *options.overrides])
+        rollout = config.actor_rollout_ref.rollout
+        user = OmegaConf.to_container(rollout.engine_kwargs.get("vllm") or OmegaConf.create(), resolve=True)
+        jetrl = None
+        if config.get("jetrl") is not None:
+            jetrl = JetConfig.from_node(OmegaConf.to_container(config.jetrl, resolve=True))
+            user = vllm_arguments(jetrl, user)
+            check_model(str(options.model.absolute()), jetrl, 1, shared_operations=jetrl.operations == "shared")
+    except (HydraException, UnsupportedConfiguration) as error:
+        raise DiffError(str(error)) from None
+    if rollout.tensor_model_parallel_size != 1:
+        raise DiffError("jetrl diff runs the rollout on one GPU; leave tensor_model_parallel_size alone.")
+    graphs = user.pop("compilation_config", None) or {}
+    graphs = json.loads(graphs) if isinstance(graphs, str) else dict(graphs)
+    if rollout.cudagraph_capture_sizes:
+        graphs["cudagraph_capture_sizes"] = list(rollout.cudagraph_capture_sizes)
+    names = ("dtype", "enforce_eager", "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill")
+    names += ("enable_prefix_caching", "logprobs_mode", "gpu_memory_utilization", "seed", "max_model_len")
+    return _Settings(
+        jetrl,
+        {name: rollout[name] for name in names}
+        | {
+            "load_format": "auto" if jetrl is None else "dummy",
+            # As verl's server sets it.
+            "compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"} | graphs,
+        }
+        | {name: value for name, value in user.items() if value is not None},
+    )
+
+
+def _environment(cuda: bool) -> dict[str, str]:
+    environment = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        # verl's worker extension asks for it.
+        "VERL_RAY_JOB_ID": f"jetrl-diff-{os.getpid()}",
+    }
+    if not cuda:
+        environment |= {"VERL_PLATFORM": "cpu", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        # Both engines are eager on a CPU; what the sampler would still compile are ranks that nobody reads.
+        environment["TORCHDYNAMO_DISABLE"] = "1"
+        environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    return environment
+
+
+def run_engine(request: "Request", folder: Path, name: str, cuda: bool) -> "Recording":
+    """``request`` in a process of its own, its words in ``folder/<name>.log``; the recording.
+
+    Raises:
+        DiffError: the process failed.
+    """
+    from jetrl_verl.tools.diff.recording import Recording
+    from jetrl_verl.tools.diff.rollout import write_request
+
+    with tempfile.TemporaryDirectory(prefix="jetrl-diff-") as scratch:
+        file, log = Path(scratch) / "request.json", folder / f"{name}.log"
+        request = replace(request, out=str(Path(scratch) / "recording.pt"))
+        write_request(request, file)
+        with log.open("w") as words:
+            status = subprocess.run(
+                [sys.executable, "-m", "jetrl_verl.tools.diff.rollout", str(file)],
+                env=_environment(cuda),
+                stdout=words,
+                stderr=subprocess.STDOUT,
+            ).returncode
+        if status:
+            reason = Path(request.out).with_suffix(".error")
+            if reason.is_file():
+                raise DiffError(reason.read_text())
+            raise DiffError(f"the rollout engine ended with status {status}; its last words are in {log}.")
+        return Recording.load(request.out)
+
+
+def _one(options: DiffOptions, precision: str, prompts: "Prompts", folder: Path, console: Console) -> dict[str, Any]:
+    """Compare one precision and write ``report.json`` into ``folder``, which exists."""
+    import torch
+
+    from jetrl_verl.tools.diff.attribution import attribute
+    from jetrl_verl.tools.diff.recording import Request
+    from jetrl_verl.tools.diff.report import render, summarise
+    from jetrl_verl.tools.diff.trainer import Trainer
+
+    cuda = torch.cuda.is_available()
+    settings = _compose(options, precision)
+    arguments = settings.arguments
+    needed = max(map(len, prompts.ids)) + options.response
+    arguments["max_model_len"] = arguments["max_model_len"] or needed
+    if needed > min(arguments["max_model_len"], prompts.positions):
+        raise DiffError(
+            f"the longest prompt and --response {options.response} need {needed} positions and the model has "
+            f"{min(arguments['max_model_len'], prompts.positions)}; use shorter prompts or a smaller --response."
+        )
+    arguments["enforce_eager"] = arguments["enforce_eager"] or not cuda
+    request = Request(
+        model=str(options.model),
+        jetrl=None if settings.options is None else settings.options.as_dict(),
+        arguments=arguments,
+        vocabulary=prompts.vocabulary,
+        prompts=prompts.ids,
+        response=options.response,
+        temperature=options.temperature,
+        stop=prompts.stop,
+        responses=None,
+        out="",
+    )
+    with console.status(f"{precision}: the rollout as configured"):
+        configured = run_engine(request, folder, "configured", cuda)
+    recorded = replace(
+        request,
+        responses=configured.responses,
+        # A cached prefix would not be computed, hence not recorded.
+        arguments=arguments | {"enforce_eager": True, "max_num_seqs": 1, "enable_prefix_caching": False},
+    )
+    with console.status(f"{precision}: the rollout recorded"):
+        recording = run_engine(recorded, folder, "recorded", cuda)
+    with console.status(f"{precision}: the trainer"):
+        device = torch.device("cuda" if cuda else "cpu")
+        trainer = Trainer(options.model, settings.options, prompts.vocabulary, options.temperature, device)
+        found = attribute(trainer, recording)
+        del trainer
+        if cuda:
+            torch.cuda.empty_cache()
+    summary = summarise(precision, settings.options, configured, recording, found)
+    (folder / "report.json").write_text(json.dumps({"build": provenance(), **summary}, indent=1))
+    render(summary, console)
+    return summary
+
+
+def run_diff(options: DiffOptions, console: Console) -> int:
+    """Compare every precision; 0 where all log-probabilities are equal in all 32 bits, else 1.
+
+    Raises:
+        DiffError: a comparison could not be made.
+    """
+    from jetrl_verl.tools.diff.prompts import read_prompts
+
+    prompts = read_prompts(options.model, options.prompts, options.limit)
+    for name in options.precisions:
+        try:
+            (options.out / name).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DiffError(f"--out {options.out} is no folder to write in ({error.strerror}); name another.") from None
+    summaries = [_one(options, name, prompts, options.out / name, console) for name in options.precisions]
+    facts = {name: value if not isinstance(value, Path) else str(value) for name, value in asdict(options).items()}
+    found = {"build": provenance(), "options": facts, "precisions": summaries}
+    (options.out / "report.json").write_text(json.dumps(found, indent=1))
+    console.print(f"layer by layer: {options.out / 'report.json'}", highlight=False, soft_wrap=True)
+    return EQUAL if all(summary["equal"] for summary in summaries) else DIFFERENT

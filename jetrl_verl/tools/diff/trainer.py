@@ -1,0 +1,218 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer's model as the engine builds it (train/engine.py), with a tap at every operation.
+
+The recorded sequences go through it teacher-forced, packed into one row as verl packs a micro-batch, without a
+gradient, as verl computes old log-probabilities. A tap is given an operation and its output and returns what the model
+goes on with, so one function can look, put the rollout's values in place, and correct. Module
+hooks reach all operations but rotary, which is a function on either side: that one name is exchanged while the model
+runs. What lies between two hooked modules is found at the next one's input: attention's output before the projection
+behind it, the activation's before the MLP's last, a residual sum before its norm. Such a sum is also what the next sum
+starts from, so a tap's answer is written into it in place.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jetrl_verl import kernels, models
+from jetrl_verl.config.options import JetConfig
+from jetrl_verl.formats import UNQUANTIZED
+from jetrl_verl.models.base import leaf
+from jetrl_verl.models.plan import UnsupportedLayer, plan_linears
+from jetrl_verl.nn.replace import replace_linears
+from jetrl_verl.reference import QuantizedTensor
+from jetrl_verl.tools.diff import DiffError
+from jetrl_verl.tools.diff.operations import Operation, operations
+from jetrl_verl.tools.diff.recording import Recording
+
+Tap = Callable[[Operation, torch.Tensor], torch.Tensor]
+"""(operation, its output ``[tokens, features]``) -> what takes its place; the same tensor to leave it."""
+
+_ROTATED = ("q_rotary", "k_rotary")
+"""What the function that rotates returns."""
+
+
+def load_master(folder: str | Path, options: JetConfig | None, **arguments: Any) -> torch.nn.Module:
+    """The policy's weights on the CPU as the trainer holds them, invariant scaling folded in."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from jetrl_verl.algorithms.invariant_scaling import fold_missing, folded_in
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    scaled = options is not None and options.invariant_scaling != folded_in(config)
+    # Folding rounds in FP32, as in the engine; otherwise the BF16 value is all that either side reads.
+    dtype = torch.float32 if scaled else torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **arguments)
+    if scaled:
+        fold_missing(model, options.invariant_scaling)
+    return model
+
+
+@contextlib.contextmanager
+def _exchanged(owner: Any, name: str, value: Any) -> Iterator[None]:
+    stock = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, stock)
+
+
+class Trainer:
+    """A policy that answers for recorded tokens.
+
+    Args:
+        folder: Hugging Face folder. options: the precision's, None for bf16. vocabulary: entries with a token.
+        temperature: of the sampling.
+
+    Attributes:
+        operations: what :meth:`log_probs` taps, in order.
+
+    Raises:
+        DiffError: the precision does not cover this model.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        options: JetConfig | None,
+        vocabulary: int,
+        temperature: float,
+        device: torch.device,
+    ) -> None:
+        from transformers.utils import is_flash_attn_2_available
+
+        from jetrl_verl.train.engine import mask_unused_vocabulary
+        from jetrl_verl.train.shared_operations import share_operations
+
+        self._device, self._vocabulary, self._temperature = device, vocabulary, temperature
+        self._shared = options is not None and options.operations == "shared"
+        flash = device.type == "cuda" and is_flash_attn_2_available() and not self._shared
+        model = load_master(folder, options, attn_implementation="flash_attention_2" if flash else "sdpa")
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)  # as FSDP shows it to a forward; buffers keep their type
+        self._model = model = model.to(device).eval()
+        try:
+            self._family = models.family(model.config)
+            if options is not None and options.train != UNQUANTIZED:
+                plans = plan_linears(model.config, unfit_layers=options.unfit_layers)
+                replace_linears(model, plans, scale_rule=options.scale_rule, backward=options.backward)
+            if self._shared:
+                share_operations(model)
+        except UnsupportedLayer as error:
+            raise DiffError(f"{error}.") from None
+        head = model.get_output_embeddings()
+        # verl's own engine leaves a padded vocabulary unmasked.
+        if options is not None and head.weight.shape[0] > vocabulary:
+            mask_unused_vocabulary(model, vocabulary)
+        layers = model.get_decoder().layers
+        self.operations = operations(self._family, len(layers))
+        self._tap: Tap = lambda operation, output: output
+        self._layer: int | None = None
+        self._install()
+
+    def _install(self) -> None:
+        decoder, family = self._model.get_decoder(), self._family
+        watched = (family.q, family.k, family.v, family.q_norm, family.k_norm, family.o)
+        watched = [name for name in (*watched, family.gate, family.up, family.down) if name]
+        self._after(decoder.embed_tokens, "embedding", layer=False)
+        for number, layer in enumerate(decoder.layers):
+            layer.register_forward_pre_hook(self._enter(number))
+            input_norm, post_norm = layer.get_submodule(family.input_norm), layer.get_submodule(family.post_norm)
+            if number:
+                self._before(input_norm, "input_residual", in_place=True)
+            self._after(input_norm, "input_norm")
+            for name in watched:
+                self._after(layer.get_submodule(name), leaf(name))
+            self._before(layer.get_submodule(family.o), "attention")
+            self._before(post_norm, "post_residual", in_place=True)
+            self._after(post_norm, "post_norm")
+            self._before(layer.get_submodule(family.down), "activation")
+        self._before(decoder.norm, "final_residual", in_place=True, layer=False)
+        self._after(decoder.norm, "final_norm", layer=False)
+        self._model.get_output_embeddings().register_forward_hook(self._after_head)
+
+    def _ask(
+        self, name: str, output: torch.Tensor | QuantizedTensor, layer: bool = True
+    ) -> torch.Tensor | QuantizedTensor:
+        values = output.source if isinstance(output, QuantizedTensor) else output
+        rows = values.reshape(self._tokens, -1)
+        answer = self._tap(Operation(self._layer if layer else None, name), rows)
+        # What the tap puts in the place of quantized data is a tensor, which the layers behind it quantize.
+        return output if answer is rows else answer.view(values.shape)
+
+    def _after(self, module: torch.nn.Module, name: str, layer: bool = True) -> None:
+        module.register_forward_hook(lambda module, args, output: self._ask(name, output, layer))
+
+    def _before(self, module: torch.nn.Module, name: str, in_place: bool = False, layer: bool = True) -> None:
+        def hook(module: torch.nn.Module, args: tuple) -> tuple:
+            answer = self._ask(name, args[0], layer)
+            if answer is args[0]:
+                return args
+            return (args[0].copy_(answer) if in_place else answer, *args[1:])
+
+        module.register_forward_pre_hook(hook)
+
+    def _enter(self, number: int) -> Callable:
+        def hook(module: torch.nn.Module, args: tuple) -> None:
+            self._layer = number
+
+        return hook
+
+    def _after_head(self, module: torch.nn.Module, args: tuple, logits: torch.Tensor) -> torch.Tensor:
+        """Only logits that a token was drawn from, and only entries that have one, are the rollout's as well."""
+        logits = logits[:, self._drawing]
+        rows = logits[0, :, : self._vocabulary]
+        answer = self._tap(Operation(None, "lm_head"), rows)
+        if answer is not rows:
+            rows.copy_(answer)
+        return logits
+
+    def _rotary(self) -> contextlib.AbstractContextManager:
+        """Exchange the function that rotates queries and keys for one that asks the tap."""
+        if self._shared:
+            rotary = kernels.rotary
+
+            def shared(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                return tuple(self._ask(name, x) for name, x in zip(_ROTATED, rotary(*args), strict=True))
+
+            return _exchanged(kernels, "rotary", shared)
+        modeling = sys.modules[type(self._model).__module__]
+        rotate = modeling.apply_rotary_pos_emb
+
+        def stock(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+            # [1, heads, tokens, head size]
+            return tuple(
+                self._ask(name, x.transpose(1, 2)).transpose(1, 2)
+                for name, x in zip(_ROTATED, rotate(*args, **kwargs), strict=True)
+            )
+
+        return _exchanged(modeling, "apply_rotary_pos_emb", stock)
+
+    def _sample(self, logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities ``[n]`` FP32 of ``drawn`` from ``logits [n, V]``, as the engine computes them."""
+        if self._shared:
+            return kernels.log_probs(logits, drawn[:, None], logits.new_full((len(drawn),), self._temperature))[:, 0]
+        from verl.utils.torch_functional import logprobs_from_logits
+
+        if self._temperature != 1:
+            logits = logits / torch.tensor(self._temperature, dtype=logits.dtype, device=logits.device)
+        return logprobs_from_logits(logits, drawn, inplace_backward=False).float()
+
+    @torch.no_grad()
+    def log_probs(self, recording: Recording, tap: Tap) -> torch.Tensor:
+        """Of every response token of ``recording``, ``[response tokens]`` FP32 on the CPU; ``tap`` sees everything."""
+        device = self._device
+        sequences = recording.sequences
+        ids = torch.tensor([[token for sequence in sequences for token in sequence]], device=device)
+        positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])[None].to(device)
+        self._tap, self._tokens, self._drawing = tap, ids.shape[1], recording.drawing.to(device)
+        with self._rotary(), torch.autocast(device.type, torch.bfloat16):
+            logits = self._model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
+        drawn = self._sample(logits, recording.drawn.to(device))
+        return tap(Operation(None, "sampler"), drawn[:, None])[:, 0].cpu()

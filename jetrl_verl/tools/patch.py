@@ -1,0 +1,59 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""``jetrl patch``: the replacements of patches/ written into a checkout of verl or vLLM, and the diff for upstream."""
+
+import difflib
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from jetrl_verl.patches import all_patches, installed_states
+from jetrl_verl.patches.patch import PatchError
+
+
+def patch_into(folder: Path, write: bool) -> str:
+    """Write every patch whose package lies in ``folder``; nothing is written where one does not fit.
+
+    Args:
+        folder: a checkout, a ``site-packages``, or the package's own folder. write: False leaves the files.
+
+    Returns:
+        The unified diff, empty if every replacement is there already.
+
+    Raises:
+        PatchError: no package of ours to patch, or a function that is neither the pinned one nor the replacement.
+    """
+    if (folder / "__init__.py").exists():
+        folder = folder.parent
+    patches = [patch for patch in all_patches() if (folder / patch.project / "__init__.py").exists()]
+    if not patches:
+        raise PatchError(f"{folder} holds neither verl nor vllm; name the folder that a checkout's package lies in.")
+    before: dict[Path, str] = {}
+    after: dict[Path, str] = {}
+    for patch in patches:
+        file = folder / patch.path
+        before.setdefault(file, file.read_text() if file.exists() else "")
+        after[file] = patch.written_into(after.get(file, before[file]))
+    if write:
+        for file, text in after.items():
+            if text != before[file]:
+                file.write_text(text)
+    return "".join(
+        line
+        for file, text in after.items()
+        for line in difflib.unified_diff(
+            before[file].splitlines(keepends=True),
+            text.splitlines(keepends=True),
+            f"a/{file.relative_to(folder)}",
+            f"b/{file.relative_to(folder)}",
+        )
+    )
+
+
+def list_patches(console: Console) -> None:
+    """A table of the patches and of what each function is in the installed packages."""
+    table = Table("function", "patch", "here", "without it", "until", box=None, padding=(0, 2, 0, 0))
+    for patch, state in installed_states():
+        table.add_row(patch.replaces, patch.file, state, patch.symptom, patch.until)
+    console.print(table)

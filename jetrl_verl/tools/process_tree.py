@@ -1,0 +1,214 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Run a program that starts many others (Ray daemons, vLLM engines) and leave none of them behind.
+
+Sessions, process groups and markers in the environment all leak here: Ray's daemons put themselves into groups of their
+own, detach from their parent, and rewrite the memory that ``/proc/<pid>/environ`` shows. Linux has one mechanism that a
+descendant cannot escape: a *child subreaper* adopts every orphan below it. This process becomes one, so that what the
+program started, however indirectly, is exactly this process's descendants minus those it had before. Other Ray clusters
+on the machine are never touched, because no process is ever looked up by name.
+
+Files follow the same rule: temporary files go to a private folder (``TMPDIR``, ``RAY_TMPDIR``) that is removed as a
+whole, and a ``/dev/shm`` file is removed only if one of the program's processes had it open and nobody has any more.
+"""
+
+import ctypes
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+SHARED_MEMORY = Path("/dev/shm")
+_POLL_SECONDS = 0.25
+_SHARED_FILES_SECONDS = 5.0
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+class Interrupted(Exception):
+    """SIGINT, SIGTERM or SIGHUP arrived; ``signal`` says which."""
+
+    def __init__(self, number: int):
+        super().__init__(signal.Signals(number).name)
+        self.signal = signal.Signals(number)
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def signals_raise():
+    """Turn the first of ``SIGNALS`` into ``Interrupted`` in the main thread and ignore the following ones.
+
+    Ignoring them keeps an impatient second Ctrl-C from stopping the clean-up half way; the clean-up itself is bounded.
+    """
+
+    def handle(number, frame):
+        for other in SIGNALS:
+            signal.signal(other, signal.SIG_IGN)
+        raise Interrupted(number)
+
+    previous = {number: signal.signal(number, handle) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def signals_wait():
+    """Deliver ``SIGNALS`` that arrive inside only on leaving, so that a clean-up under way is finished first."""
+    arrived = []
+    previous = {number: signal.signal(number, lambda number, frame: arrived.append(number)) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        if arrived:
+            signal.raise_signal(arrived[0])
+
+
+class ProcessTree:
+    """A running program together with everything it starts; use as a context manager.
+
+    Leaving the context, for whatever reason, terminates what is left of the tree and removes its temporary files.
+
+    Args:
+        command: program and arguments.
+        environment: complete environment of the program; ``TMPDIR`` and ``RAY_TMPDIR`` are set here.
+        log: file that receives stdout and stderr of the program.
+        grace: seconds between asking processes to end and killing them.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, grace: float = 8.0):
+        if not sys.platform.startswith("linux"):
+            raise RuntimeError("the demo needs Linux: it relies on child subreapers to clean up after Ray and vLLM")
+        self._command, self._environment, self._log, self._grace = list(command), dict(environment), log, grace
+        self._child: subprocess.Popen | None = None
+        self._shared_files: set[Path] = set()
+
+    def __enter__(self) -> "ProcessTree":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "cannot become a child subreaper")
+        self._before = set(psutil.Process().children(recursive=True))
+        # A short path: Ray puts Unix sockets below it, whose paths may not exceed 107 characters.
+        self.temporary = Path(tempfile.mkdtemp(prefix="jetrl-", dir="/tmp"))
+        environment = {**self._environment, "TMPDIR": str(self.temporary), "RAY_TMPDIR": str(self.temporary)}
+        try:
+            with self._log.open("wb") as output:
+                self._child = subprocess.Popen(
+                    self._command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # a Ctrl-C in the terminal reaches us alone; we decide who ends when
+                )
+        except BaseException:  # an interruption right here would otherwise leave what was just started
+            self.end()
+            raise
+        return self
+
+    def poll(self) -> int | None:
+        """Exit status of the program itself, or None while it runs."""
+        return self._child.poll()
+
+    def follow(self) -> Iterator[None]:
+        """Yield every quarter of a second while the program runs, and once more after it has ended.
+
+        What the program wrote can be read in each turn, and all of it in the last.
+        """
+        noted = time.monotonic()
+        while True:
+            ended = self.poll() is not None  # before the caller reads
+            yield
+            if ended:
+                return
+            if time.monotonic() - noted > _SHARED_FILES_SECONDS:
+                self.note_shared_files()
+                noted = time.monotonic()
+            time.sleep(_POLL_SECONDS)
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything the program started that has not ended (zombies are reaped on the way)."""
+        alive = []
+        for process in psutil.Process().children(recursive=True):
+            if process in self._before:
+                continue
+            with suppress(psutil.NoSuchProcess):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    alive.append(process)
+                elif self._is_adopted(process):
+                    with suppress(ChildProcessError):
+                        os.waitpid(process.pid, os.WNOHANG)
+        return alive
+
+    def _is_adopted(self, process: psutil.Process) -> bool:
+        """Whether it falls to us to reap ``process``; the program itself is reaped by ``Popen``."""
+        return process.ppid() == os.getpid() and (self._child is None or process.pid != self._child.pid)
+
+    def note_shared_files(self) -> None:
+        """Remember which ``/dev/shm`` files the tree has mapped; called now and then, and before it is ended."""
+        for process in self.processes():
+            self._shared_files |= _shared_files_of(process.pid)
+
+    def end(self) -> None:
+        """Terminate the tree and remove its files. Raises ``RuntimeError`` if a process survives SIGKILL."""
+        with signals_wait():
+            self.note_shared_files()
+            asked: set[psutil.Process] = set()
+            started = time.monotonic()
+            while alive := self.processes():
+                waited = time.monotonic() - started
+                if waited > 2 * self._grace:
+                    left = ", ".join(str(process.pid) for process in alive)
+                    raise RuntimeError(f"processes {left} survived SIGKILL; end them by hand")
+                for process in alive:
+                    with suppress(psutil.NoSuchProcess):
+                        if waited > self._grace:
+                            process.kill()
+                        elif process not in asked:  # a process may have been forked since the last round
+                            asked.add(process)
+                            process.terminate()
+                time.sleep(0.05)
+            if self._child is not None:
+                self._child.wait()
+            self._remove_files()
+
+    def _remove_files(self) -> None:
+        in_use = set()
+        for pid in psutil.pids():
+            in_use |= _shared_files_of(pid)
+        for path in self._shared_files - in_use:
+            path.unlink(missing_ok=True)
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+
+_SHARED_PATH = re.compile(rf"{SHARED_MEMORY}/[^\n]*")
+
+
+def _shared_files_of(pid: int) -> set[Path]:
+    """Existing ``/dev/shm`` files that process ``pid`` has mapped; empty for a process we may not look into."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+    except OSError:
+        return set()
+    # "(deleted)" marks files without a name any more, such as Ray's object store: nothing is left to remove.
+    return {Path(path) for path in _SHARED_PATH.findall(maps) if not path.endswith(" (deleted)")}

@@ -1,0 +1,144 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What made a result: every file of results holds :func:`provenance` under ``build``, and what puts several side by
+side asks :func:`builds_note` first.
+
+Two records are of one build if commit, sources and kernel library are the same. Records from before this was written
+down have ``no commit recorded``; among themselves they may be compared, with records that have one they may not.
+"""
+
+import copy
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from jetrl_verl.tools import ToolError
+from jetrl_verl.tools.commit import UNKNOWN, commit_of
+
+NO_COMMIT = "no commit recorded"
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_IDENTITY = ("commit", "dirty", "sources_sha256", "kernel_library_sha256")
+
+
+def provenance() -> dict[str, Any]:
+    """What a result of this process was made by, for JSON.
+
+    ``commit`` (``unknown`` where nothing tells), ``dirty`` (None then), ``version`` of the package, ``sources_sha256``
+    of its Python files, ``kernel_library_sha256`` (None without the library), versions of ``torch``, ``triton``,
+    ``verl`` and ``vllm``, ``gpu`` and ``driver``; None for what is not there.
+    """
+    return copy.deepcopy(_provenance())
+
+
+@cache
+def _provenance() -> dict[str, Any]:
+    from jetrl_verl import __version__
+    from jetrl_verl.kernels import native
+
+    commit, dirty = commit_of(_PACKAGE.parent)
+    library = native.library_path()
+    gpu, driver = _gpu_and_driver()
+    return {
+        "commit": commit,
+        "dirty": dirty,
+        "version": __version__,
+        "sources_sha256": sources_sha256(_PACKAGE),
+        "kernel_library_sha256": sha256(library.read_bytes()).hexdigest() if library.is_file() else None,
+        **{name: version_of(name) for name in ("torch", "triton", "verl", "vllm")},
+        "gpu": gpu,
+        "driver": driver,
+    }
+
+
+def sources_sha256(package: Path) -> str:
+    """Of names and contents of the Python files below ``package``, linked folders included."""
+    files = (Path(folder) / name for folder, _, names in os.walk(package, followlinks=True) for name in names)
+    digest = sha256()
+    for path in sorted(path for path in files if path.suffix == ".py"):
+        digest.update(f"{path.relative_to(package).as_posix()}\0{sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def version_of(package: str) -> str | None:
+    """Version of an installed package, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpu_and_driver() -> tuple[str | None, str | None]:
+    """Asked of nvidia-smi, since torch would keep a context on the GPU."""
+    if shutil.which("nvidia-smi") is None:
+        return None, None
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True)
+    rows = [line.split(", ") for line in answer.stdout.splitlines() if line.count(", ") == 1]
+    if answer.returncode or not rows:
+        return None, None
+    return ", ".join(dict.fromkeys(name for name, _ in rows)), rows[0][1]
+
+
+# --- several records -------------------------------------------------------------------------------------------------
+
+
+def builds_in(record: Mapping[str, Any]) -> list[dict[str, Any] | None]:
+    """Builds that made ``record``: ``earlier_builds`` of a resumed run, then ``build``; None if it is not recorded."""
+    return [*record.get("earlier_builds", ()), record.get("build")]
+
+
+def describe(build: Mapping[str, Any] | None) -> str:
+    """A build in a few words."""
+    if build is None:
+        return NO_COMMIT
+    commit, library = build["commit"], build["kernel_library_sha256"]
+    words = f"commit {commit if commit == UNKNOWN else commit[:10]}"
+    if build["dirty"] is not False:
+        words += f"{' with changes' if build['dirty'] else ''} (sources {build['sources_sha256'][:8]})"
+    return f"{words}, " + (f"kernel library {library[:8]}" if library else "no kernel library")
+
+
+def _identity(build: Mapping[str, Any] | None) -> tuple | None:
+    return None if build is None else tuple(build[key] for key in _IDENTITY)
+
+
+def same_build(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
+    """Whether two builds are one; None is a build that was not recorded."""
+    return _identity(one) == _identity(other)
+
+
+def builds_note(records: Mapping[str, Sequence[Mapping[str, Any] | None]], across_builds: bool = False) -> str:
+    """The sentence that goes under a table of ``records``: which build made them.
+
+    Args:
+        records: name of a record -> its builds (:func:`builds_in`).
+        across_builds: whether the caller was told to put several builds side by side.
+
+    Raises:
+        ToolError: the records are of several builds, and ``across_builds`` is not set.
+    """
+    groups: dict[tuple | None, tuple[str, list[str]]] = {}
+    for name, builds in records.items():
+        for build in builds:
+            names = groups.setdefault(_identity(build), (describe(build), []))[1]
+            names.extend([name] if name not in names else [])
+    if len(groups) <= 1:
+        return "".join(f"Build: {words}." for words, _ in groups.values())
+    listed = _listed(groups.values())
+    if not across_builds:
+        raise ToolError(
+            f"these results are of {len(groups)} builds, so a difference may come from the code ({listed}). Measure "
+            "them again with one build, or set --across-builds."
+        )
+    return f"Results of {len(groups)} builds side by side; a difference may come from the code. {listed}."
+
+
+def _listed(groups: Iterable[tuple[str, list[str]]]) -> str:
+    return "; ".join(f"{words}: {', '.join(names)}" for words, names in groups)

@@ -1,0 +1,315 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""A patch: one function of verl or vLLM and what takes its place, as data, with two ways to use it.
+
+* At run time the plugin calls :meth:`Patch.apply`, which puts the replacement into the imported module.
+* ``jetrl patch --into DIR`` calls :meth:`Patch.written_into`, which writes the replacement's own source into a file.
+
+Both first compare the function's source with the one that the replacement was written against. A replacement whose
+first parameter is called ``stock`` gets the function that it replaces; in a checkout that one stays beside it, renamed
+to ``_stock_<name>``. What the replacement uses of its own module (constants, functions, classes, imports) goes with it.
+Standard library only.
+"""
+
+import ast
+import builtins
+import functools
+import importlib
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from jetrl_verl.patches.source import find, fingerprint, names_bound_by
+
+STOCK, PATCHED, CHANGED, GONE = "stock", "patched", "changed", "gone"
+"""States of a function: as pinned; already the replacement; neither; not there."""
+
+_MARK = "_jetrl_patch"
+
+
+class PatchError(RuntimeError):
+    """A patch that a run cannot do without does not fit the installed source, or a checkout."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One function of another project and its replacement.
+
+    Attributes:
+        replaces: ``module:function`` or ``module:Class.method``. version: of the project.
+        sha256: of that version's source, see :func:`source.fingerprint`.
+        by: the replacement, a function at the top of a module of ``patches/``.
+        symptom: what happens without the patch. upstream: what the other project says. until: when the patch can go.
+        needed: whether a run must stop where the patch does not fit (its results, or its start, depend on it); else it
+            goes on with a warning, slower or with fewer metrics.
+    """
+
+    replaces: str
+    version: str
+    sha256: str
+    by: Callable[..., Any]
+    symptom: str
+    upstream: str
+    until: str
+    needed: bool
+
+    @property
+    def module(self) -> str:
+        """Full name of the module that defines the function."""
+        return self.replaces.partition(":")[0]
+
+    @property
+    def function(self) -> str:
+        """``function`` or ``Class.method``."""
+        return self.replaces.partition(":")[2]
+
+    @property
+    def project(self) -> str:
+        """``verl`` or ``vllm``."""
+        return self.module.partition(".")[0]
+
+    @property
+    def file(self) -> str:
+        """File of ours that holds the replacement."""
+        return f"patches/{self.by.__module__.rpartition('.')[2]}.py"
+
+    @property
+    def path(self) -> str:
+        """File of the module, below the folder that holds the project's package."""
+        return f"{self.module.replace('.', '/')}.py"
+
+    # --- at run time -------------------------------------------------------------------------------------------------
+
+    def apply(self) -> None:
+        """Put the replacement into the imported module, and wherever the function was imported from it by name.
+
+        Doing it twice changes nothing. A function that is the replacement already, as in a checkout that ``jetrl
+        patch`` has written to, is left alone.
+
+        Raises:
+            PatchError: the source is neither, and the patch is ``needed``; otherwise a warning says so.
+        """
+        module = importlib.import_module(self.module)
+        holder, name = self._place(module)
+        found = None if holder is None else inspect.getattr_static(holder, name, None)
+        if getattr(found, _MARK, None) != self.replaces:
+            state = GONE if found is None else self.state_in(Path(module.__file__).read_text())
+            if state == PATCHED:
+                return
+            if state != STOCK:
+                return self._refuse(self.mismatch(state))
+            found = self._made_from(found)
+            setattr(holder, name, found)
+            for helper in self._text.names:
+                if not helper.startswith("_"):
+                    # As in a checkout: what registers with the replacement looks there.
+                    vars(module).setdefault(helper, getattr(sys.modules[self.by.__module__], helper))
+        if holder is module:
+            self._hand_on(name, found)
+
+    def _place(self, module: ModuleType) -> tuple[Any, str]:
+        holder, _, name = self.function.rpartition(".")
+        return (getattr(module, holder, None) if holder else module), name
+
+    def _made_from(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        new = self.by
+        if self.wraps:
+
+            @functools.wraps(stock)
+            def new(*args: Any, **kwargs: Any) -> Any:
+                return self.by(stock, *args, **kwargs)
+
+        setattr(new, _MARK, self.replaces)
+        new._jetrl_stock = stock
+        return new
+
+    def _hand_on(self, name: str, new: Callable[..., Any]) -> None:
+        for module in list(sys.modules.values()):
+            inside = getattr(module, "__name__", "").partition(".")[0] == self.project
+            if inside and vars(module).get(name) is new._jetrl_stock:
+                setattr(module, name, new)
+
+    def mismatch(self, state: str) -> str:
+        """One sentence about a function that is ``changed`` or ``gone``."""
+        pinned = f"{self.project} {self.version}"
+        what = "is missing" if state == GONE else f"is neither that of {pinned} nor our replacement"
+        return (
+            f"{self.replaces} of the installed {self.project} {what}, so {self.file} is not applied: {self.symptom}. "
+            f"Install {pinned}."
+        )
+
+    def _refuse(self, sentence: str) -> None:
+        if self.needed:
+            raise PatchError(sentence)
+        warnings.warn(f"jetrl_verl: {sentence}", stacklevel=3)
+
+    # --- in source ---------------------------------------------------------------------------------------------------
+
+    @property
+    def wraps(self) -> bool:
+        """Whether the replacement calls the function that it replaces."""
+        return next(iter(inspect.signature(self.by).parameters), None) == "stock"
+
+    def state_in(self, text: str) -> str:
+        """``STOCK``, ``PATCHED``, ``CHANGED`` or ``GONE``, of the module's source ``text``."""
+        tree = ast.parse(text)
+        found = find(tree, self.function)
+        if found is None:
+            return GONE
+        if fingerprint(found) == self.sha256:
+            return STOCK
+        stock = find(tree, self._stock_name) if self.wraps else None
+        wanted = {self.function: self._text.function} | self._text.helpers
+        same = all(_is_same(find(tree, name), source) for name, source in wanted.items())
+        kept = not self.wraps or (stock is not None and fingerprint(stock) == self.sha256)
+        return PATCHED if same and kept else CHANGED
+
+    def written_into(self, text: str) -> str:
+        """The module's source with the replacement in it; unchanged if it is there already.
+
+        Raises:
+            PatchError: the source is not the pinned one, or has a name that the replacement brings along.
+        """
+        state = self.state_in(text)
+        if state == PATCHED:
+            return text
+        if state != STOCK:
+            raise PatchError(self.mismatch(state).replace("installed ", ""))
+        tree = ast.parse(text)
+        lines = text.splitlines(keepends=True)
+        target = find(tree, self.function)
+        if target.decorator_list:
+            raise PatchError(f"{self.replaces} has decorators, which `jetrl patch` does not support.")
+        method = "." in self.function
+        ours = _indented(self._text.function, target.col_offset)
+        # From the end of the file to its beginning, so that line numbers stay.
+        if self.wraps:
+            lines.insert(target.end_lineno, ("\n" if method else "\n\n") + ours)
+            head = lines[target.lineno - 1]
+            lines[target.lineno - 1] = head.replace(f"def {target.name}", f"def _stock_{target.name}", 1)
+        else:
+            lines[target.lineno - 1 : target.end_lineno] = [ours]
+        new = [source for name, source in self._text.helpers.items() if not self._is_there(tree, name, source)]
+        if new:
+            holder = next(node for node in tree.body if node.lineno <= target.lineno <= node.end_lineno)
+            first = min([holder.lineno, *(decorator.lineno for decorator in getattr(holder, "decorator_list", []))])
+            lines.insert(first - 1, "".join(f"{source}\n\n" for source in new))
+        imports = self._imports_missing_in(tree)
+        if imports:
+            header = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+            lines.insert(header[-1].end_lineno if header else 0, "".join(f"{line}\n" for line in imports))
+        return "".join(lines)
+
+    @property
+    def _stock_name(self) -> str:
+        holder, dot, name = self.function.rpartition(".")
+        return f"{holder}{dot}_stock_{name}"
+
+    @functools.cached_property
+    def _text(self) -> "_Text":
+        return _Text.of(self)
+
+    def _is_there(self, tree: ast.Module, name: str, source: str) -> bool:
+        there = find(tree, name)
+        if there is not None and not _is_same(there, source):
+            raise PatchError(f"{self.path} defines {name} already, which {self.file} brings along; rename it there.")
+        return there is not None
+
+    def _imports_missing_in(self, tree: ast.Module) -> list[str]:
+        there = dict(_imports(tree))
+        for name, statement in self._text.imports.items():
+            if there.get(name, statement) != statement:
+                raise PatchError(f"{self.path} says `{there[name]}` and {self.file} `{statement}`; use one of the two.")
+        return sorted(statement for name, statement in self._text.imports.items() if name not in there)
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A replacement as it stands in a checkout: its own source and what it uses of its module."""
+
+    function: str
+    helpers: dict[str, str]
+    imports: dict[str, str]
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, patch: Patch) -> "_Text":
+        module = sys.modules[patch.by.__module__]
+        text = Path(module.__file__).read_text()
+        tree = ast.parse(text)
+        node = find(tree, patch.by.__name__)
+        available = dict(_imports(tree))
+        helpers: dict[str, str] = {}
+        imports: dict[str, str] = {}
+
+        def collect(part: ast.AST) -> None:
+            local = names_bound_by(part) | {inner.arg for inner in ast.walk(part) if isinstance(inner, ast.arg)}
+            within = (inner for inner in ast.walk(part) if isinstance(inner, ast.Import | ast.ImportFrom))
+            local |= {alias.asname or alias.name for statement in within for alias in statement.names}
+            for inner in ast.walk(part):
+                if not isinstance(inner, ast.Name) or inner.id in local | helpers.keys() or hasattr(builtins, inner.id):
+                    continue
+                if inner.id in available:
+                    imports[inner.id] = available[inner.id]
+                elif (definition := find(tree, inner.id)) is not None:
+                    collect(definition)  # what it uses comes first
+                    helpers.setdefault(inner.id, _with_docstring(tree, definition, text))
+
+        collect(node)
+        return cls(_renamed(patch, node, text), helpers, imports, tuple(helpers))
+
+
+def _imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Name and statement of each import at the top of a module."""
+    for node in tree.body:
+        for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else []:
+            start = f"from {node.module} " if isinstance(node, ast.ImportFrom) else ""
+            renamed = f" as {alias.asname}" if alias.asname else ""
+            # `import torch.distributed` binds torch.
+            name = alias.name if start or renamed else alias.name.partition(".")[0]
+            yield alias.asname or name, f"{start}import {name}{renamed}"
+
+
+def _with_docstring(tree: ast.Module, node: ast.stmt, text: str) -> str:
+    """Source of a definition at the top of a module, with the string below an assignment that describes it."""
+    following = next((other for other in tree.body if other.lineno > node.lineno), None)
+    described = (
+        isinstance(node, ast.Assign | ast.AnnAssign)
+        and isinstance(following, ast.Expr)
+        and isinstance(following.value, ast.Constant)
+    )
+    first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
+    last = following.end_lineno if described else node.end_lineno
+    return "\n".join(text.splitlines()[first - 1 : last]) + "\n"
+
+
+def _renamed(patch: Patch, node: ast.FunctionDef, text: str) -> str:
+    """The replacement's source under the function's name; what calls ``stock`` calls the renamed function."""
+    holder, _, name = patch.function.rpartition(".")
+    stock = patch._stock_name
+    lines = text.splitlines()
+    edits = [(node.lineno, node.col_offset + len("def "), len(node.name), name)]
+    for inner in ast.walk(node):
+        if patch.wraps and isinstance(inner, ast.Name) and inner.id == "stock":
+            edits.append((inner.lineno, inner.col_offset, len("stock"), stock))
+    if patch.wraps:
+        arguments = node.args.args
+        first = arguments[0]
+        end = arguments[1].col_offset if arguments[1:] else first.end_col_offset
+        edits.append((first.lineno, first.col_offset, end - first.col_offset, ""))
+    for line, column, length, new in sorted(edits, reverse=True):
+        lines[line - 1] = lines[line - 1][:column] + new + lines[line - 1][column + length :]
+    return "\n".join(lines[node.lineno - 1 : node.end_lineno]) + "\n"
+
+
+def _indented(text: str, columns: int) -> str:
+    return "".join(" " * columns + line if line.strip() else line for line in text.splitlines(keepends=True))
+
+
+def _is_same(node: ast.stmt | None, source: str) -> bool:
+    return node is not None and fingerprint(node) == fingerprint(ast.parse(source).body[0])

@@ -1,0 +1,330 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What of verl, vLLM, Ray and Hydra we replace, override or use by a private name, with a hash of each source.
+
+The list is ``reach.json``, made by ``python -m jetrl_verl.patches.reach --update``; a test compares it with the tree
+and with the installed packages. ``--against vllm=FOLDER`` compares it with other sources: what an upgrade costs.
+
+Everything is read from source with ``ast``; nothing is imported, so a version for another platform can be read too.
+A use is found in our files as
+
+* *replaced*: a function that a patch replaces, or an attribute of one of their modules that we assign to;
+* *overridden*: a method of a class of ours that a class of theirs, from which it is derived, has too;
+* *inherited*: an attribute of ``self`` that such a class gets from theirs, methods and data alike;
+* *private*: a name with a leading underscore, or out of a module with one, that is imported or reached from an
+  import.
+
+What a value of unknown type is asked for is beyond this; :data:`ALSO` names what matters of it.
+"""
+
+import argparse
+import ast
+import importlib.util
+import json
+import sys
+from collections import Counter, defaultdict
+from functools import cache, cached_property
+from pathlib import Path
+
+from jetrl_verl.patches.source import find, fingerprint, names_bound_by, statements
+
+PROJECTS = ("verl", "vllm", "ray", "hydra")
+STORED = Path(__file__).with_name("reach.json")
+ALSO = {
+    "vllm.v1.worker.gpu.sample.sampler:Sampler.__init__": "rollout/sampler_v2.py",
+    "vllm.v1.sample.metadata:SamplingMetadata": "rollout/sampler.py",
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadata": "rollout/flash_attention.py",
+    "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightSender.async_send_weights": (
+        "patches/weight_sync.py"
+    ),
+    "verl.workers.utils.losses:ppo_loss": "metrics/hooks.py",
+}
+"""Places that we depend on through values whose class the source does not tell, and the file that does."""
+
+
+class Sources:
+    """Python packages in folders: modules by name, and what a name means in them."""
+
+    def __init__(self, folders: dict[str, Path]) -> None:
+        self.folders = folders
+        self._modules: dict[str, Module | None] = {}
+
+    def module(self, name: str) -> "Module | None":
+        """The module of that full name; None if there is no such file."""
+        if name not in self._modules:
+            top, _, rest = name.partition(".")
+            found = None
+            if top in self.folders:
+                base = self.folders[top].joinpath(*rest.split(".")) if rest else self.folders[top]
+                for file in (base.with_suffix(".py"), base / "__init__.py"):
+                    if file.is_file():
+                        found = Module(name, file)
+                        break
+            self._modules[name] = found
+        return self._modules[name]
+
+    def resolve(self, full_name: str, depth: int = 0) -> tuple["Module", str] | None:
+        """Module that defines what ``package.module.Class.attribute`` means, and its name there; through imports."""
+        parts = full_name.split(".")
+        for cut in range(len(parts), 0, -1):
+            module = self.module(".".join(parts[:cut]))
+            if module is None:
+                continue
+            if cut == len(parts):
+                return module, ""
+            name, rest = parts[cut], parts[cut + 1 :]
+            if find(module.tree, name) is not None:
+                return module, ".".join([name, *rest])
+            if depth > 8:
+                return None
+            if name in module.imports:
+                return self.resolve(".".join([module.imports[name], *rest]), depth + 1)
+            for star in module.stars:
+                found = self.resolve(".".join([star, name, *rest]), depth + 1)
+                if found is not None:
+                    return found
+            return None
+        return None
+
+    def ancestors(self, module: "Module", node: ast.ClassDef) -> list[tuple["Module", ast.ClassDef]]:
+        """The class and those that it is derived from, nearest first."""
+        found = [(module, node)]
+        for base in node.bases:
+            dotted = _dotted(base.value if isinstance(base, ast.Subscript) else base)
+            resolved = None if dotted is None else self.resolve(module.meaning(dotted))
+            definition = None if resolved is None else find(resolved[0].tree, resolved[1])
+            if isinstance(definition, ast.ClassDef) and definition is not node:
+                found += [entry for entry in self.ancestors(resolved[0], definition) if entry not in found]
+        return found
+
+    def hash_of(self, place: str) -> str | None:
+        """Of ``module:name``; a ``Class.attribute`` may also be set on ``self`` in the class. None if it is gone."""
+        module_name, _, name = place.partition(":")
+        module = self.module(module_name)
+        if module is None:
+            return None
+        if not name:
+            return fingerprint(module.tree)
+        node = find(module.tree, name)
+        if node is None and "." in name:
+            holder, _, attribute = name.rpartition(".")
+            holder_node = find(module.tree, holder)
+            set_by = [] if holder_node is None else _set_on_self(holder_node).get(attribute, [])
+            node = ast.Module(set_by, []) if set_by else None
+        return None if node is None else fingerprint(node)
+
+
+class Module:
+    """One parsed file."""
+
+    def __init__(self, name: str, file: Path) -> None:
+        self.name, self.file = name, file
+        self.package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.file.read_text())
+
+    @cached_property
+    def _imported(self) -> tuple[dict[str, str], list[str]]:
+        names, stars = {}, []
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    top = alias.name.partition(".")[0]
+                    names[alias.asname or top] = alias.name if alias.asname else top
+            elif isinstance(node, ast.ImportFrom):
+                parts = self.package.split(".")
+                base = ".".join([*parts[: len(parts) - node.level + 1], *filter(None, [node.module])])
+                base = base if node.level else node.module
+                for alias in node.names:
+                    if alias.name == "*":
+                        stars.append(base)
+                    else:
+                        names[alias.asname or alias.name] = f"{base}.{alias.name}"
+        return names, stars
+
+    @property
+    def imports(self) -> dict[str, str]:
+        """Name to full name, of imports anywhere in the file."""
+        return self._imported[0]
+
+    @property
+    def stars(self) -> list[str]:
+        return self._imported[1]
+
+    def meaning(self, dotted: str) -> str:
+        """Full name of what ``a.b`` means in this file."""
+        name, dot, rest = dotted.partition(".")
+        return f"{self.imports.get(name, f'{self.name}.{name}')}{dot}{rest}"
+
+
+def _dotted(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Attribute):
+        before = _dotted(node.value)
+        return None if before is None else f"{before}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else None
+
+
+@cache
+def _set_on_self(node: ast.ClassDef) -> dict[str, list[ast.stmt]]:
+    found: dict[str, list[ast.stmt]] = defaultdict(list)
+    for statement in ast.walk(node):
+        if isinstance(statement, ast.Assign | ast.AnnAssign):
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            for target in targets:
+                if isinstance(target, ast.Attribute) and _dotted(target.value) == "self":
+                    found[target.attr].append(statement)
+    return found
+
+
+def _names_of_class(node: ast.ClassDef) -> set[str]:
+    return {name for statement in statements(node) for name in names_bound_by(statement)} | set(_set_on_self(node))
+
+
+def _private(full_name: str) -> bool:
+    return any(part.startswith("_") and not part.endswith("__") for part in full_name.split("."))
+
+
+def collect(folder: Path, sources: Sources) -> dict[str, list[str]]:
+    """Each place of theirs that a file of ours uses, ``module:name``, with its uses, ``kind file``, sorted.
+
+    Args:
+        folder: of our package. sources: the other projects' packages.
+    """
+    both = Sources({**sources.folders, folder.name: folder})
+    uses: dict[str, set[str]] = defaultdict(set)
+
+    def add(full_name: str, use: str) -> None:
+        resolved = both.resolve(full_name)
+        if resolved is not None and resolved[0].name.partition(".")[0] in PROJECTS:
+            # A module as a whole is no use; what is taken from it is.
+            if resolved[1] and not resolved[1].endswith("__"):
+                uses[f"{resolved[0].name}:{resolved[1]}"].add(use)
+        elif full_name.partition(".")[0] in PROJECTS:
+            uses[full_name].add(use)  # not Python source, such as a compiled module
+
+    files = [file for top in (folder, folder / "patches") for file in top.rglob("*.py")]
+    for file in sorted(set(files)):
+        where = str(file.relative_to(folder))
+        name = ".".join([folder.name, *file.relative_to(folder).with_suffix("").parts]).removesuffix(".__init__")
+        module = both.module(name)
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                _collect_class(both, module, node, where, uses)
+            elif isinstance(node, ast.Assign | ast.AugAssign):
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    dotted = _dotted(target) if isinstance(target, ast.Attribute) else None
+                    if dotted is not None and module.meaning(dotted).partition(".")[0] in PROJECTS:
+                        add(module.meaning(dotted), f"replaced {where}")
+            elif isinstance(node, ast.Attribute):
+                dotted = _dotted(node)
+                meaning = "" if dotted is None else module.meaning(dotted)
+                if meaning.partition(".")[0] in PROJECTS and _private(meaning):
+                    add(meaning, f"private {where}")
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and ":" in node.value:
+                # Targets of patches.
+                target, _, function = node.value.partition(":")
+                if where.startswith("patches/") and target.partition(".")[0] in PROJECTS and both.module(target):
+                    uses[node.value].add(f"{'used' if node.value in ALSO else 'replaced'} {where}")
+        for full_name in module.imports.values():
+            if full_name.partition(".")[0] in PROJECTS and _private(full_name):
+                add(full_name, f"private {where}")
+    for place, where in ALSO.items():
+        uses[place] = {use for use in uses[place] if not use.startswith("used ")} | {f"used {where}"}
+    return {place: sorted(found) for place, found in sorted(uses.items())}
+
+
+def _collect_class(both: Sources, module: Module, node: ast.ClassDef, where: str, uses: dict[str, set[str]]) -> None:
+    """Overrides and inherited attributes of one class of ours, its own mixins included."""
+    lineage = both.ancestors(module, node)
+    ours = [entry for entry in lineage if entry[0].name.partition(".")[0] not in PROJECTS]
+    theirs = [entry for entry in lineage if entry[0].name.partition(".")[0] in PROJECTS]
+    own = {name for _, definition in ours for name in _names_of_class(definition)}
+    for other, definition in ours if theirs else []:
+        file = "/".join(other.file.parts[-2:]) if other is not module else where
+        defined = {name for statement in statements(definition) for name in names_bound_by(statement)}
+        inherited = set()
+        for inner in ast.walk(definition):
+            if isinstance(inner, ast.Attribute) and _dotted(inner.value) == "self" and inner.attr not in own:
+                inherited.add(inner.attr)
+        for kind, names in (("overridden", defined), ("inherited", inherited)):
+            for name in names - {"__doc__", "__module__"}:
+                holder = next((entry for entry in theirs if name in _names_of_class(entry[1])), None)
+                if holder is not None:
+                    path = _qualified(holder[0].tree, holder[1])
+                    uses[f"{holder[0].name}:{path}.{name}"].add(f"{kind} {file}")
+
+
+def _qualified(tree: ast.Module, node: ast.ClassDef) -> str:
+    """``Outer.Inner`` of a class that stands somewhere in a module's classes."""
+    for outer in statements(tree):
+        if outer is node:
+            return node.name
+        if isinstance(outer, ast.ClassDef) and any(inner is node for inner in ast.walk(outer)):
+            return f"{outer.name}.{_qualified(outer, node)}"
+    return node.name
+
+
+def installed(projects: tuple[str, ...] = PROJECTS) -> dict[str, Path]:
+    """Folders of the installed packages; those that are not installed are left out."""
+    specs = {project: importlib.util.find_spec(project) for project in projects}
+    return {project: Path(spec.origin).parent for project, spec in specs.items() if spec is not None}
+
+
+def listed(folder: Path, sources: Sources) -> dict[str, dict]:
+    """What ``reach.json`` holds: place to its uses and its hash, None for what is no Python source."""
+    return {place: {"uses": uses, "sha256": sources.hash_of(place)} for place, uses in collect(folder, sources).items()}
+
+
+def compare(stored: dict[str, dict], sources: Sources) -> dict[str, str]:
+    """``unchanged``, ``changed`` or ``gone`` of each stored place whose project is among the sources."""
+    states = {}
+    for place, entry in stored.items():
+        if place.partition(".")[0] in sources.folders and entry["sha256"] is not None:
+            now = sources.hash_of(place)
+            states[place] = "gone" if now is None else "unchanged" if now == entry["sha256"] else "changed"
+    return states
+
+
+def report(stored: dict[str, dict], states: dict[str, str]) -> str:
+    """The list for people: by file of ours, what changed or is gone; then the counts."""
+    by_file: dict[str, list[str]] = defaultdict(list)
+    for place, state in states.items():
+        for use in stored[place]["uses"] if state != "unchanged" else []:
+            kind, _, file = use.partition(" ")
+            by_file[file].append(f"  {state:9} {kind:10} {place}")
+    lines = [line for file, found in sorted(by_file.items()) for line in (file, *sorted(found), "")]
+    for project in PROJECTS:
+        counts = Counter(state for place, state in states.items() if place.partition(".")[0] == project)
+        if counts:
+            said = ", ".join(f"{counts[state]} {state}" for state in ("unchanged", "changed", "gone"))
+            lines.append(f"{project}: {said} of {counts.total()}")
+    files = len(by_file)
+    lines.append(f"{files} {'file' if files == 1 else 'files'} of ours to look at")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Command line; exits with 1 where something changed or is gone."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--update", action="store_true", help="write reach.json from the tree and what is installed")
+    parser.add_argument("--against", nargs="*", default=[], help="PROJECT=FOLDER of its package, of another version")
+    options = parser.parse_args()
+    if options.update:
+        folder = Path(__file__).absolute().parent.parent
+        folder = folder if folder.name == "jetrl_verl" else folder / "jetrl_verl"
+        found = listed(folder, Sources(installed()))
+        STORED.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"{len(found)} places in {STORED.name}")
+        return
+    named = dict(word.split("=", 1) for word in options.against)
+    folders = {project: Path(folder) for project, folder in named.items()} or installed()
+    stored = json.loads(STORED.read_text())
+    states = compare(stored, Sources(folders))
+    print(report(stored, states))
+    sys.exit(any(state != "unchanged" for state in states.values()))
+
+
+if __name__ == "__main__":
+    main()

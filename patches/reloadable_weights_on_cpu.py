@@ -1,0 +1,33 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""BF16 linears of vLLM's CPU build stay reloadable on the CPU platform (jetrl_verl/cpu_platform.py).
+
+vLLM 0.24.0 packs a CPU linear's weight at load and drops the original (``remove_weight=True``), so the next weight sync
+finds a parameter of size 0. Here the layer multiplies with the parameter itself. Slower by the packing's gain, which a
+model small enough for CPU reinforcement learning does not notice.
+"""
+
+import os
+
+import torch
+
+from jetrl_verl.patches.patch import Patch
+
+
+def dispatch_cpu_unquantized_gemm(stock, layer: torch.nn.Module, remove_weight: bool) -> None:
+    if os.environ.get("VERL_PLATFORM") != "cpu":
+        return stock(layer, remove_weight)
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+KEEP_WEIGHT = Patch(
+    replaces="vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+    version="0.24.0",
+    sha256="7a5fa545aea150ed34e6a277aeb55fe86c1942321701197870b829ea79db0d99",
+    by=dispatch_cpu_unquantized_gemm,
+    symptom="a weight sync cannot load BF16 linears on the CPU",
+    upstream="inference never reloads a weight; no issue is known",
+    until="vLLM keeps a CPU linear's weight on request",
+    needed=True,
+)
+PATCHES = (KEEP_WEIGHT,)

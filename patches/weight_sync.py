@@ -1,0 +1,69 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""A time limit on the weight sync's handshakes, so that a dead rollout worker is an error and not a hang.
+
+verl 0.9.1's ``BucketedWeightSender`` waits for each acknowledgement without a limit. A worker that raises while loading
+still acknowledges (rollout/worker.py), but one that was killed never will.
+Applied with our engine only.
+"""
+
+import zmq
+
+from jetrl_verl.patches.patch import Patch
+
+TIMEOUT_SECONDS = 45.0
+"""Longest wait for one acknowledgement. A bucket is copied in milliseconds to seconds."""
+
+
+class _TimedSocket:
+    """A ZMQ socket whose waits end in a sentence."""
+
+    def __init__(self, socket: zmq.Socket) -> None:
+        self._socket = socket
+        socket.setsockopt(zmq.RCVTIMEO, int(TIMEOUT_SECONDS * 1000))
+        socket.setsockopt(zmq.SNDTIMEO, int(TIMEOUT_SECONDS * 1000))
+        # A message that nobody will read must not keep the process from ending.
+        socket.setsockopt(zmq.LINGER, 0)
+
+    def __getattr__(self, name: str):
+        return getattr(self._socket, name)
+
+    def _bounded(self, call, *args):
+        try:
+            return call(*args)
+        except zmq.Again:
+            what = f"did not answer within {TIMEOUT_SECONDS:.0f} s"
+        except zmq.ZMQError as error:
+            # A connection that ends between the two frames of a request takes the request with it, and libzmq reports
+            # it as sent; only the wait for an answer then fails, since nothing was asked.
+            if error.errno != zmq.EFSM:
+                raise
+            what = "went away while weights were sent to it"
+        raise RuntimeError(
+            f"weight sync: the rollout worker {what}; it has died or failed before it could receive weights, see its "
+            "messages above"
+        )
+
+    def recv(self, *args):
+        return self._bounded(self._socket.recv, *args)
+
+    def send_pyobj(self, *args):
+        return self._bounded(self._socket.send_pyobj, *args)
+
+
+def init_socket(stock, self) -> None:
+    stock(self)
+    self.socket = _TimedSocket(self.socket)
+
+
+TIME_LIMIT = Patch(
+    replaces="verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightSender._init_socket",
+    version="0.9.1",
+    sha256="8d56f6f57486d748ae4955254b12356ef113a37e6471cc74ca157e863141a649",
+    by=init_socket,
+    symptom="a run whose rollout worker was killed waits for ever and not 45 s",
+    upstream="every wait is without a limit; no issue is known",
+    until="verl bounds these waits itself",
+    needed=False,
+)
+PATCHES = (TIME_LIMIT,)

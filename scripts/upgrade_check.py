@@ -1,0 +1,50 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What another verl or vLLM would cost: `make upgrade-check VERL=0.9.1 VLLM=0.33.0`; without a number the newest.
+
+Wheels are downloaded and only their Python files are unpacked, into build/upgrade/; .venv stays as it is and nothing of
+them is imported. Then `jetrl_verl.patches.reach` says, for each function that we replace, override or use by a private
+name, whether it is unchanged, changed or gone.
+"""
+
+import argparse
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET = ROOT / "build" / "upgrade"
+
+
+def unpacked(pip: str, project: str, version: str) -> tuple[str, Path]:
+    """Version and folder of a project's Python files."""
+    wheels = TARGET / "wheels"
+    asked = f"{project}=={version}" if version else project
+    words = ["download", "-q", "--no-deps", "--only-binary=:all:", "--dest", wheels / (version or "newest"), asked]
+    if subprocess.run([pip, "-m", "pip", *words]).returncode:
+        sys.exit(f"upgrade-check: {asked} could not be downloaded; name a published version.")
+    found = sorted((wheels / (version or "newest")).glob(f"{project}-*.whl"), key=lambda file: file.stat().st_mtime)
+    version = found[-1].name.split("-")[1]
+    folder = TARGET / f"{project}-{version}"
+    with zipfile.ZipFile(found[-1]) as wheel:
+        wheel.extractall(folder, [name for name in wheel.namelist() if name.endswith(".py")])
+    return version, folder / project
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--pip", default=sys.executable, help="an interpreter that has pip")
+    parser.add_argument("--verl", default="", help="version; the newest without")
+    parser.add_argument("--vllm", default="", help="version; the newest without")
+    options = parser.parse_args()
+    found = {project: unpacked(options.pip, project, getattr(options, project)) for project in ("verl", "vllm")}
+    print("against", ", ".join(f"{project} {version}" for project, (version, _) in found.items()), flush=True)
+    folders = [f"{project}={folder}" for project, (_, folder) in found.items()]
+    # 1 only says that something changed, which is what was asked.
+    status = subprocess.run([sys.executable, "-m", "jetrl_verl.patches.reach", "--against", *folders], cwd=ROOT)
+    return 0 if status.returncode in (0, 1) else status.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

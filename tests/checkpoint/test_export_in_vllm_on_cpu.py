@@ -1,0 +1,95 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""An exported FP8 folder in vLLM: as stock vLLM reads it, and running, equal to a rollout that got a weight sync.
+
+Stock vLLM's own block-FP8 kernels need a GPU, or AMX (test_export_on_gpu.py runs them). Here vLLM's loader reads the
+folder into layers of our method, and what then lives in the engine is compared with the trainer's statement.
+"""
+
+import json
+
+import pytest
+import torch
+import vllm_engine
+from tiny_models import tiny_model
+
+from jetrl_verl import formats
+from jetrl_verl.checkpoint.export import ExportOptions, export
+from jetrl_verl.config.options import JetConfig
+from jetrl_verl.models.plan import plan_linears
+from jetrl_verl.sync.contract import ContractReceiver, ContractViolation, with_contract
+from jetrl_verl.sync.wire import quantize_stream
+
+RULE = "fp32"
+
+
+def trainer(seed: int):
+    """FP32 master weights; one projection that no 128x128 block fits, so that a skipped layer is part of the test."""
+    return tiny_model("qwen2", seed, vocab_size=96, hidden_size=256, intermediate_size=320)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("export")
+    trainer(1).save_pretrained(root / "policy")
+    export(root / "policy", root / "fp8", ExportOptions("fp8", unfit_layers="skip"))
+    return root / "fp8"
+
+
+@pytest.fixture(scope="module")
+def model(folder, cpu_platform):
+    """vLLM's live model, loaded from the exported folder by vLLM's own loader."""
+    options = JetConfig("jet_fp8", train="fp8", rollout="fp8", scale_rule=RULE, unfit_layers="skip")
+    with vllm_engine.cpu_settings():
+        _, worker = vllm_engine.start(folder, options)
+        yield worker.model_runner.model
+
+
+def verify(model, weights) -> dict:
+    """The contract check of a weight sync, against a trainer with these weights."""
+    from jetrl_verl.rollout.live import live_tensors
+
+    reference = trainer(1)
+    probe = formats.get("fp8").probe(torch.device("cpu"), RULE)
+    plans = plan_linears(reference.config, unfit_layers="skip")
+    statement = with_contract(quantize_stream(weights.items(), plans, RULE), scale_rule=RULE, probe=probe)
+    receiver = ContractReceiver()
+    receiver.take([(name, tensor) for name, tensor in statement if name.startswith("jetrl.contract")])
+    return receiver.verify(live_tensors(model), scale_rule=RULE, probe=probe)
+
+
+def test_what_lives_in_the_engine_is_what_a_weight_sync_would_leave(model, folder):
+    """Same bytes under the same method, so the same log-probabilities; four projections of each layer are FP8."""
+    counts = verify(model, trainer(1).state_dict())
+    assert (counts["quantized"], counts["plain"]) == (8, 19)
+    assert json.loads((folder / "jetrl_export.json").read_text())["digest"] == f"{counts['digest']:#018x}"
+
+
+def test_another_checkpoint_would_have_been_noticed(model):
+    weights = trainer(1).state_dict()
+    weights["model.layers.1.self_attn.o_proj.weight"][3, 5] *= 1.5
+    with pytest.raises(ContractViolation, match=r"layers\.1\.self_attn\.o_proj\.weight differs"):
+        verify(model, weights)
+
+
+def test_stock_vllm_reads_the_configuration_as_meant(folder):
+    """``Fp8Config`` and its rule for skipped layers, by vLLM's names of merged projections."""
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+    from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+    from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+
+    config = Fp8Config.from_config(json.loads((folder / "config.json").read_text())["quantization_config"])
+    assert config.is_checkpoint_fp8_serialized and config.activation_scheme == "dynamic"
+    assert config.weight_block_size == [128, 128]
+    merged = Qwen2ForCausalLM.packed_modules_mapping
+    skipped = {
+        suffix: is_layer_skipped(f"model.layers.1.{suffix}", config.ignored_layers, merged)
+        for suffix in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    }
+    assert skipped == {
+        "self_attn.qkv_proj": False,
+        "self_attn.o_proj": False,
+        "mlp.gate_up_proj": True,
+        "mlp.down_proj": True,
+    }
+    assert is_layer_skipped("lm_head", config.ignored_layers, merged)

@@ -1,0 +1,238 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Each row of the table of support has its effect, with its message, and the documentation says what the table says."""
+
+import copy
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose as hydra_compose
+from hydra import initialize_config_module
+from omegaconf import OmegaConf
+
+from jetrl_verl.config import JetConfig, UnsupportedConfiguration, check_config, environment
+from jetrl_verl.config.check import reader
+from jetrl_verl.config.operations import resolve_operations
+from jetrl_verl.config.support.document import BEGIN, END, document, readme_block
+from jetrl_verl.config.support.machine import MACHINE_ROWS, WORKER_ROWS
+from jetrl_verl.config.support.operations import SHARED_ROWS
+from jetrl_verl.config.support.options import OPTION_ROWS
+from jetrl_verl.config.support.scopes import AUTO, MODEL
+from jetrl_verl.config.support.table import COMPOSITION_ROWS, TABLE, row, stock_because
+
+ROOT = Path(__file__).parents[2]
+SHAPE = re.compile(r"[^.]\S.* is not supported with .+\. Set .+\.")
+MODEL_CONFIG = {
+    "model_type": "qwen3",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "head_dim": 128,
+    "vocab_size": 128,
+}
+
+
+@cache
+def composed(*overrides: str):
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return hydra_compose("ppo_trainer", overrides=list(overrides))
+
+
+def changed(overrides: tuple[str, ...], settings: dict):
+    config = copy.deepcopy(composed(*overrides))
+    for key, value in settings.items():
+        OmegaConf.update(config, key, value, merge=False, force_add=True)
+    return config
+
+
+SETTINGS = [(each, key) for each in (*OPTION_ROWS, *COMPOSITION_ROWS) for key in each.keys]
+
+
+@pytest.mark.parametrize(("tried", "key"), SETTINGS, ids=[f"{each.name}-{key}" for each, key in SETTINGS])
+def test_a_setting_of_a_row_is_refused_with_its_message(tried, key):
+    check_config(changed(tried.scope.example, {}))
+    config = changed(tried.scope.example, {**tried.beside, key: tried.example})
+    with pytest.raises(UnsupportedConfiguration) as refused:
+        check_config(config)
+    get = reader(config)
+    words = {"key": key} if tried.wrong is None else next(met for met in tried.met(get) if met["key"] == key)
+    assert str(refused.value) == tried.message(get, **words)
+    assert SHAPE.fullmatch(str(refused.value)) and "{key}" not in str(refused.value)
+    assert (key if "{key}" in tried.what else words["value"]) in str(refused.value)
+
+
+@pytest.mark.parametrize("tried", SHARED_ROWS, ids=lambda tried: tried.name)
+def test_what_the_shared_operations_cannot_do_makes_auto_stock(tried, capsys):
+    (key,) = tried.keys
+    config = changed(("precision=jet_fp8",), {"jetrl.operations": "auto", key: tried.example})
+    check_config(config)
+    (clause,) = stock_because(reader(config))
+    resolve_operations(config)
+    assert config.jetrl.operations == "stock" and f"auto is stock, since {clause}." in capsys.readouterr().err
+    check_config(config)
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """A Hopper machine with a model folder; callable (changes of config.json, capability, files of vLLM) -> path."""
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "A GPU")
+    monkeypatch.setattr(environment, "_check_weight_files", lambda folder: None)
+    library = tmp_path / "vllm" / "vllm_flash_attn" / "_vllm_fa3_C.abi3.so"
+    library.parent.mkdir(parents=True)
+    spec = type("Spec", (), {"origin": str(tmp_path / "vllm" / "__init__.py")})
+    monkeypatch.setattr(environment, "find_spec", lambda name: spec)
+
+    def build(changes=None, capability=(9, 0), flash_attention=True) -> str:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+        library.touch() if flash_attention else library.unlink(missing_ok=True)
+        (tmp_path / "config.json").write_text(json.dumps({**MODEL_CONFIG, **(changes or {})}))
+        return str(tmp_path)
+
+    return build
+
+
+OPTIONS = JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="shared")
+MODELS = {
+    "quantized_checkpoint": {"quantization_config": {"quant_method": "fp8"}},
+    "model_type": {"model_type": "qwen3_moe"},
+    "shard_shape": {"intermediate_size": 576},
+    "qwen2_head_dim": {"model_type": "qwen2"},
+    "built_in_biases": {"model_type": "seed_oss", "attention_bias": False},
+    "head_dim": {"head_dim": 64},
+    "rope_type": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
+    "partial_rotary": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "activation": {"hidden_act": "gelu"},
+    "sliding_window": {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0},
+    "soft_cap": {"final_logit_softcapping": 30.0},
+    "logit_scale": {"logit_scale": 0.5},
+    "attention_dropout": {"attention_dropout": 0.1},
+    "residual_dropout": {"model_type": "seed_oss", "attention_dropout": 0.0, "residual_dropout": 0.1},
+}
+SKIPPING = {"no_layer_fits": {"hidden_size": 192, "head_dim": 96, "intermediate_size": 576}}
+MACHINES = {
+    "gpu_without_fp8": {"capability": (8, 0)},
+    "gpu_other_than_hopper": {"capability": (8, 9)},
+    "no_flash_attention_3": {"flash_attention": False},
+}
+ELSEWHERE = {
+    "version": "test_environment_on_cpu.py::test_another_version_is_named_beside_the_pin",
+    "missing_package": "test_environment_on_cpu.py::test_a_missing_package_is_named",
+    "npu": "",
+    "rocm": "",
+    "fused_kernels_of_a_padded_vocabulary": "",
+    **{each.name: "" for each in TABLE if each.scope is AUTO},
+}
+"""Rows with a test of their own, below or in the file named."""
+
+
+def test_each_row_about_the_machine_is_proved():
+    assert {*MODELS, *SKIPPING, *MACHINES, *ELSEWHERE} == {each.name for each in MACHINE_ROWS}
+
+
+@pytest.mark.parametrize("name", [*MODELS, *SKIPPING])
+def test_a_model_is_refused_by_its_row(machine, name, capsys):
+    options = JetConfig("jet_fp8", train="fp8", rollout="fp8", unfit_layers="skip" if name in SKIPPING else "stop")
+    path = machine()
+    environment.check_model(path, options, 1, shared_operations=True)
+    machine({**MODELS, **SKIPPING}[name])
+    refused = pytest.raises(UnsupportedConfiguration)
+    if row(name).scope.stock:
+        environment.check_model(path, options, 1)
+    with refused as caught:
+        environment.check_model(path, options, 1, shared_operations=row(name).scope.stock)
+    message = str(caught.value)
+    error = message.partition(": ")[2].partition(". Set ")[0]
+    assert message == row(name).message(path=path, error=error, **{"jetrl.precision": "jet_fp8"})
+    assert SHAPE.fullmatch(message) and row(name).sign in message
+    if row(name).scope.stock:
+        config = changed(("precision=jet_fp8",), {"jetrl.operations": "auto", f"{MODEL}.path": path})
+        resolve_operations(config)
+        assert config.jetrl.operations == "stock" and error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_machine_is_refused_by_its_row(machine, name):
+    path = machine(**MACHINES[name])
+    config = OmegaConf.create({"jetrl": OPTIONS.as_dict()})
+    with pytest.raises(UnsupportedConfiguration) as refused:
+        environment.check_environment(config)
+    capability = ".".join(map(str, MACHINES[name].get("capability", (9, 0))))
+    words = {"index": 0, "gpu": "A GPU", "capability": capability, "jetrl.precision": "jet_fp8"}
+    assert str(refused.value) == row(name).message(**words)
+    if row(name).scope.stock:
+        config = changed(("precision=jet_fp8",), {"jetrl.operations": "auto", f"{MODEL}.path": path})
+        resolve_operations(config)
+        assert config.jetrl.operations == "stock"
+
+
+def test_other_accelerators_are_refused_by_their_rows(machine, monkeypatch):
+    machine()
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    with pytest.raises(UnsupportedConfiguration) as rocm:
+        environment.check_gpu("jet_fp8")
+    monkeypatch.setattr("verl.utils.device.is_npu_available", True)
+    with pytest.raises(UnsupportedConfiguration) as npu:
+        environment.check_gpu("jet_fp8")
+    words = {"jetrl.precision": "jet_fp8"}
+    assert [str(rocm.value), str(npu.value)] == [row(name).message(**words) for name in ("rocm", "npu")]
+
+
+def test_fused_kernels_of_a_padded_vocabulary_are_refused_by_their_row(machine, monkeypatch):
+    from transformers import AutoTokenizer
+
+    path = machine()
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path: range(100))
+    with pytest.raises(UnsupportedConfiguration) as refused:
+        environment.check_vocabulary(path)
+    words = {"key": f"{MODEL}.use_fused_kernels", "entries": 28, "path": path}
+    assert str(refused.value) == row("fused_kernels_of_a_padded_vocabulary").message(**words)
+
+
+@pytest.mark.parametrize("name", [each.name for each in TABLE if each.scope is AUTO])
+def test_what_the_driver_cannot_know_makes_auto_stock_and_refuses_nothing(machine, monkeypatch, name, capsys):
+    settings = {f"{MODEL}.path": machine()}
+    if name == "cpu":
+        monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    elif name == "no_gpu_in_the_driver":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    elif name == "remote_model":
+        settings = {f"{MODEL}.path": "hdfs://model"}
+    else:
+        settings[f"{MODEL}.override_config"] = {"rope_theta": 1e6}
+    words = {"path": "hdfs://model", "where": f"{MODEL}.override_config", "field": "rope_theta"}
+    config = changed(("precision=jet_fp8",), {"jetrl.operations": "auto", **settings})
+    from jetrl_verl.config import operations
+
+    operations._say.cache_clear()
+    resolve_operations(config)
+    assert config.jetrl.operations == "stock"
+    assert f"auto is stock, since {row(name).message(**words)}" in capsys.readouterr().err
+    config = changed(("precision=jet_fp8",), {"jetrl.operations": "shared", **settings})
+    check_config(config)
+    resolve_operations(config)
+    assert config.jetrl.operations == "shared"
+
+
+def test_names_of_rows_are_unique():
+    assert len({each.name for each in TABLE}) == len(TABLE)
+
+
+def test_each_row_of_an_engine_is_raised_where_it_is_seen():
+    """tests/rollout/test_shared_attention_on_cpu.py brings about each of them."""
+    named = re.findall(r"refusal\(\s*\"(\w+)\"", (ROOT / "jetrl_verl" / "rollout" / "attention.py").read_text())
+    assert sorted(named) == sorted(each.name for each in WORKER_ROWS)
+
+
+def test_the_documentation_is_the_table():
+    assert (ROOT / "docs" / "support.md").read_text() == document()
+    readme = (ROOT / "README.md").read_text()
+    assert readme[readme.index(BEGIN) : readme.index(END) + len(END)] == readme_block()

@@ -1,0 +1,103 @@
+// Copyright 2026 The jetrl_verl Authors
+// SPDX-License-Identifier: Apache-2.0
+
+// The emulator's C interface: operands of reference.gemm_nt, and of the kernels that write qdata, by address.
+
+#include "machine.h"
+
+using namespace emulator;
+
+// A library may hold some of the kernels only.
+namespace jetrl {
+__attribute__((weak)) void fprop(const Operand&, const Operand&, int, const Bias&, const Output&, Config, Stream);
+__attribute__((weak)) void decode_fprop(const Operand&, const Operand&, int, const Bias&, const Output&, Config, bool,
+                                        Stream);
+__attribute__((weak)) void wgrad(const Operand&, const Operand&, int, const Output&, Config, Stream);
+__attribute__((weak)) void relayout_128x1(const Operand&, int, bool, const Transposed&, Stream);
+__attribute__((weak)) void transpose_128x128(const Operand&, int, const Transposed&, Stream);
+__attribute__((weak)) void silu_mul_backward(const Bf16Rows&, const Bf16Rows&, const Bf16Rows&, int, int, bool,
+                                             const QuantizedBothWays&, const QuantizedBothWays&, Stream);
+}  // namespace jetrl
+
+namespace {
+
+// 0, or 1 with jetrl_error saying why.
+template <class Call>
+int guarded(uint32_t seed, const Call& call) {
+  machine.seed = seed;
+  machine.steps = 0;
+  machine.fresh.clear();
+  machine.counted_rows = 1 << 30;
+  try {
+    call();
+    return 0;
+  } catch (const std::exception& error) {
+    machine.error = error.what();
+    return 1;
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* jetrl_error() { return machine.error.c_str(); }
+
+uint64_t jetrl_steps() { return machine.steps; }
+
+int jetrl_blocks() { return machine.grid; }
+
+// kernel: 0 fprop, 1 decode, 2 wgrad. Returns 0, or 1 with jetrl_error saying why.
+int jetrl_run(int kernel, int m, int n, int k, const void* a, int64_t a_stride, const float* a_scales, int64_t a_row,
+              int64_t a_group, const void* b, int64_t b_stride, const float* b_scales, int64_t b_row, int64_t b_group,
+              const void* bias, int bias_fp32, void* out, int64_t out_stride, int out_fp32, int accumulate, int block,
+              int cluster, int multiprocessors, uint32_t seed) {
+  machine.multiprocessors = multiprocessors;
+  const jetrl::Operand of_a{a, m, a_stride, {a_scales, a_row, a_group}};
+  const jetrl::Operand of_b{b, n, b_stride, {b_scales, b_row, b_group}};
+  const jetrl::Output of_out{out, out_stride, out_fp32 != 0, accumulate != 0};
+  const jetrl::Bias of_bias{bias, bias_fp32 != 0};
+  const jetrl::Config config{block, cluster};
+  return guarded(seed, [&] {
+    if (kernel == 0) {
+      jetrl::fprop(of_a, of_b, k, of_bias, of_out, config, nullptr);
+    } else if (kernel == 1) {
+      const int64_t last_scale = (m - 1) * a_row + (jetrl::ceil_div(k, jetrl::kGroup) - 1) * a_group;
+      if (m <= 64) machine.counted_rows = m;  // what follows a tile of fewer is whatever lies there
+      machine.fresh = {{a, static_cast<const uint8_t*>(a) + m * a_stride}, {a_scales, a_scales + last_scale + 1}};
+      jetrl::decode_fprop(of_a, of_b, k, of_bias, of_out, config, true, nullptr);
+    } else {
+      jetrl::wgrad(of_a, of_b, k, of_out, config, nullptr);
+    }
+  });
+}
+
+// rule: 0 fp32, 1 pow2: the re-layout of x [m, k]; -1: the transpose of a weight's qdata and scales.
+int jetrl_transpose(int rule, int m, int k, const void* qdata, int64_t stride, const float* scales, int64_t scale_row,
+                    int64_t scale_group, void* out, int64_t out_stride, float* out_scales, uint32_t seed) {
+  const jetrl::Operand of{qdata, m, stride, {scales, scale_row, scale_group}};
+  const jetrl::Transposed to{out, out_stride, out_scales};
+  return guarded(seed, [&] {
+    if (rule < 0) {
+      jetrl::transpose_128x128(of, k, to, nullptr);
+    } else {
+      jetrl::relayout_128x1(of, k, rule == 1, to, nullptr);
+    }
+  });
+}
+
+// dy, gate, up: BF16 [rows, k] and their strides in elements. results: qdata and scales of the rows, of the columns, of
+// gate's gradient, then of up's.
+int jetrl_silu_mul_backward(int pow2, int rows, int k, const uint16_t* dy, int64_t dy_stride, const uint16_t* gate,
+                            int64_t gate_stride, const uint16_t* up, int64_t up_stride, void* const* results,
+                            int64_t column_stride, uint32_t seed) {
+  const auto gradient = [=](void* const* of) {
+    return jetrl::QuantizedBothWays{
+        of[0], static_cast<float*>(of[1]), {of[2], column_stride, static_cast<float*>(of[3])}};
+  };
+  return guarded(seed, [&] {
+    jetrl::silu_mul_backward({dy, dy_stride}, {gate, gate_stride}, {up, up_stride}, rows, k, pow2 != 0,
+                             gradient(results), gradient(results + 4), nullptr);
+  });
+}
+}

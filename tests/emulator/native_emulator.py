@@ -1,0 +1,209 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The native kernels' own source on a CPU: built with g++ against tests/emulator, called through ctypes.
+
+`Emulator.run` takes the operands of ``reference.gemm_nt`` and a seed; the seed picks the interleaving of a cluster's
+threads and of its copies in flight. A protocol error (deadlock, surplus arrival, access outside shared memory) raises,
+and so does a race in shared memory, whatever the interleaving.
+"""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+from build_csrc import STABLE_ABI
+
+from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor
+
+EMULATOR = Path(__file__).parent
+CSRC = EMULATOR.parents[1] / "csrc"
+KERNELS = {"fprop": 0, "decode": 1, "wgrad": 2}
+NAN_CODE = 0x7F
+SIGMA = {0.0: 0.5, 64.0: 1.0, -128.0: 0.0}
+"""Gates whose exponential leaves no rounding to an implementation."""
+
+
+def compiler() -> str:
+    """The C++ compiler's path; without one ``RuntimeError``, since a suite that skips the kernels would pass unseen."""
+    found = shutil.which("g++") or shutil.which("clang++")
+    if found is None:
+        raise RuntimeError("The kernels are not tested without a C++ compiler. Install g++ (apt-get install g++).")
+    return found
+
+
+def build(
+    folder: Path,
+    csrc: Path = CSRC,
+    kernels: str = "sm90_*",
+    machine: Path | None = None,
+    operators: str | None = None,
+) -> Path:
+    """Compile the kernels and the machine into one library in ``folder``; about 15 s on one core for all of them.
+
+    ``machine``: an earlier folder with the object files of the same machine, instead of compiling it.
+    ``operators``: with csrc/binding.cpp, so that ``torch.ops.load_library``, once in a process, gives the library's
+    operators on tensors of the CPU as ``torch.ops.<operators>``.
+    """
+    library = folder / "libjetrl_emulated.so"
+    flags = [
+        "-std=c++17",
+        "-ffp-contract=off",
+        "-fPIC",
+        "-DJETRL_EMULATE",
+        "-Wno-unknown-pragmas",
+        f"-I{csrc}",
+        f"-I{EMULATOR.parent}",
+    ]
+    sources, objects, libraries = sorted(csrc.glob(f"{kernels}.cu")), [], []
+    if operators is not None:
+        installed = Path(torch.__file__).parent
+        sources.append(csrc / "binding.cpp")
+        flags += [STABLE_ABI, f"-DJETRL_OPERATORS={operators}", f"-I{installed / 'include'}"]
+        libraries = [f"-L{installed / 'lib'}", "-ltorch_cpu"]
+    of_machine = sorted(EMULATOR.glob("*.cpp"))
+    if machine is None:
+        sources += of_machine
+    else:
+        objects += [machine / f"{source.stem}.o" for source in of_machine]
+    for source in sources:
+        objects.append(folder / f"{source.stem}.o")
+        # The emulator sees each access of a kernel's own C++ by the calls that this sanitizer puts there, and is their
+        # runtime library; guards of the host code's statics would be calls that it does not have.
+        hooks = ["-fsanitize=thread", "-fno-threadsafe-statics"] if source.suffix == ".cu" else []
+        # A kernel is compiled for each fault that is planted, the machine once, and it is where the time of a run goes.
+        level = "-O1" if source.suffix == ".cu" else "-O3"
+        subprocess.run([compiler(), level, *flags, *hooks, "-x", "c++", "-c", source, "-o", objects[-1]], check=True)
+    subprocess.run([compiler(), "-shared", *objects, *libraries, "-o", library], check=True)
+    return library
+
+
+def _pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr() if tensor is not None else None)
+
+
+def _operand(q: QuantizedTensor) -> tuple:
+    """FP8 data, scales and their strides, as the C interface takes them."""
+    strides = (ctypes.c_int64(stride) for stride in q.scales.stride())
+    return _pointer(q.qdata), ctypes.c_int64(q.qdata.stride(0)), _pointer(q.scales), *strides
+
+
+class Emulator:
+    def __init__(self, library: Path):
+        self._library = ctypes.CDLL(str(library))
+        self._library.jetrl_error.restype = ctypes.c_char_p
+
+    def run(
+        self,
+        kernel: str,
+        a: QuantizedTensor,
+        b: QuantizedTensor,
+        out: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        accumulate: bool = False,
+        block: int = 0,
+        cluster: int = 0,
+        multiprocessors: int = 4,
+        seed: int = 0,
+    ) -> None:
+        """Write (or add) ``A B^T (+ bias)`` to ``out [M, N]``; raises ``RuntimeError`` with the machine's sentence."""
+        failed = self._library.jetrl_run(
+            KERNELS[kernel],
+            *(a.qdata.shape[0], b.qdata.shape[0], a.qdata.shape[1]),
+            *_operand(a),
+            *_operand(b),
+            _pointer(bias),
+            int(bias is not None and bias.dtype == torch.float32),
+            _pointer(out),
+            ctypes.c_int64(out.stride(0)),
+            int(out.dtype == torch.float32),
+            *(int(accumulate), block, cluster, multiprocessors),
+            ctypes.c_uint32(seed),
+        )
+        self._check(failed)
+
+    def _check(self, failed: int) -> None:
+        if failed:
+            raise RuntimeError(self._library.jetrl_error().decode())
+
+    def blocks(self) -> int:
+        """Of the last call's grid."""
+        return self._library.jetrl_blocks()
+
+    def transpose(
+        self, rule: str | None, q: QuantizedTensor, out: torch.Tensor, out_scales: torch.Tensor, seed: int = 0
+    ):
+        """The re-layout of ``q`` under ``rule``, or without one the transpose of a weight, to ``out`` uint8 and
+        ``out_scales``, both with columns of ``q`` as rows; raises as :meth:`run`."""
+        failed = self._library.jetrl_transpose(
+            {None: -1, "fp32": 0, "pow2": 1}[rule],
+            *q.qdata.shape,
+            *_operand(q),
+            _pointer(out),
+            ctypes.c_int64(out.stride(0)),
+            _pointer(out_scales),
+            ctypes.c_uint32(seed),
+        )
+        self._check(failed)
+
+    def silu_mul_backward(
+        self, rule: str, operands: tuple[torch.Tensor, ...], results: list[torch.Tensor], seed: int = 0
+    ) -> None:
+        """The quantized gradients for ``operands`` dY, gate and up, to ``results``: for gate, then for up, row qdata
+        uint8, their scales [k / 128, rows], column qdata uint8, their scales; raises as :meth:`run`."""
+        rows, k = operands[0].shape
+        strided = [part for x in operands for part in (_pointer(x), ctypes.c_int64(x.stride(0)))]
+        failed = self._library.jetrl_silu_mul_backward(
+            int(rule == "pow2"),
+            *(rows, k),
+            *strided,
+            (ctypes.c_void_p * 8)(*(x.data_ptr() for x in results)),
+            ctypes.c_int64(results[2].stride(0)),
+            ctypes.c_uint32(seed),
+        )
+        self._check(failed)
+
+
+def operand(rows: int, k: int, scale_rows: int, seed: int) -> QuantizedTensor:
+    """FP8 data -4..4 in rows padded with NaN qdata to 16 bytes, column-major scales 1/4..4.
+
+    By its seed // 2, a group's scales are padded to 16 bytes, as TMA wants them, or to what only cp.async can read.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    qdata = torch.full((rows, -(-k // 16) * 16 + 16), NAN_CODE, dtype=torch.uint8).view(FP8_DTYPE)
+    qdata[:, :k] = torch.randint(-4, 5, (rows, k), generator=generator).float().to(FP8_DTYPE)
+    padded = -(-scale_rows // 4) * 4 + seed // 2 % 2
+    scales = torch.full((-(-k // BLOCK), padded), torch.nan)
+    scales[:, :scale_rows] = 2.0 ** torch.randint(-2, 3, (-(-k // BLOCK), scale_rows), generator=generator).float()
+    return QuantizedTensor(qdata[:, :k], scales[:, :scale_rows].t())
+
+
+def operands(m: int, n: int, k: int, b_block_scaled: bool, seed: int = 0) -> tuple[QuantizedTensor, QuantizedTensor]:
+    return operand(m, k, m, 2 * seed), operand(n, k, -(-n // BLOCK) if b_block_scaled else n, 2 * seed + 1)
+
+
+def product(a: QuantizedTensor, b: QuantizedTensor, b_block_scaled: bool) -> torch.Tensor:
+    n, k = b.qdata.shape
+    b_scales = b.scales.repeat_interleave(BLOCK, dim=0)[:n] if b_block_scaled else b.scales
+    wide_a, wide_b = (s.double().repeat_interleave(BLOCK, dim=1)[:, :k] for s in (a.scales, b_scales))
+    return (a.qdata.double() * wide_a) @ (b.qdata.double() * wide_b).t()
+
+
+def silu_operands(rows: int, k: int, seed: int) -> tuple[torch.Tensor, ...]:
+    """dY, gate and up [rows, k] BF16, all in wider rows of NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    around = torch.full((3, rows, k + 8), torch.nan, dtype=torch.bfloat16)
+    around[..., :k] = torch.randn(3, rows, k, generator=generator)
+    around[1, :, :k] = torch.tensor(list(SIGMA))[torch.randint(0, 3, (rows, k), generator=generator)]
+    return tuple(around[..., :k])
+
+
+def silu_gradients(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """BF16 gradients of silu(gate) * up for gate and up, where the gates are those of ``SIGMA``."""
+    sigma = torch.zeros(gate.shape)
+    for value, of_value in SIGMA.items():
+        sigma[gate == value] = of_value
+    dy, gate, up = dy.float(), gate.float(), up.float()
+    return (dy * up * sigma * (1 + gate * (1 - sigma))).bfloat16(), (dy * gate * sigma).bfloat16()

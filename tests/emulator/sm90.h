@@ -1,0 +1,188 @@
+// Copyright 2026 The jetrl_verl Authors
+// SPDX-License-Identifier: Apache-2.0
+
+// The instructions of sm90.cuh on a CPU, so that the kernels' own source runs without a GPU: every thread of a cluster
+// is a fiber, every copy happens at some later, randomly chosen moment that the architecture allows, every wgmma and
+// every store of TMA either at once or when it is waited for.
+//
+// What it models, from the PTX ISA:
+//   - mbarriers with their phases, pending arrivals and (possibly negative) pending bytes; a wait names a parity only;
+//   - TMA tile loads with the 128-byte swizzle, zero fill and multicast; each destination block is served on its own
+//     time;
+//   - TMA tile stores, which read shared memory at their group's end or at the wait for it;
+//   - cp.async with zero fill, in program order per thread, the arrival that follows it and the wait for it;
+//   - wgmma: its operands are read through the descriptor at its group's end, where no older one runs, or at the wait,
+//     results are NaN until then;
+//   - block, warp and cluster barriers; stmatrix with the lanes' addresses and fragments.
+// What it reports as a failure, not as a wrong number: a deadlock (with what every warp waits for), an arrival too
+// many, an address outside shared memory, a misaligned tile, a tensor map that the hardware refuses, a copy of the
+// decode kernel's X by a thread that has not waited for the kernel in front, which may write X; a race in shared
+// memory, by what is ordered and not by what this run read (races.h), a missing fence in front of the copy engine, of
+// wgmma or of a new barrier's users among them. A race that the model of ordering should miss still shows as wrong
+// numbers under some seeds: shared memory starts as NaN, a tile that is overwritten early is read late. What it cannot
+// see: races in global memory, the order of additions inside a wgmma (sums are exact here), speed.
+//
+// Where it is stricter than a GPU: a cluster's barrier, which is relaxed here, orders nothing but initialisations, and
+// an exchange between lanes orders no memory. Where it is not: an arrival at another block's barrier orders what its
+// thread did, as an arrival at the own one; what then follows in the other block is overwriting what was read here.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "gemm.h"
+#include "qdata.h"
+
+#define JETRL_KERNEL
+// Inlined, so that what a function returns is an assignment, which the sanitizer's calls see.
+#define JETRL_DEVICE inline __attribute__((always_inline))
+#define JETRL_GRID_CONSTANT const
+#define __launch_bounds__(...)
+
+struct float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+
+namespace sm90 {
+
+struct TensorMap {
+  const uint8_t* data;
+  int64_t columns, rows, row_stride;  // elements, rows, bytes
+  int box_rows;
+  int element = 1, box_columns = jetrl::kGroup;  // boxes of 128 bytes a row are swizzled, those of scales are not
+
+  bool swizzled() const { return element == 1; }
+  int box_bytes() const { return box_rows * box_columns * element; }
+};
+
+// Implemented by instructions.cpp.
+int thread_index();
+int block_index();
+int block_column();
+int grid_size();
+int rank_in_cluster();
+uint8_t* dynamic_shared_memory();
+uint32_t shared_address(const void* pointer);
+
+void sync_warp();
+void sync_block();
+void sync_cluster();
+void wait_for_previous_kernel();
+
+void barrier_init(uint32_t barrier, int arrivals);
+void fence_barrier_init();
+void fence_for_copies();
+void barrier_arrive(uint32_t barrier);
+void barrier_arrive_at(uint32_t barrier, int rank);
+void barrier_arrive_expect(uint32_t barrier, int bytes);
+void barrier_wait(uint32_t barrier, uint32_t parity, const char* name, int stage);
+
+void tma_load(uint32_t to, const TensorMap* map, int column, int row, uint32_t barrier);
+void tma_load_multicast(uint32_t to, const TensorMap* map, int column, int row, uint32_t barrier, uint16_t blocks);
+void tma_store(const TensorMap* map, uint32_t from, int column, int row);
+void tma_store_commit();
+void tma_store_wait_read();
+void cp_async_f32(uint32_t to, const float* from, bool valid);
+void cp_async_16(uint32_t to, const void* from, bool valid);
+void cp_async_wait();
+void cp_async_arrive(uint32_t barrier);
+
+void issue_wgmma(float* d, int n, uint64_t a, uint64_t b, bool keep);
+void wgmma_commit();
+void wait_for_wgmma(int pending);
+
+uint32_t exchange(uint32_t value, int lane);  // what `lane` of this warp brings
+void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3);
+
+inline void prefetch_tensor_map(const TensorMap*) {}
+void wgmma_fence();
+template <int kRegisters>
+inline void take_registers() {}
+template <int kRegisters>
+inline void give_registers() {}
+
+inline bool elect_one() { return thread_index() % 32 == 0; }
+
+// As the hardware's: a block's own addresses are below 1 << 24.
+inline uint32_t address_in_cluster(uint32_t address, int rank) { return address | uint32_t(rank) << 24; }
+inline void barrier_arrive_in_cluster(uint32_t barrier) { barrier_arrive_at(barrier & 0xFFFFFF, int(barrier >> 24)); }
+
+inline int warp_uniform(int value) { return int(exchange(uint32_t(value), 0)); }
+
+template <int kPending, int kRegisters>
+inline void wgmma_wait(float (&)[kRegisters]) {
+  wait_for_wgmma(kPending);
+}
+template <int kPending, int kChains, int kRegisters>
+inline void wgmma_wait(float (&)[kChains][kRegisters]) {
+  wait_for_wgmma(kPending);
+}
+template <int N>
+inline void wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, bool keep) {
+  issue_wgmma(d, N, a, b, keep);
+}
+
+inline uint32_t round_to_bf16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if ((bits & 0x7FFFFFFF) > 0x7F800000) return 0x7FFF;
+  return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+inline uint32_t pack_bf16(float low, float high) { return round_to_bf16(low) | round_to_bf16(high) << 16; }
+inline float bf16_to_float(uint16_t bits) {
+  const uint32_t wide = uint32_t(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, 4);
+  return value;
+}
+inline uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+inline float float_of(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+inline float2 decode_two(uint16_t qdata) { return {value_of_code(qdata & 0xFF), value_of_code(qdata >> 8)}; }
+inline uint32_t encode_four(float a, float b, float c, float d) {
+  return code_of_value(a) | code_of_value(b) << 8 | code_of_value(c) << 16 | uint32_t(code_of_value(d)) << 24;
+}
+inline uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = uint64_t(b) << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) result |= uint32_t(bytes >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
+  return result;
+}
+inline float larger_magnitude(float a, float b) {
+  if (std::isnan(a) || std::isnan(b)) return float_of(0x7FFFFFFF);
+  return std::fmax(a, std::fabs(b));
+}
+inline float reciprocal_about(float x) { return 1.0f / x; }
+inline float exp2_about(float x) { return std::exp2(x); }
+inline uint32_t larger_pair(uint32_t a, uint32_t b) {
+  const uint32_t low = std::max(a & 0x7FFF, b & 0x7FFF), high = std::max(a >> 16 & 0x7FFF, b >> 16 & 0x7FFF);
+  return low | high << 16 | ((a ^ b) & 0x80008000);
+}
+inline uint4 load_16(const uint16_t* from) { return *reinterpret_cast<const uint4*>(from); }
+inline int own_lane() { return thread_index() % 32; }
+inline uint32_t shuffle_xor(uint32_t value, int mask) { return exchange(value, own_lane() ^ mask); }
+inline float shuffle_xor(float value, int mask) { return float_of(shuffle_xor(bits_of(value), mask)); }
+inline float multiply(float a, float b) { return a * b; }
+inline float multiply_add(float a, float b, float c) { return std::fmaf(a, b, c); }
+inline float add(float a, float b) { return a + b; }
+
+}  // namespace sm90

@@ -1,0 +1,164 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What every number format promises to those who ask it, and that nobody tells formats apart himself."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from contract_inputs import gaussian
+
+from jetrl_verl import formats, kernels, reference
+from jetrl_verl.formats.format import SCALE_SUFFIX, Format
+from jetrl_verl.reference import BLOCK, QuantizedTensor
+
+CPU = torch.device("cpu")
+PACKAGE = Path(formats.__file__).parents[1]
+
+IMPLEMENTS = ("formats", "reference", "kernels", "tools/bench")
+"""Where a format's own arithmetic, its kernels and their benchmark are; every other file asks a format."""
+
+
+@pytest.fixture(params=list(formats.FORMATS))
+def number_format(request) -> Format:
+    return formats.get(request.param)
+
+
+@pytest.fixture
+def weight() -> torch.Tensor:
+    return gaussian(2 * BLOCK, 3 * BLOCK).to(torch.bfloat16)
+
+
+def test_names_types_and_vllm_methods_are_each_ones_own():
+    traits = formats.FORMATS.values()
+    assert [each.name for each in traits] == list(formats.FORMATS)
+    assert len({each.vllm_method for each in traits}) == len({formats.get(each.name).dtype for each in traits}) == 2
+    assert formats.get(formats.FLOW).traits.trains and formats.traits_of(formats.UNQUANTIZED) is None
+    assert formats.of(torch.zeros(1)) is None
+    for call in (formats.get, formats.traits_of):
+        with pytest.raises(ValueError, match="'fp4' is not a"):
+            call("fp4")
+
+
+def test_the_catalog_needs_no_torch():
+    program = "import sys; from jetrl_verl.formats.catalog import FORMATS; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent).returncode == 0
+
+
+def test_a_weight_has_the_shapes_that_vllm_is_given_and_is_known_by_its_type(number_format, weight):
+    q = number_format.quantize_weight(weight, "fp32")
+    assert q.qdata.shape == weight.shape and q.qdata.dtype == number_format.dtype
+    assert tuple(q.scales.shape) == number_format.scales_shape(*weight.shape)
+    assert formats.of(q.qdata) is number_format
+    half = number_format.scales_of_rows(q.scales, BLOCK, BLOCK)
+    assert torch.equal(half, number_format.quantize_weight(weight[BLOCK:], "fp32").scales)
+
+
+def test_the_linear_is_the_product_of_what_the_parts_dequantize_to(number_format, weight):
+    x, bias = gaussian(5, 3 * BLOCK).to(torch.bfloat16), gaussian(1, 2 * BLOCK)[0].to(torch.bfloat16)
+    q = number_format.quantize_weight(weight, "fp32")
+    restored = number_format.dequantize_weight(q)
+    # Half a step of the coarser of the two, E4M3, at the largest magnitude.
+    assert (restored - weight.float()).abs().max() <= 2**-4 * weight.abs().max().float()
+    y = number_format.linear(x, q, bias, "fp32")
+    want = x.double() @ restored.double().t() + bias.double()
+    assert y.shape == (5, 2 * BLOCK) and y.dtype == torch.bfloat16
+    assert (y.double() - want).norm() < 0.05 * want.norm()
+
+
+def test_what_an_operation_quantized_is_accepted_or_refused(number_format, weight):
+    x = gaussian(5, 3 * BLOCK).to(torch.bfloat16)
+    q, given = number_format.quantize_weight(weight, "fp32"), kernels.quantize_1x128(x, "fp32")
+    if number_format.accepts_quantized:
+        assert torch.equal(number_format.linear(given, q, None, "fp32"), number_format.linear(x, q, None, "fp32"))
+    else:
+        with pytest.raises(TypeError, match="is not supported with"):
+            number_format.linear(given, q, None, "fp32")
+
+
+def test_the_wire_carries_qdata_then_scales(number_format, weight):
+    q = number_format.quantize_weight(weight, "fp32")
+    (name, qdata), (scale_name, scales) = number_format.wire("layer.weight", q)
+    assert (name, scale_name) == ("layer.weight", "layer.weight" + SCALE_SUFFIX)
+    assert qdata is q.qdata and scales is q.scales
+
+
+def test_a_sum_sees_a_bit_in_its_block_and_nowhere_else(number_format, weight):
+    q = number_format.quantize_weight(weight, "fp32")
+    before = number_format.sums(q)
+    assert before.shape == (2, 3)
+    changed = q.qdata.clone()
+    changed.view(torch.uint8)[BLOCK + 3, 2 * BLOCK + 17] ^= 1
+    differs = number_format.sums(QuantizedTensor(changed, q.scales)) != before
+    assert differs.nonzero().tolist() == [[1, 2]]
+    scales = q.scales.clone()
+    scales.view(torch.int32)[-1, -1] ^= 1
+    differs = number_format.sums(QuantizedTensor(q.qdata, scales)) != before
+    assert differs[1, 2] and not differs[0].any()
+
+
+def test_a_part_of_a_weight_has_the_sums_of_its_blocks(number_format, weight):
+    q = number_format.quantize_weight(weight, "fp32")
+    columns = slice(BLOCK, 3 * BLOCK)
+    scales = q.scales if number_format.columns_per_scale is None else q.scales[:, 1:]
+    part = QuantizedTensor(q.qdata[:, columns], scales)
+    assert torch.equal(number_format.sums(part), number_format.sums(q)[:, 1:])
+
+
+def test_probes_repeat_and_tell_formats_and_rules_apart():
+    probes = {
+        (name, rule): formats.get(name).probe(CPU, rule)
+        for name, traits in formats.FORMATS.items()
+        for rule in traits.scale_rules
+    }
+    assert len(set(probes.values())) == len(probes) == 3
+    assert all(formats.get(name).probe(CPU, rule) == probe for (name, rule), probe in probes.items())
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_weight_that_is_not_finite_is_seen(number_format, weight, bad):
+    q = number_format.quantize_weight(weight, "fp32")
+    assert not number_format.weight_is_nan(q.qdata, q.scales)
+    weight[BLOCK + 1, 200] = bad
+    q = number_format.quantize_weight(weight, "fp32")
+    assert number_format.weight_is_nan(q.qdata, q.scales)
+
+
+def test_only_what_is_measured_tells_what_was_lost(number_format):
+    if number_format.traits.measured:
+        x = torch.tensor([[448.0, 2.0**-8, 2.0**-20, 0.0]])
+        zero, subnormal = number_format.lost(reference.quantize_1x128(x, "fp32").qdata)
+        assert zero.tolist() == [[False, False, True, True]] and subnormal.tolist() == [[False, True, False, False]]
+    else:
+        with pytest.raises(NotImplementedError):
+            number_format.lost(torch.zeros(1, dtype=number_format.dtype))
+
+
+def _names_a_format(path: Path) -> list[str]:
+    """Lines in which a file spells a format's name, its type or one of its functions."""
+    types = {"int8", "float8_e4m3fn", "FP8_DTYPE", "E4M3_MAX", "E4M3_NAN_CODE"}
+    functions = {"quantize_int8", "gemm_int8", "fprop_int8", "quantize_128x128", "dequantize_128x128"}
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and node.value in formats.FORMATS:
+            found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {node.value!r}")
+        name = getattr(node, "attr", None) or getattr(node, "id", None)
+        if isinstance(node, ast.Attribute | ast.Name) and name in types | functions:
+            found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {name}")
+    return found
+
+
+def test_nobody_else_names_a_format():
+    folders = tuple(PACKAGE / name for name in IMPLEMENTS)
+    files = [path for path in sorted(PACKAGE.rglob("*.py")) if not any(folder in path.parents for folder in folders)]
+    files += sorted((PACKAGE / "patches").rglob("*.py"))  # a symlink, which rglob does not follow
+    assert len(files) > 50
+    assert [line for path in files for line in _names_a_format(path)] == []
+
+
+def test_the_search_for_names_finds_them():
+    found = _names_a_format(PACKAGE / "formats/channel_int8.py")
+    assert any("'int8'" in line for line in found) and any("quantize_int8" in line for line in found)

@@ -1,0 +1,180 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The shared operations' Triton kernels under Triton's interpreter. Run by ``test_triton_operations_on_cpu.py`` in its
+own process, because ``TRITON_INTERPRET`` is read when a kernel is decorated and would reach every later test.
+
+To FP32 accuracy where a result is FP32; to one BF16 step where it is BF16, since the interpreter truncates there.
+"""
+
+import pytest
+import reference_operations as reference
+import torch
+from backends import triton_kernels
+
+from jetrl_verl import kernels
+from jetrl_verl.kernels.rms_norm import _heads_in_place
+
+EPS = 1e-6
+BF16_STEP, FP32_STEPS = 2**-7, 2**-20
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).bfloat16()
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor, relative: float) -> None:
+    assert got.shape == want.shape
+    assert ((got.double() - want).abs() <= relative * want.abs() + relative * 2**-6).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 128), (9, 131), (3, 5, 256), (2, 2048), (0, 64)])
+def test_rms_norm(shape):
+    x, residual, weight = normal(*shape), normal(*shape, seed=1), normal(shape[-1], seed=2)
+    y, rstd = triton_kernels.rms_norm(x, weight, EPS)
+    assert_close(y, reference.rms_norm(x.double(), weight.double(), EPS), BF16_STEP)
+    assert_close(rstd, (x.double().square().mean(-1) + EPS).rsqrt(), FP32_STEPS)
+    y, total = triton_kernels.add_rms_norm(x, residual, weight, EPS)
+    assert_close(total, x.double() + residual.double(), BF16_STEP)
+    assert_close(y, reference.rms_norm(total.double(), weight.double(), EPS), BF16_STEP)
+
+
+@pytest.mark.parametrize("shape", [(1, 128), (9, 131), (1203, 128), (3, 5, 256), (2, 4096), (0, 64)])
+def test_gradient_of_rms_norm(shape):
+    x, dy, weight = normal(*shape), normal(*shape, seed=1), normal(shape[-1], seed=2)
+    exact = [t.double().requires_grad_() for t in (x, weight)]
+    reference.rms_norm(*exact, EPS).backward(dy.double())
+    rstd = (x.float().square().mean(-1) + EPS).rsqrt()
+    dx, dw = triton_kernels.rms_norm_backward(dy, x, weight, rstd)
+    assert_close(dx, exact[0].grad, BF16_STEP)
+    assert dw.dtype == torch.float32
+    error = (dw - exact[1].grad).abs().max()
+    assert error <= 1e-5 * exact[1].grad.abs().max()
+
+
+def test_rms_norm_of_unaligned_and_strided_rows():
+    x, weight = normal(7, 3 * 129)[:, 129 : 2 * 129], normal(129, seed=2)
+    y, _ = triton_kernels.rms_norm(x, weight, EPS)
+    assert_close(y, reference.rms_norm(x.double(), weight.double(), EPS), BF16_STEP)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 6])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(5, 2), (1, 1)])
+def test_heads_are_normalised_where_they_lie(tokens, heads, kv_heads):
+    qkv, weight = normal(tokens, (heads + 2 * kv_heads) * 128), normal(128, seed=2)
+    for x in qkv.split([heads * 128, kv_heads * 128, kv_heads * 128], dim=-1):
+        x = x.unflatten(-1, (-1, 128))
+        assert _heads_in_place(x) or tokens < 2 or x.is_contiguous()
+        for got, want in zip(
+            triton_kernels.rms_norm(x, weight, EPS), triton_kernels.rms_norm(x.clone(), weight, EPS), strict=True
+        ):
+            assert got.is_contiguous() and torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        normal(3, 4 * 128 + 4)[:, 4:].unflatten(1, (4, 128)),  # from no 16-byte boundary
+        normal(3, 4 * 128 + 4)[:, :-4].unflatten(1, (4, 128)),  # tokens apart by no whole loads
+        normal(3, 128, 4).mT,
+        normal(3, 8 * 12)[:, : 4 * 12].unflatten(1, (4, 12)),
+    ],
+    ids=["start", "stride", "transposed", "narrow"],
+)
+def test_heads_that_loads_do_not_fit_are_copied(x):
+    assert not _heads_in_place(x)
+    weight = normal(x.shape[-1], seed=2)
+    copied = triton_kernels.rms_norm(x.contiguous(), weight, EPS)
+    assert all(torch.equal(a, b) for a, b in zip(triton_kernels.rms_norm(x, weight, EPS), copied, strict=True))
+
+
+TABLE = kernels.rotary_table(128, 64, {"rope_theta": 1e4})
+
+
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads"), [(1, 1, 1), (9, 3, 3), (3, 32, 8), (4, 7, 1), (0, 2, 2)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_rotary_and_back(tokens, heads, kv_heads, dtype):
+    """Parts of a wider tensor and rows of their own, queries with keys and alone, in any order of positions."""
+    positions = torch.randint(0, 64, (tokens,), dtype=dtype)
+    qkv = normal(tokens, heads + 2 * kv_heads, 128)
+    q, k, _ = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    rotated = triton_kernels.rotary(q, k, TABLE, positions, False)
+    for got, want in zip(rotated, reference.rotary(q.double(), k.double(), TABLE, positions), strict=True):
+        assert got.is_contiguous()
+        assert_close(got, want, BF16_STEP)
+    back = triton_kernels.rotary(*rotated, TABLE, positions, True)
+    for got, want in zip(back, (q, k), strict=True):
+        assert tokens == 0 or (got.double() - want.double()).norm() <= 2 * BF16_STEP * want.double().norm()
+    apart = triton_kernels.rotary(q.contiguous(), q, TABLE, positions, False)
+    assert torch.equal(apart[0], rotated[0]) and torch.equal(apart[1], rotated[0])
+
+
+def test_a_position_without_angles_gives_nan_and_reads_nothing():
+    """The rows beside the table hold numbers, so reading them would show."""
+    table, positions = torch.ones(66, 128).bfloat16(), torch.tensor([63, 64, -1, 2**40, 0])
+    table[1:-1] = TABLE
+    q, k = normal(5, 3, 128), normal(5, 1, 128)
+    for inverse in (False, True):
+        got = triton_kernels.rotary(q, k, table[1:-1], positions, inverse)
+        inside = triton_kernels.rotary(q[::4], k[::4], TABLE, positions[::4], inverse)
+        for x, want in zip(got, inside, strict=True):
+            assert x[1:4].isnan().all() and torch.equal(x[::4], want)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (9, 131), (2, 3, 1500), (0, 8)])
+def test_silu_mul_and_its_gradient(shape):
+    both = normal(*shape[:-1], 2 * shape[-1]) * 3
+    gate, up = both.chunk(2, dim=-1)
+    dy = normal(*shape, seed=5)
+    exact = [x.double().requires_grad_() for x in (gate, up)]
+    expected = reference.silu_mul(*exact)
+    expected.backward(dy.double())
+    assert_close(triton_kernels.silu_mul(gate, up), expected.detach(), BF16_STEP)
+    for got, x in zip(triton_kernels.silu_mul_backward(dy, gate, up), exact, strict=True):
+        assert_close(got, x.grad, BF16_STEP)
+
+
+@pytest.mark.parametrize(("rows", "k", "columns"), [(1, 128, 99), (70, 200, 130), (131, 64, 300), (0, 64, 8)])
+def test_logits(rows, k, columns):
+    hidden, weight = normal(rows, k), normal(columns, k, seed=1)
+    got = triton_kernels.logits(hidden, weight)
+    expected = hidden.double() @ weight.double().t()
+    assert got.dtype == torch.float32 and got.shape == expected.shape
+    assert (got - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_logits_of_a_batch_are_no_view():
+    got = triton_kernels.logits(normal(2, 3, 64), normal(40, 64, seed=1))
+    assert got.shape == (2, 3, 40) and not got._is_view()
+
+
+@pytest.mark.parametrize("columns", [1, 99, 4096, 9001])
+def test_log_probs(columns):
+    logits = normal(6, columns + 3).float()[:, :columns] * 6
+    logits[:, columns // 2 + 1 :] = -torch.inf
+    tokens = torch.randint(0, columns // 2 + 1, (6, 2))
+    temperature = torch.tensor([0.3, 0.7, 1.0, 1.0, 1.5, 2.0])
+    got = triton_kernels.log_probs(logits, tokens, temperature)
+    expected = reference.log_probs(logits.double(), tokens, temperature)
+    assert got.dtype == torch.float32
+    assert (got - expected).abs().max() <= 1e-5 * max(1, expected.abs().max())
+
+
+@pytest.mark.parametrize(("columns", "asked"), [(1, 1), (99, 2), (9001, 1)])
+def test_gradient_of_log_probs(columns, asked):
+    logits = normal(5, columns + 3).float()[:, :columns] * 6
+    logits[:, columns // 2 + 1 :] = -torch.inf
+    tokens = torch.randint(0, columns // 2 + 1, (5, asked))
+    temperature = torch.tensor([0.3, 0.7, 1.0, 1.5, 2.0])
+    gradient = normal(5, asked, seed=3).float()
+    exact = logits.double().requires_grad_()
+    reference.log_probs(exact, tokens, temperature).backward(gradient.double())
+    got = triton_kernels.log_probs_backward(gradient, logits, tokens, temperature)
+    assert got.dtype == torch.float32
+    assert_close(got, exact.grad, 2**-16)
+
+
+def test_log_probs_of_a_row_with_nan_is_nan():
+    logits = torch.zeros(2, 50)
+    logits[1, 7] = torch.nan
+    got = triton_kernels.log_probs(logits, torch.zeros(2, 1, dtype=torch.int64), torch.ones(2))
+    assert got[0].isfinite() and got[1].isnan()

@@ -1,0 +1,37 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The shared operations as formulas in float64, for autograd: no rounding between input and output."""
+
+import torch
+import torch.nn.functional as F
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def rotary(q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
+    cos, sin = table[positions].double().unsqueeze(1).chunk(2, -1)
+    halves = (x.chunk(2, -1) for x in (q, k))
+    return [torch.cat([first * cos - second * sin, second * cos + first * sin], -1) for first, second in halves]
+
+
+def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float):
+    outputs = []
+    for start, stop in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+        parts = [x[start:stop].transpose(0, 1)[None] for x in (q, k, v)]
+        out = F.scaled_dot_product_attention(*parts, is_causal=True, scale=scale, enable_gqa=True)
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return hidden @ weight.t()
+
+
+def log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    return (logits / temperature[:, None].double()).log_softmax(-1).gather(1, tokens)

@@ -1,0 +1,165 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Operations that quantize their result, on the CPU: the plain one, then the quantizer; and who reads the qdata."""
+
+from collections import Counter
+
+import pytest
+import torch
+from tiny_models import FAMILIES, tiny_model
+
+from jetrl_verl import kernels, reference
+from jetrl_verl.kernels.fprop import fprop_quantized
+from jetrl_verl.kernels.rms_norm import add_rms_norm_quantize_1x128, rms_norm_quantize_1x128
+from jetrl_verl.kernels.silu_mul import silu_mul_backward_quantize, silu_mul_quantize, silu_mul_quantize_1x128
+from jetrl_verl.models.plan import plan_linears
+from jetrl_verl.nn.linear import JetLinear
+from jetrl_verl.nn.replace import replace_linears
+from jetrl_verl.reference import SCALE_RULES, QuantizedTensor
+from jetrl_verl.train import shared_operations
+
+EPS = 1e-6
+SHAPE = (2, 65, 256)
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).bfloat16()
+
+
+def assert_qdata_of(q: QuantizedTensor, x: torch.Tensor, rule: str, quantize=reference.quantize_1x128) -> None:
+    want = quantize(x.reshape(-1, x.shape[-1]), rule)
+    assert torch.equal(q.qdata.view(torch.uint8), want.qdata.view(torch.uint8)) and torch.equal(q.scales, want.scales)
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_norms(rule):
+    x, residual, weight = normal(*SHAPE), normal(*SHAPE), normal(256)
+    quantized = rms_norm_quantize_1x128(x, weight, EPS, rule)
+    assert torch.equal(quantized.source, kernels.rms_norm(x, weight, EPS))
+    assert_qdata_of(quantized, quantized.source, rule)
+    expected, expected_total = kernels.add_rms_norm(x, residual, weight, EPS)
+    for with_normed in (True, False):
+        quantized, total = add_rms_norm_quantize_1x128(x, residual, weight, EPS, rule, with_normed=with_normed)
+        assert torch.equal(total, expected_total)
+        assert torch.equal(quantized.source, expected) if with_normed else quantized.source is None
+        assert_qdata_of(quantized, expected, rule)
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_activation_and_its_gradient(rule):
+    gate, up = normal(2, 65, 512).chunk(2, dim=-1)
+    expected = kernels.silu_mul(gate, up)
+    for with_product in (True, False):
+        for with_colwise in (True, False):
+            options = dict(with_product=with_product, with_colwise=with_colwise)
+            rowwise, colwise = silu_mul_quantize(gate, up, rule, **options)
+            assert torch.equal(rowwise.source, expected) if with_product else rowwise.source is None
+            assert_qdata_of(rowwise, expected, rule)
+            if with_colwise:
+                assert_qdata_of(colwise, expected, rule, reference.quantize_128x1)
+            else:
+                assert colwise is None
+    dy, operands = normal(*SHAPE), [gate.clone().requires_grad_(), up.clone().requires_grad_()]
+    kernels.silu_mul(*operands).backward(dy)
+    found = silu_mul_backward_quantize(dy, gate, up, rule)
+    for x, rowwise, colwise in zip(operands, found[::2], found[1::2], strict=True):
+        assert_qdata_of(rowwise, x.grad, rule)
+        assert_qdata_of(colwise, x.grad, rule, reference.quantize_128x1)
+
+
+def test_gradients_are_those_of_the_plain_operations():
+    inputs = {"norm": (normal(*SHAPE), normal(256)), "activation": (normal(*SHAPE), normal(*SHAPE))}
+    dy = normal(*SHAPE)
+    for name, plain, quantizing in (
+        ("norm", lambda x, w: kernels.rms_norm(x, w, EPS), lambda x, w: rms_norm_quantize_1x128(x, w, EPS, "fp32")),
+        ("activation", kernels.silu_mul, lambda gate, up: silu_mul_quantize_1x128(gate, up, "fp32")),
+    ):
+        gradients = []
+        for operation in (plain, lambda *operands, quantizing=quantizing: quantizing(*operands).source):
+            operands = [x.clone().requires_grad_() for x in inputs[name]]
+            operation(*operands).backward(dy)
+            gradients.append([x.grad for x in operands])
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_qdata_carry_no_gradient():
+    x, weight = normal(*SHAPE).requires_grad_(), normal(256)
+    q = rms_norm_quantize_1x128(x, weight, EPS, "fp32")
+    assert q.source.requires_grad and not q.qdata.requires_grad and not q.scales.requires_grad
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "silu_mul", "silu_mul_backward"])
+def test_fake_results_agree_with_the_real_ones(name):
+    x, weight = normal(130, 384), normal(384)
+    operator, arguments = {
+        "rms_norm": ("rms_norm_quantize_1x128", (x, weight, EPS, "fp32")),
+        "add_rms_norm": ("add_rms_norm_quantize_1x128", (x, x, weight, EPS, "fp32", False)),
+        "silu_mul": ("silu_mul_quantize", (x, x, "fp32", False, True)),
+        "silu_mul_backward": ("silu_mul_backward_quantize", (x, x, x, "fp32")),
+    }[name]
+    torch.library.opcheck(getattr(torch.ops.jetrl, operator), arguments, test_utils=("test_faketensor",))
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_a_linear_that_is_given_qdata_computes_what_it_computes_from_rows(rule):
+    weight, bias = kernels.quantize_128x128(normal(384, 256), rule), normal(384)
+    quantized = rms_norm_quantize_1x128(normal(65, 256), normal(256), EPS, rule)
+    for b in (None, bias):
+        assert torch.equal(fprop_quantized(quantized, *weight, b), kernels.fprop(quantized.source, *weight, b, rule))
+    torch.library.opcheck(torch.ops.jetrl.fprop_quantized, (*quantized, *weight, bias), test_utils=("test_faketensor",))
+
+
+def test_qdata_that_are_none_or_do_not_fit_are_refused():
+    weight = kernels.quantize_128x128(normal(384, 256), "fp32")
+    qdata, scales = kernels.quantize_1x128(normal(3, 128), "fp32")
+    with pytest.raises(ValueError, match=r"jetrl::fprop_quantized: x \(3, 128\) does not fit the weight \(384, 256\)"):
+        fprop_quantized(QuantizedTensor(qdata, scales), *weight, None)
+    with pytest.raises(ValueError, match="input qdata are torch.bfloat16, expected torch.float8_e4m3fn"):
+        fprop_quantized(QuantizedTensor(normal(3, 256), scales), *weight, None)
+    with pytest.raises(ValueError, match="weight qdata are torch.bfloat16, expected torch.float8_e4m3fn"):
+        fprop_quantized(QuantizedTensor(qdata, scales), normal(384, 128), weight.scales, None)
+
+
+def test_other_inputs_are_refused():
+    x = normal(4, 200)
+    with pytest.raises(ValueError, match=r"rows of 200 elements are not whole groups of 128"):
+        rms_norm_quantize_1x128(x, normal(200), EPS, "fp32")
+    with pytest.raises(ValueError, match="unknown scale rule"):
+        silu_mul_quantize_1x128(normal(4, 128), normal(4, 128), "mx")
+    with pytest.raises(TypeError, match="up is torch.float32, expected torch.bfloat16"):
+        silu_mul_quantize_1x128(normal(4, 128), torch.zeros(4, 128), "fp32")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_trainers_linears_take_the_qdata_that_norms_and_activation_made(monkeypatch, family):
+    """Of a decoder layer's four inputs three come with qdata; the bits are those of quantizing in the linear."""
+
+    def logits_and_gradients() -> tuple[list[torch.Tensor], Counter]:
+        changes = {"sliding_window": None} if family == "mistral" else {}
+        model = tiny_model(family, **changes)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+        replace_linears(model, plan_linears(model.config), scale_rule="fp32")
+        shared_operations.share_operations(model)
+        calls = Counter()
+        with monkeypatch.context() as patch:
+            # Linears call the first, norms and activation on the CPU the second.
+            for package in (kernels, reference):
+
+                def counted(*args, stock=package.quantize_1x128):
+                    calls["quantized"] += 1
+                    return stock(*args)
+
+                patch.setattr(package, "quantize_1x128", counted)
+            logits = model(input_ids=torch.arange(9)[None], use_cache=False).logits
+        logits.square().sum().backward()
+        return [logits, *(p.grad for p in model.parameters())], calls
+
+    handed_on, calls = logits_and_gradients()
+    assert calls["quantized"] == 4 * 2
+    # Every layer gets the tensor that was quantized, and quantizes it itself.
+    own = JetLinear.forward
+    monkeypatch.setattr(JetLinear, "forward", lambda self, x: own(self, getattr(x, "source", x)))
+    quantized_again, calls = logits_and_gradients()
+    assert calls["quantized"] > (3 + 4) * 2
+    assert all(torch.equal(a, b) for a, b in zip(handed_on, quantized_again, strict=True))

@@ -1,0 +1,388 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Each shared operation on the CPU: its value and gradient, and that a row's result depends on that row alone."""
+
+import math
+
+import pytest
+import reference_operations as reference
+import torch
+
+from jetrl_verl import kernels
+
+EPS = 1e-6
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+SCALE = 128**-0.5
+ROUNDING = 2**-8
+"""Relative spacing of BF16; a rounding is off by half of it."""
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).bfloat16()
+
+
+def sequences(*lengths: int) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def check_gradient(shared, formula, *inputs: torch.Tensor) -> None:
+    """Value and gradients of ``shared`` on BF16 or FP32 inputs against float64 autograd through ``formula``."""
+    ours = [x.clone().requires_grad_() for x in inputs]
+    exact = [x.double().requires_grad_() for x in inputs]
+    y, expected = shared(*ours), formula(*exact)
+    assert (y.double() - expected).norm() <= ROUNDING / 2 * expected.norm()
+    gradient = normal(*y.shape, seed=9).to(y.dtype)
+    y.backward(gradient)
+    expected.backward(gradient.double())
+    for mine, theirs in zip(ours, exact, strict=True):
+        assert mine.grad.dtype == mine.dtype
+        assert (mine.grad.double() - theirs.grad).norm() <= ROUNDING * theirs.grad.norm()
+
+
+def test_gradient_of_rms_norm():
+    check_gradient(
+        lambda x, w: kernels.rms_norm(x, w, EPS),
+        lambda x, w: reference.rms_norm(x, w, EPS),
+        normal(5, 7, 256),
+        normal(256, seed=1),
+    )
+
+
+def test_gradient_of_rotary():
+    table, positions = kernels.rotary_table(128, 64, ROPE), torch.randint(0, 64, (33,))
+    check_gradient(
+        lambda q, k: torch.cat(kernels.rotary(q, k, table, positions), dim=1),
+        lambda q, k: torch.cat(reference.rotary(q, k, table, positions), dim=1),
+        normal(33, 3, 128),
+        normal(33, 2, 128),
+    )
+
+
+def test_rotary_of_parts_of_a_wider_tensor_in_any_order_of_positions():
+    table = kernels.rotary_table(128, 64, ROPE)
+    positions = torch.tensor([63, 0, 5, 5, 62, 5, 1])
+    q, k, _ = normal(7, 5, 128).split([3, 1, 1], dim=1)
+    whole = kernels.rotary(q, k, table, positions)
+    for n, position in enumerate(positions.to(torch.int32)):
+        alone = kernels.rotary(q[n : n + 1].clone(), k[n : n + 1].clone(), table, position[None])
+        assert all(torch.equal(one[0], all_[n]) for one, all_ in zip(alone, whole, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "sentence"),
+    [
+        (
+            dict(positions=torch.tensor([0, 64])),
+            IndexError,
+            "positions from 0 to 64 leave the table of 64; use shorter",
+        ),
+        (dict(positions=torch.tensor([-1, 3])), IndexError, "positions from -1 to 3 leave the table of 64"),
+        (dict(positions=torch.tensor([0.0, 1.0])), TypeError, "positions are torch.float32, expected torch.int64"),
+        (dict(positions=torch.arange(3)), ValueError, r"do not fit positions \(3,\) and a table of width 128"),
+        (dict(positions=torch.zeros(2, 1, dtype=torch.int64)), ValueError, r"do not fit positions \(2, 1\)"),
+        (dict(k=normal(2, 1, 64)), ValueError, r"k \(2, 1, 64\) do not fit"),
+    ],
+)
+def test_rotary_refuses_what_does_not_fit(change, error, sentence):
+    inputs = dict(q=normal(2, 3, 128), k=normal(2, 1, 128), table=kernels.rotary_table(128, 64, ROPE))
+    with pytest.raises(error, match=sentence):
+        kernels.rotary(**inputs | dict(positions=torch.arange(2)) | change)
+
+
+def test_heads_of_a_merged_projection_are_normalised_as_heads_of_their_own():
+    weight = normal(128, seed=3)
+    for x in normal(9, 7 * 128).split([4 * 128, 2 * 128, 128], dim=-1):
+        x = x.unflatten(-1, (-1, 128))
+        got = kernels.rms_norm(x, weight, EPS)
+        assert got.is_contiguous() and torch.equal(got, kernels.rms_norm(x.clone(), weight, EPS))
+    torch.library.opcheck(torch.ops.jetrl.rms_norm, (x, weight, EPS), test_utils=("test_faketensor",))
+
+
+def test_gradient_of_silu_mul():
+    check_gradient(kernels.silu_mul, reference.silu_mul, normal(9, 131).mul(4), normal(9, 131, seed=2))
+
+
+@pytest.mark.parametrize("lengths", [(1,), (5, 123, 1), (64, 64)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (4, 2), (3, 3)])
+def test_gradient_of_attention(lengths, heads, kv_heads):
+    cu, tokens = sequences(*lengths), sum(lengths)
+    check_gradient(
+        lambda q, k, v: kernels.attention(q, k, v, cu, max(lengths), SCALE),
+        lambda q, k, v: reference.attention(q, k, v, cu, SCALE),
+        normal(tokens, heads, 128),
+        normal(tokens, kv_heads, 128, seed=1),
+        normal(tokens, kv_heads, 128, seed=2),
+    )
+
+
+def test_gradient_of_logits():
+    check_gradient(kernels.logits, reference.logits, normal(2, 17, 256), normal(99, 256, seed=1))
+
+
+def test_gradient_of_log_probs():
+    tokens = torch.randint(0, 300, (41, 2))
+    temperature = torch.rand(41) + 0.5
+    check_gradient(
+        lambda x: kernels.log_probs(x, tokens, temperature),
+        lambda x: reference.log_probs(x, tokens, temperature),
+        normal(41, 300).float() * 5,
+    )
+
+
+def test_log_probs_are_rounded_once():
+    x = normal(64, 1000).float() * 8
+    tokens, temperature = torch.randint(0, 1000, (64, 3)), torch.full((64,), 0.7)
+    expected = reference.log_probs(x.double(), tokens, temperature)
+    found = kernels.log_probs(x, tokens, temperature)
+    spacing = torch.nextafter(found.abs(), torch.tensor(torch.inf)) - found.abs()
+    # Half of it by the one rounding; the terms of the sum are 2^-32 apart.
+    assert ((found - expected).abs() <= 0.5 * spacing + 1000 * 2**-33).all()
+
+
+def test_attention_over_more_keys_than_a_block_and_of_values_far_apart():
+    q, k, v = (normal(2300, heads, 128, seed=heads) for heads in (2, 1, 1))
+    v = v * torch.exp2(torch.randint(-30, 20, (2300, 1, 1)).float()).bfloat16()
+    cu = sequences(2300)
+    expected = reference.attention(q.double(), k.double(), v.double(), cu, SCALE)
+    got = kernels.attention(q, k, v, cu, 2300, SCALE)
+    assert ((got.double() - expected).abs() <= ROUNDING * expected.abs().amax(-1, keepdim=True)).all()
+
+
+def rows_and_functions():
+    """Name, rows of input (first dimension) and the operation on them."""
+    weight, head = normal(256, seed=3), normal(99, 256, seed=4)
+    table = kernels.rotary_table(128, 8192, ROPE)
+    tokens = torch.arange(4097) % 99
+    yield "rms_norm", normal(4097, 256), lambda x, rows: kernels.rms_norm(x, weight, EPS)
+    yield "add_rms_norm", normal(4097, 256), lambda x, rows: torch.cat(kernels.add_rms_norm(x, x.flip(-1), weight, EPS))
+    yield "qk_norm", normal(4097, 2, 128), lambda x, rows: kernels.rms_norm(x, weight[:128], EPS)
+    yield (
+        "rotary",
+        normal(4097, 3, 128),
+        lambda x, rows: torch.cat(kernels.rotary(x[:, :2], x[:, 2:], table, rows), dim=1),
+    )
+    yield "silu_mul", normal(4097, 130), lambda x, rows: kernels.silu_mul(*x.chunk(2, -1))
+    yield "logits", normal(4097, 256), lambda x, rows: kernels.logits(x, head)
+    yield (
+        "log_probs",
+        kernels.logits(normal(4097, 256), head),
+        lambda x, rows: kernels.log_probs(x, tokens[rows, None], 0.5 + rows / 4097),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "x", "function"), list(rows_and_functions()), ids=lambda value: value if type(value) is str else ""
+)
+def test_a_rows_result_does_not_depend_on_the_rows_around_it(name, x, function):
+    rows = torch.arange(len(x))
+    whole = function(x, rows)
+    parts = 2 if name == "add_rms_norm" else 1
+    generator = torch.Generator().manual_seed(0)
+    for count in [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 257, 1000, 4096]:
+        chosen = torch.randperm(len(x), generator=generator)[:count]
+        expected = whole.unflatten(0, (parts, -1))[:, chosen].flatten(0, 1)
+        assert torch.equal(function(x[chosen], chosen), expected), count
+
+
+@pytest.mark.parametrize("operation", ["rms_norm", "logits"])
+def test_the_order_of_a_contraction_does_not_matter(operation):
+    """Stronger than invariance to the batch, and the reason for it: no sum is rounded."""
+    x, w = normal(50, 1000), normal(50, 1000, seed=5)
+    order = torch.randperm(1000)
+    if operation == "logits":
+        assert torch.equal(kernels.logits(x[:, order], w[:, order]), kernels.logits(x, w))
+    else:
+        assert torch.equal(kernels.rms_norm(x[:, order], w[0, order], EPS), kernels.rms_norm(x, w[0], EPS)[:, order])
+
+
+def test_results_do_not_depend_on_the_number_of_threads():
+    x, head, weight = normal(257, 512), normal(300, 512, seed=1), normal(512, seed=2)
+    q, k, v = (normal(257, heads, 128, seed=heads) for heads in (4, 2, 2))
+
+    def run() -> list[torch.Tensor]:
+        logits = kernels.logits(x, head)
+        return [
+            kernels.rms_norm(x, weight, EPS),
+            kernels.silu_mul(x, x.flip(-1)),
+            kernels.attention(q, k, v, sequences(200, 57), 200, SCALE),
+            logits,
+            kernels.log_probs(logits, torch.zeros(257, 1, dtype=torch.int64), torch.ones(257)),
+        ]
+
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = run()
+        torch.set_num_threads(3)
+        three = run()
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(one, three, strict=True))
+
+
+class Cache:
+    """A paged cache of one layer whose blocks lie in random order and whose unwritten slots hold NaN."""
+
+    def __init__(self, requests: int, longest: int, kv_heads: int, block: int = 16) -> None:
+        per_request = -(-longest // block)
+        self.table = torch.randperm(requests * per_request).view(requests, per_request)
+        shape = (requests * per_request, kv_heads, block, 128)
+        self.keys, self.values = (torch.full(shape, torch.nan, dtype=torch.bfloat16) for _ in range(2))
+
+    def write(self, request: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        positions = torch.arange(start, start + len(k))
+        blocks, offsets = self.table[request][positions // 16], positions % 16
+        self.keys[blocks, :, offsets] = kernels.cache_form(k)
+        self.values[blocks, :, offsets] = kernels.cache_form(v)
+
+
+@pytest.mark.parametrize("lengths", [(70, 1, 33, 128), (1100,)])
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_decode_and_chunked_prefill_equal_whole_sequences(lengths, chunk):
+    """A rollout's way through a cache, chunk by chunk, all requests in one call, against the trainer's packed batch."""
+    chunk = max(chunk, max(lengths) // 32)
+    q, k, v = (normal(sum(lengths), heads, 128, seed=heads) for heads in (4, 2, 2))
+    cu = sequences(*lengths)
+    whole = kernels.attention(q, k, v, cu, max(lengths), SCALE)
+    cache = Cache(len(lengths), max(lengths), 2)
+    for start in range(0, max(lengths), chunk):
+        live = [r for r, length in enumerate(lengths) if length > start]
+        spans = [slice(int(cu[r]) + start, int(cu[r]) + min(start + chunk, lengths[r])) for r in live]
+        for r, span in zip(live, spans, strict=True):
+            cache.write(r, start, k[span], v[span])
+        fresh = torch.tensor([0] + [span.stop - span.start for span in spans])
+        held = torch.tensor([span.stop for span in spans]) - cu[live]
+        got = kernels.paged_attention(
+            torch.cat([q[span] for span in spans]), cache.keys, cache.values, fresh.cumsum(0), held,
+            cache.table[live], SCALE,
+        )  # fmt: skip
+        assert torch.equal(got, torch.cat([whole[span] for span in spans]))
+
+
+def test_attention_does_not_see_the_sequences_beside_its_own():
+    lengths = (40, 3, 77, 1)
+    q, k, v = (normal(sum(lengths), heads, 128, seed=heads) for heads in (2, 1, 1))
+    cu = sequences(*lengths)
+    whole = kernels.attention(q, k, v, cu, 77, SCALE)
+    for start, stop in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
+        alone = kernels.attention(
+            q[start:stop], k[start:stop], v[start:stop], sequences(stop - start), stop - start, SCALE
+        )
+        assert torch.equal(alone, whole[start:stop])
+
+
+def test_what_is_not_finite_stays_in_its_row_and_is_not_lost():
+    x = normal(4, 256)
+    x[1, 5], x[2, 6] = torch.nan, torch.inf
+    for y in (kernels.rms_norm(x, normal(256), EPS), kernels.silu_mul(x, x), kernels.logits(x, normal(9, 256))):
+        assert y[0].isfinite().all() and y[3].isfinite().all()
+        assert not y[1].isfinite().all() and not y[2].isfinite().all()
+    logits = torch.zeros(3, 5)
+    logits[1, 2] = torch.nan
+    found = kernels.log_probs(logits, torch.zeros(3, 1, dtype=torch.int64), torch.ones(3))
+    assert found[1].isnan() and found[0] == found[2] == torch.tensor(-math.log(5))
+    q, k, v = (normal(6, 1, 128, seed=s) for s in range(3))
+    k[4, 0, 0] = torch.nan
+    out = kernels.attention(q, k, v, sequences(3, 3), 3, SCALE)
+    assert out[:4].isfinite().all() and out[4:].isnan().all()
+
+
+def test_zeros_and_large_values():
+    zeros = torch.zeros(3, 256).bfloat16()
+    assert torch.equal(kernels.rms_norm(zeros, normal(256), EPS), zeros)
+    large = torch.full((3, 256), 3e38).bfloat16()
+    assert torch.equal(kernels.rms_norm(large, torch.ones(256), EPS), torch.ones(3, 256).bfloat16())
+    gate = torch.tensor([-torch.inf, -3e38, -100.0, 0.0, 100.0, 3e38]).bfloat16()
+    assert torch.equal(
+        kernels.silu_mul(gate, torch.ones(6).bfloat16())[[0, 1, 3, 4, 5]], gate.clamp(min=0)[[0, 1, 3, 4, 5]]
+    )
+    q, v = zeros[:, :128].unsqueeze(1), normal(3, 1, 128)
+    means = v.double().cumsum(0) / torch.arange(1, 4)[:, None, None]
+    assert torch.equal(kernels.attention(q, q, v, sequences(3), 3, SCALE), means.bfloat16())
+
+
+@pytest.mark.parametrize("hidden", [-torch.inf, torch.finfo(torch.float32).min * 2.0**-64])
+def test_entries_that_may_not_be_sampled_take_no_part(hidden):
+    """Minus infinity, as the rollout masks, and a number so low, as the trainer does, leave the same bits."""
+    logits = normal(20, 90).float() * 3
+    tokens, temperature = torch.randint(0, 90, (20, 1)), torch.full((20,), 0.6)
+    padded = torch.cat([logits, torch.full((20, 6), hidden)], dim=-1)
+    assert torch.equal(kernels.log_probs(padded, tokens, temperature), kernels.log_probs(logits, tokens, temperature))
+
+
+@pytest.mark.parametrize("parameters", [ROPE, LLAMA3], ids=["default", "llama3"])
+def test_the_table_is_that_of_hugging_face(parameters):
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = LlamaConfig(head_dim=128, max_position_embeddings=8192, rope_parameters=dict(parameters))
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(8192)[None])
+    theirs = torch.cat([cos[0, :, :64], sin[0, :, :64]], dim=-1)
+    ours = kernels.rotary_table(128, 8192, parameters)
+    assert ours.dtype == torch.bfloat16 and ours.shape == (8192, 128)
+    # FP32 angles are off by up to 8192 * 2^-24 of a turn's radian.
+    assert (ours.float() - theirs).abs().max() <= 2**-9 + 8192 * 2**-23
+    assert torch.equal(kernels.rotary_table(128, 1500, parameters), ours[:1500])
+
+
+def test_unknown_rotary_scaling_is_refused():
+    with pytest.raises(ValueError, match="rope_type=yarn has no shared implementation, only default and llama3"):
+        kernels.rotary_table(128, 8, {"rope_type": "yarn", "rope_theta": 1e4})
+    with pytest.raises(ValueError, match="partial_rotary_factor"):
+        kernels.rotary_table(128, 8, {"rope_theta": 1e4, "partial_rotary_factor": 0.5})
+
+
+def test_another_head_dimension_is_refused_in_one_sentence():
+    q = normal(4, 1, 64)
+    with pytest.raises(
+        ValueError, match="exists for heads of 128 and this model has heads of 64; use precision=jet_fp8"
+    ):
+        kernels.attention(q, q, q, sequences(4), 4, 0.125)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda x: kernels.rms_norm(x, x[0], EPS), "rms_norm: x"),
+        (lambda x: kernels.add_rms_norm(x.bfloat16(), x, x[0], EPS), "add_rms_norm: residual"),
+        (lambda x: kernels.silu_mul(x.bfloat16(), x), "silu_mul: up"),
+        (lambda x: kernels.logits(x, x), "logits: hidden"),
+        (lambda x: kernels.rotary(x.bfloat16(), x, x, x), "rotary: k"),
+    ],
+)
+def test_activations_of_another_type_are_refused(call, name):
+    with pytest.raises(TypeError, match=f"{name} is torch.float32, expected torch.bfloat16; cast it where it is made"):
+        call(torch.randn(2, 128))
+
+
+def test_bf16_logits_are_refused():
+    with pytest.raises(TypeError, match="logits are torch.bfloat16"):
+        kernels.log_probs(normal(2, 8), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2))
+
+
+def test_operands_that_do_not_fit_are_refused_as_a_gpu_has_to():
+    """A CPU would expand them; a kernel goes by one operand's shape and reads what lies behind the other."""
+    x, weight = torch.ones(4, 256).bfloat16(), torch.ones(256).bfloat16()
+    scores, tokens = torch.zeros(4, 16), torch.zeros(4, 1, dtype=torch.int64)
+    for call in (
+        lambda: kernels.rms_norm(x, weight[:128], 1e-6),
+        lambda: kernels.add_rms_norm(x, x[:1], weight, 1e-6),
+        lambda: kernels.rms_norm_quantize_1x128(x, weight[:128], 1e-6, "fp32"),
+        lambda: kernels.add_rms_norm_quantize_1x128(x, x[:1], weight, 1e-6, "fp32", with_normed=True),
+        lambda: kernels.logits(x[:, :128], x),
+        lambda: kernels.log_probs(scores, tokens, torch.ones(1)),
+        lambda: kernels.log_probs(scores, tokens[:1], torch.ones(4)),
+        lambda: kernels.silu_mul(x, x[:1]),
+        lambda: kernels.silu_mul_quantize_1x128(x, x[:1], "fp32"),
+        lambda: kernels.silu_mul_backward_quantize(x[:1], x, x, "fp32"),
+    ):
+        with pytest.raises(ValueError, match=r"has shape \(.*\), expected \(.*\); nothing is broadcast"):
+            call()

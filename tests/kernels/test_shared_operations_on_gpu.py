@@ -1,0 +1,197 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The shared operations on a GPU: right, and the same in every bit for any batch, chunking and entry point."""
+
+import pytest
+import reference_operations as reference
+import torch
+
+from jetrl_verl import kernels
+from jetrl_verl.sync.operations_probe import operation_sums
+
+EPS = 1e-6
+SCALE = 128**-0.5
+BF16_STEP = 2**-8
+COUNTS = [1, 2, 3, 7, 16, 17, 64, 65, 100, 128, 129, 257, 1000, 4096]
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).bfloat16().cuda()
+
+
+def sequences(*lengths: int) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).cuda()
+
+
+@pytest.mark.parametrize("k", [128, 1536, 4096, 5120])
+def test_norms_do_not_see_the_batch_and_the_fused_one_equals_the_two_steps(k):
+    x, residual, weight = normal(4097, k), normal(4097, k, seed=1), normal(k, seed=2)
+    whole = kernels.rms_norm(x, weight, EPS)
+    expected = reference.rms_norm(x.double(), weight.double(), EPS)
+    assert (whole.double() - expected).norm() <= BF16_STEP / 2 * expected.norm()
+    y, total = kernels.add_rms_norm(x, residual, weight, EPS)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(y, kernels.rms_norm(x + residual, weight, EPS))
+    for count in COUNTS:
+        rows = torch.randperm(4097, device="cuda")[:count]
+        assert torch.equal(kernels.rms_norm(x[rows], weight, EPS), whole[rows])
+        assert torch.equal(kernels.add_rms_norm(x[rows], residual[rows], weight, EPS)[0], y[rows])
+
+
+@pytest.mark.parametrize(("k", "columns"), [(2048, 151936), (4096, 32000), (896, 99)])
+def test_logits_and_log_probs_do_not_see_the_batch(k, columns):
+    hidden, weight = normal(1025, k), normal(columns, k, seed=1)
+    whole = kernels.logits(hidden, weight)
+    expected = hidden[:64].double() @ weight.double().t()
+    # The tensor core adds 16 products at a time and cuts the sum to FP32: less than one step of 2^-23 each time.
+    assert (whole[:64] - expected).norm() <= k / 16 * 2**-24 * expected.norm()
+    tokens = torch.arange(1025, device="cuda")[:, None] % columns
+    temperature = torch.linspace(0.4, 1.6, 1025).cuda()
+    found = kernels.log_probs(whole, tokens, temperature)
+    exact = reference.log_probs(whole[:64].double(), tokens[:64], temperature[:64])
+    assert (found[:64] - exact).abs().max() <= 1e-5 * exact.abs().max()
+    for count in COUNTS:
+        rows = torch.randperm(1025, device="cuda")[:count]
+        some = kernels.logits(hidden[rows], weight)
+        assert torch.equal(some, whole[rows])
+        assert torch.equal(kernels.log_probs(some, tokens[rows], temperature[rows]), found[rows])
+
+
+def test_unused_vocabulary_is_masked_in_place_under_autograd():
+    hidden, weight = normal(2, 5, 128).requires_grad_(), normal(40, 128, seed=1).requires_grad_()
+    found = kernels.logits(hidden, weight)
+    found[..., 33:] = -1e30
+    found[..., :33].sum().backward()
+    assert hidden.grad is not None and weight.grad[33:].abs().max() == 0
+
+
+def test_rotary_and_activation_do_not_see_the_batch():
+    table = kernels.rotary_table(128, 8192, {"rope_theta": 1e6}).cuda()
+    qkv, both = normal(4097, 48, 128), normal(4097, 2 * 3072)
+    positions = torch.arange(4097, device="cuda").flip(0) // 2
+    q, k, _ = qkv.split([32, 8, 8], dim=1)
+    rotated, active = kernels.rotary(q, k, table, positions), kernels.silu_mul(*both.chunk(2, -1))
+    assert torch.equal(active, kernels.silu_mul(*(half.contiguous() for half in both.chunk(2, -1))))
+    copied = kernels.rotary(q.contiguous(), k.contiguous(), table, positions.to(torch.int32))
+    # A product of BF16 values is exact in FP32 and a sum of two of them is rounded once: the CPU has the same bits.
+    on_cpu = kernels.rotary(q.cpu(), k.cpu(), table.cpu(), positions.cpu())
+    for got, copy, other in zip(rotated, copied, on_cpu, strict=True):
+        assert got.is_contiguous() and torch.equal(got, copy) and torch.equal(got.cpu(), other)
+    for count in COUNTS:
+        some = torch.randperm(4097, device="cuda")[:count]
+        found = kernels.rotary(q[some], k[some], table, positions[some])
+        assert all(torch.equal(x, whole[some]) for x, whole in zip(found, rotated, strict=True))
+        assert torch.equal(kernels.silu_mul(*both[some].chunk(2, -1)), active[some])
+
+
+def test_a_position_without_angles_gives_nan():
+    table = kernels.rotary_table(128, 64, {"rope_theta": 1e6}).cuda()
+    positions = torch.tensor([63, 64, -1, 2**40, 0], device="cuda")
+    for x in kernels.rotary(normal(5, 4, 128), normal(5, 2, 128), table, positions):
+        assert x[1:4].isnan().all() and x[::4].isfinite().all()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (28, 4), (16, 2), (5, 1)])
+def test_heads_that_lie_in_a_merged_projection_have_the_bits_of_a_copy(heads, kv_heads):
+    """The trainer normalises heads of its own, the rollout those that the merged projection wrote."""
+    weight = normal(128, seed=2)
+    for tokens in (1, 2, 16, 333, 4097):
+        qkv = normal(tokens, (heads + 2 * kv_heads) * 128)
+        for x in qkv.split([heads * 128, kv_heads * 128, kv_heads * 128], dim=-1):
+            x = x.unflatten(-1, (-1, 128))
+            got = kernels.rms_norm(x, weight, EPS)
+            assert got.is_contiguous() and torch.equal(got, kernels.rms_norm(x.contiguous(), weight, EPS))
+    odd = normal(64, heads * 128 + 4)[:, 4:].unflatten(-1, (-1, 128))
+    assert torch.equal(kernels.rms_norm(odd, weight, EPS), kernels.rms_norm(odd.contiguous(), weight, EPS))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (16, 2), (4, 4)])
+def test_attention_does_not_see_the_batch_and_decode_equals_it(heads, kv_heads):
+    """The trainer's packed call against the rollout's on a paged cache, called as vLLM's backend calls it."""
+    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+    lengths = (1000, 1, 333, 2048)
+    q, k, v = (normal(sum(lengths), h, 128, seed=h) for h in (heads, kv_heads, kv_heads))
+    cu = sequences(*lengths)
+    whole = kernels.attention(q, k, v, cu, max(lengths), SCALE)
+    spans = [slice(int(a), int(b)) for a, b in zip(cu[:-1], cu[1:], strict=True)]
+    for span in spans:
+        length = span.stop - span.start
+        assert torch.equal(kernels.attention(q[span], k[span], v[span], sequences(length), length, SCALE), whole[span])
+
+    blocks = -(-max(lengths) // 16)
+    table = torch.randperm(len(lengths) * blocks, device="cuda").view(len(lengths), blocks).to(torch.int32)
+    cache = torch.zeros(2, len(lengths) * blocks, 16, kv_heads, 128, dtype=torch.bfloat16, device="cuda")
+    for r, span in enumerate(spans):
+        positions = torch.arange(span.stop - span.start, device="cuda")
+        slots = table[r, positions // 16].long(), positions % 16
+        cache[0][slots], cache[1][slots] = k[span], v[span]
+    for fresh in (1, 7, 300):
+        counts = [min(fresh, length) for length in lengths]
+        chosen = torch.cat([torch.arange(s.stop - n, s.stop) for s, n in zip(spans, counts, strict=True)]).cuda()
+        got = flash_attn_varlen_func(
+            q[chosen],
+            cache[0],
+            cache[1],
+            max_seqlen_q=max(counts),
+            cu_seqlens_q=sequences(*counts),
+            max_seqlen_k=max(lengths),
+            seqused_k=torch.tensor(lengths, dtype=torch.int32, device="cuda"),
+            softmax_scale=SCALE,
+            causal=True,
+            block_table=table,
+            num_splits=1,
+            fa_version=3,
+        )
+        assert torch.equal(got, whole[chosen])
+
+
+def test_gradients_of_attention():
+    lengths = (130, 1, 64)
+    cu = sequences(*lengths)
+    ours = [normal(sum(lengths), h, 128, seed=h).requires_grad_() for h in (4, 2, 2)]
+    exact = [x.detach().double().requires_grad_() for x in ours]
+    gradient = normal(sum(lengths), 4, 128, seed=9)
+    kernels.attention(*ours, cu, max(lengths), SCALE).backward(gradient)
+    reference.attention(*exact, cu.cpu(), SCALE).backward(gradient.double())
+    for mine, theirs in zip(ours, exact, strict=True):
+        assert (mine.grad.double() - theirs.grad).norm() <= 2 * BF16_STEP * theirs.grad.norm()
+
+
+@pytest.mark.parametrize("operation", ["rms_norm", "silu_mul", "rotary", "logits", "log_probs"])
+def test_gradients_of_the_others(operation):
+    table = kernels.rotary_table(128, 64, {"rope_theta": 1e4}).cuda()
+    positions = torch.arange(66, device="cuda")[::2] % 50
+    tokens, temperature = torch.arange(33, device="cuda")[:, None], torch.linspace(0.5, 2, 33).cuda()
+    shared, formula, inputs = {
+        "rms_norm": (
+            lambda x, w: kernels.rms_norm(x, w, EPS),
+            lambda x, w: reference.rms_norm(x, w, EPS),
+            (normal(33, 256), normal(256)),
+        ),
+        "silu_mul": (kernels.silu_mul, reference.silu_mul, (normal(33, 131), normal(33, 131, seed=1))),
+        "rotary": (
+            lambda q, k: torch.cat(kernels.rotary(q, k, table, positions), dim=1),
+            lambda q, k: torch.cat(reference.rotary(q, k, table, positions), dim=1),
+            (normal(33, 3, 128), normal(33, 2, 128)),
+        ),
+        "logits": (kernels.logits, reference.logits, (normal(33, 256), normal(99, 256, seed=1))),
+        "log_probs": (
+            lambda x: kernels.log_probs(x, tokens, temperature),
+            lambda x: reference.log_probs(x, tokens, temperature),
+            (normal(33, 300).float(),),
+        ),
+    }[operation]
+    ours = [x.clone().requires_grad_() for x in inputs]
+    exact = [x.double().requires_grad_() for x in inputs]
+    y, expected = shared(*ours), formula(*exact)
+    gradient = normal(*y.shape, seed=9).to(y.dtype)
+    y.backward(gradient)
+    expected.backward(gradient.double())
+    for mine, theirs in zip(ours, exact, strict=True):
+        assert (mine.grad.double() - theirs.grad).norm() <= 2 * BF16_STEP * theirs.grad.norm()
+
+
+def test_the_probe_is_repeatable():
+    device = torch.device("cuda")
+    assert operation_sums(device) == operation_sums(device)

@@ -1,0 +1,95 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The shared operations' Triton kernels without a GPU: run under the interpreter, and compiled for Hopper."""
+
+import re
+from pathlib import Path
+
+import interpreter
+import pytest
+from test_triton_for_hopper import ptx_for_hopper
+
+from jetrl_verl.kernels.log_probs import TILE, _gradient_kernel, _normaliser_kernel
+from jetrl_verl.kernels.logits import MANY_ROWS, TILES, _logits_kernel
+from jetrl_verl.kernels.rms_norm import _backward_kernel, _rms_norm_kernel
+from jetrl_verl.kernels.rotary import _rotary_kernel
+from jetrl_verl.kernels.silu_mul import _silu_mul_backward_kernel, _silu_mul_kernel
+
+BF16, FP32 = "*bf16", "*fp32"
+
+
+@pytest.mark.timeout(interpreter.SECONDS)
+def test_operations_under_the_interpreter():
+    interpreter.run_interpreted(Path(__file__).with_name("operations_interpreter_cases.py"), at_least=50)
+
+
+@pytest.mark.parametrize("k", [128, 4096])
+def test_a_norm_is_summed_in_one_order_with_and_without_a_residual(k):
+    """The squares of both variants go through the same multiplications and additions, in the same sequence."""
+
+    def arithmetic(with_residual: bool) -> list[str]:
+        types = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "y_ptr", "total_ptr"), BF16)
+        types |= {"rstd_ptr": FP32, "scales_ptr": FP32, "qdata_ptr": "*u8", "eps": "fp32"}
+        constants = {"K": k, "TILE": k, "HEADS": 1, "STRIDE_TOKEN": k, "STRIDE_HEAD": k, "RESIDUAL": with_residual}
+        constants |= {"WITH_Y": True, "QUANTIZE": False, "POW2": False}
+        warps = min(max(k // 512, 1), 16)
+        ptx = ptx_for_hopper(_rms_norm_kernel, types, constants, num_warps=warps)
+        # The residual sum itself is one BF16 addition in front: FP32 addition rounded to BF16 is that, bit for bit.
+        return re.findall(r"\b((?:fma|mul|add|div|sqrt)\.[a-z.]*f32|shfl\.sync\.bfly)", ptx)
+
+    assert arithmetic(True) == arithmetic(False)
+    assert "shfl.sync.bfly" in arithmetic(True)
+
+
+@pytest.mark.parametrize("tile", [*TILES.values(), MANY_ROWS])
+def test_logits_are_one_chain_of_matrix_instructions_into_one_accumulator(tile):
+    types = {"hidden_ptr": BF16, "weight_ptr": BF16, "out_ptr": FP32}
+    constants = {"K": 4096, "TILE_M": tile.m, "TILE_N": tile.n, "TILE_K": tile.k}
+    ptx = ptx_for_hopper(_logits_kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages)
+    instructions = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", ptx))
+    groups = tile.m // 64
+    assert instructions == {f"m64n{tile.n * 4 * groups // tile.warps}k16.f32.bf16.bf16"}
+    assert not re.search(r"\b(atom|red)\.", ptx)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "types", "constants"),
+    [
+        (
+            _rotary_kernel,
+            dict.fromkeys(("q_ptr", "k_ptr", "table_ptr", "q_out_ptr", "k_out_ptr"), BF16) | {"positions_ptr": "*i64"},
+            {"Q_HEADS": 28, "Q_TILE": 32, "K_HEADS": 4, "K_TILE": 4, "HALF": 64, "INVERSE": False},
+        ),
+        (
+            _backward_kernel,
+            dict.fromkeys(("dy_ptr", "x_ptr", "weight_ptr", "dx_ptr"), BF16)
+            | dict.fromkeys(("rstd_ptr", "dw_ptr"), FP32),
+            {"K": 128, "TILE": 128, "ROWS": 16},
+        ),
+        (_silu_mul_kernel, dict.fromkeys(("gate_ptr", "up_ptr", "y_ptr"), BF16), {"TILE": 1024}),
+        (
+            _silu_mul_backward_kernel,
+            dict.fromkeys(("dy_ptr", "gate_ptr", "up_ptr", "dgate_ptr", "dup_ptr"), BF16),
+            {"TILE": 1024},
+        ),
+        (
+            _normaliser_kernel,
+            dict.fromkeys(("logits_ptr", "temperature_ptr", "highest_ptr", "log_sum_ptr"), FP32),
+            {"TILE": TILE},
+        ),
+        (
+            _gradient_kernel,
+            dict.fromkeys(
+                ("logits_ptr", "temperature_ptr", "highest_ptr", "log_sum_ptr", "total_ptr", "out_ptr"), FP32
+            ),
+            {"TILE": TILE},
+        ),
+    ],
+    ids=["rotary", "rms_norm_backward", "silu_mul", "silu_mul_backward", "log_probs", "log_probs_backward"],
+)
+def test_the_others_compile_for_hopper_and_nothing_is_added_atomically(kernel, types, constants):
+    ptx = ptx_for_hopper(
+        kernel, types, constants, num_warps=8 if kernel in (_normaliser_kernel, _gradient_kernel) else 4
+    )
+    assert ".entry" in ptx
+    assert not re.search(r"\b(atom|red)\.", ptx)

@@ -1,0 +1,157 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Tail of the mismatch and shares by sign of advantage: worked by hand, and through verl's own functions."""
+
+import math
+
+import pytest
+import torch
+from advantages import compute_advantage
+
+from jetrl_verl.metrics.mismatch import by_sign, clipped, tail, truncated
+
+MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+ADVANTAGES = torch.tensor([[1.0, 1.0, 1.0, 1.0], [-2.0, -2.0, -2.0, -2.0]])
+
+
+def test_tail_of_a_thousand_and_one_tokens_by_hand():
+    """ceil(0.999 * 1001) = 1000: the second largest of 1001 differences 0, 1, ..., 1000; padding does not count."""
+    differences = torch.arange(1001.0)[torch.randperm(1001, generator=torch.Generator().manual_seed(0))]
+    log_probs = torch.cat([differences, torch.tensor([1e6])])[None]
+    mask = torch.ones_like(log_probs)
+    mask[0, -1] = 0
+    assert tail(-log_probs, torch.zeros_like(log_probs), mask) == {"p999": 999.0, "max": 1000.0}
+
+
+def test_tail_of_few_tokens_is_their_maximum_and_of_none_is_nothing():
+    assert tail(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 0.0]]), torch.ones(1, 2)) == {"p999": 3.0, "max": 3.0}
+    assert tail(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2)) == {}
+
+
+def test_a_nan_log_probability_is_not_hidden():
+    found = tail(torch.tensor([[float("nan"), 0.0]]), torch.zeros(1, 2), torch.ones(1, 2))
+    assert math.isnan(found["max"]) and math.isnan(found["p999"])
+
+
+def test_shares_by_sign_are_of_all_response_tokens():
+    """Five response tokens; of those acted on, one has a positive advantage and two a negative one."""
+    acted = torch.tensor([[0, 1, 0, 1], [1, 1, 1, 0]])
+    assert by_sign(acted, ADVANTAGES, MASK) == {"positive": 1 / 5, "negative": 2 / 5}
+    assert by_sign(acted, ADVANTAGES, torch.zeros_like(MASK)) == {"positive": 0.0, "negative": 0.0}
+
+
+def test_token_weights_outside_the_bounds_by_hand():
+    """Weights 1, 2.2, 1.8, - and 0.4, 1.9, -, -: above 2 only the second; below 0.5 the fourth."""
+    old = torch.log(torch.tensor([[1.0, 2.2, 1.8, 9.0], [0.4, 1.9, 9.0, 9.0]]))
+    above = truncated(old, torch.zeros_like(old), MASK, level="token", upper=2.0, lower=None)
+    assert above.tolist() == [[False, True, False, False], [False] * 4]
+    outside = truncated(old, torch.zeros_like(old), MASK, level="token", upper=2.0, lower=0.5)
+    assert outside.tolist() == [[False, True, False, False], [True, False, False, False]]
+
+
+def test_sequence_weights_are_products_over_the_response():
+    """1 * 2.2 * 1.8 = 3.96 and 0.4 * 1.9 = 0.76, padding left out."""
+    old = torch.log(torch.tensor([[1.0, 2.2, 1.8, 9.0], [0.4, 1.9, 9.0, 9.0]]))
+    above = truncated(old, torch.zeros_like(old), MASK, level="sequence", upper=3.9, lower=None)
+    assert above.tolist() == [[True, True, True, False], [False] * 4]
+
+
+def ppo(log_probs, old, advantages, mask, low=0.2, high=0.28):
+    ratio = torch.exp(log_probs - old)
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+    return -(surrogate * mask).sum() / mask.sum()
+
+
+def test_clipped_tokens_are_those_without_a_gradient():
+    """PPO with bounds 0.8 and 1.28 clips a positive advantage above, a negative one below, and nothing else."""
+    old = torch.zeros(2, 4)
+    log_probs = torch.log(torch.tensor([[1.3, 1.27, 0.5, 1.0], [0.79, 1.5, 1.0, 1.0]])).requires_grad_()
+    loss = ppo(log_probs, old, ADVANTAGES, MASK)
+    acted = clipped(loss, log_probs, ADVANTAGES) & MASK.bool()
+    assert acted.tolist() == [[True, False, False, False], [True, False, False, False]]
+    loss.backward()  # the graph is still there
+    assert torch.equal((log_probs.grad == 0) & MASK.bool(), acted)
+
+
+def test_a_token_without_an_advantage_is_not_called_clipped_and_a_forward_has_no_shares():
+    log_probs = torch.zeros(1, 4).requires_grad_()
+    zero = torch.zeros(1, 4)
+    assert not clipped(ppo(log_probs, zero, zero, torch.ones(1, 4)), log_probs, zero).any()
+    with torch.no_grad():
+        assert clipped(ppo(log_probs, zero, zero, torch.ones(1, 4)), log_probs, zero) is None
+
+
+# From here on through verl.
+
+
+@pytest.fixture
+def trainer(own_trainer):
+    """verl's trainer module with our metrics in it, put back afterwards."""
+    from jetrl_verl.metrics import hooks
+
+    hooks.install_in_trainer()
+    once = own_trainer.PPOTrainer._compute_advantage
+    hooks.install_in_trainer()
+    assert own_trainer.PPOTrainer._compute_advantage is once, "installing twice wraps once"
+    return own_trainer
+
+
+def test_verls_mismatch_metrics_gain_their_tail(trainer):
+    from verl.protocol import DataProto
+
+    old, rollout = torch.log(torch.tensor([[0.5, 0.5, 0.5]])), torch.log(torch.tensor([[0.5, 0.25, 0.125]]))
+    fields = {"old_log_probs": old, "rollout_log_probs": rollout, "response_mask": torch.tensor([[1, 1, 0]])}
+    data = DataProto.from_single_dict(fields | {"responses": torch.zeros(1, 3, dtype=torch.long)})
+    found = trainer.calculate_debug_metrics(data)
+    assert found["training/rollout_probs_diff_max"] == pytest.approx(0.25)
+    assert found["training/rollout_log_probs_diff_max"] == pytest.approx(math.log(2))
+    assert found["training/rollout_log_probs_diff_p999"] == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize(("rollout_is", "expected"), [("token", (1 / 5, 1 / 5)), (None, None)])
+def test_truncated_shares_reach_verls_metrics(trainer, monkeypatch, rollout_is, expected):
+    """One token of five in either sign has a ratio above 2."""
+    found, _ = compute_advantage(trainer, monkeypatch, {"rollout_is": rollout_is, "rollout_is_threshold": 2.0})
+    shares = [found.get(f"rollout_corr/truncated/{sign}") for sign in ("positive", "negative")]
+    assert shares == ([None, None] if expected is None else pytest.approx(expected))
+    assert "rollout_corr/k3_kl" in found, "verl's own metrics are still there"
+
+
+def test_every_policy_loss_of_verl_reports_what_it_clipped(cpu_platform, monkeypatch):
+    from verl.workers.utils import losses
+
+    from jetrl_verl.metrics import hooks
+    from jetrl_verl.patches import batch_hooks
+
+    monkeypatch.setitem(batch_hooks.AROUND_POLICY_LOSS, "clipped shares", None)  # taken out again
+    hooks.install_in_actor()
+    once = losses.get_policy_loss_fn
+    hooks.install_in_actor()
+    assert losses.get_policy_loss_fn is once
+
+    from verl.workers.config import ActorConfig, FSDPActorConfig
+
+    config = FSDPActorConfig(
+        strategy="fsdp2", clip_ratio_low=0.2, clip_ratio_high=0.28, rollout_n=1, ppo_micro_batch_size_per_gpu=1
+    )
+    assert isinstance(config, ActorConfig)
+    # Ratios 1.3 and 1.0 of a good response; 0.79, 1.5 and, past verl's dual clip of 3, 3.5 of a bad one.
+    log_probs = torch.log(torch.tensor([[1.3, 1.0, 1.0], [0.79, 1.5, 3.5]])).requires_grad_()
+    arguments = dict(
+        old_log_prob=torch.zeros(2, 3),
+        log_prob=log_probs,
+        advantages=torch.tensor([[1.0] * 3, [-1.0] * 3]),
+        response_mask=torch.tensor([[True, True, False], [True, True, True]]),
+        loss_agg_mode="token-mean",
+        config=config,
+        rollout_is_weights=None,
+    )
+    config.global_batch_info.update(dp_size=1, batch_num_tokens=5, global_batch_size=2, loss_scale_factor=None)
+    loss, found = losses.get_policy_loss_fn("vanilla")(**arguments)
+    assert found["actor/jetrl/clipped/positive"] == 1 / 5
+    assert found["actor/jetrl/clipped/negative"] == 2 / 5
+    assert found["actor/jetrl/advantage/positive"] == 2 / 5 and found["actor/jetrl/advantage/negative"] == 3 / 5
+    verls = found["actor/pg_clipfrac"] + found["actor/pg_clipfrac_lower"]
+    assert verls == pytest.approx(found["actor/jetrl/clipped/positive"] + found["actor/jetrl/clipped/negative"])
+    loss.backward()
+    assert log_probs.grad[0, 1] != 0

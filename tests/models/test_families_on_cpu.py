@@ -1,0 +1,208 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Families say what Hugging Face and vLLM build, are found without being registered, and alone name a layer's parts."""
+
+import os
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import DROPOUTS, FAMILIES, tiny_config
+from torch import nn
+
+from jetrl_verl.models import Family, UnsupportedLayer, families, family, model_types
+from jetrl_verl.models.base import leaf, place
+from jetrl_verl.models.plan import plan_linears, plan_of
+from jetrl_verl.train.shared_operations import share_operations
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# config.json of ByteDance-Seed/Seed-OSS-36B-Instruct, as far as it concerns us.
+SEED_OSS_36B = {
+    "model_type": "seed_oss",
+    "attention_bias": True,
+    "attention_dropout": 0.1,
+    "attention_out_bias": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "intermediate_size": 27648,
+    "max_position_embeddings": 524288,
+    "mlp_bias": False,
+    "num_attention_heads": 80,
+    "num_hidden_layers": 64,
+    "num_key_value_heads": 8,
+    "residual_dropout": 0.1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7},
+    "tie_word_embeddings": False,
+}
+
+
+def of_type(model_type: str) -> Family:
+    return family({"model_type": model_type})
+
+
+def on_meta(model_type: str) -> nn.Module:
+    with torch.device("meta"):
+        return FAMILIES[model_type][1](tiny_config(model_type))
+
+
+def test_every_family_is_in_the_tests_of_models():
+    assert set(model_types()) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_family_names_what_hugging_face_builds(model_type):
+    model, ours = on_meta(model_type), of_type(model_type)
+    layers = model.get_submodule(ours.layers)
+    plans = plan_linears(model.config)
+    assert list(plans) == list(ours.projections) and all(plan.quantized for plan in plans.values())
+    for layer in layers:
+        modules = dict(layer.named_modules())
+        linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
+        assert {name: tuple(module.weight.shape) for name, module in linears.items()} == {
+            name: (plan.n, plan.k) for name, plan in plans.items()
+        }
+        assert {name for name, module in modules.items() if type(module).__name__.endswith("Norm")} == set(ours.norms)
+        assert ours.attention in modules
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_family_names_what_vllm_merges(model_type):
+    from vllm.model_executor.models import ModelRegistry
+
+    architecture = FAMILIES[model_type][1].__name__
+    merged = {
+        leaf(linear.name): [leaf(piece) for piece in linear.pieces]
+        for linear in of_type(model_type).linears
+        if len(linear.pieces) > 1
+    }
+    stated = ModelRegistry.models[architecture].load_model_cls().packed_modules_mapping
+    assert {name: stated[name] for name in merged} == merged
+
+
+def test_an_unknown_type_is_refused_with_the_list():
+    with pytest.raises(
+        UnsupportedLayer, match="model_type 'gpt2' is not supported.*llama, mistral, qwen2, qwen3, seed"
+    ):
+        family({"model_type": "gpt2"})
+    with pytest.raises(UnsupportedLayer, match="model_type 'unknown' is not supported"):
+        family({})
+
+
+def test_a_file_in_the_package_is_all_that_a_dense_family_takes(tmp_path, monkeypatch):
+    (tmp_path / "newcomer.py").write_text(
+        "from jetrl_verl.models import Family\n"
+        'FAMILY = Family("newcomer", q="attn.query", k="attn.key", v="attn.value", qkv="attn.mixed")\n'
+    )
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
+    families._families.cache_clear()
+    try:
+        config = tiny_config("llama").to_dict() | {"model_type": "newcomer"}
+        assert model_types()[-1] == "newcomer"
+        plans = plan_linears(config)
+        assert [name for name, plan in plans.items() if plan.kind == "qkv"] == ["attn.query", "attn.key", "attn.value"]
+        assert plan_of("model.layers.1.attn.key.weight", plans) is plans["attn.key"]
+        assert family(config).pieces["attn.mixed"] == ("attn.query", "attn.key", "attn.value")
+        assert family(config).readers["input_layernorm"] == "attn.mixed"
+    finally:
+        families._families.cache_clear()
+
+
+def test_names_are_taken_apart():
+    assert place("model.layers.12.mlp.experts.7.gate_proj.weight") == (
+        "model.layers.12",
+        12,
+        "mlp.experts.7.gate_proj",
+        "weight",
+    )
+    assert place("layers.0.self_attn") == ("layers.0", 0, "self_attn", "")
+    assert place("model.layers.3.self_attn.q_proj.bias") == ("model.layers.3", 3, "self_attn.q_proj", "bias")
+    assert place("model.norm.weight") is place("model.layers.3") is place("lm_head.weight") is None
+
+
+# --- Seed-OSS --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tp", "shards"),
+    [
+        (1, {"q": (10240, 5120), "kv": (1024, 5120), "o": (5120, 10240), "up": (27648, 5120), "down": (5120, 27648)}),
+        (2, {"q": (5120, 5120), "kv": (512, 5120), "o": (5120, 5120), "up": (13824, 5120), "down": (5120, 13824)}),
+        (4, {"q": (2560, 5120), "kv": (256, 5120), "o": (5120, 2560), "up": (6912, 5120), "down": (5120, 6912)}),
+        (8, {"q": (1280, 5120), "kv": (128, 5120), "o": (5120, 1280), "up": (3456, 5120), "down": (5120, 3456)}),
+    ],
+)
+def test_seed_oss_36b_fits_at_every_tensor_parallel_size(tp, shards):
+    plans = plan_linears(SEED_OSS_36B, tp)
+    found = [(plan.shard_n, plan.shard_k) for plan in plans.values()]
+    assert found == [shards[name] for name in ("q", "kv", "kv", "o", "up", "up", "down")]
+    assert [plan.kind for plan in plans.values()] == ["qkv", "qkv", "qkv", "o", "gate_up", "gate_up", "down"]
+    assert all(plan.quantized for plan in plans.values())
+
+
+def test_seed_oss_with_sixteen_ranks_has_too_few_columns_for_a_block():
+    with pytest.raises(UnsupportedLayer, match=r"mlp\.gate_proj has shards of shape \[1728, 5120\]"):
+        plan_linears(SEED_OSS_36B, 16)
+
+
+@pytest.mark.parametrize(
+    ("switch", "value"), [("attention_bias", False), ("attention_out_bias", True), ("mlp_bias", True)]
+)
+def test_biases_that_vllms_seed_oss_does_not_have_are_refused(switch, value):
+    with pytest.raises(UnsupportedLayer, match=f"{switch}={str(value).lower()} is not supported with vLLM's Seed-OSS"):
+        plan_linears(SEED_OSS_36B | {switch: value})
+
+
+def test_seed_oss_shares_operations_without_dropout_alone():
+    ours = of_type("seed_oss")
+    rates = {"attention_dropout": 0.0, "residual_dropout": 0.0}
+    ours.check_operations(ours.as_trained(SEED_OSS_36B, rates))
+    for name in rates:
+        trained = ours.as_trained(SEED_OSS_36B, {other: 0.0 for other in rates if other != name})
+        said = f"do not cover {name.replace('_', ' ')};.*set actor_rollout_ref.model.override_config.{name}=0"
+        with pytest.raises(ValueError, match=said):
+            ours.check_operations(trained)
+        with pytest.raises(UnsupportedLayer, match=said):
+            share_operations(FAMILIES["seed_oss"][1](tiny_config("seed_oss", **{name: 0.1})))
+    assert DROPOUTS["seed_oss"] == rates, "the tests of models run it as it is to be trained"
+    assert ours.as_trained(SEED_OSS_36B, {"hidden_act": "gelu"}) == SEED_OSS_36B, "both sides have to know of that"
+
+
+# --- nobody else -----------------------------------------------------------------------------------------------------
+
+
+def names_of_layers() -> re.Pattern:
+    """Projections, merged projections, norms and activations of every family; of a name that is a field of ``Family``
+    as well (``q_norm``) only the string."""
+    found: set[str] = set()
+    for ours in map(of_type, model_types()):
+        found |= {*map(leaf, (*ours.projections, *ours.pieces, *ours.norms, ours.activation))}
+    names = {field.name for field in fields(Family)}
+    return re.compile(rf"\b(?:{'|'.join(found - names)})\b|[\"'`](?:{'|'.join(found & names)})[\"'`]")
+
+
+def lines_that_name_layers(folder: Path) -> list[str]:
+    pattern, found = names_of_layers(), []
+    for below, _, files in os.walk(folder, followlinks=True):
+        for file in (Path(below) / name for name in files if not name.endswith((".pyc", ".so"))):
+            for number, line in enumerate(file.read_text().splitlines(), 1):
+                if pattern.search(line):
+                    found.append(f"{file.relative_to(folder)}:{number}: {line.strip()}")
+    return sorted(found)
+
+
+def test_no_file_outside_models_names_a_part_of_a_layer():
+    named = [line for line in lines_that_name_layers(ROOT / "jetrl_verl") if not line.startswith("models/")]
+    assert not named, "ask jetrl_verl.models.family(config) for it:\n" + "\n".join(named)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["layer.self_attn.o_proj(x)", "READS = 'input_layernorm'", "# o_proj", "hasattr(layer, 'q_norm')", "mlp.act_fn"],
+)
+def test_such_a_line_is_found(tmp_path, line):
+    (tmp_path / "file.py").write_text(f"def f(family):\n    return family.q_norm\n{line}\n")
+    assert lines_that_name_layers(tmp_path) == [f"file.py:3: {line}"]

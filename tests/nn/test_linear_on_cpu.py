@@ -1,0 +1,451 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The FP8 linear: every GEMM against float64, what it saves, how often it quantizes, what it refuses."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from tiny_models import FAMILIES, tiny_config, tiny_model
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from jetrl_verl import kernels
+from jetrl_verl.models.plan import UnsupportedLayer, plan_linears
+from jetrl_verl.nn.linear import JetLinear, SharedColwise, quantize_input
+from jetrl_verl.nn.replace import replace_linears
+from jetrl_verl.reference import (
+    QuantizedTensor,
+    dequantize_1x128,
+    dequantize_128x128,
+    quantize_1x128,
+    quantize_128x1,
+    quantize_128x128,
+)
+
+SHAPES = [(1, 128, 128), (70, 256, 384), (129, 384, 128), (300, 128, 256)]
+RULES = ["fp32", "pow2"]
+
+
+def make(
+    k: int, n: int, bias: bool = True, rule: str = "fp32", backward: str = "fp8", dtype=torch.float32
+) -> JetLinear:
+    torch.manual_seed(k + n)
+    linear = nn.Linear(k, n, bias=bias, dtype=dtype)
+    return JetLinear.replace(linear, scale_rule=rule, backward=backward)
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("m", "k", "n"), SHAPES)
+def test_each_gemm_is_the_contract_in_float64(m, k, n, rule):
+    """Y, dX and dW against float64 products of exactly the dequantized operands the contract names."""
+    layer = make(k, n, rule=rule)
+    x = torch.randn(m, k).bfloat16().requires_grad_()
+    dy = torch.randn(m, n).bfloat16()
+    y = layer(x)
+    y.backward(dy)
+
+    w = dequantize_128x128(quantize_128x128(layer.weight.detach().bfloat16(), rule)).double()
+    xq = quantize_1x128(x.detach(), rule)
+    x_columns = dequantize_1x128(kernels.relayout_128x1(xq, rule)).double()
+    dy_rows = dequantize_1x128(quantize_1x128(dy, rule)).double()
+    dy_columns = dequantize_1x128(quantize_128x1(dy, rule)).double()
+    assert relative(y, dequantize_1x128(xq).double() @ w.t() + layer.bias.detach().double()) < 2.5e-3
+    assert relative(x.grad, dy_rows @ w) < 2.5e-3
+    assert relative(layer.weight.grad, dy_columns @ x_columns.t()) < 2.5e-3
+    assert relative(layer.bias.grad, dy.double().sum(0)) < 1e-6
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_gradients_follow_the_unquantized_layer(rule):
+    """Quantization noise of E4M3 at block scaling is a few percent; a wrong operand would be of order one."""
+    layer = make(256, 384, rule=rule)
+    x = torch.randn(512, 256).bfloat16().requires_grad_()
+    dy = torch.randn(512, 384).bfloat16()
+    layer(x).backward(dy)
+    w = layer.weight.detach().double()
+    assert relative(x.grad, dy.double() @ w) < 0.05
+    assert relative(layer.weight.grad, dy.double().t() @ x.detach().double()) < 0.06
+
+
+def test_bf16_backward_is_straight_through():
+    layer = make(256, 128, backward="bf16")
+    x = torch.randn(40, 256).bfloat16().requires_grad_()
+    dy = torch.randn(40, 128).bfloat16()
+    y = layer(x)
+    assert torch.equal(y, make(256, 128)(x.detach()))
+    y.backward(dy)
+    assert torch.equal(x.grad, dy @ layer.weight.detach().bfloat16())
+    assert torch.equal(layer.weight.grad, (dy.t() @ x.detach()).float())
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("backward", ["fp8", "bf16"])
+def test_gradients_of_micro_batches_add_up_in_the_callers_fp32_buffer(backward, checkpointed):
+    """Each micro-batch's product joins unrounded where WGrad is FP8; nothing reaches autograd."""
+    layer, plain = (make(256, 384, backward=backward, dtype=torch.bfloat16) for _ in range(2))
+    layer.weight.main_grad = torch.zeros(384, 256)
+    expected = torch.zeros(384, 256)
+    for tokens in (70, 128, 3):
+        x, dy = torch.randn(tokens, 256).bfloat16(), torch.randn(tokens, 384).bfloat16()
+        inputs = [x.clone().requires_grad_() for _ in range(2)]
+        y = checkpoint(layer, inputs[0], use_reentrant=False) if checkpointed else layer(inputs[0])
+        y.backward(dy)
+        plain(inputs[1]).backward(dy)
+        assert torch.equal(inputs[0].grad, inputs[1].grad)
+        if backward == "bf16":
+            expected += dy.t() @ x
+            continue
+        columns = kernels.relayout_128x1(quantize_1x128(x, "fp32"), "fp32")
+        call = {"b_block_scaled": False, "out_dtype": torch.float32}
+        expected += kernels.gemm_nt(quantize_128x1(dy, "fp32"), columns, **call)
+    assert layer.weight.grad is None
+    assert torch.equal(layer.weight.main_grad, expected)
+    assert torch.equal(layer.bias.grad, plain.bias.grad)
+    assert relative(layer.weight.main_grad, plain.weight.grad.double()) < 1e-2
+
+
+def test_forward_is_the_operator_that_vllm_calls_with_and_without_gradient():
+    layer = make(256, 128)
+    x = torch.randn(3, 5, 256).bfloat16()
+    w = quantize_128x128(layer.weight.detach().bfloat16(), "fp32")
+    expected = kernels.fprop(x, w.qdata, w.scales, layer.bias.detach().bfloat16(), "fp32")
+    assert torch.equal(layer(x), expected)
+    with torch.no_grad():
+        assert torch.equal(layer(x), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_and_parameter_dtype_do_not_change_the_result(dtype):
+    layer = make(128, 128).to(dtype)
+    x = torch.randn(9, 128)
+    plain = layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = layer(x)
+    assert plain.dtype == cast.dtype == torch.bfloat16
+    assert torch.equal(plain, cast)
+    plain.sum().backward()
+    assert layer.weight.grad.dtype == layer.bias.grad.dtype == dtype
+
+
+def test_empty_batch():
+    layer = make(128, 256)
+    x = torch.empty(0, 128).bfloat16().requires_grad_()
+    y = layer(x)
+    assert y.shape == (0, 256)
+    y.sum().backward()
+    assert x.grad.shape == (0, 128)
+    assert torch.equal(layer.weight.grad, torch.zeros_like(layer.weight))
+
+
+def test_nan_reaches_the_gradient():
+    """verl skips a step whose gradient norm is not finite; the layer must not turn NaN into a number."""
+    layer = make(128, 128)
+    x = torch.randn(4, 128).bfloat16()
+    x[1, 3] = torch.nan
+    y = layer(x.requires_grad_())
+    y.float().sum().backward()
+    assert y[1].isnan().all() and y[0].isfinite().all()
+    assert layer.weight.grad.isnan().any()
+
+
+def test_accumulated_gradients_are_the_sum_and_share_one_quantization():
+    layer = make(128, 256)
+    batches = [torch.randn(50, 128).bfloat16() for _ in range(3)]
+    total = torch.zeros_like(layer.weight)
+    for x in batches:
+        single = copy.deepcopy(layer)
+        single(x).float().square().sum().backward()
+        total += single.weight.grad
+    for x in batches:
+        layer(x).float().square().sum().backward()
+    assert torch.equal(layer.weight.grad, total)
+    assert layer.quantizations == 1
+
+
+def test_an_optimiser_step_renews_the_qdata():
+    layer = make(128, 128, bias=False)
+    optimiser = torch.optim.SGD(layer.parameters(), lr=1.0)
+    x = torch.randn(8, 128).bfloat16()
+    before = layer(x)
+    before.float().square().sum().backward()
+    assert layer.quantizations == 1
+    optimiser.step()
+    after = layer(x)
+    assert layer.quantizations == 2
+    assert not torch.equal(before, after)
+    assert torch.equal(after, copy.deepcopy(layer)(x))
+
+
+def saved_bytes(module: nn.Module, function) -> int:
+    """Bytes that autograd keeps for backward, views of parameters not counted."""
+    parameters = {parameter.data_ptr() for parameter in module.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in parameters:
+            kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        function()
+    return sum(kept.values())
+
+
+def test_saved_activation_is_half_of_bf16():
+    m, k, n = 1024, 512, 256
+    x = torch.randn(m, k).bfloat16().requires_grad_()
+    layer = make(k, n, bias=False)
+    stock = nn.Linear(k, n, bias=False, dtype=torch.bfloat16)
+    fp8, bf16 = saved_bytes(layer, lambda: layer(x)), saved_bytes(stock, lambda: stock(x))
+    assert bf16 == 2 * m * k
+    assert fp8 == m * k + 4 * m * k // 128
+
+
+def test_a_second_derivative_is_refused():
+    """Autograd would leave out the way through the qdata, and say nothing."""
+    layer, x = make(128, 128), torch.randn(4, 128).requires_grad_()
+    (dx,) = torch.autograd.grad(layer(x).float().square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.square().sum().backward()
+
+
+def test_weights_of_inference_mode_are_quantized_for_every_call():
+    """They have no version counter, so nothing would show that one changed."""
+    with torch.inference_mode():
+        layer, x = make(128, 128), torch.randn(4, 128)
+        before = layer(x)
+        layer.weight.mul_(2)
+        assert not torch.equal(layer(x), before)
+    assert layer.quantizations == 2
+
+
+def test_a_write_that_the_version_counter_does_not_see_asks_for_drop_qdata():
+    layer, x = make(128, 128), torch.randn(4, 128)
+    before = layer(x)
+    layer.weight.data.mul_(2)
+    layer.drop_qdata()
+    assert not torch.equal(layer(x), before)
+
+
+@pytest.fixture
+def calls(monkeypatch) -> Counter:
+    """How often X is quantized and re-laid out."""
+    counted = Counter()
+
+    def count(name: str) -> None:
+        stock = getattr(kernels, name)
+
+        def function(*args):
+            counted[name] += 1
+            return stock(*args)
+
+        monkeypatch.setattr(kernels, name, function)
+
+    for name in ("quantize_1x128", "relayout_128x1"):
+        count(name)
+    return counted
+
+
+def three_layers(rule: str = "fp32", backward: str = "fp8") -> list[JetLinear]:
+    """q, k and v of one input."""
+    return [make(256, n, rule=rule, backward=backward) for n in (256, 128, 384)]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("backward", ["fp8", "bf16"])
+@pytest.mark.parametrize("rule", RULES)
+def test_layers_of_one_input_quantize_it_once_and_compute_the_same(calls, rule, backward, checkpointed):
+    def block(layers, x):
+        # As the norm in front does, so a recomputed forward quantizes again.
+        x = quantize_input(x, layers[0].format, layers[0].scale_rule)
+        return torch.cat([layer(x) for layer in layers], dim=-1)
+
+    x, dy = torch.randn(3, 50, 256).bfloat16(), torch.randn(3, 50, 768).bfloat16()
+    together, apart = three_layers(rule, backward), three_layers(rule, backward)
+    shared, own = x.clone().requires_grad_(), [x.clone().requires_grad_() for _ in apart]
+    y = checkpoint(block, together, shared, use_reentrant=False) if checkpointed else block(together, shared)
+    y.backward(dy)
+    assert calls == Counter(quantize_1x128=1 + checkpointed, relayout_128x1=int(backward == "fp8"))
+    expected = torch.cat([layer(each) for layer, each in zip(apart, own, strict=True)], dim=-1)
+    expected.backward(dy)
+    assert torch.equal(y, expected)
+    for one, other in zip(together, apart, strict=True):
+        assert torch.equal(one.weight.grad, other.weight.grad)
+        assert torch.equal(one.bias.grad, other.bias.grad)
+    # The three gradients of X are added in BF16 in an order that is autograd's own.
+    assert relative(shared.grad, sum(each.grad.double() for each in own)) < 2**-7
+
+
+def test_layers_of_one_input_save_one_copy_of_its_qdata():
+    layers = nn.ModuleList(three_layers())
+    x = torch.randn(512, 256).bfloat16().requires_grad_()
+    one = saved_bytes(layers, lambda: layers[0](x))
+    assert one == 512 * 256 + 4 * 512 * 2
+    shared = quantize_input(x, layers[0].format, "fp32")
+    assert saved_bytes(layers, lambda: [layer(shared) for layer in layers]) == one
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_decoder_layer_quantizes_four_inputs_and_lays_out_four(calls, family, checkpointing):
+    model = tiny_model(family)
+    replace_linears(model, plan_linears(model.config), scale_rule="fp32")
+
+    def logits_of(tokens: torch.Tensor) -> torch.Tensor:
+        # FP32 activations between the layers: gradients of q, k and v are summed in FP32, behind each one's BF16 cast.
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(tokens, use_cache=False).logits
+
+    with torch.no_grad():
+        expected = logits_of(torch.arange(6)[None])
+    assert calls == Counter(quantize_1x128=4 * 2)
+    calls.clear()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+    logits = logits_of(torch.arange(6)[None])
+    assert torch.equal(logits, expected)
+    logits.float().sum().backward()
+    assert calls == Counter(quantize_1x128=(1 + checkpointing) * 4 * 2, relayout_128x1=4 * 2)
+
+
+def test_a_tensor_is_quantized_by_every_layer_that_reads_it_whatever_was_read_before(calls):
+    layer, other = make(256, 128), make(256, 128, rule="pow2")
+    x = torch.randn(4, 256).bfloat16()
+    with torch.no_grad():
+        layer(x)
+        x[0] *= 2
+        assert torch.equal(layer(x), copy.deepcopy(layer)(x.clone()))
+        other(x)
+        x.data = torch.randn(4, 256).bfloat16()
+        layer(x)
+    assert calls["quantize_1x128"] == 5
+
+
+def test_a_quantized_input_is_used_as_it_is(calls):
+    layers = three_layers()
+    x = torch.randn(2, 5, 256).bfloat16()
+    expected = [layer(x) for layer in layers]
+    calls.clear()
+    qdata, scales = quantize_1x128(x.reshape(10, 256), "fp32")
+    given = QuantizedTensor(qdata, scales, x)
+    assert given.shape == x.shape
+    with torch.no_grad():
+        assert all(torch.equal(layer(given), y) for layer, y in zip(layers, expected, strict=True))
+    assert all(torch.equal(layer(given), y) for layer, y in zip(layers, expected, strict=True))
+    assert isinstance(given.colwise, SharedColwise)
+    assert not calls
+
+
+def test_a_quantized_input_without_its_source_is_refused():
+    qdata, scales = quantize_1x128(torch.randn(10, 256).bfloat16(), "fp32")
+    with pytest.raises(ValueError, match="without its source is not supported"):
+        make(256, 128)(QuantizedTensor(qdata, scales))
+
+
+def test_hooks_that_cast_inputs_do_not_look_into_quantized_data():
+    from torch.distributed.utils import _apply_to_tensors
+    from torch.utils._pytree import tree_map_only
+
+    q = quantize_1x128(torch.randn(10, 256).bfloat16(), "fp32")
+    for cast in (_apply_to_tensors, lambda function, x: tree_map_only(torch.Tensor, function, x)):
+        (given,) = cast(lambda x: x.to(torch.bfloat16), (q,))
+        assert given is q and given.qdata.dtype == torch.float8_e4m3fn
+
+
+def test_a_norm_hands_over_only_while_all_its_readers_accept_it(calls):
+    model = tiny_model("llama")
+    replace_linears(model, plan_linears(model.config), scale_rule="fp32")
+    layer = model.model.layers[0]
+    x = torch.randn(1, 3, layer.self_attn.q_proj.in_features).bfloat16()
+    assert isinstance(layer.input_layernorm(x), QuantizedTensor)
+    layer.self_attn.v_proj.__class__ = nn.Linear
+    assert isinstance(layer.input_layernorm(x), torch.Tensor)
+    assert isinstance(layer.post_attention_layernorm(x), QuantizedTensor)
+
+
+def test_the_shared_layout_of_wgrad_dies_with_its_last_reader(monkeypatch):
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    stock, made = kernels.relayout_128x1, []
+
+    def relayout(*args):
+        columns = stock(*args)
+        made.append(StorageWeakRef(columns.qdata.untyped_storage()))
+        return columns
+
+    monkeypatch.setattr(kernels, "relayout_128x1", relayout)
+    layers = three_layers()
+    layers[1].weight.requires_grad_(False)
+    x = torch.randn(130, 256).bfloat16().requires_grad_()
+    shared = quantize_input(x, layers[0].format, "fp32")
+    first, _, last = (layer(shared).float().sum() for layer in layers)
+    first.backward(retain_graph=True)
+    assert [each.expired() for each in made] == [False]
+    last.backward()
+    assert [each.expired() for each in made] == [True]
+    gradient = layers[0].weight.grad.clone()
+    first.backward()
+    assert [each.expired() for each in made] == [True, True]
+    assert torch.equal(layers[0].weight.grad, 2 * gradient)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replacement_keeps_parameters_and_leaves_the_head_alone(family):
+    model = tiny_model(family)
+    config = model.config
+    before = {name: parameter for name, parameter in model.named_parameters()}
+    names = replace_linears(model, plan_linears(config), scale_rule="fp32")
+    assert len(names) == 7 * config.num_hidden_layers
+    assert all(before[name] is parameter for name, parameter in model.named_parameters())
+    assert type(model.lm_head) is nn.Linear
+    assert (model.model.layers[0].self_attn.q_proj.bias is not None) == (family in ("qwen2", "seed_oss"))
+    assert not model.model.layers[1].mlp.down_proj.bias
+    assert model(torch.arange(6)[None]).logits.isfinite().all()
+
+
+def test_a_layer_that_does_not_fit_stops_with_its_name_or_is_skipped_with_its_group():
+    config = tiny_config("qwen2", intermediate_size=192)
+    with pytest.raises(UnsupportedLayer, match=r"mlp\.gate_proj .*192.*multiples of 128.*unfit_layers=skip"):
+        plan_linears(config)
+    plans = plan_linears(config, unfit_layers="skip")
+    assert [suffix for suffix, plan in plans.items() if not plan.quantized] == [
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+    ]
+    with pytest.raises(UnsupportedLayer, match="tensor parallel size 2"):
+        plan_linears(tiny_config("qwen2", intermediate_size=384), tp=2)
+
+
+def test_heads_that_vllm_would_read_otherwise_are_refused():
+    """vLLM's Qwen2 ignores head_dim, and its loaders would keep the first rows without a word."""
+    with pytest.raises(UnsupportedLayer, match=r"vLLM's Qwen2 takes heads of .* = 128 and ignores head_dim = 64"):
+        plan_linears(tiny_config("qwen2", head_dim=64))
+    assert plan_linears(tiny_config("llama", head_dim=64, num_attention_heads=4, num_key_value_heads=2))
+
+
+def test_other_architectures_and_foreign_layers_are_refused():
+    with pytest.raises(UnsupportedLayer, match=r"model_type 'qwen3_moe' is not supported.*precision=bf16"):
+        plan_linears({"model_type": "qwen3_moe"})
+    model = tiny_model("qwen2")
+    config = model.config
+    model.model.layers[0].mlp.extra_proj = nn.Linear(128, 128)
+    with pytest.raises(UnsupportedLayer, match=r"layers\.0\.mlp\.extra_proj is not supported with this model family"):
+        replace_linears(model, plan_linears(config), scale_rule="fp32")
+    with pytest.raises(UnsupportedLayer, match="do not belong together"):
+        replace_linears(
+            tiny_model("qwen2"), plan_linears(tiny_config("qwen2", intermediate_size=512)), scale_rule="fp32"
+        )
+
+
+@pytest.mark.parametrize("options", [{"scale_rule": "fp16"}, {"backward": "fp4"}])
+def test_unknown_options_are_refused(options):
+    with pytest.raises(ValueError, match="unknown|is not a backward precision"):
+        JetLinear.replace(nn.Linear(128, 128), **({"scale_rule": "fp32", "backward": "fp8"} | options))

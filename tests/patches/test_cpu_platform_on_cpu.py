@@ -1,0 +1,52 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The patches behind the CPU platform: process group, reloadable BF16 weights, forked engine processes."""
+
+import os
+
+import pytest
+import torch
+
+from jetrl_verl.patches import fork_on_cpu, process_group_on_cpu, reloadable_weights_on_cpu
+
+
+@pytest.mark.parametrize(("asked", "got"), [(None, "gloo"), ("cpu:gloo", "cpu:gloo")])
+def test_the_process_group_names_the_cpu_once(cpu_platform, monkeypatch, asked, got):
+    from verl.utils import distributed
+
+    process_group_on_cpu.PROCESS_GROUP.apply()
+    seen = {}
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda **arguments: seen.update(arguments))
+    distributed.initialize_global_process_group_ray(timeout_second=None, backend=asked)
+    assert seen["backend"] == got
+
+
+@pytest.mark.parametrize("on_cpu_platform", [True, False])
+def test_a_bf16_weight_stays_where_a_weight_sync_finds_it(monkeypatch, on_cpu_platform):
+    from vllm.model_executor.layers import utils
+
+    reloadable_weights_on_cpu.KEEP_WEIGHT.apply()
+    if on_cpu_platform:
+        monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    else:
+        monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    layer = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    weight = layer.weight
+    utils.dispatch_cpu_unquantized_gemm(layer, True)
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    torch.testing.assert_close(layer.cpu_linear(x, weight, None), torch.nn.functional.linear(x, weight))
+    assert (layer.cpu_linear is torch.nn.functional.linear) == on_cpu_platform
+    if on_cpu_platform:
+        assert layer.weight is weight and weight.shape == (64, 64)
+
+
+@pytest.mark.parametrize(("platform", "method"), [("cpu", "fork"), ("nvidia", "spawn")])
+def test_engine_processes_fork_on_the_cpu_platform_alone(monkeypatch, platform, method):
+    from vllm.utils import system_utils
+
+    fork_on_cpu.FORK.apply()
+    monkeypatch.setenv("VERL_PLATFORM", platform)
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    system_utils._maybe_force_spawn()
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == method

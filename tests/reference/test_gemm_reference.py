@@ -1,0 +1,176 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The reference GEMM: its arithmetic to the bit, its accuracy against float64, and what it does at the edges."""
+
+import e4m3_oracle
+import numpy as np
+import pytest
+import torch
+
+from jetrl_verl import reference
+from jetrl_verl.reference import BLOCK, FP8_DTYPE, SCALE_RULES, QuantizedTensor
+
+ROWS = (1, 2, 7, 8, 16, 63, 64, 65, 128, 129, 300)
+
+
+def operands(
+    m: int, n: int, k: int, *, b_block_scaled: bool, rule: str = "fp32", seed: int = 0
+) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """Heavy-tailed A, Gaussian B."""
+    g = torch.Generator().manual_seed(seed)
+    a = torch.randn(m, k, generator=g) / torch.randn(m, k, generator=g)
+    b = torch.randn(n, k, generator=g)
+    quantize_b = reference.quantize_128x128 if b_block_scaled else reference.quantize_1x128
+    return reference.quantize_1x128(a.bfloat16(), rule), quantize_b(b.bfloat16(), rule)
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+def exact_partial_sums(a: QuantizedTensor, b: QuantizedTensor) -> list[np.ndarray]:
+    """One exact sum per K block in integers: every E4M3 value is a multiple of 2^-9."""
+    integers = [
+        np.rint(e4m3_oracle.CODE_VALUES[q.qdata.view(torch.uint8).numpy()] * 512).astype(np.int64) for q in (a, b)
+    ]
+    k = a.qdata.shape[1]
+    cuts = [slice(start, start + BLOCK) for start in range(0, k, BLOCK)]
+    return [(integers[0][:, cut] @ integers[1][:, cut].T) / 2.0**18 for cut in cuts]
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize("b_block_scaled", [True, False])
+@pytest.mark.parametrize("shape", [(5, 130, 384), (64, 128, 1000)])
+def test_every_bit_follows_the_contract(shape, b_block_scaled, rule):
+    """Exact partial sums rounded once to FP32, scales multiplied first, K blocks ascending, bias added in FP32."""
+    a, b = operands(*shape, b_block_scaled=b_block_scaled, rule=rule)
+    bias = torch.randn(shape[1], generator=torch.Generator().manual_seed(9)).bfloat16()
+    b_scales = b.scales.repeat_interleave(BLOCK, dim=0)[: shape[1]] if b_block_scaled else b.scales
+    acc = np.zeros(shape[:2], dtype=np.float32)
+    for block, partial in enumerate(exact_partial_sums(a, b)):
+        product = a.scales.numpy()[:, block, None] * b_scales.numpy()[None, :, block]
+        acc = acc + product * partial.astype(np.float32)
+    acc = acc + bias.float().numpy()
+    for out_dtype in (torch.float32, torch.bfloat16):
+        got = reference.gemm_nt(a, b, b_block_scaled=b_block_scaled, bias=bias, out_dtype=out_dtype)
+        assert torch.equal(got, torch.from_numpy(acc).to(out_dtype))
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize("b_block_scaled", [True, False])
+@pytest.mark.parametrize("shape", [(65, 200, 1024), (1, 1, 1), (3, 129, 130), (128, 128, 4096)])
+def test_error_against_float64(shape, b_block_scaled, rule):
+    a, b = operands(*shape, b_block_scaled=b_block_scaled, rule=rule)
+    want = reference.gemm_nt_float64(a, b, b_block_scaled=b_block_scaled)
+    for out_dtype, limit in ((torch.float32, 5e-4), (torch.bfloat16, 2.5e-3)):
+        got = reference.gemm_nt(a, b, b_block_scaled=b_block_scaled, out_dtype=out_dtype)
+        assert got.dtype == out_dtype
+        assert relative_error(got, want) < limit
+
+
+@pytest.mark.parametrize("b_block_scaled", [True, False])
+def test_a_row_has_the_same_bits_in_every_batch(b_block_scaled):
+    a, b = operands(max(ROWS), 200, 512, b_block_scaled=b_block_scaled)
+    full = reference.gemm_nt(a, b, b_block_scaled=b_block_scaled, out_dtype=torch.float32)
+    for m in ROWS:
+        part = QuantizedTensor(a.qdata[:m], a.scales[:m])
+        assert torch.equal(reference.gemm_nt(part, b, b_block_scaled=b_block_scaled, out_dtype=torch.float32), full[:m])
+
+
+def test_k_blocks_are_added_in_ascending_order():
+    """2^24 + 1 + 1 in FP32 is 2^24 from the left and 2^24 + 2 from the right."""
+    qdata = torch.zeros(1, 3 * BLOCK)
+    qdata[0, ::BLOCK] = 1.0
+    one = QuantizedTensor(qdata.to(FP8_DTYPE), torch.ones(1, 3))
+    for scales, want in (([2.0**24, 1, 1], 2.0**24), ([1, 1, 2.0**24], 2.0**24 + 2)):
+        a = QuantizedTensor(one.qdata, torch.tensor([scales]))
+        assert reference.gemm_nt(a, one, b_block_scaled=False, out_dtype=torch.float32).item() == want
+
+
+@pytest.mark.parametrize("b_block_scaled", [True, False])
+def test_all_ones_with_distinct_scales_sum_exactly(b_block_scaled):
+    """Each scale is its own power of two, so a scale taken from a wrong row, block or group gives another sum."""
+    m, n, k = 6, 260, 5 * BLOCK
+    ones = [torch.ones(rows, k).to(FP8_DTYPE) for rows in (m, n)]
+    rows_b = -(-n // BLOCK) if b_block_scaled else n
+    a_scales = 2.0 ** ((torch.arange(m)[:, None] * 5 + torch.arange(5)[None, :]) % 11 - 5.0)
+    b_scales = 2.0 ** ((torch.arange(rows_b)[:, None] * 3 + torch.arange(5)[None, :] * 7) % 13 - 6.0)
+    a, b = QuantizedTensor(ones[0], a_scales), QuantizedTensor(ones[1], b_scales)
+    got = reference.gemm_nt(a, b, b_block_scaled=b_block_scaled, out_dtype=torch.float32)
+    wide = b_scales.repeat_interleave(BLOCK, dim=0)[:n] if b_block_scaled else b_scales
+    assert torch.equal(got.double(), BLOCK * (a_scales.double() @ wide.double().t()))
+
+
+def test_bias_is_added_before_the_one_rounding():
+    """257 rounds to BF16 256; rounding, then adding 1 gives 257 -> 256, adding first gives 258."""
+    a = QuantizedTensor(torch.tensor([[1.0]]).to(FP8_DTYPE), torch.tensor([[257.0]]))
+    b = QuantizedTensor(torch.tensor([[1.0]]).to(FP8_DTYPE), torch.ones(1, 1))
+    y = reference.gemm_nt(a, b, b_block_scaled=True, bias=torch.ones(1, dtype=torch.bfloat16))
+    assert y.item() == 258.0
+    assert (torch.tensor(257.0).bfloat16() + torch.ones(1, dtype=torch.bfloat16)).item() == 256.0
+
+
+def test_a_weight_gradient_is_added_to_the_callers_buffer_once():
+    a, b = operands(70, 40, 300, b_block_scaled=False)
+    call = {"b_block_scaled": False, "out_dtype": torch.float32}
+    buffer = torch.randn(70, 40)
+    total = buffer.clone()
+    assert reference.gemm_nt(a, b, **call, add_to=total) is total
+    assert torch.equal(total, buffer + reference.gemm_nt(a, b, **call))
+
+
+@pytest.mark.parametrize(
+    ("changes", "buffer"),
+    [
+        ({"out_dtype": torch.bfloat16}, torch.zeros(70, 40)),
+        ({}, torch.zeros(70, 40, dtype=torch.bfloat16)),
+        ({}, torch.zeros(40, 70)),
+        ({}, torch.zeros(40, 70).t()),
+    ],
+)
+def test_a_buffer_that_takes_no_weight_gradient_is_refused(changes, buffer):
+    a, b = operands(70, 40, 300, b_block_scaled=False)
+    call = {"b_block_scaled": False, "out_dtype": torch.float32} | changes
+    with pytest.raises(ValueError, match="add_to"):
+        reference.gemm_nt(a, b, **call, add_to=buffer)
+
+
+def test_nan_qdata_poison_exactly_their_row():
+    x = torch.randn(4, 256)
+    x[1, 200] = torch.inf
+    a = reference.quantize_1x128(x, "fp32")
+    _, b = operands(4, 130, 256, b_block_scaled=True)
+    y = reference.gemm_nt(a, b, b_block_scaled=True)
+    assert y[1].isnan().all()
+    assert y[[0, 2, 3]].isfinite().all()
+
+
+def test_an_empty_batch_gives_an_empty_result():
+    a, b = operands(0, 130, 256, b_block_scaled=True)
+    assert reference.gemm_nt(a, b, b_block_scaled=True).shape == (0, 130)
+
+
+def test_a_sum_over_no_tokens_is_zero():
+    dy = reference.quantize_128x1(torch.empty(0, 130), "fp32")
+    x = reference.quantize_128x1(torch.empty(0, 70), "fp32")
+    dw = reference.gemm_nt(dy, x, b_block_scaled=False, out_dtype=torch.float32)
+    assert dw.shape == (130, 70)
+    assert (dw == 0).all()
+
+
+def test_shapes_that_do_not_fit_are_named():
+    a, b = operands(4, 130, 256, b_block_scaled=True)
+    with pytest.raises(ValueError, match=r"do not fit .*1x128 scales on B"):
+        reference.gemm_nt(a, b, b_block_scaled=False)
+    with pytest.raises(ValueError, match=r"bias has shape \(129,\), expected \(130,\)"):
+        reference.gemm_nt(a, b, b_block_scaled=True, bias=torch.zeros(129))
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_wgrad_from_relaid_qdata_approximates_the_true_gradient(rule):
+    """dW = dY^T X with X through qdata twice and dY once: quantization noise only, no layout mistake."""
+    g = torch.Generator().manual_seed(0)
+    x, dy = torch.randn(300, 256, generator=g).bfloat16(), torch.randn(300, 130, generator=g).bfloat16()
+    relaid = reference.relayout_128x1(reference.quantize_1x128(x, rule), rule)
+    dw = reference.gemm_nt(reference.quantize_128x1(dy, rule), relaid, b_block_scaled=False, out_dtype=torch.float32)
+    assert relative_error(dw, dy.double().t() @ x.double()) < 0.06

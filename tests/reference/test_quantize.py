@@ -1,0 +1,215 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Quantizers of the contract, byte for byte against the oracle."""
+
+import e4m3_oracle
+import numpy as np
+import pytest
+import torch
+from contract_inputs import CASES, gaussian, generator, heavy_tailed
+
+from jetrl_verl import reference
+from jetrl_verl.reference import BLOCK, SCALE_RULES, QuantizedTensor
+
+NAN_CODE = 0x7F
+
+
+SHAPES = [(7, 128), (3, 300), (129, 257)]
+
+
+def assert_bytes(got: QuantizedTensor, qdata: np.ndarray, scales: np.ndarray) -> None:
+    np.testing.assert_array_equal(got.qdata.view(torch.uint8).numpy(), qdata)
+    np.testing.assert_array_equal(got.scales.numpy().view(np.uint32), scales.view(np.uint32))
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("case", CASES)
+def test_1x128_equals_the_oracle(case, shape, rule):
+    x = case(*shape)
+    assert_bytes(reference.quantize_1x128(x, rule), *e4m3_oracle.quantize(x, (1, BLOCK), rule))
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("case", CASES)
+def test_128x1_equals_the_oracle_transposed(case, shape, rule):
+    x = case(*shape)
+    qdata, scales = e4m3_oracle.quantize(x, (BLOCK, 1), rule)
+    assert_bytes(reference.quantize_128x1(x, rule), qdata.T, np.ascontiguousarray(scales.T))
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("case", CASES)
+def test_128x128_equals_the_oracle(case, shape, rule):
+    x = case(*shape)
+    assert_bytes(reference.quantize_128x128(x, rule), *e4m3_oracle.quantize(x, (BLOCK, BLOCK), rule))
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("case", CASES)
+def test_relayout_equals_the_oracle_on_dequantized_values(case, shape, rule):
+    q = reference.quantize_1x128(case(*shape), rule)
+    values = e4m3_oracle.CODE_VALUES[q.qdata.view(torch.uint8).numpy()]
+    scales = np.repeat(q.scales.numpy().astype(np.float64), BLOCK, axis=1)[:, : shape[1]]
+    with np.errstate(over="ignore"):  # near the end of FP32 a rounded-up code times its scale is Inf: a NaN group
+        dequantized = torch.from_numpy((values * scales).astype(np.float32))
+    qdata, new_scales = e4m3_oracle.quantize(dequantized, (BLOCK, 1), rule)
+    assert_bytes(reference.relayout_128x1(q, rule), qdata.T, np.ascontiguousarray(new_scales.T))
+
+
+def test_every_finite_code_survives_a_round_trip():
+    qdata = torch.tensor([c for c in range(256) if c & 0x7F != NAN_CODE], dtype=torch.uint8)
+    values = torch.tensor(e4m3_oracle.CODE_VALUES)[qdata.long()].float()
+    groups = torch.stack([torch.full_like(values, 448.0), values], dim=1)
+    for rule in SCALE_RULES:
+        q = reference.quantize_1x128(groups, rule)
+        assert (q.scales == 1).all()
+        torch.testing.assert_close(q.qdata[:, 1].view(torch.uint8), qdata, rtol=0, atol=0)
+
+
+def test_fp32_rule_puts_the_maximum_on_448_and_pow2_rounds_it():
+    group = torch.zeros(1, BLOCK)
+    group[0, 5] = 233.0
+    for rule, code_value in (("fp32", 448.0), ("pow2", 240.0)):
+        assert reference.quantize_1x128(group, rule).qdata[0, 5].float() == code_value
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize("poison", [torch.inf, -torch.inf, torch.nan, -torch.nan])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_one_non_finite_value_makes_its_whole_group_nan_and_no_other(rule, poison, dtype):
+    for position in (0, 77, 127, 128, 299):
+        x = torch.randn(4, 300, generator=generator()).to(dtype)
+        clean = reference.quantize_1x128(x, rule)
+        x[2, position] = poison
+        q = reference.quantize_1x128(x, rule)
+        group = slice(position // BLOCK * BLOCK, (position // BLOCK + 1) * BLOCK)
+        assert (q.qdata.view(torch.uint8)[2, group] == NAN_CODE).all()
+        assert q.scales[2, position // BLOCK] == 1.0
+        touched = torch.zeros(4, 300, dtype=torch.bool)
+        touched[2, group] = True
+        assert torch.equal(q.qdata.view(torch.uint8)[~touched], clean.qdata.view(torch.uint8)[~touched])
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_one_nan_makes_its_whole_weight_block_nan(rule):
+    w = gaussian(200, 300)
+    w[130, 299] = torch.nan
+    q = reference.quantize_128x128(w, rule)
+    is_nan = q.qdata.view(torch.uint8) == NAN_CODE
+    assert is_nan[128:, 256:].all()
+    assert is_nan.sum() == is_nan[128:, 256:].numel()
+    assert q.scales[1, 2] == 1.0
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_nan_groups_survive_the_relayout(rule):
+    x = gaussian(200, 256)
+    x[150, 3] = torch.inf
+    q = reference.relayout_128x1(reference.quantize_1x128(x, rule), rule)
+    is_nan = q.qdata.view(torch.uint8) == NAN_CODE
+    assert is_nan[:128, 128:].all()
+    assert is_nan.sum() == is_nan[:128, 128:].numel()
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_zeros_keep_their_sign_and_have_scale_one(rule):
+    x = torch.zeros(2, 256)
+    x[1] = -0.0
+    q = reference.quantize_1x128(x, rule)
+    assert (q.qdata.view(torch.uint8)[0] == 0).all()
+    assert (q.qdata.view(torch.uint8)[1] == 0x80).all()
+    assert (q.scales == 1).all()
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_masked_rows_do_not_flush_their_neighbours_in_the_relayout(rule):
+    """A zero row has scale 1; a maximum of old scales would make 1 the new scale and 1e-6 a zero."""
+    x = torch.randn(256, 128, generator=generator()) * 1e-6
+    x[::2] = 0
+    q = reference.quantize_1x128(x.bfloat16(), rule)
+    assert (q.scales[::2] == 1).all()
+    relaid = reference.relayout_128x1(q, rule)
+    assert relaid.scales.max() < 1e-7
+    values = reference.dequantize_1x128(relaid)
+    assert (values[:, ::2] == 0).all()
+    assert (values.t() - x).norm() < 0.06 * x.norm()
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_a_column_of_only_masked_rows_has_scale_one(rule):
+    x = gaussian(256, 128)
+    x[128:] = 0
+    relaid = reference.relayout_128x1(reference.quantize_1x128(x, rule), rule)
+    assert (relaid.scales[:, 1] == 1).all()
+    assert (relaid.qdata.view(torch.uint8)[:, 128:] & 0x7F == 0).all()
+
+
+def test_pow2_relayout_is_exact_where_the_new_group_keeps_the_value_normal():
+    q = reference.quantize_1x128(heavy_tailed(256, 256), "pow2")
+    before = reference.dequantize_1x128(q).t()
+    relaid = reference.relayout_128x1(q, "pow2")
+    after = reference.dequantize_1x128(relaid)
+    new_scales = relaid.scales.repeat_interleave(BLOCK, dim=1)
+    normal = before.abs() >= new_scales * 2.0**-6
+    assert normal.float().mean() > 0.5
+    assert torch.equal(before[normal], after[normal])
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize("shape", [(128, 256), (200, 300), (1, 1)])
+def test_a_transposed_weight_shares_qdata_and_scales(rule, shape):
+    w = heavy_tailed(*shape)
+    weight, transposed = reference.quantize_128x128_and_transpose(w, rule)
+    direct = reference.quantize_128x128(w.t().contiguous(), rule)
+    assert torch.equal(transposed.qdata.view(torch.uint8), direct.qdata.view(torch.uint8))
+    assert torch.equal(transposed.scales, direct.scales)
+    assert torch.equal(transposed.qdata.view(torch.uint8).t(), weight.qdata.view(torch.uint8))
+    assert transposed.qdata.is_contiguous()
+    assert transposed.scales.is_contiguous()
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_both_quantizations_of_dy_are_the_single_ones(rule):
+    x = heavy_tailed(200, 300)
+    row, transposed = reference.quantize_1x128_and_128x1(x, rule)
+    for got, want in ((row, reference.quantize_1x128(x, rule)), (transposed, reference.quantize_128x1(x, rule))):
+        assert torch.equal(got.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
+        assert torch.equal(got.scales, want.scales)
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_leading_dimensions_are_rows(rule):
+    x = gaussian(6, 300)
+    q, folded = reference.quantize_1x128(x, rule), reference.quantize_1x128(x.reshape(2, 3, 300), rule)
+    assert folded.qdata.shape == (2, 3, 300)
+    assert folded.scales.shape == (2, 3, 3)
+    assert torch.equal(folded.qdata.reshape(6, 300).view(torch.uint8), q.qdata.view(torch.uint8))
+    assert torch.equal(folded.scales.reshape(6, 3), q.scales)
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_an_empty_batch_keeps_its_shapes(rule):
+    x = torch.empty(0, 300, dtype=torch.bfloat16)
+    row, transposed = reference.quantize_1x128_and_128x1(x, rule)
+    assert (row.qdata.shape, row.scales.shape) == ((0, 300), (0, 3))
+    assert (transposed.qdata.shape, transposed.scales.shape) == ((300, 0), (300, 0))
+    relaid = reference.relayout_128x1(row, rule)
+    assert (relaid.qdata.shape, relaid.scales.shape) == ((300, 0), (300, 0))
+
+
+def test_values_far_below_the_smallest_scale_become_zero_not_garbage():
+    x = torch.full((1, BLOCK), 2.0**-100)
+    for rule in SCALE_RULES:
+        q = reference.quantize_1x128(x, rule)
+        assert q.scales.item() == 2.0**-63
+        assert (q.qdata.view(torch.uint8) == 0).all()
+
+
+@pytest.mark.parametrize("quantize", [reference.quantize_1x128, reference.quantize_128x128, reference.quantize_128x1])
+def test_unknown_rule_is_refused_by_name(quantize):
+    with pytest.raises(ValueError, match="unknown scale rule 'mx'; choose one of fp32, pow2"):
+        quantize(gaussian(2, 128), "mx")

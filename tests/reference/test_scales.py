@@ -1,0 +1,68 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Scales of the contract, bit for bit, over the whole range of FP32 maxima."""
+
+import e4m3_oracle
+import numpy as np
+import pytest
+import torch
+
+from jetrl_verl.reference import SCALE_RULES, amax_bits, scale_from_amax_bits
+
+MIN_NORMAL = 2.0**-126
+
+
+def interesting_maxima() -> torch.Tensor:
+    """Every power of two down to the subnormals, every 448 * 2^k, their two neighbours, and random bit patterns."""
+    powers = [2.0**e for e in range(-149, 128)] + [448.0 * 2.0**e for e in range(-149, 119)]
+    exact = torch.tensor(powers, dtype=torch.float64).float()
+    up, down = exact.nextafter(torch.tensor(torch.inf)), exact.nextafter(torch.tensor(0.0))
+    patterns = torch.randint(1, 0x7F800000, (2000,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    maxima = torch.cat([exact, up, down, patterns.view(torch.float32)])
+    return maxima[torch.isfinite(maxima) & (maxima > 0)]
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_scales_equal_the_oracle_for_every_exponent(rule):
+    maxima = interesting_maxima()
+    got = scale_from_amax_bits(maxima.view(torch.int32), rule)
+    want = np.array([e4m3_oracle.scale(float(a), rule) for a in maxima], dtype=np.float32)
+    np.testing.assert_array_equal(got.numpy().view(np.uint32), want.view(np.uint32))
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+def test_reciprocals_and_products_of_scales_stay_normal(rule):
+    scales = scale_from_amax_bits(interesting_maxima().view(torch.int32), rule)
+    assert scales.min() == 2.0**-63
+    assert (scales * scales.min() >= MIN_NORMAL).all()
+    assert (1 / scales >= MIN_NORMAL).all()
+    assert torch.isfinite(1 / scales).all()
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize("special", [0.0, -0.0, torch.inf, -torch.inf, torch.nan])
+def test_zero_and_non_finite_groups_have_scale_one(rule, special):
+    bits = amax_bits(torch.tensor([[special, 0.0]]))
+    assert scale_from_amax_bits(bits, rule).item() == 1.0
+
+
+def test_pow2_scales_are_powers_of_two_and_put_the_maximum_in_the_top_binade():
+    maxima = interesting_maxima()
+    maxima = maxima[maxima > 448 * 2.0**-63]
+    scales = scale_from_amax_bits(maxima.view(torch.int32), "pow2")
+    assert (scales.view(torch.int32) & 0x7FFFFF == 0).all()
+    quotients = maxima.double() / scales.double()
+    assert (quotients > 224).all()
+    assert (quotients <= 448).all()
+
+
+def test_integer_maximum_finds_a_nan_wherever_it_stands():
+    for position in range(128):
+        group = torch.full((128,), 3.0)
+        group[position] = -torch.nan
+        assert amax_bits(group).item() > 0x7F800000
+
+
+def test_unknown_rule_is_refused_by_name():
+    with pytest.raises(ValueError, match="unknown scale rule 'ue8m0'"):
+        scale_from_amax_bits(torch.zeros(1, dtype=torch.int32), "ue8m0")

@@ -1,0 +1,97 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""An attention layer that vLLM has built gets the shared backend, or is refused.
+
+vLLM's own implementations are stood in for by their attributes: those of FlashAttention are only built on a GPU.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends import registry
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionMetadataBuilder
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+
+from jetrl_verl.rollout import cpu_attention, flash_attention
+from jetrl_verl.rollout.attention import share_attention
+
+
+class OtherFlashAttentionBackend(FlashAttentionBackend):
+    """Another plugin's, under vLLM's name."""
+
+
+def layer(backend, **changes):
+    """vLLM's attention layer on a backend, as far as anyone looks."""
+    impl = backend.get_impl_cls().__new__(backend.get_impl_cls())
+    plain = dict(
+        head_size=128,
+        attn_type=AttentionType.DECODER,
+        alibi_slopes=None,
+        sinks=None,
+        logits_soft_cap=0,
+        kv_sharing_target_layer_name=None,
+        sliding_window=(-1, -1),
+        kv_cache_dtype="auto",
+    )
+    if issubclass(backend, FlashAttentionBackend):
+        plain["vllm_flash_attn_version"] = 3
+    vars(impl).update(plain | changes)
+    built = SimpleNamespace(attn_backend=backend, impl=impl)
+    built.get_attn_backend = lambda: built.attn_backend
+    return built
+
+
+@pytest.mark.parametrize(
+    ("stock", "shared", "impl"),
+    [
+        (CPUAttentionBackend, cpu_attention.SharedCPUAttentionBackend, cpu_attention.SharedCPUAttention),
+        (FlashAttentionBackend, flash_attention.SharedFlashAttentionBackend, flash_attention.SharedFlashAttention),
+    ],
+)
+def test_a_layer_gets_the_backend_and_its_implementation(stock, shared, impl):
+    built = layer(stock)
+    same = built.impl
+    share_attention(built)
+    assert built.get_attn_backend() is shared and built.impl is same and type(same) is impl
+    # What vLLM asks of a backend before it is ours and after it must agree.
+    assert shared.get_name() == stock.get_name()
+    assert shared.get_required_kv_cache_layout() == stock.get_required_kv_cache_layout()
+    assert shared.full_cls_name() == (shared.__module__, shared.__name__)
+    assert not registry._ATTN_OVERRIDES
+
+
+def test_flash_attention_plans_nothing_ahead(monkeypatch):
+    """One split and no cascade in every call; the plan that vLLM would make depends on the batch."""
+    builder_class = flash_attention.SharedFlashAttentionBackend.get_builder_cls()
+    stock = dict(__init__=lambda self: setattr(self, "aot_schedule", True))
+    stock["build"] = lambda self: SimpleNamespace(max_num_splits=32)
+    for name, method in stock.items():
+        monkeypatch.setattr(FlashAttentionMetadataBuilder, name, method)
+    builder = builder_class()
+    assert builder.aot_schedule is False and builder.build().max_num_splits == 1
+    assert builder.use_cascade_attention() is False
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "complaint"),
+    [
+        (
+            TritonAttentionBackend,
+            {},
+            "attention backend TRITON_ATTN .* is not supported with jetrl.operations=shared",
+        ),
+        (OtherFlashAttentionBackend, {}, rf"the attention backend FLASH_ATTN \({__name__}\) is not supported"),
+        (FlashAttentionBackend, {"vllm_flash_attn_version": 2}, "FlashAttention 2, which this GPU runs, is not"),
+        (CPUAttentionBackend, {"attn_type": AttentionType.ENCODER_ONLY}, "other than plain causal is not supported"),
+        (CPUAttentionBackend, {"logits_soft_cap": 30.0}, "other than plain causal is not supported"),
+        (CPUAttentionBackend, {"sinks": object()}, "other than plain causal is not supported"),
+        (CPUAttentionBackend, {"sliding_window": (127, 0)}, "sliding window attention is not supported"),
+        (CPUAttentionBackend, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8 is not supported"),
+        (CPUAttentionBackend, {"head_size": 64}, "64"),
+    ],
+)
+def test_what_is_not_covered_is_refused(backend, changes, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        share_attention(layer(backend, **changes))

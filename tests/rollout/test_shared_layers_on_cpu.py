@@ -1,0 +1,130 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that vLLM has built become the shared ones: in place, whatever vLLM chose for them, and only where covered."""
+
+from collections import Counter
+
+import pytest
+import torch
+from tiny_models import tiny_config
+from torch import nn
+from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import LinearScalingRotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
+
+from jetrl_verl import kernels
+from jetrl_verl.rollout import shared_operations
+from jetrl_verl.rollout.shared_operations import share_operations
+
+HEAD = 128
+ROTARY = (HEAD, HEAD, 32, 1e4, True, torch.bfloat16)
+"""Head size, rotated part of it, positions, base, neox style and type."""
+LLAMA3 = (8.0, 1.0, 4.0, 16)
+CONFIG = tiny_config("llama")
+
+SETTINGS = [
+    ["none"],
+    ["all"],
+    *([default, switch] for default in ("none", "all") for switch in ("+rms_norm", "-silu_and_mul")),
+    ["none", "+rms_norm", "+silu_and_mul", "+rotary_embedding"],
+    ["all", "-rms_norm", "-silu_and_mul", "-rotary_embedding"],
+]
+
+
+class Model(nn.Module):
+    """Layers under names, as vLLM's models hold them."""
+
+    def __init__(self, **layers: nn.Module) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+
+def built(settings: list[str]) -> tuple[Model, CompilationConfig]:
+    """One layer of each kind in an engine with these ``custom_ops``."""
+    config = VllmConfig(compilation_config=CompilationConfig(custom_ops=list(settings)))
+    with set_current_vllm_config(config):
+        model = Model(
+            norm=RMSNorm(HEAD),
+            activation=SiluAndMul(),
+            rotary=RotaryEmbedding(*ROTARY),
+            scaled=Llama3RotaryEmbedding(*ROTARY, *LLAMA3),
+        )
+    return model, config.compilation_config
+
+
+def switched(config: CompilationConfig) -> tuple[Counter, Counter]:
+    """How many vLLM switched on and off, by name."""
+    return config.enabled_custom_ops.copy(), config.disabled_custom_ops.copy()
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=",".join)
+def test_settings_of_single_operations_keep_their_meaning(settings):
+    model, config = built(settings)
+    stock, counted = [type(layer) for layer in model.children()], switched(config)
+    assert stock == [RMSNorm, SiluAndMul, RotaryEmbedding, Llama3RotaryEmbedding]
+    with set_current_vllm_config(VllmConfig(compilation_config=config)):
+        enabled = [kind.enabled() for kind in stock]
+        share_operations(model, CONFIG)
+        ours = list(model.children())
+        assert [type(layer).enabled() for layer in ours] == enabled
+    assert [type(layer) for layer in ours] == [
+        shared_operations.SharedRMSNorm,
+        shared_operations.SharedSiluAndMul,
+        shared_operations.SharedRotaryEmbedding,
+        shared_operations.SharedLlama3RotaryEmbedding,
+    ]
+    for layer, kind in zip(ours, stock, strict=True):
+        assert type(layer).name == kind.name
+        assert layer._forward_method.__func__ is type(layer)._forward_shared and layer._forward_method.__self__ is layer
+    assert switched(config) == counted
+
+
+def test_a_rotary_that_vllm_keeps_for_other_engines_is_left_alone():
+    with set_current_vllm_config(VllmConfig()):
+        kept = RotaryEmbedding(*ROTARY)
+    table, forward = kept.cos_sin_cache.clone(), kept._forward_method
+    model = Model(first=Model(rotary_emb=kept), second=Model(rotary_emb=kept))
+    share_operations(model, CONFIG)
+    assert type(kept) is RotaryEmbedding and kept._forward_method == forward
+    assert torch.equal(kept.cos_sin_cache, table)
+    own = model.first.rotary_emb
+    assert own is model.second.rotary_emb is not kept
+    assert torch.equal(own.cos_sin_cache, kernels.rotary_table(HEAD, 32, CONFIG.rope_parameters))
+    assert dict(own.named_buffers()).keys() == dict(kept.named_buffers()).keys() and not own.state_dict()
+
+
+def test_parameters_and_their_loaders_stay():
+    with set_current_vllm_config(VllmConfig()):
+        model = Model(norm=RMSNorm(HEAD))
+    weight = model.norm.weight
+    weight.weight_loader = loader = object()
+    share_operations(model, CONFIG)
+    assert model.norm.weight is weight and weight.weight_loader is loader
+    assert list(model.state_dict()) == ["norm.weight"]
+
+
+@pytest.mark.parametrize(
+    ("layer", "complaint"),
+    [
+        (lambda: RMSNorm(HEAD, has_weight=False), "An RMSNorm without a weight"),
+        (lambda: RMSNorm(HEAD, var_hidden_size=HEAD // 2), "over a part of a row"),
+        (lambda: RotaryEmbedding(HEAD, HEAD // 2, *ROTARY[2:]), "Rotary of a part of a head"),
+        (lambda: RotaryEmbedding(*ROTARY[:4], False, torch.bfloat16), "interleaved pairs"),
+        (lambda: LinearScalingRotaryEmbedding(*ROTARY[:5], 2.0, torch.bfloat16), "LinearScalingRotaryEmbedding"),
+        (lambda: LogitsProcessor(100, scale=0.5), "Scaled or capped logits"),
+        (lambda: LogitsProcessor(100, soft_cap=30.0), "Scaled or capped logits"),
+    ],
+    ids=["no weight", "part of a row", "part of a head", "pairs", "another rotary", "scaled", "capped"],
+)
+def test_what_is_not_covered_is_refused(layer, complaint):
+    with set_current_vllm_config(VllmConfig()):
+        model = Model(layer=layer())
+    with pytest.raises(
+        ValueError, match=f"{complaint}.* not supported with shared operations. Set precision=jet_fp8 jetrl.oper"
+    ):
+        share_operations(model, CONFIG)

@@ -1,0 +1,42 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels of a chain, from made-up runs."""
+
+import pytest
+
+from jetrl_verl.tools.bench import BenchError
+from jetrl_verl.tools.bench.timeline import Kernel, Step, steps_of
+
+
+def chain(periods: int) -> list[Kernel]:
+    """A quantizer of 2 us, 1 us behind the GEMM in front; a GEMM of 10 us that begins under its last half."""
+    found = []
+    for start in range(0, 12 * periods, 12):
+        found += [Kernel("quantize", start, start + 2), Kernel("gemm", start + 1, start + 11)]
+    return found
+
+
+def test_a_kernel_that_begins_under_another_adds_less_than_it_takes():
+    assert steps_of(chain(4), 2) == [Step("quantize", 2, 1, 3), Step("gemm", 10, -1, 9)]
+
+
+def test_the_steps_of_a_period_add_up_to_it():
+    assert sum(step.adds for step in steps_of(chain(4), 2)) == 12
+
+
+def test_the_first_period_has_nothing_in_front_of_it():
+    first = [Kernel("quantize", -40.0, -38.0), Kernel("gemm", -39.0, -5.0)]
+    assert steps_of(first + chain(3), 2)[1] == Step("gemm", 10, -1, 9)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "message"),
+    [
+        (chain(1), "2 kernels are not two or more whole periods of 2"),
+        (chain(3)[:-1], "5 kernels are not"),
+        ([*chain(3), Kernel("copy", 50, 51), Kernel("gemm", 51, 52)], "at place 0 of 2: copy, quantize"),
+    ],
+)
+def test_what_is_not_a_period_is_refused(kernels, message):
+    with pytest.raises(BenchError, match=message):
+        steps_of(kernels, 2)

@@ -1,0 +1,173 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's policy, tokenizer and warm-up, as transformers and verl's agent loop see them."""
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from jetrl_verl.tools.demo import DemoError
+from jetrl_verl.tools.demo.overrides import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS
+from jetrl_verl.tools.demo.policy import (
+    CHARACTERS,
+    PolicyConfig,
+    build_model,
+    build_tokenizer,
+    load_policy,
+    save_policy,
+)
+from jetrl_verl.tools.demo.task import Problem, TaskConfig, make_splits
+from jetrl_verl.tools.demo.warmup import (
+    IGNORED_LABEL,
+    WarmupConfig,
+    encode,
+    prompt_ids,
+    sampled_accuracy,
+    sampled_scores,
+    solution_probability,
+    warm_up,
+)
+
+TINY = PolicyConfig(hidden_size=128, layers=1, heads=1, intermediate_size=128)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+@pytest.mark.parametrize("text", [CHARACTERS, Problem(8737, 7219).solution, "user ####\n  two  spaces", ""])
+def test_tokenizer_round_trip(tokenizer, text):
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.unk_token_id not in ids
+
+
+def test_tokenizer_survives_saving(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    turn = [{"role": "user", "content": "12+34"}]
+    assert loaded.get_vocab() == tokenizer.get_vocab()
+    assert loaded.apply_chat_template(turn, add_generation_prompt=True, tokenize=False) == (
+        "<|im_start|>user\n12+34<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert (loaded.eos_token, loaded.pad_token) == ("<|im_end|>", "<|endoftext|>")
+
+
+def test_verl_builds_the_same_prompt(tokenizer):
+    from verl.utils.tokenizer.continuous_token import QwenContinuousTokenBuilder
+
+    problem = Problem(8737, 7219)
+    turn = [{"role": "user", "content": problem.prompt}]
+    assert QwenContinuousTokenBuilder(tokenizer).build_initial_tokens(turn) == prompt_ids(problem, tokenizer)
+
+
+def test_every_problem_fits_the_token_budget(tokenizer):
+    # 9999+9999 has the longest sum; every prompt of four-digit numbers is equally long.
+    problem = Problem(9999, 9999)
+    assert len(prompt_ids(problem, tokenizer)) <= MAX_PROMPT_TOKENS
+    assert len(tokenizer.encode(problem.solution)) + 1 <= MAX_RESPONSE_TOKENS
+
+
+def test_every_linear_layer_fits_fp8_blocks(tokenizer):
+    model = build_model(PolicyConfig(), tokenizer)
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"}
+    assert len(linears) == 7 * PolicyConfig().layers
+    for name, layer in linears.items():
+        assert layer.in_features % 128 == 0 and layer.out_features % 128 == 0, name
+    assert model.config.vocab_size == len(tokenizer) == model.lm_head.out_features
+    assert not model.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("wrong", [{"hidden_size": 192}, {"head_dim": 64}, {"intermediate_size": 0}])
+def test_dimensions_that_do_not_fit_are_refused(wrong):
+    with pytest.raises(ValueError, match="multiple of 128"):
+        PolicyConfig(**wrong)
+
+
+def test_weights_follow_the_seed_and_leave_the_global_state_alone(tokenizer):
+    state = torch.get_rng_state()
+    first, second = build_model(TINY, tokenizer), build_model(TINY, tokenizer)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters()))
+
+
+def test_policy_survives_saving_in_bf16(tokenizer, tmp_path):
+    model = build_model(TINY, tokenizer)
+    expected = {name: p.to(torch.bfloat16) for name, p in model.state_dict().items()}
+    save_policy(model, tokenizer, tmp_path)
+    loaded, _ = load_policy(tmp_path)
+    assert all(torch.equal(p, expected[name]) for name, p in loaded.state_dict().items())
+
+
+def test_labels_cover_the_solution_and_the_end_of_turn_only(tokenizer):
+    problems = [Problem(1000, 1000), Problem(9999, 9999)]  # answers of four and five digits: one row is padded
+    ids, labels = encode(problems, tokenizer)
+    for row, problem in enumerate(problems):
+        labelled = labels[row][labels[row] != IGNORED_LABEL]
+        assert tokenizer.decode(labelled) == problem.solution + "<|im_end|>"
+        assert torch.equal(ids[row][labels[row] != IGNORED_LABEL], labelled)
+    assert ids[0, -1] == tokenizer.pad_token_id and labels[0, -1] == IGNORED_LABEL
+
+
+def test_solution_probability_of_a_uniform_model(tokenizer):
+    model = build_model(TINY, tokenizer)
+    torch.nn.init.zeros_(model.lm_head.weight)
+    ids, labels = encode([Problem(1, 1)], tokenizer)
+    tokens = int((labels != IGNORED_LABEL).sum())
+    expected = float(len(tokenizer)) ** -tokens
+    assert solution_probability(model, ids, labels) == pytest.approx(expected, rel=1e-3)
+
+
+def test_warm_up_stops_at_its_target_and_repeats_by_seed(tokenizer):
+    problems = make_splits(TaskConfig(digits=2, warmup=1000, train=1, test=1))["warmup"]
+    config = WarmupConfig(target=1e-6, max_steps=400, batch_size=16, check_problems=32)
+    outcomes = []
+    for _ in range(2):
+        checks = []
+        outcome = warm_up(
+            build_model(TINY, tokenizer), tokenizer, problems, config, lambda step, value, to=checks: to.append(value)
+        )
+        outcomes.append((outcome["steps"], outcome["estimate"]))
+        assert checks[-1] == outcome["estimate"] >= config.target > max(checks[:-1])
+    assert outcomes[0] == outcomes[1]
+
+
+class Recited:
+    """Stands in for a model: answers every prompt but the first rightly."""
+
+    def __init__(self, problems, tokenizer):
+        answers = [tokenizer.encode(p.solution) + [tokenizer.eos_token_id] for p in problems]
+        answers[0] = answers[0][1:-2] + [tokenizer.eos_token_id]
+        longest = max(map(len, answers))
+        self._answers = torch.tensor([a + [tokenizer.pad_token_id] * (longest - len(a)) for a in answers])
+
+    def parameters(self):
+        yield torch.zeros(1)
+
+    def eval(self):
+        pass
+
+    def generate(self, prompts, attention_mask, **_):
+        self.seen = [row[seen.bool()].tolist() for row, seen in zip(prompts, attention_mask)]
+        assert (attention_mask[:, -1] == 1).all()  # answers begin where prompts end
+        return torch.cat([prompts, self._answers], dim=1)
+
+
+def test_sampled_accuracy_is_the_graded_share(tokenizer):
+    problems = [
+        problem
+        for digits in (3, 4)
+        for problem in make_splits(TaskConfig(digits=digits, warmup=1, train=1, test=4))["test"]
+    ]
+    recited = Recited(problems, tokenizer)
+    assert sampled_accuracy(recited, tokenizer, problems) == 7 / 8
+    assert recited.seen == [prompt_ids(problem, tokenizer) for problem in problems]
+    assert sampled_scores(recited, tokenizer, problems) == [0.0] + 7 * [1.0]
+
+
+def test_warm_up_that_misses_its_target_says_so(tokenizer):
+    problems = make_splits(TaskConfig(digits=3, warmup=64, train=1, test=1))["warmup"]
+    config = WarmupConfig(max_steps=10, batch_size=8, check_problems=8)
+    with pytest.raises(DemoError, match="did not reach an accuracy of 0.4 in 10 steps"):
+        warm_up(build_model(TINY, tokenizer), tokenizer, problems, config, lambda *_: None)

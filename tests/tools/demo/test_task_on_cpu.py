@@ -1,0 +1,95 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's task: worked solutions, grading, splits and verl's parquet schema."""
+
+from dataclasses import replace
+
+import pyarrow.parquet
+import pytest
+
+from jetrl_verl.tools.demo import task
+from jetrl_verl.tools.demo.task import Problem, TaskConfig, compute_score, make_splits, write_parquet
+
+SMALL = TaskConfig(digits=3, warmup=400, train=200, test=100)
+
+
+def test_solution_writes_every_carry():
+    assert Problem(8737, 7219).solution == "7+9+0=16\n3+1+1=05\n7+2+0=09\n8+7+0=15\n#### 15956"
+
+
+def test_solution_carries_through_nines():
+    assert Problem(9999, 1001).solution == "9+1+0=10\n9+0+1=10\n9+0+1=10\n9+1+1=11\n#### 11000"
+
+
+@pytest.mark.parametrize("a,b", [(1000, 1000), (9999, 9999), (1234, 8766)])
+def test_solution_is_graded_right(a, b):
+    problem = Problem(a, b)
+    assert problem.answer == str(a + b)
+    assert compute_score(task.DATA_SOURCE, problem.solution, problem.answer)["score"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "response,score,formatted",
+    [
+        ("#### 12", 1.0, 1.0),
+        ("5+7+0=12\n#### 12", 1.0, 1.0),
+        ("wrong steps do not matter\n#### 12\n", 1.0, 1.0),
+        ("#### 13", 0.0, 1.0),
+        ("#### 012", 0.0, 1.0),
+        ("#### 12 or so", 0.0, 0.0),
+        ("12", 0.0, 0.0),
+        ("#### 12\n#### 13", 0.0, 1.0),
+        ("#### 12\n5+7", 0.0, 0.0),
+        ("### 12", 0.0, 0.0),
+        ("#### -12", 0.0, 0.0),
+        ("#### 1" + "2" * 5000, 0.0, 1.0),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_only_the_last_line_decides(response, score, formatted):
+    assert compute_score(task.DATA_SOURCE, response, "12") == {"score": score, "acc": score, "formatted": formatted}
+
+
+def test_verl_loads_the_reward_by_path():
+    from verl.utils.import_utils import load_extern_object
+
+    score = load_extern_object(task.__file__, "compute_score")
+    assert score(data_source=task.DATA_SOURCE, solution_str="#### 5", ground_truth="5", extra_info={})["acc"] == 1.0
+
+
+def test_splits_are_disjoint_also_under_exchange():
+    splits = make_splits(SMALL)
+    keys = [(min(p.a, p.b), max(p.a, p.b)) for problems in splits.values() for p in problems]
+    assert len(keys) == len(set(keys)) == 700
+    assert {name: len(problems) for name, problems in splits.items()} == {"warmup": 400, "train": 200, "test": 100}
+    assert all(100 <= number <= 999 for pair in keys for number in pair)
+
+
+def test_splits_follow_the_seed():
+    assert make_splits(SMALL) == make_splits(SMALL)
+    assert (
+        make_splits(SMALL)["test"] != make_splits(TaskConfig(digits=3, warmup=400, train=200, test=100, seed=8))["test"]
+    )
+
+
+def test_more_training_data_leaves_the_held_out_split_alone():
+    assert make_splits(replace(SMALL, warmup=800, train=300))["test"] == make_splits(SMALL)["test"]
+
+
+def test_asking_for_more_problems_than_exist_is_refused():
+    with pytest.raises(ValueError, match="only 45 exist"):
+        TaskConfig(digits=1, warmup=40, train=4, test=4)
+
+
+def test_parquet_has_verl_schema(tmp_path):
+    problems = make_splits(SMALL)["test"]
+    write_parquet(problems, "test", tmp_path / "test.parquet")
+    rows = pyarrow.parquet.read_table(tmp_path / "test.parquet").to_pylist()
+    assert len(rows) == 100
+    assert rows[3] == {
+        "data_source": "jetrl/addition",
+        "prompt": [{"role": "user", "content": problems[3].prompt}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": problems[3].answer},
+        "extra_info": {"index": 3, "split": "test"},
+    }

@@ -1,0 +1,367 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""``jetrl diff`` on the CPU: nothing differs under jet_fp8_exact, and what is made to differ is named.
+
+One run of the command under jet_fp8_exact, engines in processes of their own, serves the first half: what it recorded
+is what trainers with a planted difference are compared with. The other engines run in this process and repeat given
+tokens, so each is started once.
+"""
+
+import contextlib
+import json
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from rich.console import Console
+from tiny_models import tiny_model, with_preferences
+from typer.testing import CliRunner
+
+from jetrl_verl import kernels
+from jetrl_verl.cli import app
+from jetrl_verl.reference import QuantizedTensor
+from jetrl_verl.tools.demo.policy import build_tokenizer
+from jetrl_verl.tools.diff import DiffError, rollout, run
+from jetrl_verl.tools.diff.attribution import attribute
+from jetrl_verl.tools.diff.measures import bits
+from jetrl_verl.tools.diff.operations import KINDS, Operation
+from jetrl_verl.tools.diff.run import DiffOptions, run_diff
+from jetrl_verl.tools.diff.trainer import Trainer
+
+RESPONSE = 12
+PADDING = 9
+"""Vocabulary entries without a token."""
+TEMPERATURE = 0.7
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.timeout(900)  # the first test waits for two engines to start, one after the other
+
+
+def save_policy(folder, family, **changes):
+    """A two-layer decoder whose norms are not one and whose policy prefers something, and its tokenizer."""
+    tokenizer = build_tokenizer()
+    model = with_preferences(tiny_model(family, 3, vocab_size=len(tokenizer) + PADDING, **changes))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return save_policy(tmp_path_factory.mktemp("policy"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    rows = [{"prompt": "7+5"}, {"prompt": [{"role": "user", "content": "12+30"}]}, {"prompt_token_ids": [9] * 21}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+def options(policy, prompts, out, *precisions: str) -> DiffOptions:
+    return DiffOptions(policy, precisions, prompts, 3, RESPONSE, TEMPERATURE, out)
+
+
+@pytest.fixture(scope="module")
+def exact(policy, prompts, tmp_path_factory, cpu_platform):
+    """(status, report, requests, recordings) of one run of the command."""
+    requests, recordings = [], []
+    engine = run.run_engine
+
+    def kept(request, *args):
+        requests.append(request)
+        recordings.append(engine(request, *args))
+        return recordings[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "run_engine", kept)
+        out = tmp_path_factory.mktemp("exact")
+        status = run_diff(options(policy, prompts, out, "jet_fp8_exact"), Console(width=120))
+    (report,) = json.loads((out / "report.json").read_text())["precisions"]
+    return status, report, requests, recordings
+
+
+@pytest.fixture(scope="module")
+def trainer(policy, exact):
+    request = exact[2][0]
+    return Trainer(policy, rollout.JetConfig.from_node(request.jetrl), request.vocabulary, TEMPERATURE, CPU)
+
+
+# --- equal -----------------------------------------------------------------------------------------------------------
+
+
+def test_exact_differs_nowhere(exact):
+    status, report, _, (configured, recorded) = exact
+    assert status == 0 and report["equal"] and report["first_difference"] is None
+    assert report["tokens"] == 3 * RESPONSE and recorded.responses == configured.responses
+    for name in ("trainer_against_rollout", "trainer_against_recorded_rollout", "recorded_against_configured_rollout"):
+        assert report[name] == dict(tokens=3 * RESPONSE, differing=0, k3_kl=0.0, p999=0.0, max=0.0)
+    # 17 operations in each of two layers, no residual sum at the first, one before them and four behind.
+    assert len(report["operations"]) == 2 * 17 - 1 + 5
+    for row in report["operations"]:
+        assert row["elements"] > 0 and row["own"] == row["accumulated"] == dict(share=0.0, ulps=0)
+    assert all(side["k3_kl"] == side["max"] == 0 for row in report["kinds"].values() for side in row.values())
+    assert list(report["kinds"]) == list(KINDS)
+
+
+def test_the_recorded_engine_is_not_the_configured_one(exact):
+    _, _, (configured, recorded), _ = exact
+    assert configured.responses is None and recorded.responses is not None
+    assert configured.arguments["max_num_seqs"] > 3 and configured.arguments["enable_prefix_caching"]
+    assert recorded.arguments["max_num_seqs"] == 1 and not recorded.arguments["enable_prefix_caching"]
+    assert configured.arguments["logprobs_mode"] == "processed_logprobs"
+
+
+# --- planted ---------------------------------------------------------------------------------------------------------
+
+
+def flipped(x: torch.Tensor | QuantizedTensor, row: int, element: int) -> torch.Tensor:
+    """A copy with the last bit of one element changed; of quantized data, of the tensor that was quantized."""
+    x = x.source if isinstance(x, QuantizedTensor) else x
+    x = x.clone(memory_format=torch.contiguous_format)
+    rows = bits(x).view(-1, x.shape[-1])
+    rows[row, element] ^= 1
+    return x
+
+
+@pytest.fixture
+def planting():
+    """A stack of what is undone after the test."""
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+def plant_in_operation(planting, trainer, name, calls, call, row, element):
+    """``kernels.<name>`` with a flipped bit in (the last of) what one of the ``calls`` of a forward gives."""
+    operation, count = getattr(kernels, name), iter(range(10**6))
+
+    def planted(*args):
+        output = operation(*args)
+        if next(count) % calls != call:
+            return output
+        if isinstance(output, tuple):
+            return *output[:-1], flipped(output[-1], row, element)
+        return flipped(output, row, element)
+
+    planting.enter_context(mock.patch.object(kernels, name, planted))
+
+
+def plant_in_module(planting, trainer, path, row, element):
+    """A module with a flipped bit in what it gives."""
+    module = trainer._model.get_submodule(path)
+    forward = module.forward
+    planting.enter_context(mock.patch.object(module, "forward", lambda x: flipped(forward(x), row, element)))
+
+
+def plant_before_module(planting, trainer, path, row, element):
+    """A flipped bit in what a module is given, by the function in front of it."""
+    module = trainer._model.get_submodule(path)
+    hook = module.register_forward_pre_hook(lambda _, args: (flipped(args[0], row, element),), prepend=True)
+    planting.callback(hook.remove)
+
+
+# What is planted where, and which layer, operation, token and element that is. Rows of q_norm, rotary and attention are
+# [tokens * heads] of 128.
+PLANTS = {
+    "embedding": (plant_in_module, ("model.embed_tokens", 30, 5), (None, "embedding", 30, 5)),
+    "norm": (plant_in_module, ("model.layers.1.post_attention_layernorm", 31, 17), (1, "post_norm", 31, 17)),
+    "qk_norm": (plant_in_module, ("model.layers.0.self_attn.q_norm", 2 * 29 + 1, 3), (0, "q_norm", 29, 128 + 3)),
+    "quantization": (plant_in_module, ("model.layers.1.self_attn.k_proj", 33, 70), (1, "k_proj", 33, 70)),
+    "down_proj": (plant_in_module, ("model.layers.0.mlp.down_proj", 4, 11), (0, "down_proj", 4, 11)),
+    "rotary": (plant_in_operation, ("rotary", 2, 1, 27, 100), (1, "k_rotary", 27, 100)),
+    "attention": (plant_in_operation, ("attention", 2, 1, 2 * 26, 64), (1, "attention", 26, 64)),
+    "activation": (plant_before_module, ("model.layers.0.mlp.down_proj", 40, 9), (0, "activation", 40, 9)),
+    "lm_head": (plant_in_module, ("lm_head", None, 12), (None, "lm_head", None, 12)),
+    "sampler": (plant_in_operation, ("log_probs", 1, 0, 20, 0), (None, "sampler", None, 0)),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_planted_bit_is_named(plant, exact, trainer, planting):
+    recording = exact[3][1]
+    how, arguments, (layer, name, token, element) = PLANTS[plant]
+    drawn = 20
+    if token is None:
+        token = int(recording.drawing[drawn])
+    how(planting, trainer, *(token if argument is None else argument for argument in arguments))
+    found = attribute(trainer, recording)
+
+    first, operation = found.first, Operation(layer, name)
+    assert (first.layer, first.operation, first.kind) == (layer, name, operation.kind)
+    assert (first.request, first.position) == recording.place(token)
+    assert first.element == element and first.ulps == 1
+    row = drawn if operation.kind in ("lm_head", "sampler") else token
+    assert first.rollout == recording.outputs[operation][row, element].item() != first.trainer
+    # It is this operation's own, and no other's.
+    assert {o: s.differing for o, s in found.local.items() if s.differing} == {operation: 1}
+    before = list(found.accumulated)[: list(found.accumulated).index(operation)]
+    assert not any(found.accumulated[o].differing for o in before)
+    assert found.without[operation.kind].differing == found.all_corrected.differing == 0
+    assert found.alone == {operation.kind: found.mismatch}
+
+
+def test_two_planted_kinds_are_told_apart(exact, trainer, planting):
+    """A large difference in one kind and a small one in another: each is what is left without the other."""
+    recording = exact[3][1]
+    plant_in_operation(planting, trainer, "log_probs", 1, 0, 20, 0)
+    head = trainer._model.lm_head
+    logits = head.forward
+    planting.enter_context(mock.patch.object(head, "forward", lambda hidden: logits(hidden) * 1.25))
+    found = attribute(trainer, recording)
+    assert found.first.operation == "lm_head" and list(found.without) == ["lm_head", "sampler"]
+    assert found.without["lm_head"] == found.alone["sampler"] and found.without["sampler"] == found.alone["lm_head"]
+    assert 0 < found.alone["sampler"].k3_kl < 1e-12 and found.alone["sampler"].differing == 1
+    assert found.alone["lm_head"].k3_kl > 1e-4 and found.all_corrected.differing == 0
+
+
+def test_an_operation_that_does_not_repeat_itself_ends_the_comparison(exact, trainer, planting):
+    down, calls = trainer._model.model.layers[0].mlp.down_proj, iter(range(10**6))
+
+    def drift(_, args):
+        return (flipped(args[0], 5, next(calls)),)  # another element in every forward
+
+    planting.callback(down.register_forward_pre_hook(drift, prepend=True).remove)
+    with pytest.raises(DiffError, match="layer 0 activation does not give the same bits twice"):
+        attribute(trainer, exact[3][1])
+
+
+# --- other engines, in this process ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_this_process(cpu_platform, monkeypatch):
+    """Callable ``(request) -> Recording``; the engine is gone afterwards."""
+    for name, value in run._environment(cuda=False).items():
+        monkeypatch.setenv(name, value)
+
+    def engine(request):
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        try:
+            # As in a process of its own, where the environment says it.
+            with torch.compiler.set_stance("force_eager"):
+                return rollout.run(request)
+        finally:
+            cleanup_dist_env_and_memory()
+
+    return engine
+
+
+def test_rows_are_found_in_any_batch(exact, in_this_process, monkeypatch):
+    """Batched, prompts in chunks, preempted: the same bits under the same keys as one sequence at a time."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    _, _, (_, request), (_, recorded) = exact
+    preempt, preempted = Scheduler._preempt_request, []
+
+    def counted(self, request, *args, **kwargs):
+        preempted.append(request.request_id)
+        return preempt(self, request, *args, **kwargs)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", counted)
+    crowded = dict(max_num_seqs=4, max_num_batched_tokens=16, block_size=16, num_gpu_blocks_override=6)
+    other = in_this_process(replace(request, arguments=request.arguments | crowded))
+    assert preempted and max(map(len, request.prompts)) > 16
+    assert other.responses == recorded.responses and other.outputs.keys() == recorded.outputs.keys()
+    for operation, output in recorded.outputs.items():
+        assert torch.equal(bits(output), bits(other.outputs[operation])), operation
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("llama", dict()), ("qwen2", dict(tie_word_embeddings=True))],
+    ids=["llama", "qwen2"],
+)
+def test_other_decoders_are_cut_at_the_same_places(family, changes, exact, in_this_process, tmp_path):
+    """Without QK norms; Qwen2 with biases and tied embeddings."""
+    request = replace(exact[2][1], model=str(save_policy(tmp_path, family, **changes)))
+    recording = in_this_process(request)
+    options = rollout.JetConfig.from_node(request.jetrl)
+    found = attribute(Trainer(tmp_path, options, request.vocabulary, TEMPERATURE, CPU), recording)
+    assert found.first is None and found.mismatch.differing == found.all_corrected.differing == 0
+    assert len(found.local) == len(found.accumulated) == 2 * 15 - 1 + 5
+
+
+def test_stock_operations_are_attributed_without_a_rest(exact, policy, prompts, in_this_process, tmp_path, monkeypatch):
+    """Each precision's own engine repeats the tokens; all corrected is exactly zero, whatever the sides differ in."""
+    request, recordings = exact[2][1], {}
+
+    def repeated(asked, *args):
+        rollout_of = None if asked.jetrl is None else asked.jetrl["rollout"]
+        if rollout_of not in recordings:
+            recordings[rollout_of] = in_this_process(
+                replace(asked, responses=request.responses, arguments=asked.arguments | {"max_num_seqs": 4})
+            )
+        return recordings[rollout_of]
+
+    monkeypatch.setattr(run, "run_engine", repeated)
+    precisions = ("jet_fp8", "fp8_rollout", "bf16")
+    console = Console(record=True, width=120)
+    assert run_diff(options(policy, prompts, tmp_path, *precisions), console) == 1
+    assert list(recordings) == ["fp8", None]
+    reports = {r["precision"]: r for r in json.loads((tmp_path / "report.json").read_text())["precisions"]}
+    for report in reports.values():
+        assert not report["equal"] and report["trainer_against_rollout"]["k3_kl"] > 0
+        assert report["all_corrected"] == dict(tokens=3 * RESPONSE, differing=0, k3_kl=0.0, p999=0.0, max=0.0)
+        assert report["first_difference"]["ulps"] > 0
+    assert console.export_text().count(f"all corrected: 0 (0 of {3 * RESPONSE} tokens differ)") == 3
+
+    def share(precision, kind):
+        return max(row["own"]["share"] for row in reports[precision]["operations"] if row["kind"] == kind)
+
+    # The contract: the unified flow has no difference in a linear layer, the FP8 rollout has little else.
+    assert share("jet_fp8", "linear") == 0 < share("jet_fp8", "norm")
+    assert share("fp8_rollout", "linear") > 0.5
+    kinds = {name: report["kinds"] for name, report in reports.items()}
+    whole = reports["fp8_rollout"]["trainer_against_recorded_rollout"]["k3_kl"]
+    assert kinds["fp8_rollout"]["linear"]["without"]["k3_kl"] < 0.5 * whole
+    assert kinds["jet_fp8"]["linear"]["alone"]["k3_kl"] == 0
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--precision", "fp4"], "precision=fp4 is not a precision; use one of bf16, "),
+        (["--precision", ","], "no precision was named"),
+        (["precision=bf16"], "precision=bf16 would leave the report named after another precision; choose it with"),
+        (["--temperature", "0"], "use one above 0"),
+        (["--response", "0"], "there is nothing to compare"),
+        (["--prompts", "no_such_file.txt"], "holds no prompts that can be read"),
+        (["--response", "100000", "--precision", "bf16"], "use shorter prompts or a smaller --response"),
+        (["--precision", "jet_fp8", "jetrl.scale_rule=e8m0"], "jetrl.scale_rule=e8m0 is not supported"),
+        (
+            ["--precision", "bf16", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"],
+            "leave tensor_model_parallel_size alone",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_compared_is_one_sentence_and_status_2(policy, tmp_path, arguments, sentence):
+    result = CliRunner().invoke(app, ["diff", str(policy), "--out", str(tmp_path), *arguments])
+    assert result.exit_code == 2 and sentence in result.stderr and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("out", ["file", "file/below"])
+def test_a_report_that_cannot_be_written_is_refused_before_an_engine_starts(policy, tmp_path, monkeypatch, out):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(run, "run_engine", None)
+    result = CliRunner().invoke(app, ["diff", str(policy), "--out", str(tmp_path / out)])
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    assert f"--out {tmp_path / out} is no folder to write in (" in result.stderr
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    result = CliRunner().invoke(app, ["diff", str(tmp_path)])
+    assert result.exit_code == 2 and "is no Hugging Face folder (config.json); name a model folder." in result.stderr
+
+
+def test_an_engine_that_dies_leaves_its_log(exact, tmp_path, monkeypatch):
+    monkeypatch.setattr(run.sys, "executable", "false")
+    with pytest.raises(DiffError, match="the rollout engine ended with status 1; its last words are in .*engine.log"):
+        run.run_engine(exact[2][0], tmp_path, "engine", False)
+    assert (tmp_path / "engine.log").is_file()

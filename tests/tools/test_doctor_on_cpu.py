@@ -1,0 +1,288 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The doctor: what is wrong is named with one line that mends it, and nothing that is absent makes it faint."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+import jetrl_verl
+from jetrl_verl.cli import app
+from jetrl_verl.tools import doctor
+from jetrl_verl.tools.doctor import NOTE, OK, WRONG, Finding
+
+GPU = {"name": "NVIDIA H200", "capability": [9, 0], "free": 140 * 2**30, "total": 141 * 2**30}
+HOPPER = {
+    "platform": "sm90",
+    "operations": {"quantize_1x128": "triton", "gemm_nt_128x128": "vllm_cutlass, else triton"},
+    "last": {"quantize_1x128": "triton", "gemm_nt_128x128": "triton"},
+    "unavailable": {},
+    "elsewhere": ["reference"],
+}
+HEALTHY = {
+    "kernels": {"cuda": "13.0", "gpus": [GPU], "devices": {"cuda:0": HOPPER}},
+    "verl": {
+        "version": "0.9.1",
+        "loaded": True,
+        "hydra": True,
+        "reason": "",
+        "patches": {"count": 3, "in_source": 0, "unfit": []},
+    },
+    "vllm": {"version": "0.24.0", "registered": True, "reason": ""},
+    "ray": {"version": "2.60.0", "complaint": ""},
+}
+
+
+@pytest.fixture(autouse=True)
+def no_filters(monkeypatch):
+    for name in ("VLLM_PLUGINS", "VERL_USE_EXTERNAL_PLUGINS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def gpu_machine(monkeypatch):
+    """A healthy machine with one H200; the test breaks what it is about in the returned answers."""
+    answers = json.loads(json.dumps(HEALTHY))
+    installed = doctor.installed_version
+    monkeypatch.setattr(doctor, "installed_version", lambda name: "0.24.0" if name == "vllm" else installed(name))
+    monkeypatch.setattr(doctor, "nvidia_smi", lambda: ["NVIDIA H200, driver 580.95"])
+    monkeypatch.setattr(doctor, "ask", lambda name: answers[name])
+    return answers
+
+
+def wrong(findings) -> list[Finding]:
+    found = [finding for finding in findings if finding.state == WRONG]
+    assert all(finding.fix and "\n" not in finding.fix for finding in found)
+    assert all(not finding.fix for finding in findings if finding.state != WRONG)
+    return found
+
+
+def only(findings) -> Finding:
+    (finding,) = wrong(findings)
+    return finding
+
+
+def test_a_gpu_without_the_shared_operations_is_noted_and_named_in_the_verdict(gpu_machine):
+    gpu_machine["kernels"]["gap"] = "GPU 0, NVIDIA L40S, has compute capability 8.9, and FlashAttention 3 needs 9.0"
+    findings = doctor.diagnose()
+    (finding,) = (finding for finding in findings if finding.subject == doctor.SHARED)
+    assert finding.state == doctor.NOTE and "jet_fp8_exact is refused" in finding.found
+    assert doctor.verdict(findings) == "This machine runs every precision but jet_fp8_exact on 1 GPU."
+
+
+def test_a_healthy_gpu_machine_runs_every_precision(gpu_machine):
+    findings = doctor.diagnose()
+    assert wrong(findings) == []
+    assert doctor.verdict(findings) == "This machine runs every precision on 1 GPU."
+    assert not any(finding.subject == doctor.SHARED for finding in findings)
+    served = [finding.found for finding in findings if finding.subject == "kernels, sm90" and finding.state == OK]
+    assert served == ["triton: quantize_1x128", "vllm_cutlass, else triton: gemm_nt_128x128"]
+
+
+def test_this_machine_is_diagnosed_by_real_processes():
+    """Packages, kernels, verl's plugin loader and vLLM's, each in a process of its own."""
+    findings = {finding.subject: finding for finding in doctor.diagnose(ray=False)}
+    for subject in ("verl", "vllm", "torch", "transformers", "jetrl-verl", "plugin in verl", "plugin in vLLM"):
+        assert findings[subject].state == OK, findings[subject]
+    assert any(subject.startswith("kernels, ") for subject in findings)
+    assert "plugin in Ray workers" not in findings
+
+
+@pytest.mark.parametrize("module", ["torch", "verl", "vllm", "ray"])
+@pytest.mark.parametrize("fault", ["raise ImportError('libcudart.so.13: cannot open')", "import os; os.abort()"])
+def test_a_library_that_fails_or_crashes_on_import_is_one_finding(module, fault, tmp_path):
+    """All four libraries are replaced, so that nothing real is imported; each failure has its own finding."""
+    for name in ("torch", "verl", "vllm", "ray"):
+        (tmp_path / name).mkdir()
+        text = fault if name == module else "raise ImportError('replaced by the test')"
+        (tmp_path / name / "__init__.py").write_text(text)
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "jetrl_verl.cli", "doctor", "--json"]
+    run = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120)
+    assert run.returncode == 1, run.stderr
+    report = json.loads(run.stdout)
+    assert report["ok"] is False
+    found = {finding["subject"]: finding for finding in report["findings"] if finding["state"] == WRONG}
+    subject = {"torch": "kernels", "verl": "plugin in verl", "vllm": "plugin in vLLM", "ray": "plugin in Ray workers"}
+    assert set(found) == set(subject.values())
+    expected = "SIGABRT" if "abort" in fault else "ImportError: libcudart.so.13: cannot open"
+    assert expected in found[subject[module]]["found"]
+
+
+def test_a_process_that_never_answers_is_ended(monkeypatch, tmp_path):
+    (tmp_path / "ray.py").write_text("import time; time.sleep(600)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "ANSWER_SECONDS", 3.0)
+    assert doctor.ask("ray") == {"error": "no answer within 3 s"}
+
+
+def test_a_check_that_fails_is_a_finding_of_its_own(gpu_machine):
+    del gpu_machine["kernels"]["devices"]["cuda:0"]["last"]
+    assert "KeyError" in only(doctor.diagnose()).found
+
+
+@pytest.mark.parametrize(
+    ("package", "version"), [("verl", "0.9.0"), ("torch", "2.12.0+cu130"), ("vllm", None), ("vllm", "unknown")]
+)
+def test_a_version_off_the_pin_says_what_to_install(package, version, monkeypatch):
+    installed = doctor.installed_version
+    monkeypatch.setattr(doctor, "installed_version", lambda name: version if name == package else installed(name))
+    finding = only(doctor.check_packages())
+    assert finding.subject == package and f"install {package} {doctor.PINS[package]}" in finding.fix
+    assert (version or "not installed") in finding.found
+
+
+def test_absent_flash_attn_is_no_fault(monkeypatch):
+    monkeypatch.setattr(doctor, "installed_version", lambda name: None)
+    (finding,) = [finding for finding in doctor.check_packages() if finding.subject == "flash-attn"]
+    assert finding.state == NOTE and "sdpa" in finding.found
+
+
+def test_a_gpu_without_fp8_is_refused(gpu_machine):
+    gpu_machine["kernels"]["gpus"][0] |= {"name": "NVIDIA A100", "capability": [8, 0]}
+    gpu_machine["kernels"]["devices"] = {"cuda:0": {"refused": "no FP8"}}
+    finding = only(doctor.diagnose())
+    assert finding.subject == "GPU 0" and "A100" in finding.found and "precision=bf16" in finding.fix
+
+
+def test_an_occupied_gpu_is_wrong(gpu_machine):
+    gpu_machine["kernels"]["gpus"][0]["free"] = 60 * 2**30
+    finding = only(doctor.diagnose())
+    assert finding.found == "60.0 GiB of 141.0 GiB free" and "gpu_memory_utilization" in finding.fix
+
+
+def test_a_gpu_that_torch_does_not_see(gpu_machine):
+    gpu_machine["kernels"] |= {"gpus": [], "devices": {"cpu": HOPPER | {"platform": "cpu"}}}
+    finding = only(doctor.diagnose())
+    assert "torch finds no GPU" in finding.found and "CUDA 13.0" in finding.fix
+
+
+def test_the_cpu_build_beside_a_gpu(gpu_machine, monkeypatch):
+    monkeypatch.setattr(
+        doctor, "installed_version", lambda name: "0.24.0+cpu" if name == "vllm" else doctor.PINS.get(name)
+    )
+    assert "make setup STACK=gpu" in only(doctor.diagnose()).fix
+
+
+def test_triton_needs_a_compiler(gpu_machine, monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    assert only(doctor.diagnose()).subject == "C compiler"
+
+
+def test_a_better_backend_that_cannot_run_is_a_note_with_its_reason(gpu_machine):
+    gpu_machine["kernels"]["devices"]["cuda:0"]["unavailable"] = {"vllm_cutlass": "ImportError: vllm._C"}
+    findings = doctor.diagnose()
+    assert wrong(findings) == []
+    kernels = [finding for finding in findings if finding.subject == "kernels, sm90"]
+    assert "triton: quantize_1x128, gemm_nt_128x128" in [finding.found for finding in kernels]
+    assert "vllm_cutlass is not used: ImportError: vllm._C" in [finding.found for finding in kernels]
+
+
+def test_an_operation_without_any_backend_is_wrong(gpu_machine):
+    gpu_machine["kernels"]["devices"]["cuda:0"]["unavailable"] = {"triton": "ImportError: no triton"}
+    assert {f.subject for f in wrong(doctor.diagnose())} == {"quantize_1x128 on cuda:0", "gemm_nt_128x128 on cuda:0"}
+
+
+def test_the_reason_of_a_backend_is_its_own_error(monkeypatch):
+    from importlib import import_module
+
+    from jetrl_verl.kernels import dispatch
+
+    assert doctor._why_not("reference") == ""
+    monkeypatch.setitem(dispatch._unavailable, "reference", lambda: import_module("jetrl_verl.no_such_module"))
+    assert doctor._why_not("reference") == "ModuleNotFoundError: No module named 'jetrl_verl.no_such_module'"
+
+
+def metadata_folder(folder, version):
+    info = folder / f"jetrl_verl-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: jetrl-verl\nVersion: {version}\n")
+    return folder
+
+
+def test_two_versions_of_the_plugin_are_named_with_their_places(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(metadata_folder(tmp_path / "old", "0.0.9")))
+    finding = only(doctor.check_installation())
+    assert "installed in 2 versions" in finding.found and f"0.0.9 in {tmp_path / 'old'}" in finding.found
+    assert "pip uninstall jetrl-verl" in finding.fix
+
+
+def test_metadata_of_another_version_than_the_code(tmp_path, monkeypatch):
+    monkeypatch.setattr(jetrl_verl, "__version__", "0.2.0")
+    finding = only(doctor.check_installation())
+    assert "is version 0.2.0, its metadata says" in finding.found
+
+
+def test_code_without_metadata_is_not_installed(monkeypatch):
+    monkeypatch.setattr(doctor.metadata, "distributions", lambda name: iter(()))
+    assert "importable but not installed" in only(doctor.check_installation()).found
+
+
+@pytest.mark.parametrize(
+    ("check", "part", "variable"),
+    [("check_vllm", "vllm", "VLLM_PLUGINS"), ("check_verl", "verl", "VERL_USE_EXTERNAL_PLUGINS")],
+)
+def test_a_plugin_filter_that_leaves_us_out_is_named(check, part, variable, monkeypatch):
+    monkeypatch.setenv(variable, "other, jetrl")
+    assert wrong(getattr(doctor, check)(HEALTHY[part])) == []
+    monkeypatch.setenv(variable, "other")
+    finding = only(getattr(doctor, check)(HEALTHY[part]))
+    assert finding.subject == variable and f"unset {variable}" in finding.fix
+
+
+def test_vllms_filter_keeps_the_method_unknown_for_real(monkeypatch):
+    """What the finding above claims, by vLLM's own loader with the plugin filtered out."""
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    assert doctor.ask("vllm")["registered"] is False
+
+
+@pytest.mark.parametrize(
+    ("check", "answer", "found"),
+    [
+        ("check_verl", {"loaded": False, "reason": "ImportError: hydra"}, "ImportError: hydra"),
+        ("check_verl", {"hydra": False}, "Hydra does not know the group precision"),
+        ("check_vllm", {"registered": False, "reason": "ImportError: x"}, "quantization=jetrl_fp8 is unknown: ImportE"),
+        ("check_ray", {"complaint": "the workers have jetrl-verl 0.0.9; install it"}, "workers have jetrl-verl 0.0.9"),
+    ],
+)
+def test_a_plugin_that_does_not_arrive(check, answer, found):
+    part = check.removeprefix("check_")
+    assert found in only(getattr(doctor, check)(HEALTHY[part] | answer)).found
+
+
+def test_missing_entry_points(monkeypatch):
+    monkeypatch.setattr(doctor.metadata, "entry_points", lambda **selection: ())
+    for check, part in ((doctor.check_verl, "verl"), (doctor.check_vllm, "vllm")):
+        finding = only(check(HEALTHY[part]))
+        assert "no entry point" in finding.found and "pip install -e" in finding.fix
+
+
+def test_small_or_absent_shared_memory(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: doctor.shutil._ntuple_diskusage(2**26, 0, 2**26))
+    finding = only(doctor.check_shared_memory())
+    assert "0.1 GiB free, 2.0 GiB are needed" in finding.found and "--shm-size" in finding.fix
+    monkeypatch.setattr(doctor, "SHARED_MEMORY", tmp_path / "none")
+    assert only(doctor.check_shared_memory()).found == "absent"
+
+
+def test_the_command_shows_a_table_remedies_and_a_verdict(gpu_machine, monkeypatch):
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0 and result.stdout.strip().endswith("This machine runs every precision on 1 GPU.")
+    gpu_machine["ray"]["complaint"] = "a worker on 10.0.0.2 has jetrl-verl [old]; install the same version there"
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 1
+    assert "plugin in Ray workers: install the same version there" in result.stdout
+    assert "[old]" in result.stdout and "1 thing to fix" in result.stdout
+
+
+def test_without_ray_no_worker_is_asked(gpu_machine):
+    del gpu_machine["ray"]
+    result = CliRunner().invoke(app, ["doctor", "--no-ray", "--json"])
+    report = json.loads(result.stdout)
+    assert result.exit_code == 0 and report["ok"] is True
+    assert "plugin in Ray workers" not in {finding["subject"] for finding in report["findings"]}

@@ -1,0 +1,169 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which build made a result: asked of git, of the file in an installed copy, and held against other results."""
+
+import subprocess
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from jetrl_verl import __version__
+from jetrl_verl.kernels import native
+from jetrl_verl.tools import ToolError, provenance
+from jetrl_verl.tools.commit import FILE, UNKNOWN, commit_of, write_commit
+from jetrl_verl.tools.provenance import builds_in, builds_note, describe, same_build, sources_sha256
+
+ROOT = Path(__file__).parents[2]
+VERSIONS = ["torch", "triton", "verl", "vllm", "gpu", "driver"]
+KEYS = ["commit", "dirty", "version", "sources_sha256", "kernel_library_sha256", *VERSIONS]
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """Nothing of a build is remembered, before and after."""
+    provenance._provenance.cache_clear()
+    yield monkeypatch
+    provenance._provenance.cache_clear()
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A checkout with one commit, and a function that runs git in it."""
+
+    def git(*words: str) -> str:
+        options = ["-c", "user.name=Test", "-c", "user.email=test@localhost"]
+        found = subprocess.run(["git", "-C", str(tmp_path), *options, *words], check=True, capture_output=True)
+        return found.stdout.decode().strip()
+
+    (tmp_path / "jetrl_verl").mkdir()
+    (tmp_path / "jetrl_verl" / "module.py").write_text("one = 1\n")
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-qm", "One")
+    return tmp_path, git
+
+
+def build(
+    commit: str = "a" * 40, dirty: bool | None = False, sources: str = "s" * 64, library: str | None = None
+) -> dict:
+    return {
+        **dict.fromkeys(KEYS),
+        **{"commit": commit, "dirty": dirty, "sources_sha256": sources, "kernel_library_sha256": library},
+    }
+
+
+def test_it_says_what_a_result_depends_on(fresh, tmp_path):
+    library = tmp_path / "libjetrl_sm90.so"
+    fresh.setattr(native, "library_path", lambda: library)
+    assert provenance.provenance()["kernel_library_sha256"] is None
+    provenance._provenance.cache_clear()
+    library.write_bytes(b"library")
+    found = provenance.provenance()
+    assert list(found) == KEYS
+    assert found["kernel_library_sha256"] == sha256(b"library").hexdigest()
+    assert found["version"] == __version__ and found["sources_sha256"] == sources_sha256(ROOT / "jetrl_verl")
+    assert found["commit"] == commit_of(ROOT)[0] and found["verl"] and found["torch"]
+    found["commit"] = "changed by a caller"
+    assert provenance.provenance()["commit"] == commit_of(ROOT)[0]
+
+
+def test_gpu_and_driver_are_asked_of_nvidia_smi(fresh, tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA H200, 570.1'\necho 'NVIDIA H200, 570.1'\n")
+    program.chmod(0o755)
+    fresh.setenv("PATH", str(tmp_path), prepend=":")
+    assert provenance._gpu_and_driver() == ("NVIDIA H200", "570.1")
+    program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
+    assert provenance._gpu_and_driver() == (None, None)
+
+
+def test_a_checkout_knows_its_commit_and_whether_it_was_changed(repository):
+    root, git = repository
+    commit = git("rev-parse", "HEAD")
+    assert commit_of(root) == (commit, False)
+    (root / "outputs.json").write_text("{}")  # of no interest to a result
+    assert commit_of(root) == (commit, False)
+    (root / "jetrl_verl" / "new.py").write_text("")
+    assert commit_of(root) == (commit, True)
+
+
+def test_a_copy_knows_the_commit_that_was_written_when_it_was_built(repository, tmp_path):
+    root, git = repository
+    commit, installed = git("rev-parse", "HEAD"), tmp_path / "site-packages"
+    write_commit(root, installed)
+    assert commit_of(installed) == (commit, False)
+    (root / "jetrl_verl" / "module.py").write_text("one = 2\n")
+    write_commit(root, installed)
+    assert commit_of(installed) == (commit, True)
+
+
+def test_the_repository_around_an_installed_copy_is_not_its_own(repository):
+    root, _ = repository
+    installed = root / "lib" / "site-packages"
+    (installed / "jetrl_verl").mkdir(parents=True)
+    assert commit_of(installed) == (UNKNOWN, None)
+    write_commit(installed, installed)
+    assert (installed / FILE).read_text() == "unknown\n" and commit_of(installed) == (UNKNOWN, None)
+
+
+def test_sources_differ_by_name_and_content_and_follow_a_linked_folder(tmp_path):
+    package, linked = tmp_path / "package", tmp_path / "patches"
+    package.mkdir()
+    linked.mkdir()
+    (package / "patches").symlink_to("../patches", target_is_directory=True)
+    (linked / "fix.py").write_text("one = 1\n")
+    (package / "notes.txt").write_text("no source")
+    found = {sources_sha256(package)}
+    (package / "notes.txt").write_text("still none")
+    assert {sources_sha256(package)} == found
+    (linked / "fix.py").write_text("one = 2\n")
+    found.add(sources_sha256(package))
+    (linked / "fix.py").rename(linked / "other.py")
+    found.add(sources_sha256(package))
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        None,
+        build(commit="b" * 40),
+        build(dirty=True),
+        build(commit=UNKNOWN, dirty=None),
+        build(sources="t" * 64),
+        build(library="l" * 64),
+    ],
+)
+def test_results_of_two_builds_are_refused_unless_asked_for_and_then_named(other):
+    records = {"one": [build()], "two": [build(), other]}
+    assert not same_build(build(), other)
+    with pytest.raises(ToolError, match="2 builds.* --across-builds"):
+        builds_note(records)
+    note = builds_note(records, across_builds=True)
+    assert note.startswith("Results of 2 builds side by side")
+    assert f"{describe(build())}: one, two" in note and f"{describe(other)}: two" in note
+
+
+def test_results_of_one_build_say_which():
+    alike = build() | {"torch": "2.11.0"}  # versions of others are for each table to judge
+    assert builds_note({"one": [build()], "two": [alike]}) == f"Build: {describe(build())}."
+    assert builds_note({}) == ""
+
+
+def test_records_without_a_build_stay_readable():
+    assert builds_in({"device": "NVIDIA H200"}) == [None]
+    assert builds_in({"build": build(), "earlier_builds": [None]}) == [None, build()]
+    assert builds_note({"one": [None], "two": [None]}) == "Build: no commit recorded."
+
+
+@pytest.mark.parametrize(
+    "found,words",
+    [
+        (build(library="0123456789" * 6), "commit aaaaaaaaaa, kernel library 01234567"),
+        (build(dirty=True), "commit aaaaaaaaaa with changes (sources ssssssss), no kernel library"),
+        (build(commit=UNKNOWN, dirty=None), "commit unknown (sources ssssssss), no kernel library"),
+    ],
+)
+def test_a_build_is_described_in_a_few_words(found, words):
+    assert describe(found) == words

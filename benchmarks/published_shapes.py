@@ -1,0 +1,295 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Models of a published shape with random weights, and raw data in a published format: what a recipe needs, made here.
+
+    python3 -m benchmarks.published_shapes model qwen3_8b FOLDER [--layers 8] [--tiny]
+    python3 -m benchmarks.published_shapes data gsm8k FOLDER [--rows 64]
+
+A model has the dimensions, heads, rotary settings and vocabulary of its namesake, and as many tokens: entries of the
+vocabulary without a token are part of what has to agree between trainer and rollout. The tokenizer writes text byte by
+byte (no merges were learnt), and its other tokens decode to words that no encoder produces, so a prompt is three to
+four times as long as the namesake's and a random policy's response is text. Chat markup and special tokens are the
+family's. A random policy hardly ever ends a response, so all responses have the length that the job allows.
+
+Data are made-up problems in the raw format of each data set, for ``recipes/*/prepare_data.py --local-dir``.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+R1 = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<｜User｜>' if message.role == 'user' else '<｜Assistant｜>' }}{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}"
+)
+QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+R1_SPECIAL = ("<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜begin▁of▁sentence｜>")
+LLAMA_SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>")
+
+
+@dataclass(frozen=True)
+class Published:
+    """A model's published configuration.
+
+    Attributes:
+        config: name of its class in transformers. fields: what its ``config.json`` says of shapes and positions.
+        words, tokens: entries of the tokenizer without and with special ones; ``special`` come right after the words.
+        bos, eos, pad: of ``special``. chat: template, None where the published tokenizer has none.
+    """
+
+    config: str
+    fields: dict[str, Any]
+    words: int
+    tokens: int
+    special: tuple[str, ...]
+    bos: str | None
+    eos: str
+    pad: str
+    chat: str | None
+
+
+def _qwen3(**fields: Any) -> Published:
+    heads = dict(num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+    positions = dict(max_position_embeddings=40960, rope_theta=1e6, rms_norm_eps=1e-6)
+    every = {"vocab_size": 151936, **heads, **positions, **fields}
+    return Published("Qwen3Config", every, 151643, 151669, QWEN_SPECIAL, None, "<|im_end|>", "<|endoftext|>", CHATML)
+
+
+PUBLISHED: dict[str, Published] = {
+    "qwen3_1_7b": _qwen3(
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        tie_word_embeddings=True,
+    ),
+    "qwen3_4b": _qwen3(hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True),
+    "qwen3_8b": _qwen3(hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False),
+    "qwen2_5_7b": Published(
+        "Qwen2Config",
+        dict(
+            vocab_size=152064,
+            hidden_size=3584,
+            intermediate_size=18944,
+            num_hidden_layers=28,
+            num_attention_heads=28,
+            num_key_value_heads=4,
+            max_position_embeddings=131072,
+            rope_theta=1e6,
+            rms_norm_eps=1e-6,
+            tie_word_embeddings=False,
+        ),
+        151643,
+        151665,
+        QWEN_SPECIAL,
+        None,
+        "<|endoftext|>",
+        "<|endoftext|>",
+        CHATML,
+    ),
+    "r1_distill_qwen_1_5b": Published(
+        "Qwen2Config",
+        dict(
+            vocab_size=151936,
+            hidden_size=1536,
+            intermediate_size=8960,
+            num_hidden_layers=28,
+            num_attention_heads=12,
+            num_key_value_heads=2,
+            max_position_embeddings=131072,
+            rope_theta=1e4,
+            rms_norm_eps=1e-6,
+            tie_word_embeddings=False,
+        ),
+        151643,
+        151665,
+        R1_SPECIAL,
+        "<｜begin▁of▁sentence｜>",
+        "<｜end▁of▁sentence｜>",
+        "<｜end▁of▁sentence｜>",
+        R1,
+    ),
+    "llama3_1_8b": Published(
+        "LlamaConfig",
+        dict(
+            vocab_size=128256,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            max_position_embeddings=131072,
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": 5e5,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=False,
+        ),
+        128000,
+        128256,
+        LLAMA_SPECIAL,
+        "<|begin_of_text|>",
+        "<|end_of_text|>",
+        "<|end_of_text|>",
+        None,
+    ),
+}
+"""Name -> what the model's authors published, from the ``config.json`` and tokenizer of each."""
+
+TINY_WORDS = 1024
+
+
+def tiny(published: Published) -> Published:
+    """The same family with two layers, two heads and a thousand words, to try a benchmark out on a CPU."""
+    extra = published.tokens - published.words
+    fields = published.fields | dict(
+        vocab_size=TINY_WORDS + extra + (published.fields["vocab_size"] - published.tokens),
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    return Published(**{**vars(published), "fields": fields, "words": TINY_WORDS, "tokens": TINY_WORDS + extra})
+
+
+def build_tokenizer(published: Published):
+    """A byte-level ``PreTrainedTokenizerFast`` of ``published.tokens`` entries."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
+    # "Ġ" is the byte-level form of a space.
+    words = [*bytes_, *(f"Ġw{number}" for number in range(published.words - len(bytes_)))]
+    tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    reserved = published.tokens - published.words - len(published.special)
+    special = [*published.special, *(f"<|reserved_{number}|>" for number in range(reserved))]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=published.bos,
+        eos_token=published.eos,
+        pad_token=published.pad,
+        chat_template=published.chat,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def write_model(published: Published, folder: Path, layers: int | None = None, seed: int = 0) -> None:
+    """Write weights (BF16, drawn as transformers initialises the family), configuration and tokenizer to ``folder``.
+
+    Args:
+        layers: of the decoder, the published number if None.
+    """
+    import torch
+    import transformers
+
+    tokenizer = build_tokenizer(published)
+    fields = published.fields | ({"num_hidden_layers": layers} if layers else {})
+    config = getattr(transformers, published.config)(
+        **fields,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _sum(draw: random.Random) -> tuple[str, int]:
+    first, second = draw.randrange(10, 1000), draw.randrange(10, 1000)
+    things = draw.choice(("pens", "stamps", "tickets", "marbles"))
+    return f"Ann has {first} {things} and buys {second} more. How many has she?", first + second
+
+
+def _gsm8k(question: str, answer: int) -> dict:
+    return {"question": question, "answer": f"She has {answer}.\n#### {answer}"}
+
+
+def _boxed(question: str, answer: int) -> dict:
+    solution = f"She has $\\boxed{{{answer}}}$."
+    return {"problem": question, "solution": solution, "answer": str(answer), "level": "Level 1", "type": "Prealgebra"}
+
+
+def _deepmath(question: str, answer: int) -> dict:
+    return {"question": question, "final_answer": str(answer), "difficulty": 1.0, "topic": "Mathematics"}
+
+
+def _dapo(question: str, answer: int) -> dict:
+    words = "Solve the following math problem step by step. The last line is Answer: $Answer.\n\n" + question
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"content": words, "role": "user"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": str(answer), "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": question},
+    }
+
+
+RAW: dict[str, dict[str, Callable[[str, int], dict]]] = {
+    "gsm8k": {"train": _gsm8k, "test": _gsm8k},
+    "jetrl_paper": {
+        "gsm8k_train": _gsm8k,
+        "math_train": _boxed,
+        "deepmath": _deepmath,
+        "gsm8k_test": _gsm8k,
+        "math_500": _boxed,
+    },
+    "deepscaler": {"deepscaler": _boxed, "aime_2024": _boxed},
+    "dapo": {"dapo_math_17k": _dapo, "aime_2024": _dapo},
+}
+"""Recipe -> name of a raw file -> a problem and its answer as a record of that data set."""
+
+
+def write_data(recipe: str, folder: Path, rows: int = 64, validated: int = 4) -> None:
+    """Write ``<split>.jsonl`` for each split of a recipe: ``rows`` problems to train on, ``validated`` to validate."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, record in RAW[recipe].items():
+        draw = random.Random(f"{recipe}/{split}")
+        count = validated if split in ("test", "gsm8k_test", "math_500", "aime_2024") else rows
+        lines = (json.dumps(record(*_sum(draw))) for _ in range(count))
+        (folder / f"{split}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    model = commands.add_parser("model", help="write a model of a published shape")
+    model.add_argument("name", choices=PUBLISHED)
+    model.add_argument("folder", type=Path)
+    model.add_argument("--layers", type=int, help="instead of the published number")
+    model.add_argument("--tiny", action="store_true", help="two narrow layers, for trying out")
+    data = commands.add_parser("data", help="write raw data of a recipe")
+    data.add_argument("name", choices=RAW)
+    data.add_argument("folder", type=Path)
+    data.add_argument("--rows", type=int, default=64)
+    options = parser.parse_args(words)
+    if options.command == "data":
+        write_data(options.name, options.folder, options.rows)
+    else:
+        published = PUBLISHED[options.name]
+        write_model(tiny(published) if options.tiny else published, options.folder, options.layers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""A step of real verl by phase, over the length of responses: what a user sees of each precision.
+
+    python3 -m benchmarks.verl_step OUT --model qwen3_4b --response 4096        # every row below on one H200
+    python3 -m benchmarks.verl_step OUT --model qwen3_8b --response 1024 --rows bf16,jet_fp8
+    python3 -m benchmarks.verl_step OUT --tiny                                  # two narrow layers on a CPU, to try it
+
+One GPU, packed sequences, GRPO with one update a step, no KL term, ``--sequences`` responses of one length (a random
+policy does not end them), four to a prompt. Three steps, of which the first compiles and is left out. Rows:
+
+- ``bf16``: verl as it comes, with flash-attn where it is installed, else with the attention named in the output
+- ``bf16_best``: the same with Liger's kernels and FlashAttention 3
+- ``bf16_shared``: BF16 with this project's operations between the linears
+- ``verl_fp8``: verl's own FP8 rollout, ``rollout.quantization=fp8``, BF16 training
+- ``fp8_rollout``, ``jet_fp8``, ``jet_fp8_exact``
+
+``gen tok/s`` is what generation inside verl reaches, ``engine tok/s`` what the same engine reaches alone, in a process
+of its own, with the same prompts, lengths and settings: their quotient is verl's share. ``rest`` is what no phase has.
+At 16k responses, and with the 8B model, parameters and optimizer are kept in host memory while the rollout works; the
+8B model trains with 8-bit AdamW. OUT gets ``verl_step.json`` after each row.
+"""
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.published_shapes import PUBLISHED, tiny, write_data, write_model
+from benchmarks.recipes import EIGHT_BIT, OFFLOAD, ROOT
+from benchmarks.verl_runs import FIGURES, environment_of, run_verl, table, words_on_a_cpu
+from jetrl_verl.tools.launch import VERL, RunPaths, quote
+from jetrl_verl.tools.provenance import provenance
+
+STEPS = 3
+SAMPLES = 4
+PROMPT = 512
+ATTENTION = "++actor_rollout_ref.model.override_config.attn_implementation"
+PLUGINS_ATTENTION = "jetrl_varlen"
+
+ROWS: dict[str, list[str]] = {
+    "bf16": ["precision=bf16"],
+    "bf16_best": ["precision=bf16", "actor_rollout_ref.model.use_liger=True", f"{ATTENTION}={PLUGINS_ATTENTION}"],
+    "bf16_shared": ["precision=bf16_shared"],
+    "verl_fp8": ["precision=bf16", "actor_rollout_ref.rollout.quantization=fp8"],
+    "fp8_rollout": ["precision=fp8_rollout"],
+    "jet_fp8": ["precision=jet_fp8"],
+    "jet_fp8_exact": ["precision=jet_fp8_exact"],
+}
+"""Row -> overrides that make it."""
+
+TOKENS = 16384
+"""Tokens of a micro-batch at least; one sequence where it is longer."""
+
+console = Console(width=190)
+
+
+def words_of(row: str, options: argparse.Namespace, model: Path, data: Path, paths: RunPaths) -> list[str]:
+    """Overrides of verl for one row."""
+    tokens = max(TOKENS, PROMPT + options.response)
+    words = [
+        *ROWS[row],
+        f"data.train_files={quote(data / 'train.parquet')}",
+        f"data.val_files={quote(data / 'test.parquet')}",
+        f"data.train_batch_size={options.sequences // SAMPLES}",
+        f"data.max_prompt_length={PROMPT}",
+        f"data.max_response_length={options.response}",
+        "algorithm.adv_estimator=grpo",
+        "algorithm.use_kl_in_reward=False",
+        f"reward.custom_reward_function.path={quote(ROOT / 'benchmarks/coin_reward.py')}",
+        "reward.custom_reward_function.name=compute_score",
+        f"actor_rollout_ref.model.path={quote(model)}",
+        "actor_rollout_ref.model.use_remove_padding=True",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=True",
+        "actor_rollout_ref.actor.strategy=fsdp2",
+        "actor_rollout_ref.actor.optim.lr=1e-6",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={options.sequences // SAMPLES}",
+        "actor_rollout_ref.actor.use_dynamic_bsz=True",
+        f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={tokens}",
+        "actor_rollout_ref.actor.use_kl_loss=False",
+        "actor_rollout_ref.actor.entropy_coeff=0",
+        "actor_rollout_ref.rollout.name=vllm",
+        f"actor_rollout_ref.rollout.n={SAMPLES}",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        f"actor_rollout_ref.rollout.gpu_memory_utilization={options.memory}",
+        f"actor_rollout_ref.rollout.max_model_len={PROMPT + options.response}",
+        "actor_rollout_ref.rollout.calculate_log_probs=True",
+        "trainer.nnodes=1",
+        "trainer.n_gpus_per_node=1",
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.val_before_train=False",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+        "trainer.resume_mode=disable",
+        "trainer.project_name=jetrl-step",
+        f"trainer.experiment_name={row}",
+        "trainer.logger=[console,file]",
+        f"trainer.default_local_dir={quote(paths.folder / 'checkpoints')}",
+        f"hydra.run.dir={quote(paths.folder / 'hydra')}",
+        "++ray_kwargs.ray_init.address=local",
+    ]
+    if options.tiny:
+        return [*words, f"{ATTENTION}={PLUGINS_ATTENTION}", *words_on_a_cpu()]
+    if row != "bf16_best" and not importlib.util.find_spec("flash_attn"):
+        words.append(f"{ATTENTION}={PLUGINS_ATTENTION}")
+    if options.model == "qwen3_8b":
+        words += EIGHT_BIT
+    if options.model == "qwen3_8b" or options.response > 8192:
+        words += OFFLOAD
+    return words
+
+
+def engine_alone(config: Path) -> None:
+    """Print the tokens per second of vLLM alone, set up as a run's composed ``config`` says: the program of a child."""
+    from omegaconf import OmegaConf
+    from vllm import LLM, SamplingParams
+
+    from jetrl_verl.config.options import JetConfig
+    from jetrl_verl.rollout.arguments import vllm_arguments
+
+    composed = OmegaConf.load(config)
+    rollout, lengths = composed.actor_rollout_ref.rollout, composed.data
+    arguments = {"quantization": rollout.quantization} if rollout.quantization else {}
+    if "jetrl" in composed:
+        arguments = vllm_arguments(JetConfig.from_node(composed.jetrl), None)
+    llm = LLM(
+        composed.actor_rollout_ref.model.path,
+        load_format="dummy",
+        dtype=rollout.dtype,
+        max_model_len=rollout.max_model_len,
+        max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=rollout.max_num_batched_tokens,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        enforce_eager=rollout.enforce_eager,
+        enable_prefix_caching=rollout.enable_prefix_caching,
+        enable_chunked_prefill=rollout.enable_chunked_prefill,
+        logprobs_mode="processed_logprobs",
+        **arguments,
+    )
+    words = llm.get_tokenizer().vocab_size
+    prompts = [
+        {"prompt_token_ids": [(7 * group + place) % words for place in range(lengths.max_prompt_length // 2)]}
+        for group in range(lengths.train_batch_size)
+        for _ in range(rollout.n)
+    ]
+    sampling = SamplingParams(
+        temperature=rollout.temperature, max_tokens=lengths.max_response_length, logprobs=0, detokenize=False
+    )
+    rates = []
+    for _ in range(2):  # the first compiles
+        started = time.perf_counter()
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        made = sum(len(output.outputs[0].token_ids) for output in outputs)
+        rates.append(made / (time.perf_counter() - started))
+    print(json.dumps({"engine_tokens_per_s": rates[-1]}), flush=True)
+
+
+def measured_alone(cpu: bool, paths: RunPaths) -> dict:
+    """What :func:`engine_alone` prints in a process of its own; its exit status where it failed (see its log)."""
+    command = [sys.executable, "-m", "benchmarks.verl_step", "--engine", str(paths.config)]
+    environment = environment_of(paths, cpu) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    with (paths.folder / "engine.log").open("w") as log:
+        answer = subprocess.run(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
+        log.write(answer.stdout)
+    lines = [line for line in answer.stdout.splitlines() if line.startswith('{"engine')]
+    return json.loads(lines[-1]) if answer.returncode == 0 and lines else {"engine_status": answer.returncode}
+
+
+def derived(found: dict, sequences: int) -> dict:
+    """Rates, and what no phase has, of a run's figures."""
+    if not found.get("gen_s"):
+        return {}
+    known = sum(found.get(f"{phase}_s") or 0 for phase in ("gen", "old_log_prob", "update_actor", "update_weights"))
+    rate = sequences * found["response_length"] / found["gen_s"]
+    alone = found.get("engine_tokens_per_s")
+    return {
+        "rest_s": found["step_s"] - known,
+        "gen_tokens_per_s": rate,
+        **({"of_the_engine": rate / alone} if alone else {}),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT", nargs="?")
+    parser.add_argument("--model", choices=PUBLISHED, default="qwen3_4b")
+    parser.add_argument("--response", type=int, default=4096, help="tokens of a response")
+    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--memory", type=float, default=0.45, help="vLLM's share of the GPU's memory")
+    parser.add_argument("--rows", default=",".join(ROWS))
+    parser.add_argument("--tiny", action="store_true", help="two narrow layers on a CPU, to try this out")
+    parser.add_argument("--engine", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.engine:
+        engine_alone(options.engine)
+        return 0
+    if options.out is None:
+        parser.error("name the folder OUT")
+    rows = options.rows.split(",")
+    if unknown := set(rows) - set(ROWS):
+        parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(ROWS)}")
+    if options.sequences % SAMPLES:
+        parser.error(f"--sequences {options.sequences} is no multiple of {SAMPLES}")
+    out = options.out = options.out.resolve()
+    model, data = out / "models" / options.model, out / "data"
+    if not (model / "tokenizer.json").exists():
+        published = PUBLISHED[options.model]
+        write_model(tiny(published) if options.tiny else published, model)
+    if not data.exists():
+        write_data("gsm8k", out / "raw", rows=options.sequences * STEPS)
+        prepare = [sys.executable, "-m", "recipes.gsm8k.prepare_data", "--local-dir", out / "raw", "--out", data]
+        subprocess.run(prepare, cwd=ROOT, check=True)
+    kept = ("model", "response", "sequences", "memory", "tiny")
+    result: dict = {"build": provenance(), **{name: getattr(options, name) for name in kept}, "runs": []}
+    for row in rows:
+        paths = RunPaths(out / "runs" / f"{options.model}-{options.response}-{row}")
+        paths.folder.mkdir(parents=True)
+        words = words_of(row, options, model, data, paths)
+        found = run_verl([*VERL, *words], environment_of(paths, options.tiny), paths, STEPS)
+        if paths.config.exists():
+            found |= measured_alone(options.tiny, paths)
+        result["runs"].append({"row": row, "words": words, **found, **derived(found, options.sequences)})
+        (out / "verl_step.json").write_text(json.dumps(result, indent=1) + "\n")
+    columns = (*(name for name in FIGURES if name not in ("grad_norm", "ref_s")), "rest_s")
+    columns += ("gen_tokens_per_s", "engine_tokens_per_s", "of_the_engine")
+    console.print(table(result["runs"], ("row",), columns))
+    for run in result["runs"]:
+        for line in run.get("errors", ()):
+            console.print(f"{run['row']}: {line}", markup=False, highlight=False)
+    return int(any(run["status"] for run in result["runs"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,490 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The rates behind ``jetrl advise``, fitted to part of the records, and the predictions held against the others.
+
+    python benchmarks/advise_rates.py            # the table of docs/advise.md, prediction against record
+    python benchmarks/advise_rates.py --write    # rates.json of the package, and the table into docs/advise.md
+
+Records are the JSON files of benchmarks/results and, where a run left none, figures of docs/log. A record either
+calibrates or checks, never both. No GPU.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from jetrl_verl.tools.advise import rates as of_package
+from jetrl_verl.tools.advise.memory import GIB, trainer_memory
+from jetrl_verl.tools.advise.rates import Rates
+from jetrl_verl.tools.advise.rollout import Engine, decode_step, generate, prefill
+from jetrl_verl.tools.advise.shapes import KNOWN, Model, model_of
+from jetrl_verl.tools.advise.sync import pieces, sync_seconds
+from jetrl_verl.tools.advise.trainer import (
+    JET,
+    JET_STOCK,
+    LIGER,
+    STOCK,
+    Batch,
+    Flow,
+    attention_operations,
+    between_bytes,
+    forward,
+    gathered,
+    log_probs,
+    optimizer,
+    update,
+)
+from jetrl_verl.tools.bench.shapes import MODELS
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "advise.md"
+BEGIN, END = "<!-- records:begin -->", "<!-- records:end -->"
+MACHINE = "one NVIDIA H200, torch 2.11.0+cu130, vLLM 0.24.0"
+BAR = 0.15
+
+READING = "docs/log/step_time.md, independent reading at e299c5b"
+SEVERAL = "docs/log/several_gpus.md, 6bfcf29"
+BF16, FP8, INT8 = Engine("bf16"), Engine("fp8", shared=True), Engine("int8")
+
+EIGHT = model_of("qwen3-8b", KNOWN["qwen3-8b"])
+FOUR = model_of("qwen3-4b", KNOWN["qwen3-4b"])
+DEMO_1_4B = model_of(
+    "1.4b", KNOWN["qwen3-1.7b"] | {"vocab_size": 99, "num_attention_heads": 16, "num_key_value_heads": 8}
+)
+"""Policy of benchmarks/several_gpus.py."""
+
+TRAINING_READ = ((16, 1024, 1.503, 1.81, 1.50), (4, 4096, 1.694, 1.76, 1.48), (1, 16384, 2.440, 1.62, 1.45))
+"""Sequences, their tokens, seconds of ``jet_fp8``, and how many times those stock BF16 and BF16 with Liger took."""
+DECODE_READ = ((1, 1024, 269, 1.38), (32, 384, 8284, 1.54), (32, 4096, 3895, 1.21), (256, 384, 21844, 1.19))
+"""Requests, tokens of context, tokens/s of ``jet_fp8``, and its gain over BF16."""
+IN_VERL = {
+    "bf16": {"generation": 14.07, "old": 4.0, "update": 13.2, "sync": (0.29, 0.41), "step": 31.7},
+    "jet_fp8": {"generation": 14.07, "old": 2.8, "update": 8.5, "sync": (0.57, 0.76), "step": 26.1},
+}
+"""4B, 64 sequences of 2048 tokens, one GPU, verl. Its micro-batches and prompts are not on record: 2048 tokens are taken
+as those of prompt and response together, and micro-batches as 16,384 tokens. The replay buffer was asked every 2 s."""
+
+
+def poll(seconds: float) -> float:
+    """When a replay buffer that is asked every 2 s sees the end; the readings say 14.07 s for seven."""
+    return 2 * np.ceil(seconds / 2) + 0.07
+
+
+@cache
+def results(name: str) -> dict:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}_h200.json").read_text())
+
+
+@dataclass(frozen=True)
+class Record:
+    """One measured figure.
+
+    Attributes:
+        phase: of a step, or a part of one. case: model and sizes. measured: seconds, or GiB in ``memory``.
+        calibrates: whether a rate was fitted to it; otherwise it checks. source: of the figure.
+        predict: the same figure from rates.
+        caveat: why the measurement is not of what is predicted; such a record neither calibrates nor checks.
+    """
+
+    phase: str
+    case: str
+    measured: float
+    source: str
+    predict: Callable[[Rates], float]
+    calibrates: bool = False
+    caveat: str = ""
+
+    def error(self, rates: Rates) -> float:
+        """(predicted - measured) / measured."""
+        return self.predict(rates) / self.measured - 1
+
+
+def _gemm_records(what: str, name: str) -> list[dict]:
+    """Of 8,192 and 16,384 tokens, written to BF16."""
+    found = results("full_wgrad" if what == "wgrad" else "full_fprop_dgrad")["records"]
+    tokens = "k" if what == "wgrad" else "m"
+    return [r for r in found if r["what"] == what and name in r["model"].split("+") and r["out"] == "bf16"
+            and r[tokens] in (8192, 16384)]  # fmt: skip
+
+
+def _gemm_seconds(what: str, name: str, contender: str) -> float:
+    event = results("full_wgrad" if what == "wgrad" else "full_fprop_dgrad")["event_us"]
+    return sum(1e-6 * (r["us"][contender]["median"] - event) for r in _gemm_records(what, name))
+
+
+def _gemm_operations(what: str, name: str) -> float:
+    return sum(2.0 * r["m"] * r["n"] * r["k"] for r in _gemm_records(what, name))
+
+
+def training_records() -> Iterable[Record]:
+    """Bare training: no FSDP, no optimizer, no verl."""
+
+    def bare(flow: Flow, sequences: int, length: int, phase: str) -> Callable[[Rates], float]:
+        batch = Batch(sequences * length, length, 1)
+
+        def seconds(rates: Rates) -> float:
+            old = log_probs(rates, EIGHT, flow, batch, sharded=False).total
+            new = update(rates, EIGHT, flow, batch, sharded=False).total
+            return {"old": old, "update": new, "both": old + new}[phase]
+
+        return seconds
+
+    for name in MODELS:
+        for kind, contender in (("bf16", "bf16"), ("fp8", "native")):
+            for what in ("fprop", "dgrad", "wgrad"):
+                yield Record(
+                    "GEMM",
+                    f"{name}, {what}, {kind}",
+                    _gemm_seconds(what, name, contender),
+                    "full_wgrad_h200.json" if what == "wgrad" else "full_fprop_dgrad_h200.json",
+                    lambda r, w=what, n=name, k=kind: _gemm_operations(w, n) / r[f"gemm.{k}.{w}"],
+                    calibrates=name == "qwen3-8b",
+                )
+    shares = results("phase_shares")
+    for precision, flow in (("bf16", STOCK), ("jet_fp8", JET)):
+        for length in (1024, 4096, 16384):
+            tokens = 512 + length
+            sequences = 16896 // tokens
+            for phase, key in (("old", "old_log_prob"), ("update", "update")):
+                yield Record(
+                    {"old": "old log-probabilities", "update": "update"}[phase],
+                    f"8B, {sequences} x {tokens}, {precision}",
+                    shares["training"][precision][key][str(length)] * sequences * tokens,
+                    "phase_shares_h200.json",
+                    bare(flow, sequences, tokens, phase),
+                    calibrates=length != 4096,
+                )
+    cost = results("exact_cost")["training"]
+    for precision, flow in (("bf16", STOCK), ("jet_fp8_stock", JET_STOCK), ("jet_fp8", JET)):
+        for phase, key in (("old", "old_log_prob"), ("update", "update")):
+            yield Record(
+                {"old": "old log-probabilities", "update": "update"}[phase],
+                f"8B, 8 x 1024, {precision}",
+                cost[precision][key],
+                "exact_cost_h200.json",
+                bare(flow, 8, 1024, phase),
+            )
+    for sequences, length, seconds, stock, liger in TRAINING_READ:
+        for name, flow, times in (("jet_fp8", JET, 1.0), ("bf16", STOCK, stock), ("bf16 with Liger", LIGER, liger)):
+            yield Record(
+                "old log-probabilities + update",
+                f"8B, {sequences} x {length}, {name}",
+                seconds * times,
+                READING,
+                bare(flow, sequences, length, "both"),
+                calibrates=flow is LIGER and sequences == 16,
+            )
+    yield Record(
+        "optimizer", "8B, AdamW", shares["optimiser_s"], "phase_shares_h200.json",
+        lambda r: optimizer(r, EIGHT, 1, 1), calibrates=True,
+    )  # fmt: skip
+
+
+def rollout_records() -> Iterable[Record]:
+    def step(name: str, engine: Engine, requests: int, context: float, seconds: float, source: str, **more) -> Record:
+        return Record(
+            "decode step",
+            f"8B, {requests} x {context:.0f}, {name}",
+            seconds,
+            source,
+            lambda r: decode_step(r, EIGHT, engine, requests, requests * context).total,
+            **more,
+        )
+
+    shares = results("phase_shares")["rollout"]
+    for context, seconds in shares["bf16"]["step_s"].items():
+        # 64 steps from that context on.
+        ends = context in ("512", "16896")
+        yield step("bf16", BF16, 32, int(context) + 32, seconds, "phase_shares_h200.json", calibrates=ends)
+    cost = results("exact_cost")["decode"]
+    for name, engine in (("bf16", BF16), ("jet_fp8_stock", Engine("fp8"))):
+        for key, found in cost[name]["rates"].items():
+            requests, prompt = map(int, key.split(" x "))
+            seconds = requests / found["tokens_per_s"]
+            calibrates = name == "bf16" and requests == 256
+            # 256 steps from that prompt on.
+            yield step(name, engine, requests, prompt + 128, seconds, "exact_cost_h200.json", calibrates=calibrates)
+    ample = results("decode")["ample"]
+    for name, engine in (("bf16", BF16), ("int8_rollout", INT8)):
+        for key, rate in ample[name].items():
+            requests, prompt = map(int, key.split(" x "))
+            calibrates = requests == 1 or (engine is INT8 and requests == 256)
+            seconds = requests / rate
+            yield step(name, engine, requests, prompt + 128, seconds, "decode_h200.json", calibrates=calibrates)
+    for requests, context, rate, gain in DECODE_READ:
+        yield step("jet_fp8", FP8, requests, context, requests / rate, READING, calibrates=context != 4096)
+        yield step("bf16", BF16, requests, context, requests * gain / rate, READING)
+    for name, engine in (("bf16", BF16), ("jet_fp8", FP8)):
+        yield Record(
+            "prefill",
+            f"8B, 32 x 512, {name}",
+            shares[name]["prefill_s"],
+            "phase_shares_h200.json",
+            lambda r, e=engine: prefill(r, EIGHT, e, 32 * 512, 256),
+            calibrates=name == "bf16",
+        )
+    short = results("decode")["short"]
+    for name, engine in (("bf16", BF16), ("int8_rollout", INT8), ("jet_fp8", FP8)):
+        tokens = short[name]["kv_gib"] * GIB / EIGHT.kv_bytes
+        old = "with the decode kernel of 1d44199, since replaced: its steps of one request took 1.15 times as long"
+        yield Record(
+            "generation, cache too short",
+            f"8B, 192 x (64 + 1024) in {short[name]['kv_gib']:.1f} GiB, {name}",
+            192 * 1024 / short[name]["tokens_per_s"],
+            "decode_h200.json",
+            lambda r, e=engine, t=tokens: generate(r, EIGHT, e, [1024] * 192, 64, cache_tokens=t).seconds,
+            caveat=old if name == "jet_fp8" else "",
+        )
+
+
+def verl_parts(rates: Rates, precision: str) -> dict[str, float]:
+    """Seconds of each phase of the 4B run in verl."""
+    flow, engine = {"bf16": (STOCK, BF16), "jet_fp8": (JET, FP8)}[precision]
+    batch = Batch(64 * 2048, 2048, 8)
+    return {
+        "generation": poll(generate(rates, FOUR, engine, [2048] * 64, 0).seconds),
+        "old": log_probs(rates, FOUR, flow, batch).total + rates["verl.old_log_prob"],
+        "update": update(rates, FOUR, flow, batch).total + optimizer(rates, FOUR, 1, 1) + rates["verl.update"],
+        "sync": sync_seconds(rates, FOUR, engine.linears, 1),
+    }
+
+
+def verl_records() -> Iterable[Record]:
+    words = {"generation": "generation", "old": "old log-probabilities", "update": "update", "sync": "weight sync"}
+    for precision, found in IN_VERL.items():
+        for part, phase in words.items():
+            measured = found[part]
+            yield Record(
+                phase,
+                f"verl, 4B, 64 x 2048, {precision}",
+                sum(measured) / 2 if isinstance(measured, tuple) else measured,
+                READING,
+                lambda r, p=precision, w=part: verl_parts(r, p)[w],
+                calibrates=part == "sync" or (precision == "bf16" and part != "generation"),
+            )
+        yield Record(
+            "step", f"verl, 4B, 64 x 2048, {precision}", found["step"], READING,
+            lambda r, p=precision: sum(verl_parts(r, p).values()),
+        )  # fmt: skip
+    for gpus, precision, seconds, arrangement in (
+        (2, "bf16", 0.43, "FSDP2"), (2, "jet_fp8", 0.99, "FSDP2"), (4, "bf16", 0.53, "FSDP2"), (2, "bf16", 0.30, "TP 2")
+    ):  # fmt: skip
+        kind = "bf16" if precision == "bf16" else "fp8"
+        yield Record(
+            "weight sync",
+            f"verl, 1.4B, {gpus} GPUs, {arrangement}, {precision}",
+            seconds,
+            SEVERAL,
+            lambda r, k=kind, g=gpus: sync_seconds(r, DEMO_1_4B, k, g),
+            calibrates=gpus == 2 and precision == "bf16" and arrangement == "FSDP2",
+            caveat="" if arrangement == "FSDP2" else "another job computed on the same GPUs",
+        )
+    for precision, flow, seconds in (("bf16", STOCK, 2.75), ("jet_fp8", JET, 4.35)):
+        yield Record(
+            "update",
+            f"verl, 1.4B, 2 GPUs, micro-batches of 32 x 70 tokens, {precision}",
+            seconds,
+            SEVERAL,
+            lambda r, f=flow: update(r, DEMO_1_4B, f, Batch(128 * 70, 70, 4)).total + r["verl.update"],
+        )
+
+
+def memory_records() -> Iterable[Record]:
+    """Peaks: of bare training above weights and gradients, of a trainer in verl in all."""
+
+    def passing(model: Model, tokens: int) -> float:
+        found = trainer_memory(model, 1, tokens)
+        return (found.checkpoints + found.logits) / GIB
+
+    cost, shares = results("exact_cost")["training"], results("phase_shares")["training"]
+    for precision in ("bf16", "jet_fp8"):
+        yield Record(
+            "memory", f"8B, peak of 8 x 1024, {precision}", cost[precision]["peak_gib"], "exact_cost_h200.json",
+            lambda r: passing(EIGHT, 8192),
+        )  # fmt: skip
+        for length in (1024, 4096, 16384):
+            tokens = 16896 // (512 + length) * (512 + length)
+            yield Record(
+                "memory", f"8B, peak of {tokens} tokens, {precision}", shares[precision]["peak_gib"][str(length)],
+                "phase_shares_h200.json", lambda r, t=tokens: passing(EIGHT, t),
+            )  # fmt: skip
+    seen = set()
+    for run in results("several_gpus")["runs"]:
+        case = (run["gpus"], run["arrangement"], run["precision"])
+        if run["arrangement"] in ("fsdp2", "hsdp") and case not in seen:
+            seen.add(case)
+            shards = 2 if run["arrangement"] == "hsdp" else run["gpus"]
+            yield Record(
+                "memory",
+                f"verl, 1.4B, peak of a trainer, {run['gpus']} GPUs, {run['arrangement']}, {run['precision']}",
+                run["peak_gib"],
+                "several_gpus_h200.json",
+                lambda r, s=shards: trainer_memory(DEMO_1_4B, s, 32 * 72).peak / GIB,
+            )
+
+
+def records() -> list[Record]:
+    return [*training_records(), *rollout_records(), *verl_records(), *memory_records()]
+
+
+def fit() -> dict[str, dict]:
+    """Every rate with its unit and how it follows, in the order in which they are fitted."""
+    found: dict[str, dict] = {}
+
+    def put(name: str, value: float, unit: str, how: str) -> None:
+        found[name] = {"value": float(f"{value:.6g}"), "unit": unit, "from": how}
+
+    def rates(**others: float) -> Rates:
+        return Rates({name: entry["value"] for name, entry in found.items()}).including(others)
+
+    def record(phase: str, case: str) -> float:
+        (one,) = [r for r in records() if r.phase == phase and r.case == case and r.calibrates]
+        return one.measured
+
+    copy = results("full_fprop_dgrad")["copy_bandwidth"]
+    put("bandwidth", copy, "B/s", "full_fprop_dgrad_h200.json, copy, read and written")
+    for kind, contender in (("bf16", "bf16"), ("fp8", "native")):
+        for what in ("fprop", "dgrad", "wgrad"):
+            rate = _gemm_operations(what, "qwen3-8b") / _gemm_seconds(what, "qwen3-8b", contender)
+            file = "full_wgrad_h200.json" if what == "wgrad" else "full_fprop_dgrad_h200.json"
+            put(f"gemm.{kind}.{what}", rate, "operations/s", f"{file}, Qwen3-8B's linears, 8k and 16k tokens, c4dd3d3")
+    put("gemm.int8.fprop", found["gemm.fp8.fprop"]["value"], "operations/s", "as gemm.fp8.fprop: no record of INT8")
+
+    _fit_training(put, rates, record)
+    _fit_decode(put, rates)
+
+    for phase, name, part in (("old log-probabilities", "verl.old_log_prob", "old"), ("update", "verl.update", "update")):
+        bare = verl_parts(rates(**{"verl.old_log_prob": 0.0, "verl.update": 0.0, "sync.bf16.piece": 0.0}), "bf16")[part]
+        seconds = record(phase, "verl, 4B, 64 x 2048, bf16") - bare
+        put(name, seconds, "s", f"what {READING}, 4B BF16, has above the passes: verl's work, entropy")
+    for name, kind, precision in (("bf16", "bf16", "bf16"), ("quantized", "fp8", "jet_fp8")):
+        seconds = record("weight sync", f"verl, 4B, 64 x 2048, {precision}") / pieces(FOUR, kind)
+        put(f"sync.{name}.piece", seconds, "s", f"{READING}, 4B {precision}, by tensors on the wire")
+    several = record("weight sync", "verl, 1.4B, 2 GPUs, FSDP2, bf16") / pieces(DEMO_1_4B, "bf16")
+    put("sync.gather", several - found["sync.bf16.piece"]["value"], "s", f"{SEVERAL}, 1.4B BF16 on 2 GPUs")
+    return found
+
+
+def _fit_training(put, rates, record) -> None:
+    tokens = {length: 16896 // (512 + length) * (512 + length) for length in (1024, 16384)}
+    source = "phase_shares_h200.json, responses of 1024 and 16384 tokens, 1d44199"
+    for precision, flow, ops in (("bf16", STOCK, "stock"), ("jet_fp8", JET, "shared")):
+        case = f"8B, {{}} x {{}}, {precision}"
+        cases = {length: case.format(16896 // (512 + length), 512 + length) for length in tokens}
+        weights = gathered(rates(), EIGHT, flow, sharded=False).total
+        # Seconds a token, the weights' share taken off.
+        ahead = {n: (record("old log-probabilities", cases[n]) - weights) / tokens[n] for n in tokens}
+        both = {n: (record("update", cases[n]) - 2 * weights) / tokens[n] for n in tokens}
+        behind = {n: both[n] - 2 * ahead[n] for n in tokens}
+        operations = attention_operations(EIGHT, 1, 16896 / 2) - attention_operations(EIGHT, 1, 1536 / 2)
+        put(f"attention.{ops}.forward", operations / (ahead[16384] - ahead[1024]), "operations/s", f"difference of {source}")
+        behind_rate = 2.5 * operations / (behind[16384] - behind[1024])
+        put(f"attention.{ops}.backward", behind_rate, "operations/s", f"difference of {source}")
+        nothing = rates(**{f"between.{ops}.forward": 0.0, f"between.{ops}.backward": 0.0})
+        moved = between_bytes(EIGHT, flow) / nothing["bandwidth"]
+        gap = ahead[1024] - forward(nothing, EIGHT, flow, 1, 1536 / 2).total
+        put(f"between.{ops}.forward", gap / moved, "times the bytes of fused kernels", f"rest of {source}")
+        whole = update(nothing, EIGHT, flow, Batch(1, 1536, 0), sharded=False).total
+        gap = both[1024] - whole - 2 * gap
+        put(f"between.{ops}.backward", gap / (2 * moved), "times the bytes of fused kernels", f"rest of {source}")
+
+    put("attention.liger.forward", rates()["attention.stock.forward"], "operations/s", "as stock")
+    put("attention.liger.backward", rates()["attention.stock.backward"], "operations/s", "as stock")
+    ratio = rates()["between.stock.backward"] / rates()["between.stock.forward"]
+
+    def seconds(times: float) -> float:
+        tried = rates(**{"between.liger.forward": times, "between.liger.backward": ratio * times})
+        batch = Batch(16 * 1024, 1024, 1)
+        ours = (log_probs, update)
+        return sum(of(tried, EIGHT, LIGER, batch, sharded=False).total for of in ours)
+
+    nothing, slope = seconds(0.0), seconds(1.0) - seconds(0.0)
+    times = (record("old log-probabilities + update", "8B, 16 x 1024, bf16 with Liger") - nothing) / slope
+    put("between.liger.forward", times, "times the bytes of fused kernels", f"{READING}, 16 x 1024")
+    put("between.liger.backward", ratio * times, "times the bytes of fused kernels", "stock's ratio to the forward")
+    bytes_moved = 28 * EIGHT.parameters / record("optimizer", "8B, AdamW")
+    put("optimizer", bytes_moved, "B/s", "phase_shares_h200.json, AdamW on FP32, 28 bytes a parameter")
+
+
+def _fit_decode(put, rates) -> None:
+    steps = results("phase_shares")["rollout"]["bf16"]["step_s"]
+    moved = (16896 - 512) * 32 * EIGHT.kv_bytes
+    put("cache", moved / (steps["16896"] - steps["512"]), "B/s", "phase_shares_h200.json, BF16, 512 and 16896 of context")
+    put("attention.shared.key", 0.0, "s", "")
+    for kind, engine in (("bf16", BF16), ("fp8", FP8), ("int8", INT8)):
+        none = rates(**{f"decode.{kind}.layer": 0.0, f"decode.{kind}.request": 0.0})
+        ours = [r for r in rollout_records() if r.phase == "decode step" and r.calibrates]
+        names = {"bf16": "bf16", "fp8": "jet_fp8", "int8": "int8_rollout"}
+        ours = [r for r in ours if r.case.rpartition(", ")[2] == names[kind]]
+        if kind == "fp8":
+            # One request waits for its keys one after the other: attention.shared.key's.
+            ours = [r for r in ours if "1 x 1024" not in r.case]
+        requests = [int(r.case.split(", ")[1].split(" x ")[0]) for r in ours]
+        # Least squares of relative errors.
+        left = [[EIGHT.layers / r.measured, n / r.measured] for r, n in zip(ours, requests, strict=True)]
+        right = [(r.measured - r.predict(none)) / r.measured for r in ours]
+        (layer, request), *_ = np.linalg.lstsq(np.array(left), np.array(right), rcond=None)
+        how = "; ".join(f"{r.case.split(', ', 1)[1]} of {r.source}" for r in ours)
+        put(f"decode.{kind}.layer", layer, "s", how)
+        put(f"decode.{kind}.request", request, "s", how)
+    batch, context, rate, _ = DECODE_READ[0]
+    one = decode_step(rates(), EIGHT, FP8, batch, context)
+    waited = batch / rate - (one.total - one.cache)
+    put("attention.shared.key", waited / EIGHT.layers / context, "s", f"1 x 1024, jet_fp8 of {READING}")
+    tokens = 32 * 512
+    seconds = results("phase_shares")["rollout"]["bf16"]["prefill_s"]
+    left = seconds - prefill(rates(**{"prefill.layer": 0.0}), EIGHT, BF16, tokens, 256)
+    put("prefill.layer", left / tokens / EIGHT.layers, "s a token", "phase_shares_h200.json, BF16, 32 x 512")
+
+
+def table(rates: Rates) -> str:
+    """Prediction against record of every phase, as Markdown."""
+    lines = ["| phase | case | recorded | predicted | error | | source |", "|---|---|---|---|---|---|---|"]
+    for record in records():
+        predicted, error = record.predict(rates), record.error(rates)
+        role = "calibrates" if record.calibrates else "not comparable" if record.caveat else "checks"
+        if role == "checks" and abs(error) > BAR:
+            role = "**checks, misses**"
+        digits = f"{record.measured:.4g} | {predicted:.4g}"
+        if record.phase not in ("memory", "GEMM", "decode step"):
+            digits = f"{record.measured:.3g} s | {predicted:.3g} s"
+        elif record.phase == "memory":
+            digits = f"{record.measured:.3g} GiB | {predicted:.3g} GiB"
+        else:
+            digits = f"{1e3 * record.measured:.2f} ms | {1e3 * predicted:.2f} ms"
+        lines.append(f"| {record.phase} | {record.case} | {digits} | {error:+.1%} | {role} | {record.source} |")
+    checked = [abs(r.error(rates)) for r in records() if not r.calibrates and not r.caveat]
+    within = sum(error <= BAR for error in checked)
+    lines += [
+        "",
+        f"{within} of {len(checked)} records that check are within {BAR:.0%}; their errors have a median of "
+        f"{np.median(checked):.1%}.",
+    ]
+    return "\n".join(lines)
+
+
+def with_table(page: str, rows: str) -> str:
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}\n{rows}\n{END}{rest.partition(END)[2]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write rates.json and the table of docs/advise.md")
+    fitted = fit()
+    rates = Rates({name: entry["value"] for name, entry in fitted.items()})
+    if parser.parse_args().write:
+        of_package.FILE.write_text(json.dumps({"machine": MACHINE, "rates": fitted}, indent=1) + "\n")
+        if PAGE.exists():
+            PAGE.write_text(with_table(PAGE.read_text(), table(rates)))
+    else:
+        print(table(rates))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes on one GPU, counted: the trainer's state and its peak, the rollout's weights and how much cache is left."""
+
+from dataclasses import dataclass
+
+from jetrl_verl.tools.advise.rollout import WEIGHT_BYTES
+from jetrl_verl.tools.advise.shapes import BF16, Model
+
+GIB = 2**30
+GPU_BYTES = 139.8 * GIB
+"""Memory of an H200."""
+
+LOGIT_BYTES = 8
+"""Of one logit at the peak of an update: FP32 and its gradient, or BF16, its FP32 softmax and its gradient."""
+
+EIGHT_BIT = 0.255
+"""Bytes of AdamW's moments in 8 bits over those in FP32 (docs/options.md)."""
+
+
+@dataclass(frozen=True)
+class TrainerMemory:
+    """Bytes of the trainer on one GPU.
+
+    Attributes:
+        weights, gradients, moments: the FP32 shards. step: what the optimizer's step needs besides, a copy of the shard.
+        checkpoints: inputs of the decoder layers, kept for backward. logits: of one micro-batch, with their gradient.
+        gathered: two decoder layers and lm_head in BF16.
+    """
+
+    weights: float
+    gradients: float
+    moments: float
+    step: float
+    checkpoints: float
+    logits: float
+    gathered: float
+
+    @property
+    def state(self) -> float:
+        """What stays from step to step."""
+        return self.weights + self.moments
+
+    @property
+    def peak(self) -> float:
+        """Of an update: behind the last layer's forward, or in the optimizer's step."""
+        passing = self.checkpoints + self.logits + self.gathered
+        return self.weights + self.gradients + self.moments + max(self.step, passing)
+
+
+def trainer_memory(
+    model: Model, shards: int, micro_tokens: float, *, checkpointing: bool = True, eight_bit: bool = False
+) -> TrainerMemory:
+    """Bytes of training.
+
+    Args:
+        shards: GPUs that FSDP shards over. micro_tokens: of a micro-batch.
+    """
+    shard = model.parameters / shards
+    layer = model.in_layers / model.layers
+    kept = BF16 * model.hidden if checkpointing else _activation_bytes(model)
+    return TrainerMemory(
+        weights=4 * shard,
+        gradients=4 * shard,
+        moments=8 * shard * (EIGHT_BIT if eight_bit else 1),
+        step=4 * shard,
+        checkpoints=kept * model.layers * micro_tokens,
+        logits=LOGIT_BYTES * model.vocabulary * micro_tokens,
+        gathered=BF16 * (2 * layer + model.head) if shards > 1 else 0.0,
+    )
+
+
+def _activation_bytes(model: Model) -> float:
+    """Of one token in one layer without checkpointing: inputs of the linears, q, k, v, gate, up and two norms."""
+    return BF16 * (5 * model.hidden + 2 * (model.queries + model.keys) + 3 * model.inner)
+
+
+@dataclass(frozen=True)
+class RolloutMemory:
+    """Bytes of one GPU of the rollout.
+
+    Attributes:
+        weights: in the precision's format. work: logits in FP32, twice, and a prefill's activations.
+        cache: what is left for keys and values. tokens: how many it holds, over the replica.
+    """
+
+    weights: float
+    work: float
+    cache: float
+    tokens: float
+
+    def sequences(self, length: float) -> float:
+        """How many sequences of that length fit."""
+        return self.tokens / length
+
+
+def rollout_weights(model: Model, kind: str) -> float:
+    """Bytes of the rollout's weights; scales are under a thousandth of them."""
+    quantized = model.quantized if kind != "bf16" else 0
+    return BF16 * (model.parameters - quantized) + WEIGHT_BYTES[kind] * quantized
+
+
+def rollout_memory(
+    model: Model, kind: str, utilization: float, *, most: int, batched_tokens: int, tp: int = 1
+) -> RolloutMemory:
+    """Bytes of the rollout. CUDA graphs and vLLM's own buffers are not counted, for want of a record.
+
+    Args:
+        utilization: ``gpu_memory_utilization``. most: ``max_num_seqs``. batched_tokens: ``max_num_batched_tokens``.
+    """
+    weights = rollout_weights(model, kind) / tp
+    work = 2 * 4 * model.vocabulary * most + BF16 * batched_tokens * (3 * model.inner + 4 * model.hidden) / tp
+    cache = max(0.0, utilization * GPU_BYTES - weights - work)
+    return RolloutMemory(weights, work, cache, cache * tp / model.kv_bytes)

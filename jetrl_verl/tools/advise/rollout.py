@@ -1,0 +1,194 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds of a rollout: one decode step, a prefill, and the schedule of many requests in a KV cache of a given size.
+
+Equations: docs/advise.md, "Generation". The schedule is vLLM's in outline: first come, first served; a request enters
+while its tokens fit; where the running ones outgrow the cache, the last that entered leaves, and is prefilled again
+with what it had generated when it comes back.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jetrl_verl.tools.advise.rates import Rates
+from jetrl_verl.tools.advise.shapes import BF16, Model
+
+WEIGHT_BYTES = {"bf16": 2, "fp8": 1, "int8": 1}
+"""Format of the rollout's linears -> bytes of a weight."""
+
+CHUNKS = 160
+"""Steps of a schedule's clock in the longest response; a finer clock changes the seconds by less than 1%."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of one decode step by what they are spent on; ``weights`` and ``gemm`` are the two limits of the same
+    kernels, of which each linear is counted under the longer one."""
+
+    weights: float
+    gemm: float
+    cache: float
+    layers: float
+    requests: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gemm + self.cache + self.layers + self.requests
+
+
+def _linear(rates: Rates, rows: float, n: float, k: float, kind: str) -> tuple[float, float]:
+    """Seconds of one linear of ``rows`` rows, by bytes of its weight and by operations; the shorter one is 0."""
+    by_bytes = n * k * WEIGHT_BYTES[kind] / rates["bandwidth"]
+    by_operations = 2 * rows * n * k / rates[f"gemm.{kind}.fprop"]
+    return (by_bytes, 0.0) if by_bytes >= by_operations else (0.0, by_operations)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What decodes.
+
+    Attributes:
+        linears: format of the linears, of ``WEIGHT_BYTES``.
+        shared: whether attention is the shared operation, which splits no request's keys over blocks: one request of a
+            long context then waits for them one after the other.
+        tp: GPUs of a replica; their reductions are in no prediction, for want of a record.
+    """
+
+    linears: str
+    shared: bool = False
+    tp: int = 1
+
+
+def decode_step(rates: Rates, model: Model, engine: Engine, requests: float, tokens: float) -> Step:
+    """One decode step.
+
+    Args:
+        requests: running ones. tokens: of the cache that they read, all together.
+    """
+    kind, tp = engine.linears, engine.tp
+    pairs = [
+        _linear(rates, requests, n / tp, k, kind if quantized else "bf16") for n, k, quantized in model.linears
+    ] * model.layers
+    pairs.append(_linear(rates, requests, model.vocabulary / tp, model.hidden, "bf16"))
+    cache = tokens * model.kv_bytes / tp / rates["cache"]
+    if engine.shared:
+        cache = max(cache, model.layers * tokens / requests * rates["attention.shared.key"])
+    return Step(
+        weights=sum(pair[0] for pair in pairs),
+        gemm=sum(pair[1] for pair in pairs),
+        cache=cache,
+        layers=model.layers * rates[f"decode.{kind}.layer"],
+        requests=requests * rates[f"decode.{kind}.request"],
+    )
+
+
+def prefill(rates: Rates, model: Model, engine: Engine, tokens: float, context: float) -> float:
+    """Seconds of prefilling ``tokens`` tokens that see ``context`` each in the mean."""
+    kind = engine.linears
+    quantized = model.quantized if kind != "bf16" else 0
+    operations = 2 * tokens * (model.in_layers - quantized) / rates["gemm.bf16.fprop"]
+    operations += 2 * tokens * quantized / rates[f"gemm.{kind}.fprop"]
+    attention = 4 * model.layers * model.queries * tokens * context / rates["attention.shared.forward"]
+    return (operations + attention) / engine.tp + tokens * model.layers * rates["prefill.layer"]
+
+
+@dataclass
+class Schedule:
+    """What generating took.
+
+    Attributes:
+        seconds: in all. prefill: of them, prompts. preempted: of them, contexts that were computed again.
+        spent: seconds of decode steps by what they were spent on, as in ``Step``.
+        preemptions: requests that left the cache before they had ended.
+        tail: seconds at the end with less than a tenth of the largest number of running requests.
+        running: the largest number of requests that ran at once.
+    """
+
+    seconds: float = 0.0
+    prefill: float = 0.0
+    preempted: float = 0.0
+    spent: dict[str, float] = field(default_factory=dict)
+    preemptions: int = 0
+    tail: float = 0.0
+    running: int = 0
+
+
+def response_lengths(count: int, mean: float, longest: int) -> np.ndarray:
+    """``count`` lengths, quantiles of an exponential distribution that is cut at ``longest`` and has mean ``mean``;
+    all alike where the mean is the longest. In an order without a pattern, the same every time."""
+    if mean >= longest * (1 - 1e-6):
+        return np.full(count, float(longest))
+    low, high = 1e-3 * mean, 1e3 * longest
+    for _ in range(100):
+        scale = math.sqrt(low * high)
+        low, high = (scale, high) if scale * -math.expm1(-longest / scale) < mean else (low, scale)
+    quantiles = (np.arange(count) + 0.5) / count
+    lengths = np.minimum(-scale * np.log1p(-quantiles), longest)
+    return np.random.default_rng(0).permutation(np.maximum(1.0, lengths))
+
+
+def generate(
+    rates: Rates,
+    model: Model,
+    engine: Engine,
+    lengths: Sequence[float],
+    prompt: float,
+    *,
+    cache_tokens: float = math.inf,
+    most: int = 256,
+    prefill_share: float = 1.0,
+) -> Schedule:
+    """Run the requests of one replica.
+
+    Args:
+        lengths: of their responses, in the order in which they wait. prompt: tokens of each prompt.
+        cache_tokens: tokens that the KV cache holds. most: ``max_num_seqs``.
+        prefill_share: of the prompts' tokens that no prefix cache holds already.
+    """
+    lengths = np.asarray(lengths, dtype=float)
+    done = np.zeros(len(lengths))
+    tick = max(1.0, lengths.max() / CHUNKS)
+    waiting, running = deque(range(len(lengths))), []
+    schedule, history = Schedule(), []
+    entered = np.zeros(len(lengths), dtype=bool)
+    while waiting or running:
+        held = sum(prompt + done[i] for i in running)
+        while waiting and len(running) < most and (held + prompt + done[waiting[0]] <= cache_tokens or not running):
+            i = waiting.popleft()
+            running.append(i)
+            again = entered[i]
+            tokens = prompt + done[i] if again else prompt * prefill_share
+            seconds = prefill(rates, model, engine, tokens, (prompt + done[i]) / 2)
+            schedule.preempted += seconds if again else 0.0
+            schedule.prefill += 0.0 if again else seconds
+            schedule.seconds += seconds
+            entered[i] = True
+            held += prompt + done[i]
+        rows = np.array(running)
+        steps = np.minimum(lengths[rows] - done[rows], tick)
+        while len(running) > 1 and held + steps.sum() > cache_tokens:
+            i = running.pop()
+            waiting.appendleft(i)
+            held -= prompt + done[i]
+            schedule.preemptions += 1
+            rows, steps = rows[:-1], steps[:-1]
+        most_steps = steps.max()
+        mean_requests = steps.sum() / most_steps
+        tokens = float(((prompt + done[rows] + steps / 2) * steps).sum() / most_steps)
+        step = decode_step(rates, model, engine, mean_requests, tokens)
+        for name in ("weights", "gemm", "cache", "layers", "requests"):
+            schedule.spent[name] = schedule.spent.get(name, 0.0) + most_steps * getattr(step, name)
+        schedule.seconds += most_steps * step.total
+        history.append((len(running), most_steps * step.total))
+        done[rows] += steps
+        running = [i for i in running if lengths[i] - done[i] > 1e-9]
+    schedule.running = max(count for count, _ in history)
+    for count, seconds in reversed(history):
+        if count >= schedule.running / 10:
+            break
+        schedule.tail += seconds
+    return schedule

@@ -1,0 +1,154 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds of the trainer: old log-probabilities, reference, update. Equations: docs/advise.md, "Training".
+
+A pass over T tokens is GEMMs of the layers and of lm_head at measured rates, attention at a measured rate, what lies
+between at a measured multiple of the bytes that it must move, and per micro-batch the weights' quantization.
+"""
+
+from dataclasses import dataclass
+
+from jetrl_verl.tools.advise.rates import Rates
+from jetrl_verl.tools.advise.shapes import BF16, Model
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What the trainer runs.
+
+    Attributes:
+        linears: ``bf16`` or ``fp8``, a set of GEMM rates.
+        operations: ``stock`` (Hugging Face), ``liger`` or ``shared``, a set of rates of what lies between.
+    """
+
+    linears: str
+    operations: str
+
+
+STOCK, LIGER = Flow("bf16", "stock"), Flow("bf16", "liger")
+JET, JET_STOCK = Flow("fp8", "shared"), Flow("fp8", "stock")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of one pass by what they are spent on."""
+
+    gemm: float = 0.0
+    attention: float = 0.0
+    between: float = 0.0
+    weights: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.gemm + self.attention + self.between + self.weights
+
+    def __add__(self, other: "Pass") -> "Pass":
+        return Pass(*(a + b for a, b in zip(self.parts.values(), other.parts.values(), strict=True)))
+
+    def __mul__(self, times: float) -> "Pass":
+        return Pass(*(times * part for part in self.parts.values()))
+
+    __rmul__ = __mul__
+
+    @property
+    def parts(self) -> dict[str, float]:
+        return {
+            "gemm": self.gemm,
+            "attention": self.attention,
+            "between": self.between,
+            "weights": self.weights,
+        }
+
+
+def between_bytes(model: Model, flow: Flow) -> float:
+    """Bytes a token that one fused kernel per operation would move between the GEMMs of a forward: two residual norms,
+    norms of heads and rotary, SiLU-mul, the quantizer in front of o, and the logits, written and read once."""
+    heads = model.queries + model.keys
+    quantizer = 3 * model.queries if flow.linears == "fp8" else 0
+    layer = 16 * model.hidden + 4 * heads * (2 if model.head_norms else 1) + 6 * model.inner + quantizer
+    logits = 8 if flow.operations == "shared" else 4
+    return model.layers * layer + logits * model.vocabulary
+
+
+def attention_operations(model: Model, tokens: float, context: float) -> float:
+    """Of a causal forward: ``tokens`` queries that see ``context`` keys each in the mean."""
+    return 4.0 * model.layers * model.queries * tokens * context
+
+
+def forward(rates: Rates, model: Model, flow: Flow, tokens: float, context: float) -> Pass:
+    """One forward of ``tokens`` tokens that see ``context`` keys each in the mean; weights aside."""
+    return Pass(
+        gemm=_gemms(rates, model, flow, tokens, "fprop"),
+        attention=attention_operations(model, tokens, context) / rates[f"attention.{flow.operations}.forward"],
+        between=tokens * rates[f"between.{flow.operations}.forward"] * between_bytes(model, flow) / rates["bandwidth"],
+    )
+
+
+def backward(rates: Rates, model: Model, flow: Flow, tokens: float, context: float) -> Pass:
+    """The backward alone."""
+    attention = 2.5 * attention_operations(model, tokens, context)
+    between = 2 * between_bytes(model, flow)
+    return Pass(
+        gemm=_gemms(rates, model, flow, tokens, "dgrad") + _gemms(rates, model, flow, tokens, "wgrad"),
+        attention=attention / rates[f"attention.{flow.operations}.backward"],
+        between=tokens * rates[f"between.{flow.operations}.backward"] * between / rates["bandwidth"],
+    )
+
+
+def _gemms(rates: Rates, model: Model, flow: Flow, tokens: float, what: str) -> float:
+    bf16 = rates[f"gemm.bf16.{what}"]
+    quantized = model.quantized if flow.linears == "fp8" else 0
+    operations = 2 * tokens * (model.in_layers - quantized + model.head)
+    return operations / bf16 + 2 * tokens * quantized / rates[f"gemm.fp8.{what}"]
+
+
+def gathered(rates: Rates, model: Model, flow: Flow, sharded: bool) -> Pass:
+    """What every gather of the weights costs: the cast of the FP32 parameters under FSDP (``sharded``), read and
+    written once, and their quantization with the transpose."""
+    moved = 4 * model.quantized if flow.linears == "fp8" else 0
+    if sharded:
+        moved += (4 + BF16) * model.parameters
+    return Pass(weights=moved / rates["bandwidth"])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one GPU trains in a step.
+
+    Attributes:
+        tokens: of all its sequences. length: of a sequence, in the mean weighted by tokens, for attention.
+        micro: micro-batches of a pass over all of them.
+    """
+
+    tokens: float
+    length: float
+    micro: float
+
+
+def log_probs(rates: Rates, model: Model, flow: Flow, batch: Batch, sharded: bool = True) -> Pass:
+    """A forward of every token."""
+    one = forward(rates, model, flow, batch.tokens, batch.length / 2)
+    return one + batch.micro * gathered(rates, model, flow, sharded)
+
+
+def update(
+    rates: Rates,
+    model: Model,
+    flow: Flow,
+    batch: Batch,
+    *,
+    checkpointing: bool = True,
+    epochs: int = 1,
+    sharded: bool = True,
+) -> Pass:
+    """Forward and backward of every token, the optimizer aside; with checkpointing the layers' forward runs twice."""
+    ahead = forward(rates, model, flow, batch.tokens, batch.length / 2)
+    behind = backward(rates, model, flow, batch.tokens, batch.length / 2)
+    again = ahead if checkpointing else Pass()
+    once = ahead + again + behind + (2 * batch.micro) * gathered(rates, model, flow, sharded)
+    return epochs * once
+
+
+def optimizer(rates: Rates, model: Model, gpus: int, steps: int) -> float:
+    """Seconds of AdamW on the FP32 shard of one GPU: 28 bytes a parameter."""
+    return steps * 28 * model.parameters / gpus / rates["optimizer"]

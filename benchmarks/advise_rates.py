@@ -108,8 +108,8 @@ def _gemm_records(what: str, name: str) -> list[dict]:
     """Of 8,192 and 16,384 tokens, written to BF16."""
     found = results("full_wgrad" if what == "wgrad" else "full_fprop_dgrad")["records"]
     tokens = "k" if what == "wgrad" else "m"
-    return [r for r in found if r["what"] == what and name in r["model"].split("+") and r["out"] == "bf16"
-            and r[tokens] in (8192, 16384)]  # fmt: skip
+    ours = [r for r in found if r["what"] == what and name in r["model"].split("+") and r["out"] == "bf16"]
+    return [r for r in ours if r[tokens] in (8192, 16384)]
 
 
 def _gemm_seconds(what: str, name: str, contender: str) -> float:
@@ -251,6 +251,7 @@ def verl_parts(rates: Rates, precision: str) -> dict[str, float]:
         "old": log_probs(rates, FOUR, flow, batch).total + rates["verl.old_log_prob"],
         "update": update(rates, FOUR, flow, batch).total + optimizer(rates, FOUR, 1, 1) + rates["verl.update"],
         "sync": sync_seconds(rates, FOUR, engine.linears, 1),
+        "rest": rates["verl.rest"],
     }
 
 
@@ -310,7 +311,7 @@ def memory_records() -> Iterable[Record]:
         for length in (1024, 4096, 16384):
             tokens = 16896 // (512 + length) * (512 + length)
             yield Record(
-                "memory", f"8B, peak of {tokens} tokens, {precision}", shares[precision]["peak_gib"][str(length)],
+                "memory", f"8B, peak of {16896 // (512 + length)} x {512 + length}, {precision}", shares[precision]["peak_gib"][str(length)],
                 "phase_shares_h200.json", lambda r, t=tokens: passing(EIGHT, t),
             )  # fmt: skip
     seen = set()
@@ -358,13 +359,21 @@ def fit() -> dict[str, dict]:
     _fit_training(put, rates, record)
     _fit_decode(put, rates)
 
-    for phase, name, part in (("old log-probabilities", "verl.old_log_prob", "old"), ("update", "verl.update", "update")):
-        bare = verl_parts(rates(**{"verl.old_log_prob": 0.0, "verl.update": 0.0, "sync.bf16.piece": 0.0}), "bf16")[part]
+    for phase, name, part in (
+        ("old log-probabilities", "verl.old_log_prob", "old"),
+        ("update", "verl.update", "update"),
+    ):
+        bare = verl_parts(
+            rates(**{"verl.old_log_prob": 0.0, "verl.update": 0.0, "sync.bf16.piece": 0.0, "verl.rest": 0.0}), "bf16"
+        )[part]
         seconds = record(phase, "verl, 4B, 64 x 2048, bf16") - bare
         put(name, seconds, "s", f"what {READING}, 4B BF16, has above the passes: verl's work, entropy")
     for name, kind, precision in (("bf16", "bf16", "bf16"), ("quantized", "fp8", "jet_fp8")):
         seconds = record("weight sync", f"verl, 4B, 64 x 2048, {precision}") / pieces(FOUR, kind)
         put(f"sync.{name}.piece", seconds, "s", f"{READING}, 4B {precision}, by tensors on the wire")
+    whole = [found["step"] - sum(np.mean(found[part]) for part in ("generation", "old", "update", "sync"))
+             for found in IN_VERL.values()]  # fmt: skip
+    put("verl.rest", float(np.mean(whole)), "s", f"{READING}, 4B, step less its phases, both precisions")
     several = record("weight sync", "verl, 1.4B, 2 GPUs, FSDP2, bf16") / pieces(DEMO_1_4B, "bf16")
     put("sync.gather", several - found["sync.bf16.piece"]["value"], "s", f"{SEVERAL}, 1.4B BF16 on 2 GPUs")
     return found
@@ -382,7 +391,12 @@ def _fit_training(put, rates, record) -> None:
         both = {n: (record("update", cases[n]) - 2 * weights) / tokens[n] for n in tokens}
         behind = {n: both[n] - 2 * ahead[n] for n in tokens}
         operations = attention_operations(EIGHT, 1, 16896 / 2) - attention_operations(EIGHT, 1, 1536 / 2)
-        put(f"attention.{ops}.forward", operations / (ahead[16384] - ahead[1024]), "operations/s", f"difference of {source}")
+        put(
+            f"attention.{ops}.forward",
+            operations / (ahead[16384] - ahead[1024]),
+            "operations/s",
+            f"difference of {source}",
+        )
         behind_rate = 2.5 * operations / (behind[16384] - behind[1024])
         put(f"attention.{ops}.backward", behind_rate, "operations/s", f"difference of {source}")
         nothing = rates(**{f"between.{ops}.forward": 0.0, f"between.{ops}.backward": 0.0})
@@ -414,7 +428,12 @@ def _fit_training(put, rates, record) -> None:
 def _fit_decode(put, rates) -> None:
     steps = results("phase_shares")["rollout"]["bf16"]["step_s"]
     moved = (16896 - 512) * 32 * EIGHT.kv_bytes
-    put("cache", moved / (steps["16896"] - steps["512"]), "B/s", "phase_shares_h200.json, BF16, 512 and 16896 of context")
+    put(
+        "cache",
+        moved / (steps["16896"] - steps["512"]),
+        "B/s",
+        "phase_shares_h200.json, BF16, 512 and 16896 of context",
+    )
     put("attention.shared.key", 0.0, "s", "")
     for kind, engine in (("bf16", BF16), ("fp8", FP8), ("int8", INT8)):
         none = rates(**{f"decode.{kind}.layer": 0.0, f"decode.{kind}.request": 0.0})

@@ -111,6 +111,57 @@ def doctor(
 
 
 @app.command(context_settings={"allow_extra_args": True})
+def advise(
+    context: typer.Context,
+    script: Annotated[Path | None, typer.Option(help="a recipe's script; it runs with python replaced")] = None,
+    model: Annotated[str | None, typer.Option(help="folder or known name, e.g. qwen3-8b")] = None,
+    gpus: Annotated[int, typer.Option(help="of trainer and rollout, which share them")] = 8,
+    prompt_length: Annotated[int, typer.Option(help="tokens of the longest prompt")] = 1024,
+    response_length: Annotated[int, typer.Option(help="tokens of the longest response")] = 8192,
+    batch: Annotated[int, typer.Option(help="prompts of a step")] = 256,
+    n: Annotated[int, typer.Option("--n", help="responses to each prompt")] = 8,
+    tp: Annotated[int, typer.Option(help="GPUs of a replica of the rollout")] = 1,
+    mean_prompt: Annotated[
+        float | None, typer.Option(help="mean tokens of a prompt; half of the longest without")
+    ] = None,
+    mean_response: Annotated[
+        float | None, typer.Option(help="mean tokens of a response; half of the longest without")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Predict seconds of each phase, memory and gain of each precision, and name the settings that cost exactness.
+
+    Of a job of verl: `jetrl advise -- actor_rollout_ref.model.path=... data.max_response_length=...`, or `--script
+    recipes/gsm8k/run_qwen3_8b.sh`; or of sizes alone: `--model qwen3-8b --gpus 8 --response-length 16384`. Rates are
+    those of an H200; no GPU and no network is needed.
+    """
+    from jetrl_verl.tools.advise.job import Means
+    from jetrl_verl.tools.advise.run import AdviseOptions, run_advise
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 140
+    try:
+        options = AdviseOptions(
+            tuple(context.args),
+            script,
+            model,
+            gpus,
+            prompt_length,
+            response_length,
+            batch,
+            n,
+            tp,
+            Means(mean_prompt, mean_response),
+            as_json,
+        )
+        status = run_advise(options, console)
+    except ToolError as error:
+        _fail(error)
+    raise typer.Exit(status)
+
+
+@app.command(context_settings={"allow_extra_args": True})
 def diff(
     context: typer.Context,
     model: Annotated[Path, typer.Argument(help="Hugging Face folder of the policy")],

@@ -201,10 +201,10 @@ def check_model(
             ours = family(model)
             ours.check_operations(ours.as_trained(model, overrides or {}))
     except ValueError as uncovered:
-        raise UnsupportedConfiguration(_model_message(uncovered, path, options.precision)) from None
+        raise UnsupportedConfiguration(model_message(uncovered, path, options.precision)) from None
 
 
-def _model_message(error: ValueError, path: str, precision: str) -> str:
+def model_message(error: ValueError, path: str, precision: str) -> str:
     """What a run is told of a model that ``models/`` does not cover; the remedy is the table's."""
     found, reason = row_of(error), str(error).partition("; ")[0]
     if found is None:
@@ -214,7 +214,7 @@ def _model_message(error: ValueError, path: str, precision: str) -> str:
 
 def model_clause(error: ValueError, path: str, precision: str) -> str:
     """The same without the remedy and the full stop."""
-    return _model_message(error, path, precision).partition(". Set ")[0]
+    return model_message(error, path, precision).partition(". Set ")[0]
 
 
 def read_model(path: str | None) -> dict[str, Any] | None:

@@ -14,6 +14,9 @@ a run and of ``hydra.compose`` alike, and none leaves with ``jetrl.operations=au
 such hook, and exceptions in callbacks become warnings.)
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import hydra._internal.hydra
@@ -34,6 +37,18 @@ DEFAULTS = {GROUP: "bf16", "clip": "fixed", "correction": "fixed"}
 """Groups of this package and the choices that leave verl as it is, in the order in which they apply."""
 
 _ACTOR_PACKAGE = "actor_rollout_ref.actor"
+_checked: ContextVar[bool] = ContextVar("jetrl_checked", default=True)
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Inside, a config is composed as it is, neither refused nor with ``jetrl.operations`` resolved: for those who
+    explain all that is not supported of it, not the first thing alone."""
+    token = _checked.set(False)
+    try:
+        yield
+    finally:
+        _checked.reset(token)
 
 
 class PrecisionSearchPath(SearchPathPlugin):
@@ -81,7 +96,7 @@ class JetConfigLoader(ConfigLoaderImpl):
             raise ConfigCompositionException(
                 f"precision={chosen} is not a precision. Set one of {', '.join(PRECISIONS)}."
             ) from None
-        if "jetrl" in config:
+        if "jetrl" in config and _checked.get():
             from .check import check_config
             from .operations import resolve_operations
 

@@ -71,6 +71,7 @@ TOOLS: dict[str, set[str]] = {
     "doctor": set(),
     "patch": set(),
     "bench": {"provenance"},
+    "advise": {"launch"},
     "diff": {"launch", "provenance"},
     "demo": {"process_tree", "report", "progress", "launch", "provenance"},
     "compare": {"process_tree", "report", "progress", "launch", "provenance", "demo"},

@@ -1,0 +1,215 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""A step of a job under one precision: seconds of its phases, what limits each, bytes of memory."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jetrl_verl.tools.advise.job import Job
+from jetrl_verl.tools.advise.memory import RolloutMemory, TrainerMemory, rollout_memory, trainer_memory
+from jetrl_verl.tools.advise.rates import Rates
+from jetrl_verl.tools.advise.rollout import Engine, Schedule, generate, response_lengths
+from jetrl_verl.tools.advise.sync import sync_seconds
+from jetrl_verl.tools.advise.trainer import (
+    JET,
+    JET_STOCK,
+    LIGER,
+    STOCK,
+    Batch,
+    Flow,
+    Pass,
+    log_probs,
+    optimizer,
+    update,
+)
+
+POLL = 0.05
+"""Seconds between two looks of the trainer at the replay buffer (docs/options.md)."""
+
+SMALL_MICRO_BATCH = 8192
+"""Tokens of the smallest micro-batch that a record confirms; below, the GPU waits for launches
+(docs/log/several_gpus.md)."""
+
+PHASES = ("generation", "old log-probabilities", "reference", "update", "weight sync", "rest")
+
+WORDS = {
+    "weights": "bytes of the weights",
+    "gemm": "GEMM operations",
+    "cache": "reads of the KV cache",
+    "layers": "latency of a layer's small kernels",
+    "requests": "work for each request: sampling, many rows",
+    "prefill": "prefill of the prompts",
+    "preempted": "preemption: the cache is short",
+    "attention": "attention operations",
+    "between": "bytes between the GEMMs",
+    "gathered": "casts and quantization of the weights, once a micro-batch",
+    "verl": "verl's own work around the passes",
+    "optimizer": "bytes of the optimizer's state",
+    "pieces": "tensors on the wire",
+}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What runs under a name of the report.
+
+    Attributes:
+        trainer: of the actor. reference: of the reference policy. engine: what decodes.
+    """
+
+    name: str
+    trainer: Flow
+    reference: Flow
+    engine: Engine
+
+
+def precisions(job: Job, shared: bool) -> tuple[Precision, ...]:
+    """The columns of the report.
+
+    Args:
+        shared: whether ``jet_fp8`` runs the shared operations for this job.
+    """
+    bf16 = LIGER if job.liger else STOCK
+    jet = JET if shared else Flow("fp8", "liger") if job.liger else JET_STOCK
+    tp = job.tp
+    found = [Precision("bf16", bf16, bf16, Engine("bf16", tp=tp))]
+    if not job.liger:
+        found.append(Precision("bf16, Liger", LIGER, LIGER, Engine("bf16", tp=tp)))
+    return (
+        *found,
+        Precision("fp8_rollout", bf16, bf16, Engine("fp8", tp=tp)),
+        Precision("jet_fp8", jet, bf16, Engine("fp8", shared=shared, tp=tp)),
+        Precision("int8_rollout", bf16, bf16, Engine("int8", tp=tp)),
+    )
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of a step.
+
+    Attributes:
+        seconds: predicted. parts: of them, by what they are spent on, words of ``WORDS``.
+    """
+
+    seconds: float
+    parts: dict[str, float]
+
+    @property
+    def limit(self) -> str:
+        """What takes most of it, with its share; empty for a phase that there is not."""
+        if not self.parts or self.seconds <= 0:
+            return ""
+        part = max(self.parts, key=self.parts.__getitem__)
+        return f"{WORDS[part]} ({self.parts[part] / self.seconds:.0%})"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step under one precision.
+
+    Attributes:
+        phases: by the names of ``PHASES``. schedule: of the generation. trainer, rollout: bytes of one GPU.
+        running: requests of a replica that its cache holds at the end of their mean response.
+    """
+
+    precision: str
+    phases: dict[str, Phase]
+    schedule: Schedule
+    trainer: TrainerMemory
+    rollout: RolloutMemory
+    running: float
+
+    @property
+    def step(self) -> float:
+        return sum(phase.seconds for phase in self.phases.values())
+
+
+def batches(job: Job) -> tuple[Batch, Batch, float, float]:
+    """What a GPU scores and trains in a step, and the largest tokens of a micro-batch of each."""
+    if job.packed:
+        lengths = response_lengths(job.sequences, job.response, job.longest_response) + job.prompt
+    else:
+        lengths = np.full(job.sequences, float(job.longest_prompt + job.longest_response))
+    tokens = float(lengths.sum()) / job.gpus
+    weighted = float((lengths**2).sum() / lengths.sum())
+    sequences = job.sequences / job.gpus
+
+    def cut(most_tokens: int | None, most_sequences: int | None, times: int) -> tuple[Batch, float]:
+        if most_tokens is not None:
+            most = max(float(most_tokens), float(lengths.max()))
+            micro = max(times, np.ceil(tokens / most))
+            return Batch(tokens, weighted, micro), min(most, tokens / times)
+        micro = times * np.ceil(sequences / times / most_sequences)
+        return Batch(tokens, weighted, micro), min(float(lengths.max()) * most_sequences, tokens / times)
+
+    scored, most_scored = cut(job.log_prob_tokens, job.log_prob_sequences, 1)
+    trained, most_trained = cut(job.micro_tokens, job.micro_sequences, job.mini_batches)
+    return scored, trained, most_scored, most_trained
+
+
+def predict(rates: Rates, job: Job, precision: Precision) -> Prediction:
+    """A step of the job."""
+    model, kind = job.model, precision.engine.linears
+    memory = rollout_memory(model, kind, job.utilization, most=job.most, batched_tokens=job.batched_tokens, tp=job.tp)
+    schedule = _generation(rates, job, precision.engine, memory)
+    scored, trained, _, most_trained = batches(job)
+
+    old = log_probs(rates, model, precision.trainer, scored)
+    reference = log_probs(rates, model, precision.reference, scored) if job.reference else None
+    new = update(rates, model, precision.trainer, trained, checkpointing=job.checkpointing, epochs=job.epochs)
+    adamw = optimizer(rates, model, job.shards or job.gpus, job.mini_batches * job.epochs)
+    sync = sync_seconds(rates, model, kind, job.gpus)
+    phases = {
+        "generation": Phase(
+            schedule.seconds + POLL / 2,
+            {**schedule.spent, "prefill": schedule.prefill, "preempted": schedule.preempted},
+        ),
+        "old log-probabilities": _with(old, rates["verl.old_log_prob"]),
+        "reference": Phase(0.0, {}) if reference is None else _with(reference, rates["verl.old_log_prob"]),
+        "update": _with(new, rates["verl.update"], adamw),
+        "weight sync": Phase(sync, {"pieces": sync}),
+        "rest": Phase(rates["verl.rest"], {"verl": rates["verl.rest"]}),
+    }
+    peak = trainer_memory(
+        model,
+        job.shards or job.gpus,
+        int(most_trained),
+        checkpointing=job.checkpointing,
+        eight_bit=job.eight_bit,
+    )
+    fits = memory.sequences(job.prompt + job.response)
+    return Prediction(precision.name, phases, schedule, peak, memory, fits)
+
+
+def _with(passes: Pass, verl: float, adamw: float = 0.0) -> Phase:
+    parts = {
+        "gemm": passes.gemm,
+        "attention": passes.attention,
+        "between": passes.between,
+        "gathered": passes.weights,
+        "optimizer": adamw,
+        "verl": verl,
+    }
+    return Phase(sum(parts.values()), parts)
+
+
+def _generation(rates: Rates, job: Job, engine: Engine, memory: RolloutMemory) -> Schedule:
+    """The replica with the longest response; all others end before it."""
+    replicas = job.gpus // job.tp
+    requests = -(-job.sequences // replicas)
+    lengths = response_lengths(requests, job.response, job.longest_response)
+    # A prompt that several of a group's requests share is prefilled once on each replica that they reach.
+    copies = min(job.samples, replicas) if job.prefix_caching else job.samples
+    if memory.tokens < job.longest_prompt + job.longest_response:
+        return Schedule(seconds=float("inf"))
+    return generate(
+        rates,
+        job.model,
+        engine,
+        lengths,
+        job.prompt,
+        cache_tokens=memory.tokens,
+        most=job.most,
+        prefill_share=copies / job.samples,
+    )

@@ -1,0 +1,182 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Predictions as tables for a reader, and as JSON."""
+
+import math
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from jetrl_verl.tools.advise.job import Job, as_mapping
+from jetrl_verl.tools.advise.memory import GIB, GPU_BYTES
+from jetrl_verl.tools.advise.predict import PHASES, SMALL_MICRO_BATCH, Prediction, batches
+from jetrl_verl.tools.advise.rates import Rates
+from jetrl_verl.tools.advise.settings import Finding
+
+
+def warnings(job: Job, predictions: list[Prediction]) -> list[str]:
+    """What the numbers alone do not say."""
+    found = []
+    _, _, scored, trained = batches(job)
+    small = min(scored, trained)
+    if small < SMALL_MICRO_BATCH:
+        found.append(
+            f"micro-batches of {small:.0f} tokens are smaller than any that a record confirms ({SMALL_MICRO_BATCH}): "
+            "the GPU waits for launches, of which FP8 layers make more, and jet_fp8 may be slower than bf16 "
+            "(10.6 s against 8.1 at micro-batches of 2,240 tokens); make them larger."
+        )
+    for each in predictions:
+        if math.isinf(each.step):
+            found.append(
+                f"{each.precision}: the KV cache holds {each.rollout.tokens:.0f} tokens, less than one sequence of "
+                f"{job.longest_prompt + job.longest_response}; raise gpu_memory_utilization or tensor_model_parallel_size."
+            )
+    short = {each.precision: each for each in predictions if each.schedule.preemptions}
+    if short:
+        counts = ", ".join(f"{each.schedule.preemptions} under {name}" for name, each in short.items())
+        holds = "; ".join(sorted({f"{each.running:.0f}" for each in short.values()}))
+        found.append(
+            f"the KV cache of a replica holds {holds} sequences of mean length and {job.most} may run, so requests are "
+            f"preempted and prefilled again ({counts}); raise gpu_memory_utilization or lower max_num_seqs."
+        )
+    first = predictions[0]
+    if first.trainer.peak > GPU_BYTES:
+        found.append(
+            f"an update needs {first.trainer.peak / GIB:.0f} GiB of a GPU's {GPU_BYTES / GIB:.0f}; use smaller "
+            "micro-batches, more GPUs, offload, or 8-bit moments."
+        )
+    resting = first.trainer.state + job.utilization * GPU_BYTES
+    if resting > GPU_BYTES:
+        found.append(
+            f"weights and moments of the trainer ({first.trainer.state / GIB:.0f} GiB) and gpu_memory_utilization="
+            f"{job.utilization:g} exceed a GPU; offload them (param_offload, optimizer_offload) or lower it to "
+            f"{max(0.0, 1 - first.trainer.state / GPU_BYTES):.2f}."
+        )
+    return found
+
+
+def _seconds(value: float) -> str:
+    if math.isinf(value):
+        return "does not fit"
+    return "-" if value == 0 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def render(
+    job: Job, rates: Rates, predictions: list[Prediction], settings: list[Finding] | None, console: Console
+) -> None:
+    """Print all there is.
+
+    Args:
+        settings: None where no settings were given.
+    """
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    say(
+        f"{job.model.name}: {job.model.parameters / 1e9:.2f}B parameters, {job.prompts} prompts x {job.samples} "
+        f"responses, up to {job.longest_prompt} + {job.longest_response} tokens, {job.gpus} GPUs, rollout TP {job.tp}"
+    )
+    table = Table(title="a step, seconds", box=SIMPLE_HEAD)
+    table.add_column("phase")
+    for each in predictions:
+        table.add_column(each.precision, justify="right")
+    for phase in PHASES:
+        if phase != "reference" or job.reference:
+            table.add_row(phase, *(_seconds(each.phases[phase].seconds) for each in predictions))
+    table.add_row("step", *(_seconds(each.step) for each in predictions), style="bold")
+    table.add_row("gain over bf16", *(_gain(predictions[0], each) for each in predictions))
+    console.print(table)
+
+    table = Table(title="what takes most of each phase", box=SIMPLE_HEAD)
+    shown = [each for each in predictions if each.precision in ("bf16", "jet_fp8")]
+    for heading in ("phase", *(each.precision for each in shown)):
+        table.add_column(heading)
+    for phase in PHASES[:4]:
+        if phase != "reference" or job.reference:
+            table.add_row(phase, *(each.phases[phase].limit for each in shown))
+    table.add_row("generation, alone at its end", *(f"{each.schedule.tail:.1f} s" for each in shown))
+    console.print(table)
+
+    table = Table(title="memory of one GPU, GiB", box=SIMPLE_HEAD)
+    table.add_column("what")
+    for each in predictions:
+        table.add_column(each.precision, justify="right")
+    for name, of in _MEMORY:
+        table.add_row(name, *(f"{of(each):.1f}" for each in predictions))
+    table.add_row("sequences of mean length in the cache", *(f"{each.running:.0f}" for each in predictions))
+    table.add_row("requests that run at once, at most", *(f"{each.schedule.running}" for each in predictions))
+    console.print(table)
+
+    for sentence in warnings(job, predictions):
+        say(f"! {sentence}")
+    if settings is not None:
+        say("Settings that cost something:" if settings else "No setting is refused or costs exactness.")
+        for finding in settings:
+            say(f"  {finding.effect}: {finding.message}")
+    for sentence in job.notes:
+        say(f"Assumed: {sentence}")
+    say(f"Rates: {rates.machine}. Equations, errors and what is not covered: docs/advise.md.")
+
+
+_MEMORY = (
+    ("trainer: weights FP32", lambda each: each.trainer.weights / GIB),
+    ("trainer: gradients", lambda each: each.trainer.gradients / GIB),
+    ("trainer: optimizer", lambda each: each.trainer.moments / GIB),
+    ("trainer: activations", lambda each: each.trainer.checkpoints / GIB),
+    ("trainer: logits and their gradient", lambda each: each.trainer.logits / GIB),
+    ("trainer: peak", lambda each: each.trainer.peak / GIB),
+    ("rollout: weights", lambda each: each.rollout.weights / GIB),
+    ("rollout: KV cache", lambda each: each.rollout.cache / GIB),
+)
+
+
+def _gain(first: Prediction, each: Prediction) -> str:
+    if math.isinf(first.step) or math.isinf(each.step):
+        return "-"
+    return f"{first.step / each.step:.2f}x"
+
+
+def as_json(job: Job, rates: Rates, predictions: list[Prediction], settings: list[Finding] | None) -> dict[str, Any]:
+    """The same for a program; seconds that are not finite are null."""
+
+    def number(value: float) -> float | None:
+        return float(value) if math.isfinite(value) else None
+
+    return {
+        "machine": rates.machine,
+        "job": {name: list(v) if isinstance(v, tuple) else v for name, v in as_mapping(job).items()},
+        "precisions": {
+            each.precision: {
+                "step_s": number(each.step),
+                "gain_over_bf16": number(predictions[0].step / each.step) if math.isfinite(each.step) else None,
+                "phases": {
+                    name: {
+                        "seconds": number(phase.seconds),
+                        "limit": phase.limit,
+                        "parts_s": {part: number(value) for part, value in phase.parts.items()},
+                    }
+                    for name, phase in each.phases.items()
+                },
+                "tail_s": number(each.schedule.tail),
+                "preemptions": each.schedule.preemptions,
+                "requests_at_once": each.schedule.running,
+                "memory_bytes": {
+                    "trainer_weights": each.trainer.weights,
+                    "trainer_gradients": each.trainer.gradients,
+                    "trainer_optimizer": each.trainer.moments,
+                    "trainer_activations": each.trainer.checkpoints,
+                    "trainer_logits": each.trainer.logits,
+                    "trainer_peak": each.trainer.peak,
+                    "rollout_weights": each.rollout.weights,
+                    "rollout_cache": each.rollout.cache,
+                },
+                "sequences_in_cache": number(each.running),
+            }
+            for each in predictions
+        },
+        "warnings": warnings(job, predictions),
+        "settings": None if settings is None else [{"effect": s.effect, "message": s.message} for s in settings],
+    }

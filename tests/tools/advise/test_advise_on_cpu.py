@@ -1,0 +1,287 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""``jetrl advise``: jobs from options, overrides and scripts; the schedule; memory; which settings cost what."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from jetrl_verl.cli import app
+from jetrl_verl.config.check import reader
+from jetrl_verl.config.support.operations import EXACT_ROWS, SHARED_ROWS
+from jetrl_verl.tools.advise import AdviseError
+from jetrl_verl.tools.advise.job import Means, compose, job_of_config, job_of_options, words_of_script
+from jetrl_verl.tools.advise.memory import rollout_memory, rollout_weights, trainer_memory
+from jetrl_verl.tools.advise.predict import Precision, batches, precisions, predict
+from jetrl_verl.tools.advise.rates import measured
+from jetrl_verl.tools.advise.rollout import Engine, decode_step, generate, response_lengths
+from jetrl_verl.tools.advise.settings import BITS, REFUSED, STOCK, findings, model_findings, settings_of
+from jetrl_verl.tools.advise.shapes import KNOWN, known_name, model_of
+from jetrl_verl.tools.advise.trainer import JET
+from jetrl_verl.tools.advise.trainer import STOCK as STOCK_FLOW
+
+ROOT = Path(__file__).parents[3]
+EIGHT = model_of("qwen3-8b", KNOWN["qwen3-8b"])
+BF16, FP8 = Engine("bf16"), Engine("fp8", shared=True)
+SMALL = (
+    "actor_rollout_ref.model.path=Qwen/Qwen3-4B",
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    "actor_rollout_ref.actor.use_dynamic_bsz=True",
+    "algorithm.adv_estimator=grpo",
+)
+
+
+@pytest.fixture(scope="module")
+def small():
+    return compose(SMALL, "jet_fp8")
+
+
+def run(*words: str):
+    result = CliRunner().invoke(app, ["advise", *words])
+    return result.exit_code, result.output
+
+
+# --- shapes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [("qwen3-0.6b", 0.6), ("qwen3-1.7b", 1.72), ("qwen3-4b", 4.02), ("qwen3-8b", 8.19), ("qwen3-14b", 14.8),
+     ("qwen3-32b", 32.8), ("qwen2.5-1.5b", 1.54), ("qwen2.5-7b", 7.6), ("qwen2.5-32b", 32.8), ("llama-3.1-8b", 8.03),
+     ("deepseek-r1-distill-qwen-1.5b", 1.78)],
+)  # fmt: skip
+def test_known_shapes_have_the_published_number_of_parameters(model, billions):
+    assert model_of(model, KNOWN[model]).parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_a_hub_name_is_that_of_its_shape():
+    assert known_name("Qwen/Qwen3-8B-Base") == known_name("/models/qwen3-8b") == "qwen3-8b"
+    assert known_name("Qwen/Qwen3-8B-GGUF") is None
+
+
+def test_the_head_of_a_tied_model_is_read_but_not_kept_twice():
+    tied, apart = (model_of("m", KNOWN["qwen3-4b"] | {"tie_word_embeddings": tied}) for tied in (True, False))
+    assert apart.parameters - tied.parameters == tied.head == apart.head
+
+
+def test_a_folder_is_read_with_the_defaults_of_its_class(tmp_path):
+    config = {key: value for key, value in KNOWN["qwen3-4b"].items() if key not in ("head_dim", "rope_parameters")}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3ForCausalLM"]}))
+    status, output = run("--model", str(tmp_path), "--gpus", "8", "--json")
+    assert status == 0, output
+    sizes = json.loads(output)["precisions"]["bf16"]["memory_bytes"]
+    assert sizes["rollout_weights"] == rollout_weights(model_of("m", KNOWN["qwen3-4b"]), "bf16")
+
+
+# --- generation ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mean", [100, 2000, 4000, 6000, 8000])
+def test_lengths_have_the_mean_that_was_asked_for_and_none_is_too_long(mean):
+    lengths = response_lengths(4096, mean, 8192)
+    assert lengths.mean() == pytest.approx(mean, rel=0.01) and lengths.max() <= 8192 and lengths.min() >= 1
+
+
+def test_equal_lengths_with_memory_to_spare_take_the_sum_of_their_steps():
+    rates = measured()
+    found = generate(rates, EIGHT, FP8, [512] * 64, 100)
+    steps = sum(decode_step(rates, EIGHT, FP8, 64, 64 * (100 + i + 0.5)).total for i in range(512))
+    assert found.seconds - found.prefill == pytest.approx(steps, rel=1e-6)
+    assert found.preemptions == 0 and found.running == 64 and found.preempted == 0
+
+
+def test_every_second_is_accounted_for():
+    lengths = response_lengths(300, 500, 1500)
+    found = generate(measured(), EIGHT, BF16, lengths, 64, cache_tokens=20_000, most=100)
+    assert found.seconds == pytest.approx(sum(found.spent.values()) + found.prefill + found.preempted)
+    assert found.preemptions > 0 and found.preempted > 0 and found.running <= 100
+
+
+def test_a_larger_cache_is_never_slower_and_a_cut_off_tail_is_shorter():
+    rates, lengths = measured(), response_lengths(256, 1000, 4000)
+    seconds = [generate(rates, EIGHT, FP8, lengths, 64, cache_tokens=c).seconds for c in (3e4, 1e5, 3e5, math.inf)]
+    assert seconds == sorted(seconds, reverse=True)
+    alike = generate(rates, EIGHT, FP8, np.full(256, 1000.0), 64)
+    tailed = generate(rates, EIGHT, FP8, lengths, 64)
+    assert alike.tail == 0 < tailed.tail and alike.seconds < tailed.seconds
+
+
+def test_a_finer_clock_changes_little(monkeypatch):
+    lengths = response_lengths(400, 1000, 4000)
+    coarse = generate(measured(), EIGHT, BF16, lengths, 64, most=128).seconds
+    monkeypatch.setattr("jetrl_verl.tools.advise.rollout.CHUNKS", 1000)
+    assert generate(measured(), EIGHT, BF16, lengths, 64, most=128).seconds == pytest.approx(coarse, rel=0.02)
+
+
+def test_fewer_requests_than_may_run_wait_for_a_place():
+    few = generate(measured(), EIGHT, BF16, [100] * 32, 10, most=8)
+    assert few.running == 8 and few.seconds > generate(measured(), EIGHT, BF16, [100] * 32, 10).seconds
+
+
+# --- the whole step --------------------------------------------------------------------------------------------------
+
+
+def job(**changes):
+    made = job_of_options("qwen3-8b", 8, 512, 2048, 64, 8, Means(256, 1024))
+    return replace(made, **changes)
+
+
+def column(name: str, asked, shared: bool = True) -> Precision:
+    return next(each for each in precisions(asked, shared) if each.name == name)
+
+
+def test_phases_add_up_and_parts_to_their_phase():
+    asked = job(reference=True)
+    for precision in precisions(asked, True):
+        found = predict(measured(), asked, precision)
+        assert found.step == sum(phase.seconds for phase in found.phases.values())
+        for name, phase in found.phases.items():
+            assert sum(phase.parts.values()) == pytest.approx(phase.seconds, abs=0.03), name
+
+
+def test_the_trainer_of_jet_fp8_is_stock_where_its_operations_are():
+    assert column("jet_fp8", job()).trainer == JET
+    slower, faster = (predict(measured(), job(), column("jet_fp8", job(), shared)) for shared in (False, True))
+    assert slower.phases["update"].seconds > faster.phases["update"].seconds
+    assert column("jet_fp8", job(liger=True), False).trainer.operations == "liger"
+    assert [each.name for each in precisions(job(liger=True), True)].count("bf16, Liger") == 0
+
+
+def test_padding_costs_tokens_and_checkpointing_a_forward():
+    packed, padded = (batches(job(packed=packed))[1].tokens for packed in (True, False))
+    assert padded == 64 * 8 * (512 + 2048) / 8 and packed == pytest.approx(64 * 8 * (256 + 1024) / 8, rel=0.01)
+    with_, without = (
+        predict(measured(), job(checkpointing=c), column("bf16", job())).phases["update"].seconds for c in (True, False)
+    )
+    assert with_ > without
+
+
+def test_a_cache_that_holds_no_sequence_has_no_seconds():
+    long = job(utilization=0.13)
+    found = predict(measured(), long, column("bf16", long))
+    assert math.isinf(found.step)
+
+
+def test_mini_batches_bound_micro_batches():
+    _, trained, _, most = batches(job(mini_batches=64))
+    assert trained.micro >= 64 and most < 8192
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_counted():
+    found = trainer_memory(EIGHT, 8, 16384)
+    assert found.weights + found.gradients + found.moments == pytest.approx(16 * EIGHT.parameters / 8)
+    assert found.logits == 8 * 151936 * 16384 and found.peak > found.state
+    assert trainer_memory(EIGHT, 8, 16384, eight_bit=True).moments == pytest.approx(0.255 * found.moments)
+    assert trainer_memory(EIGHT, 8, 16384, checkpointing=False).checkpoints > 10 * found.checkpoints
+    ours, stock = (rollout_memory(EIGHT, kind, 0.5, most=256, batched_tokens=8192) for kind in ("fp8", "bf16"))
+    assert ours.weights == stock.weights - EIGHT.quantized and ours.tokens > stock.tokens
+    assert rollout_memory(EIGHT, "bf16", 0.05, most=256, batched_tokens=8192).cache == 0
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", (*SHARED_ROWS, *EXACT_ROWS), ids=lambda row: row.name)
+def test_a_setting_of_the_table_is_named_with_its_remedy(row, small):
+    base, wrong = reader(small), {row.keys[0]: row.example, **row.beside}
+    found = settings_of(lambda key: wrong[key] if key in wrong else base(key))
+    (one,) = [each for each in found if row.keys[0] in each.message and "is not supported with" in each.message]
+    assert one.effect == (STOCK if row in SHARED_ROWS else BITS)
+    assert " Set " in one.message and one.message.endswith(".")
+
+
+def test_a_plain_job_costs_nothing_and_a_refused_one_says_so(small):
+    assert findings(small, EIGHT, 1) == []
+    refused = compose([*SMALL, "actor_rollout_ref.model.lora_rank=8"], "jet_fp8")
+    assert [each.effect for each in findings(refused, EIGHT, 1)] == [REFUSED]
+
+
+def test_a_model_that_does_not_fit_is_named():
+    unfit = model_findings(model_of("qwen2.5-7b", KNOWN["qwen2.5-7b"]), 8)
+    assert [each.effect for each in unfit] == [REFUSED] and "unfit_layers=skip" in unfit[0].message
+    sliding = KNOWN["qwen3-8b"] | {"sliding_window": 4096}
+    assert [each.effect for each in model_findings(model_of("m", sliding), 1)] == [STOCK]
+
+
+# --- jobs and the command --------------------------------------------------------------------------------------------
+
+
+def test_a_job_of_verls_configuration_has_its_numbers(small):
+    found = job_of_config(reader(small), Means())
+    assert (found.prompts, found.samples, found.gpus, found.mini_batches) == (1024, 1, 8, 4)
+    assert (found.longest_prompt, found.longest_response, found.response) == (512, 512, 256)
+    assert found.micro_tokens == 16384 and found.micro_sequences is None and found.packed and not found.reference
+    assert any("--mean-response" in note for note in found.notes)
+
+
+def test_the_scripts_of_recipes_give_their_overrides():
+    words = words_of_script(ROOT / "recipes/gsm8k/run_qwen3_8b.sh", ["data.train_batch_size=512"])
+    assert "actor_rollout_ref.rollout.n=5" in words and words[-1] == "data.train_batch_size=512"
+    assert not any("verl.trainer" in word for word in words)
+
+
+def test_a_script_that_starts_python_by_name_is_recorded_too(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text("set -e\npython3 -c 'import verl'\npython3 -m verl.trainer.main_ppo a.b=1 'c=x y' \"$@\"\n")
+    assert words_of_script(script, ["d=2"]) == ["a.b=1", "c=x y", "d=2"]
+
+
+def test_a_script_reports_as_the_overrides_that_it_passes():
+    status, output = run("--script", str(ROOT / "recipes/gsm8k/run_qwen3_8b.sh"), "--json")
+    assert status == 0, output
+    found = json.loads(output)
+    assert found["job"]["model"] == "Qwen/Qwen3-8B" and found["job"]["samples"] == 5 and found["job"]["reference"]
+    assert found["settings"] == [] and found["precisions"]["jet_fp8"]["gain_over_bf16"] > 1
+    assert set(found["precisions"]) == {"bf16", "bf16, Liger", "fp8_rollout", "jet_fp8", "int8_rollout"}
+
+
+def test_overrides_that_switch_shared_operations_off_are_in_the_report():
+    status, output = run("--", *SMALL, "actor_rollout_ref.model.use_liger=True", "precision=bf16")
+    assert status == 0, output
+    assert "stock operations: actor_rollout_ref.model.use_liger=true" in output and "a step, seconds" in output
+
+
+def test_refused_settings_leave_no_column_of_ours():
+    status, output = run("--json", "--", *SMALL, "actor_rollout_ref.model.lora_rank=8")
+    assert status == 0 and set(json.loads(output)["precisions"]) == {"bf16", "bf16, Liger"}
+
+
+def test_sizes_alone_need_neither_overrides_nor_a_folder():
+    status, output = run(
+        "--model", "qwen3-1.7b", "--gpus", "1", "--response-length", "1024", "--batch", "8", "--n", "4"
+    )
+    assert status == 0 and "gain over bf16" in output and "micro-batches of" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ((), "nothing was asked"),
+        (("--model", "/nowhere"), "neither a folder with a config.json nor a known model"),
+        (("--model", "qwen3-8b", "--tp", "3"), "hold no whole number of replicas"),
+        (("--model", "qwen3-8b", "--batch", "0"), "the batch is 0"),
+        (("--model", "qwen3-8b", "--mean-response", "9000"), "is not between 1 and the longest"),
+        (("--script", "nowhere.sh"), "is no file"),
+        (("--", "data.nothing=1"), "verl does not accept these overrides"),
+        (("--", "a=1", "--odd"), "is not understood here"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_predicted_is_one_sentence(words, sentence):
+    status, output = run(*words)
+    assert status == 1 and sentence in output
+    assert output.startswith("error: ") and len(output.strip().splitlines()) == 1
+
+
+def test_a_model_of_another_architecture_is_one_sentence():
+    with pytest.raises(AdviseError, match="name a dense model"):
+        model_of("m", {"model_type": "mixtral"})

@@ -66,8 +66,9 @@ IN_VERL = {
     "bf16": {"generation": 14.07, "old": 4.0, "update": 13.2, "sync": (0.29, 0.41), "step": 31.7},
     "jet_fp8": {"generation": 14.07, "old": 2.8, "update": 8.5, "sync": (0.57, 0.76), "step": 26.1},
 }
-"""4B, 64 sequences of 2048 tokens, one GPU, verl. Its micro-batches and prompts are not on record: 2048 tokens are taken
-as those of prompt and response together, and micro-batches as 16,384 tokens. The replay buffer was asked every 2 s."""
+"""4B, 64 sequences of 2048 tokens, one GPU, verl. Its micro-batches and prompts are not on record: 2048 tokens are
+taken as those of prompt and response together, and micro-batches as 16,384 tokens. The replay buffer was asked every
+2 s."""
 
 
 def poll(seconds: float) -> float:
@@ -270,7 +271,7 @@ def verl_records() -> Iterable[Record]:
             )
         yield Record(
             "step", f"verl, 4B, 64 x 2048, {precision}", found["step"], READING,
-            lambda r, p=precision: sum(verl_parts(r, p).values()),
+            lambda r, p=precision: sum(verl_parts(r, p).values()), calibrates=precision == "bf16",
         )  # fmt: skip
     for gpus, precision, seconds, arrangement in (
         (2, "bf16", 0.43, "FSDP2"), (2, "jet_fp8", 0.99, "FSDP2"), (4, "bf16", 0.53, "FSDP2"), (2, "bf16", 0.30, "TP 2")
@@ -311,7 +312,8 @@ def memory_records() -> Iterable[Record]:
         for length in (1024, 4096, 16384):
             tokens = 16896 // (512 + length) * (512 + length)
             yield Record(
-                "memory", f"8B, peak of {16896 // (512 + length)} x {512 + length}, {precision}", shares[precision]["peak_gib"][str(length)],
+                "memory", f"8B, peak of {tokens // (512 + length)} x {512 + length}, {precision}",
+                shares[precision]["peak_gib"][str(length)],
                 "phase_shares_h200.json", lambda r, t=tokens: passing(EIGHT, t),
             )  # fmt: skip
     seen = set()
@@ -435,7 +437,7 @@ def _fit_decode(put, rates) -> None:
         "phase_shares_h200.json, BF16, 512 and 16896 of context",
     )
     put("attention.shared.key", 0.0, "s", "")
-    for kind, engine in (("bf16", BF16), ("fp8", FP8), ("int8", INT8)):
+    for kind in ("bf16", "fp8", "int8"):
         none = rates(**{f"decode.{kind}.layer": 0.0, f"decode.{kind}.request": 0.0})
         ours = [r for r in rollout_records() if r.phase == "decode step" and r.calibrates]
         names = {"bf16": "bf16", "fp8": "jet_fp8", "int8": "int8_rollout"}

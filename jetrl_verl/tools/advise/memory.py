@@ -23,7 +23,7 @@ class TrainerMemory:
     """Bytes of the trainer on one GPU.
 
     Attributes:
-        weights, gradients, moments: the FP32 shards. step: what the optimizer's step needs besides, a copy of the shard.
+        weights, gradients, moments: the FP32 shards. step: what the optimizer's step needs besides, a copy of it.
         checkpoints: inputs of the decoder layers, kept for backward. logits: of one micro-batch, with their gradient.
         gathered: two decoder layers and lm_head in BF16.
     """

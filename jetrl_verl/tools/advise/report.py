@@ -31,7 +31,8 @@ def warnings(job: Job, predictions: list[Prediction]) -> list[str]:
         if math.isinf(each.step):
             found.append(
                 f"{each.precision}: the KV cache holds {each.rollout.tokens:.0f} tokens, less than one sequence of "
-                f"{job.longest_prompt + job.longest_response}; raise gpu_memory_utilization or tensor_model_parallel_size."
+                f"{job.longest_prompt + job.longest_response}; raise gpu_memory_utilization or the rollout's tensor "
+                "parallelism."
             )
     short = {each.precision: each for each in predictions if each.schedule.preemptions}
     if short:

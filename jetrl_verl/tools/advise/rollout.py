@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jetrl_verl.tools.advise.rates import Rates
-from jetrl_verl.tools.advise.shapes import BF16, Model
+from jetrl_verl.tools.advise.shapes import Model
 
 WEIGHT_BYTES = {"bf16": 2, "fp8": 1, "int8": 1}
 """Format of the rollout's linears -> bytes of a weight."""

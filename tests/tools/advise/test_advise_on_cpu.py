@@ -23,7 +23,6 @@ from jetrl_verl.tools.advise.rollout import Engine, decode_step, generate, respo
 from jetrl_verl.tools.advise.settings import BITS, REFUSED, STOCK, findings, model_findings, settings_of
 from jetrl_verl.tools.advise.shapes import KNOWN, known_name, model_of
 from jetrl_verl.tools.advise.trainer import JET
-from jetrl_verl.tools.advise.trainer import STOCK as STOCK_FLOW
 
 ROOT = Path(__file__).parents[3]
 EIGHT = model_of("qwen3-8b", KNOWN["qwen3-8b"])

@@ -15,7 +15,7 @@ PY  := $(or $(PYTHON),$(CURDIR)/.venv/bin/python)
 RUN := $(if $(findstring /,$(PY)),PATH="$(abspath $(dir $(PY))):$$PATH" )$(PY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu upgrade-check lint format lock clean distclean
+.PHONY: help setup demo test test-gpu wheel upgrade-check lint format lock clean distclean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -41,6 +41,9 @@ upgrade-check: setup  ## what verl VERL=, vLLM VLLM= (the newest without) would 
 test-gpu: setup  ## the tests named *_on_gpu.py; fails where there is no GPU
 	@$(RUN) -m pytest --gpu=only --durations=15 $(ARGS)
 
+wheel: setup  ## dist/*.whl with the Hopper kernels, for machines without nvcc (needs nvcc, no GPU)
+	@$(RUN) scripts/build_wheel.py $(ARGS)
+
 lint: setup  ## ruff check and ruff format --check
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
@@ -53,7 +56,7 @@ lock: setup  ## resolve constraints/*.in again into constraints/*.txt (needs a n
 	@bash scripts/lock.sh
 
 clean:  ## remove caches, build products and the demo's outputs; .venv stays
-	@rm -rf build outputs .pytest_cache .ruff_cache *.egg-info packaging/*/build packaging/*/*.egg-info
+	@rm -rf build dist outputs .pytest_cache .ruff_cache *.egg-info packaging/*/build packaging/*/*.egg-info
 	@find . -path ./.venv -prune -o -name __pycache__ -type d -print | xargs rm -rf
 
 distclean: clean  ## clean, and remove .venv too

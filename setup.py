@@ -3,11 +3,13 @@
 """Compiles csrc/ into the wheel where there is an nvcc and a torch to build against; the rest is in pyproject.toml.
 
 `pip install --no-build-isolation .` sees the installed torch. In pip's isolated build, and without nvcc, the wheel
-holds Python alone, runs on Triton's and vLLM's kernels, and `jetrl doctor` says so. The library uses torch's stable ABI
-and no Python: one wheel serves every Python 3. Editable installs leave it to `python scripts/build_csrc.py`, which
-`make setup` runs on a machine with a GPU.
+holds Python alone, runs on Triton's and vLLM's kernels, and `jetrl doctor` says so; `make wheel` stops instead. The
+library uses torch's stable ABI and no Python: one wheel serves every Python 3, and its platform is the glibc that the
+library asks for. Editable installs leave it to `python scripts/build_csrc.py`, which `make setup` runs on a machine
+with a GPU.
 """
 
+import os
 import runpy
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 SCRIPT = ROOT / "scripts" / "build_csrc.py"
+WHEEL = runpy.run_path(str(ROOT / "scripts" / "build_wheel.py"))
 
 
 class BuildWithKernels(build_py):
@@ -26,7 +29,8 @@ class BuildWithKernels(build_py):
         super().run()
         if not self.editable_mode:
             target = Path(self.build_lib) / "jetrl_verl" / "kernels"
-            subprocess.run([sys.executable, SCRIPT, "--optional", "--target", target], check=True)
+            optional = [] if os.environ.get(WHEEL["REQUIRED"]) == "required" else ["--optional"]
+            subprocess.run([sys.executable, SCRIPT, *optional, "--target", target], check=True, stdout=sys.stderr)
             # Results carry the commit, and an installed copy has no git to ask.
             write_commit = runpy.run_path(str(ROOT / "jetrl_verl" / "tools" / "commit.py"))["write_commit"]
             write_commit(ROOT, Path(self.build_lib))
@@ -34,8 +38,8 @@ class BuildWithKernels(build_py):
 
 class WheelForAnyPython(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
-        compiled = any(Path(self.bdist_dir).rglob("*.so"))
-        return ("py3", "none", super().get_tag()[2] if compiled else "any")
+        compiled = sorted(Path(self.bdist_dir).rglob("*.so"))
+        return ("py3", "none", WHEEL["platform_tag"](compiled) if compiled else "any")
 
     def finalize_options(self) -> None:
         super().finalize_options()

@@ -16,26 +16,30 @@ Gone when verl reports plugins that its workers lack (no upstream issue asks for
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
 
 import jetrl_verl
 
+from .hopper_kernels import CAPABILITY, missing
+from .options import JetConfig
+
 _TIMEOUT_S = 600.0
 """A worker's first start may install its environment (``uv run``); longer than this, the cluster has no room for it."""
 
 
-def install(operations: str = "stock") -> None:
+def install(operations: str = "stock", options: JetConfig | None = None) -> None:
     """Wrap ``ray.init``; doing it twice changes nothing. Exits the process where a worker does not fit.
 
     Args:
         operations: ``jetrl.operations`` of the job, ``shared`` or ``stock``.
+        options: of the job, by which a line says what a node without the Hopper kernels costs it; None for no line.
     """
     import ray
 
     if ray.is_initialized():
-        check_workers(operations)
+        check_workers(operations, options)
         return
     if getattr(ray.init, "_jetrl_wrapped", False):
         return
@@ -44,15 +48,18 @@ def install(operations: str = "stock") -> None:
     @functools.wraps(original)
     def init_then_check(*args: Any, **kwargs: Any) -> Any:
         context = original(*args, **kwargs)
-        check_workers(operations)
+        check_workers(operations, options)
         return context
 
     init_then_check._jetrl_wrapped = True
     ray.init = init_then_check
 
 
-def check_workers(operations: str = "stock") -> None:
-    """Start one worker per living node in the job's runtime environment; exit with one sentence unless all fit."""
+def check_workers(operations: str = "stock", options: JetConfig | None = None) -> None:
+    """Start one worker per living node in the job's runtime environment; exit with one sentence unless all fit.
+
+    Where they do, one line on stderr names the nodes with Hopper GPUs and without the kernels for them.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -63,9 +70,10 @@ def check_workers(operations: str = "stock") -> None:
             pinned = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             answer = probe.options(scheduling_strategy=pinned).remote()
             answers[node["NodeManagerAddress"]] = answer, node["Resources"].get("GPU", 0) > 0
+    found_on = {}
     for address, (answer, offers_gpus) in answers.items():
         try:
-            found = ray.get(answer, timeout=_TIMEOUT_S)
+            found = found_on[address] = ray.get(answer, timeout=_TIMEOUT_S)
             if not offers_gpus:  # whatever is in that machine, Ray places no worker of verl's on it
                 found["capabilities"] = []
             complaint = complaint_about(found, operations)
@@ -76,6 +84,21 @@ def check_workers(operations: str = "stock") -> None:
             complaint = f"a Ray worker could not start there ({type(error).__name__}: {reason}); check py_executable"
         if complaint:
             sys.exit(f"jetrl_verl: node {address}: {complaint}.")
+    if options is not None and (line := missing(options, without_kernels(found_on))):
+        print(line, file=sys.stderr, flush=True)
+
+
+def without_kernels(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Nodes that have a Hopper GPU and no library of kernels for it.
+
+    Args:
+        found: address of a node -> answer of :func:`_probe`'s function there.
+    """
+    return [
+        address
+        for address, answer in found.items()
+        if CAPABILITY in map(tuple, answer["capabilities"]) and not answer["kernels"]
+    ]
 
 
 def complaint_about(found: dict[str, Any], operations: str = "stock") -> str:
@@ -148,6 +171,11 @@ def _probe() -> Callable[[], dict[str, Any]]:
                 digest.update(str(file.relative_to(folder)).encode() + file.read_bytes())
             return digest.hexdigest()[:12]
 
+        def kernels_are_there() -> bool:
+            """Whether the package has the library of csrc/."""
+            spec = importlib.util.find_spec("jetrl_verl")
+            return spec is not None and (Path(spec.origin).parent / "kernels" / "libjetrl_sm90.so").is_file()
+
         def entry_point(group: str) -> metadata.EntryPoint | None:
             return next(iter(metadata.entry_points(group=group, name="jetrl")), None)
 
@@ -176,6 +204,7 @@ def _probe() -> Callable[[], dict[str, Any]]:
             "vllm_plugin": entry_point("vllm.general_plugins") is not None,
             "vllm_plugins_filter": os.environ.get("VLLM_PLUGINS"),
             "capabilities": capabilities,
+            "kernels": kernels_are_there(),
         }
 
     return describe_worker

@@ -16,6 +16,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -69,13 +70,19 @@ def library_path() -> Path:
     return Path(__file__).with_name("libjetrl_sm90_debug.so" if debug else "libjetrl_sm90.so")
 
 
+def library_sha256() -> str | None:
+    """SHA-256 of the library, by which records name it; None without one."""
+    library = library_path()
+    return sha256(library.read_bytes()).hexdigest() if library.is_file() else None
+
+
 @cache
 def unavailable() -> str | None:
     """Why the kernels cannot run here, in one sentence, or None."""
     if not library_path().exists():
         return (
-            f"{library_path().name} is not built: where there is an nvcc, run `python scripts/build_csrc.py` in a "
-            "checkout, or install the package with pip's --no-build-isolation"
+            f"{library_path().name} is not built: install a wheel that has it (`make wheel` where there is an nvcc), "
+            "or run `python scripts/build_csrc.py` in a checkout"
         )
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return "the native kernels are for Hopper GPUs (compute capability 9.0)"

@@ -10,7 +10,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from jetrl_verl.config import environment, workers
-from jetrl_verl.config.options import UnsupportedConfiguration
+from jetrl_verl.config.options import JetConfig, UnsupportedConfiguration
 
 
 class JetCallback(Callback):
@@ -19,7 +19,8 @@ class JetCallback(Callback):
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         # Hydra turns an exception of a callback into a warning and runs the job; an exit gets through.
         try:
-            workers.install(config.jetrl.operations)
+            options = JetConfig.from_node(config.jetrl)
+            workers.install(options.operations, options)
             environment.check_environment(config)
         except UnsupportedConfiguration as refusal:
             sys.exit(f"jetrl_verl: {refusal}")

@@ -27,6 +27,7 @@ from rich.table import Table
 
 import jetrl_verl
 from jetrl_verl.config.environment import MIN_CAPABILITY, PINS, installed_version, is_pinned
+from jetrl_verl.config.hopper_kernels import CAPABILITY, WGRAD_IN_TRITON
 from jetrl_verl.formats.catalog import FLOW, traits_of
 
 DISTRIBUTION, ENTRY_POINT = "jetrl-verl", "jetrl"
@@ -69,8 +70,8 @@ SHARED = "shared operations"
 
 
 def ask_kernels() -> dict[str, Any]:
-    """What torch sees, and which backend computes each operation: ``{"cuda", "gpus", "devices": {device: ...},
-    "gap"}``, the last one why the shared operations do not run here."""
+    """What torch sees, and which backend computes each operation: ``{"cuda", "gpus", "devices": {device: ...}, "gap",
+    "library"}``: why the shared operations do not run here, and the library of the Hopper kernels."""
     import torch
 
     from jetrl_verl.config.environment import why_not_shared
@@ -100,7 +101,25 @@ def ask_kernels() -> dict[str, Any]:
             "unavailable": {name: reason for name in sorted(used) if (reason := _why_not(name))},
             "elsewhere": [name for name in known if name not in used],
         }
-    return {"cuda": torch.version.cuda, "gpus": gpus, "devices": devices, "gap": why_not_shared()}
+    facts = {"cuda": torch.version.cuda, "gpus": gpus, "devices": devices, "gap": why_not_shared()}
+    return facts | {"library": _library()}
+
+
+def _library() -> dict[str, Any]:
+    """``{"name", "sha256", "error"}`` of the library of csrc/: no sum without one, and why it does not load here. It
+    loads without a GPU, too, where torch is a CUDA build."""
+    import torch
+
+    from jetrl_verl.kernels import native
+
+    found = {"name": native.library_path().name, "sha256": native.library_sha256(), "error": ""}
+    if found["sha256"] is not None and torch.version.cuda is not None:
+        try:
+            torch.ops.load_library(str(native.library_path()))
+            found["error"] = native.mismatch("jetrl_native") or ""
+        except OSError as error:
+            found["error"] = str(error)
+    return found
 
 
 def _why_not(backend: str) -> str:
@@ -326,6 +345,8 @@ def check_kernels(kernels: dict[str, Any]) -> Iterator[Finding]:
     """Which backend computes each operation on each kind of GPU here, and why a better one does not."""
     if "error" in kernels:
         yield Finding("kernels", WRONG, kernels["error"], "fix torch and Triton first: `make setup` installs the pins")
+    if library := kernels.get("library"):
+        yield _of_library(library, any(tuple(gpu["capability"]) == CAPABILITY for gpu in kernels.get("gpus", [])))
     told = set()
     for device, facts in kernels.get("devices", {}).items():
         if "refused" in facts:
@@ -351,6 +372,24 @@ def check_kernels(kernels: dict[str, Any]) -> Iterator[Finding]:
                 yield Finding(f"kernels, {platform}", NOTE, f"{name} is not used: {reason}")
         if facts["elsewhere"]:
             yield Finding(f"kernels, {platform}", NOTE, f"{', '.join(facts['elsewhere'])}: not for this device")
+
+
+def _of_library(library: dict[str, Any], on_hopper: bool) -> Finding:
+    """The Hopper kernels: there, of this version, and loadable; without them a run is slower, not wrong."""
+    subject = "Hopper kernels"
+    if library["sha256"] is None:
+        price = (
+            f": WGrad runs in Triton at {WGRAD_IN_TRITON} of BF16's speed"
+            if on_hopper
+            else "; no GPU here would run them"
+        )
+        found = f"{library['name']} is not in this package{price}; `make wheel` makes a wheel that has it, with nvcc"
+        return Finding(subject, NOTE, found)
+    found = f"{library['name']}, SHA-256 {library['sha256']}"
+    if library["error"]:
+        fix = "install a wheel of this version, made with the installed torch or an older one (`make wheel`)"
+        return Finding(subject, WRONG, f"{found}, does not load: {library['error']}", fix)
+    return Finding(subject, OK, found)
 
 
 def check_installation() -> Iterator[Finding]:

@@ -43,14 +43,13 @@ def _provenance() -> dict[str, Any]:
     from jetrl_verl.kernels import native
 
     commit, dirty = commit_of(_PACKAGE.parent)
-    library = native.library_path()
     gpu, driver = _gpu_and_driver()
     return {
         "commit": commit,
         "dirty": dirty,
         "version": __version__,
         "sources_sha256": sources_sha256(_PACKAGE),
-        "kernel_library_sha256": sha256(library.read_bytes()).hexdigest() if library.is_file() else None,
+        "kernel_library_sha256": native.library_sha256(),
         **{name: version_of(name) for name in ("torch", "triton", "verl", "vllm")},
         "gpu": gpu,
         "driver": driver,

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The wheel: Python alone where nothing can be compiled, else one for every Python 3 of this platform."""
 
+import platform
 import shutil
 import subprocess
 import sys
@@ -106,7 +107,7 @@ def test_what_was_compiled_travels_and_names_the_platform(tree, monkeypatch):
     (tree / "scripts" / "build_csrc.py").write_text(COMPILER)
     commit = committed(tree)
     made = wheel(tree, monkeypatch)
-    assert "-py3-none-linux_" in made.name
+    assert made.name.endswith(f"-py3-none-manylinux_2_28_{platform.machine()}.whl")
     (library,) = [name for name in zipfile.ZipFile(made).namelist() if name.endswith(".so")]
     assert library.endswith("jetrl_verl/kernels/libjetrl_sm90.so")
     assert commit_in(made) == f"{commit}\n"

@@ -286,3 +286,32 @@ def test_without_ray_no_worker_is_asked(gpu_machine):
     report = json.loads(result.stdout)
     assert result.exit_code == 0 and report["ok"] is True
     assert "plugin in Ray workers" not in {finding["subject"] for finding in report["findings"]}
+
+
+def library(**changes):
+    return {"name": "libjetrl_sm90.so", "sha256": "ab" * 32, "error": ""} | changes
+
+
+def of_library(findings) -> Finding:
+    (finding,) = (finding for finding in findings if finding.subject == "Hopper kernels")
+    return finding
+
+
+def test_the_library_of_the_hopper_kernels_is_named_by_its_sum(gpu_machine):
+    gpu_machine["kernels"]["library"] = library()
+    finding = of_library(doctor.diagnose(ray=False))
+    assert finding.state == OK and finding.found == f"libjetrl_sm90.so, SHA-256 {'ab' * 32}"
+
+
+@pytest.mark.parametrize("gpus", [[GPU], []], ids=["Hopper", "no GPU"])
+def test_a_package_without_the_hopper_kernels_is_noted_with_the_price(gpu_machine, gpus):
+    gpu_machine["kernels"] |= {"library": library(sha256=None), "gpus": gpus}
+    finding = of_library(doctor.diagnose(ray=False))
+    assert finding.state == NOTE and "make wheel" in finding.found
+    assert ("0.68 of BF16's speed" in finding.found) == bool(gpus)
+
+
+def test_a_library_that_does_not_load_is_wrong(gpu_machine):
+    gpu_machine["kernels"]["library"] = library(error="libcudart.so.13: cannot open shared object file")
+    finding = only(doctor.diagnose(ray=False))
+    assert finding.subject == "Hopper kernels" and "libcudart.so.13" in finding.found and "make wheel" in finding.fix

@@ -5,6 +5,7 @@
 import re
 from collections.abc import Iterable
 
+from ..hopper_kernels import WGRAD_IN_TRITON
 from .algorithms import ALGORITHM_ROWS
 from .general import GENERAL_ROWS
 from .machine import MACHINE_ROWS, WORKER_ROWS
@@ -41,7 +42,8 @@ NOTES = (
     "`jet_fp8` with a rollout over several GPUs: a row-parallel layer rounds each rank's partial product to BF16, so "
     "the two sides are not one forward. Set `actor_rollout_ref.rollout.tensor_model_parallel_size=1`.",
     "Small micro-batches are slower than BF16: the GPU waits for launches.",
-    "Without the Hopper kernels (no nvcc when the package was installed) WGrad runs in Triton at 0.68 of BF16's speed.",
+    "Without the Hopper kernels (no nvcc when the package was installed) WGrad runs in Triton at "
+    f"{WGRAD_IN_TRITON} of BF16's speed; a line at the start of a run says so.",
     "`jetrl reshard` does not support FSDP1 checkpoints and remote paths; a run resumes on another number of GPUs with "
     "FSDP2 alone.",
     "A single request, as of a validation or an agent loop, may set `top_p`, `top_k` or penalties under shared "

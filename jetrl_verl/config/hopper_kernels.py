@@ -1,0 +1,42 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a run on Hopper pays without the native kernels, said once, by the driver, before any actor takes a GPU.
+
+A package that was installed without nvcc holds Python alone. The results have the same bits, so nothing is refused.
+"""
+
+from collections.abc import Sequence
+
+from jetrl_verl.formats.catalog import FLOW
+
+from .options import JetConfig
+
+WGRAD_IN_TRITON = 0.68
+"""Speed of WGrad in Triton over cuBLAS's in BF16, FP32 stored, four linears of Qwen3-8B at 4,096 and 16,384 tokens on
+an H200: 0.681 (BF16 stored 0.692) in benchmarks/results/gemm_h200.json."""
+
+CAPABILITY = (9, 0)
+"""The GPUs that the kernels are for."""
+
+
+def price(options: JetConfig) -> str:
+    """What a job pays without the kernels; empty for one that calls none of them."""
+    if options.train == FLOW and options.backward == FLOW:
+        return f"WGrad runs in Triton at {WGRAD_IN_TRITON} of BF16's speed"
+    if FLOW in (options.train, options.rollout):
+        return "FP8 linears of up to 128 rows run in vLLM's CUTLASS kernel, slower than ours"
+    return ""
+
+
+def missing(options: JetConfig, nodes: Sequence[str]) -> str:
+    """The line that the driver prints where Hopper ``nodes`` lack the kernels; empty where the job pays nothing."""
+    paid = price(options)
+    if not paid or not nodes:
+        return ""
+    remedy = "install there a wheel that has them (`make wheel` where there is an nvcc)"
+    if options.train == FLOW and options.backward == FLOW:
+        remedy += ", or set jetrl.backward=bf16"
+    return (
+        f"jetrl_verl: warning: the Hopper kernels are not in the package on {', '.join(nodes)}: {paid}. To be faster, "
+        f"{remedy}. The results have the same bits."
+    )

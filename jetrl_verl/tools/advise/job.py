@@ -15,6 +15,7 @@ from typing import Any
 
 from jetrl_verl.config.support.row import Get
 from jetrl_verl.config.support.scopes import ACTOR, MODEL, REF, ROLLOUT
+from jetrl_verl.formats.catalog import FLOW
 from jetrl_verl.tools.advise import AdviseError
 from jetrl_verl.tools.advise.shapes import Model, find_config, model_of
 from jetrl_verl.tools.launch import precision_word
@@ -38,6 +39,7 @@ class Job:
         mini_batches, epochs: optimizer steps of a step are their product.
         packed: whether padding is removed. checkpointing, eight_bit, shards: of the trainer.
         reference: whether a reference policy scores every token. liger: whether the trainer has Liger's kernels.
+        stock, backward, fp8_reference: what ``jetrl.operations=stock``, ``jetrl.backward`` and ``jetrl.ref`` say.
         notes: what was assumed, sentences.
     """
 
@@ -66,6 +68,9 @@ class Job:
     shards: int | None = None
     reference: bool = False
     liger: bool = False
+    stock: bool = False
+    backward: str = "fp8"
+    fp8_reference: bool = False
     notes: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -196,6 +201,9 @@ def job_of_config(get: Get, means: Means, name: str | None = None) -> Job:
         shards=min(shards, gpus) if shards > 0 else None,
         reference=bool(get(f"{ACTOR}.use_kl_loss") or get("algorithm.use_kl_in_reward")),
         liger=bool(get(f"{MODEL}.use_liger")),
+        stock=get("jetrl.operations") == "stock",
+        backward=str(get("jetrl.backward") or FLOW),
+        fp8_reference=get("jetrl.ref") == FLOW,
         notes=notes,
     )
 

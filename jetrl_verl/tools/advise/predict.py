@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step of a job under one precision: seconds of its phases, what limits each, bytes of memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -68,10 +68,12 @@ def precisions(job: Job, shared: bool) -> tuple[Precision, ...]:
     """The columns of the report.
 
     Args:
-        shared: whether ``jet_fp8`` runs the shared operations for this job.
+        shared: whether nothing in the job makes the operations of ``jet_fp8`` stock.
     """
     bf16 = LIGER if job.liger else STOCK
+    shared = shared and not job.stock
     jet = JET if shared else Flow("fp8", "liger") if job.liger else JET_STOCK
+    jet = replace(jet, backward=job.backward)
     tp = job.tp
     found = [Precision("bf16", bf16, bf16, Engine("bf16", tp=tp))]
     if not job.liger:
@@ -79,7 +81,7 @@ def precisions(job: Job, shared: bool) -> tuple[Precision, ...]:
     return (
         *found,
         Precision("fp8_rollout", bf16, bf16, Engine("fp8", tp=tp)),
-        Precision("jet_fp8", jet, bf16, Engine("fp8", shared=shared, tp=tp)),
+        Precision("jet_fp8", jet, jet if job.fp8_reference else bf16, Engine("fp8", shared=shared, tp=tp)),
         Precision("int8_rollout", bf16, bf16, Engine("int8", tp=tp)),
     )
 

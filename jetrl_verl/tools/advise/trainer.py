@@ -19,10 +19,12 @@ class Flow:
     Attributes:
         linears: ``bf16`` or ``fp8``, a set of GEMM rates.
         operations: ``stock`` (Hugging Face), ``liger`` or ``shared``, a set of rates of what lies between.
+        backward: of the linears' gradients, ``bf16`` or ``fp8``; read with FP8 linears alone.
     """
 
     linears: str
     operations: str
+    backward: str = "fp8"
 
 
 STOCK, LIGER = Flow("bf16", "stock"), Flow("bf16", "liger")
@@ -97,7 +99,8 @@ def backward(rates: Rates, model: Model, flow: Flow, tokens: float, context: flo
 
 def _gemms(rates: Rates, model: Model, flow: Flow, tokens: float, what: str) -> float:
     bf16 = rates[f"gemm.bf16.{what}"]
-    quantized = model.quantized if flow.linears == "fp8" else 0
+    fp8 = flow.linears == "fp8" and (what == "fprop" or flow.backward == "fp8")
+    quantized = model.quantized if fp8 else 0
     operations = 2 * tokens * (model.in_layers - quantized + model.head)
     return operations / bf16 + 2 * tokens * quantized / rates[f"gemm.fp8.{what}"]
 

@@ -22,7 +22,7 @@ from jetrl_verl.tools.advise.rates import measured
 from jetrl_verl.tools.advise.rollout import Engine, decode_step, generate, response_lengths
 from jetrl_verl.tools.advise.settings import BITS, REFUSED, STOCK, findings, model_findings, settings_of
 from jetrl_verl.tools.advise.shapes import KNOWN, known_name, model_of
-from jetrl_verl.tools.advise.trainer import JET
+from jetrl_verl.tools.advise.trainer import JET, JET_STOCK, Batch, update
 
 ROOT = Path(__file__).parents[3]
 EIGHT = model_of("qwen3-8b", KNOWN["qwen3-8b"])
@@ -152,6 +152,19 @@ def test_the_trainer_of_jet_fp8_is_stock_where_its_operations_are():
     assert [each.name for each in precisions(job(liger=True), True)].count("bf16, Liger") == 0
 
 
+def test_options_of_the_node_jetrl_are_in_the_columns(small):
+    words = [*SMALL, "jetrl.operations=stock", "jetrl.backward=bf16", "jetrl.ref=fp8"]
+    asked = job_of_config(reader(compose(words, "jet_fp8")), Means())
+    jet = column("jet_fp8", asked)
+    assert jet.trainer == jet.reference == replace(JET_STOCK, backward="bf16") and not jet.engine.shared
+    plain = job_of_config(reader(small), Means())
+    assert (
+        column("jet_fp8", plain).trainer == JET and column("jet_fp8", plain).reference == column("bf16", plain).trainer
+    )
+    slower, faster = (update(measured(), EIGHT, flow, Batch(1e5, 4096, 8)) for flow in (jet.trainer, JET_STOCK))
+    assert slower.gemm > faster.gemm and slower.between == faster.between
+
+
 def test_padding_costs_tokens_and_checkpointing_a_forward():
     packed, padded = (batches(job(packed=packed))[1].tokens for packed in (True, False))
     assert padded == 64 * 8 * (512 + 2048) / 8 and packed == pytest.approx(64 * 8 * (256 + 1024) / 8, rel=0.01)
@@ -162,7 +175,7 @@ def test_padding_costs_tokens_and_checkpointing_a_forward():
 
 
 def test_a_cache_that_holds_no_sequence_has_no_seconds():
-    long = job(utilization=0.13)
+    long = job(utilization=0.118)
     found = predict(measured(), long, column("bf16", long))
     assert math.isinf(found.step)
 
@@ -256,7 +269,18 @@ def test_refused_settings_leave_no_column_of_ours():
 
 def test_sizes_alone_need_neither_overrides_nor_a_folder():
     status, output = run(
-        "--model", "qwen3-1.7b", "--gpus", "1", "--response-length", "1024", "--batch", "8", "--n", "4"
+        "--model",
+        "qwen3-1.7b",
+        "--gpus",
+        "1",
+        "--prompt-length",
+        "256",
+        "--response-length",
+        "256",
+        "--batch",
+        "4",
+        "--n",
+        "4",
     )
     assert status == 0 and "gain over bf16" in output and "micro-batches of" in output
 

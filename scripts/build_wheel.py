@@ -67,6 +67,8 @@ def build(out: Path) -> Path:
     # What an earlier build left would get into the wheel.
     for stale in (ROOT / "build" / "lib", ROOT / "build" / f"bdist.linux-{platform.machine()}"):
         shutil.rmtree(stale, ignore_errors=True)
+    metadata = ROOT / "jetrl_verl.egg-info"
+    had_metadata = metadata.exists()
     out.mkdir(parents=True, exist_ok=True)
     backend = "import sys, setuptools.build_meta as backend; print(backend.build_wheel(sys.argv[1]))"
     done = subprocess.run(
@@ -77,6 +79,9 @@ def build(out: Path) -> Path:
         text=True,
         check=False,
     )
+    if not had_metadata:
+        # On a PYTHONPATH it would pass for an installed package.
+        shutil.rmtree(metadata, ignore_errors=True)
     if done.returncode != 0:
         sys.exit("make wheel: the build failed; its last lines say why.")
     return out / done.stdout.strip().splitlines()[-1]

@@ -329,12 +329,14 @@ def test_a_check_that_fails_itself_stops_the_run(monkeypatch):
     from jetrl_verl.config import environment, workers
     from jetrl_verl.targets.job import JetCallback
 
+    node = {"precision": "jet_fp8", "train": "fp8", "rollout": "fp8", "operations": "shared"}
+
     def fail(config):
         raise ZeroDivisionError("heads")
 
     installed = []
-    monkeypatch.setattr(workers, "install", installed.append)
+    monkeypatch.setattr(workers, "install", lambda *arguments: installed.append(arguments))
     monkeypatch.setattr(environment, "check_environment", fail)
     with pytest.raises(SystemExit, match=r"the checks before the job failed themselves \(ZeroDivisionError: heads\)"):
-        JetCallback().on_job_start(OmegaConf.create({"jetrl": {"operations": "shared"}}))
-    assert installed == ["shared"]
+        JetCallback().on_job_start(OmegaConf.create({"jetrl": node}))
+    assert installed == [("shared", JetConfig(**node))]

@@ -19,7 +19,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from packaging.version import InvalidVersion, Version
 
-from jetrl_verl.formats.catalog import UNQUANTIZED
+from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED
 
 from .options import JetConfig, UnsupportedConfiguration
 from .support.scopes import MODEL
@@ -52,7 +52,10 @@ def check_environment(config: DictConfig) -> None:
     tensor_parallel = OmegaConf.select(config, "actor_rollout_ref.rollout.tensor_model_parallel_size") or 1
     path = OmegaConf.select(config, "actor_rollout_ref.model.path")
     shared = options.operations == "shared"
-    check_model(path, options, tensor_parallel, shared_operations=shared, overrides=model_overrides(config))
+    # A reference policy in FP8 is the same model beside a BF16 actor.
+    format_name = FLOW if options.ref != UNQUANTIZED else options.rollout
+    overrides = model_overrides(config)
+    check_model(path, options, tensor_parallel, shared, overrides, format_name)
     if options.critic != UNQUANTIZED:
         check_model(OmegaConf.select(config, "critic.model.path"), options, 1)
 
@@ -172,6 +175,7 @@ def check_model(
     tensor_parallel: int,
     shared_operations: bool = False,
     overrides: Mapping[str, Any] | None = None,
+    format_name: str = FLOW,
 ) -> None:
     """Check a model: ``config.json`` and weight files open, it is dense, unquantized, and its shapes fit.
 
@@ -181,6 +185,7 @@ def check_model(
         tensor_parallel: ranks over which the rollout splits each layer.
         shared_operations: whether the model is to run them, and so must be one that they cover.
         overrides: what the trainer changes in its copy of the configuration.
+        format_name: of its linear layers.
     """
     model = read_model(path)
     if model is None:
@@ -196,7 +201,7 @@ def check_model(
     if model.get("quantization_config"):
         _refuse("quantized_checkpoint", options.precision, path=path)
     try:
-        plan_linears(model, tensor_parallel, unfit_layers=options.unfit_layers)
+        plan_linears(model, tensor_parallel, unfit_layers=options.unfit_layers, format_name=format_name)
         if shared_operations:
             ours = family(model)
             ours.check_operations(ours.as_trained(model, overrides or {}))

@@ -19,6 +19,7 @@ from .support.row import shown
 
 PRECISIONS: tuple[str, ...] = (
     "bf16",
+    "bf16_shared",
     "fp8_rollout",
     "fp8_rollout_tis",
     "int8_rollout",
@@ -73,7 +74,7 @@ class JetConfig:
 
     rollout: str
     """``fp8``: vLLM runs the same FP8 linear layers, fed with the trainer's qdata; ``int8``: per-channel weights and
-    per-token activations."""
+    per-token activations; ``bf16``: vLLM's own, under shared operations alone."""
 
     scale_rule: str = "fp32"
     """``fp32`` (``amax / 448``) or ``pow2`` (the next power of two); see ``reference.scales``."""

@@ -7,7 +7,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jetrl_verl.formats.catalog import traits_of
+from jetrl_verl.formats.catalog import VLLM_METHODS
 
 from .options import JetConfig, UnsupportedConfiguration
 from .support.general import overrides_of
@@ -27,7 +27,7 @@ def quantization_arguments(options: JetConfig, user: Mapping[str, Any] | None) -
         raise UnsupportedConfiguration(refusal("hf_overrides", key=key, value=value, **precision_words(options)))
     arguments["hf_overrides"] = dict(overrides)
 
-    method = traits_of(options.rollout).vllm_method
+    method = VLLM_METHODS[options.rollout]
     fill(arguments, "quantization", method, options)
     quantization = {
         "quant_method": method,

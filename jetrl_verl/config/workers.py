@@ -139,11 +139,11 @@ def complaint_about(found: dict[str, Any], operations: str = "stock") -> str:
         return f"VLLM_PLUGINS={names} keeps vLLM from loading the plugin; unset it, or add jetrl to it"
     for major, minor in found["capabilities"]:
         if (major, minor) < MIN_CAPABILITY:
-            return f"it has a GPU of compute capability {major}.{minor}, and FP8 needs 8.9 or newer; use precision=bf16"
+            return f"it has a GPU of compute capability {major}.{minor}, and 8.9 is the least; use precision=bf16"
         if operations == "shared" and (major, minor) != SHARED_CAPABILITY:
             return (
                 f"it has a GPU of compute capability {major}.{minor}, and the shared operations need 9.0; use "
-                "precision=jet_fp8 jetrl.operations=stock"
+                "precision=jet_fp8 jetrl.operations=stock, or precision=bf16"
             )
     return ""
 

@@ -10,14 +10,14 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from jetrl_verl.formats.catalog import FLOW, FORMATS, UNQUANTIZED, Traits, traits_of
+from jetrl_verl.formats.catalog import FLOW, FORMATS, UNQUANTIZED, VLLM_METHODS, Traits, traits_of
 
 if TYPE_CHECKING:
     import torch
 
     from jetrl_verl.formats.format import Format
 
-__all__ = ["FLOW", "FORMATS", "UNQUANTIZED", "Traits", "get", "of", "traits_of"]
+__all__ = ["FLOW", "FORMATS", "UNQUANTIZED", "VLLM_METHODS", "Traits", "get", "of", "traits_of"]
 
 
 @cache

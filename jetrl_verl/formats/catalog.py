@@ -23,7 +23,6 @@ class Traits:
         name: value of ``jetrl.rollout``, ``jetrl.train``, ``jetrl.ref`` and ``jetrl.critic``.
         label: as it is written in messages and tables.
         module: of this package, which holds the ``FORMAT`` object.
-        vllm_method: name of the quantization method in vLLM.
         scale_rules: values of ``jetrl.scale_rule`` that it knows.
         trains: whether forward and backward of the trainer may run in it.
         keeps_scales: whether scales of weights may be kept from the first weight sync (``jetrl.int8_scales=first``).
@@ -34,7 +33,6 @@ class Traits:
     name: str
     label: str
     module: str
-    vllm_method: str
     scale_rules: tuple[str, ...]
     trains: bool = False
     keeps_scales: bool = False
@@ -49,7 +47,6 @@ FORMATS: dict[str, Traits] = {
             name="fp8",
             label="FP8",
             module="block_fp8",
-            vllm_method="jetrl_fp8",
             scale_rules=("fp32", "pow2"),
             trains=True,
             measured=True,
@@ -59,12 +56,15 @@ FORMATS: dict[str, Traits] = {
             name="int8",
             label="INT8",
             module="channel_int8",
-            vllm_method="jetrl_int8",
             scale_rules=("fp32",),
             keeps_scales=True,
         ),
     )
 }
+
+VLLM_METHODS = {name: f"jetrl_{name}" for name in (*FORMATS, UNQUANTIZED)}
+"""Value of ``jetrl.rollout`` -> name of the quantization method in vLLM. That of :data:`UNQUANTIZED` quantizes nothing;
+it is how an engine with shared operations alone is told its options."""
 
 SCALE_RULES = tuple(dict.fromkeys(rule for traits in FORMATS.values() for rule in traits.scale_rules))
 """Values of ``jetrl.scale_rule`` that some format knows."""

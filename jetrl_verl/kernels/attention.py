@@ -48,7 +48,7 @@ def check_head_dim(head_dim: int) -> None:
     if head_dim != HEAD_DIM:
         raise ValueError(
             f"shared attention exists for heads of {HEAD_DIM} and this model has heads of {head_dim}; "
-            "use precision=jet_fp8 jetrl.operations=stock"
+            "use precision=jet_fp8 jetrl.operations=stock, or precision=bf16"
         )
 
 

@@ -39,7 +39,7 @@ def _inverse_frequencies(head_dim: int, parameters: Mapping[str, Any]) -> list[f
     if kind != "llama3":
         raise ValueError(
             f"rotary: rope_type={kind} has no shared implementation, only default and llama3; use precision=jet_fp8 "
-            "jetrl.operations=stock"
+            "jetrl.operations=stock, or precision=bf16"
         )
     factor, low, high = (float(parameters[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
     original = float(parameters["original_max_position_embeddings"])
@@ -68,7 +68,8 @@ def rotary_table(head_dim: int, positions: int, parameters: Mapping[str, Any]) -
     """
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
-            "rotary: partial_rotary_factor has no shared implementation; use precision=jet_fp8 jetrl.operations=stock"
+            "rotary: partial_rotary_factor has no shared implementation; use precision=jet_fp8 "
+            "jetrl.operations=stock, or precision=bf16"
         )
     with torch.device("cpu"):
         frequencies = torch.tensor(_inverse_frequencies(head_dim, parameters), dtype=torch.float64)

@@ -66,8 +66,8 @@ def flash_attention_3(
     if not interface.is_fa_version_supported(3):
         reason = interface.fa_version_unsupported_reason(3)
         raise RuntimeError(
-            f"shared attention needs FlashAttention 3 ({reason}); use precision=jet_fp8 jetrl.operations=stock on "
-            "this machine"
+            f"shared attention needs FlashAttention 3 ({reason}); on this machine use precision=jet_fp8 "
+            "jetrl.operations=stock, or precision=bf16"
         )
     return interface.flash_attn_varlen_func(
         q,

@@ -28,7 +28,7 @@ SHARED_FIELDS = (
 )
 """Fields of a configuration that change what the operations between the linears compute on both sides."""
 
-_STOCK = "use precision=jet_fp8 jetrl.operations=stock"
+_STOCK = "use precision=jet_fp8 jetrl.operations=stock, or precision=bf16"
 
 
 class UnsupportedLayer(ValueError):

@@ -1,19 +1,21 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which linear layers of a dense decoder run in FP8: the one rule that trainer, rollout and start-up checks all ask.
+"""Which linear layers of a dense decoder are quantized: the one rule that trainer, rollout and start-up checks all ask.
 
 A layer is quantized on both sides or on neither. Whether it *can* be depends on its shape and on how the rollout shards
 it: every tensor-parallel shard, and every piece of a merged projection (q/k/v, gate/up), must be a multiple of 128 in
 both dimensions, because a 128x128 block never crosses a shard. So the plan is made from the model's configuration and
 the rollout's tensor-parallel size alone, before a process is started, and pieces that vLLM merges stand or fall
 together. Names and shapes come from the model's family (jetrl_verl/models/base.py). Embeddings, norms, rotary, the
-attention core and ``lm_head`` stay BF16 by contract.
+attention core and ``lm_head`` stay BF16 by contract. Where the rollout's linear layers are BF16
+(``precision=bf16_shared``), none is quantized and every shape fits.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED
 from jetrl_verl.models import UnsupportedLayer, family
 from jetrl_verl.models.base import place
 from jetrl_verl.reference.constants import BLOCK
@@ -28,7 +30,7 @@ class LinearPlan:
         kind: of the layer that it is part of in vLLM, under which metrics list it.
         n: output features of the whole layer. k: input features of the whole layer.
         shard_n: output features per tensor-parallel rank. shard_k: input features per rank.
-        quantized: whether it runs in FP8 on both sides.
+        quantized: whether it is quantized on both sides.
         reason: why not, empty when it is.
     """
 
@@ -42,7 +44,9 @@ class LinearPlan:
     reason: str = ""
 
 
-def plan_linears(hf_config: Any, tp: int = 1, *, unfit_layers: str = "stop") -> dict[str, LinearPlan]:
+def plan_linears(
+    hf_config: Any, tp: int = 1, *, unfit_layers: str = "stop", format_name: str = FLOW
+) -> dict[str, LinearPlan]:
     """Decide for every projection of a dense decoder whether it is quantized.
 
     Args:
@@ -50,6 +54,7 @@ def plan_linears(hf_config: Any, tp: int = 1, *, unfit_layers: str = "stop") -> 
         tp: tensor-parallel size of the rollout.
         unfit_layers: ``"stop"`` raises at the first projection that does not fit; ``"skip"`` leaves it, and what is
             merged with it, BF16 on both sides.
+        format_name: of the linear layers, a number format or ``UNQUANTIZED``.
 
     Returns:
         suffix -> plan, in the family's order: q, k, v, o, gate, up, down.
@@ -62,6 +67,11 @@ def plan_linears(hf_config: Any, tp: int = 1, *, unfit_layers: str = "stop") -> 
     ours.check(hf_config)
     shapes = ours.shapes(hf_config, tp)
     plans: dict[str, LinearPlan] = {}
+    if format_name == UNQUANTIZED:
+        for linear in ours.linears:
+            for name in linear.pieces:
+                plans[name] = LinearPlan(name, linear.kind, *shapes[name], False, "no linear layer is quantized")
+        return plans
     first = ""
     for linear in ours.linears:
         reason = ""

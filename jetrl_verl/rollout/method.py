@@ -1,6 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's side of the formats: one quantization method per format (``jetrl_fp8``, ``jetrl_int8``), all of them this one.
+"""vLLM's side of the formats: one quantization method per format (``jetrl_fp8``, ``jetrl_int8``), all of them this one,
+and ``jetrl_bf16``, which quantizes nothing.
 
 A linear layer of vLLM gets two parameters, ``weight`` (qdata) and ``weight_scale_inv`` (FP32 scales), in exactly the
 layout that the trainer sends. Nothing is transformed after loading, so each weight sync is an in-place copy into live
@@ -12,6 +13,9 @@ their scales at load. Ours never sees a BF16 weight.
 
 Merged projections (qkv, gate_up) and tensor-parallel shards come from vLLM's own scale loaders; which layers take part
 comes from :mod:`jetrl_verl.models.plan`, as on the trainer's side.
+
+An engine of ``precision=bf16_shared`` has vLLM's own BF16 linears and the shared operations between them. It too has a
+quantization configuration, ``jetrl_bf16``, since that is how our options reach a worker; its plan quantizes no layer.
 """
 
 from collections.abc import Callable
@@ -42,7 +46,7 @@ from jetrl_verl.reference import QuantizedTensor, check_rule
 
 
 class JetQuantizationConfig(QuantizationConfig):
-    """Configuration of a format's method, from ``hf_overrides.quantization_config``.
+    """Configuration of a method, from ``hf_overrides.quantization_config``.
 
     Attributes:
         scale_rule: rule under which activations are quantized; the qdata that arrive were made under the same one.
@@ -52,8 +56,8 @@ class JetQuantizationConfig(QuantizationConfig):
             ``"stock"`` as vLLM does.
     """
 
-    traits: formats.Traits
-    """Of the format; set by the subclass that vLLM knows under ``traits.vllm_method``."""
+    format_name: str
+    """Of the linear layers; set by the subclass that vLLM knows under ``formats.VLLM_METHODS[format_name]``."""
 
     def __init__(self, scale_rule: str, unfit_layers: str, contract_check: bool, operations: str = "stock") -> None:
         super().__init__()
@@ -67,7 +71,7 @@ class JetQuantizationConfig(QuantizationConfig):
         self._hf_config: Any = None
 
     def get_name(self) -> str:
-        return self.traits.vllm_method
+        return formats.VLLM_METHODS[self.format_name]
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         return [torch.bfloat16]
@@ -97,7 +101,8 @@ class JetQuantizationConfig(QuantizationConfig):
         """
         if not isinstance(layer, LinearBase):
             return None
-        plans = plan_linears(self._hf_config, get_tensor_model_parallel_world_size(), unfit_layers=self.unfit_layers)
+        ranks = get_tensor_model_parallel_world_size()
+        plans = plan_linears(self._hf_config, ranks, unfit_layers=self.unfit_layers, format_name=self.format_name)
         found = place(prefix)
         pieces = family(self._hf_config).pieces.get(found.module) if found is not None else None
         if pieces is None:
@@ -109,14 +114,14 @@ class JetQuantizationConfig(QuantizationConfig):
         return JetLinearMethod(self)
 
 
-def _config_class(traits: formats.Traits) -> type[JetQuantizationConfig]:
-    name = f"Jet{traits.label}Config"
-    config = type(name, (JetQuantizationConfig,), {"traits": traits, "__module__": __name__})
+def _config_class(format_name: str) -> type[JetQuantizationConfig]:
+    name = f"Jet{format_name.upper()}Config"
+    config = type(name, (JetQuantizationConfig,), {"format_name": format_name, "__module__": __name__})
     globals()[name] = config  # pickled by this name
     return config
 
 
-CONFIGS = {traits.vllm_method: _config_class(traits) for traits in formats.FORMATS.values()}
+CONFIGS = {method: _config_class(format_name) for format_name, method in formats.VLLM_METHODS.items()}
 """Name of a method -> its configuration; rollout/register.py makes the names known to vLLM."""
 
 
@@ -126,7 +131,7 @@ class JetLinearMethod(LinearMethodBase):
 
     def __init__(self, config: JetQuantizationConfig) -> None:
         self.config = config
-        self.format = formats.get(config.traits.name)
+        self.format = formats.get(config.format_name)
 
     def create_weights(
         self,

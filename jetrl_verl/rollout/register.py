@@ -3,8 +3,8 @@
 """Entry point ``vllm.general_plugins``: makes our quantization methods known by name in every process that vLLM starts.
 
 vLLM calls :func:`register` in the server, the engine core and each worker, possibly more than once per process, and
-mostly for engines that have nothing to do with this project. So two names are all that it leaves there: what they stand
-for is imported when an engine asks for one of them, and layers are changed by that engine's worker alone
+mostly for engines that have nothing to do with this project. So a few names are all that it leaves there: what they
+stand for is imported when an engine asks for one of them, and layers are changed by that engine's worker alone
 (rollout/worker.py).
 """
 
@@ -37,9 +37,9 @@ def _announce_methods() -> None:
 
     from jetrl_verl import formats
 
-    for traits in formats.FORMATS.values():
-        if traits.vllm_method not in QUANTIZATION_METHODS:
-            register_quantization_config(traits.vllm_method)(_announced(traits.vllm_method))
+    for method in formats.VLLM_METHODS.values():
+        if method not in QUANTIZATION_METHODS:
+            register_quantization_config(method)(_announced(method))
 
 
 def _announced(method: str) -> type:

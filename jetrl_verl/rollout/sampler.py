@@ -93,6 +93,6 @@ def share_sampler(model_runner: Any) -> None:
     if type(sampler) is not SharedSamplerV2.__base__:
         raise ValueError(
             f"Sampler {type(sampler).__name__} is not supported with shared operations. Set precision=jet_fp8 "
-            "jetrl.operations=stock."
+            "jetrl.operations=stock, or precision=bf16."
         )
     sampler.__class__ = SharedSamplerV2

@@ -35,7 +35,7 @@ from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.rollout.attention import share_attention
 from jetrl_verl.rollout.method import JetLinearMethod
 
-_STOCK = "Set precision=jet_fp8 jetrl.operations=stock."
+_STOCK = "Set precision=jet_fp8 jetrl.operations=stock, or precision=bf16."
 
 
 class _ReadByLinear:

@@ -6,7 +6,7 @@
 the model, it exchanges the operations between the linears (rollout/shared_operations.py) and the sampler. A class of
 ours, and not a hook, so that another engine of the process keeps vLLM's.
 
-*The extension* (``worker_extension_cls``) receives qdata and scales, then checks the contract on live parameters.
+*The extension* (``worker_extension_cls``) receives what the trainer sends, then checks the contract on live parameters.
 verl's own extension loads the buckets; this one wraps it with two duties.
 
 *A failure must reach the trainer.* The trainer's sender waits for an acknowledgement of every bucket, without a time
@@ -26,14 +26,13 @@ import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from vllm.platforms import current_platform
 
-from jetrl_verl import formats
 from jetrl_verl.patches import two_runs
 from jetrl_verl.rollout.live import live_tensors
 from jetrl_verl.rollout.method import JetQuantizationConfig
 from jetrl_verl.rollout.sampler import share_sampler
 from jetrl_verl.rollout.shared_operations import share_operations
 from jetrl_verl.sync.contract import ContractReceiver, ContractViolation
-from jetrl_verl.sync.operations_probe import stated_operations
+from jetrl_verl.sync.operations_probe import stated_operations, stated_probe
 
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)
@@ -64,7 +63,7 @@ class JetWorker(PlatformWorker):
 
 
 class JetWorkerExtension(vLLMColocateWorkerExtension):
-    """Extension of ``precision=fp8_rollout``, ``fp8_rollout_tis`` and ``jet_fp8``."""
+    """Extension of every precision but ``bf16``."""
 
     def update_weights_from_ipc(self, peft_config: dict | None = None, base_sync_done=False, use_shm: bool = False):
         """One weight sync.
@@ -83,7 +82,7 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
         config = self.model_runner.vllm_config.quant_config
         if not isinstance(config, JetQuantizationConfig):
             raise ContractViolation(
-                "contract check: the trainer sends qdata but vLLM was started with quantization="
+                "contract check: the trainer's precision is not bf16 but vLLM was started with quantization="
                 f"{config.get_name() if config else None}; do not override rollout.engine_kwargs.vllm.quantization"
             )
         if config.operations == "shared" and not isinstance(self, JetWorker):
@@ -98,7 +97,7 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
         counts = self._jetrl_receiver.verify(
             live_tensors(self.model_runner.model),
             scale_rule=config.scale_rule,
-            probe=formats.get(config.traits.name).probe(self.device, config.scale_rule),
+            probe=stated_probe(self.device, config.format_name, config.scale_rule),
             operations=stated_operations(self.device, config.operations),
         )
         logger.info(

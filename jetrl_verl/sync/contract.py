@@ -42,13 +42,13 @@ class Manifest:
     """What the trainer states about one sync.
 
     Attributes:
-        scale_rule: rule that made the qdata. probe: ``Format.probe`` of the trainer.
+        scale_rule: rule that made the qdata. probe: ``stated_probe`` of the trainer (sync/operations_probe.py).
         operations: shared operation -> sum of its results on the probe's inputs; empty where none is shared.
         block: side of a weight block. quantized: names of weights sent as qdata. plain: names of all other tensors.
     """
 
     scale_rule: str
-    probe: int
+    probe: int | None
     operations: dict[str, int] = field(default_factory=dict)
     block: int = BLOCK
     quantized: list[str] = field(default_factory=list)
@@ -68,7 +68,7 @@ def with_contract(
     weights: Iterable[tuple[str, torch.Tensor]],
     *,
     scale_rule: str,
-    probe: int,
+    probe: int | None,
     operations: Mapping[str, int] = MappingProxyType({}),
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Pass a sync's stream through and append sums and manifest.
@@ -139,7 +139,7 @@ class ContractReceiver:
         live: Mapping[str, LiveTensor],
         *,
         scale_rule: str,
-        probe: int,
+        probe: int | None,
         operations: Mapping[str, int] = MappingProxyType({}),
     ) -> dict[str, Any]:
         """Compare.
@@ -198,11 +198,12 @@ class ContractReceiver:
         return manifest
 
     @staticmethod
-    def _check_code(manifest: Manifest, probe: int, operations: Mapping[str, int], device: torch.device) -> None:
+    def _check_code(manifest: Manifest, probe: int | None, operations: Mapping[str, int], device: torch.device) -> None:
         """Both sides multiply, and run what they share, with the same code."""
         if manifest.probe != probe:
+            theirs, ours = ("none" if value is None else f"{value:#x}" for value in (manifest.probe, probe))
             raise ContractViolation(
-                f"contract check: the probe GEMM gives {manifest.probe:#x} in the trainer, {probe:#x} in the rollout; "
+                f"contract check: the probe GEMM gives {theirs} in the trainer, {ours} in the rollout; "
                 f"the two sides run different kernels, the rollout {kernels.describe_backends(device)}"
             )
         names = sorted(manifest.operations.keys() | operations.keys())

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The contract check's question about the shared operations: do both sides compute them with the same code?
+"""The contract check's question about code: do both sides multiply, and compute what they share, with the same?
 
 Both sides run every operation on fixed inputs, odd shapes among them, and compare sums of the results' bits, one per
 operation, so that a difference is named. Weights play no part, so equal weights under different code do not pass.
@@ -8,7 +8,7 @@ operation, so that a difference is named. Weights play no part, so equal weights
 
 import torch
 
-from jetrl_verl import kernels
+from jetrl_verl import formats, kernels
 from jetrl_verl.formats.sums import row_sums
 from jetrl_verl.reference import QuantizedTensor
 
@@ -62,3 +62,11 @@ def operation_sums(device: torch.device) -> dict[str, int]:
 def stated_operations(device: torch.device, operations: str) -> dict[str, int]:
     """What a side states about its operations: :func:`operation_sums` where they are ``"shared"``, else nothing."""
     return operation_sums(device) if operations == "shared" else {}
+
+
+def stated_probe(device: torch.device, format_name: str, scale_rule: str) -> int | None:
+    """What a side states about its linear layers: ``Format.probe``; None where they are each side's own BF16 GEMM.
+
+    Those are no contract: cuBLAS chooses a kernel by the number of rows, which the two sides never share.
+    """
+    return None if format_name == formats.UNQUANTIZED else formats.get(format_name).probe(device, scale_rule)

@@ -48,7 +48,7 @@ def quantize_stream(
         weights: (Hugging Face name, full tensor) of any floating type.
         plans: from :func:`jetrl_verl.models.plan.plan_linears`.
         scale_rule: rule of the qdata.
-        format_name: of the qdata, see :func:`jetrl_verl.formats.get`.
+        format_name: of the qdata, see :func:`jetrl_verl.formats.get`; ``UNQUANTIZED`` where the plans quantize nothing.
         fixed_scales: of weights, by name, where the format keeps scales: those that are in it are used, others are
             made and put in. 0 stands for a row that had nothing but zeros so far; its scale is made once it has others.
             None: all are made.
@@ -57,7 +57,7 @@ def quantize_stream(
         What the format sends of a planned weight: ``<name>`` qdata [N, K], then ``<name>_scale_inv`` FP32; else
         ``<name>`` BF16.
     """
-    number_format = formats.get(format_name)
+    number_format = None if format_name == formats.UNQUANTIZED else formats.get(format_name)
     for name, tensor in weights:
         tensor = tensor.detach()
         plan = plan_of(name, plans) if name.endswith(".weight") else None

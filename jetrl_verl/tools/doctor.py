@@ -28,12 +28,12 @@ from rich.table import Table
 import jetrl_verl
 from jetrl_verl.config.environment import MIN_CAPABILITY, PINS, installed_version, is_pinned
 from jetrl_verl.config.hopper_kernels import CAPABILITY, WGRAD_IN_TRITON
-from jetrl_verl.formats.catalog import FLOW, traits_of
+from jetrl_verl.formats.catalog import FLOW, VLLM_METHODS
 
 DISTRIBUTION, ENTRY_POINT = "jetrl-verl", "jetrl"
 OK, NOTE, WRONG = "ok", "note", "wrong"
 
-QUANT_METHOD = traits_of(FLOW).vllm_method
+QUANT_METHOD = VLLM_METHODS[FLOW]
 """Name of the flow's quantization method in vLLM."""
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -335,7 +335,7 @@ def check_gpus(kernels: dict[str, Any], drivers: list[str]) -> Iterator[Finding]
         else:
             yield Finding(f"GPU {index} memory", OK, memory)
     if gap := kernels.get("gap"):
-        yield Finding(SHARED, NOTE, f"{gap}; jet_fp8 runs stock operations, and jet_fp8_exact is refused")
+        yield Finding(SHARED, NOTE, f"{gap}; jet_fp8 runs stock operations, jet_fp8_exact and bf16_shared are refused")
     if gpus and not os.environ.get("CC") and not any(map(shutil.which, ("cc", "gcc", "clang"))):
         fix = "install gcc, or name a compiler in CC"
         yield Finding("C compiler", WRONG, "none, and Triton compiles its launchers with one", fix)
@@ -523,7 +523,7 @@ def verdict(findings: Iterable[Finding]) -> str:
         return f"{wrong} {'thing' if wrong == 1 else 'things'} to fix before this machine can be relied on."
     gpus = sum(finding.subject.startswith("GPU ") and finding.subject[4:].isdigit() for finding in findings)
     if gpus:
-        but = " but jet_fp8_exact" if any(finding.subject == SHARED for finding in findings) else ""
+        but = " but jet_fp8_exact and bf16_shared" if any(finding.subject == SHARED for finding in findings) else ""
         return f"This machine runs every precision{but} on {gpus} {'GPU' if gpus == 1 else 'GPUs'}."
     return "This machine runs the demo and the tests on its CPU; training needs a GPU."
 

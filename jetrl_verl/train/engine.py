@@ -40,7 +40,7 @@ from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.patches import two_runs, weight_sync
 from jetrl_verl.sync.contract import with_contract
-from jetrl_verl.sync.operations_probe import stated_operations
+from jetrl_verl.sync.operations_probe import stated_operations, stated_probe
 from jetrl_verl.sync.wire import SyncStatistics, counted_stock, measured, quantize_stream
 from jetrl_verl.train.shared_operations import share_operations
 
@@ -93,7 +93,10 @@ class _JetEngine(ShadowForwards):
             self.calibrated_clip = CalibratedClip(options.clip_interval)
         if config.quantized_linears or config.jetrl_role == "actor":
             self._jetrl_plans = plan_linears(
-                self.model_config.hf_config, config.jetrl_rollout_tp, unfit_layers=options.unfit_layers
+                self.model_config.hf_config,
+                config.jetrl_rollout_tp,
+                unfit_layers=options.unfit_layers,
+                format_name=options.rollout if config.jetrl_role == "actor" else formats.FLOW,
             )
         if config.quantized_linears:
             names = replace_linears(module, self._jetrl_plans, scale_rule=options.scale_rule, backward=options.backward)
@@ -113,7 +116,8 @@ class _JetEngine(ShadowForwards):
                 logger.info("jetrl: shared operations in the actor: %s", counts)
         if config.jetrl_role == "actor" and options.metrics:
             hooks.install_in_actor()
-            if formats.traits_of(options.rollout).measured:
+            traits = formats.traits_of(options.rollout)
+            if traits is not None and traits.measured:
                 number_format = formats.get(options.rollout)
                 self._jetrl_metrics = QuantizationMetrics(module, self._jetrl_plans, options.scale_rule, number_format)
         tokens = len(self.model_config.tokenizer) if self.model_config.tokenizer is not None else None
@@ -140,7 +144,7 @@ class _JetEngine(ShadowForwards):
                     module.drop_qdata()
 
     def get_per_tensor_param(self, **kwargs: Any):
-        """Stream of the weight sync, see sync/wire.py; verl's own unless this is the FP8 rollout's actor."""
+        """Stream of the weight sync, see sync/wire.py; verl's own unless this is the actor under our config."""
         weights, peft_config = super().get_per_tensor_param(**kwargs)
         config = self.engine_config
         if not isinstance(config, JetFSDPEngineConfig) or config.jetrl_role != "actor":
@@ -157,7 +161,7 @@ class _JetEngine(ShadowForwards):
             stream = with_contract(
                 stream,
                 scale_rule=rule,
-                probe=formats.get(config.jetrl.rollout).probe(device, rule),
+                probe=stated_probe(device, config.jetrl.rollout, rule),
                 operations=stated_operations(device, config.jetrl.operations),
             )
         return measured(stream, statistics), peft_config

@@ -185,7 +185,8 @@ def share_operations(model: nn.Module) -> dict[str, int]:
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     if head.bias is not None:
         raise UnsupportedLayer(
-            "A bias on lm_head is not supported with shared operations. Set precision=jet_fp8 jetrl.operations=stock."
+            "A bias on lm_head is not supported with shared operations. Set precision=jet_fp8 jetrl.operations=stock, "
+            "or precision=bf16."
         )
     counts = {"norm": 0, "mlp": 0, "attention": 0}
 
@@ -207,7 +208,7 @@ def share_operations(model: nn.Module) -> dict[str, int]:
         raise UnsupportedLayer(
             f"A {type(model).__name__} with {counts['norm']} norms, {counts['mlp']} MLPs and {counts['attention']} "
             f"attention modules in {layers} layers is not supported with shared operations: it is not a dense decoder. "
-            "Set precision=jet_fp8 jetrl.operations=stock."
+            "Set precision=jet_fp8 jetrl.operations=stock, or precision=bf16."
         )
     for layer in decoder.layers:
         for norm, names in family.fed_by_norms:

@@ -143,6 +143,16 @@ def test_skip_lets_unfit_layers_through(model_folder):
     check_model(str(model_folder(intermediate_size=576)), SKIP, 1)
 
 
+def test_every_shape_fits_where_nothing_is_quantized(model_folder):
+    options = JetConfig("bf16_shared", train="bf16", rollout="bf16", operations="shared")
+    folder = str(model_folder(intermediate_size=576, hidden_size=192))
+    check_model(folder, options, 3, True, None, "bf16")
+    assert "multiples of 128" in refusal(check_model, folder, options, 1, True)
+    # vLLM's class computes something else than Hugging Face's, in BF16 too.
+    folder = str(model_folder(model_type="qwen2"))
+    assert "ignores head_dim" in refusal(check_model, folder, options, 1, True, None, "bf16")
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

@@ -16,6 +16,8 @@ from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
 from jetrl_verl.config import PRECISIONS
+from jetrl_verl.config.check import reader
+from jetrl_verl.config.support.table import stock_because
 from jetrl_verl.targets.configs import JetRolloutConfig, JetWorkerEngineConfig
 
 OUR_PRECISIONS = PRECISIONS[1:]
@@ -80,20 +82,21 @@ def test_a_precision_touches_only_its_own_keys(compose, stock, precision):
 
 
 @pytest.mark.parametrize(
-    ("precision", "train", "operations"),
+    ("precision", "train", "rollout", "operations"),
     [
-        ("fp8_rollout", "bf16", "stock"),
-        ("fp8_rollout_tis", "bf16", "stock"),
-        ("jet_fp8", "fp8", "stock"),  # resolved: this machine has no GPU, or verl's default model is not on it
-        ("jet_fp8_exact", "fp8", "shared"),
+        ("bf16_shared", "bf16", "bf16", "shared"),
+        ("fp8_rollout", "bf16", "fp8", "stock"),
+        ("fp8_rollout_tis", "bf16", "fp8", "stock"),
+        ("jet_fp8", "fp8", "fp8", "stock"),  # resolved: this machine has no GPU, or verl's default model is not on it
+        ("jet_fp8_exact", "fp8", "fp8", "shared"),
     ],
 )
-def test_what_each_precision_says(compose, precision, train, operations):
+def test_what_each_precision_says(compose, precision, train, rollout, operations):
     config = compose(f"precision={precision}", ONE_GPU)
     assert OmegaConf.to_container(config.jetrl) == {
         "precision": precision,
         "train": train,
-        "rollout": "fp8",
+        "rollout": rollout,
         "scale_rule": "fp32",
         "backward": "fp8",
         "unfit_layers": "stop",
@@ -140,8 +143,13 @@ def test_verls_example_scripts_compose(compose, stock, example):
     assert compose(*overrides, "precision=bf16") == expected
 
     expected = OmegaConf.to_container(expected)
+    uncovered = list(stock_because(reader(compose(*overrides, "precision=jet_fp8"))))
     # Most examples split the rollout over GPUs, which jet_fp8_exact refuses.
     for precision in OUR_PRECISIONS[:-1]:
+        if precision == "bf16_shared" and uncovered:
+            with pytest.raises(ConfigCompositionException, match="jetrl.operations=shared"):
+                compose(*overrides, f"precision={precision}")
+            continue
         if precision.startswith("qurl") and (own_correction or own_loss):
             with pytest.raises(ConfigCompositionException, match="qurl"):
                 compose(*overrides, f"precision={precision}")
@@ -202,7 +210,7 @@ def test_an_unknown_precision_lists_the_choices(compose, precision):
     with pytest.raises(ConfigCompositionException) as refused:
         compose(f"precision={precision}")
     assert str(refused.value) == (
-        f"precision={precision} is not a precision. Set one of bf16, fp8_rollout, fp8_rollout_tis, "
+        f"precision={precision} is not a precision. Set one of bf16, bf16_shared, fp8_rollout, fp8_rollout_tis, "
         "int8_rollout, int8_rollout_tis, qurl_fp8, qurl_int8, jet_fp8, jet_fp8_exact."
     )
 

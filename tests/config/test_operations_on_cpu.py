@@ -144,7 +144,7 @@ def test_what_the_operations_cannot_do_makes_auto_stock_and_is_refused_under_sha
         run(settings, "shared")
     message = str(refused.value)
     assert message.startswith(unsupported)
-    assert message.endswith(f". Set {key}={use}, or precision=jet_fp8 jetrl.operations=stock.")
+    assert message.endswith(f". Set {key}={use}, or precision=jet_fp8 jetrl.operations=stock, or precision=bf16.")
 
 
 def test_a_cpu_a_hidden_gpu_and_another_gpu_make_auto_stock(hopper, run, model, monkeypatch):
@@ -226,9 +226,11 @@ def test_a_model_that_cannot_be_read_makes_auto_stock(hopper, run):
     assert "since the model folder /no/model does not exist." in run({f"{MODEL}.path": "/no/model"})[1]
 
 
-@pytest.mark.parametrize("precision", ["jet_fp8", "jet_fp8_exact"])
-def test_the_environment_refuses_shared_on_another_gpu(hopper, precision):
-    options = JetConfig(precision, train="fp8", rollout="fp8", operations="shared")
+@pytest.mark.parametrize(
+    ("precision", "linears"), [("jet_fp8", "fp8"), ("jet_fp8_exact", "fp8"), ("bf16_shared", "bf16")]
+)
+def test_the_environment_refuses_shared_on_another_gpu(hopper, precision, linears):
+    options = JetConfig(precision, train=linears, rollout=linears, operations="shared")
     config = OmegaConf.create({"jetrl": options.as_dict()})
     environment.check_environment(config)
     hopper((8, 9))
@@ -236,7 +238,7 @@ def test_the_environment_refuses_shared_on_another_gpu(hopper, precision):
         environment.check_environment(config)
     assert str(refused.value) == (
         "GPU 0, A GPU, of compute capability 8.9, is not supported with jetrl.operations=shared: FlashAttention 3 "
-        "needs 9.0. Set precision=jet_fp8 jetrl.operations=stock."
+        "needs 9.0. Set precision=jet_fp8 jetrl.operations=stock, or precision=bf16."
     )
 
 

@@ -192,7 +192,7 @@ REFUSED = [
     ([f"{REF}.fsdp_config.jetrl=null"], f"{REF}.fsdp_config.jetrl=null", f"{REF}.fsdp_config.jetrl=${{jetrl}}."),
     (["critic.fsdp.jetrl=null"], "critic.fsdp.jetrl=null", "critic.fsdp.jetrl=${jetrl}."),
     (["jetrl.rollout=bf16"], "jetrl.rollout=bf16", "jetrl.rollout=fp8."),
-    (["jetrl.train=bf16", "jetrl.rollout=bf16"], "jetrl.rollout=bf16", "precision=bf16."),
+    (["jetrl.train=bf16", "jetrl.rollout=bf16"], "jetrl.rollout=bf16", "precision=bf16, or precision=bf16_shared,"),
     (["+jetrl.scales=fp32"], "jetrl.scales", "one of precision, train, rollout, scale_rule"),
 ]
 
@@ -264,6 +264,44 @@ def test_training_in_another_format_has_the_name_of_its_rollout(compose):
         ConfigCompositionException, match="jetrl.train=bf16 is not supported.* Set precision=int8_rollout."
     ):
         compose("precision=jet_fp8", "jetrl.train=bf16", "jetrl.rollout=int8")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "what", "remedy"),
+    [
+        (["jetrl.operations=stock"], "jetrl.operations=stock", "precision=bf16."),
+        (["jetrl.operations=auto"], "jetrl.operations=auto", "precision=bf16."),
+        (["jetrl.rollout=fp8"], "jetrl.rollout=fp8", "precision=fp8_rollout."),
+        (["jetrl.rollout=int8"], "jetrl.rollout=int8", "precision=int8_rollout."),
+        (["jetrl.train=fp8"], "jetrl.rollout=bf16", "jetrl.rollout=fp8."),
+        (["jetrl.scale_rule=pow2"], "jetrl.scale_rule=pow2", "jetrl.scale_rule=fp32."),
+        (["jetrl.unfit_layers=skip"], "jetrl.unfit_layers=skip", "jetrl.unfit_layers=stop."),
+        (["jetrl.invariant_scaling=1.5"], "jetrl.invariant_scaling=1.5", "jetrl.invariant_scaling=1."),
+        (["jetrl.backward=bf16"], "jetrl.backward=bf16", "jetrl.backward=fp8, or precision=jet_fp8."),
+        (["clip=calibrated"], "jetrl.train=bf16", "precision=jet_fp8, or jetrl.clip=fixed."),
+        ([f"{ROLLOUT}.top_p=0.9"], f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_p=1, or precision=jet_fp8"),
+        ([f"+{VLLM}.quantization=jetrl_fp8"], f"{VLLM}.quantization", f"{VLLM}.quantization=null, or precision=bf16."),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bf16_shared_is_bf16_linears_and_shared_operations(compose, overrides, what, remedy):
+    with pytest.raises(ConfigCompositionException) as refused:
+        compose("precision=bf16_shared", *overrides)
+    check_shape(str(refused.value), what, remedy)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"{ROLLOUT}.tensor_model_parallel_size=4"],
+        ["jetrl.ref=fp8", "jetrl.scale_rule=pow2", "jetrl.unfit_layers=skip"],
+        ["correction=adaptive"],
+    ],
+    ids=" ".join,
+)
+def test_accepted_beside_bf16_linears(compose, overrides):
+    options = compose("precision=bf16_shared", *overrides).jetrl
+    assert (options.train, options.rollout, options.operations) == ("bf16", "bf16", "shared")
 
 
 def test_backward_speaks_about_something_that_trains_in_fp8(compose):

@@ -30,7 +30,7 @@ def worker(**changes) -> dict:
         ({"versions": {"verl": "0.8.0"}}, "the driver runs verl .*, but .* has 0.8.0; install the same version"),
         ({"vllm_plugin": False}, "lacks the entry point that vLLM loads"),
         ({"vllm_plugins_filter": "other"}, "VLLM_PLUGINS=other keeps vLLM from loading the plugin"),
-        ({"capabilities": [(8, 0), (9, 0)]}, "compute capability 8.0, and FP8 needs 8.9"),
+        ({"capabilities": [(8, 0), (9, 0)]}, "compute capability 8.0, and 8.9 is the least"),
     ],
 )
 def test_a_node_that_cannot_take_part_is_named_with_its_reason(changes, sentence):
@@ -46,9 +46,8 @@ def test_a_node_like_this_one_takes_part(changes):
 def test_a_gpu_without_the_shared_operations_is_named_where_the_job_shares_them(capabilities):
     found = worker(capabilities=capabilities)
     assert complaint_about(found, "stock") == ""
-    assert "the shared operations need 9.0; use precision=jet_fp8 jetrl.operations=stock" in complaint_about(
-        found, "shared"
-    )
+    use = "use precision=jet_fp8 jetrl.operations=stock, or precision=bf16"
+    assert f"the shared operations need 9.0; {use}" in complaint_about(found, "shared")
 
 
 JET = JetConfig("jet_fp8", train="fp8", rollout="fp8")

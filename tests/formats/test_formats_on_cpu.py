@@ -35,7 +35,9 @@ def weight() -> torch.Tensor:
 def test_names_types_and_vllm_methods_are_each_ones_own():
     traits = formats.FORMATS.values()
     assert [each.name for each in traits] == list(formats.FORMATS)
-    assert len({each.vllm_method for each in traits}) == len({formats.get(each.name).dtype for each in traits}) == 2
+    assert len({formats.get(each.name).dtype for each in traits}) == 2
+    assert set(formats.VLLM_METHODS) == {*formats.FORMATS, formats.UNQUANTIZED}
+    assert len(set(formats.VLLM_METHODS.values())) == 3
     assert formats.get(formats.FLOW).traits.trains and formats.traits_of(formats.UNQUANTIZED) is None
     assert formats.of(torch.zeros(1)) is None
     for call in (formats.get, formats.traits_of):

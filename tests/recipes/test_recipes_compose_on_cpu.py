@@ -32,7 +32,7 @@ VARIANTS = {
 CASES = [(script, settings) for script, variants in VARIANTS.items() for settings in variants]
 IDS = ["-".join([script.removesuffix(".sh"), *settings.values()]) for script, settings in CASES]
 
-DEMANDS = {"jet_fp8_exact": {"TP": "1", "SP": "1"}}
+DEMANDS = {"jet_fp8_exact": {"TP": "1", "SP": "1"}, "bf16_shared": {"SP": "1"}}
 """Precision -> settings without which it refuses some recipe."""
 
 SHAPES = {

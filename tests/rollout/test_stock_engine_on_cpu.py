@@ -87,12 +87,12 @@ def test_a_bf16_engine_has_nothing_of_ours(stock):
 
 
 @pytest.mark.parametrize("number", [0, 1, 2], ids=["first", "ours", "after ours"])
-def test_the_process_knows_two_names_of_ours_and_no_more(engines, number):
+def test_the_process_knows_three_names_of_ours_and_no_more(engines, number):
     assert engines[number]["process"] == {
         "global hooks of torch": [],
         "layers": [],
         "attention backends": [],
-        "quantization methods": [f"jetrl_fp8: {ROLLOUT}.register", f"jetrl_int8: {ROLLOUT}.register"],
+        "quantization methods": [f"jetrl_{name}: {ROLLOUT}.register" for name in ("bf16", "fp8", "int8")],
         "names in vLLM that are ours": [],
     }
 

@@ -70,8 +70,8 @@ def test_a_gpu_without_the_shared_operations_is_noted_and_named_in_the_verdict(g
     gpu_machine["kernels"]["gap"] = "GPU 0, NVIDIA L40S, has compute capability 8.9, and FlashAttention 3 needs 9.0"
     findings = doctor.diagnose()
     (finding,) = (finding for finding in findings if finding.subject == doctor.SHARED)
-    assert finding.state == doctor.NOTE and "jet_fp8_exact is refused" in finding.found
-    assert doctor.verdict(findings) == "This machine runs every precision but jet_fp8_exact on 1 GPU."
+    assert finding.state == doctor.NOTE and "jet_fp8_exact and bf16_shared are refused" in finding.found
+    assert doctor.verdict(findings) == "This machine runs every precision but jet_fp8_exact and bf16_shared on 1 GPU."
 
 
 def test_a_healthy_gpu_machine_runs_every_precision(gpu_machine):

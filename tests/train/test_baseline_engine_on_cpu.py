@@ -1,8 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""verl's engine under the rollout-only baselines, FSDP2 on two gloo processes: INT8 qdata sent, scaling folded in."""
+"""verl's engine under BF16 training, FSDP2 on two gloo processes: INT8 or BF16 sent, scaling folded in."""
 
 import logging
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -22,8 +23,10 @@ from jetrl_verl.config.options import UnsupportedConfiguration
 from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.models import family
 from jetrl_verl.models.plan import plan_linears, plan_of
+from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.reference import quantize_int8
 from jetrl_verl.sync.contract import MANIFEST_NAME, Manifest
+from jetrl_verl.train.shared_operations import ATTENTION
 
 
 def masters(engine) -> dict[str, torch.Tensor]:
@@ -41,6 +44,35 @@ def int8_qdata_are_made_anew_at_every_sync(rank: int, folder: str) -> None:
             assert torch.equal(stream[name], expected.qdata), (name, step)
             assert torch.equal(stream[name + SCALE_SUFFIX], expected.scales), (name, step)
         train(engine, rank)
+
+
+def bf16_shared_sends_bf16_and_measures_no_quantization(rank: int, folder: str) -> None:
+    from verl.workers.utils.losses import sft_loss
+
+    options = dict(precision="bf16_shared", train="bf16", rollout="bf16", operations="shared")
+    engine = build(folder, **options)
+    assert not any(isinstance(module, JetLinear) for module in engine.module.modules())
+    assert engine.module.config._attn_implementation == ATTENTION
+    stream, weights = sent(engine), masters(engine)
+    manifest = Manifest.from_tensor(stream[MANIFEST_NAME])
+    assert not manifest.quantized and manifest.probe is None and manifest.operations["attention"]
+    assert set(manifest.plain) == set(weights)
+    assert all(torch.equal(stream[name], weights[name].to(torch.bfloat16)) for name in weights)
+    with engine.train_mode():
+        metrics = engine.train_batch(batch(rank), partial(sft_loss, None))["metrics"]
+    assert metrics["grad_norm"] > 0
+    assert {name for name in metrics if "jetrl/" in name} == {
+        "jetrl/sync_megabytes",
+        "jetrl/sync_stock_megabytes",
+        "jetrl/sync_seconds",
+    }
+    again = sent(engine)
+    assert all(not torch.equal(again[name], stream[name]) for name in weights if "proj.weight" in name)
+
+    kinds = {
+        type(m) for name, m in build(folder, "ref", ref="fp8", **options).module.named_modules() if "_proj" in name
+    }
+    assert kinds == {JetLinear}, "a reference policy's linear layers have an option of their own"
 
 
 def int8_scales_of_the_first_sync_are_kept(rank: int, folder: str, disks: str) -> None:
@@ -156,6 +188,10 @@ def scaled_folder(folder, tmp_path_factory) -> str:
     fold_missing(model, 1.5)
     model.save_pretrained(path)
     return str(path)
+
+
+def test_bf16_shared_sends_bf16_and_measures_no_quantization(folder, cpu_platform):
+    run_in_two_processes(bf16_shared_sends_bf16_and_measures_no_quantization, folder)
 
 
 def test_int8_qdata_are_made_anew_at_every_sync(folder, cpu_platform):

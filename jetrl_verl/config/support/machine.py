@@ -9,7 +9,8 @@ from .row import DRIVER, WORKER, Row, Scope
 from .scopes import AUTO, EVERY, MODEL, ROLLOUT, SHARED, VLLM
 
 _BF16 = "Set precision=bf16"
-_STOCK = "Set precision=jet_fp8 jetrl.operations=stock"
+_OR_STOCK = "precision=jet_fp8 jetrl.operations=stock, or precision=bf16"
+_STOCK = f"Set {_OR_STOCK}"
 _PATH = f"Set {MODEL}.path"
 
 _UNMASKED = Scope(
@@ -45,7 +46,7 @@ MACHINE_ROWS: tuple[Row, ...] = (
         "gpu_without_fp8",
         "GPUs of compute capability below 8.9",
         EVERY,
-        "FP8 tensor cores begin at 8.9",
+        "every precision but bf16 is for GPUs with FP8 tensor cores, which begin at 8.9",
         _BF16,
         what=_GPU,
         found=DRIVER,
@@ -181,7 +182,7 @@ MACHINE_ROWS: tuple[Row, ...] = (
             dropout.replace("_", " "),
             SHARED,
             "{error}",
-            f"Set {MODEL}.override_config.{dropout}=0, or precision=jet_fp8 jetrl.operations=stock",
+            f"Set {MODEL}.override_config.{dropout}=0, or {_OR_STOCK}",
             what=_MODEL,
             found=DRIVER,
             sign=dropout.replace("_", " "),
@@ -234,7 +235,7 @@ WORKER_ROWS: tuple[Row, ...] = (
         "attention backends that vLLM chooses by itself, or a plugin brings",
         SHARED,
         "both sides call one attention",
-        f"Set {VLLM}.attention_backend=null, or precision=jet_fp8 jetrl.operations=stock",
+        f"Set {VLLM}.attention_backend=null, or {_OR_STOCK}",
         what="the attention backend {backend} ({module})",
         found=WORKER,
         listed=False,

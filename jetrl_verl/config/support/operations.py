@@ -7,7 +7,7 @@ excludes: the two classes of docs/architecture.md, "Zero mismatch".
 from .row import IS_SET, Row, Wrong, above, other_than
 from .scopes import ACTOR, EXACT, MODEL, ROLLOUT, SHARED, VLLM
 
-_STOCK = ", or precision=jet_fp8 jetrl.operations=stock"
+_STOCK = ", or precision=jet_fp8 jetrl.operations=stock, or precision=bf16"
 
 SHARED_ROWS: tuple[Row, ...] = tuple(
     Row(name, feature, SHARED, reason, f"Set {{key}}={use}{_STOCK}", (key,), wrong, example=example)

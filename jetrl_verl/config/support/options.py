@@ -55,7 +55,20 @@ _NO_FP8_TRAINING = Scope(
     lambda get: get("jetrl.train") == get("jetrl.critic") == UNQUANTIZED,
     ("precision=fp8_rollout",),
 )
+_BASELINE = Scope(
+    "precision={jetrl.precision}",
+    "a precision of BF16 training and a quantized rollout",
+    lambda get: not get("jetrl.precision").startswith("jet_fp8") and get("jetrl.rollout") != UNQUANTIZED,
+    ("precision=fp8_rollout",),
+)
 _EXACT = Scope(EXACT.said, EXACT.doc, EXACT.applies, EXACT.example)
+_BF16_SHARED = _with("precision=bf16_shared", partial(_is_named, "bf16_shared"), "precision=bf16_shared")
+_NO_FORMAT = Scope(
+    "precision={jetrl.precision}",
+    "`precision=bf16_shared`, unless `jetrl.ref` or `jetrl.critic` is FP8",
+    lambda get: all(get(f"jetrl.{name}") == UNQUANTIZED for name in ("train", "rollout", "ref", "critic")),
+    ("precision=bf16_shared",),
+)
 
 OPTION_ROWS: tuple[Row, ...] = (
     *(
@@ -107,14 +120,56 @@ OPTION_ROWS: tuple[Row, ...] = (
         example=UNQUANTIZED,
     ),
     Row(
+        "bf16_with_stock_operations",
+        "BF16 linear layers with stock operations",
+        _BF16_SHARED,
+        "without shared operations nothing of it is left",
+        "Set precision=bf16",
+        ("jetrl.operations",),
+        other_than("shared"),
+        example="stock",
+    ),
+    Row(
         "nothing_in_fp8",
-        "BF16 rollout of BF16 training",
+        "BF16 rollout of BF16 training under the name of another precision",
         _TRAIN_BF16,
         "nothing is left to quantize",
-        "Set precision=bf16",
+        "Set precision=bf16, or precision=bf16_shared, which shares the operations between the linear layers",
         ("jetrl.rollout",),
-        _equal(UNQUANTIZED),
+        Wrong(
+            f"`{UNQUANTIZED}` without `precision=bf16_shared`",
+            lambda value, get: value == UNQUANTIZED and not _is_named("bf16_shared", get),
+        ),
         example=UNQUANTIZED,
+    ),
+    Row(
+        "quantized_rollout_of_bf16_shared",
+        "a rollout under the name of another format",
+        _BF16_SHARED,
+        "that is another precision",
+        "Set precision={jetrl.rollout}_rollout",
+        ("jetrl.rollout",),
+        other_than(UNQUANTIZED),
+        example=FLOW,
+        listed=False,
+    ),
+    *(
+        Row(
+            f"{option}_of_no_format",
+            "options of a quantization without one",
+            _NO_FORMAT,
+            "no linear layer is quantized",
+            f"Set jetrl.{option}={default}",
+            (f"jetrl.{option}",),
+            other_than(default),
+            example=example,
+            listed=False,
+        )
+        for option, default, example in (
+            ("scale_rule", "fp32", "pow2"),
+            ("unfit_layers", "stop", "skip"),
+            ("invariant_scaling", 1, 1.5),
+        )
     ),
     Row(
         "bf16_training_under_another_name",
@@ -188,7 +243,7 @@ OPTION_ROWS: tuple[Row, ...] = (
     Row(
         "operations_of_a_baseline",
         "shared operations of a baseline",
-        _NAMED_BF16,
+        _BASELINE,
         "each side of a baseline runs its own operations",
         "Set precision=jet_fp8, or jetrl.operations=stock",
         ("jetrl.operations",),

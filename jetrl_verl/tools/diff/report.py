@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jetrl_verl.config.options import JetConfig
+from jetrl_verl.formats.catalog import UNQUANTIZED
 from jetrl_verl.tools.diff.attribution import Attribution
 from jetrl_verl.tools.diff.measures import Mismatch
 from jetrl_verl.tools.diff.operations import KINDS
@@ -131,8 +132,9 @@ def _kinds(summary: Mapping[str, Any]) -> Table:
     table.add_column("without it", justify="right")
     table.add_column("alone", justify="right")
     options = summary["options"]
+    quantized = options is not None and options["rollout"] != UNQUANTIZED
     for kind, row in summary["kinds"].items():
-        label = "linear (quantization)" if kind == "linear" and options is not None else kind
+        label = "linear (quantization)" if kind == "linear" and quantized else kind
         table.add_row(label, _number(row["without"]["k3_kl"]), _number(row["alone"]["k3_kl"]))
     table.add_row(
         "compiler + batching",

@@ -259,7 +259,7 @@ def _weights(request: Request, options: JetConfig, device: torch.device) -> Iter
     from jetrl_verl.sync.wire import quantize_stream
 
     model = load_master(request.model, options)
-    plans = plan_linears(model.config, unfit_layers=options.unfit_layers)
+    plans = plan_linears(model.config, unfit_layers=options.unfit_layers, format_name=options.rollout)
     stream = ((name, tensor.to(device)) for name, tensor in model.state_dict().items())
     yield from quantize_stream(stream, plans, options.scale_rule, options.rollout)
 

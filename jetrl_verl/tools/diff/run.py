@@ -99,7 +99,8 @@ def _compose(options: DiffOptions, precision: str) -> _Settings:
         if config.get("jetrl") is not None:
             jetrl = JetConfig.from_node(OmegaConf.to_container(config.jetrl, resolve=True))
             user = vllm_arguments(jetrl, user)
-            check_model(str(options.model.absolute()), jetrl, 1, shared_operations=jetrl.operations == "shared")
+            shared = jetrl.operations == "shared"
+            check_model(str(options.model.absolute()), jetrl, 1, shared, format_name=jetrl.rollout)
     except (HydraException, UnsupportedConfiguration) as error:
         raise DiffError(str(error)) from None
     if rollout.tensor_model_parallel_size != 1:

@@ -1,0 +1,123 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""``precision=bf16_shared`` in a real vLLM on the CPU: its own BF16 linears, our operations, our weight sync and check.
+
+Log-probabilities are close to the trainer's and not promised to be equal, since each side multiplies with its own GEMM.
+"""
+
+import pytest
+import torch
+import vllm_engine
+from engine_inventory import OURS, inventory
+from test_exact_rollout_on_cpu import SHAPE, build_policy
+from vllm_engine import sync
+
+from jetrl_verl import formats, kernels
+from jetrl_verl.config.options import JetConfig
+from jetrl_verl.models.plan import plan_linears
+from jetrl_verl.sync.contract import ContractViolation, with_contract
+from jetrl_verl.sync.operations_probe import stated_operations, stated_probe
+from jetrl_verl.sync.wire import quantize_stream
+from jetrl_verl.train.shared_operations import share_operations
+
+FAMILY = "qwen2"
+"""It has biases, which its linears add themselves."""
+LINEARS = formats.UNQUANTIZED
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory, cpu_platform):
+    """(vLLM, its worker)."""
+    from jetrl_verl.patches import reloadable_weights_on_cpu
+
+    reloadable_weights_on_cpu.KEEP_WEIGHT.apply()
+    folder = tmp_path_factory.mktemp("model")
+    build_policy(FAMILY, 0).to(torch.bfloat16).save_pretrained(folder)
+    options = JetConfig("bf16_shared", train=LINEARS, rollout=LINEARS, operations="shared")
+    with vllm_engine.cpu_settings():
+        yield vllm_engine.start(folder, options, load_format="dummy", logprobs_mode="processed_logprobs")
+
+
+def stream(seed: int, linears: str = LINEARS, operations: str = "shared", edit=None):
+    """What a trainer whose linear layers are in ``linears`` sends; ``edit`` changes a tensor behind the sums."""
+    model = build_policy(FAMILY, seed)
+    plans = plan_linears(model.config, format_name=linears)
+    weights = with_contract(
+        quantize_stream(model.state_dict().items(), plans, "fp32", linears),
+        scale_rule="fp32",
+        probe=stated_probe(CPU, linears, "fp32"),
+        operations=stated_operations(CPU, operations),
+    )
+    return [(name, edit(name, tensor.clone()) if edit else tensor) for name, tensor in weights]
+
+
+def test_the_engine_has_our_operations_and_vllms_linears(engine):
+    _, worker = engine
+    found = inventory(worker)
+    assert found["worker"][0] == f"{OURS}.rollout.worker.JetWorker"
+    assert found["quantization"] == f"{OURS}.rollout.method.JetBF16Config"
+    methods = found["linear methods"]
+    assert methods["vllm.model_executor.layers.linear.UnquantizedLinearMethod"] == 2 * 4
+    assert not any(name.startswith(OURS) for name in methods)
+    shared = {name.rpartition(".")[2] for name in found["modules"] if name.startswith(OURS)}
+    assert shared == {"SharedRMSNorm", "SharedSiluAndMul", "SharedRotaryEmbedding", "SharedLogitsProcessor"}
+    assert found["attention"] == {f"{OURS}.rollout.cpu_attention.SharedCPUAttention": 2}
+    assert found["sampler"] == f"{OURS}.rollout.sampler.SharedSampler"
+    # Nobody reads qdata, so nothing is quantized on the way out of a norm or an activation.
+    rules = [module.reader_rule for module in worker.get_model().modules() if hasattr(module, "reader_rule")]
+    assert len(rules) == 2 * 3 + 1 and set(rules) == {None}
+
+
+def test_what_is_sent_is_bf16_and_held_and_close_to_the_trainers(engine, caplog):
+    llm, worker = engine
+    sent = stream(1)
+    assert all(formats.of(tensor) is None for _, tensor in sent)
+    sync(worker, sent)
+    prompt = torch.randint(0, SHAPE["vocab_size"], (48,), generator=torch.Generator().manual_seed(0)).tolist()
+    theirs = vllm_engine.prompt_log_probs(llm, prompt)
+
+    def trainer(shared: bool) -> torch.Tensor:
+        model = build_policy(FAMILY, 1)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+        if shared:
+            share_operations(model)
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, :-1].float()
+        return kernels.log_probs(logits, torch.tensor(prompt[1:])[:, None], torch.ones(len(prompt) - 1))[:, 0]
+
+    ours, stock = ((trainer(shared) - theirs).square().mean() for shared in (True, False))
+    assert ours < stock / 2
+
+
+def flipped(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if name == "model.layers.1.mlp.up_proj.weight":
+        tensor.view(torch.int16)[7, 11] ^= 1
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (dict(edit=flipped), r"up_proj\.weight differs between trainer and rollout in 1 of 384"),
+        (dict(operations="stock"), "add_rms_norm, .* of the shared operations differ between trainer and rollout"),
+    ],
+    ids=["a bit of a BF16 weight", "stock operations"],
+)
+def test_a_difference_is_named(engine, changes, sentence):
+    with pytest.raises(ContractViolation, match=sentence):
+        sync(engine[1], stream(2, **changes))
+
+
+def test_qdata_do_not_fit_an_engine_without_a_format(engine):
+    with pytest.raises(RuntimeError, match="could not load the weights"):
+        sync(engine[1], stream(3, linears=formats.FLOW))
+
+
+def test_a_probe_on_one_side_alone_is_a_difference(engine):
+    model = build_policy(FAMILY, 4)
+    weights = quantize_stream(model.state_dict().items(), {}, "fp32", LINEARS)
+    stated = with_contract(weights, scale_rule="fp32", probe=1, operations=stated_operations(CPU, "shared"))
+    with pytest.raises(ContractViolation, match="gives 0x1 in the trainer, none in the rollout"):
+        sync(engine[1], stated)

@@ -22,12 +22,17 @@ def odd_constants(count: int, device: torch.device) -> torch.Tensor:
     return (2 * words + 1).to(device)
 
 
-def row_sums(tensor: torch.Tensor) -> torch.Tensor:
+def row_sums(tensor: torch.Tensor, parts: int = 1) -> torch.Tensor:
     """Sums of each row of a BF16 tensor ``[R, C]``, or of each element of ``[R]``.
 
+    Args:
+        parts: into how many equal parts each row is cut first, so that one who holds a part can compare it.
+
     Returns:
-        int64 ``[R]``.
+        int64 ``[R]``; ``[R, parts]`` where there are several.
     """
+    if parts > 1:
+        return row_sums(tensor.reshape(tensor.shape[0] * parts, -1)).view(-1, parts)
     rows = tensor.detach().contiguous().view(torch.int16)
     rows = rows.view(rows.shape[0], -1)
     if rows.shape[1] % 4 == 0:

@@ -102,12 +102,11 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
         )
         logger.info(
             "jetrl weight sync: loaded in %.3f s, contract of %d quantized and %d BF16 tensors held in %.3f s, "
-            "%d not compared, live digest %#018x",
+            "live digest %#018x",
             loaded - started,
             counts["quantized"],
             counts["plain"],
             time.perf_counter() - loaded,
-            counts["uncompared"],
             counts["digest"],
         )
 

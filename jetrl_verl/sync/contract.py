@@ -9,7 +9,8 @@ drops, swaps or misplaces a piece is therefore seen, and so is a parameter that 
 Sums. A tensor is summarised by 64-bit multilinear sums: its bytes as 64-bit words, each times an odd constant of its
 position, added modulo 2^64. Odd constants are invertible, so any change within one word always changes the sum. FP8
 data get one sum per 128x128 block, the block's scale included, which is also the granularity of tensor-parallel shards
-and merged projections: a worker compares exactly the blocks it holds. BF16 tensors get one sum per row.
+and merged projections: a worker compares exactly the blocks it holds. BF16 tensors get one sum per row, or, where the
+rollout is tensor parallel, one per row and rank, since a rank of a row-parallel layer holds a part of each row.
 
 Per-layer facts ride in a JSON manifest: quantized or not, block shape, scale rule, and the sum of a small probe GEMM
 run through the same operator on both sides, which tells two kernels apart that hold equal weights; where operations are
@@ -70,12 +71,14 @@ def with_contract(
     scale_rule: str,
     probe: int | None,
     operations: Mapping[str, int] = MappingProxyType({}),
+    ranks: int = 1,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Pass a sync's stream through and append sums and manifest.
 
     Args:
         weights: (name, tensor); a quantized weight's qdata are followed at once by its scales.
         scale_rule: rule that made the qdata. probe, operations: as in :class:`Manifest`.
+        ranks: over how many the rollout splits each layer.
 
     Yields:
         ``weights`` unchanged, then :data:`SUM_PREFIX` + name with the int64 sums of each, last :data:`MANIFEST_NAME`.
@@ -91,7 +94,8 @@ def with_contract(
             sums.append((whole, formats.of(value.qdata).sums(value)))
             manifest.quantized.append(whole)
         else:
-            sums.append((whole, row_sums(value.to(torch.bfloat16))))
+            parts = ranks if value.ndim > 1 and value.shape[1] % ranks == 0 else 1
+            sums.append((whole, row_sums(value.to(torch.bfloat16), parts)))
             manifest.plain.append(whole)
     for name, value in sums:
         yield SUM_PREFIX + name, value
@@ -149,16 +153,13 @@ class ContractReceiver:
             scale_rule: rule of the live method. probe, operations: as in :class:`Manifest`, of this worker.
 
         Returns:
-            Counts under ``"quantized"``, ``"plain"`` and ``"uncompared"``, and under ``"digest"`` the sum of all live
-            sums modulo 2^64. Uncompared are BF16 layers of which this rank holds a slice of columns, since sums are
-            taken per whole row; they occur only with ``unfit_layers=skip`` under tensor parallelism.
+            Counts under ``"quantized"`` and ``"plain"``, and under ``"digest"`` the sum of all live sums modulo 2^64.
 
         Raises:
             ContractViolation: at the first difference.
         """
         manifest = self._check_statement(scale_rule)
         self._check_coverage(manifest, live)
-        uncompared = 0
         sums: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         for name in manifest.quantized:
             held, stated = live[name], self._stated(name)
@@ -168,17 +169,16 @@ class ContractReceiver:
             sums.append((name, stated[rows, columns], found))
         for name in manifest.plain:
             held, stated = live[name], self._stated(name)
-            self._same_shape(name, stated, torch.Size(held.whole[:1]))
-            if held.columns != slice(0, held.whole[1]):
-                uncompared += 1
-            else:
-                sums.append((name, stated[held.rows], row_sums(held.tensor)))
+            stated = stated.view(len(stated), -1)
+            self._same_shape(name, stated[:, 0], torch.Size(held.whole[:1]))
+            first, last = self._parts(name, held, stated.shape[1])
+            found = row_sums(held.tensor, last - first)
+            sums.append((name, stated[held.rows, first:last], found.view(-1, last - first)))
         digest = self._compare(sums)
         self._check_code(manifest, probe, operations, next(iter(live.values())).tensor.device)
         return {
             "quantized": len(manifest.quantized),
             "plain": len(manifest.plain),
-            "uncompared": uncompared,
             "digest": digest % 2**64,
         }
 
@@ -252,6 +252,18 @@ class ContractReceiver:
                 f"contract check: {name} has {tuple(stated.shape)} blocks or rows in the trainer and {tuple(whole)} in "
                 "the rollout; vLLM reads another shape out of the model's configuration"
             )
+
+    @staticmethod
+    def _parts(name: str, held: LiveTensor, parts: int) -> tuple[int, int]:
+        """First and last (exclusive) of the ``parts`` equal parts of a row that this worker holds."""
+        width, rest = divmod(held.whole[1], parts)
+        if rest or held.columns.start % width or held.columns.stop % width:
+            raise ContractViolation(
+                f"contract check: the trainer sums {width} columns of {name} at a time and the rollout holds columns "
+                f"{held.columns.start} to {held.columns.stop}; the trainer was told another tensor-parallel size than "
+                "the rollout has"
+            )
+        return held.columns.start // width, held.columns.stop // width
 
     @staticmethod
     def _compare(sums: list[tuple[str, torch.Tensor, torch.Tensor]]) -> int:

@@ -163,6 +163,7 @@ class _JetEngine(ShadowForwards):
                 scale_rule=rule,
                 probe=stated_probe(device, config.jetrl.rollout, rule),
                 operations=stated_operations(device, config.jetrl.operations),
+                ranks=config.jetrl_rollout_tp,
             )
         return measured(stream, statistics), peft_config
 

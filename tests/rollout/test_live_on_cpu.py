@@ -62,8 +62,16 @@ def quantized(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"weight": qdata, "weight" + SCALE_SUFFIX: scales}
 
 
-def rank_model(rank: int, whole: dict[str, torch.Tensor]) -> nn.Module:
-    """What one of two ranks holds: heads, inner features and vocabulary split, the key/value head replicated."""
+def plain(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"weight": weight}
+
+
+def rank_model(rank: int, whole: dict[str, torch.Tensor], held=quantized) -> nn.Module:
+    """What one of two ranks holds: heads, inner features and vocabulary split, the key/value head replicated.
+
+    Args:
+        held: ``quantized``, or ``plain`` for linear layers in BF16.
+    """
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -102,27 +110,27 @@ def rank_model(rank: int, whole: dict[str, torch.Tensor]) -> nn.Module:
         tp_rank=rank,
         tp_size=TP,
         bias=bias,
-        **quantized(qkv),
+        **held(qkv),
     )
     o_columns = slice(rank * HEADS * HEAD // TP, (rank + 1) * HEADS * HEAD // TP)
     row = dict(tp_rank=rank, tp_size=TP)
     block.self_attn.o_proj = layer(
-        RowParallelLinear, input_size=HEADS * HEAD, **row, **quantized(get("self_attn.o_proj.weight")[:, o_columns])
+        RowParallelLinear, input_size=HEADS * HEAD, **row, **held(get("self_attn.o_proj.weight")[:, o_columns])
     )
     gate_up = torch.cat([get("mlp.gate_proj.weight")[inner], get("mlp.up_proj.weight")[inner]])
-    block.mlp.gate_up_proj = layer(MergedColumnParallelLinear, output_sizes=[INNER, INNER], **row, **quantized(gate_up))
+    block.mlp.gate_up_proj = layer(MergedColumnParallelLinear, output_sizes=[INNER, INNER], **row, **held(gate_up))
     block.mlp.down_proj = layer(
-        RowParallelLinear, input_size=INNER, **row, **quantized(get("mlp.down_proj.weight")[:, inner])
+        RowParallelLinear, input_size=INNER, **row, **held(get("mlp.down_proj.weight")[:, inner])
     )
     model.model.layers = nn.ModuleList([block])
     model.config = SimpleNamespace(model_type="qwen2")
     return model
 
 
-def verify(model: nn.Module, whole: dict[str, torch.Tensor]) -> dict:
+def verify(model: nn.Module, whole: dict[str, torch.Tensor], sent=quantized, ranks: int = TP) -> dict:
     def stream():
         for name, tensor in whole.items():
-            if name.endswith("proj.weight"):
+            if name.endswith("proj.weight") and sent is quantized:
                 q = quantize_128x128(tensor, "fp32")
                 yield name, q.qdata
                 yield name + SCALE_SUFFIX, q.scales
@@ -130,7 +138,7 @@ def verify(model: nn.Module, whole: dict[str, torch.Tensor]) -> dict:
                 yield name, tensor
 
     receiver = ContractReceiver()
-    receiver.take(list(with_contract(stream(), scale_rule="fp32", probe=1)))
+    receiver.take(list(with_contract(stream(), scale_rule="fp32", probe=1, ranks=ranks)))
     return receiver.verify(live_tensors(model), scale_rule="fp32", probe=1)
 
 
@@ -138,7 +146,9 @@ def verify(model: nn.Module, whole: dict[str, torch.Tensor]) -> dict:
 def test_each_rank_holds_its_part_of_every_tensor(rank):
     whole = whole_tensors()
     counts = verify(rank_model(rank, whole), whole)
-    assert (counts["quantized"], counts["plain"], counts["uncompared"]) == (7, 6, 0)
+    assert (counts["quantized"], counts["plain"]) == (7, 6)
+    counts = verify(rank_model(rank, whole, plain), whole, plain)
+    assert (counts["quantized"], counts["plain"]) == (0, 13)
 
 
 @pytest.mark.parametrize(
@@ -157,8 +167,20 @@ def test_the_other_ranks_shard_is_not_accepted(module, piece):
     prefix = f"model.layers.0.{module}"
     for leaf in ("weight", "weight" + SCALE_SUFFIX):
         model.get_parameter(f"{prefix}.{leaf}").data = other.get_parameter(f"{prefix}.{leaf}").data
-    with pytest.raises(ContractViolation, match=rf"model\.layers\.0\.{piece}\.weight differs".replace("_", "_")):
+    with pytest.raises(ContractViolation, match=rf"model\.layers\.0\.{piece}\.weight differs"):
         verify(model, whole)
+
+
+@pytest.mark.parametrize("module", ["self_attn.o_proj", "mlp.down_proj"])
+def test_the_other_ranks_columns_of_a_bf16_layer_are_not_accepted(module):
+    whole = whole_tensors()
+    model, other = rank_model(0, whole, plain), rank_model(1, whole, plain)
+    name = f"model.layers.0.{module}.weight"
+    model.get_parameter(name).data = other.get_parameter(name).data
+    with pytest.raises(ContractViolation, match=f"{module}.weight differs between trainer and rollout in 256 of 256"):
+        verify(model, whole, plain)
+    with pytest.raises(ContractViolation, match="sums 512 columns of .* and the rollout holds columns 0 to 256"):
+        verify(model, whole, plain, ranks=1)
 
 
 def test_swapped_gate_and_up_are_seen():

@@ -10,6 +10,7 @@ never chosen by accident: without the variable nothing here is imported, since t
 What has to be different, each with its reason:
 
 * the process group: see patches/process_group_on_cpu.py;
+* FSDP: see patches/fsdp_on_cpu.py;
 * engine selection: FSDP engines are registered for ``cuda`` and ``npu``; ``VERL_ENGINE_DEVICE=cuda`` selects them;
 * Ray: verl asks for the resource ``GPU``; a run without one declares it through ``ray_kwargs.ray_init.num_gpus``;
 * vLLM's CPU build: see patches/reloadable_weights_on_cpu.py and patches/fork_on_cpu.py;
@@ -148,6 +149,13 @@ def _build_platform_class() -> type:
     return PlatformCPU
 
 
+def _let_fsdp1_broadcast_from_the_cpu() -> None:
+    """FSDP1 broadcasts rank 0's parameters and refuses those of a CPU, since NCCL could not; gloo can."""
+    from torch.distributed.fsdp import _init_utils
+
+    _init_utils._check_module_states_for_sync_module_states = lambda module_states: None
+
+
 def install() -> None:
     """Register the platform and change what stands in its way; called once from the plugin when the variable is set."""
     from verl.plugin.platform import PlatformRegistry
@@ -156,6 +164,10 @@ def install() -> None:
     os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")
     os.environ.setdefault("VERL_ENGINE_VENDOR", "nvidia")
 
-    from jetrl_verl.patches import process_group_on_cpu
+    from jetrl_verl.patches import fsdp_on_cpu, process_group_on_cpu
+    from jetrl_verl.patches.after_import import when_imported
 
     process_group_on_cpu.PROCESS_GROUP.apply()
+    for patch in fsdp_on_cpu.PATCHES:
+        when_imported(patch.module, f"jetrl: {patch.function}", patch.apply)
+    when_imported("torch.distributed.fsdp._init_utils", "jetrl: FSDP1", _let_fsdp1_broadcast_from_the_cpu)

@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from jetrl_verl.patches.patch import Patch
 
 MODULES = (
+    "attention_of_value_models",
     "batch_hooks",
     "checkpoint_tracker",
     "fork_on_cpu",
+    "fsdp_on_cpu",
     "log_probs",
     "process_group_on_cpu",
     "reloadable_weights_on_cpu",

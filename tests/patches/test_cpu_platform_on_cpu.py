@@ -1,13 +1,13 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The patches behind the CPU platform: process group, reloadable BF16 weights, forked engine processes."""
+"""The patches behind the CPU platform: process group, FSDP, reloadable BF16 weights, forked processes."""
 
 import os
 
 import pytest
 import torch
 
-from jetrl_verl.patches import fork_on_cpu, process_group_on_cpu, reloadable_weights_on_cpu
+from jetrl_verl.patches import fork_on_cpu, fsdp_on_cpu, process_group_on_cpu, reloadable_weights_on_cpu
 
 
 @pytest.mark.parametrize(("asked", "got"), [(None, "gloo"), ("cpu:gloo", "cpu:gloo")])
@@ -20,6 +20,37 @@ def test_the_process_group_names_the_cpu_once(cpu_platform, monkeypatch, asked, 
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda **arguments: seen.update(arguments))
     distributed.initialize_global_process_group_ray(timeout_second=None, backend=asked)
     assert seen["backend"] == got
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_reference_policy_asks_for_no_pinned_memory_on_the_cpu_alone(cpu_platform, monkeypatch, device):
+    from types import SimpleNamespace
+
+    from verl.utils import device as verl_device
+    from verl.utils import fsdp_utils
+
+    fsdp_on_cpu.NO_PINNED_MEMORY.apply()
+    model = SimpleNamespace(_no_split_modules=["Layer"])
+    policies = []
+    monkeypatch.setattr(verl_device, "get_device_name", lambda: device)
+    monkeypatch.setattr(fsdp_utils, "_select_fsdp2_wrap_targets", lambda model, names: [])
+    monkeypatch.setattr(fsdp_utils, "fully_shard", lambda module, offload_policy: policies.append(offload_policy))
+    fsdp_utils.apply_fsdp2(model, {"offload_policy": "pinned"}, {})
+    assert policies == [None if device == "cpu" else "pinned"]
+
+
+@pytest.mark.parametrize(("device", "loads"), [("cpu", 0), ("cuda", 1)])
+def test_a_model_under_fsdp1_is_where_it_belongs_on_the_cpu_alone(cpu_platform, monkeypatch, device, loads):
+    from verl.utils import device as verl_device
+    from verl.utils import fsdp_utils
+
+    fsdp_on_cpu.NOTHING_TO_LOAD.apply()
+    loaded = []
+    monkeypatch.setattr(verl_device, "get_device_name", lambda: device)
+    monkeypatch.setattr(fsdp_utils, "fsdp_version", lambda model: 2)
+    monkeypatch.setattr(fsdp_utils, "load_fsdp2_model_to_gpu", loaded.append)
+    fsdp_utils.load_fsdp_model_to_gpu("model")
+    assert loaded == ["model"] * loads
 
 
 @pytest.mark.parametrize("on_cpu_platform", [True, False])

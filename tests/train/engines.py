@@ -11,14 +11,20 @@ from jetrl_verl.config.options import JetConfig
 
 
 def build(
-    folder: str, role: str = "actor", *, tokenizer: bool = False, optimizer: dict[str, Any] | None = None, **options
+    folder: str,
+    role: str = "actor",
+    *,
+    tokenizer: bool = False,
+    optimizer: dict[str, Any] | None = None,
+    strategy: str = "fsdp2",
+    **options,
 ):
-    """Engine on the model in ``folder`` under FSDP2, initialised; to be called on each of the processes.
+    """Engine on the model in ``folder``, initialised; to be called on each of the processes.
 
     Args:
         role: as in ``JetWorkerEngineConfig``; ``"critic"`` is a value model.
         tokenizer: whether the folder's tokenizer is loaded.
-        optimizer: further fields of ``FSDPOptimizerConfig``.
+        optimizer: further fields of ``FSDPOptimizerConfig``. strategy: ``fsdp``, which is FSDP1, or ``fsdp2``.
         options: fields of ``JetConfig`` that differ from ``precision=jet_fp8``.
     """
     from verl.trainer.config import CheckpointConfig
@@ -32,7 +38,7 @@ def build(
     schedule = {"lr": 1e-3, "lr_warmup_steps": 0, "total_training_steps": 10} | (optimizer or {})
     engine = EngineRegistry.new(
         model_type=kind,
-        backend="fsdp2",
+        backend=strategy,
         model_config=HFModelConfig(
             path=folder,
             model_type=kind,
@@ -41,7 +47,7 @@ def build(
             override_config={"attn_implementation": "sdpa"},
         ),
         engine_config=JetWorkerEngineConfig(
-            strategy="fsdp2", use_torch_compile=False, jetrl=JetConfig(**fields), jetrl_role=role
+            strategy=strategy, use_torch_compile=False, jetrl=JetConfig(**fields), jetrl_role=role
         ),
         optimizer_config=FSDPOptimizerConfig(**schedule),
         checkpoint_config=CheckpointConfig(),

@@ -75,6 +75,23 @@ def steps_and_syncs(rank: int, folder: str) -> None:
         assert same_on_both_ranks(sums), f"{name} differs between ranks"
 
 
+def fsdp1_takes_the_same_steps(rank: int, folder: str) -> None:
+    """As FSDP2: the first gradient, and what is sent before and after. With shared operations: tests/e2e."""
+    options = dict(scale_rule="pow2", backward="bf16")
+    found = []
+    for strategy in ("fsdp", "fsdp2"):
+        engine = build(folder, strategy=strategy, **options)
+        found.append((sent(engine), train(engine, rank), sent(engine)))
+    (first, norm, second), (expected, expected_norm, _) = found
+    assert first.keys() == expected.keys()
+    assert all(torch.equal(x.view(torch.uint8), expected[name].view(torch.uint8)) for name, x in first.items())
+    assert norm == pytest.approx(expected_norm, rel=1e-3)
+    manifest = Manifest.from_tensor(second[MANIFEST_NAME])
+    assert len(manifest.quantized) == 14 and manifest.scale_rule == "pow2"
+    assert all(not torch.equal(second[SUM_PREFIX + name], first[SUM_PREFIX + name]) for name in manifest.quantized)
+    build(folder, "ref", strategy="fsdp", ref="fp8").infer_batch(batch(rank))
+
+
 def a_checkpoint_restores_what_is_sent(rank: int, folder: str, other: str, checkpoint: str) -> None:
     engine = build(folder)
     train(engine, rank)
@@ -111,14 +128,6 @@ def roles_and_precisions(rank: int, folder: str) -> None:
     assert all(tensor.dtype != FP8_DTYPE for _, tensor in reference.get_per_tensor_param()[0])
     assert kinds(build(folder, role="ref", ref="fp8")) == {JetLinear}
 
-    import verl.utils.model
-    from transformers import AutoModelForTokenClassification
-
-    def load_critic(local_path, torch_dtype, model_config, trust_remote_code):
-        return AutoModelForTokenClassification.from_pretrained(local_path, dtype=torch_dtype, config=model_config)
-
-    # verl's own loader of the same class asks for flash-attn, which is in neither stack.
-    verl.utils.model.load_valuehead_model = load_critic
     assert kinds(build(folder, role="critic")) == {nn.Linear}
     assert kinds(build(folder, role="critic", critic="fp8")) == {JetLinear}
 
@@ -215,6 +224,10 @@ def folders(tmp_path_factory) -> tuple[str, str]:
 
 def test_steps_and_syncs_agree_with_one_process_and_between_ranks(folders, cpu_platform):
     run_in_two_processes(steps_and_syncs, folders[0])
+
+
+def test_fsdp1_takes_the_same_steps(folders, cpu_platform):
+    run_in_two_processes(fsdp1_takes_the_same_steps, folders[0])
 
 
 def test_a_checkpoint_restores_weights_optimiser_and_qdata(folders, tmp_path: Path, cpu_platform):

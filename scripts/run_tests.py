@@ -1,6 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``make test``: every test that needs no GPU, in two lanes side by side, since hardly a test keeps two cores busy.
+"""``make test``: every test that needs no GPU and is not marked ``slow``, in two lanes side by side, since hardly a
+test keeps two cores busy.
 
     python scripts/run_tests.py [words for pytest]
 
@@ -41,6 +42,7 @@ PROCESSOR = (
 vectors (torch 2.11 writes C++ that does not compile under ATEN_CPU_CAPABILITY=default)."""
 NARROWEST = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 PYTEST = [sys.executable, "-m", "pytest", "--gpu=never", "--durations=15"]
+NOT_SLOW = ["-m", "not slow"]
 NOTHING_CHOSEN = 5
 """pytest's exit status where the words chose no test."""
 
@@ -82,7 +84,7 @@ def main(words: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as said:
         reports = [Path(folder) / f"{name}.xml" for name in ("training", "computing", "narrowest")]
         training, computing, narrow = (
-            [*PYTEST, f"--junitxml={report}", *words, *paths]
+            [*PYTEST, *NOT_SLOW, f"--junitxml={report}", *words, *paths]
             for report, paths in zip(reports, (*lanes(), PROCESSOR), strict=True)
         )
         into = {"cwd": ROOT, "stdout": said, "stderr": subprocess.STDOUT}

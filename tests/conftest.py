@@ -7,6 +7,7 @@
   runs exactly them and is an error without a GPU, so that a GPU run never passes by running nothing.
 - End-to-end tests (``tests/e2e``, files named ``*end_to_end*``) run last: whatever they would find in minutes, a unit
   test should say in seconds.
+- Tests marked ``slow`` are left out by ``make test``; ``make test-slow`` runs exactly them.
 - A test that hangs (two processes and a collective are enough) fails by itself; ``@pytest.mark.timeout`` overrides.
 """
 
@@ -69,6 +70,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "timeout(seconds): after how long the test counts as hung (pytest-timeout)")
+    config.addinivalue_line("markers", "slow: left out by `make test`, run by `make test-slow`")
     if config.getoption("gpu") == "only" and not _cuda_is_available():
         raise pytest.UsageError(
             "the GPU tests need an NVIDIA GPU and torch finds none; run `make test` on this machine"

@@ -7,61 +7,21 @@ two minutes on two cores, so a run answers as many questions as it can: the seco
 and does it under ``jet_fp8_exact``, whose promise of zero mismatch verl's own metrics then judge.
 """
 
-import json
 import os
-import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 import torch
-from rich.console import Console
+from jobs import Run, train
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jetrl_verl.checkpoint.export import ExportOptions, export
-from jetrl_verl.tools.demo import cache
-from jetrl_verl.tools.demo.run import DemoOptions, run_demo
 
 STEPS = 3
-SYNC = re.compile(
-    r"jetrl weight sync: loaded in ([\d.]+) s, contract of (\d+) quantized and (\d+) BF16 tensors held in ([\d.]+) s, "
-    r"0 not compared, live digest (0x\w+)"
-)
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a finished run left behind."""
-
-    metrics: list[dict]
-    syncs: list[tuple[str, ...]]
-    log: str
-
-    def mean(self, name: str) -> float:
-        return fmean(step[name] for step in self.metrics if name in step)
-
-
-def train(policy: cache.Prepared, precision: str, out: Path, steps: int, *overrides: str) -> Run:
-    """A run of the demo with held-out accuracy left out: evaluating takes as long as three steps."""
-    fixed = (
-        "trainer.val_before_train=False",
-        "trainer.test_freq=-1",
-        "data.train_batch_size=16",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=128",
-    )
-    options = DemoOptions(precision, steps, out, policy.folder.parent, "cpu", (*fixed, *overrides))
-    status = run_demo(options, Console(width=160))
-    (folder,) = out.iterdir()
-    log = (folder / "run.log").read_text()
-    assert status == 0, log[-3000:]
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return Run([line["data"] for line in lines if "rollout_corr/k3_kl" in line["data"]], SYNC.findall(log), log)
 
 
 @pytest.fixture(scope="module")

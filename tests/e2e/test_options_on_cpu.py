@@ -1,0 +1,126 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Options that the main job (test_training_on_cpu.py) leaves at their defaults, each in a real job of two steps.
+
+Several share a job where one cannot hide the other: the forward is judged by k3_kl, the gradient by its norm, the
+critic and the reference policy by metrics of their own.
+"""
+
+import math
+from dataclasses import asdict
+
+import pytest
+import torch
+from jobs import Run, train
+
+from jetrl_verl.tools.demo.policy import PolicyConfig, build_tokenizer, save_policy
+
+ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+STEPS = 2
+LINEARS = 14
+"""Of the demo's policy: 7 in each of its 2 layers."""
+
+KL_TO_A_REFERENCE = (
+    f"{ACTOR}.use_kl_loss=True",
+    f"{ACTOR}.kl_loss_coef=0.001",
+    f"{REF}.log_prob_micro_batch_size_per_gpu=128",
+)
+
+
+def check(run: Run, quantized: int) -> None:
+    """Every step moved the weights, and every sync held the contract over ``quantized`` linear layers."""
+    assert len(run.metrics) == STEPS
+    assert all(0 < norm < math.inf for norm in run.steps("actor/grad_norm"))
+    assert len({digest for *_, digest in run.syncs}) == len(run.syncs) == STEPS + 1
+    assert {int(sync[1]) for sync in run.syncs} == {quantized}
+
+
+def test_fsdp1_powers_of_two_and_a_bf16_backward_keep_zero_mismatch(policy, tmp_path):
+    run = train(
+        policy,
+        "jet_fp8_exact",
+        tmp_path,
+        STEPS,
+        f"{ACTOR}.strategy=fsdp",
+        "jetrl.scale_rule=pow2",
+        "jetrl.backward=bf16",
+        f"{ACTOR}.ppo_mini_batch_size=16",
+    )
+    check(run, LINEARS)
+    assert "14 linear layers of the actor quantized (scale rule pow2, backward bf16)" in run.log
+    for metric in ("rollout_corr/k3_kl", "training/rollout_probs_diff_max", "actor/ppo_kl"):
+        assert run.steps(metric) == [0.0] * STEPS, metric
+
+
+@pytest.fixture(scope="module")
+def unfit(tmp_path_factory) -> str:
+    """A policy like the demo's whose MLP fits no block of 128."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    fields = asdict(PolicyConfig())
+    folder, tokenizer = tmp_path_factory.mktemp("unfit"), build_tokenizer()
+    torch.manual_seed(7)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=fields["hidden_size"],
+        intermediate_size=576,
+        num_hidden_layers=fields["layers"],
+        num_attention_heads=fields["heads"],
+        num_key_value_heads=fields["kv_heads"],
+        head_dim=fields["head_dim"],
+        max_position_embeddings=fields["max_positions"],
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    save_policy(Qwen3ForCausalLM(config), tokenizer, folder)
+    return str(folder)
+
+
+def test_ppo_with_a_critic_and_a_reference_in_fp8_where_some_layers_do_not_fit(policy, unfit, tmp_path):
+    run = train(
+        policy,
+        "jet_fp8",
+        tmp_path,
+        STEPS,
+        f"actor_rollout_ref.model.path={unfit}",
+        "jetrl.unfit_layers=skip",
+        "jetrl.critic=fp8",
+        "jetrl.ref=fp8",
+        *KL_TO_A_REFERENCE,
+        "algorithm.adv_estimator=gae",
+        f"critic.model.path={unfit}",
+        "critic.model.use_remove_padding=False",
+        "++critic.model.override_config.attn_implementation=sdpa",
+        "critic.strategy=fsdp2",
+        "critic.ppo_micro_batch_size_per_gpu=64",
+        "critic.optim.lr=1e-3",
+    )
+    check(run, 8)  # q, k, v, o
+    for role in ("actor", "critic", "ref"):
+        assert f"8 linear layers of the {role} quantized" in run.log
+    assert all(0 < k3 < 0.1 for k3 in run.steps("rollout_corr/k3_kl"))
+    assert all(0 < norm < math.inf for norm in run.steps("critic/grad_norm"))
+    assert all(math.isfinite(loss) for loss in run.steps("critic/vf_loss"))
+    assert len(run.steps("actor/kl_loss")) == STEPS
+
+
+def test_bf16_linears_under_shared_operations(policy, tmp_path):
+    run = train(policy, "bf16_shared", tmp_path, STEPS)
+    check(run, 0)
+    assert all(0 <= k3 < 1e-3 for k3 in run.steps("rollout_corr/k3_kl"))
+    # The wire carries BF16 where verl's own carries FP32, plus the sums of a small model's short rows.
+    assert run.mean("actor/jetrl/sync_megabytes") == pytest.approx(
+        0.5 * run.mean("actor/jetrl/sync_stock_megabytes"), rel=0.05
+    )
+    assert not any("qdata_changed" in name or "snr_db" in name for step in run.metrics for name in step)
+
+
+@pytest.mark.slow
+def test_qurl_in_fp8_with_a_reference_in_fp8(policy, tmp_path):
+    run = train(policy, "qurl_fp8", tmp_path, STEPS, "jetrl.ref=fp8", *KL_TO_A_REFERENCE)
+    check(run, LINEARS)
+    assert "14 linear layers of the ref quantized" in run.log
+    assert all(0 < k3 < 0.1 for k3 in run.steps("rollout_corr/k3_kl"))
+    # The reference rounds to FP8 and the actor does not, so they differ before the first update too.
+    assert run.steps("actor/kl_loss")[0] > 0

@@ -22,6 +22,7 @@ from packaging.version import InvalidVersion, Version
 from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED
 
 from .options import JetConfig, UnsupportedConfiguration
+from .support.general import ULYSSES
 from .support.scopes import MODEL
 from .support.table import refusal, row, row_of
 
@@ -56,6 +57,8 @@ def check_environment(config: DictConfig) -> None:
     format_name = FLOW if options.ref != UNQUANTIZED else options.rollout
     overrides = model_overrides(config)
     check_model(path, options, tensor_parallel, shared, overrides, format_name)
+    for key in ULYSSES:
+        check_ulysses(path, key, OmegaConf.select(config, key) or 1, options.precision)
     if options.critic != UNQUANTIZED:
         check_model(OmegaConf.select(config, "critic.model.path"), options, 1)
 
@@ -207,6 +210,17 @@ def check_model(
             ours.check_operations(ours.as_trained(model, overrides or {}))
     except ValueError as uncovered:
         raise UnsupportedConfiguration(model_message(uncovered, path, options.precision)) from None
+
+
+def check_ulysses(path: str | None, key: str, ranks: int, precision: str) -> None:
+    """Refuse a number of ranks over which the model's heads cannot be dealt, as verl's workers would."""
+    model = read_model(path) if ranks > 1 else None
+    if model is None:
+        return
+    heads = model["num_attention_heads"]
+    kv_heads = model.get("num_key_value_heads") or heads
+    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+        _refuse("ulysses_of_the_heads", precision, key=key, value=ranks, path=path, heads=heads, kv_heads=kv_heads)
 
 
 def model_message(error: ValueError, path: str, precision: str) -> str:

@@ -55,7 +55,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "correction": ("fixed", "adaptive"),
 }
 
-ROLLOUT_OPTIONS: tuple[str, ...] = ("scale_rule", "unfit_layers", "contract_check", "operations")
+ROLLOUT_OPTIONS: tuple[str, ...] = ("scale_rule", "unfit_layers", "contract_check", "operations", "reduction")
 """Options that travel to vLLM, inside its ``quantization_config``."""
 
 
@@ -163,6 +163,12 @@ class JetConfig:
                 f"jetrl options are not supported with precision=bf16. Set precision=<{'|'.join(PRECISIONS[1:])}>."
             )
         return cls(**{key: node[key] for key in node})
+
+    @property
+    def reduction(self) -> str:
+        """How a rollout over several GPUs adds its ranks' products: ``ordered``, as a trainer in the flow repeats it,
+        or ``stock``, as vLLM does."""
+        return "ordered" if self.train == FLOW else "stock"
 
     def as_dict(self) -> dict[str, Any]:
         """The node again, as plain Python values."""

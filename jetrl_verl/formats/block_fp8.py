@@ -17,7 +17,7 @@ import torch
 from jetrl_verl import kernels
 from jetrl_verl.formats.catalog import FORMATS
 from jetrl_verl.formats.format import Format
-from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor, dequantize_1x128, dequantize_128x128
+from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor, dequantize_1x128, dequantize_128x128, k_slices
 from jetrl_verl.reference.constants import E4M3_NAN_CODE
 
 _SMALLEST_NORMAL_CODE = 0x08
@@ -98,9 +98,25 @@ class BlockFP8(Format):
         """``qdata * scales`` in FP32 of rowwise or colwise data."""
         return dequantize_1x128(x)
 
-    def fprop(self, x: QuantizedTensor, weight: QuantizedTensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``Y [M, N]`` BF16 of rowwise X and the weight: :meth:`linear` after its first step."""
-        return kernels.gemm_nt(x, weight, b_block_scaled=True, bias=bias)
+    def fprop(
+        self, x: QuantizedTensor, weight: QuantizedTensor, bias: torch.Tensor | None, ranks: int = 1
+    ) -> torch.Tensor:
+        """``Y [M, N]`` BF16 of rowwise X and the weight: :meth:`linear` after its first step.
+
+        Args:
+            ranks: over which the rollout splits K. Each slice of it is then a product of its own, rounded to BF16, the
+                first with the bias, and the products are added as the ranks add them (kernels/sum_of_ranks.py).
+
+        Raises:
+            ValueError: slices of K that are no multiples of 128.
+        """
+        if ranks == 1:
+            return kernels.gemm_nt(x, weight, b_block_scaled=True, bias=bias)
+        slices = zip(k_slices(x, ranks), k_slices(weight, ranks), strict=True)
+        biases = [bias, *[None] * (ranks - 1)]
+        return kernels.sum_of_ranks(
+            [kernels.gemm_nt(a, b, b_block_scaled=True, bias=add) for (a, b), add in zip(slices, biases, strict=True)]
+        )
 
     def dgrad(self, dy: QuantizedTensor, weight: QuantizedTensor) -> torch.Tensor:
         """``dX [M, K]`` BF16 of rowwise dY and the weight."""

@@ -30,6 +30,7 @@ from jetrl_verl.kernels.relayout_128x1 import relayout_128x1
 from jetrl_verl.kernels.rms_norm import add_rms_norm, add_rms_norm_quantize_1x128, rms_norm, rms_norm_quantize_1x128
 from jetrl_verl.kernels.rotary import rotary, rotary_table
 from jetrl_verl.kernels.silu_mul import silu_mul, silu_mul_backward_quantize, silu_mul_quantize, silu_mul_quantize_1x128
+from jetrl_verl.kernels.sum_of_ranks import sum_of_ranks
 
 __all__ = [
     "BACKENDS",
@@ -64,5 +65,6 @@ __all__ = [
     "silu_mul_backward_quantize",
     "silu_mul_quantize",
     "silu_mul_quantize_1x128",
+    "sum_of_ranks",
     "transpose_128x128",
 ]

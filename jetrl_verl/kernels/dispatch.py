@@ -40,6 +40,7 @@ BACKENDS: Table = {
     # The INT8 rollout. Sums are exact, so every backend has one result; vLLM's CUTLASS build has no INT8 for Blackwell.
     "quantize_int8": _TRITON,
     "gemm_int8": _TRITON | dict.fromkeys(("sm89", "sm90"), ("vllm_cutlass_int8", "triton")),
+    "sum_of_ranks": _TRITON,
     "rms_norm": _TRITON,
     "add_rms_norm": _TRITON,
     "rms_norm_quantize_1x128": _TRITON,

@@ -162,18 +162,21 @@ class JetLinear(nn.Linear):
 
     Attributes:
         scale_rule: ``"fp32"`` or ``"pow2"``.
+        ranks: over which the rollout splits K; FProp rounds where they do. The gradients are those of the whole
+            product, straight through the roundings.
         quantized_backward: whether DGrad and WGrad run in the format, too; else in BF16.
         format: of the three products.
         quantizations: how often the weight has been quantized since construction.
     """
 
     scale_rule: ScaleRule
+    ranks: int
     quantized_backward: bool
     format: BlockFP8
     quantizations: int
 
     @classmethod
-    def replace(cls, linear: nn.Linear, *, scale_rule: ScaleRule, backward: str) -> "JetLinear":
+    def replace(cls, linear: nn.Linear, *, scale_rule: ScaleRule, backward: str, ranks: int = 1) -> "JetLinear":
         """Turn ``linear`` into this class in place: same module object, same parameter objects.
 
         Raises:
@@ -184,6 +187,7 @@ class JetLinear(nn.Linear):
             raise ValueError(f"{backward!r} is not a backward precision. Set one of {', '.join(BACKWARDS)}.")
         linear.__class__ = cls
         linear.scale_rule = scale_rule
+        linear.ranks = ranks
         linear.quantized_backward = backward != formats.UNQUANTIZED
         linear.format = formats.get(formats.FLOW)
         linear.quantizations = 0
@@ -224,7 +228,7 @@ class JetLinear(nn.Linear):
 
     def fprop(self, x: QuantizedTensor, weight: torch.Tensor) -> torch.Tensor:
         """``Y`` [M, N] BF16 of rowwise X [M, K] and ``weight`` [N, K]."""
-        return self.format.fprop(x, self.weight_qdata(weight), self.rounded_bias())
+        return self.format.fprop(x, self.weight_qdata(weight), self.rounded_bias(), self.ranks)
 
     def dgrad(self, dy: QuantizedTensor, weight: torch.Tensor) -> torch.Tensor:
         """``dX`` [M, K] BF16 of rowwise dY [M, N] and ``weight`` [N, K]."""
@@ -250,4 +254,5 @@ class JetLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         backward = BACKWARDS[not self.quantized_backward]
-        return f"{super().extra_repr()}, {self.format}, scale={self.scale_rule}, backward={backward}"
+        ranks = f", ranks={self.ranks}" if self.ranks > 1 else ""
+        return f"{super().extra_repr()}, {self.format}, scale={self.scale_rule}, backward={backward}{ranks}"

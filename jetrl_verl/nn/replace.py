@@ -46,7 +46,7 @@ def replace_linears(
                 f"says [{plan.n}, {plan.k}]; the configuration and the weights do not belong together"
             )
         if plan.quantized:
-            JetLinear.replace(module, scale_rule=scale_rule, backward=backward)
+            JetLinear.replace(module, scale_rule=scale_rule, backward=backward, ranks=plan.k // plan.shard_k)
             replaced.append(name)
     hand_over(model, family(model.config).fed_by_norms)
     return replaced

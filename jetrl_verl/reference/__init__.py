@@ -15,7 +15,7 @@ The INT8 baselines, which quantize the rollout alone, have a contract of their o
 """
 
 from jetrl_verl.reference.constants import BLOCK, E4M3_MAX, FP8_DTYPE, SCALE_RULES, ScaleRule, check_rule
-from jetrl_verl.reference.gemm import gemm_nt, gemm_nt_float64
+from jetrl_verl.reference.gemm import gemm_nt, gemm_nt_float64, k_slices, sum_of_ranks
 from jetrl_verl.reference.int8 import dequantize_int8, gemm_int8, quantize_int8
 from jetrl_verl.reference.quantize import (
     dequantize_1x128,
@@ -46,6 +46,8 @@ __all__ = [
     "gemm_int8",
     "gemm_nt",
     "gemm_nt_float64",
+    "k_slices",
+    "sum_of_ranks",
     "quantize_1x128",
     "quantize_1x128_and_128x1",
     "quantize_128x1",

@@ -10,6 +10,8 @@ Promotion is the contract's: ``acc += (s_a * s_b) * partial`` in FP32, K blocks 
 rounding into the output type.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from jetrl_verl.reference.constants import BLOCK
@@ -94,6 +96,34 @@ def gemm_nt(
             acc += bias.float()
         y[rows] = acc
     return y if add_to is None else add_to.add_(y)
+
+
+def sum_of_ranks(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``((p_0 + p_1) + p_2) + ...`` in FP32, rounded to BF16 once: how the products of tensor-parallel ranks are added.
+
+    Args:
+        parts: BF16, of one shape, one of each rank in their order.
+    """
+    acc = parts[0].float()
+    for part in parts[1:]:
+        acc += part.float()
+    return acc.to(torch.bfloat16)
+
+
+def k_slices(x: QuantizedTensor, count: int) -> list[QuantizedTensor]:
+    """Views of an operand ``[R, K]`` on ``count`` equal slices of K, as tensor-parallel ranks hold them.
+
+    Raises:
+        ValueError: slices of K that are no multiples of 128.
+    """
+    k = x.qdata.shape[1]
+    if k % (count * BLOCK):
+        raise ValueError(f"K = {k} in {count} slices is not supported with blocks of {BLOCK}. Set fewer ranks.")
+    width, groups = k // count, k // count // BLOCK
+    return [
+        QuantizedTensor(x.qdata[:, rank * width : (rank + 1) * width], x.scales[:, rank * groups : (rank + 1) * groups])
+        for rank in range(count)
+    ]
 
 
 def gemm_nt_float64(a: QuantizedTensor, b: QuantizedTensor, *, b_block_scaled: bool) -> torch.Tensor:

@@ -43,6 +43,7 @@ from jetrl_verl.models import family
 from jetrl_verl.models.base import place
 from jetrl_verl.models.plan import UnsupportedLayer, plan_linears
 from jetrl_verl.reference import QuantizedTensor, check_rule
+from jetrl_verl.rollout.row_parallel import order_reduction
 
 
 class JetQuantizationConfig(QuantizationConfig):
@@ -54,17 +55,28 @@ class JetQuantizationConfig(QuantizationConfig):
         contract_check: whether a weight sync ends with the comparison of sync/contract.py.
         operations: ``"shared"`` runs the operations between the linears as the trainer does (jetrl_verl/kernels),
             ``"stock"`` as vLLM does.
+        reduction: ``"ordered"`` adds the products of tensor-parallel ranks as the trainer does (row_parallel.py).
     """
 
     format_name: str
     """Of the linear layers; set by the subclass that vLLM knows under ``formats.VLLM_METHODS[format_name]``."""
 
-    def __init__(self, scale_rule: str, unfit_layers: str, contract_check: bool, operations: str = "stock") -> None:
+    def __init__(
+        self,
+        scale_rule: str,
+        unfit_layers: str,
+        contract_check: bool,
+        operations: str = "stock",
+        reduction: str = "stock",
+    ) -> None:
         super().__init__()
         check_rule(scale_rule)
         if operations not in ("shared", "stock"):
             raise ValueError(f"operations={operations} is not supported with an engine. Set shared or stock.")
+        if reduction not in ("ordered", "stock"):
+            raise ValueError(f"reduction={reduction} is not supported with an engine. Set ordered or stock.")
         self.operations = operations
+        self.reduction = reduction
         self.contract_check = contract_check
         self.scale_rule = scale_rule
         self.unfit_layers = unfit_layers
@@ -86,9 +98,8 @@ class JetQuantizationConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "JetQuantizationConfig":
-        return cls(
-            config["scale_rule"], config["unfit_layers"], config["contract_check"], config.get("operations", "stock")
-        )
+        stock = {name: config.get(name, "stock") for name in ("operations", "reduction")}
+        return cls(config["scale_rule"], config["unfit_layers"], config["contract_check"], **stock)
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         self._hf_config = hf_config
@@ -172,7 +183,9 @@ class JetLinearMethod(LinearMethodBase):
         return BlockQuantScaleParameter(data=scales, input_dim=1, output_dim=0, weight_loader=weight_loader)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing: qdata and scales are used as they arrive. verl calls this after every sync."""
+        """Nothing of the weights: qdata and scales are used as they arrive. verl calls this after every sync."""
+        if self.config.reduction == "ordered":
+            order_reduction(layer)
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor | QuantizedTensor, bias: torch.Tensor | None = None

@@ -24,15 +24,17 @@ from typing import Any
 
 import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+from vllm.distributed import get_tp_group
 from vllm.platforms import current_platform
 
 from jetrl_verl.patches import two_runs
 from jetrl_verl.rollout.live import live_tensors
 from jetrl_verl.rollout.method import JetQuantizationConfig
+from jetrl_verl.rollout.row_parallel import reduce_ranks
 from jetrl_verl.rollout.sampler import share_sampler
 from jetrl_verl.rollout.shared_operations import share_operations
 from jetrl_verl.sync.contract import ContractReceiver, ContractViolation
-from jetrl_verl.sync.operations_probe import stated_operations, stated_probe
+from jetrl_verl.sync.operations_probe import stated_operations, stated_probe, stated_reduction
 
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)
@@ -98,7 +100,7 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
             live_tensors(self.model_runner.model),
             scale_rule=config.scale_rule,
             probe=stated_probe(self.device, config.format_name, config.scale_rule),
-            operations=stated_operations(self.device, config.operations),
+            operations=stated_operations(self.device, config.operations) | self._stated_reduction(config),
         )
         logger.info(
             "jetrl weight sync: loaded in %.3f s, contract of %d quantized and %d BF16 tensors held in %.3f s, "
@@ -109,6 +111,12 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
             time.perf_counter() - loaded,
             counts["digest"],
         )
+
+    def _stated_reduction(self, config: JetQuantizationConfig) -> dict[str, int]:
+        if config.reduction != "ordered":
+            return {}
+        group = get_tp_group()
+        return stated_reduction(self.device, group.world_size, lambda parts: reduce_ranks(parts[group.rank_in_group]))
 
     def _update_weights(self, weights: list[tuple[str, torch.Tensor]], peft_config: dict, base_sync_done: bool):
         if self._jetrl_failure is not None:

@@ -4,7 +4,12 @@
 
 Both sides run every operation on fixed inputs, odd shapes among them, and compare sums of the results' bits, one per
 operation, so that a difference is named. Weights play no part, so equal weights under different code do not pass.
+
+Under a rollout over several GPUs both also add products of ranks, each its own in the rollout and all of them in the
+trainer: a reduction in another order, or with another rounding, has other bits in some of them.
 """
+
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -57,6 +62,45 @@ def operation_sums(device: torch.device) -> dict[str, int]:
     # One wait for the device: beside other processes each costs their turns, and a sync stands still meanwhile.
     sums = torch.stack([row_sums(result.flatten(1)).sum() for result in results.values()])
     return dict(zip(results, sums.tolist(), strict=True))
+
+
+_PRODUCTS = ((1, 256), (65, 4096), (160, 4096))
+"""Shapes of the products that ranks add: vLLM's all-reduces change at 256 KiB, 512 KiB and more, ours at 1 MiB."""
+
+
+def products_of_ranks(device: torch.device, ranks: int) -> list[list[torch.Tensor]]:
+    """For each of a few shapes the BF16 products of all ranks, whose sum rounds differently in another order.
+
+    Two ranks of each element, other ones from element to element, hold a number and its negative that are so large
+    that FP32 rounds what is added between the two.
+    """
+    found = []
+    for rows, columns in _PRODUCTS:
+        place = torch.arange(rows * columns, device=device).view(rows, columns)
+        # Whole numbers of at most 8 bits times powers of two, so that every device makes the same ones.
+        products = [(place * (2 * rank + 37) % 251 - 125).float() for rank in range(ranks)]
+        first = place % ranks
+        second = (first + 1 + place // ranks % max(1, ranks - 1)) % ranks
+        large = 2.0**20 * (place % 101 + 27)
+        for rank, product in enumerate(products):
+            product[first == rank] = large[first == rank]
+            product[second == rank] = -large[second == rank]
+        found.append([product.to(torch.bfloat16) for product in products])
+    return found
+
+
+def stated_reduction(
+    device: torch.device, ranks: int, reduce: Callable[[Sequence[torch.Tensor]], torch.Tensor] = kernels.sum_of_ranks
+) -> dict[str, int]:
+    """What a side states about the sum of its row-parallel layers; nothing with one rank.
+
+    Args:
+        reduce: sum of the products of all ranks; a rank of the rollout passes on its own of them.
+    """
+    if ranks == 1:
+        return {}
+    sums = torch.stack([row_sums(reduce(products)).sum() for products in products_of_ranks(device, ranks)])
+    return {f"the sum of {ranks} ranks' products": int(sums.sum())}
 
 
 def stated_operations(device: torch.device, operations: str) -> dict[str, int]:

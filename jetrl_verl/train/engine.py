@@ -40,7 +40,7 @@ from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.patches import attention_of_value_models, two_runs, weight_sync
 from jetrl_verl.sync.contract import with_contract
-from jetrl_verl.sync.operations_probe import stated_operations, stated_probe
+from jetrl_verl.sync.operations_probe import stated_operations, stated_probe, stated_reduction
 from jetrl_verl.sync.wire import SyncStatistics, counted_stock, measured, quantize_stream
 from jetrl_verl.train.shared_operations import share_operations
 
@@ -162,10 +162,14 @@ class _JetEngine(ShadowForwards):
                 stream,
                 scale_rule=rule,
                 probe=stated_probe(device, config.jetrl.rollout, rule),
-                operations=stated_operations(device, config.jetrl.operations),
+                operations=stated_operations(device, config.jetrl.operations) | self._stated_reduction(device),
                 ranks=config.jetrl_rollout_tp,
             )
         return measured(stream, statistics), peft_config
+
+    def _stated_reduction(self, device: torch.device) -> dict[str, int]:
+        ordered = self.engine_config.jetrl.reduction == "ordered"
+        return stated_reduction(device, self.engine_config.jetrl_rollout_tp) if ordered else {}
 
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         """verl's, after the files' checksums have been read (checkpoint/validation.py)."""
@@ -227,16 +231,15 @@ class JetFSDPEngine(_JetEngine, FSDPEngineWithLMHead):
 
         offsets = micro_batch["input_ids"].offsets()
         lengths = offsets.diff()
-        tokens = int(offsets[-1])
         packed = asked("use_remove_padding", True)
+        following = output_args["input_ids_rmpad_rolled"]
         if packed:
-            logits = output.logits.squeeze(0)[:tokens]
-            temperature = output_args["temperature_rmpad"][:tokens]
+            # Padding at the end, and a slice of the tokens under Ulysses: both are undone below.
+            logits, temperature = output.logits.squeeze(0), output_args["temperature_rmpad"]
         else:
             real = torch.arange(output.logits.shape[1], device=lengths.device) < lengths[:, None]
             logits = output.logits[real]
             temperature = output_args["temperature"].repeat_interleave(lengths)
-        following = output_args["input_ids_rmpad_rolled"][:tokens]
         found = {"log_probs": kernels.log_probs(logits, following[:, None], temperature).squeeze(1)}
         if asked("calculate_entropy") or asked("calculate_sum_pi_squared"):
             # Not copied where verl knows that all temperatures are 1: FP32 logits are a step's largest tensor.
@@ -245,6 +248,10 @@ class JetFSDPEngine(_JetEngine, FSDPEngineWithLMHead):
             found["entropy"] = self._entropy(scaled, packed)
         if asked("calculate_sum_pi_squared"):
             found["sum_pi_squared"] = verl_functional.calculate_sum_pi_squared_from_logits(scaled)
+        if packed:
+            found = {
+                name: self._gather_and_unpad_packed(values, output_args["pad_size"]) for name, values in found.items()
+            }
         return {name: torch.nested.nested_tensor_from_jagged(values, offsets) for name, values in found.items()}
 
     def _entropy(self, scaled: torch.Tensor, packed: bool) -> torch.Tensor:

@@ -33,6 +33,7 @@ from jetrl_verl.nn.gated_mlp import covers, gated_product
 from jetrl_verl.nn.handoff import accept_quantized
 from jetrl_verl.nn.linear import quantize_input
 from jetrl_verl.reference import QuantizedTensor
+from jetrl_verl.train import sequence_parallel
 
 ATTENTION = "jetrl_shared"
 """Value of ``_attn_implementation``. Hugging Face builds no mask for a name that its mask interface does not know."""
@@ -40,7 +41,7 @@ ATTENTION = "jetrl_shared"
 
 @dataclass(frozen=True)
 class Packing:
-    """Where a batch's sequences are.
+    """Where a batch's sequences are; under Ulysses the batch of all ranks of the group.
 
     Attributes:
         tokens: indices of the real tokens among ``B * T``, None when all are real.
@@ -83,7 +84,7 @@ def _find_sequences(decoder: nn.Module, inputs: tuple, arguments: dict[str, Any]
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
     positions = positions.expand(tokens.shape[:2])
-    packing = Packing.of(positions, arguments.get("attention_mask"))
+    packing = Packing.of(sequence_parallel.whole(positions), arguments.get("attention_mask"))
     return inputs, {
         **arguments,
         "use_cache": False,
@@ -142,7 +143,9 @@ def _attention_forward(
     q, k, v = heads(family.q, family.q_norm), heads(family.k, family.k_norm), heads(family.v)
     q, k = kernels.rotary(q, k, *position_embeddings)
     if packing.tokens is None:
+        q, k, v = sequence_parallel.by_heads(q, k, v)
         out = kernels.attention(q, k, v, packing.cu_seqlens, packing.max_seqlen, self.scaling)
+        out = sequence_parallel.by_tokens(out)
     else:
         q_real, k_real, v_real = (x.index_select(0, packing.tokens) for x in (q, k, v))
         real = kernels.attention(q_real, k_real, v_real, packing.cu_seqlens, packing.max_seqlen, self.scaling)

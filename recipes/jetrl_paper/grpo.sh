@@ -10,7 +10,7 @@
 # The paper names models, data, response lengths, verl, vLLM and H100s. Batch size, learning rate and the like are not
 # in the text that we have: they are verl's own for GRPO on GSM8K + MATH with an 8B model (examples/grpo_trainer/
 # run_qwen3_8b_fsdp.sh of verl 0.9), the same for all. Validation is GSM8K and MATH-500, our choice too. The rollout
-# stays on one GPU (TP=1): split, it would round partial sums per rank, which the trainer does not.
+# stays on one GPU (TP=1), where models of this size fit.
 
 DATASET=${DATASET:-gsm8k_math}
 RESPONSE=${RESPONSE:-8k}

@@ -113,7 +113,6 @@ UNCOVERED = [
     ({f"{MODEL}.use_liger": True}, "false"),
     ({f"{MODEL}.tiled_mlp.enabled": True}, "false"),
     ({f"{ACTOR}.use_prefix_grouper": True}, "false"),
-    ({f"{ACTOR}.ulysses_sequence_parallel_size": 2}, "1"),
     ({"distillation.enabled": True}, "false"),
     ({f"{VLLM}.attention_backend": "FLASHINFER"}, "FLASH_ATTN"),
     ({f"{VLLM}.attention_config": {"flash_attn_version": 2}}, "null"),

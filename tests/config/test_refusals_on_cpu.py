@@ -315,11 +315,6 @@ def test_backward_speaks_about_something_that_trains_in_fp8(compose):
 ONE_GPU = f"{ROLLOUT}.tensor_model_parallel_size=1"
 
 REFUSED_EXACT = [
-    (
-        [f"{ROLLOUT}.tensor_model_parallel_size=2"],
-        f"{ROLLOUT}.tensor_model_parallel_size=2",
-        f"{ROLLOUT}.tensor_model_parallel_size=1.",
-    ),
     ([f"{ROLLOUT}.top_p=0.95"], f"{ROLLOUT}.top_p=0.95", f"{ROLLOUT}.top_p=1, or precision=jet_fp8"),
     ([f"{ROLLOUT}.temperature=0"], f"{ROLLOUT}.temperature=0", f"{ROLLOUT}.temperature=1, or precision=jet_fp8"),
     (
@@ -333,11 +328,6 @@ REFUSED_EXACT = [
         "trainer.v1.trainer_mode=sync.",
     ),
     ([f"{MODEL}.use_liger=true"], f"{MODEL}.use_liger=true", f"{MODEL}.use_liger=false, or precision=jet_fp8"),
-    (
-        [f"{ACTOR}.ulysses_sequence_parallel_size=2"],
-        f"{ACTOR}.ulysses_sequence_parallel_size=2",
-        f"{ACTOR}.ulysses_sequence_parallel_size=1, or precision=jet_fp8",
-    ),
     (
         [f"+{VLLM}.attention_config.flash_attn_version=2"],
         f"{VLLM}.attention_config={{'flash_attn_version': 2}}",

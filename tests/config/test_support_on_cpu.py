@@ -18,6 +18,7 @@ from jetrl_verl.config import JetConfig, UnsupportedConfiguration, check_config,
 from jetrl_verl.config.check import reader
 from jetrl_verl.config.operations import resolve_operations
 from jetrl_verl.config.support.document import BEGIN, END, document, readme_block
+from jetrl_verl.config.support.general import ULYSSES
 from jetrl_verl.config.support.machine import MACHINE_ROWS, WORKER_ROWS
 from jetrl_verl.config.support.operations import SHARED_ROWS
 from jetrl_verl.config.support.options import OPTION_ROWS
@@ -129,6 +130,7 @@ ELSEWHERE = {
     "npu": "",
     "rocm": "",
     "fused_kernels_of_a_padded_vocabulary": "",
+    "ulysses_of_the_heads": "",
     **{each.name: "" for each in TABLE if each.scope is AUTO},
 }
 """Rows with a test of their own, below or in the file named."""
@@ -195,6 +197,20 @@ def test_fused_kernels_of_a_padded_vocabulary_are_refused_by_their_row(machine, 
         environment.check_vocabulary(path)
     words = {"key": f"{MODEL}.use_fused_kernels", "entries": 28, "path": path}
     assert str(refused.value) == row("fused_kernels_of_a_padded_vocabulary").message(**words)
+
+
+@pytest.mark.parametrize("key", ULYSSES)
+def test_ranks_that_do_not_divide_the_heads_are_refused_by_their_row(machine, key):
+    path = machine({"num_attention_heads": 12, "num_key_value_heads": 2})
+    for ranks in (1, 2, 4, 6, 12):
+        environment.check_ulysses(path, key, ranks, "jet_fp8")
+    for ranks in (3, 5, 8):
+        settings = {f"{MODEL}.path": path, key: ranks, "data.train_files": [], "data.val_files": []}
+        with pytest.raises(UnsupportedConfiguration) as refused:
+            environment.check_environment(changed(("precision=jet_fp8", "jetrl.operations=stock"), settings))
+        words = {"path": path, "key": key, "value": ranks, "heads": 12, "kv_heads": 2}
+        expected = row("ulysses_of_the_heads").message(**words, **{"jetrl.precision": "jet_fp8"})
+        assert str(refused.value) == expected and SHAPE.fullmatch(expected)
 
 
 @pytest.mark.parametrize("name", [each.name for each in TABLE if each.scope is AUTO])

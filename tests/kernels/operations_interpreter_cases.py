@@ -38,6 +38,14 @@ def test_rms_norm(shape):
     assert_close(y, reference.rms_norm(total.double(), weight.double(), EPS), BF16_STEP)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("shape", [(1, 128), (33, 131), (0, 64)])
+def test_sum_of_ranks(ranks, shape):
+    parts = [normal(*shape, seed=rank) * 2.0 ** (rank % 5) for rank in range(ranks)]
+    exact = torch.stack(parts).double().sum(dim=0)
+    assert_close(triton_kernels.sum_of_ranks(parts), exact, BF16_STEP)
+
+
 @pytest.mark.parametrize("shape", [(1, 128), (9, 131), (1203, 128), (3, 5, 256), (2, 4096), (0, 64)])
 def test_gradient_of_rms_norm(shape):
     x, dy, weight = normal(*shape), normal(*shape, seed=1), normal(shape[-1], seed=2)

@@ -61,6 +61,47 @@ def test_each_gemm_is_the_contract_in_float64(m, k, n, rule):
     assert relative(layer.bias.grad, dy.double().sum(0)) < 1e-6
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_forward_rounds_where_the_ranks_of_a_rollout_do(ranks, bias):
+    """Each rank's own operator on its slice of K, rounded, added in FP32 in their order, rounded once."""
+    torch.manual_seed(0)
+    linear = nn.Linear(512, 256, bias=bias)
+    layer = JetLinear.replace(linear, scale_rule="fp32", backward="fp8", ranks=ranks)
+    x, dy = torch.randn(70, 512).bfloat16().requires_grad_(), torch.randn(70, 256).bfloat16()
+    y = layer(x)
+    w, width = layer.weight.detach().bfloat16(), 512 // ranks
+    total = torch.zeros(70, 256)
+    for rank in range(ranks):
+        shard = quantize_128x128(w[:, rank * width : (rank + 1) * width].contiguous(), "fp32")
+        added = layer.rounded_bias() if rank == 0 else None
+        piece = x.detach()[:, rank * width : (rank + 1) * width].contiguous()
+        total += kernels.fprop(piece, shard.qdata, shard.scales, added, "fp32").float()
+    assert torch.equal(y, total.bfloat16())
+    with torch.no_grad():
+        assert torch.equal(layer(x), y)
+        whole = copy.deepcopy(layer)
+        whole.ranks = 1
+        assert not torch.equal(whole(x), y), "an order of rounding that shows"
+    y.backward(dy)
+    again = x.detach().requires_grad_()
+    whole(again).backward(dy)
+    assert torch.equal(x.grad, again.grad) and torch.equal(layer.weight.grad, whole.weight.grad)
+
+
+def test_slices_of_k_that_cut_a_block_are_refused():
+    layer = JetLinear.replace(nn.Linear(384, 128), scale_rule="fp32", backward="fp8", ranks=2)
+    with pytest.raises(ValueError, match="K = 384 in 2 slices is not supported with blocks of 128"):
+        layer(torch.randn(3, 384))
+
+
+def test_the_plan_gives_row_parallel_layers_their_ranks():
+    model = tiny_model("qwen3", hidden_size=512, num_attention_heads=4, num_key_value_heads=2, intermediate_size=512)
+    replace_linears(model, plan_linears(model.config, tp=2), scale_rule="fp32")
+    ranks = Counter((type(m).__name__, m.ranks) for m in model.modules() if isinstance(m, JetLinear))
+    assert ranks == {("JetLinear", 1): 10, ("JetLinear", 2): 4}
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_gradients_follow_the_unquantized_layer(rule):
     """Quantization noise of E4M3 at block scaling is a few percent; a wrong operand would be of order one."""

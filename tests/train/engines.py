@@ -17,6 +17,8 @@ def build(
     tokenizer: bool = False,
     optimizer: dict[str, Any] | None = None,
     strategy: str = "fsdp2",
+    packed: bool = False,
+    ulysses: int = 1,
     **options,
 ):
     """Engine on the model in ``folder``, initialised; to be called on each of the processes.
@@ -25,6 +27,7 @@ def build(
         role: as in ``JetWorkerEngineConfig``; ``"critic"`` is a value model.
         tokenizer: whether the folder's tokenizer is loaded.
         optimizer: further fields of ``FSDPOptimizerConfig``. strategy: ``fsdp``, which is FSDP1, or ``fsdp2``.
+        packed, ulysses: whether sequences are packed, and over how many ranks each pack is split.
         options: fields of ``JetConfig`` that differ from ``precision=jet_fp8``.
     """
     from verl.trainer.config import CheckpointConfig
@@ -43,11 +46,15 @@ def build(
             path=folder,
             model_type=kind,
             load_tokenizer=tokenizer,
-            use_remove_padding=False,
+            use_remove_padding=packed,
             override_config={"attn_implementation": "sdpa"},
         ),
         engine_config=JetWorkerEngineConfig(
-            strategy=strategy, use_torch_compile=False, jetrl=JetConfig(**fields), jetrl_role=role
+            strategy=strategy,
+            use_torch_compile=False,
+            ulysses_sequence_parallel_size=ulysses,
+            jetrl=JetConfig(**fields),
+            jetrl_role=role,
         ),
         optimizer_config=FSDPOptimizerConfig(**schedule),
         checkpoint_config=CheckpointConfig(),

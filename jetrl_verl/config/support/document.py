@@ -39,8 +39,8 @@ _SUPPORTED = (
 )
 
 NOTES = (
-    "`jet_fp8` with a rollout over several GPUs: a row-parallel layer rounds each rank's partial product to BF16, so "
-    "the two sides are not one forward. Set `actor_rollout_ref.rollout.tensor_model_parallel_size=1`.",
+    "`jet_fp8` with a rollout over several GPUs: the trainer multiplies o and down in as many slices of K as the "
+    "rollout has ranks, since those round there; what that costs has not been measured on a GPU.",
     "Small micro-batches are slower than BF16: the GPU waits for launches.",
     "Without the Hopper kernels (no nvcc when the package was installed) WGrad runs in Triton at "
     f"{WGRAD_IN_TRITON} of BF16's speed; a line at the start of a run says so.",

@@ -12,6 +12,9 @@ from .target import target_row
 
 BF16 = ("bfloat16", "bf16", "torch.bfloat16")
 
+ULYSSES = tuple(f"{ACTOR}.{node}ulysses_sequence_parallel_size" for node in ("", "fsdp_config."))
+"""Over how many ranks the actor splits a packed batch; verl has two keys for it."""
+
 _ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config")
 _EITHER = ", or precision=bf16"
 _PACKAGE = __name__.partition(".")[0]
@@ -100,6 +103,10 @@ def _other_tensor_parallel(value: Any, get: Get) -> bool:
     return value not in (None, get(f"{ROLLOUT}.tensor_model_parallel_size"))
 
 
+def _splits_padded(value: Any, get: Get) -> bool:
+    return not value and any((get(key) or 1) > 1 for key in ULYSSES)
+
+
 GENERAL_ROWS: tuple[Row, ...] = (
     *_training("", EVERY, (ACTOR, REF), _ENGINES),
     *_training("_of_the_critic", FP8_CRITIC, ("critic",), ("critic.fsdp",)),
@@ -132,6 +139,17 @@ GENERAL_ROWS: tuple[Row, ...] = (
         (f"{MODEL}.mtp.enable",),
         IS_TRUE,
         example=True,
+    ),
+    Row(
+        "ulysses_of_padded_batches",
+        "Ulysses sequence parallelism of padded batches",
+        Scope("Ulysses sequence parallelism", "Ulysses sequence parallelism", lambda get: True, EVERY.example),
+        "verl splits packed batches alone",
+        f"Set {{key}}=true, or {ULYSSES[0]}=1",
+        (f"{MODEL}.use_remove_padding",),
+        Wrong("`false`", _splits_padded),
+        example=False,
+        beside={ULYSSES[0]: 2},
     ),
     Row(
         "correction_without_log_probs",

@@ -143,6 +143,15 @@ MACHINE_ROWS: tuple[Row, ...] = (
         sign="multiples of 128",
     ),
     Row(
+        "ulysses_of_the_heads",
+        "Ulysses sequence parallelism that does not divide a model's heads",
+        EVERY,
+        "its {heads} heads over {kv_heads} key heads are not divided by that many ranks",
+        "Set {key} to a divisor of both, or of the heads and a multiple of the key heads",
+        found=DRIVER,
+        what="{key}={value} with the model {path}",
+    ),
+    Row(
         "qwen2_head_dim",
         "Qwen2 models with a head_dim of their own",
         EVERY,

@@ -4,7 +4,7 @@
 excludes: the two classes of docs/architecture.md, "Zero mismatch".
 """
 
-from .row import IS_SET, Row, Wrong, above, other_than
+from .row import IS_SET, Row, Wrong, other_than
 from .scopes import ACTOR, EXACT, MODEL, ROLLOUT, SHARED, VLLM
 
 _STOCK = ", or precision=jet_fp8 jetrl.operations=stock, or precision=bf16"
@@ -57,24 +57,6 @@ SHARED_ROWS: tuple[Row, ...] = tuple(
             other_than(False),
             "false",
             True,
-        ),
-        (
-            "ulysses",
-            "Ulysses sequence parallelism",
-            "it replaces the attention",
-            f"{ACTOR}.ulysses_sequence_parallel_size",
-            other_than(1),
-            "1",
-            2,
-        ),
-        (
-            "ulysses_of_the_engine",
-            "Ulysses sequence parallelism",
-            "it replaces the attention",
-            f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size",
-            other_than(1),
-            "1",
-            2,
         ),
         (
             "distillation",
@@ -210,16 +192,6 @@ EXACT_ROWS: tuple[Row, ...] = (
         (f"{ROLLOUT}.calculate_log_probs",),
         Wrong("`false`", lambda value, get: not value),
         example=False,
-    ),
-    Row(
-        "exact_tensor_parallel",
-        "a rollout over several GPUs",
-        EXACT,
-        "a reduction over ranks rounds differently",
-        "Set {key}=1",
-        (f"{ROLLOUT}.tensor_model_parallel_size",),
-        above(1),
-        example=2,
     ),
     Row(
         "exact_stale_samples",

@@ -1,0 +1,89 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""How a rollout over several GPUs adds the products of its ranks, so that the trainer can round at the same places.
+
+o and down are split along K: each rank multiplies its slice, rounds to BF16, and the ranks' products are added. vLLM
+adds them by whichever of five all-reduces fits the size of the batch, and for more than two ranks those add in several
+orders (the custom kernel's two-stage form begins at the rank that owns the row). Under ``jet_fp8`` a row must not
+depend on the batch around it, and the trainer must be able to repeat it. So the layers of more than two ranks reduce in
+one order here, rank 0 first (kernels/sum_of_ranks.py). With two ranks every order is this one, and vLLM's all-reduce
+stays.
+
+Two ways to move the data, the same bits. A small batch is gathered whole: each rank receives the products of all others
+and adds them itself, one collective and one kernel. Of a large one each rank adds its share of the rows and hands the
+result round: two collectives, and 2 / ranks of the bytes.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
+from vllm.model_executor.layers.linear import RowParallelLinear
+
+from jetrl_verl import kernels
+from jetrl_verl.kernels.operator import operator
+
+EVERY_ORDER_IS_ONE = 2
+"""Up to this many ranks any order of adding has the same bits."""
+
+GATHERED_BYTES = 2**20
+"""Products of a rank up to this size are gathered whole."""
+
+
+def _gathered(x: torch.Tensor) -> torch.Tensor:
+    group = get_tp_group()
+    return kernels.sum_of_ranks(group.all_gather(x, 0).unflatten(0, (group.world_size, -1)).unbind(0))
+
+
+def _by_rows(x: torch.Tensor) -> torch.Tensor:
+    group, rows = get_tp_group(), x.shape[0]
+    x = F.pad(x, (0, 0, 0, -rows % group.world_size)).contiguous()
+    mine = torch.empty_like(x)
+    dist.all_to_all_single(mine, x, group=group.device_group)
+    share = kernels.sum_of_ranks(mine.unflatten(0, (group.world_size, -1)).unbind(0))
+    return group.all_gather(share, 0)[:rows]
+
+
+@operator("ordered_all_reduce(Tensor x) -> Tensor", fake=torch.empty_like)
+def _ordered_all_reduce(x: torch.Tensor) -> torch.Tensor:
+    # A graph is captured for few rows, and vLLM's own gather is made to be captured.
+    captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    small = x.numel() * x.element_size() <= GATHERED_BYTES
+    return _gathered(x) if small or captured else _by_rows(x).contiguous()
+
+
+def ordered_all_reduce(x: torch.Tensor) -> torch.Tensor:
+    """Sum of the tensor-parallel ranks' ``x [M, N]`` BF16, rank 0 first in FP32, rounded once; on every rank."""
+    return _ordered_all_reduce(x)
+
+
+class OrderedRowParallelLinear(RowParallelLinear):
+    """vLLM's own, whose ranks' products are added in one order."""
+
+    def forward(self, input_: torch.Tensor):
+        bias = None if self.tp_rank > 0 or self.skip_bias_add else self.bias
+        output = ordered_all_reduce(self.quant_method.apply(self, input_, bias))
+        return (output, self.bias if self.skip_bias_add else None) if self.return_bias else output
+
+
+def order_reduction(layer: torch.nn.Module) -> None:
+    """Let ``layer`` add its ranks' products in one order, in place; other layers, and up to two ranks, stay.
+
+    Raises:
+        ValueError: a row-parallel layer that is handed whole rows, or does not reduce.
+    """
+    if type(layer) is not RowParallelLinear or layer.tp_size <= EVERY_ORDER_IS_ONE:
+        return
+    if not (layer.input_is_parallel and layer.reduce_results):
+        raise ValueError(
+            f"Row-parallel layer {layer.prefix} is not supported with a rollout over {layer.tp_size} GPUs: it does not "
+            "add its ranks' products itself. Set actor_rollout_ref.rollout.tensor_model_parallel_size=2."
+        )
+    layer.__class__ = OrderedRowParallelLinear
+
+
+def reduce_ranks(x: torch.Tensor) -> torch.Tensor:
+    """The reduction that this engine's row-parallel layers run, for the contract's probe."""
+    if get_tp_group().world_size <= EVERY_ORDER_IS_ONE:
+        return tensor_model_parallel_all_reduce(x)
+    return ordered_all_reduce(x)

@@ -1,0 +1,136 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""How a rollout over several ranks adds their products: vLLM's own collectives, in processes joined by gloo."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from two_processes import run_in_processes
+
+from jetrl_verl import kernels
+from jetrl_verl.sync.operations_probe import products_of_ranks, stated_reduction
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 8])
+def test_another_order_has_other_bits_in_each_of_the_probes_shapes(ranks):
+    for products in products_of_ranks(torch.device("cpu"), ranks):
+        expected = kernels.sum_of_ranks(products)
+        assert expected.isfinite().all()
+        for first in range(1, ranks):
+            turned = products[first:] + products[:first]
+            assert not torch.equal(kernels.sum_of_ranks(turned), expected), first
+        in_bf16 = products[0].clone()
+        for part in products[1:]:
+            in_bf16 += part
+        assert not torch.equal(in_bf16, expected), "one rounding, not one at each rank"
+
+
+def test_with_two_ranks_every_order_is_one():
+    for a, b in products_of_ranks(torch.device("cpu"), 2):
+        assert torch.equal(kernels.sum_of_ranks([a, b]), kernels.sum_of_ranks([b, a]))
+        assert torch.equal(kernels.sum_of_ranks([a, b]), a + b)
+
+
+def test_a_rollout_that_adds_otherwise_states_something_else():
+    device = torch.device("cpu")
+    assert stated_reduction(device, 1) == {}
+    ours = stated_reduction(device, 4)
+    assert ours == stated_reduction(device, 4) and list(ours) == ["the sum of 4 ranks' products"]
+    assert stated_reduction(device, 4, lambda parts: kernels.sum_of_ranks(parts[::-1])) != ours
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+def in_vllms_group(rank: int, world: int, port: int, check) -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
+
+    # Another name on each rank, so that vLLM's communicator in shared memory is off: its ranks wait in loops, which two
+    # cores do not carry for four of them.
+    os.environ["VLLM_DIST_IDENT"] = f"{port}-{rank}"
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(world, rank, f"tcp://127.0.0.1:{port}", rank, backend="gloo")
+        initialize_model_parallel(world)
+        with torch.inference_mode():  # as in an engine
+            check(rank, world)
+        torch.distributed.barrier()
+    cleanup_dist_env_and_memory()
+
+
+def reductions(rank: int, world: int) -> None:
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    from jetrl_verl.rollout import row_parallel
+
+    for products in products_of_ranks(torch.device("cpu"), world):
+        expected = kernels.sum_of_ranks(products)
+        assert torch.equal(row_parallel.reduce_ranks(products[rank]), expected)
+        for path in (row_parallel._gathered, row_parallel._by_rows):
+            found = path(products[rank])
+            assert found.shape == expected.shape and torch.equal(found, expected), path
+    assert stated_reduction(torch.device("cpu"), world, lambda parts: row_parallel.reduce_ranks(parts[rank])) == (
+        stated_reduction(torch.device("cpu"), world)
+    )
+
+    # A layer of vLLM's, in place, with a bias that rank 0 alone adds.
+    torch.manual_seed(0)
+    layer = RowParallelLinear(256 * world, 128, bias=True, params_dtype=torch.bfloat16, prefix="down")
+    weight, bias = torch.randn(128, 256 * world).bfloat16(), torch.randn(128).bfloat16()
+    layer.weight.data.copy_(weight[:, 256 * rank : 256 * (rank + 1)])
+    layer.bias.data.copy_(bias)
+    # vLLM's own packs the weight for its CPU kernels.
+    layer.quant_method.apply = lambda held, x, added: torch.nn.functional.linear(x, held.weight, added)
+    row_parallel.order_reduction(layer)
+    ordered = type(layer) is row_parallel.OrderedRowParallelLinear
+    assert ordered == (world > row_parallel.EVERY_ORDER_IS_ONE)
+    x = torch.randn(5, 256 * world).bfloat16()
+    parts = [
+        torch.nn.functional.linear(
+            x[:, 256 * r : 256 * (r + 1)], weight[:, 256 * r : 256 * (r + 1)], bias if r == 0 else None
+        )
+        for r in range(world)
+    ]
+    found, returned_bias = layer(x[:, 256 * rank : 256 * (rank + 1)])
+    assert returned_bias is None and torch.equal(found, kernels.sum_of_ranks(parts))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_add_in_the_trainers_order(world):
+    run_in_processes(world, in_vllms_group, world, free_port(), reductions)
+
+
+def test_a_trainers_layer_repeats_the_ranks_of_a_rollout(tmp_path: Path):
+    """The whole path of one layer, quantizers included: what each rank multiplies, added, is what the trainer has."""
+    from jetrl_verl import formats
+    from jetrl_verl.models.plan import plan_linears
+    from jetrl_verl.nn.linear import JetLinear
+    from jetrl_verl.nn.replace import replace_linears
+    from jetrl_verl.reference import QuantizedTensor
+
+    model = tiny_model("llama", hidden_size=512, num_attention_heads=4, num_key_value_heads=4, intermediate_size=1024)
+    replace_linears(model, plan_linears(model.config, tp=4), scale_rule="fp32")
+    block_fp8 = formats.get(formats.FLOW)
+    checked = 0
+    for module in model.modules():
+        if isinstance(module, JetLinear) and module.ranks == 4:
+            x = torch.randn(9, module.in_features).bfloat16()
+            whole = block_fp8.quantize_weight(module.weight.detach().bfloat16(), "fp32")
+            width = module.in_features // 4
+            parts = []
+            for rank in range(4):
+                columns, groups = (slice(rank * w, (rank + 1) * w) for w in (width, width // 128))
+                held = QuantizedTensor(whole.qdata[:, columns].contiguous(), whole.scales[:, groups].contiguous())
+                bias = module.rounded_bias() if rank == 0 else None
+                parts.append(block_fp8.linear(x[:, columns].contiguous(), held, bias, "fp32"))
+            with torch.no_grad():
+                assert torch.equal(module(x), kernels.sum_of_ranks(parts))
+            checked += 1
+    assert checked == 4

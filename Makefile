@@ -35,8 +35,8 @@ demo: setup  ## real verl + vLLM learn arithmetic under PRECISION; ends with a r
 test: setup  ## every test that needs no GPU, but the slow ones
 	@$(RUN) scripts/run_tests.py $(ARGS)
 
-test-slow: setup  ## the tests marked slow: options in real jobs, several minutes each
-	@$(RUN) -m pytest --gpu=never -m slow --durations=15 $(ARGS)
+test-slow: setup  ## the tests marked slow: every recipe and every option in real jobs, minutes each
+	@$(RUN) -m pytest --gpu=never --slow=only --durations=15 $(ARGS)
 
 upgrade-check: setup  ## what verl VERL=, vLLM VLLM= (the newest without) would change in what we patch and override
 	@$(RUN) scripts/upgrade_check.py --pip "$$(command -v $(PYTHON3))" --verl "$(VERL)" --vllm "$(VLLM)"

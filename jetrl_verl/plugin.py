@@ -4,8 +4,8 @@
 
 verl loads this module at the end of ``verl/__init__.py``, in every process that imports verl: the driver, each Ray
 actor, each vLLM worker. So it imports nothing and does cheap things only: it asks to be called when Hydra is imported
-(verl itself imports Hydra only where it composes or instantiates a config) and when the modules are that a patch makes
-faster for every precision, and it installs the CPU platform where it was asked for.
+(verl itself imports Hydra only where it composes or instantiates a config) and when the modules are that every
+precision patches, or that need our attention's name, and it installs the CPU platform where it was asked for.
 
 verl logs a plugin that fails to load at DEBUG only. A flag that then does nothing, or a worker that trains in BF16,
 would be the worst outcome, so a failure here is announced on stderr before it is raised.
@@ -20,12 +20,22 @@ from jetrl_verl.patches.after_import import announce, when_imported
 PATCHED_FOR_EVERY_PRECISION = {
     "verl.utils.torch_functional": "log_probs",
     "verl.trainer.ppo.v1.replay_buffer": "replay_buffer",
+    "verl.utils.model": "attention_name",
 }
-"""Modules of verl that get faster functions with equal results, baselines included, and the module of patches/."""
+"""Modules of verl that get other functions, baselines included, and the module of patches/: faster ones with equal
+results, or ones that differ for ``attn_implementation=jetrl_varlen`` alone."""
+
+FSDP_ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 
 
 def _register_with_hydra() -> None:
     from jetrl_verl.config.hydra_plugin import register
+
+    register()
+
+
+def _register_attention() -> None:
+    from jetrl_verl.train.register import register
 
     register()
 
@@ -37,6 +47,7 @@ def _apply(module: str) -> None:
 
 def _install() -> None:
     when_imported("hydra", "jetrl: register", _register_with_hydra)
+    when_imported(FSDP_ENGINE, "jetrl: attention", _register_attention)
     for target, module in PATCHED_FOR_EVERY_PRECISION.items():
         when_imported(target, f"jetrl: {module}", functools.partial(_apply, module))
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jetrl_verl.patches.patch import Patch
 
 MODULES = (
+    "attention_name",
     "attention_of_value_models",
     "batch_hooks",
     "checkpoint_tracker",

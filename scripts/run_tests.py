@@ -42,7 +42,6 @@ PROCESSOR = (
 vectors (torch 2.11 writes C++ that does not compile under ATEN_CPU_CAPABILITY=default)."""
 NARROWEST = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 PYTEST = [sys.executable, "-m", "pytest", "--gpu=never", "--durations=15"]
-NOT_SLOW = ["-m", "not slow"]
 NOTHING_CHOSEN = 5
 """pytest's exit status where the words chose no test."""
 
@@ -84,7 +83,7 @@ def main(words: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as said:
         reports = [Path(folder) / f"{name}.xml" for name in ("training", "computing", "narrowest")]
         training, computing, narrow = (
-            [*PYTEST, *NOT_SLOW, f"--junitxml={report}", *words, *paths]
+            [*PYTEST, f"--junitxml={report}", *words, *paths]
             for report, paths in zip(reports, (*lanes(), PROCESSOR), strict=True)
         )
         into = {"cwd": ROOT, "stdout": said, "stderr": subprocess.STDOUT}

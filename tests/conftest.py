@@ -5,9 +5,10 @@
 - Files named ``*_on_gpu.py`` need a GPU. Without one they are not even collected, so importing what only a GPU machine
   has is fine there. ``--gpu=never`` (``make test``) leaves them out on any machine; ``--gpu=only`` (``make test-gpu``)
   runs exactly them and is an error without a GPU, so that a GPU run never passes by running nothing.
+- Tests marked ``slow`` (minutes each, and what they cover is sampled by a test that is not) run with ``--slow=only``
+  (``make test-slow``) alone.
 - End-to-end tests (``tests/e2e``, files named ``*end_to_end*``) run last: whatever they would find in minutes, a unit
   test should say in seconds.
-- Tests marked ``slow`` are left out by ``make test``; ``make test-slow`` runs exactly them.
 - A test that hangs (two processes and a collective are enough) fails by itself; ``@pytest.mark.timeout`` overrides.
 """
 
@@ -66,11 +67,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="auto",
         help="files named *_on_gpu.py: run where there is a GPU (auto), never, or only them",
     )
+    parser.addoption(
+        "--slow", choices=("never", "only", "also"), default="never", help="tests marked slow: left out, alone, or run"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: minutes long, run by `make test-slow`")
     config.addinivalue_line("markers", "timeout(seconds): after how long the test counts as hung (pytest-timeout)")
-    config.addinivalue_line("markers", "slow: left out by `make test`, run by `make test-slow`")
     if config.getoption("gpu") == "only" and not _cuda_is_available():
         raise pytest.UsageError(
             "the GPU tests need an NVIDIA GPU and torch finds none; run `make test` on this machine"
@@ -86,7 +90,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if mode == "only" else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow = config.getoption("slow")
+    if slow != "also":
+        chosen: dict[bool, list[pytest.Item]] = {True: [], False: []}
+        for item in items:
+            chosen[(item.get_closest_marker("slow") is not None) == (slow == "only")].append(item)
+        config.hook.pytest_deselected(items=chosen[False])
+        items[:] = chosen[True]
     items.sort(key=lambda item: _is_end_to_end(item.path))  # stable: the rest keeps its order
     for item in items:
         if item.get_closest_marker("timeout") is None:

@@ -20,10 +20,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from packaging.version import InvalidVersion, Version
 
 from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED
+from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 from .options import JetConfig, UnsupportedConfiguration
 from .support.general import ULYSSES
-from .support.scopes import MODEL
+from .support.scopes import ATTENTION, MODEL
 from .support.table import refusal, row, row_of
 
 PINS = {"verl": "0.9.1", "vllm": "0.24.0", "torch": "2.11", "transformers": "5.9"}
@@ -59,6 +60,8 @@ def check_environment(config: DictConfig) -> None:
     check_model(path, options, tensor_parallel, shared, overrides, format_name)
     for key in ULYSSES:
         check_ulysses(path, key, OmegaConf.select(config, key) or 1, options.precision)
+    if OmegaConf.select(config, ATTENTION) == JETRL_ATTENTION:
+        check_attention(path, overrides)
     if options.critic != UNQUANTIZED:
         check_model(OmegaConf.select(config, "critic.model.path"), options, 1)
 
@@ -272,6 +275,25 @@ def read_model(path: str | None) -> dict[str, Any] | None:
             "actor_rollout_ref.model.path to a complete Hugging Face folder."
         ) from None
     return model
+
+
+def check_attention(path: str | None, overrides: Mapping[str, Any]) -> None:
+    """Refuse what ``attn_implementation=jetrl_varlen`` does not do of a dense model, where the driver can read it.
+
+    Args:
+        path: the model. overrides: what the trainer changes in its copy of the configuration.
+    """
+    from jetrl_verl.models import family
+    from jetrl_verl.models.base import read
+
+    if (model := read_model(path)) is None:
+        return
+    ours = family(model)
+    trained = ours.as_trained(model, overrides)
+    if ours.slides(trained):
+        raise UnsupportedConfiguration(refusal("varlen_sliding_window", path=path))
+    if rate := read(trained, "attention_dropout", 0.0):
+        raise UnsupportedConfiguration(refusal("varlen_dropout", path=path, rate=rate))
 
 
 def check_vocabulary(path: str | None) -> None:

@@ -31,6 +31,7 @@ from jetrl_verl.kernels.rms_norm import add_rms_norm, add_rms_norm_quantize_1x12
 from jetrl_verl.kernels.rotary import rotary, rotary_table
 from jetrl_verl.kernels.silu_mul import silu_mul, silu_mul_backward_quantize, silu_mul_quantize, silu_mul_quantize_1x128
 from jetrl_verl.kernels.sum_of_ranks import sum_of_ranks
+from jetrl_verl.kernels.varlen_attention import varlen_attention
 
 __all__ = [
     "BACKENDS",
@@ -67,4 +68,5 @@ __all__ = [
     "silu_mul_quantize_1x128",
     "sum_of_ranks",
     "transpose_128x128",
+    "varlen_attention",
 ]

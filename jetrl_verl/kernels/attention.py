@@ -15,6 +15,7 @@ grids once, when they are made: a cache holds them in that form (:func:`cache_fo
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -204,11 +205,13 @@ def flash_attention_backward(
     )
 
 
-class _Attention(torch.autograd.Function):
+class PackedAttention(torch.autograd.Function):
+    """Attention over packed sequences by a forward and a backward with the signatures of the functions above."""
+
     @staticmethod
-    def forward(ctx, q, k, v, cu_seqlens, max_seqlen: int, scale: float) -> torch.Tensor:
-        ctx.max_seqlen, ctx.scale = max_seqlen, scale
-        out, saved = lookup("attention", q.device)(q, k, v, cu_seqlens, max_seqlen, scale)
+    def forward(ctx, q, k, v, cu_seqlens, max_seqlen: int, scale: float, run: Callable, run_backward: Callable):
+        ctx.max_seqlen, ctx.scale, ctx.run_backward = max_seqlen, scale, run_backward
+        out, saved = run(q, k, v, cu_seqlens, max_seqlen, scale)
         ctx.save_for_backward(q, k, v, cu_seqlens, *saved)
         return out
 
@@ -216,8 +219,8 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_out: torch.Tensor):
         q, k, v, cu_seqlens, *saved = ctx.saved_tensors
-        run = lookup("attention_backward", grad_out.device)
-        return *run(grad_out, q, k, v, cu_seqlens, saved, ctx.max_seqlen, ctx.scale), None, None, None
+        gradients = ctx.run_backward(grad_out, q, k, v, cu_seqlens, saved, ctx.max_seqlen, ctx.scale)
+        return *gradients, None, None, None, None, None
 
 
 def attention(
@@ -238,7 +241,8 @@ def attention(
     """
     require_bf16("attention", q=q, k=k, v=v)
     check_head_dim(q.shape[-1])
-    return _Attention.apply(q, k, v, cu_seqlens, max_seqlen, scale)
+    run, run_backward = (lookup(name, q.device) for name in ("attention", "attention_backward"))
+    return PackedAttention.apply(q, k, v, cu_seqlens, max_seqlen, scale, run, run_backward)
 
 
 def paged_attention(

@@ -8,8 +8,9 @@ only if their results are equal in every bit (tests/kernels proves it on a GPU):
 An operation's file registers its implementations with :func:`implements`. The backend ``reference`` is
 :mod:`jetrl_verl.reference` or the CPU code of the operation's file.
 
-Not in the table: ``fprop``, ``fprop_quantized`` and ``fprop_int8``, which are made of operations that are, and
-``paged_attention``, which runs on the CPU alone (on a GPU vLLM calls FlashAttention itself).
+Not in the table: ``fprop``, ``fprop_quantized`` and ``fprop_int8``, which are made of operations that are,
+``paged_attention``, which runs on the CPU alone (on a GPU vLLM calls FlashAttention itself), and ``varlen_attention``,
+whose implementations are not equal in every bit.
 """
 
 from collections.abc import Callable, Iterator

@@ -3,7 +3,7 @@
 """vLLM's kernels that backends call: CUTLASS, DeepGEMM, FlashAttention 3.
 
 The only file of this package that knows vLLM, and it imports it on the first call. What a backend supports and which
-layouts it wants stands in the operation's file (gemm_nt.py, gemm_int8.py, attention.py).
+layouts it wants stands in the operation's file (gemm_nt.py, gemm_int8.py, attention.py, varlen_attention.py).
 """
 
 from functools import cache
@@ -51,6 +51,16 @@ def deep_gemm_nt(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, to
     fp8_gemm_nt(a, b, out, is_deep_gemm_e8m0_used=False)
 
 
+@cache
+def no_flash_attention_3() -> str | None:
+    """Why this process has no FlashAttention 3 of vLLM's, or None."""
+    if find_spec("vllm") is None or not torch.cuda.is_available():
+        return "no vLLM, or no GPU"
+    from vllm.vllm_flash_attn import flash_attn_interface as interface
+
+    return None if interface.is_fa_version_supported(3) else interface.fa_version_unsupported_reason(3)
+
+
 def flash_attention_3(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,15 +71,14 @@ def flash_attention_3(
     Raises:
         RuntimeError: the GPU or the wheel has no FlashAttention 3.
     """
-    from vllm.vllm_flash_attn import flash_attn_interface as interface
-
-    if not interface.is_fa_version_supported(3):
-        reason = interface.fa_version_unsupported_reason(3)
+    if reason := no_flash_attention_3():
         raise RuntimeError(
             f"shared attention needs FlashAttention 3 ({reason}); on this machine use precision=jet_fp8 "
             "jetrl.operations=stock, or precision=bf16"
         )
-    return interface.flash_attn_varlen_func(
+    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+    return flash_attn_varlen_func(
         q,
         k,
         v,

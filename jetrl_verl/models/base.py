@@ -227,6 +227,11 @@ class Family:
         """A configuration with those of the trainer's ``overrides`` that the rollout need not share: the dropouts."""
         return {**config, **{name: overrides[name] for name in self.dropouts if name in overrides}}
 
+    def slides(self, config: Any) -> bool:
+        """Whether a layer of the model attends to a window of the tokens before it."""
+        layer_types = read(config, "layer_types", [])
+        return "sliding_attention" in layer_types or (not layer_types and read(config, "sliding_window") is not None)
+
     def check_operations(self, config: Any) -> None:
         """Raise ``ValueError`` (one sentence) unless the shared operations cover a model of this family.
 
@@ -236,12 +241,10 @@ class Family:
         head_dim = self.head_dim(config)
         kernels.check_head_dim(head_dim)
         kernels.rotary_table(head_dim, 1, read(config, "rope_parameters"))
-        layer_types = read(config, "layer_types", [])
-        sliding = "sliding_attention" in layer_types or (not layer_types and read(config, "sliding_window") is not None)
         scores = read(config, "attn_logit_softcapping") or read(config, "final_logit_softcapping")
         for wrong, what in (
             (read(config, "hidden_act") != "silu", f"the activation {read(config, 'hidden_act')}"),
-            (sliding, "sliding window attention"),
+            (self.slides(config), "sliding window attention"),
             (scores, "soft-capped scores or logits"),
             (read(config, "logit_scale", 1.0) != 1.0, "scaled logits"),
         ):

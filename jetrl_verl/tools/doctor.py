@@ -29,6 +29,7 @@ import jetrl_verl
 from jetrl_verl.config.environment import MIN_CAPABILITY, PINS, installed_version, is_pinned
 from jetrl_verl.config.hopper_kernels import CAPABILITY, WGRAD_IN_TRITON
 from jetrl_verl.formats.catalog import FLOW, VLLM_METHODS
+from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 DISTRIBUTION, ENTRY_POINT = "jetrl-verl", "jetrl"
 OK, NOTE, WRONG = "ok", "note", "wrong"
@@ -299,7 +300,7 @@ def check_packages() -> Iterator[Finding]:
             yield Finding(package, WRONG, f"{installed}, {pin} is needed", fix)
     flash = installed_version("flash-attn")
     if flash is None:
-        found = "not installed; optional: use attn_implementation=sdpa with model.use_remove_padding=False"
+        found = f"not installed; optional: attn_implementation={JETRL_ATTENTION} packs sequences without it"
     else:
         found = f"{flash}; verl's flash_attention_2 path is untested with this plugin"
     yield Finding("flash-attn", NOTE, found)

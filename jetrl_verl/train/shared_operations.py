@@ -18,7 +18,6 @@ runs.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -34,42 +33,10 @@ from jetrl_verl.nn.handoff import accept_quantized
 from jetrl_verl.nn.linear import quantize_input
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.train import sequence_parallel
+from jetrl_verl.train.packing import Packing
 
 ATTENTION = "jetrl_shared"
 """Value of ``_attn_implementation``. Hugging Face builds no mask for a name that its mask interface does not know."""
-
-
-@dataclass(frozen=True)
-class Packing:
-    """Where a batch's sequences are; under Ulysses the batch of all ranks of the group.
-
-    Attributes:
-        tokens: indices of the real tokens among ``B * T``, None when all are real.
-        cu_seqlens: ``[sequences + 1]`` int32, first real token of each sequence and, last, their number.
-        max_seqlen: length of the longest.
-    """
-
-    tokens: torch.Tensor | None
-    cu_seqlens: torch.Tensor
-    max_seqlen: int
-
-    @classmethod
-    def of(cls, positions: torch.Tensor, attention_mask: torch.Tensor | None) -> "Packing":
-        """From position ids ``[B, T]`` and, for padded batches, the mask ``[B, T]`` of real tokens."""
-        if attention_mask is None:
-            # A row's first token always starts a sequence, whatever its position.
-            starts = positions == 0
-            starts[:, 0] = True
-            total, tokens = positions.numel(), None
-            first = starts.flatten().nonzero().squeeze(1)
-        else:
-            lengths = attention_mask.to(torch.int64).sum(dim=1)
-            tokens = attention_mask.to(torch.bool).flatten().nonzero().squeeze(1)
-            total = len(tokens)
-            lengths = lengths[lengths > 0]
-            first = lengths.cumsum(0) - lengths
-        cu_seqlens = torch.cat([first, first.new_tensor([total])]).to(torch.int32)
-        return cls(tokens, cu_seqlens, int(cu_seqlens.diff().max()))
 
 
 def _find_sequences(decoder: nn.Module, inputs: tuple, arguments: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

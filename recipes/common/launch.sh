@@ -7,15 +7,15 @@
 #
 #   PRECISION      a row of the table in docs/options.md: all that differs between baselines and Jet-RL
 #   NNODES         machines of the Ray cluster           GPUS_PER_NODE  GPUs of each
-#   ATTENTION      flash_attention_2, verl's default (flash-attn must be installed), or sdpa, which comes with torch,
-#                  pads sequences and has no sequence parallelism
+#   ATTENTION      jetrl_varlen, the plugin's, over packed sequences; flash_attention_2, verl's default (flash-attn must
+#                  be installed); or sdpa, which comes with torch, pads sequences and has no sequence parallelism
 #   OUT            folder for checkpoints and metrics, seen by every machine
 #   LOGGER         verl's trackers, e.g. '["console","file","wandb"]'
 #   PYTHON         interpreter of the driver
 PRECISION=${PRECISION:-jet_fp8}
 NNODES=${NNODES:-1}
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
-ATTENTION=${ATTENTION:-flash_attention_2}
+ATTENTION=${ATTENTION:-jetrl_varlen}
 OUT=$(realpath -m "${OUT:-outputs/recipes}")
 LOGGER=${LOGGER:-'["console","file"]'}
 PYTHON=${PYTHON:-python3}
@@ -44,10 +44,16 @@ launch() {
 
     local attention
     case $ATTENTION in
+        jetrl_varlen)
+            attention=(
+                actor_rollout_ref.model.use_remove_padding=True
+                ++actor_rollout_ref.model.override_config.attn_implementation=jetrl_varlen
+            )
+            ;;
         flash_attention_2)
             "$PYTHON" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("flash_attn"))' || {
                 echo "error: flash-attn is not installed; run \`pip install flash-attn --no-build-isolation\`" \
-                    "or choose ATTENTION=sdpa" >&2
+                    "or choose ATTENTION=jetrl_varlen, which needs nothing more" >&2
                 exit 1
             }
             attention=(actor_rollout_ref.model.use_remove_padding=True)
@@ -59,7 +65,7 @@ launch() {
             )
             ;;
         *)
-            echo "error: ATTENTION=$ATTENTION is unknown; use flash_attention_2 or sdpa" >&2
+            echo "error: ATTENTION=$ATTENTION is unknown; use jetrl_varlen, flash_attention_2 or sdpa" >&2
             exit 1
             ;;
     esac

@@ -5,6 +5,7 @@
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 
 def python(script: str, **environment: str) -> subprocess.CompletedProcess:
@@ -43,6 +44,24 @@ def test_hydra_knows_the_flag_whichever_is_imported_first():
     for first in ("import jetrl_verl.plugin", "import hydra, jetrl_verl.plugin"):
         run = python(f"{first}; {check}")
         assert run.stdout.strip() == "JetConfigLoader 1", run.stderr
+
+
+def test_verls_engine_brings_one_attention_more_and_nothing_that_computes():
+    """What the name stands for is imported by a model that asks for it."""
+    run = python(
+        "import sys, verl\n"
+        "from transformers import AttentionInterface, AttentionMaskInterface\n"
+        "tables = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping\n"
+        "stock = [dict(table) for table in tables]\n"
+        "import verl.workers.engine.fsdp.transformer_impl\n"
+        "for table, before in zip(tables, stock):\n"
+        "    print({name for name in table if table[name] is not before.get(name)})\n"
+        "ours = [f'jetrl_verl.{name}' for name in ('kernels', 'models', 'nn')]\n"
+        "print([name for name in ours if name in sys.modules])\n",
+        PYTHONPATH=str(Path(__file__).parents[2]),
+    )
+    name = {"jetrl_varlen"}
+    assert run.stdout.strip().splitlines()[-3:] == [str(name), str(name), "[]"], run.stderr
 
 
 def test_a_failure_is_announced():

@@ -22,7 +22,7 @@ from jetrl_verl.config.support.general import ULYSSES
 from jetrl_verl.config.support.machine import MACHINE_ROWS, WORKER_ROWS
 from jetrl_verl.config.support.operations import SHARED_ROWS
 from jetrl_verl.config.support.options import OPTION_ROWS
-from jetrl_verl.config.support.scopes import AUTO, MODEL
+from jetrl_verl.config.support.scopes import ATTENTION, AUTO, MODEL
 from jetrl_verl.config.support.table import COMPOSITION_ROWS, TABLE, row, stock_because
 
 ROOT = Path(__file__).parents[2]
@@ -131,6 +131,8 @@ ELSEWHERE = {
     "rocm": "",
     "fused_kernels_of_a_padded_vocabulary": "",
     "ulysses_of_the_heads": "",
+    "varlen_sliding_window": "",
+    "varlen_dropout": "",
     **{each.name: "" for each in TABLE if each.scope is AUTO},
 }
 """Rows with a test of their own, below or in the file named."""
@@ -211,6 +213,38 @@ def test_ranks_that_do_not_divide_the_heads_are_refused_by_their_row(machine, ke
         words = {"path": path, "key": key, "value": ranks, "heads": 12, "kv_heads": 2}
         expected = row("ulysses_of_the_heads").message(**words, **{"jetrl.precision": "jet_fp8"})
         assert str(refused.value) == expected and SHAPE.fullmatch(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("varlen_sliding_window", MODELS["sliding_window"], {}),
+        ("varlen_dropout", MODELS["attention_dropout"], {"rate": 0.1}),
+    ],
+)
+def test_what_our_attention_does_not_do_of_a_model_is_refused_by_its_row(machine, monkeypatch, name, changes, words):
+    for check in ("check_versions", "check_patches", "check_gpu", "check_data"):
+        monkeypatch.setattr(environment, check, lambda *_: None)
+    path, settings = machine(changes), row(name).scope.example
+
+    def check(*further: str) -> None:
+        environment.check_environment(changed((*settings, *further), {f"{MODEL}.path": path}))
+
+    with pytest.raises(UnsupportedConfiguration) as refused:
+        check()
+    assert str(refused.value) == row(name).message(path=path, **words) and SHAPE.fullmatch(str(refused.value))
+    check(f"{ATTENTION}=sdpa")
+    if "attention_dropout" in changes:
+        check(f"+{MODEL}.override_config.attention_dropout=0.0")
+    machine()
+    check()
+
+
+@pytest.mark.parametrize("attention", [None, "flash_attention_2", "jetrl_varlen"])
+def test_ulysses_is_supported_where_ranks_exchange_tokens(attention):
+    word = () if attention is None else (f"+{ATTENTION}={attention}",)
+    (actor, *_) = row("ulysses_without_exchange").keys
+    check_config(changed(("precision=jet_fp8", "jetrl.operations=stock", *word), {actor: 2}))
 
 
 @pytest.mark.parametrize("name", [each.name for each in TABLE if each.scope is AUTO])

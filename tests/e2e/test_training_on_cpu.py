@@ -64,9 +64,10 @@ def exact(policy, jet, checkpoints, tmp_path_factory) -> Run:
 
 
 def test_a_baseline_trains_two_steps(policy, tmp_path):
-    """An INT8 rollout, importance weights and QuRL's loss; Adam's moments in 8 bits beside them."""
-    overrides = ["optimizer_impl=torchao.optim", "optimizer=AdamW8bit"]
-    run = train(policy, "qurl_int8", tmp_path, 2, *(f"actor_rollout_ref.actor.optim.{word}" for word in overrides))
+    """An INT8 rollout, importance weights and QuRL's loss; Adam's moments in 8 bits beside them, padded sequences."""
+    overrides = ["actor.optim.optimizer_impl=torchao.optim", "actor.optim.optimizer=AdamW8bit"]
+    overrides.append("model.use_remove_padding=False")
+    run = train(policy, "qurl_int8", tmp_path, 2, *(f"actor_rollout_ref.{word}" for word in overrides))
     assert len(run.metrics) == 2 and len({digest for *_, digest in run.syncs}) == 3
     assert {(quantized, plain) for _, quantized, plain, _, _ in run.syncs} == {("14", "11")}
     for step in run.metrics:

@@ -29,6 +29,17 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: tor
     return torch.cat(outputs)
 
 
+def attention_by_formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], scale: float):
+    """``softmax(q k^T scale) v`` written out, with ``[tokens, heads, features]`` operands and no kernel of torch's."""
+    outputs = []
+    for q_, k_, v_ in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
+        k_, v_ = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k_, v_))
+        later = torch.ones(len(q_), len(q_), dtype=torch.bool, device=q.device).triu_(1)
+        scores = torch.einsum("qhd,khd->hqk", q_, k_) * scale
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -torch.inf).softmax(dim=-1), v_))
+    return torch.cat(outputs)
+
+
 def logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return hidden @ weight.t()
 

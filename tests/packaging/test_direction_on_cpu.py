@@ -56,7 +56,7 @@ DIRECTION: dict[str, set[str]] = {
     },
     # What verl and the shell start.
     "cpu_platform": {"patches"},
-    "plugin": {"patches", "config", "cpu_platform"},
+    "plugin": {"patches", "config", "train", "cpu_platform"},
     "cli": {"config", "checkpoint", "patches", "tools"},
 }
 

@@ -1,11 +1,13 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A recipe for real: GSM8K's data preparation and GSM8K's script take two steps on this machine's CPU under jet_fp8.
+"""Recipes for real: their own data preparation and their own scripts take two steps on this machine's CPU.
 
-The policy is a random one of a million parameters, so no answer is right; an entropy bonus gives the steps a gradient.
-What else the test overrides is a size, what the demo overrides on a CPU, and the reference policy, which needs a GPU.
+The policy has the family and the layers' shape of the recipe's, at a million random parameters, so hardly an answer is
+right; an entropy bonus gives the steps a gradient. What else a run overrides is a size, what the demo overrides on a
+CPU, and the reference policy, which needs a GPU. One recipe is in ``make test``, the others in ``make test-slow``.
 """
 
+import copy
 import json
 import math
 import os
@@ -13,18 +15,24 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
-from recipe_cases import RECIPES, ROOT, SETTINGS
+import torch
+from recipe_cases import RAW_RECORDS, RECIPES, ROOT, SETTINGS
+from tiny_models import FAMILIES
+from transformers import AutoModelForCausalLM
 
 from jetrl_verl.tools.demo.cache import Prepared
 from jetrl_verl.tools.demo.overrides import build_overrides
-from jetrl_verl.tools.demo.policy import PolicyConfig, build_model, build_tokenizer, save_policy
+from jetrl_verl.tools.demo.policy import build_tokenizer, save_policy
 from jetrl_verl.tools.launch import RunPaths, build_environment
 from jetrl_verl.tools.process_tree import ProcessTree
 
 STEPS = 2
+MAX_RESPONSE = 16
 
 ON_A_CPU = (
     "actor_rollout_ref.actor.use_torch_compile",
@@ -44,13 +52,15 @@ ON_A_CPU = (
 
 SIZES = (
     "data.train_batch_size=4",
-    "data.max_prompt_length=128",
-    "data.max_response_length=16",
+    "data.max_prompt_length=400",
+    f"data.max_response_length={MAX_RESPONSE}",
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=512",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024",
     "actor_rollout_ref.actor.entropy_coeff=0.1",
     "actor_rollout_ref.actor.optim.lr=1e-4",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
     "actor_rollout_ref.rollout.n=2",
+    "actor_rollout_ref.rollout.val_kwargs.n=1",
     # verl's FSDP2 keeps a reference policy in pinned memory, which takes a GPU driver.
     "actor_rollout_ref.actor.use_kl_loss=False",
     "trainer.val_before_train=False",
@@ -60,55 +70,166 @@ SIZES = (
 )
 
 
-def write_raw(folder: Path) -> None:
+@dataclass(frozen=True)
+class Case:
+    """A recipe's script and what makes it small.
+
+    Attributes:
+        family: of the policy. raw: split -> its record in ``RAW_RECORDS``. metric: accuracy that a validation writes.
+        settings: variables of the script. words: overrides of this recipe alone.
+    """
+
+    script: str
+    family: str
+    raw: dict[str, str]
+    metric: str
+    settings: dict[str, str] = field(default_factory=dict)
+    words: tuple[str, ...] = ()
+
+    @property
+    def recipe(self) -> str:
+        return self.script.partition("/")[0]
+
+
+GSM8K_MATH = {"gsm8k_train": "gsm8k", "math_train": "math", "gsm8k_test": "gsm8k", "math_500": "math_500"}
+DAPO = {"dapo_math_17k": "dapo", "aime_2024": "dapo"}
+ONE_PROCESS = {"TP": "1", "SP": "1", "OFFLOAD": "False"}
+# No answer is right, so what tells the responses of a group apart is their length, by the overlong penalty.
+BY_LENGTH = (
+    "actor_rollout_ref.rollout.n=4",
+    "algorithm.filter_groups.metric=reward",
+    "reward.reward_kwargs.overlong_buffer_cfg.len=8",
+)
+SAVED = (f"trainer.save_freq={STEPS}",)
+AIME, MATH, GSM8K = "aime_2024", "HuggingFaceH4/MATH-500", "openai/gsm8k"
+
+CASES = {
+    "gsm8k": Case("gsm8k/run_qwen3_8b.sh", "qwen3", {"train": "gsm8k", "test": "gsm8k"}, GSM8K),
+    "dapo 7b": Case("dapo/run_qwen2_5_7b.sh", "qwen2", DAPO, AIME, ONE_PROCESS, BY_LENGTH),
+    "dapo 32b": Case("dapo/run_qwen2_5_32b.sh", "qwen2", DAPO, AIME, ONE_PROCESS, BY_LENGTH),
+    "deepscaler": Case(
+        "deepscaler/run_r1_distill_qwen_1_5b.sh",
+        "qwen2",
+        {"deepscaler": "deepscaler", "aime_2024": "aime_2024"},
+        f"HuggingFaceH4/{AIME}",
+        {"STAGE": "8k"},
+        SAVED,
+    ),
+    "paper llama": Case("jetrl_paper/run_llama3_1_8b.sh", "llama", GSM8K_MATH, MATH),
+    "paper qwen2": Case("jetrl_paper/run_qwen2_5_7b.sh", "qwen2", GSM8K_MATH, MATH),
+    "paper qwen3": Case(
+        "jetrl_paper/run_qwen3_8b_base.sh",
+        "qwen3",
+        {"deepmath": "deepmath", "gsm8k_test": "gsm8k", "math_500": "math_500"},
+        MATH,
+        {"DATASET": "deepmath", "RESPONSE": "16k"},
+    ),
+}
+RUNS = [("gsm8k", "jet_fp8"), ("gsm8k", "bf16"), *((name, "jet_fp8") for name in CASES if name != "gsm8k")]
+IN_EVERY_TEST_RUN = {("gsm8k", "jet_fp8")}
+
+
+def varied(record: dict[str, Any], number: int) -> dict[str, Any]:
+    """The record with another question, since data preparation drops what it has seen."""
+    record = copy.deepcopy(record)
+    for key in {"question", "problem"} & record.keys():
+        record[key] = f"{number}: {record[key]}"
+    if "prompt" in record:
+        record["prompt"][0]["content"] = record["prompt"][0]["content"].replace("$17", f"${number}")
+        record["extra_info"]["index"] += str(number)
+    return record
+
+
+def write_raw(case: Case, folder: Path) -> None:
     folder.mkdir()
-    for split, count in (("train", 12), ("test", 3)):
-        records = [
-            {"question": f"What is {i}+7?", "answer": f"{i}+7=<<{i}+7={i + 7}>>\n#### {i + 7}"} for i in range(count)
-        ]
+    for split, name in case.raw.items():
+        records = [varied(RAW_RECORDS[name], i) for i in range(12)]
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-@pytest.mark.timeout(1200)
-def test_gsm8k_takes_two_steps_on_a_cpu(tmp_path):
-    raw, data, policy, metrics = (tmp_path / name for name in ("raw", "data", "policy", "metrics.jsonl"))
-    write_raw(raw)
-    prepare = [sys.executable, "-m", "recipes.gsm8k.prepare_data", "--local-dir", str(raw), "--out", str(data)]
-    subprocess.run(prepare, cwd=ROOT, check=True)
+def write_policy(family: str, folder: Path) -> None:
+    """Two layers of the family's own class, two heads of 128 over one key/value head."""
     tokenizer = build_tokenizer()
-    save_policy(build_model(PolicyConfig(), tokenizer), tokenizer, policy)
+    config_class, model_class = FAMILIES[family]
+    config = config_class(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        **({"head_dim": 128} if family != "qwen2" else {}),
+    )
+    torch.manual_seed(7)
+    save_policy(model_class(config), tokenizer, folder)
 
-    paths = RunPaths(tmp_path / "run")
+
+def run_recipe(case: Case, precision: str, folder: Path) -> tuple[list[dict[str, float]], str]:
+    """Prepare the case's data and run its script; the metrics of its steps and its log."""
+    raw, data, policy, metrics = (folder / name for name in ("raw", "data", "policy", "metrics.jsonl"))
+    write_raw(case, raw)
+    prepare = [sys.executable, "-m", f"recipes.{case.recipe}.prepare_data", *case.raw]
+    subprocess.run([*prepare, "--local-dir", str(raw), "--out", str(data)], cwd=ROOT, check=True)
+    write_policy(case.family, policy)
+
+    paths = RunPaths(folder / "run")
     paths.folder.mkdir()
-    demo = build_overrides("jet_fp8", Prepared(tmp_path, {}), paths, "cpu", STEPS)
+    demo = build_overrides(precision, Prepared(folder, {}), paths, "cpu", STEPS)
     environment = build_environment(paths, "cpu")
     for name in (*SETTINGS, "VERL_FILE_LOGGER_PATH"):
         environment.pop(name, None)
     environment |= {
-        "PRECISION": "jet_fp8",
-        "ATTENTION": "sdpa",
+        "PRECISION": precision,
         "PYTHON": sys.executable,
         "DATA": str(data),
         "MODEL_PATH": str(policy),
-        "OUT": str(tmp_path / "out"),
+        "OUT": str(folder / "out"),
         "METRICS": str(metrics),
         "GPUS_PER_NODE": "1",
+        "MAX_RESPONSE_LENGTH": str(MAX_RESPONSE),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # vLLM calls ninja by name
+        **case.settings,
     }
     on_a_cpu = [word for word in demo if word.lstrip("+").startswith(ON_A_CPU)]
-    command = ["bash", str(RECIPES / "gsm8k/run_qwen3_8b.sh"), *on_a_cpu, *SIZES]
+    command = ["bash", str(RECIPES / case.script), *on_a_cpu, *SIZES, *case.words]
     with ProcessTree(command, environment, paths.log) as tree:
         while (status := tree.poll()) is None:
             time.sleep(0.5)
     log = paths.log.read_text()
     assert status == 0, log[-4000:]
+    return [json.loads(line)["data"] for line in metrics.read_text().splitlines()], log
 
-    steps = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [pytest.param(*run, marks=[] if run in IN_EVERY_TEST_RUN else pytest.mark.slow) for run in RUNS],
+)
+def test_a_recipe_takes_two_steps_on_a_cpu(name, precision, tmp_path):
+    case = CASES[name]
+    steps, log = run_recipe(case, precision, tmp_path)
     assert len(steps) == STEPS
     for step in steps:
         assert 0 < step["actor/grad_norm"] < math.inf
         assert math.isfinite(step["rollout_corr/k3_kl"])
-        assert 0 <= step["critic/score/mean"] <= 1
-    assert 0 <= steps[-1]["val-core/openai/gsm8k/acc/mean@1"] <= 1
-    digests = re.findall(r"jetrl weight sync: loaded in .* held in .* live digest (0x\w+)", log)
-    assert len(digests) == len(set(digests)) == STEPS + 1, "both sides held the same weights, and each step moved them"
+        assert -2 <= step["critic/score/mean"] <= 1
+    found = [value for key, value in steps[-1].items() if key.startswith(f"val-core/{case.metric}/acc/mean")]
+    assert len(found) == 1 and 0 <= found[0] <= 1
+    if precision != "bf16":
+        digests = re.findall(r"jetrl weight sync: loaded in .* held in .* live digest (0x\w+)", log)
+        assert len(digests) == len(set(digests)) == STEPS + 1, "both sides hold the same weights, each step moves them"
+    if case.words == SAVED:
+        (saved,) = (tmp_path / "out").glob(f"*/*/global_step_{STEPS}/actor/huggingface")
+        assert all("jetrl" not in file.read_text() for file in saved.glob("*.json"))
+        stage = AutoModelForCausalLM.from_pretrained(saved)
+        assert stage.config._attn_implementation == "sdpa" and stage.config.model_type == case.family
+
+
+def test_every_script_has_a_case():
+    scripts = {str(path.relative_to(RECIPES)) for path in RECIPES.glob("*/run_*.sh")}
+    assert scripts - {"demo/run_addition.sh"} == {case.script for case in CASES.values()}

@@ -14,6 +14,7 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from jetrl_verl.config.options import PRECISIONS
 from jetrl_verl.models.plan import plan_linears
+from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 PAPER = (
     {"DATASET": "gsm8k_math"},
@@ -132,8 +133,25 @@ def test_a_rollout_shard_of_every_layer_fits_the_fp8_blocks(said, compose, scrip
     assert all(plan.quantized for plan in plans.values())
 
 
+@pytest.mark.parametrize("precision", ["bf16", "jet_fp8"])
 @pytest.mark.parametrize("script", VARIANTS)
-def test_sdpa_turns_off_what_needs_flash_attention(said, compose, script):
+def test_sequences_are_packed_without_flash_attention_by_default(said, compose, script, precision):
+    config = compose(said(script, precision, {**VARIANTS[script][0], "FAKE_STATUS": "1"}))
+    model = config.actor_rollout_ref.model
+    assert model.override_config.attn_implementation == JETRL_ATTENTION and model.use_remove_padding
+    published = {"dapo/run_qwen2_5_7b.sh": 4, "dapo/run_qwen2_5_32b.sh": 8}
+    assert config.actor_rollout_ref.actor.ulysses_sequence_parallel_size == published.get(script, 1)
+
+
+@pytest.mark.parametrize("script", VARIANTS)
+def test_flash_attention_is_verls_own(said, compose, script):
+    model = compose(said(script, "bf16", {**VARIANTS[script][0], "ATTENTION": "flash_attention_2"}))
+    model = model.actor_rollout_ref.model
+    assert "attn_implementation" not in (model.override_config or {}) and model.use_remove_padding
+
+
+@pytest.mark.parametrize("script", VARIANTS)
+def test_sdpa_pads_and_turns_off_sequence_parallelism(said, compose, script):
     config = compose(said(script, "jet_fp8", {**VARIANTS[script][0], "ATTENTION": "sdpa"}))
     model = config.actor_rollout_ref.model
     assert model.override_config.attn_implementation == "sdpa" and not model.use_remove_padding
@@ -206,8 +224,12 @@ def test_a_stage_without_the_one_before_it_says_so(words, tmp_path):
 @pytest.mark.parametrize(
     ("script", "settings", "sentence"),
     [
-        ("gsm8k/run_qwen3_8b.sh", {"ATTENTION": "fa3"}, "ATTENTION=fa3 is unknown; use flash_attention_2 or sdpa"),
-        ("gsm8k/run_qwen3_8b.sh", {"FAKE_STATUS": "1"}, "flash-attn is not installed; "),
+        ("gsm8k/run_qwen3_8b.sh", {"ATTENTION": "fa3"}, "ATTENTION=fa3 is unknown; use jetrl_varlen, "),
+        (
+            "gsm8k/run_qwen3_8b.sh",
+            {"ATTENTION": "flash_attention_2", "FAKE_STATUS": "1"},
+            "flash-attn is not installed; ",
+        ),
         ("deepscaler/run_r1_distill_qwen_1_5b.sh", {"STAGE": "32k"}, "STAGE=32k is unknown; use 8k, 16k or 24k"),
         ("jetrl_paper/run_qwen2_5_7b.sh", {"DATASET": "math"}, "DATASET=math is unknown; use gsm8k_math or deepmath"),
         ("jetrl_paper/run_qwen2_5_7b.sh", {"RESPONSE": "4k"}, "RESPONSE=4k is unknown; use 8k or 16k"),

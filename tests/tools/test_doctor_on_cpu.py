@@ -139,7 +139,7 @@ def test_a_version_off_the_pin_says_what_to_install(package, version, monkeypatc
 def test_absent_flash_attn_is_no_fault(monkeypatch):
     monkeypatch.setattr(doctor, "installed_version", lambda name: None)
     (finding,) = [finding for finding in doctor.check_packages() if finding.subject == "flash-attn"]
-    assert finding.state == NOTE and "sdpa" in finding.found
+    assert finding.state == NOTE and "jetrl_varlen" in finding.found
 
 
 def test_a_gpu_without_fp8_is_refused(gpu_machine):

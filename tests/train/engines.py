@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from jetrl_verl.config.options import JetConfig
+from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 
 def build(
@@ -17,7 +18,7 @@ def build(
     tokenizer: bool = False,
     optimizer: dict[str, Any] | None = None,
     strategy: str = "fsdp2",
-    packed: bool = False,
+    attention: str = JETRL_ATTENTION,
     ulysses: int = 1,
     **options,
 ):
@@ -27,17 +28,20 @@ def build(
         role: as in ``JetWorkerEngineConfig``; ``"critic"`` is a value model.
         tokenizer: whether the folder's tokenizer is loaded.
         optimizer: further fields of ``FSDPOptimizerConfig``. strategy: ``fsdp``, which is FSDP1, or ``fsdp2``.
-        packed, ulysses: whether sequences are packed, and over how many ranks each pack is split.
-        options: fields of ``JetConfig`` that differ from ``precision=jet_fp8``.
+        attention: ``override_config.attn_implementation``.
+        ulysses: ranks that share the tokens of a micro-batch.
+        options: fields of ``JetConfig`` that differ from ``precision=jet_fp8``; ``precision="bf16"`` is verl's engine.
     """
     from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine import EngineRegistry
 
     from jetrl_verl.targets.configs import JetWorkerEngineConfig
 
     kind = "value_model" if role == "critic" else "language_model"
     fields = {"precision": "jet_fp8", "train": "fp8", "rollout": "fp8"} | options
+    common = dict(strategy=strategy, use_torch_compile=False, ulysses_sequence_parallel_size=ulysses)
+    stock = fields["precision"] == "bf16"
     schedule = {"lr": 1e-3, "lr_warmup_steps": 0, "total_training_steps": 10} | (optimizer or {})
     engine = EngineRegistry.new(
         model_type=kind,
@@ -46,16 +50,11 @@ def build(
             path=folder,
             model_type=kind,
             load_tokenizer=tokenizer,
-            use_remove_padding=packed,
-            override_config={"attn_implementation": "sdpa"},
+            override_config={"attn_implementation": attention},
         ),
-        engine_config=JetWorkerEngineConfig(
-            strategy=strategy,
-            use_torch_compile=False,
-            ulysses_sequence_parallel_size=ulysses,
-            jetrl=JetConfig(**fields),
-            jetrl_role=role,
-        ),
+        engine_config=FSDPEngineConfig(**common)
+        if stock
+        else JetWorkerEngineConfig(**common, jetrl=JetConfig(**fields), jetrl_role=role),
         optimizer_config=FSDPOptimizerConfig(**schedule),
         checkpoint_config=CheckpointConfig(),
     )
@@ -70,12 +69,16 @@ def tokens(seed: int) -> torch.Tensor:
     return torch.randint(0, 64, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(seed))
 
 
-def batch(seed: int) -> TensorDict:
-    """The ``seed``'s sequences in verl's jagged form, in two micro-batches."""
+def batch(seed: int, lengths: tuple[int, ...] = (TOKENS,) * SEQUENCES, packed: bool = True) -> TensorDict:
+    """The ``seed``'s sequences in verl's jagged form, in two micro-batches.
+
+    Args:
+        lengths: of the sequences, at most ``TOKENS``. packed: whether micro-batches are packed, else padded.
+    """
     from verl.utils import tensordict_utils as tu
 
     def jagged(rows: torch.Tensor) -> torch.Tensor:
-        return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+        return torch.nested.as_nested_tensor([row[:n] for row, n in zip(rows, lengths)], layout=torch.jagged)
 
     positions = torch.arange(TOKENS).expand(SEQUENCES, -1)
     mask = torch.ones(SEQUENCES, TOKENS, dtype=torch.int64)
@@ -84,19 +87,19 @@ def batch(seed: int) -> TensorDict:
         {"input_ids": jagged(tokens(seed)), "position_ids": jagged(positions), "loss_mask": jagged(mask)},
         batch_size=SEQUENCES,
     )
-    settings = dict(use_dynamic_bsz=False, micro_batch_size_per_gpu=SEQUENCES // 2, use_remove_padding=False)
+    settings = dict(use_dynamic_bsz=False, micro_batch_size_per_gpu=SEQUENCES // 2, use_remove_padding=packed)
     tu.assign_non_tensor(data, temperature=1.0, **settings)
     return data
 
 
-def train(engine, seed: int) -> float:
+def train(engine, seed: int, **form) -> float:
     """One optimiser step on the mean negative log-likelihood of the ``seed``'s sequences; the gradient's norm."""
     from functools import partial
 
     from verl.workers.utils.losses import sft_loss
 
     with engine.train_mode():
-        return engine.train_batch(batch(seed), partial(sft_loss, None))["metrics"]["grad_norm"]
+        return engine.train_batch(batch(seed, **form), partial(sft_loss, None))["metrics"]["grad_norm"]
 
 
 def sent(engine) -> dict[str, torch.Tensor]:

@@ -15,7 +15,8 @@ from jetrl_verl import kernels
 from jetrl_verl.models import family as model_family
 from jetrl_verl.models.plan import UnsupportedLayer, plan_linears
 from jetrl_verl.nn.replace import replace_linears
-from jetrl_verl.train.shared_operations import ATTENTION, Packing, share_operations
+from jetrl_verl.train.packing import Packing
+from jetrl_verl.train.shared_operations import ATTENTION, share_operations
 
 LENGTHS = (7, 1, 40, 23)
 CHANGES = {"mistral": dict(sliding_window=None)}

@@ -62,7 +62,7 @@ def step(engine, packed: bool) -> tuple[float, dict[str, torch.Tensor]]:
 
 def split_against_whole(rank: int, folder: str, checkpointing: bool) -> None:
     options = dict(precision="jet_fp8_exact", operations="shared", optimizer={"lr": 1e-4})
-    alone, split = build(folder, packed=True, **options), build(folder, packed=True, ulysses=2, **options)
+    alone, split = build(folder, **options), build(folder, ulysses=2, **options)
     padded = build(folder, **options)
     if checkpointing:
         for engine in (alone, split, padded):

@@ -6,8 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from jetrl_verl.patches.attention_name import JETRL_ATTENTION
+
 from .row import IS_ABSENT, IS_FALSE, IS_SET, IS_TRUE, Get, Row, Scope, Wrong, above, other_than
-from .scopes import ACTOR, CORRECTION, EVERY, FP8_CRITIC, MODEL, REF, ROLLOUT, UNSAMPLED, VLLM
+from .scopes import ACTOR, ATTENTION, CORRECTION, EVERY, FP8_CRITIC, MASKED, MODEL, REF, ROLLOUT, UNSAMPLED, VLLM
 from .target import target_row
 
 BF16 = ("bfloat16", "bf16", "torch.bfloat16")
@@ -150,6 +152,18 @@ GENERAL_ROWS: tuple[Row, ...] = (
         Wrong("`false`", _splits_padded),
         example=False,
         beside={ULYSSES[0]: 2},
+    ),
+    Row(
+        "ulysses_without_exchange",
+        "Ulysses sequence parallelism",
+        MASKED,
+        "each rank would attend to its own tokens alone",
+        f"Set {{key}}=1, or {ATTENTION}={JETRL_ATTENTION}",
+        tuple(
+            f"{node}.ulysses_sequence_parallel_size" for role in (ACTOR, REF) for node in (role, f"{role}.fsdp_config")
+        ),
+        above(1),
+        example=2,
     ),
     Row(
         "correction_without_log_probs",

@@ -6,7 +6,7 @@ Modules below this package raise a plain ``ValueError``; a row with a ``sign`` i
 """
 
 from .row import DRIVER, WORKER, Row, Scope
-from .scopes import AUTO, EVERY, MODEL, ROLLOUT, SHARED, VLLM
+from .scopes import ATTENTION, AUTO, EVERY, MODEL, ROLLOUT, SHARED, VARLEN, VLLM
 
 _BF16 = "Set precision=bf16"
 _OR_STOCK = "precision=jet_fp8 jetrl.operations=stock, or precision=bf16"
@@ -197,6 +197,26 @@ MACHINE_ROWS: tuple[Row, ...] = (
             sign=dropout.replace("_", " "),
         )
         for dropout in ("attention_dropout", "residual_dropout")
+    ),
+    Row(
+        "varlen_sliding_window",
+        "sliding windows",
+        VARLEN,
+        "it attends to whole sequences",
+        f"Set {ATTENTION}=sdpa",
+        what="the model {path}, whose layers attend to windows,",
+        found=DRIVER,
+        listed=False,
+    ),
+    Row(
+        "varlen_dropout",
+        "attention dropout",
+        VARLEN,
+        "its backward has none",
+        f"Set {MODEL}.override_config.attention_dropout=0, or {ATTENTION}=sdpa",
+        what="the model {path} with attention_dropout={rate}",
+        found=DRIVER,
+        listed=False,
     ),
     Row(
         "fused_kernels_of_a_padded_vocabulary",

@@ -3,6 +3,7 @@
 """With what a setting may not be supported: the Y of a row's message."""
 
 from jetrl_verl.formats.catalog import FLOW
+from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 from .row import Get, Scope
 
@@ -13,6 +14,8 @@ MODEL = "actor_rollout_ref.model"
 VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
 CORRECTION = "algorithm.rollout_correction"
 LOSS = f"{ACTOR}.policy_loss.loss_mode"
+
+ATTENTION = f"{MODEL}.override_config.attn_implementation"
 
 RATIO_LOSSES = ("qurl_decoupled", "qurl_acr")
 """Losses of this package that need pi_old / pi_rollout of every token."""
@@ -67,6 +70,22 @@ EXACT = Scope(
     ("precision=jet_fp8_exact", f"{ROLLOUT}.tensor_model_parallel_size=1"),
 )
 """What makes the last bits of the two sides differ, and nothing else."""
+
+VARLEN = Scope(
+    f"attn_implementation={JETRL_ATTENTION}",
+    f"`attn_implementation={JETRL_ATTENTION}`",
+    _is(ATTENTION, JETRL_ATTENTION),
+    (*_STOCK, f"+{ATTENTION}={JETRL_ATTENTION}"),
+)
+"""What our attention of stock modules cannot do."""
+
+MASKED = Scope(
+    "attn_implementation={" + ATTENTION + "}",
+    "an `attn_implementation` other than `flash_attention_*` and `" + JETRL_ATTENTION + "`",
+    lambda get: not str(get(ATTENTION) or "flash_attention_2").startswith(("flash_attention_", JETRL_ATTENTION)),
+    (*_STOCK, f"+{ATTENTION}=sdpa"),
+)
+"""An attention of transformers for which verl does not exchange tokens and heads between ranks."""
 
 UNSAMPLED = Scope(
     f"{ROLLOUT}.calculate_log_probs=false",

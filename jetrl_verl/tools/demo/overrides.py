@@ -10,6 +10,7 @@ reached 0.81 and 1e-3 lost all reward within four steps.
 
 from pathlib import Path
 
+from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 from jetrl_verl.tools.demo import task
 from jetrl_verl.tools.demo.cache import Prepared
 from jetrl_verl.tools.launch import RunPaths, quote
@@ -50,10 +51,10 @@ def build_overrides(precision: str, prepared: Prepared, paths: RunPaths, device:
         "reward.custom_reward_function.path": Path(task.__file__).resolve(),
         "reward.custom_reward_function.name": "compute_score",
         "reward.num_workers": 1,
-        # model: flash-attn is not required, and remove-padding needs it
+        # model: packed sequences, verl's default, without flash-attn
         "actor_rollout_ref.model.path": prepared.policy,
-        "actor_rollout_ref.model.use_remove_padding": False,
-        "++actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
+        "actor_rollout_ref.model.use_remove_padding": True,
+        "++actor_rollout_ref.model.override_config.attn_implementation": JETRL_ATTENTION,
         # actor: two optimiser steps a batch, so that ratios leave 1 and the clip fraction says something
         "actor_rollout_ref.actor.strategy": "fsdp2",
         "actor_rollout_ref.actor.optim.lr": LEARNING_RATE,

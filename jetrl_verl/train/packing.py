@@ -1,0 +1,40 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Where the sequences of a batch are: found once per forward pass, since the answer waits for the device."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where a batch's sequences are.
+
+    Attributes:
+        tokens: indices of the real tokens among ``B * T``, None when all are real.
+        cu_seqlens: ``[sequences + 1]`` int32, first real token of each sequence and, last, their number.
+        max_seqlen: length of the longest.
+    """
+
+    tokens: torch.Tensor | None
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+
+    @classmethod
+    def of(cls, positions: torch.Tensor | None, attention_mask: torch.Tensor | None) -> "Packing":
+        """From the mask ``[B, T]`` of real tokens, of a padded batch, or else from position ids ``[B, T]``."""
+        if attention_mask is None:
+            # A row's first token always starts a sequence, whatever its position.
+            starts = positions == 0
+            starts[:, 0] = True
+            total, tokens = positions.numel(), None
+            first = starts.flatten().nonzero().squeeze(1)
+        else:
+            lengths = attention_mask.to(torch.int64).sum(dim=1)
+            tokens = attention_mask.to(torch.bool).flatten().nonzero().squeeze(1)
+            total = len(tokens)
+            lengths = lengths[lengths > 0]
+            first = lengths.cumsum(0) - lengths
+        cu_seqlens = torch.cat([first, first.new_tensor([total])]).to(torch.int32)
+        return cls(tokens, cu_seqlens, int(cu_seqlens.diff().max()))

@@ -1,0 +1,88 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Packed attention of stock modules on the CPU: torch's own per sequence, and what a GPU would refuse or choose."""
+
+import pytest
+import reference_operations as reference
+import torch
+from torch.nn import functional
+
+from jetrl_verl import kernels
+from jetrl_verl.kernels import vllm_kernels
+from jetrl_verl.kernels.attention import flash_attention_3
+from jetrl_verl.kernels.varlen_attention import gpu_forward, torch_flash_attention
+
+LENGTHS = (7, 1, 40, 23, 1, 129)
+
+
+def operands(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(heads)
+    shapes = [(sum(LENGTHS), count, head_dim) for count in (heads, kv_heads, kv_heads)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def cu_seqlens() -> torch.Tensor:
+    return torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 64), (6, 2, 80), (8, 1, 128)])
+def test_values_and_gradients_are_those_of_the_formula(heads, kv_heads, head_dim):
+    ours = [x.requires_grad_() for x in operands(heads, kv_heads, head_dim, torch.float64)]
+    exact = [x.detach().clone().requires_grad_() for x in ours]
+    out = kernels.varlen_attention(*ours, cu_seqlens(), max(LENGTHS), head_dim**-0.5)
+    want = reference.attention_by_formula(*exact, LENGTHS, head_dim**-0.5)
+    gradient = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    out.backward(gradient)
+    want.backward(gradient)
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-12)
+    for mine, theirs in zip(ours, exact, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_sequence_has_the_bits_of_stock_sdpa_with_it_alone(dtype):
+    q, k, v = operands(6, 2, 64, dtype)
+    out = kernels.varlen_attention(q, k, v, cu_seqlens(), max(LENGTHS), 0.2)
+    for mine, *parts in zip(*(x.split(LENGTHS) for x in (out, q, k, v)), strict=True):
+        parts = [x.transpose(0, 1)[None] for x in parts]
+        alone = functional.scaled_dot_product_attention(*parts, is_causal=True, scale=0.2, enable_gqa=True)
+        assert torch.equal(mine, alone[0].transpose(0, 1))
+
+
+def test_no_sequence_sees_another():
+    q, k, v = operands(2, 1, 64, torch.float32)
+    whole = kernels.varlen_attention(q, k, v, cu_seqlens(), max(LENGTHS), 0.125)
+    others = torch.ones(len(q), dtype=torch.bool)
+    others[8:48] = False
+    for x in (q, k, v):
+        x[others] = torch.nan
+    assert torch.equal(kernels.varlen_attention(q, k, v, cu_seqlens(), max(LENGTHS), 0.125)[8:48], whole[8:48])
+
+
+@pytest.mark.parametrize(
+    ("features", "dtype", "sentence"),
+    [
+        ((192, 192, 128), torch.bfloat16, "192, 192 and 128 features a head are not supported with one kernel; use "),
+        ((100, 100, 100), torch.bfloat16, "heads of 100 are not supported with FlashAttention, which has multiples"),
+        ((320, 320, 320), torch.bfloat16, "heads of 320 are not supported with FlashAttention, .* up to 256; use "),
+        ((64, 64, 64), torch.float32, "torch.float32, .* FlashAttention, which has BF16 and FP16; use "),
+    ],
+)
+def test_what_flash_attention_does_not_support_is_refused(features, dtype, sentence):
+    """The meta device stands for a GPU: what is refused is seen before anything runs."""
+    operands = [torch.empty(8, 2, n, dtype=dtype, device="meta") for n in features]
+    with pytest.raises(ValueError, match=f"{sentence}.*attn_implementation=sdpa"):
+        kernels.varlen_attention(*operands, torch.tensor([0, 8]), 8, 0.125)
+
+
+@pytest.mark.parametrize(
+    ("missing", "forward"),
+    [(None, flash_attention_3), ("not Hopper", torch_flash_attention)],
+)
+def test_a_gpu_without_flash_attention_3_runs_torchs_own(monkeypatch, missing, forward):
+    monkeypatch.setattr(vllm_kernels, "no_flash_attention_3", lambda: missing)
+    assert gpu_forward() is forward
+
+
+def test_a_machine_without_a_gpu_has_no_flash_attention_3():
+    assert vllm_kernels.no_flash_attention_3() is not None or torch.cuda.is_available()

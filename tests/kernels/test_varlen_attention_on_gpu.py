@@ -1,0 +1,62 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Packed attention of stock modules on a GPU, by FlashAttention 3 and by torch's FlashAttention 2: both are right."""
+
+import pytest
+import reference_operations as reference
+import torch
+
+from jetrl_verl.kernels import vllm_kernels
+from jetrl_verl.kernels.attention import PackedAttention, flash_attention_3, flash_attention_backward
+from jetrl_verl.kernels.varlen_attention import gpu_forward, torch_flash_attention, varlen_attention
+
+LENGTHS = (130, 1, 64, 1000, 1, 257)
+BF16_STEP = 2**-8
+
+FORWARDS = {"flash_attention_3": flash_attention_3, "torch": torch_flash_attention}
+
+
+def operands(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(heads + head_dim)
+    shapes = [(sum(LENGTHS), count, head_dim) for count in (heads, kv_heads, kv_heads)]
+    return [torch.randn(shape, generator=generator).to("cuda", dtype).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (7, 1)])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_values_and_gradients_are_those_of_float32_sdpa(head_dim, heads, kv_heads, dtype, name):
+    if name == "flash_attention_3" and (reason := vllm_kernels.no_flash_attention_3()):
+        pytest.skip(reason)
+    ours, scale = operands(heads, kv_heads, head_dim, dtype), head_dim**-0.5
+    exact = [x.detach().float().requires_grad_() for x in ours]
+    cu = torch.tensor([0, *LENGTHS]).cumsum(0).to("cuda", torch.int32)
+    out = PackedAttention.apply(*ours, cu, max(LENGTHS), scale, FORWARDS[name], flash_attention_backward)
+    want = reference.attention(*exact, cu, scale)
+    assert out.dtype == dtype and out.shape == want.shape
+    gradient = torch.randn(want.shape, generator=torch.Generator().manual_seed(1)).to("cuda", dtype)
+    out.backward(gradient)
+    want.backward(gradient.float())
+    assert (out.float() - want).norm() <= BF16_STEP * want.norm()
+    for mine, theirs in zip(ours, exact, strict=True):
+        assert mine.grad.dtype == dtype
+        assert (mine.grad.float() - theirs.grad).norm() <= 2 * BF16_STEP * theirs.grad.norm()
+
+
+def test_the_operation_runs_the_forward_that_it_names():
+    ours = operands(8, 2, 128, torch.bfloat16)
+    cu = torch.tensor([0, *LENGTHS]).cumsum(0).to("cuda", torch.int32)
+    out = varlen_attention(*ours, cu, max(LENGTHS), 128**-0.5)
+    expected, _ = gpu_forward()(*(x.detach() for x in ours), cu, max(LENGTHS), 128**-0.5)
+    assert torch.equal(out, expected)
+
+
+def test_long_sequences_take_no_memory_but_their_own():
+    """A mask [T, T] of 65,536 tokens would be 4 GiB in one byte each."""
+    q, k, v = (torch.randn(65536, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (4, 1, 1))
+    cu = torch.tensor([0, 30000, 65536], device="cuda", dtype=torch.int32)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    assert varlen_attention(q, k, v, cu, 35536, 128**-0.5).isfinite().all()
+    assert torch.cuda.max_memory_allocated() - before < 2**30

@@ -1,0 +1,206 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""``attn_implementation=jetrl_varlen``: right for packed and padded batches, sequences found once per pass, and what it
+refuses; also what stock transformers makes of packed batches.
+"""
+
+import pytest
+import reference_operations as reference
+import torch
+from attention_cases import FORMS, LENGTHS, Attention, attended, operands
+from tiny_models import FAMILIES, tiny_config, tiny_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from jetrl_verl.patches.attention_name import JETRL_ATTENTION
+from jetrl_verl.train import varlen_attention
+from jetrl_verl.train.packing import Packing
+from jetrl_verl.train.register import register
+
+register()
+
+CHANGES = {"mistral": dict(sliding_window=None)}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 64), (6, 2, 128), (3, 1, 40)])
+def test_values_and_gradients_are_those_of_the_formula(heads, kv_heads, head_dim, form):
+    ours = [x.requires_grad_() for x in operands(heads, kv_heads, head_dim)]
+    exact = [x.detach().clone().requires_grad_() for x in ours]
+    out = attended(form, *ours, scaling=0.2)
+    want = reference.attention_by_formula(*exact, LENGTHS, 0.2)
+    gradient = operands(heads, kv_heads, head_dim, seed=1)[0]
+    out.backward(gradient)
+    want.backward(gradient)
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-12)
+    for mine, theirs in zip(ours, exact, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-11)
+
+
+def tokens() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, 64, (n,), generator=generator) for n in LENGTHS]
+
+
+def packed(sequences: list[torch.Tensor]) -> dict[str, torch.Tensor | None]:
+    """As verl's engine packs a micro-batch."""
+    positions = torch.cat([torch.arange(len(s)) for s in sequences])
+    return dict(input_ids=torch.cat(sequences)[None], position_ids=positions[None], attention_mask=None)
+
+
+def padded(sequences: list[torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    lengths = torch.tensor([len(s) for s in sequences])
+    real = torch.arange(int(lengths.max())) < lengths[:, None]
+    ids = torch.zeros(real.shape, dtype=torch.int64).masked_scatter_(real, torch.cat(sequences))
+    return dict(input_ids=ids, attention_mask=real.long(), position_ids=torch.arange(real.shape[1]) * real), real
+
+
+def model(family: str, attention: str = JETRL_ATTENTION, **changes):
+    return tiny_model(family, attn_implementation=attention, **CHANGES.get(family, {}), **changes)
+
+
+@pytest.mark.parametrize("attention", [JETRL_ATTENTION, "sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_packed_or_padded_is_the_model_with_each_sequence_alone(family, attention):
+    """Ours, and transformers' own, which finds packed sequences in positions and builds a mask ``[T, T]``."""
+    ours, sequences = model(family, attention), tokens()
+    batch, real = padded(sequences)
+    with torch.no_grad():
+        alone = torch.cat([model(family, "eager")(input_ids=s[None], use_cache=False).logits[0] for s in sequences])
+        torch.testing.assert_close(ours(**packed(sequences), use_cache=False).logits[0], alone, rtol=0, atol=3e-6)
+        torch.testing.assert_close(ours(**batch, use_cache=False).logits[real], alone, rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_models_gradients_are_those_of_the_padded_stock_model(checkpointing):
+    def gradients(model: nn.Module, batch: dict, real) -> dict[str, torch.Tensor]:
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.train()
+        logits = model(**batch, use_cache=False).logits[real]
+        logits.log_softmax(-1)[:, 3].sum().backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    batch, real = padded(tokens())
+    ours = gradients(model("qwen3"), packed(tokens()), torch.ones(1, sum(LENGTHS), dtype=torch.bool))
+    for name, gradient in gradients(model("qwen3", "sdpa"), batch, real).items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["packed", "padded"])
+def test_sequences_are_found_once_per_pass_also_where_layers_are_recomputed(monkeypatch, form):
+    found = []
+    monkeypatch.setattr(
+        varlen_attention.Packing, "of", lambda *call, of=Packing.of: found.append(of(*call)) or found[-1]
+    )
+    ours = model("qwen3", num_hidden_layers=5)
+    ours.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    ours.train()
+    for count in (1, 2):
+        batch = packed(tokens()) if form == "packed" else padded(tokens())[0]
+        ours(**batch, use_cache=False).logits.sum().backward()
+        assert len(found) == count
+    assert found[0].cu_seqlens.tolist() == [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
+
+
+def test_positions_that_were_written_to_are_read_again():
+    ours, batch = model("qwen3"), packed([torch.arange(12)])
+    with torch.no_grad():
+        whole = ours(**batch, use_cache=False).logits
+        batch["position_ids"][0, 5:] -= 5
+        parts = ours(**batch, use_cache=False).logits
+        assert torch.equal(parts, ours(**packed([torch.arange(5), torch.arange(5, 12)]), use_cache=False).logits)
+    assert not torch.allclose(parts, whole)
+    with torch.inference_mode():
+        assert torch.equal(ours(**packed([torch.arange(12)]), use_cache=False).logits, whole)
+
+
+def test_no_mask_is_built():
+    sequences = tokens()
+    (batch, real), positions = padded(sequences), packed(sequences)["position_ids"]
+    for mask, position_ids in ((None, positions), (batch["attention_mask"], batch["position_ids"])):
+        arguments = dict(
+            inputs_embeds=torch.zeros(*position_ids.shape, 8),
+            attention_mask=mask,
+            past_key_values=None,
+            position_ids=position_ids,
+        )
+        stock = create_causal_mask(tiny_config("qwen3", attn_implementation="sdpa"), **arguments)
+        assert stock.shape[-2:] == 2 * position_ids.shape[1:]
+        ours = create_causal_mask(tiny_config("qwen3", attn_implementation=JETRL_ATTENTION), **arguments)
+        assert ours is None if mask is None else torch.equal(ours, real)
+
+
+def config(**changes):
+    return tiny_config("qwen3", attn_implementation=JETRL_ATTENTION, **changes)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (dict(dropout=0.1), "attention dropout .*: the backward has none. Set override_config.attention_dropout=0"),
+        (dict(sliding_window=64), "sliding window attention .* within whole sequences. Set actor_rollout_ref.*=sdpa"),
+        (dict(softcap=30.0), "soft-capped scores or attention sinks"),
+        (dict(s_aux=torch.zeros(2)), "soft-capped scores or attention sinks"),
+        (dict(is_causal=False), "attention in both directions"),
+        (dict(prefix_grouper=object()), "the prefix grouper"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_what_it_does_not_do_is_refused(options, sentence):
+    with pytest.raises(ValueError, match=f"{sentence}|{sentence} is not supported with attn_implementation=jetrl"):
+        attended("packed", *operands(2, 1, 8), **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (dict(position_ids=None), "a model that does not pass its positions on"),
+        (dict(position_ids=torch.zeros(3, 1, 4, dtype=torch.int64)), "positions of more than one dimension"),
+        (dict(attention_mask=torch.ones(1, 1, 4, 4, dtype=torch.bool)), "a mask of your own"),
+        (dict(key=torch.zeros(1, 2, 9, 8)), "a cache of keys and values"),
+    ],
+)
+def test_a_call_that_does_not_say_where_sequences_are_is_refused(change, sentence):
+    call = dict(query=torch.zeros(1, 2, 4, 8), position_ids=torch.arange(4)[None], attention_mask=None)
+    call |= dict(key=call["query"], value=call["query"]) | change
+    with pytest.raises(ValueError, match=f"{sentence} is not supported with attn_implementation=jetrl_varlen: "):
+        varlen_attention.attend(Attention(), **call)
+
+
+def test_masks_that_are_not_causal_within_sequences_are_refused():
+    arguments = dict(inputs_embeds=torch.zeros(1, 6, 8), attention_mask=None, past_key_values=None)
+    with pytest.raises(ValueError, match="a mask other than the causal one is not supported with attn_implementation"):
+        create_sliding_window_causal_mask(config(use_sliding_window=True, sliding_window=2), **arguments)
+    with pytest.raises(ValueError, match="a mask other than the causal one"):
+        create_causal_mask(config(), **arguments, or_mask_function=lambda b, h, q, k: q >= 0)
+    with pytest.raises(ValueError, match="a mask other than the causal one"):
+        create_causal_mask(config(attention_chunk_size=2), **arguments)
+    bidirectional = model("qwen3")
+    bidirectional.config.is_causal = False
+    with pytest.raises(ValueError, match="attention in both directions is not supported"):
+        bidirectional(**packed(tokens()), use_cache=False)
+    sliding = model("qwen3", use_sliding_window=True, sliding_window=16, max_window_layers=0)
+    with pytest.raises(ValueError, match="sliding window attention is not supported"):
+        sliding(**packed(tokens()), use_cache=False)
+
+
+def test_generation_is_refused():
+    ours = model("qwen3")
+    with torch.no_grad(), pytest.raises(ValueError, match="a cache of keys and values .* Set use_cache=False"):
+        ours.generate(torch.arange(5)[None], attention_mask=torch.ones(1, 5), max_new_tokens=3, do_sample=False)
+
+
+def test_a_saved_folder_names_no_attention(tmp_path):
+    """With the field that verl writes into a configuration beside the argument."""
+    import verl.utils.model
+
+    from jetrl_verl.patches.attention_name import CONFIGURATION
+
+    CONFIGURATION.apply()
+    ours = model("qwen3")
+    verl.utils.model.update_model_config(ours.config, {"attn_implementation": JETRL_ATTENTION, "rope_theta": 1e6})
+    ours.save_pretrained(tmp_path)
+    assert all("jetrl" not in file.read_text() for file in tmp_path.glob("*.json"))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"

@@ -1,0 +1,122 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""verl's engine with packed sequences and without flash-attn, FSDP2 on two gloo processes: every precision, every role,
+what a checkpoint says of the attention, and Ulysses sequence parallelism.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from engines import batch, build, sent, train
+from tiny_models import tiny_model, with_preferences
+from two_processes import WORLD, run_in_two_processes
+
+LENGTHS = (24, 3, 17, 2)
+PRECISIONS = {
+    "bf16": {},
+    "fp8_rollout": dict(train="bf16"),
+    "jet_fp8": {},
+    "jet_fp8_exact": dict(operations="shared"),
+    "int8_rollout": dict(train="bf16", rollout="int8"),
+    "qurl_fp8": dict(train="bf16", invariant_scaling=1.5),
+}
+"""The others differ in the loss alone."""
+
+
+def outputs(engine, seed: int, name: str = "log_probs", **form) -> torch.Tensor:
+    """What an engine says of the tokens that have a successor, FP32."""
+    with engine.eval_mode():
+        found = engine.infer_batch(batch(seed, LENGTHS, **form))["model_output"][name]
+    return torch.cat([row[:-1] for row in found.float().unbind()])
+
+
+def every_precision_takes_packed_steps(rank: int, folder: str) -> None:
+    leaked = None
+    for precision, options in PRECISIONS.items():
+        engine = build(folder, precision=precision, **options)
+        packed, padded = outputs(engine, rank), outputs(engine, rank, packed=False)
+        assert packed.shape == (sum(LENGTHS) - len(LENGTHS),)
+        if precision == "jet_fp8_exact":
+            assert torch.equal(packed, padded)
+        if precision == "bf16":
+            # What a sequence would say that saw the ones before it.
+            data = batch(rank, LENGTHS)
+            for part in data["position_ids"].unbind()[1::2]:
+                part += 24
+            with engine.eval_mode():
+                one = engine.infer_batch(data)["model_output"]["log_probs"]
+            leaked = (torch.cat([row[:-1] for row in one.float().unbind()]) - packed).abs().max()
+        assert (packed - padded).abs().max() < 0.05 < 0.5 * leaked, precision
+        norms = [train(engine, rank, lengths=LENGTHS) for _ in range(2)]
+        assert all(0 < norm < float("inf") for norm in norms), precision
+        assert not torch.equal(outputs(engine, rank), packed), f"{precision}: nothing was learned"
+        if precision != "bf16":
+            assert sent(engine)
+
+
+def every_role_takes_packed_batches(rank: int, folder: str) -> None:
+    for options in (dict(precision="bf16"), {}, dict(ref="fp8", critic="fp8")):
+        reference = build(folder, role="ref", **options)
+        assert (outputs(reference, rank) - outputs(reference, rank, packed=False)).abs().max() < 0.05
+        critic = build(folder, role="critic", **options)
+        assert critic.module.config._attn_implementation == "jetrl_varlen"
+        values = outputs(critic, rank, "values"), outputs(critic, rank, "values", packed=False)
+        torch.testing.assert_close(*values, rtol=0.02, atol=0.02)
+
+
+def a_saved_checkpoint_names_no_attention(rank: int, folder: str, root: str) -> None:
+    for precision in ("bf16", "jet_fp8"):
+        engine = build(folder, precision=precision)
+        engine.checkpoint_manager.checkpoint_save_contents = ["model", "optimizer", "extra", "hf_model"]
+        saved = Path(root) / precision
+        engine.save_checkpoint(str(saved), global_step=1)
+        if rank == 0:
+            from transformers import AutoModelForCausalLM
+
+            assert all("jetrl" not in file.read_text() for file in (saved / "huggingface").glob("*.json"))
+            loaded = AutoModelForCausalLM.from_pretrained(saved / "huggingface")
+            assert loaded.config._attn_implementation == "sdpa"
+
+
+def all_to_all(outputs: list, inputs: list, group=None, async_op: bool = False) -> None:
+    """Gloo has no exchange of lists."""
+    received = torch.empty(len(inputs), *inputs[0].shape, dtype=inputs[0].dtype)
+    dist.all_to_all_single(received, torch.stack(inputs), group=group)
+    for output, part in zip(outputs, received, strict=True):
+        output.copy_(part)
+
+
+def ranks_that_share_tokens_compute_what_one_does(rank: int, folder: str) -> None:
+    dist.all_to_all = all_to_all
+    for options in (dict(precision="bf16"), {}):
+        alone, shared = build(folder, **options), build(folder, ulysses=WORLD, **options)
+        # The same sequences on both ranks, which share them in one of the engines.
+        assert (outputs(alone, 5) - outputs(shared, 5)).abs().max() < 0.05
+        norms = [train(engine, 5, lengths=LENGTHS) for engine in (alone, shared)]
+        assert norms[1] == pytest.approx(norms[0], rel=0.02)
+        assert (outputs(alone, 5) - outputs(shared, 5)).abs().max() < 0.1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    with_preferences(tiny_model("qwen3")).save_pretrained(path)
+    return str(path)
+
+
+def test_every_precision_takes_packed_steps(folder, cpu_platform):
+    run_in_two_processes(every_precision_takes_packed_steps, folder)
+
+
+def test_reference_policy_and_critic_take_packed_batches(folder, cpu_platform):
+    run_in_two_processes(every_role_takes_packed_batches, folder)
+
+
+def test_a_saved_checkpoint_names_no_attention(folder, tmp_path, cpu_platform):
+    run_in_two_processes(a_saved_checkpoint_names_no_attention, folder, str(tmp_path))
+
+
+def test_ranks_that_share_tokens_compute_what_one_does(folder, cpu_platform):
+    run_in_two_processes(ranks_that_share_tokens_compute_what_one_does, folder)

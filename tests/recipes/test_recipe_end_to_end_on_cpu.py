@@ -105,8 +105,8 @@ AIME, MATH, GSM8K = "aime_2024", "HuggingFaceH4/MATH-500", "openai/gsm8k"
 
 CASES = {
     "gsm8k": Case("gsm8k/run_qwen3_8b.sh", "qwen3", {"train": "gsm8k", "test": "gsm8k"}, GSM8K),
-    "dapo 7b": Case("dapo/run_qwen2_5_7b.sh", "qwen2", DAPO, AIME, ONE_PROCESS, BY_LENGTH),
-    "dapo 32b": Case("dapo/run_qwen2_5_32b.sh", "qwen2", DAPO, AIME, ONE_PROCESS, BY_LENGTH),
+    "dapo-7b": Case("dapo/run_qwen2_5_7b.sh", "qwen2", DAPO, AIME, ONE_PROCESS, BY_LENGTH),
+    "dapo-32b": Case("dapo/run_qwen2_5_32b.sh", "qwen2", DAPO, AIME, ONE_PROCESS, BY_LENGTH),
     "deepscaler": Case(
         "deepscaler/run_r1_distill_qwen_1_5b.sh",
         "qwen2",
@@ -115,9 +115,9 @@ CASES = {
         {"STAGE": "8k"},
         SAVED,
     ),
-    "paper llama": Case("jetrl_paper/run_llama3_1_8b.sh", "llama", GSM8K_MATH, MATH),
-    "paper qwen2": Case("jetrl_paper/run_qwen2_5_7b.sh", "qwen2", GSM8K_MATH, MATH),
-    "paper qwen3": Case(
+    "paper-llama": Case("jetrl_paper/run_llama3_1_8b.sh", "llama", GSM8K_MATH, MATH),
+    "paper-qwen2": Case("jetrl_paper/run_qwen2_5_7b.sh", "qwen2", GSM8K_MATH, MATH),
+    "paper-qwen3": Case(
         "jetrl_paper/run_qwen3_8b_base.sh",
         "qwen3",
         {"deepmath": "deepmath", "gsm8k_test": "gsm8k", "math_500": "math_500"},

@@ -92,14 +92,17 @@ def batch(seed: int, lengths: tuple[int, ...] = (TOKENS,) * SEQUENCES, packed: b
     return data
 
 
-def train(engine, seed: int, **form) -> float:
-    """One optimiser step on the mean negative log-likelihood of the ``seed``'s sequences; the gradient's norm."""
+def train(engine, seed: int, **form) -> float | None:
+    """One optimiser step on the mean negative log-likelihood of the ``seed``'s sequences; the gradient's norm.
+
+    None on a rank that verl does not hear: of those that share tokens the first one speaks.
+    """
     from functools import partial
 
     from verl.workers.utils.losses import sft_loss
 
     with engine.train_mode():
-        return engine.train_batch(batch(seed, **form), partial(sft_loss, None))["metrics"]["grad_norm"]
+        return engine.train_batch(batch(seed, **form), partial(sft_loss, None)).get("metrics", {}).get("grad_norm")
 
 
 def sent(engine) -> dict[str, torch.Tensor]:

@@ -56,8 +56,8 @@ def every_precision_takes_packed_steps(rank: int, folder: str) -> None:
             assert sent(engine)
 
 
-def every_role_takes_packed_batches(rank: int, folder: str) -> None:
-    for options in (dict(precision="bf16"), {}, dict(ref="fp8", critic="fp8")):
+def every_role_takes_packed_batches_and_saves(rank: int, folder: str, root: str) -> None:
+    for options in (dict(precision="bf16"), dict(ref="fp8", critic="fp8")):
         reference = build(folder, role="ref", **options)
         assert (outputs(reference, rank) - outputs(reference, rank, packed=False)).abs().max() < 0.05
         critic = build(folder, role="critic", **options)
@@ -65,8 +65,6 @@ def every_role_takes_packed_batches(rank: int, folder: str) -> None:
         values = outputs(critic, rank, "values"), outputs(critic, rank, "values", packed=False)
         torch.testing.assert_close(*values, rtol=0.02, atol=0.02)
 
-
-def a_saved_checkpoint_names_no_attention(rank: int, folder: str, root: str) -> None:
     for precision in ("bf16", "jet_fp8"):
         engine = build(folder, precision=precision)
         engine.checkpoint_manager.checkpoint_save_contents = ["model", "optimizer", "extra", "hf_model"]
@@ -90,13 +88,12 @@ def all_to_all(outputs: list, inputs: list, group=None, async_op: bool = False) 
 
 def ranks_that_share_tokens_compute_what_one_does(rank: int, folder: str) -> None:
     dist.all_to_all = all_to_all
-    for options in (dict(precision="bf16"), {}):
-        alone, shared = build(folder, **options), build(folder, ulysses=WORLD, **options)
-        # The same sequences on both ranks, which share them in one of the engines.
-        assert (outputs(alone, 5) - outputs(shared, 5)).abs().max() < 0.05
-        norms = [train(engine, 5, lengths=LENGTHS) for engine in (alone, shared)]
-        assert rank or norms[1] == pytest.approx(norms[0], rel=0.02)
-        assert (outputs(alone, 5) - outputs(shared, 5)).abs().max() < 0.1
+    alone, shared = build(folder), build(folder, ulysses=WORLD)
+    # The same sequences on both ranks, which share them in one of the engines.
+    assert (outputs(alone, 5) - outputs(shared, 5)).abs().max() < 0.05
+    norms = [train(engine, 5, lengths=LENGTHS) for engine in (alone, shared)]
+    assert rank or norms[1] == pytest.approx(norms[0], rel=0.02)
+    assert (outputs(alone, 5) - outputs(shared, 5)).abs().max() < 0.1
 
 
 @pytest.fixture(scope="module")
@@ -110,12 +107,8 @@ def test_every_precision_takes_packed_steps(folder, cpu_platform):
     run_in_two_processes(every_precision_takes_packed_steps, folder)
 
 
-def test_reference_policy_and_critic_take_packed_batches(folder, cpu_platform):
-    run_in_two_processes(every_role_takes_packed_batches, folder)
-
-
-def test_a_saved_checkpoint_names_no_attention(folder, tmp_path, cpu_platform):
-    run_in_two_processes(a_saved_checkpoint_names_no_attention, folder, str(tmp_path))
+def test_every_role_takes_packed_batches_and_a_saved_checkpoint_names_no_attention(folder, tmp_path, cpu_platform):
+    run_in_two_processes(every_role_takes_packed_batches_and_saves, folder, str(tmp_path))
 
 
 def test_ranks_that_share_tokens_compute_what_one_does(folder, cpu_platform):

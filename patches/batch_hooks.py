@@ -2,9 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hook points in verl's trainer and actor: who registers a function there sees each batch and adds metrics to the step.
 
-verl 0.9.1 has no hook for metrics of a batch, nor one between a batch's advantages and its update. Four functions see
+verl 0.9.1 has no hook for metrics of a batch, nor one between a batch's advantages and its update. Five functions see
 what is needed:
 
+* ``PPOTrainer._compute_old_log_prob`` (trainer) leaves a batch with its old log-probabilities, before anything uses
+  them. A hook that raises there stops the run with the weights of the step before.
 * ``compute_advantage_for_multi_trajectories`` (trainer) is the moment at which a batch has its importance weights and
   its advantages and neither is used yet: behind it both are written to the queue from which the actor reads. What a
   hook changes in the batch is what the actor trains on. Its metrics leave with ``PPOTrainer._compute_advantage``.
@@ -22,6 +24,9 @@ from typing import Any
 from jetrl_verl.patches.after_import import when_imported
 from jetrl_verl.patches.patch import Patch
 
+AFTER_OLD_LOG_PROBS: dict[str, Any] = {}
+"""``hook(trainer, batch)`` by name: verl's trainer and the keys of a batch in the TransferQueue, to metrics."""
+
 AFTER_ADVANTAGES: dict[str, Any] = {}
 """``hook(batch, algorithm)`` by name: verl's padded tensors ``[B, T]`` and its ``algorithm`` config, to metrics."""
 
@@ -33,6 +38,13 @@ DEBUG_METRICS: dict[str, Any] = {}
 
 AROUND_POLICY_LOSS: dict[str, Any] = {}
 """``hook(loss function)`` by name, to the loss function that is used."""
+
+
+def compute_old_log_prob(stock, self: Any, batch: Any, metrics: dict) -> Any:
+    batch = stock(self, batch, metrics)
+    for hook in AFTER_OLD_LOG_PROBS.values():
+        metrics.update(hook(self, batch))
+    return batch
 
 
 def compute_advantage_for_multi_trajectories(stock, data: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,6 +80,16 @@ def get_policy_loss_fn(stock, name: str) -> Any:
 _UPSTREAM = "no hook for a plugin's metrics or for a batch before its update; no issue is known"
 _UNTIL = "verl lets a plugin see a batch before its update and add metrics of it"
 
+OLD_LOG_PROBS = Patch(
+    replaces="verl.trainer.ppo.v1.trainer_base:PPOTrainer._compute_old_log_prob",
+    version="0.9.1",
+    sha256="ff8d57e695a1a62075ddd21948090803ba88b55fd7b078d0121602c9571a3c8a",
+    by=compute_old_log_prob,
+    symptom="nothing would compare the rollout's log-probabilities with a forward under jetrl.old_log_probs=rollout",
+    upstream=_UPSTREAM,
+    until=_UNTIL,
+    needed=True,
+)
 ADVANTAGES = Patch(
     replaces="verl.trainer.ppo.v1.utils:compute_advantage_for_multi_trajectories",
     version="0.9.1",
@@ -108,9 +130,14 @@ POLICY_LOSS = Patch(
     until=_UNTIL,
     needed=False,
 )
-PATCHES = (ADVANTAGES, STEP_METRICS, MISMATCH, POLICY_LOSS)
+PATCHES = (OLD_LOG_PROBS, ADVANTAGES, STEP_METRICS, MISMATCH, POLICY_LOSS)
 
 _TRAINER = "verl.trainer.ppo.v1.trainer_base"
+
+
+def run_after_old_log_probs(name: str, hook: Callable[[Any, Any], dict[str, float]]) -> None:
+    """As :func:`run_after_advantages`, with a hook of :data:`AFTER_OLD_LOG_PROBS`."""
+    _register_in_trainer("AFTER_OLD_LOG_PROBS", name, hook, OLD_LOG_PROBS)
 
 
 def run_after_advantages(name: str, hook: Callable[[Any, Any], dict[str, float]]) -> None:

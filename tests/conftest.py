@@ -166,9 +166,15 @@ def own_trainer(cpu_platform, monkeypatch):
 
     from jetrl_verl.patches import batch_hooks
 
-    for hooks in (batch_hooks.AFTER_ADVANTAGES, batch_hooks.ADVANTAGE_METRICS, batch_hooks.DEBUG_METRICS):
+    every = (
+        batch_hooks.AFTER_OLD_LOG_PROBS,
+        batch_hooks.AFTER_ADVANTAGES,
+        batch_hooks.ADVANTAGE_METRICS,
+        batch_hooks.DEBUG_METRICS,
+    )
+    for hooks in every:
         for name in list(hooks):
             monkeypatch.delitem(hooks, name)
     yield trainer_base
-    for hooks in (batch_hooks.AFTER_ADVANTAGES, batch_hooks.ADVANTAGE_METRICS, batch_hooks.DEBUG_METRICS):
+    for hooks in every:
         hooks.clear()

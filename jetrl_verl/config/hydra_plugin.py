@@ -10,8 +10,9 @@ repeated here, a recipe whose defaults name ``ppo_trainer`` gets the group too, 
 comes after verl's values and before those of the recipe and of the command line.
 
 A subclass of the config loader that uses it checks each composed config, so a refusal comes out of ``--cfg job``, of
-a run and of ``hydra.compose`` alike, and none leaves with ``jetrl.operations=auto`` in it. (A Hydra 1.3 callback has no
-such hook, and exceptions in callbacks become warnings.)
+a run and of ``hydra.compose`` alike, and none leaves with ``jetrl.operations=auto`` in it, or with
+``jetrl.old_log_probs=rollout`` and without verl's bypass mode. (A Hydra 1.3 callback has no such hook, and exceptions
+in callbacks become warnings.)
 """
 
 from collections.abc import Iterator
@@ -28,9 +29,10 @@ from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException, MissingConfigException
 from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from .options import PRECISIONS, UnsupportedConfiguration
+from .support.scopes import CORRECTION
 
 GROUP = "precision"
 DEFAULTS = {GROUP: "bf16", "clip": "fixed", "correction": "fixed"}
@@ -105,6 +107,9 @@ class JetConfigLoader(ConfigLoaderImpl):
             except UnsupportedConfiguration as refusal:
                 raise ConfigCompositionException(str(refusal)) from None
             resolve_operations(config)
+            if config.jetrl.get("old_log_probs") == "rollout":
+                # verl's own switch; what it does not do, the check, comes with the rollout's config.
+                OmegaConf.update(config, f"{CORRECTION}.bypass_mode", True)
         return config
 
 

@@ -53,6 +53,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "int8_scales": ("sync", "first"),
     "clip": ("fixed", "calibrated"),
     "correction": ("fixed", "adaptive"),
+    "old_log_probs": ("compute", "rollout"),
 }
 
 ROLLOUT_OPTIONS: tuple[str, ...] = ("scale_rule", "unfit_layers", "contract_check", "operations", "reduction")
@@ -117,6 +118,10 @@ class JetConfig:
 
     correction_scale: float = 1e-3
     """Divergence, in nats a token, at which ``adaptive`` corrects half."""
+
+    old_log_probs: str = "compute"
+    """``rollout`` takes the rollout's log-probabilities as the old ones and checks one micro-batch of each step; see
+    ``algorithms.old_log_probs``."""
 
     invariant_scaling: float = 1.0
     """Factor folded into the norms before q, k, v, gate and up; see ``algorithms.invariant_scaling``."""

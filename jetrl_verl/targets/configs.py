@@ -18,7 +18,7 @@ from typing import Any
 
 from verl.workers.config import RolloutConfig
 
-from jetrl_verl.algorithms import adaptive_correction
+from jetrl_verl.algorithms import adaptive_correction, old_log_probs
 from jetrl_verl.config.engine_config import JetFSDPEngineConfig, resolved
 from jetrl_verl.config.options import JetConfig, UnsupportedConfiguration
 from jetrl_verl.config.support.scopes import ROLLOUT
@@ -71,6 +71,8 @@ class JetRolloutConfig(RolloutConfig):
             hooks.install_in_trainer()
         if self.jetrl.correction == "adaptive":
             adaptive_correction.install_in_trainer(self.jetrl.correction_scale)
+        if self.jetrl.old_log_probs == "rollout":
+            old_log_probs.install_in_trainer()
 
     @property
     def jetrl(self) -> JetConfig:

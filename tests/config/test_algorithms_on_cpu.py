@@ -53,6 +53,22 @@ def test_the_int8_baselines_differ_from_the_fp8_ones_in_the_rollout_alone(compos
         assert one == other
 
 
+def test_the_rollouts_log_probabilities_are_verls_bypass_mode_with_a_check(compose, own_trainer):
+    from jetrl_verl.patches.batch_hooks import AFTER_OLD_LOG_PROBS
+
+    exact = ["precision=jet_fp8_exact", *SIZES, f"{ROLLOUT}.tensor_model_parallel_size=1"]
+    stock, ours = compose(*exact), compose(*exact, "jetrl.old_log_probs=rollout")
+    assert (stock.algorithm.rollout_correction.bypass_mode, stock.jetrl.old_log_probs) == (False, "compute")
+    assert ours.algorithm.rollout_correction.bypass_mode is True
+    omega_conf_to_dataclass(stock.actor_rollout_ref.rollout)
+    hooks = vars(own_trainer).get("AFTER_OLD_LOG_PROBS", AFTER_OLD_LOG_PROBS)
+    assert not hooks
+    omega_conf_to_dataclass(ours.actor_rollout_ref.rollout)
+    assert len(hooks) == 1
+    ours.algorithm.rollout_correction.bypass_mode, ours.jetrl.old_log_probs = False, "compute"
+    assert ours == stock
+
+
 def test_fixed_clipping_is_the_default_and_sets_nothing(compose):
     assert compose("precision=jet_fp8") == compose("precision=jet_fp8", "clip=fixed")
     assert compose("clip=fixed") == compose()

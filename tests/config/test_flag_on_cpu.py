@@ -108,6 +108,7 @@ def test_what_each_precision_says(compose, precision, train, rollout, operations
         "int8_scales": "sync",
         "clip": "fixed",
         "clip_interval": 20,
+        "old_log_probs": "compute",
         "correction": "fixed",
         "correction_scale": 0.001,
         "invariant_scaling": 1.0,

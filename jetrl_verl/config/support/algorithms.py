@@ -6,7 +6,7 @@ from typing import Any
 
 from jetrl_verl.formats.catalog import FLOW
 
-from .row import IS_TRUE, Get, Row, Wrong, other_than
+from .row import IS_SET, IS_TRUE, Get, Row, Wrong, other_than
 from .scopes import (
     ACTOR,
     ADAPTIVE,
@@ -18,6 +18,7 @@ from .scopes import (
     RATIO_LOSS,
     RATIO_LOSSES,
     ROLLOUT,
+    ROLLOUT_LOG_PROBS,
 )
 from .target import target_row
 
@@ -45,6 +46,7 @@ def _one_update(value: Any, get: Get) -> bool:
 _TOKEN = other_than("token", absent=False)
 _FIXED_CORRECTION = "Set jetrl.correction=fixed"
 _FIXED_CLIP = ", or jetrl.clip=fixed"
+_COMPUTED = ", or jetrl.old_log_probs=compute"
 
 ALGORITHM_ROWS: tuple[Row, ...] = (
     Row(
@@ -228,5 +230,66 @@ ALGORITHM_ROWS: tuple[Row, ...] = (
         (f"{ACTOR}.ppo_mini_batch_size",),
         Wrong("the batch of rollouts, with one epoch", _one_update),
         example=1024,
+    ),
+    Row(
+        "rollout_log_probs_with_correction",
+        "a correction of the mismatch",
+        ROLLOUT_LOG_PROBS,
+        "verl computes no weights in bypass mode, and every weight would be 1",
+        f"Set {{key}}=null{_COMPUTED}",
+        (f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_rs"),
+        IS_SET,
+        example="token",
+    ),
+    Row(
+        "rollout_log_probs_in_a_loss_of_bypass",
+        "verl's loss of bypass mode",
+        ROLLOUT_LOG_PROBS,
+        "it corrects a mismatch that is not there",
+        f"Set {{key}}=vanilla{_COMPUTED}",
+        (LOSS,),
+        Wrong("`bypass_mode`", lambda value, get: value == "bypass_mode"),
+        what="loss_mode={value}",
+        example="bypass_mode",
+    ),
+    Row(
+        "rollout_log_probs_of_agent_loops",
+        "agent loops of your own",
+        ROLLOUT_LOG_PROBS,
+        "a request with its own top_p or temperature has log-probabilities that the trainer does not compute",
+        f"Set {{key}}=null{_COMPUTED}",
+        (f"{ROLLOUT}.agent.agent_loop_config_path", f"{ROLLOUT}.agent.agent_loop_manager_class"),
+        IS_SET,
+        example="loops.yaml",
+    ),
+    Row(
+        "rollout_log_probs_of_another_agent_loop",
+        "agent loops of your own",
+        ROLLOUT_LOG_PROBS,
+        "a request with its own top_p or temperature has log-probabilities that the trainer does not compute",
+        f"Set {{key}}=single_turn_agent{_COMPUTED}",
+        (f"{ROLLOUT}.agent.default_agent_loop",),
+        other_than("single_turn_agent", "tool_agent"),
+        example="my_agent",
+    ),
+    Row(
+        "rollout_log_probs_of_kept_rollouts",
+        "rollouts read from a folder",
+        ROLLOUT_LOG_PROBS,
+        "another policy sampled them",
+        f"Set {{key}}=false{_COMPUTED}",
+        ("skip.rollout.enable", "skip.rollout_tq.enable", "skip.async_rollout.enable"),
+        IS_TRUE,
+        example=True,
+    ),
+    Row(
+        "rollout_log_probs_of_several_updates",
+        "several batches per weight sync",
+        ROLLOUT_LOG_PROBS,
+        "all but the first were sampled before an update",
+        f"Set {{key}}=1{_COMPUTED}",
+        ("trainer.v1.sync.parameter_sync_step",),
+        other_than(1),
+        example=2,
     ),
 )

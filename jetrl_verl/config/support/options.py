@@ -8,7 +8,7 @@ from itertools import permutations
 from jetrl_verl.formats.catalog import FLOW, FORMATS, SCALE_RULES, UNQUANTIZED
 
 from .row import Get, Row, Scope, Wrong, other_than
-from .scopes import EXACT
+from .scopes import EXACT, ROLLOUT_LOG_PROBS
 
 _SAYS = "{key}={value}"
 
@@ -218,6 +218,27 @@ OPTION_ROWS: tuple[Row, ...] = (
         other_than(FLOW),
         example=UNQUANTIZED,
         listed=False,
+    ),
+    Row(
+        "rollout_log_probs_of_another_precision",
+        "the rollout's log-probabilities as the old ones of another precision",
+        ROLLOUT_LOG_PROBS,
+        "only jet_fp8_exact has them equal in every bit",
+        "Set precision=jet_fp8_exact, or jetrl.old_log_probs=compute",
+        ("jetrl.precision",),
+        other_than("jet_fp8_exact"),
+        what="precision={value}",
+        example="jet_fp8",
+    ),
+    Row(
+        "rollout_log_probs_with_calibration",
+        "calibrated clipping of the rollout's log-probabilities",
+        ROLLOUT_LOG_PROBS,
+        "its BF16 shadow forward runs beside that of the old log-probabilities",
+        "Set jetrl.old_log_probs=compute, or jetrl.clip=fixed",
+        ("jetrl.clip",),
+        other_than("fixed"),
+        example="calibrated",
     ),
     Row(
         "exact_without_shared_operations",

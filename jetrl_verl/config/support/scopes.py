@@ -115,6 +115,14 @@ CALIBRATED = Scope(
     (*_STOCK, "clip=calibrated"),
 )
 
+ROLLOUT_LOG_PROBS = Scope(
+    "jetrl.old_log_probs=rollout",
+    "`jetrl.old_log_probs=rollout`",
+    _is("jetrl.old_log_probs", "rollout"),
+    ("precision=jet_fp8_exact", f"{ROLLOUT}.tensor_model_parallel_size=1", "jetrl.old_log_probs=rollout"),
+)
+"""What would make the rollout's log-probabilities other than those of a forward, or needs that forward."""
+
 ADAPTIVE = Scope(
     "jetrl.correction=adaptive",
     "`jetrl.correction=adaptive`",

@@ -34,15 +34,14 @@ from jetrl_verl.checkpoint import validation as resume
 from jetrl_verl.config.engine_config import JetFSDPEngineConfig
 from jetrl_verl.kernels import describe_backends
 from jetrl_verl.metrics import hooks
-from jetrl_verl.metrics.quantization import QuantizationMetrics, refuse_non_finite, refuse_to_save_non_finite
+from jetrl_verl.metrics.quantization import QuantizationMetrics, refuse_to_save_non_finite
 from jetrl_verl.models.plan import UnsupportedLayer, plan_linears
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.patches import attention_of_value_models, two_runs, weight_sync
-from jetrl_verl.sync.contract import with_contract
-from jetrl_verl.sync.operations_probe import stated_operations, stated_probe, stated_reduction
-from jetrl_verl.sync.wire import SyncStatistics, counted_stock, measured, quantize_stream
+from jetrl_verl.sync.wire import SyncStatistics
 from jetrl_verl.train.shared_operations import share_operations
+from jetrl_verl.train.weight_stream import weight_stream
 
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)
@@ -149,27 +148,18 @@ class _JetEngine(ShadowForwards):
         config = self.engine_config
         if not isinstance(config, JetFSDPEngineConfig) or config.jetrl_role != "actor":
             return weights, peft_config
-        rule = config.jetrl.scale_rule
-        self._jetrl_sync = statistics = SyncStatistics()
-        stream = counted_stock(weights, statistics)
-        stream = quantize_stream(stream, self._jetrl_plans, rule, config.jetrl.rollout, self._jetrl_kept_scales)
-        stream = refuse_non_finite(stream)
-        if self._jetrl_metrics is not None:
-            stream = self._jetrl_metrics.watch(stream)
-        if config.jetrl.contract_check:
-            device = torch.device(get_device_name())
-            stream = with_contract(
-                stream,
-                scale_rule=rule,
-                probe=stated_probe(device, config.jetrl.rollout, rule),
-                operations=stated_operations(device, config.jetrl.operations) | self._stated_reduction(device),
-                ranks=config.jetrl_rollout_tp,
-            )
-        return measured(stream, statistics), peft_config
-
-    def _stated_reduction(self, device: torch.device) -> dict[str, int]:
-        ordered = self.engine_config.jetrl.reduction == "ordered"
-        return stated_reduction(device, self.engine_config.jetrl_rollout_tp) if ordered else {}
+        self._jetrl_sync = SyncStatistics()
+        stream = weight_stream(
+            weights,
+            config.jetrl,
+            self._jetrl_plans,
+            torch.device(get_device_name()),
+            self._jetrl_sync,
+            self._jetrl_kept_scales,
+            self._jetrl_metrics,
+            ranks=config.jetrl_rollout_tp,
+        )
+        return stream, peft_config
 
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         """verl's, after the files' checksums have been read (checkpoint/validation.py)."""

@@ -105,6 +105,7 @@ def test_ppo_with_a_critic_and_a_reference_in_fp8_where_some_layers_do_not_fit(p
     assert len(run.steps("actor/kl_loss")) == STEPS
 
 
+@pytest.mark.slow
 def test_bf16_linears_under_shared_operations(policy, tmp_path):
     run = train(policy, "bf16_shared", tmp_path, STEPS)
     check(run, 0)

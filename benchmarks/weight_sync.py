@@ -12,6 +12,10 @@ GPU both end each bucket with a synchronisation, as in verl, so a side's seconds
 layers are as thin as the formats allow and the host's work is all there is: the regime of a GPU whose launches are the
 bottleneck, and what a CPU can show of it. Precisions take turns, ``--repetitions`` times.
 
+Two parts are listed apart, since a CPU runs them by other code than a GPU: the quantizer, and the probes of the
+contract check (small products and, shared, each operation on fixed inputs), the same for a model of any size. On a CPU
+the timed syncs take the results of both from the sync before, and a side's seconds are those of its own thread.
+
 Counted once per precision, untimed: tensors on the wire, operators of torch that each side calls, views apart, and the
 calls that wait for a GPU (``item``, ``tolist``, ``cpu``, ``bool(tensor)``, ``nonzero``).
 """
@@ -46,10 +50,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from jetrl_verl import formats
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.metrics.quantization import CodeChanges
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.rollout.arguments import vllm_arguments
+from jetrl_verl.sync import wire
 from jetrl_verl.sync.wire import SyncStatistics
 from jetrl_verl.tools.provenance import provenance
 
@@ -61,8 +67,11 @@ SHAPES = {
 NARROW = dict(hidden_size=256, intermediate_size=256, num_attention_heads=2, num_key_value_heads=1, vocab_size=1024)
 OPTIONS = {"bf16": None, "jet_fp8": JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="shared")}
 WAITS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
-VIEWS = ("view", "slice", "select", "t", "transpose", "expand", "unsqueeze", "squeeze", "detach", "alias", "split")
-console = Console()
+VIEWS = ("detach", "alias", "split_with_sizes", "_reshape_alias", "_unsafe_view")
+CLOCK = time.perf_counter if DEVICE.type == "cuda" else time.thread_time
+"""Of a side: on a CPU that of its own thread, which stands still while other programs run."""
+PARTS = ("stream", "quantizer", "probes")
+console = Console(width=150)
 
 
 # --- the two ends -----------------------------------------------------------------------------------------------------
@@ -95,20 +104,82 @@ class End:
         pass
 
 
+class Part(threading.local):
+    """Which part of a sync a thread is in.
+
+    On a CPU a timed sync takes the results of quantizer and probes from the sync before, since weights do not change
+    here: what is left is the stream.
+    """
+
+    name = PARTS[0]
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self.replays = False
+        self.asked: Counter[str] = Counter()
+
+    def start(self, replays: bool) -> None:
+        self.seconds.clear()
+        self.asked.clear()
+        self.replays = replays
+
+    def of(self, name: str, key: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        kept: dict[int, Any] = {}
+
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            if self.name != PARTS[0]:
+                return function(*args, **kwargs)
+            call = self.asked[key]
+            self.asked[key] += 1
+            if self.replays:
+                return kept[call]
+            self.name, started = name, time.perf_counter()
+            try:
+                found = function(*args, **kwargs)
+            finally:
+                self.name = PARTS[0]
+                self.seconds[name] += time.perf_counter() - started
+            if DEVICE.type == "cpu":
+                kept[call] = found
+            return found
+
+        return inside
+
+
+PART = Part()
+
+
+def separate_parts() -> None:
+    """Let the functions of the parts say when they run."""
+    from jetrl_verl.rollout import worker
+    from jetrl_verl.train import weight_stream
+
+    number_format = formats.get("fp8")
+    number_format.quantize_weight = PART.of("quantizer", "weights", number_format.quantize_weight)
+    number_format.probe = PART.of("probes", "probe", number_format.probe)
+    for module in (worker, weight_stream):
+        module.stated_operations = PART.of("probes", module.__name__, module.stated_operations)
+
+
 class Count(TorchDispatchMode):
-    """Operators that a thread calls."""
+    """Operators that a thread calls, views apart, by part of the sync."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.operators: Counter[str] = Counter()
+        self.operators: dict[str, Counter[str]] = {name: Counter() for name in PARTS}
+        self.views: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.operators[func.overloadpacket.__name__] += 1
+        name = func.overloadpacket.__name__
+        if func.is_view or name in VIEWS:
+            self.views[PART.name] += 1
+        else:
+            self.operators[PART.name][name] += 1
         return func(*args, **(kwargs or {}))
 
 
 class CountWaits(TorchFunctionMode):
-    """Calls of a thread that wait for a GPU."""
+    """Calls of a thread that wait for a GPU, probes included."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,6 +201,7 @@ class Trainer:
     def __init__(self, config: Qwen3Config) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
+        torch.manual_seed(0)
         with torch.device(DEVICE):
             model = Qwen3ForCausalLM(config).float()
         mesh = init_device_mesh(DEVICE.type, (1,))
@@ -197,7 +269,7 @@ class Sync:
     def __init__(self, trainer: Trainer, worker: Any, options: JetConfig | None, megabytes: int) -> None:
         self._trainer, self._worker, self._options, self._megabytes = trainer, worker, options, megabytes
 
-    def run(self, count: bool = False, profile: Path | None = None) -> dict[str, Any]:
+    def run(self, count: bool = False, profile: Path | None = None, replays: bool = False) -> dict[str, Any]:
         from verl.workers.rollout.vllm_rollout import bucketed_weight_transfer as transfer
 
         there, back = queue.SimpleQueue(), queue.SimpleQueue()
@@ -242,7 +314,8 @@ class Sync:
                 stack.enter_context(torch.no_grad())
                 if count:
                     operators, waits = stack.enter_context(Count()), stack.enter_context(CountWaits())
-                started = time.perf_counter()
+                PART.start(replays)
+                started, waited = CLOCK(), end.waited
                 try:
                     profiler.runcall(work) if profiler is not None else work()
                 except BaseException as error:
@@ -251,13 +324,13 @@ class Sync:
                 finally:
                     if DEVICE.type == "cuda":
                         torch.cuda.synchronize()
-                    found[name] = {"seconds": time.perf_counter() - started - end.waited}
+                    # A waiting thread's own clock stands still.
+                    busy = CLOCK() - started - (end.waited - waited if CLOCK is time.perf_counter else 0)
+                    found[name] = dict(PART.seconds) | {"stream": busy - sum(PART.seconds.values())}
             if count:
-                views = sum(operators.operators[view] for view in VIEWS)
-                found[name] |= {
-                    "operators": sum(operators.operators.values()) - views,
-                    "views": views,
-                    "by_operator": dict(operators.operators.most_common()),
+                found[name] = {
+                    "operators": {part: dict(each.most_common()) for part, each in operators.operators.items()},
+                    "views": dict(operators.views),
                     "waits": dict(waits.calls),
                 }
             if profiler is not None:
@@ -266,7 +339,6 @@ class Sync:
         kept = transfer.BucketedWeightReceiver
         transfer.BucketedWeightReceiver = Receiver
         try:
-            started = time.perf_counter()
             threads = [
                 threading.Thread(target=side, args=("sender", sender_end, send)),
                 threading.Thread(target=side, args=("receiver", receiver_end, receive)),
@@ -279,7 +351,6 @@ class Sync:
             transfer.BucketedWeightReceiver = kept
         if "failure" in found:
             raise found["failure"]
-        found["seconds"] = time.perf_counter() - started
         found["pieces"], found["buckets"] = pieces, sender_end.messages
         found["bytes"] = sizes.bytes if self._options is not None else sizes.stock_bytes
         return found
@@ -290,29 +361,41 @@ class Sync:
 
 def report(result: dict[str, Any]) -> None:
     layers = result["layers"]
-    table = Table(title=f"{result['model_shape']}, {layers} layers, {result['device']}", box=SIMPLE_HEAD)
-    columns = ("precision", "side", "ms", "us/tensor", "operators", "per layer", "waits", "tensors", "MiB", "buckets")
-    for column in columns:
+    title = f"{result['model_shape']}, {layers} layers, {result['device']}: milliseconds, median (smallest to largest)"
+    table = Table(title=title, box=SIMPLE_HEAD)
+    columns = (
+        "precision",
+        "side",
+        "stream",
+        "quantizer",
+        "probes",
+        "us a tensor",
+        "operators a layer",
+        "views a layer",
+    )
+    for column in (*columns, "waits", "pieces", "MiB", "buckets"):
         table.add_column(column, justify="right")
     for precision, found in result["precisions"].items():
-        counts = found["counts"]
+        counts, runs = found["counts"], found["runs"]
         for side in ("sender", "receiver", "both"):
             sides = ("sender", "receiver") if side == "both" else (side,)
-            milliseconds = [1e3 * sum(run[name]["seconds"] for name in sides) for run in found["runs"]]
-            operators = sum(counts[name]["operators"] for name in sides)
-            waits = sum(sum(counts[name]["waits"].values()) for name in sides)
-            middle = statistics.median(milliseconds)
+            of_parts = runs if DEVICE.type == "cuda" else [found["parts"]]
+            times = {
+                part: [1e3 * sum(run[name].get(part, 0) for name in sides) for run in (of_parts if i else runs)]
+                for i, part in enumerate(PARTS)
+            }
+            operators = sum(sum(counts[name]["operators"]["stream"].values()) for name in sides)
+            wire = (str(counts["pieces"]), f"{counts['bytes'] / 2**20:.1f}", str(counts["buckets"]))
             table.add_row(
                 precision,
                 side,
-                f"{middle:.1f} ({min(milliseconds):.1f} to {max(milliseconds):.1f})",
-                f"{1e3 * middle / found['runs'][0]['tensors']:.0f}",
-                str(operators),
+                f"{statistics.median(times['stream']):.1f} ({min(times['stream']):.1f} to {max(times['stream']):.1f})",
+                *(f"{statistics.median(times[part]):.1f}" for part in PARTS[1:]),
+                f"{1e3 * statistics.median(times['stream']) / result['tensors']:.0f}",
                 f"{operators / layers:.1f}",
-                str(waits),
-                str(counts["pieces"]),
-                f"{counts['bytes'] / 2**20:.1f}",
-                str(counts["buckets"]),
+                f"{sum(counts[name]['views']['stream'] for name in sides) / layers:.1f}",
+                str(sum(sum(counts[name]["waits"].values()) for name in sides)),
+                *(wire if side == "both" else ("", "", "")),
             )
     console.print(table)
 
@@ -353,7 +436,10 @@ def main() -> int:
         store = f"file://{folder}/store"
         backend = "nccl" if DEVICE.type == "cuda" else "gloo"
         torch.distributed.init_process_group(backend, init_method=store, rank=0, world_size=1)
+        if options.narrow:
+            wire._SMALL = 2**14  # or thin qdata would travel with their scales, as those of no real model do
         trainer = Trainer(config)
+        separate_parts()
         syncs = {
             precision: Sync(trainer, rollout_worker(folder, OPTIONS[precision]), OPTIONS[precision], options.megabytes)
             for precision in options.precisions
@@ -362,10 +448,11 @@ def main() -> int:
         for precision, sync in syncs.items():
             sync.run()  # the first one compiles, fills caches and starts clocks
             result["precisions"][precision]["counts"] = sync.run(count=True)
-        tensors = len(trainer.model.state_dict())
+            result["precisions"][precision]["parts"] = sync.run()
+        result["tensors"] = len(trainer.model.state_dict())
         for _ in range(options.repetitions):
             for precision, sync in syncs.items():
-                result["precisions"][precision]["runs"].append(sync.run() | {"tensors": tensors})
+                result["precisions"][precision]["runs"].append(sync.run(replays=DEVICE.type == "cpu"))
         report(result)
         for precision, sync in syncs.items() if options.profile else ():
             sync.run(profile=options.profile.with_suffix(f".{precision}"))

@@ -35,7 +35,9 @@ def get(name: str) -> "Format":
 
 def of(tensor: "torch.Tensor") -> "Format | None":
     """The format whose qdata ``tensor`` is, by its type; None for a tensor that is not quantized."""
-    for name in FORMATS:
-        if tensor.dtype == get(name).dtype:
-            return get(name)
-    return None
+    return _by_dtype().get(tensor.dtype)
+
+
+@cache
+def _by_dtype() -> "dict[torch.dtype, Format]":
+    return {get(name).dtype: get(name) for name in FORMATS}

@@ -61,9 +61,11 @@ class BlockFP8(Format):
             "modules_to_not_convert": kept,
         }
 
-    def weight_is_nan(self, qdata: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def nan_sample(self, qdata: torch.Tensor) -> torch.Tensor:
         # A block that holds an Inf or NaN has NaN qdata only, so one element of each is enough.
-        sample = qdata.view(torch.uint8)[::BLOCK, ::BLOCK] & 0x7F
+        return (qdata.view(torch.uint8)[::BLOCK, ::BLOCK] & 0x7F).flatten()
+
+    def is_nan(self, sample: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return (sample == E4M3_NAN_CODE).any() | ~scales.isfinite().all()
 
     def lost(self, qdata: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -37,8 +37,10 @@ class ChannelINT8(Format):
             raise TypeError("A quantized input is not supported with INT8 linear layers. Pass the BF16 tensor.")
         return kernels.fprop_int8(x, weight.qdata, weight.scales, bias)
 
-    def weight_is_nan(self, qdata: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        # INT8 has no NaN: a row that holds an Inf or NaN has scale NaN.
+    def nan_sample(self, qdata: torch.Tensor) -> torch.Tensor:
+        return qdata.new_empty(0)  # INT8 has no NaN: a row that holds an Inf or NaN has scale NaN
+
+    def is_nan(self, sample: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return ~scales.isfinite().all()
 
 

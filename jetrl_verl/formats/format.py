@@ -9,7 +9,8 @@ Formats that train (``traits.trains``) also have the three products of a linear 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +22,23 @@ from jetrl_verl.reference import BLOCK, QuantizedTensor
 SCALE_SUFFIX = "_scale_inv"
 """Name of a weight's scales on the wire, in vLLM and in an exported folder: ``<weight>_scale_inv``. vLLM remaps names
 that end in ``scale`` to its KV cache."""
+
+
+@cache
+def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a block's sum: ``[BLOCK]`` for its scales, ``[BLOCK * BLOCK / 8]`` for its words."""
+    scales, words = odd_constants(BLOCK * (BLOCK // 8 + 1), device).split([BLOCK, BLOCK * BLOCK // 8])
+    return scales, words
+
+
+@cache
+def _probe_inputs(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, weight and bias of :meth:`Format.probe`; kept, since a copy from the host waits for the device."""
+    generator = torch.Generator().manual_seed(20260121)
+    x = torch.randn(17, 3 * BLOCK, generator=generator, device="cpu").mul_(4).to(device, torch.bfloat16)
+    w = torch.randn(2 * BLOCK, 3 * BLOCK, generator=generator, device="cpu").to(device, torch.bfloat16)
+    bias = torch.randn(2 * BLOCK, generator=generator, device="cpu").to(device, torch.bfloat16)
+    return x, w, bias
 
 
 class Format(ABC):
@@ -113,11 +131,26 @@ class Format(ABC):
         Returns:
             int64 ``[N/128, K/128]``.
         """
-        constants = odd_constants(BLOCK * (BLOCK // 8 + 1), weight.qdata.device)
-        of_scales = weight.scales.contiguous().view(torch.int32).to(torch.int64)
+        return self.with_scales([self.sums_of_qdata(weight.qdata)], [weight.scales])[0]
+
+    def sums_of_qdata(self, qdata: torch.Tensor) -> torch.Tensor:
+        """What :meth:`sums` is without the scales."""
+        return blocks_of_words(qdata, BLOCK, _constants(qdata.device)[1])
+
+    def with_scales(self, sums: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """:meth:`sums` of weights from :meth:`sums_of_qdata` and their scales, of all weights at once.
+
+        Scales are few, so a call for each weight would be all launches.
+        """
         in_a_block = BLOCK // self.rows_per_scale
-        of_scales = of_scales.unflatten(0, (-1, in_a_block)) * constants[:in_a_block, None]
-        return blocks_of_words(weight.qdata, BLOCK, constants[BLOCK:]) + of_scales.sum(dim=1)
+        words = torch.cat([each.reshape(-1) for each in scales]).view(torch.int32).to(torch.int64)
+        constants = _constants(words.device)[0][:in_a_block]
+        of_blocks = (words.view(-1, in_a_block) * constants).sum(dim=1)
+        # One value a block, or one for all blocks of the same rows where a scale covers a whole row.
+        parts = of_blocks.split([each.numel() // in_a_block for each in scales])
+        return torch._foreach_add(
+            list(sums), [part.view(each.shape[0] // in_a_block, -1) for part, each in zip(parts, scales, strict=True)]
+        )
 
     def probe(self, device: torch.device, rule: str) -> int:
         """Sum of two fixed products on ``device`` through :meth:`linear`.
@@ -125,19 +158,24 @@ class Format(ABC):
         [16, 384] x [256, 384] without a bias and [17, 384] x [256, 384] with one: the dispatch table may serve the two
         from different backends, so both are probed.
         """
-        generator = torch.Generator().manual_seed(20260121)
-        x = torch.randn(17, 3 * BLOCK, generator=generator, device="cpu").mul_(4).to(device, torch.bfloat16)
-        w = torch.randn(2 * BLOCK, 3 * BLOCK, generator=generator, device="cpu").to(device, torch.bfloat16)
-        bias = torch.randn(2 * BLOCK, generator=generator, device="cpu").to(device, torch.bfloat16)
+        x, w, bias = _probe_inputs(device)
         weight = self.quantize_weight(w, rule)
         plain, biased = self.linear(x[:16], weight, None, rule), self.linear(x, weight, bias, rule)
         return int(row_sums(torch.cat([plain, biased])).sum().item())
 
     # What a NaN looks like, and what rounding lost
 
-    @abstractmethod
     def weight_is_nan(self, qdata: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """Whether a quantized weight holds NaN, as a boolean scalar on its device: one value per scale is read."""
+        return self.is_nan(self.nan_sample(qdata), scales)
+
+    @abstractmethod
+    def nan_sample(self, qdata: torch.Tensor) -> torch.Tensor:
+        """What :meth:`weight_is_nan` reads of ``qdata``, copied, ``[n]``: samples of weights may be concatenated."""
+
+    @abstractmethod
+    def is_nan(self, sample: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """:meth:`weight_is_nan` of what :meth:`nan_sample` kept and the scales of the same weights, any shape."""
 
     def lost(self, qdata: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(zero, subnormal) masks of ``qdata``: elements rounded to zero, and those with fewer bits than a normal one.

@@ -6,6 +6,7 @@ A tensor's bytes as 64-bit words, each times an odd constant of its position, ad
 invertible, so a change within one word always changes the sum.
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -41,6 +42,13 @@ def row_sums(tensor: torch.Tensor, parts: int = 1) -> torch.Tensor:
     # In pieces: an embedding's products would otherwise take as much memory again as the embedding.
     pieces = rows.split(max(1, _SUM_WORDS // rows.shape[1]))
     return torch.cat([(piece.to(torch.int64) * constants).sum(dim=1) for piece in pieces])
+
+
+def element_sums(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """:func:`row_sums` of BF16 vectors ``[R]``, of all at once: norms and biases are small and many."""
+    together = torch.cat(list(tensors)).view(torch.int16)
+    sums = together.to(torch.int64) * odd_constants(1, together.device)
+    return list(sums.split([len(tensor) for tensor in tensors]))
 
 
 def blocks_of_words(qdata: torch.Tensor, block: int, constants: torch.Tensor) -> torch.Tensor:

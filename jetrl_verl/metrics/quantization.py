@@ -231,7 +231,9 @@ class CodeChanges:
 
 
 def _spread(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of ``SAMPLED_QDATA`` elements or a few more, or of all."""
+    """A copy of ``SAMPLED_QDATA`` elements or a few more; a tensor of no more than that itself."""
+    if tensor.numel() <= SAMPLED_QDATA:
+        return tensor.reshape(-1)
     # An odd stride walks through all columns of a power-of-two width instead of a few.
     return tensor.flatten()[:: max(tensor.numel() // SAMPLED_QDATA, 1) | 1].clone()
 
@@ -277,6 +279,11 @@ def _named(broken: list[str]) -> str:
     return names + (f" and {len(broken) - 3} more" if len(broken) > 3 else "")
 
 
+def _unless_small(tensor: torch.Tensor) -> torch.Tensor:
+    """A vector itself, which is kept until the end of a sync, or the extremes of a matrix."""
+    return tensor if tensor.ndim == 1 else torch.stack(torch.aminmax(tensor))
+
+
 def _extremes(tensor: torch.Tensor) -> torch.Tensor:
     # They carry a NaN along (torch.aminmax) and need no temporary of the tensor's size.
     return torch.stack(torch.aminmax(tensor)).float()
@@ -285,29 +292,49 @@ def _extremes(tensor: torch.Tensor) -> torch.Tensor:
 def refuse_non_finite(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Pass a sync's stream through; at its end, name the weights that are not finite.
 
-    Of a quantized weight the format reads one value per scale; other tensors are read once. The device is waited for
-    once, at the end.
+    Of a quantized weight the format reads one value per scale; other tensors are read once. All samples are judged
+    together at the end, and the device is waited for once; which weight it is, is only asked if there is one.
 
     Raises:
         NonFiniteWeightError: after the last tensor, before what is appended to the stream behind this one.
     """
-    seen: dict[str, torch.Tensor] = {}
+    quantized: dict[str, tuple[Format, torch.Tensor, torch.Tensor]] = {}
+    plain: dict[str, torch.Tensor] = {}
     for name, tensor, completed in with_completed(weights):
         if completed is not None:
             whole, value = completed
             if isinstance(value, QuantizedTensor):
-                seen[whole] = formats.of(value.qdata).weight_is_nan(value.qdata, value.scales)
+                number_format = formats.of(value.qdata)
+                quantized[whole] = number_format, number_format.nan_sample(value.qdata), value.scales
             elif value.is_floating_point():
-                seen[whole] = ~_extremes(value).isfinite().all()
+                plain[whole] = _unless_small(value)
         yield name, tensor
-    if not seen:
-        return
-    broken = [name for name, bad in zip(seen, torch.stack(list(seen.values())).tolist(), strict=True) if bad]
+    broken = _non_finite(quantized, plain)
     if broken:
         raise NonFiniteWeightError(
             f"weight sync: {_named(broken)} of the trainer holds NaN or Inf and would make every sample garbage; "
             f"{_REMEDY}"
         )
+
+
+def _non_finite(
+    quantized: Mapping[str, tuple[Format, torch.Tensor, torch.Tensor]], plain: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """Names of weights that are not finite: one answer for all of them first, each by itself if that is bad."""
+    by_format: dict[Format, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for number_format, sample, scales in quantized.values():
+        by_format.setdefault(number_format, []).append((sample, scales.reshape(-1)))
+    bad = [
+        number_format.is_nan(*(torch.cat(parts) for parts in zip(*samples, strict=True)))
+        for number_format, samples in by_format.items()
+    ]
+    if plain:
+        bad.append(~torch.cat([values.reshape(-1) for values in plain.values()]).isfinite().all())
+    if not bad or not torch.stack(bad).any().item():
+        return []
+    each = {name: number_format.is_nan(*read) for name, (number_format, *read) in quantized.items()}
+    each |= {name: ~values.isfinite().all() for name, values in plain.items()}
+    return [name for name, is_bad in zip(each, torch.stack(list(each.values())).tolist(), strict=True) if is_bad]
 
 
 def refuse_to_save_non_finite(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from jetrl_verl import formats
 from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.models import family
 from jetrl_verl.models.base import place
-from jetrl_verl.sync.contract import LiveTensor
+from jetrl_verl.sync.contract import LiveParameter, LiveTensor
 
 
 def _pieces(layer: torch.nn.Module) -> Iterator[tuple[int, int, int, int]]:
@@ -43,22 +43,21 @@ def _pieces(layer: torch.nn.Module) -> Iterator[tuple[int, int, int, int]]:
 class _Parameter:
     """A live parameter and what part of the trainer's columns it holds."""
 
-    data: torch.Tensor
-    scales: torch.Tensor | None
+    live: LiveParameter
     columns: slice
     whole_columns: int
 
-    def _scales_of(self, start: int, rows: int) -> torch.Tensor:
-        return formats.of(self.data).scales_of_rows(self.scales, start, rows)
-
     def part(self, rows: int, start: int = 0, first: int = 0, whole: int | None = None) -> LiveTensor:
         """``rows`` rows from ``start``, which are the trainer's rows from ``first`` of ``whole`` (all, by default)."""
+        data, scales = self.live.data, self.live.scales
         return LiveTensor(
-            self.data[start : start + rows],
-            None if self.scales is None else self._scales_of(start, rows),
+            data[start : start + rows],
+            None if scales is None else formats.of(data).scales_of_rows(scales, start, rows),
             slice(first, first + rows),
             self.columns,
             (rows if whole is None else whole, self.whole_columns),
+            None if scales is None else self.live,
+            start,
         )
 
 
@@ -75,7 +74,14 @@ def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
     merged = family(model.config).pieces
     # Duplicates stay: with tied embeddings vLLM's lm_head *is* the embedding module, and the trainer sends both names.
     for prefix, layer in model.named_modules(remove_duplicate=False):
-        own = {leaf: parameter.data for leaf, parameter in layer.named_parameters(recurse=False)}
+        # As plain tensors: a view of one of vLLM's parameters is of its class, and each operator on it a Python call.
+        own = {
+            leaf: parameter.data.as_subclass(torch.Tensor)
+            for leaf, parameter in layer._parameters.items()
+            if parameter is not None
+        }
+        if not own:
+            continue
         found = place(prefix)
         for leaf, data in own.items():
             if leaf.endswith(SCALE_SUFFIX):
@@ -86,7 +92,7 @@ def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
                 first_column, whole_columns = layer.tp_rank * width, layer.input_size
             columns = slice(first_column, first_column + width)
             scales = own[leaf + SCALE_SUFFIX] if formats.of(data) is not None else None
-            held = _Parameter(data, scales, columns, whole_columns)
+            held = _Parameter(LiveParameter(data, scales), columns, whole_columns)
             if isinstance(layer, QKVParallelLinear | MergedColumnParallelLinear):
                 pieces = zip(merged[found.module], _pieces(layer), strict=True)
                 for piece, (rows, start, first, whole) in pieces:

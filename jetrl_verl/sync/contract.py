@@ -19,16 +19,17 @@ shared, a sum of each (sync/operations_probe.py).
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from jetrl_verl import formats, kernels
-from jetrl_verl.formats.sums import row_sums
+from jetrl_verl.formats.format import Format
+from jetrl_verl.formats.sums import element_sums, row_sums
 from jetrl_verl.reference import BLOCK, QuantizedTensor
-from jetrl_verl.sync.wire import with_completed
+from jetrl_verl.sync.wire import is_packed, unpacked, with_completed
 
 MANIFEST_NAME = "jetrl.contract"
 SUM_PREFIX = "jetrl.contract/"
@@ -57,7 +58,7 @@ class Manifest:
 
     def to_tensor(self) -> torch.Tensor:
         """uint8, the JSON text."""
-        return torch.frombuffer(bytearray(json.dumps(asdict(self)).encode()), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(json.dumps(vars(self)).encode()), dtype=torch.uint8)
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> "Manifest":
@@ -84,22 +85,69 @@ def with_contract(
         ``weights`` unchanged, then :data:`SUM_PREFIX` + name with the int64 sums of each, last :data:`MANIFEST_NAME`.
     """
     manifest = Manifest(scale_rule=scale_rule, probe=probe, operations=dict(operations))
-    sums: list[tuple[str, torch.Tensor]] = []
+    sums = _Sums()
     for name, tensor, completed in with_completed(weights):
         yield name, tensor
         if completed is None:
             continue
         whole, value = completed
         if isinstance(value, QuantizedTensor):
-            sums.append((whole, formats.of(value.qdata).sums(value)))
+            sums.add(whole, value)
             manifest.quantized.append(whole)
         else:
             parts = ranks if value.ndim > 1 and value.shape[1] % ranks == 0 else 1
-            sums.append((whole, row_sums(value.to(torch.bfloat16), parts)))
+            sums.add(whole, value.to(torch.bfloat16), parts)
             manifest.plain.append(whole)
-    for name, value in sums:
+    for name, value in sums.of_all().items():
         yield SUM_PREFIX + name, value
     yield MANIFEST_NAME, manifest.to_tensor()
+
+
+class _Sums:
+    """Sums of many tensors with few calls.
+
+    What reads much, qdata and matrices, is summed when it comes; scales, norms and biases are small, so a call for each
+    would be all launches, and are summed together in the end.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Any, torch.Tensor | None] = {}
+        self._scales: dict[Format, dict[Any, torch.Tensor]] = {}
+        self._vectors: dict[Any, torch.Tensor] = {}
+
+    def add(self, key: Any, value: torch.Tensor | QuantizedTensor, parts: int = 1) -> None:
+        """A weight, whose scales stay referenced, or a BF16 tensor, which does if it is a vector; of a matrix each row
+        in so many ``parts``."""
+        self._found[key] = None  # keeps the order
+        if isinstance(value, QuantizedTensor):
+            number_format = formats.of(value.qdata)
+            self._found[key] = number_format.sums_of_qdata(value.qdata)
+            self._scales.setdefault(number_format, {})[key] = value.scales
+        elif value.ndim == 1:
+            self._vectors[key] = value
+        else:
+            self._found[key] = row_sums(value, parts)
+
+    def has(self, key: Any) -> bool:
+        """Whether it was added."""
+        return key in self._found
+
+    def of_all(self) -> dict[Any, torch.Tensor]:
+        """Key -> ``Format.sums`` or ``row_sums``, in the order in which they were added."""
+        for number_format, scales in self._scales.items():
+            without = [self._found[key] for key in scales]
+            self._found |= zip(scales, number_format.with_scales(without, list(scales.values())), strict=True)
+        if self._vectors:
+            self._found |= zip(self._vectors, element_sums(list(self._vectors.values())), strict=True)
+        return self._found
+
+
+@dataclass(frozen=True, eq=False)
+class LiveParameter:
+    """A parameter of vLLM, which may be stacked from several tensors of the trainer: data, and scales if quantized."""
+
+    data: torch.Tensor
+    scales: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -110,6 +158,7 @@ class LiveTensor:
         tensor: the live storage's view, qdata or BF16. scales: live scales view, None for BF16.
         rows, columns: which part of the whole tensor it is, in elements.
         whole: rows and columns that the whole tensor has according to the worker's layer.
+        parameter, start: the live parameter and its first row there; None where ``tensor`` is all there is to know.
     """
 
     tensor: torch.Tensor
@@ -117,6 +166,8 @@ class LiveTensor:
     rows: slice
     columns: slice
     whole: tuple[int, int]
+    parameter: LiveParameter | None = None
+    start: int = 0
 
 
 class ContractReceiver:
@@ -130,13 +181,21 @@ class ContractReceiver:
         """Keep what belongs to the check (copied: the bucket is reused), return the weights proper."""
         rest = []
         for name, tensor in weights:
-            if name == MANIFEST_NAME:
-                self._manifest = Manifest.from_tensor(tensor)
-            elif name.startswith(SUM_PREFIX):
-                self._sums[name.removeprefix(SUM_PREFIX)] = tensor.clone()
+            if is_packed(name):
+                # Its copy is one for all that is in it.
+                rest += self._take(unpacked(name, tensor.clone()), ours=True)
             else:
-                rest.append((name, tensor))
+                rest += self._take([(name, tensor)], ours=False)
         return rest
+
+    def _take(self, weights: Iterable[tuple[str, torch.Tensor]], ours: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            if name.startswith(SUM_PREFIX):
+                self._sums[name.removeprefix(SUM_PREFIX)] = tensor if ours else tensor.clone()
+            elif name == MANIFEST_NAME:
+                self._manifest = Manifest.from_tensor(tensor)
+            else:
+                yield name, tensor
 
     def verify(
         self,
@@ -160,21 +219,27 @@ class ContractReceiver:
         """
         manifest = self._check_statement(scale_rule)
         self._check_coverage(manifest, live)
-        sums: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        stated: list[tuple[str, torch.Tensor]] = []
+        found = _Sums()
         for name in manifest.quantized:
-            held, stated = live[name], self._stated(name)
-            self._same_shape(name, stated, torch.Size(size // BLOCK for size in held.whole))
+            held, sums = live[name], self._stated(name)
+            self._same_shape(name, sums, torch.Size(size // BLOCK for size in held.whole))
             rows, columns = (slice(part.start // BLOCK, part.stop // BLOCK) for part in (held.rows, held.columns))
-            found = formats.of(held.tensor).sums(QuantizedTensor(held.tensor, held.scales))
-            sums.append((name, stated[rows, columns], found))
+            stated.append((name, sums[rows, columns]))
+            # A stacked parameter is summed once, for all tensors that it is stacked from.
+            if held.parameter is None:
+                found.add(name, QuantizedTensor(held.tensor, held.scales))
+            elif not found.has(held.parameter):
+                found.add(held.parameter, QuantizedTensor(held.parameter.data, held.parameter.scales))
         for name in manifest.plain:
-            held, stated = live[name], self._stated(name)
-            stated = stated.view(len(stated), -1)
-            self._same_shape(name, stated[:, 0], torch.Size(held.whole[:1]))
-            first, last = self._parts(name, held, stated.shape[1])
-            found = row_sums(held.tensor, last - first)
-            sums.append((name, stated[held.rows, first:last], found.view(-1, last - first)))
-        digest = self._compare(sums)
+            held, sums = live[name], self._stated(name)
+            sums = sums.view(len(sums), -1)
+            self._same_shape(name, sums[:, 0], torch.Size(held.whole[:1]))
+            first, last = self._parts(name, held, sums.shape[1])
+            part = sums[held.rows, first:last]
+            stated.append((name, part if last - first > 1 else part[:, 0]))
+            found.add(name, held.tensor, last - first)
+        digest = self._compare(stated, live, found.of_all())
         self._check_code(manifest, probe, operations, next(iter(live.values())).tensor.device)
         return {
             "quantized": len(manifest.quantized),
@@ -266,17 +331,27 @@ class ContractReceiver:
         return held.columns.start // width, held.columns.stop // width
 
     @staticmethod
-    def _compare(sums: list[tuple[str, torch.Tensor, torch.Tensor]]) -> int:
-        """Sum of all live sums of (name, stated, live), which must be the stated ones.
+    def _compare(
+        stated: list[tuple[str, torch.Tensor]], live: Mapping[str, LiveTensor], found: Mapping[Any, torch.Tensor]
+    ) -> int:
+        """Sum of all live sums, which must be the stated ones; ``found``: by name, or of whole parameters.
 
         The device is waited for once. A wait for every tensor took seconds where other processes shared the GPU, since
         each of several hundred had to wait for this process's turn.
         """
-        if not sums:
+        if not stated:
             return 0
-        found = torch.cat([live.flatten() for _, _, live in sums])
-        stated = torch.cat([expected.flatten() for _, expected, _ in sums]).to(found.device)
-        differing, digest = torch.stack([(stated != found).sum(), found.sum()]).tolist()
+
+        def held(name: str) -> torch.Tensor:
+            if name in found:
+                return found[name]
+            start, rows = live[name].start // BLOCK, live[name].tensor.shape[0] // BLOCK
+            return found[live[name].parameter][start : start + rows]
+
+        sums = [(name, expected, held(name)) for name, expected in stated]
+        ours = torch.cat([value.flatten() for _, _, value in sums])
+        theirs = torch.cat([expected.flatten() for _, expected, _ in sums]).to(ours.device)
+        differing, digest = torch.stack([(theirs != ours).sum(), ours.sum()]).tolist()
         if differing:
             ContractReceiver._name_difference(sums)
         return digest

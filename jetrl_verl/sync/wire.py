@@ -9,6 +9,8 @@ to cost a factor of 20 in k3_kl, xtuner #2044). The wire carries 1.0002 bytes pe
 contract check's sums; verl's stock wire carries FP32.
 """
 
+import json
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -104,6 +106,67 @@ def with_completed(
             qdata = None
         else:
             yield name, tensor, (name, tensor)
+
+
+# --- small tensors in few pieces -------------------------------------------------------------------------------------
+
+_PACK = "jetrl.packed/"
+_SMALL = 2**18
+"""Bytes up to which a tensor is packed: scales, norms, biases and sums of every model; no weight worth mentioning."""
+_PACK_BYTES = 2**24
+_ALIGNED = 16
+
+
+def packed(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Put the small tensors of a stream together: for each that it sends verl makes a view, a copy and an entry of a
+    message, and its receiver the same again.
+
+    Yields:
+        Large tensors at once and unchanged; small ones as uint8 ``[bytes]`` under a name that says what is in it,
+        behind every 16 MiB and in the end.
+    """
+    small: list[tuple[str, torch.Tensor]] = []
+    held = 0
+    for name, tensor in stream:
+        if tensor.nbytes > _SMALL:
+            yield name, tensor
+            continue
+        small.append((name, tensor))
+        held += tensor.nbytes
+        if held >= _PACK_BYTES:
+            yield _pack(small)
+            small, held = [], 0
+    if small:
+        yield _pack(small)
+
+
+def _pack(tensors: list[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor]:
+    # Wide elements first, so that each lies where its type may lie.
+    tensors.sort(key=lambda item: -item[1].element_size())
+    index = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors]
+    used = sum(tensor.nbytes for _, tensor in tensors)
+    # The piece behind it begins where this one ends.
+    whole = torch.empty(-(-used // _ALIGNED) * _ALIGNED, dtype=torch.uint8, device=tensors[0][1].device)
+    torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in tensors], out=whole[:used])
+    return _PACK + json.dumps(index, separators=(",", ":")), whole
+
+
+def is_packed(name: str) -> bool:
+    """Whether a piece is one of :func:`packed`."""
+    return name.startswith(_PACK)
+
+
+def unpacked(name: str, whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, view) of what :func:`packed` put into a piece.
+
+    Args:
+        name: of the piece. whole: uint8, from where 8-byte elements may lie.
+    """
+    index = [(inner, getattr(torch, dtype), shape) for inner, dtype, shape in json.loads(name.removeprefix(_PACK))]
+    sizes = [dtype.itemsize * math.prod(shape) for _, dtype, shape in index]
+    parts = whole.split([*sizes, len(whole) - sum(sizes)])
+    for (inner, dtype, shape), part in zip(index, parts):
+        yield inner, part.view(dtype).view(shape)
 
 
 def measured(

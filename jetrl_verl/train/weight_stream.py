@@ -15,7 +15,7 @@ from jetrl_verl.metrics.quantization import QuantizationMetrics, refuse_non_fini
 from jetrl_verl.models.plan import LinearPlan
 from jetrl_verl.sync.contract import with_contract
 from jetrl_verl.sync.operations_probe import stated_operations, stated_probe, stated_reduction
-from jetrl_verl.sync.wire import SyncStatistics, counted_stock, measured, quantize_stream
+from jetrl_verl.sync.wire import SyncStatistics, counted_stock, measured, packed, quantize_stream
 
 
 def weight_stream(
@@ -28,7 +28,7 @@ def weight_stream(
     metrics: QuantizationMetrics | None = None,
     ranks: int = 1,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What an actor sends at a weight sync.
+    """What an actor sends at a weight sync, small tensors :func:`~jetrl_verl.sync.wire.packed`.
 
     Args:
         weights: verl's own stream, (Hugging Face name, gathered tensor). options: of the run.
@@ -55,4 +55,4 @@ def weight_stream(
             operations=operations,
             ranks=ranks,
         )
-    return measured(stream, statistics)
+    return measured(packed(stream), statistics)

@@ -9,6 +9,7 @@ from tensordict import TensorDict
 
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
+from jetrl_verl.sync.wire import is_packed, unpacked
 
 
 def build(
@@ -106,6 +107,10 @@ def train(engine, seed: int, **form) -> float | None:
 
 
 def sent(engine) -> dict[str, torch.Tensor]:
-    """A weight sync's stream."""
+    """A weight sync's stream, packed tensors under their own names."""
     stream, _ = engine.get_per_tensor_param()
-    return {name: tensor.clone() for name, tensor in stream}
+    found = {}
+    for name, tensor in stream:
+        copy = tensor.clone()
+        found |= dict(unpacked(name, copy)) if is_packed(name) else {name: copy}
+    return found

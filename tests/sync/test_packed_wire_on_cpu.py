@@ -1,0 +1,124 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Small tensors travel together and arrive as they were sent; sums taken together are those of each by itself."""
+
+import pytest
+import torch
+
+from jetrl_verl import formats
+from jetrl_verl.formats.format import SCALE_SUFFIX
+from jetrl_verl.formats.sums import element_sums, row_sums
+from jetrl_verl.reference import QuantizedTensor
+from jetrl_verl.sync import wire
+from jetrl_verl.sync.contract import ContractReceiver, ContractViolation, LiveParameter, LiveTensor, with_contract
+from jetrl_verl.sync.wire import is_packed, packed, unpacked
+
+ODD = {
+    "a/bytes": torch.arange(13, dtype=torch.uint8),
+    "model.norm.weight": torch.randn(7).bfloat16(),
+    "scales": torch.randn(3, 5),
+    "qdata": torch.randn(3, 5).to(torch.float8_e4m3fn),
+    "sums": torch.tensor([[-(2**62)], [3]]),
+    "a number": torch.tensor(2.5),
+    "nothing": torch.empty(0, 4),
+    "int8": torch.tensor([[-128, 127]], dtype=torch.int8),
+    "every other": torch.arange(6).float()[::2],
+}
+
+
+def arrived(pieces) -> dict[str, torch.Tensor]:
+    return dict(
+        pair for name, whole in pieces for pair in (unpacked(name, whole) if is_packed(name) else [(name, whole)])
+    )
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (one, other)))
+
+
+def test_small_tensors_of_every_type_arrive_in_one_piece():
+    pieces = list(packed(ODD.items()))
+    ((name, whole),) = pieces
+    assert is_packed(name) and whole.dtype == torch.uint8 and whole.numel() % 16 == 0
+    found = arrived(pieces)
+    assert found.keys() == ODD.keys()
+    assert all(same(found[name], tensor) for name, tensor in ODD.items())
+
+
+def test_large_tensors_pass_in_their_order_and_packs_are_bounded(monkeypatch):
+    monkeypatch.setattr(wire, "_SMALL", 64)
+    monkeypatch.setattr(wire, "_PACK_BYTES", 256)
+    sent = [(f"t{i}", torch.full((100 if i % 5 == 0 else i % 7 + 1,), float(i))) for i in range(120)]
+    pieces = list(packed(sent))
+    assert [name for name, _ in pieces if not is_packed(name)] == [f"t{i}" for i in range(0, 120, 5)]
+    packs = [whole for name, whole in pieces if is_packed(name)]
+    assert 3 < len(packs) < 10 and all(256 - 16 < len(whole) <= 256 + 64 for whole in packs[:-1])
+    assert all(same(arrived(pieces)[name], tensor) for name, tensor in sent)
+
+
+@pytest.mark.parametrize("name", list(formats.FORMATS))
+def test_sums_of_many_weights_are_those_of_each(name):
+    number_format = formats.get(name)
+    weights = [number_format.quantize_weight(torch.randn(n, k).bfloat16(), "fp32") for n, k in ((256, 384), (128, 128))]
+    together = number_format.with_scales(
+        [number_format.sums_of_qdata(weight.qdata) for weight in weights], [weight.scales for weight in weights]
+    )
+    assert all(torch.equal(sums, number_format.sums(weight)) for sums, weight in zip(together, weights, strict=True))
+    vectors = [torch.randn(n).bfloat16() for n in (5, 1, 64)]
+    assert all(torch.equal(a, row_sums(b)) for a, b in zip(element_sums(vectors), vectors, strict=True))
+
+
+@pytest.fixture
+def stacked():
+    """What a trainer sends of two stacked weights, a norm and a matrix, and a worker's live tensors of them."""
+    number_format = formats.get("fp8")
+    weight = number_format.quantize_weight(torch.randn(384, 256).bfloat16(), "fp32")
+    norm, head = torch.randn(256).bfloat16(), torch.randn(96, 256).bfloat16()
+    live = LiveParameter(weight.qdata.clone(), weight.scales.clone())
+    held = {
+        "norm": LiveTensor(norm.clone(), None, slice(0, 256), slice(0, 1), (256, 1)),
+        "head": LiveTensor(head.clone(), None, slice(0, 96), slice(0, 256), (96, 256)),
+    }
+    sent = []
+    for name, start, rows in (("q", 0, 256), ("k", 256, 128)):
+        part = QuantizedTensor(weight.qdata[start : start + rows], weight.scales[start // 128 : (start + rows) // 128])
+        sent += [(name, part.qdata), (name + SCALE_SUFFIX, part.scales)]
+        mine = (live.data[start : start + rows], live.scales[start // 128 : (start + rows) // 128])
+        held[name] = LiveTensor(*mine, slice(0, rows), slice(0, 256), (rows, 256), live, start)
+    return [*sent, ("norm", norm), ("head", head)], held
+
+
+def check(sent, held) -> dict:
+    receiver = ContractReceiver()
+    rest = receiver.take(list(packed(with_contract(sent, scale_rule="fp32", probe=1))))
+    assert {name for name, _ in rest} == {name for name, _ in sent}, "weights are left for the loaders"
+    return receiver.verify(held, scale_rule="fp32", probe=1)
+
+
+def test_the_check_reads_a_packed_stream_and_sums_a_stacked_parameter_once(stacked, monkeypatch):
+    calls = []
+    stock = formats.get("fp8").sums_of_qdata
+    counts = check(*stacked)
+    monkeypatch.setattr(formats.get("fp8"), "sums_of_qdata", lambda qdata: calls.append(qdata) or stock(qdata))
+    assert check(*stacked) == counts
+    assert (counts["quantized"], counts["plain"], counts["uncompared"]) == (2, 2, 0)
+    assert [tuple(qdata.shape) for qdata in calls] == [(256, 256), (128, 256), (384, 256)]
+    separate = {name: LiveTensor(*(getattr(t, f) for f in ("tensor", "scales", "rows", "columns", "whole")))
+                for name, t in stacked[1].items()}  # fmt: skip
+    assert check(stacked[0], separate) == counts
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "at"),
+    [("q", "data", (130, 7)), ("k", "data", (383, 255)), ("k", "scales", (2, 1)), ("norm", "tensor", (9,))],
+)
+def test_a_bit_of_a_live_parameter_is_found_and_its_tensor_named(stacked, name, part, at):
+    sent, held = stacked
+    holder = held[name].parameter if part != "tensor" else held[name]
+    bits = getattr(holder, part)
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[bits.element_size()]
+    bits.view(width)[at] ^= 1
+    with pytest.raises(ContractViolation, match=f"contract check: {name} differs between trainer and rollout in 1 of"):
+        check(sent, held)

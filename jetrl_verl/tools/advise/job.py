@@ -69,7 +69,7 @@ class Job:
     reference: bool = False
     liger: bool = False
     stock: bool = False
-    backward: str = "fp8"
+    backward: str = FLOW
     fp8_reference: bool = False
     notes: tuple[str, ...] = field(default=())
 

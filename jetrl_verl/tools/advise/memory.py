@@ -4,6 +4,7 @@
 
 from dataclasses import dataclass
 
+from jetrl_verl.formats.catalog import UNQUANTIZED
 from jetrl_verl.tools.advise.rollout import WEIGHT_BYTES
 from jetrl_verl.tools.advise.shapes import BF16, Model
 
@@ -96,7 +97,7 @@ class RolloutMemory:
 
 def rollout_weights(model: Model, kind: str) -> float:
     """Bytes of the rollout's weights; scales are under a thousandth of them."""
-    quantized = model.quantized if kind != "bf16" else 0
+    quantized = model.quantized if kind != UNQUANTIZED else 0
     return BF16 * (model.parameters - quantized) + WEIGHT_BYTES[kind] * quantized
 
 

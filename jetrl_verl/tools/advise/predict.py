@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jetrl_verl.config.group import group_values
+from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED
 from jetrl_verl.tools.advise.job import Job
 from jetrl_verl.tools.advise.memory import RolloutMemory, TrainerMemory, rollout_memory, trainer_memory
 from jetrl_verl.tools.advise.rates import Rates
@@ -72,17 +74,17 @@ def precisions(job: Job, shared: bool) -> tuple[Precision, ...]:
     """
     bf16 = LIGER if job.liger else STOCK
     shared = shared and not job.stock
-    jet = JET if shared else Flow("fp8", "liger") if job.liger else JET_STOCK
+    jet = JET if shared else Flow(FLOW, "liger") if job.liger else JET_STOCK
     jet = replace(jet, backward=job.backward)
     tp = job.tp
-    found = [Precision("bf16", bf16, bf16, Engine("bf16", tp=tp))]
+    found = [Precision("bf16", bf16, bf16, Engine(UNQUANTIZED, tp=tp))]
     if not job.liger:
-        found.append(Precision("bf16, Liger", LIGER, LIGER, Engine("bf16", tp=tp)))
+        found.append(Precision("bf16, Liger", LIGER, LIGER, Engine(UNQUANTIZED, tp=tp)))
     return (
         *found,
-        Precision("fp8_rollout", bf16, bf16, Engine("fp8", tp=tp)),
-        Precision("jet_fp8", jet, jet if job.fp8_reference else bf16, Engine("fp8", shared=shared, tp=tp)),
-        Precision("int8_rollout", bf16, bf16, Engine("int8", tp=tp)),
+        Precision("fp8_rollout", bf16, bf16, Engine(FLOW, tp=tp)),
+        Precision("jet_fp8", jet, jet if job.fp8_reference else bf16, Engine(FLOW, shared=shared, tp=tp)),
+        Precision("int8_rollout", bf16, bf16, Engine(group_values("int8_rollout").jetrl.rollout, tp=tp)),
     )
 
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jetrl_verl.formats.catalog import FORMATS, UNQUANTIZED
 from jetrl_verl.tools.advise.rates import Rates
 from jetrl_verl.tools.advise.shapes import Model
 
-WEIGHT_BYTES = {"bf16": 2, "fp8": 1, "int8": 1}
-"""Format of the rollout's linears -> bytes of a weight."""
+WEIGHT_BYTES = {UNQUANTIZED: 2, **dict.fromkeys(FORMATS, 1)}
+"""Format of the rollout's linears -> bytes of a weight; qdata have one an element."""
 
 CHUNKS = 160
 """Steps of a schedule's clock in the longest response; a finer clock changes the seconds by less than 1%."""
@@ -71,9 +72,9 @@ def decode_step(rates: Rates, model: Model, engine: Engine, requests: float, tok
     """
     kind, tp = engine.linears, engine.tp
     pairs = [
-        _linear(rates, requests, n / tp, k, kind if quantized else "bf16") for n, k, quantized in model.linears
+        _linear(rates, requests, n / tp, k, kind if quantized else UNQUANTIZED) for n, k, quantized in model.linears
     ] * model.layers
-    pairs.append(_linear(rates, requests, model.vocabulary / tp, model.hidden, "bf16"))
+    pairs.append(_linear(rates, requests, model.vocabulary / tp, model.hidden, UNQUANTIZED))
     cache = tokens * model.kv_bytes / tp / rates["cache"]
     if engine.shared:
         cache = max(cache, model.layers * tokens / requests * rates["attention.shared.key"])
@@ -89,7 +90,7 @@ def decode_step(rates: Rates, model: Model, engine: Engine, requests: float, tok
 def prefill(rates: Rates, model: Model, engine: Engine, tokens: float, context: float) -> float:
     """Seconds of prefilling ``tokens`` tokens that see ``context`` each in the mean."""
     kind = engine.linears
-    quantized = model.quantized if kind != "bf16" else 0
+    quantized = model.quantized if kind != UNQUANTIZED else 0
     operations = 2 * tokens * (model.in_layers - quantized) / rates["gemm.bf16.fprop"]
     operations += 2 * tokens * quantized / rates[f"gemm.{kind}.fprop"]
     attention = 4 * model.layers * model.queries * tokens * context / rates["attention.shared.forward"]

@@ -8,6 +8,7 @@ between at a measured multiple of the bytes that it must move, and per micro-bat
 
 from dataclasses import dataclass
 
+from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED
 from jetrl_verl.tools.advise.rates import Rates
 from jetrl_verl.tools.advise.shapes import BF16, Model
 
@@ -24,11 +25,11 @@ class Flow:
 
     linears: str
     operations: str
-    backward: str = "fp8"
+    backward: str = FLOW
 
 
-STOCK, LIGER = Flow("bf16", "stock"), Flow("bf16", "liger")
-JET, JET_STOCK = Flow("fp8", "shared"), Flow("fp8", "stock")
+STOCK, LIGER = Flow(UNQUANTIZED, "stock"), Flow(UNQUANTIZED, "liger")
+JET, JET_STOCK = Flow(FLOW, "shared"), Flow(FLOW, "stock")
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def between_bytes(model: Model, flow: Flow) -> float:
     """Bytes a token that one fused kernel per operation would move between the GEMMs of a forward: two residual norms,
     norms of heads and rotary, SiLU-mul, the quantizer in front of o, and the logits, written and read once."""
     heads = model.queries + model.keys
-    quantizer = 3 * model.queries if flow.linears == "fp8" else 0
+    quantizer = 3 * model.queries if flow.linears == FLOW else 0
     layer = 16 * model.hidden + 4 * heads * (2 if model.head_norms else 1) + 6 * model.inner + quantizer
     logits = 8 if flow.operations == "shared" else 4
     return model.layers * layer + logits * model.vocabulary
@@ -99,7 +100,7 @@ def backward(rates: Rates, model: Model, flow: Flow, tokens: float, context: flo
 
 def _gemms(rates: Rates, model: Model, flow: Flow, tokens: float, what: str) -> float:
     bf16 = rates[f"gemm.bf16.{what}"]
-    fp8 = flow.linears == "fp8" and (what == "fprop" or flow.backward == "fp8")
+    fp8 = flow.linears == FLOW and (what == "fprop" or flow.backward == FLOW)
     quantized = model.quantized if fp8 else 0
     operations = 2 * tokens * (model.in_layers - quantized + model.head)
     return operations / bf16 + 2 * tokens * quantized / rates[f"gemm.fp8.{what}"]
@@ -108,7 +109,7 @@ def _gemms(rates: Rates, model: Model, flow: Flow, tokens: float, what: str) -> 
 def gathered(rates: Rates, model: Model, flow: Flow, sharded: bool) -> Pass:
     """What every gather of the weights costs: the cast of the FP32 parameters under FSDP (``sharded``), read and
     written once, and their quantization with the transpose."""
-    moved = 4 * model.quantized if flow.linears == "fp8" else 0
+    moved = 4 * model.quantized if flow.linears == FLOW else 0
     if sharded:
         moved += (4 + BF16) * model.parameters
     return Pass(weights=moved / rates["bandwidth"])

@@ -7,7 +7,7 @@ adds them by whichever of five all-reduces fits the size of the batch, and for m
 orders (the custom kernel's two-stage form begins at the rank that owns the row). Under ``jet_fp8`` a row must not
 depend on the batch around it, and the trainer must be able to repeat it. So the layers of more than two ranks reduce in
 one order here, rank 0 first (kernels/sum_of_ranks.py). With two ranks every order is this one, and vLLM's all-reduce
-stays.
+stays on a GPU. On a CPU without BF16 instructions vLLM's cuts the sum instead of rounding it, so there it is ours, too.
 
 Two ways to move the data, the same bits. A small batch is gathered whole: each rank receives the products of all others
 and adds them itself, one collective and one kernel. Of a large one each rank adds its share of the rows and hands the
@@ -24,10 +24,15 @@ from jetrl_verl import kernels
 from jetrl_verl.kernels.operator import operator
 
 EVERY_ORDER_IS_ONE = 2
-"""Up to this many ranks any order of adding has the same bits."""
+"""Up to this many ranks any order of adding has the same bits, if it rounds to nearest."""
 
 GATHERED_BYTES = 2**20
 """Products of a rank up to this size are gathered whole."""
+
+
+def keeps_vllms(ranks: int, on_gpu: bool) -> bool:
+    """Whether vLLM's all-reduce of so many ranks has the bits of ``kernels.sum_of_ranks``."""
+    return ranks == 1 or (on_gpu and ranks <= EVERY_ORDER_IS_ONE)
 
 
 def _gathered(x: torch.Tensor) -> torch.Tensor:
@@ -67,12 +72,12 @@ class OrderedRowParallelLinear(RowParallelLinear):
 
 
 def order_reduction(layer: torch.nn.Module) -> None:
-    """Let ``layer`` add its ranks' products in one order, in place; other layers, and up to two ranks, stay.
+    """Let ``layer`` add its ranks' products in one order, in place; other layers stay, and where vLLM's sum is that.
 
     Raises:
         ValueError: a row-parallel layer that is handed whole rows, or does not reduce.
     """
-    if type(layer) is not RowParallelLinear or layer.tp_size <= EVERY_ORDER_IS_ONE:
+    if type(layer) is not RowParallelLinear or keeps_vllms(layer.tp_size, layer.weight.is_cuda):
         return
     if not (layer.input_is_parallel and layer.reduce_results):
         raise ValueError(
@@ -84,6 +89,6 @@ def order_reduction(layer: torch.nn.Module) -> None:
 
 def reduce_ranks(x: torch.Tensor) -> torch.Tensor:
     """The reduction that this engine's row-parallel layers run, for the contract's probe."""
-    if get_tp_group().world_size <= EVERY_ORDER_IS_ONE:
+    if keeps_vllms(get_tp_group().world_size, x.is_cuda):
         return tensor_model_parallel_all_reduce(x)
     return ordered_all_reduce(x)

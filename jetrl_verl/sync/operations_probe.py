@@ -102,8 +102,9 @@ _PRODUCTS = ((1, 256), (65, 4096), (160, 4096))
 def products_of_ranks(device: torch.device, ranks: int) -> list[list[torch.Tensor]]:
     """For each of a few shapes the BF16 products of all ranks, whose sum rounds differently in another order.
 
-    Two ranks of each element, other ones from element to element, hold a number and its negative that are so large
-    that FP32 rounds what is added between the two.
+    Two ranks of an element, other ones from element to element, hold a number and its negative that are so large that
+    FP32 rounds what is added between the two. Every fourth element, and every one of two ranks, has plain numbers,
+    whose sum says how it is rounded.
     """
     found = []
     for rows, columns in _PRODUCTS:
@@ -113,9 +114,12 @@ def products_of_ranks(device: torch.device, ranks: int) -> list[list[torch.Tenso
         first = place % ranks
         second = (first + 1 + place // ranks % max(1, ranks - 1)) % ranks
         large = 2.0**20 * (place % 101 + 27)
+        cancels = (place % 4 > 0) & (ranks > 2)
         for rank, product in enumerate(products):
-            product[first == rank] = large[first == rank]
-            product[second == rank] = -large[second == rank]
+            # Far enough apart that the sum does not fit into BF16.
+            product *= 2.0 ** (3 * (rank % 3))
+            for chosen, sign in ((first, 1), (second, -1)):
+                product[cancels & (chosen == rank)] = sign * large[cancels & (chosen == rank)]
         found.append([product.to(torch.bfloat16) for product in products])
     return found
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 MODULES = (
     "attention_name",
-    "attention_of_value_models",
     "batch_hooks",
     "checkpoint_tracker",
     "fork_on_cpu",

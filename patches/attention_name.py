@@ -1,13 +1,12 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``attn_implementation=jetrl_varlen`` as verl hands it on: out of saved configurations, and to a critic.
+"""``attn_implementation`` as verl hands it on: ours out of saved configurations, and the one that is named to a critic.
 
 verl gives ``override_config.attn_implementation`` to transformers, which takes it as an argument of loading, and then
 writes it into the configuration a second time, as a field. A checkpoint's ``config.json`` so names the trainer's
-attention, and a process without this plugin does not know ours. verl's loader of a critic names ``flash_attention_2``
-whatever was asked for, and so does not load one where flash-attn is not installed.
-
-Both functions do what verl's do unless the name is ours (train/varlen_attention.py).
+attention, and a process without this plugin does not know ours (train/varlen_attention.py). verl's loader of a critic
+names ``flash_attention_2`` whatever was asked for; where flash-attn is not installed, as in our stacks, PPO then ends
+with "is not a value head model, please install trl". flash-attn stays the default.
 """
 
 from typing import Any
@@ -25,12 +24,17 @@ def update_model_config(stock, module_config: Any, override_config_kwargs: dict[
 
 
 def load_valuehead_model(stock, local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
-    if model_config._attn_implementation != JETRL_ATTENTION:
+    named = model_config._attn_implementation
+    if named in (None, "flash_attention_2"):
         return stock(local_path, torch_dtype, model_config, trust_remote_code)
     from transformers import AutoModelForTokenClassification
 
     return AutoModelForTokenClassification.from_pretrained(
-        local_path, config=model_config, dtype=torch_dtype, trust_remote_code=trust_remote_code
+        local_path,
+        config=model_config,
+        dtype=torch_dtype,
+        attn_implementation=named,
+        trust_remote_code=trust_remote_code,
     )
 
 
@@ -49,7 +53,7 @@ VALUE_HEAD = Patch(
     version="0.9.1",
     sha256="1f3cfb11a7e64db21ff9384bc03f7b4a54fd3b8f8ce87376d2b3c892719e4da8",
     by=load_valuehead_model,
-    symptom="a critic asks for flash-attn whatever attn_implementation says",
+    symptom="a critic asks for flash-attn whatever override_config.attn_implementation says, and fails without it",
     upstream="the name is written into the call; no issue is known",
     until="verl passes override_config.attn_implementation on",
     needed=False,

@@ -183,7 +183,8 @@ class Patch:
         tree = ast.parse(text)
         lines = text.splitlines(keepends=True)
         target = find(tree, self.function)
-        if target.decorator_list:
+        # What is wrapped keeps its decorators, under its new name.
+        if target.decorator_list and not self.wraps:
             raise PatchError(f"{self.replaces} has decorators, which `jetrl patch` does not support.")
         method = "." in self.function
         ours = _indented(self._text.function, target.col_offset)

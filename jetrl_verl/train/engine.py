@@ -38,7 +38,7 @@ from jetrl_verl.metrics.quantization import QuantizationMetrics, refuse_to_save_
 from jetrl_verl.models.plan import UnsupportedLayer, plan_linears
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
-from jetrl_verl.patches import attention_of_value_models, two_runs, weight_sync
+from jetrl_verl.patches import two_runs, weight_sync
 from jetrl_verl.sync.wire import SyncStatistics
 from jetrl_verl.train.shared_operations import share_operations
 from jetrl_verl.train.weight_stream import weight_stream
@@ -261,6 +261,5 @@ class JetFSDPEngineWithValueHead(_JetEngine, FSDPEngineWithValueHead):
     """Critic under FSDP1 or FSDP2."""
 
 
-attention_of_value_models.NAMED_ATTENTION.apply()
 weight_sync.TIME_LIMIT.apply()
 two_runs.SENDER.apply()

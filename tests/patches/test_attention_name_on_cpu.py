@@ -42,12 +42,17 @@ def test_a_critic_gets_the_attention_that_was_asked_for(tmp_path, registered):
     assert critic.config._attn_implementation == JETRL_ATTENTION and critic.dtype == torch.float32
 
 
-def test_another_critic_is_loaded_by_verl(tmp_path, monkeypatch):
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flash_attention_2"])
+def test_another_name_reaches_a_critic_as_it_is(tmp_path, monkeypatch, attention):
     from transformers import AutoModelForTokenClassification
 
     asked = []
+    config = tiny_config("qwen3", num_labels=1)
+    config._attn_implementation_internal = attention
     monkeypatch.setattr(
-        AutoModelForTokenClassification, "from_pretrained", lambda **call: asked.append(call["attn_implementation"])
+        AutoModelForTokenClassification,
+        "from_pretrained",
+        lambda *_, **call: asked.append(call["attn_implementation"]),
     )
-    current(VALUE_HEAD)(str(tmp_path), torch.float32, tiny_config("qwen3", attn_implementation="sdpa"), False)
-    assert asked == ["flash_attention_2"]
+    current(VALUE_HEAD)(str(tmp_path), torch.float32, config, False)
+    assert asked == [attention]

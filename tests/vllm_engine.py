@@ -66,12 +66,16 @@ def prompt_log_probs(llm: Any, prompt: list[int]) -> torch.Tensor:
 
 
 def sync(worker, items) -> None:
-    """One weight sync: verl's sender in a thread, the worker's receiver here; raises what either raises."""
+    """One weight sync: verl's sender in a thread, the worker's receiver here; raises what either raises.
+
+    ``items`` are packed on their way, as in train/weight_stream.py.
+    """
     import asyncio
 
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
     from jetrl_verl.patches import weight_sync
+    from jetrl_verl.sync.wire import packed
 
     weight_sync.TIME_LIMIT.apply()
     sender = BucketedWeightSender(worker._get_zmq_handle(), bucket_size_mb=1, use_shm=True)
@@ -79,7 +83,7 @@ def sync(worker, items) -> None:
 
     def send() -> None:
         try:
-            asyncio.run(sender.async_send_weights(items))
+            asyncio.run(sender.async_send_weights(packed(items)))
         except Exception as error:
             failures.append(error)
 

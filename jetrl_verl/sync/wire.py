@@ -113,7 +113,9 @@ def with_completed(
 _PACK = "jetrl.packed/"
 _SMALL = 2**18
 """Bytes up to which a tensor is packed: scales, norms, biases and sums of every model; no weight worth mentioning."""
-_PACK_BYTES = 2**24
+_PACK_BYTES = 2**19
+"""Bytes from which a pack leaves. It stays below 1 MiB, verl's smallest bucket: without CUDA IPC what does not fit a
+bucket cannot be sent."""
 _ALIGNED = 16
 
 
@@ -123,7 +125,7 @@ def packed(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, to
 
     Yields:
         Large tensors at once and unchanged; small ones as uint8 ``[bytes]`` under a name that says what is in it,
-        behind every 16 MiB and in the end.
+        in packs of at most 768 KiB.
     """
     small: list[tuple[str, torch.Tensor]] = []
     held = 0

@@ -58,6 +58,12 @@ def test_large_tensors_pass_in_their_order_and_packs_are_bounded(monkeypatch):
     assert all(same(arrived(pieces)[name], tensor) for name, tensor in sent)
 
 
+def test_a_pack_fits_the_smallest_bucket():
+    """Without CUDA IPC verl's sender refuses a tensor that is larger than its bucket, of one megabyte at least."""
+    sent = [(f"t{i}", torch.zeros(wire._SMALL, dtype=torch.uint8)) for i in range(7)]
+    assert max(len(whole) for _, whole in packed([("s", torch.zeros(100, dtype=torch.uint8)), *sent])) < 2**20
+
+
 @pytest.mark.parametrize("name", list(formats.FORMATS))
 def test_sums_of_many_weights_are_those_of_each(name):
     number_format = formats.get(name)

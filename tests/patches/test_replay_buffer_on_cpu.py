@@ -1,8 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""verl's replay buffer sees soon that the rollouts are done, without asking all the time."""
+"""verl's replay buffer sees soon that the rollouts are done, without asking all the time.
 
-import time
+The clock is the tests' own, so that a busy machine changes nothing.
+"""
 
 import pytest
 from patch_home import home
@@ -10,16 +11,30 @@ from patch_home import home
 from jetrl_verl.patches.replay_buffer import POLL
 
 
+class Clock:
+    """What verl and the patch use of ``time``; ``sleep`` ends at once and moves the hand."""
+
+    def __init__(self) -> None:
+        self.now, self.waits = 1000.0, []
+
+    def time(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.waits.append(seconds)
+        self.now += seconds
+
+
 class Queue:
     """verl's queue with one prompt, whose two responses are done after a while; an answer takes ``listing`` seconds."""
 
-    def __init__(self, done_after: float, listing: float = 0.0) -> None:
-        self.done_at, self.listing, self.asked = time.time() + done_after, listing, 0
+    def __init__(self, clock: Clock, done_after: float, listing: float = 0.0) -> None:
+        self.clock, self.done_at, self.listing, self.asked = clock, clock.now + done_after, listing, 0
 
     def kv_list(self):
         self.asked += 1
-        time.sleep(self.listing)
-        status = "finished" if time.time() >= self.done_at else "running"
+        self.clock.now += self.listing
+        status = "finished" if self.clock.now >= self.done_at else "running"
         prompt = {"uid": {"is_prompt": True, "global_steps": 1, "status": status}}
         return {"train": prompt | {"uid_0_0": {"length": 1}, "uid_1_0": {"length": 2}}}
 
@@ -28,63 +43,69 @@ class Queue:
 
 
 @pytest.fixture
-def buffer(cpu_platform):
+def clock(cpu_platform, monkeypatch):
+    from verl.trainer.ppo.v1 import replay_buffer
+
+    clock = Clock()
+    for module in {replay_buffer, home(POLL)}:
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def buffer(clock):
     from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
-    home(POLL)
     return ReplayBuffer("sync", {}, None, "drop", {}, refill_fn=None)
 
 
 @pytest.fixture
-def generate(buffer, monkeypatch):
+def generate(clock, buffer, monkeypatch):
     """Seconds that the trainer waits for a step's rollouts, and how often it asked for them."""
     from verl.trainer.ppo.v1 import replay_buffer
 
     def wait(done_after: float, listing: float = 0.0) -> tuple[float, int]:
-        queue = Queue(done_after, listing)
+        queue = Queue(clock, done_after, listing)
         monkeypatch.setattr(replay_buffer, "tq", queue)
         batch, _ = buffer.sample(1, "train", 1)
         assert batch.keys == ["uid_0_0", "uid_1_0"]
-        return time.time() - queue.done_at, queue.asked
+        return clock.now - queue.done_at, queue.asked
 
     return wait
 
 
 def test_a_step_does_not_wait_two_seconds_for_rollouts_that_are_done(generate, buffer):
-    late, asked = generate(0.3)
-    assert late < 1.0, "verl's own interval ends 1.7 s after the rollouts"
+    late, asked = generate(0.32)
+    assert late <= 0.05 + 1e-6, "verl's own interval ends 1.68 s after the rollouts"
     assert asked > 2
     assert buffer.poll_interval == 2.0, "the trainer that switches between rollout and update reads it as a threshold"
 
 
-def test_the_first_question_of_a_later_step_does_not_count_the_update_between_them(generate, monkeypatch):
-    generate(0.1)
-    time.sleep(0.5)  # the update; nine times as long is more than verl's interval
-    late, _ = generate(0.1)
-    assert late < 1.0
+def test_the_first_question_of_a_later_step_does_not_count_the_update_between_them(generate, clock):
+    generate(0.12)
+    clock.now += 60.0  # the update; nine times as long is more than verl's interval
+    late, _ = generate(0.12)
+    assert late <= 0.05 + 1e-6
 
 
-def test_a_long_answer_is_not_asked_for_all_the_time(generate, monkeypatch):
-    _, asked = generate(1.0, listing=0.05)
-    assert asked <= 4, "listing takes a tenth of the time at most"
+def test_a_long_answer_is_not_asked_for_all_the_time(generate, clock):
+    _, asked = generate(3.0, listing=0.05)
+    assert 0.05 * asked <= 0.11 * (3.0 + 0.5), "listing takes a tenth of the time at most"
+    clock.waits.clear()
+    generate(3.0, listing=1.0)
+    assert max(clock.waits) == 2.0, "no wait is longer than verl's own"
 
 
-def test_another_interval_can_be_set(generate, buffer, monkeypatch):
-    waits = []
+def test_another_interval_can_be_set(generate, clock, monkeypatch):
     monkeypatch.setattr(home(POLL), "POLL_SECONDS", 0.2)
-    sleep = time.sleep
-    monkeypatch.setattr(time, "sleep", lambda seconds: (waits.append(seconds), sleep(seconds)))
     generate(0.3)
-    assert waits and min(seconds for seconds in waits if seconds) == 0.2
+    assert clock.waits == [0.2, 0.2]
 
 
-def test_an_interval_below_ours_is_kept(generate, buffer, monkeypatch):
+def test_an_interval_below_ours_is_kept(generate, buffer, clock):
     buffer.poll_interval = 0.01
-    waits = []
-    sleep = time.sleep
-    monkeypatch.setattr(time, "sleep", lambda seconds: (waits.append(seconds), sleep(seconds)))
     generate(0.1)
-    assert {seconds for seconds in waits if seconds} == {0.01}
+    assert set(clock.waits) == {0.01}
 
 
 def test_the_interval_comes_from_the_environment():

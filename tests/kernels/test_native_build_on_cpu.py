@@ -261,6 +261,7 @@ def test_the_package_runs_without_the_library(monkeypatch, tmp_path):
     native.unavailable.cache_clear()
     q = QuantizedTensor(torch.zeros(128, 128).to(FP8_DTYPE), torch.ones(128, 1))
     assert not native_supports_gemm_nt(q, q, b_block_scaled=False)
-    with pytest.raises(ValueError, match="not built: install a wheel.*or run `python scripts/build_csrc.py`.*use backend triton"):
+    sentence = "not built: install a wheel.*or run `python scripts/build_csrc.py`.*use backend triton"
+    with pytest.raises(ValueError, match=sentence):
         native_gemm_nt(q, q, b_block_scaled=False)
     native.unavailable.cache_clear()

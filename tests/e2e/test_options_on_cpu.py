@@ -35,6 +35,7 @@ def check(run: Run, quantized: int) -> None:
     assert {int(sync[1]) for sync in run.syncs} == {quantized}
 
 
+@pytest.mark.slow
 def test_fsdp1_powers_of_two_and_a_bf16_backward_keep_zero_mismatch(policy, tmp_path):
     run = train(
         policy,
@@ -77,6 +78,7 @@ def unfit(tmp_path_factory) -> str:
     return str(folder)
 
 
+@pytest.mark.slow
 def test_ppo_with_a_critic_and_a_reference_in_fp8_where_some_layers_do_not_fit(policy, unfit, tmp_path):
     run = train(
         policy,

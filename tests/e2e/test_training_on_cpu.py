@@ -63,6 +63,7 @@ def exact(policy, jet, checkpoints, tmp_path_factory) -> Run:
     )
 
 
+@pytest.mark.slow
 def test_a_baseline_trains_two_steps(policy, tmp_path):
     """An INT8 rollout, importance weights and QuRL's loss; Adam's moments in 8 bits beside them, padded sequences."""
     overrides = ["actor.optim.optimizer_impl=torchao.optim", "actor.optim.optimizer=AdamW8bit"]

@@ -61,6 +61,7 @@ def open_window(prepared: Path, out: Path, behaviour: dict[str, str], slots: int
     return window.Window(["0", "1"], slots, start=start, command_of=command_of, say=print, **options), started
 
 
+@pytest.mark.slow
 def test_a_window_trains_what_is_left_and_starts_again_what_failed(prepared, tmp_path, capsys):
     runs = window.queue(tmp_path)[:4]
     behaviour = {runs[1].name: "die_once", runs[2].name: f"fail:{runs[2].precision}"}
@@ -75,6 +76,7 @@ def test_a_window_trains_what_is_left_and_starts_again_what_failed(prepared, tmp
     assert opened.train(runs[:2], tmp_path / "window") == [] and not started
 
 
+@pytest.mark.slow
 def test_a_window_ends_when_its_time_is_over_and_keeps_what_was_logged(prepared, tmp_path, monkeypatch):
     runs = window.queue(tmp_path)[:2]
     opened, started = open_window(prepared, tmp_path, {runs[1].name: "hang"}, slots=1)
@@ -100,6 +102,7 @@ class Clock:
         return getattr(time, name)
 
 
+@pytest.mark.slow
 def test_a_run_that_logs_nothing_any_more_is_ended_and_started_again(prepared, tmp_path, capsys):
     run = window.queue(tmp_path)[0]
     opened, started = open_window(prepared, tmp_path, {run.name: "hang"}, slots=1, quiet_seconds=3)

@@ -17,7 +17,15 @@ import torch
 from jetrl_verl import kernels
 from jetrl_verl.formats.catalog import FORMATS
 from jetrl_verl.formats.format import Format
-from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor, dequantize_1x128, dequantize_128x128, k_slices
+from jetrl_verl.reference import (
+    BLOCK,
+    FP8_DTYPE,
+    QuantizedTensor,
+    Segments,
+    dequantize_1x128,
+    dequantize_128x128,
+    k_slices,
+)
 from jetrl_verl.reference.constants import E4M3_NAN_CODE
 
 _SMALLEST_NORMAL_CODE = 0x08
@@ -35,10 +43,16 @@ class BlockFP8(Format):
     def quantize_weight(self, weight: torch.Tensor, rule: str, scales: torch.Tensor | None = None) -> QuantizedTensor:
         if scales is not None:
             raise ValueError("Scales given for a weight are not supported with FP8. Leave them out.")
-        return kernels.quantize_128x128(weight, rule)
+        if weight.ndim == 2:
+            return kernels.quantize_128x128(weight, rule)
+        # No block holds rows of two experts: N is a multiple of 128.
+        experts, n, k = weight.shape
+        qdata, scales = kernels.quantize_128x128(weight.reshape(experts * n, k), rule)
+        return QuantizedTensor(qdata.view(weight.shape), scales.view(experts, n // BLOCK, -1))
 
     def dequantize_weight(self, weight: QuantizedTensor) -> torch.Tensor:
-        return dequantize_128x128(weight)
+        flat = QuantizedTensor(weight.qdata.flatten(0, -2), weight.scales.flatten(0, -2))
+        return dequantize_128x128(flat).view(weight.qdata.shape)
 
     def linear(
         self,
@@ -63,7 +77,7 @@ class BlockFP8(Format):
 
     def nan_sample(self, qdata: torch.Tensor) -> torch.Tensor:
         # A block that holds an Inf or NaN has NaN qdata only, so one element of each is enough.
-        return (qdata.view(torch.uint8)[::BLOCK, ::BLOCK] & 0x7F).flatten()
+        return (qdata.view(torch.uint8)[..., ::BLOCK, ::BLOCK] & 0x7F).flatten()
 
     def is_nan(self, sample: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return (sample == E4M3_NAN_CODE).any() | ~scales.isfinite().all()
@@ -129,6 +143,49 @@ class BlockFP8(Format):
         if add_to is None:
             return kernels.gemm_nt(dy, x, b_block_scaled=False)
         return kernels.gemm_nt(dy, x, b_block_scaled=False, out_dtype=torch.float32, add_to=add_to)
+
+    # A mixture of experts (reference/experts.py)
+
+    def experts(
+        self,
+        x: QuantizedTensor,
+        weights: torch.Tensor,
+        segments: Segments,
+        gate_up: QuantizedTensor,
+        down: QuantizedTensor,
+        rule: str,
+        ranks: int = 1,
+    ) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
+        """All experts' forward, on both sides.
+
+        Args:
+            x: rowwise ``[T, H]``, a token once. weights: ``[T, k]`` FP32 of the router. segments: rows of the pairs.
+            gate_up: ``[E, 2 I, H]`` in 128x128 blocks, gate first. down: ``[E, H, I]``. rule: of what is between them.
+            ranks: over which the rollout splits I; see :meth:`fprop`. Each rank adds its part of a token's experts and
+                rounds it, then the ranks' sums are added.
+
+        Returns:
+            Output ``[T, H]`` BF16; gate and up ``[R, 2 I]`` BF16; what the down projection reads, rowwise ``[R, I]``.
+
+        Raises:
+            ValueError: operands that do not fit, or slices of I that are no multiples of 128.
+        """
+        rows = kernels.gather_quantized(x, segments.pair, weights.shape[1])
+        product = kernels.grouped_gemm_nt(rows, gate_up, segments.start)
+        inner = kernels.weighted_silu_mul_quantize(product, weights, segments.pair, rule)
+        slices = zip(k_slices(inner, ranks), k_slices(down, ranks), strict=True)
+        parts = [kernels.combine(kernels.grouped_gemm_nt(a, b, segments.start), segments.row) for a, b in slices]
+        return parts[0] if ranks == 1 else kernels.sum_of_ranks(parts), product, inner
+
+    def experts_dgrad(self, dy: QuantizedTensor, weight: QuantizedTensor, start: torch.Tensor) -> torch.Tensor:
+        """``[R, K]`` BF16 of rowwise dY ``[R, N]`` and experts' weights ``[E, N, K]``."""
+        experts, n, k = weight.qdata.shape
+        flat = QuantizedTensor(weight.qdata.view(experts * n, k), weight.scales.view(-1, weight.scales.shape[2]))
+        qdata, scales = kernels.transpose_128x128(flat)
+        by_expert = QuantizedTensor(
+            qdata.view(k, experts, n).transpose(0, 1), scales.view(-1, experts, n // BLOCK).transpose(0, 1)
+        )
+        return kernels.grouped_gemm_nt(dy, by_expert, start)
 
 
 FORMAT = BlockFP8()

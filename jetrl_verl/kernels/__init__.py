@@ -12,11 +12,14 @@ library. ``vllm_kernels.py``: what is called of vLLM. ``reproducible.py``: CPU a
 """
 
 from jetrl_verl.kernels.attention import attention, cache_form, check_head_dim, paged_attention
+from jetrl_verl.kernels.combine import combine
 from jetrl_verl.kernels.dispatch import BACKENDS, describe_backends, override_backend, platform_of
 from jetrl_verl.kernels.fprop import fprop, fprop_quantized
 from jetrl_verl.kernels.fprop_int8 import fprop_int8
+from jetrl_verl.kernels.gather_rows import gather_quantized, gather_rows
 from jetrl_verl.kernels.gemm_int8 import gemm_int8
 from jetrl_verl.kernels.gemm_nt import gemm_nt
+from jetrl_verl.kernels.grouped_gemm import grouped_gemm_nt, grouped_wgrad
 from jetrl_verl.kernels.log_probs import log_probs
 from jetrl_verl.kernels.logits import logits
 from jetrl_verl.kernels.quantize_1x128 import quantize_1x128, quantize_1x128_and_128x1, quantize_128x1
@@ -29,9 +32,12 @@ from jetrl_verl.kernels.quantize_int8 import quantize_int8
 from jetrl_verl.kernels.relayout_128x1 import relayout_128x1
 from jetrl_verl.kernels.rms_norm import add_rms_norm, add_rms_norm_quantize_1x128, rms_norm, rms_norm_quantize_1x128
 from jetrl_verl.kernels.rotary import rotary, rotary_table
+from jetrl_verl.kernels.route import route
+from jetrl_verl.kernels.segments import segments
 from jetrl_verl.kernels.silu_mul import silu_mul, silu_mul_backward_quantize, silu_mul_quantize, silu_mul_quantize_1x128
 from jetrl_verl.kernels.sum_of_ranks import sum_of_ranks
 from jetrl_verl.kernels.varlen_attention import varlen_attention
+from jetrl_verl.kernels.weighted_silu_mul import weighted_silu_mul_backward, weighted_silu_mul_quantize
 
 __all__ = [
     "BACKENDS",
@@ -40,28 +46,35 @@ __all__ = [
     "attention",
     "cache_form",
     "check_head_dim",
+    "combine",
     "describe_backends",
     "fprop",
     "fprop_int8",
     "fprop_quantized",
+    "gather_quantized",
+    "gather_rows",
     "gemm_int8",
     "gemm_nt",
+    "grouped_gemm_nt",
+    "grouped_wgrad",
     "log_probs",
     "logits",
     "override_backend",
     "paged_attention",
     "platform_of",
-    "quantize_1x128",
-    "quantize_1x128_and_128x1",
     "quantize_128x1",
     "quantize_128x128",
     "quantize_128x128_and_transpose",
+    "quantize_1x128",
+    "quantize_1x128_and_128x1",
     "quantize_int8",
     "relayout_128x1",
     "rms_norm",
     "rms_norm_quantize_1x128",
     "rotary",
     "rotary_table",
+    "route",
+    "segments",
     "silu_mul",
     "silu_mul_backward_quantize",
     "silu_mul_quantize",
@@ -69,4 +82,6 @@ __all__ = [
     "sum_of_ranks",
     "transpose_128x128",
     "varlen_attention",
+    "weighted_silu_mul_backward",
+    "weighted_silu_mul_quantize",
 ]

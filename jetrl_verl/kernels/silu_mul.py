@@ -70,6 +70,12 @@ def _look_up(table: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(table.numpy().take(bits))
 
 
+def silu_and_derivative(gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """silu of BF16 ``gate`` on the CPU and its derivative, each rounded once to FP32."""
+    silu, derivative = (_look_up(table, gate) for table in _tables())
+    return silu, derivative
+
+
 @implements("silu_mul", "reference")
 def reference_silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """The product ``[..., I]`` BF16."""
@@ -82,7 +88,7 @@ def reference_silu_mul_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of gate and up, BF16."""
     dy = dy.float()
-    silu, derivative = (_look_up(table, gate) for table in _tables())
+    silu, derivative = silu_and_derivative(gate)
     return derivative.mul_(up.float()).mul_(dy).to(torch.bfloat16), silu.mul_(dy).to(torch.bfloat16)
 
 

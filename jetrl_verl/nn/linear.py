@@ -11,14 +11,7 @@ weight's qdata are not saved, or a whole model's worth would stay alive through 
 and up hands them one :class:`QuantizedTensor` in the tensor's place (nn/handoff.py), as vLLM's does. They save one copy
 of the qdata between them and share its re-layout in backward. A plain tensor is quantized by the layer that reads it.
 
-**When a weight is quantized.** Quantizing a weight more often than it changes would be waste, keeping qdata longer than
-the weight itself would be a leak. FSDP decides how long a gathered weight lives, so the qdata live exactly as long:
-FSDP2 puts a gathered or sharded tensor in place by setting the module's ``weight`` attribute, and that assignment drops
-the cache (``JetLinear.__setattr__``). FSDP1 sets it at each gather only, so its qdata live until the next gather or the
-end of the pass, where the engine drops them (train/engine.py). Between two assignments FProp, a recomputed FProp and
-DGrad share one quantization. An in-place change (an optimizer step on an unsharded module) shows in the version
-counter. A write that bypasses it, through ``weight.data`` or by address, does not show: whoever writes so calls
-:meth:`JetLinear.drop_qdata`.
+**When a weight is quantized.** Once while it is in place (nn/weight_cache.py).
 
 **Where dW goes.** To ``weight.grad`` through autograd, in BF16. A caller that keeps FP32 gradients over several
 micro-batches hangs the buffer ``[N, K]`` on the parameter as ``weight.main_grad`` (Megatron's and Transformer Engine's
@@ -30,7 +23,7 @@ their parameters, not for FSDP, which puts another tensor in place at every gath
 BF16 X and the BF16 weight.
 """
 
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import nn
@@ -38,18 +31,11 @@ from torch.autograd.function import once_differentiable
 
 from jetrl_verl import formats
 from jetrl_verl.formats.block_fp8 import BlockFP8
+from jetrl_verl.nn.weight_cache import WeightCache
 from jetrl_verl.reference import QuantizedTensor, ScaleRule, check_rule
 
 BACKWARDS = (formats.FLOW, formats.UNQUANTIZED)
 """What DGrad and WGrad may run in: the format of the flow, or BF16."""
-
-
-class _WeightData(NamedTuple):
-    """FP8 data of one gathered weight, valid while the storage in place is this one at this version."""
-
-    address: int
-    version: int
-    qdata: QuantizedTensor
 
 
 class SharedColwise:
@@ -166,14 +152,12 @@ class JetLinear(nn.Linear):
             product, straight through the roundings.
         quantized_backward: whether DGrad and WGrad run in the format, too; else in BF16.
         format: of the three products.
-        quantizations: how often the weight has been quantized since construction.
     """
 
     scale_rule: ScaleRule
     ranks: int
     quantized_backward: bool
     format: BlockFP8
-    quantizations: int
 
     @classmethod
     def replace(cls, linear: nn.Linear, *, scale_rule: ScaleRule, backward: str, ranks: int = 1) -> "JetLinear":
@@ -190,8 +174,7 @@ class JetLinear(nn.Linear):
         linear.ranks = ranks
         linear.quantized_backward = backward != formats.UNQUANTIZED
         linear.format = formats.get(formats.FLOW)
-        linear.quantizations = 0
-        linear._qdata = None
+        linear._cache = WeightCache()
         return linear
 
     def __setattr__(self, name: str, value) -> None:
@@ -208,23 +191,23 @@ class JetLinear(nn.Linear):
         """BF16 value of the bias, which is what the rollout holds of an FP32 master."""
         return None if self.bias is None else self.bias.detach().to(torch.bfloat16)
 
+    @property
+    def quantizations(self) -> int:
+        """How often the weight has been quantized since construction."""
+        return self._cache.quantizations
+
+    @property
+    def holds_qdata(self) -> bool:
+        """Whether qdata of the weight are kept now."""
+        return self._cache.held is not None
+
     def drop_qdata(self) -> None:
         """Forget the weight's qdata; the next use quantizes it again."""
-        object.__setattr__(self, "_qdata", None)
+        self._cache.drop()
 
     def weight_qdata(self, weight: torch.Tensor) -> QuantizedTensor:
         """``weight`` [N, K] quantized, made at most once while the tensor stays in place unchanged."""
-        cached = self._qdata
-        counted = not weight.is_inference()  # else nothing would show that it changed
-        # By address, not identity: activation checkpointing hands backward a detached alias of the same weight.
-        if counted and cached is not None and (cached.address, cached.version) == (weight.data_ptr(), weight._version):
-            return cached.qdata
-        with torch.no_grad():
-            qdata = self.format.quantize_weight(weight.detach().to(torch.bfloat16), self.scale_rule)
-        object.__setattr__(self, "quantizations", self.quantizations + 1)
-        if counted:
-            object.__setattr__(self, "_qdata", _WeightData(weight.data_ptr(), weight._version, qdata))
-        return qdata
+        return self._cache.get(weight, partial(self.format.quantize_weight, rule=self.scale_rule))
 
     def fprop(self, x: QuantizedTensor, weight: torch.Tensor) -> torch.Tensor:
         """``Y`` [M, N] BF16 of rowwise X [M, K] and ``weight`` [N, K]."""

@@ -11,10 +11,22 @@ package and never the other way round. One definition:
 * one FP32 partial sum per 128-wide K block, promoted as ``acc += (s_a * s_b) * partial`` in ascending K, one rounding
   at the end (``gemm.py``).
 
-The INT8 baselines, which quantize the rollout alone, have a contract of their own in ``int8.py``.
+A mixture of experts is made of the same products; which rows they take and in what order is in ``experts.py``. The INT8
+baselines, which quantize the rollout alone, have a contract of their own in ``int8.py``.
 """
 
 from jetrl_verl.reference.constants import BLOCK, E4M3_MAX, FP8_DTYPE, SCALE_RULES, ScaleRule, check_rule
+from jetrl_verl.reference.experts import (
+    Segments,
+    combine,
+    gather_quantized,
+    gather_rows,
+    grouped_gemm_nt,
+    grouped_wgrad,
+    rows_of_segments,
+    segments,
+    top_k,
+)
 from jetrl_verl.reference.gemm import gemm_nt, gemm_nt_float64, k_slices, sum_of_ranks
 from jetrl_verl.reference.int8 import dequantize_int8, gemm_int8, quantize_int8
 from jetrl_verl.reference.quantize import (
@@ -38,14 +50,20 @@ __all__ = [
     "SCALE_RULES",
     "QuantizedTensor",
     "ScaleRule",
+    "Segments",
     "amax_bits",
     "check_rule",
+    "combine",
     "dequantize_1x128",
     "dequantize_128x128",
     "dequantize_int8",
+    "gather_quantized",
+    "gather_rows",
     "gemm_int8",
     "gemm_nt",
     "gemm_nt_float64",
+    "grouped_gemm_nt",
+    "grouped_wgrad",
     "k_slices",
     "sum_of_ranks",
     "quantize_1x128",
@@ -55,6 +73,9 @@ __all__ = [
     "quantize_128x128_and_transpose",
     "quantize_int8",
     "relayout_128x1",
+    "rows_of_segments",
     "scale_from_amax_bits",
+    "segments",
+    "top_k",
     "transpose_128x128",
 ]

@@ -111,17 +111,19 @@ def sum_of_ranks(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def k_slices(x: QuantizedTensor, count: int) -> list[QuantizedTensor]:
-    """Views of an operand ``[R, K]`` on ``count`` equal slices of K, as tensor-parallel ranks hold them.
+    """Views of an operand ``[..., K]`` on ``count`` equal slices of K, as tensor-parallel ranks hold them.
 
     Raises:
         ValueError: slices of K that are no multiples of 128.
     """
-    k = x.qdata.shape[1]
+    k = x.qdata.shape[-1]
     if k % (count * BLOCK):
         raise ValueError(f"K = {k} in {count} slices is not supported with blocks of {BLOCK}. Set fewer ranks.")
     width, groups = k // count, k // count // BLOCK
     return [
-        QuantizedTensor(x.qdata[:, rank * width : (rank + 1) * width], x.scales[:, rank * groups : (rank + 1) * groups])
+        QuantizedTensor(
+            x.qdata[..., rank * width : (rank + 1) * width], x.scales[..., rank * groups : (rank + 1) * groups]
+        )
         for rank in range(count)
     ]
 

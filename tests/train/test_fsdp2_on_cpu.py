@@ -115,7 +115,7 @@ def quantizations_follow_gathers(rank: int, checkpointing: bool, reshard: bool) 
     model.reshard()
     for layer in model.model.layers:
         layer.reshard()
-    assert all(layer._qdata is None for layer in layers)
+    assert all(not layer.holds_qdata for layer in layers)
 
 
 def state_dict_is_the_stock_one(rank: int) -> None:

@@ -1,0 +1,218 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Block-scaled GEMMs of a mixture of experts: one product an expert in one launch, row ranges read on the device.
+
+``grouped_gemm_nt`` (FProp, DGrad) multiplies each expert's rows with its own matrix; a row has the bits that
+``gemm_nt`` gives it. ``grouped_wgrad`` contracts each expert's segment. The host does not know how many rows an expert
+has, and never waits to learn it: the grid is that of the worst case, and a program that finds nothing to do ends.
+
+A tile belongs to one expert: segments are cut into tiles from their own first row, whatever ``align`` they were made
+with. Tiles have at least 64 rows for the reason in gemm_nt.py.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from jetrl_verl import reference
+from jetrl_verl.kernels.device.e4m3 import GROUP
+from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.operator import operator
+from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor
+
+implements("grouped_gemm_nt", "reference")(reference.grouped_gemm_nt)
+implements("grouped_wgrad", "reference")(reference.grouped_wgrad)
+
+# (BLOCK_M, BLOCK_N, warps, stages)
+_MANY, _FEW = (128, 128, 8, 4), (64, 64, 4, 6)
+_WGRAD = (128, 128, 8, 4)
+
+
+@triton.jit
+def _expert_of(tile, start_ptr, experts, LANES: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(expert, first row, row behind the expert's last) of a tile; behind the last tile the expert is ``experts``."""
+    each = tl.arange(0, LANES)
+    held = each < experts
+    start = tl.load(start_ptr + each, mask=held, other=0)
+    stop = tl.load(start_ptr + each + 1, mask=held, other=0)
+    tiles = (stop - start + BLOCK_M - 1) // BLOCK_M
+    before = tl.cumsum(tiles, axis=0)
+    expert = tl.sum((held & (before <= tile)).to(tl.int32), axis=0)
+    mine = each == expert
+    first = tl.sum(tl.where(mine, start + (tile - before + tiles) * BLOCK_M, 0), axis=0)
+    return expert, first, tl.sum(tl.where(mine, stop, 0), axis=0)
+
+
+@triton.jit
+def _grouped_gemm_kernel(
+    a_ptr, b_ptr, a_scales_ptr, b_scales_ptr, start_ptr, out_ptr, experts, n, k,
+    stride_am, stride_be, stride_bn, stride_bk, stride_as_m, stride_as_k, stride_bs_e, stride_bs_n, stride_bs_k,
+    LANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    expert, first, stop = _expert_of(tl.program_id(1), start_ptr, experts, LANES, BLOCK_M)
+    if expert >= experts:
+        return
+    tile_n = tl.program_id(0)
+    row = first + tl.arange(0, BLOCK_M)
+    held = row < stop
+    read_row = tl.minimum(row, stop - 1).to(tl.int64)
+    column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    read_column = (column % n).to(tl.int64)
+    lane = tl.arange(0, GROUP)
+    a_ptrs = a_ptr + read_row[:, None] * stride_am + lane[None, :]
+    b_ptrs = b_ptr + expert.to(tl.int64) * stride_be + read_column[None, :] * stride_bn + lane[:, None] * stride_bk
+    a_scale_ptrs = a_scales_ptr + read_row * stride_as_m
+    b_scale_ptrs = b_scales_ptr + expert.to(tl.int64) * stride_bs_e + (tile_n * BLOCK_N // GROUP) * stride_bs_n
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for _ in range(0, k // GROUP):
+        partial = tl.dot(tl.load(a_ptrs), tl.load(b_ptrs), out_dtype=tl.float32)
+        scale = (tl.load(a_scale_ptrs) * tl.load(b_scale_ptrs))[:, None]
+        acc = tl.fma(partial, tl.broadcast_to(scale, (BLOCK_M, BLOCK_N)), acc)
+        a_ptrs += GROUP
+        b_ptrs += GROUP * stride_bk
+        a_scale_ptrs += stride_as_k
+        b_scale_ptrs += stride_bs_k
+    out = out_ptr + row.to(tl.int64)[:, None] * n + column[None, :]
+    tl.store(out, acc.to(tl.bfloat16), mask=held[:, None] & (column < n)[None, :])
+
+
+@implements("grouped_gemm_nt", "triton")
+def triton_grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor) -> torch.Tensor:
+    """As :func:`jetrl_verl.reference.grouped_gemm_nt`; rows behind the last segment are not written."""
+    (rows, k), (experts, n, _) = a.qdata.shape, b.qdata.shape
+    out = torch.empty((rows, n), dtype=torch.bfloat16, device=a.qdata.device)
+    if out.numel():
+        block_m, block_n, warps, stages = _MANY if rows >= experts * _MANY[0] else _FEW
+        # Each expert with rows may leave one tile that is not full.
+        tiles = triton.cdiv(rows, block_m) + min(experts, rows)
+        _grouped_gemm_kernel[(triton.cdiv(n, block_n), tiles)](
+            a.qdata,
+            b.qdata,
+            a.scales,
+            b.scales,
+            start,
+            out,
+            experts,
+            n,
+            k,
+            a.qdata.stride(0),
+            *b.qdata.stride(),
+            *a.scales.stride(),
+            *b.scales.stride(),
+            LANES=triton.next_power_of_2(experts),
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            num_warps=warps,
+            num_stages=stages,
+        )
+    return out
+
+
+@triton.jit
+def _grouped_wgrad_kernel(
+    dy_ptr, x_ptr, dy_scales_ptr, x_scales_ptr, start_ptr, out_ptr, n, k,
+    stride_dy, stride_x, stride_dys_n, stride_dys_m, stride_xs_k, stride_xs_m,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(2)
+    first, stop = tl.load(start_ptr + expert), tl.load(start_ptr + expert + 1)
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    read_row, read_column = (row % n).to(tl.int64), (column % k).to(tl.int64)
+    token = first + tl.arange(0, GROUP)
+    dy_ptrs = dy_ptr + read_row[:, None] * stride_dy + token[None, :]
+    x_ptrs = x_ptr + read_column[None, :] * stride_x + token[:, None]
+    group = first // GROUP
+    dy_scale_ptrs = dy_scales_ptr + read_row * stride_dys_n + group * stride_dys_m
+    x_scale_ptrs = x_scales_ptr + read_column * stride_xs_k + group * stride_xs_m
+    acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    for _ in range(first, stop, GROUP):
+        partial = tl.dot(tl.load(dy_ptrs), tl.load(x_ptrs), out_dtype=tl.float32)
+        acc = tl.fma(partial, tl.load(dy_scale_ptrs)[:, None] * tl.load(x_scale_ptrs)[None, :], acc)
+        dy_ptrs += GROUP
+        x_ptrs += GROUP
+        dy_scale_ptrs += stride_dys_m
+        x_scale_ptrs += stride_xs_m
+    out = out_ptr + (expert.to(tl.int64) * n + row.to(tl.int64)[:, None]) * k + column[None, :]
+    tl.store(out, acc.to(tl.bfloat16), mask=(row < n)[:, None] & (column < k)[None, :])
+
+
+@implements("grouped_wgrad", "triton")
+def triton_grouped_wgrad(dy: QuantizedTensor, x: QuantizedTensor, start: torch.Tensor) -> torch.Tensor:
+    """As :func:`jetrl_verl.reference.grouped_wgrad`."""
+    experts, n, k = len(start) - 1, dy.qdata.shape[0], x.qdata.shape[0]
+    out = torch.empty((experts, n, k), dtype=torch.bfloat16, device=start.device)
+    if out.numel():
+        block_n, block_k, warps, stages = _WGRAD
+        _grouped_wgrad_kernel[(triton.cdiv(n, block_n), triton.cdiv(k, block_k), experts)](
+            dy.qdata,
+            x.qdata,
+            dy.scales,
+            x.scales,
+            start,
+            out,
+            n,
+            k,
+            dy.qdata.stride(0),
+            x.qdata.stride(0),
+            *dy.scales.stride(),
+            *x.scales.stride(),
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
+            num_warps=warps,
+            num_stages=stages,
+        )
+    return out
+
+
+def _check(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor) -> None:
+    (rows, k), (experts, n, k_of_b) = a.qdata.shape, b.qdata.shape
+    whole = k % BLOCK == 0 and n % BLOCK == 0 and k_of_b == k and start.shape == (experts + 1,)
+    scales = tuple(a.scales.shape) == (rows, k // BLOCK) and tuple(b.scales.shape) == (experts, n // BLOCK, k // BLOCK)
+    if not (whole and scales) or {a.qdata.dtype, b.qdata.dtype} != {FP8_DTYPE} or start.dtype != torch.int32:
+        raise ValueError(
+            f"grouped_gemm_nt: A {tuple(a.qdata.shape)} scales {tuple(a.scales.shape)}, B {tuple(b.qdata.shape)} "
+            f"scales {tuple(b.scales.shape)} and starts {tuple(start.shape)} {start.dtype} do not fit; expected E4M3 "
+            f"[R, K] and [E, N, K], N and K multiples of {BLOCK}, and [E + 1] int32"
+        )
+
+
+@operator(
+    "grouped_gemm_nt(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor start) -> Tensor",
+    fake=lambda a, a_scales, b, b_scales, start: a.new_empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16),
+)
+def _grouped_gemm_nt(
+    a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, start: torch.Tensor
+) -> torch.Tensor:
+    operands = QuantizedTensor(a, a_scales), QuantizedTensor(b, b_scales)
+    _check(*operands, start)
+    return lookup("grouped_gemm_nt", a.device)(*operands, start)
+
+
+def grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor) -> torch.Tensor:
+    """Each expert's rows of A times its matrix of B; FProp, and with B transposed DGrad.
+
+    Args:
+        a: qdata ``[R, K]`` E4M3, scales ``[R, K/128]``. b: qdata ``[E, N, K]`` E4M3 of any strides, scales
+            ``[E, N/128, K/128]``. start: ``[E + 1]`` int32 (:class:`jetrl_verl.reference.Segments`).
+
+    Returns:
+        ``[R, N]`` BF16. Nobody may read rows behind the last segment. No gradient of its own.
+
+    Raises:
+        ValueError: operands that do not fit.
+    """
+    return _grouped_gemm_nt(a.qdata, a.scales, b.qdata, b.scales, start)
+
+
+def grouped_wgrad(dy: QuantizedTensor, x: QuantizedTensor, start: torch.Tensor) -> torch.Tensor:
+    """Weight gradients of all experts.
+
+    Args:
+        dy: colwise qdata ``[N, R]`` E4M3, scales ``[N, R/128]``. x: colwise qdata ``[K, R]``.
+        start: ``[E + 1]`` int32 of segments that begin at multiples of 128.
+
+    Returns:
+        ``[E, N, K]`` BF16; zeros for an expert without tokens.
+    """
+    return lookup("grouped_wgrad", start.device)(dy, x, start)

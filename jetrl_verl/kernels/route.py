@@ -1,0 +1,148 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which k experts a token goes to and with what weights, from FP32 router logits; on both sides the same bits.
+
+The k largest logits, largest first, equal ones by the expert's number. Their weights are the softmax over all experts
+(Qwen3-MoE's ``norm_topk_prob=false``) or over the k alone (``true``; Hugging Face divides the softmax over all by the
+sum of the k, which is the same function). In FP32: stock Hugging Face modules round the weights to BF16, vLLM does not.
+
+On a GPU one program reads a token's logits once. On the CPU sums are exact (reproducible.py). Logits that are not
+finite give weights that are not.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+from jetrl_verl import reference
+from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.operator import operator
+from jetrl_verl.kernels.reproducible import exp, sum_of_fractions
+
+_TERM_BITS = 40
+"""Binary places of a term of the softmax denominator on the CPU: sums of up to 2^13 experts are exact."""
+_NO_KEY = tl.constexpr(-(2**63))
+_LOW_HALF = tl.constexpr(2**32 - 1)
+
+
+@implements("route", "reference")
+def reference_route(logits: torch.Tensor, k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :func:`route`."""
+    experts = reference.top_k(logits, k)
+    chosen = logits.gather(1, experts.long()).double()
+    terms = exp(chosen - chosen[:, :1])
+    over = terms if renormalize else exp(logits.double() - chosen[:, :1])
+    weights = terms / sum_of_fractions(over, _TERM_BITS)
+    weights.masked_fill_(~logits.isfinite().all(dim=1, keepdim=True), torch.nan)
+    return experts, weights.float()
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr, experts_ptr, weights_ptr, experts,
+    K: tl.constexpr, K_LANES: tl.constexpr, LANES: tl.constexpr, RENORMALIZE: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    expert, slot = tl.arange(0, LANES), tl.arange(0, K_LANES)
+    # Adding zero turns -0 into 0, which it equals.
+    x = tl.load(logits_ptr + token * experts + expert, mask=expert < experts, other=float("-inf")) + 0.0
+    bits = x.to(tl.int32, bitcast=True)
+    # In the order of the numbers; NaN above all of them.
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    order = tl.where(x != x, 0x7FFFFFFF, order)
+    # Of equal logits the lowest number wins.
+    keys = (order.to(tl.int64) << 32) | (LANES - 1 - expert).to(tl.int64)
+    keys = tl.where(expert < experts, keys, _NO_KEY)
+    chosen = tl.zeros((K_LANES,), dtype=tl.int32)
+    logits = tl.full((K_LANES,), float("-inf"), dtype=tl.float32)
+    for each in tl.static_range(K):
+        best = tl.max(keys, axis=0)
+        number = LANES - 1 - (best & _LOW_HALF).to(tl.int32)
+        value = tl.sum(tl.where(expert == number, x, 0.0), axis=0)
+        chosen = tl.where(slot == each, number, chosen)
+        logits = tl.where(slot == each, value, logits)
+        keys = tl.where(expert == number, _NO_KEY, keys)
+    highest = tl.sum(tl.where(slot == 0, logits, 0.0), axis=0)
+    terms = tl.exp(logits - highest)
+    total = tl.sum(terms, axis=0) if RENORMALIZE else tl.sum(tl.exp(x - highest), axis=0)
+    # Infinities that did not win count as zero, which they are; the one that did gives NaN.
+    tl.store(experts_ptr + token * K + slot, chosen, mask=slot < K)
+    tl.store(weights_ptr + token * K + slot, tl.div_rn(terms, total), mask=slot < K)
+
+
+@implements("route", "triton")
+def triton_route(logits: torch.Tensor, k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """See :func:`route`."""
+    tokens, experts = logits.shape
+    chosen = torch.empty((tokens, k), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((tokens, k), dtype=torch.float32, device=logits.device)
+    if tokens:
+        _route_kernel[(tokens,)](
+            logits.contiguous(),
+            chosen,
+            weights,
+            experts,
+            K=k,
+            K_LANES=triton.next_power_of_2(k),
+            LANES=triton.next_power_of_2(experts),
+            RENORMALIZE=renormalize,
+            num_warps=1,
+        )
+    return chosen, weights
+
+
+def _fake(logits, k, renormalize):
+    shape = (logits.shape[0], k)
+    return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape)
+
+
+@operator("route(Tensor logits, int k, bool renormalize) -> (Tensor, Tensor)", fake=_fake)
+def _route(logits: torch.Tensor, k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    if logits.dtype != torch.float32 or logits.ndim != 2 or not 1 <= k <= logits.shape[1]:
+        raise ValueError(
+            f"route: logits {tuple(logits.shape)} {logits.dtype} and k={k} are not supported; expected [tokens, "
+            "experts] FP32 and k of the experts"
+        )
+    return lookup("route", logits.device)(logits, k, renormalize)
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor, k: int, renormalize: bool):
+        experts, weights = _route(logits, k, renormalize)
+        ctx.renormalize, ctx.experts_in_all = renormalize, logits.shape[1]
+        ctx.save_for_backward(experts, weights, *(() if renormalize else (logits,)))
+        ctx.mark_non_differentiable(experts)
+        return experts, weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, _, dweights: torch.Tensor):
+        experts, weights, *logits = ctx.saved_tensors
+        experts = experts.long()
+        # Of a softmax: p_j (dp_j - sum_i p_i dp_i), over the k or over all.
+        weighted = weights * dweights
+        inner = weighted.sum(dim=1, keepdim=True)
+        if ctx.renormalize:
+            dlogits = weights.new_zeros(len(weights), ctx.experts_in_all)
+            return dlogits.scatter_(1, experts, weighted - weights * inner), None, None
+        dlogits = logits[0].softmax(dim=1).mul_(-inner)
+        return dlogits.scatter_add_(1, experts, weighted), None, None
+
+
+def route(logits: torch.Tensor, k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts of each token and their weights; the weights are differentiable.
+
+    Args:
+        logits: ``[T, E]`` FP32. k: experts of a token. renormalize: whether its weights add up to 1.
+
+    Returns:
+        experts ``[T, k]`` int32, by descending logit, and weights ``[T, k]`` FP32.
+
+    Raises:
+        ValueError: logits of another type or shape, or ``k`` outside of 1 to E.
+    """
+    if torch.is_grad_enabled():
+        return _Route.apply(logits, k, renormalize)
+    return _route(logits, k, renormalize)

@@ -1,0 +1,189 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The experts of the flow: a mixture's fused weights ``[E, N, K]`` whose three products and saved activations are FP8.
+
+Forward and rounding places are those of reference/experts.py, made by the format (formats/block_fp8.py), which vLLM's
+side calls too. Backward follows it: the gradient of a token's output is dY of all its experts, since the routing weight
+is inside; the gradient of that weight is an inner product over the row.
+
+Saved for backward are X as qdata, one copy of a token however many experts it goes to; gate and up in BF16 and what the
+down projection read as qdata, a row a pair; and the weights by reference. FProp, DGrad and WGrad take one launch each
+for all experts, and the host never learns how many tokens an expert got.
+"""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from jetrl_verl import formats, kernels
+from jetrl_verl.formats.block_fp8 import BlockFP8
+from jetrl_verl.nn.linear import quantize_input
+from jetrl_verl.nn.weight_cache import WeightCache
+from jetrl_verl.reference import BLOCK, QuantizedTensor, ScaleRule, Segments, check_rule
+
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
+"""Names that transformers gives the parameters of its fused experts: ``[E, 2 I, H]``, gate first, and ``[E, H, I]``."""
+
+
+class _ExpertsFunction(torch.autograd.Function):
+    """Forward and backward of all experts; see the module's docstring."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        gate_up_weight: torch.Tensor,
+        down_weight: torch.Tensor,
+        layer: "JetExperts",
+        quantized: QuantizedTensor,
+        segments: Segments,
+    ):
+        ctx.layer, ctx.x_shape = layer, x.shape
+        out, gate_up, product = layer.forward_rows(quantized, weights, segments, gate_up_weight, down_weight)
+        ctx.save_for_backward(*quantized, weights, *segments, gate_up, *product, gate_up_weight, down_weight)
+        return out.reshape(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout: torch.Tensor):
+        layer: JetExperts = ctx.layer
+        needs_x, needs_weights, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
+        x_qdata, x_scales, weights, row, pair, start, gate_up, h_qdata, h_scales, *experts = ctx.saved_tensors
+        gate_up_weight, down_weight = experts
+        number_format, rule, k = layer.format, layer.scale_rule, row.shape[1]
+        dx = dgate_up_weight = ddown_weight = None
+        dout = dout.reshape(-1, dout.shape[-1]).to(torch.bfloat16).contiguous()
+        rows, columns = number_format.quantize_gradient(
+            kernels.gather_rows(dout, pair, k), rule, rowwise=True, colwise=needs_down
+        )
+        if needs_down:
+            h = number_format.colwise(QuantizedTensor(h_qdata, h_scales), rule)
+            ddown_weight = kernels.grouped_wgrad(columns, h, start).to(down_weight.dtype)
+            del h, columns
+        dh = number_format.experts_dgrad(rows, layer.qdata(DOWN, down_weight), start)
+        del rows
+        dgate_up, dweights = kernels.weighted_silu_mul_backward(dh, gate_up, weights, pair)
+        del dh, gate_up
+        rows, columns = number_format.quantize_gradient(dgate_up, rule, rowwise=needs_x, colwise=needs_gate_up)
+        del dgate_up
+        if needs_x:
+            terms = number_format.experts_dgrad(rows, layer.qdata(GATE_UP, gate_up_weight), start)
+            dx = kernels.combine(terms, row).reshape(ctx.x_shape)
+            del terms, rows
+        if needs_gate_up:
+            gathered = kernels.gather_quantized(QuantizedTensor(x_qdata, x_scales), pair, k)
+            x = number_format.colwise(gathered, rule)
+            dgate_up_weight = kernels.grouped_wgrad(columns, x, start).to(gate_up_weight.dtype)
+        return dx, dweights if needs_weights else None, dgate_up_weight, ddown_weight, None, None, None
+
+
+class JetExperts(nn.Module):
+    """transformers' fused experts in the FP8 flow; parameters, their names and dtypes are those of the module that it
+    replaces, and so is the signature of ``forward``.
+
+    Attributes:
+        scale_rule: ``"fp32"`` or ``"pow2"``.
+        ranks: over which the rollout splits the down projection's K; the forward rounds where they do.
+        format: of all products.
+        stock_class: of the module that it replaced.
+    """
+
+    scale_rule: ScaleRule
+    ranks: int
+    format: BlockFP8
+    stock_class: type[nn.Module]
+
+    @classmethod
+    def replace(cls, experts: nn.Module, *, scale_rule: ScaleRule, ranks: int = 1) -> "JetExperts":
+        """Turn ``experts`` into this class in place: same module object, same parameter objects.
+
+        Raises:
+            ValueError: an unknown scale rule, or dimensions that are no multiples of 128.
+        """
+        check_rule(scale_rule)
+        inner = experts.down_proj.shape[2]
+        if inner % (BLOCK * ranks) or experts.down_proj.shape[1] % BLOCK:
+            raise ValueError(
+                f"Experts of shape {tuple(experts.down_proj.shape)} are not supported with blocks of {BLOCK} and "
+                f"{ranks} ranks of the rollout. Set precision=bf16."
+            )
+        experts.stock_class = type(experts)
+        experts.__class__ = cls
+        experts.scale_rule = scale_rule
+        experts.ranks = ranks
+        experts.format = formats.get(formats.FLOW)
+        experts._caches = {GATE_UP: WeightCache(), DOWN: WeightCache()}
+        return experts
+
+    def __setattr__(self, name: str, value) -> None:
+        if name in (GATE_UP, DOWN):
+            self._caches[name].drop()
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in (GATE_UP, DOWN):
+            self._caches[name].drop()
+        super().__delattr__(name)
+
+    @property
+    def holds_qdata(self) -> bool:
+        """Whether qdata of a weight are kept now."""
+        return any(cache.held is not None for cache in self._caches.values())
+
+    def drop_qdata(self) -> None:
+        """Forget the weights' qdata; the next use quantizes them again."""
+        for cache in self._caches.values():
+            cache.drop()
+
+    def qdata(self, name: str, weight: torch.Tensor) -> QuantizedTensor:
+        """``weight [E, N, K]`` quantized, made at most once while the tensor stays in place unchanged."""
+        return self._caches[name].get(weight, partial(self.format.quantize_weight, rule=self.scale_rule))
+
+    def forward_rows(
+        self,
+        x: QuantizedTensor,
+        weights: torch.Tensor,
+        segments: Segments,
+        gate_up_weight: torch.Tensor,
+        down_weight: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
+        """Output ``[T, H]`` BF16; gate and up of all rows; what the down projection reads. See ``BlockFP8.experts``."""
+        return self.format.experts(
+            x,
+            weights,
+            segments,
+            self.qdata(GATE_UP, gate_up_weight),
+            self.qdata(DOWN, down_weight),
+            self.scale_rule,
+            self.ranks,
+        )
+
+    def forward(
+        self, hidden_states: torch.Tensor | QuantizedTensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Sum of each token's experts.
+
+        Args:
+            hidden_states: ``[..., H]``, or what a norm quantized of it. top_k_index: ``[T, k]`` integers.
+            top_k_weights: ``[T, k]``, taken in FP32.
+
+        Returns:
+            ``[..., H]`` BF16.
+        """
+        x = quantize_input(hidden_states, self.format, self.scale_rule)
+        learns = torch.is_grad_enabled()
+        experts = self.down_proj.shape[0]
+        segments = kernels.segments(top_k_index.to(torch.int32), experts, BLOCK if learns else 1)
+        weights = top_k_weights.float()
+        if not learns:
+            return self.forward_rows(x, weights, segments, self.gate_up_proj, self.down_proj)[0].reshape(x.shape)
+        source = x.source.to(torch.bfloat16)
+        return _ExpertsFunction.apply(source, weights, self.gate_up_proj, self.down_proj, self, x, segments)
+
+    def extra_repr(self) -> str:
+        experts, hidden, inner = self.down_proj.shape
+        ranks = f", ranks={self.ranks}" if self.ranks > 1 else ""
+        return f"experts={experts}, hidden={hidden}, inner={inner}, {self.format}, scale={self.scale_rule}{ranks}"

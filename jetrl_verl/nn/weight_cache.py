@@ -1,0 +1,58 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 data of a gathered weight, kept exactly as long as the weight itself.
+
+Quantizing a weight more often than it changes would be waste, keeping qdata longer than the weight would be a leak.
+FSDP decides how long a gathered weight lives. FSDP2 puts a gathered or sharded tensor in place by setting the module's
+attribute, and that assignment drops the cache (``__setattr__`` of the layers). FSDP1 sets it at each gather only, so
+its qdata live until the next gather or the end of the pass, where the engine drops them (train/engine.py). Between two
+assignments FProp, a recomputed FProp and DGrad share one quantization. An in-place change (an optimizer step on an
+unsharded module) shows in the version counter. A write that bypasses it, through ``weight.data`` or by address, does
+not show: whoever writes so calls ``drop_qdata`` of the layer.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from jetrl_verl.reference import QuantizedTensor
+
+
+class _WeightData(NamedTuple):
+    """Valid while the storage in place is this one at this version."""
+
+    address: int
+    version: int
+    qdata: QuantizedTensor
+
+
+class WeightCache:
+    """Of one weight.
+
+    Attributes:
+        quantizations: how often the weight has been quantized.
+        held: what is kept now, None for nothing.
+    """
+
+    def __init__(self) -> None:
+        self.quantizations = 0
+        self.held: _WeightData | None = None
+
+    def drop(self) -> None:
+        """Forget the qdata; the next use quantizes again."""
+        self.held = None
+
+    def get(self, weight: torch.Tensor, quantize: Callable[[torch.Tensor], QuantizedTensor]) -> QuantizedTensor:
+        """``quantize`` of the BF16 value of ``weight``, made at most once while the tensor stays in place unchanged."""
+        held = self.held
+        counted = not weight.is_inference()  # else nothing would show that it changed
+        # By address, not identity: activation checkpointing hands backward a detached alias of the same weight.
+        if counted and held is not None and (held.address, held.version) == (weight.data_ptr(), weight._version):
+            return held.qdata
+        with torch.no_grad():
+            qdata = quantize(weight.detach().to(torch.bfloat16))
+        self.quantizations += 1
+        if counted:
+            self.held = _WeightData(weight.data_ptr(), weight._version, qdata)
+        return qdata

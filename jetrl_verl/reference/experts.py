@@ -1,0 +1,132 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of a mixture of experts: which experts a token goes to, in what order rows are multiplied and added.
+
+A pair is a token and one of its k experts. Pairs of one expert are neighbours among R rows, its *segment*, in the order
+of the tokens; every segment begins at a multiple of ``align`` rows and is filled up with rows of zeros. A row of a
+product depends on its own operands alone, so in the forward no bit depends on ``align``, on the rows of other tokens or
+on where a row lies. A weight gradient is contracted along rows in groups of 128, so there ``align`` is 128 and a group
+never holds rows of two experts.
+
+* The k experts of a token are those with the largest logits, equal logits in the order of the experts' numbers
+  (``torch.topk`` promises no order). Weights come from FP32 logits, in FP32 (kernels/route.py).
+* The routing weight multiplies ``silu(gate) * up``, not the expert's output: what the down projection quantizes
+  carries it already, a token's output gradient is quantized once for all its experts, and no expert's output is saved.
+* A token's output is the sum of its pairs' rows in FP32, in the order of its experts' logits, rounded once.
+
+Every product is ``gemm_nt`` of one expert's rows (gemm.py).
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from jetrl_verl.reference.constants import BLOCK
+from jetrl_verl.reference.gemm import gemm_nt
+from jetrl_verl.reference.tensor import QuantizedTensor
+
+
+class Segments(NamedTuple):
+    """Where the pairs of T tokens and k experts each lie among the R rows of E experts' segments.
+
+    Attributes:
+        row: ``[T, k]`` int32, the row of each pair.
+        pair: ``[R]`` int32, the pair ``token * k + slot`` in each row; -1 where there is none.
+        start: ``[E + 1]`` int32, the first row of each expert's segment; behind the last one begins what no kernel
+            looks at.
+    """
+
+    row: torch.Tensor
+    pair: torch.Tensor
+    start: torch.Tensor
+
+
+def rows_of_segments(pairs: int, experts: int, align: int) -> int:
+    """R, known without looking at the experts: as many rows as the worst case takes, a multiple of ``align``."""
+    worst = pairs + min(experts, pairs) * (align - 1)
+    return worst // align * align
+
+
+def top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """``[T, k]`` int32 numbers of the k largest of ``logits [T, E]``, largest first, of equal ones the lowest number
+    first. NaN counts as larger than every number."""
+    return logits.sort(dim=-1, descending=True, stable=True).indices[:, :k].to(torch.int32)
+
+
+def segments(experts_of: torch.Tensor, experts: int, align: int) -> Segments:
+    """Segments of ``experts_of [T, k]`` int32, numbers below ``experts``."""
+    pairs = experts_of.numel()
+    flat = experts_of.flatten().long()
+    counts = torch.zeros(experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    start = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device)
+    start[1:] = ((counts + align - 1) // align * align).cumsum(0)
+    order = flat.argsort(stable=True)
+    place = torch.arange(pairs, device=flat.device) - (counts.cumsum(0) - counts)[flat[order]]
+    row = torch.empty_like(flat)
+    row[order] = start[flat[order]] + place
+    pair = torch.full((rows_of_segments(pairs, experts, align),), -1, dtype=torch.int32, device=flat.device)
+    pair[row] = torch.arange(pairs, dtype=torch.int32, device=flat.device)
+    return Segments(row.to(torch.int32).view(experts_of.shape), pair, start.to(torch.int32))
+
+
+def gather_rows(x: torch.Tensor, pair: torch.Tensor, k: int) -> torch.Tensor:
+    """Rows ``[R, C]`` of segments from those of tokens ``x [T, C]``; zeros where there is no pair."""
+    rows = x.view(torch.uint8) if x.element_size() == 1 else x
+    taken = rows[(pair.clamp(min=0) // k).long()].masked_fill_((pair < 0)[:, None], 0)
+    return taken.view(x.dtype)
+
+
+def gather_quantized(x: QuantizedTensor, pair: torch.Tensor, k: int) -> QuantizedTensor:
+    """:func:`gather_rows` of rowwise qdata ``[T, K]``; rows without a pair are zero and have scale 1."""
+    scales = gather_rows(x.scales, pair, k).masked_fill_((pair < 0)[:, None], 1.0)
+    return QuantizedTensor(gather_rows(x.qdata, pair, k), scales)
+
+
+def grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor) -> torch.Tensor:
+    """Each expert's rows of A times its matrix of B (FProp, DGrad).
+
+    Args:
+        a: qdata ``[R, K]``, 1x128 scales ``[R, ceil(K/128)]``.
+        b: qdata ``[E, N, K]``, 128x128 scales ``[E, N/128, K/128]``.
+        start: of :class:`Segments`.
+
+    Returns:
+        ``[R, N]`` BF16; zeros behind the last segment.
+    """
+    y = torch.zeros(a.qdata.shape[0], b.qdata.shape[1], dtype=torch.bfloat16, device=a.qdata.device)
+    bounds = start.tolist()
+    for expert, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        if last > first:
+            rows = QuantizedTensor(a.qdata[first:last], a.scales[first:last])
+            weight = QuantizedTensor(b.qdata[expert], b.scales[expert])
+            y[first:last] = gemm_nt(rows, weight, b_block_scaled=True)
+    return y
+
+
+def grouped_wgrad(dy: QuantizedTensor, x: QuantizedTensor, start: torch.Tensor) -> torch.Tensor:
+    """Each expert's weight gradient, contracted over its segment.
+
+    Args:
+        dy: colwise qdata ``[N, R]``, scales ``[N, ceil(R/128)]``. x: colwise qdata ``[K, R]``.
+        start: of :class:`Segments` with ``align`` 128.
+
+    Returns:
+        ``[E, N, K]`` BF16; zeros for an expert without tokens.
+    """
+    n, k = dy.qdata.shape[0], x.qdata.shape[0]
+    dw = torch.zeros(len(start) - 1, n, k, dtype=torch.bfloat16, device=dy.qdata.device)
+    bounds = start.tolist()
+    for expert, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        if last > first:
+            groups = slice(first // BLOCK, last // BLOCK)
+            operands = [QuantizedTensor(q.qdata[:, first:last], q.scales[:, groups]) for q in (dy, x)]
+            dw[expert] = gemm_nt(*operands, b_block_scaled=False)
+    return dw
+
+
+def combine(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """``[T, H]`` BF16: of each token the rows of its k pairs in ``y [R, H]`` BF16, added in FP32, slot 0 first."""
+    acc = y[row[:, 0].long()].float()
+    for slot in range(1, row.shape[1]):
+        acc += y[row[:, slot].long()].float()
+    return acc.to(torch.bfloat16)

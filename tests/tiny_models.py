@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""One tiny dense decoder for every test that needs a model: each shape fits 128, every bias is random."""
+"""One tiny decoder for every test that needs a model: each shape fits 128, every bias is random."""
 
 from typing import Any
 
@@ -16,6 +16,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     SeedOssConfig,
     SeedOssForCausalLM,
 )
@@ -25,10 +27,15 @@ FAMILIES = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
 }
-DROPOUTS = {"seed_oss": dict(attention_dropout=0.0, residual_dropout=0.0)}
-"""Off where a family's default is on: a rollout has none."""
+OWN_FIELDS = {
+    # Off where a family's default is on: a rollout has none.
+    "seed_oss": dict(attention_dropout=0.0, residual_dropout=0.0),
+    "qwen3_moe": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, norm_topk_prob=True),
+}
+"""Fields of one family."""
 
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
@@ -44,7 +51,7 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
         max_position_embeddings=128,
         tie_word_embeddings=False,
     )
-    return FAMILIES[family][0](**(fields | DROPOUTS.get(family, {}) | changes))
+    return FAMILIES[family][0](**(fields | OWN_FIELDS.get(family, {}) | changes))
 
 
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
@@ -64,6 +71,6 @@ def with_preferences(model):
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-            elif name.endswith("proj.weight"):
+            elif name.endswith(("proj.weight", "experts.gate_up_proj", "experts.down_proj")):
                 parameter.mul_(3)
     return model

@@ -10,8 +10,8 @@ mini-batch: there the second BF16 forward runs right before the update, and the 
 training forward as it passes through the loss function. So nothing is computed twice in FP8, and off the calibration
 steps nothing is computed at all.
 
-A BF16 forward is the FP8 model with its ``JetLinear`` layers turned back into ``nn.Linear`` for its duration, on the
-same parameters: the very layers that precision=bf16 would train.
+A BF16 forward is the FP8 model with its quantized layers turned back into the stock ones for its duration, on the same
+parameters: the very layers that precision=bf16 would train.
 """
 
 import json
@@ -28,6 +28,7 @@ from verl.utils.device import get_device_id
 from verl.workers.utils.padding import no_padding_2_padding
 
 from jetrl_verl.algorithms.calibrated_clipping import CalibratedClip
+from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.linear import JetLinear
 
 SHADOW = "shadow_log_probs"
@@ -46,19 +47,19 @@ def from_rank_0(value: Any) -> Any:
 
 @contextmanager
 def bf16_linears(model: nn.Module) -> Iterator[None]:
-    """Inside the block every ``JetLinear`` of ``model`` is the ``nn.Linear`` it replaced; run forwards under autocast.
+    """Inside the block every quantized layer of ``model`` is the stock one it replaced; run forwards under autocast.
 
     Do not leave the block between a forward and its backward.
     """
-    layers = [module for module in model.modules() if isinstance(module, JetLinear)]
-    for layer in layers:
+    layers = [(module, type(module)) for module in model.modules() if isinstance(module, JetLinear | JetExperts)]
+    for layer, _ in layers:
         layer.drop_qdata()
-        layer.__class__ = nn.Linear
+        layer.__class__ = layer.stock_class
     try:
         yield
     finally:
-        for layer in layers:
-            layer.__class__ = JetLinear
+        for layer, ours in layers:
+            layer.__class__ = ours
             # A gather inside the block replaced the weight without dropping the qdata.
             layer.drop_qdata()
 

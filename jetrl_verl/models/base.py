@@ -89,6 +89,7 @@ class Linear:
         row_parallel: tensor parallelism splits its input (K) dimension; otherwise its output (N).
         norm: the norm whose result these linears alone read, same name on both sides.
         activation: vLLM's activation whose result this linear alone reads.
+        experts: whether it is one parameter of all experts of a mixture, ``[E, N, K]``, and no module of its own.
     """
 
     name: str
@@ -97,11 +98,39 @@ class Linear:
     row_parallel: bool = False
     norm: str = ""
     activation: str = ""
+    experts: bool = False
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in a decoder layer's second half; names are relative to the layer.
+
+    Attributes:
+        block: what the post norm feeds: router and experts, same name on both sides.
+        router: its linear layer, same name on both sides. It is not quantized.
+        module: the trainer's experts. gate_up, down: their parameters, ``[E, 2 I, H]`` and ``[E, H, I]``.
+        held: vLLM's module that has the experts' parameters.
+        parameters: the trainer's parameter -> vLLM's.
+        count, per_token, width, renormalize: fields of the configuration with E, k, I, and whether the k weights of a
+            token are made to add up to 1.
+    """
+
+    block: str = "mlp"
+    router: str = "mlp.gate"
+    module: str = "mlp.experts"
+    gate_up: str = "mlp.experts.gate_up_proj"
+    down: str = "mlp.experts.down_proj"
+    held: str = "mlp.experts.routed_experts"
+    parameters: tuple[tuple[str, str], ...] = (("gate_up_proj", "w13_weight"), ("down_proj", "w2_weight"))
+    count: str = "num_experts"
+    per_token: str = "num_experts_per_tok"
+    width: str = "moe_intermediate_size"
+    renormalize: str = "norm_topk_prob"
 
 
 @dataclass(frozen=True)
 class Family:
-    """A dense decoder. Fields are names of modules; those of a layer are relative to it.
+    """A decoder. Fields are names of modules; those of a layer are relative to it.
 
     Attributes:
         model_type: as in ``config.json``.
@@ -111,6 +140,7 @@ class Family:
         q_norm, k_norm: norms on each head of the queries and keys; empty where the family has none.
         qkv, gate_up: vLLM's merged projections. activation, rotary, core: its SiLU * up, rotary embedding, attention.
         dropouts: fields of the configuration with rates of dropout, which only the trainer reads.
+        experts: of the second half, where it is a mixture instead of gate, up and down.
     """
 
     model_type: str
@@ -136,15 +166,25 @@ class Family:
     core: str = "self_attn.attn"
 
     dropouts: tuple[str, ...] = ("attention_dropout",)
+    experts: Experts | None = None
 
     # --- what the linears are ----------------------------------------------------------------------------------------
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """vLLM's linear layers of a decoder layer, in the order in which they run."""
-        return (
+        attention = (
             Linear(self.qkv, (self.q, self.k, self.v), "qkv", norm=self.input_norm),
             Linear(self.o, (self.o,), "o", row_parallel=True),
+        )
+        if (mixture := self.experts) is not None:
+            return (
+                *attention,
+                Linear(mixture.gate_up, (mixture.gate_up,), "gate_up", experts=True),
+                Linear(mixture.down, (mixture.down,), "down", row_parallel=True, experts=True),
+            )
+        return (
+            *attention,
             Linear(self.gate_up, (self.gate, self.up), "gate_up", norm=self.post_norm),
             Linear(self.down, (self.down,), "down", row_parallel=True, activation=self.activation),
         )
@@ -167,8 +207,9 @@ class Family:
     @property
     def fed_by_norms(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
         """(norm, the trainer's projections that it alone feeds and that nothing else does): a norm quantizes for them,
-        and invariant scaling is folded in there."""
-        return tuple((linear.norm, linear.pieces) for linear in self.linears if linear.norm)
+        and invariant scaling is folded in there. Of a mixture the experts, which share their norm with the router."""
+        fed = tuple((linear.norm, linear.pieces) for linear in self.linears if linear.norm)
+        return fed if self.experts is None else (*fed, (self.post_norm, (self.experts.module,)))
 
     @property
     def readers(self) -> dict[str, str]:
@@ -182,13 +223,15 @@ class Family:
         return found
 
     def shapes(self, config: Any, tp: int = 1) -> dict[str, Shape]:
-        """Projection of the trainer -> its shape, in the order of :attr:`linears`.
+        """Projection of the trainer -> its shape, in the order of :attr:`linears`; of a mixture that of one expert.
 
         Args:
             config: Hugging Face configuration, object or mapping.
             tp: tensor-parallel size of the rollout.
         """
-        hidden, inner = read(config, "hidden_size"), read(config, "intermediate_size")
+        mixture = self.experts
+        inner = read(config, "intermediate_size" if mixture is None else mixture.width)
+        hidden = read(config, "hidden_size")
         heads = read(config, "num_attention_heads")
         kv_heads = read(config, "num_key_value_heads", heads)
         head_dim = self.head_dim(config)
@@ -198,10 +241,11 @@ class Family:
             self.k: (kv, hidden),
             self.v: (kv, hidden),
             self.o: (hidden, q),
-            self.gate: (inner, hidden),
-            self.up: (inner, hidden),
-            self.down: (hidden, inner),
         }
+        if mixture is None:
+            whole |= {self.gate: (inner, hidden), self.up: (inner, hidden), self.down: (hidden, inner)}
+        else:
+            whole |= {mixture.gate_up: (2 * inner, hidden), mixture.down: (hidden, inner)}
         # vLLM replicates key/value heads when there are fewer of them than ranks.
         kv_shard = max(kv_heads // tp, 1) * head_dim
         shapes = {}

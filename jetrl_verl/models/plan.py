@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which linear layers of a dense decoder are quantized: the one rule that trainer, rollout and start-up checks all ask.
+"""Which linear layers of a decoder are quantized: the one rule that trainer, rollout and start-up checks all ask.
 
 A layer is quantized on both sides or on neither. Whether it *can* be depends on its shape and on how the rollout shards
 it: every tensor-parallel shard, and every piece of a merged projection (q/k/v, gate/up), must be a multiple of 128 in
@@ -17,7 +17,7 @@ from typing import Any
 
 from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED
 from jetrl_verl.models import UnsupportedLayer, family
-from jetrl_verl.models.base import place
+from jetrl_verl.models.base import place, read
 from jetrl_verl.reference.constants import BLOCK
 
 
@@ -32,6 +32,7 @@ class LinearPlan:
         shard_n: output features per tensor-parallel rank. shard_k: input features per rank.
         quantized: whether it is quantized on both sides.
         reason: why not, empty when it is.
+        experts: how many experts of a mixture have one each, stacked in one parameter; 1 for a linear layer.
     """
 
     suffix: str
@@ -42,12 +43,13 @@ class LinearPlan:
     shard_k: int
     quantized: bool
     reason: str = ""
+    experts: int = 1
 
 
 def plan_linears(
     hf_config: Any, tp: int = 1, *, unfit_layers: str = "stop", format_name: str = FLOW
 ) -> dict[str, LinearPlan]:
-    """Decide for every projection of a dense decoder whether it is quantized.
+    """Decide for every projection of a decoder whether it is quantized.
 
     Args:
         hf_config: Hugging Face configuration, object or mapping.
@@ -57,16 +59,18 @@ def plan_linears(
         format_name: of the linear layers, a number format or ``UNQUANTIZED``.
 
     Returns:
-        suffix -> plan, in the family's order: q, k, v, o, gate, up, down.
+        suffix -> plan, in the family's order: q, k, v, o, gate, up, down; of a mixture q, k, v, o and the parameters of
+        its experts.
 
     Raises:
-        UnsupportedLayer: mixture-of-experts or unknown architecture; a shape that does not fit under ``"stop"``; under
+        UnsupportedLayer: unknown architecture; a shape that does not fit under ``"stop"``, or of experts; under
             ``"skip"``, no projection left.
     """
     ours = family(hf_config)
     ours.check(hf_config)
     shapes = ours.shapes(hf_config, tp)
     plans: dict[str, LinearPlan] = {}
+    experts = read(hf_config, ours.experts.count) if ours.experts is not None else 1
     if format_name == UNQUANTIZED:
         for linear in ours.linears:
             for name in linear.pieces:
@@ -82,6 +86,8 @@ def plan_linears(
                     f"layer {name} has shards of shape [{shard_n}, {shard_k}] (whole [{n}, {k}], tensor parallel "
                     f"size {tp}) and both must be multiples of {BLOCK}"
                 )
+        if reason and linear.experts:
+            raise UnsupportedLayer(f"{reason}; choose another tensor_model_parallel_size or precision=bf16")
         if reason and unfit_layers != "skip":
             raise UnsupportedLayer(
                 f"{reason}; choose another tensor_model_parallel_size or keep such layers BF16 on both sides with "
@@ -89,7 +95,8 @@ def plan_linears(
             )
         first = first or reason
         for name in linear.pieces:
-            plans[name] = LinearPlan(name, linear.kind, *shapes[name], not reason, reason)
+            count = experts if linear.experts else 1
+            plans[name] = LinearPlan(name, linear.kind, *shapes[name], not reason, reason, count)
     if not any(plan.quantized for plan in plans.values()):
         raise UnsupportedLayer(f"no linear layer of this model fits the FP8 flow ({first}); use precision=bf16")
     return plans

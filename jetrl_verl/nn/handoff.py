@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from jetrl_verl.models.base import place
+from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.linear import JetLinear, quantize_input
 from jetrl_verl.reference import QuantizedTensor
 
@@ -26,7 +27,7 @@ from jetrl_verl.reference import QuantizedTensor
 def accept_quantized(readers: Sequence[nn.Module]) -> bool:
     """Whether every one of ``readers`` accepts a :class:`QuantizedTensor` now."""
     # type(), not isinstance: FSDP2 turns a linear that it wraps by itself into a subclass.
-    return all(type(reader) is JetLinear for reader in readers)
+    return all(type(reader) in (JetLinear, JetExperts) for reader in readers)
 
 
 def _quantize_output(

@@ -152,12 +152,14 @@ class JetLinear(nn.Linear):
             product, straight through the roundings.
         quantized_backward: whether DGrad and WGrad run in the format, too; else in BF16.
         format: of the three products.
+        stock_class: of the layer that it replaces.
     """
 
     scale_rule: ScaleRule
     ranks: int
     quantized_backward: bool
     format: BlockFP8
+    stock_class = nn.Linear
 
     @classmethod
     def replace(cls, linear: nn.Linear, *, scale_rule: ScaleRule, backward: str, ranks: int = 1) -> "JetLinear":

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the flow's linear layers into a stock Hugging Face decoder, in place."""
+"""Puts the flow's linear layers and experts into a stock Hugging Face decoder, in place."""
 
 from collections.abc import Mapping
 
@@ -8,8 +8,9 @@ from torch import nn
 
 from jetrl_verl import formats
 from jetrl_verl.models import family
-from jetrl_verl.models.base import place
+from jetrl_verl.models.base import Experts, leaf, place
 from jetrl_verl.models.plan import LinearPlan, UnsupportedLayer, plan_of
+from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.handoff import hand_over
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.reference import ScaleRule
@@ -18,10 +19,11 @@ from jetrl_verl.reference import ScaleRule
 def replace_linears(
     model: nn.Module, plans: Mapping[str, LinearPlan], *, scale_rule: ScaleRule, backward: str = formats.FLOW
 ) -> list[str]:
-    """Put ``JetLinear`` where the plan says so, and let the norms in front quantize for them (nn/handoff.py).
+    """Put ``JetLinear`` and ``JetExperts`` where the plan says so, and let the norms in front quantize for them
+    (nn/handoff.py).
 
     Args:
-        model: a dense decoder built from the configuration that ``plans`` was made from, before FSDP wraps it.
+        model: a decoder built from the configuration that ``plans`` was made from, before FSDP wraps it.
         plans: from :func:`jetrl_verl.models.plan.plan_linears`.
         scale_rule: ``"fp32"`` or ``"pow2"``. backward: one of :data:`~jetrl_verl.nn.linear.BACKWARDS` for DGrad and
         WGrad.
@@ -31,9 +33,14 @@ def replace_linears(
 
     Raises:
         UnsupportedLayer: a decoder layer holds a linear that the plan does not know, or one of another shape.
-        ValueError: unknown scale rule or backward precision.
+        ValueError: unknown scale rule or backward precision; another backward than FP8 with a mixture of experts.
     """
     replaced = []
+    ours = family(model.config)
+    if ours.experts is not None:
+        if backward != formats.FLOW:
+            raise ValueError(f"jetrl.backward={backward} is not supported with a mixture of experts. Set fp8.")
+        replaced += _replace_experts(model, ours.experts, plans, scale_rule)
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear) or place(name) is None:
             continue
@@ -48,5 +55,27 @@ def replace_linears(
         if plan.quantized:
             JetLinear.replace(module, scale_rule=scale_rule, backward=backward, ranks=plan.k // plan.shard_k)
             replaced.append(name)
-    hand_over(model, family(model.config).fed_by_norms)
+    hand_over(model, ours.fed_by_norms)
+    return replaced
+
+
+def _replace_experts(
+    model: nn.Module, mixture: Experts, plans: Mapping[str, LinearPlan], scale_rule: ScaleRule
+) -> list[str]:
+    replaced = []
+    gate_up, down = plans[mixture.gate_up], plans[mixture.down]
+    for name, module in model.named_modules():
+        found = place(name)
+        if found is None or found.module != mixture.module:
+            continue
+        for plan in (gate_up, down):
+            shape = tuple(getattr(module, leaf(plan.suffix)).shape)
+            if shape != (plan.experts, plan.n, plan.k):
+                raise UnsupportedLayer(
+                    f"experts {name}.{leaf(plan.suffix)} have shape {list(shape)} but the model's configuration says "
+                    f"{[plan.experts, plan.n, plan.k]}; the configuration and the weights do not belong together"
+                )
+        if down.quantized:
+            JetExperts.replace(module, scale_rule=scale_rule, ranks=down.k // down.shard_k)
+            replaced.append(name)
     return replaced

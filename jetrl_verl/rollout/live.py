@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -18,6 +19,7 @@ from jetrl_verl import formats
 from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.models import family
 from jetrl_verl.models.base import place
+from jetrl_verl.rollout.experts import held_parameters
 from jetrl_verl.sync.contract import LiveParameter, LiveTensor
 
 
@@ -61,6 +63,15 @@ class _Parameter:
         )
 
 
+def _experts(prefix: str, layer: RoutedExperts, own: dict[str, torch.Tensor]) -> dict[str, LiveTensor]:
+    """Of one layer's experts, as matrices below each other."""
+    found = {}
+    for name, parameter, groups, rows, columns, whole in held_parameters(layer):
+        data, scales = own[parameter].flatten(0, 1), own[parameter + SCALE_SUFFIX].flatten(0, 1)
+        found[f"{prefix}.{name}"] = LiveTensor(data, scales, rows, columns, whole, groups=groups)
+    return found
+
+
 def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
     """Every tensor of the trainer that this worker holds a part of, under the trainer's name.
 
@@ -71,7 +82,7 @@ def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
         name -> live view. Column-parallel parts are row slices, row-parallel ones column slices, of the whole tensor.
     """
     live: dict[str, LiveTensor] = {}
-    merged = family(model.config).pieces
+    merged, mixture = family(model.config).pieces, family(model.config).experts
     # Duplicates stay: with tied embeddings vLLM's lm_head *is* the embedding module, and the trainer sends both names.
     for prefix, layer in model.named_modules(remove_duplicate=False):
         # As plain tensors: a view of one of vLLM's parameters is of its class, and each operator on it a Python call.
@@ -83,6 +94,9 @@ def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
         if not own:
             continue
         found = place(prefix)
+        if isinstance(layer, RoutedExperts):
+            live |= _experts(f"{found.layer}.{mixture.module}", layer, own)
+            continue
         for leaf, data in own.items():
             if leaf.endswith(SCALE_SUFFIX):
                 continue

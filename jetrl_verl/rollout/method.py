@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import (
     LinearBase,
     LinearMethodBase,
@@ -43,6 +44,7 @@ from jetrl_verl.models import family
 from jetrl_verl.models.base import place
 from jetrl_verl.models.plan import UnsupportedLayer, plan_linears
 from jetrl_verl.reference import QuantizedTensor, check_rule
+from jetrl_verl.rollout.experts import JetExpertsMethod
 from jetrl_verl.rollout.row_parallel import order_reduction
 
 
@@ -105,17 +107,21 @@ class JetQuantizationConfig(QuantizationConfig):
         self._hf_config = hf_config
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """The format's method for a planned projection, BF16 for every other layer.
+        """The format's method for a planned projection or for experts, BF16 for every other layer.
 
         Raises:
             UnsupportedLayer: the model, or this layer of it, cannot take part.
         """
-        if not isinstance(layer, LinearBase):
+        if not isinstance(layer, LinearBase | RoutedExperts):
             return None
         ranks = get_tensor_model_parallel_world_size()
         plans = plan_linears(self._hf_config, ranks, unfit_layers=self.unfit_layers, format_name=self.format_name)
-        found = place(prefix)
-        pieces = family(self._hf_config).pieces.get(found.module) if found is not None else None
+        found, ours = place(prefix), family(self._hf_config)
+        if isinstance(layer, RoutedExperts):
+            return JetExpertsMethod(self, layer) if plans[ours.experts.down].quantized else None
+        if found is not None and ours.experts is not None and found.module == ours.experts.router:
+            return UnquantizedLinearMethod()
+        pieces = ours.pieces.get(found.module) if found is not None else None
         if pieces is None:
             raise UnsupportedLayer(
                 f"Linear layer {prefix} is not supported with this model family. Set precision=bf16."

@@ -30,9 +30,10 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding, Ro
 from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
 
 from jetrl_verl import kernels
-from jetrl_verl.models import family
+from jetrl_verl.models import Family, family
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.rollout.attention import share_attention
+from jetrl_verl.rollout.experts import share_experts
 from jetrl_verl.rollout.method import JetLinearMethod
 
 _STOCK = "Set precision=jet_fp8 jetrl.operations=stock, or precision=bf16."
@@ -157,12 +158,13 @@ def _own_rotary(stock: RotaryEmbeddingBase, rope_parameters: Mapping[str, Any]) 
     return own
 
 
-def share_operations(model: torch.nn.Module, config: Any) -> None:
+def share_operations(model: torch.nn.Module, config: Any, ordered: bool = False) -> None:
     """Turn a loaded model of vLLM's into one that runs the shared operations, in place.
 
     Args:
         model: vLLM's model of one worker, not traced yet.
         config: its Hugging Face configuration.
+        ordered: whether the products of tensor-parallel ranks are added as the trainer does.
 
     Raises:
         ValueError: a layer that the shared operations do not cover.
@@ -186,3 +188,15 @@ def share_operations(model: torch.nn.Module, config: Any) -> None:
                 method = getattr(parent.get_submodule(readers[name]), "quant_method", None)
                 if isinstance(method, JetLinearMethod) and method.format.accepts_quantized:
                     operation.reader_rule = method.config.scale_rule
+    if family(config).experts is not None:
+        _share_mixtures(model, family(config), ordered)
+
+
+def _share_mixtures(model: torch.nn.Module, ours: Family, ordered: bool) -> None:
+    """The halves of the layers that are mixtures of experts; their norm quantizes, and keeps its rows for the router."""
+    for layer in model.get_submodule(ours.layers):
+        block, norm = (
+            share_experts(layer.get_submodule(ours.experts.block), ordered),
+            layer.get_submodule(ours.post_norm),
+        )
+        norm.reader_rule, norm.keeps_rows = block.rule, True

@@ -28,6 +28,7 @@ from vllm.distributed import get_tp_group
 from vllm.platforms import current_platform
 
 from jetrl_verl.patches import two_runs
+from jetrl_verl.rollout.experts import is_of_experts, load_experts
 from jetrl_verl.rollout.live import live_tensors
 from jetrl_verl.rollout.method import JetQuantizationConfig
 from jetrl_verl.rollout.row_parallel import reduce_ranks
@@ -60,7 +61,8 @@ class JetWorker(PlatformWorker):
             ValueError: the shared operations do not cover the model.
         """
         super().load_model(**options)
-        share_operations(self.get_model(), self.vllm_config.model_config.hf_config)
+        ordered = self.vllm_config.quant_config.reduction == "ordered"
+        share_operations(self.get_model(), self.vllm_config.model_config.hf_config, ordered)
         share_sampler(self.model_runner)
 
 
@@ -122,7 +124,12 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
         if self._jetrl_failure is not None:
             return
         try:
-            rest = self._jetrl_receiver.take(weights)
+            rest, model = [], self.model_runner.model
+            for name, tensor in self._jetrl_receiver.take(weights):
+                if is_of_experts(name, model.config):
+                    load_experts(model, name, tensor, get_tp_group().rank_in_group)
+                else:
+                    rest.append((name, tensor))
             if rest:
                 super()._update_weights(rest, peft_config=peft_config, base_sync_done=base_sync_done)
         except Exception as error:

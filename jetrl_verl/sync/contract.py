@@ -121,8 +121,9 @@ class _Sums:
         self._found[key] = None  # keeps the order
         if isinstance(value, QuantizedTensor):
             number_format = formats.of(value.qdata)
-            self._found[key] = number_format.sums_of_qdata(value.qdata)
-            self._scales.setdefault(number_format, {})[key] = value.scales
+            # Experts' matrices are summed below each other; no block holds rows of two.
+            self._found[key] = number_format.sums_of_qdata(value.qdata.flatten(0, -2))
+            self._scales.setdefault(number_format, {})[key] = value.scales.flatten(0, -2)
         elif value.ndim == 1:
             self._vectors[key] = value
         else:
@@ -156,9 +157,10 @@ class LiveTensor:
 
     Attributes:
         tensor: the live storage's view, qdata or BF16. scales: live scales view, None for BF16.
-        rows, columns: which part of the whole tensor it is, in elements.
+        rows, columns: which part of the whole tensor it is, in elements; of each of its ``groups`` where it is several.
         whole: rows and columns that the whole tensor has according to the worker's layer.
         parameter, start: the live parameter and its first row there; None where ``tensor`` is all there is to know.
+        groups: matrices of equal shape that the whole tensor is stacked from, and the live one of the parts held.
     """
 
     tensor: torch.Tensor
@@ -168,6 +170,7 @@ class LiveTensor:
     whole: tuple[int, int]
     parameter: LiveParameter | None = None
     start: int = 0
+    groups: int = 1
 
 
 class ContractReceiver:
@@ -225,7 +228,7 @@ class ContractReceiver:
             held, sums = live[name], self._stated(name)
             self._same_shape(name, sums, torch.Size(size // BLOCK for size in held.whole))
             rows, columns = (slice(part.start // BLOCK, part.stop // BLOCK) for part in (held.rows, held.columns))
-            stated.append((name, sums[rows, columns]))
+            stated.append((name, sums.unflatten(0, (held.groups, -1))[:, rows, columns].flatten(0, 1)))
             # A stacked parameter is summed once, for all tensors that it is stacked from.
             if held.parameter is None:
                 found.add(name, QuantizedTensor(held.tensor, held.scales))

@@ -56,13 +56,13 @@ def quantize_stream(
             None: all are made.
 
     Yields:
-        What the format sends of a planned weight: ``<name>`` qdata [N, K], then ``<name>_scale_inv`` FP32; else
+        What the format sends of a planned weight: ``<name>`` qdata [N, K], of experts [E, N, K], then ``<name>_scale_inv`` FP32; else
         ``<name>`` BF16.
     """
     number_format = None if format_name == formats.UNQUANTIZED else formats.get(format_name)
     for name, tensor in weights:
         tensor = tensor.detach()
-        plan = plan_of(name, plans) if name.endswith(".weight") else None
+        plan = None if name.endswith(".bias") else plan_of(name, plans)
         if plan is not None and plan.quantized:
             tensor = tensor.to(torch.bfloat16)
             quantized = number_format.quantize_weight(tensor, scale_rule)

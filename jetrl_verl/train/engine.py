@@ -24,6 +24,7 @@ from verl.utils import tensordict_utils
 from verl.utils import torch_functional as verl_functional
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp import utils as fsdp_utils
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 from jetrl_verl import formats, kernels
@@ -36,9 +37,10 @@ from jetrl_verl.kernels import describe_backends
 from jetrl_verl.metrics import hooks
 from jetrl_verl.metrics.quantization import QuantizationMetrics, refuse_to_save_non_finite
 from jetrl_verl.models.plan import UnsupportedLayer, plan_linears
+from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
-from jetrl_verl.patches import two_runs, weight_sync
+from jetrl_verl.patches import fused_experts, two_runs, weight_sync
 from jetrl_verl.sync.wire import SyncStatistics
 from jetrl_verl.train.shared_operations import share_operations
 from jetrl_verl.train.weight_stream import weight_stream
@@ -139,14 +141,20 @@ class _JetEngine(ShadowForwards):
         finally:
             # FSDP1 reshards without touching the modules' attributes, so qdata would stay while the rollout runs.
             for module in self.module.modules():
-                if isinstance(module, JetLinear):
+                if isinstance(module, JetLinear | JetExperts):
                     module.drop_qdata()
 
     def get_per_tensor_param(self, **kwargs: Any):
         """Stream of the weight sync, see sync/wire.py; verl's own unless this is the actor under our config."""
-        weights, peft_config = super().get_per_tensor_param(**kwargs)
         config = self.engine_config
-        if not isinstance(config, JetFSDPEngineConfig) or config.jetrl_role != "actor":
+        ours = isinstance(config, JetFSDPEngineConfig) and config.jetrl_role == "actor"
+        # A patched checkout of verl has the switch in its own module.
+        kept_fused = fsdp_utils.KEPT_FUSED.set(ours)
+        try:
+            weights, peft_config = super().get_per_tensor_param(**kwargs)
+        finally:
+            fsdp_utils.KEPT_FUSED.reset(kept_fused)
+        if not ours:
             return weights, peft_config
         self._jetrl_sync = SyncStatistics()
         stream = weight_stream(
@@ -261,5 +269,6 @@ class JetFSDPEngineWithValueHead(_JetEngine, FSDPEngineWithValueHead):
     """Critic under FSDP1 or FSDP2."""
 
 
+fused_experts.UNFUSE.apply()
 weight_sync.TIME_LIMIT.apply()
 two_runs.SENDER.apply()

@@ -27,7 +27,7 @@ from torch import nn
 
 from jetrl_verl import kernels, models
 from jetrl_verl.kernels.rms_norm import rms_norm_quantize_1x128
-from jetrl_verl.models.base import Family, UnsupportedLayer, leaf
+from jetrl_verl.models.base import Experts, Family, UnsupportedLayer, leaf
 from jetrl_verl.nn.gated_mlp import covers, gated_product
 from jetrl_verl.nn.handoff import accept_quantized
 from jetrl_verl.nn.linear import quantize_input
@@ -83,6 +83,20 @@ def _mlp_forward(self: nn.Module, x: torch.Tensor | QuantizedTensor, *, family: 
     if not accept_quantized((down,)):
         return down(kernels.silu_mul(gate(x), up(x)))
     return down(kernels.silu_mul_quantize_1x128(gate(x), up(x), down.scale_rule))
+
+
+def _router_forward(self: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits ``[T, E]``, weights and experts ``[T, k]`` of a token, as transformers returns them; all FP32 but the
+    experts."""
+    logits = kernels.logits(hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight)
+    experts, weights = kernels.route(logits, self.top_k, self.norm_topk_prob)
+    return logits, weights, experts
+
+
+def _mixture_forward(self: nn.Module, x: torch.Tensor | QuantizedTensor, *, mixture: Experts) -> torch.Tensor:
+    source = x.source if isinstance(x, QuantizedTensor) else x
+    _, weights, experts = getattr(self, leaf(mixture.router))(source)
+    return getattr(self, leaf(mixture.module))(x, experts, weights)
 
 
 def _rotary_forward(self: nn.Module, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,7 +172,9 @@ def share_operations(model: nn.Module) -> dict[str, int]:
             "A bias on lm_head is not supported with shared operations. Set precision=jet_fp8 jetrl.operations=stock, "
             "or precision=bf16."
         )
-    counts = {"norm": 0, "mlp": 0, "attention": 0}
+    mixture = family.experts
+    half = "mlp" if mixture is None else "mixture"
+    counts = {"norm": 0, half: 0, "attention": 0}
 
     def replace(kind: str, module: nn.Module, forward: Any) -> None:
         module.forward = MethodType(forward, module)
@@ -168,17 +184,27 @@ def share_operations(model: nn.Module) -> dict[str, int]:
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):
             replace("norm", module, _norm_forward)
-        elif kind.endswith("MLP"):
+        elif mixture is None and kind.endswith("MLP"):
             replace("mlp", module, partial(_mlp_forward, family=family))
         elif kind.endswith("Attention"):
             replace("attention", module, partial(_attention_forward, family=family))
+    if mixture is not None:
+        for layer in decoder.layers:
+            replace("mixture", layer.get_submodule(mixture.block), partial(_mixture_forward, mixture=mixture))
+            router = layer.get_submodule(mixture.router)
+            router.forward = MethodType(_router_forward, router)
+            if not accept_quantized([layer.get_submodule(mixture.module)]):
+                raise UnsupportedLayer(
+                    "A mixture of experts is not supported with shared operations and experts in BF16. Set "
+                    "precision=jet_fp8, or precision=bf16."
+                )
     layers = len(decoder.layers)
     norms = 1 + layers * len(family.norms)
-    if counts != {"norm": norms, "mlp": layers, "attention": layers}:
+    if counts != {"norm": norms, half: layers, "attention": layers}:
         raise UnsupportedLayer(
-            f"A {type(model).__name__} with {counts['norm']} norms, {counts['mlp']} MLPs and {counts['attention']} "
-            f"attention modules in {layers} layers is not supported with shared operations: it is not a dense decoder. "
-            "Set precision=jet_fp8 jetrl.operations=stock, or precision=bf16."
+            f"A {type(model).__name__} with {counts['norm']} norms, {counts[half]} times {half} and "
+            f"{counts['attention']} attention modules in {layers} layers is not supported with shared operations: it is "
+            "not a decoder of its family. Set precision=jet_fp8 jetrl.operations=stock, or precision=bf16."
         )
     for layer in decoder.layers:
         for norm, names in family.fed_by_norms:

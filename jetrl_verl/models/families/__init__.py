@@ -33,7 +33,7 @@ def family(config: Any) -> Family:
     model_type = read(config, "model_type", "unknown")
     if model_type not in _families():
         raise UnsupportedLayer(
-            f"model_type {model_type!r} is not supported by the FP8 flow; use a dense model of type "
+            f"model_type {model_type!r} is not supported by the FP8 flow; use a model of type "
             f"{', '.join(model_types())} or precision=bf16"
         )
     return _families()[model_type]

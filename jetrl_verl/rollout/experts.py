@@ -1,0 +1,201 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's experts in the FP8 flow: their parameters, their weight sync, and the block around them.
+
+*Parameters.* ``w13_weight [E, 2 I, H]`` and ``w2_weight [E, H, I]`` hold qdata, as the trainer sends them; this rank's
+part of I where the rollout is tensor parallel. Nothing is transformed after loading.
+
+*Weight sync.* A layer's experts arrive as the two tensors that they are on both sides, and :func:`load_experts` copies
+this rank's part of each. vLLM's own loaders, which want an expert's projections one by one, never see them.
+
+*The block.* With shared operations the whole block is ours (:class:`SharedMixture`): router, choice and products are
+the operators that the trainer runs, so both sides choose the same experts and nothing needs to be replayed. The norm in
+front hands over qdata for the experts and BF16 rows for the router. With stock operations vLLM chooses, and calls
+:class:`JetExpertsMethod` for the products.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from jetrl_verl import formats, kernels
+from jetrl_verl.formats.format import SCALE_SUFFIX
+from jetrl_verl.models import family
+from jetrl_verl.models.base import leaf, place
+from jetrl_verl.models.plan import UnsupportedLayer
+from jetrl_verl.reference import QuantizedTensor
+from jetrl_verl.rollout.row_parallel import reduce_ranks
+
+_BF16 = "Set precision=bf16."
+
+
+class JetExpertsMethod(FusedMoEMethodBase):
+    """Experts whose weights arrive as qdata and scales of the flow."""
+
+    def __init__(self, config: Any, layer: RoutedExperts) -> None:
+        super().__init__(layer.moe_config)
+        self.config = config
+        self.format = formats.get(config.format_name)
+        parallel = layer.moe_config.moe_parallel_config
+        for wrong, what in (
+            (parallel.use_ep, "Expert parallelism"),
+            (parallel.dp_size > 1 or parallel.is_sequence_parallel, "Experts split over data-parallel replicas"),
+            (layer.use_grouped_topk or layer.scoring_func != "softmax", "A router other than softmax and top-k"),
+            (layer.e_score_correction_bias is not None, "A router with a correction bias"),
+            (layer.activation != MoEActivation.SILU, f"The activation {layer.activation} of experts"),
+            (layer.apply_router_weight_on_input, "A routing weight on the experts' input"),
+        ):
+            if wrong:
+                raise UnsupportedLayer(f"{what} is not supported with FP8 experts. {_BF16}")
+
+    def create_weights(
+        self,
+        layer: RoutedExperts,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **_: Any,
+    ) -> None:
+        """Register qdata and scales of this rank's part.
+
+        Raises:
+            UnsupportedLayer: activations other than BF16.
+        """
+        if params_dtype != torch.bfloat16:
+            raise UnsupportedLayer(
+                f"A rollout in {params_dtype} is not supported with quantized experts. Set rollout.dtype=bfloat16."
+            )
+        inner = intermediate_size_per_partition
+        for name, n, k in (("w13_weight", 2 * inner, hidden_size), ("w2_weight", hidden_size, inner)):
+            qdata = torch.empty(num_experts, n, k, dtype=self.format.dtype)
+            scales = torch.ones(num_experts, *self.format.scales_shape(n, k), dtype=torch.float32)
+            layer.register_parameter(name, torch.nn.Parameter(qdata, requires_grad=False))
+            layer.register_parameter(name + SCALE_SUFFIX, torch.nn.Parameter(scales, requires_grad=False))
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Nothing: qdata and scales are used as they arrive."""
+
+    def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
+        """None: no kernel of vLLM's runs."""
+
+    def experts(
+        self, layer: RoutedExperts, x: QuantizedTensor, weights: torch.Tensor, experts_of: torch.Tensor
+    ) -> torch.Tensor:
+        """This rank's part of the sum of each token's experts, ``[T, H]`` BF16."""
+        segments = kernels.segments(experts_of, layer.w13_weight.shape[0], 1)
+        gate_up = QuantizedTensor(layer.w13_weight, layer.w13_weight_scale_inv)
+        down = QuantizedTensor(layer.w2_weight, layer.w2_weight_scale_inv)
+        return self.format.experts(x, weights, segments, gate_up, down, self.config.scale_rule)[0]
+
+    def apply(
+        self, layer: RoutedExperts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, **_: Any
+    ) -> torch.Tensor:
+        """What vLLM calls with experts that it chose."""
+        quantized = self.format.quantize_activation(x, self.config.scale_rule)
+        return self.experts(layer, quantized, topk_weights.float(), topk_ids.to(torch.int32))
+
+
+class SharedMixture(Qwen3MoeSparseMoeBlock):
+    """Router and experts with the trainer's operations."""
+
+    def check(self, ordered: bool) -> None:
+        """Raise ``ValueError`` for a block that the shared operations do not cover."""
+        routed = self.experts.routed_experts
+        if self.shared_expert is not None or self.is_sequence_parallel:
+            raise ValueError(f"A shared expert or a sequence-parallel mixture is not supported. {_BF16}")
+        if self.tp_size > 1 and not ordered:
+            raise ValueError(
+                f"A mixture of experts over {self.tp_size} GPUs is not supported with ranks' sums in another order than the "
+                f"trainer's. {_BF16}"
+            )
+        self.method: JetExpertsMethod = routed.quant_method
+        self.per_token, self.renormalizes = routed.top_k, routed.renormalize
+
+    @property
+    def rule(self) -> str:
+        """Scale rule of what the norm in front quantizes."""
+        return self.method.config.scale_rule
+
+    def forward(self, x: QuantizedTensor) -> torch.Tensor:
+        """``[T, H]`` BF16 of what the norm in front quantized, its rows as source."""
+        logits = kernels.logits(x.source, self.gate.weight)
+        experts_of, weights = kernels.route(logits, self.per_token, self.renormalizes)
+        out = self.method.experts(self.experts.routed_experts, x, weights, experts_of)
+        return out if self.tp_size == 1 else reduce_ranks(out)
+
+
+def share_experts(block: torch.nn.Module, ordered: bool) -> SharedMixture:
+    """Turn a block of a loaded model into ours, in place.
+
+    Args:
+        ordered: whether ranks' sums are added in the trainer's order.
+
+    Raises:
+        ValueError: a block that the shared operations do not cover.
+    """
+    if type(block) is not Qwen3MoeSparseMoeBlock:
+        raise ValueError(f"Layer {type(block).__name__} is not supported with shared operations. {_BF16}")
+    block.__class__ = SharedMixture
+    block.check(ordered)
+    return block
+
+
+# --- weight sync ------------------------------------------------------------------------------------------------------
+
+
+def is_of_experts(name: str, config: Any) -> bool:
+    """Whether a tensor of the trainer's is qdata or scales of experts."""
+    mixture, found = family(config).experts, place(name.removesuffix(SCALE_SUFFIX))
+    return mixture is not None and found is not None and found.module in (mixture.gate_up, mixture.down)
+
+
+def _part(tensor: torch.Tensor, live: torch.Tensor, rank: int, halves: int) -> torch.Tensor:
+    """This rank's part of ``tensor [E, N, K]``, as large as ``live``.
+
+    ``halves`` 2: rows are gate's, then up's, and a rank has rows of both; else a rank has columns.
+    """
+    if halves == 1:
+        width = live.shape[2]
+        return tensor[:, :, rank * width : (rank + 1) * width]
+    rows = live.shape[1] // halves
+    return tensor.unflatten(1, (halves, -1))[:, :, rank * rows : (rank + 1) * rows].flatten(1, 2)
+
+
+def load_experts(model: torch.nn.Module, name: str, tensor: torch.Tensor, rank: int) -> None:
+    """Copy this rank's part of one tensor of the trainer's into live storage.
+
+    Args:
+        model: vLLM's, of this worker. name: as :func:`is_of_experts` knows it. rank: tensor-parallel one.
+
+    Raises:
+        ValueError: no layer of this name, or another shape.
+    """
+    weight = name.removesuffix(SCALE_SUFFIX)
+    found, mixture = place(weight), family(model.config).experts
+    parameter = dict(mixture.parameters)[leaf(weight)] + name.removeprefix(weight)
+    live = getattr(model.get_submodule(f"{found.layer}.{mixture.held}"), parameter).data
+    part = _part(tensor, live, rank, 2 if found.module == mixture.gate_up else 1)
+    if part.shape != live.shape or part.dtype != live.dtype:
+        raise ValueError(
+            f"{name} is {list(tensor.shape)} {tensor.dtype} and this rank holds {list(live.shape)} {live.dtype} of it"
+        )
+    live.copy_(part)
+
+
+def held_parameters(layer: RoutedExperts) -> Iterator[tuple[str, str, int, slice, slice, tuple[int, int]]]:
+    """What this worker holds of a layer's experts, by shapes and ranks alone: the contract check's view.
+
+    Yields:
+        (the trainer's parameter, vLLM's, matrices that either is stacked from, rows and columns held of each matrix,
+        rows and columns of the trainer's whole parameter as ``[E N, K]``).
+    """
+    experts, hidden, inner = layer.w2_weight.shape
+    first, whole = layer.moe_config.tp_rank * inner, layer.moe_config.intermediate_size
+    held, all_hidden = slice(first, first + inner), slice(0, hidden)
+    yield "gate_up_proj", "w13_weight", 2 * experts, held, all_hidden, (2 * experts * whole, hidden)
+    yield "down_proj", "w2_weight", experts, all_hidden, held, (experts * hidden, whole)

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weight sync of a mixture of experts sends a layer's experts as the one tensor that they are.
 
-transformers keeps a layer's experts in two parameters, ``[E, 2 I, H]`` and ``[E, H, I]``, and vLLM does, too. verl takes
-them apart in between, into one tensor a projection of each expert: 18,432 pieces a sync at Qwen3-30B-A3B where there
-are 96. Our receiver copies whole tensors (rollout/experts.py), so under our precisions they stay whole.
+transformers keeps a layer's experts in two parameters, ``[E, 2 I, H]`` and ``[E, H, I]``, and vLLM does, too. verl
+takes them apart in between, into one tensor a projection of each expert: 18,432 pieces a sync at Qwen3-30B-A3B where
+there are 96. Our receiver copies whole tensors (rollout/experts.py), so under our precisions they stay whole.
 """
 
 from collections.abc import Iterable

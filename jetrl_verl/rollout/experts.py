@@ -110,8 +110,8 @@ class SharedMixture(Qwen3MoeSparseMoeBlock):
             raise ValueError(f"A shared expert or a sequence-parallel mixture is not supported. {_BF16}")
         if self.tp_size > 1 and not ordered:
             raise ValueError(
-                f"A mixture of experts over {self.tp_size} GPUs is not supported with ranks' sums in another order than the "
-                f"trainer's. {_BF16}"
+                f"A mixture of experts over {self.tp_size} GPUs is not supported with ranks' sums in another order "
+                f"than the trainer's. {_BF16}"
             )
         self.method: JetExpertsMethod = routed.quant_method
         self.per_token, self.renormalizes = routed.top_k, routed.renormalize

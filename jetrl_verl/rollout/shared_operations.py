@@ -193,10 +193,8 @@ def share_operations(model: torch.nn.Module, config: Any, ordered: bool = False)
 
 
 def _share_mixtures(model: torch.nn.Module, ours: Family, ordered: bool) -> None:
-    """The halves of the layers that are mixtures of experts; their norm quantizes, and keeps its rows for the router."""
+    """Layers' halves that are mixtures of experts; the norm in front quantizes, and keeps its rows for the router."""
     for layer in model.get_submodule(ours.layers):
-        block, norm = (
-            share_experts(layer.get_submodule(ours.experts.block), ordered),
-            layer.get_submodule(ours.post_norm),
-        )
+        block = share_experts(layer.get_submodule(ours.experts.block), ordered)
+        norm = layer.get_submodule(ours.post_norm)
         norm.reader_rule, norm.keeps_rows = block.rule, True

@@ -56,8 +56,8 @@ def quantize_stream(
             None: all are made.
 
     Yields:
-        What the format sends of a planned weight: ``<name>`` qdata [N, K], of experts [E, N, K], then ``<name>_scale_inv`` FP32; else
-        ``<name>`` BF16.
+        What the format sends of a planned weight: ``<name>`` qdata [N, K], of experts [E, N, K], then
+        ``<name>_scale_inv`` FP32; else ``<name>`` BF16.
     """
     number_format = None if format_name == formats.UNQUANTIZED else formats.get(format_name)
     for name, tensor in weights:

@@ -203,8 +203,8 @@ def share_operations(model: nn.Module) -> dict[str, int]:
     if counts != {"norm": norms, half: layers, "attention": layers}:
         raise UnsupportedLayer(
             f"A {type(model).__name__} with {counts['norm']} norms, {counts[half]} times {half} and "
-            f"{counts['attention']} attention modules in {layers} layers is not supported with shared operations: it is "
-            "not a decoder of its family. Set precision=jet_fp8 jetrl.operations=stock, or precision=bf16."
+            f"{counts['attention']} attention modules in {layers} layers is not supported with shared operations: it "
+            "is not a decoder of its family. Set precision=jet_fp8 jetrl.operations=stock, or precision=bf16."
         )
     for layer in decoder.layers:
         for norm, names in family.fed_by_norms:

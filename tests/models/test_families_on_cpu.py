@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import DROPOUTS, FAMILIES, tiny_config
+from tiny_models import FAMILIES, OWN_FIELDS, tiny_config
 from torch import nn
 
 from jetrl_verl.models import Family, UnsupportedLayer, families, family, model_types
@@ -167,7 +167,7 @@ def test_seed_oss_shares_operations_without_dropout_alone():
             ours.check_operations(trained)
         with pytest.raises(UnsupportedLayer, match=said):
             share_operations(FAMILIES["seed_oss"][1](tiny_config("seed_oss", **{name: 0.1})))
-    assert DROPOUTS["seed_oss"] == rates, "the tests of models run it as it is to be trained"
+    assert OWN_FIELDS["seed_oss"] == rates, "the tests of models run it as it is to be trained"
     assert ours.as_trained(SEED_OSS_36B, {"hidden_act": "gelu"}) == SEED_OSS_36B, "both sides have to know of that"
 
 

@@ -1,0 +1,152 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels of a mixture of experts under Triton's interpreter; run by test_experts_kernels_on_cpu.py.
+
+Integers, copies and sums of BF16 numbers in FP32 are compared in every bit; products with the reference to FP32
+accuracy before their rounding, which the interpreter does by truncation.
+"""
+
+import pytest
+import torch
+from backends import triton_kernels
+
+from jetrl_verl import reference
+from jetrl_verl.kernels import weighted_silu_mul as operation
+from jetrl_verl.kernels.route import reference_route
+from jetrl_verl.reference import QuantizedTensor
+
+BF16_STEP = 2**-7
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).bfloat16()
+
+
+def chosen(tokens: int, experts: int, k: int, seed: int = 0) -> torch.Tensor:
+    """Experts of each token, ``[T, k]`` int32, none twice."""
+    generator = torch.Generator().manual_seed(seed + tokens)
+    return torch.rand(tokens, experts, generator=generator).argsort(dim=1)[:, :k].to(torch.int32)
+
+
+def one_expert(tokens: int, k: int) -> torch.Tensor:
+    """All tokens on the same experts, the others empty."""
+    return torch.arange(k, dtype=torch.int32).flip(0).expand(tokens, k).contiguous()
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert got.shape == want.shape
+    got, want = got.double(), want.double()
+    assert ((got - want).abs() <= BF16_STEP * want.abs() + BF16_STEP * 2**-6).all()
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 1, 1), (7, 8, 2), (3, 128, 8), (5, 60, 4), (0, 8, 2)])
+def test_route(tokens, experts, k, renormalize):
+    logits = normal(tokens, experts).float() * 3
+    got, want = triton_kernels.route(logits, k, renormalize), reference_route(logits, k, renormalize)
+    assert torch.equal(got[0], want[0])
+    assert got[1].shape == want[1].shape and not ((got[1] - want[1]).abs() > 1e-6).any()
+
+
+def test_equal_logits_go_to_the_lowest_numbers_and_both_zeros_are_equal():
+    logits = torch.zeros(4, 8)
+    logits[1] = -0.0
+    logits[2, 3] = -0.0
+    logits[3, 5:] = 1.0
+    logits[3, :5] = -1e-30
+    experts, weights = triton_kernels.route(logits, 4, True)
+    assert experts.tolist() == [[0, 1, 2, 3]] * 3 + [[5, 6, 7, 0]]
+    assert torch.equal(experts, reference.top_k(logits, 4))
+    assert torch.equal(weights[:3], torch.full((3, 4), 0.25))
+
+
+def test_logits_that_are_no_numbers_give_weights_that_are_none():
+    logits = torch.zeros(3, 8)
+    logits[0, 6] = torch.nan
+    logits[1, 2] = torch.inf
+    experts, weights = triton_kernels.route(logits, 2, True)
+    assert experts[:2, 0].tolist() == [6, 2]
+    assert weights[:2].isnan().any(dim=1).all() and weights[2].isfinite().all()
+
+
+@pytest.mark.parametrize("align", [1, 16, 128])
+@pytest.mark.parametrize("experts_of", [chosen(1, 8, 2), chosen(700, 8, 2), chosen(9, 60, 4), one_expert(40, 3)])
+def test_segments(experts_of, align):
+    experts = 60 if experts_of.shape[1] == 4 else 8
+    got, want = (f(experts_of, experts, align) for f in (triton_kernels.segments, reference.segments))
+    for name, mine, theirs in zip(("row", "pair", "start"), got, want, strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+@pytest.mark.parametrize("align", [1, 128])
+def test_rows_are_gathered(align):
+    pairs = reference.segments(chosen(11, 8, 2), 8, align).pair
+    x = normal(11, 256)
+    assert torch.equal(triton_kernels.gather_rows(x, pairs, 2), reference.gather_rows(x, pairs, 2))
+    quantized = reference.quantize_1x128(x, "fp32")
+    for scales in (quantized.scales, quantized.scales.t().contiguous().t()):
+        got = triton_kernels.gather_quantized(QuantizedTensor(quantized.qdata, scales), pairs, 2)
+        want = reference.gather_quantized(quantized, pairs, 2)
+        assert torch.equal(got.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
+        assert torch.equal(got.scales, want.scales)
+
+
+@pytest.mark.parametrize("k", [1, 2, 8])
+def test_combine(k):
+    where = reference.segments(chosen(9, 8, k), 8, 16)
+    y = normal(len(where.pair), 300)
+    exact = y.double()[where.row.long()].sum(dim=1)
+    assert_close(triton_kernels.combine(y, where.row), exact)
+
+
+def experts_weight(experts: int, n: int, k: int) -> QuantizedTensor:
+    qdata, scales = reference.quantize_128x128(normal(experts * n, k, seed=3), "fp32")
+    return QuantizedTensor(qdata.view(experts, n, k), scales.view(experts, n // 128, k // 128))
+
+
+@pytest.mark.parametrize("experts_of", [chosen(5, 8, 2), chosen(90, 4, 2), one_expert(70, 1)])
+@pytest.mark.parametrize("align", [1, 128])
+def test_grouped_gemm(experts_of, align):
+    experts = 8
+    where = reference.segments(experts_of, experts, align)
+    a = reference.quantize_1x128(normal(len(where.pair), 256, seed=4), "fp32")
+    b = experts_weight(experts, 128, 256)
+    used = int(where.start[-1])
+    want = reference.grouped_gemm_nt(a, b, where.start)[:used]
+    assert_close(triton_kernels.grouped_gemm_nt(a, b, where.start)[:used], want)
+    transposed = QuantizedTensor(b.qdata.transpose(1, 2), b.scales.transpose(1, 2))
+    dy = reference.quantize_1x128(normal(len(where.pair), 128, seed=5), "fp32")
+    want = reference.grouped_gemm_nt(dy, transposed, where.start)[:used]
+    assert_close(triton_kernels.grouped_gemm_nt(dy, transposed, where.start)[:used], want)
+
+
+@pytest.mark.parametrize("experts_of", [chosen(5, 4, 2), chosen(150, 4, 2), one_expert(140, 1)])
+def test_grouped_weight_gradient(experts_of):
+    where = reference.segments(experts_of, 4, 128)
+    dy, x = (normal(len(where.pair), columns, seed=6) for columns in (128, 256))
+    operands = [reference.quantize_128x1(t, "fp32") for t in (dy, x)]
+    got = triton_kernels.grouped_wgrad(*operands, where.start)
+    assert_close(got, reference.grouped_wgrad(*operands, where.start))
+    empty = where.start.diff() == 0
+    assert int(empty.sum()) == 4 - len(experts_of.unique())
+    assert not got[empty].any()
+
+
+@pytest.mark.parametrize("rule", ["fp32", "pow2"])
+def test_weighted_activation_and_its_gradients(rule):
+    where = reference.segments(chosen(11, 8, 2), 8, 16)
+    used = int(where.start[-1])
+    gate_up, weights = normal(len(where.pair), 512) * 2, torch.rand(11, 2)
+    got = operation.triton_weighted_silu_mul_quantize(gate_up, weights, where.pair, rule)
+    want = operation.reference_weighted_silu_mul_quantize(gate_up, weights, where.pair, rule)
+    got, want = (reference.dequantize_1x128(q).double() for q in (got, want))
+    # One step of E4M3, where truncation instead of rounding to BF16 has moved a value across a tie.
+    assert ((got - want).abs() <= 2**-3 * want.abs() + 2**-9 * want.abs().amax(dim=1, keepdim=True)).all()
+    assert (got - want).norm() <= 2e-2 * want.norm()
+    assert not got[where.pair < 0].any()
+
+    dy = normal(len(where.pair), 256, seed=7)
+    dgate_up, dweights = operation.triton_weighted_silu_mul_backward(dy, gate_up, weights, where.pair)
+    exact = operation.reference_weighted_silu_mul_backward(dy, gate_up, weights, where.pair)
+    assert_close(dgate_up[:used], exact[0][:used])
+    assert (dweights - exact[1]).abs().max() <= 1e-4 * exact[1].abs().max()

@@ -1,0 +1,73 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels of a mixture of experts without a GPU: run under the interpreter, and compiled for Hopper."""
+
+import re
+from pathlib import Path
+
+import interpreter
+import pytest
+from test_triton_for_hopper import ptx_for_hopper
+
+from jetrl_verl.kernels.combine import _combine_kernel
+from jetrl_verl.kernels.gather_rows import _gather_kernel
+from jetrl_verl.kernels.grouped_gemm import _FEW, _MANY, _WGRAD, _grouped_gemm_kernel, _grouped_wgrad_kernel
+from jetrl_verl.kernels.route import _route_kernel
+from jetrl_verl.kernels.segments import _count_kernel, _place_kernel
+from jetrl_verl.kernels.weighted_silu_mul import _backward_kernel, _quantize_kernel
+
+
+@pytest.mark.timeout(interpreter.SECONDS)
+def test_experts_under_the_interpreter():
+    interpreter.run_interpreted(Path(__file__).with_name("experts_interpreter_cases.py"), at_least=40)
+
+
+@pytest.mark.parametrize("tile", [_MANY, _FEW])
+def test_a_row_of_an_expert_is_multiplied_as_a_row_of_a_linear(tile):
+    """One K block is the chain of four matrix instructions from zero that gemm_nt's is, and one promotion."""
+    block_m, block_n, warps, stages = tile
+    types = {"a_ptr": "*fp8e4nv", "b_ptr": "*fp8e4nv", "out_ptr": "*bf16", "start_ptr": "*i32"}
+    types |= dict.fromkeys(("a_scales_ptr", "b_scales_ptr"), "*fp32")
+    constants = {"LANES": 128, "BLOCK_M": block_m, "BLOCK_N": block_n, "stride_bk": 1}
+    ptx = ptx_for_hopper(_grouped_gemm_kernel, types, constants, num_warps=warps, num_stages=stages)
+    instructions = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", ptx)
+    assert instructions == [f"m64n{block_n}k32.f32.e4m3.e4m3"] * 4
+    assert ptx.count("fma.rn.f32") == block_m * block_n // (32 * warps)
+
+
+def test_a_weight_gradient_of_an_expert_is_multiplied_as_that_of_a_linear():
+    block_n, block_k, warps, stages = _WGRAD
+    types = {"dy_ptr": "*fp8e4nv", "x_ptr": "*fp8e4nv", "out_ptr": "*bf16", "start_ptr": "*i32"}
+    types |= dict.fromkeys(("dy_scales_ptr", "x_scales_ptr"), "*fp32")
+    constants = {"BLOCK_N": block_n, "BLOCK_K": block_k}
+    ptx = ptx_for_hopper(_grouped_wgrad_kernel, types, constants, num_warps=warps, num_stages=stages)
+    instructions = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", ptx)
+    assert instructions == [f"m64n{block_k}k32.f32.e4m3.e4m3"] * 4
+
+
+INT32 = dict.fromkeys(("experts_ptr", "counts_ptr", "row_ptr", "pair_ptr", "start_ptr"), "*i32")
+FP32 = dict.fromkeys(("logits_ptr", "weights_ptr", "scales_ptr", "out_scales_ptr", "dweights_ptr"), "*fp32")
+BF16 = dict.fromkeys(("y_ptr", "out_ptr", "dy_ptr", "gate_up_ptr", "dgate_up_ptr"), "*bf16")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "types", "constants", "warps"),
+    [
+        (_route_kernel, {}, {"K": 8, "K_LANES": 8, "LANES": 128, "RENORMALIZE": True}, 1),
+        (_count_kernel, {}, {"TILE": 1024}, 4),
+        (_place_kernel, {}, {"LANES": 128, "TILE": 1024}, 4),
+        (
+            _gather_kernel,
+            {"source_ptr": "*i32", "out_ptr": "*i32"},
+            {"SCALED": True, "TILE": 512, "GROUPS": 16},
+            4,
+        ),
+        (_combine_kernel, {}, {"K": 8, "TILE": 1024}, 4),
+        (_quantize_kernel, {"qdata_ptr": "*u8"}, {"POW2": False, "GROUPS": 32}, 4),
+        (_backward_kernel, {}, {"TILE": 1024}, 4),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_kernels_compile_for_hopper_without_spills_or_atomics(kernel, types, constants, warps):
+    ptx = ptx_for_hopper(kernel, INT32 | FP32 | BF16 | types, constants, num_warps=warps)
+    assert "ld.global" in ptx and not re.search(r"\b(atom|red)\.", ptx)

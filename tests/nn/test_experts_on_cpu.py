@@ -1,0 +1,211 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Experts in the FP8 flow: every product from the reference by hand, gradients against float64, independence of where a
+row lies and of who travels with it."""
+
+import copy
+
+import pytest
+import torch
+from tiny_models import tiny_config
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, load_balancing_loss_func
+
+from jetrl_verl import kernels, reference
+from jetrl_verl.nn.experts import JetExperts
+from jetrl_verl.reference import QuantizedTensor
+
+RULE = "fp32"
+EXPERTS, HIDDEN, INNER = 8, 256, 128
+
+
+def experts_module(ranks: int = 1, seed: int = 0, inner: int = INNER) -> tuple[JetExperts, nn.Module]:
+    """Ours, and the stock one in float64."""
+    torch.manual_seed(seed)
+    stock = Qwen3MoeExperts(tiny_config("qwen3_moe", moe_intermediate_size=inner))
+    for parameter in stock.parameters():
+        nn.init.normal_(parameter, std=0.05)
+    return JetExperts.replace(copy.deepcopy(stock), scale_rule=RULE, ranks=ranks), stock.double()
+
+
+def inputs(tokens: int, k: int = 2, used: int = EXPERTS, seed: int = 1):
+    """Hidden states, logits whose experts are below ``used``, and a gradient of the output."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
+    logits = torch.randn(tokens, EXPERTS, generator=generator)
+    logits[:, used:] -= 100
+    return x, logits, torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
+
+
+def in_float64(stock: nn.Module, x: torch.Tensor, logits: torch.Tensor, k: int) -> torch.Tensor:
+    weights, chosen = logits.softmax(dim=-1).topk(k)
+    weights = weights / weights.sum(dim=-1, keepdim=True)
+    out = torch.zeros_like(x)
+    for expert in range(EXPERTS):
+        token, slot = torch.where(chosen == expert)
+        gate, up = (x[token] @ stock.gate_up_proj[expert].t()).chunk(2, dim=-1)
+        inner = nn.functional.silu(gate) * up * weights[token, slot, None]
+        out = out.index_add(0, token, inner @ stock.down_proj[expert].t())
+    return out
+
+
+def difference(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize(("used", "k"), [(8, 1), (8, 2), (8, 8), (3, 1), (3, 2)])
+@pytest.mark.parametrize("tokens", [3, 300])
+def test_output_and_gradients_are_those_of_float64_but_for_the_rounding(tokens, used, k):
+    ours, stock = experts_module()
+    x, logits, dy = inputs(tokens, used=used)
+    mine = [x.clone().requires_grad_(), logits.clone().requires_grad_()]
+    chosen, weights = kernels.route(mine[1], k, True)
+    out = ours(mine[0], chosen, weights)
+    out.backward(dy)
+    exact = [x.double().requires_grad_(), logits.double().requires_grad_()]
+    expected = in_float64(stock, *exact, k)
+    expected.backward(dy.double())
+    # E4M3 has 3 mantissa bits: an operand is off by 2.7% in the root mean square, and two or three of them meet.
+    assert difference(out, expected) < 0.08
+    pairs = [(mine[0].grad, exact[0].grad), (ours.gate_up_proj.grad, stock.gate_up_proj.grad)]
+    pairs.append((ours.down_proj.grad, stock.down_proj.grad))
+    if k > 1:
+        pairs.append((mine[1].grad, exact[1].grad))
+    else:
+        assert not mine[1].grad.any(), "the only weight is 1 whatever the logits"
+    for got, want in pairs:
+        # Of three tokens a router's gradient is six numbers, too few to average anything.
+        assert difference(got, want) < (0.1 if tokens > 3 else 0.2)
+    unused = [e for e in range(EXPERTS) if e not in set(chosen.flatten().tolist())]
+    assert not ours.gate_up_proj.grad[unused].any() and not ours.down_proj.grad[unused].any()
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_gradient_of_the_routing_weights(renormalize):
+    _, logits, _ = inputs(20)
+    mine, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    chosen, weights = kernels.route(mine, 3, renormalize)
+    probabilities = exact.softmax(dim=-1).gather(1, chosen.long())
+    want = probabilities / probabilities.sum(dim=1, keepdim=True) if renormalize else probabilities
+    assert (weights - want).abs().max() < 1e-6
+    gradient = torch.randn(20, 3)
+    weights.backward(gradient)
+    want.backward(gradient.double())
+    assert (mine.grad - exact.grad).abs().max() < 1e-6
+
+
+def test_the_load_balancing_loss_reaches_the_router():
+    """transformers' own, of the logits that our router returns."""
+    _, logits, _ = inputs(40)
+    mine = logits.clone().requires_grad_()
+    load_balancing_loss_func((mine,), EXPERTS, 2).backward()
+    assert mine.grad.abs().max() > 0
+
+
+def by_hand(ours: JetExperts, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Token by token and expert by expert, from the reference's dense products."""
+    out = []
+    gate_up_weight, down_weight = (
+        [reference.quantize_128x128(w.bfloat16(), RULE) for w in p.detach()]
+        for p in (ours.gate_up_proj, ours.down_proj)
+    )
+    for token in range(len(x)):
+        row = reference.quantize_1x128(x[token : token + 1], RULE)
+        parts = [[] for _ in range(ranks)]
+        for expert, weight in zip(chosen[token].tolist(), weights[token], strict=True):
+            gate, up = reference.gemm_nt(row, gate_up_weight[expert], b_block_scaled=True).chunk(2, dim=1)
+            silu = (gate.double() * gate.double().sigmoid()).float()
+            inner = reference.quantize_1x128((silu * up.float() * weight).bfloat16(), RULE)
+            slices = zip(*(reference.k_slices(q, ranks) for q in (inner, down_weight[expert])), strict=True)
+            for part, (a, b) in zip(parts, slices, strict=True):
+                part.append(reference.gemm_nt(a, b, b_block_scaled=True))
+        summed = []
+        for part in parts:
+            acc = part[0].float()
+            for row_of_expert in part[1:]:
+                acc += row_of_expert.float()
+            summed.append(acc.bfloat16())
+        out.append(reference.sum_of_ranks(summed))
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_forward_is_the_references_products_in_every_bit(ranks):
+    ours, _ = experts_module(ranks, inner=256)
+    x, logits, _ = inputs(12)
+    chosen, weights = kernels.route(logits, 3, True)
+    with torch.no_grad():
+        assert torch.equal(ours(x, chosen, weights), by_hand(ours, x, chosen, weights, ranks))
+
+
+def test_a_token_does_not_depend_on_the_others_nor_on_the_segments():
+    ours, _ = experts_module()
+    x, logits, _ = inputs(200)
+    chosen, weights = kernels.route(logits, 2, True)
+    trained = ours(x, chosen, weights)
+    assert trained.requires_grad, "segments of 128"
+    with torch.no_grad():
+        whole = ours(x, chosen, weights)
+        order = torch.randperm(200)
+        shuffled = ours(x[order], chosen[order], weights[order])
+        alone = torch.cat([ours(x[i : i + 1], chosen[i : i + 1], weights[i : i + 1]) for i in range(10)])
+    assert torch.equal(trained, whole)
+    assert torch.equal(shuffled, whole[order])
+    assert torch.equal(alone, whole[:10])
+
+
+def test_quantized_input_is_read_as_it_is():
+    ours, _ = experts_module()
+    x, logits, dy = inputs(30)
+    chosen, weights = kernels.route(logits, 2, True)
+    gradients = []
+    for quantize in (False, True):
+        leaf = x.clone().requires_grad_()
+        given = QuantizedTensor(*reference.quantize_1x128(x, RULE), leaf) if quantize else leaf
+        out = ours(given, chosen, weights)
+        out.backward(dy)
+        gradients.append((out.detach(), leaf.grad, ours.gate_up_proj.grad.clone(), ours.down_proj.grad.clone()))
+        ours.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_checkpointing_changes_no_bit_and_a_weight_is_quantized_once_while_it_is_in_place():
+    ours, _ = experts_module()
+    x, logits, dy = inputs(30)
+    chosen, weights = kernels.route(logits, 2, True)
+    found = []
+    for recompute in (False, True):
+        leaf = x.clone().requires_grad_()
+        out = checkpoint(ours, leaf, chosen, weights, use_reentrant=False) if recompute else ours(leaf, chosen, weights)
+        out.backward(dy)
+        found.append((out.detach(), leaf.grad, ours.gate_up_proj.grad.clone(), ours.down_proj.grad.clone()))
+        ours.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert [cache.quantizations for cache in ours._caches.values()] == [1, 1]
+    assert ours.holds_qdata
+    with torch.no_grad():
+        ours.down_proj.mul_(2)
+        changed = ours(x, chosen, weights)
+    assert [cache.quantizations for cache in ours._caches.values()] == [1, 2]
+    assert not torch.equal(changed, found[0][0])
+    ours.drop_qdata()
+    assert not ours.holds_qdata
+
+
+def test_a_frozen_router_or_input_gets_no_gradient():
+    ours, _ = experts_module()
+    x, logits, dy = inputs(10)
+    chosen, weights = kernels.route(logits, 2, True)
+    ours.gate_up_proj.requires_grad_(False)
+    ours(x, chosen, weights).backward(dy)
+    assert ours.gate_up_proj.grad is None and ours.down_proj.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "text"),
+    [(dict(inner=192), 1, "not supported with blocks of 128"), (dict(inner=128), 2, "2 ranks of the rollout")],
+)
+def test_dimensions_that_do_not_fit_are_refused(changes, ranks, text):
+    with pytest.raises(ValueError, match=text):
+        experts_module(ranks, **changes)

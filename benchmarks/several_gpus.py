@@ -90,6 +90,7 @@ class Job:
             folder,
             Path("outputs/cache"),  # the demo's, for its data
             self.device,
+            "dense",
             (*shared, *(o.format(half=max(1, gpus // 2)) for o in overrides)),
         )
         with (self.out / f"{name}-{precision}.log").open("w") as log:

@@ -29,6 +29,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="folder that receives one folder per run")] = Path("outputs/demo"),
     cache: Annotated[Path, typer.Option(help="folder for data and warmed-up policy")] = Path("outputs/cache"),
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    policy: Annotated[str, typer.Option(help="dense, or moe: a mixture of experts")] = "dense",
 ) -> None:
     """Train a small policy with real verl and vLLM and write a report.
 
@@ -38,7 +39,7 @@ def demo(
 
     console = Console()
     try:
-        options = DemoOptions(precision, steps, out, cache, device, tuple(context.args))
+        options = DemoOptions(precision, steps, out, cache, device, policy, tuple(context.args))
         status = run_demo(options, console)
     except ToolError as error:
         _fail(error)

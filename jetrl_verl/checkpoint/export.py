@@ -39,7 +39,8 @@ from jetrl_verl.config.options import JetConfig, UnsupportedConfiguration
 from jetrl_verl.formats import UNQUANTIZED
 from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.formats.sums import row_sums
-from jetrl_verl.models import family
+from jetrl_verl.models import family, model_types
+from jetrl_verl.models.base import Experts, place
 from jetrl_verl.models.plan import LinearPlan, UnsupportedLayer, plan_linears, plan_of
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.sync.wire import quantize_stream, with_completed
@@ -294,9 +295,11 @@ def _write(
 ) -> Exported:
     """One output folder; FP8 where ``plans`` says so, all BF16 where it is empty."""
     config = checkpoint.config
-    layers = config.get("num_hidden_layers", 0)
-    names = [f"{family(config).layers}.{layer}.{suffix}.weight" for layer in range(layers) for suffix in plans]
+    layers, mixture = config.get("num_hidden_layers", 0), _mixture(config)
     weights = checkpoint.tensors()
+    if mixture is not None:
+        weights, plans = _one_by_one(weights, mixture), _of_each_expert(plans, mixture)
+    names = [f"{family(config).layers}.{layer}.{suffix}.weight" for layer in range(layers) for suffix in plans]
     if not plans and checkpoint.masters and FOLDED in config:
         weights = unfolded(weights, config.pop(FOLDED), family(config))
     weights = _checked(weights, names, plans, bool(config.get("tie_word_embeddings")))
@@ -308,6 +311,8 @@ def _write(
     config.pop("torch_dtype", None)  # the older name of the same key
     if plans:
         kept = [name.removesuffix(".weight") for name in names if not plan_of(name, plans).quantized]
+        if mixture is not None:
+            kept += [f"{family(config).layers}.{layer}.{mixture.router}" for layer in range(layers)]
         config["quantization_config"] = formats.get(formats.FLOW).huggingface_config(["lm_head", *kept])
         facts = {"source": str(checkpoint.source.resolve()), "digest": f"{digest.value:#018x}", **asdict(options)}
         (folder / FACTS).write_text(json.dumps(facts, indent=2))
@@ -319,6 +324,44 @@ def _write(
     for file in folder.glob("*.safetensors"):
         shutil.copymode(folder / "config.json", file)  # safetensors makes them readable by their owner alone
     return Exported(folder, files, size, quantized, digest.value)
+
+
+def _mixture(config: Mapping[str, Any]) -> Experts | None:
+    """Names of a mixture's experts; None for a dense model, and for a type that no family has."""
+    return family(config).experts if config.get("model_type") in model_types() else None
+
+
+def _one_by_one(weights: Iterable[tuple[str, torch.Tensor]], mixture: Experts) -> Iterator[tuple[str, torch.Tensor]]:
+    """The stream with fused experts as published checkpoints have them: each projection of each expert by itself."""
+    gate, up, down = mixture.each
+    for name, tensor in weights:
+        found = place(name)
+        if found is None or found.module not in (mixture.gate_up, mixture.down):
+            yield name, tensor
+            continue
+        for expert, matrix in enumerate(tensor):
+            prefix = f"{found.layer}.{mixture.module}.{expert}"
+            if found.module == mixture.down:
+                yield f"{prefix}.{down}.weight", matrix
+            else:
+                for projection, half in zip((gate, up), matrix.chunk(2), strict=True):
+                    yield f"{prefix}.{projection}.weight", half
+
+
+def _of_each_expert(plans: Mapping[str, LinearPlan], mixture: Experts) -> dict[str, LinearPlan]:
+    """Plans by the names that :func:`_one_by_one` gives; shapes of shards, which nobody reads here, stay fused ones."""
+    found: dict[str, LinearPlan] = {}
+    gate, up, down = mixture.each
+    for suffix, plan in plans.items():
+        if plan.experts == 1:
+            found[suffix] = plan
+            continue
+        of_one = {down: plan.n} if suffix == mixture.down else {gate: plan.n // 2, up: plan.n // 2}
+        for expert in range(plan.experts):
+            for projection, n in of_one.items():
+                name = f"{mixture.module}.{expert}.{projection}"
+                found[name] = replace(plan, suffix=name, n=n, experts=1)
+    return found
 
 
 class _Digest:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a precision needs of this machine, checked in the driver right before the job starts, before Ray and any GPU.
 
-Versions, the GPU's FP8 support, the model folder (readable, dense, shapes and operations that fit) and the data files.
+Versions, the GPU's FP8 support, the model folder (readable, shapes and operations that fit) and the data files.
 What is not supported is a row of
 ``support/machine.py``, what is broken is told here. A remote path, or a hub name without a network, is left to verl.
 """
@@ -183,7 +183,7 @@ def check_model(
     overrides: Mapping[str, Any] | None = None,
     format_name: str = FLOW,
 ) -> None:
-    """Check a model: ``config.json`` and weight files open, it is dense, unquantized, and its shapes fit.
+    """Check a model: ``config.json`` and weight files open, it is unquantized, and its shapes fit.
 
     Args:
         path: what verl loads: a folder, a hub name, or a remote path. Of a hub name only ``config.json`` is read.
@@ -213,6 +213,11 @@ def check_model(
             ours.check_operations(ours.as_trained(model, overrides or {}))
     except ValueError as uncovered:
         raise UnsupportedConfiguration(model_message(uncovered, path, options.precision)) from None
+    if family(model).experts is not None and options.train == FLOW:
+        if not shared_operations:
+            _refuse("mixture_with_stock_operations", options.precision, path=path)
+        if options.backward != FLOW:
+            _refuse("mixture_with_bf16_backward", options.precision, path=path)
 
 
 def check_ulysses(path: str | None, key: str, ranks: int, precision: str) -> None:
@@ -278,7 +283,7 @@ def read_model(path: str | None) -> dict[str, Any] | None:
 
 
 def check_attention(path: str | None, overrides: Mapping[str, Any]) -> None:
-    """Refuse what ``attn_implementation=jetrl_varlen`` does not do of a dense model, where the driver can read it.
+    """Refuse what ``attn_implementation=jetrl_varlen`` does not do of a model, where the driver can read it.
 
     Args:
         path: the model. overrides: what the trainer changes in its copy of the configuration.

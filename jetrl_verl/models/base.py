@@ -111,6 +111,7 @@ class Experts:
         module: the trainer's experts. gate_up, down: their parameters, ``[E, 2 I, H]`` and ``[E, H, I]``.
         held: vLLM's module that has the experts' parameters.
         parameters: the trainer's parameter -> vLLM's.
+        each: gate, up and down of one expert in a published checkpoint, below ``<module>.<number>``.
         count, per_token, width, renormalize: fields of the configuration with E, k, I, and whether the k weights of a
             token are made to add up to 1.
     """
@@ -122,6 +123,7 @@ class Experts:
     down: str = "mlp.experts.down_proj"
     held: str = "mlp.experts.routed_experts"
     parameters: tuple[tuple[str, str], ...] = (("gate_up_proj", "w13_weight"), ("down_proj", "w2_weight"))
+    each: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     count: str = "num_experts"
     per_token: str = "num_experts_per_tok"
     width: str = "moe_intermediate_size"
@@ -207,9 +209,8 @@ class Family:
     @property
     def fed_by_norms(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
         """(norm, the trainer's projections that it alone feeds and that nothing else does): a norm quantizes for them,
-        and invariant scaling is folded in there. Of a mixture the experts, which share their norm with the router."""
-        fed = tuple((linear.norm, linear.pieces) for linear in self.linears if linear.norm)
-        return fed if self.experts is None else (*fed, (self.post_norm, (self.experts.module,)))
+        and invariant scaling is folded in there. Experts are not among them, since the router reads their norm, too."""
+        return tuple((linear.norm, linear.pieces) for linear in self.linears if linear.norm)
 
     @property
     def readers(self) -> dict[str, str]:

@@ -71,6 +71,11 @@ def plan_linears(
     shapes = ours.shapes(hf_config, tp)
     plans: dict[str, LinearPlan] = {}
     experts = read(hf_config, ours.experts.count) if ours.experts is not None else 1
+    if ours.experts is not None and format_name != FLOW:
+        raise UnsupportedLayer(
+            f"a mixture of experts is supported by the FP8 flow alone, not with linear layers in {format_name}; use "
+            "precision=jet_fp8, fp8_rollout or bf16"
+        )
     if format_name == UNQUANTIZED:
         for linear in ours.linears:
             for name in linear.pieces:

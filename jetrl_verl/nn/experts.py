@@ -19,12 +19,10 @@ from torch.autograd.function import once_differentiable
 
 from jetrl_verl import formats, kernels
 from jetrl_verl.formats.block_fp8 import BlockFP8
+from jetrl_verl.models.base import Experts, leaf
 from jetrl_verl.nn.linear import quantize_input
 from jetrl_verl.nn.weight_cache import WeightCache
 from jetrl_verl.reference import BLOCK, QuantizedTensor, ScaleRule, Segments, check_rule
-
-GATE_UP, DOWN = "gate_up_proj", "down_proj"
-"""Names that transformers gives the parameters of its fused experts: ``[E, 2 I, H]``, gate first, and ``[E, H, I]``."""
 
 
 class _ExpertsFunction(torch.autograd.Function):
@@ -63,14 +61,14 @@ class _ExpertsFunction(torch.autograd.Function):
             h = number_format.colwise(QuantizedTensor(h_qdata, h_scales), rule)
             ddown_weight = kernels.grouped_wgrad(columns, h, start).to(down_weight.dtype)
             del h, columns
-        dh = number_format.experts_dgrad(rows, layer.qdata(DOWN, down_weight), start)
+        dh = number_format.experts_dgrad(rows, layer.down_qdata(down_weight), start)
         del rows
         dgate_up, dweights = kernels.weighted_silu_mul_backward(dh, gate_up, weights, pair)
         del dh, gate_up
         rows, columns = number_format.quantize_gradient(dgate_up, rule, rowwise=needs_x, colwise=needs_gate_up)
         del dgate_up
         if needs_x:
-            terms = number_format.experts_dgrad(rows, layer.qdata(GATE_UP, gate_up_weight), start)
+            terms = number_format.experts_dgrad(rows, layer.gate_up_qdata(gate_up_weight), start)
             dx = kernels.combine(terms, row).reshape(ctx.x_shape)
             del terms, rows
         if needs_gate_up:
@@ -88,43 +86,51 @@ class JetExperts(nn.Module):
         scale_rule: ``"fp32"`` or ``"pow2"``.
         ranks: over which the rollout splits the down projection's K; the forward rounds where they do.
         format: of all products.
+        gate_up_name, down_name: of the parameters ``[E, 2 I, H]``, gate first, and ``[E, H, I]``.
         stock_class: of the module that it replaced.
     """
 
     scale_rule: ScaleRule
     ranks: int
     format: BlockFP8
+    gate_up_name: str
+    down_name: str
     stock_class: type[nn.Module]
 
     @classmethod
-    def replace(cls, experts: nn.Module, *, scale_rule: ScaleRule, ranks: int = 1) -> "JetExperts":
+    def replace(cls, experts: nn.Module, mixture: Experts, *, scale_rule: ScaleRule, ranks: int = 1) -> "JetExperts":
         """Turn ``experts`` into this class in place: same module object, same parameter objects.
+
+        Args:
+            mixture: names of its family.
 
         Raises:
             ValueError: an unknown scale rule, or dimensions that are no multiples of 128.
         """
         check_rule(scale_rule)
-        inner = experts.down_proj.shape[2]
-        if inner % (BLOCK * ranks) or experts.down_proj.shape[1] % BLOCK:
+        gate_up, down = leaf(mixture.gate_up), leaf(mixture.down)
+        _, hidden, inner = shape = tuple(getattr(experts, down).shape)
+        if inner % (BLOCK * ranks) or hidden % BLOCK:
             raise ValueError(
-                f"Experts of shape {tuple(experts.down_proj.shape)} are not supported with blocks of {BLOCK} and "
+                f"Experts of shape {shape} are not supported with blocks of {BLOCK} and "
                 f"{ranks} ranks of the rollout. Set precision=bf16."
             )
         experts.stock_class = type(experts)
         experts.__class__ = cls
+        experts.__dict__["_caches"] = {gate_up: WeightCache(), down: WeightCache()}
         experts.scale_rule = scale_rule
         experts.ranks = ranks
         experts.format = formats.get(formats.FLOW)
-        experts._caches = {GATE_UP: WeightCache(), DOWN: WeightCache()}
+        experts.gate_up_name, experts.down_name = gate_up, down
         return experts
 
     def __setattr__(self, name: str, value) -> None:
-        if name in (GATE_UP, DOWN):
+        if name in self._caches:
             self._caches[name].drop()
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name in (GATE_UP, DOWN):
+        if name in self._caches:
             self._caches[name].drop()
         super().__delattr__(name)
 
@@ -138,8 +144,15 @@ class JetExperts(nn.Module):
         for cache in self._caches.values():
             cache.drop()
 
-    def qdata(self, name: str, weight: torch.Tensor) -> QuantizedTensor:
-        """``weight [E, N, K]`` quantized, made at most once while the tensor stays in place unchanged."""
+    def gate_up_qdata(self, weight: torch.Tensor) -> QuantizedTensor:
+        """``[E, 2 I, H]`` quantized, made at most once while the tensor stays in place unchanged."""
+        return self._qdata(self.gate_up_name, weight)
+
+    def down_qdata(self, weight: torch.Tensor) -> QuantizedTensor:
+        """``[E, H, I]``, likewise."""
+        return self._qdata(self.down_name, weight)
+
+    def _qdata(self, name: str, weight: torch.Tensor) -> QuantizedTensor:
         return self._caches[name].get(weight, partial(self.format.quantize_weight, rule=self.scale_rule))
 
     def forward_rows(
@@ -155,8 +168,8 @@ class JetExperts(nn.Module):
             x,
             weights,
             segments,
-            self.qdata(GATE_UP, gate_up_weight),
-            self.qdata(DOWN, down_weight),
+            self.gate_up_qdata(gate_up_weight),
+            self.down_qdata(down_weight),
             self.scale_rule,
             self.ranks,
         )
@@ -175,15 +188,15 @@ class JetExperts(nn.Module):
         """
         x = quantize_input(hidden_states, self.format, self.scale_rule)
         learns = torch.is_grad_enabled()
-        experts = self.down_proj.shape[0]
-        segments = kernels.segments(top_k_index.to(torch.int32), experts, BLOCK if learns else 1)
+        gate_up_weight, down_weight = getattr(self, self.gate_up_name), getattr(self, self.down_name)
+        segments = kernels.segments(top_k_index.to(torch.int32), down_weight.shape[0], BLOCK if learns else 1)
         weights = top_k_weights.float()
         if not learns:
-            return self.forward_rows(x, weights, segments, self.gate_up_proj, self.down_proj)[0].reshape(x.shape)
+            return self.forward_rows(x, weights, segments, gate_up_weight, down_weight)[0].reshape(x.shape)
         source = x.source.to(torch.bfloat16)
-        return _ExpertsFunction.apply(source, weights, self.gate_up_proj, self.down_proj, self, x, segments)
+        return _ExpertsFunction.apply(source, weights, gate_up_weight, down_weight, self, x, segments)
 
     def extra_repr(self) -> str:
-        experts, hidden, inner = self.down_proj.shape
+        experts, hidden, inner = getattr(self, self.down_name).shape
         ranks = f", ranks={self.ranks}" if self.ranks > 1 else ""
         return f"experts={experts}, hidden={hidden}, inner={inner}, {self.format}, scale={self.scale_rule}{ranks}"

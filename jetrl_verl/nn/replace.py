@@ -76,6 +76,6 @@ def _replace_experts(
                     f"{[plan.experts, plan.n, plan.k]}; the configuration and the weights do not belong together"
                 )
         if down.quantized:
-            JetExperts.replace(module, scale_rule=scale_rule, ranks=down.k // down.shard_k)
+            JetExperts.replace(module, mixture, scale_rule=scale_rule, ranks=down.k // down.shard_k)
             replaced.append(name)
     return replaced

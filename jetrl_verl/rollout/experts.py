@@ -25,7 +25,7 @@ from vllm.model_executor.models.qwen3_moe import Qwen3MoeSparseMoeBlock
 from jetrl_verl import formats, kernels
 from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.models import family
-from jetrl_verl.models.base import leaf, place
+from jetrl_verl.models.base import Experts, leaf, place
 from jetrl_verl.models.plan import UnsupportedLayer
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.rollout.row_parallel import reduce_ranks
@@ -106,6 +106,8 @@ class SharedMixture(Qwen3MoeSparseMoeBlock):
     def check(self, ordered: bool) -> None:
         """Raise ``ValueError`` for a block that the shared operations do not cover."""
         routed = self.experts.routed_experts
+        if not isinstance(routed.quant_method, JetExpertsMethod):
+            raise ValueError(f"BF16 experts are not supported with shared operations. {_BF16}")
         if self.shared_expert is not None or self.is_sequence_parallel:
             raise ValueError(f"A shared expert or a sequence-parallel mixture is not supported. {_BF16}")
         if self.tp_size > 1 and not ordered:
@@ -187,7 +189,9 @@ def load_experts(model: torch.nn.Module, name: str, tensor: torch.Tensor, rank: 
     live.copy_(part)
 
 
-def held_parameters(layer: RoutedExperts) -> Iterator[tuple[str, str, int, slice, slice, tuple[int, int]]]:
+def held_parameters(
+    layer: RoutedExperts, mixture: Experts
+) -> Iterator[tuple[str, str, int, slice, slice, tuple[int, int]]]:
     """What this worker holds of a layer's experts, by shapes and ranks alone: the contract check's view.
 
     Yields:
@@ -197,5 +201,7 @@ def held_parameters(layer: RoutedExperts) -> Iterator[tuple[str, str, int, slice
     experts, hidden, inner = layer.w2_weight.shape
     first, whole = layer.moe_config.tp_rank * inner, layer.moe_config.intermediate_size
     held, all_hidden = slice(first, first + inner), slice(0, hidden)
-    yield "gate_up_proj", "w13_weight", 2 * experts, held, all_hidden, (2 * experts * whole, hidden)
-    yield "down_proj", "w2_weight", experts, all_hidden, held, (experts * hidden, whole)
+    names = dict(mixture.parameters)
+    gate_up, down = leaf(mixture.gate_up), leaf(mixture.down)
+    yield gate_up, names[gate_up], 2 * experts, held, all_hidden, (2 * experts * whole, hidden)
+    yield down, names[down], experts, all_hidden, held, (experts * hidden, whole)

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from jetrl_verl import formats
 from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.models import family
-from jetrl_verl.models.base import place
+from jetrl_verl.models.base import Experts, place
 from jetrl_verl.rollout.experts import held_parameters
 from jetrl_verl.sync.contract import LiveParameter, LiveTensor
 
@@ -63,10 +63,12 @@ class _Parameter:
         )
 
 
-def _experts(prefix: str, layer: RoutedExperts, own: dict[str, torch.Tensor]) -> dict[str, LiveTensor]:
+def _experts(
+    prefix: str, layer: RoutedExperts, mixture: Experts, own: dict[str, torch.Tensor]
+) -> dict[str, LiveTensor]:
     """Of one layer's experts, as matrices below each other."""
     found = {}
-    for name, parameter, groups, rows, columns, whole in held_parameters(layer):
+    for name, parameter, groups, rows, columns, whole in held_parameters(layer, mixture):
         data, scales = own[parameter].flatten(0, 1), own[parameter + SCALE_SUFFIX].flatten(0, 1)
         found[f"{prefix}.{name}"] = LiveTensor(data, scales, rows, columns, whole, groups=groups)
     return found
@@ -95,7 +97,7 @@ def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
             continue
         found = place(prefix)
         if isinstance(layer, RoutedExperts):
-            live |= _experts(f"{found.layer}.{mixture.module}", layer, own)
+            live |= _experts(f"{found.layer}.{mixture.module}", layer, mixture, own)
             continue
         for leaf, data in own.items():
             if leaf.endswith(SCALE_SUFFIX):

@@ -94,9 +94,11 @@ def _router_forward(self: nn.Module, hidden_states: torch.Tensor) -> tuple[torch
 
 
 def _mixture_forward(self: nn.Module, x: torch.Tensor | QuantizedTensor, *, mixture: Experts) -> torch.Tensor:
-    source = x.source if isinstance(x, QuantizedTensor) else x
-    _, weights, experts = getattr(self, leaf(mixture.router))(source)
-    return getattr(self, leaf(mixture.module))(x, experts, weights)
+    quantized = isinstance(x, QuantizedTensor)
+    source = x.source if quantized else x
+    rows = source.reshape(-1, source.shape[-1])
+    _, weights, chosen = getattr(self, leaf(mixture.router))(rows)
+    return getattr(self, leaf(mixture.module))(x if quantized else rows, chosen, weights).reshape(source.shape)
 
 
 def _rotary_forward(self: nn.Module, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,11 +195,6 @@ def share_operations(model: nn.Module) -> dict[str, int]:
             replace("mixture", layer.get_submodule(mixture.block), partial(_mixture_forward, mixture=mixture))
             router = layer.get_submodule(mixture.router)
             router.forward = MethodType(_router_forward, router)
-            if not accept_quantized([layer.get_submodule(mixture.module)]):
-                raise UnsupportedLayer(
-                    "A mixture of experts is not supported with shared operations and experts in BF16. Set "
-                    "precision=jet_fp8, or precision=bf16."
-                )
     layers = len(decoder.layers)
     norms = 1 + layers * len(family.norms)
     if counts != {"norm": norms, half: layers, "attention": layers}:
@@ -206,8 +203,10 @@ def share_operations(model: nn.Module) -> dict[str, int]:
             f"{counts['attention']} attention modules in {layers} layers is not supported with shared operations: it "
             "is not a decoder of its family. Set precision=jet_fp8 jetrl.operations=stock, or precision=bf16."
         )
+    # A router takes the BF16 rows that come along.
+    fed = family.fed_by_norms + (() if mixture is None else ((family.post_norm, (mixture.module,)),))
     for layer in decoder.layers:
-        for norm, names in family.fed_by_norms:
+        for norm, names in fed:
             readers = [layer.get_submodule(name) for name in names]
             module = layer.get_submodule(norm)
             module.forward = MethodType(partial(_norm_forward_for, readers=readers), module)

@@ -34,8 +34,11 @@ class Run:
         return [step[name] for step in self.metrics if name in step]
 
 
-def train(policy: cache.Prepared, precision: str, out: Path, steps: int, *overrides: str) -> Run:
-    """A run of the demo with held-out accuracy left out: evaluating takes as long as three steps."""
+def train(policy: cache.Prepared, precision: str, out: Path, steps: int, *overrides: str, kind: str = "dense") -> Run:
+    """A run of the demo with held-out accuracy left out: evaluating takes as long as three steps.
+
+    ``kind``: of ``policy``.
+    """
     fixed = (
         "trainer.val_before_train=False",
         "trainer.test_freq=-1",
@@ -44,7 +47,7 @@ def train(policy: cache.Prepared, precision: str, out: Path, steps: int, *overri
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=128",
     )
-    options = DemoOptions(precision, steps, out, policy.folder.parent, "cpu", (*fixed, *overrides))
+    options = DemoOptions(precision, steps, out, policy.folder.parent, "cpu", kind, (*fixed, *overrides))
     status = run_demo(options, Console(width=160))
     (folder,) = out.iterdir()
     log = (folder / "run.log").read_text()

@@ -59,12 +59,17 @@ def test_a_family_names_what_hugging_face_builds(model_type):
     layers = model.get_submodule(ours.layers)
     plans = plan_linears(model.config)
     assert list(plans) == list(ours.projections) and all(plan.quantized for plan in plans.values())
+    experts = {name: plan for name, plan in plans.items() if plan.experts > 1}
+    assert bool(experts) == (ours.experts is not None)
     for layer in layers:
         modules = dict(layer.named_modules())
         linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
         assert {name: tuple(module.weight.shape) for name, module in linears.items()} == {
-            name: (plan.n, plan.k) for name, plan in plans.items()
+            name: (plan.n, plan.k) for name, plan in plans.items() if name not in experts
         }
+        for name, plan in experts.items():
+            assert tuple(layer.get_parameter(name).shape) == (plan.experts, plan.n, plan.k)
+            assert {ours.experts.block, ours.experts.router, ours.experts.module} <= set(modules)
         assert {name for name, module in modules.items() if type(module).__name__.endswith("Norm")} == set(ours.norms)
         assert ours.attention in modules
 
@@ -85,7 +90,7 @@ def test_a_family_names_what_vllm_merges(model_type):
 
 def test_an_unknown_type_is_refused_with_the_list():
     with pytest.raises(
-        UnsupportedLayer, match="model_type 'gpt2' is not supported.*llama, mistral, qwen2, qwen3, seed"
+        UnsupportedLayer, match="model_type 'gpt2' is not supported.*llama, mistral, qwen2, qwen3, qwen3_moe, seed"
     ):
         family({"model_type": "gpt2"})
     with pytest.raises(UnsupportedLayer, match="model_type 'unknown' is not supported"):

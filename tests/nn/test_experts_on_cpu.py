@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, load_balancing_loss_func
 
 from jetrl_verl import kernels, reference
+from jetrl_verl.models.base import Experts
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.reference import QuantizedTensor
 
@@ -26,7 +27,7 @@ def experts_module(ranks: int = 1, seed: int = 0, inner: int = INNER) -> tuple[J
     stock = Qwen3MoeExperts(tiny_config("qwen3_moe", moe_intermediate_size=inner))
     for parameter in stock.parameters():
         nn.init.normal_(parameter, std=0.05)
-    return JetExperts.replace(copy.deepcopy(stock), scale_rule=RULE, ranks=ranks), stock.double()
+    return JetExperts.replace(copy.deepcopy(stock), Experts(), scale_rule=RULE, ranks=ranks), stock.double()
 
 
 def inputs(tokens: int, k: int = 2, used: int = EXPERTS, seed: int = 1):

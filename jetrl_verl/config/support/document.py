@@ -30,7 +30,7 @@ _SUPPORTED = (
         "rollout",
         "vLLM with tensor and data parallelism, BF16 activations, the naive weight sync, on the trainer's GPUs",
     ),
-    ("models", "dense text decoders of type {types}"),
+    ("models", "text decoders of type {types}"),
     (
         "machines",
         "NVIDIA GPUs of compute capability 8.9 or newer; verl {verl}, vLLM {vllm}, torch {torch}, "

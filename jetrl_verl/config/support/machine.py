@@ -18,6 +18,7 @@ _UNMASKED = Scope(
 )
 
 _MODEL = "the model {path}"
+_MIXTURE = "the mixture of experts {path}"
 _GPU = "GPU {index}, {gpu}, of compute capability {capability},"
 
 MACHINE_ROWS: tuple[Row, ...] = (
@@ -112,13 +113,41 @@ MACHINE_ROWS: tuple[Row, ...] = (
     ),
     Row(
         "model_type",
-        "mixtures of experts, vision and audio models, other architectures",
+        "vision and audio models, other mixtures of experts, other architectures",
         EVERY,
         "{error}",
-        f"{_PATH} to a dense model of a type in docs/support.md, or precision=bf16",
+        f"{_PATH} to a model of a type in docs/support.md, or precision=bf16",
         what=_MODEL,
         found=DRIVER,
         sign="model_type",
+    ),
+    Row(
+        "mixture_of_another_format",
+        "a mixture of experts",
+        Scope("precision={jetrl.precision}", "INT8 rollouts and `precision=bf16_shared`", EVERY.applies),
+        "{error}",
+        "Set precision=jet_fp8, fp8_rollout or bf16",
+        what=_MODEL,
+        found=DRIVER,
+        sign="a mixture of experts is supported by the FP8 flow alone",
+    ),
+    Row(
+        "mixture_with_stock_operations",
+        "a mixture of experts",
+        Scope("jetrl.operations=stock", "`jetrl.operations=stock`, where training is FP8", EVERY.applies),
+        "the two sides would send tokens to different experts",
+        "Set jetrl.operations=shared, or precision=fp8_rollout",
+        what=_MIXTURE,
+        found=DRIVER,
+    ),
+    Row(
+        "mixture_with_bf16_backward",
+        "a mixture of experts",
+        Scope("jetrl.backward=bf16", "`jetrl.backward=bf16`", EVERY.applies),
+        "the gradients of experts are FP8 products",
+        "Set jetrl.backward=fp8",
+        what=_MIXTURE,
+        found=DRIVER,
     ),
     Row(
         "no_layer_fits",

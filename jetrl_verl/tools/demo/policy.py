@@ -1,6 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's policy: a Qwen3 of about a million parameters and a character tokenizer, made here, not downloaded.
+"""The demo's policies: a Qwen3, or a Qwen3 mixture of experts, of a million parameters or two, and a character
+tokenizer, made here, not downloaded.
 
 Every linear layer has dimensions that are multiples of 128 and the head dimension is 128, so that all of them take the
 FP8 path (one 128x128 block is the unit of the contract). The vocabulary is exactly the tokenizer's: vLLM masks logits
@@ -32,7 +33,8 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    """Shape of the policy. Raises ``ValueError`` for a dimension that the FP8 blocks do not tile."""
+    """Shape of the policy; with ``experts`` a mixture, whose experts are ``intermediate_size`` wide. Raises
+    ``ValueError`` for a dimension that the FP8 blocks do not tile."""
 
     hidden_size: int = 256
     layers: int = 2
@@ -42,12 +44,18 @@ class PolicyConfig:
     intermediate_size: int = 512
     max_positions: int = 256
     seed: int = 7
+    experts: int = 0
+    experts_per_token: int = 2
 
     def __post_init__(self):
         for name in ("hidden_size", "head_dim", "intermediate_size"):
             size = getattr(self, name)
             if size <= 0 or size % BLOCK:
                 raise ValueError(f"{name}={size} is not a multiple of {BLOCK}, the FP8 block; choose one that is")
+
+
+POLICIES = {"dense": PolicyConfig(), "moe": PolicyConfig(intermediate_size=BLOCK, experts=8)}
+"""What ``--policy`` names."""
 
 
 def build_tokenizer():
@@ -75,9 +83,18 @@ def build_tokenizer():
 def build_model(config: PolicyConfig, tokenizer):
     """Make the untrained policy, FP32 weights drawn from ``config.seed``; the global random state is left alone."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    model_config = Qwen3Config(
+    config_class, model_class, fields = Qwen3Config, Qwen3ForCausalLM, {}
+    if config.experts:
+        config_class, model_class = Qwen3MoeConfig, Qwen3MoeForCausalLM
+        fields = {
+            "num_experts": config.experts,
+            "num_experts_per_tok": config.experts_per_token,
+            "moe_intermediate_size": config.intermediate_size,
+            "norm_topk_prob": True,
+        }
+    model_config = config_class(
         vocab_size=len(tokenizer),
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -90,10 +107,11 @@ def build_model(config: PolicyConfig, tokenizer):
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
+        **fields,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        return Qwen3ForCausalLM(model_config)
+        return model_class(model_config)
 
 
 def save_policy(model, tokenizer, folder: Path) -> None:

@@ -21,6 +21,7 @@ from rich.console import Console
 from jetrl_verl.config.options import PRECISIONS
 from jetrl_verl.tools.demo import DemoError, cache
 from jetrl_verl.tools.demo.overrides import build_overrides
+from jetrl_verl.tools.demo.policy import POLICIES
 from jetrl_verl.tools.launch import DEVICES, VERL, RunPaths, build_environment, choose_device, precision_word, watch
 from jetrl_verl.tools.process_tree import Interrupted, signals_raise
 from jetrl_verl.tools.progress import Tracker, last_errors
@@ -39,12 +40,16 @@ class DemoOptions:
     out: Path
     cache: Path
     device: str = "auto"
+    policy: str = "dense"
+    """One of ``POLICIES``."""
     overrides: tuple[str, ...] = ()
     """Further Hydra overrides; they win over the demo's own."""
 
     def __post_init__(self):
         if self.precision not in PRECISIONS:
             raise DemoError(f"{self.precision!r} is not a precision; choose one of {', '.join(PRECISIONS)}")
+        if self.policy not in POLICIES:
+            raise DemoError(f"{self.policy!r} is not a policy; choose one of {', '.join(POLICIES)}")
         if self.device not in DEVICES:
             raise DemoError(f"{self.device!r} is not a device; choose one of {', '.join(DEVICES)}")
         if self.steps < 1:
@@ -64,15 +69,16 @@ def run_demo(
     Args:
         options: what to run.
         console: where progress is shown.
-        recipe: data, policy and warm-up; the defaults if None.
+        recipe: data, policy and warm-up; the defaults of ``options.policy`` if None.
         trainer: program to which the overrides are appended.
     """
+    recipe = recipe or cache.Recipe(policy=POLICIES[options.policy])
     paths = RunPaths((options.out / f"{options.precision}-{time.strftime('%Y%m%d-%H%M%S')}").resolve())
     say = _sayer(console)
     try:
         with signals_raise():
             device = choose_device(options.device)
-            prepared = _prepare(options, recipe or cache.Recipe(), paths, device, say)
+            prepared = _prepare(options, recipe, paths, device, say)
             say(f"log: {paths.log}")
             return _train(options, paths, prepared, device, trainer, console)
     except Interrupted as interruption:

@@ -10,8 +10,8 @@ this rank's part of each. vLLM's own loaders, which want an expert's projections
 
 *The block.* With shared operations the whole block is ours (:class:`SharedMixture`): router, choice and products are
 the operators that the trainer runs, so both sides choose the same experts and nothing needs to be replayed. The norm in
-front hands over qdata for the experts and BF16 rows for the router. With stock operations vLLM chooses, and calls
-:class:`JetExpertsMethod` for the products.
+front hands over qdata for the experts and BF16 rows for the router. With stock operations the logits
+are vLLM's own, in BF16, and vLLM calls :class:`JetExpertsMethod` with them.
 """
 
 from collections.abc import Iterator
@@ -92,12 +92,18 @@ class JetExpertsMethod(FusedMoEMethodBase):
         down = QuantizedTensor(layer.w2_weight, layer.w2_weight_scale_inv)
         return self.format.experts(x, weights, segments, gate_up, down, self.config.scale_rule)[0]
 
-    def apply(
-        self, layer: RoutedExperts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, **_: Any
+    @property
+    def is_monolithic(self) -> bool:
+        """True: vLLM hands over its router's logits, not experts that it chose; on a CPU it has no kernel to choose."""
+        return True
+
+    def apply_monolithic(
+        self, layer: RoutedExperts, x: torch.Tensor, router_logits: torch.Tensor, input_ids: Any = None
     ) -> torch.Tensor:
-        """What vLLM calls with experts that it chose."""
+        """What vLLM calls where operations are stock."""
         quantized = self.format.quantize_activation(x, self.config.scale_rule)
-        return self.experts(layer, quantized, topk_weights.float(), topk_ids.to(torch.int32))
+        experts_of, weights = kernels.route(router_logits.float(), layer.top_k, layer.renormalize)
+        return self.experts(layer, quantized, weights, experts_of)
 
 
 class SharedMixture(Qwen3MoeSparseMoeBlock):

@@ -181,13 +181,39 @@ def test_the_model_is_checked_as_the_trainer_changes_it(model_folder):
     )
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_5_vl", "gpt2"])
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_5_vl", "gpt2"])
 def test_other_architectures_are_refused(model_folder, model_type):
     message = refusal(check_model, str(model_folder(model_type=model_type, num_experts=8)), OPTIONS, 1)
     assert (
         f"model_type '{model_type}' is not supported" in message
-        and "Set actor_rollout_ref.model.path to a dense model" in message
+        and "Set actor_rollout_ref.model.path to a model of a type" in message
     )
+
+
+MIXTURE = dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256)
+
+
+def test_a_mixture_of_experts_is_checked(model_folder):
+    folder = str(model_folder(**MIXTURE))
+    check_model(folder, EXACT, 1, True)
+    check_model(folder, EXACT, 2, True)
+    check_model(folder, JetConfig("fp8_rollout", train="bf16", rollout="fp8"), 1)
+    assert refusal(check_model, folder, OPTIONS, 1) == (
+        f"the mixture of experts {folder} is not supported with jetrl.operations=stock: the two sides would send "
+        "tokens to different experts. Set jetrl.operations=shared, or precision=fp8_rollout."
+    )
+    backward = JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="shared", backward="bf16")
+    assert refusal(check_model, folder, backward, 1, True) == (
+        f"the mixture of experts {folder} is not supported with jetrl.backward=bf16: the gradients of experts are FP8 "
+        "products. Set jetrl.backward=fp8."
+    )
+    int8 = JetConfig("int8_rollout", train="bf16", rollout="int8")
+    assert refusal(check_model, folder, int8, 1, False, None, "int8").endswith(
+        "not with linear layers in int8. Set precision=jet_fp8, fp8_rollout or bf16."
+    )
+    assert "mlp.experts.down_proj has shards of shape [256, 64]" in refusal(check_model, folder, EXACT, 4, True)
+    dense_layers = str(model_folder(**MIXTURE, mlp_only_layers=[0]))
+    assert "a dense MLP in some layers" in refusal(check_model, dense_layers, EXACT, 1, True)
 
 
 def test_a_quantized_checkpoint_is_refused(model_folder):
@@ -236,10 +262,10 @@ def test_a_folder_without_weights(model_folder):
 
 
 def test_a_hub_name_is_checked_by_its_config(model_folder, monkeypatch):
-    folder = model_folder(model_type="qwen3_moe")
+    folder = model_folder(model_type="mixtral")
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda name, file, **_: str(folder / file))
-    assert "the model Qwen/Qwen3-30B-A3B is not supported with precision=jet_fp8" in refusal(
-        check_model, "Qwen/Qwen3-30B-A3B", OPTIONS, 1
+    assert "the model mistralai/Mixtral-8x7B-v0.1 is not supported with precision=jet_fp8" in refusal(
+        check_model, "mistralai/Mixtral-8x7B-v0.1", OPTIONS, 1
     )
 
 

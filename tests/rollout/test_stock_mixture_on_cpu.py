@@ -1,0 +1,81 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""A mixture of experts under ``fp8_rollout``: vLLM's own layers up to the router's logits, ours behind them."""
+
+import pytest
+import torch
+import vllm_engine
+from tiny_models import tiny_model, with_preferences
+from vllm_engine import prompt_log_probs, sync
+
+from jetrl_verl import formats, kernels
+from jetrl_verl.config.options import JetConfig
+from jetrl_verl.models.plan import plan_linears
+from jetrl_verl.nn.replace import replace_linears
+from jetrl_verl.sync.contract import with_contract
+from jetrl_verl.sync.wire import quantize_stream
+
+RULE, PROMPT = "fp32", list(range(3, 47))
+
+
+def policy(seed: int):
+    return with_preferences(tiny_model("qwen3_moe", seed)).bfloat16()
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory, cpu_platform):
+    folder = tmp_path_factory.mktemp("mixture")
+    policy(0).save_pretrained(folder)
+    options = JetConfig("fp8_rollout", train="bf16", rollout="fp8", scale_rule=RULE)
+    with vllm_engine.cpu_settings():
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        llm, worker = vllm_engine.start(folder, options, load_format="dummy")
+        yield llm, worker
+        del llm, worker
+        cleanup_dist_env_and_memory()
+
+
+def trainer_log_probs(model) -> torch.Tensor:
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(torch.tensor([PROMPT]), use_cache=False).logits[0].float()
+    return logits.log_softmax(dim=-1)[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+
+
+def test_it_samples_from_the_policy_in_fp8(engine):
+    llm, worker = engine
+    model = policy(5)
+    weights = quantize_stream(model.state_dict().items(), plan_linears(model.config), RULE)
+    device = torch.device("cpu")
+    sync(worker, with_contract(weights, scale_rule=RULE, probe=formats.get("fp8").probe(device, RULE)))
+    theirs = prompt_log_probs(llm, PROMPT)
+    in_bf16 = trainer_log_probs(model)
+    replace_linears(model, plan_linears(model.config), scale_rule=RULE)
+    in_fp8 = trainer_log_probs(model)
+    uniform = torch.full_like(theirs, -torch.tensor(64.0).log())
+    distances = [(theirs - other).abs().mean() for other in (in_fp8, in_bf16, uniform)]
+    # Both trainers' weights of experts are rounded to BF16, which the rollout's are not.
+    assert max(distances[:2]) < 0.25 * distances[2]
+
+
+def test_the_layers_are_vllms_but_for_the_products(engine):
+    from vllm.model_executor.models.qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    from jetrl_verl.rollout.experts import JetExpertsMethod
+
+    llm, worker = engine
+    model = policy(5)
+    weights = quantize_stream(model.state_dict().items(), plan_linears(model.config), RULE)
+    sync(worker, with_contract(weights, scale_rule=RULE, probe=formats.get("fp8").probe(torch.device("cpu"), RULE)))
+    block = worker.model_runner.model.model.layers[0].mlp
+    assert type(block) is Qwen3MoeSparseMoeBlock
+    assert isinstance(block.experts.routed_experts.quant_method, JetExpertsMethod)
+    assert type(block.gate.quant_method).__name__ == "UnquantizedLinearMethod"
+
+    replace_linears(model, plan_linears(model.config), scale_rule=RULE)
+    x, logits = torch.randn(9, 256).bfloat16(), torch.randn(9, 8).bfloat16()
+    routed = block.experts.routed_experts
+    experts, shares = kernels.route(logits.float(), 2, True)
+    with torch.no_grad():
+        expected = model.model.layers[0].mlp.experts(x, experts, shares)
+        assert torch.equal(routed.quant_method.apply_monolithic(routed, x, logits), expected)

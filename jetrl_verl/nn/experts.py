@@ -139,6 +139,11 @@ class JetExperts(nn.Module):
         """Whether qdata of a weight are kept now."""
         return any(cache.held is not None for cache in self._caches.values())
 
+    @property
+    def quantizations(self) -> int:
+        """How often one of the weights has been quantized since construction, the one that was most often."""
+        return max(cache.quantizations for cache in self._caches.values())
+
     def drop_qdata(self) -> None:
         """Forget the weights' qdata; the next use quantizes them again."""
         for cache in self._caches.values():

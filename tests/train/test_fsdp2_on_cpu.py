@@ -14,12 +14,15 @@ from transformers import PreTrainedModel
 from two_processes import WORLD, run_in_two_processes
 
 from jetrl_verl.models.plan import plan_linears
+from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
 
+FAMILIES = ("qwen3", "qwen3_moe")
 
-def build(checkpointing: bool = False) -> PreTrainedModel:
-    model = tiny_model("qwen3", attention_bias=True)
+
+def build(family: str, checkpointing: bool = False) -> PreTrainedModel:
+    model = tiny_model(family, attention_bias=True)
     replace_linears(model, plan_linears(model.config), scale_rule="fp32")
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -43,8 +46,8 @@ def loss_of(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def linears(model: torch.nn.Module) -> list[JetLinear]:
-    return [module for module in model.modules() if isinstance(module, JetLinear)]
+def quantized(model: torch.nn.Module) -> list[JetLinear | JetExperts]:
+    return [module for module in model.modules() if isinstance(module, JetLinear | JetExperts)]
 
 
 def count_gathers(model: torch.nn.Module) -> dict[int, int]:
@@ -69,9 +72,9 @@ def full_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def gradients_match_single_process(rank: int) -> None:
+def gradients_match_single_process(rank: int, family: str) -> None:
     """Averaged over ranks, and accumulated over two micro-batches with deferred synchronisation, as verl does it."""
-    model = shard(build())
+    model = shard(build(family))
     assert isinstance(model, FSDPModule)
     model.set_requires_gradient_sync(False)
     loss_of(model, batch(rank)).backward()
@@ -83,7 +86,7 @@ def gradients_match_single_process(rank: int) -> None:
     expected: dict[str, torch.Tensor] = {}
     for other in range(WORLD):
         for seed in (other, other + 10):
-            reference = build()
+            reference = build(family)
             for parameter in reference.parameters():  # not .to(): the rotary table is a buffer and stays FP32
                 parameter.data = parameter.data.to(torch.bfloat16)
             loss_of(reference, batch(seed)).backward()
@@ -96,15 +99,15 @@ def gradients_match_single_process(rank: int) -> None:
         assert error < 4e-3, (name, error)
 
 
-def quantizations_follow_gathers(rank: int, checkpointing: bool, reshard: bool) -> None:
+def quantizations_follow_gathers(rank: int, family: str, checkpointing: bool, reshard: bool) -> None:
     counts = count_gathers(None)
-    model = shard(build(checkpointing), reshard)
+    model = shard(build(family, checkpointing), reshard)
     for step in range(3):
         loss_of(model, batch(rank + step)).backward()
         with torch.no_grad():
             loss_of(model, batch(rank + step))
-    layers = linears(model)
-    assert len(layers) == 14
+    layers = quantized(model)
+    assert len(layers) == (10 if family == "qwen3_moe" else 14)
     gathers = sorted(counts.values())
     # The root group holds embeddings and head, the two others one decoder layer each.
     per_layer = gathers[-2:]
@@ -118,27 +121,29 @@ def quantizations_follow_gathers(rank: int, checkpointing: bool, reshard: bool) 
     assert all(not layer.holds_qdata for layer in layers)
 
 
-def state_dict_is_the_stock_one(rank: int) -> None:
-    before = {name: tensor.clone() for name, tensor in build().state_dict().items()}
-    model = shard(build())
+def state_dict_is_the_stock_one(rank: int, family: str) -> None:
+    before = {name: tensor.clone() for name, tensor in build(family).state_dict().items()}
+    model = shard(build(family))
     loss_of(model, batch(rank)).backward()
     after = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
     assert before.keys() == after.keys()
     assert all(after[name].dtype == torch.float32 and torch.equal(after[name], before[name]) for name in before)
 
 
-def test_gradients_under_fsdp2_with_accumulation_and_autocast():
-    run_in_two_processes(gradients_match_single_process)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_under_fsdp2_with_accumulation_and_autocast(family):
+    run_in_two_processes(gradients_match_single_process, family)
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "reshard"),
-    [(False, True), (True, True), (False, False)],
-    ids=["plain", "checkpointed", "no-reshard"],
+    ("family", "checkpointing", "reshard"),
+    [("qwen3", False, True), ("qwen3", True, True), ("qwen3", False, False), ("qwen3_moe", True, True)],
+    ids=["plain", "checkpointed", "no-reshard", "mixture"],
 )
-def test_a_weight_is_not_quantized_more_often_than_gathered(checkpointing, reshard):
-    run_in_two_processes(quantizations_follow_gathers, checkpointing, reshard)
+def test_a_weight_is_not_quantized_more_often_than_gathered(family, checkpointing, reshard):
+    run_in_two_processes(quantizations_follow_gathers, family, checkpointing, reshard)
 
 
-def test_state_dict_keeps_names_shapes_and_master_weights():
-    run_in_two_processes(state_dict_is_the_stock_one)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_state_dict_keeps_names_shapes_and_master_weights(family):
+    run_in_two_processes(state_dict_is_the_stock_one, family)

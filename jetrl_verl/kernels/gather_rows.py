@@ -85,14 +85,15 @@ def triton_gather_quantized(x: QuantizedTensor, pair: torch.Tensor, k: int) -> Q
 
 
 @operator(
-    "gather_rows(Tensor x, Tensor pair, int k) -> Tensor", fake=lambda x, pair, k: x.new_empty(len(pair), x.shape[1])
+    "gather_rows(Tensor x, Tensor pair, int k) -> Tensor",
+    fake=lambda x, pair, k: x.new_empty(pair.shape[0], x.shape[1]),
 )
 def _gather_rows(x: torch.Tensor, pair: torch.Tensor, k: int) -> torch.Tensor:
     return lookup("gather_rows", x.device)(x, pair, k)
 
 
 def _fake_quantized(qdata, scales, pair, k):
-    return fake_rowwise(qdata.new_empty((len(pair), qdata.shape[1])))
+    return fake_rowwise(qdata.new_empty((pair.shape[0], qdata.shape[1])))
 
 
 @operator("gather_quantized(Tensor qdata, Tensor scales, Tensor pair, int k) -> (Tensor, Tensor)", fake=_fake_quantized)

@@ -43,6 +43,8 @@ class Segments(NamedTuple):
 
 def rows_of_segments(pairs: int, experts: int, align: int) -> int:
     """R, known without looking at the experts: as many rows as the worst case takes, a multiple of ``align``."""
+    if align == 1:
+        return pairs
     worst = pairs + min(experts, pairs) * (align - 1)
     return worst // align * align
 

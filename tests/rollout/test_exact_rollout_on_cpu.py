@@ -35,8 +35,8 @@ CHANGES = {"mistral": dict(sliding_window=None)}
 TEMPERATURES = (1.0, 0.6, 1.3)
 RULED = {"qwen3": 5, "qwen3_moe": 4}
 """Norms and activations of a layer, where they are not three: QK norms, and no activation of a mixture's."""
-COMPILED = "qwen2"
-"""Family whose engine runs vLLM's own compilation: traced whole, cut at attention."""
+COMPILED = ("qwen2", "qwen3_moe")
+"""Families whose engine runs vLLM's own compilation: traced whole, cut at attention."""
 PIECES: list[list[str]] = []
 """Our operators in each piece between two attentions of the compiled model."""
 
@@ -128,7 +128,7 @@ def rollout(request, tmp_path_factory, cpu_platform):
         build_policy(request.param, 0).to(torch.bfloat16).save_pretrained(folder)
         options = JetConfig("jet_fp8_exact", train="fp8", rollout="fp8", scale_rule=RULE, operations="shared")
         compiled = {}
-        if request.param == COMPILED:
+        if request.param in COMPILED:
             # It would keep what the backend made, which is for Inductor's. vLLM reads its environment once a process.
             patch.setattr(vllm.envs, "VLLM_USE_AOT_COMPILE", False)
             backend = f"{__name__}.{cut_at_attention.__name__}"
@@ -272,10 +272,20 @@ def test_qdata_in_the_place_of_a_tensor_change_no_bit(rollout, monkeypatch):
     assert calls == {"fprop": 2 * 4 * steps}
 
 
-@pytest.mark.parametrize("rollout", [COMPILED], indirect=True)
+EXPERTS = ["logits", "route", "segments", "gather_quantized", "grouped_gemm_nt", "weighted_silu_mul_quantize"]
+EXPERTS += ["grouped_gemm_nt", "combine"]
+HALVES = {
+    "qwen2": (["rotary"], ["fprop_quantized", "silu_mul_quantize", "fprop_quantized"]),
+    "qwen3_moe": (["rms_norm", "rms_norm", "rotary"], EXPERTS),
+}
+"""Between qkv and the attention, and behind the second norm."""
+
+
+@pytest.mark.parametrize("rollout", COMPILED, indirect=True)
 def test_a_compiled_layer_has_no_operation_beside_ours_and_nothing_is_cut_between_them(rollout):
-    to_attention = ["fprop_quantized", "rotary"]
-    mlp = ["fprop", "add_rms_norm_quantize_1x128", "fprop_quantized", "silu_mul_quantize", "fprop_quantized"]
+    heads, second = HALVES[rollout.family]
+    to_attention = ["fprop_quantized", *heads]
+    mlp = ["fprop", "add_rms_norm_quantize_1x128", *second]
     assert len(PIECES) == 3
     assert PIECES[0] == ["rms_norm_quantize_1x128", *to_attention]
     assert PIECES[1] == [*mlp, "add_rms_norm_quantize_1x128", *to_attention]

@@ -11,7 +11,7 @@ import multiprocessing
 import pytest
 import torch
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 SEEDS = (11, 12, 13)
 
 

@@ -1,0 +1,192 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The operations of a mixture of experts on a GPU: bits of the reference where there is no transcendental function,
+bits of the dense products where there is a product, and no dependence on who travels along."""
+
+import pytest
+import torch
+from torch import nn
+
+from jetrl_verl import formats, kernels, reference
+from jetrl_verl.models.base import Experts
+from jetrl_verl.nn.experts import JetExperts
+from jetrl_verl.reference import QuantizedTensor
+
+DEVICE = torch.device("cuda")
+FLOW = formats.get("fp8")
+QWEN3_30B = dict(experts=128, k=8, hidden=2048, inner=768)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(DEVICE, torch.bfloat16)
+
+
+def to_cpu(value):
+    return QuantizedTensor(value.qdata.cpu(), value.scales.cpu()) if isinstance(value, QuantizedTensor) else value.cpu()
+
+
+def logits_of(tokens: int, experts: int, seed: int = 0) -> torch.Tensor:
+    return normal(tokens, experts, seed=seed).float() * 2
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 128, 8), (777, 128, 8), (4096, 60, 4), (33, 8, 2)])
+def test_route_and_segments(tokens, experts, k, renormalize):
+    logits = logits_of(tokens, experts)
+    logits[:, 3] = logits[:, 5]  # ties
+    chosen, weights = kernels.route(logits, k, renormalize)
+    assert torch.equal(chosen.cpu(), reference.top_k(logits.cpu(), k))
+    exact = logits.double().softmax(dim=1).gather(1, chosen.long())
+    exact = exact / exact.sum(dim=1, keepdim=True) if renormalize else exact
+    assert (weights - exact).abs().max() < 1e-6
+    for align in (1, 128):
+        found = kernels.segments(chosen, experts, align)
+        for name, got, want in zip(found._fields, found, reference.segments(chosen.cpu(), experts, align), strict=True):
+            assert torch.equal(got.cpu(), want), (name, align)
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 3000])
+def test_rows_are_gathered_and_combined(tokens):
+    chosen, _ = kernels.route(logits_of(tokens, 128), 8, True)
+    where = kernels.segments(chosen, 128, 128)
+    used = int(where.start[-1])
+    x = normal(tokens, 2048)
+    quantized = FLOW.quantize_activation(x, "fp32")
+    got, want = kernels.gather_quantized(quantized, where.pair, 8), to_cpu(quantized)
+    want = reference.gather_quantized(want, where.pair.cpu(), 8)
+    assert torch.equal(got.qdata.view(torch.uint8).cpu(), want.qdata.view(torch.uint8))
+    assert torch.equal(got.scales.cpu(), want.scales)
+    rows = kernels.gather_rows(x, where.pair, 8)
+    assert torch.equal(rows.cpu(), reference.gather_rows(x.cpu(), where.pair.cpu(), 8))
+    y = normal(len(where.pair), 2048, seed=5)
+    assert torch.equal(kernels.combine(y, where.row).cpu(), reference.combine(y.cpu(), where.row.cpu())) and used
+
+
+def experts_weights(experts: int, hidden: int, inner: int, **_) -> tuple[QuantizedTensor, QuantizedTensor]:
+    shapes = ((experts, 2 * inner, hidden), (experts, hidden, inner))
+    return tuple(FLOW.quantize_weight(normal(*shape, seed=i) * 0.05, "fp32") for i, shape in enumerate(shapes))
+
+
+@pytest.mark.parametrize("align", [1, 128])
+@pytest.mark.parametrize("tokens", [1, 16, 300, 4096])
+def test_a_row_has_the_bits_of_the_dense_product(tokens, align):
+    """Of every expert, FProp and DGrad, whichever kernel the dense product takes."""
+    shape = QWEN3_30B
+    gate_up, _ = experts_weights(**shape)
+    chosen, _ = kernels.route(logits_of(tokens, shape["experts"]), shape["k"], True)
+    where = kernels.segments(chosen, shape["experts"], align)
+    bounds = where.start.tolist()
+    rows = FLOW.quantize_activation(normal(len(where.pair), shape["hidden"], seed=3), "fp32")
+    got = kernels.grouped_gemm_nt(rows, gate_up, where.start)
+    dy = FLOW.quantize_activation(normal(len(where.pair), 2 * shape["inner"], seed=4), "fp32")
+    dx = FLOW.experts_dgrad(dy, gate_up, where.start)
+    for expert, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        if last == first:
+            continue
+        weight = QuantizedTensor(gate_up.qdata[expert], gate_up.scales[expert])
+        mine = QuantizedTensor(rows.qdata[first:last].contiguous(), rows.scales[first:last].contiguous())
+        assert torch.equal(got[first:last], kernels.gemm_nt(mine, weight, b_block_scaled=True)), expert
+        mine = QuantizedTensor(dy.qdata[first:last].contiguous(), dy.scales[first:last].contiguous())
+        assert torch.equal(dx[first:last], FLOW.dgrad(mine, weight)), expert
+
+
+@pytest.mark.parametrize("tokens", [5, 4096])
+def test_a_weight_gradient_has_the_bits_of_the_dense_one(tokens):
+    shape = QWEN3_30B
+    chosen, _ = kernels.route(logits_of(tokens, shape["experts"]), shape["k"], True)
+    where = kernels.segments(chosen, shape["experts"], 128)
+    bounds = where.start.tolist()
+    dy, x = (normal(len(where.pair), columns, seed=6) for columns in (2 * shape["inner"], shape["hidden"]))
+    dy, x = (FLOW.quantize_gradient(t, "fp32", rowwise=False, colwise=True)[1] for t in (dy, x))
+    got = kernels.grouped_wgrad(dy, x, where.start)
+    for expert, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        if last == first:
+            assert not got[expert].any()
+            continue
+        groups = slice(first // 128, last // 128)
+        parts = [
+            QuantizedTensor(q.qdata[:, first:last].contiguous(), q.scales[:, groups].contiguous()) for q in (dy, x)
+        ]
+        assert torch.equal(got[expert], kernels.gemm_nt(*parts, b_block_scaled=False)), expert
+
+
+@pytest.mark.parametrize("rule", ["fp32", "pow2"])
+def test_the_weighted_activation(rule):
+    chosen, weights = kernels.route(logits_of(500, 128), 8, True)
+    where = kernels.segments(chosen, 128, 128)
+    used = int(where.start[-1])
+    gate_up = normal(len(where.pair), 2 * 768, seed=7) * 2
+    got = kernels.weighted_silu_mul_quantize(gate_up, weights, where.pair, rule)
+    gate, up = gate_up.double().chunk(2, dim=1)
+    of_row = torch.where(where.pair < 0, 0, weights.flatten()[where.pair.clamp(min=0).long()]).double()[:, None]
+    exact = nn.functional.silu(gate) * up * of_row
+    restored = FLOW.dequantize_activation(got)
+    assert (restored - exact)[:used].norm() < 0.03 * exact[:used].norm()
+    again = FLOW.quantize_activation(exact.to(torch.bfloat16), rule)
+    same = (got.qdata.view(torch.uint8) == again.qdata.view(torch.uint8))[:used].float().mean()
+    assert same > 0.999, "but for ties that the last bit of an exponential decides"
+
+    dy = normal(len(where.pair), 768, seed=8)
+    dgate_up, dweights = kernels.weighted_silu_mul_backward(dy, gate_up, weights, where.pair)
+    inputs = [t.double().requires_grad_() for t in (gate_up, weights)]
+    gate, up = inputs[0].chunk(2, dim=1)
+    held = where.pair >= 0
+    flat = inputs[1].flatten()[where.pair[held].long()][:, None]
+    ((nn.functional.silu(gate) * up)[held] * flat).backward(dy[held].double())
+    assert (dgate_up[held] - inputs[0].grad[held]).norm() < 4e-3 * inputs[0].grad[held].norm()
+    assert (dweights - inputs[1].grad).norm() < 1e-4 * inputs[1].grad.norm()
+
+
+def experts_module(**shape) -> JetExperts:
+    module = nn.Module()
+    torch.manual_seed(0)
+    for name, size in (
+        ("gate_up_proj", (shape["experts"], 2 * shape["inner"], shape["hidden"])),
+        ("down_proj", (shape["experts"], shape["hidden"], shape["inner"])),
+    ):
+        module.register_parameter(name, nn.Parameter(torch.randn(size, device=DEVICE, dtype=torch.bfloat16) * 0.02))
+    return JetExperts.replace(module, Experts(), scale_rule="fp32")
+
+
+def test_a_token_has_one_output_whoever_travels_along_and_in_a_graph():
+    ours, x, logits = experts_module(**QWEN3_30B), normal(2000, 2048, seed=9), logits_of(2000, 128)
+    chosen, weights = kernels.route(logits, 8, True)
+    trained = ours(x, chosen, weights)
+    with torch.no_grad():
+        whole = ours(x, chosen, weights)
+        for rows in (1, 2, 63, 64, 65, 500):
+            assert torch.equal(ours(x[:rows], chosen[:rows], weights[:rows]), whole[:rows]), rows
+        order = torch.randperm(2000, device=DEVICE)
+        assert torch.equal(ours(x[order], chosen[order], weights[order]), whole[order])
+        small = [t[:16].clone() for t in (x, chosen, weights)]
+        ours(*small)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = ours(*small)
+        for start in (16, 32):
+            for held, source in zip(small, (x, chosen, weights), strict=True):
+                held.copy_(source[start : start + 16])
+            graph.replay()
+            assert torch.equal(out, whole[start : start + 16])
+    assert torch.equal(trained, whole)
+
+
+def test_gradients_against_float64():
+    shape = dict(experts=16, k=4, hidden=512, inner=256)
+    ours, x, logits = experts_module(**shape), normal(700, 512, seed=10), logits_of(700, 16)
+    mine = [x.clone().requires_grad_(), logits.clone().requires_grad_()]
+    chosen, weights = kernels.route(mine[1], 4, True)
+    dy = normal(700, 512, seed=11)
+    ours(mine[0], chosen, weights).backward(dy)
+    exact = [t.double().requires_grad_() for t in (x, logits, ours.gate_up_proj.detach(), ours.down_proj.detach())]
+    shares = exact[1].softmax(dim=1).gather(1, chosen.long())
+    shares = shares / shares.sum(dim=1, keepdim=True)
+    out = torch.zeros(700, 512, dtype=torch.float64, device=DEVICE)
+    for expert in range(16):
+        token, slot = torch.where(chosen == expert)
+        gate, up = (exact[0][token] @ exact[2][expert].t()).chunk(2, dim=1)
+        out = out.index_add(0, token, nn.functional.silu(gate) * up * shares[token, slot, None] @ exact[3][expert].t())
+    out.backward(dy.double())
+    found = (mine[0].grad, mine[1].grad, ours.gate_up_proj.grad, ours.down_proj.grad)
+    for got, want in zip(found, exact, strict=True):
+        assert (got.double() - want.grad).norm() < 0.1 * want.grad.norm()

@@ -142,6 +142,8 @@ def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
     """
     try:
         ours = family(config)
+        if ours.experts is not None:
+            raise AdviseError(f"{name}: rates of mixtures of experts have not been measured; name a dense model.")
         shapes = ours.shapes(config, tp)
         vocabulary, layers = config["vocab_size"], config["num_hidden_layers"]
     except UnsupportedLayer as unknown:

@@ -135,6 +135,13 @@ void fprop(const Tensor& x, const Tensor& x_scales, const Tensor& w, const Tenso
   jetrl::fprop(call.x, call.w, call.k, call.bias, call.y, call.config, device.stream);
 }
 
+void fprop_of_ranks(const Tensor& x, const Tensor& x_scales, const Tensor& w, const Tensor& w_scales, int64_t ranks,
+                    const Tensor& y, int64_t block, int64_t cluster) {
+  const Device device(x);
+  const Forward call(x, x_scales, w, w_scales, std::nullopt, y, block, cluster);
+  jetrl::fprop_of_ranks(call.x, call.w, call.k, narrow(ranks), call.y, call.config, device.stream);
+}
+
 void decode(const Tensor& x, const Tensor& x_scales, const Tensor& w, const Tensor& w_scales,
             const std::optional<Tensor>& bias, const Tensor& y, int64_t block, int64_t cluster, bool static_weight) {
   const Device device(x);
@@ -234,6 +241,9 @@ void declare(torch::stable::detail::StableLibrary& library) {
   const char* forward_schema =
       "(Tensor x, Tensor x_scales, Tensor w, Tensor w_scales, Tensor? bias, Tensor(a!) y, int block, int cluster";
   library.def(("fprop" + std::string(forward_schema) + ") -> ()").c_str());
+  library.def(
+      "fprop_of_ranks(Tensor x, Tensor x_scales, Tensor w, Tensor w_scales, int ranks, Tensor(a!) y, int block, "
+      "int cluster) -> ()");
   library.def(("decode" + std::string(forward_schema) + ", bool static_weight=False) -> ()").c_str());
   library.def(
       "wgrad(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor(a!) dw, bool accumulate, int block, "
@@ -248,6 +258,7 @@ void declare(torch::stable::detail::StableLibrary& library) {
 
 void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("fprop", TORCH_BOX(&fprop));
+  library.impl("fprop_of_ranks", TORCH_BOX(&fprop_of_ranks));
   library.impl("decode", TORCH_BOX(&decode));
   library.impl("wgrad", TORCH_BOX(&wgrad));
   library.impl("relayout", TORCH_BOX(&relayout));

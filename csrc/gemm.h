@@ -141,9 +141,13 @@ struct Grid {
 
 // Y[M,N] = X W^T (+ bias), 1x128 scales on X, 128x128 scales on W, BF16 out.
 void fprop(const Operand& x, const Operand& w, int k, const Bias& bias, const Output& y, Config config, Stream stream);
-// The same for few rows of X; the same bits. `static_weight`: the previous kernel in the stream writes neither qdata
-// nor scales of W nor the bias, and allows nothing before all in front of it has ended (Grid): copies of W may start
-// while it runs. Only the speed depends on it.
+// The sum of the products of `ranks` equal slices of K, each rounded to BF16 as fprop rounds it, added in FP32 in their
+// order and rounded once. K is a multiple of 128 `ranks`; tiles take 64 or 128 rows of W.
+void fprop_of_ranks(const Operand& x, const Operand& w, int k, int ranks, const Output& y, Config config,
+                    Stream stream);
+// fprop for few rows of X; the same bits. `static_weight`: the previous kernel in the stream writes neither qdata nor
+// scales of W nor the bias, and allows nothing before all in front of it has ended (Grid): copies of W may start while
+// it runs. Only the speed depends on it.
 void decode_fprop(const Operand& x, const Operand& w, int k, const Bias& bias, const Output& y, Config config,
                   bool static_weight, Stream stream);
 // dW[N,K] = A B^T with A = dY^T [N,T], B = X^T [K,T], 1x128 scales along T on both, `t` tokens.

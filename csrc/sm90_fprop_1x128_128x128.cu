@@ -8,6 +8,10 @@
 // Every element of Y is that one chain of operations, whatever tile, cluster or order of the warps: configurations
 // differ in speed only.
 //
+// A sum of ranks' products (FpropShape::kRanks), as tensor parallelism makes it: K lies in as many equal slices. At the
+// end of each acc is rounded to BF16 and joins total = total + bf16(acc) in FP32, slices ascending, under the next
+// slice's first chain; total is rounded once. It begins as -0, which changes no number that is added to it.
+//
 // Roles (384 threads, one block per multiprocessor, persistent): warpgroup 0 holds the warps that copy, one for qdata
 // and, where scales_suit_tma, the scales of X by TMA, else one more for those by cp.async, one for the scales of W;
 // warpgroups 1 and 2 each own 64 rows. A warpgroup waits for its own chain and promotes it while the other's runs.
@@ -31,6 +35,7 @@ struct FpropParams {
   Scales x_scales, w_scales;
   Bias bias;
   int m, n, k_blocks;
+  int rank_blocks;  // K blocks of a rank, where the sum is of ranks' products
   bool tma_scales;  // of X
   TileOrder order;  // of cluster tiles: kCluster * kBlockM rows x kBlockN columns
 };
@@ -43,10 +48,11 @@ struct Corner {
 // The tile is 128 x 256, as large as registers allow: a thread of the two consumer warpgroups keeps 2 x 64 accumulators
 // and 64 partial sums, 192 of its 240 registers (504 of 512 go to the three warpgroups: 240, 240, 24). Where tiles of
 // 256 columns leave multiprocessors without one in the last round, those of 192 (one chain a warpgroup), 128 or 64 may
-// take less time (kTiles).
-template <int kBlockN_, int kCluster_>
+// take less time (kTiles). A sum of ranks' products keeps as many totals as accumulators: 3 x 64 for 128 columns.
+template <int kBlockN_, int kCluster_, bool kRanks_ = false>
 struct FpropShape {
   static constexpr int kBlockM = 128, kBlockN = kBlockN_, kCluster = kCluster_;
+  static constexpr bool kRanks = kRanks_;
   static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
   static constexpr int kChunk = kBlockN == 256 ? 128 : kBlockN, kSums = kChunk / 2;  // columns of a chain, its sums
   static constexpr int kChunks = kBlockN / kChunk;  // a consumer warpgroup has 64 rows of each
@@ -66,6 +72,7 @@ struct FpropShape {
   static constexpr int kAtEmpty = kAtFull + 8 * kStages;
   static constexpr int kBytes = kAtEmpty + 8 * kStages;
 
+  static_assert(!kRanks || kBlockN <= 128, "accumulators and totals do not fit into registers");
   static_assert(kChunk % kPart == 0 && kScalesW <= 32, "a chain is made of parts, and a lane has a part of a stage");
   static_assert(kTileX % 1024 == 0 && kTileW % 1024 == 0, "operand tiles start on whole swizzle atoms");
   static_assert(kAtScales % 128 == 0, "TMA writes scales to multiples of 128 bytes");
@@ -172,8 +179,31 @@ struct FpropConsumer {
   int round_at = Shape::kScalesW;  // in w_scales, of this round: 0 or behind those of the other
   float partial[kSums];
   float acc[kChunks][kSums];
+  float total[Shape::kRanks ? kSums : 1];  // of the ranks before this one
+  int left_of_rank = 0;                    // K blocks
+
+  // A rank's product is rounded and added.
+  JETRL_DEVICE void end_rank() {
+#pragma unroll
+    for (int j = 0; j < kSums; j += 2) {
+      const uint32_t rounded = sm90::pack_bf16(acc[0][j], acc[0][j + 1]);
+      total[j] = sm90::add(total[j], sm90::float_of(rounded << 16));
+      total[j + 1] = sm90::add(total[j + 1], sm90::float_of(rounded & 0xFFFF0000u));
+    }
+  }
+
+  template <int kCount>
+  JETRL_DEVICE static void fill(float (&values)[kCount], float with) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) values[j] = with;
+  }
 
   JETRL_DEVICE void store(int chunk, Corner of_tile) {
+    if constexpr (Shape::kRanks) {
+      end_rank();
+      store_bf16_by_tma(staging, total, Bias{nullptr, false}, y_map, of_tile.row, of_tile.column, p.n, lane);
+      return;
+    }
     store_bf16_by_tma(staging, acc[chunk], p.bias, y_map, of_tile.row, of_tile.column + Shape::kChunk * chunk, p.n,
                       lane);
   }
@@ -212,6 +242,17 @@ struct FpropConsumer {
       }
       issue_chain<Shape::kChunk>(partial, x, w + 2 * c * kDescriptorStep64Rows);
       if (kFirst && before.row >= 0) store(c, before);
+      if constexpr (Shape::kRanks) {
+        if (kFirst) {
+          fill(total, -0.0f);
+          left_of_rank = p.rank_blocks;
+        } else if (left_of_rank == 0) {
+          end_rank();
+          fill(acc[0], 0.0f);
+          left_of_rank = p.rank_blocks;
+        }
+        --left_of_rank;
+      }
       sm90::wgmma_wait<0>(partial);
       if (c == kChunks - 1) {
         ring.used(stage);
@@ -313,12 +354,13 @@ JETRL_KERNEL void __launch_bounds__(Shape::kThreads, 1)
 }
 
 template <class Shape>
-void run_fprop(const Operand& x, const Operand& w, int k, const Bias& bias, const Output& y, Stream stream) {
+void run_fprop(const Operand& x, const Operand& w, int k, const Bias& bias, const Output& y, Stream stream,
+               int ranks = 1) {
   const TileOrder order{ceil_div(x.rows, Shape::kCluster * Shape::kBlockM), ceil_div(w.rows, Shape::kBlockN),
                         2048 / (Shape::kCluster * Shape::kBlockM)};
   const int k_blocks = ceil_div(k, kGroup);
   const bool tma_scales = scales_suit_tma(x.scales, x.rows);
-  const FpropParams p{x.scales, w.scales, bias, x.rows, w.rows, k_blocks, tma_scales, order};
+  const FpropParams p{x.scales, w.scales, bias, x.rows, w.rows, k_blocks, k_blocks / ranks, tma_scales, order};
   const auto x_map = operand_map(x, k, Shape::kBlockM);
   const auto w_map = operand_map(w, k, Shape::kBlockN / Shape::kCluster);
   const auto x_scales_map = tma_scales ? scales_map(x.scales, x.rows, k_blocks, Shape::kBlockM) : x_map;
@@ -330,6 +372,7 @@ void run_fprop(const Operand& x, const Operand& w, int k, const Bias& bias, cons
 // Of the time of a round of 256 columns, one of 192 takes 0.73 to 0.77, of 128 0.49 to 0.56, of 64 0.33 to 0.38 (H200,
 // four rounds less one, K from 3584 to 12288; what a launch takes by itself is the same for all).
 constexpr TileCost kTiles[] = {{256, 100}, {192, 76}, {128, 55}, {64, 38}};
+constexpr TileCost kTilesOfRanks[] = {{128, 55}, {64, 38}};
 
 }  // namespace
 
@@ -349,6 +392,25 @@ void fprop(const Operand& x, const Operand& w, int k, const Bias& bias, const Ou
       refuse(
           "fprop: tiles take 64, 128, 192 or 256 rows of W, clusters 1 or 2 blocks; leave them 0 for the kernel's "
           "choice");
+  }
+}
+
+void fprop_of_ranks(const Operand& x, const Operand& w, int k, int ranks, const Output& y, Config config,
+                    Stream stream) {
+  if (ranks < 1 || ranks > k / kGroup || k % (ranks * kGroup) != 0) {
+    refuse("fprop_of_ranks: a rank's slice of K must be a multiple of " + std::to_string(kGroup) + "; use fewer ranks");
+  }
+  const int block = config.block ? config.block : choose_block(kTilesOfRanks, w.rows, x.rows, multiprocessors());
+  const int cluster = config.cluster ? config.cluster : x.rows > 128 ? 2 : 1;
+  const Bias none{nullptr, false};
+  switch (block * 10 + cluster) {
+    case 641: return run_fprop<FpropShape<64, 1, true>>(x, w, k, none, y, stream, ranks);
+    case 642: return run_fprop<FpropShape<64, 2, true>>(x, w, k, none, y, stream, ranks);
+    case 1281: return run_fprop<FpropShape<128, 1, true>>(x, w, k, none, y, stream, ranks);
+    case 1282: return run_fprop<FpropShape<128, 2, true>>(x, w, k, none, y, stream, ranks);
+    default:
+      refuse("fprop_of_ranks: tiles take 64 or 128 rows of W, clusters 1 or 2 blocks; leave them 0 for the kernel's "
+             "choice");
   }
 }
 

@@ -121,18 +121,14 @@ class BlockFP8(Format):
 
         Args:
             ranks: over which the rollout splits K. Each slice of it is then a product of its own, rounded to BF16, the
-                first with the bias, and the products are added as the ranks add them (kernels/sum_of_ranks.py).
+                first with the bias, and the products are added as the ranks add them (kernels/gemm_nt_of_ranks.py).
 
         Raises:
             ValueError: slices of K that are no multiples of 128.
         """
         if ranks == 1:
             return kernels.gemm_nt(x, weight, b_block_scaled=True, bias=bias)
-        slices = zip(k_slices(x, ranks), k_slices(weight, ranks), strict=True)
-        biases = [bias, *[None] * (ranks - 1)]
-        return kernels.sum_of_ranks(
-            [kernels.gemm_nt(a, b, b_block_scaled=True, bias=add) for (a, b), add in zip(slices, biases, strict=True)]
-        )
+        return kernels.gemm_nt_of_ranks(x, weight, ranks, bias)
 
     def dgrad(self, dy: QuantizedTensor, weight: QuantizedTensor) -> torch.Tensor:
         """``dX [M, K]`` BF16 of rowwise dY and the weight."""

@@ -19,6 +19,7 @@ from jetrl_verl.kernels.fprop_int8 import fprop_int8
 from jetrl_verl.kernels.gather_rows import gather_quantized, gather_rows
 from jetrl_verl.kernels.gemm_int8 import gemm_int8
 from jetrl_verl.kernels.gemm_nt import gemm_nt
+from jetrl_verl.kernels.gemm_nt_of_ranks import gemm_nt_of_ranks
 from jetrl_verl.kernels.grouped_gemm import grouped_gemm_nt, grouped_wgrad
 from jetrl_verl.kernels.log_probs import log_probs
 from jetrl_verl.kernels.logits import logits
@@ -57,6 +58,7 @@ __all__ = [
     "gemm_nt",
     "grouped_gemm_nt",
     "grouped_wgrad",
+    "gemm_nt_of_ranks",
     "log_probs",
     "logits",
     "override_backend",

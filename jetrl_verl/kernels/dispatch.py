@@ -41,7 +41,9 @@ BACKENDS: Table = {
     # The INT8 rollout. Sums are exact, so every backend has one result; vLLM's CUTLASS build has no INT8 for Blackwell.
     "quantize_int8": _TRITON,
     "gemm_int8": _TRITON | dict.fromkeys(("sm89", "sm90"), ("vllm_cutlass_int8", "triton")),
+    # Row-parallel layers of a rollout over several ranks: their sum, and in the trainer the ranks' products with it.
     "sum_of_ranks": _TRITON,
+    "gemm_nt_of_ranks": _TRITON | {"sm90": ("native", "slices", "triton")},
     # A mixture of experts.
     "route": _TRITON,
     "segments": _TRITON,

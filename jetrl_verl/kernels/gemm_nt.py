@@ -27,7 +27,7 @@ from jetrl_verl.kernels import native, vllm_kernels
 from jetrl_verl.kernels.device.e4m3 import GROUP
 from jetrl_verl.kernels.dispatch import backend_needs, choose, implementation, implements
 from jetrl_verl.reference import BLOCK, QuantizedTensor
-from jetrl_verl.reference.gemm import check_add_to, check_gemm_shapes
+from jetrl_verl.reference.gemm import check_add_to, check_gemm_shapes, check_k_slices
 
 for _operation in ("gemm_nt_128x128", "gemm_nt_1x128"):
     implements(_operation, "reference")(reference.gemm_nt)
@@ -48,6 +48,7 @@ def _gemm_nt_kernel(
     m,
     n,
     k,
+    rank_blocks,
     stride_am,
     stride_bn,
     stride_as_m,
@@ -58,6 +59,7 @@ def _gemm_nt_kernel(
     WITH_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
     ADD: tl.constexpr,
+    OF_RANKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TILES_PER_GROUP: tl.constexpr,
@@ -84,6 +86,9 @@ def _gemm_nt_kernel(
         b_scale_ptrs = b_scales_ptr + read_column.to(tl.int64) * stride_bs_n
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    if OF_RANKS:
+        # -0 + x is x, whatever its sign.
+        total = tl.full((BLOCK_M, BLOCK_N), -0.0, dtype=tl.float32)
     for block in range(0, tl.cdiv(k, GROUP)):
         if EVEN_K:
             a = tl.load(a_ptrs)
@@ -101,8 +106,19 @@ def _gemm_nt_kernel(
         b_ptrs += GROUP
         a_scale_ptrs += stride_as_k
         b_scale_ptrs += stride_bs_k
+        if OF_RANKS:
+            ends_a_slice = (block + 1) % rank_blocks == 0
+            if ends_a_slice:
+                if WITH_BIAS:
+                    of_rank_0 = block < rank_blocks
+                    if of_rank_0:
+                        acc += tl.load(bias_ptr + read_column).to(tl.float32)[None, :]
+                total += acc.to(tl.bfloat16).to(tl.float32)
+                acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
 
-    if WITH_BIAS:
+    if OF_RANKS:
+        acc = total
+    elif WITH_BIAS:
         acc += tl.load(bias_ptr + read_column).to(tl.float32)[None, :]
     out_offsets = row.to(tl.int64)[:, None] * n + column[None, :]
     mask = (row < m)[:, None] & (column < n)[None, :]
@@ -137,15 +153,19 @@ def triton_gemm_nt(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     add_to: torch.Tensor | None = None,
+    ranks: int = 1,
     tile: tuple[int, int, int, int] | None = None,
 ) -> torch.Tensor:
     """As :func:`jetrl_verl.reference.gemm_nt`. FP8 data may have any row stride.
 
     Args:
+        ranks: above 1, as :func:`jetrl_verl.reference.gemm_nt_of_ranks`.
         tile: ``(BLOCK_M, BLOCK_N, warps, stages)`` instead of the choice by size; for tests and benchmarks.
     """
     check_gemm_shapes(a, b, b_block_scaled, bias)
     (m, k), n = a.qdata.shape, b.qdata.shape[0]
+    if ranks > 1:
+        check_k_slices(k, ranks)
     if add_to is not None:
         check_add_to(add_to, m, n, b_block_scaled, out_dtype)
     out = add_to if add_to is not None else torch.empty((m, n), dtype=out_dtype, device=a.qdata.device)
@@ -167,6 +187,7 @@ def triton_gemm_nt(
         m,
         n,
         k,
+        k // ranks // BLOCK if ranks > 1 else 0,
         a_qdata.stride(0),
         b_qdata.stride(0),
         a.scales.stride(0),
@@ -177,6 +198,7 @@ def triton_gemm_nt(
         WITH_BIAS=bias is not None,
         EVEN_K=k % BLOCK == 0,
         ADD=add_to is not None,
+        OF_RANKS=ranks > 1,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         TILES_PER_GROUP=_TILES_PER_GROUP,

@@ -5,8 +5,8 @@
 One library beside this file, made by ``scripts/build_csrc.py`` where there is an nvcc, loaded on first use. Without
 it, or on another GPU, :func:`unavailable` says why, and the table's next backend runs. What a kernel computes and
 accepts stands in its operation's file: ``gemm_nt.py`` (FProp/DGrad, the same for few rows, WGrad),
-``relayout_128x1.py``, ``quantize_128x128.py`` (transpose), ``silu_mul.py`` (gradients). No :class:`Plan` changes a bit
-of a result.
+``gemm_nt_of_ranks.py``, ``relayout_128x1.py``, ``quantize_128x128.py`` (transpose), ``silu_mul.py`` (gradients). No
+:class:`Plan` changes a bit of a result.
 
 ``JETRL_NATIVE_DEBUG=1`` loads the debug build, in which a wait that lasts a second says what it waits for and stops the
 kernel.
@@ -41,6 +41,7 @@ _FORWARD = "x x_scales w w_scales bias y block cluster"
 _TRANSPOSE = "qdata scales out out_scales"
 _ARGUMENTS = {
     "fprop": _FORWARD,
+    "fprop_of_ranks": "x x_scales w w_scales ranks y block cluster",
     "decode": f"{_FORWARD} static_weight",
     "wgrad": "a a_scales b b_scales dw accumulate block cluster",
     "relayout": f"{_TRANSPOSE} pow2",
@@ -54,9 +55,10 @@ _ARGUMENTS = {
 class Plan(NamedTuple):
     """How a call is computed. Zero: the kernel's choice.
 
-    ``kernel``: which of the forward kernels (ignored for 1x128 scales on B). ``block``: rows per tile of B in FProp,
-    64, 128, 192 or 256, and of A in WGrad, 128 or 256, beside 128 of the other; of B in the decode kernel, 16, 32, 48
-    or 64. ``cluster``: blocks that share a tile by multicast, 1 or 2; always 1 in the decode kernel.
+    ``kernel``: which of the forward kernels (ignored for 1x128 scales on B, and for ranks' products). ``block``: rows
+    per tile of B in FProp, 64, 128, 192 or 256, for ranks' products 64 or 128, and of A in WGrad, 128 or 256, beside
+    128 of the other; of B in the decode kernel, 16, 32, 48 or 64. ``cluster``: blocks that share a tile by multicast, 1
+    or 2; always 1 in the decode kernel.
     """
 
     kernel: Literal["", "fprop", "decode"] = ""

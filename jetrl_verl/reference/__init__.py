@@ -27,7 +27,7 @@ from jetrl_verl.reference.experts import (
     segments,
     top_k,
 )
-from jetrl_verl.reference.gemm import gemm_nt, gemm_nt_float64, k_slices, sum_of_ranks
+from jetrl_verl.reference.gemm import gemm_nt, gemm_nt_float64, gemm_nt_of_ranks, k_slices, sum_of_ranks
 from jetrl_verl.reference.int8 import dequantize_int8, gemm_int8, quantize_int8
 from jetrl_verl.reference.quantize import (
     dequantize_1x128,
@@ -64,8 +64,8 @@ __all__ = [
     "gemm_nt_float64",
     "grouped_gemm_nt",
     "grouped_wgrad",
+    "gemm_nt_of_ranks",
     "k_slices",
-    "sum_of_ranks",
     "quantize_1x128",
     "quantize_1x128_and_128x1",
     "quantize_128x1",
@@ -77,5 +77,6 @@ __all__ = [
     "scale_from_amax_bits",
     "segments",
     "top_k",
+    "sum_of_ranks",
     "transpose_128x128",
 ]

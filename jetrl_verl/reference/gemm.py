@@ -110,6 +110,12 @@ def sum_of_ranks(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return acc.to(torch.bfloat16)
 
 
+def check_k_slices(k: int, count: int) -> None:
+    """Raise ``ValueError`` unless ``count`` equal slices of K are multiples of 128."""
+    if k % (count * BLOCK):
+        raise ValueError(f"K = {k} in {count} slices is not supported with blocks of {BLOCK}. Set fewer ranks.")
+
+
 def k_slices(x: QuantizedTensor, count: int) -> list[QuantizedTensor]:
     """Views of an operand ``[..., K]`` on ``count`` equal slices of K, as tensor-parallel ranks hold them.
 
@@ -117,8 +123,7 @@ def k_slices(x: QuantizedTensor, count: int) -> list[QuantizedTensor]:
         ValueError: slices of K that are no multiples of 128.
     """
     k = x.qdata.shape[-1]
-    if k % (count * BLOCK):
-        raise ValueError(f"K = {k} in {count} slices is not supported with blocks of {BLOCK}. Set fewer ranks.")
+    check_k_slices(k, count)
     width, groups = k // count, k // count // BLOCK
     return [
         QuantizedTensor(
@@ -126,6 +131,31 @@ def k_slices(x: QuantizedTensor, count: int) -> list[QuantizedTensor]:
         )
         for rank in range(count)
     ]
+
+
+def gemm_nt_of_ranks(
+    a: QuantizedTensor, b: QuantizedTensor, ranks: int, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``A B^T`` as tensor-parallel ranks compute it that hold equal slices of K: each rank's :func:`gemm_nt`, rounded
+    to BF16, then :func:`sum_of_ranks`.
+
+    Args:
+        a: qdata ``[M, K]``, 1x128 scales. b: qdata ``[N, K]``, 128x128 scales.
+        ranks: how many.
+        bias: ``[N]`` or None, in the product of rank 0.
+
+    Returns:
+        ``[M, N]`` BF16.
+
+    Raises:
+        ValueError: shapes that do not fit, or slices of K that are no multiples of 128.
+    """
+    check_gemm_shapes(a, b, True, bias)
+    slices = zip(k_slices(a, ranks), k_slices(b, ranks), strict=True)
+    biases = [bias, *[None] * (ranks - 1)]
+    return sum_of_ranks(
+        [gemm_nt(x, w, b_block_scaled=True, bias=add) for (x, w), add in zip(slices, biases, strict=True)]
+    )
 
 
 def gemm_nt_float64(a: QuantizedTensor, b: QuantizedTensor, *, b_block_scaled: bool) -> torch.Tensor:

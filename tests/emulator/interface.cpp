@@ -10,6 +10,7 @@ using namespace emulator;
 // A library may hold some of the kernels only.
 namespace jetrl {
 __attribute__((weak)) void fprop(const Operand&, const Operand&, int, const Bias&, const Output&, Config, Stream);
+__attribute__((weak)) void fprop_of_ranks(const Operand&, const Operand&, int, int, const Output&, Config, Stream);
 __attribute__((weak)) void decode_fprop(const Operand&, const Operand&, int, const Bias&, const Output&, Config, bool,
                                         Stream);
 __attribute__((weak)) void wgrad(const Operand&, const Operand&, int, const Output&, Config, Stream);
@@ -47,11 +48,11 @@ uint64_t jetrl_steps() { return machine.steps; }
 
 int jetrl_blocks() { return machine.grid; }
 
-// kernel: 0 fprop, 1 decode, 2 wgrad. Returns 0, or 1 with jetrl_error saying why.
+// kernel: 0 fprop, 1 decode, 2 wgrad, 3 fprop_of_ranks (`ranks`). Returns 0, or 1 with jetrl_error saying why.
 int jetrl_run(int kernel, int m, int n, int k, const void* a, int64_t a_stride, const float* a_scales, int64_t a_row,
               int64_t a_group, const void* b, int64_t b_stride, const float* b_scales, int64_t b_row, int64_t b_group,
-              const void* bias, int bias_fp32, void* out, int64_t out_stride, int out_fp32, int accumulate, int block,
-              int cluster, int multiprocessors, uint32_t seed) {
+              const void* bias, int bias_fp32, void* out, int64_t out_stride, int out_fp32, int accumulate, int ranks,
+              int block, int cluster, int multiprocessors, uint32_t seed) {
   machine.multiprocessors = multiprocessors;
   const jetrl::Operand of_a{a, m, a_stride, {a_scales, a_row, a_group}};
   const jetrl::Operand of_b{b, n, b_stride, {b_scales, b_row, b_group}};
@@ -66,6 +67,8 @@ int jetrl_run(int kernel, int m, int n, int k, const void* a, int64_t a_stride, 
       if (m <= 64) machine.counted_rows = m;  // what follows a tile of fewer is whatever lies there
       machine.fresh = {{a, static_cast<const uint8_t*>(a) + m * a_stride}, {a_scales, a_scales + last_scale + 1}};
       jetrl::decode_fprop(of_a, of_b, k, of_bias, of_out, config, true, nullptr);
+    } else if (kernel == 3) {
+      jetrl::fprop_of_ranks(of_a, of_b, k, ranks, of_out, config, nullptr);
     } else {
       jetrl::wgrad(of_a, of_b, k, of_out, config, nullptr);
     }

@@ -19,7 +19,7 @@ from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor
 
 EMULATOR = Path(__file__).parent
 CSRC = EMULATOR.parents[1] / "csrc"
-KERNELS = {"fprop": 0, "decode": 1, "wgrad": 2}
+KERNELS = {"fprop": 0, "decode": 1, "wgrad": 2, "fprop_of_ranks": 3}
 NAN_CODE = 0x7F
 SIGMA = {0.0: 0.5, 64.0: 1.0, -128.0: 0.0}
 """Gates whose exponential leaves no rounding to an implementation."""
@@ -103,12 +103,15 @@ class Emulator:
         *,
         bias: torch.Tensor | None = None,
         accumulate: bool = False,
+        ranks: int = 1,
         block: int = 0,
         cluster: int = 0,
         multiprocessors: int = 4,
         seed: int = 0,
     ) -> None:
-        """Write (or add) ``A B^T (+ bias)`` to ``out [M, N]``; raises ``RuntimeError`` with the machine's sentence."""
+        """Write (or add) ``A B^T (+ bias)`` to ``out [M, N]``, for ``fprop_of_ranks`` the sum of ``ranks`` products.
+
+        Raises ``RuntimeError`` with the machine's sentence."""
         failed = self._library.jetrl_run(
             KERNELS[kernel],
             *(a.qdata.shape[0], b.qdata.shape[0], a.qdata.shape[1]),
@@ -119,7 +122,7 @@ class Emulator:
             _pointer(out),
             ctypes.c_int64(out.stride(0)),
             int(out.dtype == torch.float32),
-            *(int(accumulate), block, cluster, multiprocessors),
+            *(int(accumulate), ranks, block, cluster, multiprocessors),
             ctypes.c_uint32(seed),
         )
         self._check(failed)

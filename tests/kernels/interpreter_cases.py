@@ -11,7 +11,7 @@ from quantizer_checks import assert_same_bytes, check_all_quantizers
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.gemm_nt import TILES
-from jetrl_verl.reference import SCALE_RULES
+from jetrl_verl.reference import BLOCK, FP8_DTYPE, SCALE_RULES, QuantizedTensor, k_slices
 
 
 @pytest.mark.parametrize("rule", SCALE_RULES)
@@ -96,6 +96,40 @@ def test_a_weight_gradient_is_added_to_the_callers_buffer_once():
     total = buffer.clone()
     assert triton_kernels.gemm_nt(a, b, **call, add_to=total) is total
     assert torch.equal(total, buffer + plain)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_products_of_ranks_are_rounded_and_added_in_their_order(ranks, with_bias):
+    """Of small integers, whose FP32 sums are exact; a BF16 number is cut here where a GPU rounds it."""
+
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        return (x.float().view(torch.int32) & -(2**16)).view(torch.float32)
+
+    m, n, k = 70, 130, 8 * BLOCK
+    a, b = (
+        QuantizedTensor(torch.randint(-4, 5, (rows, k)).float().to(FP8_DTYPE), torch.ones(scale_rows, k // BLOCK))
+        for rows, scale_rows in ((m, m), (n, 2))
+    )
+    bias = torch.arange(n).bfloat16() if with_bias else None
+    parts = [(x.qdata.double() @ w.qdata.double().t()) for x, w in zip(k_slices(a, ranks), k_slices(b, ranks))]
+    if with_bias:
+        parts[0] += bias.double()
+    total = cut(parts[0])
+    for part in parts[1:]:
+        total += cut(part)
+    got = triton_kernels.gemm_nt_of_ranks(a, b, ranks, bias)
+    assert got.dtype == torch.bfloat16 and torch.equal(got.float(), cut(total))
+    whole = cut(sum(parts))
+    assert torch.equal(got.float(), whole) == (ranks == 1)
+    for tile in TILES:
+        assert torch.equal(triton_kernels.gemm_nt_of_ranks(a, b, ranks, bias, tile=tile), got)
+
+
+def test_slices_that_cut_a_block_are_refused():
+    a, b = reference.quantize_1x128(gaussian(3, 384), "fp32"), reference.quantize_128x128(gaussian(5, 384), "fp32")
+    with pytest.raises(ValueError, match="K = 384 in 2 slices is not supported with blocks of 128. Set fewer ranks."):
+        triton_kernels.gemm_nt_of_ranks(a, b, 2)
 
 
 def test_every_tile_shape_computes_the_same():

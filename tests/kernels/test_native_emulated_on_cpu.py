@@ -14,7 +14,7 @@ import pytest
 import torch
 from native_emulator import CSRC, Emulator, operands, product
 
-from jetrl_verl.reference import BLOCK
+from jetrl_verl.reference import BLOCK, k_slices, sum_of_ranks
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -36,13 +36,18 @@ def emulator(library) -> Emulator:
 
 
 def check(emulator: Emulator, kernel: str, m: int, n: int, k: int, *, dtype=torch.bfloat16, bias=None, seed=0, **plan):
-    """The result, and canaries of NaN around it, in a larger matrix of NaN."""
+    """The result, and canaries of NaN around it, in a larger matrix of NaN. With ``ranks`` it is the sum of the
+    products of slices of K, each of which is rounded."""
     block_scaled = kernel != "wgrad"
     a, b = operands(m, n, k, block_scaled, seed)
     around = torch.full((m + 2, n + 16), torch.nan, dtype=dtype)
     out = around[1:-1, 8:-8]
     emulator.run(kernel, a, b, out, bias=bias, seed=seed, **plan)
-    want = product(a, b, block_scaled)
+    if (ranks := plan.get("ranks")) is not None:
+        slices = zip(k_slices(a, ranks), k_slices(b, ranks), strict=True)
+        want = sum_of_ranks([product(x, w, True).bfloat16() for x, w in slices])
+    else:
+        want = product(a, b, block_scaled)
     if bias is not None:
         want += bias.double()
     assert torch.equal(out, want.to(dtype))
@@ -109,6 +114,62 @@ def test_bias_of_a_tile_that_is_stored_under_the_next_one(emulator, block, clust
     """Several tiles in turn, the last one ragged: each has its own columns' bias, in every 128 of them."""
     plan = {"block": block, "cluster": cluster, "multiprocessors": 2}
     check(emulator, "fprop", 290, 528, 256, bias=torch.arange(528) / 8 - 33, **plan, seed=block)
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_products_of_ranks_are_rounded_and_added_in_their_order(emulator, ranks, block, cluster):
+    """Several tiles in turn, each of which begins its sums anew; slices of one K block and of three."""
+    for blocks in (1, 3):
+        plan = {"ranks": ranks, "block": block, "cluster": cluster, "multiprocessors": 2}
+        check(emulator, "fprop_of_ranks", 150, 264, ranks * blocks * BLOCK, **plan, seed=blocks)
+
+
+@pytest.mark.parametrize("m", [1, 63, 64, 65, 127, 129, 257])
+def test_products_of_ranks_around_tile_edges(emulator, m):
+    check(emulator, "fprop_of_ranks", m, 136, 4 * BLOCK, ranks=2, seed=m)
+
+
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("blocks", [4, 5, 6, 8, 9])
+def test_slices_end_anywhere_in_the_ring(emulator, blocks, block):
+    """With and in front of its end, three tiles in turn on one multiprocessor; 128 columns have 5 stages, 64 have 8."""
+    shape, plan = (64, 3 * block - 8, 3 * blocks * BLOCK), {"block": block, "cluster": 1, "multiprocessors": 1}
+    check(emulator, "fprop_of_ranks", *shape, ranks=3, **plan, seed=blocks)
+
+
+def test_what_the_ranks_add_up_to_is_not_the_whole_product():
+    """So the tests above see each rank's rounding."""
+    a, b = operands(290, 264, 4 * BLOCK, True, 1)
+    parts = [product(x, w, True).bfloat16() for x, w in zip(k_slices(a, 4), k_slices(b, 4), strict=True)]
+    assert not torch.equal(sum_of_ranks(parts), product(a, b, True).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("parts", "want"), [((2.0**25, -(2.0**25), 1), 1), ((1, 2.0**25, -(2.0**25)), 0), ((2.0**25, 1, -(2.0**25)), 0)]
+)
+def test_products_of_ranks_are_added_from_the_left(emulator, parts, want):
+    """2^25 + 1 in FP32 is 2^25."""
+    a, b = operands(3, 16, 3 * BLOCK, True)
+    a.qdata.view(torch.uint8).zero_(), b.qdata.view(torch.uint8).zero_()
+    a.qdata[:, ::BLOCK] = torch.tensor(parts).sign().to(a.qdata.dtype)
+    b.qdata[:, ::BLOCK] = 1
+    a.scales.copy_(torch.tensor(parts).abs()), b.scales.fill_(1)
+    out = torch.full((3, 16), torch.nan, dtype=torch.bfloat16)
+    emulator.run("fprop_of_ranks", a, b, out, ranks=3)
+    assert (out == want).all()
+
+
+def test_products_of_ranks_keep_the_sign_of_a_zero(emulator):
+    """Each rank's -0, that of a product too small for FP32, and so their sum's."""
+    a, b = operands(1, 16, 2 * BLOCK, True)
+    a.qdata.view(torch.uint8).zero_()[:, ::BLOCK] = 0x01
+    b.qdata.view(torch.uint8).zero_()[:, ::BLOCK] = 0x81
+    a.scales.fill_(2.0**-75), b.scales.fill_(2.0**-74)
+    out = torch.ones(1, 16, dtype=torch.bfloat16)
+    emulator.run("fprop_of_ranks", a, b, out, ranks=2)
+    assert (out == 0).all() and out.signbit().all()
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -188,9 +249,11 @@ def test_wgrad_adds_to_the_callers_buffer(emulator, block):
 
 def test_a_plan_without_a_kernel_is_refused(emulator):
     a, b = operands(8, 64, 128, True)
-    for kernel in ("fprop", "decode"):
+    for kernel in ("fprop", "decode", "fprop_of_ranks"):
         with pytest.raises(RuntimeError, match="for the kernel's choice"):
             emulator.run(kernel, a, b, torch.empty(8, 64, dtype=torch.bfloat16), cluster=3)
+    with pytest.raises(RuntimeError, match="a rank's slice of K must be a multiple of 128; use fewer ranks"):
+        emulator.run("fprop_of_ranks", a, b, torch.empty(8, 64, dtype=torch.bfloat16), ranks=2)
     with pytest.raises(RuntimeError, match="FP32 buffers only"):
         emulator.run("wgrad", *operands(8, 64, 128, False), torch.empty(8, 64, dtype=torch.bfloat16), accumulate=True)
 
@@ -457,6 +520,30 @@ FAULTS = {
         "  sync_cluster_or_block<Shape::kCluster>();\n",
         "",
     ),
+    "a rank goes on with the sums of the one before": (
+        "fprop_of_ranks",
+        FPROP,
+        "          fill(acc[0], 0.0f);\n",
+        "",
+    ),
+    "a tile goes on with the total of the one before": (
+        "fprop_of_ranks",
+        FPROP,
+        "          fill(total, -0.0f);\n",
+        "          if (before.row < 0) fill(total, -0.0f);\n",
+    ),
+    "a tile's first slice ends where the last one's would have": (
+        "fprop_of_ranks",
+        FPROP,
+        "          fill(total, -0.0f);\n          left_of_rank = p.rank_blocks;\n",
+        "          fill(total, -0.0f);\n          if (before.row < 0) left_of_rank = p.rank_blocks + 1;\n",
+    ),
+    "the products of ranks are not rounded": (
+        "fprop_of_ranks",
+        FPROP,
+        ("sm90::float_of(rounded << 16)", "sm90::float_of(rounded & 0xFFFF0000u)"),
+        ("acc[0][j]", "acc[0][j + 1]"),
+    ),
 }
 
 
@@ -481,7 +568,7 @@ def plant(folder: Path, kernel: str, file: str, line, wrong, machine: Path | Non
         assert source.count(old) == 1
         source = source.replace(old, new)
     (planted / file).write_text(source)
-    return Emulator(native_emulator.build(folder, planted, f"sm90_{kernel}*", machine))
+    return Emulator(native_emulator.build(folder, planted, f"sm90_{kernel.removesuffix('_of_ranks')}*", machine))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -499,9 +586,10 @@ def test_the_emulator_sees_a_planted_fault(fault, machine, tmp_path):
     plan |= {"block": 192} if "192" in fault else {}
     plan |= {"multiprocessors": 2}
     plan |= {"dtype": torch.float32} if kernel == "wgrad" else {}  # where its warpgroups take turns
+    plan |= {"ranks": 3, "block": 128} if kernel == "fprop_of_ranks" else {}
 
     # WGrad's copying warp has late lanes where TMA brings its scales, by the seed; else they all arrive.
-    k = 144 if file == "epilogue.cuh" or fault in AT_AN_END else 1158
+    k = 144 if file == "epilogue.cuh" or fault in AT_AN_END else 6 * BLOCK if kernel == "fprop_of_ranks" else 1158
     for seed in (0, 2) if line == LATE else (0, 1):
         with pytest.raises((RuntimeError, AssertionError)):
             check(faulty, kernel, rows, 264, k, **plan, seed=seed)

@@ -20,10 +20,11 @@ from quantizer_checks import assert_same_bytes
 from jetrl_verl import reference
 from jetrl_verl.kernels import dispatch, native
 from jetrl_verl.kernels.gemm_nt import native_gemm_nt, native_supports_gemm_nt
+from jetrl_verl.kernels.gemm_nt_of_ranks import native_gemm_nt_of_ranks, sliced_gemm_nt_of_ranks
 from jetrl_verl.kernels.quantize_128x128 import native_transpose_128x128
 from jetrl_verl.kernels.relayout_128x1 import native_relayout_128x1
 from jetrl_verl.kernels.silu_mul import native_silu_mul_backward_quantize, native_supports_silu_mul_backward
-from jetrl_verl.reference import BLOCK, FP8_DTYPE, SCALE_RULES, QuantizedTensor
+from jetrl_verl.reference import BLOCK, FP8_DTYPE, SCALE_RULES, QuantizedTensor, k_slices, sum_of_ranks
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -56,6 +57,30 @@ def test_a_forward_product(m, plan, bias):
     want = product(a, b, True) + (0 if bias is None else bias.double())
     got = native_gemm_nt(a, b, b_block_scaled=True, bias=bias, plan=plan, static_weight=m == 20)
     assert torch.equal(got, want.bfloat16())
+
+
+@pytest.mark.parametrize("plan", [None, native.Plan(block=64, cluster=2)])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("m", [1, 20, 130])
+def test_a_sum_of_ranks_products(m, ranks, plan):
+    a, b = operands(m, 72, 4 * BLOCK, True)
+    slices = zip(k_slices(a, ranks), k_slices(b, ranks), strict=True)
+    want = sum_of_ranks([product(x, w, True).bfloat16() for x, w in slices])
+    assert torch.equal(native_gemm_nt_of_ranks(a, b, ranks, plan=plan), want)
+    assert torch.equal(sliced_gemm_nt_of_ranks(a, b, ranks), want)
+
+
+def test_a_sum_of_ranks_products_with_a_bias_goes_by_slices():
+    a, b = operands(20, 72, 2 * BLOCK, True)
+    bias = torch.arange(72).bfloat16() / 8
+    assert dispatch.supports("gemm_nt_of_ranks", "native", a, b, 2)
+    assert not dispatch.supports("gemm_nt_of_ranks", "native", a, b, 2, bias)
+    with pytest.raises(ValueError, match="over 2 ranks with a bias; use backend triton"):
+        native_gemm_nt_of_ranks(a, b, 2, bias)
+    assert dispatch.supports("gemm_nt_of_ranks", "slices", a, b, 2, bias)
+    first, second = (product(x, w, True) for x, w in zip(k_slices(a, 2), k_slices(b, 2), strict=True))
+    want = sum_of_ranks([(first + bias.double()).bfloat16(), second.bfloat16()])
+    assert torch.equal(sliced_gemm_nt_of_ranks(a, b, 2, bias), want)
 
 
 @pytest.mark.parametrize("block", [0, 128, 256])
@@ -112,6 +137,10 @@ def arguments_of(operator: str) -> tuple[dict, dict[str, torch.Tensor]]:
 
     if operator in ("fprop", "decode"):
         arguments = dict(zip(("x", "x_scales", "w", "w_scales"), (*a, *b)), bias=None, block=0, cluster=0)
+        results = {"y": fresh(20, 144, torch.bfloat16)}
+    elif operator == "fprop_of_ranks":
+        a, b = operands(20, 144, 2 * BLOCK, True)
+        arguments = dict(zip(("x", "x_scales", "w", "w_scales"), (*a, *b)), ranks=2, block=0, cluster=0)
         results = {"y": fresh(20, 144, torch.bfloat16)}
     elif operator == "wgrad":
         arguments = dict(zip(("a", "a_scales", "b", "b_scales"), (*a, *b)), accumulate=False, block=0, cluster=0)
@@ -244,8 +273,14 @@ def of_dense(operator: str, argument: str, name: str, kind: str) -> list[tuple]:
 REFUSED = [
     *of_gemm("fprop", "x", "w", "y", ("X", "W"), BLOCK),
     *of_gemm("decode", "x", "w", "y", ("X", "W"), BLOCK),
+    *of_gemm("fprop_of_ranks", "x", "w", "y", ("X", "W"), BLOCK),
+    *(("fprop_of_ranks", "ranks", lambda _, n=n: n, "slice of K must be a multiple of 128") for n in (3, 4)),
+    ("fprop_of_ranks", "ranks", lambda _: 0, "a dimension of 0 is not served"),
     *of_gemm("wgrad", "a", "b", "dw", (r"dY\^T", r"X\^T"), 1),
-    *((operator, "y", of_type(torch.float32), "FProp writes BF16") for operator in ("fprop", "decode")),
+    *(
+        (operator, "y", of_type(torch.float32), "FProp writes BF16")
+        for operator in ("fprop", "decode", "fprop_of_ranks")
+    ),
     *((operator, "bias", lambda _: torch.zeros(143), BIAS) for operator in ("fprop", "decode")),
     *((operator, "bias", lambda _: torch.zeros(288)[::2], BIAS) for operator in ("fprop", "decode")),
     *((operator, "bias", lambda _: torch.zeros(144, dtype=torch.float16), BIAS) for operator in ("fprop", "decode")),

@@ -27,20 +27,24 @@ def ptx_for_hopper(kernel, types: dict[str, str], constants: dict[str, object], 
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
 
 
-@pytest.mark.parametrize("b_block_scaled", [True, False])
+@pytest.mark.parametrize(("b_block_scaled", "of_ranks"), [(True, False), (True, True), (False, False)])
 @pytest.mark.parametrize("tile", TILES)
-def test_one_k_block_is_one_chain_of_four_matrix_instructions(tile, b_block_scaled):
+def test_one_k_block_is_one_chain_of_four_matrix_instructions(tile, b_block_scaled, of_ranks):
     """The row invariance of the GEMM rests on this: m64, k32, four in a row from zero, whatever the tile."""
     block_m, block_n, warps, stages = tile
     types = {"a_ptr": "*fp8e4nv", "b_ptr": "*fp8e4nv", "out_ptr": "*bf16" if b_block_scaled else "*fp32"}
     types |= dict.fromkeys(("a_scales_ptr", "b_scales_ptr", "bias_ptr"), "*fp32")
     constants = {"B_BLOCK_SCALED": b_block_scaled, "WITH_BIAS": False, "EVEN_K": True, "ADD": not b_block_scaled}
-    constants |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "TILES_PER_GROUP": 8}
+    constants |= {"OF_RANKS": of_ranks, "BLOCK_M": block_m, "BLOCK_N": block_n, "TILES_PER_GROUP": 8}
     ptx = ptx_for_hopper(_gemm_nt_kernel, types, constants, num_warps=warps, num_stages=stages)
     instructions = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", ptx)
     assert instructions == [f"m64n{block_n}k32.f32.e4m3.e4m3"] * 4
     # One fused multiply-add promotes each element of a thread's share of the tile, and nothing else multiplies into it.
-    assert ptx.count("fma.rn.f32") == block_m * block_n // (32 * warps)
+    elements = block_m * block_n // (32 * warps)
+    assert ptx.count("fma.rn.f32") == elements
+    # Copies run ahead of the chains, also where a rank's slice may end with any of them.
+    assert re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx) == [str(2 * (stages - 2)), "0"]
+    assert ptx.count("cvt.rn.bf16.f32") == of_ranks * elements, "each rank's product is rounded"
 
 
 @pytest.mark.parametrize(("capability", "count"), [(89, 0), (90, 1), (100, 1)])

@@ -158,6 +158,32 @@ def test_a_sum_over_no_tokens_is_zero():
     assert (dw == 0).all()
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_ranks_round_their_products_and_add_them_in_their_order(ranks, with_bias):
+    a, b = operands(70, 130, 2048, b_block_scaled=True)
+    bias = torch.arange(130).bfloat16() / 8 if with_bias else None
+    width, groups = 2048 // ranks, 16 // ranks
+    total = None
+    for rank in range(ranks):
+        columns, scales = slice(rank * width, (rank + 1) * width), slice(rank * groups, (rank + 1) * groups)
+        x, w = (QuantizedTensor(q.qdata[:, columns].contiguous(), q.scales[:, scales].contiguous()) for q in (a, b))
+        part = reference.gemm_nt(x, w, b_block_scaled=True, bias=None if rank else bias).float()
+        total = part if total is None else total + part
+    found = reference.gemm_nt_of_ranks(a, b, ranks, bias)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, total.bfloat16())
+    whole = reference.gemm_nt(a, b, b_block_scaled=True, bias=bias)
+    assert torch.equal(found, whole) == (ranks == 1)
+    rows = QuantizedTensor(a.qdata[:7], a.scales[:7])
+    assert torch.equal(reference.gemm_nt_of_ranks(rows, b, ranks, bias), found[:7])
+
+
+def test_slices_of_k_that_cut_a_block_are_refused():
+    a, b = operands(4, 130, 384, b_block_scaled=True)
+    with pytest.raises(ValueError, match="K = 384 in 2 slices is not supported with blocks of 128. Set fewer ranks."):
+        reference.gemm_nt_of_ranks(a, b, 2)
+
+
 def test_shapes_that_do_not_fit_are_named():
     a, b = operands(4, 130, 256, b_block_scaled=True)
     with pytest.raises(ValueError, match=r"do not fit .*1x128 scales on B"):

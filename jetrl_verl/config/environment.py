@@ -236,7 +236,8 @@ def model_message(error: ValueError, path: str, precision: str) -> str:
     found, reason = row_of(error), str(error).partition("; ")[0]
     if found is None:
         return f"the model {path} is not supported with precision={precision}: {reason}. Set precision=bf16."
-    return found.message(path=path, error=reason, **{"jetrl.precision": precision})
+    words = {"largest": getattr(error, "largest", None), "jetrl.precision": precision}
+    return found.message(path=path, error=reason, **words)
 
 
 def model_clause(error: ValueError, path: str, precision: str) -> str:

@@ -32,7 +32,15 @@ _STOCK = "use precision=jet_fp8 jetrl.operations=stock, or precision=bf16"
 
 
 class UnsupportedLayer(ValueError):
-    """A model or one of its linear layers cannot take part in the FP8 flow; the message says which and what to do."""
+    """A model or one of its linear layers cannot take part in the FP8 flow; the message says which and what to do.
+
+    Attributes:
+        largest: where a rollout over fewer ranks would do, the most of them.
+    """
+
+    def __init__(self, message: str, largest: int | None = None) -> None:
+        super().__init__(message)
+        self.largest = largest
 
 
 class Place(NamedTuple):
@@ -262,6 +270,12 @@ class Family:
     def head_dim(self, config: Any) -> int:
         """Features of one attention head."""
         return read(config, "head_dim", read(config, "hidden_size") // read(config, "num_attention_heads"))
+
+    def deals_heads(self, config: Any, tp: int) -> bool:
+        """Whether vLLM can deal the heads over ``tp`` ranks: as many each, key heads shared where there are fewer."""
+        heads = read(config, "num_attention_heads")
+        kv_heads = read(config, "num_key_value_heads", heads)
+        return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
 
     # --- what is supported -------------------------------------------------------------------------------------------
 

@@ -6,18 +6,18 @@ A layer is quantized on both sides or on neither. Whether it *can* be depends on
 it: every tensor-parallel shard, and every piece of a merged projection (q/k/v, gate/up), must be a multiple of 128 in
 both dimensions, because a 128x128 block never crosses a shard. So the plan is made from the model's configuration and
 the rollout's tensor-parallel size alone, before a process is started, and pieces that vLLM merges stand or fall
-together. Names and shapes come from the model's family (jetrl_verl/models/base.py). Embeddings, norms, rotary, the
-attention core and ``lm_head`` stay BF16 by contract. Where the rollout's linear layers are BF16
-(``precision=bf16_shared``), none is quantized and every shape fits.
+together. A size that does not fit is refused with the largest one that does. Names and shapes come from the model's
+family (jetrl_verl/models/base.py). Embeddings, norms, rotary, the attention core and ``lm_head`` stay BF16 by contract.
+Where the rollout's linear layers are BF16 (``precision=bf16_shared``), none is quantized and every shape fits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED
-from jetrl_verl.models import UnsupportedLayer, family
-from jetrl_verl.models.base import place, read
+from jetrl_verl.models import Family, UnsupportedLayer, family
+from jetrl_verl.models.base import Shape, place, read
 from jetrl_verl.reference.constants import BLOCK
 
 
@@ -46,6 +46,30 @@ class LinearPlan:
     experts: int = 1
 
 
+def _unfit(shapes: Mapping[str, Shape], pieces: Iterable[str], tp: int) -> str:
+    """Which of ``pieces`` does not fit 128x128 blocks on each of ``tp`` ranks, and how; empty if all do."""
+    for name in pieces:
+        n, k, shard_n, shard_k = shapes[name]
+        if n % shard_n or k % shard_k or shard_n % BLOCK or shard_k % BLOCK:
+            return (
+                f"layer {name} has shards of shape [{shard_n}, {shard_k}] (whole [{n}, {k}], tensor parallel "
+                f"size {tp}) and both must be multiples of {BLOCK}"
+            )
+    return ""
+
+
+def _largest(ours: Family, hf_config: Any, tp: int, quantized: bool) -> int | None:
+    """The largest size below ``tp`` at which heads and, where they are ``quantized``, all layers fit; None without one.
+
+    A divisor of ``tp``, so that the GPUs of the job hold whole replicas of it.
+    """
+    for size in (size for size in range(tp - 1, 0, -1) if tp % size == 0):
+        shapes = ours.shapes(hf_config, size)
+        if ours.deals_heads(hf_config, size) and not (quantized and _unfit(shapes, ours.projections, size)):
+            return size
+    return None
+
+
 def plan_linears(
     hf_config: Any, tp: int = 1, *, unfit_layers: str = "stop", format_name: str = FLOW
 ) -> dict[str, LinearPlan]:
@@ -63,11 +87,20 @@ def plan_linears(
         its experts.
 
     Raises:
-        UnsupportedLayer: unknown architecture; a shape that does not fit under ``"stop"``, or of experts; under
-            ``"skip"``, no projection left.
+        UnsupportedLayer: unknown architecture; heads that ``tp`` ranks cannot share; a shape that does not fit under
+            ``"stop"``, or of experts; under ``"skip"``, no projection left.
     """
     ours = family(hf_config)
     ours.check(hf_config)
+    if not ours.deals_heads(hf_config, tp):
+        heads = read(hf_config, "num_attention_heads")
+        fits = _largest(ours, hf_config, tp, format_name != UNQUANTIZED and unfit_layers != "skip")
+        fits = fits or _largest(ours, hf_config, tp, False)
+        raise UnsupportedLayer(
+            f"its {heads} heads over {read(hf_config, 'num_key_value_heads', heads)} key heads are not divided by {tp} "
+            f"ranks of the rollout; choose tensor_model_parallel_size={fits}, the largest that fits",
+            fits,
+        )
     shapes = ours.shapes(hf_config, tp)
     plans: dict[str, LinearPlan] = {}
     experts = read(hf_config, ours.experts.count) if ours.experts is not None else 1
@@ -83,20 +116,18 @@ def plan_linears(
         return plans
     first = ""
     for linear in ours.linears:
-        reason = ""
-        for name in linear.pieces:
-            n, k, shard_n, shard_k = shapes[name]
-            if not reason and (shard_n % BLOCK or shard_k % BLOCK):
-                reason = (
-                    f"layer {name} has shards of shape [{shard_n}, {shard_k}] (whole [{n}, {k}], tensor parallel "
-                    f"size {tp}) and both must be multiples of {BLOCK}"
-                )
-        if reason and linear.experts:
-            raise UnsupportedLayer(f"{reason}; choose another tensor_model_parallel_size or precision=bf16")
-        if reason and unfit_layers != "skip":
+        reason = _unfit(shapes, linear.pieces, tp)
+        if reason and (linear.experts or unfit_layers != "skip"):
+            skip = "keep such layers BF16 on both sides with jetrl.unfit_layers=skip"
+            if linear.experts:
+                skip = "use precision=bf16"
+            fits = _largest(ours, hf_config, tp, True)
+            if fits is None:
+                raise UnsupportedLayer(f"{reason}; {skip}")
             raise UnsupportedLayer(
-                f"{reason}; choose another tensor_model_parallel_size or keep such layers BF16 on both sides with "
-                "jetrl.unfit_layers=skip"
+                f"{reason}, as they are over {fits}; choose tensor_model_parallel_size={fits}, the largest that fits, "
+                f"or {skip}",
+                fits,
             )
         first = first or reason
         for name in linear.pieces:

@@ -130,13 +130,54 @@ def test_what_the_config_leaves_out_takes_its_default(model_folder):
         ({"hidden_size": 192}, 1, "self_attn.q_proj has shards of shape [512, 192]"),
         ({"head_dim": 64, "num_key_value_heads": 1}, 1, "self_attn.k_proj has shards of shape [64, 256]"),
         ({"intermediate_size": 576}, 1, "mlp.gate_proj has shards of shape [576, 256]"),
-        ({"head_dim": 64}, 2, "self_attn.k_proj has shards of shape [64, 256]"),
-        ({}, 8, "self_attn.q_proj has shards of shape [64, 256]"),
     ],
 )
 def test_a_layer_that_does_not_fit_is_named(model_folder, changes, tensor_parallel, layer):
     message = refusal(check_model, str(model_folder(**changes)), OPTIONS, tensor_parallel)
     assert layer in message and "multiples of 128" in message and "jetrl.unfit_layers=skip" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensor_parallel", "reason", "largest"),
+    [
+        ({"head_dim": 64}, 2, "layer self_attn.k_proj has shards of shape [64, 256]", 1),
+        ({"intermediate_size": 512}, 8, "layer mlp.gate_proj has shards of shape [64, 256]", 4),
+        # Qwen2.5-72B, whose MLP has 231 blocks.
+        ({"intermediate_size": 29568}, 8, "layer mlp.gate_proj has shards of shape [3696, 256]", 1),
+        # Two GPUs would do for six, where four would be more.
+        ({"intermediate_size": 1024, "num_attention_heads": 12}, 6, "layer mlp.gate_proj has shards of", 2),
+    ],
+)
+def test_the_largest_rollout_that_fits_is_named(model_folder, changes, tensor_parallel, reason, largest):
+    folder = str(model_folder(**{"num_attention_heads": 8, "num_key_value_heads": 2} | changes))
+    message = refusal(check_model, folder, OPTIONS, tensor_parallel)
+    assert message.startswith(f"the model {folder} is not supported with precision=jet_fp8: {reason}")
+    assert f"multiples of 128, as they are over {largest}. Set " in message
+    assert (
+        f"Set actor_rollout_ref.rollout.tensor_model_parallel_size={largest}, the largest that fits, or "
+        "jetrl.unfit_layers=skip" in message
+    )
+    check_model(folder, OPTIONS, largest)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "inner", "ranks", "largest"),
+    [(28, 4, 512, 8, 4), (4, 2, 512, 8, 4), (6, 4, 768, 6, 2), (28, 4, 256, 8, 2), (4, 2, 576, 8, 4)],
+)
+def test_a_rollout_over_which_no_heads_can_be_dealt_is_refused(model_folder, heads, kv_heads, inner, ranks, largest):
+    """Also where no layer is quantized; the last one's MLP fits at no size, which is said next."""
+    fields = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": inner}
+    folder = str(model_folder(**fields))
+    message = refusal(check_model, folder, OPTIONS, ranks)
+    assert message == (
+        f"the model {folder} is not supported with precision=jet_fp8: its {heads} heads over {kv_heads} key heads are "
+        f"not divided by {ranks} ranks of the rollout. Set actor_rollout_ref.rollout.tensor_model_parallel_size="
+        f"{largest}, the largest that fits."
+    )
+    plain = JetConfig("bf16_shared", train="bf16", rollout="bf16", operations="shared")
+    assert "ranks of the rollout" in refusal(check_model, folder, plain, ranks, True, None, "bf16")
+    if inner != 576:
+        check_model(folder, OPTIONS, largest)
 
 
 def test_skip_lets_unfit_layers_through(model_folder):
@@ -146,7 +187,7 @@ def test_skip_lets_unfit_layers_through(model_folder):
 def test_every_shape_fits_where_nothing_is_quantized(model_folder):
     options = JetConfig("bf16_shared", train="bf16", rollout="bf16", operations="shared")
     folder = str(model_folder(intermediate_size=576, hidden_size=192))
-    check_model(folder, options, 3, True, None, "bf16")
+    check_model(folder, options, 2, True, None, "bf16")
     assert "multiples of 128" in refusal(check_model, folder, options, 1, True)
     # vLLM's class computes something else than Hugging Face's, in BF16 too.
     folder = str(model_folder(model_type="qwen2"))
@@ -324,7 +365,7 @@ def test_check_environment_reads_the_composed_config(compose, model_folder, parq
     check_environment(compose())  # without a precision nothing of the default paths is looked at
 
     wide = compose("precision=jet_fp8", *overrides, "actor_rollout_ref.rollout.tensor_model_parallel_size=8")
-    assert "tensor parallel size 8" in refusal(check_environment, wide)
+    assert "8 ranks of the rollout" in refusal(check_environment, wide)
 
     exact = ("precision=jet_fp8_exact", *overrides)
     check_environment(compose(*exact))

@@ -105,7 +105,7 @@ OPTIONS = JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="shared")
 MODELS = {
     "quantized_checkpoint": {"quantization_config": {"quant_method": "fp8"}},
     "model_type": {"model_type": "mixtral"},
-    "shard_shape": {"intermediate_size": 576},
+    "layer_shape": {"intermediate_size": 576},
     "qwen2_head_dim": {"model_type": "qwen2"},
     "built_in_biases": {"model_type": "seed_oss", "attention_bias": False},
     "head_dim": {"head_dim": 64},
@@ -125,6 +125,10 @@ MACHINES = {
     "no_flash_attention_3": {"flash_attention": False},
 }
 ELSEWHERE = {
+    "shard_shape": "test_environment_on_cpu.py::test_the_largest_rollout_that_fits_is_named",
+    "rollout_ranks_of_the_heads": (
+        "test_environment_on_cpu.py::test_a_rollout_over_which_no_heads_can_be_dealt_is_refused"
+    ),
     "version": "test_environment_on_cpu.py::test_another_version_is_named_beside_the_pin",
     "missing_package": "test_environment_on_cpu.py::test_a_missing_package_is_named",
     "npu": "",

@@ -19,6 +19,8 @@ _UNMASKED = Scope(
 
 _MODEL = "the model {path}"
 _MIXTURE = "the mixture of experts {path}"
+_TENSOR_PARALLEL = f"{ROLLOUT}.tensor_model_parallel_size"
+_SKIP = "jetrl.unfit_layers=skip, which keeps such layers BF16 on both sides"
 _GPU = "GPU {index}, {gpu}, of compute capability {capability},"
 
 MACHINE_ROWS: tuple[Row, ...] = (
@@ -161,15 +163,36 @@ MACHINE_ROWS: tuple[Row, ...] = (
         listed=False,
     ),
     Row(
-        "shard_shape",
-        "layers whose shards are no multiples of 128, as of Qwen2.5-7B over 8 GPUs",
+        "rollout_ranks_of_the_heads",
+        "tensor-parallel sizes that do not divide a model's heads",
         EVERY,
         "{error}",
-        f"Set jetrl.unfit_layers=skip, which keeps such layers BF16 on both sides, or another {ROLLOUT}."
-        "tensor_model_parallel_size",
+        f"Set {_TENSOR_PARALLEL}={{largest}}, the largest that fits",
+        what=_MODEL,
+        found=DRIVER,
+        sign="ranks of the rollout",
+        listed=False,
+    ),
+    Row(
+        "shard_shape",
+        "layers whose shards are no multiples of 128, as of Qwen2.5-72B over 2 GPUs",
+        EVERY,
+        "{error}",
+        f"Set {_TENSOR_PARALLEL}={{largest}}, the largest that fits, or {_SKIP}",
+        what=_MODEL,
+        found=DRIVER,
+        sign="multiples of 128, as they are over",
+    ),
+    Row(
+        "layer_shape",
+        "layers that are no multiples of 128",
+        EVERY,
+        "{error}",
+        f"Set {_SKIP}",
         what=_MODEL,
         found=DRIVER,
         sign="multiples of 128",
+        listed=False,
     ),
     Row(
         "ulysses_of_the_heads",

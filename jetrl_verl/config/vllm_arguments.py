@@ -1,7 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a precision says to vLLM: the quantization method and its options, merged into the user's
-``engine_kwargs.vllm``. ``rollout/arguments.py`` adds the worker extension.
+"""What a precision says to vLLM: the quantization method and its options, and which of its passes stay off, merged into
+the user's ``engine_kwargs.vllm``. ``rollout/arguments.py`` adds the worker extension.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 from jetrl_verl.formats.catalog import VLLM_METHODS
 
 from .options import JetConfig, UnsupportedConfiguration
-from .support.general import overrides_of
+from .support.general import FUSIONS_OF_REDUCTIONS, overrides_of
 from .support.scopes import VLLM
 from .support.table import refusal
 
@@ -37,6 +37,32 @@ def quantization_arguments(options: JetConfig, user: Mapping[str, Any] | None) -
     }
     fill(arguments["hf_overrides"], "quantization_config", quantization, options, within="hf_overrides.")
     return arguments
+
+
+def unfused_reductions(options: JetConfig, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """``compilation_config`` of the user's ``arguments`` without fusions of the sums over ranks.
+
+    vLLM turns some on by itself where it finds FlashInfer. They would match nothing while norms are ours, since a pass
+    looks for vLLM's, and with stock operations they would: off in both. One that is no mapping is left to verl, which
+    reads it as JSON of one or stops.
+
+    Raises:
+        UnsupportedConfiguration: one of them is asked for.
+    """
+    given = overrides_of(arguments.get("compilation_config"))
+    if options.reduction != "ordered" or given is None:
+        return {name: arguments[name] for name in ("compilation_config",) if name in arguments}
+    passes = dict(given.get("pass_config") or {})
+    for name in FUSIONS_OF_REDUCTIONS:
+        if passes.get(name):
+            words = {
+                "key": f"{VLLM}.compilation_config.pass_config.{name}",
+                "value": "true",
+                "jetrl.train": options.train,
+            }
+            raise UnsupportedConfiguration(refusal("fusions_of_reductions", **words))
+        passes[name] = False
+    return {"compilation_config": {**given, "pass_config": passes}}
 
 
 def fill(holder: dict[str, Any], name: str, value: Any, options: JetConfig, within: str = "") -> None:

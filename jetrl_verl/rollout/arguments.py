@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jetrl_verl.config.options import JetConfig
-from jetrl_verl.config.vllm_arguments import fill, quantization_arguments
+from jetrl_verl.config.vllm_arguments import fill, quantization_arguments, unfused_reductions
 
 WORKER_EXTENSION = "jetrl_verl.rollout.worker.JetWorkerExtension"
 """vLLM worker extension that receives the trainer's qdata; a subclass of verl's own."""
@@ -19,12 +19,13 @@ WORKER = "jetrl_verl.rollout.worker.JetWorker"
 
 def vllm_arguments(options: JetConfig, user: Mapping[str, Any] | None) -> dict[str, Any]:
     """The user's ``engine_kwargs.vllm`` with ``quantization``, ``hf_overrides`` and ``worker_extension_cls`` filled in,
-    and ``worker_cls`` where operations are shared.
+    ``worker_cls`` where operations are shared, and ``compilation_config`` where the trainer repeats the ranks' sums.
 
     A value that is already ours is kept, so building a config from a built one changes nothing. Raises
     ``UnsupportedConfiguration`` where one of them says something else.
     """
     arguments = quantization_arguments(options, user)
+    arguments |= unfused_reductions(options, arguments)
     fill(arguments, "worker_extension_cls", WORKER_EXTENSION, options)
     if options.operations == "shared":
         # Another one than vLLM's platform's own is refused by the table of what is supported.

@@ -9,6 +9,11 @@ depend on the batch around it, and the trainer must be able to repeat it. So the
 one order here, rank 0 first (kernels/sum_of_ranks.py). With two ranks every order is this one, and vLLM's all-reduce
 stays on a GPU. On a CPU without BF16 instructions vLLM's cuts the sum instead of rounding it, so there it is ours, too.
 
+vLLM's passes that would put something else in the place of a sum are off (config/vllm_arguments.py): with the norm
+behind it or cut in halves for sequence parallelism. Its several all-reduces may stay: with two ranks all of them have
+these bits, by symmetric memory or not, and with more ours moves products by all-to-all and all-gather, which add
+nothing. What else it adds over ranks, the embedding, has a single term that is not zero.
+
 Two ways to move the data, the same bits. A small batch is gathered whole: each rank receives the products of all others
 and adds them itself, one collective and one kernel. Of a large one each rank adds its share of the rows and hands the
 result round: two collectives, and 2 / ranks of the bytes.
@@ -17,10 +22,12 @@ result round: two collectives, and 2 / ranks of the bytes.
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.linear import RowParallelLinear
 
 from jetrl_verl import kernels
+from jetrl_verl.config.support.general import FUSIONS_OF_REDUCTIONS
 from jetrl_verl.kernels.operator import operator
 
 EVERY_ORDER_IS_ONE = 2
@@ -85,6 +92,13 @@ def order_reduction(layer: torch.nn.Module) -> None:
             "add its ranks' products itself. Set actor_rollout_ref.rollout.tensor_model_parallel_size=2."
         )
     layer.__class__ = OrderedRowParallelLinear
+
+
+def fused_reductions(config: VllmConfig) -> list[str]:
+    """The passes of an engine over several ranks that put something else in the place of a layer's sum."""
+    if config.parallel_config.tensor_parallel_size == 1:
+        return []
+    return [name for name in FUSIONS_OF_REDUCTIONS if getattr(config.compilation_config.pass_config, name)]
 
 
 def reduce_ranks(x: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ from jetrl_verl.patches import two_runs
 from jetrl_verl.rollout.experts import is_of_experts, load_experts
 from jetrl_verl.rollout.live import live_tensors
 from jetrl_verl.rollout.method import JetQuantizationConfig
-from jetrl_verl.rollout.row_parallel import reduce_ranks
+from jetrl_verl.rollout.row_parallel import fused_reductions, reduce_ranks
 from jetrl_verl.rollout.sampler import share_sampler
 from jetrl_verl.rollout.shared_operations import share_operations
 from jetrl_verl.sync.contract import ContractReceiver, ContractViolation
@@ -94,6 +94,12 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
                 "contract check: the trainer runs the shared operations but vLLM was started with worker_cls="
                 f"{self.vllm_config.parallel_config.worker_cls}; do not override "
                 "rollout.engine_kwargs.vllm.worker_cls"
+            )
+        if config.reduction == "ordered" and (fused := fused_reductions(self.vllm_config)):
+            raise ContractViolation(
+                f"contract check: the trainer repeats the sums of the rollout's ranks but vLLM was started with "
+                f"compilation_config.pass_config.{fused[0]}=true; do not override "
+                "rollout.engine_kwargs.vllm.compilation_config.pass_config"
             )
         if not config.contract_check:
             logger.info("jetrl weight sync: loaded in %.3f s, contract not checked", loaded - started)

@@ -9,13 +9,30 @@ from typing import Any
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 from .row import IS_ABSENT, IS_FALSE, IS_SET, IS_TRUE, Get, Row, Scope, Wrong, above, other_than
-from .scopes import ACTOR, ATTENTION, CORRECTION, EVERY, FP8_CRITIC, MASKED, MODEL, REF, ROLLOUT, UNSAMPLED, VLLM
+from .scopes import (
+    ACTOR,
+    ATTENTION,
+    CORRECTION,
+    EVERY,
+    FP8_CRITIC,
+    MASKED,
+    MODEL,
+    ORDERED,
+    REF,
+    ROLLOUT,
+    UNSAMPLED,
+    VLLM,
+)
 from .target import target_row
 
 BF16 = ("bfloat16", "bf16", "torch.bfloat16")
 
 ULYSSES = tuple(f"{ACTOR}.{node}ulysses_sequence_parallel_size" for node in ("", "fsdp_config."))
 """Over how many ranks the actor splits a packed batch; verl has two keys for it."""
+
+FUSIONS_OF_REDUCTIONS = ("fuse_allreduce_rms", "enable_sp", "fuse_gemm_comms")
+"""vLLM's passes that put another computation in the place of a sum over ranks: with the norm behind it, cut into the
+halves of sequence parallelism, or those with the product in front."""
 
 _ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config")
 _EITHER = ", or precision=bf16"
@@ -345,6 +362,17 @@ GENERAL_ROWS: tuple[Row, ...] = (
         other_than("auto", "bfloat16"),
         "auto",
         "fp8_e4m3",
+    ),
+    Row(
+        "fusions_of_reductions",
+        "vLLM's fusions of the sums over ranks",
+        ORDERED,
+        "the trainer repeats these sums",
+        "Set {key}=false",
+        tuple(f"{VLLM}.compilation_config.pass_config.{name}" for name in FUSIONS_OF_REDUCTIONS),
+        other_than(False),
+        example=True,
+        listed=False,
     ),
     _one_of_vllm(
         "speculation",

@@ -40,6 +40,14 @@ def _shared(get: Get) -> bool:
 
 EVERY = Scope("precision={jetrl.precision}", "every precision but `bf16`", lambda get: True, _STOCK)
 
+ORDERED = Scope(
+    f"jetrl.train={FLOW}",
+    "`precision=jet_fp8` and `jet_fp8_exact`",
+    _is("jetrl.train", FLOW),
+    _STOCK,
+)
+"""A trainer that repeats the sums of the rollout's ranks."""
+
 FP8_CRITIC = Scope(
     f"jetrl.critic={FLOW}", f"`jetrl.critic={FLOW}`", _is("jetrl.critic", FLOW), (*_STOCK, f"jetrl.critic={FLOW}")
 )

@@ -1,0 +1,118 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's passes leave the sums of a rollout's ranks alone: they are off, and what they look for is not in the graph."""
+
+import json
+
+import pytest
+import torch
+import vllm_engine
+from tiny_models import tiny_model
+
+from jetrl_verl.config.options import JetConfig, UnsupportedConfiguration
+from jetrl_verl.config.support.general import FUSIONS_OF_REDUCTIONS
+from jetrl_verl.rollout.arguments import vllm_arguments
+
+JET = JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="shared")
+BASELINE = JetConfig("fp8_rollout", train="bf16", rollout="fp8", operations="stock")
+OFF = dict.fromkeys(FUSIONS_OF_REDUCTIONS, False)
+KEY = "actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.pass_config"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    sizes = dict(hidden_size=512, num_attention_heads=4, num_key_value_heads=2, intermediate_size=512)
+    tiny_model("qwen3", **sizes).save_pretrained(path)
+    return str(path)
+
+
+def config_of(folder: str, arguments: dict, ranks: int):
+    """vLLM's whole configuration of an engine, as its own defaults and checks leave it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    with vllm_engine.cpu_settings():
+        fixed = dict(skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64, tensor_parallel_size=ranks)
+        return EngineArgs(model=folder, **fixed, **arguments).create_engine_config()
+
+
+def test_the_passes_are_off_where_vllm_would_turn_them_on(folder, monkeypatch):
+    """As on a Hopper GPU with FlashInfer, where every level's default for more than one rank is on."""
+    from vllm.config import vllm as defaults
+
+    from jetrl_verl.rollout.row_parallel import fused_reductions
+
+    passes = defaults.OPTIMIZATION_LEVEL_02["compilation_config"]["pass_config"]
+    assert set(FUSIONS_OF_REDUCTIONS) <= set(passes)
+    assert passes["fuse_allreduce_rms"] is defaults.enable_allreduce_rms_fusion
+    for name in FUSIONS_OF_REDUCTIONS:
+        monkeypatch.setitem(passes, name, True)
+    config = config_of(folder, vllm_arguments(JET, None), 2)
+    assert {name: getattr(config.compilation_config.pass_config, name) for name in OFF} == OFF
+    assert fused_reductions(config) == []
+
+    config.compilation_config.pass_config.enable_sp = True
+    assert fused_reductions(config) == ["enable_sp"]
+    config.parallel_config.tensor_parallel_size = 1
+    assert fused_reductions(config) == []
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_what_the_user_says_of_other_passes_stays(as_json):
+    given = {"cudagraph_mode": "PIECEWISE", "pass_config": {"fuse_act_quant": True, "enable_sp": False}}
+    user = {"compilation_config": json.dumps(given) if as_json else given}
+    arguments = vllm_arguments(JET, user)
+    want = {"cudagraph_mode": "PIECEWISE", "pass_config": {"fuse_act_quant": True, **OFF}}
+    assert arguments["compilation_config"] == want
+    assert vllm_arguments(JET, arguments) == arguments
+    assert given["pass_config"] == {"fuse_act_quant": True, "enable_sp": False}, "not changed in place"
+    # A baseline's trainer repeats no sum.
+    assert vllm_arguments(BASELINE, user)["compilation_config"] is user["compilation_config"]
+    assert "compilation_config" not in vllm_arguments(BASELINE, None)
+
+
+@pytest.mark.parametrize("name", FUSIONS_OF_REDUCTIONS)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_fusion_that_the_user_asks_for_is_refused(name, as_json):
+    """The composed configuration shows a mapping; what is JSON there is read where the arguments are put together."""
+    given = {"pass_config": {name: True}}
+    with pytest.raises(UnsupportedConfiguration) as refused:
+        vllm_arguments(JET, {"compilation_config": json.dumps(given) if as_json else given})
+    assert str(refused.value) == (
+        f"{KEY}.{name}=true is not supported with jetrl.train=fp8: the trainer repeats these sums. Set "
+        f"{KEY}.{name}=false."
+    )
+
+
+def operations_in(function, *inputs) -> set[str]:
+    """Names of what the traced ``function`` calls, in one graph."""
+    graphs = []
+
+    def keep(module, inputs):
+        graphs.append(module)
+        return module.forward
+
+    torch._dynamo.reset()
+    with torch.inference_mode():
+        torch.compile(function, backend=keep, fullgraph=True)(*inputs)
+    (graph,) = graphs
+    return {str(node.target) for node in graph.graph.nodes if node.op == "call_function"}
+
+
+def test_what_the_passes_look_for_is_not_behind_a_shared_sum():
+    """They match vLLM's sum with vLLM's norm behind it. Ours is another operator, and so is its norm with two ranks."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    from jetrl_verl.rollout.shared_operations import _share
+
+    x, residual = torch.randn(2, 3, 256).bfloat16()
+    with set_current_vllm_config(VllmConfig()):
+        stock, shared = RMSNorm(256, dtype=torch.bfloat16), RMSNorm(256, dtype=torch.bfloat16)
+        _share(shared)
+        for arguments in ((x,), (x, residual)):
+            found = operations_in(lambda *a: stock(*a), *arguments)
+            assert any("vllm_ir" in name for name in found), found
+            found = operations_in(lambda *a: shared(*a), *arguments)
+            assert any(name.startswith("jetrl.") for name in found)
+            assert not any("vllm" in name for name in found), found

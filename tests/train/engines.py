@@ -21,6 +21,8 @@ def build(
     strategy: str = "fsdp2",
     attention: str = JETRL_ATTENTION,
     ulysses: int = 1,
+    fsdp_size: int = -1,
+    rollout_ranks: int = 1,
     **options,
 ):
     """Engine on the model in ``folder``, initialised; to be called on each of the processes.
@@ -31,6 +33,8 @@ def build(
         optimizer: further fields of ``FSDPOptimizerConfig``. strategy: ``fsdp``, which is FSDP1, or ``fsdp2``.
         attention: ``override_config.attn_implementation``.
         ulysses: ranks that share the tokens of a micro-batch.
+        fsdp_size: ranks that share the weights; -1: all of them, else there are replicas (HSDP).
+        rollout_ranks: its tensor-parallel size.
         options: fields of ``JetConfig`` that differ from ``precision=jet_fp8``; ``precision="bf16"`` is verl's engine.
     """
     from verl.trainer.config import CheckpointConfig
@@ -41,7 +45,8 @@ def build(
 
     kind = "value_model" if role == "critic" else "language_model"
     fields = {"precision": "jet_fp8", "train": "fp8", "rollout": "fp8"} | options
-    common = dict(strategy=strategy, use_torch_compile=False, ulysses_sequence_parallel_size=ulysses)
+    common = dict(strategy=strategy, use_torch_compile=False, fsdp_size=fsdp_size)
+    common["ulysses_sequence_parallel_size"] = ulysses
     stock = fields["precision"] == "bf16"
     schedule = {"lr": 1e-3, "lr_warmup_steps": 0, "total_training_steps": 10} | (optimizer or {})
     engine = EngineRegistry.new(
@@ -55,7 +60,9 @@ def build(
         ),
         engine_config=FSDPEngineConfig(**common)
         if stock
-        else JetWorkerEngineConfig(**common, jetrl=JetConfig(**fields), jetrl_role=role),
+        else JetWorkerEngineConfig(
+            **common, jetrl=JetConfig(**fields), jetrl_role=role, jetrl_rollout_tp=rollout_ranks
+        ),
         optimizer_config=FSDPOptimizerConfig(**schedule),
         checkpoint_config=CheckpointConfig(),
     )

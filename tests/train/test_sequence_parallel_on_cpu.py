@@ -94,6 +94,42 @@ def test_log_probabilities_are_those_of_one_rank(cpu_platform, tmp_path, family,
     run_in_two_processes(split_against_whole, str(tmp_path), checkpointing)
 
 
+def every_arrangement(rank: int, folder: str) -> None:
+    from verl.workers.utils.losses import sft_loss
+
+    options = dict(precision="jet_fp8_exact", operations="shared", optimizer={"lr": 1e-4}, rollout_ranks=2)
+    found, moved = {}, {}
+    for name, arrangement in {
+        "FSDP2": {},
+        "FSDP1": dict(strategy="fsdp"),
+        "HSDP": dict(fsdp_size=1),
+        "FSDP1 in replicas": dict(strategy="fsdp", fsdp_size=1),
+        "Ulysses": dict(ulysses=2),
+        "Ulysses in replicas": dict(ulysses=2, fsdp_size=1),
+    }.items():
+        engine = build(folder, **options, **arrangement)
+        found[name] = outputs(engine, True)["log_probs"].values()
+        if "ulysses" not in arrangement:
+            found[f"{name}, padded"] = outputs(engine, False)["log_probs"].values()
+        with engine.train_mode():
+            engine.train_batch(batch(True), partial(sft_loss, None))
+        moved[name] = outputs(engine, True)["log_probs"].values()
+    whole = build(folder, **options | dict(rollout_ranks=1))
+    assert not torch.equal(outputs(whole, True)["log_probs"].values(), found["FSDP2"]), "ranks round"
+    for name, values in found.items():
+        assert torch.equal(values, found["FSDP2"]), name
+    for name, values in moved.items():
+        assert not torch.equal(values, found["FSDP2"]), f"{name} took no step"
+        torch.testing.assert_close(values, moved["FSDP2"], atol=0.05, rtol=0.05)
+
+
+def test_the_sums_of_a_rollouts_ranks_are_those_of_every_arrangement_of_the_trainer(cpu_platform, tmp_path):
+    """FSDP and HSDP do not touch a forward's bits, nor does Ulysses; two replicas of one rank each hold all weights."""
+    sizes = dict(hidden_size=512, num_attention_heads=4, num_key_value_heads=2, intermediate_size=512)
+    tiny_model("qwen3", **sizes).save_pretrained(tmp_path)
+    run_in_two_processes(every_arrangement, str(tmp_path))
+
+
 def attention_over_ranks(rank: int, world: int, store: str) -> None:
     from verl.utils.ulysses import set_ulysses_sequence_parallel_group
 

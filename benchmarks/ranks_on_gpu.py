@@ -16,6 +16,7 @@ by it in milliseconds, for all layers of the model. Backends must have the same 
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,9 +26,12 @@ from jetrl_verl import kernels
 from jetrl_verl.kernels import dispatch
 from jetrl_verl.reference import BLOCK, QuantizedTensor
 from jetrl_verl.tools.bench import BenchError, data
-from jetrl_verl.tools.bench.machine import this_machine
+from jetrl_verl.tools.bench.machine import Machine, this_machine
 from jetrl_verl.tools.bench.report import Result
 from jetrl_verl.tools.bench.shapes import MODELS
+from jetrl_verl.tools.bench.timing import Call
+
+Product = Callable[[QuantizedTensor, QuantizedTensor], torch.Tensor]
 
 LAYERS = {"qwen3-8b": 36, "llama-3.1-8b": 32, "qwen2.5-7b": 28, "qwen2.5-32b": 64}
 RANKS = (2, 4, 8)
@@ -36,13 +40,13 @@ FORWARDS = 2
 """Of an update: one, and one more that activation checkpointing repeats."""
 
 
-def copies(machine, a: QuantizedTensor, b: QuantizedTensor, call) -> list:
+def copies(machine: Machine, a: QuantizedTensor, b: QuantizedTensor, call: Product) -> list[Call]:
     """``call`` on as many copies of the operands as keep them out of the L2."""
     size = sum(x.numel() * x.itemsize for q in (a, b) for x in (q.qdata, q.scales))
     size += 2 * a.qdata.shape[0] * b.qdata.shape[0]
 
     def one():
-        x, w = (QuantizedTensor(q.qdata.clone(), q.scales.clone(memory_format=torch.preserve_format)) for q in (a, b))
+        x, w = (QuantizedTensor(q.qdata.clone(), q.scales.clone()) for q in (a, b))
         return lambda: call(x, w)
 
     return machine.timer.rotated(one, size)

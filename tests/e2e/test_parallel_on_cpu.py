@@ -1,0 +1,50 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""A rollout split over two ranks and a trainer split over two, in one real job: no log-probability differs in a bit."""
+
+import math
+
+import pytest
+from jobs import Run, train
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+STEPS = 3
+
+TWO_RANKS = (
+    "trainer.n_gpus_per_node=2",
+    "ray_kwargs.ray_init.num_gpus=2",
+    f"{ROLLOUT}.tensor_model_parallel_size=2",
+    # Micro-batches are counted per rank, and those of a step differ from those of the old log-probabilities.
+    f"{ACTOR}.ppo_mini_batch_size=16",
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu=32",
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=64",
+)
+
+
+def check(run: Run) -> None:
+    """Every step moved the weights, each sync held the contract on both ranks, and nothing differed anywhere."""
+    assert len(run.metrics) == STEPS
+    assert all(0 < norm < math.inf for norm in run.steps("actor/grad_norm"))
+    assert len({digest for *_, digest in run.syncs}) == 2 * (STEPS + 1), "a digest is of what one rank holds"
+    for metric in (
+        "rollout_corr/k3_kl",
+        "rollout_corr/kl",
+        "rollout_corr/log_ppl_abs_diff",
+        "training/rollout_probs_diff_max",
+        "actor/ppo_kl",
+        "actor/pg_clipfrac",
+    ):
+        assert run.steps(metric) == [0.0] * STEPS, metric
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        (f"{ACTOR}.ulysses_sequence_parallel_size=2",),
+        (f"{ACTOR}.strategy=fsdp", f"{ACTOR}.fsdp_config.fsdp_size=1"),
+    ],
+    ids=["FSDP2 and Ulysses, packed", "FSDP1 in two replicas, packed"],
+)
+def test_a_rollout_of_two_ranks_has_the_trainers_log_probabilities_at_every_step(policy, tmp_path, trainer):
+    check(train(policy, "jet_fp8_exact", tmp_path, STEPS, *TWO_RANKS, *trainer))

@@ -92,6 +92,16 @@ def fsdp1_takes_the_same_steps(rank: int, folder: str) -> None:
     build(folder, "ref", strategy="fsdp", ref="fp8").infer_batch(batch(rank))
 
 
+def replicas_are_one_policy(rank: int, folder: str) -> None:
+    """Each rank has data of its own. FSDP1 with one rank a replica is refused (config/support): torch takes it for a
+    job of one rank and adds no gradients."""
+    for strategy, fsdp_size, one in (("fsdp2", -1, True), ("fsdp2", 1, True), ("fsdp", -1, True), ("fsdp", 1, False)):
+        engine = build(folder, strategy=strategy, fsdp_size=fsdp_size)
+        train(engine, rank)
+        sums = [tensor for name, tensor in sorted(sent(engine).items()) if name.startswith(SUM_PREFIX)]
+        assert same_on_both_ranks(torch.cat([x.flatten() for x in sums])) == one, (strategy, fsdp_size)
+
+
 def a_checkpoint_restores_what_is_sent(rank: int, folder: str, other: str, checkpoint: str) -> None:
     engine = build(folder)
     train(engine, rank)
@@ -228,6 +238,10 @@ def test_steps_and_syncs_agree_with_one_process_and_between_ranks(folders, cpu_p
 
 def test_fsdp1_takes_the_same_steps(folders, cpu_platform):
     run_in_two_processes(fsdp1_takes_the_same_steps, folders[0])
+
+
+def test_replicas_are_one_policy(folders, cpu_platform):
+    run_in_two_processes(replicas_are_one_policy, folders[0])
 
 
 def test_a_checkpoint_restores_weights_optimiser_and_qdata(folders, tmp_path: Path, cpu_platform):

@@ -103,7 +103,6 @@ def every_arrangement(rank: int, folder: str) -> None:
         "FSDP2": {},
         "FSDP1": dict(strategy="fsdp"),
         "HSDP": dict(fsdp_size=1),
-        "FSDP1 in replicas": dict(strategy="fsdp", fsdp_size=1),
         "Ulysses": dict(ulysses=2),
         "Ulysses in replicas": dict(ulysses=2, fsdp_size=1),
     }.items():

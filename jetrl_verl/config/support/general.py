@@ -126,9 +126,27 @@ def _splits_padded(value: Any, get: Get) -> bool:
     return not value and any((get(key) or 1) > 1 for key in ULYSSES)
 
 
+def _replicas_of_one(value: Any, get: Get) -> bool:
+    gpus = (get("trainer.n_gpus_per_node") or 1) * (get("trainer.nnodes") or 1)
+    return value == 1 and get(f"{ACTOR}.strategy") == "fsdp" and gpus > 1
+
+
 GENERAL_ROWS: tuple[Row, ...] = (
     *_training("", EVERY, (ACTOR, REF), _ENGINES),
     *_training("_of_the_critic", FP8_CRITIC, ("critic",), ("critic.fsdp",)),
+    Row(
+        "replicas_of_one_rank",
+        "FSDP1 with each GPU a replica of its own",
+        EVERY,
+        "torch's FSDP1 then adds no gradients over the replicas, and each trains a policy of its own",
+        f"Set {ACTOR}.strategy=fsdp2, or {{key}}=-1",
+        (f"{ACTOR}.fsdp_config.fsdp_size",),
+        Wrong("`1` with `strategy=fsdp` and several GPUs", _replicas_of_one),
+        what="{key}={value} with strategy=fsdp",
+        example=1,
+        beside={f"{ACTOR}.strategy": "fsdp"},
+        listed=False,
+    ),
     Row(
         "lora",
         "LoRA adapters",

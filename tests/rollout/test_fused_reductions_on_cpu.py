@@ -100,14 +100,18 @@ def operations_in(function, *inputs) -> set[str]:
 
 
 def test_what_the_passes_look_for_is_not_behind_a_shared_sum():
-    """They match vLLM's sum with vLLM's norm behind it. Ours is another operator, and so is its norm with two ranks."""
+    """They match vLLM's sum with vLLM's norm behind it. Ours is another operator, and so is its norm with two ranks.
+
+    Operators stay whole in the graph, as for an engine that compiles; one on a CPU turns that off for its process.
+    """
+    from vllm import ir
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.layernorm import RMSNorm
 
     from jetrl_verl.rollout.shared_operations import _share
 
     x, residual = torch.randn(2, 3, 256).bfloat16()
-    with set_current_vllm_config(VllmConfig()):
+    with set_current_vllm_config(VllmConfig()), ir.enable_torch_wrap(True):
         stock, shared = RMSNorm(256, dtype=torch.bfloat16), RMSNorm(256, dtype=torch.bfloat16)
         _share(shared)
         for arguments in ((x,), (x, residual)):

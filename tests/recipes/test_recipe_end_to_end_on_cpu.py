@@ -25,30 +25,13 @@ from recipe_cases import RAW_RECORDS, RECIPES, ROOT, SETTINGS
 from tiny_models import FAMILIES
 from transformers import AutoModelForCausalLM
 
-from jetrl_verl.tools.demo.cache import Prepared
-from jetrl_verl.tools.demo.overrides import build_overrides
+from jetrl_verl.tools.demo.overrides import words_on_a_cpu
 from jetrl_verl.tools.demo.policy import build_tokenizer, save_policy
-from jetrl_verl.tools.launch import RunPaths, build_environment
+from jetrl_verl.tools.launch import RunPaths, build_environment, quote
 from jetrl_verl.tools.process_tree import ProcessTree
 
 STEPS = 2
 MAX_RESPONSE = 16
-
-ON_A_CPU = (
-    "actor_rollout_ref.actor.use_torch_compile",
-    "actor_rollout_ref.rollout.agent.num_workers",
-    "actor_rollout_ref.rollout.checkpoint_engine.",
-    "actor_rollout_ref.rollout.enable_sleep_mode",
-    "actor_rollout_ref.rollout.enforce_eager",
-    "actor_rollout_ref.rollout.free_cache_engine",
-    "data.dataloader_num_workers",
-    "hydra.run.dir",
-    "ray_kwargs.ray_init.",
-    "reward.num_workers",
-    "trainer.v1.sampler.",
-    "transfer_queue.",
-)
-"""Keys whose values are taken from the demo: how few processes, how small buffers, nothing that a CPU lacks."""
 
 SIZES = (
     "data.train_batch_size=4",
@@ -179,7 +162,6 @@ def run_recipe(case: Case, precision: str, folder: Path) -> tuple[list[dict[str,
 
     paths = RunPaths(folder / "run")
     paths.folder.mkdir()
-    demo = build_overrides(precision, Prepared(folder, {}), paths, "cpu", STEPS)
     environment = build_environment(paths, "cpu")
     for name in (*SETTINGS, "VERL_FILE_LOGGER_PATH"):
         environment.pop(name, None)
@@ -195,8 +177,8 @@ def run_recipe(case: Case, precision: str, folder: Path) -> tuple[list[dict[str,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # vLLM calls ninja by name
         **case.settings,
     }
-    on_a_cpu = [word for word in demo if word.lstrip("+").startswith(ON_A_CPU)]
-    command = ["bash", str(RECIPES / case.script), *on_a_cpu, *SIZES, *case.words]
+    words = [*words_on_a_cpu(), f"hydra.run.dir={quote(paths.folder / 'hydra')}", *SIZES, *case.words]
+    command = ["bash", str(RECIPES / case.script), *words]
     with ProcessTree(command, environment, paths.log) as tree:
         while (status := tree.poll()) is None:
             time.sleep(0.5)

@@ -8,6 +8,7 @@ learning rate of 2e-4 took accuracy at temperature 1 from 0.45 to 0.82 in 30 ste
 reached 0.81 and 1e-3 lost all reward within four steps.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
@@ -21,6 +22,33 @@ MAX_RESPONSE_TOKENS = 48
 
 GROUP_SIZE = 8
 LEARNING_RATE = 2e-4
+
+FEW_PROCESSES = {
+    "data.dataloader_num_workers": 0,
+    "reward.num_workers": 1,
+    "actor_rollout_ref.rollout.agent.num_workers": 1,
+    # one machine: a single storage actor and no dashboard, each process costs seconds at the start
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+    "++ray_kwargs.ray_init.address": "local",  # never join a cluster that happens to run here
+    "++ray_kwargs.ray_init.include_dashboard": False,
+}
+"""What keeps a job of one machine small."""
+
+CPU = {
+    "actor_rollout_ref.actor.use_torch_compile": False,
+    "actor_rollout_ref.rollout.enforce_eager": True,
+    "actor_rollout_ref.rollout.free_cache_engine": False,
+    "++actor_rollout_ref.rollout.enable_sleep_mode": False,
+    "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": 64,
+    "ray_kwargs.ray_init.num_cpus": 16,  # Ray's bookkeeping: each actor claims one, they mostly wait
+    "++ray_kwargs.ray_init.num_gpus": 1,
+}
+"""What verl needs where there is no GPU."""
+
+
+def words_on_a_cpu() -> list[str]:
+    """Overrides with which a job that is written for GPUs runs on this machine's CPU, but for its sizes."""
+    return _words({**FEW_PROCESSES, **CPU})
 
 
 def build_overrides(precision: str, prepared: Prepared, paths: RunPaths, device: str, steps: int) -> list[str]:
@@ -44,13 +72,11 @@ def build_overrides(precision: str, prepared: Prepared, paths: RunPaths, device:
         "data.max_prompt_length": MAX_PROMPT_TOKENS,
         "data.max_response_length": MAX_RESPONSE_TOKENS,
         "data.seed": 7,
-        "data.dataloader_num_workers": 0,
         # reward and advantage
         "algorithm.adv_estimator": "grpo",
         "algorithm.use_kl_in_reward": False,
         "reward.custom_reward_function.path": Path(task.__file__).resolve(),
         "reward.custom_reward_function.name": "compute_score",
-        "reward.num_workers": 1,
         # model: packed sequences, verl's default, without flash-attn
         "actor_rollout_ref.model.path": prepared.policy,
         "actor_rollout_ref.model.use_remove_padding": True,
@@ -71,7 +97,6 @@ def build_overrides(precision: str, prepared: Prepared, paths: RunPaths, device:
         "actor_rollout_ref.rollout.calculate_log_probs": True,
         "actor_rollout_ref.rollout.max_model_len": 2 * (MAX_PROMPT_TOKENS + MAX_RESPONSE_TOKENS),
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": sequences,
-        "actor_rollout_ref.rollout.agent.num_workers": 1,
         # validation samples as training does: the accuracy then is the policy's, not its mode's
         "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
         "actor_rollout_ref.rollout.val_kwargs.temperature": 1.0,
@@ -88,23 +113,10 @@ def build_overrides(precision: str, prepared: Prepared, paths: RunPaths, device:
         "trainer.logger": "[console,file]",
         "trainer.default_local_dir": paths.folder / "checkpoints",
         "hydra.run.dir": paths.folder / "hydra",
-        # one machine: a single storage actor and no dashboard, each process costs seconds at the start
-        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
-        "++ray_kwargs.ray_init.address": "local",  # never join a cluster that happens to run here
-        "++ray_kwargs.ray_init.include_dashboard": False,
     }
-    on_device = {
-        "cpu": {
-            "actor_rollout_ref.actor.use_torch_compile": False,
-            "actor_rollout_ref.rollout.enforce_eager": True,
-            "actor_rollout_ref.rollout.free_cache_engine": False,
-            "++actor_rollout_ref.rollout.enable_sleep_mode": False,
-            "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": 64,
-            "ray_kwargs.ray_init.num_cpus": 16,  # Ray's bookkeeping: each actor claims one, they mostly wait
-            "++ray_kwargs.ray_init.num_gpus": 1,
-        },
-        "cuda": {
-            "actor_rollout_ref.rollout.gpu_memory_utilization": 0.3,
-        },
-    }[device]
-    return [f"{key}={quote(value)}" for key, value in {**common, **on_device}.items()]
+    on_device = {"cpu": CPU, "cuda": {"actor_rollout_ref.rollout.gpu_memory_utilization": 0.3}}[device]
+    return _words({**common, **FEW_PROCESSES, **on_device})
+
+
+def _words(overrides: Mapping[str, object]) -> list[str]:
+    return [f"{key}={quote(value)}" for key, value in overrides.items()]

@@ -4,21 +4,30 @@
 
     benchmarks/recipes_on_gpu.sh OUT                                  # every run below, more than an hour on one H200
     benchmarks/recipes_on_gpu.sh OUT gsm8k deepscaler_8k:jet_fp8      # these; a recipe alone means its precisions
+    benchmarks/recipes_on_gpu.sh OUT gsm8k:bf16 --seconds 580         # of a call that may take ten minutes
     benchmarks/recipes_on_gpu.sh OUT --tiny gsm8k:bf16                # two narrow layers on a CPU, to try this out
 
 A run is a recipe's script with ``GPUS_PER_NODE=1``, a model of the published shape with random weights and data in the
 published format (published_shapes.py). Changed are the batch, where one GPU asks for it, where parameters and
-optimizer are kept while others work, the optimizer's moments (8 bits at 7B and 8B), how long validation is, and the
-reward, which a coin decides after the recipe's own was computed (coin_reward.py). All of it is printed with the run.
+optimizer are kept while others work, the optimizer's moments (8 bits at 7B and 8B), how long validation is, what is
+saved (the policy that deepscaler's second stage starts from, else nothing: 50 GB at 8B), and the reward, which a coin
+decides after the recipe's own was computed (coin_reward.py). All of it is printed with the run.
 
-OUT gets ``recipes.json``, after each run, and each run's log and metrics. The table at the end has the last step's
-seconds by phase; ``k3 kl`` is the largest of all steps. Exit status 1 if a run failed, or took too few steps.
+OUT gets ``recipes.json``, after each run, and each run's log and metrics; a later call with the same OUT adds to it.
+The table at the end has the median seconds of each phase behind the first step; ``k3 kl`` is the largest of all steps.
+A run that fails does not stop the next. Exit status 1 if one failed, or took too few steps.
+
+``--seconds`` is how long a call may take: the run that is under way then is ended, and the steps that it logged count.
+``--no-validation`` leaves out the validation behind the last step, whose responses are as long as a step's.
 """
 
 import argparse
-import json
+import functools
+import math
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +35,8 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.published_shapes import PUBLISHED, tiny, write_data, write_model
-from benchmarks.verl_runs import FIGURES, environment_of, run_verl, table, words_on_a_cpu
+from benchmarks.verl_runs import FIGURES, Results, environment_of, fresh_folder, run_verl, take_all
+from jetrl_verl.tools.demo.overrides import words_on_a_cpu
 from jetrl_verl.tools.launch import RunPaths, quote
 from jetrl_verl.tools.provenance import provenance
 
@@ -54,7 +64,7 @@ class Recipe:
         script: below recipes/. model: of ``PUBLISHED``. data: recipe whose raw data it takes. prompts: a step's,
         ``samples`` responses each; ``None`` leaves the recipe's. settings: variables that the script reads.
         words: further overrides. precisions: that it runs under.
-        continues: recipe whose policy, saved last, this one starts from.
+        continues: recipe whose policy, saved last, this one starts from. saves: whether another one starts from its.
     """
 
     script: str
@@ -66,6 +76,7 @@ class Recipe:
     words: tuple[str, ...] = ()
     precisions: tuple[str, ...] = PRECISIONS
     continues: str = ""
+    saves: bool = False
 
 
 def _math(script: str, model: str, **settings: str) -> Recipe:
@@ -90,6 +101,7 @@ RECIPES: dict[str, Recipe] = {
         samples=8,
         settings={"STAGE": "8k"},
         precisions=(*PRECISIONS, EXACT),
+        saves=True,
     ),
     "deepscaler_16k": Recipe(
         "deepscaler/run_r1_distill_qwen_1_5b.sh",
@@ -120,11 +132,15 @@ SAME = (
     "actor_rollout_ref.rollout.val_kwargs.n=2",
     "trainer.val_before_train=False",
     f"trainer.total_training_steps={STEPS}",
-    f"trainer.test_freq={STEPS}",
     f"reward.custom_reward_function.path={quote(ROOT / 'benchmarks/coin_reward.py')}",
     "reward.custom_reward_function.name=compute_score",
 )
 """Overrides of every run."""
+
+NOTHING_SAVED = ("trainer.save_freq=-1",)
+
+DISK = 25e9
+"""Bytes that the largest model and what a run writes take."""
 
 TINY = (
     "data.max_prompt_length=384",
@@ -146,11 +162,15 @@ class Job:
 
     out: Path
     tiny: bool
+    validates: bool = True
+    ends: float = math.inf
 
     def model(self, name: str) -> Path:
-        """Folder of a model, written where it is not there yet."""
+        """Folder of a model, written where it is not there yet; where the disk is nearly full, the others go first."""
         folder = self.out / "models" / name
         if not (folder / "tokenizer.json").exists():
+            if shutil.disk_usage(self.out).free < DISK and not self.tiny:
+                shutil.rmtree(folder.parent, ignore_errors=True)
             write_model(tiny(PUBLISHED[name]) if self.tiny else PUBLISHED[name], folder)
         return folder
 
@@ -177,12 +197,15 @@ class Job:
 
     def words(self, recipe: Recipe) -> list[str]:
         """Overrides of a run: the batch, what one GPU needs, what is the same for all, what a CPU needs."""
+        saving = ("actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",) if recipe.saves else NOTHING_SAVED
         words = [
             f"data.train_batch_size={recipe.prompts}",
             f"actor_rollout_ref.actor.ppo_mini_batch_size={recipe.prompts // 2}",
             f"actor_rollout_ref.rollout.n={recipe.samples}",
             *recipe.words,
             *SAME,
+            *saving,
+            f"trainer.test_freq={STEPS if self.validates else -1}",
         ]
         if self.tiny:
             words += [*TINY, *words_on_a_cpu()]
@@ -191,7 +214,9 @@ class Job:
     def take_steps(self, name: str, precision: str) -> dict:
         """One run's figures and exit status."""
         recipe, paths = RECIPES[name], self.paths(name, precision)
-        paths.folder.mkdir(parents=True)
+        if recipe.continues and not self.start_of(recipe, precision).exists():
+            return {"status": 1, "errors": [str(self.start_of(recipe, precision))]}
+        fresh_folder(paths)
         environment = environment_of(paths, self.tiny)
         environment.pop("VERL_FILE_LOGGER_PATH")  # the script sets it
         environment |= recipe.settings
@@ -204,11 +229,11 @@ class Job:
             "METRICS": str(paths.metrics),
             "PYTHON": sys.executable,
         }
-        words = self.words(recipe)
+        words = [*self.words(recipe), f"hydra.run.dir={quote(paths.folder / 'hydra')}"]
         settings = " ".join(f"{key}={value}" for key, value in recipe.settings.items())
         say(f"{name} {precision}: {settings} {recipe.script} {' '.join(words)}")
         command = ["bash", str(ROOT / "recipes" / recipe.script), *words]
-        return {"words": words, **run_verl(command, environment, paths, STEPS)}
+        return {"words": words, **run_verl(command, environment, paths, STEPS, self.ends)}
 
 
 def chosen(words: Sequence[str]) -> list[tuple[str, str]]:
@@ -230,30 +255,28 @@ def say(line: str) -> None:
     console.print(line, markup=False, highlight=False)
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
+    began = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("runs", nargs="*", metavar="RECIPE[:PRECISION]", help=f"of {', '.join(RECIPES)}")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="that this call may take, no limit if not set")
+    parser.add_argument("--no-validation", action="store_true", help="leave out the validation behind the last step")
     parser.add_argument("--tiny", action="store_true", help="two narrow layers on a CPU, to try this out")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args(words)
+    job = Job(options.out.resolve(), options.tiny, not options.no_validation, began + options.seconds)
+    job.out.mkdir(parents=True, exist_ok=True)
     try:
         runs = chosen(options.runs)
+        settings = {"build": provenance(), "tiny": job.tiny, "validates": job.validates}
+        results = Results(job.out / "recipes.json", ("recipe", "precision"), settings)
     except ValueError as error:
         parser.error(str(error))
-    job = Job(options.out.resolve(), options.tiny)
-    taken = [f"{name}:{precision}" for name, precision in runs if job.paths(name, precision).folder.exists()]
-    if taken:
+    named = [({"recipe": name, "precision": precision}, (name, precision)) for name, precision in runs]
+    if taken := [":".join(run) for name, run in named if results.has(name)]:
         parser.error(f"{options.out} holds {', '.join(taken)} already. Name another folder.")
-    job.out.mkdir(parents=True, exist_ok=True)
-    result: dict = {"build": provenance(), "tiny": options.tiny, "runs": []}
-    for name, precision in runs:
-        result["runs"].append({"recipe": name, "precision": precision, **job.take_steps(name, precision)})
-        (job.out / "recipes.json").write_text(json.dumps(result, indent=1) + "\n")
-    console.print(table(result["runs"], ("recipe", "precision"), FIGURES))
-    for run in result["runs"]:
-        for line in run.get("errors", ()):
-            say(f"{run['recipe']} {run['precision']}: {line}")
-    return int(any(run["status"] for run in result["runs"]))
+    steps = [(name, functools.partial(job.take_steps, *run)) for name, run in named]
+    return take_all(results, steps, FIGURES, job.ends, console)
 
 
 if __name__ == "__main__":

@@ -1,48 +1,34 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of real verl as the benchmarks start them: the environment, what a CPU needs, and figures of the steps."""
+"""Runs of real verl as the benchmarks start them, one after another: the environment, the time that they may take,
+figures of the steps, and a file of results that is whole after each run.
+"""
 
+import json
 import math
 import os
+import shutil
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
-from jetrl_verl.tools.demo.cache import Prepared
-from jetrl_verl.tools.demo.overrides import build_overrides
 from jetrl_verl.tools.launch import RunPaths, build_environment
-from jetrl_verl.tools.process_tree import ProcessTree
+from jetrl_verl.tools.process_tree import Interrupted, ProcessTree, signals_raise
 from jetrl_verl.tools.progress import last_errors
 from jetrl_verl.tools.report import Run, load_run
 
 PHASES = ("gen", "old_log_prob", "ref", "update_actor", "update_weights", "step")
 """Of verl's ``timing_s/*``."""
 
-ON_A_CPU = (
-    "actor_rollout_ref.actor.use_torch_compile",
-    "actor_rollout_ref.rollout.agent.num_workers",
-    "actor_rollout_ref.rollout.checkpoint_engine.",
-    "actor_rollout_ref.rollout.enable_sleep_mode",
-    "actor_rollout_ref.rollout.enforce_eager",
-    "actor_rollout_ref.rollout.free_cache_engine",
-    "data.dataloader_num_workers",
-    "ray_kwargs.ray_init.",
-    "reward.num_workers",
-    "transfer_queue.",
-)
-"""Keys whose values a run on a CPU takes from the demo: few processes, small buffers, nothing that a CPU lacks."""
-
-
-def words_on_a_cpu() -> list[str]:
-    """Overrides with which a job that is written for a GPU runs on a CPU, but for its sizes."""
-    nowhere = Path("unused")
-    demo = build_overrides("bf16", Prepared(nowhere, {}), RunPaths(nowhere), "cpu", 1)
-    return [word for word in demo if word.lstrip("+").startswith(ON_A_CPU)]
+TIME_UP = 124
+"""Status of a run that the benchmark ended or did not begin, since its own time was up; as of ``timeout``."""
 
 
 def environment_of(paths: RunPaths, cpu: bool) -> dict[str, str]:
@@ -52,26 +38,131 @@ def environment_of(paths: RunPaths, cpu: bool) -> dict[str, str]:
     return environment | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"}
 
 
-def run_verl(command: Sequence[str], environment: Mapping[str, str], paths: RunPaths, steps: int) -> dict:
+def run_verl(
+    command: Sequence[str], environment: Mapping[str, str], paths: RunPaths, steps: int, ends: float = math.inf
+) -> dict:
     """Run ``command`` to its end, and leave nothing of it behind but its files in ``paths``.
 
+    Args:
+        ends: when to end it, by ``time.monotonic()``; what it logged until then counts.
+
     Returns:
-        ``status`` (1 too where it took fewer than ``steps`` steps), ``seconds``, and :func:`figures` of what it logged;
-        ``errors`` of a run that failed.
+        ``status`` (1 too where it took fewer than ``steps`` steps, ``TIME_UP`` where its time was), ``seconds``, and
+        :func:`figures` of what it logged; ``errors`` of a run that failed.
     """
     started = time.monotonic()
     with ProcessTree(command, environment, paths.log) as tree:
         for _ in tree.follow():
-            pass
+            if time.monotonic() > ends:
+                break
         status = tree.poll()
-    found = {"status": status, "seconds": round(time.monotonic() - started, 1), "steps": 0}
-    if paths.metrics.exists() and paths.metrics.stat().st_size:
-        found |= figures(load_run(paths.folder))
+    found = {"status": TIME_UP if status is None else status, "seconds": round(time.monotonic() - started, 1)}
+    found |= figures(load_run(paths.folder)) if _has_metrics(paths) else {"steps": 0}
     if status == 0 and found["steps"] != steps:
         found["status"] = 1
-    if found["status"]:
+    if status is None:
+        found["errors"] = [f"ended after {found['seconds']} s, since the benchmark's time was up"]
+    elif found["status"]:
         found["errors"] = last_errors(paths.log)
     return found
+
+
+def _has_metrics(paths: RunPaths) -> bool:
+    return paths.metrics.exists() and paths.metrics.stat().st_size > 0
+
+
+class Results:
+    """A benchmark's file of results, and the runs that fill it.
+
+    A file that is there already is added to, so a benchmark may be split over several calls: a run of the same name
+    takes the place of the old one.
+
+    Args:
+        file: JSON. names: keys that name a run. settings: what is the same for all runs.
+
+    Raises:
+        ValueError: ``file`` was written with other settings.
+    """
+
+    def __init__(self, file: Path, names: Sequence[str], settings: Mapping) -> None:
+        self.file, self._names = file, names
+        self._settings = json.loads(json.dumps(settings))
+        self.runs: list[dict] = []
+        if file.exists():
+            held = json.loads(file.read_text())
+            self.runs = held.pop("runs")
+            if held != self._settings:
+                raise ValueError(f"{file} holds runs with other settings. Name another folder.")
+
+    def has(self, name: Mapping) -> bool:
+        """Whether a run of this name has ended well."""
+        return any(self._is(run, name) and run["status"] == 0 for run in self.runs)
+
+    def take(self, runs: Iterable[tuple[Mapping, Callable[[], dict]]], ends: float, console: Console) -> int:
+        """Take each run and write it down; one that raises has failed, and the next one follows.
+
+        Args:
+            runs: name of a run, and what takes it and returns its ``status`` (None where it cannot run here) and
+                figures. ends: no run begins behind it.
+
+        Returns:
+            The benchmark's exit status: 0 where no run of this call failed.
+        """
+        failed = False
+        for name, take_steps in runs:
+            if time.monotonic() > ends:
+                found = {"status": TIME_UP, "errors": ["not begun, since the benchmark's time was up"]}
+            else:
+                try:
+                    found = take_steps()
+                except Interrupted:
+                    raise
+                except Exception as error:
+                    traceback.print_exc()
+                    found = {"status": 1, "errors": [f"{type(error).__name__}: {error}"]}
+            self.runs = [run for run in self.runs if not self._is(run, name)] + [{**name, **found}]
+            self.file.write_text(json.dumps({**self._settings, "runs": self.runs}, indent=1) + "\n")
+            failed |= bool(found["status"])
+            words = " ".join(map(str, name.values()))
+            said = f"{words}: status {found['status']}, {found.get('steps', 0)} steps, {found.get('seconds', 0)} s"
+            console.print(said, markup=False, highlight=False, soft_wrap=True)
+        return int(failed)
+
+    def show(self, columns: Sequence[str], console: Console) -> None:
+        """The table of all runs that the file holds, and why some have no figures."""
+        if not self.runs:
+            return
+        console.print(table(self.runs, self._names, columns))
+        for run in self.runs:
+            for line in run.get("errors", ()):
+                words = " ".join(str(run[name]) for name in self._names)
+                console.print(f"{words}: {line}", markup=False, highlight=False, soft_wrap=True)
+
+    def _is(self, run: Mapping, name: Mapping) -> bool:
+        return all(run[key] == name[key] for key in self._names)
+
+
+def take_all(
+    results: Results,
+    runs: Iterable[tuple[Mapping, Callable[[], dict]]],
+    columns: Sequence[str],
+    ends: float,
+    console: Console,
+) -> int:
+    """:meth:`Results.take`, and the table last, also behind a SIGTERM or a Ctrl-C; the exit status."""
+    with signals_raise():
+        try:
+            return results.take(runs, ends, console)
+        except Interrupted as interrupted:
+            return 128 + interrupted.signal
+        finally:
+            results.show(columns, console)
+
+
+def fresh_folder(paths: RunPaths) -> None:
+    """Make the folder of a run; what a failed one left there goes."""
+    shutil.rmtree(paths.folder, ignore_errors=True)
+    paths.folder.mkdir(parents=True)
 
 
 def figures(run: Run) -> dict:
@@ -97,6 +188,7 @@ def figures(run: Run) -> dict:
         "steps": len(finite),
         "k3_kl": largest("rollout_corr/k3_kl"),
         "grad_norm": largest("actor/grad_norm"),
+        "prompt_length": typical("prompt_length/mean"),
         "response_length": typical("response_length/mean"),
         "peak_gib": largest("actor/perf/max_memory_allocated_gb"),
         **{f"{phase}_s": typical(f"timing_s/{phase}") for phase in PHASES},
@@ -109,7 +201,7 @@ def table(runs: Sequence[Mapping], names: Sequence[str], columns: Sequence[str])
     for name in names:
         shown.add_column(name)
     for column in columns:
-        shown.add_column(column.replace("_", " "), justify="right")
+        shown.add_column(column.replace("tokens_per_s", "tok/s").replace("_", " "), justify="right")
     for found in runs:
         values = (found.get(column) for column in columns)
         cells = ("-" if v is None else f"{v:.3g}" if isinstance(v, float) else str(v) for v in values)

@@ -3,7 +3,7 @@
 """A step of real verl by phase, over the length of responses: what a user sees of each precision.
 
     python3 -m benchmarks.verl_step OUT --model qwen3_4b --response 4096        # every row below on one H200
-    python3 -m benchmarks.verl_step OUT --model qwen3_8b --response 1024 --rows bf16,jet_fp8
+    python3 -m benchmarks.verl_step OUT --model qwen3_8b --response 1024 --rows bf16,jet_fp8 --seconds 580
     python3 -m benchmarks.verl_step OUT --tiny                                  # two narrow layers on a CPU, to try it
 
 One GPU, packed sequences, GRPO with one update a step, no KL term, ``--sequences`` responses of one length (a random
@@ -15,15 +15,21 @@ policy does not end them), four to a prompt. Three steps, of which the first com
 - ``verl_fp8``: verl's own FP8 rollout, ``rollout.quantization=fp8``, BF16 training
 - ``fp8_rollout``, ``jet_fp8``, ``jet_fp8_exact``
 
+A row that cannot run on this machine says why and is no failure; one that fails does not stop the next.
+
 ``gen tok/s`` is what generation inside verl reaches, ``engine tok/s`` what the same engine reaches alone, in a process
 of its own, with the same prompts, lengths and settings: their quotient is verl's share. ``rest`` is what no phase has.
 At 16k responses, and with the 8B model, parameters and optimizer are kept in host memory while the rollout works; the
-8B model trains with 8-bit AdamW. OUT gets ``verl_step.json`` after each row.
+8B model trains with 8-bit AdamW. OUT gets ``verl_step.json`` after each row; a later call with the same OUT adds to it.
+``--seconds`` is how long a call may take: the row that runs then is ended, and what it logged counts.
 """
 
 import argparse
+import functools
 import importlib.util
 import json
+import math
+import os
 import subprocess
 import sys
 import time
@@ -33,8 +39,11 @@ from rich.console import Console
 
 from benchmarks.published_shapes import PUBLISHED, tiny, write_data, write_model
 from benchmarks.recipes import EIGHT_BIT, OFFLOAD, ROOT
-from benchmarks.verl_runs import FIGURES, environment_of, run_verl, table, words_on_a_cpu
+from benchmarks.verl_runs import FIGURES, TIME_UP, Results, environment_of, fresh_folder, run_verl, take_all
+from jetrl_verl.tools.demo.overrides import words_on_a_cpu
 from jetrl_verl.tools.launch import VERL, RunPaths, quote
+from jetrl_verl.tools.process_tree import ProcessTree
+from jetrl_verl.tools.progress import last_errors
 from jetrl_verl.tools.provenance import provenance
 
 STEPS = 3
@@ -56,6 +65,21 @@ ROWS: dict[str, list[str]] = {
 
 TOKENS = 16384
 """Tokens of a micro-batch at least; one sequence where it is longer."""
+
+SIZES = {False: (4096, 64), True: (24, 8)}
+"""Whether it is the tiny benchmark -> tokens of a response, and sequences of a step, where the call names none."""
+
+
+def lacking(row: str, on_a_cpu: bool) -> str:
+    """Why a row cannot run on this machine; empty if it can."""
+    if row == "bf16_best" and on_a_cpu:
+        return "not run, since Liger's kernels and FlashAttention 3 need a GPU"
+    if row == "bf16_best" and not importlib.util.find_spec("liger_kernel"):
+        return "not run, since Liger is not installed; pip install liger-kernel"
+    if row == "verl_fp8" and on_a_cpu:
+        return "not run, since vLLM's own FP8 linear layers need a GPU"
+    return ""
+
 
 console = Console(width=190)
 
@@ -120,14 +144,8 @@ def engine_alone(config: Path) -> None:
     from omegaconf import OmegaConf
     from vllm import LLM, SamplingParams
 
-    from jetrl_verl.config.options import JetConfig
-    from jetrl_verl.rollout.arguments import vllm_arguments
-
     composed = OmegaConf.load(config)
     rollout, lengths = composed.actor_rollout_ref.rollout, composed.data
-    arguments = {"quantization": rollout.quantization} if rollout.quantization else {}
-    if "jetrl" in composed:
-        arguments = vllm_arguments(JetConfig.from_node(composed.jetrl), None)
     llm = LLM(
         composed.actor_rollout_ref.model.path,
         load_format="dummy",
@@ -140,7 +158,7 @@ def engine_alone(config: Path) -> None:
         enable_prefix_caching=rollout.enable_prefix_caching,
         enable_chunked_prefill=rollout.enable_chunked_prefill,
         logprobs_mode="processed_logprobs",
-        **arguments,
+        **quantization_of(composed),
     )
     words = llm.get_tokenizer().vocab_size
     prompts = [
@@ -160,15 +178,42 @@ def engine_alone(config: Path) -> None:
     print(json.dumps({"engine_tokens_per_s": rates[-1]}), flush=True)
 
 
-def measured_alone(cpu: bool, paths: RunPaths) -> dict:
-    """What :func:`engine_alone` prints in a process of its own; its exit status where it failed (see its log)."""
+def quantization_of(composed) -> dict:
+    """Arguments of vLLM by which an engine has the linear layers and operations of a run's rollout."""
+    from jetrl_verl.config.options import JetConfig
+    from jetrl_verl.rollout.arguments import vllm_arguments
+
+    if "jetrl" in composed:
+        return vllm_arguments(JetConfig.from_node(composed.jetrl), None)
+    if composed.actor_rollout_ref.rollout.quantization != "fp8":
+        return {}
+    # As verl 0.9.1 asks for it (vllm_async_server.py, _apply_quantization).
+    blocks = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+    return {"quantization": "fp8", "hf_overrides": {"quantization_config": blocks}}
+
+
+def measured_alone(cpu: bool, paths: RunPaths, ends: float) -> dict:
+    """What :func:`engine_alone` prints in a process of its own; ``engine_status`` where it failed or its time was up.
+
+    It never fails a row: the run of verl is what was asked for.
+    """
     command = [sys.executable, "-m", "benchmarks.verl_step", "--engine", str(paths.config)]
-    environment = environment_of(paths, cpu) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    with (paths.folder / "engine.log").open("w") as log:
-        answer = subprocess.run(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
-        log.write(answer.stdout)
-    lines = [line for line in answer.stdout.splitlines() if line.startswith('{"engine')]
-    return json.loads(lines[-1]) if answer.returncode == 0 and lines else {"engine_status": answer.returncode}
+    environment = environment_of(paths, cpu) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": python_path()}
+    log = paths.folder / "engine.log"
+    with ProcessTree(command, environment, log) as tree:
+        for _ in tree.follow():
+            if time.monotonic() > ends:
+                break
+        status = tree.poll()
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith('{"engine')]
+    if status == 0 and lines:
+        return json.loads(lines[-1])
+    return {"engine_status": TIME_UP if status is None else status, "engine_errors": last_errors(log)}
+
+
+def python_path() -> str:
+    """``PYTHONPATH`` by which a process finds this folder's modules wherever it starts."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 def derived(found: dict, sequences: int) -> dict:
@@ -185,17 +230,32 @@ def derived(found: dict, sequences: int) -> dict:
     }
 
 
-def main() -> int:
+def take_row(row: str, options: argparse.Namespace, model: Path, data: Path, ends: float) -> dict:
+    """Figures and exit status of one row: a run of verl, then its engine alone."""
+    if reason := lacking(row, options.tiny):
+        return {"status": None, "errors": [reason]}
+    paths = RunPaths(options.out / "runs" / f"{options.model}-{options.response}-{row}")
+    fresh_folder(paths)
+    words = words_of(row, options, model, data, paths)
+    found = run_verl([*VERL, *words], environment_of(paths, options.tiny), paths, STEPS, ends)
+    if found["steps"] and time.monotonic() < ends:
+        found |= measured_alone(options.tiny, paths, ends)
+    return {"words": words, **found, **derived(found, options.sequences)}
+
+
+def main(words: list[str] | None = None) -> int:
+    began = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT", nargs="?")
     parser.add_argument("--model", choices=PUBLISHED, default="qwen3_4b")
-    parser.add_argument("--response", type=int, default=4096, help="tokens of a response")
-    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--response", type=int, help="tokens of a response, 4096 if not set")
+    parser.add_argument("--sequences", type=int, help="of a step, 64 if not set")
     parser.add_argument("--memory", type=float, default=0.45, help="vLLM's share of the GPU's memory")
-    parser.add_argument("--rows", default=",".join(ROWS))
+    parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}, separated by commas")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="that this call may take, no limit if not set")
     parser.add_argument("--tiny", action="store_true", help="two narrow layers on a CPU, to try this out")
     parser.add_argument("--engine", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     if options.engine:
         engine_alone(options.engine)
         return 0
@@ -204,9 +264,19 @@ def main() -> int:
     rows = options.rows.split(",")
     if unknown := set(rows) - set(ROWS):
         parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(ROWS)}")
+    response, sequences = SIZES[options.tiny]
+    options.response = options.response or response
+    options.sequences = options.sequences or sequences
     if options.sequences % SAMPLES:
         parser.error(f"--sequences {options.sequences} is no multiple of {SAMPLES}")
     out = options.out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    kept = ("sequences", "memory", "tiny")
+    settings = {"build": provenance(), **{name: getattr(options, name) for name in kept}}
+    try:
+        results = Results(out / "verl_step.json", ("model", "response", "row"), settings)
+    except ValueError as error:
+        parser.error(str(error))
     model, data = out / "models" / options.model, out / "data"
     if not (model / "tokenizer.json").exists():
         published = PUBLISHED[options.model]
@@ -215,24 +285,17 @@ def main() -> int:
         write_data("gsm8k", out / "raw", rows=options.sequences * STEPS)
         prepare = [sys.executable, "-m", "recipes.gsm8k.prepare_data", "--local-dir", out / "raw", "--out", data]
         subprocess.run(prepare, cwd=ROOT, check=True)
-    kept = ("model", "response", "sequences", "memory", "tiny")
-    result: dict = {"build": provenance(), **{name: getattr(options, name) for name in kept}, "runs": []}
-    for row in rows:
-        paths = RunPaths(out / "runs" / f"{options.model}-{options.response}-{row}")
-        paths.folder.mkdir(parents=True)
-        words = words_of(row, options, model, data, paths)
-        found = run_verl([*VERL, *words], environment_of(paths, options.tiny), paths, STEPS)
-        if paths.config.exists():
-            found |= measured_alone(options.tiny, paths)
-        result["runs"].append({"row": row, "words": words, **found, **derived(found, options.sequences)})
-        (out / "verl_step.json").write_text(json.dumps(result, indent=1) + "\n")
+    ends = began + options.seconds
     columns = (*(name for name in FIGURES if name not in ("grad_norm", "ref_s")), "rest_s")
     columns += ("gen_tokens_per_s", "engine_tokens_per_s", "of_the_engine")
-    console.print(table(result["runs"], ("row",), columns))
-    for run in result["runs"]:
-        for line in run.get("errors", ()):
-            console.print(f"{run['row']}: {line}", markup=False, highlight=False)
-    return int(any(run["status"] for run in result["runs"]))
+    runs = [
+        (
+            {"model": options.model, "response": options.response, "row": row},
+            functools.partial(take_row, row, options, model, data, ends),
+        )
+        for row in rows
+    ]
+    return take_all(results, runs, columns, ends, console)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,97 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Each row of benchmarks/verl_step.py as verl reads its command line, those among them that a CPU cannot run."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+import verl.trainer.main_ppo  # noqa: F401  (the plugin registers itself through verl, as in a run)
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+from verl.trainer.ppo.utils import need_reference_policy
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+from benchmarks import verl_step
+from benchmarks.published_shapes import PUBLISHED, tiny, write_model
+from jetrl_verl.patches.attention_name import JETRL_ATTENTION
+from jetrl_verl.tools.launch import RunPaths
+
+PRECISIONS = {"bf16_best": "bf16", "verl_fp8": "bf16"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_model(tiny(PUBLISHED["qwen3_4b"]), folder)
+    return folder
+
+
+def composed(row: str, model: Path, **options):
+    """The config of a row, after the checks of verl and of this project."""
+    chosen = {"model": "qwen3_4b", "response": 4096, "sequences": 64, "memory": 0.45, "tiny": False, **options}
+    folder = Path("/out")
+    words = verl_step.words_of(row, argparse.Namespace(**chosen), model, folder / "data", RunPaths(folder / "run"))
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides=words)
+    validate_config(config, need_reference_policy(config), use_critic=False)
+    for node in (config.actor_rollout_ref.rollout, config.algorithm):
+        omega_conf_to_dataclass(node)
+    return config
+
+
+@pytest.mark.parametrize("on_a_cpu", [False, True])
+@pytest.mark.parametrize("row", verl_step.ROWS)
+def test_every_row_is_a_job_that_verl_accepts(row, on_a_cpu, model):
+    config = composed(row, model, tiny=on_a_cpu)
+    precision = PRECISIONS.get(row, row)
+    assert OmegaConf.select(config, "jetrl.precision") == (None if precision == "bf16" else precision)
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    assert config.data.train_batch_size * rollout.n == 64 and actor.ppo_mini_batch_size == config.data.train_batch_size
+    assert config.actor_rollout_ref.model.use_remove_padding
+    assert actor.ppo_max_token_len_per_gpu >= rollout.max_model_len == 512 + 4096
+    assert rollout.enforce_eager == on_a_cpu and rollout.calculate_log_probs
+
+
+def test_the_rows_differ_where_they_say(model):
+    best, fp8 = composed("bf16_best", model), composed("verl_fp8", model)
+    assert best.actor_rollout_ref.model.use_liger and best.actor_rollout_ref.rollout.quantization is None
+    assert best.actor_rollout_ref.model.override_config.attn_implementation == JETRL_ATTENTION
+    assert fp8.actor_rollout_ref.rollout.quantization == "fp8" and not fp8.actor_rollout_ref.model.use_liger
+    assert composed("bf16_shared", model).jetrl.operations == "shared"
+
+
+def test_the_engine_alone_has_the_linear_layers_of_the_rollout(model):
+    of = {row: verl_step.quantization_of(composed(row, model)) for row in verl_step.ROWS}
+    assert of["bf16"] == of["bf16_best"] == {}
+    assert of["verl_fp8"]["hf_overrides"]["quantization_config"]["weight_block_size"] == [128, 128]
+    assert [of[row]["quantization"] for row in ("bf16_shared", "fp8_rollout")] == ["jetrl_bf16", "jetrl_fp8"]
+    assert "worker_cls" in of["jet_fp8_exact"] and "worker_cls" not in of["fp8_rollout"]
+
+
+def test_where_it_is_installed_verls_default_takes_flash_attention(model, monkeypatch):
+    monkeypatch.setattr(verl_step.importlib.util, "find_spec", lambda name: object())
+    assert "attn_implementation" not in composed("bf16", model).actor_rollout_ref.model.override_config
+    assert composed("bf16_best", model).actor_rollout_ref.model.override_config.attn_implementation == JETRL_ATTENTION
+
+
+def test_what_does_not_fit_one_gpu_is_kept_on_the_host(model):
+    long, eight = composed("jet_fp8", model, response=16384), composed("bf16", model, model="qwen3_8b", response=1024)
+    for config in (long, eight):
+        assert config.actor_rollout_ref.actor.fsdp_config.param_offload
+    assert eight.actor_rollout_ref.actor.optim.optimizer == "AdamW8bit"
+    assert long.actor_rollout_ref.actor.optim.optimizer == "AdamW"
+
+
+def test_a_row_that_cannot_run_says_why(monkeypatch):
+    assert "need a GPU" in verl_step.lacking("bf16_best", True) and "need a GPU" in verl_step.lacking("verl_fp8", True)
+    monkeypatch.setattr(verl_step.importlib.util, "find_spec", lambda name: None)
+    assert "pip install liger-kernel" in verl_step.lacking("bf16_best", False)
+    assert not any(verl_step.lacking(row, False) for row in verl_step.ROWS if row != "bf16_best")
+
+
+def test_what_no_phase_has_and_verls_share_of_the_engine():
+    found = {"gen_s": 8.0, "old_log_prob_s": 1.0, "update_actor_s": 4.0, "update_weights_s": 0.5, "step_s": 15.0}
+    rates = verl_step.derived({**found, "response_length": 100.0, "engine_tokens_per_s": 1000.0}, 64)
+    assert rates == {"rest_s": 1.5, "gen_tokens_per_s": 800.0, "of_the_engine": 0.8}
+    assert verl_step.derived({"steps": 0}, 64) == {}

@@ -2,16 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rates behind ``jetrl advise``, fitted to part of the records, and the predictions held against the others.
 
-    python benchmarks/advise_rates.py            # the table of docs/advise.md, prediction against record
-    python benchmarks/advise_rates.py --write    # rates.json of the package, and the table into docs/advise.md
+    python benchmarks/advise_rates.py                       # the table of docs/advise.md, prediction against record
+    python benchmarks/advise_rates.py --write               # rates.json of the package, the table into docs/advise.md
+    python benchmarks/advise_rates.py OUT/verl_step.json    # of what benchmarks/verl_step.py has just measured
 
 Records are the JSON files of benchmarks/results and, where a run left none, figures of docs/log. A record either
-calibrates or checks, never both. No GPU.
+calibrates or checks, never both; those of benchmarks/verl_step.py (``results/verl_step*_h200.json``) check. No GPU.
 """
 
 import argparse
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from jetrl_verl.tools.advise import rates as of_package
+from jetrl_verl.tools.advise.job import Job
 from jetrl_verl.tools.advise.memory import GIB, trainer_memory
+from jetrl_verl.tools.advise.predict import Prediction, precisions, predict
 from jetrl_verl.tools.advise.rates import Rates
 from jetrl_verl.tools.advise.rollout import Engine, decode_step, generate, prefill
 from jetrl_verl.tools.advise.shapes import KNOWN, Model, model_of
@@ -331,8 +334,93 @@ def memory_records() -> Iterable[Record]:
             )
 
 
+COLUMN_OF_ROW = {
+    "bf16": "bf16",
+    "bf16_best": "bf16, Liger",
+    "bf16_shared": "bf16_shared",
+    "fp8_rollout": "fp8_rollout",
+    "jet_fp8": "jet_fp8",
+    "jet_fp8_exact": "jet_fp8",
+}
+"""Row of benchmarks/verl_step.py -> column of a report; ``verl_fp8`` has none, for want of a rate."""
+
+PHASE_OF_FIGURE = {
+    "gen_s": "generation",
+    "old_log_prob_s": "old log-probabilities",
+    "update_actor_s": "update",
+    "update_weights_s": "weight sync",
+    "step_s": "step",
+}
+VARLEN = "attn_implementation=jetrl_varlen"
+LONGEST_PROMPT = 512
+"""Of benchmarks/verl_step.py, as are the sizes in :func:`_job_of_run`."""
+
+
+def _job_of_run(run: dict, settings: dict) -> Job:
+    """The job of one run of benchmarks/verl_step.py: one GPU, packed, one update a step."""
+    words, name = run["words"], run["model"].replace("qwen2_5", "qwen2.5").replace("1_7b", "1.7b").replace("_", "-")
+    length = LONGEST_PROMPT + run["response"]
+    micro = max(16384, length)
+    return Job(
+        model_of(name, KNOWN[name]),
+        settings["sequences"] // 4,
+        4,
+        run["prompt_length"],
+        min(run["response_length"], run["response"]),
+        LONGEST_PROMPT,
+        run["response"],
+        gpus=1,
+        utilization=settings["memory"],
+        micro_tokens=micro,
+        log_prob_tokens=micro,
+        varlen=any(word.endswith(VARLEN) for word in words),
+        eight_bit=any(word.endswith("AdamW8bit") for word in words),
+    )
+
+
+def step_records(files: Iterable[Path]) -> Iterable[Record]:
+    """What runs of benchmarks/verl_step.py say; none calibrates.
+
+    Args:
+        files: its results, as it writes them.
+    """
+    for file in files:
+        settings = json.loads(file.read_text())
+        for run in settings["runs"]:
+            if not run.get("steps") or run["row"] not in COLUMN_OF_ROW:
+                continue
+            job = _job_of_run(run, settings)
+            moved = any(word.endswith("param_offload=True") for word in run["words"])
+            case = f"verl, {run['model']}, {settings['sequences']} x {run['response']}, {run['row']}"
+
+            def predicted(rates: Rates, job: Job = job, row: str = run["row"]) -> Prediction:
+                (column,) = [each for each in precisions(job, True) if each.name == COLUMN_OF_ROW[row]]
+                return predict(rates, job, column)
+
+            for figure, phase in PHASE_OF_FIGURE.items():
+                if run.get(figure) is None:
+                    continue
+                yield Record(
+                    phase,
+                    case,
+                    run[figure],
+                    file.name,
+                    lambda r, p=predicted, w=phase: p(r).step if w == "step" else p(r).phases[w].seconds,
+                    caveat="weights move to the host and back" if moved and phase != "generation" else "",
+                )
+            if run.get("engine_tokens_per_s"):
+                yield Record(
+                    "generation",
+                    f"{case}, the engine alone",
+                    settings["sequences"] * run["response_length"] / run["engine_tokens_per_s"],
+                    file.name,
+                    lambda r, p=predicted: p(r).schedule.seconds,
+                )
+
+
 def records() -> list[Record]:
-    return [*training_records(), *rollout_records(), *verl_records(), *memory_records()]
+    steps = sorted((ROOT / "benchmarks" / "results").glob("verl_step*_h200.json"))
+    return [*training_records(), *rollout_records(), *verl_records(), *memory_records(), *step_records(steps)]
 
 
 def fit() -> dict[str, dict]:
@@ -463,10 +551,11 @@ def _fit_decode(put, rates) -> None:
     put("prefill.layer", left / tokens / EIGHT.layers, "s a token", "phase_shares_h200.json, BF16, 32 x 512")
 
 
-def table(rates: Rates) -> str:
-    """Prediction against record of every phase, as Markdown."""
+def table(rates: Rates, shown: Sequence[Record] | None = None) -> str:
+    """Prediction against record of every phase, as Markdown; of all records if ``shown`` is None."""
+    shown = records() if shown is None else shown
     lines = ["| phase | case | recorded | predicted | error | | source |", "|---|---|---|---|---|---|---|"]
-    for record in records():
+    for record in shown:
         predicted, error = record.predict(rates), record.error(rates)
         role = "calibrates" if record.calibrates else "not comparable" if record.caveat else "checks"
         if role == "checks" and abs(error) > BAR:
@@ -479,8 +568,10 @@ def table(rates: Rates) -> str:
         else:
             digits = f"{1e3 * record.measured:.2f} ms | {1e3 * predicted:.2f} ms"
         lines.append(f"| {record.phase} | {record.case} | {digits} | {error:+.1%} | {role} | {record.source} |")
-    checked = [abs(r.error(rates)) for r in records() if not r.calibrates and not r.caveat]
+    checked = [abs(r.error(rates)) for r in shown if not r.calibrates and not r.caveat]
     within = sum(error <= BAR for error in checked)
+    if not checked:
+        return "\n".join(lines)
     lines += [
         "",
         f"{within} of {len(checked)} records that check are within {BAR:.0%}; their errors have a median of "
@@ -497,9 +588,13 @@ def with_table(page: str, rows: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write rates.json and the table of docs/advise.md")
+    parser.add_argument("steps", type=Path, nargs="*", help="verl_step.json: hold the predictions against these alone")
+    options = parser.parse_args()
     fitted = fit()
     rates = Rates({name: entry["value"] for name, entry in fitted.items()})
-    if parser.parse_args().write:
+    if options.steps:
+        print(table(rates, list(step_records(options.steps))))
+    elif options.write:
         of_package.FILE.write_text(json.dumps({"machine": MACHINE, "rates": fitted}, indent=1) + "\n")
         if PAGE.exists():
             PAGE.write_text(with_table(PAGE.read_text(), table(rates)))

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from jetrl_verl.config.support.row import Get
-from jetrl_verl.config.support.scopes import ACTOR, MODEL, REF, ROLLOUT
+from jetrl_verl.config.support.scopes import ACTOR, ATTENTION, MODEL, REF, ROLLOUT
 from jetrl_verl.formats.catalog import FLOW
+from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 from jetrl_verl.tools.advise import AdviseError
 from jetrl_verl.tools.advise.shapes import Model, find_config, model_of
 from jetrl_verl.tools.launch import precision_word
@@ -37,7 +38,8 @@ class Job:
         micro_tokens, micro_sequences: of a micro-batch of an update; one of them is None.
         log_prob_tokens, log_prob_sequences: of the old log-probabilities.
         mini_batches, epochs: optimizer steps of a step are their product.
-        packed: whether padding is removed. checkpointing, eight_bit, shards: of the trainer.
+        packed: whether padding is removed. varlen: whether ``attn_implementation=jetrl_varlen``.
+        checkpointing, eight_bit, shards: of the trainer.
         reference: whether a reference policy scores every token. liger: whether the trainer has Liger's kernels.
         stock, backward, fp8_reference: what ``jetrl.operations=stock``, ``jetrl.backward`` and ``jetrl.ref`` say.
         notes: what was assumed, sentences.
@@ -63,6 +65,7 @@ class Job:
     mini_batches: int = 1
     epochs: int = 1
     packed: bool = True
+    varlen: bool = False
     checkpointing: bool = True
     eight_bit: bool = False
     shards: int | None = None
@@ -168,8 +171,15 @@ def job_of_config(get: Get, means: Means, name: str | None = None) -> Job:
     ):
         if get(key):
             notes += (f"moving the {what} to the host and back ({key}) is in no prediction.",)
+    packed, varlen = bool(get(f"{MODEL}.use_remove_padding")), get(ATTENTION) == JETRL_ATTENTION
+    if packed and not varlen:
+        notes += ("attention of packed sequences is predicted at sdpa's rate, for want of a record of flash-attn.",)
     if tp > 1:
-        notes += ("the reductions between the GPUs of a replica are in no prediction: generation takes longer.",)
+        notes += (
+            "the reductions between the GPUs of a replica are in no prediction: generation takes longer.",
+            f"with shared operations the trainer multiplies o and down in {tp} slices of K, as the rollout's GPUs do; "
+            "what that costs it is in no prediction, for want of a record.",
+        )
     if get("algorithm.filter_groups.enable"):
         notes += ("groups that dynamic sampling throws away (algorithm.filter_groups) are generated besides.",)
     if get("algorithm.adv_estimator") == "gae":
@@ -195,7 +205,8 @@ def job_of_config(get: Get, means: Means, name: str | None = None) -> Job:
         log_prob_sequences=scored[1],
         mini_batches=math.ceil(prompts / mini),
         epochs=int(get(f"{ACTOR}.ppo_epochs") or 1),
-        packed=bool(get(f"{MODEL}.use_remove_padding")),
+        packed=packed,
+        varlen=varlen,
         checkpointing=bool(get(f"{MODEL}.enable_gradient_checkpointing")),
         eight_bit="8bit" in optimizer.lower(),
         shards=min(shards, gpus) if shards > 0 else None,

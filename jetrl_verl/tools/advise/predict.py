@@ -14,6 +14,7 @@ from jetrl_verl.tools.advise.rates import Rates
 from jetrl_verl.tools.advise.rollout import Engine, Schedule, generate, response_lengths
 from jetrl_verl.tools.advise.sync import sync_seconds
 from jetrl_verl.tools.advise.trainer import (
+    BF16_SHARED,
     JET,
     JET_STOCK,
     LIGER,
@@ -32,6 +33,10 @@ POLL = 0.05
 SMALL_MICRO_BATCH = 8192
 """Tokens of the smallest micro-batch that a record confirms; below, the GPU waits for launches
 (docs/log/several_gpus.md)."""
+
+SHARED = "bf16_shared"
+STOCK_VERL = ("bf16", "bf16, Liger")
+"""Columns that run without this project's settings, so no setting refuses them."""
 
 PHASES = ("generation", "old log-probabilities", "reference", "update", "weight sync", "rest")
 
@@ -72,14 +77,16 @@ def precisions(job: Job, shared: bool) -> tuple[Precision, ...]:
     Args:
         shared: whether nothing in the job makes the operations of ``jet_fp8`` stock.
     """
-    bf16 = LIGER if job.liger else STOCK
+    bf16, liger = (replace(flow, varlen=job.varlen) for flow in (LIGER if job.liger else STOCK, LIGER))
     shared = shared and not job.stock
-    jet = JET if shared else Flow(FLOW, "liger") if job.liger else JET_STOCK
+    jet = JET if shared else replace(Flow(FLOW, "liger") if job.liger else JET_STOCK, varlen=job.varlen)
     jet = replace(jet, backward=job.backward)
     tp = job.tp
     found = [Precision("bf16", bf16, bf16, Engine(UNQUANTIZED, tp=tp))]
     if not job.liger:
-        found.append(Precision("bf16, Liger", LIGER, LIGER, Engine(UNQUANTIZED, tp=tp)))
+        found.append(Precision("bf16, Liger", liger, liger, Engine(UNQUANTIZED, tp=tp)))
+    if shared:
+        found.append(Precision(SHARED, BF16_SHARED, bf16, Engine(UNQUANTIZED, shared=True, tp=tp)))
     return (
         *found,
         Precision("fp8_rollout", bf16, bf16, Engine(FLOW, tp=tp)),

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jetrl_verl.tools.advise import AdviseError
 from jetrl_verl.tools.advise.job import Job, Means, compose, job_of_config, job_of_options, words_of_script
-from jetrl_verl.tools.advise.predict import precisions, predict
+from jetrl_verl.tools.advise.predict import STOCK_VERL, precisions, predict
 from jetrl_verl.tools.advise.rates import measured
 from jetrl_verl.tools.advise.report import as_json, render
 from jetrl_verl.tools.advise.settings import REFUSED, STOCK, Finding, findings, model_findings
@@ -79,7 +79,7 @@ def run_advise(options: AdviseOptions, console: Console) -> int:
     effects = {finding.effect for finding in settings or ()}
     columns = precisions(job, shared=STOCK not in effects)
     if REFUSED in effects:
-        columns = tuple(column for column in columns if column.name.startswith("bf16"))
+        columns = tuple(column for column in columns if column.name in STOCK_VERL)
     predictions = [predict(rates, job, column) for column in columns]
     if options.as_json:
         print(json.dumps(as_json(job, rates, predictions, settings), indent=1))

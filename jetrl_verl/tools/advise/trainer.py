@@ -21,15 +21,23 @@ class Flow:
         linears: ``bf16`` or ``fp8``, a set of GEMM rates.
         operations: ``stock`` (Hugging Face), ``liger`` or ``shared``, a set of rates of what lies between.
         backward: of the linears' gradients, ``bf16`` or ``fp8``; read with FP8 linears alone.
+        varlen: whether attention is ``jetrl_varlen``'s, whose kernels are those of the shared operation.
     """
 
     linears: str
     operations: str
     backward: str = FLOW
+    varlen: bool = False
+
+    @property
+    def attention(self) -> str:
+        """The set of rates of attention."""
+        return "shared" if self.varlen else self.operations
 
 
 STOCK, LIGER = Flow(UNQUANTIZED, "stock"), Flow(UNQUANTIZED, "liger")
 JET, JET_STOCK = Flow(FLOW, "shared"), Flow(FLOW, "stock")
+BF16_SHARED = Flow(UNQUANTIZED, "shared")
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,7 @@ def forward(rates: Rates, model: Model, flow: Flow, tokens: float, context: floa
     """One forward of ``tokens`` tokens that see ``context`` keys each in the mean; weights aside."""
     return Pass(
         gemm=_gemms(rates, model, flow, tokens, "fprop"),
-        attention=attention_operations(model, tokens, context) / rates[f"attention.{flow.operations}.forward"],
+        attention=attention_operations(model, tokens, context) / rates[f"attention.{flow.attention}.forward"],
         between=tokens * rates[f"between.{flow.operations}.forward"] * between_bytes(model, flow) / rates["bandwidth"],
     )
 
@@ -93,7 +101,7 @@ def backward(rates: Rates, model: Model, flow: Flow, tokens: float, context: flo
     between = 2 * between_bytes(model, flow)
     return Pass(
         gemm=_gemms(rates, model, flow, tokens, "dgrad") + _gemms(rates, model, flow, tokens, "wgrad"),
-        attention=attention / rates[f"attention.{flow.operations}.backward"],
+        attention=attention / rates[f"attention.{flow.attention}.backward"],
         between=tokens * rates[f"between.{flow.operations}.backward"] * between / rates["bandwidth"],
     )
 

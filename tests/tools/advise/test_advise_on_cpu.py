@@ -152,6 +152,34 @@ def test_the_trainer_of_jet_fp8_is_stock_where_its_operations_are():
     assert [each.name for each in precisions(job(liger=True), True)].count("bf16, Liger") == 0
 
 
+def test_shared_operations_under_bf16_linears_are_a_column_where_the_job_allows_them():
+    assert [each.name for each in precisions(job(), False)].count("bf16_shared") == 0
+    stock, ours, jet = (predict(measured(), job(), column(n, job())) for n in ("bf16", "bf16_shared", "jet_fp8"))
+    parts = [found.phases["update"].parts for found in (stock, ours, jet)]
+    assert parts[1]["gemm"] == parts[0]["gemm"] > parts[2]["gemm"]
+    assert parts[1]["attention"] == parts[2]["attention"] < parts[0]["attention"]
+    assert parts[0]["between"] > parts[2]["between"] > parts[1]["between"], "no quantizer in front of o"
+    assert stock.step > ours.step > jet.step
+
+
+def test_packed_attention_without_flash_attention_runs_the_shared_kernels(small):
+    words = [*SMALL, "++actor_rollout_ref.model.override_config.attn_implementation=jetrl_varlen"]
+    asked, plain = (job_of_config(reader(config), Means()) for config in (compose(words, "jet_fp8"), small))
+    assert asked.varlen and not plain.varlen and any("flash-attn" in note for note in plain.notes)
+    assert not any("flash-attn" in note for note in asked.notes)
+    faster, slower = (predict(measured(), each, column("bf16", each)).phases["update"] for each in (asked, plain))
+    assert faster.parts["attention"] < slower.parts["attention"]
+    assert {**faster.parts, "attention": 0} == {**slower.parts, "attention": 0}
+    alike = [predict(measured(), each, column("jet_fp8", each)).step for each in (asked, plain)]
+    assert alike[0] == alike[1], "jet_fp8 has its own attention either way"
+
+
+def test_slices_of_a_rollout_over_several_gpus_are_named(small):
+    words = [word for word in SMALL if "tensor_model_parallel_size" not in word]
+    split = compose([*words, "actor_rollout_ref.rollout.tensor_model_parallel_size=2"], "jet_fp8")
+    assert any("2 slices of K" in note for note in job_of_config(reader(split), Means()).notes)
+
+
 def test_options_of_the_node_jetrl_are_in_the_columns(small):
     words = [*SMALL, "jetrl.operations=stock", "jetrl.backward=bf16", "jetrl.ref=fp8"]
     asked = job_of_config(reader(compose(words, "jet_fp8")), Means())
@@ -253,7 +281,8 @@ def test_a_script_reports_as_the_overrides_that_it_passes():
     found = json.loads(output)
     assert found["job"]["model"] == "Qwen/Qwen3-8B" and found["job"]["samples"] == 5 and found["job"]["reference"]
     assert found["settings"] == [] and found["precisions"]["jet_fp8"]["gain_over_bf16"] > 1
-    assert set(found["precisions"]) == {"bf16", "bf16, Liger", "fp8_rollout", "jet_fp8", "int8_rollout"}
+    ours = {"bf16_shared", "fp8_rollout", "jet_fp8", "int8_rollout"}
+    assert set(found["precisions"]) == {"bf16", "bf16, Liger", *ours}
 
 
 def test_overrides_that_switch_shared_operations_off_are_in_the_report():

@@ -66,6 +66,59 @@ def test_calibration_is_no_majority():
     assert sum(record.calibrates for record in RECORDS) < len(CHECKS) / 1.5
 
 
+@pytest.fixture
+def steps(tmp_path):
+    """A file of benchmarks/verl_step.py with four rows; the figures are made up."""
+    figures = {
+        "steps": 3,
+        "status": 0,
+        "prompt_length": 150.0,
+        "response_length": 4096.0,
+        "gen_s": 40.0,
+        "step_s": 90.0,
+    }
+    figures |= {"old_log_prob_s": 8.0, "update_actor_s": 30.0, "update_weights_s": 0.4, "engine_tokens_per_s": 7000.0}
+    varlen = f"++actor_rollout_ref.model.override_config.{advise_rates.VARLEN}"
+    offload = "actor_rollout_ref.actor.fsdp_config.param_offload=True"
+    runs = [
+        {"model": "qwen3_4b", "response": 4096, "row": "bf16", "words": [], **figures},
+        {"model": "qwen3_1_7b", "response": 16384, "row": "jet_fp8_exact", "words": [varlen, offload], **figures},
+        {"model": "qwen3_4b", "response": 4096, "row": "verl_fp8", "words": [], **figures},
+        {"model": "qwen3_4b", "response": 4096, "row": "bf16_best", "status": None, "errors": ["not run"]},
+    ]
+    file = tmp_path / "verl_step.json"
+    file.write_text(json.dumps({"build": {}, "sequences": 64, "memory": 0.45, "tiny": False, "runs": runs}))
+    return file
+
+
+def test_runs_of_the_benchmark_of_steps_are_records_that_check(steps):
+    found = list(advise_rates.step_records([steps]))
+    assert not any(record.calibrates for record in found)
+    assert {record.case for record in found if not record.caveat} == {
+        "verl, qwen3_4b, 64 x 4096, bf16",
+        "verl, qwen3_4b, 64 x 4096, bf16, the engine alone",
+        "verl, qwen3_1_7b, 64 x 16384, jet_fp8_exact",
+        "verl, qwen3_1_7b, 64 x 16384, jet_fp8_exact, the engine alone",
+    }
+    bf16 = {record.phase: record for record in found if record.case == "verl, qwen3_4b, 64 x 4096, bf16"}
+    assert bf16.keys() == {"generation", "old log-probabilities", "update", "weight sync", "step"}
+    assert bf16["step"].measured == 90.0 and bf16["update"].measured == 30.0
+    parts = sum(bf16[phase].predict(measured()) for phase in bf16 if phase != "step")
+    assert parts < bf16["step"].predict(measured()) < 1.1 * parts, "the rest of a step is under no phase"
+    # What waits for the host is not what is predicted; generation is.
+    assert [record.phase for record in found if "jet_fp8_exact" in record.case and not record.caveat] == [
+        "generation"
+    ] * 2
+    assert advise_rates.table(measured(), found).count("| not comparable |") == 4
+
+
+def test_a_run_of_the_benchmark_of_steps_is_the_job_that_it_was(steps):
+    settings = json.loads(steps.read_text())
+    flash, varlen = (advise_rates._job_of_run(run, settings) for run in settings["runs"][:2])
+    assert (flash.sequences, flash.prompt, flash.response, flash.varlen) == (64, 150.0, 4096, False)
+    assert varlen.varlen and varlen.micro_tokens == 512 + 16384 and varlen.model.name == "qwen3-1.7b"
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_a_known_shape_has_the_linears_that_the_benchmarks_time(model):
     sizes = model_of(model, KNOWN[model])

@@ -75,13 +75,10 @@ class Results:
     """A benchmark's file of results, and the runs that fill it.
 
     A file that is there already is added to, so a benchmark may be split over several calls: a run of the same name
-    takes the place of the old one.
+    takes the place of the old one. A file of another build or other settings is kept under another name.
 
     Args:
-        file: JSON. names: keys that name a run. settings: what is the same for all runs.
-
-    Raises:
-        ValueError: ``file`` was written with other settings.
+        file: JSON. names: keys that name a run. settings: what is the same for all runs, ``build`` among it.
     """
 
     def __init__(self, file: Path, names: Sequence[str], settings: Mapping) -> None:
@@ -90,13 +87,12 @@ class Results:
         self.runs: list[dict] = []
         if file.exists():
             held = json.loads(file.read_text())
-            self.runs = held.pop("runs")
-            if held != self._settings:
-                raise ValueError(f"{file} holds runs with other settings. Name another folder.")
-
-    def has(self, name: Mapping) -> bool:
-        """Whether a run of this name has ended well."""
-        return any(self._is(run, name) and run["status"] == 0 for run in self.runs)
+            runs = held.pop("runs")
+            if held == self._settings:
+                self.runs = runs
+            else:
+                count = len(list(file.parent.glob(f"{file.stem}.before_*{file.suffix}")))
+                file.rename(file.with_name(f"{file.stem}.before_{count}{file.suffix}"))
 
     def take(self, runs: Iterable[tuple[Mapping, Callable[[], dict]]], ends: float, console: Console) -> int:
         """Take each run and write it down; one that raises has failed, and the next one follows.

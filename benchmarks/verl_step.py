@@ -273,10 +273,7 @@ def main(words: list[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     kept = ("sequences", "memory", "tiny")
     settings = {"build": provenance(), **{name: getattr(options, name) for name in kept}}
-    try:
-        results = Results(out / "verl_step.json", ("model", "response", "row"), settings)
-    except ValueError as error:
-        parser.error(str(error))
+    results = Results(out / "verl_step.json", ("model", "response", "row"), settings)
     model, data = out / "models" / options.model, out / "data"
     if not (model / "tokenizer.json").exists():
         published = PUBLISHED[options.model]

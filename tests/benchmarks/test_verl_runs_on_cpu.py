@@ -76,13 +76,19 @@ def test_the_file_is_whole_after_each_run(file):
 
 def test_a_later_call_adds_to_the_file_and_replaces_what_it_takes_again(file):
     take(file, {"first": ok, "second": lambda: {"status": 1, "errors": ["died"]}})
-    assert not Results(file, ("row",), SETTINGS).has({"row": "second"})
     status, said = take(file, {"second": functools.partial(ok, 2), "third": ok})
     runs = {run["row"]: run["steps"] for run in json.loads(file.read_text())["runs"]}
     assert status == 0 and runs == {"first": 3, "second": 2, "third": 3}
     assert "died" not in said and "first" in said
-    with pytest.raises(ValueError, match="holds runs with other settings. Name another folder."):
-        Results(file, ("row",), SETTINGS | {"tiny": False})
+
+
+def test_a_file_of_another_build_is_kept_and_not_added_to(file):
+    take(file, {"first": ok})
+    for number, commit in enumerate(("decade", "facade")):
+        before = file.read_text()
+        take(file, {"second": ok}, settings=SETTINGS | {"build": {"commit": commit}})
+        assert file.with_name(f"results.before_{number}.json").read_text() == before
+        assert [run["row"] for run in json.loads(file.read_text())["runs"]] == ["second"]
 
 
 def test_no_run_begins_behind_the_end(file):

@@ -27,11 +27,11 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
-def composed(row: str, model: Path, **options):
+def composed(row: str, path: Path, **options):
     """The config of a row, after the checks of verl and of this project."""
     chosen = {"model": "qwen3_4b", "response": 4096, "sequences": 64, "memory": 0.45, "tiny": False, **options}
     folder = Path("/out")
-    words = verl_step.words_of(row, argparse.Namespace(**chosen), model, folder / "data", RunPaths(folder / "run"))
+    words = verl_step.words_of(row, argparse.Namespace(**chosen), path, folder / "data", RunPaths(folder / "run"))
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", overrides=words)
     validate_config(config, need_reference_policy(config), use_critic=False)

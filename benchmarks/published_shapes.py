@@ -17,10 +17,14 @@ Data are made-up problems in the raw format of each data set, for ``recipes/*/pr
 import argparse
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).parents[1]
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -214,6 +218,12 @@ def write_model(published: Published, folder: Path, layers: int | None = None, s
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def write_model_apart(name: str, folder: Path, small: bool) -> None:
+    """:func:`write_model` of a published shape, in a process of its own: this one then holds no memory of a GPU."""
+    words = ["model", name, str(folder), *(["--tiny"] if small else [])]
+    subprocess.run([sys.executable, "-m", "benchmarks.published_shapes", *words], cwd=ROOT, check=True)
 
 
 def _sum(draw: random.Random) -> tuple[str, int]:

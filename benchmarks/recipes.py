@@ -35,7 +35,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.published_shapes import PUBLISHED, tiny, write_data, write_model
+from benchmarks.published_shapes import write_data, write_model_apart
 from benchmarks.verl_runs import FIGURES, Results, environment_of, fresh_folder, run_verl, take_all
 from jetrl_verl.tools.demo.overrides import words_on_a_cpu
 from jetrl_verl.tools.launch import RunPaths, quote
@@ -178,7 +178,7 @@ class Job:
         if not (folder / "tokenizer.json").exists():
             if shutil.disk_usage(self.out).free < DISK and not self.tiny:
                 shutil.rmtree(folder.parent, ignore_errors=True)
-            write_model(tiny(PUBLISHED[name]) if self.tiny else PUBLISHED[name], folder)
+            write_model_apart(name, folder, self.tiny)
         return folder
 
     def data(self, recipe: str) -> Path:

@@ -37,7 +37,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.published_shapes import PUBLISHED, tiny, write_data, write_model
+from benchmarks.published_shapes import PUBLISHED, write_data, write_model_apart
 from benchmarks.recipes import EIGHT_BIT, OFFLOAD, ROOT
 from benchmarks.verl_runs import FIGURES, TIME_UP, Results, environment_of, fresh_folder, run_verl, take_all
 from jetrl_verl.tools.demo.overrides import words_on_a_cpu
@@ -238,7 +238,7 @@ def take_row(row: str, options: argparse.Namespace, model: Path, data: Path, end
     fresh_folder(paths)
     words = words_of(row, options, model, data, paths)
     found = run_verl([*VERL, *words], environment_of(paths, options.tiny), paths, STEPS, ends)
-    if found["steps"] and time.monotonic() < ends:
+    if found["steps"] and options.engine_too and time.monotonic() < ends:
         found |= measured_alone(options.tiny, paths, ends)
     return {"words": words, **found, **derived(found, options.sequences)}
 
@@ -253,6 +253,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--memory", type=float, default=0.45, help="vLLM's share of the GPU's memory")
     parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}, separated by commas")
     parser.add_argument("--seconds", type=float, default=math.inf, help="that this call may take, no limit if not set")
+    parser.add_argument("--no-engine", dest="engine_too", action="store_false", help="leave out the engine alone")
     parser.add_argument("--tiny", action="store_true", help="two narrow layers on a CPU, to try this out")
     parser.add_argument("--engine", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(words)
@@ -276,8 +277,7 @@ def main(words: list[str] | None = None) -> int:
     results = Results(out / "verl_step.json", ("model", "response", "row"), settings)
     model, data = out / "models" / options.model, out / "data"
     if not (model / "tokenizer.json").exists():
-        published = PUBLISHED[options.model]
-        write_model(tiny(published) if options.tiny else published, model)
+        write_model_apart(options.model, model, options.tiny)
     if not data.exists():
         write_data("gsm8k", out / "raw", rows=options.sequences * STEPS)
         prepare = [sys.executable, "-m", "recipes.gsm8k.prepare_data", "--local-dir", out / "raw", "--out", data]

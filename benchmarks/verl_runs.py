@@ -195,14 +195,19 @@ def table(runs: Sequence[Mapping], names: Sequence[str], columns: Sequence[str])
     """One row per run: its ``names``, then figures, right-aligned; a dash where there is none."""
     shown = Table(box=SIMPLE_HEAD)
     for name in names:
-        shown.add_column(name)
+        shown.add_column(name, no_wrap=True)
     for column in columns:
         shown.add_column(column.replace("tokens_per_s", "tok/s").replace("_", " "), justify="right")
     for found in runs:
         values = (found.get(column) for column in columns)
-        cells = ("-" if v is None else f"{v:.3g}" if isinstance(v, float) else str(v) for v in values)
-        shown.add_row(*(str(found[name]) for name in names), *cells)
+        shown.add_row(*(str(found[name]) for name in names), *map(_cell, values))
     return shown
+
+
+def _cell(value: float | str | None) -> str:
+    if not isinstance(value, float):
+        return "-" if value is None else str(value)
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 FIGURES = ("status", "steps", "k3_kl", "grad_norm", "response_length", "peak_gib", *(f"{p}_s" for p in PHASES))

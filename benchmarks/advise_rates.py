@@ -383,9 +383,14 @@ def step_records(files: Iterable[Path]) -> Iterable[Record]:
 
     Args:
         files: its results, as it writes them.
+
+    Raises:
+        ValueError: one of a tiny model on a CPU.
     """
     for file in files:
         settings = json.loads(file.read_text())
+        if settings["tiny"]:
+            raise ValueError(f"{file} has steps of a tiny model on a CPU, which no rate is for.")
         for run in settings["runs"]:
             if not run.get("steps") or run["row"] not in COLUMN_OF_ROW:
                 continue
@@ -593,7 +598,10 @@ def main() -> None:
     fitted = fit()
     rates = Rates({name: entry["value"] for name, entry in fitted.items()})
     if options.steps:
-        print(table(rates, list(step_records(options.steps))))
+        try:
+            print(table(rates, list(step_records(options.steps))))
+        except ValueError as error:
+            parser.error(str(error))
     elif options.write:
         of_package.FILE.write_text(json.dumps({"machine": MACHINE, "rates": fitted}, indent=1) + "\n")
         if PAGE.exists():

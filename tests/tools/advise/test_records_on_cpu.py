@@ -112,6 +112,12 @@ def test_runs_of_the_benchmark_of_steps_are_records_that_check(steps):
     assert advise_rates.table(measured(), found).count("| not comparable |") == 4
 
 
+def test_steps_of_a_tiny_model_are_no_records(steps):
+    steps.write_text(json.dumps(json.loads(steps.read_text()) | {"tiny": True}))
+    with pytest.raises(ValueError, match="a tiny model on a CPU"):
+        list(advise_rates.step_records([steps]))
+
+
 def test_a_run_of_the_benchmark_of_steps_is_the_job_that_it_was(steps):
     settings = json.loads(steps.read_text())
     flash, varlen = (advise_rates._job_of_run(run, settings) for run in settings["runs"][:2])

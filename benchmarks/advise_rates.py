@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rates behind ``jetrl advise``, fitted to part of the records, and the predictions held against the others.
 
-    python benchmarks/advise_rates.py                       # the table of docs/advise.md, prediction against record
-    python benchmarks/advise_rates.py --write               # rates.json of the package, the table into docs/advise.md
-    python benchmarks/advise_rates.py OUT/verl_step.json    # of what benchmarks/verl_step.py has just measured
+    python -m benchmarks.advise_rates                       # the table of docs/advise.md, prediction against record
+    python -m benchmarks.advise_rates --write               # rates.json of the package, the table into docs/advise.md
+    python -m benchmarks.advise_rates OUT/verl_step.json    # of what benchmarks/verl_step.py has just measured
 
 Records are the JSON files of benchmarks/results and, where a run left none, figures of docs/log. A record either
 calibrates or checks, never both; those of benchmarks/verl_step.py (``results/verl_step*_h200.json``) check. No GPU.
@@ -13,16 +13,14 @@ calibrates or checks, never both; those of benchmarks/verl_step.py (``results/ve
 import argparse
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.advise_steps import Record, step_records
 from jetrl_verl.tools.advise import rates as of_package
-from jetrl_verl.tools.advise.job import Job
 from jetrl_verl.tools.advise.memory import GIB, trainer_memory
-from jetrl_verl.tools.advise.predict import Prediction, precisions, predict
 from jetrl_verl.tools.advise.rates import Rates
 from jetrl_verl.tools.advise.rollout import Engine, decode_step, generate, prefill
 from jetrl_verl.tools.advise.shapes import KNOWN, Model, model_of
@@ -82,30 +80,6 @@ def poll(seconds: float) -> float:
 @cache
 def results(name: str) -> dict:
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}_h200.json").read_text())
-
-
-@dataclass(frozen=True)
-class Record:
-    """One measured figure.
-
-    Attributes:
-        phase: of a step, or a part of one. case: model and sizes. measured: seconds, or GiB in ``memory``.
-        calibrates: whether a rate was fitted to it; otherwise it checks. source: of the figure.
-        predict: the same figure from rates.
-        caveat: why the measurement is not of what is predicted; such a record neither calibrates nor checks.
-    """
-
-    phase: str
-    case: str
-    measured: float
-    source: str
-    predict: Callable[[Rates], float]
-    calibrates: bool = False
-    caveat: str = ""
-
-    def error(self, rates: Rates) -> float:
-        """(predicted - measured) / measured."""
-        return self.predict(rates) / self.measured - 1
 
 
 def _gemm_records(what: str, name: str) -> list[dict]:
@@ -332,95 +306,6 @@ def memory_records() -> Iterable[Record]:
                 "several_gpus_h200.json",
                 lambda r, s=shards: trainer_memory(DEMO_1_4B, s, 32 * 72).peak / GIB,
             )
-
-
-COLUMN_OF_ROW = {
-    "bf16": "bf16",
-    "bf16_best": "bf16, Liger",
-    "bf16_shared": "bf16_shared",
-    "fp8_rollout": "fp8_rollout",
-    "jet_fp8": "jet_fp8",
-    "jet_fp8_exact": "jet_fp8",
-}
-"""Row of benchmarks/verl_step.py -> column of a report; ``verl_fp8`` has none, for want of a rate."""
-
-PHASE_OF_FIGURE = {
-    "gen_s": "generation",
-    "old_log_prob_s": "old log-probabilities",
-    "update_actor_s": "update",
-    "update_weights_s": "weight sync",
-    "step_s": "step",
-}
-VARLEN = "attn_implementation=jetrl_varlen"
-LONGEST_PROMPT = 512
-"""Of benchmarks/verl_step.py, as are the sizes in :func:`_job_of_run`."""
-
-
-def _job_of_run(run: dict, settings: dict) -> Job:
-    """The job of one run of benchmarks/verl_step.py: one GPU, packed, one update a step."""
-    words, name = run["words"], run["model"].replace("qwen2_5", "qwen2.5").replace("1_7b", "1.7b").replace("_", "-")
-    length = LONGEST_PROMPT + run["response"]
-    micro = max(16384, length)
-    return Job(
-        model_of(name, KNOWN[name]),
-        settings["sequences"] // 4,
-        4,
-        run["prompt_length"],
-        min(run["response_length"], run["response"]),
-        LONGEST_PROMPT,
-        run["response"],
-        gpus=1,
-        utilization=settings["memory"],
-        micro_tokens=micro,
-        log_prob_tokens=micro,
-        varlen=any(word.endswith(VARLEN) for word in words),
-        eight_bit=any(word.endswith("AdamW8bit") for word in words),
-    )
-
-
-def step_records(files: Iterable[Path]) -> Iterable[Record]:
-    """What runs of benchmarks/verl_step.py say; none calibrates.
-
-    Args:
-        files: its results, as it writes them.
-
-    Raises:
-        ValueError: one of a tiny model on a CPU.
-    """
-    for file in files:
-        settings = json.loads(file.read_text())
-        if settings["tiny"]:
-            raise ValueError(f"{file} has steps of a tiny model on a CPU, which no rate is for.")
-        for run in settings["runs"]:
-            if not run.get("steps") or run["row"] not in COLUMN_OF_ROW:
-                continue
-            job = _job_of_run(run, settings)
-            moved = any(word.endswith("param_offload=True") for word in run["words"])
-            case = f"verl, {run['model']}, {settings['sequences']} x {run['response']}, {run['row']}"
-
-            def predicted(rates: Rates, job: Job = job, row: str = run["row"]) -> Prediction:
-                (column,) = [each for each in precisions(job, True) if each.name == COLUMN_OF_ROW[row]]
-                return predict(rates, job, column)
-
-            for figure, phase in PHASE_OF_FIGURE.items():
-                if run.get(figure) is None:
-                    continue
-                yield Record(
-                    phase,
-                    case,
-                    run[figure],
-                    file.name,
-                    lambda r, p=predicted, w=phase: p(r).step if w == "step" else p(r).phases[w].seconds,
-                    caveat="weights move to the host and back" if moved and phase != "generation" else "",
-                )
-            if run.get("engine_tokens_per_s"):
-                yield Record(
-                    "generation",
-                    f"{case}, the engine alone",
-                    settings["sequences"] * run["response_length"] / run["engine_tokens_per_s"],
-                    file.name,
-                    lambda r, p=predicted: p(r).schedule.seconds,
-                )
 
 
 def records() -> list[Record]:

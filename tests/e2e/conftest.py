@@ -2,9 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the end-to-end tests share: the demo's policy, warmed up once and cached beside the demo's outputs."""
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from jetrl_verl.tools.demo import cache
 
@@ -15,4 +17,12 @@ CACHE = Path(__file__).parents[2] / "outputs" / "cache"
 def policy() -> cache.Prepared:
     """Data and policy; ``policy.folder.parent`` is the cache that a demo finds them in."""
     recipe = cache.Recipe()
-    return cache.find(recipe, CACHE) or cache.make(recipe, CACHE, "cpu", print)
+    if (found := cache.find(recipe, CACHE)) is not None:
+        return found
+    # A session of tests has one thread a process; here nothing runs beside it.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    try:
+        return cache.make(recipe, CACHE, "cpu", print)
+    finally:
+        torch.set_num_threads(threads)

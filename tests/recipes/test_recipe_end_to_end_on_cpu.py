@@ -4,7 +4,7 @@
 
 The policy has the family and the layers' shape of the recipe's, at a million random parameters, so hardly an answer is
 right; an entropy bonus gives the steps a gradient. What else a run overrides is a size, what the demo overrides on a
-CPU, and the reference policy, which needs a GPU. One recipe is in ``make test``, the others in ``make test-slow``.
+CPU, and the reference policy, which needs a GPU. All of them are in ``make test-slow``.
 """
 
 import copy
@@ -109,7 +109,6 @@ CASES = {
     ),
 }
 RUNS = [("gsm8k", "jet_fp8"), ("gsm8k", "bf16"), *((name, "jet_fp8") for name in CASES if name != "gsm8k")]
-IN_EVERY_TEST_RUN = {("gsm8k", "jet_fp8")}
 
 
 def varied(record: dict[str, Any], number: int) -> dict[str, Any]:
@@ -187,10 +186,11 @@ def run_recipe(case: Case, precision: str, folder: Path) -> tuple[list[dict[str,
     return [json.loads(line)["data"] for line in metrics.read_text().splitlines()], log
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [pytest.param(*run, marks=[] if run in IN_EVERY_TEST_RUN else pytest.mark.slow) for run in RUNS],
+    RUNS,
 )
 def test_a_recipe_takes_two_steps_on_a_cpu(name, precision, tmp_path):
     case = CASES[name]

@@ -247,7 +247,8 @@ def test_a_plain_job_costs_nothing_and_a_refused_one_says_so(small):
 
 def test_a_model_that_does_not_fit_is_named():
     unfit = model_findings(model_of("qwen2.5-7b", KNOWN["qwen2.5-7b"]), 8)
-    assert [each.effect for each in unfit] == [REFUSED] and "unfit_layers=skip" in unfit[0].message
+    assert [each.effect for each in unfit] == [REFUSED] and "28 heads over 4 key heads" in unfit[0].message
+    assert "tensor_model_parallel_size=4, the largest that fits" in unfit[0].message
     sliding = KNOWN["qwen3-8b"] | {"sliding_window": 4096}
     assert [each.effect for each in model_findings(model_of("m", sliding), 1)] == [STOCK]
 

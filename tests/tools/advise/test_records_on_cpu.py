@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import advise_rates
+from benchmarks import advise_rates, advise_steps
 from jetrl_verl.tools.advise.rates import FILE, measured
 from jetrl_verl.tools.advise.shapes import KNOWN, model_of
 from jetrl_verl.tools.bench.shapes import MODELS
@@ -78,7 +78,7 @@ def steps(tmp_path):
         "step_s": 90.0,
     }
     figures |= {"old_log_prob_s": 8.0, "update_actor_s": 30.0, "update_weights_s": 0.4, "engine_tokens_per_s": 7000.0}
-    varlen = f"++actor_rollout_ref.model.override_config.{advise_rates.VARLEN}"
+    varlen = f"++actor_rollout_ref.model.override_config.{advise_steps.VARLEN}"
     offload = "actor_rollout_ref.actor.fsdp_config.param_offload=True"
     runs = [
         {"model": "qwen3_4b", "response": 4096, "row": "bf16", "words": [], **figures},
@@ -92,7 +92,7 @@ def steps(tmp_path):
 
 
 def test_runs_of_the_benchmark_of_steps_are_records_that_check(steps):
-    found = list(advise_rates.step_records([steps]))
+    found = list(advise_steps.step_records([steps]))
     assert not any(record.calibrates for record in found)
     assert {record.case for record in found if not record.caveat} == {
         "verl, qwen3_4b, 64 x 4096, bf16",
@@ -115,12 +115,12 @@ def test_runs_of_the_benchmark_of_steps_are_records_that_check(steps):
 def test_steps_of_a_tiny_model_are_no_records(steps):
     steps.write_text(json.dumps(json.loads(steps.read_text()) | {"tiny": True}))
     with pytest.raises(ValueError, match="a tiny model on a CPU"):
-        list(advise_rates.step_records([steps]))
+        list(advise_steps.step_records([steps]))
 
 
 def test_a_run_of_the_benchmark_of_steps_is_the_job_that_it_was(steps):
     settings = json.loads(steps.read_text())
-    flash, varlen = (advise_rates._job_of_run(run, settings) for run in settings["runs"][:2])
+    flash, varlen = (advise_steps._job_of_run(run, settings) for run in settings["runs"][:2])
     assert (flash.sequences, flash.prompt, flash.response, flash.varlen) == (64, 150.0, 4096, False)
     assert varlen.varlen and varlen.micro_tokens == 512 + 16384 and varlen.model.name == "qwen3-1.7b"
 

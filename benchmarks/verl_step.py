@@ -7,7 +7,7 @@
     python3 -m benchmarks.verl_step OUT --tiny                                  # two narrow layers on a CPU, to try it
 
 One GPU, packed sequences, GRPO with one update a step, no KL term, ``--sequences`` responses of one length (a random
-policy does not end them), four to a prompt. Three steps, of which the first compiles and is left out. Rows:
+policy does not end them), four to a prompt. ``--steps`` steps, of which the first compiles and is left out. Rows:
 
 - ``bf16``: verl as it comes, with flash-attn where it is installed, else with the attention named in the output
 - ``bf16_best``: the same with Liger's kernels and FlashAttention 3
@@ -116,7 +116,7 @@ def words_of(row: str, options: argparse.Namespace, model: Path, data: Path, pat
         "actor_rollout_ref.rollout.calculate_log_probs=True",
         "trainer.nnodes=1",
         "trainer.n_gpus_per_node=1",
-        f"trainer.total_training_steps={STEPS}",
+        f"trainer.total_training_steps={options.steps}",
         "trainer.val_before_train=False",
         "trainer.test_freq=-1",
         "trainer.save_freq=-1",
@@ -237,7 +237,7 @@ def take_row(row: str, options: argparse.Namespace, model: Path, data: Path, end
     paths = RunPaths(options.out / "runs" / f"{options.model}-{options.response}-{row}")
     fresh_folder(paths)
     words = words_of(row, options, model, data, paths)
-    found = run_verl([*VERL, *words], environment_of(paths, options.tiny), paths, STEPS, ends)
+    found = run_verl([*VERL, *words], environment_of(paths, options.tiny), paths, options.steps, ends)
     if found["steps"] and options.engine_too and time.monotonic() < ends:
         found |= measured_alone(options.tiny, paths, ends)
     return {"words": words, **found, **derived(found, options.sequences)}
@@ -250,6 +250,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--model", choices=PUBLISHED, default="qwen3_4b")
     parser.add_argument("--response", type=int, help="tokens of a response, 4096 if not set")
     parser.add_argument("--sequences", type=int, help="of a step, 64 if not set")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"{STEPS} if not set; at least 2 to leave one out")
     parser.add_argument("--memory", type=float, default=0.45, help="vLLM's share of the GPU's memory")
     parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}, separated by commas")
     parser.add_argument("--seconds", type=float, default=math.inf, help="that this call may take, no limit if not set")
@@ -272,14 +273,14 @@ def main(words: list[str] | None = None) -> int:
         parser.error(f"--sequences {options.sequences} is no multiple of {SAMPLES}")
     out = options.out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    kept = ("sequences", "memory", "tiny")
+    kept = ("sequences", "steps", "memory", "tiny")
     settings = {"build": provenance(), **{name: getattr(options, name) for name in kept}}
     results = Results(out / "verl_step.json", ("model", "response", "row"), settings)
     model, data = out / "models" / options.model, out / "data"
     if not (model / "tokenizer.json").exists():
         write_model_apart(options.model, model, options.tiny)
     if not data.exists():
-        write_data("gsm8k", out / "raw", rows=options.sequences * STEPS)
+        write_data("gsm8k", out / "raw", rows=options.sequences * options.steps)
         prepare = [sys.executable, "-m", "recipes.gsm8k.prepare_data", "--local-dir", out / "raw", "--out", data]
         subprocess.run(prepare, cwd=ROOT, check=True)
     ends = began + options.seconds

@@ -148,9 +148,14 @@ def _pack(tensors: list[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor]:
     index = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors]
     used = sum(tensor.nbytes for _, tensor in tensors)
     # The piece behind it begins where this one ends.
-    whole = torch.empty(-(-used // _ALIGNED) * _ALIGNED, dtype=torch.uint8, device=tensors[0][1].device)
-    torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in tensors], out=whole[:used])
+    whole = torch.empty(-(-used // _ALIGNED) * _ALIGNED, dtype=torch.uint8, device=_device_of(tensors))
+    torch.cat([tensor.to(whole.device).contiguous().view(-1).view(torch.uint8) for _, tensor in tensors], out=whole[:used])
     return _PACK + json.dumps(index, separators=(",", ":")), whole
+
+
+def _device_of(tensors: list[tuple[str, torch.Tensor]]) -> torch.device:
+    # The manifest is made on the host; one tensor of a GPU decides.
+    return next((tensor.device for _, tensor in tensors if tensor.device.type != "cpu"), tensors[0][1].device)
 
 
 def is_packed(name: str) -> bool:

@@ -66,6 +66,9 @@ ROWS: dict[str, list[str]] = {
 TOKENS = 16384
 """Tokens of a micro-batch at least; one sequence where it is longer."""
 
+WARM_TOKENS = 16
+"""Of a response in the engine's first generation alone, which compiles."""
+
 SIZES = {False: (4096, 64), True: (24, 8)}
 """Whether it is the tiny benchmark -> tokens of a response, and sequences of a step, where the call names none."""
 
@@ -166,16 +169,13 @@ def engine_alone(config: Path) -> None:
         for group in range(lengths.train_batch_size)
         for _ in range(rollout.n)
     ]
-    sampling = SamplingParams(
-        temperature=rollout.temperature, max_tokens=lengths.max_response_length, logprobs=0, detokenize=False
-    )
-    rates = []
-    for _ in range(2):  # the first compiles
+    for tokens in (WARM_TOKENS, lengths.max_response_length):  # the first compiles
+        sampling = SamplingParams(temperature=rollout.temperature, max_tokens=tokens, logprobs=0, detokenize=False)
         started = time.perf_counter()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
         made = sum(len(output.outputs[0].token_ids) for output in outputs)
-        rates.append(made / (time.perf_counter() - started))
-    print(json.dumps({"engine_tokens_per_s": rates[-1]}), flush=True)
+        rate = made / (time.perf_counter() - started)
+    print(json.dumps({"engine_tokens_per_s": rate}), flush=True)
 
 
 def quantization_of(composed) -> dict:

@@ -148,8 +148,10 @@ def _pack(tensors: list[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor]:
     index = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors]
     used = sum(tensor.nbytes for _, tensor in tensors)
     # The piece behind it begins where this one ends.
-    whole = torch.empty(-(-used // _ALIGNED) * _ALIGNED, dtype=torch.uint8, device=_device_of(tensors))
-    torch.cat([tensor.to(whole.device).contiguous().view(-1).view(torch.uint8) for _, tensor in tensors], out=whole[:used])
+    device = _device_of(tensors)
+    whole = torch.empty(-(-used // _ALIGNED) * _ALIGNED, dtype=torch.uint8, device=device)
+    rows = [tensor.to(device).contiguous().view(-1).view(torch.uint8) for _, tensor in tensors]
+    torch.cat(rows, out=whole[:used])
     return _PACK + json.dumps(index, separators=(",", ":")), whole
 
 

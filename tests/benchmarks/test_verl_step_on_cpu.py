@@ -29,7 +29,8 @@ def model(tmp_path_factory) -> Path:
 
 def composed(row: str, path: Path, **options):
     """The config of a row, after the checks of verl and of this project."""
-    chosen = {"model": "qwen3_4b", "response": 4096, "sequences": 64, "steps": 3, "memory": 0.45, "tiny": False, **options}
+    chosen = {"model": "qwen3_4b", "response": 4096, "sequences": 64, "steps": 3, "memory": 0.45, "tiny": False}
+    chosen |= options
     folder = Path("/out")
     words = verl_step.words_of(row, argparse.Namespace(**chosen), path, folder / "data", RunPaths(folder / "run"))
     with initialize_config_module("verl.trainer.config", version_base=None):

@@ -103,6 +103,15 @@ def check(sent, held) -> dict:
     return receiver.verify(held, scale_rule="fp32", probe=1)
 
 
+@pytest.mark.parametrize("first", ["meta", "cpu"])
+def test_a_pack_lies_where_the_first_tensor_does_that_is_not_on_the_host(first):
+    """The manifest of the contract is made on the host, everything else on the GPU; ``meta`` stands for it here."""
+    second = {"meta": "cpu", "cpu": "meta"}[first]
+    tensors = [("a", torch.zeros(3, dtype=torch.uint8, device=first)), ("b", torch.zeros(5, 2, device=second))]
+    ((_, whole),) = packed(tensors)
+    assert whole.device.type == "meta"
+
+
 def test_the_check_reads_a_packed_stream_and_sums_a_stacked_parameter_once(stacked, monkeypatch):
     calls = []
     stock = formats.get("fp8").sums_of_qdata

@@ -9,13 +9,51 @@ sync/contract.py in the order in which they follow each other.
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
+import torch.distributed as dist
 
 from jetrl_verl.config.options import JetConfig
+from jetrl_verl.formats.sums import odd_constants
 from jetrl_verl.metrics.quantization import QuantizationMetrics, refuse_non_finite
 from jetrl_verl.models.plan import LinearPlan
-from jetrl_verl.sync.contract import with_contract
+from jetrl_verl.sync.contract import SUM_PREFIX, ContractViolation, with_contract
 from jetrl_verl.sync.operations_probe import stated_operations, stated_probe, stated_reduction
 from jetrl_verl.sync.wire import SyncStatistics, counted_stock, measured, packed, quantize_stream
+
+
+def same_on_every_rank(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass a sync's stream through; at its end, compare the contract's sums over the trainer's ranks.
+
+    A rollout worker compares itself with the one rank that fills it. Where ranks have drifted apart, as replicas whose
+    gradients were not added do, each worker agrees with its own and a rollout over several GPUs is two policies in one.
+
+    Args:
+        stream: of :func:`~jetrl_verl.sync.contract.with_contract`. Every rank of the default group iterates it.
+
+    Raises:
+        ContractViolation: behind the last tensor, on every rank, naming the first tensor that differs.
+    """
+    sums: dict[str, torch.Tensor] = {}
+    for name, tensor in stream:
+        if name.startswith(SUM_PREFIX):
+            sums[name.removeprefix(SUM_PREFIX)] = tensor.flatten()
+        yield name, tensor
+    if not sums or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    together = torch.cat(list(sums.values()))
+    # Sums of all sums up to the end of each tensor, modulo 2^64: few words to gather, and the first that differs is
+    # that of the first tensor that does.
+    ends = torch.tensor([len(value) for value in sums.values()]).cumsum(0).to(together.device) - 1
+    mine = (together * odd_constants(len(together), together.device)).cumsum(0)[ends]
+    ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, mine)
+    differing = (torch.stack(ranks) != ranks[0]).nonzero().tolist()
+    if differing:
+        tensor, rank = min((tensor, rank) for rank, tensor in differing)
+        raise ContractViolation(
+            f"contract check: {list(sums)[tensor]} of the trainer's rank {rank} differs from that of rank 0; the ranks "
+            "train several policies, of which each rollout worker would get another one. Set "
+            "actor_rollout_ref.actor.strategy=fsdp2, and look for what changes weights or gradients on one rank alone."
+        )
 
 
 def weight_stream(
@@ -38,6 +76,7 @@ def weight_stream(
 
     Raises:
         NonFiniteWeightError: behind the last weight, if one of them is NaN or Inf.
+        ContractViolation: behind the contract, if it is checked and the trainer's ranks hold different weights.
     """
     stream = counted_stock(weights, statistics)
     stream = quantize_stream(stream, plans, options.scale_rule, options.rollout, kept_scales)
@@ -55,4 +94,5 @@ def weight_stream(
             operations=operations,
             ranks=ranks,
         )
+        stream = same_on_every_rank(stream)
     return measured(packed(stream), statistics)

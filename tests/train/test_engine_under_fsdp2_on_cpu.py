@@ -21,7 +21,8 @@ from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.reference import FP8_DTYPE
-from jetrl_verl.sync.contract import MANIFEST_NAME, SUM_PREFIX, Manifest
+from jetrl_verl.sync.contract import MANIFEST_NAME, SUM_PREFIX, ContractViolation, Manifest, with_contract
+from jetrl_verl.train.weight_stream import same_on_every_rank
 
 
 def same_on_both_ranks(value: torch.Tensor) -> bool:
@@ -93,13 +94,38 @@ def fsdp1_takes_the_same_steps(rank: int, folder: str) -> None:
 
 
 def replicas_are_one_policy(rank: int, folder: str) -> None:
-    """Each rank has data of its own. FSDP1 with one rank a replica is refused (config/support): torch takes it for a
-    job of one rank and adds no gradients."""
-    for strategy, fsdp_size, one in (("fsdp2", -1, True), ("fsdp2", 1, True), ("fsdp", -1, True), ("fsdp", 1, False)):
+    """Each rank has data of its own. FSDP1 with one rank a replica is refused (config/support): torch makes a job of
+    one rank of it and adds no gradients, which the contract check sees on both ranks."""
+    for strategy, fsdp_size in (("fsdp2", -1), ("fsdp2", 1), ("fsdp", -1)):
         engine = build(folder, strategy=strategy, fsdp_size=fsdp_size)
         train(engine, rank)
         sums = [tensor for name, tensor in sorted(sent(engine).items()) if name.startswith(SUM_PREFIX)]
-        assert same_on_both_ranks(torch.cat([x.flatten() for x in sums])) == one, (strategy, fsdp_size)
+        assert same_on_both_ranks(torch.cat([x.flatten() for x in sums])), (strategy, fsdp_size)
+    apart = build(folder, strategy="fsdp", fsdp_size=1)
+    sent(apart)
+    train(apart, rank)
+    with pytest.raises(ContractViolation, match=r"model\.embed_tokens\.weight of the trainer's rank 1 differs"):
+        sent(apart)
+
+
+def one_rank_with_another_weight(rank: int) -> None:
+    """The first tensor that differs is named on both ranks; equal ones pass."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {f"layer.{number}": torch.randn(40, 24, generator=generator).bfloat16() for number in range(4)}
+
+    def compared() -> list[str]:
+        stream = with_contract(weights.items(), scale_rule="fp32", probe=None)
+        return [name for name, _ in same_on_every_rank(stream)]
+
+    assert compared() == [*weights, *(SUM_PREFIX + name for name in weights), MANIFEST_NAME]
+    if rank == 1:
+        weights["layer.3"] = weights["layer.3"].roll(1, dims=0)  # the same rows elsewhere
+        weights["layer.2"][39, 23] += 1
+    with pytest.raises(ContractViolation, match="layer.2 of the trainer's rank 1 differs from that of rank 0"):
+        compared()
+    weights["layer.2"] = torch.zeros(1).bfloat16()
+    with pytest.raises(ContractViolation, match="layer.3 of the trainer's rank 1"):
+        compared()
 
 
 def a_checkpoint_restores_what_is_sent(rank: int, folder: str, other: str, checkpoint: str) -> None:
@@ -242,6 +268,10 @@ def test_fsdp1_takes_the_same_steps(folders, cpu_platform):
 
 def test_replicas_are_one_policy(folders, cpu_platform):
     run_in_two_processes(replicas_are_one_policy, folders[0])
+
+
+def test_the_contract_compares_the_trainers_ranks():
+    run_in_two_processes(one_rank_with_another_weight)
 
 
 def test_a_checkpoint_restores_weights_optimiser_and_qdata(folders, tmp_path: Path, cpu_platform):

@@ -46,7 +46,7 @@ ARRANGEMENTS: dict[str, list[str]] = {
 }
 """Name -> overrides; ``{half}`` is half of the GPUs."""
 
-ROOM = (
+MEMORY = (
     "actor_rollout_ref.rollout.gpu_memory_utilization=0.1",
     "++actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=4000000000",
 )
@@ -81,7 +81,7 @@ class Job:
             "actor_rollout_ref.actor.optim.lr=1e-6",
             "trainer.val_before_train=False",
             "trainer.test_freq=-1",
-            *([] if self.device == "cpu" else ROOM),
+            *([f"ray_kwargs.ray_init.num_gpus={gpus}"] if self.device == "cpu" else MEMORY),
         ]
         folder = self.out / name / precision
         options = DemoOptions(
@@ -167,7 +167,7 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--arrangements", default=",".join([*ARRANGEMENTS, RESUME]))
     parser.add_argument("--precisions", default="jet_fp8,bf16")
-    parser.add_argument("--tiny", action="store_true", help="the demo's own policy on one CPU, to try this script out")
+    parser.add_argument("--tiny", action="store_true", help="the demo's own policy on a CPU, to try this script out")
     options = parser.parse_args()
     unknown = set(options.arrangements.split(",")) - {*ARRANGEMENTS, RESUME}
     if unknown:

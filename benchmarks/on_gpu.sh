@@ -1,4 +1,6 @@
 #!/usr/bin/env bash
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
 # Everything that only a Hopper GPU can answer, part by part: what is right, how fast it is, how far both sides are apart.
 #
 #   benchmarks/on_gpu.sh OUT [part ...]      # all parts below in this order, about an hour and a half on one H200
@@ -64,14 +66,15 @@ P
 export -f test_files sanitizer sustained demo diff_precisions
 export out
 
-parts=(operations quantizers gemms sanitizer gemm sustained chain linear mlp quant full exact exact8k families cost mismatch
+parts=(operations quantizers gemms sanitizer gemm sustained chain linear mlp ranks quant full exact exact8k families cost mismatch
     demo diff decode phases)
 if (($#)); then chosen=("$@"); else chosen=("${parts[@]}"); fi
 for name in "${chosen[@]}"; do
     [[ " ${parts[*]} " == *" $name "* ]] || { echo "$name is not a part; choose from: ${parts[*]}" >&2; exit 2; }
 done
 
-part 300 operations bash -c 'test_files tests/kernels/test_shared_operations_on_gpu.py tests/kernels/test_logits_over_ranks_on_gpu.py'
+part 300 operations bash -c 'test_files tests/kernels/test_shared_operations_on_gpu.py \
+    tests/kernels/test_logits_over_ranks_on_gpu.py'
 part 500 quantizers bash -c 'test_files tests/kernels/test_*quant*_on_gpu.py tests/kernels/test_native_qdata_on_gpu.py \
     tests/kernels/test_fprop_on_gpu.py'
 part 600 gemms bash -c 'test_files tests/kernels/test_*gemm*_on_gpu.py tests/kernels/test_int8*_on_gpu.py tests/checkpoint'
@@ -81,7 +84,7 @@ part 600 sustained bash -c sustained
 part 300 chain python3 benchmarks/decode_chain_on_gpu.py --timeline --out "$out/chain.json"
 part 300 linear python3 -m jetrl_verl.cli bench linear --out "$out/linear.json"
 part 200 mlp python3 benchmarks/gated_mlp_on_gpu.py --out "$out/mlp.json"
-part 120 ranks python3 benchmarks/ranks_on_gpu.py --out "$out/ranks.json"
+part 200 ranks python3 benchmarks/ranks_on_gpu.py --out "$out/ranks.json"
 part 300 quant python3 -m jetrl_verl.cli bench quant --rules fp32,pow2 --out "$out/quant.json"
 part 600 full python3 -m jetrl_verl.cli bench gemm --full --out "$out/full.json"
 part 300 exact python3 benchmarks/mismatch.py --rollouts exact,exact-stressed --folder "$out/warm" --out "$out/exact.json"

@@ -6,18 +6,49 @@ import pytest
 import torch
 from backends import Backend
 from contract_inputs import gaussian
-from test_gemm_on_gpu import bits, operands
+from test_gemm_on_gpu import bits, operands, relative_error
 
-from jetrl_verl import kernels
+from jetrl_verl import kernels, reference
 from jetrl_verl.kernels import dispatch
 from jetrl_verl.kernels.gemm_nt import TILES
 from jetrl_verl.kernels.gemm_nt_of_ranks import sliced_gemm_nt_of_ranks, triton_gemm_nt_of_ranks
 from jetrl_verl.kernels.native import Plan
 from jetrl_verl.reference import QuantizedTensor, k_slices
+from jetrl_verl.sync.operations_probe import products_of_ranks
+from jetrl_verl.tools.bench import data
 
 pytestmark = pytest.mark.timeout(120, method="thread")
 
-ROWS = (1, 63, 64, 65, 129, 1000, 4096)
+RANKS = (2, 4, 8)
+SHAPES = {
+    "8B o": (4096, 4096),
+    "8B down": (4096, 12288),
+    "32B o": (5120, 5120),
+    "32B down": (5120, 27648),
+    "72B o": (8192, 8192),
+    "72B down, padded to divide": (8192, 29696),
+    "narrow": (72, 1024),
+}
+"""[N, K]; every slice of K over 2, 4 and 8 ranks is a multiple of 128."""
+
+
+def rows_at_switches(n: int) -> list[int]:
+    """Numbers of rows around each size at which an all-reduce of [M, n] in BF16 becomes another one, vLLM's on Hopper
+    or ours, and around the end of the decode kernel; one row, and a long micro-batch."""
+    from vllm.distributed.device_communicators import all_reduce_utils as limits
+
+    from jetrl_verl.rollout.row_parallel import GATHERED_BYTES
+
+    # The custom kernel goes from one stage to two at 512 KiB with 4 ranks and 256 KiB with 8, and ends at 8 MiB.
+    sizes = {2**18, 2**19, 2**23, GATHERED_BYTES}
+    for table in (limits.CUSTOM_ALL_REDUCE_MAX_SIZES, limits.SYMM_MEM_ALL_REDUCE_MAX_SIZES):
+        sizes |= {size for ranks, size in table["9.0"].items() if ranks in RANKS}
+    around = {size // (2 * n) + more for size in sizes for more in (-1, 0, 1)}
+    return sorted({1, 127, 128, 129, 16384} | {m for m in around if 0 < m <= 16384})
+
+
+def test_the_switches_are_those_of_the_published_example():
+    assert {63, 64, 65, 1023, 1024, 4095, 4096, 8192, 16384} <= set(rows_at_switches(4096))
 
 
 def of_ranks(a: QuantizedTensor, b: QuantizedTensor, ranks: int, bias=None) -> torch.Tensor:
@@ -33,24 +64,54 @@ def of_ranks(a: QuantizedTensor, b: QuantizedTensor, ranks: int, bias=None) -> t
     return kernels.sum_of_ranks(parts)
 
 
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("nk", [(4096, 4096), (4096, 12288), (5120, 27648), (8192, 29696), (72, 1024)])
-def test_the_backends_have_the_bits_of_the_ranks(nk, ranks, with_bias):
-    """o and down of 8B, down of 32B and 72B (padded to divide), a narrow one; M across the decode kernel's end."""
+def backends_of(a: QuantizedTensor, b: QuantizedTensor, ranks: int, bias=None) -> list[str]:
+    """Of this GPU, those that support the call."""
+    names = kernels.BACKENDS["gemm_nt_of_ranks"][kernels.platform_of(a.qdata.device)]
+    return [name for name in names if dispatch.supports("gemm_nt_of_ranks", name, a, b, ranks, bias)]
+
+
+@pytest.mark.parametrize("nk", SHAPES.values(), ids=SHAPES)
+def test_the_backends_have_the_bits_of_the_ranks_in_every_batch(nk):
+    """What each rank of a rollout multiplies, the decode kernel's rows among it, added in order, is what the trainer
+    has; at every number of rows, and a row has the same bits in all of them."""
     n, k = nk
-    if k % (128 * ranks):
-        pytest.skip("slices are no multiples of 128")
-    a, b = operands(max(ROWS), n, k, True)
-    bias = gaussian(1, n)[0].cuda() if with_bias else None
-    for m in ROWS:
-        part = QuantizedTensor(a.qdata[:m], a.scales[:m].t().contiguous().t())
-        want = of_ranks(part, b, ranks, bias)
-        assert torch.equal(bits(kernels.gemm_nt_of_ranks(part, b, ranks, bias)), bits(want)), f"M={m}"
-        for name in kernels.BACKENDS["gemm_nt_of_ranks"][kernels.platform_of(a.qdata.device)]:
-            if dispatch.supports("gemm_nt_of_ranks", name, part, b, ranks, bias):
-                got = Backend(name).gemm_nt_of_ranks(part, b, ranks, bias)
-                assert torch.equal(bits(got), bits(want)), f"{name} M={m}"
+    a = kernels.quantize_1x128(data.activations(16384, k, torch.device("cuda")), "fp32")
+    b = kernels.quantize_128x128(data.weights(n, k, torch.device("cuda")), "fp32")
+    for ranks in RANKS:
+        whole = kernels.gemm_nt_of_ranks(a, b, ranks)
+        close = reference.gemm_nt_of_ranks(QuantizedTensor(a.qdata[:64], a.scales[:64]), b, ranks)
+        assert relative_error(whole[:64], close.double()) < 2.5e-3
+        for m in rows_at_switches(n):
+            part = QuantizedTensor(a.qdata[:m], a.scales[:m].t().contiguous().t())
+            assert torch.equal(bits(of_ranks(part, b, ranks)), bits(whole[:m])), f"{ranks} ranks, M={m}"
+            for name in backends_of(part, b, ranks):
+                got = Backend(name).gemm_nt_of_ranks(part, b, ranks)
+                assert torch.equal(bits(got), bits(whole[:m])), f"{name}, {ranks} ranks, M={m}"
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_bias_joins_the_first_ranks_product(ranks):
+    a, b = operands(1000, 384, 3072, True)
+    bias = gaussian(1, 384)[0].cuda()
+    want = of_ranks(a, b, ranks, bias)
+    assert not torch.equal(bits(want), bits(of_ranks(a, b, ranks)))
+    assert torch.equal(bits(kernels.gemm_nt_of_ranks(a, b, ranks, bias)), bits(want))
+    for name in backends_of(a, b, ranks, bias):
+        assert torch.equal(bits(Backend(name).gemm_nt_of_ranks(a, b, ranks, bias)), bits(want)), name
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_the_ranks_are_added_as_the_reference_adds_them(ranks):
+    """Sums that round differently in every other order, and random ones of all sizes that ranks add."""
+    device = torch.device("cuda")
+    cases = products_of_ranks(device, ranks)
+    for m in rows_at_switches(4096):
+        cases.append([data.activations(m, 4096, device) for _ in range(ranks)])
+    for parts in cases:
+        want = reference.sum_of_ranks(parts)
+        assert torch.equal(bits(kernels.sum_of_ranks(parts)), bits(want)), parts[0].shape
+        if len(want) <= 160:
+            assert torch.equal(bits(want.cpu()), bits(reference.sum_of_ranks([part.cpu() for part in parts])))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])

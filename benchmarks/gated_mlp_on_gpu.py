@@ -24,6 +24,7 @@ from torch import nn
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
+from jetrl_verl.models.families import family
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.tools.bench import BenchError, data
 from jetrl_verl.tools.bench.machine import this_machine
@@ -43,14 +44,14 @@ def make(shared: bool, weights: list[torch.Tensor]) -> nn.Module:
         if shared:
             JetLinear.replace(layer, scale_rule=RULE, backward="fp8")
     if shared:
-        mlp.forward = lambda x: shared_operations._mlp_forward(mlp, x)
+        mlp.forward = lambda x: shared_operations._mlp_forward(mlp, x, family=family(mlp.config))
     return mlp
 
 
-def step(mlp: nn.Module, x: torch.Tensor, dy: torch.Tensor, spanned: bool | None) -> tuple[torch.Tensor, ...]:
-    """Y, dX and the weights' gradients; ``spanned`` False keeps the three modules apart."""
-    own = shared_operations.spans
-    shared_operations.spans = own if spanned else lambda *call: False
+def step(mlp: nn.Module, x: torch.Tensor, dy: torch.Tensor, together: bool | None) -> tuple[torch.Tensor, ...]:
+    """Y, dX and the weights' gradients; ``together`` False keeps the three modules apart."""
+    own = shared_operations.covers
+    shared_operations.covers = own if together else lambda *call: False
     try:
         for layer in mlp.children():
             if isinstance(layer, JetLinear):
@@ -58,7 +59,7 @@ def step(mlp: nn.Module, x: torch.Tensor, dy: torch.Tensor, spanned: bool | None
         y = mlp(x)
         return y.detach(), *torch.autograd.grad(y, (x, *mlp.parameters()), dy)
     finally:
-        shared_operations.spans = own
+        shared_operations.covers = own
 
 
 def main() -> int:
@@ -81,12 +82,12 @@ def main() -> int:
     same = True
     for m in args.tokens:
         calls, found = {}, {}
-        for name, spanned in (("bf16", None), ("one by one", False), ("one step", True)):
+        for name, together in (("bf16", None), ("one by one", False), ("one step", True)):
             mlp = make(name != "bf16", weights)
             torch.manual_seed(m)  # the same operands for all, in memory of their own
             x = data.activations(m, hidden, device).requires_grad_()
             dy = data.gradients(m, hidden, device)
-            calls[name] = [lambda mlp=mlp, x=x, dy=dy, spanned=spanned: step(mlp, x, dy, spanned)]
+            calls[name] = [lambda mlp=mlp, x=x, dy=dy, together=together: step(mlp, x, dy, together)]
             found[name] = calls[name][0]()
         equal = [torch.equal(a, b) for a, b in zip(found["one by one"], found["one step"], strict=True)]
         distance = ((found["one step"][0] - found["bf16"][0]).norm() / found["bf16"][0].norm()).item()

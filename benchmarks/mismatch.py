@@ -158,13 +158,14 @@ def sample(folder: Path, rollout: str, rule: str, prompts: int, response: int) -
 def vllm_operations(model: torch.nn.Module, names: set[str]):
     """Replace the named operations of the Hugging Face model by vLLM's kernels while the block runs."""
     from transformers.models.qwen3 import modeling_qwen3 as hf
+    from vllm import _custom_ops as vllm_kernels
 
     saved = (hf.Qwen3RMSNorm.forward, hf.Qwen3MLP.forward, hf.apply_rotary_pos_emb, model.config._attn_implementation)
     head = model.lm_head.forward
 
     def norm(self, hidden_states):
         out = torch.empty_like(hidden_states)
-        kernels.rms_norm(out, hidden_states.contiguous(), self.weight, self.variance_epsilon)
+        vllm_kernels.rms_norm(out, hidden_states.contiguous(), self.weight, self.variance_epsilon)
         return out
 
     def mlp(self, x):
@@ -178,7 +179,7 @@ def vllm_operations(model: torch.nn.Module, names: set[str]):
         cache = torch.cat([cos[0, :, : size // 2], sin[0, :, : size // 2]], dim=-1).to(q.dtype)
         positions = torch.arange(length, device=q.device).repeat(batch)
         flat = [t.transpose(1, 2).reshape(batch * length, -1).contiguous() for t in (q, k)]
-        kernels.rotary_embedding(positions, flat[0], flat[1], size, cache, True)
+        vllm_kernels.rotary_embedding(positions, flat[0], flat[1], size, cache, True)
         return tuple(f.view(batch, length, -1, size).transpose(1, 2) for f in flat)
 
     def attention(module, query, key, value, attention_mask, scaling, **kwargs):

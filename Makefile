@@ -24,7 +24,7 @@ help:  ## this list
 	@echo 'ARGS=...             more words for the demo or for pytest: make test ARGS="-k contract"'
 	@echo 'PYTHON=/path/python  use this interpreter and install nothing but the plugin itself (no network needed)'
 	@echo 'PYTHON3=python3.12   the Python 3.11 or 3.12 that .venv is made with'
-	@echo 'STACK=cpu|gpu        do not look for a GPU, take this stack'
+	@echo 'STACK=cpu|gpu        do not look for a GPU, install this stack'
 
 setup:  ## make .venv with the CPU or the GPU stack (done by the other targets, a no-op the second time)
 	@$(PYTHON3) scripts/setup.py --stack "$(STACK)" --python "$(PYTHON)"

@@ -4,7 +4,7 @@
 
 `pip install --no-build-isolation .` sees the installed torch. In pip's isolated build, and without nvcc, the wheel
 holds Python alone, runs on Triton's and vLLM's kernels, and `jetrl doctor` says so; `make wheel` stops instead. The
-library uses torch's stable ABI and no Python: one wheel serves every Python 3, and its platform is the glibc that the
+library uses torch's stable ABI and no Python: one wheel fits every Python 3, and its platform is the glibc that the
 library asks for. Editable installs leave it to `python scripts/build_csrc.py`, which `make setup` runs on a machine
 with a GPU.
 """

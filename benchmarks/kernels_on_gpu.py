@@ -99,7 +99,7 @@ def compare_bits(name: str, operation: str, device: torch.device) -> dict:
             got = gemm(part, b, b_block_scaled=b_block_scaled)
             changing |= set() if torch.equal(got, own[:m]) else {m}
             differing |= set() if torch.equal(got, want[:m]) else {m}
-    return {"served": calls, "rows_change_at_m": sorted(changing), "differs_from_triton_at_m": sorted(differing)}
+    return {"calls": calls, "rows_change_at_m": sorted(changing), "differs_from_triton_at_m": sorted(differing)}
 
 
 def compare_all_bits(names: list[str], device: torch.device) -> list[dict]:
@@ -195,7 +195,7 @@ def print_report(result: dict) -> None:
         if "error" in record:
             line += f"raises {record['error']}"
         else:
-            line += f"{record['served']} calls; a row changes at M {record['rows_change_at_m'] or 'never'}; "
+            line += f"{record['calls']} calls; a row changes at M {record['rows_change_at_m'] or 'never'}; "
             line += f"differs from triton at M {record['differs_from_triton_at_m'] or 'never'}"
         console.print(line, highlight=False, markup=False)
     tests = result["tests"]

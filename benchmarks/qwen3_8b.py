@@ -39,7 +39,7 @@ OPTIONS = {
 """Options of each precision, None for stock vLLM and Hugging Face."""
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-"""The CPU serves for trying the benchmarks out on a ``--tiny`` shape, not for figures."""
+"""The CPU is for trying the benchmarks out on a ``--tiny`` shape, not for figures."""
 
 GIB = 2**30
 
@@ -176,7 +176,7 @@ def _serve(precision: str, config: Qwen3Config, settings: EngineSettings, connec
     if options is not None:
         weights = quantize_stream(weights, plan_linears(config), options.scale_rule, options.rollout)
     elif DEVICE == "cpu":
-        weights = []  # vLLM's CPU build has repacked its own BF16 weights and takes no others
+        weights = []  # vLLM's CPU build has repacked its own BF16 weights and accepts no others
     weights = list(weights)
     loaded = timed(partial(runner.model.load_weights, weights))
     del weights
@@ -205,7 +205,7 @@ class Engine:
     """An engine in a process of its own.
 
     Attributes:
-        start_s: seconds until it could serve. load_s: seconds of loading all weights again, in the precision's format.
+        start_s: seconds until it answered. load_s: seconds of loading all weights again, in the precision's format.
     """
 
     def __init__(self, precision: str, config: Qwen3Config, settings: EngineSettings, log: Path) -> None:

@@ -66,7 +66,7 @@ class Recipe:
     """One script with what one GPU needs.
 
     Attributes:
-        script: below recipes/. model: of ``PUBLISHED``. data: recipe whose raw data it takes. prompts: a step's,
+        script: below recipes/. model: of ``PUBLISHED``. data: recipe whose raw data it uses. prompts: a step's,
         ``samples`` responses each; ``None`` leaves the recipe's. settings: variables that the script reads.
         words: further overrides. precisions: that it runs under.
         continues: recipe whose policy, saved last, this one starts from. saves: whether another one starts from its.

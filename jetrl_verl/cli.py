@@ -350,7 +350,7 @@ def _versions(named: list[str]) -> dict[str, Path]:
     for entry in named:
         name, _, library = entry.partition("=")
         if not (name.isidentifier() and library) or name in versions or name in (*CONTENDERS, "jetrl_native"):
-            raise typer.BadParameter(f"--beside takes NAME=LIBRARY, NAME an identifier of its own, not {entry!r}.")
+            raise typer.BadParameter(f"--beside expects NAME=LIBRARY, NAME an identifier of its own, not {entry!r}.")
         versions[name] = Path(library)
     return versions
 

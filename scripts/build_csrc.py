@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Compile csrc/ ahead of time into one library that torch.ops.load_library takes: the native Hopper kernels.
+"""Compile csrc/ ahead of time into one library that torch.ops.load_library loads: the native Hopper kernels.
 
     python scripts/build_csrc.py            # jetrl_verl/kernels/libjetrl_sm90.so; nothing to do if it is up to date
     python scripts/build_csrc.py --debug    # libjetrl_sm90_debug.so: waits are bounded and say what they wait for

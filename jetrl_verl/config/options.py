@@ -120,7 +120,7 @@ class JetConfig:
     """Divergence, in nats a token, at which ``adaptive`` corrects half."""
 
     old_log_probs: str = "compute"
-    """``rollout`` takes the rollout's log-probabilities as the old ones and checks one micro-batch of each step; see
+    """``rollout`` uses the rollout's log-probabilities as the old ones and checks one micro-batch of each step; see
     ``algorithms.old_log_probs``."""
 
     invariant_scaling: float = 1.0

@@ -155,7 +155,7 @@ class Format(ABC):
     def probe(self, device: torch.device, rule: str) -> int:
         """Sum of two fixed products on ``device`` through :meth:`linear`.
 
-        [16, 384] x [256, 384] without a bias and [17, 384] x [256, 384] with one: the dispatch table may serve the two
+        [16, 384] x [256, 384] without a bias and [17, 384] x [256, 384] with one: the dispatch table may run the two
         from different backends, so both are probed.
         """
         x, w, bias = _probe_inputs(device)

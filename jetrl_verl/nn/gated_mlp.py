@@ -6,7 +6,7 @@ not exist in BF16.
 Layer by layer, backward writes both gradients (10 bytes an element), then each linear reads its own and quantizes it in
 both layouts (8 more). The kernel that computes the gradients can write those qdata itself, 10 bytes in all
 (``kernels.silu_mul_backward_quantize``), but autograd has no place for qdata between two functions: what one hands to
-the next is a tensor that hooks may read. Hence one function spans all three. Every bit is that of the three: FProp,
+the next is a tensor that hooks may read. Hence one function covers all three. Every bit is that of the three: FProp,
 DGrad and WGrad are the layers' own (``JetLinear.fprop``, ``dgrad``, ``wgrad``), the qdata are byte for byte those of
 the BF16 gradients, and the two terms of dX are added in BF16, as autograd adds them.
 

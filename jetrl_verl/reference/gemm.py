@@ -39,9 +39,11 @@ def check_gemm_shapes(a: QuantizedTensor, b: QuantizedTensor, b_block_scaled: bo
 
 
 def check_add_to(add_to: torch.Tensor, m: int, n: int, b_block_scaled: bool, out_dtype: torch.dtype) -> None:
-    """Raise ``ValueError`` unless ``add_to`` can take a weight gradient ``[m, n]``."""
+    """Raise ``ValueError`` unless ``add_to`` can hold a weight gradient ``[m, n]``."""
     if b_block_scaled or add_to.dtype != torch.float32 or out_dtype != torch.float32:
-        raise ValueError("gemm_nt: add_to takes a weight gradient (1x128 scales on B) in FP32; pass out_dtype=float32")
+        raise ValueError(
+            "gemm_nt: add_to accepts a weight gradient (1x128 scales on B) in FP32; pass out_dtype=float32"
+        )
     if tuple(add_to.shape) != (m, n) or not add_to.is_contiguous():
         raise ValueError(
             f"gemm_nt: add_to has shape {tuple(add_to.shape)} and strides {add_to.stride()}, expected a contiguous "

@@ -3,7 +3,7 @@
 """The INT8 contract of the rollout-only baselines (FlashRL; QuRL, arXiv 2602.13953), with its reference in plain torch.
 
 One scale per row, symmetric, no zero point. A row is an output channel of a weight ``[N, K]`` (per-channel weights) and
-a token of an activation ``[M, K]`` (per-token activations), so one quantizer serves both:
+a token of an activation ``[M, K]`` (per-token activations), so one quantizer does both:
 
     s = amax / 127          one IEEE division in FP32; amax over the row's bit patterns, as in ``scales.py``
     q = rne(x / s)          one IEEE division in FP32, then round to nearest, ties to even, into [-127, 127]
@@ -21,7 +21,7 @@ With scales that were fixed before (FlashRL's calibration) a row has the scale t
 steps of it becomes 127; a poisoned row has scale NaN all the same.
 
 Accumulation cannot overflow below K = 2^31 / 127^2 = 133144. Scales are FP32 ``[..., 1]``: a column, which is the shape
-that vLLM's loaders and CUTLASS take.
+that vLLM's loaders and CUTLASS accept.
 
 The order of the two products and the fused bias are those of vLLM's CUTLASS kernels. This file forms the fused sum in
 float64, which differs from an FP32 fma only where the sum lies within 2^-29 of a tie.

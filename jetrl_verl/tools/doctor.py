@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine can run, and for each thing wrong one line that mends it: ``jetrl doctor``.
+"""What this machine can run, and for each thing wrong one line that fixes it: ``jetrl doctor``.
 
 Everything that imports native code (torch, vLLM, Ray, verl) is asked in a process of its own, which runs one of the
 ``ask_*`` functions below and prints its answer as JSON. So a library that is absent, half installed or crashes on
@@ -357,16 +357,16 @@ def check_kernels(kernels: dict[str, Any]) -> Iterator[Finding]:
             continue
         told.add(platform)
         by_backend: dict[str, list[str]] = {}
-        for operation, served in facts["operations"].items():
-            names = [name for name in served.split(", else ") if name not in unavailable]
+        for operation, backends in facts["operations"].items():
+            names = [name for name in backends.split(", else ") if name not in unavailable]
             last = facts["last"][operation]
             if last in unavailable:
                 fix = f"fix {last}: `make setup` installs the pinned torch and Triton"
                 yield Finding(f"{operation} on {device}", WRONG, f"{last}: {unavailable[last]}", fix)
             else:
                 by_backend.setdefault(", else ".join(names), []).append(operation)
-        for served, operations in by_backend.items():
-            yield Finding(f"kernels, {platform}", OK, f"{served}: {', '.join(operations)}")
+        for backends, operations in by_backend.items():
+            yield Finding(f"kernels, {platform}", OK, f"{backends}: {', '.join(operations)}")
         fallbacks = set(facts["last"].values())
         for name, reason in unavailable.items():
             if name not in fallbacks:
@@ -454,8 +454,8 @@ def check_patches(answer: dict[str, Any]) -> Iterator[Finding]:
         return  # check_verl says so
     unfit = answer["patches"]["unfit"]
     for entry in unfit:
-        found, _, mend = entry["sentence"].partition(". ")
-        yield Finding(subject, WRONG if entry["needed"] else NOTE, found, mend if entry["needed"] else "")
+        found, _, fix = entry["sentence"].partition(". ")
+        yield Finding(subject, WRONG if entry["needed"] else NOTE, found, fix if entry["needed"] else "")
     if not unfit:
         fork = answer["patches"]["in_source"]
         there = f", {fork} of them are in the installed source already" if fork else ""

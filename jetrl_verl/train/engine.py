@@ -50,7 +50,7 @@ logger.setLevel(logging.INFO)
 
 _UNKEPT_SCALES = (
     "jetrl: the checkpoint %s keeps no scales of weights (its run had no jetrl.int8_scales=first, or an older version)"
-    "; this run takes them from its own first weight sync and keeps those"
+    "; this run makes them at its own first weight sync and keeps those"
 )
 
 

@@ -203,7 +203,7 @@ def share_operations(model: nn.Module) -> dict[str, int]:
             f"{counts['attention']} attention modules in {layers} layers is not supported with shared operations: it "
             "is not a decoder of its family. Set precision=jet_fp8 jetrl.operations=stock, or precision=bf16."
         )
-    # A router takes the BF16 rows that come along.
+    # A router reads the BF16 rows that come along.
     fed = family.fed_by_norms + (() if mixture is None else ((family.post_norm, (mixture.module,)),))
     for layer in decoder.layers:
         for norm, names in fed:

@@ -138,7 +138,7 @@ def test_the_quantization_config_is_vllms(exported):
     assert "quantization_config" not in json.loads((exported[1] / "bf16" / "config.json").read_text())
 
 
-def test_tokenizer_and_generation_config_come_along_and_no_foreign_weights(policy, exported):
+def test_tokenizer_and_generation_config_come_along_and_no_other_weights(policy, exported):
     _, folder = policy
     for name in ("bf16", "fp8"):
         out = exported[1] / name

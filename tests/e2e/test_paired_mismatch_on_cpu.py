@@ -3,7 +3,7 @@
 """What the unified flow is for, on one set of tokens: how far its trainer and a BF16 trainer are from one FP8 rollout.
 
 ``jet_fp8`` and ``fp8_rollout`` share the rollout's arithmetic; with stock operations they differ in the trainer's
-linears alone. So one rollout serves both, and the difference is not that of two samples: k3_kl has a heavy tail, and
+linears alone. So both have one rollout, and the difference is not that of two samples: k3_kl has a heavy tail, and
 means of it over two runs of a few thousand tokens scatter by half. The policy is the demo's, warmed up, since a random
 one prefers nothing. All of it happens in a process of its own, where no earlier test has left an engine's modules.
 """

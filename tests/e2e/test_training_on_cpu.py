@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The main job for real: verl, Ray and vLLM on this machine's CPU, a few steps, a checkpoint, and a resume from it.
 
-One warmed-up policy (the demo's, cached beside its outputs) serves all runs. Each start of verl and vLLM takes one to
+One warmed-up policy (the demo's, cached beside its outputs) starts all runs. Each start of verl and vLLM takes one to
 two minutes on two cores, so a run answers as many questions as it can: the second one resumes the first's checkpoint,
 and does it under ``jet_fp8_exact``, whose promise of zero mismatch verl's own metrics then judge.
 """

@@ -120,7 +120,7 @@ def test_bias_of_a_tile_that_is_stored_under_the_next_one(emulator, block, clust
 @pytest.mark.parametrize("block", [64, 128])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_products_of_ranks_are_rounded_and_added_in_their_order(emulator, ranks, block, cluster):
-    """Several tiles in turn, each of which begins its sums anew; slices of one K block and of three."""
+    """Several tiles in turn, each of which begins its sums at zero; slices of one K block and of three."""
     for blocks in (1, 3):
         plan = {"ranks": ranks, "block": block, "cluster": cluster, "multiprocessors": 2}
         check(emulator, "fprop_of_ranks", 150, 264, ranks * blocks * BLOCK, **plan, seed=blocks)

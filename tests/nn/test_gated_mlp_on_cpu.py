@@ -26,12 +26,12 @@ def decoder(family: str, *, backward: str = "fp8"):
     return model
 
 
-def run(model, monkeypatch, *, spanned: bool, passes: int = 1) -> tuple[list[torch.Tensor], int]:
+def run(model, monkeypatch, *, as_one: bool, passes: int = 1) -> tuple[list[torch.Tensor], int]:
     """Logits, every gradient in either place, after ``passes``; how often three modules were one step."""
     calls = []
     own = gated_mlp.gated_product
     with monkeypatch.context() as patch:
-        if not spanned:
+        if not as_one:
             patch.setattr(shared_operations, "covers", lambda *call: False)
         patch.setattr(shared_operations, "gated_product", lambda *call: calls.append(call) or own(*call))
         for _ in range(passes):
@@ -47,8 +47,8 @@ def run(model, monkeypatch, *, spanned: bool, passes: int = 1) -> tuple[list[tor
 
 
 def check_same(model, monkeypatch, **arguments) -> None:
-    one_by_one, none = run(model, monkeypatch, spanned=False, **arguments)
-    together, calls = run(model, monkeypatch, spanned=True, **arguments)
+    one_by_one, none = run(model, monkeypatch, as_one=False, **arguments)
+    together, calls = run(model, monkeypatch, as_one=True, **arguments)
     assert (none, calls) == (0, len(model.model.layers) * arguments.get("passes", 1))
     assert all(torch.equal(a, b) for a, b in zip(one_by_one, together, strict=True))
 
@@ -91,8 +91,8 @@ def test_a_recomputed_forward_gives_the_same_gradients(monkeypatch):
     for layer in model.model.layers:
         own = layer.mlp.forward
         layer.mlp.forward = lambda x, own=own: checkpoint(own, x, use_reentrant=False)
-    one_by_one, _ = run(model, monkeypatch, spanned=False)
-    together, calls = run(model, monkeypatch, spanned=True)
+    one_by_one, _ = run(model, monkeypatch, as_one=False)
+    together, calls = run(model, monkeypatch, as_one=True)
     assert calls == 2 * len(model.model.layers)  # once more in backward
     assert all(torch.equal(a, b) for a, b in zip(one_by_one, together, strict=True))
 
@@ -102,7 +102,7 @@ def test_the_qdata_of_the_input_are_let_go_after_backward(monkeypatch):
     shared = []
     own = gated_mlp.gated_product
     monkeypatch.setattr(gated_mlp, "gated_product", lambda x, *layers: shared.append(x) or own(x, *layers))
-    run(model, monkeypatch, spanned=True)
+    run(model, monkeypatch, as_one=True)
     assert shared and all(each.colwise.readers == 0 and each.colwise._colwise is None for each in shared)
 
 

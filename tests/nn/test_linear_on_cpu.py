@@ -469,12 +469,12 @@ def test_a_layer_that_does_not_fit_stops_with_its_name_or_is_skipped_with_its_gr
 
 def test_heads_that_vllm_would_read_otherwise_are_refused():
     """vLLM's Qwen2 ignores head_dim, and its loaders would keep the first rows without a word."""
-    with pytest.raises(UnsupportedLayer, match=r"vLLM's Qwen2 takes heads of .* = 128 and ignores head_dim = 64"):
+    with pytest.raises(UnsupportedLayer, match=r"vLLM's Qwen2 has heads of .* = 128 and ignores head_dim = 64"):
         plan_linears(tiny_config("qwen2", head_dim=64))
     assert plan_linears(tiny_config("llama", head_dim=64, num_attention_heads=4, num_key_value_heads=2))
 
 
-def test_other_architectures_and_foreign_layers_are_refused():
+def test_other_architectures_and_other_layers_are_refused():
     with pytest.raises(UnsupportedLayer, match=r"model_type 'mixtral' is not supported.*precision=bf16"):
         plan_linears({"model_type": "mixtral"})
     model = tiny_model("qwen2")

@@ -162,10 +162,15 @@ def test_ci_stops_at_the_first_failure_and_runs_lint_and_tests():
     ]
 
 
-def test_every_python_file_carries_the_licence_header():
-    header = (PACKAGE / "reference/constants.py").read_text().split('"""')[0]
-    assert header == "# Copyright 2026 The jetrl_verl Authors\n# SPDX-License-Identifier: Apache-2.0\n"
-    assert [str(path) for path in source_files({".py"}) if not path.read_text().startswith(header)] == []
+def test_every_source_file_carries_the_licence_header():
+    """Two lines, behind the line that names a script's shell."""
+    header = "{0} Copyright 2026 The jetrl_verl Authors\n{0} SPDX-License-Identifier: Apache-2.0\n"
+    for comment, suffixes in (("#", {".py", ".sh"}), ("//", {".cu", ".cuh", ".cpp", ".h"})):
+        files = source_files(suffixes)
+        assert files
+        for path in files:
+            text = re.sub(r"^#!.*\n", "", path.read_text())
+            assert text.startswith(header.format(comment)), path
 
 
 def test_the_licence_is_apache_2_0():

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Zero mismatch on a GPU, by model family: torch.compile, CUDA graphs, FlashAttention 3, the kernels that serve there.
+"""Zero mismatch on a GPU, by model family: torch.compile, CUDA graphs, FlashAttention 3, the kernels that run there.
 
 The checks are those of test_exact_rollout_on_cpu.py, run with the GPU as torch's default device. An engine of vLLM's
 leaves memory and graphs behind, so each family has a process of its own.

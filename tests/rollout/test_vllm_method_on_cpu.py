@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real vLLM engine on the CPU, fed by verl's real sender: loading, equality with the trainer, the contract check.
 
-One engine serves the whole module: a two-layer Qwen2-shaped model, because Qwen2 has biases on q, k and v.
+One engine runs the whole module: a two-layer Qwen2-shaped model, because Qwen2 has biases on q, k and v.
 """
 
 from dataclasses import replace

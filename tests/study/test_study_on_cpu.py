@@ -351,7 +351,7 @@ def test_runs_that_ended_early_are_compared_at_one_length(prepared, tmp_path):
     plot.write_study(tmp_path, 2)
     rows = {row["precision"]: row for row in json.loads((tmp_path / "study-2.json").read_text())["table"]}
     assert rows["bf16"]["seeds"] == "2" and rows["bf16"]["reward"] == "0.485"
-    # Trained anew, scored anew.
+    # Trained again, scored again.
     os.utime(tmp_path / "runs/bf16-seed1/checkpoints/global_step_2/data.pt", (2e9, 2e9))
     assert [run.name for run in evaluate.unscored(tmp_path, 2)] == ["bf16-seed1"]
 

@@ -243,15 +243,6 @@ def test_scores_of_other_settings_do_not_stand_in_for_those_an_evaluation_did_no
     assert UNSCORED not in (tmp_path / "compare.md").read_text()
 
 
-def test_a_comparison_of_an_earlier_version_is_read_and_continued(tmp_path):
-    """It kept its runs in ``arms/`` and their states in ``arm.json``."""
-    (tmp_path / "arms").mkdir()
-    compare(tmp_path, "fail:jet_fp8")
-    assert not (tmp_path / "runs").exists() and (tmp_path / "arms" / "bf16-seed1" / "arm.json").is_file()
-    status, screen = compare(tmp_path, "fail:jet_fp8", precisions=("bf16",))
-    assert status == 0 and "bf16-seed1: finished before" in screen
-
-
 def trained_again(out: Path, name: str) -> None:
     """The run ``name`` finished a moment after everything that was scored."""
     state = out / "runs" / name / "state.json"

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The doctor: what is wrong is named with one line that mends it, and nothing that is absent makes it faint."""
+"""The doctor: what is wrong is named with one line that fixes it, and nothing that is absent makes it faint."""
 
 import json
 import os
@@ -79,8 +79,8 @@ def test_a_healthy_gpu_machine_runs_every_precision(gpu_machine):
     assert wrong(findings) == []
     assert doctor.verdict(findings) == "This machine runs every precision on 1 GPU."
     assert not any(finding.subject == doctor.SHARED for finding in findings)
-    served = [finding.found for finding in findings if finding.subject == "kernels, sm90" and finding.state == OK]
-    assert served == ["triton: quantize_1x128", "vllm_cutlass, else triton: gemm_nt_128x128"]
+    shown = [finding.found for finding in findings if finding.subject == "kernels, sm90" and finding.state == OK]
+    assert shown == ["triton: quantize_1x128", "vllm_cutlass, else triton: gemm_nt_128x128"]
 
 
 def test_this_machine_is_diagnosed_by_real_processes():

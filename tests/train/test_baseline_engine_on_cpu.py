@@ -112,7 +112,7 @@ def int8_scales_of_the_first_sync_are_kept(rank: int, folder: str, disks: str) -
     assert all(torch.equal(found[name], tensor) for name, tensor in stream.items()), "qdata, scales and the rest"
     (checkpoint / KEPT_SCALES).unlink(missing_ok=True)
     found = load(warnings=int(rank == 0))
-    assert all(torch.equal(found[n], quantize_int8(weights[n].to(torch.bfloat16)).qdata) for n in names), "made anew"
+    assert all(torch.equal(found[n], quantize_int8(weights[n].to(torch.bfloat16)).qdata) for n in names), "made again"
 
 
 def a_later_stage_carries_the_factor_once(rank: int, folder: str, scaled_folder: str) -> None:

@@ -114,7 +114,7 @@ def overrides_of(value: Any) -> Mapping[str, Any] | None:
     return value if isinstance(value, Mapping) else None
 
 
-def _foreign_extension(value: Any, get: Get) -> bool:
+def _another_extension(value: Any, get: Get) -> bool:
     return value is not None and str(value).partition(".")[0] != _PACKAGE
 
 
@@ -465,7 +465,7 @@ GENERAL_ROWS: tuple[Row, ...] = (
     _sets_itself(
         "vllm_worker_extension_cls",
         f"{VLLM}.worker_extension_cls",
-        Wrong("another class", _foreign_extension),
+        Wrong("another class", _another_extension),
         "my.Extension",
     ),
     Row(

@@ -30,7 +30,7 @@ _MIN_SCALE_EXPONENT: tl.constexpr = tl.constexpr(127 - 63)
 _CARRY_ABOVE_1_75: tl.constexpr = tl.constexpr(0x7FFFFF - 0x600000)
 _HIGH_HALF: tl.constexpr = tl.constexpr(-0x10000)
 _FIRST_OF_PAIRED_MAXIMA = 90
-"""Capability of the first GPU that takes two 16-bit maxima at once, Hopper; Ada's assembler refuses the instruction."""
+"""Capability of the first GPU with two 16-bit maxima at once, Hopper; Ada's assembler refuses the instruction."""
 
 
 @triton.jit

@@ -12,7 +12,7 @@ class Qwen2(Family):
         heads = read(config, "hidden_size") // read(config, "num_attention_heads")
         if self.head_dim(config) != heads:
             raise UnsupportedLayer(
-                f"vLLM's Qwen2 takes heads of hidden_size / num_attention_heads = {heads} and ignores head_dim = "
+                f"vLLM's Qwen2 has heads of hidden_size / num_attention_heads = {heads} and ignores head_dim = "
                 f"{self.head_dim(config)} of this model's configuration; use precision=bf16 with another rollout engine"
             )
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seed-OSS (36B): biases on q, k and v, more attention features than hidden ones (80 heads of 128 over 5120), dropout.
 
-Hugging Face's class takes three switches for biases from the configuration, vLLM's has them built in: q, k and v with
+Hugging Face's class reads three switches for biases from the configuration, vLLM's has them built in: q, k and v with
 one, all others without. vLLM's loader passes over a bias that it has no place for, and leaves one that never arrives
 as it was allocated, so a model with other switches is refused here.
 

@@ -127,7 +127,7 @@ def _native(problem: Problem, x: Operands) -> GemmCall:
 
 
 def _deep_gemm(problem: Problem, x: Operands) -> GemmCall:
-    if not deep_gemm.served(problem):
+    if not deep_gemm.supports(problem):
         raise Refused("its WGrad kernel writes FP32 only")
     a = deep_gemm.align_scales(x.a)
     b = x.b if problem.b_block_scaled else deep_gemm.align_scales(x.b)

@@ -45,7 +45,7 @@ def gemm_nt(a: QuantizedTensor, b: QuantizedTensor, out: torch.Tensor, *, b_bloc
     return out
 
 
-def served(problem: Problem) -> bool:
+def supports(problem: Problem) -> bool:
     """Whether one of its kernels computes this."""
     return problem.b_block_scaled or problem.out != "bf16"
 
@@ -71,7 +71,7 @@ def _compile_one(job: tuple[int, int, int, bool]) -> None:
 
 def jobs_of(problems: Iterable[Problem]) -> list[tuple[int, int, int, bool]]:
     """Shapes to compile, once each; layers alternate, so that neighbours in the pool do not make the same kernel."""
-    jobs = {(p.m, p.n, p.k, p.b_block_scaled) for p in problems if served(p)}
+    jobs = {(p.m, p.n, p.k, p.b_block_scaled) for p in problems if supports(p)}
     return sorted(jobs)
 
 

@@ -39,9 +39,6 @@ SEED_KEYS = ("data.seed", "actor_rollout_ref.rollout.seed", "actor_rollout_ref.a
 
 _ONLY_LAST = 10**9
 _TOTAL_STEPS = re.compile(r"Total training steps: (\d+)")
-_STATE_FILES = {"runs": "state.json", "arms": "arm.json"}
-"""Folder of the runs -> name of the state file of a run in it. Folders of earlier
-versions have the second pair and are still read."""
 _OURS = ("precision", *SEED_KEYS, "trainer.default_local_dir", "trainer.resume_mode", "trainer.logger", "hydra.run.dir")
 
 
@@ -97,7 +94,7 @@ class CompareOptions:
 
 def folder_of_runs(out: Path) -> Path:
     """Folder below ``out`` that holds the folders of the runs."""
-    return next((out / name for name in _STATE_FILES if (out / name).is_dir()), out / "runs")
+    return out / "runs"
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ class CompareRun:
     paths: RunPaths
 
     name = property(lambda self: f"{self.precision}-seed{self.seed}")
-    state = property(lambda self: self.paths.folder / _STATE_FILES.get(self.paths.folder.parent.name, "state.json"))
+    state = property(lambda self: self.paths.folder / "state.json")
     checkpoints = property(lambda self: self.paths.folder / "checkpoints")
     config = property(lambda self: self.paths.config)
 

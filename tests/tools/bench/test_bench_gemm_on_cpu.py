@@ -119,7 +119,7 @@ def test_rows_that_nobody_wrote_are_wrong_results(bench):
     assert math.isnan(found["records"][0]["error"]["cublaslt"]) and "WRONG cublaslt: fprop tiny qkv" in text
 
 
-def test_a_foreign_contender_that_raises_is_named_and_ours_fails_the_command(bench):
+def test_another_packages_contender_that_raises_is_named_and_ours_fails_the_command(bench):
     status, found, text = bench(here("native", reference), here("vllm_cutlass", raising), what=["fprop"])
     assert status == 0 and "vllm_cutlass" not in found["records"][0]["us"]
     assert "left out of 2: vllm_cutlass: raises RuntimeError: no kernel image is available\n" in text
@@ -160,7 +160,7 @@ def test_where_no_contender_is_left_nothing_is_timed_and_no_file_left(bench, mon
 
 def test_where_every_shape_is_refused_nothing_was_timed(bench):
     def refuse(problem, x):
-        raise Refused("does not serve this shape")
+        raise Refused("does not support this shape")
 
     with pytest.raises(BenchError, match="nothing was timed, for the reasons above; choose other contenders or shapes"):
         bench(here("vllm_cutlass", refuse), contenders=["vllm_cutlass"], what=["wgrad"])

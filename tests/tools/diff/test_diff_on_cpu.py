@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``jetrl diff`` on the CPU: nothing differs under jet_fp8_exact, and what is made to differ is named.
 
-One run of the command under jet_fp8_exact, engines in processes of their own, serves the first half: what it recorded
+One run of the command under jet_fp8_exact, engines in processes of their own, is for the first half: what it recorded
 is what trainers with a planted difference are compared with. The other engines run in this process and repeat given
 tokens, so each is started once.
 """

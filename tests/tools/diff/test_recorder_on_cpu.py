@@ -160,7 +160,7 @@ class Runner:
 
 SEQUENCES = {"x-7": [3, 1, 4, 1, 5, 9, 2], "x-2": [6, 5, 3], "x-5": [8, 9, 7, 9, 3]}
 PROMPTS = {"x-7": 5, "x-2": 1, "x-5": 2}
-# A prompt in two chunks beside others, one request that is preempted and computed anew.
+# A prompt in two chunks beside others, one request that is preempted and recomputed.
 STEPS = [
     {"x-7": (0, 3), "x-2": (0, 1)},
     {"x-2": (1, 1), "x-7": (3, 2), "x-5": (0, 2)},

@@ -16,7 +16,7 @@ import torch
 
 from jetrl_verl import kernels
 from jetrl_verl.formats.catalog import FORMATS
-from jetrl_verl.formats.format import Format
+from jetrl_verl.formats.format import TrainedFormat
 from jetrl_verl.reference import (
     BLOCK,
     FP8_DTYPE,
@@ -31,7 +31,7 @@ from jetrl_verl.reference.constants import E4M3_NAN_CODE
 _SMALLEST_NORMAL_CODE = 0x08
 
 
-class BlockFP8(Format):
+class BlockFP8(TrainedFormat):
     """E4M3 in 128x128 blocks (weights) and groups of 128 along the contraction (activations, gradients)."""
 
     traits = FORMATS["fp8"]
@@ -86,19 +86,14 @@ class BlockFP8(Format):
         magnitude = qdata.contiguous().view(torch.uint8) & 0x7F
         return magnitude == 0, (magnitude > 0) & (magnitude < _SMALLEST_NORMAL_CODE)
 
-    # The trainer's side: activations, gradients and the three products
+    # The trainer's side
 
     def quantize_activation(self, x: torch.Tensor, rule: str) -> QuantizedTensor:
-        """Rowwise: ``x [M, K]`` BF16 in 1x128 groups along K; scales ``[M, ceil(K/128)]``."""
         return kernels.quantize_1x128(x, rule)
 
     def quantize_gradient(
         self, dy: torch.Tensor, rule: str, *, rowwise: bool, colwise: bool
     ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
-        """(rowwise ``[M, N]`` for DGrad, colwise ``[N, M]`` for WGrad) of ``dy [M, N]`` BF16; None what is not asked.
-
-        Both together read ``dy`` once.
-        """
         if rowwise and colwise:
             return kernels.quantize_1x128_and_128x1(dy, rule)
         return (
@@ -107,35 +102,22 @@ class BlockFP8(Format):
         )
 
     def colwise(self, x: QuantizedTensor, rule: str) -> QuantizedTensor:
-        """Rowwise ``x [M, K]`` re-laid out for WGrad: ``[K, M]`` in groups along tokens, with fresh maxima."""
         return kernels.relayout_128x1(x, rule)
 
     def dequantize_activation(self, x: QuantizedTensor) -> torch.Tensor:
-        """``qdata * scales`` in FP32 of rowwise or colwise data."""
         return dequantize_1x128(x)
 
     def fprop(
         self, x: QuantizedTensor, weight: QuantizedTensor, bias: torch.Tensor | None, ranks: int = 1
     ) -> torch.Tensor:
-        """``Y [M, N]`` BF16 of rowwise X and the weight: :meth:`linear` after its first step.
-
-        Args:
-            ranks: over which the rollout splits K. Each slice of it is then a product of its own, rounded to BF16, the
-                first with the bias, and the products are added as the ranks add them (kernels/gemm_nt_of_ranks.py).
-
-        Raises:
-            ValueError: slices of K that are no multiples of 128.
-        """
         if ranks == 1:
             return kernels.gemm_nt(x, weight, b_block_scaled=True, bias=bias)
         return kernels.gemm_nt_of_ranks(x, weight, ranks, bias)
 
     def dgrad(self, dy: QuantizedTensor, weight: QuantizedTensor) -> torch.Tensor:
-        """``dX [M, K]`` BF16 of rowwise dY and the weight."""
         return kernels.gemm_nt(dy, kernels.transpose_128x128(weight), b_block_scaled=True)
 
     def wgrad(self, dy: QuantizedTensor, x: QuantizedTensor, add_to: torch.Tensor | None = None) -> torch.Tensor:
-        """``dW [N, K]`` BF16 of colwise dY and colwise X; with ``add_to [N, K]`` FP32 added there, in the kernel."""
         if add_to is None:
             return kernels.gemm_nt(dy, x, b_block_scaled=False)
         return kernels.gemm_nt(dy, x, b_block_scaled=False, out_dtype=torch.float32, add_to=add_to)

@@ -4,8 +4,7 @@
 ``jetrl diff`` and the export ask instead of telling formats apart themselves.
 
 A format quantizes a weight ``[N, K]`` once, in the trainer; qdata and scales travel; both sides multiply with them.
-Formats that train (``traits.trains``) also have the three products of a linear layer, see
-:class:`~jetrl_verl.formats.block_fp8.BlockFP8`.
+Formats that train (``traits.trains``) also have the three products of a linear layer, see :class:`TrainedFormat`.
 """
 
 from abc import ABC, abstractmethod
@@ -184,3 +183,53 @@ class Format(ABC):
             NotImplementedError: the format is not ``traits.measured``.
         """
         raise NotImplementedError(f"{self.traits.label} is not measured")
+
+
+class TrainedFormat(Format):
+    """A format in which the trainer's linear layers run forward and backward (``traits.trains``).
+
+    Rowwise data of ``[M, K]`` are quantized along K; colwise data are its transpose ``[K, M]``, quantized along tokens.
+    """
+
+    @abstractmethod
+    def quantize_activation(self, x: torch.Tensor, rule: str) -> QuantizedTensor:
+        """Rowwise data of ``x [M, K]`` BF16."""
+
+    @abstractmethod
+    def quantize_gradient(
+        self, dy: torch.Tensor, rule: str, *, rowwise: bool, colwise: bool
+    ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+        """(rowwise ``[M, N]`` for DGrad, colwise ``[N, M]`` for WGrad) of ``dy [M, N]`` BF16; None what is not asked.
+
+        Both together read ``dy`` once.
+        """
+
+    @abstractmethod
+    def colwise(self, x: QuantizedTensor, rule: str) -> QuantizedTensor:
+        """Rowwise ``x [M, K]`` re-laid out for WGrad: ``[K, M]`` in groups along tokens, with fresh maxima."""
+
+    @abstractmethod
+    def dequantize_activation(self, x: QuantizedTensor) -> torch.Tensor:
+        """``qdata * scales`` in FP32 of rowwise or colwise data."""
+
+    @abstractmethod
+    def fprop(
+        self, x: QuantizedTensor, weight: QuantizedTensor, bias: torch.Tensor | None, ranks: int = 1
+    ) -> torch.Tensor:
+        """``Y [M, N]`` BF16 of rowwise X and the weight: :meth:`linear` after its first step.
+
+        Args:
+            ranks: over which the rollout splits K. Each slice of it is then a product of its own, rounded to BF16, the
+                first with the bias, and the products are added as the ranks add them (kernels/gemm_nt_of_ranks.py).
+
+        Raises:
+            ValueError: slices of K that are no multiples of 128.
+        """
+
+    @abstractmethod
+    def dgrad(self, dy: QuantizedTensor, weight: QuantizedTensor) -> torch.Tensor:
+        """``dX [M, K]`` BF16 of rowwise dY and the weight."""
+
+    @abstractmethod
+    def wgrad(self, dy: QuantizedTensor, x: QuantizedTensor, add_to: torch.Tensor | None = None) -> torch.Tensor:
+        """``dW [N, K]`` BF16 of colwise dY and colwise X; with ``add_to [N, K]`` FP32 added there, in the kernel."""

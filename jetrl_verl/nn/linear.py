@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The linear layer of the flow: ``nn.Linear`` whose three products and saved activation are in the format of the flow.
 
-The formulas of FProp, DGrad and WGrad are the format's (formats/block_fp8.py). FProp is the two steps of the operator
+The formulas of FProp, DGrad and WGrad are the format's (formats/format.py). FProp is the two steps of the operator
 that vLLM calls, quantize and multiply, which is what makes the sampled policy the trained one. Saved for backward are
 X as qdata and scales, 1.03 bytes an element instead of 2, and the weight by reference, as ``F.linear`` does; the
 weight's qdata are not saved, or a whole model's worth would stay alive through a step.
@@ -30,7 +30,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from jetrl_verl import formats
-from jetrl_verl.formats.block_fp8 import BlockFP8
+from jetrl_verl.formats.format import TrainedFormat
 from jetrl_verl.nn.weight_cache import WeightCache
 from jetrl_verl.reference import QuantizedTensor, ScaleRule, check_rule
 
@@ -49,7 +49,7 @@ class SharedColwise:
         self.readers = 0
         self._colwise: QuantizedTensor | None = None
 
-    def take(self, rowwise: QuantizedTensor, number_format: BlockFP8, rule: ScaleRule) -> QuantizedTensor:
+    def take(self, rowwise: QuantizedTensor, number_format: TrainedFormat, rule: ScaleRule) -> QuantizedTensor:
         """Colwise data [K, M] from the saved rowwise data [M, K], for one reader."""
         colwise = self._colwise if self._colwise is not None else number_format.colwise(rowwise, rule)
         self.readers -= 1
@@ -58,7 +58,7 @@ class SharedColwise:
         return colwise
 
 
-def quantize_input(x: torch.Tensor | QuantizedTensor, number_format: BlockFP8, rule: ScaleRule) -> QuantizedTensor:
+def quantize_input(x: torch.Tensor | QuantizedTensor, number_format: TrainedFormat, rule: ScaleRule) -> QuantizedTensor:
     """What a layer reads: the BF16 value of ``x`` [..., K] quantized rowwise [M, K], with ``x`` as its source.
 
     A :class:`QuantizedTensor` is returned as it is, with :class:`SharedColwise` if it has none.
@@ -158,7 +158,7 @@ class JetLinear(nn.Linear):
     scale_rule: ScaleRule
     ranks: int
     quantized_backward: bool
-    format: BlockFP8
+    format: TrainedFormat
     stock_class = nn.Linear
 
     @classmethod

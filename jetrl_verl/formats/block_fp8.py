@@ -26,9 +26,9 @@ from jetrl_verl.reference import (
     dequantize_128x128,
     k_slices,
 )
-from jetrl_verl.reference.constants import E4M3_NAN_CODE
+from jetrl_verl.reference.constants import E4M3_NAN_BITS
 
-_SMALLEST_NORMAL_CODE = 0x08
+_SMALLEST_NORMAL_BITS = 0x08
 
 
 class BlockFP8(TrainedFormat):
@@ -80,11 +80,11 @@ class BlockFP8(TrainedFormat):
         return (qdata.view(torch.uint8)[..., ::BLOCK, ::BLOCK] & 0x7F).flatten()
 
     def is_nan(self, sample: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        return (sample == E4M3_NAN_CODE).any() | ~scales.isfinite().all()
+        return (sample == E4M3_NAN_BITS).any() | ~scales.isfinite().all()
 
     def lost(self, qdata: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         magnitude = qdata.contiguous().view(torch.uint8) & 0x7F
-        return magnitude == 0, (magnitude > 0) & (magnitude < _SMALLEST_NORMAL_CODE)
+        return magnitude == 0, (magnitude > 0) & (magnitude < _SMALLEST_NORMAL_BITS)
 
     # The trainer's side
 

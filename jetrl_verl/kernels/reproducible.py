@@ -11,8 +11,7 @@ between the vectorised body of a tensor and its scalar tail. Three rules remove 
   ``bits`` places below it. The result is BF16 again. A product of two such rows, contracted over K, then is exact when
   ``bits_a + bits_b + ceil(log2 K) <= 53``.
 * **Elementary functions are polynomials** evaluated with additions, multiplications and divisions, one tensor operation
-  each. IEEE 754 rounds those correctly, so a vector lane and a scalar agree. (``addcmul`` and friends may or may not
-  become one fused operation and are not used.)
+  each, none that may be fused (``addcmul``). IEEE 754 rounds those correctly, so a vector lane and a scalar agree.
 * **A function of one BF16 value is a table** of its 65,536 results (kernels/silu_mul.py).
 
 A GPU needs none of this: there both sides run one kernel with one order of operations.

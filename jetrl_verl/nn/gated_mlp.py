@@ -74,23 +74,23 @@ class _GatedProduct(torch.autograd.Function):
         needs_x, *needs_w = ctx.needs_input_grad[:3]
         rule = ctx.layers[0].scale_rule
         dy = dy.reshape(gate.shape).to(torch.bfloat16)
-        gate_rows, gate_columns, up_rows, up_columns = silu_mul_backward_quantize(dy, gate, up, rule)
+        gate_rowwise, gate_colwise, up_rowwise, up_colwise = silu_mul_backward_quantize(dy, gate, up, rule)
         del dy, gate, up  # their memory is what the products take, and the qdata of gate go before those of up are read
-        qdata = [(up_rows, up_columns), (gate_rows, gate_columns)]
-        del gate_rows, gate_columns, up_rows, up_columns
+        qdata = [(up_rowwise, up_colwise), (gate_rowwise, gate_colwise)]
+        del gate_rowwise, gate_colwise, up_rowwise, up_colwise
         dx, dw = None, []
         for layer, weight, main_grad, needs in zip(ctx.layers, weights, ctx.main_grads, needs_w, strict=True):
-            rows, columns = qdata.pop()
+            rowwise, colwise = qdata.pop()
             if needs_x:
-                term = layer.dgrad(rows, weight)
+                term = layer.dgrad(rowwise, weight)
                 dx = term if dx is None else dx.add_(term)
                 del term
             dw.append(None)
             if needs:
-                x_columns = ctx.colwise.take(QuantizedTensor(x_qdata, x_scales), layer.format, rule)
-                dw[-1] = layer.wgrad(columns, x_columns, weight, main_grad)
-                del x_columns
-            del rows, columns
+                x_colwise = ctx.colwise.take(QuantizedTensor(x_qdata, x_scales), layer.format, rule)
+                dw[-1] = layer.wgrad(colwise, x_colwise, weight, main_grad)
+                del x_colwise
+            del rowwise, colwise
         return dx.reshape(ctx.x_shape) if needs_x else None, *dw, None, None
 
 

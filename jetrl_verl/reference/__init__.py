@@ -5,7 +5,7 @@
 Plain torch, exact, runs anywhere. Everything else in the tree, Triton, CUDA, the vLLM method, is tested against this
 package and never the other way round. One definition:
 
-* E4M3 qdata, ``x ~ code * scale``; FP32 scales under one of two rules (``scales.py``);
+* E4M3 qdata, ``x ~ qdata * scale``; FP32 scales under one of two rules (``scales.py``);
 * activations and output gradients in 1x128 groups along the contraction dimension, weights in 128x128 blocks
   (``quantize.py``);
 * one FP32 partial sum per 128-wide K block, promoted as ``acc += (s_a * s_b) * partial`` in ascending K, one rounding

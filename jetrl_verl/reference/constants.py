@@ -12,8 +12,8 @@ FP8_DTYPE = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 """Largest finite E4M3 value, 1.75 * 2^8; larger quotients saturate to it."""
 
-E4M3_NAN_CODE = 0x7F
-"""Bit pattern of the NaN code that a group holding an Inf or NaN is filled with."""
+E4M3_NAN_BITS = 0x7F
+"""Bit pattern of the NaN that a group holding an Inf or NaN is filled with."""
 
 BLOCK = 128
 """Group length of 1x128 quantization, block side of 128x128 quantization and K extent of one FP32 partial sum."""

@@ -34,7 +34,7 @@ from jetrl_verl.reference.scales import INF_BITS, amax_bits
 from jetrl_verl.reference.tensor import QuantizedTensor
 
 INT8_MAX = 127
-"""Largest magnitude of a code."""
+"""Largest magnitude of qdata."""
 
 MAX_K = (2**31 - 1) // INT8_MAX**2
 """Longest contraction whose INT32 sum cannot overflow."""
@@ -70,7 +70,7 @@ def quantize_int8(x: torch.Tensor, scales: torch.Tensor | None = None) -> Quanti
 
 
 def dequantize_int8(q: QuantizedTensor) -> torch.Tensor:
-    """``code * scale`` in FP32; qdata ``[..., K]``, scales ``[..., 1]``."""
+    """``qdata * scale`` in FP32; qdata ``[..., K]``, scales ``[..., 1]``."""
     return q.qdata.float() * q.scales
 
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reference quantizers: 1x128 groups, 128x128 blocks, and the 128x1 re-layout that WGrad contracts over.
 
-``code = e4m3(clamp(x / s, +-448))``: IEEE division in FP32, then one round-to-nearest-even into E4M3. The input is
+``qdata = e4m3(clamp(x / s, +-448))``: IEEE division in FP32, then one round-to-nearest-even into E4M3. The input is
 taken at its own precision (BF16 tensors between operators, the BF16 cast of the master weight) and widened to FP32.
 
 Layouts. A GEMM of the contract is always NT: both operands are stored with the contraction dimension last. So WGrad's
@@ -16,7 +16,7 @@ whatever the old scale was: the maximum is always of values, never of old scales
 import torch
 import torch.nn.functional as F
 
-from jetrl_verl.reference.constants import BLOCK, E4M3_MAX, E4M3_NAN_CODE, FP8_DTYPE, ScaleRule
+from jetrl_verl.reference.constants import BLOCK, E4M3_MAX, E4M3_NAN_BITS, FP8_DTYPE, ScaleRule
 from jetrl_verl.reference.scales import INF_BITS, amax_bits, scale_from_amax_bits
 from jetrl_verl.reference.tensor import QuantizedTensor
 
@@ -30,7 +30,7 @@ def _encode(groups: torch.Tensor, rule: ScaleRule) -> QuantizedTensor:
     bits = amax_bits(groups)
     scales = scale_from_amax_bits(bits, rule)
     qdata = (groups / scales.unsqueeze(-1)).clamp_(-E4M3_MAX, E4M3_MAX).to(FP8_DTYPE)
-    qdata.view(torch.uint8).masked_fill_((bits >= INF_BITS).unsqueeze(-1), E4M3_NAN_CODE)
+    qdata.view(torch.uint8).masked_fill_((bits >= INF_BITS).unsqueeze(-1), E4M3_NAN_BITS)
     return QuantizedTensor(qdata, scales)
 
 
@@ -109,13 +109,13 @@ def transpose_128x128(weight: QuantizedTensor) -> QuantizedTensor:
 
 
 def dequantize_1x128(q: QuantizedTensor) -> torch.Tensor:
-    """``code * scale`` in FP32 for qdata ``[..., K]`` with scales ``[..., ceil(K/128)]``."""
+    """``qdata * scale`` in FP32 for qdata ``[..., K]`` with scales ``[..., ceil(K/128)]``."""
     k = q.qdata.shape[-1]
     return q.qdata.float() * q.scales.repeat_interleave(BLOCK, dim=-1)[..., :k]
 
 
 def dequantize_128x128(q: QuantizedTensor) -> torch.Tensor:
-    """``code * scale`` in FP32 for qdata ``[N, K]`` with scales ``[ceil(N/128), ceil(K/128)]``."""
+    """``qdata * scale`` in FP32 for qdata ``[N, K]`` with scales ``[ceil(N/128), ceil(K/128)]``."""
     n, k = q.qdata.shape
     scales = q.scales.repeat_interleave(BLOCK, dim=0)[:n].repeat_interleave(BLOCK, dim=1)[:, :k]
     return q.qdata.float() * scales

@@ -145,7 +145,7 @@ MODULES = tuple(f"jetrl_verl.formats.{traits.module}" for traits in formats.FORM
 
 def _names_a_format(path: Path) -> list[str]:
     """Lines in which a file spells a format's name, its type or one of its functions."""
-    types = {"int8", "float8_e4m3fn", "FP8_DTYPE", "E4M3_MAX", "E4M3_NAN_CODE"}
+    types = {"int8", "float8_e4m3fn", "FP8_DTYPE", "E4M3_MAX", "E4M3_NAN_BITS"}
     functions = {"quantize_int8", "gemm_int8", "fprop_int8", "quantize_128x128", "dequantize_128x128"}
     found = []
     for node in ast.walk(ast.parse(path.read_text())):

@@ -19,7 +19,7 @@ from jetrl_verl import kernels, reference
 from jetrl_verl.kernels.gemm_nt import native_gemm_nt, triton_gemm_nt
 from jetrl_verl.kernels.native import Plan
 from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor
-from jetrl_verl.reference.constants import E4M3_NAN_CODE
+from jetrl_verl.reference.constants import E4M3_NAN_BITS
 
 pytestmark = [pytest.mark.timeout(120, method="thread"), pytest.mark.usefixtures("native_library")]
 
@@ -45,7 +45,7 @@ def first_rows(q: QuantizedTensor, m: int) -> QuantizedTensor:
 def padded(q: QuantizedTensor, columns: int = 64) -> QuantizedTensor:
     """The same qdata in rows that go on with NaN qdata."""
     rows, k = q.qdata.shape
-    wide = torch.full((rows, k + columns), E4M3_NAN_CODE, dtype=torch.uint8, device=q.qdata.device)
+    wide = torch.full((rows, k + columns), E4M3_NAN_BITS, dtype=torch.uint8, device=q.qdata.device)
     wide[:, :k] = q.qdata.view(torch.uint8)
     return QuantizedTensor(wide.view(FP8_DTYPE)[:, :k], q.scales)
 

@@ -52,12 +52,12 @@ def test_each_gemm_is_the_contract_in_float64(m, k, n, rule):
 
     w = dequantize_128x128(quantize_128x128(layer.weight.detach().bfloat16(), rule)).double()
     xq = quantize_1x128(x.detach(), rule)
-    x_columns = dequantize_1x128(kernels.relayout_128x1(xq, rule)).double()
-    dy_rows = dequantize_1x128(quantize_1x128(dy, rule)).double()
-    dy_columns = dequantize_1x128(quantize_128x1(dy, rule)).double()
+    x_colwise = dequantize_1x128(kernels.relayout_128x1(xq, rule)).double()
+    dy_rowwise = dequantize_1x128(quantize_1x128(dy, rule)).double()
+    dy_colwise = dequantize_1x128(quantize_128x1(dy, rule)).double()
     assert relative(y, dequantize_1x128(xq).double() @ w.t() + layer.bias.detach().double()) < 2.5e-3
-    assert relative(x.grad, dy_rows @ w) < 2.5e-3
-    assert relative(layer.weight.grad, dy_columns @ x_columns.t()) < 2.5e-3
+    assert relative(x.grad, dy_rowwise @ w) < 2.5e-3
+    assert relative(layer.weight.grad, dy_colwise @ x_colwise.t()) < 2.5e-3
     assert relative(layer.bias.grad, dy.double().sum(0)) < 1e-6
 
 

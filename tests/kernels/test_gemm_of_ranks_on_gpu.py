@@ -17,7 +17,7 @@ from jetrl_verl.reference import QuantizedTensor, k_slices
 from jetrl_verl.sync.operations_probe import products_of_ranks
 from jetrl_verl.tools.bench import data
 
-pytestmark = pytest.mark.timeout(120, method="thread")
+pytestmark = pytest.mark.timeout(240, method="thread")
 
 RANKS = (2, 4, 8)
 SHAPES = {

@@ -7,6 +7,7 @@ import verl.trainer.main_ppo  # noqa: F401  (the plugin registers itself through
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
 from hydra._internal.config_repository import ConfigRepository
+from hydra_files import parsed_once  # noqa: F401  (for every test of this folder)
 from omegaconf import DictConfig
 
 

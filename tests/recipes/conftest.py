@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Callable
 
 import pytest
+from hydra_files import parsed_once  # noqa: F401  (for every test of this folder)
 from recipe_cases import PRINTER, RECIPES, SETTINGS
 
 

@@ -144,7 +144,7 @@ class BlockFP8(Format):
 
     def experts(
         self,
-        x: QuantizedTensor,
+        rows: QuantizedTensor,
         weights: torch.Tensor,
         segments: Segments,
         gate_up: QuantizedTensor,
@@ -155,7 +155,9 @@ class BlockFP8(Format):
         """All experts' forward, on both sides.
 
         Args:
-            x: rowwise ``[T, H]``, a token once. weights: ``[T, k]`` FP32 of the router. segments: rows of the pairs.
+            rows: rowwise ``[R, H]``, the tokens of the pairs in their rows (``kernels.gather_quantized``); a caller that
+                keeps no reference has them freed in front of the second product.
+            weights: ``[T, k]`` FP32 of the router. segments: rows of the pairs.
             gate_up: ``[E, 2 I, H]`` in 128x128 blocks, gate first. down: ``[E, H, I]``. rule: of what is between them.
             ranks: over which the rollout splits I; see :meth:`fprop`. Each rank adds its part of a token's experts and
                 rounds it, then the ranks' sums are added.
@@ -166,8 +168,8 @@ class BlockFP8(Format):
         Raises:
             ValueError: operands that do not fit, or slices of I that are no multiples of 128.
         """
-        rows = kernels.gather_quantized(x, segments.pair, weights.shape[1])
         product = kernels.grouped_gemm_nt(rows, gate_up, segments.start)
+        del rows
         inner = kernels.weighted_silu_mul_quantize(product, weights, segments.pair, rule)
         slices = zip(k_slices(inner, ranks), k_slices(down, ranks), strict=True)
         parts = [kernels.combine(kernels.grouped_gemm_nt(a, b, segments.start), segments.row) for a, b in slices]

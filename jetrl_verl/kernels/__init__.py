@@ -34,6 +34,7 @@ from jetrl_verl.kernels.relayout_128x1 import relayout_128x1
 from jetrl_verl.kernels.rms_norm import add_rms_norm, add_rms_norm_quantize_1x128, rms_norm, rms_norm_quantize_1x128
 from jetrl_verl.kernels.rotary import rotary, rotary_table
 from jetrl_verl.kernels.route import route
+from jetrl_verl.kernels.route_and_permute import route_and_permute
 from jetrl_verl.kernels.segments import segments
 from jetrl_verl.kernels.silu_mul import silu_mul, silu_mul_backward_quantize, silu_mul_quantize, silu_mul_quantize_1x128
 from jetrl_verl.kernels.sum_of_ranks import sum_of_ranks
@@ -76,6 +77,7 @@ __all__ = [
     "rotary",
     "rotary_table",
     "route",
+    "route_and_permute",
     "segments",
     "silu_mul",
     "silu_mul_backward_quantize",

@@ -47,6 +47,7 @@ BACKENDS: Table = {
     # A mixture of experts.
     "route": _TRITON,
     "segments": _TRITON,
+    "route_and_permute": _TRITON,
     "gather_rows": _TRITON,
     "gather_quantized": _TRITON,
     "grouped_gemm_nt": _TRITON,

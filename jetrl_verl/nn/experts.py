@@ -170,7 +170,7 @@ class JetExperts(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
         """Output ``[T, H]`` BF16; gate and up of all rows; what the down projection reads. See ``BlockFP8.experts``."""
         return self.format.experts(
-            x,
+            kernels.gather_quantized(x, segments.pair, weights.shape[1]),
             weights,
             segments,
             self.gate_up_qdata(gate_up_weight),

@@ -78,6 +78,50 @@ def test_segments(experts_of, align):
         assert torch.equal(mine, theirs), name
 
 
+def test_segments_of_no_pair_and_of_more_pieces_than_are_added_up_at_once():
+    none = torch.zeros(0, 2, dtype=torch.int32)
+    assert [t.tolist() for t in triton_kernels.segments(none, 4, 128)] == [[], [], [0] * 5]
+    many = chosen(33000, 4, 2)
+    assert many.numel() > 256 * 256
+    for mine, theirs in zip(triton_kernels.segments(many, 4, 16), reference.segments(many, 4, 16), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+PERMUTED = [(0, 8, 2), (1, 8, 2), (3, 60, 6), (16, 128, 8), (17, 128, 8), (300, 8, 2), (513, 8, 2)]
+"""Tokens, experts and experts of a token: one launch, two and five, and more pairs than are compared at once."""
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(("tokens", "experts", "k"), PERMUTED)
+def test_choice_and_rows_in_few_launches(tokens, experts, k, renormalize):
+    """Bits of the operations that it stands for, weights included: a decoded token is a training step's."""
+    logits = normal(tokens, experts).float() * 3
+    logits[:, 1] = logits[:, 0]
+    x = reference.quantize_1x128(normal(tokens, 384), "fp32")
+    x = QuantizedTensor(x.qdata, x.scales.t().contiguous().t())
+    weights, where, rows = triton_kernels.route_and_permute(logits, x, k, renormalize)
+    experts_of, expected = triton_kernels.route(logits, k, renormalize)
+    assert torch.equal(weights, expected)
+    wanted = reference.segments(experts_of, experts, 1)
+    for name, mine, theirs in zip(where._fields, where, wanted, strict=True):
+        assert torch.equal(mine, theirs), name
+    gathered = reference.gather_quantized(x, wanted.pair, k)
+    assert torch.equal(rows.qdata.view(torch.uint8), gathered.qdata.view(torch.uint8))
+    assert torch.equal(rows.scales, gathered.scales)
+
+
+def test_every_program_chooses_alike_also_where_logits_are_no_numbers():
+    logits = normal(9, 8).float()
+    logits[2, 6], logits[4, 1], logits[5, 3] = torch.nan, torch.inf, -torch.inf
+    x = reference.quantize_1x128(normal(9, 128), "fp32")
+    for renormalize in (True, False):
+        weights, where, _ = triton_kernels.route_and_permute(logits, x, 2, renormalize)
+        experts_of, expected = triton_kernels.route(logits, 2, renormalize)
+        assert torch.equal(weights.isnan(), expected.isnan()) and weights[[2, 4]].isnan().any(dim=1).all()
+        assert torch.equal(weights.nan_to_num(), expected.nan_to_num())
+        assert torch.equal(where.row, reference.segments(experts_of, 8, 1).row)
+
+
 @pytest.mark.parametrize("align", [1, 128])
 def test_rows_are_gathered(align):
     pairs = reference.segments(chosen(11, 8, 2), 8, align).pair

@@ -13,7 +13,8 @@ from jetrl_verl.kernels.combine import _combine_kernel
 from jetrl_verl.kernels.gather_rows import _gather_kernel
 from jetrl_verl.kernels.grouped_gemm import _FEW, _MANY, _WGRAD, _grouped_gemm_kernel, _grouped_wgrad_kernel
 from jetrl_verl.kernels.route import _route_kernel
-from jetrl_verl.kernels.segments import _count_kernel, _place_kernel
+from jetrl_verl.kernels.route_and_permute import _permute_kernel
+from jetrl_verl.kernels.segments import _count_kernel, _place_kernel, _sum_kernel
 from jetrl_verl.kernels.weighted_silu_mul import _backward_kernel, _quantize_kernel
 
 
@@ -45,20 +46,40 @@ def test_a_weight_gradient_of_an_expert_is_multiplied_as_that_of_a_linear():
     assert instructions == [f"m64n{block_k}k32.f32.e4m3.e4m3"] * 4
 
 
-INT32 = dict.fromkeys(("experts_ptr", "counts_ptr", "row_ptr", "pair_ptr", "start_ptr"), "*i32")
+INT32 = dict.fromkeys(("experts_ptr", "counts_ptr", "before_ptr", "totals_ptr", "row_ptr", "pair_ptr"), "*i32")
+INT32 |= dict.fromkeys(("start_ptr", "source_ptr"), "*i32")
 FP32 = dict.fromkeys(("logits_ptr", "weights_ptr", "scales_ptr", "out_scales_ptr", "dweights_ptr"), "*fp32")
 BF16 = dict.fromkeys(("y_ptr", "out_ptr", "dy_ptr", "gate_up_ptr", "dgate_up_ptr"), "*bf16")
+
+CHOICE = {"K": 8, "K_LANES": 8, "LANES": 128, "RENORMALIZE": True}
+ROWS = {"PAIRS": 512, "TILE": 512, "GROUPS": 16}
+PIECES = {"LANES": 128, "PIECE": 256, "AT_ONCE": 32}
+
+
+@pytest.mark.parametrize("tokens", [4, 16])
+def test_a_token_is_chosen_for_without_a_barrier_and_copied_16_bytes_at_a_time(tokens):
+    """A warp has rows of its own, in which a maximum or minimum of integers is one instruction."""
+    constants = CHOICE | ROWS | {"CHOOSES": True, "TOKENS": tokens}
+    ptx = ptx_for_hopper(_permute_kernel, INT32 | FP32 | {"out_ptr": "*i32"}, constants, num_warps=4)
+    maxima = 2 * 8 * tokens // 4
+    assert len(re.findall(r"redux\.sync\.(?:max|min)\.s32", ptx)) == maxima
+    assert "bar.sync" not in ptx[: ptx.rindex("redux.sync.min")]
+    assert ptx.count("st.global.v4.b32") == 8, "a token's words, once an expert"
+    assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("ld.global")
 
 
 @pytest.mark.parametrize(
     ("kernel", "types", "constants", "warps"),
     [
-        (_route_kernel, {}, {"K": 8, "K_LANES": 8, "LANES": 128, "RENORMALIZE": True}, 1),
-        (_count_kernel, {}, {"TILE": 1024}, 4),
-        (_place_kernel, {}, {"LANES": 128, "TILE": 1024}, 4),
+        (_route_kernel, {}, CHOICE | {"TOKENS": 4}, 4),
+        (_permute_kernel, {"out_ptr": "*i32"}, CHOICE | ROWS | {"CHOOSES": True, "TOKENS": 16}, 4),
+        (_permute_kernel, {"out_ptr": "*i32"}, CHOICE | ROWS | {"CHOOSES": False, "TOKENS": 1}, 4),
+        (_count_kernel, {}, PIECES, 8),
+        (_sum_kernel, {}, {"TILE": 256}, 1),
+        (_place_kernel, {}, PIECES, 8),
         (
             _gather_kernel,
-            {"source_ptr": "*i32", "out_ptr": "*i32"},
+            {"out_ptr": "*i32"},
             {"SCALED": True, "TILE": 512, "GROUPS": 16},
             4,
         ),

@@ -155,8 +155,8 @@ class BlockFP8(Format):
         """All experts' forward, on both sides.
 
         Args:
-            rows: rowwise ``[R, H]``, the tokens of the pairs in their rows (``kernels.gather_quantized``); a caller that
-                keeps no reference has them freed in front of the second product.
+            rows: rowwise ``[R, H]``, the tokens of the pairs in their rows (``kernels.gather_quantized``); freed in front
+                of the second product where the caller keeps no reference.
             weights: ``[T, k]`` FP32 of the router. segments: rows of the pairs.
             gate_up: ``[E, 2 I, H]`` in 128x128 blocks, gate first. down: ``[E, H, I]``. rule: of what is between them.
             ranks: over which the rollout splits I; see :meth:`fprop`. Each rank adds its part of a token's experts and
@@ -174,6 +174,20 @@ class BlockFP8(Format):
         slices = zip(k_slices(inner, ranks), k_slices(down, ranks), strict=True)
         parts = [kernels.combine(kernels.grouped_gemm_nt(a, b, segments.start), segments.row) for a, b in slices]
         return parts[0] if ranks == 1 else kernels.sum_of_ranks(parts), product, inner
+
+    def experts_gradient(
+        self, dout: torch.Tensor, segments: Segments, rule: str, *, colwise: bool
+    ) -> tuple[QuantizedTensor, QuantizedTensor | None]:
+        """(rowwise ``[R, H]``, colwise ``[H, R]``) of the tokens' ``dout [T, H]`` BF16 in segments of 128; the latter
+        None unless asked for."""
+        k = segments.row.shape[1]
+        if colwise:
+            return kernels.gather_quantize_1x128_and_128x1(dout, segments.pair, k, rule)
+        return kernels.gather_quantized(kernels.quantize_1x128(dout, rule), segments.pair, k), None
+
+    def experts_colwise(self, x: QuantizedTensor, segments: Segments, rule: str) -> QuantizedTensor:
+        """Colwise ``[H, R]`` of the tokens' rowwise ``x [T, H]`` in segments of 128, as :meth:`colwise`."""
+        return kernels.gather_relayout_128x1(x, segments.pair, segments.row.shape[1], rule)
 
     def experts_dgrad(self, dy: QuantizedTensor, weight: QuantizedTensor, start: torch.Tensor) -> torch.Tensor:
         """``[R, K]`` BF16 of rowwise dY ``[R, N]`` and experts' weights ``[E, N, K]``."""

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""All that stands between a rollout's router logits and the experts: choice, rows of the pairs, and qdata in these rows.
+"""What stands between a rollout's router logits and its experts: choice, rows of the pairs, qdata in these rows.
 
 It is ``route``, ``segments`` without padding and ``gather_quantized``, in every bit. As kernels of their own they are
 four launches of 2 to 3 us in front of products whose weights take 9 us at one token of Qwen3-30B-A3B (8 experts, 38 MB
@@ -21,7 +21,7 @@ import triton.language as tl
 from jetrl_verl import reference
 from jetrl_verl.kernels.device.dependents import launch_dependents
 from jetrl_verl.kernels.dispatch import implements, lookup
-from jetrl_verl.kernels.gather_rows import triton_gather_quantized
+from jetrl_verl.kernels.gather_quantized import triton_gather_quantized
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.results import empty_rowwise, fake_rowwise, require_groups
 from jetrl_verl.kernels.route import choose_experts, lanes_of, reference_route, triton_route

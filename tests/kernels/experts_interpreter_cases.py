@@ -125,14 +125,57 @@ def test_every_program_chooses_alike_also_where_logits_are_no_numbers():
 @pytest.mark.parametrize("align", [1, 128])
 def test_rows_are_gathered(align):
     pairs = reference.segments(chosen(11, 8, 2), 8, align).pair
-    x = normal(11, 256)
-    assert torch.equal(triton_kernels.gather_rows(x, pairs, 2), reference.gather_rows(x, pairs, 2))
-    quantized = reference.quantize_1x128(x, "fp32")
+    quantized = reference.quantize_1x128(normal(11, 256), "fp32")
     for scales in (quantized.scales, quantized.scales.t().contiguous().t()):
         got = triton_kernels.gather_quantized(QuantizedTensor(quantized.qdata, scales), pairs, 2)
-        want = reference.gather_quantized(quantized, pairs, 2)
-        assert torch.equal(got.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
-        assert torch.equal(got.scales, want.scales)
+        assert_same_qdata(got, reference.gather_quantized(quantized, pairs, 2))
+
+
+def assert_same_qdata(got: QuantizedTensor, want: QuantizedTensor) -> None:
+    assert torch.equal(got.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
+    assert torch.equal(got.scales, want.scales)
+
+
+def before(start: torch.Tensor, rowwise: QuantizedTensor | None, colwise: QuantizedTensor | None):
+    """What lies in front of the end of the last segment."""
+    end = int(start[-1])
+    if rowwise is not None:
+        rowwise = QuantizedTensor(rowwise.qdata[:end], rowwise.scales[:end])
+    if colwise is not None:
+        colwise = QuantizedTensor(colwise.qdata[:, :end], colwise.scales[:, : end // 128])
+    return rowwise, colwise
+
+
+SEGMENTS_OF_128 = [(chosen(150, 4, 2), 4), (one_expert(140, 2), 4), (chosen(3, 8, 8), 8)]
+"""Several groups an expert, experts without tokens, and few tokens of many."""
+
+
+@pytest.mark.parametrize("rule", ["fp32", "pow2"])
+@pytest.mark.parametrize(("experts_of", "experts"), SEGMENTS_OF_128)
+def test_gradients_of_tokens_are_quantized_both_ways_in_segments(experts_of, experts, rule):
+    where, k = reference.segments(experts_of, experts, 128), experts_of.shape[1]
+    dout = normal(len(experts_of), 256, seed=1)
+    dout[1, 7], dout[2, 130] = torch.inf, torch.nan
+    want = reference.quantize_1x128_and_128x1(reference.gather_rows(dout, where.pair, k), rule)
+    # Once more from an odd address, where neighbours are no word.
+    odd = torch.empty(dout.numel() + 1, dtype=dout.dtype)[1:].view_as(dout).copy_(dout)
+    for x in (dout, odd):
+        got = triton_kernels.gather_quantize_1x128_and_128x1(x, where.pair, k, rule)
+        for mine, theirs in zip(before(where.start, *got), before(where.start, *want), strict=True):
+            assert_same_qdata(mine, theirs)
+
+
+@pytest.mark.parametrize("rule", ["fp32", "pow2"])
+@pytest.mark.parametrize(("experts_of", "experts"), SEGMENTS_OF_128)
+def test_qdata_of_tokens_are_laid_out_colwise_in_segments(experts_of, experts, rule):
+    where, k = reference.segments(experts_of, experts, 128), experts_of.shape[1]
+    x = normal(len(experts_of), 256, seed=2)
+    x[1, 7], x[2] = torch.inf, 0.0
+    quantized = reference.quantize_1x128(x, rule)
+    want = reference.relayout_128x1(reference.gather_quantized(quantized, where.pair, k), rule)
+    for scales in (quantized.scales, quantized.scales.t().contiguous().t()):
+        got = triton_kernels.gather_relayout_128x1(QuantizedTensor(quantized.qdata, scales), where.pair, k, rule)
+        assert_same_qdata(before(where.start, None, got)[1], before(where.start, None, want)[1])
 
 
 @pytest.mark.parametrize("k", [1, 2, 8])
@@ -177,20 +220,38 @@ def test_grouped_weight_gradient(experts_of):
 
 
 @pytest.mark.parametrize("rule", ["fp32", "pow2"])
-def test_weighted_activation_and_its_gradients(rule):
-    where = reference.segments(chosen(11, 8, 2), 8, 16)
-    used = int(where.start[-1])
-    gate_up, weights = normal(len(where.pair), 512) * 2, torch.rand(11, 2)
+@pytest.mark.parametrize("tokens", [11, 3000])
+def test_weighted_activation(tokens, rule):
+    """By programs of few groups and of many."""
+    where = reference.segments(chosen(tokens, 8, 2), 8, 16)
+    gate_up, weights = normal(len(where.pair), 512) * 2, torch.rand(tokens, 2)
+    assert (len(where.pair) * 2 >= operation._MANY_GROUPS) == (tokens == 3000)
     got = operation.triton_weighted_silu_mul_quantize(gate_up, weights, where.pair, rule)
     want = operation.reference_weighted_silu_mul_quantize(gate_up, weights, where.pair, rule)
+    assert_close_qdata(got, want)
+    assert not reference.dequantize_1x128(got)[where.pair < 0].any()
+
+
+def assert_close_qdata(got: QuantizedTensor, want: QuantizedTensor) -> None:
     got, want = (reference.dequantize_1x128(q).double() for q in (got, want))
     # One step of E4M3, where truncation instead of rounding to BF16 has moved a value across a tie.
     assert ((got - want).abs() <= 2**-3 * want.abs() + 2**-9 * want.abs().amax(dim=1, keepdim=True)).all()
     assert (got - want).norm() <= 2e-2 * want.norm()
-    assert not got[where.pair < 0].any()
 
-    dy = normal(len(where.pair), 256, seed=7)
-    dgate_up, dweights = operation.triton_weighted_silu_mul_backward(dy, gate_up, weights, where.pair)
-    exact = operation.reference_weighted_silu_mul_backward(dy, gate_up, weights, where.pair)
-    assert_close(dgate_up[:used], exact[0][:used])
-    assert (dweights - exact[1]).abs().max() <= 1e-4 * exact[1].abs().max()
+
+@pytest.mark.parametrize("rule", ["fp32", "pow2"])
+@pytest.mark.parametrize(("experts_of", "experts"), SEGMENTS_OF_128)
+def test_gradients_of_the_weighted_activation(experts_of, experts, rule):
+    """Both layouts are those of one BF16 gradient."""
+    where = reference.segments(experts_of, experts, 128)
+    held = where.pair >= 0
+    gate_up = normal(len(where.pair), 512, seed=3) * 2
+    dy = normal(len(where.pair), 256, seed=4)
+    gate_up[~held], dy[~held] = 0, 0
+    weights = torch.rand(experts_of.shape)
+    call = dy, gate_up, weights, where.pair, rule
+    *got, dweights = triton_kernels.weighted_silu_mul_backward_quantize(*call)
+    *want, exact = operation.reference_weighted_silu_mul_backward_quantize(*call)
+    for mine, theirs in zip(before(where.start, *got), before(where.start, *want), strict=True):
+        assert_close_qdata(mine, theirs)
+    assert (dweights - exact).abs().max() <= 1e-4 * exact.abs().max()

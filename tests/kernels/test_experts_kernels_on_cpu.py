@@ -10,12 +10,14 @@ import pytest
 from test_triton_for_hopper import ptx_for_hopper
 
 from jetrl_verl.kernels.combine import _combine_kernel
-from jetrl_verl.kernels.gather_rows import _gather_kernel
+from jetrl_verl.kernels.gather_quantize import _gather_quantize_kernel
+from jetrl_verl.kernels.gather_quantized import _gather_kernel
+from jetrl_verl.kernels.gather_relayout import _gather_relayout_kernel
 from jetrl_verl.kernels.grouped_gemm import _FEW, _MANY, _WGRAD, _grouped_gemm_kernel, _grouped_wgrad_kernel
 from jetrl_verl.kernels.route import _route_kernel
 from jetrl_verl.kernels.route_and_permute import _permute_kernel
 from jetrl_verl.kernels.segments import _count_kernel, _place_kernel, _sum_kernel
-from jetrl_verl.kernels.weighted_silu_mul import _backward_kernel, _quantize_kernel
+from jetrl_verl.kernels.weighted_silu_mul import _add_parts_kernel, _backward_quantize_kernel, _quantize_kernel
 
 
 @pytest.mark.timeout(interpreter.SECONDS)
@@ -47,9 +49,12 @@ def test_a_weight_gradient_of_an_expert_is_multiplied_as_that_of_a_linear():
 
 
 INT32 = dict.fromkeys(("experts_ptr", "counts_ptr", "before_ptr", "totals_ptr", "row_ptr", "pair_ptr"), "*i32")
-INT32 |= dict.fromkeys(("start_ptr", "source_ptr"), "*i32")
+INT32 |= dict.fromkeys(("start_ptr", "source_ptr", "words_ptr", "dy_words_ptr", "gate_up_words_ptr"), "*i32")
+INT32 |= dict.fromkeys(("colwise_qdata_ptr", "out_qdata_ptr"), "*i32")
 FP32 = dict.fromkeys(("logits_ptr", "weights_ptr", "scales_ptr", "out_scales_ptr", "dweights_ptr"), "*fp32")
-BF16 = dict.fromkeys(("y_ptr", "out_ptr", "dy_ptr", "gate_up_ptr", "dgate_up_ptr"), "*bf16")
+FP32 |= dict.fromkeys(("rowwise_scales_ptr", "colwise_scales_ptr", "parts_ptr"), "*fp32")
+BF16 = dict.fromkeys(("y_ptr", "out_ptr", "gate_up_ptr"), "*bf16")
+QDATA = {"qdata_ptr": "*u8", "rowwise_pairs_ptr": "*i16"}
 
 CHOICE = {"K": 8, "K_LANES": 8, "LANES": 128, "RENORMALIZE": True}
 ROWS = {"PAIRS": 512, "TILE": 512, "GROUPS": 16}
@@ -77,18 +82,28 @@ def test_a_token_is_chosen_for_without_a_barrier_and_copied_16_bytes_at_a_time(t
         (_count_kernel, {}, PIECES, 8),
         (_sum_kernel, {}, {"TILE": 256}, 1),
         (_place_kernel, {}, PIECES, 8),
-        (
-            _gather_kernel,
-            {"out_ptr": "*i32"},
-            {"SCALED": True, "TILE": 512, "GROUPS": 16},
-            4,
-        ),
+        (_gather_kernel, {"out_ptr": "*i32"}, {"TILE": 512, "GROUPS": 16}, 4),
         (_combine_kernel, {}, {"K": 8, "TILE": 1024}, 4),
-        (_quantize_kernel, {"qdata_ptr": "*u8"}, {"POW2": False, "GROUPS": 32}, 4),
-        (_backward_kernel, {}, {"TILE": 1024}, 4),
+        (_quantize_kernel, {}, {"POW2": False, "GROUPS": 32}, 4),
+        (_gather_quantize_kernel, {}, {"K": 8, "POW2": False}, 4),
+        (_gather_relayout_kernel, {}, {"K": 8, "POW2": False, "COLUMNS": 32}, 1),
+        (_backward_quantize_kernel, {}, {"POW2": False}, 8),
+        (_add_parts_kernel, {}, {"TILE": 1024}, 4),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_kernels_compile_for_hopper_without_spills_or_atomics(kernel, types, constants, warps):
-    ptx = ptx_for_hopper(kernel, INT32 | FP32 | BF16 | types, constants, num_warps=warps)
+def test_kernels_compile_for_hopper_without_atomics(kernel, types, constants, warps):
+    ptx = ptx_for_hopper(kernel, INT32 | FP32 | BF16 | QDATA | types, constants, num_warps=warps)
     assert "ld.global" in ptx and not re.search(r"\b(atom|red)\.", ptx)
+
+
+@pytest.mark.parametrize("pow2", [True, False])
+def test_tokens_are_read_once_and_16_bytes_at_a_time_into_both_layouts(pow2):
+    """A tile of 128 rows of 256 bytes by 128 threads in, half as much out in each layout."""
+    types = INT32 | FP32 | QDATA
+    ptx = ptx_for_hopper(_gather_quantize_kernel, types, {"K": 8, "POW2": pow2}, num_warps=4, maxnreg=168)
+    assert ptx.count("ld.global.v4.b32") == 128 * 256 // (128 * 16)
+    assert ptx.count("st.global.v4.b32") == 2 * 128 * 128 // (128 * 16)
+    assert "div.rn.f32" not in ptx and "div.full.f32" not in ptx
+    ptx = ptx_for_hopper(_gather_relayout_kernel, types, {"K": 8, "POW2": pow2, "COLUMNS": 32}, num_warps=1)
+    assert ptx.count("ld.global.v4.b32") == ptx.count("st.global.v4.b32") == 128 * 32 // (32 * 16)

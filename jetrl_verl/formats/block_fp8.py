@@ -155,8 +155,8 @@ class BlockFP8(Format):
         """All experts' forward, on both sides.
 
         Args:
-            rows: rowwise ``[R, H]``, the tokens of the pairs in their rows (``kernels.gather_quantized``); freed in front
-                of the second product where the caller keeps no reference.
+            rows: rowwise ``[R, H]``, the tokens of the pairs in their rows (``kernels.gather_quantized``); freed before
+                the second product where the caller keeps no reference.
             weights: ``[T, k]`` FP32 of the router. segments: rows of the pairs.
             gate_up: ``[E, 2 I, H]`` in 128x128 blocks, gate first. down: ``[E, H, I]``. rule: of what is between them.
             ranks: over which the rollout splits I; see :meth:`fprop`. Each rank adds its part of a token's experts and

@@ -178,9 +178,9 @@ def test_qdata_of_tokens_are_laid_out_colwise_in_segments(experts_of, experts, r
         assert_same_qdata(before(where.start, None, got)[1], before(where.start, None, want)[1])
 
 
-@pytest.mark.parametrize("k", [1, 2, 8])
-def test_combine(k):
-    where = reference.segments(chosen(9, 8, k), 8, 16)
+@pytest.mark.parametrize(("tokens", "k"), [(9, 1), (9, 2), (9, 8), (500, 2)])
+def test_combine(tokens, k):
+    where = reference.segments(chosen(tokens, 8, k), 8, 16)
     y = normal(len(where.pair), 300)
     exact = y.double()[where.row.long()].sum(dim=1)
     assert_close(triton_kernels.combine(y, where.row), exact)

@@ -6,8 +6,8 @@ Vocabulary entries that may not be sampled carry minus infinity, or a number so 
 both sides and take no part in log_probs.py.
 
 On a GPU a GEMM whose order over K never changes. A library's GEMM picks by the number of rows whether it splits K, and
-in what pieces it adds; here one program adds all of K in ascending order, sixteen products an instruction, and the tile,
-which follows the numbers of rows and columns, decides only which elements a program holds: it does not reach a bit (a
+in what pieces it adds; here one program adds all of K in ascending order, sixteen products an instruction. The tile,
+which follows the numbers of rows and columns, decides only which elements a program holds and does not reach a bit (a
 GPU test goes across every tile's edge). At decode the weight is read once whatever the tile, which is what it costs.
 
 A mixture's router is the same product with few columns. 128 of them are one tile of a vocabulary's width, and one

@@ -31,8 +31,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.nn.functional import silu
-from benchmarks.vllm_experts import Layer, Products, blocks, missing_operators, source_folder
 
+from benchmarks.vllm_experts import Layer, Products, blocks, missing_operators, source_folder
 from jetrl_verl import formats, kernels
 from jetrl_verl.models.base import Experts
 from jetrl_verl.nn.experts import JetExperts

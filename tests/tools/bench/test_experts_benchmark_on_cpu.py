@@ -1,7 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/experts_on_gpu.py on a CPU: every product of it at a small shape, and that vLLM's kernel is called with the
-arguments that it has."""
+"""benchmarks/experts_on_gpu.py on a CPU: every product of it at a small shape, and vLLM's kernel called with the
+arguments that it declares."""
 
 import argparse
 import importlib

@@ -46,7 +46,7 @@ def reference_route_and_permute(logits: torch.Tensor, x: QuantizedTensor, k: int
     return weights, segments, reference.gather_quantized(x, segments.pair, k)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "stride_scale_group"])
 def _permute_kernel(
     logits_ptr, experts_ptr, weights_ptr, source_ptr, scales_ptr, row_ptr, pair_ptr, start_ptr, out_ptr, out_scales_ptr,
     tokens, experts, words, groups, stride_scale_row, stride_scale_group,

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import interpreter
 import pytest
+import torch
 from test_triton_for_hopper import ptx_for_hopper
 
+from jetrl_verl import kernels, reference
 from jetrl_verl.kernels.combine import _combine_kernel
 from jetrl_verl.kernels.gather_quantize import _gather_quantize_kernel
 from jetrl_verl.kernels.gather_quantized import _gather_kernel
@@ -109,3 +111,55 @@ def test_tokens_are_read_once_and_16_bytes_at_a_time_into_both_layouts(pow2):
     assert "div.rn.f32" not in ptx and "div.full.f32" not in ptx
     ptx = ptx_for_hopper(_gather_relayout_kernel, types, {"K": 8, "POW2": pow2, "COLUMNS": 32}, num_warps=1)
     assert ptx.count("ld.global.v4.b32") == ptx.count("st.global.v4.b32") == 128 * 32 // (32 * 16)
+
+
+def operators(tokens: int, device: str = "cpu") -> dict[str, tuple]:
+    """Arguments of the operators around a mixture's products, 8 experts and 2 a token."""
+    torch.manual_seed(0)
+    x, logits = torch.randn(tokens, 256).bfloat16().to(device), torch.randn(tokens, 8).to(device)
+    chosen, weights = kernels.route(logits, 2, True)
+    pair = kernels.segments(chosen, 8, 128).pair
+    gate_up, dy = (torch.randn(len(pair), columns).bfloat16().to(device) for columns in (512, 256))
+    quantized = kernels.quantize_1x128(x, "fp32")
+    return {
+        "segments": (chosen, 8, 128),
+        "route_and_permute": (logits, *quantized, 2, True),
+        "gather_quantized": (*quantized, pair, 2),
+        "gather_quantize_1x128_and_128x1": (x, pair, 2, "fp32"),
+        "gather_relayout_128x1": (*quantized, pair, 2, "fp32"),
+        "weighted_silu_mul_quantize": (gate_up, weights, pair, "fp32"),
+        "weighted_silu_mul_backward_quantize": (dy, gate_up, weights, pair, "fp32"),
+    }
+
+
+@pytest.mark.parametrize("name", operators(1))
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_fakes_say_what_the_operators_return(name, tokens):
+    torch.library.opcheck(getattr(torch.ops.jetrl, name), operators(tokens)[name], test_utils=("test_faketensor",))
+
+
+def test_choice_and_rows_are_the_operations_that_they_stand_for():
+    logits, qdata, scales, k, renormalize = operators(40)["route_and_permute"]
+    x = reference.QuantizedTensor(qdata, scales)
+    weights, where, rows = kernels.route_and_permute(logits, x, k, renormalize)
+    chosen, expected = kernels.route(logits, k, renormalize)
+    assert torch.equal(weights, expected)
+    assert all(map(torch.equal, where, kernels.segments(chosen, 8, 1)))
+    gathered = kernels.gather_quantized(x, where.pair, k)
+    assert torch.equal(rows.qdata.view(torch.uint8), gathered.qdata.view(torch.uint8))
+    assert torch.equal(rows.scales, gathered.scales)
+
+
+def test_what_does_not_fit_is_refused():
+    x, where = torch.zeros(4, 200, dtype=torch.bfloat16), reference.segments(torch.zeros(4, 1, dtype=torch.int32), 2, 1)
+    with pytest.raises(ValueError, match="not whole groups of 128"):
+        kernels.gather_quantize_1x128_and_128x1(x, where.pair, 1, "fp32")
+    quantized = reference.quantize_1x128(torch.zeros(4, 256), "fp32")
+    with pytest.raises(ValueError, match="4 rows are not whole groups of 128; align segments to 128"):
+        kernels.gather_relayout_128x1(quantized, where.pair, 1, "fp32")
+    with pytest.raises(TypeError, match="x is torch.float32"):
+        kernels.gather_quantize_1x128_and_128x1(torch.zeros(4, 256), where.pair, 1, "fp32")
+    with pytest.raises(ValueError, match="k=3"):
+        kernels.route_and_permute(torch.zeros(4, 2), quantized, 3, True)
+    with pytest.raises(ValueError, match="logits"):
+        kernels.route_and_permute(torch.zeros(5, 2), quantized, 1, True)

@@ -5,6 +5,7 @@ bits of the dense products where there is a product, and no dependence on who tr
 
 import pytest
 import torch
+from test_experts_kernels_on_cpu import operators
 from torch import nn
 
 from jetrl_verl import formats, kernels, reference
@@ -263,3 +264,37 @@ def test_gradients_of_the_weighted_activation(rule):
         assert (mine.scales - theirs.scales).abs().max() <= 2**-7 * theirs.scales.abs().max()
     again = kernels.weighted_silu_mul_backward_quantize(dy, gate_up, weights, where.pair, rule)
     assert torch.equal(again[2], dweights), "no atomics"
+
+
+def test_the_rollouts_block_has_the_trainers_bits_at_any_batch_and_in_a_graph():
+    """Logits, choice, products and sum; a step of 1 or 16 tokens takes other kernels than one of 2000."""
+    ours, x, gate = experts_module(**QWEN3_30B), normal(2000, 2048, seed=13), normal(128, 2048, seed=14) * 0.05
+    gate_up, down = ours.gate_up_qdata(ours.gate_up_proj), ours.down_qdata(ours.down_proj)
+
+    def rollout(rows: torch.Tensor) -> torch.Tensor:
+        logits = kernels.logits(rows, gate)
+        weights, where, permuted = kernels.route_and_permute(logits, FLOW.quantize_activation(rows, "fp32"), 8, True)
+        return FLOW.experts(permuted, weights, where, gate_up, down, "fp32")[0]
+
+    trained = ours(x, *kernels.route(kernels.logits(x, gate), 8, True))
+    with torch.no_grad():
+        for tokens in (1, 3, 4, 16, 17, 64, 512, 513, 2000):
+            assert torch.equal(rollout(x[:tokens]), trained[:tokens]), tokens
+        for tokens in (1, 16, 64):
+            held = x[:tokens].clone()
+            rollout(held)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = rollout(held)
+            for first in (100, 900):
+                held.copy_(x[first : first + tokens])
+                graph.replay()
+                assert torch.equal(out, trained[first : first + tokens]), tokens
+
+
+@pytest.mark.parametrize("name", operators(1))
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_fakes_say_what_the_operators_return(name, tokens):
+    """Strides, too, which a traced model plans its memory by."""
+    arguments = operators(tokens, "cuda")[name]
+    torch.library.opcheck(getattr(torch.ops.jetrl, name), arguments, test_utils=("test_faketensor",))

@@ -14,7 +14,8 @@ is the time of the FP8 weights of the experts that are hit, at the copy bandwidt
 transformers' ``grouped_mm`` experts in BF16, with the most that a step allocates.
 
 Tokens are normal, so that experts are hit about evenly. ``--timeline`` adds what every kernel of ours takes, on the
-profiler's clock. Less than 90 seconds. Exit code 1 if a result is further from BF16 than quantization takes it.
+profiler's clock. Some 90 seconds, most of them compilation. Exit code 1 if a result is further from BF16 than
+quantization takes it.
 """
 
 import argparse

@@ -216,7 +216,7 @@ def triton_weighted_silu_mul_backward_quantize(
     pow2, (rows, columns), device = is_pow2(rule), dy.shape, dy.device
     rowwise = empty_rowwise(rows, 2 * columns, device)
     colwise, words = empty_colwise(rows, 2 * columns, device)
-    dweights = torch.empty_like(weights)
+    dweights = torch.empty(weights.shape, dtype=torch.float32, device=device)
     if rows:
         tiles = columns // BLOCK
         parts = torch.empty((tiles, rows), dtype=torch.float32, device=device)
@@ -280,7 +280,7 @@ def weighted_silu_mul_quantize(
 
 
 def _fake_backward_quantize(dy, gate_up, weights, pair, rule):
-    return *fake_rowwise(gate_up), *fake_colwise(gate_up), torch.empty_like(weights)
+    return *fake_rowwise(gate_up), *fake_colwise(gate_up), weights.new_empty(weights.shape)
 
 
 @operator(

@@ -6,6 +6,8 @@ Integers, copies and sums of BF16 numbers in FP32 are compared in every bit; pro
 accuracy before their rounding, which the interpreter does by truncation.
 """
 
+from importlib import import_module
+
 import pytest
 import torch
 from backends import triton_kernels
@@ -16,6 +18,13 @@ from jetrl_verl.kernels.route import reference_route
 from jetrl_verl.reference import QuantizedTensor
 
 BF16_STEP = 2**-7
+
+
+def set_of(monkeypatch: pytest.MonkeyPatch, name: str, **sizes: int) -> None:
+    """Other sizes of programs in a module of kernels: few rows then reach what many would, and each takes time here."""
+    module = import_module(f"jetrl_verl.kernels.{name}")
+    for size, value in sizes.items():
+        monkeypatch.setattr(module, size, value)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -78,23 +87,25 @@ def test_segments(experts_of, align):
         assert torch.equal(mine, theirs), name
 
 
-def test_segments_of_no_pair_and_of_more_pieces_than_are_added_up_at_once():
+def test_segments_of_no_pair_and_of_more_pieces_than_are_added_up_at_once(monkeypatch):
     none = torch.zeros(0, 2, dtype=torch.int32)
     assert [t.tolist() for t in triton_kernels.segments(none, 4, 128)] == [[], [], [0] * 5]
-    many = chosen(33000, 4, 2)
-    assert many.numel() > 256 * 256
+    set_of(monkeypatch, "segments", _PIECE=32, _TILE=16)
+    many = chosen(300, 4, 2)
+    assert many.numel() > 16 * 32
     for mine, theirs in zip(triton_kernels.segments(many, 4, 16), reference.segments(many, 4, 16), strict=True):
         assert torch.equal(mine, theirs)
 
 
-PERMUTED = [(0, 8, 2), (1, 8, 2), (3, 60, 6), (16, 128, 8), (17, 128, 8), (300, 8, 2), (513, 8, 2)]
+PERMUTED = [(0, 8, 2), (1, 8, 2), (3, 60, 6), (16, 128, 8), (17, 128, 8), (40, 8, 2), (41, 8, 2)]
 """Tokens, experts and experts of a token: one launch, two and five, and more pairs than are compared at once."""
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize(("tokens", "experts", "k"), PERMUTED)
-def test_choice_and_rows_in_few_launches(tokens, experts, k, renormalize):
+def test_choice_and_rows_in_few_launches(tokens, experts, k, renormalize, monkeypatch):
     """Bits of the operations that it stands for, weights included: a decoded token is a training step's."""
+    set_of(monkeypatch, "route_and_permute", _MOST_TOKENS=40, _PAIRS=64)
     logits = normal(tokens, experts).float() * 3
     logits[:, 1] = logits[:, 0]
     x = reference.quantize_1x128(normal(tokens, 384), "fp32")
@@ -178,9 +189,10 @@ def test_qdata_of_tokens_are_laid_out_colwise_in_segments(experts_of, experts, r
         assert_same_qdata(before(where.start, None, got)[1], before(where.start, None, want)[1])
 
 
-@pytest.mark.parametrize(("tokens", "k"), [(9, 1), (9, 2), (9, 8), (500, 2)])
-def test_combine(tokens, k):
-    where = reference.segments(chosen(tokens, 8, k), 8, 16)
+@pytest.mark.parametrize(("few", "k"), [(2**17, 1), (2**17, 8), (0, 2)])
+def test_combine(few, k, monkeypatch):
+    set_of(monkeypatch, "combine", _FEW_ELEMENTS=few)
+    where = reference.segments(chosen(9, 8, k), 8, 16)
     y = normal(len(where.pair), 300)
     exact = y.double()[where.row.long()].sum(dim=1)
     assert_close(triton_kernels.combine(y, where.row), exact)
@@ -220,12 +232,12 @@ def test_grouped_weight_gradient(experts_of):
 
 
 @pytest.mark.parametrize("rule", ["fp32", "pow2"])
-@pytest.mark.parametrize("tokens", [11, 3000])
-def test_weighted_activation(tokens, rule):
-    """By programs of few groups and of many."""
-    where = reference.segments(chosen(tokens, 8, 2), 8, 16)
-    gate_up, weights = normal(len(where.pair), 512) * 2, torch.rand(tokens, 2)
-    assert (len(where.pair) * 2 >= operation._MANY_GROUPS) == (tokens == 3000)
+@pytest.mark.parametrize("many", [0, 2**13])
+def test_weighted_activation(many, rule, monkeypatch):
+    """By programs of many groups and of few."""
+    set_of(monkeypatch, "weighted_silu_mul", _MANY_GROUPS=many)
+    where = reference.segments(chosen(11, 8, 2), 8, 16)
+    gate_up, weights = normal(len(where.pair), 512) * 2, torch.rand(11, 2)
     got = operation.triton_weighted_silu_mul_quantize(gate_up, weights, where.pair, rule)
     want = operation.reference_weighted_silu_mul_quantize(gate_up, weights, where.pair, rule)
     assert_close_qdata(got, want)
@@ -248,7 +260,7 @@ def test_gradients_of_the_weighted_activation(experts_of, experts, rule):
     gate_up = normal(len(where.pair), 512, seed=3) * 2
     dy = normal(len(where.pair), 256, seed=4)
     gate_up[~held], dy[~held] = 0, 0
-    weights = torch.rand(experts_of.shape)
+    weights = torch.rand(experts_of.shape[::-1]).t()
     call = dy, gate_up, weights, where.pair, rule
     *got, dweights = triton_kernels.weighted_silu_mul_backward_quantize(*call)
     *want, exact = operation.reference_weighted_silu_mul_backward_quantize(*call)

@@ -66,8 +66,8 @@ P
 export -f test_files sanitizer sustained demo diff_precisions
 export out
 
-parts=(operations quantizers gemms sanitizer gemm sustained chain linear mlp ranks quant full exact exact8k families cost mismatch
-    demo diff decode phases)
+parts=(operations quantizers gemms experts sanitizer gemm sustained chain mixture linear mlp ranks quant full exact
+    exact8k families cost mismatch demo diff decode phases)
 if (($#)); then chosen=("$@"); else chosen=("${parts[@]}"); fi
 for name in "${chosen[@]}"; do
     [[ " ${parts[*]} " == *" $name "* ]] || { echo "$name is not a part; choose from: ${parts[*]}" >&2; exit 2; }
@@ -78,10 +78,12 @@ part 300 operations bash -c 'test_files tests/kernels/test_shared_operations_on_
 part 500 quantizers bash -c 'test_files tests/kernels/test_*quant*_on_gpu.py tests/kernels/test_native_qdata_on_gpu.py \
     tests/kernels/test_fprop_on_gpu.py'
 part 600 gemms bash -c 'test_files tests/kernels/test_*gemm*_on_gpu.py tests/kernels/test_int8*_on_gpu.py tests/checkpoint'
+part 300 experts bash -c 'test_files tests/kernels/test_experts_on_gpu.py'
 part 600 sanitizer bash -c sanitizer
 part 600 gemm python3 -m jetrl_verl.cli bench gemm --out "$out/gemm.json"
 part 600 sustained bash -c sustained
 part 300 chain python3 benchmarks/decode_chain_on_gpu.py --timeline --out "$out/chain.json"
+part 150 mixture python3 benchmarks/experts_on_gpu.py --timeline --out "$out/mixture.json"
 part 300 linear python3 -m jetrl_verl.cli bench linear --out "$out/linear.json"
 part 200 mlp python3 benchmarks/gated_mlp_on_gpu.py --out "$out/mlp.json"
 part 200 ranks python3 benchmarks/ranks_on_gpu.py --out "$out/ranks.json"

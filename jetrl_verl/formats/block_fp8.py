@@ -126,7 +126,7 @@ class BlockFP8(TrainedFormat):
 
     def experts(
         self,
-        x: QuantizedTensor,
+        rows: QuantizedTensor,
         weights: torch.Tensor,
         segments: Segments,
         gate_up: QuantizedTensor,
@@ -137,7 +137,9 @@ class BlockFP8(TrainedFormat):
         """All experts' forward, on both sides.
 
         Args:
-            x: rowwise ``[T, H]``, a token once. weights: ``[T, k]`` FP32 of the router. segments: rows of the pairs.
+            rows: rowwise ``[R, H]``, the tokens of the pairs in their rows (``kernels.gather_quantized``); freed before
+                the second product where the caller keeps no reference.
+            weights: ``[T, k]`` FP32 of the router. segments: rows of the pairs.
             gate_up: ``[E, 2 I, H]`` in 128x128 blocks, gate first. down: ``[E, H, I]``. rule: of what is between them.
             ranks: over which the rollout splits I; see :meth:`fprop`. Each rank adds its part of a token's experts and
                 rounds it, then the ranks' sums are added.
@@ -148,12 +150,26 @@ class BlockFP8(TrainedFormat):
         Raises:
             ValueError: operands that do not fit, or slices of I that are no multiples of 128.
         """
-        rows = kernels.gather_quantized(x, segments.pair, weights.shape[1])
         product = kernels.grouped_gemm_nt(rows, gate_up, segments.start)
+        del rows
         inner = kernels.weighted_silu_mul_quantize(product, weights, segments.pair, rule)
         slices = zip(k_slices(inner, ranks), k_slices(down, ranks), strict=True)
         parts = [kernels.combine(kernels.grouped_gemm_nt(a, b, segments.start), segments.row) for a, b in slices]
         return parts[0] if ranks == 1 else kernels.sum_of_ranks(parts), product, inner
+
+    def experts_gradient(
+        self, dout: torch.Tensor, segments: Segments, rule: str, *, colwise: bool
+    ) -> tuple[QuantizedTensor, QuantizedTensor | None]:
+        """(rowwise ``[R, H]``, colwise ``[H, R]``) of the tokens' ``dout [T, H]`` BF16 in segments of 128; the latter
+        None unless asked for."""
+        k = segments.row.shape[1]
+        if colwise:
+            return kernels.gather_quantize_1x128_and_128x1(dout, segments.pair, k, rule)
+        return kernels.gather_quantized(kernels.quantize_1x128(dout, rule), segments.pair, k), None
+
+    def experts_colwise(self, x: QuantizedTensor, segments: Segments, rule: str) -> QuantizedTensor:
+        """Colwise ``[H, R]`` of the tokens' rowwise ``x [T, H]`` in segments of 128, as :meth:`colwise`."""
+        return kernels.gather_relayout_128x1(x, segments.pair, segments.row.shape[1], rule)
 
     def experts_dgrad(self, dy: QuantizedTensor, weight: QuantizedTensor, start: torch.Tensor) -> torch.Tensor:
         """``[R, K]`` BF16 of rowwise dY ``[R, N]`` and experts' weights ``[E, N, K]``."""

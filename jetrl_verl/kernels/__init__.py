@@ -16,7 +16,9 @@ from jetrl_verl.kernels.combine import combine
 from jetrl_verl.kernels.dispatch import BACKENDS, describe_backends, override_backend, platform_of
 from jetrl_verl.kernels.fprop import fprop, fprop_quantized
 from jetrl_verl.kernels.fprop_int8 import fprop_int8
-from jetrl_verl.kernels.gather_rows import gather_quantized, gather_rows
+from jetrl_verl.kernels.gather_quantize import gather_quantize_1x128_and_128x1
+from jetrl_verl.kernels.gather_quantized import gather_quantized
+from jetrl_verl.kernels.gather_relayout import gather_relayout_128x1
 from jetrl_verl.kernels.gemm_int8 import gemm_int8
 from jetrl_verl.kernels.gemm_nt import gemm_nt
 from jetrl_verl.kernels.gemm_nt_of_ranks import gemm_nt_of_ranks
@@ -34,11 +36,12 @@ from jetrl_verl.kernels.relayout_128x1 import relayout_128x1
 from jetrl_verl.kernels.rms_norm import add_rms_norm, add_rms_norm_quantize_1x128, rms_norm, rms_norm_quantize_1x128
 from jetrl_verl.kernels.rotary import rotary, rotary_table
 from jetrl_verl.kernels.route import route
+from jetrl_verl.kernels.route_and_permute import route_and_permute
 from jetrl_verl.kernels.segments import segments
 from jetrl_verl.kernels.silu_mul import silu_mul, silu_mul_backward_quantize, silu_mul_quantize, silu_mul_quantize_1x128
 from jetrl_verl.kernels.sum_of_ranks import sum_of_ranks
 from jetrl_verl.kernels.varlen_attention import varlen_attention
-from jetrl_verl.kernels.weighted_silu_mul import weighted_silu_mul_backward, weighted_silu_mul_quantize
+from jetrl_verl.kernels.weighted_silu_mul import weighted_silu_mul_backward_quantize, weighted_silu_mul_quantize
 
 __all__ = [
     "BACKENDS",
@@ -52,8 +55,9 @@ __all__ = [
     "fprop",
     "fprop_int8",
     "fprop_quantized",
+    "gather_quantize_1x128_and_128x1",
     "gather_quantized",
-    "gather_rows",
+    "gather_relayout_128x1",
     "gemm_int8",
     "gemm_nt",
     "grouped_gemm_nt",
@@ -76,6 +80,7 @@ __all__ = [
     "rotary",
     "rotary_table",
     "route",
+    "route_and_permute",
     "segments",
     "silu_mul",
     "silu_mul_backward_quantize",
@@ -84,6 +89,6 @@ __all__ = [
     "sum_of_ranks",
     "transpose_128x128",
     "varlen_attention",
-    "weighted_silu_mul_backward",
+    "weighted_silu_mul_backward_quantize",
     "weighted_silu_mul_quantize",
 ]

@@ -59,3 +59,11 @@ def require_groups(operation: str, x: torch.Tensor) -> None:
             f"{operation}: rows of {x.shape[-1]} elements are not whole groups of {BLOCK}; quantize the result of the "
             "plain operation instead"
         )
+
+
+def require_groups_of_rows(operation: str, pair: torch.Tensor) -> None:
+    """Raise ``ValueError`` unless the rows of segments are whole groups of 128."""
+    if pair.shape[0] % BLOCK:
+        raise ValueError(
+            f"{operation}: {pair.shape[0]} rows are not whole groups of {BLOCK}; align segments to {BLOCK}"
+        )

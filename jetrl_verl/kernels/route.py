@@ -6,8 +6,9 @@ The k largest logits, largest first, equal ones by the expert's number. Their we
 (Qwen3-MoE's ``norm_topk_prob=false``) or over the k alone (``true``; Hugging Face divides the softmax over all by the
 sum of the k, which is the same function). In FP32: stock Hugging Face modules round the weights to BF16, vLLM does not.
 
-On a GPU one program reads a token's logits once. On the CPU sums are exact (reproducible.py). Logits that are not
-finite give weights that are not.
+On a GPU a token's logits are read once, and sums are made in a stated order or of integers: route_and_permute.py
+chooses in other tiles and gets the same bits. On the CPU sums are exact (reproducible.py). Logits that are not finite
+give weights that are not.
 """
 
 import torch
@@ -21,9 +22,12 @@ from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.reproducible import exp, sum_of_fractions
 
 _TERM_BITS = 40
-"""Binary places of a term of the softmax denominator on the CPU: sums of up to 2^13 experts are exact."""
-_NO_KEY = tl.constexpr(-(2**63))
-_LOW_HALF = tl.constexpr(2**32 - 1)
+"""Binary places of a term of the softmax denominator over all experts: sums of up to 2^13 experts are exact."""
+_TERM_ONE = tl.constexpr(2.0**_TERM_BITS)
+_TAKEN = tl.constexpr(-(2**31))
+"""Below the place of every number in their order, that of minus infinity included."""
+_TOKENS = 4
+"""Of a program, a warp each: maxima of 32-bit integers over a warp are one instruction."""
 
 
 @implements("route", "reference")
@@ -39,36 +43,64 @@ def reference_route(logits: torch.Tensor, k: int, renormalize: bool) -> tuple[to
 
 
 @triton.jit
-def _route_kernel(
-    logits_ptr, experts_ptr, weights_ptr, experts,
+def choose_experts(
+    logits_ptr, token, tokens, experts,
     K: tl.constexpr, K_LANES: tl.constexpr, LANES: tl.constexpr, RENORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    expert, slot = tl.arange(0, LANES), tl.arange(0, K_LANES)
+    """(experts, weights) ``[N, K_LANES]`` of the tokens ``token [N]``; only the first K of a row are any.
+
+    A row has the same bits in a tile of any shape: its maxima are integers, the k terms are added slot by slot, and the
+    sum over all experts is one of integers.
+    """
+    expert, slot = tl.arange(0, LANES)[None, :], tl.arange(0, K_LANES)[None, :]
+    held = (token < tokens)[:, None] & (expert < experts)
     # Adding zero turns -0 into 0, which it equals.
-    x = tl.load(logits_ptr + token * experts + expert, mask=expert < experts, other=float("-inf")) + 0.0
+    x = tl.load(logits_ptr + token.to(tl.int64)[:, None] * experts + expert, mask=held, other=float("-inf")) + 0.0
     bits = x.to(tl.int32, bitcast=True)
-    # In the order of the numbers; NaN above all of them.
+    # In the order of the numbers; NaN above all of them, and below all of them what is not there or taken.
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     order = tl.where(x != x, 0x7FFFFFFF, order)
-    # Of equal logits the lowest number wins.
-    keys = (order.to(tl.int64) << 32) | (LANES - 1 - expert).to(tl.int64)
-    keys = tl.where(expert < experts, keys, _NO_KEY)
-    chosen = tl.zeros((K_LANES,), dtype=tl.int32)
-    logits = tl.full((K_LANES,), float("-inf"), dtype=tl.float32)
+    order = tl.where(expert < experts, order, _TAKEN)
+    chosen = tl.zeros((token.shape[0], K_LANES), dtype=tl.int32)
+    terms = tl.zeros((token.shape[0], K_LANES), dtype=tl.float32)
     for each in tl.static_range(K):
-        best = tl.max(keys, axis=0)
-        number = LANES - 1 - (best & _LOW_HALF).to(tl.int32)
-        value = tl.sum(tl.where(expert == number, x, 0.0), axis=0)
+        best = tl.max(order, axis=1)[:, None]
+        # Of equal logits the lowest number wins.
+        number = tl.min(tl.where(order == best, expert, LANES), axis=1)[:, None]
+        logit = tl.where(best < 0, best ^ 0x7FFFFFFF, best).to(tl.float32, bitcast=True)
+        if each == 0:
+            highest = logit
+            term = tl.exp(logit - highest)
+            total = term
+        else:
+            term = tl.exp(logit - highest)
+            total += term
         chosen = tl.where(slot == each, number, chosen)
-        logits = tl.where(slot == each, value, logits)
-        keys = tl.where(expert == number, _NO_KEY, keys)
-    highest = tl.sum(tl.where(slot == 0, logits, 0.0), axis=0)
-    terms = tl.exp(logits - highest)
-    total = tl.sum(terms, axis=0) if RENORMALIZE else tl.sum(tl.exp(x - highest), axis=0)
-    # Infinities that did not win count as zero, which they are; the one that did gives NaN.
-    tl.store(experts_ptr + token * K + slot, chosen, mask=slot < K)
-    tl.store(weights_ptr + token * K + slot, tl.div_rn(terms, total), mask=slot < K)
+        terms = tl.where(slot == each, term, terms)
+        order = tl.where(expert == number, _TAKEN, order)
+    if not RENORMALIZE:
+        # Infinities that did not win count as zero, which they are; the one that did gives NaN.
+        fractions = (tl.exp(x - highest) * _TERM_ONE).to(tl.int64)
+        total = (tl.sum(fractions, axis=1).to(tl.float32) / _TERM_ONE)[:, None]
+    return chosen, tl.div_rn(terms, tl.broadcast_to(total, terms.shape))
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _route_kernel(
+    logits_ptr, experts_ptr, weights_ptr, tokens, experts,
+    K: tl.constexpr, K_LANES: tl.constexpr, LANES: tl.constexpr, RENORMALIZE: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    chosen, weights = choose_experts(logits_ptr, token, tokens, experts, K, K_LANES, LANES, RENORMALIZE)
+    slot = tl.arange(0, K_LANES)[None, :]
+    place, mask = token.to(tl.int64)[:, None] * K + slot, (token < tokens)[:, None] & (slot < K)
+    tl.store(experts_ptr + place, chosen, mask=mask)
+    tl.store(weights_ptr + place, weights, mask=mask)
+
+
+def lanes_of(k: int, experts: int) -> dict[str, int]:
+    """Compile-time sizes of :func:`choose_experts`."""
+    return {"K": k, "K_LANES": triton.next_power_of_2(k), "LANES": triton.next_power_of_2(experts)}
 
 
 @implements("route", "triton")
@@ -78,16 +110,16 @@ def triton_route(logits: torch.Tensor, k: int, renormalize: bool) -> tuple[torch
     chosen = torch.empty((tokens, k), dtype=torch.int32, device=logits.device)
     weights = torch.empty((tokens, k), dtype=torch.float32, device=logits.device)
     if tokens:
-        _route_kernel[(tokens,)](
+        _route_kernel[(triton.cdiv(tokens, _TOKENS),)](
             logits.contiguous(),
             chosen,
             weights,
+            tokens,
             experts,
-            K=k,
-            K_LANES=triton.next_power_of_2(k),
-            LANES=triton.next_power_of_2(experts),
+            **lanes_of(k, experts),
             RENORMALIZE=renormalize,
-            num_warps=1,
+            TOKENS=_TOKENS,
+            num_warps=_TOKENS,
         )
     return chosen, weights
 

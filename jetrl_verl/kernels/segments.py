@@ -2,8 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows for the pairs of tokens and experts, an expert's rows next to each other (reference/experts.py).
 
-On a GPU two launches and no wait: one program an expert counts its pairs; then one program an expert adds up what lies
-in front of it, and gives its pairs their rows in the tokens' order. Memory is that of the worst case.
+On a GPU three launches and no wait, each of a program for every 256 pairs or every expert: count each expert's pairs
+in every piece of 256; add up the counts of the pieces in front of each; give every pair its row, which is its
+expert's first, what the pieces in front hold, and the pairs in front of it in its own piece. 65,536 pairs are 256
+programs whose longest loop is over 256 numbers; a program an expert that reads all pairs would take 64 turns of 1024.
+Memory is that of the worst case. A rollout's few tokens have a kernel of their own (route_and_permute.py).
 """
 
 import torch
@@ -15,46 +18,69 @@ from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.reference import Segments, rows_of_segments
 
-_TILE, _WARPS = 1024, 4
+_PIECE = 256
+_LANES_AT_ONCE, _TILE = 32, 256
+_WARPS = 8
 
 implements("segments", "reference")(reference.segments)
 
 
-@triton.jit(do_not_specialize=["pairs"])
-def _count_kernel(experts_ptr, counts_ptr, pairs, TILE: tl.constexpr):
-    expert, lane = tl.program_id(0), tl.arange(0, TILE)
-    found = tl.zeros((TILE,), dtype=tl.int32)
-    for first in range(0, pairs, TILE):
-        of = tl.load(experts_ptr + first + lane, mask=first + lane < pairs, other=-1)
-        found += (of == expert).to(tl.int32)
-    tl.store(counts_ptr + expert, tl.sum(found, axis=0))
-
-
-@triton.jit(do_not_specialize=["pairs", "rows"])
-def _place_kernel(
-    experts_ptr, counts_ptr, row_ptr, pair_ptr, start_ptr, pairs, rows, experts, align,
-    LANES: tl.constexpr, TILE: tl.constexpr,
+@triton.jit(do_not_specialize=["pairs", "rows", "pieces"])
+def _count_kernel(
+    experts_ptr, counts_ptr, pair_ptr, pairs, rows, pieces, experts,
+    LANES: tl.constexpr, PIECE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    expert, lane, each = tl.program_id(0), tl.arange(0, TILE), tl.arange(0, LANES)
-    # Program number `experts` has no pairs; it writes the end and what lies behind it.
-    counts = tl.load(counts_ptr + each, mask=each < experts, other=0)
-    lengths = (counts + align - 1) // align * align
-    start = tl.sum(tl.where(each < expert, lengths, 0), axis=0)
-    count = tl.sum(tl.where(each == expert, counts, 0), axis=0)
-    length = tl.sum(tl.where(each == expert, lengths, 0), axis=0)
-    last = tl.where(expert == experts, rows, start + length)
-    tl.store(start_ptr + expert, start)
-    placed = 0
-    if count > 0:
-        for first in range(0, pairs, TILE):
-            pair = first + lane
-            ours = (tl.load(experts_ptr + pair, mask=pair < pairs, other=-1) == expert).to(tl.int32)
-            row = start + placed + tl.cumsum(ours, axis=0) - 1
-            tl.store(row_ptr + pair, row, mask=ours > 0)
-            tl.store(pair_ptr + row, pair, mask=ours > 0)
-            placed += tl.sum(ours, axis=0)
-    for first in range(start + count, last, TILE):
-        tl.store(pair_ptr + first + lane, tl.full((TILE,), -1, tl.int32), mask=first + lane < last)
+    piece, each, lane = tl.program_id(0), tl.arange(0, LANES), tl.arange(0, PIECE)
+    found = tl.zeros((LANES, AT_ONCE), dtype=tl.int32)
+    for first in range(0, PIECE, AT_ONCE):
+        pair = piece * PIECE + first + tl.arange(0, AT_ONCE)
+        of = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1)
+        found += (of[None, :] == each[:, None]).to(tl.int32)
+    tl.store(counts_ptr + each * pieces + piece, tl.sum(found, axis=1), mask=each < experts)
+    # No row has a pair yet.
+    for first in range(piece * PIECE, rows, pieces * PIECE):
+        tl.store(pair_ptr + first + lane, tl.full((PIECE,), -1, tl.int32), mask=first + lane < rows)
+
+
+@triton.jit(do_not_specialize=["pieces"])
+def _sum_kernel(counts_ptr, totals_ptr, pieces, TILE: tl.constexpr):
+    """Each count becomes the sum of those in front of it."""
+    expert, lane = tl.program_id(0), tl.arange(0, TILE)
+    total = 0
+    for first in range(0, pieces, TILE):
+        places, mask = counts_ptr + expert * pieces + first + lane, first + lane < pieces
+        counts = tl.load(places, mask=mask, other=0)
+        tl.store(places, total + tl.cumsum(counts, axis=0) - counts, mask=mask)
+        total += tl.sum(counts, axis=0)
+    tl.store(totals_ptr + expert, total)
+
+
+@triton.jit(do_not_specialize=["pairs", "pieces"])
+def _place_kernel(
+    experts_ptr, before_ptr, totals_ptr, row_ptr, pair_ptr, start_ptr, pairs, pieces, experts, align,
+    LANES: tl.constexpr, PIECE: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    piece = tl.program_id(0)
+    pair = piece * PIECE + tl.arange(0, PIECE)
+    held = pair < pairs
+    mine = tl.load(experts_ptr + pair, mask=held, other=0)
+    before = tl.zeros((PIECE, AT_ONCE), dtype=tl.int32)
+    for first in range(0, LANES, AT_ONCE):
+        each = first + tl.arange(0, AT_ONCE)
+        length = (tl.load(totals_ptr + each, mask=each < experts, other=0) + align - 1) // align * align
+        before += tl.where(each[None, :] < mine[:, None], length[None, :], 0)
+    for first in range(0, PIECE, AT_ONCE):
+        other = piece * PIECE + first + tl.arange(0, AT_ONCE)
+        of = tl.load(experts_ptr + other, mask=other < pairs, other=-1)
+        before += ((of[None, :] == mine[:, None]) & (other[None, :] < pair[:, None])).to(tl.int32)
+    row = tl.sum(before, axis=1) + tl.load(before_ptr + mine * pieces + piece, mask=held, other=0)
+    tl.store(row_ptr + pair, row, mask=held)
+    tl.store(pair_ptr + row, pair, mask=held)
+    if piece == 0:
+        each = tl.arange(0, LANES)
+        length = (tl.load(totals_ptr + each, mask=each < experts, other=0) + align - 1) // align * align
+        tl.store(start_ptr + each + 1, tl.cumsum(length, axis=0), mask=each < experts)
+        tl.store(start_ptr, 0)
 
 
 @implements("segments", "triton")
@@ -62,14 +88,16 @@ def triton_segments(experts_of: torch.Tensor, experts: int, align: int) -> Segme
     """As :func:`jetrl_verl.reference.segments`."""
     device, pairs = experts_of.device, experts_of.numel()
     experts_of = experts_of.contiguous()
-    rows = rows_of_segments(pairs, experts, align)
-    counts, start, pair = (torch.empty(n, dtype=torch.int32, device=device) for n in (experts, experts + 1, rows))
-    row = torch.empty_like(experts_of)
-    lanes = triton.next_power_of_2(experts)
-    _count_kernel[(experts,)](experts_of, counts, pairs, TILE=_TILE, num_warps=_WARPS)
-    _place_kernel[(experts + 1,)](
-        *(experts_of, counts, row, pair, start, pairs, rows, experts, align), LANES=lanes, TILE=_TILE, num_warps=_WARPS
+    rows, pieces = rows_of_segments(pairs, experts, align), max(1, triton.cdiv(pairs, _PIECE))
+    counts, totals, start, pair = (
+        torch.empty(n, dtype=torch.int32, device=device) for n in (experts * pieces, experts, experts + 1, rows)
     )
+    row = torch.empty_like(experts_of)
+    lanes = max(triton.next_power_of_2(experts), _LANES_AT_ONCE)
+    tiles = {"LANES": lanes, "PIECE": _PIECE, "AT_ONCE": _LANES_AT_ONCE, "num_warps": _WARPS}
+    _count_kernel[(pieces,)](experts_of, counts, pair, pairs, rows, pieces, experts, **tiles)
+    _sum_kernel[(experts,)](counts, totals, pieces, TILE=_TILE, num_warps=1)
+    _place_kernel[(pieces,)](experts_of, counts, totals, row, pair, start, pairs, pieces, experts, align, **tiles)
     return Segments(row, pair, start)
 
 

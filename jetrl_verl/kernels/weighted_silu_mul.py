@@ -5,6 +5,11 @@
 The routing weight w of a row is multiplied in here and not into the expert's output (reference/experts.py says why).
 FP32 inside, one rounding to BF16, then 1x128 groups: what the down projection reads. The gradient of a weight is an
 inner product over the row, in FP32.
+
+Backward, the gradients of gate and up are rounded to BF16 and quantized both ways in registers, for the products behind
+them (``store_both`` in device/e4m3.py): 6 bytes an element of I in and 4 out, where BF16 gradients that are quantized
+in a second pass move 18. A tile of 128 rows and 128 columns knows a part of its rows' inner products; the parts, 4
+bytes for 128 elements, are added by a second small kernel in the order of the tiles.
 """
 
 import torch
@@ -13,15 +18,40 @@ import triton.language as tl
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.device.dependents import launch_dependents
-from jetrl_verl.kernels.device.e4m3 import GROUP, encode, is_pow2, magnitude_bits, reciprocal_of, scale_of
+from jetrl_verl.kernels.device.e4m3 import (
+    GROUP,
+    encode,
+    halves_of,
+    high_half,
+    is_pow2,
+    low_half,
+    magnitude_bits,
+    reciprocal_of,
+    scale_of,
+    store_both,
+)
 from jetrl_verl.kernels.dispatch import implements, lookup
-from jetrl_verl.kernels.operator import operator, require_bf16
-from jetrl_verl.kernels.results import empty_rowwise, fake_rowwise, require_groups
+from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
+from jetrl_verl.kernels.results import (
+    empty_colwise,
+    empty_rowwise,
+    fake_colwise,
+    fake_rowwise,
+    require_groups,
+    require_groups_of_rows,
+)
 from jetrl_verl.kernels.silu_mul import silu_and_derivative
 from jetrl_verl.reference import BLOCK, QuantizedTensor
 
-_GROUPS_PER_PROGRAM = 32
-_TILE, _WARPS = 1024, 4
+Gradients = tuple[QuantizedTensor, QuantizedTensor, torch.Tensor]
+
+_WARPS = 4
+_GROUPS_OF_MANY, _GROUPS_OF_FEW, _MANY_GROUPS = 32, 8, 8192
+"""Groups of a program, and from how many on there are many: 256 programs of 32, two a multiprocessor of an H200. Below
+that what a program does one by one counts, 32 exponentials a thread or 8."""
+_TILE = 1024
+# As silu_mul.py's.
+_LAUNCH_BACKWARD = {"num_warps": 8, "maxnreg": 128}
 
 
 def _weight_of_rows(weights: torch.Tensor, pair: torch.Tensor) -> torch.Tensor:
@@ -39,11 +69,11 @@ def reference_weighted_silu_mul_quantize(
     return reference.quantize_1x128(product.mul_(_weight_of_rows(weights, pair)).to(torch.bfloat16), rule)
 
 
-@implements("weighted_silu_mul_backward", "reference")
-def reference_weighted_silu_mul_backward(
-    dy: torch.Tensor, gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See :func:`weighted_silu_mul_backward`."""
+@implements("weighted_silu_mul_backward_quantize", "reference")
+def reference_weighted_silu_mul_backward_quantize(
+    dy: torch.Tensor, gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor, rule: str
+) -> Gradients:
+    """See :func:`weighted_silu_mul_backward_quantize`."""
     gate, up = (half.contiguous() for half in gate_up.chunk(2, dim=1))
     silu, derivative = silu_and_derivative(gate)
     up, dy = up.float(), dy.float()
@@ -51,7 +81,8 @@ def reference_weighted_silu_mul_backward(
     held = pair >= 0
     dweights[pair[held].long()] = (dy * (silu * up)).sum(dim=1)[held]
     dy = dy * _weight_of_rows(weights, pair)
-    return torch.cat([derivative * up * dy, silu * dy], dim=1).to(torch.bfloat16), dweights.view(weights.shape)
+    dgate_up = torch.cat([derivative * up * dy, silu * dy], dim=1).to(torch.bfloat16)
+    return *reference.quantize_1x128_and_128x1(dgate_up, rule), dweights.view(weights.shape)
 
 
 @triton.jit
@@ -88,8 +119,9 @@ def triton_weighted_silu_mul_quantize(
     rows, k = gate_up.shape[0], gate_up.shape[1] // 2
     out = empty_rowwise(rows, k, gate_up.device)
     groups_k = k // BLOCK
+    at_once = _GROUPS_OF_MANY if rows * groups_k >= _MANY_GROUPS else _GROUPS_OF_FEW
     if rows:
-        _quantize_kernel[(triton.cdiv(rows * groups_k, _GROUPS_PER_PROGRAM),)](
+        _quantize_kernel[(triton.cdiv(rows * groups_k, at_once),)](
             gate_up.contiguous(),
             weights.contiguous(),
             pair,
@@ -98,55 +130,114 @@ def triton_weighted_silu_mul_quantize(
             rows,
             groups_k,
             POW2=pow2,
-            GROUPS=_GROUPS_PER_PROGRAM,
+            GROUPS=at_once,
             num_warps=_WARPS,
         )
     return out
 
 
 @triton.jit
-def _backward_kernel(
-    dy_ptr, gate_up_ptr, weights_ptr, pair_ptr, dgate_up_ptr, dweights_ptr, columns, TILE: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    pair = tl.load(pair_ptr + row)
+def _gradients(dy, gate, up, weight):
+    """(gradients of gate and up in BF16, terms of the inner product) of FP32 tiles."""
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    silu = gate * sigmoid
+    weighted = dy * weight
+    dgate = sigmoid * (1.0 + gate * (1.0 - sigmoid)) * up * weighted
+    return dgate.to(tl.bfloat16), (silu * weighted).to(tl.bfloat16), dy * (silu * up)
+
+
+@triton.jit
+def _gradient_words(dy, gate, up, weight):
+    """Words of the gradients of gate and up, and a row's inner product, of words of two BF16 numbers."""
+    dgate_low, dup_low, low = _gradients(low_half(dy), low_half(gate), low_half(up), weight)
+    dgate_high, dup_high, high = _gradients(high_half(dy), high_half(gate), high_half(up), weight)
+    dgate = halves_of(dgate_low.to(tl.int16, bitcast=True), dgate_high.to(tl.int16, bitcast=True))
+    dup = halves_of(dup_low.to(tl.int16, bitcast=True), dup_high.to(tl.int16, bitcast=True))
+    return dgate, dup, tl.sum(low + high, axis=1)
+
+
+@triton.jit
+def _rows_backward(dy_ptr, gate_ptr, weights_ptr, part_ptr, pair, row, words, word):
+    """As :func:`_gradient_words` for some rows of a tile, whose parts of inner products it stores."""
     weight = tl.load(weights_ptr + pair, mask=pair >= 0, other=0.0)
-    lane = tl.arange(0, TILE)
-    lanes = tl.zeros((TILE,), dtype=tl.float32)
-    for first in range(0, columns, TILE):
-        column = first + lane
-        mask = column < columns
-        dy = tl.load(dy_ptr + row * columns + column, mask=mask, other=0.0).to(tl.float32)
-        gate = tl.load(gate_up_ptr + row * 2 * columns + column, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(gate_up_ptr + (row * 2 + 1) * columns + column, mask=mask, other=0.0).to(tl.float32)
-        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-        lanes += dy * (gate * sigmoid * up)
-        dy *= weight
-        dgate = sigmoid * (1.0 + gate * (1.0 - sigmoid)) * up * dy
-        tl.store(dgate_up_ptr + row * 2 * columns + column, dgate.to(tl.bfloat16), mask=mask)
-        tl.store(dgate_up_ptr + (row * 2 + 1) * columns + column, (gate * sigmoid * dy).to(tl.bfloat16), mask=mask)
-    tl.store(dweights_ptr + pair, tl.sum(lanes, axis=0), mask=pair >= 0)
+    place = row.to(tl.int64)[:, None] * words + word[None, :]
+    dy = tl.load(dy_ptr + place)
+    gate_place = place + row.to(tl.int64)[:, None] * words
+    gate, up = tl.load(gate_ptr + gate_place), tl.load(gate_ptr + words + gate_place)
+    dgate, dup, part = _gradient_words(dy, gate, up, weight[:, None])
+    tl.store(part_ptr + row, part)
+    return dgate, dup
 
 
-@implements("weighted_silu_mul_backward", "triton")
-def triton_weighted_silu_mul_backward(
-    dy: torch.Tensor, gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See :func:`weighted_silu_mul_backward`."""
-    dgate_up, dweights = torch.empty_like(gate_up), torch.empty_like(weights)
-    if len(pair):
-        _backward_kernel[(len(pair),)](
-            dy.contiguous(),
-            gate_up.contiguous(),
+@triton.jit
+def _backward_quantize_kernel(
+    dy_words_ptr, gate_up_words_ptr, weights_ptr, pair_ptr, parts_ptr, rowwise_pairs_ptr, rowwise_scales_ptr,
+    colwise_qdata_ptr, colwise_scales_ptr, rows, columns, words_per_row, POW2: tl.constexpr,
+):  # fmt: skip
+    tile_k, tile_row = tl.program_id(0), tl.program_id(1)
+    row = tile_row * GROUP + 4 * tl.arange(0, GROUP // 4)
+    pair_ptr += row
+    p0, p1, p2, p3 = tl.load(pair_ptr), tl.load(pair_ptr + 1), tl.load(pair_ptr + 2), tl.load(pair_ptr + 3)
+    if tl.max(tl.maximum(tl.maximum(p0, p1), tl.maximum(p2, p3)), axis=0) >= 0:
+        words, word = columns // 2, tile_k * (GROUP // 2) + tl.arange(0, GROUP // 2)
+        part_ptr = parts_ptr + tile_k.to(tl.int64) * rows
+        dgate0, dup0 = _rows_backward(dy_words_ptr, gate_up_words_ptr, weights_ptr, part_ptr, p0, row, words, word)
+        dgate1, dup1 = _rows_backward(dy_words_ptr, gate_up_words_ptr, weights_ptr, part_ptr, p1, row + 1, words, word)
+        dgate2, dup2 = _rows_backward(dy_words_ptr, gate_up_words_ptr, weights_ptr, part_ptr, p2, row + 2, words, word)
+        dgate3, dup3 = _rows_backward(dy_words_ptr, gate_up_words_ptr, weights_ptr, part_ptr, p3, row + 3, words, word)
+        store_both(
+            dgate0, dgate1, dgate2, dgate3, rowwise_pairs_ptr, rowwise_scales_ptr, colwise_qdata_ptr,
+            colwise_scales_ptr, tile_row, tile_k, rows, 2 * columns, words_per_row, True, POW2,
+        )  # fmt: skip
+        store_both(
+            dup0, dup1, dup2, dup3, rowwise_pairs_ptr, rowwise_scales_ptr, colwise_qdata_ptr, colwise_scales_ptr,
+            tile_row, tile_k + columns // GROUP, rows, 2 * columns, words_per_row, True, POW2,
+        )  # fmt: skip
+
+
+@triton.jit
+def _add_parts_kernel(parts_ptr, pair_ptr, dweights_ptr, rows, parts, TILE: tl.constexpr):
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    pair = tl.load(pair_ptr + row, mask=row < rows, other=-1)
+    held = pair >= 0
+    total = tl.zeros((TILE,), dtype=tl.float32)
+    places = parts_ptr + row
+    for _ in range(0, parts):
+        total += tl.load(places, mask=held, other=0.0)
+        places += rows
+    tl.store(dweights_ptr + pair, total, mask=held)
+
+
+@implements("weighted_silu_mul_backward_quantize", "triton")
+def triton_weighted_silu_mul_backward_quantize(
+    dy: torch.Tensor, gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor, rule: str
+) -> Gradients:
+    """See :func:`weighted_silu_mul_backward_quantize`."""
+    pow2, (rows, columns), device = is_pow2(rule), dy.shape, dy.device
+    rowwise = empty_rowwise(rows, 2 * columns, device)
+    colwise, words = empty_colwise(rows, 2 * columns, device)
+    dweights = torch.empty(weights.shape, dtype=torch.float32, device=device)
+    if rows:
+        tiles = columns // BLOCK
+        parts = torch.empty((tiles, rows), dtype=torch.float32, device=device)
+        _backward_quantize_kernel[(tiles, rows // BLOCK)](
+            dy.contiguous().view(torch.int32),
+            gate_up.contiguous().view(torch.int32),
             weights.contiguous(),
             pair,
-            dgate_up,
-            dweights,
-            dy.shape[1],
-            TILE=_TILE,
-            num_warps=_WARPS,
+            parts,
+            rowwise.qdata.view(torch.int16),
+            rowwise.scales,
+            words,
+            colwise.scales,
+            rows,
+            columns,
+            words.shape[1],
+            POW2=pow2,
+            **_LAUNCH_BACKWARD,
         )
-    return dgate_up, dweights
+        _add_parts_kernel[(triton.cdiv(rows, _TILE),)](parts, pair, dweights, rows, tiles, TILE=_TILE, num_warps=_WARPS)
+    return rowwise, colwise, dweights
 
 
 def _check(gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor) -> None:
@@ -188,19 +279,46 @@ def weighted_silu_mul_quantize(
     return QuantizedTensor(*_weighted_silu_mul_quantize(gate_up, weights, pair, rule))
 
 
-def weighted_silu_mul_backward(
-    dy: torch.Tensor, gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of what :func:`weighted_silu_mul_quantize` quantizes, straight through the rounding.
+def _fake_backward_quantize(dy, gate_up, weights, pair, rule):
+    return *fake_rowwise(gate_up), *fake_colwise(gate_up), weights.new_empty(weights.shape)
+
+
+@operator(
+    "weighted_silu_mul_backward_quantize(Tensor dy, Tensor gate_up, Tensor weights, Tensor pair, str rule)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake_backward_quantize,
+)
+def _weighted_silu_mul_backward_quantize(
+    dy: torch.Tensor, gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor, rule: str
+) -> tuple[torch.Tensor, ...]:
+    require_bf16("weighted_silu_mul_backward_quantize", dy=dy)
+    _check(gate_up, weights, pair)
+    require_shape("weighted_silu_mul_backward_quantize", "dy", dy, (gate_up.shape[0], gate_up.shape[1] // 2))
+    run = lookup("weighted_silu_mul_backward_quantize", dy.device)
+    rowwise, colwise, dweights = run(dy, gate_up, weights, pair, rule)
+    return rowwise.qdata, rowwise.scales, colwise.qdata, colwise.scales, dweights
+
+
+def weighted_silu_mul_backward_quantize(
+    dy: torch.Tensor, gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor, rule: str
+) -> Gradients:
+    """Gradients of what :func:`weighted_silu_mul_quantize` quantizes, straight through the rounding, as FP8 data.
 
     Args:
-        dy: ``[R, I]`` BF16; the others as there.
+        dy: ``[R, I]`` BF16; the others as there, of segments that begin at multiples of 128.
 
     Returns:
-        (of ``gate_up [R, 2 I]`` BF16, of ``weights [T, k]`` FP32).
+        (``kernels.quantize_1x128_and_128x1`` of the BF16 gradient of ``gate_up``: rowwise ``[R, 2 I]`` and colwise
+        ``[2 I, R]``; the gradient of ``weights [T, k]`` in FP32). Nobody may read rows behind the last segment. No
+        gradient of its own.
 
     Raises:
-        TypeError: ``gate_up`` is not BF16. ValueError: operands that do not fit.
+        TypeError: ``dy`` or ``gate_up`` is not BF16. ValueError: I or R is no multiple of 128, operands that do not
+            fit, an unknown rule.
     """
-    _check(gate_up, weights, pair)
-    return lookup("weighted_silu_mul_backward", dy.device)(dy, gate_up, weights, pair)
+    require_groups("weighted_silu_mul_backward_quantize", dy)
+    require_groups_of_rows("weighted_silu_mul_backward_quantize", pair)
+    qdata, scales, colwise_qdata, colwise_scales, dweights = _weighted_silu_mul_backward_quantize(
+        dy, gate_up, weights, pair, rule
+    )
+    return QuantizedTensor(qdata, scales), QuantizedTensor(colwise_qdata, colwise_scales), dweights

@@ -83,14 +83,12 @@ class JetExpertsMethod(FusedMoEMethodBase):
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
         """None: no kernel of vLLM's runs."""
 
-    def experts(
-        self, layer: RoutedExperts, x: QuantizedTensor, weights: torch.Tensor, experts_of: torch.Tensor
-    ) -> torch.Tensor:
-        """This rank's part of the sum of each token's experts, ``[T, H]`` BF16."""
-        segments = kernels.segments(experts_of, layer.w13_weight.shape[0], 1)
+    def experts(self, layer: RoutedExperts, x: QuantizedTensor, logits: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sum of each token's experts, ``[T, H]`` BF16, by FP32 logits ``[T, E]``."""
+        weights, segments, rows = kernels.route_and_permute(logits, x, layer.top_k, layer.renormalize)
         gate_up = QuantizedTensor(layer.w13_weight, layer.w13_weight_scale_inv)
         down = QuantizedTensor(layer.w2_weight, layer.w2_weight_scale_inv)
-        return self.format.experts(x, weights, segments, gate_up, down, self.config.scale_rule)[0]
+        return self.format.experts(rows, weights, segments, gate_up, down, self.config.scale_rule)[0]
 
     @property
     def is_monolithic(self) -> bool:
@@ -102,8 +100,7 @@ class JetExpertsMethod(FusedMoEMethodBase):
     ) -> torch.Tensor:
         """What vLLM calls where operations are stock."""
         quantized = self.format.quantize_activation(x, self.config.scale_rule)
-        experts_of, weights = kernels.route(router_logits.float(), layer.top_k, layer.renormalize)
-        return self.experts(layer, quantized, weights, experts_of)
+        return self.experts(layer, quantized, router_logits.float())
 
 
 class SharedMixture(Qwen3MoeSparseMoeBlock):
@@ -122,7 +119,6 @@ class SharedMixture(Qwen3MoeSparseMoeBlock):
                 f"than the trainer's. {_BF16}"
             )
         self.method: JetExpertsMethod = routed.quant_method
-        self.per_token, self.renormalizes = routed.top_k, routed.renormalize
 
     @property
     def rule(self) -> str:
@@ -132,8 +128,7 @@ class SharedMixture(Qwen3MoeSparseMoeBlock):
     def forward(self, x: QuantizedTensor) -> torch.Tensor:
         """``[T, H]`` BF16 of what the norm in front quantized, its rows as source."""
         logits = kernels.logits(x.source, self.gate.weight)
-        experts_of, weights = kernels.route(logits, self.per_token, self.renormalizes)
-        out = self.method.experts(self.experts.routed_experts, x, weights, experts_of)
+        out = self.method.experts(self.experts.routed_experts, x, logits)
         return out if self.tp_size == 1 else reduce_ranks(out)
 
 

@@ -6,6 +6,8 @@ Integers, copies and sums of BF16 numbers in FP32 are compared in every bit; pro
 accuracy before their rounding, which the interpreter does by truncation.
 """
 
+from importlib import import_module
+
 import pytest
 import torch
 from backends import triton_kernels
@@ -16,6 +18,13 @@ from jetrl_verl.kernels.route import reference_route
 from jetrl_verl.reference import QuantizedTensor
 
 BF16_STEP = 2**-7
+
+
+def set_of(monkeypatch: pytest.MonkeyPatch, name: str, **sizes: int) -> None:
+    """Other sizes of programs in a module of kernels: few rows then reach what many would, and each takes time here."""
+    module = import_module(f"jetrl_verl.kernels.{name}")
+    for size, value in sizes.items():
+        monkeypatch.setattr(module, size, value)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -78,21 +87,111 @@ def test_segments(experts_of, align):
         assert torch.equal(mine, theirs), name
 
 
+def test_segments_of_no_pair_and_of_more_pieces_than_are_added_up_at_once(monkeypatch):
+    none = torch.zeros(0, 2, dtype=torch.int32)
+    assert [t.tolist() for t in triton_kernels.segments(none, 4, 128)] == [[], [], [0] * 5]
+    set_of(monkeypatch, "segments", _PIECE=32, _TILE=16)
+    many = chosen(300, 4, 2)
+    assert many.numel() > 16 * 32
+    for mine, theirs in zip(triton_kernels.segments(many, 4, 16), reference.segments(many, 4, 16), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+PERMUTED = [(0, 8, 2), (1, 8, 2), (3, 60, 6), (16, 128, 8), (17, 128, 8), (40, 8, 2), (41, 8, 2)]
+"""Tokens, experts and experts of a token: one launch, two and five, and more pairs than are compared at once."""
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(("tokens", "experts", "k"), PERMUTED)
+def test_choice_and_rows_in_few_launches(tokens, experts, k, renormalize, monkeypatch):
+    """Bits of the operations that it stands for, weights included: a decoded token is a training step's."""
+    set_of(monkeypatch, "route_and_permute", _MOST_TOKENS=40, _PAIRS=64)
+    logits = normal(tokens, experts).float() * 3
+    logits[:, 1] = logits[:, 0]
+    x = reference.quantize_1x128(normal(tokens, 384), "fp32")
+    x = QuantizedTensor(x.qdata, x.scales.t().contiguous().t())
+    weights, where, rows = triton_kernels.route_and_permute(logits, x, k, renormalize)
+    experts_of, expected = triton_kernels.route(logits, k, renormalize)
+    assert torch.equal(weights, expected)
+    wanted = reference.segments(experts_of, experts, 1)
+    for name, mine, theirs in zip(where._fields, where, wanted, strict=True):
+        assert torch.equal(mine, theirs), name
+    gathered = reference.gather_quantized(x, wanted.pair, k)
+    assert torch.equal(rows.qdata.view(torch.uint8), gathered.qdata.view(torch.uint8))
+    assert torch.equal(rows.scales, gathered.scales)
+
+
+def test_every_program_chooses_alike_also_where_logits_are_no_numbers():
+    logits = normal(9, 8).float()
+    logits[2, 6], logits[4, 1], logits[5, 3] = torch.nan, torch.inf, -torch.inf
+    x = reference.quantize_1x128(normal(9, 128), "fp32")
+    for renormalize in (True, False):
+        weights, where, _ = triton_kernels.route_and_permute(logits, x, 2, renormalize)
+        experts_of, expected = triton_kernels.route(logits, 2, renormalize)
+        assert torch.equal(weights.isnan(), expected.isnan()) and weights[[2, 4]].isnan().any(dim=1).all()
+        assert torch.equal(weights.nan_to_num(), expected.nan_to_num())
+        assert torch.equal(where.row, reference.segments(experts_of, 8, 1).row)
+
+
 @pytest.mark.parametrize("align", [1, 128])
 def test_rows_are_gathered(align):
     pairs = reference.segments(chosen(11, 8, 2), 8, align).pair
-    x = normal(11, 256)
-    assert torch.equal(triton_kernels.gather_rows(x, pairs, 2), reference.gather_rows(x, pairs, 2))
-    quantized = reference.quantize_1x128(x, "fp32")
+    quantized = reference.quantize_1x128(normal(11, 256), "fp32")
     for scales in (quantized.scales, quantized.scales.t().contiguous().t()):
         got = triton_kernels.gather_quantized(QuantizedTensor(quantized.qdata, scales), pairs, 2)
-        want = reference.gather_quantized(quantized, pairs, 2)
-        assert torch.equal(got.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
-        assert torch.equal(got.scales, want.scales)
+        assert_same_qdata(got, reference.gather_quantized(quantized, pairs, 2))
 
 
-@pytest.mark.parametrize("k", [1, 2, 8])
-def test_combine(k):
+def assert_same_qdata(got: QuantizedTensor, want: QuantizedTensor) -> None:
+    assert torch.equal(got.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
+    assert torch.equal(got.scales, want.scales)
+
+
+def before(start: torch.Tensor, rowwise: QuantizedTensor | None, colwise: QuantizedTensor | None):
+    """What lies in front of the end of the last segment."""
+    end = int(start[-1])
+    if rowwise is not None:
+        rowwise = QuantizedTensor(rowwise.qdata[:end], rowwise.scales[:end])
+    if colwise is not None:
+        colwise = QuantizedTensor(colwise.qdata[:, :end], colwise.scales[:, : end // 128])
+    return rowwise, colwise
+
+
+SEGMENTS_OF_128 = [(chosen(150, 4, 2), 4), (one_expert(140, 2), 4), (chosen(3, 8, 8), 8)]
+"""Several groups an expert, experts without tokens, and few tokens of many."""
+
+
+@pytest.mark.parametrize("rule", ["fp32", "pow2"])
+@pytest.mark.parametrize(("experts_of", "experts"), SEGMENTS_OF_128)
+def test_gradients_of_tokens_are_quantized_both_ways_in_segments(experts_of, experts, rule):
+    where, k = reference.segments(experts_of, experts, 128), experts_of.shape[1]
+    dout = normal(len(experts_of), 256, seed=1)
+    dout[1, 7], dout[2, 130] = torch.inf, torch.nan
+    want = reference.quantize_1x128_and_128x1(reference.gather_rows(dout, where.pair, k), rule)
+    # Once more from an odd address, where neighbours are no word.
+    odd = torch.empty(dout.numel() + 1, dtype=dout.dtype)[1:].view_as(dout).copy_(dout)
+    for x in (dout, odd):
+        got = triton_kernels.gather_quantize_1x128_and_128x1(x, where.pair, k, rule)
+        for mine, theirs in zip(before(where.start, *got), before(where.start, *want), strict=True):
+            assert_same_qdata(mine, theirs)
+
+
+@pytest.mark.parametrize("rule", ["fp32", "pow2"])
+@pytest.mark.parametrize(("experts_of", "experts"), SEGMENTS_OF_128)
+def test_qdata_of_tokens_are_laid_out_colwise_in_segments(experts_of, experts, rule):
+    where, k = reference.segments(experts_of, experts, 128), experts_of.shape[1]
+    x = normal(len(experts_of), 256, seed=2)
+    x[1, 7], x[2] = torch.inf, 0.0
+    quantized = reference.quantize_1x128(x, rule)
+    want = reference.relayout_128x1(reference.gather_quantized(quantized, where.pair, k), rule)
+    for scales in (quantized.scales, quantized.scales.t().contiguous().t()):
+        got = triton_kernels.gather_relayout_128x1(QuantizedTensor(quantized.qdata, scales), where.pair, k, rule)
+        assert_same_qdata(before(where.start, None, got)[1], before(where.start, None, want)[1])
+
+
+@pytest.mark.parametrize(("few", "k"), [(2**17, 1), (2**17, 8), (0, 2)])
+def test_combine(few, k, monkeypatch):
+    set_of(monkeypatch, "combine", _FEW_ELEMENTS=few)
     where = reference.segments(chosen(9, 8, k), 8, 16)
     y = normal(len(where.pair), 300)
     exact = y.double()[where.row.long()].sum(dim=1)
@@ -133,20 +232,38 @@ def test_grouped_weight_gradient(experts_of):
 
 
 @pytest.mark.parametrize("rule", ["fp32", "pow2"])
-def test_weighted_activation_and_its_gradients(rule):
+@pytest.mark.parametrize("many", [0, 2**13])
+def test_weighted_activation(many, rule, monkeypatch):
+    """By programs of many groups and of few."""
+    set_of(monkeypatch, "weighted_silu_mul", _MANY_GROUPS=many)
     where = reference.segments(chosen(11, 8, 2), 8, 16)
-    used = int(where.start[-1])
     gate_up, weights = normal(len(where.pair), 512) * 2, torch.rand(11, 2)
     got = operation.triton_weighted_silu_mul_quantize(gate_up, weights, where.pair, rule)
     want = operation.reference_weighted_silu_mul_quantize(gate_up, weights, where.pair, rule)
+    assert_close_qdata(got, want)
+    assert not reference.dequantize_1x128(got)[where.pair < 0].any()
+
+
+def assert_close_qdata(got: QuantizedTensor, want: QuantizedTensor) -> None:
     got, want = (reference.dequantize_1x128(q).double() for q in (got, want))
     # One step of E4M3, where truncation instead of rounding to BF16 has moved a value across a tie.
     assert ((got - want).abs() <= 2**-3 * want.abs() + 2**-9 * want.abs().amax(dim=1, keepdim=True)).all()
     assert (got - want).norm() <= 2e-2 * want.norm()
-    assert not got[where.pair < 0].any()
 
-    dy = normal(len(where.pair), 256, seed=7)
-    dgate_up, dweights = operation.triton_weighted_silu_mul_backward(dy, gate_up, weights, where.pair)
-    exact = operation.reference_weighted_silu_mul_backward(dy, gate_up, weights, where.pair)
-    assert_close(dgate_up[:used], exact[0][:used])
-    assert (dweights - exact[1]).abs().max() <= 1e-4 * exact[1].abs().max()
+
+@pytest.mark.parametrize("rule", ["fp32", "pow2"])
+@pytest.mark.parametrize(("experts_of", "experts"), SEGMENTS_OF_128)
+def test_gradients_of_the_weighted_activation(experts_of, experts, rule):
+    """Both layouts are those of one BF16 gradient."""
+    where = reference.segments(experts_of, experts, 128)
+    held = where.pair >= 0
+    gate_up = normal(len(where.pair), 512, seed=3) * 2
+    dy = normal(len(where.pair), 256, seed=4)
+    gate_up[~held], dy[~held] = 0, 0
+    weights = torch.rand(experts_of.shape[::-1]).t()
+    call = dy, gate_up, weights, where.pair, rule
+    *got, dweights = triton_kernels.weighted_silu_mul_backward_quantize(*call)
+    *want, exact = operation.reference_weighted_silu_mul_backward_quantize(*call)
+    for mine, theirs in zip(before(where.start, *got), before(where.start, *want), strict=True):
+        assert_close_qdata(mine, theirs)
+    assert (dweights - exact).abs().max() <= 1e-4 * exact.abs().max()

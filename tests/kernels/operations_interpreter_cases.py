@@ -141,7 +141,11 @@ def test_silu_mul_and_its_gradient(shape):
         assert_close(got, x.grad, BF16_STEP)
 
 
-@pytest.mark.parametrize(("rows", "k", "columns"), [(1, 128, 99), (70, 200, 130), (131, 64, 300), (0, 64, 8)])
+LOGITS = [(1, 128, 99), (70, 200, 130), (131, 64, 530), (600, 64, 20), (9, 64, 600), (0, 64, 8)]
+"""Of routers and of vocabularies."""
+
+
+@pytest.mark.parametrize(("rows", "k", "columns"), LOGITS)
 def test_logits(rows, k, columns):
     hidden, weight = normal(rows, k), normal(columns, k, seed=1)
     got = triton_kernels.logits(hidden, weight)

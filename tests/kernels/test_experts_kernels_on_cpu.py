@@ -7,14 +7,19 @@ from pathlib import Path
 
 import interpreter
 import pytest
+import torch
 from test_triton_for_hopper import ptx_for_hopper
 
+from jetrl_verl import kernels, reference
 from jetrl_verl.kernels.combine import _combine_kernel
-from jetrl_verl.kernels.gather_rows import _gather_kernel
+from jetrl_verl.kernels.gather_quantize import _gather_quantize_kernel
+from jetrl_verl.kernels.gather_quantized import _gather_kernel
+from jetrl_verl.kernels.gather_relayout import _gather_relayout_kernel
 from jetrl_verl.kernels.grouped_gemm import _FEW, _MANY, _WGRAD, _grouped_gemm_kernel, _grouped_wgrad_kernel
 from jetrl_verl.kernels.route import _route_kernel
-from jetrl_verl.kernels.segments import _count_kernel, _place_kernel
-from jetrl_verl.kernels.weighted_silu_mul import _backward_kernel, _quantize_kernel
+from jetrl_verl.kernels.route_and_permute import _permute_kernel
+from jetrl_verl.kernels.segments import _count_kernel, _place_kernel, _sum_kernel
+from jetrl_verl.kernels.weighted_silu_mul import _add_parts_kernel, _backward_quantize_kernel, _quantize_kernel
 
 
 @pytest.mark.timeout(interpreter.SECONDS)
@@ -45,29 +50,116 @@ def test_a_weight_gradient_of_an_expert_is_multiplied_as_that_of_a_linear():
     assert instructions == [f"m64n{block_k}k32.f32.e4m3.e4m3"] * 4
 
 
-INT32 = dict.fromkeys(("experts_ptr", "counts_ptr", "row_ptr", "pair_ptr", "start_ptr"), "*i32")
+INT32 = dict.fromkeys(("experts_ptr", "counts_ptr", "before_ptr", "totals_ptr", "row_ptr", "pair_ptr"), "*i32")
+INT32 |= dict.fromkeys(("start_ptr", "source_ptr", "words_ptr", "dy_words_ptr", "gate_up_words_ptr"), "*i32")
+INT32 |= dict.fromkeys(("colwise_qdata_ptr", "out_qdata_ptr"), "*i32")
 FP32 = dict.fromkeys(("logits_ptr", "weights_ptr", "scales_ptr", "out_scales_ptr", "dweights_ptr"), "*fp32")
-BF16 = dict.fromkeys(("y_ptr", "out_ptr", "dy_ptr", "gate_up_ptr", "dgate_up_ptr"), "*bf16")
+FP32 |= dict.fromkeys(("rowwise_scales_ptr", "colwise_scales_ptr", "parts_ptr"), "*fp32")
+BF16 = dict.fromkeys(("y_ptr", "out_ptr", "gate_up_ptr"), "*bf16")
+QDATA = {"qdata_ptr": "*u8", "rowwise_pairs_ptr": "*i16"}
+
+CHOICE = {"K": 8, "K_LANES": 8, "LANES": 128, "RENORMALIZE": True}
+ROWS = {"PAIRS": 512, "TILE": 512, "GROUPS": 16}
+PIECES = {"LANES": 128, "PIECE": 256, "AT_ONCE": 32}
+
+
+@pytest.mark.parametrize("tokens", [4, 16])
+def test_a_token_is_chosen_for_without_a_barrier_and_copied_16_bytes_at_a_time(tokens):
+    """A warp has rows of its own, in which a maximum or minimum of integers is one instruction."""
+    constants = CHOICE | ROWS | {"CHOOSES": True, "TOKENS": tokens}
+    ptx = ptx_for_hopper(_permute_kernel, INT32 | FP32 | {"out_ptr": "*i32"}, constants, num_warps=4)
+    maxima = 2 * 8 * tokens // 4
+    assert len(re.findall(r"redux\.sync\.(?:max|min)\.s32", ptx)) == maxima
+    assert "bar.sync" not in ptx[: ptx.rindex("redux.sync.min")]
+    assert ptx.count("st.global.v4.b32") == 8, "a token's words, once an expert"
+    assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("ld.global")
 
 
 @pytest.mark.parametrize(
     ("kernel", "types", "constants", "warps"),
     [
-        (_route_kernel, {}, {"K": 8, "K_LANES": 8, "LANES": 128, "RENORMALIZE": True}, 1),
-        (_count_kernel, {}, {"TILE": 1024}, 4),
-        (_place_kernel, {}, {"LANES": 128, "TILE": 1024}, 4),
-        (
-            _gather_kernel,
-            {"source_ptr": "*i32", "out_ptr": "*i32"},
-            {"SCALED": True, "TILE": 512, "GROUPS": 16},
-            4,
-        ),
+        (_route_kernel, {}, CHOICE | {"TOKENS": 4}, 4),
+        (_permute_kernel, {"out_ptr": "*i32"}, CHOICE | ROWS | {"CHOOSES": True, "TOKENS": 16}, 4),
+        (_permute_kernel, {"out_ptr": "*i32"}, CHOICE | ROWS | {"CHOOSES": False, "TOKENS": 1}, 4),
+        (_count_kernel, {}, PIECES, 8),
+        (_sum_kernel, {}, {"TILE": 256}, 1),
+        (_place_kernel, {}, PIECES, 8),
+        (_gather_kernel, {"out_ptr": "*i32"}, {"TILE": 512, "GROUPS": 16}, 4),
+        (_combine_kernel, {}, {"K": 8, "TILE": 256}, 1),
         (_combine_kernel, {}, {"K": 8, "TILE": 1024}, 4),
-        (_quantize_kernel, {"qdata_ptr": "*u8"}, {"POW2": False, "GROUPS": 32}, 4),
-        (_backward_kernel, {}, {"TILE": 1024}, 4),
+        (_quantize_kernel, {}, {"POW2": False, "GROUPS": 8}, 4),
+        (_quantize_kernel, {}, {"POW2": False, "GROUPS": 32}, 4),
+        (_gather_quantize_kernel, {}, {"K": 8, "POW2": False}, 4),
+        (_gather_relayout_kernel, {}, {"K": 8, "POW2": False, "COLUMNS": 32}, 1),
+        (_backward_quantize_kernel, {}, {"POW2": False}, 8),
+        (_add_parts_kernel, {}, {"TILE": 1024}, 4),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_kernels_compile_for_hopper_without_spills_or_atomics(kernel, types, constants, warps):
-    ptx = ptx_for_hopper(kernel, INT32 | FP32 | BF16 | types, constants, num_warps=warps)
+def test_kernels_compile_for_hopper_without_atomics(kernel, types, constants, warps):
+    ptx = ptx_for_hopper(kernel, INT32 | FP32 | BF16 | QDATA | types, constants, num_warps=warps)
     assert "ld.global" in ptx and not re.search(r"\b(atom|red)\.", ptx)
+
+
+@pytest.mark.parametrize("pow2", [True, False])
+def test_tokens_are_read_once_and_16_bytes_at_a_time_into_both_layouts(pow2):
+    """A tile of 128 rows of 256 bytes by 128 threads in, half as much out in each layout."""
+    types = INT32 | FP32 | QDATA
+    ptx = ptx_for_hopper(_gather_quantize_kernel, types, {"K": 8, "POW2": pow2}, num_warps=4, maxnreg=168)
+    assert ptx.count("ld.global.v4.b32") == 128 * 256 // (128 * 16)
+    assert ptx.count("st.global.v4.b32") == 2 * 128 * 128 // (128 * 16)
+    assert "div.rn.f32" not in ptx and "div.full.f32" not in ptx
+    ptx = ptx_for_hopper(_gather_relayout_kernel, types, {"K": 8, "POW2": pow2, "COLUMNS": 32}, num_warps=1)
+    assert ptx.count("ld.global.v4.b32") == ptx.count("st.global.v4.b32") == 128 * 32 // (32 * 16)
+
+
+def operators(tokens: int, device: str = "cpu") -> dict[str, tuple]:
+    """Arguments of the operators around a mixture's products, 8 experts and 2 a token."""
+    torch.manual_seed(0)
+    x, logits = torch.randn(tokens, 256).bfloat16().to(device), torch.randn(tokens, 8).to(device)
+    chosen, weights = kernels.route(logits, 2, True)
+    pair = kernels.segments(chosen, 8, 128).pair
+    gate_up, dy = (torch.randn(len(pair), columns).bfloat16().to(device) for columns in (512, 256))
+    quantized = kernels.quantize_1x128(x, "fp32")
+    return {
+        "segments": (chosen, 8, 128),
+        "route_and_permute": (logits, *quantized, 2, True),
+        "gather_quantized": (*quantized, pair, 2),
+        "gather_quantize_1x128_and_128x1": (x, pair, 2, "fp32"),
+        "gather_relayout_128x1": (*quantized, pair, 2, "fp32"),
+        "weighted_silu_mul_quantize": (gate_up, weights, pair, "fp32"),
+        "weighted_silu_mul_backward_quantize": (dy, gate_up, weights, pair, "fp32"),
+    }
+
+
+@pytest.mark.parametrize("name", operators(1))
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_fakes_say_what_the_operators_return(name, tokens):
+    torch.library.opcheck(getattr(torch.ops.jetrl, name), operators(tokens)[name], test_utils=("test_faketensor",))
+
+
+def test_choice_and_rows_are_the_operations_that_they_stand_for():
+    logits, qdata, scales, k, renormalize = operators(40)["route_and_permute"]
+    x = reference.QuantizedTensor(qdata, scales)
+    weights, where, rows = kernels.route_and_permute(logits, x, k, renormalize)
+    chosen, expected = kernels.route(logits, k, renormalize)
+    assert torch.equal(weights, expected)
+    assert all(map(torch.equal, where, kernels.segments(chosen, 8, 1)))
+    gathered = kernels.gather_quantized(x, where.pair, k)
+    assert torch.equal(rows.qdata.view(torch.uint8), gathered.qdata.view(torch.uint8))
+    assert torch.equal(rows.scales, gathered.scales)
+
+
+def test_what_does_not_fit_is_refused():
+    x, where = torch.zeros(4, 200, dtype=torch.bfloat16), reference.segments(torch.zeros(4, 1, dtype=torch.int32), 2, 1)
+    with pytest.raises(ValueError, match="not whole groups of 128"):
+        kernels.gather_quantize_1x128_and_128x1(x, where.pair, 1, "fp32")
+    quantized = reference.quantize_1x128(torch.zeros(4, 256), "fp32")
+    with pytest.raises(ValueError, match="4 rows are not whole groups of 128; align segments to 128"):
+        kernels.gather_relayout_128x1(quantized, where.pair, 1, "fp32")
+    with pytest.raises(TypeError, match="x is torch.float32"):
+        kernels.gather_quantize_1x128_and_128x1(torch.zeros(4, 256), where.pair, 1, "fp32")
+    with pytest.raises(ValueError, match="k=3"):
+        kernels.route_and_permute(torch.zeros(4, 2), quantized, 3, True)
+    with pytest.raises(ValueError, match="logits"):
+        kernels.route_and_permute(torch.zeros(5, 2), quantized, 1, True)

@@ -5,6 +5,7 @@ bits of the dense products where there is a product, and no dependence on who tr
 
 import pytest
 import torch
+from test_experts_kernels_on_cpu import operators
 from torch import nn
 
 from jetrl_verl import formats, kernels, reference
@@ -49,17 +50,14 @@ def test_route_and_segments(tokens, experts, k, renormalize):
 def test_rows_are_gathered_and_combined(tokens):
     chosen, _ = kernels.route(logits_of(tokens, 128), 8, True)
     where = kernels.segments(chosen, 128, 128)
-    used = int(where.start[-1])
     x = normal(tokens, 2048)
     quantized = FLOW.quantize_activation(x, "fp32")
     got, want = kernels.gather_quantized(quantized, where.pair, 8), to_cpu(quantized)
     want = reference.gather_quantized(want, where.pair.cpu(), 8)
     assert torch.equal(got.qdata.view(torch.uint8).cpu(), want.qdata.view(torch.uint8))
     assert torch.equal(got.scales.cpu(), want.scales)
-    rows = kernels.gather_rows(x, where.pair, 8)
-    assert torch.equal(rows.cpu(), reference.gather_rows(x.cpu(), where.pair.cpu(), 8))
     y = normal(len(where.pair), 2048, seed=5)
-    assert torch.equal(kernels.combine(y, where.row).cpu(), reference.combine(y.cpu(), where.row.cpu())) and used
+    assert torch.equal(kernels.combine(y, where.row).cpu(), reference.combine(y.cpu(), where.row.cpu()))
 
 
 def experts_weights(experts: int, hidden: int, inner: int, **_) -> tuple[QuantizedTensor, QuantizedTensor]:
@@ -126,16 +124,6 @@ def test_the_weighted_activation(rule):
     same = (got.qdata.view(torch.uint8) == again.qdata.view(torch.uint8))[:used].float().mean()
     assert same > 0.999, "but for ties that the last bit of an exponential decides"
 
-    dy = normal(len(where.pair), 768, seed=8)
-    dgate_up, dweights = kernels.weighted_silu_mul_backward(dy, gate_up, weights, where.pair)
-    inputs = [t.double().requires_grad_() for t in (gate_up, weights)]
-    gate, up = inputs[0].chunk(2, dim=1)
-    held = where.pair >= 0
-    flat = inputs[1].flatten()[where.pair[held].long()][:, None]
-    ((nn.functional.silu(gate) * up)[held] * flat).backward(dy[held].double())
-    assert (dgate_up[held] - inputs[0].grad[held]).norm() < 4e-3 * inputs[0].grad[held].norm()
-    assert (dweights - inputs[1].grad).norm() < 1e-4 * inputs[1].grad.norm()
-
 
 def experts_module(**shape) -> JetExperts:
     module = nn.Module()
@@ -190,3 +178,123 @@ def test_gradients_against_float64():
     found = (mine[0].grad, mine[1].grad, ours.gate_up_proj.grad, ours.down_proj.grad)
     for got, want in zip(found, exact, strict=True):
         assert (got.double() - want.grad).norm() < 0.1 * want.grad.norm()
+
+
+# --- the launches around the products -------------------------------------------------------------------------------
+
+
+def same_qdata(got: QuantizedTensor, want: QuantizedTensor) -> bool:
+    got, want = to_cpu(got), to_cpu(want)
+    return torch.equal(got.qdata.view(torch.uint8), want.qdata.view(torch.uint8)) and torch.equal(
+        got.scales, want.scales
+    )
+
+
+def in_front_of(end: int, rowwise: QuantizedTensor, colwise: QuantizedTensor) -> tuple[QuantizedTensor, ...]:
+    """What lies in front of the end of the last segment."""
+    return (
+        QuantizedTensor(rowwise.qdata[:end], rowwise.scales[:end]),
+        QuantizedTensor(colwise.qdata[:, :end], colwise.scales[:, : end // 128]),
+    )
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 15, 16, 17, 100, 511, 512, 513, 2000])
+def test_choice_and_rows_in_few_launches(tokens, renormalize):
+    """In every bit the operations that a training step runs one by one, weights included, whichever kernel it takes."""
+    logits, x = logits_of(tokens, 128), FLOW.quantize_activation(normal(tokens, 2048), "fp32")
+    logits[:, 3] = logits[:, 5]
+    weights, where, rows = kernels.route_and_permute(logits, x, 8, renormalize)
+    chosen, expected = kernels.route(logits, 8, renormalize)
+    assert torch.equal(weights, expected)
+    wanted = reference.segments(chosen.cpu(), 128, 1)
+    for name, got, want in zip(where._fields, where, wanted, strict=True):
+        assert torch.equal(got.cpu(), want), name
+    assert same_qdata(rows, reference.gather_quantized(to_cpu(x), wanted.pair, 8))
+
+
+def test_a_token_is_chosen_for_alike_at_any_batch():
+    logits, x = logits_of(3000, 128), FLOW.quantize_activation(normal(3000, 2048), "fp32")
+    for renormalize in (True, False):
+        chosen, whole = kernels.route(logits, 8, renormalize)
+        for tokens in (1, 3, 4, 8, 16, 17, 512, 513):
+            weights, where, _ = kernels.route_and_permute(
+                logits[:tokens], QuantizedTensor(x.qdata[:tokens], x.scales[:tokens]), 8, renormalize
+            )
+            assert torch.equal(weights, whole[:tokens]), tokens
+            assert torch.equal(where.row.cpu(), reference.segments(chosen[:tokens].cpu(), 128, 1).row), tokens
+
+
+@pytest.mark.parametrize("rule", ["fp32", "pow2"])
+@pytest.mark.parametrize("tokens", [1, 100, 3000])
+def test_tokens_are_quantized_and_laid_out_in_segments(tokens, rule):
+    chosen, _ = kernels.route(logits_of(tokens, 128), 8, True)
+    where = kernels.segments(chosen, 128, 128)
+    end, pair = int(where.start[-1]), where.pair.cpu()
+    dout = normal(tokens, 2048, seed=12)
+    dout[0, 5], dout[-1] = torch.inf, 0
+    got = kernels.gather_quantize_1x128_and_128x1(dout, where.pair, 8, rule)
+    want = reference.quantize_1x128_and_128x1(reference.gather_rows(dout.cpu(), pair, 8), rule)
+    for mine, theirs in zip(in_front_of(end, *got), in_front_of(end, *want), strict=True):
+        assert same_qdata(mine, theirs)
+    x = FLOW.quantize_activation(dout, rule)
+    got = kernels.gather_relayout_128x1(x, where.pair, 8, rule)
+    want = reference.relayout_128x1(reference.gather_quantized(to_cpu(x), pair, 8), rule)
+    assert same_qdata(in_front_of(end, x, got)[1], in_front_of(end, x, want)[1])
+
+
+@pytest.mark.parametrize("rule", ["fp32", "pow2"])
+def test_gradients_of_the_weighted_activation(rule):
+    chosen, weights = kernels.route(logits_of(500, 128), 8, True)
+    where = kernels.segments(chosen, 128, 128)
+    end, held = int(where.start[-1]), where.pair >= 0
+    gate_up = (normal(len(where.pair), 2 * 768, seed=7) * 2).masked_fill_(~held[:, None], 0)
+    dy = normal(len(where.pair), 768, seed=8).masked_fill_(~held[:, None], 0)
+    *got, dweights = kernels.weighted_silu_mul_backward_quantize(dy, gate_up, weights, where.pair, rule)
+    inputs = [t.double().requires_grad_() for t in (gate_up, weights)]
+    gate, up = inputs[0].chunk(2, dim=1)
+    flat = inputs[1].flatten()[where.pair[held].long()][:, None]
+    ((nn.functional.silu(gate) * up)[held] * flat).backward(dy[held].double())
+    assert (dweights - inputs[1].grad).norm() < 1e-4 * inputs[1].grad.norm()
+    exact = inputs[0].grad.to(torch.bfloat16)
+    want = FLOW.quantize_gradient(exact, rule, rowwise=True, colwise=True)
+    for mine, theirs in zip(in_front_of(end, *got), in_front_of(end, *want), strict=True):
+        same = (mine.qdata.view(torch.uint8) == theirs.qdata.view(torch.uint8)).float().mean()
+        assert same > 0.999, "but for ties that the last bit of an exponential decides"
+        assert (mine.scales - theirs.scales).abs().max() <= 2**-7 * theirs.scales.abs().max()
+    again = kernels.weighted_silu_mul_backward_quantize(dy, gate_up, weights, where.pair, rule)
+    assert torch.equal(again[2], dweights), "no atomics"
+
+
+def test_the_rollouts_block_has_the_trainers_bits_at_any_batch_and_in_a_graph():
+    """Logits, choice, products and sum; a step of 1 or 16 tokens takes other kernels than one of 2000."""
+    ours, x, gate = experts_module(**QWEN3_30B), normal(2000, 2048, seed=13), normal(128, 2048, seed=14) * 0.05
+    gate_up, down = ours.gate_up_qdata(ours.gate_up_proj), ours.down_qdata(ours.down_proj)
+
+    def rollout(rows: torch.Tensor) -> torch.Tensor:
+        logits = kernels.logits(rows, gate)
+        weights, where, permuted = kernels.route_and_permute(logits, FLOW.quantize_activation(rows, "fp32"), 8, True)
+        return FLOW.experts(permuted, weights, where, gate_up, down, "fp32")[0]
+
+    trained = ours(x, *kernels.route(kernels.logits(x, gate), 8, True))
+    with torch.no_grad():
+        for tokens in (1, 3, 4, 16, 17, 64, 512, 513, 2000):
+            assert torch.equal(rollout(x[:tokens]), trained[:tokens]), tokens
+        for tokens in (1, 16, 64):
+            held = x[:tokens].clone()
+            rollout(held)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = rollout(held)
+            for first in (100, 900):
+                held.copy_(x[first : first + tokens])
+                graph.replay()
+                assert torch.equal(out, trained[first : first + tokens]), tokens
+
+
+@pytest.mark.parametrize("name", operators(1))
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_fakes_say_what_the_operators_return(name, tokens):
+    """Strides, too, which a traced model plans its memory by."""
+    arguments = operators(tokens, "cuda")[name]
+    torch.library.opcheck(getattr(torch.ops.jetrl, name), arguments, test_utils=("test_faketensor",))

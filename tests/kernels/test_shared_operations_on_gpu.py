@@ -57,6 +57,17 @@ def test_logits_and_log_probs_do_not_see_the_batch(k, columns):
         assert torch.equal(kernels.log_probs(some, tokens[rows], temperature[rows]), found[rows])
 
 
+def test_router_logits_are_those_of_any_tile():
+    """Few columns have tiles of their own; a column has the bits that it has among many."""
+    hidden, weight = normal(10000, 2048), normal(128, 2048, seed=1)
+    whole = kernels.logits(hidden, weight)
+    among_many = kernels.logits(hidden[:300], torch.cat([weight, normal(2000, 2048, seed=2)]))
+    assert torch.equal(among_many[:, :128], whole[:300])
+    for count in [*COUNTS, 511, 512, 513, 8192, 8193]:
+        rows = torch.randperm(10000, device="cuda")[:count]
+        assert torch.equal(kernels.logits(hidden[rows], weight), whole[rows]), count
+
+
 def test_unused_vocabulary_is_masked_in_place_under_autograd():
     hidden, weight = normal(2, 5, 128).requires_grad_(), normal(40, 128, seed=1).requires_grad_()
     found = kernels.logits(hidden, weight)

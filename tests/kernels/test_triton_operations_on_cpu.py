@@ -10,7 +10,7 @@ import pytest
 from test_triton_for_hopper import ptx_for_hopper
 
 from jetrl_verl.kernels.log_probs import TILE, _gradient_kernel, _normaliser_kernel
-from jetrl_verl.kernels.logits import MANY_ROWS, TILES, _logits_kernel
+from jetrl_verl.kernels.logits import MANY_ROWS, ROUTER_TILES, TILES, _logits_kernel
 from jetrl_verl.kernels.rms_norm import _backward_kernel, _rms_norm_kernel
 from jetrl_verl.kernels.rotary import _rotary_kernel
 from jetrl_verl.kernels.silu_mul import _silu_mul_backward_kernel, _silu_mul_kernel
@@ -41,14 +41,15 @@ def test_a_norm_is_summed_in_one_order_with_and_without_a_residual(k):
     assert "shfl.sync.bfly" in arithmetic(True)
 
 
-@pytest.mark.parametrize("tile", [*TILES.values(), MANY_ROWS])
+@pytest.mark.parametrize("tile", [*TILES.values(), MANY_ROWS, ROUTER_TILES[512]])
 def test_logits_are_one_chain_of_matrix_instructions_into_one_accumulator(tile):
     types = {"hidden_ptr": BF16, "weight_ptr": BF16, "out_ptr": FP32}
     constants = {"K": 4096, "TILE_M": tile.m, "TILE_N": tile.n, "TILE_K": tile.k}
     ptx = ptx_for_hopper(_logits_kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages)
-    instructions = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", ptx))
+    instructions = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", ptx)
     groups = tile.m // 64
-    assert instructions == {f"m64n{tile.n * 4 * groups // tile.warps}k16.f32.bf16.bf16"}
+    assert len(instructions) == tile.k // 16, "one behind the other, whatever the tile"
+    assert set(instructions) == {f"m64n{tile.n * 4 * groups // tile.warps}k16.f32.bf16.bf16"}
     assert not re.search(r"\b(atom|red)\.", ptx)
 
 

@@ -4,15 +4,18 @@
 row lies and of who travels with it."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from tiny_models import tiny_config
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, load_balancing_loss_func
 
 from jetrl_verl import kernels, reference
+from jetrl_verl.kernels import dispatch
 from jetrl_verl.models.base import Experts
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.reference import QuantizedTensor
@@ -201,6 +204,115 @@ def test_a_frozen_router_or_input_gets_no_gradient():
     ours.gate_up_proj.requires_grad_(False)
     ours(x, chosen, weights).backward(dy)
     assert ours.gate_up_proj.grad is None and ours.down_proj.grad is not None
+
+
+SCALED = 1 + 4 / 128
+"""Bytes of an element in FP8, its share of a scale included."""
+
+
+def saved(module: nn.Module, function: Callable[[], object]) -> list[torch.Tensor]:
+    """What autograd keeps for backward, parameters not counted."""
+    parameters = {parameter.data_ptr() for parameter in module.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in parameters:
+            kept[tensor.data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        function()
+    return list(kept.values())
+
+
+@pytest.mark.parametrize(("tokens", "k"), [(300, 2), (300, 8), (7, 2)])
+def test_saved_are_a_token_once_in_fp8_and_of_a_pair_what_the_activation_reads(tokens, k):
+    ours, _ = experts_module()
+    x, logits, _ = inputs(tokens)
+    chosen, weights = kernels.route(logits, k, True)
+    leaf = x.requires_grad_()
+    kept = saved(ours, lambda: ours(leaf, chosen, weights))
+    rows = reference.rows_of_segments(tokens * k, EXPERTS, 128)
+    of_token = HIDDEN * SCALED + 2 * k * 4
+    of_row = 2 * 2 * INNER + INNER * SCALED + 4
+    assert sum(tensor.nbytes for tensor in kept) == tokens * of_token + rows * of_row + 4 * (EXPERTS + 1)
+    shapes = {dtype: [tuple(t.shape) for t in kept if t.dtype == dtype] for dtype in {t.dtype for t in kept}}
+    assert shapes[torch.bfloat16] == [(rows, 2 * INNER)], "gate and up, as the activation's gradient needs them"
+    assert sorted(shapes[torch.float8_e4m3fn]) == sorted([(tokens, HIDDEN), (rows, INNER)])
+
+
+class Results:
+    """What the kernels return, as long as somebody holds it: the operations of each moment and their bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.held: list[tuple[str, torch.dtype, tuple[int, ...], int, StorageWeakRef]] = []
+        self.most, self.calls = 0, []
+        for key, found in dispatch._implementations.items():
+            if key[1] == "reference":
+                monkeypatch.setitem(dispatch._implementations, key, found._replace(run=self.watch(key[0], found.run)))
+
+    def watch(self, operation: str, run: Callable) -> Callable:
+        def watched(*call, **options):
+            results = run(*call, **options)
+            stack = [results]
+            while stack:
+                item = stack.pop()
+                if isinstance(item, torch.Tensor):
+                    storage = item.untyped_storage()
+                    facts = operation, item.dtype, tuple(item.shape), storage.nbytes()
+                    self.held.append((*facts, StorageWeakRef(storage)))
+                elif isinstance(item, (tuple, QuantizedTensor)):
+                    stack += item
+            self.calls.append((operation, self.now()))
+            return results
+
+        return watched
+
+    def now(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        self.held = [each for each in self.held if not each[4].expired()]
+        self.most = max(self.most, sum(held_bytes for *_, held_bytes, _ in self.held))
+        return [each[:3] for each in self.held]
+
+
+def test_a_row_of_a_pair_is_in_bf16_once_at_a_time_and_never_a_copy(monkeypatch):
+    """Forward and backward in which every result of a kernel is followed until it is freed."""
+    inner = 384
+    ours = experts_module(inner=inner)[0].bfloat16()  # as FSDP gathers it
+    x, logits, dy = inputs(300)
+    chosen, weights = kernels.route(logits, 2, True)
+    rows = reference.rows_of_segments(600, EXPERTS, 128)
+    leaf, weights = x.requires_grad_(), weights.requires_grad_()
+    ours(leaf, chosen, weights)  # quantizes the weights
+    results = Results(monkeypatch)
+    out = ours(leaf, chosen, weights)
+    results.now()
+    forward, results.calls = results.calls, []
+    kept, results.most = sum(held_bytes for *_, held_bytes, _ in results.held), 0
+    out.backward(dy)
+
+    def in_bf16(found) -> tuple[tuple[int, ...], ...]:
+        return tuple(sorted(shape for _, dtype, shape in found if dtype == torch.bfloat16 and shape[0] == rows))
+
+    gate_up, of_hidden, of_inner = (rows, 2 * inner), (rows, HIDDEN), (rows, inner)
+    assert {in_bf16(found) for _, found in forward} == {(), (gate_up,), (of_hidden, gate_up)}
+    assert ("gather_quantized", torch.float8_e4m3fn, of_hidden) not in dict(forward)["combine"], "freed by then"
+    # Beside gate and up: dH while its gradients are made, and the terms of dX.
+    assert {in_bf16(found) for _, found in results.calls} == {(gate_up,), (of_inner, gate_up), (of_hidden, gate_up)}
+    assert not {"gather_quantized", "quantize_1x128", "quantize_1x128_and_128x1"} & set(dict(results.calls))
+    down_gradient, gate_up_gradient = (2 * p.numel() for p in (ours.down_proj, ours.gate_up_proj))
+    transposed = ours.gate_up_proj.numel() * (1 + 4 / 128**2)  # what DGrad reads of the weight
+    at_once = {
+        "dOut both ways and H colwise": rows * SCALED * (2 * HIDDEN + inner) + down_gradient,
+        "dH and its gradients both ways": rows * (2 * inner + SCALED * 4 * inner) + down_gradient,
+        "gradients of gate and up both ways and X colwise": rows * SCALED * (4 * inner + HIDDEN)
+        + down_gradient
+        + gate_up_gradient,
+        "gradients of gate and up rowwise and terms of dX": rows * (2 * HIDDEN + SCALED * 2 * inner)
+        + down_gradient
+        + gate_up_gradient
+        + transposed,
+    }
+    assert results.most - kept == max(at_once.values()) + 4 * weights.numel()
 
 
 @pytest.mark.parametrize(

@@ -288,7 +288,7 @@ def calls(monkeypatch) -> Counter:
 
         monkeypatch.setattr(kernels, name, function)
 
-    for name in ("quantize_1x128", "relayout_128x1"):
+    for name in ("quantize_1x128", "relayout_128x1", "gather_relayout_128x1"):
         count(name)
     return counted
 
@@ -345,8 +345,9 @@ def test_a_decoder_layer_quantizes_four_inputs_and_lays_out_four(calls, family, 
 
     with torch.no_grad():
         expected = logits_of(torch.arange(6)[None])
-    # What an expert's down projection reads is quantized by the activation in front of it.
-    inputs = 3 if family == "qwen3_moe" else 4
+    # What an expert's down projection reads is quantized by the activation in front of it; what gate and up read of a
+    # mixture is re-laid out in the experts' segments.
+    inputs, of_experts = (3, 1) if family == "qwen3_moe" else (4, 0)
     assert calls == Counter(quantize_1x128=inputs * 2)
     calls.clear()
     if checkpointing:
@@ -355,7 +356,8 @@ def test_a_decoder_layer_quantizes_four_inputs_and_lays_out_four(calls, family, 
     logits = logits_of(torch.arange(6)[None])
     assert torch.equal(logits, expected)
     logits.float().sum().backward()
-    assert calls == Counter(quantize_1x128=(1 + checkpointing) * inputs * 2, relayout_128x1=4 * 2)
+    laid_out = {"relayout_128x1": (4 - of_experts) * 2, "gather_relayout_128x1": of_experts * 2}
+    assert calls == Counter(quantize_1x128=(1 + checkpointing) * inputs * 2, **laid_out)
 
 
 def test_a_tensor_is_quantized_by_every_layer_that_reads_it_whatever_was_read_before(calls):

@@ -272,8 +272,7 @@ def test_qdata_in_the_place_of_a_tensor_change_no_bit(rollout, monkeypatch):
     assert calls == {"fprop": 2 * 4 * steps}
 
 
-EXPERTS = ["logits", "route", "segments", "gather_quantized", "grouped_gemm_nt", "weighted_silu_mul_quantize"]
-EXPERTS += ["grouped_gemm_nt", "combine"]
+EXPERTS = ["logits", "route_and_permute", "grouped_gemm_nt", "weighted_silu_mul_quantize", "grouped_gemm_nt", "combine"]
 HALVES = {
     "qwen2": (["rotary"], ["fprop_quantized", "silu_mul_quantize", "fprop_quantized"]),
     "qwen3_moe": (["rms_norm", "rms_norm", "rotary"], EXPERTS),

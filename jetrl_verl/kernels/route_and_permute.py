@@ -1,0 +1,190 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What stands between a rollout's router logits and its experts: choice, rows of the pairs, qdata in these rows.
+
+It is ``route``, ``segments`` without padding and ``gather_quantized``, in every bit. As kernels of their own they are
+four launches of 2 to 3 us in front of products whose weights take 9 us at one token of Qwen3-30B-A3B (8 experts, 38 MB
+at 4.2 TB/s). For few tokens:
+
+* The row of a pair is the number of pairs in front of it, in the order (expert, token, slot). A program reads the
+  experts of all pairs and counts those in front of its own token's; nobody waits for another's count. 512 tokens of 8
+  experts are 16 KB to read and 32,768 comparisons a program. Programs behind those of the tokens count in the same way
+  what lies in front of each expert.
+* A token's program reads its qdata once and writes them k times.
+* Up to 16 tokens, every program chooses the experts of all tokens by itself: one launch in all. Beyond that, two.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from jetrl_verl import reference
+from jetrl_verl.kernels.device.dependents import launch_dependents
+from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.gather_quantized import triton_gather_quantized
+from jetrl_verl.kernels.operator import operator
+from jetrl_verl.kernels.results import empty_rowwise, fake_rowwise, require_groups
+from jetrl_verl.kernels.route import choose_experts, lanes_of, reference_route, triton_route
+from jetrl_verl.kernels.segments import triton_segments
+from jetrl_verl.reference import QuantizedTensor, Segments
+
+Permuted = tuple[torch.Tensor, Segments, QuantizedTensor]
+
+_TOKENS_CHOSEN_BY_ALL = 16
+_MOST_TOKENS = 512
+_PAIRS, _TILE, _WARPS = 512, 512, 4
+"""Pairs compared and 32-bit words copied at a time; of a program, which chooses for at least as many tokens as it has
+warps, so that no row of logits is spread over two."""
+_LAST = tl.constexpr(2**31 - 1)
+
+
+@implements("route_and_permute", "reference")
+def reference_route_and_permute(logits: torch.Tensor, x: QuantizedTensor, k: int, renormalize: bool) -> Permuted:
+    """See :func:`route_and_permute`."""
+    experts_of, weights = reference_route(logits, k, renormalize)
+    segments = reference.segments(experts_of, logits.shape[1], 1)
+    return weights, segments, reference.gather_quantized(x, segments.pair, k)
+
+
+@triton.jit(do_not_specialize=["tokens", "stride_scale_group"])
+def _permute_kernel(
+    logits_ptr, experts_ptr, weights_ptr, source_ptr, scales_ptr, row_ptr, pair_ptr, start_ptr, out_ptr, out_scales_ptr,
+    tokens, experts, words, groups, stride_scale_row, stride_scale_group,
+    CHOOSES: tl.constexpr, RENORMALIZE: tl.constexpr, TOKENS: tl.constexpr, K: tl.constexpr, K_LANES: tl.constexpr,
+    LANES: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    launch_dependents()
+    token, slot, pairs = tl.program_id(0), tl.arange(0, K_LANES), tokens * K
+    # Programs behind those of the tokens: one for as many experts as a token's has slots.
+    expert = (token - tokens) * K_LANES + slot
+    # A pair's place in the order of the rows; of an expert, that of the first one that its rows could have.
+    if CHOOSES:
+        each = tl.arange(0, TOKENS)
+        chosen, weights = choose_experts(logits_ptr, each, tokens, experts, K, K_LANES, LANES, RENORMALIZE)
+        number = each[:, None] * K + slot[None, :]
+        mine = (each == token)[:, None] & (slot < K)[None, :]
+        tl.store(weights_ptr + number, weights, mask=mine & (token < tokens))
+        there = (each < tokens)[:, None] & (slot < K)[None, :]
+        places = tl.where(there, chosen * pairs + number, _LAST)
+        place = tl.sum(tl.where(mine, places, 0), axis=0)
+        place = tl.where(token < tokens, place, expert * pairs)
+        others = tl.reshape(places, (TOKENS * K_LANES,))
+        row = tl.sum((others[None, :] < place[:, None]).to(tl.int32), axis=1)
+    else:
+        mine = token * K + slot
+        place = tl.load(experts_ptr + mine, mask=(slot < K) & (token < tokens), other=0) * pairs + mine
+        place = tl.where(token < tokens, place, expert * pairs)
+        before = tl.zeros((K_LANES, PAIRS), dtype=tl.int32)
+        for first in range(0, pairs, PAIRS):
+            other = first + tl.arange(0, PAIRS)
+            others = tl.load(experts_ptr + other, mask=other < pairs, other=experts) * pairs + other
+            before += (others[None, :] < place[:, None]).to(tl.int32)
+        row = tl.sum(before, axis=1)
+    if token < tokens:
+        tl.store(row_ptr + token * K + slot, row, mask=slot < K)
+        tl.store(pair_ptr + row, token * K + slot, mask=slot < K)
+        target = out_ptr + row.to(tl.int64)[:, None] * words
+        for first in range(0, words, TILE):
+            word = first + tl.arange(0, TILE)
+            x = tl.load(source_ptr + token.to(tl.int64) * words + word, mask=word < words, other=0)
+            mask = (slot < K)[:, None] & (word < words)[None, :]
+            tl.store(target + word[None, :], tl.broadcast_to(x[None, :], (K_LANES, TILE)), mask=mask)
+        group = tl.arange(0, GROUPS)
+        source = scales_ptr + token.to(tl.int64) * stride_scale_row + group.to(tl.int64) * stride_scale_group
+        scale = tl.load(source, mask=group < groups, other=1.0)
+        mask = (slot < K)[:, None] & (group < groups)[None, :]
+        place_of_scales = group.to(tl.int64)[None, :] * pairs + row[:, None]
+        tl.store(out_scales_ptr + place_of_scales, tl.broadcast_to(scale[None, :], (K_LANES, GROUPS)), mask=mask)
+    else:
+        tl.store(start_ptr + expert, row, mask=expert <= experts)
+
+
+@implements("route_and_permute", "triton")
+def triton_route_and_permute(logits: torch.Tensor, x: QuantizedTensor, k: int, renormalize: bool) -> Permuted:
+    """See :func:`route_and_permute`."""
+    (tokens, experts), device = logits.shape, logits.device
+    if tokens > _MOST_TOKENS:
+        experts_of, weights = triton_route(logits, k, renormalize)
+        segments = triton_segments(experts_of, experts, 1)
+        return weights, segments, triton_gather_quantized(x, segments.pair, k)
+    chooses = tokens <= _TOKENS_CHOSEN_BY_ALL
+    if chooses:
+        experts_of, weights = logits, torch.empty((tokens, k), dtype=torch.float32, device=device)
+    else:
+        experts_of, weights = triton_route(logits, k, renormalize)
+    row, pair, start = (
+        torch.empty(shape, dtype=torch.int32, device=device) for shape in ((tokens, k), tokens * k, experts + 1)
+    )
+    out = empty_rowwise(tokens * k, x.qdata.shape[1], device)
+    lanes, groups = lanes_of(k, experts), x.scales.shape[1]
+    source = x.qdata.contiguous().view(torch.int32)
+    _permute_kernel[(tokens + triton.cdiv(experts + 1, lanes["K_LANES"]),)](
+        logits.contiguous(),
+        experts_of,  # not read where the programs choose
+        weights,
+        source,
+        x.scales,
+        row,
+        pair,
+        start,
+        out.qdata.view(torch.int32),
+        out.scales,
+        tokens,
+        experts,
+        source.shape[1],
+        groups,
+        x.scales.stride(0),
+        x.scales.stride(1),
+        CHOOSES=chooses,
+        RENORMALIZE=renormalize,
+        TOKENS=triton.next_power_of_2(max(tokens, _WARPS)) if chooses else 1,
+        **lanes,
+        PAIRS=_PAIRS,
+        TILE=min(_TILE, triton.next_power_of_2(source.shape[1])),
+        GROUPS=triton.next_power_of_2(groups),
+        num_warps=_WARPS,
+    )
+    return weights, Segments(row, pair, start), out
+
+
+def _fake(logits, qdata, scales, k, renormalize):
+    tokens, experts = logits.shape
+    segments = (logits.new_empty(shape, dtype=torch.int32) for shape in ((tokens, k), (tokens * k,), (experts + 1,)))
+    return logits.new_empty((tokens, k)), *segments, *fake_rowwise(qdata.new_empty((tokens * k, qdata.shape[1])))
+
+
+@operator(
+    "route_and_permute(Tensor logits, Tensor qdata, Tensor scales, int k, bool renormalize)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake,
+)
+def _route_and_permute(
+    logits: torch.Tensor, qdata: torch.Tensor, scales: torch.Tensor, k: int, renormalize: bool
+) -> tuple[torch.Tensor, ...]:
+    if logits.dtype != torch.float32 or logits.shape[:1] != qdata.shape[:1] or not 1 <= k <= logits.shape[1]:
+        raise ValueError(
+            f"route_and_permute: logits {tuple(logits.shape)} {logits.dtype}, rows {tuple(qdata.shape)} and k={k} are "
+            "not supported; expected [tokens, experts] FP32, [tokens, K] and k of the experts"
+        )
+    run = lookup("route_and_permute", logits.device)
+    weights, segments, rows = run(logits, QuantizedTensor(qdata, scales), k, renormalize)
+    return weights, *segments, rows.qdata, rows.scales
+
+
+def route_and_permute(logits: torch.Tensor, x: QuantizedTensor, k: int, renormalize: bool) -> Permuted:
+    """``route``, ``segments`` with ``align`` 1 and ``gather_quantized`` of their pairs.
+
+    Args:
+        logits: ``[T, E]`` FP32. x: rowwise qdata ``[T, K]`` and scales ``[T, K/128]``, K a multiple of 128.
+        k: experts of a token. renormalize: whether its weights add up to 1.
+
+    Returns:
+        (weights ``[T, k]`` FP32, :class:`jetrl_verl.reference.Segments`, the rows of the pairs: qdata ``[T k, K]`` and
+        scales ``[T k, K/128]``). No gradient of its own.
+
+    Raises:
+        ValueError: logits of another type or shape, ``k`` outside of 1 to E, or K no multiple of 128.
+    """
+    require_groups("route_and_permute", x.qdata)
+    weights, row, pair, start, *rows = _route_and_permute(logits, x.qdata, x.scales, k, renormalize)
+    return weights, Segments(row, pair, start), QuantizedTensor(*rows)

@@ -110,6 +110,25 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class Routing:
+    """How a mixture chooses a token's experts; trainer and rollout have to agree in all of it.
+
+    Attributes:
+        experts: how many there are. per_token: how many of them a token goes to.
+        scoring: what makes probabilities of the router's logits. renormalize: whether a token's weights add up to 1.
+    """
+
+    experts: int
+    per_token: int
+    scoring: str
+    renormalize: bool
+
+    def __str__(self) -> str:
+        weights = "renormalized" if self.renormalize else "not renormalized"
+        return f"{self.per_token} of {self.experts} experts a token by {self.scoring}, weights {weights}"
+
+
+@dataclass(frozen=True)
 class Experts:
     """A mixture of experts in a decoder layer's second half; names are relative to the layer.
 
@@ -122,6 +141,7 @@ class Experts:
         each: gate, up and down of one expert in a published checkpoint, below ``<module>.<number>``.
         count, per_token, width, renormalize: fields of the configuration with E, k, I, and whether the k weights of a
             token are made to add up to 1.
+        scoring: what makes probabilities of the router's logits.
     """
 
     block: str = "mlp"
@@ -136,6 +156,7 @@ class Experts:
     per_token: str = "num_experts_per_tok"
     width: str = "moe_intermediate_size"
     renormalize: str = "norm_topk_prob"
+    scoring: str = "softmax"
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,35 @@ sync/contract.py in the order in which they follow each other.
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
+from torch import nn
 
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.metrics.quantization import QuantizationMetrics, refuse_non_finite
+from jetrl_verl.models import family
+from jetrl_verl.models.base import Routing, leaf
 from jetrl_verl.models.plan import LinearPlan
 from jetrl_verl.sync.contract import with_contract
 from jetrl_verl.sync.operations_probe import stated_operations, stated_probe, stated_reduction
 from jetrl_verl.sync.wire import SyncStatistics, counted_stock, measured, packed, quantize_stream
+
+
+def stated_routing(model: nn.Module) -> Routing | None:
+    """How the trainer's mixture chooses experts, read from its modules before FSDP wraps them; None if it is dense.
+
+    Raises:
+        ValueError: its layers differ in that.
+    """
+    mixture = family(model.config).experts
+    if mixture is None:
+        return None
+    found = set()
+    for layer in model.get_decoder().layers:
+        router, experts = layer.get_submodule(mixture.router), layer.get_submodule(mixture.module)
+        count = getattr(experts, leaf(mixture.down)).shape[0]
+        found.add(Routing(count, router.top_k, mixture.scoring, bool(router.norm_topk_prob)))
+    if len(found) != 1:
+        raise ValueError("A mixture of experts whose layers choose differently is not supported. Set precision=bf16.")
+    return found.pop()
 
 
 def weight_stream(
@@ -27,6 +49,7 @@ def weight_stream(
     kept_scales: dict[str, torch.Tensor] | None = None,
     metrics: QuantizationMetrics | None = None,
     ranks: int = 1,
+    routing: Routing | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """What an actor sends at a weight sync, small tensors :func:`~jetrl_verl.sync.wire.packed`.
 
@@ -35,6 +58,7 @@ def weight_stream(
         plans: from :func:`jetrl_verl.models.plan.plan_linears`. device: on which the probes run.
         statistics: gets sizes and duration. kept_scales: see :func:`~jetrl_verl.sync.wire.quantize_stream`.
         metrics: looks at the qdata, if it is given. ranks: tensor-parallel ones of the rollout.
+        routing: from :func:`stated_routing`.
 
     Raises:
         NonFiniteWeightError: behind the last weight, if one of them is NaN or Inf.
@@ -45,7 +69,7 @@ def weight_stream(
     if metrics is not None:
         stream = metrics.watch(stream)
     if options.contract_check:
-        operations = stated_operations(device, options.operations)
+        operations = stated_operations(device, options.operations, mixture=routing is not None)
         if options.reduction == "ordered":
             operations |= stated_reduction(device, ranks)
         stream = with_contract(
@@ -53,6 +77,7 @@ def weight_stream(
             scale_rule=options.scale_rule,
             probe=stated_probe(device, options.rollout, options.scale_rule),
             operations=operations,
+            routing=routing,
             ranks=ranks,
         )
     return measured(packed(stream), statistics)

@@ -139,8 +139,8 @@ class Experts:
         held: vLLM's module that has the experts' parameters.
         parameters: the trainer's parameter -> vLLM's.
         each: gate, up and down of one expert in a published checkpoint, below ``<module>.<number>``.
-        count, per_token, width, renormalize: fields of the configuration with E, k, I, and whether the k weights of a
-            token are made to add up to 1.
+        count: fields of the configuration of which one has E: the published one, and what transformers 5 writes.
+        per_token, width, renormalize: fields with k, I, and whether the k weights of a token are made to add up to 1.
         scoring: what makes probabilities of the router's logits.
     """
 
@@ -152,11 +152,15 @@ class Experts:
     held: str = "mlp.experts.routed_experts"
     parameters: tuple[tuple[str, str], ...] = (("gate_up_proj", "w13_weight"), ("down_proj", "w2_weight"))
     each: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    count: str = "num_experts"
+    count: tuple[str, ...] = ("num_experts", "num_local_experts")
     per_token: str = "num_experts_per_tok"
     width: str = "moe_intermediate_size"
     renormalize: str = "norm_topk_prob"
     scoring: str = "softmax"
+
+    def number(self, config: Any) -> int:
+        """E of a Hugging Face configuration, object or mapping."""
+        return next((count for name in self.count if (count := read(config, name)) is not None), 0)
 
 
 @dataclass(frozen=True)

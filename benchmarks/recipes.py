@@ -128,6 +128,8 @@ RECIPES: dict[str, Recipe] = {
         settings={"MAX_RESPONSE_LENGTH": "8192", "SP": "1"},
         words=EIGHT_BIT,  # the script offloads by itself
     ),
+    # 30B parameters and their moments take more than one GPU: the same recipe with a model of its proportions.
+    "qwen3_moe": Recipe("qwen3_moe/run_qwen3_30b_a3b_base.sh", "qwen3_moe_3b", "qwen3_moe", prompts=16, samples=5),
     "paper_qwen3_8b": _math("run_qwen3_8b_base.sh", "qwen3_8b", RESPONSE="8k"),
     "paper_qwen2_5_7b": _math("run_qwen2_5_7b.sh", "qwen2_5_7b", RESPONSE="8k"),
     "paper_llama3_1_8b": _math("run_llama3_1_8b.sh", "llama3_1_8b", RESPONSE="8k", DATASET="deepmath"),

@@ -129,8 +129,8 @@ def test_stock_engines_are_attributed_without_a_rest(found, precision):
 
     # vLLM quantizes the experts under fp8_rollout and not under bf16, where both multiply in BF16.
     assert own("experts") > (0.5 if precision == "fp8_rollout" else 0)
-    # Its weights are FP32, Hugging Face's are rounded to BF16.
-    assert own("choice") > 0
+    # The flow's operator leaves weights in FP32; Hugging Face rounds them to BF16, and so does vLLM on a CPU.
+    assert (own("choice") > 0) == (precision == "fp8_rollout")
 
 
 def flipped(x: torch.Tensor, row: int, element: int) -> torch.Tensor:

@@ -203,7 +203,9 @@ def _plan(source: Path, options: ExportOptions) -> dict[str, LinearPlan]:
     folder = source / "huggingface" if (source / "fsdp_config.json").is_file() else source
     try:
         if folder is source:
-            check_model(str(folder.absolute()), options.as_jetrl(), options.tensor_parallel)
+            # The folder is a rollout's alone: what only training asks for (a mixture's shared operations) is not.
+            served = replace(options.as_jetrl(), precision="fp8_rollout", train=formats.UNQUANTIZED)
+            check_model(str(folder.absolute()), served, options.tensor_parallel)
         config = AutoConfig.from_pretrained(folder)
         return plan_linears(config, options.tensor_parallel, unfit_layers=options.unfit_layers)
     except UnsupportedConfiguration as error:

@@ -178,6 +178,15 @@ PUBLISHED: dict[str, Published] = {
 """Name -> what the model's authors published, from the ``config.json`` and tokenizer of each; ``qwen3_moe_3b`` has the
 proportions of ``qwen3_30b_a3b``."""
 
+
+def is_mixture(name: str) -> bool:
+    """Whether a shape of ``PUBLISHED`` is a mixture of experts."""
+    return "num_experts" in PUBLISHED[name].fields
+
+
+SHARED_ON_A_CPU = "jetrl.operations=shared"
+"""What ``jet_fp8`` says where a CPU runs a mixture: ``auto`` is stock there, and stock ones do not run a mixture."""
+
 TINY_WORDS = 1024
 
 

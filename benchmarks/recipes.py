@@ -35,7 +35,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.published_shapes import write_data, write_model_apart
+from benchmarks.published_shapes import SHARED_ON_A_CPU, is_mixture, write_data, write_model_apart
 from benchmarks.verl_runs import FIGURES, Results, environment_of, fresh_folder, run_verl, take_all
 from jetrl_verl.tools.demo.overrides import words_on_a_cpu
 from jetrl_verl.tools.launch import RunPaths, quote
@@ -238,7 +238,8 @@ class Job:
             "METRICS": str(paths.metrics),
             "PYTHON": sys.executable,
         }
-        words = [*self.words(recipe), f"hydra.run.dir={quote(paths.folder / 'hydra')}"]
+        shared = [SHARED_ON_A_CPU] if self.tiny and precision == "jet_fp8" and is_mixture(recipe.model) else []
+        words = [*self.words(recipe), *shared, f"hydra.run.dir={quote(paths.folder / 'hydra')}"]
         settings = " ".join(f"{key}={value}" for key, value in recipe.settings.items())
         say(f"{name} {precision}: {settings} {recipe.script} {' '.join(words)}")
         command = ["bash", str(ROOT / "recipes" / recipe.script), *words]

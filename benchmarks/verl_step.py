@@ -38,7 +38,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.published_shapes import PUBLISHED, write_data, write_model_apart
+from benchmarks.published_shapes import PUBLISHED, SHARED_ON_A_CPU, is_mixture, write_data, write_model_apart
 from benchmarks.recipes import EIGHT_BIT, OFFLOAD, ROOT
 from benchmarks.verl_runs import FIGURES, TIME_UP, Results, environment_of, fresh_folder, run_verl, take_all
 from jetrl_verl.tools.demo.overrides import words_on_a_cpu
@@ -73,7 +73,7 @@ SIZES = {False: (4096, 64), True: (24, 8)}
 
 def lacking(row: str, on_a_cpu: bool, model: str = "") -> str:
     """Why a row cannot run on this machine, or with this model of ``PUBLISHED``; empty if it can."""
-    if row == "bf16_shared" and model and "num_experts" in PUBLISHED[model].fields:
+    if row == "bf16_shared" and model and is_mixture(model):
         return "not run, since a mixture of experts is supported by the FP8 flow alone"
     if row == "bf16_best" and on_a_cpu:
         return "not run, since Liger's kernels and FlashAttention 3 need a GPU"
@@ -132,7 +132,8 @@ def words_of(row: str, options: argparse.Namespace, model: Path, data: Path, pat
         "++ray_kwargs.ray_init.address=local",
     ]
     if options.tiny:
-        return [*words, f"{ATTENTION}={PLUGINS_ATTENTION}", *words_on_a_cpu()]
+        shared = [SHARED_ON_A_CPU] if row == "jet_fp8" and is_mixture(options.model) else []
+        return [*words, f"{ATTENTION}={PLUGINS_ATTENTION}", *words_on_a_cpu(), *shared]
     if row != "bf16_best" and not importlib.util.find_spec("flash_attn"):
         words.append(f"{ATTENTION}={PLUGINS_ATTENTION}")
     if options.model == "qwen3_8b":

@@ -34,7 +34,15 @@ KEEP_WEIGHT = Patch(
 
 
 def check_grouped_gemm(stock, self, layer: torch.nn.Module) -> tuple[bool, str]:
-    return stock(self, layer) if os.environ.get("VERL_PLATFORM") != "cpu" else (False, "none")
+    if os.environ.get("VERL_PLATFORM") != "cpu":
+        return stock(self, layer)
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    # Stock builds a module in every forward of this path, where there is no vLLM configuration to build it from.
+    cpu_fused_moe._CPU_MOE_ACT_FN[MoEActivation.SILU] = SiluAndMul.forward_native
+    return False, "none"
 
 
 KEEP_EXPERTS = Patch(

@@ -3,14 +3,17 @@
 """How fast vLLM decodes in INT8 and FP8 beside BF16, with memory to spare and with too little of it.
 
     python benchmarks/decode_on_gpu.py --out benchmarks/results/decode_h200.json
+    python benchmarks/decode_on_gpu.py --model qwen3_30b_a3b --out benchmarks/results/decode_mixture_h200.json
 
 A Qwen3-8B shape with random weights under ``bf16``, ``int8_rollout`` (FlashRL's format) and ``jet_fp8``, all engines
-alive at once and asked in turn.
+alive at once and asked in turn. A Qwen3-30B-A3B shape under ``bf16``, ``fp8_rollout`` and ``jet_fp8``, one engine after
+the other, since two and a copy of the weights do not fit; seconds until an engine could serve stand beside it, and
+there is no part with little memory. 4 minutes an engine at 48 layers, most of it the start and the copy.
 
 *Ample*: decoding steps behind cached prompts, at several batch sizes and contexts. *Short*: weights and KV cache
 together get ``--budget`` GiB, so a precision with smaller weights has more cache; ``--requests`` requests of 64 + 1024
 tokens arrive at once, more than BF16's cache holds, and vLLM preempts. FlashRL reports over 3x for INT8 where BF16 runs
-out of memory (its README); the ratio depends on the budget alone. About 5 minutes on one GPU with 140 GB.
+out of memory (its README); the ratio depends on the budget alone. About 5 minutes on one GPU with 140 GB at 8B.
 """
 
 import argparse
@@ -19,18 +22,24 @@ import statistics
 import sys
 from pathlib import Path
 
-from qwen3_8b import DEVICE, GIB, OPTIONS, Engine, EngineSettings, decode_seconds, random_weights, shape
+from qwen3_8b import DEVICE, GIB, OPTIONS, Engine, EngineSettings, decode_seconds, mixture_shape, random_weights, shape
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from transformers import Qwen3Config
+from transformers import PretrainedConfig
 
 from jetrl_verl.models.plan import plan_linears, plan_of
 from jetrl_verl.tools.provenance import provenance
 
-PRECISIONS = ("bf16", "int8_rollout", "jet_fp8")
-AMPLE = ((1, 1024), (16, 4096), (64, 1024), (256, 256))
-"""Batch size and prompt length."""
+PRECISIONS = {"qwen3_8b": ("bf16", "int8_rollout", "jet_fp8"), "qwen3_30b_a3b": ("bf16", "fp8_rollout", "jet_fp8")}
+"""Model -> what it runs under; a mixture of experts has no INT8."""
+AMPLE = {
+    "qwen3_8b": ((1, 1024), (16, 4096), (64, 1024), (256, 256)),
+    "qwen3_30b_a3b": ((1, 1024), (64, 1024), (256, 384)),
+}
+"""Model -> batch size and prompt length."""
+CACHE = 20 * GIB
+"""KV cache of an engine with memory to spare."""
 NEW_TOKENS = 256
 SHORT = (64, 1024)
 """Prompt and response of a request where memory is short."""
@@ -38,7 +47,7 @@ SHORT = (64, 1024)
 console = Console(width=140)
 
 
-def start(config: Qwen3Config, settings: dict[str, EngineSettings], logs: Path) -> dict[str, Engine]:
+def start(config: PretrainedConfig, settings: dict[str, EngineSettings], logs: Path) -> dict[str, Engine]:
     engines = {
         precision: Engine(precision, config, s, logs.with_suffix(f".{precision}.log"))
         for precision, s in settings.items()
@@ -48,20 +57,23 @@ def start(config: Qwen3Config, settings: dict[str, EngineSettings], logs: Path) 
     return engines
 
 
-def ample(config: Qwen3Config, options: argparse.Namespace) -> dict[str, dict]:
+def ample(config: PretrainedConfig, options: argparse.Namespace) -> dict[str, dict]:
     """Tokens per second of each precision, batch size and prompt length."""
-    settings = EngineSettings(20 * GIB, max_model_len=8192, max_num_seqs=256, captured=[b for b, _ in options.ample])
-    engines = start(config, dict.fromkeys(PRECISIONS, settings), options.out)
-    found = {precision: {} for precision in PRECISIONS}
-    for batch, length in options.ample:
-        for precision, values in decode_seconds(engines, batch, length, options.new, options.repetitions).items():
-            found[precision][f"{batch} x {length}"] = batch * options.new / statistics.median(values)
-    for engine in engines.values():
-        engine.stop()
+    settings = EngineSettings(CACHE, max_model_len=8192, max_num_seqs=256, captured=[b for b, _ in options.ample])
+    every = PRECISIONS[options.model]
+    found = {precision: {} for precision in every}
+    for together in (every,) if options.model == "qwen3_8b" else [(precision,) for precision in every]:
+        engines = start(config, dict.fromkeys(together, settings), options.out)
+        for batch, length in options.ample:
+            for precision, values in decode_seconds(engines, batch, length, options.new, options.repetitions).items():
+                found[precision][f"{batch} x {length}"] = batch * options.new / statistics.median(values)
+        for precision, engine in engines.items():
+            found[precision] |= {"start_s": engine.start_s, "load_s": engine.load_s}
+            engine.stop()
     return found
 
 
-def weight_bytes(precision: str, config: Qwen3Config) -> int:
+def weight_bytes(precision: str, config: PretrainedConfig) -> int:
     """Of the precision's weights; scales are under a thousandth of them."""
     plans = plan_linears(config)
     total = 0
@@ -71,10 +83,11 @@ def weight_bytes(precision: str, config: Qwen3Config) -> int:
     return total
 
 
-def short(config: Qwen3Config, options: argparse.Namespace) -> dict[str, dict]:
+def short(config: PretrainedConfig, options: argparse.Namespace) -> dict[str, dict]:
     """Tokens per second and preemptions of each precision within one budget."""
-    weights = {precision: weight_bytes(precision, config) for precision in PRECISIONS}
-    caches = {precision: int(options.budget * GIB) - weights[precision] for precision in PRECISIONS}
+    every = PRECISIONS[options.model]
+    weights = {precision: weight_bytes(precision, config) for precision in every}
+    caches = {precision: int(options.budget * GIB) - weights[precision] for precision in every}
     if min(caches.values()) <= 0:
         sys.exit(f"--budget {options.budget} GiB does not hold the weights of {max(weights, key=weights.get)}")
     captured = [8, 16, 32, 64, 128, 256]
@@ -95,35 +108,50 @@ def short(config: Qwen3Config, options: argparse.Namespace) -> dict[str, dict]:
 
 def print_report(result: dict) -> None:
     table = Table(title="decode, tokens per second (to bf16)", box=SIMPLE_HEAD)
-    cases = list(result["ample"]["bf16"])
-    for heading in ("precision", *cases, f"{result['budget_gib']} GiB in all", "preemptions", "KV GiB"):
+    ample, short = result["ample"], result.get("short")
+    cases = [name for name in ample["bf16"] if name not in ("start_s", "load_s")]
+    for heading in ("precision", *cases, "start s", "load s"):
         table.add_column(heading, justify="right")
-    for precision in PRECISIONS:
-        pairs = [(result["ample"][precision][case], result["ample"]["bf16"][case]) for case in cases]
-        pairs.append(tuple(result["short"][name]["tokens_per_s"] for name in (precision, "bf16")))
-        found = result["short"][precision]
-        rates = (f"{rate:.0f} ({rate / stock:.2f})" for rate, stock in pairs)
-        table.add_row(precision, *rates, str(found["preemptions"]), f"{found['kv_gib']:.1f}")
+    for heading in (f"{result['budget_gib']} GiB in all", "preemptions", "KV GiB") if short else ():
+        table.add_column(heading, justify="right")
+    for precision, found in ample.items():
+        pairs = [(found[case], ample["bf16"][case]) for case in cases]
+        cells = [f"{rate:.0f} ({rate / stock:.2f})" for rate, stock in pairs]
+        cells += [f"{found[name]:.1f}" for name in ("start_s", "load_s")]
+        if short:
+            rate, stock = (short[name]["tokens_per_s"] for name in (precision, "bf16"))
+            cells += [f"{rate:.0f} ({rate / stock:.2f})", str(short[precision]["preemptions"])]
+            cells.append(f"{short[precision]['kv_gib']:.1f}")
+        table.add_row(precision, *cells)
     console.print(table)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
-    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--model", choices=PRECISIONS, default="qwen3_8b")
+    parser.add_argument("--layers", type=int, help="instead of the model's number")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--budget", type=float, default=18.5, help="GiB of weights and KV cache in the second part")
     parser.add_argument("--requests", type=int, default=192)
     parser.add_argument("--tiny", action="store_true", help="a small shape and few tokens, to try this out")
     options = parser.parse_args()
-    options.ample, options.new = (AMPLE, NEW_TOKENS) if not options.tiny else (((2, 64),), 16)
-    config = shape(options.layers, options.tiny)
+    options.ample, options.new = (AMPLE[options.model], NEW_TOKENS) if not options.tiny else (((2, 64),), 16)
+    dense = options.model == "qwen3_8b"
+    config = shape(options.layers or 36, options.tiny) if dense else mixture_shape(options.layers, options.tiny)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     result = {"build": provenance()}
-    result |= {"layers": options.layers, "budget_gib": options.budget, "requests": options.requests, "device": DEVICE}
+    result |= {
+        "model": options.model,
+        "layers": config.num_hidden_layers,
+        "budget_gib": options.budget,
+        "requests": options.requests,
+        "device": DEVICE,
+    }
     result["ample"] = ample(config, options)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
-    result["short"] = short(config, options)
+    if dense:
+        result["short"] = short(config, options)
     print_report(result)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0

@@ -68,7 +68,30 @@ def _qwen3(**fields: Any) -> Published:
     return Published("Qwen3Config", every, 151643, 151669, QWEN_SPECIAL, None, "<|im_end|>", "<|endoftext|>", CHATML)
 
 
+def _qwen3_moe(**fields: Any) -> Published:
+    """128 experts, 8 a token, 3/8 of the hidden size wide; twice the hidden size in the heads of q."""
+    experts = dict(num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, decoder_sparse_step=1)
+    dense = _qwen3(**experts, tie_word_embeddings=False, router_aux_loss_coef=0.001, **fields)
+    return Published(**{**vars(dense), "config": "Qwen3MoeConfig"})
+
+
 PUBLISHED: dict[str, Published] = {
+    "qwen3_30b_a3b": _qwen3_moe(
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_key_value_heads=4,
+    ),
+    # Nobody's: half as wide, and as deep as makes 3.1B parameters, so that one GPU trains it.
+    "qwen3_moe_3b": _qwen3_moe(
+        hidden_size=1024,
+        intermediate_size=3072,
+        moe_intermediate_size=384,
+        num_hidden_layers=18,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+    ),
     "qwen3_1_7b": _qwen3(
         hidden_size=2048,
         intermediate_size=6144,
@@ -152,7 +175,17 @@ PUBLISHED: dict[str, Published] = {
         None,
     ),
 }
-"""Name -> what the model's authors published, from the ``config.json`` and tokenizer of each."""
+"""Name -> what the model's authors published, from the ``config.json`` and tokenizer of each; ``qwen3_moe_3b`` has the
+proportions of ``qwen3_30b_a3b``."""
+
+
+def is_mixture(name: str) -> bool:
+    """Whether a shape of ``PUBLISHED`` is a mixture of experts."""
+    return "num_experts" in PUBLISHED[name].fields
+
+
+SHARED_ON_A_CPU = "jetrl.operations=shared"
+"""What ``jet_fp8`` says where a CPU runs a mixture: ``auto`` is stock there, and stock ones do not run a mixture."""
 
 TINY_WORDS = 1024
 
@@ -172,6 +205,8 @@ def tiny(published: Published) -> Published:
         num_attention_heads=2,
         num_key_value_heads=1,
     )
+    if "num_experts" in fields:
+        fields |= dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128)
     return Published(**{**vars(published), "fields": fields, "words": TINY_WORDS, "tokens": TINY_WORDS + extra})
 
 
@@ -269,6 +304,7 @@ RAW: dict[str, dict[str, Callable[[str, int], dict]]] = {
         "gsm8k_test": _gsm8k,
         "math_500": _boxed,
     },
+    "qwen3_moe": {"gsm8k_train": _gsm8k, "math_train": _boxed, "gsm8k_test": _gsm8k, "math_500": _boxed},
     "deepscaler": {"deepscaler": _boxed, "aime_2024": _boxed},
     "dapo": {"dapo_math_17k": _dapo, "aime_2024": _dapo},
 }

@@ -1,6 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A Qwen3-8B shape with random weights, and vLLM engines that hold it: what the benchmarks of whole steps share.
+"""A Qwen3-8B shape with random weights, or another one's, and vLLM engines that hold it: what the benchmarks of whole
+steps share.
 
 Engines live in processes of their own, so that several can be asked in turn within one run, and a cache that is sized
 by hand lets them share a GPU. ``jet_fp8`` has shared operations, as it does wherever they cover the job;
@@ -11,7 +12,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -19,10 +20,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from published_shapes import PUBLISHED
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
 
-from jetrl_verl import kernels
+from jetrl_verl import formats, kernels
+from jetrl_verl.checkpoint.export import one_by_one
 from jetrl_verl.config.options import JetConfig
+from jetrl_verl.formats.format import SCALE_SUFFIX
+from jetrl_verl.models import family
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
@@ -32,6 +37,7 @@ from jetrl_verl.train.shared_operations import share_operations
 
 OPTIONS = {
     "bf16": None,
+    "fp8_rollout": JetConfig("fp8_rollout", train="bf16", rollout="fp8"),
     "int8_rollout": JetConfig("int8_rollout", train="bf16", rollout="int8"),
     "jet_fp8_stock": JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="stock"),
     "jet_fp8": JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="shared"),
@@ -64,14 +70,40 @@ def shape(layers: int = 36, tiny: bool = False) -> Qwen3Config:
     )
 
 
-def random_weights(config: Qwen3Config) -> Iterator[tuple[str, torch.Tensor]]:
+def mixture_shape(layers: int | None = None, tiny: bool = False) -> Qwen3MoeConfig:
+    """Qwen3-30B-A3B's configuration, with ``layers`` of its 48 layers; ``tiny`` for trying a benchmark out."""
+    fields = dict(PUBLISHED["qwen3_30b_a3b"].fields)
+    if tiny:
+        fields |= dict(vocab_size=512, hidden_size=256, intermediate_size=256, num_attention_heads=2)
+        fields |= dict(num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128)
+    fields |= dict(num_hidden_layers=layers) if layers else {}
+    return Qwen3MoeConfig(**fields, architectures=["Qwen3MoeForCausalLM"], eos_token_id=0, bos_token_id=None)
+
+
+def random_weights(config: PretrainedConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and BF16 weights: normal with a deviation of 0.02, norms one."""
     with torch.device("meta"):
-        names = Qwen3ForCausalLM(config).state_dict()
+        names = AutoModelForCausalLM.from_config(config).state_dict()
     generator = torch.Generator(DEVICE).manual_seed(0)
     for name, like in names.items():
         values = torch.ones(like.shape, dtype=torch.bfloat16, device=DEVICE)
         yield name, values if "norm" in name else values.normal_(0, 0.02, generator=generator)
+
+
+def load(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Load what a trainer sends at a weight sync into vLLM's model, experts as the two tensors that they are."""
+    from jetrl_verl.rollout.experts import is_of_experts, load_experts
+
+    def others() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            if formats.of(tensor) is None and not name.endswith(SCALE_SUFFIX):
+                yield name, tensor
+            elif is_of_experts(name, model.config):
+                load_experts(model, name, tensor, rank=0)
+            else:
+                yield name, tensor
+
+    model.load_weights(others())
 
 
 def build_models(config: Qwen3Config, precisions: tuple[str, ...]) -> dict[str, Qwen3ForCausalLM]:
@@ -138,7 +170,9 @@ class EngineSettings:
     captured: list[int] = field(default_factory=list)
 
 
-def _serve(precision: str, config: Qwen3Config, settings: EngineSettings, connection: Connection, log: Path) -> None:
+def _serve(
+    precision: str, config: PretrainedConfig, settings: EngineSettings, connection: Connection, log: Path
+) -> None:
     """One engine: says how long it took to start and to load, then answers (batch, prompt length, new tokens) with the
     seconds of the generation and the preemptions in it, until it is asked None."""
     from vllm import LLM, SamplingParams
@@ -177,8 +211,11 @@ def _serve(precision: str, config: Qwen3Config, settings: EngineSettings, connec
         weights = quantize_stream(weights, plan_linears(config), options.scale_rule, options.rollout)
     elif DEVICE == "cpu":
         weights = []  # vLLM's CPU build has repacked its own BF16 weights and accepts no others
-    weights = list(weights)
-    loaded = timed(partial(runner.model.load_weights, weights))
+    elif (mixture := family(config).experts) is not None:
+        weights = one_by_one(weights, mixture)
+    if family(config).experts is None:
+        weights = list(weights)  # 61 GB of a mixture's would not fit beside the engine: drawn as they are loaded
+    loaded = timed(partial(load, runner.model, weights))
     del weights
     if DEVICE == "cuda":
         torch.cuda.empty_cache()  # for the engines and models beside this one
@@ -205,10 +242,11 @@ class Engine:
     """An engine in a process of its own.
 
     Attributes:
-        start_s: seconds until it answered. load_s: seconds of loading all weights again, in the precision's format.
+        start_s: seconds until it answered. load_s: seconds of loading all weights again, in the precision's format;
+            of a mixture with drawing and quantizing them.
     """
 
-    def __init__(self, precision: str, config: Qwen3Config, settings: EngineSettings, log: Path) -> None:
+    def __init__(self, precision: str, config: PretrainedConfig, settings: EngineSettings, log: Path) -> None:
         self.start_s = self.load_s = float("nan")
         self._log = log
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

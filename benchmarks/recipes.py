@@ -35,7 +35,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.published_shapes import write_data, write_model_apart
+from benchmarks.published_shapes import SHARED_ON_A_CPU, is_mixture, write_data, write_model_apart
 from benchmarks.verl_runs import FIGURES, Results, environment_of, fresh_folder, run_verl, take_all
 from jetrl_verl.tools.demo.overrides import words_on_a_cpu
 from jetrl_verl.tools.launch import RunPaths, quote
@@ -128,6 +128,8 @@ RECIPES: dict[str, Recipe] = {
         settings={"MAX_RESPONSE_LENGTH": "8192", "SP": "1"},
         words=EIGHT_BIT,  # the script offloads by itself
     ),
+    # 30B parameters and their moments take more than one GPU: the same recipe with a model of its proportions.
+    "qwen3_moe": Recipe("qwen3_moe/run_qwen3_30b_a3b_base.sh", "qwen3_moe_3b", "qwen3_moe", prompts=16, samples=5),
     "paper_qwen3_8b": _math("run_qwen3_8b_base.sh", "qwen3_8b", RESPONSE="8k"),
     "paper_qwen2_5_7b": _math("run_qwen2_5_7b.sh", "qwen2_5_7b", RESPONSE="8k"),
     "paper_llama3_1_8b": _math("run_llama3_1_8b.sh", "llama3_1_8b", RESPONSE="8k", DATASET="deepmath"),
@@ -236,7 +238,8 @@ class Job:
             "METRICS": str(paths.metrics),
             "PYTHON": sys.executable,
         }
-        words = [*self.words(recipe), f"hydra.run.dir={quote(paths.folder / 'hydra')}"]
+        shared = [SHARED_ON_A_CPU] if self.tiny and precision == "jet_fp8" and is_mixture(recipe.model) else []
+        words = [*self.words(recipe), *shared, f"hydra.run.dir={quote(paths.folder / 'hydra')}"]
         settings = " ".join(f"{key}={value}" for key, value in recipe.settings.items())
         say(f"{name} {precision}: {settings} {recipe.script} {' '.join(words)}")
         command = ["bash", str(ROOT / "recipes" / recipe.script), *words]

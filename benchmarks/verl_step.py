@@ -4,6 +4,7 @@
 
     python3 -m benchmarks.verl_step OUT --model qwen3_4b --response 4096        # every row below on one H200
     python3 -m benchmarks.verl_step OUT --model qwen3_8b --response 1024 --rows bf16,jet_fp8 --seconds 580
+    python3 -m benchmarks.verl_step OUT --model qwen3_moe_3b --rows bf16,fp8_rollout,jet_fp8 --response 1024
     python3 -m benchmarks.verl_step OUT --tiny                                  # two narrow layers on a CPU, to try it
 
 One GPU, packed sequences, GRPO with one update a step, no KL term, ``--sequences`` responses of one length (a random
@@ -37,7 +38,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.published_shapes import PUBLISHED, write_data, write_model_apart
+from benchmarks.published_shapes import PUBLISHED, SHARED_ON_A_CPU, is_mixture, write_data, write_model_apart
 from benchmarks.recipes import EIGHT_BIT, OFFLOAD, ROOT
 from benchmarks.verl_runs import FIGURES, TIME_UP, Results, environment_of, fresh_folder, run_verl, take_all
 from jetrl_verl.tools.demo.overrides import words_on_a_cpu
@@ -73,8 +74,10 @@ SIZES = {False: (4096, 64), True: (24, 8)}
 """Whether it is the tiny benchmark -> tokens of a response, and sequences of a step, where the call names none."""
 
 
-def lacking(row: str, on_a_cpu: bool) -> str:
-    """Why a row cannot run on this machine; empty if it can."""
+def lacking(row: str, on_a_cpu: bool, model: str = "") -> str:
+    """Why a row cannot run on this machine, or with this model of ``PUBLISHED``; empty if it can."""
+    if row == "bf16_shared" and model and is_mixture(model):
+        return "not run, since a mixture of experts is supported by the FP8 flow alone"
     if row == "bf16_best" and on_a_cpu:
         return "not run, since Liger's kernels and FlashAttention 3 need a GPU"
     if row == "bf16_best" and not importlib.util.find_spec("liger_kernel"):
@@ -132,7 +135,8 @@ def words_of(row: str, options: argparse.Namespace, model: Path, data: Path, pat
         "++ray_kwargs.ray_init.address=local",
     ]
     if options.tiny:
-        return [*words, f"{ATTENTION}={PLUGINS_ATTENTION}", *words_on_a_cpu()]
+        shared = [SHARED_ON_A_CPU] if row == "jet_fp8" and is_mixture(options.model) else []
+        return [*words, f"{ATTENTION}={PLUGINS_ATTENTION}", *words_on_a_cpu(), *shared]
     if row != "bf16_best" and not importlib.util.find_spec("flash_attn"):
         words.append(f"{ATTENTION}={PLUGINS_ATTENTION}")
     if options.model == "qwen3_8b":
@@ -232,7 +236,7 @@ def derived(found: dict, sequences: int) -> dict:
 
 def take_row(row: str, options: argparse.Namespace, model: Path, data: Path, ends: float) -> dict:
     """Figures and exit status of one row: a run of verl, then its engine alone."""
-    if reason := lacking(row, options.tiny):
+    if reason := lacking(row, options.tiny, options.model):
         return {"status": None, "errors": [reason]}
     paths = RunPaths(options.out / "runs" / f"{options.model}-{options.response}-{row}")
     fresh_folder(paths)

@@ -3,8 +3,9 @@
 """BF16 linears of vLLM's CPU build stay reloadable on the CPU platform (jetrl_verl/cpu_platform.py).
 
 vLLM 0.24.0 packs a CPU linear's weight at load and drops the original (``remove_weight=True``), so the next weight sync
-finds a parameter of size 0. Here the layer multiplies with the parameter itself. Slower by the packing's gain, which a
-model small enough for CPU reinforcement learning does not notice.
+finds a parameter of size 0; experts it packs into parameters of another layout, which no loader knows. Here layers and
+experts multiply with the parameters themselves. Slower by the packing's gain, which a model small enough for CPU
+reinforcement learning does not notice.
 """
 
 import os
@@ -30,4 +31,28 @@ KEEP_WEIGHT = Patch(
     until="vLLM keeps a CPU linear's weight on request",
     needed=True,
 )
-PATCHES = (KEEP_WEIGHT,)
+
+
+def check_grouped_gemm(stock, self, layer: torch.nn.Module) -> tuple[bool, str]:
+    if os.environ.get("VERL_PLATFORM") != "cpu":
+        return stock(self, layer)
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    # Stock builds a module in every forward of this path, where there is no vLLM configuration to build it from.
+    cpu_fused_moe._CPU_MOE_ACT_FN[MoEActivation.SILU] = SiluAndMul.forward_native
+    return False, "none"
+
+
+KEEP_EXPERTS = Patch(
+    replaces="vllm.model_executor.layers.fused_moe.cpu_fused_moe:CPUFusedMOE.check_grouped_gemm",
+    version="0.24.0",
+    sha256="a8aec7c0b87b4de48ab7e89925c3a7fc159efd2853d8763b06387f07ee427aee",
+    by=check_grouped_gemm,
+    symptom="a weight sync cannot load BF16 experts on the CPU: their parameters have no weight_loader any more",
+    upstream="inference never reloads a weight; no issue is known",
+    until="vLLM keeps a CPU mixture's weights on request",
+    needed=True,
+)
+PATCHES = (KEEP_WEIGHT, KEEP_EXPERTS)

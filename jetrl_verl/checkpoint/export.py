@@ -203,7 +203,9 @@ def _plan(source: Path, options: ExportOptions) -> dict[str, LinearPlan]:
     folder = source / "huggingface" if (source / "fsdp_config.json").is_file() else source
     try:
         if folder is source:
-            check_model(str(folder.absolute()), options.as_jetrl(), options.tensor_parallel)
+            # The folder is a rollout's alone: what only training asks for (a mixture's shared operations) is not.
+            served = replace(options.as_jetrl(), precision="fp8_rollout", train=formats.UNQUANTIZED)
+            check_model(str(folder.absolute()), served, options.tensor_parallel)
         config = AutoConfig.from_pretrained(folder)
         return plan_linears(config, options.tensor_parallel, unfit_layers=options.unfit_layers)
     except UnsupportedConfiguration as error:
@@ -298,7 +300,7 @@ def _write(
     layers, mixture = config.get("num_hidden_layers", 0), _mixture(config)
     weights = checkpoint.tensors()
     if mixture is not None:
-        weights, plans = _one_by_one(weights, mixture), _of_each_expert(plans, mixture)
+        weights, plans = one_by_one(weights, mixture), _of_each_expert(plans, mixture)
     names = [f"{family(config).layers}.{layer}.{suffix}.weight" for layer in range(layers) for suffix in plans]
     if not plans and checkpoint.masters and FOLDED in config:
         weights = unfolded(weights, config.pop(FOLDED), family(config))
@@ -307,6 +309,9 @@ def _write(
     stream = digest.of(quantize_stream(weights, plans, options.scale_rule))
     files, size, quantized = _save(stream, folder, shard_bytes)
 
+    if mixture is not None:
+        # transformers 5 writes another name than the published one, which releases before it read.
+        config.setdefault(mixture.count[0], mixture.number(config))
     config["dtype"] = "bfloat16"
     config.pop("torch_dtype", None)  # the older name of the same key
     if plans:
@@ -331,7 +336,7 @@ def _mixture(config: Mapping[str, Any]) -> Experts | None:
     return family(config).experts if config.get("model_type") in model_types() else None
 
 
-def _one_by_one(weights: Iterable[tuple[str, torch.Tensor]], mixture: Experts) -> Iterator[tuple[str, torch.Tensor]]:
+def one_by_one(weights: Iterable[tuple[str, torch.Tensor]], mixture: Experts) -> Iterator[tuple[str, torch.Tensor]]:
     """The stream with fused experts as published checkpoints have them: each projection of each expert by itself."""
     gate, up, down = mixture.each
     for name, tensor in weights:
@@ -349,7 +354,7 @@ def _one_by_one(weights: Iterable[tuple[str, torch.Tensor]], mixture: Experts) -
 
 
 def _of_each_expert(plans: Mapping[str, LinearPlan], mixture: Experts) -> dict[str, LinearPlan]:
-    """Plans by the names that :func:`_one_by_one` gives; shapes of shards, which nobody reads here, stay fused ones."""
+    """Plans by the names that :func:`one_by_one` gives; shapes of shards, which nobody reads here, stay fused ones."""
     found: dict[str, LinearPlan] = {}
     gate, up, down = mixture.each
     for suffix, plan in plans.items():

@@ -23,7 +23,7 @@ from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 from .options import JetConfig, UnsupportedConfiguration
-from .support.general import ULYSSES
+from .support.general import REPLICAS, ULYSSES
 from .support.scopes import ATTENTION, MODEL
 from .support.table import refusal, row, row_of
 
@@ -58,6 +58,8 @@ def check_environment(config: DictConfig) -> None:
     format_name = FLOW if options.ref != UNQUANTIZED else options.rollout
     overrides = model_overrides(config)
     check_model(path, options, tensor_parallel, shared, overrides, format_name)
+    for key in REPLICAS:
+        check_replicas(path, key, OmegaConf.select(config, key) or 1, options.precision)
     for key in ULYSSES:
         check_ulysses(path, key, OmegaConf.select(config, key) or 1, options.precision)
     if OmegaConf.select(config, ATTENTION) == JETRL_ATTENTION:
@@ -218,6 +220,15 @@ def check_model(
             _refuse("mixture_with_stock_operations", options.precision, path=path)
         if options.backward != FLOW:
             _refuse("mixture_with_bf16_backward", options.precision, path=path)
+
+
+def check_replicas(path: str | None, key: str, replicas: int, precision: str) -> None:
+    """Refuse a mixture of experts in one server of several data-parallel replicas: vLLM deals its experts over them."""
+    from jetrl_verl.models import family
+
+    model = read_model(path) if replicas > 1 else None
+    if model is not None and family(model).experts is not None:
+        _refuse("mixture_over_replicas", precision, key=key, value=replicas, path=path)
 
 
 def check_ulysses(path: str | None, key: str, ranks: int, precision: str) -> None:

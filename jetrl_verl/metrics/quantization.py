@@ -12,6 +12,9 @@ Three questions, each answered per kind of layer (``qkv``, ``o``, ``gate_up``, `
   weight sync. At a learning rate of 1e-6 an update can vanish in 8 bits.
 * *Is a weight still a number?* A NaN or Inf in a weight stops the sync, which names the weight.
 
+Of a mixture the first two are also asked of every expert, and the worst and least are named (metrics/experts.py): the
+number of metrics does not grow with that of the experts.
+
 **Why a sample is exact.** Groups of 1x128 lie in one row, blocks of 128x128 in one band of 128 rows, and groups along
 tokens in 128 consecutive ones. So 128 consecutive rows from a multiple of 128 quantize by themselves to the very qdata
 that the GEMMs read: layers need not record anything, and a layer that trains in BF16 can be measured as well.
@@ -19,10 +22,11 @@ that the GEMMs read: layers need not record anything, and a layer that trains in
 **What it costs.** In the first pass after each sync, one such group of rows of the first micro-batch, in at most
 ``SAMPLED_LAYERS`` decoder layers: a number of elements that does not grow with the batch, and one wait for the device
 at the end. The comparison keeps ``SAMPLED_QDATA`` qdata of each weight, 64 KiB, and all its scales, 1/4096 of the
-weight's qdata: 18 MiB on the trainer's device for an 8B model with its 252 weights.
+weight's qdata: 18 MiB on the trainer's device for an 8B model with its 252 weights. Of experts it keeps
+``SAMPLED_OF_AN_EXPERT`` of each and at most as many scales.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -31,6 +35,7 @@ from torch import nn
 
 from jetrl_verl import formats
 from jetrl_verl.formats.format import SCALE_SUFFIX, Format
+from jetrl_verl.metrics.experts import Sample, SampledExperts, experts_of
 from jetrl_verl.models.base import place
 from jetrl_verl.models.plan import LinearPlan, plan_of
 from jetrl_verl.nn.linear import JetLinear
@@ -43,6 +48,9 @@ SAMPLED_LAYERS = 4
 SAMPLED_QDATA = 2**16
 """FP8 data kept of each weight. A share of 1e-3 is then known to 12% for one weight, to 2% over the 36 of a kind."""
 
+SAMPLED_OF_AN_EXPERT = 2**10
+"""FP8 data kept of each expert in a weight. A share of 1e-3 is then known to 14% for one expert over 48 layers."""
+
 _REMEDY = "resume from the last checkpoint, and lower the learning rate or the gradient clip if it happens again"
 
 
@@ -50,23 +58,30 @@ class NonFiniteWeightError(RuntimeError):
     """A weight holds NaN or Inf; the message names it."""
 
 
-def tally(number_format: Format, values: torch.Tensor, qdata: torch.Tensor, restored: torch.Tensor) -> torch.Tensor:
+def tally(
+    number_format: Format,
+    values: torch.Tensor,
+    qdata: torch.Tensor,
+    restored: torch.Tensor,
+    dims: tuple[int, ...] | None = None,
+) -> torch.Tensor:
     """What one quantization did, in sums that can be added over samples.
 
     Args:
         number_format: of ``qdata``, one that is measured.
         values: the tensor that was quantized. qdata: same shape. restored: ``qdata * scale``, FP32.
+        dims: over which to add, all by default.
 
     Returns:
-        ``[5]`` FP64: non-zero elements; of them those that became zero; of them those that became subnormal; sum
+        ``[..., 5]`` FP64: non-zero elements; of them those that became zero; of them those that became subnormal; sum
         of squares of the values; sum of squares of what rounding changed. A NaN or Inf makes the last two NaN.
     """
     values = values.double()
     present = values != 0
     zero, subnormal = number_format.lost(qdata)
-    noise = (values - restored.double()).square().sum()
-    counts = [present.sum(), (present & zero).sum(), (present & subnormal).sum()]
-    return torch.stack([*(count.double() for count in counts), values.square().sum(), noise])
+    noise = (values - restored.double()).square()
+    each = (present, present & zero, present & subnormal, values.square(), noise)
+    return torch.stack([part.double().sum(dims) for part in each], dim=-1)
 
 
 def shares(tallies: Mapping[tuple[str, str], torch.Tensor]) -> dict[str, float]:
@@ -85,6 +100,21 @@ def shares(tallies: Mapping[tuple[str, str], torch.Tensor]) -> dict[str, float]:
         metrics[f"{kind}/{tensor}/subnormal"] = subnormal / present
         if noise != 0:
             metrics[f"{kind}/{tensor}/snr_db"] = 10.0 * float(torch.tensor(signal / noise).log10())
+    return metrics
+
+
+def shares_of_experts(tallies: Mapping[tuple[str, str], torch.Tensor]) -> dict[str, float]:
+    """Metrics of tallies ``[E, 5]`` by (kind, tensor): ``<kind>/<tensor>/{underflow_expert_max,snr_db_expert_min}``, of
+    the experts that the sample has something of. Waits for the device once."""
+    if not tallies:
+        return {}
+    metrics = {}
+    for (kind, tensor), by_expert in zip(tallies, torch.stack(list(tallies.values())).cpu(), strict=True):
+        present, zero, _, signal, noise = by_expert[by_expert[:, 0] > 0].unbind(dim=1)
+        if len(present):
+            metrics[f"{kind}/{tensor}/underflow_expert_max"] = (zero / present).max().item()
+        if len(ratios := (signal / noise)[noise != 0]):
+            metrics[f"{kind}/{tensor}/snr_db_expert_min"] = (10.0 * ratios.log10()).min().item()
     return metrics
 
 
@@ -110,24 +140,35 @@ class QuantizationSampler:
             plan = plan_of(name, plans) if isinstance(module, nn.Linear) else None
             if plan is not None and plan.quantized:
                 planned.setdefault(place(name).index, []).append((plan.kind, module))
+        experts = {
+            place(name).index: layer for name, layer in experts_of(model, plans, number_format, scale_rule).items()
+        }
         places = sorted(planned)
         count = min(SAMPLED_LAYERS, len(places))
         chosen = sorted({places[round(i * (len(places) - 1) / max(count - 1, 1))] for i in range(count)})
         self._layers = [layer for index in chosen for layer in planned[index]]
+        self._experts = [experts[index] for index in chosen if index in experts]
         # q, k and v of a decoder layer read one X, and so do gate and up: it is measured at the first of them.
         self._reads_x = {id(layer) for index in chosen for layer in dict(reversed(planned[index])).values()}
         self._rule = scale_rule
         self._passes = 0
         self._tallies: dict[tuple[str, str], torch.Tensor] = {}
+        self._by_expert: dict[tuple[str, str], torch.Tensor] = {}
+        self._pairs: list[torch.Tensor] = []
         self._seen: set[tuple[int, str]] = set()
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
         """Measure the first call of each chosen layer inside the block, and its backward."""
         self._tallies.clear()
+        self._by_expert.clear()
+        self._pairs.clear()
         self._seen.clear()
         self._passes += 1
         hooks = [layer.register_forward_hook(partial(self._forward, kind)) for kind, layer in self._layers]
+        hooks += [
+            experts.module.register_forward_hook(partial(self._experts_forward, experts)) for experts in self._experts
+        ]
         try:
             yield
         finally:
@@ -135,8 +176,15 @@ class QuantizationSampler:
                 hook.remove()
 
     def metrics(self) -> dict[str, float]:
-        """What the last :meth:`sampling` found, see :func:`shares`."""
-        return shares(self._tallies)
+        """What the last :meth:`sampling` found, see :func:`shares` and :func:`shares_of_experts`; and of a mixture
+        ``experts/{load_max,idle}``: tokens of the expert with most over the mean, and the share of experts with none,
+        in the first micro-batch, means over the sampled layers."""
+        found = shares(self._tallies) | shares_of_experts(self._by_expert)
+        if self._pairs:
+            pairs = torch.stack(self._pairs).double().cpu()
+            found["experts/load_max"] = (pairs.max(dim=1).values / pairs.mean(dim=1)).mean().item()
+            found["experts/idle"] = (pairs == 0).double().mean().item()
+        return found
 
     def _first(self, layer: nn.Module, tensor: str) -> bool:
         # Activation checkpointing calls a layer twice, and a pass has many micro-batches.
@@ -146,14 +194,52 @@ class QuantizationSampler:
 
     def _sample(self, matrix: torch.Tensor) -> torch.Tensor:
         """One group of 128 rows, another in each pass, the same for all tensors with as many rows."""
+        return self._rows(matrix).to(torch.bfloat16)
+
+    def _rows(self, matrix: torch.Tensor) -> torch.Tensor:
         rows = matrix.detach().flatten(0, -2)
         # A stride that shares no factor with usual numbers of groups visits each of them in turn.
         start = self._passes * 7919 % -(-len(rows) // BLOCK) * BLOCK
-        return rows[start : start + BLOCK].to(torch.bfloat16)
+        return rows[start : start + BLOCK]
 
     def _add(self, kind: str, tensor: str, values: torch.Tensor, q: QuantizedTensor, restored: torch.Tensor) -> None:
         found = tally(self._format, values, q.qdata, restored)
         self._tallies[kind, tensor] = self._tallies[kind, tensor] + found if (kind, tensor) in self._tallies else found
+
+    def _add_of_experts(self, experts: int, sample: Sample) -> None:
+        kind, tensor, values, q, restored, owners = sample
+        if owners is None:
+            self._add(kind, tensor, values, q, restored)
+            return
+        rows = tally(self._format, values, q.qdata, restored, dims=(1,))
+        found = rows.new_zeros(experts, rows.shape[1]).index_add_(0, owners, rows)
+        for tallies, sums in ((self._by_expert, found), (self._tallies, found.sum(dim=0))):
+            tallies[kind, tensor] = tallies[kind, tensor] + sums if (kind, tensor) in tallies else sums
+
+    @torch.no_grad()
+    def _experts_forward(
+        self, layer: SampledExperts, module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
+    ) -> None:
+        hidden, chosen, weights = inputs
+        x = hidden.source if isinstance(hidden, QuantizedTensor) else hidden
+        if torch.compiler.is_compiling() or x.numel() == 0 or not self._first(module, "X"):
+            return
+        pairs = chosen.flatten().long()
+        self._pairs.append(pairs.new_zeros(layer.experts).index_add_(0, pairs, torch.ones_like(pairs)))
+        for sample in layer.weights(self._passes):
+            self._add_of_experts(layer.experts, sample)
+        for sample in layer.inputs(self._sample(x), self._rows(chosen), self._rows(weights)):
+            self._add_of_experts(layer.experts, sample)
+        samples = layer.gradients(chosen, self._passes) if output.requires_grad else None
+        if samples is not None:
+            output.register_hook(partial(self._experts_backward, layer.experts, samples))
+
+    @torch.no_grad()
+    def _experts_backward(
+        self, experts: int, samples: Callable[[torch.Tensor], Iterator[Sample]], gradient: torch.Tensor
+    ) -> None:
+        for sample in samples(gradient):
+            self._add_of_experts(experts, sample)
 
     @torch.no_grad()
     def _forward(self, kind: str, layer: nn.Linear, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
@@ -213,7 +299,8 @@ class CodeChanges:
             yield name, tensor
 
     def metrics(self) -> dict[str, float]:
-        """``qdata_changed/<kind>`` and ``scales_changed/<kind>`` of the last sync; nothing after the first one."""
+        """``qdata_changed/<kind>`` and ``scales_changed/<kind>`` of the last sync, of experts also the least and the
+        largest share of one, ``.../<kind>_expert_{min,max}``; nothing after the first sync."""
         self._read = True
         names: dict[str, list[str]] = {}
         for name in self._kept.keys() & self._before.keys():
@@ -223,15 +310,24 @@ class CodeChanges:
         if not names:
             return {}
 
-        def share(group: list[str]) -> torch.Tensor:
-            now, before = (torch.cat([kept[name] for name in group]) for kept in (self._kept, self._before))
-            return (now != before).double().mean()
-
-        return dict(zip(names, torch.stack([share(group) for group in names.values()]).tolist(), strict=True))
+        found = {}
+        for name, group in names.items():
+            now, before = (torch.cat([kept[name] for name in group], dim=-1) for kept in (self._kept, self._before))
+            share = (now != before).double().mean(dim=-1)
+            found[name] = share.mean()
+            if share.ndim:
+                found[f"{name}_expert_min"], found[f"{name}_expert_max"] = share.aminmax()
+        return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
 
 
 def _spread(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of ``SAMPLED_QDATA`` elements or a few more; a tensor of no more than that itself."""
+    """A copy of ``SAMPLED_QDATA`` elements or a few more; a tensor of no more than that itself.
+
+    Of experts ``[E, N, K]`` a matrix ``[E, S]``, with ``SAMPLED_OF_AN_EXPERT`` elements or a few more of each.
+    """
+    if tensor.ndim == 3:
+        each = tensor.flatten(1)
+        return each[:, :: max(each.shape[1] // SAMPLED_OF_AN_EXPERT, 1) | 1].clone()
     if tensor.numel() <= SAMPLED_QDATA:
         return tensor.reshape(-1)
     # An odd stride walks through all columns of a power-of-two width instead of a few.

@@ -110,6 +110,25 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class Routing:
+    """How a mixture chooses a token's experts; trainer and rollout have to agree in all of it.
+
+    Attributes:
+        experts: how many there are. per_token: how many of them a token goes to.
+        scoring: what makes probabilities of the router's logits. renormalize: whether a token's weights add up to 1.
+    """
+
+    experts: int
+    per_token: int
+    scoring: str
+    renormalize: bool
+
+    def __str__(self) -> str:
+        weights = "renormalized" if self.renormalize else "not renormalized"
+        return f"{self.per_token} of {self.experts} experts a token by {self.scoring}, weights {weights}"
+
+
+@dataclass(frozen=True)
 class Experts:
     """A mixture of experts in a decoder layer's second half; names are relative to the layer.
 
@@ -120,8 +139,9 @@ class Experts:
         held: vLLM's module that has the experts' parameters.
         parameters: the trainer's parameter -> vLLM's.
         each: gate, up and down of one expert in a published checkpoint, below ``<module>.<number>``.
-        count, per_token, width, renormalize: fields of the configuration with E, k, I, and whether the k weights of a
-            token are made to add up to 1.
+        count: fields of the configuration of which one has E: the published one, and what transformers 5 writes.
+        per_token, width, renormalize: fields with k, I, and whether the k weights of a token are made to add up to 1.
+        scoring: what makes probabilities of the router's logits.
     """
 
     block: str = "mlp"
@@ -132,10 +152,15 @@ class Experts:
     held: str = "mlp.experts.routed_experts"
     parameters: tuple[tuple[str, str], ...] = (("gate_up_proj", "w13_weight"), ("down_proj", "w2_weight"))
     each: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    count: str = "num_experts"
+    count: tuple[str, ...] = ("num_experts", "num_local_experts")
     per_token: str = "num_experts_per_tok"
     width: str = "moe_intermediate_size"
     renormalize: str = "norm_topk_prob"
+    scoring: str = "softmax"
+
+    def number(self, config: Any) -> int:
+        """E of a Hugging Face configuration, object or mapping."""
+        return next((count for name in self.count if (count := read(config, name)) is not None), 0)
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def plan_linears(
         )
     shapes = ours.shapes(hf_config, tp)
     plans: dict[str, LinearPlan] = {}
-    experts = read(hf_config, ours.experts.count) if ours.experts is not None else 1
+    experts = ours.experts.number(hf_config) if ours.experts is not None else 1
     if ours.experts is not None and format_name != FLOW:
         raise UnsupportedLayer(
             f"a mixture of experts is supported by the FP8 flow alone, not with linear layers in {format_name}; use "

@@ -18,9 +18,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, FusedMoeWeightScaleSupported, RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeSparseMoeBlock
+from vllm.model_executor.utils import set_weight_attrs
 
 from jetrl_verl import formats, kernels
 from jetrl_verl.formats.format import SCALE_SUFFIX
@@ -59,9 +60,10 @@ class JetExpertsMethod(FusedMoEMethodBase):
         hidden_size: int,
         intermediate_size_per_partition: int,
         params_dtype: torch.dtype,
-        **_: Any,
+        **attributes: Any,
     ) -> None:
-        """Register qdata and scales of this rank's part.
+        """Register qdata and scales of this rank's part, with the names and shapes of vLLM's block-FP8 experts, so that
+        its loader fills them from an exported folder.
 
         Raises:
             UnsupportedLayer: activations other than BF16.
@@ -76,6 +78,9 @@ class JetExpertsMethod(FusedMoEMethodBase):
             scales = torch.ones(num_experts, *self.format.scales_shape(n, k), dtype=torch.float32)
             layer.register_parameter(name, torch.nn.Parameter(qdata, requires_grad=False))
             layer.register_parameter(name + SCALE_SUFFIX, torch.nn.Parameter(scales, requires_grad=False))
+            set_weight_attrs(layer.get_parameter(name), attributes)
+            block_scales = {"quant_method": FusedMoeWeightScaleSupported.BLOCK.value}
+            set_weight_attrs(layer.get_parameter(name + SCALE_SUFFIX), attributes | block_scales)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Nothing: qdata and scales are used as they arrive."""

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from jetrl_verl import formats
 from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.models import family
-from jetrl_verl.models.base import Experts, place
+from jetrl_verl.models.base import Experts, Routing, place
 from jetrl_verl.rollout.experts import held_parameters
 from jetrl_verl.sync.contract import LiveParameter, LiveTensor
 
@@ -119,3 +119,18 @@ def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
             else:
                 live[f"{prefix}.{leaf}"] = held.part(data.shape[0])
     return live
+
+
+def live_routing(model: torch.nn.Module) -> Routing | None:
+    """How vLLM's mixture chooses experts, read from its layers; None if it is dense.
+
+    Raises:
+        ValueError: its layers differ in that.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
+    found = {
+        Routing(layer.w2_weight.shape[0], layer.top_k, layer.scoring_func, bool(layer.renormalize)) for layer in layers
+    }
+    if len(found) > 1:
+        raise ValueError("A mixture of experts whose layers choose differently is not supported. Set precision=bf16.")
+    return found.pop() if found else None

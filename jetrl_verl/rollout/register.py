@@ -26,6 +26,7 @@ def register() -> None:
             from jetrl_verl.patches import fork_on_cpu, reloadable_weights_on_cpu
 
             reloadable_weights_on_cpu.KEEP_WEIGHT.apply()
+            reloadable_weights_on_cpu.KEEP_EXPERTS.apply()
             fork_on_cpu.FORK.apply()
     except Exception:
         print("jetrl_verl: the vLLM plugin failed to load, so FP8 rollouts will not work:", file=sys.stderr)

@@ -29,7 +29,7 @@ from vllm.platforms import current_platform
 
 from jetrl_verl.patches import two_runs
 from jetrl_verl.rollout.experts import is_of_experts, load_experts
-from jetrl_verl.rollout.live import live_tensors
+from jetrl_verl.rollout.live import live_routing, live_tensors
 from jetrl_verl.rollout.method import JetQuantizationConfig
 from jetrl_verl.rollout.row_parallel import fused_reductions, reduce_ranks
 from jetrl_verl.rollout.sampler import share_sampler
@@ -104,11 +104,14 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
         if not config.contract_check:
             logger.info("jetrl weight sync: loaded in %.3f s, contract not checked", loaded - started)
             return
+        routing = live_routing(self.model_runner.model)
+        operations = stated_operations(self.device, config.operations, mixture=routing is not None)
         counts = self._jetrl_receiver.verify(
             live_tensors(self.model_runner.model),
             scale_rule=config.scale_rule,
             probe=stated_probe(self.device, config.format_name, config.scale_rule),
-            operations=stated_operations(self.device, config.operations) | self._stated_reduction(config),
+            operations=operations | self._stated_reduction(config),
+            routing=routing,
         )
         logger.info(
             "jetrl weight sync: loaded in %.3f s, contract of %d quantized and %d BF16 tensors held in %.3f s, "

@@ -12,14 +12,14 @@ data get one sum per 128x128 block, the block's scale included, which is also th
 and merged projections: a worker compares exactly the blocks it holds. BF16 tensors get one sum per row, or, where the
 rollout is tensor parallel, one per row and rank, since a rank of a row-parallel layer holds a part of each row.
 
-Per-layer facts ride in a JSON manifest: quantized or not, block shape, scale rule, and the sum of a small probe GEMM
-run through the same operator on both sides, which tells two kernels apart that hold equal weights; where operations are
-shared, a sum of each (sync/operations_probe.py).
+Per-layer facts ride in a JSON manifest: quantized or not, block shape, scale rule, how a mixture chooses experts, and
+the sum of a small probe GEMM run through the same operator on both sides, which tells two kernels apart that hold equal
+weights; where operations are shared, a sum of each (sync/operations_probe.py).
 """
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -28,6 +28,7 @@ import torch
 from jetrl_verl import formats, kernels
 from jetrl_verl.formats.format import Format
 from jetrl_verl.formats.sums import element_sums, row_sums
+from jetrl_verl.models.base import Routing
 from jetrl_verl.reference import BLOCK, QuantizedTensor
 from jetrl_verl.sync.wire import is_packed, unpacked, with_completed
 
@@ -46,12 +47,14 @@ class Manifest:
     Attributes:
         scale_rule: rule that made the qdata. probe: ``stated_probe`` of the trainer (sync/operations_probe.py).
         operations: shared operation -> sum of its results on the probe's inputs; empty where none is shared.
+        routing: fields of :class:`~jetrl_verl.models.base.Routing` of a mixture of experts, else None.
         block: side of a weight block. quantized: names of weights sent as qdata. plain: names of all other tensors.
     """
 
     scale_rule: str
     probe: int | None
     operations: dict[str, int] = field(default_factory=dict)
+    routing: dict[str, Any] | None = None
     block: int = BLOCK
     quantized: list[str] = field(default_factory=list)
     plain: list[str] = field(default_factory=list)
@@ -72,19 +75,21 @@ def with_contract(
     scale_rule: str,
     probe: int | None,
     operations: Mapping[str, int] = MappingProxyType({}),
+    routing: Routing | None = None,
     ranks: int = 1,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Pass a sync's stream through and append sums and manifest.
 
     Args:
         weights: (name, tensor); a quantized weight's qdata are followed at once by its scales.
-        scale_rule: rule that made the qdata. probe, operations: as in :class:`Manifest`.
+        scale_rule: rule that made the qdata. probe, operations: as in :class:`Manifest`. routing: of a mixture.
         ranks: over how many the rollout splits each layer.
 
     Yields:
         ``weights`` unchanged, then :data:`SUM_PREFIX` + name with the int64 sums of each, last :data:`MANIFEST_NAME`.
     """
     manifest = Manifest(scale_rule=scale_rule, probe=probe, operations=dict(operations))
+    manifest.routing = None if routing is None else asdict(routing)
     sums = _Sums()
     for name, tensor, completed in with_completed(weights):
         yield name, tensor
@@ -207,12 +212,14 @@ class ContractReceiver:
         scale_rule: str,
         probe: int | None,
         operations: Mapping[str, int] = MappingProxyType({}),
+        routing: Routing | None = None,
     ) -> dict[str, Any]:
         """Compare.
 
         Args:
             live: trainer's name -> what this worker holds of it, quantized and plain.
             scale_rule: rule of the live method. probe, operations: as in :class:`Manifest`, of this worker.
+            routing: of this worker's mixture of experts.
 
         Returns:
             Counts under ``"quantized"`` and ``"plain"``, and under ``"digest"`` the sum of all live sums modulo 2^64.
@@ -220,7 +227,7 @@ class ContractReceiver:
         Raises:
             ContractViolation: at the first difference.
         """
-        manifest = self._check_statement(scale_rule)
+        manifest = self._check_statement(scale_rule, routing)
         self._check_coverage(manifest, live)
         stated: list[tuple[str, torch.Tensor]] = []
         found = _Sums()
@@ -250,8 +257,8 @@ class ContractReceiver:
             "digest": digest % 2**64,
         }
 
-    def _check_statement(self, scale_rule: str) -> Manifest:
-        """The trainer's manifest, whose blocks and scale rule are this side's."""
+    def _check_statement(self, scale_rule: str, routing: Routing | None) -> Manifest:
+        """The trainer's manifest, whose blocks, scale rule and choice of experts are this side's."""
         manifest = self._manifest
         if manifest is None:
             raise ContractViolation(
@@ -262,6 +269,13 @@ class ContractReceiver:
             raise ContractViolation(
                 f"contract check: the trainer quantizes with {manifest.block}x{manifest.block} blocks and scale rule "
                 f"{manifest.scale_rule}, the rollout with {BLOCK}x{BLOCK} and {scale_rule}"
+            )
+        theirs = None if manifest.routing is None else Routing(**manifest.routing)
+        if theirs != routing:
+            sides = ["no mixture of experts" if side is None else str(side) for side in (theirs, routing)]
+            raise ContractViolation(
+                f"contract check: the trainer has {sides[0]}, the rollout {sides[1]}; start both from the same "
+                "config.json, without overrides of what it says about experts"
             )
         return manifest
 

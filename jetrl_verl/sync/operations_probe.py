@@ -5,6 +5,9 @@
 Both sides run every operation on fixed inputs, odd shapes among them, and compare sums of the results' bits, one per
 operation, so that a difference is named. Weights play no part, so equal weights under different code do not pass.
 
+Of a mixture of experts they also choose experts by logits of which many are equal, send ragged numbers of rows to
+experts of which one gets none, and add a token's rows where another order rounds differently.
+
 Under a rollout over several GPUs both also add products of ranks, each its own in the rollout and all of them in the
 trainer: a reduction in another order, or with another rounding, has other bits in some of them.
 """
@@ -17,7 +20,7 @@ import torch
 
 from jetrl_verl import formats, kernels
 from jetrl_verl.formats.sums import row_sums
-from jetrl_verl.reference import QuantizedTensor
+from jetrl_verl.reference import BLOCK, QuantizedTensor
 
 _LENGTHS = (5, 1, 131)
 _HEAD_DIM = 128
@@ -95,6 +98,77 @@ def operation_sums(device: torch.device) -> dict[str, int]:
     return dict(zip(results, sums.tolist(), strict=True))
 
 
+_EXPERTS, _PER_TOKEN, _WIDTH = 6, 3, 128
+_ROWS = (1, 5, 137)
+"""Tokens of the experts' probe: a kernel may be chosen by their number."""
+
+
+class _MixtureInputs(NamedTuple):
+    """What a mixture's operations are asked with, on one device."""
+
+    tied: torch.Tensor
+    x: torch.Tensor
+    experts_of: torch.Tensor
+    weights: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    terms: torch.Tensor
+
+
+@cache
+def _mixture_inputs(device: torch.device) -> _MixtureInputs:
+    """Kept, as :func:`_inputs`."""
+    generator = torch.Generator().manual_seed(20261124)
+    tokens = max(_ROWS)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cpu")
+
+    # Expert 2 gets no token; 0 gets most, since a token's first expert is often that one.
+    others = torch.tensor([1, 3, 4, 5])
+    draws = torch.stack([others[torch.randperm(4, generator=generator)[: _PER_TOKEN - 1]] for _ in range(tokens)])
+    experts_of = torch.cat([torch.zeros(tokens, 1, dtype=torch.long), draws], dim=1).to(torch.int32)
+    # Two terms of a token cancel, so the third is lost or kept by the order.
+    large = normal(tokens, 2 * BLOCK).mul_(2.0**12)
+    terms = torch.stack([large, normal(tokens, 2 * BLOCK), -large], dim=1)
+    return _MixtureInputs(
+        tied=torch.randint(-2, 3, (tokens, 32), generator=generator, device="cpu").float().to(device),
+        x=normal(tokens, 2 * BLOCK).to(device, torch.bfloat16),
+        experts_of=experts_of.to(device),
+        weights=torch.rand(tokens, _PER_TOKEN, generator=generator, device="cpu").to(device),
+        gate_up=normal(_EXPERTS, 2 * _WIDTH, 2 * BLOCK).mul_(0.1).to(device, torch.bfloat16),
+        down=normal(_EXPERTS, 2 * BLOCK, _WIDTH).mul_(0.1).to(device, torch.bfloat16),
+        terms=terms.flatten(0, 1).to(device, torch.bfloat16),
+    )
+
+
+def _experts_forward(inputs: _MixtureInputs, tokens: int, align: int) -> torch.Tensor:
+    """Output of the flow's experts for the first ``tokens`` tokens, BF16."""
+    flow = formats.get(formats.FLOW)
+    segments = kernels.segments(inputs.experts_of[:tokens].contiguous(), _EXPERTS, align)
+    gate_up, down = (flow.quantize_weight(weight, "fp32") for weight in (inputs.gate_up, inputs.down))
+    x = flow.quantize_activation(inputs.x[:tokens], "fp32")
+    return flow.experts(x, inputs.weights[:tokens].contiguous(), segments, gate_up, down, "fp32")[0]
+
+
+def mixture_sums(device: torch.device) -> dict[str, int]:
+    """Operation of a mixture of experts -> sum of the bits of its results on ``device``, modulo 2^64."""
+    inputs = _mixture_inputs(device)
+    tokens = max(_ROWS)
+    rows = torch.arange(tokens * _PER_TOKEN, dtype=torch.int32, device=device).view(tokens, _PER_TOKEN)
+    with torch.no_grad():
+        chosen = [kernels.route(inputs.tied, 4, renormalize) for renormalize in (False, True)]
+        # Rows of the trainer's segments begin at multiples of 128, those of the rollout's anywhere.
+        outputs = [_experts_forward(inputs, count, align) for count in _ROWS for align in (1, BLOCK)]
+        results = {
+            "route": torch.cat([x.view(torch.int32) for pair in chosen for x in pair], dim=1).view(torch.bfloat16),
+            "experts": torch.cat(outputs),
+            "combine": kernels.combine(inputs.terms, rows),
+        }
+    sums = torch.stack([row_sums(result).sum() for result in results.values()])
+    return dict(zip(results, sums.tolist(), strict=True))
+
+
 _PRODUCTS = ((1, 256), (65, 4096), (160, 4096))
 """Shapes of the products that ranks add: vLLM's all-reduces change at 256 KiB, 512 KiB and more, ours at 1 MiB."""
 
@@ -138,9 +212,15 @@ def stated_reduction(
     return {f"the sum of {ranks} ranks' products": int(sums.sum())}
 
 
-def stated_operations(device: torch.device, operations: str) -> dict[str, int]:
-    """What a side states about its operations: :func:`operation_sums` where they are ``"shared"``, else nothing."""
-    return operation_sums(device) if operations == "shared" else {}
+def stated_operations(device: torch.device, operations: str, mixture: bool = False) -> dict[str, int]:
+    """What a side states about its operations: :func:`operation_sums` where they are ``"shared"``, else nothing.
+
+    Args:
+        mixture: whether the model is a mixture of experts; :func:`mixture_sums` are then stated as well.
+    """
+    if operations != "shared":
+        return {}
+    return operation_sums(device) | (mixture_sums(device) if mixture else {})
 
 
 def stated_probe(device: torch.device, format_name: str, scale_rule: str) -> int | None:

@@ -43,7 +43,7 @@ from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.patches import fused_experts, two_runs, weight_sync
 from jetrl_verl.sync.wire import SyncStatistics
 from jetrl_verl.train.shared_operations import share_operations
-from jetrl_verl.train.weight_stream import weight_stream
+from jetrl_verl.train.weight_stream import stated_routing, weight_stream
 
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)
@@ -99,6 +99,8 @@ class _JetEngine(ShadowForwards):
                 unfit_layers=options.unfit_layers,
                 format_name=options.rollout if config.jetrl_role == "actor" else formats.FLOW,
             )
+        if config.jetrl_role == "actor":
+            self._jetrl_routing = stated_routing(module)
         if config.quantized_linears:
             names = replace_linears(module, self._jetrl_plans, scale_rule=options.scale_rule, backward=options.backward)
             if self.rank == 0:
@@ -166,6 +168,7 @@ class _JetEngine(ShadowForwards):
             self._jetrl_kept_scales,
             self._jetrl_metrics,
             ranks=config.jetrl_rollout_tp,
+            routing=self._jetrl_routing,
         )
         return stream, peft_config
 

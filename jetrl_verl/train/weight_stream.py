@@ -10,10 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.formats.sums import odd_constants
 from jetrl_verl.metrics.quantization import QuantizationMetrics, refuse_non_finite
+from jetrl_verl.models import family
+from jetrl_verl.models.base import Routing, leaf
 from jetrl_verl.models.plan import LinearPlan
 from jetrl_verl.sync.contract import SUM_PREFIX, ContractViolation, with_contract
 from jetrl_verl.sync.operations_probe import stated_operations, stated_probe, stated_reduction
@@ -56,6 +59,25 @@ def same_on_every_rank(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[t
         )
 
 
+def stated_routing(model: nn.Module) -> Routing | None:
+    """How the trainer's mixture chooses experts, read from its modules before FSDP wraps them; None if it is dense.
+
+    Raises:
+        ValueError: its layers differ in that.
+    """
+    mixture = family(model.config).experts
+    if mixture is None:
+        return None
+    found = set()
+    for layer in model.get_decoder().layers:
+        router, experts = layer.get_submodule(mixture.router), layer.get_submodule(mixture.module)
+        count = getattr(experts, leaf(mixture.down)).shape[0]
+        found.add(Routing(count, router.top_k, mixture.scoring, bool(router.norm_topk_prob)))
+    if len(found) != 1:
+        raise ValueError("A mixture of experts whose layers choose differently is not supported. Set precision=bf16.")
+    return found.pop()
+
+
 def weight_stream(
     weights: Iterable[tuple[str, torch.Tensor]],
     options: JetConfig,
@@ -65,6 +87,7 @@ def weight_stream(
     kept_scales: dict[str, torch.Tensor] | None = None,
     metrics: QuantizationMetrics | None = None,
     ranks: int = 1,
+    routing: Routing | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """What an actor sends at a weight sync, small tensors :func:`~jetrl_verl.sync.wire.packed`.
 
@@ -73,6 +96,7 @@ def weight_stream(
         plans: from :func:`jetrl_verl.models.plan.plan_linears`. device: on which the probes run.
         statistics: gets sizes and duration. kept_scales: see :func:`~jetrl_verl.sync.wire.quantize_stream`.
         metrics: looks at the qdata, if it is given. ranks: tensor-parallel ones of the rollout.
+        routing: from :func:`stated_routing`.
 
     Raises:
         NonFiniteWeightError: behind the last weight, if one of them is NaN or Inf.
@@ -84,7 +108,7 @@ def weight_stream(
     if metrics is not None:
         stream = metrics.watch(stream)
     if options.contract_check:
-        operations = stated_operations(device, options.operations)
+        operations = stated_operations(device, options.operations, mixture=routing is not None)
         if options.reduction == "ordered":
             operations |= stated_reduction(device, ranks)
         stream = with_contract(
@@ -92,6 +116,7 @@ def weight_stream(
             scale_rule=options.scale_rule,
             probe=stated_probe(device, options.rollout, options.scale_rule),
             operations=operations,
+            routing=routing,
             ranks=ranks,
         )
         stream = same_on_every_rank(stream)

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 import pytest
+import torch
 import verl.trainer.main_ppo  # noqa: F401  (the plugin registers itself through verl, as in a run)
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
@@ -14,6 +15,9 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from benchmarks import verl_step
 from benchmarks.published_shapes import PUBLISHED, tiny, write_model
+from jetrl_verl.config import JetConfig
+from jetrl_verl.config.environment import check_model
+from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 from jetrl_verl.tools.launch import RunPaths
 
@@ -52,6 +56,48 @@ def test_every_row_is_a_job_that_verl_accepts(row, on_a_cpu, model):
     assert config.actor_rollout_ref.model.use_remove_padding
     assert actor.ppo_max_token_len_per_gpu >= rollout.max_model_len == 512 + 4096
     assert rollout.enforce_eager == on_a_cpu and rollout.calculate_log_probs
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("mixture")
+    write_model(tiny(PUBLISHED["qwen3_moe_3b"]), folder)
+    return folder
+
+
+@pytest.mark.parametrize("row", ["bf16", "bf16_best", "verl_fp8", "fp8_rollout", "jet_fp8", "jet_fp8_exact"])
+def test_a_mixture_is_a_job_that_verl_accepts(row, mixture):
+    config = composed(row, mixture, model="qwen3_moe_3b", response=1024)
+    assert OmegaConf.select(config, "jetrl.precision") == (None if PRECISIONS.get(row, row) == "bf16" else row)
+    assert not config.actor_rollout_ref.actor.fsdp_config.param_offload
+    if row == "jet_fp8_exact":
+        options = JetConfig.from_node(OmegaConf.to_container(config.jetrl, resolve=True))
+        check_model(str(mixture), options, 1, True)
+
+
+def test_a_mixture_has_the_proportions_and_the_size_that_it_says():
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    def parameters(name: str) -> int:
+        fields = PUBLISHED[name].fields
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **fields))
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    assert parameters("qwen3_30b_a3b") == 30_532_122_624
+    assert 3.0e9 < parameters("qwen3_moe_3b") < 3.2e9
+    large, small = (PUBLISHED[name].fields for name in ("qwen3_30b_a3b", "qwen3_moe_3b"))
+    for name in ("moe_intermediate_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        assert small[name] / small["hidden_size"] == large[name] / large["hidden_size"]
+    assert all(small[name] == large[name] for name in ("num_experts", "num_experts_per_tok", "head_dim"))
+    for tp in (1, 2):
+        assert all(plan.quantized for plan in plan_linears({"model_type": "qwen3_moe", **large}, tp).values())
+    assert all(plan.quantized for plan in plan_linears({"model_type": "qwen3_moe", **small}).values())
+
+
+def test_the_row_that_no_mixture_has_says_why():
+    assert "FP8 flow alone" in verl_step.lacking("bf16_shared", False, "qwen3_moe_3b")
+    assert not verl_step.lacking("bf16_shared", False, "qwen3_4b")
 
 
 def test_the_rows_differ_where_they_say(model):

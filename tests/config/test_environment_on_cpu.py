@@ -15,7 +15,15 @@ from omegaconf import OmegaConf
 from safetensors.numpy import save_file
 
 from jetrl_verl.config import JetConfig, UnsupportedConfiguration, check_environment
-from jetrl_verl.config.environment import check_data, check_gpu, check_model, check_versions, check_vocabulary
+from jetrl_verl.config.environment import (
+    check_data,
+    check_gpu,
+    check_model,
+    check_replicas,
+    check_versions,
+    check_vocabulary,
+)
+from jetrl_verl.config.support.general import REPLICAS
 
 OPTIONS = JetConfig(precision="jet_fp8", train="fp8", rollout="fp8")
 EXACT = JetConfig(precision="jet_fp8_exact", train="fp8", rollout="fp8", operations="shared")
@@ -222,7 +230,7 @@ def test_the_model_is_checked_as_the_trainer_changes_it(model_folder):
     )
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_5_vl", "gpt2"])
+@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "qwen2_moe", "qwen2_5_vl", "gpt2"])
 def test_other_architectures_are_refused(model_folder, model_type):
     message = refusal(check_model, str(model_folder(model_type=model_type, num_experts=8)), OPTIONS, 1)
     assert (
@@ -255,6 +263,25 @@ def test_a_mixture_of_experts_is_checked(model_folder):
     assert "mlp.experts.down_proj has shards of shape [256, 64]" in refusal(check_model, folder, EXACT, 4, True)
     dense_layers = str(model_folder(**MIXTURE, mlp_only_layers=[0]))
     assert "a dense MLP in some layers" in refusal(check_model, dense_layers, EXACT, 1, True)
+    shared_expert = str(model_folder(**MIXTURE, shared_expert_intermediate_size=256))
+    assert "a mixture with a shared expert (shared_expert_intermediate_size)" in refusal(
+        check_model, shared_expert, EXACT, 1, True
+    )
+    assert "9 of 8 experts a token make no mixture" in refusal(
+        check_model, str(model_folder(**(MIXTURE | dict(num_experts_per_tok=9)))), EXACT, 1, True
+    )
+
+
+@pytest.mark.parametrize("key", REPLICAS)
+def test_a_mixture_over_the_replicas_of_one_server_is_refused(model_folder, key):
+    folder = str(model_folder(**MIXTURE))
+    check_replicas(folder, key, 1, "jet_fp8")
+    check_replicas(str(model_folder()), key, 2, "jet_fp8")
+    folder = str(model_folder(**MIXTURE))
+    assert refusal(check_replicas, folder, key, 2, "jet_fp8") == (
+        f"the mixture of experts {folder} is not supported with {key}=2: vLLM deals experts over the replicas of one "
+        f"server, and here they are whole on every rank. Set {key}=1, which starts a server for each replica."
+    )
 
 
 def test_a_quantized_checkpoint_is_refused(model_folder):

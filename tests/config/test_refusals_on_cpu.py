@@ -102,6 +102,15 @@ REFUSED = [
         f"{ROLLOUT}.expert_parallel_size=1.",
     ),
     (
+        [f"+{VLLM}.enable_return_routed_experts=true"],
+        f"{VLLM}.enable_return_routed_experts=true",
+        f"{VLLM}.enable_return_routed_experts=false.",
+    ),
+    *(
+        ([f"+{node}.router_replay.mode=R3"], f"{node}.router_replay.mode=R3", f"{node}.router_replay.mode=disabled.")
+        for node in (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", ACTOR)
+    ),
+    (
         [f"{ROLLOUT}.enable_rollout_routing_replay=true"],
         f"{ROLLOUT}.enable_rollout_routing_replay=true",
         f"{ROLLOUT}.enable_rollout_routing_replay=false.",

@@ -137,6 +137,7 @@ ELSEWHERE = {
         ("mixture_of_another_format", "mixture_with_stock_operations", "mixture_with_bf16_backward"),
         "test_environment_on_cpu.py::test_a_mixture_of_experts_is_checked",
     ),
+    "mixture_over_replicas": "test_environment_on_cpu.py::test_a_mixture_over_the_replicas_of_one_server_is_refused",
     "fused_kernels_of_a_padded_vocabulary": "",
     "ulysses_of_the_heads": "",
     "varlen_sliding_window": "",

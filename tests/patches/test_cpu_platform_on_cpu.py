@@ -72,6 +72,33 @@ def test_a_bf16_weight_stays_where_a_weight_sync_finds_it(monkeypatch, on_cpu_pl
         assert layer.weight is weight and weight.shape == (64, 64)
 
 
+@pytest.mark.parametrize("on_cpu_platform", [True, False])
+def test_bf16_experts_stay_where_a_weight_sync_finds_them(monkeypatch, on_cpu_platform):
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
+
+    reloadable_weights_on_cpu.KEEP_EXPERTS.apply()
+    if on_cpu_platform:
+        monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    else:
+        monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    layer = torch.nn.Module()
+    layer.w13_weight = torch.nn.Parameter(torch.randn(4, 128, 64).bfloat16() / 8, requires_grad=False)
+    layer.w2_weight = torch.nn.Parameter(torch.randn(4, 64, 64).bfloat16() / 8, requires_grad=False)
+    layer.w13_weight.weight_loader = loader = object()
+    held, x = layer.w13_weight, torch.randn(3, 64).bfloat16()
+    moe = CPUFusedMOE(layer)
+    stays = layer.w13_weight is held and getattr(layer.w13_weight, "weight_loader", None) is loader
+    assert stays == on_cpu_platform
+    if on_cpu_platform:
+        # What a weight sync writes is what the next product reads.
+        weights, experts = torch.full((3, 1), 1.0), torch.tensor([[2]] * 3, dtype=torch.int32)
+        before = moe.forward_method(layer, x, weights, experts, MoEActivation.SILU, 4)
+        held.data.mul_(2)
+        after = moe.forward_method(layer, x, weights, experts, MoEActivation.SILU, 4)
+        assert not torch.equal(after, before)
+
+
 @pytest.mark.parametrize(("platform", "method"), [("cpu", "fork"), ("nvidia", "spawn")])
 def test_engine_processes_fork_on_the_cpu_platform_alone(monkeypatch, platform, method):
     from vllm.utils import system_utils

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 from recipe_cases import RAW_RECORDS, RECIPES, ROOT, SETTINGS
-from tiny_models import FAMILIES
+from tiny_models import FAMILIES, OWN_FIELDS
 from transformers import AutoModelForCausalLM
 
 from jetrl_verl.tools.demo.overrides import words_on_a_cpu
@@ -98,6 +98,15 @@ CASES = {
         {"STAGE": "8k"},
         SAVED,
     ),
+    "qwen3-moe": Case(
+        "qwen3_moe/run_qwen3_30b_a3b_base.sh",
+        "qwen3_moe",
+        GSM8K_MATH,
+        MATH,
+        {"OFFLOAD": "False"},
+        # What a Hopper GPU makes of `auto`; a CPU's `stock` runs no mixture.
+        ("jetrl.operations=shared",),
+    ),
     "paper-llama": Case("jetrl_paper/run_llama3_1_8b.sh", "llama", GSM8K_MATH, MATH),
     "paper-qwen2": Case("jetrl_paper/run_qwen2_5_7b.sh", "qwen2", GSM8K_MATH, MATH),
     "paper-qwen3": Case(
@@ -146,6 +155,7 @@ def write_policy(family: str, folder: Path) -> None:
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         **({"head_dim": 128} if family != "qwen2" else {}),
+        **OWN_FIELDS.get(family, {}),
     )
     torch.manual_seed(7)
     save_policy(model_class(config), tokenizer, folder)

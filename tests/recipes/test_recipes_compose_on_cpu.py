@@ -2,19 +2,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every recipe under every precision, as its script says it, composes into a config that verl accepts."""
 
+import json
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import verl.trainer.main_ppo  # noqa: F401  (the plugin registers itself through verl, as in a run)
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
 from omegaconf import OmegaConf
 from recipe_cases import RECIPES
+from safetensors.numpy import save_file
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-from jetrl_verl.config.options import PRECISIONS
+from jetrl_verl.config.environment import check_model
+from jetrl_verl.config.options import PRECISIONS, JetConfig, UnsupportedConfiguration
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
+from recipes.qwen3_moe.memory import tables, trainer_rows
 
 PAPER = (
     {"DATASET": "gsm8k_math"},
@@ -26,6 +33,7 @@ VARIANTS = {
     "dapo/run_qwen2_5_7b.sh": ({},),
     "dapo/run_qwen2_5_32b.sh": ({}, {"NNODES": "16"}),
     "deepscaler/run_r1_distill_qwen_1_5b.sh": ({"STAGE": "8k"}, {"STAGE": "16k"}, {"STAGE": "24k"}),
+    "qwen3_moe/run_qwen3_30b_a3b_base.sh": ({}, {"TP": "2"}),
     "jetrl_paper/run_llama3_1_8b.sh": PAPER,
     "jetrl_paper/run_qwen2_5_7b.sh": PAPER,
     "jetrl_paper/run_qwen3_8b_base.sh": PAPER,
@@ -35,6 +43,7 @@ IDS = ["-".join([script.removesuffix(".sh"), *settings.values()]) for script, se
 
 SHAPES = {
     "Qwen/Qwen3-8B": ("qwen3", 4096, 12288, 32, 8, 128),
+    "Qwen/Qwen3-30B-A3B-Base": ("qwen3_moe", 2048, 6144, 32, 4, 128),
     "Qwen/Qwen3-8B-Base": ("qwen3", 4096, 12288, 32, 8, 128),
     "Qwen/Qwen2.5-7B": ("qwen2", 3584, 18944, 28, 4, 128),
     "Qwen/Qwen2.5-32B": ("qwen2", 5120, 27648, 40, 8, 128),
@@ -42,6 +51,11 @@ SHAPES = {
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": ("qwen2", 1536, 8960, 12, 2, 128),
 }
 """Published config.json: type, hidden size, intermediate size, heads, key/value heads, head dimension."""
+
+MIXTURES = {
+    "Qwen/Qwen3-30B-A3B-Base": dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768),
+}
+"""What that of a mixture says besides: experts, experts of a token, width of one."""
 
 
 @pytest.fixture(scope="module")
@@ -121,13 +135,45 @@ def test_the_precision_is_all_that_differs(said, script, settings):
         }
 
 
+def published(path: str) -> dict:
+    """The published configuration of a model, as far as a plan reads it."""
+    names = ("model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    return dict(zip(names, SHAPES[path])) | MIXTURES.get(path, {})
+
+
 @pytest.mark.parametrize("script", VARIANTS)
 def test_a_rollout_shard_of_every_layer_fits_the_fp8_blocks(said, compose, script):
-    config = compose(said(script, "jet_fp8", VARIANTS[script][0]))
-    names = ("model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    model = dict(zip(names, SHAPES[config.actor_rollout_ref.model.path]))
-    plans = plan_linears(model, config.actor_rollout_ref.rollout.tensor_model_parallel_size)
-    assert all(plan.quantized for plan in plans.values())
+    for settings in VARIANTS[script]:
+        config = compose(said(script, "jet_fp8", settings))
+        model, rollout = published(config.actor_rollout_ref.model.path), config.actor_rollout_ref.rollout
+        plans = plan_linears(model, rollout.tensor_model_parallel_size)
+        assert all(plan.quantized for plan in plans.values())
+
+
+@pytest.mark.parametrize("precision", [name for name in PRECISIONS if name != "bf16"])
+def test_a_mixture_is_supported_by_the_fp8_flow_and_refused_elsewhere(said, compose, tmp_path, precision):
+    """As the driver does before it starts Ray: with the model's folder in hand."""
+    name = "Qwen/Qwen3-30B-A3B-Base"
+    (tmp_path / "config.json").write_text(json.dumps(published(name) | {"hidden_act": "silu"}))
+    save_file({"any": np.zeros(1)}, tmp_path / "model.safetensors")
+    config = compose(said("qwen3_moe/run_qwen3_30b_a3b_base.sh", precision, {"MODEL_PATH": str(tmp_path)}))
+    options = JetConfig.from_node(OmegaConf.to_container(config.jetrl, resolve=True))
+    shared = options.train == "fp8"  # `auto` is shared where a Hopper GPU is, which this machine has not
+
+    def check(tp: int) -> None:
+        options_here = replace(options, operations="shared") if shared else options
+        check_model(str(tmp_path), options_here, tp, shared, None, options.rollout)
+
+    if options.rollout != "fp8":
+        with pytest.raises(UnsupportedConfiguration, match="a mixture of experts is supported by the FP8 flow alone"):
+            check(1)
+        return
+    check(1)
+    check(2)
+    with pytest.raises(UnsupportedConfiguration) as refused:
+        check(4)
+    assert "mlp.experts.down_proj has shards of shape [2048, 192]" in str(refused.value)
+    assert "tensor_model_parallel_size=2" in str(refused.value)
 
 
 @pytest.mark.parametrize("script", VARIANTS)
@@ -135,8 +181,8 @@ def test_sequences_are_packed_without_flash_attention_by_default(said, compose, 
     config = compose(said(script, "jet_fp8", {**VARIANTS[script][0], "FAKE_STATUS": "1"}))
     model = config.actor_rollout_ref.model
     assert model.override_config.attn_implementation == JETRL_ATTENTION and model.use_remove_padding
-    published = {"dapo/run_qwen2_5_7b.sh": 4, "dapo/run_qwen2_5_32b.sh": 8}
-    assert config.actor_rollout_ref.actor.ulysses_sequence_parallel_size == published.get(script, 1)
+    ranks = {"dapo/run_qwen2_5_7b.sh": 4, "dapo/run_qwen2_5_32b.sh": 8}
+    assert config.actor_rollout_ref.actor.ulysses_sequence_parallel_size == ranks.get(script, 1)
 
 
 @pytest.mark.parametrize("script", VARIANTS)
@@ -266,3 +312,16 @@ def test_verl_builds_the_recipes_reward(said, compose, script):
         assert score["acc"] is True  # what filter_groups.metric reads
     else:
         assert type(manager).__name__ == "NaiveRewardManager" and score == 1.0
+
+
+def test_the_memory_tables_are_what_the_shapes_say():
+    readme = (RECIPES / "qwen3_moe/README.md").read_text()
+    block = readme.partition("<!-- memory:begin -->\n")[2].partition("\n<!-- memory:end -->")[0]
+    assert block == tables()
+
+
+def test_the_memory_table_has_the_size_that_the_script_trains_with(said, compose):
+    config = compose(said("qwen3_moe/run_qwen3_30b_a3b_base.sh", "jet_fp8", {}))
+    tokens = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+    (row,) = (row for row in trainer_rows() if row[:3] == ("8", str(tokens), "FP32"))
+    assert "H200" in row[-1] and config.trainer.n_gpus_per_node == 8

@@ -26,6 +26,7 @@ from jetrl_verl.sync.contract import ContractViolation, with_contract
 from jetrl_verl.sync.operations_probe import stated_operations
 from jetrl_verl.sync.wire import quantize_stream
 from jetrl_verl.train.shared_operations import share_operations
+from jetrl_verl.train.weight_stream import stated_routing
 
 RULE = "fp32"
 VOCABULARY, TOKENS = 100, 90
@@ -75,8 +76,10 @@ def stream(family: str, seed: int, operations: str = "shared"):
     model = build_policy(family, seed)
     device = torch.get_default_device()
     weights = quantize_stream(model.state_dict().items(), plan_linears(model.config), RULE)
-    stated = stated_operations(device, operations)
-    return with_contract(weights, scale_rule=RULE, probe=formats.get("fp8").probe(device, RULE), operations=stated)
+    routing = stated_routing(model)
+    stated = stated_operations(device, operations, mixture=routing is not None)
+    probe = formats.get("fp8").probe(device, RULE)
+    return with_contract(weights, scale_rule=RULE, probe=probe, operations=stated, routing=routing)
 
 
 @dataclass

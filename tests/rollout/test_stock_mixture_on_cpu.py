@@ -12,8 +12,9 @@ from jetrl_verl import formats, kernels
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.replace import replace_linears
-from jetrl_verl.sync.contract import with_contract
+from jetrl_verl.sync.contract import ContractViolation, with_contract
 from jetrl_verl.sync.wire import quantize_stream
+from jetrl_verl.train.weight_stream import stated_routing
 
 RULE, PROMPT = "fp32", list(range(3, 47))
 
@@ -36,6 +37,12 @@ def engine(tmp_path_factory, cpu_platform):
         cleanup_dist_env_and_memory()
 
 
+def send(worker, model) -> None:
+    weights = quantize_stream(model.state_dict().items(), plan_linears(model.config), RULE)
+    probe = formats.get("fp8").probe(torch.device("cpu"), RULE)
+    sync(worker, with_contract(weights, scale_rule=RULE, probe=probe, routing=stated_routing(model)))
+
+
 def trainer_log_probs(model) -> torch.Tensor:
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(torch.tensor([PROMPT]), use_cache=False).logits[0].float()
@@ -45,9 +52,7 @@ def trainer_log_probs(model) -> torch.Tensor:
 def test_it_samples_from_the_policy_in_fp8(engine):
     llm, worker = engine
     model = policy(5)
-    weights = quantize_stream(model.state_dict().items(), plan_linears(model.config), RULE)
-    device = torch.device("cpu")
-    sync(worker, with_contract(weights, scale_rule=RULE, probe=formats.get("fp8").probe(device, RULE)))
+    send(worker, model)
     theirs = prompt_log_probs(llm, PROMPT)
     in_bf16 = trainer_log_probs(model)
     replace_linears(model, plan_linears(model.config), scale_rule=RULE)
@@ -65,8 +70,7 @@ def test_the_layers_are_vllms_but_for_the_products(engine):
 
     llm, worker = engine
     model = policy(5)
-    weights = quantize_stream(model.state_dict().items(), plan_linears(model.config), RULE)
-    sync(worker, with_contract(weights, scale_rule=RULE, probe=formats.get("fp8").probe(torch.device("cpu"), RULE)))
+    send(worker, model)
     block = worker.model_runner.model.model.layers[0].mlp
     assert type(block) is Qwen3MoeSparseMoeBlock
     assert isinstance(block.experts.routed_experts.quant_method, JetExpertsMethod)
@@ -79,3 +83,11 @@ def test_the_layers_are_vllms_but_for_the_products(engine):
     with torch.no_grad():
         expected = model.model.layers[0].mlp.experts(x, experts, shares)
         assert torch.equal(routed.quant_method.apply_monolithic(routed, x, logits), expected)
+
+
+def test_another_choice_of_experts_is_refused_at_the_sync(engine):
+    _, worker = engine
+    for layer in (model := policy(5)).model.layers:
+        layer.mlp.gate.norm_topk_prob = False
+    with pytest.raises(ContractViolation, match="2 of 8 experts a token by softmax, weights not renorm"):
+        send(worker, model)

@@ -30,6 +30,9 @@ BF16 = ("bfloat16", "bf16", "torch.bfloat16")
 ULYSSES = tuple(f"{ACTOR}.{node}ulysses_sequence_parallel_size" for node in ("", "fsdp_config."))
 """Over how many ranks the actor splits a packed batch; verl has two keys for it."""
 
+REPLICAS = (f"{ROLLOUT}.data_parallel_size", f"{VLLM}.data_parallel_size")
+"""Over how many replicas one server of vLLM is data parallel; verl starts servers of one replica each by default."""
+
 FUSIONS_OF_REDUCTIONS = ("fuse_allreduce_rms", "enable_sp", "fuse_gemm_comms")
 """vLLM's passes that put another computation in the place of a sum over ranks: with the norm behind it, cut into the
 halves of sequence parallelism, or those with the product in front."""
@@ -297,9 +300,20 @@ GENERAL_ROWS: tuple[Row, ...] = (
         EVERY,
         "trainer and rollout route with the same operator, so nothing is left to replay",
         "Set {key}=false",
-        (f"{ROLLOUT}.enable_rollout_routing_replay",),
+        (f"{ROLLOUT}.enable_rollout_routing_replay", f"{VLLM}.enable_return_routed_experts"),
         IS_TRUE,
         example=True,
+        listed=False,
+    ),
+    Row(
+        "routing_replay_in_the_trainer",
+        "replay of a router",
+        EVERY,
+        "trainer and rollout route with the same operator, so nothing is left to replay",
+        "Set {key}=disabled",
+        tuple(f"{node}.router_replay.mode" for node in (*_ENGINES, ACTOR)),
+        other_than("disabled"),
+        example="R2",
         listed=False,
     ),
     Row(

@@ -152,6 +152,15 @@ MACHINE_ROWS: tuple[Row, ...] = (
         found=DRIVER,
     ),
     Row(
+        "mixture_over_replicas",
+        "a mixture of experts",
+        Scope("{key}={value}", "`rollout.data_parallel_size` above 1", EVERY.applies),
+        "vLLM deals experts over the replicas of one server, and here they are whole on every rank",
+        "Set {key}=1, which starts a server for each replica",
+        what=_MIXTURE,
+        found=DRIVER,
+    ),
+    Row(
         "no_layer_fits",
         "models none of whose layers fits",
         EVERY,

@@ -17,6 +17,14 @@ class Qwen3MoE(Family):
                 "a mixture of experts with a dense MLP in some layers (mlp_only_layers, decoder_sparse_step) is not "
                 "supported by the FP8 flow; use precision=bf16"
             )
+        if read(config, "shared_expert_intermediate_size", 0):
+            raise UnsupportedLayer(
+                "a mixture with a shared expert (shared_expert_intermediate_size), which vLLM's class has and Hugging "
+                "Face's has not, is not supported by the FP8 flow; use precision=bf16"
+            )
+        experts, per_token = self.experts.number(config), read(config, self.experts.per_token, 0)
+        if not 1 <= per_token <= experts:
+            raise UnsupportedLayer(f"{per_token} of {experts} experts a token make no mixture; fix config.json")
 
 
 FAMILY = Qwen3MoE("qwen3_moe", q_norm="self_attn.q_norm", k_norm="self_attn.k_norm", experts=Experts())

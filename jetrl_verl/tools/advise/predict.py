@@ -79,6 +79,8 @@ def precisions(job: Job, shared: bool) -> tuple[Precision, ...]:
     """
     bf16, liger = (replace(flow, varlen=job.varlen) for flow in (LIGER if job.liger else STOCK, LIGER))
     shared = shared and not job.stock
+    if job.model.experts is not None:
+        return _of_a_mixture(job, bf16, shared)
     jet = JET if shared else replace(Flow(FLOW, "liger") if job.liger else JET_STOCK, varlen=job.varlen)
     jet = replace(jet, backward=job.backward)
     tp = job.tp
@@ -93,6 +95,19 @@ def precisions(job: Job, shared: bool) -> tuple[Precision, ...]:
         Precision("jet_fp8", jet, jet if job.fp8_reference else bf16, Engine(FLOW, shared=shared, tp=tp)),
         Precision("int8_rollout", bf16, bf16, Engine(group_values("int8_rollout").jetrl.rollout, tp=tp)),
     )
+
+
+def _of_a_mixture(job: Job, bf16: Flow, shared: bool) -> tuple[Precision, ...]:
+    """What runs a mixture of experts: the FP8 flow with shared operations, and BF16; its Liger kernels have no record.
+
+    The routers of stock operations choose differently in trainer and rollout, so ``jet_fp8`` is refused there.
+    """
+    found = [Precision("bf16", bf16, bf16, Engine(UNQUANTIZED, tp=job.tp))]
+    found.append(Precision("fp8_rollout", bf16, bf16, Engine(FLOW, tp=job.tp)))
+    if shared:
+        reference = JET if job.fp8_reference else bf16
+        found.append(Precision("jet_fp8", JET, reference, Engine(FLOW, shared=True, tp=job.tp)))
+    return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,16 @@ from jetrl_verl.tools.advise.settings import Finding
 def warnings(job: Job, predictions: list[Prediction]) -> list[str]:
     """What the numbers alone do not say."""
     found = []
-    _, _, scored, trained = batches(job)
+    batch, update, scored, trained = batches(job)
+    if job.model.experts is not None:
+        # A forward for the old log-probabilities; a forward and a backward for the update.
+        passes = batch.micro + 2 * update.micro * job.epochs
+        gathered = passes * 2 * job.model.in_layers
+        found.append(
+            "no run of a mixture of experts has been recorded: rates are those of dense layers, tokens are taken to be "
+            f"spread evenly over the experts, and FSDP's gathers of whole layers, {gathered / 1e9:.0f} GB a GPU and "
+            "step, are in no prediction; larger micro-batches make them fewer."
+        )
     small = min(scored, trained)
     if small < SMALL_MICRO_BATCH:
         found.append(
@@ -76,9 +85,12 @@ def render(
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    size = f"{job.model.parameters / 1e9:.2f}B parameters"
+    if job.model.experts is not None:
+        size += f" ({(job.model.active + job.model.head) / 1e9:.2f}B for a token)"
     say(
-        f"{job.model.name}: {job.model.parameters / 1e9:.2f}B parameters, {job.prompts} prompts x {job.samples} "
-        f"responses, up to {job.longest_prompt} + {job.longest_response} tokens, {job.gpus} GPUs, rollout TP {job.tp}"
+        f"{job.model.name}: {size}, {job.prompts} prompts x {job.samples} responses, up to {job.longest_prompt} + "
+        f"{job.longest_response} tokens, {job.gpus} GPUs, rollout TP {job.tp}"
     )
     table = Table(title="a step, seconds", box=SIMPLE_HEAD)
     table.add_column("phase")
@@ -106,6 +118,8 @@ def render(
     for each in predictions:
         table.add_column(each.precision, justify="right")
     for name, of in _MEMORY:
+        if not any(of(each) for each in predictions):
+            continue
         table.add_row(name, *(f"{of(each):.1f}" for each in predictions))
     table.add_row("sequences of mean length in the cache", *(f"{each.running:.0f}" for each in predictions))
     table.add_row("requests that run at once, at most", *(f"{each.schedule.running}" for each in predictions))
@@ -128,6 +142,8 @@ _MEMORY = (
     ("trainer: optimizer", lambda each: each.trainer.moments / GIB),
     ("trainer: activations", lambda each: each.trainer.checkpoints / GIB),
     ("trainer: logits and their gradient", lambda each: each.trainer.logits / GIB),
+    ("trainer: gathered layers and what is beside them", lambda each: each.trainer.gathered / GIB),
+    ("trainer: experts' rows of a layer", lambda each: each.trainer.rows / GIB),
     ("trainer: peak", lambda each: each.trainer.peak / GIB),
     ("rollout: weights", lambda each: each.rollout.weights / GIB),
     ("rollout: KV cache", lambda each: each.rollout.cache / GIB),
@@ -170,6 +186,8 @@ def as_json(job: Job, rates: Rates, predictions: list[Prediction], settings: lis
                     "trainer_optimizer": each.trainer.moments,
                     "trainer_activations": each.trainer.checkpoints,
                     "trainer_logits": each.trainer.logits,
+                    "trainer_gathered": each.trainer.gathered,
+                    "trainer_rows": each.trainer.rows,
                     "trainer_peak": each.trainer.peak,
                     "rollout_weights": each.rollout.weights,
                     "rollout_cache": each.rollout.cache,

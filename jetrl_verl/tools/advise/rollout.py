@@ -41,9 +41,13 @@ class Step:
         return self.weights + self.gemm + self.cache + self.layers + self.requests
 
 
-def _linear(rates: Rates, rows: float, n: float, k: float, kind: str) -> tuple[float, float]:
-    """Seconds of one linear of ``rows`` rows, by bytes of its weight and by operations; the shorter one is 0."""
-    by_bytes = n * k * WEIGHT_BYTES[kind] / rates["bandwidth"]
+def _linear(rates: Rates, rows: float, n: float, k: float, kind: str, matrices: float = 1) -> tuple[float, float]:
+    """Seconds of one linear of ``rows`` rows, by bytes of its weight and by operations; the shorter one is 0.
+
+    Args:
+        matrices: experts that these rows are spread over, each with a weight of its own.
+    """
+    by_bytes = matrices * n * k * WEIGHT_BYTES[kind] / rates["bandwidth"]
     by_operations = 2 * rows * n * k / rates[f"gemm.{kind}.fprop"]
     return (by_bytes, 0.0) if by_bytes >= by_operations else (0.0, by_operations)
 
@@ -74,6 +78,12 @@ def decode_step(rates: Rates, model: Model, engine: Engine, requests: float, tok
     pairs = [
         _linear(rates, requests, n / tp, k, kind if quantized else UNQUANTIZED) for n, k, quantized in model.linears
     ] * model.layers
+    if (experts := model.experts) is not None:
+        rows, hit = requests * experts.per_token, experts.hit(requests)
+        pairs += [
+            _linear(rates, rows, n / tp, k, kind if quantized else UNQUANTIZED, hit)
+            for n, k, quantized in experts.linears
+        ] * model.layers
     pairs.append(_linear(rates, requests, model.vocabulary / tp, model.hidden, UNQUANTIZED))
     cache = tokens * model.kv_bytes / tp / rates["cache"]
     if engine.shared:
@@ -90,8 +100,8 @@ def decode_step(rates: Rates, model: Model, engine: Engine, requests: float, tok
 def prefill(rates: Rates, model: Model, engine: Engine, tokens: float, context: float) -> float:
     """Seconds of prefilling ``tokens`` tokens that see ``context`` each in the mean."""
     kind = engine.linears
-    quantized = model.quantized if kind != UNQUANTIZED else 0
-    operations = 2 * tokens * (model.in_layers - quantized) / rates["gemm.bf16.fprop"]
+    quantized = model.active_quantized if kind != UNQUANTIZED else 0
+    operations = 2 * tokens * (model.active - quantized) / rates["gemm.bf16.fprop"]
     operations += 2 * tokens * quantized / rates[f"gemm.{kind}.fprop"]
     attention = 4 * model.layers * model.queries * tokens * context / rates["attention.shared.forward"]
     return (operations + attention) / engine.tp + tokens * model.layers * rates["prefill.layer"]

@@ -28,8 +28,10 @@ def _config(
     tied: bool = False,
     head_dim: int = 128,
     rope: Mapping[str, Any] | None = None,
+    **more: Any,
 ) -> dict[str, Any]:
     return {
+        **more,
         "model_type": model_type,
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -60,6 +62,12 @@ KNOWN: dict[str, dict[str, Any]] = {
     "qwen3-8b": _config("qwen3", 36, 4096, 12288, 32, 8, 151936),
     "qwen3-14b": _config("qwen3", 40, 5120, 17408, 40, 8, 151936),
     "qwen3-32b": _config("qwen3", 64, 5120, 25600, 64, 8, 151936),
+    "qwen3-30b-a3b": _config(
+        *("qwen3_moe", 48, 2048, 6144, 32, 4, 151936),
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+    ),
     "qwen2.5-1.5b": _config("qwen2", 28, 1536, 8960, 12, 2, 151936, True),
     "qwen2.5-7b": _config("qwen2", 28, 3584, 18944, 28, 4, 152064),
     "qwen2.5-32b": _config("qwen2", 64, 5120, 27648, 40, 8, 152064),
@@ -70,14 +78,35 @@ KNOWN: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
+class ExpertSizes:
+    """Of a layer's mixture of experts.
+
+    Attributes:
+        count, per_token: experts, and how many of them a token goes to.
+        linears: (out, in, quantized) of each linear of one expert, gate and up fused.
+    """
+
+    count: int
+    per_token: int
+    linears: tuple[tuple[int, int, bool], ...]
+
+    def hit(self, tokens: float) -> float:
+        """How many experts at least one of ``tokens`` tokens goes to, in the mean, where each expert is as likely."""
+        return self.count * (1 - (1 - self.per_token / self.count) ** tokens)
+
+
+@dataclass(frozen=True)
 class Model:
-    """Sizes of a dense decoder.
+    """Sizes of a decoder.
 
     Attributes:
         name: for the report. config: Hugging Face's.
-        linears: (out, in, quantized) of each linear of a decoder layer as vLLM runs it, q/k/v and gate/up fused.
-        layers, hidden, inner, vocabulary: counts. queries, keys: features of all heads, of q and of k.
+        linears: (out, in, quantized) of each linear of a decoder layer as vLLM runs it, q/k/v and gate/up fused; of a
+            mixture those that every token goes through, the router among them.
+        layers, hidden, inner, vocabulary: counts; of a mixture, ``inner`` is that of all experts of a token.
+        queries, keys: features of all heads, of q and of k.
         head_norms: whether each head of q and k has a norm. tied: whether lm_head is the embedding.
+        experts: of a mixture, else None.
     """
 
     name: str
@@ -91,16 +120,33 @@ class Model:
     keys: int
     head_norms: bool
     tied: bool
+    experts: ExpertSizes | None = None
+
+    def _of_layers(self, experts: int, quantized: bool = False) -> int:
+        """Parameters of the decoder layers' linears, and of so many experts; all, or those that are quantized."""
+        every = [*((1, each) for each in self.linears)]
+        every += [(experts, each) for each in (() if self.experts is None else self.experts.linears)]
+        return self.layers * sum(count * n * k for count, (n, k, fits) in every if fits or not quantized)
 
     @property
     def in_layers(self) -> int:
         """Parameters of all linears of the decoder layers."""
-        return self.layers * sum(n * k for n, k, _ in self.linears)
+        return self._of_layers(0 if self.experts is None else self.experts.count)
 
     @property
     def quantized(self) -> int:
         """Those of them that a quantized precision quantizes."""
-        return self.layers * sum(n * k for n, k, quantized in self.linears if quantized)
+        return self._of_layers(0 if self.experts is None else self.experts.count, quantized=True)
+
+    @property
+    def active(self) -> int:
+        """Those that one token is multiplied with."""
+        return self._of_layers(0 if self.experts is None else self.experts.per_token)
+
+    @property
+    def active_quantized(self) -> int:
+        """Those of them that are quantized."""
+        return self._of_layers(0 if self.experts is None else self.experts.per_token, quantized=True)
 
     @property
     def head(self) -> int:
@@ -114,10 +160,21 @@ class Model:
 
     @property
     def tensors(self) -> int:
-        """Tensors that a BF16 weight sync sends: the projections, the norms and biases of a layer, what is around."""
+        """Tensors that a weight sync of ours sends without scales and sums: the projections, the norms and biases of a
+        layer, what is around. Experts are two tensors a layer."""
+        return self._tensors(len(family(self.config).projections))
+
+    @property
+    def tensors_of_verl(self) -> int:
+        """Those that verl's own sends: it takes experts apart, into three each."""
+        projections = len(family(self.config).projections)
+        return self._tensors(projections if self.experts is None else projections - 2 + 3 * self.experts.count)
+
+    def _tensors(self, projections: int) -> int:
         ours = family(self.config)
         biases = 3 if ours.model_type == "qwen2" else 0
-        per_layer = len(ours.projections) + len(ours.norms) + biases
+        router = 0 if self.experts is None else 1
+        per_layer = projections + len(ours.norms) + biases + router
         return self.layers * per_layer + (2 if self.tied else 3)
 
     @property
@@ -142,12 +199,10 @@ def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
     """
     try:
         ours = family(config)
-        if ours.experts is not None:
-            raise AdviseError(f"{name}: rates of mixtures of experts have not been measured; name a dense model.")
         shapes = ours.shapes(config, tp)
         vocabulary, layers = config["vocab_size"], config["num_hidden_layers"]
     except UnsupportedLayer as unknown:
-        raise AdviseError(f"{name}: {str(unknown).partition(';')[0]}; name a dense model of one of them.") from None
+        raise AdviseError(f"{name}: {str(unknown).partition(';')[0]}; name a model of one of them.") from None
     except (KeyError, TypeError) as missing:
         raise AdviseError(f"{name} has no complete configuration ({missing}); name a Hugging Face folder.") from None
     try:
@@ -155,23 +210,33 @@ def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
         fits = {suffix: plan.quantized for suffix, plan in plans.items()}
     except UnsupportedLayer:
         fits = dict.fromkeys(shapes, False)
-    linears = tuple(
-        (sum(shapes[piece].n for piece in linear.pieces), shapes[linear.pieces[0]].k, fits[linear.pieces[0]])
-        for linear in ours.linears
+    by_token, by_expert = (
+        tuple(
+            (sum(shapes[piece].n for piece in linear.pieces), shapes[linear.pieces[0]].k, fits[linear.pieces[0]])
+            for linear in ours.linears
+            if linear.experts == of_experts
+        )
+        for of_experts in (False, True)
     )
     q, k = shapes[ours.q].n, shapes[ours.k].n
+    mixture, experts, inner = ours.experts, None, 0
+    if mixture is not None:
+        experts = ExpertSizes(mixture.number(config), read(config, mixture.per_token), by_expert)
+        by_token += ((experts.count, shapes[ours.q].k, False),)
+        inner = experts.per_token * shapes[mixture.down].k
     return Model(
         name,
         config,
-        linears,
+        by_token,
         layers,
         shapes[ours.q].k,
-        shapes[ours.down].k,
+        inner or shapes[ours.down].k,
         vocabulary,
         q,
         k,
         bool(ours.q_norm),
         bool(read(config, "tie_word_embeddings", False)),
+        experts,
     )
 
 

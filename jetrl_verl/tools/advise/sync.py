@@ -8,7 +8,7 @@ from jetrl_verl.tools.advise.shapes import Model
 
 def pieces(model: Model, kind: str) -> int:
     """Tensors on the wire: those of the model, and for a quantized rollout scales and a sum of each."""
-    return model.tensors if kind == "bf16" else 2 * model.tensors + model.scales
+    return model.tensors_of_verl if kind == "bf16" else 2 * model.tensors + model.scales
 
 
 def sync_seconds(rates: Rates, model: Model, kind: str, gpus: int) -> float:

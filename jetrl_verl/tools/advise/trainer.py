@@ -73,10 +73,14 @@ class Pass:
 
 def between_bytes(model: Model, flow: Flow) -> float:
     """Bytes a token that one fused kernel per operation would move between the GEMMs of a forward: two residual norms,
-    norms of heads and rotary, SiLU-mul, the quantizer in front of o, and the logits, written and read once."""
+    norms of heads and rotary, SiLU-mul, the quantizer in front of o, and the logits, written and read once; of a
+    mixture also the copy of a token for each of its experts, their sum, and the router's logits."""
     heads = model.queries + model.keys
     quantizer = 3 * model.queries if flow.linears == FLOW else 0
     layer = 16 * model.hidden + 4 * heads * (2 if model.head_norms else 1) + 6 * model.inner + quantizer
+    if (experts := model.experts) is not None:
+        copies = 2 * (1 if flow.linears == FLOW else BF16)
+        layer += experts.per_token * model.hidden * (copies + BF16) + 8 * experts.count
     logits = 8 if flow.operations == "shared" else 4
     return model.layers * layer + logits * model.vocabulary
 
@@ -109,8 +113,8 @@ def backward(rates: Rates, model: Model, flow: Flow, tokens: float, context: flo
 def _gemms(rates: Rates, model: Model, flow: Flow, tokens: float, what: str) -> float:
     bf16 = rates[f"gemm.bf16.{what}"]
     fp8 = flow.linears == FLOW and (what == "fprop" or flow.backward == FLOW)
-    quantized = model.quantized if fp8 else 0
-    operations = 2 * tokens * (model.in_layers - quantized + model.head)
+    quantized = model.active_quantized if fp8 else 0
+    operations = 2 * tokens * (model.active - quantized + model.head)
     return operations / bf16 + 2 * tokens * quantized / rates[f"gemm.fp8.{what}"]
 
 

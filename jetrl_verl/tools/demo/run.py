@@ -110,6 +110,9 @@ def _train(
 ) -> int:
     say = _sayer(console)
     overrides = build_overrides(options.precision, prepared, paths, device, options.steps)
+    if device == "cpu" and options.precision == "jet_fp8" and POLICIES[options.policy].experts:
+        # `auto` is stock on a CPU, and stock operations run no mixture.
+        overrides.append("jetrl.operations=shared")
     command = [*trainer, *overrides, *options.overrides]
     tracker = Tracker(paths.log, paths.metrics, options.steps)
     status = watch(command, build_environment(paths, device), paths, tracker, console)

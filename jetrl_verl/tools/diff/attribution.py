@@ -26,6 +26,9 @@ With k3_kl of the trainer against the recorded rollout, per kind K:
     without K    K alone is corrected: what would be left if both sides shared K
     K alone      all others are corrected: what K would cost if it were the only one that differed
 
+A choice of experts is no number, so it is not corrected by a sum: where the trainer chose as it does on the rollout's
+inputs, the rollout's row takes its place, and elsewhere the trainer's own stays.
+
 Neither adds up over kinds: differences cancel, and noise that enters before FP8 rounding is made coarser by it.
 """
 
@@ -155,6 +158,17 @@ class _Forwards:
             return ours
         theirs = self._theirs[operation].to(ours.device)
         local = self._local[operation].to(ours.device)
+        if operation.kind == "choice":
+            # The same experts: weights that moved with the inputs move the rollout's alike.
+            chose, same = ((a != 0) == (b != 0) for a, b in ((ours, local), (theirs, local)))
+            chose, same = chose.all(dim=-1, keepdim=True), same.all(dim=-1, keepdim=True)
+            whole = torch.where(chose & ~same, theirs, ours)
+            return torch.where(chose & same, self._moved(ours, theirs, local), whole)
+        return self._moved(ours, theirs, local)
+
+    @staticmethod
+    def _moved(ours: torch.Tensor, theirs: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        """``ours + (theirs - local)``, and ``theirs`` where ``ours`` is ``local``."""
         moved = (ours.double() + (theirs.double() - local.double())).to(ours.dtype)
         return torch.where(bits(ours) == bits(local), theirs, moved)
 
@@ -194,7 +208,7 @@ def attribute(trainer: Trainer, recording: Recording) -> Attribution:
     """
     if set(trainer.operations) != set(recording.outputs):
         (other, *_) = set(trainer.operations) ^ set(recording.outputs)
-        raise DiffError(f"{other} runs on one side only; use a dense decoder of a supported type.")
+        raise DiffError(f"{other} runs on one side only; use a decoder of a supported type.")
     forwards = _Forwards(trainer, recording)
     found = Attribution(torch.empty(0), Mismatch(0, 0, 0.0, 0.0, 0.0))
     found.log_probs = forwards.free(found)

@@ -33,6 +33,7 @@ def summarise(
             "alone": asdict(found.alone.get(kind, found.all_corrected)),
         }
         for kind in KINDS
+        if kind in {operation.kind for operation in found.local}
     }
     return {
         "precision": precision,

@@ -21,6 +21,7 @@ in every bit: between two operations nothing else may happen, which is what attr
 hands qdata to a linear is asked to keep the rows that they are qdata of; the quantization is the linear's.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -31,13 +32,13 @@ from typing import Any
 
 import torch
 
-from jetrl_verl import models
+from jetrl_verl import kernels, models
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.models.base import Family, leaf
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.tools.diff import DiffError
 from jetrl_verl.tools.diff.measures import bits
-from jetrl_verl.tools.diff.operations import Operation, operations
+from jetrl_verl.tools.diff.operations import Operation, dense_choice, operations
 from jetrl_verl.tools.diff.recording import Recording, Request
 from jetrl_verl.tools.diff.trainer import load_master
 
@@ -46,15 +47,20 @@ class Recorder:
     """Hooks on a live model runner that repeat responses and keep what every operation gives.
 
     Args:
-        runner: vLLM's model runner, of either version. family: of its model.
+        runner: vLLM's model runner, of either version. family: of its model. shared: whether its operations are.
         sequences: prompt and response of each request, in the order in which the requests will be added.
         vocabulary: how many logits to keep.
     """
 
-    def __init__(self, runner: Any, family: Family, sequences: Sequence[Sequence[int]], vocabulary: int) -> None:
-        self._family = family
+    def __init__(
+        self, runner: Any, family: Family, sequences: Sequence[Sequence[int]], vocabulary: int, shared: bool = True
+    ) -> None:
+        self._family, self._shared = family, shared
+        self._undo = contextlib.ExitStack()
         self._runner, self._sequences, self._vocabulary = runner, sequences, vocabulary
         fed = [len(sequence) - 1 for sequence in sequences]
+        combined = "combine" if shared else "experts"
+        self._ends_of_halves = (leaf(family.down) if family.experts is None else combined,)
         self._starts = [sum(fed[:i]) for i in range(len(fed))]
         self._tokens = sum(fed)
         self._requests: dict[str, int] = {}
@@ -82,14 +88,15 @@ class Recorder:
         for number, layer in enumerate(decoder.layers):
             layer.register_forward_pre_hook(self._before_layer(number), with_kwargs=True)
             self._watch_layer(layer, first=number == 0)
+        if self._family.experts is not None:
+            self._watch_choices(decoder)
         self._watch(decoder.norm, ("stream", "residual"), ("final_norm", "final_residual"), layer=False)
 
     def _watch_layer(self, layer: torch.nn.Module, first: bool) -> None:
         family, get = self._family, layer.get_submodule
-        attention, gate_up = get(family.attention), get(family.gate_up)
+        attention = get(family.attention)
         heads = [attention.q_size, attention.kv_size, attention.kv_size]
-        inner = [gate_up.output_size_per_partition // 2] * 2
-        q, k, v, o, gate, up, down, q_norm, k_norm = map(leaf, family.projections + (family.q_norm, family.k_norm))
+        q, k, v, o, q_norm, k_norm = map(leaf, (family.q, family.k, family.v, family.o, family.q_norm, family.k_norm))
         stream = ("stream",) if first else ("stream", "residual")
         self._watch(get(family.input_norm), stream, ("input_norm", "input_residual"))
         self._watch(get(family.qkv), ("input_norm",), (q, k, v), split=heads)
@@ -103,9 +110,52 @@ class Recorder:
         self._watch(get(family.core), ("q_rotary", "k_rotary", v), ("attention",))
         self._watch(get(family.o), ("attention",), (o,))
         self._watch(get(family.post_norm), ("stream", "residual"), ("post_norm", "post_residual"))
+        if family.experts is not None:
+            self._watch(get(family.experts.block), ("post_norm",), ("combine" if self._shared else "experts",))
+            if not self._shared:
+                self._watch(get(family.experts.router), ("post_norm",), ("router",))
+            return
+        gate_up = get(family.gate_up)
+        inner = [gate_up.output_size_per_partition // 2] * 2
+        gate, up, down = map(leaf, (family.gate, family.up, family.down))
         self._watch(gate_up, ("post_norm",), (gate, up), split=inner)
         self._watch(get(family.activation), (gate, up), ("activation",), split_input=inner)
         self._watch(get(family.down), ("activation",), (down,))
+
+    def _watch_choices(self, decoder: torch.nn.Module) -> None:
+        """Of a mixture: the choice, made by the flow's operator or by vLLM's, which is a method of a layer's router on
+        a GPU and a function on a CPU; with shared operations also the logits, and the experts in front of their sum."""
+
+        def routed(route: Callable, logits: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            chosen, weights = route(logits, *args)
+            if self._order:
+                if self._shared:
+                    self._keep_rows("router", logits)
+                self._keep_rows("choice", dense_choice(chosen, weights, logits.shape[1]))
+            return chosen, weights
+
+        def selected(select: Callable, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            weights, chosen = select(*args, **kwargs)
+            if self._order:
+                self._keep_rows("choice", dense_choice(chosen, weights, kwargs["router_logits"].shape[1]))
+            return weights, chosen
+
+        def combined(combine: Callable, y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+            if self._order and self._shared:
+                self._keep_rows("experts", y[row.long()].flatten(1))
+            return combine(y, row)
+
+        self._exchange(kernels, "route", routed)
+        self._exchange(kernels, "combine", combined)
+        if not self._shared:
+            from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+
+            self._exchange(cpu_fused_moe, "select_experts", selected)
+            for layer in decoder.layers:
+                self._wrap(layer.get_submodule(self._family.experts.block).experts.router, "select_experts", selected)
+
+    def _keep_rows(self, name: str, rows: torch.Tensor) -> None:
+        self._keep(Operation(self._layer, name), rows[: len(self._rows)])
 
     def _watch(
         self,
@@ -127,7 +177,7 @@ class Recorder:
                         raise DiffError(
                             f"{Operation(self._layer if layer else None, outputs[0])} of the rollout does not take "
                             "what the operations before it gave, so something lies between them that jetrl diff does "
-                            "not know; use a dense decoder of a supported type."
+                            "not know; use a decoder of a supported type."
                         )
 
         def after(module: torch.nn.Module, args: tuple, result: Any) -> None:
@@ -152,7 +202,7 @@ class Recorder:
         self._now[name] = tensor = tensor.clone()
         if name.endswith("_residual"):
             self._now["residual"] = tensor
-        elif name in ("embedding", leaf(self._family.o), leaf(self._family.down)):
+        elif name in ("embedding", leaf(self._family.o), *self._ends_of_halves):
             self._now["stream"] = tensor
             if name == "embedding":
                 self._now["residual"] = tensor
@@ -164,6 +214,16 @@ class Recorder:
     def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
         inner = getattr(owner, name)
         setattr(owner, name, lambda *args, **kwargs: around(inner, *args, **kwargs))
+
+    def _exchange(self, module: Any, name: str, around: Callable[..., Any]) -> None:
+        """:meth:`_wrap` a name of a module, until :meth:`close`."""
+        inner = getattr(module, name)
+        self._undo.callback(setattr, module, name, inner)
+        self._wrap(module, name, around)
+
+    def close(self) -> None:
+        """Leave other models of the process as they were."""
+        self._undo.close()
 
     def _around_step(self, execute: Callable, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         for new in scheduled.scheduled_new_reqs:
@@ -244,7 +304,7 @@ class Recorder:
             if not torch.isin(wanted, rows).all():
                 raise DiffError(
                     f"{operation} of the rollout ran for {len(rows.unique())} of {len(wanted)} tokens, so not all of "
-                    "it could be recorded; use a dense decoder of a supported type."
+                    "it could be recorded; use a decoder of a supported type."
                 )
             whole = parts[0][1].new_empty(self._tokens, parts[0][1].shape[1])
             for rows, values in parts:
@@ -264,6 +324,19 @@ def _weights(request: Request, options: JetConfig, device: torch.device) -> Iter
     yield from quantize_stream(stream, plans, options.scale_rule, options.rollout)
 
 
+def _of_no_experts(
+    weights: Iterator[tuple[str, torch.Tensor]], model: torch.nn.Module
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What is left for vLLM's loaders when the experts' tensors have gone where a weight sync puts them."""
+    from jetrl_verl.rollout.experts import is_of_experts, load_experts
+
+    for name, tensor in weights:
+        if is_of_experts(name, model.config):
+            load_experts(model, name, tensor, rank=0)
+        else:
+            yield name, tensor
+
+
 def run(request: Request) -> Recording:
     """Start the engine, give it its weights, sample or repeat.
 
@@ -277,7 +350,7 @@ def run(request: Request) -> Recording:
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     if request.jetrl is not None:
         options = JetConfig.from_node(request.jetrl)
-        runner.model.load_weights(_weights(request, options, runner.device))
+        runner.model.load_weights(_of_no_experts(_weights(request, options, runner.device), runner.model))
     monkey_patch_compute_logits(runner.model, request.vocabulary)
 
     repeated = request.responses
@@ -288,7 +361,8 @@ def run(request: Request) -> Recording:
             family = models.family(llm.llm_engine.model_config.hf_config)
         except models.UnsupportedLayer as error:
             raise DiffError(f"{error}.") from None
-        recorder = Recorder(runner, family, sequences, request.vocabulary)
+        shared = request.jetrl is not None and request.jetrl["operations"] == "shared"
+        recorder = Recorder(runner, family, sequences, request.vocabulary, shared)
     sampling = [
         SamplingParams(
             temperature=request.temperature,
@@ -300,7 +374,8 @@ def run(request: Request) -> Recording:
         )
         for i in range(len(request.prompts))
     ]
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in request.prompts], sampling, use_tqdm=False)
+    with contextlib.nullcontext() if recorder is None else contextlib.closing(recorder):
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in request.prompts], sampling, use_tqdm=False)
     responses = [list(output.outputs[0].token_ids) for output in outputs]
     if repeated is not None and responses != repeated:
         raise DiffError("the recorded rollout did not repeat the given tokens; this is a defect of jetrl diff.")
@@ -314,7 +389,7 @@ def run(request: Request) -> Recording:
     )
     recording = Recording(request.prompts, responses, log_probs)
     if recorder is not None:
-        expected = operations(family, len(runner.model.model.layers))[:-1]
+        expected = operations(family, len(runner.model.model.layers), shared)[:-1]
         recording.outputs = recorder.outputs(recording.drawing, expected)
         recording.outputs[Operation(None, "sampler")] = log_probs[:, None]
     return recording

@@ -81,8 +81,7 @@ def _compose(options: DiffOptions, precision: str) -> _Settings:
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
 
-    from jetrl_verl.config.environment import check_model, read_model
-    from jetrl_verl.models import family, model_types
+    from jetrl_verl.config.environment import check_model
     from jetrl_verl.rollout.arguments import vllm_arguments
 
     ours = [
@@ -102,11 +101,8 @@ def _compose(options: DiffOptions, precision: str) -> _Settings:
             user = vllm_arguments(jetrl, user)
             shared = jetrl.operations == "shared"
             check_model(str(options.model.absolute()), jetrl, 1, shared, format_name=jetrl.rollout)
-        model = read_model(str(options.model.absolute())) or {}
     except (HydraException, UnsupportedConfiguration) as error:
         raise DiffError(str(error)) from None
-    if model.get("model_type") in model_types() and family(model).experts is not None:
-        raise DiffError(f"{options.model} is a mixture of experts, which jetrl diff does not know; name a dense model.")
     if rollout.tensor_model_parallel_size != 1:
         raise DiffError("jetrl diff runs the rollout on one GPU; leave tensor_model_parallel_size alone.")
     graphs = user.pop("compilation_config", None) or {}

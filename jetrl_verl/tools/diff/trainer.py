@@ -4,11 +4,11 @@
 
 The recorded sequences go through it teacher-forced, packed into one row as verl packs a micro-batch, without a
 gradient, as verl computes old log-probabilities. A tap is given an operation and its output and returns what the model
-goes on with, so one function can look, put the rollout's values in place, and correct. Module
-hooks reach all operations but rotary, which is a function on either side: that one name is exchanged while the model
-runs. What lies between two hooked modules is found at the next one's input: attention's output before the projection
-behind it, the activation's before the MLP's last, a residual sum before its norm. Such a sum is also what the next sum
-starts from, so a tap's answer is written into it in place.
+goes on with, so one function can look, put the rollout's values in place, and correct. Module hooks reach all
+operations but rotary, and of a mixture the router's logits and the experts' combination, which are functions on either
+side: those names are exchanged while the model runs. What lies between two hooked modules is found at the next one's
+input: attention's output before the projection behind it, the activation's before the MLP's last, a residual sum before
+its norm. Such a sum is also what the next sum starts from, so a tap's answer is written into it in place.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from jetrl_verl.models.plan import UnsupportedLayer, plan_linears
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.tools.diff import DiffError
-from jetrl_verl.tools.diff.operations import Operation, operations
+from jetrl_verl.tools.diff.operations import Operation, chosen_of, dense_choice, operations
 from jetrl_verl.tools.diff.recording import Recording
 
 Tap = Callable[[Operation, torch.Tensor], torch.Tensor]
@@ -61,6 +61,19 @@ def _exchanged(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, stock)
+
+
+class _RouterFunctions:
+    """``torch.nn.functional`` whose ``linear`` hands its result on."""
+
+    def __init__(self, functional: Any, after: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._functional, self._after = functional, after
+
+    def linear(self, *args: torch.Tensor) -> torch.Tensor:
+        return self._after(self._functional.linear(*args))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._functional, name)
 
 
 class Trainer:
@@ -111,15 +124,17 @@ class Trainer:
         if options is not None and head.weight.shape[0] > vocabulary:
             mask_unused_vocabulary(model, vocabulary)
         layers = model.get_decoder().layers
-        self.operations = operations(self._family, len(layers))
+        self.operations = operations(self._family, len(layers), self._shared)
         self._tap: Tap = lambda operation, output: output
         self._layer: int | None = None
         self._install()
 
     def _install(self) -> None:
         decoder, family = self._model.get_decoder(), self._family
+        mixture = family.experts
         watched = (family.q, family.k, family.v, family.q_norm, family.k_norm, family.o)
-        watched = [name for name in (*watched, family.gate, family.up, family.down) if name]
+        watched += () if mixture is not None else (family.gate, family.up, family.down)
+        watched = [name for name in watched if name]
         self._after(decoder.embed_tokens, "embedding", layer=False)
         for number, layer in enumerate(decoder.layers):
             layer.register_forward_pre_hook(self._enter(number))
@@ -132,7 +147,12 @@ class Trainer:
             self._before(layer.get_submodule(family.o), "attention")
             self._before(post_norm, "post_residual", in_place=True)
             self._after(post_norm, "post_norm")
-            self._before(layer.get_submodule(family.down), "activation")
+            if mixture is None:
+                self._before(layer.get_submodule(family.down), "activation")
+                continue
+            layer.get_submodule(mixture.router).register_forward_hook(self._after_router)
+            if not self._shared:
+                self._after(layer.get_submodule(mixture.block), "experts")
         self._before(decoder.norm, "final_residual", in_place=True, layer=False)
         self._after(decoder.norm, "final_norm", layer=False)
         self._model.get_output_embeddings().register_forward_hook(self._after_head)
@@ -173,6 +193,42 @@ class Trainer:
             rows.copy_(answer)
         return logits
 
+    def _after_router(self, module: torch.nn.Module, args: tuple, output: tuple) -> tuple:
+        logits, weights, chosen = output
+        rows = dense_choice(chosen, weights, logits.shape[-1])
+        answer = self._tap(Operation(self._layer, "choice"), rows)
+        if answer is rows:
+            return output
+        # In FP32, as the rollout has them; the experts multiply in the wider type.
+        other, weights = chosen_of(answer, chosen.shape[-1])
+        return logits, weights, other.to(chosen.dtype)
+
+    @contextlib.contextmanager
+    def _mixture(self) -> Iterator[None]:
+        """Exchange the functions between a router's modules, and those between experts, for ones that ask the tap."""
+        if self._family.experts is None:
+            yield
+        elif self._shared:
+            route, combine = kernels.route, kernels.combine
+
+            def routed(logits: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+                return route(self._ask("router", logits), *args)
+
+            def combined(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+                rows = y[row.long()].flatten(1)
+                answer = self._tap(Operation(self._layer, "experts"), rows)
+                if answer is not rows:
+                    y = y.index_copy(0, row.flatten().long(), answer.view(-1, y.shape[1]))
+                return self._ask("combine", combine(y, row))
+
+            with _exchanged(kernels, "route", routed), _exchanged(kernels, "combine", combined):
+                yield
+        else:
+            # The router alone calls it by this name.
+            modeling = sys.modules[type(self._model).__module__]
+            with _exchanged(modeling, "F", _RouterFunctions(modeling.F, lambda logits: self._ask("router", logits))):
+                yield
+
     def _rotary(self) -> contextlib.AbstractContextManager:
         """Exchange the function that rotates queries and keys for one that asks the tap."""
         if self._shared:
@@ -212,7 +268,7 @@ class Trainer:
         ids = torch.tensor([[token for sequence in sequences for token in sequence]], device=device)
         positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])[None].to(device)
         self._tap, self._tokens, self._drawing = tap, ids.shape[1], recording.drawing.to(device)
-        with self._rotary(), torch.autocast(device.type, torch.bfloat16):
+        with self._rotary(), self._mixture(), torch.autocast(device.type, torch.bfloat16):
             logits = self._model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
         drawn = self._sample(logits, recording.drawn.to(device))
         return tap(Operation(None, "sampler"), drawn[:, None])[:, 0].cpu()

@@ -1,0 +1,136 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Samples of a mixture's experts for the quantization metrics: what is quantized, and of which expert each row is.
+
+A router that sends little to an expert leaves its weights with small updates, its activations with few rows and its
+gradients with groups of few tokens; a mean over all experts hides that. So each sample knows its experts, and the
+metrics name the worst one.
+
+What is exact as a sample (quantization.py) is so here: a block of 128x128 of each expert's weight, rows of tokens in
+front of the experts, rows of pairs in front of the down projection, and of the output's gradient a group of 128 rows of
+one expert's segment, which WGrad contracts. Gate and up's gradient exists inside one step of autograd only and is not
+measured.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from jetrl_verl import kernels
+from jetrl_verl.formats.format import Format
+from jetrl_verl.models.base import leaf
+from jetrl_verl.models.plan import LinearPlan
+from jetrl_verl.nn.experts import JetExperts
+from jetrl_verl.reference import BLOCK, QuantizedTensor, ScaleRule
+
+
+class Sample(NamedTuple):
+    """A quantized sample.
+
+    Attributes:
+        kind, tensor: under which metrics list it. values: ``[rows, columns]``. quantized: of them. restored: FP32.
+        owners: ``[rows]`` int64, the expert of each row; None where a row is of several.
+    """
+
+    kind: str
+    tensor: str
+    values: torch.Tensor
+    quantized: QuantizedTensor
+    restored: torch.Tensor
+    owners: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class SampledExperts:
+    """One layer's experts, stock or ours.
+
+    Attributes:
+        module: transformers' module or :class:`JetExperts`. gate_up, down: plans of its parameters.
+        number_format, rule: of the qdata.
+    """
+
+    module: nn.Module
+    gate_up: LinearPlan
+    down: LinearPlan
+    number_format: Format
+    rule: ScaleRule
+
+    @property
+    def experts(self) -> int:
+        return self.down.experts
+
+    def weights(self, step: int) -> Iterator[Sample]:
+        """One block of each expert's weights, another one at each ``step``."""
+        for plan in (self.gate_up, self.down):
+            weight = getattr(self.module, leaf(plan.suffix)).detach()
+            across, place = plan.k // BLOCK, step * 7919 % (plan.n // BLOCK * (plan.k // BLOCK))
+            row, column = place // across * BLOCK, place % across * BLOCK
+            blocks = weight[:, row : row + BLOCK, column : column + BLOCK].to(torch.bfloat16).flatten(0, 1)
+            q = self.number_format.quantize_weight(blocks, self.rule)
+            owners = torch.arange(self.experts, device=blocks.device).repeat_interleave(BLOCK)
+            yield Sample(plan.kind, "W", blocks, q, self.number_format.dequantize_weight(q), owners)
+
+    def inputs(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> Iterator[Sample]:
+        """What the experts of a few tokens read.
+
+        Args:
+            x: ``[T, H]`` BF16. chosen: ``[T, k]``, of them. weights: ``[T, k]``.
+        """
+        number_format, module = self.number_format, self.module
+        q = number_format.quantize_activation(x, self.rule)
+        yield Sample(self.gate_up.kind, "X", x, q, number_format.dequantize_activation(q), None)
+        if not isinstance(module, JetExperts):
+            return
+        chosen, weights = chosen.to(torch.int32).contiguous(), weights.float().contiguous()
+        segments = kernels.segments(chosen, self.experts, 1)
+        gate_up, down = (getattr(module, leaf(plan.suffix)) for plan in (self.gate_up, self.down))
+        _, product, inner = module.forward_rows(q, weights, segments, gate_up, down)
+        pair = segments.pair.long()
+        gate, up = product.float().chunk(2, dim=-1)
+        values = (nn.functional.silu(gate) * up * weights.flatten()[pair, None]).to(torch.bfloat16)
+        owners = chosen.flatten()[pair].long()
+        yield Sample(self.down.kind, "X", values, inner, number_format.dequantize_activation(inner), owners)
+
+    def gradients(self, chosen: torch.Tensor, step: int) -> Callable[[torch.Tensor], Iterator[Sample]] | None:
+        """What measures the output's gradient ``[..., H]`` in backward; None of experts that train in BF16.
+
+        Args:
+            chosen: ``[T, k]``, of all tokens. step: another group of rows at each.
+        """
+        if not isinstance(self.module, JetExperts):
+            return None
+        segments, k = kernels.segments(chosen.to(torch.int32), self.experts, BLOCK), chosen.shape[1]
+        # On the device: the host does not know how many groups there are.
+        group = step * 7919 % (segments.start[-1].long() // BLOCK).clamp(min=1)
+        place = group * BLOCK + torch.arange(BLOCK, device=chosen.device)
+        pair = segments.pair[place]
+        owner = torch.searchsorted(segments.start[1:].long(), place[:1], right=True)
+
+        def samples(gradient: torch.Tensor) -> Iterator[Sample]:
+            rows = gradient.detach().flatten(0, -2).to(torch.bfloat16)[(pair.clamp(min=0) // k).long()]
+            rows = rows.masked_fill((pair < 0)[:, None], 0)
+            both = self.number_format.quantize_gradient(rows, self.rule, rowwise=True, colwise=True)
+            for tensor, q, values in zip(("dY", "dY_tokens"), both, (rows, rows.t()), strict=True):
+                restored = self.number_format.dequantize_activation(q)
+                yield Sample(self.down.kind, tensor, values, q, restored, owner.expand(len(values)))
+
+        return samples
+
+
+def experts_of(
+    model: nn.Module, plans: Mapping[str, LinearPlan], number_format: Format, rule: ScaleRule
+) -> dict[str, SampledExperts]:
+    """Name -> the quantized experts of each layer; nothing of a dense model."""
+    parameters: dict[str, list[LinearPlan]] = {}
+    for plan in plans.values():
+        if plan.experts > 1 and plan.quantized:
+            parameters.setdefault(plan.suffix.rpartition(".")[0], []).append(plan)
+    found = {}
+    for suffix, (gate_up, down) in parameters.items():
+        for name, module in model.named_modules():
+            if name.endswith(f".{suffix}"):
+                found[name] = SampledExperts(module, gate_up, down, number_format, rule)
+    return found

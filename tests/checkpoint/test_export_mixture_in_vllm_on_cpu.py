@@ -1,0 +1,96 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""An exported mixture of experts in vLLM: the BF16 folder served by stock vLLM, the FP8 folder read by vLLM's loader of
+experts into parameters of the names and shapes of its block-FP8 method.
+
+Stock vLLM's block-FP8 kernels need a GPU, or AMX, so who runs the FP8 folder here is our method; what lives in the
+engine is compared with the statement of a weight sync, byte by byte.
+"""
+
+import json
+
+import pytest
+import torch
+import vllm_engine
+from tiny_models import tiny_model, with_preferences
+from transformers import AutoConfig
+
+from jetrl_verl import formats
+from jetrl_verl.checkpoint.export import ExportOptions, export
+from jetrl_verl.config.options import JetConfig
+from jetrl_verl.models.plan import plan_linears
+from jetrl_verl.sync.contract import ContractReceiver, with_contract
+from jetrl_verl.sync.wire import quantize_stream
+from jetrl_verl.train.weight_stream import stated_routing
+
+RULE, PROMPT = "fp32", list(range(3, 60))
+
+
+def policy():
+    return with_preferences(tiny_model("qwen3_moe", 2))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("export")
+    policy().save_pretrained(root / "policy")
+    for name in ("bf16", "fp8"):
+        export(root / "policy", root / name, ExportOptions(name))
+    return root
+
+
+@pytest.fixture
+def start(cpu_platform):
+    """Callable ``(folder, options) -> (llm, worker)``; the engine is gone afterwards."""
+    with vllm_engine.cpu_settings():
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        yield vllm_engine.start
+        cleanup_dist_env_and_memory()
+
+
+def test_stock_vllm_serves_the_bf16_folder(folders, start):
+    llm, _ = start(folders / "bf16", None)
+    theirs = vllm_engine.prompt_log_probs(llm, PROMPT)
+    model = policy().bfloat16()
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPT]), use_cache=False).logits[0].float()
+    ours = logits.log_softmax(dim=-1)[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+    # BF16 on both sides; a uniform policy is this far from the policy.
+    assert (theirs - ours).abs().mean() < 0.05 * (ours + torch.tensor(64.0).log()).abs().mean()
+
+
+def test_the_loader_of_vllm_puts_the_fp8_folder_where_a_weight_sync_does(folders, start):
+    from jetrl_verl.rollout.live import live_routing, live_tensors
+
+    _, worker = start(folders / "fp8", JetConfig("fp8_rollout", train="bf16", rollout="fp8", scale_rule=RULE))
+    model, trained = worker.model_runner.model, policy()
+    probe = formats.get("fp8").probe(torch.device("cpu"), RULE)
+    weights = quantize_stream(trained.state_dict().items(), plan_linears(trained.config), RULE)
+    statement = with_contract(weights, scale_rule=RULE, probe=probe, routing=stated_routing(trained))
+    receiver = ContractReceiver()
+    receiver.take([(name, tensor) for name, tensor in statement if name.startswith("jetrl.contract")])
+    counts = receiver.verify(live_tensors(model), scale_rule=RULE, probe=probe, routing=live_routing(model))
+    assert counts["quantized"] == 2 * (4 + 2)
+
+
+def test_the_configuration_is_read_by_vllm_and_by_releases_of_transformers_before_5(folders):
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+    from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+    from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+
+    said = json.loads((folders / "fp8" / "config.json").read_text())
+    assert said["num_experts"] == AutoConfig.from_pretrained(folders / "fp8").num_experts == 8
+    config = Fp8Config.from_config(said["quantization_config"])
+    assert config.is_checkpoint_fp8_serialized and config.weight_block_size == [128, 128]
+    merged = Qwen3MoeForCausalLM.packed_modules_mapping
+    skipped = {
+        suffix: is_layer_skipped(f"model.layers.1.{suffix}", config.ignored_layers, merged)
+        for suffix in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate", "mlp.experts")
+    }
+    assert skipped == {
+        "self_attn.qkv_proj": False,
+        "self_attn.o_proj": False,
+        "mlp.gate": True,
+        "mlp.experts": False,
+    }

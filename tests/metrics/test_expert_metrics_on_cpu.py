@@ -1,0 +1,169 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The quantization metrics of a mixture: every sampled element is one that an expert's product reads, each is counted
+with its expert, and there are as many metrics with 16 experts as with 4."""
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from jetrl_verl import formats
+from jetrl_verl.metrics import quantization
+from jetrl_verl.metrics.experts import experts_of
+from jetrl_verl.metrics.quantization import CodeChanges, QuantizationSampler
+from jetrl_verl.models.plan import plan_linears
+from jetrl_verl.nn.experts import JetExperts
+from jetrl_verl.nn.replace import replace_linears
+from jetrl_verl.sync.wire import quantize_stream
+
+FP8 = formats.get("fp8")
+TOKENS = torch.arange(3 * 100).reshape(3, 100) % 64
+OF_EXPERTS = {
+    *(f"{kind}/{tensor}" for kind in ("gate_up", "down") for tensor in ("W", "X")),
+    *("down/dY", "down/dY_tokens"),
+}
+BY_EXPERT = OF_EXPERTS - {"gate_up/X"}
+
+
+def mixture(replaced: bool = True, **changes):
+    model = tiny_model("qwen3_moe", **changes)
+    plans = plan_linears(model.config)
+    if replaced:
+        replace_linears(model, plans, scale_rule="fp32")
+    return model, plans
+
+
+def measured(model, plans) -> dict[str, float]:
+    sampler = QuantizationSampler(model, plans, "fp32", FP8)
+    with sampler.sampling(), torch.autocast("cpu", dtype=torch.bfloat16):
+        model(TOKENS, use_cache=False).logits.float().logsumexp(-1).sum().backward()
+    return sampler.metrics()
+
+
+def test_every_tensor_of_experts_is_measured_under_names_that_do_not_grow_with_them():
+    metrics = measured(*mixture())
+    assert metrics.keys() == measured(*mixture(num_experts=4)).keys() == measured(*mixture(num_experts=16)).keys()
+    named = {name.rpartition("/")[0] for name in metrics if name.startswith(("gate_up", "down"))}
+    assert named == OF_EXPERTS
+    assert {name.removesuffix("/underflow_expert_max") for name in metrics if "expert_max" in name} == BY_EXPERT
+    for name in BY_EXPERT:
+        # One worst expert is at least as bad as the mean of all.
+        assert metrics[f"{name}/underflow_expert_max"] >= metrics[f"{name}/underflow"]
+        # Of one group, and so of one expert, both are the same, and FP32 rounds one of them.
+        assert metrics[f"{name}/snr_db_expert_min"] <= metrics[f"{name}/snr_db"] * (1 + 2**-22)
+    for name in ("gate_up/W", "gate_up/X", "down/W", "down/X"):
+        assert 20 < metrics[f"{name}/snr_db"] < 40
+
+
+def test_a_trainer_in_bf16_has_weights_and_the_experts_input_alone():
+    metrics = measured(*mixture(replaced=False))
+    named = {name.rpartition("/")[0] for name in metrics if name.startswith(("gate_up", "down"))}
+    assert named == {"gate_up/W", "down/W", "gate_up/X"}
+
+
+def test_the_expert_that_underflows_is_the_worst_one():
+    """Half of one block of expert 5 is 2^-12 times as large as the other half: it becomes zero, 1/2 of its sample."""
+    model, plans = mixture(num_hidden_layers=1, moe_intermediate_size=128)
+    with torch.no_grad():
+        for parameter in (model.model.layers[0].mlp.experts.gate_up_proj, model.model.layers[0].mlp.experts.down_proj):
+            parameter.uniform_(1, 2)
+            parameter[5, ::2] *= 2.0**-20
+    metrics = measured(model, plans)
+    for kind in ("gate_up", "down"):
+        assert metrics[f"{kind}/W/underflow_expert_max"] == 0.5
+        assert metrics[f"{kind}/W/underflow"] == 0.5 / 8
+
+
+def test_samples_are_what_the_products_read(monkeypatch):
+    """The module's own operands are recorded; every sampled row of qdata, with its scales, is among those of its
+    expert."""
+    model, plans = mixture(num_hidden_layers=1)
+    (layer,) = experts_of(model, plans, FP8, "fp32").values()
+    seen, gradients = [], []
+
+    def record(module, args, output):
+        x, chosen, weights = args
+        source = getattr(x, "source", x)
+        seen.append((source.detach().flatten(0, -2).bfloat16(), chosen, weights.detach()))
+        output.register_hook(lambda gradient: gradients.append(gradient))
+
+    layer.module.register_forward_hook(record)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(TOKENS, use_cache=False).logits.float().logsumexp(-1).sum().backward()
+    (x, chosen, weights), (gradient,) = seen[0], gradients
+    whole, inner = layer.inputs(x, chosen, weights)
+    part, inner_part = layer.inputs(x[128:256], chosen[128:256], weights[128:256])
+    assert torch.equal(whole.quantized.qdata.view(torch.uint8)[128:256], part.quantized.qdata.view(torch.uint8))
+
+    def rows(sample):
+        joined = torch.cat([sample.quantized.qdata.view(torch.uint8), sample.quantized.scales.view(torch.uint8)], dim=1)
+        return {(owner, bytes(row.numpy())) for owner, row in zip(sample.owners.tolist(), joined, strict=True)}
+
+    assert rows(inner_part) <= rows(inner)
+    # What was rounded is the product that the kernel rounds: no element is further off than half a step of E4M3.
+    error = (inner.restored - inner.values.float()).abs()
+    assert (error <= 2**-4 * inner.values.float().abs() + 2**-10 * inner.quantized.scales.max()).all()
+
+    found = layer.gradients(chosen, 0)(gradient)
+    for sample in found:
+        (owner,) = set(sample.owners.tolist())
+        tokens = [t for t in range(len(chosen)) if owner in chosen[t].tolist()][:128]
+        expected = torch.zeros(128, 256, dtype=torch.bfloat16)
+        expected[: len(tokens)] = gradient.flatten(0, -2)[tokens].bfloat16()
+        assert torch.equal(sample.values, expected if sample.tensor == "dY" else expected.t())
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 3])
+def test_blocks_of_weights_are_those_of_the_whole(step):
+    model, plans = mixture(num_hidden_layers=1)
+    (layer,) = experts_of(model, plans, FP8, "fp32").values()
+    assert isinstance(layer.module, JetExperts)
+    for sample, parameter in zip(layer.weights(step), (layer.module.gate_up_proj, layer.module.down_proj), strict=True):
+        qdata, scales = FP8.quantize_weight(parameter.detach().bfloat16(), "fp32")
+        blocks = qdata.view(torch.uint8).unfold(1, 128, 128).unfold(2, 128, 128).flatten(1, 2)
+        mine = sample.quantized.qdata.view(torch.uint8).view(8, 128, 128)
+        (at,) = [i for i in range(blocks.shape[1]) if torch.equal(blocks[:, i], mine)]
+        assert torch.equal(scales.flatten(1)[:, at], sample.quantized.scales.flatten())
+
+
+def test_the_load_is_counted():
+    model, plans = mixture(num_hidden_layers=1)
+    # All logits are equal: every token goes to the same two.
+    with torch.no_grad():
+        model.model.layers[0].mlp.gate.weight.zero_()
+    metrics = measured(model, plans)
+    assert metrics["experts/load_max"] == 8 / 2 and metrics["experts/idle"] == 6 / 8
+
+
+def test_changed_qdata_of_experts_have_a_least_and_a_largest_share():
+    model, plans = mixture(num_hidden_layers=1)
+    changes = CodeChanges(plans)
+
+    def sync() -> dict[str, float]:
+        list(changes.watch(quantize_stream(model.state_dict().items(), plans, "fp32")))
+        return changes.metrics()
+
+    assert sync() == {}
+    weight = model.model.layers[0].mlp.experts.down_proj
+    with torch.no_grad():
+        weight[3].neg_()
+        zeros = int((FP8.quantize_weight(weight.bfloat16(), "fp32").qdata[3].view(torch.uint8) & 0x7F == 0).sum())
+    metrics = sync()
+    changed = metrics["qdata_changed/down_expert_max"]
+    assert 1 - zeros / weight[3].numel() - 0.01 < changed <= 1
+    assert metrics["qdata_changed/down_expert_min"] == metrics["scales_changed/down_expert_max"] == 0
+    assert metrics["qdata_changed/down"] == pytest.approx(changed / 8)
+    assert metrics["qdata_changed/gate_up_expert_max"] == 0
+
+
+def test_what_is_kept_of_experts_is_bounded_and_covers_every_block(monkeypatch):
+    monkeypatch.setattr(quantization, "SAMPLED_OF_AN_EXPERT", 2**9)
+    model, plans = mixture(num_hidden_layers=1)
+    changes = CodeChanges(plans)
+    sent = dict(quantize_stream(model.state_dict().items(), plans, "fp32"))
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    list(changes.watch([(name, sent[name])]))
+    (kept,) = changes._kept.values()
+    assert kept.shape[0] == 8 and 2**8 < kept.shape[1] <= 2**10
+    columns = torch.arange(256 * 256)[:: 256 * 256 // 2**9 | 1]
+    assert len({(p // 256 // 128, p % 256 // 128) for p in columns.tolist()}) == 4

@@ -1,0 +1,212 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""``jetrl diff`` of a mixture of experts: nothing differs under jet_fp8_exact, what is made to differ is named, a token
+that goes elsewhere is seen as a choice, and stock engines are attributed without a rest.
+
+Engines run in this process; each precision's repeats the same tokens.
+"""
+
+import json
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from rich.console import Console
+from tiny_models import tiny_model, with_preferences
+
+from jetrl_verl import kernels
+from jetrl_verl.tools.demo.policy import build_tokenizer
+from jetrl_verl.tools.diff import rollout, run
+from jetrl_verl.tools.diff.attribution import attribute
+from jetrl_verl.tools.diff.measures import bits
+from jetrl_verl.tools.diff.operations import Operation, chosen_of, dense_choice
+from jetrl_verl.tools.diff.run import DiffOptions, run_diff
+from jetrl_verl.tools.diff.trainer import Trainer
+
+RESPONSE, TEMPERATURE = 8, 0.7
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    folder, tokenizer = tmp_path_factory.mktemp("mixture"), build_tokenizer()
+    model = with_preferences(tiny_model("qwen3_moe", 3, vocab_size=len(tokenizer)))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(policy, tmp_path_factory, cpu_platform):
+    """(summaries, requests, recordings) by precision, and the console's text, of one run of the command."""
+    prompts = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in ("7+5", "12+30+41")))
+    requests, recordings = {}, {}
+
+    def engine(request, folder, name, cuda):
+        """The configured engine's answers are the recorded one's; other precisions repeat the first one's."""
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        kind = "bf16" if request.jetrl is None else request.jetrl["precision"]
+        if kind not in recordings:
+            drawn = next(iter(recordings.values())).responses if recordings else [[5] * RESPONSE] * 2
+            requests[kind] = request
+            repeated = replace(
+                request, responses=drawn, arguments=request.arguments | {"max_num_seqs": 2, "enforce_eager": True}
+            )
+            try:
+                with torch.compiler.set_stance("force_eager"):
+                    recordings[kind] = rollout.run(repeated)
+            finally:
+                cleanup_dist_env_and_memory()
+        return recordings[kind]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in run._environment(cuda=False).items():
+            patch.setenv(name, value)
+        patch.setattr(run, "run_engine", engine)
+        out, console = tmp_path_factory.mktemp("out"), Console(record=True, width=120)
+        precisions = ("jet_fp8_exact", "fp8_rollout", "bf16")
+        options = DiffOptions(policy, precisions, prompts, 2, RESPONSE, TEMPERATURE, out)
+        assert run_diff(options, console) == 1
+    reports = {r["precision"]: r for r in json.loads((out / "report.json").read_text())["precisions"]}
+    return reports, requests, recordings, console.export_text()
+
+
+@pytest.fixture(scope="module")
+def trainer(policy, found):
+    request = found[1]["jet_fp8_exact"]
+    return Trainer(policy, rollout.JetConfig.from_node(request.jetrl), request.vocabulary, TEMPERATURE, CPU)
+
+
+def test_the_functions_of_other_models_are_as_they_were(found):
+    assert kernels.route.__module__ == "jetrl_verl.kernels.route"
+    assert kernels.combine.__module__ == "jetrl_verl.kernels.combine"
+
+
+def test_exact_differs_nowhere(found):
+    report = found[0]["jet_fp8_exact"]
+    assert report["equal"] and report["first_difference"] is None and report["tokens"] == 2 * RESPONSE
+    names = [row["operation"] for row in report["operations"] if row["layer"] == 1]
+    assert names[-5:] == ["post_norm", "router", "choice", "experts", "combine"]
+    assert len(report["operations"]) == 2 * len(names) - 1 + 5
+    for row in report["operations"]:
+        assert row["elements"] > 0 and row["own"] == row["accumulated"] == dict(share=0.0, ulps=0)
+    widths = {row["operation"]: row["elements"] for row in report["operations"] if row["layer"] == 1}
+    tokens = widths["combine"] // 256
+    assert widths["router"] == widths["choice"] == 8 * tokens and widths["experts"] == 2 * 256 * tokens
+
+
+def test_what_is_recorded_is_what_the_mixture_does(found):
+    """The choice follows from the recorded logits, the combination from the recorded experts."""
+    outputs = found[2]["jet_fp8_exact"].outputs
+    for layer in range(2):
+        logits, choice, experts, combined = (
+            outputs[Operation(layer, name)] for name in ("router", "choice", "experts", "combine")
+        )
+        chosen, weights = kernels.route(logits, 2, True)
+        assert torch.equal(dense_choice(chosen, weights, 8), choice)
+        assert all(torch.equal(a, b) for a, b in zip(chosen_of(choice, 2), (chosen, weights), strict=True))
+        rows = torch.arange(len(logits) * 2, dtype=torch.int32).view(-1, 2)
+        assert torch.equal(kernels.combine(experts.reshape(-1, 256), rows), combined)
+        assert len(set(chosen[:, 0].tolist())) > 1
+
+
+@pytest.mark.parametrize("precision", ["fp8_rollout", "bf16"])
+def test_stock_engines_are_attributed_without_a_rest(found, precision):
+    report = found[0][precision]
+    assert not report["equal"] and report["all_corrected"]["differing"] == 0
+    names = {row["operation"] for row in report["operations"]}
+    assert {"router", "choice", "experts"} <= names and "combine" not in names
+    assert list(report["kinds"])[5:7] == ["router", "choice"]
+    assert found[3].count("all corrected: 0 (0 of") == 3
+
+    def own(name):
+        return max(row["own"]["share"] for row in report["operations"] if row["operation"] == name)
+
+    # vLLM quantizes the experts under fp8_rollout and not under bf16, where both multiply in BF16.
+    assert own("experts") > (0.5 if precision == "fp8_rollout" else 0)
+    # The flow's operator leaves weights in FP32; Hugging Face rounds them to BF16, and so does vLLM on a CPU.
+    assert (own("choice") > 0) == (precision == "fp8_rollout")
+
+
+def flipped(x: torch.Tensor, row: int, element: int) -> torch.Tensor:
+    x = x.clone()
+    bits(x)
+    x.view(len(x), -1).view({2: torch.int16, 4: torch.int32}[x.element_size()])[row, element] ^= 1
+    return x
+
+
+PLANTS = {
+    "logits": ("route", "router", lambda route: lambda x, *rest: route(flipped(x, 9, 6), *rest), (9, 6)),
+    "combine": ("combine", "combine", lambda combine: lambda y, row: flipped(combine(y, row), 11, 200), (11, 200)),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_planted_bit_is_named(plant, found, trainer):
+    name, operation, planted, (row, element) = PLANTS[plant]
+    recording, calls = found[2]["jet_fp8_exact"], iter(range(10**6))
+    stock = getattr(kernels, name)
+    changed = planted(stock)
+
+    def second_layer_only(*args):
+        return changed(*args) if next(calls) % 2 else stock(*args)
+
+    # Logits are planted in front of the operation that the tap sees them in: at the function that makes them.
+    if plant == "logits":
+        logits = kernels.logits
+        count = iter(range(10**6))
+
+        def made(x, weight):
+            answer = logits(x, weight)
+            return flipped(answer, row, element) if next(count) % 3 == 1 else answer
+
+        context = mock.patch.object(kernels, "logits", made)
+    else:
+        context = mock.patch.object(kernels, name, second_layer_only)
+    with context:
+        result = attribute(trainer, recording)
+    first = result.first
+    assert (first.layer, first.operation, first.element) == (1, operation, element)
+    assert (first.request, first.position) == recording.place(row) and first.ulps == 1
+    assert {o: s.differing for o, s in result.local.items() if s.differing} == {Operation(1, operation): 1}
+    assert result.all_corrected.differing == 0 and result.alone == {Operation(1, operation).kind: result.mismatch}
+
+
+def test_a_token_sent_elsewhere_is_a_choice_that_differs(found, trainer):
+    """The trainer's first layer takes the experts that are second and third for one token: no other operation differs
+    by itself, and without the choice nothing is left."""
+    recording, route, count = found[2]["jet_fp8_exact"], kernels.route, iter(range(10**6))
+
+    def elsewhere(logits, k, renormalize):
+        chosen, weights = route(logits, k, renormalize)
+        if next(count) % 2 == 0:
+            others, _ = route(logits, k + 1, renormalize)
+            chosen = chosen.clone()
+            chosen[13] = others[13, 1:]
+        return chosen, weights
+
+    with mock.patch.object(kernels, "route", elsewhere):
+        result = attribute(trainer, recording)
+    assert (result.first.layer, result.first.operation) == (0, "choice")
+    assert (result.first.request, result.first.position) == recording.place(13)
+    assert {o for o, s in result.local.items() if s.differing} == {Operation(0, "choice")}
+    assert result.without["choice"].differing == result.all_corrected.differing == 0
+
+
+def test_a_choice_is_corrected_where_it_was_made_on_the_rollouts_inputs(found, trainer):
+    from jetrl_verl.tools.diff.attribution import _Forwards
+
+    forwards = _Forwards(trainer, found[2]["jet_fp8_exact"])
+    operation = Operation(0, "choice")
+    theirs = torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.75, 0.25, 0.0], [0.5, 0.5, 0.0]])
+    local = torch.tensor([[0.0, 0.5, 0.5], [0.0, 0.5, 0.5], [0.5, 0.5, 0.0], [0.5, 0.5, 0.0]])
+    ours = torch.tensor([[0.0, 0.5, 0.5], [0.5, 0.0, 0.5], [0.625, 0.375, 0.0], [0.5, 0.0, 0.5]])
+    forwards._theirs, forwards._local = {operation: theirs}, {operation: local}
+    expected = torch.stack([theirs[0], ours[1], torch.tensor([0.875, 0.125, 0.0]), ours[3]])
+    assert torch.equal(forwards._corrected(operation, ours), expected)
+    assert torch.equal(forwards._corrected(operation, local), theirs)

@@ -372,6 +372,12 @@ JETRL_DEVICE float float_of(uint32_t bits) { return __uint_as_float(bits); }
 JETRL_DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 JETRL_DEVICE uint32_t shuffle_xor(uint32_t value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 
+// By a whole warp: what lane `lane` brings, what the lane `step` in front brings (the own value where there is none),
+// how many lanes bring true.
+JETRL_DEVICE int shuffle(int value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
+JETRL_DEVICE int shuffle_up(int value, int step) { return __shfl_up_sync(0xffffffffu, value, step); }
+JETRL_DEVICE int count_true(bool value) { return __popc(__ballot_sync(0xffffffffu, value)); }
+
 // 16 bytes that no one writes while the kernel runs.
 JETRL_DEVICE uint4 load_16(const uint16_t* from) { return __ldg(reinterpret_cast<const uint4*>(from)); }
 

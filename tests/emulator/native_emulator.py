@@ -127,6 +127,40 @@ class Emulator:
         )
         self._check(failed)
 
+    def run_grouped(
+        self,
+        kernel: str,
+        a: QuantizedTensor,
+        b: QuantizedTensor,
+        start: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        block: int = 0,
+        cluster: int = 0,
+        multiprocessors: int = 4,
+        seed: int = 0,
+    ) -> None:
+        """``grouped_fprop`` or ``grouped_decode``, operands as those of ``reference.grouped_gemm_nt``, to ``out [R,
+        N]``, or ``grouped_wgrad``, as ``reference.grouped_wgrad``, to ``out [E * N, K]``; raises as :meth:`run`."""
+        experts = len(start) - 1
+        of_out = _pointer(start), _pointer(out), ctypes.c_int64(out.stride(0))
+        plan = block, cluster, multiprocessors, ctypes.c_uint32(seed)
+        if kernel == "grouped_wgrad":
+            sizes = experts, a.qdata.shape[0], b.qdata.shape[0], a.qdata.shape[1]
+            failed = self._library.jetrl_run_grouped_wgrad(*sizes, *_operand(a), *_operand(b), *of_out, *plan)
+        else:
+            (rows, k), n = a.qdata.shape, b.qdata.shape[1]
+            failed = self._library.jetrl_run_grouped(
+                ["grouped_fprop", "grouped_decode"].index(kernel),
+                *(rows, experts, n, k),
+                *_operand(a),
+                *(_pointer(b.qdata), ctypes.c_int64(b.qdata.stride(0)), ctypes.c_int64(b.qdata.stride(1))),
+                *(_pointer(b.scales), *(ctypes.c_int64(stride) for stride in b.scales.stride())),
+                *of_out,
+                *plan,
+            )
+        self._check(failed)
+
     def _check(self, failed: int) -> None:
         if failed:
             raise RuntimeError(self._library.jetrl_error().decode())

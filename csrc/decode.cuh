@@ -4,9 +4,9 @@
 // What the kernels for few rows of X share (sm90_decode_fprop.cu, sm90_grouped_decode.cu): a stage's layout, and a
 // consumer warpgroup's chains.
 //
-// Tokens are wgmma's M, 64 of them, and a narrow tile of kColumns rows of W its N. A stage holds two K blocks, or one: one
-// wait for its copies, one for its chains, one release. The group of stage i + 1 is issued before that of stage i is
-// waited for.
+// Tokens are wgmma's M, 64 of them, and a narrow tile of kColumns rows of W its N. A stage holds two K blocks, or one:
+// one wait for its copies, one for its chains, one release. The group of stage i + 1 is issued before that of stage i
+// is waited for.
 //
 // Edges: TMA and cp.async fill with zeros. An odd number of K blocks leaves half a stage past K: partial sums are +0
 // and the scale is made -0, since fma(+0, -0, acc) = acc, bit for bit; +0 would turn an acc of -0 into +0.

@@ -87,13 +87,24 @@ JETRL_DEVICE void store_bf16(uint8_t* staging, const float (&acc)[64], const Out
   }
 }
 
+// The lane whose stores the copy engine makes. Where they go is known to be the same for all lanes, or (kElected) is not
+// and this is known to be one lane alone (sm90.cuh).
+template <bool kElected>
+JETRL_DEVICE bool acts_for_copies(int lane) {
+  if constexpr (kElected) {
+    return sm90::elect_one();
+  } else {
+    return lane == 0;
+  }
+}
+
 // 64, 128 or 192 columns into staging, each 64 a place of their own, for the copy engine: it reads there while the warp
 // goes on. The chunks that a row's staging XORs are the 128-byte swizzle.
-template <int kSums>
+template <bool kElected, int kSums>
 JETRL_DEVICE void stage_for_tma(uint32_t staging, const float (&acc)[kSums], const Bias& bias, int column, int columns,
                                 int lane) {
   constexpr int kSlices = kSums / 32;
-  if (lane == 0) sm90::tma_store_wait_read();
+  if (acts_for_copies<kElected>(lane)) sm90::tma_store_wait_read();
   sm90::sync_warp();
   if (bias.data == nullptr) {  // asked once: asked for every eight columns, it would cut the code into pieces
 #pragma unroll
@@ -110,9 +121,9 @@ JETRL_DEVICE void stage_for_tma(uint32_t staging, const float (&acc)[kSums], con
   sm90::sync_warp();
 }
 
-template <int kSlices>
+template <bool kElected, int kSlices>
 JETRL_DEVICE void store_staged_by_tma(uint32_t staging, const sm90::TensorMap* map, int row, int column, int lane) {
-  if (lane == 0) {
+  if (acts_for_copies<kElected>(lane)) {
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
       sm90::tma_store(map, staging + slice * kStagingBytes, column + slice * kStoreColumns, row);
@@ -124,8 +135,8 @@ JETRL_DEVICE void store_staged_by_tma(uint32_t staging, const sm90::TensorMap* m
 template <int kSums>
 JETRL_DEVICE void store_bf16_by_tma(uint32_t staging, const float (&acc)[kSums], const Bias& bias,
                                     const sm90::TensorMap* map, int row, int column, int columns, int lane) {
-  stage_for_tma(staging, acc, bias, column, columns, lane);
-  store_staged_by_tma<kSums / 32>(staging, map, row, column, lane);
+  stage_for_tma<false>(staging, acc, bias, column, columns, lane);
+  store_staged_by_tma<false, kSums / 32>(staging, map, row, column, lane);
 }
 
 // What was staged for the copy engine, by the warp itself: only rows in front of `end`.

@@ -1,7 +1,8 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The kernel of FProp and DGrad on Hopper: Y[M,N] = X[M,K] W[N,K]^T (+ bias), 1x128 scales on X, 128x128 scales on W, BF16 out.
+// The kernel of FProp and DGrad on Hopper: Y[M,N] = X[M,K] W[N,K]^T (+ bias), 1x128 scales on X, 128x128 scales on W,
+// BF16 out.
 //
 // Arithmetic, the contract's: per 128-wide K block a chain of four wgmma m64n128k32 (n64, n192 in tiles of 64, 192
 // columns) starts from zero; its FP32 partial sum p is promoted by acc = fma(p, s_x * s_w, acc), K blocks ascending.
@@ -13,8 +14,8 @@
 // slice's first chain; total is rounded once. It begins as -0, which changes no number that is added to it.
 //
 // A grouped product (FpropShape::kGrouped) is one of these for the rows of each expert (gemm.h, Segments), with its own
-// W; a tile has rows of one expert. The warp that copies qdata finds the tiles and tells the consumers theirs with stage
-// 0. Blocks of a cluster take neighbouring columns there and share X, else neighbouring rows and share W.
+// W; a tile has rows of one expert. The warp that copies qdata finds the tiles and tells the consumers theirs with
+// stage 0. Blocks of a cluster take neighbouring columns there and share X, else neighbouring rows and share W.
 //
 // Roles (384 threads, one block per multiprocessor, persistent): warpgroup 0 holds the warps that copy, one for qdata
 // and, where scales_suit_tma, the scales of X by TMA, else one more for those by cp.async, one for the scales of W;
@@ -261,11 +262,12 @@ struct FpropConsumer {
       return;
     }
     constexpr int kSlices = Shape::kChunk / kStoreColumns;
-    stage_for_tma(staging, acc[chunk], Bias{nullptr, false}, column, p.n, lane);
+    stage_for_tma<true>(staging, acc[chunk], Bias{nullptr, false}, column, p.n, lane);
     if (of_tile.row + kStoreRows <= of_tile.end) {
-      store_staged_by_tma<kSlices>(staging, y_map, of_tile.row, column, lane);
+      store_staged_by_tma<true, kSlices>(staging, y_map, of_tile.row, column, lane);
     } else {
-      store_staged_rows<kSlices>(memory + (staging - sm90::shared_address(memory)), p.y, of_tile.row, of_tile.end, column, p.n, lane);
+      const uint8_t* staged = memory + (staging - sm90::shared_address(memory));
+      store_staged_rows<kSlices>(staged, p.y, of_tile.row, of_tile.end, column, p.n, lane);
     }
   }
 
@@ -384,7 +386,7 @@ JETRL_DEVICE void fprop_consume(const FpropParams& p, const sm90::TensorMap* y_m
 #pragma unroll
     for (int c = 0; c < Shape::kChunks; ++c) tiles.store(c, before);
   }
-  if (lane == 0) sm90::tma_store_wait_read();
+  if (acts_for_copies<Shape::kGrouped>(lane)) sm90::tma_store_wait_read();
 }
 
 template <class Shape>

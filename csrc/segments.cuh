@@ -3,10 +3,10 @@
 
 // Which tile of which expert a block computes, where the rows of experts lie as the device says (gemm.h, Segments).
 //
-// Tiles go by experts, in an expert by rows, and through all columns of a row of tiles: W of one expert stays in L2, its
-// rows are read once. A row of tiles begins at the expert's first row or kRows behind another, so no tile has rows of
-// two experts. The host does not know their number. A warp finds a tile's expert among 32 at once, by a scan over its
-// lanes; it asks for ascending tiles, so it goes over the experts once and keeps two numbers.
+// Tiles go by experts, in an expert by rows, and through all columns of a row of tiles: W of one expert stays in L2,
+// its rows are read once. A row of tiles begins at the expert's first row or kRows behind another, so no tile has rows
+// of two experts. The host does not know their number. A warp finds a tile's expert among 32 at once, by a scan over
+// its lanes; it asks for ascending tiles, so it goes over the experts once and keeps two numbers.
 
 #pragma once
 

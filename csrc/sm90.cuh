@@ -33,6 +33,12 @@ using TensorMap = CUtensorMap;
 // ---- who am I ------------------------------------------------------------------------------------------------------
 
 JETRL_DEVICE int thread_index() { return threadIdx.x; }
+// The same, read again: where a register that keeps it would be one too many.
+JETRL_DEVICE int thread_index_again() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
 JETRL_DEVICE int block_index() { return blockIdx.x; }
 JETRL_DEVICE int block_column() { return blockIdx.y; }
 JETRL_DEVICE int grid_size() { return gridDim.x; }

@@ -4,9 +4,9 @@
 // FProp of a mixture's experts on Hopper for few rows an expert, with the bits of sm90_grouped_fprop.cu. The weights of
 // the experts that have rows are read once from device memory and are what limits it; the others cost nothing.
 //
-// A tile is up to 64 rows of one expert and kColumns rows of its W (decode.cuh, segments.cuh). Of X a stage gets as many
-// boxes of eight rows as the expert has: what follows in shared memory is left as it was, and wgmma's rows there are
-// not stored. The ring goes on from tile to tile, so W streams without a gap.
+// A tile is up to 64 rows of one expert and kColumns rows of its W (decode.cuh, segments.cuh). Of X a stage gets as
+// many boxes of eight rows as the expert has: what follows in shared memory is left as it was, and wgmma's rows there
+// are not stored. The ring goes on from tile to tile, so W streams without a gap.
 //
 // Roles: a consumer warpgroup; a warp that finds tiles, copies qdata by TMA and tells the consumers a tile's place with
 // its first stage; a warp that finds tiles and copies scales by cp.async.

@@ -4,8 +4,8 @@
 // FProp and DGrad of a mixture's experts on Hopper for many rows: the kernel of fprop.cuh, each tile with its expert's
 // W. For few rows an expert there is sm90_grouped_decode.cu.
 //
-// The grid is what the worst case keeps busy; a block that finds no tile ends. An expert's tiles are neighbours in time,
-// so its rows and its W, a few MB, are read once from device memory.
+// The grid is what the worst case keeps busy; a block that finds no tile ends. An expert's tiles are neighbours in
+// time, so its rows and its W, a few MB, are read once from device memory.
 
 #include <algorithm>
 

@@ -72,6 +72,7 @@ struct TensorMap {
 
 // Implemented by instructions.cpp.
 int thread_index();
+inline int thread_index_again() { return thread_index(); }
 int block_index();
 int block_column();
 int grid_size();

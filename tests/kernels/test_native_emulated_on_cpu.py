@@ -383,13 +383,13 @@ FAULTS = {
     "staging is written while the copy engine still reads it": (
         "fprop",
         "epilogue.cuh",
-        "  if (lane == 0) sm90::tma_store_wait_read();\n",
+        "  if (acts_for_copies<kElected>(lane)) sm90::tma_store_wait_read();\n",
         "",
     ),
     "a warp leaves while the copy engine still reads its staging": (
         "fprop",
         FPROP,
-        "  if (lane == 0) sm90::tma_store_wait_read();\n",
+        "  if (acts_for_copies<Shape::kGrouped>(lane)) sm90::tma_store_wait_read();\n",
         "",
     ),
     "FProp stores a chunk when the next tile's sums have taken its registers": (

@@ -12,7 +12,7 @@ from pathlib import Path
 import native_emulator
 import pytest
 import torch
-from native_emulator import Emulator, operand, operands, product
+from native_emulator import Emulator, operand, product
 
 from jetrl_verl.reference import BLOCK, QuantizedTensor
 
@@ -91,3 +91,29 @@ def test_decode_of_ragged_segments_over_more_tiles_than_multiprocessors(emulator
         multiprocessors=2,
         seed=seed,
     )
+
+
+def check_wgrad(emulator: Emulator, groups: list[int], n: int, k: int, *, more=0, seed=0, **plan):
+    """Weight gradients of experts with so many groups of 128 tokens, and canaries of NaN around them."""
+    start = starts([BLOCK * count for count in groups])
+    tokens = int(start[-1]) + BLOCK * more
+    a, b = operand(n, tokens, n, 4 * (seed // 2)), operand(k, tokens, k, 4 * (seed // 2) + 1)
+    around = torch.full((len(groups) * n + 2, k + 16), torch.nan, dtype=torch.bfloat16)
+    out = around[1:-1, 8:-8]
+    emulator.run_grouped("grouped_wgrad", a, b, start, out, seed=seed, **plan)
+    for expert, count in enumerate(groups):
+        rows, first = slice(expert * n, (expert + 1) * n), int(start[expert])
+        parts = (
+            QuantizedTensor(q.qdata[:, first : first + BLOCK * count], q.scales[:, first // BLOCK :][:, :count])
+            for q in (a, b)
+        )
+        assert torch.equal(out[rows], product(*parts, False).bfloat16()), expert
+    assert around.isnan().sum() == around.numel() - len(groups) * n * k
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("block", [128, 256])
+def test_wgrad_of_ragged_segments_over_more_tiles_than_multiprocessors(emulator, block, cluster, seed):
+    plan = {"block": block, "cluster": cluster, "multiprocessors": 2}
+    check_wgrad(emulator, [2, 0, 1, 7, 0], 384, 256, more=1, seed=seed, **plan)

@@ -197,10 +197,10 @@ void grouped_forward(GroupedForward* run, const Tensor& x, const Tensor& x_scale
                      const Tensor& w_scales, const Tensor& start, const Tensor& y, int64_t block, int64_t cluster) {
   const Device device(x);
   const jetrl::Segments of = segments(start);
-  const jetrl::Operand of_x = operand("X", x, x_scales, 1);
   const jetrl::ExpertOperand of_w = experts_operand(w, w_scales, of.experts);
   STD_TORCH_CHECK(of_w.k == x.size(1), "jetrl_native: the operands contract ", x.size(1), " and ", of_w.k,
                   " elements; they must be equal.");
+  const jetrl::Operand of_x = operand("X", x, x_scales, 1);
   const jetrl::Output of_y = output(y, of_x.rows, of_w.n, false);
   STD_TORCH_CHECK(!of_y.fp32, "jetrl_native: FProp writes BF16.");
   run(of_x, of_w, of, of_y, config_of(block, cluster), device.stream);

@@ -113,6 +113,13 @@ struct Segments {
   int experts;
 };
 
+// How many tiles of `block` rows all experts can have together: as many experts as possible have rows, and each of them
+// one tile that is not full.
+JETRL_HOST_DEVICE constexpr int most_row_tiles(int rows, int experts, int block) {
+  const int hit = experts < rows ? experts : rows;
+  return hit + (rows - hit) / block;
+}
+
 // Matrices [n, k] of all experts, as parts of one matrix [all.rows, columns]: expert e's begins e * row_step rows down
 // and e * column_step columns on, its scales e * scale_step elements behind the first one's. n and k are multiples of
 // 128.

@@ -169,8 +169,7 @@ void run_grouped_decode(const Operand& x, const ExpertOperand& w, const Segments
   const auto x_map = operand_map(x, w.k, Shape::kTokens);
   const auto x_rows_map = operand_map(x, w.k, kBoxRows);
   const auto w_map = operand_map(w.all, w.columns, kColumns);
-  // No expert's row tiles but its last are not full.
-  const int64_t most = int64_t(ceil_div(x.rows, Shape::kTokens) + std::min(segments.experts, x.rows)) * tiles_n;
+  const int64_t most = int64_t(most_row_tiles(x.rows, segments.experts, Shape::kTokens)) * tiles_n;
   const Grid grid{int(std::min<int64_t>(most, multiprocessors())), 1, Shape::kThreads, Shape::kBytes, stream};
   launch<sm90_grouped_decode<Shape>>(grid, x_map, x_rows_map, w_map, p);
 }

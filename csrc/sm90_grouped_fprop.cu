@@ -18,8 +18,7 @@ namespace {
 template <int kBlockN, int kCluster>
 void run_grouped(const Operand& x, const ExpertOperand& w, const Segments& segments, const Output& y, Stream stream) {
   using Shape = FpropShape<kBlockN, kCluster, false, true>;
-  // No expert's row tiles but its last are not full.
-  const int most = ceil_div(x.rows, Shape::kBlockM) + std::min(segments.experts, x.rows);
+  const int most = most_row_tiles(x.rows, segments.experts, Shape::kBlockM);
   const int tiles_n = ceil_div(w.n, kCluster * kBlockN);
   const TileOrder order{most, tiles_n, 1};
   const int k_blocks = w.k / kGroup;

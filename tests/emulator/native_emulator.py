@@ -221,6 +221,19 @@ def operands(m: int, n: int, k: int, b_block_scaled: bool, seed: int = 0) -> tup
     return operand(m, k, m, 2 * seed), operand(n, k, -(-n // BLOCK) if b_block_scaled else n, 2 * seed + 1)
 
 
+def experts_operand(experts: int, n: int, k: int, seed: int, beside: bool) -> QuantizedTensor:
+    """[E, N, K] with scales; experts below each other, or beside each other as a transpose has them."""
+    flat = operand(experts * n, k, experts * n // BLOCK, 2 * seed + 1)
+    qdata = flat.qdata.unflatten(0, (experts, n))
+    scales = flat.scales.unflatten(0, (experts, n // BLOCK))
+    if beside:
+        around = torch.zeros(n, experts * k + 16, dtype=torch.uint8).view(qdata.dtype)
+        placed = around[:, : experts * k].unflatten(1, (experts, k)).transpose(0, 1)
+        placed.view(torch.uint8).copy_(qdata.view(torch.uint8))
+        qdata = placed
+    return QuantizedTensor(qdata, scales)
+
+
 def product(a: QuantizedTensor, b: QuantizedTensor, b_block_scaled: bool) -> torch.Tensor:
     n, k = b.qdata.shape
     b_scales = b.scales.repeat_interleave(BLOCK, dim=0)[:n] if b_block_scaled else b.scales

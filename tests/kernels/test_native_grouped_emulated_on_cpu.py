@@ -12,7 +12,7 @@ from pathlib import Path
 import native_emulator
 import pytest
 import torch
-from native_emulator import Emulator, operand, product
+from native_emulator import Emulator, experts_operand, operand, product
 
 from jetrl_verl.reference import BLOCK, QuantizedTensor
 
@@ -31,19 +31,6 @@ def emulator(library) -> Emulator:
 
 def starts(counts: list[int]) -> torch.Tensor:
     return torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
-
-
-def experts_operand(experts: int, n: int, k: int, seed: int, beside: bool) -> QuantizedTensor:
-    """[E, N, K] with scales; experts below each other, or beside each other as a transpose has them."""
-    flat = operand(experts * n, k, experts * n // BLOCK, 2 * seed + 1)
-    qdata = flat.qdata.unflatten(0, (experts, n))
-    scales = flat.scales.unflatten(0, (experts, n // BLOCK))
-    if beside:
-        around = torch.zeros(n, experts * k + 16, dtype=torch.uint8).view(qdata.dtype)
-        placed = around[:, : experts * k].unflatten(1, (experts, k)).transpose(0, 1)
-        placed.view(torch.uint8).copy_(qdata.view(torch.uint8))
-        qdata = placed
-    return QuantizedTensor(qdata, scales)
 
 
 def check(emulator: Emulator, kernel: str, counts: list[int], n: int, k: int, *, more=0, beside=False, seed=0, **plan):
@@ -117,3 +104,104 @@ def check_wgrad(emulator: Emulator, groups: list[int], n: int, k: int, *, more=0
 def test_wgrad_of_ragged_segments_over_more_tiles_than_multiprocessors(emulator, block, cluster, seed):
     plan = {"block": block, "cluster": cluster, "multiprocessors": 2}
     check_wgrad(emulator, [2, 0, 1, 7, 0], 384, 256, more=1, seed=seed, **plan)
+
+
+FORWARD = ["grouped_fprop", "grouped_decode"]
+COUNTS = {
+    "one token": [0, 0, 1, 0],
+    "all tokens on one expert": [0, 0, 0, 300, 0],
+    "all tokens on the last of many": [0] * 70 + [65],
+    "every expert one": [1] * 35,
+    "whole tiles": [128, 64, 0, 256],
+    "one more and one less than a tile": [63, 65, 127, 129],
+    "eight rows and one more": [8, 9, 32, 33],
+    "one expert": [40],
+}
+
+
+@pytest.mark.parametrize("kernel", FORWARD)
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=list(COUNTS))
+def test_where_the_rows_may_lie(emulator, counts, kernel):
+    check(emulator, kernel, counts, 128, 256, more=3, beside=len(counts) % 2 == 0, seed=len(counts))
+
+
+@pytest.mark.parametrize("kernel", FORWARD)
+@pytest.mark.parametrize("blocks", [1, 2, 3, 4, 5, 6, 8, 9])
+def test_the_ring_goes_on_from_tile_to_tile_with_any_number_of_k_blocks(emulator, kernel, blocks):
+    """Seven tiles in turn on one multiprocessor, of an expert and of the next."""
+    plan = {"block": 128, "cluster": 1, "multiprocessors": 1}
+    check(emulator, kernel, [70, 0, 3, 130, 1], 128, blocks * BLOCK, beside=blocks % 2 == 0, seed=blocks, **plan)
+
+
+@pytest.mark.parametrize(("kernel", "block"), [("grouped_fprop", 256), ("grouped_decode", 64)])
+def test_blocks_without_a_tile_end(emulator, kernel, block):
+    """The grid is that of the worst case."""
+    check(emulator, kernel, [0, 5, 0], 256, 256, block=block, more=400, multiprocessors=9)
+    check(emulator, kernel, [0, 0, 0], 256, 256, block=block, more=4, multiprocessors=3)
+
+
+@pytest.mark.parametrize("kernel", FORWARD)
+def test_nothing_of_another_expert_gets_into_a_row(emulator, kernel):
+    """Neither its weights nor its rows, NaN here, with an odd number of K blocks and experts beside each other."""
+    start, (n, k) = starts([5, 9, 3]), (128, 3 * BLOCK)
+    a, b = operand(17, k, 17, 0), experts_operand(3, n, k, 0, True)
+    want = product(QuantizedTensor(a.qdata[5:14], a.scales[5:14]), QuantizedTensor(b.qdata[1], b.scales[1]), True)
+    for expert, rows in ((0, slice(0, 5)), (2, slice(14, 17))):
+        b.qdata[expert].view(torch.uint8).fill_(native_emulator.NAN_CODE)
+        a.qdata[rows].view(torch.uint8).fill_(native_emulator.NAN_CODE)
+    out = torch.zeros(17, n, dtype=torch.bfloat16)
+    emulator.run_grouped(kernel, a, b, start, out, multiprocessors=1)
+    assert torch.equal(out[5:14], want.bfloat16())
+    assert out[:5].isnan().all() and out[14:].isnan().all()
+
+
+@pytest.mark.parametrize("kernel", FORWARD)
+def test_the_sign_of_a_zero_is_kept(emulator, kernel):
+    """-2^-18 times a scale of 2^-149 rounds to -0; half a stage past K adds nothing to it."""
+    a, b = operand(1, BLOCK, 1, 0), experts_operand(2, BLOCK, BLOCK, 0, False)
+    a.qdata.view(torch.uint8).zero_()[:, 5] = 0x01
+    b.qdata.view(torch.uint8).zero_()[..., 5] = 0x81
+    a.scales.fill_(2.0**-75), b.scales.fill_(2.0**-74)
+    out = torch.ones(1, BLOCK, dtype=torch.bfloat16)
+    emulator.run_grouped(kernel, a, b, starts([0, 1]), out, block={"grouped_decode": 64}.get(kernel, 0))
+    assert (out == 0).all() and out.signbit().all()
+
+
+@pytest.mark.parametrize(("multiprocessors", "blocks"), [(20, 16), (36, 32), (70, 64)])
+def test_decode_takes_tiles_that_one_round_of_the_experts_hit_needs(emulator, multiprocessors, blocks):
+    """Eight rows go to eight of 128 experts, as one token's do: of 256 columns 128, 64 and 32 a tile, in turn."""
+    counts = [int(expert % 16 == 0) for expert in range(128)]
+    check(emulator, "grouped_decode", counts, 256, BLOCK, multiprocessors=multiprocessors)
+    assert emulator.blocks() == blocks
+
+
+@pytest.mark.parametrize("groups", [[0, 0, 3], [1], [0, 0], [1] * 34, [5, 4, 3, 2, 1, 0, 0]], ids=str)
+@pytest.mark.parametrize("block", [128, 256])
+def test_wgrad_of_any_number_of_groups(emulator, groups, block):
+    check_wgrad(emulator, groups, 136, 128, block=block, cluster=1, more=not any(groups), multiprocessors=1)
+
+
+@pytest.mark.parametrize("block", [128, 256])
+@pytest.mark.parametrize("groups", range(1, 10))
+def test_wgrad_ends_anywhere_in_the_ring(emulator, groups, block):
+    """Tiles in turn on one multiprocessor, whose sums are stored under the next one's first chains."""
+    check_wgrad(emulator, [groups, 1, groups], block, 128, block=block, cluster=1, multiprocessors=1, seed=groups)
+
+
+@pytest.mark.parametrize("clusters", [1, 2, 3, 5, 7])
+def test_wgrad_goes_over_the_experts_back_and_forth(emulator, clusters):
+    """Every tile is computed once by some cluster, whether the last round is whole and in which direction it goes."""
+    check_wgrad(emulator, [2, 0, 3, 1, 0, 2], 128, 384, block=128, cluster=1, multiprocessors=clusters)
+    check_wgrad(emulator, [2, 0, 1], 128, 512, block=128, cluster=2, multiprocessors=2 * clusters)
+
+
+def test_a_plan_without_a_kernel_is_refused(emulator):
+    a, b, out = operand(8, 128, 8, 0), experts_operand(1, 128, 128, 0, False), torch.empty(8, 128).bfloat16()
+    for kernel in FORWARD:
+        for plan in ({"cluster": 3}, {"block": 48}):
+            with pytest.raises(RuntimeError, match="for the kernel's choice"):
+                emulator.run_grouped(kernel, a, b, starts([8]), out, **plan)
+    with pytest.raises(RuntimeError, match="for the kernel's choice"):
+        emulator.run_grouped(
+            "grouped_wgrad", operand(8, 128, 8, 0), operand(128, 128, 128, 0), starts([128]), out, block=64
+        )

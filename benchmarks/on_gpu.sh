@@ -32,7 +32,7 @@ sanitizer() {  # memory, then races, a small call of every kernel each; races in
         JETRL_NATIVE_DEBUG=$debug compute-sanitizer --tool "$tool" --error-exitcode 9 \
             --target-processes application-only python3 -m pytest --gpu=only -q -k sanitizer \
             tests/kernels/test_native_gemm_on_gpu.py tests/kernels/test_native_qdata_on_gpu.py \
-            tests/kernels/test_fused_quantizers_on_gpu.py || return
+            tests/kernels/test_fused_quantizers_on_gpu.py tests/kernels/test_experts_on_gpu.py || return
     done
 }
 sustained() {  # 80 s a shape

@@ -195,10 +195,13 @@ def measure(machine: Machine, case: Case, contenders: list[str]) -> dict:
     del found
     weights = hit * n * k
     touched = pairs * (n + k) + 2 * weights if case.what == "wgrad" else weights + pairs * (k + 2 * n)
-    sets = [calls]
-    while len(sets) * touched < 3 * machine.timer.l2_bytes + touched:
-        sets.append(make(case, segments, contenders))
-    times = machine.timer.interleaved({name: [one[name] for one in sets] for name in calls if name not in failed})
+    # Buffers of its own for each contender, or one would warm the L2 for the next.
+    names = [name for name in calls if name not in failed]
+    del calls
+    turns = {
+        name: machine.timer.rotated(lambda name=name: make(case, segments, [name])[name], touched) for name in names
+    }
+    times = machine.timer.interleaved(turns)
     return {
         **case._asdict(),
         "n": n,

@@ -34,7 +34,7 @@ sanitizer() {  # memory, then races, a small call of every kernel each; races in
         JETRL_NATIVE_DEBUG=$debug compute-sanitizer --tool "$tool" --error-exitcode 9 \
             --target-processes application-only python3 -m pytest --gpu=only -q -k sanitizer \
             tests/kernels/test_native_gemm_on_gpu.py tests/kernels/test_native_qdata_on_gpu.py \
-            tests/kernels/test_fused_quantizers_on_gpu.py || return
+            tests/kernels/test_fused_quantizers_on_gpu.py tests/kernels/test_experts_on_gpu.py || return
     done
 }
 sustained() {  # 80 s a shape
@@ -66,8 +66,8 @@ P
 export -f test_files sanitizer sustained demo diff_precisions
 export out
 
-parts=(operations quantizers gemms experts sanitizer gemm sustained chain mixture linear mlp ranks quant full exact
-    exact8k families cost mismatch demo diff decode phases)
+parts=(operations quantizers gemms experts sanitizer gemm sustained chain mixture linear mlp ranks products quant full
+    exact exact8k families cost mismatch demo diff decode phases)
 if (($#)); then chosen=("$@"); else chosen=("${parts[@]}"); fi
 for name in "${chosen[@]}"; do
     [[ " ${parts[*]} " == *" $name "* ]] || { echo "$name is not a part; choose from: ${parts[*]}" >&2; exit 2; }
@@ -87,6 +87,7 @@ part 150 mixture python3 benchmarks/experts_on_gpu.py --timeline --out "$out/mix
 part 300 linear python3 -m jetrl_verl.cli bench linear --out "$out/linear.json"
 part 200 mlp python3 benchmarks/gated_mlp_on_gpu.py --out "$out/mlp.json"
 part 200 ranks python3 benchmarks/ranks_on_gpu.py --out "$out/ranks.json"
+part 300 products python3 benchmarks/experts_gemm_on_gpu.py --out "$out/products.json"
 part 300 quant python3 -m jetrl_verl.cli bench quant --rules fp32,pow2 --out "$out/quant.json"
 part 600 full python3 -m jetrl_verl.cli bench gemm --full --out "$out/full.json"
 part 300 exact python3 benchmarks/mismatch.py --rollouts exact,exact-stressed --folder "$out/warm" --out "$out/exact.json"

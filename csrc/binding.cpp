@@ -15,6 +15,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <limits>
 #include <optional>
 #include <string>
@@ -158,6 +159,81 @@ void wgrad(const Tensor& a, const Tensor& a_scales, const Tensor& b, const Tenso
   jetrl::wgrad(of_a, of_b, t, of_dw, config_of(block, cluster), device.stream);
 }
 
+// The first row of each expert, [experts + 1].
+jetrl::Segments segments(const Tensor& start) {
+  STD_TORCH_CHECK(on_device(start) && start.dim() == 1 && start.scalar_type() == ScalarType::Int && start.stride(0) == 1,
+                  "jetrl_native: the experts' first rows must be contiguous int32 values on a GPU.");
+  return {static_cast<const int*>(start.data_ptr()), narrow(start.size(0) - 1)};
+}
+
+// FP8 data [experts, n, k] E4M3 with FP32 scales [experts, n / 128, k / 128] of any strides.
+jetrl::ExpertOperand experts_operand(const Tensor& qdata, const Tensor& scales, int experts) {
+  STD_TORCH_CHECK(on_device(qdata) && qdata.dim() == 3 && qdata.scalar_type() == ScalarType::Float8_e4m3fn &&
+                      qdata.size(0) == experts,
+                  "jetrl_native: the qdata of W must be a float8_e4m3fn tensor of ", experts, " matrices on a GPU.");
+  const int64_t n = qdata.size(1), k = qdata.size(2);
+  STD_TORCH_CHECK(n % jetrl::kGroup == 0 && k % jetrl::kGroup == 0, "jetrl_native: experts of ", n, " x ", k,
+                  " are not whole blocks of 128 x 128.");
+  STD_TORCH_CHECK(qdata.stride(2) == 1 && qdata.stride(1) % 16 == 0 && qdata.stride(1) >= k &&
+                      starts_on_16_bytes(qdata),
+                  "jetrl_native: the rows of W must be contiguous and start on multiples of 16 bytes; pad them.");
+  STD_TORCH_CHECK(on_device(scales) && scales.dim() == 3 && scales.scalar_type() == ScalarType::Float &&
+                      scales.size(0) == experts && scales.size(1) == n / jetrl::kGroup &&
+                      scales.size(2) == k / jetrl::kGroup,
+                  "jetrl_native: the scales of W must be FP32, one per 128 x 128 qdata.");
+  const jetrl::Scales of_first{static_cast<const float*>(scales.data_ptr()), scales.stride(1), scales.stride(2)};
+  const jetrl::ExpertOperand w = jetrl::expert_operand(qdata.data_ptr(), experts, narrow(n), narrow(k), qdata.stride(0),
+                                                       qdata.stride(1), of_first, scales.stride(0));
+  STD_TORCH_CHECK(w.all.qdata != nullptr,
+                  "jetrl_native: experts must lie below each other in one matrix, or beside each other.");
+  narrow(experts * std::max(qdata.stride(0) / qdata.stride(1), n)), narrow(experts * k);
+  return w;
+}
+
+using GroupedForward = void(const jetrl::Operand&, const jetrl::ExpertOperand&, const jetrl::Segments&,
+                            const jetrl::Output&, jetrl::Config, jetrl::Stream);
+
+void grouped_forward(GroupedForward* run, const Tensor& x, const Tensor& x_scales, const Tensor& w,
+                     const Tensor& w_scales, const Tensor& start, const Tensor& y, int64_t block, int64_t cluster) {
+  const Device device(x);
+  const jetrl::Segments of = segments(start);
+  const jetrl::ExpertOperand of_w = experts_operand(w, w_scales, of.experts);
+  STD_TORCH_CHECK(of_w.k == x.size(1), "jetrl_native: the operands contract ", x.size(1), " and ", of_w.k,
+                  " elements; they must be equal.");
+  const jetrl::Operand of_x = operand("X", x, x_scales, 1);
+  const jetrl::Output of_y = output(y, of_x.rows, of_w.n, false);
+  STD_TORCH_CHECK(!of_y.fp32, "jetrl_native: FProp writes BF16.");
+  run(of_x, of_w, of, of_y, config_of(block, cluster), device.stream);
+}
+
+void grouped_fprop(const Tensor& x, const Tensor& x_scales, const Tensor& w, const Tensor& w_scales,
+                   const Tensor& start, const Tensor& y, int64_t block, int64_t cluster) {
+  grouped_forward(jetrl::grouped_fprop, x, x_scales, w, w_scales, start, y, block, cluster);
+}
+
+void grouped_decode(const Tensor& x, const Tensor& x_scales, const Tensor& w, const Tensor& w_scales,
+                    const Tensor& start, const Tensor& y, int64_t block, int64_t cluster) {
+  grouped_forward(jetrl::grouped_decode, x, x_scales, w, w_scales, start, y, block, cluster);
+}
+
+void grouped_wgrad(const Tensor& a, const Tensor& a_scales, const Tensor& b, const Tensor& b_scales,
+                   const Tensor& start, const Tensor& dw, int64_t block, int64_t cluster) {
+  const Device device(a);
+  const jetrl::Segments of = segments(start);
+  const int t = contracted(a, b);
+  STD_TORCH_CHECK(t % jetrl::kGroup == 0, "jetrl_native: experts' tokens must be whole groups of 128, not ", t, ".");
+  const jetrl::Operand of_a = operand("dY^T", a, a_scales, 1), of_b = operand("X^T", b, b_scales, 1);
+  const int64_t rows = narrow(int64_t(of.experts) * of_a.rows);
+  STD_TORCH_CHECK(on_device(dw) && dw.dim() == 3 && dw.scalar_type() == ScalarType::BFloat16 &&
+                      dw.size(0) == of.experts && dw.size(1) == of_a.rows && dw.size(2) == of_b.rows &&
+                      dw.stride(2) == 1 && dw.stride(1) == of_b.rows && dw.stride(0) == of_a.rows * dw.stride(1) &&
+                      of_b.rows % 8 == 0 && starts_on_16_bytes(dw),
+                  "jetrl_native: the output must be ", rows, " contiguous BF16 rows of ", of_b.rows,
+                  ", each a multiple of 16 bytes.");
+  jetrl::grouped_wgrad(of_a, of_b, t, of, {dw.data_ptr(), of_b.rows, false, false}, config_of(block, cluster),
+                       device.stream);
+}
+
 // Strides that the kernels hold in 32 bits.
 int64_t short_stride(int64_t stride) {
   STD_TORCH_CHECK(stride <= std::numeric_limits<int>::max(), "jetrl_native: a stride of ", stride,
@@ -248,6 +324,14 @@ void declare(torch::stable::detail::StableLibrary& library) {
   library.def(
       "wgrad(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor(a!) dw, bool accumulate, int block, "
       "int cluster) -> ()");
+  for (const char* name : {"grouped_fprop", "grouped_decode"}) {
+    library.def((name + std::string("(Tensor x, Tensor x_scales, Tensor w, Tensor w_scales, Tensor start, "
+                                    "Tensor(a!) y, int block, int cluster) -> ()"))
+                    .c_str());
+  }
+  library.def(
+      "grouped_wgrad(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor start, Tensor(a!) dw, int block, "
+      "int cluster) -> ()");
   library.def("relayout(Tensor qdata, Tensor scales, Tensor(a!) out, Tensor(b!) out_scales, bool pow2) -> ()");
   library.def("transpose(Tensor qdata, Tensor scales, Tensor(a!) out, Tensor(b!) out_scales) -> ()");
   library.def(
@@ -261,6 +345,9 @@ void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("fprop_of_ranks", TORCH_BOX(&fprop_of_ranks));
   library.impl("decode", TORCH_BOX(&decode));
   library.impl("wgrad", TORCH_BOX(&wgrad));
+  library.impl("grouped_fprop", TORCH_BOX(&grouped_fprop));
+  library.impl("grouped_decode", TORCH_BOX(&grouped_decode));
+  library.impl("grouped_wgrad", TORCH_BOX(&grouped_wgrad));
   library.impl("relayout", TORCH_BOX(&relayout));
   library.impl("transpose", TORCH_BOX(&transpose));
   library.impl("silu_mul_backward", TORCH_BOX(&silu_mul_backward));

@@ -87,13 +87,24 @@ JETRL_DEVICE void store_bf16(uint8_t* staging, const float (&acc)[64], const Out
   }
 }
 
-// The same by the copy engine, 64, 128 or 192 columns, each 64 from staging of their own: it reads there while the warp
+// The lane whose stores the copy engine makes. Where they go is known to be the same for all lanes, or (kElected) is not
+// and this is known to be one lane alone (sm90.cuh).
+template <bool kElected>
+JETRL_DEVICE bool acts_for_copies(int lane) {
+  if constexpr (kElected) {
+    return sm90::elect_one();
+  } else {
+    return lane == 0;
+  }
+}
+
+// 64, 128 or 192 columns into staging, each 64 a place of their own, for the copy engine: it reads there while the warp
 // goes on. The chunks that a row's staging XORs are the 128-byte swizzle.
-template <int kSums>
-JETRL_DEVICE void store_bf16_by_tma(uint32_t staging, const float (&acc)[kSums], const Bias& bias,
-                                    const sm90::TensorMap* map, int row, int column, int columns, int lane) {
+template <bool kElected, int kSums>
+JETRL_DEVICE void stage_for_tma(uint32_t staging, const float (&acc)[kSums], const Bias& bias, int column, int columns,
+                                int lane) {
   constexpr int kSlices = kSums / 32;
-  if (lane == 0) sm90::tma_store_wait_read();
+  if (acts_for_copies<kElected>(lane)) sm90::tma_store_wait_read();
   sm90::sync_warp();
   if (bias.data == nullptr) {  // asked once: asked for every eight columns, it would cut the code into pieces
 #pragma unroll
@@ -108,12 +119,39 @@ JETRL_DEVICE void store_bf16_by_tma(uint32_t staging, const float (&acc)[kSums],
   }
   sm90::fence_for_copies();
   sm90::sync_warp();
-  if (lane == 0) {
+}
+
+template <bool kElected, int kSlices>
+JETRL_DEVICE void store_staged_by_tma(uint32_t staging, const sm90::TensorMap* map, int row, int column, int lane) {
+  if (acts_for_copies<kElected>(lane)) {
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
       sm90::tma_store(map, staging + slice * kStagingBytes, column + slice * kStoreColumns, row);
     }
     sm90::tma_store_commit();
+  }
+}
+
+template <int kSums>
+JETRL_DEVICE void store_bf16_by_tma(uint32_t staging, const float (&acc)[kSums], const Bias& bias,
+                                    const sm90::TensorMap* map, int row, int column, int columns, int lane) {
+  stage_for_tma<false>(staging, acc, bias, column, columns, lane);
+  store_staged_by_tma<false, kSums / 32>(staging, map, row, column, lane);
+}
+
+// What was staged for the copy engine, by the warp itself: only rows in front of `end`.
+template <int kSlices>
+JETRL_DEVICE void store_staged_rows(const uint8_t* staging, const Output& out, int row, int end, int column,
+                                    int columns, int lane) {
+  const int eight = lane % 8;
+#pragma unroll 1
+  for (int i = 0; i < 4 * kSlices; ++i) {
+    const int slice = i / 4, r = 4 * (i % 4) + lane / 8, at = column + kStoreColumns * slice + 8 * eight;
+    const Chunk value =
+        *reinterpret_cast<const Chunk*>(staging + slice * kStagingBytes + r * 128 + (eight ^ (r % 8)) * 16);
+    if (row + r < end && at < columns) {
+      *reinterpret_cast<Chunk*>(static_cast<uint16_t*>(out.data) + (row + r) * out.row_stride + at) = value;
+    }
   }
 }
 

@@ -106,6 +106,47 @@ struct Bias {
   bool fp32;         // else BF16
 };
 
+// Rows of experts: expert e has rows start[e] to start[e + 1] - 1, or none. `start`, experts + 1 numbers, ascending from
+// zero, is on the device, and nobody but the device knows it.
+struct Segments {
+  const int* start;
+  int experts;
+};
+
+// How many tiles of `block` rows all experts can have together: as many experts as possible have rows, and each of them
+// one tile that is not full.
+JETRL_HOST_DEVICE constexpr int most_row_tiles(int rows, int experts, int block) {
+  const int hit = experts < rows ? experts : rows;
+  return hit + (rows - hit) / block;
+}
+
+// Matrices [n, k] of all experts, as parts of one matrix [all.rows, columns]: expert e's begins e * row_step rows down
+// and e * column_step columns on, its scales e * scale_step elements behind the first one's. n and k are multiples of
+// 128.
+struct ExpertOperand {
+  Operand all;
+  int n, k, columns, row_step, column_step;
+  int64_t scale_step;
+};
+
+// The two layouts that are parts of one matrix: experts below each other, as weights are, or beside each other, as the
+// transpose of such a matrix has them; `all.qdata` is nullptr for any other. Strides in elements.
+inline ExpertOperand expert_operand(const void* qdata, int experts, int n, int k, int64_t expert_stride,
+                                    int64_t row_stride, const Scales& scales, int64_t scale_step) {
+  ExpertOperand w{{qdata, n, row_stride, scales}, n, k, k, 0, 0, scale_step};
+  if (experts == 1) return w;
+  if (expert_stride % row_stride == 0 && expert_stride / row_stride >= n) {
+    w.row_step = int(expert_stride / row_stride);
+    w.all.rows = (experts - 1) * w.row_step + n;
+  } else if (expert_stride >= k && (experts - 1) * expert_stride + k <= row_stride) {
+    w.column_step = int(expert_stride);
+    w.columns = (experts - 1) * w.column_step + k;
+  } else {
+    w.all.qdata = nullptr;
+  }
+  return w;
+}
+
 // Row stride in elements. Rows start on multiples of 16 bytes and hold a multiple of 16 bytes.
 struct Output {
   void* data;
@@ -152,6 +193,18 @@ void decode_fprop(const Operand& x, const Operand& w, int k, const Bias& bias, c
                   bool static_weight, Stream stream);
 // dW[N,K] = A B^T with A = dY^T [N,T], B = X^T [K,T], 1x128 scales along T on both, `t` tokens.
 void wgrad(const Operand& a, const Operand& b, int t, const Output& dw, Config config, Stream stream);
+
+// fprop of each expert's rows with its own matrix. Nothing is written behind the last segment. Tiles take 128 or 256 rows
+// of W; blocks of a cluster share rows of X.
+void grouped_fprop(const Operand& x, const ExpertOperand& w, const Segments& segments, const Output& y, Config config,
+                   Stream stream);
+// The same for few rows an expert; the same bits. Tiles take 32, 64 or 128 rows of W.
+void grouped_decode(const Operand& x, const ExpertOperand& w, const Segments& segments, const Output& y, Config config,
+                    Stream stream);
+// wgrad of each expert's tokens, to dw [experts * N, K] BF16; zeros for an expert without. Segments are multiples of 128
+// tokens.
+void grouped_wgrad(const Operand& a, const Operand& b, int t, const Segments& segments, const Output& dw, Config config,
+                   Stream stream);
 
 // FP8 data [columns, rows] of the transpose; `row_stride` in bytes is a multiple of 16, like `qdata`.
 struct Transposed {

@@ -33,6 +33,12 @@ using TensorMap = CUtensorMap;
 // ---- who am I ------------------------------------------------------------------------------------------------------
 
 JETRL_DEVICE int thread_index() { return threadIdx.x; }
+// The same, read again: where a register that keeps it would be one too many.
+JETRL_DEVICE int thread_index_again() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
 JETRL_DEVICE int block_index() { return blockIdx.x; }
 JETRL_DEVICE int block_column() { return blockIdx.y; }
 JETRL_DEVICE int grid_size() { return gridDim.x; }
@@ -371,6 +377,12 @@ JETRL_DEVICE float float_of(uint32_t bits) { return __uint_as_float(bits); }
 // What the lane whose number differs in the bits of `mask` brings.
 JETRL_DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 JETRL_DEVICE uint32_t shuffle_xor(uint32_t value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+
+// By a whole warp: what lane `lane` brings, what the lane `step` in front brings (the own value where there is none),
+// how many lanes bring true.
+JETRL_DEVICE int shuffle(int value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
+JETRL_DEVICE int shuffle_up(int value, int step) { return __shfl_up_sync(0xffffffffu, value, step); }
+JETRL_DEVICE int count_true(bool value) { return __popc(__ballot_sync(0xffffffffu, value)); }
 
 // 16 bytes that no one writes while the kernel runs.
 JETRL_DEVICE uint4 load_16(const uint16_t* from) { return __ldg(reinterpret_cast<const uint4*>(from)); }

@@ -4,29 +4,22 @@
 // Decoding on Hopper: Y[M,N] = X[M,K] W[N,K]^T (+ bias) for few rows of X, with the bits of the big kernel
 // (sm90_fprop_1x128_128x128.cu). The weights are read once from device memory and are what limits it.
 //
-// Tokens are wgmma's M, 64 of them, and a narrow tile of kColumns rows of W its N; kColumns is chosen so that one round
-// of blocks, or a whole number of rounds, covers N (plan_cost). A stage holds two K blocks (one with 128 tokens): one
-// wait for its copies, one for its chains, one release. The group of stage i + 1 is issued before that of stage i is
-// waited for.
+// Tokens are wgmma's M and kColumns rows of W its N (decode.cuh); kColumns is chosen so that one round of blocks, or a
+// whole number of rounds, covers N (plan_cost).
 //
 // Roles: one consumer warpgroup, two with 128 tokens; a warp that copies qdata by TMA; a warp that copies scales by
 // cp.async. Everything that reads X waits for the kernel in front, which makes X; copies of W may start before
 // (`static_weight`). No kernel behind may start early: each block holds a multiprocessor's shared memory to its end.
-//
-// Edges: TMA and cp.async fill with zeros. An odd number of K blocks leaves half a stage past K: partial sums are +0
-// and the scale is made -0, since fma(+0, -0, acc) = acc, bit for bit; +0 would turn an acc of -0 into +0.
 
 #include <algorithm>
 
-#include "epilogue.cuh"
+#include "decode.cuh"
 #include "launch.h"
-#include "pipeline.cuh"
 
 namespace jetrl {
 
 namespace {
 
-constexpr int kSpare = 1024;      // bytes of shared memory that a block leaves to the system
 constexpr int kMostTokens = 128;  // of a tile
 
 struct DecodeParams {
@@ -36,39 +29,6 @@ struct DecodeParams {
   int m, n, k_blocks;
   int tiles_m;  // tiles of tokens: tile t is tile t % tiles_m of tokens and t / tiles_m of W, so W stays in L2
   int tiles;
-};
-
-// TMA loads kTokens rows of X, or those of them that exist; wgmma reads 64. Rows past kTokens are whatever follows the
-// tile in shared memory (W follows X, so they are inside it); rows of D are independent, those are not stored. Tiles
-// start on multiples of 16 columns, so 16 columns share a W scale; 48 does not divide 128, and there each 16 columns
-// read theirs from the one or the other of the stage's two.
-template <int kTokens_, int kColumns_>
-struct DecodeShape {
-  static constexpr int kTokens = kTokens_, kColumns = kColumns_, kConsumers = ceil_div(kTokens, 64);
-  static constexpr int kBlocks = kConsumers == 1 ? 2 : 1;  // of K, per stage
-  static constexpr int kCopyWarp = 4 * kConsumers, kScaleWarp = kCopyWarp + 1;
-  static constexpr int kThreads = 128 * kConsumers + 64;
-  static constexpr int kTileX = kTokens * kGroup, kTileW = kColumns * kGroup;
-  static constexpr int kStageX = kBlocks * kTileX, kStageW = kBlocks * kTileW;
-  // Scales of a stage: of every token, then of the two blocks of W that a tile may reach; of each per K block.
-  static constexpr int kAtWScales = kBlocks * kTokens, kStageScales = 4 * round_up(kAtWScales + 2 * kBlocks, 4);
-  static constexpr int kFit = (kSharedMemory - kSpare) / (kStageX + kStageW + kStageScales + 16);
-  static constexpr int kStages = kFit < 32 ? kFit : 32;
-  static constexpr int kEarly = ceil_div(32768, kStageW) < kStages ? ceil_div(32768, kStageW) : kStages;
-  // 16 columns share a scale of W; where tiles never straddle two, all of them do.
-  static constexpr int kScaleGroups = kGroup % kColumns == 0 ? 1 : kColumns / 16;
-  // Byte offsets in shared memory.
-  static constexpr int kAtW = kStages * kStageX;
-  static constexpr int kAtScales = kAtW + kStages * kStageW;
-  static constexpr int kAtFull = kAtScales + kStages * kStageScales;
-  static constexpr int kAtEmpty = kAtFull + 8 * kStages;
-  static constexpr int kBytes = kAtEmpty + 8 * kStages;
-
-  static_assert(kTokens * kBlocks % 32 == 0, "a warp copies whole rounds of token scales");
-  static_assert(kColumns % 16 == 0, "16 columns share a scale of W");
-  static_assert(kStages >= 3, "two stages are in the consumers' hands");
-  static_assert(kStages * kStageW >= 64 * kGroup, "wgmma reads 64 rows from the last tile of X on");
-  static_assert(kBytes <= kSharedMemory - kSpare, "the stages do not fit into shared memory");
 };
 
 // The first token and the first column (row of W) of a tile.
@@ -175,89 +135,6 @@ JETRL_DEVICE void decode_scales(const DecodeParams& p, uint32_t base, StageRing 
   }
 }
 
-// What a consumer warpgroup needs to start a stage's chains and to promote them.
-template <class Shape>
-struct DecodePart {
-  static constexpr int kBlocks = Shape::kBlocks, kColumns = Shape::kColumns, kSums = kColumns / 2;
-  static constexpr int kScaleGroups = Shape::kScaleGroups, kFloats = Shape::kStageScales / 4;
-
-  struct Factors {
-    float upper[kBlocks][kScaleGroups], lower[kBlocks][kScaleGroups];  // s_x * s_w of this thread's two rows
-  };
-
-  StageRing next, oldest;  // to be started, to be promoted
-  uint32_t x, w;           // low words of the descriptors of this warpgroup's tokens and columns in stage 0
-  uint32_t high;           // and the high word of them all
-  const float* x_scales;   // of this thread's upper row in stage 0
-  int lower;               // floats from there to the lower row
-  const float* w_scales[kScaleGroups];
-  int lane;
-
-  JETRL_DEVICE uint64_t descriptor(uint32_t low) const { return uint64_t(high) << 32 | low; }
-
-  // The chains of a stage, each from zero, as one group.
-  JETRL_DEVICE void start(float (&sums)[kBlocks][kSums]) {
-    const uint32_t at_x = x + next.stage * (Shape::kStageX / 16), at_w = w + next.stage * (Shape::kStageW / 16);
-    next.wait_full();
-    sm90::wgmma_fence();
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-#pragma unroll
-      for (int k = 0; k < kChainLength; ++k) {
-        sm90::wgmma<kColumns>(sums[b], descriptor(at_x + b * (Shape::kTileX / 16) + k * kDescriptorStepK32),
-                              descriptor(at_w + b * (Shape::kTileW / 16) + k * kDescriptorStepK32), k != 0);
-      }
-    }
-    sm90::wgmma_commit();
-    next.advance();
-  }
-
-  // The K blocks of a stage for one token or block of W.
-  JETRL_DEVICE static void load(float (&values)[kBlocks], const float* from) {
-    if constexpr (kBlocks == 2) {
-      const float2 pair = *reinterpret_cast<const float2*>(from);
-      values[0] = pair.x, values[1] = pair.y;
-    } else {
-      values[0] = *from;
-    }
-  }
-
-  // For the oldest stage, of which `left` K blocks exist.
-  JETRL_DEVICE void read(Factors& factors, int left) const {
-    const int stage = oldest.stage * kFloats;
-    float of_upper[kBlocks], of_lower[kBlocks];
-    load(of_upper, x_scales + stage);
-    load(of_lower, x_scales + stage + lower);
-#pragma unroll
-    for (int g = 0; g < kScaleGroups; ++g) {
-      float of_w[kBlocks];
-      load(of_w, w_scales[g] + stage);
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        if (b == 1 && left == 1) of_w[b] = -0.0f;  // the half past K
-        factors.upper[b][g] = sm90::multiply(of_upper[b], of_w[b]);
-        factors.lower[b][g] = sm90::multiply(of_lower[b], of_w[b]);
-      }
-    }
-  }
-
-  // Promotes the oldest stage while kYounger younger ones' chains go on.
-  template <int kYounger>
-  JETRL_DEVICE void finish(float (&acc)[kSums], float (&sums)[kBlocks][kSums], const Factors& factors) {
-    sm90::wgmma_wait<kYounger>(sums);
-    oldest.release<1>(lane);
-    oldest.advance();
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-#pragma unroll
-      for (int i = 0; i < kSums; ++i) {
-        const int g = kScaleGroups == 1 ? 0 : i / 8;
-        acc[i] = sm90::multiply_add(sums[b][i], i % 4 < 2 ? factors.upper[b][g] : factors.lower[b][g], acc[i]);
-      }
-    }
-  }
-};
-
 // All values are asked for before the first is used; columns past the last read the last two's and are not stored.
 template <int kSums>
 JETRL_DEVICE void add_bias(float (&acc)[kSums], const Bias& bias, int column, int columns) {
@@ -274,21 +151,10 @@ JETRL_DEVICE void add_bias(float (&acc)[kSums], const Bias& bias, int column, in
 template <class Shape>
 JETRL_DEVICE void decode_consume(const DecodeParams& p, uint8_t* memory, StageRing ring, int consumer,
                                  int warp, int lane) {
-  constexpr int kBlocks = Shape::kBlocks, kColumns = Shape::kColumns, kSums = kColumns / 2;
+  constexpr int kBlocks = Shape::kBlocks, kSums = Shape::kColumns / 2;
   const int upper = 64 * consumer + 16 * warp + lane / 4;  // this thread's upper row in the tile
-  const uint32_t base = sm90::shared_address(memory);
   const float* scales = reinterpret_cast<const float*>(memory + Shape::kAtScales);
-  DecodePart<Shape> part{ring, ring};
-  const uint64_t x_descriptor = operand_descriptor(base), w_descriptor = operand_descriptor(base + Shape::kAtW);
-  part.x = uint32_t(x_descriptor) + consumer * uint32_t(kDescriptorStep64Rows);
-  part.w = uint32_t(w_descriptor);
-  part.high = uint32_t(x_descriptor >> 32);
-  // Rows past kTokens have no scale and are not stored; any serves.
-  part.x_scales = scales + kBlocks * (upper % Shape::kTokens);
-  part.lower = kBlocks * ((upper + 8) % Shape::kTokens - upper % Shape::kTokens);
-  part.lane = lane;
-
-  float even[kBlocks][kSums], odd[kBlocks][kSums];
+  DecodePart<Shape> part(memory, ring, consumer, upper, lane);
   for (int tile = first_tile<1>(); tile < p.tiles; tile += tile_step<1>()) {
     int token, first;
     locate<Shape>(p, tile, token, first);
@@ -301,43 +167,11 @@ JETRL_DEVICE void decode_consume(const DecodeParams& p, uint8_t* memory, StageRi
 #pragma unroll
     for (int i = 0; i < kSums; ++i) acc[i] = 0.0f;
 
-    // Two stages in flight, each way out of the loop with its own waits: chains whose end is behind another branch than
-    // their start, or which nobody reads, are what the compiler serialises.
-    typename DecodePart<Shape>::Factors factors;
-    int left = p.k_blocks;
-    part.start(even);
-    for (; left > 2 * kBlocks; left -= 2 * kBlocks) {
-      part.read(factors, kBlocks);
-      part.start(odd);
-      part.template finish<1>(acc, even, factors);
-      part.read(factors, kBlocks);
-      part.start(even);
-      part.template finish<1>(acc, odd, factors);
-    }
-    if (left > kBlocks) {
-      part.read(factors, kBlocks);
-      part.start(odd);
-      part.template finish<1>(acc, even, factors);
-      part.read(factors, left - kBlocks);
-      part.template finish<0>(acc, odd, factors);
-    } else {
-      part.read(factors, left);
-      part.template finish<0>(acc, even, factors);
-    }
+    part.multiply(acc, p.k_blocks, [] {});
 
     const int row = token + upper, column = first + 2 * (lane % 4);
     if (p.bias.data != nullptr) add_bias(acc, p.bias, column, p.n);
-    // Four lanes hold 16 contiguous bytes of a row of Y. Rows of D past kTokens are past M, too.
-    uint16_t* to_upper = static_cast<uint16_t*>(p.y.data) + row * p.y.row_stride + column;
-    uint16_t* to_lower = to_upper + 8 * p.y.row_stride;
-#pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j) {
-      const bool stored = column + 8 * j < p.n;
-      const uint32_t of_upper = sm90::pack_bf16(acc[4 * j], acc[4 * j + 1]);
-      const uint32_t of_lower = sm90::pack_bf16(acc[4 * j + 2], acc[4 * j + 3]);
-      if (stored && row < p.m) *reinterpret_cast<uint32_t*>(to_upper + 8 * j) = of_upper;
-      if (stored && row + 8 < p.m) *reinterpret_cast<uint32_t*>(to_lower + 8 * j) = of_lower;
-    }
+    store_fragments(acc, p.y, row, p.m, column, p.n);
   }
 }
 

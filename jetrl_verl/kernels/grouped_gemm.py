@@ -8,6 +8,9 @@ has, and never waits to learn it: the grid is that of the worst case, and a prog
 
 A tile belongs to one expert: segments are cut into tiles from their own first row, whatever ``align`` they were made
 with. Tiles have at least 64 rows for the reason in gemm_nt.py.
+
+Backends: native (csrc/gemm.h, Hopper), whose forward kernel for few rows an expert is chosen by the number of rows and
+of experts, which the host knows; Triton. No choice changes a bit.
 """
 
 import torch
@@ -15,6 +18,7 @@ import triton
 import triton.language as tl
 
 from jetrl_verl import reference
+from jetrl_verl.kernels import native
 from jetrl_verl.kernels.device.e4m3 import GROUP
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator
@@ -165,6 +169,96 @@ def triton_grouped_wgrad(dy: QuantizedTensor, x: QuantizedTensor, start: torch.T
     return out
 
 
+def _experts_in_one_matrix(b: torch.Tensor) -> bool:
+    """Whether ``b [E, N, K]`` is a matrix of experts below each other, or one of experts beside each other, as
+    ``expert_operand`` of csrc/gemm.h tells them."""
+    (experts, n, k), (of_expert, of_row, of_column) = b.shape, b.stride()
+    if of_column != 1 or of_row < k or of_row % native.ALIGNMENT or b.data_ptr() % native.ALIGNMENT:
+        return False
+    if experts == 1:
+        return True
+    below = of_expert % of_row == 0 and of_expert // of_row >= n
+    return below or (of_expert >= k and (experts - 1) * of_expert + k <= of_row)
+
+
+def native_supports_grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor) -> bool:
+    """Whether :func:`native_grouped_gemm_nt` accepts this call: rows of qdata on 16-byte steps, experts' matrices parts
+    of one matrix."""
+    (experts, n, k), rows = b.qdata.shape, a.qdata.shape[0]
+    if min(rows, experts, n, k) == 0 or not start.is_contiguous():
+        return False
+    longest = experts * max(b.qdata.stride(0) // max(b.qdata.stride(1), 1), n, k)
+    fits = max(rows, longest) <= native.MOST
+    return fits and native.aligned(a.qdata) and _experts_in_one_matrix(b.qdata) and native.unavailable() is None
+
+
+@implements("grouped_gemm_nt", "native", supports=native_supports_grouped_gemm_nt)
+def native_grouped_gemm_nt(
+    a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, *, plan: native.Plan | None = None
+) -> torch.Tensor:
+    """As :func:`jetrl_verl.reference.grouped_gemm_nt`; rows behind the last segment are not written.
+
+    Args:
+        plan: instead of the choice by shape; for tests and benchmarks.
+
+    Raises:
+        ValueError: a call that is not supported (:func:`native_supports_grouped_gemm_nt`).
+    """
+    if not native_supports_grouped_gemm_nt(a, b, start):
+        raise ValueError(
+            f"native does not support A {tuple(a.qdata.shape)} strides {a.qdata.stride()} and experts "
+            f"{tuple(b.qdata.shape)} strides {b.qdata.stride()}{native.why()}; use backend triton."
+        )
+    rows, experts = a.qdata.shape[0], b.qdata.shape[0]
+    out = torch.empty((rows, b.qdata.shape[1]), dtype=torch.bfloat16, device=a.qdata.device)
+    plan = plan or native.Plan()
+    few = plan.kernel == "decode" if plan.kernel else rows <= native.FEW_ROWS_OF_EXPERT * experts
+    run = native.operators().grouped_decode if few else native.operators().grouped_fprop
+    run(a.qdata, a.scales, b.qdata, b.scales, start, out, *plan[1:])
+    return out
+
+
+def _scales_in_columns(scales: torch.Tensor) -> bool:
+    """Whether the copy engine reads a group's scales at once (``scales_suit_tma`` of csrc/gemm.h)."""
+    rows = scales.shape[0]
+    beside = scales.stride(0) == 1 or rows == 1
+    return beside and scales.stride(1) % 4 == 0 and scales.stride(1) >= rows and scales.data_ptr() % 16 == 0
+
+
+def native_supports_grouped_wgrad(dy: QuantizedTensor, x: QuantizedTensor, start: torch.Tensor) -> bool:
+    """Whether :func:`native_grouped_wgrad` accepts this call: rows of qdata on 16-byte steps, a group's scales side by
+    side, as the quantizers write them, whole groups of tokens."""
+    (n, tokens), k, experts = dy.qdata.shape, x.qdata.shape[0], len(start) - 1
+    if min(n, k, tokens, experts) <= 0 or tokens % BLOCK or x.qdata.shape[1] != tokens or k % 8:
+        return False
+    if experts > native.MOST_EXPERTS or max(experts * n, tokens) > native.MOST or not start.is_contiguous():
+        return False
+    laid_out = all(native.aligned(q.qdata) and _scales_in_columns(q.scales) for q in (dy, x))
+    return laid_out and native.unavailable() is None
+
+
+@implements("grouped_wgrad", "native", supports=native_supports_grouped_wgrad)
+def native_grouped_wgrad(
+    dy: QuantizedTensor, x: QuantizedTensor, start: torch.Tensor, *, plan: native.Plan | None = None
+) -> torch.Tensor:
+    """As :func:`jetrl_verl.reference.grouped_wgrad`; ``plan`` as in :func:`native_grouped_gemm_nt`.
+
+    Raises:
+        ValueError: a call that is not supported (:func:`native_supports_grouped_wgrad`).
+    """
+    if not native_supports_grouped_wgrad(dy, x, start):
+        raise ValueError(
+            f"native does not support dY {tuple(dy.qdata.shape)} strides {dy.qdata.stride()} scales of strides "
+            f"{dy.scales.stride()} and X {tuple(x.qdata.shape)} strides {x.qdata.stride()} scales of strides "
+            f"{x.scales.stride()} of {len(start) - 1} experts{native.why()}; use backend triton."
+        )
+    shape = len(start) - 1, dy.qdata.shape[0], x.qdata.shape[0]
+    out = torch.empty(shape, dtype=torch.bfloat16, device=start.device)
+    _, block, cluster = plan or native.Plan()
+    native.operators().grouped_wgrad(dy.qdata, dy.scales, x.qdata, x.scales, start, out, block, cluster)
+    return out
+
+
 def _check(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor) -> None:
     (rows, k), (experts, n, k_of_b) = a.qdata.shape, b.qdata.shape
     whole = k % BLOCK == 0 and n % BLOCK == 0 and k_of_b == k and start.shape == (experts + 1,)
@@ -186,7 +280,7 @@ def _grouped_gemm_nt(
 ) -> torch.Tensor:
     operands = QuantizedTensor(a, a_scales), QuantizedTensor(b, b_scales)
     _check(*operands, start)
-    return lookup("grouped_gemm_nt", a.device)(*operands, start)
+    return lookup("grouped_gemm_nt", a.device, *operands, start)(*operands, start)
 
 
 def grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor) -> torch.Tensor:
@@ -215,4 +309,4 @@ def grouped_wgrad(dy: QuantizedTensor, x: QuantizedTensor, start: torch.Tensor) 
     Returns:
         ``[E, N, K]`` BF16; zeros for an expert without tokens.
     """
-    return lookup("grouped_wgrad", start.device)(dy, x, start)
+    return lookup("grouped_wgrad", start.device, dy, x, start)(dy, x, start)

@@ -5,8 +5,8 @@
 One library beside this file, made by ``scripts/build_csrc.py`` where there is an nvcc, loaded on first use. Without
 it, or on another GPU, :func:`unavailable` says why, and the table's next backend runs. What a kernel computes and
 accepts stands in its operation's file: ``gemm_nt.py`` (FProp/DGrad, the same for few rows, WGrad),
-``gemm_nt_of_ranks.py``, ``relayout_128x1.py``, ``quantize_128x128.py`` (transpose), ``silu_mul.py`` (gradients). No
-:class:`Plan` changes a bit of a result.
+``gemm_nt_of_ranks.py``, ``grouped_gemm.py`` (the products of a mixture's experts), ``relayout_128x1.py``,
+``quantize_128x128.py`` (transpose), ``silu_mul.py`` (gradients). No :class:`Plan` changes a bit of a result.
 
 ``JETRL_NATIVE_DEBUG=1`` loads the debug build, in which a wait that lasts a second says what it waits for and stops the
 kernel.
@@ -28,6 +28,13 @@ from jetrl_verl.reference import BLOCK, QuantizedTensor
 FEW_ROWS = 128
 """Most rows of A that the decode kernel is chosen for; it accepts any number."""
 
+FEW_ROWS_OF_EXPERT = 32
+"""Most rows of A an expert, on average over all experts, that the grouped decode kernel is chosen for; it accepts any
+number."""
+
+MOST_EXPERTS = 512
+"""Most experts of the grouped weight gradient."""
+
 ALIGNMENT = 16
 """Bytes that TMA wants rows of qdata to start on, and that copies and stores move at a time."""
 
@@ -38,12 +45,16 @@ MOST_COLUMNS = 65535 * BLOCK
 
 _operators = torch.ops.jetrl_native
 _FORWARD = "x x_scales w w_scales bias y block cluster"
+_GROUPED = "x x_scales w w_scales start y block cluster"
 _TRANSPOSE = "qdata scales out out_scales"
 _ARGUMENTS = {
     "fprop": _FORWARD,
     "fprop_of_ranks": "x x_scales w w_scales ranks y block cluster",
     "decode": f"{_FORWARD} static_weight",
     "wgrad": "a a_scales b b_scales dw accumulate block cluster",
+    "grouped_fprop": _GROUPED,
+    "grouped_decode": _GROUPED,
+    "grouped_wgrad": "a a_scales b b_scales start dw block cluster",
     "relayout": f"{_TRANSPOSE} pow2",
     "transpose": _TRANSPOSE,
     "silu_mul_backward": "dy gate up dgate dgate_scales dgate_columns dgate_column_scales "
@@ -58,7 +69,8 @@ class Plan(NamedTuple):
     ``kernel``: which of the forward kernels (ignored for 1x128 scales on B, and for ranks' products). ``block``: rows
     per tile of B in FProp, 64, 128, 192 or 256, for ranks' products 64 or 128, and of A in WGrad, 128 or 256, beside
     128 of the other; of B in the decode kernel, 16, 32, 48 or 64. ``cluster``: blocks that share a tile by multicast, 1
-    or 2; always 1 in the decode kernel.
+    or 2; always 1 in the decode kernel. In the products of experts ``block`` is 128 or 256, in their decode kernel 32,
+    64 or 128.
     """
 
     kernel: Literal["", "fprop", "decode"] = ""

@@ -455,6 +455,13 @@ const uint32_t (*meet(uint32_t r0, uint32_t r1 = 0, uint32_t r2 = 0, uint32_t r3
 
 uint32_t exchange(uint32_t value, int lane) { return meet(value)[lane][0]; }
 
+int count_true(bool value) {
+  const auto slots = meet(value);
+  int count = 0;
+  for (int lane = 0; lane < 32; ++lane) count += int(slots[lane][0]);
+  return count;
+}
+
 // Each lane writes the row whose address it gave, when its time comes: nobody else may count on it before a sync_warp.
 void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
   if (address % 16 != 0) fail("a misaligned stmatrix");

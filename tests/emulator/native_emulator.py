@@ -127,6 +127,40 @@ class Emulator:
         )
         self._check(failed)
 
+    def run_grouped(
+        self,
+        kernel: str,
+        a: QuantizedTensor,
+        b: QuantizedTensor,
+        start: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        block: int = 0,
+        cluster: int = 0,
+        multiprocessors: int = 4,
+        seed: int = 0,
+    ) -> None:
+        """``grouped_fprop`` or ``grouped_decode``, operands as those of ``reference.grouped_gemm_nt``, to ``out [R,
+        N]``, or ``grouped_wgrad``, as ``reference.grouped_wgrad``, to ``out [E * N, K]``; raises as :meth:`run`."""
+        experts = len(start) - 1
+        of_out = _pointer(start), _pointer(out), ctypes.c_int64(out.stride(0))
+        plan = block, cluster, multiprocessors, ctypes.c_uint32(seed)
+        if kernel == "grouped_wgrad":
+            sizes = experts, a.qdata.shape[0], b.qdata.shape[0], a.qdata.shape[1]
+            failed = self._library.jetrl_run_grouped_wgrad(*sizes, *_operand(a), *_operand(b), *of_out, *plan)
+        else:
+            (rows, k), n = a.qdata.shape, b.qdata.shape[1]
+            failed = self._library.jetrl_run_grouped(
+                ["grouped_fprop", "grouped_decode"].index(kernel),
+                *(rows, experts, n, k),
+                *_operand(a),
+                *(_pointer(b.qdata), ctypes.c_int64(b.qdata.stride(0)), ctypes.c_int64(b.qdata.stride(1))),
+                *(_pointer(b.scales), *(ctypes.c_int64(stride) for stride in b.scales.stride())),
+                *of_out,
+                *plan,
+            )
+        self._check(failed)
+
     def _check(self, failed: int) -> None:
         if failed:
             raise RuntimeError(self._library.jetrl_error().decode())
@@ -185,6 +219,19 @@ def operand(rows: int, k: int, scale_rows: int, seed: int) -> QuantizedTensor:
 
 def operands(m: int, n: int, k: int, b_block_scaled: bool, seed: int = 0) -> tuple[QuantizedTensor, QuantizedTensor]:
     return operand(m, k, m, 2 * seed), operand(n, k, -(-n // BLOCK) if b_block_scaled else n, 2 * seed + 1)
+
+
+def experts_operand(experts: int, n: int, k: int, seed: int, beside: bool) -> QuantizedTensor:
+    """[E, N, K] with scales; experts below each other, or beside each other as a transpose has them."""
+    flat = operand(experts * n, k, experts * n // BLOCK, 2 * seed + 1)
+    qdata = flat.qdata.unflatten(0, (experts, n))
+    scales = flat.scales.unflatten(0, (experts, n // BLOCK))
+    if beside:
+        around = torch.zeros(n, experts * k + 16, dtype=torch.uint8).view(qdata.dtype)
+        placed = around[:, : experts * k].unflatten(1, (experts, k)).transpose(0, 1)
+        placed.view(torch.uint8).copy_(qdata.view(torch.uint8))
+        qdata = placed
+    return QuantizedTensor(qdata, scales)
 
 
 def product(a: QuantizedTensor, b: QuantizedTensor, b_block_scaled: bool) -> torch.Tensor:

@@ -48,6 +48,9 @@ struct float2 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
 struct alignas(8) uint2 {
   uint32_t x, y;
 };
@@ -69,6 +72,7 @@ struct TensorMap {
 
 // Implemented by instructions.cpp.
 int thread_index();
+inline int thread_index_again() { return thread_index(); }
 int block_index();
 int block_column();
 int grid_size();
@@ -104,6 +108,7 @@ void wgmma_commit();
 void wait_for_wgmma(int pending);
 
 uint32_t exchange(uint32_t value, int lane);  // what `lane` of this warp brings
+int count_true(bool value);
 void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3);
 
 inline void prefetch_tensor_map(const TensorMap*) {}
@@ -120,6 +125,7 @@ inline uint32_t address_in_cluster(uint32_t address, int rank) { return address 
 inline void barrier_arrive_in_cluster(uint32_t barrier) { barrier_arrive_at(barrier & 0xFFFFFF, int(barrier >> 24)); }
 
 inline int warp_uniform(int value) { return int(exchange(uint32_t(value), 0)); }
+inline int shuffle(int value, int lane) { return int(exchange(uint32_t(value), lane)); }
 
 template <int kPending, int kRegisters>
 inline void wgmma_wait(float (&)[kRegisters]) {
@@ -179,6 +185,9 @@ inline uint32_t larger_pair(uint32_t a, uint32_t b) {
 }
 inline uint4 load_16(const uint16_t* from) { return *reinterpret_cast<const uint4*>(from); }
 inline int own_lane() { return thread_index() % 32; }
+inline int shuffle_up(int value, int step) {
+  return int(exchange(uint32_t(value), own_lane() < step ? own_lane() : own_lane() - step));
+}
 inline uint32_t shuffle_xor(uint32_t value, int mask) { return exchange(value, own_lane() ^ mask); }
 inline float shuffle_xor(float value, int mask) { return float_of(shuffle_xor(bits_of(value), mask)); }
 inline float multiply(float a, float b) { return a * b; }

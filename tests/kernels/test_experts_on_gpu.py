@@ -1,17 +1,33 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
 """The operations of a mixture of experts on a GPU: bits of the reference where there is no transcendental function,
-bits of the dense products where there is a product, and no dependence on who travels along."""
+bits of the dense products where there is a product, and no dependence on who travels along.
+
+Memory and races of the native kernels, as in test_native_gemm_on_gpu.py:
+
+    compute-sanitizer --tool memcheck  python -m pytest tests/kernels/test_experts_on_gpu.py -k sanitizer
+    compute-sanitizer --tool racecheck python -m pytest tests/kernels/test_experts_on_gpu.py -k sanitizer
+"""
+
+import itertools
 
 import pytest
 import torch
+from contract_inputs import gaussian
 from test_experts_kernels_on_cpu import operators
 from torch import nn
 
 from jetrl_verl import formats, kernels, reference
+from jetrl_verl.kernels.grouped_gemm import (
+    native_grouped_gemm_nt,
+    native_grouped_wgrad,
+    triton_grouped_gemm_nt,
+    triton_grouped_wgrad,
+)
+from jetrl_verl.kernels.native import Plan
 from jetrl_verl.models.base import Experts
 from jetrl_verl.nn.experts import JetExperts
-from jetrl_verl.reference import QuantizedTensor
+from jetrl_verl.reference import BLOCK, QuantizedTensor
 
 DEVICE = torch.device("cuda")
 FLOW = formats.get("fp8")
@@ -298,3 +314,121 @@ def test_fakes_say_what_the_operators_return(name, tokens):
     """Strides, too, which a traced model plans its memory by."""
     arguments = operators(tokens, "cuda")[name]
     torch.library.opcheck(getattr(torch.ops.jetrl, name), arguments, test_utils=("test_faketensor",))
+
+
+FORWARD_PLANS = [
+    Plan(),
+    *(Plan("fprop", block, cluster) for block in (128, 256) for cluster in (1, 2)),
+    *(Plan("decode", block) for block in (32, 64, 128)),
+]
+WGRAD_PLANS = [Plan("", block, cluster) for block in (0, 128, 256) for cluster in (1, 2)]
+ROUTINGS = {
+    "even": lambda tokens: logits_of(tokens, 128),
+    "uneven": lambda tokens: logits_of(tokens, 128) + 3 * normal(128, seed=1).float(),
+    "eight experts for all": lambda tokens: logits_of(tokens, 128) + 100 * (torch.arange(128, device=DEVICE) >= 120),
+}
+
+
+def transposed(weight: QuantizedTensor) -> QuantizedTensor:
+    """W^T of each expert, beside each other, as DGrad multiplies with it."""
+    experts, n, k = weight.qdata.shape
+    qdata, scales = kernels.transpose_128x128(QuantizedTensor(*(part.flatten(0, 1) for part in weight)))
+    scales = scales.view(-1, experts, n // BLOCK).transpose(0, 1)
+    return QuantizedTensor(qdata.view(k, experts, n).transpose(0, 1), scales)
+
+
+@pytest.mark.usefixtures("native_library")
+@pytest.mark.timeout(280, method="thread")
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("align", [1, 128])
+@pytest.mark.parametrize("tokens", [1, 16, 64, 300, 4096])
+def test_native_products_of_experts_have_tritons_bits_under_every_plan(tokens, align, routing):
+    gate_up, down = experts_weights(**QWEN3_30B)
+    chosen, _ = kernels.route(ROUTINGS[routing](tokens), 8, True)
+    where = kernels.segments(chosen, 128, align)
+    used = int(where.start[-1])
+    for weight in (gate_up, down, transposed(gate_up), transposed(down)):
+        rows = FLOW.quantize_activation(normal(len(where.pair), weight.qdata.shape[2], seed=12), "fp32")
+        want = triton_grouped_gemm_nt(rows, weight, where.start)[:used]
+        for plan in FORWARD_PLANS:
+            got = native_grouped_gemm_nt(rows, weight, where.start, plan=plan)[:used]
+            assert torch.equal(got.view(torch.int16), want.view(torch.int16)), (tuple(weight.qdata.shape), plan)
+
+
+@pytest.mark.usefixtures("native_library")
+@pytest.mark.timeout(280, method="thread")
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("tokens", [1, 64, 4096])
+def test_native_weight_gradients_of_experts_have_tritons_bits_under_every_plan(tokens, routing):
+    chosen, _ = kernels.route(ROUTINGS[routing](tokens), 8, True)
+    where = kernels.segments(chosen, 128, 128)
+    for n, k in ((1536, 2048), (2048, 768)):
+        parts = (normal(len(where.pair), columns, seed=13) for columns in (n, k))
+        dy, x = (FLOW.quantize_gradient(t, "fp32", rowwise=False, colwise=True)[1] for t in parts)
+        want = triton_grouped_wgrad(dy, x, where.start)
+        for plan in WGRAD_PLANS:
+            got = native_grouped_wgrad(dy, x, where.start, plan=plan)
+            assert torch.equal(got.view(torch.int16), want.view(torch.int16)), (n, k, plan)
+
+
+@pytest.mark.usefixtures("native_library")
+@pytest.mark.timeout(120, method="thread")
+def test_a_graph_of_native_products_follows_the_experts_first_rows():
+    """Captured once; replayed for other routings, of which the host knows nothing."""
+    gate_up, _ = experts_weights(**QWEN3_30B)
+    for tokens, align in ((16, 1), (2048, 128)):
+        routings = [
+            kernels.segments(kernels.route(logits_of(tokens, 128, seed), 8, True)[0], 128, align) for seed in (1, 2)
+        ]
+        start = routings[0].start.clone()
+        rows = FLOW.quantize_activation(normal(len(routings[0].pair), 2048, seed=14), "fp32")
+        native_grouped_gemm_nt(rows, gate_up, start)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = native_grouped_gemm_nt(rows, gate_up, start)
+        for where in routings:
+            start.copy_(where.start)
+            graph.replay()
+            used = int(where.start[-1])
+            assert torch.equal(out[:used], triton_grouped_gemm_nt(rows, gate_up, where.start)[:used])
+
+
+def starts(counts: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+
+
+@pytest.mark.usefixtures("native_library")
+@pytest.mark.timeout(280, method="thread")
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("plan", FORWARD_PLANS[1:], ids=str)
+def test_a_forward_call_of_experts_for_the_sanitizer(plan, columns):
+    """Nothing but the kernel runs on the GPU. Six experts, one of them without rows, and more tiles than
+    multiprocessors; the pipeline goes on from an expert to the next."""
+    counts, k = [3, 130, 0, 17, 128, 65], 9 * BLOCK
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    n = BLOCK * (plan.block * (multiprocessors // 6 + 2) // BLOCK + 1)
+    start, x = starts(counts), reference.quantize_1x128(gaussian(sum(counts) + 7, k), "fp32")
+    weights = reference.quantize_128x128(gaussian(6 * n, k), "fp32")
+    w = QuantizedTensor(weights.qdata.view(6, n, k), weights.scales.view(6, n // BLOCK, -1))
+    if columns:
+        x = QuantizedTensor(x.qdata, x.scales.t().contiguous().t())
+    want = reference.grouped_gemm_nt(x, w, start)
+    x, w = (QuantizedTensor(q.qdata.cuda(), q.scales.cuda()) for q in (x, w))
+    got = native_grouped_gemm_nt(x, w, start.cuda(), plan=plan)[: sum(counts)].cpu().float()
+    assert (got - want[: sum(counts)].float()).norm() < 2.5e-3 * want.float().norm()
+
+
+@pytest.mark.usefixtures("native_library")
+@pytest.mark.timeout(280, method="thread")
+@pytest.mark.parametrize("plan", WGRAD_PLANS[2:], ids=str)
+def test_a_weight_gradient_of_experts_for_the_sanitizer(plan):
+    groups = [1, 0, 9, 4, 5]
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    n, k = plan.block + 8, BLOCK * (multiprocessors // 8 + 1)
+    start = starts([BLOCK * count for count in groups])
+    dy, x = (reference.quantize_1x128(gaussian(columns, int(start[-1])), "fp32") for columns in (n, k))
+    dy, x = (QuantizedTensor(q.qdata, q.scales.t().contiguous().t()) for q in (dy, x))
+    want = reference.grouped_wgrad(dy, x, start).float()
+    dy, x = (QuantizedTensor(q.qdata.cuda(), q.scales.cuda()) for q in (dy, x))
+    got = native_grouped_wgrad(dy, x, start.cuda(), plan=plan).cpu().float()
+    assert (got - want).norm() < 2.5e-3 * want.norm() and not got[1].any()

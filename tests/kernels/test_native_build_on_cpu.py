@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 needs_nvcc = pytest.mark.skipif(build_csrc.find_nvcc() is None, reason="no nvcc: csrc/ is not compiled")
-GEMMS = {"sm90_fprop_1x128_128x128": 12, "sm90_wgrad_1x128_1x128": 8, "sm90_decode_fprop": 16}
+GROUPED = {"sm90_grouped_fprop": 4, "sm90_grouped_wgrad": 4, "sm90_grouped_decode": 3}
+GEMMS = {"sm90_fprop_1x128_128x128": 12, "sm90_wgrad_1x128_1x128": 8, "sm90_decode_fprop": 16} | GROUPED
 OF_QDATA = {"sm90_relayout_128x1": 2, "sm90_silu_mul_backward": 2, "sm90_transpose_128x128": 1}
 KERNELS = GEMMS | OF_QDATA
 
@@ -65,10 +66,10 @@ def test_the_machine_code_has_fp8_matrix_instructions_and_no_device_wide_fence(f
         assert fences == ["MEMBAR.ALL.CTA"] * len(fences), name
         block = int(re.search(r"ILi(\d+)", name)[1])
         chunks = block // 128 if block % 128 == 0 else 1
-        assert len(fences) == (2 * chunks if "fprop_1x128" in name else 0), name
+        assert len(fences) == (2 * chunks if "sm90_fpropI" in name else 0), name
         # Who copies of X in the decode kernel, one thread and one warp, waits for the kernel in front to end. No kernel
         # lets the one behind it start early.
-        assert function.count("ACQBULK") == (2 if "decode" in name else 0), name
+        assert function.count("ACQBULK") == (2 if "sm90_decode_fprop" in name else 0), name
         assert "PREEXIT" not in function, name
 
 
@@ -121,7 +122,9 @@ def test_a_chain_that_waits_for_shared_memory_is_counted():
 
 @needs_nvcc
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("kernel", "variants"), [("sm90_decode_fprop", 16), ("sm90_wgrad.*Lb1E", 4)])
+@pytest.mark.parametrize(
+    ("kernel", "variants"), [("sm90_decode_fprop", 16), ("sm90_wgrad.*Lb1E", 4), ("sm90_grouped_decode", 3)]
+)
 def test_a_chain_that_has_begun_does_not_wait_for_shared_memory(functions, kernel, variants):
     """ptxas moves up what stands before a chain's wait, products of scales between its wgmma, and it does in the other
     two, FProp and WGrad with BF16 output (docs/log/gemm.md, "what chains wait for")."""
@@ -156,13 +159,16 @@ def test_a_question_behind_the_fmas_is_not_early():
 @needs_nvcc
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("columns", "of_ranks", "stages"),
-    [(256, 0, 4), (192, 0, 4), (128, 0, 5), (64, 0, 8), (128, 1, 5), (64, 1, 8)],
+    ("columns", "of_ranks", "grouped", "stages"),
+    [
+        *((256, 0, 0, 4), (192, 0, 0, 4), (128, 0, 0, 5), (64, 0, 0, 8), (128, 1, 0, 5), (64, 1, 0, 8)),
+        *((256, 0, 1, 4), (128, 0, 1, 5)),
+    ],
 )
-def test_nothing_stands_between_two_k_blocks_of_fprop(functions, columns, of_ranks, stages):
-    """What an H200 needs 3% longer for (csrc/sm90_fprop_1x128_128x128.cu, "Overlap"): the loop asks for the next block
+def test_nothing_stands_between_two_k_blocks_of_fprop(functions, columns, of_ranks, grouped, stages):
+    """What an H200 needs 3% longer for (docs/log/gemm.md, "Overlap"): the loop asks for the next block
     before it promotes this one, and no lane loops around what the copy engine is asked for."""
-    shape = rf"FpropShapeILi{columns}ELi\dELb{of_ranks}E"
+    shape = rf"FpropShapeILi{columns}ELi\dELb{of_ranks}ELb{grouped}E"
     chosen = [code for name, code in functions.items() if re.search(shape, name)]
     assert len(chosen) == 2
     for code in chosen:

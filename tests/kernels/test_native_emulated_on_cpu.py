@@ -258,7 +258,8 @@ def test_a_plan_without_a_kernel_is_refused(emulator):
         emulator.run("wgrad", *operands(8, 64, 128, False), torch.empty(8, 64, dtype=torch.bfloat16), accumulate=True)
 
 
-FPROP, WGRAD, DECODE = "sm90_fprop_1x128_128x128.cu", "sm90_wgrad_1x128_1x128.cu", "sm90_decode_fprop.cu"
+FPROP, WGRAD = "fprop.cuh", "sm90_wgrad_1x128_1x128.cu"
+DECODE, DECODE_PART = "sm90_decode_fprop.cu", "decode.cuh"
 WAIT = "sm90::wgmma_wait<0>(partial);\n"
 FPROP_RELEASE = """      if (c == kChunks - 1) {
         ring.used(stage);
@@ -382,13 +383,13 @@ FAULTS = {
     "staging is written while the copy engine still reads it": (
         "fprop",
         "epilogue.cuh",
-        "  if (lane == 0) sm90::tma_store_wait_read();\n",
+        "  if (acts_for_copies<kElected>(lane)) sm90::tma_store_wait_read();\n",
         "",
     ),
     "a warp leaves while the copy engine still reads its staging": (
         "fprop",
         FPROP,
-        "  if (lane == 0) sm90::tma_store_wait_read();\n",
+        "  if (acts_for_copies<Shape::kGrouped>(lane)) sm90::tma_store_wait_read();\n",
         "",
     ),
     "FProp stores a chunk when the next tile's sums have taken its registers": (
@@ -400,8 +401,8 @@ FAULTS = {
     "FProp takes the scales of a tile of 192 columns as if all began with a group": (
         "fprop",
         FPROP,
-        "(tile_n * Shape::kBlockN + part * Shape::kPart) / kGroup",
-        "tile_n * Shape::kBlockN / kGroup + part * Shape::kPart / kGroup",
+        "(at.column + part * Shape::kPart) / kGroup",
+        "at.column / kGroup + part * Shape::kPart / kGroup",
     ),
     "staging is read before the warp has written it": (
         "wgrad",
@@ -418,17 +419,17 @@ FAULTS = {
     ),
     "the decode kernel gives a stage back before its chains have finished": (
         "decode",
-        DECODE,
+        DECODE_PART,
         DECODE_WAIT + DECODE_RELEASE,
         DECODE_RELEASE + DECODE_WAIT,
     ),
     "the decode kernel promotes a stage whose chains still run": (
         "decode",
-        DECODE,
+        DECODE_PART,
         DECODE_WAIT,
         DECODE_WAIT.replace("kYounger", "kYounger + 1"),
     ),
-    "the decode kernel starts a stage before it is full": ("decode", DECODE, "next.wait_full();", ";"),
+    "the decode kernel starts a stage before it is full": ("decode", DECODE_PART, "next.wait_full();", ";"),
     "the decode kernel takes the first scale of W for all columns": (
         "decode",
         DECODE,

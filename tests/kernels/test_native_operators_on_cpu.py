@@ -6,6 +6,7 @@ Here every argument is shown to arrive at its place, and every call that a kerne
 sentence and before anything is written. The kernels themselves are gone through in test_native_*emulated_on_cpu.py.
 """
 
+import itertools
 import random
 from collections.abc import Callable
 from functools import partial
@@ -14,13 +15,19 @@ import native_emulator
 import pytest
 import torch
 from contract_inputs import gaussian
-from native_emulator import operands, product, silu_gradients, silu_operands
+from native_emulator import experts_operand, operands, product, silu_gradients, silu_operands
 from quantizer_checks import assert_same_bytes
 
 from jetrl_verl import reference
 from jetrl_verl.kernels import dispatch, native
 from jetrl_verl.kernels.gemm_nt import native_gemm_nt, native_supports_gemm_nt
 from jetrl_verl.kernels.gemm_nt_of_ranks import native_gemm_nt_of_ranks, sliced_gemm_nt_of_ranks
+from jetrl_verl.kernels.grouped_gemm import (
+    native_grouped_gemm_nt,
+    native_grouped_wgrad,
+    native_supports_grouped_gemm_nt,
+    native_supports_grouped_wgrad,
+)
 from jetrl_verl.kernels.quantize_128x128 import native_transpose_128x128
 from jetrl_verl.kernels.relayout_128x1 import native_relayout_128x1
 from jetrl_verl.kernels.silu_mul import native_silu_mul_backward_quantize, native_supports_silu_mul_backward
@@ -145,6 +152,16 @@ def arguments_of(operator: str) -> tuple[dict, dict[str, torch.Tensor]]:
     elif operator == "wgrad":
         arguments = dict(zip(("a", "a_scales", "b", "b_scales"), (*a, *b)), accumulate=False, block=0, cluster=0)
         results = {"dw": fresh(20, 144, torch.float32)}
+    elif operator in ("grouped_fprop", "grouped_decode"):
+        a, b = native_emulator.operand(20, 2 * BLOCK, 20, 0), experts_operand(3, BLOCK, 2 * BLOCK, 0, False)
+        start = torch.tensor([0, 9, 9, 20], dtype=torch.int32)
+        arguments = dict(zip(("x", "x_scales", "w", "w_scales"), (*a, *b)), start=start, block=0, cluster=0)
+        results = {"y": fresh(20, BLOCK, torch.bfloat16)}
+    elif operator == "grouped_wgrad":
+        a, b = (native_emulator.operand(columns, 2 * BLOCK, columns, seed) for columns, seed in ((20, 0), (144, 1)))
+        start = torch.tensor([0, 0, BLOCK, 2 * BLOCK], dtype=torch.int32)
+        arguments = dict(zip(("a", "a_scales", "b", "b_scales"), (*a, *b)), start=start, block=0, cluster=0)
+        results = {"dw": torch.full((3, 20, 144), torch.nan, dtype=torch.bfloat16)}
     elif operator == "relayout":
         arguments = {"qdata": a.qdata, "scales": a.scales, "pow2": False}
         results = {"out": fresh(272, BLOCK), "out_scales": fresh(1, 272, torch.float32)}
@@ -270,7 +287,77 @@ def of_dense(operator: str, argument: str, name: str, kind: str) -> list[tuple]:
     return [(operator, argument, change, sentence) for change in changes]
 
 
+def three_dimensional(change: Callable) -> Callable:
+    """The change of a matrix, made to each expert's as rows of one."""
+    return lambda x: change(x.flatten(0, 1)).unflatten(0, (x.shape[0], -1))
+
+
+def apart(x: torch.Tensor) -> torch.Tensor:
+    """Experts that are no parts of one matrix: half a row's bytes more between them."""
+    e, n, k = x.shape
+    return (
+        torch.empty(e * (n * k + k // 2), dtype=torch.uint8).view(x.dtype).as_strided(x.shape, (n * k + k // 2, k, 1))
+    )
+
+
+STARTS = "the experts' first rows must be contiguous int32 values"
+W_ALIGNED, W_SCALES = "the rows of W must be contiguous", "the scales of W must be FP32, one per 128 x 128 qdata"
+
+
+def of_experts(operator: str) -> list[tuple]:
+    """What of_gemm asks of X and the output, and what is asked of experts."""
+    x = [case for case in of_gemm(operator, "x", "w", "y", ("X", "W"), BLOCK) if case[1] not in ("w", "w_scales")]
+    x = [(*case[:3], case[3].replace("20 x 144", "20 x 128")) for case in x]
+    return [
+        *x,
+        (operator, "y", of_type(torch.float32), "FProp writes BF16"),
+        (operator, "w", lambda w: w.view(torch.uint8), "the qdata of W must be a float8_e4m3fn tensor of 3 matrices"),
+        (operator, "w", lambda w: w[0], "the qdata of W must be a float8_e4m3fn tensor of 3 matrices"),
+        (operator, "w", lambda w: w[:2], "the qdata of W must be a float8_e4m3fn tensor of 3 matrices"),
+        (operator, "w", lambda w: w[:, :64], "experts of 64 x 256 are not whole blocks"),
+        (operator, "w", lambda w: w[:, :, :144], "experts of 128 x 144 are not whole blocks"),
+        (operator, "w", lambda w: w[:, :, :128], "the scales of W must be FP32"),
+        (operator, "w", three_dimensional(spread), W_ALIGNED),
+        (operator, "w", three_dimensional(gaps), W_ALIGNED),
+        (operator, "w", shifted, W_ALIGNED),
+        (operator, "w", lambda w: w[:1, :1].expand(w.shape), W_ALIGNED),
+        (operator, "w", lambda w: w[:1].expand(w.shape), "experts must lie below each other in one matrix"),
+        (operator, "w", apart, "experts must lie below each other in one matrix"),
+        (operator, "w_scales", of_type(torch.float64), W_SCALES),
+        (operator, "w_scales", lambda s: s[:, :, :1], W_SCALES),
+        (operator, "w_scales", lambda s: s[:2], W_SCALES),
+        (operator, "w_scales", lambda s: torch.cat([s, s], 1), W_SCALES),
+        (operator, "w_scales", lambda s: s[0], W_SCALES),
+        *of_starts(operator),
+    ]
+
+
+def of_starts(operator: str) -> list[tuple]:
+    return [
+        (operator, "start", of_type(torch.int64), STARTS),
+        (operator, "start", lambda s: s[:, None], STARTS),
+        (operator, "start", lambda s: s.repeat_interleave(2)[::2], STARTS),
+        (operator, "start", lambda s: s[:1], "a dimension of 0 is not served"),
+    ]
+
+
+DW_OF_EXPERTS = "the output must be 60 contiguous BF16 rows of 144"
+
 REFUSED = [
+    *of_experts("grouped_fprop"),
+    *of_experts("grouped_decode"),
+    *(
+        case
+        for case in of_gemm("grouped_wgrad", "a", "b", "dw", (r"dY\^T", r"X\^T"), 1)
+        if case[1] != "dw" and (case[1] not in ("a_scales", "b_scales") or case[2] is not torch.flatten)
+    ),
+    *of_starts("grouped_wgrad"),
+    *(
+        ("grouped_wgrad", "dw", change, DW_OF_EXPERTS)
+        for change in (of_type(torch.float32), shifted, lambda w: w[:2], lambda w: w[0], three_dimensional(gaps))
+    ),
+    ("grouped_wgrad", "a_scales", lambda s: s.contiguous(), "the scales of a group of tokens must lie side by side"),
+    ("grouped_wgrad", "b_scales", shifted, "the scales of a group of tokens must lie side by side"),
     *of_gemm("fprop", "x", "w", "y", ("X", "W"), BLOCK),
     *of_gemm("decode", "x", "w", "y", ("X", "W"), BLOCK),
     *of_gemm("fprop_of_ranks", "x", "w", "y", ("X", "W"), BLOCK),
@@ -338,6 +425,25 @@ def test_only_fp32_is_added_to():
     arguments |= {"accumulate": True, "dw": arguments["dw"].bfloat16()}
     with pytest.raises(ValueError, match="FP32 buffers only"):
         torch.ops.jetrl_emulated.wgrad(**arguments)
+
+
+def test_groups_of_tokens_are_whole():
+    arguments, results = arguments_of("grouped_wgrad")
+    arguments |= {name: arguments[name][:, :-16] for name in ("a", "b")}
+    with pytest.raises(RuntimeError, match="experts' tokens must be whole groups of 128, not 240"):
+        torch.ops.jetrl_emulated.grouped_wgrad(**arguments)
+    assert all(map(is_untouched, results.values()))
+
+
+def test_no_more_experts_than_a_block_can_sort():
+    arguments, results = arguments_of("grouped_wgrad")
+    many = native.MOST_EXPERTS + 1
+    arguments |= {"a": arguments["a"][:1], "a_scales": arguments["a_scales"][:1]}
+    arguments |= {"start": torch.zeros(many + 1, dtype=torch.int32)}
+    arguments |= {"dw": torch.full((many, 1, 144), torch.nan, dtype=torch.bfloat16)}
+    with pytest.raises(ValueError, match="more than 512 experts are not supported"):
+        torch.ops.jetrl_emulated.grouped_wgrad(**arguments)
+    assert is_untouched(arguments["dw"])
 
 
 @pytest.mark.parametrize("operator", ["fprop", "decode"])
@@ -450,8 +556,39 @@ def any_gated_mlp(draw: random.Random) -> tuple[bool, Callable, list[torch.Tenso
     return native_supports_silu_mul_backward(*x), partial(native_silu_mul_backward_quantize, *x, "pow2"), want
 
 
+def any_experts_forward(draw: random.Random) -> tuple[bool, Callable, list[torch.Tensor]]:
+    experts, n, k = draw.choice([1, 2, 5]), draw.choice([128, 256]), draw.choice([128, 256])
+    counts = [draw.choice([0, 0, 1, 3, 40]) for _ in range(experts)]
+    start = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    a = relaid(native_emulator.operand(sum(counts), k, sum(counts), draw.randrange(9)), draw)
+    b = experts_operand(experts, n, k, draw.randrange(9), draw.random() < 0.5)
+    if draw.random() < 0.4:
+        b = QuantizedTensor(draw.choice([apart, shifted, three_dimensional(gaps)])(b.qdata), b.scales)
+        b.qdata.view(torch.uint8).zero_()
+    if draw.random() < 0.1:
+        start = start.repeat_interleave(2)[::2]
+    plan = draw.choice([None, native.Plan("fprop"), native.Plan("decode")])
+    call = partial(native_grouped_gemm_nt, a, b, start, plan=plan)
+    return native_supports_grouped_gemm_nt(a, b, start), call, [reference.grouped_gemm_nt(a, b, start)]
+
+
+def any_experts_gradient(draw: random.Random) -> tuple[bool, Callable, list[torch.Tensor]]:
+    experts, n, k = draw.choice([1, 2, 5]), draw.choice([1, 128, 136]), draw.choice([8, 128, 140, 256])
+    groups = [draw.choice([0, 0, 1, 2]) for _ in range(experts)]
+    start = BLOCK * torch.tensor([0, *itertools.accumulate(groups)], dtype=torch.int32)
+    more = draw.choice([0, 0, 0, 16, 128])
+    tokens = int(start[-1]) + more
+    dy, x = (native_emulator.operand(columns, tokens, columns, draw.choice([0, 1, 2])) for columns in (n, k))
+    if draw.random() < 0.2:
+        dy = relaid(dy, draw)
+    call = partial(native_grouped_wgrad, dy, x, start)
+    return native_supports_grouped_wgrad(dy, x, start), call, [reference.grouped_wgrad(dy, x, start)]
+
+
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("drawn", [any_gemm, any_transposition, any_gated_mlp])
+@pytest.mark.parametrize(
+    "drawn", [any_gemm, any_transposition, any_gated_mlp, any_experts_forward, any_experts_gradient]
+)
 def test_what_the_backend_says_it_supports_it_computes(drawn, seed):
     draw = random.Random(seed)
     supported_calls = 0

@@ -1,0 +1,433 @@
+// Copyright 2026 The jetrl_verl Authors
+// SPDX-License-Identifier: Apache-2.0
+
+// The kernel of FProp and DGrad on Hopper: Y[M,N] = X[M,K] W[N,K]^T (+ bias), 1x128 scales on X, 128x128 scales on W,
+// BF16 out.
+//
+// Arithmetic, the contract's: per 128-wide K block a chain of four wgmma m64n128k32 (n64, n192 in tiles of 64, 192
+// columns) starts from zero; its FP32 partial sum p is promoted by acc = fma(p, s_x * s_w, acc), K blocks ascending.
+// Every element of Y is that one chain of operations, whatever tile, cluster or order of the warps: configurations
+// differ in speed only.
+//
+// A sum of ranks' products (FpropShape::kRanks), as tensor parallelism makes it: K lies in as many equal slices. At the
+// end of each acc is rounded to BF16 and joins total = total + bf16(acc) in FP32, slices ascending, under the next
+// slice's first chain; total is rounded once. It begins as -0, which changes no number that is added to it.
+//
+// A grouped product (FpropShape::kGrouped) is one of these for the rows of each expert (gemm.h, Segments), with its own
+// W; a tile has rows of one expert. The warp that copies qdata finds the tiles and tells the consumers theirs with
+// stage 0. Blocks of a cluster take neighbouring columns there and share X, else neighbouring rows and share W.
+//
+// Roles (384 threads, one block per multiprocessor, persistent): warpgroup 0 holds the warps that copy, one for qdata
+// and, where scales_suit_tma, the scales of X by TMA, else one more for those by cp.async, one for the scales of W;
+// warpgroups 1 and 2 each own 64 rows. A warpgroup waits for its own chain and promotes it while the other's runs.
+//
+// Edges: TMA and cp.async fill with zeros, so partial sums there are zero, and TMA stores nothing there. K's last group
+// is short but has a scale. Where M has an odd number of row tiles, the last cluster's second block computes zeros that
+// no one stores. What limits the kernel, with figures: docs/log/.
+
+#pragma once
+
+#include "epilogue.cuh"
+#include "launch.h"
+#include "pipeline.cuh"
+#include "segments.cuh"
+#include "tile_ring.cuh"
+
+namespace jetrl {
+
+namespace {
+
+struct FpropParams {
+  Scales x_scales, w_scales;
+  Bias bias;
+  Output y;
+  int m, n, k_blocks;
+  int rank_blocks;  // K blocks of a rank, where the sum is of ranks' products
+  bool tma_scales;  // of X
+  TileOrder order;  // of cluster tiles: kCluster * kBlockM rows x kBlockN columns
+  // Of a grouped product; there tiles_n counts cluster tiles of kBlockM rows x kCluster * kBlockN columns.
+  Segments segments = {nullptr, 0};
+  int w_row_step = 0, w_column_step = 0;
+  int64_t w_scale_step = 0;
+};
+
+// A warp's first element of an output tile. Of a grouped product `end` is the row behind the expert's last.
+struct Corner {
+  int row, column, end = 0;
+};
+
+// A block's output tile; of a dense product the expert is 0.
+struct FpropTile {
+  int row, column, end, expert;
+};
+
+template <class Shape>
+JETRL_DEVICE FpropTile dense_tile(const FpropParams& p, int tile, int rank) {
+  int tile_m, tile_n;
+  p.order.locate(tile, tile_m, tile_n);
+  return {(tile_m * Shape::kCluster + rank) * Shape::kBlockM, tile_n * Shape::kBlockN, 0, 0};
+}
+
+// The tile is 128 x 256, as large as registers allow: a thread of the two consumer warpgroups keeps 2 x 64 accumulators
+// and 64 partial sums, 192 of its 240 registers (504 of 512 go to the three warpgroups: 240, 240, 24). Where tiles of
+// 256 columns leave multiprocessors without one in the last round, those of 192 (one chain a warpgroup), 128 or 64 may
+// take less time (kTiles). A sum of ranks' products keeps as many totals as accumulators: 3 x 64 for 128 columns.
+template <int kBlockN_, int kCluster_, bool kRanks_ = false, bool kGrouped_ = false>
+struct FpropShape {
+  static constexpr int kBlockM = 128, kBlockN = kBlockN_, kCluster = kCluster_;
+  static constexpr bool kRanks = kRanks_, kGrouped = kGrouped_;
+  static constexpr int kConsumers = 2, kThreads = 128 * (1 + kConsumers);
+  static constexpr int kChunk = kBlockN == 256 ? 128 : kBlockN, kSums = kChunk / 2;  // columns of a chain, its sums
+  static constexpr int kChunks = kBlockN / kChunk;  // a consumer warpgroup has 64 rows of each
+  static constexpr int kStages = kBlockN >= 192 ? 4 : kBlockN == 128 ? 5 : 8;
+  static constexpr int kTileX = kBlockM * kGroup, kTileW = kBlockN * kGroup;
+  // Columns that share a scale of W wherever the tile begins, and how many such the tile has, of one K block and, with
+  // room for a read of them all, of a round of the ring.
+  static constexpr int kPart = kBlockN % kGroup == 0 ? kGroup : 64, kParts = kBlockN / kPart;
+  static constexpr int kRoom = kParts == 3 ? 4 : kParts, kScalesW = kStages * kRoom;
+  // Byte offsets in shared memory.
+  static constexpr int kAtW = kStages * kTileX;
+  static constexpr int kAtStaging = kAtW + kStages * kTileW;
+  static constexpr int kStaging = kChunk / kStoreColumns * kStagingBytes;  // of a warp
+  static constexpr int kAtScales = kAtStaging + 4 * kConsumers * kStaging;
+  static constexpr int kAtScalesW = kAtScales + kStages * kBlockM * 4;  // of two rounds
+  static constexpr int kAtFull = kAtScalesW + 2 * kScalesW * 4;
+  static constexpr int kAtEmpty = kAtFull + 8 * kStages;
+  static constexpr int kAtTiles = kAtEmpty + 8 * kStages;  // row, column and end of every second tile of a block
+  static constexpr int kBytes = kAtTiles + (kGrouped ? 2 * 16 : 0);
+
+  static_assert(!kRanks || kBlockN <= 128, "accumulators and totals do not fit into registers");
+  static_assert(kChunk % kPart == 0 && kScalesW <= 32, "a chain is made of parts, and a lane has a part of a stage");
+  static_assert(kTileX % 1024 == 0 && kTileW % 1024 == 0, "operand tiles start on whole swizzle atoms");
+  static_assert(kAtScales % 128 == 0, "TMA writes scales to multiples of 128 bytes");
+  static_assert(kAtFull % 8 == 0, "mbarriers are 8 bytes, aligned");
+  static_assert(kBytes <= kSharedMemory, "the stages do not fit into shared memory");
+};
+
+// By a whole warp, for all tiles of this block in turn: visit(tile, odd), `odd` changes with every tile.
+template <class Shape, class Visit>
+JETRL_DEVICE void fprop_tiles(const FpropParams& p, int rank, int lane, const Visit& visit) {
+  if constexpr (Shape::kGrouped) {
+    SegmentTiles<Shape::kBlockM> tiles{p.segments, p.order.tiles_n};
+    SegmentTile at;
+    int odd = 0;
+    for (int tile = first_tile<Shape::kCluster>(); tiles.locate(tile, lane, at); tile += tile_step<Shape::kCluster>()) {
+      visit(FpropTile{at.row, (at.tile_n * Shape::kCluster + rank) * Shape::kBlockN, at.end, at.expert}, odd);
+      odd ^= 1;
+    }
+  } else {
+    for (int tile = first_tile<Shape::kCluster>(); tile < p.order.count(); tile += tile_step<Shape::kCluster>()) {
+      visit(dense_tile<Shape>(p, tile, rank), 0);
+    }
+  }
+}
+
+// By a warp that copies: bring(stage, full, block, tile, odd) for all K blocks of all tiles, with the stage's barrier.
+// All its lanes go through the loop together, which keeps addresses in uniform registers, and one of them is elected
+// where one is to act.
+template <class Shape, class Bring>
+JETRL_DEVICE void fprop_fill(const FpropParams& p, TileRing<Shape::kStages> ring, int rank, int lane,
+                             const Bring& bring) {
+  fprop_tiles<Shape>(p, rank, lane, [&](const FpropTile& at, int odd) {
+    int stage = 0;
+    for (int block = 0; block < p.k_blocks; ++block) {
+      ring.wait_empty(stage);
+      bring(stage, ring.full_barrier(stage), block, at, odd);
+      ring.used(stage);
+      stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
+    }
+  });
+}
+
+// By a warp: qdata, and the scales of X where scales_suit_tma. With a tile's first stage its place goes to the
+// consumers, who read it at its end: they have read that of two tiles ago when they give back the last tile's stage 0.
+template <class Shape>
+JETRL_DEVICE void fprop_copy(const sm90::TensorMap* x_map, const sm90::TensorMap* w_map,
+                             const sm90::TensorMap* x_scales_map, const FpropParams& p, uint8_t* memory, uint32_t base,
+                             TileRing<Shape::kStages> ring, int rank, int lane) {
+  fprop_fill<Shape>(p, ring, rank, lane, [&](int stage, uint32_t full, int block, const FpropTile& at, int odd) {
+    if (!sm90::elect_one()) return;
+    const uint32_t x = base + stage * Shape::kTileX, w = base + Shape::kAtW + stage * Shape::kTileW;
+    const uint32_t x_scales = base + Shape::kAtScales + stage * Shape::kBlockM * 4;
+    if (Shape::kGrouped && block == 0) {
+      *reinterpret_cast<int4*>(memory + Shape::kAtTiles + 16 * odd) = {at.row, at.column, at.end, 0};
+    }
+    sm90::barrier_arrive_expect(full, Shape::kTileX + Shape::kTileW + (p.tma_scales ? Shape::kBlockM * 4 : 0));
+    if constexpr (Shape::kGrouped) {
+      load_shared_tile<Shape::kBlockM, Shape::kCluster>(x, x_map, block * kGroup, at.row, rank, full);
+      sm90::tma_load(w, w_map, at.expert * p.w_column_step + block * kGroup, at.expert * p.w_row_step + at.column,
+                     full);
+      if (p.tma_scales) {
+        load_shared_scales<Shape::kBlockM, Shape::kCluster>(x_scales, x_scales_map, at.row, block, rank, full);
+      }
+    } else {
+      sm90::tma_load(x, x_map, block * kGroup, at.row, full);
+      load_shared_tile<Shape::kBlockN, Shape::kCluster>(w, w_map, block * kGroup, at.column, rank, full);
+      if (p.tma_scales) sm90::tma_load(x_scales, x_scales_map, at.row, block, full);
+    }
+  });
+}
+
+// By a warp: the scales of W, for all K blocks of a round of the ring at once, a lane for each and each part of the
+// columns. They come with stage 0, in turn to two places: when round r - 1 has given back its stage 0, round r - 2 is
+// over, whose scales round r overwrites. (With every K block instead: 1% slower at 25 instructions, 2.5% at 45.)
+template <class Shape>
+JETRL_DEVICE void fprop_copy_w_scales(const FpropParams& p, uint32_t base, TileRing<Shape::kStages> ring, int rank,
+                                      int lane) {
+  const int stage = lane / Shape::kRoom, part = lane % Shape::kRoom;
+  uint32_t to = base + Shape::kAtScalesW + 4 * lane, other = to + 4 * Shape::kScalesW;
+  fprop_tiles<Shape>(p, rank, lane, [&](const FpropTile& at, int) {
+    const int row = (at.column + part * Shape::kPart) / kGroup;
+    const bool row_exists = row < ceil_div(p.n, kGroup);
+    const float* from = p.w_scales.data + row * p.w_scales.stride_row + stage * p.w_scales.stride_group;
+    if constexpr (Shape::kGrouped) from += at.expert * p.w_scale_step;
+    for (int first = 0; first < p.k_blocks; first += Shape::kStages) {
+      ring.wait_empty(0);
+      if (lane < Shape::kScalesW) {
+        sm90::cp_async_f32(to, from, row_exists && first + stage < p.k_blocks);
+        sm90::cp_async_arrive(ring.full_barrier(0));
+      }
+      ring.used(0);
+      from += Shape::kStages * p.w_scales.stride_group;
+      const uint32_t last = to;
+      to = other, other = last;
+    }
+  });
+}
+
+// By a warp: scales of X that the copy engine cannot read.
+template <class Shape>
+JETRL_DEVICE void fprop_copy_x_scales(const FpropParams& p, uint32_t base, TileRing<Shape::kStages> ring, int rank,
+                                      int lane) {
+  fprop_fill<Shape>(p, ring, rank, lane, [&](int stage, uint32_t full, int block, const FpropTile& at, int) {
+    load_scales<Shape::kBlockM>(base + Shape::kAtScales + stage * Shape::kBlockM * 4, p.x_scales, block, at.row, p.m,
+                                lane);
+    sm90::cp_async_arrive(full);
+  });
+}
+
+// A consumer warp, with the tile that it computes in its registers. Every instruction between two chains shows, so
+// stages are static (tile_ring.cuh), where releases arrive is computed once, and while a tile has more than a round of
+// blocks left the loop does not ask for its end. The next block is waited for behind the FMAs in this source: ptxas
+// asks for it before them and branches after them, if it has not come.
+//
+// The end of a tile stops nobody: the sums stay in their registers until the next tile's first block, where each
+// chain's columns are packed into staging under that block's chain for the same ones, which starts from zero anyway,
+// and the copy engine stores them while the loop goes on.
+template <class Shape>
+struct FpropConsumer {
+  static constexpr int kChunks = Shape::kChunks, kSums = Shape::kSums, kStages = Shape::kStages;
+  static constexpr int kPartsOfChain = Shape::kParts / kChunks;
+
+  const FpropParams& p;
+  TileRing<kStages> ring;
+  uint64_t x_descriptor, w_descriptor;
+  const float *x_scales, *w_scales;
+  const sm90::TensorMap* y_map;
+  uint32_t staging;
+  uint8_t* memory;
+  int lane;
+  uint32_t place_of_releases;
+  int round_at = Shape::kScalesW;  // in w_scales, of this round: 0 or behind those of the other
+  float partial[kSums];
+  float acc[kChunks][kSums];
+  float total[Shape::kRanks ? kSums : 1];  // of the ranks before this one
+  int left_of_rank = 0;                    // K blocks
+
+  // A rank's product is rounded and added.
+  JETRL_DEVICE void end_rank() {
+#pragma unroll
+    for (int j = 0; j < kSums; j += 2) {
+      const uint32_t rounded = sm90::pack_bf16(acc[0][j], acc[0][j + 1]);
+      total[j] = sm90::add(total[j], sm90::float_of(rounded << 16));
+      total[j + 1] = sm90::add(total[j + 1], sm90::float_of(rounded & 0xFFFF0000u));
+    }
+  }
+
+  template <int kCount>
+  JETRL_DEVICE static void fill(float (&values)[kCount], float with) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) values[j] = with;
+  }
+
+  JETRL_DEVICE void store(int chunk, Corner of_tile) {
+    if constexpr (Shape::kRanks) {
+      end_rank();
+      store_bf16_by_tma(staging, total, Bias{nullptr, false}, y_map, of_tile.row, of_tile.column, p.n, lane);
+      return;
+    }
+    const int column = of_tile.column + Shape::kChunk * chunk;
+    if constexpr (!Shape::kGrouped) {
+      store_bf16_by_tma(staging, acc[chunk], p.bias, y_map, of_tile.row, column, p.n, lane);
+      return;
+    }
+    constexpr int kSlices = Shape::kChunk / kStoreColumns;
+    stage_for_tma<true>(staging, acc[chunk], Bias{nullptr, false}, column, p.n, lane);
+    if (of_tile.row + kStoreRows <= of_tile.end) {
+      store_staged_by_tma<true, kSlices>(staging, y_map, of_tile.row, column, lane);
+    } else {
+      const uint8_t* staged = memory + (staging - sm90::shared_address(memory));
+      store_staged_rows<kSlices>(staged, p.y, of_tile.row, of_tile.end, column, p.n, lane);
+    }
+  }
+
+  // The scales of W for a stage's parts of the columns.
+  JETRL_DEVICE void read_w_scales(float (&values)[Shape::kParts], int stage) const {
+    const float* from = w_scales + round_at + Shape::kRoom * stage;
+    if constexpr (Shape::kParts == 3) {
+      const float4 all = *reinterpret_cast<const float4*>(from);
+      values[0] = all.x, values[1] = all.y, values[2] = all.z;
+    } else if constexpr (Shape::kParts == 2) {
+      const float2 both = *reinterpret_cast<const float2*>(from);
+      values[0] = both.x, values[1] = both.y;
+    } else {
+      values[0] = *from;
+    }
+  }
+
+  // One K block, and the wait for the next, if it is not the last. A tile's first one starts its sums. Those of the
+  // tile `before`, if there was one (row >= 0), are still in their registers: each chunk is stored under this block's
+  // chain for it.
+  template <bool kFirst>
+  JETRL_DEVICE void block(int stage, bool last, Corner before = {-1, 0}) {
+    const uint64_t x = x_descriptor + stage * (Shape::kTileX / 16), w = w_descriptor + stage * (Shape::kTileW / 16);
+    const float x_upper = x_scales[stage * Shape::kBlockM], x_lower = x_scales[stage * Shape::kBlockM + 8];
+    float of_w[Shape::kParts];
+    if (stage == 0) round_at = Shape::kScalesW - round_at;
+    read_w_scales(of_w, stage);
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      float upper[kPartsOfChain], lower[kPartsOfChain];
+#pragma unroll
+      for (int i = 0; i < kPartsOfChain; ++i) {
+        upper[i] = sm90::multiply(x_upper, of_w[kPartsOfChain * c + i]);
+        lower[i] = sm90::multiply(x_lower, of_w[kPartsOfChain * c + i]);
+      }
+      issue_chain<Shape::kChunk>(partial, x, w + 2 * c * kDescriptorStep64Rows);
+      if (kFirst && before.row >= 0) store(c, before);
+      if constexpr (Shape::kRanks) {
+        if (kFirst) {
+          fill(total, -0.0f);
+          left_of_rank = p.rank_blocks;
+        } else if (left_of_rank == 0) {
+          end_rank();
+          fill(acc[0], 0.0f);
+          left_of_rank = p.rank_blocks;
+        }
+        --left_of_rank;
+      }
+      sm90::wgmma_wait<0>(partial);
+      if (c == kChunks - 1) {
+        ring.used(stage);
+        ring.template release<Shape::kCluster>(stage, lane, place_of_releases);
+      }
+#pragma unroll
+      for (int j = 0; j < kSums; j += 4) {
+        const int i = 2 * j / Shape::kPart;
+        acc[c][j] = sm90::multiply_add(partial[j], upper[i], kFirst ? 0.0f : acc[c][j]);
+        acc[c][j + 1] = sm90::multiply_add(partial[j + 1], upper[i], kFirst ? 0.0f : acc[c][j + 1]);
+        acc[c][j + 2] = sm90::multiply_add(partial[j + 2], lower[i], kFirst ? 0.0f : acc[c][j + 2]);
+        acc[c][j + 3] = sm90::multiply_add(partial[j + 3], lower[i], kFirst ? 0.0f : acc[c][j + 3]);
+      }
+    }
+    if (!last) ring.wait_full((stage + 1) % kStages);
+  }
+};
+
+template <class Shape>
+JETRL_DEVICE void fprop_consume(const FpropParams& p, const sm90::TensorMap* y_map, uint8_t* memory,
+                                TileRing<Shape::kStages> ring, int consumer, int rank, int warp, int lane) {
+  constexpr int kStages = Shape::kStages;
+  const int k_blocks = p.k_blocks;
+  const int first_row = 64 * consumer, fragment_row = 16 * warp + lane / 4;
+  const uint32_t base = sm90::shared_address(memory);
+  FpropConsumer<Shape> tiles{p,
+                             ring,
+                             operand_descriptor(base) + consumer * kDescriptorStep64Rows,
+                             operand_descriptor(base + Shape::kAtW),
+                             reinterpret_cast<const float*>(memory + Shape::kAtScales) + first_row + fragment_row,
+                             reinterpret_cast<const float*>(memory + Shape::kAtScalesW),
+                             y_map,
+                             base + Shape::kAtStaging + (4 * consumer + warp) * Shape::kStaging,
+                             memory,
+                             lane,
+                             ring.template place_of_releases<Shape::kCluster>(lane)};
+  Corner before{-1, 0};
+  // Of a grouped product twice the number of tiles that are left, plus one at every second tile: one register.
+  int tile = first_tile<Shape::kCluster>();
+  if constexpr (Shape::kGrouped) {
+    const int step = tile_step<Shape::kCluster>();
+    tile = 2 * ceil_div(SegmentTiles<Shape::kBlockM>{p.segments, p.order.tiles_n}.count(lane) - tile, step);
+  }
+  while (Shape::kGrouped ? tile >= 2 : tile < p.order.count()) {
+    tiles.ring.wait_full(0);
+    tiles.template block<true>(0, k_blocks == 1, before);
+    int left = k_blocks - 1;
+    for (; left > kStages; left -= kStages) {
+#pragma unroll
+      for (int i = 0; i < kStages; ++i) tiles.template block<false>((1 + i) % kStages, false);
+    }
+#pragma unroll
+    for (int i = 0; i < kStages; ++i) {
+      if (i >= left) break;
+      tiles.template block<false>((1 + i) % kStages, i + 1 >= left);
+    }
+    if constexpr (Shape::kGrouped) {
+      const int4 at = *reinterpret_cast<const int4*>(memory + Shape::kAtTiles + 16 * (tile & 1));
+      before = {at.x + first_row + 16 * warp, at.y, at.z};
+      tile = (tile - 2) ^ 1;
+    } else {
+      const FpropTile at = dense_tile<Shape>(p, tile, rank);
+      before = {at.row + first_row + 16 * warp, at.column};
+      tile += tile_step<Shape::kCluster>();
+    }
+  }
+  if (before.row >= 0) {
+#pragma unroll
+    for (int c = 0; c < Shape::kChunks; ++c) tiles.store(c, before);
+  }
+  if (acts_for_copies<Shape::kGrouped>(lane)) sm90::tma_store_wait_read();
+}
+
+template <class Shape>
+JETRL_KERNEL void __launch_bounds__(Shape::kThreads, 1)
+    sm90_fprop(JETRL_GRID_CONSTANT sm90::TensorMap x_map, JETRL_GRID_CONSTANT sm90::TensorMap w_map,
+               JETRL_GRID_CONSTANT sm90::TensorMap x_scales_map, JETRL_GRID_CONSTANT sm90::TensorMap y_map,
+               JETRL_GRID_CONSTANT FpropParams p) {
+  uint8_t* memory = sm90::dynamic_shared_memory();
+  const uint32_t base = sm90::shared_address(memory);
+  const TileRing<Shape::kStages> ring{base + Shape::kAtFull, base + Shape::kAtEmpty};
+  const int thread = sm90::thread_index(), lane = thread % 32;
+  const int warp = sm90::warp_uniform(thread / 32), warpgroup = warp / 4;
+  const int rank = Shape::kCluster == 1 ? 0 : sm90::rank_in_cluster();
+
+  if (thread == 0) {
+    sm90::prefetch_tensor_map(&x_map);
+    sm90::prefetch_tensor_map(&w_map);
+    sm90::prefetch_tensor_map(&y_map);
+    if (p.tma_scales) sm90::prefetch_tensor_map(&x_scales_map);
+    ring.template init<Shape::kCluster, 4 * Shape::kConsumers>(p.tma_scales ? 1 : 1 + 32, Shape::kScalesW);
+  }
+  sync_cluster_or_block<Shape::kCluster>();
+
+  if (warpgroup == 0) {
+    sm90::give_registers<24>();
+    if (warp == 3 || (warp == 2 && p.tma_scales)) return;  // rather than wait below for as long as the kernel runs
+    if (warp == 2) {
+      fprop_copy_x_scales<Shape>(p, base, ring, rank, lane);
+    } else if (warp == 1) {
+      fprop_copy_w_scales<Shape>(p, base, ring, rank, lane);
+    } else {
+      fprop_copy<Shape>(&x_map, &w_map, &x_scales_map, p, memory, base, ring, rank, lane);
+    }
+  } else {
+    sm90::take_registers<240>();
+    fprop_consume<Shape>(p, &y_map, memory, ring, warpgroup - 1, rank, warp % 4, lane);
+  }
+  // No block leaves while another of its cluster may still arrive at its barriers.
+  if (Shape::kCluster > 1) sm90::sync_cluster();
+}
+
+}  // namespace
+
+}  // namespace jetrl

@@ -1,0 +1,63 @@
+// Copyright 2026 The jetrl_verl Authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Which tile of which expert a block computes, where the rows of experts lie as the device says (gemm.h, Segments).
+//
+// Tiles go by experts, in an expert by rows, and through all columns of a row of tiles: W of one expert stays in L2,
+// its rows are read once. A row of tiles begins at the expert's first row or kRows behind another, so no tile has rows
+// of two experts. The host does not know their number. A warp finds a tile's expert among 32 at once, by a scan over
+// its lanes; it asks for ascending tiles, so it goes over the experts once and keeps two numbers.
+
+#pragma once
+
+#include "sm90.cuh"
+
+namespace jetrl {
+
+struct SegmentTile {
+  int expert, row, end, tile_n;  // its first row, the row behind its expert's last, its place among the columns
+};
+
+template <int kRows>
+struct SegmentTiles {
+  Segments of;
+  int tiles_n;
+  int first = 0, before = 0;  // the first expert of those that are looked at, and the tiles in front of it
+
+  // By a whole warp: how many there are.
+  JETRL_DEVICE int count(int lane) const {
+    int tiles = 0;
+    for (int e = lane; e < of.experts; e += 32) tiles += ceil_div(of.start[e + 1] - of.start[e], kRows);
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) tiles += int(sm90::shuffle_xor(uint32_t(tiles), mask));
+    return tiles * tiles_n;
+  }
+
+  // By a whole warp, for a tile that is not in front of the last one; false if there are not so many.
+  JETRL_DEVICE bool locate(int tile, int lane, SegmentTile& at) {
+    for (; first < of.experts; first += 32) {
+      const int expert = first + lane;
+      int from = 0, to = 0;
+      if (expert < of.experts) from = of.start[expert], to = of.start[expert + 1];
+      int behind = ceil_div(to - from, kRows) * tiles_n;  // tiles up to this expert's last
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int others = sm90::shuffle_up(behind, step);
+        if (lane >= step) behind += others;
+      }
+      behind += before;
+      const int found = sm90::count_true(behind <= tile);
+      if (found < 32) {
+        const int row = sm90::shuffle(from, found), end = sm90::shuffle(to, found);
+        const int in_expert = tile - sm90::shuffle(behind, found) + ceil_div(end - row, kRows) * tiles_n;
+        const int tile_m = in_expert / tiles_n;
+        at = {first + found, row + tile_m * kRows, end, in_expert - tile_m * tiles_n};
+        return true;
+      }
+      before = sm90::shuffle(behind, 31);
+    }
+    return false;
+  }
+};
+
+}  // namespace jetrl

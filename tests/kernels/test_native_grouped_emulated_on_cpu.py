@@ -1,0 +1,207 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The native kernels of a mixture's experts, their own source run on a CPU by tests/emulator.
+
+As in test_native_emulated_on_cpu.py every sum is exact, and what is expected is the reference's, on those operands a
+float64 product an expert. The rows of an expert, and where they begin, are what these tests go through.
+"""
+
+import itertools
+from pathlib import Path
+
+import native_emulator
+import pytest
+import torch
+from native_emulator import Emulator, experts_operand, operand, product
+
+from jetrl_verl.reference import BLOCK, QuantizedTensor
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> Path:
+    return native_emulator.build(tmp_path_factory.mktemp("grouped"), kernels="sm90_grouped_*")
+
+
+@pytest.fixture(scope="module")
+def emulator(library) -> Emulator:
+    return Emulator(library)
+
+
+def starts(counts: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+
+
+def check(emulator: Emulator, kernel: str, counts: list[int], n: int, k: int, *, more=0, beside=False, seed=0, **plan):
+    """Rows of all experts, and canaries of NaN: around the result, and behind the last segment."""
+    start = starts(counts)
+    used = int(start[-1])
+    a = operand(used + more, k, used + more, 2 * seed)
+    b = experts_operand(len(counts), n, k, seed, beside)
+    around = torch.full((used + more + 2, n + 16), torch.nan, dtype=torch.bfloat16)
+    out = around[1:-1, 8:-8]
+    emulator.run_grouped(kernel, a, b, start, out, seed=seed, **plan)
+    for expert, count in enumerate(counts):
+        rows = slice(int(start[expert]), int(start[expert]) + count)
+        mine = QuantizedTensor(a.qdata[rows], a.scales[rows])
+        want = product(mine, QuantizedTensor(b.qdata[expert], b.scales[expert]), True)
+        assert torch.equal(out[rows], want.bfloat16()), expert
+    assert around.isnan().sum() == around.numel() - used * n
+
+
+RAGGED = [3, 0, 130, 0, 0, 17, 128, 1, 0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("block", [128, 256])
+def test_fprop_of_ragged_segments_over_more_tiles_than_multiprocessors(emulator, block, cluster, seed):
+    plan = {"block": block, "cluster": cluster, "multiprocessors": 2}
+    check(emulator, "grouped_fprop", RAGGED, 384, 384, more=5, beside=seed == 1, seed=seed, **plan)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("block", [32, 64, 128])
+def test_decode_of_ragged_segments_over_more_tiles_than_multiprocessors(emulator, block, seed):
+    """Three K blocks leave half a stage past K; behind an expert's K lies the next one's where experts are beside each
+    other, NaN among it."""
+    check(
+        emulator,
+        "grouped_decode",
+        RAGGED,
+        256,
+        384,
+        block=block,
+        more=5,
+        beside=seed == 1,
+        multiprocessors=2,
+        seed=seed,
+    )
+
+
+def check_wgrad(emulator: Emulator, groups: list[int], n: int, k: int, *, more=0, seed=0, **plan):
+    """Weight gradients of experts with so many groups of 128 tokens, and canaries of NaN around them."""
+    start = starts([BLOCK * count for count in groups])
+    tokens = int(start[-1]) + BLOCK * more
+    a, b = operand(n, tokens, n, 4 * (seed // 2)), operand(k, tokens, k, 4 * (seed // 2) + 1)
+    around = torch.full((len(groups) * n + 2, k + 16), torch.nan, dtype=torch.bfloat16)
+    out = around[1:-1, 8:-8]
+    emulator.run_grouped("grouped_wgrad", a, b, start, out, seed=seed, **plan)
+    for expert, count in enumerate(groups):
+        rows, first = slice(expert * n, (expert + 1) * n), int(start[expert])
+        parts = (
+            QuantizedTensor(q.qdata[:, first : first + BLOCK * count], q.scales[:, first // BLOCK :][:, :count])
+            for q in (a, b)
+        )
+        assert torch.equal(out[rows], product(*parts, False).bfloat16()), expert
+    assert around.isnan().sum() == around.numel() - len(groups) * n * k
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("block", [128, 256])
+def test_wgrad_of_ragged_segments_over_more_tiles_than_multiprocessors(emulator, block, cluster, seed):
+    plan = {"block": block, "cluster": cluster, "multiprocessors": 2}
+    check_wgrad(emulator, [2, 0, 1, 7, 0], 384, 256, more=1, seed=seed, **plan)
+
+
+FORWARD = ["grouped_fprop", "grouped_decode"]
+COUNTS = {
+    "one token": [0, 0, 1, 0],
+    "all tokens on one expert": [0, 0, 0, 300, 0],
+    "all tokens on the last of many": [0] * 70 + [65],
+    "every expert one": [1] * 35,
+    "whole tiles": [128, 64, 0, 256],
+    "one more and one less than a tile": [63, 65, 127, 129],
+    "eight rows and one more": [8, 9, 32, 33],
+    "one expert": [40],
+}
+
+
+@pytest.mark.parametrize("kernel", FORWARD)
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=list(COUNTS))
+def test_where_the_rows_may_lie(emulator, counts, kernel):
+    check(emulator, kernel, counts, 128, 256, more=3, beside=len(counts) % 2 == 0, seed=len(counts))
+
+
+@pytest.mark.parametrize("kernel", FORWARD)
+@pytest.mark.parametrize("blocks", [1, 2, 3, 4, 5, 6, 8, 9])
+def test_the_ring_goes_on_from_tile_to_tile_with_any_number_of_k_blocks(emulator, kernel, blocks):
+    """Seven tiles in turn on one multiprocessor, of an expert and of the next."""
+    plan = {"block": 128, "cluster": 1, "multiprocessors": 1}
+    check(emulator, kernel, [70, 0, 3, 130, 1], 128, blocks * BLOCK, beside=blocks % 2 == 0, seed=blocks, **plan)
+
+
+@pytest.mark.parametrize(("kernel", "block"), [("grouped_fprop", 256), ("grouped_decode", 64)])
+def test_blocks_without_a_tile_end(emulator, kernel, block):
+    """The grid is that of the worst case."""
+    check(emulator, kernel, [0, 5, 0], 256, 256, block=block, more=400, multiprocessors=9)
+    check(emulator, kernel, [0, 0, 0], 256, 256, block=block, more=4, multiprocessors=3)
+
+
+@pytest.mark.parametrize("kernel", FORWARD)
+def test_nothing_of_another_expert_gets_into_a_row(emulator, kernel):
+    """Neither its weights nor its rows, NaN here, with an odd number of K blocks and experts beside each other."""
+    start, (n, k) = starts([5, 9, 3]), (128, 3 * BLOCK)
+    a, b = operand(17, k, 17, 0), experts_operand(3, n, k, 0, True)
+    want = product(QuantizedTensor(a.qdata[5:14], a.scales[5:14]), QuantizedTensor(b.qdata[1], b.scales[1]), True)
+    for expert, rows in ((0, slice(0, 5)), (2, slice(14, 17))):
+        b.qdata[expert].view(torch.uint8).fill_(native_emulator.NAN_CODE)
+        a.qdata[rows].view(torch.uint8).fill_(native_emulator.NAN_CODE)
+    out = torch.zeros(17, n, dtype=torch.bfloat16)
+    emulator.run_grouped(kernel, a, b, start, out, multiprocessors=1)
+    assert torch.equal(out[5:14], want.bfloat16())
+    assert out[:5].isnan().all() and out[14:].isnan().all()
+
+
+@pytest.mark.parametrize("kernel", FORWARD)
+def test_the_sign_of_a_zero_is_kept(emulator, kernel):
+    """-2^-18 times a scale of 2^-149 rounds to -0; half a stage past K adds nothing to it."""
+    a, b = operand(1, BLOCK, 1, 0), experts_operand(2, BLOCK, BLOCK, 0, False)
+    a.qdata.view(torch.uint8).zero_()[:, 5] = 0x01
+    b.qdata.view(torch.uint8).zero_()[..., 5] = 0x81
+    a.scales.fill_(2.0**-75), b.scales.fill_(2.0**-74)
+    out = torch.ones(1, BLOCK, dtype=torch.bfloat16)
+    emulator.run_grouped(kernel, a, b, starts([0, 1]), out, block={"grouped_decode": 64}.get(kernel, 0))
+    assert (out == 0).all() and out.signbit().all()
+
+
+@pytest.mark.parametrize(("multiprocessors", "blocks"), [(20, 16), (36, 32), (70, 64)])
+def test_decode_takes_tiles_that_one_round_of_the_experts_hit_needs(emulator, multiprocessors, blocks):
+    """Eight rows go to eight of 128 experts, as one token's do: of 256 columns 128, 64 and 32 a tile, in turn."""
+    counts = [int(expert % 16 == 0) for expert in range(128)]
+    check(emulator, "grouped_decode", counts, 256, BLOCK, multiprocessors=multiprocessors)
+    assert emulator.blocks() == blocks
+
+
+@pytest.mark.parametrize("groups", [[0, 0, 3], [1], [0, 0], [1] * 34, [5, 4, 3, 2, 1, 0, 0]], ids=str)
+@pytest.mark.parametrize("block", [128, 256])
+def test_wgrad_of_any_number_of_groups(emulator, groups, block):
+    check_wgrad(emulator, groups, 136, 128, block=block, cluster=1, more=not any(groups), multiprocessors=1)
+
+
+@pytest.mark.parametrize("block", [128, 256])
+@pytest.mark.parametrize("groups", range(1, 10))
+def test_wgrad_ends_anywhere_in_the_ring(emulator, groups, block):
+    """Tiles in turn on one multiprocessor, whose sums are stored under the next one's first chains."""
+    check_wgrad(emulator, [groups, 1, groups], block, 128, block=block, cluster=1, multiprocessors=1, seed=groups)
+
+
+@pytest.mark.parametrize("clusters", [1, 2, 3, 5, 7])
+def test_wgrad_goes_over_the_experts_back_and_forth(emulator, clusters):
+    """Every tile is computed once by some cluster, whether the last round is whole and in which direction it goes."""
+    check_wgrad(emulator, [2, 0, 3, 1, 0, 2], 128, 384, block=128, cluster=1, multiprocessors=clusters)
+    check_wgrad(emulator, [2, 0, 1], 128, 512, block=128, cluster=2, multiprocessors=2 * clusters)
+
+
+def test_a_plan_without_a_kernel_is_refused(emulator):
+    a, b, out = operand(8, 128, 8, 0), experts_operand(1, 128, 128, 0, False), torch.empty(8, 128).bfloat16()
+    for kernel in FORWARD:
+        for plan in ({"cluster": 3}, {"block": 48}):
+            with pytest.raises(RuntimeError, match="for the kernel's choice"):
+                emulator.run_grouped(kernel, a, b, starts([8]), out, **plan)
+    with pytest.raises(RuntimeError, match="for the kernel's choice"):
+        emulator.run_grouped(
+            "grouped_wgrad", operand(8, 128, 8, 0), operand(128, 128, 128, 0), starts([128]), out, block=64
+        )

@@ -64,6 +64,12 @@ BACKENDS: Table = {
     "silu_mul_quantize": _TRITON,
     "silu_mul_backward_quantize": _NATIVE,
     "rotary": _TRITON,
+    # The FP8 KV cache.
+    "quantize_kv": _TRITON,
+    "dequantize_kv": _TRITON,
+    "write_kv": _TRITON,
+    "read_kv": _TRITON,
+    "decode_attention": _ATTENTION,
     "attention": _ATTENTION,
     "attention_backward": _ATTENTION,
     "logits": _TRITON,

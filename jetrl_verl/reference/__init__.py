@@ -30,7 +30,14 @@ from jetrl_verl.reference.experts import (
 )
 from jetrl_verl.reference.gemm import gemm_nt, gemm_nt_float64, gemm_nt_of_ranks, k_slices, sum_of_ranks
 from jetrl_verl.reference.int8 import dequantize_int8, gemm_int8, quantize_int8
-from jetrl_verl.reference.kv_cache import cache_shape, dequantize_heads, quantize_heads, read_cache, write_cache
+from jetrl_verl.reference.kv_cache import (
+    UNIT_TOKENS,
+    cache_shape,
+    dequantize_heads,
+    quantize_heads,
+    read_cache,
+    write_cache,
+)
 from jetrl_verl.reference.quantize import (
     dequantize_1x128,
     dequantize_128x128,
@@ -51,6 +58,7 @@ __all__ = [
     "FP8_DTYPE",
     "SCALE_RULES",
     "QuantizedTensor",
+    "UNIT_TOKENS",
     "ScaleRule",
     "Segments",
     "amax_bits",

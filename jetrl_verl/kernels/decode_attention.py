@@ -4,15 +4,16 @@
 
 The bits are those of attention.py over dequantized keys and values.
 
-**Decode on a GPU** is FlashAttention 3 on tokens that are dequantized for it: slower than a BF16 cache, and in no CUDA
-graph, since it asks for lengths.
+**Decode on Hopper** is the kernel of csrc/sm90_decode_attention.cu, which reads FP8 data and scales and follows the
+order of FlashAttention 3 with ``num_splits=1``. Without the library, FlashAttention 3 itself runs on tokens that were
+dequantized for it: the same bits, slower than a BF16 cache, and in no CUDA graph, since it asks for lengths.
 
 **Chunks** always go that way: their tokens are read once for many queries.
 """
 
 import torch
 
-from jetrl_verl.kernels import vllm_kernels
+from jetrl_verl.kernels import native, vllm_kernels
 from jetrl_verl.kernels.attention import check_head_dim, paged_attention_fp8
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.kv_cache import read_kv
@@ -35,6 +36,23 @@ def flash_decode_attention(q, cache, lengths, block_table, scale: float, out) ->
     cu_queries = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
     held = lengths.tolist()
     chunk_attention(q, cache, cu_queries, 1, lengths, held, block_table, scale, out)
+
+
+def native_supports_decode_attention(q, cache, lengths, block_table, scale: float, out) -> bool:
+    """Whether the native kernel computes this call."""
+    rows = all(x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.stride(0) % 8 == 0 for x in (q, out))
+    return q.shape[1] // cache.shape[1] <= MOST_QUERY_HEADS and rows and native.unavailable() is None
+
+
+@implements("decode_attention", "native", supports=native_supports_decode_attention)
+def native_decode_attention(q, cache, lengths, block_table, scale: float, out) -> None:
+    """As :func:`decode_attention`."""
+    if not native_supports_decode_attention(q, cache, lengths, block_table, scale, out):
+        raise ValueError(
+            f"native does not support decode_attention of q {tuple(q.shape)} strides {q.stride()} over a cache "
+            f"{tuple(cache.shape)}{native.why()}; use backend flash_attention_3."
+        )
+    native.operators().decode_attention(q, cache, lengths, block_table, scale, cache.shape[2], out)
 
 
 def decode_attention(

@@ -69,7 +69,7 @@ BACKENDS: Table = {
     "dequantize_kv": _TRITON,
     "write_kv": _TRITON,
     "read_kv": _TRITON,
-    "decode_attention": _ATTENTION,
+    "decode_attention": _ATTENTION | {"sm90": ("native", "flash_attention_3")},
     "attention": _ATTENTION,
     "attention_backward": _ATTENTION,
     "logits": _TRITON,

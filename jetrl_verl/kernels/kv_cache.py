@@ -65,7 +65,9 @@ def _quantized(x):
     bits = tl.max(magnitude_bits(x), axis=1)
     scale = scale_of(bits, True)
     qdata = encode(x, scale[:, None], reciprocal_of(scale, bits, True)[:, None], True)
-    return qdata, (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), decode(qdata) * scale[:, None]
+    # A head with an Inf or NaN has NaN data; its scale says so, too.
+    exponent = tl.where(bits >= 0x7F800000, 255, scale.to(tl.int32, bitcast=True) >> 23)
+    return qdata, exponent.to(tl.uint8), decode(qdata) * scale[:, None]
 
 
 @triton.jit

@@ -12,7 +12,7 @@ thread block reads of a page is one contiguous piece, which the copy engine fetc
 
     keys    [16, 128]   E4M3; the 16-byte chunk c of token r lies at place c ^ (r % 8)
     values  [16, 128]   likewise
-    key scales    [16]  biased exponents, ``scale = 2^(byte - 127)``
+    key scales    [16]  biased exponents, ``scale = 2^(byte - 127)``; 255 for a head with an Inf or NaN
     value scales  [16]
 
 That is 4,128 bytes, 258 a token and head where BF16 has 512. The exchange of chunks keeps readers of a column of tokens
@@ -53,10 +53,11 @@ def quantize_heads(x: torch.Tensor) -> QuantizedTensor:
 
     Returns:
         qdata ``[T, H, 128]`` E4M3, scales ``[T, H]`` uint8, the biased exponents of the powers of two. A head with an
-        Inf or NaN has NaN qdata.
+        Inf or NaN has NaN qdata and the scale 255, so that a kernel that only looks at scales sees it.
     """
     qdata, scales = quantize_1x128(x, "pow2")
-    return QuantizedTensor(qdata, (scales.squeeze(-1).contiguous().view(torch.int32) >> 23).to(torch.uint8))
+    exponents = (scales.squeeze(-1).contiguous().view(torch.int32) >> 23).to(torch.uint8)
+    return QuantizedTensor(qdata, exponents.masked_fill(~x.isfinite().all(dim=-1), 255))
 
 
 def dequantize_heads(heads: QuantizedTensor) -> torch.Tensor:

@@ -82,6 +82,8 @@ part 300 chain python3 benchmarks/decode_chain_on_gpu.py --timeline --out "$out/
 part 300 linear python3 -m jetrl_verl.cli bench linear --out "$out/linear.json"
 part 200 mlp python3 benchmarks/gated_mlp_on_gpu.py --out "$out/mlp.json"
 part 120 ranks python3 benchmarks/ranks_on_gpu.py --out "$out/ranks.json"
+part 300 cachetests bash -c 'test_files tests/kernels/test_kv_cache_on_gpu.py'
+part 120 cache python3 benchmarks/kv_cache_on_gpu.py --out "$out/cache.json"
 part 300 quant python3 -m jetrl_verl.cli bench quant --rules fp32,pow2 --out "$out/quant.json"
 part 600 full python3 -m jetrl_verl.cli bench gemm --full --out "$out/full.json"
 part 300 exact python3 benchmarks/mismatch.py --rollouts exact,exact-stressed --folder "$out/warm" --out "$out/exact.json"

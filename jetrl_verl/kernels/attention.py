@@ -245,9 +245,9 @@ class _PackedAttentionFP8(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out: torch.Tensor):
-        q, *quantized, cu_seqlens = ctx.saved_tensors[:6]
-        k, v = dequantize_kv(QuantizedKV(*quantized))
-        saved = ctx.saved_tensors[6:]
+        # Asked for once: under activation checkpointing each time is another forward.
+        q, key, key_scales, value, value_scales, cu_seqlens, *saved = ctx.saved_tensors
+        k, v = dequantize_kv(QuantizedKV(key, key_scales, value, value_scales))
         gradients = ctx.run_backward(grad_out, q, k, v, cu_seqlens, saved, ctx.max_seqlen, ctx.scale)
         return *gradients, None, None, None, None, None
 

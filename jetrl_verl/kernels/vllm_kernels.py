@@ -107,7 +107,8 @@ def flash_attention_3_chunks(
         q,
         k,
         v,
-        max_seqlen_q=most_queries,
+        # One query without a page table would be computed as not causal, in blocks of 176 keys instead of 128.
+        max_seqlen_q=max(most_queries, 2),
         cu_seqlens_q=cu_queries,
         max_seqlen_k=longest,
         cu_seqlens_k=cu_lengths,

@@ -104,6 +104,8 @@ MOST_DEQUANTIZED = 65536
 def split_batch(starts: list[int], lengths: list[int], most: int = MOST_DEQUANTIZED) -> Split:
     """The :class:`Split` of requests whose first tokens are ``starts`` (and, last, the number of tokens)."""
     fresh = [end - begin for begin, end in zip(starts, starts[1:], strict=False)]
+    while fresh and not fresh[-1]:  # padding
+        fresh.pop()
     decodes = next((r for r, count in enumerate(fresh) if count > 1), len(fresh))
     chunks, first = [], decodes
     while first < len(fresh):

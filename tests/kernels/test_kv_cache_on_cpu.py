@@ -9,6 +9,7 @@ import pytest
 import torch
 from reference_operations import attention as exact_attention
 from test_triton_for_hopper import ptx_for_hopper
+from torch.utils.checkpoint import checkpoint
 
 from jetrl_verl import kernels, reference
 from jetrl_verl.kernels.kv_cache import _dequantize_kernel, _quantize_kernel, _read_kernel, _write_kernel
@@ -66,6 +67,19 @@ def test_gradients_are_straight_through_and_fp8_data_is_what_is_saved():
     of_keys = [x for x in saved if x.dtype in (torch.float8_e4m3fn, torch.uint8)]
     assert sum(x.numel() * x.itemsize for x in of_keys) == 2 * tokens * 2 * 129
     assert [x.shape for x in saved if x.dtype == torch.bfloat16] == [inputs[0].shape]
+
+
+def test_activation_checkpointing_changes_no_gradient():
+    cu = packed(20)
+    inputs = [normal(20, 4, 128), normal(20, 2, 128, seed=1), normal(20, 2, 128, seed=2)]
+    found = []
+    for checkpointed in (False, True):
+        ours = [x.clone().requires_grad_() for x in inputs]
+        call = (kernels.attention, *ours, cu, 20, SCALE, "fp8")
+        out = checkpoint(*call, use_reentrant=False) if checkpointed else call[0](*call[1:])
+        out.backward(normal(20, 4, 128, seed=9))
+        found.append([x.grad for x in ours])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_pages_give_what_the_trainer_sees_for_any_chunks():

@@ -159,8 +159,9 @@ def test_decode_gives_what_the_trainer_computes_for_whole_sequences(heads):
     assert different(steps, whole) == 0
 
 
-def test_chunks_give_what_the_trainer_computes_for_whole_sequences():
-    lengths, fresh = [900, 1, 333, 64], [300, 1, 200, 64]
+@pytest.mark.parametrize("fresh", [[300, 1, 200, 64], [1, 1, 1, 1], [900, 1, 333, 1]])
+def test_chunks_give_what_the_trainer_computes_for_whole_sequences(fresh):
+    lengths = [900, 1, 333, 64]
     requests = Requests(lengths)
     q = normal(sum(lengths), 32, 128, seed=5)
     whole = kernels.attention(q, requests.k, requests.v, requests.starts, max(lengths), SCALE, "fp8")

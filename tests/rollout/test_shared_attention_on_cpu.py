@@ -141,6 +141,7 @@ def test_a_batch_is_split_into_decodes_and_chunks_that_are_dequantized_together(
     )
     assert split_batch([0, 1, 2, 3], [5, 6, 7]) == Split(3, [], [5, 6, 7])
     assert split_batch([0, 9], [9]) == Split(0, [(0, 1, 0, 9, 9)], [9])
+    assert split_batch([0, 1, 9, 9, 9], [4, 8, 0, 0]) == Split(1, [(1, 2, 1, 9, 8)], [4, 8, 0, 0])
 
 
 def test_graphs_of_decodes_alone_and_only_with_the_native_kernel(monkeypatch):

@@ -66,8 +66,8 @@ P
 export -f test_files sanitizer sustained demo diff_precisions
 export out
 
-parts=(operations quantizers gemms experts sanitizer gemm sustained chain mixture linear mlp ranks products quant full
-    exact exact8k families cost mismatch demo diff decode phases)
+parts=(operations quantizers gemms experts sanitizer gemm sustained chain mixture linear mlp ranks products cachetests
+    cache quant full exact exact8k families cost mismatch demo diff decode phases)
 if (($#)); then chosen=("$@"); else chosen=("${parts[@]}"); fi
 for name in "${chosen[@]}"; do
     [[ " ${parts[*]} " == *" $name "* ]] || { echo "$name is not a part; choose from: ${parts[*]}" >&2; exit 2; }
@@ -88,6 +88,8 @@ part 300 linear python3 -m jetrl_verl.cli bench linear --out "$out/linear.json"
 part 200 mlp python3 benchmarks/gated_mlp_on_gpu.py --out "$out/mlp.json"
 part 200 ranks python3 benchmarks/ranks_on_gpu.py --out "$out/ranks.json"
 part 300 products python3 benchmarks/experts_gemm_on_gpu.py --out "$out/products.json"
+part 300 cachetests bash -c 'test_files tests/kernels/test_kv_cache_on_gpu.py'
+part 120 cache python3 benchmarks/kv_cache_on_gpu.py --out "$out/cache.json"
 part 300 quant python3 -m jetrl_verl.cli bench quant --rules fp32,pow2 --out "$out/quant.json"
 part 600 full python3 -m jetrl_verl.cli bench gemm --full --out "$out/full.json"
 part 300 exact python3 benchmarks/mismatch.py --rollouts exact,exact-stressed --folder "$out/warm" --out "$out/exact.json"

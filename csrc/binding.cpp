@@ -313,6 +313,39 @@ void silu_mul_backward(const Tensor& dy, const Tensor& gate, const Tensor& up, c
                            both_ways(dup, dup_scales, dup_columns, dup_column_scales, rows, k), device.stream);
 }
 
+void decode_attention(const Tensor& q, const Tensor& cache, const Tensor& lengths, const Tensor& block_table,
+                      double scale, int64_t units, const Tensor& out) {
+  const Device device(q);
+  constexpr int64_t kUnit = 4128;
+  for (const Tensor* rows : {&q, &out}) {
+    STD_TORCH_CHECK(on_device(*rows) && rows->dim() == 3 && rows->scalar_type() == ScalarType::BFloat16 &&
+                        rows->size(0) == q.size(0) && rows->size(1) == q.size(1) && rows->size(2) == 128 &&
+                        rows->stride(2) == 1 && rows->stride(1) == 128 && rows->stride(0) % 8 == 0 &&
+                        starts_on_16_bytes(*rows),
+                    "jetrl_native: queries and results must be BF16 [requests, heads, 128] on a GPU, the heads of a "
+                    "request next to each other, requests on multiples of 16 bytes.");
+  }
+  STD_TORCH_CHECK(on_device(cache) && cache.dim() == 4 && cache.scalar_type() == ScalarType::Byte &&
+                      cache.size(2) == units && cache.size(3) == kUnit && cache.is_contiguous() &&
+                      starts_on_16_bytes(cache),
+                  "jetrl_native: the cache must be contiguous bytes [pages, KV heads, units, 4128] on a GPU.");
+  const int64_t heads = q.size(1), kv_heads = cache.size(1);
+  STD_TORCH_CHECK(kv_heads > 0 && heads % kv_heads == 0 && heads / kv_heads <= 8, "jetrl_native: ", heads,
+                  " query heads over ", kv_heads, " KV heads are not served; 1 to 8 of a KV head are.");
+  STD_TORCH_CHECK(on_device(lengths) && lengths.dim() == 1 && lengths.scalar_type() == ScalarType::Int &&
+                      lengths.size(0) >= q.size(0) && lengths.stride(0) == 1,
+                  "jetrl_native: lengths must be int32, one of each request.");
+  STD_TORCH_CHECK(on_device(block_table) && block_table.dim() == 2 && block_table.scalar_type() == ScalarType::Int &&
+                      block_table.size(0) >= q.size(0) && block_table.stride(1) == 1,
+                  "jetrl_native: the block table must be int32 [requests, pages], rows contiguous.");
+  jetrl::decode_attention(
+      {static_cast<const uint16_t*>(q.data_ptr()), static_cast<uint16_t*>(out.data_ptr()), cache.data_ptr(),
+       static_cast<const int32_t*>(lengths.data_ptr()), static_cast<const int32_t*>(block_table.data_ptr()),
+       q.stride(0), out.stride(0), block_table.stride(0), narrow(q.size(0)), narrow(kv_heads), int(heads / kv_heads),
+       narrow(units), float(scale)},
+      device.stream);
+}
+
 void declare(torch::stable::detail::StableLibrary& library) {
   const char* forward_schema =
       "(Tensor x, Tensor x_scales, Tensor w, Tensor w_scales, Tensor? bias, Tensor(a!) y, int block, int cluster";
@@ -335,6 +368,9 @@ void declare(torch::stable::detail::StableLibrary& library) {
   library.def("relayout(Tensor qdata, Tensor scales, Tensor(a!) out, Tensor(b!) out_scales, bool pow2) -> ()");
   library.def("transpose(Tensor qdata, Tensor scales, Tensor(a!) out, Tensor(b!) out_scales) -> ()");
   library.def(
+      "decode_attention(Tensor q, Tensor cache, Tensor lengths, Tensor block_table, float scale, int units, "
+      "Tensor(a!) out) -> ()");
+  library.def(
       "silu_mul_backward(Tensor dy, Tensor gate, Tensor up, Tensor(a!) dgate, Tensor(b!) dgate_scales, "
       "Tensor(c!) dgate_columns, Tensor(d!) dgate_column_scales, Tensor(e!) dup, Tensor(f!) dup_scales, "
       "Tensor(g!) dup_columns, Tensor(h!) dup_column_scales, bool pow2) -> ()");
@@ -351,6 +387,7 @@ void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("relayout", TORCH_BOX(&relayout));
   library.impl("transpose", TORCH_BOX(&transpose));
   library.impl("silu_mul_backward", TORCH_BOX(&silu_mul_backward));
+  library.impl("decode_attention", TORCH_BOX(&decode_attention));
 }
 
 }  // namespace

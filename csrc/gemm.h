@@ -236,4 +236,18 @@ struct QuantizedBothWays {
 void silu_mul_backward(const Bf16Rows& dy, const Bf16Rows& gate, const Bf16Rows& up, int rows, int k, bool pow2,
                        const QuantizedBothWays& dgate, const QuantizedBothWays& dup, Stream stream);
 
+// One new token of each request over an FP8 KV cache. BF16 q and out [requests, kv_heads * group, 128], strides of
+// requests in elements, multiples of 8; cache [pages, kv_heads, units, 4128] bytes (reference/kv_cache.py); lengths
+// [requests] tokens, the new one included; table [requests, ...] their pages, `stride_table` apart.
+struct DecodeAttention {
+  const uint16_t* q;
+  uint16_t* out;
+  const void* cache;
+  const int32_t *lengths, *table;
+  int64_t stride_q, stride_out, stride_table;
+  int requests, kv_heads, group, units;
+  float scale;
+};
+void decode_attention(const DecodeAttention& call, Stream stream);
+
 }  // namespace jetrl

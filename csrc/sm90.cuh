@@ -212,6 +212,14 @@ JETRL_DEVICE void cp_async_16(uint32_t to, const void* from, bool valid) {
                : "memory");
 }
 
+// `bytes` next to each other, a multiple of 16, as both addresses are; they count on the barrier.
+JETRL_DEVICE void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+      "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 // Waits until all of this thread's earlier cp_async have landed; for other threads' a sync must follow.
 JETRL_DEVICE void cp_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
@@ -298,6 +306,17 @@ JETRL_DEVICE void wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, bool keep) {
 #undef D8
 #undef D4
 
+// D[16 x 8] += A[16 x 16] B[8 x 16]^T of a warp, BF16 from registers. Lane l holds rows l / 4 and 8 more of A and D, row
+// l / 4 of B; of 16 places along K, 2 (l % 4) and the next in the first half of its registers, 8 more in the second.
+// On Hopper all 16 products and D are one sum, as in wgmma: their order along K is free.
+JETRL_DEVICE void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 // Registers per thread of this warpgroup from here on; every warp of it must pass here.
 template <int kRegisters>
 JETRL_DEVICE void take_registers() {
@@ -320,6 +339,35 @@ JETRL_DEVICE float bf16_to_float(uint16_t bits) { return __uint_as_float(uint32_
 JETRL_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
 JETRL_DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 JETRL_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
+
+// With subnormal operands and results as zeros, which is how code built with --use_fast_math computes.
+JETRL_DEVICE float multiply_ftz(float a, float b) {
+  float r;
+  asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+JETRL_DEVICE float multiply_add_ftz(float a, float b, float c) {
+  float r;
+  asm("fma.rn.ftz.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(c));
+  return r;
+}
+JETRL_DEVICE float add_ftz(float a, float b) {
+  float r;
+  asm("add.rn.ftz.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+JETRL_DEVICE float larger_ftz(float a, float b) {  // the other one where one is NaN
+  float r;
+  asm("max.ftz.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+
+// Products of two pairs of BF16 numbers, rounded to BF16; subnormal numbers are numbers.
+JETRL_DEVICE uint32_t multiply_pair(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
 
 // ---- qdata ---------------------------------------------------------------------------------------------------------
 
@@ -373,6 +421,8 @@ JETRL_DEVICE uint32_t larger_pair(uint32_t a, uint32_t b) {
 
 JETRL_DEVICE uint32_t bits_of(float x) { return __float_as_uint(x); }
 JETRL_DEVICE float float_of(uint32_t bits) { return __uint_as_float(bits); }
+
+JETRL_DEVICE int own_lane() { return threadIdx.x % 32; }
 
 // What the lane whose number differs in the bits of `mask` brings.
 JETRL_DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }

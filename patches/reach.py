@@ -34,6 +34,9 @@ ALSO = {
     "vllm.v1.worker.gpu.sample.sampler:Sampler.__init__": "rollout/sampler_v2.py",
     "vllm.v1.sample.metadata:SamplingMetadata": "rollout/sampler.py",
     "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadata": "rollout/flash_attention.py",
+    "vllm.v1.attention.backend:CommonAttentionMetadata": "rollout/flash_attention.py",
+    "vllm.model_executor.layers.attention.attention:Attention.get_kv_cache_spec": "rollout/attention.py",
+    "vllm.v1.kv_cache_interface:FullAttentionSpec": "rollout/attention.py",
     "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightSender.async_send_weights": (
         "patches/weight_sync.py"
     ),

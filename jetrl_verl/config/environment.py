@@ -33,6 +33,9 @@ PINS = {"verl": "0.9.1", "vllm": "0.24.0", "torch": "2.11", "transformers": "5.9
 MIN_CAPABILITY = (8, 9)
 """First CUDA compute capability whose tensor cores multiply E4M3."""
 
+MOST_QUERY_HEADS = 8
+"""Query heads of a KV head that the decode kernel of an FP8 KV cache computes (kernels.decode_attention's)."""
+
 SHARED_CAPABILITY = (9, 0)
 """The compute capability for which the shared operations were written: FlashAttention 3 has no other."""
 
@@ -50,6 +53,8 @@ def check_environment(config: DictConfig) -> None:
     check_gpu(options.precision)
     if options.operations == "shared" and (gap := no_shared_operations()):
         raise UnsupportedConfiguration(refusal(gap[0], **gap[1]))
+    if options.kv_cache == "fp8":
+        check_fp8_cache(OmegaConf.select(config, "actor_rollout_ref.model.path"))
 
     tensor_parallel = OmegaConf.select(config, "actor_rollout_ref.rollout.tensor_model_parallel_size") or 1
     path = OmegaConf.select(config, "actor_rollout_ref.model.path")
@@ -162,6 +167,28 @@ def no_shared_operations() -> tuple[str, dict[str, Any]] | None:
     if vllm is None or not list(Path(vllm.origin).parent.glob("vllm_flash_attn/_vllm_fa3_C*")):
         return "no_flash_attention_3", {}
     return None
+
+
+def check_fp8_cache(path: str | None) -> None:
+    """Refuse an FP8 KV cache on a GPU, or of a model, for which there is no kernel."""
+    gap = no_shared_operations()
+    if gap is not None and gap[0] == "gpu_other_than_hopper":
+        raise UnsupportedConfiguration(refusal("gpu_of_an_fp8_cache", **gap[1]))
+    model = read_model(path)
+    if model is None:
+        return
+    from jetrl_verl.models import family
+    from jetrl_verl.reference.kv_cache import HEAD_DIM
+
+    ours, heads = family(model), model["num_attention_heads"]
+    group = heads // (model.get("num_key_value_heads") or heads)
+    for error, met in (
+        (f"its heads are of {ours.head_dim(model)}, and a scale is for {HEAD_DIM}", ours.head_dim(model) != HEAD_DIM),
+        (f"a KV head has {group} query heads, and the kernel computes {MOST_QUERY_HEADS}", group > MOST_QUERY_HEADS),
+        ("its layers attend to windows", ours.slides(model)),
+    ):
+        if met:
+            raise UnsupportedConfiguration(refusal("model_of_an_fp8_cache", path=path, error=error))
 
 
 def why_not_shared() -> str:

@@ -54,9 +54,17 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "clip": ("fixed", "calibrated"),
     "correction": ("fixed", "adaptive"),
     "old_log_probs": ("compute", "rollout"),
+    "kv_cache": (UNQUANTIZED, "fp8"),
 }
 
-ROLLOUT_OPTIONS: tuple[str, ...] = ("scale_rule", "unfit_layers", "contract_check", "operations", "reduction")
+ROLLOUT_OPTIONS: tuple[str, ...] = (
+    "scale_rule",
+    "unfit_layers",
+    "contract_check",
+    "operations",
+    "reduction",
+    "kv_cache",
+)
 """Options that travel to vLLM, inside its ``quantization_config``."""
 
 
@@ -122,6 +130,10 @@ class JetConfig:
     old_log_probs: str = "compute"
     """``rollout`` uses the rollout's log-probabilities as the old ones and checks one micro-batch of each step; see
     ``algorithms.old_log_probs``."""
+
+    kv_cache: str = "bf16"
+    """What the rollout's KV cache holds. ``fp8``: keys and values in E4M3 with a power of two per token and head
+    (``reference.kv_cache``), which the trainer's attention sees too where operations are shared."""
 
     invariant_scaling: float = 1.0
     """Factor folded into the norms before q, k, v, gate and up; see ``algorithms.invariant_scaling``."""

@@ -11,8 +11,16 @@ device code that several kernels share. ``results.py``: layouts of quantized res
 library. ``vllm_kernels.py``: what is called of vLLM. ``reproducible.py``: CPU arithmetic that no batch changes.
 """
 
-from jetrl_verl.kernels.attention import attention, cache_form, check_head_dim, paged_attention
+from jetrl_verl.kernels.attention import (
+    KV_CACHES,
+    attention,
+    cache_form,
+    check_head_dim,
+    paged_attention,
+    paged_attention_fp8,
+)
 from jetrl_verl.kernels.combine import combine
+from jetrl_verl.kernels.decode_attention import chunk_attention, decode_attention
 from jetrl_verl.kernels.dispatch import BACKENDS, describe_backends, override_backend, platform_of
 from jetrl_verl.kernels.fprop import fprop, fprop_quantized
 from jetrl_verl.kernels.fprop_int8 import fprop_int8
@@ -23,6 +31,7 @@ from jetrl_verl.kernels.gemm_int8 import gemm_int8
 from jetrl_verl.kernels.gemm_nt import gemm_nt
 from jetrl_verl.kernels.gemm_nt_of_ranks import gemm_nt_of_ranks
 from jetrl_verl.kernels.grouped_gemm import grouped_gemm_nt, grouped_wgrad
+from jetrl_verl.kernels.kv_cache import QuantizedKV, dequantize_kv, quantize_kv, read_kv, write_kv
 from jetrl_verl.kernels.log_probs import log_probs
 from jetrl_verl.kernels.logits import logits
 from jetrl_verl.kernels.quantize_1x128 import quantize_1x128, quantize_1x128_and_128x1, quantize_128x1
@@ -45,12 +54,17 @@ from jetrl_verl.kernels.weighted_silu_mul import weighted_silu_mul_backward_quan
 
 __all__ = [
     "BACKENDS",
+    "KV_CACHES",
+    "QuantizedKV",
     "add_rms_norm",
     "add_rms_norm_quantize_1x128",
     "attention",
     "cache_form",
     "check_head_dim",
+    "chunk_attention",
+    "decode_attention",
     "combine",
+    "dequantize_kv",
     "describe_backends",
     "fprop",
     "fprop_int8",
@@ -67,6 +81,7 @@ __all__ = [
     "logits",
     "override_backend",
     "paged_attention",
+    "paged_attention_fp8",
     "platform_of",
     "quantize_128x1",
     "quantize_128x128",
@@ -74,6 +89,8 @@ __all__ = [
     "quantize_1x128",
     "quantize_1x128_and_128x1",
     "quantize_int8",
+    "quantize_kv",
+    "read_kv",
     "relayout_128x1",
     "rms_norm",
     "rms_norm_quantize_1x128",
@@ -91,4 +108,5 @@ __all__ = [
     "varlen_attention",
     "weighted_silu_mul_backward_quantize",
     "weighted_silu_mul_quantize",
+    "write_kv",
 ]

@@ -12,6 +12,9 @@ rollout calls the same kernel on its paged cache (rollout/attention.py).
 
 **On the CPU** every sum is exact (reproducible.py; :func:`_attend` has the scheme). Keys and values are put on their
 grids once, when they are made: a cache holds them in that form (:func:`cache_form`).
+
+**With an FP8 KV cache** (kv_cache.py) attention is the same, over keys and values that were quantized and dequantized.
+Those are on the CPU's grids already, which are finer than the steps of E4M3 below a head's largest number.
 """
 
 import math
@@ -20,8 +23,10 @@ from collections.abc import Callable
 import torch
 from torch.autograd.function import once_differentiable
 
+from jetrl_verl import reference
 from jetrl_verl.kernels import vllm_kernels
 from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.kv_cache import QuantizedKV, dequantize_kv, quantize_kv
 from jetrl_verl.kernels.operator import require_bf16
 from jetrl_verl.kernels.reproducible import (
     MANTISSA_BITS,
@@ -35,6 +40,9 @@ from jetrl_verl.kernels.reproducible import (
 
 HEAD_DIM = 128
 """The head dimension for which decode, chunked prefill and whole sequences are known to agree in every bit."""
+
+KV_CACHES = ("bf16", "fp8")
+"""What a cache may hold, and attention therefore sees of keys and values."""
 
 _VALUE_BITS = 21
 _KEYS = 1024
@@ -223,8 +231,35 @@ class PackedAttention(torch.autograd.Function):
         return *gradients, None, None, None, None, None
 
 
+class _PackedAttentionFP8(torch.autograd.Function):
+    """The same over an FP8 KV cache's keys and values: straight-through, and FP8 data are what is saved of them."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, cu_seqlens, max_seqlen: int, scale: float, run: Callable, run_backward: Callable):
+        ctx.max_seqlen, ctx.scale, ctx.run_backward = max_seqlen, scale, run_backward
+        quantized, k, v = quantize_kv(k, v)
+        out, saved = run(q, k, v, cu_seqlens, max_seqlen, scale)
+        ctx.save_for_backward(q, *quantized, cu_seqlens, *saved)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out: torch.Tensor):
+        # Asked for once: under activation checkpointing each time is another forward.
+        q, key, key_scales, value, value_scales, cu_seqlens, *saved = ctx.saved_tensors
+        k, v = dequantize_kv(QuantizedKV(key, key_scales, value, value_scales))
+        gradients = ctx.run_backward(grad_out, q, k, v, cu_seqlens, saved, ctx.max_seqlen, ctx.scale)
+        return *gradients, None, None, None, None, None
+
+
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+    kv_cache: str = "bf16",
 ) -> torch.Tensor:
     """Attention within each of several packed sequences; differentiable in ``q``, ``k`` and ``v``.
 
@@ -232,17 +267,41 @@ def attention(
         q: ``[N, H, D]`` BF16. k, v: ``[N, Hkv, D]`` BF16, ``Hkv`` dividing ``H``.
         cu_seqlens: ``[B + 1]`` int32, first token of each sequence and, last, ``N``; no sequence is empty.
         max_seqlen: length of the longest. scale: factor of the scores, usually ``D ** -0.5``.
+        kv_cache: what the rollout's cache holds, one of ``KV_CACHES``: of ``"fp8"``, keys and values are seen as it
+            gives them; their gradients are straight-through.
 
     Returns:
         ``[N, H, D]`` BF16.
 
     Raises:
-        TypeError: an operand is not BF16. ValueError: heads that are not of 128.
+        TypeError: an operand is not BF16. ValueError: heads that are not of 128, or another cache.
     """
     require_bf16("attention", q=q, k=k, v=v)
     check_head_dim(q.shape[-1])
+    if kv_cache not in KV_CACHES:
+        raise ValueError(f"attention: there is no KV cache {kv_cache!r}; choose one of {', '.join(KV_CACHES)}")
     run, run_backward = (lookup(name, q.device) for name in ("attention", "attention_backward"))
-    return PackedAttention.apply(q, k, v, cu_seqlens, max_seqlen, scale, run, run_backward)
+    function = PackedAttention if kv_cache == "bf16" else _PackedAttentionFP8
+    return function.apply(q, k, v, cu_seqlens, max_seqlen, scale, run, run_backward)
+
+
+def _attend_to_pages(q, read: Callable, block_size: int, cu_queries, lengths, block_table, scale) -> torch.Tensor:
+    """Attention of each request's newest tokens; ``read(blocks, longest)`` gives keys and values ``[R, longest, Hkv,
+    D]`` of requests whose first tokens lie in ``blocks`` ``[R, blocks]``."""
+    out = torch.empty_like(q)
+    fresh = cu_queries.diff()
+    # Requests with the same number of new tokens go together: all decodes are one call.
+    for count in fresh.unique().tolist():
+        if not count:
+            continue
+        rows = (fresh == count).nonzero().squeeze(1)
+        held = lengths[rows].long()
+        longest = int(held.max())
+        keys, values = read(block_table[rows, : -(-longest // block_size)].long(), longest)
+        index = cu_queries[rows, None].long() + torch.arange(count)
+        positions = (held - count)[:, None] + torch.arange(count)
+        out[index] = _attend_in_pieces(q[index], keys, values, positions, held, scale)
+    return out
 
 
 def paged_attention(
@@ -270,23 +329,29 @@ def paged_attention(
     """
     require_bf16("paged_attention", q=q, key_cache=key_cache, value_cache=value_cache)
     check_head_dim(q.shape[-1])
-    block_size = key_cache.shape[2]
-    out = torch.empty_like(q)
-    fresh = cu_queries.diff()
-    # Requests with the same number of new tokens go together: all decodes are one call.
-    for count in fresh.unique().tolist():
-        if not count:
-            continue
-        rows = (fresh == count).nonzero().squeeze(1)
-        held = lengths[rows].long()
-        longest = int(held.max())
-        blocks = block_table[rows, : -(-longest // block_size)].long()
 
-        def sequence(cache: torch.Tensor, blocks: torch.Tensor = blocks, longest: int = longest) -> torch.Tensor:
-            # Cut first where one block is enough: the copy is what a decode step costs.
-            return cache[:, :, :longest][blocks].transpose(2, 3).flatten(1, 2)[:, :longest]
+    def read(blocks: torch.Tensor, longest: int) -> list[torch.Tensor]:
+        # Cut first where one block is enough: the copy is what a decode step costs.
+        caches = (key_cache[:, :, :longest], value_cache[:, :, :longest])
+        return [cache[blocks].transpose(2, 3).flatten(1, 2)[:, :longest] for cache in caches]
 
-        index = cu_queries[rows, None].long() + torch.arange(count)
-        positions = (held - count)[:, None] + torch.arange(count)
-        out[index] = _attend_in_pieces(q[index], sequence(key_cache), sequence(value_cache), positions, held, scale)
-    return out
+    return _attend_to_pages(q, read, key_cache.shape[2], cu_queries, lengths, block_table, scale)
+
+
+def paged_attention_fp8(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    cu_queries: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """:func:`paged_attention` over an FP8 KV cache ``[pages, Hkv, units, 4128]`` (reference/kv_cache.py)."""
+    require_bf16("paged_attention_fp8", q=q)
+    check_head_dim(q.shape[-1])
+
+    def read(blocks: torch.Tensor, longest: int) -> list[torch.Tensor]:
+        return [x.transpose(2, 3).flatten(1, 2)[:, :longest] for x in reference.read_cache(cache[blocks])]
+
+    block_size = cache.shape[2] * reference.UNIT_TOKENS
+    return _attend_to_pages(q, read, block_size, cu_queries, lengths, block_table, scale)

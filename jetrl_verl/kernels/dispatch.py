@@ -66,6 +66,12 @@ BACKENDS: Table = {
     "silu_mul_quantize": _TRITON,
     "silu_mul_backward_quantize": _NATIVE,
     "rotary": _TRITON,
+    # The FP8 KV cache.
+    "quantize_kv": _TRITON,
+    "dequantize_kv": _TRITON,
+    "write_kv": _TRITON,
+    "read_kv": _TRITON,
+    "decode_attention": _ATTENTION | {"sm90": ("native", "flash_attention_3")},
     "attention": _ATTENTION,
     "attention_backward": _ATTENTION,
     "logits": _TRITON,

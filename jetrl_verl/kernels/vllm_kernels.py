@@ -71,14 +71,7 @@ def flash_attention_3(
     Raises:
         RuntimeError: the GPU or the wheel has no FlashAttention 3.
     """
-    if reason := no_flash_attention_3():
-        raise RuntimeError(
-            f"shared attention needs FlashAttention 3 ({reason}); on this machine use precision=jet_fp8 "
-            "jetrl.operations=stock, or precision=bf16"
-        )
-    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
-
-    return flash_attn_varlen_func(
+    return _flash_attention_3(
         q,
         k,
         v,
@@ -87,8 +80,49 @@ def flash_attention_3(
         max_seqlen_k=max_seqlen,
         cu_seqlens_k=cu_seqlens,
         softmax_scale=scale,
-        causal=True,
         return_softmax_lse=True,
-        num_splits=1,
-        fa_version=3,
     )
+
+
+def flash_attention_3_chunks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_queries: torch.Tensor,
+    cu_lengths: torch.Tensor,
+    most_queries: int,
+    longest: int,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """:func:`flash_attention_3` of the last queries of sequences, into ``out`` ``[N, H, D]``.
+
+    Args:
+        q: ``[N, H, D]``, ``cu_queries`` the first of each sequence. k, v: ``[M, Hkv, D]`` with ``cu_lengths``.
+
+    Raises:
+        RuntimeError: the GPU or the wheel has no FlashAttention 3.
+    """
+    _flash_attention_3(
+        q,
+        k,
+        v,
+        # One query without a page table would be computed as not causal, in blocks of 176 keys instead of 128.
+        max_seqlen_q=max(most_queries, 2),
+        cu_seqlens_q=cu_queries,
+        max_seqlen_k=longest,
+        cu_seqlens_k=cu_lengths,
+        softmax_scale=scale,
+        out=out,
+    )
+
+
+def _flash_attention_3(*call, **options):
+    if reason := no_flash_attention_3():
+        raise RuntimeError(
+            f"shared attention needs FlashAttention 3 ({reason}); on this machine use precision=jet_fp8 "
+            "jetrl.operations=stock, or precision=bf16"
+        )
+    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+    return flash_attn_varlen_func(*call, **options, causal=True, num_splits=1, fa_version=3)

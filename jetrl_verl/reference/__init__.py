@@ -11,7 +11,8 @@ package and never the other way round. One definition:
 * one FP32 partial sum per 128-wide K block, promoted as ``acc += (s_a * s_b) * partial`` in ascending K, one rounding
   at the end (``gemm.py``).
 
-A mixture of experts is made of the same products; which rows they take and in what order is in ``experts.py``. The INT8
+The FP8 KV cache has the same groups, one per token and head; ``kv_cache.py`` has them and the layout of its pages. A
+mixture of experts is made of the same products; which rows they take and in what order is in ``experts.py``. The INT8
 baselines, which quantize the rollout alone, have a contract of their own in ``int8.py``.
 """
 
@@ -29,6 +30,14 @@ from jetrl_verl.reference.experts import (
 )
 from jetrl_verl.reference.gemm import gemm_nt, gemm_nt_float64, gemm_nt_of_ranks, k_slices, sum_of_ranks
 from jetrl_verl.reference.int8 import dequantize_int8, gemm_int8, quantize_int8
+from jetrl_verl.reference.kv_cache import (
+    UNIT_TOKENS,
+    cache_shape,
+    dequantize_heads,
+    quantize_heads,
+    read_cache,
+    write_cache,
+)
 from jetrl_verl.reference.quantize import (
     dequantize_1x128,
     dequantize_128x128,
@@ -49,13 +58,16 @@ __all__ = [
     "FP8_DTYPE",
     "SCALE_RULES",
     "QuantizedTensor",
+    "UNIT_TOKENS",
     "ScaleRule",
     "Segments",
     "amax_bits",
+    "cache_shape",
     "check_rule",
     "combine",
     "dequantize_1x128",
     "dequantize_128x128",
+    "dequantize_heads",
     "dequantize_int8",
     "gather_quantized",
     "gather_rows",
@@ -68,10 +80,12 @@ __all__ = [
     "k_slices",
     "quantize_1x128",
     "quantize_1x128_and_128x1",
+    "quantize_heads",
     "quantize_128x1",
     "quantize_128x128",
     "quantize_128x128_and_transpose",
     "quantize_int8",
+    "read_cache",
     "relayout_128x1",
     "rows_of_segments",
     "scale_from_amax_bits",
@@ -79,4 +93,5 @@ __all__ = [
     "top_k",
     "sum_of_ranks",
     "transpose_128x128",
+    "write_cache",
 ]

@@ -14,12 +14,13 @@ WORKER_EXTENSION = "jetrl_verl.rollout.worker.JetWorkerExtension"
 """vLLM worker extension that receives the trainer's qdata; a subclass of verl's own."""
 
 WORKER = "jetrl_verl.rollout.worker.JetWorker"
-"""vLLM worker that runs the shared operations; a subclass of the platform's own."""
+"""vLLM worker that runs the shared operations, or keeps an FP8 KV cache; a subclass of the platform's own."""
 
 
 def vllm_arguments(options: JetConfig, user: Mapping[str, Any] | None) -> dict[str, Any]:
     """The user's ``engine_kwargs.vllm`` with ``quantization``, ``hf_overrides`` and ``worker_extension_cls`` filled in,
-    ``worker_cls`` where operations are shared, and ``compilation_config`` where the trainer repeats the ranks' sums.
+    ``worker_cls`` where operations are shared or the KV cache is FP8, and ``compilation_config`` where the trainer
+    repeats the ranks' sums.
 
     A value that is already ours is kept, so building a config from a built one changes nothing. Raises
     ``UnsupportedConfiguration`` where one of them says something else.
@@ -27,7 +28,7 @@ def vllm_arguments(options: JetConfig, user: Mapping[str, Any] | None) -> dict[s
     arguments = quantization_arguments(options, user)
     arguments |= unfused_reductions(options, arguments)
     fill(arguments, "worker_extension_cls", WORKER_EXTENSION, options)
-    if options.operations == "shared":
+    if options.operations == "shared" or options.kv_cache != "bf16":
         # Another one than vLLM's platform's own is refused by the table of what is supported.
         arguments["worker_cls"] = WORKER
     return arguments

@@ -1,56 +1,120 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Turns attention layers that vLLM has built into ones that run the shared attention.
+"""Turns attention layers that vLLM has built into ones that run the shared attention, or keep an FP8 KV cache.
 
 vLLM chooses a backend per platform and keeps the choice for the process, so a backend of ours under its name would be
 every engine's. Here a layer of one engine is given ours after it was built: the worker asks each layer for its backend
 when it makes the KV cache and the metadata builders, which comes later.
+
+**An FP8 KV cache** is vLLM's cache of another shape: a layer says that its heads have 129 bytes (128 of data and one of
+scale), so vLLM's own accounting gives twice the blocks, and our backends lay the bytes out as reference/kv_cache.py
+says. ``kv_cache_dtype`` stays ``auto``: vLLM's own FP8 attention, its scales and what it does to them on waking up are
+not involved. Pages that sleep has dropped need no repair: what a page holds beyond a request's tokens is never a number
+to us.
 """
 
+from types import MethodType
 from typing import Any
 
+import torch
 from vllm.model_executor.layers.attention import Attention
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import AttentionType
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from jetrl_verl import kernels
 from jetrl_verl.config.support.table import refusal
+from jetrl_verl.kernels.decode_attention import MOST_QUERY_HEADS
+from jetrl_verl.reference.kv_cache import HEAD_DIM, TOKEN_BYTES
 
 # Each is imported only where its platform runs.
+_CPU, _FLASH = "jetrl_verl.rollout.cpu_attention", "jetrl_verl.rollout.flash_attention"
 _BACKENDS = {
-    "CPU_ATTN": "jetrl_verl.rollout.cpu_attention.SharedCPUAttentionBackend",
-    "FLASH_ATTN": "jetrl_verl.rollout.flash_attention.SharedFlashAttentionBackend",
+    "bf16": {
+        "CPU_ATTN": f"{_CPU}.SharedCPUAttentionBackend",
+        "FLASH_ATTN": f"{_FLASH}.SharedFlashAttentionBackend",
+    },
+    "fp8": {"CPU_ATTN": f"{_CPU}.FP8CPUAttentionBackend", "FLASH_ATTN": f"{_FLASH}.FP8FlashAttentionBackend"},
 }
-"""Name of vLLM's backend -> its subclass with the shared attention."""
+"""What the cache holds -> name of vLLM's backend -> its subclass with the shared attention."""
 
 
 def _check(impl: Any) -> None:
     """Refuse an attention layer that the trainer's could not equal."""
     kernels.check_head_dim(impl.head_size)
-    plain = impl.attn_type == AttentionType.DECODER and impl.alibi_slopes is None and impl.sinks is None
-    if not plain or impl.logits_soft_cap or impl.kv_sharing_target_layer_name is not None:
+    if not _is_plain(impl):
         raise ValueError(refusal("attention_kind"))
-    if impl.sliding_window not in (None, -1, (-1, -1)):
+    if _slides(impl):
         raise ValueError(refusal("sliding_window_in_vllm"))
     if impl.kv_cache_dtype not in ("auto", "bfloat16"):
         raise ValueError(refusal("kv_cache_in_vllm", dtype=impl.kv_cache_dtype))
-    # The CPU's has no version.
-    version = getattr(impl, "vllm_flash_attn_version", 3)
-    if version != 3:
-        raise ValueError(refusal("flash_attention_version", version=version))
+    if _version(impl) != 3:
+        raise ValueError(refusal("flash_attention_version", version=_version(impl)))
 
 
-def share_attention(layer: Attention) -> None:
+def _is_plain(impl: Any) -> bool:
+    plain = impl.attn_type == AttentionType.DECODER and impl.alibi_slopes is None and impl.sinks is None
+    return plain and not impl.logits_soft_cap and impl.kv_sharing_target_layer_name is None
+
+
+def _slides(impl: Any) -> bool:
+    return impl.sliding_window not in (None, -1, (-1, -1))
+
+
+def _version(impl: Any) -> int:
+    # The CPU's has none.
+    return getattr(impl, "vllm_flash_attn_version", 3)
+
+
+def _check_for_fp8(impl: Any) -> None:
+    """Refuse an attention layer that cannot have an FP8 KV cache, whatever the trainer does."""
+    group = impl.num_heads // impl.num_kv_heads
+    for what, met in (
+        (f"heads of {impl.head_size}", impl.head_size != HEAD_DIM),
+        (f"{group} query heads of a KV head", group > MOST_QUERY_HEADS),
+        ("attention other than plain causal", not _is_plain(impl)),
+        ("sliding window attention", _slides(impl)),
+        (f"kv_cache_dtype={impl.kv_cache_dtype}", impl.kv_cache_dtype not in ("auto", "bfloat16")),
+        (f"FlashAttention {_version(impl)}, which this GPU runs,", _version(impl) != 3),
+    ):
+        if met:
+            raise ValueError(refusal("fp8_kv_cache_in_vllm", what=what))
+
+
+def _spec_of_fp8(layer: Attention, vllm_config: Any) -> FullAttentionSpec:
+    """What vLLM is told of a layer's cache: bytes."""
+    # It may have changed since the layer was built.
+    block_size = vllm_config.cache_config.block_size
+    return FullAttentionSpec(
+        block_size=block_size, num_kv_heads=layer.num_kv_heads, head_size=TOKEN_BYTES, dtype=torch.uint8
+    )
+
+
+def share_attention(layer: Attention, kv_cache: str = "bf16") -> None:
     """Give a layer the shared backend in the place of vLLM's, and turn its implementation into the shared one.
+
+    Args:
+        kv_cache: what its cache holds (``kernels.KV_CACHES``).
 
     Raises:
         ValueError: the layer runs on another backend, or asks for more than plain causal attention in BF16.
     """
     stock = layer.get_attn_backend()
-    path = _BACKENDS.get(stock.get_name())
+    path = _BACKENDS[kv_cache].get(stock.get_name())
     shared = resolve_obj_by_qualname(path) if path is not None else None
     if shared is None or shared.__base__ is not stock or type(layer.impl) is not stock.get_impl_cls():
         raise ValueError(refusal("attention_backend_in_vllm", backend=stock.get_name(), module=stock.__module__))
-    _check(layer.impl)
+    if kv_cache == "fp8":
+        _check_for_fp8(layer.impl)
+        layer.get_kv_cache_spec = MethodType(_spec_of_fp8, layer)
+    else:
+        _check(layer.impl)
     layer.attn_backend = shared
     layer.impl.__class__ = shared.get_impl_cls()
+
+
+def share_attention_layers(model: torch.nn.Module, kv_cache: str = "bf16") -> None:
+    """:func:`share_attention` of every attention layer of a model."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            share_attention(module, kv_cache)

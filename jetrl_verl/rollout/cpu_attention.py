@@ -2,13 +2,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's CPU attention backend with the shared attention.
 
-The cache keeps vLLM's shape and is filled with :func:`jetrl_verl.kernels.cache_form`.
+A BF16 cache keeps vLLM's shape and is filled with :func:`jetrl_verl.kernels.cache_form`; an FP8 one has the pages of
+reference/kv_cache.py.
 """
 
+from dataclasses import replace
+
 import torch
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
 
 from jetrl_verl import kernels
+from jetrl_verl.reference import cache_shape
+from jetrl_verl.reference.kv_cache import HEAD_DIM
 
 
 class SharedCPUAttention(CPUAttentionBackendImpl):
@@ -49,3 +58,49 @@ class SharedCPUAttentionBackend(CPUAttentionBackend):
 def _split(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values ``[blocks, Hkv, block size, D]`` of a cache ``[blocks, Hkv, block size, 2 D]``."""
     return kv_cache.chunk(2, dim=-1)
+
+
+class FP8CPUAttention(CPUAttentionBackendImpl):
+    """``kernels.paged_attention_fp8`` on pages of FP8 data."""
+
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
+        kernels.write_kv(key, value, kv_cache, slot_mapping)
+
+    def forward(
+        self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None
+    ) -> torch.Tensor:
+        if attn_metadata is None:  # vLLM's warm-up
+            return output
+        tokens = attn_metadata.num_actual_tokens
+        output[:tokens] = kernels.paged_attention_fp8(
+            query[:tokens],
+            kv_cache,
+            attn_metadata.query_start_loc,
+            attn_metadata.seq_lens,
+            attn_metadata.block_table,
+            self.scale,
+        )
+        return output
+
+
+class FP8CPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
+    """vLLM's, which plans for its own kernel: of heads as the model has them, not as the cache stores them."""
+
+    def __init__(self, kv_cache_spec, *args, **kwargs) -> None:
+        super().__init__(replace(kv_cache_spec, head_size=HEAD_DIM, head_size_v=HEAD_DIM), *args, **kwargs)
+
+
+class FP8CPUAttentionBackend(CPUAttentionBackend):
+    @staticmethod
+    def get_impl_cls() -> type[FP8CPUAttention]:
+        return FP8CPUAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[FP8CPUAttentionMetadataBuilder]:
+        return FP8CPUAttentionMetadataBuilder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        return cache_shape(num_blocks, block_size, num_kv_heads)

@@ -1,14 +1,24 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's FlashAttention backend as the shared attention: version 3, one split, no cascade, as the trainer calls it."""
+"""vLLM's FlashAttention backend as the shared attention: version 3, one split, no cascade, as the trainer calls it.
 
-from typing import Any
+With an FP8 KV cache (reference/kv_cache.py) prompts and chunks still go through that kernel, over what is dequantized
+for them, and decode steps through ours (kernels/decode_attention.py), whose bits are the same.
+"""
 
+from typing import Any, NamedTuple
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
     FlashAttentionMetadataBuilder,
 )
+
+from jetrl_verl import kernels
+from jetrl_verl.kernels import native as kernels_native
+from jetrl_verl.reference import cache_shape
 
 
 class SharedFlashAttention(FlashAttentionImpl):
@@ -39,3 +49,117 @@ class SharedFlashAttentionBackend(FlashAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[SharedFlashAttentionMetadataBuilder]:
         return SharedFlashAttentionMetadataBuilder
+
+
+class FP8FlashAttention(FlashAttentionImpl):
+    """Decode by our kernel on FP8 pages; prompts and chunks by FlashAttention 3 on what is dequantized for them."""
+
+    def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
+        kernels.write_kv(key, value, kv_cache, slot_mapping)
+
+    def forward(
+        self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None
+    ) -> torch.Tensor:
+        if attn_metadata is None:  # vLLM's profiling run
+            return output.fill_(0)
+        split = attn_metadata.jetrl_split
+        lengths, table = attn_metadata.seq_lens, attn_metadata.block_table
+        if split.decodes:
+            rows = slice(0, split.decodes)
+            kernels.decode_attention(query[rows], kv_cache, lengths[rows], table[rows], self.scale, output[rows])
+        for first, last, begin, end, most_queries in split.chunks:
+            kernels.chunk_attention(
+                query[begin:end],
+                kv_cache,
+                attn_metadata.query_start_loc[first : last + 1] - begin,
+                most_queries,
+                lengths[first:last],
+                split.lengths[first:last],
+                table[first:last],
+                self.scale,
+                output[begin:end],
+            )
+        return output
+
+
+class Split(NamedTuple):
+    """A batch in the order that vLLM gives it on request: decodes first.
+
+    Attributes:
+        decodes: requests with one new token, which are also the first so many tokens.
+        chunks: for each call of FlashAttention the first request, the one behind the last, their tokens likewise, and
+            the most new tokens of a request.
+        lengths: tokens of each request, on the host; exact for those with more than one new token.
+    """
+
+    decodes: int
+    chunks: list[tuple[int, int, int, int, int]]
+    lengths: list[int]
+
+
+MOST_DEQUANTIZED = 65536
+"""Tokens that are dequantized at a time, unless one request has more: 256 MB of keys and values with 8 KV heads."""
+
+
+def split_batch(starts: list[int], lengths: list[int], most: int = MOST_DEQUANTIZED) -> Split:
+    """The :class:`Split` of requests whose first tokens are ``starts`` (and, last, the number of tokens)."""
+    fresh = [end - begin for begin, end in zip(starts, starts[1:], strict=False)]
+    while fresh and not fresh[-1]:  # padding
+        fresh.pop()
+    decodes = next((r for r, count in enumerate(fresh) if count > 1), len(fresh))
+    chunks, first = [], decodes
+    while first < len(fresh):
+        last = first + 1
+        while last < len(fresh) and sum(lengths[first : last + 1]) <= most:
+            last += 1
+        chunks.append((first, last, starts[first], starts[last], max(fresh[first:last])))
+        first = last
+    return Split(decodes, chunks, lengths)
+
+
+class FP8FlashAttentionMetadataBuilder(SharedFlashAttentionMetadataBuilder):
+    """Asks vLLM for decodes first, and for CUDA graphs of decodes alone: what a chunk dequantizes has no fixed size."""
+
+    reorder_batch_threshold = 1
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config, kv_cache_spec) -> AttentionCGSupport:
+        # Without the native kernel a decode step asks the host for lengths.
+        native = kernels_native.unavailable() is None
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if native else AttentionCGSupport.NEVER
+
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        requests = common_attn_metadata.num_reqs
+        starts = common_attn_metadata.query_start_loc_cpu[: requests + 1].tolist()
+        lengths = common_attn_metadata.seq_lens_cpu_upper_bound
+        if common_attn_metadata.max_query_len == 1:
+            # Padding of a CUDA graph has no new token and length 0.
+            metadata.jetrl_split = Split(requests, [], [])
+        else:
+            if lengths is None:
+                lengths = common_attn_metadata.seq_lens[:requests].cpu()
+            metadata.jetrl_split = split_batch(starts, lengths[:requests].tolist())
+        return metadata
+
+
+class FP8FlashAttentionBackend(FlashAttentionBackend):
+    @staticmethod
+    def get_impl_cls() -> type[FP8FlashAttention]:
+        return FP8FlashAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[FP8FlashAttentionMetadataBuilder]:
+        return FP8FlashAttentionMetadataBuilder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        return cache_shape(num_blocks, block_size, num_kv_heads)
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        if include_num_layers_dimension:
+            raise NotImplementedError
+        return (0, 1, 2, 3)

@@ -40,6 +40,7 @@ from vllm.model_executor.parameter import (
 
 from jetrl_verl import formats
 from jetrl_verl.formats.format import SCALE_SUFFIX
+from jetrl_verl.kernels import KV_CACHES
 from jetrl_verl.models import family
 from jetrl_verl.models.base import place
 from jetrl_verl.models.plan import UnsupportedLayer, plan_linears
@@ -58,6 +59,7 @@ class JetQuantizationConfig(QuantizationConfig):
         operations: ``"shared"`` runs the operations between the linears as the trainer does (jetrl_verl/kernels),
             ``"stock"`` as vLLM does.
         reduction: ``"ordered"`` adds the products of tensor-parallel ranks as the trainer does (row_parallel.py).
+        kv_cache: ``"fp8"`` keeps keys and values in E4M3 (attention.py).
     """
 
     format_name: str
@@ -70,6 +72,7 @@ class JetQuantizationConfig(QuantizationConfig):
         contract_check: bool,
         operations: str = "stock",
         reduction: str = "stock",
+        kv_cache: str = "bf16",
     ) -> None:
         super().__init__()
         check_rule(scale_rule)
@@ -77,6 +80,9 @@ class JetQuantizationConfig(QuantizationConfig):
             raise ValueError(f"operations={operations} is not supported with an engine. Set shared or stock.")
         if reduction not in ("ordered", "stock"):
             raise ValueError(f"reduction={reduction} is not supported with an engine. Set ordered or stock.")
+        if kv_cache not in KV_CACHES:
+            raise ValueError(f"kv_cache={kv_cache} is not supported with an engine. Set {' or '.join(KV_CACHES)}.")
+        self.kv_cache = kv_cache
         self.operations = operations
         self.reduction = reduction
         self.contract_check = contract_check
@@ -101,7 +107,8 @@ class JetQuantizationConfig(QuantizationConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "JetQuantizationConfig":
         stock = {name: config.get(name, "stock") for name in ("operations", "reduction")}
-        return cls(config["scale_rule"], config["unfit_layers"], config["contract_check"], **stock)
+        kv_cache = config.get("kv_cache", "bf16")
+        return cls(config["scale_rule"], config["unfit_layers"], config["contract_check"], **stock, kv_cache=kv_cache)
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         self._hf_config = hf_config

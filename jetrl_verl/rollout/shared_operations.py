@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding, RotaryEmbeddingBase
@@ -32,7 +31,7 @@ from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3Rotary
 from jetrl_verl import kernels
 from jetrl_verl.models import Family, family
 from jetrl_verl.reference import QuantizedTensor
-from jetrl_verl.rollout.attention import share_attention
+from jetrl_verl.rollout.attention import share_attention_layers
 from jetrl_verl.rollout.experts import share_experts
 from jetrl_verl.rollout.method import JetLinearMethod
 
@@ -158,13 +157,14 @@ def _own_rotary(stock: RotaryEmbeddingBase, rope_parameters: Mapping[str, Any]) 
     return own
 
 
-def share_operations(model: torch.nn.Module, config: Any, ordered: bool = False) -> None:
+def share_operations(model: torch.nn.Module, config: Any, ordered: bool = False, kv_cache: str = "bf16") -> None:
     """Turn a loaded model of vLLM's into one that runs the shared operations, in place.
 
     Args:
         model: vLLM's model of one worker, not traced yet.
         config: its Hugging Face configuration.
         ordered: whether the products of tensor-parallel ranks are added as the trainer does.
+        kv_cache: what the KV cache holds (``kernels.KV_CACHES``).
 
     Raises:
         ValueError: a layer that the shared operations do not cover.
@@ -179,8 +179,7 @@ def share_operations(model: torch.nn.Module, config: Any, ordered: bool = False)
     for module in model.modules():
         if isinstance(module, RMSNorm | SiluAndMul | LogitsProcessor):
             _share(module)
-        elif isinstance(module, Attention):
-            share_attention(module)
+    share_attention_layers(model, kv_cache)
     readers = family(config).readers
     for parent in model.modules():
         for name, operation in parent.named_children():

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's worker as our engines run it: its operations, and its weight sync.
 
-*The worker* (engine argument ``worker_cls``, with shared operations only) is this platform's own; once it has loaded
-the model, it exchanges the operations between the linears (rollout/shared_operations.py) and the sampler. A class of
+*The worker* (engine argument ``worker_cls``, with shared operations or an FP8 KV cache only) is this platform's own;
+once it has loaded the model, it exchanges the operations between the linears (rollout/shared_operations.py) and the
+sampler, or the attention alone. A class of
 ours, and not a hook, so that another engine of the process keeps vLLM's.
 
 *The extension* (``worker_extension_cls``) receives what the trainer sends, then checks the contract on live parameters.
@@ -28,6 +29,7 @@ from vllm.distributed import get_tp_group
 from vllm.platforms import current_platform
 
 from jetrl_verl.patches import two_runs
+from jetrl_verl.rollout.attention import share_attention_layers
 from jetrl_verl.rollout.experts import is_of_experts, load_experts
 from jetrl_verl.rollout.live import live_routing, live_tensors
 from jetrl_verl.rollout.method import JetQuantizationConfig
@@ -35,7 +37,7 @@ from jetrl_verl.rollout.row_parallel import fused_reductions, reduce_ranks
 from jetrl_verl.rollout.sampler import share_sampler
 from jetrl_verl.rollout.shared_operations import share_operations
 from jetrl_verl.sync.contract import ContractReceiver, ContractViolation
-from jetrl_verl.sync.operations_probe import stated_operations, stated_probe, stated_reduction
+from jetrl_verl.sync.operations_probe import stated_operations, stated_probe, stated_reduction, token_by_token
 
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)
@@ -52,7 +54,7 @@ else:
 
 
 class JetWorker(PlatformWorker):
-    """Worker of an engine with ``operations: shared``."""
+    """Worker of an engine with ``operations: shared`` or ``kv_cache: fp8``."""
 
     def load_model(self, **options: Any) -> None:
         """Load as always, then exchange the operations: nothing has run yet, and there is no KV cache.
@@ -61,8 +63,12 @@ class JetWorker(PlatformWorker):
             ValueError: the shared operations do not cover the model.
         """
         super().load_model(**options)
-        ordered = self.vllm_config.quant_config.reduction == "ordered"
-        share_operations(self.get_model(), self.vllm_config.model_config.hf_config, ordered)
+        config = self.vllm_config.quant_config
+        if config.operations != "shared":
+            share_attention_layers(self.get_model(), config.kv_cache)
+            return
+        ordered = config.reduction == "ordered"
+        share_operations(self.get_model(), self.vllm_config.model_config.hf_config, ordered, config.kv_cache)
         share_sampler(self.model_runner)
 
 
@@ -89,9 +95,10 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
                 "contract check: the trainer's precision is not bf16 but vLLM was started with quantization="
                 f"{config.get_name() if config else None}; do not override rollout.engine_kwargs.vllm.quantization"
             )
-        if config.operations == "shared" and not isinstance(self, JetWorker):
+        if (config.operations == "shared" or config.kv_cache == "fp8") and not isinstance(self, JetWorker):
+            asked = "trainer runs the shared operations" if config.operations == "shared" else "KV cache is to be FP8"
             raise ContractViolation(
-                "contract check: the trainer runs the shared operations but vLLM was started with worker_cls="
+                f"contract check: the {asked} but vLLM was started with worker_cls="
                 f"{self.vllm_config.parallel_config.worker_cls}; do not override "
                 "rollout.engine_kwargs.vllm.worker_cls"
             )
@@ -105,7 +112,9 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
             logger.info("jetrl weight sync: loaded in %.3f s, contract not checked", loaded - started)
             return
         routing = live_routing(self.model_runner.model)
-        operations = stated_operations(self.device, config.operations, mixture=routing is not None)
+        operations = stated_operations(
+            self.device, config.operations, config.kv_cache, token_by_token, mixture=routing is not None
+        )
         counts = self._jetrl_receiver.verify(
             live_tensors(self.model_runner.model),
             scale_rule=config.scale_rule,

@@ -8,6 +8,9 @@ operation, so that a difference is named. Weights play no part, so equal weights
 Of a mixture of experts they also choose experts by logits of which many are equal, send ragged numbers of rows to
 experts of which one gets none, and add a token's rows where another order rounds differently.
 
+With an FP8 KV cache, the trainer states its attention to whole sequences, and the rollout that of every token of them
+alone to pages that it has written: a probe of decode against prefill, of the format, the scales and the pages.
+
 Under a rollout over several GPUs both also add products of ranks, each its own in the rollout and all of them in the
 trainer: a reduction in another order, or with another rounding, has other bits in some of them.
 """
@@ -20,7 +23,7 @@ import torch
 
 from jetrl_verl import formats, kernels
 from jetrl_verl.formats.sums import row_sums
-from jetrl_verl.reference import BLOCK, QuantizedTensor
+from jetrl_verl.reference import BLOCK, QuantizedTensor, cache_shape
 
 _LENGTHS = (5, 1, 131)
 _HEAD_DIM = 128
@@ -212,15 +215,56 @@ def stated_reduction(
     return {f"the sum of {ranks} ranks' products": int(sums.sum())}
 
 
-def stated_operations(device: torch.device, operations: str, mixture: bool = False) -> dict[str, int]:
+_CACHE_BLOCK = 16
+OF_THE_CACHE = "attention over an FP8 KV cache"
+
+
+def _whole_sequences(device: torch.device) -> torch.Tensor:
+    inputs = _inputs(device)
+    call = (inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, max(_LENGTHS), _HEAD_DIM**-0.5)
+    return kernels.attention(*call, kv_cache="fp8")
+
+
+def token_by_token(device: torch.device) -> torch.Tensor:
+    """Attention ``[N, H, D]`` of each of the probe's tokens, as a decode step of its own, to an FP8 KV cache."""
+    inputs = _inputs(device)
+    owner = torch.repeat_interleave(torch.arange(len(_LENGTHS)), torch.tensor(_LENGTHS))
+    position = torch.cat([torch.arange(length) for length in _LENGTHS])
+    pages = [-(-length // _CACHE_BLOCK) for length in _LENGTHS]
+    # Scattered: requests share no page, and theirs do not follow each other.
+    numbers = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(3)).split(pages)
+    table = torch.nn.utils.rnn.pad_sequence(numbers, batch_first=True)
+    slots = table[owner, position // _CACHE_BLOCK] * _CACHE_BLOCK + position % _CACHE_BLOCK
+    shape = cache_shape(sum(pages), _CACHE_BLOCK, inputs.k.shape[1])
+    # What lies in pages that nobody has written is not read as a number: 255 is NaN.
+    cache = torch.full(shape, 255, dtype=torch.uint8, device=device)
+    kernels.write_kv(inputs.k, inputs.v, cache, slots.to(device))
+    lengths, tables = (x.to(torch.int32).to(device) for x in (position + 1, table[owner]))
+    return kernels.decode_attention(inputs.q, cache, lengths, tables, _HEAD_DIM**-0.5)
+
+
+def stated_operations(
+    device: torch.device,
+    operations: str,
+    kv_cache: str = "bf16",
+    attend: Callable[[torch.device], torch.Tensor] = _whole_sequences,
+    *,
+    mixture: bool = False,
+) -> dict[str, int]:
     """What a side states about its operations: :func:`operation_sums` where they are ``"shared"``, else nothing.
 
     Args:
+        kv_cache: what the rollout's cache holds (``kernels.KV_CACHES``).
+        attend: how this side attends to an FP8 cache; a rollout passes :func:`token_by_token`.
         mixture: whether the model is a mixture of experts; :func:`mixture_sums` are then stated as well.
     """
     if operations != "shared":
         return {}
-    return operation_sums(device) | (mixture_sums(device) if mixture else {})
+    found = operation_sums(device) | (mixture_sums(device) if mixture else {})
+    if kv_cache == "fp8":
+        with torch.no_grad():
+            found[OF_THE_CACHE] = int(row_sums(attend(device).flatten(1)).sum())
+    return found
 
 
 def stated_probe(device: torch.device, format_name: str, scale_rule: str) -> int | None:

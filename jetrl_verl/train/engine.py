@@ -114,7 +114,7 @@ class _JetEngine(ShadowForwards):
                     backends,
                 )
         if config.shared_operations:
-            counts = share_operations(module)
+            counts = share_operations(module, options.kv_cache)
             if self.rank == 0:
                 logger.info("jetrl: shared operations in the actor: %s", counts)
         if config.jetrl_role == "actor" and options.metrics:

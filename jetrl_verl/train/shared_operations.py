@@ -115,6 +115,7 @@ def _attention_forward(
     packing: Packing,
     *,
     family: Family,
+    kv_cache: str,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     def heads(projection: str, norm: str = "") -> torch.Tensor:
@@ -127,11 +128,12 @@ def _attention_forward(
     q, k = kernels.rotary(q, k, *position_embeddings)
     if packing.tokens is None:
         q, k, v = sequence_parallel.by_heads(q, k, v)
-        out = kernels.attention(q, k, v, packing.cu_seqlens, packing.max_seqlen, self.scaling)
+        out = kernels.attention(q, k, v, packing.cu_seqlens, packing.max_seqlen, self.scaling, kv_cache)
         out = sequence_parallel.by_tokens(out)
     else:
         q_real, k_real, v_real = (x.index_select(0, packing.tokens) for x in (q, k, v))
-        real = kernels.attention(q_real, k_real, v_real, packing.cu_seqlens, packing.max_seqlen, self.scaling)
+        sequences = (packing.cu_seqlens, packing.max_seqlen)
+        real = kernels.attention(q_real, k_real, v_real, *sequences, self.scaling, kv_cache)
         out = torch.zeros_like(q).index_copy(0, packing.tokens, real)
     return getattr(self, leaf(family.o))(out.reshape(*hidden_states.shape[:-1], -1)), None
 
@@ -148,11 +150,12 @@ def _refuse_attention(*_: Any, **__: Any) -> None:
     )
 
 
-def share_operations(model: nn.Module) -> dict[str, int]:
+def share_operations(model: nn.Module, kv_cache: str = "bf16") -> dict[str, int]:
     """Put the shared operations in place.
 
     Args:
         model: a Hugging Face causal language model of a supported family, before FSDP wraps it.
+        kv_cache: what the rollout's cache holds, and attention sees of keys and values (``kernels.KV_CACHES``).
 
     Returns:
         How many modules of each kind now run a shared operation.
@@ -189,7 +192,7 @@ def share_operations(model: nn.Module) -> dict[str, int]:
         elif mixture is None and kind.endswith("MLP"):
             replace("mlp", module, partial(_mlp_forward, family=family))
         elif kind.endswith("Attention"):
-            replace("attention", module, partial(_attention_forward, family=family))
+            replace("attention", module, partial(_attention_forward, family=family, kv_cache=kv_cache))
     if mixture is not None:
         for layer in decoder.layers:
             replace("mixture", layer.get_submodule(mixture.block), partial(_mixture_forward, mixture=mixture))

@@ -108,7 +108,7 @@ def weight_stream(
     if metrics is not None:
         stream = metrics.watch(stream)
     if options.contract_check:
-        operations = stated_operations(device, options.operations, mixture=routing is not None)
+        operations = stated_operations(device, options.operations, options.kv_cache, mixture=routing is not None)
         if options.reduction == "ordered":
             operations |= stated_reduction(device, ranks)
         stream = with_contract(

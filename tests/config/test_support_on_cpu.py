@@ -140,6 +140,8 @@ ELSEWHERE = {
     "mixture_over_replicas": "test_environment_on_cpu.py::test_a_mixture_over_the_replicas_of_one_server_is_refused",
     "fused_kernels_of_a_padded_vocabulary": "",
     "ulysses_of_the_heads": "",
+    "gpu_of_an_fp8_cache": "",
+    "model_of_an_fp8_cache": "",
     "varlen_sliding_window": "",
     "varlen_dropout": "",
     **{each.name: "" for each in TABLE if each.scope is AUTO},
@@ -208,6 +210,36 @@ def test_fused_kernels_of_a_padded_vocabulary_are_refused_by_their_row(machine, 
         environment.check_vocabulary(path)
     words = {"key": f"{MODEL}.use_fused_kernels", "entries": 28, "path": path}
     assert str(refused.value) == row("fused_kernels_of_a_padded_vocabulary").message(**words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"head_dim": 64}, "its heads are of 64, and a scale is for 128"),
+        (
+            {"num_attention_heads": 32, "num_key_value_heads": 2},
+            "a KV head has 16 query heads, and the kernel computes 8",
+        ),
+        (MODELS["sliding_window"], "its layers attend to windows"),
+    ],
+)
+def test_an_fp8_cache_of_a_model_without_a_kernel_is_refused_by_its_row(machine, changes, error):
+    environment.check_fp8_cache(machine())
+    environment.check_fp8_cache(machine({"num_attention_heads": 16}))
+    with pytest.raises(UnsupportedConfiguration) as refused:
+        environment.check_fp8_cache(path := machine(changes))
+    expected = row("model_of_an_fp8_cache").message(path=path, error=error)
+    assert str(refused.value) == expected and SHAPE.fullmatch(expected)
+
+
+def test_an_fp8_cache_on_another_gpu_is_refused_by_its_row(machine):
+    path = machine(capability=(8, 9))
+    options = JetConfig("fp8_rollout", train="bf16", rollout="fp8", kv_cache="fp8")
+    config = OmegaConf.create({"jetrl": options.as_dict(), "actor_rollout_ref": {"model": {"path": path}}})
+    with pytest.raises(UnsupportedConfiguration) as refused:
+        environment.check_environment(config)
+    words = {"index": 0, "gpu": "A GPU", "capability": "8.9"}
+    assert str(refused.value) == row("gpu_of_an_fp8_cache").message(**words)
 
 
 @pytest.mark.parametrize("key", ULYSSES)

@@ -127,3 +127,18 @@ def test_qurl_in_fp8_with_a_reference_in_fp8(policy, tmp_path):
     assert all(0 < k3 < 0.1 for k3 in run.steps("rollout_corr/k3_kl"))
     # The reference rounds to FP8 and the actor does not, so they differ before the first update too.
     assert run.steps("actor/kl_loss")[0] > 0
+
+
+@pytest.mark.slow
+def test_an_fp8_kv_cache_keeps_zero_mismatch(policy, tmp_path):
+    run = train(policy, "jet_fp8_exact", tmp_path, STEPS, "jetrl.kv_cache=fp8", f"{ACTOR}.ppo_mini_batch_size=16")
+    check(run, LINEARS)
+    for metric in ("rollout_corr/k3_kl", "training/rollout_probs_diff_max", "actor/ppo_kl"):
+        assert run.steps(metric) == [0.0] * STEPS, metric
+
+
+@pytest.mark.slow
+def test_an_fp8_kv_cache_of_the_rollout_alone_is_a_mismatch(policy, tmp_path):
+    run = train(policy, "fp8_rollout", tmp_path, STEPS, "jetrl.kv_cache=fp8")
+    check(run, LINEARS)
+    assert all(0 < k3 < 0.1 for k3 in run.steps("rollout_corr/k3_kl"))

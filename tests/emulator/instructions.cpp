@@ -173,6 +173,28 @@ void compute(const Fiber& fiber, const Wgmma& op) {
   }
 }
 
+// Of a tensor core's instruction on Hopper, the addend and 16 products (emulator/sm90.h).
+float fused_sum(float addend, const float (&a)[16], const float (&b)[16]) {
+  double exact = addend;
+  for (int k = 0; k < 16; ++k) exact += double(a[k]) * b[k];
+  if (!std::isfinite(exact)) return float(exact);
+  double terms[17];
+  int exponents[17], largest = -1000;
+  const auto exponent_of = [](float x) { return x == 0 ? -1000 : std::max(std::ilogb(x), -126); };
+  for (int k = 0; k < 17; ++k) {
+    terms[k] = k < 16 ? double(a[k]) * b[k] : addend;
+    exponents[k] = k == 16 ? exponent_of(addend) : terms[k] == 0 ? -1000 : exponent_of(a[k]) + exponent_of(b[k]);
+    largest = std::max(largest, exponents[k]);
+  }
+  if (largest == -1000) return 0.0f;
+  double sum = 0;
+  for (const double term : terms) sum += std::trunc(std::ldexp(term, 25 - largest));
+  const double value = std::ldexp(sum, largest - 25);
+  float rounded = float(value);
+  if (std::fabs(double(rounded)) > std::fabs(value)) rounded = std::nextafter(rounded, 0.0f);
+  return rounded;
+}
+
 enum class Passes { kAll, kInitialisations, kOrder };
 
 void join_and_wait(Meeting& meeting, int expected, const char* what, Passes passes) {
@@ -196,7 +218,16 @@ void join_and_wait(Meeting& meeting, int expected, const char* what, Passes pass
   knows.join(meeting.passed);
 }
 
-// `known`: what the thread that asked for it knew of the barrier.
+// A copy's bytes count on the barrier. `known`: what the thread that asked for it knew of the barrier.
+void arrived(Block& of, uint32_t barrier, int bytes, int access, uint32_t known, const char* what) {
+  if (Barrier* found = find(of, barrier)) {
+    machine.accesses[access].end(found->entry, time_of_phase(*found));
+    check_belongs(known, found->phase, what);
+    found->bytes -= bytes;
+    check_phase(*found);
+  }
+}
+
 void load(int to_block, uint32_t to, const sm90::TensorMap& map, int column, int row, uint32_t barrier, int access,
           uint32_t known) {
   Block& of = machine.blocks[to_block];
@@ -210,12 +241,7 @@ void load(int to_block, uint32_t to, const sm90::TensorMap& map, int column, int
           inside ? map.data[(row + r) * map.row_stride + int64_t(column) * map.element + byte] : uint8_t(0);
     }
   }
-  if (Barrier* found = find(of, barrier)) {
-    machine.accesses[access].end(found->entry, time_of_phase(*found));
-    check_belongs(known, found->phase, "a copy's bytes");
-    found->bytes -= map.box_bytes();
-    check_phase(*found);
-  }
+  arrived(of, barrier, map.box_bytes(), access, known, "a copy's bytes");
 }
 
 void store(Block& of, uint32_t from, const sm90::TensorMap& map, int column, int row) {
@@ -316,6 +342,20 @@ void tma_load_multicast(uint32_t to, const TensorMap* map, int column, int row, 
       machine.tiles.push_back([=, map = *map] { load(b, to, map, column, row, barrier, access, knows); });
     }
   }
+  maybe_yield();
+}
+void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+  if (to % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0 || bytes % 16 != 0) fail("a misaligned bulk copy");
+  check_read(from);
+  const int b = machine.current->block;
+  const uint32_t knows = machine.current->knows.plain[known(block(), barrier).entry];
+  const int access = begin("a bulk copy for a thread", true, false);
+  touch(block(), access, to, bytes);
+  machine.tiles.push_back([=] {
+    Block& of = machine.blocks[b];
+    std::memcpy(at(of, to, bytes), from, bytes);
+    arrived(of, barrier, bytes, access, knows, "a bulk copy's bytes");
+  });
   maybe_yield();
 }
 void tma_load(uint32_t to, const TensorMap* map, int column, int row, uint32_t barrier) {
@@ -460,6 +500,24 @@ int count_true(bool value) {
   int count = 0;
   for (int lane = 0; lane < 32; ++lane) count += int(slots[lane][0]);
   return count;
+}
+
+void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  const auto half = [](uint32_t word, int i) { return bf16_to_float(uint16_t(word >> 16 * i)); };
+  uint32_t of_a[32][4];
+  std::memcpy(of_a, meet(a[0], a[1], a[2], a[3]), sizeof(of_a));
+  const auto of_b = meet(b[0], b[1]);
+  const int lane = own_lane();
+  for (int i = 0; i < 4; ++i) {
+    const int row = lane / 4 + 8 * (i / 2), column = 2 * (lane % 4) + i % 2;
+    float left[16], right[16];
+    for (int k = 0; k < 16; ++k) {
+      const int pair = k % 8 / 2;
+      left[k] = half(of_a[4 * (row % 8) + pair][2 * (k / 8) + row / 8], k % 2);
+      right[k] = half(of_b[4 * column + pair][k / 8], k % 2);
+    }
+    d[i] = fused_sum(d[i], left, right);
+  }
 }
 
 // Each lane writes the row whose address it gave, when its time comes: nobody else may count on it before a sync_warp.

@@ -24,6 +24,7 @@ __attribute__((weak)) void relayout_128x1(const Operand&, int, bool, const Trans
 __attribute__((weak)) void transpose_128x128(const Operand&, int, const Transposed&, Stream);
 __attribute__((weak)) void silu_mul_backward(const Bf16Rows&, const Bf16Rows&, const Bf16Rows&, int, int, bool,
                                              const QuantizedBothWays&, const QuantizedBothWays&, Stream);
+__attribute__((weak)) void decode_attention(const DecodeAttention&, Stream);
 }  // namespace jetrl
 
 namespace {
@@ -136,6 +137,17 @@ int jetrl_silu_mul_backward(int pow2, int rows, int k, const uint16_t* dy, int64
   return guarded(seed, [&] {
     jetrl::silu_mul_backward({dy, dy_stride}, {gate, gate_stride}, {up, up_stride}, rows, k, pow2 != 0,
                              gradient(results), gradient(results + 4), nullptr);
+  });
+}
+
+// jetrl::DecodeAttention's members in its order.
+int jetrl_decode_attention(const uint16_t* q, uint16_t* out, const void* cache, const int32_t* lengths,
+                           const int32_t* table, int64_t stride_q, int64_t stride_out, int64_t stride_table,
+                           int requests, int kv_heads, int group, int units, float scale, uint32_t seed) {
+  return guarded(seed, [&] {
+    jetrl::decode_attention({q, out, cache, lengths, table, stride_q, stride_out, stride_table, requests, kv_heads,
+                             group, units, scale},
+                            nullptr);
   });
 }
 }

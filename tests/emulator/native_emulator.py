@@ -202,6 +202,27 @@ class Emulator:
         )
         self._check(failed)
 
+    def decode_attention(
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        lengths: torch.Tensor,
+        block_table: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+        seed: int = 0,
+    ) -> None:
+        """Arguments as of ``kernels.decode_attention``; raises as :meth:`run`."""
+        strides = (ctypes.c_int64(x.stride(0)) for x in (q, out, block_table))
+        failed = self._library.jetrl_decode_attention(
+            *map(_pointer, (q, out, cache, lengths, block_table)),
+            *strides,
+            *(len(q), cache.shape[1], q.shape[1] // cache.shape[1], cache.shape[2]),
+            ctypes.c_float(scale),
+            ctypes.c_uint32(seed),
+        )
+        self._check(failed)
+
 
 def operand(rows: int, k: int, scale_rows: int, seed: int) -> QuantizedTensor:
     """FP8 data -4..4 in rows padded with NaN qdata to 16 bytes, column-major scales 1/4..4.

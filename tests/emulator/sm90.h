@@ -13,6 +13,9 @@
 //   - cp.async with zero fill, in program order per thread, the arrival that follows it and the wait for it;
 //   - wgmma: its operands are read through the descriptor at its group's end, where no older one runs, or at the wait,
 //     results are NaN until then;
+//   - bulk copies without a tensor map, likewise on their own time;
+//   - mma.sync with its fragments and with its rounding: all 16 products and the addend are cut off 25 places below the
+//     largest exponent, summed exactly and cut off to FP32 (Hopper in arXiv 2511.10909);
 //   - block, warp and cluster barriers; stmatrix with the lanes' addresses and fragments.
 // What it reports as a failure, not as a wrong number: a deadlock (with what every warp waits for), an arrival too
 // many, an address outside shared memory, a misaligned tile, a tensor map that the hardware refuses, a copy of the
@@ -20,7 +23,7 @@
 // memory, by what is ordered and not by what this run read (races.h), a missing fence in front of the copy engine, of
 // wgmma or of a new barrier's users among them. A race that the model of ordering should miss still shows as wrong
 // numbers under some seeds: shared memory starts as NaN, a tile that is overwritten early is read late. What it cannot
-// see: races in global memory, the order of additions inside a wgmma (sums are exact here), speed.
+// see: races in global memory, the rounding inside a wgmma (sums are exact here), speed.
 //
 // Where it is stricter than a GPU: a cluster's barrier, which is relaxed here, orders nothing but initialisations, and
 // an exchange between lanes orders no memory. Where it is not: an arrival at another block's barrier orders what its
@@ -100,12 +103,15 @@ void tma_store_commit();
 void tma_store_wait_read();
 void cp_async_f32(uint32_t to, const float* from, bool valid);
 void cp_async_16(uint32_t to, const void* from, bool valid);
+void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier);
 void cp_async_wait();
 void cp_async_arrive(uint32_t barrier);
 
 void issue_wgmma(float* d, int n, uint64_t a, uint64_t b, bool keep);
 void wgmma_commit();
 void wait_for_wgmma(int pending);
+
+void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
 
 uint32_t exchange(uint32_t value, int lane);  // what `lane` of this warp brings
 int count_true(bool value);
@@ -178,7 +184,8 @@ inline float larger_magnitude(float a, float b) {
   return std::fmax(a, std::fabs(b));
 }
 inline float reciprocal_about(float x) { return 1.0f / x; }
-inline float exp2_about(float x) { return std::exp2(x); }
+inline float without_subnormals(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
+inline float exp2_about(float x) { return without_subnormals(float(std::exp2(double(x)))); }
 inline uint32_t larger_pair(uint32_t a, uint32_t b) {
   const uint32_t low = std::max(a & 0x7FFF, b & 0x7FFF), high = std::max(a >> 16 & 0x7FFF, b >> 16 & 0x7FFF);
   return low | high << 16 | ((a ^ b) & 0x80008000);
@@ -193,5 +200,16 @@ inline float shuffle_xor(float value, int mask) { return float_of(shuffle_xor(bi
 inline float multiply(float a, float b) { return a * b; }
 inline float multiply_add(float a, float b, float c) { return std::fmaf(a, b, c); }
 inline float add(float a, float b) { return a + b; }
+inline float multiply_ftz(float a, float b) {
+  return without_subnormals(without_subnormals(a) * without_subnormals(b));
+}
+inline float multiply_add_ftz(float a, float b, float c) {
+  return without_subnormals(std::fmaf(without_subnormals(a), without_subnormals(b), without_subnormals(c)));
+}
+inline float add_ftz(float a, float b) { return without_subnormals(without_subnormals(a) + without_subnormals(b)); }
+inline float larger_ftz(float a, float b) { return std::fmax(without_subnormals(a), without_subnormals(b)); }
+inline uint32_t multiply_pair(uint32_t a, uint32_t b) {
+  return pack_bf16(bf16_to_float(a & 0xFFFF) * bf16_to_float(b & 0xFFFF), bf16_to_float(a >> 16) * bf16_to_float(b >> 16));
+}
 
 }  // namespace sm90

@@ -12,7 +12,9 @@ import torch
 from backends import triton_kernels
 
 from jetrl_verl import kernels
+from jetrl_verl.kernels import dispatch
 from jetrl_verl.kernels.rms_norm import _heads_in_place
+from jetrl_verl.reference import cache_shape
 
 EPS = 1e-6
 BF16_STEP, FP32_STEPS = 2**-7, 2**-20
@@ -190,3 +192,50 @@ def test_log_probs_of_a_row_with_nan_is_nan():
     logits[1, 7] = torch.nan
     got = triton_kernels.log_probs(logits, torch.zeros(2, 1, dtype=torch.int64), torch.ones(2))
     assert got[0].isfinite() and got[1].isnan()
+
+
+def caches(x: torch.Tensor) -> list[torch.Tensor]:
+    """Keys and values with what a cache must keep: outliers, zeros, numbers below the smallest scale, Inf and NaN."""
+    k, v = x.clone(), x.flip(0) * 3
+    k[:, :, 7] *= 100
+    v[0, 0] = 0
+    k[1, 0] *= 2.0**-70
+    v[2, 0, 5], k[3, 0, 3] = float("inf"), float("nan")
+    return [k, v]
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """In every bit, whatever NaN it is."""
+    if got.is_floating_point():
+        got, want = got.float().nan_to_num(12345.0), want.float().nan_to_num(12345.0)
+    return got.shape == want.shape and torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("tokens", "heads"), [(5, 1), (9, 3), (40, 2)])
+@pytest.mark.parametrize("in_part", [False, True])
+def test_quantize_and_dequantize_kv(tokens, heads, in_part):
+    k, v = caches(normal(tokens, heads, 128))
+    if in_part:  # of one merged projection
+        k, v = torch.cat([k, v], dim=1).split([heads, heads], dim=1)
+    got, want = triton_kernels.quantize_kv(k, v), dispatch.implementation("quantize_kv", "reference")(k, v)
+    for mine, theirs in zip(got, want, strict=True):
+        assert mine.dtype == theirs.dtype
+        assert same(*(x.view(torch.uint8) if x.itemsize == 1 else x for x in (mine, theirs)))
+    assert all(same(a, b) for a, b in zip(triton_kernels.dequantize_kv(*got[:4]), want[4:], strict=True))
+
+
+@pytest.mark.parametrize("block_size", [16, 48])
+def test_write_and_read_kv(block_size):
+    k, v = caches(normal(70, 2, 128))
+    slots = torch.randperm(6 * block_size, generator=torch.Generator().manual_seed(1))[:70]
+    slots[11] = -1
+    written = [torch.zeros(cache_shape(6, block_size, 2), dtype=torch.uint8) for _ in range(2)]
+    triton_kernels.write_kv(k, v, written[0], slots)
+    dispatch.implementation("write_kv", "reference")(k, v, written[1], slots)
+    assert torch.equal(*written)
+    table = torch.tensor([[5, 0, 2], [1, 3, 4]], dtype=torch.int32)
+    lengths = torch.tensor([block_size + 3, 2 * block_size], dtype=torch.int32)
+    cu = torch.tensor([0, *lengths.tolist()]).cumsum(0).to(torch.int32)
+    call = (written[0], table, lengths, cu, int(cu[-1]), int(lengths.max()))
+    got, want = triton_kernels.read_kv(*call), dispatch.implementation("read_kv", "reference")(*call)
+    assert all(same(a, b) for a, b in zip(got, want, strict=True))

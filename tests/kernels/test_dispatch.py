@@ -18,7 +18,7 @@ def test_every_operation_has_a_backend_on_every_platform():
 
 def test_the_last_backend_of_an_entry_supports_every_call():
     for operation, row in kernels.BACKENDS.items():
-        own = "flash_attention_3" if operation.startswith("attention") else "triton"
+        own = "flash_attention_3" if "attention" in operation else "triton"
         for names in row.values():
             assert names[-1] in ("reference", own)
             assert dispatch.supports(operation, names[-1])

@@ -15,7 +15,8 @@ needs_nvcc = pytest.mark.skipif(build_csrc.find_nvcc() is None, reason="no nvcc:
 GROUPED = {"sm90_grouped_fprop": 4, "sm90_grouped_wgrad": 4, "sm90_grouped_decode": 3}
 GEMMS = {"sm90_fprop_1x128_128x128": 12, "sm90_wgrad_1x128_1x128": 8, "sm90_decode_fprop": 16} | GROUPED
 OF_QDATA = {"sm90_relayout_128x1": 2, "sm90_silu_mul_backward": 2, "sm90_transpose_128x128": 1}
-KERNELS = GEMMS | OF_QDATA
+ATTENTION = {"sm90_decode_attention": 1}
+KERNELS = GEMMS | OF_QDATA | ATTENTION
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,14 @@ def test_the_machine_code_has_fp8_matrix_instructions_and_no_device_wide_fence(f
     for name, function in functions.items():
         assert not re.search(r"\b(LDL|STL)\b", function), name
         if any(kernel in name for kernel in OF_QDATA):
+            assert not re.search("QGMMA|MEMBAR|ACQBULK|PREEXIT", function), name
+            continue
+        if any(kernel in name for kernel in ATTENTION):
+            # A unit of 16 keys: 8 for its scores, unrolled once, and 2 for the output, unrolled eight times.
+            assert len(re.findall(r"HMMA\.16816\.F32\.BF16", function)) == 8 + 2 * 8, name
+            assert function.count("UBLKCP") == 1 and "MUFU.EX2" in function, name
+            # What follows FlashAttention's arithmetic flushes, as it does.
+            assert not re.search(r"\b(FMUL|FADD|FFMA|FMNMX)(?!\.FTZ)", function), name
             assert not re.search("QGMMA|MEMBAR|ACQBULK|PREEXIT", function), name
             continue
         chained = re.findall(r"QGMMA\.64x(\d+)x32\.F32\.E4M3\.E4M3 R\d+, gdesc\[UR\d+\], (RZ|R\d+)", function)

@@ -20,6 +20,7 @@ from quantizer_checks import assert_same_bytes
 
 from jetrl_verl import reference
 from jetrl_verl.kernels import dispatch, native
+from jetrl_verl.kernels.decode_attention import native_decode_attention, native_supports_decode_attention
 from jetrl_verl.kernels.gemm_nt import native_gemm_nt, native_supports_gemm_nt
 from jetrl_verl.kernels.gemm_nt_of_ranks import native_gemm_nt_of_ranks, sliced_gemm_nt_of_ranks
 from jetrl_verl.kernels.grouped_gemm import (
@@ -602,3 +603,54 @@ def test_what_the_backend_says_it_supports_it_computes(drawn, seed):
         for one, other in zip(flattened(call()), want, strict=True):
             assert one.dtype == other.dtype and torch.equal(one.double(), other.double())
     assert 15 <= supported_calls <= 135
+
+
+def decode_call(**changes) -> dict[str, torch.Tensor]:
+    """Two requests of 20 and 3 tokens, 4 query heads over 2 KV heads, in pages of 16."""
+    k, v, q = (torch.randn(23, heads, 128).bfloat16() for heads in (2, 2, 4))
+    cache = torch.full(reference.cache_shape(3, 16, 2), 255, dtype=torch.uint8)
+    slots = torch.cat([torch.arange(16) + 32, torch.arange(4), torch.arange(3) + 16])
+    reference.write_cache(cache, reference.quantize_heads(k), reference.quantize_heads(v), slots)
+    table = torch.tensor([[2, 0], [1, -1]], dtype=torch.int32)
+    lengths = torch.tensor([20, 3], dtype=torch.int32)
+    call = {"q": q[:2], "cache": cache, "lengths": lengths, "block_table": table, "scale": 128**-0.5}
+    return call | {"out": torch.full((2, 4, 128), torch.nan, dtype=torch.bfloat16)} | changes
+
+
+def test_a_decode_step_of_an_fp8_cache():
+    call = decode_call()
+    native_decode_attention(**call)
+    want = torch.empty(2, 4, 128, dtype=torch.bfloat16)
+    dispatch.implementation("decode_attention", "reference")(**call | {"out": want})
+    assert (call["out"].float() - want.float()).abs().max() < 2**-6 * want.float().abs().max()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"q": torch.zeros(2, 4, 128)}, "queries and results must be BF16"),
+        ({"out": torch.zeros(2, 4, 64).bfloat16()}, "queries and results must be BF16"),
+        ({"out": torch.zeros(3, 4, 128).bfloat16()}, "queries and results must be BF16"),
+        ({"q": torch.zeros(2, 128, 4).bfloat16().transpose(1, 2)}, "queries and results must be BF16"),
+        ({"cache": torch.zeros(3, 2, 2, 4128, dtype=torch.uint8)[:, :, ::2]}, "the cache must be contiguous bytes"),
+        ({"cache": torch.zeros(3, 2, 1, 4096, dtype=torch.uint8)}, "the cache must be contiguous bytes"),
+        ({"cache": torch.zeros(3, 3, 1, 4128, dtype=torch.uint8)}, "4 query heads over 3 KV heads are not served"),
+        ({"lengths": torch.zeros(2, dtype=torch.int64)}, "lengths must be int32"),
+        ({"lengths": torch.zeros(1, dtype=torch.int32)}, "lengths must be int32"),
+        ({"block_table": torch.zeros(2, 2, dtype=torch.int64)}, "the block table must be int32"),
+        ({"block_table": torch.zeros(2, 2, dtype=torch.int32).t()}, "the block table must be int32"),
+    ],
+)
+def test_a_decode_step_that_no_kernel_may_see_is_refused(changes, sentence):
+    call = decode_call(**changes)
+    before = call["out"].clone()
+    with pytest.raises(RuntimeError, match=sentence):
+        torch.ops.jetrl_emulated.decode_attention(**call, units=1)
+    assert torch.equal(call["out"].nan_to_num(7), before.nan_to_num(7))
+
+
+def test_more_than_eight_query_heads_of_a_kv_head_are_not_supported():
+    call = decode_call(q=torch.zeros(2, 18, 128).bfloat16(), out=torch.zeros(2, 18, 128).bfloat16())
+    assert not native_supports_decode_attention(**call)
+    with pytest.raises(ValueError, match="native does not support decode_attention .* use backend flash_attention_3"):
+        native_decode_attention(**call)

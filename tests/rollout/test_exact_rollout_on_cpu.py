@@ -59,7 +59,7 @@ def build_policy(family: str, seed: int):
     return with_preferences(tiny_model(family, seed, **SHAPE, **CHANGES.get(family, {})))
 
 
-def build_trainer(family: str, seed: int):
+def build_trainer(family: str, seed: int, kv_cache: str = "bf16"):
     """The policy as the engine's FSDP shows it to a forward: BF16 weights, FP8 linears, shared operations."""
     from jetrl_verl.train.engine import mask_unused_vocabulary
 
@@ -67,17 +67,17 @@ def build_trainer(family: str, seed: int):
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     replace_linears(model, plan_linears(model.config), scale_rule=RULE)
-    share_operations(model)
+    share_operations(model, kv_cache)
     mask_unused_vocabulary(model, TOKENS)
     return model
 
 
-def stream(family: str, seed: int, operations: str = "shared"):
+def stream(family: str, seed: int, operations: str = "shared", kv_cache: str = "bf16"):
     model = build_policy(family, seed)
     device = torch.get_default_device()
     weights = quantize_stream(model.state_dict().items(), plan_linears(model.config), RULE)
     routing = stated_routing(model)
-    stated = stated_operations(device, operations, mixture=routing is not None)
+    stated = stated_operations(device, operations, kv_cache, mixture=routing is not None)
     probe = formats.get("fp8").probe(device, RULE)
     return with_contract(weights, scale_rule=RULE, probe=probe, operations=stated, routing=routing)
 

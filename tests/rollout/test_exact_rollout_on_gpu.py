@@ -15,8 +15,8 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 SEEDS = (11, 12, 13)
 
 
-def check_family(family: str, folder: str) -> None:
-    """In a process of its own: three weight updates, each with two generations and four cuts of the trainer's batch."""
+def check_family(family: str, folder: str, kv_cache: str) -> None:
+    """In a process of its own: three weight updates, each with two generations and the trainer's batch cut in ways."""
     import os
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -28,7 +28,8 @@ def check_family(family: str, folder: str) -> None:
     from jetrl_verl.config.options import JetConfig
 
     checks.build_policy(family, 0).to(torch.bfloat16).save_pretrained(folder)
-    options = JetConfig("jet_fp8_exact", train="fp8", rollout="fp8", scale_rule=checks.RULE, operations="shared")
+    flow = dict(train="fp8", rollout="fp8", scale_rule=checks.RULE, operations="shared")
+    options = JetConfig("jet_fp8_exact", **flow, kv_cache=kv_cache)
     llm, worker = vllm_engine.start(
         folder,
         options,
@@ -48,17 +49,21 @@ def check_family(family: str, folder: str) -> None:
     rollout = checks.Rollout(family, llm, worker)
     rollout.watch()
     torch.set_default_device("cuda")
+    import test_fp8_cache_on_cpu as checks_of_fp8
+
+    check = (checks if kv_cache == "bf16" else checks_of_fp8).test_equal_in_every_bit_after_each_weight_update
     for seed in SEEDS:
-        checks.test_equal_in_every_bit_after_each_weight_update(rollout, seed)
+        check(rollout, seed)
         print(f"{family}, weights {seed}: equal; {rollout.chunks} chunks, {rollout.preemptions} preemptions")
     if family == "qwen2":  # the others get vLLM's second model runner, which takes those of prompts by itself
         checks.test_prompt_log_probabilities_are_equal_too(rollout)
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_log_probabilities_are_equal_in_every_bit(family, tmp_path):
-    process = multiprocessing.get_context("spawn").Process(target=check_family, args=(family, str(tmp_path)))
+@pytest.mark.parametrize(("family", "kv_cache"), [*((family, "bf16") for family in FAMILIES), ("qwen3", "fp8")])
+def test_log_probabilities_are_equal_in_every_bit(family, kv_cache, tmp_path):
+    arguments = (family, str(tmp_path), kv_cache)
+    process = multiprocessing.get_context("spawn").Process(target=check_family, args=arguments)
     process.start()
     process.join()
     assert process.exitcode == 0

@@ -14,8 +14,10 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionMetadataBuilder
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
+from jetrl_verl.reference import cache_shape
 from jetrl_verl.rollout import cpu_attention, flash_attention
 from jetrl_verl.rollout.attention import share_attention
+from jetrl_verl.rollout.flash_attention import Split, split_batch
 
 
 class OtherFlashAttentionBackend(FlashAttentionBackend):
@@ -27,6 +29,8 @@ def layer(backend, **changes):
     impl = backend.get_impl_cls().__new__(backend.get_impl_cls())
     plain = dict(
         head_size=128,
+        num_heads=16,
+        num_kv_heads=2,
         attn_type=AttentionType.DECODER,
         alibi_slopes=None,
         sinks=None,
@@ -38,7 +42,7 @@ def layer(backend, **changes):
     if issubclass(backend, FlashAttentionBackend):
         plain["vllm_flash_attn_version"] = 3
     vars(impl).update(plain | changes)
-    built = SimpleNamespace(attn_backend=backend, impl=impl)
+    built = SimpleNamespace(attn_backend=backend, impl=impl, num_kv_heads=2)
     built.get_attn_backend = lambda: built.attn_backend
     return built
 
@@ -95,3 +99,54 @@ def test_flash_attention_plans_nothing_ahead(monkeypatch):
 def test_what_is_not_covered_is_refused(backend, changes, complaint):
     with pytest.raises(ValueError, match=complaint):
         share_attention(layer(backend, **changes))
+
+
+@pytest.mark.parametrize(
+    ("stock", "shared", "impl"),
+    [
+        (CPUAttentionBackend, cpu_attention.FP8CPUAttentionBackend, cpu_attention.FP8CPUAttention),
+        (FlashAttentionBackend, flash_attention.FP8FlashAttentionBackend, flash_attention.FP8FlashAttention),
+    ],
+)
+def test_a_layer_with_an_fp8_cache_tells_vllm_of_bytes(stock, shared, impl):
+    built = layer(stock)
+    share_attention(built, "fp8")
+    assert built.get_attn_backend() is shared and type(built.impl) is impl and shared.get_name() == stock.get_name()
+    spec = built.get_kv_cache_spec(SimpleNamespace(cache_config=SimpleNamespace(block_size=32)))
+    shape = shared.get_kv_cache_shape(7, 32, spec.num_kv_heads, spec.head_size)
+    assert shape == cache_shape(7, 32, 2) and spec.page_size_bytes == shape[1] * shape[2] * shape[3] == 2 * 32 * 2 * 129
+    assert shared.get_kv_cache_block_dim(32, 2, spec.head_size) == 0
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "what"),
+    [
+        (FlashAttentionBackend, {"vllm_flash_attn_version": 2}, "FlashAttention 2, which this GPU runs,"),
+        (CPUAttentionBackend, {"head_size": 64}, "heads of 64"),
+        (CPUAttentionBackend, {"num_heads": 32}, "16 query heads of a KV head"),
+        (CPUAttentionBackend, {"sinks": object()}, "attention other than plain causal"),
+        (CPUAttentionBackend, {"sliding_window": (127, 0)}, "sliding window attention"),
+        (CPUAttentionBackend, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),
+    ],
+)
+def test_what_an_fp8_cache_has_no_kernel_for_is_refused(backend, changes, what):
+    with pytest.raises(ValueError, match=f"^{what} is not supported with jetrl.kv_cache=fp8: no kernel reads"):
+        share_attention(layer(backend, **changes), "fp8")
+
+
+def test_a_batch_is_split_into_decodes_and_chunks_that_are_dequantized_together():
+    lengths = [900, 40, 100, 60, 300, 20]
+    assert split_batch([0, 1, 2, 52, 112, 122, 142], lengths, 200) == Split(
+        2, [(2, 4, 2, 112, 60), (4, 5, 112, 122, 10), (5, 6, 122, 142, 20)], lengths
+    )
+    assert split_batch([0, 1, 2, 3], [5, 6, 7]) == Split(3, [], [5, 6, 7])
+    assert split_batch([0, 9], [9]) == Split(0, [(0, 1, 0, 9, 9)], [9])
+    assert split_batch([0, 1, 9, 9, 9], [4, 8, 0, 0]) == Split(1, [(1, 2, 1, 9, 8)], [4, 8, 0, 0])
+
+
+def test_graphs_of_decodes_alone_and_only_with_the_native_kernel(monkeypatch):
+    builder = flash_attention.FP8FlashAttentionBackend.get_builder_cls()
+    assert builder.reorder_batch_threshold == 1
+    for reason, support in ((None, "UNIFORM_SINGLE_TOKEN_DECODE"), ("no library", "NEVER")):
+        monkeypatch.setattr(flash_attention.kernels_native, "unavailable", lambda reason=reason: reason)
+        assert builder.get_cudagraph_support(None, None).name == support

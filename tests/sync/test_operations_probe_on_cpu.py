@@ -12,7 +12,14 @@ from jetrl_verl import formats, kernels
 from jetrl_verl.models.base import Routing
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.sync.contract import ContractReceiver, ContractViolation, LiveTensor, Manifest, with_contract
-from jetrl_verl.sync.operations_probe import _mixture_inputs, mixture_sums, operation_sums, stated_operations
+from jetrl_verl.sync.operations_probe import (
+    OF_THE_CACHE,
+    _mixture_inputs,
+    mixture_sums,
+    operation_sums,
+    stated_operations,
+    token_by_token,
+)
 
 CPU = torch.device("cpu")
 NORM = torch.ones(8, dtype=torch.bfloat16)
@@ -80,6 +87,16 @@ def test_a_side_that_does_not_share_is_told_by_every_operation(sums):
     for trainer, rollout in ((sums, {}), ({}, sums)):
         with pytest.raises(ContractViolation, match=", ".join(sorted(OPERATIONS))):
             verify(trainer, rollout)
+
+
+def test_decode_from_an_fp8_cache_is_stated_as_the_trainers_attention_to_whole_sequences(sums):
+    trainer = stated_operations(CPU, "shared", "fp8")
+    rollout = stated_operations(CPU, "shared", "fp8", token_by_token)
+    assert trainer == rollout and set(trainer) - set(sums) == {OF_THE_CACHE}
+    assert trainer[OF_THE_CACHE] != sums["attention"]
+    assert stated_operations(CPU, "stock", "fp8") == {}
+    with pytest.raises(ContractViolation, match=f"contract check: {OF_THE_CACHE} of the shared operations differ"):
+        verify(trainer, sums)
 
 
 # --- mixtures of experts ---------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ Modules below this package raise a plain ``ValueError``; a row with a ``sign`` i
 """
 
 from .row import DRIVER, WORKER, Row, Scope
-from .scopes import ATTENTION, AUTO, EVERY, MODEL, ROLLOUT, SHARED, VARLEN, VLLM
+from .scopes import ATTENTION, AUTO, EVERY, FP8_CACHE, MODEL, ROLLOUT, SHARED, VARLEN, VLLM
 
 _BF16 = "Set precision=bf16"
 _OR_STOCK = "precision=jet_fp8 jetrl.operations=stock, or precision=bf16"
@@ -61,6 +61,24 @@ MACHINE_ROWS: tuple[Row, ...] = (
         "FlashAttention 3 needs 9.0",
         _STOCK,
         what=_GPU,
+        found=DRIVER,
+    ),
+    Row(
+        "gpu_of_an_fp8_cache",
+        "GPUs of compute capability other than 9.0",
+        FP8_CACHE,
+        "its kernels are for Hopper",
+        "Set jetrl.kv_cache=bf16",
+        what=_GPU,
+        found=DRIVER,
+    ),
+    Row(
+        "model_of_an_fp8_cache",
+        "heads other than 128, more than 8 query heads a KV head, sliding windows",
+        FP8_CACHE,
+        "{error}",
+        "Set jetrl.kv_cache=bf16",
+        what=_MODEL,
         found=DRIVER,
     ),
     Row(
@@ -319,6 +337,15 @@ WORKER_ROWS: tuple[Row, ...] = (
         what="kv_cache_dtype={dtype}",
         found=WORKER,
         listed=False,
+    ),
+    Row(
+        "fp8_kv_cache_in_vllm",
+        "heads other than 128, more than 8 query heads a KV head, sliding windows, or FlashAttention other than 3",
+        FP8_CACHE,
+        "no kernel reads its pages",
+        "Set jetrl.kv_cache=bf16",
+        what="{what}",
+        found=WORKER,
     ),
     Row(
         "attention_backend_in_vllm",

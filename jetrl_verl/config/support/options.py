@@ -61,6 +61,12 @@ _BASELINE = Scope(
     lambda get: not get("jetrl.precision").startswith("jet_fp8") and get("jetrl.rollout") != UNQUANTIZED,
     ("precision=fp8_rollout",),
 )
+_TRAINS_WITH_STOCK_OPERATIONS = Scope(
+    "jetrl.operations=stock",
+    f"`jetrl.train={FLOW}` and `jetrl.operations=stock`",
+    lambda get: get("jetrl.train") != UNQUANTIZED and get("jetrl.operations") == "stock",
+    ("precision=jet_fp8", "jetrl.operations=stock"),
+)
 _EXACT = Scope(EXACT.said, EXACT.doc, EXACT.applies, EXACT.example)
 _BF16_SHARED = _with("precision=bf16_shared", partial(_is_named, "bf16_shared"), "precision=bf16_shared")
 _NO_FORMAT = Scope(
@@ -239,6 +245,16 @@ OPTION_ROWS: tuple[Row, ...] = (
         ("jetrl.clip",),
         other_than("fixed"),
         example="calibrated",
+    ),
+    Row(
+        "kv_cache_of_stock_operations",
+        "an FP8 KV cache of FP8 training",
+        _TRAINS_WITH_STOCK_OPERATIONS,
+        "the trainer's attention would see other keys and values than the rollout's",
+        "Set jetrl.operations=shared, or jetrl.kv_cache=bf16",
+        ("jetrl.kv_cache",),
+        other_than(UNQUANTIZED),
+        example="fp8",
     ),
     Row(
         "exact_without_shared_operations",

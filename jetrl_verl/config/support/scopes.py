@@ -116,6 +116,13 @@ QURL = Scope(
     ("precision=qurl_fp8",),
 )
 
+FP8_CACHE = Scope(
+    "jetrl.kv_cache=fp8",
+    "`jetrl.kv_cache=fp8`",
+    _is("jetrl.kv_cache", "fp8"),
+    ("precision=fp8_rollout", "jetrl.kv_cache=fp8"),
+)
+
 CALIBRATED = Scope(
     "jetrl.clip=calibrated",
     "`jetrl.clip=calibrated`",

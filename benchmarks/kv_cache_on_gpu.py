@@ -1,0 +1,115 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of a decode step over an FP8 KV cache, beside FlashAttention 3 over a BF16 cache; under 60 s.
+
+    PYTHONPATH=. python3 benchmarks/kv_cache_on_gpu.py --out benchmarks/results/kv_cache_h200.json
+
+One layer of the Qwen3-8B shape (32 query heads, 8 KV heads of 128), pages of 16 tokens in any order:
+
+- *fp8*: csrc/sm90_decode_attention.cu.
+- *bf16*: FlashAttention 3 as vLLM calls it, with ``num_splits=1``: a rollout with zero mismatch.
+- *bf16, any split*: as stock vLLM calls it.
+
+The first two must have the same bits. Beside times: bytes of the tokens that a call reads, per second, against a copy's
+rate on the same machine (bytes read and written). Exit code 1 if bits differ.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from jetrl_verl import kernels, reference
+from jetrl_verl.tools.bench import BenchError
+from jetrl_verl.tools.bench.machine import this_machine
+from jetrl_verl.tools.bench.report import Result
+
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+BLOCK_SIZE = 16
+SCALE = HEAD_DIM**-0.5
+CASES = ((64, 4096), (32, 16384), (8, 32768), (256, 384))
+"""Requests and tokens of each."""
+PAGES_AT_ONCE = 4096
+
+
+def flash_attention(q, cache, lengths, table, longest: int, num_splits: int) -> torch.Tensor:
+    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+    keys, values = cache.unbind(1)
+    return flash_attn_varlen_func(
+        q,
+        keys,
+        values,
+        max_seqlen_q=1,
+        cu_seqlens_q=torch.arange(len(q) + 1, dtype=torch.int32, device=q.device),
+        max_seqlen_k=longest,
+        seqused_k=lengths,
+        block_table=table,
+        softmax_scale=SCALE,
+        causal=True,
+        num_splits=num_splits,
+        fa_version=3,
+    )
+
+
+def contenders(requests: int, tokens: int, device: torch.device) -> dict[str, Callable[[], torch.Tensor]]:
+    """The calls over the same tokens, in caches of their own that hold the same numbers."""
+    torch.manual_seed(requests)
+    pages = requests * tokens // BLOCK_SIZE
+    table = torch.randperm(pages, device=device).to(torch.int32).view(requests, -1)
+    lengths = torch.full((requests,), tokens, dtype=torch.int32, device=device)
+    q = torch.randn(requests, HEADS, HEAD_DIM, device=device).bfloat16()
+    fp8 = torch.empty(reference.cache_shape(pages, BLOCK_SIZE, KV_HEADS), dtype=torch.uint8, device=device)
+    bf16 = torch.empty(pages, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    for first in range(0, pages, PAGES_AT_ONCE):
+        some = slice(first, min(first + PAGES_AT_ONCE, pages))
+        slots = torch.arange(some.start * BLOCK_SIZE, some.stop * BLOCK_SIZE, device=device)
+        k, v = (torch.randn(len(slots), KV_HEADS, HEAD_DIM, device=device).bfloat16() for _ in range(2))
+        kernels.write_kv(k, v, fp8, slots)
+        for i, seen in enumerate(kernels.quantize_kv(k, v)[1:]):
+            bf16[some, i] = seen.view(-1, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    decode = partial(kernels.decode_attention, q, fp8, lengths, table, SCALE, torch.empty_like(q))
+    flash = partial(flash_attention, q, bf16, lengths, table, tokens)
+    return {"fp8": decode, "bf16": partial(flash, 1), "bf16, any split": partial(flash, 0)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    console = Console(width=160)
+    try:
+        machine = this_machine(args.repeats)
+    except BenchError as error:
+        console.print(f"{error}")
+        return 2
+    result = Result(args.out, {"command": "kv_cache", **machine.facts(), "records": []})
+    same = True
+    for requests, tokens in CASES:
+        calls = contenders(requests, tokens, machine.device)
+        equal = torch.equal(*(calls[name]().view(torch.int16) for name in ("fp8", "bf16")))
+        same &= equal
+        times = machine.timer.interleaved({name: [call] for name, call in calls.items()})
+        read = requests * tokens * KV_HEADS * 2 * (HEAD_DIM + 1)
+        us = {name: spread._asdict() for name, spread in times.items()}
+        record = {"requests": requests, "tokens": tokens, "us": us, "same_bits": equal, "fp8_bytes": read}
+        result["records"].append(record)
+        ours, theirs, any_split = (times[name].median for name in calls)
+        console.print(
+            f"{requests} x {tokens}: fp8 {ours:.1f} us, bf16 {theirs:.1f} us, any split {any_split:.1f} us |",
+            f"{ours / theirs:.3f} of bf16, {ours / any_split:.3f} of any split;",
+            f"{read / ours / 1e6:.2f} TB/s, a copy's {machine.bandwidth / 1e12:.2f}; same bits: {equal}",
+        )
+        del calls
+        machine.clear()
+        result.save()
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

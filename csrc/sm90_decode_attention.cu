@@ -1,0 +1,382 @@
+// Copyright 2026 The jetrl_verl Authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Attention of one new token of each request over an FP8 KV cache (reference/kv_cache.py), with the bits of
+// FlashAttention 3 (num_splits=1) over the dequantized keys and values. A block is a request and a KV head; its queries
+// are the 8 columns of mma.m16n8k16, so keys and features are rows and FP8 data become operands in registers:
+//   S^T = K Q^T      16 keys a tile, features in groups of 16 ascending; then times the key's scale, which commutes
+//   O^T = V^T P^T    16 features a tile, keys in groups of 16 ascending; V is dequantized to BF16, which is exact
+// Keys go in blocks of 128 from the last to the first. Per block: maximum, P = 2^(S c - max c) by one fused operation,
+// four partial sums a query (columns 2t, 2t+1 modulo 8), the first addition fused with the rescaling, P rounded to BF16,
+// O rescaled, then O += P V. docs/log/kv_cache.md says what of this decides bits, and how it was read off.
+//
+// Warps 0..3: scores of two units of 16 keys each. 4..7: 32 features of O each. 8: softmax, lane 4q + t of query q.
+// 9: copies, a unit of 4,128 bytes a lane. Between them: a ring of key blocks, two of scores, two of P.
+
+#include <cmath>
+
+#include "launch.h"
+#include "sm90.cuh"
+
+namespace jetrl {
+namespace {
+
+struct DecodeAttentionShape {
+  static constexpr int kScoreWarps = 4, kOutputWarps = 4, kSoftmaxWarp = 8;
+  static constexpr int kThreads = 320;
+  static constexpr int kQueries = 8;  // of a KV head, padded
+  static constexpr int kKeys = 128, kUnitKeys = 16, kUnits = kKeys / kUnitKeys;
+  static constexpr int kRow = 128, kMatrix = kUnitKeys * kRow, kUnit = 2 * kMatrix + 2 * kUnitKeys;
+  static constexpr int kStages = 3, kStage = kUnits * kUnit;
+  static constexpr int kScoreRow = kKeys + 8;  // four queries' float2 of a warp's half lie in different banks
+  static constexpr int kScores = kQueries * kScoreRow * 4, kProbabilities = kQueries * kKeys * 2;
+
+  static constexpr int kScoresAt = kStages * kStage;
+  static constexpr int kProbabilitiesAt = kScoresAt + 2 * kScores;
+  static constexpr int kFactorsAt = kProbabilitiesAt + 2 * kProbabilities;
+  static constexpr int kBarriersAt = kFactorsAt + 2 * kQueries * 4;
+  static constexpr int kBytes = kBarriersAt + 8 * (2 * kStages + 8);
+};
+using Shape = DecodeAttentionShape;
+
+struct DecodeAttentionParams {
+  const uint16_t* q;
+  uint16_t* out;
+  const uint8_t* cache;
+  const int32_t *lengths, *table;
+  int64_t stride_q, stride_out, stride_table;
+  int kv_heads, group, units;  // units of a page
+  float scale_log2;
+};
+
+struct Barriers {
+  uint32_t first;
+
+  JETRL_DEVICE uint32_t full(int stage) const { return first + 8 * stage; }
+  JETRL_DEVICE uint32_t empty(int stage) const { return first + 8 * (Shape::kStages + stage); }
+  JETRL_DEVICE uint32_t scores_full(int i) const { return first + 8 * (2 * Shape::kStages + i); }
+  JETRL_DEVICE uint32_t scores_empty(int i) const { return scores_full(2 + i); }
+  JETRL_DEVICE uint32_t p_full(int i) const { return scores_full(4 + i); }
+  JETRL_DEVICE uint32_t p_empty(int i) const { return scores_full(6 + i); }
+};
+
+// The upper byte of each half, E4M3, as BF16 times 2^-120.
+JETRL_DEVICE uint32_t shifted(uint32_t halves) { return (halves & 0x80008000u) | (halves >> 4 & 0x07F007F0u); }
+
+// BF16 bits of the power of two by which shifted() is to be multiplied for a scale, NaN for 255; a scale above 2^7 has
+// a second one.
+constexpr int kLargeScale = 134;
+JETRL_DEVICE uint32_t first_factor(int scale) {
+  const int capped = scale < kLargeScale ? scale : kLargeScale;
+  return scale == 255 ? 0x7FC0u : uint32_t(capped + 120) << 7;
+}
+JETRL_DEVICE uint32_t second_factor(int scale) {
+  return uint32_t(scale > kLargeScale ? scale - kLargeScale + 127 : 127) << 7;
+}
+
+JETRL_DEVICE uint32_t word_at(const uint8_t* at) { return *reinterpret_cast<const uint32_t*>(at); }
+
+// ---- scores --------------------------------------------------------------------------------------------------------
+
+JETRL_DEVICE void compute_scores(const DecodeAttentionParams& p, uint8_t* memory, const Barriers& barriers,
+                                 const uint16_t* q, int blocks, int warp) {
+  const int lane = sm90::own_lane(), g = lane / 4, t = lane % 4;
+  // Which features of a group of 16 a lane holds is free, as long as both operands agree: those of one word of a key.
+  uint32_t q_odd[8], q_even[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    uint2 four{0, 0};
+    if (g < p.group) four = *reinterpret_cast<const uint2*>(q + g * 128 + 16 * i + 4 * t);
+    q_odd[i] = sm90::permute_bytes(four.x, four.y, 0x7632);
+    q_even[i] = sm90::permute_bytes(four.x, four.y, 0x5410);
+  }
+  constexpr uint32_t kUnshift = 0x7B807B80;  // 2^120
+  int stage = 0, parity = 0;
+#pragma unroll 1
+  for (int i = 0; i < blocks; ++i) {
+    const int ring = i & 1;
+    sm90::barrier_wait(barriers.full(stage), parity, "full", stage);
+    if (i >= 2) sm90::barrier_wait(barriers.scores_empty(ring), ((i >> 1) - 1) & 1, "scores_empty", ring);
+    float* scores = reinterpret_cast<float*>(memory + Shape::kScoresAt + ring * Shape::kScores);
+#pragma unroll 1
+    for (int unit = 2 * warp; unit < 2 * warp + 2; ++unit) {
+      const uint8_t* at = memory + stage * Shape::kStage + unit * Shape::kUnit;
+      const uint8_t* row = at + g * Shape::kRow + 4 * t;
+      float d[4] = {0, 0, 0, 0};
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        const int chunk = (k ^ (g & 7)) * 16;
+        const uint32_t w0 = word_at(row + chunk), w1 = word_at(row + 8 * Shape::kRow + chunk);
+        const uint32_t a[4] = {sm90::multiply_pair(shifted(w0), kUnshift), sm90::multiply_pair(shifted(w1), kUnshift),
+                               sm90::multiply_pair(shifted(w0 << 8), kUnshift),
+                               sm90::multiply_pair(shifted(w1 << 8), kUnshift)};
+        const uint32_t b[2] = {q_odd[k], q_even[k]};
+        sm90::mma_bf16(d, a, b);
+      }
+      const uint8_t* scales = at + 2 * Shape::kMatrix;
+      const uint32_t s0 = scales[g], s1 = scales[g + 8];
+      const float f0 = sm90::float_of(s0 == 255 ? 0x7FC00000u : s0 << 23);
+      const float f1 = sm90::float_of(s1 == 255 ? 0x7FC00000u : s1 << 23);
+      float* to = scores + 2 * t * Shape::kScoreRow + 16 * unit + g;
+      to[0] = sm90::multiply_ftz(d[0], f0), to[Shape::kScoreRow] = sm90::multiply_ftz(d[1], f0);
+      to[8] = sm90::multiply_ftz(d[2], f1), to[Shape::kScoreRow + 8] = sm90::multiply_ftz(d[3], f1);
+    }
+    sm90::sync_warp();
+    if (sm90::elect_one()) {
+      sm90::barrier_arrive(barriers.scores_full(ring));
+      sm90::barrier_arrive(barriers.empty(stage));
+    }
+    if (++stage == Shape::kStages) stage = 0, parity ^= 1;
+  }
+}
+
+// ---- softmax -------------------------------------------------------------------------------------------------------
+
+JETRL_DEVICE void compute_softmax(const DecodeAttentionParams& p, uint8_t* memory, const Barriers& barriers, int blocks,
+                                  int length) {
+  const int lane = sm90::own_lane(), query = lane / 4, t = lane % 4;
+  float* factors = reinterpret_cast<float*>(memory + Shape::kFactorsAt);
+  float row_max = 0, row_sum = 0;
+#pragma unroll 1
+  for (int i = 0; i < blocks; ++i) {
+    const int ring = i & 1;
+    sm90::barrier_wait(barriers.scores_full(ring), (i >> 1) & 1, "scores_full", ring);
+    const float* scores = reinterpret_cast<const float*>(memory + Shape::kScoresAt + ring * Shape::kScores) +
+                          query * Shape::kScoreRow + 2 * t;
+    float s[32];
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const float2 two = *reinterpret_cast<const float2*>(scores + 8 * j);
+      s[2 * j] = two.x, s[2 * j + 1] = two.y;
+    }
+    sm90::sync_warp();
+    if (sm90::elect_one()) sm90::barrier_arrive(barriers.scores_empty(ring));
+    if (i == 0) {
+      const int left = length - (blocks - 1) * Shape::kKeys - 2 * t;
+#pragma unroll
+      for (int j = 0; j < 32; ++j) {
+        if (8 * (j / 2) + j % 2 >= left) s[j] = -INFINITY;
+      }
+    }
+    float highest = i == 0 ? s[0] : sm90::larger_ftz(s[0], row_max);
+#pragma unroll
+    for (int j = 1; j < 32; ++j) highest = sm90::larger_ftz(s[j], highest);
+    highest = sm90::larger_ftz(highest, sm90::shuffle_xor(highest, 2));
+    highest = sm90::larger_ftz(highest, sm90::shuffle_xor(highest, 1));
+    const float rescale =
+        i == 0 ? 1.0f : sm90::exp2_about(sm90::multiply_ftz(sm90::add_ftz(row_max, -highest), p.scale_log2));
+    row_max = highest;
+    const float shift = highest == -INFINITY ? 0.0f : sm90::multiply_ftz(highest, p.scale_log2);
+    uint32_t words[16];
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const float p0 = sm90::exp2_about(sm90::multiply_add_ftz(s[2 * j], p.scale_log2, -shift));
+      const float p1 = sm90::exp2_about(sm90::multiply_add_ftz(s[2 * j + 1], p.scale_log2, -shift));
+      if (j > 0) {
+        row_sum = sm90::add_ftz(row_sum, p0);
+      } else {
+        row_sum = i == 0 ? p0 : sm90::multiply_add_ftz(rescale, row_sum, p0);
+      }
+      row_sum = sm90::add_ftz(row_sum, p1);
+      words[j] = sm90::pack_bf16(p0, p1);
+    }
+    if (i >= 2) sm90::barrier_wait(barriers.p_empty(ring), ((i >> 1) - 1) & 1, "p_empty", ring);
+    uint4* to = reinterpret_cast<uint4*>(memory + Shape::kProbabilitiesAt + ring * Shape::kProbabilities) + lane;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) to[32 * j] = uint4{words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]};
+    if (t == 0) factors[ring * Shape::kQueries + query] = rescale;
+    sm90::sync_warp();
+    if (sm90::elect_one()) sm90::barrier_arrive(barriers.p_full(ring));
+  }
+  float sum = sm90::add_ftz(row_sum, sm90::shuffle_xor(row_sum, 2));
+  sum = sm90::add_ftz(sum, sm90::shuffle_xor(sum, 1));
+  const int ring = blocks & 1;
+  if (blocks >= 2) sm90::barrier_wait(barriers.p_empty(ring), ((blocks >> 1) - 1) & 1, "p_empty", ring);
+  if (t == 0) {
+    const bool nothing = sum == 0.0f || sum != sum;
+    factors[ring * Shape::kQueries + query] = nothing ? 0.0f : sm90::reciprocal_about(sum);
+  }
+  sm90::sync_warp();
+  if (sm90::elect_one()) sm90::barrier_arrive(barriers.p_full(ring));
+}
+
+// ---- output --------------------------------------------------------------------------------------------------------
+
+JETRL_DEVICE void compute_output(const DecodeAttentionParams& p, uint8_t* memory, const Barriers& barriers,
+                                 uint16_t* out, int blocks, int length, int warp) {
+  const int lane = sm90::own_lane(), g = lane / 4, t = lane % 4;
+  const float* factors = reinterpret_cast<const float*>(memory + Shape::kFactorsAt) + 2 * t;
+  // Feature 32 warp + 4 g + b is row g + 8 (b % 2) of tile b / 2.
+  float d[2][4] = {};
+  int stage = 0, parity = 0;
+#pragma unroll 1
+  for (int i = 0; i < blocks; ++i) {
+    const int ring = i & 1;
+    sm90::barrier_wait(barriers.full(stage), parity, "full", stage);
+    sm90::barrier_wait(barriers.p_full(ring), (i >> 1) & 1, "p_full", ring);
+    const uint4* probabilities =
+        reinterpret_cast<const uint4*>(memory + Shape::kProbabilitiesAt + ring * Shape::kProbabilities) + lane;
+    uint4 words[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) words[j] = probabilities[32 * j];
+    if (i > 0) {
+      const float2 rescale = *reinterpret_cast<const float2*>(factors + ring * Shape::kQueries);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        d[j][0] = sm90::multiply_ftz(d[j][0], rescale.x), d[j][1] = sm90::multiply_ftz(d[j][1], rescale.y);
+        d[j][2] = sm90::multiply_ftz(d[j][2], rescale.x), d[j][3] = sm90::multiply_ftz(d[j][3], rescale.y);
+      }
+    }
+    // Keys of the first block that the request does not have: their data and scales may be anything.
+    const int left = i == 0 ? length - (blocks - 1) * Shape::kKeys : Shape::kKeys;
+#pragma unroll
+    for (int unit = 0; unit < Shape::kUnits; ++unit) {
+      const uint8_t* at = memory + stage * Shape::kStage + unit * Shape::kUnit + Shape::kMatrix;
+      const uint8_t* scales = at + Shape::kMatrix + Shape::kUnitKeys;
+      uint32_t w[4];
+      int scale[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int key = 2 * t + k % 2 + 8 * (k / 2);
+        w[k] = word_at(at + key * Shape::kRow + ((2 * warp + g / 4) ^ (key & 7)) * 16 + 4 * (g % 4));
+        scale[k] = scales[key];
+        if (16 * unit + key >= left) w[k] = 0, scale[k] = 127;
+      }
+      const uint32_t f01 = first_factor(scale[0]) | first_factor(scale[1]) << 16;
+      const uint32_t f23 = first_factor(scale[2]) | first_factor(scale[3]) << 16;
+      uint32_t a[2][4];
+#pragma unroll
+      for (int b = 0; b < 4; ++b) {
+        const uint32_t selector = uint32_t(b * 0x0011 + (b + 4) * 0x1100);
+        a[b / 2][b % 2] = sm90::multiply_pair(shifted(sm90::permute_bytes(w[0], w[1], selector)), f01);
+        a[b / 2][b % 2 + 2] = sm90::multiply_pair(shifted(sm90::permute_bytes(w[2], w[3], selector)), f23);
+      }
+      if (scale[0] > kLargeScale || scale[1] > kLargeScale || scale[2] > kLargeScale || scale[3] > kLargeScale) {
+        const uint32_t g01 = second_factor(scale[0]) | second_factor(scale[1]) << 16;
+        const uint32_t g23 = second_factor(scale[2]) | second_factor(scale[3]) << 16;
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+          a[b / 2][b % 2] = sm90::multiply_pair(a[b / 2][b % 2], g01);
+          a[b / 2][b % 2 + 2] = sm90::multiply_pair(a[b / 2][b % 2 + 2], g23);
+        }
+      }
+      sm90::sync_warp();  // the tensor cores want the warp together again
+      const uint4 four = words[unit / 2];
+      const uint32_t b[2] = {unit % 2 == 0 ? four.x : four.z, unit % 2 == 0 ? four.y : four.w};
+      sm90::mma_bf16(d[0], a[0], b);
+      sm90::mma_bf16(d[1], a[1], b);
+    }
+    // Every lane has read all of it: the last unit's sync came behind its reads.
+    if (sm90::elect_one()) {
+      sm90::barrier_arrive(barriers.p_empty(ring));
+      sm90::barrier_arrive(barriers.empty(stage));
+    }
+    if (++stage == Shape::kStages) stage = 0, parity ^= 1;
+  }
+  const int ring = blocks & 1;
+  sm90::barrier_wait(barriers.p_full(ring), (blocks >> 1) & 1, "p_full", ring);
+  const float2 inverse = *reinterpret_cast<const float2*>(factors + ring * Shape::kQueries);
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    const float by = n == 0 ? inverse.x : inverse.y;
+    const uint2 four{
+        sm90::pack_bf16(sm90::multiply_ftz(d[0][n], by), sm90::multiply_ftz(d[0][n + 2], by)),
+        sm90::pack_bf16(sm90::multiply_ftz(d[1][n], by), sm90::multiply_ftz(d[1][n + 2], by)),
+    };
+    const int query = 2 * t + n;
+    if (query < p.group) *reinterpret_cast<uint2*>(out + query * 128 + 32 * warp + 4 * g) = four;
+  }
+}
+
+// ---- copies --------------------------------------------------------------------------------------------------------
+
+JETRL_DEVICE void copy_keys_and_values(const DecodeAttentionParams& p, uint32_t memory, const Barriers& barriers,
+                                       const int32_t* table, int head, int blocks, int length) {
+  const int lane = sm90::own_lane();
+  const int units = ceil_div(length, Shape::kUnitKeys);
+  const auto page_of = [&](int block) {
+    const int unit = block * Shape::kUnits + lane;
+    return lane < Shape::kUnits && unit < units ? table[unit / p.units] : 0;
+  };
+  int page = page_of(blocks - 1), stage = 0, parity = 0;
+#pragma unroll 1
+  for (int block = blocks - 1; block >= 0; --block) {
+    const int next = block > 0 ? page_of(block - 1) : 0;  // asked for while this one's stage is waited for
+    const int first = block * Shape::kUnits, left = units - first, count = left < Shape::kUnits ? left : Shape::kUnits;
+    if (blocks - 1 - block >= Shape::kStages) sm90::barrier_wait(barriers.empty(stage), parity ^ 1, "empty", stage);
+    sm90::sync_warp();
+    if (sm90::elect_one()) sm90::barrier_arrive_expect(barriers.full(stage), count * Shape::kUnit);
+    sm90::sync_warp();
+    if (lane < count) {
+      const int64_t unit = (int64_t(page) * p.kv_heads + head) * p.units + (first + lane) % p.units;
+      sm90::bulk_load(memory + stage * Shape::kStage + lane * Shape::kUnit, p.cache + unit * Shape::kUnit, Shape::kUnit,
+                      barriers.full(stage));
+    }
+    page = next;
+    if (++stage == Shape::kStages) stage = 0, parity ^= 1;
+  }
+}
+
+JETRL_KERNEL void __launch_bounds__(Shape::kThreads, 2)
+    decode_attention_kernel(JETRL_GRID_CONSTANT DecodeAttentionParams p) {
+  uint8_t* memory = sm90::dynamic_shared_memory();
+  const int warp = sm90::warp_uniform(sm90::thread_index() / 32);
+  const int head = sm90::block_index() % p.kv_heads, request = sm90::block_index() / p.kv_heads;
+  const int length = p.lengths[request], blocks = ceil_div(length, Shape::kKeys);
+  const uint16_t* q = p.q + request * p.stride_q + int64_t(head) * p.group * 128;
+  uint16_t* out = p.out + request * p.stride_out + int64_t(head) * p.group * 128;
+  if (length <= 0) {  // of no request
+    for (int i = sm90::thread_index(); i < p.group * 128; i += Shape::kThreads) out[i] = 0;
+    return;
+  }
+  const Barriers barriers{sm90::shared_address(memory + Shape::kBarriersAt)};
+  if (sm90::thread_index() == 0) {
+    for (int stage = 0; stage < Shape::kStages; ++stage) {
+      sm90::barrier_init(barriers.full(stage), 1);
+      sm90::barrier_init(barriers.empty(stage), Shape::kScoreWarps + Shape::kOutputWarps);
+    }
+    for (int i = 0; i < 2; ++i) {
+      sm90::barrier_init(barriers.scores_full(i), Shape::kScoreWarps);
+      sm90::barrier_init(barriers.scores_empty(i), 1);
+      sm90::barrier_init(barriers.p_full(i), 1);
+      sm90::barrier_init(barriers.p_empty(i), Shape::kOutputWarps);
+    }
+    sm90::fence_barrier_init();
+  }
+  sm90::sync_block();
+  if (warp < Shape::kScoreWarps) {
+    compute_scores(p, memory, barriers, q, blocks, warp);
+  } else if (warp < Shape::kSoftmaxWarp) {
+    compute_output(p, memory, barriers, out, blocks, length, warp - Shape::kScoreWarps);
+  } else if (warp == Shape::kSoftmaxWarp) {
+    compute_softmax(p, memory, barriers, blocks, length);
+  } else {
+    copy_keys_and_values(p, sm90::shared_address(memory), barriers, p.table + request * p.stride_table, head, blocks,
+                         length);
+  }
+}
+
+}  // namespace
+
+void decode_attention(const DecodeAttention& call, Stream stream) {
+  if (call.group < 1 || call.group > Shape::kQueries) refuse("more than 8 query heads of a KV head are not supported.");
+  const DecodeAttentionParams params{
+      call.q,
+      call.out,
+      static_cast<const uint8_t*>(call.cache),
+      call.lengths,
+      call.table,
+      call.stride_q,
+      call.stride_out,
+      call.stride_table,
+      call.kv_heads,
+      call.group,
+      call.units,
+      // FlashAttention's own constant: rounded once, after a product in double precision.
+      float(double(call.scale) * 1.4426950408889634),
+  };
+  const Grid grid{call.requests * call.kv_heads, 1, Shape::kThreads, Shape::kBytes, stream};
+  launch<decode_attention_kernel>(grid, params);
+}
+
+}  // namespace jetrl

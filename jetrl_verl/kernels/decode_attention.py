@@ -1,0 +1,112 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""A rollout's attention over an FP8 KV cache: one new token of each request (decode), or several (prompts and chunks).
+
+The bits are those of attention.py over dequantized keys and values.
+
+**Decode on Hopper** is the kernel of csrc/sm90_decode_attention.cu, which reads FP8 data and scales and follows the
+order of FlashAttention 3 with ``num_splits=1``. Without the library, FlashAttention 3 itself runs on tokens that were
+dequantized for it: the same bits, slower than a BF16 cache, and in no CUDA graph, since it asks for lengths.
+
+**Chunks** always go that way: their tokens are read once for many queries.
+"""
+
+import torch
+
+from jetrl_verl.kernels import native, vllm_kernels
+from jetrl_verl.kernels.attention import check_head_dim, paged_attention_fp8
+from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.kv_cache import read_kv
+from jetrl_verl.kernels.operator import require_bf16
+
+MOST_QUERY_HEADS = 8
+"""Query heads of a KV head that the native kernel computes at once: the width of a tensor core's operand."""
+
+
+@implements("decode_attention", "reference")
+def reference_decode_attention(q, cache, lengths, block_table, scale: float, out) -> None:
+    """As :func:`decode_attention`."""
+    cu_queries = torch.arange(len(q) + 1, dtype=torch.int32)
+    out.copy_(paged_attention_fp8(q, cache, cu_queries, lengths, block_table, scale))
+
+
+@implements("decode_attention", "flash_attention_3")
+def flash_decode_attention(q, cache, lengths, block_table, scale: float, out) -> None:
+    """As :func:`decode_attention`; waits for the device to learn the lengths."""
+    cu_queries = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
+    held = lengths.tolist()
+    chunk_attention(q, cache, cu_queries, 1, lengths, held, block_table, scale, out)
+
+
+def native_supports_decode_attention(q, cache, lengths, block_table, scale: float, out) -> bool:
+    """Whether the native kernel computes this call."""
+    rows = all(x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.stride(0) % 8 == 0 for x in (q, out))
+    return q.shape[1] // cache.shape[1] <= MOST_QUERY_HEADS and rows and native.unavailable() is None
+
+
+@implements("decode_attention", "native", supports=native_supports_decode_attention)
+def native_decode_attention(q, cache, lengths, block_table, scale: float, out) -> None:
+    """As :func:`decode_attention`."""
+    if not native_supports_decode_attention(q, cache, lengths, block_table, scale, out):
+        raise ValueError(
+            f"native does not support decode_attention of q {tuple(q.shape)} strides {q.stride()} over a cache "
+            f"{tuple(cache.shape)}{native.why()}; use backend flash_attention_3."
+        )
+    native.operators().decode_attention(q, cache, lengths, block_table, scale, cache.shape[2], out)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of one new token of each request to its cache, the token's own key and value included; no gradient.
+
+    Args:
+        q: ``[R, H, 128]`` BF16. cache: uint8 ``[pages, Hkv, units, 4128]`` (reference/kv_cache.py), ``Hkv`` dividing
+            ``H``.
+        lengths: int32 ``[R]`` tokens of each request; the result of a request of 0 is zero or anything.
+        block_table: int32 ``[R, most pages]``, rows contiguous. scale: factor of the scores.
+        out: ``[R, H, 128]`` BF16 to write to.
+
+    Returns:
+        ``[R, H, 128]`` BF16: ``out``, where it was given.
+
+    Raises:
+        TypeError: ``q`` is not BF16. ValueError: heads that are not of 128.
+    """
+    require_bf16("decode_attention", q=q)
+    check_head_dim(q.shape[-1])
+    out = torch.empty_like(q) if out is None else out
+    call = (q, cache, lengths, block_table, scale, out)
+    if len(q):
+        lookup("decode_attention", q.device, *call)(*call)
+    return out
+
+
+def chunk_attention(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    cu_queries: torch.Tensor,
+    most_queries: int,
+    lengths: torch.Tensor,
+    held: list[int],
+    block_table: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """Attention of each request's newest tokens on a GPU, by FlashAttention 3 over dequantized keys and values.
+
+    Args:
+        q: ``[N, H, 128]`` BF16, the requests' new tokens one request after another; ``cu_queries`` int32 ``[R + 1]``.
+        cache, lengths, block_table, scale, out: as for :func:`decode_attention`, of ``R`` requests.
+        most_queries, held: the most new tokens of one request, and ``lengths`` on the host.
+    """
+    cu_lengths = torch.zeros(len(held) + 1, dtype=torch.int32, device=q.device)
+    torch.cumsum(lengths, 0, out=cu_lengths[1:])
+    longest = max(held)
+    keys, values = read_kv(cache, block_table, lengths, cu_lengths, sum(held), longest)
+    vllm_kernels.flash_attention_3_chunks(q, keys, values, cu_queries, cu_lengths, most_queries, longest, scale, out)

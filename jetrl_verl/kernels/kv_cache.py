@@ -1,0 +1,342 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The FP8 KV cache (reference/kv_cache.py) on both sides: what the trainer does to keys and values, and what the pages
+of a rollout hold and give.
+
+The trainer quantizes and dequantizes keys and values in one step after rotary (:func:`quantize_kv`), keeps the FP8
+data for its backward, a little more than half of BF16's bytes, and dequantizes them there again. The rollout writes
+the same data into its pages (:func:`write_kv`), whoever brings a token: a prompt, a chunk, a decode step, a request
+that comes back. A chunk reads the tokens of its requests as rows of BF16 (:func:`read_kv`); a decode step never does
+(decode_attention.py).
+
+All of it works on one head of one token at a time, so no batch, chunk or page size reaches a bit.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from jetrl_verl import reference
+from jetrl_verl.kernels.device.e4m3 import GROUP, decode, encode, magnitude_bits, reciprocal_of, scale_of
+from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.operator import operator, require_bf16
+from jetrl_verl.reference import FP8_DTYPE, QuantizedTensor
+from jetrl_verl.reference.kv_cache import HEAD_DIM, UNIT_BYTES, UNIT_TOKENS
+
+_ROWS = 16
+"""Heads of tokens that a program quantizes."""
+_CHUNK = tl.constexpr(16)
+_TOKENS = tl.constexpr(UNIT_TOKENS)
+_MATRIX = tl.constexpr(UNIT_TOKENS * HEAD_DIM)
+_UNIT_BYTES = tl.constexpr(UNIT_BYTES)
+
+
+class QuantizedKV(NamedTuple):
+    """Keys and values of some tokens: qdata ``[T, H, 128]`` E4M3, scales ``[T, H]`` uint8, biased exponents."""
+
+    key: torch.Tensor
+    key_scales: torch.Tensor
+    value: torch.Tensor
+    value_scales: torch.Tensor
+
+
+# ---- the trainer's side ---------------------------------------------------------------------------------------------
+
+
+@implements("quantize_kv", "reference")
+def reference_quantize_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The four of :class:`QuantizedKV` and the dequantized keys and values, BF16."""
+    quantized = [reference.quantize_heads(x) for x in (k, v)]
+    return *quantized[0], *quantized[1], *(reference.dequantize_heads(q) for q in quantized)
+
+
+@implements("dequantize_kv", "reference")
+def reference_dequantize_kv(key, key_scales, value, value_scales) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values BF16."""
+    pairs = ((key, key_scales), (value, value_scales))
+    return tuple(reference.dequantize_heads(QuantizedTensor(*pair)) for pair in pairs)
+
+
+@triton.jit
+def _quantized(x):
+    """FP32 rows [R, 128]: uint8 qdata, their biased exponents [R], their values."""
+    bits = tl.max(magnitude_bits(x), axis=1)
+    scale = scale_of(bits, True)
+    qdata = encode(x, scale[:, None], reciprocal_of(scale, bits, True)[:, None], True)
+    # A head with an Inf or NaN has NaN data; its scale says so, too.
+    exponent = tl.where(bits >= 0x7F800000, 255, scale.to(tl.int32, bitcast=True) >> 23)
+    return qdata, exponent.to(tl.uint8), decode(qdata) * scale[:, None]
+
+
+@triton.jit
+def _scale(byte):
+    return (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _quantize_rows(x_ptr, qdata_ptr, scales_ptr, out_ptr, token, head, stride_token, stride_head, row, held):
+    lane = tl.arange(0, GROUP)[None, :]
+    source = x_ptr + (token * stride_token + head * stride_head)[:, None] + lane
+    x = tl.load(source, mask=held[:, None], other=0.0).to(tl.float32)
+    qdata, exponent, value = _quantized(x)
+    target = row.to(tl.int64)[:, None] * GROUP + lane
+    tl.store(qdata_ptr + target, qdata, mask=held[:, None])
+    tl.store(scales_ptr + row, exponent, mask=held)
+    tl.store(out_ptr + target, value.to(tl.bfloat16), mask=held[:, None])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _quantize_kernel(
+    k_ptr, v_ptr, key_ptr, key_scales_ptr, value_ptr, value_scales_ptr, k_out_ptr, v_out_ptr, rows,
+    stride_k_token, stride_k_head, stride_v_token, stride_v_head,
+    HEADS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    held = row < rows
+    token, head = (row // HEADS).to(tl.int64), row % HEADS
+    if tl.program_id(1) == 0:
+        _quantize_rows(k_ptr, key_ptr, key_scales_ptr, k_out_ptr, token, head, stride_k_token, stride_k_head, row, held)
+    else:
+        _quantize_rows(
+            v_ptr, value_ptr, value_scales_ptr, v_out_ptr, token, head, stride_v_token, stride_v_head, row, held
+        )
+
+
+@implements("quantize_kv", "triton")
+def triton_quantize_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As :func:`reference_quantize_kv`, in one launch."""
+    tokens, heads, _ = k.shape
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    qdata = [torch.empty(k.shape, dtype=FP8_DTYPE, device=k.device) for _ in range(2)]
+    scales = [torch.empty(k.shape[:2], dtype=torch.uint8, device=k.device) for _ in range(2)]
+    out = [torch.empty(k.shape, dtype=torch.bfloat16, device=k.device) for _ in range(2)]
+    if k.numel():
+        bytes_of = [q.view(torch.uint8) for q in qdata]
+        _quantize_kernel[(triton.cdiv(tokens * heads, _ROWS), 2)](
+            *(k, v, bytes_of[0], scales[0], bytes_of[1], scales[1], *out, tokens * heads),
+            *k.stride()[:2],
+            *v.stride()[:2],
+            HEADS=heads,
+            ROWS=_ROWS,
+        )
+    return qdata[0], scales[0], qdata[1], scales[1], *out
+
+
+@triton.jit
+def _dequantize_rows(qdata_ptr, scales_ptr, out_ptr, row, held):
+    place = row.to(tl.int64)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    value = decode(tl.load(qdata_ptr + place, mask=held[:, None], other=0))
+    value *= _scale(tl.load(scales_ptr + row, mask=held, other=0))[:, None]
+    tl.store(out_ptr + place, value.to(tl.bfloat16), mask=held[:, None])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _dequantize_kernel(
+    key_ptr, key_scales_ptr, value_ptr, value_scales_ptr, k_out_ptr, v_out_ptr, rows, ROWS: tl.constexpr
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if tl.program_id(1) == 0:
+        _dequantize_rows(key_ptr, key_scales_ptr, k_out_ptr, row, row < rows)
+    else:
+        _dequantize_rows(value_ptr, value_scales_ptr, v_out_ptr, row, row < rows)
+
+
+@implements("dequantize_kv", "triton")
+def triton_dequantize_kv(key, key_scales, value, value_scales) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`reference_dequantize_kv`, in one launch."""
+    out = [torch.empty(key.shape, dtype=torch.bfloat16, device=key.device) for _ in range(2)]
+    if rows := key_scales.numel():
+        _dequantize_kernel[(triton.cdiv(rows, _ROWS), 2)](
+            *(key.view(torch.uint8), key_scales, value.view(torch.uint8), value_scales, *out, rows), ROWS=_ROWS
+        )
+    return out[0], out[1]
+
+
+def _fake_quantize_kv(k, v):
+    def shaped(dtype, shape):
+        return k.new_empty(shape, dtype=dtype)
+
+    quantized = (shaped(FP8_DTYPE, k.shape), shaped(torch.uint8, k.shape[:2]))
+    return *quantized, *(torch.empty_like(x) for x in quantized), *(k.new_empty(k.shape) for _ in range(2))
+
+
+def _fake_dequantize_kv(key, key_scales, value, value_scales):
+    return tuple(key.new_empty(key.shape, dtype=torch.bfloat16) for _ in range(2))
+
+
+@operator("quantize_kv(Tensor k, Tensor v) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", fake=_fake_quantize_kv)
+def _quantize_kv(k, v):
+    return lookup("quantize_kv", k.device)(k, v)
+
+
+@operator(
+    "dequantize_kv(Tensor key, Tensor key_scales, Tensor value, Tensor value_scales) -> (Tensor, Tensor)",
+    fake=_fake_dequantize_kv,
+)
+def _dequantize_kv(key, key_scales, value, value_scales):
+    return lookup("dequantize_kv", key.device)(key, key_scales, value, value_scales)
+
+
+def quantize_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[QuantizedKV, torch.Tensor, torch.Tensor]:
+    """Keys and values as the cache holds them, and what attention sees of them. No gradient: attention.py has it.
+
+    Args:
+        k, v: ``[T, H, 128]`` BF16; features contiguous, tokens and heads anywhere.
+
+    Returns:
+        The FP8 data, and dequantized keys and values ``[T, H, 128]`` BF16.
+
+    Raises:
+        TypeError: an operand is not BF16. ValueError: heads that are not of 128, or two shapes.
+    """
+    require_bf16("quantize_kv", k=k, v=v)
+    if k.shape != v.shape or k.ndim != 3 or k.shape[-1] != HEAD_DIM:
+        raise ValueError(
+            f"quantize_kv: keys {tuple(k.shape)} and values {tuple(v.shape)} are not [T, H, {HEAD_DIM}] of one shape"
+        )
+    *quantized, k_seen, v_seen = _quantize_kv(k, v)
+    return QuantizedKV(*quantized), k_seen, v_seen
+
+
+def dequantize_kv(quantized: QuantizedKV) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values ``[T, H, 128]`` BF16, what :func:`quantize_kv` has returned beside them."""
+    return _dequantize_kv(*quantized)
+
+
+# ---- the rollout's pages --------------------------------------------------------------------------------------------
+
+
+@implements("write_kv", "reference")
+def reference_write_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """In place."""
+    reference.write_cache(cache, reference.quantize_heads(k), reference.quantize_heads(v), slots)
+
+
+@triton.jit
+def _write_head(x_ptr, unit_ptr, scales_ptr, row):
+    feature = tl.arange(0, GROUP)
+    qdata, exponent, _ = _quantized(tl.load(x_ptr + feature)[None, :].to(tl.float32))
+    place = row * GROUP + ((feature // _CHUNK) ^ (row % 8)) * _CHUNK + feature % _CHUNK
+    tl.store(unit_ptr + place[None, :], qdata)
+    tl.store(scales_ptr + row + tl.arange(0, 1), exponent)
+
+
+@triton.jit
+def _write_kernel(
+    k_ptr, v_ptr, cache_ptr, slots_ptr, stride_k_token, stride_k_head, stride_v_token, stride_v_head,
+    HEADS: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    if slot >= 0:
+        page, unit, row = slot // (UNITS * _TOKENS), slot // _TOKENS % UNITS, (slot % _TOKENS).to(tl.int32)
+        target = cache_ptr + ((page * HEADS + head) * UNITS + unit) * _UNIT_BYTES
+        _write_head(k_ptr + token * stride_k_token + head * stride_k_head, target, target + 2 * _MATRIX, row)
+        _write_head(
+            v_ptr + token * stride_v_token + head * stride_v_head, target + _MATRIX, target + 2 * _MATRIX + _TOKENS, row
+        )
+
+
+@implements("write_kv", "triton")
+def triton_write_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """As :func:`reference_write_kv`."""
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    if len(slots):
+        _write_kernel[(len(slots), k.shape[1])](
+            *(k, v, cache, slots, *k.stride()[:2], *v.stride()[:2]), HEADS=k.shape[1], UNITS=cache.shape[2], num_warps=1
+        )
+
+
+def write_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """Quantize tokens into a rollout's pages, in place.
+
+    Args:
+        k, v: ``[T, H, 128]`` BF16, at least as many tokens as slots; those beyond are padding.
+        cache: uint8 ``[pages, H, units, 4128]``, contiguous (:func:`jetrl_verl.reference.cache_shape`).
+        slots: int64 ``[T]``, page times block size plus place; negative: the token is not stored.
+    """
+    require_bf16("write_kv", k=k, v=v)
+    _check_cache("write_kv", cache)
+    count = len(slots)
+    lookup("write_kv", k.device)(k[:count], v[:count], cache, slots)
+
+
+@implements("read_kv", "reference")
+def reference_read_kv(cache, block_table, lengths, cu_lengths, total: int, longest: int):
+    """As :func:`read_kv`."""
+    units = cache.shape[2]
+    pages = -(-longest // (units * UNIT_TOKENS))
+    keys, values = reference.read_cache(cache[block_table[:, :pages].long()])
+    held = torch.arange(pages * units * UNIT_TOKENS, device=cache.device) < lengths[:, None]
+    # [R, pages, H, block size, 128] as tokens of requests.
+    return tuple(x.transpose(2, 3).flatten(1, 2)[held] for x in (keys, values))
+
+
+@triton.jit
+def _read_matrix(matrix_ptr, scales_ptr, out_ptr, token, held, stride_token):
+    row, feature = tl.arange(0, _TOKENS)[:, None], tl.arange(0, GROUP)[None, :]
+    place = row * GROUP + ((feature // _CHUNK) ^ (row % 8)) * _CHUNK + feature % _CHUNK
+    value = decode(tl.load(matrix_ptr + place)) * _scale(tl.load(scales_ptr + tl.arange(0, _TOKENS)))[:, None]
+    tl.store(out_ptr + token[:, None] * stride_token + feature, value.to(tl.bfloat16), mask=held[:, None])
+
+
+@triton.jit(do_not_specialize=["stride_table"])
+def _read_kernel(
+    cache_ptr, table_ptr, lengths_ptr, cu_lengths_ptr, k_ptr, v_ptr, stride_table,
+    HEADS: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    unit, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths_ptr + request)
+    place = unit * _TOKENS + tl.arange(0, _TOKENS)
+    if unit * _TOKENS < length:
+        page = tl.load(table_ptr + request.to(tl.int64) * stride_table + unit // UNITS).to(tl.int64)
+        source = cache_ptr + ((page * HEADS + head) * UNITS + unit % UNITS) * _UNIT_BYTES
+        token = tl.load(cu_lengths_ptr + request).to(tl.int64) + place
+        scales = source + 2 * _MATRIX
+        held = place < length
+        _read_matrix(source, scales, k_ptr + head * GROUP, token, held, HEADS * GROUP)
+        _read_matrix(source + _MATRIX, scales + _TOKENS, v_ptr + head * GROUP, token, held, HEADS * GROUP)
+
+
+@implements("read_kv", "triton")
+def triton_read_kv(cache, block_table, lengths, cu_lengths, total: int, longest: int):
+    """As :func:`read_kv`."""
+    heads, units = cache.shape[1:3]
+    out = [torch.empty((total, heads, HEAD_DIM), dtype=torch.bfloat16, device=cache.device) for _ in range(2)]
+    if total:
+        _read_kernel[(triton.cdiv(longest, UNIT_TOKENS), heads, len(lengths))](
+            *(cache, block_table, lengths, cu_lengths, *out, block_table.stride(0)), HEADS=heads, UNITS=units
+        )
+    return out[0], out[1]
+
+
+def read_kv(
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    cu_lengths: torch.Tensor,
+    total: int,
+    longest: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens that requests hold, dequantized, one request after another.
+
+    Args:
+        cache: uint8 ``[pages, H, units, 4128]``. block_table: int32 ``[R, most pages]``, contiguous rows.
+        lengths: int32 ``[R]`` tokens of each request. cu_lengths: int32 ``[R + 1]``, their sums from 0 on.
+        total, longest: sum and maximum of the lengths, which the caller knows without asking the device.
+
+    Returns:
+        Keys and values ``[total, H, 128]`` BF16.
+    """
+    _check_cache("read_kv", cache)
+    return lookup("read_kv", cache.device)(cache, block_table, lengths, cu_lengths, total, longest)
+
+
+def _check_cache(operation: str, cache: torch.Tensor) -> None:
+    if cache.dtype != torch.uint8 or cache.ndim != 4 or cache.shape[3] != UNIT_BYTES or not cache.is_contiguous():
+        raise ValueError(
+            f"{operation}: a cache {cache.dtype} {tuple(cache.shape)} is not contiguous uint8 [pages, KV heads, "
+            f"units of {UNIT_TOKENS} tokens, {UNIT_BYTES}]"
+        )

@@ -1,0 +1,120 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The FP8 KV cache: keys and values as E4M3 with a power-of-two scale per token and KV head, and how pages hold them.
+
+**Numbers.** A head of a token is one 1x128 group under the rule ``pow2`` (quantize.py, with its edge rules), made when
+the token is written, from that head alone: no calibration, nothing to sync, and nothing of a batch can reach it. An
+E4M3 number times a power of two fits into BF16 without rounding, so attention over the cache is BF16 attention over the
+dequantized numbers, by any kernel. (A head whose maximum rounds up to 2^128 holds an infinity, and says so.)
+
+**Pages.** A page holds ``block_size`` tokens of every KV head, head by head, in units of 16 tokens, so that what one
+thread block reads of a page is one contiguous piece, which the copy engine fetches by one instruction:
+
+    keys    [16, 128]   E4M3; the 16-byte chunk c of token r lies at place c ^ (r % 8)
+    values  [16, 128]   likewise
+    key scales    [16]  biased exponents, ``scale = 2^(byte - 127)``; 255 for a head with an Inf or NaN
+    value scales  [16]
+
+That is 4,128 bytes, 258 a token and head where BF16 has 512. The exchange of chunks keeps readers of a column of tokens
+out of each other's banks of shared memory (csrc/sm90_decode_attention.cu).
+"""
+
+import torch
+
+from jetrl_verl.reference.constants import BLOCK, FP8_DTYPE
+from jetrl_verl.reference.quantize import quantize_1x128
+from jetrl_verl.reference.tensor import QuantizedTensor
+
+HEAD_DIM = BLOCK
+"""Features of a head: one group."""
+
+UNIT_TOKENS = 16
+"""Tokens of a unit; a page's block size is a multiple of it."""
+
+TOKEN_BYTES = HEAD_DIM + 1
+"""Of one token's key or value of one head: its data and its scale."""
+
+UNIT_BYTES = 2 * UNIT_TOKENS * TOKEN_BYTES
+
+_CHUNK = 16
+_MATRIX = UNIT_TOKENS * HEAD_DIM
+
+
+def _places() -> torch.Tensor:
+    """``[16, 8]`` place of each chunk of each token; its own inverse."""
+    return torch.arange(HEAD_DIM // _CHUNK) ^ (torch.arange(UNIT_TOKENS) % 8)[:, None]
+
+
+def quantize_heads(x: torch.Tensor) -> QuantizedTensor:
+    """Keys or values of some tokens as a cache holds them.
+
+    Args:
+        x: ``[T, H, 128]`` BF16.
+
+    Returns:
+        qdata ``[T, H, 128]`` E4M3, scales ``[T, H]`` uint8, the biased exponents of the powers of two. A head with an
+        Inf or NaN has NaN qdata and the scale 255, so that a kernel that only looks at scales sees it.
+    """
+    qdata, scales = quantize_1x128(x, "pow2")
+    exponents = (scales.squeeze(-1).contiguous().view(torch.int32) >> 23).to(torch.uint8)
+    return QuantizedTensor(qdata, exponents.masked_fill(~x.isfinite().all(dim=-1), 255))
+
+
+def dequantize_heads(heads: QuantizedTensor) -> torch.Tensor:
+    """``[..., 128]`` BF16 of qdata ``[..., 128]`` and biased exponents ``[...]``, exact."""
+    scales = (heads.scales.to(torch.int32) << 23).view(torch.float32)
+    return (heads.qdata.float() * scales.unsqueeze(-1)).to(torch.bfloat16)
+
+
+def cache_shape(pages: int, block_size: int, kv_heads: int) -> tuple[int, int, int, int]:
+    """Shape of a cache, uint8.
+
+    Raises:
+        ValueError: a block size that is no multiple of 16.
+    """
+    if block_size % UNIT_TOKENS:
+        raise ValueError(
+            f"A block size of {block_size} tokens is not supported with an FP8 KV cache. Set a multiple of "
+            f"{UNIT_TOKENS}."
+        )
+    return pages, kv_heads, block_size // UNIT_TOKENS, UNIT_BYTES
+
+
+def _parts(cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Views of units ``[..., 4128]``: data of keys and of values ``[..., 16, 8, 16]``, scales of both ``[..., 16]``."""
+    keys, values, *scales = cache.split([_MATRIX, _MATRIX, UNIT_TOKENS, UNIT_TOKENS], dim=-1)
+    shape = (UNIT_TOKENS, HEAD_DIM // _CHUNK, _CHUNK)
+    return *(data.unflatten(-1, shape) for data in (keys, values)), *scales
+
+
+def write_cache(cache: torch.Tensor, keys: QuantizedTensor, values: QuantizedTensor, slots: torch.Tensor) -> None:
+    """Store tokens, in place.
+
+    Args:
+        cache: uint8 of :func:`cache_shape`.
+        keys, values: of :func:`quantize_heads`, ``T`` tokens.
+        slots: ``[T]`` where each token goes, page times block size plus its place in the page; negative for none.
+    """
+    block_size = cache.shape[2] * UNIT_TOKENS
+    held = (slots >= 0).nonzero().squeeze(1)
+    slots = slots[held].long()
+    page, unit, row = slots // block_size, slots % block_size // UNIT_TOKENS, slots % UNIT_TOKENS
+    places = _places().to(cache.device)[row][:, None, :, None]
+    *data, key_scales, value_scales = _parts(cache)
+    for part, heads in zip(data, (keys, values), strict=True):
+        chunks = heads.qdata[held].view(torch.uint8).unflatten(-1, (-1, _CHUNK))
+        part[page, :, unit, row] = chunks.gather(2, places.expand_as(chunks))
+    key_scales[page, :, unit, row] = keys.scales[held]
+    value_scales[page, :, unit, row] = values.scales[held]
+
+
+def read_cache(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values ``[..., H, block size, 128]`` BF16 of pages ``[..., H, units, 4128]``."""
+    places = _places().to(pages.device)[:, :, None]
+    *data, key_scales, value_scales = _parts(pages)
+
+    def read(part: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        qdata = part.gather(-2, places.expand(part.shape)).flatten(-2).view(FP8_DTYPE)
+        return dequantize_heads(QuantizedTensor(qdata, scales)).flatten(-3, -2)
+
+    return read(data[0], key_scales), read(data[1], value_scales)

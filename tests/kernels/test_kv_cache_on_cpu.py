@@ -1,0 +1,147 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The FP8 KV cache's operations on the CPU: attention over it in the trainer and over pages, what backward saves, and
+what its Triton kernels become on Hopper (their results: operations_interpreter_cases.py)."""
+
+import re
+
+import pytest
+import torch
+from reference_operations import attention as exact_attention
+from test_triton_for_hopper import ptx_for_hopper
+from torch.utils.checkpoint import checkpoint
+
+from jetrl_verl import kernels, reference
+from jetrl_verl.kernels.kv_cache import _dequantize_kernel, _quantize_kernel, _read_kernel, _write_kernel
+
+SCALE = 128**-0.5
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).bfloat16()
+
+
+def packed(*lengths: int) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def seen(x: torch.Tensor) -> torch.Tensor:
+    return reference.dequantize_heads(reference.quantize_heads(x))
+
+
+def test_attention_is_that_over_quantized_keys_and_values():
+    lengths = (5, 130, 1)
+    cu = packed(*lengths)
+    q, k, v = normal(136, 4, 128), normal(136, 2, 128, seed=1), normal(136, 2, 128, seed=2)
+    k[:, :, 9] *= 100
+    found = kernels.attention(q, k, v, cu, 130, SCALE, "fp8")
+    assert torch.equal(found, kernels.attention(q, seen(k), seen(v), cu, 130, SCALE))
+    assert not torch.equal(found, kernels.attention(q, k, v, cu, 130, SCALE))
+
+
+def test_quantized_keys_and_values_lie_on_the_grids_of_the_cpus_attention():
+    """So that a cache needs no second form: every code under every scale, beside a head's largest number."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    finite = codes[~codes.float().isnan()].float()
+    for exponent in (-63, -20, 0, 30):
+        x = torch.zeros(len(finite), 1, 128)
+        x[:, 0, 0], x[:, 0, 1] = finite, 256
+        x = (x * 2.0**exponent).bfloat16()
+        assert torch.equal(seen(x), x) and torch.equal(kernels.cache_form(x), x)
+
+
+def test_gradients_are_straight_through_and_fp8_data_is_what_is_saved():
+    lengths = (37, 64, 3)
+    cu, tokens = packed(*lengths), sum(lengths)
+    inputs = [normal(tokens, 4, 128), normal(tokens, 2, 128, seed=1), normal(tokens, 2, 128, seed=2)]
+    ours = [x.clone().requires_grad_() for x in inputs]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        out = kernels.attention(*ours, cu, max(lengths), SCALE, "fp8")
+    gradient = normal(*out.shape, seed=9)
+    out.backward(gradient)
+    exact = [x.double().requires_grad_() for x in (inputs[0], seen(inputs[1]), seen(inputs[2]))]
+    exact_attention(*exact, cu, SCALE).backward(gradient.double())
+    for mine, theirs in zip(ours, exact, strict=True):
+        assert (mine.grad.double() - theirs.grad).norm() <= 2**-8 * theirs.grad.norm()
+    of_keys = [x for x in saved if x.dtype in (torch.float8_e4m3fn, torch.uint8)]
+    assert sum(x.numel() * x.itemsize for x in of_keys) == 2 * tokens * 2 * 129
+    assert [x.shape for x in saved if x.dtype == torch.bfloat16] == [inputs[0].shape]
+
+
+def test_activation_checkpointing_changes_no_gradient():
+    cu = packed(20)
+    inputs = [normal(20, 4, 128), normal(20, 2, 128, seed=1), normal(20, 2, 128, seed=2)]
+    found = []
+    for checkpointed in (False, True):
+        ours = [x.clone().requires_grad_() for x in inputs]
+        call = (kernels.attention, *ours, cu, 20, SCALE, "fp8")
+        out = checkpoint(*call, use_reentrant=False) if checkpointed else call[0](*call[1:])
+        out.backward(normal(20, 4, 128, seed=9))
+        found.append([x.grad for x in ours])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_pages_give_what_the_trainer_sees_for_any_chunks():
+    """Three requests over scattered pages, in chunks and single steps, against whole packed sequences."""
+    lengths, block_size = (37, 70, 1), 32
+    cu, tokens = packed(*lengths), sum(lengths)
+    q, k, v = normal(tokens, 4, 128), normal(tokens, 2, 128, seed=1), normal(tokens, 2, 128, seed=2)
+    whole = kernels.attention(q, k, v, cu, max(lengths), SCALE, "fp8")
+    cache = torch.full(reference.cache_shape(7, block_size, 2), 255, dtype=torch.uint8)
+    table = torch.tensor([[6, 1, 0], [2, 5, 3], [4, 0, 0]], dtype=torch.int32)
+    steps = {0: [20, 1, 16], 1: [33, 36, 1], 2: [0, 1, 0]}
+    done = [0, 0, 0]
+    for step in range(3):
+        fresh = [steps[r][step] for r in range(3)]
+        index = torch.cat([torch.arange(done[r], done[r] + fresh[r]) + cu[r] for r in range(3)])
+        places = [(r, p) for r in range(3) for p in range(done[r], done[r] + fresh[r])]
+        slots = [table[r, p // block_size] * block_size + p % block_size for r, p in places]
+        kernels.write_kv(k[index], v[index], cache, torch.tensor(slots))
+        done = [d + f for d, f in zip(done, fresh, strict=True)]
+        held = torch.tensor(done, dtype=torch.int32)
+        out = kernels.paged_attention_fp8(q[index], cache, packed(*fresh), held, table, SCALE)
+        assert torch.equal(out, whole[index])
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda k: kernels.quantize_kv(k.float(), k), "k is torch.float32, expected torch.bfloat16"),
+        (lambda k: kernels.quantize_kv(k[..., :64], k[..., :64]), r"\(3, 2, 64\) are not \[T, H, 128\]"),
+        (lambda k: kernels.quantize_kv(k, k[:2]), r"values \(2, 2, 128\) are not"),
+        (lambda k: kernels.write_kv(k, k, torch.zeros(2, 2, 16, 256), torch.arange(3)), "is not contiguous uint8"),
+        (lambda k: kernels.attention(k, k, k, packed(3), 3, SCALE, "int4"), "there is no KV cache 'int4'; choose one"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, sentence):
+    with pytest.raises((TypeError, ValueError), match=sentence):
+        call(normal(3, 2, 128))
+
+
+def test_the_fake_implementations_agree():
+    k, v = normal(6, 2, 128), normal(6, 2, 128, seed=1)
+    for operator, inputs in (
+        (torch.ops.jetrl.quantize_kv, (k, v)),
+        (torch.ops.jetrl.dequantize_kv, tuple(kernels.quantize_kv(k, v)[0])),
+    ):
+        torch.library.opcheck(operator, inputs, test_utils=("test_faketensor",))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "constants", "converts"),
+    [
+        (_quantize_kernel, {"HEADS": 8, "ROWS": 16}, True),
+        (_dequantize_kernel, {"ROWS": 16}, False),
+        (_write_kernel, {"HEADS": 8, "UNITS": 1}, True),
+        (_read_kernel, {"HEADS": 8, "UNITS": 1}, False),
+    ],
+    ids=["quantize", "dequantize", "write", "read"],
+)
+def test_the_kernels_compile_for_hopper(kernel, constants, converts):
+    types = dict.fromkeys(("k_ptr", "v_ptr", "k_out_ptr", "v_out_ptr"), "*bf16")
+    types |= dict.fromkeys(("key_ptr", "key_scales_ptr", "value_ptr", "value_scales_ptr", "cache_ptr"), "*u8")
+    types |= {"slots_ptr": "*i64"} | dict.fromkeys(("table_ptr", "lengths_ptr", "cu_lengths_ptr"), "*i32")
+    ptx = ptx_for_hopper(kernel, types, constants, num_warps=1 if kernel is _write_kernel else 4)
+    assert bool(re.search(r"cvt\.rn\.satfinite\.e4m3x2\.f32", ptx)) == converts
+    assert not re.search(r"\b(atom|red)\.|div\.", ptx)

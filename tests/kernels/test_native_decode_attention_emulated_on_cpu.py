@@ -1,0 +1,202 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The decode kernel of the FP8 KV cache, its own source run on a CPU by tests/emulator: the bits of FlashAttention 3's
+order of arithmetic (flash_attention_order.py), and no race, deadlock or stray access under any interleaving tried.
+
+That FlashAttention 3 itself has these bits can only be seen on a GPU: test_kv_cache_on_gpu.py.
+"""
+
+import shutil
+from pathlib import Path
+
+import flash_attention_order
+import native_emulator
+import numpy as np
+import pytest
+import torch
+from native_emulator import CSRC, Emulator
+
+from jetrl_verl import reference
+
+pytestmark = pytest.mark.timeout(600)
+SCALE = 128**-0.5
+KERNELS = "sm90_decode_attention"
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> Path:
+    return native_emulator.build(tmp_path_factory.mktemp("emulated"), kernels=KERNELS)
+
+
+@pytest.fixture(scope="module")
+def emulator(library) -> Emulator:
+    return Emulator(library)
+
+
+class Case:
+    """Requests with tokens in scattered pages, between bytes that nobody has written."""
+
+    def __init__(self, lengths, group=4, kv_heads=2, block_size=16, seed=0, key=None, value=None):
+        generator = torch.Generator().manual_seed(seed + sum(lengths))
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        self.group, self.lengths = group, torch.tensor(lengths, dtype=torch.int32)
+        pages = [-(-n // block_size) for n in lengths]
+        numbers = torch.randperm(sum(pages), generator=generator).to(torch.int32).split(pages)
+        self.table = torch.nn.utils.rnn.pad_sequence(numbers, batch_first=True, padding_value=-1)
+        # As data NaN, as scales NaN.
+        self.cache = torch.full(reference.cache_shape(sum(pages), block_size, kv_heads), 255, dtype=torch.uint8)
+        # Queries in a wider row, as of a merged projection.
+        wide = normal(len(lengths), (group + 2) * kv_heads, 128).bfloat16()
+        self.q = wide[:, : group * kv_heads]
+        self.keys, self.values = [], []
+        for request, n in enumerate(lengths):
+            k, v = normal(n, kv_heads, 128), normal(n, kv_heads, 128)
+            k, v = (x if change is None else change(x) for x, change in ((k, key), (v, value)))
+            k, v = k.bfloat16(), v.bfloat16()
+            place = torch.arange(n)
+            slots = self.table[request, place // block_size].long() * block_size + place % block_size
+            quantized = [reference.quantize_heads(x) for x in (k, v)]
+            reference.write_cache(self.cache, *quantized, slots)
+            self.keys.append(reference.dequantize_heads(quantized[0]))
+            self.values.append(reference.dequantize_heads(quantized[1]))
+
+    def want(self) -> torch.Tensor:
+        out = torch.empty(self.q.shape, dtype=torch.bfloat16)
+        for r, head in np.ndindex(len(self.lengths), self.keys[0].shape[1]):
+            heads = slice(head * self.group, head * self.group + self.group)
+            operands = (self.q[r, heads], self.keys[r][:, head], self.values[r][:, head])
+            found = flash_attention_order.attention(*(x.double().numpy() for x in operands), SCALE)
+            out[r, heads] = torch.from_numpy(found).bfloat16()
+        return out
+
+    def run(self, emulator: Emulator, seed: int = 0) -> torch.Tensor:
+        out = torch.full(self.q.shape, torch.nan, dtype=torch.bfloat16)
+        emulator.decode_attention(self.q, self.cache, self.lengths, self.table, SCALE, out, seed)
+        return out
+
+
+def check(emulator: Emulator, case: Case, seed: int = 0) -> None:
+    got, want = case.run(emulator, seed), case.want()
+    assert torch.equal(got.view(torch.int16), want.view(torch.int16))
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 127, 128, 129, 300])
+def test_lengths(emulator, length):
+    check(emulator, Case([length], kv_heads=1), seed=length)
+
+
+@pytest.mark.parametrize("group", range(1, 9))
+def test_query_heads_of_a_kv_head(emulator, group):
+    check(emulator, Case([140], group=group, kv_heads=1))
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 48, 128, 256])
+def test_requests_and_pages(emulator, block_size):
+    check(emulator, Case([130, 1, 37], group=2, block_size=block_size), seed=block_size)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_interleavings(emulator, seed):
+    """More blocks than the rings have stages."""
+    check(emulator, Case([700], group=4, kv_heads=1), seed)
+
+
+def outlier(x: torch.Tensor) -> torch.Tensor:
+    x[..., 9] *= 100
+    return x
+
+
+def of_every_size(x: torch.Tensor) -> torch.Tensor:
+    return x * 2.0 ** (torch.arange(x.shape[0]) % 41 - 20)[:, None, None]
+
+
+def huge(x: torch.Tensor) -> torch.Tensor:
+    """Scales above 2^7, which take two factors; one of them alone in its group."""
+    x[::3] *= 2.0**30
+    return x
+
+
+def tiny(x: torch.Tensor) -> torch.Tensor:
+    return x * 2.0**-58
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [(outlier, outlier), (None, of_every_size), (None, huge), (tiny, tiny), (of_every_size, None)],
+)
+def test_outliers_and_numbers_of_every_size(emulator, key, value):
+    check(emulator, Case([200], kv_heads=1, key=key, value=value))
+
+
+@pytest.mark.parametrize("which", ["key", "value"])
+@pytest.mark.parametrize("number", [float("inf"), float("nan")])
+def test_what_is_not_finite_stays_so(emulator, which, number):
+    def plant(x: torch.Tensor) -> torch.Tensor:
+        x[5, 0, 3] = number
+        return x
+
+    assert Case([40], kv_heads=1, **{which: plant}).run(emulator).isnan().all()
+
+
+def test_a_request_of_no_tokens_is_zero(emulator):
+    case = Case([20, 30])
+    case.lengths[1] = 0
+    out = case.run(emulator)
+    assert (out[1] == 0).all() and torch.equal(out[0], case.want()[0])
+
+
+def test_the_order_of_arithmetic_is_attention():
+    case = Case([333], group=4, kv_heads=1)
+    q, k, v = case.q[0].double(), case.keys[0][:, 0].double(), case.values[0][:, 0].double()
+    exact = (q @ k.T * SCALE).softmax(dim=-1) @ v
+    assert (case.want()[0].double() - exact).norm() < 2**-8 * exact.norm()
+
+
+GIVES_BACK = """    sm90::sync_warp();
+    if (sm90::elect_one()) {
+      sm90::barrier_arrive(barriers.scores_full(ring));"""
+FAULTS = {
+    "scores are given on before all lanes have written them": (GIVES_BACK, GIVES_BACK.partition("\n")[2]),
+    "P is overwritten": (
+        'if (i >= 2) sm90::barrier_wait(barriers.p_empty(ring), ((i >> 1) - 1) & 1, "p_empty", ring);',
+        "",
+    ),
+    "scores are overwritten": (
+        'if (i >= 2) sm90::barrier_wait(barriers.scores_empty(ring), ((i >> 1) - 1) & 1, "scores_empty", ring);',
+        "",
+    ),
+    "keys are overwritten": ("if (blocks - 1 - block >= Shape::kStages)", "if (false)"),
+    "values behind the last are read": ("if (16 * unit + key >= left) w[k] = 0, scale[k] = 127;", ""),
+    "a key has another's scale": ("s1 = scales[g + 8];", "s1 = scales[g];"),
+    "chunks lie where they lie": ("(k ^ (g & 7)) * 16", "k * 16"),
+}
+"""What is wrong with a kernel -> what its source says, and what it says instead."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(library, tmp_path, fault):
+    before, after = FAULTS[fault]
+    csrc = shutil.copytree(CSRC, tmp_path / "csrc")
+    source = csrc / f"{KERNELS}.cu"
+    text = source.read_text()
+    assert text.count(before) == 1
+    source.write_text(text.replace(before, after))
+    faulty = Emulator(native_emulator.build(tmp_path, csrc, KERNELS, machine=library.parent))
+    case = Case([700, 30], kv_heads=1)
+    want = case.want()
+    for seed in range(12):
+        try:
+            if not torch.equal(case.run(faulty, seed).view(torch.int16), want.view(torch.int16)):
+                return
+        except RuntimeError:
+            return
+    pytest.fail("nobody notices")
+
+
+def test_more_query_heads_are_refused(emulator):
+    case = Case([20], group=9, kv_heads=1)
+    with pytest.raises(RuntimeError, match="more than 8 query heads of a KV head are not supported"):
+        case.run(emulator)

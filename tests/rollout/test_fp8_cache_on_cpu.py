@@ -1,0 +1,158 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""An FP8 KV cache in a real vLLM on the CPU: the trainer's log-probabilities in all 32 bits, in twice the tokens.
+
+The engine and its questions are those of test_exact_rollout_on_cpu.py: prefix caching, chunked prefill and preemption
+happen, and the trainer is fed with batches cut in other ways.
+"""
+
+import pytest
+import torch
+import vllm_engine
+from test_exact_rollout_on_cpu import (
+    TEMPERATURES,
+    TOKENS,
+    Rollout,
+    build_policy,
+    build_trainer,
+    differences,
+    prompts_with_shared_prefixes,
+    stream,
+)
+from vllm_engine import sync
+
+from jetrl_verl import kernels
+from jetrl_verl.config.options import JetConfig
+from jetrl_verl.reference import cache_shape
+from jetrl_verl.rollout import cpu_attention
+from jetrl_verl.sync.contract import ContractViolation
+
+FAMILY = "qwen3"
+BLOCK_SIZE, PAGES = 16, 24
+SHARED = JetConfig("jet_fp8_exact", train="fp8", rollout="fp8", operations="shared", kv_cache="fp8")
+BASELINE = JetConfig("fp8_rollout", train="bf16", rollout="fp8", kv_cache="fp8")
+
+
+def start(folder, options: JetConfig, **changes):
+    build_policy(FAMILY, 0).to(torch.bfloat16).save_pretrained(folder)
+    small = dict(
+        load_format="dummy",
+        max_model_len=128,
+        max_num_batched_tokens=32,
+        enable_chunked_prefill=True,
+        enable_prefix_caching=True,
+        block_size=BLOCK_SIZE,
+        num_gpu_blocks_override=PAGES,
+        logprobs_mode="processed_logprobs",
+    )
+    return vllm_engine.start(folder, options, **(small | changes))
+
+
+@pytest.fixture(scope="module", params=[SHARED], ids=["shared"])
+def rollout(request, tmp_path_factory, cpu_platform):
+    with vllm_engine.cpu_settings():
+        from verl.workers.rollout.vllm_rollout.utils import monkey_patch_compute_logits
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        llm, worker = start(tmp_path_factory.mktemp("fp8_cache"), request.param)
+        monkey_patch_compute_logits(worker.model_runner.model, TOKENS)
+        found = Rollout(FAMILY, llm, worker)
+        found.watch()
+        yield found
+        del llm, worker
+        found.llm = found.worker = None
+        cleanup_dist_env_and_memory()
+
+
+@pytest.mark.parametrize("seed", [21, 22])
+def test_equal_in_every_bit_after_each_weight_update(rollout, seed):
+    sync(rollout.worker, stream(FAMILY, seed, kv_cache="fp8"))
+    rollout.llm.reset_prefix_cache()
+    rollout.chunks = rollout.preemptions = 0
+    prompts = prompts_with_shared_prefixes(seed)
+    temperatures = [TEMPERATURES[i % 3] for i in range(len(prompts))]
+    outputs = rollout.generate(prompts, temperatures)
+    again = rollout.generate(prompts, temperatures)
+    assert rollout.chunks > len(prompts), "no prompt was cut"
+    assert rollout.preemptions > 0, "no request was preempted"
+    assert any(output.num_cached_tokens >= 16 for output in outputs + again), "no prefix was reused"
+
+    model = build_trainer(FAMILY, seed, "fp8")
+    with torch.no_grad():
+        assert differences(model, prompts, temperatures, outputs, packed=False, micro_batch=5) == 0
+        assert differences(model, prompts, temperatures, again, packed=True, micro_batch=12) == 0
+        # Another cache is another policy.
+        other = build_trainer(FAMILY, seed)
+        assert differences(other, prompts, temperatures, outputs, packed=True, micro_batch=12) > 0
+    # In the forward that carries the gradient.
+    assert differences(model, prompts, temperatures, outputs, packed=True, micro_batch=4) == 0
+
+
+def test_the_cache_is_pages_of_bytes_of_half_the_size(rollout):
+    runner = rollout.worker.model_runner
+    kv_heads = runner.model_config.get_num_kv_heads(runner.parallel_config)
+    for cache in runner.kv_caches:
+        assert cache.dtype == torch.uint8 and cache.shape == cache_shape(PAGES, BLOCK_SIZE, kv_heads)
+    spec = next(iter(runner.get_kv_cache_spec().values()))
+    assert spec.page_size_bytes == 2 * BLOCK_SIZE * kv_heads * 129
+    of_bf16 = 2 * BLOCK_SIZE * kv_heads * 128 * 2
+    assert of_bf16 / spec.page_size_bytes == 256 / 129
+    impl = runner.model.model.layers[0].self_attn.attn.impl
+    assert type(impl) is cpu_attention.FP8CPUAttention and impl.kv_cache_dtype == "auto"
+
+
+def test_sleep_that_drops_the_cache_leaves_nothing_behind(rollout):
+    """Pages hold anything after waking up; here bytes that are NaN as data and huge as scales."""
+    sync(rollout.worker, stream(FAMILY, 23, kv_cache="fp8"))
+    prompts = prompts_with_shared_prefixes(23)
+    for cache in rollout.worker.model_runner.kv_caches:
+        cache.fill_(255)
+    rollout.llm.reset_prefix_cache()
+    after = rollout.generate(prompts, [1.0] * len(prompts))
+    model = build_trainer(FAMILY, 23, "fp8")
+    with torch.no_grad():
+        assert differences(model, prompts, [1.0] * len(prompts), after, packed=True, micro_batch=12) == 0
+
+
+def test_a_trainer_with_another_cache_is_stopped_at_the_sync(rollout):
+    with pytest.raises(ContractViolation, match="attention over an FP8 KV cache of the shared operations differ"):
+        sync(rollout.worker, stream(FAMILY, 24))
+
+
+@pytest.mark.parametrize("broken", ["write_kv", "decode_attention"])
+def test_decode_that_is_not_prefill_is_named_at_the_sync(rollout, monkeypatch, broken):
+    """A scale that is off, an order of keys that is not the trainer's: neither shows in a weight."""
+    stock = getattr(kernels, broken)
+
+    def write(k, v, cache, slots):
+        stock(k, v, cache, slots)
+        cache[..., -1] += 1
+
+    def decode(q, *call):
+        return stock(q * 1.0078125, *call)
+
+    monkeypatch.setattr(kernels, broken, write if broken == "write_kv" else decode)
+    with pytest.raises(ContractViolation, match="contract check: attention over an FP8 KV cache of the shared"):
+        sync(rollout.worker, stream(FAMILY, 25, kv_cache="fp8"))
+
+
+@pytest.mark.parametrize("rollout", [BASELINE], ids=["baseline"], indirect=True)
+def test_a_baseline_has_the_cache_and_vllms_own_operations(rollout):
+    sync(rollout.worker, stream(FAMILY, 26, operations="stock"))
+    model = rollout.worker.model_runner.model
+    assert type(model.model.norm).__module__.startswith("vllm.")
+    assert type(model.model.layers[0].self_attn.attn.impl) is cpu_attention.FP8CPUAttention
+    prompt = prompts_with_shared_prefixes(26)[4]
+    found = vllm_engine.prompt_log_probs(rollout.llm, prompt)
+    for layer in model.model.layers:
+        assert layer.self_attn.attn.get_kv_cache_spec(rollout.worker.vllm_config).dtype == torch.uint8
+    with torch.no_grad():
+        (mine,) = trainer_log_probs_of(prompt)
+    # BF16 between the linears, each side's own, and FP8 keys and values in the rollout alone.
+    assert 0 < (found - mine).abs().max() < 0.3
+
+
+def trainer_log_probs_of(prompt: list[int]) -> list[torch.Tensor]:
+    from test_exact_rollout_on_cpu import trainer_log_probs
+
+    return trainer_log_probs(build_trainer(FAMILY, 26), [prompt], [1.0], packed=True)

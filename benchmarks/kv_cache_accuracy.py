@@ -7,7 +7,7 @@
 
 Models: MODEL, a Hugging Face folder, or two drawn ones, with norms of queries and keys (Qwen3) and without (Llama).
 Each as it is and with outliers that leave its function alone: of every KV head one channel of the keys and one of the
-values is 100 times larger, and what reads it 100 times smaller. Tokens are drawn from the model's own predictions.
+values is 100 times larger, and what reads it 100 times smaller. Sequences are sampled from the model itself.
 
 Rules, all E4M3, keys and values alike:
 
@@ -129,17 +129,13 @@ def plant_outliers(model: PreTrainedModel) -> None:
             attend.o_proj.weight.unflatten(1, (-1, HEAD_DIM))[:, :, channel] /= OUTLIER
 
 
-@torch.no_grad()
 def sample(model: PreTrainedModel, sequences: int, tokens: int) -> torch.Tensor:
-    """``[sequences, tokens]``: each token is drawn from what the model predicts behind random tokens, then once more
-    behind the first draw: likely tokens, in two forwards."""
-    generator = torch.Generator(model.device).manual_seed(0)
-    ids = torch.randint(0, model.config.vocab_size, (sequences, tokens), device=model.device, generator=generator)
-    for _ in range(2):
-        probabilities = model(input_ids=ids, use_cache=False).logits.float().softmax(dim=-1)
-        drawn_ids = torch.multinomial(probabilities.flatten(0, 1), 1, generator=generator).view(sequences, tokens)
-        ids[:, 1:] = drawn_ids[:, :-1]
-    return ids
+    """``[sequences, tokens]`` sampled from the model, behind one random token."""
+    torch.manual_seed(0)
+    first = torch.randint(0, model.config.vocab_size, (sequences, 1), device=model.device)
+    model.set_attn_implementation("sdpa")
+    options = dict(max_length=tokens, min_length=tokens, do_sample=True, top_k=0, top_p=1.0, pad_token_id=0)
+    return model.generate(first, attention_mask=torch.ones_like(first), **options)
 
 
 @torch.no_grad()
@@ -195,9 +191,9 @@ def main() -> int:
             if planted:
                 plant_outliers(model)
             model = model.to(args.device, torch.bfloat16).eval()
-            model.set_attn_implementation(NAME)
             if not planted:
                 ids = sample(model, args.sequences, args.tokens)
+            model.set_attn_implementation(NAME)
             exact = look(model, ids, "bf16")
             table = Table("scales", "RMS", "mean", "largest", "k3", "entropy", "RMS by quarter of the positions")
             table.title = f"{name}{', outliers' if planted else ''}: entropy {exact[1].mean().item():.3f}"

@@ -63,15 +63,21 @@ struct Barriers {
 // The upper byte of each half, E4M3, as BF16 times 2^-120.
 JETRL_DEVICE uint32_t shifted(uint32_t halves) { return (halves & 0x80008000u) | (halves >> 4 & 0x07F007F0u); }
 
-// BF16 bits of the power of two by which shifted() is to be multiplied for a scale, NaN for 255; a scale above 2^7 has
-// a second one.
+// Two keys' scales in the halves of a word -> the powers of two by which shifted() is to be multiplied, as BF16: right
+// for scales up to 2^7, which is nearly all. Others, NaN's 255 among them, have a second factor.
 constexpr int kLargeScale = 134;
-JETRL_DEVICE uint32_t first_factor(int scale) {
-  const int capped = scale < kLargeScale ? scale : kLargeScale;
-  return scale == 255 ? 0x7FC0u : uint32_t(capped + 120) << 7;
+JETRL_DEVICE uint32_t factors_of(uint32_t scales) { return (scales + 0x00780078u) << 7; }
+JETRL_DEVICE uint32_t larger_scales(uint32_t scales) { return scales + 0x00790079u & 0x01000100u; }
+
+JETRL_DEVICE uint32_t first_factor(uint32_t scale) {
+  return scale == 255 ? 0x7FC0u : (scale > kLargeScale ? kLargeScale + 120u : scale + 120u) << 7;
 }
-JETRL_DEVICE uint32_t second_factor(int scale) {
-  return uint32_t(scale > kLargeScale ? scale - kLargeScale + 127 : 127) << 7;
+JETRL_DEVICE uint32_t second_factor(uint32_t scale) { return (scale > kLargeScale ? scale - kLargeScale + 127 : 127) << 7; }
+JETRL_DEVICE uint32_t first_factors(uint32_t scales) {
+  return first_factor(scales & 0xFF) | first_factor(scales >> 16) << 16;
+}
+JETRL_DEVICE uint32_t second_factors(uint32_t scales) {
+  return second_factor(scales & 0xFF) | second_factor(scales >> 16) << 16;
 }
 
 JETRL_DEVICE uint32_t word_at(const uint8_t* at) { return *reinterpret_cast<const uint32_t*>(at); }
@@ -98,28 +104,32 @@ JETRL_DEVICE void compute_scores(const DecodeAttentionParams& p, uint8_t* memory
     sm90::barrier_wait(barriers.full(stage), parity, "full", stage);
     if (i >= 2) sm90::barrier_wait(barriers.scores_empty(ring), ((i >> 1) - 1) & 1, "scores_empty", ring);
     float* scores = reinterpret_cast<float*>(memory + Shape::kScoresAt + ring * Shape::kScores);
-#pragma unroll 1
-    for (int unit = 2 * warp; unit < 2 * warp + 2; ++unit) {
-      const uint8_t* at = memory + stage * Shape::kStage + unit * Shape::kUnit;
-      const uint8_t* row = at + g * Shape::kRow + 4 * t;
-      float d[4] = {0, 0, 0, 0};
+    const uint8_t* at = memory + stage * Shape::kStage + 2 * warp * Shape::kUnit;
+    const uint8_t* row = at + g * Shape::kRow + 4 * t;
+    float d[2][4] = {};  // of two units, whose chains run beside each other
 #pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        const int chunk = (k ^ (g & 7)) * 16;
-        const uint32_t w0 = word_at(row + chunk), w1 = word_at(row + 8 * Shape::kRow + chunk);
+    for (int k = 0; k < 8; ++k) {
+      const int chunk = (k ^ (g & 7)) * 16;
+      const uint32_t b[2] = {q_odd[k], q_even[k]};
+#pragma unroll
+      for (int unit = 0; unit < 2; ++unit) {
+        const uint8_t* first = row + unit * Shape::kUnit + chunk;
+        const uint32_t w0 = word_at(first), w1 = word_at(first + 8 * Shape::kRow);
         const uint32_t a[4] = {sm90::multiply_pair(shifted(w0), kUnshift), sm90::multiply_pair(shifted(w1), kUnshift),
                                sm90::multiply_pair(shifted(w0 << 8), kUnshift),
                                sm90::multiply_pair(shifted(w1 << 8), kUnshift)};
-        const uint32_t b[2] = {q_odd[k], q_even[k]};
-        sm90::mma_bf16(d, a, b);
+        sm90::mma_bf16(d[unit], a, b);
       }
-      const uint8_t* scales = at + 2 * Shape::kMatrix;
+    }
+#pragma unroll
+    for (int unit = 0; unit < 2; ++unit) {
+      const uint8_t* scales = at + unit * Shape::kUnit + 2 * Shape::kMatrix;
       const uint32_t s0 = scales[g], s1 = scales[g + 8];
       const float f0 = sm90::float_of(s0 == 255 ? 0x7FC00000u : s0 << 23);
       const float f1 = sm90::float_of(s1 == 255 ? 0x7FC00000u : s1 << 23);
-      float* to = scores + 2 * t * Shape::kScoreRow + 16 * unit + g;
-      to[0] = sm90::multiply_ftz(d[0], f0), to[Shape::kScoreRow] = sm90::multiply_ftz(d[1], f0);
-      to[8] = sm90::multiply_ftz(d[2], f1), to[Shape::kScoreRow + 8] = sm90::multiply_ftz(d[3], f1);
+      float* to = scores + 2 * t * Shape::kScoreRow + 16 * (2 * warp + unit) + g;
+      to[0] = sm90::multiply_ftz(d[unit][0], f0), to[Shape::kScoreRow] = sm90::multiply_ftz(d[unit][1], f0);
+      to[8] = sm90::multiply_ftz(d[unit][2], f1), to[Shape::kScoreRow + 8] = sm90::multiply_ftz(d[unit][3], f1);
     }
     sm90::sync_warp();
     if (sm90::elect_one()) {
@@ -158,9 +168,11 @@ JETRL_DEVICE void compute_softmax(const DecodeAttentionParams& p, uint8_t* memor
         if (8 * (j / 2) + j % 2 >= left) s[j] = -INFINITY;
       }
     }
-    float highest = i == 0 ? s[0] : sm90::larger_ftz(s[0], row_max);
+    float largest[4];  // a maximum has no order
 #pragma unroll
-    for (int j = 1; j < 32; ++j) highest = sm90::larger_ftz(s[j], highest);
+    for (int j = 0; j < 32; ++j) largest[j % 4] = j < 4 ? s[j] : sm90::larger_ftz(s[j], largest[j % 4]);
+    float highest = sm90::larger_ftz(sm90::larger_ftz(largest[0], largest[1]), sm90::larger_ftz(largest[2], largest[3]));
+    if (i > 0) highest = sm90::larger_ftz(highest, row_max);
     highest = sm90::larger_ftz(highest, sm90::shuffle_xor(highest, 2));
     highest = sm90::larger_ftz(highest, sm90::shuffle_xor(highest, 1));
     const float rescale =
@@ -202,6 +214,51 @@ JETRL_DEVICE void compute_softmax(const DecodeAttentionParams& p, uint8_t* memor
 
 // ---- output --------------------------------------------------------------------------------------------------------
 
+// D += V^T P^T of a block of keys. Of the first block only `left` keys exist; P is 0 for the others, whose bytes may be
+// anything: as data each is a finite number, as a scale it is replaced.
+template <bool kFirst>
+JETRL_DEVICE void add_block(float (&d)[2][4], const uint8_t* block, const uint4 (&p)[4], int left, int warp) {
+  const int lane = sm90::own_lane(), g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int unit = 0; unit < Shape::kUnits; ++unit) {
+    const uint8_t* at = block + unit * Shape::kUnit + Shape::kMatrix;
+    uint32_t w[4], scales[2];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int key = 2 * t + k % 2 + 8 * (k / 2);
+      w[k] = word_at(at + key * Shape::kRow + ((2 * warp + g / 4) ^ (key & 7)) * 16 + 4 * (g % 4));
+    }
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const int key = 2 * t + 8 * k;
+      const uint32_t both = *reinterpret_cast<const uint16_t*>(at + Shape::kMatrix + Shape::kUnitKeys + key);
+      scales[k] = sm90::permute_bytes(both, 0, 0x4140);
+      if (kFirst && 16 * unit + key >= left) scales[k] = 127 | 127 << 16;
+      if (kFirst && 16 * unit + key + 1 >= left) scales[k] = (scales[k] & 0xFF) | 127 << 16;
+    }
+    uint32_t f[2] = {factors_of(scales[0]), factors_of(scales[1])};
+    const bool large = (larger_scales(scales[0]) | larger_scales(scales[1])) != 0;
+    if (large) f[0] = first_factors(scales[0]), f[1] = first_factors(scales[1]);
+    uint32_t a[2][4];
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      const uint32_t selector = uint32_t(b * 0x0011 + (b + 4) * 0x1100);
+      a[b / 2][b % 2] = sm90::multiply_pair(shifted(sm90::permute_bytes(w[0], w[1], selector)), f[0]);
+      a[b / 2][b % 2 + 2] = sm90::multiply_pair(shifted(sm90::permute_bytes(w[2], w[3], selector)), f[1]);
+    }
+    if (large) {
+      const uint32_t second[2] = {second_factors(scales[0]), second_factors(scales[1])};
+#pragma unroll
+      for (int j = 0; j < 8; ++j) a[j / 4][j % 4] = sm90::multiply_pair(a[j / 4][j % 4], second[j % 4 / 2]);
+    }
+    sm90::sync_warp();  // the tensor cores want the warp together again
+    const uint4 four = p[unit / 2];
+    const uint32_t b[2] = {unit % 2 == 0 ? four.x : four.z, unit % 2 == 0 ? four.y : four.w};
+    sm90::mma_bf16(d[0], a[0], b);
+    sm90::mma_bf16(d[1], a[1], b);
+  }
+}
+
 JETRL_DEVICE void compute_output(const DecodeAttentionParams& p, uint8_t* memory, const Barriers& barriers,
                                  uint16_t* out, int blocks, int length, int warp) {
   const int lane = sm90::own_lane(), g = lane / 4, t = lane % 4;
@@ -227,44 +284,11 @@ JETRL_DEVICE void compute_output(const DecodeAttentionParams& p, uint8_t* memory
         d[j][2] = sm90::multiply_ftz(d[j][2], rescale.x), d[j][3] = sm90::multiply_ftz(d[j][3], rescale.y);
       }
     }
-    // Keys of the first block that the request does not have: their data and scales may be anything.
-    const int left = i == 0 ? length - (blocks - 1) * Shape::kKeys : Shape::kKeys;
-#pragma unroll
-    for (int unit = 0; unit < Shape::kUnits; ++unit) {
-      const uint8_t* at = memory + stage * Shape::kStage + unit * Shape::kUnit + Shape::kMatrix;
-      const uint8_t* scales = at + Shape::kMatrix + Shape::kUnitKeys;
-      uint32_t w[4];
-      int scale[4];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const int key = 2 * t + k % 2 + 8 * (k / 2);
-        w[k] = word_at(at + key * Shape::kRow + ((2 * warp + g / 4) ^ (key & 7)) * 16 + 4 * (g % 4));
-        scale[k] = scales[key];
-        if (16 * unit + key >= left) w[k] = 0, scale[k] = 127;
-      }
-      const uint32_t f01 = first_factor(scale[0]) | first_factor(scale[1]) << 16;
-      const uint32_t f23 = first_factor(scale[2]) | first_factor(scale[3]) << 16;
-      uint32_t a[2][4];
-#pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        const uint32_t selector = uint32_t(b * 0x0011 + (b + 4) * 0x1100);
-        a[b / 2][b % 2] = sm90::multiply_pair(shifted(sm90::permute_bytes(w[0], w[1], selector)), f01);
-        a[b / 2][b % 2 + 2] = sm90::multiply_pair(shifted(sm90::permute_bytes(w[2], w[3], selector)), f23);
-      }
-      if (scale[0] > kLargeScale || scale[1] > kLargeScale || scale[2] > kLargeScale || scale[3] > kLargeScale) {
-        const uint32_t g01 = second_factor(scale[0]) | second_factor(scale[1]) << 16;
-        const uint32_t g23 = second_factor(scale[2]) | second_factor(scale[3]) << 16;
-#pragma unroll
-        for (int b = 0; b < 4; ++b) {
-          a[b / 2][b % 2] = sm90::multiply_pair(a[b / 2][b % 2], g01);
-          a[b / 2][b % 2 + 2] = sm90::multiply_pair(a[b / 2][b % 2 + 2], g23);
-        }
-      }
-      sm90::sync_warp();  // the tensor cores want the warp together again
-      const uint4 four = words[unit / 2];
-      const uint32_t b[2] = {unit % 2 == 0 ? four.x : four.z, unit % 2 == 0 ? four.y : four.w};
-      sm90::mma_bf16(d[0], a[0], b);
-      sm90::mma_bf16(d[1], a[1], b);
+    const uint8_t* block = memory + stage * Shape::kStage;
+    if (i == 0) {
+      add_block<true>(d, block, words, length - (blocks - 1) * Shape::kKeys, warp);
+    } else {
+      add_block<false>(d, block, words, Shape::kKeys, warp);
     }
     // Every lane has read all of it: the last unit's sync came behind its reads.
     if (sm90::elect_one()) {

@@ -15,7 +15,7 @@ from jetrl_verl.metrics.quantization import QuantizationMetrics, refuse_non_fini
 from jetrl_verl.models.plan import LinearPlan
 from jetrl_verl.sync.contract import with_contract
 from jetrl_verl.sync.operations_probe import stated_operations, stated_probe, stated_reduction
-from jetrl_verl.sync.wire import SyncStatistics, counted_stock, measured, packed, quantize_stream
+from jetrl_verl.sync.wire import SyncStatistics, measured, packed, quantize_stream
 
 
 def weight_stream(
@@ -31,7 +31,8 @@ def weight_stream(
     """What an actor sends at a weight sync, small tensors :func:`~jetrl_verl.sync.wire.packed`.
 
     Args:
-        weights: verl's own stream, (Hugging Face name, gathered tensor). options: of the run.
+        weights: (Hugging Face name, gathered tensor), whose bytes on verl's own wire ``statistics`` has already been
+            told. options: of the run.
         plans: from :func:`jetrl_verl.models.plan.plan_linears`. device: on which the probes run.
         statistics: gets sizes and duration. kept_scales: see :func:`~jetrl_verl.sync.wire.quantize_stream`.
         metrics: looks at the qdata, if it is given. ranks: tensor-parallel ones of the rollout.
@@ -39,8 +40,7 @@ def weight_stream(
     Raises:
         NonFiniteWeightError: behind the last weight, if one of them is NaN or Inf.
     """
-    stream = counted_stock(weights, statistics)
-    stream = quantize_stream(stream, plans, options.scale_rule, options.rollout, kept_scales)
+    stream = quantize_stream(weights, plans, options.scale_rule, options.rollout, kept_scales)
     stream = refuse_non_finite(stream)
     if metrics is not None:
         stream = metrics.watch(stream)

@@ -7,19 +7,20 @@ gradient of a token's input.
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator, require_bf16
+from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
 
 _TILE = 1024
 
 implements("combine", "reference")(reference.combine)
 
 
-@triton.jit
+@jit
 def _combine_kernel(y_ptr, row_ptr, out_ptr, columns, K: tl.constexpr, TILE: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -38,8 +39,8 @@ def triton_combine(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     tokens, k = row.shape
     out = torch.empty((tokens, y.shape[1]), dtype=torch.bfloat16, device=y.device)
     if out.numel():
-        tile = min(_TILE, triton.next_power_of_2(y.shape[1]))
-        _combine_kernel[(tokens, triton.cdiv(y.shape[1], tile))](
+        tile = min(_TILE, next_power_of_2(y.shape[1]))
+        _combine_kernel[(tokens, ceil_div(y.shape[1], tile))](
             y.contiguous(), row.contiguous(), out, y.shape[1], K=k, TILE=tile, num_warps=4
         )
     return out

@@ -6,13 +6,14 @@ A token is quantized once, however many experts it goes to: a row's qdata do not
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.results import empty_rowwise, fake_rowwise
+from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
 from jetrl_verl.reference import BLOCK, QuantizedTensor
 
 _TILE = 2048
@@ -22,7 +23,7 @@ implements("gather_rows", "reference")(reference.gather_rows)
 implements("gather_quantized", "reference")(reference.gather_quantized)
 
 
-@triton.jit
+@jit
 def _gather_kernel(
     source_ptr, scales_ptr, pair_ptr, out_ptr, out_scales_ptr, rows, words, groups, k, stride_scale_row,
     stride_scale_group, SCALED: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr,
@@ -47,9 +48,9 @@ def _launch(x: torch.Tensor, scales: torch.Tensor | None, pair: torch.Tensor, k:
     source, target = x.contiguous().view(torch.int32), out.view(torch.int32)
     words = source.shape[1]
     groups = 0 if scales is None else scales.shape[1]
-    tile = min(_TILE // 4, triton.next_power_of_2(max(words, 1)))
+    tile = min(_TILE // 4, next_power_of_2(max(words, 1)))
     if target.numel():
-        _gather_kernel[(len(pair), triton.cdiv(words, tile))](
+        _gather_kernel[(len(pair), ceil_div(words, tile))](
             source,
             source if scales is None else scales,
             pair,
@@ -63,7 +64,7 @@ def _launch(x: torch.Tensor, scales: torch.Tensor | None, pair: torch.Tensor, k:
             0 if scales is None else scales.stride(1),
             SCALED=scales is not None,
             TILE=tile,
-            GROUPS=triton.next_power_of_2(max(groups, 1)),
+            GROUPS=next_power_of_2(max(groups, 1)),
             num_warps=4,
         )
 

@@ -11,14 +11,15 @@ finite give weights that are not.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.reproducible import exp, sum_of_fractions
+from jetrl_verl.kernels.sizes import next_power_of_2
 
 _TERM_BITS = 40
 """Binary places of a term of the softmax denominator on the CPU: sums of up to 2^13 experts are exact."""
@@ -38,7 +39,7 @@ def reference_route(logits: torch.Tensor, k: int, renormalize: bool) -> tuple[to
     return experts, weights.float()
 
 
-@triton.jit
+@jit
 def _route_kernel(
     logits_ptr, experts_ptr, weights_ptr, experts,
     K: tl.constexpr, K_LANES: tl.constexpr, LANES: tl.constexpr, RENORMALIZE: tl.constexpr,
@@ -84,8 +85,8 @@ def triton_route(logits: torch.Tensor, k: int, renormalize: bool) -> tuple[torch
             weights,
             experts,
             K=k,
-            K_LANES=triton.next_power_of_2(k),
-            LANES=triton.next_power_of_2(experts),
+            K_LANES=next_power_of_2(k),
+            LANES=next_power_of_2(experts),
             RENORMALIZE=renormalize,
             num_warps=1,
         )

@@ -7,12 +7,13 @@ in front of it, and gives its pairs their rows in the tokens' order. Memory is t
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator
+from jetrl_verl.kernels.sizes import next_power_of_2
 from jetrl_verl.reference import Segments, rows_of_segments
 
 _TILE, _WARPS = 1024, 4
@@ -20,7 +21,7 @@ _TILE, _WARPS = 1024, 4
 implements("segments", "reference")(reference.segments)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@jit(do_not_specialize=["pairs"])
 def _count_kernel(experts_ptr, counts_ptr, pairs, TILE: tl.constexpr):
     expert, lane = tl.program_id(0), tl.arange(0, TILE)
     found = tl.zeros((TILE,), dtype=tl.int32)
@@ -30,7 +31,7 @@ def _count_kernel(experts_ptr, counts_ptr, pairs, TILE: tl.constexpr):
     tl.store(counts_ptr + expert, tl.sum(found, axis=0))
 
 
-@triton.jit(do_not_specialize=["pairs", "rows"])
+@jit(do_not_specialize=["pairs", "rows"])
 def _place_kernel(
     experts_ptr, counts_ptr, row_ptr, pair_ptr, start_ptr, pairs, rows, experts, align,
     LANES: tl.constexpr, TILE: tl.constexpr,
@@ -65,7 +66,7 @@ def triton_segments(experts_of: torch.Tensor, experts: int, align: int) -> Segme
     rows = rows_of_segments(pairs, experts, align)
     counts, start, pair = (torch.empty(n, dtype=torch.int32, device=device) for n in (experts, experts + 1, rows))
     row = torch.empty_like(experts_of)
-    lanes = triton.next_power_of_2(experts)
+    lanes = next_power_of_2(experts)
     _count_kernel[(experts,)](experts_of, counts, pairs, TILE=_TILE, num_warps=_WARPS)
     _place_kernel[(experts + 1,)](
         *(experts_of, counts, row, pair, start, pairs, rows, experts, align), LANES=lanes, TILE=_TILE, num_warps=_WARPS

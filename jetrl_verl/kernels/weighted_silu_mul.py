@@ -8,16 +8,17 @@ inner product over the row, in FP32.
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.device.dependents import launch_dependents
 from jetrl_verl.kernels.device.e4m3 import GROUP, encode, is_pow2, magnitude_bits, reciprocal_of, scale_of
 from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.results import empty_rowwise, fake_rowwise, require_groups
 from jetrl_verl.kernels.silu_mul import silu_and_derivative
+from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.reference import BLOCK, QuantizedTensor
 
 _GROUPS_PER_PROGRAM = 32
@@ -54,7 +55,7 @@ def reference_weighted_silu_mul_backward(
     return torch.cat([derivative * up * dy, silu * dy], dim=1).to(torch.bfloat16), dweights.view(weights.shape)
 
 
-@triton.jit
+@jit
 def _quantize_kernel(
     gate_up_ptr, weights_ptr, pair_ptr, qdata_ptr, scales_ptr, rows, groups_k,
     POW2: tl.constexpr, GROUPS: tl.constexpr,
@@ -89,7 +90,7 @@ def triton_weighted_silu_mul_quantize(
     out = empty_rowwise(rows, k, gate_up.device)
     groups_k = k // BLOCK
     if rows:
-        _quantize_kernel[(triton.cdiv(rows * groups_k, _GROUPS_PER_PROGRAM),)](
+        _quantize_kernel[(ceil_div(rows * groups_k, _GROUPS_PER_PROGRAM),)](
             gate_up.contiguous(),
             weights.contiguous(),
             pair,
@@ -104,7 +105,7 @@ def triton_weighted_silu_mul_quantize(
     return out
 
 
-@triton.jit
+@jit
 def _backward_kernel(
     dy_ptr, gate_up_ptr, weights_ptr, pair_ptr, dgate_up_ptr, dweights_ptr, columns, TILE: tl.constexpr
 ):

@@ -49,8 +49,8 @@ def make(shared: bool, weights: list[torch.Tensor]) -> nn.Module:
 
 def step(mlp: nn.Module, x: torch.Tensor, dy: torch.Tensor, spanned: bool | None) -> tuple[torch.Tensor, ...]:
     """Y, dX and the weights' gradients; ``spanned`` False keeps the three modules apart."""
-    own = shared_operations.spans
-    shared_operations.spans = own if spanned else lambda *call: False
+    own = shared_operations.covers
+    shared_operations.covers = own if spanned else lambda *call: False
     try:
         for layer in mlp.children():
             if isinstance(layer, JetLinear):
@@ -58,7 +58,7 @@ def step(mlp: nn.Module, x: torch.Tensor, dy: torch.Tensor, spanned: bool | None
         y = mlp(x)
         return y.detach(), *torch.autograd.grad(y, (x, *mlp.parameters()), dy)
     finally:
-        shared_operations.spans = own
+        shared_operations.covers = own
 
 
 def main() -> int:

@@ -61,6 +61,7 @@ from jetrl_verl.tools.provenance import provenance
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 SHAPES = {
+    "qwen3-1.7b": dict(hidden_size=2048, intermediate_size=6144, num_attention_heads=16, tie_word_embeddings=True),
     "qwen3-4b": dict(hidden_size=2560, intermediate_size=9728, num_attention_heads=32, tie_word_embeddings=True),
     "qwen3-8b": dict(hidden_size=4096, intermediate_size=12288, num_attention_heads=32, tie_word_embeddings=False),
 }
@@ -212,16 +213,18 @@ class Trainer:
         self._changes = CodeChanges(self.plans)
 
     def stream(self, options: JetConfig | None, sizes: SyncStatistics) -> Iterator[tuple[str, torch.Tensor]]:
-        """What verl's engine sends (``FSDPEngine.get_per_tensor_param``), or what ours makes of it."""
+        """What verl's engine sends, or ours (``get_per_tensor_param`` of both)."""
         from jetrl_verl.sync.wire import counted_stock
+        from jetrl_verl.train.gather import gathered
         from jetrl_verl.train.weight_stream import weight_stream
 
-        weights = (
-            (name, value.to(DEVICE, non_blocking=True).full_tensor() if isinstance(value, DTensor) else value)
-            for name, value in self.model.state_dict().items()
-        )
         if options is None:
+            weights = (
+                (name, value.to(DEVICE, non_blocking=True).full_tensor() if isinstance(value, DTensor) else value)
+                for name, value in self.model.state_dict().items()
+            )
             return counted_stock(weights, sizes)
+        weights = gathered(self.model.state_dict(keep_vars=True), DEVICE, sizes)
         return weight_stream(weights, options, self.plans, DEVICE, sizes, metrics=self._changes)
 
 

@@ -19,13 +19,14 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
-import triton
 import triton.language as tl
 
 from jetrl_verl import reference
 from jetrl_verl.kernels import native, vllm_kernels
 from jetrl_verl.kernels.device.e4m3 import GROUP
-from jetrl_verl.kernels.dispatch import backend_needs, choose, implementation, implements
+from jetrl_verl.kernels.dispatch import backend_needs, choose, implements
+from jetrl_verl.kernels.launch import jit
+from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.reference import BLOCK, QuantizedTensor
 from jetrl_verl.reference.gemm import check_add_to, check_gemm_shapes, check_k_slices
 
@@ -37,7 +38,7 @@ TILES = ((128, 128, 8, 4), (64, 128, 4, 4), (64, 64, 4, 6), (64, 32, 4, 8))
 _TILES_PER_GROUP = 8
 
 
-@triton.jit
+@jit
 def _gemm_nt_kernel(
     a_ptr,
     b_ptr,
@@ -138,7 +139,7 @@ def _multiprocessors_and_shared_memory(device: torch.device) -> tuple[int, int]:
 def choose_tile(m: int, n: int, multiprocessors: int) -> tuple[int, int, int, int]:
     """Largest tile of ``TILES`` that still gives every multiprocessor a program, else the smallest."""
     for tile in TILES:
-        if triton.cdiv(m, tile[0]) * triton.cdiv(n, tile[1]) >= multiprocessors:
+        if ceil_div(m, tile[0]) * ceil_div(n, tile[1]) >= multiprocessors:
             return tile
     return TILES[-1]
 
@@ -177,7 +178,7 @@ def triton_gemm_nt(
     block_m, block_n, warps, stages = tile or choose_tile(m, n, multiprocessors)
     # A stage holds one K block of both operands; Ada and consumer Blackwell have under half of Hopper's shared memory.
     stages = min(stages, shared_memory // ((block_m + block_n) * BLOCK))
-    _gemm_nt_kernel[(triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)](
+    _gemm_nt_kernel[(ceil_div(m, block_m) * ceil_div(n, block_n),)](
         a_qdata,
         b_qdata,
         a.scales,
@@ -229,8 +230,43 @@ def native_supports_gemm_nt(
     return fits and bias_fits and native.aligned(a.qdata) and native.aligned(b.qdata) and native.unavailable() is None
 
 
-@implements("gemm_nt_128x128", "native", supports=native_supports_gemm_nt)
-@implements("gemm_nt_1x128", "native", supports=native_supports_gemm_nt)
+_KERNELS_CHOICE = native.Plan()
+
+
+def _launch_native(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    *,
+    b_block_scaled: bool,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
+    add_to: torch.Tensor | None = None,
+    plan: native.Plan | None = None,
+    static_weight: bool = False,
+) -> torch.Tensor:
+    """:func:`native_gemm_nt` of a call that it supports."""
+    check_gemm_shapes(a, b, b_block_scaled, bias)
+    m, n = a.qdata.shape[0], b.qdata.shape[0]
+    if add_to is not None:
+        check_add_to(add_to, m, n, b_block_scaled, out_dtype)
+        out = add_to
+    elif out is None:
+        out = torch.empty((m, n), dtype=out_dtype, device=a.qdata.device)
+    operands, plan = (a.qdata, a.scales, b.qdata, b.scales), plan or _KERNELS_CHOICE
+    if b_block_scaled:
+        few = plan.kernel == "decode" if plan.kernel else m <= native.FEW_ROWS
+        if few:
+            native.operators().decode(*operands, bias, out, *plan[1:], static_weight)
+        else:
+            native.operators().fprop(*operands, bias, out, *plan[1:])
+    else:
+        native.operators().wgrad(*operands, out, add_to is not None, *plan[1:])
+    return out
+
+
+@implements("gemm_nt_128x128", "native", supports=native_supports_gemm_nt, unchecked=_launch_native)
+@implements("gemm_nt_1x128", "native", supports=native_supports_gemm_nt, unchecked=_launch_native)
 def native_gemm_nt(
     a: QuantizedTensor,
     b: QuantizedTensor,
@@ -266,10 +302,8 @@ def native_gemm_nt(
             gradient.
     """
     check_gemm_shapes(a, b, b_block_scaled, bias)
-    m, n = a.qdata.shape[0], b.qdata.shape[0]
     if add_to is not None:
-        check_add_to(add_to, m, n, b_block_scaled, out_dtype)
-        out = add_to
+        check_add_to(add_to, a.qdata.shape[0], b.qdata.shape[0], b_block_scaled, out_dtype)
     if not native_supports_gemm_nt(a, b, b_block_scaled=b_block_scaled, bias=bias, out_dtype=out_dtype, add_to=add_to):
         added = "" if add_to is None else f" added to rows of stride {add_to.stride(0)}"
         raise ValueError(
@@ -278,21 +312,10 @@ def native_gemm_nt(
             f"{'a' if bias is not None else 'no'} bias and {out_dtype} out{added}"
             f"{native.why()}; use backend triton."
         )
-    if out is None:
-        out = torch.empty((m, n), dtype=out_dtype, device=a.qdata.device)
-    elif out.dtype != out_dtype:
+    if out is not None and add_to is None and out.dtype != out_dtype:
         raise ValueError(f"native: out is {out.dtype} and out_dtype {out_dtype}; they must be the same.")
-    plan = plan or native.Plan()
-    operands = (a.qdata, a.scales, b.qdata, b.scales)
-    if b_block_scaled:
-        few = plan.kernel == "decode" if plan.kernel else m <= native.FEW_ROWS
-        if few:
-            native.operators().decode(*operands, bias, out, *plan[1:], static_weight)
-        else:
-            native.operators().fprop(*operands, bias, out, *plan[1:])
-    else:
-        native.operators().wgrad(*operands, out, add_to is not None, *plan[1:])
-    return out
+    call = {"bias": bias, "out_dtype": out_dtype, "out": out, "add_to": add_to, "static_weight": static_weight}
+    return _launch_native(a, b, b_block_scaled=b_block_scaled, plan=plan, **call)
 
 
 # GEMMs of other packages. They keep one FP32 partial sum per 128-wide K block as the contract asks, but none adds a
@@ -424,7 +447,7 @@ def gemm_nt(
     call, :func:`native_gemm_nt`; backends other than ``native`` have no use for it."""
     operation = "gemm_nt_128x128" if b_block_scaled else "gemm_nt_1x128"
     call = {"b_block_scaled": b_block_scaled, "bias": bias, "out_dtype": out_dtype, "add_to": add_to}
-    backend = choose(operation, a.qdata.device, a, b, **call)
+    backend, run = choose(operation, a.qdata.device, a, b, **call)
     if backend == "native":
         call["static_weight"] = static_weight
-    return implementation(operation, backend)(a, b, **call)
+    return run(a, b, **call)

@@ -21,7 +21,9 @@ import triton.language as tl
 from jetrl_verl import reference
 from jetrl_verl.kernels.device.e4m3 import GROUP, decode, encode, magnitude_bits, reciprocal_of, scale_of
 from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator, require_bf16
+from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.reference import FP8_DTYPE, QuantizedTensor
 from jetrl_verl.reference.kv_cache import HEAD_DIM, UNIT_BYTES, UNIT_TOKENS
 
@@ -87,7 +89,7 @@ def _quantize_rows(x_ptr, qdata_ptr, scales_ptr, out_ptr, token, head, stride_to
     tl.store(out_ptr + target, value.to(tl.bfloat16), mask=held[:, None])
 
 
-@triton.jit(do_not_specialize=["rows"])
+@jit(do_not_specialize=["rows"])
 def _quantize_kernel(
     k_ptr, v_ptr, key_ptr, key_scales_ptr, value_ptr, value_scales_ptr, k_out_ptr, v_out_ptr, rows,
     stride_k_token, stride_k_head, stride_v_token, stride_v_head,
@@ -114,7 +116,7 @@ def triton_quantize_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, 
     out = [torch.empty(k.shape, dtype=torch.bfloat16, device=k.device) for _ in range(2)]
     if k.numel():
         bytes_of = [q.view(torch.uint8) for q in qdata]
-        _quantize_kernel[(triton.cdiv(tokens * heads, _ROWS), 2)](
+        _quantize_kernel[(ceil_div(tokens * heads, _ROWS), 2)](
             *(k, v, bytes_of[0], scales[0], bytes_of[1], scales[1], *out, tokens * heads),
             *k.stride()[:2],
             *v.stride()[:2],
@@ -132,7 +134,7 @@ def _dequantize_rows(qdata_ptr, scales_ptr, out_ptr, row, held):
     tl.store(out_ptr + place, value.to(tl.bfloat16), mask=held[:, None])
 
 
-@triton.jit(do_not_specialize=["rows"])
+@jit(do_not_specialize=["rows"])
 def _dequantize_kernel(
     key_ptr, key_scales_ptr, value_ptr, value_scales_ptr, k_out_ptr, v_out_ptr, rows, ROWS: tl.constexpr
 ):
@@ -148,7 +150,7 @@ def triton_dequantize_kv(key, key_scales, value, value_scales) -> tuple[torch.Te
     """As :func:`reference_dequantize_kv`, in one launch."""
     out = [torch.empty(key.shape, dtype=torch.bfloat16, device=key.device) for _ in range(2)]
     if rows := key_scales.numel():
-        _dequantize_kernel[(triton.cdiv(rows, _ROWS), 2)](
+        _dequantize_kernel[(ceil_div(rows, _ROWS), 2)](
             *(key.view(torch.uint8), key_scales, value.view(torch.uint8), value_scales, *out, rows), ROWS=_ROWS
         )
     return out[0], out[1]
@@ -223,7 +225,7 @@ def _write_head(x_ptr, unit_ptr, scales_ptr, row):
     tl.store(scales_ptr + row + tl.arange(0, 1), exponent)
 
 
-@triton.jit
+@jit
 def _write_kernel(
     k_ptr, v_ptr, cache_ptr, slots_ptr, stride_k_token, stride_k_head, stride_v_token, stride_v_head,
     HEADS: tl.constexpr, UNITS: tl.constexpr,
@@ -282,7 +284,7 @@ def _read_matrix(matrix_ptr, scales_ptr, out_ptr, token, held, stride_token):
     tl.store(out_ptr + token[:, None] * stride_token + feature, value.to(tl.bfloat16), mask=held[:, None])
 
 
-@triton.jit(do_not_specialize=["stride_table"])
+@jit(do_not_specialize=["stride_table"])
 def _read_kernel(
     cache_ptr, table_ptr, lengths_ptr, cu_lengths_ptr, k_ptr, v_ptr, stride_table,
     HEADS: tl.constexpr, UNITS: tl.constexpr,
@@ -306,7 +308,7 @@ def triton_read_kv(cache, block_table, lengths, cu_lengths, total: int, longest:
     heads, units = cache.shape[1:3]
     out = [torch.empty((total, heads, HEAD_DIM), dtype=torch.bfloat16, device=cache.device) for _ in range(2)]
     if total:
-        _read_kernel[(triton.cdiv(longest, UNIT_TOKENS), heads, len(lengths))](
+        _read_kernel[(ceil_div(longest, UNIT_TOKENS), heads, len(lengths))](
             *(cache, block_table, lengths, cu_lengths, *out, block_table.stride(0)), HEADS=heads, UNITS=units
         )
     return out[0], out[1]

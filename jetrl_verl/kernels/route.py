@@ -12,6 +12,7 @@ give weights that are not.
 """
 
 import torch
+import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 

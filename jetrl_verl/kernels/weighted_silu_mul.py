@@ -13,6 +13,7 @@ bytes for 128 elements, are added by a second small kernel in the order of the t
 """
 
 import torch
+import triton
 import triton.language as tl
 
 from jetrl_verl import reference

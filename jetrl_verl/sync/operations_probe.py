@@ -111,8 +111,7 @@ class _MixtureInputs(NamedTuple):
 
     tied: torch.Tensor
     x: torch.Tensor
-    experts_of: torch.Tensor
-    weights: torch.Tensor
+    logits: torch.Tensor
     gate_up: torch.Tensor
     down: torch.Tensor
     terms: torch.Tensor
@@ -127,31 +126,35 @@ def _mixture_inputs(device: torch.device) -> _MixtureInputs:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device="cpu")
 
-    # Expert 2 gets no token; 0 gets most, since a token's first expert is often that one.
-    others = torch.tensor([1, 3, 4, 5])
-    draws = torch.stack([others[torch.randperm(4, generator=generator)[: _PER_TOKEN - 1]] for _ in range(tokens)])
-    experts_of = torch.cat([torch.zeros(tokens, 1, dtype=torch.long), draws], dim=1).to(torch.int32)
+    # Expert 2 gets no token, and 0 most of them.
+    logits = normal(tokens, _EXPERTS)
+    logits[:, 0] += 3
+    logits[:, 2] -= 100
     # Two terms of a token cancel, so the third is lost or kept by the order.
     large = normal(tokens, 2 * BLOCK).mul_(2.0**12)
     terms = torch.stack([large, normal(tokens, 2 * BLOCK), -large], dim=1)
     return _MixtureInputs(
         tied=torch.randint(-2, 3, (tokens, 32), generator=generator, device="cpu").float().to(device),
         x=normal(tokens, 2 * BLOCK).to(device, torch.bfloat16),
-        experts_of=experts_of.to(device),
-        weights=torch.rand(tokens, _PER_TOKEN, generator=generator, device="cpu").to(device),
+        logits=logits.to(device),
         gate_up=normal(_EXPERTS, 2 * _WIDTH, 2 * BLOCK).mul_(0.1).to(device, torch.bfloat16),
         down=normal(_EXPERTS, 2 * BLOCK, _WIDTH).mul_(0.1).to(device, torch.bfloat16),
         terms=terms.flatten(0, 1).to(device, torch.bfloat16),
     )
 
 
-def _experts_forward(inputs: _MixtureInputs, tokens: int, align: int) -> torch.Tensor:
-    """Output of the flow's experts for the first ``tokens`` tokens, BF16."""
+def _experts_forward(inputs: _MixtureInputs, tokens: int, trains: bool) -> torch.Tensor:
+    """Output of the flow's experts for the first ``tokens`` tokens, BF16, with the operations of one of the sides."""
     flow = formats.get(formats.FLOW)
-    segments = kernels.segments(inputs.experts_of[:tokens].contiguous(), _EXPERTS, align)
     gate_up, down = (flow.quantize_weight(weight, "fp32") for weight in (inputs.gate_up, inputs.down))
-    x = flow.quantize_activation(inputs.x[:tokens], "fp32")
-    return flow.experts(x, inputs.weights[:tokens].contiguous(), segments, gate_up, down, "fp32")[0]
+    x, logits = flow.quantize_activation(inputs.x[:tokens], "fp32"), inputs.logits[:tokens].contiguous()
+    if trains:
+        experts_of, weights = kernels.route(logits, _PER_TOKEN, True)
+        segments = kernels.segments(experts_of, _EXPERTS, BLOCK)
+        rows = kernels.gather_quantized(x, segments.pair, _PER_TOKEN)
+    else:
+        weights, segments, rows = kernels.route_and_permute(logits, x, _PER_TOKEN, True)
+    return flow.experts(rows, weights, segments, gate_up, down, "fp32")[0]
 
 
 def mixture_sums(device: torch.device) -> dict[str, int]:
@@ -162,7 +165,7 @@ def mixture_sums(device: torch.device) -> dict[str, int]:
     with torch.no_grad():
         chosen = [kernels.route(inputs.tied, 4, renormalize) for renormalize in (False, True)]
         # Rows of the trainer's segments begin at multiples of 128, those of the rollout's anywhere.
-        outputs = [_experts_forward(inputs, count, align) for count in _ROWS for align in (1, BLOCK)]
+        outputs = [_experts_forward(inputs, count, trains) for count in _ROWS for trains in (True, False)]
         results = {
             "route": torch.cat([x.view(torch.int32) for pair in chosen for x in pair], dim=1).view(torch.bfloat16),
             "experts": torch.cat(outputs),

@@ -126,13 +126,15 @@ class Recorder:
         """Of a mixture: the choice, made by the flow's operator or by vLLM's, which is a method of a layer's router on
         a GPU and a function on a CPU; with shared operations also the logits, and the experts in front of their sum."""
 
-        def routed(route: Callable, logits: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            chosen, weights = route(logits, *args)
+        def routed(route: Callable, logits: torch.Tensor, *args: Any) -> tuple[torch.Tensor, Any, Any]:
+            weights, segments, rows = route(logits, *args)
             if self._order:
                 if self._shared:
                     self._keep_rows("router", logits)
+                # The expert of each pair is the one whose segment has its row.
+                chosen = torch.searchsorted(segments.start[1:].contiguous(), segments.row.contiguous(), right=True)
                 self._keep_rows("choice", dense_choice(chosen, weights, logits.shape[1]))
-            return chosen, weights
+            return weights, segments, rows
 
         def selected(select: Callable, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
             weights, chosen = select(*args, **kwargs)
@@ -145,7 +147,7 @@ class Recorder:
                 self._keep_rows("experts", y[row.long()].flatten(1))
             return combine(y, row)
 
-        self._exchange(kernels, "route", routed)
+        self._exchange(kernels, "route_and_permute", routed)
         self._exchange(kernels, "combine", combined)
         if not self._shared:
             from vllm.model_executor.layers.fused_moe import cpu_fused_moe

@@ -123,8 +123,8 @@ def test_a_bit_in_one_operation_of_a_mixture_is_named(monkeypatch, operation):
 
     monkeypatch.setattr(owner, operation, flipped)
     other = mixture_sums(CPU)
-    # The experts' last operation is the combine.
-    names = {"combine": "combine, experts"}.get(operation, operation)
+    # The experts begin with the choice and end with the combination.
+    names = {"combine": "combine, experts", "route": "experts, route"}.get(operation, operation)
     with pytest.raises(ContractViolation, match=f"contract check: {names} of the shared operations differ"):
         verify(ours, other)
 

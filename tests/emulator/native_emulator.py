@@ -278,3 +278,15 @@ def silu_gradients(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tu
         sigma[gate == value] = of_value
     dy, gate, up = dy.float(), gate.float(), up.float()
     return (dy * up * sigma * (1 + gate * (1 - sigma))).bfloat16(), (dy * gate * sigma).bfloat16()
+
+
+def plant(folder: Path, kernel: str, file: str, line, wrong, machine: Path | None) -> Emulator:
+    """The emulator of ``kernel`` with ``line`` of ``file``, which is there once, replaced by ``wrong``; or several."""
+    planted = folder / "csrc"
+    shutil.copytree(CSRC, planted)
+    source = (planted / file).read_text()
+    for old, new in [(line, wrong)] if isinstance(line, str) else zip(line, wrong, strict=True):
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    (planted / file).write_text(source)
+    return Emulator(build(folder, planted, f"sm90_{kernel.removesuffix('_of_ranks')}*", machine))

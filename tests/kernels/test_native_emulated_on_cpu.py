@@ -6,13 +6,12 @@ Operands are small integers with power-of-two scales, so every sum is exact and 
 product: a wrong element anywhere is a different number. What only a GPU can show is in test_native_gemm_on_gpu.py.
 """
 
-import shutil
 from pathlib import Path
 
 import native_emulator
 import pytest
 import torch
-from native_emulator import CSRC, Emulator, operands, product
+from native_emulator import Emulator, operands, plant, product
 
 from jetrl_verl.reference import BLOCK, k_slices, sum_of_ranks
 
@@ -258,8 +257,7 @@ def test_a_plan_without_a_kernel_is_refused(emulator):
         emulator.run("wgrad", *operands(8, 64, 128, False), torch.empty(8, 64, dtype=torch.bfloat16), accumulate=True)
 
 
-FPROP, WGRAD = "fprop.cuh", "sm90_wgrad_1x128_1x128.cu"
-DECODE, DECODE_PART = "sm90_decode_fprop.cu", "decode.cuh"
+FPROP, WGRAD, DECODE, DECODE_PART = "fprop.cuh", "sm90_wgrad_1x128_1x128.cu", "sm90_decode_fprop.cu", "decode.cuh"
 WAIT = "sm90::wgmma_wait<0>(partial);\n"
 FPROP_RELEASE = """      if (c == kChunks - 1) {
         ring.used(stage);
@@ -558,18 +556,6 @@ AT_AN_END = {
     "the decode kernel copies X's scales while the kernel in front may write them",
 }
 """Faults of a tile's first or last K block, as those of the epilogue: two K blocks show them as ten do."""
-
-
-def plant(folder: Path, kernel: str, file: str, line, wrong, machine: Path | None) -> Emulator:
-    """The emulator of ``kernel`` with ``line`` of ``file``, which is there once, replaced by ``wrong``; or several."""
-    planted = folder / "csrc"
-    shutil.copytree(CSRC, planted)
-    source = (planted / file).read_text()
-    for old, new in [(line, wrong)] if isinstance(line, str) else zip(line, wrong, strict=True):
-        assert source.count(old) == 1
-        source = source.replace(old, new)
-    (planted / file).write_text(source)
-    return Emulator(native_emulator.build(folder, planted, f"sm90_{kernel.removesuffix('_of_ranks')}*", machine))
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -12,7 +12,7 @@ from pathlib import Path
 import native_emulator
 import pytest
 import torch
-from native_emulator import Emulator, experts_operand, operand, product
+from native_emulator import Emulator, experts_operand, operand, plant, product
 
 from jetrl_verl.reference import BLOCK, QuantizedTensor
 
@@ -205,3 +205,69 @@ def test_a_plan_without_a_kernel_is_refused(emulator):
         emulator.run_grouped(
             "grouped_wgrad", operand(8, 128, 8, 0), operand(128, 128, 128, 0), starts([128]), out, block=64
         )
+
+
+FPROP, DECODE, WGRAD = "grouped_fprop", "grouped_decode", "grouped_wgrad"
+LATE = "      sm90::sync_warp();  // else a late lane may miss the phase\n"
+
+# What is wrong -> kernel that runs, file, its line, what is planted there.
+FAULTS = {
+    "all tiles' places are written to one": (FPROP, "fprop.cuh", "kAtTiles + 16 * odd)", "kAtTiles + 0 * odd)"),
+    "rows of the next expert are stored": (FPROP, "fprop.cuh", "of_tile.row + kStoreRows <= of_tile.end", "true"),
+    "all experts take the scales of the first": (FPROP, "fprop.cuh", "from += at.expert * p.w_scale_step;", ""),
+    "a tile is the last expert's": (FPROP, "segments.cuh", "behind <= tile", "behind < tile"),
+    "the tiles in front of 32 experts are forgotten": (DECODE, "segments.cuh", "      behind += before;\n", ""),
+    "the consumers count rows and not rows of tiles": (
+        DECODE,
+        "segments.cuh",
+        "tiles += ceil_div(of.start[e + 1] - of.start[e], kRows);",
+        "tiles += of.start[e + 1] - of.start[e];",
+    ),
+    "a tile's place is read where another one's is": (DECODE, f"sm90_{DECODE}.cu", "16 * first", "0 * first"),
+    "bytes of rows that do not come are expected": (
+        DECODE,
+        f"sm90_{DECODE}.cu",
+        "Shape::kBlocks * bytes_x",
+        "Shape::kStageX",
+    ),
+    "a late lane of the copying warp may miss its phase": (DECODE, f"sm90_{DECODE}.cu", LATE, ""),
+    "sums are stored where the next tile's belong": (
+        WGRAD,
+        f"sm90_{WGRAD}.cu",
+        "if (kFirst) store(c, place_before());",
+        "if (kFirst) store(c, place());",
+    ),
+    "a block's last tile is not the last": (WGRAD, f"sm90_{WGRAD}.cu", " + (round + 1 == rounds)", ""),
+    "experts without tokens keep what was there": (
+        WGRAD,
+        f"sm90_{WGRAD}.cu",
+        "store_zeros(p.dw, row + 64 * c",
+        "if (false) store_zeros(p.dw, row + 64 * c",
+    ),
+    "experts are looked at before they are sorted": (
+        WGRAD,
+        f"sm90_{WGRAD}.cu",
+        "mine, 0};\n  }\n  sm90::sync_block();\n",
+        "mine, 0};\n  }\n",
+    ),
+    "staging is overwritten before the warp has read it": (
+        WGRAD,
+        f"sm90_{WGRAD}.cu",
+        "p.k, own_lane);\n      sm90::sync_warp();\n",
+        "p.k, own_lane);\n",
+    ),
+    "a tile goes on with the sums of the one before": (WGRAD, "wgrad.cuh", "kFirst ? 0.0f : old", "old"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_emulator_sees_a_planted_fault(fault, library, tmp_path):
+    """The same cases fail on a kernel with one line wrong."""
+    kernel, file, line, wrong = FAULTS[fault]
+    faulty = plant(tmp_path, kernel, file, line, wrong, library.parent)
+    with pytest.raises((RuntimeError, AssertionError)):
+        if kernel == WGRAD:
+            check_wgrad(faulty, [2, 0, 1, 7, 0], 384, 256, block=256, cluster=2, multiprocessors=2)
+        else:
+            block = 256 if kernel == FPROP else 64
+            check(faulty, kernel, [70, 0, 3, *[0] * 40, 17], 256, 5 * BLOCK, block=block, cluster=1, multiprocessors=2)

@@ -212,16 +212,18 @@ class Trainer:
         self._changes = CodeChanges(self.plans)
 
     def stream(self, options: JetConfig | None, sizes: SyncStatistics) -> Iterator[tuple[str, torch.Tensor]]:
-        """What verl's engine sends (``FSDPEngine.get_per_tensor_param``), or what ours makes of it."""
+        """What verl's engine sends, or ours (``get_per_tensor_param`` of both)."""
         from jetrl_verl.sync.wire import counted_stock
+        from jetrl_verl.train.gather import gathered
         from jetrl_verl.train.weight_stream import weight_stream
 
-        weights = (
-            (name, value.to(DEVICE, non_blocking=True).full_tensor() if isinstance(value, DTensor) else value)
-            for name, value in self.model.state_dict().items()
-        )
         if options is None:
+            weights = (
+                (name, value.to(DEVICE, non_blocking=True).full_tensor() if isinstance(value, DTensor) else value)
+                for name, value in self.model.state_dict().items()
+            )
             return counted_stock(weights, sizes)
+        weights = gathered(self.model.state_dict(keep_vars=True), DEVICE, sizes)
         return weight_stream(weights, options, self.plans, DEVICE, sizes, metrics=self._changes)
 
 

@@ -107,6 +107,13 @@ class Format(ABC):
         """The scales of ``rows`` rows of a weight from row ``start``, multiples of ``rows_per_scale``."""
         return scales[start // self.rows_per_scale : (start + rows) // self.rows_per_scale]
 
+    def scales_of_part(self, scales: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
+        """The scales of a part of a weight ``[N, K]``, in whole scales."""
+        found = self.scales_of_rows(scales, rows.start, rows.stop - rows.start)
+        if (width := self.columns_per_scale) is None:
+            return found
+        return found[:, columns.start // width : columns.stop // width]
+
     # Wire
 
     def wire(self, name: str, weight: QuantizedTensor) -> Iterator[tuple[str, torch.Tensor]]:

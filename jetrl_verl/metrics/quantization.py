@@ -35,6 +35,7 @@ from jetrl_verl.models.base import place
 from jetrl_verl.models.plan import LinearPlan, plan_of
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.reference import BLOCK, QuantizedTensor, ScaleRule
+from jetrl_verl.sync.stacks import continues, joined
 from jetrl_verl.sync.wire import with_completed
 
 SAMPLED_LAYERS = 4
@@ -300,21 +301,42 @@ def refuse_non_finite(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[t
     """
     quantized: dict[str, tuple[Format, torch.Tensor, torch.Tensor]] = {}
     plain: dict[str, torch.Tensor] = {}
+    stack: dict[str, QuantizedTensor] = {}
+    last = None
     for name, tensor, completed in with_completed(weights):
         if completed is not None:
             whole, value = completed
             if isinstance(value, QuantizedTensor):
-                number_format = formats.of(value.qdata)
-                quantized[whole] = number_format, number_format.nan_sample(value.qdata), value.scales
+                if last is not None and not continues(last, value.qdata):
+                    quantized |= _samples(stack)
+                    stack.clear()
+                stack[whole], last = value, value.qdata
             elif value.is_floating_point():
                 plain[whole] = _unless_small(value)
         yield name, tensor
+    last = None
+    quantized |= _samples(stack)
+    stack.clear()
     broken = _non_finite(quantized, plain)
     if broken:
         raise NonFiniteWeightError(
             f"weight sync: {_named(broken)} of the trainer holds NaN or Inf and would make every sample garbage; "
             f"{_REMEDY}"
         )
+
+
+def _samples(stack: Mapping[str, QuantizedTensor]) -> dict[str, tuple[Format, torch.Tensor, torch.Tensor]]:
+    """What the format reads of weights below each other, by one call for all of them."""
+    if not stack:
+        return {}
+    qdata = [weight.qdata for weight in stack.values()]
+    number_format = formats.of(qdata[0])
+    sample = number_format.nan_sample(joined(qdata))
+    total = sum(len(part) for part in qdata)
+    parts = sample.split([len(sample) * len(part) // total for part in qdata])
+    return {
+        name: (number_format, part, weight.scales) for (name, weight), part in zip(stack.items(), parts, strict=True)
+    }
 
 
 def _non_finite(

@@ -9,6 +9,7 @@ states what differs, in a file of its own (families/, docs/families.md). No othe
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 from jetrl_verl import kernels
@@ -60,6 +61,7 @@ class Place(NamedTuple):
 _PLACE = re.compile(r"((?:.*\.)?layers\.(\d+))\.(.+?)(?:\.(weight|bias))?")
 
 
+@cache
 def place(name: str) -> Place | None:
     """Take a module's or parameter's name apart; None for what is in no decoder layer."""
     match = _PLACE.fullmatch(name)

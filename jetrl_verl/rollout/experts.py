@@ -153,8 +153,11 @@ def share_experts(block: torch.nn.Module, ordered: bool) -> SharedMixture:
 
 def is_of_experts(name: str, config: Any) -> bool:
     """Whether a tensor of the trainer's is qdata or scales of experts."""
-    mixture, found = family(config).experts, place(name.removesuffix(SCALE_SUFFIX))
-    return mixture is not None and found is not None and found.module in (mixture.gate_up, mixture.down)
+    mixture = family(config).experts
+    if mixture is None:
+        return False
+    found = place(name.removesuffix(SCALE_SUFFIX))
+    return found is not None and found.module in (mixture.gate_up, mixture.down)
 
 
 def _part(tensor: torch.Tensor, live: torch.Tensor, rank: int, halves: int) -> torch.Tensor:

@@ -5,9 +5,12 @@
 vLLM stacks q/k/v and gate/up into one parameter and keeps only this rank's shard of it. The contract check compares the
 trainer's tensors with live storage, so it has to find each of them again. That is computed here from the layers'
 shapes and ranks, independently of the loaders, whose work is what is being checked.
+
+Scales are placed from here, all by one call, where each would take a loader of vLLM's as long as its qdata do. A wrong
+map is still seen: qdata come through vLLM's loaders, and the check compares both.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -119,3 +122,55 @@ def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
             else:
                 live[f"{prefix}.{leaf}"] = held.part(data.shape[0])
     return live
+
+
+class LiveMap:
+    """:func:`live_tensors` of a model, made again when one of its parameters has moved.
+
+    What it hands out are views of the storage in which each parameter now is: asked for before a load and behind it,
+    it is about the parameters of then.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._parameters = [layer._parameters for layer in model.modules() if layer._parameters]
+        self._places: list[tuple] = []
+        self._tensors: dict[str, LiveTensor] = {}
+
+    def tensors(self) -> dict[str, LiveTensor]:
+        """name -> live view, as :func:`live_tensors` says."""
+        # vLLM's classes of parameters answer in Python otherwise. The views held here keep an address from being used
+        # again, so an equal one is the same storage.
+        with torch._C.DisableTorchFunctionSubclass():
+            places = [
+                (parameter.data_ptr(), parameter.shape, parameter.dtype)
+                for parameters in self._parameters
+                for parameter in parameters.values()
+                if parameter is not None
+            ]
+        if places != self._places:
+            self._places, self._tensors = places, live_tensors(self._model)
+        return self._tensors
+
+
+def place_scales(live: Mapping[str, LiveTensor], scales: Mapping[str, torch.Tensor]) -> None:
+    """Copy what this worker holds of the trainer's scales into live storage.
+
+    Args:
+        live: of :func:`live_tensors`. scales: of whole weights ``[N, K]``, by the trainer's name, suffix included.
+
+    Raises:
+        ValueError: no quantized layer of this name, or another shape.
+    """
+    targets, sources = [], []
+    for name, whole in scales.items():
+        held = live.get(name.removesuffix(SCALE_SUFFIX))
+        if held is None or held.scales is None:
+            raise ValueError(f"{name} comes from the trainer and the rollout holds no scales of this name")
+        number_format = formats.of(held.tensor)
+        if tuple(whole.shape) != number_format.scales_shape(*held.whole):
+            raise ValueError(f"{name} is {list(whole.shape)} in the trainer, and of {list(held.whole)} in the rollout")
+        targets.append(held.scales)
+        sources.append(number_format.scales_of_part(whole, held.rows, held.columns))
+    if targets:
+        torch._foreach_copy_(targets, sources)

@@ -27,9 +27,10 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from vllm.distributed import get_tp_group
 from vllm.platforms import current_platform
 
+from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.patches import two_runs
 from jetrl_verl.rollout.experts import is_of_experts, load_experts
-from jetrl_verl.rollout.live import live_tensors
+from jetrl_verl.rollout.live import LiveMap, place_scales
 from jetrl_verl.rollout.method import JetQuantizationConfig
 from jetrl_verl.rollout.row_parallel import fused_reductions, reduce_ranks
 from jetrl_verl.rollout.sampler import share_sampler
@@ -69,6 +70,8 @@ class JetWorker(PlatformWorker):
 class JetWorkerExtension(vLLMColocateWorkerExtension):
     """Extension of every precision but ``bf16``."""
 
+    _jetrl_live: LiveMap | None = None
+
     def update_weights_from_ipc(self, peft_config: dict | None = None, base_sync_done=False, use_shm: bool = False):
         """One weight sync.
 
@@ -78,6 +81,8 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
         """
         started = time.perf_counter()
         self._jetrl_receiver = ContractReceiver()
+        if self._jetrl_live is None:
+            self._jetrl_live = LiveMap(self.model_runner.model)
         self._jetrl_failure: str | None = None
         super().update_weights_from_ipc(peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
         if self._jetrl_failure is not None:
@@ -105,7 +110,7 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
             logger.info("jetrl weight sync: loaded in %.3f s, contract not checked", loaded - started)
             return
         counts = self._jetrl_receiver.verify(
-            live_tensors(self.model_runner.model),
+            self._jetrl_live.tensors(),
             scale_rule=config.scale_rule,
             probe=stated_probe(self.device, config.format_name, config.scale_rule),
             operations=stated_operations(self.device, config.operations) | self._stated_reduction(config),
@@ -130,14 +135,18 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
         if self._jetrl_failure is not None:
             return
         try:
-            rest, model = [], self.model_runner.model
+            rest, scales, model = [], {}, self.model_runner.model
             for name, tensor in self._jetrl_receiver.take(weights):
                 if is_of_experts(name, model.config):
                     load_experts(model, name, tensor, get_tp_group().rank_in_group)
+                elif name.endswith(SCALE_SUFFIX):
+                    scales[name] = tensor
                 else:
                     rest.append((name, tensor))
             if rest:
                 super()._update_weights(rest, peft_config=peft_config, base_sync_done=base_sync_done)
+            if scales:
+                place_scales(self._jetrl_live.tensors(), scales)
         except Exception as error:
             logger.error("jetrl weight sync: loading failed\n%s", traceback.format_exc())
             # Words only: the exception's traceback reaches up to the receiver's frames and their views of the buffer.

@@ -29,6 +29,7 @@ from jetrl_verl import formats, kernels
 from jetrl_verl.formats.format import Format
 from jetrl_verl.formats.sums import element_sums, row_sums
 from jetrl_verl.reference import BLOCK, QuantizedTensor
+from jetrl_verl.sync.stacks import continues, joined
 from jetrl_verl.sync.wire import is_packed, unpacked, with_completed
 
 MANIFEST_NAME = "jetrl.contract"
@@ -106,28 +107,39 @@ def with_contract(
 class _Sums:
     """Sums of many tensors with few calls.
 
-    What reads much, qdata and matrices, is summed when it comes; scales, norms and biases are small, so a call for each
-    would be all launches, and are summed together in the end.
+    What reads much, qdata and matrices, is summed when it comes, qdata that lie below each other by one call; scales,
+    norms and biases are small, so a call for each would be all launches, and are summed together in the end.
     """
 
     def __init__(self) -> None:
         self._found: dict[Any, torch.Tensor | None] = {}
         self._scales: dict[Format, dict[Any, torch.Tensor]] = {}
         self._vectors: dict[Any, torch.Tensor] = {}
+        self._stack: list[tuple[Any, torch.Tensor]] = []
 
     def add(self, key: Any, value: torch.Tensor | QuantizedTensor, parts: int = 1) -> None:
         """A weight, whose scales stay referenced, or a BF16 tensor, which does if it is a vector; of a matrix each row
         in so many ``parts``."""
         self._found[key] = None  # keeps the order
         if isinstance(value, QuantizedTensor):
-            number_format = formats.of(value.qdata)
             # Experts' matrices are summed below each other; no block holds rows of two.
-            self._found[key] = number_format.sums_of_qdata(value.qdata.flatten(0, -2))
-            self._scales.setdefault(number_format, {})[key] = value.scales.flatten(0, -2)
+            qdata, scales = value.qdata.flatten(0, -2), value.scales.flatten(0, -2)
+            self._scales.setdefault(formats.of(qdata), {})[key] = scales
+            if self._stack and not continues(self._stack[-1][1], qdata):
+                self._sum_stack()
+            self._stack.append((key, qdata))
         elif value.ndim == 1:
             self._vectors[key] = value
         else:
             self._found[key] = row_sums(value, parts)
+
+    def _sum_stack(self) -> None:
+        if not self._stack:
+            return
+        qdata = [part for _, part in self._stack]
+        sums = formats.of(qdata[0]).sums_of_qdata(joined(qdata))
+        self._found |= zip((key for key, _ in self._stack), sums.split([len(part) // BLOCK for part in qdata]))
+        self._stack.clear()
 
     def has(self, key: Any) -> bool:
         """Whether it was added."""
@@ -135,6 +147,7 @@ class _Sums:
 
     def of_all(self) -> dict[Any, torch.Tensor]:
         """Key -> ``Format.sums`` or ``row_sums``, in the order in which they were added."""
+        self._sum_stack()
         for number_format, scales in self._scales.items():
             without = [self._found[key] for key in scales]
             self._found |= zip(scales, number_format.with_scales(without, list(scales.values())), strict=True)
@@ -172,6 +185,13 @@ class LiveTensor:
     start: int = 0
     groups: int = 1
 
+    def blocks_of(self, sums: torch.Tensor) -> torch.Tensor:
+        """Those of the whole tensor's sums ``[N/128, K/128]`` that are of the part held."""
+        rows, columns = (slice(part.start // BLOCK, part.stop // BLOCK) for part in (self.rows, self.columns))
+        if self.groups == 1:
+            return sums[rows, columns]
+        return sums.unflatten(0, (self.groups, -1))[:, rows, columns].flatten(0, 1)
+
 
 class ContractReceiver:
     """Collects the trainer's statement from a sync's stream and compares it with live parameters."""
@@ -185,8 +205,9 @@ class ContractReceiver:
         rest = []
         for name, tensor in weights:
             if is_packed(name):
-                # Its copy is one for all that is in it.
-                rest += self._take(unpacked(name, tensor.clone()), ours=True)
+                # Its copy is one for all that is in it; what has no sums is for the loaders.
+                ours = SUM_PREFIX in name
+                rest += self._take(unpacked(name, tensor.clone() if ours else tensor), ours)
             else:
                 rest += self._take([(name, tensor)], ours=False)
         return rest
@@ -227,8 +248,7 @@ class ContractReceiver:
         for name in manifest.quantized:
             held, sums = live[name], self._stated(name)
             self._same_shape(name, sums, torch.Size(size // BLOCK for size in held.whole))
-            rows, columns = (slice(part.start // BLOCK, part.stop // BLOCK) for part in (held.rows, held.columns))
-            stated.append((name, sums.unflatten(0, (held.groups, -1))[:, rows, columns].flatten(0, 1)))
+            stated.append((name, held.blocks_of(sums)))
             # A stacked parameter is summed once, for all tensors that it is stacked from.
             if held.parameter is None:
                 found.add(name, QuantizedTensor(held.tensor, held.scales))

@@ -21,6 +21,7 @@ from jetrl_verl import formats
 from jetrl_verl.formats.format import SCALE_SUFFIX, Format
 from jetrl_verl.models.plan import LinearPlan, plan_of
 from jetrl_verl.reference import QuantizedTensor
+from jetrl_verl.sync.stacks import continues, joined
 
 
 @dataclass
@@ -60,17 +61,46 @@ def quantize_stream(
         ``<name>_scale_inv`` FP32; else ``<name>`` BF16.
     """
     number_format = None if format_name == formats.UNQUANTIZED else formats.get(format_name)
+    stack: list[tuple[str, torch.Tensor]] = []
+
+    def quantized() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor, weight in _quantized(number_format, stack, scale_rule):
+            if fixed_scales is not None:
+                weight = _with_kept_scales(number_format, name, tensor, weight, scale_rule, fixed_scales)
+            yield from number_format.wire(name, weight)
+        stack.clear()
+
     for name, tensor in weights:
         tensor = tensor.detach()
         plan = None if name.endswith(".bias") else plan_of(name, plans)
-        if plan is not None and plan.quantized:
+        planned = plan is not None and plan.quantized
+        if planned or tensor.is_floating_point():
             tensor = tensor.to(torch.bfloat16)
-            quantized = number_format.quantize_weight(tensor, scale_rule)
-            if fixed_scales is not None:
-                quantized = _with_kept_scales(number_format, name, tensor, quantized, scale_rule, fixed_scales)
-            yield from number_format.wire(name, quantized)
+        if stack and not (planned and continues(stack[-1][1], tensor)):
+            yield from quantized()
+        if planned:
+            stack.append((name, tensor))
         else:
-            yield name, tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+            yield name, tensor
+    yield from quantized()
+
+
+def _quantized(
+    number_format: Format, stack: list[tuple[str, torch.Tensor]], rule: str
+) -> Iterator[tuple[str, torch.Tensor, QuantizedTensor]]:
+    """(name, weight, what it is quantized) of weights below each other, by one call for all of them."""
+    if not stack:
+        return
+    whole = number_format.quantize_weight(joined([tensor for _, tensor in stack]), rule)
+    if len(stack) == 1:
+        yield *stack[0], whole
+        return
+    start = 0
+    for name, tensor in stack:
+        rows = len(tensor)
+        scales = number_format.scales_of_rows(whole.scales, start, rows)
+        yield name, tensor, QuantizedTensor(whole.qdata[start : start + rows], scales)
+        start += rows
 
 
 def _with_kept_scales(
@@ -120,39 +150,57 @@ _ALIGNED = 16
 
 
 def packed(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Put the small tensors of a stream together: for each that it sends verl makes a view, a copy and an entry of a
-    message, and its receiver the same again.
+    """Put tensors of a stream together: for each that it sends verl makes a view, a copy and an entry of a message, and
+    its receiver the same again.
 
     Yields:
-        Large tensors at once and unchanged; small ones as uint8 ``[bytes]`` under a name that says what is in it,
-        in packs of at most 768 KiB.
+        Large tensors unchanged, or as they lie below each other, uint8 ``[bytes]`` under a name that says what is in
+        it; small ones, under such a name, too, in packs of at most 768 KiB.
     """
     small: list[tuple[str, torch.Tensor]] = []
+    large: list[tuple[str, torch.Tensor]] = []
     held = 0
     for name, tensor in stream:
         if tensor.nbytes > _SMALL:
-            yield name, tensor
+            if large and not continues(large[-1][1], tensor):
+                yield _stacked(large)
+                large = []
+            large.append((name, tensor))
             continue
         small.append((name, tensor))
         held += tensor.nbytes
         if held >= _PACK_BYTES:
             yield _pack(small)
             small, held = [], 0
+    if large:
+        yield _stacked(large)
     if small:
         yield _pack(small)
+
+
+def _named(tensors: list[tuple[str, torch.Tensor]]) -> str:
+    """Name of a piece that has these tensors in it."""
+    index = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors]
+    return _PACK + json.dumps(index, separators=(",", ":"))
+
+
+def _stacked(tensors: list[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor]:
+    # The most that becomes one piece is gate and up of a layer, which an embedding's bucket has room for.
+    if len(tensors) == 1:
+        return tensors[0]
+    return _named(tensors), joined([tensor for _, tensor in tensors]).view(torch.uint8).view(-1)
 
 
 def _pack(tensors: list[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor]:
     # Wide elements first, so that each lies where its type may lie.
     tensors.sort(key=lambda item: -item[1].element_size())
-    index = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors]
     used = sum(tensor.nbytes for _, tensor in tensors)
     # The piece behind it begins where this one ends.
     device = _device_of(tensors)
     whole = torch.empty(-(-used // _ALIGNED) * _ALIGNED, dtype=torch.uint8, device=device)
     rows = [tensor.to(device).contiguous().view(-1).view(torch.uint8) for _, tensor in tensors]
     torch.cat(rows, out=whole[:used])
-    return _PACK + json.dumps(index, separators=(",", ":")), whole
+    return _named(tensors), whole
 
 
 def _device_of(tensors: list[tuple[str, torch.Tensor]]) -> torch.device:

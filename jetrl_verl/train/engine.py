@@ -23,6 +23,8 @@ import torch
 from verl.utils import tensordict_utils
 from verl.utils import torch_functional as verl_functional
 from verl.utils.device import get_device_id, get_device_name
+from verl.utils.fsdp_utils import fsdp_version
+from verl.utils.model import convert_weight_keys
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import utils as fsdp_utils
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
@@ -41,7 +43,8 @@ from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.patches import fused_experts, two_runs, weight_sync
-from jetrl_verl.sync.wire import SyncStatistics
+from jetrl_verl.sync.wire import SyncStatistics, counted_stock
+from jetrl_verl.train.gather import gathered
 from jetrl_verl.train.shared_operations import share_operations
 from jetrl_verl.train.weight_stream import weight_stream
 
@@ -147,21 +150,27 @@ class _JetEngine(ShadowForwards):
     def get_per_tensor_param(self, **kwargs: Any):
         """Stream of the weight sync, see sync/wire.py; verl's own unless this is the actor under our config."""
         config = self.engine_config
-        ours = isinstance(config, JetFSDPEngineConfig) and config.jetrl_role == "actor"
-        # A patched checkout of verl has the switch in its own module.
-        kept_fused = fsdp_utils.KEPT_FUSED.set(ours)
-        try:
-            weights, peft_config = super().get_per_tensor_param(**kwargs)
-        finally:
-            fsdp_utils.KEPT_FUSED.reset(kept_fused)
-        if not ours:
-            return weights, peft_config
+        if not isinstance(config, JetFSDPEngineConfig) or config.jetrl_role != "actor":
+            return super().get_per_tensor_param(**kwargs)
         self._jetrl_sync = SyncStatistics()
+        device = torch.device(get_device_name())
+        if fsdp_version(self.module) == 2:
+            # verl's own stream without adapters, which are not supported with this engine.
+            params = convert_weight_keys(self.module.state_dict(keep_vars=True), self.module)
+            weights, peft_config = gathered(params, device, self._jetrl_sync), None
+        else:
+            # A patched checkout of verl has the switch in its own module.
+            kept_fused = fsdp_utils.KEPT_FUSED.set(True)
+            try:
+                weights, peft_config = super().get_per_tensor_param(**kwargs)
+            finally:
+                fsdp_utils.KEPT_FUSED.reset(kept_fused)
+            weights = counted_stock(weights, self._jetrl_sync)
         stream = weight_stream(
             weights,
             config.jetrl,
             self._jetrl_plans,
-            torch.device(get_device_name()),
+            device,
             self._jetrl_sync,
             self._jetrl_kept_scales,
             self._jetrl_metrics,

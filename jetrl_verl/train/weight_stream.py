@@ -17,7 +17,7 @@ from jetrl_verl.metrics.quantization import QuantizationMetrics, refuse_non_fini
 from jetrl_verl.models.plan import LinearPlan
 from jetrl_verl.sync.contract import SUM_PREFIX, ContractViolation, with_contract
 from jetrl_verl.sync.operations_probe import stated_operations, stated_probe, stated_reduction
-from jetrl_verl.sync.wire import SyncStatistics, counted_stock, measured, packed, quantize_stream
+from jetrl_verl.sync.wire import SyncStatistics, measured, packed, quantize_stream
 
 
 def same_on_every_rank(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -69,7 +69,8 @@ def weight_stream(
     """What an actor sends at a weight sync, small tensors :func:`~jetrl_verl.sync.wire.packed`.
 
     Args:
-        weights: verl's own stream, (Hugging Face name, gathered tensor). options: of the run.
+        weights: (Hugging Face name, gathered tensor), whose bytes on verl's own wire ``statistics`` has already been
+            told. options: of the run.
         plans: from :func:`jetrl_verl.models.plan.plan_linears`. device: on which the probes run.
         statistics: gets sizes and duration. kept_scales: see :func:`~jetrl_verl.sync.wire.quantize_stream`.
         metrics: looks at the qdata, if it is given. ranks: tensor-parallel ones of the rollout.
@@ -78,8 +79,7 @@ def weight_stream(
         NonFiniteWeightError: behind the last weight, if one of them is NaN or Inf.
         ContractViolation: behind the contract, if it is checked and the trainer's ranks hold different weights.
     """
-    stream = counted_stock(weights, statistics)
-    stream = quantize_stream(stream, plans, options.scale_rule, options.rollout, kept_scales)
+    stream = quantize_stream(weights, plans, options.scale_rule, options.rollout, kept_scales)
     stream = refuse_non_finite(stream)
     if metrics is not None:
         stream = metrics.watch(stream)

@@ -16,7 +16,7 @@ from torch import nn
 from jetrl_verl import formats
 from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.reference import BLOCK, QuantizedTensor, quantize_128x128
-from jetrl_verl.rollout.live import live_tensors
+from jetrl_verl.rollout.live import LiveMap, live_tensors, place_scales
 from jetrl_verl.sync.contract import ContractReceiver, ContractViolation, with_contract
 
 HIDDEN, HEAD, INNER, VOCABULARY, TP = 256, 128, 512, 96, 2
@@ -191,6 +191,47 @@ def test_swapped_gate_and_up_are_seen():
     weight.data = torch.cat([weight.data[half:], weight.data[:half]])
     with pytest.raises(ContractViolation, match="gate_proj"):
         verify(model, whole)
+
+
+def whole_scales(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    weights = {name: tensor for name, tensor in whole.items() if name.endswith("proj.weight")}
+    return {name + SCALE_SUFFIX: quantize_128x128(tensor, "fp32").scales for name, tensor in weights.items()}
+
+
+@pytest.mark.parametrize("rank", range(TP))
+def test_scales_are_placed_where_each_rank_holds_them(rank):
+    whole = whole_tensors()
+    model = rank_model(rank, whole)
+    for name, parameter in model.named_parameters():
+        if name.endswith(SCALE_SUFFIX):
+            parameter.data.fill_(float("nan"))
+    with pytest.raises(ContractViolation, match="q_proj.weight differs"):
+        verify(model, whole)
+    place_scales(live_tensors(model), whole_scales(whole))
+    assert verify(model, whole)["quantized"] == 7
+
+
+def test_scales_that_nobody_holds_are_refused():
+    whole = whole_tensors()
+    scales = whole_scales(whole)
+    with pytest.raises(ValueError, match="q_proj.weight_scale_inv comes from the trainer and the rollout holds no"):
+        place_scales(live_tensors(rank_model(0, whole, plain)), scales)
+    name = "model.layers.0.mlp.down_proj.weight" + SCALE_SUFFIX
+    with pytest.raises(ValueError, match=r"down_proj.weight_scale_inv is \[1, 4\] in the trainer"):
+        place_scales(live_tensors(rank_model(0, whole)), {name: scales[name][:1]})
+
+
+def test_a_parameter_that_moved_is_found_where_it_is_now():
+    """A map is kept from sync to sync; the storage of its parameters may not be."""
+    whole = whole_tensors()
+    model = rank_model(0, whole)
+    kept = LiveMap(model)
+    assert kept.tensors() is kept.tensors()
+    weight = model.get_parameter("model.layers.0.mlp.down_proj.weight")
+    weight.data = weight.data.clone()
+    weight.data.view(torch.uint8)[3, 5] ^= 1
+    found = kept.tensors()["model.layers.0.mlp.down_proj.weight"].tensor
+    assert found.data_ptr() == weight.data_ptr() and torch.equal(found.view(torch.uint8), weight.data.view(torch.uint8))
 
 
 def test_block_sums_of_a_column_slice_are_those_of_the_whole():

@@ -119,6 +119,10 @@ def test_the_check_reads_a_packed_stream_and_sums_a_stacked_parameter_once(stack
     monkeypatch.setattr(formats.get("fp8"), "sums_of_qdata", lambda qdata: calls.append(qdata) or stock(qdata))
     assert check(*stacked) == counts
     assert (counts["quantized"], counts["plain"]) == (2, 2)
+    together = [(384, 256), (384, 256)]
+    assert [tuple(qdata.shape) for qdata in calls] == together, "q and k are sent from one storage"
+    calls.clear()
+    assert check([(name, tensor.clone()) for name, tensor in stacked[0]], stacked[1]) == counts
     assert [tuple(qdata.shape) for qdata in calls] == [(256, 256), (128, 256), (384, 256)]
     separate = {name: LiveTensor(*(getattr(t, f) for f in ("tensor", "scales", "rows", "columns", "whole")))
                 for name, t in stacked[1].items()}  # fmt: skip

@@ -114,8 +114,14 @@ class BlockFP8(TrainedFormat):
             return kernels.gemm_nt(x, weight, b_block_scaled=True, bias=bias)
         return kernels.gemm_nt_of_ranks(x, weight, ranks, bias)
 
-    def dgrad(self, dy: QuantizedTensor, weight: QuantizedTensor) -> torch.Tensor:
-        return kernels.gemm_nt(dy, kernels.transpose_128x128(weight), b_block_scaled=True)
+    def quantize_weight_and_transpose(self, weight: torch.Tensor, rule: str) -> tuple[QuantizedTensor, QuantizedTensor]:
+        return kernels.quantize_128x128_and_transpose(weight, rule)
+
+    def dgrad(
+        self, dy: QuantizedTensor, weight: QuantizedTensor, transposed: QuantizedTensor | None = None
+    ) -> torch.Tensor:
+        transposed = kernels.transpose_128x128(weight) if transposed is None else transposed
+        return kernels.gemm_nt(dy, transposed, b_block_scaled=True)
 
     def wgrad(self, dy: QuantizedTensor, x: QuantizedTensor, add_to: torch.Tensor | None = None) -> torch.Tensor:
         if add_to is None:

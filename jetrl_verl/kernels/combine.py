@@ -11,12 +11,13 @@ of 4 KB each, not two of 16.
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator, require_bf16
+from jetrl_verl.kernels.sizes import ceil_div
 
 _MANY, _FEW = (1024, 4), (256, 1)
 """Elements of a row and warps of a program: 8 elements a thread."""
@@ -26,7 +27,7 @@ _FEW_ELEMENTS = 2**17
 implements("combine", "reference")(reference.combine)
 
 
-@triton.jit
+@jit
 def _combine_kernel(y_ptr, row_ptr, out_ptr, columns, K: tl.constexpr, TILE: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -46,7 +47,7 @@ def triton_combine(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     out = torch.empty((tokens, y.shape[1]), dtype=torch.bfloat16, device=y.device)
     if out.numel():
         tile, warps = _FEW if out.numel() <= _FEW_ELEMENTS else _MANY
-        _combine_kernel[(tokens, triton.cdiv(y.shape[1], tile))](
+        _combine_kernel[(tokens, ceil_div(y.shape[1], tile))](
             y.contiguous(), row.contiguous(), out, y.shape[1], K=k, TILE=tile, num_warps=warps
         )
     return out

@@ -146,8 +146,11 @@ def supports(operation: str, backend: str, *call, **options) -> bool:
 
 def choose(operation: str, device: torch.device, *call, **options) -> str:
     """Name of the backend that computes ``operation`` for these arguments: the first to support them, else the last."""
-    *conditional, last = _candidates(operation, device)
-    return next((name for name in conditional if supports(operation, name, *call, **options)), last)
+    names = _candidates(operation, device)
+    for name in names[:-1]:
+        if supports(operation, name, *call, **options):
+            return name
+    return names[-1]
 
 
 def lookup(operation: str, device: torch.device, *call, **options) -> Callable:

@@ -21,6 +21,7 @@ import triton.language as tl
 from jetrl_verl import reference
 from jetrl_verl.kernels.device.e4m3 import GROUP, is_pow2, store_both, words_of
 from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.results import (
     empty_colwise,
@@ -50,7 +51,7 @@ def _load_rows_of_pairs(words_ptr, pair, k, words, word):
     return tl.load(words_ptr + token[:, None] * words + word[None, :], mask=(pair >= 0)[:, None], other=0)
 
 
-@triton.jit
+@jit
 def _gather_quantize_kernel(
     words_ptr, pair_ptr, rowwise_pairs_ptr, rowwise_scales_ptr, colwise_qdata_ptr, colwise_scales_ptr, rows, columns,
     words_per_row, K: tl.constexpr, POW2: tl.constexpr,

@@ -6,13 +6,14 @@ A token is quantized once, however many experts it goes to: a row's qdata do not
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.results import empty_rowwise, fake_rowwise, require_groups
+from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
 from jetrl_verl.reference import QuantizedTensor
 
 _TILE = 2048
@@ -21,7 +22,7 @@ _TILE = 2048
 implements("gather_quantized", "reference")(reference.gather_quantized)
 
 
-@triton.jit
+@jit
 def _gather_kernel(
     source_ptr, scales_ptr, pair_ptr, out_ptr, out_scales_ptr, rows, words, groups, k, stride_scale_row,
     stride_scale_group, TILE: tl.constexpr, GROUPS: tl.constexpr,
@@ -48,8 +49,8 @@ def triton_gather_quantized(x: QuantizedTensor, pair: torch.Tensor, k: int) -> Q
     source, target = x.qdata.contiguous().view(torch.int32), out.qdata.view(torch.int32)
     words, groups = source.shape[1], x.scales.shape[1]
     if target.numel():
-        tile = min(_TILE // 4, triton.next_power_of_2(words))
-        _gather_kernel[(len(pair), triton.cdiv(words, tile))](
+        tile = min(_TILE // 4, next_power_of_2(words))
+        _gather_kernel[(len(pair), ceil_div(words, tile))](
             source,
             x.scales,
             pair,
@@ -62,7 +63,7 @@ def triton_gather_quantized(x: QuantizedTensor, pair: torch.Tensor, k: int) -> Q
             x.scales.stride(0),
             x.scales.stride(1),
             TILE=tile,
-            GROUPS=triton.next_power_of_2(groups),
+            GROUPS=next_power_of_2(groups),
             num_warps=4,
         )
     return out

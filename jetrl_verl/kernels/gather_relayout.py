@@ -22,6 +22,7 @@ from jetrl_verl.kernels.device.e4m3 import (
     store_words,
 )
 from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.results import empty_colwise, fake_colwise, require_groups, require_groups_of_rows
 from jetrl_verl.reference import BLOCK, QuantizedTensor
@@ -44,7 +45,7 @@ def _load_rows_of_pairs(qdata_ptr, scales_ptr, pair, k, columns, stride_scale_ro
     return decode(qdata) * scale[:, None]
 
 
-@triton.jit
+@jit
 def _gather_relayout_kernel(
     qdata_ptr, scales_ptr, pair_ptr, out_qdata_ptr, out_scales_ptr, columns, words_per_row, stride_scale_row,
     stride_scale_group, K: tl.constexpr, POW2: tl.constexpr, COLUMNS: tl.constexpr,

@@ -10,12 +10,13 @@ one (not on Blackwell): a scale per row of both operands, BF16 out, a BF16 bias 
 from importlib.util import find_spec
 
 import torch
-import triton
 import triton.language as tl
 
 from jetrl_verl import reference
 from jetrl_verl.kernels import vllm_kernels
 from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.launch import jit
+from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.reference.int8 import check_int8_gemm_shapes
 
@@ -24,7 +25,7 @@ implements("gemm_int8", "reference")(reference.gemm_int8)
 _TILE_M, _TILE_N, _TILE_K, _WARPS, _STAGES = 64, 128, 128, 4, 4
 
 
-@triton.jit
+@jit
 def _gemm_int8_kernel(
     a_ptr,
     b_ptr,
@@ -82,7 +83,7 @@ def triton_gemm_int8(
     (m, k), n = a.qdata.shape, b.qdata.shape[0]
     out = torch.empty((m, n), dtype=out_dtype, device=a.qdata.device)
     if m and n:
-        _gemm_int8_kernel[(triton.cdiv(m, _TILE_M), triton.cdiv(n, _TILE_N))](
+        _gemm_int8_kernel[(ceil_div(m, _TILE_M), ceil_div(n, _TILE_N))](
             a.qdata.contiguous(),
             b.qdata.contiguous(),
             a.scales.contiguous(),

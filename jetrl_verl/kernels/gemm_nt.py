@@ -19,13 +19,14 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
-import triton
 import triton.language as tl
 
 from jetrl_verl import reference
 from jetrl_verl.kernels import native, vllm_kernels
 from jetrl_verl.kernels.device.e4m3 import GROUP
 from jetrl_verl.kernels.dispatch import backend_needs, choose, implementation, implements
+from jetrl_verl.kernels.launch import jit
+from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.reference import BLOCK, QuantizedTensor
 from jetrl_verl.reference.gemm import check_add_to, check_gemm_shapes, check_k_slices
 
@@ -37,7 +38,7 @@ TILES = ((128, 128, 8, 4), (64, 128, 4, 4), (64, 64, 4, 6), (64, 32, 4, 8))
 _TILES_PER_GROUP = 8
 
 
-@triton.jit
+@jit
 def _gemm_nt_kernel(
     a_ptr,
     b_ptr,
@@ -138,7 +139,7 @@ def _multiprocessors_and_shared_memory(device: torch.device) -> tuple[int, int]:
 def choose_tile(m: int, n: int, multiprocessors: int) -> tuple[int, int, int, int]:
     """Largest tile of ``TILES`` that still gives every multiprocessor a program, else the smallest."""
     for tile in TILES:
-        if triton.cdiv(m, tile[0]) * triton.cdiv(n, tile[1]) >= multiprocessors:
+        if ceil_div(m, tile[0]) * ceil_div(n, tile[1]) >= multiprocessors:
             return tile
     return TILES[-1]
 
@@ -177,7 +178,7 @@ def triton_gemm_nt(
     block_m, block_n, warps, stages = tile or choose_tile(m, n, multiprocessors)
     # A stage holds one K block of both operands; Ada and consumer Blackwell have under half of Hopper's shared memory.
     stages = min(stages, shared_memory // ((block_m + block_n) * BLOCK))
-    _gemm_nt_kernel[(triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)](
+    _gemm_nt_kernel[(ceil_div(m, block_m) * ceil_div(n, block_n),)](
         a_qdata,
         b_qdata,
         a.scales,

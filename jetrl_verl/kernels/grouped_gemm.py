@@ -17,7 +17,9 @@ import triton.language as tl
 from jetrl_verl import reference
 from jetrl_verl.kernels.device.e4m3 import GROUP
 from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator
+from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
 from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor
 
 implements("grouped_gemm_nt", "reference")(reference.grouped_gemm_nt)
@@ -43,7 +45,7 @@ def _expert_of(tile, start_ptr, experts, LANES: tl.constexpr, BLOCK_M: tl.conste
     return expert, first, tl.sum(tl.where(mine, stop, 0), axis=0)
 
 
-@triton.jit
+@jit
 def _grouped_gemm_kernel(
     a_ptr, b_ptr, a_scales_ptr, b_scales_ptr, start_ptr, out_ptr, experts, n, k,
     stride_am, stride_be, stride_bn, stride_bk, stride_as_m, stride_as_k, stride_bs_e, stride_bs_n, stride_bs_k,
@@ -84,8 +86,8 @@ def triton_grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.
     if out.numel():
         block_m, block_n, warps, stages = _MANY if rows >= experts * _MANY[0] else _FEW
         # Each expert with rows may leave one tile that is not full.
-        tiles = triton.cdiv(rows, block_m) + min(experts, rows)
-        _grouped_gemm_kernel[(triton.cdiv(n, block_n), tiles)](
+        tiles = ceil_div(rows, block_m) + min(experts, rows)
+        _grouped_gemm_kernel[(ceil_div(n, block_n), tiles)](
             a.qdata,
             b.qdata,
             a.scales,
@@ -99,7 +101,7 @@ def triton_grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.
             *b.qdata.stride(),
             *a.scales.stride(),
             *b.scales.stride(),
-            LANES=triton.next_power_of_2(experts),
+            LANES=next_power_of_2(experts),
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             num_warps=warps,
@@ -108,7 +110,7 @@ def triton_grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.
     return out
 
 
-@triton.jit
+@jit
 def _grouped_wgrad_kernel(
     dy_ptr, x_ptr, dy_scales_ptr, x_scales_ptr, start_ptr, out_ptr, n, k,
     stride_dy, stride_x, stride_dys_n, stride_dys_m, stride_xs_k, stride_xs_m,
@@ -144,7 +146,7 @@ def triton_grouped_wgrad(dy: QuantizedTensor, x: QuantizedTensor, start: torch.T
     out = torch.empty((experts, n, k), dtype=torch.bfloat16, device=start.device)
     if out.numel():
         block_n, block_k, warps, stages = _WGRAD
-        _grouped_wgrad_kernel[(triton.cdiv(n, block_n), triton.cdiv(k, block_k), experts)](
+        _grouped_wgrad_kernel[(ceil_div(n, block_n), ceil_div(k, block_k), experts)](
             dy.qdata,
             x.qdata,
             dy.scales,

@@ -10,13 +10,14 @@ the two numbers, once, where the result is written. On the CPU sums are exact (r
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator, require_shape
 from jetrl_verl.kernels.reproducible import exp, log, sum_of_fractions
+from jetrl_verl.kernels.sizes import ceil_div
 
 _TERM_BITS = 32
 """Binary places of a term of the softmax denominator: sums of up to 2^21 entries are exact."""
@@ -57,7 +58,7 @@ def reference_log_probs_backward(
     return dlogits.mul_(-scaled.sum(dim=-1, keepdim=True)).scatter_add_(1, tokens, scaled)
 
 
-@triton.jit(do_not_specialize=["columns", "stride"])
+@jit(do_not_specialize=["columns", "stride"])
 def _normaliser_kernel(logits_ptr, temperature_ptr, highest_ptr, log_sum_ptr, columns, stride, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
@@ -77,7 +78,7 @@ def _normaliser_kernel(logits_ptr, temperature_ptr, highest_ptr, log_sum_ptr, co
     tl.store(log_sum_ptr + row, tl.log(tl.sum(sums, axis=0)))
 
 
-@triton.jit(do_not_specialize=["columns", "stride"])
+@jit(do_not_specialize=["columns", "stride"])
 def _gradient_kernel(
     logits_ptr, temperature_ptr, highest_ptr, log_sum_ptr, total_ptr, out_ptr, columns, stride, TILE: tl.constexpr
 ):
@@ -128,7 +129,7 @@ def triton_log_probs_backward(
     scaled = gradient / temperature[:, None]
     out = torch.empty((rows, columns), dtype=torch.float32, device=logits.device)
     if rows:
-        _gradient_kernel[(rows, triton.cdiv(columns, TILE))](
+        _gradient_kernel[(rows, ceil_div(columns, TILE))](
             logits,
             temperature,
             *_normalisers(logits, temperature),

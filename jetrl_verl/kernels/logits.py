@@ -23,8 +23,10 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
 from jetrl_verl.kernels.reproducible import grid_bits, on_grid
+from jetrl_verl.kernels.sizes import ceil_div
 
 
 @implements("logits", "reference")
@@ -66,7 +68,7 @@ _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 """Triton's interpreter multiplies the bits of BF16 values as if they were integers."""
 
 
-@triton.jit
+@jit
 def _logits_kernel(
     hidden_ptr, weight_ptr, out_ptr, rows, columns,
     K: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
@@ -99,7 +101,7 @@ def triton_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     out = torch.empty((*hidden.shape[:-1], columns), dtype=torch.float32, device=hidden.device)
     if out.numel():
         tile = tile_of(len(rows), columns)
-        _logits_kernel[(triton.cdiv(len(rows), tile.m), triton.cdiv(columns, tile.n))](
+        _logits_kernel[(ceil_div(len(rows), tile.m), ceil_div(columns, tile.n))](
             rows,
             weight.contiguous(),
             out,

@@ -132,9 +132,10 @@ def operators():
 
 def aligned(x: torch.Tensor) -> bool:
     """Whether ``x`` is a matrix of contiguous rows that start on 16 bytes and do not overlap."""
-    if x.dim() != 2 or x.stride(1) != 1 or x.stride(0) < x.shape[1]:
+    stride = x.stride()
+    if len(stride) != 2 or stride[1] != 1 or stride[0] < x.shape[1]:
         return False
-    return x.stride(0) * x.itemsize % ALIGNMENT == 0 and x.data_ptr() % ALIGNMENT == 0
+    return stride[0] * x.itemsize % ALIGNMENT == 0 and x.data_ptr() % ALIGNMENT == 0
 
 
 def supports_qdata(q: QuantizedTensor, *, in_sixteens: int) -> bool:

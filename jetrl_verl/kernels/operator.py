@@ -5,9 +5,14 @@
 An operator stays whole under torch.compile, so no compiler fuses half of it into a neighbour on one side only, and CUDA
 graphs may capture it: it allocates by shape alone and never waits for the device. It has no gradient of its own; an
 operation's ``autograd.Function`` calls it from inside.
+
+Called where nobody looks on, which is the trainer's way, an operator is its function: torch's way to a function that is
+registered in Python takes the host some 10 us, as long as a small kernel.
 """
 
 from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
 import torch
 
@@ -22,7 +27,8 @@ def operator(schema: str, *, fake: Callable) -> Callable[[Callable], Callable]:
         fake: shapes and types of the results, for tracing.
 
     Returns:
-        The operator, ``torch.ops.jetrl.<name>``, in the function's place.
+        In the function's place what calls the operator, ``torch.ops.jetrl.<name>``, wherever a compiler, a mode or
+        autograd would see it, and elsewhere the function itself.
     """
     name = schema.partition("(")[0]
 
@@ -31,9 +37,27 @@ def operator(schema: str, *, fake: Callable) -> Callable[[Callable], Callable]:
         for key in ("CPU", "CUDA"):
             _LIBRARY.impl(name, function, key)
         torch.library.register_fake(f"jetrl::{name}", fake, lib=_LIBRARY)
-        return getattr(torch.ops.jetrl, name)
+        registered = getattr(torch.ops.jetrl, name)
+
+        @wraps(function)
+        def call(*args: Any) -> Any:
+            return registered(*args) if _is_watched() else function(*args)
+
+        return call
 
     return register
+
+
+def _is_watched() -> bool:
+    """Whether calls of operators mean anything to torch now: to autograd, a compiler, or a mode, which may give tensors
+    without memory."""
+    return (
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 def require_shape(operation: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:

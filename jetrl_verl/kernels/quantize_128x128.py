@@ -39,6 +39,8 @@ from jetrl_verl.kernels.device.e4m3 import (
     words_of,
 )
 from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.launch import jit
+from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor, ScaleRule
 
 for _operation in ("quantize_128x128", "quantize_128x128_and_transpose", "transpose_128x128"):
@@ -48,7 +50,7 @@ _LAUNCH = {"num_warps": 4}
 _LAUNCH_ANY = {"num_warps": 8}
 
 
-@triton.jit
+@jit
 def _quantize_128x128_kernel(
     words_ptr,
     pairs_ptr,
@@ -88,7 +90,7 @@ def _quantize_128x128_kernel(
         tl.store(scales_t_ptr + tile_k * tl.num_programs(1) + tile_n, scale)
 
 
-@triton.jit
+@jit
 def _any_128x128_kernel(
     w_ptr,
     qdata_ptr,
@@ -149,7 +151,7 @@ def _store(out_ptr, row, column, rows, columns, values):
 
 def _empty_blocks(n: int, k: int, device: torch.device) -> QuantizedTensor:
     qdata = torch.empty((n, k), dtype=FP8_DTYPE, device=device)
-    scales = torch.empty((triton.cdiv(n, BLOCK), triton.cdiv(k, BLOCK)), dtype=torch.float32, device=device)
+    scales = torch.empty((ceil_div(n, BLOCK), ceil_div(k, BLOCK)), dtype=torch.float32, device=device)
     return QuantizedTensor(qdata, scales)
 
 
@@ -160,7 +162,7 @@ def _launch(
     whole_words = n % 4 == 0
     if not w.numel():
         return
-    grid = (triton.cdiv(k, BLOCK), triton.cdiv(n, BLOCK))
+    grid = (ceil_div(k, BLOCK), ceil_div(n, BLOCK))
     # Without a transpose its pointers are never dereferenced.
     qdata_t = transposed.qdata.view(torch.int32 if transpose and whole_words else torch.uint8)
     words = words_of(w) if quantize and (whole_words or not transpose) else None

@@ -13,7 +13,6 @@ addresses have a second kernel, which holds FP32 numbers.
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from jetrl_verl import reference
@@ -33,7 +32,9 @@ from jetrl_verl.kernels.device.e4m3 import (
     words_of,
 )
 from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.results import empty_colwise, empty_rowwise
+from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.reference import BLOCK, QuantizedTensor, ScaleRule
 
 for _operation in ("quantize_1x128", "quantize_128x1", "quantize_1x128_and_128x1"):
@@ -43,7 +44,7 @@ _GROUPS_PER_PROGRAM = 32
 _WARPS = 4
 
 
-@triton.jit
+@jit
 def _quantize_1x128_kernel(
     x_ptr,
     qdata_ptr,
@@ -87,10 +88,10 @@ def triton_quantize_1x128(x: torch.Tensor, rule: str) -> QuantizedTensor:
     matrix = x.reshape(-1, k).contiguous() if k else x.reshape(x.numel(), 0)
     rows = matrix.shape[0]
     qdata, scales = empty_rowwise(rows, k, x.device)
-    groups_k = triton.cdiv(k, BLOCK)
+    groups_k = ceil_div(k, BLOCK)
     groups = rows * groups_k
     if groups:
-        _quantize_1x128_kernel[(triton.cdiv(groups, _GROUPS_PER_PROGRAM),)](
+        _quantize_1x128_kernel[(ceil_div(groups, _GROUPS_PER_PROGRAM),)](
             matrix,
             qdata.view(torch.uint8),
             scales,
@@ -114,7 +115,7 @@ _LAUNCH_BOTH = {"num_warps": 4, "maxnreg": 168}
 _LAUNCH_BOTH_OF_ANY_TYPE = {"num_warps": 8}
 
 
-@triton.jit
+@jit
 def _quantize_both_kernel(
     words_ptr,
     rowwise_pairs_ptr,
@@ -138,7 +139,7 @@ def _quantize_both_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@jit
 def _quantize_both_of_any_type_kernel(
     x_ptr,
     rowwise_qdata_ptr,
@@ -178,7 +179,7 @@ def _launch_both(x: torch.Tensor, rule: str, with_rowwise: bool) -> tuple[Quanti
         of_two = words_of(x)
         in_pairs = of_two is not None
         kernel = _quantize_both_kernel if in_pairs else _quantize_both_of_any_type_kernel
-        kernel[(triton.cdiv(k, BLOCK), triton.cdiv(rows, BLOCK))](
+        kernel[(ceil_div(k, BLOCK), ceil_div(rows, BLOCK))](
             of_two if in_pairs else x,
             written.qdata.view(torch.int16 if in_pairs and with_rowwise else torch.uint8),
             written.scales,

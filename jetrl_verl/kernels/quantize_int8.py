@@ -9,12 +9,13 @@ low bits.
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.device.e4m3 import _INF_BITS, _MIN_SCALE, _divide, magnitude_bits
 from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.launch import jit
+from jetrl_verl.kernels.sizes import next_power_of_2
 from jetrl_verl.reference import QuantizedTensor
 
 implements("quantize_int8", "reference")(reference.quantize_int8)
@@ -34,7 +35,7 @@ _TO_INTEGER_BITS: tl.constexpr = tl.constexpr(0x4B400000)
 _PIECE = 4096
 
 
-@triton.jit
+@jit
 def _quantize_int8_kernel(x_ptr, qdata_ptr, scales_ptr, k, PIECE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, PIECE)
@@ -64,7 +65,7 @@ def triton_quantize_int8(x: torch.Tensor) -> QuantizedTensor:
     qdata = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     scales = torch.ones((*lead, 1), dtype=torch.float32, device=x.device)
     if x.numel():
-        piece = min(triton.next_power_of_2(k), _PIECE)
+        piece = min(next_power_of_2(k), _PIECE)
         _quantize_int8_kernel[(scales.numel(),)](x, qdata, scales, k, PIECE=piece, num_warps=max(piece // 512, 1))
     return QuantizedTensor(qdata, scales)
 

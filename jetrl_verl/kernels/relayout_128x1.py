@@ -27,7 +27,9 @@ from jetrl_verl.kernels.device.e4m3 import (
     store_words,
 )
 from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.results import empty_colwise
+from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.reference import BLOCK, QuantizedTensor, ScaleRule, check_rule
 
 implements("relayout_128x1", "reference")(reference.relayout_128x1)
@@ -46,7 +48,7 @@ def _load(qdata_ptr, scales_ptr, k, stride, row, rows, column, columns):
     return decode(qdata) * scale[:, None]
 
 
-@triton.jit
+@jit
 def _relayout_kernel(
     qdata_ptr,
     scales_ptr,
@@ -85,7 +87,7 @@ def triton_relayout_128x1(q: QuantizedTensor, rule: str) -> QuantizedTensor:
     rows, k = q.qdata.shape
     out, words = empty_colwise(rows, k, q.qdata.device)
     if q.qdata.numel():
-        _relayout_kernel[(triton.cdiv(k, _LAUNCH["COLUMNS"]), triton.cdiv(rows, BLOCK))](
+        _relayout_kernel[(ceil_div(k, _LAUNCH["COLUMNS"]), ceil_div(rows, BLOCK))](
             q.qdata.contiguous().view(torch.uint8),
             q.scales,
             words,

@@ -9,25 +9,22 @@ number is arbitrary, so rows start aligned, and zeros after their end add nothin
 
 import torch
 
+from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def empty_rowwise(rows: int, k: int, device: torch.device) -> QuantizedTensor:
     """Uninitialised 1x128 result: qdata ``[rows, k]``, scales ``[rows, ceil(k/128)]`` stored column-major."""
     qdata = torch.empty((rows, k), dtype=FP8_DTYPE, device=device)
-    scales = torch.empty((_ceil_div(k, BLOCK), rows), dtype=torch.float32, device=device).t()
+    scales = torch.empty((ceil_div(k, BLOCK), rows), dtype=torch.float32, device=device).t()
     return QuantizedTensor(qdata, scales)
 
 
 def empty_colwise(rows: int, k: int, device: torch.device) -> tuple[QuantizedTensor, torch.Tensor]:
     """Uninitialised 128x1 result ``[k, rows]`` and the buffer that its qdata are a view of, as words of four qdata:
     ``[k, rows rounded up to 128, / 4]``."""
-    words = torch.empty((k, _ceil_div(rows, BLOCK) * BLOCK // 4), dtype=torch.int32, device=device)
-    scales = torch.empty((_ceil_div(rows, BLOCK), k), dtype=torch.float32, device=device).t()
+    words = torch.empty((k, ceil_div(rows, BLOCK) * BLOCK // 4), dtype=torch.int32, device=device)
+    scales = torch.empty((ceil_div(rows, BLOCK), k), dtype=torch.float32, device=device).t()
     qdata = words.view(FP8_DTYPE) if words.numel() else torch.empty((k, 0), dtype=FP8_DTYPE, device=device)
     return QuantizedTensor(qdata[:, :rows], scales), words
 
@@ -45,7 +42,7 @@ def fake_colwise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """128x1 qdata and scales of ``x`` [..., K], for tracing; on a GPU the qdata are a view with padded rows."""
     k = x.shape[-1]
     rows = x.reshape(-1, k).shape[0]
-    groups = _ceil_div(rows, BLOCK)
+    groups = ceil_div(rows, BLOCK)
     shape = (groups, k) if x.is_cuda else (k, groups)
     scales = x.new_empty(shape, dtype=torch.float32)
     qdata = x.new_empty((k, groups * BLOCK if x.is_cuda else rows), dtype=FP8_DTYPE)

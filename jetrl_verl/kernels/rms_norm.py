@@ -15,7 +15,6 @@ constants and all forms are one kernel, so every row of a model's norm is summed
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
@@ -23,9 +22,11 @@ from jetrl_verl import reference
 from jetrl_verl.kernels.device.dependents import launch_dependents
 from jetrl_verl.kernels.device.e4m3 import GROUP, encode, is_pow2, magnitude_bits, reciprocal_of, scale_of
 from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
 from jetrl_verl.kernels.reproducible import grid_bits, on_grid
 from jetrl_verl.kernels.results import empty_rowwise, fake_rowwise, require_groups
+from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
 from jetrl_verl.reference import QuantizedTensor
 
 # --- reference: exact sums on the CPU ---------------------------------------------------------------------------------
@@ -99,7 +100,7 @@ _VECTOR = 8
 # The maxima are taken from the row folded to [groups, 128], which moves nothing between threads and leaves the layout
 # that the sum of squares is formed in alone (tests/kernels/test_fused_for_hopper.py compares them). Bytes per element
 # with qdata: 5.03, or 7.03 with the BF16 rows, behind a residual sum; 3.03 or 5.03 alone.
-@triton.jit(do_not_specialize=["rows"])
+@jit(do_not_specialize=["rows"])
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, rstd_ptr, qdata_ptr, scales_ptr, eps, rows,
     K: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr,
@@ -136,7 +137,7 @@ def _rms_norm_kernel(
 
 # One pass: a program walks some rows, writes their dx and keeps their share of dw in registers. Its sums depend on the
 # number of rows, which no contract forbids.
-@triton.jit
+@jit
 def _backward_kernel(
     dy_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, dw_ptr, count, rows_each,
     K: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
@@ -164,7 +165,7 @@ def _backward_kernel(
 
 def tile_and_warps(k: int) -> tuple[int, int]:
     """Of a program that sums a row of ``k``: the order of the sum follows from them."""
-    tile = triton.next_power_of_2(k)
+    tile = next_power_of_2(k)
     return tile, min(max(tile // 512, 1), 16)
 
 
@@ -264,10 +265,10 @@ def triton_rms_norm_backward(
     rows, gradients = _aligned_rows(x), _aligned_rows(dy.to(torch.bfloat16))
     count, k = rows.shape
     dx = torch.empty_like(rows)
-    tile = triton.next_power_of_2(k)
+    tile = next_power_of_2(k)
     at_once = max(_BACKWARD_ELEMENTS // tile, 1)
-    each = triton.cdiv(triton.cdiv(count, _BACKWARD_PROGRAMS), at_once) * at_once
-    programs = triton.cdiv(count, each) if count else 0
+    each = ceil_div(ceil_div(count, _BACKWARD_PROGRAMS), at_once) * at_once
+    programs = ceil_div(count, each) if count else 0
     partial = torch.empty((programs, k), dtype=torch.float32, device=x.device)
     if count:
         _backward_kernel[(programs,)](

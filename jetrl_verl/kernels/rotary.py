@@ -23,7 +23,9 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator, require_bf16
+from jetrl_verl.kernels.sizes import next_power_of_2
 
 _BLOCK = 1024
 """Positions computed in one call."""
@@ -116,7 +118,7 @@ def _rotate(
     tl.store(target + HALF, (second * cos + first * sin).to(tl.bfloat16), mask=mask)
 
 
-@triton.jit(do_not_specialize=["table_rows"])
+@jit(do_not_specialize=["table_rows"])
 def _rotary_kernel(
     q_ptr, k_ptr, table_ptr, positions_ptr, q_out_ptr, k_out_ptr, table_rows,
     stride_q_token, stride_q_head, stride_k_token, stride_k_head,
@@ -156,9 +158,9 @@ def triton_rotary(
             *q.stride()[:2],
             *k.stride()[:2],
             Q_HEADS=q.shape[1],
-            Q_TILE=triton.next_power_of_2(q.shape[1]),
+            Q_TILE=next_power_of_2(q.shape[1]),
             K_HEADS=k.shape[1],
-            K_TILE=triton.next_power_of_2(k.shape[1]),
+            K_TILE=next_power_of_2(k.shape[1]),
             HALF=width // 2,
             INVERSE=inverse,
         )

@@ -18,8 +18,10 @@ from torch.autograd.function import once_differentiable
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.reproducible import exp, sum_of_fractions
+from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
 
 _TERM_BITS = 40
 """Binary places of a term of the softmax denominator over all experts: sums of up to 2^13 experts are exact."""
@@ -85,7 +87,7 @@ def choose_experts(
     return chosen, tl.div_rn(terms, tl.broadcast_to(total, terms.shape))
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@jit(do_not_specialize=["tokens"])
 def _route_kernel(
     logits_ptr, experts_ptr, weights_ptr, tokens, experts,
     K: tl.constexpr, K_LANES: tl.constexpr, LANES: tl.constexpr, RENORMALIZE: tl.constexpr, TOKENS: tl.constexpr,
@@ -100,7 +102,7 @@ def _route_kernel(
 
 def lanes_of(k: int, experts: int) -> dict[str, int]:
     """Compile-time sizes of :func:`choose_experts`."""
-    return {"K": k, "K_LANES": triton.next_power_of_2(k), "LANES": triton.next_power_of_2(experts)}
+    return {"K": k, "K_LANES": next_power_of_2(k), "LANES": next_power_of_2(experts)}
 
 
 @implements("route", "triton")
@@ -110,7 +112,7 @@ def triton_route(logits: torch.Tensor, k: int, renormalize: bool) -> tuple[torch
     chosen = torch.empty((tokens, k), dtype=torch.int32, device=logits.device)
     weights = torch.empty((tokens, k), dtype=torch.float32, device=logits.device)
     if tokens:
-        _route_kernel[(triton.cdiv(tokens, _TOKENS),)](
+        _route_kernel[(ceil_div(tokens, _TOKENS),)](
             logits.contiguous(),
             chosen,
             weights,

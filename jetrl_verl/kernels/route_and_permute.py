@@ -15,17 +15,18 @@ at 4.2 TB/s). For few tokens:
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.device.dependents import launch_dependents
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.gather_quantized import triton_gather_quantized
+from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.results import empty_rowwise, fake_rowwise, require_groups
 from jetrl_verl.kernels.route import choose_experts, lanes_of, reference_route, triton_route
 from jetrl_verl.kernels.segments import triton_segments
+from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
 from jetrl_verl.reference import QuantizedTensor, Segments
 
 Permuted = tuple[torch.Tensor, Segments, QuantizedTensor]
@@ -46,7 +47,7 @@ def reference_route_and_permute(logits: torch.Tensor, x: QuantizedTensor, k: int
     return weights, segments, reference.gather_quantized(x, segments.pair, k)
 
 
-@triton.jit(do_not_specialize=["tokens", "stride_scale_group"])
+@jit(do_not_specialize=["tokens", "stride_scale_group"])
 def _permute_kernel(
     logits_ptr, experts_ptr, weights_ptr, source_ptr, scales_ptr, row_ptr, pair_ptr, start_ptr, out_ptr, out_scales_ptr,
     tokens, experts, words, groups, stride_scale_row, stride_scale_group,
@@ -118,7 +119,7 @@ def triton_route_and_permute(logits: torch.Tensor, x: QuantizedTensor, k: int, r
     out = empty_rowwise(tokens * k, x.qdata.shape[1], device)
     lanes, groups = lanes_of(k, experts), x.scales.shape[1]
     source = x.qdata.contiguous().view(torch.int32)
-    _permute_kernel[(tokens + triton.cdiv(experts + 1, lanes["K_LANES"]),)](
+    _permute_kernel[(tokens + ceil_div(experts + 1, lanes["K_LANES"]),)](
         logits.contiguous(),
         experts_of,  # not read where the programs choose
         weights,
@@ -137,11 +138,11 @@ def triton_route_and_permute(logits: torch.Tensor, x: QuantizedTensor, k: int, r
         x.scales.stride(1),
         CHOOSES=chooses,
         RENORMALIZE=renormalize,
-        TOKENS=triton.next_power_of_2(max(tokens, _WARPS)) if chooses else 1,
+        TOKENS=next_power_of_2(max(tokens, _WARPS)) if chooses else 1,
         **lanes,
         PAIRS=_PAIRS,
-        TILE=min(_TILE, triton.next_power_of_2(source.shape[1])),
-        GROUPS=triton.next_power_of_2(groups),
+        TILE=min(_TILE, next_power_of_2(source.shape[1])),
+        GROUPS=next_power_of_2(groups),
         num_warps=_WARPS,
     )
     return weights, Segments(row, pair, start), out

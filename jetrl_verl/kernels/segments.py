@@ -10,12 +10,13 @@ Memory is that of the worst case. A rollout's few tokens have a kernel of their 
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator
+from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
 from jetrl_verl.reference import Segments, rows_of_segments
 
 _PIECE = 256
@@ -25,7 +26,7 @@ _WARPS = 8
 implements("segments", "reference")(reference.segments)
 
 
-@triton.jit(do_not_specialize=["pairs", "rows", "pieces"])
+@jit(do_not_specialize=["pairs", "rows", "pieces"])
 def _count_kernel(
     experts_ptr, counts_ptr, pair_ptr, pairs, rows, pieces, experts,
     LANES: tl.constexpr, PIECE: tl.constexpr, AT_ONCE: tl.constexpr,
@@ -42,7 +43,7 @@ def _count_kernel(
         tl.store(pair_ptr + first + lane, tl.full((PIECE,), -1, tl.int32), mask=first + lane < rows)
 
 
-@triton.jit(do_not_specialize=["pieces"])
+@jit(do_not_specialize=["pieces"])
 def _sum_kernel(counts_ptr, totals_ptr, pieces, TILE: tl.constexpr):
     """Each count becomes the sum of those in front of it."""
     expert, lane = tl.program_id(0), tl.arange(0, TILE)
@@ -55,7 +56,7 @@ def _sum_kernel(counts_ptr, totals_ptr, pieces, TILE: tl.constexpr):
     tl.store(totals_ptr + expert, total)
 
 
-@triton.jit(do_not_specialize=["pairs", "pieces"])
+@jit(do_not_specialize=["pairs", "pieces"])
 def _place_kernel(
     experts_ptr, before_ptr, totals_ptr, row_ptr, pair_ptr, start_ptr, pairs, pieces, experts, align,
     LANES: tl.constexpr, PIECE: tl.constexpr, AT_ONCE: tl.constexpr,
@@ -88,12 +89,12 @@ def triton_segments(experts_of: torch.Tensor, experts: int, align: int) -> Segme
     """As :func:`jetrl_verl.reference.segments`."""
     device, pairs = experts_of.device, experts_of.numel()
     experts_of = experts_of.contiguous()
-    rows, pieces = rows_of_segments(pairs, experts, align), max(1, triton.cdiv(pairs, _PIECE))
+    rows, pieces = rows_of_segments(pairs, experts, align), max(1, ceil_div(pairs, _PIECE))
     counts, totals, start, pair = (
         torch.empty(n, dtype=torch.int32, device=device) for n in (experts * pieces, experts, experts + 1, rows)
     )
     row = torch.empty_like(experts_of)
-    lanes = max(triton.next_power_of_2(experts), _LANES_AT_ONCE)
+    lanes = max(next_power_of_2(experts), _LANES_AT_ONCE)
     tiles = {"LANES": lanes, "PIECE": _PIECE, "AT_ONCE": _LANES_AT_ONCE, "num_warps": _WARPS}
     _count_kernel[(pieces,)](experts_of, counts, pair, pairs, rows, pieces, experts, **tiles)
     _sum_kernel[(experts,)](counts, totals, pieces, TILE=_TILE, num_warps=1)

@@ -38,6 +38,7 @@ from jetrl_verl.kernels.device.e4m3 import (
     store_both,
 )
 from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
 from jetrl_verl.kernels.results import (
     empty_colwise,
@@ -46,6 +47,7 @@ from jetrl_verl.kernels.results import (
     fake_rowwise,
     require_groups,
 )
+from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.reference import BLOCK, QuantizedTensor, check_rule
 
 Four = tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor, QuantizedTensor]
@@ -137,7 +139,7 @@ def gradients_of(dy, gate, up):
     return dgate.to(tl.bfloat16), (dy * gate * sigmoid).to(tl.bfloat16)
 
 
-@triton.jit
+@jit
 def _silu_mul_kernel(gate_ptr, up_ptr, y_ptr, columns, stride_gate, stride_up, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -147,7 +149,7 @@ def _silu_mul_kernel(gate_ptr, up_ptr, y_ptr, columns, stride_gate, stride_up, T
     tl.store(y_ptr + row * columns + column, product_of(gate, up), mask=mask)
 
 
-@triton.jit
+@jit
 def _silu_mul_backward_kernel(
     dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, columns, stride_gate, stride_up, TILE: tl.constexpr
 ):
@@ -162,7 +164,7 @@ def _silu_mul_backward_kernel(
     tl.store(dup_ptr + row * columns + column, dup, mask=mask)
 
 
-@triton.jit
+@jit
 def _silu_mul_quantize_kernel(
     gate_ptr, up_ptr, y_ptr, qdata_ptr, scales_ptr, rows, groups_k, stride_gate, stride_up,
     WITH_Y: tl.constexpr, POW2: tl.constexpr, GROUPS: tl.constexpr,
@@ -197,7 +199,7 @@ def _product_words(gate, up):
     return _words(product_of(low_half(gate), low_half(up)), product_of(high_half(gate), high_half(up)))
 
 
-@triton.jit
+@jit
 def _silu_mul_quantize_both_kernel(
     gate_words_ptr, up_words_ptr, y_words_ptr, rowwise_pairs_ptr, rowwise_scales_ptr, colwise_qdata_ptr,
     colwise_scales_ptr,
@@ -232,7 +234,7 @@ def _gradient_words(dy, gate, up):
     return _words(dgate_low, dgate_high), _words(dup_low, dup_high)
 
 
-@triton.jit
+@jit
 def _silu_mul_backward_quantize_kernel(
     dy_words_ptr, gate_words_ptr, up_words_ptr,
     dgate_pairs_ptr, dgate_scales_ptr, dgate_colwise_qdata_ptr, dgate_colwise_scales_ptr,
@@ -281,7 +283,7 @@ def triton_silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     count, columns = gate_rows.shape
     y = torch.empty((count, columns), dtype=torch.bfloat16, device=gate.device)
     if y.numel():
-        _silu_mul_kernel[(count, triton.cdiv(columns, _TILE))](
+        _silu_mul_kernel[(count, ceil_div(columns, _TILE))](
             gate_rows, up_rows, y, columns, gate_rows.stride(0), up_rows.stride(0), TILE=_TILE
         )
     return y.view(gate.shape)
@@ -296,7 +298,7 @@ def triton_silu_mul_backward(
     count, columns = gate_rows.shape
     dgate, dup = (torch.empty((count, columns), dtype=torch.bfloat16, device=gate.device) for _ in range(2))
     if dgate.numel():
-        _silu_mul_backward_kernel[(count, triton.cdiv(columns, _TILE))](
+        _silu_mul_backward_kernel[(count, ceil_div(columns, _TILE))](
             dy.reshape(-1, columns).contiguous(),
             gate_rows,
             up_rows,
@@ -323,7 +325,7 @@ def triton_silu_mul_quantize(
     colwise, words = empty_colwise(count, k, gate.device) if with_colwise else (None, None)
     if count and with_colwise:
         gate_words, up_words = _words_of(gate_rows), _words_of(up_rows)
-        _silu_mul_quantize_both_kernel[(k // BLOCK, triton.cdiv(count, BLOCK))](
+        _silu_mul_quantize_both_kernel[(k // BLOCK, ceil_div(count, BLOCK))](
             gate_words,
             up_words,
             # The pointer of an absent product is never dereferenced.
@@ -342,7 +344,7 @@ def triton_silu_mul_quantize(
             **_LAUNCH_BOTH,
         )
     elif count:
-        _silu_mul_quantize_kernel[(triton.cdiv(count * (k // BLOCK), _GROUPS_PER_PROGRAM),)](
+        _silu_mul_quantize_kernel[(ceil_div(count * (k // BLOCK), _GROUPS_PER_PROGRAM),)](
             gate_rows,
             up_rows,
             y if with_product else gate_rows,
@@ -374,7 +376,7 @@ def triton_silu_mul_backward_quantize(
         arguments += [rowwise.qdata.view(torch.int16), rowwise.scales, words, colwise.scales]
     if count:
         dy_words, gate_words, up_words = (_words_of(rows_of(x)) for x in (dy, gate, up))
-        _silu_mul_backward_quantize_kernel[(k // BLOCK, triton.cdiv(count, BLOCK))](
+        _silu_mul_backward_quantize_kernel[(k // BLOCK, ceil_div(count, BLOCK))](
             dy_words,
             gate_words,
             up_words,

@@ -12,19 +12,20 @@ one does. With more the order matters, and the rollout adds with this function, 
 from collections.abc import Sequence
 
 import torch
-import triton
 import triton.language as tl
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
+from jetrl_verl.kernels.sizes import ceil_div
 
 TILE, WARPS = 4096, 8
 
 implements("sum_of_ranks", "reference")(reference.sum_of_ranks)
 
 
-@triton.jit
+@jit
 def _sum_kernel(parts, out_ptr, elements, RANKS: tl.constexpr, TILE: tl.constexpr):
     offset = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = offset < elements
@@ -40,7 +41,7 @@ def triton_sum_of_ranks(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     parts = tuple(part.contiguous() for part in parts)
     out = torch.empty_like(parts[0])
     if out.numel():
-        grid = (triton.cdiv(out.numel(), TILE),)
+        grid = (ceil_div(out.numel(), TILE),)
         _sum_kernel[grid](parts, out, out.numel(), RANKS=len(parts), TILE=TILE, num_warps=WARPS)
     return out
 

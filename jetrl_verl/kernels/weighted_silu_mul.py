@@ -31,6 +31,7 @@ from jetrl_verl.kernels.device.e4m3 import (
     store_both,
 )
 from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
 from jetrl_verl.kernels.results import (
     empty_colwise,
@@ -41,6 +42,7 @@ from jetrl_verl.kernels.results import (
     require_groups_of_rows,
 )
 from jetrl_verl.kernels.silu_mul import silu_and_derivative
+from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.reference import BLOCK, QuantizedTensor
 
 Gradients = tuple[QuantizedTensor, QuantizedTensor, torch.Tensor]
@@ -85,7 +87,7 @@ def reference_weighted_silu_mul_backward_quantize(
     return *reference.quantize_1x128_and_128x1(dgate_up, rule), dweights.view(weights.shape)
 
 
-@triton.jit
+@jit
 def _quantize_kernel(
     gate_up_ptr, weights_ptr, pair_ptr, qdata_ptr, scales_ptr, rows, groups_k,
     POW2: tl.constexpr, GROUPS: tl.constexpr,
@@ -121,7 +123,7 @@ def triton_weighted_silu_mul_quantize(
     groups_k = k // BLOCK
     at_once = _GROUPS_OF_MANY if rows * groups_k >= _MANY_GROUPS else _GROUPS_OF_FEW
     if rows:
-        _quantize_kernel[(triton.cdiv(rows * groups_k, at_once),)](
+        _quantize_kernel[(ceil_div(rows * groups_k, at_once),)](
             gate_up.contiguous(),
             weights.contiguous(),
             pair,
@@ -169,7 +171,7 @@ def _rows_backward(dy_ptr, gate_ptr, weights_ptr, part_ptr, pair, row, words, wo
     return dgate, dup
 
 
-@triton.jit
+@jit
 def _backward_quantize_kernel(
     dy_words_ptr, gate_up_words_ptr, weights_ptr, pair_ptr, parts_ptr, rowwise_pairs_ptr, rowwise_scales_ptr,
     colwise_qdata_ptr, colwise_scales_ptr, rows, columns, words_per_row, POW2: tl.constexpr,
@@ -195,7 +197,7 @@ def _backward_quantize_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@jit
 def _add_parts_kernel(parts_ptr, pair_ptr, dweights_ptr, rows, parts, TILE: tl.constexpr):
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     pair = tl.load(pair_ptr + row, mask=row < rows, other=-1)
@@ -236,7 +238,7 @@ def triton_weighted_silu_mul_backward_quantize(
             POW2=pow2,
             **_LAUNCH_BACKWARD,
         )
-        _add_parts_kernel[(triton.cdiv(rows, _TILE),)](parts, pair, dweights, rows, tiles, TILE=_TILE, num_warps=_WARPS)
+        _add_parts_kernel[(ceil_div(rows, _TILE),)](parts, pair, dweights, rows, tiles, TILE=_TILE, num_warps=_WARPS)
     return rowwise, colwise, dweights
 
 

@@ -16,19 +16,11 @@ Used where nothing looks between the three (:func:`covers`); elsewhere the modul
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.module import _has_any_global_hook
 
 from jetrl_verl import kernels
 from jetrl_verl.kernels import silu_mul_backward_quantize
-from jetrl_verl.nn.linear import JetLinear
+from jetrl_verl.nn.linear import JetLinear, is_plain
 from jetrl_verl.reference import QuantizedTensor
-
-
-def _is_plain(layer: nn.Module) -> bool:
-    """Whether calling ``layer`` is ``JetLinear.forward`` and nothing else: no hook, no other ``forward``."""
-    hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
-    replaced = "forward" in vars(layer) or type(layer).forward is not JetLinear.forward
-    return not (replaced or any(hooks) or _has_any_global_hook())
 
 
 def covers(x: QuantizedTensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> bool:
@@ -41,7 +33,7 @@ def covers(x: QuantizedTensor, gate: nn.Module, up: nn.Module, down: nn.Module) 
         torch.is_grad_enabled()
         and x.source.dtype == torch.bfloat16
         and all(isinstance(layer, JetLinear) and layer.scale_rule == gate.scale_rule for layer in layers)
-        and all(layer.quantized_backward and layer.bias is None and _is_plain(layer) for layer in (gate, up))
+        and all(layer.quantized_backward and layer.bias is None and is_plain(layer) for layer in (gate, up))
     )
 
 

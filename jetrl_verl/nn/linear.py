@@ -23,11 +23,12 @@ their parameters, not for FSDP, which puts another tensor in place at every gath
 BF16 X and the BF16 weight.
 """
 
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.module import _has_any_global_hook
 
 from jetrl_verl import formats
 from jetrl_verl.formats.format import TrainedFormat
@@ -78,66 +79,79 @@ def quantize_input(x: torch.Tensor | QuantizedTensor, number_format: TrainedForm
 
 
 class _LinearFunction(torch.autograd.Function):
-    """FProp, DGrad and WGrad of one layer; see the module's docstring for the formulas."""
+    """FProp, DGrad and WGrad of one layer, or of several that read the same X; see the module's docstring for the
+    formulas. Several differ from one after the other by nothing but the host's work: terms of dX are added in the order
+    in which autograd adds those of separate nodes, the last layer's first."""
 
     @staticmethod
     def forward(
         ctx,
         x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        layer: "JetLinear",
+        layers: Sequence["JetLinear"],
         quantized: QuantizedTensor,
+        *parameters: torch.Tensor | None,
     ):
-        # The argument `bias` gives autograd its edge; what is added is its BF16 value, as the rollout holds it.
-        ctx.layer = layer
+        # All weights, then all biases, which give autograd its edges; what is added is a bias' BF16 value, as the
+        # rollout holds it.
+        weights = parameters[: len(layers)]
+        ctx.layers = layers
         ctx.x_shape = x.shape
         # Looked up here: activation checkpointing hands backward an alias of the weight that has no attributes.
-        ctx.main_grad = getattr(weight, "main_grad", None)
-        if layer.quantized_backward:
-            ctx.save_for_backward(quantized.qdata, quantized.scales, weight)
+        ctx.main_grads = [getattr(weight, "main_grad", None) for weight in weights]
+        if layers[0].quantized_backward:
+            ctx.save_for_backward(quantized.qdata, quantized.scales, *weights)
             ctx.colwise = quantized.colwise
-            ctx.colwise.readers += ctx.needs_input_grad[1]
+            ctx.colwise.readers += sum(ctx.needs_input_grad[3 : 3 + len(layers)])
         else:
-            ctx.save_for_backward(x.reshape(-1, layer.in_features), weight)
-        return layer.fprop(quantized, weight).reshape(*x.shape[:-1], layer.out_features)
+            ctx.save_for_backward(x.reshape(-1, layers[0].in_features), *weights)
+        lead = x.shape[:-1]
+        found = [
+            layer.fprop(quantized, weight).reshape(*lead, layer.out_features)
+            for layer, weight in zip(layers, weights, strict=True)
+        ]
+        return found[0] if len(found) == 1 else tuple(found)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: torch.Tensor):
-        layer: JetLinear = ctx.layer
-        needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
-        dy = dy.reshape(-1, layer.out_features).to(torch.bfloat16).contiguous()
-        dx = dw = dbias = None
-        if needs_bias:
-            # From the unquantized gradient, summed in FP32 (contract, "Bias").
-            dbias = dy.sum(dim=0, dtype=torch.float32)
-        if layer.quantized_backward:
-            x_qdata, x_scales, weight = ctx.saved_tensors
-            rowwise, colwise = layer.format.quantize_gradient(dy, layer.scale_rule, rowwise=needs_x, colwise=needs_w)
-            if needs_x:
-                dx = layer.dgrad(rowwise, weight)
-            if needs_w:
-                x = ctx.colwise.take(QuantizedTensor(x_qdata, x_scales), layer.format, layer.scale_rule)
-                dw = layer.wgrad(colwise, x, weight, ctx.main_grad)
+    def backward(ctx, *gradients: torch.Tensor):
+        layers: Sequence[JetLinear] = ctx.layers
+        count, needs_x = len(layers), ctx.needs_input_grad[0]
+        needs_w, needs_bias = ctx.needs_input_grad[3 : 3 + count], ctx.needs_input_grad[3 + count :]
+        if layers[0].quantized_backward:
+            x_qdata, x_scales, *weights = ctx.saved_tensors
         else:
-            x, weight = ctx.saved_tensors
-            if needs_x:
-                dx = dy @ weight.to(torch.bfloat16)
-            if needs_w:
-                dw = dy.t() @ x
-                if ctx.main_grad is None:
-                    dw = dw.to(weight.dtype)
-                else:
-                    ctx.main_grad += dw
-                    dw = None
-        return (
-            dx.reshape(ctx.x_shape) if dx is not None else None,
-            dw,
-            dbias.to(layer.bias.dtype) if dbias is not None else None,
-            None,
-            None,
-        )
+            x, *weights = ctx.saved_tensors
+        dx, dw, dbias = None, [None] * count, [None] * count
+        for i in reversed(range(count)):
+            layer, weight = layers[i], weights[i]
+            dy = gradients[i].reshape(-1, layer.out_features).to(torch.bfloat16).contiguous()
+            term = None
+            if needs_bias[i]:
+                # From the unquantized gradient, summed in FP32 (contract, "Bias").
+                dbias[i] = dy.sum(dim=0, dtype=torch.float32).to(layer.bias.dtype)
+            if layer.quantized_backward:
+                rows, columns = layer.format.quantize_gradient(
+                    dy, layer.scale_rule, rowwise=needs_x, colwise=needs_w[i]
+                )
+                del dy
+                if needs_x:
+                    term = layer.dgrad(rows, weight)
+                if needs_w[i]:
+                    x = ctx.colwise.take(QuantizedTensor(x_qdata, x_scales), layer.format, layer.scale_rule)
+                    dw[i] = layer.wgrad(columns, x, weight, ctx.main_grads[i])
+            else:
+                if needs_x:
+                    term = dy @ weight.to(torch.bfloat16)
+                if needs_w[i]:
+                    dw[i] = dy.t() @ x
+                    if ctx.main_grads[i] is None:
+                        dw[i] = dw[i].to(weight.dtype)
+                    else:
+                        ctx.main_grads[i] += dw[i]
+                        dw[i] = None
+            if term is not None:
+                dx = term if dx is None else dx.add_(term)
+        return dx.reshape(ctx.x_shape) if dx is not None else None, None, None, *dw, *dbias
 
 
 class JetLinear(nn.Linear):
@@ -209,7 +223,14 @@ class JetLinear(nn.Linear):
 
     def weight_qdata(self, weight: torch.Tensor) -> QuantizedTensor:
         """``weight`` [N, K] quantized, made at most once while the tensor stays in place unchanged."""
-        return self._cache.get(weight, partial(self.format.quantize_weight, rule=self.scale_rule))
+        return self._cache.get(weight, self._quantized)[0]
+
+    def _quantized(self, weight: torch.Tensor) -> tuple[QuantizedTensor, QuantizedTensor | None]:
+        """``weight`` quantized, and transposed where that is known to be needed: in a backward pass."""
+        # Also of a forward that is run again within it, whose weight FSDP has gathered for both.
+        if torch._C._current_graph_task_id() == -1:
+            return self.format.quantize_weight(weight, self.scale_rule), None
+        return self.format.quantize_weight_and_transpose(weight, self.scale_rule)
 
     def fprop(self, x: QuantizedTensor, weight: torch.Tensor) -> torch.Tensor:
         """``Y`` [M, N] BF16 of rowwise X [M, K] and ``weight`` [N, K]."""
@@ -217,7 +238,7 @@ class JetLinear(nn.Linear):
 
     def dgrad(self, dy: QuantizedTensor, weight: torch.Tensor) -> torch.Tensor:
         """``dX`` [M, K] BF16 of rowwise dY [M, N] and ``weight`` [N, K]."""
-        return self.format.dgrad(dy, self.weight_qdata(weight))
+        return self.format.dgrad(dy, *self._cache.get(weight, self._quantized))
 
     def wgrad(
         self, dy: QuantizedTensor, x: QuantizedTensor, weight: torch.Tensor, main_grad: torch.Tensor | None
@@ -235,9 +256,39 @@ class JetLinear(nn.Linear):
         x = quantize_input(input, self.format, self.scale_rule)
         if not torch.is_grad_enabled():
             return self.fprop(x, self.weight).reshape(*x.shape[:-1], self.out_features)
-        return _LinearFunction.apply(x.source.to(torch.bfloat16), self.weight, self.bias, self, x)
+        return _LinearFunction.apply(x.source.to(torch.bfloat16), (self,), x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         backward = BACKWARDS[not self.quantized_backward]
         ranks = f", ranks={self.ranks}" if self.ranks > 1 else ""
         return f"{super().extra_repr()}, {self.format}, scale={self.scale_rule}, backward={backward}{ranks}"
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether calling ``layer`` is ``JetLinear.forward`` and nothing else: no hook, no other ``forward``."""
+    hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
+    replaced = "forward" in vars(layer) or type(layer).forward is not JetLinear.forward
+    return not (replaced or any(hooks) or _has_any_global_hook())
+
+
+def project(x: torch.Tensor | QuantizedTensor, layers: Sequence[nn.Module]) -> Sequence[torch.Tensor]:
+    """``[layer(x) for layer in layers]``, as one step of autograd where nothing looks between them.
+
+    Where they are plain layers of one precision and rule, and ``x`` a quantized BF16 tensor, that saves a node, its
+    saved tensors, and a call of each, which is what a small micro-batch waits for. Every bit is that of the calls.
+    """
+    first = layers[0]
+    together = (
+        isinstance(x, QuantizedTensor)
+        and torch.is_grad_enabled()
+        and x.source is not None
+        and x.source.dtype == torch.bfloat16
+        and all(isinstance(layer, JetLinear) and is_plain(layer) for layer in layers)
+        and all(layer.scale_rule == first.scale_rule for layer in layers)
+        and all(layer.quantized_backward == first.quantized_backward for layer in layers)
+    )
+    if not together:
+        return [layer(x) for layer in layers]
+    x = quantize_input(x, first.format, first.scale_rule)
+    parameters = [layer.weight for layer in layers] + [layer.bias for layer in layers]
+    return _LinearFunction.apply(x.source, tuple(layers), x, *parameters)

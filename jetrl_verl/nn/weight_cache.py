@@ -12,23 +12,23 @@ not show: whoever writes so calls ``drop_qdata`` of the layer.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from jetrl_verl.reference import QuantizedTensor
+_T = TypeVar("_T")
 
 
-class _WeightData(NamedTuple):
+class _WeightData(NamedTuple, Generic[_T]):
     """Valid while the storage in place is this one at this version."""
 
     address: int
     version: int
-    qdata: QuantizedTensor
+    qdata: _T
 
 
-class WeightCache:
-    """Of one weight.
+class WeightCache(Generic[_T]):
+    """Of one weight: what was made of it, qdata alone or with their transpose.
 
     Attributes:
         quantizations: how often the weight has been quantized.
@@ -37,13 +37,13 @@ class WeightCache:
 
     def __init__(self) -> None:
         self.quantizations = 0
-        self.held: _WeightData | None = None
+        self.held: _WeightData[_T] | None = None
 
     def drop(self) -> None:
         """Forget the qdata; the next use quantizes again."""
         self.held = None
 
-    def get(self, weight: torch.Tensor, quantize: Callable[[torch.Tensor], QuantizedTensor]) -> QuantizedTensor:
+    def get(self, weight: torch.Tensor, quantize: Callable[[torch.Tensor], _T]) -> _T:
         """``quantize`` of the BF16 value of ``weight``, made at most once while the tensor stays in place unchanged."""
         held = self.held
         counted = not weight.is_inference()  # else nothing would show that it changed

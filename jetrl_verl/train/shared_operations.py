@@ -30,7 +30,7 @@ from jetrl_verl.kernels.rms_norm import rms_norm_quantize_1x128
 from jetrl_verl.models.base import Experts, Family, UnsupportedLayer, leaf
 from jetrl_verl.nn.gated_mlp import covers, gated_product
 from jetrl_verl.nn.handoff import accept_quantized
-from jetrl_verl.nn.linear import quantize_input
+from jetrl_verl.nn.linear import project, quantize_input
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.train import sequence_parallel
 from jetrl_verl.train.packing import Packing
@@ -117,13 +117,13 @@ def _attention_forward(
     family: Family,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    def heads(projection: str, norm: str = "") -> torch.Tensor:
+    def heads(projected: torch.Tensor, norm: str = "") -> torch.Tensor:
         """[B * T, heads, D], QK norm applied where the family has one."""
-        projected = getattr(self, leaf(projection))(hidden_states)
         split = projected.reshape(-1, projected.shape[-1] // self.head_dim, self.head_dim)
         return getattr(self, leaf(norm))(split) if norm else split
 
-    q, k, v = heads(family.q, family.q_norm), heads(family.k, family.k_norm), heads(family.v)
+    q, k, v = project(hidden_states, [getattr(self, leaf(name)) for name in (family.q, family.k, family.v)])
+    q, k, v = heads(q, family.q_norm), heads(k, family.k_norm), heads(v)
     q, k = kernels.rotary(q, k, *position_embeddings)
     if packing.tokens is None:
         q, k, v = sequence_parallel.by_heads(q, k, v)

@@ -1,0 +1,399 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a decoder layer of the trainer costs the host, forward and backward: ``python3 benchmarks/layer_host_time.py``.
+
+With small micro-batches a GPU waits for its launches, so the host's work is what an update takes. Layers of Qwen3 as
+verl trains them, BF16 weights and activation checkpointing, but for FSDP, which is the same for all:
+
+- *bf16*: stock Hugging Face. *bf16_shared*: the shared operations between its linears. *jet_fp8*: both in FP8.
+
+**Without a GPU** the layers are thin and the batch is small, so that arithmetic is next to nothing, and our operations
+take the path of a Hopper GPU, Triton's own Python in it, up to the driver's call, which is counted in its place.
+Microseconds of a layer and phase are thus the host's own but for the driver, some 3 us a launch on either side. The
+stock layer's operators run as a CPU runs them, tiny. Counts are exact.
+
+**On a GPU** the layers have Qwen3-8B's shape: launches of a layer, milliseconds of the host until all is queued, and
+milliseconds of the step at each of ``--tokens``, so that the crossing shows. The precisions take turns.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from jetrl_verl.kernels import dispatch, native, vllm_kernels
+from jetrl_verl.models.plan import plan_linears
+from jetrl_verl.nn.linear import JetLinear
+from jetrl_verl.nn.replace import replace_linears
+from jetrl_verl.tools.provenance import provenance
+from jetrl_verl.train.shared_operations import share_operations
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PRECISIONS = ("bf16", "bf16_shared", "jet_fp8")
+PHASES = ("forward", "backward")
+SEQUENCE = 512
+"""Tokens of a packed sequence, at most."""
+NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "alias", "_reshape_alias", "_unsafe_view")
+VIEWS_OF_NAME = ("split_with_sizes",)
+console = Console(width=150)
+
+
+# --- a GPU's path without a GPU ---------------------------------------------------------------------------------------
+
+
+class Launches:
+    """Counts in the place of kernels, and gives back memory that nobody wrote."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def __getattr__(self, operator: str) -> Callable[..., None]:
+        def native_kernel(*_: Any) -> None:
+            self.counts["native"] += 1
+
+        return native_kernel
+
+    def attention(self, q, k, v, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self.counts["flash attention"] += 1
+        return torch.empty_like(q), torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+
+    def attention_backward(self, dout, q, k, v, *_: Any) -> tuple[torch.Tensor, ...]:
+        self.counts["flash attention"] += 3  # dO times O, the gradients, dQ to BF16
+        dout.to(q.dtype).contiguous()
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+class Compiled:
+    """A compiled Triton kernel, whose launch is counted; hooks are called as Triton's own launcher calls them."""
+
+    name, function, packed_metadata = "", None, None
+    launches: Launches
+
+    def launch_metadata(self, grid: Any, stream: int, *_: Any) -> Any:
+        from triton.compiler.compiler import LazyDict
+
+        return LazyDict({"name": self.name, "function": self.function, "stream": stream})
+
+    def run(self, x: int, y: int, z: int, stream: int, function: Any, packed: Any, *rest: Any) -> None:
+        metadata, enter, leave, *_ = rest
+        for hook in (enter, leave):
+            if hook is not None:
+                hook(metadata)
+        Compiled.launches.counts["triton"] += 1
+
+
+def compiled(kernel: Any, key: str, signature: Any, device: int, *_: Any) -> Compiled:
+    """In the place of ``JITFunction._do_compile``."""
+    _ = kernel.cache_key  # finds the global names that each launch of a compiled kernel looks at
+    found = kernel.device_caches[device][0][key] = Compiled()
+    return found
+
+
+@contextmanager
+def as_on_hopper(launches: Launches) -> Iterator[None]:
+    """Our operations as a Hopper GPU runs them, but for their kernels."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    Compiled.launches = launches
+    hopper = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    )
+    backward = dispatch.Implementation(launches.attention_backward, None)
+    with (
+        mock.patch.object(JITFunction, "_do_compile", compiled),
+        mock.patch.object(driver, "_active", hopper),
+        mock.patch.object(dispatch, "platform_of", lambda device: "sm90"),
+        mock.patch.object(native, "unavailable", lambda: None),
+        mock.patch.object(native, "_operators", launches),
+        mock.patch.object(vllm_kernels, "flash_attention_3", launches.attention),
+        mock.patch.dict(dispatch._implementations, {("attention_backward", "flash_attention_3"): backward}),
+    ):
+        yield
+
+
+class Operators(TorchDispatchMode):
+    """Operators that torch is asked for: those that run a kernel on a GPU, views and memory, ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if func.namespace == "jetrl":
+            self.counts["ours"] += 1
+        elif func.is_view or name in NO_KERNEL or name in VIEWS_OF_NAME:
+            self.counts["views, memory"] += 1
+        else:
+            self.counts["kernels"] += 1
+        self.names[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+def make(precision: str, config: Qwen3Config) -> Qwen3ForCausalLM:
+    """A model whose layers train as in verl."""
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    if precision == "jet_fp8":
+        replace_linears(model, plan_linears(config), scale_rule="fp32")
+    if precision != "bf16":
+        share_operations(model)
+    elif DEVICE.type == "cuda":
+        from jetrl_verl.train.register import register
+
+        register()
+        model.config._attn_implementation = "jetrl_varlen"
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+class Step:
+    """Forward and backward of a model's decoder layers on one packed micro-batch; heads and losses are left out."""
+
+    def __init__(self, precision: str, config: Qwen3Config, tokens: int) -> None:
+        self.model = make(precision, config)
+        self._layers = [module for module in self.model.modules() if isinstance(module, JetLinear)]
+        positions = torch.arange(tokens, device=DEVICE) % SEQUENCE
+        self._inputs = {
+            "input_ids": torch.randint(0, config.vocab_size, (1, tokens), device=DEVICE),
+            "position_ids": positions[None],
+            "use_cache": False,
+        }
+        self._gradient = torch.randn(1, tokens, config.hidden_size, device=DEVICE).to(torch.bfloat16)
+        self._out: torch.Tensor | None = None
+
+    def _drop_qdata(self) -> None:
+        """As FSDP does with each gather: weights are quantized in forward and in backward."""
+        for layer in self._layers:
+            layer.drop_qdata()
+
+    def forward(self) -> None:
+        self._drop_qdata()
+        self._out = self.model.model(**self._inputs).last_hidden_state
+
+    def backward(self) -> None:
+        self._drop_qdata()
+        self._out.backward(self._gradient)
+        self._out = None
+        self.model.zero_grad(set_to_none=True)
+
+    def nodes(self) -> int:
+        """Nodes of autograd behind the last forward."""
+        found, waiting = set(), [self._out.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is not None and node not in found:
+                found.add(node)
+                waiting += [following for following, _ in node.next_functions]
+        return len(found)
+
+
+def layers_of(config: Qwen3Config, count: int) -> Qwen3Config:
+    return Qwen3Config(**(config.to_dict() | {"num_hidden_layers": count, "layer_types": None}))
+
+
+# --- without a GPU ----------------------------------------------------------------------------------------------------
+
+
+def count_on_cpu(step: Step) -> dict[str, Any]:
+    """Operators and launches of each phase."""
+    found: dict[str, Any] = {}
+    for phase in PHASES:
+        launches = Launches()
+        with as_on_hopper(launches), Operators() as operators:
+            getattr(step, phase)()
+        if phase == "forward":
+            nodes = step.nodes()
+        found[phase] = {**operators.counts, **launches.counts}
+        found[f"{phase} names"] = dict(operators.names.most_common())
+    found["forward"]["autograd nodes"] = nodes
+    return found
+
+
+def seconds_on_cpu(step: Step) -> dict[str, float]:
+    found = {}
+    with as_on_hopper(Launches()):
+        for phase in PHASES:
+            started = time.thread_time()
+            getattr(step, phase)()
+            found[phase] = time.thread_time() - started
+    return found
+
+
+def differences(more: dict, fewer: dict, layers: int) -> dict:
+    """Of one layer: what ``layers`` more of them add."""
+    return {key: (more.get(key, 0) - fewer.get(key, 0)) / layers for key in more}
+
+
+def on_cpu(config: Qwen3Config, options: argparse.Namespace) -> dict[str, Any]:
+    """Per layer, from models of few and of many layers: what is outside the layers falls out."""
+    few, many = 1, 1 + options.layers
+    steps = {
+        precision: [Step(precision, layers_of(config, count), options.tokens[0]) for count in (few, many)]
+        for precision in options.precisions
+    }
+    found: dict[str, Any] = {}
+    for precision, pair in steps.items():
+        for step in pair:
+            seconds_on_cpu(step)
+        counted = [count_on_cpu(step) for step in pair]
+        counts = {phase: differences(counted[1][phase], counted[0][phase], options.layers) for phase in PHASES}
+        names = {phase: differences(*(each[f"{phase} names"] for each in counted[::-1]), options.layers)
+                 for phase in PHASES}  # fmt: skip
+        found[precision] = {"counts": counts, "names": names, "seconds": {phase: [] for phase in PHASES}}
+    for _ in range(options.repetitions):
+        for precision, pair in steps.items():
+            fewer, more = (seconds_on_cpu(step) for step in pair)
+            for phase in PHASES:
+                found[precision]["seconds"][phase].append((more[phase] - fewer[phase]) / options.layers)
+    return found
+
+
+def report_cpu(found: dict[str, Any]) -> None:
+    kinds = ("kernels", "triton", "native", "flash attention", "ours", "views, memory", "autograd nodes")
+    table = Table(title="host's work for a layer; us, median (smallest)", box=SIMPLE_HEAD)
+    for column in ("precision", "phase", "launches", *kinds, "us"):
+        table.add_column(column, justify="right")
+    for precision, result in found.items():
+        total = Counter()
+        medians = []
+        for phase in (*PHASES, "both"):
+            counts = result["counts"][phase] if phase != "both" else total
+            if phase != "both":
+                total.update(counts)
+                medians.append(statistics.median(result["seconds"][phase]))
+            launches = sum(counts.get(kind, 0) for kind in ("kernels", "triton", "native", "flash attention"))
+            both = [sum(pair) for pair in zip(*result["seconds"].values())]
+            seconds = both if phase == "both" else result["seconds"][phase]
+            table.add_row(
+                precision,
+                phase,
+                f"{launches:.1f}",
+                *(f"{counts.get(kind, 0):.1f}" for kind in kinds),
+                f"{1e6 * statistics.median(seconds):.0f} ({1e6 * min(seconds):.0f})",
+            )
+    console.print(table)
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+def launches_on_gpu(step: Step) -> int:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        step.forward()
+        step.backward()
+        torch.cuda.synchronize()
+    return sum(event.count for event in found.key_averages() if event.device_type.name == "CUDA")
+
+
+def seconds_on_gpu(step: Step) -> dict[str, float]:
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    step.forward()
+    step.backward()
+    queued = time.perf_counter()
+    torch.cuda.synchronize()
+    return {"host": queued - started, "step": time.perf_counter() - started}
+
+
+def on_gpu(config: Qwen3Config, options: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {precision: {"tokens": {}} for precision in options.precisions}
+    for tokens in options.tokens:
+        steps = {precision: Step(precision, config, tokens) for precision in options.precisions}
+        runs = {precision: [] for precision in steps}
+        for step in steps.values():
+            for _ in range(3):
+                seconds_on_gpu(step)
+        for _ in range(options.repetitions):
+            for precision, step in steps.items():
+                runs[precision].append(seconds_on_gpu(step))
+        for precision, step in steps.items():
+            found[precision]["launches"] = launches_on_gpu(step) / config.num_hidden_layers
+            found[precision]["tokens"][tokens] = {
+                part: [run[part] / config.num_hidden_layers for run in runs[precision]] for part in ("host", "step")
+            }
+        del steps
+        torch.cuda.empty_cache()
+    return found
+
+
+def report_gpu(found: dict[str, Any], options: argparse.Namespace) -> None:
+    table = Table(title="a layer, forward and backward: ms of the step (until all is queued), median", box=SIMPLE_HEAD)
+    for column in ("precision", "launches", *(f"{tokens} tokens" for tokens in options.tokens)):
+        table.add_column(column, justify="right")
+    first = found[options.precisions[0]]["tokens"]
+    for precision, result in found.items():
+        cells = []
+        for tokens, parts in result["tokens"].items():
+            step, host = (1e3 * statistics.median(parts[part]) for part in ("step", "host"))
+            ratio = step / (1e3 * statistics.median(first[tokens]["step"]))
+            cells.append(f"{step:.2f} ({host:.2f}) {ratio:.2f}x")
+        table.add_row(precision, f"{result['launches']:.1f}", *cells)
+    console.print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    on_a_gpu = DEVICE.type == "cuda"
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192, 16384] if on_a_gpu else [16])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument(
+        "--triton-us", type=float, default=15.0, help="taken for a launch by Triton's JIT, without a GPU"
+    )
+    parser.add_argument("--out", type=Path, help="where the JSON goes")
+    options = parser.parse_args()
+    wide = dict(hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8)
+    thin = dict(hidden_size=256, intermediate_size=256, num_attention_heads=2, num_key_value_heads=1)
+    config = Qwen3Config(
+        **(wide if on_a_gpu else thin),
+        vocab_size=1024,
+        head_dim=128,
+        num_hidden_layers=options.layers,
+        max_position_embeddings=40960,
+        rope_theta=1e6,
+        architectures=["Qwen3ForCausalLM"],
+    )
+    result = {"layers": options.layers, "build": provenance()}
+    if on_a_gpu:
+        result |= {"device": torch.cuda.get_device_name(), "precisions": on_gpu(config, options)}
+        report_gpu(result["precisions"], options)
+    else:
+        torch.set_num_threads(1)
+        result |= {"device": "CPU, one thread", "precisions": on_cpu(config, options)}
+        report_cpu(result["precisions"])
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

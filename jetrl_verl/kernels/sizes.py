@@ -1,0 +1,14 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes of grids and tiles on the host. Triton's functions of the same purpose are made for kernels, too, and take 2 us
+a call; a layer of the trainer asks for some seventy."""
+
+
+def ceil_div(a: int, b: int) -> int:
+    """``a / b`` rounded up; ``b`` positive."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is not below ``n``, which is positive."""
+    return 1 << (n - 1).bit_length()

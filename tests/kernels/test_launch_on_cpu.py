@@ -1,0 +1,127 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Our launch of a Triton kernel chooses the compiled kernel that Triton's chooses, and gives it what Triton's gives.
+
+No GPU: a driver of our own says that there is one, and what would be compiled is recorded.
+"""
+
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from jetrl_verl import kernels  # noqa: F401
+from jetrl_verl.kernels.launch import jit
+from jetrl_verl.kernels.rms_norm import _rms_norm_kernel
+
+pytestmark = pytest.mark.skipif(triton.__version__ != "3.6.0", reason="ours is the launch of Triton 3.6.0")
+
+
+def _kernel(x_ptr, y_ptr, count, always, WIDE: tl.constexpr, scale=2.0):
+    pass
+
+
+class Compiled:
+    function, packed_metadata = "function", "packed"
+
+    def __init__(self) -> None:
+        self.runs: list[tuple] = []
+
+    def launch_metadata(self, grid: Any, stream: int, *values: Any) -> str:
+        return "metadata"
+
+    def run(self, *call: Any) -> None:
+        self.runs.append(call)
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> Iterator[SimpleNamespace]:
+    state = SimpleNamespace(device=0, compiled=[])
+
+    def compiled(kernel, key, signature, device, *_):
+        found = kernel.device_caches[device][0][key] = Compiled()
+        state.compiled.append(found)
+        return found
+
+    fake = SimpleNamespace(
+        get_current_device=lambda: state.device,
+        get_current_stream=lambda device: 100 + device,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    )
+    monkeypatch.setattr(driver, "_active", fake)
+    monkeypatch.setattr(JITFunction, "_do_compile", compiled)
+    yield state
+
+
+STORAGE = torch.zeros(64, dtype=torch.bfloat16)
+POINTERS = (STORAGE, STORAGE[1:], STORAGE[8:], STORAGE.view(torch.int16), torch.zeros(4))
+OPTIONS = ({}, {"num_warps": 8}, {"num_warps": 8, "num_stages": 2}, {"scale": 1.5})
+COUNTS = (1, 16, 17, 32, 2**40, True)
+CALLS = [
+    ((x, STORAGE, count, always), dict(WIDE=wide, **options))
+    for x, count, always, wide, options in itertools.product(
+        POINTERS,
+        COUNTS,
+        (3, 16),
+        (1, 2, "a"),
+        ({}, {"num_warps": 8}, {"num_warps": 8, "num_stages": 2}, {"scale": 1.5}),
+    )
+]
+
+
+def test_the_same_calls_share_a_compiled_kernel_as_with_triton(gpu):
+    ours = jit(_kernel, do_not_specialize=["always"])
+    theirs = triton.jit(_kernel, do_not_specialize=["always"])
+    assert type(ours) is not type(theirs) and isinstance(ours, JITFunction)
+    chosen = [(id(ours[(1,)](*call, **named)), id(theirs[(1,)](*call, **named))) for call, named in CALLS * 2]
+    mine, other = zip(*chosen)
+    assert len(set(mine)) == len(set(other)) == len(set(chosen)) > 50
+
+
+def test_a_second_launch_gives_the_kernel_what_tritons_gives_but_for_hooks(gpu):
+    ours, theirs = jit(_kernel), triton.jit(_kernel)
+    for kernel in (ours, theirs):
+        for grid in ((7,), (7, 5), (7, 5, 3)):
+            kernel[grid](STORAGE, POINTERS[1], 17, 16, WIDE=2)
+    mine, other = (compiled.runs for compiled in gpu.compiled)
+    assert len(gpu.compiled) == 2 and len(mine) == len(other) == 3
+    for a, b in zip(mine, other):
+        assert a[:6] == b[:6] and a[:3] in ((7, 1, 1), (7, 5, 1), (7, 5, 3)) and a[3] == 100
+        assert len(a) == len(b) and all(x is y or x == y for x, y in zip(a[9:], b[9:]))
+    assert mine[0][6:9] == other[0][6:9], "the first launch is Triton's own"
+    assert mine[1][6:9] == (None, None, None)
+
+
+def test_devices_have_kernels_of_their_own(gpu):
+    ours = jit(_kernel)
+    for device in (0, 1, 0, 1):
+        gpu.device = device
+        ours[(1,)](STORAGE, STORAGE, 17, 3, WIDE=1)
+    assert [[run[3] for run in compiled.runs] for compiled in gpu.compiled] == [[100, 100], [101, 101]]
+
+
+def test_a_profilers_hook_sees_every_launch(gpu):
+    ours, seen = jit(_kernel), []
+    ours[(1,)](STORAGE, STORAGE, 17, 3, WIDE=1)
+    knobs.runtime.launch_enter_hook.add(seen.append)
+    try:
+        ours[(1,)](STORAGE, STORAGE, 17, 3, WIDE=1)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(seen.append)
+    (compiled,) = gpu.compiled
+    metadata, enter, leave = compiled.runs[1][6:9]
+    assert metadata == "metadata" and enter is knobs.runtime.launch_enter_hook
+    assert leave is knobs.runtime.launch_exit_hook
+
+
+def test_the_packages_kernels_are_launched_so():
+    assert type(_rms_norm_kernel).__module__ == "jetrl_verl.kernels.launch"

@@ -1,0 +1,88 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""An operator is a torch operator to everybody who looks, and its function to nobody else."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from jetrl_verl.kernels.rms_norm import _rms_norm
+
+X, WEIGHT = torch.randn(3, 128).bfloat16(), torch.ones(128).bfloat16()
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Asked(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[str]:
+    """Names of torch operators of ours that are called as such."""
+    found = []
+    packet = type(torch.ops.jetrl.rms_norm)
+    own = packet.__call__
+    monkeypatch.setattr(packet, "__call__", lambda self, *a, **k: found.append(self.__name__) or own(self, *a, **k))
+    return found
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_without_gradients_the_function_is_called(calls, grad):
+    with torch.set_grad_enabled(grad):
+        y, rstd = _rms_norm(X, WEIGHT, 1e-6)
+    assert calls == (["rms_norm"] if grad else [])
+    with torch.enable_grad():
+        same = _rms_norm(X, WEIGHT, 1e-6)
+    assert torch.equal(y, same[0]) and torch.equal(rstd, same[1])
+
+
+def test_a_mode_sees_the_operator():
+    for mode in (Seen(), Asked()):
+        with torch.no_grad(), mode:
+            _rms_norm(X, WEIGHT, 1e-6)
+        assert any("rms_norm" in name for name in mode.names), mode.names
+
+
+def test_fake_tensors_reach_the_fake():
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        y, rstd = _rms_norm(torch.empty(5, 128, dtype=torch.bfloat16), WEIGHT, 1e-6)
+    assert y.shape == (5, 128) and rstd.shape == (5,)
+
+
+@pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])
+def test_a_compiler_keeps_the_operator_whole(context):
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(str(graph.graph))
+        return graph.forward
+
+    with context():
+        y, _ = torch.compile(lambda x: _rms_norm(x, WEIGHT, 1e-6), backend=backend, fullgraph=True)(X)
+        assert torch.equal(y, _rms_norm(X, WEIGHT, 1e-6)[0])
+    assert "jetrl.rms_norm" in graphs[0]
+
+
+def test_a_transform_of_torchs_sees_the_operator(calls):
+    with torch.no_grad():
+        torch.func.functionalize(lambda x: _rms_norm(x, WEIGHT, 1e-6)[0])(X)
+    assert calls == ["rms_norm"]

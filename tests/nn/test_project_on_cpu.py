@@ -1,0 +1,145 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that read one input as one step of autograd: every bit is that of the layers one after the other."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from jetrl_verl import formats, kernels
+from jetrl_verl.nn import linear as linear_module
+from jetrl_verl.nn.linear import JetLinear, project, quantize_input
+
+TOKENS, K = 37, 256
+ROWS = (384, 128, 128)
+
+
+def layers(bias: bool, backward: str, seed: int = 0) -> list[JetLinear]:
+    torch.manual_seed(seed)
+    made = [nn.Linear(K, rows, bias=bias, dtype=torch.bfloat16) for rows in ROWS]
+    return [JetLinear.replace(layer, scale_rule="fp32", backward=backward) for layer in made]
+
+
+def run(made: list[JetLinear], together: bool, again: bool = False, normed: bool = False) -> list[torch.Tensor]:
+    """Outputs and gradients; the outputs go on as in an attention, where those of two layers are normalised first."""
+    torch.manual_seed(1)
+    x = torch.randn(TOKENS, K).bfloat16().requires_grad_()
+    scales = [torch.randn(rows).bfloat16() for rows in ROWS]
+    gradient = torch.randn(TOKENS, sum(ROWS)).bfloat16()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        quantized = quantize_input(x * 2, made[0].format, made[0].scale_rule)
+        found = project(quantized, made) if together else [layer(quantized) for layer in made]
+        if normed:
+            found = [kernels.rms_norm(y, s, 1e-6) if i < 2 else y for i, (y, s) in enumerate(zip(found, scales))]
+        return torch.cat(list(found), dim=1)
+
+    y = checkpoint(forward, x, use_reentrant=False) if again else forward(x)
+    y.backward(gradient)
+    gradients = [parameter.grad for layer in made for parameter in layer.parameters()]
+    assert all(gradient is not None for gradient in gradients)
+    return [y.detach(), x.grad, *gradients]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("normed", [False, True], ids=["", "normed"])
+@pytest.mark.parametrize("backward", ["fp8", "bf16"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_every_bit_is_that_of_one_after_the_other(bias, backward, normed, again):
+    one, other = (run(layers(bias, backward), together, again, normed) for together in (True, False))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_it_is_one_node_of_autograd():
+    made = layers(False, "fp8")
+    x = quantize_input(torch.randn(TOKENS, K).bfloat16().requires_grad_(), made[0].format, "fp32")
+    q, k, v = project(x, made)
+    assert q.grad_fn is k.grad_fn is v.grad_fn
+    assert [y.shape for y in (q, k, v)] == [(TOKENS, rows) for rows in ROWS]
+
+
+def test_a_main_grad_of_one_layer_is_added_to():
+    made, expected = layers(False, "fp8"), layers(False, "fp8")
+    made[1].weight.main_grad = torch.zeros(ROWS[1], K)
+    expected[1].weight.main_grad = torch.zeros(ROWS[1], K)
+    for each, together in ((made, True), (expected, False)):
+        x = quantize_input(torch.ones(TOKENS, K).bfloat16(), each[0].format, "fp32")
+        torch.cat(list(project(x, each) if together else [layer(x) for layer in each]), dim=1).sum().backward()
+    assert made[1].weight.grad is None and made[1].weight.main_grad.any()
+    assert torch.equal(made[1].weight.main_grad, expected[1].weight.main_grad)
+    assert torch.equal(made[0].weight.grad, expected[0].weight.grad)
+
+
+def test_a_frozen_layer_gets_no_gradient():
+    made = layers(False, "fp8")
+    made[2].weight.requires_grad_(False)
+    x = quantize_input(torch.randn(TOKENS, K).bfloat16().requires_grad_(), made[0].format, "fp32")
+    torch.cat(list(project(x, made)), dim=1).sum().backward()
+    assert made[2].weight.grad is None and made[1].weight.grad is not None
+
+
+def hooked(made: list[nn.Module]) -> None:
+    made[1].register_forward_hook(lambda *_: None)
+
+
+def other_rule(made: list[nn.Module]) -> None:
+    made[1].scale_rule = "pow2"
+
+
+def other_backward(made: list[nn.Module]) -> None:
+    made[0].quantized_backward = False
+
+
+@pytest.mark.parametrize("change", [hooked, other_rule, other_backward])
+def test_what_differs_or_is_looked_at_is_called_by_itself(change, monkeypatch):
+    made = layers(False, "fp8")
+    change(made)
+    calls = []
+    own = linear_module._LinearFunction.apply
+    monkeypatch.setattr(linear_module._LinearFunction, "apply", lambda *call: calls.append(call[1]) or own(*call))
+    x = quantize_input(torch.randn(TOKENS, K).bfloat16().requires_grad_(), made[0].format, "fp32")
+    assert len(project(x, made)) == 3
+    assert calls == [(layer,) for layer in made]
+
+
+def test_a_plain_tensor_and_a_pass_without_gradients_are_the_layers_own():
+    made = layers(True, "fp8")
+    x = torch.randn(2, TOKENS, K).bfloat16()
+    with torch.no_grad():
+        expected = [layer(x) for layer in made]
+        found = project(quantize_input(x, made[0].format, "fp32"), made)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    made[2].__class__ = nn.Linear
+    assert len(project(x, made)) == 3
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["", "checkpointed"])
+def test_a_weight_gathered_for_backward_is_quantized_and_transposed_at_once(again, monkeypatch):
+    """FSDP puts a weight in place for forward and again for backward; every bit is that of transposing its qdata."""
+    fp8 = formats.get("fp8")
+    kept = run(layers(False, "fp8"), True, again)
+    made = layers(False, "fp8")
+    calls = []
+    both, transpose = fp8.quantize_weight_and_transpose, kernels.transpose_128x128
+    monkeypatch.setattr(fp8, "quantize_weight_and_transpose", lambda *call: calls.append("both") or both(*call))
+    monkeypatch.setattr(kernels, "transpose_128x128", lambda q: calls.append("transpose") or transpose(q))
+    torch.manual_seed(1)
+
+    class Gather(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y
+
+        @staticmethod
+        def backward(ctx, dy):
+            for layer in made:
+                layer.weight = layer.weight  # as FSDP does
+            return dy
+
+    own = torch.cat
+    monkeypatch.setattr(torch, "cat", lambda *call, **options: Gather.apply(own(*call, **options)))
+    found = run(made, True, again)
+    assert calls == ["both"] * 3
+    assert all(torch.equal(a, b) for a, b in zip(found, kept, strict=True))
+    assert all(layer.quantizations == 2 for layer in made)

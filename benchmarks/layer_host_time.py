@@ -222,8 +222,9 @@ def layers_of(config: Qwen3Config, count: int) -> Qwen3Config:
 def count_on_cpu(step: Step) -> dict[str, Any]:
     """Operators and launches of each phase."""
     found: dict[str, Any] = {}
+    launches = Launches()  # one: an attention's backward is chosen in forward
     for phase in PHASES:
-        launches = Launches()
+        launches.counts.clear()
         with as_on_hopper(launches), Operators() as operators:
             getattr(step, phase)()
         if phase == "forward":

@@ -75,10 +75,12 @@ BACKENDS: Table = {
 
 
 class Implementation(NamedTuple):
-    """``run`` computes the operation; ``supports``, with the same arguments, says whether it can (None: always)."""
+    """``run`` computes the operation; ``supports``, with the same arguments, says whether it can (None: always);
+    ``unchecked`` is ``run`` for a caller who has asked that (None: ``run`` itself)."""
 
     run: Callable
     supports: Callable[..., bool] | None
+    unchecked: Callable | None = None
 
 
 _implementations: dict[tuple[str, str], Implementation] = {}
@@ -86,12 +88,19 @@ _unavailable: dict[str, Callable[[], str | None]] = {}
 _overrides: dict[str, str] = {}
 
 
-def implements(operation: str, backend: str, *, supports: Callable[..., bool] | None = None) -> Callable:
-    """Decorator: the decorated function is the implementation of ``operation`` that ``backend`` stands for."""
+def implements(
+    operation: str,
+    backend: str,
+    *,
+    supports: Callable[..., bool] | None = None,
+    unchecked: Callable | None = None,
+) -> Callable:
+    """Decorator: the decorated function is the implementation of ``operation`` that ``backend`` stands for; the others
+    as in :class:`Implementation`."""
     assert operation in BACKENDS and (operation, backend) not in _implementations, (operation, backend)
 
     def register(function: Callable) -> Callable:
-        _implementations[operation, backend] = Implementation(function, supports)
+        _implementations[operation, backend] = Implementation(function, supports, unchecked)
         return function
 
     return register
@@ -144,13 +153,19 @@ def supports(operation: str, backend: str, *call, **options) -> bool:
     return predicate is None or predicate(*call, **options)
 
 
-def choose(operation: str, device: torch.device, *call, **options) -> str:
-    """Name of the backend that computes ``operation`` for these arguments: the first to support them, else the last."""
-    names = _candidates(operation, device)
-    for name in names[:-1]:
-        if supports(operation, name, *call, **options):
-            return name
-    return names[-1]
+def choose(operation: str, device: torch.device, *call, **options) -> tuple[str, Callable]:
+    """Name of the backend that computes ``operation`` for these arguments, the first to support them, else the last;
+    and its implementation, which is not asked again whether it supports them.
+
+    Raises:
+        RuntimeError: as :func:`platform_of`.
+    """
+    *conditional, last = _candidates(operation, device)
+    for backend in conditional:
+        found = _implementations[operation, backend]
+        if found.supports is None or found.supports(*call, **options):
+            return backend, found.unchecked or found.run
+    return last, _implementations[operation, last].run
 
 
 def lookup(operation: str, device: torch.device, *call, **options) -> Callable:
@@ -159,7 +174,7 @@ def lookup(operation: str, device: torch.device, *call, **options) -> Callable:
     Raises:
         RuntimeError: as :func:`platform_of`.
     """
-    return implementation(operation, choose(operation, device, *call, **options))
+    return choose(operation, device, *call, **options)[1]
 
 
 def describe_backends(device: torch.device | str) -> dict[str, str]:

@@ -24,7 +24,7 @@ import triton.language as tl
 from jetrl_verl import reference
 from jetrl_verl.kernels import native, vllm_kernels
 from jetrl_verl.kernels.device.e4m3 import GROUP
-from jetrl_verl.kernels.dispatch import backend_needs, choose, implementation, implements
+from jetrl_verl.kernels.dispatch import backend_needs, choose, implements
 from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.reference import BLOCK, QuantizedTensor
@@ -230,8 +230,43 @@ def native_supports_gemm_nt(
     return fits and bias_fits and native.aligned(a.qdata) and native.aligned(b.qdata) and native.unavailable() is None
 
 
-@implements("gemm_nt_128x128", "native", supports=native_supports_gemm_nt)
-@implements("gemm_nt_1x128", "native", supports=native_supports_gemm_nt)
+_KERNELS_CHOICE = native.Plan()
+
+
+def _launch_native(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    *,
+    b_block_scaled: bool,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
+    add_to: torch.Tensor | None = None,
+    plan: native.Plan | None = None,
+    static_weight: bool = False,
+) -> torch.Tensor:
+    """:func:`native_gemm_nt` of a call that it supports."""
+    check_gemm_shapes(a, b, b_block_scaled, bias)
+    m, n = a.qdata.shape[0], b.qdata.shape[0]
+    if add_to is not None:
+        check_add_to(add_to, m, n, b_block_scaled, out_dtype)
+        out = add_to
+    elif out is None:
+        out = torch.empty((m, n), dtype=out_dtype, device=a.qdata.device)
+    operands, plan = (a.qdata, a.scales, b.qdata, b.scales), plan or _KERNELS_CHOICE
+    if b_block_scaled:
+        few = plan.kernel == "decode" if plan.kernel else m <= native.FEW_ROWS
+        if few:
+            native.operators().decode(*operands, bias, out, *plan[1:], static_weight)
+        else:
+            native.operators().fprop(*operands, bias, out, *plan[1:])
+    else:
+        native.operators().wgrad(*operands, out, add_to is not None, *plan[1:])
+    return out
+
+
+@implements("gemm_nt_128x128", "native", supports=native_supports_gemm_nt, unchecked=_launch_native)
+@implements("gemm_nt_1x128", "native", supports=native_supports_gemm_nt, unchecked=_launch_native)
 def native_gemm_nt(
     a: QuantizedTensor,
     b: QuantizedTensor,
@@ -267,10 +302,8 @@ def native_gemm_nt(
             gradient.
     """
     check_gemm_shapes(a, b, b_block_scaled, bias)
-    m, n = a.qdata.shape[0], b.qdata.shape[0]
     if add_to is not None:
-        check_add_to(add_to, m, n, b_block_scaled, out_dtype)
-        out = add_to
+        check_add_to(add_to, a.qdata.shape[0], b.qdata.shape[0], b_block_scaled, out_dtype)
     if not native_supports_gemm_nt(a, b, b_block_scaled=b_block_scaled, bias=bias, out_dtype=out_dtype, add_to=add_to):
         added = "" if add_to is None else f" added to rows of stride {add_to.stride(0)}"
         raise ValueError(
@@ -279,21 +312,10 @@ def native_gemm_nt(
             f"{'a' if bias is not None else 'no'} bias and {out_dtype} out{added}"
             f"{native.why()}; use backend triton."
         )
-    if out is None:
-        out = torch.empty((m, n), dtype=out_dtype, device=a.qdata.device)
-    elif out.dtype != out_dtype:
+    if out is not None and add_to is None and out.dtype != out_dtype:
         raise ValueError(f"native: out is {out.dtype} and out_dtype {out_dtype}; they must be the same.")
-    plan = plan or native.Plan()
-    operands = (a.qdata, a.scales, b.qdata, b.scales)
-    if b_block_scaled:
-        few = plan.kernel == "decode" if plan.kernel else m <= native.FEW_ROWS
-        if few:
-            native.operators().decode(*operands, bias, out, *plan[1:], static_weight)
-        else:
-            native.operators().fprop(*operands, bias, out, *plan[1:])
-    else:
-        native.operators().wgrad(*operands, out, add_to is not None, *plan[1:])
-    return out
+    call = {"bias": bias, "out_dtype": out_dtype, "out": out, "add_to": add_to, "static_weight": static_weight}
+    return _launch_native(a, b, b_block_scaled=b_block_scaled, plan=plan, **call)
 
 
 # GEMMs of other packages. They keep one FP32 partial sum per 128-wide K block as the contract asks, but none adds a
@@ -425,7 +447,7 @@ def gemm_nt(
     call, :func:`native_gemm_nt`; backends other than ``native`` have no use for it."""
     operation = "gemm_nt_128x128" if b_block_scaled else "gemm_nt_1x128"
     call = {"b_block_scaled": b_block_scaled, "bias": bias, "out_dtype": out_dtype, "add_to": add_to}
-    backend = choose(operation, a.qdata.device, a, b, **call)
+    backend, run = choose(operation, a.qdata.device, a, b, **call)
     if backend == "native":
         call["static_weight"] = static_weight
-    return implementation(operation, backend)(a, b, **call)
+    return run(a, b, **call)

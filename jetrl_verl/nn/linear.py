@@ -11,7 +11,8 @@ weight's qdata are not saved, or a whole model's worth would stay alive through 
 and up hands them one :class:`QuantizedTensor` in the tensor's place (nn/handoff.py), as vLLM's does. They save one copy
 of the qdata between them and share its re-layout in backward. A plain tensor is quantized by the layer that reads it.
 
-**When a weight is quantized.** Once while it is in place (nn/weight_cache.py).
+**When a weight is quantized.** Once while it is in place (nn/weight_cache.py); in a backward pass, for whose FProp and
+DGrad FSDP gathers it once more, together with the transpose that DGrad reads.
 
 **Where dW goes.** To ``weight.grad`` through autograd, in BF16. A caller that keeps FP32 gradients over several
 micro-batches hangs the buffer ``[N, K]`` on the parameter as ``weight.main_grad`` (Megatron's and Transformer Engine's
@@ -130,15 +131,15 @@ class _LinearFunction(torch.autograd.Function):
                 # From the unquantized gradient, summed in FP32 (contract, "Bias").
                 dbias[i] = dy.sum(dim=0, dtype=torch.float32).to(layer.bias.dtype)
             if layer.quantized_backward:
-                rows, columns = layer.format.quantize_gradient(
+                rowwise, colwise = layer.format.quantize_gradient(
                     dy, layer.scale_rule, rowwise=needs_x, colwise=needs_w[i]
                 )
                 del dy
                 if needs_x:
-                    term = layer.dgrad(rows, weight)
+                    term = layer.dgrad(rowwise, weight)
                 if needs_w[i]:
                     x = ctx.colwise.take(QuantizedTensor(x_qdata, x_scales), layer.format, layer.scale_rule)
-                    dw[i] = layer.wgrad(columns, x, weight, ctx.main_grads[i])
+                    dw[i] = layer.wgrad(colwise, x, weight, ctx.main_grads[i])
             else:
                 if needs_x:
                     term = dy @ weight.to(torch.bfloat16)

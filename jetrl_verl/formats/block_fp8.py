@@ -115,7 +115,6 @@ class BlockFP8(TrainedFormat):
         return kernels.gemm_nt_of_ranks(x, weight, ranks, bias)
 
     def quantize_weight_and_transpose(self, weight: torch.Tensor, rule: str) -> tuple[QuantizedTensor, QuantizedTensor]:
-        """:meth:`quantize_weight` of ``[N, K]``, and its transpose ``[K, N]``, which :meth:`dgrad` reads; one pass."""
         return kernels.quantize_128x128_and_transpose(weight, rule)
 
     def dgrad(

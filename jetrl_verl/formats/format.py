@@ -234,8 +234,14 @@ class TrainedFormat(Format):
         """
 
     @abstractmethod
-    def dgrad(self, dy: QuantizedTensor, weight: QuantizedTensor) -> torch.Tensor:
-        """``dX [M, K]`` BF16 of rowwise dY and the weight."""
+    def quantize_weight_and_transpose(self, weight: torch.Tensor, rule: str) -> tuple[QuantizedTensor, QuantizedTensor]:
+        """:meth:`quantize_weight` of ``[N, K]``, and its transpose ``[K, N]``, which :meth:`dgrad` reads; one pass."""
+
+    @abstractmethod
+    def dgrad(
+        self, dy: QuantizedTensor, weight: QuantizedTensor, transposed: QuantizedTensor | None = None
+    ) -> torch.Tensor:
+        """``dX [M, K]`` BF16 of rowwise dY and the weight, whose transpose may be there already."""
 
     @abstractmethod
     def wgrad(self, dy: QuantizedTensor, x: QuantizedTensor, add_to: torch.Tensor | None = None) -> torch.Tensor:

@@ -131,15 +131,15 @@ class _LinearFunction(torch.autograd.Function):
                 # From the unquantized gradient, summed in FP32 (contract, "Bias").
                 dbias[i] = dy.sum(dim=0, dtype=torch.float32).to(layer.bias.dtype)
             if layer.quantized_backward:
-                rows, columns = layer.format.quantize_gradient(
+                rowwise, colwise = layer.format.quantize_gradient(
                     dy, layer.scale_rule, rowwise=needs_x, colwise=needs_w[i]
                 )
                 del dy
                 if needs_x:
-                    term = layer.dgrad(rows, weight)
+                    term = layer.dgrad(rowwise, weight)
                 if needs_w[i]:
                     x = ctx.colwise.take(QuantizedTensor(x_qdata, x_scales), layer.format, layer.scale_rule)
-                    dw[i] = layer.wgrad(columns, x, weight, ctx.main_grads[i])
+                    dw[i] = layer.wgrad(colwise, x, weight, ctx.main_grads[i])
             else:
                 if needs_x:
                     term = dy @ weight.to(torch.bfloat16)

@@ -65,6 +65,10 @@ class Case(NamedTuple):
         return self.what == "decode"
 
     @property
+    def align(self) -> int:
+        return 1 if self.decodes else BLOCK
+
+    @property
     def shape(self) -> tuple[int, int]:
         """(n, k) of the matrix that is multiplied with, or of the gradient."""
         n, k = LAYERS[self.layer]
@@ -82,7 +86,7 @@ def routed(case: Case) -> Segments:
     if case.routing == "uneven":
         logits += UNEVEN * torch.randn(EXPERTS, device=DEVICE, generator=generator)
     chosen, _ = kernels.route(logits, PER_TOKEN, True)
-    return kernels.segments(chosen, EXPERTS, 1 if case.decodes else BLOCK)
+    return kernels.segments(chosen, EXPERTS, case.align)
 
 
 def deep_gemm():
@@ -146,9 +150,10 @@ def make(case: Case, segments: Segments, contenders: list[str]) -> dict[str, Cal
         )
         below = QuantizedTensor(w.qdata.view(torch.uint8).contiguous().view(FP8_DTYPE), w.scales.contiguous())
     for name in ("native", "triton"):
-        calls[name] = partial(dispatch.implementation("grouped_gemm_nt", name), a, w, start)
+        calls[name] = partial(dispatch.implementation("grouped_gemm_nt", name), a, w, start, case.align)
     if case.what == "dgrad" and "native, contiguous" in contenders:
-        calls["native, contiguous"] = partial(dispatch.implementation("grouped_gemm_nt", "native"), a, below, start)
+        native = dispatch.implementation("grouped_gemm_nt", "native")
+        calls["native, contiguous"] = partial(native, a, below, start, case.align)
     if "deep_gemm" in contenders and not case.decodes:
         of_row = torch.full((rows,), -1, dtype=torch.int32)
         for expert, (first, last) in enumerate(zip(bounds, bounds[1:])):

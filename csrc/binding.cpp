@@ -159,11 +159,11 @@ void wgrad(const Tensor& a, const Tensor& a_scales, const Tensor& b, const Tenso
   jetrl::wgrad(of_a, of_b, t, of_dw, config_of(block, cluster), device.stream);
 }
 
-// The first row of each expert, [experts + 1].
-jetrl::Segments segments(const Tensor& start) {
+// The first row of each expert, [experts + 1]; `aligned`: multiples of 4.
+jetrl::Segments segments(const Tensor& start, bool aligned) {
   STD_TORCH_CHECK(on_device(start) && start.dim() == 1 && start.scalar_type() == ScalarType::Int && start.stride(0) == 1,
                   "jetrl_native: the experts' first rows must be contiguous int32 values on a GPU.");
-  return {static_cast<const int*>(start.data_ptr()), narrow(start.size(0) - 1)};
+  return {static_cast<const int*>(start.data_ptr()), narrow(start.size(0) - 1), aligned};
 }
 
 // FP8 data [experts, n, k] E4M3 with FP32 scales [experts, n / 128, k / 128] of any strides.
@@ -194,9 +194,10 @@ using GroupedForward = void(const jetrl::Operand&, const jetrl::ExpertOperand&, 
                             const jetrl::Output&, jetrl::Config, jetrl::Stream);
 
 void grouped_forward(GroupedForward* run, const Tensor& x, const Tensor& x_scales, const Tensor& w,
-                     const Tensor& w_scales, const Tensor& start, const Tensor& y, int64_t block, int64_t cluster) {
+                     const Tensor& w_scales, const Tensor& start, bool aligned, const Tensor& y, int64_t block,
+                     int64_t cluster) {
   const Device device(x);
-  const jetrl::Segments of = segments(start);
+  const jetrl::Segments of = segments(start, aligned);
   const jetrl::ExpertOperand of_w = experts_operand(w, w_scales, of.experts);
   STD_TORCH_CHECK(of_w.k == x.size(1), "jetrl_native: the operands contract ", x.size(1), " and ", of_w.k,
                   " elements; they must be equal.");
@@ -207,19 +208,19 @@ void grouped_forward(GroupedForward* run, const Tensor& x, const Tensor& x_scale
 }
 
 void grouped_fprop(const Tensor& x, const Tensor& x_scales, const Tensor& w, const Tensor& w_scales,
-                   const Tensor& start, const Tensor& y, int64_t block, int64_t cluster) {
-  grouped_forward(jetrl::grouped_fprop, x, x_scales, w, w_scales, start, y, block, cluster);
+                   const Tensor& start, bool aligned, const Tensor& y, int64_t block, int64_t cluster) {
+  grouped_forward(jetrl::grouped_fprop, x, x_scales, w, w_scales, start, aligned, y, block, cluster);
 }
 
 void grouped_decode(const Tensor& x, const Tensor& x_scales, const Tensor& w, const Tensor& w_scales,
-                    const Tensor& start, const Tensor& y, int64_t block, int64_t cluster) {
-  grouped_forward(jetrl::grouped_decode, x, x_scales, w, w_scales, start, y, block, cluster);
+                    const Tensor& start, bool aligned, const Tensor& y, int64_t block, int64_t cluster) {
+  grouped_forward(jetrl::grouped_decode, x, x_scales, w, w_scales, start, aligned, y, block, cluster);
 }
 
 void grouped_wgrad(const Tensor& a, const Tensor& a_scales, const Tensor& b, const Tensor& b_scales,
                    const Tensor& start, const Tensor& dw, int64_t block, int64_t cluster) {
   const Device device(a);
-  const jetrl::Segments of = segments(start);
+  const jetrl::Segments of = segments(start, true);
   const int t = contracted(a, b);
   STD_TORCH_CHECK(t % jetrl::kGroup == 0, "jetrl_native: experts' tokens must be whole groups of 128, not ", t, ".");
   const jetrl::Operand of_a = operand("dY^T", a, a_scales, 1), of_b = operand("X^T", b, b_scales, 1);
@@ -359,7 +360,7 @@ void declare(torch::stable::detail::StableLibrary& library) {
       "int cluster) -> ()");
   for (const char* name : {"grouped_fprop", "grouped_decode"}) {
     library.def((name + std::string("(Tensor x, Tensor x_scales, Tensor w, Tensor w_scales, Tensor start, "
-                                    "Tensor(a!) y, int block, int cluster) -> ()"))
+                                    "bool aligned, Tensor(a!) y, int block, int cluster) -> ()"))
                     .c_str());
   }
   library.def(

@@ -93,7 +93,8 @@ struct FpropShape {
   static constexpr int kAtScalesW = kAtScales + kStages * kBlockM * 4;  // of two rounds
   static constexpr int kAtFull = kAtScalesW + 2 * kScalesW * 4;
   static constexpr int kAtEmpty = kAtFull + 8 * kStages;
-  static constexpr int kAtTiles = kAtEmpty + 8 * kStages;  // row, column and end of every second tile of a block
+  static constexpr int kAtTiles = round_up(kAtEmpty + 8 * kStages, 16);  // an int4 of every second tile of a block:
+                                                                         // its row, column and end
   static constexpr int kBytes = kAtTiles + (kGrouped ? 2 * 16 : 0);
 
   static_assert(!kRanks || kBlockN <= 128, "accumulators and totals do not fit into registers");

@@ -107,10 +107,12 @@ struct Bias {
 };
 
 // Rows of experts: expert e has rows start[e] to start[e + 1] - 1, or none. `start`, experts + 1 numbers, ascending from
-// zero, is on the device, and nobody but the device knows it.
+// zero, is on the device, and nobody but the device knows it. `aligned`: they are multiples of 4. The copy engine reads
+// a row of a matrix from multiples of 16 bytes on, here 4 scales; from elsewhere it is an illegal instruction.
 struct Segments {
   const int* start;
   int experts;
+  bool aligned = false;
 };
 
 // How many tiles of `block` rows all experts can have together: as many experts as possible have rows, and each of them

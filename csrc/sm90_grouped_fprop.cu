@@ -22,7 +22,7 @@ void run_grouped(const Operand& x, const ExpertOperand& w, const Segments& segme
   const int tiles_n = ceil_div(w.n, kCluster * kBlockN);
   const TileOrder order{most, tiles_n, 1};
   const int k_blocks = w.k / kGroup;
-  const bool tma_scales = scales_suit_tma(x.scales, x.rows);
+  const bool tma_scales = segments.aligned && scales_suit_tma(x.scales, x.rows);
   const FpropParams p{x.scales,   w.all.scales, {nullptr, false}, y,          x.rows,        w.n,         k_blocks,
                       k_blocks,   tma_scales,   order,            segments,   w.row_step,    w.column_step,
                       w.scale_step};

@@ -139,6 +139,8 @@ class BlockFP8(TrainedFormat):
         down: QuantizedTensor,
         rule: str,
         ranks: int = 1,
+        *,
+        align: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
         """All experts' forward, on both sides.
 
@@ -149,6 +151,7 @@ class BlockFP8(TrainedFormat):
             gate_up: ``[E, 2 I, H]`` in 128x128 blocks, gate first. down: ``[E, H, I]``. rule: of what is between them.
             ranks: over which the rollout splits I; see :meth:`fprop`. Each rank adds its part of a token's experts and
                 rounds it, then the ranks' sums are added.
+            align: what segments were aligned to.
 
         Returns:
             Output ``[T, H]`` BF16; gate and up ``[R, 2 I]`` BF16; what the down projection reads, rowwise ``[R, I]``.
@@ -156,11 +159,11 @@ class BlockFP8(TrainedFormat):
         Raises:
             ValueError: operands that do not fit, or slices of I that are no multiples of 128.
         """
-        product = kernels.grouped_gemm_nt(rows, gate_up, segments.start)
+        product = kernels.grouped_gemm_nt(rows, gate_up, segments.start, align)
         del rows
         inner = kernels.weighted_silu_mul_quantize(product, weights, segments.pair, rule)
         slices = zip(k_slices(inner, ranks), k_slices(down, ranks), strict=True)
-        parts = [kernels.combine(kernels.grouped_gemm_nt(a, b, segments.start), segments.row) for a, b in slices]
+        parts = [kernels.combine(kernels.grouped_gemm_nt(a, b, segments.start, align), segments.row) for a, b in slices]
         return parts[0] if ranks == 1 else kernels.sum_of_ranks(parts), product, inner
 
     def experts_gradient(
@@ -177,15 +180,18 @@ class BlockFP8(TrainedFormat):
         """Colwise ``[H, R]`` of the tokens' rowwise ``x [T, H]`` in segments of 128, as :meth:`colwise`."""
         return kernels.gather_relayout_128x1(x, segments.pair, segments.row.shape[1], rule)
 
-    def experts_dgrad(self, dy: QuantizedTensor, weight: QuantizedTensor, start: torch.Tensor) -> torch.Tensor:
-        """``[R, K]`` BF16 of rowwise dY ``[R, N]`` and experts' weights ``[E, N, K]``."""
+    def experts_dgrad(
+        self, dy: QuantizedTensor, weight: QuantizedTensor, start: torch.Tensor, *, align: int = BLOCK
+    ) -> torch.Tensor:
+        """``[R, K]`` BF16 of rowwise dY ``[R, N]`` in segments aligned to ``align`` and experts' weights
+        ``[E, N, K]``."""
         experts, n, k = weight.qdata.shape
         flat = QuantizedTensor(weight.qdata.view(experts * n, k), weight.scales.view(-1, weight.scales.shape[2]))
         qdata, scales = kernels.transpose_128x128(flat)
         by_expert = QuantizedTensor(
             qdata.view(k, experts, n).transpose(0, 1), scales.view(-1, experts, n // BLOCK).transpose(0, 1)
         )
-        return kernels.grouped_gemm_nt(dy, by_expert, start)
+        return kernels.grouped_gemm_nt(dy, by_expert, start, align)
 
 
 FORMAT = BlockFP8()

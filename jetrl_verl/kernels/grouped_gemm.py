@@ -7,7 +7,8 @@
 has, and never waits to learn it: the grid is that of the worst case, and a program that finds nothing to do ends.
 
 A tile belongs to one expert: segments are cut into tiles from their own first row, whatever ``align`` they were made
-with. Tiles have at least 64 rows for the reason in gemm_nt.py.
+with; Hopper's copy engine brings the scales of A where that is a multiple of 4, a warp where it is not. Tiles have at
+least 64 rows for the reason in gemm_nt.py.
 
 Backends: native (csrc/gemm.h, Hopper), whose forward kernel for few rows an expert is chosen by the number of rows and
 of experts, which the host knows; Triton. No choice changes a bit.
@@ -26,12 +27,19 @@ from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
 from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor
 
-implements("grouped_gemm_nt", "reference")(reference.grouped_gemm_nt)
 implements("grouped_wgrad", "reference")(reference.grouped_wgrad)
 
 # (BLOCK_M, BLOCK_N, warps, stages)
 _MANY, _FEW = (128, 128, 8, 4), (64, 64, 4, 6)
 _WGRAD = (128, 128, 8, 4)
+
+
+@implements("grouped_gemm_nt", "reference")
+def reference_grouped_gemm_nt(
+    a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, align: int = 1
+) -> torch.Tensor:
+    """See :func:`jetrl_verl.reference.grouped_gemm_nt`."""
+    return reference.grouped_gemm_nt(a, b, start)
 
 
 @triton.jit
@@ -83,8 +91,8 @@ def _grouped_gemm_kernel(
 
 
 @implements("grouped_gemm_nt", "triton")
-def triton_grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor) -> torch.Tensor:
-    """As :func:`jetrl_verl.reference.grouped_gemm_nt`; rows behind the last segment are not written."""
+def triton_grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, align: int = 1) -> torch.Tensor:
+    """See :func:`grouped_gemm_nt`; rows behind the last segment are not written."""
     (rows, k), (experts, n, _) = a.qdata.shape, b.qdata.shape
     out = torch.empty((rows, n), dtype=torch.bfloat16, device=a.qdata.device)
     if out.numel():
@@ -183,7 +191,9 @@ def _experts_in_one_matrix(b: torch.Tensor) -> bool:
     return below or (of_expert >= k and (experts - 1) * of_expert + k <= of_row)
 
 
-def native_supports_grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor) -> bool:
+def native_supports_grouped_gemm_nt(
+    a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, align: int = 1
+) -> bool:
     """Whether :func:`native_grouped_gemm_nt` accepts this call: rows of qdata on 16-byte steps, experts' matrices parts
     of one matrix."""
     (experts, n, k), rows = b.qdata.shape, a.qdata.shape[0]
@@ -196,9 +206,9 @@ def native_supports_grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, star
 
 @implements("grouped_gemm_nt", "native", supports=native_supports_grouped_gemm_nt)
 def native_grouped_gemm_nt(
-    a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, *, plan: native.Plan | None = None
+    a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, align: int = 1, *, plan: native.Plan | None = None
 ) -> torch.Tensor:
-    """As :func:`jetrl_verl.reference.grouped_gemm_nt`; rows behind the last segment are not written.
+    """See :func:`grouped_gemm_nt`; rows behind the last segment are not written.
 
     Args:
         plan: instead of the choice by shape; for tests and benchmarks.
@@ -216,7 +226,7 @@ def native_grouped_gemm_nt(
     plan = plan or native.Plan()
     few = plan.kernel == "decode" if plan.kernel else rows <= native.FEW_ROWS_OF_EXPERT * experts
     run = native.operators().grouped_decode if few else native.operators().grouped_fprop
-    run(a.qdata, a.scales, b.qdata, b.scales, start, out, *plan[1:])
+    run(a.qdata, a.scales, b.qdata, b.scales, start, align % native.ALIGNED_ROWS == 0, out, *plan[1:])
     return out
 
 
@@ -274,23 +284,24 @@ def _check(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor) -> None:
 
 
 @operator(
-    "grouped_gemm_nt(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor start) -> Tensor",
-    fake=lambda a, a_scales, b, b_scales, start: a.new_empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16),
+    "grouped_gemm_nt(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor start, int align) -> Tensor",
+    fake=lambda a, a_scales, b, b_scales, start, align: a.new_empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16),
 )
 def _grouped_gemm_nt(
-    a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, start: torch.Tensor
+    a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, start: torch.Tensor, align: int
 ) -> torch.Tensor:
     operands = QuantizedTensor(a, a_scales), QuantizedTensor(b, b_scales)
     _check(*operands, start)
-    return lookup("grouped_gemm_nt", a.device, *operands, start)(*operands, start)
+    return lookup("grouped_gemm_nt", a.device, *operands, start, align)(*operands, start, align)
 
 
-def grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor) -> torch.Tensor:
+def grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, align: int = 1) -> torch.Tensor:
     """Each expert's rows of A times its matrix of B; FProp, and with B transposed DGrad.
 
     Args:
         a: qdata ``[R, K]`` E4M3, scales ``[R, K/128]``. b: qdata ``[E, N, K]`` E4M3 of any strides, scales
             ``[E, N/128, K/128]``. start: ``[E + 1]`` int32 (:class:`jetrl_verl.reference.Segments`).
+        align: what segments were aligned to; nothing checks it, since ``start`` stays on the device.
 
     Returns:
         ``[R, N]`` BF16. Nobody may read rows behind the last segment. No gradient of its own.
@@ -298,7 +309,7 @@ def grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor)
     Raises:
         ValueError: operands that do not fit.
     """
-    return _grouped_gemm_nt(a.qdata, a.scales, b.qdata, b.scales, start)
+    return _grouped_gemm_nt(a.qdata, a.scales, b.qdata, b.scales, start, align)
 
 
 def grouped_wgrad(dy: QuantizedTensor, x: QuantizedTensor, start: torch.Tensor) -> torch.Tensor:

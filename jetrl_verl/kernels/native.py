@@ -39,6 +39,9 @@ MOST_EXPERTS = 512
 ALIGNMENT = 16
 """Bytes that TMA wants rows of qdata to start on, and that copies and stores move at a time."""
 
+ALIGNED_ROWS = 4
+"""Rows whose multiples TMA can read scales from: 16 bytes of them."""
+
 MOST = 2**31 - 1024
 """Rows, columns and strides that kernels count in 32 bits stay below it."""
 MOST_COLUMNS = 65535 * BLOCK
@@ -46,7 +49,7 @@ MOST_COLUMNS = 65535 * BLOCK
 
 _operators = torch.ops.jetrl_native
 _FORWARD = "x x_scales w w_scales bias y block cluster"
-_GROUPED = "x x_scales w w_scales start y block cluster"
+_GROUPED = "x x_scales w w_scales start aligned y block cluster"
 _TRANSPOSE = "qdata scales out out_scales"
 _ARGUMENTS = {
     "fprop": _FORWARD,

@@ -87,7 +87,7 @@ class SampledExperts:
         chosen, weights = chosen.to(torch.int32).contiguous(), weights.float().contiguous()
         segments = kernels.segments(chosen, self.experts, 1)
         gate_up, down = (getattr(module, leaf(plan.suffix)) for plan in (self.gate_up, self.down))
-        _, product, inner = module.forward_rows(q, weights, segments, gate_up, down)
+        _, product, inner = module.forward_rows(q, weights, segments, gate_up, down, align=1)
         pair = segments.pair.long()
         gate, up = product.float().chunk(2, dim=-1)
         values = (nn.functional.silu(gate) * up * weights.flatten()[pair, None]).to(torch.bfloat16)

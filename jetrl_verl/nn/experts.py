@@ -51,7 +51,8 @@ class _ExpertsFunction(torch.autograd.Function):
         segments: Segments,
     ):
         ctx.layer, ctx.x_shape = layer, x.shape
-        out, gate_up, product = layer.forward_rows(quantized, weights, segments, gate_up_weight, down_weight)
+        operands = quantized, weights, segments, gate_up_weight, down_weight
+        out, gate_up, product = layer.forward_rows(*operands, align=BLOCK)
         ctx.save_for_backward(*quantized, weights, *segments, gate_up, *product, gate_up_weight, down_weight)
         return out.reshape(x.shape)
 
@@ -175,6 +176,8 @@ class JetExperts(nn.Module):
         segments: Segments,
         gate_up_weight: torch.Tensor,
         down_weight: torch.Tensor,
+        *,
+        align: int,
     ) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
         """Output ``[T, H]`` BF16; gate and up of all rows; what the down projection reads. See ``BlockFP8.experts``."""
         return self.format.experts(
@@ -185,6 +188,7 @@ class JetExperts(nn.Module):
             self.down_qdata(down_weight),
             self.scale_rule,
             self.ranks,
+            align=align,
         )
 
     def forward(
@@ -202,10 +206,12 @@ class JetExperts(nn.Module):
         x = quantize_input(hidden_states, self.format, self.scale_rule)
         learns = torch.is_grad_enabled()
         gate_up_weight, down_weight = getattr(self, self.gate_up_name), getattr(self, self.down_name)
-        segments = kernels.segments(top_k_index.to(torch.int32), down_weight.shape[0], BLOCK if learns else 1)
+        align = BLOCK if learns else 1
+        segments = kernels.segments(top_k_index.to(torch.int32), down_weight.shape[0], align)
         weights = top_k_weights.float()
         if not learns:
-            return self.forward_rows(x, weights, segments, gate_up_weight, down_weight)[0].reshape(x.shape)
+            operands = x, weights, segments, gate_up_weight, down_weight
+            return self.forward_rows(*operands, align=align)[0].reshape(x.shape)
         source = x.source.to(torch.bfloat16)
         return _ExpertsFunction.apply(source, weights, gate_up_weight, down_weight, self, x, segments)
 

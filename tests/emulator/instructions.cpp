@@ -330,9 +330,15 @@ void barrier_wait(uint32_t barrier, uint32_t parity, const char* name, int stage
   found.waits.push_back({machine.current->entry, knows.order[machine.current->entry]});
 }
 
+// The hardware calls anything else an illegal instruction.
+void check_column(const TensorMap* map, int column) {
+  if (column * map->element % 16 != 0) fail("a box whose rows do not start on 16 bytes of the matrix");
+}
+
 void tma_load_multicast(uint32_t to, const TensorMap* map, int column, int row, uint32_t barrier, uint16_t blocks) {
   if (map->swizzled() && to % 1024 != 0) fail("an operand tile that does not start on a swizzle atom");
   if (to % 128 != 0) fail("a box that does not start on 128 bytes");
+  check_column(map, column);
   check_read(map->data);
   for (int b = 0; b < machine.cluster; ++b) {
     if (blocks >> b & 1) {
@@ -364,6 +370,7 @@ void tma_load(uint32_t to, const TensorMap* map, int column, int row, uint32_t b
 void tma_store(const TensorMap* map, uint32_t from, int column, int row) {
   if (from % 1024 != 0) fail("a box that does not start on a swizzle atom");
   if (column < 0 || row < 0) fail("a box before the matrix");
+  check_column(map, column);
   Block* of = &block();
   machine.current->reads_of_stores.push_back(begin("the copy engine's store for a thread", false, false));
   touch(*of, machine.current->reads_of_stores.back(), from, map->box_bytes());
@@ -534,7 +541,9 @@ void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32
 // ---- accesses of the kernels' own C++ -------------------------------------------------------------------------------
 
 // Kernels are compiled with -fsanitize=thread, which puts a call of these in front of each access to memory that is
-// written as one (not of memcpy, memset); there is no other runtime library of that sanitizer.
+// written as one (not of memcpy, memset); there is no other runtime library of that sanitizer. With -fsanitize=alignment
+// a pointer that is no multiple of its type's alignment, which a CPU forgives and a GPU does not, is told before it is
+// used.
 namespace {
 
 void access(const void* pointer, bool write, int bytes) {
@@ -568,4 +577,7 @@ void __tsan_vptr_read(void**) {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 void __tsan_init() {}
+void __ubsan_handle_type_mismatch_v1(void*, uintptr_t) {
+  if (machine.current != nullptr) fail("a misaligned access");
+}
 }

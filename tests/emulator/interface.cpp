@@ -86,14 +86,14 @@ int jetrl_run(int kernel, int m, int n, int k, const void* a, int64_t a_stride, 
 int jetrl_run_grouped(int kernel, int rows, int experts, int n, int k, const void* x, int64_t x_stride,
                       const float* x_scales, int64_t x_row, int64_t x_group, const void* w, int64_t w_expert,
                       int64_t w_row, const float* w_scales, int64_t w_scale_expert, int64_t w_scale_row,
-                      int64_t w_scale_group, const int* start, void* out, int64_t out_stride, int block, int cluster,
+                      int64_t w_scale_group, const int* start, int aligned, void* out, int64_t out_stride, int block, int cluster,
                       int multiprocessors, uint32_t seed) {
   machine.multiprocessors = multiprocessors;
   const jetrl::Operand of_x{x, rows, x_stride, {x_scales, x_row, x_group}};
   const jetrl::ExpertOperand of_w = jetrl::expert_operand(w, experts, n, k, w_expert, w_row,
                                                           {w_scales, w_scale_row, w_scale_group}, w_scale_expert);
   return guarded(seed, [&] {
-    (kernel == 0 ? jetrl::grouped_fprop : jetrl::grouped_decode)(of_x, of_w, {start, experts},
+    (kernel == 0 ? jetrl::grouped_fprop : jetrl::grouped_decode)(of_x, of_w, {start, experts, aligned != 0},
                                                                  {out, out_stride, false, false}, {block, cluster},
                                                                  nullptr);
   });

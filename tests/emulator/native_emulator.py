@@ -71,7 +71,7 @@ def build(
         objects.append(folder / f"{source.stem}.o")
         # The emulator sees each access of a kernel's own C++ by the calls that this sanitizer puts there, and is their
         # runtime library; guards of the host code's statics would be calls that it does not have.
-        hooks = ["-fsanitize=thread", "-fno-threadsafe-statics"] if source.suffix == ".cu" else []
+        hooks = ["-fsanitize=thread,alignment", "-fno-threadsafe-statics"] if source.suffix == ".cu" else []
         # A kernel is compiled for each fault that is planted, the machine once, and it is where the time of a run goes.
         level = "-O1" if source.suffix == ".cu" else "-O3"
         subprocess.run([compiler(), level, *flags, *hooks, "-x", "c++", "-c", source, "-o", objects[-1]], check=True)
@@ -156,7 +156,9 @@ class Emulator:
                 *_operand(a),
                 *(_pointer(b.qdata), ctypes.c_int64(b.qdata.stride(0)), ctypes.c_int64(b.qdata.stride(1))),
                 *(_pointer(b.scales), *(ctypes.c_int64(stride) for stride in b.scales.stride())),
-                *of_out,
+                of_out[0],
+                int((start % 4 == 0).all()),
+                *of_out[1:],
                 *plan,
             )
         self._check(failed)

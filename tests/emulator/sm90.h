@@ -45,7 +45,7 @@
 #define JETRL_GRID_CONSTANT const
 #define __launch_bounds__(...)
 
-struct float2 {
+struct alignas(8) float2 {
   float x, y;
 };
 struct alignas(16) float4 {

@@ -32,7 +32,9 @@ def arguments_of(operator: str) -> tuple[dict, dict[str, torch.Tensor]]:
     elif operator in ("grouped_fprop", "grouped_decode"):
         a, b = native_emulator.operand(20, 2 * BLOCK, 20, 0), experts_operand(3, BLOCK, 2 * BLOCK, 0, False)
         start = torch.tensor([0, 9, 9, 20], dtype=torch.int32)
-        arguments = dict(zip(("x", "x_scales", "w", "w_scales"), (*a, *b)), start=start, block=0, cluster=0)
+        arguments = dict(
+            zip(("x", "x_scales", "w", "w_scales"), (*a, *b)), start=start, aligned=False, block=0, cluster=0
+        )
         results = {"y": fresh(20, BLOCK, torch.bfloat16)}
     elif operator == "grouped_wgrad":
         a, b = (native_emulator.operand(columns, 2 * BLOCK, columns, seed) for columns, seed in ((20, 0), (144, 1)))

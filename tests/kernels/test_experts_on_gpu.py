@@ -91,9 +91,9 @@ def test_a_row_has_the_bits_of_the_dense_product(tokens, align):
     where = kernels.segments(chosen, shape["experts"], align)
     bounds = where.start.tolist()
     rows = FLOW.quantize_activation(normal(len(where.pair), shape["hidden"], seed=3), "fp32")
-    got = kernels.grouped_gemm_nt(rows, gate_up, where.start)
+    got = kernels.grouped_gemm_nt(rows, gate_up, where.start, align)
     dy = FLOW.quantize_activation(normal(len(where.pair), 2 * shape["inner"], seed=4), "fp32")
-    dx = FLOW.experts_dgrad(dy, gate_up, where.start)
+    dx = FLOW.experts_dgrad(dy, gate_up, where.start, align=align)
     for expert, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
         if last == first:
             continue
@@ -351,7 +351,7 @@ def test_native_products_of_experts_have_tritons_bits_under_every_plan(tokens, a
         rows = FLOW.quantize_activation(normal(len(where.pair), weight.qdata.shape[2], seed=12), "fp32")
         want = triton_grouped_gemm_nt(rows, weight, where.start)[:used]
         for plan in FORWARD_PLANS:
-            got = native_grouped_gemm_nt(rows, weight, where.start, plan=plan)[:used]
+            got = native_grouped_gemm_nt(rows, weight, where.start, align, plan=plan)[:used]
             assert torch.equal(got.view(torch.int16), want.view(torch.int16)), (tuple(weight.qdata.shape), plan)
 
 
@@ -382,10 +382,10 @@ def test_a_graph_of_native_products_follows_the_experts_first_rows():
         ]
         start = routings[0].start.clone()
         rows = FLOW.quantize_activation(normal(len(routings[0].pair), 2048, seed=14), "fp32")
-        native_grouped_gemm_nt(rows, gate_up, start)
+        native_grouped_gemm_nt(rows, gate_up, start, align)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = native_grouped_gemm_nt(rows, gate_up, start)
+            out = native_grouped_gemm_nt(rows, gate_up, start, align)
         for where in routings:
             start.copy_(where.start)
             graph.replay()

@@ -214,6 +214,13 @@ LATE = "      sm90::sync_warp();  // else a late lane may miss the phase\n"
 FAULTS = {
     "all tiles' places are written to one": (FPROP, "fprop.cuh", "kAtTiles + 16 * odd)", "kAtTiles + 0 * odd)"),
     "rows of the next expert are stored": (FPROP, "fprop.cuh", "of_tile.row + kStoreRows <= of_tile.end", "true"),
+    "a tile's place lies where an int4 may not": (
+        FPROP,
+        "fprop.cuh",
+        "round_up(kAtEmpty + 8 * kStages, 16)",
+        "kAtEmpty + 8 * kStages",
+    ),
+    "the copy engine reads scales from any row on": (FPROP, f"sm90_{FPROP}.cu", "segments.aligned && ", ""),
     "all experts take the scales of the first": (FPROP, "fprop.cuh", "from += at.expert * p.w_scale_step;", ""),
     "a tile is the last expert's": (FPROP, "segments.cuh", "behind <= tile", "behind < tile"),
     "the tiles in front of 32 experts are forgotten": (DECODE, "segments.cuh", "      behind += before;\n", ""),
@@ -269,5 +276,6 @@ def test_the_emulator_sees_a_planted_fault(fault, library, tmp_path):
         if kernel == WGRAD:
             check_wgrad(faulty, [2, 0, 1, 7, 0], 384, 256, block=256, cluster=2, multiprocessors=2)
         else:
-            block = 256 if kernel == FPROP else 64
-            check(faulty, kernel, [70, 0, 3, *[0] * 40, 17], 256, 5 * BLOCK, block=block, cluster=1, multiprocessors=2)
+            for block in (256, 128) if kernel == FPROP else (64,):
+                plan = {"block": block, "cluster": 1, "multiprocessors": 2}
+                check(faulty, kernel, [70, 0, 3, *[0] * 40, 17], 256, 5 * BLOCK, **plan)

@@ -19,7 +19,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from packaging.version import InvalidVersion, Version
 
-from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED
+from jetrl_verl.formats.catalog import FLOW, QUANTIZED_CACHE, UNQUANTIZED
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 from .options import JetConfig, UnsupportedConfiguration
@@ -53,7 +53,7 @@ def check_environment(config: DictConfig) -> None:
     check_gpu(options.precision)
     if options.operations == "shared" and (gap := no_shared_operations()):
         raise UnsupportedConfiguration(refusal(gap[0], **gap[1]))
-    if options.kv_cache == "fp8":
+    if options.kv_cache == QUANTIZED_CACHE:
         check_fp8_cache(OmegaConf.select(config, "actor_rollout_ref.model.path"))
 
     tensor_parallel = OmegaConf.select(config, "actor_rollout_ref.rollout.tensor_model_parallel_size") or 1

@@ -12,7 +12,10 @@ FLOW = "fp8"
 """The format of the flow: what trainer and rollout share under ``precision=jet_fp8``."""
 
 UNQUANTIZED = "bf16"
-"""What an option says where a model's linear layers stay as they are."""
+"""What an option says where a model's linear layers, or keys and values in the cache, stay as they are."""
+
+QUANTIZED_CACHE = "fp8"
+"""The other value of ``jetrl.kv_cache``: E4M3 with a power of two a token and head (reference/kv_cache.py)."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,15 @@ import triton
 import triton.language as tl
 
 from jetrl_verl import reference
-from jetrl_verl.kernels.device.e4m3 import GROUP, decode, encode, magnitude_bits, reciprocal_of, scale_of
+from jetrl_verl.kernels.device.e4m3 import (
+    GROUP,
+    decode,
+    decode_encoded,
+    encode,
+    magnitude_bits,
+    reciprocal_of,
+    scale_of,
+)
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator, require_bf16
@@ -69,7 +77,7 @@ def _quantized(x):
     qdata = encode(x, scale[:, None], reciprocal_of(scale, bits, True)[:, None], True)
     # A head with an Inf or NaN has NaN data; its scale says so, too.
     exponent = tl.where(bits >= 0x7F800000, 255, scale.to(tl.int32, bitcast=True) >> 23)
-    return qdata, exponent.to(tl.uint8), decode(qdata) * scale[:, None]
+    return qdata, exponent.to(tl.uint8), decode_encoded(qdata) * scale[:, None]
 
 
 @triton.jit

@@ -24,17 +24,18 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from jetrl_verl import kernels
 from jetrl_verl.config.support.table import refusal
+from jetrl_verl.formats.catalog import QUANTIZED_CACHE, UNQUANTIZED
 from jetrl_verl.kernels.decode_attention import MOST_QUERY_HEADS
 from jetrl_verl.reference.kv_cache import HEAD_DIM, TOKEN_BYTES
 
 # Each is imported only where its platform runs.
 _CPU, _FLASH = "jetrl_verl.rollout.cpu_attention", "jetrl_verl.rollout.flash_attention"
 _BACKENDS = {
-    "bf16": {
+    UNQUANTIZED: {
         "CPU_ATTN": f"{_CPU}.SharedCPUAttentionBackend",
         "FLASH_ATTN": f"{_FLASH}.SharedFlashAttentionBackend",
     },
-    "fp8": {"CPU_ATTN": f"{_CPU}.FP8CPUAttentionBackend", "FLASH_ATTN": f"{_FLASH}.FP8FlashAttentionBackend"},
+    QUANTIZED_CACHE: {"CPU_ATTN": f"{_CPU}.FP8CPUAttentionBackend", "FLASH_ATTN": f"{_FLASH}.FP8FlashAttentionBackend"},
 }
 """What the cache holds -> name of vLLM's backend -> its subclass with the shared attention."""
 
@@ -104,7 +105,7 @@ def share_attention(layer: Attention, kv_cache: str = "bf16") -> None:
     shared = resolve_obj_by_qualname(path) if path is not None else None
     if shared is None or shared.__base__ is not stock or type(layer.impl) is not stock.get_impl_cls():
         raise ValueError(refusal("attention_backend_in_vllm", backend=stock.get_name(), module=stock.__module__))
-    if kv_cache == "fp8":
+    if kv_cache == QUANTIZED_CACHE:
         _check_for_fp8(layer.impl)
         layer.get_kv_cache_spec = MethodType(_spec_of_fp8, layer)
     else:

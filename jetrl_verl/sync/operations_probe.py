@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 from jetrl_verl import formats, kernels
+from jetrl_verl.formats.catalog import QUANTIZED_CACHE
 from jetrl_verl.formats.sums import row_sums
 from jetrl_verl.reference import BLOCK, QuantizedTensor, cache_shape
 
@@ -225,7 +226,7 @@ OF_THE_CACHE = "attention over an FP8 KV cache"
 def _whole_sequences(device: torch.device) -> torch.Tensor:
     inputs = _inputs(device)
     call = (inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, max(_LENGTHS), _HEAD_DIM**-0.5)
-    return kernels.attention(*call, kv_cache="fp8")
+    return kernels.attention(*call, kv_cache=QUANTIZED_CACHE)
 
 
 def token_by_token(device: torch.device) -> torch.Tensor:
@@ -264,7 +265,7 @@ def stated_operations(
     if operations != "shared":
         return {}
     found = operation_sums(device) | (mixture_sums(device) if mixture else {})
-    if kv_cache == "fp8":
+    if kv_cache == QUANTIZED_CACHE:
         with torch.no_grad():
             found[OF_THE_CACHE] = int(row_sums(attend(device).flatten(1)).sum())
     return found

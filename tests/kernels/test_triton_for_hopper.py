@@ -3,19 +3,22 @@
 """What the Triton kernels become on Hopper, seen without one: compiled for sm_90, read as PTX."""
 
 import re
+import subprocess
+from pathlib import Path
 
 import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from jetrl_verl.kernels import kv_cache
 from jetrl_verl.kernels.gemm_nt import TILES, _gemm_nt_kernel
 from jetrl_verl.kernels.quantize_1x128 import _quantize_1x128_kernel
 
 
-def ptx_for_hopper(kernel, types: dict[str, str], constants: dict[str, object], capability=90, **options) -> str:
-    """PTX of ``kernel`` for sm_90 or another ``capability``, with all run-time arguments divisible by 16, as they are
-    for a real layer."""
+def compiled_for_hopper(kernel, types: dict[str, str], constants: dict[str, object], capability=90, **options):
+    """``kernel`` for sm_90 or another ``capability``, with all run-time arguments divisible by 16, as they are for a
+    real layer."""
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     places = {name: (place,) for place, name in enumerate(kernel.arg_names)}
     source = ASTSource(
@@ -24,7 +27,20 @@ def ptx_for_hopper(kernel, types: dict[str, str], constants: dict[str, object], 
         constexprs={places[name]: value for name, value in constants.items()},
         attrs={places[name]: [["tt.divisibility", 16]] for name in kernel.arg_names if name not in constants},
     )
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def ptx_for_hopper(*call, **options) -> str:
+    """PTX of a kernel; arguments of :func:`compiled_for_hopper`."""
+    return compiled_for_hopper(*call, **options).asm["ptx"]
+
+
+def machine_code_for_hopper(folder: Path, *call, **options) -> str:
+    """What Triton's assembler makes of the PTX, disassembled."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(compiled_for_hopper(*call, **options).asm["cubin"])
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return subprocess.run([cuobjdump, "-sass", cubin], capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize(("b_block_scaled", "of_ranks"), [(True, False), (True, True), (False, False)])
@@ -67,3 +83,17 @@ def test_the_quantizer_moves_16_bytes_at_a_time_and_does_not_divide(pow2):
     assert ptx.count("cvt.rn.satfinite.e4m3x2.f32") == 16
     assert "div.rn.f32" not in ptx
     assert "div.full.f32" not in ptx
+
+
+_OF_THE_CACHE = {"k_ptr": "*bf16", "v_ptr": "*bf16", "k_out_ptr": "*bf16", "v_out_ptr": "*bf16"}
+_BYTES = ("key_ptr", "key_scales_ptr", "value_ptr", "value_scales_ptr")
+
+
+def test_nothing_is_unpacked_from_the_stack_pointer(tmp_path):
+    """ptxas 12.8 has E4M3 that was packed just before unpacked from R1, for half of the operands: a quantizer that
+    returns what its qdata stand for decodes them by integers. Only a GPU showed it."""
+    types = _OF_THE_CACHE | dict.fromkeys(_BYTES, "*u8")
+    constants = {"HEADS": 8, "ROWS": kv_cache._ROWS}
+    code = machine_code_for_hopper(tmp_path, kv_cache._quantize_kernel, types, constants)
+    assert "F2FP.SATFINITE.E4M3" in code, "it packs"
+    assert not re.findall(r"UNPACK_B [^;]*\bR1\b", code)

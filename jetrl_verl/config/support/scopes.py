@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """With what a setting may not be supported: the Y of a row's message."""
 
-from jetrl_verl.formats.catalog import FLOW
+from jetrl_verl.formats.catalog import FLOW, QUANTIZED_CACHE
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 from .row import Get, Scope
@@ -119,7 +119,7 @@ QURL = Scope(
 FP8_CACHE = Scope(
     "jetrl.kv_cache=fp8",
     "`jetrl.kv_cache=fp8`",
-    _is("jetrl.kv_cache", "fp8"),
+    _is("jetrl.kv_cache", QUANTIZED_CACHE),
     ("precision=fp8_rollout", "jetrl.kv_cache=fp8"),
 )
 

@@ -514,14 +514,24 @@ def store_both(
 
 @triton.jit
 def decode(qdata):
-    """FP32 values of uint8 qdata."""
+    """FP32 values of uint8 qdata that were loaded; :func:`decode_encoded` is for those that were just made."""
     if _INTERPRETED:
-        # Shifted into FP32's fields a byte is 2^-120 of its value, subnormals included.
-        value = ((qdata.to(tl.int32) & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120
-        bits = tl.where((qdata & 0x7F) == _NAN_CODE, 0x7FC00000, value.to(tl.int32, bitcast=True))
-        return (bits | ((qdata.to(tl.int32) & 0x80) << 24)).to(tl.float32, bitcast=True)
+        return decode_encoded(qdata)
     else:
         return qdata.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def decode_encoded(qdata):
+    """FP32 values of uint8 qdata, by integers.
+
+    Behind the instruction that packs E4M3, ptxas 12.8, which comes with Triton 3.6, gives the one that unpacks it the
+    stack pointer for half of its operands (tests/kernels/test_triton_for_hopper.py).
+    """
+    # Shifted into FP32's fields a byte is 2^-120 of its value, subnormals included.
+    value = ((qdata.to(tl.int32) & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120
+    bits = tl.where((qdata & 0x7F) == _NAN_CODE, 0x7FC00000, value.to(tl.int32, bitcast=True))
+    return (bits | ((qdata.to(tl.int32) & 0x80) << 24)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -141,12 +141,13 @@ def attention_over_ranks(rank: int, world: int, store: str) -> None:
         positions = torch.cat([torch.arange(int(n)) for n in cu_seqlens.diff()])[None]
         mine = slice(rank * tokens // world, (rank + 1) * tokens // world)
         assert torch.equal(sequence_parallel.whole(positions[:, mine]), positions)
-        for key_heads in (1, 2, 4):
+        heads = max(4, world)
+        for key_heads in (1, 2, heads):
             generator = torch.Generator().manual_seed(key_heads)
             operands = [
-                torch.randn(tokens, heads, 128, generator=generator).bfloat16() for heads in (4, key_heads, key_heads)
+                torch.randn(tokens, count, 128, generator=generator).bfloat16() for count in (heads, key_heads, key_heads)
             ]
-            gradient = torch.randn(tokens, 4, 128, generator=generator).bfloat16()
+            gradient = torch.randn(tokens, heads, 128, generator=generator).bfloat16()
             whole = [x.clone().requires_grad_() for x in operands]
             expected = kernels.attention(*whole, cu_seqlens, 40, 128**-0.5)
             expected.backward(gradient)
@@ -160,7 +161,7 @@ def attention_over_ranks(rank: int, world: int, store: str) -> None:
                 torch.testing.assert_close(ours.grad, theirs.grad[mine], atol=0.02, rtol=0.02)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_attention_over_any_number_of_ranks(world):
     with TemporaryDirectory() as folder:
         run_in_processes(world, attention_over_ranks, world, str(Path(folder) / "store"))

@@ -388,8 +388,8 @@ GENERAL_ROWS: tuple[Row, ...] = (
     ),
     _one_of_vllm(
         "kv_cache",
-        "a quantized KV cache",
-        "keys and values are BF16",
+        "vLLM's own quantized KV cache",
+        "keys and values are BF16, or as jetrl.kv_cache says",
         "kv_cache_dtype",
         other_than("auto", "bfloat16"),
         "auto",

@@ -330,9 +330,9 @@ WORKER_ROWS: tuple[Row, ...] = (
     ),
     Row(
         "kv_cache_in_vllm",
-        "a quantized KV cache",
+        "vLLM's own quantized KV cache",
         SHARED,
-        "keys and values are BF16",
+        "keys and values are BF16, or as jetrl.kv_cache says",
         f"Set {VLLM}.kv_cache_dtype=auto",
         what="kv_cache_dtype={dtype}",
         found=WORKER,

@@ -265,10 +265,13 @@ class JetLinear(nn.Linear):
         return f"{super().extra_repr()}, {self.format}, scale={self.scale_rule}, backward={backward}{ranks}"
 
 
+_FORWARD = JetLinear.forward
+
+
 def is_plain(layer: nn.Module) -> bool:
     """Whether calling ``layer`` is ``JetLinear.forward`` and nothing else: no hook, no other ``forward``."""
     hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
-    replaced = "forward" in vars(layer) or type(layer).forward is not JetLinear.forward
+    replaced = "forward" in vars(layer) or type(layer).forward is not _FORWARD
     return not (replaced or any(hooks) or _has_any_global_hook())
 
 

@@ -8,6 +8,7 @@ import native_emulator
 import torch
 from native_emulator import experts_operand, operands, silu_operands
 
+from jetrl_verl import reference
 from jetrl_verl.reference import BLOCK
 
 
@@ -41,6 +42,9 @@ def arguments_of(operator: str) -> tuple[dict, dict[str, torch.Tensor]]:
         start = torch.tensor([0, 0, BLOCK, 2 * BLOCK], dtype=torch.int32)
         arguments = dict(zip(("a", "a_scales", "b", "b_scales"), (*a, *b)), start=start, block=0, cluster=0)
         results = {"dw": torch.full((3, 20, 144), torch.nan, dtype=torch.bfloat16)}
+    elif operator == "decode_attention":
+        arguments = decode_call() | {"units": 1}
+        results = {"out": arguments.pop("out")}
     elif operator == "relayout":
         arguments = {"qdata": a.qdata, "scales": a.scales, "pow2": False}
         results = {"out": fresh(272, BLOCK), "out_scales": fresh(1, 272, torch.float32)}
@@ -54,6 +58,18 @@ def arguments_of(operator: str) -> tuple[dict, dict[str, torch.Tensor]]:
             results |= {of: fresh(20, 256), f"{of}_scales": fresh(2, 20, torch.float32)}
             results |= {f"{of}_columns": fresh(256, BLOCK), f"{of}_column_scales": fresh(1, 256, torch.float32)}
     return arguments | results, results
+
+
+def decode_call(**changes) -> dict[str, torch.Tensor]:
+    """Two requests of 20 and 3 tokens, 4 query heads over 2 KV heads, in pages of 16."""
+    k, v, q = (torch.randn(23, heads, 128).bfloat16() for heads in (2, 2, 4))
+    cache = torch.full(reference.cache_shape(3, 16, 2), 255, dtype=torch.uint8)
+    slots = torch.cat([torch.arange(16) + 32, torch.arange(4), torch.arange(3) + 16])
+    reference.write_cache(cache, reference.quantize_heads(k), reference.quantize_heads(v), slots)
+    table = torch.tensor([[2, 0], [1, -1]], dtype=torch.int32)
+    lengths = torch.tensor([20, 3], dtype=torch.int32)
+    call = {"q": q[:2], "cache": cache, "lengths": lengths, "block_table": table, "scale": 128**-0.5}
+    return call | {"out": torch.full((2, 4, 128), torch.nan, dtype=torch.bfloat16)} | changes
 
 
 def is_untouched(x: torch.Tensor) -> bool:

@@ -15,7 +15,17 @@ import native_emulator
 import pytest
 import torch
 from contract_inputs import gaussian
-from native_calls import OUTPUT_ROWS, REFUSED, apart, arguments_of, gaps, is_untouched, shifted, three_dimensional
+from native_calls import (
+    OUTPUT_ROWS,
+    REFUSED,
+    apart,
+    arguments_of,
+    decode_call,
+    gaps,
+    is_untouched,
+    shifted,
+    three_dimensional,
+)
 from native_emulator import experts_operand, operands, product, silu_gradients, silu_operands
 from quantizer_checks import assert_same_bytes
 
@@ -339,18 +349,6 @@ def test_what_the_backend_says_it_supports_it_computes(drawn, seed):
         for one, other in zip(flattened(call()), want, strict=True):
             assert one.dtype == other.dtype and torch.equal(one.double(), other.double())
     assert 15 <= supported_calls <= 135
-
-
-def decode_call(**changes) -> dict[str, torch.Tensor]:
-    """Two requests of 20 and 3 tokens, 4 query heads over 2 KV heads, in pages of 16."""
-    k, v, q = (torch.randn(23, heads, 128).bfloat16() for heads in (2, 2, 4))
-    cache = torch.full(reference.cache_shape(3, 16, 2), 255, dtype=torch.uint8)
-    slots = torch.cat([torch.arange(16) + 32, torch.arange(4), torch.arange(3) + 16])
-    reference.write_cache(cache, reference.quantize_heads(k), reference.quantize_heads(v), slots)
-    table = torch.tensor([[2, 0], [1, -1]], dtype=torch.int32)
-    lengths = torch.tensor([20, 3], dtype=torch.int32)
-    call = {"q": q[:2], "cache": cache, "lengths": lengths, "block_table": table, "scale": 128**-0.5}
-    return call | {"out": torch.full((2, 4, 128), torch.nan, dtype=torch.bfloat16)} | changes
 
 
 def test_a_decode_step_of_an_fp8_cache():

@@ -145,7 +145,8 @@ def attention_over_ranks(rank: int, world: int, store: str) -> None:
         for key_heads in (1, 2, heads):
             generator = torch.Generator().manual_seed(key_heads)
             operands = [
-                torch.randn(tokens, count, 128, generator=generator).bfloat16() for count in (heads, key_heads, key_heads)
+                torch.randn(tokens, count, 128, generator=generator).bfloat16()
+                for count in (heads, key_heads, key_heads)
             ]
             gradient = torch.randn(tokens, heads, 128, generator=generator).bfloat16()
             whole = [x.clone().requires_grad_() for x in operands]

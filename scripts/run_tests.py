@@ -24,8 +24,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPUTING = (
-    "algorithms", "benchmarks", "checkpoint", "kernels", "metrics", "models", "nn", "packaging", "recipes", "reference",
-    "study", "sync", "tools/bench", "tools/diff", "train",
+    "algorithms", "benchmarks", "kernels", "metrics", "models", "nn", "packaging", "recipes", "reference", "study",
+    "sync", "tools/bench", "tools/diff", "train",
 )  # fmt: skip
 TRAINS = "tests/recipes/test_recipe_end_to_end_on_cpu.py"
 PROCESSOR = (

@@ -13,6 +13,9 @@ from jobs import Run, train
 
 from jetrl_verl.tools.demo.policy import POLICIES, build_model, build_tokenizer, save_policy
 
+# Sampled by tests/rollout/test_exact_rollout_on_cpu.py and tests/nn/test_experts_on_cpu.py.
+pytestmark = pytest.mark.slow
+
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 STEPS = 3
 QUANTIZED, PLAIN = 2 * (4 + 2), 2 * 5 + 3

@@ -1,7 +1,7 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The kernels as torch operators, through torch's stable ABI only: one build serves every Python and later torch.
+// The kernels as torch operators, through torch's stable ABI only: one build is for every Python and later torch.
 //
 // Operators write into a tensor that the caller allocated: no allocation here, no wait for the device, so CUDA graphs
 // may capture them. What a call must fulfil is checked here once more than in jetrl_verl/kernels/, because a wrong
@@ -59,7 +59,7 @@ bool starts_on_16_bytes(const Tensor& tensor) { return reinterpret_cast<uintptr_
 
 int narrow(int64_t value) {
   STD_TORCH_CHECK(value >= 1 && value <= std::numeric_limits<int>::max() - 1024, "jetrl_native: a dimension of ", value,
-                  " is not served; empty and larger ones take the Triton backend.");
+                  " is not supported; the Triton backend accepts empty and larger ones.");
   return int(value);
 }
 
@@ -238,7 +238,7 @@ void grouped_wgrad(const Tensor& a, const Tensor& a_scales, const Tensor& b, con
 // Strides that the kernels hold in 32 bits.
 int64_t short_stride(int64_t stride) {
   STD_TORCH_CHECK(stride <= std::numeric_limits<int>::max(), "jetrl_native: a stride of ", stride,
-                  " is not served; the Triton backend takes it.");
+                  " is not supported; the Triton backend accepts it.");
   return stride;
 }
 
@@ -332,7 +332,7 @@ void decode_attention(const Tensor& q, const Tensor& cache, const Tensor& length
                   "jetrl_native: the cache must be contiguous bytes [pages, KV heads, units, 4128] on a GPU.");
   const int64_t heads = q.size(1), kv_heads = cache.size(1);
   STD_TORCH_CHECK(kv_heads > 0 && heads % kv_heads == 0 && heads / kv_heads <= 8, "jetrl_native: ", heads,
-                  " query heads over ", kv_heads, " KV heads are not served; 1 to 8 of a KV head are.");
+                  " query heads over ", kv_heads, " KV heads are not supported; 1 to 8 a KV head are.");
   STD_TORCH_CHECK(on_device(lengths) && lengths.dim() == 1 && lengths.scalar_type() == ScalarType::Int &&
                       lengths.size(0) >= q.size(0) && lengths.stride(0) == 1,
                   "jetrl_native: lengths must be int32, one of each request.");

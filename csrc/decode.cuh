@@ -145,7 +145,7 @@ struct DecodePart {
     x = uint32_t(x_descriptor) + consumer * uint32_t(kDescriptorStep64Rows);
     w = uint32_t(w_descriptor);
     high = uint32_t(x_descriptor >> 32);
-    // Rows past kTokens have no scale and are not stored; any serves.
+    // Rows past kTokens have no scale and are not stored; any will do.
     const float* scales = reinterpret_cast<const float*>(memory + Shape::kAtScales);
     x_scales = scales + kBlocks * (upper % Shape::kTokens);
     lower = kBlocks * ((upper + 8) % Shape::kTokens - upper % Shape::kTokens);

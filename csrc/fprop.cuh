@@ -1,21 +1,11 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The kernel of FProp and DGrad on Hopper: Y[M,N] = X[M,K] W[N,K]^T (+ bias), 1x128 scales on X, 128x128 scales on W,
-// BF16 out.
+// FProp and DGrad on Hopper: Y[M,N] = X[M,K] W[N,K]^T (+ bias), 1x128 scales on X, 128x128 scales on W, BF16 out.
 //
 // Arithmetic, the contract's: per 128-wide K block a chain of four wgmma m64n128k32 (n64, n192 in tiles of 64, 192
 // columns) starts from zero; its FP32 partial sum p is promoted by acc = fma(p, s_x * s_w, acc), K blocks ascending.
-// Every element of Y is that one chain of operations, whatever tile, cluster or order of the warps: configurations
-// differ in speed only.
-//
-// A sum of ranks' products (FpropShape::kRanks), as tensor parallelism makes it: K lies in as many equal slices. At the
-// end of each acc is rounded to BF16 and joins total = total + bf16(acc) in FP32, slices ascending, under the next
-// slice's first chain; total is rounded once. It begins as -0, which changes no number that is added to it.
-//
-// A grouped product (FpropShape::kGrouped) is one of these for the rows of each expert (gemm.h, Segments), with its own
-// W; a tile has rows of one expert. The warp that copies qdata finds the tiles and tells the consumers theirs with
-// stage 0. Blocks of a cluster take neighbouring columns there and share X, else neighbouring rows and share W.
+// Every element of Y is that one chain of operations: tiles, clusters and the order of the warps change the speed only.
 //
 // Roles (384 threads, one block per multiprocessor, persistent): warpgroup 0 holds the warps that copy, one for qdata
 // and, where scales_suit_tma, the scales of X by TMA, else one more for those by cp.async, one for the scales of W;
@@ -68,6 +58,14 @@ JETRL_DEVICE FpropTile dense_tile(const FpropParams& p, int tile, int rank) {
   return {(tile_m * Shape::kCluster + rank) * Shape::kBlockM, tile_n * Shape::kBlockN, 0, 0};
 }
 
+// kRanks, a sum of ranks' products, as tensor parallelism makes it: K lies in as many equal slices. At the end of each
+// acc is rounded to BF16 and joins total = total + bf16(acc) in FP32, slices ascending, under the next slice's first
+// chain; total is rounded once. It begins as -0, which changes no number that is added to it.
+//
+// kGrouped, a product for the rows of each expert (gemm.h, Segments), with its own W; a tile has rows of one expert. The
+// warp that copies qdata finds the tiles and tells the consumers theirs with stage 0. Blocks of a cluster take
+// neighbouring columns there and share X, else neighbouring rows and share W.
+//
 // The tile is 128 x 256, as large as registers allow: a thread of the two consumer warpgroups keeps 2 x 64 accumulators
 // and 64 partial sums, 192 of its 240 registers (504 of 512 go to the three warpgroups: 240, 240, 24). Where tiles of
 // 256 columns leave multiprocessors without one in the last round, those of 192 (one chain a warpgroup), 128 or 64 may

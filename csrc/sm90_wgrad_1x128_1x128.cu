@@ -87,7 +87,7 @@ JETRL_DEVICE void wgrad_consume(const WgradParams& p, uint8_t* memory, TileRing<
   // Chain i of warpgroup 1 waits for phase i of its turns, of warpgroup 0, which is first, for phase i - 1.
   uint32_t turn = consumer == 0 ? 1 : 0;
 
-  // With BF16 output 1.1% faster than computed anew (H200), with FP32 output 1.2% slower: one register more.
+  // With BF16 output 1.1% faster than computed again (H200), with FP32 output 1.2% slower: one register more.
   const uint32_t place_of_releases = ring.template place_of_releases<Shape::kCluster>(lane);
 
   float partial[64];

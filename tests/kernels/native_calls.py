@@ -225,7 +225,7 @@ def of_starts(operator: str) -> list[tuple]:
         (operator, "start", of_type(torch.int64), STARTS),
         (operator, "start", lambda s: s[:, None], STARTS),
         (operator, "start", lambda s: s.repeat_interleave(2)[::2], STARTS),
-        (operator, "start", lambda s: s[:1], "a dimension of 0 is not served"),
+        (operator, "start", lambda s: s[:1], "a dimension of 0 is not supported"),
     ]
 
 
@@ -250,7 +250,7 @@ REFUSED = [
     *of_gemm("decode", "x", "w", "y", ("X", "W"), BLOCK),
     *of_gemm("fprop_of_ranks", "x", "w", "y", ("X", "W"), BLOCK),
     *(("fprop_of_ranks", "ranks", lambda _, n=n: n, "slice of K must be a multiple of 128") for n in (3, 4)),
-    ("fprop_of_ranks", "ranks", lambda _: 0, "a dimension of 0 is not served"),
+    ("fprop_of_ranks", "ranks", lambda _: 0, "a dimension of 0 is not supported"),
     *of_gemm("wgrad", "a", "b", "dw", (r"dY\^T", r"X\^T"), 1),
     *(
         (operator, "y", of_type(torch.float32), "FProp writes BF16")
@@ -271,7 +271,7 @@ REFUSED = [
     *of_dense("transpose", "out", "the transpose", "bytes"),
     *of_dense("transpose", "out_scales", "the scales of the transpose", "FP32 values"),
     ("silu_mul_backward", "dy", rows_of(200), "gradients of 200 columns are not whole groups of 128"),
-    ("silu_mul_backward", "dy", lambda x: x[:0], "a dimension of 0 is not served"),
+    ("silu_mul_backward", "dy", lambda x: x[:0], "a dimension of 0 is not supported"),
     *(
         ("silu_mul_backward", argument, change, f"{name} must be BF16, 20 x 256")
         for argument, name in (("gate", "gate"), ("up", "up"))

@@ -205,12 +205,12 @@ def test_rows_of_the_output_are_whole_16_bytes(operator):
 def test_what_does_not_fit_32_bits_is_refused():
     arguments, results = arguments_of("wgrad")
     many_tokens = torch.empty(1, 2**31, dtype=torch.uint8).view(FP8_DTYPE)  # never touched
-    with pytest.raises(RuntimeError, match=f"a dimension of {2**31} is not served"):
+    with pytest.raises(RuntimeError, match=f"a dimension of {2**31} is not supported"):
         torch.ops.jetrl_emulated.wgrad(**arguments | {"a": many_tokens, "b": many_tokens})
 
     arguments, results = arguments_of("relayout")
     far = {"qdata": arguments["qdata"].as_strided((1, 272), (2**31, 1)), "scales": arguments["scales"][:1]}
-    with pytest.raises(RuntimeError, match=f"a stride of {2**31} is not served"):
+    with pytest.raises(RuntimeError, match=f"a stride of {2**31} is not supported"):
         torch.ops.jetrl_emulated.relayout(**arguments | far)
     assert all(map(is_untouched, results.values()))
 
@@ -368,7 +368,7 @@ def test_a_decode_step_of_an_fp8_cache():
         ({"q": torch.zeros(2, 128, 4).bfloat16().transpose(1, 2)}, "queries and results must be BF16"),
         ({"cache": torch.zeros(3, 2, 2, 4128, dtype=torch.uint8)[:, :, ::2]}, "the cache must be contiguous bytes"),
         ({"cache": torch.zeros(3, 2, 1, 4096, dtype=torch.uint8)}, "the cache must be contiguous bytes"),
-        ({"cache": torch.zeros(3, 3, 1, 4128, dtype=torch.uint8)}, "4 query heads over 3 KV heads are not served"),
+        ({"cache": torch.zeros(3, 3, 1, 4128, dtype=torch.uint8)}, "4 query heads over 3 KV heads are not supported"),
         ({"lengths": torch.zeros(2, dtype=torch.int64)}, "lengths must be int32"),
         ({"lengths": torch.zeros(1, dtype=torch.int32)}, "lengths must be int32"),
         ({"block_table": torch.zeros(2, 2, dtype=torch.int64)}, "the block table must be int32"),

@@ -234,7 +234,8 @@ def _scales_in_columns(scales: torch.Tensor) -> bool:
     """Whether the copy engine reads a group's scales at once (``scales_suit_tma`` of csrc/gemm.h)."""
     rows = scales.shape[0]
     beside = scales.stride(0) == 1 or rows == 1
-    return beside and scales.stride(1) % 4 == 0 and scales.stride(1) >= rows and scales.data_ptr() % 16 == 0
+    laid_out = scales.stride(1) >= rows and scales.stride(1) % native.ALIGNED_ROWS == 0
+    return beside and laid_out and scales.data_ptr() % native.ALIGNMENT == 0
 
 
 def native_supports_grouped_wgrad(dy: QuantizedTensor, x: QuantizedTensor, start: torch.Tensor) -> bool:

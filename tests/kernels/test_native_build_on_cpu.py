@@ -4,11 +4,11 @@
 few enough registers for the blocks that are meant to share a multiprocessor."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import build_csrc
 import pytest
+from machine_code import disassembled
 
 ROOT = Path(__file__).parents[2]
 needs_nvcc = pytest.mark.skipif(build_csrc.find_nvcc() is None, reason="no nvcc: csrc/ is not compiled")
@@ -42,9 +42,7 @@ def test_no_variant_spills_or_serialises_its_matrix_instructions(library, kernel
 @pytest.fixture(scope="module")
 def functions(library) -> dict[str, str]:
     """Name -> machine code of every kernel."""
-    triton = pytest.importorskip("triton")
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    code = subprocess.run([cuobjdump, "-sass", library], capture_output=True, text=True, check=True).stdout
+    code = disassembled(library)
     return {function.split()[0]: function for function in re.split(r"Function : ", code)[1:]}
 
 

@@ -3,11 +3,11 @@
 """What the Triton kernels become on Hopper, seen without one: compiled for sm_90, read as PTX."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 import triton
+from machine_code import disassembled
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -39,8 +39,7 @@ def machine_code_for_hopper(folder: Path, *call, **options) -> str:
     """What Triton's assembler makes of the PTX, disassembled."""
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(compiled_for_hopper(*call, **options).asm["cubin"])
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    return subprocess.run([cuobjdump, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+    return disassembled(cubin)
 
 
 @pytest.mark.parametrize(("b_block_scaled", "of_ranks"), [(True, False), (True, True), (False, False)])

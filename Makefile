@@ -41,8 +41,8 @@ test-slow: setup  ## the tests marked slow: every recipe and every option in rea
 upgrade-check: setup  ## what verl VERL=, vLLM VLLM= (the newest without) would change in what we patch and override
 	@$(RUN) scripts/upgrade_check.py --pip "$$(command -v $(PYTHON3))" --verl "$(VERL)" --vllm "$(VLLM)"
 
-test-gpu: setup  ## the tests named *_on_gpu.py; fails where there is no GPU
-	@$(RUN) -m pytest --gpu=only --durations=15 $(ARGS)
+test-gpu: setup  ## the tests named *_on_gpu.py, JOBS processes on one GPU; fails where there is none
+	@$(RUN) scripts/run_tests.py --gpu $(ARGS)
 
 wheel: setup  ## dist/*.whl with the Hopper kernels, for machines without nvcc (needs nvcc, no GPU)
 	@$(RUN) scripts/build_wheel.py $(ARGS)

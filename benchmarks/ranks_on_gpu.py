@@ -21,6 +21,12 @@ layers in a CUDA graph as put three times the L2 between two uses of a weight:
 - *shared*: the norms and SiLU-mul of both sides, which quantize; sums left to vLLM's all-reduce, as with two ranks.
 - *ordered*: the same, and behind o and down the sum of the ranks' gathered products, as with more ranks; of a batch
   above rollout/row_parallel.py's limit the sum of this rank's share of the rows.
+- *by output*: the other design that has one order: o and down are split by output, their quantized input and their
+  output are gathered. No sums, and the trainer needs no slices; what a collective brings, rank behind rank, is put
+  into rows by a copy.
+- *by output, in rows*: the same without these copies, as if both collectives wrote rows: what no kernel can beat.
+
+Beside each rank's record stand the bytes that it receives in a layer and the kernels and collectives that it starts.
 """
 
 import argparse
@@ -122,14 +128,29 @@ class Inputs(NamedTuple):
     gathered: torch.Tensor
 
 
-def shapes_of_a_rank(ranks: int) -> dict[str, tuple[int, int]]:
-    """[N, K] of the linears that a rank holds: rows of qkv and gate_up, columns of o and down."""
+class InputsByOutput(NamedTuple):
+    """What a rank of the design by output has, and what the wire brings it, rank behind rank.
+
+    hidden, attention: as in ``Inputs``. o, down: qdata [ranks, M, K / ranks] and scales [ranks, M, K / ranks / 128] of
+    what enters them. outputs: BF16 [ranks, M, hidden / ranks].
+    """
+
+    hidden: torch.Tensor
+    attention: torch.Tensor
+    o: QuantizedTensor
+    down: QuantizedTensor
+    outputs: torch.Tensor
+
+
+def shapes_of_a_rank(ranks: int, *, by_output: bool = False) -> dict[str, tuple[int, int]]:
+    """[N, K] of the linears that a rank holds: rows of qkv and gate_up, columns of o and down, or rows of them, too."""
+    columns = () if by_output else ("o", "down")
     whole = MODELS[ROLLOUT_MODEL]
-    return {name: (n, k // ranks) if name in ("o", "down") else (n // ranks, k) for name, (n, k) in whole.items()}
+    return {name: (n, k // ranks) if name in columns else (n // ranks, k) for name, (n, k) in whole.items()}
 
 
-def draw_layer(device: torch.device, ranks: int) -> Layer:
-    shapes = shapes_of_a_rank(ranks)
+def draw_layer(device: torch.device, ranks: int, *, by_output: bool = False) -> Layer:
+    shapes = shapes_of_a_rank(ranks, by_output=by_output)
     weights = {name: kernels.quantize_128x128(data.weights(n, k, device), RULE) for name, (n, k) in shapes.items()}
     return Layer(weights, tuple((1 + 0.1 * torch.randn(2, shapes["qkv"][1], device=device)).bfloat16()))
 
@@ -141,6 +162,44 @@ def draw_inputs(device: torch.device, ranks: int, m: int) -> Inputs:
     adds = m if 2 * m * hidden <= GATHERED_BYTES else -(-m // ranks)
     gathered = data.activations(ranks * adds, hidden, device).unflatten(0, (ranks, adds))
     return Inputs(data.activations(m, hidden, device), data.activations(m, attention, device), gathered)
+
+
+def draw_inputs_by_output(device: torch.device, ranks: int, m: int) -> InputsByOutput:
+    whole = MODELS[ROLLOUT_MODEL]
+
+    def gathered(k: int) -> QuantizedTensor:
+        x = kernels.quantize_1x128(data.activations(ranks * m, k // ranks, device), RULE)
+        return QuantizedTensor(*(part.reshape(ranks, m, -1) for part in (x.qdata, x.scales)))
+
+    hidden = whole["qkv"][1]
+    return InputsByOutput(
+        data.activations(m, hidden, device),
+        data.activations(m, whole["o"][1] // ranks, device),
+        gathered(whole["o"][1]),
+        gathered(whole["down"][1]),
+        data.activations(ranks * m, hidden // ranks, device).unflatten(0, (ranks, m)),
+    )
+
+
+def wire_of_a_rank(ranks: int, m: int) -> dict[str, dict[str, int]]:
+    """Of one layer: bytes that a rank receives, and the collectives and kernels, attention left out, that it starts."""
+    from jetrl_verl.rollout.row_parallel import GATHERED_BYTES
+
+    whole = MODELS[ROLLOUT_MODEL]
+    ordered, by_output, collectives = 0, 0, 0
+    for n, k in (whole["o"], whole["down"]):
+        small = 2 * m * n <= GATHERED_BYTES
+        ordered += 2 * m * n * (ranks - 1) // (1 if small else ranks) + (
+            0 if small else 2 * m * n * (ranks - 1) // ranks
+        )
+        by_output += (k + 4 * k // BLOCK + 2 * n) * m * (ranks - 1) // ranks
+        collectives += 1 if small else 2
+    # Norms twice, four products, a quantizer and SiLU-mul; then two sums, or copies of qdata, scales and outputs.
+    return {
+        "ordered": {"bytes": ordered, "collectives": collectives, "kernels": 8 + 2},
+        # qdata and scales travel apart, or are packed by one more kernel each.
+        "by output": {"bytes": by_output, "collectives": 6, "kernels": 8 + 6},
+    }
 
 
 def multiply(x: torch.Tensor | QuantizedTensor, w: QuantizedTensor) -> torch.Tensor:
@@ -188,22 +247,51 @@ def shared_layers(layers: list[Layer], inputs: Inputs, *, ordered: bool) -> torc
     return x
 
 
-def measure_rank(machine: Machine, layers: list[Layer], ranks: int, m: int) -> dict:
+def in_rows(x: torch.Tensor) -> torch.Tensor:
+    """[ranks, M, N] to [M, ranks * N], each row's parts beside each other: a copy."""
+    return x.transpose(0, 1).reshape(x.shape[1], -1)
+
+
+def layers_by_output(layers: list[Layer], inputs: InputsByOutput, *, copies: bool) -> torch.Tensor:
+    # Without copies the same memory is read as if it were rows: other numbers, as many bytes.
+    rows = in_rows if copies else (lambda x: x.reshape(x.shape[1], -1))
+    x, residual = inputs.hidden, torch.zeros_like(inputs.hidden)
+    for weights, (norm, post_norm) in layers:
+        normed, residual = kernels.add_rms_norm_quantize_1x128(x, residual, norm, EPS, RULE, with_normed=False)
+        multiply(normed, weights["qkv"])
+        kernels.quantize_1x128(inputs.attention, RULE)
+        multiply(QuantizedTensor(*(rows(part) for part in inputs.o)), weights["o"])
+        x = rows(inputs.outputs)
+        normed, residual = kernels.add_rms_norm_quantize_1x128(x, residual, post_norm, EPS, RULE, with_normed=False)
+        gate, up = multiply(normed, weights["gate_up"]).chunk(2, dim=-1)
+        kernels.silu_mul_quantize(gate, up, RULE, with_product=False, with_colwise=False)
+        multiply(QuantizedTensor(*(rows(part) for part in inputs.down)), weights["down"])
+        x = rows(inputs.outputs)
+    return x
+
+
+def measure_rank(machine: Machine, layers: list[Layer], split_by_output: list[Layer], ranks: int, m: int) -> dict:
     """The record of one rank's layers at one number of rows; microseconds are of a layer."""
     inputs = draw_inputs(machine.device, ranks, m)
+    other = draw_inputs_by_output(machine.device, ranks, m)
     calls = {
         "stock": partial(stock_layers, layers, inputs),
         "shared": partial(shared_layers, layers, inputs, ordered=False),
         "ordered": partial(shared_layers, layers, inputs, ordered=True),
+        "by output": partial(layers_by_output, split_by_output, other, copies=True),
+        "by output, in rows": partial(layers_by_output, split_by_output, other, copies=False),
     }
     times = machine.timer.interleaved({name: [call] for name, call in calls.items()})
     us = {name: {key: value / len(layers) for key, value in spread._asdict().items()} for name, spread in times.items()}
-    stock, shared, ordered = (us[name]["median"] for name in calls)
+    stock, shared, ordered, by_output, in_place = (us[name]["median"] for name in calls)
+    wire = wire_of_a_rank(ranks, m)
+    kilobytes = " and ".join(f"{wire[design]['bytes'] / 1e3:.0f}" for design in wire)
     console.print(
         f"{ranks} ranks, {m} rows: stock {stock:.1f} us a layer, shared {shared:.1f}, ordered {ordered:.1f}: "
-        f"{ordered - shared:+.1f} us by its two sums, {ordered / stock:.3f} of stock"
+        f"{ordered - shared:+.1f} us by its two sums, {ordered / stock:.3f} of stock; by output {by_output:.1f}, "
+        f"in rows {in_place:.1f}; received {kilobytes} kB"
     )
-    return {"model": ROLLOUT_MODEL, "ranks": ranks, "m": m, "layers": len(layers), "us": us}
+    return {"model": ROLLOUT_MODEL, "ranks": ranks, "m": m, "layers": len(layers), "us": us, "wire": wire}
 
 
 @torch.no_grad()
@@ -232,8 +320,9 @@ def main() -> int:
         size = sum(n * k for n, k in shapes_of_a_rank(ranks).values())
         count = max(8, 1 + math.ceil(3 * machine.timer.l2_bytes / size))
         layers = [draw_layer(machine.device, ranks) for _ in range(count)]
+        by_output = [draw_layer(machine.device, ranks, by_output=True) for _ in range(count)]
         for m in args.rows:
-            result["rollout"].append(measure_rank(machine, layers, ranks, m))
+            result["rollout"].append(measure_rank(machine, layers, by_output, ranks, m))
             machine.clear()
             result.save()
     return 0 if all(all(record["same_bits"].values()) for record in result["records"]) else 1

@@ -1,16 +1,21 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
 """``make test``: every test that needs no GPU and is not marked ``slow``, in two lanes side by side, since hardly a
-test keeps two cores busy.
+test keeps two cores busy. ``make test-gpu``: every test that needs one, in JOBS processes.
 
     python scripts/run_tests.py [words for pytest]
+    JOBS=6 python scripts/run_tests.py --gpu [words for pytest]
 
-One lane holds what starts Ray or verl's trainer, one process after another; the other what computes without either.
-Both run under the widest instructions that the processor has. What compares floating point most closely (``PROCESSOR``)
-runs a second time, at the end of the second lane, under the narrowest: sums round in another order there, and a test
-must not rest on one of them. The second lane's output comes when it has ended, and at the end one summary of all
-processes: the counts, what failed, and why what was skipped was skipped. With a path among the words, one pytest runs
-on that alone.
+Without a GPU, one lane holds what starts Ray or verl's trainer, one process after another; the other what computes
+without either. Both run under the widest instructions that the processor has. What compares floating point most closely
+(``PROCESSOR``) runs a second time, at the end of the second lane, under the narrowest: sums round in another order
+there, and a test must not rest on one of them. The second lane's output comes when it has ended, and at the end one
+summary of all processes: the counts, what failed, and why what was skipped was skipped. With a path among the words,
+one pytest runs on that alone.
+
+With a GPU each process takes each JOBS-th test, so that the tests of one file spread over all: most of them wait for a
+compiler, an engine's start or the host, and few need more than a tenth of the GPU's memory. A process's output follows
+when all have ended; none stops another.
 """
 
 import os
@@ -42,6 +47,7 @@ PROCESSOR = (
 vectors (torch 2.11 writes C++ that does not compile under ATEN_CPU_CAPABILITY=default)."""
 NARROWEST = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 PYTEST = [sys.executable, "-m", "pytest", "--gpu=never", "--durations=15"]
+GPU_JOBS = max(1, min(6, (os.cpu_count() or 1) // 2))
 NOTHING_CHOSEN = 5
 """pytest's exit status where the words chose no test."""
 
@@ -76,7 +82,38 @@ def summary(reports: list[Path]) -> str:
     return "\n".join(lines)
 
 
+def status_of(returned: set[int]) -> int:
+    """0 where every process passed or had nothing to run, but not where all had nothing; 1 where one failed or died."""
+    return min(returned) if returned <= {0, NOTHING_CHOSEN} else 1
+
+
+def run_on_gpu(words: list[str]) -> int:
+    """Run the GPU tests in JOBS processes of this machine, print all they say and a summary."""
+    start, jobs = time.monotonic(), int(os.environ.get("JOBS", GPU_JOBS))
+    command = [*PYTEST, "--gpu=only", *words]
+    with tempfile.TemporaryDirectory() as folder:
+        names = [Path(folder) / f"part_{i}_of_{jobs}" for i in range(1, jobs + 1)]
+        processes = []
+        for i, name in enumerate(names, 1):
+            with name.open("wb") as said:
+                part = [*command, f"--part={i}/{jobs}", f"--junitxml={name.with_suffix('.xml')}"]
+                processes.append(subprocess.Popen(part, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT))
+        try:
+            returned = {process.wait() for process in processes}
+        finally:
+            for process in processes:
+                process.kill()
+            for name in names:
+                print(f"--- {name.name}\n{name.read_text(errors='replace')}", flush=True)
+        minutes = (time.monotonic() - start) / 60
+        reports = [name.with_suffix(".xml") for name in names]
+        print(f"\nmake test-gpu: {summary(reports)}\n  in {minutes:.1f} minutes", flush=True)
+    return status_of(returned)
+
+
 def main(words: list[str]) -> int:
+    if "--gpu" in words:
+        return run_on_gpu([word for word in words if word != "--gpu"])
     if any((ROOT / word.partition("::")[0]).exists() for word in words if not word.startswith("-")):
         return subprocess.run([*PYTEST, *words], cwd=ROOT).returncode
     start = time.monotonic()
@@ -104,9 +141,7 @@ def main(words: list[str]) -> int:
         sys.stdout.buffer.write(said.read())
         minutes = (time.monotonic() - start) / 60
         print(f"\nmake test: {summary(reports)}\n  in {minutes:.1f} minutes", flush=True)
-    statuses = {first.returncode, second.returncode, third.returncode}
-    # A lane that a signal ended has a negative status.
-    return min(statuses) if statuses <= {0, NOTHING_CHOSEN} else 1
+    return status_of({first.returncode, second.returncode, third.returncode})
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
 - Files named ``*_on_gpu.py`` need a GPU. Without one they are not even collected, so importing what only a GPU machine
   has is fine there. ``--gpu=never`` (``make test``) leaves them out on any machine; ``--gpu=only`` (``make test-gpu``)
   runs exactly them and is an error without a GPU, so that a GPU run never passes by running nothing.
+  ``--part=2/6`` runs each sixth test from the second on, so that six processes share them.
 - Tests marked ``slow`` (minutes each, and what they cover is sampled by a test that is not) run with ``--slow=only``
   (``make test-slow``) alone.
 - End-to-end tests (``tests/e2e``, files named ``*end_to_end*``) run last: whatever they would find in minutes, a unit
@@ -70,6 +71,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--slow", choices=("never", "only", "also"), default="never", help="tests marked slow: left out, alone, or run"
     )
+    parser.addoption("--part", default="1/1", help="I/N: of the chosen tests each N-th, from the I-th on")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -99,6 +101,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=chosen[False])
         items[:] = chosen[True]
     items.sort(key=lambda item: _is_end_to_end(item.path))  # stable: the rest keeps its order
+    part, parts = map(int, config.getoption("part").split("/"))
+    if parts > 1:
+        mine = items[part - 1 :: parts]
+        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != part - 1])
+        items[:] = mine
     for item in items:
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(_SECONDS_E2E if _is_end_to_end(item.path) else _SECONDS))

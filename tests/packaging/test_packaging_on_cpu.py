@@ -115,8 +115,24 @@ def test_every_make_target_that_runs_python_sets_up_first():
 
 
 def test_make_test_leaves_gpu_files_out_and_make_test_gpu_runs_them_alone():
-    assert "scripts/run_tests.py" in make_dry_run("test") and "--gpu=only" in make_dry_run("test-gpu")
+    assert "scripts/run_tests.py" in make_dry_run("test") and "scripts/run_tests.py --gpu" in make_dry_run("test-gpu")
     assert "--gpu=never" in runpy.run_path(str(ROOT / "scripts/run_tests.py"))["PYTEST"]
+
+
+def test_parts_of_a_run_are_every_test_once():
+    command = [sys.executable, "-m", "pytest", "--gpu=never", "--collect-only", "-q", "tests/formats"]
+
+    def collected(*words: str) -> set[str]:
+        listing = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        return {line for line in listing.splitlines() if "::" in line}
+
+    parts = [collected(f"--part={i}/3") for i in (1, 2, 3)]
+    assert all(parts) and set.union(*parts) == collected() and sum(map(len, parts)) == len(collected())
+
+
+def test_a_gpu_run_fails_where_one_of_its_processes_fails_or_there_is_no_gpu():
+    status_of = runpy.run_path(str(ROOT / "scripts/run_tests.py"))["status_of"]
+    assert [status_of(x) for x in ({0}, {0, 5}, {5}, {0, 1}, {0, -9}, {4})] == [0, 0, 5, 1, 1, 1]
 
 
 def test_the_two_lanes_of_make_test_run_every_file_once():

@@ -22,8 +22,7 @@ from jetrl_verl import reference
 from jetrl_verl.kernels.device.e4m3 import (
     GROUP,
     decode,
-    decode_encoded,
-    encode,
+    encode_with_values,
     magnitude_bits,
     reciprocal_of,
     scale_of,
@@ -74,10 +73,10 @@ def _quantized(x):
     """FP32 rows [R, 128]: uint8 qdata, their biased exponents [R], their values."""
     bits = tl.max(magnitude_bits(x), axis=1)
     scale = scale_of(bits, True)
-    qdata = encode(x, scale[:, None], reciprocal_of(scale, bits, True)[:, None], True)
+    qdata, value = encode_with_values(x, scale[:, None], reciprocal_of(scale, bits, True)[:, None], True)
     # A head with an Inf or NaN has NaN data; its scale says so, too.
     exponent = tl.where(bits >= 0x7F800000, 255, scale.to(tl.int32, bitcast=True) >> 23)
-    return qdata, exponent.to(tl.uint8), decode_encoded(qdata) * scale[:, None]
+    return qdata, exponent.to(tl.uint8), value * scale[:, None]
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from jetrl_verl.reference import BLOCK, check_rule
 GROUP: tl.constexpr = tl.constexpr(BLOCK)
 _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 _INF_BITS: tl.constexpr = tl.constexpr(0x7F800000)
+_NAN_BITS: tl.constexpr = tl.constexpr(0x7FC00000)
 _NAN_CODE: tl.constexpr = tl.constexpr(0x7F)
 _E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
 _E4M3_MAX_RECIPROCAL: tl.constexpr = tl.constexpr((torch.tensor(1.0) / 448.0).item())
@@ -514,24 +515,34 @@ def store_both(
 
 @triton.jit
 def decode(qdata):
-    """FP32 values of uint8 qdata that were loaded; :func:`decode_encoded` is for those that were just made."""
+    """FP32 values of uint8 qdata that were loaded; of those that are just being made, :func:`encode_with_values`."""
     if _INTERPRETED:
-        return decode_encoded(qdata)
+        # Shifted into FP32's fields a byte is 2^-120 of its value, subnormals included.
+        value = ((qdata.to(tl.int32) & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120
+        bits = tl.where((qdata & 0x7F) == _NAN_CODE, _NAN_BITS, value.to(tl.int32, bitcast=True))
+        return (bits | ((qdata.to(tl.int32) & 0x80) << 24)).to(tl.float32, bitcast=True)
     else:
         return qdata.to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def decode_encoded(qdata):
-    """FP32 values of uint8 qdata, by integers.
+def encode_with_values(x, scale, reciprocal, POW2: tl.constexpr):
+    """(uint8 qdata of :func:`encode`, what they stand for before the scale, FP32).
 
-    Behind the instruction that packs E4M3, ptxas 12.8, which comes with Triton 3.6, gives the one that unpacks it the
-    stack pointer for half of its operands (tests/kernels/test_triton_for_hopper.py).
+    The values are rounded beside the qdata, not read from them. Where anything but a store looks at a register that
+    ``cvt.rn.satfinite.e4m3x2`` packed, ptxas 12.8, which comes with Triton 3.6, makes the upper half of that same
+    register an operand of the packing instruction, and reads it before there is one
+    (tests/kernels/test_triton_for_hopper.py).
     """
-    # Shifted into FP32's fields a byte is 2^-120 of its value, subnormals included.
-    value = ((qdata.to(tl.int32) & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120
-    bits = tl.where((qdata & 0x7F) == _NAN_CODE, 0x7FC00000, value.to(tl.int32, bitcast=True))
-    return (bits | ((qdata.to(tl.int32) & 0x80) << 24)).to(tl.float32, bitcast=True)
+    quotient = _quotient(x, scale, reciprocal, POW2)
+    bits = quotient.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) & -0x100000
+    # 2^14 has an FP32 step of 2^-9, E4M3's subnormal step.
+    subnormal = ((tl.abs(quotient) + 16384.0) - 16384.0).to(tl.int32, bitcast=True)
+    rounded = tl.where(magnitude < (121 << 23), subnormal, normal)
+    rounded = tl.where(magnitude > _INF_BITS, _NAN_BITS, rounded) | (bits ^ magnitude)
+    return encode(x, scale, reciprocal, POW2), rounded.to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -51,6 +51,8 @@ def start(folder: str | Path, options: JetConfig | None, **changes: Any) -> tupl
     ours = vllm_arguments(options, None) if options is not None else {}
     small = dict(skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, max_model_len=64, max_num_seqs=8)
     llm = LLM(str(folder), **(small | ours | changes))
+    if llm.llm_engine.vllm_config.parallel_config.tensor_parallel_size > 1:
+        return llm, None  # its workers are in processes of their own
     return llm, llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
 
 

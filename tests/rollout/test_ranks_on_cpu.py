@@ -1,0 +1,94 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""A real vLLM over two and four ranks, in processes of their own: the trainer has its log-probabilities in all 32 bits.
+
+As test_exact_rollout_on_cpu.py with one rank: prefix caching, chunked prefill and preemption are on, and each is shown
+to have happened. The whole job with its weight sync is tests/e2e/test_parallel_on_cpu.py.
+"""
+
+import pytest
+import test_exact_rollout_on_cpu as checks
+import torch
+import vllm_engine
+
+from jetrl_verl.config.options import JetConfig
+from jetrl_verl.models.plan import plan_linears
+from jetrl_verl.nn.replace import replace_linears
+from jetrl_verl.sync.wire import quantize_stream
+from jetrl_verl.train.engine import mask_unused_vocabulary
+from jetrl_verl.train.shared_operations import share_operations
+
+FAMILY, SEED = "qwen3", 11
+SHAPE = dict(num_attention_heads=4, num_key_value_heads=4, head_dim=128, intermediate_size=512)
+"""A quarter of what o and down read is a multiple of 128."""
+
+
+def policy():
+    from tiny_models import tiny_model, with_preferences
+
+    return with_preferences(tiny_model(FAMILY, SEED, **checks.SHAPE | SHAPE))
+
+
+def load(worker) -> int:
+    """In each rank's process: its share of the policy; returns the number of layers that add in the trainer's order."""
+    from verl.workers.rollout.vllm_rollout.utils import monkey_patch_compute_logits
+
+    from jetrl_verl.rollout.row_parallel import OrderedRowParallelLinear
+
+    source, model = policy(), worker.model_runner.model
+    weights = {name: weight.to(torch.bfloat16) for name, weight in source.state_dict().items()}
+    model.load_weights(quantize_stream(weights.items(), plan_linears(source.config), checks.RULE))
+    monkey_patch_compute_logits(model, checks.TOKENS)
+    return sum(isinstance(module, OrderedRowParallelLinear) for module in model.modules())
+
+
+def trainer(tp: int):
+    model = policy()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    replace_linears(model, plan_linears(model.config, tp=tp), scale_rule=checks.RULE)
+    share_operations(model)
+    mask_unused_vocabulary(model, checks.TOKENS)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_equal_in_every_bit_with_chunks_prefixes_and_preemption(ranks, tmp_path, cpu_platform):
+    with vllm_engine.cpu_settings():
+        policy().to(torch.bfloat16).save_pretrained(tmp_path)
+        options = JetConfig("jet_fp8_exact", train="fp8", rollout="fp8", scale_rule=checks.RULE, operations="shared")
+        llm, _ = vllm_engine.start(
+            tmp_path,
+            options,
+            load_format="dummy",
+            tensor_parallel_size=ranks,
+            max_model_len=128,
+            max_num_batched_tokens=32,
+            enable_chunked_prefill=True,
+            enable_prefix_caching=True,
+            block_size=16,
+            num_gpu_blocks_override=24,
+            logprobs_mode="processed_logprobs",
+        )
+        try:
+            assert llm.collective_rpc(load) == [2 * policy().config.num_hidden_layers] * ranks
+            rollout = checks.Rollout(FAMILY, llm, None)
+            rollout.watch()
+            prompts = checks.prompts_with_shared_prefixes(SEED)
+            temperatures = [checks.TEMPERATURES[i % 3] for i in range(len(prompts))]
+            outputs, again = (rollout.generate(prompts, temperatures) for _ in range(2))
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+    assert rollout.chunks > len(prompts), "no prompt was cut"
+    assert rollout.preemptions > 0, "no request was preempted"
+    assert any(output.num_cached_tokens >= 16 for output in outputs + again), "no prefix was reused"
+
+    with torch.no_grad():
+        model = trainer(ranks)
+        assert checks.differences(model, prompts, temperatures, outputs, packed=False, micro_batch=5) == 0
+        assert checks.differences(model, prompts, temperatures, again, packed=True, micro_batch=12) == 0
+        of_fewer = trainer(ranks // 2)
+        assert checks.differences(of_fewer, prompts, temperatures, outputs, packed=True, micro_batch=12) > 0
+    assert checks.differences(model, prompts, temperatures, again, packed=True, micro_batch=1) == 0

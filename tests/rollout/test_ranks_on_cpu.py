@@ -1,6 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A real vLLM over two and four ranks, in processes of their own: the trainer has its log-probabilities in all 32 bits.
+"""A real vLLM over two, four and eight ranks, in processes of their own: its log-probabilities are the trainer's in all 32
+bits.
 
 As test_exact_rollout_on_cpu.py with one rank: prefix caching, chunked prefill and preemption are on, and each is shown
 to have happened. The whole job with its weight sync is tests/e2e/test_parallel_on_cpu.py.
@@ -19,8 +20,8 @@ from jetrl_verl.train.engine import mask_unused_vocabulary
 from jetrl_verl.train.shared_operations import share_operations
 
 FAMILY, SEED = "qwen3", 11
-SHAPE = dict(num_attention_heads=4, num_key_value_heads=4, head_dim=128, intermediate_size=512)
-"""A quarter of what o and down read is a multiple of 128."""
+SHAPE = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=128, intermediate_size=1024)
+"""An eighth of what o and down read is a multiple of 128."""
 
 
 def policy():
@@ -53,8 +54,8 @@ def trainer(tp: int):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_equal_in_every_bit_with_chunks_prefixes_and_preemption(ranks, tmp_path, cpu_platform):
     with vllm_engine.cpu_settings():
         policy().to(torch.bfloat16).save_pretrained(tmp_path)

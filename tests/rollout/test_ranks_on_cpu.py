@@ -1,7 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A real vLLM over two, four and eight ranks, in processes of their own: its log-probabilities are the trainer's in all 32
-bits.
+"""A real vLLM over two, four and eight ranks, in processes of their own: all bits of its log-probabilities are the
+trainer's.
 
 As test_exact_rollout_on_cpu.py with one rank: prefix caching, chunked prefill and preemption are on, and each is shown
 to have happened. The whole job with its weight sync is tests/e2e/test_parallel_on_cpu.py.

@@ -5,6 +5,7 @@
     python3 -m benchmarks.verl_step OUT --model qwen3_4b --response 4096        # every row below on one H200
     python3 -m benchmarks.verl_step OUT --model qwen3_8b --response 1024 --rows bf16,jet_fp8 --seconds 580
     python3 -m benchmarks.verl_step OUT --model qwen3_moe_3b --rows bf16,fp8_rollout,jet_fp8 --response 1024
+    python3 -m benchmarks.verl_step OUT --rows jet_fp8 --set jetrl.kv_cache=fp8 --response 16384
     python3 -m benchmarks.verl_step OUT --tiny                                  # two narrow layers on a CPU, to try it
 
 One GPU, packed sequences, GRPO with one update a step, no KL term, ``--sequences`` responses of one length (a random
@@ -22,7 +23,8 @@ A row that cannot run on this machine says why and is no failure; one that fails
 of its own, with the same prompts, lengths and settings: their quotient is verl's share. ``rest`` is what no phase has.
 At 16k responses, and with the 8B model, parameters and optimizer are kept in host memory while the rollout works; the
 8B model trains with 8-bit AdamW. OUT gets ``verl_step.json`` after each row; a later call with the same OUT adds to it.
-``--seconds`` is how long a call may take: the row that runs then is ended, and what it logged counts.
+``--seconds`` is how long a call may take: the row that runs then is ended, and what it logged counts. ``--set`` adds an
+override of verl to every row of the call, and to its name in the table.
 """
 
 import argparse
@@ -136,14 +138,14 @@ def words_of(row: str, options: argparse.Namespace, model: Path, data: Path, pat
     ]
     if options.tiny:
         shared = [SHARED_ON_A_CPU] if row == "jet_fp8" and is_mixture(options.model) else []
-        return [*words, f"{ATTENTION}={PLUGINS_ATTENTION}", *words_on_a_cpu(), *shared]
+        return [*words, f"{ATTENTION}={PLUGINS_ATTENTION}", *words_on_a_cpu(), *shared, *options.set]
     if row != "bf16_best" and not importlib.util.find_spec("flash_attn"):
         words.append(f"{ATTENTION}={PLUGINS_ATTENTION}")
     if options.model == "qwen3_8b":
         words += EIGHT_BIT
     if options.model == "qwen3_8b" or options.response > 8192:
         words += OFFLOAD
-    return words
+    return [*words, *options.set]
 
 
 def engine_alone(config: Path) -> None:
@@ -238,7 +240,8 @@ def take_row(row: str, options: argparse.Namespace, model: Path, data: Path, end
     """Figures and exit status of one row: a run of verl, then its engine alone."""
     if reason := lacking(row, options.tiny, options.model):
         return {"status": None, "errors": [reason]}
-    paths = RunPaths(options.out / "runs" / f"{options.model}-{options.response}-{row}")
+    settings = "".join(f"-{word.rpartition('.')[2]}" for word in options.set)
+    paths = RunPaths(options.out / "runs" / f"{options.model}-{options.response}-{row}{settings}")
     fresh_folder(paths)
     words = words_of(row, options, model, data, paths)
     found = run_verl([*VERL, *words], environment_of(paths, options.tiny), paths, options.steps, ends)
@@ -258,6 +261,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--memory", type=float, default=0.45, help="vLLM's share of the GPU's memory")
     parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}, separated by commas")
     parser.add_argument("--seconds", type=float, default=math.inf, help="that this call may take, no limit if not set")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an override of verl's")
     parser.add_argument("--no-engine", dest="engine_too", action="store_false", help="leave out the engine alone")
     parser.add_argument("--tiny", action="store_true", help="two narrow layers on a CPU, to try this out")
     parser.add_argument("--engine", type=Path, help=argparse.SUPPRESS)
@@ -292,7 +296,7 @@ def main(words: list[str] | None = None) -> int:
     columns += ("gen_tokens_per_s", "engine_tokens_per_s", "of_the_engine")
     runs = [
         (
-            {"model": options.model, "response": options.response, "row": row},
+            {"model": options.model, "response": options.response, "row": " ".join([row, *options.set])},
             functools.partial(take_row, row, options, model, data, ends),
         )
         for row in rows

@@ -34,7 +34,7 @@ def model(tmp_path_factory) -> Path:
 def composed(row: str, path: Path, **options):
     """The config of a row, after the checks of verl and of this project."""
     chosen = {"model": "qwen3_4b", "response": 4096, "sequences": 64, "steps": 3, "memory": 0.45, "tiny": False}
-    chosen |= options
+    chosen |= {"set": [], **options}
     folder = Path("/out")
     words = verl_step.words_of(row, argparse.Namespace(**chosen), path, folder / "data", RunPaths(folder / "run"))
     with initialize_config_module("verl.trainer.config", version_base=None):
@@ -106,6 +106,12 @@ def test_the_rows_differ_where_they_say(model):
     assert best.actor_rollout_ref.model.override_config.attn_implementation == JETRL_ATTENTION
     assert fp8.actor_rollout_ref.rollout.quantization == "fp8" and not fp8.actor_rollout_ref.model.use_liger
     assert composed("bf16_shared", model).jetrl.operations == "shared"
+
+
+def test_what_is_set_beside_a_row_is_in_its_job(model):
+    cache = ["jetrl.operations=shared", "jetrl.kv_cache=fp8"]
+    assert composed("jet_fp8", model, set=cache).jetrl.kv_cache == "fp8"
+    assert composed("jet_fp8", model).jetrl.kv_cache == "bf16"
 
 
 def test_the_engine_alone_has_the_linear_layers_of_the_rollout(model):

@@ -315,7 +315,7 @@ void silu_mul_backward(const Tensor& dy, const Tensor& gate, const Tensor& up, c
 }
 
 void decode_attention(const Tensor& q, const Tensor& cache, const Tensor& lengths, const Tensor& block_table,
-                      double scale, int64_t units, const Tensor& out) {
+                      double scale, int64_t units, const Tensor& out, int64_t cluster) {
   const Device device(q);
   constexpr int64_t kUnit = 4128;
   for (const Tensor* rows : {&q, &out}) {
@@ -343,7 +343,7 @@ void decode_attention(const Tensor& q, const Tensor& cache, const Tensor& length
       {static_cast<const uint16_t*>(q.data_ptr()), static_cast<uint16_t*>(out.data_ptr()), cache.data_ptr(),
        static_cast<const int32_t*>(lengths.data_ptr()), static_cast<const int32_t*>(block_table.data_ptr()),
        q.stride(0), out.stride(0), block_table.stride(0), narrow(q.size(0)), narrow(kv_heads), int(heads / kv_heads),
-       narrow(units), float(scale)},
+       narrow(units), float(scale), narrow(cluster)},
       device.stream);
 }
 
@@ -370,7 +370,7 @@ void declare(torch::stable::detail::StableLibrary& library) {
   library.def("transpose(Tensor qdata, Tensor scales, Tensor(a!) out, Tensor(b!) out_scales) -> ()");
   library.def(
       "decode_attention(Tensor q, Tensor cache, Tensor lengths, Tensor block_table, float scale, int units, "
-      "Tensor(a!) out) -> ()");
+      "Tensor(a!) out, int cluster) -> ()");
   library.def(
       "silu_mul_backward(Tensor dy, Tensor gate, Tensor up, Tensor(a!) dgate, Tensor(b!) dgate_scales, "
       "Tensor(c!) dgate_columns, Tensor(d!) dgate_column_scales, Tensor(e!) dup, Tensor(f!) dup_scales, "

@@ -240,7 +240,8 @@ void silu_mul_backward(const Bf16Rows& dy, const Bf16Rows& gate, const Bf16Rows&
 
 // One new token of each request over an FP8 KV cache. BF16 q and out [requests, kv_heads * group, 128], strides of
 // requests in elements, multiples of 8; cache [pages, kv_heads, units, 4128] bytes (reference/kv_cache.py); lengths
-// [requests] tokens, the new one included; table [requests, ...] their pages, `stride_table` apart.
+// [requests] tokens, the new one included; table [requests, ...] their pages, `stride_table` apart. 1, 2, 4 or 8 blocks,
+// `cluster`, share a request and KV head, which changes no bit.
 struct DecodeAttention {
   const uint16_t* q;
   uint16_t* out;
@@ -249,6 +250,7 @@ struct DecodeAttention {
   int64_t stride_q, stride_out, stride_table;
   int requests, kv_heads, group, units;
   float scale;
+  int cluster;
 };
 void decode_attention(const DecodeAttention& call, Stream stream);
 

@@ -13,10 +13,7 @@
 // Warps 0..3: scores of two units of 16 keys each. 4..7: 32 features of O each. 8: softmax, lane 4q + t of query q.
 // 9: copies, a unit of 4,128 bytes a lane. Between them: a ring of key blocks, two of scores, two of P.
 
-#include <cmath>
-
-#include "launch.h"
-#include "sm90.cuh"
+#include "decode_attention.cuh"
 
 namespace jetrl {
 namespace {
@@ -24,10 +21,8 @@ namespace {
 struct DecodeAttentionShape {
   static constexpr int kScoreWarps = 4, kOutputWarps = 4, kSoftmaxWarp = 8;
   static constexpr int kThreads = 320;
-  static constexpr int kQueries = 8;  // of a KV head, padded
-  static constexpr int kKeys = 128, kUnitKeys = 16, kUnits = kKeys / kUnitKeys;
-  static constexpr int kRow = 128, kMatrix = kUnitKeys * kRow, kUnit = 2 * kMatrix + 2 * kUnitKeys;
-  static constexpr int kStages = 3, kStage = kUnits * kUnit;
+  static constexpr int kKeys = kKeysOfABlock, kUnits = kUnitsOfABlock, kUnitKeys = CacheUnit::kKeys;
+  static constexpr int kUnit = CacheUnit::kBytes, kStages = 3, kStage = kUnits * kUnit;
   static constexpr int kScoreRow = kKeys + 8;  // four queries' float2 of a warp's half lie in different banks
   static constexpr int kScores = kQueries * kScoreRow * 4, kProbabilities = kQueries * kKeys * 2;
 
@@ -38,16 +33,6 @@ struct DecodeAttentionShape {
   static constexpr int kBytes = kBarriersAt + 8 * (2 * kStages + 8);
 };
 using Shape = DecodeAttentionShape;
-
-struct DecodeAttentionParams {
-  const uint16_t* q;
-  uint16_t* out;
-  const uint8_t* cache;
-  const int32_t *lengths, *table;
-  int64_t stride_q, stride_out, stride_table;
-  int kv_heads, group, units;  // units of a page
-  float scale_log2;
-};
 
 struct Barriers {
   uint32_t first;
@@ -60,43 +45,13 @@ struct Barriers {
   JETRL_DEVICE uint32_t p_empty(int i) const { return scores_full(6 + i); }
 };
 
-// The upper byte of each half, E4M3, as BF16 times 2^-120.
-JETRL_DEVICE uint32_t shifted(uint32_t halves) { return (halves & 0x80008000u) | (halves >> 4 & 0x07F007F0u); }
-
-// Two keys' scales in the halves of a word -> the powers of two by which shifted() is to be multiplied, as BF16: right
-// for scales up to 2^7, which is nearly all. Others, NaN's 255 among them, have a second factor.
-constexpr int kLargeScale = 134;
-JETRL_DEVICE uint32_t factors_of(uint32_t scales) { return (scales + 0x00780078u) << 7; }
-JETRL_DEVICE uint32_t larger_scales(uint32_t scales) { return scales + 0x00790079u & 0x01000100u; }
-
-JETRL_DEVICE uint32_t first_factor(uint32_t scale) {
-  return scale == 255 ? 0x7FC0u : (scale > kLargeScale ? kLargeScale + 120u : scale + 120u) << 7;
-}
-JETRL_DEVICE uint32_t second_factor(uint32_t scale) { return (scale > kLargeScale ? scale - kLargeScale + 127 : 127) << 7; }
-JETRL_DEVICE uint32_t first_factors(uint32_t scales) {
-  return first_factor(scales & 0xFF) | first_factor(scales >> 16) << 16;
-}
-JETRL_DEVICE uint32_t second_factors(uint32_t scales) {
-  return second_factor(scales & 0xFF) | second_factor(scales >> 16) << 16;
-}
-
-JETRL_DEVICE uint32_t word_at(const uint8_t* at) { return *reinterpret_cast<const uint32_t*>(at); }
-
 // ---- scores --------------------------------------------------------------------------------------------------------
 
 JETRL_DEVICE void compute_scores(const DecodeAttentionParams& p, uint8_t* memory, const Barriers& barriers,
                                  const uint16_t* q, int blocks, int warp) {
   const int lane = sm90::own_lane(), g = lane / 4, t = lane % 4;
-  // Which features of a group of 16 a lane holds is free, as long as both operands agree: those of one word of a key.
-  uint32_t q_odd[8], q_even[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    uint2 four{0, 0};
-    if (g < p.group) four = *reinterpret_cast<const uint2*>(q + g * 128 + 16 * i + 4 * t);
-    q_odd[i] = sm90::permute_bytes(four.x, four.y, 0x7632);
-    q_even[i] = sm90::permute_bytes(four.x, four.y, 0x5410);
-  }
-  constexpr uint32_t kUnshift = 0x7B807B80;  // 2^120
+  Queries queries;
+  queries.load(q, p.group);
   int stage = 0, parity = 0;
 #pragma unroll 1
   for (int i = 0; i < blocks; ++i) {
@@ -105,31 +60,13 @@ JETRL_DEVICE void compute_scores(const DecodeAttentionParams& p, uint8_t* memory
     if (i >= 2) sm90::barrier_wait(barriers.scores_empty(ring), ((i >> 1) - 1) & 1, "scores_empty", ring);
     float* scores = reinterpret_cast<float*>(memory + Shape::kScoresAt + ring * Shape::kScores);
     const uint8_t* at = memory + stage * Shape::kStage + 2 * warp * Shape::kUnit;
-    const uint8_t* row = at + g * Shape::kRow + 4 * t;
-    float d[2][4] = {};  // of two units, whose chains run beside each other
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const int chunk = (k ^ (g & 7)) * 16;
-      const uint32_t b[2] = {q_odd[k], q_even[k]};
-#pragma unroll
-      for (int unit = 0; unit < 2; ++unit) {
-        const uint8_t* first = row + unit * Shape::kUnit + chunk;
-        const uint32_t w0 = word_at(first), w1 = word_at(first + 8 * Shape::kRow);
-        const uint32_t a[4] = {sm90::multiply_pair(shifted(w0), kUnshift), sm90::multiply_pair(shifted(w1), kUnshift),
-                               sm90::multiply_pair(shifted(w0 << 8), kUnshift),
-                               sm90::multiply_pair(shifted(w1 << 8), kUnshift)};
-        sm90::mma_bf16(d[unit], a, b);
-      }
-    }
+    float d[2][4] = {};
+    compute_two_units<CacheUnit::kBytes>(d, at, queries);
 #pragma unroll
     for (int unit = 0; unit < 2; ++unit) {
-      const uint8_t* scales = at + unit * Shape::kUnit + 2 * Shape::kMatrix;
-      const uint32_t s0 = scales[g], s1 = scales[g + 8];
-      const float f0 = sm90::float_of(s0 == 255 ? 0x7FC00000u : s0 << 23);
-      const float f1 = sm90::float_of(s1 == 255 ? 0x7FC00000u : s1 << 23);
       float* to = scores + 2 * t * Shape::kScoreRow + 16 * (2 * warp + unit) + g;
-      to[0] = sm90::multiply_ftz(d[unit][0], f0), to[Shape::kScoreRow] = sm90::multiply_ftz(d[unit][1], f0);
-      to[8] = sm90::multiply_ftz(d[unit][2], f1), to[Shape::kScoreRow + 8] = sm90::multiply_ftz(d[unit][3], f1);
+      to[0] = d[unit][0], to[Shape::kScoreRow] = d[unit][1];
+      to[8] = d[unit][2], to[Shape::kScoreRow + 8] = d[unit][3];
     }
     sm90::sync_warp();
     if (sm90::elect_one()) {
@@ -146,7 +83,7 @@ JETRL_DEVICE void compute_softmax(const DecodeAttentionParams& p, uint8_t* memor
                                   int length) {
   const int lane = sm90::own_lane(), query = lane / 4, t = lane % 4;
   float* factors = reinterpret_cast<float*>(memory + Shape::kFactorsAt);
-  float row_max = 0, row_sum = 0;
+  OnlineSoftmax softmax;
 #pragma unroll 1
   for (int i = 0; i < blocks; ++i) {
     const int ring = i & 1;
@@ -161,53 +98,21 @@ JETRL_DEVICE void compute_softmax(const DecodeAttentionParams& p, uint8_t* memor
     }
     sm90::sync_warp();
     if (sm90::elect_one()) sm90::barrier_arrive(barriers.scores_empty(ring));
-    if (i == 0) {
-      const int left = length - (blocks - 1) * Shape::kKeys - 2 * t;
-#pragma unroll
-      for (int j = 0; j < 32; ++j) {
-        if (8 * (j / 2) + j % 2 >= left) s[j] = -INFINITY;
-      }
-    }
-    float largest[4];  // a maximum has no order
-#pragma unroll
-    for (int j = 0; j < 32; ++j) largest[j % 4] = j < 4 ? s[j] : sm90::larger_ftz(s[j], largest[j % 4]);
-    float highest = sm90::larger_ftz(sm90::larger_ftz(largest[0], largest[1]), sm90::larger_ftz(largest[2], largest[3]));
-    if (i > 0) highest = sm90::larger_ftz(highest, row_max);
-    highest = sm90::larger_ftz(highest, sm90::shuffle_xor(highest, 2));
-    highest = sm90::larger_ftz(highest, sm90::shuffle_xor(highest, 1));
-    const float rescale =
-        i == 0 ? 1.0f : sm90::exp2_about(sm90::multiply_ftz(sm90::add_ftz(row_max, -highest), p.scale_log2));
-    row_max = highest;
-    const float shift = highest == -INFINITY ? 0.0f : sm90::multiply_ftz(highest, p.scale_log2);
     uint32_t words[16];
-#pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      const float p0 = sm90::exp2_about(sm90::multiply_add_ftz(s[2 * j], p.scale_log2, -shift));
-      const float p1 = sm90::exp2_about(sm90::multiply_add_ftz(s[2 * j + 1], p.scale_log2, -shift));
-      if (j > 0) {
-        row_sum = sm90::add_ftz(row_sum, p0);
-      } else {
-        row_sum = i == 0 ? p0 : sm90::multiply_add_ftz(rescale, row_sum, p0);
-      }
-      row_sum = sm90::add_ftz(row_sum, p1);
-      words[j] = sm90::pack_bf16(p0, p1);
-    }
+    const int left = length - (blocks - 1) * Shape::kKeys - 2 * t;
+    const float rescale = softmax.step(words, s, i == 0, left, p.scale_log2);
     if (i >= 2) sm90::barrier_wait(barriers.p_empty(ring), ((i >> 1) - 1) & 1, "p_empty", ring);
     uint4* to = reinterpret_cast<uint4*>(memory + Shape::kProbabilitiesAt + ring * Shape::kProbabilities) + lane;
 #pragma unroll
     for (int j = 0; j < 4; ++j) to[32 * j] = uint4{words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]};
-    if (t == 0) factors[ring * Shape::kQueries + query] = rescale;
+    if (t == 0) factors[ring * kQueries + query] = rescale;
     sm90::sync_warp();
     if (sm90::elect_one()) sm90::barrier_arrive(barriers.p_full(ring));
   }
-  float sum = sm90::add_ftz(row_sum, sm90::shuffle_xor(row_sum, 2));
-  sum = sm90::add_ftz(sum, sm90::shuffle_xor(sum, 1));
+  const float inverse = softmax.last();
   const int ring = blocks & 1;
   if (blocks >= 2) sm90::barrier_wait(barriers.p_empty(ring), ((blocks >> 1) - 1) & 1, "p_empty", ring);
-  if (t == 0) {
-    const bool nothing = sum == 0.0f || sum != sum;
-    factors[ring * Shape::kQueries + query] = nothing ? 0.0f : sm90::reciprocal_about(sum);
-  }
+  if (t == 0) factors[ring * kQueries + query] = inverse;
   sm90::sync_warp();
   if (sm90::elect_one()) sm90::barrier_arrive(barriers.p_full(ring));
 }
@@ -221,17 +126,18 @@ JETRL_DEVICE void add_block(float (&d)[2][4], const uint8_t* block, const uint4 
   const int lane = sm90::own_lane(), g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int unit = 0; unit < Shape::kUnits; ++unit) {
-    const uint8_t* at = block + unit * Shape::kUnit + Shape::kMatrix;
+    const uint8_t* at = block + unit * Shape::kUnit;
     uint32_t w[4], scales[2];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const int key = 2 * t + k % 2 + 8 * (k / 2);
-      w[k] = word_at(at + key * Shape::kRow + ((2 * warp + g / 4) ^ (key & 7)) * 16 + 4 * (g % 4));
+      const int place = (2 * warp + g / 4) * CacheUnit::kKeys + (key ^ g / 4);
+      w[k] = word_at(at + CacheUnit::kValues + place * 16 + 4 * (g % 4));
     }
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       const int key = 2 * t + 8 * k;
-      const uint32_t both = *reinterpret_cast<const uint16_t*>(at + Shape::kMatrix + Shape::kUnitKeys + key);
+      const uint32_t both = *reinterpret_cast<const uint16_t*>(at + CacheUnit::kValueScales + key);
       scales[k] = sm90::permute_bytes(both, 0, 0x4140);
       if (kFirst && 16 * unit + key >= left) scales[k] = 127 | 127 << 16;
       if (kFirst && 16 * unit + key + 1 >= left) scales[k] = (scales[k] & 0xFF) | 127 << 16;
@@ -277,7 +183,7 @@ JETRL_DEVICE void compute_output(const DecodeAttentionParams& p, uint8_t* memory
 #pragma unroll
     for (int j = 0; j < 4; ++j) words[j] = probabilities[32 * j];
     if (i > 0) {
-      const float2 rescale = *reinterpret_cast<const float2*>(factors + ring * Shape::kQueries);
+      const float2 rescale = *reinterpret_cast<const float2*>(factors + ring * kQueries);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         d[j][0] = sm90::multiply_ftz(d[j][0], rescale.x), d[j][1] = sm90::multiply_ftz(d[j][1], rescale.y);
@@ -299,7 +205,7 @@ JETRL_DEVICE void compute_output(const DecodeAttentionParams& p, uint8_t* memory
   }
   const int ring = blocks & 1;
   sm90::barrier_wait(barriers.p_full(ring), (blocks >> 1) & 1, "p_full", ring);
-  const float2 inverse = *reinterpret_cast<const float2*>(factors + ring * Shape::kQueries);
+  const float2 inverse = *reinterpret_cast<const float2*>(factors + ring * kQueries);
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
     const float by = n == 0 ? inverse.x : inverse.y;
@@ -383,7 +289,7 @@ JETRL_KERNEL void __launch_bounds__(Shape::kThreads, 2)
 }  // namespace
 
 void decode_attention(const DecodeAttention& call, Stream stream) {
-  if (call.group < 1 || call.group > Shape::kQueries) refuse("more than 8 query heads of a KV head are not supported.");
+  if (call.group < 1 || call.group > kQueries) refuse("more than 8 query heads of a KV head are not supported.");
   const DecodeAttentionParams params{
       call.q,
       call.out,
@@ -399,7 +305,9 @@ void decode_attention(const DecodeAttention& call, Stream stream) {
       // FlashAttention's own constant: rounded once, after a product in double precision.
       float(double(call.scale) * 1.4426950408889634),
   };
-  const Grid grid{call.requests * call.kv_heads, 1, Shape::kThreads, Shape::kBytes, stream};
+  const int pairs = call.requests * call.kv_heads;
+  if (call.cluster != 1) return decode_attention_in_clusters(params, pairs, call.cluster, stream);
+  const Grid grid{pairs, 1, Shape::kThreads, Shape::kBytes, stream};
   launch<decode_attention_kernel>(grid, params);
 }
 

@@ -5,11 +5,14 @@
 The bits are those of attention.py over dequantized keys and values.
 
 **Decode on Hopper** is the kernel of csrc/sm90_decode_attention.cu, which reads FP8 data and scales and follows the
-order of FlashAttention 3 with ``num_splits=1``. Without the library, FlashAttention 3 itself runs on tokens that were
-dequantized for it: the same bits, slower than a BF16 cache, and in no CUDA graph, since it asks for lengths.
+order of FlashAttention 3 with ``num_splits=1``; where there are few requests, several thread blocks share one
+(csrc/sm90_decode_attention_cluster.cu), in the same order. Without the library, FlashAttention 3 itself runs on tokens
+that were dequantized for it: the same bits, slower than a BF16 cache, and in no CUDA graph, since it asks for lengths.
 
 **Chunks** always go that way: their tokens are read once for many queries.
 """
+
+import functools
 
 import torch
 
@@ -21,6 +24,24 @@ from jetrl_verl.kernels.operator import require_bf16
 
 MOST_QUERY_HEADS = 8
 """Query heads of a KV head that the native kernel computes at once: the width of a tensor core's operand."""
+
+CLUSTERS = (1, 2, 4, 8)
+"""Thread blocks that can share a request and KV head."""
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def choose_cluster(pairs: int, multiprocessors: int) -> int:
+    """Thread blocks for each of so many pairs of a request and a KV head: the most that run at once, two on a
+    multiprocessor; of eight, which a part of the GPU does not always have room for in twos, one.
+
+    It depends on nothing that only the device knows, such as lengths: a CUDA graph keeps the choice.
+    """
+    fits = [c for c in CLUSTERS if pairs * c <= multiprocessors * (2 if c < 8 else 1)]
+    return max(fits, default=1)
 
 
 @implements("decode_attention", "reference")
@@ -45,14 +66,17 @@ def native_supports_decode_attention(q, cache, lengths, block_table, scale: floa
 
 
 @implements("decode_attention", "native", supports=native_supports_decode_attention)
-def native_decode_attention(q, cache, lengths, block_table, scale: float, out) -> None:
-    """As :func:`decode_attention`."""
+def native_decode_attention(
+    q, cache, lengths, block_table, scale: float, out, *, plan: native.Plan | None = None
+) -> None:
+    """As :func:`decode_attention`; ``plan``: its cluster instead of the choice, for tests and benchmarks."""
     if not native_supports_decode_attention(q, cache, lengths, block_table, scale, out):
         raise ValueError(
             f"native does not support decode_attention of q {tuple(q.shape)} strides {q.stride()} over a cache "
             f"{tuple(cache.shape)}{native.why()}; use backend flash_attention_3."
         )
-    native.operators().decode_attention(q, cache, lengths, block_table, scale, cache.shape[2], out)
+    cluster = plan.cluster if plan else choose_cluster(len(q) * cache.shape[1], _multiprocessors(q.device))
+    native.operators().decode_attention(q, cache, lengths, block_table, scale, cache.shape[2], out, cluster)
 
 
 def decode_attention(

@@ -32,13 +32,15 @@ from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.reference import FP8_DTYPE, QuantizedTensor
-from jetrl_verl.reference.kv_cache import HEAD_DIM, UNIT_BYTES, UNIT_TOKENS
+from jetrl_verl.reference.kv_cache import HEAD_DIM, TOKEN_BYTES, UNIT_BYTES, UNIT_TOKENS
 
 _ROWS = 16
 """Heads of tokens that a program quantizes."""
 _CHUNK = tl.constexpr(16)
 _TOKENS = tl.constexpr(UNIT_TOKENS)
-_MATRIX = tl.constexpr(UNIT_TOKENS * HEAD_DIM)
+_KEY_SCALES = tl.constexpr(UNIT_TOKENS * HEAD_DIM)  # where they lie in a unit
+_VALUE_SCALES = tl.constexpr(UNIT_TOKENS * TOKEN_BYTES)
+_VALUES = tl.constexpr(UNIT_TOKENS * (TOKEN_BYTES + 1))
 _UNIT_BYTES = tl.constexpr(UNIT_BYTES)
 
 
@@ -224,11 +226,22 @@ def reference_write_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, sl
 
 
 @triton.jit
-def _write_head(x_ptr, unit_ptr, scales_ptr, row):
+def _key_place(row, feature):
+    return row * GROUP + ((feature // _CHUNK) ^ (row % 8)) * _CHUNK + feature % _CHUNK
+
+
+@triton.jit
+def _value_place(row, feature):
+    chunk = feature // _CHUNK
+    return (chunk * _TOKENS + (row ^ (chunk % 2))) * _CHUNK + feature % _CHUNK
+
+
+@triton.jit
+def _write_head(x_ptr, data_ptr, scales_ptr, row, IS_KEY: tl.constexpr):
     feature = tl.arange(0, GROUP)
     qdata, exponent, _ = _quantized(tl.load(x_ptr + feature)[None, :].to(tl.float32))
-    place = row * GROUP + ((feature // _CHUNK) ^ (row % 8)) * _CHUNK + feature % _CHUNK
-    tl.store(unit_ptr + place[None, :], qdata)
+    place = _key_place(row, feature) if IS_KEY else _value_place(row, feature)
+    tl.store(data_ptr + place[None, :], qdata)
     tl.store(scales_ptr + row + tl.arange(0, 1), exponent)
 
 
@@ -242,10 +255,10 @@ def _write_kernel(
     if slot >= 0:
         page, unit, row = slot // (UNITS * _TOKENS), slot // _TOKENS % UNITS, (slot % _TOKENS).to(tl.int32)
         target = cache_ptr + ((page * HEADS + head) * UNITS + unit) * _UNIT_BYTES
-        _write_head(k_ptr + token * stride_k_token + head * stride_k_head, target, target + 2 * _MATRIX, row)
-        _write_head(
-            v_ptr + token * stride_v_token + head * stride_v_head, target + _MATRIX, target + 2 * _MATRIX + _TOKENS, row
-        )
+        k_ptr += token * stride_k_token + head * stride_k_head
+        v_ptr += token * stride_v_token + head * stride_v_head
+        _write_head(k_ptr, target, target + _KEY_SCALES, row, True)
+        _write_head(v_ptr, target + _VALUES, target + _VALUE_SCALES, row, False)
 
 
 @implements("write_kv", "triton")
@@ -284,9 +297,9 @@ def reference_read_kv(cache, block_table, lengths, cu_lengths, total: int, longe
 
 
 @triton.jit
-def _read_matrix(matrix_ptr, scales_ptr, out_ptr, token, held, stride_token):
+def _read_matrix(matrix_ptr, scales_ptr, out_ptr, token, held, stride_token, IS_KEY: tl.constexpr):
     row, feature = tl.arange(0, _TOKENS)[:, None], tl.arange(0, GROUP)[None, :]
-    place = row * GROUP + ((feature // _CHUNK) ^ (row % 8)) * _CHUNK + feature % _CHUNK
+    place = _key_place(row, feature) if IS_KEY else _value_place(row, feature)
     value = decode(tl.load(matrix_ptr + place)) * _scale(tl.load(scales_ptr + tl.arange(0, _TOKENS)))[:, None]
     tl.store(out_ptr + token[:, None] * stride_token + feature, value.to(tl.bfloat16), mask=held[:, None])
 
@@ -303,10 +316,9 @@ def _read_kernel(
         page = tl.load(table_ptr + request.to(tl.int64) * stride_table + unit // UNITS).to(tl.int64)
         source = cache_ptr + ((page * HEADS + head) * UNITS + unit % UNITS) * _UNIT_BYTES
         token = tl.load(cu_lengths_ptr + request).to(tl.int64) + place
-        scales = source + 2 * _MATRIX
-        held = place < length
-        _read_matrix(source, scales, k_ptr + head * GROUP, token, held, HEADS * GROUP)
-        _read_matrix(source + _MATRIX, scales + _TOKENS, v_ptr + head * GROUP, token, held, HEADS * GROUP)
+        held, stride = place < length, HEADS * GROUP
+        _read_matrix(source, source + _KEY_SCALES, k_ptr + head * GROUP, token, held, stride, True)
+        _read_matrix(source + _VALUES, source + _VALUE_SCALES, v_ptr + head * GROUP, token, held, stride, False)
 
 
 @implements("read_kv", "triton")

@@ -61,7 +61,7 @@ _ARGUMENTS = {
     "grouped_wgrad": "a a_scales b b_scales start dw block cluster",
     "relayout": f"{_TRANSPOSE} pow2",
     "transpose": _TRANSPOSE,
-    "decode_attention": "q cache lengths block_table scale units out",
+    "decode_attention": "q cache lengths block_table scale units out cluster",
     "silu_mul_backward": "dy gate up dgate dgate_scales dgate_columns dgate_column_scales "
     "dup dup_scales dup_columns dup_column_scales pow2",
 }
@@ -75,7 +75,7 @@ class Plan(NamedTuple):
     per tile of B in FProp, 64, 128, 192 or 256, for ranks' products 64 or 128, and of A in WGrad, 128 or 256, beside
     128 of the other; of B in the decode kernel, 16, 32, 48 or 64. ``cluster``: blocks that share a tile by multicast, 1
     or 2; always 1 in the decode kernel. In the products of experts ``block`` is 128 or 256, in their decode kernel 32,
-    64 or 128.
+    64 or 128. In decode attention ``cluster`` is 1, 2, 4 or 8: blocks that share a request and KV head.
     """
 
     kernel: Literal["", "fprop", "decode"] = ""

@@ -10,13 +10,15 @@ dequantized numbers, by any kernel. (A head whose maximum rounds up to 2^128 hol
 **Pages.** A page holds ``block_size`` tokens of every KV head, head by head, in units of 16 tokens, so that what one
 thread block reads of a page is one contiguous piece, which the copy engine fetches by one instruction:
 
-    keys    [16, 128]   E4M3; the 16-byte chunk c of token r lies at place c ^ (r % 8)
-    values  [16, 128]   likewise
-    key scales    [16]  biased exponents, ``scale = 2^(byte - 127)``; 255 for a head with an Inf or NaN
-    value scales  [16]
+    keys    [16, 8, 16]  E4M3 of tokens; the 16-byte chunk c of token r lies at place c ^ (r % 8) of the token
+    key scales      [16] biased exponents, ``scale = 2^(byte - 127)``; 255 for a head with an Inf or NaN
+    value scales    [16]
+    values  [8, 16, 16]  E4M3 of chunks; token r of chunk c lies at place r ^ (c % 2) of the chunk
 
-That is 4,128 bytes, 258 a token and head where BF16 has 512. The exchange of chunks keeps readers of a column of tokens
-out of each other's banks of shared memory (csrc/sm90_decode_attention.cu).
+That is 4,128 bytes, 258 a token and head where BF16 has 512. Keys with all scales are one piece, and so are the values
+of some of the features: thread blocks that share a request read a whole unit's keys, but only their own features of
+values (csrc/sm90_decode_attention_cluster.cu). The exchanges of places keep readers of a column of tokens out of each
+other's banks of shared memory.
 """
 
 import torch
@@ -40,9 +42,16 @@ _CHUNK = 16
 _MATRIX = UNIT_TOKENS * HEAD_DIM
 
 
-def _places() -> torch.Tensor:
-    """``[16, 8]`` place of each chunk of each token; its own inverse."""
-    return torch.arange(HEAD_DIM // _CHUNK) ^ (torch.arange(UNIT_TOKENS) % 8)[:, None]
+def _key_places() -> torch.Tensor:
+    """``[16, 8]`` place of each token's chunk, in units of 16 bytes from the first key on."""
+    tokens, chunks = torch.arange(UNIT_TOKENS)[:, None], torch.arange(HEAD_DIM // _CHUNK)
+    return tokens * len(chunks) + (chunks ^ tokens % 8)
+
+
+def _value_places() -> torch.Tensor:
+    """``[16, 8]`` likewise, from the first value on."""
+    tokens, chunks = torch.arange(UNIT_TOKENS)[:, None], torch.arange(HEAD_DIM // _CHUNK)
+    return chunks * UNIT_TOKENS + (tokens ^ chunks % 2)
 
 
 def quantize_heads(x: torch.Tensor) -> QuantizedTensor:
@@ -81,10 +90,9 @@ def cache_shape(pages: int, block_size: int, kv_heads: int) -> tuple[int, int, i
 
 
 def _parts(cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Views of units ``[..., 4128]``: data of keys and of values ``[..., 16, 8, 16]``, scales of both ``[..., 16]``."""
-    keys, values, *scales = cache.split([_MATRIX, _MATRIX, UNIT_TOKENS, UNIT_TOKENS], dim=-1)
-    shape = (UNIT_TOKENS, HEAD_DIM // _CHUNK, _CHUNK)
-    return *(data.unflatten(-1, shape) for data in (keys, values)), *scales
+    """Of units ``[..., 4128]``, as views: data of keys and values by place ``[..., 128, 16]``, scales ``[..., 16]``."""
+    keys, *scales, values = cache.split([_MATRIX, UNIT_TOKENS, UNIT_TOKENS, _MATRIX], dim=-1)
+    return *(data.unflatten(-1, (-1, _CHUNK)) for data in (keys, values)), *scales
 
 
 def write_cache(cache: torch.Tensor, keys: QuantizedTensor, values: QuantizedTensor, slots: torch.Tensor) -> None:
@@ -99,22 +107,21 @@ def write_cache(cache: torch.Tensor, keys: QuantizedTensor, values: QuantizedTen
     held = (slots >= 0).nonzero().squeeze(1)
     slots = slots[held].long()
     page, unit, row = slots // block_size, slots % block_size // UNIT_TOKENS, slots % UNIT_TOKENS
-    places = _places().to(cache.device)[row][:, None, :, None]
     *data, key_scales, value_scales = _parts(cache)
-    for part, heads in zip(data, (keys, values), strict=True):
+    for part, heads, places in zip(data, (keys, values), (_key_places(), _value_places()), strict=True):
+        at = places.to(cache.device)[row]  # [T, 8]
         chunks = heads.qdata[held].view(torch.uint8).unflatten(-1, (-1, _CHUNK))
-        part[page, :, unit, row] = chunks.gather(2, places.expand_as(chunks))
+        part[page[:, None], :, unit[:, None], at] = chunks.transpose(1, 2)
     key_scales[page, :, unit, row] = keys.scales[held]
     value_scales[page, :, unit, row] = values.scales[held]
 
 
 def read_cache(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values ``[..., H, block size, 128]`` BF16 of pages ``[..., H, units, 4128]``."""
-    places = _places().to(pages.device)[:, :, None]
     *data, key_scales, value_scales = _parts(pages)
 
-    def read(part: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        qdata = part.gather(-2, places.expand(part.shape)).flatten(-2).view(FP8_DTYPE)
+    def read(part: torch.Tensor, scales: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        qdata = part[..., places.to(pages.device), :].flatten(-2).view(FP8_DTYPE)
         return dequantize_heads(QuantizedTensor(qdata, scales)).flatten(-3, -2)
 
-    return read(data[0], key_scales), read(data[1], value_scales)
+    return read(data[0], key_scales, _key_places()), read(data[1], value_scales, _value_places())

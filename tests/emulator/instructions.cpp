@@ -364,6 +364,31 @@ void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
   });
   maybe_yield();
 }
+void bulk_copy_in_cluster(uint32_t to, uint32_t from, int bytes, uint32_t barrier) {
+  if (to % 16 != 0 || from % 16 != 0 || bytes % 16 != 0) fail("a misaligned bulk copy");
+  const int source = machine.current->block, target = int(to >> 24);
+  if (target >= machine.cluster || barrier >> 24 != to >> 24) fail("a copy to a block that its barrier is not in");
+  to &= 0xFFFFFF, barrier &= 0xFFFFFF;
+  const uint32_t knows = machine.current->knows.plain[known(machine.blocks[target], barrier).entry];
+  const int read = begin("a bulk copy's read for a thread", false, false);
+  touch(machine.blocks[source], read, from, bytes);
+  const int write = begin("a bulk copy for a thread", true, false);
+  touch(machine.blocks[target], write, to, bytes);
+  machine.tiles.push_back([=] {
+    for (const int b : {source, target}) {
+      const auto stays = [b](const auto& fiber) { return fiber->block == b && !fiber->done; };
+      if (std::none_of(machine.fibers.begin(), machine.fibers.end(), stays) && machine.error.empty()) {
+        machine.error = "a copy from or to a block that has left";
+      }
+    }
+    std::memcpy(at(machine.blocks[target], to, bytes), at(machine.blocks[source], from, bytes), bytes);
+    if (const Barrier* found = find(machine.blocks[target], barrier)) {
+      machine.accesses[read].end(found->entry, time_of_phase(*found));
+    }
+    arrived(machine.blocks[target], barrier, bytes, write, knows, "a bulk copy's bytes");
+  });
+  maybe_yield();
+}
 void tma_load(uint32_t to, const TensorMap* map, int column, int row, uint32_t barrier) {
   tma_load_multicast(to, map, column, row, barrier, uint16_t(1u << machine.current->block));
 }

@@ -143,10 +143,11 @@ int jetrl_silu_mul_backward(int pow2, int rows, int k, const uint16_t* dy, int64
 // jetrl::DecodeAttention's members in its order.
 int jetrl_decode_attention(const uint16_t* q, uint16_t* out, const void* cache, const int32_t* lengths,
                            const int32_t* table, int64_t stride_q, int64_t stride_out, int64_t stride_table,
-                           int requests, int kv_heads, int group, int units, float scale, uint32_t seed) {
+                           int requests, int kv_heads, int group, int units, float scale, int cluster,
+                           uint32_t seed) {
   return guarded(seed, [&] {
     jetrl::decode_attention({q, out, cache, lengths, table, stride_q, stride_out, stride_table, requests, kv_heads,
-                             group, units, scale},
+                             group, units, scale, cluster},
                             nullptr);
   });
 }

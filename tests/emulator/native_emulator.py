@@ -212,15 +212,17 @@ class Emulator:
         block_table: torch.Tensor,
         scale: float,
         out: torch.Tensor,
+        cluster: int = 1,
         seed: int = 0,
     ) -> None:
-        """Arguments as of ``kernels.decode_attention``; raises as :meth:`run`."""
+        """Arguments as of ``kernels.decode_attention``, by clusters of that many blocks; raises as :meth:`run`."""
         strides = (ctypes.c_int64(x.stride(0)) for x in (q, out, block_table))
         failed = self._library.jetrl_decode_attention(
             *map(_pointer, (q, out, cache, lengths, block_table)),
             *strides,
             *(len(q), cache.shape[1], q.shape[1] // cache.shape[1], cache.shape[2]),
             ctypes.c_float(scale),
+            cluster,
             ctypes.c_uint32(seed),
         )
         self._check(failed)

@@ -13,7 +13,7 @@
 //   - cp.async with zero fill, in program order per thread, the arrival that follows it and the wait for it;
 //   - wgmma: its operands are read through the descriptor at its group's end, where no older one runs, or at the wait,
 //     results are NaN until then;
-//   - bulk copies without a tensor map, likewise on their own time;
+//   - bulk copies without a tensor map, also to another block of the cluster, likewise on their own time;
 //   - mma.sync with its fragments and with its rounding: all 16 products and the addend are cut off 25 places below the
 //     largest exponent, summed exactly and cut off to FP32 (Hopper in arXiv 2511.10909);
 //   - block, warp and cluster barriers; stmatrix with the lanes' addresses and fragments.
@@ -104,6 +104,7 @@ void tma_store_wait_read();
 void cp_async_f32(uint32_t to, const float* from, bool valid);
 void cp_async_16(uint32_t to, const void* from, bool valid);
 void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier);
+void bulk_copy_in_cluster(uint32_t to, uint32_t from, int bytes, uint32_t barrier);
 void cp_async_wait();
 void cp_async_arrive(uint32_t barrier);
 

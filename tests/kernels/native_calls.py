@@ -43,7 +43,7 @@ def arguments_of(operator: str) -> tuple[dict, dict[str, torch.Tensor]]:
         arguments = dict(zip(("a", "a_scales", "b", "b_scales"), (*a, *b)), start=start, block=0, cluster=0)
         results = {"dw": torch.full((3, 20, 144), torch.nan, dtype=torch.bfloat16)}
     elif operator == "decode_attention":
-        arguments = decode_call() | {"units": 1}
+        arguments = decode_call() | {"units": 1, "cluster": 1}
         results = {"out": arguments.pop("out")}
     elif operator == "relayout":
         arguments = {"qdata": a.qdata, "scales": a.scales, "pow2": False}

@@ -15,7 +15,7 @@ needs_nvcc = pytest.mark.skipif(build_csrc.find_nvcc() is None, reason="no nvcc:
 GROUPED = {"sm90_grouped_fprop": 4, "sm90_grouped_wgrad": 4, "sm90_grouped_decode": 3}
 GEMMS = {"sm90_fprop_1x128_128x128": 12, "sm90_wgrad_1x128_1x128": 8, "sm90_decode_fprop": 16} | GROUPED
 OF_QDATA = {"sm90_relayout_128x1": 2, "sm90_silu_mul_backward": 2, "sm90_transpose_128x128": 1}
-ATTENTION = {"sm90_decode_attention": 1}
+ATTENTION = {"sm90_decode_attention": 1, "sm90_decode_attention_cluster": 3}
 KERNELS = GEMMS | OF_QDATA | ATTENTION
 
 
@@ -57,13 +57,19 @@ def test_the_machine_code_has_fp8_matrix_instructions_and_no_device_wide_fence(f
             assert not re.search("QGMMA|MEMBAR|ACQBULK|PREEXIT", function), name
             continue
         if any(kernel in name for kernel in ATTENTION):
-            # Of a unit of 16 keys 8 for its scores, two units at once, and 2 for the output, eight units at once and
-            # the first block by itself.
-            assert len(re.findall(r"HMMA\.16816\.F32\.BF16", function)) == 2 * 8 + 2 * 8 * 2, name
-            assert function.count("UBLKCP") == 1 and "MUFU.EX2" in function, name
+            # Of a unit of 16 keys 8 for its scores, two units at once. For the output 2 of a unit, eight units at once
+            # and the first block by itself; in a cluster 1, and blocks with large scales by themselves.
+            cluster = int(re.search(r"cluster_kernelILi(\d)", name)[1]) if "cluster" in name else 1
+            products = 2 * 8 + (2 if cluster == 1 else 1) * 8 * 2
+            assert len(re.findall(r"HMMA\.16816\.F32\.BF16", function)) == products, name
+            copies = re.findall(r"UBLKCP\.S\.(\w)", function)
+            assert copies.count("G") == (1 if cluster == 1 else 2) and copies.count("S") == cluster - 1, name
+            assert "MUFU.EX2" in function, name
             # What follows FlashAttention's arithmetic flushes, as it does.
             assert not re.search(r"\b(FMUL|FADD|FFMA|FMNMX)(?!\.FTZ)", function), name
-            assert not re.search("QGMMA|MEMBAR|ACQBULK|PREEXIT", function), name
+            # What a block sends it has written itself: its own fence.
+            assert re.findall(r"MEMBAR\S*", function) == ["MEMBAR.ALL.CTA"] * (cluster > 1), name
+            assert not re.search("QGMMA|ACQBULK|PREEXIT", function), name
             continue
         chained = re.findall(r"QGMMA\.64x(\d+)x32\.F32\.E4M3\.E4M3 R\d+, gdesc\[UR\d+\], (RZ|R\d+)", function)
         assert chained, name

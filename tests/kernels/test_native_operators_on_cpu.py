@@ -31,7 +31,11 @@ from quantizer_checks import assert_same_bytes
 
 from jetrl_verl import reference
 from jetrl_verl.kernels import dispatch, native
-from jetrl_verl.kernels.decode_attention import native_decode_attention, native_supports_decode_attention
+from jetrl_verl.kernels.decode_attention import (
+    CLUSTERS,
+    native_decode_attention,
+    native_supports_decode_attention,
+)
 from jetrl_verl.kernels.gemm_nt import native_gemm_nt, native_supports_gemm_nt
 from jetrl_verl.kernels.gemm_nt_of_ranks import native_gemm_nt_of_ranks, sliced_gemm_nt_of_ranks
 from jetrl_verl.kernels.grouped_gemm import (
@@ -351,9 +355,10 @@ def test_what_the_backend_says_it_supports_it_computes(drawn, seed):
     assert 15 <= supported_calls <= 135
 
 
-def test_a_decode_step_of_an_fp8_cache():
+@pytest.mark.parametrize("plan", [None, *(native.Plan(cluster=c) for c in CLUSTERS)])
+def test_a_decode_step_of_an_fp8_cache(plan):
     call = decode_call()
-    native_decode_attention(**call)
+    native_decode_attention(**call, plan=plan)
     want = torch.empty(2, 4, 128, dtype=torch.bfloat16)
     dispatch.implementation("decode_attention", "reference")(**call | {"out": want})
     assert (call["out"].float() - want.float()).abs().max() < 2**-6 * want.float().abs().max()
@@ -379,7 +384,7 @@ def test_a_decode_step_that_no_kernel_may_see_is_refused(changes, sentence):
     call = decode_call(**changes)
     before = call["out"].clone()
     with pytest.raises(RuntimeError, match=sentence):
-        torch.ops.jetrl_emulated.decode_attention(**call, units=1)
+        torch.ops.jetrl_emulated.decode_attention(**call, units=1, cluster=1)
     assert torch.equal(call["out"].nan_to_num(7), before.nan_to_num(7))
 
 

@@ -84,7 +84,8 @@ def test_pages_hold_what_is_written_at_its_slot(block_size):
 
 
 def test_the_layout_of_a_page_byte_by_byte():
-    """Token 21 of a page of 32, head 1: unit 1, row 5; chunk c of its data lies at place c ^ 5."""
+    """Token 21 of a page of 32, head 1: unit 1, row 5; chunk c of its key lies at place c ^ 5 of 8 of the
+    token, chunk c of its value at place 5 ^ (c % 2) of 16 of the chunk, behind keys and scales."""
     qdata = torch.arange(256).to(torch.uint8).view(1, 2, 128).view(torch.float8_e4m3fn)
     k = QuantizedTensor(qdata, torch.tensor([[130, 131]]).to(torch.uint8))
     v = QuantizedTensor(k.qdata.flip(1), torch.tensor([[140, 141]]).to(torch.uint8))
@@ -92,10 +93,10 @@ def test_the_layout_of_a_page_byte_by_byte():
     reference.write_cache(cache, k, v, torch.tensor([2 * 32 + 21]))
     unit = cache[2, 1, 1]
     for c in range(8):
-        at = 5 * 128 + 16 * (c ^ 5)
-        assert unit[at : at + 16].tolist() == list(range(128 + 16 * c, 128 + 16 * c + 16))
-        assert unit[2048 + at : 2048 + at + 16].tolist() == list(range(16 * c, 16 * c + 16))
-    assert (unit[4096 + 5], unit[4096 + 16 + 5]) == (131, 141)
+        key, value = 5 * 128 + 16 * (c ^ 5), 2080 + 256 * c + 16 * (5 ^ c % 2)
+        assert unit[key : key + 16].tolist() == list(range(128 + 16 * c, 128 + 16 * c + 16))
+        assert unit[value : value + 16].tolist() == list(range(16 * c, 16 * c + 16))
+    assert (unit[2048 + 5], unit[2048 + 16 + 5]) == (131, 141)
     assert int((cache != 255).sum()) == 2 * (2 * 128 + 2) - 2, "two of the bytes written are 255 themselves"
 
 

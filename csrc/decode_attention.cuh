@@ -1,0 +1,164 @@
+// Copyright 2026 The jetrl_verl Authors
+// SPDX-License-Identifier: Apache-2.0
+
+// What the two kernels of decode attention share: a unit of 16 tokens of one head of the FP8 KV cache
+// (reference/kv_cache.py) and how its numbers become operands; the arithmetic of scores and of the softmax, which has
+// FlashAttention 3's bits (docs/log/kv_cache.md says what of it decides them).
+
+#pragma once
+
+#include <cmath>
+
+#include "launch.h"
+#include "sm90.cuh"
+
+namespace jetrl {
+
+// Where things lie in a unit.
+struct CacheUnit {
+  static constexpr int kKeys = 16, kRow = 128, kMatrix = kKeys * kRow;
+  static constexpr int kKeyScales = kMatrix, kValueScales = kKeyScales + kKeys, kValues = kValueScales + kKeys;
+  static constexpr int kBytes = kValues + kMatrix;
+  static constexpr int kChunk = kKeys * 16;  // of values: 16 features of all tokens
+};
+
+constexpr int kQueries = 8;       // of a KV head, padded: the columns of mma.m16n8k16
+constexpr int kKeysOfABlock = 128, kUnitsOfABlock = kKeysOfABlock / CacheUnit::kKeys;
+
+struct DecodeAttentionParams {
+  const uint16_t* q;
+  uint16_t* out;
+  const uint8_t* cache;
+  const int32_t *lengths, *table;
+  int64_t stride_q, stride_out, stride_table;
+  int kv_heads, group, units;  // units of a page
+  float scale_log2;
+};
+
+// Two or more thread blocks, in a cluster, for each request and KV head (sm90_decode_attention_cluster.cu).
+void decode_attention_in_clusters(const DecodeAttentionParams& params, int pairs, int cluster, Stream stream);
+
+// The upper byte of each half, E4M3, as BF16 times 2^-120.
+JETRL_DEVICE uint32_t shifted(uint32_t halves) { return (halves & 0x80008000u) | (halves >> 4 & 0x07F007F0u); }
+
+// Two keys' scales in the halves of a word -> the powers of two by which shifted() is to be multiplied, as BF16: right
+// for scales up to 2^7, which is nearly all. Others, NaN's 255 among them, have a second factor.
+constexpr int kLargeScale = 134;
+JETRL_DEVICE uint32_t factors_of(uint32_t scales) { return (scales + 0x00780078u) << 7; }
+JETRL_DEVICE uint32_t larger_scales(uint32_t scales) { return scales + 0x00790079u & 0x01000100u; }
+
+JETRL_DEVICE uint32_t first_factor(uint32_t scale) {
+  return scale == 255 ? 0x7FC0u : (scale > kLargeScale ? kLargeScale + 120u : scale + 120u) << 7;
+}
+JETRL_DEVICE uint32_t second_factor(uint32_t scale) { return (scale > kLargeScale ? scale - kLargeScale + 127 : 127) << 7; }
+JETRL_DEVICE uint32_t first_factors(uint32_t scales) {
+  return first_factor(scales & 0xFF) | first_factor(scales >> 16) << 16;
+}
+JETRL_DEVICE uint32_t second_factors(uint32_t scales) {
+  return second_factor(scales & 0xFF) | second_factor(scales >> 16) << 16;
+}
+
+JETRL_DEVICE uint32_t word_at(const uint8_t* at) { return *reinterpret_cast<const uint32_t*>(at); }
+
+// ---- scores --------------------------------------------------------------------------------------------------------
+
+// A lane's part of Q as an operand, the same for every block of keys. Which features of a group of 16 a lane holds is
+// free, as long as both operands agree: those of one word of a key.
+struct Queries {
+  uint32_t odd[8], even[8];
+
+  JETRL_DEVICE void load(const uint16_t* q, int group) {
+    const int lane = sm90::own_lane(), g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      uint2 four{0, 0};
+      if (g < group) four = *reinterpret_cast<const uint2*>(q + g * 128 + 16 * i + 4 * t);
+      odd[i] = sm90::permute_bytes(four.x, four.y, 0x7632);
+      even[i] = sm90::permute_bytes(four.x, four.y, 0x5410);
+    }
+  }
+};
+
+// K Q^T of two units, kStride bytes apart, whose chains run beside each other: of lane 4g + t keys g (d[0], d[1]) and
+// g + 8, queries 2t and 2t + 1. Times the keys' scales, which commute with all of it.
+template <int kStride>
+JETRL_DEVICE void compute_two_units(float (&d)[2][4], const uint8_t* units, const Queries& q) {
+  const int lane = sm90::own_lane(), g = lane / 4, t = lane % 4;
+  constexpr uint32_t kUnshift = 0x7B807B80;  // 2^120
+  const uint8_t* row = units + g * CacheUnit::kRow + 4 * t;
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    const int chunk = (k ^ (g & 7)) * 16;
+    const uint32_t b[2] = {q.odd[k], q.even[k]};
+#pragma unroll
+    for (int unit = 0; unit < 2; ++unit) {
+      const uint8_t* first = row + unit * kStride + chunk;
+      const uint32_t w0 = word_at(first), w1 = word_at(first + 8 * CacheUnit::kRow);
+      const uint32_t a[4] = {sm90::multiply_pair(shifted(w0), kUnshift), sm90::multiply_pair(shifted(w1), kUnshift),
+                             sm90::multiply_pair(shifted(w0 << 8), kUnshift),
+                             sm90::multiply_pair(shifted(w1 << 8), kUnshift)};
+      sm90::mma_bf16(d[unit], a, b);
+    }
+  }
+#pragma unroll
+  for (int unit = 0; unit < 2; ++unit) {
+    const uint8_t* scales = units + unit * kStride + CacheUnit::kKeyScales;
+    const uint32_t s0 = scales[g], s1 = scales[g + 8];
+    const float f0 = sm90::float_of(s0 == 255 ? 0x7FC00000u : s0 << 23);
+    const float f1 = sm90::float_of(s1 == 255 ? 0x7FC00000u : s1 << 23);
+    d[unit][0] = sm90::multiply_ftz(d[unit][0], f0), d[unit][1] = sm90::multiply_ftz(d[unit][1], f0);
+    d[unit][2] = sm90::multiply_ftz(d[unit][2], f1), d[unit][3] = sm90::multiply_ftz(d[unit][3], f1);
+  }
+}
+
+// ---- softmax -------------------------------------------------------------------------------------------------------
+
+// Of the query of lane 4q + t, whose scores of a block of keys are those of columns 2t and 2t + 1 of each eight.
+struct OnlineSoftmax {
+  float row_max = 0, row_sum = 0;
+
+  // Scores to P, pairs of BF16 numbers; returns by what O so far is to be multiplied. Of the first block `left` keys
+  // exist from the lane's first on.
+  JETRL_DEVICE float step(uint32_t (&words)[16], float (&s)[32], bool is_first, int left, float scale_log2) {
+    if (is_first) {
+#pragma unroll
+      for (int j = 0; j < 32; ++j) {
+        if (8 * (j / 2) + j % 2 >= left) s[j] = -INFINITY;
+      }
+    }
+    float largest[4];  // a maximum has no order
+#pragma unroll
+    for (int j = 0; j < 32; ++j) largest[j % 4] = j < 4 ? s[j] : sm90::larger_ftz(s[j], largest[j % 4]);
+    float highest = sm90::larger_ftz(sm90::larger_ftz(largest[0], largest[1]), sm90::larger_ftz(largest[2], largest[3]));
+    if (!is_first) highest = sm90::larger_ftz(highest, row_max);
+    highest = sm90::larger_ftz(highest, sm90::shuffle_xor(highest, 2));
+    highest = sm90::larger_ftz(highest, sm90::shuffle_xor(highest, 1));
+    const float rescale =
+        is_first ? 1.0f : sm90::exp2_about(sm90::multiply_ftz(sm90::add_ftz(row_max, -highest), scale_log2));
+    row_max = highest;
+    const float shift = highest == -INFINITY ? 0.0f : sm90::multiply_ftz(highest, scale_log2);
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const float p0 = sm90::exp2_about(sm90::multiply_add_ftz(s[2 * j], scale_log2, -shift));
+      const float p1 = sm90::exp2_about(sm90::multiply_add_ftz(s[2 * j + 1], scale_log2, -shift));
+      if (j > 0) {
+        row_sum = sm90::add_ftz(row_sum, p0);
+      } else {
+        row_sum = is_first ? p0 : sm90::multiply_add_ftz(rescale, row_sum, p0);
+      }
+      row_sum = sm90::add_ftz(row_sum, p1);
+      words[j] = sm90::pack_bf16(p0, p1);
+    }
+    return rescale;
+  }
+
+  // By what O is to be multiplied at the end.
+  JETRL_DEVICE float last() const {
+    float sum = sm90::add_ftz(row_sum, sm90::shuffle_xor(row_sum, 2));
+    sum = sm90::add_ftz(sum, sm90::shuffle_xor(sum, 1));
+    const bool nothing = sum == 0.0f || sum != sum;
+    return nothing ? 0.0f : sm90::reciprocal_about(sum);
+  }
+};
+
+}  // namespace jetrl

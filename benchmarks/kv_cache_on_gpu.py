@@ -1,17 +1,18 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of a decode step over an FP8 KV cache, beside FlashAttention 3 over a BF16 cache; under 60 s.
+"""Attention of a decode step over an FP8 KV cache, beside FlashAttention 3 over a BF16 cache; under 90 s.
 
     PYTHONPATH=. python3 benchmarks/kv_cache_on_gpu.py --out benchmarks/results/kv_cache_h200.json
 
 One layer of the Qwen3-8B shape (32 query heads, 8 KV heads of 128), pages of 16 tokens in any order:
 
-- *fp8*: csrc/sm90_decode_attention.cu.
+- *fp8*: the native kernels, as a rollout calls them: with the cluster that choose_cluster says.
+- *fp8, C*: with C blocks for each request and KV head, csrc/sm90_decode_attention.cu or, above 1, its cluster's.
 - *bf16*: FlashAttention 3 as vLLM calls it, with ``num_splits=1``: a rollout with zero mismatch.
 - *bf16, any split*: as stock vLLM calls it.
 
-The first two must have the same bits. Beside times: bytes of the tokens that a call reads, per second, against a copy's
-rate on the same machine (bytes read and written). Exit code 1 if bits differ.
+All but the last must have the same bits. Beside times: bytes of the tokens that a call reads, per second, against a
+copy's rate on the same machine (bytes read and written). Exit code 1 if bits differ.
 """
 
 import argparse
@@ -24,6 +25,8 @@ import torch
 from rich.console import Console
 
 from jetrl_verl import kernels, reference
+from jetrl_verl.kernels.decode_attention import CLUSTERS, choose_cluster, native_decode_attention
+from jetrl_verl.kernels.native import Plan
 from jetrl_verl.tools.bench import BenchError
 from jetrl_verl.tools.bench.machine import this_machine
 from jetrl_verl.tools.bench.report import Result
@@ -31,7 +34,7 @@ from jetrl_verl.tools.bench.report import Result
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 BLOCK_SIZE = 16
 SCALE = HEAD_DIM**-0.5
-CASES = ((64, 4096), (32, 16384), (8, 32768), (256, 384))
+CASES = ((64, 4096), (32, 16384), (8, 32768), (1, 32768), (256, 384))
 """Requests and tokens of each."""
 PAGES_AT_ONCE = 4096
 
@@ -56,6 +59,11 @@ def flash_attention(q, cache, lengths, table, longest: int, num_splits: int) -> 
     )
 
 
+def by_clusters(cluster: int, *call) -> torch.Tensor:
+    native_decode_attention(*call, plan=Plan(cluster=cluster))
+    return call[-1]
+
+
 def contenders(requests: int, tokens: int, device: torch.device) -> dict[str, Callable[[], torch.Tensor]]:
     """The calls over the same tokens, in caches of their own that hold the same numbers."""
     torch.manual_seed(requests)
@@ -72,9 +80,11 @@ def contenders(requests: int, tokens: int, device: torch.device) -> dict[str, Ca
         kernels.write_kv(k, v, fp8, slots)
         for i, seen in enumerate(kernels.quantize_kv(k, v)[1:]):
             bf16[some, i] = seen.view(-1, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
-    decode = partial(kernels.decode_attention, q, fp8, lengths, table, SCALE, torch.empty_like(q))
+    call = (q, fp8, lengths, table, SCALE, torch.empty_like(q))
     flash = partial(flash_attention, q, bf16, lengths, table, tokens)
-    return {"fp8": decode, "bf16": partial(flash, 1), "bf16, any split": partial(flash, 0)}
+    fixed = {f"fp8, {c}": partial(by_clusters, c, *call) for c in CLUSTERS}
+    decode = partial(kernels.decode_attention, *call)
+    return {"fp8": decode, "bf16": partial(flash, 1), "bf16, any split": partial(flash, 0)} | fixed
 
 
 def main() -> int:
@@ -82,26 +92,31 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    console = Console(width=160)
+    console = Console(width=200)
     try:
         machine = this_machine(args.repeats)
     except BenchError as error:
         console.print(f"{error}")
         return 2
     result = Result(args.out, {"command": "kv_cache", **machine.facts(), "records": []})
-    same = True
+    same, multiprocessors = True, torch.cuda.get_device_properties(machine.device).multi_processor_count
     for requests, tokens in CASES:
         calls = contenders(requests, tokens, machine.device)
-        equal = torch.equal(*(calls[name]().view(torch.int16) for name in ("fp8", "bf16")))
+        want = calls["bf16"]().view(torch.int16)
+        equal = all(torch.equal(call().view(torch.int16), want) for name, call in calls.items() if "fp8" in name)
         same &= equal
         times = machine.timer.interleaved({name: [call] for name, call in calls.items()})
         read = requests * tokens * KV_HEADS * 2 * (HEAD_DIM + 1)
         us = {name: spread._asdict() for name, spread in times.items()}
-        record = {"requests": requests, "tokens": tokens, "us": us, "same_bits": equal, "fp8_bytes": read}
+        chosen = choose_cluster(requests * KV_HEADS, multiprocessors)
+        record = {"requests": requests, "tokens": tokens, "cluster": chosen}
+        record |= {"us": us, "same_bits": equal, "fp8_bytes": read}
         result["records"].append(record)
-        ours, theirs, any_split = (times[name].median for name in calls)
+        ours, theirs, any_split = (times[name].median for name in ("fp8", "bf16", "bf16, any split"))
+        of_clusters = ", ".join(f"{times[f'fp8, {c}'].median:.1f}" for c in CLUSTERS)
         console.print(
-            f"{requests} x {tokens}: fp8 {ours:.1f} us, bf16 {theirs:.1f} us, any split {any_split:.1f} us |",
+            f"{requests} x {tokens}: fp8 {ours:.1f} us (cluster {chosen}; of 1, 2, 4, 8: {of_clusters}),",
+            f"bf16 {theirs:.1f} us, any split {any_split:.1f} us |",
             f"{ours / theirs:.3f} of bf16, {ours / any_split:.3f} of any split;",
             f"{read / ours / 1e6:.2f} TB/s, a copy's {machine.bandwidth / 1e12:.2f}; same bits: {equal}",
         )

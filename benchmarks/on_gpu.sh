@@ -34,7 +34,8 @@ sanitizer() {  # memory, then races, a small call of every kernel each; races in
         JETRL_NATIVE_DEBUG=$debug compute-sanitizer --tool "$tool" --error-exitcode 9 \
             --target-processes application-only python3 -m pytest --gpu=only -q -k sanitizer \
             tests/kernels/test_native_gemm_on_gpu.py tests/kernels/test_native_qdata_on_gpu.py \
-            tests/kernels/test_fused_quantizers_on_gpu.py tests/kernels/test_experts_on_gpu.py || return
+            tests/kernels/test_fused_quantizers_on_gpu.py tests/kernels/test_experts_on_gpu.py \
+            tests/kernels/test_kv_cache_on_gpu.py || return
     done
 }
 sustained() {  # 80 s a shape
@@ -89,7 +90,7 @@ part 200 mlp python3 benchmarks/gated_mlp_on_gpu.py --out "$out/mlp.json"
 part 200 ranks python3 benchmarks/ranks_on_gpu.py --out "$out/ranks.json"
 part 300 products python3 benchmarks/experts_gemm_on_gpu.py --out "$out/products.json"
 part 300 cachetests bash -c 'test_files tests/kernels/test_kv_cache_on_gpu.py'
-part 120 cache python3 benchmarks/kv_cache_on_gpu.py --out "$out/cache.json"
+part 180 cache python3 benchmarks/kv_cache_on_gpu.py --out "$out/cache.json"
 part 300 quant python3 -m jetrl_verl.cli bench quant --rules fp32,pow2 --out "$out/quant.json"
 part 600 full python3 -m jetrl_verl.cli bench gemm --full --out "$out/full.json"
 part 300 exact python3 benchmarks/mismatch.py --rollouts exact,exact-stressed --folder "$out/warm" --out "$out/exact.json"

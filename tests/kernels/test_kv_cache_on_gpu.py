@@ -12,7 +12,8 @@ import torch
 
 from jetrl_verl import kernels, reference
 from jetrl_verl.kernels import dispatch, vllm_kernels
-from jetrl_verl.kernels.decode_attention import chunk_attention
+from jetrl_verl.kernels.decode_attention import CLUSTERS, chunk_attention, native_decode_attention
+from jetrl_verl.kernels.native import Plan
 from jetrl_verl.sync.operations_probe import stated_operations, token_by_token
 
 SCALE = 128**-0.5
@@ -84,11 +85,14 @@ class Requests:
             fa_version=3,
         )
 
-    def decode(self, backend: str = "native") -> torch.Tensor:
+    def decode(self, backend: str = "native", **plan) -> torch.Tensor:
         out = torch.full_like(self.q, torch.nan)
         run = dispatch.implementation("decode_attention", backend)
-        run(self.q, self.cache, self.lengths, self.table, SCALE, out)
+        run(self.q, self.cache, self.lengths, self.table, SCALE, out, **plan)
         return out
+
+    def by_clusters(self, cluster: int) -> torch.Tensor:
+        return self.decode(plan=Plan(cluster=cluster))
 
 
 def different(got: torch.Tensor, want: torch.Tensor) -> int:
@@ -146,6 +150,31 @@ def test_many_requests_so_that_the_last_bit_of_a_sum_shows():
     assert different(requests.decode(), requests.flash_attention(requests.q)) == 0
 
 
+@pytest.mark.parametrize("cluster", CLUSTERS[1:])
+@pytest.mark.parametrize("change", [plain, of_every_size])
+@pytest.mark.parametrize("lengths", [[1], [128], [127, 129, 300, 1], [4096] * 8, [16384], [1, 5000, 17, 32768, 2048]])
+def test_blocks_of_a_cluster_have_the_bits_of_one(lengths, change, cluster):
+    requests = Requests(lengths, change=change)
+    want = requests.by_clusters(1)
+    for _ in range(5):
+        assert different(requests.by_clusters(cluster), want) == 0
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS[1:])
+@pytest.mark.parametrize(("group", "block_size"), [(1, 16), (2, 48), (4, 64), (5, 32), (7, 256), (8, 16)])
+def test_shapes_by_clusters(group, block_size, cluster):
+    requests = Requests(torch.randint(1, 3000, (40,)), group=group, block_size=block_size, seed=group)
+    got = requests.by_clusters(cluster)
+    assert different(got, requests.by_clusters(1)) == 0
+    assert different(got, requests.flash_attention(requests.q)) == 0
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS[1:])
+def test_many_more_clusters_than_run_at_once(cluster):
+    requests = Requests(torch.randint(1, 700, (1024,)), seed=cluster)
+    assert different(requests.by_clusters(cluster), requests.flash_attention(requests.q)) == 0
+
+
 @pytest.mark.parametrize("heads", [(32, 8), (16, 8), (8, 8)])
 def test_decode_gives_what_the_trainer_computes_for_whole_sequences(heads):
     """Every token of four sequences as a decode step of its own, and the sequences packed."""
@@ -179,20 +208,23 @@ def test_the_path_without_the_library_has_the_same_bits():
     assert different(requests.decode("flash_attention_3"), requests.decode()) == 0
 
 
-def test_in_a_cuda_graph_with_padded_requests():
-    requests = Requests([700, 33, 5, 1])
-    want = requests.decode()
+@pytest.mark.parametrize("plan", [None, *(Plan(cluster=c) for c in CLUSTERS)])
+def test_in_a_cuda_graph_with_padded_requests(plan):
+    requests = Requests([700, 2500, 5, 1])
     out = torch.empty_like(requests.q)
     lengths = requests.lengths.clone()
     call = (requests.q, requests.cache, lengths, requests.table, SCALE, out)
-    kernels.decode_attention(*call)
+    native_decode_attention(*call, plan=plan)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernels.decode_attention(*call)
-    lengths[2:] = 0
-    out.fill_(torch.nan)
-    graph.replay()
-    assert different(out[:2], want[:2]) == 0 and (out[2:] == 0).all()
+        native_decode_attention(*call, plan=plan)
+    for held in ([700, 2500, 0, 0], [1, 129, 5, 0], [0, 2049, 0, 1]):
+        requests.lengths.copy_(torch.tensor(held))
+        lengths.copy_(requests.lengths)
+        out.fill_(torch.nan)
+        graph.replay()
+        some = torch.tensor(held) > 0
+        assert different(out[some], requests.by_clusters(1)[some]) == 0 and (out[~some] == 0).all()
 
 
 def test_the_probe_of_decode_against_prefill_holds():
@@ -217,4 +249,5 @@ def test_small_calls_for_the_sanitizer():
     assert vllm_kernels.no_flash_attention_3() is None
     for lengths, group, block_size in (([300, 1, 16], 4, 16), ([129], 8, 64)):
         requests = Requests(lengths, group, 2, block_size)
-        assert requests.decode().isfinite().all()
+        for cluster in CLUSTERS:
+            assert requests.by_clusters(cluster).isfinite().all()

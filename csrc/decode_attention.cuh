@@ -41,6 +41,12 @@ void decode_attention_in_clusters(const DecodeAttentionParams& params, int pairs
 // The upper byte of each half, E4M3, as BF16 times 2^-120.
 JETRL_DEVICE uint32_t shifted(uint32_t halves) { return (halves & 0x80008000u) | (halves >> 4 & 0x07F007F0u); }
 
+// The same of byte b of two words: between them stands the lower one's sign, which the shift brings to its place.
+JETRL_DEVICE uint32_t shifted_pair(uint32_t low, uint32_t high, int b) {
+  const uint32_t selector = uint32_t(b * 0x0011 + (8 + b) * 0x0100 + (b + 4) * 0x1000);
+  return uint32_t(int32_t(sm90::permute_bytes_and_signs(low, high, selector)) >> 4) & 0x87F087F0u;
+}
+
 // Two keys' scales in the halves of a word -> the powers of two by which shifted() is to be multiplied, as BF16: right
 // for scales up to 2^7, which is nearly all. Others, NaN's 255 among them, have a second factor.
 constexpr int kLargeScale = 134;
@@ -113,52 +119,66 @@ JETRL_DEVICE void compute_two_units(float (&d)[2][4], const uint8_t* units, cons
 
 // ---- softmax -------------------------------------------------------------------------------------------------------
 
-// Of the query of lane 4q + t, whose scores of a block of keys are those of columns 2t and 2t + 1 of each eight.
-struct OnlineSoftmax {
-  float row_max = 0, row_sum = 0;
+// Lane 4q + t has of query q, of a block of keys, columns 2t and 2t + 1 of each eight. A maximum has no order.
+JETRL_DEVICE float largest_score(const float (&s)[32]) {
+  float largest[4];
+#pragma unroll
+  for (int j = 0; j < 32; ++j) largest[j % 4] = j < 4 ? s[j] : sm90::larger_ftz(s[j], largest[j % 4]);
+  return sm90::larger_ftz(sm90::larger_ftz(largest[0], largest[1]), sm90::larger_ftz(largest[2], largest[3]));
+}
 
-  // Scores to P, pairs of BF16 numbers; returns by what O so far is to be multiplied. Of the first block `left` keys
-  // exist from the lane's first on.
-  JETRL_DEVICE float step(uint32_t (&words)[16], float (&s)[32], bool is_first, int left, float scale_log2) {
-    if (is_first) {
+// Of the first block `left` keys exist, counted from the lane's first: the others have no score.
+JETRL_DEVICE void mask_scores(float (&s)[32], int left) {
 #pragma unroll
-      for (int j = 0; j < 32; ++j) {
-        if (8 * (j / 2) + j % 2 >= left) s[j] = -INFINITY;
-      }
-    }
-    float largest[4];  // a maximum has no order
-#pragma unroll
-    for (int j = 0; j < 32; ++j) largest[j % 4] = j < 4 ? s[j] : sm90::larger_ftz(s[j], largest[j % 4]);
-    float highest = sm90::larger_ftz(sm90::larger_ftz(largest[0], largest[1]), sm90::larger_ftz(largest[2], largest[3]));
-    if (!is_first) highest = sm90::larger_ftz(highest, row_max);
-    highest = sm90::larger_ftz(highest, sm90::shuffle_xor(highest, 2));
-    highest = sm90::larger_ftz(highest, sm90::shuffle_xor(highest, 1));
-    const float rescale =
-        is_first ? 1.0f : sm90::exp2_about(sm90::multiply_ftz(sm90::add_ftz(row_max, -highest), scale_log2));
-    row_max = highest;
-    const float shift = highest == -INFINITY ? 0.0f : sm90::multiply_ftz(highest, scale_log2);
-#pragma unroll
-    for (int j = 0; j < 16; ++j) {
-      const float p0 = sm90::exp2_about(sm90::multiply_add_ftz(s[2 * j], scale_log2, -shift));
-      const float p1 = sm90::exp2_about(sm90::multiply_add_ftz(s[2 * j + 1], scale_log2, -shift));
-      if (j > 0) {
-        row_sum = sm90::add_ftz(row_sum, p0);
-      } else {
-        row_sum = is_first ? p0 : sm90::multiply_add_ftz(rescale, row_sum, p0);
-      }
-      row_sum = sm90::add_ftz(row_sum, p1);
-      words[j] = sm90::pack_bf16(p0, p1);
-    }
-    return rescale;
+  for (int j = 0; j < 32; ++j) {
+    if (8 * (j / 2) + j % 2 >= left) s[j] = -INFINITY;
   }
+}
 
-  // By what O is to be multiplied at the end.
-  JETRL_DEVICE float last() const {
-    float sum = sm90::add_ftz(row_sum, sm90::shuffle_xor(row_sum, 2));
-    sum = sm90::add_ftz(sum, sm90::shuffle_xor(sum, 1));
-    const bool nothing = sum == 0.0f || sum != sum;
-    return nothing ? 0.0f : sm90::reciprocal_about(sum);
+JETRL_DEVICE float largest_of_quad(float highest) {
+  highest = sm90::larger_ftz(highest, sm90::shuffle_xor(highest, 2));
+  return sm90::larger_ftz(highest, sm90::shuffle_xor(highest, 1));
+}
+
+// By what O and the sum so far are to be multiplied where the maximum grows.
+JETRL_DEVICE float rescaling(float before, float highest, float scale_log2) {
+  return sm90::exp2_about(sm90::multiply_ftz(sm90::add_ftz(before, -highest), scale_log2));
+}
+
+// Scores to P.
+JETRL_DEVICE void exponentiate(float (&s)[32], float highest, float scale_log2) {
+  const float shift = highest == -INFINITY ? 0.0f : sm90::multiply_ftz(highest, scale_log2);
+#pragma unroll
+  for (int j = 0; j < 32; ++j) s[j] = sm90::exp2_about(sm90::multiply_add_ftz(s[j], scale_log2, -shift));
+}
+
+// A lane's sum with a block's P.
+JETRL_DEVICE float add_to_sum(float sum, float rescale, const float (&p)[32], bool is_first) {
+  sum = is_first ? p[0] : sm90::multiply_add_ftz(rescale, sum, p[0]);
+#pragma unroll
+  for (int j = 1; j < 32; ++j) sum = sm90::add_ftz(sum, p[j]);
+  return sum;
+}
+
+// As operands of the tensor cores: words 4j .. 4j + 3 of lane l lie in the l-th 16 bytes of the j-th 512.
+JETRL_DEVICE void pack_probabilities(uint32_t (&words)[16], const float (&p)[32]) {
+#pragma unroll
+  for (int j = 0; j < 16; ++j) words[j] = sm90::pack_bf16(p[2 * j], p[2 * j + 1]);
+}
+JETRL_DEVICE void store_probabilities(uint8_t* to, const uint32_t (&words)[16]) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    reinterpret_cast<uint4*>(to)[32 * j + sm90::own_lane()] =
+        uint4{words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]};
   }
-};
+}
+
+// By what O is to be multiplied at the end.
+JETRL_DEVICE float last_rescaling(float sum) {
+  sum = sm90::add_ftz(sum, sm90::shuffle_xor(sum, 2));
+  sum = sm90::add_ftz(sum, sm90::shuffle_xor(sum, 1));
+  const bool nothing = sum == 0.0f || sum != sum;
+  return nothing ? 0.0f : sm90::reciprocal_about(sum);
+}
 
 }  // namespace jetrl

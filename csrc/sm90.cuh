@@ -399,6 +399,13 @@ JETRL_DEVICE uint32_t encode_four(float a, float b, float c, float d) {
 // Byte i of the result is the byte of b:a (a the lower four) that nibble i of the selector names.
 JETRL_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
 
+// The same; where a nibble is 8 more, all bits of its byte are the sign of the one that it names.
+JETRL_DEVICE uint32_t permute_bytes_and_signs(uint32_t a, uint32_t b, uint32_t selector) {
+  uint32_t r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
+  return r;
+}
+
 // The larger of `a` and |b|, NaN where one of them is.
 JETRL_DEVICE float larger_magnitude(float a, float b) {
   float larger;

@@ -83,7 +83,7 @@ JETRL_DEVICE void compute_softmax(const DecodeAttentionParams& p, uint8_t* memor
                                   int length) {
   const int lane = sm90::own_lane(), query = lane / 4, t = lane % 4;
   float* factors = reinterpret_cast<float*>(memory + Shape::kFactorsAt);
-  OnlineSoftmax softmax;
+  float row_max = 0, row_sum = 0;
 #pragma unroll 1
   for (int i = 0; i < blocks; ++i) {
     const int ring = i & 1;
@@ -98,18 +98,23 @@ JETRL_DEVICE void compute_softmax(const DecodeAttentionParams& p, uint8_t* memor
     }
     sm90::sync_warp();
     if (sm90::elect_one()) sm90::barrier_arrive(barriers.scores_empty(ring));
+    if (i == 0) mask_scores(s, length - (blocks - 1) * Shape::kKeys - 2 * t);
+    float highest = largest_score(s);
+    if (i > 0) highest = sm90::larger_ftz(highest, row_max);
+    highest = largest_of_quad(highest);
+    const float rescale = i == 0 ? 1.0f : rescaling(row_max, highest, p.scale_log2);
+    row_max = highest;
+    exponentiate(s, highest, p.scale_log2);
+    row_sum = add_to_sum(row_sum, rescale, s, i == 0);
     uint32_t words[16];
-    const int left = length - (blocks - 1) * Shape::kKeys - 2 * t;
-    const float rescale = softmax.step(words, s, i == 0, left, p.scale_log2);
+    pack_probabilities(words, s);
     if (i >= 2) sm90::barrier_wait(barriers.p_empty(ring), ((i >> 1) - 1) & 1, "p_empty", ring);
-    uint4* to = reinterpret_cast<uint4*>(memory + Shape::kProbabilitiesAt + ring * Shape::kProbabilities) + lane;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) to[32 * j] = uint4{words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]};
+    store_probabilities(memory + Shape::kProbabilitiesAt + ring * Shape::kProbabilities, words);
     if (t == 0) factors[ring * kQueries + query] = rescale;
     sm90::sync_warp();
     if (sm90::elect_one()) sm90::barrier_arrive(barriers.p_full(ring));
   }
-  const float inverse = softmax.last();
+  const float inverse = last_rescaling(row_sum);
   const int ring = blocks & 1;
   if (blocks >= 2) sm90::barrier_wait(barriers.p_empty(ring), ((blocks >> 1) - 1) & 1, "p_empty", ring);
   if (t == 0) factors[ring * kQueries + query] = inverse;

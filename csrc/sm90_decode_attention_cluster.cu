@@ -9,8 +9,9 @@
 // scales in front; of values it brings its own 128 / C features. The softmax, whose order is one chain over all keys, is
 // computed by each block for itself from the same scores.
 //
-// Warps 0..3: scores of two units of 16 keys each. Then 8 / C: 16 features of O each. Then softmax, lane 4q + t of query
-// q, and what values are to be multiplied by. Then copies of keys, then of values. Between them: rings of keys, of
+// Warps 0..3: scores of two units of 16 keys each. Then 8 / C: 16 features of O each. Then two of softmax, lane 4q + t of
+// query q, and of what values are to be multiplied by: of every second block each, between which the maximum is handed
+// over before P is computed, and the sum behind it. Then copies of keys, then of values. Between them: rings of keys, of
 // values, of scores (a multiple of C long, so that a place in it has one owner, for whose next scores every block makes
 // it free), two of P. No block leaves before all have what it sends.
 
@@ -22,7 +23,7 @@ namespace {
 template <int kBlocks>
 struct ClusterShape {
   static constexpr int kScoreWarps = 4, kOutputWarps = 8 / kBlocks;
-  static constexpr int kSoftmaxWarp = kScoreWarps + kOutputWarps, kKeyWarp = kSoftmaxWarp + 1, kValueWarp = kKeyWarp + 1;
+  static constexpr int kSoftmaxWarp = kScoreWarps + kOutputWarps, kKeyWarp = kSoftmaxWarp + 2, kValueWarp = kKeyWarp + 1;
   static constexpr int kThreads = 32 * (kValueWarp + 1);
   // Of a unit: what comes with its keys, and a block's values.
   static constexpr int kKeyUnit = CacheUnit::kValues, kValueUnit = CacheUnit::kMatrix / kBlocks;
@@ -37,14 +38,18 @@ struct ClusterShape {
   static constexpr int kFactors = kQueries * kKeysOfABlock * 2, kScales = kFactors + 4 * kFactorRow * 4;
   static constexpr int kRescale = kScales + kKeysOfABlock, kLarge = kRescale + kQueries * 4;
   static constexpr int kProbabilities = kLarge + 16;
+  static constexpr int kHandedOver = (kQueries + 32) * 4;  // by a softmax warp: maxima of queries, sums of lanes
 
   static constexpr int kValuesAt = kKeyStages * kKeyStage;
   static constexpr int kScoresAt = kValuesAt + kValueStages * kValueStage;
   static constexpr int kProbabilitiesAt = kScoresAt + kPlaces * kScores;
-  static constexpr int kBarriersAt = kProbabilitiesAt + 2 * kProbabilities;
-  static constexpr int kBytes = kBarriersAt + 8 * (2 * (kKeyStages + kValueStages + kPlaces) + 4);
+  static constexpr int kHandedOverAt = kProbabilitiesAt + 2 * kProbabilities;
+  static constexpr int kBarriersAt = kHandedOverAt + 2 * kHandedOver;
+  static constexpr int kBytes = kBarriersAt + 8 * (2 * (kKeyStages + kValueStages + kPlaces) + 8);
   static_assert(kPlaces % kBlocks == 0 && kBytes <= 114 * 1024 - 1024, "two blocks on a multiprocessor");
 };
+
+constexpr int kMoreThanHalf = 116 * 1024;  // of a multiprocessor's shared memory
 
 template <class Shape>
 struct ClusterBarriers {
@@ -58,6 +63,8 @@ struct ClusterBarriers {
   JETRL_DEVICE uint32_t scores_empty(int place) const { return scores_full(Shape::kPlaces + place); }
   JETRL_DEVICE uint32_t p_full(int i) const { return scores_full(2 * Shape::kPlaces + i); }
   JETRL_DEVICE uint32_t p_empty(int i) const { return p_full(2 + i); }
+  JETRL_DEVICE uint32_t max_full(int i) const { return p_full(4 + i); }
+  JETRL_DEVICE uint32_t sum_full(int i) const { return p_full(6 + i); }
 
   JETRL_DEVICE void init(int blocks_of_cluster, int rank) const {
     for (int stage = 0; stage < Shape::kKeyStages; ++stage) {
@@ -76,6 +83,8 @@ struct ClusterBarriers {
     for (int i = 0; i < 2; ++i) {
       sm90::barrier_init(p_full(i), 1);
       sm90::barrier_init(p_empty(i), Shape::kOutputWarps);
+      sm90::barrier_init(max_full(i), 1);
+      sm90::barrier_init(sum_full(i), 1);
     }
     sm90::fence_barrier_init();
   }
@@ -137,12 +146,16 @@ JETRL_DEVICE void compute_scores(const DecodeAttentionParams& p, uint8_t* memory
 
 template <int kBlocks, class Shape = ClusterShape<kBlocks>>
 JETRL_DEVICE void compute_softmax(const DecodeAttentionParams& p, uint8_t* memory,
-                                  const ClusterBarriers<Shape>& barriers, int blocks, int length, int rank) {
-  const int lane = sm90::own_lane(), query = lane / 4, t = lane % 4;
-  OnlineSoftmax softmax;
+                                  const ClusterBarriers<Shape>& barriers, int blocks, int length, int rank, int warp) {
+  const int lane = sm90::own_lane(), query = lane / 4, t = lane % 4, other = warp ^ 1;
+  const int left = length - (blocks - 1) * kKeysOfABlock;
+  float* mine = reinterpret_cast<float*>(memory + Shape::kHandedOverAt + warp * Shape::kHandedOver);
+  const float* theirs = reinterpret_cast<const float*>(memory + Shape::kHandedOverAt + other * Shape::kHandedOver);
+  uint8_t* to = memory + Shape::kProbabilitiesAt + warp * Shape::kProbabilities;
+  float row_sum = 0;
 #pragma unroll 1
-  for (int i = 0; i < blocks; ++i) {
-    const int ring = i & 1, place = i % Shape::kPlaces, owner = i % kBlocks;
+  for (int i = warp; i < blocks; i += 2) {
+    const int place = i % Shape::kPlaces, owner = i % kBlocks, handed = (i - 1) >> 1 & 1;
     if (owner != rank && sm90::elect_one()) {
       sm90::barrier_arrive_expect(barriers.scores_full(place), Shape::kScoreWarps * part_bytes<Shape>(p.group));
     }
@@ -152,8 +165,7 @@ JETRL_DEVICE void compute_softmax(const DecodeAttentionParams& p, uint8_t* memor
 #pragma unroll
     for (int j = 0; j < 16; ++j) {
       const uint8_t* at = parts + j / 4 * Shape::kPart + Shape::kPartKeys;
-      const float2 two =
-          *reinterpret_cast<const float2*>(at + 4 * (query * Shape::kScoreRow + 2 * t + 8 * (j % 4)));
+      const float2 two = *reinterpret_cast<const float2*>(at + 4 * (query * Shape::kScoreRow + 2 * t + 8 * (j % 4)));
       s[2 * j] = two.x, s[2 * j + 1] = two.y;
     }
     uint32_t scales = word_at(parts + lane / 8 * Shape::kPart + lane % 8 * 4);  // of keys 4 lane ..
@@ -162,25 +174,33 @@ JETRL_DEVICE void compute_softmax(const DecodeAttentionParams& p, uint8_t* memor
     if (i + Shape::kPlaces < blocks && sm90::elect_one()) {
       sm90::barrier_arrive_in_cluster(sm90::address_in_cluster(barriers.scores_empty(place), owner));
     }
-    const int left = length - (blocks - 1) * kKeysOfABlock;
-    if (i == 0) {  // P is 0 for keys behind the last, whose bytes may be anything: a scale among them is replaced
+    if (i == 0) {
+      mask_scores(s, left - 2 * t);
+      // P is 0 for keys behind the last, whose bytes may be anything: a scale among them is replaced.
 #pragma unroll
       for (int b = 0; b < 4; ++b) {
         if (4 * lane + b >= left) scales = (scales & ~(0xFFu << 8 * b)) | 127u << 8 * b;
       }
     }
-    uint32_t words[16];
-    const float rescale = softmax.step(words, s, i == 0, left - 2 * t, p.scale_log2);
     const uint32_t pairs[2] = {sm90::permute_bytes(scales, 0, 0x4140), sm90::permute_bytes(scales, 0, 0x4342)};
     const bool large = sm90::count_true((larger_scales(pairs[0]) | larger_scales(pairs[1])) != 0) != 0;
 
-    if (i >= 2) sm90::barrier_wait(barriers.p_empty(ring), ((i >> 1) - 1) & 1, "p_empty", ring);
-    uint8_t* to = memory + Shape::kProbabilitiesAt + ring * Shape::kProbabilities;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      reinterpret_cast<uint4*>(to)[32 * j + lane] =
-          uint4{words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]};
+    float highest = largest_of_quad(largest_score(s)), before = 0;
+    if (i > 0) {
+      sm90::barrier_wait(barriers.max_full(other), handed, "max_full", other);
+      before = theirs[query];
+      highest = sm90::larger_ftz(highest, before);
     }
+    if (t == 0) mine[query] = highest;
+    sm90::sync_warp();
+    if (sm90::elect_one()) sm90::barrier_arrive(barriers.max_full(warp));
+
+    const float rescale = i == 0 ? 1.0f : rescaling(before, highest, p.scale_log2);
+    exponentiate(s, highest, p.scale_log2);
+    uint32_t words[16];
+    pack_probabilities(words, s);
+    if (i >= 2) sm90::barrier_wait(barriers.p_empty(warp), ((i >> 1) - 1) & 1, "p_empty", warp);
+    store_probabilities(to, words);
     uint32_t* factors = reinterpret_cast<uint32_t*>(to + Shape::kFactors);
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
@@ -191,15 +211,24 @@ JETRL_DEVICE void compute_softmax(const DecodeAttentionParams& p, uint8_t* memor
     if (t == 0) reinterpret_cast<float*>(to + Shape::kRescale)[query] = rescale;
     if (lane == 0) *reinterpret_cast<uint32_t*>(to + Shape::kLarge) = large;
     sm90::sync_warp();
-    if (sm90::elect_one()) sm90::barrier_arrive(barriers.p_full(ring));
+    if (sm90::elect_one()) sm90::barrier_arrive(barriers.p_full(warp));
+
+    if (i > 0) {
+      sm90::barrier_wait(barriers.sum_full(other), handed, "sum_full", other);
+      row_sum = theirs[kQueries + lane];
+    }
+    row_sum = add_to_sum(row_sum, rescale, s, i == 0);
+    mine[kQueries + lane] = row_sum;
+    sm90::sync_warp();
+    if (sm90::elect_one()) sm90::barrier_arrive(barriers.sum_full(warp));
   }
-  const float inverse = softmax.last();
-  const int ring = blocks & 1;
-  if (blocks >= 2) sm90::barrier_wait(barriers.p_empty(ring), ((blocks >> 1) - 1) & 1, "p_empty", ring);
-  uint8_t* to = memory + Shape::kProbabilitiesAt + ring * Shape::kProbabilities;
+  if (warp != (blocks - 1) % 2) return;  // the last block's has all of the sum
+  const float inverse = last_rescaling(row_sum);
+  if (blocks >= 2) sm90::barrier_wait(barriers.p_empty(other), ((blocks >> 1) - 1) & 1, "p_empty", other);
+  to = memory + Shape::kProbabilitiesAt + other * Shape::kProbabilities;
   if (t == 0) reinterpret_cast<float*>(to + Shape::kRescale)[query] = inverse;
   sm90::sync_warp();
-  if (sm90::elect_one()) sm90::barrier_arrive(barriers.p_full(ring));
+  if (sm90::elect_one()) sm90::barrier_arrive(barriers.p_full(other));
 }
 
 // ---- output --------------------------------------------------------------------------------------------------------
@@ -236,8 +265,7 @@ JETRL_DEVICE void add_chunk(float (&d)[4], const uint8_t* values, const uint8_t*
         const uint32_t w1 = *reinterpret_cast<const uint16_t*>(second + at);
 #pragma unroll
         for (int b = 0; b < 2; ++b) {
-          const uint32_t selector = uint32_t(b * 0x0011 + (b + 4) * 0x1100);
-          a[2 * k + b] = sm90::multiply_pair(shifted(sm90::permute_bytes(w0, w1, selector)), f[k]);
+          a[2 * k + b] = sm90::multiply_pair(shifted_pair(w0, w1, b), f[k]);
           if (kLarge) a[2 * k + b] = sm90::multiply_pair(a[2 * k + b], more[k]);
         }
       }
@@ -380,8 +408,8 @@ JETRL_KERNEL void __launch_bounds__(ClusterShape<kBlocks>::kThreads, 2)
     compute_scores<kBlocks>(p, memory, barriers, q, blocks, rank, warp);
   } else if (warp < Shape::kSoftmaxWarp) {
     compute_output<kBlocks>(p, memory, barriers, out, blocks, rank, warp - Shape::kScoreWarps);
-  } else if (warp == Shape::kSoftmaxWarp) {
-    compute_softmax<kBlocks>(p, memory, barriers, blocks, length, rank);
+  } else if (warp < Shape::kKeyWarp) {
+    compute_softmax<kBlocks>(p, memory, barriers, blocks, length, rank, warp - Shape::kSoftmaxWarp);
   } else if (warp == Shape::kKeyWarp) {
     copy_keys<kBlocks>(sm90::shared_address(memory), barriers, units, rank);
   } else {
@@ -393,8 +421,10 @@ JETRL_KERNEL void __launch_bounds__(ClusterShape<kBlocks>::kThreads, 2)
 template <int kBlocks>
 void start(const DecodeAttentionParams& params, int pairs, Stream stream) {
   using Shape = ClusterShape<kBlocks>;
-  launch<decode_attention_cluster_kernel<kBlocks>>(
-      Grid{pairs * kBlocks, kBlocks, Shape::kThreads, Shape::kBytes, stream}, params);
+  // Two that can have a multiprocessor each, which pairs of these always have room for, do not share one.
+  const bool alone = kBlocks == 2 && pairs * kBlocks <= multiprocessors();
+  const Grid grid{pairs * kBlocks, kBlocks, Shape::kThreads, alone ? kMoreThanHalf : Shape::kBytes, stream};
+  launch<decode_attention_cluster_kernel<kBlocks>>(grid, params);
 }
 
 }  // namespace

@@ -35,12 +35,12 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def choose_cluster(pairs: int, multiprocessors: int) -> int:
-    """Thread blocks for each of so many pairs of a request and a KV head: the most that run at once, two on a
-    multiprocessor; of eight, which a part of the GPU does not always have room for in twos, one.
+    """Thread blocks for each of so many pairs of a request and a KV head: two up to two blocks on a multiprocessor, more
+    where each has one to itself, since what blocks repeat of a request's softmax takes each other's issue slots.
 
     It depends on nothing that only the device knows, such as lengths: a CUDA graph keeps the choice.
     """
-    fits = [c for c in CLUSTERS if pairs * c <= multiprocessors * (2 if c < 8 else 1)]
+    fits = [c for c in CLUSTERS if pairs * c <= multiprocessors * (2 if c <= 2 else 1)]
     return max(fits, default=1)
 
 

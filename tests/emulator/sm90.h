@@ -180,6 +180,13 @@ inline uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
   for (int i = 0; i < 4; ++i) result |= uint32_t(bytes >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
   return result;
 }
+inline uint32_t permute_bytes_and_signs(uint32_t a, uint32_t b, uint32_t selector) {
+  uint32_t result = permute_bytes(a, b, selector);
+  for (int i = 0; i < 4; ++i) {
+    if (selector >> 4 * i & 8) result = (result & ~(0xFFu << 8 * i)) | (result >> 8 * i & 0x80 ? 0xFFu : 0u) << 8 * i;
+  }
+  return result;
+}
 inline float larger_magnitude(float a, float b) {
   if (std::isnan(a) || std::isnan(b)) return float_of(0x7FFFFFFF);
   return std::fmax(a, std::fabs(b));

@@ -10,6 +10,7 @@
 #include <cmath>
 
 #include "launch.h"
+#include "pipeline.cuh"
 #include "sm90.cuh"
 
 namespace jetrl {
@@ -35,6 +36,10 @@ struct DecodeAttentionParams {
   float scale_log2;
 };
 
+// Whether a lane arrives for its warp, behind its sync; how many do (kAllLanesRelease says why).
+constexpr int kArrivals = kAllLanesRelease ? 32 : 1;
+JETRL_DEVICE bool arrives() { return kAllLanesRelease || sm90::elect_one(); }
+
 // Two or more thread blocks, in a cluster, for each request and KV head (sm90_decode_attention_cluster.cu).
 void decode_attention_in_clusters(const DecodeAttentionParams& params, int pairs, int cluster, Stream stream);
 
@@ -56,7 +61,9 @@ JETRL_DEVICE uint32_t larger_scales(uint32_t scales) { return scales + 0x0079007
 JETRL_DEVICE uint32_t first_factor(uint32_t scale) {
   return scale == 255 ? 0x7FC0u : (scale > kLargeScale ? kLargeScale + 120u : scale + 120u) << 7;
 }
-JETRL_DEVICE uint32_t second_factor(uint32_t scale) { return (scale > kLargeScale ? scale - kLargeScale + 127 : 127) << 7; }
+JETRL_DEVICE uint32_t second_factor(uint32_t scale) {
+  return (scale > kLargeScale ? scale - kLargeScale + 127 : 127) << 7;
+}
 JETRL_DEVICE uint32_t first_factors(uint32_t scales) {
   return first_factor(scales & 0xFF) | first_factor(scales >> 16) << 16;
 }

@@ -220,8 +220,8 @@ JETRL_DEVICE void bulk_load(uint32_t to, const void* from, int bytes, uint32_t b
       : "memory");
 }
 
-// From this block's shared memory to the place that the cluster knows as `to` (address_in_cluster), `bytes` as above; they
-// count on the barrier of that block that the cluster knows as `barrier`. `from` is read until they have.
+// From this block's shared memory to the place that the cluster knows as `to` (address_in_cluster), `bytes` as above;
+// they count on the barrier of that block that the cluster knows as `barrier`. `from` is read until they have.
 JETRL_DEVICE void bulk_copy_in_cluster(uint32_t to, uint32_t from, int bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "r"(from), "r"(bytes), "r"(barrier)

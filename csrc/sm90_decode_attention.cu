@@ -7,8 +7,8 @@
 //   S^T = K Q^T      16 keys a tile, features in groups of 16 ascending; then times the key's scale, which commutes
 //   O^T = V^T P^T    16 features a tile, keys in groups of 16 ascending; V is dequantized to BF16, which is exact
 // Keys go in blocks of 128 from the last to the first. Per block: maximum, P = 2^(S c - max c) by one fused operation,
-// four partial sums a query (columns 2t, 2t+1 modulo 8), the first addition fused with the rescaling, P rounded to BF16,
-// O rescaled, then O += P V. docs/log/kv_cache.md says what of this decides bits, and how it was read off.
+// four partial sums a query (columns 2t, 2t+1 modulo 8), the first addition fused with the rescaling, P rounded to
+// BF16, O rescaled, then O += P V. docs/log/kv_cache.md says what of this decides bits, and how it was read off.
 //
 // Warps 0..3: scores of two units of 16 keys each. 4..7: 32 features of O each. 8: softmax, lane 4q + t of query q.
 // 9: copies, a unit of 4,128 bytes a lane. Between them: a ring of key blocks, two of scores, two of P.
@@ -69,7 +69,7 @@ JETRL_DEVICE void compute_scores(const DecodeAttentionParams& p, uint8_t* memory
       to[8] = d[unit][2], to[Shape::kScoreRow + 8] = d[unit][3];
     }
     sm90::sync_warp();
-    if (sm90::elect_one()) {
+    if (arrives()) {
       sm90::barrier_arrive(barriers.scores_full(ring));
       sm90::barrier_arrive(barriers.empty(stage));
     }
@@ -97,7 +97,7 @@ JETRL_DEVICE void compute_softmax(const DecodeAttentionParams& p, uint8_t* memor
       s[2 * j] = two.x, s[2 * j + 1] = two.y;
     }
     sm90::sync_warp();
-    if (sm90::elect_one()) sm90::barrier_arrive(barriers.scores_empty(ring));
+    if (arrives()) sm90::barrier_arrive(barriers.scores_empty(ring));
     if (i == 0) mask_scores(s, length - (blocks - 1) * Shape::kKeys - 2 * t);
     float highest = largest_score(s);
     if (i > 0) highest = sm90::larger_ftz(highest, row_max);
@@ -112,14 +112,14 @@ JETRL_DEVICE void compute_softmax(const DecodeAttentionParams& p, uint8_t* memor
     store_probabilities(memory + Shape::kProbabilitiesAt + ring * Shape::kProbabilities, words);
     if (t == 0) factors[ring * kQueries + query] = rescale;
     sm90::sync_warp();
-    if (sm90::elect_one()) sm90::barrier_arrive(barriers.p_full(ring));
+    if (arrives()) sm90::barrier_arrive(barriers.p_full(ring));
   }
   const float inverse = last_rescaling(row_sum);
   const int ring = blocks & 1;
   if (blocks >= 2) sm90::barrier_wait(barriers.p_empty(ring), ((blocks >> 1) - 1) & 1, "p_empty", ring);
   if (t == 0) factors[ring * kQueries + query] = inverse;
   sm90::sync_warp();
-  if (sm90::elect_one()) sm90::barrier_arrive(barriers.p_full(ring));
+  if (arrives()) sm90::barrier_arrive(barriers.p_full(ring));
 }
 
 // ---- output --------------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ JETRL_DEVICE void compute_output(const DecodeAttentionParams& p, uint8_t* memory
       add_block<false>(d, block, words, Shape::kKeys, warp);
     }
     // Every lane has read all of it: the last unit's sync came behind its reads.
-    if (sm90::elect_one()) {
+    if (arrives()) {
       sm90::barrier_arrive(barriers.p_empty(ring));
       sm90::barrier_arrive(barriers.empty(stage));
     }
@@ -268,13 +268,13 @@ JETRL_KERNEL void __launch_bounds__(Shape::kThreads, 2)
   if (sm90::thread_index() == 0) {
     for (int stage = 0; stage < Shape::kStages; ++stage) {
       sm90::barrier_init(barriers.full(stage), 1);
-      sm90::barrier_init(barriers.empty(stage), Shape::kScoreWarps + Shape::kOutputWarps);
+      sm90::barrier_init(barriers.empty(stage), kArrivals * (Shape::kScoreWarps + Shape::kOutputWarps));
     }
     for (int i = 0; i < 2; ++i) {
-      sm90::barrier_init(barriers.scores_full(i), Shape::kScoreWarps);
-      sm90::barrier_init(barriers.scores_empty(i), 1);
-      sm90::barrier_init(barriers.p_full(i), 1);
-      sm90::barrier_init(barriers.p_empty(i), Shape::kOutputWarps);
+      sm90::barrier_init(barriers.scores_full(i), kArrivals * Shape::kScoreWarps);
+      sm90::barrier_init(barriers.scores_empty(i), kArrivals);
+      sm90::barrier_init(barriers.p_full(i), kArrivals);
+      sm90::barrier_init(barriers.p_empty(i), kArrivals * Shape::kOutputWarps);
     }
     sm90::fence_barrier_init();
   }

@@ -1,19 +1,18 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The attention of sm90_decode_attention.cu with 2, 4 or 8 blocks, a cluster, for each request and KV head: for calls
-// with fewer of these than the GPU holds blocks. The arithmetic and its order are the same, so the bits are.
+// The attention of sm90_decode_attention.cu with C = 2, 4 or 8 blocks, a cluster, for each request and KV head: for
+// calls with fewer of these than the GPU holds blocks. The arithmetic and its order are the same, so the bits are.
 //
-// Bytes are split evenly and each is brought once. Block r of a cluster of C brings the keys of every C-th block of 128
-// keys and computes their scores, which the copy engine sends to the other blocks' shared memory, with the values'
-// scales in front; of values it brings its own 128 / C features. The softmax, whose order is one chain over all keys, is
-// computed by each block for itself from the same scores.
+// Each byte is brought once. Block r brings the keys of every C-th block of 128 keys and computes their scores, which
+// the copy engine sends to the other blocks' shared memory, with the values' scales in front; of values it brings its
+// own 128 / C features. The softmax, one chain over all keys, each block computes for itself from the same scores.
 //
-// Warps 0..3: scores of two units of 16 keys each. Then 8 / C: 16 features of O each. Then two of softmax, lane 4q + t of
-// query q, and of what values are to be multiplied by: of every second block each, between which the maximum is handed
-// over before P is computed, and the sum behind it. Then copies of keys, then of values. Between them: rings of keys, of
-// values, of scores (a multiple of C long, so that a place in it has one owner, for whose next scores every block makes
-// it free), two of P. No block leaves before all have what it sends.
+// Warps 0..3: scores of two units of 16 keys each. Then 8 / C: 16 features of O each. Then two of softmax, lane 4q + t
+// of query q: each of every second block of keys; they hand over the maximum before P is computed, the sum behind it.
+// Then copies of keys, then of values. Between them: rings of keys, of values, of scores (a multiple of C long, so that
+// a place in it has one owner, for whose next scores every block makes it free), two of P. No block leaves before all
+// have what it sends.
 
 #include "decode_attention.cuh"
 
@@ -23,7 +22,8 @@ namespace {
 template <int kBlocks>
 struct ClusterShape {
   static constexpr int kScoreWarps = 4, kOutputWarps = 8 / kBlocks;
-  static constexpr int kSoftmaxWarp = kScoreWarps + kOutputWarps, kKeyWarp = kSoftmaxWarp + 2, kValueWarp = kKeyWarp + 1;
+  static constexpr int kSoftmaxWarp = kScoreWarps + kOutputWarps;
+  static constexpr int kKeyWarp = kSoftmaxWarp + 2, kValueWarp = kKeyWarp + 1;
   static constexpr int kThreads = 32 * (kValueWarp + 1);
   // Of a unit: what comes with its keys, and a block's values.
   static constexpr int kKeyUnit = CacheUnit::kValues, kValueUnit = CacheUnit::kMatrix / kBlocks;
@@ -33,7 +33,7 @@ struct ClusterShape {
   static constexpr int kPartKeys = 2 * CacheUnit::kKeys, kScoreRow = kPartKeys + 8;
   static constexpr int kPart = kPartKeys + kQueries * kScoreRow * 4;
   static constexpr int kPlaces = kBlocks < 4 ? 4 : kBlocks, kScores = kScoreWarps * kPart;
-  // P, what values are multiplied by (in rows of a lane of a quad), their scales, the rescaling, whether factors are two.
+  // P; what values are multiplied by, a row for each lane of a quad; their scales; the rescaling; if any is large.
   static constexpr int kFactorRow = 20;
   static constexpr int kFactors = kQueries * kKeysOfABlock * 2, kScales = kFactors + 4 * kFactorRow * 4;
   static constexpr int kRescale = kScales + kKeysOfABlock, kLarge = kRescale + kQueries * 4;
@@ -69,22 +69,22 @@ struct ClusterBarriers {
   JETRL_DEVICE void init(int blocks_of_cluster, int rank) const {
     for (int stage = 0; stage < Shape::kKeyStages; ++stage) {
       sm90::barrier_init(keys_full(stage), 1);
-      sm90::barrier_init(keys_empty(stage), Shape::kScoreWarps);
+      sm90::barrier_init(keys_empty(stage), kArrivals * Shape::kScoreWarps);
     }
     for (int stage = 0; stage < Shape::kValueStages; ++stage) {
       sm90::barrier_init(values_full(stage), 1);
-      sm90::barrier_init(values_empty(stage), Shape::kOutputWarps);
+      sm90::barrier_init(values_empty(stage), kArrivals * Shape::kOutputWarps);
     }
     for (int place = 0; place < Shape::kPlaces; ++place) {
       // The own warps that write here, or who says how many bytes come from another block.
-      sm90::barrier_init(scores_full(place), place % blocks_of_cluster == rank ? Shape::kScoreWarps : 1);
-      sm90::barrier_init(scores_empty(place), blocks_of_cluster);
+      sm90::barrier_init(scores_full(place), place % blocks_of_cluster == rank ? kArrivals * Shape::kScoreWarps : 1);
+      sm90::barrier_init(scores_empty(place), kArrivals * blocks_of_cluster);
     }
     for (int i = 0; i < 2; ++i) {
-      sm90::barrier_init(p_full(i), 1);
-      sm90::barrier_init(p_empty(i), Shape::kOutputWarps);
-      sm90::barrier_init(max_full(i), 1);
-      sm90::barrier_init(sum_full(i), 1);
+      sm90::barrier_init(p_full(i), kArrivals);
+      sm90::barrier_init(p_empty(i), kArrivals * Shape::kOutputWarps);
+      sm90::barrier_init(max_full(i), kArrivals);
+      sm90::barrier_init(sum_full(i), kArrivals);
     }
     sm90::fence_barrier_init();
   }
@@ -135,6 +135,8 @@ JETRL_DEVICE void compute_scores(const DecodeAttentionParams& p, uint8_t* memory
         sm90::bulk_copy_in_cluster(sm90::address_in_cluster(from, to), from, part_bytes<Shape>(p.group),
                                    sm90::address_in_cluster(barriers.scores_full(place), to));
       }
+    }
+    if (arrives()) {
       sm90::barrier_arrive(barriers.scores_full(place));
       sm90::barrier_arrive(barriers.keys_empty(stage));
     }
@@ -171,7 +173,7 @@ JETRL_DEVICE void compute_softmax(const DecodeAttentionParams& p, uint8_t* memor
     uint32_t scales = word_at(parts + lane / 8 * Shape::kPart + lane % 8 * 4);  // of keys 4 lane ..
     sm90::sync_warp();
     // Only where the owner waits for it, so that none comes to a block that has left.
-    if (i + Shape::kPlaces < blocks && sm90::elect_one()) {
+    if (i + Shape::kPlaces < blocks && arrives()) {
       sm90::barrier_arrive_in_cluster(sm90::address_in_cluster(barriers.scores_empty(place), owner));
     }
     if (i == 0) {
@@ -193,7 +195,7 @@ JETRL_DEVICE void compute_softmax(const DecodeAttentionParams& p, uint8_t* memor
     }
     if (t == 0) mine[query] = highest;
     sm90::sync_warp();
-    if (sm90::elect_one()) sm90::barrier_arrive(barriers.max_full(warp));
+    if (arrives()) sm90::barrier_arrive(barriers.max_full(warp));
 
     const float rescale = i == 0 ? 1.0f : rescaling(before, highest, p.scale_log2);
     exponentiate(s, highest, p.scale_log2);
@@ -211,7 +213,7 @@ JETRL_DEVICE void compute_softmax(const DecodeAttentionParams& p, uint8_t* memor
     if (t == 0) reinterpret_cast<float*>(to + Shape::kRescale)[query] = rescale;
     if (lane == 0) *reinterpret_cast<uint32_t*>(to + Shape::kLarge) = large;
     sm90::sync_warp();
-    if (sm90::elect_one()) sm90::barrier_arrive(barriers.p_full(warp));
+    if (arrives()) sm90::barrier_arrive(barriers.p_full(warp));
 
     if (i > 0) {
       sm90::barrier_wait(barriers.sum_full(other), handed, "sum_full", other);
@@ -220,7 +222,7 @@ JETRL_DEVICE void compute_softmax(const DecodeAttentionParams& p, uint8_t* memor
     row_sum = add_to_sum(row_sum, rescale, s, i == 0);
     mine[kQueries + lane] = row_sum;
     sm90::sync_warp();
-    if (sm90::elect_one()) sm90::barrier_arrive(barriers.sum_full(warp));
+    if (arrives()) sm90::barrier_arrive(barriers.sum_full(warp));
   }
   if (warp != (blocks - 1) % 2) return;  // the last block's has all of the sum
   const float inverse = last_rescaling(row_sum);
@@ -228,7 +230,7 @@ JETRL_DEVICE void compute_softmax(const DecodeAttentionParams& p, uint8_t* memor
   to = memory + Shape::kProbabilitiesAt + other * Shape::kProbabilities;
   if (t == 0) reinterpret_cast<float*>(to + Shape::kRescale)[query] = inverse;
   sm90::sync_warp();
-  if (sm90::elect_one()) sm90::barrier_arrive(barriers.p_full(other));
+  if (arrives()) sm90::barrier_arrive(barriers.p_full(other));
 }
 
 // ---- output --------------------------------------------------------------------------------------------------------
@@ -277,7 +279,8 @@ JETRL_DEVICE void add_chunk(float (&d)[4], const uint8_t* values, const uint8_t*
 
 template <int kBlocks, class Shape = ClusterShape<kBlocks>>
 JETRL_DEVICE void compute_output(const DecodeAttentionParams& p, uint8_t* memory,
-                                 const ClusterBarriers<Shape>& barriers, uint16_t* out, int blocks, int rank, int warp) {
+                                 const ClusterBarriers<Shape>& barriers, uint16_t* out, int blocks, int rank,
+                                 int warp) {
   const int lane = sm90::own_lane(), g = lane / 4, t = lane % 4;
   const int chunk = rank * Shape::kOutputWarps + warp;
   float d[4] = {};
@@ -300,7 +303,7 @@ JETRL_DEVICE void compute_output(const DecodeAttentionParams& p, uint8_t* memory
       add_chunk<Shape, false>(d, values, of_p, chunk % 2 != 0);
     }
     sm90::sync_warp();
-    if (sm90::elect_one()) {
+    if (arrives()) {
       sm90::barrier_arrive(barriers.p_empty(ring));
       sm90::barrier_arrive(barriers.values_empty(stage));
     }
@@ -348,7 +351,8 @@ JETRL_DEVICE void copy_keys(uint32_t memory, const ClusterBarriers<Shape>& barri
 #pragma unroll 1
   for (int i = rank; i < units.blocks; i += kBlocks) {
     const int next = lane < kUnitsOfABlock ? units.page(i + kBlocks, lane) : 0, held = units.held(i);
-    if (i >= kBlocks * Shape::kKeyStages) sm90::barrier_wait(barriers.keys_empty(stage), parity ^ 1, "keys_empty", stage);
+    const bool is_reused = i >= kBlocks * Shape::kKeyStages;
+    if (is_reused) sm90::barrier_wait(barriers.keys_empty(stage), parity ^ 1, "keys_empty", stage);
     sm90::sync_warp();
     if (sm90::elect_one()) sm90::barrier_arrive_expect(barriers.keys_full(stage), held * Shape::kKeyUnit);
     sm90::sync_warp();
@@ -437,7 +441,8 @@ void decode_attention_in_clusters(const DecodeAttentionParams& params, int pairs
   } else if (cluster == 8) {
     start<8>(params, pairs, stream);
   } else {
-    refuse("decode attention by clusters of " + std::to_string(cluster) + " blocks is not supported. Set 1, 2, 4 or 8.");
+    const std::string blocks = std::to_string(cluster);
+    refuse("decode attention by clusters of " + blocks + " blocks is not supported. Set 1, 2, 4 or 8.");
   }
 }
 

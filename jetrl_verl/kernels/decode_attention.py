@@ -35,8 +35,8 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def choose_cluster(pairs: int, multiprocessors: int) -> int:
-    """Thread blocks for each of so many pairs of a request and a KV head: two up to two blocks on a multiprocessor, more
-    where each has one to itself, since what blocks repeat of a request's softmax takes each other's issue slots.
+    """Thread blocks for each of so many pairs of a request and a KV head: two, up to two blocks on a multiprocessor;
+    more where each has one to itself, since the softmax that each of them repeats takes the others' issue slots.
 
     It depends on nothing that only the device knows, such as lengths: a CUDA graph keeps the choice.
     """

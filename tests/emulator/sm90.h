@@ -21,9 +21,10 @@
 // many, an address outside shared memory, a misaligned tile, a tensor map that the hardware refuses, a copy of the
 // decode kernel's X by a thread that has not waited for the kernel in front, which may write X; a race in shared
 // memory, by what is ordered and not by what this run read (races.h), a missing fence in front of the copy engine, of
-// wgmma or of a new barrier's users among them. A race that the model of ordering should miss still shows as wrong
-// numbers under some seeds: shared memory starts as NaN, a tile that is overwritten early is read late. What it cannot
-// see: races in global memory, the rounding inside a wgmma (sums are exact here), speed.
+// wgmma or of a new barrier's users among them; a copy between blocks of which one has left. A race that the model of
+// ordering should miss still shows as wrong numbers under some seeds: shared memory starts as NaN, a tile that is
+// overwritten early is read late. What it cannot see: races in global memory, the rounding inside a wgmma (sums are
+// exact here), speed.
 //
 // Where it is stricter than a GPU: a cluster's barrier, which is relaxed here, orders nothing but initialisations, and
 // an exchange between lanes orders no memory. Where it is not: an arrival at another block's barrier orders what its

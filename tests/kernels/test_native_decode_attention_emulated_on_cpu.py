@@ -189,7 +189,7 @@ def test_the_order_of_arithmetic_is_attention():
 
 
 GIVES_BACK = """    sm90::sync_warp();
-    if (sm90::elect_one()) {
+    if (arrives()) {
       sm90::barrier_arrive(barriers.scores_full(ring));"""
 KERNEL, OF_CLUSTERS, SHARED = f"{KERNELS}.cu", f"{KERNELS}_cluster.cu", "decode_attention.cuh"
 FAULTS = {
@@ -223,8 +223,8 @@ FAULTS_OF_CLUSTERS = {
         "if (false) sm90::barrier_wait(barriers.scores_empty",
     ),
     "a place is free before one block has read it": (
-        "sm90::barrier_init(scores_empty(place), blocks_of_cluster);",
-        "sm90::barrier_init(scores_empty(place), blocks_of_cluster - 1);",
+        "sm90::barrier_init(scores_empty(place), kArrivals * blocks_of_cluster);",
+        "sm90::barrier_init(scores_empty(place), kArrivals * (blocks_of_cluster - 1));",
     ),
     "scores are read in a phase too early": (
         'i / Shape::kPlaces & 1, "scores_full"',
@@ -255,7 +255,7 @@ FAULTS_OF_CLUSTERS = {
     ),
     "large scales are not seen": ("(larger_scales(pairs[0]) | larger_scales(pairs[1])) != 0", "false"),
     "values behind the last are read": ("if (4 * lane + b >= left) scales", "if (false) scales"),
-    "keys are overwritten": ("if (i >= kBlocks * Shape::kKeyStages) ", "if (false) "),
+    "keys are overwritten": ("if (is_reused) ", "if (false) "),
     "values are overwritten": ("if (i >= Shape::kValueStages) ", "if (false) "),
     "P is overwritten": (
         "    if (i >= 2) sm90::barrier_wait(barriers.p_empty",

@@ -39,10 +39,12 @@ def build(
     kernels: str = "sm90_*",
     machine: Path | None = None,
     operators: str | None = None,
+    compiled: tuple[str, ...] = (),
 ) -> Path:
     """Compile the kernels and the machine into one library in ``folder``; about 15 s on one core for all of them.
 
-    ``machine``: an earlier folder with the object files of the same machine, instead of compiling it.
+    ``machine``: an earlier folder with the object files of the same machine, instead of compiling it; ``compiled``: of
+    further kernels that it has.
     ``operators``: with csrc/binding.cpp, so that ``torch.ops.load_library``, once in a process, gives the library's
     operators on tensors of the CPU as ``torch.ops.<operators>``.
     """
@@ -66,7 +68,7 @@ def build(
     if machine is None:
         sources += of_machine
     else:
-        objects += [machine / f"{source.stem}.o" for source in of_machine]
+        objects += [machine / f"{stem}.o" for stem in (*(source.stem for source in of_machine), *compiled)]
     for source in sources:
         objects.append(folder / f"{source.stem}.o")
         # The emulator sees each access of a kernel's own C++ by the calls that this sanitizer puts there, and is their

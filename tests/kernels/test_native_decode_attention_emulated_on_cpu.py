@@ -140,7 +140,7 @@ def tiny(x: torch.Tensor) -> torch.Tensor:
     return x * 2.0**-58
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("cluster", [1, 4])
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -271,7 +271,10 @@ def plant(library: Path, tmp_path: Path, file: str, before: str, after: str) -> 
     text = (csrc / file).read_text()
     assert text.count(before) == 1
     (csrc / file).write_text(text.replace(before, after))
-    return Emulator(native_emulator.build(tmp_path, csrc, f"{KERNELS}*", machine=library.parent))
+    if file == SHARED:
+        return Emulator(native_emulator.build(tmp_path, csrc, f"{KERNELS}*", library.parent))
+    planted, other = (Path(name).stem for name in ((KERNEL, OF_CLUSTERS) if file == KERNEL else (OF_CLUSTERS, KERNEL)))
+    return Emulator(native_emulator.build(tmp_path, csrc, planted, library.parent, compiled=(other,)))
 
 
 def is_seen(faulty: Emulator, case: Case, cluster: int) -> bool:

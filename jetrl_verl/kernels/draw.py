@@ -139,21 +139,23 @@ def _draw_kernel(
     tl.store(tokens_ptr + row, chunk.to(tl.int64) * CHUNK + _chosen_place(terms, _uniform(c, d), CHUNK))
 
 
-@jit(do_not_specialize=["columns", "stride", "chunks"])
+@jit(do_not_specialize=["rows", "columns", "stride", "chunks"])
 def _rank_kernel(
-    logits_ptr, tokens_ptr, temperature_ptr, chunk_highest_ptr, counts_ptr, columns, stride, chunks,
+    logits_ptr, tokens_ptr, temperature_ptr, chunk_highest_ptr, counts_ptr, rows, columns, stride, chunks,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    row, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    # The chunks that were read last, the first ones, may still lie in the L2.
+    row, chunk = tl.program_id(0) % rows, tl.program_id(0) // rows
+    place = row * chunks + chunk
     source = logits_ptr + row.to(tl.int64) * stride
     picked = tl.load(source + tl.load(tokens_ptr + row))
     count = tl.full((), 0, dtype=tl.int32)
     # Division keeps the order of logits, so no column of another chunk reaches the token's.
-    if tl.load(chunk_highest_ptr + tl.program_id(0)) >= tl.div_rn(picked, tl.load(temperature_ptr + row)):
+    if tl.load(chunk_highest_ptr + place) >= tl.div_rn(picked, tl.load(temperature_ptr + row)):
         column = chunk * CHUNK + tl.arange(0, CHUNK)
         x = tl.load(source + column, mask=column < columns, other=float("-inf"))
         count = tl.sum((x >= picked).to(tl.int32), axis=0)
-    tl.store(counts_ptr + tl.program_id(0), count)
+    tl.store(counts_ptr + place, count)
 
 
 @implements("draw", "triton")
@@ -198,7 +200,7 @@ def triton_drawn_log_probs(
             temperature,
             normalised.chunk_highest,
             counts,
-            logits.shape[1],
+            *logits.shape,
             logits.stride(0),
             counts.shape[1],
             CHUNK=CHUNK,

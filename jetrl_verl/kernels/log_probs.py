@@ -30,6 +30,9 @@ ELEMENTS = 2**17
 """Logits worked on at a time, so that the passes over them stay in the cache."""
 
 CHUNK, WARPS = 4096, 8
+ROWS_TOGETHER = 256
+"""Rows whose last chunks are read first: a decode step's logits, or as many rows of a training batch, come out of a
+GEMM with their last columns still in the L2."""
 LANES = 256
 """Chunks added at a time."""
 PICKED = 256
@@ -89,11 +92,14 @@ def scaled_by(x, temperature):
     return x
 
 
-@jit(do_not_specialize=["columns", "stride", "chunks"])
+@jit(do_not_specialize=["rows", "columns", "stride", "chunks"])
 def _chunk_kernel(
-    logits_ptr, temperature_ptr, chunk_highest_ptr, chunk_sums_ptr, columns, stride, chunks, CHUNK: tl.constexpr
-):
-    row, chunk = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    logits_ptr, temperature_ptr, chunk_highest_ptr, chunk_sums_ptr, rows, columns, stride, chunks,
+    CHUNK: tl.constexpr, ROWS_TOGETHER: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) // (ROWS_TOGETHER * chunks) * ROWS_TOGETHER
+    place, together = tl.program_id(0) - first * chunks, tl.minimum(rows - first, ROWS_TOGETHER)
+    row, chunk = first + place % together, chunks - 1 - place // together
     temperature = tl.load(temperature_ptr + row)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits_ptr + row.to(tl.int64) * stride + column, mask=column < columns, other=float("-inf"))
@@ -101,8 +107,9 @@ def _chunk_kernel(
     highest = tl.div_rn(tl.max(x, axis=0), temperature)
     # Where every column is masked, each term is zero.
     origin = tl.where(highest == float("-inf"), 0.0, highest)
-    tl.store(chunk_highest_ptr + tl.program_id(0), highest)
-    tl.store(chunk_sums_ptr + tl.program_id(0), tl.sum(tl.exp(scaled_by(x, temperature) - origin), axis=0))
+    target = row.to(tl.int64) * chunks + chunk
+    tl.store(chunk_highest_ptr + target, highest)
+    tl.store(chunk_sums_ptr + target, tl.sum(tl.exp(scaled_by(x, temperature) - origin), axis=0))
 
 
 @jit(do_not_specialize=["chunks"])
@@ -160,7 +167,16 @@ def normalise(logits: torch.Tensor, temperature: torch.Tensor) -> Normalised:
     made = Normalised(*(torch.empty((rows, n), dtype=torch.float32, device=logits.device) for n in sizes))
     if rows:
         _chunk_kernel[(rows * chunks,)](
-            logits, temperature, *made[:2], columns, logits.stride(0), chunks, CHUNK=CHUNK, num_warps=WARPS
+            logits,
+            temperature,
+            *made[:2],
+            rows,
+            columns,
+            logits.stride(0),
+            chunks,
+            CHUNK=CHUNK,
+            ROWS_TOGETHER=ROWS_TOGETHER,
+            num_warps=WARPS,
         )
         _combine_kernel[(rows,)](*made, chunks, LANES=LANES, num_warps=4)
     return made

@@ -217,6 +217,21 @@ def test_drawn_tokens_log_probs_and_ranks(columns):
     assert (ranks >= 1).all() and (columns < 99 or (ranks > 1).any())
 
 
+def test_every_row_of_many_has_its_own_result():
+    """More rows than are read together, with a rest, in two chunks."""
+    logits, rows = normal(300, 4100).float() * 3, 300
+    seeds = torch.randint(-(2**63), 2**63 - 1, (2, rows), generator=torch.Generator().manual_seed(0))
+    tokens, normalised = triton_kernels.draw(logits, torch.ones(rows), *seeds)
+    assert torch.equal(tokens, reference_draw(logits, torch.ones(rows), *seeds)[0])
+    found, ranks = triton_kernels.drawn_log_probs(logits, tokens, torch.ones(rows), normalised)
+    assert (found[:, 0] - logits.log_softmax(1).gather(1, tokens[:, None])[:, 0]).abs().max() < 1e-5
+    assert torch.equal(ranks, (logits >= logits.gather(1, tokens[:, None])).sum(dim=1))
+    for some in (slice(7, 8), slice(250, 300)):
+        again, of = triton_kernels.draw(logits[some], torch.ones(rows)[some], *seeds[:, some])
+        assert torch.equal(again, tokens[some])
+        assert torch.equal(of.log_sum, normalised.log_sum[some])
+
+
 def test_a_chunk_without_a_token_is_never_drawn_from():
     logits = torch.full((16, 3 * 4096), -torch.inf)
     logits[:, 4100], logits[:, 9000] = 0.0, -2.0

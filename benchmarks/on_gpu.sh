@@ -90,7 +90,7 @@ part 200 ranks python3 benchmarks/ranks_on_gpu.py --out "$out/ranks.json"
 part 300 products python3 benchmarks/experts_gemm_on_gpu.py --out "$out/products.json"
 part 300 cachetests bash -c 'test_files tests/kernels/test_kv_cache_on_gpu.py'
 part 120 cache python3 benchmarks/kv_cache_on_gpu.py --out "$out/cache.json"
-part 150 behind python3 benchmarks/behind_last_layer.py --out "$out/behind.json"
+part 150 behind python3 benchmarks/behind_last_layer_on_gpu.py --out "$out/behind.json"
 part 300 quant python3 -m jetrl_verl.cli bench quant --rules fp32,pow2 --out "$out/quant.json"
 part 600 full python3 -m jetrl_verl.cli bench gemm --full --out "$out/full.json"
 part 300 exact python3 benchmarks/mismatch.py --rollouts exact,exact-stressed --folder "$out/warm" --out "$out/exact.json"

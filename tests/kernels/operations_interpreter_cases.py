@@ -13,10 +13,12 @@ import triton
 import triton.language as tl
 from backends import triton_kernels
 
+from benchmarks.lm_head_tma import logits_by_tma
 from jetrl_verl import kernels
 from jetrl_verl.kernels import dispatch
 from jetrl_verl.kernels.draw import _chosen as reference_chosen
 from jetrl_verl.kernels.draw import _chosen_place, reference_draw
+from jetrl_verl.kernels.logits import Tile
 from jetrl_verl.kernels.rms_norm import _heads_in_place
 from jetrl_verl.reference import cache_shape
 
@@ -157,6 +159,15 @@ def test_logits(rows, k, columns):
     got = triton_kernels.logits(hidden, weight)
     expected = hidden.double() @ weight.double().t()
     assert got.dtype == torch.float32 and got.shape == expected.shape
+    assert (got - expected).norm() <= 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_logits_of_the_candidate(stays):
+    """benchmarks/lm_head_tma.py: several tiles a program, edges in rows, columns and K."""
+    hidden, weight = normal(300, 200), normal(1000, 200, seed=1)
+    expected = hidden.double() @ weight.double().t()
+    got = logits_by_tma(hidden, weight, Tile(128, 256, 64, 8, 3), stays)
     assert (got - expected).norm() <= 1e-6 * expected.norm()
 
 

@@ -68,14 +68,14 @@ export -f test_files sanitizer sustained demo diff_precisions
 export out
 
 parts=(operations quantizers gemms experts sanitizer gemm sustained chain mixture linear mlp ranks products cachetests
-    cache quant full exact exact8k families cost mismatch demo diff decode phases)
+    cache behind quant full exact exact8k families cost mismatch demo diff decode phases)
 if (($#)); then chosen=("$@"); else chosen=("${parts[@]}"); fi
 for name in "${chosen[@]}"; do
     [[ " ${parts[*]} " == *" $name "* ]] || { echo "$name is not a part; choose from: ${parts[*]}" >&2; exit 2; }
 done
 
 part 300 operations bash -c 'test_files tests/kernels/test_shared_operations_on_gpu.py \
-    tests/kernels/test_logits_over_ranks_on_gpu.py'
+    tests/kernels/test_logits_over_ranks_on_gpu.py tests/kernels/test_draw_on_gpu.py'
 part 500 quantizers bash -c 'test_files tests/kernels/test_*quant*_on_gpu.py tests/kernels/test_native_qdata_on_gpu.py \
     tests/kernels/test_fprop_on_gpu.py'
 part 600 gemms bash -c 'test_files tests/kernels/test_*gemm*_on_gpu.py tests/kernels/test_int8*_on_gpu.py tests/checkpoint'
@@ -91,6 +91,7 @@ part 200 ranks python3 benchmarks/ranks_on_gpu.py --out "$out/ranks.json"
 part 300 products python3 benchmarks/experts_gemm_on_gpu.py --out "$out/products.json"
 part 300 cachetests bash -c 'test_files tests/kernels/test_kv_cache_on_gpu.py'
 part 180 cache python3 benchmarks/kv_cache_on_gpu.py --out "$out/cache.json"
+part 150 behind python3 benchmarks/behind_last_layer_on_gpu.py --out "$out/behind.json"
 part 300 quant python3 -m jetrl_verl.cli bench quant --rules fp32,pow2 --out "$out/quant.json"
 part 600 full python3 -m jetrl_verl.cli bench gemm --full --out "$out/full.json"
 part 300 exact python3 benchmarks/mismatch.py --rollouts exact,exact-stressed --folder "$out/warm" --out "$out/exact.json"
@@ -101,7 +102,7 @@ part 400 cost python3 benchmarks/exact_cost_on_gpu.py --out "$out/cost.json"
 part 400 mismatch python3 benchmarks/mismatch.py --folder "$out/warm" --out "$out/mismatch.json"
 part 500 demo bash -c 'demo jet_fp8_exact; status=$?; demo jet_fp8 && exit $status'
 part 500 diff bash -c diff_precisions
-part 500 decode python3 benchmarks/decode_on_gpu.py --out "$out/decode.json"
+part 500 decode python3 benchmarks/decode_on_gpu.py --behind-last-layer --out "$out/decode.json"
 part 600 phases python3 benchmarks/phase_shares_on_gpu.py --out "$out/phases.json"
 
 printf '%s\n' "${statuses[@]}"

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from behind_last_layer import kernels_behind
 from published_shapes import PUBLISHED
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
 
@@ -174,7 +175,8 @@ def _serve(
     precision: str, config: PretrainedConfig, settings: EngineSettings, connection: Connection, log: Path
 ) -> None:
     """One engine: says how long it took to start and to load, then answers (batch, prompt length, new tokens) with the
-    seconds of the generation and the preemptions in it, until it is asked None."""
+    seconds of the generation and the preemptions in it, or with a number of steps behind them with the kernels behind
+    the last layer in so many of its last steps, until it is asked None."""
     from vllm import LLM, SamplingParams
 
     with log.open("w") as lines:
@@ -228,14 +230,18 @@ def _serve(
     scheduler._preempt_request = counted
     connection.send(loaded)
     while (asked := connection.recv()) is not None:
-        batch, length, new = asked
+        batch, length, new, *steps = asked
         generator = torch.Generator().manual_seed(length)
         ids = torch.randint(1, config.vocab_size, (batch, length), generator=generator).tolist()
         prompts = [{"prompt_token_ids": row} for row in ids]
         sampling = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, logprobs=0, detokenize=False)
         preemptions.clear()
-        seconds = timed(partial(llm.generate, prompts, sampling, use_tqdm=False))
-        connection.send((seconds, len(preemptions)))
+        generate = partial(llm.generate, prompts, sampling, use_tqdm=False)
+        if steps:
+            connection.send(kernels_behind(runner, generate, *steps))
+        else:
+            seconds = timed(generate)
+            connection.send((seconds, len(preemptions)))
 
 
 class Engine:
@@ -276,6 +282,13 @@ class Engine:
         """Seconds of ``new`` decoding steps behind prompts that the prefix cache holds."""
         prefill, _ = self.generate(batch, length, 1)
         return self.generate(batch, length, new + 1)[0] - prefill
+
+    def behind_last_layer(self, batch: int, length: int, steps: int) -> dict:
+        """What ``kernels_behind`` records of ``steps`` decoding steps behind prompts that the prefix cache holds."""
+        self.generate(batch, length, 1)
+        # The first steps may still bring prompts.
+        self._connection.send((batch, length, steps + 8, steps))
+        return self._connection.recv()
 
     def stop(self) -> None:
         """Let it go and wait until its memory is free."""

@@ -32,7 +32,14 @@ PROJECTS = ("verl", "vllm", "ray", "hydra")
 STORED = Path(__file__).with_name("reach.json")
 ALSO = {
     "vllm.v1.worker.gpu.sample.sampler:Sampler.__init__": "rollout/sampler_v2.py",
+    "vllm.v1.worker.gpu.sample.sampler:Sampler.sample": "rollout/sampler_v2.py",
+    "vllm.v1.worker.gpu.sample.states:SamplingStates": "rollout/sampler_v2.py",
+    "vllm.v1.worker.gpu.sample.logprob:LogprobTokenIdsState.max_num_token_ids": "rollout/sampler_v2.py",
+    "vllm.v1.worker.gpu.input_batch:InputBatch": "rollout/sampler_v2.py",
+    "vllm.v1.worker.gpu.input_batch:get_num_sampled_and_rejected": "rollout/sampler_v2.py",
     "vllm.v1.sample.metadata:SamplingMetadata": "rollout/sampler.py",
+    "vllm.v1.sample.sampler:Sampler.sample": "rollout/sampler.py",
+    "vllm.v1.outputs:LogprobsTensors": "rollout/sampler.py",
     "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadata": "rollout/flash_attention.py",
     "vllm.v1.attention.backend:CommonAttentionMetadata": "rollout/flash_attention.py",
     "vllm.model_executor.layers.attention.attention:Attention.get_kv_cache_spec": "rollout/attention.py",

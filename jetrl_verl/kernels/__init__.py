@@ -22,6 +22,7 @@ from jetrl_verl.kernels.attention import (
 from jetrl_verl.kernels.combine import combine
 from jetrl_verl.kernels.decode_attention import chunk_attention, decode_attention
 from jetrl_verl.kernels.dispatch import BACKENDS, describe_backends, override_backend, platform_of
+from jetrl_verl.kernels.draw import draw_tokens, drawn_log_probs
 from jetrl_verl.kernels.fprop import fprop, fprop_quantized
 from jetrl_verl.kernels.fprop_int8 import fprop_int8
 from jetrl_verl.kernels.gather_quantize import gather_quantize_1x128_and_128x1
@@ -32,7 +33,7 @@ from jetrl_verl.kernels.gemm_nt import gemm_nt
 from jetrl_verl.kernels.gemm_nt_of_ranks import gemm_nt_of_ranks
 from jetrl_verl.kernels.grouped_gemm import grouped_gemm_nt, grouped_wgrad
 from jetrl_verl.kernels.kv_cache import QuantizedKV, dequantize_kv, quantize_kv, read_kv, write_kv
-from jetrl_verl.kernels.log_probs import log_probs
+from jetrl_verl.kernels.log_probs import Normalised, log_probs
 from jetrl_verl.kernels.logits import logits
 from jetrl_verl.kernels.quantize_1x128 import quantize_1x128, quantize_1x128_and_128x1, quantize_128x1
 from jetrl_verl.kernels.quantize_128x128 import (
@@ -55,6 +56,7 @@ from jetrl_verl.kernels.weighted_silu_mul import weighted_silu_mul_backward_quan
 __all__ = [
     "BACKENDS",
     "KV_CACHES",
+    "Normalised",
     "QuantizedKV",
     "add_rms_norm",
     "add_rms_norm_quantize_1x128",
@@ -66,6 +68,8 @@ __all__ = [
     "combine",
     "dequantize_kv",
     "describe_backends",
+    "draw_tokens",
+    "drawn_log_probs",
     "fprop",
     "fprop_int8",
     "fprop_quantized",

@@ -77,6 +77,8 @@ BACKENDS: Table = {
     "logits": _TRITON,
     "log_probs": _TRITON,
     "log_probs_backward": _TRITON,
+    "draw": _TRITON,
+    "drawn_log_probs": _TRITON,
 }
 
 

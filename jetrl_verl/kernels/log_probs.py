@@ -4,10 +4,14 @@
 
 Stock verl and vLLM reduce the softmax in kernels of their own.
 
-On a GPU one program reduces a row. Each lane adds its own columns in ascending order, the lanes are added once at the
-end. Two reads of a row and no write but two numbers: the softmax itself never exists. Its gradient recomputes it from
-the two numbers, once, where the result is written. On the CPU sums are exact (reproducible.py).
+On a GPU a row is read once. Chunks of 4096 columns, counted from the row's first, each give their maximum and the sum
+of exponentials above it, added over the threads of one program in one order; then the chunks' sums are scaled to the
+row's maximum and added in one order, which neither the batch nor the number of columns behind them changes. The softmax
+itself never exists. Its gradient recomputes it from two numbers a row, once, where the result is written. draw.py
+samples from the chunks. On the CPU sums are exact (reproducible.py).
 """
+
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -22,13 +26,35 @@ from jetrl_verl.kernels.sizes import ceil_div
 _TERM_BITS = 32
 """Binary places of a term of the softmax denominator: sums of up to 2^21 entries are exact."""
 
-_ELEMENTS = 2**17
+ELEMENTS = 2**17
 """Logits worked on at a time, so that the passes over them stay in the cache."""
 
-TILE, WARPS = 4096, 8
+CHUNK, WARPS = 4096, 8
+ROWS_TOGETHER = 256
+"""Rows whose last chunks are read first: a decode step's logits, or as many rows of a training batch, come out of a
+GEMM with their last columns still in the L2."""
+LANES = 256
+"""Chunks added at a time."""
+PICKED = 256
+"""Results of a program of :func:`log_probs_of`."""
 
 
-def _normalised(scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+class Normalised(NamedTuple):
+    """What a softmax divides by, at a temperature. FP32 on a GPU, float64 on the CPU.
+
+    Attributes:
+        chunk_highest: ``[N, C]``, highest scaled logit of each chunk of ``CHUNK`` columns.
+        chunk_sums: ``[N, C]``, sum of exponentials above it.
+        highest, log_sum: ``[N, 1]``, of the whole row; ``log_sum`` is the logarithm.
+    """
+
+    chunk_highest: torch.Tensor
+    chunk_sums: torch.Tensor
+    highest: torch.Tensor
+    log_sum: torch.Tensor
+
+
+def reference_normalised(scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Row maximum and log of the sum of exponentials above it, float64 ``[n, 1]`` each, of ``scaled [n, V]``."""
     highest = scaled.amax(dim=-1, keepdim=True)
     return highest, log(sum_of_fractions(exp(scaled - highest), _TERM_BITS))
@@ -39,11 +65,11 @@ def reference_log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature:
     """``[N, k]`` FP32 of logits ``[N, V]``, tokens ``[N, k]`` and temperatures ``[N]``."""
     rows, vocabulary = logits.shape
     out = torch.empty(tokens.shape, dtype=torch.float32)
-    step = max(1, _ELEMENTS // vocabulary)
+    step = max(1, ELEMENTS // vocabulary)
     for start in range(0, rows, step):
         piece = slice(start, start + step)
         scaled = logits[piece].double().div_(temperature[piece, None].double())
-        highest, log_sum = _normalised(scaled)
+        highest, log_sum = reference_normalised(scaled)
         out[piece] = (scaled.gather(1, tokens[piece]) - highest - log_sum).float()
     return out
 
@@ -58,32 +84,74 @@ def reference_log_probs_backward(
     return dlogits.mul_(-scaled.sum(dim=-1, keepdim=True)).scatter_add_(1, tokens, scaled)
 
 
-@jit(do_not_specialize=["columns", "stride"])
-def _normaliser_kernel(logits_ptr, temperature_ptr, highest_ptr, log_sum_ptr, columns, stride, TILE: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+@jit
+def scaled_by(x, temperature):
+    """``x / temperature``, correctly rounded. A division takes some ten instructions, and most jobs need none."""
+    if temperature != 1.0:
+        x = tl.div_rn(x, temperature)
+    return x
+
+
+@jit(do_not_specialize=["rows", "columns", "stride", "chunks"])
+def _chunk_kernel(
+    logits_ptr, temperature_ptr, chunk_highest_ptr, chunk_sums_ptr, rows, columns, stride, chunks,
+    CHUNK: tl.constexpr, ROWS_TOGETHER: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) // (ROWS_TOGETHER * chunks) * ROWS_TOGETHER
+    place, together = tl.program_id(0) - first * chunks, tl.minimum(rows - first, ROWS_TOGETHER)
+    row, chunk = first + place % together, chunks - 1 - place // together
     temperature = tl.load(temperature_ptr + row)
-    source = logits_ptr + row * stride
-    column = tl.arange(0, TILE)
-    lanes = tl.full((TILE,), float("-inf"), dtype=tl.float32)
-    for start in range(0, columns, TILE):
-        x = tl.load(source + start + column, mask=start + column < columns, other=float("-inf"))
-        # A comparison with NaN is false either way; addition below carries it on.
-        lanes = tl.maximum(lanes, x)
-    highest = tl.div_rn(tl.max(lanes, axis=0), temperature)
-    sums = tl.zeros((TILE,), dtype=tl.float32)
-    for start in range(0, columns, TILE):
-        x = tl.load(source + start + column, mask=start + column < columns, other=float("-inf"))
-        sums += tl.exp(tl.div_rn(x, temperature) - highest)
+    column = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits_ptr + row.to(tl.int64) * stride + column, mask=column < columns, other=float("-inf"))
+    # The maximum may drop a NaN, the sum carries it on.
+    highest = tl.div_rn(tl.max(x, axis=0), temperature)
+    # Where every column is masked, each term is zero.
+    origin = tl.where(highest == float("-inf"), 0.0, highest)
+    target = row.to(tl.int64) * chunks + chunk
+    tl.store(chunk_highest_ptr + target, highest)
+    tl.store(chunk_sums_ptr + target, tl.sum(tl.exp(scaled_by(x, temperature) - origin), axis=0))
+
+
+@jit(do_not_specialize=["chunks"])
+def _combine_kernel(chunk_highest_ptr, chunk_sums_ptr, highest_ptr, log_sum_ptr, chunks, LANES: tl.constexpr):
+    row = tl.program_id(0)
+    first = row.to(tl.int64) * chunks
+    lane = tl.arange(0, LANES)
+    lanes = tl.full((LANES,), float("-inf"), dtype=tl.float32)
+    for start in range(0, chunks, LANES):
+        held = start + lane < chunks
+        lanes = tl.maximum(lanes, tl.load(chunk_highest_ptr + first + start + lane, mask=held, other=float("-inf")))
+    highest = tl.max(lanes, axis=0)
+    sums = tl.zeros((LANES,), dtype=tl.float32)
+    for start in range(0, chunks, LANES):
+        held = start + lane < chunks
+        above = tl.load(chunk_highest_ptr + first + start + lane, mask=held, other=float("-inf"))
+        sums += tl.load(chunk_sums_ptr + first + start + lane, mask=held, other=0.0) * tl.exp(above - highest)
     tl.store(highest_ptr + row, highest)
     tl.store(log_sum_ptr + row, tl.log(tl.sum(sums, axis=0)))
 
 
+@jit(do_not_specialize=["stride", "row_of_tokens", "next_token", "asked", "count"])
+def _pick_kernel(
+    logits_ptr, tokens_ptr, temperature_ptr, highest_ptr, log_sum_ptr, out_ptr,
+    stride, row_of_tokens, next_token, asked, count, PICKED: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0).to(tl.int64) * PICKED + tl.arange(0, PICKED)
+    mask = place < count
+    row = place // asked
+    token = tl.load(tokens_ptr + row * row_of_tokens + place % asked * next_token, mask=mask, other=0)
+    x = tl.load(logits_ptr + row * stride + token, mask=mask, other=0.0)
+    scaled = tl.div_rn(x, tl.load(temperature_ptr + row, mask=mask, other=1.0))
+    highest = tl.load(highest_ptr + row, mask=mask, other=0.0)
+    tl.store(out_ptr + place, scaled - highest - tl.load(log_sum_ptr + row, mask=mask, other=0.0), mask=mask)
+
+
 @jit(do_not_specialize=["columns", "stride"])
 def _gradient_kernel(
-    logits_ptr, temperature_ptr, highest_ptr, log_sum_ptr, total_ptr, out_ptr, columns, stride, TILE: tl.constexpr
+    logits_ptr, temperature_ptr, highest_ptr, log_sum_ptr, total_ptr, out_ptr, columns, stride, CHUNK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     mask = column < columns
     x = tl.load(logits_ptr + row * stride + column, mask=mask, other=float("-inf"))
     scaled = tl.div_rn(x, tl.load(temperature_ptr + row))
@@ -91,27 +159,62 @@ def _gradient_kernel(
     tl.store(out_ptr + row * columns + column, -tl.load(total_ptr + row) * p, mask=mask)
 
 
-def _normalisers(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Highest scaled logit and log of the sum of exponentials above it, FP32 ``[N, 1]`` each."""
+def normalise(logits: torch.Tensor, temperature: torch.Tensor) -> Normalised:
+    """Of FP32 rows on a GPU, whose columns are neighbours, and contiguous temperatures ``[N]``."""
     rows, columns = logits.shape
-    highest, log_sum = (torch.empty((rows, 1), dtype=torch.float32, device=logits.device) for _ in range(2))
+    chunks = ceil_div(columns, CHUNK)
+    sizes = (chunks, chunks, 1, 1)
+    made = Normalised(*(torch.empty((rows, n), dtype=torch.float32, device=logits.device) for n in sizes))
     if rows:
-        _normaliser_kernel[(rows,)](
-            logits, temperature, highest, log_sum, columns, logits.stride(0), TILE=TILE, num_warps=WARPS
+        _chunk_kernel[(rows * chunks,)](
+            logits,
+            temperature,
+            *made[:2],
+            rows,
+            columns,
+            logits.stride(0),
+            chunks,
+            CHUNK=CHUNK,
+            ROWS_TOGETHER=ROWS_TOGETHER,
+            num_warps=WARPS,
         )
-    return highest, log_sum
+        _combine_kernel[(rows,)](*made, chunks, LANES=LANES, num_warps=4)
+    return made
 
 
-def _whole_rows(logits: torch.Tensor) -> torch.Tensor:
+def log_probs_of(
+    logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor, normalised: Normalised
+) -> torch.Tensor:
+    """``[N, k]`` log-probabilities of ``tokens [N, k]`` of normalised rows: trainer's and rollout's one way."""
+    out = torch.empty(tokens.shape, dtype=torch.float32, device=logits.device)
+    if out.numel():
+        _pick_kernel[(ceil_div(out.numel(), PICKED),)](
+            logits,
+            tokens,
+            temperature,
+            normalised.highest,
+            normalised.log_sum,
+            out,
+            logits.stride(0),
+            *tokens.stride(),
+            tokens.shape[1],
+            out.numel(),
+            PICKED=PICKED,
+            num_warps=4,
+        )
+    return out
+
+
+def whole_rows(logits: torch.Tensor) -> torch.Tensor:
+    """Logits whose columns are neighbours, as the kernels read them."""
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
 @implements("log_probs", "triton")
 def triton_log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """As :func:`reference_log_probs`."""
-    logits = _whole_rows(logits)
-    highest, log_sum = _normalisers(logits, temperature.contiguous())
-    return logits.gather(1, tokens) / temperature[:, None] - highest - log_sum
+    logits, temperature = whole_rows(logits), temperature.contiguous()
+    return log_probs_of(logits, tokens, temperature, normalise(logits, temperature))
 
 
 @implements("log_probs_backward", "triton")
@@ -120,24 +223,26 @@ def triton_log_probs_backward(
 ) -> torch.Tensor:
     """As :func:`reference_log_probs_backward`.
 
-    One read and one write of ``N V`` numbers and nothing of that size beside them: with a large vocabulary a step's
+    Two reads and one write of ``N V`` numbers and nothing of that size beside them: with a large vocabulary a step's
     memory peaks here.
     """
-    logits = _whole_rows(logits)
+    logits = whole_rows(logits)
     rows, columns = logits.shape
     temperature = temperature.contiguous()
     scaled = gradient / temperature[:, None]
     out = torch.empty((rows, columns), dtype=torch.float32, device=logits.device)
     if rows:
-        _gradient_kernel[(rows, ceil_div(columns, TILE))](
+        normalised = normalise(logits, temperature)
+        _gradient_kernel[(rows, ceil_div(columns, CHUNK))](
             logits,
             temperature,
-            *_normalisers(logits, temperature),
+            normalised.highest,
+            normalised.log_sum,
             scaled.sum(dim=1, keepdim=True),
             out,
             columns,
             logits.stride(0),
-            TILE=TILE,
+            CHUNK=CHUNK,
             num_warps=WARPS,
         )
     return out.scatter_add_(1, tokens, scaled)

@@ -94,13 +94,17 @@ def _logits_kernel(
 @implements("logits", "triton")
 def triton_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """As :func:`reference_logits`."""
+    return triton_logits_by(hidden, weight, tile_of(hidden.shape[:-1].numel(), weight.shape[0]))
+
+
+def triton_logits_by(hidden: torch.Tensor, weight: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """As :func:`reference_logits`, by a tile of the caller's; the bits are those of any other."""
     k = hidden.shape[-1]
     rows = hidden.reshape(-1, k).contiguous()
     columns = weight.shape[0]
     # Made in its final shape: a view that leaves an autograd function could not be masked in place.
     out = torch.empty((*hidden.shape[:-1], columns), dtype=torch.float32, device=hidden.device)
     if out.numel():
-        tile = tile_of(len(rows), columns)
         _logits_kernel[(ceil_div(len(rows), tile.m), ceil_div(columns, tile.n))](
             rows,
             weight.contiguous(),

@@ -6,7 +6,7 @@ import torch
 
 from jetrl_verl import kernels
 
-_GREEDY = 1e-5
+GREEDY = 1e-5
 """vLLM takes the most likely token below this temperature and divides by nothing."""
 
 
@@ -14,5 +14,5 @@ def shared_log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: to
     """Of ``tokens [N, k]`` in rows of ``logits [N, V]``; a greedy row is not divided, as vLLM does it."""
     if temperature is None:
         temperature = logits.new_ones(len(logits))
-    temperature = torch.where(temperature < _GREEDY, 1.0, temperature).to(torch.float32)
+    temperature = torch.where(temperature < GREEDY, 1.0, temperature).to(torch.float32)
     return kernels.log_probs(logits, tokens.to(torch.int64), temperature)

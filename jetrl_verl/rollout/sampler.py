@@ -1,11 +1,18 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's sampler with shared log-probabilities: it draws as always, and reports what the trainer would compute."""
+"""vLLM's sampler with shared log-probabilities: it reports what the trainer would compute of the tokens it draws.
+
+Where every request of a step samples from the whole softmax, as a rollout's do, drawing is ours as well: one read of
+the logits (kernels/draw.py) where vLLM's sampler makes a copy and some eight passes. Any other step is vLLM's: greedy
+requests, nucleus sampling, penalties, requests with a seed, top log-probabilities. Both draw from the same
+distribution, with other random numbers.
+"""
 
 import functools
 from typing import Any
 
 import torch
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor.builtin import (
     LogitBiasLogitsProcessor,
     MinPLogitsProcessor,
@@ -14,7 +21,30 @@ from vllm.v1.sample.logits_processor.builtin import (
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
+from jetrl_verl import kernels
 from jetrl_verl.rollout.log_probs import shared_log_probs
+
+_IDLE = {
+    MinPLogitsProcessor: lambda processor: not processor.min_p_count,
+    LogitBiasLogitsProcessor: lambda processor: not processor.biases,
+    MinTokensLogitsProcessor: lambda processor: not processor.min_toks,
+}
+"""vLLM's own logits processors, and whether one has nothing to do in this step."""
+
+
+def _from_whole_softmax(metadata: SamplingMetadata) -> bool:
+    """Whether every request draws from ``softmax(logits / temperature)``, told without a look at the device."""
+    budget = metadata.thinking_budget_state_holder
+    return (
+        metadata.all_random
+        and metadata.top_p is None
+        and metadata.top_k is None
+        and metadata.no_penalties
+        and metadata.allowed_token_ids_mask is None
+        and not metadata.bad_words_token_ids
+        and not (budget is not None and budget.has_tracked_requests())
+        and all(_IDLE.get(type(processor), lambda _: False)(processor) for processor in metadata.logitsprocs.all)
+    )
 
 
 def _altered_rows(metadata: SamplingMetadata, logits: torch.Tensor) -> torch.Tensor | None:
@@ -52,6 +82,8 @@ class SharedSampler(Sampler):
     """
 
     def forward(self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any):
+        if not args and not kwargs and self._draws(logits, sampling_metadata):
+            return self._drawn(logits, sampling_metadata)
         # The stock sampler divides by the temperature in place.
         output = super().forward(logits.clone(), sampling_metadata, *args, **kwargs)
         tensors = output.logprobs_tensors
@@ -65,6 +97,37 @@ class SharedSampler(Sampler):
                 shared = torch.where(altered[:, None], tensors.logprobs, shared)
             output.logprobs_tensors = tensors._replace(logprobs=shared)
         return output
+
+    def _draws(self, logits: torch.Tensor, metadata: SamplingMetadata) -> bool:
+        """Whether :meth:`draw` covers a step: the random numbers are the engine's, and no more than the drawn token's
+        log-probability is asked for."""
+        return (
+            self.logprobs_mode == "processed_logprobs"
+            and not self.use_fp64_gumbel
+            and metadata.max_num_logprobs in (None, 0)
+            and not metadata.logprob_token_ids
+            and not metadata.generators
+            and logits.dtype == torch.float32
+            and _from_whole_softmax(metadata)
+            and len(metadata.temperature) == len(logits)
+        )
+
+    def draw(self, logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[torch.Tensor, kernels.Normalised]:
+        """Tokens ``[N]``, and what their softmax divides by.
+
+        Random bits are those of torch's generator of this device, so a seeded engine repeats itself, the ranks of a
+        tensor-parallel engine draw the same tokens, and a CUDA graph would replay with new ones.
+        """
+        bits = torch.empty((2, len(logits)), dtype=torch.int64, device=logits.device).random_()
+        return kernels.draw_tokens(logits, metadata.temperature, *bits)
+
+    def _drawn(self, logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
+        tokens, normalised = self.draw(logits, metadata)
+        ids, reported = tokens.to(torch.int32)[:, None], None
+        if metadata.max_num_logprobs is not None:
+            found = kernels.drawn_log_probs(logits, tokens, metadata.temperature, normalised)
+            reported = LogprobsTensors(ids, *found)
+        return SamplerOutput(sampled_token_ids=ids, logprobs_tensors=reported)
 
     @staticmethod
     def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:

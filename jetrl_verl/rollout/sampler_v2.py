@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The shared log-probabilities for vLLM's second model runner, which some architectures get on a GPU.
+"""The shared sampler for vLLM's second model runner, which some architectures get on a GPU, Qwen3's among them.
 
 A file of its own because that runner's sampler is made of Triton kernels.
 """
@@ -9,15 +9,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 
-from jetrl_verl.rollout.log_probs import shared_log_probs
+from jetrl_verl import kernels
+from jetrl_verl.rollout.log_probs import GREEDY, shared_log_probs
 
 
 class SharedSamplerV2(Sampler):
     """As ``sampler.SharedSampler``, for that runner."""
 
     def __call__(self, logits: torch.Tensor, input_batch: Any):
+        if self._draws(logits, input_batch):
+            return self._drawn(logits, input_batch)
         output = super().__call__(logits, input_batch)  # copies the logits before it changes them
         tensors = output.logprobs_tensors
         if tensors is not None:
@@ -29,6 +36,48 @@ class SharedSamplerV2(Sampler):
                 shared = torch.where(rows[:, None], tensors.logprobs, shared)
             output.logprobs_tensors = tensors._replace(logprobs=shared)
         return output
+
+    def _draws(self, logits: torch.Tensor, input_batch: Any) -> bool:
+        """As ``SharedSampler._draws``; what requests ask for is known to the host here."""
+        rows, states = input_batch.idx_mapping_np, self.sampling_states
+        return (
+            self.logprobs_mode == "processed_logprobs"
+            and not self.compute_nans
+            and not self.use_fp64_gumbel
+            and logits.dtype == torch.float32
+            and len(rows) == len(logits)
+            and states.max_num_logprobs(rows) in (NO_LOGPROBS, 0)
+            and not self.logprob_token_ids_state.max_num_token_ids(rows)
+            and bool((states.temperature.np[rows] >= GREEDY).all())
+            and not states.any_explicit_seed(rows)
+            and not self._altered_requests()[rows].any()
+        )
+
+    def draw(
+        self, logits: torch.Tensor, input_batch: Any, temperature: torch.Tensor
+    ) -> tuple[torch.Tensor, kernels.Normalised]:
+        """Tokens ``[N]``, and what their softmax divides by: as this runner does it, a token follows from its request's
+        seed and its position alone, whatever else the step holds."""
+        seeds = self.sampling_states.seeds.gpu[input_batch.expanded_idx_mapping]
+        positions = input_batch.positions[input_batch.logits_indices]
+        return kernels.draw_tokens(logits, temperature, seeds, positions.to(torch.int64))
+
+    def _drawn(self, logits: torch.Tensor, input_batch: Any) -> SamplerOutput:
+        temperature = self.sampling_states.temperature.gpu[input_batch.expanded_idx_mapping]
+        tokens, normalised = self.draw(logits, input_batch, temperature)
+        reported = None
+        if self.sampling_states.max_num_logprobs(input_batch.idx_mapping_np) != NO_LOGPROBS:
+            found = kernels.drawn_log_probs(logits, tokens, temperature, normalised)
+            reported = LogprobsTensors(tokens[:, None], *found)
+        lengths = input_batch.seq_lens
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            lengths.new_ones(input_batch.num_reqs),
+            lengths,
+            input_batch.cu_num_logits,
+            input_batch.idx_mapping,
+            self.req_states.prefill_len.gpu,
+        )
+        return SamplerOutput(tokens[:, None], reported, None, num_sampled, num_rejected)
 
     def _altered_requests(self) -> np.ndarray:
         """``[max_num_reqs]``, whether a request's tokens are not drawn from the whole softmax."""

@@ -5,10 +5,13 @@
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny_models import tiny_model
+
+from jetrl_verl.tools.bench.timeline import Kernel
 
 ROOT = Path(__file__).parents[2]
 
@@ -101,3 +104,39 @@ def test_vllms_kernels_stand_in_for_the_models_own():
                 found = model(ids, use_cache=False).logits
             assert (found - stock).float().norm() < 0.02 * stock.float().norm(), name
         assert torch.equal(model(ids, use_cache=False).logits, stock), "they were put back"
+
+
+@pytest.mark.parametrize("sample", ["sample", "_sample"])
+def test_kernels_behind_the_last_layer_are_those_between_logits_and_tokens(sample, monkeypatch):
+    """Of both model runners; a GPU that runs each call as one kernel of 2 us."""
+    from benchmarks import behind_last_layer as benchmark
+
+    ran: list[str] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: ran.append("spin_kernel"))
+    monkeypatch.setattr(benchmark, "recorded", lambda work: (work(), kernels_of(ran))[1])
+    model = SimpleNamespace(compute_logits=lambda: ran.append("head"))
+    runner = SimpleNamespace(model=model)
+
+    def drawn():
+        if sample == "sample":  # this runner computes logits inside
+            model.compute_logits()
+        ran.append("draw")
+
+    setattr(runner, sample, drawn)
+    stock = model.compute_logits, drawn
+
+    def generate():
+        for _ in range(9):
+            ran.append("layers")
+            if sample == "_sample":
+                model.compute_logits()
+            getattr(runner, sample)()
+
+    found = benchmark.kernels_behind(runner, generate, steps=4)
+    assert found["shares"] == [{"name": name, "count": 1, "us": 2} for name in ("head", "draw")]
+    assert found["span_us"] == 4 and found["step_us"] == 10
+    assert (model.compute_logits, getattr(runner, sample)) == stock
+
+
+def kernels_of(names: list[str]) -> list[Kernel]:
+    return [Kernel(name, 2 * place, 2 * place + 2) for place, name in enumerate(names)]

@@ -9,10 +9,16 @@ To FP32 accuracy where a result is FP32; to one BF16 step where it is BF16, sinc
 import pytest
 import reference_operations as reference
 import torch
+import triton
+import triton.language as tl
 from backends import triton_kernels
 
+from benchmarks.lm_head_tma import logits_by_tma
 from jetrl_verl import kernels
 from jetrl_verl.kernels import dispatch
+from jetrl_verl.kernels.draw import _chosen as reference_chosen
+from jetrl_verl.kernels.draw import _chosen_place, reference_draw
+from jetrl_verl.kernels.logits import Tile
 from jetrl_verl.kernels.rms_norm import _heads_in_place
 from jetrl_verl.reference import cache_shape
 
@@ -156,6 +162,15 @@ def test_logits(rows, k, columns):
     assert (got - expected).norm() <= 1e-6 * expected.norm()
 
 
+@pytest.mark.parametrize("stays", [False, True])
+def test_logits_of_the_candidate(stays):
+    """benchmarks/lm_head_tma.py: several tiles a program, edges in rows, columns and K."""
+    hidden, weight = normal(300, 200), normal(1000, 200, seed=1)
+    expected = hidden.double() @ weight.double().t()
+    got = logits_by_tma(hidden, weight, Tile(128, 256, 64, 8, 3), stays)
+    assert (got - expected).norm() <= 1e-6 * expected.norm()
+
+
 def test_logits_of_a_batch_are_no_view():
     got = triton_kernels.logits(normal(2, 3, 64), normal(40, 64, seed=1))
     assert got.shape == (2, 3, 40) and not got._is_view()
@@ -192,6 +207,89 @@ def test_log_probs_of_a_row_with_nan_is_nan():
     logits[1, 7] = torch.nan
     got = triton_kernels.log_probs(logits, torch.zeros(2, 1, dtype=torch.int64), torch.ones(2))
     assert got[0].isfinite() and got[1].isnan()
+
+
+@pytest.mark.parametrize("columns", [1, 99, 4096, 4097, 9001])
+def test_drawn_tokens_log_probs_and_ranks(columns):
+    """The reference's tokens; the bits that the trainer has for them; the ranks of a sort."""
+    rows = 24
+    logits = normal(rows, columns + 3).float()[:, :columns] * 3
+    logits[:, columns // 2 + 1 :: 2] = -torch.inf
+    logits[3, : columns // 2] = -torch.inf
+    temperature = torch.tensor([0.3, 0.7, 1.0, 2.0]).repeat(rows // 4)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (2, rows), generator=torch.Generator().manual_seed(columns))
+    tokens, normalised = triton_kernels.draw(logits, temperature, *seeds)
+    expected, _ = reference_draw(logits, temperature, *seeds)
+    assert torch.equal(tokens, expected)
+    found, ranks = triton_kernels.drawn_log_probs(logits, tokens, temperature, normalised)
+    assert torch.equal(found, triton_kernels.log_probs(logits, tokens[:, None], temperature))
+    assert found.isfinite().all()
+    assert torch.equal(ranks, (logits >= logits.gather(1, tokens[:, None])).sum(dim=1))
+    assert (ranks >= 1).all() and (columns < 99 or (ranks > 1).any())
+
+
+def test_every_row_of_many_has_its_own_result():
+    """More rows than are read together, with a rest, in two chunks."""
+    logits, rows = normal(300, 4100).float() * 3, 300
+    seeds = torch.randint(-(2**63), 2**63 - 1, (2, rows), generator=torch.Generator().manual_seed(0))
+    tokens, normalised = triton_kernels.draw(logits, torch.ones(rows), *seeds)
+    assert torch.equal(tokens, reference_draw(logits, torch.ones(rows), *seeds)[0])
+    found, ranks = triton_kernels.drawn_log_probs(logits, tokens, torch.ones(rows), normalised)
+    assert (found[:, 0] - logits.log_softmax(1).gather(1, tokens[:, None])[:, 0]).abs().max() < 1e-5
+    assert torch.equal(ranks, (logits >= logits.gather(1, tokens[:, None])).sum(dim=1))
+    for some in (slice(7, 8), slice(250, 300)):
+        again, of = triton_kernels.draw(logits[some], torch.ones(rows)[some], *seeds[:, some])
+        assert torch.equal(again, tokens[some])
+        assert torch.equal(of.log_sum, normalised.log_sum[some])
+
+
+def test_a_chunk_without_a_token_is_never_drawn_from():
+    logits = torch.full((16, 3 * 4096), -torch.inf)
+    logits[:, 4100], logits[:, 9000] = 0.0, -2.0
+    tokens, normalised = triton_kernels.draw(logits, torch.ones(16), torch.arange(16), torch.arange(16))
+    assert set(tokens.tolist()) == {4100, 9000}
+    found, ranks = triton_kernels.drawn_log_probs(logits, tokens, torch.ones(16), normalised)
+    exact = torch.tensor([0.0, -2.0]).log_softmax(0)[(tokens == 9000).long()]
+    assert (found[:, 0] - exact).abs().max() < 1e-6
+    assert torch.equal(ranks, 1 + (tokens == 9000).long())
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_without_a_softmax_draws_a_token_and_reports_nan(value):
+    logits = normal(3, 5000).float()
+    logits[1] = value
+    logits[2, 4500] = value if value != -torch.inf else torch.nan
+    tokens, normalised = triton_kernels.draw(logits, torch.ones(3), torch.arange(3), torch.arange(3))
+    found, _ = triton_kernels.drawn_log_probs(logits, tokens, torch.ones(3), normalised)
+    assert found[0].isfinite() and found[1:].isnan().all()
+    assert ((tokens >= 0) & (tokens < 5000)).all()
+
+
+def test_the_least_likely_token_is_drawn_by_the_first_or_last_uniform():
+    """Shares of 1e-12, below what FP32 noise of one column can tell apart."""
+    mass = torch.tensor([1.0, 1e-12, 3.0, 0.0]).double()
+    for share, place in ((0.0, 0), (0.2499, 0), (0.25 + 1e-13, 1), (0.2501, 2), (1.0, 2)):
+        assert chosen(mass, share) == place
+
+
+@triton.jit
+def _chosen_kernel(mass_ptr, share_ptr, out_ptr, SIZE: tl.constexpr):
+    tl.store(out_ptr, _chosen_place(tl.load(mass_ptr + tl.arange(0, SIZE)), tl.load(share_ptr), SIZE))
+
+
+def chosen(mass: torch.Tensor, share: float) -> int:
+    out = torch.zeros(1, dtype=torch.int64)
+    _chosen_kernel[(1,)](mass, torch.tensor([share], dtype=torch.float64), out, SIZE=len(mass))
+    assert int(reference_chosen(mass[None], torch.tensor([share]).double())) == int(out)
+    return int(out)
+
+
+def test_log_probs_of_many_tokens_of_a_row_need_no_copy_of_them():
+    logits = normal(3, 5000).float()
+    every = torch.arange(5000).expand(3, 5000)
+    found = triton_kernels.log_probs(logits, every, torch.ones(3))
+    assert torch.equal(found, triton_kernels.log_probs(logits, every.contiguous(), torch.ones(3)))
+    assert (found.exp().sum(dim=1) - 1).abs().max() < 1e-5
 
 
 def caches(x: torch.Tensor) -> list[torch.Tensor]:

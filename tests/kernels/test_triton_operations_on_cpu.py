@@ -9,13 +9,32 @@ import interpreter
 import pytest
 from test_triton_for_hopper import ptx_for_hopper
 
-from jetrl_verl.kernels.log_probs import TILE, _gradient_kernel, _normaliser_kernel
+from jetrl_verl.kernels.draw import _draw_kernel, _rank_kernel
+from jetrl_verl.kernels.log_probs import (
+    CHUNK,
+    LANES,
+    PICKED,
+    ROWS_TOGETHER,
+    WARPS,
+    _chunk_kernel,
+    _combine_kernel,
+    _gradient_kernel,
+    _pick_kernel,
+)
 from jetrl_verl.kernels.logits import MANY_ROWS, ROUTER_TILES, TILES, _logits_kernel
 from jetrl_verl.kernels.rms_norm import _backward_kernel, _rms_norm_kernel
 from jetrl_verl.kernels.rotary import _rotary_kernel
 from jetrl_verl.kernels.silu_mul import _silu_mul_backward_kernel, _silu_mul_kernel
 
 BF16, FP32 = "*bf16", "*fp32"
+OF_ROWS = {"tokens_ptr": "*i64", "seeds_ptr": "*i64", "counters_ptr": "*i64", "counts_ptr": "*i32"} | dict.fromkeys(
+    (
+        *("logits_ptr", "temperature_ptr", "chunk_highest_ptr", "chunk_sums_ptr"),
+        *("highest_ptr", "log_sum_ptr", "total_ptr", "out_ptr"),
+    ),
+    FP32,
+)
+"""Arguments of what follows the logits."""
 
 
 @pytest.mark.timeout(interpreter.SECONDS)
@@ -73,24 +92,17 @@ def test_logits_are_one_chain_of_matrix_instructions_into_one_accumulator(tile):
             dict.fromkeys(("dy_ptr", "gate_ptr", "up_ptr", "dgate_ptr", "dup_ptr"), BF16),
             {"TILE": 1024},
         ),
-        (
-            _normaliser_kernel,
-            dict.fromkeys(("logits_ptr", "temperature_ptr", "highest_ptr", "log_sum_ptr"), FP32),
-            {"TILE": TILE},
-        ),
-        (
-            _gradient_kernel,
-            dict.fromkeys(
-                ("logits_ptr", "temperature_ptr", "highest_ptr", "log_sum_ptr", "total_ptr", "out_ptr"), FP32
-            ),
-            {"TILE": TILE},
-        ),
+        (_chunk_kernel, OF_ROWS, {"CHUNK": CHUNK, "ROWS_TOGETHER": ROWS_TOGETHER}),
+        (_combine_kernel, OF_ROWS, {"LANES": LANES}),
+        (_pick_kernel, OF_ROWS, {"PICKED": PICKED}),
+        (_gradient_kernel, OF_ROWS, {"CHUNK": CHUNK}),
+        (_draw_kernel, OF_ROWS, {"CHUNK": CHUNK, "CHUNKS": 1}),
+        (_draw_kernel, OF_ROWS, {"CHUNK": CHUNK, "CHUNKS": 64}),
+        (_rank_kernel, OF_ROWS, {"CHUNK": CHUNK}),
     ],
-    ids=["rotary", "rms_norm_backward", "silu_mul", "silu_mul_backward", "log_probs", "log_probs_backward"],
+    ids=lambda value: value.__name__.strip("_") if hasattr(value, "__name__") else "",
 )
 def test_the_others_compile_for_hopper_and_nothing_is_added_atomically(kernel, types, constants):
-    ptx = ptx_for_hopper(
-        kernel, types, constants, num_warps=8 if kernel in (_normaliser_kernel, _gradient_kernel) else 4
-    )
+    ptx = ptx_for_hopper(kernel, types, constants, num_warps=WARPS if "CHUNK" in constants else 4)
     assert ".entry" in ptx
     assert not re.search(r"\b(atom|red)\.", ptx)

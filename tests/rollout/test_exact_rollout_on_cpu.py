@@ -91,9 +91,11 @@ class Rollout:
     worker: object
     chunks: int = 0
     preemptions: int = 0
+    draws: int = 0
 
     def watch(self) -> None:
-        """Count prompts cut into chunks, and preemptions, at the scheduler's own methods."""
+        """Count prompts cut into chunks, and preemptions, at the scheduler's own methods, and the steps that the shared
+        sampler draws by itself."""
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         schedule, preempt = scheduler.schedule, scheduler._preempt_request
 
@@ -108,7 +110,15 @@ class Rollout:
             self.preemptions += 1
             return preempt(*args, **kwargs)
 
+        sampler = self.worker.model_runner.sampler
+        draw = sampler.draw
+
+        def counted_draw(*args, **kwargs):
+            self.draws += 1
+            return draw(*args, **kwargs)
+
         scheduler.schedule, scheduler._preempt_request = counted_schedule, counted_preempt
+        sampler.draw = counted_draw
 
     def generate(self, prompts: list[list[int]], temperatures: list[float], **sampling):
         from vllm import SamplingParams
@@ -210,13 +220,14 @@ def differences(model, prompts, temperatures, outputs, *, packed: bool, micro_ba
 def test_equal_in_every_bit_after_each_weight_update(rollout, seed):
     sync(rollout.worker, stream(rollout.family, seed))
     rollout.llm.reset_prefix_cache()
-    rollout.chunks = rollout.preemptions = 0
+    rollout.chunks = rollout.preemptions = rollout.draws = 0
     prompts = prompts_with_shared_prefixes(seed)
     temperatures = [TEMPERATURES[i % 3] for i in range(len(prompts))]
     outputs = rollout.generate(prompts, temperatures)
     again = rollout.generate(prompts, temperatures)
     assert rollout.chunks > len(prompts), "no prompt was cut"
     assert rollout.preemptions > 0, "no request was preempted"
+    assert rollout.draws >= 80, "each of two times 40 tokens is drawn by the shared sampler"
     assert any(output.num_cached_tokens >= 16 for output in outputs + again), "no prefix was reused"
     assert all(token < TOKENS for output in outputs for token in output.outputs[0].token_ids)
 

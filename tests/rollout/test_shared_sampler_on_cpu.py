@@ -1,15 +1,24 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Whose log-probabilities the shared sampler reports: ours of the whole softmax, vLLM's where a request's is cut."""
+"""When the shared sampler draws by itself, and whose log-probabilities it reports: ours of the whole softmax, vLLM's
+where a request's is cut."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from vllm.v1.sample.logits_processor import LogitsProcessors
-from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import (
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 from jetrl_verl import kernels
+from jetrl_verl.rollout import sampler_v2
 from jetrl_verl.rollout.sampler import SharedSampler
 
 ROWS, VOCABULARY = 5, 64
@@ -109,3 +118,189 @@ def test_a_processor_that_we_do_not_know_leaves_vllms_log_probabilities_everywhe
     logits = 3 * torch.randn(ROWS, VOCABULARY, generator=torch.Generator().manual_seed(1))
     asked = lambda: metadata(logitsprocs=LogitsProcessors([object.__new__(Unknown)]))  # noqa: E731
     assert torch.equal(sampled(SharedSampler, logits, asked())[1], sampled(Sampler, logits, asked())[1])
+
+
+def idle() -> LogitsProcessors:
+    """vLLM's own, as an engine always has them, with nothing to do."""
+    min_p, bias, min_tokens = map(
+        object.__new__, (MinPLogitsProcessor, LogitBiasLogitsProcessor, MinTokensLogitsProcessor)
+    )
+    min_p.min_p_count, bias.biases, min_tokens.min_toks = 0, {}, {}
+    return LogitsProcessors([min_p, bias, min_tokens])
+
+
+def with_min_p() -> LogitsProcessors:
+    processors = idle()
+    processors.argmax_invariant[0].min_p_count = 1
+    processors.argmax_invariant[0].min_p = torch.tensor([[0.2]] * ROWS)
+    return processors
+
+
+def rollouts(**changes) -> SamplingMetadata:
+    """Five requests of a rollout, as verl asks."""
+    return metadata(**(dict(generators={}, logitsprocs=idle()) | changes))
+
+
+def test_a_rollouts_step_is_drawn_in_one_read_of_logits_that_stay_as_they_are():
+    logits = 3 * torch.randn(ROWS, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    before = logits.clone()
+    torch.manual_seed(5)
+    output = SharedSampler(logprobs_mode="processed_logprobs").forward(logits, rollouts())
+    torch.manual_seed(5)
+    bits = torch.empty((2, ROWS), dtype=torch.int64).random_()
+    temperature = torch.full((ROWS,), 0.7)
+    tokens, _ = kernels.draw_tokens(logits, temperature, *bits)
+    assert torch.equal(logits, before)
+    reported = output.logprobs_tensors
+    for ids in (output.sampled_token_ids, reported.logprob_token_ids):
+        assert ids.dtype == torch.int32 and torch.equal(ids, tokens[:, None].to(torch.int32))
+    assert torch.equal(reported.logprobs, kernels.log_probs(logits, tokens[:, None], temperature))
+    ranks = (logits >= logits.gather(1, tokens[:, None])).sum(dim=1)
+    assert torch.equal(reported.selected_token_ranks, ranks)
+    without = SharedSampler(logprobs_mode="processed_logprobs").forward(logits, rollouts(max_num_logprobs=None))
+    assert without.logprobs_tensors is None and without.sampled_token_ids.shape == (ROWS, 1)
+
+
+OTHERWISE = REQUESTS | {
+    "seeds": lambda: dict(generators={CUT: torch.Generator().manual_seed(1)}),
+    "greedy": lambda: dict(temperature=None, all_greedy=True, all_random=False),
+    "a greedy one": lambda: dict(temperature=row_wise(0.7, 0.0), all_random=False),
+    "top log-probabilities": lambda: dict(max_num_logprobs=2),
+    "log-probabilities of tokens": lambda: dict(logprob_token_ids={CUT: [1, 2]}),
+    "min_p": lambda: dict(logitsprocs=with_min_p()),
+    "a processor of somebody's": lambda: dict(logitsprocs=LogitsProcessors([object.__new__(Unknown)])),
+}
+
+
+@pytest.mark.parametrize("request_name", OTHERWISE)
+def test_any_other_step_is_vllms(request_name, monkeypatch):
+    """The same random numbers, the same tokens."""
+    monkeypatch.setattr(SharedSampler, "draw", None)
+    logits = 3 * torch.randn(ROWS, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    tokens = []
+    for sampler in (Sampler, SharedSampler):
+        torch.manual_seed(7)
+        made = sampler(logprobs_mode="processed_logprobs")
+        made.topk_topp_sampler.forward = made.topk_topp_sampler.forward_native
+        tokens.append(made.forward(logits.clone(), rollouts(**OTHERWISE[request_name]())).sampled_token_ids)
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize(
+    "changed", [dict(logprobs_mode="raw_logprobs"), dict(logprobs_mode="processed_logprobs", use_fp64_gumbel=True)]
+)
+def test_a_sampler_with_other_settings_draws_as_vllm(changed, monkeypatch):
+    monkeypatch.setattr(SharedSampler, "draw", None)
+    made = SharedSampler(**changed)
+    made.topk_topp_sampler.forward = made.topk_topp_sampler.forward_native
+    made.forward(torch.randn(ROWS, VOCABULARY), rollouts())
+
+
+def test_a_thinking_budget_leaves_the_step_to_vllm():
+    made = SharedSampler(logprobs_mode="processed_logprobs")
+    for tracked in (False, True):
+        holder = SimpleNamespace(has_tracked_requests=lambda tracked=tracked: tracked)
+        step = rollouts(thinking_budget_state_holder=holder)
+        assert made._draws(torch.zeros(ROWS, VOCABULARY), step) is not tracked
+
+
+def test_both_samplers_draw_from_one_distribution():
+    """Eleven degrees of freedom: above 50 has a probability below 1e-6."""
+    row = 2 * torch.randn(12, generator=torch.Generator().manual_seed(3))
+    count = 40000
+    expected = count * (row.double() / 0.7).softmax(0)
+    for sampler in (Sampler, SharedSampler):
+        torch.manual_seed(11)
+        made = sampler(logprobs_mode="processed_logprobs")
+        made.topk_topp_sampler.forward = made.topk_topp_sampler.forward_native
+        output = made.forward(row.repeat(count, 1), rollouts(temperature=torch.full((count,), 0.7)))
+        found = torch.bincount(output.sampled_token_ids[:, 0], minlength=12).double()
+        assert ((found - expected) ** 2 / expected).sum() < 50, sampler
+
+
+# --- the second model runner: what a step asks for, as its states say it --------------------------------------------
+
+
+class OnTheHost(SimpleNamespace):
+    """Numbers of the requests, three of which are in the step."""
+
+    @property
+    def gpu(self) -> torch.Tensor:
+        return torch.from_numpy(self.np)
+
+
+IN_STEP = np.array([4, 0, 2])
+
+
+def second_sampler(**changes) -> sampler_v2.SharedSamplerV2:
+    sampler = object.__new__(sampler_v2.SharedSamplerV2)
+    states = dict(temperature=0.7, top_p=1.0, min_p=0.0, top_k=VOCABULARY, seeds=0, num_logprobs=0, seeds_set=False)
+    numbers = {}
+    for name, value in states.items():
+        dtype = {"top_k": np.int32, "seeds": np.int64}.get(name, np.float32 if isinstance(value, float) else None)
+        numbers[name] = np.full(ROWS, value, dtype=dtype)
+        numbers[name][IN_STEP[1]] = changes.get(name, value)
+    numbers["seeds"] = np.arange(ROWS)
+    held = sampler_v2.Sampler.__init__.__globals__["SamplingStates"]
+    sampler.sampling_states = object.__new__(held)
+    for name, values in numbers.items():
+        plain = name in ("num_logprobs", "seeds_set")
+        setattr(sampler.sampling_states, name, values if plain else OnTheHost(np=values))
+    sampler.sampling_states.vocab_size = VOCABULARY
+    nothing = np.zeros(ROWS, dtype=bool)
+    for state, name in (("penalties_state", "use_penalty"), ("logit_bias_state", "use_logit_bias")):
+        flags = nothing.copy()
+        flags[IN_STEP[1]] = changes.get(name, False)
+        setattr(sampler, state, SimpleNamespace(**{name: flags}))
+    bad_words = OnTheHost(np=nothing.astype(np.int32) + changes.get("bad_words", 0))
+    sampler.bad_words_state = SimpleNamespace(num_bad_words=bad_words)
+    asked = changes.get("token_ids", 0)
+    sampler.logprob_token_ids_state = SimpleNamespace(max_num_token_ids=lambda rows: asked)
+    sampler.req_states = SimpleNamespace(prefill_len=OnTheHost(np=np.zeros(ROWS)))
+    for name, value in (("logprobs_mode", "processed_logprobs"), ("compute_nans", False), ("use_fp64_gumbel", False)):
+        setattr(sampler, name, changes.get(name, value))
+    return sampler
+
+
+def step() -> SimpleNamespace:
+    rows = torch.from_numpy(IN_STEP)
+    return SimpleNamespace(
+        **dict(idx_mapping_np=IN_STEP, idx_mapping=rows, expanded_idx_mapping=rows, num_reqs=len(rows)),
+        **dict(positions=torch.arange(20) * 3, logits_indices=torch.tensor([2, 9, 11]), cu_num_logits=None),
+        seq_lens=torch.tensor([5, 6, 7], dtype=torch.int32),
+    )
+
+
+def test_the_second_runner_draws_by_a_requests_seed_and_position(monkeypatch):
+    counted = torch.ones(3), torch.zeros(3)
+    monkeypatch.setattr(sampler_v2, "get_num_sampled_and_rejected", lambda *args: counted)
+    logits = 3 * torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    output = second_sampler()(logits, step())
+    temperature = torch.full((3,), 0.7)
+    tokens, _ = kernels.draw_tokens(logits, temperature, torch.from_numpy(IN_STEP), torch.tensor([6, 27, 33]))
+    assert torch.equal(output.sampled_token_ids, tokens[:, None])
+    assert (output.num_sampled, output.num_rejected) == counted and output.num_nans is None
+    reported = output.logprobs_tensors
+    assert torch.equal(reported.logprobs, kernels.log_probs(logits, tokens[:, None], temperature))
+    assert torch.equal(reported.logprob_token_ids, tokens[:, None]) and reported.cu_num_generated_tokens is None
+    assert torch.equal(reported.selected_token_ranks, (logits >= logits.gather(1, tokens[:, None])).sum(dim=1))
+    nothing_asked = second_sampler()
+    nothing_asked.sampling_states.num_logprobs[:] = -1
+    assert nothing_asked(logits, step()).logprobs_tensors is None
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        *(dict(temperature=0.0), dict(top_p=0.9), dict(min_p=0.1), dict(top_k=5), dict(seeds_set=True)),
+        *(dict(num_logprobs=2), dict(token_ids=3), dict(use_penalty=True), dict(use_logit_bias=True)),
+        *(dict(bad_words=1), dict(logprobs_mode="raw_logprobs"), dict(compute_nans=True), dict(use_fp64_gumbel=True)),
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_the_second_runner_leaves_any_other_step_to_vllm(changed):
+    logits = torch.zeros(3, VOCABULARY)
+    assert second_sampler()._draws(logits, step())
+    assert not second_sampler(**changed)._draws(logits, step())
+    assert not second_sampler()._draws(logits.bfloat16(), step())
+    assert not second_sampler()._draws(torch.zeros(6, VOCABULARY), step()), "more than one token a request"

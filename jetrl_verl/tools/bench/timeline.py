@@ -36,13 +36,25 @@ class Step(NamedTuple):
     adds: float
 
 
+class Share(NamedTuple):
+    """Medians over the spans, of all kernels of one name: how many there are in a span, and their durations in us."""
+
+    name: str
+    count: float
+    us: float
+
+
 def kernels_of(replay: Callable[[], object], times: int = 5) -> list[Kernel]:
     """The kernels of ``times`` replays on this GPU, by their begin."""
     replay()
+    return recorded(lambda: [replay() for _ in range(times)])
+
+
+def recorded(work: Callable[[], object]) -> list[Kernel]:
+    """What this GPU does in ``work``, copies and fills included, by its begin."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        for _ in range(times):
-            replay()
+        work()
         torch.cuda.synchronize()
     found = [event for event in trace.events() if event.device_type == DeviceType.CUDA]
     return sorted(
@@ -70,3 +82,23 @@ def steps_of(kernels: Sequence[Kernel], period: int) -> list[Step]:
         adds = [kernels[i].end - kernels[i - 1].end for i in at]
         steps.append(Step(names.pop(), median(durations), median(gaps), median(adds)))
     return steps
+
+
+def spans_of(kernels: Sequence[Kernel], is_marker: Callable[[str], bool]) -> list[list[Kernel]]:
+    """The kernels from each first marker to the next, which ends a span; what runs between two spans is left out.
+    Markers stand at both ends of a span.
+
+    Raises:
+        BenchError: no marker, or a span without an end.
+    """
+    at = [place for place, kernel in enumerate(kernels) if is_marker(kernel.name)]
+    if not at or len(at) % 2:
+        raise BenchError(f"{len(at)} markers do not make spans: the work did not run, or was cut off.")
+    return [list(kernels[first : last + 1]) for first, last in zip(at[::2], at[1::2], strict=True)]
+
+
+def shares_of(spans: Sequence[Sequence[Kernel]]) -> list[Share]:
+    """What each name takes of a span, in the order in which they first come."""
+    names = list(dict.fromkeys(kernel.name for span in spans for kernel in span))
+    durations = {name: [[k.end - k.begin for k in span if k.name == name] for span in spans] for name in names}
+    return [Share(name, median(map(len, found)), median(map(sum, found))) for name, found in durations.items()]

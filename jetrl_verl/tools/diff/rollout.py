@@ -80,7 +80,9 @@ class Recorder:
         if hasattr(runner, "prepare_inputs"):
             self._wrap(runner, "prepare_inputs", self._around_inputs)
         self._wrap(model, "compute_logits", self._around_logits)
-        self._wrap(runner.sampler, "sample", self._around_sample)
+        for name in ("sample", "draw"):  # one of them draws in a step
+            if hasattr(runner.sampler, name):
+                self._wrap(runner.sampler, name, self._around_sample)
         for module in model.modules():
             if hasattr(module, "keeps_rows"):
                 module.keeps_rows = True

@@ -5,7 +5,7 @@
 import pytest
 
 from jetrl_verl.tools.bench import BenchError
-from jetrl_verl.tools.bench.timeline import Kernel, Step, steps_of
+from jetrl_verl.tools.bench.timeline import Kernel, Share, Step, shares_of, spans_of, steps_of
 
 
 def chain(periods: int) -> list[Kernel]:
@@ -40,3 +40,24 @@ def test_the_first_period_has_nothing_in_front_of_it():
 def test_what_is_not_a_period_is_refused(kernels, message):
     with pytest.raises(BenchError, match=message):
         steps_of(kernels, 2)
+
+
+def marked(*names: str) -> list[Kernel]:
+    """Kernels of 3 us each, one behind the other."""
+    return [Kernel(name, 3 * place, 3 * place + 3) for place, name in enumerate(names)]
+
+
+def test_spans_run_from_marker_to_marker():
+    found = spans_of(marked("layer", "m", "head", "draw", "m", "layer", "m", "head", "m"), lambda name: name == "m")
+    assert [[kernel.name for kernel in span] for span in found] == [["m", "head", "draw", "m"], ["m", "head", "m"]]
+
+
+@pytest.mark.parametrize("names", ["ab", "amb", "mambm"])
+def test_a_span_without_an_end_is_refused(names):
+    with pytest.raises(BenchError, match="do not make spans"):
+        spans_of(marked(*names), lambda name: name == "m")
+
+
+def test_shares_are_medians_over_spans_of_what_a_name_takes():
+    spans = [marked(*names) for names in ("hdd", "hdd", "hd")]
+    assert shares_of(spans) == [Share("h", 1, 3), Share("d", 2, 6)]

@@ -154,7 +154,8 @@ class Runner:
         with torch.no_grad():
             hidden = self.model.model(ids, positions)
             ends = torch.tensor([count for _, _, count in spans]).cumsum(0) - 1
-            drawn, _ = self.sampler.sample(self.model.compute_logits(hidden[ends]))
+            draw = getattr(self.sampler, "draw", self.sampler.sample)  # the shared sampler's, where it is one
+            drawn, _ = draw(self.model.compute_logits(hidden[ends]))
         self.drawn |= dict(zip(((name, start + count) for name, start, count in spans), drawn.tolist(), strict=True))
 
 
@@ -219,9 +220,14 @@ def expected(model: Model, recording: Recording) -> dict[Operation, torch.Tensor
     return found
 
 
+def share_sampler(runner: Runner) -> None:
+    runner.sampler.draw, runner.sampler.sample = runner.sampler.sample, None
+
+
 @pytest.mark.parametrize("second", [False, True], ids=["first runner", "second runner"])
-def test_every_operation_is_recorded_under_its_token(second):
-    runner, recorder, recording = recorded(second)
+@pytest.mark.parametrize("change", [lambda runner: None, share_sampler], ids=["vLLM's sampler", "shared sampler"])
+def test_every_operation_is_recorded_under_its_token(second, change):
+    runner, recorder, recording = recorded(second, change=change)
     names = operations(QWEN3, LAYERS)[:-1]
     found, formulas = recorder.outputs(recording.drawing, names), expected(runner.model, recording)
     assert list(found) == names and found.keys() == formulas.keys()

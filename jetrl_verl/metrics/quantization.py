@@ -38,8 +38,9 @@ from jetrl_verl.formats.format import SCALE_SUFFIX, Format
 from jetrl_verl.metrics.experts import Sample, SampledExperts, experts_of
 from jetrl_verl.models.base import place
 from jetrl_verl.models.plan import LinearPlan, plan_of
+from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.linear import JetLinear
-from jetrl_verl.reference import BLOCK, QuantizedTensor, ScaleRule
+from jetrl_verl.reference import BLOCK, QuantizedTensor, ScaleRule, Segments
 from jetrl_verl.sync.stacks import continues, joined
 from jetrl_verl.sync.wire import with_completed
 
@@ -170,11 +171,16 @@ class QuantizationSampler:
         hooks += [
             experts.module.register_forward_hook(partial(self._experts_forward, experts)) for experts in self._experts
         ]
+        trained = [experts for experts in self._experts if isinstance(experts.module, JetExperts)]
+        for experts in trained:
+            experts.module.on_backward = partial(self._gate_up_backward, experts)
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
+            for experts in trained:
+                experts.module.on_backward = None
 
     def metrics(self) -> dict[str, float]:
         """What the last :meth:`sampling` found, see :func:`shares` and :func:`shares_of_experts`; and of a mixture
@@ -241,6 +247,12 @@ class QuantizationSampler:
     ) -> None:
         for sample in samples(gradient):
             self._add_of_experts(experts, sample)
+
+    @torch.no_grad()
+    def _gate_up_backward(self, layer: SampledExperts, *operands: torch.Tensor | Segments) -> None:
+        if self._first(layer.module, "dY of gate and up"):
+            for sample in layer.gradients_of_gate_up(*operands, self._passes):
+                self._add_of_experts(layer.experts, sample)
 
     @torch.no_grad()
     def _forward(self, kind: str, layer: nn.Linear, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:

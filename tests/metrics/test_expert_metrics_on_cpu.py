@@ -10,7 +10,8 @@ from tiny_models import tiny_model
 from jetrl_verl import formats, kernels
 from jetrl_verl.metrics import quantization
 from jetrl_verl.metrics.experts import experts_of
-from jetrl_verl.metrics.quantization import CodeChanges, QuantizationSampler, tally
+from jetrl_verl.metrics.quantization import CodeChanges, QuantizationSampler
+from jetrl_verl.metrics.sample import tally
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.replace import replace_linears

@@ -18,8 +18,8 @@ out of memory (its README); the ratio depends on the budget alone. Or the cache 
 all: then what counts is how many tokens these bytes hold.
 
 ``--precisions``, ``--cases`` and the parts choose. Seconds until an engine can serve, about 60 at 8B and 36 layers, are
-most of a run. What an FP8 cache gives long responses, two engines and then one more by itself, and what it gives where
-the cache is short, four engines at once:
+most of a run. What an FP8 cache gives long responses, one engine after the other, 5 minutes, and what it gives where
+the cache is short, four engines at once, 4 minutes:
 
     python benchmarks/decode_on_gpu.py --precisions bf16 jet_fp8 jet_fp8_kv_fp8 --cases 32x384 32x4096 32x16384 \\
         --new 64 --ample-only --out benchmarks/results/decode_kv_cache_h200.json

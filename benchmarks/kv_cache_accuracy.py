@@ -60,7 +60,7 @@ NAME = "kv_cache_accuracy"
 COMMON = dict(head_dim=HEAD_DIM, max_position_embeddings=40960, tie_word_embeddings=False)
 SHAPES = {
     "small": COMMON
-    | dict(vocab_size=2000, hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=2)
+    | dict(vocab_size=2000, hidden_size=512, intermediate_size=1024, num_attention_heads=4, num_key_value_heads=2)
     | dict(num_hidden_layers=4),
     "qwen3": COMMON
     | dict(vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_attention_heads=16, num_key_value_heads=8)
@@ -74,8 +74,8 @@ them."""
 VLLM_KEYS, VLLM_OFFSET = 96, 8
 """Keys of a block in FP8 decode of FlashAttention 3 at 128 features; log2 of what its probabilities are multiplied
 by."""
-_AT_ONCE = 2**25
-"""Scores of :func:`vllm_attention` at a time."""
+_AT_ONCE = {"cpu": 2**20, "cuda": 2**25}
+"""Scores of :func:`vllm_attention` at a time: what a cache holds, or what fills a GPU."""
 _LOGITS = 2**28
 """Logits at a time."""
 
@@ -128,7 +128,7 @@ def vllm_attention(calibrated: bool) -> Attention:
         q, k, v = (qdata_of(x, s).float() for x, s in zip((q, k, v), scales, strict=True))
         q = q.unflatten(1, (kv_heads, -1))
         out = torch.empty_like(q)
-        step = max(VLLM_KEYS, _AT_ONCE // (batch * heads * VLLM_KEYS))
+        step = max(VLLM_KEYS, _AT_ONCE[q.device.type] // (batch * heads * VLLM_KEYS))
         for start in range(0, tokens, step):
             rows = torch.arange(start, min(start + step, tokens), device=q.device)
             part = q[:, :, :, rows].flatten(2, 3)
@@ -157,7 +157,7 @@ def vllm_kernel(calibrated: bool) -> Attention:
     """FlashAttention 3 as vLLM's backend calls it on an FP8 cache: pages of 16 tokens, a scale a sequence and head."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        from vllm.vllm_flash_attn import flash_attn_varlen_func
+        from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
 
         scales, tokens = vllm_scales((q, k, v), calibrated), q.shape[2]
         found = []

@@ -21,7 +21,7 @@ def operands():
 
 def test_equal_probabilities_are_exact_and_see_no_later_key(operands, monkeypatch):
     """All are 2^8, so a row is the mean of the values up to its own, whatever the blocks of keys and of queries."""
-    monkeypatch.setattr(benchmark, "_AT_ONCE", 2 * 4 * 96 * 100)
+    monkeypatch.setitem(benchmark._AT_ONCE, "cpu", 2 * 4 * 96 * 100)
     q, k, v = operands
     found = benchmark.RULES["vLLM, 1.0"](torch.zeros_like(q), k, v, SCALE)
     counts = torch.arange(1, 301)[:, None]

@@ -195,7 +195,7 @@ def rollout_records() -> Iterable[Record]:
             seconds = requests / rate
             yield step(name, engine, requests, prompt + 128, seconds, "decode_h200.json", calibrates=calibrates)
     for requests, context, rate, gain in DECODE_READ:
-        yield step("jet_fp8", FP8, requests, context, requests / rate, READING, calibrates=context != 4096)
+        yield step("jet_fp8", FP8, requests, context, requests / rate, READING, calibrates=context == 384)
         yield step("bf16", BF16, requests, context, requests * gain / rate, READING)
     for name, engine in (("bf16", BF16), ("jet_fp8", FP8)):
         yield Record(
@@ -208,7 +208,7 @@ def rollout_records() -> Iterable[Record]:
         )
     short = results("decode")["short"]
     for name, engine in (("bf16", BF16), ("int8_rollout", INT8), ("jet_fp8", FP8)):
-        tokens = short[name]["kv_gib"] * GIB / EIGHT.kv_bytes
+        tokens = short[name]["kv_gib"] * GIB / EIGHT.kv_bytes()
         old = "with the decode kernel of 1d44199, since replaced: its steps of one request took 1.15 times as long"
         yield Record(
             "generation, cache too short",
@@ -407,22 +407,19 @@ def _fit_training(put, rates, record) -> None:
 
 def _fit_decode(put, rates) -> None:
     steps = results("phase_shares")["rollout"]["bf16"]["step_s"]
-    moved = (16896 - 512) * 32 * EIGHT.kv_bytes
+    moved = (16896 - 512) * 32 * EIGHT.kv_bytes()
     put(
         "cache",
         moved / (steps["16896"] - steps["512"]),
         "B/s",
         "phase_shares_h200.json, BF16, 512 and 16896 of context",
     )
-    put("attention.shared.key", 0.0, "s", "")
+    put("attention.shared.key", 0.0, "s", "")  # until it is known: what is fitted first is the part without it
     for kind in ("bf16", "fp8", "int8"):
         none = rates(**{f"decode.{kind}.layer": 0.0, f"decode.{kind}.request": 0.0})
         ours = [r for r in rollout_records() if r.phase == "decode step" and r.calibrates]
         names = {"bf16": "bf16", "fp8": "jet_fp8", "int8": "int8_rollout"}
         ours = [r for r in ours if r.case.rpartition(", ")[2] == names[kind]]
-        if kind == "fp8":
-            # One request waits for its keys one after the other: attention.shared.key's.
-            ours = [r for r in ours if "1 x 1024" not in r.case]
         requests = [int(r.case.split(", ")[1].split(" x ")[0]) for r in ours]
         # Least squares of relative errors.
         left = [[EIGHT.layers / r.measured, n / r.measured] for r, n in zip(ours, requests, strict=True)]
@@ -431,14 +428,32 @@ def _fit_decode(put, rates) -> None:
         how = "; ".join(f"{r.case.split(', ', 1)[1]} of {r.source}" for r in ours)
         put(f"decode.{kind}.layer", layer, "s", how)
         put(f"decode.{kind}.request", request, "s", how)
-    batch, context, rate, _ = DECODE_READ[0]
-    one = decode_step(rates(), EIGHT, FP8, batch, context)
-    waited = batch / rate - (one.total - one.cache)
-    put("attention.shared.key", waited / EIGHT.layers / context, "s", f"1 x 1024, jet_fp8 of {READING}")
+    _fit_shared_attention(put, rates)
     tokens = 32 * 512
     seconds = results("phase_shares")["rollout"]["bf16"]["prefill_s"]
     left = seconds - prefill(rates(**{"prefill.layer": 0.0}), EIGHT, BF16, tokens, 256)
     put("prefill.layer", left / tokens / EIGHT.layers, "s a token", "phase_shares_h200.json, BF16, 32 x 512")
+
+
+def _fit_shared_attention(put, rates) -> None:
+    """Of attention alone, both caches in one run. Where one block reads a request's keys: the longest requests. By
+    bytes: BF16's rate in an engine, times what FP8 gains in the difference of two sizes; what a call costs beside its
+    bytes is in the latency of a layer."""
+    found = results("kv_cache")
+    few, many, long = (64, 4096), (32, 16384), (8, 32768)
+    us = {
+        (r["requests"], r["tokens"]): {name: each["median"] - found["event_us"] for name, each in r["us"].items()}
+        for r in found["records"]
+    }
+    source = "kv_cache_h200.json, attention alone, {}, 70d687b"
+    for name, contender in (("attention.shared.key", "bf16"), ("attention.fp8_cache.key", "fp8")):
+        put(name, us[long][contender] / long[1] / 1e6, "s", source.format("8 x 32768"))
+    moved = {(r["requests"], r["tokens"]): r["fp8_bytes"] for r in found["records"]}
+    seconds = {name: us[many][name] - us[few][name] for name in ("bf16", "fp8")}
+    gain = seconds["bf16"] / seconds["fp8"] * EIGHT.kv_bytes("fp8") / EIGHT.kv_bytes()
+    assert EIGHT.kv_bytes("fp8") / EIGHT.layers * many[0] * many[1] == moved[many]
+    how = "cache, times FP8's bytes a second over BF16's of " + source.format("64 x 4096 to 32 x 16384")
+    put("cache.fp8", rates()["cache"] * gain, "B/s", how)
 
 
 def table(rates: Rates, shown: Sequence[Record] | None = None) -> str:

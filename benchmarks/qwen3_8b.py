@@ -5,7 +5,7 @@ steps share.
 
 Engines live in processes of their own, so that several can be asked in turn within one run, and a cache that is sized
 by hand lets them share a GPU. ``jet_fp8`` has shared operations, as it does wherever they cover the job;
-``jet_fp8_stock`` is ``jet_fp8`` with ``jetrl.operations=stock``.
+``jet_fp8_stock`` is ``jet_fp8`` with ``jetrl.operations=stock``, ``jet_fp8_kv_fp8`` is it with ``jetrl.kv_cache=fp8``.
 """
 
 import multiprocessing
@@ -42,6 +42,7 @@ OPTIONS = {
     "int8_rollout": JetConfig("int8_rollout", train="bf16", rollout="int8"),
     "jet_fp8_stock": JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="stock"),
     "jet_fp8": JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="shared"),
+    "jet_fp8_kv_fp8": JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="shared", kv_cache="fp8"),
 }
 """Options of each precision, None for stock vLLM and Hugging Face."""
 
@@ -123,7 +124,7 @@ def build_models(config: Qwen3Config, precisions: tuple[str, ...]) -> dict[str, 
         if options is not None and options.train == "fp8":
             replace_linears(model, plan_linears(config), scale_rule=options.scale_rule)
             if options.operations == "shared":
-                share_operations(model)
+                share_operations(model, options.kv_cache)
         model.train()
         model.gradient_checkpointing_enable({"use_reentrant": False})
         models[precision] = model
@@ -228,7 +229,7 @@ def _serve(
         return preempt(*args, **kwargs)
 
     scheduler._preempt_request = counted
-    connection.send(loaded)
+    connection.send((loaded, core.vllm_config.cache_config))
     while (asked := connection.recv()) is not None:
         batch, length, new, *steps = asked
         generator = torch.Generator().manual_seed(length)
@@ -249,11 +250,12 @@ class Engine:
 
     Attributes:
         start_s: seconds until it answered. load_s: seconds of loading all weights again, in the precision's format;
-            of a mixture with drawing and quantizing them.
+            of a mixture with drawing and quantizing them. cache_tokens: that the KV cache holds.
     """
 
     def __init__(self, precision: str, config: PretrainedConfig, settings: EngineSettings, log: Path) -> None:
         self.start_s = self.load_s = float("nan")
+        self.cache_tokens = 0
         self._log = log
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         context = multiprocessing.get_context("spawn")
@@ -267,7 +269,8 @@ class Engine:
         try:
             self.start_s = self._connection.recv()
             self._connection.send("load")
-            self.load_s = self._connection.recv()
+            self.load_s, cache = self._connection.recv()
+            self.cache_tokens = cache.num_gpu_blocks * cache.block_size
         except (EOFError, BrokenPipeError):
             print(f"an engine did not start; see {self._log}")
             return False

@@ -175,8 +175,12 @@ def check_fp8_cache(path: str | None) -> None:
     if gap is not None and gap[0] == "gpu_other_than_hopper":
         raise UnsupportedConfiguration(refusal("gpu_of_an_fp8_cache", **gap[1]))
     model = read_model(path)
-    if model is None:
-        return
+    if model is not None and (message := fp8_cache_message(model, str(path))):
+        raise UnsupportedConfiguration(message)
+
+
+def fp8_cache_message(model: Mapping[str, Any], path: str) -> str:
+    """What a run with an FP8 KV cache is told of a model for which there is no kernel; empty of others."""
     from jetrl_verl.models import family
     from jetrl_verl.reference.kv_cache import HEAD_DIM
 
@@ -188,7 +192,8 @@ def check_fp8_cache(path: str | None) -> None:
         ("its layers attend to windows", ours.slides(model)),
     ):
         if met:
-            raise UnsupportedConfiguration(refusal("model_of_an_fp8_cache", path=path, error=error))
+            return refusal("model_of_an_fp8_cache", path=path, error=error)
+    return ""
 
 
 def why_not_shared() -> str:

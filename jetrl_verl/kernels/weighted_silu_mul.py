@@ -71,19 +71,34 @@ def reference_weighted_silu_mul_quantize(
     return reference.quantize_1x128(product.mul_(_weight_of_rows(weights, pair)).to(torch.bfloat16), rule)
 
 
+def gradients_of_rows(
+    dy: torch.Tensor, gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What :func:`weighted_silu_mul_backward_quantize` quantizes and never stores, in plain torch on any device.
+
+    Args:
+        dy: ``[R, I]`` BF16; the others as there, of any number of rows.
+
+    Returns:
+        The gradient of ``gate_up`` ``[R, 2 I]`` BF16, and each row's inner product ``[R]`` FP32.
+    """
+    gate, up = (half.contiguous() for half in gate_up.chunk(2, dim=1))
+    silu, derivative = silu_and_derivative(gate)
+    up, dy = up.float(), dy.float()
+    products = (dy * (silu * up)).sum(dim=1)
+    dy = dy * _weight_of_rows(weights, pair)
+    return torch.cat([derivative * up * dy, silu * dy], dim=1).to(torch.bfloat16), products
+
+
 @implements("weighted_silu_mul_backward_quantize", "reference")
 def reference_weighted_silu_mul_backward_quantize(
     dy: torch.Tensor, gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor, rule: str
 ) -> Gradients:
     """See :func:`weighted_silu_mul_backward_quantize`."""
-    gate, up = (half.contiguous() for half in gate_up.chunk(2, dim=1))
-    silu, derivative = silu_and_derivative(gate)
-    up, dy = up.float(), dy.float()
+    dgate_up, products = gradients_of_rows(dy, gate_up, weights, pair)
     dweights = torch.zeros_like(weights).flatten()
     held = pair >= 0
-    dweights[pair[held].long()] = (dy * (silu * up)).sum(dim=1)[held]
-    dy = dy * _weight_of_rows(weights, pair)
-    dgate_up = torch.cat([derivative * up * dy, silu * dy], dim=1).to(torch.bfloat16)
+    dweights[pair[held].long()] = products[held]
     return *reference.quantize_1x128_and_128x1(dgate_up, rule), dweights.view(weights.shape)
 
 

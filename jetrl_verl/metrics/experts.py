@@ -7,9 +7,9 @@ gradients with groups of few tokens; a mean over all experts hides that. So each
 metrics name the worst one.
 
 What is exact as a sample (quantization.py) is so here: a block of 128x128 of each expert's weight, rows of tokens in
-front of the experts, rows of pairs in front of the down projection, and of the output's gradient a group of 128 rows of
-one expert's segment, which WGrad contracts. Gate and up's gradient exists inside one step of autograd only and is not
-measured.
+front of the experts, rows of pairs in front of the down projection, and of both gradients a group of 128 rows of one
+expert's segment, which WGrad contracts. Gate and up's gradient exists in registers of one kernel only; its operands are
+handed over in backward (``JetExperts.on_backward``), and the same formula gives the group's.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,10 +21,11 @@ from torch import nn
 
 from jetrl_verl import kernels
 from jetrl_verl.formats.format import Format
+from jetrl_verl.kernels.weighted_silu_mul import gradients_of_rows
 from jetrl_verl.models.base import leaf
 from jetrl_verl.models.plan import LinearPlan
 from jetrl_verl.nn.experts import JetExperts
-from jetrl_verl.reference import BLOCK, QuantizedTensor, ScaleRule
+from jetrl_verl.reference import BLOCK, QuantizedTensor, ScaleRule, Segments
 
 
 class Sample(NamedTuple):
@@ -103,21 +104,37 @@ class SampledExperts:
         if not isinstance(self.module, JetExperts):
             return None
         segments, k = kernels.segments(chosen.to(torch.int32), self.experts, BLOCK), chosen.shape[1]
-        # On the device: the host does not know how many groups there are.
-        group = step * 7919 % (segments.start[-1].long() // BLOCK).clamp(min=1)
-        place = group * BLOCK + torch.arange(BLOCK, device=chosen.device)
+        place, owner = _group(segments, step)
         pair = segments.pair[place]
-        owner = torch.searchsorted(segments.start[1:].long(), place[:1], right=True)
 
         def samples(gradient: torch.Tensor) -> Iterator[Sample]:
             rows = gradient.detach().flatten(0, -2).to(torch.bfloat16)[(pair.clamp(min=0) // k).long()]
-            rows = rows.masked_fill((pair < 0)[:, None], 0)
-            both = self.number_format.quantize_gradient(rows, self.rule, rowwise=True, colwise=True)
-            for tensor, q, values in zip(("dY", "dY_tokens"), both, (rows, rows.t()), strict=True):
-                restored = self.number_format.dequantize_activation(q)
-                yield Sample(self.down.kind, tensor, values, q, restored, owner.expand(len(values)))
+            yield from self._gradient(self.down.kind, rows.masked_fill((pair < 0)[:, None], 0), owner)
 
         return samples
+
+    def gradients_of_gate_up(
+        self, dh: torch.Tensor, gate_up: torch.Tensor, weights: torch.Tensor, segments: Segments, step: int
+    ) -> Iterator[Sample]:
+        """What gate and up's DGrad and WGrad read, of one group of rows; arguments of ``JetExperts.on_backward``."""
+        place, owner = _group(segments, step)
+        rows, _ = gradients_of_rows(dh[place], gate_up[place], weights, segments.pair[place])
+        yield from self._gradient(self.gate_up.kind, rows, owner)
+
+    def _gradient(self, kind: str, rows: torch.Tensor, owner: torch.Tensor) -> Iterator[Sample]:
+        """Both layouts of a group of rows ``[128, N]`` BF16 of one expert."""
+        both = self.number_format.quantize_gradient(rows, self.rule, rowwise=True, colwise=True)
+        for tensor, q, values in zip(("dY", "dY_tokens"), both, (rows, rows.t()), strict=True):
+            restored = self.number_format.dequantize_activation(q)
+            yield Sample(kind, tensor, values, q, restored, owner.expand(len(values)))
+
+
+def _group(segments: Segments, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places ``[128]`` of one group of rows, another at each ``step``, and its expert ``[1]``. On the device: the host
+    does not know how many groups there are."""
+    group = step * 7919 % (segments.start[-1].long() // BLOCK).clamp(min=1)
+    place = group * BLOCK + torch.arange(BLOCK, device=segments.pair.device)
+    return place, torch.searchsorted(segments.start[1:].long(), place[:1], right=True)
 
 
 def experts_of(

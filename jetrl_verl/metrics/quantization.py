@@ -12,7 +12,8 @@ Three questions, each answered per kind of layer (``qkv``, ``o``, ``gate_up``, `
   weight sync. At a learning rate of 1e-6 an update can vanish in 8 bits.
 * *Is a weight still a number?* A NaN or Inf in a weight stops the sync, which names the weight.
 
-Of a mixture the first two are also asked of every expert, and the worst and least are named (metrics/experts.py): the
+Of an FP8 KV cache the first is also asked of keys and values (metrics/kv_cache.py). Of a mixture the first two are also
+asked of every expert, and the worst and least are named (metrics/experts.py): the
 number of metrics does not grow with that of the experts.
 
 **Why a sample is exact.** Groups of 1x128 lie in one row, blocks of 128x128 in one band of 128 rows, and groups along
@@ -36,15 +37,15 @@ from torch import nn
 from jetrl_verl import formats
 from jetrl_verl.formats.format import SCALE_SUFFIX, Format
 from jetrl_verl.metrics.experts import Sample, SampledExperts, experts_of
+from jetrl_verl.metrics.kv_cache import KVCacheSampler
+from jetrl_verl.metrics.sample import sampled_layers, sampled_rows, shares, shares_of_experts, tally
 from jetrl_verl.models.base import place
 from jetrl_verl.models.plan import LinearPlan, plan_of
+from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.linear import JetLinear
-from jetrl_verl.reference import BLOCK, QuantizedTensor, ScaleRule
+from jetrl_verl.reference import QuantizedTensor, ScaleRule, Segments
 from jetrl_verl.sync.stacks import continues, joined
 from jetrl_verl.sync.wire import with_completed
-
-SAMPLED_LAYERS = 4
-"""Most decoder layers that are measured, spread evenly from the first to the last."""
 
 SAMPLED_QDATA = 2**16
 """FP8 data kept of each weight. A share of 1e-3 is then known to 12% for one weight, to 2% over the 36 of a kind."""
@@ -57,66 +58,6 @@ _REMEDY = "resume from the last checkpoint, and lower the learning rate or the g
 
 class NonFiniteWeightError(RuntimeError):
     """A weight holds NaN or Inf; the message names it."""
-
-
-def tally(
-    number_format: Format,
-    values: torch.Tensor,
-    qdata: torch.Tensor,
-    restored: torch.Tensor,
-    dims: tuple[int, ...] | None = None,
-) -> torch.Tensor:
-    """What one quantization did, in sums that can be added over samples.
-
-    Args:
-        number_format: of ``qdata``, one that is measured.
-        values: the tensor that was quantized. qdata: same shape. restored: ``qdata * scale``, FP32.
-        dims: over which to add, all by default.
-
-    Returns:
-        ``[..., 5]`` FP64: non-zero elements; of them those that became zero; of them those that became subnormal; sum
-        of squares of the values; sum of squares of what rounding changed. A NaN or Inf makes the last two NaN.
-    """
-    values = values.double()
-    present = values != 0
-    zero, subnormal = number_format.lost(qdata)
-    noise = (values - restored.double()).square()
-    each = (present, present & zero, present & subnormal, values.square(), noise)
-    return torch.stack([part.double().sum(dims) for part in each], dim=-1)
-
-
-def shares(tallies: Mapping[tuple[str, str], torch.Tensor]) -> dict[str, float]:
-    """Metrics of tallies by (kind, tensor): ``<kind>/<tensor>/{underflow,subnormal,snr_db}``.
-
-    A tensor of zeros has no metric, a tensor that rounding left unchanged no ``snr_db``. Waits for the device once.
-    """
-    if not tallies:
-        return {}
-    metrics = {}
-    for (kind, tensor), sums in zip(tallies, torch.stack(list(tallies.values())).tolist(), strict=True):
-        present, zero, subnormal, signal, noise = sums
-        if present == 0:
-            continue
-        metrics[f"{kind}/{tensor}/underflow"] = zero / present
-        metrics[f"{kind}/{tensor}/subnormal"] = subnormal / present
-        if noise != 0:
-            metrics[f"{kind}/{tensor}/snr_db"] = 10.0 * float(torch.tensor(signal / noise).log10())
-    return metrics
-
-
-def shares_of_experts(tallies: Mapping[tuple[str, str], torch.Tensor]) -> dict[str, float]:
-    """Metrics of tallies ``[E, 5]`` by (kind, tensor): ``<kind>/<tensor>/{underflow_expert_max,snr_db_expert_min}``, of
-    the experts that the sample has something of. Waits for the device once."""
-    if not tallies:
-        return {}
-    metrics = {}
-    for (kind, tensor), by_expert in zip(tallies, torch.stack(list(tallies.values())).cpu(), strict=True):
-        present, zero, _, signal, noise = by_expert[by_expert[:, 0] > 0].unbind(dim=1)
-        if len(present):
-            metrics[f"{kind}/{tensor}/underflow_expert_max"] = (zero / present).max().item()
-        if len(ratios := (signal / noise)[noise != 0]):
-            metrics[f"{kind}/{tensor}/snr_db_expert_min"] = (10.0 * ratios.log10()).min().item()
-    return metrics
 
 
 class QuantizationSampler:
@@ -144,9 +85,7 @@ class QuantizationSampler:
         experts = {
             place(name).index: layer for name, layer in experts_of(model, plans, number_format, scale_rule).items()
         }
-        places = sorted(planned)
-        count = min(SAMPLED_LAYERS, len(places))
-        chosen = sorted({places[round(i * (len(places) - 1) / max(count - 1, 1))] for i in range(count)})
+        chosen = sampled_layers(planned)
         self._layers = [layer for index in chosen for layer in planned[index]]
         self._experts = [experts[index] for index in chosen if index in experts]
         # q, k and v of a decoder layer read one X, and so do gate and up: it is measured at the first of them.
@@ -170,11 +109,16 @@ class QuantizationSampler:
         hooks += [
             experts.module.register_forward_hook(partial(self._experts_forward, experts)) for experts in self._experts
         ]
+        trained = [experts for experts in self._experts if isinstance(experts.module, JetExperts)]
+        for experts in trained:
+            experts.module.on_backward = partial(self._gate_up_backward, experts)
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
+            for experts in trained:
+                experts.module.on_backward = None
 
     def metrics(self) -> dict[str, float]:
         """What the last :meth:`sampling` found, see :func:`shares` and :func:`shares_of_experts`; and of a mixture
@@ -194,14 +138,10 @@ class QuantizationSampler:
         return new
 
     def _sample(self, matrix: torch.Tensor) -> torch.Tensor:
-        """One group of 128 rows, another in each pass, the same for all tensors with as many rows."""
         return self._rows(matrix).to(torch.bfloat16)
 
     def _rows(self, matrix: torch.Tensor) -> torch.Tensor:
-        rows = matrix.detach().flatten(0, -2)
-        # A stride that shares no factor with usual numbers of groups visits each of them in turn.
-        start = self._passes * 7919 % -(-len(rows) // BLOCK) * BLOCK
-        return rows[start : start + BLOCK]
+        return sampled_rows(matrix.detach().flatten(0, -2), self._passes)
 
     def _add(self, kind: str, tensor: str, values: torch.Tensor, q: QuantizedTensor, restored: torch.Tensor) -> None:
         found = tally(self._format, values, q.qdata, restored)
@@ -241,6 +181,12 @@ class QuantizationSampler:
     ) -> None:
         for sample in samples(gradient):
             self._add_of_experts(experts, sample)
+
+    @torch.no_grad()
+    def _gate_up_backward(self, layer: SampledExperts, *operands: torch.Tensor | Segments) -> None:
+        if self._first(layer.module, "dY of gate and up"):
+            for sample in layer.gradients_of_gate_up(*operands, self._passes):
+                self._add_of_experts(layer.experts, sample)
 
     @torch.no_grad()
     def _forward(self, kind: str, layer: nn.Linear, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
@@ -336,7 +282,7 @@ def _spread(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class QuantizationMetrics:
-    """Sampler and qdata changes of one trainer, both measured once after each weight sync.
+    """Samplers and qdata changes of one trainer, measured once after each weight sync.
 
     Args:
         model, plans, scale_rule, number_format: see :class:`QuantizationSampler`.
@@ -346,6 +292,7 @@ class QuantizationMetrics:
         self, model: nn.Module, plans: Mapping[str, LinearPlan], scale_rule: ScaleRule, number_format: Format
     ) -> None:
         self._sampler = QuantizationSampler(model, plans, scale_rule, number_format)
+        self._cache = KVCacheSampler(model)
         self._changes = CodeChanges(plans)
         self._due = False
 
@@ -365,9 +312,9 @@ class QuantizationMetrics:
             yield
             return
         self._due = False
-        with self._sampler.sampling():
+        with self._sampler.sampling(), self._cache.sampling():
             yield
-        found = self._sampler.metrics() | self._changes.metrics()
+        found = self._sampler.metrics() | self._cache.metrics() | self._changes.metrics()
         metrics.update({f"jetrl/{name}": [value] for name, value in found.items()})
 
 

@@ -22,6 +22,7 @@ a product writes and its reader takes at once, and gate and up, whose product ca
 gradient, no X and no output is copied in BF16. A token of Qwen3-30B-A3B saves 33 KB, 25 of them gate and up.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -74,6 +75,8 @@ class _ExpertsFunction(torch.autograd.Function):
         del columns
         dh = number_format.experts_dgrad(rows, layer.down_qdata(down_weight), start)
         del rows
+        if layer.on_backward is not None:
+            layer.on_backward(dh, gate_up, weights, segments)
         rows, columns, dweights = kernels.weighted_silu_mul_backward_quantize(dh, gate_up, weights, pair, rule)
         del dh, gate_up
         if needs_gate_up:
@@ -97,6 +100,9 @@ class JetExperts(nn.Module):
         format: of all products.
         gate_up_name, down_name: of the parameters ``[E, 2 I, H]``, gate first, and ``[E, H, I]``.
         stock_class: of the module that it replaced.
+        on_backward: called in each backward with the gradient of what the down projection reads ``[R, I]``, gate and up
+            ``[R, 2 I]``, the routing weights and the segments. The gradient of gate and up exists nowhere but in the
+            kernel that quantizes it, so no hook of autograd sees it.
     """
 
     scale_rule: ScaleRule
@@ -105,6 +111,7 @@ class JetExperts(nn.Module):
     gate_up_name: str
     down_name: str
     stock_class: type[nn.Module]
+    on_backward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Segments], None] | None = None
 
     @classmethod
     def replace(cls, experts: nn.Module, mixture: Experts, *, scale_rule: ScaleRule, ranks: int = 1) -> "JetExperts":

@@ -28,6 +28,7 @@ from torch import nn
 from jetrl_verl import kernels, models
 from jetrl_verl.kernels.rms_norm import rms_norm_quantize_1x128
 from jetrl_verl.models.base import Experts, Family, UnsupportedLayer, leaf
+from jetrl_verl.nn.attention import AttentionCore
 from jetrl_verl.nn.gated_mlp import covers, gated_product
 from jetrl_verl.nn.handoff import accept_quantized
 from jetrl_verl.nn.linear import project, quantize_input
@@ -115,7 +116,6 @@ def _attention_forward(
     packing: Packing,
     *,
     family: Family,
-    kv_cache: str,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     def heads(projected: torch.Tensor, norm: str = "") -> torch.Tensor:
@@ -128,12 +128,11 @@ def _attention_forward(
     q, k = kernels.rotary(q, k, *position_embeddings)
     if packing.tokens is None:
         q, k, v = sequence_parallel.by_heads(q, k, v)
-        out = kernels.attention(q, k, v, packing.cu_seqlens, packing.max_seqlen, self.scaling, kv_cache)
+        out = self.core(q, k, v, packing.cu_seqlens, packing.max_seqlen)
         out = sequence_parallel.by_tokens(out)
     else:
         q_real, k_real, v_real = (x.index_select(0, packing.tokens) for x in (q, k, v))
-        sequences = (packing.cu_seqlens, packing.max_seqlen)
-        real = kernels.attention(q_real, k_real, v_real, *sequences, self.scaling, kv_cache)
+        real = self.core(q_real, k_real, v_real, packing.cu_seqlens, packing.max_seqlen)
         out = torch.zeros_like(q).index_copy(0, packing.tokens, real)
     return getattr(self, leaf(family.o))(out.reshape(*hidden_states.shape[:-1], -1)), None
 
@@ -185,14 +184,15 @@ def share_operations(model: nn.Module, kv_cache: str = "bf16") -> dict[str, int]
         module.forward = MethodType(forward, module)
         counts[kind] = counts.get(kind, 0) + 1
 
-    for module in decoder.modules():
+    for module in list(decoder.modules()):
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):
             replace("norm", module, _norm_forward)
         elif mixture is None and kind.endswith("MLP"):
             replace("mlp", module, partial(_mlp_forward, family=family))
         elif kind.endswith("Attention"):
-            replace("attention", module, partial(_attention_forward, family=family, kv_cache=kv_cache))
+            replace("attention", module, partial(_attention_forward, family=family))
+            module.core = AttentionCore(module.scaling, kv_cache)
     if mixture is not None:
         for layer in decoder.layers:
             replace("mixture", layer.get_submodule(mixture.block), partial(_mixture_forward, mixture=mixture))

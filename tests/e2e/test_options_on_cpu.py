@@ -135,10 +135,16 @@ def test_an_fp8_kv_cache_keeps_zero_mismatch(policy, tmp_path):
     check(run, LINEARS)
     for metric in ("rollout_corr/k3_kl", "training/rollout_probs_diff_max", "actor/ppo_kl"):
         assert run.steps(metric) == [0.0] * STEPS, metric
+    for tensor in ("K", "V"):
+        for place in (tensor, f"{tensor}/layer_0", f"{tensor}/layer_1"):
+            assert run.steps(f"actor/jetrl/kv_cache/{place}/saturated") == [0.0] * STEPS
+            assert all(0 <= share < 0.1 for share in run.steps(f"actor/jetrl/kv_cache/{place}/underflow"))
+            assert all(20 < snr < 45 for snr in run.steps(f"actor/jetrl/kv_cache/{place}/snr_db"))
 
 
 @pytest.mark.slow
 def test_an_fp8_kv_cache_of_the_rollout_alone_is_a_mismatch(policy, tmp_path):
     run = train(policy, "fp8_rollout", tmp_path, STEPS, "jetrl.kv_cache=fp8")
     check(run, LINEARS)
+    assert not any("kv_cache" in name for step in run.metrics for name in step)
     assert all(0 < k3 < 0.1 for k3 in run.steps("rollout_corr/k3_kl"))

@@ -7,10 +7,11 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from jetrl_verl import formats
+from jetrl_verl import formats, kernels
 from jetrl_verl.metrics import quantization
 from jetrl_verl.metrics.experts import experts_of
 from jetrl_verl.metrics.quantization import CodeChanges, QuantizationSampler
+from jetrl_verl.metrics.sample import tally
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.replace import replace_linears
@@ -18,10 +19,7 @@ from jetrl_verl.sync.wire import quantize_stream
 
 FP8 = formats.get("fp8")
 TOKENS = torch.arange(3 * 100).reshape(3, 100) % 64
-OF_EXPERTS = {
-    *(f"{kind}/{tensor}" for kind in ("gate_up", "down") for tensor in ("W", "X")),
-    *("down/dY", "down/dY_tokens"),
-}
+OF_EXPERTS = {f"{kind}/{tensor}" for kind in ("gate_up", "down") for tensor in ("W", "X", "dY", "dY_tokens")}
 BY_EXPERT = OF_EXPERTS - {"gate_up/X"}
 
 
@@ -111,6 +109,56 @@ def test_samples_are_what_the_products_read(monkeypatch):
         expected = torch.zeros(128, 256, dtype=torch.bfloat16)
         expected[: len(tokens)] = gradient.flatten(0, -2)[tokens].bfloat16()
         assert torch.equal(sample.values, expected if sample.tensor == "dY" else expected.t())
+
+
+@pytest.mark.parametrize("step", [0, 1, 5])
+def test_the_gradient_of_gate_and_up_is_what_backward_quantizes(monkeypatch, step):
+    """Row for row and byte for byte, in both layouts, against the qdata that DGrad and WGrad multiply."""
+    model, plans = mixture(num_hidden_layers=1)
+    (layer,) = experts_of(model, plans, FP8, "fp32").values()
+    products, samples, operands = [], [], []
+    own = kernels.weighted_silu_mul_backward_quantize
+
+    def recorded(*args):
+        products.append(own(*args))
+        return products[-1]
+
+    def observe(*args):
+        operands.append(args)
+        samples.extend(layer.gradients_of_gate_up(*args, step))
+
+    monkeypatch.setattr(kernels, "weighted_silu_mul_backward_quantize", recorded)
+    layer.module.on_backward = observe
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(TOKENS, use_cache=False).logits.float().logsumexp(-1).sum().backward()
+    ((*quantized, _),), ((_, _, _, segments),) = products, operands
+    group = step * 7919 % (int(segments.start[-1]) // 128)
+    rows = slice(group * 128, group * 128 + 128)
+    owner = int((segments.start[1:] <= rows.start).sum())
+    assert int(segments.start[-1]) > 128 * (step + 1)
+    for sample, whole in zip(samples, quantized, strict=True):
+        assert (sample.kind, set(sample.owners.tolist())) == ("gate_up", {owner})
+        qdata = whole.qdata.view(torch.uint8)
+        mine = qdata[rows] if sample.tensor == "dY" else qdata[:, rows]
+        assert torch.equal(sample.quantized.qdata.view(torch.uint8), mine)
+        scales = whole.scales[rows] if sample.tensor == "dY" else whole.scales[:, group : group + 1]
+        assert torch.equal(sample.quantized.scales, scales)
+
+
+def test_underflow_of_the_gradient_of_gate_and_up_worked_by_hand():
+    """Of ``d gate = silu'(gate) up dh`` half becomes zero where up is 1 and 2^-20 in turn, of ``d up`` nothing."""
+    model, plans = mixture(num_hidden_layers=1)
+    (layer,) = experts_of(model, plans, FP8, "fp32").values()
+    segments = kernels.segments(torch.full((128, 1), 3, dtype=torch.int32), 8, 128)
+    dh, gate = torch.ones(len(segments.pair), 128).bfloat16(), torch.ones(len(segments.pair), 128)
+    up = torch.ones_like(gate)
+    up[:, ::2] = 2.0**-20
+    gate_up = torch.cat([gate, up], dim=1).bfloat16()
+    rowwise, colwise = layer.gradients_of_gate_up(dh, gate_up, torch.ones(128, 1), segments, 0)
+    assert tally(FP8, rowwise.values, rowwise.quantized.qdata, rowwise.restored)[:2].tolist() == [128 * 256, 128 * 64]
+    # Along tokens a group is one column, all of whose numbers are equal.
+    assert tally(FP8, colwise.values, colwise.quantized.qdata, colwise.restored)[1] == 0
+    assert set(rowwise.owners.tolist()) == set(colwise.owners.tolist()) == {3}
 
 
 @pytest.mark.parametrize("step", [0, 1, 2, 3])

@@ -19,9 +19,8 @@ from jetrl_verl.metrics.quantization import (
     QuantizationSampler,
     refuse_non_finite,
     refuse_to_save_non_finite,
-    shares,
-    tally,
 )
+from jetrl_verl.metrics.sample import SAMPLED_LAYERS, shares, tally
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.reference import dequantize_1x128, quantize_1x128, quantize_128x128
@@ -188,7 +187,7 @@ def test_a_bf16_backward_has_no_quantized_gradient_to_report():
 def test_layers_are_spread_from_first_to_last():
     model, plans = jet_model(num_hidden_layers=9)
     layers = QuantizationSampler(model, plans, "fp32", FP8)._layers
-    assert len(layers) == 7 * quantization.SAMPLED_LAYERS
+    assert len(layers) == 7 * SAMPLED_LAYERS
     names = {id(module): name for name, module in model.named_modules()}
     assert sorted({int(names[id(layer)].split(".")[2]) for _, layer in layers}) == [0, 3, 5, 8]
 

@@ -4,6 +4,7 @@
 
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -21,14 +22,23 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "jetrl_verl"
 PIN_FILES = sorted((ROOT / "constraints").glob("*.txt"))
 SOURCE_SUFFIXES = {".py", ".sh", ".yaml", ".toml", ".cu", ".cuh", ".cpp", ".h", ".html"}
-NOT_OURS = {".venv", ".git", "build", "outputs"}
+NOT_OURS = {".venv", ".git", ".gpu", ".whl", "build", "dist", "outputs"}
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
+def files_of_the_tree() -> list[Path]:
+    """What git tracks or would add. Where there is no git, all but the folders that usually are not the tree's."""
+    listed = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    if (ROOT / ".git").exists() and shutil.which("git"):
+        found = subprocess.run(listed, check=True, capture_output=True, text=True).stdout
+        return [ROOT / name for name in found.split("\0") if name]
+    return [path for path in ROOT.rglob("*") if not NOT_OURS & set(path.relative_to(ROOT).parts)]
+
+
 def source_files(suffixes: set[str]) -> list[Path]:
-    files = (path for path in ROOT.rglob("*") if path.suffix in suffixes and path.is_file())
-    return sorted(path for path in files if not NOT_OURS & set(path.relative_to(ROOT).parts))
+    # A file that was deleted and not yet committed is still listed.
+    return sorted(path for path in files_of_the_tree() if path.suffix in suffixes and path.is_file())
 
 
 def pins(path: Path) -> dict[str, str]:
@@ -187,6 +197,23 @@ def test_every_source_file_carries_the_licence_header():
         for path in files:
             text = re.sub(r"^#!.*\n", "", path.read_text())
             assert text.startswith(header.format(comment)), path
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git")
+def test_what_git_ignores_is_no_source_file(tmp_path, monkeypatch):
+    """Before and after the folder is a checkout: without git a folder of an unknown name counts."""
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    (tmp_path / ".gitignore").write_text("stray/\n")
+    for folder in ("stray", "outputs", "ours"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "file.py").touch()
+
+    def found() -> list[str]:
+        return [path.parent.name for path in source_files({".py"})]
+
+    assert found() == ["ours", "stray"]
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    assert found() == ["ours", "outputs"]
 
 
 def test_the_licence_is_apache_2_0():

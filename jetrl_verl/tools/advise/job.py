@@ -15,7 +15,7 @@ from typing import Any
 
 from jetrl_verl.config.support.row import Get
 from jetrl_verl.config.support.scopes import ACTOR, ATTENTION, MODEL, REF, ROLLOUT
-from jetrl_verl.formats.catalog import FLOW
+from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 from jetrl_verl.tools.advise import AdviseError
 from jetrl_verl.tools.advise.shapes import Model, find_config, model_of
@@ -41,7 +41,8 @@ class Job:
         packed: whether padding is removed. varlen: whether ``attn_implementation=jetrl_varlen``.
         checkpointing, eight_bit, shards: of the trainer.
         reference: whether a reference policy scores every token. liger: whether the trainer has Liger's kernels.
-        stock, backward, fp8_reference: what ``jetrl.operations=stock``, ``jetrl.backward`` and ``jetrl.ref`` say.
+        stock, backward, fp8_reference, kv_cache: what ``jetrl.operations=stock``, ``jetrl.backward``, ``jetrl.ref`` and
+            ``jetrl.kv_cache`` say.
         notes: what was assumed, sentences.
     """
 
@@ -74,6 +75,7 @@ class Job:
     stock: bool = False
     backward: str = FLOW
     fp8_reference: bool = False
+    kv_cache: str = UNQUANTIZED
     notes: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -215,6 +217,7 @@ def job_of_config(get: Get, means: Means, name: str | None = None) -> Job:
         stock=get("jetrl.operations") == "stock",
         backward=str(get("jetrl.backward") or FLOW),
         fp8_reference=get("jetrl.ref") == FLOW,
+        kv_cache=str(get("jetrl.kv_cache") or UNQUANTIZED),
         notes=notes,
     )
 

@@ -122,14 +122,22 @@ def rollout_weights(model: Model, kind: str) -> float:
 
 
 def rollout_memory(
-    model: Model, kind: str, utilization: float, *, most: int, batched_tokens: int, tp: int = 1
+    model: Model,
+    kind: str,
+    utilization: float,
+    *,
+    most: int,
+    batched_tokens: int,
+    tp: int = 1,
+    kv_cache: str = UNQUANTIZED,
 ) -> RolloutMemory:
     """Bytes of the rollout. CUDA graphs and vLLM's own buffers are not counted, for want of a record.
 
     Args:
         utilization: ``gpu_memory_utilization``. most: ``max_num_seqs``. batched_tokens: ``max_num_batched_tokens``.
+        kv_cache: what the cache holds.
     """
     weights = rollout_weights(model, kind) / tp
     work = 2 * 4 * model.vocabulary * most + BF16 * batched_tokens * (3 * model.inner + 4 * model.hidden) / tp
     cache = max(0.0, utilization * GPU_BYTES - weights - work)
-    return RolloutMemory(weights, work, cache, cache * tp / model.kv_bytes)
+    return RolloutMemory(weights, work, cache, cache * tp / model.kv_bytes(kv_cache))

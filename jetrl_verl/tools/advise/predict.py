@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jetrl_verl.config.group import group_values
-from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED
+from jetrl_verl.formats.catalog import FLOW, QUANTIZED_CACHE, UNQUANTIZED
 from jetrl_verl.tools.advise.job import Job
 from jetrl_verl.tools.advise.memory import RolloutMemory, TrainerMemory, rollout_memory, trainer_memory
 from jetrl_verl.tools.advise.rates import Rates
@@ -83,17 +83,17 @@ def precisions(job: Job, shared: bool) -> tuple[Precision, ...]:
         return _of_a_mixture(job, bf16, shared)
     jet = JET if shared else replace(Flow(FLOW, "liger") if job.liger else JET_STOCK, varlen=job.varlen)
     jet = replace(jet, backward=job.backward)
-    tp = job.tp
+    tp, ours = job.tp, {"tp": job.tp, "kv_cache": job.kv_cache}
     found = [Precision("bf16", bf16, bf16, Engine(UNQUANTIZED, tp=tp))]
     if not job.liger:
         found.append(Precision("bf16, Liger", liger, liger, Engine(UNQUANTIZED, tp=tp)))
     if shared:
-        found.append(Precision(SHARED, BF16_SHARED, bf16, Engine(UNQUANTIZED, shared=True, tp=tp)))
+        found.append(Precision(SHARED, BF16_SHARED, bf16, Engine(UNQUANTIZED, shared=True, **ours)))
     return (
         *found,
-        Precision("fp8_rollout", bf16, bf16, Engine(FLOW, tp=tp)),
-        Precision("jet_fp8", jet, jet if job.fp8_reference else bf16, Engine(FLOW, shared=shared, tp=tp)),
-        Precision("int8_rollout", bf16, bf16, Engine(group_values("int8_rollout").jetrl.rollout, tp=tp)),
+        Precision("fp8_rollout", bf16, bf16, Engine(FLOW, **ours)),
+        Precision("jet_fp8", jet, jet if job.fp8_reference else bf16, Engine(FLOW, shared=shared, **ours)),
+        Precision("int8_rollout", bf16, bf16, Engine(group_values("int8_rollout").jetrl.rollout, **ours)),
     )
 
 
@@ -103,10 +103,11 @@ def _of_a_mixture(job: Job, bf16: Flow, shared: bool) -> tuple[Precision, ...]:
     The routers of stock operations choose differently in trainer and rollout, so ``jet_fp8`` is refused there.
     """
     found = [Precision("bf16", bf16, bf16, Engine(UNQUANTIZED, tp=job.tp))]
-    found.append(Precision("fp8_rollout", bf16, bf16, Engine(FLOW, tp=job.tp)))
+    ours = {"tp": job.tp, "kv_cache": job.kv_cache}
+    found.append(Precision("fp8_rollout", bf16, bf16, Engine(FLOW, **ours)))
     if shared:
         reference = JET if job.fp8_reference else bf16
-        found.append(Precision("jet_fp8", JET, reference, Engine(FLOW, shared=True, tp=job.tp)))
+        found.append(Precision("jet_fp8", JET, reference, Engine(FLOW, shared=True, **ours)))
     return tuple(found)
 
 
@@ -177,7 +178,15 @@ def batches(job: Job) -> tuple[Batch, Batch, float, float]:
 def predict(rates: Rates, job: Job, precision: Precision) -> Prediction:
     """A step of the job."""
     model, kind = job.model, precision.engine.linears
-    memory = rollout_memory(model, kind, job.utilization, most=job.most, batched_tokens=job.batched_tokens, tp=job.tp)
+    memory = rollout_memory(
+        model,
+        kind,
+        job.utilization,
+        most=job.most,
+        batched_tokens=job.batched_tokens,
+        tp=job.tp,
+        kv_cache=precision.engine.kv_cache,
+    )
     schedule = _generation(rates, job, precision.engine, memory)
     scored, trained, _, most_trained = batches(job)
 
@@ -206,6 +215,14 @@ def predict(rates: Rates, job: Job, precision: Precision) -> Prediction:
     )
     fits = memory.sequences(job.prompt + job.response)
     return Prediction(precision.name, phases, schedule, peak, memory, fits)
+
+
+def with_each_cache(rates: Rates, job: Job, precision: Precision) -> dict[str, Prediction]:
+    """The step with either KV cache, by the values of ``jetrl.kv_cache``."""
+    return {
+        held: predict(rates, job, replace(precision, engine=replace(precision.engine, kv_cache=held)))
+        for held in (UNQUANTIZED, QUANTIZED_CACHE)
+    }
 
 
 def _with(passes: Pass, verl: float, adamw: float = 0.0) -> Phase:

@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from jetrl_verl.formats.catalog import QUANTIZED_CACHE, UNQUANTIZED
 from jetrl_verl.tools.advise.job import Job, as_mapping
 from jetrl_verl.tools.advise.memory import GIB, GPU_BYTES
 from jetrl_verl.tools.advise.predict import PHASES, SMALL_MICRO_BATCH, Prediction, batches
@@ -73,13 +74,48 @@ def _seconds(value: float) -> str:
     return "-" if value == 0 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 
+def cache_sentences(job: Job, caches: dict[str, Prediction]) -> list[str]:
+    """What an FP8 KV cache is worth to ``jet_fp8``, and what it costs.
+
+    Args:
+        caches: the step with either one, by the values of ``jetrl.kv_cache``; empty where there is no choice.
+    """
+    if not caches:
+        return []
+    bf16, fp8 = (caches[held] for held in (UNQUANTIZED, QUANTIZED_CACHE))
+
+    def step(each: Prediction) -> str:
+        if math.isinf(each.step):
+            return "does not fit"
+        return (
+            f"a step of {each.step:.1f} s, generation {each.phases['generation'].seconds:.1f} s of it with "
+            f"{each.schedule.preemptions} preemptions"
+        )
+
+    sizes = (
+        f"{job.model.kv_bytes(QUANTIZED_CACHE)} bytes a token instead of {job.model.kv_bytes()}, so that a replica "
+        f"holds {fp8.rollout.tokens / 1e3:.0f}k tokens instead of {bf16.rollout.tokens / 1e3:.0f}k"
+    )
+    chosen = "is chosen" if job.kv_cache == QUANTIZED_CACHE else "is not chosen"
+    return [
+        f"jetrl.kv_cache=fp8 {chosen}. With it jet_fp8 has {sizes}, and {step(fp8)}; with a BF16 cache {step(bf16)}.",
+        "It costs jet_fp8 no exactness: the trainer's attention sees the same keys and values. Under a baseline the "
+        "rollout alone has it, which adds to the mismatch. Its own rounding: docs/log/kv_cache.md.",
+    ]
+
+
 def render(
-    job: Job, rates: Rates, predictions: list[Prediction], settings: list[Finding] | None, console: Console
+    job: Job,
+    rates: Rates,
+    predictions: list[Prediction],
+    settings: list[Finding] | None,
+    caches: dict[str, Prediction],
+    console: Console,
 ) -> None:
     """Print all there is.
 
     Args:
-        settings: None where no settings were given.
+        settings: None where no settings were given. caches: see :func:`cache_sentences`.
     """
 
     def say(text: str) -> None:
@@ -131,6 +167,8 @@ def render(
         say("Settings that cost something:" if settings else "No setting is refused or costs exactness.")
         for finding in settings:
             say(f"  {finding.effect}: {finding.message}")
+    for sentence in cache_sentences(job, caches):
+        say(sentence)
     for sentence in job.notes:
         say(f"Assumed: {sentence}")
     say(f"Rates: {rates.machine}. Equations, errors and what is not covered: docs/advise.md.")
@@ -156,7 +194,13 @@ def _gain(first: Prediction, each: Prediction) -> str:
     return f"{first.step / each.step:.2f}x"
 
 
-def as_json(job: Job, rates: Rates, predictions: list[Prediction], settings: list[Finding] | None) -> dict[str, Any]:
+def as_json(
+    job: Job,
+    rates: Rates,
+    predictions: list[Prediction],
+    settings: list[Finding] | None,
+    caches: dict[str, Prediction],
+) -> dict[str, Any]:
     """The same for a program; seconds that are not finite are null."""
 
     def number(value: float) -> float | None:
@@ -195,6 +239,16 @@ def as_json(job: Job, rates: Rates, predictions: list[Prediction], settings: lis
                 "sequences_in_cache": number(each.running),
             }
             for each in predictions
+        },
+        "jet_fp8_by_kv_cache": {
+            held: {
+                "step_s": number(each.step),
+                "generation_s": number(each.phases["generation"].seconds),
+                "preemptions": each.schedule.preemptions,
+                "bytes_per_token": job.model.kv_bytes(held),
+                "tokens": each.rollout.tokens,
+            }
+            for held, each in caches.items()
         },
         "warnings": warnings(job, predictions),
         "settings": None if settings is None else [{"effect": s.effect, "message": s.message} for s in settings],

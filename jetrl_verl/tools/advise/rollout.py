@@ -61,11 +61,13 @@ class Engine:
         shared: whether attention is the shared operation, which splits no request's keys over blocks: one request of a
             long context then waits for them one after the other.
         tp: GPUs of a replica; their reductions are in no prediction, for want of a record.
+        kv_cache: what the cache holds. The kernel of an FP8 one splits no keys either, shared operations or not.
     """
 
     linears: str
     shared: bool = False
     tp: int = 1
+    kv_cache: str = UNQUANTIZED
 
 
 def decode_step(rates: Rates, model: Model, engine: Engine, requests: float, tokens: float) -> Step:
@@ -85,9 +87,11 @@ def decode_step(rates: Rates, model: Model, engine: Engine, requests: float, tok
             for n, k, quantized in experts.linears
         ] * model.layers
     pairs.append(_linear(rates, requests, model.vocabulary / tp, model.hidden, UNQUANTIZED))
-    cache = tokens * model.kv_bytes / tp / rates["cache"]
-    if engine.shared:
-        cache = max(cache, model.layers * tokens / requests * rates["attention.shared.key"])
+    quantized = engine.kv_cache != UNQUANTIZED
+    cache = tokens * model.kv_bytes(engine.kv_cache) / tp / rates["cache.fp8" if quantized else "cache"]
+    if engine.shared or quantized:
+        key = rates["attention.fp8_cache.key" if quantized else "attention.shared.key"]
+        cache = max(cache, model.layers * tokens / requests * key)
     return Step(
         weights=sum(pair[0] for pair in pairs),
         gemm=sum(pair[1] for pair in pairs),

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from jetrl_verl.config.environment import fp8_cache_message
 from jetrl_verl.tools.advise import AdviseError
 from jetrl_verl.tools.advise.job import Job, Means, compose, job_of_config, job_of_options, words_of_script
-from jetrl_verl.tools.advise.predict import STOCK_VERL, precisions, predict
+from jetrl_verl.tools.advise.predict import STOCK_VERL, precisions, predict, with_each_cache
 from jetrl_verl.tools.advise.rates import measured
 from jetrl_verl.tools.advise.report import as_json, render
 from jetrl_verl.tools.advise.settings import REFUSED, STOCK, Finding, findings, model_findings
@@ -81,8 +82,11 @@ def run_advise(options: AdviseOptions, console: Console) -> int:
     if REFUSED in effects:
         columns = tuple(column for column in columns if column.name in STOCK_VERL)
     predictions = [predict(rates, job, column) for column in columns]
+    # Where jet_fp8 may have either cache.
+    flow = [column for column in columns if column.name == "jet_fp8" and column.engine.shared]
+    caches = with_each_cache(rates, job, flow[0]) if flow and not fp8_cache_message(job.model.config, "") else {}
     if options.as_json:
-        print(json.dumps(as_json(job, rates, predictions, settings), indent=1))
+        print(json.dumps(as_json(job, rates, predictions, settings, caches), indent=1))
     else:
-        render(job, rates, predictions, settings, console)
+        render(job, rates, predictions, settings, caches, console)
     return 0

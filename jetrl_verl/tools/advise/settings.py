@@ -11,16 +11,22 @@ from typing import Any
 from omegaconf import DictConfig
 
 from jetrl_verl.config.check import reader
-from jetrl_verl.config.environment import model_message, model_overrides
+from jetrl_verl.config.environment import fp8_cache_message, model_message, model_overrides
 from jetrl_verl.config.support.operations import EXACT_ROWS, SHARED_ROWS
+from jetrl_verl.config.support.options import OPTION_ROWS
 from jetrl_verl.config.support.row import Get
 from jetrl_verl.config.support.table import COMPOSITION_ROWS
+from jetrl_verl.formats.catalog import QUANTIZED_CACHE
 from jetrl_verl.models import UnsupportedLayer, family
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.tools.advise.shapes import Model
 
 REFUSED, STOCK, BITS = "refused", "stock operations", "not equal in every bit"
 """What a setting does: no precision but bf16 runs; jet_fp8 runs without shared operations; jet_fp8_exact is refused."""
+
+
+STOCK_OPERATIONS = "stock"
+"""Value of ``jetrl.operations``."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +43,9 @@ class Finding:
 
 def findings(config: DictConfig, model: Model, tp: int) -> list[Finding]:
     """Everything in a configuration composed with ``precision=jet_fp8`` that costs something, worst first."""
-    found = settings_of(reader(config))
-    return [*found, *model_findings(model, tp, model_overrides(config))]
+    get = reader(config)
+    found = [*settings_of(get), *model_findings(model, tp, model_overrides(config))]
+    return [*cache_findings(get, model, any(finding.effect == STOCK for finding in found)), *found]
 
 
 def settings_of(get: Get) -> list[Finding]:
@@ -58,6 +65,25 @@ def settings_of(get: Get) -> list[Finding]:
         read = exact if effect == BITS else asked
         found += [Finding(effect, row.message(read, **words)) for words in row.met(read)]
     return sorted(dict.fromkeys(found), key=lambda each: (REFUSED, STOCK, BITS).index(each.effect))
+
+
+def cache_findings(get: Get, model: Model, stock: bool) -> list[Finding]:
+    """What an FP8 KV cache is refused with.
+
+    Args:
+        stock: whether something makes the operations of ``jet_fp8`` stock.
+    """
+    if get("jetrl.kv_cache") != QUANTIZED_CACHE:
+        return []
+    (row,) = (row for row in OPTION_ROWS if row.name == "kv_cache_of_stock_operations")
+    operations = STOCK_OPERATIONS if stock or get("jetrl.operations") == STOCK_OPERATIONS else "shared"
+
+    def asked(key: str) -> Any:
+        return {"jetrl.operations": operations, "jetrl.precision": "jet_fp8"}.get(key) or get(key)
+
+    found = [row.message(asked, **words) for words in row.met(asked)]
+    found += filter(None, [fp8_cache_message(model.config, model.name)])
+    return [Finding(REFUSED, message) for message in found]
 
 
 def model_findings(model: Model, tp: int, overrides: dict[str, Any] | None = None) -> list[Finding]:

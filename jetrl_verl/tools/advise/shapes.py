@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jetrl_verl.formats.catalog import UNQUANTIZED
 from jetrl_verl.models import UnsupportedLayer, family
 from jetrl_verl.models.base import read
 from jetrl_verl.models.plan import plan_linears
+from jetrl_verl.reference.kv_cache import HEAD_DIM, TOKEN_BYTES
 from jetrl_verl.tools.advise import AdviseError
 
 BF16 = 2
@@ -182,10 +184,15 @@ class Model:
         """Tensors that a quantized sync sends besides: a scale for each quantized projection."""
         return self.layers * len(family(self.config).projections)
 
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of keys and values of one token, BF16, all layers."""
-        return 2 * BF16 * self.layers * self.keys
+    def kv_bytes(self, kv_cache: str = UNQUANTIZED) -> int:
+        """Bytes of keys and values of one token, all layers.
+
+        Args:
+            kv_cache: what the cache holds, a value of ``jetrl.kv_cache``: of ``fp8``, heads are of 128.
+        """
+        if kv_cache == UNQUANTIZED:
+            return 2 * BF16 * self.layers * self.keys
+        return 2 * self.layers * self.keys // HEAD_DIM * TOKEN_BYTES
 
 
 def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:

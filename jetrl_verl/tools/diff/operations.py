@@ -10,6 +10,10 @@ operation of its own whose kind is the norm's.
 A mixture of experts is its router's logits; the choice, a row of ``[E]`` weights with zeros for experts that a token
 does not go to; its experts; and their combination. Stock engines on either side return experts already combined, so
 there the two are one operation.
+
+Under ``jetrl.kv_cache=fp8`` keys and values as the rollout's attention sees them are operations too, of kind
+``kv_cache``: quantized and dequantized, between rotary and attention. Of a trainer whose attention has none of it they
+are the keys and values themselves.
 """
 
 from typing import NamedTuple
@@ -20,16 +24,16 @@ from jetrl_verl.models import Family, family, model_types
 from jetrl_verl.models.base import leaf
 
 KINDS = (
-    *("embedding", "linear", "norm", "rotary", "attention", "activation", "router", "choice", "combine"),
+    *("embedding", "linear", "norm", "rotary", "kv_cache", "attention", "activation", "router", "choice", "combine"),
     *("lm_head", "sampler"),
 )
-"""What an operation is. Of these the projections and experts alone (``linear``) are quantized."""
+"""What an operation is. Of these the projections and experts (``linear``) are quantized, and an FP8 ``kv_cache``."""
 
 _FIRST = {"embedding": "embedding"}
 _LAST = {"final_residual": "norm", "final_norm": "norm", "lm_head": "lm_head", "sampler": "sampler"}
 
 
-def _of_layer(family: Family, shared: bool = True) -> dict[str, str]:
+def _of_layer(family: Family, shared: bool = True, kv_cache: bool = True) -> dict[str, str]:
     """Operations of a decoder layer, in order, with their kinds; projections and QK norms have the family's names."""
     mixture = (
         ("router", "router"),
@@ -53,6 +57,8 @@ def _of_layer(family: Family, shared: bool = True) -> dict[str, str]:
         (leaf(family.k_norm), "norm"),
         ("q_rotary", "rotary"),
         ("k_rotary", "rotary"),
+        ("k_cache" if kv_cache else "", "kv_cache"),
+        ("v_cache" if kv_cache else "", "kv_cache"),
         ("attention", "attention"),
         (leaf(family.o), "linear"),
         ("post_residual", "norm"),
@@ -81,15 +87,15 @@ class Operation(NamedTuple):
         return self.name if self.layer is None else f"layer {self.layer} {self.name}"
 
 
-def operations(family: Family, layers: int, shared: bool = True) -> list[Operation]:
+def operations(family: Family, layers: int, shared: bool = True, kv_cache: bool = False) -> list[Operation]:
     """All operations of a decoder of ``layers`` layers, in order; those of a mixture depend on whether both sides run
-    the ``shared`` ones."""
+    the ``shared`` ones, and keys and values as attention sees them are there with a quantized ``kv_cache``."""
     return [
         *(Operation(None, name) for name in _FIRST),
         *(
             Operation(layer, name)
             for layer in range(layers)
-            for name in _of_layer(family, shared)
+            for name in _of_layer(family, shared, kv_cache)
             if (layer, name) != (0, "input_residual")  # the first layer's input is no sum yet
         ),
         *(Operation(None, name) for name in _LAST),

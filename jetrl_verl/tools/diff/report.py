@@ -72,8 +72,15 @@ def _share(value: float) -> str:
     return f"{100 * value:.3g}%" if value else "0"
 
 
+def _name(summary: Mapping[str, Any]) -> str:
+    """The precision, and a cache that is not the precision's own."""
+    options = summary["options"]
+    cache = UNQUANTIZED if options is None else options["kv_cache"]
+    return f"precision={summary['precision']}" + (f" jetrl.kv_cache={cache}" if cache != UNQUANTIZED else "")
+
+
 def _mismatches(summary: Mapping[str, Any]) -> Table:
-    table = Table(title=f"precision={summary['precision']}: log-probabilities", title_justify="left")
+    table = Table(title=f"{_name(summary)}: log-probabilities", title_justify="left")
     table.add_column("")
     for name in ("k3_kl", "p99.9 |d|", "max |d|", "differing"):
         table.add_column(name, justify="right")
@@ -157,6 +164,4 @@ def render(summary: Mapping[str, Any], console: Console) -> None:
         highlight=False,
     )
     verdict = "equal in all 32 bits" if summary["equal"] else "not equal"
-    console.print(
-        f"precision={summary['precision']}: {summary['tokens']} log-probabilities {verdict}\n", highlight=False
-    )
+    console.print(f"{_name(summary)}: {summary['tokens']} log-probabilities {verdict}\n", highlight=False)

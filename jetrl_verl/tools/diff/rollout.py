@@ -34,8 +34,10 @@ import torch
 
 from jetrl_verl import kernels, models
 from jetrl_verl.config.options import JetConfig
+from jetrl_verl.formats import UNQUANTIZED
 from jetrl_verl.models.base import Family, leaf
 from jetrl_verl.reference import QuantizedTensor
+from jetrl_verl.reference.kv_cache import HEAD_DIM
 from jetrl_verl.tools.diff import DiffError
 from jetrl_verl.tools.diff.measures import bits
 from jetrl_verl.tools.diff.operations import Operation, dense_choice, operations
@@ -48,14 +50,21 @@ class Recorder:
 
     Args:
         runner: vLLM's model runner, of either version. family: of its model. shared: whether its operations are.
+        cached: whether keys and values are quantized when they are written.
         sequences: prompt and response of each request, in the order in which the requests will be added.
         vocabulary: how many logits to keep.
     """
 
     def __init__(
-        self, runner: Any, family: Family, sequences: Sequence[Sequence[int]], vocabulary: int, shared: bool = True
+        self,
+        runner: Any,
+        family: Family,
+        sequences: Sequence[Sequence[int]],
+        vocabulary: int,
+        shared: bool = True,
+        cached: bool = False,
     ) -> None:
-        self._family, self._shared = family, shared
+        self._family, self._shared, self._cached = family, shared, cached
         self._undo = contextlib.ExitStack()
         self._runner, self._sequences, self._vocabulary = runner, sequences, vocabulary
         fed = [len(sequence) - 1 for sequence in sequences]
@@ -110,6 +119,8 @@ class Recorder:
         if first:
             self._watch(get(family.rotary), (q_norm or q, k_norm or k), ("q_rotary", "k_rotary"))
         self._watch(get(family.core), ("q_rotary", "k_rotary", v), ("attention",))
+        if self._cached:
+            get(family.core).register_forward_pre_hook(self._keep_cached)
         self._watch(get(family.o), ("attention",), (o,))
         self._watch(get(family.post_norm), ("stream", "residual"), ("post_norm", "post_residual"))
         if family.experts is not None:
@@ -123,6 +134,14 @@ class Recorder:
         self._watch(gate_up, ("post_norm",), (gate, up), split=inner)
         self._watch(get(family.activation), (gate, up), ("activation",), split_input=inner)
         self._watch(get(family.down), ("activation",), (down,))
+
+    def _keep_cached(self, module: torch.nn.Module, args: tuple) -> None:
+        """What attention will see of the keys and values that it is given: by the rule of the cache, not from its
+        pages, so a page that holds something else shows as a difference of attention."""
+        if self._order:
+            k, v = (self._now[name].unflatten(1, (-1, HEAD_DIM)) for name in ("k_rotary", leaf(self._family.v)))
+            for name, seen in zip(("k_cache", "v_cache"), kernels.quantize_kv(k, v)[1:], strict=True):
+                self._keep(Operation(self._layer, name), seen.flatten(1))
 
     def _watch_choices(self, decoder: torch.nn.Module) -> None:
         """Of a mixture: the choice, made by the flow's operator or by vLLM's, which is a method of a layer's router on
@@ -366,7 +385,8 @@ def run(request: Request) -> Recording:
         except models.UnsupportedLayer as error:
             raise DiffError(f"{error}.") from None
         shared = request.jetrl is not None and request.jetrl["operations"] == "shared"
-        recorder = Recorder(runner, family, sequences, request.vocabulary, shared)
+        cached = request.jetrl is not None and request.jetrl["kv_cache"] != UNQUANTIZED
+        recorder = Recorder(runner, family, sequences, request.vocabulary, shared, cached)
     sampling = [
         SamplingParams(
             temperature=request.temperature,
@@ -393,7 +413,7 @@ def run(request: Request) -> Recording:
     )
     recording = Recording(request.prompts, responses, log_probs)
     if recorder is not None:
-        expected = operations(family, len(runner.model.model.layers), shared)[:-1]
+        expected = operations(family, len(runner.model.model.layers), shared, cached)[:-1]
         recording.outputs = recorder.outputs(recording.drawing, expected)
         recording.outputs[Operation(None, "sampler")] = log_probs[:, None]
     return recording

@@ -24,6 +24,7 @@ from jetrl_verl.config.options import JetConfig
 from jetrl_verl.formats import UNQUANTIZED
 from jetrl_verl.models.base import leaf
 from jetrl_verl.models.plan import UnsupportedLayer, plan_linears
+from jetrl_verl.nn.attention import AttentionCore
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.tools.diff import DiffError
@@ -116,7 +117,7 @@ class Trainer:
                 plans = plan_linears(model.config, unfit_layers=options.unfit_layers)
                 replace_linears(model, plans, scale_rule=options.scale_rule, backward=options.backward)
             if self._shared:
-                share_operations(model)
+                share_operations(model, options.kv_cache)
         except UnsupportedLayer as error:
             raise DiffError(f"{error}.") from None
         head = model.get_output_embeddings()
@@ -124,7 +125,8 @@ class Trainer:
         if options is not None and head.weight.shape[0] > vocabulary:
             mask_unused_vocabulary(model, vocabulary)
         layers = model.get_decoder().layers
-        self.operations = operations(self._family, len(layers), self._shared)
+        self._cached = options is not None and options.kv_cache != UNQUANTIZED
+        self.operations = operations(self._family, len(layers), self._shared, self._cached)
         self._tap: Tap = lambda operation, output: output
         self._layer: int | None = None
         self._install()
@@ -144,6 +146,8 @@ class Trainer:
             self._after(input_norm, "input_norm")
             for name in watched:
                 self._after(layer.get_submodule(name), leaf(name))
+            if self._cached:
+                self._watch_cache(layer)
             self._before(layer.get_submodule(family.o), "attention")
             self._before(post_norm, "post_residual", in_place=True)
             self._after(post_norm, "post_norm")
@@ -156,6 +160,21 @@ class Trainer:
         self._before(decoder.norm, "final_residual", in_place=True, layer=False)
         self._after(decoder.norm, "final_norm", layer=False)
         self._model.get_output_embeddings().register_forward_hook(self._after_head)
+
+    def _watch_cache(self, layer: torch.nn.Module) -> None:
+        """Shared attention over what its cache gives, in the two steps that it is: quantized and dequantized keys and
+        values, and BF16 attention. A stock trainer's keys follow rotary, its values their projection."""
+        if not self._shared:
+            self._after(layer.get_submodule(self._family.v), "v_cache")
+            return
+        (core,) = (module for module in layer.modules() if isinstance(module, AttentionCore))
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *sequences: Any) -> torch.Tensor:
+            _, k, v = kernels.quantize_kv(k, v)
+            k, v = self._ask("k_cache", k), self._ask("v_cache", v)
+            return kernels.attention(q, k, v, *sequences, core.scale)
+
+        core.forward = attend
 
     def _ask(
         self, name: str, output: torch.Tensor | QuantizedTensor, layer: bool = True
@@ -243,10 +262,12 @@ class Trainer:
 
         def stock(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
             # [1, heads, tokens, head size]
-            return tuple(
-                self._ask(name, x.transpose(1, 2)).transpose(1, 2)
-                for name, x in zip(_ROTATED, rotate(*args, **kwargs), strict=True)
+            q, k = (
+                self._ask(name, x.transpose(1, 2)) for name, x in zip(_ROTATED, rotate(*args, **kwargs), strict=True)
             )
+            if self._cached:
+                k = self._ask("k_cache", k)
+            return q.transpose(1, 2), k.transpose(1, 2)
 
         return _exchanged(modeling, "apply_rotary_pos_emb", stock)
 

@@ -1,0 +1,101 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What an FP8 KV cache loses of keys and values, by layer, from a sample of the trainer's own.
+
+The trainer's attention quantizes what it is given as the rollout's cache does (kernels/kv_cache.py), one head of one
+token at a time. So 128 tokens of the first micro-batch, keys after rotary, quantize to the very data that attention
+sees and the cache holds; nothing is recorded on the way.
+
+Beside underflow, subnormals and noise there is saturation: the share of non-zero elements that were cut off at the
+largest number of the format, 448 times the scale. A scale made of the head's own maximum leaves none. What is above
+zero there is a rule that clips, or a kernel that is wrong.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+
+from jetrl_verl import formats, kernels
+from jetrl_verl.metrics.sample import sampled_layers, sampled_rows, shares, tally
+from jetrl_verl.models.base import place
+from jetrl_verl.nn.attention import AttentionCore
+from jetrl_verl.reference.constants import E4M3_MAX, FP8_DTYPE
+
+KIND = "kv_cache"
+_LARGEST_BITS = torch.tensor(E4M3_MAX).to(FP8_DTYPE).view(torch.uint8).item()
+
+
+def saturated(values: torch.Tensor, qdata: torch.Tensor, restored: torch.Tensor) -> torch.Tensor:
+    """FP64 number of elements that hold the format's largest number and stood above it.
+
+    Args:
+        values: what was quantized. qdata: E4M3, same shape. restored: their values.
+    """
+    at_the_end = (qdata.contiguous().view(torch.uint8) & 0x7F) == _LARGEST_BITS
+    return (at_the_end & (values.double().abs() > restored.double().abs())).double().sum()
+
+
+class KVCacheSampler:
+    """Measures a sample of a model's keys and values while it runs.
+
+    Args:
+        model: the trainer's model with shared operations; one without them, or with a BF16 cache, has no metrics.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # The cache is E4M3 under every precision.
+        self._format = formats.get(formats.FLOW)
+        cores = {
+            place(name).index: module
+            for name, module in model.named_modules()
+            if isinstance(module, AttentionCore) and module.kv_cache != formats.UNQUANTIZED
+        }
+        self._cores = {index: cores[index] for index in sampled_layers(cores)}
+        self._passes = 0
+        self._tallies: dict[tuple[str, int], torch.Tensor] = {}
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Measure the first call of each chosen layer inside the block."""
+        self._tallies.clear()
+        self._passes += 1
+        hooks = [core.register_forward_pre_hook(partial(self._forward, index)) for index, core in self._cores.items()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @torch.no_grad()
+    def _forward(self, index: int, core: nn.Module, operands: tuple) -> None:
+        k, v = operands[1:3]
+        # Activation checkpointing calls a layer twice, and a pass has many micro-batches.
+        if torch.compiler.is_compiling() or k.numel() == 0 or ("K", index) in self._tallies:
+            return
+        k, v = sampled_rows(k.detach(), self._passes), sampled_rows(v.detach(), self._passes)
+        quantized, k_seen, v_seen = kernels.quantize_kv(k, v)
+        for tensor, values, qdata, seen in (("K", k, quantized.key, k_seen), ("V", v, quantized.value, v_seen)):
+            sums = tally(self._format, values, qdata, seen)
+            self._tallies[tensor, index] = torch.cat([sums, saturated(values, qdata, seen)[None]])
+
+    def metrics(self) -> dict[str, float]:
+        """What the last :meth:`sampling` found: ``kv_cache/{K,V}/{underflow,subnormal,saturated,snr_db}`` over the
+        sampled layers, and of each by itself ``kv_cache/{K,V}/layer_<i>/...``. Waits for the device once."""
+        if not self._tallies:
+            return {}
+        keys = list(self._tallies)
+        # To the host at once: what is added and divided below are FP64 sums.
+        sums = dict(zip(keys, torch.stack([self._tallies[key] for key in keys]).cpu(), strict=True))
+        by_name: dict[str, torch.Tensor] = {}
+        for (tensor, index), values in sums.items():
+            by_name[f"{tensor}/layer_{index}"] = values
+            by_name[tensor] = by_name.get(tensor, 0) + values
+        found = shares({(KIND, name): values[:5] for name, values in by_name.items()})
+        return found | {
+            f"{KIND}/{name}/saturated": (values[5] / values[0]).item()
+            for name, values in by_name.items()
+            if values[0] > 0
+        }

@@ -1,0 +1,154 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The metrics of an FP8 KV cache say what attention is given: against the data that it quantizes, and by hand."""
+
+import sys
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from jetrl_verl import formats, kernels
+from jetrl_verl.metrics.kv_cache import KVCacheSampler, saturated
+from jetrl_verl.metrics.quantization import QuantizationMetrics
+from jetrl_verl.models.plan import plan_linears
+from jetrl_verl.nn.replace import replace_linears
+from jetrl_verl.train.shared_operations import share_operations
+
+TOKENS = torch.arange(3 * 100).reshape(3, 100) % 64
+SHARES = ("underflow", "subnormal", "saturated")
+
+
+def shared_model(kv_cache: str = "fp8", **changes):
+    model = tiny_model("qwen3", **changes).to(torch.bfloat16)
+    replace_linears(model, plan_linears(model.config), scale_rule="fp32")
+    share_operations(model, kv_cache)
+    return model
+
+
+def passed(model, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return model(input_ids=tokens, use_cache=False).logits.float().logsumexp(-1).sum()
+
+
+def measured(model, tokens: torch.Tensor = TOKENS) -> dict[str, float]:
+    sampler = KVCacheSampler(model)
+    with sampler.sampling():
+        passed(model, tokens).backward()
+    assert not any(module._forward_pre_hooks for module in model.modules() if "Core" in type(module).__name__)
+    return sampler.metrics()
+
+
+def test_keys_and_values_are_measured_by_layer_and_together():
+    metrics = measured(shared_model())
+    places = {f"{tensor}{layer}" for tensor in "KV" for layer in ("", "/layer_0", "/layer_1")}
+    assert metrics.keys() == {f"kv_cache/{place}/{name}" for place in places for name in (*SHARES, "snr_db")}
+    for tensor in "KV":
+        for name in SHARES:
+            # Layers have as many elements each, and none of these is zero.
+            layers = [metrics[f"kv_cache/{tensor}/layer_{i}/{name}"] for i in range(2)]
+            assert metrics[f"kv_cache/{tensor}/{name}"] == pytest.approx(sum(layers) / 2)
+        assert metrics[f"kv_cache/{tensor}/saturated"] == 0
+        assert 25 < metrics[f"kv_cache/{tensor}/snr_db"] < 40
+
+
+def test_a_bf16_cache_and_stock_attention_have_no_metric():
+    assert measured(shared_model("bf16")) == measured(tiny_model("qwen3")) == {}
+
+
+def test_of_many_layers_four_are_measured():
+    metrics = measured(shared_model(num_hidden_layers=7), TOKENS[:, :8])
+    found = {name.split("/")[2] for name in metrics if "layer" in name}
+    assert found == {"layer_0", "layer_2", "layer_4", "layer_6"}
+
+
+def test_the_sample_has_the_data_that_attention_sees(monkeypatch):
+    """Row for row, in three passes over three groups of tokens, under activation checkpointing."""
+    model = shared_model(num_hidden_layers=1)
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    own, sampled = [], []
+    stock = kernels.quantize_kv
+
+    def recording(into):
+        def quantize_kv(k, v):
+            into.append(stock(k, v)[0])
+            return stock(k, v)
+
+        return quantize_kv
+
+    # The package has a function of the module's name.
+    monkeypatch.setattr(sys.modules[kernels.attention.__module__], "quantize_kv", recording(own))
+    monkeypatch.setattr(kernels, "quantize_kv", recording(sampled))
+    sampler = KVCacheSampler(model)
+    for number in range(1, 4):
+        own.clear(), sampled.clear()
+        with sampler.sampling():
+            passed(model).backward()
+        assert len(sampled) == 1 and len(own) == 2
+        start = number * 7919 % 3 * 128
+        for part, whole in zip(sampled[0], own[0], strict=True):
+            assert torch.equal(part.view(torch.uint8), whole[start : start + 128].view(torch.uint8))
+
+
+def test_underflow_worked_by_hand():
+    """A head whose largest number is 448 has the scale 1, so 2^-10 rounds to zero and 2^-9 is subnormal."""
+    model = shared_model(num_hidden_layers=1)
+    sampler = KVCacheSampler(model)
+    core = model.model.layers[0].self_attn.core
+    k = torch.zeros(4, 1, 128, dtype=torch.bfloat16)
+    k[..., :4] = torch.tensor([448.0, 2**-10, 2**-9, 1.0])
+    with sampler.sampling():
+        core(k.repeat(1, 2, 1), k, torch.zeros_like(k), torch.tensor([0, 4], dtype=torch.int32), 4)
+    metrics = sampler.metrics()
+    assert {name: metrics[f"kv_cache/K/{name}"] for name in SHARES} == {
+        "underflow": 1 / 4,
+        "subnormal": 1 / 4,
+        "saturated": 0,
+    }
+    # Values are zeros: nothing that could be lost.
+    assert not any(name.startswith("kv_cache/V") for name in metrics)
+
+
+def test_a_rule_that_clips_saturates():
+    """Scale 1 for everything, which is vLLM's without calibration: what lies above 448 is cut off."""
+    values = torch.tensor([448.0, 449.0, -1000.0, 447.0, 3.0])
+    qdata = values.clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert saturated(values, qdata, qdata.float()) == 2
+    # Rounding up to the largest number is none, and neither is a number that is not one.
+    assert (
+        saturated(
+            torch.tensor([440.0, float("nan")]),
+            torch.tensor([448.0, float("nan")]).to(qdata.dtype),
+            torch.tensor([448.0, float("nan")]),
+        )
+        == 0
+    )
+
+
+def test_a_step_reports_them_under_any_precision_of_the_linear_layers():
+    model = tiny_model("qwen3").to(torch.bfloat16)
+    plans = plan_linears(model.config, format_name="bf16")
+    share_operations(model, "fp8")
+    metrics = QuantizationMetrics(model, plans, "fp32", formats.get("fp8"))
+    found: dict[str, list[float]] = {}
+    with metrics.measuring(found):
+        passed(model)
+    assert found == {}
+    list(metrics.watch(iter(())))
+    with metrics.measuring(found):
+        passed(model)
+    assert {"jetrl/kv_cache/K/saturated", "jetrl/kv_cache/V/layer_1/underflow"} < found.keys()
+    assert all(name.startswith("jetrl/kv_cache/") for name in found)
+
+
+def test_measuring_changes_nothing():
+    gradients = []
+    for measures in (False, True):
+        model = shared_model()
+        if measures:
+            measured(model)
+        else:
+            passed(model).backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())

@@ -61,7 +61,7 @@ class Engine:
         shared: whether attention is the shared operation, which splits no request's keys over blocks: one request of a
             long context then waits for them one after the other.
         tp: GPUs of a replica; their reductions are in no prediction, for want of a record.
-        kv_cache: what the cache holds. The kernel of an FP8 one splits no keys either, shared operations or not.
+        kv_cache: what the cache holds. Under an FP8 one a request waits for its keys, shared operations or not.
     """
 
     linears: str

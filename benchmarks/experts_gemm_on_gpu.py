@@ -4,8 +4,9 @@
 
     PYTHONPATH=. python3 benchmarks/experts_gemm_on_gpu.py --out benchmarks/results/experts_gemm_h200.json
 
-FProp, DGrad and WGrad of both projections, segments aligned to 128 rows, tokens routed evenly and unevenly; and
-decoding, a few rows an expert, where the weights of the experts hit are what is read. Contenders take turns:
+FProp, DGrad and WGrad of both projections, segments aligned to 128 rows, tokens routed evenly and unevenly; decoding, a
+few rows an expert, where the weights of the experts hit are what is read; and the down projection with the sum of a
+token's rows, as the trainer runs it with a rollout over two ranks. Contenders take turns:
 
 - *native*, *triton*: the backends of kernels/grouped_gemm.py. Bits must be equal; exit code 1 if they are not.
 - *native, contiguous*: DGrad of a W^T whose experts lie below each other; the flow's transpose has them beside each
@@ -14,8 +15,10 @@ decoding, a few rows an expert, where the weights of the experts hit are what is
   processes. Its bits are compared; its weight gradient is FP32, is added to, and wants the tokens of an expert
   contiguous and their counts on the host, none of which is timed.
 - *bf16*: torch._grouped_mm.
+- *slices*: of ranks, a product and a sum of a token's rows for each, and the sum of these.
+- *whole*: of ranks, what a rollout over one asks for: other bits, the time that ranks cost more than.
 
-TFLOP/s count the rows of tokens, not those that fill up a segment.
+TFLOP/s count the rows of tokens, not those that fill up a segment. Of ranks the time over *whole*'s is shown.
 """
 
 import argparse
@@ -36,7 +39,7 @@ from rich.table import Table
 from jetrl_verl import formats, kernels
 from jetrl_verl.kernels import dispatch
 from jetrl_verl.kernels.vllm_kernels import no_deep_gemm
-from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor, Segments
+from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor, Segments, k_slices
 from jetrl_verl.tools.bench import BenchError
 from jetrl_verl.tools.bench.deep_gemm import MOST_PROCESSES, align_scales
 from jetrl_verl.tools.bench.machine import Machine, this_machine
@@ -44,7 +47,9 @@ from jetrl_verl.tools.bench.report import Result
 
 EXPERTS, PER_TOKEN, HIDDEN, INNER = 128, 8, 2048, 768
 LAYERS = {"gate_up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER)}
-CONTENDERS = ("native", "native, contiguous", "triton", "deep_gemm", "bf16")
+CONTENDERS = ("native", "native, contiguous", "triton", "deep_gemm", "bf16", "slices", "whole")
+RANKS = 2
+"""Over which the rollout splits the inner dimension: of four a slice would be no multiple of 128."""
 UNEVEN = 1.5
 """Standard deviation of what an expert's logits are shifted by; tokens' own have 1."""
 
@@ -115,10 +120,36 @@ def deep_gemm_wgrad(
     return out
 
 
+def down_of_ranks(a: QuantizedTensor, w: QuantizedTensor, of: Segments, align: int) -> dict[str, Callable]:
+    """Name -> the down projection of a layer over ``RANKS`` and the sum of each token's rows."""
+
+    def in_one(product: Callable) -> torch.Tensor:
+        return kernels.combine_of_ranks(product(a, w, of.start, RANKS, align), of.row)
+
+    def by_slices() -> torch.Tensor:
+        slices = zip(k_slices(a, RANKS), k_slices(w, RANKS), strict=True)
+        return kernels.sum_of_ranks(
+            [kernels.combine(kernels.grouped_gemm_nt(*operands, of.start, align), of.row) for operands in slices]
+        )
+
+    return {
+        **{
+            name: partial(in_one, dispatch.implementation("grouped_gemm_nt_of_ranks", name))
+            for name in ("native", "triton")
+        },
+        "slices": by_slices,
+        "whole": lambda: kernels.combine(kernels.grouped_gemm_nt(a, w, of.start, align), of.row),
+    }
+
+
 def make(case: Case, segments: Segments, contenders: list[str]) -> dict[str, Callable[[], torch.Tensor]]:
     """Name -> a call on fresh operands."""
     (n, k), rows, start = case.shape, len(segments.pair), segments.start
     held = (segments.pair >= 0)[:, None]
+    if case.what == "ranks":
+        a = FLOW.quantize_activation(normal(rows, k).masked_fill_(~held, 0), "fp32")
+        calls = down_of_ranks(a, FLOW.quantize_weight(normal(EXPERTS, n, k) * 0.02, "fp32"), segments, case.align)
+        return {name: call for name, call in calls.items() if name in contenders}
     bounds = start.tolist()
     counts = [last - first for first, last in zip(bounds, bounds[1:])]
     ends = start[1:].contiguous()
@@ -191,15 +222,17 @@ def measure(machine: Machine, case: Case, contenders: list[str]) -> dict:
     failed: dict[str, str] = {}
     calls = make(case, segments, contenders)
     found = without_what_fails(calls, failed)
-    rows = slice(None) if case.what == "wgrad" else slice(used)
+    rows = slice(None) if case.what in ("wgrad", "ranks") else slice(used)
     same = {
         name: torch.equal(found["triton"][rows], found[name][rows].to(torch.bfloat16))
-        for name in ("native", "native, contiguous", "deep_gemm")
+        for name in ("native", "native, contiguous", "deep_gemm", "slices")
         if name in found and "triton" in found
     }
     del found
     weights = hit * n * k
     touched = pairs * (n + k) + 2 * weights if case.what == "wgrad" else weights + pairs * (k + 2 * n)
+    if case.what == "ranks":  # each rank's rows are written and read, a token's output is written
+        touched = weights + pairs * (k + RANKS * 4 * n) + case.tokens * 2 * n
     # Buffers of its own for each contender, or one would warm the L2 for the next.
     names = [name for name in calls if name not in failed]
     del calls
@@ -218,6 +251,9 @@ def measure(machine: Machine, case: Case, contenders: list[str]) -> dict:
         "tflops": {name: 2 * pairs * n * k / spread.median / 1e6 for name, spread in times.items()},
         "weights_tbps": {name: weights / spread.median / 1e6 for name, spread in times.items()},
         "bytes_us": 1e6 * touched / machine.bandwidth,
+        "over_whole": {
+            name: spread.median / times["whole"].median for name, spread in times.items() if "whole" in times
+        },
         "same_bits": same,
         "failed": failed,
     }
@@ -233,6 +269,8 @@ def table(records: list[dict], contenders: list[str]) -> Table:
         cells = [
             f"{record['us'][name]['median']:.1f} us {rates[name]:.2f} TB/s"
             if decodes and name in rates
+            else f"{record['us'][name]['median']:.0f} us {record['over_whole'][name]:.2f} x"
+            if name in record["over_whole"]
             else f"{record['us'][name]['median']:.0f} us {rates[name]:.0f} T"
             if name in rates
             else "-"
@@ -247,7 +285,7 @@ def table(records: list[dict], contenders: list[str]) -> Table:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--what", nargs="+", default=["fprop", "dgrad", "wgrad", "decode"])
+    parser.add_argument("--what", nargs="+", default=["fprop", "dgrad", "wgrad", "decode", "ranks"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192, 32768])
     parser.add_argument("--decode", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
@@ -266,7 +304,7 @@ def main() -> int:
     cases = [
         Case(what, layer, tokens, routing)
         for what in trained
-        for layer in LAYERS
+        for layer in (["down"] if what == "ranks" else LAYERS)
         for tokens in args.tokens
         for routing in ("even", "uneven")
     ]
@@ -276,7 +314,7 @@ def main() -> int:
         if reason := no_deep_gemm():
             result["absent"]["deep_gemm"] = reason
         else:
-            jobs = [case for case in cases if case.routing == "even" and not case.decodes]
+            jobs = [case for case in cases if case.routing == "even" and case.what not in ("decode", "ranks")]
             processes = max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) - 1, len(jobs)))
             with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
                 errors = [made.exception() for made in [pool.submit(compile_one, job) for job in jobs]]
@@ -300,7 +338,10 @@ def main() -> int:
     result.save()
     console.print(f"copy {machine.bandwidth / 1e12:.2f} TB/s, {result['seconds']:.0f} s")
     ours = [
-        same for record in result["records"] for name, same in record["same_bits"].items() if name.startswith("native")
+        same
+        for record in result["records"]
+        for name, same in record["same_bits"].items()
+        if name.startswith(("native", "slices"))
     ]
     return 0 if ours and all(ours) else 1
 

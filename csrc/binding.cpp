@@ -190,31 +190,33 @@ jetrl::ExpertOperand experts_operand(const Tensor& qdata, const Tensor& scales, 
   return w;
 }
 
-using GroupedForward = void(const jetrl::Operand&, const jetrl::ExpertOperand&, const jetrl::Segments&,
+using GroupedForward = void(const jetrl::Operand&, const jetrl::ExpertOperand&, const jetrl::Segments&, int,
                             const jetrl::Output&, jetrl::Config, jetrl::Stream);
 
 void grouped_forward(GroupedForward* run, const Tensor& x, const Tensor& x_scales, const Tensor& w,
-                     const Tensor& w_scales, const Tensor& start, bool aligned, const Tensor& y, int64_t block,
-                     int64_t cluster) {
+                     const Tensor& w_scales, const Tensor& start, bool aligned, int64_t slices, const Tensor& y,
+                     int64_t block, int64_t cluster) {
   const Device device(x);
   const jetrl::Segments of = segments(start, aligned);
   const jetrl::ExpertOperand of_w = experts_operand(w, w_scales, of.experts);
   STD_TORCH_CHECK(of_w.k == x.size(1), "jetrl_native: the operands contract ", x.size(1), " and ", of_w.k,
                   " elements; they must be equal.");
   const jetrl::Operand of_x = operand("X", x, x_scales, 1);
-  const jetrl::Output of_y = output(y, of_x.rows, of_w.n, false);
+  const jetrl::Output of_y = output(y, narrow(narrow(slices) * int64_t(of_x.rows)), of_w.n, false);
   STD_TORCH_CHECK(!of_y.fp32, "jetrl_native: FProp writes BF16.");
-  run(of_x, of_w, of, of_y, config_of(block, cluster), device.stream);
+  run(of_x, of_w, of, int(slices), of_y, config_of(block, cluster), device.stream);
 }
 
 void grouped_fprop(const Tensor& x, const Tensor& x_scales, const Tensor& w, const Tensor& w_scales,
-                   const Tensor& start, bool aligned, const Tensor& y, int64_t block, int64_t cluster) {
-  grouped_forward(jetrl::grouped_fprop, x, x_scales, w, w_scales, start, aligned, y, block, cluster);
+                   const Tensor& start, bool aligned, int64_t slices, const Tensor& y, int64_t block,
+                   int64_t cluster) {
+  grouped_forward(jetrl::grouped_fprop, x, x_scales, w, w_scales, start, aligned, slices, y, block, cluster);
 }
 
 void grouped_decode(const Tensor& x, const Tensor& x_scales, const Tensor& w, const Tensor& w_scales,
-                    const Tensor& start, bool aligned, const Tensor& y, int64_t block, int64_t cluster) {
-  grouped_forward(jetrl::grouped_decode, x, x_scales, w, w_scales, start, aligned, y, block, cluster);
+                    const Tensor& start, bool aligned, int64_t slices, const Tensor& y, int64_t block,
+                    int64_t cluster) {
+  grouped_forward(jetrl::grouped_decode, x, x_scales, w, w_scales, start, aligned, slices, y, block, cluster);
 }
 
 void grouped_wgrad(const Tensor& a, const Tensor& a_scales, const Tensor& b, const Tensor& b_scales,
@@ -360,7 +362,7 @@ void declare(torch::stable::detail::StableLibrary& library) {
       "int cluster) -> ()");
   for (const char* name : {"grouped_fprop", "grouped_decode"}) {
     library.def((name + std::string("(Tensor x, Tensor x_scales, Tensor w, Tensor w_scales, Tensor start, "
-                                    "bool aligned, Tensor(a!) y, int block, int cluster) -> ()"))
+                                    "bool aligned, int slices, Tensor(a!) y, int block, int cluster) -> ()"))
                     .c_str());
   }
   library.def(

@@ -39,6 +39,7 @@ struct FpropParams {
   Segments segments = {nullptr, 0};
   int w_row_step = 0, w_column_step = 0;
   int64_t w_scale_step = 0;
+  int slice_tiles_n = 0, slice_rows = 0;  // of tiles_n those of one slice of K, of Y's rows those of one slice's product
 };
 
 // A warp's first element of an output tile. Of a grouped product `end` is the row behind the expert's last.
@@ -46,9 +47,9 @@ struct Corner {
   int row, column, end = 0;
 };
 
-// A block's output tile; of a dense product the expert is 0.
+// A block's output tile; of a dense product expert and slice are 0.
 struct FpropTile {
-  int row, column, end, expert;
+  int row, column, end, expert, slice = 0;
 };
 
 template <class Shape>
@@ -64,7 +65,8 @@ JETRL_DEVICE FpropTile dense_tile(const FpropParams& p, int tile, int rank) {
 //
 // kGrouped, a product for the rows of each expert (gemm.h, Segments), with its own W; a tile has rows of one expert. The
 // warp that copies qdata finds the tiles and tells the consumers theirs with stage 0. Blocks of a cluster take
-// neighbouring columns there and share X, else neighbouring rows and share W.
+// neighbouring columns there and share X, else neighbouring rows and share W. Where each slice of K has a product of its
+// own, a tile is of one slice: k_blocks long, and the warps that copy begin at its columns. Consumers do not know of it.
 //
 // The tile is 128 x 256, as large as registers allow: a thread of the two consumer warpgroups keeps 2 x 64 accumulators
 // and 64 partial sums, 192 of its 240 registers (504 of 512 go to the three warpgroups: 240, 240, 24). Where tiles of
@@ -111,7 +113,9 @@ JETRL_DEVICE void fprop_tiles(const FpropParams& p, int rank, int lane, const Vi
     SegmentTile at;
     int odd = 0;
     for (int tile = first_tile<Shape::kCluster>(); tiles.locate(tile, lane, at); tile += tile_step<Shape::kCluster>()) {
-      visit(FpropTile{at.row, (at.tile_n * Shape::kCluster + rank) * Shape::kBlockN, at.end, at.expert}, odd);
+      int slice = 0;
+      for (; at.tile_n >= p.slice_tiles_n; at.tile_n -= p.slice_tiles_n) ++slice;
+      visit(FpropTile{at.row, (at.tile_n * Shape::kCluster + rank) * Shape::kBlockN, at.end, at.expert, slice}, odd);
       odd ^= 1;
     }
   } else {
@@ -149,15 +153,17 @@ JETRL_DEVICE void fprop_copy(const sm90::TensorMap* x_map, const sm90::TensorMap
     const uint32_t x = base + stage * Shape::kTileX, w = base + Shape::kAtW + stage * Shape::kTileW;
     const uint32_t x_scales = base + Shape::kAtScales + stage * Shape::kBlockM * 4;
     if (Shape::kGrouped && block == 0) {
-      *reinterpret_cast<int4*>(memory + Shape::kAtTiles + 16 * odd) = {at.row, at.column, at.end, 0};
+      const int above = at.slice * p.slice_rows;
+      *reinterpret_cast<int4*>(memory + Shape::kAtTiles + 16 * odd) = {above + at.row, at.column, above + at.end, 0};
     }
     sm90::barrier_arrive_expect(full, Shape::kTileX + Shape::kTileW + (p.tma_scales ? Shape::kBlockM * 4 : 0));
     if constexpr (Shape::kGrouped) {
-      load_shared_tile<Shape::kBlockM, Shape::kCluster>(x, x_map, block * kGroup, at.row, rank, full);
-      sm90::tma_load(w, w_map, at.expert * p.w_column_step + block * kGroup, at.expert * p.w_row_step + at.column,
+      const int of_k = at.slice * p.k_blocks + block;
+      load_shared_tile<Shape::kBlockM, Shape::kCluster>(x, x_map, of_k * kGroup, at.row, rank, full);
+      sm90::tma_load(w, w_map, at.expert * p.w_column_step + of_k * kGroup, at.expert * p.w_row_step + at.column,
                      full);
       if (p.tma_scales) {
-        load_shared_scales<Shape::kBlockM, Shape::kCluster>(x_scales, x_scales_map, at.row, block, rank, full);
+        load_shared_scales<Shape::kBlockM, Shape::kCluster>(x_scales, x_scales_map, at.row, of_k, rank, full);
       }
     } else {
       sm90::tma_load(x, x_map, block * kGroup, at.row, full);
@@ -179,7 +185,9 @@ JETRL_DEVICE void fprop_copy_w_scales(const FpropParams& p, uint32_t base, TileR
     const int row = (at.column + part * Shape::kPart) / kGroup;
     const bool row_exists = row < ceil_div(p.n, kGroup);
     const float* from = p.w_scales.data + row * p.w_scales.stride_row + stage * p.w_scales.stride_group;
-    if constexpr (Shape::kGrouped) from += at.expert * p.w_scale_step;
+    if constexpr (Shape::kGrouped) {
+      from += at.expert * p.w_scale_step + at.slice * p.k_blocks * p.w_scales.stride_group;
+    }
     for (int first = 0; first < p.k_blocks; first += Shape::kStages) {
       ring.wait_empty(0);
       if (lane < Shape::kScalesW) {
@@ -199,8 +207,8 @@ template <class Shape>
 JETRL_DEVICE void fprop_copy_x_scales(const FpropParams& p, uint32_t base, TileRing<Shape::kStages> ring, int rank,
                                       int lane) {
   fprop_fill<Shape>(p, ring, rank, lane, [&](int stage, uint32_t full, int block, const FpropTile& at, int) {
-    load_scales<Shape::kBlockM>(base + Shape::kAtScales + stage * Shape::kBlockM * 4, p.x_scales, block, at.row, p.m,
-                                lane);
+    load_scales<Shape::kBlockM>(base + Shape::kAtScales + stage * Shape::kBlockM * 4, p.x_scales,
+                                at.slice * p.k_blocks + block, at.row, p.m, lane);
     sm90::cp_async_arrive(full);
   });
 }

@@ -80,6 +80,11 @@ constexpr int choose_block(const TileCost (&choices)[kChoices], int rows, int ot
   return best;
 }
 
+// Whether K falls into so many equal slices that are multiples of 128, as tensor-parallel ranks hold them.
+inline bool has_slices(int k, int count) {
+  return count >= 1 && count <= k / kGroup && k % (count * kGroup) == 0;
+}
+
 // FP32 scales with any strides, in elements.
 struct Scales {
   const float* data;
@@ -196,13 +201,14 @@ void decode_fprop(const Operand& x, const Operand& w, int k, const Bias& bias, c
 // dW[N,K] = A B^T with A = dY^T [N,T], B = X^T [K,T], 1x128 scales along T on both, `t` tokens.
 void wgrad(const Operand& a, const Operand& b, int t, const Output& dw, Config config, Stream stream);
 
-// fprop of each expert's rows with its own matrix. Nothing is written behind the last segment. Tiles take 128 or 256 rows
-// of W; blocks of a cluster share rows of X.
-void grouped_fprop(const Operand& x, const ExpertOperand& w, const Segments& segments, const Output& y, Config config,
-                   Stream stream);
+// fprop of each expert's rows with its own matrix: of each of `slices` equal slices of K, multiples of 128, one after
+// another to y [slices * rows, n]. Nothing is written behind a product's last segment. Tiles take 128 or 256 rows of W;
+// blocks of a cluster share rows of X.
+void grouped_fprop(const Operand& x, const ExpertOperand& w, const Segments& segments, int slices, const Output& y,
+                   Config config, Stream stream);
 // The same for few rows an expert; the same bits. Tiles take 32, 64 or 128 rows of W.
-void grouped_decode(const Operand& x, const ExpertOperand& w, const Segments& segments, const Output& y, Config config,
-                    Stream stream);
+void grouped_decode(const Operand& x, const ExpertOperand& w, const Segments& segments, int slices, const Output& y,
+                    Config config, Stream stream);
 // wgrad of each expert's tokens, to dw [experts * N, K] BF16; zeros for an expert without. Segments are multiples of 128
 // tokens.
 void grouped_wgrad(const Operand& a, const Operand& b, int t, const Segments& segments, const Output& dw, Config config,

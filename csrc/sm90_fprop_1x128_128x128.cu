@@ -55,7 +55,7 @@ void fprop(const Operand& x, const Operand& w, int k, const Bias& bias, const Ou
 
 void fprop_of_ranks(const Operand& x, const Operand& w, int k, int ranks, const Output& y, Config config,
                     Stream stream) {
-  if (ranks < 1 || ranks > k / kGroup || k % (ranks * kGroup) != 0) {
+  if (!has_slices(k, ranks)) {
     refuse("fprop_of_ranks: a rank's slice of K must be a multiple of " + std::to_string(kGroup) + "; use fewer ranks");
   }
   const int block = config.block ? config.block : choose_block(kTilesOfRanks, w.rows, x.rows, multiprocessors());

@@ -9,7 +9,8 @@
 // are not stored. The ring goes on from tile to tile, so W streams without a gap.
 //
 // Roles: a consumer warpgroup; a warp that finds tiles, copies qdata by TMA and tells the consumers a tile's place with
-// its first stage; a warp that finds tiles and copies scales by cp.async.
+// its first stage; a warp that finds tiles and copies scales by cp.async. Where each slice of K has a product of its own,
+// a tile is of one slice, k_blocks long, of which the consumers do not know.
 
 #include <algorithm>
 #include <cmath>
@@ -31,6 +32,7 @@ struct GroupedDecodeParams {
   int n, k_blocks, tiles_n;
   int w_row_step, w_column_step, w_columns;
   int64_t w_scale_step;
+  int x_columns, slice_tiles_n, slice_rows;  // all of K; of tiles_n and of Y's rows those of one slice of K
 };
 
 template <int kColumns>
@@ -42,6 +44,13 @@ struct GroupedDecodeShape : DecodeShape<64, kColumns, kColumns == 128 ? 1 : 2> {
   static_assert(kBytes <= kSharedMemory, "the tiles' places do not fit into shared memory");
 };
 
+// The slice of K of a tile, whose tile_n becomes that among the slice's columns.
+JETRL_DEVICE int take_slice(const GroupedDecodeParams& p, SegmentTile& at) {
+  int slice = 0;
+  for (; at.tile_n >= p.slice_tiles_n; at.tile_n -= p.slice_tiles_n) ++slice;
+  return slice;
+}
+
 // By a whole warp.
 template <class Shape>
 JETRL_DEVICE void grouped_decode_copy(const sm90::TensorMap* x_map, const sm90::TensorMap* x_rows_map,
@@ -51,6 +60,7 @@ JETRL_DEVICE void grouped_decode_copy(const sm90::TensorMap* x_map, const sm90::
   SegmentTiles<Shape::kTokens> tiles{p.segments, p.tiles_n};
   SegmentTile at;
   for (int tile = first_tile<1>(); tiles.locate(tile, lane, at); tile += tile_step<1>()) {
+    const int slice = take_slice(p, at), above = slice * p.slice_rows, first_block = slice * p.k_blocks;
     const int rows = at.end - at.row, column = at.tile_n * Shape::kColumns;
     const int boxes = rows > kFewRows ? 0 : ceil_div(rows, kBoxRows);
     const int bytes_x = boxes == 0 ? Shape::kTileX : boxes * kBoxRows * kGroup;
@@ -60,24 +70,26 @@ JETRL_DEVICE void grouped_decode_copy(const sm90::TensorMap* x_map, const sm90::
       if (sm90::elect_one()) {
         const uint32_t full = ring.full_barrier();
         if (block == 0) {
-          *reinterpret_cast<int4*>(memory + Shape::kAtTiles + 16 * ring.stage) = {at.row, at.end, column, 0};
+          *reinterpret_cast<int4*>(memory + Shape::kAtTiles + 16 * ring.stage) = {above + at.row, above + at.end, column,
+                                                                                  0};
         }
         sm90::barrier_arrive_expect(full, Shape::kStageW + Shape::kBlocks * bytes_x);
 #pragma unroll
         for (int b = 0; b < Shape::kBlocks; ++b) {
-          // The half of a stage past K is zero; behind an expert's K there may be another's.
+          // The half of a stage past K is zero; behind an expert's K there may be another's, or another slice.
           const bool exists = block + b < p.k_blocks;
           sm90::tma_load(base + Shape::kAtW + ring.stage * Shape::kStageW + b * Shape::kTileW, w_map,
-                         exists ? at.expert * p.w_column_step + (block + b) * kGroup : p.w_columns,
+                         exists ? at.expert * p.w_column_step + (first_block + block + b) * kGroup : p.w_columns,
                          at.expert * p.w_row_step + column, full);
         }
 #pragma unroll
         for (int b = 0; b < Shape::kBlocks; ++b) {
           const uint32_t to = base + ring.stage * Shape::kStageX + b * Shape::kTileX;
-          if (boxes == 0) sm90::tma_load(to, x_map, (block + b) * kGroup, at.row, full);
+          const int from = block + b < p.k_blocks ? (first_block + block + b) * kGroup : p.x_columns;
+          if (boxes == 0) sm90::tma_load(to, x_map, from, at.row, full);
 #pragma unroll 1
           for (int i = 0; i < boxes; ++i) {
-            sm90::tma_load(to + i * kBoxRows * kGroup, x_rows_map, (block + b) * kGroup, at.row + i * kBoxRows, full);
+            sm90::tma_load(to + i * kBoxRows * kGroup, x_rows_map, from, at.row + i * kBoxRows, full);
           }
         }
       }
@@ -94,10 +106,11 @@ JETRL_DEVICE void grouped_decode_scales(const GroupedDecodeParams& p, uint32_t b
   SegmentTiles<Shape::kTokens> tiles{p.segments, p.tiles_n};
   SegmentTile at;
   for (int tile = first_tile<1>(); tiles.locate(tile, lane, at); tile += tile_step<1>()) {
+    const int first_block = take_slice(p, at) * p.k_blocks + half;
     const int row = at.row + lane / kBlocks, w_row = at.tile_n * Shape::kColumns / kGroup;
-    const float* of_x = p.x_scales.data + row * p.x_scales.stride_row + half * p.x_scales.stride_group;
+    const float* of_x = p.x_scales.data + row * p.x_scales.stride_row + first_block * p.x_scales.stride_group;
     const float* of_w = p.w_scales.data + at.expert * p.w_scale_step + w_row * p.w_scales.stride_row +
-                        half * p.w_scales.stride_group;
+                        first_block * p.w_scales.stride_group;
     for (int block = 0; block < p.k_blocks; block += kBlocks) {
       ring.wait_empty();
       const uint32_t to = base + Shape::kAtScales + ring.stage * Shape::kStageScales + 4 * lane;
@@ -160,12 +173,13 @@ JETRL_KERNEL void __launch_bounds__(Shape::kThreads, 1)
 }
 
 template <int kColumns>
-void run_grouped_decode(const Operand& x, const ExpertOperand& w, const Segments& segments, const Output& y,
+void run_grouped_decode(const Operand& x, const ExpertOperand& w, const Segments& segments, int slices, const Output& y,
                         Stream stream) {
   using Shape = GroupedDecodeShape<kColumns>;
-  const int tiles_n = ceil_div(w.n, kColumns);
-  const GroupedDecodeParams p{x.scales, w.all.scales, y,          segments,      w.n,       w.k / kGroup,
-                              tiles_n,  w.row_step,   w.column_step, w.columns, w.scale_step};
+  const int slice_tiles_n = ceil_div(w.n, kColumns), tiles_n = slices * slice_tiles_n;
+  const GroupedDecodeParams p{x.scales,      w.all.scales, y,              segments, w.n,          w.k / kGroup / slices,
+                              tiles_n,       w.row_step,   w.column_step,  w.columns, w.scale_step, w.k,
+                              slice_tiles_n, x.rows};
   const auto x_map = operand_map(x, w.k, Shape::kTokens);
   const auto x_rows_map = operand_map(x, w.k, kBoxRows);
   const auto w_map = operand_map(w.all, w.columns, kColumns);
@@ -186,17 +200,18 @@ int plan_cost(int columns, int rows, int experts, int n) {
 
 }  // namespace
 
-void grouped_decode(const Operand& x, const ExpertOperand& w, const Segments& segments, const Output& y, Config config,
-                    Stream stream) {
+void grouped_decode(const Operand& x, const ExpertOperand& w, const Segments& segments, int slices, const Output& y,
+                    Config config, Stream stream) {
+  if (!has_slices(w.k, slices)) refuse("grouped_decode: a slice of K must be a multiple of 128; use fewer slices");
   int columns = config.block, least = 0;
   for (const int choice : kColumnChoices) {
-    const int cost = plan_cost(choice, x.rows, segments.experts, w.n);
+    const int cost = plan_cost(choice, x.rows, segments.experts, slices * w.n);
     if (config.block == 0 && (least == 0 || cost < least)) columns = choice, least = cost;
   }
   switch (config.cluster > 1 ? -1 : columns) {
-    case 32: return run_grouped_decode<32>(x, w, segments, y, stream);
-    case 64: return run_grouped_decode<64>(x, w, segments, y, stream);
-    case 128: return run_grouped_decode<128>(x, w, segments, y, stream);
+    case 32: return run_grouped_decode<32>(x, w, segments, slices, y, stream);
+    case 64: return run_grouped_decode<64>(x, w, segments, slices, y, stream);
+    case 128: return run_grouped_decode<128>(x, w, segments, slices, y, stream);
     default:
       refuse("grouped_decode: tiles have 32, 64 or 128 rows of W and blocks form no clusters; leave both 0 for the "
              "kernel's choice");

@@ -24,7 +24,6 @@ from jetrl_verl.reference import (
     Segments,
     dequantize_1x128,
     dequantize_128x128,
-    k_slices,
 )
 from jetrl_verl.reference.constants import E4M3_NAN_BITS
 
@@ -149,8 +148,9 @@ class BlockFP8(TrainedFormat):
                 the second product where the caller keeps no reference.
             weights: ``[T, k]`` FP32 of the router. segments: rows of the pairs.
             gate_up: ``[E, 2 I, H]`` in 128x128 blocks, gate first. down: ``[E, H, I]``. rule: of what is between them.
-            ranks: over which the rollout splits I; see :meth:`fprop`. Each rank adds its part of a token's experts and
-                rounds it, then the ranks' sums are added.
+            ranks: over which the rollout splits I; see :meth:`fprop`. Each rank rounds its part of a row, adds those of
+                a token and rounds the sum, then the ranks' sums are added. All ranks' rows, ``2 ranks R H`` bytes, are
+                there at once.
             align: what segments were aligned to.
 
         Returns:
@@ -162,9 +162,12 @@ class BlockFP8(TrainedFormat):
         product = kernels.grouped_gemm_nt(rows, gate_up, segments.start, align)
         del rows
         inner = kernels.weighted_silu_mul_quantize(product, weights, segments.pair, rule)
-        slices = zip(k_slices(inner, ranks), k_slices(down, ranks), strict=True)
-        parts = [kernels.combine(kernels.grouped_gemm_nt(a, b, segments.start, align), segments.row) for a, b in slices]
-        return parts[0] if ranks == 1 else kernels.sum_of_ranks(parts), product, inner
+        if ranks == 1:
+            out = kernels.combine(kernels.grouped_gemm_nt(inner, down, segments.start, align), segments.row)
+        else:
+            rows_of_ranks = kernels.grouped_gemm_nt_of_ranks(inner, down, segments.start, ranks, align)
+            out = kernels.combine_of_ranks(rows_of_ranks, segments.row)
+        return out, product, inner
 
     def experts_gradient(
         self, dout: torch.Tensor, segments: Segments, rule: str, *, colwise: bool

@@ -19,7 +19,7 @@ from jetrl_verl.kernels.attention import (
     paged_attention,
     paged_attention_fp8,
 )
-from jetrl_verl.kernels.combine import combine
+from jetrl_verl.kernels.combine import combine, combine_of_ranks
 from jetrl_verl.kernels.decode_attention import chunk_attention, decode_attention
 from jetrl_verl.kernels.dispatch import BACKENDS, describe_backends, override_backend, platform_of
 from jetrl_verl.kernels.draw import draw_tokens, drawn_log_probs
@@ -31,7 +31,7 @@ from jetrl_verl.kernels.gather_relayout import gather_relayout_128x1
 from jetrl_verl.kernels.gemm_int8 import gemm_int8
 from jetrl_verl.kernels.gemm_nt import gemm_nt
 from jetrl_verl.kernels.gemm_nt_of_ranks import gemm_nt_of_ranks
-from jetrl_verl.kernels.grouped_gemm import grouped_gemm_nt, grouped_wgrad
+from jetrl_verl.kernels.grouped_gemm import grouped_gemm_nt, grouped_gemm_nt_of_ranks, grouped_wgrad
 from jetrl_verl.kernels.kv_cache import QuantizedKV, dequantize_kv, quantize_kv, read_kv, write_kv
 from jetrl_verl.kernels.log_probs import Normalised, log_probs
 from jetrl_verl.kernels.logits import logits
@@ -66,6 +66,7 @@ __all__ = [
     "chunk_attention",
     "decode_attention",
     "combine",
+    "combine_of_ranks",
     "dequantize_kv",
     "describe_backends",
     "draw_tokens",
@@ -79,6 +80,7 @@ __all__ = [
     "gemm_int8",
     "gemm_nt",
     "grouped_gemm_nt",
+    "grouped_gemm_nt_of_ranks",
     "grouped_wgrad",
     "gemm_nt_of_ranks",
     "log_probs",

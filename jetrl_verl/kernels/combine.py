@@ -3,14 +3,16 @@
 """The sum of a token's k rows among the experts' segments: FP32, slot 0 first, rounded once, without atomics.
 
 Forward it adds the experts' outputs, which carry the routing weights already; backward it adds the k terms of the
-gradient of a token's input.
+gradient of a token's input. ``combine_of_ranks`` adds a token's rows of each tensor-parallel rank, and in registers the
+ranks' rounded sums.
 
-(2 k + 2) bytes an element and nothing is reused: a thread has a load of 16 bytes for each of the k rows in flight. Few
-tokens are cut finer, so that their bytes come through more multiprocessors: at one token of 2048 elements 8 programs
-of 4 KB each, not two of 16.
+(2 k + 2) bytes an element, of ranks (2 k ranks + 2), and nothing is reused: a thread has a load of 16 bytes for each of
+the k rows in flight. Few tokens are cut finer, so that their bytes come through more multiprocessors: at one token of
+2048 elements 8 programs of 4 KB each, not two of 16.
 """
 
 import torch
+import triton
 import triton.language as tl
 
 from jetrl_verl import reference
@@ -25,32 +27,56 @@ _FEW_ELEMENTS = 2**17
 """At most so many, 128 programs of 1024, are few."""
 
 implements("combine", "reference")(reference.combine)
+implements("combine_of_ranks", "reference")(reference.combine_of_ranks)
+
+
+@triton.jit
+def _sum_of_rows(y_ptr, row_ptr, column, mask, columns, K: tl.constexpr):
+    """FP32 sum of the rows whose numbers are the K at ``row_ptr``."""
+    row = tl.load(row_ptr).to(tl.int64)
+    acc = tl.load(y_ptr + row * columns + column, mask=mask).to(tl.float32)
+    for slot in tl.static_range(1, K):
+        row = tl.load(row_ptr + slot).to(tl.int64)
+        acc += tl.load(y_ptr + row * columns + column, mask=mask).to(tl.float32)
+    return acc
 
 
 @jit
-def _combine_kernel(y_ptr, row_ptr, out_ptr, columns, K: tl.constexpr, TILE: tl.constexpr):
+def _combine_kernel(
+    y_ptr, row_ptr, out_ptr, elements, columns, RANKS: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr
+):
+    """``elements`` of a rank's rows."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < columns
-    row = tl.load(row_ptr + token * K).to(tl.int64)
-    acc = tl.load(y_ptr + row * columns + column, mask=mask).to(tl.float32)
-    for slot in tl.static_range(1, K):
-        row = tl.load(row_ptr + token * K + slot).to(tl.int64)
-        acc += tl.load(y_ptr + row * columns + column, mask=mask).to(tl.float32)
-    tl.store(out_ptr + token * columns + column, acc.to(tl.bfloat16), mask=mask)
+    row_ptr += token * K
+    total = _sum_of_rows(y_ptr, row_ptr, column, mask, columns, K)
+    if RANKS > 1:
+        total = total.to(tl.bfloat16).to(tl.float32)
+        for _ in tl.static_range(1, RANKS):
+            y_ptr += elements
+            part = _sum_of_rows(y_ptr, row_ptr, column, mask, columns, K)
+            total += part.to(tl.bfloat16).to(tl.float32)
+    tl.store(out_ptr + token * columns + column, total.to(tl.bfloat16), mask=mask)
+
+
+@implements("combine_of_ranks", "triton")
+def triton_combine_of_ranks(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """As :func:`jetrl_verl.reference.combine_of_ranks`; one read of each row that a token has and one write."""
+    (ranks, rows, columns), (tokens, k) = y.shape, row.shape
+    out = torch.empty((tokens, columns), dtype=torch.bfloat16, device=y.device)
+    if out.numel():
+        tile, warps = _FEW if out.numel() <= _FEW_ELEMENTS else _MANY
+        _combine_kernel[(tokens, ceil_div(columns, tile))](
+            y.contiguous(), row.contiguous(), out, rows * columns, columns, RANKS=ranks, K=k, TILE=tile, num_warps=warps
+        )
+    return out
 
 
 @implements("combine", "triton")
 def triton_combine(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     """As :func:`jetrl_verl.reference.combine`."""
-    tokens, k = row.shape
-    out = torch.empty((tokens, y.shape[1]), dtype=torch.bfloat16, device=y.device)
-    if out.numel():
-        tile, warps = _FEW if out.numel() <= _FEW_ELEMENTS else _MANY
-        _combine_kernel[(tokens, ceil_div(y.shape[1], tile))](
-            y.contiguous(), row.contiguous(), out, y.shape[1], K=k, TILE=tile, num_warps=warps
-        )
-    return out
+    return triton_combine_of_ranks(y[None], row)
 
 
 @operator("combine(Tensor y, Tensor row) -> Tensor", fake=lambda y, row: y.new_empty(row.shape[0], y.shape[1]))
@@ -72,3 +98,24 @@ def combine(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
         TypeError: ``y`` is not BF16.
     """
     return _combine(y, row)
+
+
+@operator("combine_of_ranks(Tensor y, Tensor row) -> Tensor", fake=lambda y, row: y.new_empty(row.shape[0], y.shape[2]))
+def _combine_of_ranks(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    require_bf16("combine_of_ranks", y=y)
+    return lookup("combine_of_ranks", y.device)(y, row)
+
+
+def combine_of_ranks(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """Of each token the sum over ranks of the rounded sums of its rows.
+
+    Args:
+        y: ``[ranks, R, H]`` BF16 (:func:`grouped_gemm_nt_of_ranks`). row: ``[T, k]`` int32.
+
+    Returns:
+        ``[T, H]`` BF16. No gradient of its own.
+
+    Raises:
+        TypeError: ``y`` is not BF16.
+    """
+    return _combine_of_ranks(y, row)

@@ -3,8 +3,10 @@
 """Block-scaled GEMMs of a mixture of experts: one product an expert in one launch, row ranges read on the device.
 
 ``grouped_gemm_nt`` (FProp, DGrad) multiplies each expert's rows with its own matrix; a row has the bits that
-``gemm_nt`` gives it. ``grouped_wgrad`` contracts each expert's segment. The host does not know how many rows an expert
-has, and never waits to learn it: the grid is that of the worst case, and a program that finds nothing to do ends.
+``gemm_nt`` gives it. ``grouped_gemm_nt_of_ranks`` multiplies each slice of K by itself, as tensor-parallel ranks do: a
+token's rows are added before the ranks' (combine.py), so every rank's are written, in one launch. ``grouped_wgrad``
+contracts each expert's segment. The host does not know how many rows an expert has, and never waits to learn it: the
+grid is that of the worst case, and a program that finds nothing to do ends.
 
 A tile belongs to one expert: segments are cut into tiles from their own first row, whatever ``align`` they were made
 with; Hopper's copy engine brings the scales of A where that is a multiple of 4, a warp where it is not. Tiles have at
@@ -26,6 +28,7 @@ from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
 from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor
+from jetrl_verl.reference.gemm import check_k_slices
 
 implements("grouped_wgrad", "reference")(reference.grouped_wgrad)
 
@@ -40,6 +43,14 @@ def reference_grouped_gemm_nt(
 ) -> torch.Tensor:
     """See :func:`jetrl_verl.reference.grouped_gemm_nt`."""
     return reference.grouped_gemm_nt(a, b, start)
+
+
+@implements("grouped_gemm_nt_of_ranks", "reference")
+def reference_grouped_gemm_nt_of_ranks(
+    a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, ranks: int, align: int = 1
+) -> torch.Tensor:
+    """See :func:`jetrl_verl.reference.grouped_gemm_nt_of_ranks`."""
+    return reference.grouped_gemm_nt_of_ranks(a, b, start, ranks)
 
 
 @triton.jit
@@ -59,14 +70,20 @@ def _expert_of(tile, start_ptr, experts, LANES: tl.constexpr, BLOCK_M: tl.conste
 
 @jit
 def _grouped_gemm_kernel(
-    a_ptr, b_ptr, a_scales_ptr, b_scales_ptr, start_ptr, out_ptr, experts, n, k,
+    a_ptr, b_ptr, a_scales_ptr, b_scales_ptr, start_ptr, out_ptr, experts, rows, n, k,
     stride_am, stride_be, stride_bn, stride_bk, stride_as_m, stride_as_k, stride_bs_e, stride_bs_n, stride_bs_k,
     LANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     expert, first, stop = _expert_of(tl.program_id(1), start_ptr, experts, LANES, BLOCK_M)
     if expert >= experts:
         return
-    tile_n = tl.program_id(0)
+    # k is a slice's; each has its rows of the result.
+    tile_n, rank = tl.program_id(0), tl.program_id(2)
+    a_ptr += rank * k
+    b_ptr += rank * k * stride_bk
+    a_scales_ptr += rank * (k // GROUP) * stride_as_k
+    b_scales_ptr += rank * (k // GROUP) * stride_bs_k
+    out_ptr += rank.to(tl.int64) * rows * n
     row = first + tl.arange(0, BLOCK_M)
     held = row < stop
     read_row = tl.minimum(row, stop - 1).to(tl.int64)
@@ -90,16 +107,18 @@ def _grouped_gemm_kernel(
     tl.store(out, acc.to(tl.bfloat16), mask=held[:, None] & (column < n)[None, :])
 
 
-@implements("grouped_gemm_nt", "triton")
-def triton_grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, align: int = 1) -> torch.Tensor:
-    """See :func:`grouped_gemm_nt`; rows behind the last segment are not written."""
+@implements("grouped_gemm_nt_of_ranks", "triton")
+def triton_grouped_gemm_nt_of_ranks(
+    a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, ranks: int, align: int = 1
+) -> torch.Tensor:
+    """See :func:`grouped_gemm_nt_of_ranks`; rows behind the last segment are not written."""
     (rows, k), (experts, n, _) = a.qdata.shape, b.qdata.shape
-    out = torch.empty((rows, n), dtype=torch.bfloat16, device=a.qdata.device)
+    out = torch.empty((ranks, rows, n), dtype=torch.bfloat16, device=a.qdata.device)
     if out.numel():
         block_m, block_n, warps, stages = _MANY if rows >= experts * _MANY[0] else _FEW
         # Each expert with rows may leave one tile that is not full.
         tiles = ceil_div(rows, block_m) + min(experts, rows)
-        _grouped_gemm_kernel[(ceil_div(n, block_n), tiles)](
+        _grouped_gemm_kernel[(ceil_div(n, block_n), tiles, ranks)](
             a.qdata,
             b.qdata,
             a.scales,
@@ -107,8 +126,9 @@ def triton_grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.
             start,
             out,
             experts,
+            rows,
             n,
-            k,
+            k // ranks,
             a.qdata.stride(0),
             *b.qdata.stride(),
             *a.scales.stride(),
@@ -120,6 +140,12 @@ def triton_grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.
             num_stages=stages,
         )
     return out
+
+
+@implements("grouped_gemm_nt", "triton")
+def triton_grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, align: int = 1) -> torch.Tensor:
+    """See :func:`grouped_gemm_nt`; rows behind the last segment are not written."""
+    return triton_grouped_gemm_nt_of_ranks(a, b, start, 1, align)[0]
 
 
 @jit
@@ -204,30 +230,54 @@ def native_supports_grouped_gemm_nt(
     return fits and native.aligned(a.qdata) and _experts_in_one_matrix(b.qdata) and native.unavailable() is None
 
 
-@implements("grouped_gemm_nt", "native", supports=native_supports_grouped_gemm_nt)
-def native_grouped_gemm_nt(
-    a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, align: int = 1, *, plan: native.Plan | None = None
+def native_supports_grouped_gemm_nt_of_ranks(
+    a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, ranks: int, align: int = 1
+) -> bool:
+    """Whether :func:`native_grouped_gemm_nt_of_ranks` accepts this call: as :func:`native_supports_grouped_gemm_nt`,
+    and not too many rows of all ranks."""
+    return ranks * a.qdata.shape[0] <= native.MOST and native_supports_grouped_gemm_nt(a, b, start)
+
+
+@implements("grouped_gemm_nt_of_ranks", "native", supports=native_supports_grouped_gemm_nt_of_ranks)
+def native_grouped_gemm_nt_of_ranks(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    start: torch.Tensor,
+    ranks: int,
+    align: int = 1,
+    *,
+    plan: native.Plan | None = None,
 ) -> torch.Tensor:
-    """See :func:`grouped_gemm_nt`; rows behind the last segment are not written.
+    """See :func:`grouped_gemm_nt_of_ranks`; rows behind the last segment are not written.
 
     Args:
         plan: instead of the choice by shape; for tests and benchmarks.
 
     Raises:
-        ValueError: a call that is not supported (:func:`native_supports_grouped_gemm_nt`).
+        ValueError: a call that is not supported (:func:`native_supports_grouped_gemm_nt_of_ranks`).
     """
-    if not native_supports_grouped_gemm_nt(a, b, start):
+    check_k_slices(a.qdata.shape[1], ranks)
+    if not native_supports_grouped_gemm_nt_of_ranks(a, b, start, ranks):
         raise ValueError(
             f"native does not support A {tuple(a.qdata.shape)} strides {a.qdata.stride()} and experts "
-            f"{tuple(b.qdata.shape)} strides {b.qdata.stride()}{native.why()}; use backend triton."
+            f"{tuple(b.qdata.shape)} strides {b.qdata.stride()} over {ranks} ranks{native.why()}; use backend triton."
         )
-    rows, experts = a.qdata.shape[0], b.qdata.shape[0]
-    out = torch.empty((rows, b.qdata.shape[1]), dtype=torch.bfloat16, device=a.qdata.device)
+    rows, (experts, n, _) = a.qdata.shape[0], b.qdata.shape
+    out = torch.empty((ranks, rows, n), dtype=torch.bfloat16, device=a.qdata.device)
     plan = plan or native.Plan()
     few = plan.kernel == "decode" if plan.kernel else rows <= native.FEW_ROWS_OF_EXPERT * experts
     run = native.operators().grouped_decode if few else native.operators().grouped_fprop
-    run(a.qdata, a.scales, b.qdata, b.scales, start, align % native.ALIGNED_ROWS == 0, out, *plan[1:])
+    aligned = align % native.ALIGNED_ROWS == 0
+    run(a.qdata, a.scales, b.qdata, b.scales, start, aligned, ranks, out.view(ranks * rows, n), *plan[1:])
     return out
+
+
+@implements("grouped_gemm_nt", "native", supports=native_supports_grouped_gemm_nt)
+def native_grouped_gemm_nt(
+    a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, align: int = 1, *, plan: native.Plan | None = None
+) -> torch.Tensor:
+    """See :func:`grouped_gemm_nt`; as :func:`native_grouped_gemm_nt_of_ranks` with one rank."""
+    return native_grouped_gemm_nt_of_ranks(a, b, start, 1, align, plan=plan)[0]
 
 
 def _scales_in_columns(scales: torch.Tensor) -> bool:
@@ -311,6 +361,42 @@ def grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor,
         ValueError: operands that do not fit.
     """
     return _grouped_gemm_nt(a.qdata, a.scales, b.qdata, b.scales, start, align)
+
+
+@operator(
+    "grouped_gemm_nt_of_ranks(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor start, int ranks, int align)"
+    " -> Tensor",
+    fake=lambda a, a_scales, b, b_scales, start, ranks, align: a.new_empty(
+        (ranks, a.shape[0], b.shape[1]), dtype=torch.bfloat16
+    ),
+)
+def _grouped_gemm_nt_of_ranks(
+    a: torch.Tensor,
+    a_scales: torch.Tensor,
+    b: torch.Tensor,
+    b_scales: torch.Tensor,
+    start: torch.Tensor,
+    ranks: int,
+    align: int,
+) -> torch.Tensor:
+    call = QuantizedTensor(a, a_scales), QuantizedTensor(b, b_scales), start, ranks, align
+    _check(*call[:3])
+    check_k_slices(a.shape[1], ranks)
+    return lookup("grouped_gemm_nt_of_ranks", a.device, *call)(*call)
+
+
+def grouped_gemm_nt_of_ranks(
+    a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, ranks: int, align: int = 1
+) -> torch.Tensor:
+    """:func:`grouped_gemm_nt` of each of ``ranks`` equal slices of K.
+
+    Returns:
+        ``[ranks, R, N]`` BF16, rank 0 with the first slice. Nobody may read a rank's rows behind the last segment.
+
+    Raises:
+        ValueError: operands that do not fit, or slices of K that are no multiples of 128.
+    """
+    return _grouped_gemm_nt_of_ranks(a.qdata, a.scales, b.qdata, b.scales, start, ranks, align)
 
 
 def grouped_wgrad(dy: QuantizedTensor, x: QuantizedTensor, start: torch.Tensor) -> torch.Tensor:

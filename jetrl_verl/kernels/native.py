@@ -49,7 +49,7 @@ MOST_COLUMNS = 65535 * BLOCK
 
 _operators = torch.ops.jetrl_native
 _FORWARD = "x x_scales w w_scales bias y block cluster"
-_GROUPED = "x x_scales w w_scales start aligned y block cluster"
+_GROUPED = "x x_scales w w_scales start aligned slices y block cluster"
 _TRANSPOSE = "qdata scales out out_scales"
 _ARGUMENTS = {
     "fprop": _FORWARD,

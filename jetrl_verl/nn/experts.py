@@ -17,7 +17,8 @@ Bytes, with q = 1 + 4/128 for an element in FP8 and R rows of pairs and padding 
     those of gate and up         R (2 I + 4 q I)        dH in BF16, both layouts of its gradients
     terms of dX                  R (2 H + 2 q I)        in BF16, rowwise gradients
 
-The last is backward's most, beside the weights' gradients and one transposed weight. In BF16 and a row a pair are what
+The last is backward's most, beside the weights' gradients and one transposed weight. Forward has the down projection's
+rows, 2 R H of each rank of the rollout, beside what is saved. In BF16 and a row a pair are what
 a product writes and its reader takes at once, and gate and up, whose product can be had again only by multiplying: no
 gradient, no X and no output is copied in BF16. A token of Qwen3-30B-A3B saves 33 KB, 25 of them gate and up.
 """

@@ -13,6 +13,9 @@ never holds rows of two experts.
 * The routing weight multiplies ``silu(gate) * up``, not the expert's output: what the down projection quantizes
   carries it already, a token's output gradient is quantized once for all its experts, and no expert's output is saved.
 * A token's output is the sum of its pairs' rows in FP32, in the order of its experts' logits, rounded once.
+* Tensor-parallel ranks of a rollout have a slice of every expert's inner dimension each. A rank's part of a row is
+  rounded, its part of a token's output is the sum of those, rounded too, and then the ranks' parts are added, rank 0
+  first. So nothing may be added over ranks before it is over a token's experts: a sum of ranks' rows has other bits.
 
 Every product is ``gemm_nt`` of one expert's rows (gemm.py).
 """
@@ -22,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from jetrl_verl.reference.constants import BLOCK
-from jetrl_verl.reference.gemm import gemm_nt
+from jetrl_verl.reference.gemm import gemm_nt, k_slices, sum_of_ranks
 from jetrl_verl.reference.tensor import QuantizedTensor
 
 
@@ -105,6 +108,22 @@ def grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor)
     return y
 
 
+def grouped_gemm_nt_of_ranks(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, ranks: int) -> torch.Tensor:
+    """:func:`grouped_gemm_nt` of each rank, which has one of equal slices of K.
+
+    Args:
+        ranks: how many; the others as in :func:`grouped_gemm_nt`.
+
+    Returns:
+        ``[ranks, R, N]`` BF16.
+
+    Raises:
+        ValueError: slices of K that are no multiples of 128.
+    """
+    slices = zip(k_slices(a, ranks), k_slices(b, ranks), strict=True)
+    return torch.stack([grouped_gemm_nt(x, w, start) for x, w in slices])
+
+
 def grouped_wgrad(dy: QuantizedTensor, x: QuantizedTensor, start: torch.Tensor) -> torch.Tensor:
     """Each expert's weight gradient, contracted over its segment.
 
@@ -132,3 +151,8 @@ def combine(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     for slot in range(1, row.shape[1]):
         acc += y[row[:, slot].long()].float()
     return acc.to(torch.bfloat16)
+
+
+def combine_of_ranks(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """``[T, H]`` BF16 of ranks' rows ``y [ranks, R, H]`` BF16: each rank's :func:`combine`, then ``sum_of_ranks``."""
+    return sum_of_ranks([combine(part, row) for part in y])

@@ -137,13 +137,15 @@ class Emulator:
         start: torch.Tensor,
         out: torch.Tensor,
         *,
+        slices: int = 1,
         block: int = 0,
         cluster: int = 0,
         multiprocessors: int = 4,
         seed: int = 0,
     ) -> None:
-        """``grouped_fprop`` or ``grouped_decode``, operands as those of ``reference.grouped_gemm_nt``, to ``out [R,
-        N]``, or ``grouped_wgrad``, as ``reference.grouped_wgrad``, to ``out [E * N, K]``; raises as :meth:`run`."""
+        """``grouped_fprop`` or ``grouped_decode``, operands as those of ``reference.grouped_gemm_nt``, to ``out
+        [slices * R, N]``, or ``grouped_wgrad``, as ``reference.grouped_wgrad``, to ``out [E * N, K]``; raises as
+        :meth:`run`."""
         experts = len(start) - 1
         of_out = _pointer(start), _pointer(out), ctypes.c_int64(out.stride(0))
         plan = block, cluster, multiprocessors, ctypes.c_uint32(seed)
@@ -160,6 +162,7 @@ class Emulator:
                 *(_pointer(b.scales), *(ctypes.c_int64(stride) for stride in b.scales.stride())),
                 of_out[0],
                 int((start % 4 == 0).all()),
+                slices,
                 *of_out[1:],
                 *plan,
             )

@@ -198,6 +198,24 @@ def test_combine(few, k, monkeypatch):
     assert_close(triton_kernels.combine(y, where.row), exact)
 
 
+def cut(x: torch.Tensor) -> torch.Tensor:
+    """To BF16, as the interpreter has it: a GPU rounds."""
+    return (x.float().view(torch.int32) & -(2**16)).view(torch.float32)
+
+
+@pytest.mark.parametrize(("few", "ranks", "k"), [(2**17, 2, 8), (0, 2, 3), (2**17, 4, 1), (0, 1, 2)])
+def test_combine_of_ranks(few, ranks, k, monkeypatch):
+    """Of numbers whose FP32 sums are exact and take more bits than BF16 has: each rank's sum is one, then the total."""
+    set_of(monkeypatch, "combine", _FEW_ELEMENTS=few)
+    where = reference.segments(chosen(9, 8, k), 8, 16)
+    y = torch.randint(-255, 256, (ranks, len(where.pair), 300)) * 2 ** torch.randint(0, 4, (ranks, 1, 300))
+    want = sum(cut(part[where.row.long()].sum(dim=1)) for part in y)
+    got = triton_kernels.combine_of_ranks(y.bfloat16(), where.row)
+    assert got.dtype == torch.bfloat16 and torch.equal(got.float(), cut(want))
+    added_first = cut(sum(cut(rows.float()) for rows in y)[where.row.long()].sum(dim=1))
+    assert torch.equal(got.float(), added_first) == (ranks == 1 or k == 1)
+
+
 def experts_weight(experts: int, n: int, k: int) -> QuantizedTensor:
     qdata, scales = reference.quantize_128x128(normal(experts * n, k, seed=3), "fp32")
     return QuantizedTensor(qdata.view(experts, n, k), scales.view(experts, n // 128, k // 128))
@@ -217,6 +235,19 @@ def test_grouped_gemm(experts_of, align):
     dy = reference.quantize_1x128(normal(len(where.pair), 128, seed=5), "fp32")
     want = reference.grouped_gemm_nt(dy, transposed, where.start)[:used]
     assert_close(triton_kernels.grouped_gemm_nt(dy, transposed, where.start)[:used], want)
+
+
+@pytest.mark.parametrize(("ranks", "align"), [(2, 1), (3, 128), (6, 1)])
+def test_grouped_gemm_of_ranks(ranks, align):
+    """A rank's rows are its slices' product, and lie behind those of the rank before."""
+    where = reference.segments(chosen(40, 4, 2), 4, align)
+    a, b = reference.quantize_1x128(normal(len(where.pair), 768, seed=4), "fp32"), experts_weight(4, 256, 768)
+    got, used = triton_kernels.grouped_gemm_nt_of_ranks(a, b, where.start, ranks), int(where.start[-1])
+    assert got.shape == (ranks, len(where.pair), 256)
+    assert_close(got[:, :used], reference.grouped_gemm_nt_of_ranks(a, b, where.start, ranks)[:, :used])
+    slices = zip(got, reference.k_slices(a, ranks), reference.k_slices(b, ranks), strict=True)
+    for rows, x, w in slices:
+        assert torch.equal(rows[:used], triton_kernels.grouped_gemm_nt(x, w, where.start)[:used])
 
 
 @pytest.mark.parametrize("experts_of", [chosen(5, 4, 2), chosen(150, 4, 2), one_expert(140, 1)])

@@ -33,9 +33,8 @@ def arguments_of(operator: str) -> tuple[dict, dict[str, torch.Tensor]]:
     elif operator in ("grouped_fprop", "grouped_decode"):
         a, b = native_emulator.operand(20, 2 * BLOCK, 20, 0), experts_operand(3, BLOCK, 2 * BLOCK, 0, False)
         start = torch.tensor([0, 9, 9, 20], dtype=torch.int32)
-        arguments = dict(
-            zip(("x", "x_scales", "w", "w_scales"), (*a, *b)), start=start, aligned=False, block=0, cluster=0
-        )
+        operands_of = dict(zip(("x", "x_scales", "w", "w_scales"), (*a, *b)), start=start, aligned=False)
+        arguments = operands_of | dict(slices=1, block=0, cluster=0)
         results = {"y": fresh(20, BLOCK, torch.bfloat16)}
     elif operator == "grouped_wgrad":
         a, b = (native_emulator.operand(columns, 2 * BLOCK, columns, seed) for columns, seed in ((20, 0), (144, 1)))
@@ -216,6 +215,9 @@ def of_experts(operator: str) -> list[tuple]:
         (operator, "w_scales", lambda s: s[:2], W_SCALES),
         (operator, "w_scales", lambda s: torch.cat([s, s], 1), W_SCALES),
         (operator, "w_scales", lambda s: s[0], W_SCALES),
+        (operator, "slices", lambda _: 0, "a dimension of 0 is not supported"),
+        (operator, "slices", lambda _: 2, "the output must be a BF16 or FP32 tensor of 40 x 128"),
+        (operator, "slices", lambda _: 2**27, "a dimension of 2684354560 is not supported"),
         *of_starts(operator),
     ]
 

@@ -85,8 +85,8 @@ def test_a_token_is_chosen_for_without_a_barrier_and_copied_16_bytes_at_a_time(t
         (_sum_kernel, {}, {"TILE": 256}, 1),
         (_place_kernel, {}, PIECES, 8),
         (_gather_kernel, {"out_ptr": "*i32"}, {"TILE": 512, "GROUPS": 16}, 4),
-        (_combine_kernel, {}, {"K": 8, "TILE": 256}, 1),
-        (_combine_kernel, {}, {"K": 8, "TILE": 1024}, 4),
+        (_combine_kernel, {}, {"RANKS": 1, "K": 8, "TILE": 256}, 1),
+        (_combine_kernel, {}, {"RANKS": 1, "K": 8, "TILE": 1024}, 4),
         (_quantize_kernel, {}, {"POW2": False, "GROUPS": 8}, 4),
         (_quantize_kernel, {}, {"POW2": False, "GROUPS": 32}, 4),
         (_gather_quantize_kernel, {}, {"K": 8, "POW2": False}, 4),
@@ -99,6 +99,19 @@ def test_a_token_is_chosen_for_without_a_barrier_and_copied_16_bytes_at_a_time(t
 def test_kernels_compile_for_hopper_without_atomics(kernel, types, constants, warps):
     ptx = ptx_for_hopper(kernel, INT32 | FP32 | BF16 | QDATA | types, constants, num_warps=warps)
     assert "ld.global" in ptx and not re.search(r"\b(atom|red)\.", ptx)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_each_ranks_sum_of_a_tokens_rows_is_rounded_in_registers(ranks):
+    ptx = ptx_for_hopper(_combine_kernel, INT32 | BF16, {"RANKS": ranks, "K": 8, "TILE": 1024}, num_warps=4)
+    assert ptx.count("ld.global.v4.b32") == 8 * ranks and ptx.count("st.global.v4.b32") == 1
+    assert len(re.findall(r"ld\.global\.b32", ptx)) == 8, "rows' numbers are read once"
+    # Of two ranks the last sum is one of two BF16 numbers, which rounds alike in BF16.
+    in_bf16 = 2 * ptx.count("add.bf16x2")
+    rounded = 2 * ptx.count("cvt.rn.bf16x2.f32") + ptx.count("cvt.rn.bf16.f32") + in_bf16
+    assert rounded == 8 * (ranks + (ranks > 1)), "of eight elements a thread"
+    assert ptx.count("add.f32") + in_bf16 == 8 * (7 * ranks + ranks - 1)
+    assert not re.search(r"\b(atom|red|bar)\.", ptx)
 
 
 @pytest.mark.parametrize("pow2", [True, False])
@@ -121,7 +134,15 @@ def operators(tokens: int, device: str = "cpu") -> dict[str, tuple]:
     pair = kernels.segments(chosen, 8, 128).pair
     gate_up, dy = (torch.randn(len(pair), columns).bfloat16().to(device) for columns in (512, 256))
     quantized = kernels.quantize_1x128(x, "fp32")
+    where = kernels.segments(chosen, 8, 128)
+    rows = kernels.gather_quantized(quantized, where.pair, 2)
+    weights_of_experts = kernels.quantize_128x128(torch.randn(8 * 128, 256).bfloat16().to(device), "fp32")
+    experts = weights_of_experts.qdata.view(8, 128, 256), weights_of_experts.scales.view(8, 1, 2)
     return {
+        "grouped_gemm_nt": (*rows, *experts, where.start, 128),
+        "grouped_gemm_nt_of_ranks": (*rows, *experts, where.start, 2, 128),
+        "combine": (dy, where.row),
+        "combine_of_ranks": (dy.expand(2, *dy.shape), where.row),
         "segments": (chosen, 8, 128),
         "route_and_permute": (logits, *quantized, 2, True),
         "gather_quantized": (*quantized, pair, 2),
@@ -161,5 +182,14 @@ def test_what_does_not_fit_is_refused():
         kernels.gather_quantize_1x128_and_128x1(torch.zeros(4, 256), where.pair, 1, "fp32")
     with pytest.raises(ValueError, match="k=3"):
         kernels.route_and_permute(torch.zeros(4, 2), quantized, 3, True)
+    a, b = (
+        reference.quantize_1x128(torch.zeros(4, 384), "fp32"),
+        reference.quantize_128x128(torch.zeros(256, 384), "fp32"),
+    )
+    b = reference.QuantizedTensor(b.qdata.view(2, 128, 384), b.scales.view(2, 1, 3))
+    with pytest.raises(ValueError, match="K = 384 in 2 slices is not supported with blocks of 128. Set fewer ranks."):
+        kernels.grouped_gemm_nt_of_ranks(a, b, where.start, 2)
+    with pytest.raises(TypeError, match=r"combine_of_ranks: y is torch.float32"):
+        kernels.combine_of_ranks(torch.zeros(2, 4, 128), where.row)
     with pytest.raises(ValueError, match="logits"):
         kernels.route_and_permute(torch.zeros(5, 2), quantized, 1, True)

@@ -20,18 +20,23 @@ from torch import nn
 from jetrl_verl import formats, kernels, reference
 from jetrl_verl.kernels.grouped_gemm import (
     native_grouped_gemm_nt,
+    native_grouped_gemm_nt_of_ranks,
     native_grouped_wgrad,
     triton_grouped_gemm_nt,
+    triton_grouped_gemm_nt_of_ranks,
     triton_grouped_wgrad,
 )
 from jetrl_verl.kernels.native import Plan
 from jetrl_verl.models.base import Experts
 from jetrl_verl.nn.experts import JetExperts
-from jetrl_verl.reference import BLOCK, QuantizedTensor
+from jetrl_verl.reference import BLOCK, QuantizedTensor, Segments, k_slices
 
 DEVICE = torch.device("cuda")
 FLOW = formats.get("fp8")
 QWEN3_30B = dict(experts=128, k=8, hidden=2048, inner=768)
+QWEN3_235B = dict(experts=128, k=8, hidden=4096, inner=1536)
+OVER_RANKS = [(2, QWEN3_30B), (2, QWEN3_235B), (4, QWEN3_235B)]
+"""Slices of three and six K blocks."""
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -141,7 +146,7 @@ def test_the_weighted_activation(rule):
     assert same > 0.999, "but for ties that the last bit of an exponential decides"
 
 
-def experts_module(**shape) -> JetExperts:
+def experts_module(ranks: int = 1, **shape) -> JetExperts:
     module = nn.Module()
     torch.manual_seed(0)
     for name, size in (
@@ -149,7 +154,7 @@ def experts_module(**shape) -> JetExperts:
         ("down_proj", (shape["experts"], shape["hidden"], shape["inner"])),
     ):
         module.register_parameter(name, nn.Parameter(torch.randn(size, device=DEVICE, dtype=torch.bfloat16) * 0.02))
-    return JetExperts.replace(module, Experts(), scale_rule="fp32")
+    return JetExperts.replace(module, Experts(), scale_rule="fp32", ranks=ranks)
 
 
 def test_a_token_has_one_output_whoever_travels_along_and_in_a_graph():
@@ -355,6 +360,90 @@ def test_native_products_of_experts_have_tritons_bits_under_every_plan(tokens, a
             assert torch.equal(got.view(torch.int16), want.view(torch.int16)), (tuple(weight.qdata.shape), plan)
 
 
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int16)
+
+
+def normal_on_device(*shape: int) -> torch.Tensor:
+    """A GB of numbers takes the host seconds."""
+    generator = torch.Generator(DEVICE).manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator, device=DEVICE, dtype=torch.bfloat16)
+
+
+def down_over_ranks(tokens: int, align: int, shape: dict):
+    """What the down projection reads, its weight and its segments."""
+    chosen, _ = kernels.route(ROUTINGS["uneven"](tokens), shape["k"], True)
+    where = kernels.segments(chosen, shape["experts"], align)
+    rows = FLOW.quantize_activation(normal_on_device(len(where.pair), shape["inner"]), "fp32")
+    weight = normal_on_device(shape["experts"], shape["hidden"], shape["inner"]) * 0.05
+    return rows, FLOW.quantize_weight(weight, "fp32"), where
+
+
+def slice_by_slice(rows: QuantizedTensor, weight: QuantizedTensor, where: Segments, ranks: int) -> list[torch.Tensor]:
+    """A product for each rank, as the rollout's ranks run it, with operands of their own in memory."""
+    slices = zip(k_slices(rows, ranks), k_slices(weight, ranks), strict=True)
+    held = ([QuantizedTensor(*(part.contiguous() for part in q)) for q in operands] for operands in slices)
+    return [triton_grouped_gemm_nt(*operands, where.start) for operands in held]
+
+
+@pytest.mark.usefixtures("native_library")
+@pytest.mark.timeout(280, method="thread")
+@pytest.mark.parametrize(("ranks", "shape"), OVER_RANKS, ids=["30B, 2", "235B, 2", "235B, 4"])
+@pytest.mark.parametrize("align", [1, 128])
+@pytest.mark.parametrize("tokens", [1, 16, 300, 4096])
+def test_native_products_of_ranks_have_the_bits_of_a_product_a_rank_under_every_plan(tokens, align, ranks, shape):
+    rows, weight, where = down_over_ranks(tokens, align, shape)
+    used, want = int(where.start[-1]), slice_by_slice(rows, weight, where, ranks)
+    for plan in ("triton", *FORWARD_PLANS):
+        if plan == "triton":
+            got = triton_grouped_gemm_nt_of_ranks(rows, weight, where.start, ranks, align)
+        else:
+            got = native_grouped_gemm_nt_of_ranks(rows, weight, where.start, ranks, align, plan=plan)
+        for rank, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+            assert torch.equal(bits(mine[:used]), bits(theirs[:used])), (plan, rank)
+
+
+@pytest.mark.parametrize(("ranks", "shape"), OVER_RANKS, ids=["30B, 2", "235B, 2", "235B, 4"])
+@pytest.mark.parametrize("tokens", [1, 16, 300, 4096])
+def test_ranks_rows_are_combined_as_each_rank_does_and_added_in_order(tokens, ranks, shape):
+    where = kernels.segments(kernels.route(logits_of(tokens, 128), shape["k"], True)[0], 128, 1)
+    y = normal_on_device(ranks, len(where.pair), shape["hidden"])
+    y[:, ::3] *= 64
+    got = kernels.combine_of_ranks(y, where.row)
+    assert torch.equal(got, kernels.sum_of_ranks([kernels.combine(part, where.row) for part in y]))
+    first = slice(0, 300)
+    assert torch.equal(got[first], reference.combine_of_ranks(y, where.row[first]))
+    few = y[:, :, :256].cpu()
+    assert torch.equal(got[first, :256].cpu(), reference.combine_of_ranks(few, where.row[first].cpu()))
+    added_first = kernels.combine(kernels.sum_of_ranks(y.unbind(0)), where.row)
+    assert not torch.equal(got, added_first)
+
+
+@pytest.mark.parametrize(("ranks", "shape"), OVER_RANKS, ids=["30B, 2", "235B, 2", "235B, 4"])
+@pytest.mark.parametrize("tokens", [5, 2000])
+def test_the_trainer_has_the_bits_of_ranks_that_hold_a_slice_of_every_expert(tokens, ranks, shape):
+    ours, x, logits = experts_module(ranks, **shape), normal(tokens, shape["hidden"], seed=18), logits_of(tokens, 128)
+    gate_up, down = ours.gate_up_qdata(ours.gate_up_proj), ours.down_qdata(ours.down_proj)
+    chosen, shares = kernels.route(logits, shape["k"], True)
+    trained = ours(x, chosen, shares)
+
+    def of_rank(part: torch.Tensor, rank: int) -> torch.Tensor:
+        """A rank's rows of gate and of up."""
+        return part.unflatten(1, (2, ranks, -1))[:, :, rank].flatten(1, 2).contiguous()
+
+    parts = []
+    for rank, slice_of_down in enumerate(k_slices(down, ranks)):
+        weights, where, rows = kernels.route_and_permute(logits, FLOW.quantize_activation(x, "fp32"), shape["k"], True)
+        held = (
+            QuantizedTensor(*(of_rank(part, rank) for part in gate_up)),
+            QuantizedTensor(*(part.contiguous() for part in slice_of_down)),
+        )
+        parts.append(FLOW.experts(rows, weights, where, *held, "fp32")[0])
+    assert torch.equal(trained, kernels.sum_of_ranks(parts))
+    with torch.no_grad():
+        assert torch.equal(ours(x, chosen, shares), trained)
+
+
 @pytest.mark.usefixtures("native_library")
 @pytest.mark.timeout(280, method="thread")
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -399,11 +488,11 @@ def starts(counts: list[int]) -> torch.Tensor:
 
 @pytest.mark.usefixtures("native_library")
 @pytest.mark.timeout(280, method="thread")
-@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize(("columns", "ranks"), [(False, 1), (True, 1), (True, 3)])
 @pytest.mark.parametrize("plan", FORWARD_PLANS[1:], ids=str)
-def test_a_forward_call_of_experts_for_the_sanitizer(plan, columns):
+def test_a_forward_call_of_experts_for_the_sanitizer(plan, columns, ranks):
     """Nothing but the kernel runs on the GPU. Six experts, one of them without rows, and more tiles than
-    multiprocessors; the pipeline goes on from an expert to the next."""
+    multiprocessors; the pipeline goes on from an expert to the next, and from a slice of K to the next."""
     counts, k = [3, 130, 0, 17, 128, 65], 9 * BLOCK
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     n = BLOCK * (plan.block * (multiprocessors // 6 + 2) // BLOCK + 1)
@@ -412,10 +501,10 @@ def test_a_forward_call_of_experts_for_the_sanitizer(plan, columns):
     w = QuantizedTensor(weights.qdata.view(6, n, k), weights.scales.view(6, n // BLOCK, -1))
     if columns:
         x = QuantizedTensor(x.qdata, x.scales.t().contiguous().t())
-    want = reference.grouped_gemm_nt(x, w, start)
+    want = reference.grouped_gemm_nt_of_ranks(x, w, start, ranks)[:, : sum(counts)].float()
     x, w = (QuantizedTensor(q.qdata.cuda(), q.scales.cuda()) for q in (x, w))
-    got = native_grouped_gemm_nt(x, w, start.cuda(), plan=plan)[: sum(counts)].cpu().float()
-    assert (got - want[: sum(counts)].float()).norm() < 2.5e-3 * want.float().norm()
+    got = native_grouped_gemm_nt_of_ranks(x, w, start.cuda(), ranks, plan=plan)[:, : sum(counts)].cpu().float()
+    assert (got - want).norm() < 2.5e-3 * want.norm()
 
 
 @pytest.mark.usefixtures("native_library")

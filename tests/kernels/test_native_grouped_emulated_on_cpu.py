@@ -14,7 +14,7 @@ import pytest
 import torch
 from native_emulator import Emulator, experts_operand, operand, plant, product
 
-from jetrl_verl.reference import BLOCK, QuantizedTensor
+from jetrl_verl.reference import BLOCK, QuantizedTensor, k_slices
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -33,21 +33,35 @@ def starts(counts: list[int]) -> torch.Tensor:
     return torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
 
 
-def check(emulator: Emulator, kernel: str, counts: list[int], n: int, k: int, *, more=0, beside=False, seed=0, **plan):
-    """Rows of all experts, and canaries of NaN: around the result, and behind the last segment."""
+def check(
+    emulator: Emulator,
+    kernel: str,
+    counts: list[int],
+    n: int,
+    k: int,
+    *,
+    slices: int = 1,
+    more=0,
+    beside=False,
+    seed=0,
+    **plan,
+):
+    """Rows of all experts and slices of K, and canaries of NaN: around the result, and behind the last segment."""
     start = starts(counts)
     used = int(start[-1])
     a = operand(used + more, k, used + more, 2 * seed)
     b = experts_operand(len(counts), n, k, seed, beside)
-    around = torch.full((used + more + 2, n + 16), torch.nan, dtype=torch.bfloat16)
+    around = torch.full((slices * (used + more) + 2, n + 16), torch.nan, dtype=torch.bfloat16)
     out = around[1:-1, 8:-8]
-    emulator.run_grouped(kernel, a, b, start, out, seed=seed, **plan)
-    for expert, count in enumerate(counts):
-        rows = slice(int(start[expert]), int(start[expert]) + count)
-        mine = QuantizedTensor(a.qdata[rows], a.scales[rows])
-        want = product(mine, QuantizedTensor(b.qdata[expert], b.scales[expert]), True)
-        assert torch.equal(out[rows], want.bfloat16()), expert
-    assert around.isnan().sum() == around.numel() - used * n
+    emulator.run_grouped(kernel, a, b, start, out, slices=slices, seed=seed, **plan)
+    for number, (x, w) in enumerate(zip(k_slices(a, slices), k_slices(b, slices), strict=True)):
+        of_slice = out[number * (used + more) :]
+        for expert, count in enumerate(counts):
+            rows = slice(int(start[expert]), int(start[expert]) + count)
+            mine = QuantizedTensor(x.qdata[rows], x.scales[rows])
+            want = product(mine, QuantizedTensor(w.qdata[expert], w.scales[expert]), True)
+            assert torch.equal(of_slice[rows], want.bfloat16()), (number, expert)
+    assert around.isnan().sum() == around.numel() - slices * used * n
 
 
 RAGGED = [3, 0, 130, 0, 0, 17, 128, 1, 0]
@@ -131,6 +145,60 @@ def test_the_ring_goes_on_from_tile_to_tile_with_any_number_of_k_blocks(emulator
     """Seven tiles in turn on one multiprocessor, of an expert and of the next."""
     plan = {"block": 128, "cluster": 1, "multiprocessors": 1}
     check(emulator, kernel, [70, 0, 3, 130, 1], 128, blocks * BLOCK, beside=blocks % 2 == 0, seed=blocks, **plan)
+
+
+PLANS = [
+    *(("grouped_fprop", {"block": block, "cluster": cluster}) for block in (128, 256) for cluster in (1, 2)),
+    *(("grouped_decode", {"block": block}) for block in (32, 64, 128)),
+]
+
+
+@pytest.mark.parametrize(("slices", "blocks"), [(2, 3), (3, 2), (4, 1)])
+@pytest.mark.parametrize(("kernel", "plan"), PLANS)
+def test_each_slice_of_k_has_a_product_of_its_own(emulator, kernel, plan, slices, blocks):
+    """By turns with scales that the copy engine reads and those that it cannot, experts below and beside each other,
+    and rows behind the last segment, which lie between one slice's product and the next."""
+    counts, more = ([4, 0, 132], 4) if slices % 2 == 0 else ([3, 0, 130], 0)
+    k = slices * blocks * BLOCK
+    check(emulator, kernel, counts, 256, k, slices=slices, more=more, beside=blocks % 2 == 0, seed=slices, **plan)
+
+
+@pytest.mark.parametrize("kernel", FORWARD)
+def test_slices_are_what_the_kernel_chooses_its_plan_for(emulator, kernel):
+    check(emulator, kernel, [3, 0, 130], 256, 6 * BLOCK, slices=2, multiprocessors=3)
+
+
+def check_no_other_slice(emulator: Emulator, kernel: str, beside: bool = False) -> None:
+    """Neither its X nor its W, NaN here, with an odd number of K blocks a slice: a stage of two holds half of none."""
+    start, (n, width) = starts([5, 9]), (128, 3 * BLOCK)
+    a, b = operand(14, 3 * width, 14, 0), experts_operand(2, n, 3 * width, 0, beside)
+    x, w = k_slices(a, 3)[1], k_slices(b, 3)[1]
+    want = [
+        product(QuantizedTensor(x.qdata[rows], x.scales[rows]), QuantizedTensor(w.qdata[e], w.scales[e]), True)
+        for e, rows in enumerate((slice(0, 5), slice(5, 14)))
+    ]
+    for columns in (slice(0, width), slice(2 * width, 3 * width)):
+        b.qdata.view(torch.uint8)[..., columns] = native_emulator.NAN_CODE
+        a.qdata.view(torch.uint8)[:, columns] = native_emulator.NAN_CODE
+    out = torch.zeros(3 * 14, n, dtype=torch.bfloat16)
+    block = {"grouped_decode": 64}.get(kernel, 0)
+    emulator.run_grouped(kernel, a, b, start, out, slices=3, block=block, multiprocessors=1)
+    assert torch.equal(out[14:28], torch.cat(want).bfloat16())
+    assert out[:14].isnan().all() and out[28:].isnan().all()
+
+
+@pytest.mark.parametrize("kernel", FORWARD)
+@pytest.mark.parametrize("beside", [False, True])
+def test_nothing_of_another_slice_gets_into_a_product(emulator, kernel, beside):
+    check_no_other_slice(emulator, kernel, beside)
+
+
+@pytest.mark.parametrize("kernel", FORWARD)
+@pytest.mark.parametrize("slices", [0, 3, 4])
+def test_slices_that_cut_a_block_are_refused(emulator, kernel, slices):
+    a, b = operand(8, 2 * BLOCK, 8, 0), experts_operand(1, BLOCK, 2 * BLOCK, 0, False)
+    with pytest.raises(RuntimeError, match="a slice of K must be a multiple of 128; use fewer slices"):
+        emulator.run_grouped(kernel, a, b, starts([8]), torch.empty(32, BLOCK).bfloat16(), slices=slices)
 
 
 @pytest.mark.parametrize(("kernel", "block"), [("grouped_fprop", 256), ("grouped_decode", 64)])
@@ -221,7 +289,46 @@ FAULTS = {
         "kAtEmpty + 8 * kStages",
     ),
     "the copy engine reads scales from any row on": (FPROP, f"sm90_{FPROP}.cu", "segments.aligned && ", ""),
-    "all experts take the scales of the first": (FPROP, "fprop.cuh", "from += at.expert * p.w_scale_step;", ""),
+    "all experts take the scales of the first": (FPROP, "fprop.cuh", "at.expert * p.w_scale_step + ", ""),
+    "all slices take W's scales of the first": (
+        FPROP,
+        "fprop.cuh",
+        " + at.slice * p.k_blocks * p.w_scales.stride_group",
+        "",
+    ),
+    "all slices take X's scales of the first": (
+        FPROP,
+        "fprop.cuh",
+        "at.slice * p.k_blocks + block, at.row",
+        "block, at.row",
+    ),
+    "all slices are the first": (FPROP, "fprop.cuh", "of_k = at.slice * p.k_blocks + block", "of_k = block"),
+    "a slice's product lies where the first's does": (FPROP, "fprop.cuh", "at.slice * p.slice_rows", "0"),
+    "a slice's product ends where the first's does": (FPROP, "fprop.cuh", "above + at.end", "at.end"),
+    "half a stage behind a slice is the next one's X": (
+        DECODE,
+        f"sm90_{DECODE}.cu",
+        "block + b < p.k_blocks ? (first_block + block + b) * kGroup : p.x_columns",
+        "(first_block + block + b) * kGroup",
+    ),
+    "half a stage behind a slice is the next one's W": (
+        DECODE,
+        f"sm90_{DECODE}.cu",
+        "bool exists = block + b < p.k_blocks",
+        "bool exists = first_block + block + b < p.x_columns / kGroup",
+    ),
+    "the consumers' tiles are those of one slice": (
+        DECODE,
+        f"sm90_{DECODE}.cu",
+        "const int count = SegmentTiles<Shape::kTokens>{p.segments, p.tiles_n}",
+        "const int count = SegmentTiles<Shape::kTokens>{p.segments, p.slice_tiles_n}",
+    ),
+    "a slice's scales begin at the first's": (
+        DECODE,
+        f"sm90_{DECODE}.cu",
+        "take_slice(p, at) * p.k_blocks + half",
+        "0 * take_slice(p, at) * p.k_blocks + half",
+    ),
     "a tile is the last expert's": (FPROP, "segments.cuh", "behind <= tile", "behind < tile"),
     "the tiles in front of 32 experts are forgotten": (DECODE, "segments.cuh", "      behind += before;\n", ""),
     "the consumers count rows and not rows of tiles": (
@@ -279,3 +386,6 @@ def test_the_emulator_sees_a_planted_fault(fault, library, tmp_path):
             for block in (256, 128) if kernel == FPROP else (64,):
                 plan = {"block": block, "cluster": 1, "multiprocessors": 2}
                 check(faulty, kernel, [70, 0, 3, *[0] * 40, 17], 256, 5 * BLOCK, **plan)
+                if "slice" in fault:
+                    check(faulty, kernel, [70, 0, 3], 256, 6 * BLOCK, slices=2, more=2, **plan)
+                    check_no_other_slice(faulty, kernel)

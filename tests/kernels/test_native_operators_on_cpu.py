@@ -39,9 +39,9 @@ from jetrl_verl.kernels.decode_attention import (
 from jetrl_verl.kernels.gemm_nt import native_gemm_nt, native_supports_gemm_nt
 from jetrl_verl.kernels.gemm_nt_of_ranks import native_gemm_nt_of_ranks, sliced_gemm_nt_of_ranks
 from jetrl_verl.kernels.grouped_gemm import (
-    native_grouped_gemm_nt,
+    native_grouped_gemm_nt_of_ranks,
     native_grouped_wgrad,
-    native_supports_grouped_gemm_nt,
+    native_supports_grouped_gemm_nt_of_ranks,
     native_supports_grouped_wgrad,
 )
 from jetrl_verl.kernels.quantize_128x128 import native_transpose_128x128
@@ -307,7 +307,8 @@ def any_gated_mlp(draw: random.Random) -> tuple[bool, Callable, list[torch.Tenso
 
 
 def any_experts_forward(draw: random.Random) -> tuple[bool, Callable, list[torch.Tensor]]:
-    experts, n, k = draw.choice([1, 2, 5]), draw.choice([128, 256]), draw.choice([128, 256])
+    experts, n, ranks = draw.choice([1, 2, 5]), draw.choice([128, 256]), draw.choice([1, 1, 2, 3])
+    k = ranks * draw.choice([128, 256])
     counts = [draw.choice(draw.choice(([0, 0, 1, 3, 40], [0, 4, 40]))) for _ in range(experts)]
     start = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
     a = relaid(native_emulator.operand(sum(counts), k, sum(counts), draw.randrange(9)), draw)
@@ -319,8 +320,9 @@ def any_experts_forward(draw: random.Random) -> tuple[bool, Callable, list[torch
         start = start.repeat_interleave(2)[::2]
     plan = draw.choice([None, native.Plan("fprop"), native.Plan("decode")])
     align = 4 if (start % 4 == 0).all() else 1
-    call = partial(native_grouped_gemm_nt, a, b, start, align, plan=plan)
-    return native_supports_grouped_gemm_nt(a, b, start), call, [reference.grouped_gemm_nt(a, b, start)]
+    call = partial(native_grouped_gemm_nt_of_ranks, a, b, start, ranks, align, plan=plan)
+    want = [reference.grouped_gemm_nt_of_ranks(a, b, start, ranks)]
+    return native_supports_grouped_gemm_nt_of_ranks(a, b, start, ranks), call, want
 
 
 def any_experts_gradient(draw: random.Random) -> tuple[bool, Callable, list[torch.Tensor]]:

@@ -1,7 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A real vLLM over two, four and eight ranks, in processes of their own: all bits of its log-probabilities are the
-trainer's.
+"""A real vLLM over two, four and eight ranks, in processes of their own, and a mixture of experts over two: all bits of
+its log-probabilities are the trainer's.
 
 As test_exact_rollout_on_cpu.py with one rank: prefix caching, chunked prefill and preemption are on, and each is shown
 to have happened. The whole job with its weight sync is tests/e2e/test_parallel_on_cpu.py.
@@ -19,32 +19,44 @@ from jetrl_verl.sync.wire import quantize_stream
 from jetrl_verl.train.engine import mask_unused_vocabulary
 from jetrl_verl.train.shared_operations import share_operations
 
-FAMILY, SEED = "qwen3", 11
-SHAPE = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=128, intermediate_size=1024)
-"""An eighth of what o and down read is a multiple of 128."""
+SEED = 11
+SHAPES = {
+    "qwen3": dict(num_attention_heads=8, num_key_value_heads=4, head_dim=128, intermediate_size=1024),
+    "qwen3_moe": dict(num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=3, moe_intermediate_size=512),
+}
+"""An eighth of what o and down read is a multiple of 128, of the mixture's a half."""
+ORDERED = {"qwen3": 2, "qwen3_moe": 1}
+"""Row-parallel linears of a layer; a mixture adds its ranks' sums itself."""
 
 
-def policy():
+def policy(family: str):
     from tiny_models import tiny_model, with_preferences
 
-    return with_preferences(tiny_model(FAMILY, SEED, **checks.SHAPE | SHAPE))
+    return with_preferences(tiny_model(family, SEED, **checks.SHAPE | SHAPES[family]))
 
 
-def load(worker) -> int:
+def load(worker, family: str) -> int:
     """In each rank's process: its share of the policy; returns the number of layers that add in the trainer's order."""
     from verl.workers.rollout.vllm_rollout.utils import monkey_patch_compute_logits
 
+    from jetrl_verl.rollout.experts import is_of_experts, load_experts
     from jetrl_verl.rollout.row_parallel import OrderedRowParallelLinear
 
-    source, model = policy(), worker.model_runner.model
+    source, model = policy(family), worker.model_runner.model
     weights = {name: weight.to(torch.bfloat16) for name, weight in source.state_dict().items()}
-    model.load_weights(quantize_stream(weights.items(), plan_linears(source.config), checks.RULE))
+    others = []
+    for name, tensor in quantize_stream(weights.items(), plan_linears(source.config), checks.RULE):
+        if is_of_experts(name, source.config):
+            load_experts(model, name, tensor, worker.rank)
+        else:
+            others.append((name, tensor))
+    model.load_weights(others)
     monkey_patch_compute_logits(model, checks.TOKENS)
     return sum(isinstance(module, OrderedRowParallelLinear) for module in model.modules())
 
 
-def trainer(tp: int):
-    model = policy()
+def trainer(family: str, tp: int):
+    model = policy(family)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     replace_linears(model, plan_linears(model.config, tp=tp), scale_rule=checks.RULE)
@@ -55,10 +67,10 @@ def trainer(tp: int):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_equal_in_every_bit_with_chunks_prefixes_and_preemption(ranks, tmp_path, cpu_platform):
+@pytest.mark.parametrize(("family", "ranks"), [("qwen3", 2), ("qwen3", 4), ("qwen3", 8), ("qwen3_moe", 2)])
+def test_equal_in_every_bit_with_chunks_prefixes_and_preemption(family, ranks, tmp_path, cpu_platform):
     with vllm_engine.cpu_settings():
-        policy().to(torch.bfloat16).save_pretrained(tmp_path)
+        policy(family).to(torch.bfloat16).save_pretrained(tmp_path)
         options = JetConfig("jet_fp8_exact", train="fp8", rollout="fp8", scale_rule=checks.RULE, operations="shared")
         llm, _ = vllm_engine.start(
             tmp_path,
@@ -74,8 +86,9 @@ def test_equal_in_every_bit_with_chunks_prefixes_and_preemption(ranks, tmp_path,
             logprobs_mode="processed_logprobs",
         )
         try:
-            assert llm.collective_rpc(load) == [2 * policy().config.num_hidden_layers] * ranks
-            rollout = checks.Rollout(FAMILY, llm, None)
+            layers = policy(family).config.num_hidden_layers
+            assert llm.collective_rpc(load, args=(family,)) == [ORDERED[family] * layers] * ranks
+            rollout = checks.Rollout(family, llm, None)
             rollout.watch()
             prompts = checks.prompts_with_shared_prefixes(SEED)
             temperatures = [checks.TEMPERATURES[i % 3] for i in range(len(prompts))]
@@ -87,9 +100,9 @@ def test_equal_in_every_bit_with_chunks_prefixes_and_preemption(ranks, tmp_path,
     assert any(output.num_cached_tokens >= 16 for output in outputs + again), "no prefix was reused"
 
     with torch.no_grad():
-        model = trainer(ranks)
+        model = trainer(family, ranks)
         assert checks.differences(model, prompts, temperatures, outputs, packed=False, micro_batch=5) == 0
         assert checks.differences(model, prompts, temperatures, again, packed=True, micro_batch=12) == 0
-        of_fewer = trainer(ranks // 2)
+        of_fewer = trainer(family, ranks // 2)
         assert checks.differences(of_fewer, prompts, temperatures, outputs, packed=True, micro_batch=12) > 0
     assert checks.differences(model, prompts, temperatures, again, packed=True, micro_batch=1) == 0

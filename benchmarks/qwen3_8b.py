@@ -202,8 +202,7 @@ def _serve(
             max_num_seqs=settings.max_num_seqs,
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
-            **on_device,
-            **(vllm_arguments(options, None) if options is not None else {}),
+            **(on_device if options is None else vllm_arguments(options, on_device)),
         )
     connection.send(time.perf_counter() - started)
     connection.recv()  # one engine at a time holds its weights twice

@@ -52,36 +52,38 @@ from jetrl_verl.reference import BLOCK, QuantizedTensor, check_rule
 
 Four = tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor, QuantizedTensor]
 
-# --- reference: tables on the CPU -------------------------------------------------------------------------------------
+# --- reference: tables ------------------------------------------------------------------------------------------------
 
 
 @cache
-def _tables() -> tuple[torch.Tensor, torch.Tensor]:
+def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """silu and its derivative in FP32, by the 16 bits of a BF16 value read as an unsigned number."""
-    bits = torch.arange(2**16, dtype=torch.int32)
+    bits = torch.arange(2**16, dtype=torch.int32, device="cpu")
     gate = (bits << 16).view(torch.float32).double()
     sigmoid = torch.sigmoid(gate)
     silu = torch.where(gate == -torch.inf, 0.0, gate * sigmoid)
     derivative = torch.where(gate.isinf(), (gate > 0).double(), sigmoid * (1 + gate * (1 - sigmoid)))
-    return silu.float(), derivative.float()
+    return silu.float().to(device), derivative.float().to(device)
 
 
 def _look_up(table: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    if gate.device.type != "cpu":
+        return table[gate.detach().view(torch.int16).int() & 0xFFFF]
     # numpy reads 16-bit indices as they are, three times as fast as torch, which widens them to 32 or 64 first.
     bits = gate.detach().view(torch.int16).numpy().view(np.uint16)
     return torch.from_numpy(table.numpy().take(bits))
 
 
 def silu_and_derivative(gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """silu of BF16 ``gate`` on the CPU and its derivative, each rounded once to FP32."""
-    silu, derivative = (_look_up(table, gate) for table in _tables())
+    """silu of BF16 ``gate`` on any device and its derivative, each rounded once to FP32."""
+    silu, derivative = (_look_up(table, gate) for table in _tables(gate.device))
     return silu, derivative
 
 
 @implements("silu_mul", "reference")
 def reference_silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """The product ``[..., I]`` BF16."""
-    return _look_up(_tables()[0], gate).mul_(up.float()).to(torch.bfloat16)
+    return _look_up(_tables(gate.device)[0], gate).mul_(up.float()).to(torch.bfloat16)
 
 
 @implements("silu_mul_backward", "reference")

@@ -232,13 +232,14 @@ def _whole_sequences(device: torch.device) -> torch.Tensor:
 def token_by_token(device: torch.device) -> torch.Tensor:
     """Attention ``[N, H, D]`` of each of the probe's tokens, as a decode step of its own, to an FP8 KV cache."""
     inputs = _inputs(device)
-    owner = torch.repeat_interleave(torch.arange(len(_LENGTHS)), torch.tensor(_LENGTHS))
-    position = torch.cat([torch.arange(length) for length in _LENGTHS])
-    pages = [-(-length // _CACHE_BLOCK) for length in _LENGTHS]
-    # Scattered: requests share no page, and theirs do not follow each other.
-    numbers = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(3)).split(pages)
-    table = torch.nn.utils.rnn.pad_sequence(numbers, batch_first=True)
-    slots = table[owner, position // _CACHE_BLOCK] * _CACHE_BLOCK + position % _CACHE_BLOCK
+    with torch.device("cpu"):  # whatever the default is
+        owner = torch.repeat_interleave(torch.arange(len(_LENGTHS)), torch.tensor(_LENGTHS))
+        position = torch.cat([torch.arange(length) for length in _LENGTHS])
+        pages = [-(-length // _CACHE_BLOCK) for length in _LENGTHS]
+        # Scattered: requests share no page, and theirs do not follow each other.
+        numbers = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(3)).split(pages)
+        table = torch.nn.utils.rnn.pad_sequence(numbers, batch_first=True)
+        slots = table[owner, position // _CACHE_BLOCK] * _CACHE_BLOCK + position % _CACHE_BLOCK
     shape = cache_shape(sum(pages), _CACHE_BLOCK, inputs.k.shape[1])
     # What lies in pages that nobody has written is not read as a number: 255 is NaN.
     cache = torch.full(shape, 255, dtype=torch.uint8, device=device)

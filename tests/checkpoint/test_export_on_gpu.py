@@ -35,7 +35,9 @@ def score(folder, monkeypatch, options: JetConfig | None = None) -> tuple[torch.
         monkeypatch.setenv(name, value)
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    llm, worker = vllm_engine.start(folder, options, gpu_memory_utilization=0.2)
+    # Given, not measured: other jobs may use the GPU.
+    memory = dict(gpu_memory_utilization=0.05, kv_cache_memory_bytes=2**28)
+    llm, worker = vllm_engine.start(folder, options, **memory)
     scored = vllm_engine.prompt_log_probs(llm, PROMPT)
     live = {name: parameter.detach().cpu() for name, parameter in worker.model_runner.model.named_parameters()}
     del llm, worker

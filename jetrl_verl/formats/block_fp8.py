@@ -16,7 +16,7 @@ import torch
 
 from jetrl_verl import kernels
 from jetrl_verl.formats.catalog import FORMATS
-from jetrl_verl.formats.format import TrainedFormat
+from jetrl_verl.formats.format import ExpertsFormat
 from jetrl_verl.reference import (
     BLOCK,
     FP8_DTYPE,
@@ -30,7 +30,7 @@ from jetrl_verl.reference.constants import E4M3_NAN_BITS
 _SMALLEST_NORMAL_BITS = 0x08
 
 
-class BlockFP8(TrainedFormat):
+class BlockFP8(ExpertsFormat):
     """E4M3 in 128x128 blocks (weights) and groups of 128 along the contraction (activations, gradients)."""
 
     traits = FORMATS["fp8"]
@@ -127,7 +127,7 @@ class BlockFP8(TrainedFormat):
             return kernels.gemm_nt(dy, x, b_block_scaled=False)
         return kernels.gemm_nt(dy, x, b_block_scaled=False, out_dtype=torch.float32, add_to=add_to)
 
-    # A mixture of experts (reference/experts.py)
+    # A mixture of experts
 
     def experts(
         self,
@@ -141,24 +141,6 @@ class BlockFP8(TrainedFormat):
         *,
         align: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
-        """All experts' forward, on both sides.
-
-        Args:
-            rows: rowwise ``[R, H]``, the tokens of the pairs in their rows (``kernels.gather_quantized``); freed before
-                the second product where the caller keeps no reference.
-            weights: ``[T, k]`` FP32 of the router. segments: rows of the pairs.
-            gate_up: ``[E, 2 I, H]`` in 128x128 blocks, gate first. down: ``[E, H, I]``. rule: of what is between them.
-            ranks: over which the rollout splits I; see :meth:`fprop`. Each rank rounds its part of a row, adds those of
-                a token and rounds the sum, then the ranks' sums are added. All ranks' rows, ``2 ranks R H`` bytes, are
-                there at once.
-            align: what segments were aligned to.
-
-        Returns:
-            Output ``[T, H]`` BF16; gate and up ``[R, 2 I]`` BF16; what the down projection reads, rowwise ``[R, I]``.
-
-        Raises:
-            ValueError: operands that do not fit, or slices of I that are no multiples of 128.
-        """
         product = kernels.grouped_gemm_nt(rows, gate_up, segments.start, align)
         del rows
         inner = kernels.weighted_silu_mul_quantize(product, weights, segments.pair, rule)
@@ -172,22 +154,17 @@ class BlockFP8(TrainedFormat):
     def experts_gradient(
         self, dout: torch.Tensor, segments: Segments, rule: str, *, colwise: bool
     ) -> tuple[QuantizedTensor, QuantizedTensor | None]:
-        """(rowwise ``[R, H]``, colwise ``[H, R]``) of the tokens' ``dout [T, H]`` BF16 in segments of 128; the latter
-        None unless asked for."""
         k = segments.row.shape[1]
         if colwise:
             return kernels.gather_quantize_1x128_and_128x1(dout, segments.pair, k, rule)
         return kernels.gather_quantized(kernels.quantize_1x128(dout, rule), segments.pair, k), None
 
     def experts_colwise(self, x: QuantizedTensor, segments: Segments, rule: str) -> QuantizedTensor:
-        """Colwise ``[H, R]`` of the tokens' rowwise ``x [T, H]`` in segments of 128, as :meth:`colwise`."""
         return kernels.gather_relayout_128x1(x, segments.pair, segments.row.shape[1], rule)
 
     def experts_dgrad(
         self, dy: QuantizedTensor, weight: QuantizedTensor, start: torch.Tensor, *, align: int = BLOCK
     ) -> torch.Tensor:
-        """``[R, K]`` BF16 of rowwise dY ``[R, N]`` in segments aligned to ``align`` and experts' weights
-        ``[E, N, K]``."""
         experts, n, k = weight.qdata.shape
         flat = QuantizedTensor(weight.qdata.view(experts * n, k), weight.scales.view(-1, weight.scales.shape[2]))
         qdata, scales = kernels.transpose_128x128(flat)

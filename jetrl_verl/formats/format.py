@@ -4,7 +4,8 @@
 ``jetrl diff`` and the export ask instead of telling formats apart themselves.
 
 A format quantizes a weight ``[N, K]`` once, in the trainer; qdata and scales travel; both sides multiply with them.
-Formats that train (``traits.trains``) also have the three products of a linear layer, see :class:`TrainedFormat`.
+Formats that train (``traits.trains``) also have the three products of a linear layer, see :class:`TrainedFormat`;
+:class:`ExpertsFormat` has those of a mixture's experts, too.
 """
 
 from abc import ABC, abstractmethod
@@ -16,7 +17,7 @@ import torch
 
 from jetrl_verl.formats.catalog import Traits
 from jetrl_verl.formats.sums import blocks_of_words, odd_constants, row_sums
-from jetrl_verl.reference import BLOCK, QuantizedTensor
+from jetrl_verl.reference import BLOCK, QuantizedTensor, Segments
 
 SCALE_SUFFIX = "_scale_inv"
 """Name of a weight's scales on the wire, in vLLM and in an exported folder: ``<weight>_scale_inv``. vLLM remaps names
@@ -246,3 +247,57 @@ class TrainedFormat(Format):
     @abstractmethod
     def wgrad(self, dy: QuantizedTensor, x: QuantizedTensor, add_to: torch.Tensor | None = None) -> torch.Tensor:
         """``dW [N, K]`` BF16 of colwise dY and colwise X; with ``add_to [N, K]`` FP32 added there, in the kernel."""
+
+
+class ExpertsFormat(TrainedFormat):
+    """A format that a mixture's experts have, too (reference/experts.py)."""
+
+    @abstractmethod
+    def experts(
+        self,
+        rows: QuantizedTensor,
+        weights: torch.Tensor,
+        segments: Segments,
+        gate_up: QuantizedTensor,
+        down: QuantizedTensor,
+        rule: str,
+        ranks: int = 1,
+        *,
+        align: int = 1,
+    ) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
+        """All experts' forward, on both sides.
+
+        Args:
+            rows: rowwise ``[R, H]``, the tokens of the pairs in their rows (``kernels.gather_quantized``); freed before
+                the second product where the caller keeps no reference.
+            weights: ``[T, k]`` FP32 of the router. segments: rows of the pairs.
+            gate_up: ``[E, 2 I, H]`` in 128x128 blocks, gate first. down: ``[E, H, I]``. rule: of what is between them.
+            ranks: over which the rollout splits I; see :meth:`fprop`. Each rank rounds its part of a row, adds those of
+                a token and rounds the sum, then the ranks' sums are added. All ranks' rows, ``2 ranks R H`` bytes, are
+                there at once.
+            align: what segments were aligned to.
+
+        Returns:
+            Output ``[T, H]`` BF16; gate and up ``[R, 2 I]`` BF16; what the down projection reads, rowwise ``[R, I]``.
+
+        Raises:
+            ValueError: operands that do not fit, or slices of I that are no multiples of 128.
+        """
+
+    @abstractmethod
+    def experts_gradient(
+        self, dout: torch.Tensor, segments: Segments, rule: str, *, colwise: bool
+    ) -> tuple[QuantizedTensor, QuantizedTensor | None]:
+        """(rowwise ``[R, H]``, colwise ``[H, R]``) of the tokens' ``dout [T, H]`` BF16 in segments of 128; the latter
+        None unless asked for."""
+
+    @abstractmethod
+    def experts_colwise(self, x: QuantizedTensor, segments: Segments, rule: str) -> QuantizedTensor:
+        """Colwise ``[H, R]`` of the tokens' rowwise ``x [T, H]`` in segments of 128, as :meth:`colwise`."""
+
+    @abstractmethod
+    def experts_dgrad(
+        self, dy: QuantizedTensor, weight: QuantizedTensor, start: torch.Tensor, *, align: int = BLOCK
+    ) -> torch.Tensor:
+        """``[R, K]`` BF16 of rowwise dY ``[R, N]`` in segments aligned to ``align`` and experts' weights
+        ``[E, N, K]``."""

@@ -22,20 +22,9 @@ from jetrl_verl import formats, kernels
 from jetrl_verl.metrics.sample import sampled_layers, sampled_rows, shares, tally
 from jetrl_verl.models.base import place
 from jetrl_verl.nn.attention import AttentionCore
-from jetrl_verl.reference.constants import E4M3_MAX, FP8_DTYPE
+from jetrl_verl.reference.kv_cache import saturated
 
 KIND = "kv_cache"
-_LARGEST_BITS = torch.tensor(E4M3_MAX).to(FP8_DTYPE).view(torch.uint8).item()
-
-
-def saturated(values: torch.Tensor, qdata: torch.Tensor, restored: torch.Tensor) -> torch.Tensor:
-    """FP64 number of elements that hold the format's largest number and stood above it.
-
-    Args:
-        values: what was quantized. qdata: E4M3, same shape. restored: their values.
-    """
-    at_the_end = (qdata.contiguous().view(torch.uint8) & 0x7F) == _LARGEST_BITS
-    return (at_the_end & (values.double().abs() > restored.double().abs())).double().sum()
 
 
 class KVCacheSampler:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The experts of the flow: a mixture's fused weights ``[E, N, K]`` whose three products and saved activations are FP8.
 
-Forward and rounding places are those of reference/experts.py, made by the format (formats/block_fp8.py), which vLLM's
+Forward and rounding places are those of reference/experts.py, made by the format (formats/format.py), which vLLM's
 side calls too. Backward follows it: the gradient of a token's output is dY of all its experts, since the routing weight
 is inside; the gradient of that weight is an inner product over the row.
 
@@ -31,7 +31,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from jetrl_verl import formats, kernels
-from jetrl_verl.formats.block_fp8 import BlockFP8
+from jetrl_verl.formats.format import ExpertsFormat
 from jetrl_verl.models.base import Experts, leaf
 from jetrl_verl.nn.linear import quantize_input
 from jetrl_verl.nn.weight_cache import WeightCache
@@ -108,7 +108,7 @@ class JetExperts(nn.Module):
 
     scale_rule: ScaleRule
     ranks: int
-    format: BlockFP8
+    format: ExpertsFormat
     gate_up_name: str
     down_name: str
     stock_class: type[nn.Module]
@@ -187,7 +187,7 @@ class JetExperts(nn.Module):
         *,
         align: int,
     ) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
-        """Output ``[T, H]`` BF16; gate and up of all rows; what the down projection reads. See ``BlockFP8.experts``."""
+        """Output ``[T, H]`` BF16; gate and up of all rows; what down reads. See ``ExpertsFormat.experts``."""
         return self.format.experts(
             kernels.gather_quantized(x, segments.pair, weights.shape[1]),
             weights,

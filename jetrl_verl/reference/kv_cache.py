@@ -23,7 +23,7 @@ other's banks of shared memory.
 
 import torch
 
-from jetrl_verl.reference.constants import BLOCK, FP8_DTYPE
+from jetrl_verl.reference.constants import BLOCK, E4M3_MAX, FP8_DTYPE
 from jetrl_verl.reference.quantize import quantize_1x128
 from jetrl_verl.reference.tensor import QuantizedTensor
 
@@ -38,6 +38,7 @@ TOKEN_BYTES = HEAD_DIM + 1
 
 UNIT_BYTES = 2 * UNIT_TOKENS * TOKEN_BYTES
 
+_LARGEST_BITS = torch.tensor(E4M3_MAX).to(FP8_DTYPE).view(torch.uint8).item()
 _CHUNK = 16
 _MATRIX = UNIT_TOKENS * HEAD_DIM
 
@@ -125,3 +126,13 @@ def read_cache(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return dequantize_heads(QuantizedTensor(qdata, scales)).flatten(-3, -2)
 
     return read(data[0], key_scales, _key_places()), read(data[1], value_scales, _value_places())
+
+
+def saturated(values: torch.Tensor, qdata: torch.Tensor, restored: torch.Tensor) -> torch.Tensor:
+    """FP64 number of elements that hold the format's largest number and stood above it.
+
+    Args:
+        values: what was quantized. qdata: of a cache, same shape. restored: their values.
+    """
+    at_the_end = (qdata.contiguous().view(torch.uint8) & 0x7F) == _LARGEST_BITS
+    return (at_the_end & (values.double().abs() > restored.double().abs())).double().sum()

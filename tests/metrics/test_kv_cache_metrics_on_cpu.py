@@ -9,10 +9,11 @@ import torch
 from tiny_models import tiny_model
 
 from jetrl_verl import formats, kernels
-from jetrl_verl.metrics.kv_cache import KVCacheSampler, saturated
+from jetrl_verl.metrics.kv_cache import KVCacheSampler
 from jetrl_verl.metrics.quantization import QuantizationMetrics
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.replace import replace_linears
+from jetrl_verl.reference.kv_cache import saturated
 from jetrl_verl.train.shared_operations import share_operations
 
 TOKENS = torch.arange(3 * 100).reshape(3, 100) % 64

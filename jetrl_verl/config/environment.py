@@ -23,7 +23,7 @@ from jetrl_verl.formats.catalog import FLOW, QUANTIZED_CACHE, UNQUANTIZED
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 from .options import JetConfig, UnsupportedConfiguration
-from .support.general import REPLICAS, ULYSSES
+from .support.general import REPLICAS, ULYSSES, ULYSSES_OF_THE_CRITIC
 from .support.scopes import ATTENTION, MODEL
 from .support.table import refusal, row, row_of
 
@@ -67,6 +67,9 @@ def check_environment(config: DictConfig) -> None:
         check_replicas(path, key, OmegaConf.select(config, key) or 1, options.precision)
     for key in ULYSSES:
         check_ulysses(path, key, OmegaConf.select(config, key) or 1, options.precision)
+    of_critic = OmegaConf.select(config, "critic.model.path")
+    for key in ULYSSES_OF_THE_CRITIC:
+        check_ulysses(of_critic, key, OmegaConf.select(config, key) or 1, options.precision)
     if OmegaConf.select(config, ATTENTION) == JETRL_ATTENTION:
         check_attention(path, overrides)
     if options.critic != UNQUANTIZED:

@@ -95,7 +95,7 @@ class Rollout:
 
     def watch(self) -> None:
         """Count prompts cut into chunks, and preemptions, at the scheduler's own methods, and the steps that the shared
-        sampler draws by itself."""
+        sampler draws by itself, where the worker is of this process."""
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         schedule, preempt = scheduler.schedule, scheduler._preempt_request
 
@@ -110,6 +110,9 @@ class Rollout:
             self.preemptions += 1
             return preempt(*args, **kwargs)
 
+        scheduler.schedule, scheduler._preempt_request = counted_schedule, counted_preempt
+        if self.worker is None:
+            return
         sampler = self.worker.model_runner.sampler
         draw = sampler.draw
 
@@ -117,7 +120,6 @@ class Rollout:
             self.draws += 1
             return draw(*args, **kwargs)
 
-        scheduler.schedule, scheduler._preempt_request = counted_schedule, counted_preempt
         sampler.draw = counted_draw
 
     def generate(self, prompts: list[list[int]], temperatures: list[float], **sampling):

@@ -27,8 +27,12 @@ from .target import target_row
 
 BF16 = ("bfloat16", "bf16", "torch.bfloat16")
 
-ULYSSES = tuple(f"{ACTOR}.{node}ulysses_sequence_parallel_size" for node in ("", "fsdp_config."))
-"""Over how many ranks the actor splits a packed batch; verl has two keys for it."""
+ULYSSES = tuple(
+    f"{role}.{node}ulysses_sequence_parallel_size" for role in (ACTOR, REF) for node in ("", "fsdp_config.")
+)
+"""Over how many ranks the actor and the reference policy split a packed batch; verl has two keys for it."""
+
+ULYSSES_OF_THE_CRITIC = tuple(f"critic.{node}ulysses_sequence_parallel_size" for node in ("", "fsdp."))
 
 REPLICAS = (f"{ROLLOUT}.data_parallel_size", f"{VLLM}.data_parallel_size")
 """Over how many replicas one server of vLLM is data parallel; verl starts servers of one replica each by default."""
@@ -117,6 +121,11 @@ def overrides_of(value: Any) -> Mapping[str, Any] | None:
     return value if isinstance(value, Mapping) else None
 
 
+def _asks_for_a_fusion(value: Any, get: Get) -> bool:
+    passes = (overrides_of(value) or {}).get("pass_config") if isinstance(value, str) else None
+    return any((passes or {}).get(name) for name in FUSIONS_OF_REDUCTIONS)
+
+
 def _another_extension(value: Any, get: Get) -> bool:
     return value is not None and str(value).partition(".")[0] != _PACKAGE
 
@@ -197,9 +206,7 @@ GENERAL_ROWS: tuple[Row, ...] = (
         MASKED,
         "each rank would attend to its own tokens alone",
         f"Set {{key}}=1, or {ATTENTION}={JETRL_ATTENTION}",
-        tuple(
-            f"{node}.ulysses_sequence_parallel_size" for role in (ACTOR, REF) for node in (role, f"{role}.fsdp_config")
-        ),
+        ULYSSES,
         above(1),
         example=2,
     ),
@@ -404,6 +411,17 @@ GENERAL_ROWS: tuple[Row, ...] = (
         tuple(f"{VLLM}.compilation_config.pass_config.{name}" for name in FUSIONS_OF_REDUCTIONS),
         other_than(False),
         example=True,
+        listed=False,
+    ),
+    Row(
+        "fusions_in_json",
+        "vLLM's fusions of the sums over ranks",
+        ORDERED,
+        "the trainer repeats these sums",
+        f"Set {', '.join(f'pass_config.{name}' for name in FUSIONS_OF_REDUCTIONS)} of it to false",
+        (f"{VLLM}.compilation_config",),
+        Wrong("JSON that turns one on", _asks_for_a_fusion),
+        example='{"pass_config": {"enable_sp": true}}',
         listed=False,
     ),
     _one_of_vllm(

@@ -343,7 +343,7 @@ void grouped_wgrad(const Operand& a, const Operand& b, int t, const Segments& se
   }
   if (segments.experts > kMostExperts) {
     refuse("grouped_wgrad: more than " + std::to_string(kMostExperts) +
-           " experts are not supported; the Triton backend takes them");
+           " experts are not supported; the Triton backend supports them");
   }
   const int block = config.block ? config.block : choose_block(kTiles, a.rows, 1, 1);
   const int cluster = config.cluster ? config.cluster : ceil_div(b.rows, kGroup) % 2 == 0 ? 2 : 1;

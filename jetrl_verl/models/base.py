@@ -176,6 +176,7 @@ class Family:
         q, k, v, o, gate, up, down: the trainer's projections. o and down have this name in vLLM, too.
         q_norm, k_norm: norms on each head of the queries and keys; empty where the family has none.
         qkv, gate_up: vLLM's merged projections. activation, rotary, core: its SiLU * up, rotary embedding, attention.
+        biased: whether q, k and v have biases, whatever the configuration says.
         dropouts: fields of the configuration with rates of dropout, which only the trainer reads.
         experts: of the second half, where it is a mixture instead of gate, up and down.
     """
@@ -201,7 +202,8 @@ class Family:
     activation: str = "mlp.act_fn"
     rotary: str = "self_attn.rotary_emb"
     core: str = "self_attn.attn"
-
+    biased: bool = False
+    dropouts: tuple[str, ...] = ("attention_dropout",)
     dropouts: tuple[str, ...] = ("attention_dropout",)
     experts: Experts | None = None
 

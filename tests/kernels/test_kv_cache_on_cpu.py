@@ -41,8 +41,8 @@ def test_attention_is_that_over_quantized_keys_and_values():
 
 def test_quantized_keys_and_values_lie_on_the_grids_of_the_cpus_attention():
     """So that a cache needs no second form: every code under every scale, beside a head's largest number."""
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    finite = codes[~codes.float().isnan()].float()
+    qdata = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    finite = qdata[~qdata.float().isnan()].float()
     for exponent in (-63, -20, 0, 30):
         x = torch.zeros(len(finite), 1, 128)
         x[:, 0, 0], x[:, 0, 1] = finite, 256

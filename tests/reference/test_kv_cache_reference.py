@@ -48,10 +48,10 @@ def test_edges():
 
 
 def test_dequantized_numbers_are_exact_in_bf16_for_every_code_and_scale():
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    qdata = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     for byte in (64, 100, 127, 150, 246):
-        q = QuantizedTensor(codes.view(2, 128), torch.full((2,), byte, dtype=torch.uint8))
-        back, exact = reference.dequantize_heads(q).double(), codes.double().view(2, 128) * 2.0 ** (byte - 127)
+        q = QuantizedTensor(qdata.view(2, 128), torch.full((2,), byte, dtype=torch.uint8))
+        back, exact = reference.dequantize_heads(q).double(), qdata.double().view(2, 128) * 2.0 ** (byte - 127)
         assert torch.equal(back.nan_to_num(7), exact.nan_to_num(7))
 
 

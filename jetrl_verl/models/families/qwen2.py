@@ -17,4 +17,4 @@ class Qwen2(Family):
             )
 
 
-FAMILY = Qwen2("qwen2")
+FAMILY = Qwen2("qwen2", biased=True)

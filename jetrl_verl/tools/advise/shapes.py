@@ -174,7 +174,7 @@ class Model:
 
     def _tensors(self, projections: int) -> int:
         ours = family(self.config)
-        biases = 3 if ours.model_type == "qwen2" else 0
+        biases = 3 if ours.biased else 0
         router = 0 if self.experts is None else 1
         per_layer = projections + len(ours.norms) + biases + router
         return self.layers * per_layer + (2 if self.tied else 3)

@@ -204,7 +204,6 @@ class Family:
     core: str = "self_attn.attn"
     biased: bool = False
     dropouts: tuple[str, ...] = ("attention_dropout",)
-    dropouts: tuple[str, ...] = ("attention_dropout",)
     experts: Experts | None = None
 
     # --- what the linears are ----------------------------------------------------------------------------------------

@@ -445,7 +445,7 @@ def _fit_shared_attention(put, rates) -> None:
         (r["requests"], r["tokens"]): {name: each["median"] - found["event_us"] for name, each in r["us"].items()}
         for r in found["records"]
     }
-    source = "kv_cache_h200.json, attention alone, {}, 70d687b"
+    source = "kv_cache_h200.json, attention alone, {}, 42d955b"
     for name, contender in (("attention.shared.key", "bf16"), ("attention.fp8_cache.key", "fp8")):
         put(name, us[long][contender] / long[1] / 1e6, "s", source.format("8 x 32768"))
     moved = {(r["requests"], r["tokens"]): r["fp8_bytes"] for r in found["records"]}

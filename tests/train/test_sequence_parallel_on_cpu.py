@@ -173,6 +173,7 @@ def attention_over_ranks(rank: int, world: int, store: str) -> None:
             for ours, theirs in zip(local, whole, strict=True):
                 # A key head that ranks share has its gradient summed over them, in BF16.
                 torch.testing.assert_close(ours.grad, theirs.grad[mine], atol=0.02, rtol=0.02)
+        set_ulysses_sequence_parallel_group(None)  # the process is kept for the next test
 
 
 @pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])

@@ -3,6 +3,8 @@
 """vLLM's passes leave the sums of a rollout's ranks alone: they are off, and what they look for is not in the graph."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +14,12 @@ from tiny_models import tiny_model
 from jetrl_verl.config.options import JetConfig, UnsupportedConfiguration
 from jetrl_verl.config.support.general import FUSIONS_OF_REDUCTIONS
 from jetrl_verl.rollout.arguments import vllm_arguments
+from jetrl_verl.sync.contract import ContractViolation
 
 JET = JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="shared")
-BASELINE = JetConfig("fp8_rollout", train="bf16", rollout="fp8", operations="stock")
+UNCHECKED = replace(JET, contract_check=False)
+"""A sync that ends behind the worker's own guards."""
+BASELINE = JetConfig("fp8_rollout", train="bf16", rollout="fp8", operations="stock", contract_check=False)
 OFF = dict.fromkeys(FUSIONS_OF_REDUCTIONS, False)
 KEY = "actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.pass_config"
 
@@ -55,6 +60,56 @@ def test_the_passes_are_off_where_vllm_would_turn_them_on(folder, monkeypatch):
     assert fused_reductions(config) == ["enable_sp"]
     config.parallel_config.tensor_parallel_size = 1
     assert fused_reductions(config) == []
+
+
+@pytest.fixture
+def receive(folder, monkeypatch, cpu_platform):
+    """Lets a worker of an engine over some ranks, whose passes are turned on behind our arguments, receive weights."""
+    from jetrl_verl.rollout import worker as module
+
+    class Worker(module.JetWorker, module.JetWorkerExtension):
+        """As vLLM mixes the extension in."""
+
+    received = []
+    parent = module.vLLMColocateWorkerExtension
+    monkeypatch.setattr(parent, "update_weights_from_ipc", lambda self, **options: received.append(self))
+
+    def run(options: JetConfig, ranks: int, *passes: str) -> int:
+        config = config_of(folder, vllm_arguments(options, None), ranks)
+        for name in passes:
+            setattr(config.compilation_config.pass_config, name, True)
+        worker = object.__new__(Worker)  # without a process group, and below without a model and a sender
+        worker.vllm_config = config
+        worker.model_runner = SimpleNamespace(vllm_config=config, model=torch.nn.Module())
+        worker.update_weights_from_ipc()
+        return len(received)
+
+    return run
+
+
+@pytest.mark.parametrize("name", FUSIONS_OF_REDUCTIONS)
+def test_the_worker_refuses_weights_where_a_pass_is_on(receive, name):
+    with pytest.raises(ContractViolation) as refused:
+        receive(UNCHECKED, 2, name)
+    assert str(refused.value) == (
+        "contract check: the trainer repeats the sums of the rollout's ranks but vLLM was started with "
+        f"compilation_config.pass_config.{name}=true; do not override "
+        "rollout.engine_kwargs.vllm.compilation_config.pass_config"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "passes"),
+    [
+        (UNCHECKED, 2, ()),
+        (UNCHECKED, 2, ("fuse_act_quant",)),
+        (UNCHECKED, 1, FUSIONS_OF_REDUCTIONS),
+        (BASELINE, 2, FUSIONS_OF_REDUCTIONS),
+    ],
+    ids=["no pass", "a pass that leaves sums alone", "one rank", "a trainer that repeats no sum"],
+)
+def test_the_worker_receives_weights_where_no_sum_is_fused(receive, options, ranks, passes):
+    assert receive(options, ranks, *passes) == 1
 
 
 @pytest.mark.parametrize("as_json", [False, True])

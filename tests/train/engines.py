@@ -23,6 +23,7 @@ def build(
     ulysses: int = 1,
     fsdp_size: int = -1,
     rollout_ranks: int = 1,
+    checkpointing: bool = True,
     **options,
 ):
     """Engine on the model in ``folder``, initialised; to be called on each of the processes.
@@ -35,6 +36,7 @@ def build(
         ulysses: ranks that share the tokens of a micro-batch.
         fsdp_size: ranks that share the weights; -1: all of them, else there are replicas (HSDP).
         rollout_ranks: its tensor-parallel size.
+        checkpointing: whether the backward recomputes each layer, as by verl's default.
         options: fields of ``JetConfig`` that differ from ``precision=jet_fp8``; ``precision="bf16"`` is verl's engine.
     """
     from verl.trainer.config import CheckpointConfig
@@ -56,6 +58,7 @@ def build(
             path=folder,
             model_type=kind,
             load_tokenizer=tokenizer,
+            enable_gradient_checkpointing=checkpointing,
             override_config={"attn_implementation": attention},
         ),
         engine_config=FSDPEngineConfig(**common)

@@ -20,8 +20,8 @@ LENGTHS = (7, 1, 40, 23)
 """71 tokens: no number of ranks divides them, and slices begin within a sequence."""
 
 
-def batch(packed: bool) -> TensorDict:
-    """All sequences in one micro-batch, in verl's jagged form."""
+def batch(packed: bool, micro_batches: int = 1) -> TensorDict:
+    """The sequences in verl's jagged form, in so many micro-batches of as many sequences."""
     from verl.utils import tensordict_utils as tu
 
     generator = torch.Generator().manual_seed(0)
@@ -32,44 +32,48 @@ def batch(packed: bool) -> TensorDict:
     }
     jagged = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in rows.items()}
     data = TensorDict(jagged, batch_size=len(LENGTHS))
-    cut = dict(use_dynamic_bsz=False, micro_batch_size_per_gpu=len(LENGTHS), use_remove_padding=packed)
+    size = len(LENGTHS) // micro_batches
+    cut = dict(use_dynamic_bsz=False, micro_batch_size_per_gpu=size, use_remove_padding=packed)
     tu.assign_non_tensor(data, temperature=0.7, pad_token_id=0, **cut)
     return data
 
 
-def outputs(engine, packed: bool) -> dict[str, torch.Tensor]:
+def log_probs(engine, packed: bool, micro_batches: int = 1) -> torch.Tensor:
+    """Of the tokens behind another of their sequence, one sequence after another. verl's entry of a sequence's last
+    token is about what comes next in its micro-batch, which belongs to another sequence."""
     with engine.eval_mode():
-        return engine.infer_batch(batch(packed))["model_output"]
+        found = engine.infer_batch(batch(packed, micro_batches))["model_output"]["log_probs"]
+    return torch.cat([sequence[:-1] for sequence in found.unbind()])
 
 
-def step(engine, packed: bool) -> tuple[float, dict[str, torch.Tensor]]:
-    """The gradient's norm, which verl reports on one rank alone, and every parameter's gradient, whole."""
+def step(engine, packed: bool, micro_batches: int = 1) -> tuple[float, dict[str, torch.Tensor]]:
+    """The gradient's norm, which verl reports on one rank alone, and every parameter's gradient, whole; of FSDP1, whose
+    parameters are one flat piece a layer, no gradients."""
     from verl.workers.utils.losses import sft_loss
 
     found, norms = {}, []
     take = engine.optimizer_step
 
     def watched():
-        found.update({name: p.grad.full_tensor().clone() for name, p in engine.module.named_parameters()})
+        if engine.engine_config.strategy == "fsdp2":
+            found.update({name: p.grad.full_tensor().clone() for name, p in engine.module.named_parameters()})
         norms.append(take())
         return norms[0]
 
     engine.optimizer_step = watched
     with engine.train_mode():
-        engine.train_batch(batch(packed), partial(sft_loss, None))
+        engine.train_batch(batch(packed, micro_batches), partial(sft_loss, None))
     return float(norms[0]), found
 
 
 def split_against_whole(rank: int, folder: str, checkpointing: bool) -> None:
-    options = dict(precision="jet_fp8_exact", operations="shared", optimizer={"lr": 1e-4})
+    options = dict(precision="jet_fp8_exact", operations="shared", optimizer={"lr": 1e-4}, checkpointing=checkpointing)
     alone, split = build(folder, **options), build(folder, ulysses=2, **options)
     padded = build(folder, **options)
-    if checkpointing:
-        for engine in (alone, split, padded):
-            engine.module.gradient_checkpointing_enable({"use_reentrant": False})
-    want, got, rows = outputs(alone, True), outputs(split, True), outputs(padded, False)
-    assert torch.equal(got["log_probs"].values(), want["log_probs"].values())
-    assert torch.equal(rows["log_probs"].values(), want["log_probs"].values())
+    assert split.module.is_gradient_checkpointing is checkpointing
+    want = log_probs(alone, True)
+    assert torch.equal(log_probs(split, True), want)
+    assert torch.equal(log_probs(padded, False), want)
 
     # The same batch on both ranks: two equal gradients averaged, or one summed over both slices of it.
     (norm, gradients), (split_norm, split_gradients) = step(alone, True), step(split, True)
@@ -79,9 +83,9 @@ def split_against_whole(rank: int, folder: str, checkpointing: bool) -> None:
         error = (split_gradients[name] - gradient).norm()
         assert error < 0.06 * gradient.norm() + 1e-6, (name, float(error / gradient.norm()))
     # Behind an update that differs in rounding alone.
-    moved, split_moved = outputs(alone, True), outputs(split, True)
-    assert not torch.equal(moved["log_probs"].values(), want["log_probs"].values())
-    torch.testing.assert_close(split_moved["log_probs"].values(), moved["log_probs"].values(), atol=0.05, rtol=0.05)
+    moved, split_moved = log_probs(alone, True), log_probs(split, True)
+    assert not torch.equal(moved, want)
+    torch.testing.assert_close(split_moved, moved, atol=0.05, rtol=0.05)
 
 
 @pytest.mark.parametrize(
@@ -95,35 +99,44 @@ def test_log_probabilities_are_those_of_one_rank(cpu_platform, tmp_path, family,
 
 
 def every_arrangement(rank: int, folder: str) -> None:
-    from verl.workers.utils.losses import sft_loss
-
     options = dict(precision="jet_fp8_exact", operations="shared", optimizer={"lr": 1e-4}, rollout_ranks=2)
-    found, moved = {}, {}
-    for name, arrangement in {
-        "FSDP2": {},
-        "FSDP1": dict(strategy="fsdp"),
-        "HSDP": dict(fsdp_size=1),
-        "Ulysses": dict(ulysses=2),
-        "Ulysses in replicas": dict(ulysses=2, fsdp_size=1),
-    }.items():
+    found, moved, norms, gradients = {}, {}, {}, {}
+    for name, micro_batches, arrangement in (
+        ("FSDP2", 1, {}),
+        ("FSDP2, no activation recomputed", 1, dict(checkpointing=False)),
+        ("FSDP2, accumulated", 2, {}),
+        ("FSDP1", 1, dict(strategy="fsdp")),
+        ("FSDP1, accumulated", 2, dict(strategy="fsdp")),
+        ("HSDP", 1, dict(fsdp_size=1)),
+        ("Ulysses", 1, dict(ulysses=2)),
+        ("Ulysses, accumulated", 2, dict(ulysses=2)),
+        ("Ulysses in replicas", 1, dict(ulysses=2, fsdp_size=1)),
+        ("Ulysses under FSDP1", 1, dict(strategy="fsdp", ulysses=2)),
+        ("Ulysses under FSDP1, accumulated", 2, dict(strategy="fsdp", ulysses=2)),
+    ):
         engine = build(folder, **options, **arrangement)
-        found[name] = outputs(engine, True)["log_probs"].values()
+        found[name] = log_probs(engine, True, micro_batches)
         if "ulysses" not in arrangement:
-            found[f"{name}, padded"] = outputs(engine, False)["log_probs"].values()
-        with engine.train_mode():
-            engine.train_batch(batch(True), partial(sft_loss, None))
-        moved[name] = outputs(engine, True)["log_probs"].values()
+            found[f"{name}, padded"] = log_probs(engine, False, micro_batches)
+        norms[name], gradients[name] = step(engine, True, micro_batches)
+        moved[name] = log_probs(engine, True, micro_batches)
     whole = build(folder, **options | dict(rollout_ranks=1))
-    assert not torch.equal(outputs(whole, True)["log_probs"].values(), found["FSDP2"]), "ranks round"
+    assert not torch.equal(log_probs(whole, True), found["FSDP2"]), "ranks round"
     for name, values in found.items():
         assert torch.equal(values, found["FSDP2"]), name
     for name, values in moved.items():
+        assert norms[name] == pytest.approx(norms["FSDP2"], rel=1e-3), name
         assert not torch.equal(values, found["FSDP2"]), f"{name} took no step"
         torch.testing.assert_close(values, moved["FSDP2"], atol=0.05, rtol=0.05)
+    # What is recomputed has the bits of what was kept, so the whole step has.
+    kept = "FSDP2, no activation recomputed"
+    assert norms[kept] == norms["FSDP2"] and torch.equal(moved[kept], moved["FSDP2"])
+    assert all(torch.equal(gradient, gradients["FSDP2"][name]) for name, gradient in gradients[kept].items())
 
 
 def test_the_sums_of_a_rollouts_ranks_are_those_of_every_arrangement_of_the_trainer(cpu_platform, tmp_path):
-    """FSDP and HSDP do not touch a forward's bits, nor does Ulysses; two replicas of one rank each hold all weights."""
+    """FSDP and HSDP do not touch a forward's bits, nor do Ulysses and the cut into micro-batches; two replicas of one
+    rank each hold all weights."""
     sizes = dict(hidden_size=512, num_attention_heads=4, num_key_value_heads=2, intermediate_size=512)
     tiny_model("qwen3", **sizes).save_pretrained(tmp_path)
     run_in_two_processes(every_arrangement, str(tmp_path))
@@ -160,6 +173,7 @@ def attention_over_ranks(rank: int, world: int, store: str) -> None:
             for ours, theirs in zip(local, whole, strict=True):
                 # A key head that ranks share has its gradient summed over them, in BF16.
                 torch.testing.assert_close(ours.grad, theirs.grad[mine], atol=0.02, rtol=0.02)
+        set_ulysses_sequence_parallel_group(None)  # the process is kept for the next test
 
 
 @pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])

@@ -9,12 +9,14 @@ Everything is read from source with ``ast``; nothing is imported, so a version f
 A use is found in our files as
 
 * *replaced*: a function that a patch replaces, or an attribute of one of their modules that we assign to;
-* *overridden*: a method of a class of ours that a class of theirs, from which it is derived, has too;
+* *overridden*: a method or an attribute of a class of ours that a class of theirs, from which it is derived, has too;
 * *inherited*: an attribute of ``self`` that such a class gets from theirs, methods and data alike;
 * *private*: a name with a leading underscore, or out of a module with one, that is imported or reached from an
-  import.
+  import;
+* *private* or *used*: what the file's own table ``REACHES`` names, see :data:`TABLE`.
 
-What a value of unknown type is asked for is beyond this; :data:`ALSO` names what matters of it.
+The class of a value does not stand in the source. So a file that asks an instance of theirs for a private name, or
+leans on a public one that may well change, says so in its table. :func:`unlisted` finds the private names without one.
 """
 
 import argparse
@@ -23,6 +25,7 @@ import importlib.util
 import json
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -30,26 +33,29 @@ from jetrl_verl.patches.source import find, fingerprint, names_bound_by, stateme
 
 PROJECTS = ("verl", "vllm", "ray", "hydra")
 STORED = Path(__file__).with_name("reach.json")
-ALSO = {
-    "vllm.v1.worker.gpu.sample.sampler:Sampler.__init__": "rollout/sampler_v2.py",
-    "vllm.v1.worker.gpu.sample.sampler:Sampler.sample": "rollout/sampler_v2.py",
-    "vllm.v1.worker.gpu.sample.states:SamplingStates": "rollout/sampler_v2.py",
-    "vllm.v1.worker.gpu.sample.logprob:LogprobTokenIdsState.max_num_token_ids": "rollout/sampler_v2.py",
-    "vllm.v1.worker.gpu.input_batch:InputBatch": "rollout/sampler_v2.py",
-    "vllm.v1.worker.gpu.input_batch:get_num_sampled_and_rejected": "rollout/sampler_v2.py",
-    "vllm.v1.sample.metadata:SamplingMetadata": "rollout/sampler.py",
-    "vllm.v1.sample.sampler:Sampler.sample": "rollout/sampler.py",
-    "vllm.v1.outputs:LogprobsTensors": "rollout/sampler.py",
-    "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadata": "rollout/flash_attention.py",
-    "vllm.v1.attention.backend:CommonAttentionMetadata": "rollout/flash_attention.py",
-    "vllm.model_executor.layers.attention.attention:Attention.get_kv_cache_spec": "rollout/attention.py",
-    "vllm.v1.kv_cache_interface:FullAttentionSpec": "rollout/attention.py",
-    "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightSender.async_send_weights": (
-        "patches/weight_sync.py"
-    ),
-    "verl.workers.utils.losses:ppo_loss": "metrics/hooks.py",
+TABLE = "REACHES"
+"""Constant of a file of ours, a tuple of places ``module:name`` that it depends on through values."""
+
+ELSEWHERE = {
+    "_attn_implementation": "transformers.configuration_utils:PreTrainedConfig",
+    "_backward_hooks": "torch.nn.modules.module:Module",
+    "_backward_pre_hooks": "torch.nn.modules.module:Module",
+    "_buffers": "torch.nn.modules.module:Module",
+    "_dim_group_names": "torch.distributed.device_mesh:DeviceMesh",
+    "_forward_hooks": "torch.nn.modules.module:Module",
+    "_forward_pre_hooks": "torch.nn.modules.module:Module",
+    "_initializing": "importlib._bootstrap:ModuleSpec",
+    "_local_tensor": "torch.distributed.tensor:DTensor",
+    "_parameters": "torch.nn.modules.module:Module",
+    "_schema": "torch._ops:OpOverload",
+    "_spec": "torch.distributed.tensor:DTensor",
+    "_version": "torch:Tensor",
 }
-"""Places that we depend on through values whose class the source does not tell, and the file that does."""
+"""Private names of instances that are of none of :data:`PROJECTS`, and the class that has each."""
+
+_OF_NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
+"""Public, whatever they look like."""
+_BY_NAME = {"getattr", "setattr", "hasattr", "delattr"}
 
 
 class Sources:
@@ -163,6 +169,12 @@ class Module:
     def stars(self) -> list[str]:
         return self._imported[1]
 
+    @cached_property
+    def table(self) -> tuple[str, ...]:
+        """The file's :data:`TABLE`."""
+        node = find(self.tree, TABLE)
+        return () if node is None else ast.literal_eval(node.value)
+
     def meaning(self, dotted: str) -> str:
         """Full name of what ``a.b`` means in this file."""
         name, dot, rest = dotted.partition(".")
@@ -214,11 +226,10 @@ def collect(folder: Path, sources: Sources) -> dict[str, list[str]]:
         elif full_name.partition(".")[0] in PROJECTS:
             uses[full_name].add(use)  # not Python source, such as a compiled module
 
-    files = [file for top in (folder, folder / "patches") for file in top.rglob("*.py")]
-    for file in sorted(set(files)):
-        where = str(file.relative_to(folder))
-        name = ".".join([folder.name, *file.relative_to(folder).with_suffix("").parts]).removesuffix(".__init__")
-        module = both.module(name)
+    for where, module in files_of(folder, both):
+        for place in module.table:
+            _, _, name = place.partition(":")
+            uses[place].add(f"{'private' if _private(name) else 'used'} {where}")
         for node in ast.walk(module.tree):
             if isinstance(node, ast.ClassDef):
                 _collect_class(both, module, node, where, uses)
@@ -234,15 +245,84 @@ def collect(folder: Path, sources: Sources) -> dict[str, list[str]]:
                     add(meaning, f"private {where}")
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and ":" in node.value:
                 # Targets of patches.
-                target, _, function = node.value.partition(":")
-                if where.startswith("patches/") and target.partition(".")[0] in PROJECTS and both.module(target):
-                    uses[node.value].add(f"{'used' if node.value in ALSO else 'replaced'} {where}")
+                target, _, _ = node.value.partition(":")
+                is_target = where.startswith("patches/") and node.value not in module.table
+                if is_target and target.partition(".")[0] in PROJECTS and both.module(target):
+                    uses[node.value].add(f"replaced {where}")
         for full_name in module.imports.values():
             if full_name.partition(".")[0] in PROJECTS and _private(full_name):
                 add(full_name, f"private {where}")
-    for place, where in ALSO.items():
-        uses[place] = {use for use in uses[place] if not use.startswith("used ")} | {f"used {where}"}
     return {place: sorted(found) for place, found in sorted(uses.items())}
+
+
+def unlisted(folder: Path, listed_uses: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Private names that our files ask a value for without an entry: name to its uses, ``file:line``.
+
+    A name of ``self`` counts as ours if any class of ours makes it, a name of another value if one of the same file
+    does; and as another project's if :data:`ELSEWHERE` has it. What is reached from an import is in the list anyway.
+
+    Args:
+        folder: of our package. listed_uses: as :func:`collect` finds them.
+    """
+    files = list(files_of(folder, Sources({folder.name: folder})))
+    made = {where: _attributes_made_in(module.tree) for where, module in files}
+    of_self = set().union(*made.values())
+    entries = {
+        (place.rpartition(":")[2].rpartition(".")[2], use.partition(" ")[2])
+        for place, uses in listed_uses.items()
+        for use in uses
+    }
+    found: dict[str, list[str]] = defaultdict(list)
+    for where, module in files:
+        for name, value, line in _private_names_asked_for(module):
+            ours = of_self if _is_self(value) else made[where]
+            if name not in ours and name not in ELSEWHERE and (name, where) not in entries:
+                found[name].append(f"{where}:{line}")
+    return dict(found)
+
+
+def asked_for(folder: Path) -> set[str]:
+    """All private names that our files ask values for."""
+    modules = (module for _, module in files_of(folder, Sources({folder.name: folder})))
+    return {name for module in modules for name, _, _ in _private_names_asked_for(module)}
+
+
+def files_of(folder: Path, sources: Sources) -> Iterator[tuple[str, Module]]:
+    """Our files by path in the package, ``patches/`` among them, which may be a link."""
+    for file in sorted({file for top in (folder, folder / "patches") for file in top.rglob("*.py")}):
+        path = file.relative_to(folder)
+        name = ".".join([folder.name, *path.with_suffix("").parts]).removesuffix(".__init__")
+        yield str(path), sources.module(name)
+
+
+def _private_names_asked_for(module: Module) -> Iterator[tuple[str, ast.expr, int]]:
+    """Name, value and line of each ``value._name`` and ``getattr(value, "_name")`` that no import leads to."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute):
+            name, value = node.attr, node.value
+        elif isinstance(node, ast.Call) and _dotted(node.func) in _BY_NAME and isinstance(node.args[1], ast.Constant):
+            name, value = node.args[1].value, node.args[0]
+        else:
+            continue
+        root = (_dotted(value) or "").partition(".")[0]
+        if _private(name) and name not in _OF_NAMED_TUPLES and root not in module.imports:
+            yield name, value, node.lineno
+
+
+def _is_self(value: ast.expr) -> bool:
+    return _dotted(value.func if isinstance(value, ast.Call) else value) in ("self", "cls", "super")
+
+
+def _attributes_made_in(tree: ast.Module) -> set[str]:
+    """Names that classes of a file define, that are set on ``self``, and that functions of ours carry (``_jetrl_``)."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            found |= {name for statement in statements(node) for name in names_bound_by(statement)}
+        elif isinstance(node, ast.Attribute):
+            carried = _is_self(node.value) or node.attr.startswith("_jetrl_")
+            found |= {node.attr} if carried and isinstance(node.ctx, ast.Store) else set()
+    return found
 
 
 def _collect_class(both: Sources, module: Module, node: ast.ClassDef, where: str, uses: dict[str, set[str]]) -> None:
@@ -253,7 +333,7 @@ def _collect_class(both: Sources, module: Module, node: ast.ClassDef, where: str
     own = {name for _, definition in ours for name in _names_of_class(definition)}
     for other, definition in ours if theirs else []:
         file = "/".join(other.file.parts[-2:]) if other is not module else where
-        defined = {name for statement in statements(definition) for name in names_bound_by(statement)}
+        defined = _names_of_class(definition)
         inherited = set()
         for inner in ast.walk(definition):
             if isinstance(inner, ast.Attribute) and _dotted(inner.value) == "self" and inner.attr not in own:

@@ -253,6 +253,14 @@ def _read_fsdp(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         ) from None
 
 
+REACHES = (
+    "verl.model_merger.fsdp_model_merger:FSDPModelMerger._calculate_shard_configuration",
+    "verl.model_merger.fsdp_model_merger:FSDPModelMerger._extract_device_mesh_info",
+    "verl.model_merger.fsdp_model_merger:FSDPModelMerger._merge_by_placement",
+)
+"""What this file uses of verl through values; patches/reach.py watches it."""
+
+
 def _merged(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """verl's model merger, tensor by tensor and without its cast to BF16."""
     from torch.distributed.tensor import DTensor

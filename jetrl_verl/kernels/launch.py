@@ -21,6 +21,8 @@ from triton.runtime.jit import JITFunction
 class _Kernel(JITFunction):
     """A kernel of Triton's; ``kernel[grid](...)`` calls :meth:`run`."""
 
+    _launched: dict[tuple, Any]
+
     def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> Any:
         watched = knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls
         if warmup or watched or self.pre_run_hooks:

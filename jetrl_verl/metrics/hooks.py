@@ -12,6 +12,9 @@ from typing import Any
 from jetrl_verl.metrics.mismatch import by_sign, clipped, prefixed, tail, truncated
 from jetrl_verl.patches.batch_hooks import add_debug_metrics, run_after_advantages, wrap_policy_losses
 
+REACHES = ("verl.workers.utils.losses:ppo_loss",)
+"""``ppo_loss`` calls the policy losses that are wrapped here; patches/reach.py watches it."""
+
 
 def install_in_trainer() -> None:
     """Register the trainer's two hooks, in the one process that holds verl's trainer; idempotent."""

@@ -112,6 +112,7 @@ class JetExperts(nn.Module):
     gate_up_name: str
     down_name: str
     stock_class: type[nn.Module]
+    _caches: dict[str, WeightCache]
     on_backward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Segments], None] | None = None
 
     @classmethod

@@ -174,6 +174,7 @@ class JetLinear(nn.Linear):
     ranks: int
     quantized_backward: bool
     format: TrainedFormat
+    _cache: WeightCache
     stock_class = nn.Linear
 
     @classmethod

@@ -40,6 +40,16 @@ _BACKENDS = {
 """What the cache holds -> name of vLLM's backend -> its subclass with the shared attention."""
 
 
+REACHES = (
+    "vllm.model_executor.layers.attention.attention:Attention.attn_backend",
+    "vllm.model_executor.layers.attention.attention:Attention.get_attn_backend",
+    "vllm.model_executor.layers.attention.attention:Attention.get_kv_cache_spec",
+    "vllm.model_executor.layers.attention.attention:Attention.impl",
+    "vllm.v1.kv_cache_interface:FullAttentionSpec",
+)
+"""What this file uses of vLLM through values; patches/reach.py watches it."""
+
+
 def _check(impl: Any) -> None:
     """Refuse an attention layer that the trainer's could not equal."""
     kernels.check_head_dim(impl.head_size)

@@ -20,6 +20,12 @@ from jetrl_verl import kernels
 from jetrl_verl.kernels import native as kernels_native
 from jetrl_verl.reference import cache_shape
 
+REACHES = (
+    "vllm.v1.attention.backend:CommonAttentionMetadata",
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadata",
+)
+"""What ``build`` is given, a CommonAttentionMetadata, and returns, a FlashAttentionMetadata; see patches/reach.py."""
+
 
 class SharedFlashAttention(FlashAttentionImpl):
     """vLLM's own; the class says in a listing whose metadata it gets."""

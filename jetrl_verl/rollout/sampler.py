@@ -24,6 +24,21 @@ from vllm.v1.sample.sampler import Sampler
 from jetrl_verl import kernels
 from jetrl_verl.rollout.log_probs import shared_log_probs
 
+REACHES = (
+    "vllm.v1.outputs:LogprobsTensors",
+    "vllm.v1.outputs:SamplerOutput",
+    "vllm.v1.sample.logits_processor.builtin:LogitBiasLogitsProcessor.biases",
+    "vllm.v1.sample.logits_processor.builtin:MinPLogitsProcessor.min_p",
+    "vllm.v1.sample.logits_processor.builtin:MinPLogitsProcessor.min_p_count",
+    "vllm.v1.sample.logits_processor.builtin:MinTokensLogitsProcessor.min_toks",
+    "vllm.v1.sample.metadata:SamplingMetadata",
+    "vllm.v1.sample.sampler:Sampler.sample",
+    "vllm.v1.sample.thinking_budget_state:ThinkingBudgetStateHolder.has_tracked_requests",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sampler",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sampler",
+)
+"""What this file uses of vLLM through values; patches/reach.py watches it."""
+
 _IDLE = {
     MinPLogitsProcessor: lambda processor: not processor.min_p_count,
     LogitBiasLogitsProcessor: lambda processor: not processor.biases,

@@ -5,24 +5,41 @@
 A file of its own because that runner's sampler is made of Triton kernels.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS, SamplingStates
 
 from jetrl_verl import kernels
 from jetrl_verl.rollout.log_probs import GREEDY, shared_log_probs
+
+REACHES = (
+    "vllm.v1.outputs:LogprobsTensors",
+    "vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor.gpu",
+    "vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor.np",
+    "vllm.v1.worker.gpu.input_batch:InputBatch",
+    "vllm.v1.worker.gpu.input_batch:get_num_sampled_and_rejected",
+    "vllm.v1.worker.gpu.sample.bad_words:BadWordsState.num_bad_words",
+    "vllm.v1.worker.gpu.sample.logit_bias:LogitBiasState.use_logit_bias",
+    "vllm.v1.worker.gpu.sample.logprob:LogprobTokenIdsState.max_num_token_ids",
+    "vllm.v1.worker.gpu.sample.output:SamplerOutput",
+    "vllm.v1.worker.gpu.sample.penalties:PenaltiesState.use_penalty",
+    "vllm.v1.worker.gpu.sample.sampler:Sampler.__init__",
+    "vllm.v1.worker.gpu.sample.sampler:Sampler.sample",
+    "vllm.v1.worker.gpu.sample.states:NO_LOGPROBS",
+    "vllm.v1.worker.gpu.sample.states:SamplingStates",
+    "vllm.v1.worker.gpu.states:RequestState.prefill_len",
+)
+"""What this file uses of vLLM's second runner through values; patches/reach.py watches it."""
 
 
 class SharedSamplerV2(Sampler):
     """As ``sampler.SharedSampler``, for that runner."""
 
-    def __call__(self, logits: torch.Tensor, input_batch: Any):
+    def __call__(self, logits: torch.Tensor, input_batch: InputBatch):
         if self._draws(logits, input_batch):
             return self._drawn(logits, input_batch)
         output = super().__call__(logits, input_batch)  # copies the logits before it changes them
@@ -37,7 +54,7 @@ class SharedSamplerV2(Sampler):
             output.logprobs_tensors = tensors._replace(logprobs=shared)
         return output
 
-    def _draws(self, logits: torch.Tensor, input_batch: Any) -> bool:
+    def _draws(self, logits: torch.Tensor, input_batch: InputBatch) -> bool:
         """As ``SharedSampler._draws``; what requests ask for is known to the host here."""
         rows, states = input_batch.idx_mapping_np, self.sampling_states
         return (
@@ -54,7 +71,7 @@ class SharedSamplerV2(Sampler):
         )
 
     def draw(
-        self, logits: torch.Tensor, input_batch: Any, temperature: torch.Tensor
+        self, logits: torch.Tensor, input_batch: InputBatch, temperature: torch.Tensor
     ) -> tuple[torch.Tensor, kernels.Normalised]:
         """Tokens ``[N]``, and what their softmax divides by: as this runner does it, a token follows from its request's
         seed and its position alone, whatever else the step holds."""
@@ -62,7 +79,7 @@ class SharedSamplerV2(Sampler):
         positions = input_batch.positions[input_batch.logits_indices]
         return kernels.draw_tokens(logits, temperature, seeds, positions.to(torch.int64))
 
-    def _drawn(self, logits: torch.Tensor, input_batch: Any) -> SamplerOutput:
+    def _drawn(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
         temperature = self.sampling_states.temperature.gpu[input_batch.expanded_idx_mapping]
         tokens, normalised = self.draw(logits, input_batch, temperature)
         reported = None
@@ -81,7 +98,7 @@ class SharedSamplerV2(Sampler):
 
     def _altered_requests(self) -> np.ndarray:
         """``[max_num_reqs]``, whether a request's tokens are not drawn from the whole softmax."""
-        states = self.sampling_states
+        states: SamplingStates = self.sampling_states
         cut = (states.top_p.np != 1) | (states.top_k.np != states.vocab_size) | (states.min_p.np != 0)
         moved = self.penalties_state.use_penalty | self.logit_bias_state.use_logit_bias
         return cut | moved | (self.bad_words_state.num_bad_words.np != 0)

@@ -124,6 +124,9 @@ class SharedLogitsProcessor(LogitsProcessor):
         return None if logits is None else logits[..., : self.org_vocab_size]
 
 
+REACHES = ("vllm.model_executor.custom_op:CustomOp._forward_method",)
+"""What this file uses of vLLM through values; patches/reach.py watches it."""
+
 _SHARED: dict[type, type] = {
     RMSNorm: SharedRMSNorm,
     SiluAndMul: SharedSiluAndMul,

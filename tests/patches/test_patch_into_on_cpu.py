@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``jetrl patch --into``: a checkout gets the replacements, they work there, and the plugin leaves them alone."""
 
+import ast
 import importlib.util
 import os
 import shutil
@@ -12,14 +13,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from jetrl_verl import patches as package
 from jetrl_verl.cli import app
 from jetrl_verl.patches import all_patches
-from jetrl_verl.patches.patch import PATCHED, STOCK
+from jetrl_verl.patches.patch import PATCHED, STOCK, Patch
 
 TESTS = Path(__file__).parents[1]
 OWN_TESTS = {
     "patches/test_attention_name_on_cpu.py": "",
     "patches/test_cpu_platform_on_cpu.py": "",
+    "patches/test_fused_experts_on_cpu.py": "",
     "patches/test_log_probs_on_cpu.py": "",
     "patches/test_replay_buffer_on_cpu.py": "",
     "patches/test_weight_sync_on_cpu.py": "",
@@ -52,6 +55,24 @@ def states(folder: Path) -> list[str]:
 
 def run(*words: str):
     return CliRunner().invoke(app, ["patch", *words])
+
+
+def test_every_file_that_makes_a_patch_is_listed():
+    """A patch that is left out is applied by the plugin, but ``jetrl patch`` and ``jetrl doctor`` never see it."""
+    folder = Path(package.__file__).parent
+    trees = {file.stem: ast.parse(file.read_text()) for file in folder.rglob("*.py")}
+    making = {
+        name
+        for name, tree in trees.items()
+        if any(isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Patch") for node in ast.walk(tree))
+    }
+    assert sorted(making) == list(package.MODULES)
+    for name in package.MODULES:
+        module = importlib.import_module(f"{package.__name__}.{name}")
+        made = [value for value in vars(module).values() if isinstance(value, Patch)]
+        assert {id(patch) for patch in made} == {id(patch) for patch in module.PATCHES}, name
+    replaced = [patch.replaces for patch in all_patches()]
+    assert len(set(replaced)) == len(replaced)
 
 
 def test_a_checkout_is_patched_and_the_diff_is_printed(checkout):

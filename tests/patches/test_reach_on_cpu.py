@@ -2,14 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """patches/reach.json is what the tree reaches of verl, vLLM, Ray and Hydra, and their sources are the pinned ones."""
 
+import ast
 import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 import jetrl_verl
 from jetrl_verl.patches import all_patches, reach
+from jetrl_verl.patches.source import names_bound_by
 
 PACKAGE = Path(jetrl_verl.__file__).parent
 UPDATE = "run `python -m jetrl_verl.patches.reach --update` and look at the difference"
@@ -37,6 +40,39 @@ def test_every_use_is_listed(stored, sources):
     assert found == {place: entry["uses"] for place, entry in stored.items()}, UPDATE
     for patch in all_patches():
         assert f"replaced {patch.file}" in found[patch.replaces]
+
+
+def test_every_private_name_of_a_value_is_listed_or_another_projects(stored):
+    unlisted = reach.unlisted(PACKAGE, {place: entry["uses"] for place, entry in stored.items()})
+    assert not unlisted, f"name each in the {reach.TABLE} of its file, or its owner in reach.ELSEWHERE: {unlisted}"
+
+
+def test_what_tables_name_is_there_and_used(stored):
+    named = 0
+    for where, module in reach.files_of(PACKAGE, reach.Sources({PACKAGE.name: PACKAGE})):
+        tree = module.tree
+        rest = ast.unparse([node for node in tree.body if reach.TABLE not in names_bound_by(node)])
+        words = set(re.findall(r"\w+", rest))
+        for place in module.table:
+            named += 1
+            assert stored[place]["sha256"] is not None, f"{place}, which {where} names, is not there"
+            # Of a class whose instances are turned into ours all methods are in use.
+            name = place.partition(":")[2].split(".")
+            bases = {base.id for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for base in node.bases}
+            assert name[-1] in words or name[0] in bases, f"{where} does not use {place}"
+        assert len(set(module.table)) == len(module.table), where
+    assert named > 30
+
+
+def test_private_names_of_other_projects_are_theirs():
+    """Nobody's name stays in the list after its last use, and each is where the list says."""
+    assert set(reach.ELSEWHERE) <= reach.asked_for(PACKAGE)
+    for name, owner in reach.ELSEWHERE.items():
+        module, _, holder = owner.partition(":")
+        imported = importlib.import_module(module)
+        written = re.search(rf"\b{name}\b", Path(imported.__file__).read_text())
+        assert hasattr(getattr(imported, holder), name) or written, f"{owner} has no {name}"
+        assert module.partition(".")[0] not in reach.PROJECTS
 
 
 def test_overrides_by_python_itself_are_listed(stored, cpu_platform):
@@ -81,6 +117,36 @@ def test_a_new_override_and_a_new_private_name_are_found(sources, tmp_path):
     assert found[f"{buffer}.sample"] == ["overridden new.py"]
     assert f"{buffer}._select_prompt_uids" in found and f"{buffer}.poll_interval" in found
     assert found["vllm._custom_ops:scaled_fp4_quant"] == ["private new.py"]
+
+
+def test_a_private_name_of_an_instance_is_found_until_its_file_names_it(sources, tmp_path):
+    package = tmp_path / "jetrl_verl"
+    (package / "patches").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    place = "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer._wait_for_next_poll"
+    source = (
+        "from vllm import _custom_ops as ops\n"
+        "class Ours:\n"
+        "    _own: int = 0\n"
+        "    def wait(self, buffer, other):\n"
+        "        buffer._wait_for_next_poll()\n"
+        "        setattr(other, '_written', 1)\n"
+        "        return self._own, other._own, super()._above, ops._reached, other._replace()\n"
+    )
+    (package / "new.py").write_text(source)
+    (package / "second.py").write_text("def read(other):\n    return other._own\n")
+    expected = {
+        "_wait_for_next_poll": ["new.py:5"],
+        "_written": ["new.py:6"],
+        "_above": ["new.py:7"],
+        "_own": ["second.py:2"],
+    }
+    assert reach.unlisted(package, reach.collect(package, sources)) == expected
+    (package / "new.py").write_text(f"{source}REACHES = ({place!r},)\n")
+    del expected["_wait_for_next_poll"]
+    found = reach.collect(package, sources)
+    assert reach.unlisted(package, found) == expected
+    assert found[place] == ["private new.py"]
 
 
 def test_only_real_changes_are_named_and_by_our_file(stored, tmp_path):

@@ -95,7 +95,7 @@ class Rollout:
 
     def watch(self) -> None:
         """Count prompts cut into chunks, and preemptions, at the scheduler's own methods, and the steps that the shared
-        sampler draws by itself, where the worker is of this process."""
+        sampler draws by itself, where the worker is of this process and has one."""
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         schedule, preempt = scheduler.schedule, scheduler._preempt_request
 
@@ -111,9 +111,9 @@ class Rollout:
             return preempt(*args, **kwargs)
 
         scheduler.schedule, scheduler._preempt_request = counted_schedule, counted_preempt
-        if self.worker is None:
+        sampler = None if self.worker is None else self.worker.model_runner.sampler
+        if not hasattr(sampler, "draw"):
             return
-        sampler = self.worker.model_runner.sampler
         draw = sampler.draw
 
         def counted_draw(*args, **kwargs):

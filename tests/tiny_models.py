@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One tiny decoder for every test that needs a model: each shape fits 128, every bias is random."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,3 +75,18 @@ def with_preferences(model):
             elif name.endswith(("proj.weight", "experts.gate_up_proj", "experts.down_proj")):
                 parameter.mul_(3)
     return model
+
+
+def save_policy(folder: Path, family: str, padding: int = 0, **changes: Any) -> Path:
+    """A two-layer BF16 decoder whose norms are not one and whose policy prefers something, and the demo's tokenizer.
+
+    Args:
+        padding: entries of the vocabulary without a token. changes: of :func:`tiny_model`.
+    """
+    from jetrl_verl.tools.demo.policy import build_tokenizer
+
+    tokenizer = build_tokenizer()
+    model = with_preferences(tiny_model(family, 3, vocab_size=len(tokenizer) + padding, **changes))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

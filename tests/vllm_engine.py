@@ -22,6 +22,17 @@ from jetrl_verl.rollout.arguments import vllm_arguments
 
 _ENGINES = count()
 
+CROWDED = dict(
+    max_model_len=128,
+    max_num_batched_tokens=32,
+    enable_chunked_prefill=True,
+    enable_prefix_caching=True,
+    block_size=16,
+    num_gpu_blocks_override=24,
+    logprobs_mode="processed_logprobs",
+)
+"""Arguments of an engine that cuts prompts into chunks, reuses prefixes and, with a dozen requests, preempts."""
+
 
 @contextmanager
 def cpu_settings() -> Iterator[None]:

@@ -59,17 +59,21 @@ def build_policy(family: str, seed: int):
     return with_preferences(tiny_model(family, seed, **SHAPE, **CHANGES.get(family, {})))
 
 
-def build_trainer(family: str, seed: int, kv_cache: str = "bf16"):
-    """The policy as the engine's FSDP shows it to a forward: BF16 weights, FP8 linears, shared operations."""
+def as_trainer(model: torch.nn.Module, kv_cache: str = "bf16", tp: int = 1) -> torch.nn.Module:
+    """A policy as the engine's FSDP shows it to a forward: BF16 weights, FP8 linears, shared operations; ``tp``: ranks
+    of the rollout that it repeats."""
     from jetrl_verl.train.engine import mask_unused_vocabulary
 
-    model = build_policy(family, seed)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
-    replace_linears(model, plan_linears(model.config), scale_rule=RULE)
+    replace_linears(model, plan_linears(model.config, tp=tp), scale_rule=RULE)
     share_operations(model, kv_cache)
     mask_unused_vocabulary(model, TOKENS)
     return model
+
+
+def build_trainer(family: str, seed: int, kv_cache: str = "bf16"):
+    return as_trainer(build_policy(family, seed), kv_cache)
 
 
 def stream(family: str, seed: int, operations: str = "shared", kv_cache: str = "bf16"):
@@ -152,13 +156,7 @@ def rollout(request, tmp_path_factory, cpu_platform):
             folder,
             options,
             load_format="dummy",
-            max_model_len=128,
-            max_num_batched_tokens=32,
-            enable_chunked_prefill=True,
-            enable_prefix_caching=True,
-            block_size=16,
-            num_gpu_blocks_override=24,
-            logprobs_mode="processed_logprobs",
+            **vllm_engine.CROWDED,
             **compiled,
         )
         monkey_patch_compute_logits(worker.model_runner.model, TOKENS)

@@ -37,13 +37,7 @@ def check_family(family: str, folder: str, kv_cache: str) -> None:
         enforce_eager=False,
         gpu_memory_utilization=0.05,
         kv_cache_memory_bytes=2**28,  # given, not measured: other jobs may use the GPU
-        max_model_len=128,
-        max_num_batched_tokens=32,
-        enable_chunked_prefill=True,
-        enable_prefix_caching=True,
-        block_size=16,
-        num_gpu_blocks_override=24,
-        logprobs_mode="processed_logprobs",
+        **vllm_engine.CROWDED,
     )
     monkey_patch_compute_logits(worker.model_runner.model, checks.TOKENS)
     rollout = checks.Rollout(family, llm, worker)

@@ -28,24 +28,14 @@ from jetrl_verl.rollout import cpu_attention
 from jetrl_verl.sync.contract import ContractViolation
 
 FAMILY = "qwen3"
-BLOCK_SIZE, PAGES = 16, 24
+BLOCK_SIZE, PAGES = (vllm_engine.CROWDED[name] for name in ("block_size", "num_gpu_blocks_override"))
 SHARED = JetConfig("jet_fp8_exact", train="fp8", rollout="fp8", operations="shared", kv_cache="fp8")
 BASELINE = JetConfig("fp8_rollout", train="bf16", rollout="fp8", kv_cache="fp8")
 
 
 def start(folder, options: JetConfig, **changes):
     build_policy(FAMILY, 0).to(torch.bfloat16).save_pretrained(folder)
-    small = dict(
-        load_format="dummy",
-        max_model_len=128,
-        max_num_batched_tokens=32,
-        enable_chunked_prefill=True,
-        enable_prefix_caching=True,
-        block_size=BLOCK_SIZE,
-        num_gpu_blocks_override=PAGES,
-        logprobs_mode="processed_logprobs",
-    )
-    return vllm_engine.start(folder, options, **(small | changes))
+    return vllm_engine.start(folder, options, **({"load_format": "dummy"} | vllm_engine.CROWDED | changes))
 
 
 @pytest.fixture(scope="module", params=[SHARED], ids=["shared"])

@@ -14,10 +14,7 @@ import vllm_engine
 
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.models.plan import plan_linears
-from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.sync.wire import quantize_stream
-from jetrl_verl.train.engine import mask_unused_vocabulary
-from jetrl_verl.train.shared_operations import share_operations
 
 SEED = 11
 SHAPES = {
@@ -55,16 +52,6 @@ def load(worker, family: str) -> int:
     return sum(isinstance(module, OrderedRowParallelLinear) for module in model.modules())
 
 
-def trainer(family: str, tp: int):
-    model = policy(family)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
-    replace_linears(model, plan_linears(model.config, tp=tp), scale_rule=checks.RULE)
-    share_operations(model)
-    mask_unused_vocabulary(model, checks.TOKENS)
-    return model
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("family", "ranks"), [("qwen3", 2), ("qwen3", 4), ("qwen3", 8), ("qwen3_moe", 2)])
@@ -77,13 +64,7 @@ def test_equal_in_every_bit_with_chunks_prefixes_and_preemption(family, ranks, t
             options,
             load_format="dummy",
             tensor_parallel_size=ranks,
-            max_model_len=128,
-            max_num_batched_tokens=32,
-            enable_chunked_prefill=True,
-            enable_prefix_caching=True,
-            block_size=16,
-            num_gpu_blocks_override=24,
-            logprobs_mode="processed_logprobs",
+            **vllm_engine.CROWDED,
         )
         try:
             layers = policy(family).config.num_hidden_layers
@@ -100,9 +81,9 @@ def test_equal_in_every_bit_with_chunks_prefixes_and_preemption(family, ranks, t
     assert any(output.num_cached_tokens >= 16 for output in outputs + again), "no prefix was reused"
 
     with torch.no_grad():
-        model = trainer(family, ranks)
+        model = checks.as_trainer(policy(family), tp=ranks)
         assert checks.differences(model, prompts, temperatures, outputs, packed=False, micro_batch=5) == 0
         assert checks.differences(model, prompts, temperatures, again, packed=True, micro_batch=12) == 0
-        of_fewer = trainer(family, ranks // 2)
+        of_fewer = checks.as_trainer(policy(family), tp=ranks // 2)
         assert checks.differences(of_fewer, prompts, temperatures, outputs, packed=True, micro_batch=12) > 0
     assert checks.differences(model, prompts, temperatures, again, packed=True, micro_batch=1) == 0

@@ -9,10 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 from rich.console import Console
-from tiny_models import tiny_model, with_preferences
+from tiny_models import save_policy
 
 from jetrl_verl import kernels
-from jetrl_verl.tools.demo.policy import build_tokenizer
 from jetrl_verl.tools.diff import rollout, run
 from jetrl_verl.tools.diff.operations import Operation
 from jetrl_verl.tools.diff.run import DiffOptions, run_diff
@@ -25,11 +24,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    folder, tokenizer = tmp_path_factory.mktemp("policy"), build_tokenizer()
-    model = with_preferences(tiny_model("qwen3", 3, vocab_size=len(tokenizer)))
-    model.to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_policy(tmp_path_factory.mktemp("policy"), "qwen3")
 
 
 @pytest.fixture

@@ -13,10 +13,9 @@ from unittest import mock
 import pytest
 import torch
 from rich.console import Console
-from tiny_models import tiny_model, with_preferences
+from tiny_models import save_policy
 
 from jetrl_verl import kernels
-from jetrl_verl.tools.demo.policy import build_tokenizer
 from jetrl_verl.tools.diff import rollout, run
 from jetrl_verl.tools.diff.attribution import attribute
 from jetrl_verl.tools.diff.measures import bits
@@ -32,11 +31,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    folder, tokenizer = tmp_path_factory.mktemp("mixture"), build_tokenizer()
-    model = with_preferences(tiny_model("qwen3_moe", 3, vocab_size=len(tokenizer)))
-    model.to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_policy(tmp_path_factory.mktemp("mixture"), "qwen3_moe")
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,12 @@ from unittest import mock
 import pytest
 import torch
 from rich.console import Console
-from tiny_models import tiny_model, with_preferences
+from tiny_models import save_policy
 from typer.testing import CliRunner
 
 from jetrl_verl import kernels
 from jetrl_verl.cli import app
 from jetrl_verl.reference import QuantizedTensor
-from jetrl_verl.tools.demo.policy import build_tokenizer
 from jetrl_verl.tools.diff import DiffError, rollout, run
 from jetrl_verl.tools.diff.attribution import attribute
 from jetrl_verl.tools.diff.measures import bits
@@ -38,18 +37,9 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.timeout(900)  # the first test waits for two engines to start, one after the other
 
 
-def save_policy(folder, family, **changes):
-    """A two-layer decoder whose norms are not one and whose policy prefers something, and its tokenizer."""
-    tokenizer = build_tokenizer()
-    model = with_preferences(tiny_model(family, 3, vocab_size=len(tokenizer) + PADDING, **changes))
-    model.to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    return save_policy(tmp_path_factory.mktemp("policy"), "qwen3")
+    return save_policy(tmp_path_factory.mktemp("policy"), "qwen3", PADDING)
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +266,7 @@ def test_rows_are_found_in_any_batch(exact, in_this_process, monkeypatch):
 )
 def test_other_decoders_are_cut_at_the_same_places(family, changes, exact, in_this_process, tmp_path):
     """Without QK norms; Qwen2 with biases and tied embeddings."""
-    request = replace(exact[2][1], model=str(save_policy(tmp_path, family, **changes)))
+    request = replace(exact[2][1], model=str(save_policy(tmp_path, family, PADDING, **changes)))
     recording = in_this_process(request)
     options = rollout.JetConfig.from_node(request.jetrl)
     found = attribute(Trainer(tmp_path, options, request.vocabulary, TEMPERATURE, CPU), recording)

@@ -39,6 +39,7 @@ import argparse
 import json
 import statistics
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -77,14 +78,26 @@ SHORT = (64, 1024)
 console = Console(width=140)
 
 
-def start(config: PretrainedConfig, settings: dict[str, EngineSettings], logs: Path) -> dict[str, Engine]:
+def started(
+    config: PretrainedConfig, settings: dict[str, EngineSettings], together: list[list[str]], logs: Path
+) -> Iterator[dict[str, Engine]]:
+    """Engines of each group of ``together``, stopped before the next group begins.
+
+    All processes are there from the start, so that a later engine's imports cost no time of the run.
+    """
     engines = {
         precision: Engine(precision, config, s, logs.with_suffix(f".{precision}.log"))
         for precision, s in settings.items()
     }
-    if not all([engine.wait() for engine in engines.values()]):
-        sys.exit(1)
-    return engines
+    for group in together:
+        held = {precision: engines[precision] for precision in group}
+        for engine in held.values():
+            engine.begin()
+        if not all([engine.wait() for engine in held.values()]):
+            sys.exit(1)
+        yield held
+        for engine in held.values():
+            engine.stop()
 
 
 def token_bytes(precision: str, config: PretrainedConfig) -> int:
@@ -120,8 +133,8 @@ def gpu_bytes() -> float:
     return torch.cuda.get_device_properties(0).total_memory if DEVICE == "cuda" else float("inf")
 
 
-def ample(config: PretrainedConfig, options: argparse.Namespace) -> dict[str, dict]:
-    """Tokens per second of each precision, batch size and prompt length."""
+def ample(config: PretrainedConfig, options: argparse.Namespace) -> Iterator[dict[str, dict]]:
+    """Tokens per second of each precision, batch size and prompt length, after each engine or group of engines."""
     settings = {
         precision: EngineSettings(
             cache_of(precision, config, options.ample, options.new),
@@ -133,10 +146,8 @@ def ample(config: PretrainedConfig, options: argparse.Namespace) -> dict[str, di
     }
     found = {precision: {} for precision in settings}
     needs = {precision: weight_bytes(precision, config) + s.kv_cache for precision, s in settings.items()}
-    for together in (
-        groups(needs, gpu_bytes()) if options.model == "qwen3_8b" else [[precision] for precision in settings]
-    ):
-        engines = start(config, {precision: settings[precision] for precision in together}, options.out)
+    together = groups(needs, gpu_bytes()) if options.model == "qwen3_8b" else [[precision] for precision in settings]
+    for engines in started(config, settings, together, options.out):
         for batch, length in options.ample:
             for precision, values in decode_seconds(engines, batch, length, options.new, options.repetitions).items():
                 found[precision][f"{batch} x {length}"] = batch * options.new / statistics.median(values)
@@ -146,9 +157,8 @@ def ample(config: PretrainedConfig, options: argparse.Namespace) -> dict[str, di
         for precision, engine in engines.items():
             found[precision] |= {"start_s": engine.start_s, "load_s": engine.load_s}
             found[precision] |= {"kv_gib": settings[precision].kv_cache / GIB, "cache_tokens": engine.cache_tokens}
-            found[precision] |= {"beside": [other for other in together if other != precision]}
-            engine.stop()
-    return found
+            found[precision] |= {"beside": [other for other in engines if other != precision]}
+        yield {precision: values for precision, values in found.items() if values}
 
 
 def weight_bytes(precision: str, config: PretrainedConfig) -> int:
@@ -179,17 +189,14 @@ def short(config: PretrainedConfig, options: argparse.Namespace) -> dict[str, di
         for precision, cache in caches.items()
     }
     found = {}
-    for together in groups({precision: weights[precision] + caches[precision] for precision in settings}, gpu_bytes()):
-        engines = start(
-            config, {precision: settings[precision] for precision in together}, options.out.with_suffix(".short")
-        )
+    together = groups({precision: weights[precision] + caches[precision] for precision in settings}, gpu_bytes())
+    for engines in started(config, settings, together, options.out.with_suffix(".short")):
         for precision, engine in engines.items():
             engine.generate(8, 16, 8)
             seconds, preemptions = engine.generate(options.requests, prompt, response)
             found[precision] = {"tokens_per_s": options.requests * response / seconds, "preemptions": preemptions}
             found[precision] |= {"weights_gib": weights[precision] / GIB, "kv_gib": caches[precision] / GIB}
             found[precision] |= {"cache_tokens": engine.cache_tokens}
-            engine.stop()
     return found
 
 
@@ -270,8 +277,8 @@ def main() -> int:
         "request": options.request,
         "device": DEVICE,
     }
-    if not options.short_only:
-        result["ample"] = ample(config, options)
+    for found in () if options.short_only else ample(config, options):
+        result["ample"] = found
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     if dense and not options.ample_only:
         result["short"] = short(config, options)

@@ -93,6 +93,8 @@ def decode(config: Qwen3Config, logs: Path, repetitions: int) -> dict[str, dict]
         precision: Engine(precision, config, SETTINGS, logs.with_suffix(f".{precision}.log"))
         for precision in PRECISIONS
     }
+    for engine in engines.values():
+        engine.begin()
     engines = {precision: engine for precision, engine in engines.items() if engine.wait()}
     found: dict[str, dict] = {precision: {"engine_start_s": e.start_s, "rates": {}} for precision, e in engines.items()}
     for batch, length in DECODE:

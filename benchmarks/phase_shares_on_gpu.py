@@ -69,6 +69,7 @@ def rollout(precision: str, config: Qwen3Config, options: argparse.Namespace) ->
         captured=[options.sequences],
     )
     engine = Engine(precision, config, settings, options.out.with_suffix(f".{precision}.log"))
+    engine.begin()
     if not engine.wait():
         sys.exit(1)
     engine.generate(options.sequences, 64, 8)  # compiles what is left

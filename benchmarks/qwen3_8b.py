@@ -8,6 +8,7 @@ by hand lets them share a GPU. ``jet_fp8`` has shared operations, as it does whe
 ``jet_fp8_stock`` is ``jet_fp8`` with ``jetrl.operations=stock``, ``jet_fp8_kv_fp8`` is it with ``jetrl.kv_cache=fp8``.
 """
 
+import contextlib
 import multiprocessing
 import os
 import tempfile
@@ -175,14 +176,15 @@ class EngineSettings:
 def _serve(
     precision: str, config: PretrainedConfig, settings: EngineSettings, connection: Connection, log: Path
 ) -> None:
-    """One engine: says how long it took to start and to load, then answers (batch, prompt length, new tokens) with the
-    seconds of the generation and the preemptions in it, or with a number of steps behind them with the kernels behind
-    the last layer in so many of its last steps, until it is asked None."""
-    from vllm import LLM, SamplingParams
-
+    """One engine: imports vLLM and waits to begin, says how long it took to start and to load, then answers (batch,
+    prompt length, new tokens) with the seconds of the generation and the preemptions in it, or with a number of steps
+    behind them with the kernels behind the last layer in so many of its last steps, until it is asked None."""
     with log.open("w") as lines:
         for stream in (1, 2):
             os.dup2(lines.fileno(), stream)
+    from vllm import LLM, SamplingParams
+
+    connection.recv()
     options = OPTIONS[precision]
     # Given, not measured: several engines start at once.
     memory = dict(gpu_memory_utilization=0.1, kv_cache_memory_bytes=settings.kv_cache)
@@ -245,7 +247,7 @@ def _serve(
 
 
 class Engine:
-    """An engine in a process of its own.
+    """An engine in a process of its own, which imports vLLM at once and holds no GPU memory before it begins.
 
     Attributes:
         start_s: seconds until it answered. load_s: seconds of loading all weights again, in the precision's format;
@@ -263,8 +265,13 @@ class Engine:
         self._process.start()
         other.close()  # so that its end shows here
 
+    def begin(self) -> None:
+        """Let it build its model."""
+        with contextlib.suppress(BrokenPipeError):  # ``wait`` says so
+            self._connection.send("begin")
+
     def wait(self) -> bool:
-        """Whether it started; False leaves the reason in its log."""
+        """Whether it started, once it has begun; False leaves the reason in its log."""
         try:
             self.start_s = self._connection.recv()
             self._connection.send("load")

@@ -182,6 +182,8 @@ def _serve(
     with log.open("w") as lines:
         for stream in (1, 2):
             os.dup2(lines.fileno(), stream)
+    if DEVICE == "cpu":
+        os.environ["VERL_PLATFORM"] = "cpu"  # so that vLLM's CPU build keeps its BF16 weights loadable
     from vllm import LLM, SamplingParams
 
     connection.recv()
@@ -213,8 +215,6 @@ def _serve(
     weights = random_weights(config)
     if options is not None:
         weights = quantize_stream(weights, plan_linears(config), options.scale_rule, options.rollout)
-    elif DEVICE == "cpu":
-        weights = []  # vLLM's CPU build has repacked its own BF16 weights and accepts no others
     elif (mixture := family(config).experts) is not None:
         weights = one_by_one(weights, mixture)
     if family(config).experts is None:

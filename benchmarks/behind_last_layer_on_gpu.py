@@ -51,7 +51,17 @@ EXTRA_TILES = (
     *(Tile(64, 256, 64, 4, 4), Tile(64, 256, 64, 8, 4), Tile(128, 256, 32, 8, 6)),
 )
 """Beside the kernel's own."""
-TMA_TILES = {"tma": (Tile(128, 256, 64, 8, 4), False), "tma, stays": (Tile(128, 256, 64, 8, 3), True)}
+TMA_TILES = {
+    f"tma{', stays' if stays else ''} {'x'.join(map(str, tile))}": (tile, stays)
+    for stays, tiles in {
+        False: [Tile(128, 256, 64, 8, 4)],
+        True: [
+            *(Tile(128, 256, 64, 8, 3), Tile(256, 128, 64, 8, 3), Tile(128, 128, 64, 8, 5)),
+            *(Tile(64, 256, 64, 4, 4), Tile(64, 128, 64, 4, 6)),
+        ],
+    }.items()
+    for tile in tiles
+}
 """Name -> tile of the candidate in lm_head_tma.py, and whether its programs stay."""
 
 console = Console(width=160)
@@ -198,6 +208,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--lm-head-only", action="store_true", help="leave out the sampler, which needs vLLM")
     options = parser.parse_args()
     try:
         machine = this_machine(options.repeats)
@@ -211,15 +222,20 @@ def main() -> int:
     result.save()
     del weight
     machine.clear()
-    sampled = [measure_sampling(machine, rows) for rows in options.rows]
     print_report(heads, "lm_head, us")
+    if not options.lm_head_only:
+        result["sampling"] = sampled = [measure_sampling(machine, rows) for rows in options.rows]
+        result.save()
+        print_sampling(sampled)
+    return 1 if any(record["differing"] for record in heads) else 0
+
+
+def print_sampling(sampled: list[dict]) -> None:
+    """A row for each batch size, and the kernels of the largest."""
     print_report(sampled, "sampling, us (floor: one read of FP32 logits)")
     for name, shares in sampled[-1]["kernels"].items():
         found = [Share(**share) for share in shares]
         print_shares(f"{name}, {sampled[-1]['rows']} rows", found, sum(share.us for share in found))
-    result["sampling"] = sampled
-    result.save()
-    return 1 if any(record["differing"] for record in heads) else 0
 
 
 if __name__ == "__main__":

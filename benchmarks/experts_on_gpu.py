@@ -85,7 +85,7 @@ def ours(layer: Layer, k: int, draw: Draw) -> torch.Tensor:
     """What ``rollout.experts.SharedMixture`` does."""
     logits = kernels.logits(draw.x, layer.gate)
     weights, segments, rows = kernels.route_and_permute(logits, draw.quantized, k, True)
-    return FLOW.experts(rows, weights, segments, *layer.fp8, RULE)[0]
+    return FLOW.experts(rows, weights, segments, *layer.fp8, RULE, static_weight=True)[0]
 
 
 def in_bf16(layer: Layer, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -174,6 +174,9 @@ def figures(run: Run) -> dict:
         values = [data[key] for data in steps if data.get(key) is not None]
         return max(values) if values else None
 
+    def furthest_from_zero(key: str) -> float | None:
+        return max((data[key] for data in steps if data.get(key) is not None), key=abs, default=None)
+
     def typical(key: str) -> float | None:
         values = [data[key] for data in steps[1:] or steps if key in data]
         return statistics.median(values) if values else None
@@ -183,6 +186,7 @@ def figures(run: Run) -> dict:
     return {
         "steps": len(finite),
         "k3_kl": largest("rollout_corr/k3_kl"),
+        "ppo_kl": furthest_from_zero("actor/ppo_kl"),
         "grad_norm": largest("actor/grad_norm"),
         "prompt_length": typical("prompt_length/mean"),
         "response_length": typical("response_length/mean"),
@@ -210,5 +214,8 @@ def _cell(value: float | str | None) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-FIGURES = ("status", "steps", "k3_kl", "grad_norm", "response_length", "peak_gib", *(f"{p}_s" for p in PHASES))
+FIGURES = (
+    *("status", "steps", "k3_kl", "ppo_kl", "grad_norm", "response_length", "peak_gib"),
+    *(f"{phase}_s" for phase in PHASES),
+)
 """Columns of :func:`table` that every run has."""

@@ -190,12 +190,11 @@ jetrl::ExpertOperand experts_operand(const Tensor& qdata, const Tensor& scales, 
   return w;
 }
 
-using GroupedForward = void(const jetrl::Operand&, const jetrl::ExpertOperand&, const jetrl::Segments&, int,
-                            const jetrl::Output&, jetrl::Config, jetrl::Stream);
-
-void grouped_forward(GroupedForward* run, const Tensor& x, const Tensor& x_scales, const Tensor& w,
+// `more`: further arguments of the kernel, in front of the stream.
+template <class Run, class... More>
+void grouped_forward(Run* run, const Tensor& x, const Tensor& x_scales, const Tensor& w,
                      const Tensor& w_scales, const Tensor& start, bool aligned, int64_t slices, const Tensor& y,
-                     int64_t block, int64_t cluster) {
+                     int64_t block, int64_t cluster, More... more) {
   const Device device(x);
   const jetrl::Segments of = segments(start, aligned);
   const jetrl::ExpertOperand of_w = experts_operand(w, w_scales, of.experts);
@@ -204,7 +203,7 @@ void grouped_forward(GroupedForward* run, const Tensor& x, const Tensor& x_scale
   const jetrl::Operand of_x = operand("X", x, x_scales, 1);
   const jetrl::Output of_y = output(y, narrow(narrow(slices) * int64_t(of_x.rows)), of_w.n, false);
   STD_TORCH_CHECK(!of_y.fp32, "jetrl_native: FProp writes BF16.");
-  run(of_x, of_w, of, int(slices), of_y, config_of(block, cluster), device.stream);
+  run(of_x, of_w, of, int(slices), of_y, config_of(block, cluster), more..., device.stream);
 }
 
 void grouped_fprop(const Tensor& x, const Tensor& x_scales, const Tensor& w, const Tensor& w_scales,
@@ -215,8 +214,9 @@ void grouped_fprop(const Tensor& x, const Tensor& x_scales, const Tensor& w, con
 
 void grouped_decode(const Tensor& x, const Tensor& x_scales, const Tensor& w, const Tensor& w_scales,
                     const Tensor& start, bool aligned, int64_t slices, const Tensor& y, int64_t block,
-                    int64_t cluster) {
-  grouped_forward(jetrl::grouped_decode, x, x_scales, w, w_scales, start, aligned, slices, y, block, cluster);
+                    int64_t cluster, bool static_weight, bool static_segments) {
+  grouped_forward(jetrl::grouped_decode, x, x_scales, w, w_scales, start, aligned, slices, y, block, cluster,
+                  static_weight, static_segments);
 }
 
 void grouped_wgrad(const Tensor& a, const Tensor& a_scales, const Tensor& b, const Tensor& b_scales,
@@ -360,11 +360,12 @@ void declare(torch::stable::detail::StableLibrary& library) {
   library.def(
       "wgrad(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor(a!) dw, bool accumulate, int block, "
       "int cluster) -> ()");
-  for (const char* name : {"grouped_fprop", "grouped_decode"}) {
-    library.def((name + std::string("(Tensor x, Tensor x_scales, Tensor w, Tensor w_scales, Tensor start, "
-                                    "bool aligned, int slices, Tensor(a!) y, int block, int cluster) -> ()"))
-                    .c_str());
-  }
+  const std::string grouped_schema =
+      "(Tensor x, Tensor x_scales, Tensor w, Tensor w_scales, Tensor start, bool aligned, int slices, Tensor(a!) y, "
+      "int block, int cluster";
+  library.def(("grouped_fprop" + grouped_schema + ") -> ()").c_str());
+  library.def(
+      ("grouped_decode" + grouped_schema + ", bool static_weight=False, bool static_segments=False) -> ()").c_str());
   library.def(
       "grouped_wgrad(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor start, Tensor(a!) dw, int block, "
       "int cluster) -> ()");

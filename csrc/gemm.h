@@ -206,9 +206,11 @@ void wgrad(const Operand& a, const Operand& b, int t, const Output& dw, Config c
 // blocks of a cluster share rows of X.
 void grouped_fprop(const Operand& x, const ExpertOperand& w, const Segments& segments, int slices, const Output& y,
                    Config config, Stream stream);
-// The same for few rows an expert; the same bits. Tiles take 32, 64 or 128 rows of W.
+// The same for few rows an expert; the same bits. Tiles take 32, 64 or 128 rows of W. `static_weight` as in
+// decode_fprop: blocks may start under the previous kernel. `static_segments`, with it: that one does not write
+// `segments.start` either, and copies of W may start as well.
 void grouped_decode(const Operand& x, const ExpertOperand& w, const Segments& segments, int slices, const Output& y,
-                    Config config, Stream stream);
+                    Config config, bool static_weight, bool static_segments, Stream stream);
 // wgrad of each expert's tokens, to dw [experts * N, K] BF16; zeros for an expert without. Segments are multiples of 128
 // tokens.
 void grouped_wgrad(const Operand& a, const Operand& b, int t, const Segments& segments, const Output& dw, Config config,

@@ -11,6 +11,9 @@
 // Roles: a consumer warpgroup; a warp that finds tiles, copies qdata by TMA and tells the consumers a tile's place with
 // its first stage; a warp that finds tiles and copies scales by cp.async. Where each slice of K has a product of its own,
 // a tile is of one slice, k_blocks long, of which the consumers do not know.
+//
+// The kernel in front makes X. With `static_weight` alone it makes the segments, too, and all wait for it. With
+// `static_segments` those who read X do, behind copies of the first tile's W; consumers store when they have seen X.
 
 #include <algorithm>
 #include <cmath>
@@ -33,6 +36,7 @@ struct GroupedDecodeParams {
   int w_row_step, w_column_step, w_columns;
   int64_t w_scale_step;
   int x_columns, slice_tiles_n, slice_rows;  // all of K; of tiles_n and of Y's rows those of one slice of K
+  bool early;                                // the kernel in front writes neither W nor where segments lie
 };
 
 template <int kColumns>
@@ -59,29 +63,47 @@ JETRL_DEVICE void grouped_decode_copy(const sm90::TensorMap* x_map, const sm90::
   const uint32_t base = sm90::shared_address(memory);
   SegmentTiles<Shape::kTokens> tiles{p.segments, p.tiles_n};
   SegmentTile at;
+  bool waited = !p.early;
   for (int tile = first_tile<1>(); tiles.locate(tile, lane, at); tile += tile_step<1>()) {
     const int slice = take_slice(p, at), above = slice * p.slice_rows, first_block = slice * p.k_blocks;
     const int rows = at.end - at.row, column = at.tile_n * Shape::kColumns;
     const int boxes = rows > kFewRows ? 0 : ceil_div(rows, kBoxRows);
     const int bytes_x = boxes == 0 ? Shape::kTileX : boxes * kBoxRows * kGroup;
-    for (int block = 0; block < p.k_blocks; block += Shape::kBlocks) {
-      ring.wait_empty();
-      sm90::sync_warp();  // else a late lane may miss the phase
-      if (sm90::elect_one()) {
-        const uint32_t full = ring.full_barrier();
-        if (block == 0) {
-          *reinterpret_cast<int4*>(memory + Shape::kAtTiles + 16 * ring.stage) = {above + at.row, above + at.end, column,
-                                                                                  0};
-        }
-        sm90::barrier_arrive_expect(full, Shape::kStageW + Shape::kBlocks * bytes_x);
+    // Of a stage that is free, by one thread: announces all its bytes and asks for those of W. X must follow.
+    const auto load_w = [&](const StageRing& to, int block) {
+      const uint32_t full = to.full_barrier();
+      if (block == 0) {
+        const int4 place = {above + at.row, above + at.end, column, 0};
+        *reinterpret_cast<int4*>(memory + Shape::kAtTiles + 16 * to.stage) = place;
+      }
+      sm90::barrier_arrive_expect(full, Shape::kStageW + Shape::kBlocks * bytes_x);
 #pragma unroll
-        for (int b = 0; b < Shape::kBlocks; ++b) {
-          // The half of a stage past K is zero; behind an expert's K there may be another's, or another slice.
-          const bool exists = block + b < p.k_blocks;
-          sm90::tma_load(base + Shape::kAtW + ring.stage * Shape::kStageW + b * Shape::kTileW, w_map,
-                         exists ? at.expert * p.w_column_step + (first_block + block + b) * kGroup : p.w_columns,
-                         at.expert * p.w_row_step + column, full);
-        }
+      for (int b = 0; b < Shape::kBlocks; ++b) {
+        // The half of a stage past K is zero; behind an expert's K there may be another's, or another slice.
+        const bool exists = block + b < p.k_blocks;
+        sm90::tma_load(base + Shape::kAtW + to.stage * Shape::kStageW + b * Shape::kTileW, w_map,
+                       exists ? at.expert * p.w_column_step + (first_block + block + b) * kGroup : p.w_columns,
+                       at.expert * p.w_row_step + column, full);
+      }
+    };
+    int early = 0;  // K blocks of W that are on their way
+    if (!waited) {
+      StageRing to = ring;
+      for (; early < p.k_blocks && early < Shape::kStages * Shape::kBlocks; early += Shape::kBlocks) {
+        if (sm90::elect_one()) load_w(to, early);
+        to.advance();
+      }
+      sm90::wait_for_previous_kernel();
+      waited = true;
+    }
+    for (int block = 0; block < p.k_blocks; block += Shape::kBlocks) {
+      if (block >= early) {
+        ring.wait_empty();
+        sm90::sync_warp();  // else a late lane may miss the phase
+      }
+      if (sm90::elect_one()) {
+        if (block >= early) load_w(ring, block);
+        const uint32_t full = ring.full_barrier();
 #pragma unroll
         for (int b = 0; b < Shape::kBlocks; ++b) {
           const uint32_t to = base + ring.stage * Shape::kStageX + b * Shape::kTileX;
@@ -96,6 +118,7 @@ JETRL_DEVICE void grouped_decode_copy(const sm90::TensorMap* x_map, const sm90::
       ring.advance();
     }
   }
+  if (!waited) sm90::wait_for_previous_kernel();  // no tile for this block
 }
 
 // By a warp: lane l copies scales l, l + 32, ... of the tokens of every stage; the first lanes those of W, too.
@@ -105,7 +128,10 @@ JETRL_DEVICE void grouped_decode_scales(const GroupedDecodeParams& p, uint32_t b
   const int half = lane % kBlocks, left = p.k_blocks - half;  // K blocks there are for this lane
   SegmentTiles<Shape::kTokens> tiles{p.segments, p.tiles_n};
   SegmentTile at;
+  bool waited = !p.early;
   for (int tile = first_tile<1>(); tiles.locate(tile, lane, at); tile += tile_step<1>()) {
+    if (!waited) sm90::wait_for_previous_kernel();  // with X's scales W's wait as well, a few bytes of each stage
+    waited = true;
     const int first_block = take_slice(p, at) * p.k_blocks + half;
     const int row = at.row + lane / kBlocks, w_row = at.tile_n * Shape::kColumns / kGroup;
     const float* of_x = p.x_scales.data + row * p.x_scales.stride_row + first_block * p.x_scales.stride_group;
@@ -163,6 +189,7 @@ JETRL_KERNEL void __launch_bounds__(Shape::kThreads, 1)
     ring.template init<1, 4 * Shape::kConsumers>();
   }
   sm90::sync_block();
+  if (!p.early) sm90::wait_for_previous_kernel();
   if (warp < Shape::kCopyWarp) {
     grouped_decode_consume<Shape>(p, memory, ring, warp, lane);
   } else if (warp == Shape::kScaleWarp) {
@@ -174,17 +201,18 @@ JETRL_KERNEL void __launch_bounds__(Shape::kThreads, 1)
 
 template <int kColumns>
 void run_grouped_decode(const Operand& x, const ExpertOperand& w, const Segments& segments, int slices, const Output& y,
-                        Stream stream) {
+                        bool static_weight, bool static_segments, Stream stream) {
   using Shape = GroupedDecodeShape<kColumns>;
   const int slice_tiles_n = ceil_div(w.n, kColumns), tiles_n = slices * slice_tiles_n;
   const GroupedDecodeParams p{x.scales,      w.all.scales, y,              segments, w.n,          w.k / kGroup / slices,
                               tiles_n,       w.row_step,   w.column_step,  w.columns, w.scale_step, w.k,
-                              slice_tiles_n, x.rows};
+                              slice_tiles_n, x.rows,        static_weight && static_segments};
   const auto x_map = operand_map(x, w.k, Shape::kTokens);
   const auto x_rows_map = operand_map(x, w.k, kBoxRows);
   const auto w_map = operand_map(w.all, w.columns, kColumns);
   const int64_t most = int64_t(most_row_tiles(x.rows, segments.experts, Shape::kTokens)) * tiles_n;
-  const Grid grid{int(std::min<int64_t>(most, multiprocessors())), 1, Shape::kThreads, Shape::kBytes, stream};
+  const Grid grid{int(std::min<int64_t>(most, multiprocessors())), 1, Shape::kThreads, Shape::kBytes, stream,
+                  static_weight};
   launch<sm90_grouped_decode<Shape>>(grid, x_map, x_rows_map, w_map, p);
 }
 
@@ -201,7 +229,7 @@ int plan_cost(int columns, int rows, int experts, int n) {
 }  // namespace
 
 void grouped_decode(const Operand& x, const ExpertOperand& w, const Segments& segments, int slices, const Output& y,
-                    Config config, Stream stream) {
+                    Config config, bool static_weight, bool static_segments, Stream stream) {
   if (!has_slices(w.k, slices)) refuse("grouped_decode: a slice of K must be a multiple of 128; use fewer slices");
   int columns = config.block, least = 0;
   for (const int choice : kColumnChoices) {
@@ -209,9 +237,9 @@ void grouped_decode(const Operand& x, const ExpertOperand& w, const Segments& se
     if (config.block == 0 && (least == 0 || cost < least)) columns = choice, least = cost;
   }
   switch (config.cluster > 1 ? -1 : columns) {
-    case 32: return run_grouped_decode<32>(x, w, segments, slices, y, stream);
-    case 64: return run_grouped_decode<64>(x, w, segments, slices, y, stream);
-    case 128: return run_grouped_decode<128>(x, w, segments, slices, y, stream);
+    case 32: return run_grouped_decode<32>(x, w, segments, slices, y, static_weight, static_segments, stream);
+    case 64: return run_grouped_decode<64>(x, w, segments, slices, y, static_weight, static_segments, stream);
+    case 128: return run_grouped_decode<128>(x, w, segments, slices, y, static_weight, static_segments, stream);
     default:
       refuse("grouped_decode: tiles have 32, 64 or 128 rows of W and blocks form no clusters; leave both 0 for the "
              "kernel's choice");

@@ -140,12 +140,15 @@ class BlockFP8(ExpertsFormat):
         ranks: int = 1,
         *,
         align: int = 1,
+        static_weight: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
-        product = kernels.grouped_gemm_nt(rows, gate_up, segments.start, align)
+        product = kernels.grouped_gemm_nt(rows, gate_up, segments.start, align, static_weight=static_weight)
         del rows
         inner = kernels.weighted_silu_mul_quantize(product, weights, segments.pair, rule)
         if ranks == 1:
-            out = kernels.combine(kernels.grouped_gemm_nt(inner, down, segments.start, align), segments.row)
+            # Segments are older than the activation's kernel, which is the one in front.
+            static = {"static_weight": static_weight, "static_segments": static_weight}
+            out = kernels.combine(kernels.grouped_gemm_nt(inner, down, segments.start, align, **static), segments.row)
         else:
             rows_of_ranks = kernels.grouped_gemm_nt_of_ranks(inner, down, segments.start, ranks, align)
             out = kernels.combine_of_ranks(rows_of_ranks, segments.row)

@@ -264,6 +264,7 @@ class ExpertsFormat(TrainedFormat):
         ranks: int = 1,
         *,
         align: int = 1,
+        static_weight: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
         """All experts' forward, on both sides.
 
@@ -276,6 +277,8 @@ class ExpertsFormat(TrainedFormat):
                 a token and rounds the sum, then the ranks' sums are added. All ranks' rows, ``2 ranks R H`` bytes, are
                 there at once.
             align: what segments were aligned to.
+            static_weight: as in :meth:`linear`, of both weights and the kernel right before this call, which makes
+                ``rows``.
 
         Returns:
             Output ``[T, H]`` BF16; gate and up ``[R, 2 I]`` BF16; what the down projection reads, rowwise ``[R, I]``.

@@ -23,7 +23,7 @@ import triton.language as tl
 from jetrl_verl import reference
 from jetrl_verl.kernels import native
 from jetrl_verl.kernels.device.e4m3 import GROUP
-from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.dispatch import choose, implements, lookup
 from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
@@ -247,11 +247,16 @@ def native_grouped_gemm_nt_of_ranks(
     align: int = 1,
     *,
     plan: native.Plan | None = None,
+    static_weight: bool = False,
+    static_segments: bool = False,
 ) -> torch.Tensor:
     """See :func:`grouped_gemm_nt_of_ranks`; rows behind the last segment are not written.
 
     Args:
         plan: instead of the choice by shape; for tests and benchmarks.
+        static_weight: what ``native_gemm_nt`` in gemm_nt.py asks of the kernel right before this call. The decode
+            kernel may start under it, and waits before it reads ``start``.
+        static_segments: with it, that kernel does not write ``start`` either: copies of ``b`` may start, too.
 
     Raises:
         ValueError: a call that is not supported (:func:`native_supports_grouped_gemm_nt_of_ranks`).
@@ -266,18 +271,29 @@ def native_grouped_gemm_nt_of_ranks(
     out = torch.empty((ranks, rows, n), dtype=torch.bfloat16, device=a.qdata.device)
     plan = plan or native.Plan()
     few = plan.kernel == "decode" if plan.kernel else rows <= native.FEW_ROWS_OF_EXPERT * experts
-    run = native.operators().grouped_decode if few else native.operators().grouped_fprop
     aligned = align % native.ALIGNED_ROWS == 0
-    run(a.qdata, a.scales, b.qdata, b.scales, start, aligned, ranks, out.view(ranks * rows, n), *plan[1:])
+    call = a.qdata, a.scales, b.qdata, b.scales, start, aligned, ranks, out.view(ranks * rows, n), *plan[1:]
+    if few:
+        native.operators().grouped_decode(*call, static_weight, static_segments)
+    else:
+        native.operators().grouped_fprop(*call)
     return out
 
 
 @implements("grouped_gemm_nt", "native", supports=native_supports_grouped_gemm_nt)
 def native_grouped_gemm_nt(
-    a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, align: int = 1, *, plan: native.Plan | None = None
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    start: torch.Tensor,
+    align: int = 1,
+    *,
+    plan: native.Plan | None = None,
+    static_weight: bool = False,
+    static_segments: bool = False,
 ) -> torch.Tensor:
     """See :func:`grouped_gemm_nt`; as :func:`native_grouped_gemm_nt_of_ranks` with one rank."""
-    return native_grouped_gemm_nt_of_ranks(a, b, start, 1, align, plan=plan)[0]
+    call = {"plan": plan, "static_weight": static_weight, "static_segments": static_segments}
+    return native_grouped_gemm_nt_of_ranks(a, b, start, 1, align, **call)[0]
 
 
 def _scales_in_columns(scales: torch.Tensor) -> bool:
@@ -335,24 +351,45 @@ def _check(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor) -> None:
 
 
 @operator(
-    "grouped_gemm_nt(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor start, int align) -> Tensor",
-    fake=lambda a, a_scales, b, b_scales, start, align: a.new_empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16),
+    "grouped_gemm_nt(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor start, int align,"
+    " bool static_weight=False, bool static_segments=False) -> Tensor",
+    fake=lambda a, a_scales, b, *others: a.new_empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16),
 )
 def _grouped_gemm_nt(
-    a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, start: torch.Tensor, align: int
+    a: torch.Tensor,
+    a_scales: torch.Tensor,
+    b: torch.Tensor,
+    b_scales: torch.Tensor,
+    start: torch.Tensor,
+    align: int,
+    static_weight: bool = False,
+    static_segments: bool = False,
 ) -> torch.Tensor:
-    operands = QuantizedTensor(a, a_scales), QuantizedTensor(b, b_scales)
-    _check(*operands, start)
-    return lookup("grouped_gemm_nt", a.device, *operands, start, align)(*operands, start, align)
+    call = QuantizedTensor(a, a_scales), QuantizedTensor(b, b_scales), start, align
+    _check(*call[:3])
+    backend, run = choose("grouped_gemm_nt", a.device, *call)
+    if backend == "native":
+        return run(*call, static_weight=static_weight, static_segments=static_segments)
+    return run(*call)
 
 
-def grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, align: int = 1) -> torch.Tensor:
+def grouped_gemm_nt(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    start: torch.Tensor,
+    align: int = 1,
+    *,
+    static_weight: bool = False,
+    static_segments: bool = False,
+) -> torch.Tensor:
     """Each expert's rows of A times its matrix of B; FProp, and with B transposed DGrad.
 
     Args:
         a: qdata ``[R, K]`` E4M3, scales ``[R, K/128]``. b: qdata ``[E, N, K]`` E4M3 of any strides, scales
             ``[E, N/128, K/128]``. start: ``[E + 1]`` int32 (:class:`jetrl_verl.reference.Segments`).
         align: what segments were aligned to; nothing checks it, since ``start`` stays on the device.
+        static_weight, static_segments: promises about the kernel right before this call
+            (:func:`native_grouped_gemm_nt_of_ranks`); backends other than ``native`` have no use for them.
 
     Returns:
         ``[R, N]`` BF16. Nobody may read rows behind the last segment. No gradient of its own.
@@ -360,7 +397,7 @@ def grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor,
     Raises:
         ValueError: operands that do not fit.
     """
-    return _grouped_gemm_nt(a.qdata, a.scales, b.qdata, b.scales, start, align)
+    return _grouped_gemm_nt(a.qdata, a.scales, b.qdata, b.scales, start, align, static_weight, static_segments)
 
 
 @operator(

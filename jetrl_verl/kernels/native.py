@@ -57,7 +57,7 @@ _ARGUMENTS = {
     "decode": f"{_FORWARD} static_weight",
     "wgrad": "a a_scales b b_scales dw accumulate block cluster",
     "grouped_fprop": _GROUPED,
-    "grouped_decode": _GROUPED,
+    "grouped_decode": f"{_GROUPED} static_weight static_segments",
     "grouped_wgrad": "a a_scales b b_scales start dw block cluster",
     "relayout": f"{_TRANSPOSE} pow2",
     "transpose": _TRANSPOSE,

@@ -93,7 +93,9 @@ class JetExpertsMethod(FusedMoEMethodBase):
         weights, segments, rows = kernels.route_and_permute(logits, x, layer.top_k, layer.renormalize)
         gate_up = QuantizedTensor(layer.w13_weight, layer.w13_weight_scale_inv)
         down = QuantizedTensor(layer.w2_weight, layer.w2_weight_scale_inv)
-        return self.format.experts(rows, weights, segments, gate_up, down, self.config.scale_rule)[0]
+        # Parameters are constant during a forward, and rows are the kernel's right before.
+        rule = self.config.scale_rule
+        return self.format.experts(rows, weights, segments, gate_up, down, rule, static_weight=True)[0]
 
     @property
     def is_monolithic(self) -> bool:

@@ -24,6 +24,7 @@ import json, sys, time
 with open(sys.argv[1], "w") as metrics:
     for step in (1, 2):
         data = {"actor/grad_norm": 0.5, "timing_s/step": 10.0 * step, "rollout_corr/k3_kl": 0.25 / step}
+        data["actor/ppo_kl"] = (-0.5) ** step
         metrics.write(json.dumps({"step": step, "data": data}) + "\\n")
 """
 
@@ -110,7 +111,7 @@ def run(tmp_path, then: str, steps: int = 2, ends: float = math.inf) -> dict:
 def test_figures_are_those_behind_the_first_step(tmp_path):
     found = run(tmp_path, "")
     assert (found["status"], found["steps"], found["step_s"], found["k3_kl"]) == (0, 2, 20.0, 0.25)
-    assert "errors" not in found
+    assert found["ppo_kl"] == -0.5 and "errors" not in found
 
 
 def test_a_run_whose_time_is_up_is_ended_and_its_steps_count(tmp_path):

@@ -67,10 +67,10 @@ uint32_t time_of_phase(const Barrier& barrier) { return 2 + barrier.phase; }
 
 // ---- what instructions are made of ----------------------------------------------------------------------------------
 
-// A copy from here, by a thread that cannot know whether the previous kernel has ended.
+// A read of this, by a thread that cannot know whether the previous kernel has ended.
 void check_read(const void* from) {
   for (const auto& [begin, end] : machine.fresh) {
-    if (!machine.current->waited && from >= begin && from < end) fail("a copy before the previous kernel has ended");
+    if (!machine.current->waited && from >= begin && from < end) fail("a read before the previous kernel has ended");
   }
 }
 
@@ -552,6 +552,7 @@ namespace {
 
 void access(const void* pointer, bool write, int bytes) {
   if (machine.current == nullptr) return;  // the host's code
+  if (!write) check_read(pointer);
   const ptrdiff_t offset = static_cast<const uint8_t*>(pointer) - block().memory;
   if (offset < -kNobodys || offset >= machine.shared_bytes + kNobodys) return;
   if (offset < 0 || offset + bytes > machine.shared_bytes) {

@@ -17,7 +17,7 @@ __attribute__((weak)) void wgrad(const Operand&, const Operand&, int, const Outp
 __attribute__((weak)) void grouped_fprop(const Operand&, const ExpertOperand&, const Segments&, int, const Output&,
                                          Config, Stream);
 __attribute__((weak)) void grouped_decode(const Operand&, const ExpertOperand&, const Segments&, int, const Output&,
-                                          Config, Stream);
+                                          Config, bool, bool, Stream);
 __attribute__((weak)) void grouped_wgrad(const Operand&, const Operand&, int, const Segments&, const Output&, Config,
                                          Stream);
 __attribute__((weak)) void relayout_128x1(const Operand&, int, bool, const Transposed&, Stream);
@@ -83,20 +83,27 @@ int jetrl_run(int kernel, int m, int n, int k, const void* a, int64_t a_stride, 
 }
 
 // kernel: 0 grouped_fprop, 1 grouped_decode: x [rows, k] times w [experts, n, k], the latter's strides those of a tensor,
-// to out [slices * rows, n].
+// to out [slices * rows, n]. The kernel in front has x to write, and unless `static_segments` says otherwise `start`.
 int jetrl_run_grouped(int kernel, int rows, int experts, int n, int k, const void* x, int64_t x_stride,
                       const float* x_scales, int64_t x_row, int64_t x_group, const void* w, int64_t w_expert,
                       int64_t w_row, const float* w_scales, int64_t w_scale_expert, int64_t w_scale_row,
-                      int64_t w_scale_group, const int* start, int aligned, int slices, void* out, int64_t out_stride,
-                      int block, int cluster, int multiprocessors, uint32_t seed) {
+                      int64_t w_scale_group, const int* start, int aligned, int slices, int static_segments,
+                      void* out, int64_t out_stride, int block, int cluster, int multiprocessors, uint32_t seed) {
   machine.multiprocessors = multiprocessors;
   const jetrl::Operand of_x{x, rows, x_stride, {x_scales, x_row, x_group}};
   const jetrl::ExpertOperand of_w = jetrl::expert_operand(w, experts, n, k, w_expert, w_row,
                                                           {w_scales, w_scale_row, w_scale_group}, w_scale_expert);
+  const jetrl::Segments segments{start, experts, aligned != 0};
+  const jetrl::Output of_out{out, out_stride, false, false};
   return guarded(seed, [&] {
-    (kernel == 0 ? jetrl::grouped_fprop : jetrl::grouped_decode)(of_x, of_w, {start, experts, aligned != 0}, slices,
-                                                                 {out, out_stride, false, false}, {block, cluster},
-                                                                 nullptr);
+    if (kernel == 0) {
+      jetrl::grouped_fprop(of_x, of_w, segments, slices, of_out, {block, cluster}, nullptr);
+    } else {
+      const int64_t last_scale = (rows - 1) * x_row + (k / jetrl::kGroup - 1) * x_group;
+      machine.fresh = {{x, static_cast<const uint8_t*>(x) + rows * x_stride}, {x_scales, x_scales + last_scale + 1}};
+      if (!static_segments) machine.fresh.push_back({start, start + experts + 1});
+      jetrl::grouped_decode(of_x, of_w, segments, slices, of_out, {block, cluster}, true, static_segments != 0, nullptr);
+    }
   });
 }
 

@@ -157,6 +157,12 @@ void run_cluster() {
     ++machine.steps;
     if (!machine.error.empty()) throw std::runtime_error(machine.error);
   }
+  for (int b = 0; b < machine.cluster && !machine.fresh.empty(); ++b) {
+    const auto waited = [b](const auto& fiber) { return fiber->block == b && fiber->waited; };
+    if (std::none_of(machine.fibers.begin(), machine.fibers.end(), waited)) {
+      throw std::runtime_error("a block leaves without having waited for the previous kernel");
+    }
+  }
   for (const Block& of : machine.blocks) {
     if (of.meeting.arrived != 0) throw std::runtime_error("a block's barrier is left with arrivals at the end");
     for (const auto& [address, barrier] : of.barriers) {

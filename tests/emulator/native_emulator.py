@@ -138,6 +138,7 @@ class Emulator:
         out: torch.Tensor,
         *,
         slices: int = 1,
+        static_segments: bool = False,
         block: int = 0,
         cluster: int = 0,
         multiprocessors: int = 4,
@@ -145,7 +146,7 @@ class Emulator:
     ) -> None:
         """``grouped_fprop`` or ``grouped_decode``, operands as those of ``reference.grouped_gemm_nt``, to ``out
         [slices * R, N]``, or ``grouped_wgrad``, as ``reference.grouped_wgrad``, to ``out [E * N, K]``; raises as
-        :meth:`run`."""
+        :meth:`run`. A kernel in front writes ``a``, and ``start`` without ``static_segments``."""
         experts = len(start) - 1
         of_out = _pointer(start), _pointer(out), ctypes.c_int64(out.stride(0))
         plan = block, cluster, multiprocessors, ctypes.c_uint32(seed)
@@ -162,7 +163,7 @@ class Emulator:
                 *(_pointer(b.scales), *(ctypes.c_int64(stride) for stride in b.scales.stride())),
                 of_out[0],
                 int((start % 4 == 0).all()),
-                slices,
+                *(slices, int(static_segments)),
                 *of_out[1:],
                 *plan,
             )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from contract_inputs import gaussian
 
-from jetrl_verl import kernels, reference
+from jetrl_verl import formats, kernels, reference
 from jetrl_verl.kernels import dispatch
 
 
@@ -120,6 +120,28 @@ def test_only_the_native_backend_hears_that_a_weight_is_static(monkeypatch, back
             kernels.fprop(x, w.qdata, w.scales, None, "fp32", **options)
             kernels.fprop_quantized(qdata, w.qdata, w.scales, None, **options)
     assert heard == ([False, False, True, True] if backend == "native" else ["nothing"] * 4)
+
+
+@pytest.mark.parametrize("backend", ["native", "triton"])
+def test_only_the_native_backend_hears_that_experts_are_static(monkeypatch, backend):
+    """Where segments lie is older than the kernel in front of the second product, not than that of the first."""
+    heard = []
+
+    def product(a, b, start, align, **call):
+        heard.append(tuple(call.get(name, "nothing") for name in ("static_weight", "static_segments")))
+        return reference.grouped_gemm_nt(a, b, start)
+
+    found = dispatch.Implementation(product, None)
+    monkeypatch.setitem(dispatch._implementations, ("grouped_gemm_nt", backend), found)
+    flow, x, logits = formats.get(formats.FLOW), gaussian(5, 256), gaussian(5, 4).float()
+    shapes = (4, 256, 256), (4, 256, 128)
+    gate_up, down = (flow.quantize_weight(gaussian(4 * n, k).view(-1, n, k), "fp32") for _, n, k in shapes)
+    weights, segments, rows = kernels.route_and_permute(logits, flow.quantize_activation(x, "fp32"), 2, True)
+    with kernels.override_backend("grouped_gemm_nt", backend):
+        for options in ({}, {"static_weight": True}):
+            flow.experts(rows, weights, segments, gate_up, down, "fp32", **options)
+    said = [(False, False)] * 2 + [(True, False), (True, True)]
+    assert heard == (said if backend == "native" else [("nothing", "nothing")] * 4)
 
 
 def test_fprop_keeps_the_shape_of_an_empty_batch():

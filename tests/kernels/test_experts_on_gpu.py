@@ -295,7 +295,7 @@ def test_the_rollouts_block_has_the_trainers_bits_at_any_batch_and_in_a_graph():
     def rollout(rows: torch.Tensor) -> torch.Tensor:
         logits = kernels.logits(rows, gate)
         weights, where, permuted = kernels.route_and_permute(logits, FLOW.quantize_activation(rows, "fp32"), 8, True)
-        return FLOW.experts(permuted, weights, where, gate_up, down, "fp32")[0]
+        return FLOW.experts(permuted, weights, where, gate_up, down, "fp32", static_weight=True)[0]
 
     trained = ours(x, *kernels.route(kernels.logits(x, gate), 8, True))
     with torch.no_grad():
@@ -480,6 +480,39 @@ def test_a_graph_of_native_products_follows_the_experts_first_rows():
             graph.replay()
             used = int(where.start[-1])
             assert torch.equal(out[:used], triton_grouped_gemm_nt(rows, gate_up, where.start)[:used])
+
+
+@pytest.mark.usefixtures("native_library")
+@pytest.mark.timeout(120, method="thread")
+@pytest.mark.parametrize("tokens", [1, 16, 64, 256])
+def test_products_that_start_under_the_kernel_in_front_have_the_bits_of_those_that_wait(tokens):
+    """Thirty times with other tokens and routings, enqueued at once, called and replayed: what is read too early, rows,
+    qdata or where segments lie, is that of the call before, whose memory it is."""
+    gate_up, down = experts_weights(**QWEN3_30B)
+    xs = [FLOW.quantize_activation(normal(tokens, 2048, seed=seed), "fp32") for seed in range(30)]
+    routings = [logits_of(tokens, 128, seed) for seed in range(30)]
+
+    def outputs(kept: torch.Tensor, static_weight: bool) -> None:
+        for x, logits, result in zip(xs, routings, kept, strict=True):
+            weights, where, rows = kernels.route_and_permute(logits, x, 8, True)
+            call = rows, weights, where, gate_up, down, "fp32"
+            result.copy_(FLOW.experts(*call, static_weight=static_weight)[0])
+
+    want = torch.empty(30, tokens, 2048, dtype=torch.bfloat16, device=DEVICE)
+    outputs(want, False)
+    assert want.isfinite().all() and not (want[1:] == want[:-1]).all(dim=(1, 2)).any()
+    got = torch.full_like(want, torch.nan)
+    torch.cuda._sleep(40_000_000)  # cycles, while the host enqueues all
+    outputs(got, True)
+    assert torch.equal(got.view(torch.int16), want.view(torch.int16))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs(got, True)
+    for _ in range(2):
+        got.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(got.view(torch.int16), want.view(torch.int16))
 
 
 def starts(counts: list[int]) -> torch.Tensor:

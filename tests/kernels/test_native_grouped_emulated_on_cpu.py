@@ -44,7 +44,7 @@ def check(
     more=0,
     beside=False,
     seed=0,
-    **plan,
+    **call,
 ):
     """Rows of all experts and slices of K, and canaries of NaN: around the result, and behind the last segment."""
     start = starts(counts)
@@ -53,7 +53,7 @@ def check(
     b = experts_operand(len(counts), n, k, seed, beside)
     around = torch.full((slices * (used + more) + 2, n + 16), torch.nan, dtype=torch.bfloat16)
     out = around[1:-1, 8:-8]
-    emulator.run_grouped(kernel, a, b, start, out, slices=slices, seed=seed, **plan)
+    emulator.run_grouped(kernel, a, b, start, out, slices=slices, seed=seed, **call)
     for number, (x, w) in enumerate(zip(k_slices(a, slices), k_slices(b, slices), strict=True)):
         of_slice = out[number * (used + more) :]
         for expert, count in enumerate(counts):
@@ -92,6 +92,19 @@ def test_decode_of_ragged_segments_over_more_tiles_than_multiprocessors(emulator
         multiprocessors=2,
         seed=seed,
     )
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 10, 19])
+@pytest.mark.parametrize("block", [32, 64, 128])
+def test_copies_of_w_that_begin_under_the_kernel_in_front(emulator, block, blocks):
+    """Fewer K blocks than there are stages, and more; blocks with several tiles, with one and with none; slices. X is
+    what the kernel in front writes, and in every other test here where segments lie, too."""
+    case = {"block": block, "static_segments": True, "seed": blocks}
+    for multiprocessors in (2, 64):
+        plan = case | {"multiprocessors": multiprocessors, "beside": blocks % 2 == 0}
+        check(emulator, "grouped_decode", [3, 0, 70, 0, 1], 256, blocks * BLOCK, more=5, **plan)
+    check(emulator, "grouped_decode", [5, 9], 128, 2 * blocks * BLOCK, slices=2, **case)
+    check(emulator, "grouped_decode", [0, 0], 128, BLOCK, more=4, **case)
 
 
 def check_wgrad(emulator: Emulator, groups: list[int], n: int, k: int, *, more=0, seed=0, **plan):
@@ -276,7 +289,7 @@ def test_a_plan_without_a_kernel_is_refused(emulator):
 
 
 FPROP, DECODE, WGRAD = "grouped_fprop", "grouped_decode", "grouped_wgrad"
-LATE = "      sm90::sync_warp();  // else a late lane may miss the phase\n"
+LATE = "        sm90::sync_warp();  // else a late lane may miss the phase\n"
 
 # What is wrong -> kernel that runs, file, its line, what is planted there.
 FAULTS = {
@@ -345,6 +358,37 @@ FAULTS = {
         "Shape::kStageX",
     ),
     "a late lane of the copying warp may miss its phase": (DECODE, f"sm90_{DECODE}.cu", LATE, ""),
+    "X is copied while the kernel in front may write it": (
+        DECODE,
+        f"sm90_{DECODE}.cu",
+        "      sm90::wait_for_previous_kernel();\n      waited = true;\n    }\n    for",
+        "    }\n    waited = true;\n    for",
+    ),
+    "X's scales are copied while the kernel in front may write them": (
+        DECODE,
+        f"sm90_{DECODE}.cu",
+        "if (!waited) sm90::wait_for_previous_kernel();  // with",
+        "// with",
+    ),
+    "segments are read while the kernel in front may write them": (
+        DECODE,
+        f"sm90_{DECODE}.cu",
+        "  if (!p.early) sm90::wait_for_previous_kernel();\n",
+        "",
+    ),
+    "a block without a tile leaves under the kernel in front": (
+        DECODE,
+        f"sm90_{DECODE}.cu",
+        "  if (!waited) sm90::wait_for_previous_kernel();  // no tile for this block\n",
+        "",
+    ),
+    "W's copies of the first tile are asked for twice": (
+        DECODE,
+        f"sm90_{DECODE}.cu",
+        "if (block >= early) load_w(ring, block);",
+        "load_w(ring, block);",
+    ),
+    "W's early copies go to one stage": (DECODE, f"sm90_{DECODE}.cu", "        to.advance();\n", ""),
     "sums are stored where the next tile's belong": (
         WGRAD,
         f"sm90_{WGRAD}.cu",
@@ -374,6 +418,11 @@ FAULTS = {
 }
 
 
+def check_early(emulator: Emulator, **plan) -> None:
+    """Copies of W that begin under the kernel in front, on a grid with more blocks than tiles."""
+    check(emulator, DECODE, [3, 0, 9], 256, 5 * BLOCK, more=70, static_segments=True, **plan | {"multiprocessors": 12})
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_emulator_sees_a_planted_fault(fault, library, tmp_path):
     """The same cases fail on a kernel with one line wrong."""
@@ -386,6 +435,8 @@ def test_the_emulator_sees_a_planted_fault(fault, library, tmp_path):
             for block in (256, 128) if kernel == FPROP else (64,):
                 plan = {"block": block, "cluster": 1, "multiprocessors": 2}
                 check(faulty, kernel, [70, 0, 3, *[0] * 40, 17], 256, 5 * BLOCK, **plan)
+                if kernel == DECODE:
+                    check_early(faulty, **plan)
                 if "slice" in fault:
                     check(faulty, kernel, [70, 0, 3], 256, 6 * BLOCK, slices=2, more=2, **plan)
                     check_no_other_slice(faulty, kernel)

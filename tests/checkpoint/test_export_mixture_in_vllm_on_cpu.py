@@ -4,7 +4,7 @@
 experts into parameters of the names and shapes of its block-FP8 method.
 
 Stock vLLM's block-FP8 kernels need a GPU, or AMX, so who runs the FP8 folder here is our method; what lives in the
-engine is compared with the statement of a weight sync, byte by byte.
+engine is compared with the statement of a weight sync, byte by byte. test_export_on_gpu.py has the same of stock vLLM.
 """
 
 import json
@@ -12,7 +12,7 @@ import json
 import pytest
 import torch
 import vllm_engine
-from tiny_models import tiny_model, with_preferences
+from served_mixture import PROMPT, RULE, check_served, policy
 from transformers import AutoConfig
 
 from jetrl_verl import formats
@@ -22,12 +22,6 @@ from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.sync.contract import ContractReceiver, with_contract
 from jetrl_verl.sync.wire import quantize_stream
 from jetrl_verl.train.weight_stream import stated_routing
-
-RULE, PROMPT = "fp32", list(range(3, 60))
-
-
-def policy():
-    return with_preferences(tiny_model("qwen3_moe", 2))
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +57,7 @@ def test_stock_vllm_serves_the_bf16_folder(folders, start):
 def test_the_loader_of_vllm_puts_the_fp8_folder_where_a_weight_sync_does(folders, start):
     from jetrl_verl.rollout.live import live_routing, live_tensors
 
-    _, worker = start(folders / "fp8", JetConfig("fp8_rollout", train="bf16", rollout="fp8", scale_rule=RULE))
+    llm, worker = start(folders / "fp8", JetConfig("fp8_rollout", train="bf16", rollout="fp8", scale_rule=RULE))
     model, trained = worker.model_runner.model, policy()
     probe = formats.get("fp8").probe(torch.device("cpu"), RULE)
     weights = quantize_stream(trained.state_dict().items(), plan_linears(trained.config), RULE)
@@ -72,6 +66,7 @@ def test_the_loader_of_vllm_puts_the_fp8_folder_where_a_weight_sync_does(folders
     receiver.take([(name, tensor) for name, tensor in statement if name.startswith("jetrl.contract")])
     counts = receiver.verify(live_tensors(model), scale_rule=RULE, probe=probe, routing=live_routing(model))
     assert counts["quantized"] == 2 * (4 + 2)
+    check_served(trained, vllm_engine.prompt_log_probs(llm, PROMPT))
 
 
 def test_the_configuration_is_read_by_vllm_and_by_releases_of_transformers_before_5(folders):

@@ -4,12 +4,14 @@
 
 ``VLLM_USE_DEEP_GEMM=0``, as the command advises: DeepGEMM would round scales to powers of two. What then differs from
 our method is vLLM's activation quantizer and where a bias is added; a model without biases leaves the quantizer, whose
-scale ``amax / 448`` and division are the contract's.
+scale ``amax / 448`` and division are the contract's. Its experts promote sums in another order than ours and its router
+rounds to BF16, so of a mixture the parameters are equal in every byte and the log-probabilities near.
 """
 
 import gc
 
 import pytest
+import served_mixture
 import torch
 import vllm_engine
 from tiny_models import tiny_model
@@ -29,8 +31,10 @@ def folders(tmp_path_factory):
     return root / "out"
 
 
-def score(folder, monkeypatch, options: JetConfig | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Log-probabilities [len(PROMPT) - 1] of the prompt in one vLLM engine, and the engine's live parameters."""
+def score(
+    folder, monkeypatch, options: JetConfig | None = None, prompt: list[int] = PROMPT
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probabilities [len(prompt) - 1] of the prompt in one vLLM engine, and the engine's live parameters."""
     for name, value in {"VLLM_USE_DEEP_GEMM": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
         monkeypatch.setenv(name, value)
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -38,7 +42,7 @@ def score(folder, monkeypatch, options: JetConfig | None = None) -> tuple[torch.
     # Given, not measured: other jobs may use the GPU.
     memory = dict(gpu_memory_utilization=0.05, kv_cache_memory_bytes=2**28)
     llm, worker = vllm_engine.start(folder, options, **memory)
-    scored = vllm_engine.prompt_log_probs(llm, PROMPT)
+    scored = vllm_engine.prompt_log_probs(llm, prompt)
     live = {name: parameter.detach().cpu() for name, parameter in worker.model_runner.model.named_parameters()}
     del llm, worker
     gc.collect()
@@ -58,3 +62,19 @@ def test_stock_vllm_gives_the_rollouts_log_probabilities(folders, monkeypatch):
     print(f"|stock - ours| max {difference.max():.2e}, |bf16 - ours| max {quantization.max():.2e}")
     assert quantization.max() > 0
     assert torch.equal(stock, ours)
+
+
+def test_stock_vllm_serves_a_mixture(tmp_path, monkeypatch):
+    """Experts' qdata and scales lie where vLLM's own kernels read them, equal to the policy's in every byte."""
+    policy = served_mixture.policy()
+    policy.save_pretrained(tmp_path / "policy")
+    export(tmp_path / "policy", tmp_path / "fp8", ExportOptions("fp8"))
+    scored, live = score(tmp_path / "fp8", monkeypatch, prompt=served_mixture.PROMPT)
+    weights = served_mixture.quantized(policy)
+    for layer in range(2):
+        for ours, theirs in (("gate_up_proj", "w13_weight"), ("down_proj", "w2_weight")):
+            weight = weights[f"model.layers.{layer}.mlp.experts.{ours}"]
+            name = f"model.layers.{layer}.mlp.experts.routed_experts.{theirs}"
+            assert torch.equal(live[name].view(torch.uint8), weight.qdata.view(torch.uint8)), name
+            assert torch.equal(live[f"{name}_scale_inv"], weight.scales), name
+    served_mixture.check_served(policy, scored)

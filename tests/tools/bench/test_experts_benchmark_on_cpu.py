@@ -1,7 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
 """benchmarks/experts_on_gpu.py on a CPU: every product of it at a small shape, and vLLM's kernel called with the
-arguments that it declares."""
+arguments that it declares; the variants of experts_variants_on_gpu.py, which a CPU computes alike."""
 
 import argparse
 import importlib
@@ -14,8 +14,8 @@ import pytest
 import torch
 from bench_fakes import fake_machine
 
-from benchmarks import experts_on_gpu, vllm_experts
-from jetrl_verl import reference
+from benchmarks import experts_on_gpu, experts_variants_on_gpu, vllm_experts
+from jetrl_verl import kernels, reference
 
 SHAPE = experts_on_gpu.Shape(experts=8, per_token=2, hidden=256, inner=128)
 SOURCE = vllm_experts.source_folder(None)
@@ -95,3 +95,42 @@ def test_vllms_kernel_is_cut_out_of_its_file_and_called_as_it_is_declared(name, 
 def test_no_source_of_vllm_is_none(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert vllm_experts.source_folder(None) is None
+
+
+def variants_of(tmp_path: Path, monkeypatch) -> tuple[int, list[dict]]:
+    """Exit status and records at two and at forty tokens."""
+    monkeypatch.setattr(experts_variants_on_gpu, "launches_alone", lambda count: None)
+    asked = argparse.Namespace(out=tmp_path / "variants.json", tokens=[2, 40], only="")
+    status = experts_variants_on_gpu.run(fake_machine(), SHAPE, asked)
+    return status, json.loads(asked.out.read_text())["variants"]
+
+
+def test_every_variant_is_measured_beside_the_block_as_it_is(tmp_path, monkeypatch, capsys):
+    status, (few, many) = variants_of(tmp_path, monkeypatch)
+    assert status == 0 and not few["other_bits"] and not many["other_bits"]
+    for record in (few, many):
+        names = {experts_variants_on_gpu.AS_IT_IS, *experts_variants_on_gpu.variants(record["tokens"])}
+        assert set(record["us"]) == names and len(names) > 25
+    assert (few["launches"], many["launches"]) == (6, 7)
+    assert "no product starts early" in capsys.readouterr().out
+
+
+def test_a_variant_has_its_constants_while_it_runs_and_other_bits_are_told(tmp_path, monkeypatch, capsys):
+    stock, before = kernels.combine, experts_variants_on_gpu.COMBINE._MANY
+
+    def combine(y, row):
+        wrong = experts_variants_on_gpu.COMBINE._MANY == (512, 1)
+        return stock(y, row) + wrong
+
+    monkeypatch.setattr(kernels, "combine", combine)
+    status, (few, _) = variants_of(tmp_path, monkeypatch)
+    assert status == 1 and few["other_bits"] == ["sum: 512 columns, 1 warps"]
+    assert before == experts_variants_on_gpu.COMBINE._MANY
+    assert "OTHER BITS at 40 tokens: sum: 512 columns, 1 warps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_neighbours_begin_with_other_draws(number):
+    calls = [0, 1, 2]
+    turns = [experts_variants_on_gpu.taking_turns(calls, n) for n in (number, number + 1)]
+    assert all(sorted(turn) == calls for turn in turns) and all(a != b for a, b in zip(*turns, strict=True))

@@ -6,8 +6,8 @@
 
 Qwen3-8B's head, 151,936 x 4096, for several batch sizes; some 2 minutes.
 
-*lm_head*: the shared kernel with its own tile and with others, a candidate (lm_head_tma.py), and cuBLAS with BF16
-logits, as stock vLLM has them, and with FP32 logits; the floor is bytes over the copy bandwidth of this run or
+*lm_head*: the shared kernel with its own tile and with others, and cuBLAS with BF16 logits, as stock vLLM has them,
+and with FP32 logits; the floor is bytes over the copy bandwidth of this run or
 operations over the tensor cores' rate, whichever is more. Ours must have the same bits: exit code 1 if one has not.
 
 *sampling*: from logits to tokens, log-probabilities and ranks, as verl asks (temperature 1, the drawn token's
@@ -34,7 +34,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.behind_last_layer import print_shares
-from benchmarks.lm_head_tma import logits_by_tma
 from jetrl_verl import kernels
 from jetrl_verl.kernels.logits import MANY_ROWS, TILES, Tile, tile_of, triton_logits_by
 from jetrl_verl.tools.bench import BenchError
@@ -47,22 +46,11 @@ ROWS = (1, 32, 64, 128, 256, 512)
 BF16_RATE = 989.4e12
 """Operations a second, dense, of an H100 or H200 SXM (NVIDIA's data sheet)."""
 EXTRA_TILES = (
-    *(Tile(128, 256, 64, 8, 4), Tile(256, 128, 64, 8, 3), Tile(256, 128, 64, 8, 4), Tile(128, 128, 64, 4, 4)),
+    *(Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 3), Tile(128, 256, 64, 8, 4), Tile(256, 128, 64, 8, 3)),
     *(Tile(64, 256, 64, 4, 4), Tile(64, 256, 64, 8, 4), Tile(128, 256, 32, 8, 6)),
+    *(Tile(64, 128, 64, 4, 6, True), Tile(64, 256, 64, 4, 4, True), Tile(256, 128, 64, 8, 3, True)),
 )
 """Beside the kernel's own."""
-TMA_TILES = {
-    f"tma{', stays' if stays else ''} {'x'.join(map(str, tile))}": (tile, stays)
-    for stays, tiles in {
-        False: [Tile(128, 256, 64, 8, 4)],
-        True: [
-            *(Tile(128, 256, 64, 8, 3), Tile(256, 128, 64, 8, 3), Tile(128, 128, 64, 8, 5)),
-            *(Tile(64, 256, 64, 4, 4), Tile(64, 128, 64, 4, 6)),
-        ],
-    }.items()
-    for tile in tiles
-}
-"""Name -> tile of the candidate in lm_head_tma.py, and whether its programs stay."""
 
 console = Console(width=160)
 
@@ -82,9 +70,7 @@ def measure_lm_head(machine: Machine, weight: torch.Tensor, rows: int) -> dict:
     own, expected = tile_of(rows, VOCABULARY), kernels.logits(hidden, weight)
     products = {"own tile": partial(triton_logits_by, hidden, weight, own)}
     for tile in dict.fromkeys([*TILES.values(), MANY_ROWS, *EXTRA_TILES]):
-        products["x".join(map(str, tile))] = partial(triton_logits_by, hidden, weight, tile)
-    for name, how in TMA_TILES.items():
-        products[name] = partial(logits_by_tma, hidden, weight, *how)
+        products["x".join(map(str, tile[:-1])) + " tma" * tile.tma] = partial(triton_logits_by, hidden, weight, tile)
     calls = {"cublas, bf16 logits": lambda: hidden @ weight.t()}
     calls["cublas, fp32 logits"] = lambda: torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     differing, refused = [], {}

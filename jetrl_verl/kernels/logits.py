@@ -9,6 +9,8 @@ On a GPU a GEMM whose order over K never changes. A library's GEMM picks by the 
 in what pieces it adds; here one program adds all of K in ascending order, sixteen products an instruction. The tile,
 which follows the numbers of rows and columns, decides only which elements a program holds and does not reach a bit (a
 GPU test goes across every tile's edge). At decode the weight is read once whatever the tile, which is what it costs.
+With more rows the tensor memory accelerator copies the operands, one instruction instead of a dozen a thread, and a
+program goes from tile to tile, so that the next tile's operands are on their way while one is stored.
 
 A mixture's router is the same product with few columns. 128 of them are one tile of a vocabulary's width, and one
 multiprocessor would read all 512 KB of a router's weight in front of everything else, some 5 us; in tiles of 16 columns
@@ -21,9 +23,11 @@ import torch
 import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.launch import jit
+from jetrl_verl.kernels.native import aligned
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
 from jetrl_verl.kernels.reproducible import grid_bits, on_grid
 from jetrl_verl.kernels.sizes import ceil_div
@@ -37,24 +41,25 @@ def reference_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
 
 
 class Tile(NamedTuple):
-    """Rows, columns and K of a tile; warps and stages of its program."""
+    """Rows, columns and K of a tile; warps and stages of its program; whether the tensor memory accelerator copies."""
 
     m: int
     n: int
     k: int
     warps: int
     stages: int
+    tma: bool = False
 
 
-TILES = {64: Tile(64, 128, 64, 4, 4), 128: Tile(128, 128, 64, 8, 4)}
-"""By the most rows that they are for."""
-MANY_ROWS = Tile(128, 256, 64, 8, 3)
+TILES = {64: Tile(64, 128, 64, 4, 4), 512: Tile(128, 128, 64, 8, 5, tma=True)}
+"""By the most rows that they are for. Up to 64 rows the weight's bytes are the time, whoever copies them."""
+MANY_ROWS = Tile(128, 256, 64, 8, 3, tma=True)
 MOST_EXPERTS = 512
 """As many columns are a router's."""
 ROUTER_TILES = {512: Tile(64, 16, 256, 4, 3), 8192: TILES[64]}
 """Likewise, of a router. Up to 512 rows a program's own bytes are the time: at most 64 rows and 16 columns of K. Beyond
 that programs fill the GPU anyway, up to 8192 rows better by 64 rows than by 128."""
-ROUTER_OF_MANY_ROWS = TILES[128]
+ROUTER_OF_MANY_ROWS = Tile(128, 128, 64, 8, 4)
 
 
 def tile_of(rows: int, columns: int) -> Tile:
@@ -91,33 +96,63 @@ def _logits_kernel(
     tl.store(target, acc, mask=(row < rows)[:, None] & (column < columns)[None, :])
 
 
+@jit
+def _tma_logits_kernel(
+    hidden, weight, out_ptr, rows, columns,
+    K: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    row_tiles = tl.cdiv(rows, TILE_M)
+    # Row tiles of one column tile are neighbours, as above.
+    for tile in tl.range(tl.program_id(0), row_tiles * tl.cdiv(columns, TILE_N), PROGRAMS, flatten=True):
+        first_row, first_column = tile % row_tiles * TILE_M, tile // row_tiles * TILE_N
+        acc = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
+        for start in range(0, K, TILE_K):
+            a, b = hidden.load([first_row, start]), weight.load([first_column, start])
+            if _INTERPRETED:
+                a, b = a.to(tl.float32), b.to(tl.float32)
+            acc = tl.dot(a, b.T, acc)
+        # In halves: a whole tile would take the shared memory of the stages on its way to coalesced stores.
+        left, right = tl.split(tl.permute(tl.reshape(acc, (TILE_M, 2, TILE_N // 2)), (0, 2, 1)))
+        row, column = first_row + tl.arange(0, TILE_M), first_column + tl.arange(0, TILE_N // 2)
+        target = out_ptr + row.to(tl.int64)[:, None] * columns + column[None, :]
+        held = (row < rows)[:, None]
+        tl.store(target, left, mask=held & (column < columns)[None, :])
+        tl.store(target + TILE_N // 2, right, mask=held & (column + TILE_N // 2 < columns)[None, :])
+
+
 @implements("logits", "triton")
 def triton_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """As :func:`reference_logits`."""
     return triton_logits_by(hidden, weight, tile_of(hidden.shape[:-1].numel(), weight.shape[0]))
 
 
+def _programs(device: torch.device, tiles: int) -> int:
+    """As many as stay on the GPU at once; under the interpreter few, so that each has several tiles."""
+    most = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+    return min(tiles, most)
+
+
 def triton_logits_by(hidden: torch.Tensor, weight: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """As :func:`reference_logits`, by a tile of the caller's; the bits are those of any other."""
+    """As :func:`reference_logits`, by a tile of the caller's; the bits are those of any other.
+
+    Operands that the tensor memory accelerator cannot copy are copied by threads.
+    """
     k = hidden.shape[-1]
-    rows = hidden.reshape(-1, k).contiguous()
+    rows, weight = hidden.reshape(-1, k).contiguous(), weight.contiguous()
     columns = weight.shape[0]
     # Made in its final shape: a view that leaves an autograd function could not be masked in place.
     out = torch.empty((*hidden.shape[:-1], columns), dtype=torch.float32, device=hidden.device)
-    if out.numel():
-        _logits_kernel[(ceil_div(len(rows), tile.m), ceil_div(columns, tile.n))](
-            rows,
-            weight.contiguous(),
-            out,
-            len(rows),
-            columns,
-            K=k,
-            TILE_M=tile.m,
-            TILE_N=tile.n,
-            TILE_K=tile.k,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+    if not out.numel():
+        return out
+    tiles = ceil_div(len(rows), tile.m), ceil_div(columns, tile.n)
+    sizes = dict(K=k, TILE_M=tile.m, TILE_N=tile.n, TILE_K=tile.k, num_warps=tile.warps, num_stages=tile.stages)
+    if tile.tma and aligned(rows) and aligned(weight):
+        programs = _programs(rows.device, tiles[0] * tiles[1])
+        a = TensorDescriptor.from_tensor(rows, [tile.m, tile.k])
+        b = TensorDescriptor.from_tensor(weight, [tile.n, tile.k])
+        _tma_logits_kernel[(programs,)](a, b, out, len(rows), columns, PROGRAMS=programs, **sizes)
+    else:
+        _logits_kernel[tiles](rows, weight, out, len(rows), columns, **sizes)
     return out
 
 

@@ -13,12 +13,11 @@ import triton
 import triton.language as tl
 from backends import triton_kernels
 
-from benchmarks.lm_head_tma import logits_by_tma
 from jetrl_verl import kernels
 from jetrl_verl.kernels import dispatch
 from jetrl_verl.kernels.draw import _chosen as reference_chosen
 from jetrl_verl.kernels.draw import _chosen_place, reference_draw
-from jetrl_verl.kernels.logits import Tile
+from jetrl_verl.kernels.logits import MANY_ROWS, TILES, triton_logits_by
 from jetrl_verl.kernels.rms_norm import _heads_in_place
 from jetrl_verl.reference import cache_shape
 
@@ -162,12 +161,13 @@ def test_logits(rows, k, columns):
     assert (got - expected).norm() <= 1e-6 * expected.norm()
 
 
-@pytest.mark.parametrize("stays", [False, True])
-def test_logits_of_the_candidate(stays):
-    """benchmarks/lm_head_tma.py: several tiles a program, edges in rows, columns and K."""
-    hidden, weight = normal(300, 200), normal(1000, 200, seed=1)
+@pytest.mark.parametrize("tile", [TILES[512], MANY_ROWS])
+@pytest.mark.parametrize(("k", "offset"), [(200, 0), (200, 1), (204, 0)])
+def test_logits_of_several_tiles_a_program(tile, k, offset):
+    """Edges in rows, columns and K, and operands that do not begin at a multiple of 16 bytes, or whose rows do not."""
+    hidden, weight = normal(300, k), normal(1000 * k + offset, seed=1)[offset:].view(1000, k)
     expected = hidden.double() @ weight.double().t()
-    got = logits_by_tma(hidden, weight, Tile(128, 256, 64, 8, 3), stays)
+    got = triton_logits_by(hidden, weight, tile)
     assert (got - expected).norm() <= 1e-6 * expected.norm()
 
 

@@ -13,6 +13,8 @@ from triton.compiler import ASTSource
 
 from jetrl_verl.kernels import kv_cache
 from jetrl_verl.kernels.gemm_nt import TILES, _gemm_nt_kernel
+from jetrl_verl.kernels.logits import MANY_ROWS, _tma_logits_kernel
+from jetrl_verl.kernels.logits import TILES as TILES_OF_LOGITS
 from jetrl_verl.kernels.quantize_1x128 import _quantize_1x128_kernel
 
 
@@ -60,6 +62,17 @@ def test_one_k_block_is_one_chain_of_four_matrix_instructions(tile, b_block_scal
     # Copies run ahead of the chains, also where a rank's slice may end with any of them.
     assert re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx) == [str(2 * (stages - 2)), "0"]
     assert ptx.count("cvt.rn.bf16.f32") == of_ranks * elements, "each rank's product is rounded"
+
+
+@pytest.mark.parametrize("tile", [TILES_OF_LOGITS[512], MANY_ROWS])
+def test_logits_are_one_chain_of_matrix_instructions_over_tiles_that_one_copy_brings(tile):
+    """The bits of logits rest on this: sixteen products an instruction, ascending, whatever the tile."""
+    types = {"hidden": f"tensordesc<bf16[{tile.m}, {tile.k}]>", "weight": f"tensordesc<bf16[{tile.n}, {tile.k}]>"}
+    constants = {"K": 4096, "TILE_M": tile.m, "TILE_N": tile.n, "TILE_K": tile.k, "PROGRAMS": 132}
+    types |= {"out_ptr": "*fp32"}
+    ptx = ptx_for_hopper(_tma_logits_kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages)
+    assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", ptx)) == {f"m64n{tile.n}k16.f32.bf16.bf16"}
+    assert "cp.async.bulk.tensor.2d" in ptx and "cp.async.cg" not in ptx
 
 
 @pytest.mark.parametrize(("capability", "count"), [(89, 0), (90, 1), (100, 1)])

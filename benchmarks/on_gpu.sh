@@ -67,8 +67,8 @@ P
 export -f test_files sanitizer sustained demo diff_precisions
 export out
 
-parts=(operations quantizers gemms experts sanitizer gemm sustained chain mixture linear mlp ranks products cachetests
-    cache behind quant full exact exact8k families cost mismatch demo diff decode phases)
+parts=(operations quantizers gemms experts sanitizer gemm sustained chain mixture variants linear mlp ranks products
+    cachetests cache behind quant full exact exact8k families cost mismatch demo diff decode phases)
 if (($#)); then chosen=("$@"); else chosen=("${parts[@]}"); fi
 for name in "${chosen[@]}"; do
     [[ " ${parts[*]} " == *" $name "* ]] || { echo "$name is not a part; choose from: ${parts[*]}" >&2; exit 2; }
@@ -85,6 +85,7 @@ part 600 gemm python3 -m jetrl_verl.cli bench gemm --out "$out/gemm.json"
 part 600 sustained bash -c sustained
 part 300 chain python3 benchmarks/decode_chain_on_gpu.py --timeline --out "$out/chain.json"
 part 150 mixture python3 benchmarks/experts_on_gpu.py --timeline --out "$out/mixture.json"
+part 180 variants python3 benchmarks/experts_variants_on_gpu.py --out "$out/variants.json"
 part 300 linear python3 -m jetrl_verl.cli bench linear --out "$out/linear.json"
 part 200 mlp python3 benchmarks/gated_mlp_on_gpu.py --out "$out/mlp.json"
 part 200 ranks python3 benchmarks/ranks_on_gpu.py --out "$out/ranks.json"

@@ -2,14 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of a published shape with random weights, and raw data in a published format: what a recipe needs, made here.
 
-    python3 -m benchmarks.published_shapes model qwen3_8b FOLDER [--layers 8] [--tiny]
+    python3 -m benchmarks.published_shapes model qwen3_8b FOLDER [--layers 8] [--ends 1024] [--tiny]
     python3 -m benchmarks.published_shapes data gsm8k FOLDER [--rows 64]
 
 A model has the dimensions, heads, rotary settings and vocabulary of its namesake, and as many tokens: entries of the
 vocabulary without a token are part of what has to agree between trainer and rollout. The tokenizer writes text byte by
 byte (no merges were learnt), and its other tokens decode to words that no encoder produces, so a prompt is three to
 four times as long as the namesake's and a random policy's response is text. Chat markup and special tokens are the
-family's. A random policy hardly ever ends a response, so all responses have the length that the job allows.
+family's. A random policy hardly ever ends a response, so all responses have the length that the job allows. With
+``--ends N`` every N-th token of the vocabulary ends one (``eos_token_id`` of ``generation_config.json``, a list): their
+lengths then spread about N as those of a policy that answers do.
 
 Data are made-up problems in the raw format of each data set, for ``recipes/*/prepare_data.py --local-dir``.
 """
@@ -234,11 +236,14 @@ def build_tokenizer(published: Published):
     )
 
 
-def write_model(published: Published, folder: Path, layers: int | None = None, seed: int = 0) -> None:
+def write_model(
+    published: Published, folder: Path, layers: int | None = None, seed: int = 0, ends: int | None = None
+) -> None:
     """Write weights (BF16, drawn as transformers initialises the family), configuration and tokenizer to ``folder``.
 
     Args:
         layers: of the decoder, the published number if None.
+        ends: every so manieth token of the vocabulary ends a response; the family's own alone if None.
     """
     import torch
     import transformers
@@ -255,13 +260,17 @@ def write_model(published: Published, folder: Path, layers: int | None = None, s
     torch.manual_seed(seed)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if ends:
+        # Words only: a special token may be part of a prompt.
+        model.generation_config.eos_token_id = [tokenizer.eos_token_id, *range(ends - 1, published.words, ends)]
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)  # last: who finds it finds the weights
 
 
-def write_model_apart(name: str, folder: Path, small: bool) -> None:
+def write_model_apart(name: str, folder: Path, small: bool, layers: int | None = None, ends: int | None = None) -> None:
     """:func:`write_model` of a published shape, in a process of its own: this one then holds no memory of a GPU."""
     words = ["model", name, str(folder), *(["--tiny"] if small else [])]
+    words += [*(["--layers", str(layers)] if layers else []), *(["--ends", str(ends)] if ends else [])]
     subprocess.run([sys.executable, "-m", "benchmarks.published_shapes", *words], cwd=ROOT, check=True)
 
 
@@ -328,6 +337,7 @@ def main(words: Sequence[str] | None = None) -> None:
     model.add_argument("name", choices=PUBLISHED)
     model.add_argument("folder", type=Path)
     model.add_argument("--layers", type=int, help="instead of the published number")
+    model.add_argument("--ends", type=int, help="every so manieth token ends a response")
     model.add_argument("--tiny", action="store_true", help="two narrow layers, for trying out")
     data = commands.add_parser("data", help="write raw data of a recipe")
     data.add_argument("name", choices=RAW)
@@ -338,7 +348,7 @@ def main(words: Sequence[str] | None = None) -> None:
         write_data(options.name, options.folder, options.rows)
     else:
         published = PUBLISHED[options.name]
-        write_model(tiny(published) if options.tiny else published, options.folder, options.layers)
+        write_model(tiny(published) if options.tiny else published, options.folder, options.layers, ends=options.ends)
 
 
 if __name__ == "__main__":

@@ -2,49 +2,82 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every recipe takes real steps by its own script on one GPU: ``benchmarks/recipes_on_gpu.sh OUT [run ...]``.
 
-    benchmarks/recipes_on_gpu.sh OUT                                  # every run below, more than an hour on one H200
+    benchmarks/recipes_on_gpu.sh OUT --plan                           # what each run plans with; takes none
+    benchmarks/recipes_on_gpu.sh OUT --no-validation --seconds 560    # every run below, three at once; then again,
+    benchmarks/recipes_on_gpu.sh OUT --no-validation --seconds 560    # which takes those that are missing
     benchmarks/recipes_on_gpu.sh OUT gsm8k deepscaler_8k:jet_fp8      # these; a recipe alone means its precisions
-    benchmarks/recipes_on_gpu.sh OUT gsm8k:bf16 --seconds 580         # of a call that may take ten minutes
+    benchmarks/recipes_on_gpu.sh OUT gsm8k:jet_fp8 --whole            # all 36 layers, by itself, offloading
     benchmarks/recipes_on_gpu.sh OUT --tiny gsm8k:bf16                # two narrow layers on a CPU, to try this out
 
 A run is a recipe's script with ``GPUS_PER_NODE=1``, a model of the published shape with random weights and data in the
-published format (published_shapes.py). Changed are the batch, where one GPU asks for it the rollout's share of memory,
-where parameters and optimizer are kept while others work, the optimizer's moments (8 bits at 7B and 8B), how long
-validation is, what is saved (the policy that deepscaler's second stage starts from, else nothing: 50 GB at 8B), and
-the reward, which a coin decides after the recipe's own was computed (coin_reward.py). All of it is printed with the
-run.
+published format (published_shapes.py). Runs share the GPU (side_by_side.py): what is asked is whether a recipe takes
+its steps, so their seconds are those of a GPU that others use, too. Changed are, and printed with the run:
 
-OUT gets ``recipes.json``, after each run, and each run's log and metrics; a later call with the same OUT adds to it.
-The table at the end has the median seconds of each phase behind the first step; ``k3 kl`` is the largest of all steps.
-A run that fails does not stop the next. Exit status 1 if one failed, or took too few steps.
+- the batch and the tokens of a micro-batch; layers of the 7B and 8B models (8 of 28 to 36) and their moments (8 bits)
+- the rollout's cache, which vLLM does not measure then, since others change the free memory meanwhile
+- responses end, by a list of tokens in the model's generation config, after 1024 tokens in the mean
+- helpers: one agent loop, one reward worker, no dashboard
+- how long validation is, and what is saved: the policy that deepscaler's second stage starts from, else nothing
+- the reward, which a coin decides after the recipe's own was computed (coin_reward.py)
 
-``--seconds`` is how long a call may take: the run that is under way then is ended, and the steps that it logged count.
-``--no-validation`` leaves out the validation behind the last step, whose responses are as long as a step's.
+``--whole`` takes one run at a time with all layers, parameters and optimizer on the host while others work, and the
+recipe's share of the GPU for the rollout. OUT gets ``recipes.json`` after each run, and each run's log and metrics. A
+later call with the same OUT takes what has not ended well with the same build (``--again``: all that it names), and
+``--add FILE`` takes over the results of another machine of the same kind. The table at the end has the median seconds
+of each phase behind the first step; ``k3 kl`` is the largest of all steps. A run that fails does not stop the next.
+Exit status 1 if one failed, took too few steps or was left for want of time.
+
+``--seconds`` is how long a call may take: runs under way then are ended, and the steps that they logged count. No run
+begins in less time than half of the others needed. ``--no-validation`` leaves out the validation behind the last step,
+whose responses are as long as a step's.
 """
 
 import argparse
-import functools
+import fcntl
 import math
+import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.published_shapes import SHARED_ON_A_CPU, is_mixture, write_data, write_model_apart
-from benchmarks.verl_runs import FIGURES, Results, environment_of, fresh_folder, run_verl, take_all
-from jetrl_verl.tools.demo.overrides import words_on_a_cpu
+from benchmarks.published_shapes import PUBLISHED, SHARED_ON_A_CPU, is_mixture, write_data, write_model_apart
+from benchmarks.recipe_memory import CACHE, Plan, plan, table_of_plans
+from benchmarks.side_by_side import Planned, SideBySide, gpu_gib, write_found
+from benchmarks.verl_runs import (
+    FIGURES,
+    Results,
+    add_files,
+    compile_bytecode,
+    environment_of,
+    fresh_folder,
+    run_verl,
+)
+from jetrl_verl.tools.demo.overrides import words_of_one_machine, words_on_a_cpu
 from jetrl_verl.tools.launch import RunPaths, quote
+from jetrl_verl.tools.process_tree import Interrupted, signals_raise
 from jetrl_verl.tools.provenance import provenance
 
 ROOT = Path(__file__).parents[1]
 STEPS = 3
 PRECISIONS = ("bf16", "fp8_rollout", "jet_fp8")
 EXACT = "jet_fp8_exact"
+
+AT_ONCE = 3
+"""Runs that share a GPU of 140 GB and 16 cores: two of 54 GiB, or three of 45, and 38 GB of the host's memory each."""
+
+LAYERS = 8
+"""Of the 7B and 8B models, where runs share the GPU: 2.8 to 3.0 billion parameters, two fifths of them the
+vocabulary's."""
+
+ENDS = 1024
+"""Tokens of a response in the mean: a random policy would go on to the end, 16,384 tokens in a recipe of these."""
 
 EIGHT_BIT = (
     "actor_rollout_ref.actor.optim.optimizer_impl=torchao.optim",
@@ -54,11 +87,21 @@ OFFLOAD = (
     "actor_rollout_ref.actor.fsdp_config.param_offload=True",
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True",
 )
-"""7B and 8B: FP32 weights, gradients and both moments would be 16 bytes a parameter beside the rollout's."""
+"""A whole 7B or 8B: FP32 weights, gradients and both moments would be 16 bytes a parameter beside the rollout's."""
+
+BESIDE_OTHERS = (
+    *(word.replace("True", "False") for word in OFFLOAD),
+    # vLLM asks for so much at its start and takes CACHE whatever it is.
+    "actor_rollout_ref.rollout.gpu_memory_utilization=0.05",
+    f"++actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes={CACHE}",
+    # Ray's bookkeeping in each run's own cluster: each actor claims a core, most of them wait.
+    "ray_kwargs.ray_init.num_cpus=16",
+)
+"""Of runs that share the GPU. None offloads: three runs' parameters on the host are more than it has beside them."""
 
 LESS_CACHE = ("actor_rollout_ref.rollout.gpu_memory_utilization=0.7",)
-"""1.5B: weights and moments, 21 GB, stay on the GPU beside the rollout, and no other GPU holds a part of them. With the
-recipe's 0.85 the two need more than an H200 has, from the second step on."""
+"""1.5B alone: weights and moments, 21 GB, stay on the GPU beside the rollout, and no other GPU holds a part of them.
+With the recipe's 0.85 the two need more than an H200 has, from the second step on."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +110,10 @@ class Recipe:
 
     Attributes:
         script: below recipes/. model: of ``PUBLISHED``. data: recipe whose raw data it uses. prompts: a step's,
-        ``samples`` responses each; ``None`` leaves the recipe's. settings: variables that the script reads.
-        words: further overrides. precisions: that it runs under.
-        continues: recipe whose policy, saved last, this one starts from. saves: whether another one starts from its.
+        ``samples`` responses each. tokens: of a micro-batch, the longest prompt and response at least.
+        settings: variables that the script reads. words: further overrides. alone: those of a ``--whole`` run.
+        layers: of a run beside others, all if None. precisions: that it runs under.
+        continues: recipe whose policy, saved last, this one starts from.
     """
 
     script: str
@@ -77,15 +121,23 @@ class Recipe:
     data: str
     prompts: int
     samples: int
+    tokens: int
     settings: Mapping[str, str] = field(default_factory=dict)
     words: tuple[str, ...] = ()
+    alone: tuple[str, ...] = OFFLOAD
+    layers: int | None = None
     precisions: tuple[str, ...] = PRECISIONS
     continues: str = ""
-    saves: bool = False
 
 
 def _math(script: str, model: str, **settings: str) -> Recipe:
-    return Recipe(f"jetrl_paper/{script}", model, "jetrl_paper", 4, 5, settings, (*EIGHT_BIT, *OFFLOAD))
+    return Recipe(f"jetrl_paper/{script}", model, "jetrl_paper", 4, 5, 9216, settings, EIGHT_BIT, layers=LAYERS)
+
+
+def _deepscaler(stage: str, prompts: int, samples: int, tokens: int, continues: str = "") -> Recipe:
+    script, model = "deepscaler/run_r1_distill_qwen_1_5b.sh", "r1_distill_qwen_1_5b"
+    sizes, stage_of = (prompts, samples, tokens), {"STAGE": stage}
+    return Recipe(script, model, "deepscaler", *sizes, stage_of, alone=LESS_CACHE, continues=continues)
 
 
 RECIPES: dict[str, Recipe] = {
@@ -95,45 +147,33 @@ RECIPES: dict[str, Recipe] = {
         "gsm8k",
         prompts=16,
         samples=5,
-        words=(*EIGHT_BIT, *OFFLOAD),
+        tokens=8192,
+        words=EIGHT_BIT,
+        layers=LAYERS,
         precisions=(*PRECISIONS, EXACT),
     ),
-    "deepscaler_8k": Recipe(
-        "deepscaler/run_r1_distill_qwen_1_5b.sh",
-        "r1_distill_qwen_1_5b",
-        "deepscaler",
-        prompts=4,
-        samples=8,
-        settings={"STAGE": "8k"},
-        words=LESS_CACHE,
-        precisions=(*PRECISIONS, EXACT),
-        saves=True,
-    ),
-    "deepscaler_16k": Recipe(
-        "deepscaler/run_r1_distill_qwen_1_5b.sh",
-        "r1_distill_qwen_1_5b",
-        "deepscaler",
-        prompts=2,
-        samples=16,
-        settings={"STAGE": "16k"},
-        words=LESS_CACHE,
-        continues="deepscaler_8k",
-    ),
+    "deepscaler_8k": _deepscaler("8k", 4, 8, 9216),
     "dapo_7b": Recipe(
         "dapo/run_qwen2_5_7b.sh",
         "qwen2_5_7b",
         "dapo",
         prompts=4,
-        samples=4,
+        samples=8,  # of 4, one group in eight has equal rewards by chance, and its replacement is one more generation
+        tokens=10240,
         settings={"MAX_RESPONSE_LENGTH": "8192", "SP": "1"},
-        words=EIGHT_BIT,  # the script offloads by itself
+        words=EIGHT_BIT,
+        layers=LAYERS,
     ),
-    # 30B parameters and their moments take more than one GPU: the same recipe with a model of its proportions.
-    "qwen3_moe": Recipe("qwen3_moe/run_qwen3_30b_a3b_base.sh", "qwen3_moe_3b", "qwen3_moe", prompts=16, samples=5),
     "paper_qwen3_8b": _math("run_qwen3_8b_base.sh", "qwen3_8b", RESPONSE="8k"),
+    "deepscaler_16k": _deepscaler("16k", 2, 16, 17408, "deepscaler_8k"),
     "paper_qwen2_5_7b": _math("run_qwen2_5_7b.sh", "qwen2_5_7b", RESPONSE="8k"),
     "paper_llama3_1_8b": _math("run_llama3_1_8b.sh", "llama3_1_8b", RESPONSE="8k", DATASET="deepmath"),
+    # 30B parameters and their moments take more than one GPU: the same recipe with a model of its proportions.
+    "qwen3_moe": Recipe(
+        "qwen3_moe/run_qwen3_30b_a3b_base.sh", "qwen3_moe_3b", "qwen3_moe", prompts=16, samples=5, tokens=8192
+    ),
 }
+"""What was asked for first stands first: a call whose time is up has taken that."""
 
 SAME = (
     # Where the rollout's log-probabilities are not asked for, there is no k3_kl; the other precisions set it.
@@ -146,10 +186,11 @@ SAME = (
 )
 """Overrides of every run."""
 
+SAVED = ("actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",)
 NOTHING_SAVED = ("trainer.save_freq=-1",)
 
 DISK = 25e9
-"""Bytes that the largest model and what a run writes take."""
+"""Bytes that the largest model, whole, and what a run writes take."""
 
 TINY = (
     "data.max_prompt_length=384",
@@ -165,32 +206,58 @@ TINY = (
 console = Console(width=170)
 
 
+@contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Hold a folder against other runs' programs while it is written; released also where a program is killed."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 @dataclass(frozen=True)
 class Job:
-    """What all runs share: where they write, and whether they are ``tiny`` ones on a CPU."""
+    """What all runs share: where they write, whether they are ``tiny`` ones on a CPU, how many there are at once, and
+    whether a model keeps all its layers, which takes the GPU alone."""
 
     out: Path
     tiny: bool
     validates: bool = True
     ends: float = math.inf
+    at_once: int = AT_ONCE
+    whole: bool = False
 
-    def model(self, name: str) -> Path:
-        """Folder of a model, written where it is not there yet; where the disk is nearly full, the others go first."""
-        folder = self.out / "models" / name
-        if not (folder / "tokenizer.json").exists():
-            if shutil.disk_usage(self.out).free < DISK and not self.tiny:
-                shutil.rmtree(folder.parent, ignore_errors=True)
-            write_model_apart(name, folder, self.tiny)
+    def layers(self, recipe: Recipe) -> int | None:
+        """Layers of the model of a run, all if None."""
+        return None if self.whole or self.tiny else recipe.layers
+
+    def plan(self, recipe: Recipe) -> Plan:
+        """Memory that a run beside others takes."""
+        return plan(recipe.model, recipe.layers, recipe.tokens, set(EIGHT_BIT) <= set(recipe.words))
+
+    def model(self, recipe: Recipe) -> Path:
+        """Folder of a recipe's model, written where it is not there yet. Where whole models have nearly filled the
+        disk, the others go first; nobody reads them then."""
+        layers = self.layers(recipe)
+        folder = self.out / "models" / (f"{recipe.model}-{layers}_layers" if layers else recipe.model)
+        with one_at_a_time(folder):
+            if not (folder / "tokenizer.json").exists():
+                if self.whole and shutil.disk_usage(self.out).free < DISK:
+                    for other in folder.parent.glob("*/"):
+                        shutil.rmtree(other, ignore_errors=True)
+                write_model_apart(recipe.model, folder, self.tiny, layers, None if self.tiny else ENDS)
         return folder
 
     def data(self, recipe: str) -> Path:
         """Folder of a recipe's data, prepared by the recipe's own program."""
         folder = self.out / "data" / recipe
-        if not folder.exists():
-            raw = self.out / "raw" / recipe
-            write_data(recipe, raw)
-            prepare = [sys.executable, "-m", f"recipes.{recipe}.prepare_data", "--local-dir", raw, "--out", folder]
-            subprocess.run(prepare, cwd=ROOT, check=True)
+        with one_at_a_time(folder):
+            if not folder.exists():
+                raw, written = self.out / "raw" / recipe, folder.with_name(f"{recipe}.partial")
+                write_data(recipe, raw)
+                prepare = [sys.executable, "-m", f"recipes.{recipe}.prepare_data", "--local-dir", raw, "--out", written]
+                subprocess.run(prepare, cwd=ROOT, check=True)
+                written.rename(folder)
         return folder
 
     def paths(self, name: str, precision: str) -> RunPaths:
@@ -200,25 +267,48 @@ class Job:
     def start_of(self, recipe: Recipe, precision: str) -> Path:
         """Folder of the policy that a run starts from."""
         if not recipe.continues:
-            return self.model(recipe.model)
+            return self.model(recipe)
         saved = self.paths(recipe.continues, precision).folder.rglob(f"global_step_{STEPS}/actor/huggingface")
         return next(saved, Path(f"{recipe.continues}:{precision} has not saved a policy"))
 
-    def words(self, recipe: Recipe) -> list[str]:
+    def words(self, name: str, precision: str) -> list[str]:
         """Overrides of a run: the batch, what one GPU needs, what is the same for all, what a CPU needs."""
-        saving = ("actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",) if recipe.saves else NOTHING_SAVED
+        recipe = RECIPES[name]
+        saved = any(other.continues == name and precision in other.precisions for other in RECIPES.values())
         words = [
             f"data.train_batch_size={recipe.prompts}",
             f"actor_rollout_ref.actor.ppo_mini_batch_size={recipe.prompts // 2}",
+            f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={recipe.tokens}",
             f"actor_rollout_ref.rollout.n={recipe.samples}",
+            f"actor_rollout_ref.rollout.max_num_seqs={recipe.prompts * recipe.samples}",
             *recipe.words,
             *SAME,
-            *saving,
+            *(SAVED if saved else NOTHING_SAVED),
             f"trainer.test_freq={STEPS if self.validates else -1}",
         ]
         if self.tiny:
-            words += [*TINY, *words_on_a_cpu()]
-        return words
+            shared = [SHARED_ON_A_CPU] if precision == "jet_fp8" and is_mixture(recipe.model) else []
+            return [*words, *TINY, *words_on_a_cpu(), *shared]
+        return [*words, *words_of_one_machine(), *(recipe.alone if self.whole else BESIDE_OTHERS)]
+
+    def said(self, name: str, precision: str) -> str:
+        """One line with all that is changed in a run."""
+        recipe = RECIPES[name]
+        settings = [f"{key}={value}" for key, value in recipe.settings.items()]
+        layers, published = self.layers(recipe), PUBLISHED[recipe.model].fields["num_hidden_layers"]
+        layers = "2 narrow" if self.tiny else f"{layers or published} of {published}"
+        of = f"{layers} layers of {recipe.model}, PRECISION={precision}"
+        return f"{name} ({of}): {' '.join([*settings, recipe.script, *self.words(name, precision)])}"
+
+    def environment(self, paths: RunPaths) -> dict[str, str]:
+        """Of a run. Those beside others share the cores."""
+        environment = environment_of(paths, self.tiny)
+        environment.pop("VERL_FILE_LOGGER_PATH")  # the script sets it
+        if not self.tiny:
+            threads = max(1, (os.cpu_count() or 1) // self.at_once)
+            environment.setdefault("OMP_NUM_THREADS", str(threads))
+            environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(4, threads)))
+        return environment
 
     def take_steps(self, name: str, precision: str) -> dict:
         """One run's figures and exit status."""
@@ -226,9 +316,7 @@ class Job:
         if recipe.continues and not self.start_of(recipe, precision).exists():
             return {"status": 1, "errors": [str(self.start_of(recipe, precision))]}
         fresh_folder(paths)
-        environment = environment_of(paths, self.tiny)
-        environment.pop("VERL_FILE_LOGGER_PATH")  # the script sets it
-        environment |= recipe.settings
+        environment = self.environment(paths) | recipe.settings
         environment |= {
             "PRECISION": precision,
             "GPUS_PER_NODE": "1",
@@ -238,12 +326,35 @@ class Job:
             "METRICS": str(paths.metrics),
             "PYTHON": sys.executable,
         }
-        shared = [SHARED_ON_A_CPU] if self.tiny and precision == "jet_fp8" and is_mixture(recipe.model) else []
-        words = [*self.words(recipe), *shared, f"hydra.run.dir={quote(paths.folder / 'hydra')}"]
-        settings = " ".join(f"{key}={value}" for key, value in recipe.settings.items())
-        say(f"{name} {precision}: {settings} {recipe.script} {' '.join(words)}")
+        words = [*self.words(name, precision), f"hydra.run.dir={quote(paths.folder / 'hydra')}"]
         command = ["bash", str(ROOT / "recipes" / recipe.script), *words]
         return {"words": words, **run_verl(command, environment, paths, STEPS, self.ends)}
+
+    def planned(self, name: str, precision: str) -> Planned:
+        """A run as a program of its own."""
+        recipe, folder = RECIPES[name], self.out / "programs"
+        options = ["--at-once", str(self.at_once)]
+        options += [word for word, chosen in (("--tiny", self.tiny), ("--whole", self.whole)) if chosen]
+        options += [] if self.validates else ["--no-validation"]
+        one = f"{name}:{precision}"
+        command = [sys.executable, "-m", "benchmarks.recipes", str(self.out), *options, "--one", one, "--seconds"]
+        return Planned(
+            name_of(name, precision),
+            command,
+            self.found(name, precision),
+            folder / f"{name}-{precision}.log",
+            0.0 if self.tiny or self.whole else self.plan(recipe).peak,
+            name_of(recipe.continues, precision) if recipe.continues else None,
+        )
+
+    def found(self, name: str, precision: str) -> Path:
+        """What a run's program leaves."""
+        return self.out / "programs" / f"{name}-{precision}.json"
+
+
+def name_of(name: str, precision: str) -> dict[str, str]:
+    """What names a run in the results."""
+    return {"recipe": name, "precision": precision}
 
 
 def chosen(words: Sequence[str]) -> list[tuple[str, str]]:
@@ -262,7 +373,49 @@ def chosen(words: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def say(line: str) -> None:
-    console.print(line, markup=False, highlight=False)
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def show_plans(job: Job, runs: Sequence[tuple[str, str]]) -> None:
+    """The table of what each recipe plans with, and what is changed in each."""
+    recipes = {name: (RECIPES[name], precision) for name, precision in reversed(runs)}
+    rows = {}
+    for name in [name for name in RECIPES if name in recipes]:
+        recipe, precision = recipes[name]
+        bits = "8 bits" if set(EIGHT_BIT) <= set(recipe.words) else "FP32"
+        layers = str(recipe.layers or PUBLISHED[recipe.model].fields["num_hidden_layers"])
+        rows[name] = (recipe.model, layers, bits, str(recipe.tokens)), job.plan(recipe)
+        say(job.said(name, precision))
+    if not job.tiny and not job.whole:
+        console.print(table_of_plans(rows))
+
+
+def take_one(job: Job, run: tuple[str, str]) -> int:
+    """The program of one run."""
+    with signals_raise():
+        try:
+            write_found(job.found(*run), lambda: job.take_steps(*run))
+        except Interrupted as interrupted:
+            return 128 + interrupted.signal
+    return 0
+
+
+def take_side_by_side(job: Job, results: Results, runs: Sequence[tuple[str, str]]) -> int:
+    """Take ``runs``, and the table of all that the file holds last, also behind a SIGTERM or a Ctrl-C."""
+    show_plans(job, runs)
+    compiled = compile_bytecode(console)
+    job.model(RECIPES[runs[0][0]])  # meanwhile
+    compiled()
+    gib = math.inf if job.tiny or job.whole else gpu_gib()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    with signals_raise():
+        try:
+            beside = SideBySide(results, environment, job.at_once, gib, job.ends, console)
+            return beside.take([job.planned(*run) for run in runs])
+        except Interrupted as interrupted:
+            return 128 + interrupted.signal
+        finally:
+            results.show(FIGURES, console)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -271,20 +424,41 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("runs", nargs="*", metavar="RECIPE[:PRECISION]", help=f"of {', '.join(RECIPES)}")
     parser.add_argument("--seconds", type=float, default=math.inf, help="that this call may take, no limit if not set")
+    parser.add_argument("--at-once", type=int, help=f"runs that share the GPU, {AT_ONCE} if not set, 1 with --whole")
+    parser.add_argument("--whole", action="store_true", help="all layers, one run at a time")
     parser.add_argument("--no-validation", action="store_true", help="leave out the validation behind the last step")
+    parser.add_argument("--again", action="store_true", help="also what has ended well already")
+    parser.add_argument(
+        "--add", type=Path, nargs="+", default=[], metavar="FILE", help="recipes.json of other machines"
+    )
+    parser.add_argument("--plan", action="store_true", help="show what each run plans with, and take none")
     parser.add_argument("--tiny", action="store_true", help="two narrow layers on a CPU, to try this out")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args(words)
-    job = Job(options.out.resolve(), options.tiny, not options.no_validation, began + options.seconds)
+    if options.whole and (options.at_once or 1) > 1:
+        parser.error("--at-once is not supported with --whole: a whole model takes the GPU alone")
+    at_once = options.at_once or (1 if options.whole else AT_ONCE)
+    validates = not options.no_validation
+    job = Job(options.out.resolve(), options.tiny, validates, began + options.seconds, at_once, options.whole)
     job.out.mkdir(parents=True, exist_ok=True)
     try:
-        runs = chosen(options.runs)
+        runs = chosen([options.one] if options.one else options.runs)
     except ValueError as error:
         parser.error(str(error))
-    settings = {"build": provenance(), "tiny": job.tiny, "validates": job.validates}
-    results = Results(job.out / "recipes.json", ("recipe", "precision"), settings)
-    named = [({"recipe": name, "precision": precision}, (name, precision)) for name, precision in runs]
-    steps = [(name, functools.partial(job.take_steps, *run)) for name, run in named]
-    return take_all(results, steps, FIGURES, job.ends, console)
+    if options.one:
+        return take_one(job, runs[0])
+    if options.plan:
+        show_plans(job, runs)
+        return 0
+    settings = {"tiny": job.tiny, "validates": job.validates, "whole": job.whole}
+    results = Results(job.out / "recipes.json", ("recipe", "precision"), settings, provenance())
+    add_files(results, options.add, parser.error)
+    if not options.again:
+        runs = [run for run in runs if not results.done(name_of(*run))]
+    if not runs:
+        results.show(FIGURES, console)
+        return 0
+    return take_side_by_side(job, results, runs)
 
 
 if __name__ == "__main__":

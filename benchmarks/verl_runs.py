@@ -1,7 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of real verl as the benchmarks start them, one after another: the environment, the time that they may take,
-figures of the steps, and a file of results that is whole after each run.
+"""Runs of real verl as the benchmarks start them: the environment, the time that they may take, how long they take to
+start, figures of the steps, and a file of results that is whole after each run and adds up over calls.
 """
 
 import json
@@ -19,9 +19,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from jetrl_verl.tools.bytecode import folders_without, start_compiling
 from jetrl_verl.tools.launch import RunPaths, build_environment
 from jetrl_verl.tools.process_tree import Interrupted, ProcessTree, signals_raise
-from jetrl_verl.tools.progress import last_errors
+from jetrl_verl.tools.progress import GrowingFile, last_errors
+from jetrl_verl.tools.provenance import builds_note, same_build
 from jetrl_verl.tools.report import Run, load_run
 
 PHASES = ("gen", "old_log_prob", "ref", "update_actor", "update_weights", "step")
@@ -31,11 +33,75 @@ TIME_UP = 124
 """Status of a run that the benchmark ended or did not begin, since its own time was up; as of ``timeout``."""
 
 
+START = (
+    ("driver", "Started a local Ray instance"),
+    ("task_runner", "create worker group"),
+    ("load", "Before FSDP, memory allocated"),
+    ("wrap", "actor and ref model engine initialized"),
+    ("vllm_load", "Capturing CUDA graphs"),
+    ("vllm_capture", "all initialize finished, ready to fit"),
+    ("first_sync", "Training Progress:"),
+)
+"""Phases of a start and the line of verl's or vLLM's log that ends each: the driver's imports and Ray; the imports of
+the process that trains, and data; a worker's imports and the model, read and cast to FP32 on the host; FSDP; three
+processes' imports, vLLM's model and what it compiles; CUDA graphs; the first weight sync. Behind them: step 1. A line
+that is missing (no CUDA graphs on a CPU) adds its phase to the next one."""
+
+
+def compile_bytecode(console: Console) -> Callable[[], None]:
+    """Begin to compile what a run's processes import, where that is missing; the function waits for its end.
+
+    A fresh machine has none. Six processes that start one after another then compile the same files for 20 to 50 s
+    each; all cores do it once in a quarter of a minute.
+    """
+    missing, began = folders_without(), time.monotonic()
+    compiling = start_compiling(missing)
+
+    def wait() -> None:
+        if compiling is not None:
+            compiling.wait()
+            words = f"bytecode of {', '.join(map(str, missing))}: {time.monotonic() - began:.0f} s"
+            console.print(words, markup=False, highlight=False, soft_wrap=True)
+
+    return wait
+
+
 def environment_of(paths: RunPaths, cpu: bool) -> dict[str, str]:
     """Environment of a run whose metrics go to ``paths.metrics``."""
     environment = build_environment(paths, "cpu" if cpu else "cuda")
-    # vLLM calls ninja by name.
-    return environment | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"}
+    return environment | {
+        # vLLM calls ninja by name.
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}",
+        # Ray ends workers where the memory that it sees is nearly full. A virtual machine whose memory grows as it is
+        # used shows it a quarter of what there is.
+        "RAY_memory_monitor_refresh_ms": "0",
+    }
+
+
+class Start:
+    """When a run got to the ends of ``START``, by its growing log; ``seconds`` of each phase that ended."""
+
+    def __init__(self, log: Path) -> None:
+        self._lines, self._began, self._left = GrowingFile(log), time.monotonic(), list(START)
+        self.seconds: dict[str, float] = {}
+
+    def update(self) -> None:
+        """Read what the log has got since the last call."""
+        for line in self._lines.lines():
+            for place, (name, text) in enumerate(self._left):
+                if text in line:
+                    self._end(name, place + 1)
+                    break
+
+    def first_step_is_there(self) -> None:
+        """The run has logged a step; a second call does nothing."""
+        if "first_step" not in self.seconds:
+            self._end("first_step", len(self._left))
+
+    def _end(self, name: str, phases: int) -> None:
+        now = time.monotonic()
+        self.seconds[name] = round(now - self._began, 1)
+        self._began, self._left = now, self._left[phases:]
 
 
 def run_verl(
@@ -47,16 +113,22 @@ def run_verl(
         ends: when to end it, by ``time.monotonic()``; what it logged until then counts.
 
     Returns:
-        ``status`` (1 too where it took fewer than ``steps`` steps, ``TIME_UP`` where its time was), ``seconds``, and
-        :func:`figures` of what it logged; ``errors`` of a run that failed.
+        ``status`` (1 too where it took fewer than ``steps`` steps, ``TIME_UP`` where its time was), ``seconds``,
+        ``start_s`` (seconds of the phases of its start, see ``START``), and :func:`figures` of what it logged;
+        ``errors`` of a run that failed.
     """
     started = time.monotonic()
     with ProcessTree(command, environment, paths.log) as tree:
+        start = Start(paths.log)
         for _ in tree.follow():
+            start.update()
+            if _has_metrics(paths):
+                start.first_step_is_there()
             if time.monotonic() > ends:
                 break
         status = tree.poll()
     found = {"status": TIME_UP if status is None else status, "seconds": round(time.monotonic() - started, 1)}
+    found["start_s"] = start.seconds
     found |= figures(load_run(paths.folder)) if _has_metrics(paths) else {"steps": 0}
     if status == 0 and found["steps"] != steps:
         found["status"] = 1
@@ -74,16 +146,17 @@ def _has_metrics(paths: RunPaths) -> bool:
 class Results:
     """A benchmark's file of results, and the runs that fill it.
 
-    A file that is there already is added to, so a benchmark may be split over several calls: a run of the same name
-    takes the place of the old one. A file of another build or other settings is kept under another name.
+    A file that is there already is added to, so a benchmark may be split over several calls, and over machines of one
+    kind: each run says what built it (``build``), and a run of the same name takes the place of the old one. A file
+    of another GPU or other settings is kept under another name.
 
     Args:
-        file: JSON. names: keys that name a run. settings: what is the same for all runs, ``build`` among it.
+        file: JSON. names: keys that name a run. settings: what is the same for all runs. build: that of this call.
     """
 
-    def __init__(self, file: Path, names: Sequence[str], settings: Mapping) -> None:
-        self.file, self._names = file, names
-        self._settings = json.loads(json.dumps(settings))
+    def __init__(self, file: Path, names: Sequence[str], settings: Mapping, build: Mapping) -> None:
+        self.file, self._names, self._build = file, names, dict(build)
+        self._settings = json.loads(json.dumps({**settings, "gpu": build.get("gpu")}))
         self.runs: list[dict] = []
         if file.exists():
             held = json.loads(file.read_text())
@@ -93,6 +166,48 @@ class Results:
             else:
                 count = len(list(file.parent.glob(f"{file.stem}.before_*{file.suffix}")))
                 file.rename(file.with_name(f"{file.stem}.before_{count}{file.suffix}"))
+
+    def add(self, other: Path) -> None:
+        """Add the runs of another such file, that of an earlier call on another machine; runs that are here stay.
+
+        Raises:
+            ValueError: it is of another GPU or other settings, so its runs do not belong into one table.
+        """
+        held = json.loads(other.read_text())
+        runs = held.pop("runs")
+        differ = [key for key in sorted({*held, *self._settings}) if held.get(key) != self._settings.get(key)]
+        if differ:
+            words = ", ".join(f"{key} {held.get(key)!r} and not {self._settings.get(key)!r}" for key in differ)
+            raise ValueError(f"the runs of {other} are of {words}, so they are not added. Leave them in a file apart.")
+        self.runs += [run for run in runs if not any(self._is(here, run) for here in self.runs)]
+        self._write()
+
+    def done(self, name: Mapping) -> bool:
+        """Whether a run has ended well and was made by this call's build."""
+        return any(
+            self._is(run, name) and run["status"] == 0 and same_build(run["build"], self._build) for run in self.runs
+        )
+
+    def put(self, name: Mapping, found: Mapping, console: Console) -> bool:
+        """Write a run down and say so; whether it failed.
+
+        One whose time was up leaves an earlier one of the same build that got as far where it is.
+        """
+        run = {**name, **found, "build": self._build}
+        if not (found["status"] == TIME_UP and self._got_as_far(run)):
+            self.runs = [here for here in self.runs if not self._is(here, name)] + [run]
+            self._write()
+        words = " ".join(map(str, name.values()))
+        said = f"{words}: status {found['status']}, {found.get('steps', 0)} steps, {found.get('seconds', 0)} s"
+        if found.get("start_s"):
+            said += f" ({', '.join(f'{phase} {seconds:.0f}' for phase, seconds in found['start_s'].items())})"
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
+        return bool(found["status"])
+
+    def _write(self) -> None:
+        partial = self.file.with_suffix(".partial")
+        partial.write_text(json.dumps({**self._settings, "runs": self.runs}, indent=1) + "\n")
+        partial.rename(self.file)
 
     def take(self, runs: Iterable[tuple[Mapping, Callable[[], dict]]], ends: float, console: Console) -> int:
         """Take each run and write it down; one that raises has failed, and the next one follows.
@@ -107,7 +222,7 @@ class Results:
         failed = False
         for name, take_steps in runs:
             if time.monotonic() > ends:
-                found = {"status": TIME_UP, "errors": ["not begun, since the benchmark's time was up"]}
+                found = not_begun()
             else:
                 try:
                     found = take_steps()
@@ -116,13 +231,14 @@ class Results:
                 except Exception as error:
                     traceback.print_exc()
                     found = {"status": 1, "errors": [f"{type(error).__name__}: {error}"]}
-            self.runs = [run for run in self.runs if not self._is(run, name)] + [{**name, **found}]
-            self.file.write_text(json.dumps({**self._settings, "runs": self.runs}, indent=1) + "\n")
-            failed |= bool(found["status"])
-            words = " ".join(map(str, name.values()))
-            said = f"{words}: status {found['status']}, {found.get('steps', 0)} steps, {found.get('seconds', 0)} s"
-            console.print(said, markup=False, highlight=False, soft_wrap=True)
+            failed |= self.put(name, found, console)
         return int(failed)
+
+    def _got_as_far(self, run: Mapping) -> bool:
+        steps = [
+            here.get("steps", 0) for here in self.runs if self._is(here, run) and same_build(here["build"], self._build)
+        ]
+        return max(steps, default=-1) >= run.get("steps", 0)
 
     def show(self, columns: Sequence[str], console: Console) -> None:
         """The table of all runs that the file holds, and why some have no figures."""
@@ -131,11 +247,30 @@ class Results:
         console.print(table(self.runs, self._names, columns))
         for run in self.runs:
             for line in run.get("errors", ()):
-                words = " ".join(str(run[name]) for name in self._names)
+                words = self._words(run)
                 console.print(f"{words}: {line}", markup=False, highlight=False, soft_wrap=True)
+        note = builds_note({self._words(run): [run["build"]] for run in self.runs}, across_builds=True)
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+
+    def _words(self, run: Mapping) -> str:
+        return " ".join(str(run[name]) for name in self._names)
 
     def _is(self, run: Mapping, name: Mapping) -> bool:
         return all(run[key] == name[key] for key in self._names)
+
+
+def not_begun() -> dict:
+    """What is known of a run for which no time was left."""
+    return {"status": TIME_UP, "errors": ["not begun, since the benchmark's time was up"]}
+
+
+def add_files(results: Results, files: Iterable[Path], error: Callable[[str], None]) -> None:
+    """:meth:`Results.add` of each file; ``error`` ends the command with one line."""
+    for file in files:
+        try:
+            results.add(file)
+        except (OSError, ValueError, KeyError) as problem:
+            error(f"{file}: {problem}")
 
 
 def take_all(

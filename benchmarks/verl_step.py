@@ -6,6 +6,8 @@
     python3 -m benchmarks.verl_step OUT --model qwen3_8b --response 1024 --rows bf16,jet_fp8 --seconds 580
     python3 -m benchmarks.verl_step OUT --model qwen3_moe_3b --rows bf16,fp8_rollout,jet_fp8 --response 1024
     python3 -m benchmarks.verl_step OUT --rows jet_fp8 --set jetrl.kv_cache=fp8 --response 16384
+    python3 -m benchmarks.verl_step OUT --engine-rows jet_fp8 --seconds 560     # and again: takes what is left
+    python3 -m benchmarks.verl_step OUT --add FILE --rows bf16                  # beside rows that another machine took
     python3 -m benchmarks.verl_step OUT --tiny                                  # two narrow layers on a CPU, to try it
 
 One GPU, packed sequences, GRPO with one update a step, no KL term, ``--sequences`` responses of one length (a random
@@ -22,9 +24,18 @@ A row that cannot run on this machine says why and is no failure; one that fails
 ``gen tok/s`` is what generation inside verl reaches, ``engine tok/s`` what the same engine reaches alone, in a process
 of its own, with the same prompts, lengths and settings: their quotient is verl's share. ``rest`` is what no phase has.
 At 16k responses, and with the 8B model, parameters and optimizer are kept in host memory while the rollout works; the
-8B model trains with 8-bit AdamW. OUT gets ``verl_step.json`` after each row; a later call with the same OUT adds to it.
-``--seconds`` is how long a call may take: the row that runs then is ended, and what it logged counts. ``--set`` adds an
-override of verl to every row of the call, and to its name in the table.
+8B model trains with 8-bit AdamW.
+
+OUT gets ``verl_step.json`` after each row. A later call with the same OUT takes the rows that have not ended well with
+the same build (``--again``: all that it names), and ``--add`` takes over rows of other machines with the same GPU, so
+that a table may be the work of several calls; rows of several builds are told apart below it. ``--seconds`` is how long
+a call may take: the row that runs then is ended, and what it logged counts; none begins in less time than the fastest
+one took. ``--engine-rows`` leaves the engine alone out for other rows. ``--set`` adds an override of verl to every row
+of the call, and to its name in the table.
+
+Beside lengths and batch, all rows differ from verl's defaults in this: vLLM is told that no more than ``--sequences``
+come at once, so it captures CUDA graphs of those sizes alone, and Ray has no dashboard. ``start_s`` of a row says where
+its start went.
 """
 
 import argparse
@@ -36,13 +47,25 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 
 from benchmarks.published_shapes import PUBLISHED, SHARED_ON_A_CPU, is_mixture, write_data, write_model_apart
 from benchmarks.recipes import EIGHT_BIT, OFFLOAD, ROOT
-from benchmarks.verl_runs import FIGURES, TIME_UP, Results, environment_of, fresh_folder, run_verl, take_all
+from benchmarks.verl_runs import (
+    FIGURES,
+    TIME_UP,
+    Results,
+    add_files,
+    compile_bytecode,
+    environment_of,
+    fresh_folder,
+    not_begun,
+    run_verl,
+    take_all,
+)
 from jetrl_verl.tools.demo.overrides import words_on_a_cpu
 from jetrl_verl.tools.launch import VERL, RunPaths, quote
 from jetrl_verl.tools.process_tree import ProcessTree
@@ -121,6 +144,7 @@ def words_of(row: str, options: argparse.Namespace, model: Path, data: Path, pat
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
         f"actor_rollout_ref.rollout.gpu_memory_utilization={options.memory}",
         f"actor_rollout_ref.rollout.max_model_len={PROMPT + options.response}",
+        f"actor_rollout_ref.rollout.max_num_seqs={options.sequences}",
         "actor_rollout_ref.rollout.calculate_log_probs=True",
         "trainer.nnodes=1",
         "trainer.n_gpus_per_node=1",
@@ -135,6 +159,7 @@ def words_of(row: str, options: argparse.Namespace, model: Path, data: Path, pat
         f"trainer.default_local_dir={quote(paths.folder / 'checkpoints')}",
         f"hydra.run.dir={quote(paths.folder / 'hydra')}",
         "++ray_kwargs.ray_init.address=local",
+        "++ray_kwargs.ray_init.include_dashboard=False",
     ]
     if options.tiny:
         shared = [SHARED_ON_A_CPU] if row == "jet_fp8" and is_mixture(options.model) else []
@@ -236,16 +261,27 @@ def derived(found: dict, sequences: int) -> dict:
     }
 
 
-def take_row(row: str, options: argparse.Namespace, model: Path, data: Path, ends: float) -> dict:
-    """Figures and exit status of one row: a run of verl, then its engine alone."""
+def fastest(results: Results, options: argparse.Namespace) -> float:
+    """Seconds of the fastest row of this job so far; 0 where none has ended well."""
+    job = {"model": options.model, "response": options.response, "status": 0}
+    took = [run["seconds"] for run in results.runs if job.items() <= run.items()]
+    return min(took, default=0.0)
+
+
+def take_row(
+    row: str, options: argparse.Namespace, model: Path, data: Path, ends: float, needed: Callable[[], float]
+) -> dict:
+    """Figures and exit status of one row: a run of verl, then its engine alone. ``needed``: seconds at least."""
     if reason := lacking(row, options.tiny, options.model):
         return {"status": None, "errors": [reason]}
+    if ends - time.monotonic() < needed():
+        return not_begun()
     settings = "".join(f"-{word.rpartition('.')[2]}" for word in options.set)
     paths = RunPaths(options.out / "runs" / f"{options.model}-{options.response}-{row}{settings}")
     fresh_folder(paths)
     words = words_of(row, options, model, data, paths)
     found = run_verl([*VERL, *words], environment_of(paths, options.tiny), paths, options.steps, ends)
-    if found["steps"] and options.engine_too and time.monotonic() < ends:
+    if found["steps"] and row in options.engine_rows and time.monotonic() < ends:
         found |= measured_alone(options.tiny, paths, ends)
     return {"words": words, **found, **derived(found, options.sequences)}
 
@@ -262,7 +298,10 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}, separated by commas")
     parser.add_argument("--seconds", type=float, default=math.inf, help="that this call may take, no limit if not set")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an override of verl's")
-    parser.add_argument("--no-engine", dest="engine_too", action="store_false", help="leave out the engine alone")
+    parser.add_argument("--engine-rows", help="whose engine is measured alone, too; all if not set")
+    parser.add_argument("--no-engine", action="store_true", help="leave out the engine alone")
+    parser.add_argument("--again", action="store_true", help="also rows that have ended well already")
+    parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="FILE", help="verl_step.json of others")
     parser.add_argument("--tiny", action="store_true", help="two narrow layers on a CPU, to try this out")
     parser.add_argument("--engine", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(words)
@@ -272,7 +311,8 @@ def main(words: list[str] | None = None) -> int:
     if options.out is None:
         parser.error("name the folder OUT")
     rows = options.rows.split(",")
-    if unknown := set(rows) - set(ROWS):
+    options.engine_rows = [] if options.no_engine else (options.engine_rows or options.rows).split(",")
+    if unknown := {*rows, *options.engine_rows} - set(ROWS):
         parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(ROWS)}")
     response, sequences = SIZES[options.tiny]
     options.response = options.response or response
@@ -282,25 +322,31 @@ def main(words: list[str] | None = None) -> int:
     out = options.out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     kept = ("sequences", "steps", "memory", "tiny")
-    settings = {"build": provenance(), **{name: getattr(options, name) for name in kept}}
-    results = Results(out / "verl_step.json", ("model", "response", "row"), settings)
+    settings = {name: getattr(options, name) for name in kept}
+    results = Results(out / "verl_step.json", ("model", "response", "row"), settings, provenance())
+    add_files(results, options.add, parser.error)
+    ends = began + options.seconds
+    named = [
+        ({"model": options.model, "response": options.response, "row": " ".join([row, *options.set])}, row)
+        for row in rows
+    ]
+    named = [(name, row) for name, row in named if options.again or not results.done(name)]
+    columns = (*(name for name in FIGURES if name not in ("grad_norm", "ref_s")), "rest_s")
+    columns += ("gen_tokens_per_s", "engine_tokens_per_s", "of_the_engine")
+    if not named:
+        results.show(columns, console)
+        return 0
     model, data = out / "models" / options.model, out / "data"
+    compiled = compile_bytecode(console)
     if not (model / "tokenizer.json").exists():
         write_model_apart(options.model, model, options.tiny)
     if not data.exists():
         write_data("gsm8k", out / "raw", rows=options.sequences * options.steps)
         prepare = [sys.executable, "-m", "recipes.gsm8k.prepare_data", "--local-dir", out / "raw", "--out", data]
         subprocess.run(prepare, cwd=ROOT, check=True)
-    ends = began + options.seconds
-    columns = (*(name for name in FIGURES if name not in ("grad_norm", "ref_s")), "rest_s")
-    columns += ("gen_tokens_per_s", "engine_tokens_per_s", "of_the_engine")
-    runs = [
-        (
-            {"model": options.model, "response": options.response, "row": " ".join([row, *options.set])},
-            functools.partial(take_row, row, options, model, data, ends),
-        )
-        for row in rows
-    ]
+    compiled()
+    needed = functools.partial(fastest, results, options)
+    runs = [(name, functools.partial(take_row, row, options, model, data, ends, needed)) for name, row in named]
     return take_all(results, runs, columns, ends, console)
 
 

@@ -21,9 +21,11 @@ PATCHED_FOR_EVERY_PRECISION = {
     "verl.utils.torch_functional": "log_probs",
     "verl.trainer.ppo.v1.replay_buffer": "replay_buffer",
     "verl.utils.model": "attention_name",
+    "verl.workers.rollout.vllm_rollout.vllm_rollout": "two_runs",
+    "verl.workers.rollout.vllm_rollout.utils": "two_runs",
 }
 """Modules of verl that get other functions, baselines included, and the module of patches/: faster ones with equal
-results, or ones that differ for ``attn_implementation=jetrl_varlen`` alone."""
+results, ones that differ for ``attn_implementation=jetrl_varlen`` alone, and a socket that no other run has."""
 
 FSDP_ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 
@@ -40,16 +42,17 @@ def _register_attention() -> None:
     register()
 
 
-def _apply(module: str) -> None:
+def _apply(target: str, module: str) -> None:
     for patch in importlib.import_module(f"jetrl_verl.patches.{module}").PATCHES:
-        patch.apply()
+        if patch.module == target:  # applying another one would import its module
+            patch.apply()
 
 
 def _install() -> None:
     when_imported("hydra", "jetrl: register", _register_with_hydra)
     when_imported(FSDP_ENGINE, "jetrl: attention", _register_attention)
     for target, module in PATCHED_FOR_EVERY_PRECISION.items():
-        when_imported(target, f"jetrl: {module}", functools.partial(_apply, module))
+        when_imported(target, f"jetrl: {module}", functools.partial(_apply, target, module))
 
     if os.environ.get("VERL_PLATFORM") == "cpu":
         from jetrl_verl import cpu_platform

@@ -30,7 +30,6 @@ from vllm.platforms import current_platform
 
 from jetrl_verl.formats.catalog import QUANTIZED_CACHE
 from jetrl_verl.formats.format import SCALE_SUFFIX
-from jetrl_verl.patches import two_runs
 from jetrl_verl.rollout.attention import share_attention_layers
 from jetrl_verl.rollout.experts import is_of_experts, load_experts
 from jetrl_verl.rollout.live import LiveMap, live_routing, place_scales
@@ -164,6 +163,3 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
             logger.error("jetrl weight sync: loading failed\n%s", traceback.format_exc())
             # Words only: the exception's traceback reaches up to the receiver's frames and their views of the buffer.
             self._jetrl_failure = f"{type(error).__name__}: {error}"
-
-
-two_runs.RECEIVER.apply()

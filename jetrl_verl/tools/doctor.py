@@ -10,6 +10,7 @@ engine is one. What the answers mean is decided here, in plain Python that impor
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -30,6 +31,7 @@ from jetrl_verl.config.environment import MIN_CAPABILITY, PINS, installed_versio
 from jetrl_verl.config.hopper_kernels import CAPABILITY, WGRAD_IN_TRITON
 from jetrl_verl.formats.catalog import FLOW, VLLM_METHODS
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
+from jetrl_verl.tools import bytecode
 
 DISTRIBUTION, ENTRY_POINT = "jetrl-verl", "jetrl"
 OK, NOTE, WRONG = "ok", "note", "wrong"
@@ -261,6 +263,7 @@ def diagnose(ray: bool = True) -> list[Finding]:
         lambda: check_vllm(answers["vllm"]),
         lambda: check_ray(answers["ray"]) if ray else (),
         lambda: check_shared_memory(),
+        lambda: check_bytecode(),
     ]
     return [finding for part in parts for finding in _surviving(part)]
 
@@ -507,6 +510,17 @@ def check_shared_memory() -> Iterator[Finding]:
         yield Finding(subject, WRONG, f"{found}, {_gib(SHARED_MEMORY_BYTES)} are needed", fix)
     else:
         yield Finding(subject, OK, found)
+
+
+def check_bytecode() -> Iterator[Finding]:
+    """What a run's processes import: without bytecode each of them compiles it again."""
+    missing = bytecode.folders_without()
+    if not missing:
+        yield Finding("bytecode", OK, "of all large packages")
+        return
+    names, command = ", ".join(sum(missing.values(), [])), bytecode.command_for(missing)
+    found = f"missing of {names}: a run starts a minute or more later; run `{shlex.join(['python3', *command[1:]])}`"
+    yield Finding("bytecode", NOTE, found)
 
 
 def _gib(size: float) -> str:

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ def build_environment(paths: RunPaths, device: str) -> dict[str, str]:
         # Before anything else Ray would start a worker for every core. verl's actors have an environment of their own,
         # so none of them is ever used: on 32 cores, with fourteen runs side by side, 448 processes.
         "RAY_prestart_worker_first_driver": "0",
+        "TORCHINDUCTOR_CACHE_DIR": str(compile_cache()),
     }
     environment.pop("RAY_ADDRESS", None)
     if device == "cpu":
@@ -71,6 +73,17 @@ def build_environment(paths: RunPaths, device: str) -> dict[str, str]:
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         }
     return environment
+
+
+def compile_cache() -> Path:
+    """Folder that keeps what torch and Triton compile, from run to run.
+
+    By default it is below ``TMPDIR``, which ``ProcessTree`` gives each run anew and removes: every run would compile
+    the same kernels again. Entries are named after a hash of what they were compiled from, so runs of several builds
+    and runs side by side may share it. Triton's kernels go there too once torch has compiled something.
+    """
+    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return Path(given) if given else Path(tempfile.gettempdir()) / f"jetrl_compiled_{os.getuid()}"
 
 
 def precision_word(words: Iterable[str]) -> str | None:

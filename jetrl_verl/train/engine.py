@@ -42,7 +42,7 @@ from jetrl_verl.models.plan import UnsupportedLayer, plan_linears
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
-from jetrl_verl.patches import fused_experts, two_runs, weight_sync
+from jetrl_verl.patches import fused_experts, weight_sync
 from jetrl_verl.sync.wire import SyncStatistics, counted_stock
 from jetrl_verl.train.gather import gathered
 from jetrl_verl.train.shared_operations import share_operations
@@ -285,4 +285,3 @@ class JetFSDPEngineWithValueHead(_JetEngine, FSDPEngineWithValueHead):
 
 fused_experts.UNFUSE.apply()
 weight_sync.TIME_LIMIT.apply()
-two_runs.SENDER.apply()

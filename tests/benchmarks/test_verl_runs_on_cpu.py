@@ -14,10 +14,10 @@ import time
 import pytest
 from rich.console import Console
 
-from benchmarks.verl_runs import TIME_UP, Results, run_verl, take_all
+from benchmarks.verl_runs import START, TIME_UP, Results, Start, not_begun, run_verl, take_all
 from jetrl_verl.tools.launch import RunPaths
 
-SETTINGS = {"build": {"commit": "c0ffee"}, "tiny": True}
+SETTINGS = {"tiny": True}
 COLUMNS = ("status", "steps", "step_s")
 TWO_STEPS = """
 import json, sys, time
@@ -34,10 +34,18 @@ def file(tmp_path):
     return tmp_path / "results.json"
 
 
-def take(file, runs: dict, ends: float = math.inf, settings=SETTINGS) -> tuple[int, str]:
+def build(commit: str = "c0ffee", gpu: str = "NVIDIA H200", driver: str = "580") -> dict:
+    """A build as ``provenance`` has it; two drivers are two machines of one kind."""
+    sums = {"dirty": False, "sources_sha256": "5" * 64, "kernel_library_sha256": "7" * 64}
+    return {"commit": commit, **sums, "gpu": gpu, "driver": driver}
+
+
+def take(file, runs: dict, ends: float = math.inf, settings=SETTINGS, made_by=None, add=()) -> tuple[int, str]:
     """Exit status and output of a benchmark whose runs are functions by name."""
     console = Console(width=120, record=True, file=io.StringIO())
-    results = Results(file, ("row",), settings)
+    results = Results(file, ("row",), settings, made_by or build())
+    for other in add:
+        results.add(other)
     status = take_all(results, [({"row": name}, run) for name, run in runs.items()], COLUMNS, ends, console)
     return status, console.export_text()
 
@@ -56,7 +64,7 @@ def test_a_run_that_raises_has_failed_and_the_next_one_follows(file):
         ("first", 1),
         ("second", 0),
     ]
-    assert said.rstrip().endswith("first: OSError: no space left")
+    assert "\nfirst: OSError: no space left\nBuild: commit" in said
 
 
 def test_a_row_that_cannot_run_here_is_no_failure(file):
@@ -83,13 +91,83 @@ def test_a_later_call_adds_to_the_file_and_replaces_what_it_takes_again(file):
     assert "died" not in said and "first" in said
 
 
-def test_a_file_of_another_build_is_kept_and_not_added_to(file):
+@pytest.mark.parametrize("other", [{"settings": {"tiny": False}}, {"made_by": build(gpu="NVIDIA H100")}])
+def test_a_file_of_another_gpu_or_other_settings_is_kept_and_not_added_to(file, other):
     take(file, {"first": ok})
-    for number, commit in enumerate(("decade", "facade")):
+    for number in range(2):
         before = file.read_text()
-        take(file, {"second": ok}, settings=SETTINGS | {"build": {"commit": commit}})
+        take(file, {"second": ok}, **(other if number == 0 else {}))
         assert file.with_name(f"results.before_{number}.json").read_text() == before
         assert [run["row"] for run in json.loads(file.read_text())["runs"]] == ["second"]
+
+
+def test_calls_on_several_machines_make_one_record_that_says_which_build_made_what(file):
+    """As two sessions with one GPU each do: the second begins with the first one's file."""
+    first = file.with_name("first.json")
+    take(first, {"bf16": ok, "jet_fp8": ok})
+    status, said = take(file, {"best": ok}, made_by=build(driver="590"), add=[first])
+    record = json.loads(file.read_text())
+    assert {run["row"]: run["build"]["driver"] for run in record["runs"]} == {
+        "bf16": "580",
+        "jet_fp8": "580",
+        "best": "590",
+    }
+    assert status == 0 and record["gpu"] == "NVIDIA H200" and "Build: commit c0ffee" in said
+    _, said = take(file, {"bf16": ok}, made_by=build("decade"))
+    assert "Results of 2 builds side by side" in said and "commit decade, kernel library 77777777: bf16" in said
+
+
+def test_runs_that_are_here_are_not_replaced_by_those_of_a_file(file):
+    first = file.with_name("first.json")
+    take(first, {"bf16": functools.partial(ok, 1)})
+    take(file, {"bf16": functools.partial(ok, 3)})
+    take(file, {}, add=[first])
+    assert [run["steps"] for run in json.loads(file.read_text())["runs"]] == [3]
+
+
+@pytest.mark.parametrize("other", [{"settings": {"tiny": False}}, {"made_by": build(gpu="NVIDIA H100")}])
+def test_a_file_of_another_gpu_or_other_settings_does_not_belong_to_the_record(file, other):
+    first = file.with_name("first.json")
+    take(first, {"bf16": ok}, **other)
+    with pytest.raises(ValueError, match="tiny False and not True|H100' and not 'NVIDIA H200"):
+        take(file, {"best": ok}, add=[first])
+
+
+def test_what_has_ended_well_with_this_build_is_done(file):
+    take(file, {"good": ok, "failed": lambda: {"status": 1, "errors": ["died"]}, "late": not_begun})
+    for made_by, done in ((build(), True), (build(driver="590"), True), (build("decade"), False)):
+        results = Results(file, ("row",), SETTINGS, made_by)
+        assert results.done({"row": "good"}) == done
+        assert not any(results.done({"row": row}) for row in ("failed", "late", "other"))
+
+
+def test_a_run_without_time_does_not_replace_one_that_got_as_far(file):
+    def late(steps: int) -> dict:
+        return {"status": TIME_UP, "steps": steps, "errors": ["time was up"]}
+
+    for steps, kept in ((2, 2), (0, 2), (1, 2), (3, 3)):
+        status, _ = take(file, {"row": functools.partial(late, steps)})
+        assert status == 1 and [run["steps"] for run in json.loads(file.read_text())["runs"]] == [kept]
+
+
+def test_the_phases_of_a_start_are_those_that_the_log_shows(tmp_path, monkeypatch):
+    from benchmarks import verl_runs
+
+    now = iter([100.0, 108.0, 120.0, 150.0, 155.0, 170.0])
+    monkeypatch.setattr(verl_runs.time, "monotonic", lambda: next(now))
+    log = tmp_path / "run.log"
+    start = Start(log)
+    log.write_text(f"noise\n\x1b[36m(pid=1)\x1b[0m 10:00 {START[0][1]}. View\n")
+    start.update()
+    with log.open("a") as file:
+        file.write(f"INFO: {START[1][1]} dict_keys\n{START[1][1]} again\n")
+    start.update()
+    with log.open("a") as file:  # no CUDA graphs: the phase belongs to the next one
+        file.write(f"INFO:{START[3][1]}\nINFO:{START[5][1]}\n")
+    start.update()
+    start.first_step_is_there()
+    start.first_step_is_there()
+    assert start.seconds == {"driver": 8.0, "task_runner": 12.0, "wrap": 30.0, "vllm_capture": 5.0, "first_step": 15.0}
 
 
 def test_no_run_begins_behind_the_end(file):

@@ -101,6 +101,18 @@ def test_sharing_verls_address_loads_the_other_runs_weights_and_ours_does_not(cp
         assert received((verls, verls)) == 1.0, "verl refuses a shared address now; this patch can go"
 
 
+@pytest.mark.timeout(120)
+def test_the_plugin_gives_every_precision_its_own_socket():
+    """verl alone is imported, as by a run of ``precision=bf16``; each end as by its process."""
+    for end in two_runs.PATCHES:
+        script = (
+            f"import importlib; module = importlib.import_module({end.module!r}); "
+            f"print(getattr(module.{end.function}, '_jetrl_patch', None))"
+        )
+        answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        assert answer.stdout.split()[-1:] == [end.replaces], answer.stderr[-2000:]
+
+
 CLUSTER = """
 import json, subprocess, sys
 import ray

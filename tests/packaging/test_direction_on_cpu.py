@@ -64,11 +64,12 @@ DIRECTION: dict[str, set[str]] = {
 TOOLS: dict[str, set[str]] = {
     "process_tree": set(),
     "commit": set(),
+    "bytecode": set(),
     "provenance": {"commit"},
     "report": {"provenance"},
     "progress": {"report"},
     "launch": {"process_tree", "progress", "provenance"},
-    "doctor": set(),
+    "doctor": {"bytecode"},
     "patch": set(),
     "bench": {"provenance"},
     "advise": {"launch"},

@@ -51,6 +51,11 @@ def words_on_a_cpu() -> list[str]:
     return _words({**FEW_PROCESSES, **CPU})
 
 
+def words_of_one_machine() -> list[str]:
+    """Overrides that keep a job of one machine small: few processes beside those that compute."""
+    return _words(FEW_PROCESSES)
+
+
 def build_overrides(precision: str, prepared: Prepared, paths: RunPaths, device: str, steps: int) -> list[str]:
     """Hydra overrides for ``python -m verl.trainer.main_ppo``.
 

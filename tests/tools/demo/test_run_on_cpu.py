@@ -214,3 +214,22 @@ def test_environment_keeps_the_run_on_this_machine(tmp_path, monkeypatch):
     assert environment["VERL_FILE_LOGGER_PATH"] == str(tmp_path / "metrics.jsonl")
     assert environment["VERL_PLATFORM"] == "cpu"
     assert "VERL_PLATFORM" not in build_environment(paths, "cuda")
+
+
+def test_what_a_run_compiles_is_there_for_the_next_one(tmp_path, monkeypatch):
+    """Outside of the temporary folder that each run has for itself."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    seen = tmp_path / "seen"
+    show = (
+        f"import os; print(os.environ['TMPDIR'], os.environ['TORCHINDUCTOR_CACHE_DIR'], file=open({str(seen)!r}, 'a'))"
+    )
+    for _ in range(2):
+        with ProcessTree(
+            [sys.executable, "-c", show], build_environment(RunPaths(tmp_path), "cpu"), tmp_path / "log"
+        ) as tree:
+            for _ in tree.follow():
+                pass
+    (first, cache), (second, again) = (line.split() for line in seen.read_text().splitlines())
+    assert first != second and cache == again and not cache.startswith((first, second))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert build_environment(RunPaths(tmp_path), "cuda")["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path)

@@ -1,0 +1,85 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""How much of a GPU's memory a run of a recipe plans with, so that several runs share one GPU: counted as ``jetrl
+advise`` counts.
+
+A run's peak is the larger of two: an update, where the rollout sleeps (weights, gradients, moments, one micro-batch),
+and generation, where weights and moments wait (the rollout's weights, its cache, the buffer of the weight sync).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from benchmarks.published_shapes import PUBLISHED
+from jetrl_verl.formats.catalog import UNQUANTIZED
+from jetrl_verl.tools.advise.memory import GIB, rollout_weights, trainer_memory
+from jetrl_verl.tools.advise.shapes import Model, model_of
+
+CACHE = 4 * GIB
+"""Of keys and values: 8 layers of an 8B model keep 131,072 tokens in it, 28 of the 1.5B model 149,796."""
+
+BUCKET = 2 * GIB
+"""verl's ``update_weights_bucket_megabytes``, lent by the trainer while weights are sent."""
+
+HELD = 5 * GIB
+"""Two processes' CUDA contexts, NCCL, CUDA graphs, and what torch's allocator keeps in pieces."""
+
+_TYPES = {"Qwen2Config": "qwen2", "Qwen3Config": "qwen3", "Qwen3MoeConfig": "qwen3_moe", "LlamaConfig": "llama"}
+
+
+def sizes_of(name: str, layers: int | None) -> Model:
+    """Sizes of a shape of ``PUBLISHED``, with fewer layers if so many are named."""
+    published = PUBLISHED[name]
+    fields = {"model_type": _TYPES[published.config], "hidden_act": "silu", **published.fields}
+    fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
+    fields.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": fields.get("rope_theta")})
+    return model_of(name, fields | ({"num_hidden_layers": layers} if layers else {}))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """GiB of one run: parts, and the sums of an update and of generation; ``peak`` is what the run takes of the GPU."""
+
+    weights: float
+    gradients: float
+    moments: float
+    micro_batch: float
+    rollout: float
+    cache: float
+    held: float
+    update: float
+    generation: float
+
+    @property
+    def peak(self) -> float:
+        return max(self.update, self.generation)
+
+
+def plan(name: str, layers: int | None, micro_tokens: int, eight_bit: bool) -> Plan:
+    """What a run needs whose state stays on the GPU. A BF16 rollout is counted, the larger one."""
+    model = sizes_of(name, layers)
+    trainer = trainer_memory(model, 1, micro_tokens, eight_bit=eight_bit)
+    rollout = rollout_weights(model, UNQUANTIZED)
+    kept = trainer.weights + trainer.gradients + trainer.moments
+    parts = (trainer.weights, trainer.gradients, trainer.moments, trainer.peak - kept, rollout, CACHE, HELD)
+    return Plan(
+        *(part / GIB for part in parts),
+        update=(trainer.peak + HELD) / GIB,
+        generation=(trainer.state + rollout + CACHE + BUCKET + HELD) / GIB,
+    )
+
+
+def table_of_plans(plans: Mapping[str, tuple[Sequence[str], Plan]]) -> Table:
+    """A row for each run: its name, words on it, and the parts of its plan in GiB."""
+    columns = ("weights", "gradients", "moments", "micro_batch", "rollout", "cache", "held", "update", "generation")
+    shown = Table(box=SIMPLE_HEAD, title="GiB of the GPU that a run plans with")
+    for name in ("recipe", "model", "layers", "moments in", "tokens"):
+        shown.add_column(name, no_wrap=True)
+    for column in columns:
+        shown.add_column(column.replace("_", "-"), justify="right")
+    for name, (words, each) in plans.items():
+        shown.add_row(name, *words, *(f"{getattr(each, column):.1f}" for column in columns))
+    return shown

@@ -1,0 +1,45 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Missing bytecode is seen, also where somebody imported a part, and is there once it was compiled."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jetrl_verl.tools import bytecode, doctor
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A folder of packages with one of ``PACKAGES`` in it, eight files long and never imported."""
+    package = tmp_path / "site" / "verl"
+    package.mkdir(parents=True)
+    for name in ("__init__", *(f"part{number}" for number in range(7))):
+        (package / f"{name}.py").write_text("VALUE = 1\n")
+    (package / "template.py").write_text("def {{name}}\n")
+    monkeypatch.setattr(sys, "path", [str(package.parent)])
+    monkeypatch.setattr(bytecode, "PACKAGES", ("verl",))
+    monkeypatch.delitem(sys.modules, "verl", raising=False)
+    return package
+
+
+def test_a_package_that_was_imported_in_part_still_lacks_most(installed):
+    assert bytecode.folders_without() == {installed.parent: ["verl"]}
+    environment = {**os.environ, "PYTHONPATH": str(installed.parent), "PYTHONDONTWRITEBYTECODE": ""}
+    subprocess.run([sys.executable, "-c", "import verl.part1"], env=environment, check=True)
+    assert list(installed.rglob("*.pyc")) and bytecode.folders_without() == {installed.parent: ["verl"]}
+
+
+def test_compiled_it_is_complete_although_nothing_may_write_bytecode(installed, monkeypatch):
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    assert bytecode.start_compiling(bytecode.folders_without()).wait(60) is not None
+    assert bytecode.folders_without() == {} and bytecode.start_compiling({}) is None
+
+
+def test_the_doctor_names_what_is_missing_and_the_command(installed):
+    (finding,) = doctor.check_bytecode()
+    assert finding.state == doctor.NOTE and f"compileall -q -j 0 {installed.parent}" in finding.found
+    bytecode.start_compiling(bytecode.folders_without()).wait(60)
+    assert [finding.state for finding in doctor.check_bytecode()] == [doctor.OK]

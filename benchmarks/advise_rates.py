@@ -12,7 +12,8 @@ calibrates or checks, never both; those of benchmarks/verl_step.py (``results/ve
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -41,12 +42,25 @@ from jetrl_verl.tools.advise.trainer import (
     update,
 )
 from jetrl_verl.tools.bench.shapes import MODELS
+from jetrl_verl.tools.provenance import builds_in
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "advise.md"
 BEGIN, END = "<!-- records:begin -->", "<!-- records:end -->"
 MACHINE = "one NVIDIA H200, torch 2.11.0+cu130, vLLM 0.24.0"
 BAR = 0.15
+
+_RECORD = re.compile(r"[\w/]+\.(?:json|md)")
+COMMITS_BY_LOG = {
+    "decode_h200.json": "1d44199",
+    "docs/log/several_gpus.md": "6bfcf29",
+    "docs/log/step_time.md": "e299c5b",
+    "exact_cost_h200.json": "93d7124",
+    "full_fprop_dgrad_h200.json": "c4dd3d3",
+    "full_wgrad_h200.json": "c4dd3d3",
+    "phase_shares_h200.json": "1d44199",
+}
+"""Of records that name no build themselves, and of figures of the log."""
 
 READING = "docs/log/step_time.md, independent reading at e299c5b"
 SEVERAL = "docs/log/several_gpus.md, 6bfcf29"
@@ -359,6 +373,17 @@ def fit() -> dict[str, dict]:
     return found
 
 
+def builds(fitted: Mapping[str, Mapping]) -> dict[str, list[dict | None]]:
+    """Record, with its commit where the log alone has it -> the builds that made it (None: not recorded), of every
+    record that a rate's ``from`` names."""
+    found = {}
+    for name in sorted({name for entry in fitted.values() for name in _RECORD.findall(entry["from"])}):
+        record = json.loads((ROOT / "benchmarks" / "results" / name).read_text()) if name.endswith(".json") else {}
+        made_by = builds_in(record)
+        found[name if None not in made_by else f"{name} (log: {COMMITS_BY_LOG[name]})"] = made_by
+    return found
+
+
 def _fit_training(put, rates, record) -> None:
     tokens = {length: 16896 // (512 + length) * (512 + length) for length in (1024, 16384)}
     source = "phase_shares_h200.json, responses of 1024 and 16384 tokens, 1d44199"
@@ -503,7 +528,8 @@ def main() -> None:
         except ValueError as error:
             parser.error(str(error))
     elif options.write:
-        of_package.FILE.write_text(json.dumps({"machine": MACHINE, "rates": fitted}, indent=1) + "\n")
+        written = {"machine": MACHINE, "builds": builds(fitted), "rates": fitted}
+        of_package.FILE.write_text(json.dumps(written, indent=1) + "\n")
         if PAGE.exists():
             PAGE.write_text(with_table(PAGE.read_text(), table(rates)))
     else:

@@ -27,7 +27,7 @@ from jetrl_verl import reference
 from jetrl_verl.kernels import vllm_kernels
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.kv_cache import QuantizedKV, dequantize_kv, quantize_kv
-from jetrl_verl.kernels.operator import require_bf16
+from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.reproducible import (
     MANTISSA_BITS,
     exp,
@@ -134,16 +134,16 @@ def _padded(cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 @implements("attention", "reference")
-def reference_attention(q, k, v, cu_seqlens, max_seqlen: int, scale: float) -> tuple[torch.Tensor, tuple]:
-    """Output ``[N, H, D]`` BF16 and what the backward needs beside the operands: nothing."""
+def reference_attention(q, k, v, cu_seqlens, max_seqlen: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output ``[N, H, D]`` BF16 and an empty tensor in the log-sum-exp's place: the backward computes it again."""
     index, real, lengths = _padded(cu_seqlens)
     positions = torch.arange(index.shape[1]).expand_as(index)
     out = _attend_in_pieces(q[index], cache_form(k)[index], cache_form(v)[index], positions, lengths, scale)
-    return out[real], ()
+    return out[real], q.new_empty(0, dtype=torch.float32)
 
 
 @implements("attention_backward", "reference")
-def reference_attention_backward(grad_out, q, k, v, cu_seqlens, saved: tuple, max_seqlen: int, scale: float):
+def reference_attention_backward(grad_out, q, k, v, cu_seqlens, out, lse, max_seqlen: int, scale: float):
     """Gradients by FP32 recomputation; the grids are straight-through."""
     index, real, _ = _padded(cu_seqlens)
     group = q.shape[1] // k.shape[1]
@@ -169,14 +169,13 @@ def reference_attention_backward(grad_out, q, k, v, cu_seqlens, saved: tuple, ma
 @implements("attention", "flash_attention_3")
 def flash_attention_3(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
-) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """Output ``[N, H, D]`` BF16 and, for the backward, it and the log-sum-exp ``[H, N]`` FP32.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output ``[N, H, D]`` and, for the backward, the log-sum-exp ``[H, N]`` FP32.
 
     Raises:
         RuntimeError: the GPU or the wheel has no FlashAttention 3.
     """
-    out, lse = vllm_kernels.flash_attention_3(q, k, v, cu_seqlens, max_seqlen, scale)
-    return out, (out, lse)
+    return vllm_kernels.flash_attention_3(q, k, v, cu_seqlens, max_seqlen, scale)
 
 
 @implements("attention_backward", "flash_attention_3")
@@ -186,12 +185,12 @@ def flash_attention_backward(
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens: torch.Tensor,
-    saved: tuple[torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    lse: torch.Tensor,
     max_seqlen: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v by torch's FlashAttention backward."""
-    out, lse = saved
     # Without dropout the random state is not read.
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)
     return torch.ops.aten._flash_attention_backward(
@@ -213,21 +212,57 @@ def flash_attention_backward(
     )
 
 
+def fake_attention(q, k, v, cu_seqlens, max_seqlen, scale):
+    """Of :func:`attention` on a GPU: output and log-sum-exp."""
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+def fake_attention_backward(grad_out, q, k, v, cu_seqlens, out, lse, max_seqlen, scale):
+    """Of any attention: gradients of the operands."""
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _fake(q, k, v, cu_seqlens, max_seqlen, scale):
+    out, lse = fake_attention(q, k, v, cu_seqlens, max_seqlen, scale)
+    return out, lse if q.is_cuda else lse.new_empty(0)
+
+
+@operator(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int max_seqlen, float scale) -> (Tensor, Tensor)",
+    fake=_fake,
+)
+def _attention(q, k, v, cu_seqlens, max_seqlen: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return lookup("attention", q.device)(q, k, v, cu_seqlens, max_seqlen, scale)
+
+
+@operator(
+    "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor out, Tensor lse,"
+    " int max_seqlen, float scale) -> (Tensor, Tensor, Tensor)",
+    fake=fake_attention_backward,
+)
+def _attention_backward(grad_out, q, k, v, cu_seqlens, out, lse, max_seqlen: int, scale: float):
+    return lookup("attention_backward", q.device)(grad_out, q, k, v, cu_seqlens, out, lse, max_seqlen, scale)
+
+
+def _kept(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a backward reads of a forward's results: neither, where it computes the log-sum-exp again."""
+    return (out, lse) if lse.numel() else (lse, lse)
+
+
 class PackedAttention(torch.autograd.Function):
     """Attention over packed sequences by a forward and a backward with the signatures of the functions above."""
 
     @staticmethod
     def forward(ctx, q, k, v, cu_seqlens, max_seqlen: int, scale: float, run: Callable, run_backward: Callable):
         ctx.max_seqlen, ctx.scale, ctx.run_backward = max_seqlen, scale, run_backward
-        out, saved = run(q, k, v, cu_seqlens, max_seqlen, scale)
-        ctx.save_for_backward(q, k, v, cu_seqlens, *saved)
+        out, lse = run(q, k, v, cu_seqlens, max_seqlen, scale)
+        ctx.save_for_backward(q, k, v, cu_seqlens, *_kept(out, lse))
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out: torch.Tensor):
-        q, k, v, cu_seqlens, *saved = ctx.saved_tensors
-        gradients = ctx.run_backward(grad_out, q, k, v, cu_seqlens, saved, ctx.max_seqlen, ctx.scale)
+        gradients = ctx.run_backward(grad_out, *ctx.saved_tensors, ctx.max_seqlen, ctx.scale)
         return *gradients, None, None, None, None, None
 
 
@@ -235,21 +270,21 @@ class _PackedAttentionFP8(torch.autograd.Function):
     """The same over an FP8 KV cache's keys and values: straight-through, and FP8 data are what is saved of them."""
 
     @staticmethod
-    def forward(ctx, q, k, v, cu_seqlens, max_seqlen: int, scale: float, run: Callable, run_backward: Callable):
-        ctx.max_seqlen, ctx.scale, ctx.run_backward = max_seqlen, scale, run_backward
+    def forward(ctx, q, k, v, cu_seqlens, max_seqlen: int, scale: float):
+        ctx.max_seqlen, ctx.scale = max_seqlen, scale
         quantized, k, v = quantize_kv(k, v)
-        out, saved = run(q, k, v, cu_seqlens, max_seqlen, scale)
-        ctx.save_for_backward(q, *quantized, cu_seqlens, *saved)
+        out, lse = _attention(q, k, v, cu_seqlens, max_seqlen, scale)
+        ctx.save_for_backward(q, *quantized, cu_seqlens, *_kept(out, lse))
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out: torch.Tensor):
         # Asked for once: under activation checkpointing each time is another forward.
-        q, key, key_scales, value, value_scales, cu_seqlens, *saved = ctx.saved_tensors
+        q, key, key_scales, value, value_scales, cu_seqlens, out, lse = ctx.saved_tensors
         k, v = dequantize_kv(QuantizedKV(key, key_scales, value, value_scales))
-        gradients = ctx.run_backward(grad_out, q, k, v, cu_seqlens, saved, ctx.max_seqlen, ctx.scale)
-        return *gradients, None, None, None, None, None
+        gradients = _attention_backward(grad_out, q, k, v, cu_seqlens, out, lse, ctx.max_seqlen, ctx.scale)
+        return *gradients, None, None, None
 
 
 def attention(
@@ -280,9 +315,9 @@ def attention(
     check_head_dim(q.shape[-1])
     if kv_cache not in KV_CACHES:
         raise ValueError(f"attention: there is no KV cache {kv_cache!r}; choose one of {', '.join(KV_CACHES)}")
-    run, run_backward = (lookup(name, q.device) for name in ("attention", "attention_backward"))
-    function = PackedAttention if kv_cache == "bf16" else _PackedAttentionFP8
-    return function.apply(q, k, v, cu_seqlens, max_seqlen, scale, run, run_backward)
+    if kv_cache == "bf16":
+        return PackedAttention.apply(q, k, v, cu_seqlens, max_seqlen, scale, _attention, _attention_backward)
+    return _PackedAttentionFP8.apply(q, k, v, cu_seqlens, max_seqlen, scale)
 
 
 def _attend_to_pages(q, read: Callable, block_size: int, cu_queries, lengths, block_table, scale) -> torch.Tensor:
@@ -302,6 +337,47 @@ def _attend_to_pages(q, read: Callable, block_size: int, cu_queries, lengths, bl
         positions = (held - count)[:, None] + torch.arange(count)
         out[index] = _attend_in_pieces(q[index], keys, values, positions, held, scale)
     return out
+
+
+@implements("paged_attention", "reference")
+def reference_paged_attention(q, key_cache, value_cache, cu_queries, lengths, block_table, scale) -> torch.Tensor:
+    """As :func:`paged_attention`."""
+
+    def read(blocks: torch.Tensor, longest: int) -> list[torch.Tensor]:
+        # Cut first where one block is enough: the copy is what a decode step costs.
+        caches = (key_cache[:, :, :longest], value_cache[:, :, :longest])
+        return [cache[blocks].transpose(2, 3).flatten(1, 2)[:, :longest] for cache in caches]
+
+    return _attend_to_pages(q, read, key_cache.shape[2], cu_queries, lengths, block_table, scale)
+
+
+@implements("paged_attention_fp8", "reference")
+def reference_paged_attention_fp8(q, cache, cu_queries, lengths, block_table, scale) -> torch.Tensor:
+    """As :func:`paged_attention_fp8`."""
+
+    def read(blocks: torch.Tensor, longest: int) -> list[torch.Tensor]:
+        return [x.transpose(2, 3).flatten(1, 2)[:, :longest] for x in reference.read_cache(cache[blocks])]
+
+    block_size = cache.shape[2] * reference.UNIT_TOKENS
+    return _attend_to_pages(q, read, block_size, cu_queries, lengths, block_table, scale)
+
+
+@operator(
+    "paged_attention(Tensor q, Tensor key_cache, Tensor value_cache, Tensor cu_queries, Tensor lengths,"
+    " Tensor block_table, float scale) -> Tensor",
+    fake=lambda q, *_: torch.empty_like(q),
+)
+def _paged_attention(q, *call) -> torch.Tensor:
+    return lookup("paged_attention", q.device)(q, *call)
+
+
+@operator(
+    "paged_attention_fp8(Tensor q, Tensor cache, Tensor cu_queries, Tensor lengths, Tensor block_table, float scale)"
+    " -> Tensor",
+    fake=lambda q, *_: torch.empty_like(q),
+)
+def _paged_attention_fp8(q, *call) -> torch.Tensor:
+    return lookup("paged_attention_fp8", q.device)(q, *call)
 
 
 def paged_attention(
@@ -329,13 +405,7 @@ def paged_attention(
     """
     require_bf16("paged_attention", q=q, key_cache=key_cache, value_cache=value_cache)
     check_head_dim(q.shape[-1])
-
-    def read(blocks: torch.Tensor, longest: int) -> list[torch.Tensor]:
-        # Cut first where one block is enough: the copy is what a decode step costs.
-        caches = (key_cache[:, :, :longest], value_cache[:, :, :longest])
-        return [cache[blocks].transpose(2, 3).flatten(1, 2)[:, :longest] for cache in caches]
-
-    return _attend_to_pages(q, read, key_cache.shape[2], cu_queries, lengths, block_table, scale)
+    return _paged_attention(q, key_cache, value_cache, cu_queries, lengths, block_table, scale)
 
 
 def paged_attention_fp8(
@@ -349,9 +419,4 @@ def paged_attention_fp8(
     """:func:`paged_attention` over an FP8 KV cache ``[pages, Hkv, units, 4128]`` (reference/kv_cache.py)."""
     require_bf16("paged_attention_fp8", q=q)
     check_head_dim(q.shape[-1])
-
-    def read(blocks: torch.Tensor, longest: int) -> list[torch.Tensor]:
-        return [x.transpose(2, 3).flatten(1, 2)[:, :longest] for x in reference.read_cache(cache[blocks])]
-
-    block_size = cache.shape[2] * reference.UNIT_TOKENS
-    return _attend_to_pages(q, read, block_size, cu_queries, lengths, block_table, scale)
+    return _paged_attention_fp8(q, cache, cu_queries, lengths, block_table, scale)

@@ -12,7 +12,6 @@ the k rows in flight. Few tokens are cut finer, so that their bytes come through
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from jetrl_verl import reference
@@ -30,7 +29,7 @@ implements("combine", "reference")(reference.combine)
 implements("combine_of_ranks", "reference")(reference.combine_of_ranks)
 
 
-@triton.jit
+@jit
 def _sum_of_rows(y_ptr, row_ptr, column, mask, columns, K: tl.constexpr):
     """FP32 sum of the rows whose numbers are the K at ``row_ptr``."""
     row = tl.load(row_ptr).to(tl.int64)

@@ -20,7 +20,7 @@ from jetrl_verl.kernels import native, vllm_kernels
 from jetrl_verl.kernels.attention import check_head_dim, paged_attention_fp8
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.kv_cache import read_kv
-from jetrl_verl.kernels.operator import require_bf16
+from jetrl_verl.kernels.operator import operator, require_bf16
 
 MOST_QUERY_HEADS = 8
 """Query heads of a KV head that the native kernel computes at once: the width of a tensor core's operand."""
@@ -56,7 +56,7 @@ def flash_decode_attention(q, cache, lengths, block_table, scale: float, out) ->
     """As :func:`decode_attention`; waits for the device to learn the lengths."""
     cu_queries = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
     held = lengths.tolist()
-    chunk_attention(q, cache, cu_queries, 1, lengths, held, block_table, scale, out)
+    flash_chunk_attention(q, cache, cu_queries, 1, lengths, held, block_table, scale, out)
 
 
 def native_supports_decode_attention(q, cache, lengths, block_table, scale: float, out) -> bool:
@@ -77,6 +77,39 @@ def native_decode_attention(
         )
     cluster = plan.cluster if plan else choose_cluster(len(q) * cache.shape[1], _multiprocessors(q.device))
     native.operators().decode_attention(q, cache, lengths, block_table, scale, cache.shape[2], out, cluster)
+
+
+@implements("chunk_attention", "reference")
+def reference_chunk_attention(q, cache, cu_queries, most_queries, lengths, held, block_table, scale, out) -> None:
+    """As :func:`chunk_attention`."""
+    out.copy_(paged_attention_fp8(q, cache, cu_queries, lengths, block_table, scale))
+
+
+@implements("chunk_attention", "flash_attention_3")
+def flash_chunk_attention(q, cache, cu_queries, most_queries, lengths, held, block_table, scale, out) -> None:
+    """As :func:`chunk_attention`, over dequantized keys and values."""
+    cu_lengths = torch.zeros(len(held) + 1, dtype=torch.int32, device=q.device)
+    torch.cumsum(lengths, 0, out=cu_lengths[1:])
+    longest = max(held)
+    keys, values = read_kv(cache, block_table, lengths, cu_lengths, sum(held), longest)
+    vllm_kernels.flash_attention_3_chunks(q, keys, values, cu_queries, cu_lengths, most_queries, longest, scale, out)
+
+
+@operator(
+    "decode_attention(Tensor q, Tensor cache, Tensor lengths, Tensor block_table, float scale, Tensor(a!) out) -> ()",
+    fake=lambda *_: None,
+)
+def _decode_attention(q, *call) -> None:
+    lookup("decode_attention", q.device, q, *call)(q, *call)
+
+
+@operator(
+    "chunk_attention(Tensor q, Tensor cache, Tensor cu_queries, int most_queries, Tensor lengths, int[] held,"
+    " Tensor block_table, float scale, Tensor(a!) out) -> ()",
+    fake=lambda *_: None,
+)
+def _chunk_attention(q, *call) -> None:
+    lookup("chunk_attention", q.device)(q, *call)
 
 
 def decode_attention(
@@ -105,9 +138,8 @@ def decode_attention(
     require_bf16("decode_attention", q=q)
     check_head_dim(q.shape[-1])
     out = torch.empty_like(q) if out is None else out
-    call = (q, cache, lengths, block_table, scale, out)
     if len(q):
-        lookup("decode_attention", q.device, *call)(*call)
+        _decode_attention(q, cache, lengths, block_table, scale, out)
     return out
 
 
@@ -122,15 +154,11 @@ def chunk_attention(
     scale: float,
     out: torch.Tensor,
 ) -> None:
-    """Attention of each request's newest tokens on a GPU, by FlashAttention 3 over dequantized keys and values.
+    """Attention of each request's newest tokens to its cache, its own keys and values included; no gradient.
 
     Args:
         q: ``[N, H, 128]`` BF16, the requests' new tokens one request after another; ``cu_queries`` int32 ``[R + 1]``.
         cache, lengths, block_table, scale, out: as for :func:`decode_attention`, of ``R`` requests.
         most_queries, held: the most new tokens of one request, and ``lengths`` on the host.
     """
-    cu_lengths = torch.zeros(len(held) + 1, dtype=torch.int32, device=q.device)
-    torch.cumsum(lengths, 0, out=cu_lengths[1:])
-    longest = max(held)
-    keys, values = read_kv(cache, block_table, lengths, cu_lengths, sum(held), longest)
-    vllm_kernels.flash_attention_3_chunks(q, keys, values, cu_queries, cu_lengths, most_queries, longest, scale, out)
+    _chunk_attention(q, cache, cu_queries, most_queries, lengths, held, block_table, scale, out)

@@ -5,12 +5,13 @@
 ``BACKENDS`` maps operation -> platform -> backends in order of preference. :func:`lookup` returns the implementation of
 the first backend that supports the call; the last backend of an entry supports every call. Two backends share an entry
 only if their results are equal in every bit (tests/kernels proves it on a GPU): which one runs never shows in a result.
-An operation's file registers its implementations with :func:`implements`. The backend ``reference`` is
-:mod:`jetrl_verl.reference` or the CPU code of the operation's file.
+``UNEQUAL`` names the operations that nothing but the trainer computes, for which that is not promised. An operation's
+file registers its implementations with :func:`implements`, and the operation as the torch operator of its name
+(operator.py).
 
-Not in the table: ``fprop``, ``fprop_quantized`` and ``fprop_int8``, which are made of operations that are,
-``paged_attention``, which runs on the CPU alone (on a GPU vLLM calls FlashAttention itself), and ``varlen_attention``,
-whose implementations are not equal in every bit.
+Backends that are no package's: ``reference``, which is :mod:`jetrl_verl.reference` or the CPU code of the operation's
+file, and ``composed``: the operation is made of others of this table. A platform that an operation lacks is one where
+nothing of ours runs it: on a GPU vLLM attends to a BF16 cache itself.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,9 +23,14 @@ import torch
 
 Table = dict[str, dict[str, tuple[str, ...]]]
 
-_TRITON = {"cpu": ("reference",), "sm89": ("triton",), "sm90": ("triton",), "sm100": ("triton",)}
+_GPUS = ("sm89", "sm90", "sm100")
+_ANY_GPU = ("sm80", *_GPUS)
+_SDPA = {"cpu": ("sdpa",)}
+_CPU_ALONE = {"cpu": ("reference",)}
+_TRITON = _CPU_ALONE | dict.fromkeys(_GPUS, ("triton",))
 _NATIVE = _TRITON | {"sm90": ("native", "triton")}
-_ATTENTION = {"cpu": ("reference",)} | dict.fromkeys(("sm89", "sm90", "sm100"), ("flash_attention_3",))
+_ATTENTION = _CPU_ALONE | dict.fromkeys(_GPUS, ("flash_attention_3",))
+_COMPOSED = dict.fromkeys(("cpu", *_GPUS), ("composed",))
 
 BACKENDS: Table = {
     "quantize_1x128": _TRITON,
@@ -38,9 +44,13 @@ BACKENDS: Table = {
     "gemm_nt_128x128": _TRITON | {"sm90": ("native", "vllm_cutlass", "triton")},
     # WGrad: 1x128 scales on both operands.
     "gemm_nt_1x128": _NATIVE,
+    # The forward of a linear, as trainer and vLLM call it.
+    "fprop": _COMPOSED,
+    "fprop_quantized": _COMPOSED,
     # The INT8 rollout. Sums are exact, so every backend has one result; vLLM's CUTLASS build has no INT8 for Blackwell.
     "quantize_int8": _TRITON,
     "gemm_int8": _TRITON | dict.fromkeys(("sm89", "sm90"), ("vllm_cutlass_int8", "triton")),
+    "fprop_int8": _COMPOSED,
     # Row-parallel layers of a rollout over several ranks: their sum, and in the trainer the ranks' products with it.
     "sum_of_ranks": _TRITON,
     "gemm_nt_of_ranks": _TRITON | {"sm90": ("native", "slices", "triton")},
@@ -74,14 +84,23 @@ BACKENDS: Table = {
     "write_kv": _TRITON,
     "read_kv": _TRITON,
     "decode_attention": _ATTENTION | {"sm90": ("native", "flash_attention_3")},
+    "chunk_attention": _ATTENTION,
+    "paged_attention_fp8": _CPU_ALONE,
+    "paged_attention": _CPU_ALONE,
     "attention": _ATTENTION,
     "attention_backward": _ATTENTION,
+    # Stock modules of the trainer.
+    "varlen_attention": _SDPA | dict.fromkeys(_ANY_GPU, ("flash_attention_3", "flash_attention_2")),
+    "varlen_attention_backward": _SDPA | dict.fromkeys(_ANY_GPU, ("flash_attention_2",)),
     "logits": _TRITON,
     "log_probs": _TRITON,
     "log_probs_backward": _TRITON,
     "draw": _TRITON,
     "drawn_log_probs": _TRITON,
 }
+
+UNEQUAL = frozenset({"varlen_attention"})
+"""Operations whose backends differ in the last bit."""
 
 
 class Implementation(NamedTuple):
@@ -95,7 +114,7 @@ class Implementation(NamedTuple):
 
 _implementations: dict[tuple[str, str], Implementation] = {}
 _unavailable: dict[str, Callable[[], str | None]] = {}
-_overrides: dict[str, str] = {}
+_overrides: dict[str, tuple[str]] = {}
 
 
 def implements(
@@ -127,11 +146,11 @@ def unavailable(backend: str) -> str | None:
 
 
 @cache
-def platform_of(device: torch.device) -> str:
-    """Name of the table's column for ``device``: ``cpu``, ``sm89`` (Ada), ``sm90`` (Hopper) or ``sm100`` (later).
+def column_of(device: torch.device) -> str:
+    """As :func:`platform_of`, and ``sm80`` for NVIDIA GPUs without FP8, which few operations run on.
 
     Raises:
-        RuntimeError: a GPU without FP8 matrix instructions (compute capability below 8.9), or another kind of device.
+        RuntimeError: another kind of device.
     """
     if device.type == "cpu":
         return "cpu"
@@ -139,17 +158,32 @@ def platform_of(device: torch.device) -> str:
         raise RuntimeError(f"FP8 kernels run on CPU and NVIDIA GPUs, not on {device.type!r}; use precision=bf16.")
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 9):
-        raise RuntimeError(
-            f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]} and no FP8 "
-            "matrix instructions (8.9 and later have them); use precision=bf16 or another GPU."
-        )
+        return "sm80"
     return "sm89" if capability < (9, 0) else "sm90" if capability < (10, 0) else "sm100"
+
+
+def platform_of(device: torch.device) -> str:
+    """Name of the table's column for ``device``: ``cpu``, ``sm89`` (Ada), ``sm90`` (Hopper) or ``sm100`` (later).
+
+    Raises:
+        RuntimeError: a GPU without FP8 matrix instructions (compute capability below 8.9), or another kind of device.
+    """
+    if (column := column_of(device)) != "sm80":
+        return column
+    capability = torch.cuda.get_device_capability(device)
+    raise RuntimeError(
+        f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]} and no FP8 "
+        "matrix instructions (8.9 and later have them); use precision=bf16 or another GPU."
+    )
 
 
 def _candidates(operation: str, device: torch.device) -> tuple[str, ...]:
     if operation in _overrides:
-        return (_overrides[operation],)
-    return BACKENDS[operation][platform_of(device)]
+        return _overrides[operation]
+    try:
+        return BACKENDS[operation][column_of(device)]
+    except KeyError:
+        raise RuntimeError(f"{operation} is not supported with {platform_of(device)}. Use it on a CPU.") from None
 
 
 def implementation(operation: str, backend: str) -> Callable:
@@ -163,14 +197,8 @@ def supports(operation: str, backend: str, *call, **options) -> bool:
     return predicate is None or predicate(*call, **options)
 
 
-def choose(operation: str, device: torch.device, *call, **options) -> tuple[str, Callable]:
-    """Name of the backend that computes ``operation`` for these arguments, the first to support them, else the last;
-    and its implementation, which is not asked again whether it supports them.
-
-    Raises:
-        RuntimeError: as :func:`platform_of`.
-    """
-    *conditional, last = _candidates(operation, device)
+def _chosen(operation: str, candidates: tuple[str, ...], call: tuple, options: dict) -> tuple[str, Callable]:
+    *conditional, last = candidates
     for backend in conditional:
         found = _implementations[operation, backend]
         if found.supports is None or found.supports(*call, **options):
@@ -178,13 +206,26 @@ def choose(operation: str, device: torch.device, *call, **options) -> tuple[str,
     return last, _implementations[operation, last].run
 
 
+def choose(operation: str, device: torch.device, *call, **options) -> tuple[str, Callable]:
+    """Name of the backend that computes ``operation`` for these arguments, the first to support them, else the last;
+    and its implementation, which is not asked again whether it supports them.
+
+    Raises:
+        RuntimeError: a GPU without FP8 matrix instructions, another kind of device, or one that the operation lacks.
+    """
+    return _chosen(operation, _candidates(operation, device), call, options)
+
+
 def lookup(operation: str, device: torch.device, *call, **options) -> Callable:
     """The implementation of ``operation`` on ``device`` for these arguments, which only ``supports`` predicates read.
 
     Raises:
-        RuntimeError: as :func:`platform_of`.
+        RuntimeError: as :func:`choose`.
     """
-    return choose(operation, device, *call, **options)[1]
+    candidates = _candidates(operation, device)
+    if len(candidates) == 1:
+        return _implementations[operation, candidates[0]].run
+    return _chosen(operation, candidates, call, options)[1]
 
 
 def describe_backends(device: torch.device | str) -> dict[str, str]:
@@ -192,7 +233,10 @@ def describe_backends(device: torch.device | str) -> dict[str, str]:
 
     Several names, in order of preference, are joined by ``", else "``. Raises as :func:`platform_of`.
     """
-    return {operation: ", else ".join(_candidates(operation, torch.device(device))) for operation in BACKENDS}
+    device = torch.device(device)
+    platform = platform_of(device)
+    here = [operation for operation, platforms in BACKENDS.items() if platform in platforms]
+    return {operation: ", else ".join(_candidates(operation, device)) for operation in here}
 
 
 @contextmanager
@@ -209,7 +253,7 @@ def override_backend(operation: str, backend: str) -> Iterator[None]:
             f"backends of this one: {', '.join(known) or 'none'}"
         )
     previous = _overrides.get(operation)
-    _overrides[operation] = backend
+    _overrides[operation] = (backend,)
     try:
         yield
     finally:

@@ -28,7 +28,7 @@ from jetrl_verl.kernels.log_probs import (
     scaled_by,
     whole_rows,
 )
-from jetrl_verl.kernels.operator import require_shape
+from jetrl_verl.kernels.operator import operator, require_shape
 from jetrl_verl.kernels.reproducible import exp
 from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
 
@@ -209,6 +209,25 @@ def triton_drawn_log_probs(
     return found, counts.sum(dim=1)
 
 
+def _fake_draw(logits, temperature, seeds, counters):
+    rows, columns = logits.shape
+    chunks, dtype = ceil_div(columns, CHUNK), torch.float32 if logits.is_cuda else torch.float64
+    return seeds.new_empty(rows), *(logits.new_empty((rows, n), dtype=dtype) for n in (chunks, chunks, 1, 1))
+
+
+@operator(
+    "draw(Tensor logits, Tensor temperature, Tensor seeds, Tensor counters)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake_draw,
+)
+def _draw(
+    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, counters: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Tokens, and the four of :class:`Normalised`."""
+    tokens, normalised = lookup("draw", logits.device)(logits, temperature, seeds, counters)
+    return tokens, *normalised
+
+
 def draw_tokens(
     logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, counters: torch.Tensor
 ) -> tuple[torch.Tensor, Normalised]:
@@ -237,7 +256,23 @@ def draw_tokens(
             raise TypeError(f"draw_tokens: {name} has type {tensor.dtype}, expected {dtype}")
         if name != "logits":
             require_shape("draw_tokens", name, tensor, logits.shape[:1])
-    return lookup("draw", logits.device)(logits, temperature, seeds, counters)
+    tokens, *normalised = _draw(logits, temperature, seeds, counters)
+    return tokens, Normalised(*normalised)
+
+
+def _fake_drawn_log_probs(logits, tokens, *_):
+    return logits.new_empty((len(tokens), 1)), tokens.new_empty(tokens.shape)
+
+
+@operator(
+    "drawn_log_probs(Tensor logits, Tensor tokens, Tensor temperature, Tensor chunk_highest, Tensor chunk_sums,"
+    " Tensor highest, Tensor log_sum) -> (Tensor, Tensor)",
+    fake=_fake_drawn_log_probs,
+)
+def _drawn_log_probs(
+    logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor, *normalised: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return lookup("drawn_log_probs", logits.device)(logits, tokens, temperature, Normalised(*normalised))
 
 
 def drawn_log_probs(
@@ -250,4 +285,4 @@ def drawn_log_probs(
         token's.
     """
     require_shape("drawn_log_probs", "tokens", tokens, logits.shape[:1])
-    return lookup("drawn_log_probs", logits.device)(logits, tokens, temperature, normalised)
+    return _drawn_log_probs(logits, tokens, temperature, *normalised)

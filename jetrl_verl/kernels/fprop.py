@@ -11,6 +11,7 @@ which also decides what is saved.
 
 import torch
 
+from jetrl_verl.kernels.dispatch import implements
 from jetrl_verl.kernels.gemm_nt import gemm_nt
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.quantize_1x128 import quantize_1x128
@@ -35,6 +36,7 @@ def _fprop_fake(x: torch.Tensor, w_qdata: torch.Tensor, *_) -> torch.Tensor:
     "fprop(Tensor x, Tensor w_qdata, Tensor w_scales, Tensor? bias, str rule, bool static_weight=False) -> Tensor",
     fake=_fprop_fake,
 )
+@implements("fprop", "composed")
 def _fprop(
     x: torch.Tensor,
     w_qdata: torch.Tensor,
@@ -50,37 +52,36 @@ def _fprop(
     return y.reshape(*x.shape[:-1], w_qdata.shape[0])
 
 
-def _check_qdata(x_qdata: torch.Tensor, w_qdata: torch.Tensor) -> None:
-    for name, qdata in (("input", x_qdata), ("weight", w_qdata)):
+def _check_qdata(x: QuantizedTensor, w_qdata: torch.Tensor) -> None:
+    for name, qdata in (("input", x.qdata), ("weight", w_qdata)):
         if qdata.dtype != FP8_DTYPE:
             raise ValueError(f"jetrl::fprop_quantized: {name} qdata are {qdata.dtype}, expected {FP8_DTYPE}.")
-    if x_qdata.shape[-1] != w_qdata.shape[1]:
+    if x.qdata.shape[-1] != w_qdata.shape[1]:
         raise ValueError(
-            f"jetrl::fprop_quantized: x {tuple(x_qdata.shape)} does not fit the weight {tuple(w_qdata.shape)}."
+            f"jetrl::fprop_quantized: x {tuple(x.qdata.shape)} does not fit the weight {tuple(w_qdata.shape)}."
         )
 
 
-def _fprop_quantized_fake(x_qdata: torch.Tensor, _x_scales: torch.Tensor, w_qdata: torch.Tensor, *_) -> torch.Tensor:
-    _check_qdata(x_qdata, w_qdata)
-    return x_qdata.new_empty((x_qdata.shape[0], w_qdata.shape[0]), dtype=torch.bfloat16)
+def _fprop_quantized_fake(x: QuantizedTensor, w_qdata: torch.Tensor, *_) -> torch.Tensor:
+    _check_qdata(x, w_qdata)
+    return x.qdata.new_empty((x.qdata.shape[0], w_qdata.shape[0]), dtype=torch.bfloat16)
 
 
 @operator(
-    "fprop_quantized(Tensor x_qdata, Tensor x_scales, Tensor w_qdata, Tensor w_scales, Tensor? bias,"
-    " bool static_weight=False) -> Tensor",
+    "fprop_quantized(Quantized x, Tensor w_qdata, Tensor w_scales, Tensor? bias, bool static_weight=False) -> Tensor",
     fake=_fprop_quantized_fake,
 )
+@implements("fprop_quantized", "composed")
 def _fprop_quantized(
-    x_qdata: torch.Tensor,
-    x_scales: torch.Tensor,
+    x: QuantizedTensor,
     w_qdata: torch.Tensor,
     w_scales: torch.Tensor,
     bias: torch.Tensor | None,
     static_weight: bool = False,
 ) -> torch.Tensor:
-    _check_qdata(x_qdata, w_qdata)
-    a, b = QuantizedTensor(x_qdata, x_scales), QuantizedTensor(w_qdata, w_scales)
-    return gemm_nt(a, b, b_block_scaled=True, bias=bias, static_weight=static_weight)
+    _check_qdata(x, w_qdata)
+    w = QuantizedTensor(w_qdata, w_scales)
+    return gemm_nt(x, w, b_block_scaled=True, bias=bias, static_weight=static_weight)
 
 
 def fprop(
@@ -131,4 +132,4 @@ def fprop_quantized(
     Raises:
         ValueError: qdata of another type, shapes that do not fit.
     """
-    return _fprop_quantized(x.qdata, x.scales, w_qdata, w_scales, bias, static_weight)
+    return _fprop_quantized(x, w_qdata, w_scales, bias, static_weight)

@@ -7,6 +7,7 @@ The trainer has no use for it but to probe that the rollout runs the same kernel
 
 import torch
 
+from jetrl_verl.kernels.dispatch import implements
 from jetrl_verl.kernels.gemm_int8 import gemm_int8
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.quantize_int8 import quantize_int8
@@ -32,6 +33,7 @@ def _fprop_int8_fake(
 
 
 @operator("fprop_int8(Tensor x, Tensor w_qdata, Tensor w_scales, Tensor? bias) -> Tensor", fake=_fprop_int8_fake)
+@implements("fprop_int8", "composed")
 def _fprop_int8(
     x: torch.Tensor, w_qdata: torch.Tensor, w_scales: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:

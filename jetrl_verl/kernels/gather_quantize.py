@@ -15,7 +15,6 @@ pair lies behind the last segment and is not written.
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from jetrl_verl import reference
@@ -45,7 +44,7 @@ def reference_gather_quantize(
     return reference.quantize_1x128_and_128x1(reference.gather_rows(x, pair, k), rule)
 
 
-@triton.jit
+@jit
 def _load_rows_of_pairs(words_ptr, pair, k, words, word):
     token = (tl.maximum(pair, 0) // k).to(tl.int64)
     return tl.load(words_ptr + token[:, None] * words + word[None, :], mask=(pair >= 0)[:, None], other=0)
@@ -102,16 +101,14 @@ def triton_gather_quantize(
 
 def _fake(x, pair, k, rule):
     rows = x.new_empty((pair.shape[0], x.shape[1]))
-    return *fake_rowwise(rows), *fake_colwise(rows)
+    return fake_rowwise(rows), fake_colwise(rows)
 
 
 @operator(
-    "gather_quantize_1x128_and_128x1(Tensor x, Tensor pair, int k, str rule) -> (Tensor, Tensor, Tensor, Tensor)",
-    fake=_fake,
+    "gather_quantize_1x128_and_128x1(Tensor x, Tensor pair, int k, str rule) -> (Quantized, Quantized)", fake=_fake
 )
-def _gather_quantize(x: torch.Tensor, pair: torch.Tensor, k: int, rule: str) -> tuple[torch.Tensor, ...]:
-    rowwise, colwise = lookup("gather_quantize_1x128_and_128x1", x.device)(x, pair, k, rule)
-    return rowwise.qdata, rowwise.scales, colwise.qdata, colwise.scales
+def _gather_quantize(x: torch.Tensor, pair: torch.Tensor, k: int, rule: str) -> tuple[QuantizedTensor, QuantizedTensor]:
+    return lookup("gather_quantize_1x128_and_128x1", x.device)(x, pair, k, rule)
 
 
 def gather_quantize_1x128_and_128x1(
@@ -134,5 +131,4 @@ def gather_quantize_1x128_and_128x1(
     require_bf16("gather_quantize_1x128_and_128x1", x=x)
     require_groups("gather_quantize_1x128_and_128x1", x)
     require_groups_of_rows("gather_quantize_1x128_and_128x1", pair)
-    qdata, scales, *colwise = _gather_quantize(x, pair, k, rule)
-    return QuantizedTensor(qdata, scales), QuantizedTensor(*colwise)
+    return _gather_quantize(x, pair, k, rule)

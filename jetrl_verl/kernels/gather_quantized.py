@@ -69,14 +69,13 @@ def triton_gather_quantized(x: QuantizedTensor, pair: torch.Tensor, k: int) -> Q
     return out
 
 
-def _fake(qdata, scales, pair, k):
-    return fake_rowwise(qdata.new_empty((pair.shape[0], qdata.shape[1])))
+def _fake(x, pair, k):
+    return fake_rowwise(x.qdata.new_empty((pair.shape[0], x.qdata.shape[1])))
 
 
-@operator("gather_quantized(Tensor qdata, Tensor scales, Tensor pair, int k) -> (Tensor, Tensor)", fake=_fake)
-def _gather_quantized(qdata: torch.Tensor, scales: torch.Tensor, pair: torch.Tensor, k: int):
-    gathered = lookup("gather_quantized", qdata.device)(QuantizedTensor(qdata, scales), pair, k)
-    return gathered.qdata, gathered.scales
+@operator("gather_quantized(Quantized x, Tensor pair, int k) -> Quantized", fake=_fake)
+def _gather_quantized(x: QuantizedTensor, pair: torch.Tensor, k: int) -> QuantizedTensor:
+    return lookup("gather_quantized", x.qdata.device)(x, pair, k)
 
 
 def gather_quantized(x: QuantizedTensor, pair: torch.Tensor, k: int) -> QuantizedTensor:
@@ -93,4 +92,4 @@ def gather_quantized(x: QuantizedTensor, pair: torch.Tensor, k: int) -> Quantize
         ValueError: K is no multiple of 128.
     """
     require_groups("gather_quantized", x.qdata)
-    return QuantizedTensor(*_gather_quantized(x.qdata, x.scales, pair, k))
+    return _gather_quantized(x, pair, k)

@@ -8,7 +8,6 @@ copy in segments and its re-layout move 4. A group of 128 rows without any pair 
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from jetrl_verl import reference
@@ -37,7 +36,7 @@ def reference_gather_relayout(x: QuantizedTensor, pair: torch.Tensor, k: int, ru
     return reference.relayout_128x1(reference.gather_quantized(x, pair, k), rule)
 
 
-@triton.jit
+@jit
 def _load_rows_of_pairs(qdata_ptr, scales_ptr, pair, k, columns, stride_scale_row, column):
     token, held = (tl.maximum(pair, 0) // k).to(tl.int64), pair >= 0
     scale = tl.load(scales_ptr + token * stride_scale_row, mask=held, other=0.0)
@@ -91,14 +90,11 @@ def triton_gather_relayout(x: QuantizedTensor, pair: torch.Tensor, k: int, rule:
 
 
 @operator(
-    "gather_relayout_128x1(Tensor qdata, Tensor scales, Tensor pair, int k, str rule) -> (Tensor, Tensor)",
-    fake=lambda qdata, scales, pair, k, rule: fake_colwise(qdata.new_empty((pair.shape[0], qdata.shape[1]))),
+    "gather_relayout_128x1(Quantized x, Tensor pair, int k, str rule) -> Quantized",
+    fake=lambda x, pair, k, rule: fake_colwise(x.qdata.new_empty((pair.shape[0], x.qdata.shape[1]))),
 )
-def _gather_relayout(
-    qdata: torch.Tensor, scales: torch.Tensor, pair: torch.Tensor, k: int, rule: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out = lookup("gather_relayout_128x1", qdata.device)(QuantizedTensor(qdata, scales), pair, k, rule)
-    return out.qdata, out.scales
+def _gather_relayout(x: QuantizedTensor, pair: torch.Tensor, k: int, rule: str) -> QuantizedTensor:
+    return lookup("gather_relayout_128x1", x.qdata.device)(x, pair, k, rule)
 
 
 def gather_relayout_128x1(x: QuantizedTensor, pair: torch.Tensor, k: int, rule: str) -> QuantizedTensor:
@@ -118,4 +114,4 @@ def gather_relayout_128x1(x: QuantizedTensor, pair: torch.Tensor, k: int, rule: 
     """
     require_groups("gather_relayout_128x1", x.qdata)
     require_groups_of_rows("gather_relayout_128x1", pair)
-    return QuantizedTensor(*_gather_relayout(x.qdata, x.scales, pair, k, rule))
+    return _gather_relayout(x, pair, k, rule)

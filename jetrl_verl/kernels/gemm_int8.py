@@ -16,6 +16,7 @@ from jetrl_verl import reference
 from jetrl_verl.kernels import vllm_kernels
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.launch import jit
+from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.reference.int8 import check_int8_gemm_shapes
@@ -136,6 +137,18 @@ def cutlass_gemm_int8(
     return vllm_kernels.cutlass_scaled_mm(a.qdata, b.qdata.t(), a.scales, b.scales, out_dtype, bias)
 
 
+def _fake(a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    return a.qdata.new_empty((a.qdata.shape[0], b.qdata.shape[0]), dtype=out_dtype)
+
+
+@operator("gemm_int8(Quantized a, Quantized b, Tensor? bias, ScalarType out_dtype) -> Tensor", fake=_fake)
+def _gemm_int8(
+    a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    call = {"bias": bias, "out_dtype": out_dtype}
+    return lookup("gemm_int8", a.qdata.device, a, b, **call)(a, b, **call)
+
+
 def gemm_int8(
     a: QuantizedTensor,
     b: QuantizedTensor,
@@ -144,5 +157,4 @@ def gemm_int8(
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
     """See :func:`jetrl_verl.reference.gemm_int8`."""
-    call = {"bias": bias, "out_dtype": out_dtype}
-    return lookup("gemm_int8", a.qdata.device, a, b, **call)(a, b, **call)
+    return _gemm_int8(a, b, bias, out_dtype)

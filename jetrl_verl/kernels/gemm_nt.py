@@ -24,8 +24,9 @@ import triton.language as tl
 from jetrl_verl import reference
 from jetrl_verl.kernels import native, vllm_kernels
 from jetrl_verl.kernels.device.e4m3 import GROUP
-from jetrl_verl.kernels.dispatch import backend_needs, choose, implements
+from jetrl_verl.kernels.dispatch import backend_needs, choose, implements, lookup
 from jetrl_verl.kernels.launch import jit
+from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.reference import BLOCK, QuantizedTensor
 from jetrl_verl.reference.gemm import check_add_to, check_gemm_shapes, check_k_slices
@@ -433,6 +434,44 @@ _register("cublaslt", _no_cublaslt, _cublaslt_fits, _cublaslt)
 _register("deep_gemm", vllm_kernels.no_deep_gemm, _deep_gemm_fits, _deep_gemm)
 
 
+def _fake(a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, out_dtype: torch.dtype, *_):
+    return a.qdata.new_empty((a.qdata.shape[0], b.qdata.shape[0]), dtype=out_dtype)
+
+
+@operator(
+    "gemm_nt_128x128(Quantized a, Quantized b, Tensor? bias, ScalarType out_dtype, bool static_weight) -> Tensor",
+    fake=_fake,
+)
+def _gemm_nt_128x128(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    static_weight: bool,
+) -> torch.Tensor:
+    call = {"b_block_scaled": True, "bias": bias, "out_dtype": out_dtype}
+    backend, run = choose("gemm_nt_128x128", a.qdata.device, a, b, **call)
+    if backend == "native":
+        call["static_weight"] = static_weight
+    return run(a, b, **call)
+
+
+@operator("gemm_nt_1x128(Quantized a, Quantized b, Tensor? bias, ScalarType out_dtype) -> Tensor", fake=_fake)
+def _gemm_nt_1x128(
+    a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    call = {"b_block_scaled": False, "bias": bias, "out_dtype": out_dtype}
+    return lookup("gemm_nt_1x128", a.qdata.device, a, b, **call)(a, b, **call)
+
+
+@operator("gemm_nt_1x128.add_to(Quantized a, Quantized b, Tensor? bias, Tensor(a!) add_to) -> ()", fake=lambda *_: None)
+def _gemm_nt_1x128_add_to(
+    a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, add_to: torch.Tensor
+) -> None:
+    call = {"b_block_scaled": False, "bias": bias, "out_dtype": torch.float32, "add_to": add_to}
+    lookup("gemm_nt_1x128", a.qdata.device, a, b, **call)(a, b, **call)
+
+
 def gemm_nt(
     a: QuantizedTensor,
     b: QuantizedTensor,
@@ -445,9 +484,11 @@ def gemm_nt(
 ) -> torch.Tensor:
     """See :func:`jetrl_verl.reference.gemm_nt`, and for ``static_weight``, a promise about the kernel right before this
     call, :func:`native_gemm_nt`; backends other than ``native`` have no use for it."""
-    operation = "gemm_nt_128x128" if b_block_scaled else "gemm_nt_1x128"
-    call = {"b_block_scaled": b_block_scaled, "bias": bias, "out_dtype": out_dtype, "add_to": add_to}
-    backend, run = choose(operation, a.qdata.device, a, b, **call)
-    if backend == "native":
-        call["static_weight"] = static_weight
-    return run(a, b, **call)
+    if add_to is not None:
+        check_gemm_shapes(a, b, b_block_scaled, bias)
+        check_add_to(add_to, a.qdata.shape[0], b.qdata.shape[0], b_block_scaled, out_dtype)
+        _gemm_nt_1x128_add_to(a, b, bias, add_to)
+        return add_to
+    if b_block_scaled:
+        return _gemm_nt_128x128(a, b, bias, out_dtype, static_weight)
+    return _gemm_nt_1x128(a, b, bias, out_dtype)

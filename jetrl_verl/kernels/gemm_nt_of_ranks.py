@@ -16,6 +16,7 @@ from jetrl_verl import reference
 from jetrl_verl.kernels import native
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.gemm_nt import gemm_nt, native_supports_gemm_nt, triton_gemm_nt
+from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.sum_of_ranks import sum_of_ranks
 from jetrl_verl.reference import QuantizedTensor, k_slices
 from jetrl_verl.reference.gemm import check_gemm_shapes, check_k_slices
@@ -88,6 +89,11 @@ def native_gemm_nt_of_ranks(
     return out
 
 
+def _fake(a: QuantizedTensor, b: QuantizedTensor, *_) -> torch.Tensor:
+    return a.qdata.new_empty((a.qdata.shape[0], b.qdata.shape[0]), dtype=torch.bfloat16)
+
+
+@operator("gemm_nt_of_ranks(Quantized a, Quantized b, int ranks, Tensor? bias=None) -> Tensor", fake=_fake)
 def gemm_nt_of_ranks(
     a: QuantizedTensor, b: QuantizedTensor, ranks: int, bias: torch.Tensor | None = None
 ) -> torch.Tensor:

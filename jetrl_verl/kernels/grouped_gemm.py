@@ -17,7 +17,6 @@ of experts, which the host knows; Triton. No choice changes a bit.
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from jetrl_verl import reference
@@ -53,7 +52,7 @@ def reference_grouped_gemm_nt_of_ranks(
     return reference.grouped_gemm_nt_of_ranks(a, b, start, ranks)
 
 
-@triton.jit
+@jit
 def _expert_of(tile, start_ptr, experts, LANES: tl.constexpr, BLOCK_M: tl.constexpr):
     """(expert, first row, row behind the expert's last) of a tile; behind the last tile the expert is ``experts``."""
     each = tl.arange(0, LANES)
@@ -351,26 +350,23 @@ def _check(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor) -> None:
 
 
 @operator(
-    "grouped_gemm_nt(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor start, int align,"
-    " bool static_weight=False, bool static_segments=False) -> Tensor",
-    fake=lambda a, a_scales, b, *others: a.new_empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16),
+    "grouped_gemm_nt(Quantized a, Quantized b, Tensor start, int align, bool static_weight=False,"
+    " bool static_segments=False) -> Tensor",
+    fake=lambda a, b, *others: a.qdata.new_empty((a.qdata.shape[0], b.qdata.shape[1]), dtype=torch.bfloat16),
 )
 def _grouped_gemm_nt(
-    a: torch.Tensor,
-    a_scales: torch.Tensor,
-    b: torch.Tensor,
-    b_scales: torch.Tensor,
+    a: QuantizedTensor,
+    b: QuantizedTensor,
     start: torch.Tensor,
     align: int,
     static_weight: bool = False,
     static_segments: bool = False,
 ) -> torch.Tensor:
-    call = QuantizedTensor(a, a_scales), QuantizedTensor(b, b_scales), start, align
-    _check(*call[:3])
-    backend, run = choose("grouped_gemm_nt", a.device, *call)
+    _check(a, b, start)
+    backend, run = choose("grouped_gemm_nt", start.device, a, b, start, align)
     if backend == "native":
-        return run(*call, static_weight=static_weight, static_segments=static_segments)
-    return run(*call)
+        return run(a, b, start, align, static_weight=static_weight, static_segments=static_segments)
+    return run(a, b, start, align)
 
 
 def grouped_gemm_nt(
@@ -397,29 +393,22 @@ def grouped_gemm_nt(
     Raises:
         ValueError: operands that do not fit.
     """
-    return _grouped_gemm_nt(a.qdata, a.scales, b.qdata, b.scales, start, align, static_weight, static_segments)
+    return _grouped_gemm_nt(a, b, start, align, static_weight, static_segments)
 
 
 @operator(
-    "grouped_gemm_nt_of_ranks(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor start, int ranks, int align)"
-    " -> Tensor",
-    fake=lambda a, a_scales, b, b_scales, start, ranks, align: a.new_empty(
-        (ranks, a.shape[0], b.shape[1]), dtype=torch.bfloat16
+    "grouped_gemm_nt_of_ranks(Quantized a, Quantized b, Tensor start, int ranks, int align) -> Tensor",
+    fake=lambda a, b, start, ranks, align: a.qdata.new_empty(
+        (ranks, a.qdata.shape[0], b.qdata.shape[1]), dtype=torch.bfloat16
     ),
 )
 def _grouped_gemm_nt_of_ranks(
-    a: torch.Tensor,
-    a_scales: torch.Tensor,
-    b: torch.Tensor,
-    b_scales: torch.Tensor,
-    start: torch.Tensor,
-    ranks: int,
-    align: int,
+    a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, ranks: int, align: int
 ) -> torch.Tensor:
-    call = QuantizedTensor(a, a_scales), QuantizedTensor(b, b_scales), start, ranks, align
-    _check(*call[:3])
-    check_k_slices(a.shape[1], ranks)
-    return lookup("grouped_gemm_nt_of_ranks", a.device, *call)(*call)
+    _check(a, b, start)
+    check_k_slices(a.qdata.shape[1], ranks)
+    call = a, b, start, ranks, align
+    return lookup("grouped_gemm_nt_of_ranks", start.device, *call)(*call)
 
 
 def grouped_gemm_nt_of_ranks(
@@ -433,9 +422,15 @@ def grouped_gemm_nt_of_ranks(
     Raises:
         ValueError: operands that do not fit, or slices of K that are no multiples of 128.
     """
-    return _grouped_gemm_nt_of_ranks(a.qdata, a.scales, b.qdata, b.scales, start, ranks, align)
+    return _grouped_gemm_nt_of_ranks(a, b, start, ranks, align)
 
 
+def _fake_wgrad(dy: QuantizedTensor, x: QuantizedTensor, start: torch.Tensor) -> torch.Tensor:
+    shape = start.shape[0] - 1, dy.qdata.shape[0], x.qdata.shape[0]
+    return dy.qdata.new_empty(shape, dtype=torch.bfloat16)
+
+
+@operator("grouped_wgrad(Quantized dy, Quantized x, Tensor start) -> Tensor", fake=_fake_wgrad)
 def grouped_wgrad(dy: QuantizedTensor, x: QuantizedTensor, start: torch.Tensor) -> torch.Tensor:
     """Weight gradients of all experts.
 

@@ -15,7 +15,6 @@ All of it works on one head of one token at a time, so no batch, chunk or page s
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 
 from jetrl_verl import reference
@@ -70,7 +69,7 @@ def reference_dequantize_kv(key, key_scales, value, value_scales) -> tuple[torch
     return tuple(reference.dequantize_heads(QuantizedTensor(*pair)) for pair in pairs)
 
 
-@triton.jit
+@jit
 def _quantized(x):
     """FP32 rows [R, 128]: uint8 qdata, their biased exponents [R], their values."""
     bits = tl.max(magnitude_bits(x), axis=1)
@@ -81,12 +80,12 @@ def _quantized(x):
     return qdata, exponent.to(tl.uint8), value * scale[:, None]
 
 
-@triton.jit
+@jit
 def _scale(byte):
     return (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@jit
 def _quantize_rows(x_ptr, qdata_ptr, scales_ptr, out_ptr, token, head, stride_token, stride_head, row, held):
     lane = tl.arange(0, GROUP)[None, :]
     source = x_ptr + (token * stride_token + head * stride_head)[:, None] + lane
@@ -135,7 +134,7 @@ def triton_quantize_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, 
     return qdata[0], scales[0], qdata[1], scales[1], *out
 
 
-@triton.jit
+@jit
 def _dequantize_rows(qdata_ptr, scales_ptr, out_ptr, row, held):
     place = row.to(tl.int64)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     value = decode(tl.load(qdata_ptr + place, mask=held[:, None], other=0))
@@ -225,18 +224,18 @@ def reference_write_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, sl
     reference.write_cache(cache, reference.quantize_heads(k), reference.quantize_heads(v), slots)
 
 
-@triton.jit
+@jit
 def _key_place(row, feature):
     return row * GROUP + ((feature // _CHUNK) ^ (row % 8)) * _CHUNK + feature % _CHUNK
 
 
-@triton.jit
+@jit
 def _value_place(row, feature):
     chunk = feature // _CHUNK
     return (chunk * _TOKENS + (row ^ (chunk % 2))) * _CHUNK + feature % _CHUNK
 
 
-@triton.jit
+@jit
 def _write_head(x_ptr, data_ptr, scales_ptr, row, IS_KEY: tl.constexpr):
     feature = tl.arange(0, GROUP)
     qdata, exponent, _ = _quantized(tl.load(x_ptr + feature)[None, :].to(tl.float32))
@@ -271,6 +270,11 @@ def triton_write_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots
         )
 
 
+@operator("write_kv(Tensor k, Tensor v, Tensor(a!) cache, Tensor slots) -> ()", fake=lambda *_: None)
+def _write_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    lookup("write_kv", k.device)(k, v, cache, slots)
+
+
 def write_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
     """Quantize tokens into a rollout's pages, in place.
 
@@ -282,7 +286,7 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch
     require_bf16("write_kv", k=k, v=v)
     _check_cache("write_kv", cache)
     count = len(slots)
-    lookup("write_kv", k.device)(k[:count], v[:count], cache, slots)
+    _write_kv(k[:count], v[:count], cache, slots)
 
 
 @implements("read_kv", "reference")
@@ -296,7 +300,7 @@ def reference_read_kv(cache, block_table, lengths, cu_lengths, total: int, longe
     return tuple(x.transpose(2, 3).flatten(1, 2)[held] for x in (keys, values))
 
 
-@triton.jit
+@jit
 def _read_matrix(matrix_ptr, scales_ptr, out_ptr, token, held, stride_token, IS_KEY: tl.constexpr):
     row, feature = tl.arange(0, _TOKENS)[:, None], tl.arange(0, GROUP)[None, :]
     place = _key_place(row, feature) if IS_KEY else _value_place(row, feature)
@@ -333,6 +337,20 @@ def triton_read_kv(cache, block_table, lengths, cu_lengths, total: int, longest:
     return out[0], out[1]
 
 
+def _fake_read_kv(cache, block_table, lengths, cu_lengths, total, longest):
+    shape = total, cache.shape[1], HEAD_DIM
+    return tuple(cache.new_empty(shape, dtype=torch.bfloat16) for _ in range(2))
+
+
+@operator(
+    "read_kv(Tensor cache, Tensor block_table, Tensor lengths, Tensor cu_lengths, int total, int longest)"
+    " -> (Tensor, Tensor)",
+    fake=_fake_read_kv,
+)
+def _read_kv(cache, block_table, lengths, cu_lengths, total, longest):
+    return lookup("read_kv", cache.device)(cache, block_table, lengths, cu_lengths, total, longest)
+
+
 def read_kv(
     cache: torch.Tensor,
     block_table: torch.Tensor,
@@ -352,7 +370,7 @@ def read_kv(
         Keys and values ``[total, H, 128]`` BF16.
     """
     _check_cache("read_kv", cache)
-    return lookup("read_kv", cache.device)(cache, block_table, lengths, cu_lengths, total, longest)
+    return _read_kv(cache, block_table, lengths, cu_lengths, total, longest)
 
 
 def _check_cache(operation: str, cache: torch.Tensor) -> None:

@@ -42,7 +42,7 @@ class _Kernel(JITFunction):
 
 
 def jit(function: Callable | None = None, **options: Any) -> Any:
-    """``triton.jit`` for kernels that the host launches with a tuple as their grid.
+    """``triton.jit`` for kernels that the host launches with a tuple as their grid, and for what they call.
 
     Another version of Triton than the one whose launch this is keeps its own, and so does its interpreter.
     """

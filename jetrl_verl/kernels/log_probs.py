@@ -259,6 +259,16 @@ def _log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Te
     return lookup("log_probs", logits.device)(logits, tokens, temperature)
 
 
+@operator(
+    "log_probs_backward(Tensor gradient, Tensor logits, Tensor tokens, Tensor temperature) -> Tensor",
+    fake=lambda gradient, logits, tokens, temperature: logits.new_empty(logits.shape),
+)
+def _log_probs_backward(
+    gradient: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor
+) -> torch.Tensor:
+    return lookup("log_probs_backward", logits.device)(gradient, logits, tokens, temperature)
+
+
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
@@ -269,8 +279,7 @@ class _LogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient: torch.Tensor):
         logits, tokens, temperature = ctx.saved_tensors
-        run = lookup("log_probs_backward", logits.device)
-        return run(gradient, logits, tokens, temperature), None, None
+        return _log_probs_backward(gradient, logits, tokens, temperature), None, None
 
 
 def log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:

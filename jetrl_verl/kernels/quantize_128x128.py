@@ -12,7 +12,6 @@ transposes of heights that are no multiple of four. It also transposes qdata wit
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from jetrl_verl import reference
@@ -40,6 +39,7 @@ from jetrl_verl.kernels.device.e4m3 import (
 )
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.launch import jit
+from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor, ScaleRule
 
@@ -143,7 +143,7 @@ def _any_128x128_kernel(
         tl.store(scales_t_ptr + tile_k * tl.num_programs(1) + tile_n, scale)
 
 
-@triton.jit
+@jit
 def _store(out_ptr, row, column, rows, columns, values):
     mask = (row < rows)[:, None] & (column < columns)[None, :]
     tl.store(out_ptr + row.to(tl.int64)[:, None] * columns + column[None, :], values, mask=mask)
@@ -247,16 +247,25 @@ def native_transpose_128x128(weight: QuantizedTensor) -> QuantizedTensor:
     return transposed
 
 
+@operator("quantize_128x128(Tensor w, str rule) -> Quantized", fake=lambda w, rule: _empty_blocks(*w.shape, w.device))
 def quantize_128x128(w: torch.Tensor, rule: ScaleRule) -> QuantizedTensor:
     """See :func:`jetrl_verl.reference.quantize_128x128`."""
     return lookup("quantize_128x128", w.device)(w, rule)
 
 
+@operator(
+    "quantize_128x128_and_transpose(Tensor w, str rule) -> (Quantized, Quantized)",
+    fake=lambda w, rule: (_empty_blocks(*w.shape, w.device), _empty_blocks(*w.shape[::-1], w.device)),
+)
 def quantize_128x128_and_transpose(w: torch.Tensor, rule: ScaleRule) -> tuple[QuantizedTensor, QuantizedTensor]:
     """See :func:`jetrl_verl.reference.quantize_128x128_and_transpose`; on a GPU ``w`` is read once."""
     return lookup("quantize_128x128_and_transpose", w.device)(w, rule)
 
 
+@operator(
+    "transpose_128x128(Quantized weight) -> Quantized",
+    fake=lambda weight: _empty_blocks(*weight.qdata.shape[::-1], weight.qdata.device),
+)
 def transpose_128x128(weight: QuantizedTensor) -> QuantizedTensor:
     """See :func:`jetrl_verl.reference.transpose_128x128`."""
     return lookup("transpose_128x128", weight.qdata.device, weight)(weight)

@@ -15,23 +15,16 @@ from jetrl_verl import reference
 from jetrl_verl.kernels.device.e4m3 import _INF_BITS, _MIN_SCALE, _divide, magnitude_bits
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.launch import jit
+from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.sizes import next_power_of_2
 from jetrl_verl.reference import QuantizedTensor
 
 implements("quantize_int8", "reference")(reference.quantize_int8)
 
 _INT8_MAX: tl.constexpr = tl.constexpr(127.0)
-
-
 _INT8_MAX_RECIPROCAL: tl.constexpr = tl.constexpr((torch.tensor(1.0) / 127.0).item())
-
-
 _TO_INTEGER: tl.constexpr = tl.constexpr(12582912.0)
-
-
 _TO_INTEGER_BITS: tl.constexpr = tl.constexpr(0x4B400000)
-
-
 _PIECE = 4096
 
 
@@ -70,6 +63,12 @@ def triton_quantize_int8(x: torch.Tensor) -> QuantizedTensor:
     return QuantizedTensor(qdata, scales)
 
 
+def _fake(x: torch.Tensor) -> QuantizedTensor:
+    scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    return QuantizedTensor(x.new_empty(x.shape, dtype=torch.int8), scales)
+
+
+@operator("quantize_int8(Tensor x) -> Quantized", fake=_fake)
 def quantize_int8(x: torch.Tensor) -> QuantizedTensor:
     """See :func:`jetrl_verl.reference.quantize_int8`."""
     return lookup("quantize_int8", x.device)(x)

@@ -12,7 +12,6 @@ Hopper runs the native kernel (csrc/sm90_relayout_128x1.cu) where columns come i
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from jetrl_verl import reference
@@ -28,7 +27,8 @@ from jetrl_verl.kernels.device.e4m3 import (
 )
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.launch import jit
-from jetrl_verl.kernels.results import empty_colwise
+from jetrl_verl.kernels.operator import operator
+from jetrl_verl.kernels.results import empty_colwise, fake_colwise
 from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.reference import BLOCK, QuantizedTensor, ScaleRule, check_rule
 
@@ -40,7 +40,7 @@ implements("relayout_128x1", "reference")(reference.relayout_128x1)
 _LAUNCH = {"COLUMNS": 32, "num_warps": 1}
 
 
-@triton.jit
+@jit
 def _load(qdata_ptr, scales_ptr, k, stride, row, rows, column, columns):
     scale = tl.load(scales_ptr + row * stride, mask=row < rows, other=0.0)
     offsets = row[:, None] * k + column[None, :]
@@ -123,6 +123,7 @@ def native_relayout_128x1(q: QuantizedTensor, rule: str) -> QuantizedTensor:
     return out
 
 
+@operator("relayout_128x1(Quantized q, str rule) -> Quantized", fake=lambda q, rule: fake_colwise(q.qdata))
 def relayout_128x1(q: QuantizedTensor, rule: ScaleRule) -> QuantizedTensor:
     """See :func:`jetrl_verl.reference.relayout_128x1`."""
     return lookup("relayout_128x1", q.qdata.device, q)(q, rule)

@@ -29,16 +29,15 @@ def empty_colwise(rows: int, k: int, device: torch.device) -> tuple[QuantizedTen
     return QuantizedTensor(qdata[:, :rows], scales), words
 
 
-def fake_rowwise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def fake_rowwise(x: torch.Tensor) -> QuantizedTensor:
     """1x128 qdata and scales of ``x`` [..., K], for tracing: shapes, types and, on a GPU, column-major scales."""
     k = x.shape[-1]
-    rows = x.reshape(-1, k).shape[0]
-    shape = (k // BLOCK, rows) if x.is_cuda else (rows, k // BLOCK)
-    scales = x.new_empty(shape, dtype=torch.float32)
-    return x.new_empty((rows, k), dtype=FP8_DTYPE), scales.t() if x.is_cuda else scales
+    rows, groups = x.reshape(-1, k).shape[0], ceil_div(k, BLOCK)
+    scales = x.new_empty((groups, rows) if x.is_cuda else (rows, groups), dtype=torch.float32)
+    return QuantizedTensor(x.new_empty((rows, k), dtype=FP8_DTYPE), scales.t() if x.is_cuda else scales)
 
 
-def fake_colwise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def fake_colwise(x: torch.Tensor) -> QuantizedTensor:
     """128x1 qdata and scales of ``x`` [..., K], for tracing; on a GPU the qdata are a view with padded rows."""
     k = x.shape[-1]
     rows = x.reshape(-1, k).shape[0]
@@ -46,7 +45,7 @@ def fake_colwise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (groups, k) if x.is_cuda else (k, groups)
     scales = x.new_empty(shape, dtype=torch.float32)
     qdata = x.new_empty((k, groups * BLOCK if x.is_cuda else rows), dtype=FP8_DTYPE)
-    return qdata[:, :rows] if x.is_cuda else qdata, scales.t() if x.is_cuda else scales
+    return QuantizedTensor(qdata[:, :rows] if x.is_cuda else qdata, scales.t() if x.is_cuda else scales)
 
 
 def require_groups(operation: str, x: torch.Tensor) -> None:

@@ -316,38 +316,51 @@ def _add_rms_norm(
 
 
 def _fake_quantize(x, weight, eps, rule):
-    return *_fake(x, weight, eps), *fake_rowwise(x)
+    return *_fake(x, weight, eps), fake_rowwise(x)
 
 
 @operator(
-    "rms_norm_quantize_1x128(Tensor x, Tensor weight, float eps, str rule) -> (Tensor, Tensor, Tensor, Tensor)",
+    "rms_norm_quantize_1x128(Tensor x, Tensor weight, float eps, str rule) -> (Tensor, Tensor, Quantized)",
     fake=_fake_quantize,
 )
-def _rms_norm_quantize(x: torch.Tensor, weight: torch.Tensor, eps: float, rule: str) -> tuple[torch.Tensor, ...]:
-    """y, rstd, qdata, scales."""
+def _rms_norm_quantize(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, rule: str
+) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
+    """y, rstd, 1x128 qdata of y."""
     require_shape("rms_norm_quantize_1x128", "weight", weight, x.shape[-1:])
-    y, rstd, quantized = lookup("rms_norm_quantize_1x128", x.device)(x, weight, eps, rule)
-    return y, rstd, quantized.qdata, quantized.scales
+    return lookup("rms_norm_quantize_1x128", x.device)(x, weight, eps, rule)
 
 
 def _fake_add_quantize(x, residual, weight, eps, rule, with_normed):
-    return x.new_empty(x.shape if with_normed else 0), x.new_empty(x.shape), *fake_rowwise(x)
+    return x.new_empty(x.shape if with_normed else 0), x.new_empty(x.shape), fake_rowwise(x)
 
 
 @operator(
     "add_rms_norm_quantize_1x128(Tensor x, Tensor residual, Tensor weight, float eps, str rule, bool with_normed)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    " -> (Tensor, Tensor, Quantized)",
     fake=_fake_add_quantize,
 )
 def _add_rms_norm_quantize(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, rule: str, with_normed: bool
-) -> tuple[torch.Tensor, ...]:
-    """y, or an empty tensor unless asked for, the residual sum, qdata, scales."""
+) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
+    """y, or an empty tensor unless asked for, the residual sum, 1x128 qdata of y."""
     require_shape("add_rms_norm_quantize_1x128", "weight", weight, x.shape[-1:])
     require_shape("add_rms_norm_quantize_1x128", "residual", residual, x.shape)
     run = lookup("add_rms_norm_quantize_1x128", x.device)
     y, total, quantized = run(x, residual, weight, eps, rule, with_normed)
-    return y if with_normed else x.new_empty(0), total, quantized.qdata, quantized.scales
+    return y if with_normed else x.new_empty(0), total, quantized
+
+
+def _fake_backward(dy, x, weight, rstd):
+    return x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=torch.float32)
+
+
+@operator("rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd) -> (Tensor, Tensor)", fake=_fake_backward)
+def _rms_norm_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dx BF16 and dw FP32."""
+    return lookup("rms_norm_backward", x.device)(dy, x, weight, rstd)
 
 
 # --- functions --------------------------------------------------------------------------------------------------------
@@ -360,7 +373,7 @@ class _RMSNorm(torch.autograd.Function):
             y, rstd = _rms_norm(x, weight, eps)
             results = y
         else:
-            y, rstd, *quantized = _rms_norm_quantize(x, weight, eps, rule)
+            y, rstd, quantized = _rms_norm_quantize(x, weight, eps, rule)
             ctx.mark_non_differentiable(*quantized)
             ctx.set_materialize_grads(False)  # no zeros in the place of the qdata's gradients
             results = (y, *quantized)
@@ -371,7 +384,7 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy: torch.Tensor, *_):
         x, weight, rstd = ctx.saved_tensors
-        dx, dw = lookup("rms_norm_backward", x.device)(dy, x, weight, rstd)
+        dx, dw = _rms_norm_backward(dy, x, weight, rstd)
         return dx, dw.to(weight.dtype), None, None
 
 
@@ -431,7 +444,8 @@ def rms_norm_quantize_1x128(x: torch.Tensor, weight: torch.Tensor, eps: float, r
     if torch.is_grad_enabled():
         y, qdata, scales = _RMSNorm.apply(x, weight, eps, rule)
     else:
-        y, _, qdata, scales = _rms_norm_quantize(x, weight, eps, rule)
+        y, _, quantized = _rms_norm_quantize(x, weight, eps, rule)
+        qdata, scales = quantized.qdata, quantized.scales
     return QuantizedTensor(qdata, scales, y)
 
 
@@ -454,5 +468,5 @@ def add_rms_norm_quantize_1x128(
     """
     require_bf16("add_rms_norm_quantize_1x128", x=x, residual=residual)
     require_groups("add_rms_norm_quantize_1x128", x)
-    y, total, qdata, scales = _add_rms_norm_quantize(x, residual, weight, eps, rule, with_normed)
-    return QuantizedTensor(qdata, scales, y if with_normed else None), total
+    y, total, quantized = _add_rms_norm_quantize(x, residual, weight, eps, rule, with_normed)
+    return QuantizedTensor(quantized.qdata, quantized.scales, y if with_normed else None), total

@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
@@ -103,7 +102,7 @@ def reference_rotary(
     return rotate(q), rotate(k)
 
 
-@triton.jit
+@jit
 def _rotate(
     x_ptr, y_ptr, token, cos, sin, stride_token, stride_head,
     HEADS: tl.constexpr, HEADS_TILE: tl.constexpr, HALF: tl.constexpr,

@@ -12,7 +12,6 @@ give weights that are not.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
@@ -44,7 +43,7 @@ def reference_route(logits: torch.Tensor, k: int, renormalize: bool) -> tuple[to
     return experts, weights.float()
 
 
-@triton.jit
+@jit
 def choose_experts(
     logits_ptr, token, tokens, experts,
     K: tl.constexpr, K_LANES: tl.constexpr, LANES: tl.constexpr, RENORMALIZE: tl.constexpr,

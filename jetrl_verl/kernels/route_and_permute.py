@@ -148,28 +148,27 @@ def triton_route_and_permute(logits: torch.Tensor, x: QuantizedTensor, k: int, r
     return weights, Segments(row, pair, start), out
 
 
-def _fake(logits, qdata, scales, k, renormalize):
+def _fake(logits, x, k, renormalize):
     tokens, experts = logits.shape
     segments = (logits.new_empty(shape, dtype=torch.int32) for shape in ((tokens, k), (tokens * k,), (experts + 1,)))
-    return logits.new_empty((tokens, k)), *segments, *fake_rowwise(qdata.new_empty((tokens * k, qdata.shape[1])))
+    return logits.new_empty((tokens, k)), *segments, fake_rowwise(x.qdata.new_empty((tokens * k, x.qdata.shape[1])))
 
 
 @operator(
-    "route_and_permute(Tensor logits, Tensor qdata, Tensor scales, int k, bool renormalize)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "route_and_permute(Tensor logits, Quantized x, int k, bool renormalize)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Quantized)",
     fake=_fake,
 )
 def _route_and_permute(
-    logits: torch.Tensor, qdata: torch.Tensor, scales: torch.Tensor, k: int, renormalize: bool
-) -> tuple[torch.Tensor, ...]:
-    if logits.dtype != torch.float32 or logits.shape[:1] != qdata.shape[:1] or not 1 <= k <= logits.shape[1]:
+    logits: torch.Tensor, x: QuantizedTensor, k: int, renormalize: bool
+) -> tuple[torch.Tensor | QuantizedTensor, ...]:
+    if logits.dtype != torch.float32 or logits.shape[:1] != x.qdata.shape[:1] or not 1 <= k <= logits.shape[1]:
         raise ValueError(
-            f"route_and_permute: logits {tuple(logits.shape)} {logits.dtype}, rows {tuple(qdata.shape)} and k={k} are "
-            "not supported; expected [tokens, experts] FP32, [tokens, K] and k of the experts"
+            f"route_and_permute: logits {tuple(logits.shape)} {logits.dtype}, rows {tuple(x.qdata.shape)} and k={k} "
+            "are not supported; expected [tokens, experts] FP32, [tokens, K] and k of the experts"
         )
-    run = lookup("route_and_permute", logits.device)
-    weights, segments, rows = run(logits, QuantizedTensor(qdata, scales), k, renormalize)
-    return weights, *segments, rows.qdata, rows.scales
+    weights, segments, rows = lookup("route_and_permute", logits.device)(logits, x, k, renormalize)
+    return weights, *segments, rows
 
 
 def route_and_permute(logits: torch.Tensor, x: QuantizedTensor, k: int, renormalize: bool) -> Permuted:
@@ -187,5 +186,5 @@ def route_and_permute(logits: torch.Tensor, x: QuantizedTensor, k: int, renormal
         ValueError: logits of another type or shape, ``k`` outside of 1 to E, or K no multiple of 128.
     """
     require_groups("route_and_permute", x.qdata)
-    weights, row, pair, start, *rows = _route_and_permute(logits, x.qdata, x.scales, k, renormalize)
-    return weights, Segments(row, pair, start), QuantizedTensor(*rows)
+    weights, row, pair, start, rows = _route_and_permute(logits, x, k, renormalize)
+    return weights, Segments(row, pair, start), rows

@@ -17,7 +17,6 @@ from functools import cache
 
 import numpy as np
 import torch
-import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
@@ -40,13 +39,7 @@ from jetrl_verl.kernels.device.e4m3 import (
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
-from jetrl_verl.kernels.results import (
-    empty_colwise,
-    empty_rowwise,
-    fake_colwise,
-    fake_rowwise,
-    require_groups,
-)
+from jetrl_verl.kernels.results import empty_colwise, empty_rowwise, fake_colwise, fake_rowwise, require_groups
 from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.reference import BLOCK, QuantizedTensor, check_rule
 
@@ -125,14 +118,14 @@ _LAUNCH_BOTH = {"num_warps": 8, "maxnreg": 128}
 _LAUNCH_BACKWARD = {"num_warps": 8, "maxnreg": 128}
 
 
-@triton.jit
+@jit
 def product_of(gate, up):
     """``silu(gate) * up`` in BF16 of BF16 tiles."""
     gate, up = gate.to(tl.float32), up.to(tl.float32)
     return (gate / (1.0 + tl.exp(-gate)) * up).to(tl.bfloat16)
 
 
-@triton.jit
+@jit
 def gradients_of(dy, gate, up):
     """Gradients of gate and up in BF16, of BF16 tiles."""
     dy, gate, up = dy.to(tl.float32), gate.to(tl.float32), up.to(tl.float32)
@@ -190,12 +183,12 @@ def _silu_mul_quantize_kernel(
     tl.store(scales_ptr + group_k.to(tl.int64) * rows + row, scale, mask=in_range)
 
 
-@triton.jit
+@jit
 def _words(low, high):
     return halves_of(low.to(tl.int16, bitcast=True), high.to(tl.int16, bitcast=True))
 
 
-@triton.jit
+@jit
 def _product_words(gate, up):
     """``silu(gate) * up`` of words of two BF16 numbers."""
     return _words(product_of(low_half(gate), low_half(up)), product_of(high_half(gate), high_half(up)))
@@ -228,7 +221,7 @@ def _silu_mul_quantize_both_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@jit
 def _gradient_words(dy, gate, up):
     """Words of the gradients of gate and up."""
     dgate_low, dup_low = gradients_of(low_half(dy), low_half(gate), low_half(up))
@@ -444,49 +437,54 @@ def _silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return lookup("silu_mul", gate.device)(gate, up)
 
 
-def _absent(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(0), x.new_empty(0)
+def _fake_backward(dy, gate, up):
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+@operator("silu_mul_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)", fake=_fake_backward)
+def _silu_mul_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return lookup("silu_mul_backward", gate.device)(dy, gate, up)
+
+
+def _absent(x: torch.Tensor) -> QuantizedTensor:
+    return QuantizedTensor(x.new_empty(0), x.new_empty(0))
 
 
 def _fake_quantize(gate, up, rule, with_product, with_colwise):
-    product = _fake(gate, up) if with_product else up.new_empty(0)
-    return product, *fake_rowwise(up), *(fake_colwise(up) if with_colwise else _absent(up))
+    colwise = fake_colwise(up) if with_colwise else _absent(up)
+    return _fake(gate, up) if with_product else up.new_empty(0), fake_rowwise(up), colwise
 
 
 @operator(
     "silu_mul_quantize(Tensor gate, Tensor up, str rule, bool with_product, bool with_colwise)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " -> (Tensor, Quantized, Quantized)",
     fake=_fake_quantize,
 )
 def _silu_mul_quantize(
     gate: torch.Tensor, up: torch.Tensor, rule: str, with_product: bool, with_colwise: bool
-) -> tuple[torch.Tensor, ...]:
-    """product, qdata and scales of its rows, of its columns; what was not asked for is empty."""
+) -> tuple[torch.Tensor, QuantizedTensor, QuantizedTensor]:
+    """product, its 1x128 qdata, its 128x1 qdata; what was not asked for is empty."""
     require_shape("silu_mul_quantize", "up", up, gate.shape)
     run = lookup("silu_mul_quantize", gate.device)
     product, rowwise, colwise = run(gate, up, rule, with_product, with_colwise)
-    colwise_parts = (colwise.qdata, colwise.scales) if with_colwise else _absent(up)
-    return product if with_product else up.new_empty(0), rowwise.qdata, rowwise.scales, *colwise_parts
+    return product if with_product else up.new_empty(0), rowwise, colwise if with_colwise else _absent(up)
 
 
 def _fake_backward_quantize(dy, gate, up, rule):
-    return *fake_rowwise(gate), *fake_colwise(gate), *fake_rowwise(up), *fake_colwise(up)
+    return fake_rowwise(gate), fake_colwise(gate), fake_rowwise(up), fake_colwise(up)
 
 
 @operator(
     "silu_mul_backward_quantize(Tensor dy, Tensor gate, Tensor up, str rule)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " -> (Quantized, Quantized, Quantized, Quantized)",
     fake=_fake_backward_quantize,
 )
-def _silu_mul_backward_quantize(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str
-) -> tuple[torch.Tensor, ...]:
-    """FP8 data and scales of the rows and of the columns of gate's gradient, then of up's."""
+def _silu_mul_backward_quantize(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str) -> Four:
+    """1x128 and 128x1 qdata of gate's gradient, then of up's."""
     require_shape("silu_mul_backward_quantize", "up", up, gate.shape)
     require_shape("silu_mul_backward_quantize", "dy", dy, gate.shape)
     call = (*(x.reshape(-1, x.shape[-1]) for x in (dy, gate, up)), rule)
-    results = lookup("silu_mul_backward_quantize", gate.device, *call)(*call)
-    return tuple(tensor for q in results for tensor in (q.qdata, q.scales))
+    return lookup("silu_mul_backward_quantize", gate.device, *call)(*call)
 
 
 # --- functions --------------------------------------------------------------------------------------------------------
@@ -498,7 +496,7 @@ class _SiLUMul(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         if rule is None:
             return _silu_mul(gate, up)
-        product, qdata, scales, *_ = _silu_mul_quantize(gate, up, rule, True, False)
+        product, (qdata, scales), _ = _silu_mul_quantize(gate, up, rule, True, False)
         ctx.mark_non_differentiable(qdata, scales)
         ctx.set_materialize_grads(False)  # no zeros in the place of the qdata's gradients
         return product, qdata, scales
@@ -507,7 +505,7 @@ class _SiLUMul(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy: torch.Tensor, *_):
         gate, up = ctx.saved_tensors
-        return *lookup("silu_mul_backward", gate.device)(dy, gate, up), None
+        return *_silu_mul_backward(dy, gate, up), None
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -547,7 +545,8 @@ def silu_mul_quantize_1x128(gate: torch.Tensor, up: torch.Tensor, rule: str) -> 
     if torch.is_grad_enabled():
         product, qdata, scales = _SiLUMul.apply(gate, up, rule)
     else:
-        product, qdata, scales, *_ = _silu_mul_quantize(gate, up, rule, True, False)
+        product, rowwise, _ = _silu_mul_quantize(gate, up, rule, True, False)
+        qdata, scales = rowwise.qdata, rowwise.scales
     return QuantizedTensor(qdata, scales, product)
 
 
@@ -571,9 +570,9 @@ def silu_mul_quantize(
     """
     require_bf16("silu_mul_quantize", gate=gate, up=up)
     require_groups("silu_mul_quantize", up)
-    product, qdata, scales, *colwise = _silu_mul_quantize(gate, up, rule, with_product, with_colwise)
-    rowwise = QuantizedTensor(qdata, scales, product if with_product else None)
-    return rowwise, QuantizedTensor(*colwise) if with_colwise else None
+    product, rowwise, colwise = _silu_mul_quantize(gate, up, rule, with_product, with_colwise)
+    rowwise = QuantizedTensor(rowwise.qdata, rowwise.scales, product if with_product else None)
+    return rowwise, colwise if with_colwise else None
 
 
 def silu_mul_backward_quantize(
@@ -593,5 +592,4 @@ def silu_mul_backward_quantize(
     """
     require_bf16("silu_mul_backward_quantize", dy=dy, gate=gate, up=up)
     require_groups("silu_mul_backward_quantize", up)
-    tensors = _silu_mul_backward_quantize(dy, gate, up, rule)
-    return tuple(QuantizedTensor(*tensors[i : i + 2]) for i in range(0, 8, 2))
+    return _silu_mul_backward_quantize(dy, gate, up, rule)

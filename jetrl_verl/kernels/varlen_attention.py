@@ -10,44 +10,100 @@ The attention that trainer and rollout share is attention.py's. This one is the 
 CPU** each sequence goes through torch's ``scaled_dot_product_attention``, as stock modules do with it alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
-from torch.nn import functional
 
 from jetrl_verl.kernels import vllm_kernels
-from jetrl_verl.kernels.attention import PackedAttention, flash_attention_3, flash_attention_backward
+from jetrl_verl.kernels.attention import (
+    PackedAttention,
+    fake_attention,
+    fake_attention_backward,
+    flash_attention_3,
+    flash_attention_backward,
+)
+from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.operator import operator
 
 LARGEST_HEAD = 256
 """Of FlashAttention; heads are multiples of 8."""
 
 
+def _supports_flash_attention_3(*_) -> bool:
+    return vllm_kernels.no_flash_attention_3() is None
+
+
+implements("varlen_attention", "flash_attention_3", supports=_supports_flash_attention_3)(flash_attention_3)
+implements("varlen_attention_backward", "flash_attention_2")(flash_attention_backward)
+
+
+@implements("varlen_attention", "flash_attention_2")
 def torch_flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
-) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`jetrl_verl.kernels.attention.flash_attention_3`, by the FlashAttention 2 that torch brings."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, True, False, scale=scale
     )
-    return out, (out, lse)
+    return out, lse
 
 
-def gpu_forward() -> Callable:
-    """The forward that a GPU of this process runs."""
-    return flash_attention_3 if vllm_kernels.no_flash_attention_3() is None else torch_flash_attention
-
-
-def _by_sequence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, scale: float):
-    """On the CPU; autograd's own gradients."""
+def _sequences(cu_seqlens: torch.Tensor, *packed: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """Of each sequence what torch's attention reads: ``[1, H, T, D]`` of every ``[N, H, D]``."""
     lengths = cu_seqlens.diff().tolist()
-    sequences = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
-    results = [
-        functional.scaled_dot_product_attention(
-            *(x.transpose(0, 1)[None] for x in sequence), is_causal=True, scale=scale, enable_gqa=True
+    for sequence in zip(*(x.split(lengths) for x in packed), strict=True):
+        yield [x.transpose(0, 1)[None] for x in sequence]
+
+
+@implements("varlen_attention", "sdpa")
+def sdpa(q, k, v, cu_seqlens, max_seqlen: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`torch_flash_attention`: the kernel of torch's ``scaled_dot_product_attention`` on a CPU."""
+    out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), []
+    for *sequence, target in _sequences(cu_seqlens, q, k, v, out):
+        found, of_sequence = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *sequence, 0.0, True, scale=scale
         )
-        for sequence in sequences
-    ]
-    return torch.cat([result[0].transpose(0, 1) for result in results])
+        target.copy_(found)
+        lse.append(of_sequence[0])
+    return out, torch.cat(lse, dim=1)
+
+
+@implements("varlen_attention_backward", "sdpa")
+def sdpa_backward(grad_out, q, k, v, cu_seqlens, out, lse, max_seqlen: int, scale: float) -> tuple[torch.Tensor, ...]:
+    """As :func:`flash_attention_backward`: the gradient of torch's ``scaled_dot_product_attention`` on a CPU."""
+    gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+    parts = lse.split(cu_seqlens.diff().tolist(), dim=1)
+    packed = _sequences(cu_seqlens, grad_out, q, k, v, out, *gradients)
+    for (*operands, dq, dk, dv), of_sequence in zip(packed, parts, strict=True):
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *operands, of_sequence[None], 0.0, True, scale=scale
+        )
+        for target, gradient in zip((dq, dk, dv), found, strict=True):
+            target.copy_(gradient)
+    return tuple(gradients)
+
+
+def _fake(q, k, v, cu_seqlens, max_seqlen, scale):
+    out, lse = fake_attention(q, k, v, cu_seqlens, max_seqlen, scale)
+    return out, lse.double() if q.dtype == torch.float64 else lse
+
+
+@operator(
+    "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int max_seqlen, float scale)"
+    " -> (Tensor, Tensor)",
+    fake=_fake,
+)
+def _varlen_attention(*call) -> tuple[torch.Tensor, torch.Tensor]:
+    return lookup("varlen_attention", call[0].device, *call)(*call)
+
+
+@operator(
+    "varlen_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor out,"
+    " Tensor lse, int max_seqlen, float scale) -> (Tensor, Tensor, Tensor)",
+    fake=fake_attention_backward,
+)
+def _varlen_attention_backward(*call) -> tuple[torch.Tensor, ...]:
+    return lookup("varlen_attention_backward", call[0].device)(*call)
 
 
 def varlen_attention(
@@ -73,8 +129,13 @@ def varlen_attention(
             f"varlen_attention: queries, keys and values with {head_dim}, {k.shape[-1]} and {v.shape[-1]} features a "
             "head are not supported with one kernel; use attn_implementation=sdpa"
         )
-    if q.device.type == "cpu":
-        return _by_sequence(q, k, v, cu_seqlens, scale)
+    if q.device.type != "cpu":
+        _check_flash_attention(q, k, v)
+    return PackedAttention.apply(q, k, v, cu_seqlens, max_seqlen, scale, _varlen_attention, _varlen_attention_backward)
+
+
+def _check_flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    head_dim = q.shape[-1]
     if head_dim % 8 or head_dim > LARGEST_HEAD:
         raise ValueError(
             f"varlen_attention: heads of {head_dim} are not supported with FlashAttention, which has multiples of 8 up "
@@ -85,4 +146,3 @@ def varlen_attention(
             f"varlen_attention: {q.dtype}, {k.dtype} and {v.dtype} are not supported with FlashAttention, which has "
             "BF16 and FP16; use attn_implementation=sdpa"
         )
-    return PackedAttention.apply(q, k, v, cu_seqlens, max_seqlen, scale, gpu_forward(), flash_attention_backward)

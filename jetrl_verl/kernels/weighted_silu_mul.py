@@ -13,7 +13,6 @@ bytes for 128 elements, are added by a second small kernel in the order of the t
 """
 
 import torch
-import triton
 import triton.language as tl
 
 from jetrl_verl import reference
@@ -153,7 +152,7 @@ def triton_weighted_silu_mul_quantize(
     return out
 
 
-@triton.jit
+@jit
 def _gradients(dy, gate, up, weight):
     """(gradients of gate and up in BF16, terms of the inner product) of FP32 tiles."""
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
@@ -163,7 +162,7 @@ def _gradients(dy, gate, up, weight):
     return dgate.to(tl.bfloat16), (silu * weighted).to(tl.bfloat16), dy * (silu * up)
 
 
-@triton.jit
+@jit
 def _gradient_words(dy, gate, up, weight):
     """Words of the gradients of gate and up, and a row's inner product, of words of two BF16 numbers."""
     dgate_low, dup_low, low = _gradients(low_half(dy), low_half(gate), low_half(up), weight)
@@ -173,7 +172,7 @@ def _gradient_words(dy, gate, up, weight):
     return dgate, dup, tl.sum(low + high, axis=1)
 
 
-@triton.jit
+@jit
 def _rows_backward(dy_ptr, gate_ptr, weights_ptr, part_ptr, pair, row, words, word):
     """As :func:`_gradient_words` for some rows of a tile, whose parts of inner products it stores."""
     weight = tl.load(weights_ptr + pair, mask=pair >= 0, other=0.0)
@@ -267,13 +266,14 @@ def _check(gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor) -> 
 
 
 @operator(
-    "weighted_silu_mul_quantize(Tensor gate_up, Tensor weights, Tensor pair, str rule) -> (Tensor, Tensor)",
+    "weighted_silu_mul_quantize(Tensor gate_up, Tensor weights, Tensor pair, str rule) -> Quantized",
     fake=lambda gate_up, weights, pair, rule: fake_rowwise(gate_up[:, : gate_up.shape[1] // 2]),
 )
-def _weighted_silu_mul_quantize(gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor, rule: str):
+def _weighted_silu_mul_quantize(
+    gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor, rule: str
+) -> QuantizedTensor:
     _check(gate_up, weights, pair)
-    quantized = lookup("weighted_silu_mul_quantize", gate_up.device)(gate_up, weights, pair, rule)
-    return quantized.qdata, quantized.scales
+    return lookup("weighted_silu_mul_quantize", gate_up.device)(gate_up, weights, pair, rule)
 
 
 def weighted_silu_mul_quantize(
@@ -293,27 +293,25 @@ def weighted_silu_mul_quantize(
         TypeError: ``gate_up`` is not BF16. ValueError: I is no multiple of 128, operands that do not fit, the rule.
     """
     require_groups("weighted_silu_mul_quantize", gate_up[:, : gate_up.shape[1] // 2])
-    return QuantizedTensor(*_weighted_silu_mul_quantize(gate_up, weights, pair, rule))
+    return _weighted_silu_mul_quantize(gate_up, weights, pair, rule)
 
 
 def _fake_backward_quantize(dy, gate_up, weights, pair, rule):
-    return *fake_rowwise(gate_up), *fake_colwise(gate_up), weights.new_empty(weights.shape)
+    return fake_rowwise(gate_up), fake_colwise(gate_up), weights.new_empty(weights.shape)
 
 
 @operator(
     "weighted_silu_mul_backward_quantize(Tensor dy, Tensor gate_up, Tensor weights, Tensor pair, str rule)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " -> (Quantized, Quantized, Tensor)",
     fake=_fake_backward_quantize,
 )
 def _weighted_silu_mul_backward_quantize(
     dy: torch.Tensor, gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor, rule: str
-) -> tuple[torch.Tensor, ...]:
+) -> Gradients:
     require_bf16("weighted_silu_mul_backward_quantize", dy=dy)
     _check(gate_up, weights, pair)
     require_shape("weighted_silu_mul_backward_quantize", "dy", dy, (gate_up.shape[0], gate_up.shape[1] // 2))
-    run = lookup("weighted_silu_mul_backward_quantize", dy.device)
-    rowwise, colwise, dweights = run(dy, gate_up, weights, pair, rule)
-    return rowwise.qdata, rowwise.scales, colwise.qdata, colwise.scales, dweights
+    return lookup("weighted_silu_mul_backward_quantize", dy.device)(dy, gate_up, weights, pair, rule)
 
 
 def weighted_silu_mul_backward_quantize(
@@ -335,7 +333,4 @@ def weighted_silu_mul_backward_quantize(
     """
     require_groups("weighted_silu_mul_backward_quantize", dy)
     require_groups_of_rows("weighted_silu_mul_backward_quantize", pair)
-    qdata, scales, colwise_qdata, colwise_scales, dweights = _weighted_silu_mul_backward_quantize(
-        dy, gate_up, weights, pair, rule
-    )
-    return QuantizedTensor(qdata, scales), QuantizedTensor(colwise_qdata, colwise_scales), dweights
+    return _weighted_silu_mul_backward_quantize(dy, gate_up, weights, pair, rule)

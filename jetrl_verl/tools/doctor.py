@@ -95,7 +95,7 @@ def ask_kernels() -> dict[str, Any]:
         except RuntimeError as refusal:
             devices[device] = {"refused": str(refusal)}
             continue
-        columns = {operation: platforms[platform] for operation, platforms in BACKENDS.items()}
+        columns = {name: platforms[platform] for name, platforms in BACKENDS.items() if platform in platforms}
         used = {name for names in columns.values() for name in names}
         devices[device] = {
             "platform": platform,

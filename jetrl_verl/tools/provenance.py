@@ -21,6 +21,9 @@ from typing import Any
 from jetrl_verl.tools import ToolError
 from jetrl_verl.tools.commit import UNKNOWN, commit_of
 
+Build = Mapping[str, Any]
+"""What :func:`provenance` gives."""
+
 NO_COMMIT = "no commit recorded"
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -131,12 +134,14 @@ def builds_note(records: Mapping[str, Sequence[Mapping[str, Any] | None]], acros
     if len(groups) <= 1:
         return "".join(f"Build: {words}." for words, _ in groups.values())
     listed = _listed(groups.values())
+    # Records that name no build may be of several.
+    count = f"{'at least ' if len(groups.get(None, ('', []))[1]) > 1 else ''}{len(groups)}"
     if not across_builds:
         raise ToolError(
-            f"these results are of {len(groups)} builds, so a difference may come from the code ({listed}). Measure "
+            f"these results are of {count} builds, so a difference may come from the code ({listed}). Measure "
             "them again with one build, or set --across-builds."
         )
-    return f"Results of {len(groups)} builds side by side; a difference may come from the code. {listed}."
+    return f"Results of {count} builds side by side; a difference may come from the code. {listed}."
 
 
 def _listed(groups: Iterable[tuple[str, list[str]]]) -> str:

@@ -7,20 +7,12 @@
 // Vector clocks (Lamport 1978, Fidge 1988; per location as in FastTrack, Flanagan and Freund 2009), with an entry for
 // each thread and one for each mbarrier. A thread's entry counts the times that it told others what it knows; an
 // mbarrier's is 0 before its initialisation is known, and then 1 and the number of phases known to be over.
-//   - A thread's own access is over at once: known to who knows its entry.
-//   - An access that the machine makes later (a copy's write, wgmma's reads) is over nowhere until its end has a place:
-//     a copy's with an mbarrier in the phase that its bytes or its arrival complete, wgmma's, a store's reads and those
-//     of cp.async with the thread that waits for them. Who learns of that phase, or of that thread's entry, knows that
-//     it is over. Before it may begin, its thread has to know that whatever it conflicts with is over.
-//   - The copy engine and wgmma ("copies" below) see what threads wrote through the other proxy only across a fence, so
-//     knowledge is kept twice: what is known, and what of it a fence has passed on to them.
-//   - It is kept a third time for what has to come earlier without a word about memory: also what stands before a
-//     relaxed barrier, an exchange among lanes, or the arrival that follows cp.async. A wait names a phase of an
-//     mbarrier by its parity alone, so the next phase must not end before every such wait has returned.
-//   - Nor may an arrival, a copy's bytes or a wait come by who does not know that the phase before is over: this run
-//     would count it in one phase and another run in the other, and what is ordered here might not be there.
-// What is read or written as whole swizzle atoms of 1024 bytes is kept by those, anything else by words of 4: bytes of
-// a word written by different threads would be called a race.
+//
+// Invariant: before an access begins, its thread knows that whatever it conflicts with is over (Access::before). A
+// thread's own access is over at once. One that the machine makes later, a copy's write or wgmma's reads, is over
+// nowhere until its end has a place: a copy's with an mbarrier in the phase that its bytes or its arrival complete,
+// wgmma's, a store's reads and those of cp.async with the thread that waits for them. Who learns of that phase, or of
+// that thread's entry, knows that it is over.
 
 #pragma once
 
@@ -32,6 +24,13 @@
 
 namespace emulator {
 
+// What a thread or an mbarrier knows to be over, three times. `copies`: the copy engine and wgmma see what threads
+// wrote through the other proxy only across a fence; what of `plain` a fence has passed on to them. `order`: what has to
+// come earlier without a word about memory, also what stands before a relaxed barrier, an exchange among lanes, or the
+// arrival that follows cp.async: a wait names a phase of an mbarrier by its parity alone, so the next phase must not
+// end before every such wait has returned. Nor may an arrival, a copy's bytes or a wait come by who does not know that
+// the phase before is over: this run would count it in one phase and another run in the other, and what is ordered here
+// might not be there.
 struct Knowledge {
   std::vector<uint32_t> plain, copies, order;
 
@@ -61,7 +60,9 @@ struct Access {
   }
 };
 
-// What happened to a block's shared memory: per place the last write, and the reads since.
+// What happened to a block's shared memory: per place the last write, and the reads since. What is read or written as
+// whole swizzle atoms of 1024 bytes is kept by those, anything else by words of 4: bytes of a word written by different
+// threads would be called a race.
 class History {
  public:
   void resize(int bytes) { atoms_.resize((bytes + kAtom - 1) / kAtom); }

@@ -3,32 +3,17 @@
 
 // The instructions of sm90.cuh on a CPU, so that the kernels' own source runs without a GPU: every thread of a cluster
 // is a fiber, every copy happens at some later, randomly chosen moment that the architecture allows, every wgmma and
-// every store of TMA either at once or when it is waited for.
+// every store of TMA either at once or when it is waited for. Modelled after the PTX ISA; what of an instruction stands
+// beside its declaration.
 //
-// What it models, from the PTX ISA:
-//   - mbarriers with their phases, pending arrivals and (possibly negative) pending bytes; a wait names a parity only;
-//   - TMA tile loads with the 128-byte swizzle, zero fill and multicast; each destination block is served on its own
-//     time;
-//   - TMA tile stores, which read shared memory at their group's end or at the wait for it;
-//   - cp.async with zero fill, in program order per thread, the arrival that follows it and the wait for it;
-//   - wgmma: its operands are read through the descriptor at its group's end, where no older one runs, or at the wait,
-//     results are NaN until then;
-//   - bulk copies without a tensor map, also to another block of the cluster, likewise on their own time;
-//   - mma.sync with its fragments and with its rounding: all 16 products and the addend are cut off 25 places below the
-//     largest exponent, summed exactly and cut off to FP32 (Hopper in arXiv 2511.10909);
-//   - block, warp and cluster barriers; stmatrix with the lanes' addresses and fragments.
-// What it reports as a failure, not as a wrong number: a deadlock (with what every warp waits for), an arrival too
-// many, an address outside shared memory, a misaligned tile, a tensor map that the hardware refuses, a copy of the
-// decode kernel's X by a thread that has not waited for the kernel in front, which may write X; a race in shared
-// memory, by what is ordered and not by what this run read (races.h), a missing fence in front of the copy engine, of
-// wgmma or of a new barrier's users among them; a copy between blocks of which one has left. A race that the model of
-// ordering should miss still shows as wrong numbers under some seeds: shared memory starts as NaN, a tile that is
-// overwritten early is read late. What it cannot see: races in global memory, the rounding inside a wgmma (sums are
-// exact here), speed.
+// Reported as a failure, not as a wrong number: a deadlock (with what every warp waits for), an arrival too many, an
+// address outside shared memory, a misaligned tile, a tensor map that the hardware refuses, a copy of the decode
+// kernel's X by a thread that has not waited for the kernel in front, which may write X, a race in shared memory by
+// what is ordered (races.h), a missing proxy fence among them, a copy between blocks of which one has left. A race that
+// this should miss still shows as wrong numbers under some seeds: shared memory starts as NaN, a tile that is
+// overwritten early is read late.
 //
-// Where it is stricter than a GPU: a cluster's barrier, which is relaxed here, orders nothing but initialisations, and
-// an exchange between lanes orders no memory. Where it is not: an arrival at another block's barrier orders what its
-// thread did, as an arrival at the own one; what then follows in the other block is overwriting what was read here.
+// Not seen: races in global memory, the rounding inside a wgmma (sums are exact here), speed.
 
 #pragma once
 
@@ -84,11 +69,15 @@ int rank_in_cluster();
 uint8_t* dynamic_shared_memory();
 uint32_t shared_address(const void* pointer);
 
+// Stricter than a GPU: a cluster's barrier, which is relaxed here, orders nothing but initialisations.
 void sync_warp();
 void sync_block();
 void sync_cluster();
 void wait_for_previous_kernel();
 
+// An mbarrier has its phase, pending arrivals and (possibly negative) pending bytes; a wait names a parity only. Laxer
+// than a GPU: an arrival at another block's barrier orders what its thread did, as one at the own barrier does; what
+// then follows in the other block is overwriting what was read here.
 void barrier_init(uint32_t barrier, int arrivals);
 void fence_barrier_init();
 void fence_for_copies();
@@ -97,6 +86,9 @@ void barrier_arrive_at(uint32_t barrier, int rank);
 void barrier_arrive_expect(uint32_t barrier, int bytes);
 void barrier_wait(uint32_t barrier, uint32_t parity, const char* name, int stage);
 
+// Tile loads with the 128-byte swizzle, zero fill and multicast; each destination block is served on its own time, as
+// is a bulk copy, to another block of the cluster, too. A store reads shared memory at its group's end or at the wait.
+// cp.async is in program order per thread, as are the arrival that follows it and the wait for it.
 void tma_load(uint32_t to, const TensorMap* map, int column, int row, uint32_t barrier);
 void tma_load_multicast(uint32_t to, const TensorMap* map, int column, int row, uint32_t barrier, uint16_t blocks);
 void tma_store(const TensorMap* map, uint32_t from, int column, int row);
@@ -109,13 +101,16 @@ void bulk_copy_in_cluster(uint32_t to, uint32_t from, int bytes, uint32_t barrie
 void cp_async_wait();
 void cp_async_arrive(uint32_t barrier);
 
+// Operands are read through the descriptor at the group's end, where no older one runs, or at the wait; results are NaN
+// until then.
 void issue_wgmma(float* d, int n, uint64_t a, uint64_t b, bool keep);
 void wgmma_commit();
 void wait_for_wgmma(int pending);
 
 void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
 
-uint32_t exchange(uint32_t value, int lane);  // what `lane` of this warp brings
+// What `lane` of this warp brings. Stricter than a GPU: an exchange orders no memory.
+uint32_t exchange(uint32_t value, int lane);
 int count_true(bool value);
 void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3);
 

@@ -1,7 +1,8 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// How a tensor core rounds.
+// How a tensor core rounds: all 16 products and the addend are cut off 25 places below the largest exponent, summed
+// exactly and cut off to FP32 (Hopper in arXiv 2511.10909).
 
 #pragma once
 
@@ -10,7 +11,7 @@
 
 namespace emulator {
 
-// Of a tensor core's instruction on Hopper, the addend and 16 products (emulator/sm90.h).
+// Of an mma.sync, the addend and 16 products.
 inline float fused_sum(float addend, const float (&a)[16], const float (&b)[16]) {
   double exact = addend;
   for (int k = 0; k < 16; ++k) exact += double(a[k]) * b[k];

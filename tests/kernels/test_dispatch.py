@@ -9,19 +9,38 @@ from contract_inputs import gaussian
 from jetrl_verl import formats, kernels, reference
 from jetrl_verl.kernels import dispatch
 
+PLATFORMS = {"cpu", "sm89", "sm90", "sm100"}
+
 
 def test_every_operation_has_a_backend_on_every_platform():
+    """On one at least, where vLLM runs it on the others; a GPU without FP8 runs what knows nothing of FP8."""
     for operation, row in kernels.BACKENDS.items():
-        assert set(row) == {"cpu", "sm89", "sm90", "sm100"}, operation
-        assert row["cpu"] == ("reference",)
+        assert set(row) in (PLATFORMS, PLATFORMS | {"sm80"}, {"cpu"}), operation
+        assert row["cpu"] in (("reference",), ("composed",), ("sdpa",))
+    assert sum(set(row) == {"cpu"} for row in kernels.BACKENDS.values()) == 2
 
 
 def test_the_last_backend_of_an_entry_supports_every_call():
     for operation, row in kernels.BACKENDS.items():
-        own = "flash_attention_3" if "attention" in operation else "triton"
+        attention = {"flash_attention_3", "flash_attention_2", "sdpa"}
+        own = attention if "attention" in operation else {"triton", "composed"}
         for names in row.values():
-            assert names[-1] in ("reference", own)
+            assert names[-1] in {"reference"} | own
             assert dispatch.supports(operation, names[-1])
+
+
+def test_what_differs_in_the_last_bit_is_said_by_the_table():
+    for operation in dispatch.UNEQUAL:
+        assert any(len(names) > 1 for names in kernels.BACKENDS[operation].values())
+
+
+def test_an_operation_that_vllm_runs_on_a_gpu_is_refused_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    dispatch.column_of.cache_clear()
+    with pytest.raises(RuntimeError, match=r"paged_attention is not supported with sm90\. Use it on a CPU\."):
+        dispatch.lookup("paged_attention", torch.device("cuda:0"))
+    assert "paged_attention" not in kernels.describe_backends("cuda:0")
+    dispatch.column_of.cache_clear()
 
 
 def test_every_backend_of_the_table_implements_its_operation():
@@ -31,15 +50,22 @@ def test_every_backend_of_the_table_implements_its_operation():
 
 
 def test_describe_names_what_runs_on_the_cpu():
-    assert kernels.describe_backends("cpu") == dict.fromkeys(kernels.BACKENDS, "reference")
+    described = kernels.describe_backends("cpu")
+    assert set(described) == set(kernels.BACKENDS) and described["rms_norm"] == "reference"
+    assert set(described.values()) == {"reference", "composed", "sdpa"}
 
 
 def test_a_gpu_without_fp8_is_refused_with_its_name_and_a_way_out(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    dispatch.platform_of.cache_clear()
-    with pytest.raises(RuntimeError, match=r"NVIDIA A100 has compute capability 8.0 .* use precision=bf16"):
+    dispatch.column_of.cache_clear()
+    refused = pytest.raises(RuntimeError, match=r"NVIDIA A100 has compute capability 8.0 .* use precision=bf16")
+    with refused:
         kernels.describe_backends("cuda:0")
+    with refused:
+        dispatch.lookup("rms_norm", torch.device("cuda:0"))
+    assert callable(dispatch.lookup("varlen_attention", torch.device("cuda:0")))
+    dispatch.column_of.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -48,9 +74,9 @@ def test_a_gpu_without_fp8_is_refused_with_its_name_and_a_way_out(monkeypatch):
 )
 def test_platforms_follow_the_compute_capability(monkeypatch, capability, platform):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    dispatch.platform_of.cache_clear()
+    dispatch.column_of.cache_clear()
     assert dispatch.platform_of(torch.device("cuda:0")) == platform
-    dispatch.platform_of.cache_clear()
+    dispatch.column_of.cache_clear()
 
 
 def test_another_kind_of_device_is_refused():

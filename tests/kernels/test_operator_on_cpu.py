@@ -10,7 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from jetrl_verl import kernels
+from jetrl_verl.kernels.gemm_nt import gemm_nt
 from jetrl_verl.kernels.rms_norm import _rms_norm
+from jetrl_verl.reference import QuantizedTensor
 
 X, WEIGHT = torch.randn(3, 128).bfloat16(), torch.ones(128).bfloat16()
 
@@ -86,3 +89,57 @@ def test_a_transform_of_torchs_sees_the_operator(calls):
     with torch.no_grad():
         torch.func.functionalize(lambda x: _rms_norm(x, WEIGHT, 1e-6)[0])(X)
     assert calls == ["rms_norm"]
+
+
+def test_torch_sees_a_quantized_tensor_as_two(calls):
+    with torch.enable_grad():
+        rowwise, colwise = kernels.quantize_1x128_and_128x1(X, "fp32")
+        back = kernels.relayout_128x1(rowwise, "fp32")
+    assert calls == ["quantize_1x128_and_128x1", "relayout_128x1"]
+    assert all(isinstance(q, QuantizedTensor) for q in (rowwise, colwise, back))
+    with torch.no_grad():
+        unwatched = kernels.relayout_128x1(kernels.quantize_1x128(X, "fp32"), "fp32")
+    assert torch.equal(back.qdata.view(torch.uint8), unwatched.qdata.view(torch.uint8))
+    assert torch.equal(back.scales, unwatched.scales)
+    schema = torch.ops.jetrl.relayout_128x1.default._schema
+    assert str(schema) == "jetrl::relayout_128x1(Tensor q_qdata, Tensor q_scales, str rule) -> (Tensor, Tensor)"
+
+
+def test_a_compiler_takes_quantized_tensors_through_operators():
+    weight = kernels.quantize_128x128(torch.randn(256, 128).bfloat16(), "fp32")
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(str(graph.graph))
+        return graph.forward
+
+    def layer(x):
+        rows = kernels.rms_norm_quantize_1x128(x, WEIGHT, 1e-6, "fp32")
+        return gemm_nt(rows, weight, b_block_scaled=True)
+
+    with torch.no_grad():
+        got = torch.compile(layer, backend=backend, fullgraph=True)(X)
+        assert torch.equal(got, layer(X))
+    assert "jetrl.rms_norm_quantize_1x128" in graphs[0] and "jetrl.gemm_nt_128x128" in graphs[0]
+
+
+def test_a_gradient_is_added_in_place_watched_or_not():
+    dy, x = (kernels.quantize_128x1(torch.randn(128, n).bfloat16(), "fp32") for n in (256, 128))
+    added = []
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            buffer = torch.ones(256, 128)
+            found = gemm_nt(dy, x, b_block_scaled=False, out_dtype=torch.float32, add_to=buffer)
+        assert found is buffer
+        added.append(buffer)
+    product = gemm_nt(dy, x, b_block_scaled=False, out_dtype=torch.float32)
+    assert torch.equal(added[0], added[1]) and torch.equal(added[0], product + 1)
+
+
+def test_arguments_may_be_left_out_where_the_schema_has_them():
+    a = kernels.quantize_1x128(torch.randn(4, 256).bfloat16(), "fp32")
+    b = kernels.quantize_128x128(torch.randn(128, 256).bfloat16(), "fp32")
+    with torch.enable_grad():
+        watched = kernels.gemm_nt_of_ranks(a, b, 2)
+    with torch.no_grad():
+        assert torch.equal(kernels.gemm_nt_of_ranks(a, b, 2, None), watched)

@@ -8,9 +8,9 @@ import torch
 from torch.nn import functional
 
 from jetrl_verl import kernels
-from jetrl_verl.kernels import vllm_kernels
+from jetrl_verl.kernels import dispatch, vllm_kernels
 from jetrl_verl.kernels.attention import flash_attention_3
-from jetrl_verl.kernels.varlen_attention import gpu_forward, torch_flash_attention
+from jetrl_verl.kernels.varlen_attention import torch_flash_attention
 
 LENGTHS = (7, 1, 40, 23, 1, 129)
 
@@ -81,7 +81,9 @@ def test_what_flash_attention_does_not_support_is_refused(features, dtype, sente
 )
 def test_a_gpu_without_flash_attention_3_runs_torchs_own(monkeypatch, missing, forward):
     monkeypatch.setattr(vllm_kernels, "no_flash_attention_3", lambda: missing)
-    assert gpu_forward() is forward
+    for column in ("sm80", "sm89", "sm90", "sm100"):
+        monkeypatch.setattr(dispatch, "column_of", lambda device, column=column: column)
+        assert dispatch.lookup("varlen_attention", torch.device("cuda")) is forward
 
 
 def test_a_machine_without_a_gpu_has_no_flash_attention_3():

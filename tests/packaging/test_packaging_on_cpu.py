@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tree as a package: pins, entry points, licences and the two commands; imports are test_direction_on_cpu.py."""
 
+import ast
 import re
 import runpy
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from importlib import metadata, util
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -197,6 +199,26 @@ def test_every_source_file_carries_the_licence_header():
         for path in files:
             text = re.sub(r"^#!.*\n", "", path.read_text())
             assert text.startswith(header.format(comment)), path
+
+
+KERNELS = ("csrc/", "jetrl_verl/kernels/", "tests/emulator/")
+
+
+def test_the_header_of_a_kernels_file_has_15_lines_at_most():
+    """Arithmetic, roles of the warps, invariants; measured history is the log's."""
+    headers = {}
+    for path in source_files({".py", ".cu", ".cuh", ".cpp", ".h"}):
+        if not path.relative_to(ROOT).as_posix().startswith(KERNELS):
+            continue
+        text = path.read_text()
+        if path.suffix == ".py":
+            header = ast.get_docstring(ast.parse(text)) or ""
+        else:
+            behind_licence = text.split("\n", 2)[2].strip()
+            header = "\n".join(takewhile(lambda line: line.startswith("//"), behind_licence.split("\n")))
+        headers[path.name] = len(header.splitlines())
+    assert len(headers) > 60
+    assert {name: lines for name, lines in headers.items() if lines > 15} == {}
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git")

@@ -155,6 +155,8 @@ def test_records_without_a_build_stay_readable():
     assert builds_in({"device": "NVIDIA H200"}) == [None]
     assert builds_in({"build": build(), "earlier_builds": [None]}) == [None, build()]
     assert builds_note({"one": [None], "two": [None]}) == "Build: no commit recorded."
+    note = builds_note({"one": [None], "two": [None], "three": [build()]}, across_builds=True)
+    assert note.startswith("Results of at least 2 builds side by side")
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ The kernels that call it are launched without that attribute: when one of them r
 and a GEMM that starts under it can find nothing unfinished but what this one kernel writes.
 """
 
-import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from jetrl_verl.kernels.device.e4m3 import _INTERPRETED, target_capability
+from jetrl_verl.kernels.launch import jit
 
 _FIRST_CAPABILITY = 90
 """Of a GPU that has the instruction, Hopper; Ada's assembler refuses it."""
@@ -27,7 +27,7 @@ def _launch_dependents(_semantic=None):
         gdc_launch_dependents(_semantic=_semantic)
 
 
-@triton.jit
+@jit
 def launch_dependents():
     """The next kernel may start once every program has passed here.
 

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from jetrl_verl.kernels.launch import jit
 from jetrl_verl.reference import BLOCK, check_rule
 
 GROUP: tl.constexpr = tl.constexpr(BLOCK)
@@ -34,25 +35,25 @@ _FIRST_OF_PAIRED_MAXIMA = 90
 """Capability of the first GPU with two 16-bit maxima at once, Hopper; Ada's assembler refuses the instruction."""
 
 
-@triton.jit
+@jit
 def magnitude_bits(x):
     """Bit patterns of ``|x|``, whose integer maximum orders like the values and puts Inf and NaN on top."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
-@triton.jit
+@jit
 def largest_bits(x0, x1, x2, x3):
     """Elementwise maximum of four tiles' ``magnitude_bits``."""
     low = tl.maximum(magnitude_bits(x0), magnitude_bits(x1))
     return tl.maximum(low, tl.maximum(magnitude_bits(x2), magnitude_bits(x3)))
 
 
-@triton.jit
+@jit
 def _larger_magnitude(a, b):
     return tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
 
 
-@triton.jit
+@jit
 def largest_magnitude(x0, x1, x2, x3, axis: tl.constexpr):
     """Maxima of ``|x|`` over ``axis`` and four tiles: ``max.NaN.f32``, whose operands take ``|x|`` for free and which,
     unlike the plain one, keeps NaN."""
@@ -73,12 +74,12 @@ def _takes_two_maxima(_semantic=None):
     return tl.constexpr(target_capability(_semantic) >= _FIRST_OF_PAIRED_MAXIMA)
 
 
-@triton.jit
+@jit
 def _larger_halves_one_by_one(a, b):
     return tl.maximum(a & 0xFFFF, b & 0xFFFF) | (tl.maximum((a >> 16) & 0xFFFF, (b >> 16) & 0xFFFF) << 16)
 
 
-@triton.jit
+@jit
 def _larger_halves(a, b):
     if _takes_two_maxima():
         return tl.inline_asm_elementwise(
@@ -88,7 +89,7 @@ def _larger_halves(a, b):
         return _larger_halves_one_by_one(a, b)
 
 
-@triton.jit
+@jit
 def larger_halves(a, b):
     """Maxima of both 16-bit halves of words, unsigned."""
     if _INTERPRETED:
@@ -97,7 +98,7 @@ def larger_halves(a, b):
         return _larger_halves(a, b)
 
 
-@triton.jit
+@jit
 def largest_halves(words, axis: tl.constexpr):
     """Over ``axis``, the largest magnitude of the BF16 numbers in either half of int32 words.
 
@@ -112,32 +113,32 @@ def largest_halves(words, axis: tl.constexpr):
         return tl.reduce(words, axis, _larger_halves)
 
 
-@triton.jit
+@jit
 def largest_in_columns(w0, w1, w2, w3):
     """Elementwise over four tiles of words and down their columns, what :func:`largest_halves` gives."""
     m0, m1, m2, m3 = w0 & 0x7FFF7FFF, w1 & 0x7FFF7FFF, w2 & 0x7FFF7FFF, w3 & 0x7FFF7FFF
     return largest_halves(larger_halves(larger_halves(m0, m1), larger_halves(m2, m3)), 0)
 
 
-@triton.jit
+@jit
 def largest_of_halves(words):
     """The larger magnitude of the two halves of words without signs, as FP32."""
     return tl.maximum(words << 16, words & _HIGH_HALF).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@jit
 def low_half(words):
     """The FP32 value of the BF16 number in the lower half of each int32 word, the left one of two neighbours."""
     return (words << 16).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@jit
 def high_half(words):
     """As :func:`low_half`, of the upper half."""
     return (words & _HIGH_HALF).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@jit
 def halves_of(low, high):
     """int32 words of two 16-bit tiles."""
     if _INTERPRETED:
@@ -150,13 +151,13 @@ def halves_of(low, high):
         )
 
 
-@triton.jit
+@jit
 def _residual_step(quotient, x, divisor, reciprocal):
     # Multiplying by -1 becomes a free operand modifier, and this arrangement of signs keeps -0 a -0.
     return tl.fma(tl.fma(quotient, divisor, x * -1.0), reciprocal * -1.0, quotient)
 
 
-@triton.jit
+@jit
 def _divide(x, divisor, reciprocal):
     """``x / divisor`` rounded once, given the rounded reciprocal: two residual steps (:func:`_quotient`)."""
     if _INTERPRETED:
@@ -165,7 +166,7 @@ def _divide(x, divisor, reciprocal):
         return _residual_step(_residual_step(x * reciprocal, x, divisor, reciprocal), x, divisor, reciprocal)
 
 
-@triton.jit
+@jit
 def _quotient(x, scale, reciprocal, POW2: tl.constexpr):
     """``x / scale`` as E4M3 sees it: rounding it gives the qdata of the correctly rounded quotient.
 
@@ -188,19 +189,19 @@ def _quotient(x, scale, reciprocal, POW2: tl.constexpr):
         return _residual_step(x * reciprocal, x, scale, reciprocal)
 
 
-@triton.jit
+@jit
 def _power_of_two_above(bits):
     # 2^ceil(log2(amax / 448)) from the bits of amax, not below the smallest scale.
     exponent = tl.maximum(((bits + _CARRY_ABOVE_1_75) >> 23) - 8, _MIN_SCALE_EXPONENT)
     return (exponent << 23).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@jit
 def _reciprocal_of_power(power):
     return (0x7F000000 - power.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@jit
 def scale_of(bits, POW2: tl.constexpr):
     """Scales from maxima ``bits``, as ``reference.scale_from_amax_bits``."""
     if POW2:
@@ -211,7 +212,7 @@ def scale_of(bits, POW2: tl.constexpr):
     return tl.where((bits == 0) | (bits >= _INF_BITS), 1.0, scale)
 
 
-@triton.jit
+@jit
 def _reciprocal(scale):
     # rcp.rn without its range check, branch and call: scales are far from both ends of the range. NaN for Inf and NaN.
     return tl.inline_asm_elementwise(
@@ -230,7 +231,7 @@ def _reciprocal(scale):
     )
 
 
-@triton.jit
+@jit
 def reciprocal_of(scale, bits, POW2: tl.constexpr):
     """``1 / scale``, correctly rounded; NaN where the maxima ``bits`` say that the group holds an Inf or NaN."""
     if POW2:
@@ -242,7 +243,7 @@ def reciprocal_of(scale, bits, POW2: tl.constexpr):
     return tl.where(bits >= _INF_BITS, float("nan"), reciprocal)
 
 
-@triton.jit
+@jit
 def encode(x, scale, reciprocal, POW2: tl.constexpr):
     """uint8 qdata of the FP32 tile ``x``; ``scale`` and ``reciprocal`` have its rank and broadcast against it."""
     quotient = _quotient(x, scale, reciprocal, POW2)
@@ -252,7 +253,7 @@ def encode(x, scale, reciprocal, POW2: tl.constexpr):
         return quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
-@triton.jit
+@jit
 def encode_words(x0, x1, x2, x3, scale, reciprocal, POW2: tl.constexpr):
     """int32 words of four qdata each, that of ``x0`` in the lowest byte; operands as in :func:`encode`."""
     if _INTERPRETED:
@@ -282,7 +283,7 @@ def encode_words(x0, x1, x2, x3, scale, reciprocal, POW2: tl.constexpr):
         )
 
 
-@triton.jit
+@jit
 def _divisor_of(amax, POW2: tl.constexpr):
     if POW2:
         return _power_of_two_above(amax.to(tl.int32, bitcast=True))
@@ -292,20 +293,20 @@ def _divisor_of(amax, POW2: tl.constexpr):
         return tl.maximum(quotient, _MIN_SCALE, propagate_nan=tl.PropagateNan.ALL)
 
 
-@triton.jit
+@jit
 def _stored(divisor, amax):
     # Both special cases in one comparison: zero wraps around.
     special = (amax.to(tl.int32, bitcast=True) - 1).to(tl.uint32, bitcast=True) >= _INF_BITS - 1
     return tl.where(special, 1.0, divisor)
 
 
-@triton.jit
+@jit
 def _power_reciprocal(divisor, amax):
     # Adds nothing, but NaN where the maximum is not finite.
     return tl.fma(amax, 0.0, _reciprocal_of_power(divisor))
 
 
-@triton.jit
+@jit
 def scale_and_divisor(amax, POW2: tl.constexpr):
     """(scale to store, scale to divide by, its reciprocal) from maxima ``amax``, FP32 numbers.
 
@@ -322,7 +323,7 @@ def scale_and_divisor(amax, POW2: tl.constexpr):
         return _stored(divisor, amax), divisor, reciprocal
 
 
-@triton.jit
+@jit
 def scale_and_terms(amax, POW2: tl.constexpr):
     """(scale to store, first, second term of its reciprocal) from maxima of BF16 numbers, for :func:`encode_two`.
 
@@ -347,7 +348,7 @@ def scale_and_terms(amax, POW2: tl.constexpr):
         return _stored(divisor, amax), first, second
 
 
-@triton.jit
+@jit
 def _quotient_of_bf16(x, first, second, POW2: tl.constexpr):
     # One instruction less than _quotient. With r <= 1/s and t = (1 - r s) r >= 0, both per group, the qdata are those
     # of fma(x, r, x t): no BF16 number divided by the scale of a BF16 maximum is near enough to a tie for a difference
@@ -356,7 +357,7 @@ def _quotient_of_bf16(x, first, second, POW2: tl.constexpr):
     return x * first if POW2 else tl.fma(x, first, x * second)
 
 
-@triton.jit
+@jit
 def encode_two(x0, x1, first, second, POW2: tl.constexpr):
     """int16 pairs of qdata of BF16 numbers held in FP32, that of ``x0`` in the lower byte."""
     if _INTERPRETED:
@@ -373,14 +374,14 @@ def encode_two(x0, x1, first, second, POW2: tl.constexpr):
         )
 
 
-@triton.jit
+@jit
 def load_rows(x_ptr, row, column, rows, k):
     """The tile ``row`` [R] by ``column`` [C] of a contiguous ``[rows, k]``, zero beyond it."""
     mask = (row < rows)[:, None] & (column < k)[None, :]
     return tl.load(x_ptr + row.to(tl.int64)[:, None] * k + column[None, :], mask=mask, other=0)
 
 
-@triton.jit
+@jit
 def store_rowwise(x, qdata_ptr, scales_ptr, row, column, tile_k, rows, k, POW2: tl.constexpr):
     """Quantize the rows of ``x`` [R, 128] FP32, one group each, and store them at ``row`` [R], ``column`` [128].
 
@@ -394,7 +395,7 @@ def store_rowwise(x, qdata_ptr, scales_ptr, row, column, tile_k, rows, k, POW2: 
     tl.store(scales_ptr + tile_k.to(tl.int64) * rows + row, scale, mask=row < rows)
 
 
-@triton.jit
+@jit
 def store_colwise(x0, x1, x2, x3, qdata_ptr, scales_ptr, tile_row, column, k, words_per_row, POW2: tl.constexpr):
     """Quantize a 128x128 tile along its columns and store it transposed.
 
@@ -417,7 +418,7 @@ def store_colwise(x0, x1, x2, x3, qdata_ptr, scales_ptr, tile_row, column, k, wo
     tl.store(scales_ptr + tile_row.to(tl.int64) * k + column, scale, mask=column < k)
 
 
-@triton.jit
+@jit
 def load_four_rows(x_ptr, stride, rows, columns, COLUMNS: tl.constexpr):
     """Tiles ``[32, COLUMNS]`` of the rows 4 i + j, j = 0 to 3, of what starts at ``x_ptr``; zero beyond ``rows`` and
     ``columns``. Whole tiles are read without masks."""
@@ -437,28 +438,28 @@ def load_four_rows(x_ptr, stride, rows, columns, COLUMNS: tl.constexpr):
     return x0, x1, x2, x3
 
 
-@triton.jit
+@jit
 def _rowwise_scales(words, scales_ptr, row, rows, POW2: tl.constexpr):
     scale, first, second = scale_and_terms(largest_of_halves(largest_halves(words, 1)), POW2)
     tl.store(scales_ptr + row, scale, mask=row < rows)
     return first[:, None], second[:, None]
 
 
-@triton.jit
+@jit
 def _colwise_scales(amax, scales_ptr, column, columns, POW2: tl.constexpr):
     scale, first, second = scale_and_terms(amax, POW2)
     tl.store(scales_ptr + column, scale, mask=column < columns)
     return first[None, :], second[None, :]
 
 
-@triton.jit
+@jit
 def transposed_words(low, high):
     """Words of four qdata ``[128, 32]`` of a tile's columns, from those of the left (``low``) and the right columns of
     pairs, both [32, 64]."""
     return tl.reshape(tl.permute(tl.join(low, high), (1, 2, 0)), (GROUP, GROUP // 4))
 
 
-@triton.jit
+@jit
 def store_words(words, qdata_ptr, tile_row, tile_k, columns_left, words_per_row, COLUMNS: tl.constexpr):
     """Store the transposed tile ``words`` [COLUMNS, 32]; ``qdata_ptr`` as in :func:`store_colwise`."""
     qdata_ptr += tile_k.to(tl.int64) * COLUMNS * words_per_row + tile_row * (GROUP // 4)
@@ -467,7 +468,7 @@ def store_words(words, qdata_ptr, tile_row, tile_k, columns_left, words_per_row,
     tl.store(qdata_ptr + places, words, mask=(column < columns_left)[:, None])
 
 
-@triton.jit
+@jit
 def store_both(
     w0, w1, w2, w3, rowwise_pairs_ptr, rowwise_scales_ptr, colwise_qdata_ptr, colwise_scales_ptr, tile_row, tile_k,
     rows, k, words_per_row, WITH_ROWWISE: tl.constexpr, POW2: tl.constexpr,
@@ -513,7 +514,7 @@ def store_both(
     store_words(transposed_words(low, high), colwise_qdata_ptr, tile_row, tile_k, columns_left, words_per_row, GROUP)
 
 
-@triton.jit
+@jit
 def decode(qdata):
     """FP32 values of uint8 qdata that were loaded; of those that are just being made, :func:`encode_with_values`."""
     if _INTERPRETED:
@@ -525,7 +526,7 @@ def decode(qdata):
         return qdata.to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
 
-@triton.jit
+@jit
 def encode_with_values(x, scale, reciprocal, POW2: tl.constexpr):
     """(uint8 qdata of :func:`encode`, what they stand for before the scale, FP32).
 
@@ -545,7 +546,7 @@ def encode_with_values(x, scale, reciprocal, POW2: tl.constexpr):
     return encode(x, scale, reciprocal, POW2), rounded.to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@jit
 def _round_in_integers(quotient):
     """E4M3 qdata (int32), round to nearest even. ``|quotient|`` rounds to 448 at most, or its group is poisoned."""
     bits = quotient.to(tl.int32, bitcast=True)

@@ -171,7 +171,8 @@ def render(
         say(sentence)
     for sentence in job.notes:
         say(f"Assumed: {sentence}")
-    say(f"Rates: {rates.machine}. Equations, errors and what is not covered: docs/advise.md.")
+    say(f"Rates: {rates.machine}. {rates.builds_note()}")
+    say("Equations, errors and what is not covered: docs/advise.md.")
 
 
 _MEMORY = (
@@ -208,6 +209,7 @@ def as_json(
 
     return {
         "machine": rates.machine,
+        "builds": rates.builds_note(),
         "job": {name: list(v) if isinstance(v, tuple) else v for name, v in as_mapping(job).items()},
         "precisions": {
             each.precision: {

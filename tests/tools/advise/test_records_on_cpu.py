@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks import advise_rates, advise_steps
-from jetrl_verl.tools.advise.rates import FILE, measured
+from jetrl_verl.tools.advise.rates import FILE, Rates, measured
 from jetrl_verl.tools.advise.shapes import KNOWN, model_of
 from jetrl_verl.tools.bench.shapes import MODELS
 
@@ -54,6 +54,31 @@ def test_the_rates_of_the_package_are_those_that_the_records_give():
     for key, entry in fitted.items():
         assert found[key]["value"] == pytest.approx(entry["value"], rel=1e-5), key
         assert found[key]["unit"] == entry["unit"] and found[key]["from"] == entry["from"] and entry["from"], key
+
+
+def test_the_rates_name_the_builds_of_their_records():
+    """And only those: a record that is measured again with its build is no longer looked up in the log."""
+    fitted = advise_rates.fit()
+    found = json.loads(FILE.read_text())["builds"]
+    assert found == advise_rates.builds(fitted)
+    by_log = {f"{file} (log: {commit})" for file, commit in advise_rates.COMMITS_BY_LOG.items()}
+    assert by_log == {key for key, made_by in found.items() if None in made_by}
+    # What follows from no record follows from a rate that does.
+    for key, entry in fitted.items():
+        assert (
+            any(one.partition(" ")[0] in entry["from"] for one in found)
+            or "stock" in entry["from"]
+            or (entry["from"].startswith("as "))
+        ), key
+
+
+def test_a_report_says_that_rates_are_of_several_builds_in_one_line():
+    one, other = ({"commit": c * 40, "dirty": False, "sources_sha256": c, "kernel_library_sha256": c} for c in "ab")
+    rates = Rates({}, builds={"a.json": [one], "b.json": [other], "c.json (log: cccc)": [None]})
+    note = rates.including({"x": 1.0}).builds_note()
+    assert note.startswith("Results of 3 builds side by side; a difference may come from the code.")
+    assert "kernel library b: b.json" in note and "no commit recorded: c.json (log: cccc)" in note
+    assert Rates({}, builds={"a.json": [one], "b.json": [one]}).builds_note().startswith("Build: commit aaaaaaaaaa")
 
 
 def test_the_page_has_the_table_of_these_rates():

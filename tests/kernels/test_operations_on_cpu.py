@@ -1,0 +1,103 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""One file per operation, one row of the table and one torch operator, whatever the operation: none is left out."""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import operator_calls
+import pytest
+import torch
+
+from jetrl_verl import kernels
+
+FOLDER = Path(kernels.__file__).parent
+FILES = sorted(FOLDER.rglob("*.py"))
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def named(node: ast.AST, loops: dict[str, list[str]]) -> list[str]:
+    return [node.value] if isinstance(node, ast.Constant) else loops[node.id]
+
+
+def first_arguments(path: Path, *functions: str) -> set[str]:
+    """Strings that the file gives as the first argument to calls of these functions, by name or by a loop over some."""
+    loops = {
+        node.target.id: [item.value for item in node.iter.elts]
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple) and isinstance(node.target, ast.Name)
+    }
+    calls = (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name))
+    return {name for call in calls if call.func.id in functions for name in named(call.args[0], loops)}
+
+
+def operators(path: Path) -> set[str]:
+    """Operators that the file registers, overloads left out."""
+    return {schema.partition("(")[0].partition(".")[0] for schema in first_arguments(path, "operator")}
+
+
+def launches(path: Path) -> Iterator[ast.Call]:
+    """Calls of kernels: Triton's ``kernel[grid](...)``, the library's, and vLLM's."""
+    for node in ast.walk(tree(path)):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        of_triton = isinstance(node.func, ast.Subscript) and isinstance(node.func.value, ast.Name) and node.args
+        if of_triton or called.startswith(("native.operators().", "vllm_kernels.flash")):
+            yield node
+
+
+def test_every_row_is_an_operator_and_every_operator_a_row():
+    files = defaultdict(list)
+    for path in FILES:
+        for name in operators(path):
+            files[name].append(path.name)
+    assert set(files) == set(kernels.BACKENDS)
+    assert {name: found for name, found in files.items() if len(found) > 1} == {}
+    assert all(hasattr(torch.ops.jetrl, name) for name in kernels.BACKENDS)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_an_operation_is_implemented_chosen_and_registered_in_one_file(path):
+    own = operators(path)
+    assert first_arguments(path, "implements") == own
+    assert first_arguments(path, "lookup", "choose") <= own
+
+
+def test_a_file_that_launches_a_kernel_is_an_operations():
+    launching = [path for path in FILES if any(launches(path))]
+    assert len(launching) > 20
+    assert [path.name for path in launching if not operators(path)] == []
+
+
+def test_every_triton_function_is_compiled_by_our_decorator():
+    theirs, ours = set(), 0
+    for path in FILES:
+        for node in ast.walk(tree(path)):
+            for decorator in getattr(node, "decorator_list", ()):
+                called = ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
+                theirs |= {path.name} if called.endswith("triton.jit") else set()
+                ours += called == "jit"
+    assert theirs == set() and ours > 100
+
+
+CALLS = operator_calls.calls("cpu")
+
+
+def test_every_operator_is_called_here():
+    assert {name.partition(".")[0] for name in CALLS} == set(kernels.BACKENDS)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_fake_agrees_with_what_runs(name):
+    """torch's schema check compares inputs with allclose, which FP8 tensors lack, so only this one of its checks."""
+    packet, _, overload = name.partition(".")
+    run = getattr(getattr(torch.ops.jetrl, packet), overload or "default")
+    torch.library.opcheck(run, CALLS[name], test_utils=("test_faketensor",))

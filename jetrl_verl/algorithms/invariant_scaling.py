@@ -34,7 +34,7 @@ import torch
 
 from jetrl_verl import models
 from jetrl_verl.config.options import UnsupportedConfiguration
-from jetrl_verl.models.base import Family, UnsupportedLayer, place
+from jetrl_verl.models.families.base import Family, UnsupportedLayer, place
 
 FOLDED = "jetrl_invariant_scaling"
 """Key of ``config.json``: the factor in the weights beside it."""

@@ -40,7 +40,7 @@ from jetrl_verl.formats import UNQUANTIZED
 from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.formats.sums import row_sums
 from jetrl_verl.models import family, model_types
-from jetrl_verl.models.base import Experts, place
+from jetrl_verl.models.families.base import Experts, place
 from jetrl_verl.models.plan import LinearPlan, UnsupportedLayer, plan_linears, plan_of
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.sync.wire import quantize_stream, with_completed

@@ -24,20 +24,9 @@ from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 from .options import JetConfig, UnsupportedConfiguration
 from .support.general import REPLICAS, ULYSSES, ULYSSES_OF_THE_CRITIC
+from .support.limits import MIN_CAPABILITY, MOST_QUERY_HEADS, PINS, SHARED_CAPABILITY
 from .support.scopes import ATTENTION, MODEL
 from .support.table import refusal, row, row_of
-
-PINS = {"verl": "0.9.1", "vllm": "0.24.0", "torch": "2.11", "transformers": "5.9"}
-"""Releases whose internals this project was written against; a shorter pin leaves the rest of the version free."""
-
-MIN_CAPABILITY = (8, 9)
-"""First CUDA compute capability whose tensor cores multiply E4M3."""
-
-MOST_QUERY_HEADS = 8
-"""Query heads of a KV head that the decode kernel of an FP8 KV cache computes (kernels.decode_attention's)."""
-
-SHARED_CAPABILITY = (9, 0)
-"""The compute capability for which the shared operations were written: FlashAttention 3 has no other."""
 
 
 def check_environment(config: DictConfig) -> None:
@@ -336,7 +325,7 @@ def check_attention(path: str | None, overrides: Mapping[str, Any]) -> None:
         path: the model. overrides: what the trainer changes in its copy of the configuration.
     """
     from jetrl_verl.models import family
-    from jetrl_verl.models.base import read
+    from jetrl_verl.models.families.base import read
 
     if (model := read_model(path)) is None:
         return

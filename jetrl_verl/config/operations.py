@@ -59,7 +59,7 @@ def _why_stock(config: DictConfig) -> str:
 
 def _uncovered_model(config: DictConfig) -> str:
     from jetrl_verl.models import family
-    from jetrl_verl.models.base import SHARED_FIELDS
+    from jetrl_verl.models.families.base import SHARED_FIELDS
 
     get = reader(config)
     options = JetConfig.from_node(config.jetrl)

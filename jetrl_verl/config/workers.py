@@ -108,7 +108,7 @@ def complaint_about(found: dict[str, Any], operations: str = "stock") -> str:
         found: answer of :func:`_probe`'s function on a node.
         operations: ``jetrl.operations`` of the job.
     """
-    from jetrl_verl.config.environment import MIN_CAPABILITY, PINS, SHARED_CAPABILITY
+    from jetrl_verl.config.support.limits import MIN_CAPABILITY, PINS, SHARED_CAPABILITY
 
     where = f"the Ray workers' interpreter {found['interpreter']}"
     mine = jetrl_verl.__version__

@@ -7,7 +7,7 @@ it: every tensor-parallel shard, and every piece of a merged projection (q/k/v, 
 both dimensions, because a 128x128 block never crosses a shard. So the plan is made from the model's configuration and
 the rollout's tensor-parallel size alone, before a process is started, and pieces that vLLM merges stand or fall
 together. A size that does not fit is refused with the largest one that does. Names and shapes come from the model's
-family (jetrl_verl/models/base.py). Embeddings, norms, rotary, the attention core and ``lm_head`` stay BF16 by contract.
+family (models/families/base.py). Embeddings, norms, rotary, the attention core and ``lm_head`` stay BF16 by contract.
 Where the rollout's linear layers are BF16 (``precision=bf16_shared``), none is quantized and every shape fits.
 """
 
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED
-from jetrl_verl.models import Family, UnsupportedLayer, family
-from jetrl_verl.models.base import Shape, place, read
+from jetrl_verl.models.families import family
+from jetrl_verl.models.families.base import Family, Shape, UnsupportedLayer, place, read
 from jetrl_verl.reference.constants import BLOCK
 
 

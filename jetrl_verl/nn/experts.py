@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from jetrl_verl import formats, kernels
 from jetrl_verl.formats.format import ExpertsFormat
-from jetrl_verl.models.base import Experts, leaf
+from jetrl_verl.models.families.base import Experts, leaf
 from jetrl_verl.nn.linear import quantize_input
 from jetrl_verl.nn.weight_cache import WeightCache
 from jetrl_verl.reference import BLOCK, QuantizedTensor, ScaleRule, Segments, check_rule

@@ -8,7 +8,7 @@ from torch import nn
 
 from jetrl_verl import formats
 from jetrl_verl.models import family
-from jetrl_verl.models.base import Experts, leaf, place
+from jetrl_verl.models.families.base import Experts, leaf, place
 from jetrl_verl.models.plan import LinearPlan, UnsupportedLayer, plan_of
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.handoff import hand_over

@@ -26,7 +26,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from jetrl_verl import formats, kernels
 from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.models import family
-from jetrl_verl.models.base import Experts, leaf, place
+from jetrl_verl.models.families.base import Experts, leaf, place
 from jetrl_verl.models.plan import UnsupportedLayer
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.rollout.row_parallel import reduce_ranks

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from jetrl_verl import formats
 from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.models import family
-from jetrl_verl.models.base import Experts, Routing, place
+from jetrl_verl.models.families.base import Experts, Routing, place
 from jetrl_verl.rollout.experts import held_parameters
 from jetrl_verl.sync.contract import LiveParameter, LiveTensor
 

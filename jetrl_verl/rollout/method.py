@@ -42,7 +42,7 @@ from jetrl_verl import formats
 from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.kernels import KV_CACHES
 from jetrl_verl.models import family
-from jetrl_verl.models.base import place
+from jetrl_verl.models.families.base import place
 from jetrl_verl.models.plan import UnsupportedLayer, plan_linears
 from jetrl_verl.reference import QuantizedTensor, check_rule
 from jetrl_verl.rollout.experts import JetExpertsMethod

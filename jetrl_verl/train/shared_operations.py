@@ -27,7 +27,7 @@ from torch import nn
 
 from jetrl_verl import kernels, models
 from jetrl_verl.kernels.rms_norm import rms_norm_quantize_1x128
-from jetrl_verl.models.base import Experts, Family, UnsupportedLayer, leaf
+from jetrl_verl.models.families.base import Experts, Family, UnsupportedLayer, leaf
 from jetrl_verl.nn.attention import AttentionCore
 from jetrl_verl.nn.gated_mlp import covers, gated_product
 from jetrl_verl.nn.handoff import accept_quantized

@@ -16,7 +16,7 @@ from jetrl_verl.config.options import JetConfig
 from jetrl_verl.formats.sums import odd_constants
 from jetrl_verl.metrics.quantization import QuantizationMetrics, refuse_non_finite
 from jetrl_verl.models import family
-from jetrl_verl.models.base import Routing, leaf
+from jetrl_verl.models.families.base import Routing, leaf
 from jetrl_verl.models.plan import LinearPlan
 from jetrl_verl.sync.contract import SUM_PREFIX, ContractViolation, with_contract
 from jetrl_verl.sync.operations_probe import stated_operations, stated_probe, stated_reduction

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from jetrl_verl.config.hopper_kernels import WGRAD_IN_TRITON, missing
+from jetrl_verl.config.hopper_kernels import missing
 from jetrl_verl.config.options import JetConfig
+from jetrl_verl.config.support.limits import WGRAD_IN_TRITON
 from jetrl_verl.config.workers import _probe, check_workers, complaint_about, without_kernels
 from jetrl_verl.kernels import native
 

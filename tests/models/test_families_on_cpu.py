@@ -13,7 +13,7 @@ from tiny_models import FAMILIES, OWN_FIELDS, tiny_config
 from torch import nn
 
 from jetrl_verl.models import Family, UnsupportedLayer, families, family, model_types
-from jetrl_verl.models.base import leaf, place
+from jetrl_verl.models.families.base import leaf, place
 from jetrl_verl.models.plan import plan_linears, plan_of
 from jetrl_verl.train.shared_operations import share_operations
 

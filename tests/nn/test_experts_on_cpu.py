@@ -16,7 +16,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, lo
 
 from jetrl_verl import kernels, reference
 from jetrl_verl.kernels import dispatch
-from jetrl_verl.models.base import Experts
+from jetrl_verl.models.families.base import Experts
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.reference import QuantizedTensor
 

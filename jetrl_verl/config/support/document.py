@@ -5,9 +5,9 @@
 import re
 from collections.abc import Iterable
 
-from ..hopper_kernels import WGRAD_IN_TRITON
 from .algorithms import ALGORITHM_ROWS
 from .general import GENERAL_ROWS
+from .limits import PINS, WGRAD_IN_TRITON
 from .machine import MACHINE_ROWS, WORKER_ROWS
 from .operations import EXACT_ROWS, SHARED_ROWS
 from .options import OPTION_ROWS
@@ -128,7 +128,6 @@ def readme_block() -> str:
 
 
 def _supported() -> list[tuple[str, str]]:
-    from jetrl_verl.config.environment import PINS
     from jetrl_verl.models import model_types
 
     words = {"types": ", ".join(f"`{name}`" for name in sorted(model_types())), **PINS}

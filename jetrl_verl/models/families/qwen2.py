@@ -4,7 +4,7 @@
 
 from typing import Any
 
-from jetrl_verl.models.base import Family, UnsupportedLayer, read
+from jetrl_verl.models.families.base import Family, UnsupportedLayer, read
 
 
 class Qwen2(Family):

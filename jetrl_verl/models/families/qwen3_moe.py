@@ -7,7 +7,7 @@ The class also knows models with a dense MLP in some layers; none is published, 
 
 from typing import Any
 
-from jetrl_verl.models.base import Experts, Family, UnsupportedLayer, read
+from jetrl_verl.models.families.base import Experts, Family, UnsupportedLayer, read
 
 
 class Qwen3MoE(Family):

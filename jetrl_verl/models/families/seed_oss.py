@@ -12,7 +12,7 @@ rollout has none, so the shared operations want both rates set to 0 in the train
 
 from typing import Any
 
-from jetrl_verl.models.base import Family, UnsupportedLayer, read
+from jetrl_verl.models.families.base import Family, UnsupportedLayer, read
 
 
 class SeedOss(Family):

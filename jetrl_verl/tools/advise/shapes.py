@@ -10,7 +10,7 @@ from typing import Any
 
 from jetrl_verl.formats.catalog import UNQUANTIZED
 from jetrl_verl.models import UnsupportedLayer, family
-from jetrl_verl.models.base import read
+from jetrl_verl.models.families.base import read
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.reference.kv_cache import HEAD_DIM, TOKEN_BYTES
 from jetrl_verl.tools.advise import AdviseError

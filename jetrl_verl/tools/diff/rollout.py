@@ -35,7 +35,7 @@ import torch
 from jetrl_verl import kernels, models
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.formats import UNQUANTIZED
-from jetrl_verl.models.base import Family, leaf
+from jetrl_verl.models.families.base import Family, leaf
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.reference.kv_cache import HEAD_DIM
 from jetrl_verl.tools.diff import DiffError

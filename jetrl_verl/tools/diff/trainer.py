@@ -22,7 +22,7 @@ import torch
 from jetrl_verl import kernels, models
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.formats import UNQUANTIZED
-from jetrl_verl.models.base import leaf
+from jetrl_verl.models.families.base import leaf
 from jetrl_verl.models.plan import UnsupportedLayer, plan_linears
 from jetrl_verl.nn.attention import AttentionCore
 from jetrl_verl.nn.replace import replace_linears

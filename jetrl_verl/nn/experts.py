@@ -130,8 +130,7 @@ class JetExperts(nn.Module):
         _, hidden, inner = shape = tuple(getattr(experts, down).shape)
         if inner % (BLOCK * ranks) or hidden % BLOCK:
             raise ValueError(
-                f"Experts of shape {shape} are not supported with blocks of {BLOCK} and "
-                f"{ranks} ranks of the rollout. Set precision=bf16."
+                f"experts of shape {shape} do not divide into blocks of {BLOCK} on {ranks} ranks of the rollout"
             )
         experts.stock_class = type(experts)
         experts.__class__ = cls

@@ -14,6 +14,9 @@ SHARED_CAPABILITY = (9, 0)
 MOST_QUERY_HEADS = 8
 """Query heads of a KV head that the decode kernel of an FP8 KV cache computes (kernels.decode_attention's)."""
 
+CACHE_TOKENS = 16
+"""Tokens of which a page of an FP8 KV cache holds a multiple (reference.kv_cache's)."""
+
 WGRAD_IN_TRITON = 0.68
 """Speed of WGrad in Triton over cuBLAS's in BF16, FP32 stored, four linears of Qwen3-8B at 4,096 and 16,384 tokens on
 an H200: 0.681 (BF16 stored 0.692) in benchmarks/results/gemm_h200.json."""

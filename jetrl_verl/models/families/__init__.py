@@ -34,8 +34,5 @@ def family(config: Any) -> Family:
     """
     model_type = read(config, "model_type", "unknown")
     if model_type not in _families():
-        raise UnsupportedLayer(
-            f"model_type {model_type!r} is not supported by the FP8 flow; use a model of type "
-            f"{', '.join(model_types())} or precision=bf16"
-        )
+        raise UnsupportedLayer(f"model_type {model_type!r} is none of {', '.join(sorted(model_types()))}", "model_type")
     return _families()[model_type]

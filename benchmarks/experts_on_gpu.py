@@ -35,7 +35,7 @@ from torch.nn.functional import silu
 
 from benchmarks.vllm_experts import Layer, Products, blocks, missing_operators, source_folder
 from jetrl_verl import formats, kernels
-from jetrl_verl.models.base import Experts
+from jetrl_verl.models.families.base import Experts
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.tools.bench import BenchError, reason_of

@@ -33,8 +33,8 @@ from typing import Any
 import torch
 
 from jetrl_verl import models
-from jetrl_verl.config.options import UnsupportedConfiguration
-from jetrl_verl.models.base import Family, UnsupportedLayer, place
+from jetrl_verl.config.support.table import refuse
+from jetrl_verl.models.families.base import Family, place
 
 FOLDED = "jetrl_invariant_scaling"
 """Key of ``config.json``: the factor in the weights beside it."""
@@ -61,10 +61,7 @@ def check_resumed(folder: str | Path, s: float) -> None:
     """
     config = Path(folder) / "huggingface" / "config.json"
     if config.is_file() and (saved := folded_in(json.loads(config.read_text()))) != s:
-        raise UnsupportedConfiguration(
-            f"the checkpoint {folder} was trained with jetrl.invariant_scaling={saved:g} and this run has {s:g}; set "
-            f"jetrl.invariant_scaling={saved:g}."
-        )
+        refuse("checkpoint_of_another_factor", folder=folder, saved=f"{saved:g}", factor=f"{s:g}")
 
 
 @torch.no_grad()
@@ -79,7 +76,8 @@ def fold(parameters: Iterable[tuple[str, torch.Tensor]], s: float, family: Famil
         Names of the changed tensors.
 
     Raises:
-        UnsupportedLayer: a decoder layer without these norms and projections, which scaling would change as a function.
+        UnsupportedConfiguration: a decoder layer without these norms and projections, which scaling would change as a
+            function.
         ValueError: ``s`` is not a positive number.
     """
     _check(s)
@@ -93,10 +91,7 @@ def fold(parameters: Iterable[tuple[str, torch.Tensor]], s: float, family: Famil
     for layer, weights in found.items():
         missing = [module for module in (*norms, *projections) if module not in weights]
         if missing:
-            raise UnsupportedLayer(
-                f"{layer} has no {missing[0]}, so invariant scaling would change what the model computes; "
-                "use jetrl.invariant_scaling=1 for this model"
-            )
+            refuse("layer_without_scaling", layer=layer, missing=missing[0], factor=f"{s:g}")
     changed = []
     for weights in found.values():
         for module in (*norms, *projections):
@@ -114,7 +109,7 @@ def fold_missing(model: torch.nn.Module, s: float) -> None:
     says ``s``.
 
     Raises:
-        UnsupportedLayer, ValueError: as :func:`fold`.
+        ValueError: as :func:`fold`.
     """
     folded = folded_in(model.config)
     if s != folded:

@@ -75,7 +75,7 @@ def first_difference(rollout: torch.Tensor, actor: torch.Tensor, mask: torch.Ten
     offsets = mask.offsets()
     for name, tensor in (("rollout", rollout), ("actor", actor)):
         if tensor.dtype != torch.float32:
-            raise ValueError(f"Log-probabilities of the {name} in {tensor.dtype} are not supported. Pass float32.")
+            raise ValueError(f"Expected log-probabilities of the {name} in float32, got {tensor.dtype}")
         if not torch.equal(tensor.offsets(), offsets):
             lengths = tensor.offsets().diff().tolist()
             raise ValueError(f"{lengths} log-probabilities of the {name} for {offsets.diff().tolist()} response tokens")

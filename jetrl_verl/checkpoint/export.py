@@ -36,11 +36,12 @@ from jetrl_verl import formats
 from jetrl_verl.algorithms.invariant_scaling import FOLDED, unfolded
 from jetrl_verl.config.environment import check_model
 from jetrl_verl.config.options import JetConfig, UnsupportedConfiguration
+from jetrl_verl.config.support.table import model_refusal
 from jetrl_verl.formats import UNQUANTIZED
 from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.formats.sums import row_sums
 from jetrl_verl.models import family, model_types
-from jetrl_verl.models.base import Experts, place
+from jetrl_verl.models.families.base import Experts, place
 from jetrl_verl.models.plan import LinearPlan, UnsupportedLayer, plan_linears, plan_of
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.sync.wire import quantize_stream, with_completed
@@ -211,7 +212,7 @@ def _plan(source: Path, options: ExportOptions) -> dict[str, LinearPlan]:
     except UnsupportedConfiguration as error:
         raise ExportError(str(error)) from None
     except UnsupportedLayer as error:
-        raise ExportError(f"{folder} has no FP8 form: {error}.") from None
+        raise ExportError(model_refusal(error, str(folder), options.as_jetrl().precision)) from None
     except (OSError, ValueError) as error:
         raise ExportError(
             f"{folder / 'config.json'} is not a readable model config ({type(error).__name__}); "

@@ -10,6 +10,7 @@ from verl.workers.config import FSDPEngineConfig
 from jetrl_verl.formats.catalog import UNQUANTIZED
 
 from .options import JetConfig, UnsupportedConfiguration
+from .support.table import refuse
 
 _ROLE_FIELD = {"actor": "train", "ref": "ref", "critic": "critic"}
 
@@ -30,9 +31,7 @@ class JetFSDPEngineConfig(FSDPEngineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.jetrl is None:
-            raise UnsupportedConfiguration(
-                "a JetFSDPEngineConfig without jetrl is not supported. Set precision to a group of this package."
-            )
+            refuse("class_without_options", name=type(self).__name__, field="jetrl")
         if self.jetrl_role not in _ROLE_FIELD:
             raise UnsupportedConfiguration(
                 f"jetrl_role={self.jetrl_role} is not a role. Set one of {', '.join(_ROLE_FIELD)}."
@@ -55,8 +54,5 @@ def resolved(node: Any) -> JetConfig:
     options = JetConfig.from_node(node)
     if options.operations == "auto":
         # Each process deciding for itself is how both sides would come to different answers.
-        raise UnsupportedConfiguration(
-            "jetrl.operations=auto is not supported with a config that Hydra did not compose. Set "
-            "jetrl.operations=shared or jetrl.operations=stock."
-        )
+        refuse("auto_uncomposed")
     return options

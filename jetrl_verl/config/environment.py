@@ -24,20 +24,9 @@ from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 from .options import JetConfig, UnsupportedConfiguration
 from .support.general import REPLICAS, ULYSSES, ULYSSES_OF_THE_CRITIC
+from .support.limits import MIN_CAPABILITY, MOST_QUERY_HEADS, PINS, SHARED_CAPABILITY
 from .support.scopes import ATTENTION, MODEL
-from .support.table import refusal, row, row_of
-
-PINS = {"verl": "0.9.1", "vllm": "0.24.0", "torch": "2.11", "transformers": "5.9"}
-"""Releases whose internals this project was written against; a shorter pin leaves the rest of the version free."""
-
-MIN_CAPABILITY = (8, 9)
-"""First CUDA compute capability whose tensor cores multiply E4M3."""
-
-MOST_QUERY_HEADS = 8
-"""Query heads of a KV head that the decode kernel of an FP8 KV cache computes (kernels.decode_attention's)."""
-
-SHARED_CAPABILITY = (9, 0)
-"""The compute capability for which the shared operations were written: FlashAttention 3 has no other."""
+from .support.table import explained, refusal, refuse, row
 
 
 def check_environment(config: DictConfig) -> None:
@@ -52,7 +41,7 @@ def check_environment(config: DictConfig) -> None:
     check_patches(options.precision)
     check_gpu(options.precision)
     if options.operations == "shared" and (gap := no_shared_operations()):
-        raise UnsupportedConfiguration(refusal(gap[0], **gap[1]))
+        refuse(gap[0], **gap[1])
     if options.kv_cache == QUANTIZED_CACHE:
         check_fp8_cache(OmegaConf.select(config, "actor_rollout_ref.model.path"))
 
@@ -117,7 +106,8 @@ def check_patches(precision: str) -> None:
 
     for patch, state in installed_states():
         if patch.needed and state not in (STOCK, PATCHED):
-            raise UnsupportedConfiguration(f"precision={precision} is not supported here: {patch.mismatch(state)}")
+            mismatch = patch.mismatch(state).rpartition(". Install ")[0]
+            _refuse("patch", precision, project=patch.project, version=patch.version, mismatch=mismatch)
 
 
 def check_gpu(precision: str) -> None:
@@ -138,14 +128,14 @@ def check_gpu(precision: str) -> None:
 
 
 def _refuse(name: str, precision: str, **words: Any) -> None:
-    raise UnsupportedConfiguration(refusal(name, **{"jetrl.precision": precision}, **words))
+    refuse(name, **{"jetrl.precision": precision}, **words)
 
 
 def _describe_gpu(index: int) -> dict[str, Any]:
     import torch
 
     major, minor = torch.cuda.get_device_capability(index)
-    return {"index": index, "gpu": torch.cuda.get_device_name(index), "capability": f"{major}.{minor}"}
+    return {"gpu": f"GPU {index}, {torch.cuda.get_device_name(index)}", "capability": f"{major}.{minor}"}
 
 
 def on_cpu() -> bool:
@@ -176,7 +166,7 @@ def check_fp8_cache(path: str | None) -> None:
     """Refuse an FP8 KV cache on a GPU, or of a model, for which there is no kernel."""
     gap = no_shared_operations()
     if gap is not None and gap[0] == "gpu_other_than_hopper":
-        raise UnsupportedConfiguration(refusal("gpu_of_an_fp8_cache", **gap[1]))
+        refuse("gpu_of_an_fp8_cache", **gap[1])
     model = read_model(path)
     if model is not None and (message := fp8_cache_message(model, str(path))):
         raise UnsupportedConfiguration(message)
@@ -243,14 +233,12 @@ def check_model(
 
     if model.get("quantization_config"):
         _refuse("quantized_checkpoint", options.precision, path=path)
-    try:
+    with explained(path, options.precision):
         plan_linears(model, tensor_parallel, unfit_layers=options.unfit_layers, format_name=format_name)
+        ours = family(model)
         if shared_operations:
-            ours = family(model)
             ours.check_operations(ours.as_trained(model, overrides or {}))
-    except ValueError as uncovered:
-        raise UnsupportedConfiguration(model_message(uncovered, path, options.precision)) from None
-    if family(model).experts is not None and options.train == FLOW:
+    if ours.experts is not None and options.train == FLOW:
         if not shared_operations:
             _refuse("mixture_with_stock_operations", options.precision, path=path)
         if options.backward != FLOW:
@@ -275,20 +263,6 @@ def check_ulysses(path: str | None, key: str, ranks: int, precision: str) -> Non
     kv_heads = model.get("num_key_value_heads") or heads
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         _refuse("ulysses_of_the_heads", precision, key=key, value=ranks, path=path, heads=heads, kv_heads=kv_heads)
-
-
-def model_message(error: ValueError, path: str, precision: str) -> str:
-    """What a run is told of a model that ``models/`` does not cover; the remedy is the table's."""
-    found, reason = row_of(error), str(error).partition("; ")[0]
-    if found is None:
-        return f"the model {path} is not supported with precision={precision}: {reason}. Set precision=bf16."
-    words = {"largest": getattr(error, "largest", None), "jetrl.precision": precision}
-    return found.message(path=path, error=reason, **words)
-
-
-def model_clause(error: ValueError, path: str, precision: str) -> str:
-    """The same without the remedy and the full stop."""
-    return model_message(error, path, precision).partition(". Set ")[0]
 
 
 def read_model(path: str | None) -> dict[str, Any] | None:
@@ -336,16 +310,16 @@ def check_attention(path: str | None, overrides: Mapping[str, Any]) -> None:
         path: the model. overrides: what the trainer changes in its copy of the configuration.
     """
     from jetrl_verl.models import family
-    from jetrl_verl.models.base import read
+    from jetrl_verl.models.families.base import read
 
     if (model := read_model(path)) is None:
         return
     ours = family(model)
     trained = ours.as_trained(model, overrides)
     if ours.slides(trained):
-        raise UnsupportedConfiguration(refusal("varlen_sliding_window", path=path))
+        refuse("varlen_sliding_window", path=path)
     if rate := read(trained, "attention_dropout", 0.0):
-        raise UnsupportedConfiguration(refusal("varlen_dropout", path=path, rate=rate))
+        refuse("varlen_dropout", path=path, rate=rate)
 
 
 def check_vocabulary(path: str | None) -> None:
@@ -363,7 +337,7 @@ def check_vocabulary(path: str | None) -> None:
     entries = AutoConfig.from_pretrained(folder).vocab_size
     if entries > tokens:
         words = {"key": f"{MODEL}.use_fused_kernels", "entries": entries - tokens, "path": path}
-        raise UnsupportedConfiguration(refusal("fused_kernels_of_a_padded_vocabulary", **words))
+        refuse("fused_kernels_of_a_padded_vocabulary", **words)
 
 
 def check_data(key: str, files: Any) -> None:

@@ -10,10 +10,7 @@ from collections.abc import Sequence
 from jetrl_verl.formats.catalog import FLOW
 
 from .options import JetConfig
-
-WGRAD_IN_TRITON = 0.68
-"""Speed of WGrad in Triton over cuBLAS's in BF16, FP32 stored, four linears of Qwen3-8B at 4,096 and 16,384 tokens on
-an H200: 0.681 (BF16 stored 0.692) in benchmarks/results/gemm_h200.json."""
+from .support.limits import WGRAD_IN_TRITON
 
 CAPABILITY = (9, 0)
 """The GPUs that the kernels are for."""

@@ -17,10 +17,10 @@ from functools import cache
 from omegaconf import DictConfig, OmegaConf
 
 from .check import reader
-from .environment import model_clause, model_overrides, on_cpu, read_model, why_not_shared
+from .environment import model_overrides, on_cpu, read_model, why_not_shared
 from .options import JetConfig, UnsupportedConfiguration
 from .support.scopes import MODEL, VLLM
-from .support.table import row, stock_because
+from .support.table import model_clause, row, stock_because
 from .vllm_arguments import quantization_arguments
 
 
@@ -58,8 +58,8 @@ def _why_stock(config: DictConfig) -> str:
 
 
 def _uncovered_model(config: DictConfig) -> str:
-    from jetrl_verl.models import family
-    from jetrl_verl.models.base import SHARED_FIELDS
+    from jetrl_verl.models import Unsupported, family
+    from jetrl_verl.models.families.base import SHARED_FIELDS
 
     get = reader(config)
     options = JetConfig.from_node(config.jetrl)
@@ -84,7 +84,7 @@ def _uncovered_model(config: DictConfig) -> str:
     except UnsupportedConfiguration as unreadable:
         # Without the remedy, which is for a run that asked for `shared`.
         return str(unreadable).partition(". ")[0]
-    except ValueError as uncovered:
+    except Unsupported as uncovered:
         return model_clause(uncovered, path, options.precision)
     return ""
 

@@ -15,7 +15,7 @@ from typing import Any
 from jetrl_verl.formats.catalog import FLOW, FORMATS, QUANTIZED_CACHE, SCALE_RULES, UNQUANTIZED
 
 from .support.options import OPTION_ROWS
-from .support.row import shown
+from .support.row import UnsupportedConfiguration, shown
 
 PRECISIONS: tuple[str, ...] = (
     "bf16",
@@ -30,10 +30,6 @@ PRECISIONS: tuple[str, ...] = (
     "jet_fp8_exact",
 )
 """Choices of the Hydra group ``precision``; ``bf16``, the default, leaves verl as it is."""
-
-
-class UnsupportedConfiguration(ValueError):
-    """A configuration that a precision does not support: ``X is not supported with Y: why. Set Z.``"""
 
 
 _TRAIN = tuple(name for name, traits in FORMATS.items() if traits.trains)
@@ -58,6 +54,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 ROLLOUT_OPTIONS: tuple[str, ...] = (
+    "precision",
     "scale_rule",
     "unfit_layers",
     "contract_check",
@@ -158,7 +155,7 @@ class JetConfig:
 
     def _no_choice(self, name: str, choices: str) -> str:
         found = shown(getattr(self, name))
-        return f"jetrl.{name}={found} is not supported with any precision. Set jetrl.{name} to {choices}."
+        return _message("option_value", key=f"jetrl.{name}", value=found, choices=choices)
 
     def _get(self, key: str) -> Any:
         """Value at a dotted path of a composed configuration, of which there is the ``jetrl`` node alone."""
@@ -172,13 +169,9 @@ class JetConfig:
         known = [field.name for field in fields(cls)]
         for key in node:
             if key not in known:
-                raise UnsupportedConfiguration(
-                    f"jetrl.{key} is not supported with any precision. Set one of {', '.join(known)}."
-                )
+                raise UnsupportedConfiguration(_message("unknown_option", key=f"jetrl.{key}", known=", ".join(known)))
         if any(name not in node for name in ("precision", "train", "rollout")):
-            raise UnsupportedConfiguration(
-                f"jetrl options are not supported with precision=bf16. Set precision=<{'|'.join(PRECISIONS[1:])}>."
-            )
+            raise UnsupportedConfiguration(_message("options_without_a_precision", precisions="|".join(PRECISIONS[1:])))
         return cls(**{key: node[key] for key in node})
 
     @property
@@ -194,3 +187,8 @@ class JetConfig:
     def for_vllm(self) -> dict[str, Any]:
         """What vLLM's quantization method reads of it, under the same names."""
         return {name: getattr(self, name) for name in ROLLOUT_OPTIONS}
+
+
+def _message(name: str, **words: Any) -> str:
+    """Of a row about the ``jetrl`` node alone."""
+    return next(row for row in OPTION_ROWS if row.name == name).message(**words)

@@ -9,10 +9,10 @@ from typing import Any
 
 from jetrl_verl.formats.catalog import VLLM_METHODS
 
-from .options import JetConfig, UnsupportedConfiguration
+from .options import JetConfig
 from .support.general import FUSIONS_OF_REDUCTIONS, overrides_of
 from .support.scopes import VLLM
-from .support.table import refusal
+from .support.table import refuse
 
 
 def quantization_arguments(options: JetConfig, user: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def quantization_arguments(options: JetConfig, user: Mapping[str, Any] | None) -
     overrides = overrides_of(arguments.get("hf_overrides"))
     if overrides is None:
         key, value = f"{VLLM}.hf_overrides", arguments["hf_overrides"]
-        raise UnsupportedConfiguration(refusal("hf_overrides", key=key, value=value, **precision_words(options)))
+        refuse("hf_overrides", key=key, value=value, **precision_words(options))
     arguments["hf_overrides"] = dict(overrides)
 
     method = VLLM_METHODS[options.rollout]
@@ -60,7 +60,7 @@ def unfused_reductions(options: JetConfig, arguments: Mapping[str, Any]) -> dict
                 "value": "true",
                 "jetrl.train": options.train,
             }
-            raise UnsupportedConfiguration(refusal("fusions_of_reductions", **words))
+            refuse("fusions_of_reductions", **words)
         passes[name] = False
     return {"compilation_config": {**given, "pass_config": passes}}
 
@@ -75,7 +75,7 @@ def fill(holder: dict[str, Any], name: str, value: Any, options: JetConfig, with
         holder[name] = value
     elif holder[name] != value:
         key = f"{VLLM}.{within}{name}"
-        raise UnsupportedConfiguration(refusal(f"vllm_{name}", key=key, **precision_words(options)))
+        refuse(f"vllm_{name}", key=key, **precision_words(options))
 
 
 def precision_words(options: JetConfig) -> dict[str, str]:

@@ -24,22 +24,24 @@ import jetrl_verl
 
 from .hopper_kernels import CAPABILITY, missing
 from .options import JetConfig
+from .support.limits import MIN_CAPABILITY, PINS, SHARED_CAPABILITY
+from .support.table import refusal
 
 _TIMEOUT_S = 600.0
 """A worker's first start may install its environment (``uv run``); longer than this, the cluster has no room for it."""
 
 
-def install(operations: str = "stock", options: JetConfig | None = None) -> None:
+def install(options: JetConfig | None = None) -> None:
     """Wrap ``ray.init``; doing it twice changes nothing. Exits the process where a worker does not fit.
 
     Args:
-        operations: ``jetrl.operations`` of the job, ``shared`` or ``stock``.
-        options: of the job, by which a line says what a node without the Hopper kernels costs it; None for no line.
+        options: of the job, which say what GPUs it needs, and what a node without the Hopper kernels costs it; None as
+            for :func:`complaint_about`, and for no word about kernels.
     """
     import ray
 
     if ray.is_initialized():
-        check_workers(operations, options)
+        check_workers(options)
         return
     if getattr(ray.init, "_jetrl_wrapped", False):
         return
@@ -48,14 +50,14 @@ def install(operations: str = "stock", options: JetConfig | None = None) -> None
     @functools.wraps(original)
     def init_then_check(*args: Any, **kwargs: Any) -> Any:
         context = original(*args, **kwargs)
-        check_workers(operations, options)
+        check_workers(options)
         return context
 
     init_then_check._jetrl_wrapped = True
     ray.init = init_then_check
 
 
-def check_workers(operations: str = "stock", options: JetConfig | None = None) -> None:
+def check_workers(options: JetConfig | None = None) -> None:
     """Start one worker per living node in the job's runtime environment; exit with one sentence unless all fit.
 
     Where they do, one line on stderr names the nodes with Hopper GPUs and without the kernels for them.
@@ -76,7 +78,7 @@ def check_workers(operations: str = "stock", options: JetConfig | None = None) -
             found = found_on[address] = ray.get(answer, timeout=_TIMEOUT_S)
             if not offers_gpus:  # whatever is in that machine, Ray places no worker of verl's on it
                 found["capabilities"] = []
-            complaint = complaint_about(found, operations)
+            complaint = complaint_about(found, options)
         except ray.exceptions.GetTimeoutError:
             complaint = f"no Ray worker started there within {_TIMEOUT_S:.0f} s; check `ray status`"
         except ray.exceptions.RayError as error:
@@ -101,15 +103,16 @@ def without_kernels(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def complaint_about(found: dict[str, Any], operations: str = "stock") -> str:
+def complaint_about(found: dict[str, Any], options: JetConfig | None = None) -> str:
     """What keeps a worker from this job, and what to do; empty if nothing does.
 
     Args:
         found: answer of :func:`_probe`'s function on a node.
-        operations: ``jetrl.operations`` of the job.
+        options: of the job; None asks for what ``jet_fp8`` needs with stock operations, as ``jetrl doctor`` does.
     """
-    from jetrl_verl.config.environment import MIN_CAPABILITY, PINS, SHARED_CAPABILITY
-
+    precision, shared = "jet_fp8", False
+    if options is not None:
+        precision, shared = options.precision, options.operations == "shared"
     where = f"the Ray workers' interpreter {found['interpreter']}"
     mine = jetrl_verl.__version__
     if found["plugin"] != mine:
@@ -137,14 +140,12 @@ def complaint_about(found: dict[str, Any], operations: str = "stock") -> str:
     names = found["vllm_plugins_filter"]
     if names is not None and "jetrl" not in [name.strip() for name in names.split(",")]:
         return f"VLLM_PLUGINS={names} keeps vLLM from loading the plugin; unset it, or add jetrl to it"
-    for major, minor in found["capabilities"]:
-        if (major, minor) < MIN_CAPABILITY:
-            return f"it has a GPU of compute capability {major}.{minor}, and 8.9 is the least; use precision=bf16"
-        if operations == "shared" and (major, minor) != SHARED_CAPABILITY:
-            return (
-                f"it has a GPU of compute capability {major}.{minor}, and the shared operations need 9.0; use "
-                "precision=jet_fp8 jetrl.operations=stock, or precision=bf16"
-            )
+    for capability in map(tuple, found["capabilities"]):
+        words = {"gpu": "a GPU there", "capability": ".".join(map(str, capability))}
+        if capability < MIN_CAPABILITY:
+            return refusal("gpu_without_fp8", **words, **{"jetrl.precision": precision}).removesuffix(".")
+        if shared and capability != SHARED_CAPABILITY:
+            return refusal("gpu_other_than_hopper", **words).removesuffix(".")
     return ""
 
 

@@ -41,7 +41,7 @@ class BlockFP8(ExpertsFormat):
 
     def quantize_weight(self, weight: torch.Tensor, rule: str, scales: torch.Tensor | None = None) -> QuantizedTensor:
         if scales is not None:
-            raise ValueError("Scales given for a weight are not supported with FP8. Leave them out.")
+            raise ValueError("FP8 computes the scales of a weight itself. Leave them out.")
         if weight.ndim == 2:
             return kernels.quantize_128x128(weight, rule)
         # No block holds rows of two experts: N is a multiple of 128.

@@ -34,7 +34,7 @@ class ChannelINT8(Format):
         static_weight: bool = False,
     ) -> torch.Tensor:
         if isinstance(x, QuantizedTensor):
-            raise TypeError("A quantized input is not supported with INT8 linear layers. Pass the BF16 tensor.")
+            raise TypeError("INT8 linear layers quantize their input themselves. Pass the BF16 tensor.")
         return kernels.fprop_int8(x, weight.qdata, weight.scales, bias)
 
     def nan_sample(self, qdata: torch.Tensor) -> torch.Tensor:

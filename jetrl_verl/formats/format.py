@@ -128,7 +128,7 @@ class Format(ABC):
         Raises:
             NotImplementedError: not ``traits.exports``.
         """
-        raise NotImplementedError(f"Export is not supported with {self.traits.label}. Set another format.")
+        raise NotImplementedError(f"{self.traits.label} is not exported")
 
     # Contract
 

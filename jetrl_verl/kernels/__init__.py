@@ -12,10 +12,10 @@ library. ``vllm_kernels.py``: what is called of vLLM. ``reproducible.py``: CPU a
 """
 
 from jetrl_verl.kernels.attention import (
+    HEAD_DIM,
     KV_CACHES,
     attention,
     cache_form,
-    check_head_dim,
     paged_attention,
     paged_attention_fp8,
 )
@@ -44,7 +44,7 @@ from jetrl_verl.kernels.quantize_128x128 import (
 from jetrl_verl.kernels.quantize_int8 import quantize_int8
 from jetrl_verl.kernels.relayout_128x1 import relayout_128x1
 from jetrl_verl.kernels.rms_norm import add_rms_norm, add_rms_norm_quantize_1x128, rms_norm, rms_norm_quantize_1x128
-from jetrl_verl.kernels.rotary import rotary, rotary_table
+from jetrl_verl.kernels.rotary import ROPE_TYPES, rotary, rotary_table
 from jetrl_verl.kernels.route import route
 from jetrl_verl.kernels.route_and_permute import route_and_permute
 from jetrl_verl.kernels.segments import segments
@@ -55,14 +55,15 @@ from jetrl_verl.kernels.weighted_silu_mul import weighted_silu_mul_backward_quan
 
 __all__ = [
     "BACKENDS",
+    "HEAD_DIM",
     "KV_CACHES",
     "Normalised",
+    "ROPE_TYPES",
     "QuantizedKV",
     "add_rms_norm",
     "add_rms_norm_quantize_1x128",
     "attention",
     "cache_form",
-    "check_head_dim",
     "chunk_attention",
     "decode_attention",
     "combine",

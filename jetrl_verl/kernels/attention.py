@@ -53,12 +53,9 @@ _SCORES = 2**17
 
 
 def check_head_dim(head_dim: int) -> None:
-    """Raise ``ValueError`` (one sentence) unless there is an attention for this head dimension."""
+    """Raise ``ValueError`` unless there is an attention for this head dimension."""
     if head_dim != HEAD_DIM:
-        raise ValueError(
-            f"shared attention exists for heads of {HEAD_DIM} and this model has heads of {head_dim}; "
-            "use precision=jet_fp8 jetrl.operations=stock, or precision=bf16"
-        )
+        raise ValueError(f"attention: expected heads of {HEAD_DIM}, got heads of {head_dim}")
 
 
 def cache_form(x: torch.Tensor) -> torch.Tensor:

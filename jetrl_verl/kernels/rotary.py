@@ -26,6 +26,9 @@ from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.sizes import next_power_of_2
 
+ROPE_TYPES = ("default", "llama3")
+"""Of ``rope_parameters``, those that a table is made of."""
+
 _BLOCK = 1024
 """Positions computed in one call."""
 
@@ -38,10 +41,7 @@ def _inverse_frequencies(head_dim: int, parameters: Mapping[str, Any]) -> list[f
     if kind == "default":
         return frequencies
     if kind != "llama3":
-        raise ValueError(
-            f"rotary: rope_type={kind} has no shared implementation, only default and llama3; use precision=jet_fp8 "
-            "jetrl.operations=stock, or precision=bf16"
-        )
+        raise ValueError(f"rotary: expected a rope_type of {', '.join(ROPE_TYPES)}, got {kind}")
     factor, low, high = (float(parameters[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
     original = float(parameters["original_max_position_embeddings"])
 
@@ -68,10 +68,7 @@ def rotary_table(head_dim: int, positions: int, parameters: Mapping[str, Any]) -
         ValueError: another ``rope_type``, or a part of the head is not rotated.
     """
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            "rotary: partial_rotary_factor has no shared implementation; use precision=jet_fp8 "
-            "jetrl.operations=stock, or precision=bf16"
-        )
+        raise ValueError("rotary: expected heads that are rotated as a whole, got a partial_rotary_factor")
     with torch.device("cpu"):
         frequencies = torch.tensor(_inverse_frequencies(head_dim, parameters), dtype=torch.float64)
         blocks = []

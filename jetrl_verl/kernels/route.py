@@ -134,8 +134,8 @@ def _fake(logits, k, renormalize):
 def _route(logits: torch.Tensor, k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
     if logits.dtype != torch.float32 or logits.ndim != 2 or not 1 <= k <= logits.shape[1]:
         raise ValueError(
-            f"route: logits {tuple(logits.shape)} {logits.dtype} and k={k} are not supported; expected [tokens, "
-            "experts] FP32 and k of the experts"
+            f"route: expected [tokens, experts] FP32 and k of the experts, got {tuple(logits.shape)} {logits.dtype} "
+            f"and k={k}"
         )
     return lookup("route", logits.device)(logits, k, renormalize)
 

@@ -164,8 +164,8 @@ def _route_and_permute(
 ) -> tuple[torch.Tensor | QuantizedTensor, ...]:
     if logits.dtype != torch.float32 or logits.shape[:1] != x.qdata.shape[:1] or not 1 <= k <= logits.shape[1]:
         raise ValueError(
-            f"route_and_permute: logits {tuple(logits.shape)} {logits.dtype}, rows {tuple(x.qdata.shape)} and k={k} "
-            "are not supported; expected [tokens, experts] FP32, [tokens, K] and k of the experts"
+            "route_and_permute: expected [tokens, experts] FP32, [tokens, K] and k of the experts, got "
+            f"{tuple(logits.shape)} {logits.dtype}, {tuple(x.qdata.shape)} and k={k}"
         )
     weights, segments, rows = lookup("route_and_permute", logits.device)(logits, x, k, renormalize)
     return weights, *segments, rows

@@ -111,8 +111,8 @@ def _fake(experts_of, experts, align):
 def _segments(experts_of: torch.Tensor, experts: int, align: int) -> Segments:
     if experts_of.dtype != torch.int32 or experts_of.ndim != 2 or align < 1:
         raise ValueError(
-            f"segments: experts {tuple(experts_of.shape)} {experts_of.dtype} and align={align} are not supported; "
-            "expected [tokens, k] int32 and at least 1"
+            f"segments: expected [tokens, k] int32 and align of at least 1, got {tuple(experts_of.shape)} "
+            f"{experts_of.dtype} and align={align}"
         )
     return lookup("segments", experts_of.device)(experts_of, experts, align)
 

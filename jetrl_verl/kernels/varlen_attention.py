@@ -123,26 +123,20 @@ def varlen_attention(
     Raises:
         ValueError: heads or a type that FlashAttention does not support.
     """
-    head_dim = q.shape[-1]
-    if k.shape[-1] != head_dim or v.shape[-1] != head_dim:
-        raise ValueError(
-            f"varlen_attention: queries, keys and values with {head_dim}, {k.shape[-1]} and {v.shape[-1]} features a "
-            "head are not supported with one kernel; use attn_implementation=sdpa"
-        )
-    if q.device.type != "cpu":
-        _check_flash_attention(q, k, v)
+    if what := without_kernel(q, k, v):
+        raise ValueError(f"varlen_attention: there is no kernel for {what}")
     return PackedAttention.apply(q, k, v, cu_seqlens, max_seqlen, scale, _varlen_attention, _varlen_attention_backward)
 
 
-def _check_flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def without_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
+    """What of the operands of :func:`varlen_attention` no kernel is for; empty where one is."""
     head_dim = q.shape[-1]
+    if k.shape[-1] != head_dim or v.shape[-1] != head_dim:
+        return f"queries, keys and values of {head_dim}, {k.shape[-1]} and {v.shape[-1]} features a head"
+    if q.device.type == "cpu":
+        return ""
     if head_dim % 8 or head_dim > LARGEST_HEAD:
-        raise ValueError(
-            f"varlen_attention: heads of {head_dim} are not supported with FlashAttention, which has multiples of 8 up "
-            f"to {LARGEST_HEAD}; use attn_implementation=sdpa"
-        )
+        return f"heads of {head_dim}"
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(
-            f"varlen_attention: {q.dtype}, {k.dtype} and {v.dtype} are not supported with FlashAttention, which has "
-            "BF16 and FP16; use attn_implementation=sdpa"
-        )
+        return f"operands in {q.dtype}, {k.dtype} and {v.dtype}"
+    return ""

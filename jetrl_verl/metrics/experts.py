@@ -22,7 +22,7 @@ from torch import nn
 from jetrl_verl import kernels
 from jetrl_verl.formats.format import Format
 from jetrl_verl.kernels.weighted_silu_mul import gradients_of_rows
-from jetrl_verl.models.base import leaf
+from jetrl_verl.models.families.base import leaf
 from jetrl_verl.models.plan import LinearPlan
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.reference import BLOCK, QuantizedTensor, ScaleRule, Segments

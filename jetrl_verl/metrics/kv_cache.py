@@ -20,7 +20,7 @@ from torch import nn
 
 from jetrl_verl import formats, kernels
 from jetrl_verl.metrics.sample import sampled_layers, sampled_rows, shares, tally
-from jetrl_verl.models.base import place
+from jetrl_verl.models.families.base import place
 from jetrl_verl.nn.attention import AttentionCore
 from jetrl_verl.reference.kv_cache import saturated
 

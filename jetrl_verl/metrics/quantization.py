@@ -39,7 +39,7 @@ from jetrl_verl.formats.format import SCALE_SUFFIX, Format
 from jetrl_verl.metrics.experts import Sample, SampledExperts, experts_of
 from jetrl_verl.metrics.kv_cache import KVCacheSampler
 from jetrl_verl.metrics.sample import sampled_layers, sampled_rows, shares, shares_of_experts, tally
-from jetrl_verl.models.base import place
+from jetrl_verl.models.families.base import place
 from jetrl_verl.models.plan import LinearPlan, plan_of
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.linear import JetLinear

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model families: which layers each has, which run in FP8, what the shared operations cover."""
 
-from jetrl_verl.models.base import Family, UnsupportedLayer
 from jetrl_verl.models.families import family, model_types
+from jetrl_verl.models.families.base import Family, Unsupported, UnsupportedLayer, UnsupportedOperation
 
-__all__ = ["Family", "UnsupportedLayer", "family", "model_types"]
+__all__ = ["Family", "Unsupported", "UnsupportedLayer", "UnsupportedOperation", "family", "model_types"]

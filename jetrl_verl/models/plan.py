@@ -7,7 +7,7 @@ it: every tensor-parallel shard, and every piece of a merged projection (q/k/v, 
 both dimensions, because a 128x128 block never crosses a shard. So the plan is made from the model's configuration and
 the rollout's tensor-parallel size alone, before a process is started, and pieces that vLLM merges stand or fall
 together. A size that does not fit is refused with the largest one that does. Names and shapes come from the model's
-family (jetrl_verl/models/base.py). Embeddings, norms, rotary, the attention core and ``lm_head`` stay BF16 by contract.
+family (models/families/base.py). Embeddings, norms, rotary, the attention core and ``lm_head`` stay BF16 by contract.
 Where the rollout's linear layers are BF16 (``precision=bf16_shared``), none is quantized and every shape fits.
 """
 
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED
-from jetrl_verl.models import Family, UnsupportedLayer, family
-from jetrl_verl.models.base import Shape, place, read
+from jetrl_verl.models.families import family
+from jetrl_verl.models.families.base import Family, Shape, UnsupportedLayer, place, read
 from jetrl_verl.reference.constants import BLOCK
 
 
@@ -98,16 +98,17 @@ def plan_linears(
         fits = fits or _largest(ours, hf_config, tp, False)
         raise UnsupportedLayer(
             f"its {heads} heads over {read(hf_config, 'num_key_value_heads', heads)} key heads are not divided by {tp} "
-            f"ranks of the rollout; choose tensor_model_parallel_size={fits}, the largest that fits",
-            fits,
+            "ranks of the rollout",
+            "rollout_ranks_of_the_heads",
+            largest=fits,
         )
     shapes = ours.shapes(hf_config, tp)
     plans: dict[str, LinearPlan] = {}
     experts = ours.experts.number(hf_config) if ours.experts is not None else 1
     if ours.experts is not None and format_name != FLOW:
         raise UnsupportedLayer(
-            f"a mixture of experts is supported by the FP8 flow alone, not with linear layers in {format_name}; use "
-            "precision=jet_fp8, fp8_rollout or bf16"
+            f"experts are products of the FP8 flow alone, and linear layers are in {format_name}",
+            "mixture_of_another_format",
         )
     if format_name == UNQUANTIZED:
         for linear in ours.linears:
@@ -118,23 +119,17 @@ def plan_linears(
     for linear in ours.linears:
         reason = _unfit(shapes, linear.pieces, tp)
         if reason and (linear.experts or unfit_layers != "skip"):
-            skip = "keep such layers BF16 on both sides with jetrl.unfit_layers=skip"
-            if linear.experts:
-                skip = "use precision=bf16"
+            of = "expert" if linear.experts else "layer"
             fits = _largest(ours, hf_config, tp, True)
             if fits is None:
-                raise UnsupportedLayer(f"{reason}; {skip}")
-            raise UnsupportedLayer(
-                f"{reason}, as they are over {fits}; choose tensor_model_parallel_size={fits}, the largest that fits, "
-                f"or {skip}",
-                fits,
-            )
+                raise UnsupportedLayer(reason, f"{of}_shape")
+            raise UnsupportedLayer(f"{reason}, as they are over {fits}", f"{of}_shard_shape", largest=fits)
         first = first or reason
         for name in linear.pieces:
             count = experts if linear.experts else 1
             plans[name] = LinearPlan(name, linear.kind, *shapes[name], not reason, reason, count)
     if not any(plan.quantized for plan in plans.values()):
-        raise UnsupportedLayer(f"no linear layer of this model fits the FP8 flow ({first}); use precision=bf16")
+        raise UnsupportedLayer(f"none of its linear layers fits the FP8 flow ({first})", "no_layer_fits")
     return plans
 
 

@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from jetrl_verl import formats, kernels
 from jetrl_verl.formats.format import ExpertsFormat
-from jetrl_verl.models.base import Experts, leaf
+from jetrl_verl.models.families.base import Experts, leaf
 from jetrl_verl.nn.linear import quantize_input
 from jetrl_verl.nn.weight_cache import WeightCache
 from jetrl_verl.reference import BLOCK, QuantizedTensor, ScaleRule, Segments, check_rule
@@ -130,8 +130,7 @@ class JetExperts(nn.Module):
         _, hidden, inner = shape = tuple(getattr(experts, down).shape)
         if inner % (BLOCK * ranks) or hidden % BLOCK:
             raise ValueError(
-                f"Experts of shape {shape} are not supported with blocks of {BLOCK} and "
-                f"{ranks} ranks of the rollout. Set precision=bf16."
+                f"experts of shape {shape} do not divide into blocks of {BLOCK} on {ranks} ranks of the rollout"
             )
         experts.stock_class = type(experts)
         experts.__class__ = cls

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from jetrl_verl.models.base import place
+from jetrl_verl.models.families.base import place
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.linear import JetLinear, quantize_input
 from jetrl_verl.reference import QuantizedTensor

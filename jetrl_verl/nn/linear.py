@@ -73,7 +73,7 @@ def quantize_input(x: torch.Tensor | QuantizedTensor, number_format: TrainedForm
             rowwise = number_format.quantize_activation(x.detach().to(torch.bfloat16).reshape(-1, x.shape[-1]), rule)
         return QuantizedTensor(rowwise.qdata, rowwise.scales, x, SharedColwise())
     if x.source is None:
-        raise ValueError("A quantized input without its source is not supported in the trainer. Pass source as well.")
+        raise ValueError("The trainer needs the source of a quantized input. Pass source as well.")
     if x.colwise is None:
         x.colwise = SharedColwise()
     return x

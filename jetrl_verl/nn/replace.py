@@ -8,7 +8,7 @@ from torch import nn
 
 from jetrl_verl import formats
 from jetrl_verl.models import family
-from jetrl_verl.models.base import Experts, leaf, place
+from jetrl_verl.models.families.base import Experts, leaf, place
 from jetrl_verl.models.plan import LinearPlan, UnsupportedLayer, plan_of
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.handoff import hand_over
@@ -32,23 +32,24 @@ def replace_linears(
         Names of the replaced modules.
 
     Raises:
-        UnsupportedLayer: a decoder layer holds a linear that the plan does not know, or one of another shape.
-        ValueError: unknown scale rule or backward precision; another backward than FP8 with a mixture of experts.
+        UnsupportedLayer: a decoder layer holds a linear that the plan does not know; another backward than FP8 with a
+            mixture of experts.
+        ValueError: unknown scale rule or backward precision; a linear of another shape than the plan's.
     """
     replaced = []
     ours = family(model.config)
     if ours.experts is not None:
         if backward != formats.FLOW:
-            raise ValueError(f"jetrl.backward={backward} is not supported with a mixture of experts. Set fp8.")
+            raise UnsupportedLayer("the gradients of experts are FP8 products", "mixture_with_bf16_backward")
         replaced += _replace_experts(model, ours.experts, plans, scale_rule)
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear) or place(name) is None:
             continue
         plan = plan_of(name, plans)
         if plan is None:
-            raise UnsupportedLayer(f"Linear layer {name} is not supported with this model family. Set precision=bf16.")
+            raise UnsupportedLayer(f"its family has no linear layer {name}", "linear_of_no_family")
         if (plan.n, plan.k) != (module.out_features, module.in_features):
-            raise UnsupportedLayer(
+            raise ValueError(
                 f"layer {name} has shape [{module.out_features}, {module.in_features}] but the model's configuration "
                 f"says [{plan.n}, {plan.k}]; the configuration and the weights do not belong together"
             )
@@ -71,7 +72,7 @@ def _replace_experts(
         for plan in (gate_up, down):
             shape = tuple(getattr(module, leaf(plan.suffix)).shape)
             if shape != (plan.experts, plan.n, plan.k):
-                raise UnsupportedLayer(
+                raise ValueError(
                     f"experts {name}.{leaf(plan.suffix)} have shape {list(shape)} but the model's configuration says "
                     f"{[plan.experts, plan.n, plan.k]}; the configuration and the weights do not belong together"
                 )

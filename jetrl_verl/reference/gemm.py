@@ -115,7 +115,7 @@ def sum_of_ranks(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def check_k_slices(k: int, count: int) -> None:
     """Raise ``ValueError`` unless ``count`` equal slices of K are multiples of 128."""
     if k % (count * BLOCK):
-        raise ValueError(f"K = {k} in {count} slices is not supported with blocks of {BLOCK}. Set fewer ranks.")
+        raise ValueError(f"K = {k} does not divide into {count} slices of multiples of {BLOCK}")
 
 
 def k_slices(x: QuantizedTensor, count: int) -> list[QuantizedTensor]:

@@ -83,10 +83,7 @@ def cache_shape(pages: int, block_size: int, kv_heads: int) -> tuple[int, int, i
         ValueError: a block size that is no multiple of 16.
     """
     if block_size % UNIT_TOKENS:
-        raise ValueError(
-            f"A block size of {block_size} tokens is not supported with an FP8 KV cache. Set a multiple of "
-            f"{UNIT_TOKENS}."
-        )
+        raise ValueError(f"an FP8 KV cache has pages of a multiple of {UNIT_TOKENS} tokens, not of {block_size}")
     return pages, kv_heads, block_size // UNIT_TOKENS, UNIT_BYTES
 
 

@@ -23,7 +23,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from jetrl_verl import kernels
-from jetrl_verl.config.support.table import refusal
+from jetrl_verl.config.support.table import refuse
 from jetrl_verl.formats.catalog import QUANTIZED_CACHE, UNQUANTIZED
 from jetrl_verl.kernels.decode_attention import MOST_QUERY_HEADS
 from jetrl_verl.reference.kv_cache import HEAD_DIM, TOKEN_BYTES
@@ -52,15 +52,16 @@ REACHES = (
 
 def _check(impl: Any) -> None:
     """Refuse an attention layer that the trainer's could not equal."""
-    kernels.check_head_dim(impl.head_size)
+    if impl.head_size != kernels.HEAD_DIM:
+        refuse("head_dim", path="of this engine", error=f"the shared operations do not cover heads of {impl.head_size}")
     if not _is_plain(impl):
-        raise ValueError(refusal("attention_kind"))
+        refuse("attention_kind")
     if _slides(impl):
-        raise ValueError(refusal("sliding_window_in_vllm"))
+        refuse("sliding_window_in_vllm")
     if impl.kv_cache_dtype not in ("auto", "bfloat16"):
-        raise ValueError(refusal("kv_cache_in_vllm", dtype=impl.kv_cache_dtype))
+        refuse("kv_cache_in_vllm", dtype=impl.kv_cache_dtype)
     if _version(impl) != 3:
-        raise ValueError(refusal("flash_attention_version", version=_version(impl)))
+        refuse("flash_attention_version", version=_version(impl))
 
 
 def _is_plain(impl: Any) -> bool:
@@ -89,7 +90,7 @@ def _check_for_fp8(impl: Any) -> None:
         (f"FlashAttention {_version(impl)}, which this GPU runs,", _version(impl) != 3),
     ):
         if met:
-            raise ValueError(refusal("fp8_kv_cache_in_vllm", what=what))
+            refuse("fp8_kv_cache_in_vllm", what=what)
 
 
 def _spec_of_fp8(layer: Attention, vllm_config: Any) -> FullAttentionSpec:
@@ -108,13 +109,14 @@ def share_attention(layer: Attention, kv_cache: str = "bf16") -> None:
         kv_cache: what its cache holds (``kernels.KV_CACHES``).
 
     Raises:
-        ValueError: the layer runs on another backend, or asks for more than plain causal attention in BF16.
+        UnsupportedConfiguration: the layer runs on another backend, or asks for more than plain causal attention in
+            BF16.
     """
     stock = layer.get_attn_backend()
     path = _BACKENDS[kv_cache].get(stock.get_name())
     shared = resolve_obj_by_qualname(path) if path is not None else None
     if shared is None or shared.__base__ is not stock or type(layer.impl) is not stock.get_impl_cls():
-        raise ValueError(refusal("attention_backend_in_vllm", backend=stock.get_name(), module=stock.__module__))
+        refuse("attention_backend_in_vllm", backend=stock.get_name(), module=stock.__module__)
     if kv_cache == QUANTIZED_CACHE:
         _check_for_fp8(layer.impl)
         layer.get_kv_cache_spec = MethodType(_spec_of_fp8, layer)

@@ -24,14 +24,13 @@ from vllm.model_executor.models.qwen3_moe import Qwen3MoeSparseMoeBlock
 from vllm.model_executor.utils import set_weight_attrs
 
 from jetrl_verl import formats, kernels
+from jetrl_verl.config.support.scopes import VLLM
+from jetrl_verl.config.support.table import refuse
 from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.models import family
-from jetrl_verl.models.base import Experts, leaf, place
-from jetrl_verl.models.plan import UnsupportedLayer
+from jetrl_verl.models.families.base import Experts, leaf, place
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.rollout.row_parallel import reduce_ranks
-
-_BF16 = "Set precision=bf16."
 
 
 class JetExpertsMethod(FusedMoEMethodBase):
@@ -42,16 +41,22 @@ class JetExpertsMethod(FusedMoEMethodBase):
         self.config = config
         self.format = formats.get(config.format_name)
         parallel = layer.moe_config.moe_parallel_config
+        if parallel.use_ep:
+            refuse("vllm_expert_parallel", key=f"{VLLM}.enable_expert_parallel", value="true", **config.words)
+        if parallel.dp_size > 1:
+            refuse("mixture_over_replicas", key=f"{VLLM}.data_parallel_size", value=parallel.dp_size, **config.words)
+        if parallel.is_sequence_parallel:
+            refuse("mixture_split_by_sequence")
+        if layer.activation != MoEActivation.SILU:
+            error = f"experts multiply by SiLU, and its activation is {layer.activation.value}"
+            refuse("expert_activation", error=error, **config.words)
         for wrong, what in (
-            (parallel.use_ep, "Expert parallelism"),
-            (parallel.dp_size > 1 or parallel.is_sequence_parallel, "Experts split over data-parallel replicas"),
-            (layer.use_grouped_topk or layer.scoring_func != "softmax", "A router other than softmax and top-k"),
-            (layer.e_score_correction_bias is not None, "A router with a correction bias"),
-            (layer.activation != MoEActivation.SILU, f"The activation {layer.activation} of experts"),
-            (layer.apply_router_weight_on_input, "A routing weight on the experts' input"),
+            (layer.use_grouped_topk or layer.scoring_func != "softmax", "a router other than softmax and top-k"),
+            (layer.e_score_correction_bias is not None, "a router with a correction bias"),
+            (layer.apply_router_weight_on_input, "a routing weight on the experts' input"),
         ):
             if wrong:
-                raise UnsupportedLayer(f"{what} is not supported with FP8 experts. {_BF16}")
+                refuse("router_in_vllm", what=what)
 
     def create_weights(
         self,
@@ -66,12 +71,10 @@ class JetExpertsMethod(FusedMoEMethodBase):
         its loader fills them from an exported folder.
 
         Raises:
-            UnsupportedLayer: activations other than BF16.
+            UnsupportedConfiguration: activations other than BF16.
         """
         if params_dtype != torch.bfloat16:
-            raise UnsupportedLayer(
-                f"A rollout in {params_dtype} is not supported with quantized experts. Set rollout.dtype=bfloat16."
-            )
+            refuse("vllm_dtype", **self.config.dtype_words(params_dtype))
         inner = intermediate_size_per_partition
         for name, n, k in (("w13_weight", 2 * inner, hidden_size), ("w2_weight", hidden_size, inner)):
             qdata = torch.empty(num_experts, n, k, dtype=self.format.dtype)
@@ -114,17 +117,17 @@ class SharedMixture(Qwen3MoeSparseMoeBlock):
     """Router and experts with the trainer's operations."""
 
     def check(self, ordered: bool) -> None:
-        """Raise ``ValueError`` for a block that the shared operations do not cover."""
+        """Raise ``UnsupportedConfiguration`` for a block that the shared operations do not cover."""
         routed = self.experts.routed_experts
         if not isinstance(routed.quant_method, JetExpertsMethod):
-            raise ValueError(f"BF16 experts are not supported with shared operations. {_BF16}")
-        if self.shared_expert is not None or self.is_sequence_parallel:
-            raise ValueError(f"A shared expert or a sequence-parallel mixture is not supported. {_BF16}")
+            raise TypeError(f"shared operations: experts are run by {type(routed.quant_method).__name__}, not by ours")
+        if self.shared_expert is not None:
+            error = "vLLM's class has a shared expert, and Hugging Face's has none"
+            refuse("shared_expert", error=error, **routed.quant_method.config.words)
+        if self.is_sequence_parallel:
+            refuse("mixture_split_by_sequence")
         if self.tp_size > 1 and not ordered:
-            raise ValueError(
-                f"A mixture of experts over {self.tp_size} GPUs is not supported with ranks' sums in another order "
-                f"than the trainer's. {_BF16}"
-            )
+            raise ValueError(f"shared operations: experts over {self.tp_size} GPUs need reduction=ordered")
         self.method: JetExpertsMethod = routed.quant_method
 
     @property
@@ -146,10 +149,10 @@ def share_experts(block: torch.nn.Module, ordered: bool) -> SharedMixture:
         ordered: whether ranks' sums are added in the trainer's order.
 
     Raises:
-        ValueError: a block that the shared operations do not cover.
+        UnsupportedConfiguration: a block that the shared operations do not cover.
     """
     if type(block) is not Qwen3MoeSparseMoeBlock:
-        raise ValueError(f"Layer {type(block).__name__} is not supported with shared operations. {_BF16}")
+        refuse("layer_class_in_vllm", layer=type(block).__name__)
     block.__class__ = SharedMixture
     block.check(ordered)
     return block

@@ -19,9 +19,10 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVPar
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from jetrl_verl import formats
+from jetrl_verl.config.support.table import refuse
 from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.models import family
-from jetrl_verl.models.base import Experts, Routing, place
+from jetrl_verl.models.families.base import Experts, Routing, place
 from jetrl_verl.rollout.experts import held_parameters
 from jetrl_verl.sync.contract import LiveParameter, LiveTensor
 
@@ -128,14 +129,14 @@ def live_routing(model: torch.nn.Module) -> Routing | None:
     """How vLLM's mixture chooses experts, read from its layers; None if it is dense.
 
     Raises:
-        ValueError: its layers differ in that.
+        UnsupportedConfiguration: its layers differ in that.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
     found = {
         Routing(layer.w2_weight.shape[0], layer.top_k, layer.scoring_func, bool(layer.renormalize)) for layer in layers
     }
     if len(found) > 1:
-        raise ValueError("A mixture of experts whose layers choose differently is not supported. Set precision=bf16.")
+        refuse("routing_by_layer")
     return found.pop() if found else None
 
 

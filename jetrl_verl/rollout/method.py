@@ -39,10 +39,12 @@ from vllm.model_executor.parameter import (
 )
 
 from jetrl_verl import formats
+from jetrl_verl.config.support.scopes import VLLM
+from jetrl_verl.config.support.table import explained, refuse
 from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.kernels import KV_CACHES
 from jetrl_verl.models import family
-from jetrl_verl.models.base import place
+from jetrl_verl.models.families.base import place
 from jetrl_verl.models.plan import UnsupportedLayer, plan_linears
 from jetrl_verl.reference import QuantizedTensor, check_rule
 from jetrl_verl.rollout.experts import JetExpertsMethod
@@ -59,6 +61,7 @@ class JetQuantizationConfig(QuantizationConfig):
         operations: ``"shared"`` runs the operations between the linears as the trainer does (jetrl_verl/kernels),
             ``"stock"`` as vLLM does.
         reduction: ``"ordered"`` adds the products of tensor-parallel ranks as the trainer does (row_parallel.py).
+        precision: the run's, for messages; the method's name where none is given.
         kv_cache: ``"fp8"`` keeps keys and values in E4M3 (attention.py).
     """
 
@@ -73,15 +76,17 @@ class JetQuantizationConfig(QuantizationConfig):
         operations: str = "stock",
         reduction: str = "stock",
         kv_cache: str = "bf16",
+        precision: str = "",
     ) -> None:
         super().__init__()
         check_rule(scale_rule)
         if operations not in ("shared", "stock"):
-            raise ValueError(f"operations={operations} is not supported with an engine. Set shared or stock.")
+            raise ValueError(f"operations={operations} is none of shared and stock")
         if reduction not in ("ordered", "stock"):
-            raise ValueError(f"reduction={reduction} is not supported with an engine. Set ordered or stock.")
+            raise ValueError(f"reduction={reduction} is none of ordered and stock")
         if kv_cache not in KV_CACHES:
-            raise ValueError(f"kv_cache={kv_cache} is not supported with an engine. Set {' or '.join(KV_CACHES)}.")
+            raise ValueError(f"kv_cache={kv_cache} is none of {', '.join(KV_CACHES)}")
+        self.precision = precision or self.get_name()
         self.kv_cache = kv_cache
         self.operations = operations
         self.reduction = reduction
@@ -107,8 +112,8 @@ class JetQuantizationConfig(QuantizationConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "JetQuantizationConfig":
         stock = {name: config.get(name, "stock") for name in ("operations", "reduction")}
-        kv_cache = config.get("kv_cache", "bf16")
-        return cls(config["scale_rule"], config["unfit_layers"], config["contract_check"], **stock, kv_cache=kv_cache)
+        rest = {name: config[name] for name in ("kv_cache", "precision") if name in config}
+        return cls(config["scale_rule"], config["unfit_layers"], config["contract_check"], **stock, **rest)
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         self._hf_config = hf_config
@@ -117,10 +122,14 @@ class JetQuantizationConfig(QuantizationConfig):
         """The format's method for a planned projection or for experts, BF16 for every other layer.
 
         Raises:
-            UnsupportedLayer: the model, or this layer of it, cannot take part.
+            UnsupportedConfiguration: the model, or this layer of it, cannot take part.
         """
         if not isinstance(layer, LinearBase | RoutedExperts):
             return None
+        with explained(self.words["path"], self.precision):
+            return self._method_of(layer, prefix)
+
+    def _method_of(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase:
         ranks = get_tensor_model_parallel_world_size()
         plans = plan_linears(self._hf_config, ranks, unfit_layers=self.unfit_layers, format_name=self.format_name)
         found, ours = place(prefix), family(self._hf_config)
@@ -130,12 +139,20 @@ class JetQuantizationConfig(QuantizationConfig):
             return UnquantizedLinearMethod()
         pieces = ours.pieces.get(found.module) if found is not None else None
         if pieces is None:
-            raise UnsupportedLayer(
-                f"Linear layer {prefix} is not supported with this model family. Set precision=bf16."
-            )
+            raise UnsupportedLayer(f"its family has no linear layer {prefix}", "linear_of_no_family")
         if not all(plans[piece].quantized for piece in pieces):
             return UnquantizedLinearMethod()
         return JetLinearMethod(self)
+
+    @property
+    def words(self) -> dict[str, str]:
+        """What a row of the table of support says of this engine."""
+        path = getattr(self._hf_config, "_name_or_path", "") or "of this engine"
+        return {"jetrl.precision": self.precision, "path": path}
+
+    def dtype_words(self, dtype: torch.dtype) -> dict[str, str]:
+        """What the row of a rollout in another type says."""
+        return {"key": f"{VLLM}.dtype", "value": str(dtype).removeprefix("torch."), **self.words}
 
 
 def _config_class(format_name: str) -> type[JetQuantizationConfig]:
@@ -170,12 +187,10 @@ class JetLinearMethod(LinearMethodBase):
         """Register ``weight`` [N, K] of qdata and its scales ``weight_scale_inv``, N and K of this rank's shard.
 
         Raises:
-            UnsupportedLayer: activations other than BF16.
+            UnsupportedConfiguration: activations other than BF16.
         """
         if params_dtype != torch.bfloat16:
-            raise UnsupportedLayer(
-                f"A rollout in {params_dtype} is not supported with quantized linears. Set rollout.dtype=bfloat16."
-            )
+            refuse("vllm_dtype", **self.config.dtype_words(params_dtype))
         weight_loader = extra_weight_attrs["weight_loader"]
         rows, columns = sum(output_partition_sizes), input_size_per_partition
         layer.logical_widths = output_partition_sizes

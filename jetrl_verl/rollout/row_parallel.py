@@ -28,6 +28,7 @@ from vllm.model_executor.layers.linear import RowParallelLinear
 
 from jetrl_verl import kernels
 from jetrl_verl.config.support.general import FUSIONS_OF_REDUCTIONS
+from jetrl_verl.config.support.table import refuse
 from jetrl_verl.kernels.operator import operator
 
 EVERY_ORDER_IS_ONE = 2
@@ -82,15 +83,12 @@ def order_reduction(layer: torch.nn.Module) -> None:
     """Let ``layer`` add its ranks' products in one order, in place; other layers stay, and where vLLM's sum is that.
 
     Raises:
-        ValueError: a row-parallel layer that is handed whole rows, or does not reduce.
+        UnsupportedConfiguration: a row-parallel layer that is handed whole rows, or does not reduce.
     """
     if type(layer) is not RowParallelLinear or keeps_vllms(layer.tp_size, layer.weight.is_cuda):
         return
     if not (layer.input_is_parallel and layer.reduce_results):
-        raise ValueError(
-            f"Row-parallel layer {layer.prefix} is not supported with a rollout over {layer.tp_size} GPUs: it does not "
-            "add its ranks' products itself. Set actor_rollout_ref.rollout.tensor_model_parallel_size=2."
-        )
+        refuse("row_parallel_in_vllm", layer=layer.prefix, ranks=layer.tp_size)
     layer.__class__ = OrderedRowParallelLinear
 
 

@@ -22,6 +22,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 from jetrl_verl import kernels
+from jetrl_verl.config.support.table import refuse
 from jetrl_verl.rollout.log_probs import shared_log_probs
 
 REACHES = (
@@ -157,7 +158,7 @@ def share_sampler(model_runner: Any) -> None:
     A rank of a pipeline that draws no tokens has none, and nothing happens.
 
     Raises:
-        ValueError: a sampler of another kind.
+        UnsupportedConfiguration: a sampler of another kind.
     """
     sampler = model_runner.sampler
     if sampler is None:
@@ -169,8 +170,5 @@ def share_sampler(model_runner: Any) -> None:
     from jetrl_verl.rollout.sampler_v2 import SharedSamplerV2
 
     if type(sampler) is not SharedSamplerV2.__base__:
-        raise ValueError(
-            f"Sampler {type(sampler).__name__} is not supported with shared operations. Set precision=jet_fp8 "
-            "jetrl.operations=stock, or precision=bf16."
-        )
+        refuse("sampler_in_vllm", sampler=type(sampler).__name__)
     sampler.__class__ = SharedSamplerV2

@@ -29,13 +29,15 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding, Ro
 from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
 
 from jetrl_verl import kernels
+from jetrl_verl.config.support.table import refuse
 from jetrl_verl.models import Family, family
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.rollout.attention import share_attention_layers
 from jetrl_verl.rollout.experts import share_experts
 from jetrl_verl.rollout.method import JetLinearMethod
 
-_STOCK = "Set precision=jet_fp8 jetrl.operations=stock, or precision=bf16."
+_OURS = "of this engine"
+"""The model, in a message about a layer of it."""
 
 
 class _ReadByLinear:
@@ -55,9 +57,7 @@ class SharedRMSNorm(_ReadByLinear, RMSNorm):
 
     def check(self) -> None:
         if self.variance_size_override is not None or not self.has_weight:
-            raise ValueError(
-                f"An RMSNorm without a weight or over a part of a row is not supported with shared operations. {_STOCK}"
-            )
+            refuse("norm_in_vllm")
 
     def _forward_shared(self, x: torch.Tensor, residual: torch.Tensor | None = None):
         weight, eps, rule = self.weight, self.variance_epsilon, self.reader_rule
@@ -88,10 +88,11 @@ class _SharedRotary:
     """Mixed in front of vLLM's rotary classes."""
 
     def check(self) -> None:
-        if not self.is_neox_style or self.rotary_dim != self.head_size:
-            raise ValueError(
-                f"Rotary of a part of a head or of interleaved pairs is not supported with shared operations. {_STOCK}"
-            )
+        if not self.is_neox_style:
+            refuse("interleaved_rotary")
+        if self.rotary_dim != self.head_size:
+            part = f"rotary of {self.rotary_dim} of the {self.head_size} features of a head"
+            refuse("partial_rotary", path=_OURS, error=f"the shared operations do not cover {part}")
 
     def _forward_shared(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor):
         heads = (x.unflatten(-1, (-1, self.head_size)) for x in (query, key))
@@ -111,8 +112,12 @@ class SharedLogitsProcessor(LogitsProcessor):
     """Logits in FP32."""
 
     def check(self) -> None:
-        if self.soft_cap is not None or self.scale != 1.0:
-            raise ValueError(f"Scaled or capped logits are not supported with shared operations. {_STOCK}")
+        for row, wrong, what in (
+            ("soft_cap", self.soft_cap is not None, "soft-capped logits"),
+            ("logit_scale", self.scale != 1.0, "scaled logits"),
+        ):
+            if wrong:
+                refuse(row, path=_OURS, error=f"the shared operations do not cover {what}")
 
     def _get_logits(self, hidden_states, lm_head, embedding_bias):
         """``[N, V]`` FP32, ``V`` entries of the vocabulary; None on a rank that vLLM does not gather on.
@@ -141,7 +146,7 @@ def _share(module: torch.nn.Module) -> None:
     """Turn one module into ours, in place."""
     shared = _SHARED.get(type(module))
     if shared is None:
-        raise ValueError(f"Layer {type(module).__name__} is not supported with shared operations. {_STOCK}")
+        refuse("layer_class_in_vllm", layer=type(module).__name__)
     module.__class__ = shared
     module.check()
     if isinstance(module, CustomOp):
@@ -170,7 +175,7 @@ def share_operations(model: torch.nn.Module, config: Any, ordered: bool = False,
         kv_cache: what the KV cache holds (``kernels.KV_CACHES``).
 
     Raises:
-        ValueError: a layer that the shared operations do not cover.
+        UnsupportedConfiguration: a layer that the shared operations do not cover.
     """
     rotaries: dict[torch.nn.Module, torch.nn.Module] = {}
     for parent in list(model.modules()):

@@ -61,7 +61,7 @@ class JetWorker(PlatformWorker):
         """Load as always, then exchange the operations: nothing has run yet, and there is no KV cache.
 
         Raises:
-            ValueError: the shared operations do not cover the model.
+            UnsupportedConfiguration: the shared operations do not cover the model.
         """
         super().load_model(**options)
         config = self.vllm_config.quant_config

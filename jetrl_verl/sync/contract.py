@@ -28,7 +28,7 @@ import torch
 from jetrl_verl import formats, kernels
 from jetrl_verl.formats.format import Format
 from jetrl_verl.formats.sums import element_sums, row_sums
-from jetrl_verl.models.base import Routing
+from jetrl_verl.models.families.base import Routing
 from jetrl_verl.reference import BLOCK, QuantizedTensor
 from jetrl_verl.sync.stacks import continues, joined
 from jetrl_verl.sync.wire import is_packed, unpacked, with_completed
@@ -48,7 +48,7 @@ class Manifest:
     Attributes:
         scale_rule: rule that made the qdata. probe: ``stated_probe`` of the trainer (sync/operations_probe.py).
         operations: shared operation -> sum of its results on the probe's inputs; empty where none is shared.
-        routing: fields of :class:`~jetrl_verl.models.base.Routing` of a mixture of experts, else None.
+        routing: fields of :class:`~jetrl_verl.models.families.base.Routing` of a mixture of experts, else None.
         block: side of a weight block. quantized: names of weights sent as qdata. plain: names of all other tensors.
     """
 

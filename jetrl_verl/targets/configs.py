@@ -20,9 +20,9 @@ from verl.workers.config import RolloutConfig
 
 from jetrl_verl.algorithms import adaptive_correction, old_log_probs
 from jetrl_verl.config.engine_config import JetFSDPEngineConfig, resolved
-from jetrl_verl.config.options import JetConfig, UnsupportedConfiguration
+from jetrl_verl.config.options import JetConfig
 from jetrl_verl.config.support.scopes import ROLLOUT
-from jetrl_verl.config.support.table import refusal
+from jetrl_verl.config.support.table import refuse
 from jetrl_verl.config.vllm_arguments import precision_words
 from jetrl_verl.metrics import hooks
 from jetrl_verl.patches.after_import import when_imported
@@ -62,7 +62,7 @@ class JetRolloutConfig(RolloutConfig):
         super().__post_init__()
         if self.quantization is not None:
             words = {"key": f"{ROLLOUT}.quantization", "value": self.quantization, **precision_words(self.jetrl)}
-            raise UnsupportedConfiguration(refusal("verls_quantization", **words))
+            refuse("verls_quantization", **words)
         vllm_kwargs = vllm_arguments(self.jetrl, self.engine_kwargs.get("vllm"))
         self.engine_kwargs = {**self.engine_kwargs, "vllm": vllm_kwargs}
         # verl's trainer builds this config before its first step; in every other process these do nothing.
@@ -79,7 +79,5 @@ class JetRolloutConfig(RolloutConfig):
         """The options of this run."""
         node = (self.custom or {}).get("jetrl")
         if node is None:
-            raise UnsupportedConfiguration(
-                "a JetRolloutConfig without custom.jetrl is not supported. Set precision to a group of this package."
-            )
+            refuse("class_without_options", name=type(self).__name__, field="custom.jetrl")
         return resolved(node)

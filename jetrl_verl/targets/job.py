@@ -20,7 +20,7 @@ class JetCallback(Callback):
         # Hydra turns an exception of a callback into a warning and runs the job; an exit gets through.
         try:
             options = JetConfig.from_node(config.jetrl)
-            workers.install(options.operations, options)
+            workers.install(options)
             environment.check_environment(config)
         except UnsupportedConfiguration as refusal:
             sys.exit(f"jetrl_verl: {refusal}")

@@ -27,8 +27,9 @@ from rich.console import Console
 from rich.table import Table
 
 import jetrl_verl
-from jetrl_verl.config.environment import MIN_CAPABILITY, PINS, installed_version, is_pinned
-from jetrl_verl.config.hopper_kernels import CAPABILITY, WGRAD_IN_TRITON
+from jetrl_verl.config.environment import installed_version, is_pinned
+from jetrl_verl.config.hopper_kernels import CAPABILITY
+from jetrl_verl.config.support.limits import MIN_CAPABILITY, PINS, WGRAD_IN_TRITON
 from jetrl_verl.formats.catalog import FLOW, VLLM_METHODS
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 from jetrl_verl.tools import bytecode

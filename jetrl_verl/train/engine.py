@@ -35,10 +35,12 @@ from jetrl_verl.algorithms.invariant_scaling import check_resumed, fold_missing,
 from jetrl_verl.algorithms.shadow import ShadowForwards, from_rank_0
 from jetrl_verl.checkpoint import validation as resume
 from jetrl_verl.config.engine_config import JetFSDPEngineConfig
+from jetrl_verl.config.support.scopes import MODEL
+from jetrl_verl.config.support.table import explained, refuse
 from jetrl_verl.kernels import describe_backends
 from jetrl_verl.metrics import hooks
 from jetrl_verl.metrics.quantization import QuantizationMetrics, refuse_to_save_non_finite
-from jetrl_verl.models.plan import UnsupportedLayer, plan_linears
+from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
@@ -88,6 +90,12 @@ class _JetEngine(ShadowForwards):
         config = self.engine_config
         if not isinstance(config, JetFSDPEngineConfig):
             return module
+        # What the driver could read of the model it has checked; a remote model is seen here first.
+        with explained(self.model_config.path, config.jetrl.precision):
+            self._run_in_our_precision(module, config)
+        return module
+
+    def _run_in_our_precision(self, module: torch.nn.Module, config: JetFSDPEngineConfig) -> None:
         options = config.jetrl
         self._jetrl_sync = SyncStatistics()
         if config.jetrl_role == "actor":
@@ -133,13 +141,9 @@ class _JetEngine(ShadowForwards):
         if tokens is not None and output is not None and output.weight.shape[0] > tokens:
             if self.model_config.use_fused_kernels:
                 # The driver refuses this for a folder that it can read (config/environment.py).
-                raise UnsupportedLayer(
-                    f"actor_rollout_ref.model.use_fused_kernels=true is not supported with "
-                    f"{output.weight.shape[0] - tokens} vocabulary entries that have no token: the rollout alone would "
-                    "mask them. Set actor_rollout_ref.model.use_fused_kernels=false."
-                )
+                words = {"entries": output.weight.shape[0] - tokens, "path": self.model_config.path}
+                refuse("fused_kernels_of_a_padded_vocabulary", key=f"{MODEL}.use_fused_kernels", **words)
             mask_unused_vocabulary(module, tokens)
-        return module
 
     def forward_backward_batch(self, *args: Any, **kwargs: Any) -> Any:
         """verl's pass over the micro-batches; no qdata outlive it."""

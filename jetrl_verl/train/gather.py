@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from jetrl_verl.models.base import place
+from jetrl_verl.models.families.base import place
 from jetrl_verl.sync.wire import SyncStatistics
 
 _ALIGNED = 128

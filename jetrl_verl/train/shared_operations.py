@@ -26,8 +26,9 @@ import torch
 from torch import nn
 
 from jetrl_verl import kernels, models
+from jetrl_verl.config.support.table import refuse
 from jetrl_verl.kernels.rms_norm import rms_norm_quantize_1x128
-from jetrl_verl.models.base import Experts, Family, UnsupportedLayer, leaf
+from jetrl_verl.models.families.base import Experts, Family, leaf
 from jetrl_verl.nn.attention import AttentionCore
 from jetrl_verl.nn.gated_mlp import covers, gated_product
 from jetrl_verl.nn.handoff import accept_quantized
@@ -160,22 +161,17 @@ def share_operations(model: nn.Module, kv_cache: str = "bf16") -> dict[str, int]
         How many modules of each kind now run a shared operation.
 
     Raises:
-        UnsupportedLayer: the model has something that no shared operation covers.
+        Unsupported: no family has its type, or its configuration asks for what the shared operations do not cover.
+        UnsupportedConfiguration: its modules do.
     """
     from transformers import AttentionInterface
 
     config = model.config
-    try:
-        family = models.family(config)
-        family.check_operations(config)
-    except ValueError as uncovered:
-        raise UnsupportedLayer(str(uncovered)) from None
+    family = models.family(config)
+    family.check_operations(config)
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     if head.bias is not None:
-        raise UnsupportedLayer(
-            "A bias on lm_head is not supported with shared operations. Set precision=jet_fp8 jetrl.operations=stock, "
-            "or precision=bf16."
-        )
+        refuse("bias_on_lm_head")
     mixture = family.experts
     half = "mlp" if mixture is None else "mixture"
     counts = {"norm": 0, half: 0, "attention": 0}
@@ -201,11 +197,8 @@ def share_operations(model: nn.Module, kv_cache: str = "bf16") -> dict[str, int]
     layers = len(decoder.layers)
     norms = 1 + layers * len(family.norms)
     if counts != {"norm": norms, half: layers, "attention": layers}:
-        raise UnsupportedLayer(
-            f"A {type(model).__name__} with {counts['norm']} norms, {counts[half]} times {half} and "
-            f"{counts['attention']} attention modules in {layers} layers is not supported with shared operations: it "
-            "is not a decoder of its family. Set precision=jet_fp8 jetrl.operations=stock, or precision=bf16."
-        )
+        found = {"norms": counts["norm"], "halves": counts[half], "attentions": counts["attention"]}
+        refuse("another_decoder", decoder=type(model).__name__, half=half, layers=layers, **found)
     # A router reads the BF16 rows that come along.
     fed = family.fed_by_norms + (() if mixture is None else ((family.post_norm, (mixture.module,)),))
     for layer in decoder.layers:

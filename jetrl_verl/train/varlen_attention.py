@@ -18,17 +18,13 @@ import torch
 from torch import nn
 from transformers.masking_utils import causal_mask_function
 
-from jetrl_verl.kernels.varlen_attention import varlen_attention
-from jetrl_verl.patches.attention_name import JETRL_ATTENTION
+from jetrl_verl.config.support.scopes import ACTOR, MODEL
+from jetrl_verl.config.support.table import refuse
+from jetrl_verl.kernels.varlen_attention import varlen_attention, without_kernel
 from jetrl_verl.train import sequence_parallel
 from jetrl_verl.train.packing import Packing
 
 _REMEMBERED = "_jetrl_packing"
-_SDPA = "Set actor_rollout_ref.model.override_config.attn_implementation=sdpa"
-
-
-def _refuse(what: str, why: str, remedy: str = _SDPA) -> None:
-    raise ValueError(f"{what} is not supported with attn_implementation={JETRL_ATTENTION}: {why}. {remedy}.")
 
 
 def mask(
@@ -47,14 +43,14 @@ def mask(
     Arguments are those of transformers' mask interface.
 
     Raises:
-        ValueError: a mask that is not causal within each sequence.
+        UnsupportedConfiguration: a mask that is not causal within each sequence.
     """
     # A packed batch's function is causal and within sequences; it comes with allow_is_causal_skip=False.
     causal = mask_function is causal_mask_function or not allow_is_causal_skip
     if use_vmap or not causal or getattr(config, "attention_chunk_size", None) is not None:
-        _refuse("a mask other than the causal one", "it computes causal attention within each sequence")
+        refuse("varlen_mask")
     if q_length != kv_length:
-        _refuse("a cache of keys and values", "the trainer does not generate", "Set use_cache=False")
+        refuse("varlen_cache")
     return attention_mask
 
 
@@ -86,30 +82,26 @@ def attend(
         ``[B, T, H, D]``, zero where a token is padding, and None in the place of attention's weights.
 
     Raises:
-        ValueError: what this attention does not do, in one sentence.
+        UnsupportedConfiguration: what this attention does not do, in one sentence.
     """
     if dropout:
-        _refuse("attention dropout", "the backward has none", f"Set override_config.attention_dropout=0, or{_SDPA[3:]}")
+        refuse("varlen_dropout", path=_path(module), rate=dropout)
     if sliding_window is not None:
-        _refuse("sliding window attention", "it computes causal attention within whole sequences")
+        refuse("varlen_sliding_window", path=_path(module))
     if softcap or s_aux is not None:
-        _refuse("soft-capped scores or attention sinks", "the backward has none")
+        refuse("varlen_scores")
     if prefix_grouper is not None:
-        _refuse("the prefix grouper", "it needs an attention with masks")
+        refuse("varlen_prefix_grouper", key=f"{ACTOR}.use_prefix_grouper", value="true")
     if is_causal is False or not (_is_causal(module) and _is_causal(getattr(module, "config", None))):
-        _refuse("attention in both directions", "it computes causal attention")
+        refuse("varlen_direction")
     # [B, T, H, D]; of one rank's tokens and all heads, or of all tokens and one rank's heads
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     if split := sequence_parallel.ranks() > 1:
         if attention_mask is not None or len(query) > 1:
-            _refuse(
-                "a padded batch under Ulysses sequence parallelism",
-                "ranks share the tokens of packed ones",
-                "Set actor_rollout_ref.model.use_remove_padding=true",
-            )
+            refuse("ulysses_of_padded_batches", key=f"{MODEL}.use_remove_padding", value="false")
         query, key, value = (x[None] for x in sequence_parallel.by_heads(query[0], key[0], value[0]))
     if query.shape[1] != key.shape[1]:
-        _refuse("a cache of keys and values", "the trainer does not generate", "Set use_cache=False")
+        refuse("varlen_cache")
 
     rows, length, heads, head_dim = query.shape
     packing = _sequences(rows, length, attention_mask, position_ids)
@@ -118,6 +110,8 @@ def attend(
         # As autocast does for sdpa: rotary and norms may leave FP32 behind.
         dtype = torch.get_autocast_dtype("cuda")
     q, k, v = (x.flatten(0, 1).to(dtype) for x in (query, key, value))
+    if what := without_kernel(q, k, v):
+        refuse("varlen_operands", what=what)
     scale = head_dim**-0.5 if scaling is None else scaling
     if packing.tokens is None:
         out = varlen_attention(q, k, v, packing.cu_seqlens, packing.max_seqlen, scale)
@@ -127,6 +121,11 @@ def attend(
         out = found.new_zeros(q.shape).index_copy(0, packing.tokens, found)
     out = out.view(rows, length, heads, head_dim)
     return (sequence_parallel.by_tokens(out[0])[None] if split else out), None
+
+
+def _path(module: nn.Module) -> str:
+    """Of the model that a module is in, for a message."""
+    return getattr(getattr(module, "config", None), "_name_or_path", "") or "of the trainer"
 
 
 def _is_causal(holder: Any) -> bool:
@@ -139,12 +138,12 @@ def _sequences(
     """Where the sequences of ``rows`` rows of ``length`` tokens are."""
     if attention_mask is not None:
         if attention_mask.shape != (rows, length):
-            _refuse("a mask of your own", "it computes causal attention within each sequence")
+            refuse("varlen_mask")
         return _remembered(attention_mask, rows, lambda: Packing.of(None, attention_mask))
     if position_ids is None:
-        _refuse("a model that does not pass its positions on", "they say where sequences begin")
+        refuse("varlen_positions")
     if position_ids.dim() != 2:
-        _refuse("positions of more than one dimension", "they say where sequences begin")
+        refuse("varlen_position_axes")
 
     def find() -> Packing:
         return Packing.of(sequence_parallel.whole(position_ids).expand(rows, length), None)

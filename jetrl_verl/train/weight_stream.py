@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from jetrl_verl.config.options import JetConfig
+from jetrl_verl.config.support.table import refuse
 from jetrl_verl.formats.sums import odd_constants
 from jetrl_verl.metrics.quantization import QuantizationMetrics, refuse_non_finite
 from jetrl_verl.models import family
-from jetrl_verl.models.base import Routing, leaf
+from jetrl_verl.models.families.base import Routing, leaf
 from jetrl_verl.models.plan import LinearPlan
 from jetrl_verl.sync.contract import SUM_PREFIX, ContractViolation, with_contract
 from jetrl_verl.sync.operations_probe import stated_operations, stated_probe, stated_reduction
@@ -63,7 +64,7 @@ def stated_routing(model: nn.Module) -> Routing | None:
     """How the trainer's mixture chooses experts, read from its modules before FSDP wraps them; None if it is dense.
 
     Raises:
-        ValueError: its layers differ in that.
+        UnsupportedConfiguration: its layers differ in that.
     """
     mixture = family(model.config).experts
     if mixture is None:
@@ -74,7 +75,7 @@ def stated_routing(model: nn.Module) -> Routing | None:
         count = getattr(experts, leaf(mixture.down)).shape[0]
         found.add(Routing(count, router.top_k, mixture.scoring, bool(router.norm_topk_prob)))
     if len(found) != 1:
-        raise ValueError("A mixture of experts whose layers choose differently is not supported. Set precision=bf16.")
+        refuse("routing_by_layer")
     return found.pop()
 
 

@@ -359,7 +359,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
         (lambda f: (f / "model.safetensors").unlink(), "holds no weights"),
         (lambda f: (f / "model.safetensors").write_bytes(b"half"), "is missing or damaged"),
         (lambda f: edit_config(f, quantization_config={"quant_method": "fp8"}), "quantized already"),
-        (lambda f: edit_config(f, model_type="gpt2"), "is not supported by the FP8 flow"),
+        (lambda f: edit_config(f, model_type="gpt2"), "model_type 'gpt2' is none of"),
         (lambda f: edit_config(f, **layers(1)), "belongs to a layer that config.json does not have"),
         (lambda f: edit_config(f, **layers(3)), r"layers\.2\.\S+ is not in the checkpoint \(7 missing\)"),
         (lambda f: edit_config(f, intermediate_size=384), r"has shape \[256, 256\] and config.json says \[256, 384\]"),

@@ -106,7 +106,7 @@ def test_adaptive_correction_is_truncated_importance_sampling_of_its_own_strengt
         ),
         (["precision=fp8_rollout", "clip=calibrated"], "jetrl.train=bf16 is not supported with jetrl.clip=calibrated"),
         (["precision=jet_fp8", "clip=calibrated", f"{ACTOR}.ppo_mini_batch_size=1024"], "every ratio is 1"),
-        (["clip=calibrated"], "jetrl options are not supported with precision=bf16. Set precision="),
+        (["clip=calibrated"], "an option of the jetrl node is not supported with precision=bf16. Set precision="),
         (["precision=int8_rollout", "jetrl.train=fp8"], "Set jetrl.rollout=fp8, or jetrl.train=bf16"),
         (
             ["precision=int8_rollout", "jetrl.scale_rule=pow2"],
@@ -118,7 +118,7 @@ def test_adaptive_correction_is_truncated_importance_sampling_of_its_own_strengt
             "=first is not supported with jetrl.rollout=fp8",
         ),
         (["precision=qurl_fp8", "jetrl.invariant_scaling=0"], "jetrl.invariant_scaling to a positive number"),
-        (["correction=adaptive"], "jetrl options are not supported with precision=bf16. Set precision="),
+        (["correction=adaptive"], "an option of the jetrl node is not supported with precision=bf16. Set precision="),
         (
             ["precision=jet_fp8_exact", "correction=adaptive", f"{ROLLOUT}.tensor_model_parallel_size=1"],
             "nothing is to be corrected",

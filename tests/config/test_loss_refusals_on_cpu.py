@@ -7,7 +7,7 @@ import math
 import pytest
 
 from jetrl_verl.algorithms.losses import UNTRUNCATED, JetPolicyLossConfig
-from jetrl_verl.config.group import target_of
+from jetrl_verl.config.precision import target_of
 from jetrl_verl.config.support import algorithms
 from jetrl_verl.config.support.scopes import ADAPTIVE, CALIBRATED, CALIBRATED_LOSSES, QURL, RATIO_LOSS, RATIO_LOSSES
 from jetrl_verl.config.support.table import refusals

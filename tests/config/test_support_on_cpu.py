@@ -2,9 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each row of the table of support has its effect, with its message, and the documentation says what the table says."""
 
+import ast
 import copy
 import json
+import os
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -17,13 +20,16 @@ from omegaconf import OmegaConf
 from jetrl_verl.config import JetConfig, UnsupportedConfiguration, check_config, environment
 from jetrl_verl.config.check import reader
 from jetrl_verl.config.operations import resolve_operations
+from jetrl_verl.config.support import limits
+from jetrl_verl.config.support.commands import COMMAND_ROWS
 from jetrl_verl.config.support.document import BEGIN, END, document, readme_block
 from jetrl_verl.config.support.general import ULYSSES
-from jetrl_verl.config.support.machine import MACHINE_ROWS, WORKER_ROWS
+from jetrl_verl.config.support.machine import MACHINE_ROWS
 from jetrl_verl.config.support.operations import SHARED_ROWS
 from jetrl_verl.config.support.options import OPTION_ROWS
-from jetrl_verl.config.support.scopes import ATTENTION, AUTO, MODEL
+from jetrl_verl.config.support.scopes import ATTENTION, AUTO, MODEL, VLLM
 from jetrl_verl.config.support.table import COMPOSITION_ROWS, TABLE, row, stock_because
+from jetrl_verl.config.support.workers import WORKER_ROWS
 
 ROOT = Path(__file__).parents[2]
 SHAPE = re.compile(r"[^.]\S.* is not supported with .+\. Set .+\.")
@@ -102,11 +108,23 @@ def machine(monkeypatch, tmp_path):
 
 
 OPTIONS = JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="shared")
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "mlp_only_layers": [],
+}
 MODELS = {
     "quantized_checkpoint": {"quantization_config": {"quant_method": "fp8"}},
     "model_type": {"model_type": "mixtral"},
     "layer_shape": {"intermediate_size": 576},
     "qwen2_head_dim": {"model_type": "qwen2"},
+    "dense_layers_of_a_mixture": MIXTURE | {"mlp_only_layers": [0]},
+    "shared_expert": MIXTURE | {"shared_expert_intermediate_size": 128},
+    "expert_activation": MIXTURE | {"hidden_act": "gelu"},
+    "experts_a_token": MIXTURE | {"num_experts_per_tok": 5},
+    "expert_shape": MIXTURE | {"moe_intermediate_size": 192},
     "built_in_biases": {"model_type": "seed_oss", "attention_bias": False},
     "head_dim": {"head_dim": 64},
     "rope_type": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
@@ -125,7 +143,9 @@ MACHINES = {
     "no_flash_attention_3": {"flash_attention": False},
 }
 ELSEWHERE = {
-    "shard_shape": "test_environment_on_cpu.py::test_the_largest_rollout_that_fits_is_named",
+    "layer_shard_shape": "test_environment_on_cpu.py::test_the_largest_rollout_that_fits_is_named",
+    "expert_shard_shape": "",
+    "patch": "",
     "rollout_ranks_of_the_heads": (
         "test_environment_on_cpu.py::test_a_rollout_over_which_no_heads_can_be_dealt_is_refused"
     ),
@@ -167,7 +187,7 @@ def test_a_model_is_refused_by_its_row(machine, name, capsys):
     message = str(caught.value)
     error = message.partition(": ")[2].partition(". Set ")[0]
     assert message == row(name).message(path=path, error=error, **{"jetrl.precision": "jet_fp8"})
-    assert SHAPE.fullmatch(message) and row(name).sign in message
+    assert SHAPE.fullmatch(message)
     if row(name).scope.stock:
         config = changed(("precision=jet_fp8",), {"jetrl.operations": "auto", f"{MODEL}.path": path})
         resolve_operations(config)
@@ -181,12 +201,35 @@ def test_a_machine_is_refused_by_its_row(machine, name):
     with pytest.raises(UnsupportedConfiguration) as refused:
         environment.check_environment(config)
     capability = ".".join(map(str, MACHINES[name].get("capability", (9, 0))))
-    words = {"index": 0, "gpu": "A GPU", "capability": capability, "jetrl.precision": "jet_fp8"}
+    words = {"gpu": "GPU 0, A GPU", "capability": capability, "jetrl.precision": "jet_fp8"}
     assert str(refused.value) == row(name).message(**words)
     if row(name).scope.stock:
         config = changed(("precision=jet_fp8",), {"jetrl.operations": "auto", f"{MODEL}.path": path})
         resolve_operations(config)
         assert config.jetrl.operations == "stock"
+
+
+def test_experts_that_fit_over_fewer_ranks_are_refused_with_their_number(machine):
+    options = JetConfig("jet_fp8", train="fp8", rollout="fp8")
+    path = machine(MIXTURE | {"num_key_value_heads": 4, "moe_intermediate_size": 256})
+    environment.check_model(path, options, 2, shared_operations=True)
+    with pytest.raises(UnsupportedConfiguration) as refused:
+        environment.check_model(path, options, 4, shared_operations=True)
+    error = str(refused.value).partition(": ")[2].partition(". Set ")[0]
+    words = {"path": path, "error": error, "largest": 2, "jetrl.precision": "jet_fp8"}
+    assert str(refused.value) == row("expert_shard_shape").message(**words) and "unfit_layers" not in str(refused.value)
+
+
+def test_a_fork_into_which_a_needed_patch_does_not_fit_is_refused_by_its_row(monkeypatch):
+    from jetrl_verl import patches
+    from jetrl_verl.patches.patch import CHANGED
+
+    needed = next(patch for patch, _ in patches.installed_states() if patch.needed)
+    monkeypatch.setattr(patches, "installed_states", lambda: [(needed, CHANGED)])
+    with pytest.raises(UnsupportedConfiguration) as refused:
+        environment.check_patches("jet_fp8")
+    assert SHAPE.fullmatch(str(refused.value)) and needed.replaces in str(refused.value)
+    assert f"Set up {needed.project} {needed.version}, or precision=bf16." in str(refused.value)
 
 
 def test_other_accelerators_are_refused_by_their_rows(machine, monkeypatch):
@@ -238,7 +281,7 @@ def test_an_fp8_cache_on_another_gpu_is_refused_by_its_row(machine):
     config = OmegaConf.create({"jetrl": options.as_dict(), "actor_rollout_ref": {"model": {"path": path}}})
     with pytest.raises(UnsupportedConfiguration) as refused:
         environment.check_environment(config)
-    words = {"index": 0, "gpu": "A GPU", "capability": "8.9"}
+    words = {"gpu": "GPU 0, A GPU", "capability": "8.9"}
     assert str(refused.value) == row("gpu_of_an_fp8_cache").message(**words)
 
 
@@ -317,10 +360,117 @@ def test_names_of_rows_are_unique():
     assert len({each.name for each in TABLE}) == len(TABLE)
 
 
-def test_each_row_of_an_engine_is_raised_where_it_is_seen():
-    """tests/rollout/test_shared_attention_on_cpu.py brings about each of them."""
-    named = re.findall(r"refusal\(\s*\"(\w+)\"", (ROOT / "jetrl_verl" / "rollout" / "attention.py").read_text())
-    assert sorted(named) == sorted(each.name for each in WORKER_ROWS)
+# --- one table, and nobody beside it ---------------------------------------------------------------------------------
+
+PACKAGE = ROOT / "jetrl_verl"
+REFUSES = ("refuse", "_refuse", "refusal", "_message")
+RAISES = ("UnsupportedLayer", "UnsupportedOperation")
+
+
+def modules() -> list[Path]:
+    """Every module of the package but those of the table."""
+    found = [Path(folder, file) for folder, _, files in os.walk(PACKAGE, followlinks=True) for file in files]
+    return [path for path in found if path.suffix == ".py" and PACKAGE / "config" / "support" not in path.parents]
+
+
+def texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, text) of every string in a file that is no docstring; of an f-string its fixed parts, `*` for the rest."""
+    inside = {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            inside |= {id(part) for part in node.values}
+            yield node.lineno, "".join(part.value if isinstance(part, ast.Constant) else "*" for part in node.values)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
+            yield node.lineno, node.value
+
+
+def sentences(tree: ast.AST) -> list[tuple[int, str]]:
+    return [(line, text) for line, text in texts(tree) if re.search(r"\b(not|un)\s?supported\b", text)]
+
+
+def test_no_sentence_of_what_is_not_supported_stands_outside_of_the_table():
+    assert len(modules()) > 150
+    found = {str(path.relative_to(ROOT)): sentences(ast.parse(path.read_text())) for path in modules()}
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ('raise ValueError(f"{x} is not supported with {y}. Set {z}.")', 1),
+        ('raise ValueError("X is not "\n    f"supported with {y}")', 1),
+        ('message = "layers are not supported"\nraise ValueError(message)', 1),
+        ('def f():\n    """What is not supported with y."""', 0),
+        ('raise ValueError("expected BF16, got FP16")', 0),
+    ],
+)
+def test_such_a_sentence_is_found_however_it_is_put_together(code, found):
+    assert len(sentences(ast.parse(code))) == found
+
+
+def asked_rows() -> dict[str, set[str]]:
+    """Row -> files outside of the table that look it up or raise it by its name as a literal."""
+    names, found = {each.name for each in TABLE}, {}
+    for path in modules():
+        tree = ast.parse(path.read_text())
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            called = getattr(call.func, "attr", None) or getattr(call.func, "id", "")
+            literal = [each.value for each in call.args if isinstance(each, ast.Constant)]
+            if called in REFUSES and literal:
+                assert literal[0] in names, f"{path}: {literal[0]}"
+            if called in RAISES and len(call.args) > 1 and isinstance(call.args[1], ast.Constant):
+                assert call.args[1].value in names, f"{path}: {call.args[1].value}"
+        for _, text in texts(tree):
+            found.setdefault(text, set()).add(str(path.relative_to(PACKAGE)))
+    return {name: found[name] for name in names & found.keys()}
+
+
+def test_each_row_of_a_worker_or_a_command_is_raised_where_it_is_seen():
+    """By the rows' names; tests/rollout and tests/train bring them about."""
+    asked = asked_rows()
+    packages = {"train", "rollout", "algorithms", "targets", "nn", "config", "tools"}
+    for each in (*WORKER_ROWS, *COMMAND_ROWS):
+        assert {path.split("/")[0] for path in asked.get(each.name, set())} & packages, each.name
+
+
+def test_every_error_of_a_model_names_a_row():
+    """Also where the name is not a literal: each is brought about in :func:`test_a_model_is_refused_by_its_row`."""
+    for path in (PACKAGE / "models").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in RAISES:
+                assert len(node.args) == 2, f"{path}:{node.lineno}"
+
+
+def test_the_numbers_of_the_table_are_those_of_the_kernels():
+    from jetrl_verl.kernels.decode_attention import MOST_QUERY_HEADS
+    from jetrl_verl.reference.kv_cache import UNIT_TOKENS
+
+    assert (limits.MOST_QUERY_HEADS, limits.CACHE_TOKENS) == (MOST_QUERY_HEADS, UNIT_TOKENS)
+
+
+JSON_FORMS = [
+    ("fusions_of_reductions", "compilation_config", {"pass_config": {"enable_sp": True}}),
+    ("attention_config", "attention_config", {"flash_attn_version": 2}),
+    ("speculation", "speculative_config", {"method": "ngram"}),
+]
+
+
+@pytest.mark.parametrize(("name", "argument", "value"), JSON_FORMS)
+def test_an_argument_of_vllm_given_as_json_is_read_like_the_mapping(name, argument, value):
+    scope = row(name).scope.example
+    messages = []
+    for form in (value, json.dumps(value)):
+        config = changed(scope, {f"{VLLM}.{argument}": form})
+        (words,) = row(name).met(reader(config))
+        with pytest.raises(UnsupportedConfiguration) as refused:
+            check_config(config)
+        messages += [str(refused.value), row(name).message(reader(config), **words)]
+    assert len(set(messages)) == 1 and f"{VLLM}.{argument}" in messages[0]
+    for harmless in ({}, "{}", None):
+        check_config(changed(scope, {f"{VLLM}.{argument}": harmless}))
 
 
 def test_the_documentation_is_the_table():

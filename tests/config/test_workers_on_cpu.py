@@ -6,14 +6,18 @@ That a worker without the plugin stops a real driver is shown in tests/config/te
 """
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from jetrl_verl.config.hopper_kernels import WGRAD_IN_TRITON, missing
+from jetrl_verl.config.hopper_kernels import missing
 from jetrl_verl.config.options import JetConfig
+from jetrl_verl.config.support.limits import WGRAD_IN_TRITON
 from jetrl_verl.config.workers import _probe, check_workers, complaint_about, without_kernels
 from jetrl_verl.kernels import native
+
+JET = JetConfig("jet_fp8", train="fp8", rollout="fp8")
 
 
 def worker(**changes) -> dict:
@@ -30,7 +34,10 @@ def worker(**changes) -> dict:
         ({"versions": {"verl": "0.8.0"}}, "the driver runs verl .*, but .* has 0.8.0; install the same version"),
         ({"vllm_plugin": False}, "lacks the entry point that vLLM loads"),
         ({"vllm_plugins_filter": "other"}, "VLLM_PLUGINS=other keeps vLLM from loading the plugin"),
-        ({"capabilities": [(8, 0), (9, 0)]}, "compute capability 8.0, and 8.9 is the least"),
+        (
+            {"capabilities": [(8, 0), (9, 0)]},
+            "capability 8.0, is not supported with precision=jet_fp8: .* Set precision=bf16$",
+        ),
     ],
 )
 def test_a_node_that_cannot_take_part_is_named_with_its_reason(changes, sentence):
@@ -45,12 +52,10 @@ def test_a_node_like_this_one_takes_part(changes):
 @pytest.mark.parametrize("capabilities", [[(8, 9)], [(9, 0), (10, 0)]])
 def test_a_gpu_without_the_shared_operations_is_named_where_the_job_shares_them(capabilities):
     found = worker(capabilities=capabilities)
-    assert complaint_about(found, "stock") == ""
-    use = "use precision=jet_fp8 jetrl.operations=stock, or precision=bf16"
-    assert f"the shared operations need 9.0; {use}" in complaint_about(found, "shared")
-
-
-JET = JetConfig("jet_fp8", train="fp8", rollout="fp8")
+    assert complaint_about(found, JET) == ""
+    use = "Set precision=jet_fp8 jetrl.operations=stock, or precision=bf16"
+    said = complaint_about(found, replace(JET, operations="shared"))
+    assert said.endswith(f"not supported with jetrl.operations=shared: FlashAttention 3 needs 9.0. {use}")
 
 
 def test_nodes_of_hopper_gpus_without_kernels_are_found():
@@ -104,9 +109,9 @@ def test_the_driver_says_it_once_after_every_node_has_answered(kernels, monkeypa
     monkeypatch.setattr(
         "ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy", lambda node, soft: (node, soft)
     )
-    check_workers("stock", JET)
+    check_workers(JET)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == (0 if kernels else 1)
     assert kernels or "on a, b:" in said[0]
-    check_workers("stock")
+    check_workers()
     assert capsys.readouterr().err == ""

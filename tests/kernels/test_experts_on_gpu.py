@@ -27,7 +27,7 @@ from jetrl_verl.kernels.grouped_gemm import (
     triton_grouped_wgrad,
 )
 from jetrl_verl.kernels.native import Plan
-from jetrl_verl.models.base import Experts
+from jetrl_verl.models.families.base import Experts
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.reference import BLOCK, QuantizedTensor, Segments, k_slices
 

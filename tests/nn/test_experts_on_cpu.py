@@ -16,7 +16,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, lo
 
 from jetrl_verl import kernels, reference
 from jetrl_verl.kernels import dispatch
-from jetrl_verl.models.base import Experts
+from jetrl_verl.models.families.base import Experts
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.reference import QuantizedTensor
 
@@ -317,7 +317,7 @@ def test_a_row_of_a_pair_is_in_bf16_once_at_a_time_and_never_a_copy(monkeypatch)
 
 @pytest.mark.parametrize(
     ("changes", "ranks", "text"),
-    [(dict(inner=192), 1, "not supported with blocks of 128"), (dict(inner=128), 2, "2 ranks of the rollout")],
+    [(dict(inner=192), 1, "do not divide into blocks of 128"), (dict(inner=128), 2, "2 ranks of the rollout")],
 )
 def test_dimensions_that_do_not_fit_are_refused(changes, ranks, text):
     with pytest.raises(ValueError, match=text):

@@ -91,7 +91,7 @@ def test_the_forward_rounds_where_the_ranks_of_a_rollout_do(ranks, bias):
 
 def test_slices_of_k_that_cut_a_block_are_refused():
     layer = JetLinear.replace(nn.Linear(384, 128), scale_rule="fp32", backward="fp8", ranks=2)
-    with pytest.raises(ValueError, match="K = 384 in 2 slices is not supported with blocks of 128"):
+    with pytest.raises(ValueError, match="K = 384 does not divide into 2 slices of multiples of 128"):
         layer(torch.randn(3, 384))
 
 
@@ -390,7 +390,7 @@ def test_a_quantized_input_is_used_as_it_is(calls):
 
 def test_a_quantized_input_without_its_source_is_refused():
     qdata, scales = quantize_1x128(torch.randn(10, 256).bfloat16(), "fp32")
-    with pytest.raises(ValueError, match="without its source is not supported"):
+    with pytest.raises(ValueError, match="needs the source of a quantized input"):
         make(256, 128)(QuantizedTensor(qdata, scales))
 
 
@@ -457,7 +457,7 @@ def test_replacement_keeps_parameters_and_leaves_the_head_alone(family):
 
 def test_a_layer_that_does_not_fit_stops_with_its_name_or_is_skipped_with_its_group():
     config = tiny_config("qwen2", intermediate_size=192)
-    with pytest.raises(UnsupportedLayer, match=r"mlp\.gate_proj .*192.*multiples of 128.*unfit_layers=skip"):
+    with pytest.raises(UnsupportedLayer, match=r"mlp\.gate_proj .*192.*multiples of 128$"):
         plan_linears(config)
     plans = plan_linears(config, unfit_layers="skip")
     assert [suffix for suffix, plan in plans.items() if not plan.quantized] == [
@@ -477,14 +477,14 @@ def test_heads_that_vllm_would_read_otherwise_are_refused():
 
 
 def test_other_architectures_and_other_layers_are_refused():
-    with pytest.raises(UnsupportedLayer, match=r"model_type 'mixtral' is not supported.*precision=bf16"):
+    with pytest.raises(UnsupportedLayer, match=r"model_type 'mixtral' is none of llama"):
         plan_linears({"model_type": "mixtral"})
     model = tiny_model("qwen2")
     config = model.config
     model.model.layers[0].mlp.extra_proj = nn.Linear(128, 128)
-    with pytest.raises(UnsupportedLayer, match=r"layers\.0\.mlp\.extra_proj is not supported with this model family"):
+    with pytest.raises(UnsupportedLayer, match=r"its family has no linear layer .*layers\.0\.mlp\.extra_proj"):
         replace_linears(model, plan_linears(config), scale_rule="fp32")
-    with pytest.raises(UnsupportedLayer, match="do not belong together"):
+    with pytest.raises(ValueError, match="do not belong together"):
         replace_linears(
             tiny_model("qwen2"), plan_linears(tiny_config("qwen2", intermediate_size=512)), scale_rule="fp32"
         )

@@ -158,6 +158,26 @@ def imports_of(package: Path) -> dict[str, dict[str, set[str]]]:
     return found
 
 
+def between_packages(imports: Mapping[str, Iterable[str]], packages: Iterable[str]) -> dict[str, set[str]]:
+    """Package -> the packages that modules of it import, nested ones by their full names.
+
+    A module belongs to the package that it lies in, and to no package around that one: ``config`` may import
+    ``config.support``, and then ``config.support`` none of ``config``'s own modules.
+
+    Args:
+        imports: module -> modules. packages: of the modules, those that are packages.
+    """
+    packages = set(packages)
+
+    def holder(module: str) -> str:
+        return module if module in packages else module.rpartition(".")[0]
+
+    found: dict[str, set[str]] = {}
+    for module, others in imports.items():
+        found.setdefault(holder(module), set()).update(map(holder, others))
+    return {package: others - {package} for package, others in found.items()}
+
+
 def circles(edges: Mapping[str, Iterable[str]]) -> set[frozenset[str]]:
     """Sets of more than one node of which each reaches each other."""
     reach = {}
@@ -228,6 +248,12 @@ def test_commands_import_only_what_their_table_allows(ours):
 
 def test_no_files_import_each_other_in_a_circle(ours):
     assert circles(ours) == REMAINING_CIRCLES
+
+
+def test_no_packages_import_each_other_at_any_depth(ours):
+    packages = {name for name, path in modules_of(ROOT / NAME).items() if path.name == "__init__.py"}
+    assert {"config.support", "models.families", "kernels.device", "tools.bench"} <= packages
+    assert circles(between_packages(ours, packages)) == set()
 
 
 @pytest.mark.parametrize("package", WITHOUT_FRAMEWORKS)
@@ -315,6 +341,15 @@ def test_circles_are_found_through_any_number_of_files():
     edges = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": set(), "f": {"g"}, "g": {"f"}}
     assert circles(edges) == {frozenset("abc"), frozenset("fg")}
     assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == set()
+
+
+def test_nested_packages_that_import_each_other_are_found():
+    edges = {"a.low": set(), "a.top": {"a.in.x"}, "a.in.x": {"a.low"}, "a.in": set(), "b": {"a.top"}, "a": set()}
+    packages = ("a", "a.in")
+    assert circles(between_packages(edges, packages)) == {frozenset({"a", "a.in"})}
+    edges["a.in.x"] = {"a.in"}
+    assert between_packages(edges, packages) == {"a": {"a.in"}, "a.in": set(), "": {"a"}}
+    assert circles(between_packages(edges, packages)) == set()
 
 
 def test_a_row_may_allow_a_package_or_one_of_its_modules():

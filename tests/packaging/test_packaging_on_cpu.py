@@ -17,8 +17,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from jetrl_verl.config.environment import PINS
 from jetrl_verl.config.options import PRECISIONS, JetConfig
+from jetrl_verl.config.support.limits import PINS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "jetrl_verl"

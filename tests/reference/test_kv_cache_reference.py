@@ -102,5 +102,5 @@ def test_the_layout_of_a_page_byte_by_byte():
 
 def test_a_page_is_half_of_bf16s_and_scales():
     assert kv_cache.UNIT_BYTES == 4128 == 16 * 2 * (128 + 1)
-    with pytest.raises(ValueError, match="block size of 24 tokens is not supported with an FP8 KV cache. Set a multi"):
+    with pytest.raises(ValueError, match="pages of a multiple of 16 tokens, not of 24"):
         reference.cache_shape(1, 24, 1)

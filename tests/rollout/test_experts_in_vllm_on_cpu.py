@@ -14,7 +14,7 @@ from torch import nn
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 
 from jetrl_verl import formats, kernels
-from jetrl_verl.models.base import Experts
+from jetrl_verl.models.families.base import Experts
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.reference import QuantizedTensor

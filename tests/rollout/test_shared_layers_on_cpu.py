@@ -17,6 +17,7 @@ from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import Line
 from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
 
 from jetrl_verl import kernels
+from jetrl_verl.config.options import UnsupportedConfiguration
 from jetrl_verl.rollout import shared_operations
 from jetrl_verl.rollout.shared_operations import share_operations
 
@@ -111,20 +112,24 @@ def test_parameters_and_their_loaders_stay():
 @pytest.mark.parametrize(
     ("layer", "complaint"),
     [
-        (lambda: RMSNorm(HEAD, has_weight=False), "An RMSNorm without a weight"),
+        (lambda: RMSNorm(HEAD, has_weight=False), "a norm without a weight"),
         (lambda: RMSNorm(HEAD, var_hidden_size=HEAD // 2), "over a part of a row"),
-        (lambda: RotaryEmbedding(HEAD, HEAD // 2, *ROTARY[2:]), "Rotary of a part of a head"),
+        (lambda: RotaryEmbedding(HEAD, HEAD // 2, *ROTARY[2:]), "rotary of 64 of the 128 features of a head"),
         (lambda: RotaryEmbedding(*ROTARY[:4], False, torch.bfloat16), "interleaved pairs"),
-        (lambda: LinearScalingRotaryEmbedding(*ROTARY[:5], 2.0, torch.bfloat16), "LinearScalingRotaryEmbedding"),
-        (lambda: LogitsProcessor(100, scale=0.5), "Scaled or capped logits"),
-        (lambda: LogitsProcessor(100, soft_cap=30.0), "Scaled or capped logits"),
+        (
+            lambda: LinearScalingRotaryEmbedding(*ROTARY[:5], 2.0, torch.bfloat16),
+            "the layer LinearScaling",
+        ),
+        (lambda: LogitsProcessor(100, scale=0.5), "scaled logits"),
+        (lambda: LogitsProcessor(100, soft_cap=30.0), "soft-capped logits"),
     ],
     ids=["no weight", "part of a row", "part of a head", "pairs", "another rotary", "scaled", "capped"],
 )
 def test_what_is_not_covered_is_refused(layer, complaint):
     with set_current_vllm_config(VllmConfig()):
         model = Model(layer=layer())
-    with pytest.raises(
-        ValueError, match=f"{complaint}.* not supported with shared operations. Set precision=jet_fp8 jetrl.oper"
-    ):
+    with pytest.raises(UnsupportedConfiguration, match=complaint) as refused:
         share_operations(model, CONFIG)
+    said = str(refused.value)
+    assert " is not supported with jetrl.operations=shared: " in said
+    assert said.endswith(". Set precision=jet_fp8 jetrl.operations=stock, or precision=bf16.")

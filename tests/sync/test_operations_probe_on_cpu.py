@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from jetrl_verl import formats, kernels
-from jetrl_verl.models.base import Routing
+from jetrl_verl.models.families.base import Routing
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.sync.contract import ContractReceiver, ContractViolation, LiveTensor, Manifest, with_contract
 from jetrl_verl.sync.operations_probe import (

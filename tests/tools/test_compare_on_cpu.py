@@ -318,7 +318,7 @@ def test_a_runs_folder_that_cannot_be_made_is_one_sentence(tmp_path):
 @pytest.mark.parametrize(
     ("behaviour", "sentence"),
     [
-        ("reward_model", "A reward model is not supported with jetrl compare"),
+        ("reward_model", "a reward model is not supported with jetrl compare"),
         ("no_config", "did not write its composed config"),
     ],
 )

@@ -139,12 +139,15 @@ def config(**changes):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (dict(dropout=0.1), "attention dropout .*: the backward has none. Set override_config.attention_dropout=0"),
-        (dict(sliding_window=64), "sliding window attention .* within whole sequences. Set actor_rollout_ref.*=sdpa"),
+        (
+            dict(dropout=0.1),
+            "with attention_dropout=0.1 .*: its backward has none. Set .*attention_dropout=0",
+        ),
+        (dict(sliding_window=64), "whose layers attend to windows, .* whole sequences. Set actor_rollout_ref.*=sdpa"),
         (dict(softcap=30.0), "soft-capped scores or attention sinks"),
         (dict(s_aux=torch.zeros(2)), "soft-capped scores or attention sinks"),
         (dict(is_causal=False), "attention in both directions"),
-        (dict(prefix_grouper=object()), "the prefix grouper"),
+        (dict(prefix_grouper=object()), "actor.use_prefix_grouper=true"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
@@ -158,7 +161,7 @@ def test_what_it_does_not_do_is_refused(options, sentence):
     [
         (dict(position_ids=None), "a model that does not pass its positions on"),
         (dict(position_ids=torch.zeros(3, 1, 4, dtype=torch.int64)), "positions of more than one dimension"),
-        (dict(attention_mask=torch.ones(1, 1, 4, 4, dtype=torch.bool)), "a mask of your own"),
+        (dict(attention_mask=torch.ones(1, 1, 4, 4, dtype=torch.bool)), "a mask other than the causal one"),
         (dict(key=torch.zeros(1, 2, 9, 8)), "a cache of keys and values"),
     ],
 )
@@ -182,7 +185,7 @@ def test_masks_that_are_not_causal_within_sequences_are_refused():
     with pytest.raises(ValueError, match="attention in both directions is not supported"):
         bidirectional(**packed(tokens()), use_cache=False)
     sliding = model("qwen3", use_sliding_window=True, sliding_window=16, max_window_layers=0)
-    with pytest.raises(ValueError, match="sliding window attention is not supported"):
+    with pytest.raises(ValueError, match="whose layers attend to windows, is not supported"):
         sliding(**packed(tokens()), use_cache=False)
 
 

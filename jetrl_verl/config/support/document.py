@@ -5,15 +5,17 @@
 import re
 from collections.abc import Iterable
 
-from ..hopper_kernels import WGRAD_IN_TRITON
 from .algorithms import ALGORITHM_ROWS
+from .commands import COMMAND_ROWS
 from .general import GENERAL_ROWS
-from .machine import MACHINE_ROWS, WORKER_ROWS
+from .limits import PINS, WGRAD_IN_TRITON
+from .machine import MACHINE_ROWS
 from .operations import EXACT_ROWS, SHARED_ROWS
 from .options import OPTION_ROWS
 from .row import COMPOSITION, DRIVER, WORKER, Row
 from .scopes import AUTO, EVERY, EXACT
 from .table import TABLE
+from .workers import WORKER_ROWS
 
 BEGIN, END = "<!-- support:begin -->", "<!-- support:end -->"
 """Markers of README's block."""
@@ -21,7 +23,7 @@ BEGIN, END = "<!-- support:begin -->", "<!-- support:end -->"
 _KNOWN = {
     COMPOSITION: "the composed configuration",
     DRIVER: "the driver, before Ray starts",
-    WORKER: "the engine, when it is built",
+    WORKER: "a worker, as it builds",
 }
 
 _SUPPORTED = (
@@ -87,6 +89,13 @@ def document() -> str:
         ),
         ("Losses, clipping, corrections", "Refused.", list(ALGORITHM_ROWS)),
         ("Options", "Refused.", [row for row in OPTION_ROWS if row.scope.doc != EXACT.doc]),
+        (
+            "Workers",
+            "Refused. Neither a configuration nor a `config.json` shows it, but the objects that verl, transformers or "
+            "vLLM build.",
+            [row for row in WORKER_ROWS if not _of_operations(row)],
+        ),
+        ("Commands", "Refused.", list(COMMAND_ROWS)),
     ):
         parts += [f"## {title}", text, _table(rows)]
     parts += ["## Supported, at a price", "\n".join(f"- {note}" for note in NOTES)]
@@ -107,7 +116,7 @@ def readme_block() -> str:
             "disaggregation",
             "separate_gpus",
         ),
-        "models": ("model_type", "quantized_checkpoint", "shard_shape", "fused_kernels_of_a_padded_vocabulary"),
+        "models": ("model_type", "quantized_checkpoint", "layer_shard_shape", "fused_kernels_of_a_padded_vocabulary"),
         "machines": ("npu", "rocm", "gpu_without_fp8", "version"),
     }
     by_name = {row.name: row for row in TABLE}
@@ -128,7 +137,6 @@ def readme_block() -> str:
 
 
 def _supported() -> list[tuple[str, str]]:
-    from jetrl_verl.config.environment import PINS
     from jetrl_verl.models import model_types
 
     words = {"types": ", ".join(f"`{name}`" for name in sorted(model_types())), **PINS}

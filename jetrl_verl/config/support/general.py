@@ -8,12 +8,14 @@ from typing import Any
 
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
+from .limits import CACHE_TOKENS
 from .row import IS_ABSENT, IS_FALSE, IS_SET, IS_TRUE, Get, Row, Scope, Wrong, above, other_than
 from .scopes import (
     ACTOR,
     ATTENTION,
     CORRECTION,
     EVERY,
+    FP8_CACHE,
     FP8_CRITIC,
     MASKED,
     MODEL,
@@ -21,6 +23,7 @@ from .scopes import (
     REF,
     ROLLOUT,
     UNSAMPLED,
+    VARLEN,
     VLLM,
 )
 from .target import target_row
@@ -119,11 +122,6 @@ def overrides_of(value: Any) -> Mapping[str, Any] | None:
             return None
     value = {} if value is None else value
     return value if isinstance(value, Mapping) else None
-
-
-def _asks_for_a_fusion(value: Any, get: Get) -> bool:
-    passes = (overrides_of(value) or {}).get("pass_config") if isinstance(value, str) else None
-    return any((passes or {}).get(name) for name in FUSIONS_OF_REDUCTIONS)
 
 
 def _another_extension(value: Any, get: Get) -> bool:
@@ -414,14 +412,25 @@ GENERAL_ROWS: tuple[Row, ...] = (
         listed=False,
     ),
     Row(
-        "fusions_in_json",
-        "vLLM's fusions of the sums over ranks",
-        ORDERED,
-        "the trainer repeats these sums",
-        f"Set {', '.join(f'pass_config.{name}' for name in FUSIONS_OF_REDUCTIONS)} of it to false",
-        (f"{VLLM}.compilation_config",),
-        Wrong("JSON that turns one on", _asks_for_a_fusion),
-        example='{"pass_config": {"enable_sp": true}}',
+        "varlen_prefix_grouper",
+        "the prefix grouper",
+        VARLEN,
+        "it needs an attention with masks",
+        f"Set {{key}}=false, or {ATTENTION}=sdpa",
+        (f"{ACTOR}.use_prefix_grouper",),
+        IS_TRUE,
+        example=True,
+        listed=False,
+    ),
+    Row(
+        "block_size_of_an_fp8_cache",
+        f"pages of other sizes than multiples of {CACHE_TOKENS} tokens",
+        FP8_CACHE,
+        f"its pages are made of {CACHE_TOKENS} tokens each",
+        f"Set {{key}} to a multiple of {CACHE_TOKENS}",
+        (f"{VLLM}.block_size",),
+        Wrong(f"no multiple of {CACHE_TOKENS}", lambda value, get: (value or 0) % CACHE_TOKENS != 0),
+        example=24,
         listed=False,
     ),
     _one_of_vllm(

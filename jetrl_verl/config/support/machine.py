@@ -1,12 +1,12 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that no setting shows: the machine, the model folder, vLLM. Who sees it looks the row up.
+"""Rows that no setting shows and the driver sees before Ray starts: the machine, the model folder.
 
-Modules below this package raise a plain ``ValueError``; a row with a ``sign`` is found by the words of that error.
+Modules below this package raise ``Unsupported`` with the name of a row and why (``{error}``).
 """
 
-from .row import DRIVER, WORKER, Row, Scope
-from .scopes import ATTENTION, AUTO, EVERY, FP8_CACHE, MODEL, ROLLOUT, SHARED, VARLEN, VLLM
+from .row import DRIVER, Row, Scope
+from .scopes import ATTENTION, AUTO, EVERY, FP8_CACHE, MODEL, ROLLOUT, SHARED, VARLEN
 
 _BF16 = "Set precision=bf16"
 _OR_STOCK = "precision=jet_fp8 jetrl.operations=stock, or precision=bf16"
@@ -21,7 +21,7 @@ _MODEL = "the model {path}"
 _MIXTURE = "the mixture of experts {path}"
 _TENSOR_PARALLEL = f"{ROLLOUT}.tensor_model_parallel_size"
 _SKIP = "jetrl.unfit_layers=skip, which keeps such layers BF16 on both sides"
-_GPU = "GPU {index}, {gpu}, of compute capability {capability},"
+_GPU = "{gpu}, of compute capability {capability},"
 
 MACHINE_ROWS: tuple[Row, ...] = (
     Row(
@@ -40,6 +40,16 @@ MACHINE_ROWS: tuple[Row, ...] = (
         "",
         "Set up {package} {pin}",
         what="an environment without {package}",
+        found=DRIVER,
+        listed=False,
+    ),
+    Row(
+        "patch",
+        "a fork of verl or vLLM into which a patch does not fit that the results depend on",
+        EVERY,
+        "{mismatch}",
+        "Set up {project} {version}, or precision=bf16",
+        what="the installed {project}",
         found=DRIVER,
         listed=False,
     ),
@@ -139,7 +149,6 @@ MACHINE_ROWS: tuple[Row, ...] = (
         f"{_PATH} to a model of a type in docs/support.md, or precision=bf16",
         what=_MODEL,
         found=DRIVER,
-        sign="model_type",
     ),
     Row(
         "mixture_of_another_format",
@@ -149,7 +158,35 @@ MACHINE_ROWS: tuple[Row, ...] = (
         "Set precision=jet_fp8, fp8_rollout or bf16",
         what=_MODEL,
         found=DRIVER,
-        sign="a mixture of experts is supported by the FP8 flow alone",
+    ),
+    *(
+        Row(name, feature, EVERY, "{error}", _BF16, what=_MIXTURE, found=DRIVER, listed=False)
+        for name, feature in (
+            ("dense_layers_of_a_mixture", "a mixture of experts with a dense MLP in some layers"),
+            ("shared_expert", "a mixture of experts with a shared expert"),
+            ("expert_activation", "experts with another activation than SiLU"),
+            ("expert_shape", "experts that are no multiples of 128"),
+        )
+    ),
+    Row(
+        "expert_shard_shape",
+        "experts whose shards are no multiples of 128",
+        EVERY,
+        "{error}",
+        f"Set {_TENSOR_PARALLEL}={{largest}}, the largest that fits, or precision=bf16",
+        what=_MIXTURE,
+        found=DRIVER,
+        listed=False,
+    ),
+    Row(
+        "experts_a_token",
+        "a mixture of experts whose tokens go to none, or to more than there are",
+        EVERY,
+        "{error}",
+        "Set num_experts_per_tok of its config.json to a number of its experts",
+        what=_MIXTURE,
+        found=DRIVER,
+        listed=False,
     ),
     Row(
         "mixture_with_stock_operations",
@@ -186,7 +223,6 @@ MACHINE_ROWS: tuple[Row, ...] = (
         _BF16,
         what=_MODEL,
         found=DRIVER,
-        sign="no linear layer",
         listed=False,
     ),
     Row(
@@ -197,18 +233,16 @@ MACHINE_ROWS: tuple[Row, ...] = (
         f"Set {_TENSOR_PARALLEL}={{largest}}, the largest that fits",
         what=_MODEL,
         found=DRIVER,
-        sign="ranks of the rollout",
         listed=False,
     ),
     Row(
-        "shard_shape",
+        "layer_shard_shape",
         "layers whose shards are no multiples of 128, as of Qwen2.5-72B over 2 GPUs",
         EVERY,
         "{error}",
         f"Set {_TENSOR_PARALLEL}={{largest}}, the largest that fits, or {_SKIP}",
         what=_MODEL,
         found=DRIVER,
-        sign="multiples of 128, as they are over",
     ),
     Row(
         "layer_shape",
@@ -218,7 +252,6 @@ MACHINE_ROWS: tuple[Row, ...] = (
         f"Set {_SKIP}",
         what=_MODEL,
         found=DRIVER,
-        sign="multiples of 128",
         listed=False,
     ),
     Row(
@@ -238,7 +271,6 @@ MACHINE_ROWS: tuple[Row, ...] = (
         _BF16,
         what=_MODEL,
         found=DRIVER,
-        sign="ignores head_dim",
         listed=False,
     ),
     Row(
@@ -249,19 +281,18 @@ MACHINE_ROWS: tuple[Row, ...] = (
         _BF16,
         what=_MODEL,
         found=DRIVER,
-        sign="built in",
         listed=False,
     ),
     *(
-        Row(name, feature, SHARED, "{error}", _STOCK, what=_MODEL, found=DRIVER, sign=sign)
-        for name, feature, sign in (
-            ("head_dim", "heads other than 128", "heads of 128"),
-            ("rope_type", "YaRN and other rotary types than default and llama3", "rope_type="),
-            ("partial_rotary", "partly rotated heads", "partial_rotary_factor"),
-            ("activation", "activations other than SiLU", "the activation"),
-            ("sliding_window", "sliding windows", "sliding window"),
-            ("soft_cap", "soft-capped scores or logits", "soft-capped"),
-            ("logit_scale", "scaled logits", "scaled logits"),
+        Row(name, feature, SHARED, "{error}", _STOCK, what=_MODEL, found=DRIVER)
+        for name, feature in (
+            ("head_dim", "heads other than 128"),
+            ("rope_type", "YaRN and other rotary types than default and llama3"),
+            ("partial_rotary", "partly rotated heads"),
+            ("activation", "activations other than SiLU"),
+            ("sliding_window", "sliding windows"),
+            ("soft_cap", "soft-capped scores or logits"),
+            ("logit_scale", "scaled logits"),
         )
     ),
     *(
@@ -273,7 +304,6 @@ MACHINE_ROWS: tuple[Row, ...] = (
             f"Set {MODEL}.override_config.{dropout}=0, or {_OR_STOCK}",
             what=_MODEL,
             found=DRIVER,
-            sign=dropout.replace("_", " "),
         )
         for dropout in ("attention_dropout", "residual_dropout")
     ),
@@ -308,54 +338,3 @@ MACHINE_ROWS: tuple[Row, ...] = (
         what="{key}=true",
     ),
 )
-
-WORKER_ROWS: tuple[Row, ...] = (
-    *(
-        Row(name, feature, SHARED, reason, _STOCK, what=what, found=WORKER, listed=False)
-        for name, feature, what, reason in (
-            (
-                "attention_kind",
-                "attention with biases, sinks or caps, or across layers",
-                "attention other than plain causal",
-                "",
-            ),
-            ("sliding_window_in_vllm", "sliding windows", "sliding window attention", ""),
-            (
-                "flash_attention_version",
-                "a GPU on which vLLM runs another FlashAttention",
-                "FlashAttention {version}, which this GPU runs,",
-                "both sides call version 3",
-            ),
-        )
-    ),
-    Row(
-        "kv_cache_in_vllm",
-        "vLLM's own quantized KV cache",
-        SHARED,
-        "keys and values are BF16, or as jetrl.kv_cache says",
-        f"Set {VLLM}.kv_cache_dtype=auto",
-        what="kv_cache_dtype={dtype}",
-        found=WORKER,
-        listed=False,
-    ),
-    Row(
-        "fp8_kv_cache_in_vllm",
-        "heads other than 128, more than 8 query heads a KV head, sliding windows, or FlashAttention other than 3",
-        FP8_CACHE,
-        "no kernel reads its pages",
-        "Set jetrl.kv_cache=bf16",
-        what="{what}",
-        found=WORKER,
-    ),
-    Row(
-        "attention_backend_in_vllm",
-        "attention backends that vLLM chooses by itself, or a plugin brings",
-        SHARED,
-        "both sides call one attention",
-        f"Set {VLLM}.attention_backend=null, or {_OR_STOCK}",
-        what="the attention backend {backend} ({module})",
-        found=WORKER,
-        listed=False,
-    ),
-)
-"""Raised in ``rollout/attention.py``, as the engine is built."""

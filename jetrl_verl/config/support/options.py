@@ -76,7 +76,27 @@ _NO_FORMAT = Scope(
     ("precision=bf16_shared",),
 )
 
+_ANY = Scope("any precision", "any precision", lambda get: True)
+
 OPTION_ROWS: tuple[Row, ...] = (
+    Row(
+        "option_value",
+        "values that an option does not have",
+        _ANY,
+        "",
+        "Set {key} to {choices}",
+        listed=False,
+    ),
+    Row("unknown_option", "options that do not exist", _ANY, "", "Set one of {known}", what="{key}", listed=False),
+    Row(
+        "options_without_a_precision",
+        "options of a precision",
+        Scope("precision=bf16", "`precision=bf16`", lambda get: get("jetrl.precision") is None),
+        "",
+        "Set precision=<{precisions}>",
+        what="an option of the jetrl node",
+        listed=False,
+    ),
     *(
         Row(
             f"{traits.name}_rollout_of_{FLOW}_training",

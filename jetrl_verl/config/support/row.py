@@ -12,6 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+
+class UnsupportedConfiguration(ValueError):
+    """What a precision does not support: ``X is not supported with Y: why. Set Z.``"""
+
+
 Get = Callable[[str], Any]
 """Value at a dotted path of a composed configuration; None where it is absent."""
 
@@ -22,7 +27,7 @@ DRIVER = "driver"
 """The machine, the model folder or the data show it: in the driver, before Ray starts."""
 
 WORKER = "worker"
-"""vLLM shows it when its engine is built."""
+"""The objects of verl, transformers or vLLM show it: in the worker that builds the trainer's model or the engine."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +76,11 @@ class Row:
         remedy: what to set; a template, a sentence without its full stop.
         keys: settings that ask for the feature, as the user types them.
         wrong: values of the settings that are refused; None where no setting shows the feature, and code that sees
-            the machine, the model or the engine looks the row up.
+            the machine, the model, the trainer or the engine looks the row up.
         what: the X of the message; a template.
         example: a value of the settings that is refused. The tests set it.
         beside: other settings that the example needs.
         found: when it can be known: ``COMPOSITION``, ``DRIVER`` or ``WORKER``.
-        sign: words by which the error of a module below this package is known to be of this row.
         listed: whether README names it; a row about our own keys is only in docs/support.md.
     """
 
@@ -91,7 +95,6 @@ class Row:
     example: Any = None
     beside: Mapping[str, Any] = field(default_factory=dict)
     found: str = COMPOSITION
-    sign: str = ""
     listed: bool = True
 
     def met(self, get: Get) -> Iterator[dict[str, Any]]:

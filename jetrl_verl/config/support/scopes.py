@@ -123,6 +123,19 @@ FP8_CACHE = Scope(
     ("precision=fp8_rollout", "jetrl.kv_cache=fp8"),
 )
 
+EXPERTS = Scope("experts in FP8", "experts in FP8", _is("jetrl.rollout", FLOW))
+"""What vLLM's experts in the flow's format cannot do."""
+
+FOLDED = Scope(
+    "jetrl.invariant_scaling={factor}",
+    "another `jetrl.invariant_scaling` than 1",
+    lambda get: get("jetrl.invariant_scaling") != 1,
+)
+
+UNCOMPOSED = Scope(
+    "a configuration that Hydra did not compose", "a configuration that Hydra did not compose", lambda get: False
+)
+
 CALIBRATED = Scope(
     "jetrl.clip=calibrated",
     "`jetrl.clip=calibrated`",

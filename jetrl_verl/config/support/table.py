@@ -3,19 +3,25 @@
 """The whole table of what is supported with what, and who asks it what."""
 
 from collections.abc import Iterator
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .algorithms import ALGORITHM_ROWS
+from .commands import COMMAND_ROWS
 from .general import GENERAL_ROWS
-from .machine import MACHINE_ROWS, WORKER_ROWS
+from .machine import MACHINE_ROWS
 from .operations import EXACT_ROWS, SHARED_ROWS
 from .options import OPTION_ROWS
-from .row import Get, Row
+from .row import Get, Row, UnsupportedConfiguration
+from .workers import WORKER_ROWS
+
+if TYPE_CHECKING:
+    from jetrl_verl.models import Unsupported
 
 COMPOSITION_ROWS: tuple[Row, ...] = (*GENERAL_ROWS, *SHARED_ROWS, *EXACT_ROWS, *ALGORITHM_ROWS)
 """What ``config/check.py`` reads, in the order of the check."""
 
-TABLE: tuple[Row, ...] = (*OPTION_ROWS, *COMPOSITION_ROWS, *MACHINE_ROWS, *WORKER_ROWS)
+TABLE: tuple[Row, ...] = (*OPTION_ROWS, *COMPOSITION_ROWS, *MACHINE_ROWS, *WORKER_ROWS, *COMMAND_ROWS)
 
 _BY_NAME = {row.name: row for row in TABLE}
 
@@ -25,7 +31,7 @@ def row(name: str) -> Row:
     return _BY_NAME[name]
 
 
-def refusal(name: str, get: Get | None = None, **words: Any) -> str:
+def refusal(name: str, get: Get | None = None, /, **words: Any) -> str:
     """Message of a row, ``X is not supported with Y: why. Set Z.``, for one who sees what no setting shows.
 
     Args:
@@ -34,6 +40,11 @@ def refusal(name: str, get: Get | None = None, **words: Any) -> str:
         words: what else the row's texts name.
     """
     return row(name).message(get, **words)
+
+
+def refuse(name: str, get: Get | None = None, /, **words: Any) -> NoReturn:
+    """Raise ``UnsupportedConfiguration`` with the message of a row; arguments of :func:`refusal`."""
+    raise UnsupportedConfiguration(refusal(name, get, **words))
 
 
 def refusals(get: Get, rows: tuple[Row, ...] = COMPOSITION_ROWS) -> Iterator[str]:
@@ -55,6 +66,30 @@ def stock_because(get: Get) -> Iterator[str]:
             yield each.clause(as_shared, **words)
 
 
-def row_of(error: Exception) -> Row | None:
-    """The row that an error of a module below is about, by its words; None if it is about none."""
-    return next((each for each in MACHINE_ROWS if each.sign and each.sign in str(error)), None)
+def model_refusal(error: "Unsupported", path: str, precision: str) -> str:
+    """What a run is told of a model that ``models/`` cannot run: the message of the row that the error names."""
+    return row(error.row).message(**_words(error, path, precision))
+
+
+def model_clause(error: "Unsupported", path: str, precision: str) -> str:
+    """The same without the remedy and the full stop."""
+    return row(error.row).clause(**_words(error, path, precision))
+
+
+def _words(error: "Unsupported", path: str, precision: str) -> dict[str, Any]:
+    return {"path": path, "error": error, "jetrl.precision": precision, **error.words}
+
+
+@contextmanager
+def explained(path: str, precision: str) -> Iterator[None]:
+    """Inside, what ``models/`` and ``nn/`` raise of a model becomes ``UnsupportedConfiguration``, its row's message.
+
+    Args:
+        path: of the model. precision: of the run.
+    """
+    from jetrl_verl.models import Unsupported
+
+    try:
+        yield
+    except Unsupported as error:
+        raise UnsupportedConfiguration(model_refusal(error, path, precision)) from None

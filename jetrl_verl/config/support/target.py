@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows about ``_target_``: the class that the YAML of a precision names for a node of verl's configuration."""
 
-from ..group import target_of
+from ..precision import target_of
 from .row import Row, Scope, Wrong
 
 

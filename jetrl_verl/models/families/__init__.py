@@ -1,19 +1,21 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""One file per model family. A file here that defines ``FAMILY`` is found; there is nothing to register."""
+"""What a family is (base.py), and one file per model family. A file that defines ``FAMILY`` is found; there is nothing
+to register."""
 
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-from jetrl_verl.models.base import Family, UnsupportedLayer, read
+from jetrl_verl.models.families.base import Family, UnsupportedLayer, read
 
 
 @cache
 def _families() -> dict[str, Family]:
     modules = [import_module(f"jetrl_verl.models.families.{module.name}") for module in iter_modules(__path__)]
-    return {module.FAMILY.model_type: module.FAMILY for module in modules}
+    found = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
+    return {each.model_type: each for each in found}
 
 
 def model_types() -> tuple[str, ...]:
@@ -32,8 +34,5 @@ def family(config: Any) -> Family:
     """
     model_type = read(config, "model_type", "unknown")
     if model_type not in _families():
-        raise UnsupportedLayer(
-            f"model_type {model_type!r} is not supported by the FP8 flow; use a model of type "
-            f"{', '.join(model_types())} or precision=bf16"
-        )
+        raise UnsupportedLayer(f"model_type {model_type!r} is none of {', '.join(sorted(model_types()))}", "model_type")
     return _families()[model_type]

@@ -2,6 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Llama 2 and 3, and what is published under their type (DeepSeek-R1-Distill-Llama): the dense decoder of base.py."""
 
-from jetrl_verl.models.base import Family
+from jetrl_verl.models.families.base import Family
 
 FAMILY = Family("llama")

@@ -3,6 +3,6 @@
 """Mistral: a Llama without biases. Version 0.1 slides a window over every layer, which shared operations do not cover
 (``sliding_window`` without ``layer_types``); later versions have ``sliding_window: null``."""
 
-from jetrl_verl.models.base import Family
+from jetrl_verl.models.families.base import Family
 
 FAMILY = Family("mistral")

@@ -4,7 +4,7 @@
 
 from typing import Any
 
-from jetrl_verl.models.base import Family, UnsupportedLayer, read
+from jetrl_verl.models.families.base import Family, UnsupportedLayer, read
 
 
 class Qwen2(Family):
@@ -13,7 +13,8 @@ class Qwen2(Family):
         if self.head_dim(config) != heads:
             raise UnsupportedLayer(
                 f"vLLM's Qwen2 has heads of hidden_size / num_attention_heads = {heads} and ignores head_dim = "
-                f"{self.head_dim(config)} of this model's configuration; use precision=bf16 with another rollout engine"
+                f"{self.head_dim(config)} of this model's configuration",
+                "qwen2_head_dim",
             )
 
 

@@ -2,6 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen3, dense: a norm on each head of the queries and keys."""
 
-from jetrl_verl.models.base import Family
+from jetrl_verl.models.families.base import Family
 
 FAMILY = Family("qwen3", q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")

@@ -7,24 +7,26 @@ The class also knows models with a dense MLP in some layers; none is published, 
 
 from typing import Any
 
-from jetrl_verl.models.base import Experts, Family, UnsupportedLayer, read
+from jetrl_verl.models.families.base import Experts, Family, UnsupportedLayer, read
 
 
 class Qwen3MoE(Family):
     def check(self, config: Any) -> None:
         if read(config, "mlp_only_layers", []) or read(config, "decoder_sparse_step", 1) != 1:
             raise UnsupportedLayer(
-                "a mixture of experts with a dense MLP in some layers (mlp_only_layers, decoder_sparse_step) is not "
-                "supported by the FP8 flow; use precision=bf16"
+                "some of its layers have a dense MLP (mlp_only_layers, decoder_sparse_step)",
+                "dense_layers_of_a_mixture",
             )
         if read(config, "shared_expert_intermediate_size", 0):
             raise UnsupportedLayer(
-                "a mixture with a shared expert (shared_expert_intermediate_size), which vLLM's class has and Hugging "
-                "Face's has not, is not supported by the FP8 flow; use precision=bf16"
+                "vLLM's class has a shared expert (shared_expert_intermediate_size), and Hugging Face's has none",
+                "shared_expert",
             )
+        if (activation := read(config, "hidden_act", "silu")) != "silu":
+            raise UnsupportedLayer(f"experts multiply by SiLU, and its activation is {activation}", "expert_activation")
         experts, per_token = self.experts.number(config), read(config, self.experts.per_token, 0)
         if not 1 <= per_token <= experts:
-            raise UnsupportedLayer(f"{per_token} of {experts} experts a token make no mixture; fix config.json")
+            raise UnsupportedLayer(f"{per_token} of {experts} experts a token make no mixture", "experts_a_token")
 
 
 FAMILY = Qwen3MoE("qwen3_moe", q_norm="self_attn.q_norm", k_norm="self_attn.k_norm", experts=Experts())

@@ -12,7 +12,7 @@ rollout has none, so the shared operations want both rates set to 0 in the train
 
 from typing import Any
 
-from jetrl_verl.models.base import Family, UnsupportedLayer, read
+from jetrl_verl.models.families.base import Family, UnsupportedLayer, read
 
 
 class SeedOss(Family):
@@ -20,8 +20,8 @@ class SeedOss(Family):
         for name, built_in in (("attention_bias", True), ("attention_out_bias", False), ("mlp_bias", False)):
             if read(config, name, built_in) != built_in:
                 raise UnsupportedLayer(
-                    f"{name}={str(not built_in).lower()} is not supported with vLLM's Seed-OSS, which has "
-                    f"{name}={str(built_in).lower()} built in; use precision=bf16 with another rollout engine"
+                    f"it has {name}={str(not built_in).lower()}, and vLLM's class has {str(built_in).lower()} built in",
+                    "built_in_biases",
                 )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jetrl_verl.config.group import group_values
+from jetrl_verl.config.precision import group_values
 from jetrl_verl.formats.catalog import FLOW, QUANTIZED_CACHE, UNQUANTIZED
 from jetrl_verl.tools.advise.job import Job
 from jetrl_verl.tools.advise.memory import RolloutMemory, TrainerMemory, rollout_memory, trainer_memory

@@ -11,13 +11,13 @@ from typing import Any
 from omegaconf import DictConfig
 
 from jetrl_verl.config.check import reader
-from jetrl_verl.config.environment import fp8_cache_message, model_message, model_overrides
+from jetrl_verl.config.environment import fp8_cache_message, model_overrides
 from jetrl_verl.config.support.operations import EXACT_ROWS, SHARED_ROWS
 from jetrl_verl.config.support.options import OPTION_ROWS
 from jetrl_verl.config.support.row import Get
-from jetrl_verl.config.support.table import COMPOSITION_ROWS
+from jetrl_verl.config.support.table import COMPOSITION_ROWS, model_refusal
 from jetrl_verl.formats.catalog import QUANTIZED_CACHE
-from jetrl_verl.models import UnsupportedLayer, family
+from jetrl_verl.models import UnsupportedLayer, UnsupportedOperation, family
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.tools.advise.shapes import Model
 
@@ -92,12 +92,12 @@ def model_findings(model: Model, tp: int, overrides: dict[str, Any] | None = Non
     try:
         plan_linears(model.config, tp)
     except UnsupportedLayer as unfit:
-        found.append(Finding(REFUSED, model_message(unfit, model.name, "jet_fp8")))
+        found.append(Finding(REFUSED, model_refusal(unfit, model.name, "jet_fp8")))
     try:
         ours = family(model.config)
         ours.check_operations(ours.as_trained(model.config, overrides or {}))
     except UnsupportedLayer:
         pass  # said above
-    except ValueError as uncovered:
-        found.append(Finding(STOCK, model_message(uncovered, model.name, "jet_fp8")))
+    except UnsupportedOperation as uncovered:
+        found.append(Finding(STOCK, model_refusal(uncovered, model.name, "jet_fp8")))
     return found

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jetrl_verl.config.support.table import refusal
 from jetrl_verl.formats.catalog import UNQUANTIZED
 from jetrl_verl.models import UnsupportedLayer, family
-from jetrl_verl.models.base import read
+from jetrl_verl.models.families.base import read
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.reference.kv_cache import HEAD_DIM, TOKEN_BYTES
 from jetrl_verl.tools.advise import AdviseError
@@ -209,7 +210,7 @@ def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
         shapes = ours.shapes(config, tp)
         vocabulary, layers = config["vocab_size"], config["num_hidden_layers"]
     except UnsupportedLayer as unknown:
-        raise AdviseError(f"{name}: {str(unknown).partition(';')[0]}; name a model of one of them.") from None
+        raise AdviseError(refusal("model_of_a_command", path=name, command="advise", error=unknown)) from None
     except (KeyError, TypeError) as missing:
         raise AdviseError(f"{name} has no complete configuration ({missing}); name a Hugging Face folder.") from None
     try:

@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from jetrl_verl.config.support.table import refusal
 from jetrl_verl.tools.compare import CompareError
 from jetrl_verl.tools.provenance import provenance
 
@@ -83,10 +84,7 @@ def load_config(path: str | Path) -> Any:
         )
     config = OmegaConf.load(path)
     if OmegaConf.select(config, "reward.reward_model.enable") or OmegaConf.select(config, "reward_model.enable"):
-        raise CompareError(
-            "A reward model is not supported with jetrl compare, which scores with a reward function. Set "
-            "reward.custom_reward_function, or use data with a rule."
-        )
+        raise CompareError(refusal("reward_model_of_compare"))
     return config
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from jetrl_verl.models import Family, family, model_types
-from jetrl_verl.models.base import leaf
+from jetrl_verl.models.families.base import leaf
 
 KINDS = (
     *("embedding", "linear", "norm", "rotary", "kv_cache", "attention", "activation", "router", "choice", "combine"),

@@ -34,8 +34,9 @@ import torch
 
 from jetrl_verl import kernels, models
 from jetrl_verl.config.options import JetConfig
+from jetrl_verl.config.support.table import refusal
 from jetrl_verl.formats import UNQUANTIZED
-from jetrl_verl.models.base import Family, leaf
+from jetrl_verl.models.families.base import Family, leaf
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.reference.kv_cache import HEAD_DIM
 from jetrl_verl.tools.diff import DiffError
@@ -383,7 +384,7 @@ def run(request: Request) -> Recording:
         try:
             family = models.family(llm.llm_engine.model_config.hf_config)
         except models.UnsupportedLayer as error:
-            raise DiffError(f"{error}.") from None
+            raise DiffError(refusal("model_of_a_command", path=request.model, command="diff", error=error)) from None
         shared = request.jetrl is not None and request.jetrl["operations"] == "shared"
         cached = request.jetrl is not None and request.jetrl["kv_cache"] != UNQUANTIZED
         recorder = Recorder(runner, family, sequences, request.vocabulary, shared, cached)

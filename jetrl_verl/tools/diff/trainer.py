@@ -20,10 +20,11 @@ from typing import Any
 import torch
 
 from jetrl_verl import kernels, models
-from jetrl_verl.config.options import JetConfig
+from jetrl_verl.config.options import JetConfig, UnsupportedConfiguration
+from jetrl_verl.config.support.table import model_refusal, refusal
 from jetrl_verl.formats import UNQUANTIZED
-from jetrl_verl.models.base import leaf
-from jetrl_verl.models.plan import UnsupportedLayer, plan_linears
+from jetrl_verl.models.families.base import leaf
+from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.attention import AttentionCore
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.reference import QuantizedTensor
@@ -118,8 +119,12 @@ class Trainer:
                 replace_linears(model, plans, scale_rule=options.scale_rule, backward=options.backward)
             if self._shared:
                 share_operations(model, options.kv_cache)
-        except UnsupportedLayer as error:
-            raise DiffError(f"{error}.") from None
+        except models.Unsupported as error:
+            if options is None:
+                raise DiffError(refusal("model_of_a_command", path=folder, command="diff", error=error)) from None
+            raise DiffError(model_refusal(error, str(folder), options.precision)) from None
+        except UnsupportedConfiguration as error:
+            raise DiffError(str(error)) from None
         head = model.get_output_embeddings()
         # verl's own engine leaves a padded vocabulary unmasked.
         if options is not None and head.weight.shape[0] > vocabulary:

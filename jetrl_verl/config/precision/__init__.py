@@ -10,8 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 
 @cache
 def group_values(precision: str) -> DictConfig:
-    """Contents of ``precision/<precision>.yaml``, without what its defaults bring."""
-    return OmegaConf.load(Path(__file__).with_name("precision") / f"{precision}.yaml")
+    """Contents of ``<precision>.yaml``, without what its defaults bring."""
+    return OmegaConf.load(Path(__file__).with_name(f"{precision}.yaml"))
 
 
 def target_of(node: str, precision: str = "fp8_rollout") -> str:

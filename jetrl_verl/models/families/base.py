@@ -29,19 +29,26 @@ SHARED_FIELDS = (
 )
 """Fields of a configuration that change what the operations between the linears compute on both sides."""
 
-_STOCK = "use precision=jet_fp8 jetrl.operations=stock, or precision=bf16"
 
-
-class UnsupportedLayer(ValueError):
-    """A model or one of its linear layers cannot take part in the FP8 flow; the message says which and what to do.
+class Unsupported(ValueError):
+    """A model, or a part of one, that this package cannot run. The text is why; the table of support (config/support),
+    which lies above this package, has the sentence.
 
     Attributes:
-        largest: where a rollout over fewer ranks would do, the most of them.
+        row: name of the table's row. words: what else the row's texts name.
     """
 
-    def __init__(self, message: str, largest: int | None = None) -> None:
-        super().__init__(message)
-        self.largest = largest
+    def __init__(self, reason: str, row: str = "", **words: Any) -> None:
+        super().__init__(reason)
+        self.row, self.words = row, words
+
+
+class UnsupportedLayer(Unsupported):
+    """A model or one of its linear layers cannot take part in the FP8 flow."""
+
+
+class UnsupportedOperation(Unsupported):
+    """The shared operations do not cover a model."""
 
 
 class Place(NamedTuple):
@@ -320,26 +327,23 @@ class Family:
         return "sliding_attention" in layer_types or (not layer_types and read(config, "sliding_window") is not None)
 
     def check_operations(self, config: Any) -> None:
-        """Raise ``ValueError`` (one sentence) unless the shared operations cover a model of this family.
+        """Raise ``UnsupportedOperation`` unless the shared operations cover a model of this family.
 
         Args:
             config: the trainer's Hugging Face configuration, object or mapping.
         """
-        head_dim = self.head_dim(config)
-        kernels.check_head_dim(head_dim)
-        kernels.rotary_table(head_dim, 1, read(config, "rope_parameters"))
+        rope = read(config, "rope_parameters", {})
+        kind, part = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
         scores = read(config, "attn_logit_softcapping") or read(config, "final_logit_softcapping")
-        for wrong, what in (
-            (read(config, "hidden_act") != "silu", f"the activation {read(config, 'hidden_act')}"),
-            (self.slides(config), "sliding window attention"),
-            (scores, "soft-capped scores or logits"),
-            (read(config, "logit_scale", 1.0) != 1.0, "scaled logits"),
+        for row, wrong, what in (
+            ("head_dim", self.head_dim(config) != kernels.HEAD_DIM, f"heads of {self.head_dim(config)}"),
+            ("partial_rotary", part != 1.0, f"partial_rotary_factor={part}"),
+            ("rope_type", kind not in kernels.ROPE_TYPES, f"rope_type={kind}"),
+            ("activation", read(config, "hidden_act") != "silu", f"the activation {read(config, 'hidden_act')}"),
+            ("sliding_window", self.slides(config), "sliding window attention"),
+            ("soft_cap", scores, "soft-capped scores or logits"),
+            ("logit_scale", read(config, "logit_scale", 1.0) != 1.0, "scaled logits"),
+            *((name, read(config, name, 0.0) != 0.0, name.replace("_", " ")) for name in self.dropouts),
         ):
             if wrong:
-                raise ValueError(f"the shared operations do not cover {what}; {_STOCK}")
-        for name in self.dropouts:
-            if read(config, name, 0.0) != 0.0:
-                raise ValueError(
-                    f"the shared operations do not cover {name.replace('_', ' ')}; {_STOCK}, or set "
-                    f"actor_rollout_ref.model.override_config.{name}=0"
-                )
+                raise UnsupportedOperation(f"the shared operations do not cover {what}", row)

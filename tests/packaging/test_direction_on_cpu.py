@@ -72,7 +72,7 @@ TOOLS: dict[str, set[str]] = {
     "doctor": {"bytecode"},
     "patch": set(),
     "bench": {"provenance"},
-    "advise": {"launch"},
+    "advise": {"launch", "provenance"},
     "diff": {"launch", "provenance"},
     "demo": {"process_tree", "report", "progress", "launch", "provenance"},
     "compare": {"process_tree", "report", "progress", "launch", "provenance", "demo"},

@@ -174,7 +174,7 @@ def measure(machine: Machine, shape: Shape, layer: Layer, tokens: int, only: str
         return Draw(x, FLOW.quantize_activation(x, RULE))
 
     bytes_of_expert = sum(q.qdata[0].nbytes + q.scales[0].nbytes for q in layer.fp8)
-    draws = machine.timer.rotated(make, min(k * tokens, shape.experts) * bytes_of_expert / 4)
+    draws = machine.timer.rotated(make, min(k * tokens, shape.experts) * bytes_of_expert / 2)
     chosen = {AS_IT_IS: Variant()} | {name: v for name, v in variants(tokens).items() if only in name}
     want, calls, other_bits = [block(layer, k, draw, Variant()) for draw in draws], {}, []
     for number, (name, variant) in enumerate(chosen.items()):

@@ -53,7 +53,7 @@ ACTIVATIONS = ((32, 4), (16, 4), (16, 2), (8, 4), (8, 2), (4, 1))
 """Groups of a program of the activation's quantizer, warps."""
 ROWS = ((512, 512, 4), (1024, 512, 4), (512, 512, 8), (2048, 512, 8), (512, 512, 2))
 """Pairs compared and words copied at a time in ``route_and_permute``, warps."""
-CHOSEN_BY_ALL = (0, 4, 8)
+CHOSEN_BY_ALL = (0, 4, 8, 16)
 """Most tokens that every program of it chooses for."""
 LOGITS = (Tile(64, 16, 256, 4, 3), Tile(64, 16, 256, 4, 4), Tile(64, 16, 512, 4, 2), Tile(64, 16, 128, 4, 6))
 COLUMNS = (32, 64, 128)
@@ -99,7 +99,7 @@ def variants(tokens: int) -> dict[str, Variant]:
     for pairs, words, warps in ROWS:
         constants = {"_PAIRS": pairs, "_TILE": words, "_WARPS": warps}
         found[f"rows: {pairs} pairs, {words} words, {warps} warps"] = Variant(PERMUTE, constants)
-    for most in CHOSEN_BY_ALL if tokens <= PERMUTE._TOKENS_CHOSEN_BY_ALL else ():
+    for most in CHOSEN_BY_ALL if tokens <= max(CHOSEN_BY_ALL) else ():
         found[f"rows: chosen by all up to {most}"] = Variant(PERMUTE, {"_TOKENS_CHOSEN_BY_ALL": most})
     for tile in LOGITS:
         name = f"logits: {tile.m} x {tile.n} x {tile.k}, {tile.warps} warps, {tile.stages} stages"

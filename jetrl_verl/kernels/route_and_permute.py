@@ -11,7 +11,7 @@ at 4.2 TB/s). For few tokens:
   experts are 16 KB to read and 32,768 comparisons a program. Programs behind those of the tokens count in the same way
   what lies in front of each expert.
 * A token's program reads its qdata once and writes them k times.
-* Up to 16 tokens, every program chooses the experts of all tokens by itself: one launch in all. Beyond that, two.
+* Up to 8 tokens, every program chooses the experts of all tokens by itself: one launch in all. Beyond that, two.
 """
 
 import torch
@@ -31,7 +31,7 @@ from jetrl_verl.reference import QuantizedTensor, Segments
 
 Permuted = tuple[torch.Tensor, Segments, QuantizedTensor]
 
-_TOKENS_CHOSEN_BY_ALL = 16
+_TOKENS_CHOSEN_BY_ALL = 8
 _MOST_TOKENS = 512
 _PAIRS, _TILE, _WARPS = 512, 512, 4
 """Pairs compared and 32-bit words copied at a time; of a program, which chooses for at least as many tokens as it has

@@ -63,7 +63,7 @@ ROWS = {"PAIRS": 512, "TILE": 512, "GROUPS": 16}
 PIECES = {"LANES": 128, "PIECE": 256, "AT_ONCE": 32}
 
 
-@pytest.mark.parametrize("tokens", [4, 16])
+@pytest.mark.parametrize("tokens", [4, 8])
 def test_a_token_is_chosen_for_without_a_barrier_and_copied_16_bytes_at_a_time(tokens):
     """A warp has rows of its own, in which a maximum or minimum of integers is one instruction."""
     constants = CHOICE | ROWS | {"CHOOSES": True, "TOKENS": tokens}
@@ -79,7 +79,7 @@ def test_a_token_is_chosen_for_without_a_barrier_and_copied_16_bytes_at_a_time(t
     ("kernel", "types", "constants", "warps"),
     [
         (_route_kernel, {}, CHOICE | {"TOKENS": 4}, 4),
-        (_permute_kernel, {"out_ptr": "*i32"}, CHOICE | ROWS | {"CHOOSES": True, "TOKENS": 16}, 4),
+        (_permute_kernel, {"out_ptr": "*i32"}, CHOICE | ROWS | {"CHOOSES": True, "TOKENS": 8}, 4),
         (_permute_kernel, {"out_ptr": "*i32"}, CHOICE | ROWS | {"CHOOSES": False, "TOKENS": 1}, 4),
         (_count_kernel, {}, PIECES, 8),
         (_sum_kernel, {}, {"TILE": 256}, 1),

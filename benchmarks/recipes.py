@@ -22,7 +22,7 @@ its steps, so their seconds are those of a GPU that others use, too. Changed are
 
 ``--whole`` takes one run at a time with all layers, parameters and optimizer on the host while others work, and the
 recipe's share of the GPU for the rollout. OUT gets ``recipes.json`` after each run, and each run's log and metrics. A
-later call with the same OUT takes what has not ended well with the same build (``--again``: all that it names), and
+later call with the same OUT takes what has not ended well with the same code (``--again``: all that it names), and
 ``--add FILE`` takes over the results of another machine of the same kind. The table at the end has the median seconds
 of each phase behind the first step; ``k3 kl`` is the largest of all steps. A run that fails does not stop the next.
 Exit status 1 if one failed, took too few steps or was left for want of time.

@@ -9,15 +9,18 @@ and generation, where weights and moments wait (the rollout's weights, its cache
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from benchmarks.published_shapes import PUBLISHED
 from jetrl_verl.formats.catalog import UNQUANTIZED
-from jetrl_verl.tools.advise.memory import GIB, rollout_weights, trainer_memory
-from jetrl_verl.tools.advise.shapes import Model, model_of
 
+if TYPE_CHECKING:
+    from jetrl_verl.tools.advise.shapes import Model
+
+GIB = 2**30
 CACHE = 4 * GIB
 """Of keys and values: 8 layers of an 8B model keep 131,072 tokens in it, 28 of the 1.5B model 149,796."""
 
@@ -30,8 +33,10 @@ HELD = 5 * GIB
 _TYPES = {"Qwen2Config": "qwen2", "Qwen3Config": "qwen3", "Qwen3MoeConfig": "qwen3_moe", "LlamaConfig": "llama"}
 
 
-def sizes_of(name: str, layers: int | None) -> Model:
+def sizes_of(name: str, layers: int | None) -> "Model":
     """Sizes of a shape of ``PUBLISHED``, with fewer layers if so many are named."""
+    from jetrl_verl.tools.advise.shapes import model_of  # torch, which the program of a run does not need
+
     published = PUBLISHED[name]
     fields = {"model_type": _TYPES[published.config], "hidden_act": "silu", **published.fields}
     fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
@@ -60,6 +65,8 @@ class Plan:
 
 def plan(name: str, layers: int | None, micro_tokens: int, eight_bit: bool) -> Plan:
     """What a run needs whose state stays on the GPU. A BF16 rollout is counted, the larger one."""
+    from jetrl_verl.tools.advise.memory import rollout_weights, trainer_memory
+
     model = sizes_of(name, layers)
     trainer = trainer_memory(model, 1, micro_tokens, eight_bit=eight_bit)
     rollout = rollout_weights(model, UNQUANTIZED)

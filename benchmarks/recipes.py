@@ -15,14 +15,14 @@ its steps, so their seconds are those of a GPU that others use, too. Changed are
 
 - the batch and the tokens of a micro-batch; layers of the 7B and 8B models (8 of 28 to 36) and their moments (8 bits)
 - the rollout's cache, which vLLM does not measure then, since others change the free memory meanwhile
-- responses end, by a list of tokens in the model's generation config, after 1024 tokens in the mean
+- responses end, by a list of tokens in the model's generation config, after 512 tokens in the mean (--mean-response)
 - helpers: one agent loop, one reward worker, no dashboard
 - how long validation is, and what is saved: the policy that deepscaler's second stage starts from, else nothing
 - the reward, which a coin decides after the recipe's own was computed (coin_reward.py)
 
 ``--whole`` takes one run at a time with all layers, parameters and optimizer on the host while others work, and the
 recipe's share of the GPU for the rollout. OUT gets ``recipes.json`` after each run, and each run's log and metrics. A
-later call with the same OUT takes what has not ended well with the same build (``--again``: all that it names), and
+later call with the same OUT takes what has not ended well with the same code (``--again``: all that it names), and
 ``--add FILE`` takes over the results of another machine of the same kind. The table at the end has the median seconds
 of each phase behind the first step; ``k3 kl`` is the largest of all steps. A run that fails does not stop the next.
 Exit status 1 if one failed, took too few steps or was left for want of time.
@@ -76,8 +76,9 @@ LAYERS = 8
 """Of the 7B and 8B models, where runs share the GPU: 2.8 to 3.0 billion parameters, two fifths of them the
 vocabulary's."""
 
-ENDS = 1024
-"""Tokens of a response in the mean: a random policy would go on to the end, 16,384 tokens in a recipe of these."""
+MEAN_RESPONSE = 512
+"""Tokens of a response: a random policy would go on to the end, 16,384 tokens in a recipe of these. Of 32 responses the
+longest then has 2,000, and a step's generation takes as long as that one."""
 
 EIGHT_BIT = (
     "actor_rollout_ref.actor.optim.optimizer_impl=torchao.optim",
@@ -226,6 +227,7 @@ class Job:
     ends: float = math.inf
     at_once: int = AT_ONCE
     whole: bool = False
+    mean_response: int = MEAN_RESPONSE
 
     def layers(self, recipe: Recipe) -> int | None:
         """Layers of the model of a run, all if None."""
@@ -239,13 +241,14 @@ class Job:
         """Folder of a recipe's model, written where it is not there yet. Where whole models have nearly filled the
         disk, the others go first; nobody reads them then."""
         layers = self.layers(recipe)
-        folder = self.out / "models" / (f"{recipe.model}-{layers}_layers" if layers else recipe.model)
+        shape = f"{recipe.model}-{layers}_layers" if layers else recipe.model
+        folder = self.out / "models" / f"{shape}-{self.mean_response}_tokens"
         with one_at_a_time(folder):
             if not (folder / "tokenizer.json").exists():
                 if self.whole and shutil.disk_usage(self.out).free < DISK:
                     for other in folder.parent.glob("*/"):
                         shutil.rmtree(other, ignore_errors=True)
-                write_model_apart(recipe.model, folder, self.tiny, layers, None if self.tiny else ENDS)
+                write_model_apart(recipe.model, folder, self.tiny, layers, None if self.tiny else self.mean_response)
         return folder
 
     def data(self, recipe: str) -> Path:
@@ -297,7 +300,7 @@ class Job:
         settings = [f"{key}={value}" for key, value in recipe.settings.items()]
         layers, published = self.layers(recipe), PUBLISHED[recipe.model].fields["num_hidden_layers"]
         layers = "2 narrow" if self.tiny else f"{layers or published} of {published}"
-        of = f"{layers} layers of {recipe.model}, PRECISION={precision}"
+        of = f"{layers} layers of {recipe.model}, responses of about {self.mean_response} tokens, PRECISION={precision}"
         return f"{name} ({of}): {' '.join([*settings, recipe.script, *self.words(name, precision)])}"
 
     def environment(self, paths: RunPaths) -> dict[str, str]:
@@ -333,7 +336,7 @@ class Job:
     def planned(self, name: str, precision: str) -> Planned:
         """A run as a program of its own."""
         recipe, folder = RECIPES[name], self.out / "programs"
-        options = ["--at-once", str(self.at_once)]
+        options = ["--at-once", str(self.at_once), "--mean-response", str(self.mean_response)]
         options += [word for word, chosen in (("--tiny", self.tiny), ("--whole", self.whole)) if chosen]
         options += [] if self.validates else ["--no-validation"]
         one = f"{name}:{precision}"
@@ -426,6 +429,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="that this call may take, no limit if not set")
     parser.add_argument("--at-once", type=int, help=f"runs that share the GPU, {AT_ONCE} if not set, 1 with --whole")
     parser.add_argument("--whole", action="store_true", help="all layers, one run at a time")
+    parser.add_argument("--mean-response", type=int, default=MEAN_RESPONSE, help=f"tokens, {MEAN_RESPONSE} if not set")
     parser.add_argument("--no-validation", action="store_true", help="leave out the validation behind the last step")
     parser.add_argument("--again", action="store_true", help="also what has ended well already")
     parser.add_argument(
@@ -439,7 +443,15 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error("--at-once is not supported with --whole: a whole model takes the GPU alone")
     at_once = options.at_once or (1 if options.whole else AT_ONCE)
     validates = not options.no_validation
-    job = Job(options.out.resolve(), options.tiny, validates, began + options.seconds, at_once, options.whole)
+    job = Job(
+        options.out.resolve(),
+        options.tiny,
+        validates,
+        began + options.seconds,
+        at_once,
+        options.whole,
+        options.mean_response,
+    )
     job.out.mkdir(parents=True, exist_ok=True)
     try:
         runs = chosen([options.one] if options.one else options.runs)
@@ -450,7 +462,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.plan:
         show_plans(job, runs)
         return 0
-    settings = {"tiny": job.tiny, "validates": job.validates, "whole": job.whole}
+    settings = {name: getattr(job, name) for name in ("tiny", "validates", "whole", "mean_response")}
     results = Results(job.out / "recipes.json", ("recipe", "precision"), settings, provenance())
     add_files(results, options.add, parser.error)
     if not options.again:

@@ -23,11 +23,14 @@ from jetrl_verl.tools.bytecode import folders_without, start_compiling
 from jetrl_verl.tools.launch import RunPaths, build_environment
 from jetrl_verl.tools.process_tree import Interrupted, ProcessTree, signals_raise
 from jetrl_verl.tools.progress import GrowingFile, last_errors
-from jetrl_verl.tools.provenance import builds_note, same_build
+from jetrl_verl.tools.provenance import builds_note
 from jetrl_verl.tools.report import Run, load_run
 
 PHASES = ("gen", "old_log_prob", "ref", "update_actor", "update_weights", "step")
 """Of verl's ``timing_s/*``."""
+
+CODE = ("sources_sha256", "kernel_library_sha256", "torch", "triton", "verl", "vllm")
+"""Of ``provenance``: what computes a run. The rest names it, and the machine."""
 
 TIME_UP = 124
 """Status of a run that the benchmark ended or did not begin, since its own time was up; as of ``timeout``."""
@@ -183,15 +186,17 @@ class Results:
         self._write()
 
     def done(self, name: Mapping) -> bool:
-        """Whether a run has ended well and was made by this call's build."""
-        return any(
-            self._is(run, name) and run["status"] == 0 and same_build(run["build"], self._build) for run in self.runs
-        )
+        """Whether a run has ended well and was made by this call's code."""
+        return any(self._is(run, name) and run["status"] == 0 and self._same_code(run["build"]) for run in self.runs)
+
+    def _same_code(self, build: Mapping) -> bool:
+        """Whether a build computes what this call's does. Its commit may differ in a page or a test: the table says."""
+        return all(build.get(key) == self._build.get(key) for key in CODE)
 
     def put(self, name: Mapping, found: Mapping, console: Console) -> bool:
         """Write a run down and say so; whether it failed.
 
-        One whose time was up leaves an earlier one of the same build that got as far where it is.
+        One whose time was up leaves an earlier one of the same code that got as far where it is.
         """
         run = {**name, **found, "build": self._build}
         if not (found["status"] == TIME_UP and self._got_as_far(run)):
@@ -235,9 +240,7 @@ class Results:
         return int(failed)
 
     def _got_as_far(self, run: Mapping) -> bool:
-        steps = [
-            here.get("steps", 0) for here in self.runs if self._is(here, run) and same_build(here["build"], self._build)
-        ]
+        steps = [here.get("steps", 0) for here in self.runs if self._is(here, run) and self._same_code(here["build"])]
         return max(steps, default=-1) >= run.get("steps", 0)
 
     def show(self, columns: Sequence[str], console: Console) -> None:

@@ -27,7 +27,7 @@ At 16k responses, and with the 8B model, parameters and optimizer are kept in ho
 8B model trains with 8-bit AdamW.
 
 OUT gets ``verl_step.json`` after each row. A later call with the same OUT takes the rows that have not ended well with
-the same build (``--again``: all that it names), and ``--add`` takes over rows of other machines with the same GPU, so
+the same code (``--again``: all that it names), and ``--add`` takes over rows of other machines with the same GPU, so
 that a table may be the work of several calls; rows of several builds are told apart below it. ``--seconds`` is how long
 a call may take: the row that runs then is ended, and what it logged counts; none begins in less time than the fastest
 one took. ``--engine-rows`` leaves the engine alone out for other rows. ``--set`` adds an override of verl to every row

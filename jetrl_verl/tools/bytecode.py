@@ -46,9 +46,10 @@ def command_for(folders: Mapping[Path, object]) -> list[str]:
 
 
 def start_compiling(folders: Mapping[Path, object]) -> subprocess.Popen | None:
-    """:func:`command_for`, started; None where nothing is missing.
+    """:func:`command_for`, started; None where nothing is missing, or nothing can be written.
 
     Its status says nothing: packages hold templates that are no Python.
     """
     quiet = subprocess.DEVNULL
-    return subprocess.Popen(command_for(folders), stdin=quiet, stdout=quiet, stderr=quiet) if folders else None
+    written = {folder: names for folder, names in folders.items() if sys.pycache_prefix or os.access(folder, os.W_OK)}
+    return subprocess.Popen(command_for(written), stdin=quiet, stdout=quiet, stderr=quiet) if written else None

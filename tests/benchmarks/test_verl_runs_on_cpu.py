@@ -34,9 +34,9 @@ def file(tmp_path):
     return tmp_path / "results.json"
 
 
-def build(commit: str = "c0ffee", gpu: str = "NVIDIA H200", driver: str = "580") -> dict:
+def build(commit: str = "c0ffee", gpu: str = "NVIDIA H200", driver: str = "580", sources: str = "5") -> dict:
     """A build as ``provenance`` has it; two drivers are two machines of one kind."""
-    sums = {"dirty": False, "sources_sha256": "5" * 64, "kernel_library_sha256": "7" * 64}
+    sums = {"dirty": False, "sources_sha256": sources * 64, "kernel_library_sha256": "7" * 64}
     return {"commit": commit, **sums, "gpu": gpu, "driver": driver}
 
 
@@ -133,9 +133,10 @@ def test_a_file_of_another_gpu_or_other_settings_does_not_belong_to_the_record(f
         take(file, {"best": ok}, add=[first])
 
 
-def test_what_has_ended_well_with_this_build_is_done(file):
+def test_what_has_ended_well_with_this_code_is_done(file):
     take(file, {"good": ok, "failed": lambda: {"status": 1, "errors": ["died"]}, "late": not_begun})
-    for made_by, done in ((build(), True), (build(driver="590"), True), (build("decade"), False)):
+    builds = ((build(), True), (build(driver="590"), True), (build("decade"), True), (build(sources="6"), False))
+    for made_by, done in builds:
         results = Results(file, ("row",), SETTINGS, made_by)
         assert results.done({"row": "good"}) == done
         assert not any(results.done({"row": row}) for row in ("failed", "late", "other"))

@@ -3,7 +3,9 @@
 """Each run of benchmarks/recipes.py: what its script then says to verl is a job that verl accepts, small ones too."""
 
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,7 +80,8 @@ def test_without_validation_none_is_asked_for(tmp_path):
 
 def test_what_a_run_changes_is_said():
     said = recipes.Job(Path("/out"), False).said("dapo_7b", "jet_fp8")
-    assert said.startswith("dapo_7b (8 of 28 layers of qwen2_5_7b, PRECISION=jet_fp8): ")
+    model = "8 of 28 layers of qwen2_5_7b, responses of about 512 tokens"
+    assert said.startswith(f"dapo_7b ({model}, PRECISION=jet_fp8): ")
     for word in ("SP=1", "data.train_batch_size=4", "actor_rollout_ref.actor.optim.optimizer=AdamW8bit"):
         assert f" {word} " in said
     assert "(28 of 28 layers" in recipes.Job(Path("/out"), False, whole=True).said("dapo_7b", "jet_fp8")
@@ -120,12 +123,15 @@ def test_every_recipe_but_the_demo_and_32b_is_benchmarked():
 
 def test_the_command_line_names_runs_before_and_behind_its_options(tmp_path):
     script = Path(recipes.__file__).with_name("recipes_on_gpu.sh")
+    environment = {**os.environ, "PYTHON": sys.executable}
     answer = subprocess.run(
         ["bash", str(script), str(tmp_path / "out"), "--tiny", "gsm8k:bf16", "--seconds", "0"],
+        env=environment,
         capture_output=True,
         text=True,
     )
     assert answer.returncode == 1
     assert "gsm8k bf16: not begun, since the benchmark's time was up" in answer.stdout
-    answer = subprocess.run(["bash", str(script), str(tmp_path), "gsm9k"], capture_output=True, text=True)
+    command = ["bash", str(script), str(tmp_path), "gsm9k"]
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert answer.returncode == 2 and "gsm9k is not a recipe here" in answer.stderr

@@ -38,6 +38,14 @@ def test_compiled_it_is_complete_although_nothing_may_write_bytecode(installed, 
     assert bytecode.folders_without() == {} and bytecode.start_compiling({}) is None
 
 
+def test_a_folder_that_cannot_be_written_to_is_left_alone(installed, monkeypatch):
+    monkeypatch.setattr(bytecode.os, "access", lambda folder, how: False)
+    missing = bytecode.folders_without()
+    assert bytecode.start_compiling(missing) is None and list(missing) == [installed.parent]
+    monkeypatch.setattr(sys, "pycache_prefix", str(installed.parents[1] / "elsewhere"))
+    assert bytecode.start_compiling(missing).wait(60) is not None
+
+
 def test_the_doctor_names_what_is_missing_and_the_command(installed):
     (finding,) = doctor.check_bytecode()
     assert finding.state == doctor.NOTE and f"compileall -q -j 0 {installed.parent}" in finding.found

@@ -10,11 +10,14 @@ reached 0.81 and 1e-3 lost all reward within four steps.
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 from jetrl_verl.tools.demo import task
-from jetrl_verl.tools.demo.cache import Prepared
 from jetrl_verl.tools.launch import RunPaths, quote
+
+if TYPE_CHECKING:
+    from jetrl_verl.tools.demo.cache import Prepared
 
 # The longest prompt has 17 tokens and the longest worked solution 44, end of turn included.
 MAX_PROMPT_TOKENS = 24
@@ -56,7 +59,7 @@ def words_of_one_machine() -> list[str]:
     return _words(FEW_PROCESSES)
 
 
-def build_overrides(precision: str, prepared: Prepared, paths: RunPaths, device: str, steps: int) -> list[str]:
+def build_overrides(precision: str, prepared: "Prepared", paths: RunPaths, device: str, steps: int) -> list[str]:
     """Hydra overrides for ``python -m verl.trainer.main_ppo``.
 
     Args:

@@ -11,7 +11,7 @@ file registers its implementations with :func:`implements`, and the operation as
 
 Backends that are no package's: ``reference``, which is :mod:`jetrl_verl.reference` or the CPU code of the operation's
 file, and ``composed``: the operation is made of others of this table. A platform that an operation lacks is one where
-nothing of ours runs it: on a GPU vLLM attends to a BF16 cache itself.
+nothing calls it: on a GPU vLLM attends to a BF16 cache itself, and pages of FP8 data have operations of their own.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ BACKENDS: Table = {
     "gemm_nt_128x128": _TRITON | {"sm90": ("native", "vllm_cutlass", "triton")},
     # WGrad: 1x128 scales on both operands.
     "gemm_nt_1x128": _NATIVE,
-    # The forward of a linear, as trainer and vLLM call it.
+    # The forward of a linear, as vLLM calls it; the trainer takes its two steps one by one.
     "fprop": _COMPOSED,
     "fprop_quantized": _COMPOSED,
     # The INT8 rollout. Sums are exact, so every backend has one result; vLLM's CUTLASS build has no INT8 for Blackwell.

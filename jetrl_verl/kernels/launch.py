@@ -13,9 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 import triton
+import triton.language as tl
 from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
+
+INTERPRETED: tl.constexpr = tl.constexpr(knobs.runtime.interpret)
+"""Whether kernels run under Triton's interpreter, which knows no inline assembly and some arithmetic otherwise."""
 
 
 class _Kernel(JITFunction):

@@ -20,13 +20,12 @@ eight of them read 64 KB each.
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from jetrl_verl.kernels.dispatch import implements, lookup
-from jetrl_verl.kernels.launch import jit
+from jetrl_verl.kernels.launch import INTERPRETED, jit
 from jetrl_verl.kernels.native import aligned
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
 from jetrl_verl.kernels.reproducible import grid_bits, on_grid
@@ -69,10 +68,6 @@ def tile_of(rows: int, columns: int) -> Tile:
     return next((tile for most, tile in TILES.items() if rows <= most), MANY_ROWS)
 
 
-_INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
-"""Triton's interpreter multiplies the bits of BF16 values as if they were integers."""
-
-
 @jit
 def _logits_kernel(
     hidden_ptr, weight_ptr, out_ptr, rows, columns,
@@ -89,7 +84,7 @@ def _logits_kernel(
         held = start + k < K
         a = tl.load(hidden + start, mask=(row < rows)[:, None] & held[None, :], other=0.0)
         b = tl.load(weight + start, mask=(column < columns)[None, :] & held[:, None], other=0.0)
-        if _INTERPRETED:
+        if INTERPRETED:  # which multiplies the bits of BF16 values as if they were integers
             a, b = a.to(tl.float32), b.to(tl.float32)
         acc = tl.dot(a, b, acc)
     target = out_ptr + row.to(tl.int64)[:, None] * columns + column[None, :]
@@ -108,7 +103,7 @@ def _tma_logits_kernel(
         acc = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
         for start in range(0, K, TILE_K):
             a, b = hidden.load([first_row, start]), weight.load([first_column, start])
-            if _INTERPRETED:
+            if INTERPRETED:
                 a, b = a.to(tl.float32), b.to(tl.float32)
             acc = tl.dot(a, b.T, acc)
         # In halves: a whole tile would take the shared memory of the stages on its way to coalesced stores.

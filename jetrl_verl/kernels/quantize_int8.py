@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 
 from jetrl_verl import reference
-from jetrl_verl.kernels.device.e4m3 import _INF_BITS, _MIN_SCALE, _divide, magnitude_bits
+from jetrl_verl.kernels.device.e4m3 import INF_BITS, MIN_SCALE, divide, magnitude_bits
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator
@@ -37,14 +37,14 @@ def _quantize_int8_kernel(x_ptr, qdata_ptr, scales_ptr, k, PIECE: tl.constexpr):
         x = tl.load(x_ptr + row * k + start + lane, mask=start + lane < k, other=0.0).to(tl.float32)
         lane_bits = tl.maximum(lane_bits, magnitude_bits(x))
     bits = tl.max(lane_bits, axis=0)
-    poisoned = bits >= _INF_BITS
+    poisoned = bits >= INF_BITS
     # A poisoned row becomes one of zeros, whose scale is NaN in the end.
     amax = tl.where(poisoned, 0, bits).to(tl.float32, bitcast=True)
-    scale = tl.where(amax == 0.0, 1.0, tl.maximum(_divide(amax, _INT8_MAX, _INT8_MAX_RECIPROCAL), _MIN_SCALE))
+    scale = tl.where(amax == 0.0, 1.0, tl.maximum(divide(amax, _INT8_MAX, _INT8_MAX_RECIPROCAL), MIN_SCALE))
     reciprocal = tl.div_rn(1.0, scale)
     for start in range(0, k, PIECE):
         x = tl.load(x_ptr + row * k + start + lane, mask=start + lane < k, other=0.0).to(tl.float32)
-        quotient = _divide(tl.where(poisoned, 0.0, x), scale, reciprocal)
+        quotient = divide(tl.where(poisoned, 0.0, x), scale, reciprocal)
         qdata = (quotient + _TO_INTEGER).to(tl.int32, bitcast=True) - _TO_INTEGER_BITS
         tl.store(qdata_ptr + row * k + start + lane, qdata.to(tl.int8), mask=start + lane < k)
     tl.store(scales_ptr + row, tl.where(poisoned, float("nan"), scale))

@@ -87,12 +87,8 @@ def reference_rms_norm_backward(
 
 _BACKWARD_PROGRAMS = 528
 """Programs that share the rows of a gradient: four a multiprocessor of an H200."""
-
-
 _BACKWARD_ELEMENTS = 2048
 """Elements of the rows that a program of the gradient works on at a time, at least one row."""
-
-
 _VECTOR = 8
 """Elements of a 16-byte load."""
 

@@ -107,6 +107,8 @@ def test_torch_sees_a_quantized_tensor_as_two(calls):
 
 def test_a_compiler_takes_quantized_tensors_through_operators():
     weight = kernels.quantize_128x128(torch.randn(256, 128).bfloat16(), "fp32")
+    blocks = kernels.quantize_128x128(torch.randn(4 * 128, 128).bfloat16(), "fp32")
+    experts = QuantizedTensor(blocks.qdata.view(4, 128, 128), blocks.scales.view(4, 1, 1))
     graphs = []
 
     def backend(graph, _):
@@ -114,13 +116,22 @@ def test_a_compiler_takes_quantized_tensors_through_operators():
         return graph.forward
 
     def layer(x):
-        rows = kernels.rms_norm_quantize_1x128(x, WEIGHT, 1e-6, "fp32")
-        return gemm_nt(rows, weight, b_block_scaled=True)
+        rows, total = kernels.add_rms_norm_quantize_1x128(x, x, WEIGHT, 1e-6, "fp32", with_normed=False)
+        hidden = kernels.fprop_quantized(rows, weight.qdata, weight.scales, None, static_weight=True)
+        product, _ = kernels.silu_mul_quantize(*hidden.chunk(2, -1), "fp32", with_product=False, with_colwise=False)
+        logits = gemm_nt(product, weight, b_block_scaled=True, out_dtype=torch.float32)[:, :4]
+        weights, segments, permuted = kernels.route_and_permute(logits, product, 2, True)
+        return kernels.grouped_gemm_nt(permuted, experts, segments.start), weights, total
 
     with torch.no_grad():
-        got = torch.compile(layer, backend=backend, fullgraph=True)(X)
-        assert torch.equal(got, layer(X))
-    assert "jetrl.rms_norm_quantize_1x128" in graphs[0] and "jetrl.gemm_nt_128x128" in graphs[0]
+        compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=True)
+        for rows in (8, 9, 17):
+            x = torch.randn(rows, 128).bfloat16()
+            for got, want in zip(compiled(x), layer(x), strict=True):
+                assert torch.equal(got, want)
+    names = ("add_rms_norm_quantize_1x128", "fprop_quantized", "silu_mul_quantize", "gemm_nt_128x128")
+    assert len(graphs) == 1
+    assert all(f"jetrl.{name}" in graphs[0] for name in (*names, "route_and_permute", "grouped_gemm_nt"))
 
 
 def test_a_gradient_is_added_in_place_watched_or_not():

@@ -14,8 +14,8 @@ and a GEMM that starts under it can find nothing unfinished but what this one ke
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from jetrl_verl.kernels.device.e4m3 import _INTERPRETED, target_capability
-from jetrl_verl.kernels.launch import jit
+from jetrl_verl.kernels.device.e4m3 import target_capability
+from jetrl_verl.kernels.launch import INTERPRETED, jit
 
 _FIRST_CAPABILITY = 90
 """Of a GPU that has the instruction, Hopper; Ada's assembler refuses it."""
@@ -33,5 +33,5 @@ def launch_dependents():
 
     Nothing on GPUs older than Hopper, nor under Triton's interpreter, which knows no inline assembly.
     """
-    if not _INTERPRETED:
+    if not INTERPRETED:
         _launch_dependents()

@@ -13,21 +13,19 @@ correctly rounded quotients (:func:`_quotient`), one round-to-nearest-even into 
 """
 
 import torch
-import triton
 import triton.language as tl
 
-from jetrl_verl.kernels.launch import jit
+from jetrl_verl.kernels.launch import INTERPRETED, jit
 from jetrl_verl.reference import BLOCK, check_rule
 
 GROUP: tl.constexpr = tl.constexpr(BLOCK)
-_INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
-_INF_BITS: tl.constexpr = tl.constexpr(0x7F800000)
+INF_BITS: tl.constexpr = tl.constexpr(0x7F800000)
 _NAN_BITS: tl.constexpr = tl.constexpr(0x7FC00000)
 _NAN_CODE: tl.constexpr = tl.constexpr(0x7F)
 _E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
 _E4M3_MAX_RECIPROCAL: tl.constexpr = tl.constexpr((torch.tensor(1.0) / 448.0).item())
 _E4M3_MAX_RECIPROCAL_REST: tl.constexpr = tl.constexpr(1 / 448 - _E4M3_MAX_RECIPROCAL.value)
-_MIN_SCALE: tl.constexpr = tl.constexpr(2.0**-63)
+MIN_SCALE: tl.constexpr = tl.constexpr(2.0**-63)
 _MIN_SCALE_EXPONENT: tl.constexpr = tl.constexpr(127 - 63)
 _CARRY_ABOVE_1_75: tl.constexpr = tl.constexpr(0x7FFFFF - 0x600000)
 _HIGH_HALF: tl.constexpr = tl.constexpr(-0x10000)
@@ -57,7 +55,7 @@ def _larger_magnitude(a, b):
 def largest_magnitude(x0, x1, x2, x3, axis: tl.constexpr):
     """Maxima of ``|x|`` over ``axis`` and four tiles: ``max.NaN.f32``, whose operands take ``|x|`` for free and which,
     unlike the plain one, keeps NaN."""
-    if _INTERPRETED:
+    if INTERPRETED:
         return tl.max(largest_bits(x0, x1, x2, x3), axis=axis).to(tl.float32, bitcast=True)
     else:
         x = _larger_magnitude(_larger_magnitude(x0, x1), _larger_magnitude(x2, x3))
@@ -92,7 +90,7 @@ def _larger_halves(a, b):
 @jit
 def larger_halves(a, b):
     """Maxima of both 16-bit halves of words, unsigned."""
-    if _INTERPRETED:
+    if INTERPRETED:
         return _larger_halves_one_by_one(a, b)
     else:
         return _larger_halves(a, b)
@@ -107,7 +105,7 @@ def largest_halves(words, axis: tl.constexpr):
     NaN lie on top.
     """
     words = words & 0x7FFF7FFF
-    if _INTERPRETED:
+    if INTERPRETED:
         return tl.max(words & 0xFFFF, axis=axis) | (tl.max(words >> 16, axis=axis) << 16)
     else:
         return tl.reduce(words, axis, _larger_halves)
@@ -141,7 +139,7 @@ def high_half(words):
 @jit
 def halves_of(low, high):
     """int32 words of two 16-bit tiles."""
-    if _INTERPRETED:
+    if INTERPRETED:
         return (low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) | (
             high.to(tl.int16, bitcast=True).to(tl.int32) << 16
         )
@@ -158,9 +156,9 @@ def _residual_step(quotient, x, divisor, reciprocal):
 
 
 @jit
-def _divide(x, divisor, reciprocal):
+def divide(x, divisor, reciprocal):
     """``x / divisor`` rounded once, given the rounded reciprocal: two residual steps (:func:`_quotient`)."""
-    if _INTERPRETED:
+    if INTERPRETED:
         return tl.div_rn(x, divisor)
     else:
         return _residual_step(_residual_step(x * reciprocal, x, divisor, reciprocal), x, divisor, reciprocal)
@@ -183,7 +181,7 @@ def _quotient(x, scale, reciprocal, POW2: tl.constexpr):
     """
     if POW2:
         return x * reciprocal
-    elif _INTERPRETED:
+    elif INTERPRETED:
         return tl.div_rn(x, scale)
     else:
         return _residual_step(x * reciprocal, x, scale, reciprocal)
@@ -208,8 +206,8 @@ def scale_of(bits, POW2: tl.constexpr):
         scale = _power_of_two_above(bits)
     else:
         amax = bits.to(tl.float32, bitcast=True)
-        scale = tl.maximum(_divide(amax, _E4M3_MAX, _E4M3_MAX_RECIPROCAL), _MIN_SCALE)
-    return tl.where((bits == 0) | (bits >= _INF_BITS), 1.0, scale)
+        scale = tl.maximum(divide(amax, _E4M3_MAX, _E4M3_MAX_RECIPROCAL), MIN_SCALE)
+    return tl.where((bits == 0) | (bits >= INF_BITS), 1.0, scale)
 
 
 @jit
@@ -236,18 +234,18 @@ def reciprocal_of(scale, bits, POW2: tl.constexpr):
     """``1 / scale``, correctly rounded; NaN where the maxima ``bits`` say that the group holds an Inf or NaN."""
     if POW2:
         reciprocal = _reciprocal_of_power(scale)
-    elif _INTERPRETED:
+    elif INTERPRETED:
         reciprocal = tl.div_rn(1.0, scale)
     else:
         reciprocal = _reciprocal(scale)
-    return tl.where(bits >= _INF_BITS, float("nan"), reciprocal)
+    return tl.where(bits >= INF_BITS, float("nan"), reciprocal)
 
 
 @jit
 def encode(x, scale, reciprocal, POW2: tl.constexpr):
     """uint8 qdata of the FP32 tile ``x``; ``scale`` and ``reciprocal`` have its rank and broadcast against it."""
     quotient = _quotient(x, scale, reciprocal, POW2)
-    if _INTERPRETED:
+    if INTERPRETED:
         return tl.where(reciprocal == reciprocal, _round_in_integers(quotient), _NAN_CODE).to(tl.uint8)
     else:
         return quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -256,7 +254,7 @@ def encode(x, scale, reciprocal, POW2: tl.constexpr):
 @jit
 def encode_words(x0, x1, x2, x3, scale, reciprocal, POW2: tl.constexpr):
     """int32 words of four qdata each, that of ``x0`` in the lowest byte; operands as in :func:`encode`."""
-    if _INTERPRETED:
+    if INTERPRETED:
         words = encode(x0, scale, reciprocal, POW2).to(tl.int32)
         words |= encode(x1, scale, reciprocal, POW2).to(tl.int32) << 8
         words |= encode(x2, scale, reciprocal, POW2).to(tl.int32) << 16
@@ -290,13 +288,13 @@ def _divisor_of(amax, POW2: tl.constexpr):
     else:
         # Two terms of 1/448 divide correctly: a quotient by 7 is nowhere near a midpoint of FP32 numbers.
         quotient = tl.fma(amax, _E4M3_MAX_RECIPROCAL, amax * _E4M3_MAX_RECIPROCAL_REST)
-        return tl.maximum(quotient, _MIN_SCALE, propagate_nan=tl.PropagateNan.ALL)
+        return tl.maximum(quotient, MIN_SCALE, propagate_nan=tl.PropagateNan.ALL)
 
 
 @jit
 def _stored(divisor, amax):
     # Both special cases in one comparison: zero wraps around.
-    special = (amax.to(tl.int32, bitcast=True) - 1).to(tl.uint32, bitcast=True) >= _INF_BITS - 1
+    special = (amax.to(tl.int32, bitcast=True) - 1).to(tl.uint32, bitcast=True) >= INF_BITS - 1
     return tl.where(special, 1.0, divisor)
 
 
@@ -313,7 +311,7 @@ def scale_and_divisor(amax, POW2: tl.constexpr):
     What :func:`scale_of` and :func:`reciprocal_of` give, in half the instructions. They differ where no qdata depend on
     it: the divisor of zeros is the smallest scale, that of a group with an Inf or NaN anything.
     """
-    if _INTERPRETED:
+    if INTERPRETED:
         bits = amax.to(tl.int32, bitcast=True)
         scale = scale_of(bits, POW2)
         return scale, scale, reciprocal_of(scale, bits, POW2)
@@ -329,7 +327,7 @@ def scale_and_terms(amax, POW2: tl.constexpr):
 
     Under ``pow2`` the second term is not used, under the interpreter it is the scale.
     """
-    if _INTERPRETED:
+    if INTERPRETED:
         bits = amax.to(tl.int32, bitcast=True)
         scale = scale_of(bits, POW2)
         return scale, reciprocal_of(scale, bits, POW2), scale
@@ -360,7 +358,7 @@ def _quotient_of_bf16(x, first, second, POW2: tl.constexpr):
 @jit
 def encode_two(x0, x1, first, second, POW2: tl.constexpr):
     """int16 pairs of qdata of BF16 numbers held in FP32, that of ``x0`` in the lower byte."""
-    if _INTERPRETED:
+    if INTERPRETED:
         low = encode(x0, second, first, POW2).to(tl.int16)
         return low | (encode(x1, second, first, POW2).to(tl.int16) << 8)
     else:
@@ -517,7 +515,7 @@ def store_both(
 @jit
 def decode(qdata):
     """FP32 values of uint8 qdata that were loaded; of those that are just being made, :func:`encode_with_values`."""
-    if _INTERPRETED:
+    if INTERPRETED:
         # Shifted into FP32's fields a byte is 2^-120 of its value, subnormals included.
         value = ((qdata.to(tl.int32) & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120
         bits = tl.where((qdata & 0x7F) == _NAN_CODE, _NAN_BITS, value.to(tl.int32, bitcast=True))
@@ -542,7 +540,7 @@ def encode_with_values(x, scale, reciprocal, POW2: tl.constexpr):
     # 2^14 has an FP32 step of 2^-9, E4M3's subnormal step.
     subnormal = ((tl.abs(quotient) + 16384.0) - 16384.0).to(tl.int32, bitcast=True)
     rounded = tl.where(magnitude < (121 << 23), subnormal, normal)
-    rounded = tl.where(magnitude > _INF_BITS, _NAN_BITS, rounded) | (bits ^ magnitude)
+    rounded = tl.where(magnitude > INF_BITS, _NAN_BITS, rounded) | (bits ^ magnitude)
     return encode(x, scale, reciprocal, POW2), rounded.to(tl.float32, bitcast=True)
 
 

@@ -1,0 +1,24 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""A fake has the shapes, types and layouts of what runs on a GPU, for every operator."""
+
+import operator_calls
+import pytest
+import torch
+
+from jetrl_verl import kernels
+
+
+@pytest.fixture(scope="module")
+def calls():
+    return operator_calls.calls("cuda")
+
+
+NAMES = sorted(name for name, row in kernels.BACKENDS.items() if set(row) != {"cpu"})
+
+
+@pytest.mark.parametrize("name", [*NAMES, "gemm_nt_1x128.add_to"])
+def test_a_fake_agrees_with_what_runs(calls, name):
+    packet, _, overload = name.partition(".")
+    run = getattr(getattr(torch.ops.jetrl, packet), overload or "default")
+    torch.library.opcheck(run, calls[name], test_utils=("test_faketensor",))

@@ -50,8 +50,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from jetrl_verl.formats.catalog import UNQUANTIZED, cache_traits
 from jetrl_verl.models.plan import plan_linears, plan_of
-from jetrl_verl.reference.kv_cache import TOKEN_BYTES
 from jetrl_verl.tools.bench.timeline import Share
 from jetrl_verl.tools.provenance import provenance
 
@@ -103,7 +103,7 @@ def started(
 def token_bytes(precision: str, config: PretrainedConfig) -> int:
     """Of keys and values of one token, all layers, in the precision's cache."""
     options = OPTIONS[precision]
-    head = 2 * config.head_dim if options is None or options.kv_cache == "bf16" else TOKEN_BYTES
+    head = cache_traits(UNQUANTIZED if options is None else options.kv_cache).head_bytes(config.head_dim)
     return 2 * config.num_hidden_layers * config.num_key_value_heads * head
 
 

@@ -38,6 +38,8 @@ import torch
 from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla, register_policy_loss
 from verl.workers.config import PolicyLossConfig
 
+from jetrl_verl.config.support.scopes import CORRECTION, LOSS
+from jetrl_verl.config.support.table import refuse
 from jetrl_verl.metrics.mismatch import by_sign, prefixed
 
 UNTRUNCATED = math.exp(20.0)
@@ -70,10 +72,7 @@ def _loosened(config: Any, factor: torch.Tensor) -> SimpleNamespace:
 
 def _raw_ratio(rollout_is_weights: torch.Tensor | None, loss: str) -> torch.Tensor:
     if rollout_is_weights is None:
-        raise ValueError(
-            f"loss_mode={loss} needs pi_old / pi_rollout of every token; set "
-            "algorithm.rollout_correction.rollout_is=token and rollout_is_threshold=1e9."
-        )
+        refuse("ratio_level", key=f"{CORRECTION}.rollout_is", value="null", **{LOSS: loss})
     return rollout_is_weights
 
 
@@ -99,7 +98,7 @@ def qurl_decoupled(
         Scalar loss and metrics.
 
     Raises:
-        ValueError: no ``rollout_is_weights``.
+        UnsupportedConfiguration: no ``rollout_is_weights``.
     """
     r0 = _raw_ratio(rollout_is_weights, "qurl_decoupled")
     return compute_policy_loss_vanilla(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, r0)
@@ -125,7 +124,7 @@ def qurl_acr(
     Arguments and results as :func:`qurl_decoupled`; C is ``config.policy_loss.is_threshold``.
 
     Raises:
-        ValueError: no ``rollout_is_weights``.
+        UnsupportedConfiguration: no ``rollout_is_weights``.
     """
     r0 = _raw_ratio(rollout_is_weights, "qurl_acr")
     threshold = config.policy_loss.is_threshold

@@ -19,12 +19,12 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from packaging.version import InvalidVersion, Version
 
-from jetrl_verl.formats.catalog import FLOW, QUANTIZED_CACHE, UNQUANTIZED
+from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED, CacheTraits, cache_traits
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 from .options import JetConfig, UnsupportedConfiguration
 from .support.general import REPLICAS, ULYSSES, ULYSSES_OF_THE_CRITIC
-from .support.limits import MIN_CAPABILITY, MOST_QUERY_HEADS, PINS, SHARED_CAPABILITY
+from .support.limits import MIN_CAPABILITY, PINS, SHARED_CAPABILITY
 from .support.scopes import ATTENTION, MODEL
 from .support.table import explained, refusal, refuse, row
 
@@ -42,8 +42,8 @@ def check_environment(config: DictConfig) -> None:
     check_gpu(options.precision)
     if options.operations == "shared" and (gap := no_shared_operations()):
         refuse(gap[0], **gap[1])
-    if options.kv_cache == QUANTIZED_CACHE:
-        check_fp8_cache(OmegaConf.select(config, "actor_rollout_ref.model.path"))
+    if (held := cache_traits(options.kv_cache)).quantized:
+        check_cache(OmegaConf.select(config, "actor_rollout_ref.model.path"), held)
 
     tensor_parallel = OmegaConf.select(config, "actor_rollout_ref.rollout.tensor_model_parallel_size") or 1
     path = OmegaConf.select(config, "actor_rollout_ref.model.path")
@@ -162,26 +162,26 @@ def no_shared_operations() -> tuple[str, dict[str, Any]] | None:
     return None
 
 
-def check_fp8_cache(path: str | None) -> None:
-    """Refuse an FP8 KV cache on a GPU, or of a model, for which there is no kernel."""
+def check_cache(path: str | None, held: CacheTraits) -> None:
+    """Refuse a quantized KV cache on a GPU, or of a model, for which there is no kernel."""
     gap = no_shared_operations()
     if gap is not None and gap[0] == "gpu_other_than_hopper":
         refuse("gpu_of_an_fp8_cache", **gap[1])
     model = read_model(path)
-    if model is not None and (message := fp8_cache_message(model, str(path))):
+    if model is not None and (message := cache_message(model, str(path), held)):
         raise UnsupportedConfiguration(message)
 
 
-def fp8_cache_message(model: Mapping[str, Any], path: str) -> str:
-    """What a run with an FP8 KV cache is told of a model for which there is no kernel; empty of others."""
+def cache_message(model: Mapping[str, Any], path: str, held: CacheTraits) -> str:
+    """What a run with a quantized KV cache is told of a model for which there is no kernel; empty of others."""
     from jetrl_verl.models import family
-    from jetrl_verl.reference.kv_cache import HEAD_DIM
 
     ours, heads = family(model), model["num_attention_heads"]
     group = heads // (model.get("num_key_value_heads") or heads)
+    head_dim, most = ours.head_dim(model), held.most_query_heads
     for error, met in (
-        (f"its heads are of {ours.head_dim(model)}, and a scale is for {HEAD_DIM}", ours.head_dim(model) != HEAD_DIM),
-        (f"a KV head has {group} query heads, and the kernel computes {MOST_QUERY_HEADS}", group > MOST_QUERY_HEADS),
+        (f"its heads are of {head_dim}, and a scale is for {held.head_dim}", head_dim != held.head_dim),
+        (f"a KV head has {group} query heads, and the kernel computes {most}", group > most),
         ("its layers attend to windows", ours.slides(model)),
     ):
         if met:

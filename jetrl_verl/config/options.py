@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from jetrl_verl.formats.catalog import FLOW, FORMATS, QUANTIZED_CACHE, SCALE_RULES, UNQUANTIZED
+from jetrl_verl.formats.catalog import CACHES, FLOW, FORMATS, SCALE_RULES, UNQUANTIZED
 
 from .support.options import OPTION_ROWS
 from .support.row import UnsupportedConfiguration, shown
@@ -50,7 +50,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "clip": ("fixed", "calibrated"),
     "correction": ("fixed", "adaptive"),
     "old_log_probs": ("compute", "rollout"),
-    "kv_cache": (UNQUANTIZED, QUANTIZED_CACHE),
+    "kv_cache": tuple(CACHES),
 }
 
 ROLLOUT_OPTIONS: tuple[str, ...] = (

@@ -16,6 +16,7 @@ import torch
 
 from jetrl_verl import kernels
 from jetrl_verl.formats.catalog import FORMATS
+from jetrl_verl.formats.e4m3 import lost
 from jetrl_verl.formats.format import ExpertsFormat
 from jetrl_verl.reference import (
     BLOCK,
@@ -26,8 +27,6 @@ from jetrl_verl.reference import (
     dequantize_128x128,
 )
 from jetrl_verl.reference.constants import E4M3_NAN_BITS
-
-_SMALLEST_NORMAL_BITS = 0x08
 
 
 class BlockFP8(ExpertsFormat):
@@ -82,8 +81,7 @@ class BlockFP8(ExpertsFormat):
         return (sample == E4M3_NAN_BITS).any() | ~scales.isfinite().all()
 
     def lost(self, qdata: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        magnitude = qdata.contiguous().view(torch.uint8) & 0x7F
-        return magnitude == 0, (magnitude > 0) & (magnitude < _SMALLEST_NORMAL_BITS)
+        return lost(qdata)
 
     # The trainer's side
 

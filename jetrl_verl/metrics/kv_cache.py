@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What an FP8 KV cache loses of keys and values, by layer, from a sample of the trainer's own.
+"""What a quantized KV cache loses of keys and values, by layer, from a sample of the trainer's own.
 
 The trainer's attention quantizes what it is given as the rollout's cache does (kernels/kv_cache.py), one head of one
 token at a time. So 128 tokens of the first micro-batch, keys after rotary, quantize to the very data that attention
@@ -18,11 +18,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from jetrl_verl import formats, kernels
 from jetrl_verl.metrics.sample import sampled_layers, sampled_rows, shares, tally
 from jetrl_verl.models.families.base import place
 from jetrl_verl.nn.attention import AttentionCore
-from jetrl_verl.reference.kv_cache import saturated
 
 KIND = "kv_cache"
 
@@ -35,12 +33,10 @@ class KVCacheSampler:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # The cache is E4M3 under every precision.
-        self._format = formats.get(formats.FLOW)
         cores = {
             place(name).index: module
             for name, module in model.named_modules()
-            if isinstance(module, AttentionCore) and module.kv_cache != formats.UNQUANTIZED
+            if isinstance(module, AttentionCore) and module.kv_cache.traits.quantized
         }
         self._cores = {index: cores[index] for index in sampled_layers(cores)}
         self._passes = 0
@@ -65,10 +61,9 @@ class KVCacheSampler:
         if torch.compiler.is_compiling() or k.numel() == 0 or ("K", index) in self._tallies:
             return
         k, v = sampled_rows(k.detach(), self._passes), sampled_rows(v.detach(), self._passes)
-        quantized, k_seen, v_seen = kernels.quantize_kv(k, v)
-        for tensor, values, qdata, seen in (("K", k, quantized.key, k_seen), ("V", v, quantized.value, v_seen)):
-            sums = tally(self._format, values, qdata, seen)
-            self._tallies[tensor, index] = torch.cat([sums, saturated(values, qdata, seen)[None]])
+        for held in core.kv_cache.held(k, v):
+            sums = tally(core.kv_cache, held.values, held.qdata, held.restored)
+            self._tallies[held.tensor, index] = torch.cat([sums, core.kv_cache.saturated(held)[None]])
 
     def metrics(self) -> dict[str, float]:
         """What the last :meth:`sampling` found: ``kv_cache/{K,V}/{underflow,subnormal,saturated,snr_db}`` over the

@@ -70,11 +70,11 @@ class QuantizationSampler:
         model: the trainer's model, linears already replaced.
         plans: which projections are quantized, from :func:`jetrl_verl.models.plan.plan_linears`.
         scale_rule: rule of the qdata.
-        number_format: of the qdata, one that is measured.
+        number_format: of the qdata, one that is measured; None where no layer is quantized.
     """
 
     def __init__(
-        self, model: nn.Module, plans: Mapping[str, LinearPlan], scale_rule: ScaleRule, number_format: Format
+        self, model: nn.Module, plans: Mapping[str, LinearPlan], scale_rule: ScaleRule, number_format: Format | None
     ) -> None:
         self._format = number_format
         planned: dict[int, list[tuple[str, nn.Linear]]] = {}
@@ -289,7 +289,7 @@ class QuantizationMetrics:
     """
 
     def __init__(
-        self, model: nn.Module, plans: Mapping[str, LinearPlan], scale_rule: ScaleRule, number_format: Format
+        self, model: nn.Module, plans: Mapping[str, LinearPlan], scale_rule: ScaleRule, number_format: Format | None
     ) -> None:
         self._sampler = QuantizationSampler(model, plans, scale_rule, number_format)
         self._cache = KVCacheSampler(model)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from jetrl_verl.formats.caches import KVCache
 from jetrl_verl.formats.format import Format
 from jetrl_verl.reference import BLOCK
 
@@ -28,7 +29,7 @@ def sampled_rows(rows: torch.Tensor, step: int) -> torch.Tensor:
 
 
 def tally(
-    number_format: Format,
+    number_format: Format | KVCache,
     values: torch.Tensor,
     qdata: torch.Tensor,
     restored: torch.Tensor,
@@ -37,7 +38,7 @@ def tally(
     """What one quantization did, in sums that can be added over samples.
 
     Args:
-        number_format: of ``qdata``, one that is measured.
+        number_format: of ``qdata``, one that is measured, or the cache that holds them.
         values: the tensor that was quantized. qdata: same shape. restored: ``qdata * scale``, FP32.
         dims: over which to add, all by default.
 

@@ -6,17 +6,17 @@ see of keys and values is what goes into it."""
 import torch
 from torch import nn
 
-from jetrl_verl import kernels
+from jetrl_verl.formats.caches import KVCache
 
 
 class AttentionCore(nn.Module):
     """``kernels.attention`` with what a run fixes; without parameters.
 
     Attributes:
-        scale: factor of the scores. kv_cache: what the rollout's cache holds, one of ``kernels.KV_CACHES``.
+        scale: factor of the scores. kv_cache: what the rollout's cache holds.
     """
 
-    def __init__(self, scale: float, kv_cache: str = "bf16") -> None:
+    def __init__(self, scale: float, kv_cache: KVCache) -> None:
         super().__init__()
         self.scale, self.kv_cache = scale, kv_cache
 
@@ -24,7 +24,7 @@ class AttentionCore(nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int
     ) -> torch.Tensor:
         """``[N, H, D]`` of q ``[N, H, D]``, k and v ``[N, Hkv, D]``; see ``kernels.attention``."""
-        return kernels.attention(q, k, v, cu_seqlens, max_seqlen, self.scale, self.kv_cache)
+        return self.kv_cache.attend(q, k, v, cu_seqlens, max_seqlen, self.scale)
 
     def extra_repr(self) -> str:
-        return f"kv_cache={self.kv_cache}"
+        return f"kv_cache={self.kv_cache.traits.name}"

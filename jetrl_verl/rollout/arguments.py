@@ -9,6 +9,7 @@ from typing import Any
 
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.config.vllm_arguments import fill, quantization_arguments, unfused_reductions
+from jetrl_verl.formats.catalog import cache_traits
 
 WORKER_EXTENSION = "jetrl_verl.rollout.worker.JetWorkerExtension"
 """vLLM worker extension that receives the trainer's qdata; a subclass of verl's own."""
@@ -28,7 +29,7 @@ def vllm_arguments(options: JetConfig, user: Mapping[str, Any] | None) -> dict[s
     arguments = quantization_arguments(options, user)
     arguments |= unfused_reductions(options, arguments)
     fill(arguments, "worker_extension_cls", WORKER_EXTENSION, options)
-    if options.operations == "shared" or options.kv_cache != "bf16":
+    if options.operations == "shared" or cache_traits(options.kv_cache).quantized:
         # Another one than vLLM's platform's own is refused by the table of what is supported.
         arguments["worker_cls"] = WORKER
     return arguments

@@ -13,6 +13,7 @@ not involved. Pages that sleep has dropped need no repair: what a page holds bey
 to us.
 """
 
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -22,22 +23,18 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from jetrl_verl import kernels
+from jetrl_verl import formats, kernels
 from jetrl_verl.config.support.table import refuse
-from jetrl_verl.formats.catalog import QUANTIZED_CACHE, UNQUANTIZED
-from jetrl_verl.kernels.decode_attention import MOST_QUERY_HEADS
-from jetrl_verl.reference.kv_cache import HEAD_DIM, TOKEN_BYTES
+from jetrl_verl.formats.caches import KVCache
+from jetrl_verl.formats.catalog import CacheTraits
 
 # Each is imported only where its platform runs.
 _CPU, _FLASH = "jetrl_verl.rollout.cpu_attention", "jetrl_verl.rollout.flash_attention"
 _BACKENDS = {
-    UNQUANTIZED: {
-        "CPU_ATTN": f"{_CPU}.SharedCPUAttentionBackend",
-        "FLASH_ATTN": f"{_FLASH}.SharedFlashAttentionBackend",
-    },
-    QUANTIZED_CACHE: {"CPU_ATTN": f"{_CPU}.FP8CPUAttentionBackend", "FLASH_ATTN": f"{_FLASH}.FP8FlashAttentionBackend"},
+    "CPU_ATTN": _CPU + ".{}CPUAttentionBackend",
+    "FLASH_ATTN": _FLASH + ".{}FlashAttentionBackend",
 }
-"""What the cache holds -> name of vLLM's backend -> its subclass with the shared attention."""
+"""Name of vLLM's backend -> its subclass with the shared attention, of which the cache says the first word."""
 
 
 REACHES = (
@@ -78,12 +75,12 @@ def _version(impl: Any) -> int:
     return getattr(impl, "vllm_flash_attn_version", 3)
 
 
-def _check_for_fp8(impl: Any) -> None:
-    """Refuse an attention layer that cannot have an FP8 KV cache, whatever the trainer does."""
+def _check_for_cache(impl: Any, held: CacheTraits) -> None:
+    """Refuse an attention layer that cannot have a quantized KV cache, whatever the trainer does."""
     group = impl.num_heads // impl.num_kv_heads
     for what, met in (
-        (f"heads of {impl.head_size}", impl.head_size != HEAD_DIM),
-        (f"{group} query heads of a KV head", group > MOST_QUERY_HEADS),
+        (f"heads of {impl.head_size}", impl.head_size != held.head_dim),
+        (f"{group} query heads of a KV head", group > held.most_query_heads),
         ("attention other than plain causal", not _is_plain(impl)),
         ("sliding window attention", _slides(impl)),
         (f"kv_cache_dtype={impl.kv_cache_dtype}", impl.kv_cache_dtype not in ("auto", "bfloat16")),
@@ -93,40 +90,39 @@ def _check_for_fp8(impl: Any) -> None:
             refuse("fp8_kv_cache_in_vllm", what=what)
 
 
-def _spec_of_fp8(layer: Attention, vllm_config: Any) -> FullAttentionSpec:
-    """What vLLM is told of a layer's cache: bytes."""
+def _spec(layer: Attention, vllm_config: Any, *, head: tuple[int, torch.dtype]) -> FullAttentionSpec:
+    """What vLLM is told of a layer's cache: ``head`` elements of a type for each head of a token."""
     # It may have changed since the layer was built.
     block_size = vllm_config.cache_config.block_size
-    return FullAttentionSpec(
-        block_size=block_size, num_kv_heads=layer.num_kv_heads, head_size=TOKEN_BYTES, dtype=torch.uint8
-    )
+    return FullAttentionSpec(block_size=block_size, num_kv_heads=layer.num_kv_heads, head_size=head[0], dtype=head[1])
 
 
-def share_attention(layer: Attention, kv_cache: str = "bf16") -> None:
+def share_attention(layer: Attention, kv_cache: KVCache | None = None) -> None:
     """Give a layer the shared backend in the place of vLLM's, and turn its implementation into the shared one.
 
     Args:
-        kv_cache: what its cache holds (``kernels.KV_CACHES``).
+        kv_cache: what its cache holds; None for BF16.
 
     Raises:
         UnsupportedConfiguration: the layer runs on another backend, or asks for more than plain causal attention in
             BF16.
     """
     stock = layer.get_attn_backend()
-    path = _BACKENDS[kv_cache].get(stock.get_name())
-    shared = resolve_obj_by_qualname(path) if path is not None else None
+    kv_cache = kv_cache or formats.kv_cache(formats.UNQUANTIZED)
+    path = _BACKENDS.get(stock.get_name())
+    shared = resolve_obj_by_qualname(path.format(kv_cache.traits.backend)) if path is not None else None
     if shared is None or shared.__base__ is not stock or type(layer.impl) is not stock.get_impl_cls():
         refuse("attention_backend_in_vllm", backend=stock.get_name(), module=stock.__module__)
-    if kv_cache == QUANTIZED_CACHE:
-        _check_for_fp8(layer.impl)
-        layer.get_kv_cache_spec = MethodType(_spec_of_fp8, layer)
+    if kv_cache.traits.quantized:
+        _check_for_cache(layer.impl, kv_cache.traits)
+        layer.get_kv_cache_spec = MethodType(partial(_spec, head=kv_cache.vllm_head), layer)
     else:
         _check(layer.impl)
     layer.attn_backend = shared
     layer.impl.__class__ = shared.get_impl_cls()
 
 
-def share_attention_layers(model: torch.nn.Module, kv_cache: str = "bf16") -> None:
+def share_attention_layers(model: torch.nn.Module, kv_cache: KVCache | None = None) -> None:
     """:func:`share_attention` of every attention layer of a model."""
     for module in model.modules():
         if isinstance(module, Attention):

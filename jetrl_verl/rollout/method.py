@@ -42,7 +42,6 @@ from jetrl_verl import formats
 from jetrl_verl.config.support.scopes import VLLM
 from jetrl_verl.config.support.table import explained, refuse
 from jetrl_verl.formats.format import SCALE_SUFFIX
-from jetrl_verl.kernels import KV_CACHES
 from jetrl_verl.models import family
 from jetrl_verl.models.families.base import place
 from jetrl_verl.models.plan import UnsupportedLayer, plan_linears
@@ -62,7 +61,7 @@ class JetQuantizationConfig(QuantizationConfig):
             ``"stock"`` as vLLM does.
         reduction: ``"ordered"`` adds the products of tensor-parallel ranks as the trainer does (row_parallel.py).
         precision: the run's, for messages; the method's name where none is given.
-        kv_cache: ``"fp8"`` keeps keys and values in E4M3 (attention.py).
+        kv_cache: what the engine keeps of keys and values (attention.py).
     """
 
     format_name: str
@@ -75,7 +74,7 @@ class JetQuantizationConfig(QuantizationConfig):
         contract_check: bool,
         operations: str = "stock",
         reduction: str = "stock",
-        kv_cache: str = "bf16",
+        kv_cache: str = formats.UNQUANTIZED,
         precision: str = "",
     ) -> None:
         super().__init__()
@@ -84,10 +83,8 @@ class JetQuantizationConfig(QuantizationConfig):
             raise ValueError(f"operations={operations} is none of shared and stock")
         if reduction not in ("ordered", "stock"):
             raise ValueError(f"reduction={reduction} is none of ordered and stock")
-        if kv_cache not in KV_CACHES:
-            raise ValueError(f"kv_cache={kv_cache} is none of {', '.join(KV_CACHES)}")
         self.precision = precision or self.get_name()
-        self.kv_cache = kv_cache
+        self.kv_cache = formats.kv_cache(kv_cache)
         self.operations = operations
         self.reduction = reduction
         self.contract_check = contract_check

@@ -30,6 +30,7 @@ from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3Rotary
 
 from jetrl_verl import kernels
 from jetrl_verl.config.support.table import refuse
+from jetrl_verl.formats.caches import KVCache
 from jetrl_verl.models import Family, family
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.rollout.attention import share_attention_layers
@@ -165,14 +166,16 @@ def _own_rotary(stock: RotaryEmbeddingBase, rope_parameters: Mapping[str, Any]) 
     return own
 
 
-def share_operations(model: torch.nn.Module, config: Any, ordered: bool = False, kv_cache: str = "bf16") -> None:
+def share_operations(
+    model: torch.nn.Module, config: Any, ordered: bool = False, kv_cache: KVCache | None = None
+) -> None:
     """Turn a loaded model of vLLM's into one that runs the shared operations, in place.
 
     Args:
         model: vLLM's model of one worker, not traced yet.
         config: its Hugging Face configuration.
         ordered: whether the products of tensor-parallel ranks are added as the trainer does.
-        kv_cache: what the KV cache holds (``kernels.KV_CACHES``).
+        kv_cache: what the KV cache holds; None for BF16.
 
     Raises:
         UnsupportedConfiguration: a layer that the shared operations do not cover.

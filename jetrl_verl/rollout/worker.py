@@ -28,7 +28,6 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from vllm.distributed import get_tp_group
 from vllm.platforms import current_platform
 
-from jetrl_verl.formats.catalog import QUANTIZED_CACHE
 from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.rollout.attention import share_attention_layers
 from jetrl_verl.rollout.experts import is_of_experts, load_experts
@@ -100,7 +99,7 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
                 "contract check: the trainer's precision is not bf16 but vLLM was started with quantization="
                 f"{config.get_name() if config else None}; do not override rollout.engine_kwargs.vllm.quantization"
             )
-        if (config.operations == "shared" or config.kv_cache == QUANTIZED_CACHE) and not isinstance(self, JetWorker):
+        if (config.operations == "shared" or config.kv_cache.traits.quantized) and not isinstance(self, JetWorker):
             asked = "trainer runs the shared operations" if config.operations == "shared" else "KV cache is to be FP8"
             raise ContractViolation(
                 f"contract check: the {asked} but vLLM was started with worker_cls="
@@ -118,7 +117,7 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
             return
         routing = live_routing(self.model_runner.model)
         operations = stated_operations(
-            self.device, config.operations, config.kv_cache, token_by_token, mixture=routing is not None
+            self.device, config.operations, config.kv_cache.traits.name, token_by_token, mixture=routing is not None
         )
         counts = self._jetrl_receiver.verify(
             self._jetrl_live.tensors(),

@@ -22,9 +22,9 @@ from typing import NamedTuple
 import torch
 
 from jetrl_verl import formats, kernels
-from jetrl_verl.formats.catalog import QUANTIZED_CACHE
+from jetrl_verl.formats.caches import KVCache
 from jetrl_verl.formats.sums import row_sums
-from jetrl_verl.reference import BLOCK, QuantizedTensor, cache_shape
+from jetrl_verl.reference import BLOCK, QuantizedTensor
 
 _LENGTHS = (5, 1, 131)
 _HEAD_DIM = 128
@@ -220,17 +220,15 @@ def stated_reduction(
 
 
 _CACHE_BLOCK = 16
-OF_THE_CACHE = "attention over an FP8 KV cache"
 
 
-def _whole_sequences(device: torch.device) -> torch.Tensor:
+def _whole_sequences(device: torch.device, kv_cache: KVCache) -> torch.Tensor:
     inputs = _inputs(device)
-    call = (inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, max(_LENGTHS), _HEAD_DIM**-0.5)
-    return kernels.attention(*call, kv_cache=QUANTIZED_CACHE)
+    return kv_cache.attend(inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, max(_LENGTHS), _HEAD_DIM**-0.5)
 
 
-def token_by_token(device: torch.device) -> torch.Tensor:
-    """Attention ``[N, H, D]`` of each of the probe's tokens, as a decode step of its own, to an FP8 KV cache."""
+def token_by_token(device: torch.device, kv_cache: KVCache) -> torch.Tensor:
+    """Attention ``[N, H, D]`` of each of the probe's tokens, as a decode step of its own, to a quantized KV cache."""
     inputs = _inputs(device)
     with torch.device("cpu"):  # whatever the default is
         owner = torch.repeat_interleave(torch.arange(len(_LENGTHS)), torch.tensor(_LENGTHS))
@@ -240,35 +238,36 @@ def token_by_token(device: torch.device) -> torch.Tensor:
         numbers = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(3)).split(pages)
         table = torch.nn.utils.rnn.pad_sequence(numbers, batch_first=True)
         slots = table[owner, position // _CACHE_BLOCK] * _CACHE_BLOCK + position % _CACHE_BLOCK
-    shape = cache_shape(sum(pages), _CACHE_BLOCK, inputs.k.shape[1])
+    shape = kv_cache.page_shape(sum(pages), _CACHE_BLOCK, inputs.k.shape[1])
     # What lies in pages that nobody has written is not read as a number: 255 is NaN.
     cache = torch.full(shape, 255, dtype=torch.uint8, device=device)
-    kernels.write_kv(inputs.k, inputs.v, cache, slots.to(device))
+    kv_cache.write(inputs.k, inputs.v, cache, slots.to(device))
     lengths, tables = (x.to(torch.int32).to(device) for x in (position + 1, table[owner]))
-    return kernels.decode_attention(inputs.q, cache, lengths, tables, _HEAD_DIM**-0.5)
+    return kv_cache.decode(inputs.q, cache, lengths, tables, _HEAD_DIM**-0.5)
 
 
 def stated_operations(
     device: torch.device,
     operations: str,
-    kv_cache: str = "bf16",
-    attend: Callable[[torch.device], torch.Tensor] = _whole_sequences,
+    kv_cache: str = formats.UNQUANTIZED,
+    attend: Callable[[torch.device, KVCache], torch.Tensor] = _whole_sequences,
     *,
     mixture: bool = False,
 ) -> dict[str, int]:
     """What a side states about its operations: :func:`operation_sums` where they are ``"shared"``, else nothing.
 
     Args:
-        kv_cache: what the rollout's cache holds (``kernels.KV_CACHES``).
-        attend: how this side attends to an FP8 cache; a rollout passes :func:`token_by_token`.
+        kv_cache: what the rollout's cache holds (``formats.CACHES``).
+        attend: how this side attends to a quantized cache; a rollout passes :func:`token_by_token`.
         mixture: whether the model is a mixture of experts; :func:`mixture_sums` are then stated as well.
     """
     if operations != "shared":
         return {}
     found = operation_sums(device) | (mixture_sums(device) if mixture else {})
-    if kv_cache == QUANTIZED_CACHE:
+    held = formats.kv_cache(kv_cache)
+    if held.contract:
         with torch.no_grad():
-            found[OF_THE_CACHE] = int(row_sums(attend(device).flatten(1)).sum())
+            found[held.contract] = int(row_sums(attend(device, held).flatten(1)).sum())
     return found
 
 

@@ -133,8 +133,8 @@ class _JetEngine(ShadowForwards):
             traits = formats.traits_of(options.rollout)
             measured = traits is not None and traits.measured
             # A rollout in BF16 has no quantized layer, and its cache may be quantized all the same.
-            if measured or (config.shared_operations and options.kv_cache != formats.UNQUANTIZED):
-                number_format = formats.get(options.rollout if measured else formats.FLOW)
+            if measured or (config.shared_operations and formats.cache_traits(options.kv_cache).quantized):
+                number_format = formats.get(options.rollout) if measured else None
                 self._jetrl_metrics = QuantizationMetrics(module, self._jetrl_plans, options.scale_rule, number_format)
         tokens = len(self.model_config.tokenizer) if self.model_config.tokenizer is not None else None
         output = module.get_output_embeddings() if config.jetrl_role != "critic" else None

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from jetrl_verl import kernels, models
+from jetrl_verl import formats, kernels, models
 from jetrl_verl.config.support.table import refuse
 from jetrl_verl.kernels.rms_norm import rms_norm_quantize_1x128
 from jetrl_verl.models.families.base import Experts, Family, leaf
@@ -150,12 +150,12 @@ def _refuse_attention(*_: Any, **__: Any) -> None:
     )
 
 
-def share_operations(model: nn.Module, kv_cache: str = "bf16") -> dict[str, int]:
+def share_operations(model: nn.Module, kv_cache: str = formats.UNQUANTIZED) -> dict[str, int]:
     """Put the shared operations in place.
 
     Args:
         model: a Hugging Face causal language model of a supported family, before FSDP wraps it.
-        kv_cache: what the rollout's cache holds, and attention sees of keys and values (``kernels.KV_CACHES``).
+        kv_cache: what the rollout's cache holds, and attention sees of keys and values (``formats.CACHES``).
 
     Returns:
         How many modules of each kind now run a shared operation.
@@ -188,7 +188,7 @@ def share_operations(model: nn.Module, kv_cache: str = "bf16") -> dict[str, int]
             replace("mlp", module, partial(_mlp_forward, family=family))
         elif kind.endswith("Attention"):
             replace("attention", module, partial(_attention_forward, family=family))
-            module.core = AttentionCore(module.scaling, kv_cache)
+            module.core = AttentionCore(module.scaling, formats.kv_cache(kv_cache))
     if mixture is not None:
         for layer in decoder.layers:
             replace("mixture", layer.get_submodule(mixture.block), partial(_mixture_forward, mixture=mixture))

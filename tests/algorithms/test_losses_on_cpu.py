@@ -161,7 +161,7 @@ def test_masked_tokens_change_nothing():
 
 @pytest.mark.parametrize("loss", ["qurl_decoupled", "qurl_acr"])
 def test_a_loss_that_needs_the_ratio_says_how_to_get_it(loss):
-    with pytest.raises(ValueError, match=f"loss_mode={loss} needs pi_old / pi_rollout .*rollout_is=token"):
+    with pytest.raises(ValueError, match=f"rollout_is=null is not supported with loss_mode={loss}: .*rollout_is=token"):
         get_policy_loss_fn(loss)(**batch(), config=actor_config())
 
 

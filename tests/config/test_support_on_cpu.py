@@ -20,7 +20,6 @@ from omegaconf import OmegaConf
 from jetrl_verl.config import JetConfig, UnsupportedConfiguration, check_config, environment
 from jetrl_verl.config.check import reader
 from jetrl_verl.config.operations import resolve_operations
-from jetrl_verl.config.support import limits
 from jetrl_verl.config.support.commands import COMMAND_ROWS
 from jetrl_verl.config.support.document import BEGIN, END, document, readme_block
 from jetrl_verl.config.support.general import ULYSSES
@@ -30,6 +29,7 @@ from jetrl_verl.config.support.options import OPTION_ROWS
 from jetrl_verl.config.support.scopes import ATTENTION, AUTO, MODEL, VLLM
 from jetrl_verl.config.support.table import COMPOSITION_ROWS, TABLE, row, stock_because
 from jetrl_verl.config.support.workers import WORKER_ROWS
+from jetrl_verl.formats.catalog import QUANTIZED_CACHES
 
 ROOT = Path(__file__).parents[2]
 SHAPE = re.compile(r"[^.]\S.* is not supported with .+\. Set .+\.")
@@ -107,6 +107,7 @@ def machine(monkeypatch, tmp_path):
     return build
 
 
+(FP8,) = QUANTIZED_CACHES
 OPTIONS = JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="shared")
 MIXTURE = {
     "model_type": "qwen3_moe",
@@ -267,10 +268,10 @@ def test_fused_kernels_of_a_padded_vocabulary_are_refused_by_their_row(machine, 
     ],
 )
 def test_an_fp8_cache_of_a_model_without_a_kernel_is_refused_by_its_row(machine, changes, error):
-    environment.check_fp8_cache(machine())
-    environment.check_fp8_cache(machine({"num_attention_heads": 16}))
+    environment.check_cache(machine(), FP8)
+    environment.check_cache(machine({"num_attention_heads": 16}), FP8)
     with pytest.raises(UnsupportedConfiguration) as refused:
-        environment.check_fp8_cache(path := machine(changes))
+        environment.check_cache(path := machine(changes), FP8)
     expected = row("model_of_an_fp8_cache").message(path=path, error=error)
     assert str(refused.value) == expected and SHAPE.fullmatch(expected)
 
@@ -442,13 +443,6 @@ def test_every_error_of_a_model_names_a_row():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in RAISES:
                 assert len(node.args) == 2, f"{path}:{node.lineno}"
-
-
-def test_the_numbers_of_the_table_are_those_of_the_kernels():
-    from jetrl_verl.kernels.decode_attention import MOST_QUERY_HEADS
-    from jetrl_verl.reference.kv_cache import UNIT_TOKENS
-
-    assert (limits.MOST_QUERY_HEADS, limits.CACHE_TOKENS) == (MOST_QUERY_HEADS, UNIT_TOKENS)
 
 
 JSON_FORMS = [

@@ -45,6 +45,57 @@ def test_names_types_and_vllm_methods_are_each_ones_own():
             call("fp4")
 
 
+def test_a_cache_is_what_its_traits_say():
+    assert next(iter(formats.CACHES)) == formats.UNQUANTIZED
+    for name, traits in formats.CACHES.items():
+        held = formats.kv_cache(name)
+        assert held.traits is traits and traits.name == name and traits.quantized == (held.vllm_head is not None)
+        k, v = (gaussian(6 * 2, 128).view(6, 2, 128).to(torch.bfloat16) for _ in range(2))
+        seen = held.seen(k, v)
+        assert traits.quantized == bool(held.contract) == any(not torch.equal(*pair) for pair in zip(seen, (k, v)))
+        parts = list(held.held(k, v))
+        assert [part.tensor for part in parts] == (["K", "V"] if traits.quantized else [])
+        assert all(torch.equal(part.restored, x) for part, x in zip(parts, seen))
+        if not traits.quantized:
+            assert traits.head_bytes(128) == k[0, 0].nbytes
+            for call in (held.lost, held.saturated):
+                with pytest.raises(NotImplementedError):
+                    call(None)
+            continue
+        # The pages hold what the trainer sees, in as many bytes as the traits say.
+        pages = torch.zeros(held.page_shape(2, traits.page_tokens, 2), dtype=torch.uint8)
+        held.write(k, v, pages, torch.arange(6))
+        for x, stored in zip(seen, reference.read_cache(pages)):
+            assert torch.equal(x, stored[0].transpose(0, 1)[:6])
+        assert pages.nbytes == 2 * 2 * traits.page_tokens * 2 * traits.head_bytes(traits.head_dim)
+        assert held.vllm_head == (traits.head_bytes(traits.head_dim), torch.uint8)
+        with pytest.raises(ValueError, match=f"multiple of {traits.page_tokens} tokens"):
+            held.page_shape(2, traits.page_tokens + 1, 2)
+    for call in (formats.kv_cache, formats.cache_traits):
+        with pytest.raises(ValueError, match="'fp4' is not what a KV cache may hold"):
+            call("fp4")
+
+
+def test_the_trainer_attends_to_what_the_cache_gives():
+    q, k, v = (gaussian(6 * heads, 128).view(6, heads, 128).to(torch.bfloat16) for heads in (4, 2, 2))
+    sequences = torch.tensor([0, 4, 6], dtype=torch.int32), 4, 128**-0.5
+    for name in formats.CACHES:
+        held = formats.kv_cache(name)
+        expected = formats.kv_cache(formats.UNQUANTIZED).attend(q, *held.seen(k, v), *sequences)
+        assert torch.equal(held.attend(q, k, v, *sequences), expected)
+
+
+def test_the_limits_of_a_cache_are_those_of_its_kernels():
+    from jetrl_verl.kernels.attention import HEAD_DIM, KV_CACHES
+    from jetrl_verl.kernels.decode_attention import MOST_QUERY_HEADS
+    from jetrl_verl.reference import kv_cache
+
+    assert tuple(formats.CACHES) == KV_CACHES
+    (traits,) = (each for each in formats.CACHES.values() if each.quantized)
+    assert traits.head_dim == kv_cache.HEAD_DIM == HEAD_DIM and traits.most_query_heads == MOST_QUERY_HEADS
+    assert (traits.page_tokens, traits.head_bytes(HEAD_DIM)) == (kv_cache.UNIT_TOKENS, kv_cache.TOKEN_BYTES)
+
+
 def test_the_catalog_needs_no_torch():
     program = "import sys; from jetrl_verl.formats.catalog import FORMATS; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent).returncode == 0
@@ -142,14 +193,26 @@ def test_only_what_is_measured_tells_what_was_lost(number_format):
 MODULES = tuple(f"jetrl_verl.formats.{traits.module}" for traits in formats.FORMATS.values())
 
 
+def _is_the_cache(node: ast.AST) -> bool:
+    """Whether an expression is what a KV cache holds: ``o.kv_cache``, ``o["kv_cache"]``, ``get("jetrl.kv_cache")``."""
+    named = getattr(node, "attr", None) or getattr(node, "id", None)
+    parts = [*getattr(node, "args", ()), getattr(node, "slice", None)]
+    keys = [part.value for part in parts if isinstance(part, ast.Constant)]
+    return named == "kv_cache" or any(str(key).rpartition(".")[2] == "kv_cache" for key in keys)
+
+
 def _names_a_format(path: Path) -> list[str]:
-    """Lines in which a file spells a format's name, its type or one of its functions."""
+    """Lines in which a file spells a format's name, its type or a function, or compares what a cache holds."""
     types = {"int8", "float8_e4m3fn", "FP8_DTYPE", "E4M3_MAX", "E4M3_NAN_BITS"}
     functions = {"quantize_int8", "gemm_int8", "fprop_int8", "quantize_128x128", "dequantize_128x128"}
+    functions |= {"quantize_kv", "dequantize_kv", "quantize_heads", "dequantize_heads", "KV_CACHES", "TOKEN_BYTES"}
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Constant) and node.value in formats.FORMATS:
             found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {node.value!r}")
+        sides = (node.left, *node.comparators) if isinstance(node, ast.Compare) else ()
+        if any(map(_is_the_cache, sides)) and not all(isinstance(each, ast.Is | ast.IsNot) for each in node.ops):
+            found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: compares kv_cache")
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(MODULES):
             found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {node.module}")
         name = getattr(node, "attr", None) or getattr(node, "id", None)
@@ -165,6 +228,23 @@ def test_nobody_else_names_a_format():
     assert len(files) > 50
     found = [line for path in files for line in _names_a_format(path)]
     assert found == []
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ('x = options.kv_cache == "bf16"', True),
+        ('x = request["kv_cache"] != formats.UNQUANTIZED', True),
+        ('x = get("jetrl.kv_cache") in names', True),
+        ("x = kv_cache is None", False),
+        ("x = formats.cache_traits(options.kv_cache).quantized", False),
+        ("_, k, v = kernels.quantize_kv(k, v)", True),
+    ],
+)
+def test_the_search_sees_who_tells_caches_apart(tmp_path, monkeypatch, code, found):
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
+    (tmp_path / "some.py").write_text(code)
+    assert bool(_names_a_format(tmp_path / "some.py")) == found
 
 
 def test_the_search_for_names_finds_them():

@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionMetadataBuilder
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
+from jetrl_verl import formats
 from jetrl_verl.reference import cache_shape
 from jetrl_verl.rollout import cpu_attention, flash_attention
 from jetrl_verl.rollout.attention import share_attention
@@ -110,7 +111,7 @@ def test_what_is_not_covered_is_refused(backend, changes, complaint):
 )
 def test_a_layer_with_an_fp8_cache_tells_vllm_of_bytes(stock, shared, impl):
     built = layer(stock)
-    share_attention(built, "fp8")
+    share_attention(built, formats.kv_cache("fp8"))
     assert built.get_attn_backend() is shared and type(built.impl) is impl and shared.get_name() == stock.get_name()
     spec = built.get_kv_cache_spec(SimpleNamespace(cache_config=SimpleNamespace(block_size=32)))
     shape = shared.get_kv_cache_shape(7, 32, spec.num_kv_heads, spec.head_size)
@@ -131,7 +132,7 @@ def test_a_layer_with_an_fp8_cache_tells_vllm_of_bytes(stock, shared, impl):
 )
 def test_what_an_fp8_cache_has_no_kernel_for_is_refused(backend, changes, what):
     with pytest.raises(ValueError, match=f"^{what} is not supported with jetrl.kv_cache=fp8: no kernel reads"):
-        share_attention(layer(backend, **changes), "fp8")
+        share_attention(layer(backend, **changes), formats.kv_cache("fp8"))
 
 
 def test_a_batch_is_split_into_decodes_and_chunks_that_are_dequantized_together():

@@ -13,7 +13,6 @@ from jetrl_verl.models.families.base import Routing
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.sync.contract import ContractReceiver, ContractViolation, LiveTensor, Manifest, with_contract
 from jetrl_verl.sync.operations_probe import (
-    OF_THE_CACHE,
     _mixture_inputs,
     mixture_sums,
     operation_sums,
@@ -91,11 +90,11 @@ def test_a_side_that_does_not_share_is_told_by_every_operation(sums):
 
 def test_decode_from_an_fp8_cache_is_stated_as_the_trainers_attention_to_whole_sequences(sums):
     trainer = stated_operations(CPU, "shared", "fp8")
-    rollout = stated_operations(CPU, "shared", "fp8", token_by_token)
-    assert trainer == rollout and set(trainer) - set(sums) == {OF_THE_CACHE}
-    assert trainer[OF_THE_CACHE] != sums["attention"]
+    rollout, held = stated_operations(CPU, "shared", "fp8", token_by_token), formats.kv_cache("fp8").contract
+    assert trainer == rollout and set(trainer) - set(sums) == {held}
+    assert trainer[held] != sums["attention"]
     assert stated_operations(CPU, "stock", "fp8") == {}
-    with pytest.raises(ContractViolation, match=f"contract check: {OF_THE_CACHE} of the shared operations differ"):
+    with pytest.raises(ContractViolation, match=f"contract check: {held} of the shared operations differ"):
         verify(trainer, sums)
 
 

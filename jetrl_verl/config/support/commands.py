@@ -13,7 +13,7 @@ COMMAND_ROWS: tuple[Row, ...] = (
         "models of a type that has no family",
         _A_COMMAND,
         "{error}",
-        "Set it to a model of a type in docs/support.md",
+        "Set a model of one of these types",
         what="the model {path}",
         found=DRIVER,
         listed=False,

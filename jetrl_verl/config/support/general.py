@@ -4,11 +4,12 @@
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+from jetrl_verl.formats.catalog import QUANTIZED_CACHES
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
-from .limits import CACHE_TOKENS
 from .row import IS_ABSENT, IS_FALSE, IS_SET, IS_TRUE, Get, Row, Scope, Wrong, above, other_than
 from .scopes import (
     ACTOR,
@@ -139,6 +140,10 @@ def _splits_padded(value: Any, get: Get) -> bool:
 def _replicas_of_one(value: Any, get: Get) -> bool:
     gpus = (get("trainer.n_gpus_per_node") or 1) * (get("trainer.nnodes") or 1)
     return value == 1 and get(f"{ACTOR}.strategy") == "fsdp" and gpus > 1
+
+
+def _cuts(tokens: int, value: Any, get: Get) -> bool:
+    return (value or 0) % tokens != 0
 
 
 GENERAL_ROWS: tuple[Row, ...] = (
@@ -422,16 +427,19 @@ GENERAL_ROWS: tuple[Row, ...] = (
         example=True,
         listed=False,
     ),
-    Row(
-        "block_size_of_an_fp8_cache",
-        f"pages of other sizes than multiples of {CACHE_TOKENS} tokens",
-        FP8_CACHE,
-        f"its pages are made of {CACHE_TOKENS} tokens each",
-        f"Set {{key}} to a multiple of {CACHE_TOKENS}",
-        (f"{VLLM}.block_size",),
-        Wrong(f"no multiple of {CACHE_TOKENS}", lambda value, get: (value or 0) % CACHE_TOKENS != 0),
-        example=24,
-        listed=False,
+    *(
+        Row(
+            f"block_size_of_an_{held.name}_cache",
+            f"pages of other sizes than multiples of {held.page_tokens} tokens",
+            FP8_CACHE,
+            f"its pages are made of {held.page_tokens} tokens each",
+            f"Set {{key}} to a multiple of {held.page_tokens}",
+            (f"{VLLM}.block_size",),
+            Wrong(f"no multiple of {held.page_tokens}", partial(_cuts, held.page_tokens)),
+            example=held.page_tokens + 8,
+            listed=False,
+        )
+        for held in QUANTIZED_CACHES
     ),
     _one_of_vllm(
         "speculation",

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of the table: releases, GPUs, heads, and what is paid where kernels are missing."""
+"""The numbers of the table: releases, GPUs, and what is paid where kernels are missing."""
 
 PINS = {"verl": "0.9.1", "vllm": "0.24.0", "torch": "2.11", "transformers": "5.9"}
 """Releases whose internals this project was written against; a shorter pin leaves the rest of the version free."""
@@ -10,12 +10,6 @@ MIN_CAPABILITY = (8, 9)
 
 SHARED_CAPABILITY = (9, 0)
 """The compute capability for which the shared operations were written: FlashAttention 3 has no other."""
-
-MOST_QUERY_HEADS = 8
-"""Query heads of a KV head that the decode kernel of an FP8 KV cache computes (kernels.decode_attention's)."""
-
-CACHE_TOKENS = 16
-"""Tokens of which a page of an FP8 KV cache holds a multiple (reference.kv_cache's)."""
 
 WGRAD_IN_TRITON = 0.68
 """Speed of WGrad in Triton over cuBLAS's in BF16, FP32 stored, four linears of Qwen3-8B at 4,096 and 16,384 tokens on

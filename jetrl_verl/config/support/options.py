@@ -5,7 +5,7 @@
 from functools import partial
 from itertools import permutations
 
-from jetrl_verl.formats.catalog import FLOW, FORMATS, QUANTIZED_CACHE, SCALE_RULES, UNQUANTIZED
+from jetrl_verl.formats.catalog import FLOW, FORMATS, QUANTIZED_CACHES, SCALE_RULES, UNQUANTIZED
 
 from .row import Get, Row, Scope, Wrong, other_than
 from .scopes import EXACT, ROLLOUT_LOG_PROBS
@@ -274,7 +274,7 @@ OPTION_ROWS: tuple[Row, ...] = (
         "Set jetrl.operations=shared, or jetrl.kv_cache=bf16",
         ("jetrl.kv_cache",),
         other_than(UNQUANTIZED),
-        example=QUANTIZED_CACHE,
+        example=QUANTIZED_CACHES[0].name,
     ),
     Row(
         "exact_without_shared_operations",

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """With what a setting may not be supported: the Y of a row's message."""
 
-from jetrl_verl.formats.catalog import FLOW, QUANTIZED_CACHE
+from jetrl_verl.formats.catalog import CACHES, FLOW, QUANTIZED_CACHES
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 from .row import Get, Scope
@@ -116,11 +116,12 @@ QURL = Scope(
     ("precision=qurl_fp8",),
 )
 
+_KEPT = " or ".join(f"jetrl.kv_cache={held.name}" for held in QUANTIZED_CACHES)
 FP8_CACHE = Scope(
-    "jetrl.kv_cache=fp8",
-    "`jetrl.kv_cache=fp8`",
-    _is("jetrl.kv_cache", QUANTIZED_CACHE),
-    ("precision=fp8_rollout", "jetrl.kv_cache=fp8"),
+    _KEPT,
+    f"`{_KEPT}`",
+    lambda get: (held := CACHES.get(get("jetrl.kv_cache"))) is not None and held.quantized,
+    ("precision=fp8_rollout", f"jetrl.kv_cache={QUANTIZED_CACHES[0].name}"),
 )
 
 EXPERTS = Scope("experts in FP8", "experts in FP8", _is("jetrl.rollout", FLOW))

@@ -15,7 +15,8 @@ from typing import Any
 
 from jetrl_verl.config.support.row import Get
 from jetrl_verl.config.support.scopes import ACTOR, ATTENTION, MODEL, REF, ROLLOUT
-from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED
+from jetrl_verl.config.support.table import refusal
+from jetrl_verl.formats.catalog import CACHES, FLOW, UNQUANTIZED
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 from jetrl_verl.tools.advise import AdviseError
 from jetrl_verl.tools.advise.shapes import Model, find_config, model_of
@@ -217,9 +218,17 @@ def job_of_config(get: Get, means: Means, name: str | None = None) -> Job:
         stock=get("jetrl.operations") == "stock",
         backward=str(get("jetrl.backward") or FLOW),
         fp8_reference=get("jetrl.ref") == FLOW,
-        kv_cache=str(get("jetrl.kv_cache") or UNQUANTIZED),
+        kv_cache=_cache(get),
         notes=notes,
     )
+
+
+def _cache(get: Get) -> str:
+    kept = str(get("jetrl.kv_cache") or UNQUANTIZED)
+    if kept not in CACHES:
+        words = {"key": "jetrl.kv_cache", "value": kept, "choices": f"one of {', '.join(CACHES)}"}
+        raise AdviseError(refusal("option_value", **words))
+    return kept
 
 
 def _micro(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jetrl_verl.config.precision import group_values
-from jetrl_verl.formats.catalog import FLOW, QUANTIZED_CACHE, UNQUANTIZED
+from jetrl_verl.formats.catalog import CACHES, FLOW, UNQUANTIZED
 from jetrl_verl.tools.advise.job import Job
 from jetrl_verl.tools.advise.memory import RolloutMemory, TrainerMemory, rollout_memory, trainer_memory
 from jetrl_verl.tools.advise.rates import Rates
@@ -221,7 +221,7 @@ def with_each_cache(rates: Rates, job: Job, precision: Precision) -> dict[str, P
     """The step with either KV cache, by the values of ``jetrl.kv_cache``."""
     return {
         held: predict(rates, job, replace(precision, engine=replace(precision.engine, kv_cache=held)))
-        for held in (UNQUANTIZED, QUANTIZED_CACHE)
+        for held in CACHES
     }
 
 

@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from jetrl_verl.formats.catalog import QUANTIZED_CACHE, UNQUANTIZED
+from jetrl_verl.formats.catalog import QUANTIZED_CACHES, UNQUANTIZED, cache_traits
 from jetrl_verl.tools.advise.job import Job, as_mapping
 from jetrl_verl.tools.advise.memory import GIB, GPU_BYTES
 from jetrl_verl.tools.advise.predict import PHASES, SMALL_MICRO_BATCH, Prediction, batches
@@ -82,7 +82,8 @@ def cache_sentences(job: Job, caches: dict[str, Prediction]) -> list[str]:
     """
     if not caches:
         return []
-    bf16, fp8 = (caches[held] for held in (UNQUANTIZED, QUANTIZED_CACHE))
+    (other,) = QUANTIZED_CACHES
+    bf16, small = caches[UNQUANTIZED], caches[other.name]
 
     def step(each: Prediction) -> str:
         if math.isinf(each.step):
@@ -93,12 +94,13 @@ def cache_sentences(job: Job, caches: dict[str, Prediction]) -> list[str]:
         )
 
     sizes = (
-        f"{job.model.kv_bytes(QUANTIZED_CACHE)} bytes a token instead of {job.model.kv_bytes()}, so that a replica "
-        f"holds {fp8.rollout.tokens / 1e3:.0f}k tokens instead of {bf16.rollout.tokens / 1e3:.0f}k"
+        f"{job.model.kv_bytes(other.name)} bytes a token instead of {job.model.kv_bytes()}, so that a replica "
+        f"holds {small.rollout.tokens / 1e3:.0f}k tokens instead of {bf16.rollout.tokens / 1e3:.0f}k"
     )
-    chosen = "is chosen" if job.kv_cache == QUANTIZED_CACHE else "is not chosen"
+    chosen = "is chosen" if cache_traits(job.kv_cache).quantized else "is not chosen"
     return [
-        f"jetrl.kv_cache=fp8 {chosen}. With it jet_fp8 has {sizes}, and {step(fp8)}; with a BF16 cache {step(bf16)}.",
+        f"jetrl.kv_cache={other.name} {chosen}. With it jet_fp8 has {sizes}, and {step(small)}; with a BF16 cache "
+        f"{step(bf16)}.",
         "It costs jet_fp8 no exactness: the trainer's attention sees the same keys and values. Under a baseline the "
         "rollout alone has it, which adds to the mismatch. Its own rounding: docs/log/kv_cache.md.",
     ]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jetrl_verl.formats.catalog import FORMATS, UNQUANTIZED
+from jetrl_verl.formats.catalog import FORMATS, UNQUANTIZED, cache_traits
 from jetrl_verl.tools.advise.rates import Rates
 from jetrl_verl.tools.advise.shapes import Model
 
@@ -87,10 +87,10 @@ def decode_step(rates: Rates, model: Model, engine: Engine, requests: float, tok
             for n, k, quantized in experts.linears
         ] * model.layers
     pairs.append(_linear(rates, requests, model.vocabulary / tp, model.hidden, UNQUANTIZED))
-    quantized = engine.kv_cache != UNQUANTIZED
-    cache = tokens * model.kv_bytes(engine.kv_cache) / tp / rates["cache.fp8" if quantized else "cache"]
-    if engine.shared or quantized:
-        key = rates["attention.fp8_cache.key" if quantized else "attention.shared.key"]
+    held = cache_traits(engine.kv_cache)
+    cache = tokens * model.kv_bytes(engine.kv_cache) / tp / rates[f"cache.{held.name}" if held.quantized else "cache"]
+    if engine.shared or held.quantized:
+        key = rates[f"attention.{held.name}_cache.key" if held.quantized else "attention.shared.key"]
         cache = max(cache, model.layers * tokens / requests * key)
     return Step(
         weights=sum(pair[0] for pair in pairs),

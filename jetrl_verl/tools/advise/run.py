@@ -8,7 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jetrl_verl.config.environment import fp8_cache_message
+from jetrl_verl.config.environment import cache_message
+from jetrl_verl.formats.catalog import QUANTIZED_CACHES
 from jetrl_verl.tools.advise import AdviseError
 from jetrl_verl.tools.advise.job import Job, Means, compose, job_of_config, job_of_options, words_of_script
 from jetrl_verl.tools.advise.predict import STOCK_VERL, precisions, predict, with_each_cache
@@ -84,7 +85,8 @@ def run_advise(options: AdviseOptions, console: Console) -> int:
     predictions = [predict(rates, job, column) for column in columns]
     # Where jet_fp8 may have either cache.
     flow = [column for column in columns if column.name == "jet_fp8" and column.engine.shared]
-    caches = with_each_cache(rates, job, flow[0]) if flow and not fp8_cache_message(job.model.config, "") else {}
+    without = any(cache_message(job.model.config, "", held) for held in QUANTIZED_CACHES)
+    caches = with_each_cache(rates, job, flow[0]) if flow and not without else {}
     if options.as_json:
         print(json.dumps(as_json(job, rates, predictions, settings, caches), indent=1))
     else:

@@ -11,12 +11,12 @@ from typing import Any
 from omegaconf import DictConfig
 
 from jetrl_verl.config.check import reader
-from jetrl_verl.config.environment import fp8_cache_message, model_overrides
+from jetrl_verl.config.environment import cache_message, model_overrides
 from jetrl_verl.config.support.operations import EXACT_ROWS, SHARED_ROWS
 from jetrl_verl.config.support.options import OPTION_ROWS
 from jetrl_verl.config.support.row import Get
 from jetrl_verl.config.support.table import COMPOSITION_ROWS, model_refusal
-from jetrl_verl.formats.catalog import QUANTIZED_CACHE
+from jetrl_verl.formats.catalog import UNQUANTIZED, cache_traits
 from jetrl_verl.models import UnsupportedLayer, UnsupportedOperation, family
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.tools.advise.shapes import Model
@@ -73,7 +73,8 @@ def cache_findings(get: Get, model: Model, stock: bool) -> list[Finding]:
     Args:
         stock: whether something makes the operations of ``jet_fp8`` stock.
     """
-    if get("jetrl.kv_cache") != QUANTIZED_CACHE:
+    held = cache_traits(get("jetrl.kv_cache") or UNQUANTIZED)
+    if not held.quantized:
         return []
     (row,) = (row for row in OPTION_ROWS if row.name == "kv_cache_of_stock_operations")
     operations = STOCK_OPERATIONS if stock or get("jetrl.operations") == STOCK_OPERATIONS else "shared"
@@ -82,7 +83,7 @@ def cache_findings(get: Get, model: Model, stock: bool) -> list[Finding]:
         return {"jetrl.operations": operations, "jetrl.precision": "jet_fp8"}.get(key) or get(key)
 
     found = [row.message(asked, **words) for words in row.met(asked)]
-    found += filter(None, [fp8_cache_message(model.config, model.name)])
+    found += filter(None, [cache_message(model.config, model.name, held)])
     return [Finding(REFUSED, message) for message in found]
 
 

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from jetrl_verl.config.support.table import refusal
-from jetrl_verl.formats.catalog import UNQUANTIZED
+from jetrl_verl.formats.catalog import UNQUANTIZED, cache_traits
 from jetrl_verl.models import UnsupportedLayer, family
 from jetrl_verl.models.families.base import read
 from jetrl_verl.models.plan import plan_linears
-from jetrl_verl.reference.kv_cache import HEAD_DIM, TOKEN_BYTES
 from jetrl_verl.tools.advise import AdviseError
 
 BF16 = 2
@@ -189,11 +188,9 @@ class Model:
         """Bytes of keys and values of one token, all layers.
 
         Args:
-            kv_cache: what the cache holds, a value of ``jetrl.kv_cache``: of ``fp8``, heads are of 128.
+            kv_cache: what the cache holds, a value of ``jetrl.kv_cache``.
         """
-        if kv_cache == UNQUANTIZED:
-            return 2 * BF16 * self.layers * self.keys
-        return 2 * self.layers * self.keys // HEAD_DIM * TOKEN_BYTES
+        return 2 * self.layers * cache_traits(kv_cache).head_bytes(self.keys)
 
 
 def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:

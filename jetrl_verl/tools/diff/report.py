@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jetrl_verl.config.options import JetConfig
-from jetrl_verl.formats.catalog import UNQUANTIZED
+from jetrl_verl.formats.catalog import UNQUANTIZED, cache_traits
 from jetrl_verl.tools.diff.attribution import Attribution
 from jetrl_verl.tools.diff.measures import Mismatch
 from jetrl_verl.tools.diff.operations import KINDS
@@ -76,7 +76,7 @@ def _name(summary: Mapping[str, Any]) -> str:
     """The precision, and a cache that is not the precision's own."""
     options = summary["options"]
     cache = UNQUANTIZED if options is None else options["kv_cache"]
-    return f"precision={summary['precision']}" + (f" jetrl.kv_cache={cache}" if cache != UNQUANTIZED else "")
+    return f"precision={summary['precision']}" + (f" jetrl.kv_cache={cache}" if cache_traits(cache).quantized else "")
 
 
 def _mismatches(summary: Mapping[str, Any]) -> Table:

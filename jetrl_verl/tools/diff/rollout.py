@@ -32,13 +32,12 @@ from typing import Any
 
 import torch
 
-from jetrl_verl import kernels, models
+from jetrl_verl import formats, kernels, models
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.config.support.table import refusal
-from jetrl_verl.formats import UNQUANTIZED
+from jetrl_verl.formats.caches import KVCache
 from jetrl_verl.models.families.base import Family, leaf
 from jetrl_verl.reference import QuantizedTensor
-from jetrl_verl.reference.kv_cache import HEAD_DIM
 from jetrl_verl.tools.diff import DiffError
 from jetrl_verl.tools.diff.measures import bits
 from jetrl_verl.tools.diff.operations import Operation, dense_choice, operations
@@ -51,7 +50,7 @@ class Recorder:
 
     Args:
         runner: vLLM's model runner, of either version. family: of its model. shared: whether its operations are.
-        cached: whether keys and values are quantized when they are written.
+        kv_cache: what the cache holds; None for BF16.
         sequences: prompt and response of each request, in the order in which the requests will be added.
         vocabulary: how many logits to keep.
     """
@@ -63,9 +62,9 @@ class Recorder:
         sequences: Sequence[Sequence[int]],
         vocabulary: int,
         shared: bool = True,
-        cached: bool = False,
+        kv_cache: KVCache | None = None,
     ) -> None:
-        self._family, self._shared, self._cached = family, shared, cached
+        self._family, self._shared, self._kv_cache = family, shared, kv_cache
         self._undo = contextlib.ExitStack()
         self._runner, self._sequences, self._vocabulary = runner, sequences, vocabulary
         fed = [len(sequence) - 1 for sequence in sequences]
@@ -120,7 +119,7 @@ class Recorder:
         if first:
             self._watch(get(family.rotary), (q_norm or q, k_norm or k), ("q_rotary", "k_rotary"))
         self._watch(get(family.core), ("q_rotary", "k_rotary", v), ("attention",))
-        if self._cached:
+        if self._kv_cache is not None and self._kv_cache.traits.quantized:
             get(family.core).register_forward_pre_hook(self._keep_cached)
         self._watch(get(family.o), ("attention",), (o,))
         self._watch(get(family.post_norm), ("stream", "residual"), ("post_norm", "post_residual"))
@@ -140,8 +139,8 @@ class Recorder:
         """What attention will see of the keys and values that it is given: by the rule of the cache, not from its
         pages, so a page that holds something else shows as a difference of attention."""
         if self._order:
-            k, v = (self._now[name].unflatten(1, (-1, HEAD_DIM)) for name in ("k_rotary", leaf(self._family.v)))
-            for name, seen in zip(("k_cache", "v_cache"), kernels.quantize_kv(k, v)[1:], strict=True):
+            k, v = (self._now[name].unflatten(1, (-1, module.head_size)) for name in ("k_rotary", leaf(self._family.v)))
+            for name, seen in zip(("k_cache", "v_cache"), self._kv_cache.seen(k, v), strict=True):
                 self._keep(Operation(self._layer, name), seen.flatten(1))
 
     def _watch_choices(self, decoder: torch.nn.Module) -> None:
@@ -386,8 +385,8 @@ def run(request: Request) -> Recording:
         except models.UnsupportedLayer as error:
             raise DiffError(refusal("model_of_a_command", path=request.model, command="diff", error=error)) from None
         shared = request.jetrl is not None and request.jetrl["operations"] == "shared"
-        cached = request.jetrl is not None and request.jetrl["kv_cache"] != UNQUANTIZED
-        recorder = Recorder(runner, family, sequences, request.vocabulary, shared, cached)
+        kept = formats.kv_cache(formats.UNQUANTIZED if request.jetrl is None else request.jetrl["kv_cache"])
+        recorder = Recorder(runner, family, sequences, request.vocabulary, shared, kept)
     sampling = [
         SamplingParams(
             temperature=request.temperature,
@@ -414,7 +413,7 @@ def run(request: Request) -> Recording:
     )
     recording = Recording(request.prompts, responses, log_probs)
     if recorder is not None:
-        expected = operations(family, len(runner.model.model.layers), shared, cached)[:-1]
+        expected = operations(family, len(runner.model.model.layers), shared, kept.traits.quantized)[:-1]
         recording.outputs = recorder.outputs(recording.drawing, expected)
         recording.outputs[Operation(None, "sampler")] = log_probs[:, None]
     return recording

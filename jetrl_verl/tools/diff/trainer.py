@@ -22,7 +22,7 @@ import torch
 from jetrl_verl import kernels, models
 from jetrl_verl.config.options import JetConfig, UnsupportedConfiguration
 from jetrl_verl.config.support.table import model_refusal, refusal
-from jetrl_verl.formats import UNQUANTIZED
+from jetrl_verl.formats import UNQUANTIZED, cache_traits
 from jetrl_verl.models.families.base import leaf
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.attention import AttentionCore
@@ -130,7 +130,7 @@ class Trainer:
         if options is not None and head.weight.shape[0] > vocabulary:
             mask_unused_vocabulary(model, vocabulary)
         layers = model.get_decoder().layers
-        self._cached = options is not None and options.kv_cache != UNQUANTIZED
+        self._cached = options is not None and cache_traits(options.kv_cache).quantized
         self.operations = operations(self._family, len(layers), self._shared, self._cached)
         self._tap: Tap = lambda operation, output: output
         self._layer: int | None = None
@@ -175,7 +175,7 @@ class Trainer:
         (core,) = (module for module in layer.modules() if isinstance(module, AttentionCore))
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *sequences: Any) -> torch.Tensor:
-            _, k, v = kernels.quantize_kv(k, v)
+            k, v = core.kv_cache.seen(k, v)
             k, v = self._ask("k_cache", k), self._ask("v_cache", v)
             return kernels.attention(q, k, v, *sequences, core.scale)
 

@@ -94,6 +94,11 @@ def test_a_cache_that_is_short_preempts_less():
     assert caches["bf16"].schedule.preemptions > caches["fp8"].schedule.preemptions
 
 
+def test_a_cache_that_does_not_exist_is_one_sentence():
+    status, said = run("--", *LONG, "jetrl.kv_cache=fp4")
+    assert status != 0 and "jetrl.kv_cache=fp4 is not supported with any precision. Set jetrl.kv_cache to one" in said
+
+
 def test_the_report_says_what_the_cache_is_worth_and_costs():
     plain, chosen = advised(), advised("jetrl.kv_cache=fp8")
     assert plain["job"]["kv_cache"] == "bf16" and chosen["job"]["kv_cache"] == "fp8"

@@ -336,5 +336,5 @@ def test_what_cannot_be_predicted_is_one_sentence(words, sentence):
 
 
 def test_a_model_of_another_architecture_is_one_sentence():
-    with pytest.raises(AdviseError, match="name a model of one of them"):
+    with pytest.raises(AdviseError, match="not supported with jetrl advise: .* Set a model of one of these types"):
         model_of("m", {"model_type": "mixtral"})

@@ -15,8 +15,8 @@ import torch
 import triton.language as tl
 
 from jetrl_verl import reference
+from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
-from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.sizes import ceil_div
 

@@ -183,7 +183,7 @@ def _candidates(operation: str, device: torch.device) -> tuple[str, ...]:
     try:
         return BACKENDS[operation][column_of(device)]
     except KeyError:
-        raise RuntimeError(f"{operation} is not supported with {platform_of(device)}. Use it on a CPU.") from None
+        raise RuntimeError(f"{operation} has no backend on {platform_of(device)}. Use it on a CPU.") from None
 
 
 def implementation(operation: str, backend: str) -> Callable:

@@ -15,8 +15,8 @@ The rank of a token, which vLLM reports, is counted in those chunks alone whose 
 import torch
 import triton.language as tl
 
+from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
-from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.log_probs import (
     CHUNK,
     ELEMENTS,

@@ -19,8 +19,8 @@ import triton.language as tl
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.device.e4m3 import GROUP, is_pow2, store_both, words_of
+from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
-from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.results import (
     empty_colwise,

@@ -9,8 +9,8 @@ import torch
 import triton.language as tl
 
 from jetrl_verl import reference
+from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
-from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.results import empty_rowwise, fake_rowwise, require_groups
 from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2

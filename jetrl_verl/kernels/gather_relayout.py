@@ -20,8 +20,8 @@ from jetrl_verl.kernels.device.e4m3 import (
     scale_and_divisor,
     store_words,
 )
+from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
-from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.results import empty_colwise, fake_colwise, require_groups, require_groups_of_rows
 from jetrl_verl.reference import BLOCK, QuantizedTensor

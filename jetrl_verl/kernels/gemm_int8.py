@@ -14,8 +14,8 @@ import triton.language as tl
 
 from jetrl_verl import reference
 from jetrl_verl.kernels import vllm_kernels
+from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
-from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.reference import QuantizedTensor

@@ -24,8 +24,8 @@ import triton.language as tl
 from jetrl_verl import reference
 from jetrl_verl.kernels import native, vllm_kernels
 from jetrl_verl.kernels.device.e4m3 import GROUP
+from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import backend_needs, choose, implements, lookup
-from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.reference import BLOCK, QuantizedTensor

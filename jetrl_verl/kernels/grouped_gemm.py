@@ -22,8 +22,8 @@ import triton.language as tl
 from jetrl_verl import reference
 from jetrl_verl.kernels import native
 from jetrl_verl.kernels.device.e4m3 import GROUP
+from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import choose, implements, lookup
-from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
 from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor

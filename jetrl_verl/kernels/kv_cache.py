@@ -26,8 +26,8 @@ from jetrl_verl.kernels.device.e4m3 import (
     reciprocal_of,
     scale_of,
 )
+from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
-from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.reference import FP8_DTYPE, QuantizedTensor

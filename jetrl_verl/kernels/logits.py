@@ -24,8 +24,8 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from jetrl_verl.kernels.device.launch import INTERPRETED, jit
 from jetrl_verl.kernels.dispatch import implements, lookup
-from jetrl_verl.kernels.launch import INTERPRETED, jit
 from jetrl_verl.kernels.native import aligned
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
 from jetrl_verl.kernels.reproducible import grid_bits, on_grid

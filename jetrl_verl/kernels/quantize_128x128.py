@@ -37,8 +37,8 @@ from jetrl_verl.kernels.device.e4m3 import (
     transposed_words,
     words_of,
 )
+from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
-from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor, ScaleRule

@@ -31,8 +31,8 @@ from jetrl_verl.kernels.device.e4m3 import (
     store_rowwise,
     words_of,
 )
+from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
-from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.results import empty_colwise, empty_rowwise, fake_colwise, fake_rowwise
 from jetrl_verl.kernels.sizes import ceil_div

@@ -13,8 +13,8 @@ import triton.language as tl
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.device.e4m3 import INF_BITS, MIN_SCALE, divide, magnitude_bits
+from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
-from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.sizes import next_power_of_2
 from jetrl_verl.reference import QuantizedTensor

@@ -25,8 +25,8 @@ from jetrl_verl.kernels.device.e4m3 import (
     scale_and_divisor,
     store_words,
 )
+from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
-from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.results import empty_colwise, fake_colwise
 from jetrl_verl.kernels.sizes import ceil_div

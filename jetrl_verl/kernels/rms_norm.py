@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 from jetrl_verl import reference
 from jetrl_verl.kernels.device.dependents import launch_dependents
 from jetrl_verl.kernels.device.e4m3 import GROUP, encode, is_pow2, magnitude_bits, reciprocal_of, scale_of
+from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
-from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
 from jetrl_verl.kernels.reproducible import grid_bits, on_grid
 from jetrl_verl.kernels.results import empty_rowwise, fake_rowwise, require_groups

@@ -21,8 +21,8 @@ import torch
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
-from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.sizes import next_power_of_2
 

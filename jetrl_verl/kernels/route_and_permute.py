@@ -19,9 +19,9 @@ import triton.language as tl
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.device.dependents import launch_dependents
+from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.gather_quantized import triton_gather_quantized
-from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.results import empty_rowwise, fake_rowwise, require_groups
 from jetrl_verl.kernels.route import choose_experts, lanes_of, reference_route, triton_route

@@ -29,8 +29,8 @@ from jetrl_verl.kernels.device.e4m3 import (
     scale_of,
     store_both,
 )
+from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
-from jetrl_verl.kernels.launch import jit
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
 from jetrl_verl.kernels.results import (
     empty_colwise,

@@ -37,7 +37,7 @@ def test_what_differs_in_the_last_bit_is_said_by_the_table():
 def test_an_operation_that_vllm_runs_on_a_gpu_is_refused_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     dispatch.column_of.cache_clear()
-    with pytest.raises(RuntimeError, match=r"paged_attention is not supported with sm90\. Use it on a CPU\."):
+    with pytest.raises(RuntimeError, match=r"paged_attention has no backend on sm90\. Use it on a CPU\."):
         dispatch.lookup("paged_attention", torch.device("cuda:0"))
     assert "paged_attention" not in kernels.describe_backends("cuda:0")
     dispatch.column_of.cache_clear()

@@ -20,7 +20,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from jetrl_verl import kernels  # noqa: F401
-from jetrl_verl.kernels.launch import jit
+from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.rms_norm import _rms_norm_kernel
 
 pytestmark = pytest.mark.skipif(triton.__version__ != "3.6.0", reason="ours is the launch of Triton 3.6.0")
@@ -124,4 +124,4 @@ def test_a_profilers_hook_sees_every_launch(gpu):
 
 
 def test_the_packages_kernels_are_launched_so():
-    assert type(_rms_norm_kernel).__module__ == "jetrl_verl.kernels.launch"
+    assert type(_rms_norm_kernel).__module__ == "jetrl_verl.kernels.device.launch"

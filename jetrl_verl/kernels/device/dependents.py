@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from jetrl_verl.kernels.device.e4m3 import target_capability
-from jetrl_verl.kernels.launch import INTERPRETED, jit
+from jetrl_verl.kernels.device.launch import INTERPRETED, jit
 
 _FIRST_CAPABILITY = 90
 """Of a GPU that has the instruction, Hopper; Ada's assembler refuses it."""

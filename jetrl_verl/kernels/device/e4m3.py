@@ -15,7 +15,7 @@ correctly rounded quotients (:func:`_quotient`), one round-to-nearest-even into 
 import torch
 import triton.language as tl
 
-from jetrl_verl.kernels.launch import INTERPRETED, jit
+from jetrl_verl.kernels.device.launch import INTERPRETED, jit
 from jetrl_verl.reference import BLOCK, check_rule
 
 GROUP: tl.constexpr = tl.constexpr(BLOCK)

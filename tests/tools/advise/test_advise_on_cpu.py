@@ -338,3 +338,12 @@ def test_what_cannot_be_predicted_is_one_sentence(words, sentence):
 def test_a_model_of_another_architecture_is_one_sentence():
     with pytest.raises(AdviseError, match="not supported with jetrl advise: .* Set a model of one of these types"):
         model_of("m", {"model_type": "mixtral"})
+
+
+def test_a_report_says_of_which_builds_its_rates_are():
+    note = measured().builds_note()
+    assert "builds side by side" in note and "kv_cache_h200.json" in note
+    code, text = run("--model", "qwen3-8b")
+    assert code == 0 and f"Rates: {measured().machine}. {note}\n" in text
+    code, text = run("--model", "qwen3-8b", "--json")
+    assert code == 0 and json.loads(text)["builds"] == note

@@ -46,6 +46,7 @@ ELSEWHERE = {
     "_forward_pre_hooks": "torch.nn.modules.module:Module",
     "_initializing": "importlib._bootstrap:ModuleSpec",
     "_local_tensor": "torch.distributed.tensor:DTensor",
+    "_name_or_path": "transformers.configuration_utils:PreTrainedConfig",
     "_parameters": "torch.nn.modules.module:Module",
     "_schema": "torch._ops:OpOverload",
     "_spec": "torch.distributed.tensor:DTensor",

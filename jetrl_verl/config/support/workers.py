@@ -192,7 +192,7 @@ WORKER_ROWS: tuple[Row, ...] = (
         VARLEN,
         "FlashAttention has no kernel for it",
         _SDPA,
-        "{what}",
+        "attention with {what}",
     ),
     # --- configuration objects that code builds, not Hydra ---
     _row(

@@ -37,9 +37,7 @@ def test_fp32_queries_are_cast_under_autocast():
     with torch.autocast("cuda", dtype=torch.bfloat16):
         out = attended("packed", q, k, v)
     assert out.dtype == torch.bfloat16
-    with pytest.raises(
-        ValueError, match="operands in torch.float32.* is not supported with attn_implementation=jetrl_varlen: "
-    ):
+    with pytest.raises(ValueError, match="operands in torch.float32.* is not supported with .*jetrl_varlen: "):
         attended("packed", q, k, v)
 
 

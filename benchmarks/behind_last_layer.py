@@ -36,7 +36,8 @@ def kernels_behind(runner: Any, generate: Callable[[], object], steps: int) -> d
 
     Returns:
         ``shares``: names, runs and us a step. ``span_us``: from the last layer's end to the last of these kernels'.
-        ``step_us``: from one step's logits to the next one's. Medians over steps.
+        ``layers``: likewise of all kernels in front of them, those of the layers. ``step_us``: from one step's logits
+        to the next one's. Medians over steps.
     """
     model, sample = runner.model, "sample" if hasattr(runner, "sample") else "_sample"
     stock_logits, stock_sample = model.compute_logits, getattr(runner, sample)
@@ -64,11 +65,13 @@ def kernels_behind(runner: Any, generate: Callable[[], object], steps: int) -> d
         model.compute_logits = stock_logits
         setattr(runner, sample, stock_sample)
     spans = spans_of(found, is_marker)[-steps - _LAST_STEPS : -_LAST_STEPS]
-    between = [later[0].begin - earlier[0].begin for earlier, later in zip(spans, spans[1:], strict=False)]
+    pairs = list(zip(spans, spans[1:], strict=False))
+    layers = [[k for k in found if earlier[-1].end <= k.begin < later[0].begin] for earlier, later in pairs]
     return {
         "shares": [share._asdict() for share in shares_of([span[1:-1] for span in spans])],
         "span_us": statistics.median(span[-1].begin - span[0].end for span in spans),
-        "step_us": statistics.median(between),
+        "layers": [share._asdict() for share in shares_of(layers)],
+        "step_us": statistics.median(later[0].begin - earlier[0].begin for earlier, later in pairs),
     }
 
 

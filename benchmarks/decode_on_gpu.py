@@ -27,7 +27,7 @@ the cache is short, four engines at once, 4 minutes:
         --out benchmarks/results/decode_short_of_cache_h200.json
 
 *Behind the last layer*, with ``--behind-last-layer``: what runs between a step's last layer and its tokens, lm_head and
-sampler, kernel by kernel, of each precision at each case. With
+sampler, kernel by kernel, of each precision at each case, and what runs in front of it by name. With
 
     python benchmarks/decode_on_gpu.py --precisions bf16 jet_fp8 --cases 256x384 --behind-last-layer --ample-only \\
         --out benchmarks/results/decode_behind_last_layer_h200.json
@@ -217,6 +217,8 @@ def print_report(result: dict) -> None:
                 if seen := found.get("behind_last_layer", {}).get(case):
                     title = f"{precision}, {case}, behind the last layer, of a step of {seen['step_us']:.0f} us"
                     print_shares(title, [Share(**share) for share in seen["shares"]], seen["span_us"])
+                    layers = [Share(**share) for share in seen["layers"]]
+                    print_shares(f"{precision}, {case}, layers", layers, sum(share.us for share in layers))
     if short:
         prompt, response = result["request"]
         budget = f"{result['budget_gib']} GiB of weights and cache" if result["cache_gib"] is None else "the same cache"

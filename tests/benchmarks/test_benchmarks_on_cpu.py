@@ -134,6 +134,7 @@ def test_kernels_behind_the_last_layer_are_those_between_logits_and_tokens(sampl
 
     found = benchmark.kernels_behind(runner, generate, steps=4)
     assert found["shares"] == [{"name": name, "count": 1, "us": 2} for name in ("head", "draw")]
+    assert found["layers"] == [{"name": "layers", "count": 1, "us": 2}]
     assert found["span_us"] == 4 and found["step_us"] == 10
     assert (model.compute_logits, getattr(runner, sample)) == stock
 

@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import transformers
+
+from benchmarks.published_shapes import PUBLISHED, is_mixture
 from jetrl_verl.tools.advise.job import Job
 from jetrl_verl.tools.advise.predict import Prediction, precisions, predict
 from jetrl_verl.tools.advise.rates import Rates
-from jetrl_verl.tools.advise.shapes import KNOWN, model_of
+from jetrl_verl.tools.advise.shapes import model_of
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,12 @@ LONGEST_PROMPT = 512
 
 def _job_of_run(run: dict, settings: dict) -> Job:
     """The job of one run of benchmarks/verl_step.py: one GPU, packed, one update a step."""
-    words, name = run["words"], run["model"].replace("qwen2_5", "qwen2.5").replace("1_7b", "1.7b").replace("_", "-")
+    words, published = run["words"], PUBLISHED[run["model"]]
+    config = getattr(transformers, published.config)(**published.fields).to_dict()
     length = LONGEST_PROMPT + run["response"]
     micro = max(16384, length)
     return Job(
-        model_of(name, KNOWN[name]),
+        model_of(run["model"], config),
         settings["sequences"] // 4,
         4,
         run["prompt_length"],
@@ -80,6 +84,13 @@ def _job_of_run(run: dict, settings: dict) -> Job:
         varlen=any(word.endswith(VARLEN) for word in words),
         eight_bit=any(word.endswith("AdamW8bit") for word in words),
     )
+
+
+def _caveat(phase: str, moved: bool, mixture: bool) -> str:
+    """Of a phase's seconds: whether weights move in it, and whether the model has experts."""
+    if mixture:
+        return "of a mixture, which no rate is for"
+    return "weights move to the host and back" if moved and phase != "generation" else ""
 
 
 def step_records(files: Iterable[Path]) -> Iterable[Record]:
@@ -100,6 +111,7 @@ def step_records(files: Iterable[Path]) -> Iterable[Record]:
                 continue
             job = _job_of_run(run, settings)
             moved = any(word.endswith("param_offload=True") for word in run["words"])
+            mixture = is_mixture(run["model"])
             case = f"verl, {run['model']}, {settings['sequences']} x {run['response']}, {run['row']}"
 
             def predicted(rates: Rates, job: Job = job, row: str = run["row"]) -> Prediction:
@@ -115,7 +127,7 @@ def step_records(files: Iterable[Path]) -> Iterable[Record]:
                     run[figure],
                     file.name,
                     lambda r, p=predicted, w=phase: p(r).step if w == "step" else p(r).phases[w].seconds,
-                    caveat="weights move to the host and back" if moved and phase != "generation" else "",
+                    caveat=_caveat(phase, moved, mixture),
                 )
             if run.get("engine_tokens_per_s"):
                 yield Record(

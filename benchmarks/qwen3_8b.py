@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -176,9 +177,8 @@ class EngineSettings:
 def _serve(
     precision: str, config: PretrainedConfig, settings: EngineSettings, connection: Connection, log: Path
 ) -> None:
-    """One engine: imports vLLM and waits to begin, says how long it took to start and to load, then answers (batch,
-    prompt length, new tokens) with the seconds of the generation and the preemptions in it, or with a number of steps
-    behind them with the kernels behind the last layer in so many of its last steps, until it is asked None."""
+    """One engine: imports vLLM and waits to begin, says how long it took to start and to load, then answers each
+    :class:`Asked` until it is None."""
     with log.open("w") as lines:
         for stream in (1, 2):
             os.dup2(lines.fileno(), stream)
@@ -232,18 +232,58 @@ def _serve(
     scheduler._preempt_request = counted
     connection.send((loaded, core.vllm_config.cache_config))
     while (asked := connection.recv()) is not None:
-        batch, length, new, *steps = asked
-        generator = torch.Generator().manual_seed(length)
-        ids = torch.randint(1, config.vocab_size, (batch, length), generator=generator).tolist()
+        generator = torch.Generator().manual_seed(asked.length)
+        ids = torch.randint(1, config.vocab_size, (asked.batch, asked.length), generator=generator).tolist()
         prompts = [{"prompt_token_ids": row} for row in ids]
-        sampling = SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, logprobs=0, detokenize=False)
+        sampling = SamplingParams(temperature=1.0, max_tokens=asked.new, ignore_eos=True, logprobs=0, detokenize=False)
         preemptions.clear()
         generate = partial(llm.generate, prompts, sampling, use_tqdm=False)
-        if steps:
-            connection.send(kernels_behind(runner, generate, *steps))
+        if asked.what == "kernels":
+            connection.send(kernels_behind(runner, generate, asked.steps))
+        elif asked.what == "step":
+            connection.send(step_seconds(llm.llm_engine, prompts, sampling))
         else:
             seconds = timed(generate)
             connection.send((seconds, len(preemptions)))
+
+
+class Asked(NamedTuple):
+    """A generation of an engine.
+
+    Attributes:
+        batch, length, new: requests, tokens of a prompt and of a response.
+        what: ``seconds``, of all of it, and preemptions; ``step``, seconds of a decoding step; or ``kernels``, behind
+            the last layer, in ``steps`` of its last steps.
+    """
+
+    batch: int
+    length: int
+    new: int
+    what: str = "seconds"
+    steps: int = 0
+
+
+def step_seconds(engine: Any, prompts: list[dict], sampling: Any) -> float:
+    """Seconds of a decoding step, of those in which every request has its first token and none has its last.
+
+    A generation's time less that of its prompts is a difference of two large numbers, whose noise is some steps.
+    """
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling = sampling.clone()
+    sampling.output_kind = RequestOutputKind.DELTA
+    for number, prompt in enumerate(prompts):
+        engine.add_request(f"step-{number}", prompt, sampling)
+    tokens: dict[str, int] = {}
+    ends: list[tuple[float, int]] = []
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            tokens[output.request_id] = tokens.get(output.request_id, 0) + len(output.outputs[0].token_ids)
+        decoding = len(tokens) == len(prompts) and all(0 < n < sampling.max_tokens for n in tokens.values())
+        if decoding:
+            ends.append((time.perf_counter(), sum(tokens.values())))
+    (began, before), (ended, behind) = ends[0], ends[-1]
+    return (ended - began) * len(prompts) / (behind - before)
 
 
 class Engine:
@@ -284,19 +324,19 @@ class Engine:
 
     def generate(self, batch: int, length: int, new: int) -> tuple[float, int]:
         """Seconds and preemptions of ``batch`` requests with prompts of ``length`` tokens and ``new`` more each."""
-        self._connection.send((batch, length, new))
+        self._connection.send(Asked(batch, length, new))
         return self._connection.recv()
 
     def decode_seconds(self, batch: int, length: int, new: int) -> float:
         """Seconds of ``new`` decoding steps behind prompts that the prefix cache holds."""
-        prefill, _ = self.generate(batch, length, 1)
-        return self.generate(batch, length, new + 1)[0] - prefill
+        self._connection.send(Asked(batch, length, new + 1, "step"))
+        return new * self._connection.recv()
 
     def behind_last_layer(self, batch: int, length: int, steps: int) -> dict:
         """What ``kernels_behind`` records of ``steps`` decoding steps behind prompts that the prefix cache holds."""
         self.generate(batch, length, 1)
         # The first steps may still bring prompts.
-        self._connection.send((batch, length, steps + 8, steps))
+        self._connection.send(Asked(batch, length, steps + 8, "kernels", steps))
         return self._connection.recv()
 
     def stop(self) -> None:

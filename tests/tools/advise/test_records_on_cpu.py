@@ -147,7 +147,7 @@ def test_a_run_of_the_benchmark_of_steps_is_the_job_that_it_was(steps):
     settings = json.loads(steps.read_text())
     flash, varlen = (advise_steps._job_of_run(run, settings) for run in settings["runs"][:2])
     assert (flash.sequences, flash.prompt, flash.response, flash.varlen) == (64, 150.0, 4096, False)
-    assert varlen.varlen and varlen.micro_tokens == 512 + 16384 and varlen.model.name == "qwen3-1.7b"
+    assert varlen.varlen and varlen.micro_tokens == 512 + 16384 and varlen.model.name == "qwen3_1_7b"
 
 
 @pytest.mark.parametrize("model", MODELS)

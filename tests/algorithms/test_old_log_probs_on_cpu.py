@@ -70,7 +70,7 @@ def test_bits_are_compared_and_not_values():
     assert first_difference(one, signed, jagged([torch.tensor([1.0, 1.0, 0.0]), torch.ones(1)])) is None
     with pytest.raises(ValueError, match="for \\[3, 1\\] response tokens"):
         first_difference(one, jagged([values[1], values[0]]), mask)
-    with pytest.raises(ValueError, match=r"actor in torch\.float64"):
+    with pytest.raises(ValueError, match=r"actor in float32, got torch\.float64"):
         first_difference(one, one.double(), mask)
 
 

@@ -167,7 +167,7 @@ def test_a_mixture_is_supported_by_the_fp8_flow_and_refused_elsewhere(said, comp
         check_model(str(tmp_path), options_here, tp, shared, None, options.rollout)
 
     if options.rollout != "fp8":
-        with pytest.raises(UnsupportedConfiguration, match="a mixture of experts is supported by the FP8 flow alone"):
+        with pytest.raises(UnsupportedConfiguration, match="experts are products of the FP8 flow alone"):
             check(1)
         return
     check(1)

@@ -8,10 +8,10 @@ test keeps two cores busy. ``make test-gpu``: every test that needs one, in JOBS
 
 Without a GPU, one lane holds what starts Ray or verl's trainer, one process after another, and what else makes the
 lanes of one length; the other what computes without either. Both run under the widest instructions that the processor
-has. What compares floating point most closely (``PROCESSOR``) runs a second time, behind the lane that ends first, under
+has. What compares floating point most closely (``PROCESSOR``) runs a second time behind the lane that ends first, under
 the narrowest: sums round in another order there, and a test must not rest on one of them. The second lane's output
-comes when it has ended, and at the end one summary of all processes: the counts, what failed, and why what was skipped was skipped. With a path among the words,
-one pytest runs on that alone.
+comes when it has ended, and at the end one summary of all processes: counts, what failed, and why tests were skipped.
+With a path among the words, one pytest runs on that alone.
 
 With a GPU each process takes each JOBS-th test, so that the tests of one file spread over all: most of them wait for a
 compiler, an engine's start or the host, and few need more than a tenth of the GPU's memory. A process's output follows

@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import transformers
-
-from benchmarks.published_shapes import PUBLISHED, is_mixture
+from benchmarks.published_shapes import is_mixture
+from benchmarks.recipe_memory import sizes_of
 from jetrl_verl.tools.advise.job import Job
 from jetrl_verl.tools.advise.predict import Prediction, precisions, predict
 from jetrl_verl.tools.advise.rates import Rates
-from jetrl_verl.tools.advise.shapes import model_of
 
 
 @dataclass(frozen=True)
@@ -65,12 +63,11 @@ LONGEST_PROMPT = 512
 
 def _job_of_run(run: dict, settings: dict) -> Job:
     """The job of one run of benchmarks/verl_step.py: one GPU, packed, one update a step."""
-    words, published = run["words"], PUBLISHED[run["model"]]
-    config = getattr(transformers, published.config)(**published.fields).to_dict()
+    words = run["words"]
     length = LONGEST_PROMPT + run["response"]
     micro = max(16384, length)
     return Job(
-        model_of(run["model"], config),
+        sizes_of(run["model"], None),
         settings["sequences"] // 4,
         4,
         run["prompt_length"],

@@ -19,6 +19,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.published_shapes import ROOT
 from jetrl_verl.tools.bytecode import folders_without, start_compiling
 from jetrl_verl.tools.launch import RunPaths, build_environment
 from jetrl_verl.tools.process_tree import Interrupted, ProcessTree, signals_raise
@@ -196,9 +197,12 @@ class Results:
     def put(self, name: Mapping, found: Mapping, console: Console) -> bool:
         """Write a run down and say so; whether it failed.
 
-        One whose time was up leaves an earlier one of the same code that got as far where it is.
+        One whose time was up leaves an earlier one of the same code that got as far where it is. Words on files of this
+        tree are written as from its root.
         """
         run = {**name, **found, "build": self._build}
+        if "words" in found:
+            run["words"] = [word.replace(f"{ROOT}/", "") for word in found["words"]]
         if not (found["status"] == TIME_UP and self._got_as_far(run)):
             self.runs = [here for here in self.runs if not self._is(here, name)] + [run]
             self._write()

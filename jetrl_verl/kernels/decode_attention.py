@@ -12,8 +12,6 @@ that were dequantized for it: the same bits, slower than a BF16 cache, and in no
 **Chunks** always go that way: their tokens are read once for many queries.
 """
 
-import functools
-
 import torch
 
 from jetrl_verl.kernels import native, vllm_kernels
@@ -21,17 +19,13 @@ from jetrl_verl.kernels.attention import check_head_dim, paged_attention_fp8
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.kv_cache import read_kv
 from jetrl_verl.kernels.operator import operator, require_bf16
+from jetrl_verl.kernels.sizes import multiprocessors
 
 MOST_QUERY_HEADS = 8
 """Query heads of a KV head that the native kernel computes at once: the width of a tensor core's operand."""
 
 CLUSTERS = (1, 2, 4, 8)
 """Thread blocks that can share a request and KV head."""
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def choose_cluster(pairs: int, multiprocessors: int) -> int:
@@ -75,7 +69,7 @@ def native_decode_attention(
             f"native does not support decode_attention of q {tuple(q.shape)} strides {q.stride()} over a cache "
             f"{tuple(cache.shape)}{native.why()}; use backend flash_attention_3."
         )
-    cluster = plan.cluster if plan else choose_cluster(len(q) * cache.shape[1], _multiprocessors(q.device))
+    cluster = plan.cluster if plan else choose_cluster(len(q) * cache.shape[1], multiprocessors(q.device))
     native.operators().decode_attention(q, cache, lengths, block_table, scale, cache.shape[2], out, cluster)
 
 

@@ -29,7 +29,7 @@ from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.native import aligned
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
 from jetrl_verl.kernels.reproducible import grid_bits, on_grid
-from jetrl_verl.kernels.sizes import ceil_div
+from jetrl_verl.kernels.sizes import ceil_div, multiprocessors
 
 
 @implements("logits", "reference")
@@ -123,8 +123,7 @@ def triton_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _programs(device: torch.device, tiles: int) -> int:
     """As many as stay on the GPU at once; under the interpreter few, so that each has several tiles."""
-    most = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
-    return min(tiles, most)
+    return min(tiles, multiprocessors(device) if device.type == "cuda" else 3)
 
 
 def triton_logits_by(hidden: torch.Tensor, weight: torch.Tensor, tile: Tile) -> torch.Tensor:

@@ -3,6 +3,10 @@
 """Sizes of grids and tiles on the host. Triton's functions of the same purpose are made for kernels, too, and take 2 us
 a call; a layer of the trainer asks for some seventy."""
 
+from functools import cache
+
+import torch
+
 
 def ceil_div(a: int, b: int) -> int:
     """``a / b`` rounded up; ``b`` positive."""
@@ -12,3 +16,9 @@ def ceil_div(a: int, b: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is not below ``n``, which is positive."""
     return 1 << (n - 1).bit_length()
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 1 of a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

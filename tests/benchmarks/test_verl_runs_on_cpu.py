@@ -14,6 +14,7 @@ import time
 import pytest
 from rich.console import Console
 
+from benchmarks.published_shapes import ROOT
 from benchmarks.verl_runs import START, TIME_UP, Results, Start, not_begun, run_verl, take_all
 from jetrl_verl.tools.launch import RunPaths
 
@@ -81,6 +82,13 @@ def test_the_file_is_whole_after_each_run(file):
 
     take(file, {"first": look, "second": look, "third": look})
     assert seen == [[], ["first"], ["first", "second"]]
+
+
+def test_no_record_names_the_folder_that_this_tree_lies_in(file):
+    words = [f"reward.path='{ROOT}/benchmarks/coin_reward.py'", "precision=bf16"]
+    take(file, {"bf16": lambda: ok() | {"words": words}})
+    (run,) = json.loads(file.read_text())["runs"]
+    assert run["words"] == ["reward.path='benchmarks/coin_reward.py'", "precision=bf16"]
 
 
 def test_a_later_call_adds_to_the_file_and_replaces_what_it_takes_again(file):

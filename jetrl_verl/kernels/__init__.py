@@ -35,6 +35,7 @@ from jetrl_verl.kernels.grouped_gemm import grouped_gemm_nt, grouped_gemm_nt_of_
 from jetrl_verl.kernels.kv_cache import QuantizedKV, dequantize_kv, quantize_kv, read_kv, write_kv
 from jetrl_verl.kernels.log_probs import Normalised, log_probs
 from jetrl_verl.kernels.logits import logits
+from jetrl_verl.kernels.norm_rotary import norm_rotary
 from jetrl_verl.kernels.quantize_1x128 import quantize_1x128, quantize_1x128_and_128x1, quantize_128x1
 from jetrl_verl.kernels.quantize_128x128 import (
     quantize_128x128,
@@ -86,6 +87,7 @@ __all__ = [
     "gemm_nt_of_ranks",
     "log_probs",
     "logits",
+    "norm_rotary",
     "override_backend",
     "paged_attention",
     "paged_attention_fp8",

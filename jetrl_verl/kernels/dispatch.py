@@ -78,6 +78,7 @@ BACKENDS: Table = {
     "silu_mul_quantize": _TRITON,
     "silu_mul_backward_quantize": _NATIVE,
     "rotary": _TRITON,
+    "norm_rotary": _TRITON,
     # The FP8 KV cache.
     "quantize_kv": _TRITON,
     "dequantize_kv": _TRITON,

@@ -107,6 +107,7 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     mask = column < K
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)  # asked for before the sum is waited for
     x = tl.load(x_ptr + row // HEADS * STRIDE_TOKEN + row % HEADS * STRIDE_HEAD + column, mask=mask, other=0.0)
     if RESIDUAL:
         residual = tl.load(residual_ptr + row * K + column, mask=mask, other=0.0)
@@ -116,7 +117,6 @@ def _rms_norm_kernel(
     mean = tl.sum(values * values, axis=0) / K
     rstd = 1.0 / tl.sqrt_rn(mean + eps)
     tl.store(rstd_ptr + row, rstd)
-    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
     y = (values * rstd * weight).to(tl.bfloat16)
     if WITH_Y:
         tl.store(y_ptr + row * K + column, y, mask=mask)
@@ -171,11 +171,16 @@ def _aligned_rows(x: torch.Tensor) -> torch.Tensor:
     return rows if rows.data_ptr() % 16 == 0 else rows.clone()
 
 
-def _heads_in_place(x: torch.Tensor) -> bool:
+def _are_heads_in_place(x: torch.Tensor) -> bool:
     """Whether ``x`` is heads ``[N, H, K]`` of a wider tensor, each loaded by the instructions of a row of its own."""
     if x.ndim != 3 or x.is_contiguous() or x.stride(2) != 1:
         return False
     return x.data_ptr() % 16 == 0 and all(step % _VECTOR == 0 for step in (*x.shape[2:], *x.stride()[:2]))
+
+
+def heads_in_place(x: torch.Tensor) -> torch.Tensor:
+    """Heads ``[N, H, K]`` that are loaded by the instructions of rows of their own, copied only where they are not."""
+    return x if _are_heads_in_place(x) else _aligned_rows(x).view(x.shape)
 
 
 def launch_rms_norm(
@@ -183,7 +188,7 @@ def launch_rms_norm(
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, QuantizedTensor | None]:
     """The one launch of all forms: (y or None, ``x + residual`` or ``x``, rstd, qdata of y under ``rule`` or None)."""
     k = x.shape[-1]
-    if _heads_in_place(x):
+    if _are_heads_in_place(x):
         source, layout = x, {"HEADS": x.shape[1], "STRIDE_TOKEN": x.stride(0), "STRIDE_HEAD": x.stride(1)}
     else:
         source, layout = _aligned_rows(x), {"HEADS": 1, "STRIDE_TOKEN": k, "STRIDE_HEAD": k}
@@ -352,7 +357,7 @@ def _fake_backward(dy, x, weight, rstd):
 
 
 @operator("rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd) -> (Tensor, Tensor)", fake=_fake_backward)
-def _rms_norm_backward(
+def rms_norm_backward(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dx BF16 and dw FP32."""
@@ -380,7 +385,7 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy: torch.Tensor, *_):
         x, weight, rstd = ctx.saved_tensors
-        dx, dw = _rms_norm_backward(dy, x, weight, rstd)
+        dx, dw = rms_norm_backward(dy, x, weight, rstd)
         return dx, dw.to(weight.dtype), None, None
 
 

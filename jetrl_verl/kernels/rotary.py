@@ -167,14 +167,17 @@ def _fake(q, k, table, positions, inverse):
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> None:
+def check_rotary(
+    operation: str, q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor
+) -> None:
+    """Raise TypeError for positions that are no integers, ValueError for shapes that do not fit."""
     if positions.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"rotary: positions are {positions.dtype}, expected torch.int64 or torch.int32; cast them")
+        raise TypeError(f"{operation}: positions are {positions.dtype}, expected torch.int64 or torch.int32; cast them")
     tokens, width = len(positions), table.shape[1]
     if positions.ndim != 1 or any(x.ndim != 3 or len(x) != tokens or x.shape[2] != width for x in (q, k)):
         raise ValueError(
-            f"rotary: q {tuple(q.shape)} and k {tuple(k.shape)} do not fit positions {tuple(positions.shape)} and a "
-            f"table of width {width}; pass [N, heads, D], [N] and [P, D]"
+            f"{operation}: q {tuple(q.shape)} and k {tuple(k.shape)} do not fit positions {tuple(positions.shape)} and "
+            f"a table of width {width}; pass [N, heads, D], [N] and [P, D]"
         )
 
 
@@ -186,8 +189,15 @@ def _check(q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: tor
 def _rotary(
     q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, inverse: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _check(q, k, table, positions)
+    check_rotary("rotary", q, k, table, positions)
     return lookup("rotary", q.device)(q, k, table, positions, inverse)
+
+
+def rotate_back(
+    dq: torch.Tensor, dk: torch.Tensor, table: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of queries and keys from those of what was rotated, BF16."""
+    return _rotary(dq.to(torch.bfloat16), dk.to(torch.bfloat16), table, positions, True)
 
 
 class _Rotary(torch.autograd.Function):
@@ -202,7 +212,7 @@ class _Rotary(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dq: torch.Tensor, dk: torch.Tensor):
         (positions,) = ctx.saved_tensors
-        return *_rotary(dq.to(torch.bfloat16), dk.to(torch.bfloat16), ctx.table, positions, True), None, None
+        return *rotate_back(dq, dk, ctx.table, positions), None, None
 
 
 def rotary(

@@ -32,14 +32,20 @@ class SharedFlashAttention(FlashAttentionImpl):
 
 
 class SharedFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
-    """One split in every call, planned by the kernel itself: a plan made ahead depends on the batch."""
+    """One split in every call.
+
+    A plan made ahead, once a step instead of in each layer, says which blocks do what and in which order; with one
+    split no sum depends on it. vLLM plans for one split only where it captures, so elsewhere no plan is made ahead.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.aot_schedule = False
+        self.max_num_splits = 1
 
-    def build(self, *args: Any, **kwargs: Any):
-        metadata = super().build(*args, **kwargs)
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+        most = self.max_cudagraph_size if self.use_full_cuda_graph else None
+        captured = most is not None and common_attn_metadata.num_actual_tokens <= most
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build or not captured)
         metadata.max_num_splits = 1
         return metadata
 
@@ -127,6 +133,10 @@ class FP8FlashAttentionMetadataBuilder(SharedFlashAttentionMetadataBuilder):
     """Asks vLLM for decodes first, and for CUDA graphs of decodes alone: what a chunk dequantizes has no fixed size."""
 
     reorder_batch_threshold = 1
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.aot_schedule = False  # of FlashAttention's, which runs on chunks alone
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config, kv_cache_spec) -> AttentionCGSupport:

@@ -27,6 +27,8 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding, RotaryEmbeddingBase
 from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
+from vllm.model_executor.models.qwen3 import Qwen3Attention
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeAttention
 
 from jetrl_verl import kernels
 from jetrl_verl.config.support.table import refuse
@@ -46,7 +48,8 @@ class _ReadByLinear:
 
     Attributes:
         reader_rule: scale rule of that linear; None where there is none, and the result is a tensor.
-        keeps_rows: whether the BF16 rows go along with the qdata. ``jetrl diff`` records them.
+        keeps_rows: whether the BF16 rows go along with the qdata, or, of a QK norm, are made by a launch of their own.
+            ``jetrl diff`` records them.
     """
 
     reader_rule: str | None = None
@@ -109,6 +112,31 @@ class SharedLlama3RotaryEmbedding(_SharedRotary, Llama3RotaryEmbedding):
     """With Llama 3's scaled frequencies, which are in the table."""
 
 
+class _SharedHeads:
+    """Mixed in front of vLLM's attention blocks with a QK norm: norm and rotary in one launch."""
+
+    def check(self) -> None:
+        if self.q_norm.variance_epsilon != self.k_norm.variance_epsilon:
+            refuse("norm_in_vllm")
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor | QuantizedTensor) -> torch.Tensor:
+        if self.q_norm.keeps_rows:  # one by one, which has the same bits
+            return super().forward(positions, hidden_states)
+        q, k, v = self.qkv_proj(hidden_states)[0].split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        q, k = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k))
+        weights, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.variance_epsilon
+        q, k = kernels.norm_rotary(q, k, *weights, eps, self.rotary_emb.cos_sin_cache, positions.flatten())
+        return self.o_proj(self.attn(q.flatten(1), k.flatten(1), v))[0]
+
+
+class SharedQwen3Attention(_SharedHeads, Qwen3Attention):
+    """Of Qwen3."""
+
+
+class SharedQwen3MoeAttention(_SharedHeads, Qwen3MoeAttention):
+    """Of its mixtures."""
+
+
 class SharedLogitsProcessor(LogitsProcessor):
     """Logits in FP32."""
 
@@ -139,6 +167,8 @@ _SHARED: dict[type, type] = {
     RotaryEmbedding: SharedRotaryEmbedding,
     Llama3RotaryEmbedding: SharedLlama3RotaryEmbedding,
     LogitsProcessor: SharedLogitsProcessor,
+    Qwen3Attention: SharedQwen3Attention,
+    Qwen3MoeAttention: SharedQwen3MoeAttention,
 }
 """Class of vLLM's -> ours, which has another forward and nothing else."""
 
@@ -191,15 +221,18 @@ def share_operations(
         if isinstance(module, RMSNorm | SiluAndMul | LogitsProcessor):
             _share(module)
     share_attention_layers(model, kv_cache)
-    readers = family(config).readers
+    ours = family(config)
+    if ours.q_norm:
+        for layer in model.get_submodule(ours.layers):
+            _share(layer.get_submodule(ours.attention))
     for parent in model.modules():
         for name, operation in parent.named_children():
-            if isinstance(operation, _ReadByLinear) and name in readers:
-                method = getattr(parent.get_submodule(readers[name]), "quant_method", None)
+            if isinstance(operation, _ReadByLinear) and name in ours.readers:
+                method = getattr(parent.get_submodule(ours.readers[name]), "quant_method", None)
                 if isinstance(method, JetLinearMethod) and method.format.accepts_quantized:
                     operation.reader_rule = method.config.scale_rule
-    if family(config).experts is not None:
-        _share_mixtures(model, family(config), ordered)
+    if ours.experts is not None:
+        _share_mixtures(model, ours, ordered)
 
 
 def _share_mixtures(model: torch.nn.Module, ours: Family, ordered: bool) -> None:

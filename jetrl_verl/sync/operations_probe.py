@@ -89,6 +89,9 @@ def operation_sums(device: torch.device) -> dict[str, int]:
                 kernels.add_rms_norm_quantize_1x128(x, residual, weight, 1e-6, "fp32", with_normed=False)[0]
             ),
             "rotary": torch.cat(kernels.rotary(q, k, table, positions), dim=1),
+            "norm_rotary": torch.cat(
+                kernels.norm_rotary(q, k, *weight[: 2 * _HEAD_DIM].chunk(2), 1e-6, table, positions), dim=1
+            ),
             "silu_mul": kernels.silu_mul(x, residual),
             "silu_mul_quantize": _bytes(
                 kernels.silu_mul_quantize(x, residual, "fp32", with_product=False, with_colwise=False)[0]

@@ -119,14 +119,17 @@ def _attention_forward(
     family: Family,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    def heads(projected: torch.Tensor, norm: str = "") -> torch.Tensor:
-        """[B * T, heads, D], QK norm applied where the family has one."""
-        split = projected.reshape(-1, projected.shape[-1] // self.head_dim, self.head_dim)
-        return getattr(self, leaf(norm))(split) if norm else split
+    def heads(projected: torch.Tensor) -> torch.Tensor:
+        """[B * T, heads, D]."""
+        return projected.reshape(-1, projected.shape[-1] // self.head_dim, self.head_dim)
 
-    q, k, v = project(hidden_states, [getattr(self, leaf(name)) for name in (family.q, family.k, family.v)])
-    q, k, v = heads(q, family.q_norm), heads(k, family.k_norm), heads(v)
-    q, k = kernels.rotary(q, k, *position_embeddings)
+    q, k, v = map(heads, project(hidden_states, [getattr(self, leaf(name)) for name in (family.q, family.k, family.v)]))
+    if family.q_norm:
+        q_norm, k_norm = getattr(self, leaf(family.q_norm)), getattr(self, leaf(family.k_norm))
+        eps = q_norm.variance_epsilon
+        q, k = kernels.norm_rotary(q, k, q_norm.weight, k_norm.weight, eps, *position_embeddings)
+    else:
+        q, k = kernels.rotary(q, k, *position_embeddings)
     if packing.tokens is None:
         q, k, v = sequence_parallel.by_heads(q, k, v)
         out = self.core(q, k, v, packing.cu_seqlens, packing.max_seqlen)

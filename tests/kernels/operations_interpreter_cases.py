@@ -18,7 +18,7 @@ from jetrl_verl.kernels import dispatch
 from jetrl_verl.kernels.draw import _chosen as reference_chosen
 from jetrl_verl.kernels.draw import _chosen_place, reference_draw
 from jetrl_verl.kernels.logits import MANY_ROWS, TILES, triton_logits_by
-from jetrl_verl.kernels.rms_norm import _heads_in_place
+from jetrl_verl.kernels.rms_norm import _are_heads_in_place
 from jetrl_verl.reference import cache_shape
 
 EPS = 1e-6
@@ -78,7 +78,7 @@ def test_heads_are_normalised_where_they_lie(tokens, heads, kv_heads):
     qkv, weight = normal(tokens, (heads + 2 * kv_heads) * 128), normal(128, seed=2)
     for x in qkv.split([heads * 128, kv_heads * 128, kv_heads * 128], dim=-1):
         x = x.unflatten(-1, (-1, 128))
-        assert _heads_in_place(x) or tokens < 2 or x.is_contiguous()
+        assert _are_heads_in_place(x) or tokens < 2 or x.is_contiguous()
         for got, want in zip(
             triton_kernels.rms_norm(x, weight, EPS), triton_kernels.rms_norm(x.clone(), weight, EPS), strict=True
         ):
@@ -96,7 +96,7 @@ def test_heads_are_normalised_where_they_lie(tokens, heads, kv_heads):
     ids=["start", "stride", "transposed", "narrow"],
 )
 def test_heads_that_loads_do_not_fit_are_copied(x):
-    assert not _heads_in_place(x)
+    assert not _are_heads_in_place(x)
     weight = normal(x.shape[-1], seed=2)
     copied = triton_kernels.rms_norm(x.contiguous(), weight, EPS)
     assert all(torch.equal(a, b) for a, b in zip(triton_kernels.rms_norm(x, weight, EPS), copied, strict=True))
@@ -123,6 +123,21 @@ def test_rotary_and_back(tokens, heads, kv_heads, dtype):
     assert torch.equal(apart[0], rotated[0]) and torch.equal(apart[1], rotated[0])
 
 
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads"), [(1, 1, 1), (9, 3, 3), (3, 32, 8), (4, 7, 1), (0, 2, 2)])
+def test_norm_and_rotary_in_one_launch_have_the_bits_of_both(tokens, heads, kv_heads):
+    """Heads of a merged projection, of a tensor of their own, and some that lie off 16-byte boundaries."""
+    positions = torch.randint(0, 64, (tokens,))
+    weights, rows = (normal(128, seed=2), normal(128, seed=3)), normal(tokens, (heads + 2 * kv_heads) * 128 + 4)
+    merged = rows[:, :-4].unflatten(-1, (-1, 128)), rows[:, 4:].unflatten(-1, (-1, 128))
+    for qkv in (merged[0].contiguous(), *merged):
+        q, k, _ = qkv.split([heads, kv_heads, kv_heads], dim=1)
+        *got, q_rstd, k_rstd = triton_kernels.norm_rotary(q, k, *weights, EPS, TABLE, positions)
+        (q, q_want), (k, k_want) = (triton_kernels.rms_norm(x, w, EPS) for x, w in zip((q, k), weights, strict=True))
+        assert torch.equal(q_rstd, q_want) and torch.equal(k_rstd, k_want)
+        for x, want in zip(got, triton_kernels.rotary(q, k, TABLE, positions, False), strict=True):
+            assert x.is_contiguous() and torch.equal(x, want)
+
+
 def test_a_position_without_angles_gives_nan_and_reads_nothing():
     """The rows beside the table hold numbers, so reading them would show."""
     table, positions = torch.ones(66, 128).bfloat16(), torch.tensor([63, 64, -1, 2**40, 0])
@@ -133,6 +148,11 @@ def test_a_position_without_angles_gives_nan_and_reads_nothing():
         inside = triton_kernels.rotary(q[::4], k[::4], TABLE, positions[::4], inverse)
         for x, want in zip(got, inside, strict=True):
             assert x[1:4].isnan().all() and torch.equal(x[::4], want)
+    weights = (normal(128, seed=2), normal(128, seed=3))
+    got = triton_kernels.norm_rotary(q, k, *weights, EPS, table[1:-1], positions)
+    inside = triton_kernels.norm_rotary(q[::4], k[::4], *weights, EPS, TABLE, positions[::4])
+    for x, want in zip(got[:2], inside[:2], strict=True):
+        assert x[1:4].isnan().all() and torch.equal(x[::4], want)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (9, 131), (2, 3, 1500), (0, 8)])

@@ -98,6 +98,7 @@ def calls(device: str) -> dict[str, tuple[Any, ...]]:
         "silu_mul_backward": (dy, gate, up),
         "silu_mul_quantize": (gate, up, "fp32", True, True),
         "silu_mul_backward_quantize": (dy, gate, up, "fp32"),
+        "norm_rotary": (q, key, normal(128), normal(128), 1e-6, normal(64, 128), whole(*range(TOKENS))),
         "rotary": (q, key, normal(64, 128), whole(*range(TOKENS)), False),
         "quantize_kv": (key, value),
         "dequantize_kv": torch.ops.jetrl.quantize_kv(key, value)[:4],

@@ -8,6 +8,7 @@ import pytest
 import triton
 from test_triton_for_hopper import ptx_for_hopper
 
+from jetrl_verl.kernels.norm_rotary import _norm_rotary_kernel
 from jetrl_verl.kernels.quantize_1x128 import _quantize_both_kernel
 from jetrl_verl.kernels.quantize_128x128 import _quantize_128x128_kernel
 from jetrl_verl.kernels.relayout_128x1 import _LAUNCH as RELAYOUT
@@ -27,8 +28,10 @@ def types_of(kernel) -> dict[str, str]:
     words = {"colwise_qdata_ptr", "dgate_colwise_qdata_ptr", "dup_colwise_qdata_ptr", "out_qdata_ptr"}
 
     def type_of(name: str) -> str:
-        if name in ("scales_t_ptr", "rstd_ptr") or name.endswith("scales_ptr"):
+        if name == "scales_t_ptr" or name.endswith(("rstd_ptr", "scales_ptr")):
             return FP32
+        if name == "positions_ptr":
+            return "*i64"
         if name in words:
             return WORDS
         if name.endswith("words_ptr"):
@@ -129,6 +132,45 @@ def test_what_writes_the_input_of_a_linear_lets_the_next_kernel_start_at_once(na
     assert "griddepcontrol.wait" not in ptx
 
 
+def sums_of_squares(monkeypatch, kernel, constants: dict, tile: int, warps: int) -> list[tuple[str, list[str]]]:
+    """Of each sum over ``tile`` numbers in a kernel its layout and the instructions in front of its root, which fix its
+    bits."""
+    compiled, stock = [], triton.compile
+
+    def compile_and_keep(*args, **options):
+        compiled.append(stock(*args, **options))
+        return compiled[-1]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(triton, "compile", compile_and_keep)
+        ptx = ptx_for_hopper(kernel, types_of(kernel), constants, num_warps=warps)
+    ir = compiled[-1].asm["ttgir"]
+    names = re.findall(rf"\(tensor<{tile}xf32, (#\w+)>\) -> f32", ir)
+    layouts = [re.search(rf"^{name} = (.*)$", ir, re.MULTILINE).group(1) for name in names]
+    instructions = r"\b((?:fma|mul|add|sub|div)\.[a-z.]*f32|shfl\.sync\.bfly|ld\.global\S*)"
+    before_roots = re.split(r"sqrt\S*", ptx)[: len(names)]
+    return [(layout, re.findall(instructions, part)) for layout, part in zip(layouts, before_roots, strict=True)]
+
+
+def test_norm_and_rotary_in_one_launch_sum_a_head_as_the_norm_does(monkeypatch):
+    """Queries, then keys: the layout, and what is computed and exchanged from the squares to the sum."""
+
+    def computed(found: tuple[str, list[str]]) -> tuple[str, list[str]]:
+        layout, names = found
+        names = [name for name in names if not name.startswith("ld.")]
+        last = len(names) - names[::-1].index("shfl.sync.bfly")
+        return layout, names[names.index("shfl.sync.bfly") - 4 : last + 1]
+
+    tile, warps = tile_and_warps(128)
+    heads = {"HEADS": 32, "STRIDE_TOKEN": 5120, "STRIDE_HEAD": 128}
+    norm = {"K": 128, "TILE": tile, **heads, "RESIDUAL": False, "WITH_Y": True, "QUANTIZE": False, "POW2": False}
+    (plain,) = sums_of_squares(monkeypatch, _rms_norm_kernel, norm, tile, warps)
+    both = {"Q_HEADS": 32, "K_HEADS": 4, "D": 128, "Q_TOKEN": 5120, "K_TOKEN": 5120, "Q_HEAD": 128, "K_HEAD": 128}
+    fused = sums_of_squares(monkeypatch, _norm_rotary_kernel, both, tile, warps)
+    assert len(fused) == 2 and len(computed(plain)[1]) == 4 + 2 * 5
+    assert [computed(one) for one in fused] == [computed(plain)] * 2
+
+
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("k", [128, 1536, 4096, 5120, 12288])
 def test_every_form_of_the_norm_sums_its_rows_as_the_plain_one(monkeypatch, k, residual):
@@ -136,25 +178,12 @@ def test_every_form_of_the_norm_sums_its_rows_as_the_plain_one(monkeypatch, k, r
 
     The forms: with qdata, with and without the BF16 rows; heads that lie in a wider tensor, of any number.
     """
-    compiled, stock = [], triton.compile
-
-    def compile_and_keep(*args, **options):
-        compiled.append(stock(*args, **options))
-        return compiled[-1]
-
-    monkeypatch.setattr(triton, "compile", compile_and_keep)
     tile, warps = tile_and_warps(k)
 
-    def sum_of_squares(**changes) -> tuple[str, list[str]]:
+    def sum_of_squares(**changes) -> list[tuple[str, list[str]]]:
         constants = {"K": k, "TILE": tile, "HEADS": 1, "STRIDE_TOKEN": k, "STRIDE_HEAD": k, "RESIDUAL": residual}
         constants |= {"WITH_Y": True, "QUANTIZE": False, "POW2": False} | changes
-        ptx = ptx_for_hopper(_rms_norm_kernel, types_of(_rms_norm_kernel), constants, num_warps=warps)
-        ir = compiled[-1].asm["ttgir"]
-        name = re.search(rf"\(tensor<{tile}xf32, (#\w+)>\) -> f32", ir).group(1)
-        layout = re.search(rf"^{name} = (.*)$", ir, re.MULTILINE).group(1)
-        before_the_root = ptx[: ptx.index("sqrt")]
-        instructions = r"\b((?:fma|mul|add|sub|div)\.[a-z.]*f32|shfl\.sync\.bfly|ld\.global\S*)"
-        return layout, re.findall(instructions, before_the_root)
+        return sums_of_squares(monkeypatch, _rms_norm_kernel, constants, tile, warps)[0]
 
     plain = sum_of_squares()
     assert "shfl.sync.bfly" in plain[1]

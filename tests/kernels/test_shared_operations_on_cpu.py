@@ -66,6 +66,28 @@ def test_gradient_of_rotary():
     )
 
 
+def test_norm_and_rotary_in_one_operation_are_both_with_their_gradients():
+    table, positions = kernels.rotary_table(128, 64, ROPE), torch.randint(0, 64, (33,))
+    inputs = normal(33, 3, 128), normal(33, 2, 128), normal(128, seed=2), normal(128, seed=3)
+
+    def one_by_one(q, k, q_weight, k_weight):
+        return kernels.rotary(kernels.rms_norm(q, q_weight, EPS), kernels.rms_norm(k, k_weight, EPS), table, positions)
+
+    results, gradients = [], []
+    for function in (one_by_one, lambda *x: kernels.norm_rotary(*x, EPS, table, positions)):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        y = torch.cat(function(*leaves), dim=1)
+        y.backward(normal(*y.shape, seed=9))
+        with torch.no_grad():
+            assert torch.equal(y, torch.cat(function(*leaves), dim=1))
+        results.append(y)
+        gradients.append([x.grad for x in leaves])
+    assert torch.equal(*results)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*gradients, strict=True))
+    with pytest.raises(ValueError, match=r"norm_rotary: k_weight has shape \(64,\), expected \(128,\)"):
+        kernels.norm_rotary(*inputs[:3], inputs[3][:64], EPS, table, positions)
+
+
 def test_rotary_of_parts_of_a_wider_tensor_in_any_order_of_positions():
     table = kernels.rotary_table(128, 64, ROPE)
     positions = torch.tensor([63, 0, 5, 5, 62, 5, 1])

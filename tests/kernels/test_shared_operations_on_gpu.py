@@ -116,6 +116,34 @@ def test_heads_that_lie_in_a_merged_projection_have_the_bits_of_a_copy(heads, kv
     assert torch.equal(kernels.rms_norm(odd, weight, EPS), kernels.rms_norm(odd.contiguous(), weight, EPS))
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (32, 4), (16, 8), (5, 1)])
+def test_norm_and_rotary_in_one_launch_have_the_bits_of_both(heads, kv_heads):
+    """In the trainer's layout, heads of their own, and in the rollout's, a merged projection; gradients too."""
+    table = kernels.rotary_table(128, 8192, {"rope_theta": 1e6}).cuda()
+    weights = normal(128, seed=2), normal(128, seed=3)
+    for tokens in (1, 2, 16, 333, 4097):
+        positions = torch.arange(tokens, device="cuda").flip(0)
+        qkv = normal(tokens, (heads + 2 * kv_heads) * 128)
+        merged = [x.unflatten(-1, (-1, 128)) for x in qkv.split([heads * 128, kv_heads * 128, kv_heads * 128], -1)][:2]
+        normed = (kernels.rms_norm(x, w, EPS) for x, w in zip(merged, weights, strict=True))
+        want = kernels.rotary(*normed, table, positions)
+        for heads_of in (merged, [x.contiguous() for x in merged]):
+            for x, y in zip(kernels.norm_rotary(*heads_of, *weights, EPS, table, positions), want, strict=True):
+                assert x.is_contiguous() and torch.equal(x, y)
+    gradients = []
+    for one in (True, False):
+        leaves = [x.clone().requires_grad_() for x in (*merged, *weights)]
+        q, k, q_weight, k_weight = leaves
+        if one:
+            y = torch.cat(kernels.norm_rotary(q, k, q_weight, k_weight, EPS, table, positions), dim=1)
+        else:
+            normed = kernels.rms_norm(q, q_weight, EPS), kernels.rms_norm(k, k_weight, EPS)
+            y = torch.cat(kernels.rotary(*normed, table, positions), dim=1)
+        y.backward(normal(*y.shape, seed=9))
+        gradients.append([x.grad for x in leaves])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*gradients, strict=True))
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (16, 2), (4, 4)])
 def test_attention_does_not_see_the_batch_and_decode_equals_it(heads, kv_heads):
     """The trainer's packed call against the rollout's on a paged cache, called as vLLM's backend calls it."""

@@ -22,6 +22,7 @@ from jetrl_verl.kernels.log_probs import (
     _pick_kernel,
 )
 from jetrl_verl.kernels.logits import MANY_ROWS, ROUTER_TILES, TILES, _logits_kernel
+from jetrl_verl.kernels.norm_rotary import _norm_rotary_kernel
 from jetrl_verl.kernels.rms_norm import _backward_kernel, _rms_norm_kernel
 from jetrl_verl.kernels.rotary import _rotary_kernel
 from jetrl_verl.kernels.silu_mul import _silu_mul_backward_kernel, _silu_mul_kernel
@@ -79,6 +80,17 @@ def test_logits_are_one_chain_of_matrix_instructions_into_one_accumulator(tile):
             _rotary_kernel,
             dict.fromkeys(("q_ptr", "k_ptr", "table_ptr", "q_out_ptr", "k_out_ptr"), BF16) | {"positions_ptr": "*i64"},
             {"Q_HEADS": 28, "Q_TILE": 32, "K_HEADS": 4, "K_TILE": 4, "HALF": 64, "INVERSE": False},
+        ),
+        (
+            _norm_rotary_kernel,
+            dict.fromkeys(
+                ("q_ptr", "k_ptr", "q_weight_ptr", "k_weight_ptr", "table_ptr", "q_out_ptr", "k_out_ptr"), BF16
+            )
+            | dict.fromkeys(("q_rstd_ptr", "k_rstd_ptr"), FP32)
+            | {"positions_ptr": "*i64", "eps": "fp32"},
+            {"Q_HEADS": 28, "K_HEADS": 4, "D": 128}
+            | dict.fromkeys(("Q_TOKEN", "K_TOKEN"), 4608)
+            | dict.fromkeys(("Q_HEAD", "K_HEAD"), 128),
         ),
         (
             _backward_kernel,

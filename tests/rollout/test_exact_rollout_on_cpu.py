@@ -289,7 +289,7 @@ def test_qdata_in_the_place_of_a_tensor_change_no_bit(rollout, monkeypatch):
 EXPERTS = ["logits", "route_and_permute", "grouped_gemm_nt", "weighted_silu_mul_quantize", "grouped_gemm_nt", "combine"]
 HALVES = {
     "qwen2": (["rotary"], ["fprop_quantized", "silu_mul_quantize", "fprop_quantized"]),
-    "qwen3_moe": (["rms_norm", "rms_norm", "rotary"], EXPERTS),
+    "qwen3_moe": (["norm_rotary"], EXPERTS),
 }
 """Between qkv and the attention, and behind the second norm."""
 
@@ -320,8 +320,20 @@ def plant_activation(model, runner):
 
 
 def plant_rotary(model, runner):
-    rotary = model.model.layers[0].self_attn.rotary_emb
-    return rotary, "_forward_method", rotary.forward_native
+    """Behind a QK norm in one layer, where the two are run one by one; else in all of them."""
+    attention = model.model.layers[0].self_attn
+    rotary = attention.rotary_emb
+    if not hasattr(attention, "q_norm"):
+        return rotary, "_forward_method", rotary.forward_native
+
+    def forward(*inputs, **options):
+        attention.q_norm.keeps_rows, rotary._forward_method = True, rotary.forward_native
+        try:
+            return type(attention).forward(attention, *inputs, **options)
+        finally:
+            attention.q_norm.keeps_rows, rotary._forward_method = False, rotary._forward_shared
+
+    return attention, "forward", forward
 
 
 def plant_attention(model, runner):

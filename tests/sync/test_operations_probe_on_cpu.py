@@ -28,6 +28,7 @@ OPERATIONS = (
     "rms_norm_quantize_1x128",
     "add_rms_norm_quantize_1x128",
     "rotary",
+    "norm_rotary",
     "silu_mul",
     "silu_mul_quantize",
     "attention",

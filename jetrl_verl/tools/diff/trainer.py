@@ -139,7 +139,8 @@ class Trainer:
     def _install(self) -> None:
         decoder, family = self._model.get_decoder(), self._family
         mixture = family.experts
-        watched = (family.q, family.k, family.v, family.q_norm, family.k_norm, family.o)
+        watched = (family.q, family.k, family.v, family.o)
+        watched += (family.q_norm, family.k_norm) if not self._shared else ()
         watched += () if mixture is not None else (family.gate, family.up, family.down)
         watched = [name for name in watched if name]
         self._after(decoder.embed_tokens, "embedding", layer=False)
@@ -258,10 +259,18 @@ class Trainer:
         if self._shared:
             rotary = kernels.rotary
 
-            def shared(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            def rotated(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
                 return tuple(self._ask(name, x) for name, x in zip(_ROTATED, rotary(*args), strict=True))
 
-            return _exchanged(kernels, "rotary", shared)
+            if not self._family.q_norm:
+                return _exchanged(kernels, "rotary", rotated)
+
+            def one_by_one(q, k, q_weight, k_weight, eps, table, positions) -> tuple[torch.Tensor, ...]:
+                q = self._ask(leaf(self._family.q_norm), kernels.rms_norm(q, q_weight, eps))
+                k = self._ask(leaf(self._family.k_norm), kernels.rms_norm(k, k_weight, eps))
+                return rotated(q, k, table, positions)
+
+            return _exchanged(kernels, "norm_rotary", one_by_one)
         modeling = sys.modules[type(self._model).__module__]
         rotate = modeling.apply_rotary_pos_emb
 

@@ -157,7 +157,7 @@ def plant_before_module(planting, trainer, path, row, element):
 PLANTS = {
     "embedding": (plant_in_module, ("model.embed_tokens", 30, 5), (None, "embedding", 30, 5)),
     "norm": (plant_in_module, ("model.layers.1.post_attention_layernorm", 31, 17), (1, "post_norm", 31, 17)),
-    "qk_norm": (plant_in_module, ("model.layers.0.self_attn.q_norm", 2 * 29 + 1, 3), (0, "q_norm", 29, 128 + 3)),
+    "qk_norm": (plant_in_operation, ("rms_norm", 5, 0, 2 * 29 + 1, 3), (0, "q_norm", 29, 128 + 3)),
     "quantization": (plant_in_module, ("model.layers.1.self_attn.k_proj", 33, 70), (1, "k_proj", 33, 70)),
     "down_proj": (plant_in_module, ("model.layers.0.mlp.down_proj", 4, 11), (0, "down_proj", 4, 11)),
     "rotary": (plant_in_operation, ("rotary", 2, 1, 27, 100), (1, "k_rotary", 27, 100)),

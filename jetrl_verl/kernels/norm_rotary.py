@@ -1,0 +1,190 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The QK norm and rotary behind it in one launch: each head's RMSNorm, rounded to BF16, then rotated.
+
+Both are what :func:`rms_norm` and :func:`rotary` compute, in every bit. On a GPU one warp has a head: the sum of
+squares is formed in the layout of the norm's kernel (tests/kernels/test_fused_for_hopper.py compares them), and the
+rest is elementwise. Three launches become one, and heads are read and written once instead of twice.
+"""
+
+import torch
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+from jetrl_verl.kernels.device.launch import jit
+from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
+from jetrl_verl.kernels.rms_norm import heads_in_place, reference_rms_norm, rms_norm_backward, tile_and_warps
+from jetrl_verl.kernels.rotary import check_rotary, reference_rotary, rotate_back
+
+Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""Heads of queries and keys, BF16, and 1 / RMS of each, FP32."""
+
+
+@implements("norm_rotary", "reference")
+def reference_norm_rotary(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+) -> Results:
+    """The two operations one after the other."""
+    (q, q_rstd), (k, k_rstd) = reference_rms_norm(q, q_weight, eps), reference_rms_norm(k, k_weight, eps)
+    return *reference_rotary(q, k, table, positions, False), q_rstd, k_rstd
+
+
+@jit
+def _head(x_ptr, weight_ptr, y_ptr, rstd_ptr, cos, sin, eps, D: tl.constexpr):
+    column, half = tl.arange(0, D), tl.arange(0, D // 2)
+    # Asked for before the sum is waited for.
+    weight = tl.load(weight_ptr + column).to(tl.float32)
+    values = tl.load(x_ptr + column).to(tl.float32)
+    mean = tl.sum(values * values, axis=0) / D
+    rstd = 1.0 / tl.sqrt_rn(mean + eps)
+    tl.store(rstd_ptr, rstd)
+    y = (values * rstd * weight).to(tl.bfloat16)
+    first, second = tl.split(tl.trans(tl.reshape(y, (2, D // 2))))
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    tl.store(y_ptr + half, (first * cos - second * sin).to(tl.bfloat16))
+    tl.store(y_ptr + D // 2 + half, (second * cos + first * sin).to(tl.bfloat16))
+
+
+@jit(do_not_specialize=["table_rows"])
+def _norm_rotary_kernel(
+    q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, table_ptr, positions_ptr, q_out_ptr, k_out_ptr, q_rstd_ptr, k_rstd_ptr,
+    eps, table_rows,
+    Q_HEADS: tl.constexpr, Q_TOKEN: tl.constexpr, Q_HEAD: tl.constexpr,
+    K_HEADS: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    token, head = (program // (Q_HEADS + K_HEADS)).to(tl.int64), program % (Q_HEADS + K_HEADS)
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    # NaN for a position without angles, as in rotary.py.
+    half = tl.arange(0, D // 2)
+    known = (half >= 0) & (position >= 0) & (position < table_rows)
+    cos = tl.load(table_ptr + position * D + half, mask=known, other=float("nan")).to(tl.float32)
+    sin = tl.load(table_ptr + position * D + D // 2 + half, mask=known, other=float("nan")).to(tl.float32)
+    if head < Q_HEADS:
+        source, row = q_ptr + token * Q_TOKEN + head * Q_HEAD, token * Q_HEADS + head
+        _head(source, q_weight_ptr, q_out_ptr + row * D, q_rstd_ptr + row, cos, sin, eps, D)
+    else:
+        head -= Q_HEADS
+        source, row = k_ptr + token * K_TOKEN + head * K_HEAD, token * K_HEADS + head
+        _head(source, k_weight_ptr, k_out_ptr + row * D, k_rstd_ptr + row, cos, sin, eps, D)
+
+
+@implements("norm_rotary", "triton")
+def triton_norm_rotary(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+) -> Results:
+    """As :func:`reference_norm_rotary`; ``D`` is a power of two, heads of a position beyond the table are NaN."""
+    q, k = heads_in_place(q), heads_in_place(k)
+    tokens, q_heads, width = q.shape
+    k_heads = k.shape[1]
+    outputs = tuple(torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) for x in (q, k))
+    rstds = tuple(torch.empty(x.shape[:2], dtype=torch.float32, device=x.device) for x in (q, k))
+    if tokens:
+        _norm_rotary_kernel[(tokens * (q_heads + k_heads),)](
+            q,
+            k,
+            q_weight.contiguous(),
+            k_weight.contiguous(),
+            table.contiguous(),
+            positions.contiguous(),
+            *outputs,
+            *rstds,
+            eps,
+            len(table),
+            Q_HEADS=q_heads,
+            Q_TOKEN=q.stride(0),
+            Q_HEAD=q.stride(1),
+            K_HEADS=k_heads,
+            K_TOKEN=k.stride(0),
+            K_HEAD=k.stride(1),
+            D=width,
+            num_warps=tile_and_warps(width)[1],
+        )
+    return *outputs, *rstds
+
+
+def _fake(q, k, q_weight, k_weight, eps, table, positions):
+    rstds = (x.new_empty(x.shape[:2], dtype=torch.float32) for x in (q, k))
+    return q.new_empty(q.shape), k.new_empty(k.shape), *rstds
+
+
+@operator(
+    "norm_rotary(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, float eps, Tensor table, Tensor positions)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake,
+)
+def _norm_rotary(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+) -> Results:
+    check_rotary("norm_rotary", q, k, table, positions)
+    require_shape("norm_rotary", "q_weight", q_weight, q.shape[-1:])
+    require_shape("norm_rotary", "k_weight", k_weight, k.shape[-1:])
+    return lookup("norm_rotary", q.device)(q, k, q_weight, k_weight, eps, table, positions)
+
+
+class _NormRotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, q_weight, k_weight, eps: float, table, positions):
+        q_out, k_out, q_rstd, k_rstd = _norm_rotary(q, k, q_weight, k_weight, eps, table, positions)
+        # Not among the saved tensors, which may be moved to the host between the passes: the table is the model's.
+        ctx.table = table
+        ctx.save_for_backward(q, k, q_weight, k_weight, q_rstd, k_rstd, positions)
+        return q_out, k_out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dq: torch.Tensor, dk: torch.Tensor):
+        q, k, q_weight, k_weight, q_rstd, k_rstd, positions = ctx.saved_tensors
+        dq, dk = rotate_back(dq, dk, ctx.table, positions)
+        dq, dq_weight = rms_norm_backward(dq, q, q_weight, q_rstd)
+        dk, dk_weight = rms_norm_backward(dk, k, k_weight, k_rstd)
+        return dq, dk, dq_weight.to(q_weight.dtype), dk_weight.to(k_weight.dtype), None, None, None
+
+
+def norm_rotary(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``rotary(rms_norm(q), rms_norm(k))`` in one launch; differentiable in heads and weights.
+
+    Args:
+        q: ``[N, Hq, D]`` BF16. k: ``[N, Hk, D]`` BF16. Either may be a part of a wider tensor.
+        q_weight, k_weight: ``[D]``. eps: added to the means of squares.
+        table: ``[P, D]`` BF16 of :func:`rotary_table`. positions: ``[N]`` int64 or int32, below P, in any order.
+
+    Returns:
+        (``[N, Hq, D]``, ``[N, Hk, D]``) BF16, contiguous. On a GPU, where a check would wait for the device, the
+        heads of a token whose position the table lacks are NaN.
+
+    Raises:
+        TypeError: an operand is not BF16, or positions are not integers. ValueError: shapes that do not fit.
+        IndexError: on the CPU, a position that the table lacks.
+    """
+    require_bf16("norm_rotary", q=q, k=k, table=table)
+    if torch.is_grad_enabled():
+        return _NormRotary.apply(q, k, q_weight, k_weight, eps, table, positions)
+    return _norm_rotary(q, k, q_weight, k_weight, eps, table, positions)[:2]

@@ -214,7 +214,7 @@ def reshard(
     gpus: Annotated[int, typer.Option(help="ranks of the run that will resume, over all nodes")],
     out: Annotated[str | None, typer.Option(help="new trainer.default_local_dir; beside the old files without")] = None,
 ) -> None:
-    """Rewrite a checkpoint for another number of GPUs: weights, optimiser state, schedule and data position stay."""
+    """Rewrite a checkpoint for another number of GPUs: weights, optimizer state, schedule and data position stay."""
     from jetrl_verl.checkpoint.reshard import ReshardError, run_reshard
 
     try:

@@ -21,7 +21,7 @@ else (steps, hyperparameters, buffers) is the same on all ranks, which is checke
 - **8-bit moments** (torchao) carry a scale for each block of values. Where the new cut falls between blocks, qdata and
   scales are cut; where it would fall into one, the values are kept exactly, in FP32.
 
-FSDP1 checkpoints are not supported: their optimiser states are pieces of flattened layers, with padding that depends on
+FSDP1 checkpoints are not supported: their optimizer states are pieces of flattened layers, with padding that depends on
 N.
 """
 
@@ -299,7 +299,7 @@ class _Role:
             ) from None
         if version != 2:
             raise ReshardError(
-                f"{folder} was written under FSDP1, whose optimiser states cannot be cut again; resume with "
+                f"{folder} was written under FSDP1, whose optimizer states cannot be cut again; resume with "
                 f"{self.ranks} GPUs, or merge it (python -m verl.model_merger merge --backend fsdp) and start from the "
                 "merged model with strategy=fsdp2."
             )

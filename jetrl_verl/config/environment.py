@@ -42,8 +42,6 @@ def check_environment(config: DictConfig) -> None:
     check_gpu(options.precision)
     if options.operations == "shared" and (gap := no_shared_operations()):
         refuse(gap[0], **gap[1])
-    if (held := cache_traits(options.kv_cache)).quantized:
-        check_cache(OmegaConf.select(config, "actor_rollout_ref.model.path"), held)
 
     tensor_parallel = OmegaConf.select(config, "actor_rollout_ref.rollout.tensor_model_parallel_size") or 1
     path = OmegaConf.select(config, "actor_rollout_ref.model.path")
@@ -52,6 +50,8 @@ def check_environment(config: DictConfig) -> None:
     format_name = FLOW if options.ref != UNQUANTIZED else options.rollout
     overrides = model_overrides(config)
     check_model(path, options, tensor_parallel, shared, overrides, format_name)
+    if (held := cache_traits(options.kv_cache)).quantized:
+        check_cache(path, held)
     for key in REPLICAS:
         check_replicas(path, key, OmegaConf.select(config, key) or 1, options.precision)
     for key in ULYSSES:
@@ -65,7 +65,7 @@ def check_environment(config: DictConfig) -> None:
         check_model(OmegaConf.select(config, "critic.model.path"), options, 1)
 
     if OmegaConf.select(config, "actor_rollout_ref.model.use_fused_kernels"):
-        check_vocabulary(OmegaConf.select(config, "actor_rollout_ref.model.path"))
+        check_vocabulary(path)
 
     if OmegaConf.select(config, "data.custom_cls.path") is None:
         for key in ("data.train_files", "data.val_files"):
@@ -163,7 +163,7 @@ def no_shared_operations() -> tuple[str, dict[str, Any]] | None:
 
 
 def check_cache(path: str | None, held: CacheTraits) -> None:
-    """Refuse a quantized KV cache on a GPU, or of a model, for which there is no kernel."""
+    """Refuse a quantized KV cache on a GPU, or of a model, for which there is no kernel; after :func:`check_model`."""
     gap = no_shared_operations()
     if gap is not None and gap[0] == "gpu_other_than_hopper":
         refuse("gpu_of_an_fp8_cache", **gap[1])

@@ -20,6 +20,7 @@ import triton.language as tl
 from jetrl_verl import reference
 from jetrl_verl.kernels.device.e4m3 import (
     GROUP,
+    INF_BITS,
     decode,
     encode_with_values,
     magnitude_bits,
@@ -76,7 +77,7 @@ def _quantized(x):
     scale = scale_of(bits, True)
     qdata, value = encode_with_values(x, scale[:, None], reciprocal_of(scale, bits, True)[:, None], True)
     # A head with an Inf or NaN has NaN data; its scale says so, too.
-    exponent = tl.where(bits >= 0x7F800000, 255, scale.to(tl.int32, bitcast=True) >> 23)
+    exponent = tl.where(bits >= INF_BITS, 255, scale.to(tl.int32, bitcast=True) >> 23)
     return qdata, exponent.to(tl.uint8), value * scale[:, None]
 
 

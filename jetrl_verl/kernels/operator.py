@@ -6,9 +6,10 @@ An operator stays whole under torch.compile, so no compiler fuses half of it int
 graphs may capture it where it allocates by shape alone and never waits for the device. It has no gradient of its own;
 an operation's ``autograd.Function`` calls it from inside.
 
-Called where nobody looks on, which is the trainer's way, an operator is its function: torch's way to a function that is
-registered in Python takes the host some 10 us, as long as a small kernel. So functions speak of quantized tensors, and
-only what torch sees is taken apart into qdata and scales.
+Where neither autograd nor a compiler nor a mode is active, as inside the trainer's autograd functions, an operator is a
+plain call of its function: torch's dispatch to a function that is registered in Python costs the host some 10 us, as
+long as a small kernel runs. So functions speak of quantized tensors, and only what torch sees is taken apart into qdata
+and scales.
 """
 
 from collections.abc import Callable, Iterable, Sequence

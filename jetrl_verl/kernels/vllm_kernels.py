@@ -119,10 +119,7 @@ def flash_attention_3_chunks(
 
 def _flash_attention_3(*call, **options):
     if reason := no_flash_attention_3():
-        raise RuntimeError(
-            f"shared attention needs FlashAttention 3 ({reason}); on this machine use precision=jet_fp8 "
-            "jetrl.operations=stock, or precision=bf16"
-        )
+        raise RuntimeError(f"there is no FlashAttention 3: {reason}")
     from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
 
     return flash_attn_varlen_func(*call, **options, causal=True, num_splits=1, fa_version=3)

@@ -12,9 +12,9 @@ Three questions, each answered per kind of layer (``qkv``, ``o``, ``gate_up``, `
   weight sync. At a learning rate of 1e-6 an update can vanish in 8 bits.
 * *Is a weight still a number?* A NaN or Inf in a weight stops the sync, which names the weight.
 
-Of an FP8 KV cache the first is also asked of keys and values (metrics/kv_cache.py). Of a mixture the first two are also
-asked of every expert, and the worst and least are named (metrics/experts.py): the
-number of metrics does not grow with that of the experts.
+With an FP8 KV cache the first question is also asked of keys and values (metrics/kv_cache.py). In a mixture of experts
+the first two are also asked of every expert, and the extremes are reported (metrics/experts.py): the number of metrics
+does not grow with the number of experts.
 
 **Why a sample is exact.** Groups of 1x128 lie in one row, blocks of 128x128 in one band of 128 rows, and groups along
 tokens in 128 consecutive ones. So 128 consecutive rows from a multiple of 128 quantize by themselves to the very qdata

@@ -96,7 +96,7 @@ class JetExpertsMethod(FusedMoEMethodBase):
         weights, segments, rows = kernels.route_and_permute(logits, x, layer.top_k, layer.renormalize)
         gate_up = QuantizedTensor(layer.w13_weight, layer.w13_weight_scale_inv)
         down = QuantizedTensor(layer.w2_weight, layer.w2_weight_scale_inv)
-        # Parameters are constant during a forward, and rows are the kernel's right before.
+        # Parameters are constant during a forward, and the kernel right before is the one that makes `rows`.
         rule = self.config.scale_rule
         return self.format.experts(rows, weights, segments, gate_up, down, rule, static_weight=True)[0]
 

@@ -6,8 +6,8 @@ vLLM stacks q/k/v and gate/up into one parameter and keeps only this rank's shar
 trainer's tensors with live storage, so it has to find each of them again. That is computed here from the layers'
 shapes and ranks, independently of the loaders, whose work is what is being checked.
 
-Scales are placed from here, all by one call, where each would take a loader of vLLM's as long as its qdata do. A wrong
-map is still seen: qdata come through vLLM's loaders, and the check compares both.
+Scales are placed from here, all by one call; through vLLM's loaders each would cost the host as much as its qdata. A
+wrong map is still seen: qdata come through vLLM's loaders, and the check compares both.
 """
 
 from collections.abc import Iterator, Mapping
@@ -141,10 +141,10 @@ def live_routing(model: torch.nn.Module) -> Routing | None:
 
 
 class LiveMap:
-    """:func:`live_tensors` of a model, made again when one of its parameters has moved.
+    """:func:`live_tensors` of a model, kept until one of its parameters has another storage, shape or type.
 
-    What it hands out are views of the storage in which each parameter now is: asked for before a load and behind it,
-    it is about the parameters of then.
+    Views are of the storage that each parameter has when :meth:`tensors` is called, so a load that replaces parameters
+    needs another call behind it.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

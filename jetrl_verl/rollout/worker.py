@@ -4,8 +4,8 @@
 
 *The worker* (engine argument ``worker_cls``, with shared operations or an FP8 KV cache only) is this platform's own;
 once it has loaded the model, it exchanges the operations between the linears (rollout/shared_operations.py) and the
-sampler, or the attention alone. A class of
-ours, and not a hook, so that another engine of the process keeps vLLM's.
+sampler, or the attention alone. It is a class of ours and not a hook, so that another engine of the process keeps
+vLLM's.
 
 *The extension* (``worker_extension_cls``) receives what the trainer sends, then checks the contract on live parameters.
 verl's own extension loads the buckets; this one wraps it with two duties.

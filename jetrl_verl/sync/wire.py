@@ -185,7 +185,8 @@ def _named(tensors: list[tuple[str, torch.Tensor]]) -> str:
 
 
 def _stacked(tensors: list[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor]:
-    # The most that becomes one piece is gate and up of a layer, which an embedding's bucket has room for.
+    # At most q, k, v, gate and up of one layer, with o between them where it reads as many features: one storage, one
+    # width. An embedding, which is one piece too, is larger in published models under FP8.
     if len(tensors) == 1:
         return tensors[0]
     return _named(tensors), joined([tensor for _, tensor in tensors]).view(torch.uint8).view(-1)

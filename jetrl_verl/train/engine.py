@@ -8,7 +8,7 @@ by these classes without a fork. That happens when a precision's engine config i
 FP8 actor) behaves as verl's.
 
 Three things differ from verl's engine: after the model is built and before FSDP wraps it, ``nn.Linear`` becomes
-``JetLinear`` in place, parameters untouched, so checkpoints, resume, the model merger and the optimiser see no
+``JetLinear`` in place, parameters untouched, so checkpoints, resume, the model merger and the optimizer see no
 difference; the weight sync carries qdata, scales and the contract; logits of vocabulary entries without a token are
 masked as verl masks them in the rollout. Under ``jetrl.operations=shared`` the actor also runs the shared operations
 (train/shared_operations.py), and trainer and rollout compute log-probabilities with one function.

@@ -239,6 +239,12 @@ def test_other_architectures_are_refused(model_folder, model_type):
     )
 
 
+def test_an_fp8_cache_of_another_architecture_is_refused_by_its_type(compose, model_folder):
+    overrides = ("precision=fp8_rollout", "jetrl.kv_cache=fp8")
+    job = compose(*overrides, f"actor_rollout_ref.model.path={model_folder(model_type='gpt2')}")
+    assert "model_type 'gpt2' is none of" in refusal(check_environment, job)
+
+
 MIXTURE = dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256)
 
 

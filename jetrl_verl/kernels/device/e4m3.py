@@ -100,7 +100,7 @@ def larger_halves(a, b):
 def largest_halves(words, axis: tl.constexpr):
     """Over ``axis``, the largest magnitude of the BF16 numbers in either half of int32 words.
 
-    Where BF16 numbers are quantized twice, a register holds two of them till they are needed: half the registers, and
+    Where BF16 numbers are quantized twice, a register holds two of them until they are needed: half the registers, and
     ``max.u16x2`` (sm_90) takes two maxima at a time, since the bits of magnitudes order like their values and Inf and
     NaN lie on top.
     """

@@ -26,9 +26,9 @@ def warnings(job: Job, predictions: list[Prediction]) -> list[str]:
         passes = batch.micro + 2 * update.micro * job.epochs
         gathered = passes * 2 * job.model.in_layers
         found.append(
-            "no run of a mixture of experts has been recorded: rates are those of dense layers, tokens are taken to be "
-            f"spread evenly over the experts, and FSDP's gathers of whole layers, {gathered / 1e9:.0f} GB a GPU and "
-            "step, are in no prediction; larger micro-batches make them fewer."
+            "a mixture of experts is predicted from rates of dense layers, so its seconds are rough (docs/advise.md): "
+            "tokens are taken to be spread evenly over the experts, and FSDP's gathers of whole layers, "
+            f"{gathered / 1e9:.0f} GB a GPU and step, are in no prediction; larger micro-batches make them fewer."
         )
     small = min(scored, trained)
     if small < SMALL_MICRO_BATCH:

@@ -3,7 +3,7 @@
 """``jetrl bench linear``: one step of a linear layer, forward and both gradients, quantization included.
 
 Every contender starts from a BF16 weight, a BF16 input that wants a gradient and a BF16 output gradient, and goes
-through ``torch.autograd.grad``. Weights are quantized again in each step, as after an optimiser step; the layer
+through ``torch.autograd.grad``. Weights are quantized again in each step, as after an optimizer step; the layer
 stands alone, so nothing that a neighbour could share (the qdata of one input under q, k and v) is saved. Peak memory is
 what one step allocates at most beyond weight, input and output gradient, results included. Times are of plain calls,
 without CUDA graphs, as in training.

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo's verl command line: which of verl's settings it changes, for the CPU and for one GPU, and why.
 
-Nothing here is particular to a precision but the one word ``precision=...``. The optimisation settings come from a
+Nothing here is particular to a precision but the one word ``precision=...``. The optimization settings come from a
 plain-torch GRPO loop on the same task and policy, one seed each: 32 prompts of 8 samples, two AdamW steps a batch and a
 learning rate of 2e-4 took accuracy at temperature 1 from 0.45 to 0.82 in 30 steps. With one AdamW step a batch, 3e-4
 reached 0.81 and 1e-3 lost all reward within four steps.
@@ -89,7 +89,7 @@ def build_overrides(precision: str, prepared: "Prepared", paths: RunPaths, devic
         "actor_rollout_ref.model.path": prepared.policy,
         "actor_rollout_ref.model.use_remove_padding": True,
         "++actor_rollout_ref.model.override_config.attn_implementation": JETRL_ATTENTION,
-        # actor: two optimiser steps a batch, so that ratios leave 1 and the clip fraction says something
+        # actor: two optimizer steps a batch, so that ratios leave 1 and the clip fraction says something
         "actor_rollout_ref.actor.strategy": "fsdp2",
         "actor_rollout_ref.actor.optim.lr": LEARNING_RATE,
         "actor_rollout_ref.actor.ppo_mini_batch_size": prompts // 2,

@@ -90,7 +90,7 @@ def test_a_mixtures_report_says_what_is_not_recorded_and_has_the_precisions_that
     status, output = run("--script", str(script), "--json")
     found = json.loads(output)
     assert status == 0 and list(found["precisions"]) == ["bf16", "fp8_rollout", "jet_fp8"]
-    assert "no run of a mixture of experts has been recorded" in found["warnings"][0]
+    assert "a mixture of experts is predicted from rates of dense layers" in found["warnings"][0]
     assert not found["settings"]
     assert found["precisions"]["jet_fp8"]["gain_over_bf16"] > 1
     status, output = run("--script", str(script), "--json", "jetrl.operations=stock")

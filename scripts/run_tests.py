@@ -6,12 +6,12 @@ test keeps two cores busy. ``make test-gpu``: every test that needs one, in JOBS
     python scripts/run_tests.py [words for pytest]
     JOBS=6 python scripts/run_tests.py --gpu [words for pytest]
 
-Without a GPU, one lane holds what starts Ray or verl's trainer, one process after another; the other what computes
-without either. Both run under the widest instructions that the processor has. What compares floating point most closely
-(``PROCESSOR``) runs a second time, behind the lane that ends first, under the narrowest: sums round in another order
-there, and a test must not rest on one of them. The second lane's output comes when it has ended, and at the end one
-summary of all processes: the counts, what failed, and why what was skipped was skipped. With a path among the words,
-one pytest runs on that alone.
+Without a GPU, one lane holds what starts Ray or verl's trainer, one process after another, and the recipes, which makes
+the two equally long; the other what computes without either. Both run under the widest instructions that the processor
+has. What compares floating point most closely (``PROCESSOR``) runs a second time, behind the lane that ends first,
+under the narrowest: sums round in another order there, and a test must not rest on one of them. The second lane's
+output comes when it has ended, and at the end one summary of all processes: the counts, what failed, and why what was
+skipped was skipped. With a path among the words, one pytest runs on that alone.
 
 With a GPU each process takes each JOBS-th test, so that the tests of one file spread over all: most of them wait for a
 compiler, an engine's start or the host, and few need more than a tenth of the GPU's memory. A process's output follows
@@ -29,10 +29,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPUTING = (
-    "algorithms", "benchmarks", "kernels", "metrics", "models", "nn", "packaging", "recipes", "reference", "study",
-    "sync", "tools/bench", "tools/diff", "train",
+    "algorithms", "benchmarks", "kernels", "metrics", "models", "nn", "packaging", "reference", "study", "sync",
+    "tools/bench", "tools/diff", "train",
 )  # fmt: skip
-TRAINS = "tests/recipes/test_recipe_end_to_end_on_cpu.py"
 PROCESSOR = (
     "tests/algorithms/test_shadow_on_cpu.py",
     "tests/kernels/test_quotient_on_cpu.py",
@@ -55,10 +54,7 @@ NOTHING_CHOSEN = 5
 def lanes() -> tuple[list[str], list[str]]:
     """Paths and exclusions of the lane that trains and of the one that computes; together every test, once."""
     paths = [f"tests/{name}" for name in COMPUTING]
-    recipes = [f"--ignore={path.relative_to(ROOT)}" for path in (ROOT / "tests/recipes").glob("test_*.py")]
-    others = [f"--ignore={path}" for path in paths if path != "tests/recipes"]
-    alone = f"--ignore={TRAINS}"
-    return ["tests", *others, *(word for word in recipes if word != alone)], [*paths, alone]
+    return ["tests", *(f"--ignore={path}" for path in paths)], paths
 
 
 def summary(reports: list[Path]) -> str:

@@ -33,6 +33,10 @@ CROWDED = dict(
 )
 """Arguments of an engine that cuts prompts into chunks, reuses prefixes and, with a dozen requests, preempts."""
 
+CACHE = dict(num_gpu_blocks_override=256)
+"""Argument of an engine that has no pages to run out of: thousands of tokens. By its environment vLLM takes 1 GiB or
+more, all of it written to before the first token."""
+
 
 @contextmanager
 def cpu_settings() -> Iterator[None]:
@@ -61,7 +65,7 @@ def start(folder: str | Path, options: JetConfig | None, **changes: Any) -> tupl
 
     ours = vllm_arguments(options, None) if options is not None else {}
     small = dict(skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, max_model_len=64, max_num_seqs=8)
-    llm = LLM(str(folder), **(small | ours | changes))
+    llm = LLM(str(folder), **(small | CACHE | ours | changes))
     if llm.llm_engine.vllm_config.parallel_config.tensor_parallel_size > 1:
         return llm, None  # its workers are in processes of their own
     return llm, llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker

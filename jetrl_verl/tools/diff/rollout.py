@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from jetrl_verl import formats, kernels, models
 from jetrl_verl.config.options import JetConfig
@@ -95,9 +96,9 @@ class Recorder:
         for module in model.modules():
             if hasattr(module, "keeps_rows"):
                 module.keeps_rows = True
-        decoder.embed_tokens.register_forward_hook(self._after_embedding)
+        self._hook(decoder.embed_tokens.register_forward_hook(self._after_embedding))
         for number, layer in enumerate(decoder.layers):
-            layer.register_forward_pre_hook(self._before_layer(number), with_kwargs=True)
+            self._hook(layer.register_forward_pre_hook(self._before_layer(number), with_kwargs=True))
             self._watch_layer(layer, first=number == 0)
         if self._family.experts is not None:
             self._watch_choices(decoder)
@@ -120,7 +121,7 @@ class Recorder:
             self._watch(get(family.rotary), (q_norm or q, k_norm or k), ("q_rotary", "k_rotary"))
         self._watch(get(family.core), ("q_rotary", "k_rotary", v), ("attention",))
         if self._kv_cache is not None and self._kv_cache.traits.quantized:
-            get(family.core).register_forward_pre_hook(self._keep_cached)
+            self._hook(get(family.core).register_forward_pre_hook(self._keep_cached))
         self._watch(get(family.o), ("attention",), (o,))
         self._watch(get(family.post_norm), ("stream", "residual"), ("post_norm", "post_residual"))
         if family.experts is not None:
@@ -210,8 +211,8 @@ class Recorder:
                 for name, tensor in zip(outputs, found, strict=False):
                     self._keep(Operation(self._layer if layer else None, name), tensor)
 
-        module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(after)
+        self._hook(module.register_forward_pre_hook(before, with_kwargs=True))
+        self._hook(module.register_forward_hook(after))
 
     def _floating(self, values: Sequence[Any], split: list[int] | None) -> list[torch.Tensor]:
         """The activations among ``values`` as ``[rows, features]``, padding cut off."""
@@ -243,6 +244,11 @@ class Recorder:
         inner = getattr(module, name)
         self._undo.callback(setattr, module, name, inner)
         self._wrap(module, name, around)
+
+    def _hook(self, hook: RemovableHandle) -> None:
+        """Remove a hook on :meth:`close`. vLLM keeps rotary modules for the next engine of the process: one that stayed
+        would run there, and hold this engine with all its pages."""
+        self._undo.callback(hook.remove)
 
     def close(self) -> None:
         """Leave other models of the process as they were."""

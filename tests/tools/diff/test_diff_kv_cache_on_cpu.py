@@ -10,6 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 from tiny_models import save_policy
+from vllm_engine import CACHE
 
 from jetrl_verl import kernels
 from jetrl_verl.tools.diff import rollout, run
@@ -42,7 +43,7 @@ def compared(policy, tmp_path, cpu_platform, monkeypatch):
 
     def engine(request, *args):
         if not recordings:
-            arguments = request.arguments | {"max_num_seqs": 2, "enable_prefix_caching": False}
+            arguments = request.arguments | {"max_num_seqs": 2, "enable_prefix_caching": False} | CACHE
             with torch.compiler.set_stance("force_eager"):
                 recordings.append(rollout.run(replace(request, responses=answers, arguments=arguments)))
             cleanup_dist_env_and_memory()

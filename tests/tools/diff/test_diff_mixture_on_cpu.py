@@ -14,6 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 from tiny_models import save_policy
+from vllm_engine import CACHE
 
 from jetrl_verl import kernels
 from jetrl_verl.tools.diff import rollout, run
@@ -49,9 +50,8 @@ def found(policy, tmp_path_factory, cpu_platform):
         if kind not in recordings:
             drawn = next(iter(recordings.values())).responses if recordings else [[5] * RESPONSE] * 2
             requests[kind] = request
-            repeated = replace(
-                request, responses=drawn, arguments=request.arguments | {"max_num_seqs": 2, "enforce_eager": True}
-            )
+            arguments = request.arguments | {"max_num_seqs": 2, "enforce_eager": True} | CACHE
+            repeated = replace(request, responses=drawn, arguments=arguments)
             try:
                 with torch.compiler.set_stance("force_eager"):
                     recordings[kind] = rollout.run(repeated)

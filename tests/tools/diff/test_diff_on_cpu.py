@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from tiny_models import save_policy
 from typer.testing import CliRunner
+from vllm_engine import CACHE
 
 from jetrl_verl import kernels
 from jetrl_verl.cli import app
@@ -232,7 +233,7 @@ def in_this_process(cpu_platform, monkeypatch):
         try:
             # As in a process of its own, where the environment says it.
             with torch.compiler.set_stance("force_eager"):
-                return rollout.run(request)
+                return rollout.run(replace(request, arguments=CACHE | request.arguments))
         finally:
             cleanup_dist_env_and_memory()
 

@@ -6,6 +6,8 @@ Norms and rotary write into their inputs, batches are padded, and the second mod
 shows its batch in ``prepare_inputs`` alone. What every operation must give follows from formulas per token.
 """
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -259,3 +261,17 @@ def test_a_token_that_never_ran_is_noticed():
     _, recorder, recording = recorded(True, steps=STEPS[:-1])
     with pytest.raises(DiffError, match="embedding of the rollout ran for 11 of 12 tokens"):
         recorder.outputs(recording.drawing, operations(QWEN3, LAYERS)[:-1])
+
+
+def test_a_closed_recorder_lets_go_of_what_other_engines_keep_using():
+    """vLLM keeps a rotary module of given sizes for every later engine of the process: a hook left on it would hold the
+    runner, hence its cache's pages."""
+    runner, recorder, _ = recorded(True)
+    rotary = runner.model.model.layers[0].self_attn.rotary_emb
+    recorder.close()
+    hooks = [(m._forward_hooks, m._forward_pre_hooks) for m in runner.model.modules()]
+    assert not any(before or after for before, after in hooks)
+    gone = weakref.ref(runner)
+    del runner, recorder
+    gc.collect()
+    assert gone() is None and rotary is not None

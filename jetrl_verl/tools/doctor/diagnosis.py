@@ -20,8 +20,8 @@ from rich.table import Table
 
 import jetrl_verl
 from jetrl_verl.config.environment import installed_version, is_pinned
-from jetrl_verl.config.hopper_kernels import CAPABILITY
-from jetrl_verl.config.support.limits import MIN_CAPABILITY, PINS, WGRAD_IN_TRITON
+from jetrl_verl.config.hopper_kernels import CAPABILITY, IN_TRITON
+from jetrl_verl.config.support.limits import MIN_CAPABILITY, PINS
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 from jetrl_verl.tools import bytecode
 from jetrl_verl.tools.doctor import MIXTURES
@@ -203,11 +203,7 @@ def _of_library(library: dict[str, Any], on_hopper: bool) -> Finding:
     """The Hopper kernels: there, of this version, and loadable; without them a run is slower, not wrong."""
     subject = "Hopper kernels"
     if library["sha256"] is None:
-        price = (
-            f": WGrad runs in Triton at {WGRAD_IN_TRITON} of BF16's speed, a mixture's products in Triton"
-            if on_hopper
-            else "; no GPU here would run them"
-        )
+        price = f": {IN_TRITON}" if on_hopper else "; no GPU here would run them"
         found = f"{library['name']} is not in this package{price}; `make wheel` makes a wheel that has it, with nvcc"
         return Finding(subject, NOTE, found)
     found = f"{library['name']}, SHA-256 {library['sha256']}"

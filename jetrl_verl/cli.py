@@ -106,7 +106,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
 ) -> None:
     """Say what this machine can run and how to fix what is wrong; exit status 1 if anything is."""
-    from jetrl_verl.tools.doctor import run_doctor
+    from jetrl_verl.tools.doctor.diagnosis import run_doctor
 
     raise typer.Exit(run_doctor(Console(), ray, as_json))
 

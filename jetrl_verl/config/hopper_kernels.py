@@ -15,11 +15,16 @@ from .support.limits import WGRAD_IN_TRITON
 CAPABILITY = (9, 0)
 """The GPUs that the kernels are for."""
 
+IN_TRITON = (
+    f"WGrad runs in Triton at {WGRAD_IN_TRITON} of BF16's speed, and all products of a mixture's experts run there"
+)
+"""What FP8 training pays."""
+
 
 def price(options: JetConfig) -> str:
     """What a job pays without the kernels; empty for one that calls none of them."""
     if options.train == FLOW and options.backward == FLOW:
-        return f"WGrad runs in Triton at {WGRAD_IN_TRITON} of BF16's speed"
+        return IN_TRITON
     if FLOW in (options.train, options.rollout):
         return "FP8 linears of up to 128 rows run in vLLM's CUTLASS kernel, slower than ours"
     return ""
@@ -32,7 +37,7 @@ def missing(options: JetConfig, nodes: Sequence[str]) -> str:
         return ""
     remedy = "install there a wheel that has them (`make wheel` where there is an nvcc)"
     if options.train == FLOW and options.backward == FLOW:
-        remedy += ", or set jetrl.backward=bf16"
+        remedy += ", or set jetrl.backward=bf16 (of a dense model)"
     return (
         f"jetrl_verl: warning: the Hopper kernels are not in the package on {', '.join(nodes)}: {paid}. To be faster, "
         f"{remedy}. The results have the same bits."

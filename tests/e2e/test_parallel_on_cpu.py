@@ -3,9 +3,13 @@
 """A rollout split over two ranks and a trainer split over two, in one real job: no log-probability differs in a bit."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from jobs import Run, train
+
+from jetrl_verl.reference import BLOCK
+from jetrl_verl.tools.demo.policy import POLICIES, build_model, build_tokenizer, save_policy
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 STEPS = 3
@@ -48,3 +52,17 @@ def check(run: Run) -> None:
 )
 def test_a_rollout_of_two_ranks_has_the_trainers_log_probabilities_at_every_step(policy, tmp_path, trainer):
     check(train(policy, "jet_fp8_exact", tmp_path, STEPS, *TWO_RANKS, *trainer))
+
+
+@pytest.mark.slow
+def test_a_mixture_of_two_ranks_has_the_trainers_log_probabilities_at_every_step(policy, tmp_path):
+    """Each rank of the rollout has a slice of every expert, each of FSDP2 four of a layer's eight experts.
+
+    The policy is random, as in test_mixture_on_cpu.py.
+    """
+    folder, tokenizer = tmp_path / "mixture", build_tokenizer()
+    save_policy(build_model(replace(POLICIES["moe"], intermediate_size=2 * BLOCK), tokenizer), tokenizer, folder)
+    words = (f"actor_rollout_ref.model.path={folder}", f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.entropy_coeff=0.1")
+    run = train(policy, "jet_fp8_exact", tmp_path / "run", STEPS, *TWO_RANKS, *words)
+    check(run)
+    assert {(int(sync[1]), int(sync[2])) for sync in run.syncs} == {(2 * (4 + 2), 2 * 5 + 3)}

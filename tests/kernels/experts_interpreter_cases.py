@@ -13,9 +13,11 @@ import torch
 from backends import triton_kernels
 
 from jetrl_verl import reference
+from jetrl_verl.kernels import dispatch
 from jetrl_verl.kernels import weighted_silu_mul as operation
 from jetrl_verl.kernels.route import reference_route
 from jetrl_verl.reference import QuantizedTensor
+from jetrl_verl.tools.doctor import self_check
 
 BF16_STEP = 2**-7
 
@@ -298,3 +300,13 @@ def test_gradients_of_the_weighted_activation(experts_of, experts, rule):
     for mine, theirs in zip(before(where.start, *got), before(where.start, *want), strict=True):
         assert_close_qdata(mine, theirs)
     assert (dweights - exact).abs().max() <= 1e-4 * exact.abs().max()
+
+
+WITHOUT_ROUNDING = ("router's choice", "segments", "a rollout's rows", "gathered rows", "combine")
+COPIES = [call for call in self_check.calls() if call.name in WITHOUT_ROUNDING]
+
+
+@pytest.mark.parametrize("call", COPIES, ids=lambda call: call.name)
+def test_the_doctors_self_check_of_what_the_interpreter_does_not_round(call, monkeypatch):
+    monkeypatch.setitem(dispatch.BACKENDS[call.operation], "cpu", ("triton", "reference"))
+    assert list(self_check._of_call(call, torch.device("cpu"))) == [(call.subject, call.name, "triton", "")]

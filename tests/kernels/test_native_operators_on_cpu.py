@@ -48,6 +48,7 @@ from jetrl_verl.kernels.quantize_128x128 import native_transpose_128x128
 from jetrl_verl.kernels.relayout_128x1 import native_relayout_128x1
 from jetrl_verl.kernels.silu_mul import native_silu_mul_backward_quantize, native_supports_silu_mul_backward
 from jetrl_verl.reference import BLOCK, FP8_DTYPE, SCALE_RULES, QuantizedTensor, k_slices, sum_of_ranks
+from jetrl_verl.tools.doctor import self_check
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -69,6 +70,14 @@ def on_a_cpu(emulated, monkeypatch):
 
 def test_the_operators_are_those_that_the_backend_calls():
     assert native.mismatch("jetrl_emulated") is None
+
+
+def test_the_doctors_self_check_has_the_references_bits(monkeypatch):
+    native_calls = [call for call in self_check.calls() if "native" in dispatch.BACKENDS[call.operation]["sm90"]]
+    for call in native_calls:
+        monkeypatch.setitem(dispatch.BACKENDS[call.operation], "cpu", ("native", "reference"))
+    found = self_check.outcomes(torch.device("cpu"))
+    assert found == [self_check.Outcome(call.subject, call.name, "native", "") for call in native_calls]
 
 
 @pytest.mark.parametrize("bias", [None, torch.bfloat16, torch.float32])

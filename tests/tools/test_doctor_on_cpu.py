@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 import jetrl_verl
 from jetrl_verl.cli import app
-from jetrl_verl.tools import doctor
-from jetrl_verl.tools.doctor import NOTE, OK, WRONG, Finding
+from jetrl_verl.tools.doctor import asked, self_check
+from jetrl_verl.tools.doctor import diagnosis as doctor
+from jetrl_verl.tools.doctor.diagnosis import NOTE, OK, WRONG, Finding
 
 GPU = {"name": "NVIDIA H200", "capability": [9, 0], "free": 140 * 2**30, "total": 141 * 2**30}
 HOPPER = {
@@ -25,6 +26,16 @@ HOPPER = {
 }
 HEALTHY = {
     "kernels": {"cuda": "13.0", "gpus": [GPU], "devices": {"cuda:0": HOPPER}},
+    "self_check": {
+        "cuda:0": {
+            "platform": "sm90",
+            "outcomes": [
+                *(("linears", name, backend, "") for name in ("FProp", "WGrad") for backend in ("native", "triton")),
+                *(("mixtures of experts", name, "native", "") for name in ("grouped FProp", "grouped WGrad")),
+                ("mixtures of experts", "combine", "triton", ""),
+            ],
+        }
+    },
     "verl": {
         "version": "0.9.1",
         "loaded": True,
@@ -89,6 +100,7 @@ def test_this_machine_is_diagnosed_by_real_processes():
     for subject in ("verl", "vllm", "torch", "transformers", "jetrl-verl", "plugin in verl", "plugin in vLLM"):
         assert findings[subject].state == OK, findings[subject]
     assert any(subject.startswith("kernels, ") for subject in findings)
+    assert doctor.MIXTURES in findings or any(subject.startswith(doctor.MIXTURES) for subject in findings)
     assert "plugin in Ray workers" not in findings
 
 
@@ -116,7 +128,7 @@ def test_a_library_that_fails_or_crashes_on_import_is_one_finding(module, fault,
 def test_a_process_that_never_answers_is_ended(monkeypatch, tmp_path):
     (tmp_path / "ray.py").write_text("import time; time.sleep(600)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(doctor, "ANSWER_SECONDS", 3.0)
+    monkeypatch.setattr(asked, "ANSWER_SECONDS", 3.0)
     assert doctor.ask("ray") == {"error": "no answer within 3 s"}
 
 
@@ -193,9 +205,9 @@ def test_the_reason_of_a_backend_is_its_own_error(monkeypatch):
 
     from jetrl_verl.kernels import dispatch
 
-    assert doctor._why_not("reference") == ""
+    assert self_check.why_not("reference") == ""
     monkeypatch.setitem(dispatch._unavailable, "reference", lambda: import_module("jetrl_verl.no_such_module"))
-    assert doctor._why_not("reference") == "ModuleNotFoundError: No module named 'jetrl_verl.no_such_module'"
+    assert self_check.why_not("reference") == "ModuleNotFoundError: No module named 'jetrl_verl.no_such_module'"
 
 
 def metadata_folder(folder, version):
@@ -315,3 +327,46 @@ def test_a_library_that_does_not_load_is_wrong(gpu_machine):
     gpu_machine["kernels"]["library"] = library(error="libcudart.so.13: cannot open shared object file")
     finding = only(doctor.diagnose(ray=False))
     assert finding.subject == "Hopper kernels" and "libcudart.so.13" in finding.found and "make wheel" in finding.fix
+
+
+def of_mixtures(findings) -> list[tuple[str, str]]:
+    return [(f.state, f.found) for f in findings if f.subject.startswith(doctor.MIXTURES)]
+
+
+def test_kernels_that_answer_with_the_references_bits_are_listed_by_backend(gpu_machine):
+    findings = doctor.diagnose(ray=False)
+    (linears,) = (finding for finding in findings if finding.subject == "linears, sm90")
+    assert linears.state == OK and linears.found == "native, triton: FProp, WGrad: the reference's bits"
+    assert of_mixtures(findings) == [
+        (OK, "native: grouped FProp, grouped WGrad: the reference's bits"),
+        (OK, "triton: combine: the reference's bits"),
+    ]
+
+
+def test_a_kernel_that_is_wrong_or_fails_is_named_with_its_backend(gpu_machine):
+    outcomes = gpu_machine["self_check"]["cuda:0"]["outcomes"]
+    outcomes[4][3] = outcomes[5][3] = "3 of 512 numbers are not the reference's"
+    outcomes[6][3] = "RuntimeError: no kernel image"
+    findings = doctor.diagnose(ray=False)
+    assert [(f.subject, f.found) for f in wrong(findings)] == [
+        ("native on cuda:0", "grouped FProp, grouped WGrad: 3 of 512 numbers are not the reference's"),
+        ("triton on cuda:0", "combine: RuntimeError: no kernel image"),
+    ]
+    assert of_mixtures(findings) == []
+
+
+def test_a_self_check_that_does_not_answer_is_wrong_where_torch_does(gpu_machine):
+    gpu_machine["self_check"] = {"error": "OutOfMemoryError: CUDA out of memory"}
+    assert only(doctor.diagnose(ray=False)).subject == "self-check"
+    assert list(doctor.check_self(gpu_machine["self_check"], {"error": "ImportError: torch"})) == []
+
+
+def test_who_cannot_train_mixtures_in_fp8_is_told(gpu_machine):
+    gap = "GPU 0, NVIDIA L40S, has compute capability 8.9, and FlashAttention 3 needs 9.0"
+    gpu_machine["kernels"]["gap"] = gap
+    assert (NOTE, f"{gap}; jet_fp8 of a mixture is refused, fp8_rollout and bf16 are not") in of_mixtures(
+        doctor.diagnose(ray=False)
+    )
+    assert list(doctor.check_mixtures({"error": "ImportError: torch"})) == []
+    (finding,) = doctor.check_mixtures({"cuda": None, "gpus": [], "devices": {}, "gap": ""})
+    assert finding.state == NOTE and "jetrl.operations=shared" in finding.found and "--policy moe" in finding.found

@@ -3,6 +3,7 @@
 """The demo's driver, with a fake trainer: progress, report, failures, and that nothing it started is left."""
 
 import io
+import json
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from jetrl_verl.cli import app
 from jetrl_verl.config.options import PRECISIONS
 from jetrl_verl.tools import launch
 from jetrl_verl.tools.demo import DemoError, cache, run
+from jetrl_verl.tools.demo.policy import build_model, build_tokenizer, save_policy
 from jetrl_verl.tools.demo.run import DemoOptions, accuracy_lines, run_demo
 from jetrl_verl.tools.launch import RunPaths, build_environment
 from jetrl_verl.tools.process_tree import ProcessTree
@@ -113,6 +115,7 @@ from rich.console import Console
 from functools import partial
 from jetrl_verl.tools import launch
 from jetrl_verl.tools.demo import cache
+from jetrl_verl.tools.demo.policy import build_model, build_tokenizer, save_policy
 from jetrl_verl.tools.demo.run import DemoOptions, run_demo
 out = Path(sys.argv[1])
 launch.ProcessTree = partial(launch.ProcessTree, grace=2.0)
@@ -156,10 +159,53 @@ def test_processes_of_others_are_left_alone(prepared, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("words", "model_type", "experts", "precision", "shared"),
+    [
+        ((), "qwen3", None, "jet_fp8", False),
+        (("--policy", "dense"), "qwen3", None, "jet_fp8", False),
+        # `auto` is stock on a CPU, which runs no mixture; jet_fp8_exact is shared everywhere.
+        (("--policy", "moe"), "qwen3_moe", 8, "jet_fp8", True),
+        (("--policy", "moe"), "qwen3_moe", 8, "jet_fp8_exact", False),
+        (("--policy", "moe"), "qwen3_moe", 8, "bf16", False),
+    ],
+)
+def test_the_policy_that_is_named_is_made_kept_and_trained(
+    words, model_type, experts, precision, shared, tmp_path, monkeypatch
+):
+    commands = []
+
+    def save_untrained(recipe, folder, device, report):
+        tokenizer = build_tokenizer()
+        save_policy(build_model(recipe.policy, tokenizer), tokenizer, folder / "policy")
+        return {}
+
+    def watch(command, *_):
+        commands.append(command)
+        return 1
+
+    monkeypatch.setattr(cache, "_fill", save_untrained)
+    monkeypatch.setattr(run, "watch", watch)
+    monkeypatch.setattr(run, "last_errors", lambda log: [])
+    folders = ["--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
+    arguments = ["demo", "--device", "cpu", "--steps", "1", "--precision", precision, *words, *folders, "a.b=1"]
+    for remark in ("preparing data and policy", "data and policy from"):
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 1 and remark in result.stdout
+        monkeypatch.setattr(run.time, "strftime", lambda _: "later")
+    (entry,) = (tmp_path / "cache").iterdir()
+    for command in commands:
+        assert f"actor_rollout_ref.model.path={entry / 'policy'}" in [word.replace("'", "") for word in command]
+        assert command.count("jetrl.operations=shared") == shared and command[-1] == "a.b=1"
+    config = json.loads((entry / "policy" / "config.json").read_text())
+    assert config["model_type"] == model_type and config.get("num_local_experts", config.get("num_experts")) == experts
+
+
+@pytest.mark.parametrize(
     "arguments,sentence",
     [
         (["--precision", "fp4"], f"'fp4' is not a precision; choose one of {', '.join(PRECISIONS)}"),
         (["--device", "tpu"], "'tpu' is not a device; choose one of auto, cpu, cuda"),
+        (["--policy", "mixture"], "'mixture' is not a policy; choose one of dense, moe"),
         (["--steps", "0"], "--steps 0 trains nothing; ask for at least one step"),
         (["precision=bf16"], "precision=bf16 would leave the run named after jet_fp8; choose it with --precision"),
         (["++precision=bf16"], "++precision=bf16 would leave the run named after jet_fp8; choose it with --precision"),

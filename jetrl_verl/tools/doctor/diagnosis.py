@@ -1,20 +1,12 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine can run, and for each thing wrong one line that fixes it: ``jetrl doctor``.
-
-Everything that imports native code (torch, vLLM, Ray, verl) is asked in a process of its own, which runs one of the
-``ask_*`` functions below and prints its answer as JSON. So a library that is absent, half installed or crashes on
-import costs one finding, never the report, and the answers are those of a fresh process, as a Ray worker or a vLLM
-engine is one. What the answers mean is decided here, in plain Python that imports none of them.
-"""
+"""What the answers of ``asked.py`` mean, in plain Python that imports no native code, and the report of them."""
 
 import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,17 +20,15 @@ from rich.table import Table
 
 import jetrl_verl
 from jetrl_verl.config.environment import installed_version, is_pinned
-from jetrl_verl.config.hopper_kernels import CAPABILITY
-from jetrl_verl.config.support.limits import MIN_CAPABILITY, PINS, WGRAD_IN_TRITON
-from jetrl_verl.formats.catalog import FLOW, VLLM_METHODS
+from jetrl_verl.config.hopper_kernels import CAPABILITY, IN_TRITON
+from jetrl_verl.config.support.limits import MIN_CAPABILITY, PINS
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 from jetrl_verl.tools import bytecode
+from jetrl_verl.tools.doctor import MIXTURES
+from jetrl_verl.tools.doctor.asked import ASK, ENTRY_POINT, QUANT_METHOD, ask
 
-DISTRIBUTION, ENTRY_POINT = "jetrl-verl", "jetrl"
+DISTRIBUTION = "jetrl-verl"
 OK, NOTE, WRONG = "ok", "note", "wrong"
-
-QUANT_METHOD = VLLM_METHODS[FLOW]
-"""Name of the flow's quantization method in vLLM."""
 
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_BYTES = 2 * 2**30
@@ -47,7 +37,6 @@ SHARED_MEMORY_BYTES = 2 * 2**30
 GPU_FREE_SHARE = 0.5
 """``rollout.gpu_memory_utilization`` of verl's defaults; vLLM refuses to start with less than that free."""
 
-ANSWER_SECONDS = 150.0
 _REINSTALL = "install it again in this environment: `pip install -e /path/to/jetrl_verl`"
 
 
@@ -66,179 +55,8 @@ class Finding:
     fix: str = ""
 
 
-# --- asked in a process of its own -----------------------------------------------------------------------------------
-
-
 SHARED = "shared operations"
 """Subject of the finding that they do not run here."""
-
-
-def ask_kernels() -> dict[str, Any]:
-    """What torch sees, and which backend computes each operation: ``{"cuda", "gpus", "devices": {device: ...}, "gap",
-    "library"}``: why the shared operations do not run here, and the library of the Hopper kernels."""
-    import torch
-
-    from jetrl_verl.config.environment import why_not_shared
-    from jetrl_verl.kernels import BACKENDS, describe_backends, platform_of
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    gpus = []
-    for index in range(count):
-        free, total = torch.cuda.mem_get_info(index)
-        capability = list(torch.cuda.get_device_capability(index))
-        name = torch.cuda.get_device_name(index)
-        gpus.append({"name": name, "capability": capability, "free": free, "total": total})
-    known = sorted({name for platforms in BACKENDS.values() for names in platforms.values() for name in names})
-    devices = {}
-    for device in [f"cuda:{index}" for index in range(count)] or ["cpu"]:
-        try:
-            platform = platform_of(torch.device(device))
-        except RuntimeError as refusal:
-            devices[device] = {"refused": str(refusal)}
-            continue
-        columns = {name: platforms[platform] for name, platforms in BACKENDS.items() if platform in platforms}
-        used = {name for names in columns.values() for name in names}
-        devices[device] = {
-            "platform": platform,
-            "operations": describe_backends(device),
-            "last": {operation: names[-1] for operation, names in columns.items()},
-            "unavailable": {name: reason for name in sorted(used) if (reason := _why_not(name))},
-            "elsewhere": [name for name in known if name not in used],
-        }
-    facts = {"cuda": torch.version.cuda, "gpus": gpus, "devices": devices, "gap": why_not_shared()}
-    return facts | {"library": _library()}
-
-
-def _library() -> dict[str, Any]:
-    """``{"name", "sha256", "error"}`` of the library of csrc/: no sum without one, and why it does not load here. It
-    loads without a GPU, too, where torch is a CUDA build."""
-    import torch
-
-    from jetrl_verl.kernels import native
-
-    found = {"name": native.library_path().name, "sha256": native.library_sha256(), "error": ""}
-    if found["sha256"] is not None and torch.version.cuda is not None:
-        try:
-            torch.ops.load_library(str(native.library_path()))
-            found["error"] = native.mismatch("jetrl_native") or ""
-        except OSError as error:
-            found["error"] = str(error)
-    return found
-
-
-def _why_not(backend: str) -> str:
-    """Why ``backend`` of the dispatch table cannot run in this process; empty if it can."""
-    from jetrl_verl.kernels.dispatch import unavailable
-
-    try:
-        return unavailable(backend) or ""
-    except Exception as error:  # an import of native code may raise anything
-        return f"{type(error).__name__}: {error}"
-
-
-def ask_verl() -> dict[str, Any]:
-    """What ``import verl`` made of the plugin: ``{"version", "loaded", "hydra", "reason", "patches"}``."""
-    import hydra._internal.hydra
-    import verl
-
-    from jetrl_verl.patches import installed_states
-    from jetrl_verl.patches.patch import PATCHED, STOCK
-
-    loader = hydra._internal.hydra.ConfigLoaderImpl.__module__
-    states = installed_states()
-    return {
-        "version": verl.__version__,
-        "loaded": f"{jetrl_verl.__name__}.plugin" in sys.modules,
-        "hydra": loader.startswith(f"{jetrl_verl.__name__}."),
-        "reason": _load_error("verl.plugins"),
-        "patches": {
-            "count": len(states),
-            "in_source": sum(state == PATCHED for _, state in states),
-            "unfit": [
-                {"sentence": patch.mismatch(state), "needed": patch.needed}
-                for patch, state in states
-                if state not in (STOCK, PATCHED)
-            ],
-        },
-    }
-
-
-def ask_vllm() -> dict[str, Any]:
-    """What vLLM's own plugin loader registers in a process that it starts: ``{"version", "registered", "reason"}``."""
-    import vllm
-    from vllm.plugins import load_general_plugins
-
-    load_general_plugins()
-    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
-
-    registered = QUANT_METHOD in QUANTIZATION_METHODS
-    if registered:
-        registered = get_quantization_config(QUANT_METHOD).__module__.startswith(f"{jetrl_verl.__name__}.")
-    reason = "" if registered else _load_error("vllm.general_plugins")
-    return {"version": vllm.__version__, "registered": registered, "reason": reason}
-
-
-def ask_ray() -> dict[str, Any]:
-    """Start a local Ray and ask one worker for the plugin: ``{"version", "complaint"}``."""
-    import ray
-
-    from jetrl_verl.config.workers import check_workers
-
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    try:
-        check_workers()
-    except SystemExit as refusal:
-        return {"version": ray.__version__, "complaint": str(refusal).removeprefix("jetrl_verl: ")}
-    finally:
-        ray.shutdown()
-    return {"version": ray.__version__, "complaint": ""}
-
-
-def _load_error(group: str) -> str:
-    """Why our entry point of ``group`` does not load; empty where it loads or there is none."""
-    for entry_point in metadata.entry_points(group=group, name=ENTRY_POINT):
-        try:
-            entry_point.load()
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-    return ""
-
-
-ASK: dict[str, Callable[[], dict[str, Any]]] = {
-    "kernels": ask_kernels,
-    "verl": ask_verl,
-    "vllm": ask_vllm,
-    "ray": ask_ray,
-}
-_MARK = "jetrl-doctor-answer "
-
-
-def ask(name: str) -> dict[str, Any]:
-    """Run ``ask_<name>`` in a fresh interpreter; ``{"error": one line}`` where it fails, crashes or never answers."""
-    command = [sys.executable, "-m", __spec__.name if __name__ == "__main__" else __name__, name]
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, errors="replace", start_new_session=True, **pipes) as process:
-        try:
-            output, complaints = process.communicate(timeout=ANSWER_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            return {"error": f"no answer within {ANSWER_SECONDS:.0f} s"}
-    for line in reversed(output.splitlines()):
-        if line.startswith(_MARK):
-            return json.loads(line.removeprefix(_MARK))
-    if process.returncode < 0:
-        return {"error": f"the process was ended by {signal.Signals(-process.returncode).name}"}
-    lines = [line.strip() for line in (complaints or output).splitlines() if line.strip()]
-    return {"error": lines[-1] if lines else f"the process ended with status {process.returncode} and no word"}
-
-
-def _answer(name: str) -> None:
-    try:
-        answer = ASK[name]()
-    except Exception as error:
-        traceback.print_exc()
-        answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
-    print(f"\n{_MARK}{json.dumps(answer)}", flush=True)
 
 
 # --- what it means ---------------------------------------------------------------------------------------------------
@@ -258,6 +76,8 @@ def diagnose(ray: bool = True) -> list[Finding]:
         lambda: check_packages(),
         lambda: check_gpus(answers["kernels"], drivers),
         lambda: check_kernels(answers["kernels"]),
+        lambda: check_self(answers["self_check"], answers["kernels"]),
+        lambda: check_mixtures(answers["kernels"]),
         lambda: check_installation(),
         lambda: check_verl(answers["verl"]),
         lambda: check_patches(answers["verl"]),
@@ -383,11 +203,7 @@ def _of_library(library: dict[str, Any], on_hopper: bool) -> Finding:
     """The Hopper kernels: there, of this version, and loadable; without them a run is slower, not wrong."""
     subject = "Hopper kernels"
     if library["sha256"] is None:
-        price = (
-            f": WGrad runs in Triton at {WGRAD_IN_TRITON} of BF16's speed"
-            if on_hopper
-            else "; no GPU here would run them"
-        )
+        price = f": {IN_TRITON}" if on_hopper else "; no GPU here would run them"
         found = f"{library['name']} is not in this package{price}; `make wheel` makes a wheel that has it, with nvcc"
         return Finding(subject, NOTE, found)
     found = f"{library['name']}, SHA-256 {library['sha256']}"
@@ -395,6 +211,46 @@ def _of_library(library: dict[str, Any], on_hopper: bool) -> Finding:
         fix = "install a wheel of this version, made with the installed torch or an older one (`make wheel`)"
         return Finding(subject, WRONG, f"{found}, does not load: {library['error']}", fix)
     return Finding(subject, OK, found)
+
+
+def check_self(answer: dict[str, Any], kernels: dict[str, Any]) -> Iterator[Finding]:
+    """Whether the kernels of linears and of mixtures of experts answer tiny calls with the reference's bits."""
+    if "error" in answer:
+        if "error" not in kernels:  # else check_kernels has said so
+            fix = "free the GPU (`nvidia-smi`), or run `make setup`, which installs the pinned torch, Triton and vLLM"
+            yield Finding("self-check", WRONG, answer["error"], fix)
+        return
+    for device, facts in answer.items():
+        right: dict[tuple[str, str], list[str]] = {}
+        wrong: dict[tuple[str, str], list[str]] = {}
+        for subject, name, backend, error in facts["outcomes"]:
+            if error:
+                wrong.setdefault((backend, error), []).append(name)
+            else:
+                right.setdefault((subject, name), []).append(backend)
+        for (backend, error), names in wrong.items():
+            remedy = "`make setup` installs the pinned torch, Triton and vLLM"
+            if backend == "native":
+                remedy = "install a wheel of this version (`make wheel`); without the kernels Triton runs"
+            yield Finding(f"{backend} on {device}", WRONG, f"{', '.join(names)}: {error}", remedy)
+        by_backends: dict[tuple[str, str], list[str]] = {}
+        for (subject, name), backends in right.items():
+            by_backends.setdefault((subject, ", ".join(backends)), []).append(name)
+        for (subject, backends), names in by_backends.items():
+            found = f"{backends}: {', '.join(names)}: the reference's bits"
+            yield Finding(f"{subject}, {facts['platform']}", OK, found)
+
+
+def check_mixtures(kernels: dict[str, Any]) -> Iterator[Finding]:
+    """What FP8 training of a mixture asks for beside kernels: operations that are shared."""
+    if "error" in kernels:
+        return
+    if gap := kernels.get("gap"):
+        found = f"{gap}; jet_fp8 of a mixture is refused, fp8_rollout and bf16 are not"
+        yield Finding(MIXTURES, NOTE, found)
+    elif not kernels.get("gpus"):
+        found = "on a CPU jet_fp8 trains them with jetrl.operations=shared, as `jetrl demo --policy moe` does"
+        yield Finding(MIXTURES, NOTE, found)
 
 
 def check_installation() -> Iterator[Finding]:
@@ -581,7 +437,3 @@ def run_doctor(console: Console, ray: bool, json_only: bool) -> int:
     else:
         show(findings, console)
     return int(any(finding.state == WRONG for finding in findings))
-
-
-if __name__ == "__main__":
-    _answer(sys.argv[1])

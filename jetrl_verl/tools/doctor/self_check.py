@@ -1,0 +1,159 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny calls of what a linear and a mixture of experts are made of, by every backend of a device, against the reference
+on the host: a kernel that is there, loads and is wrong, or cannot start, is named before a job meets it.
+
+qdata are small whole numbers and scales powers of two, so every sum is exact in any order, on tensor cores too, and
+every result is one number; logits are tied, so the weights of a token's four experts are 1/4 each. What has an
+exponential (SiLU) is left to the contract check of a job, which compares two sides of one device.
+
+Of three experts one is empty; numbers of rows are odd, and small and large ones reach both native forward kernels.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from jetrl_verl import kernels, reference
+from jetrl_verl.kernels import dispatch, native
+from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor
+from jetrl_verl.tools.doctor import LINEARS, MIXTURES
+
+_RULE = "fp32"
+_EXPERTS, _PER_TOKEN = 6, 4
+
+
+class Call(NamedTuple):
+    """An operation with arguments on the host; ``name`` is what the report calls it, a part of ``subject``."""
+
+    subject: str
+    name: str
+    operation: str
+    arguments: tuple
+    options: dict[str, Any] = {}
+
+
+class Outcome(NamedTuple):
+    """What a backend made of a call; ``error`` is empty where the result is the reference's in every bit."""
+
+    subject: str
+    name: str
+    backend: str
+    error: str
+
+
+def _operand(generator: torch.Generator, *rows: int, k: int, rows_of_a_scale: int = 1) -> QuantizedTensor:
+    """``[*rows, k]``: qdata of -4 to 4, scales of 1/4 to 4, those of a group side by side as quantizers write them."""
+    qdata = torch.randint(-4, 5, (*rows, k), generator=generator, device="cpu").float().to(FP8_DTYPE)
+    shape = (*rows[:-1], k // BLOCK, rows[-1] // rows_of_a_scale)
+    scales = 2.0 ** torch.randint(-2, 3, shape, generator=generator, device="cpu").float()
+    return QuantizedTensor(qdata, scales.transpose(-1, -2))
+
+
+def _starts(*counts: int) -> torch.Tensor:
+    return torch.tensor([0, *counts], device="cpu").cumsum(0).to(torch.int32)
+
+
+@cache
+def calls() -> tuple[Call, ...]:
+    """Every call, operands and all; 1 MB."""
+    generator = torch.Generator().manual_seed(20261124)
+
+    def rows(count: int) -> QuantizedTensor:
+        return _operand(generator, count, k=2 * BLOCK)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randint(-64, 65, shape, generator=generator, device="cpu").to(torch.bfloat16)
+
+    weight = _operand(generator, 2 * BLOCK, k=2 * BLOCK, rows_of_a_scale=BLOCK)
+    experts = _operand(generator, 3, 2 * BLOCK, k=2 * BLOCK, rows_of_a_scale=BLOCK)
+    dy, x = (_operand(generator, size, k=3 * BLOCK) for size in (2 * BLOCK, BLOCK))
+    many, few = _starts(17, 0, 183), _starts(9, 0, 11)
+    assert int(many[-1]) > 3 * native.FEW_ROWS_OF_EXPERT >= int(few[-1])
+    # Each token has four experts of one logit; expert 2 has no token.
+    tokens = 37
+    logits = torch.full((tokens, _EXPERTS), -3.0, device="cpu")
+    order = torch.rand(tokens, _EXPERTS - 1, generator=generator, device="cpu").argsort(dim=1)[:, :_PER_TOKEN]
+    logits.scatter_(1, order + (order >= 2), 1.5)
+    segments = reference.segments(reference.top_k(logits, _PER_TOKEN), _EXPERTS, BLOCK)
+    quantized, gathered = rows(tokens), (segments.pair, _PER_TOKEN)
+    block, group = {"b_block_scaled": True}, {"b_block_scaled": False}
+    return (
+        Call(LINEARS, "FProp", "gemm_nt_128x128", (rows(200), weight), block),
+        Call(LINEARS, "FProp of few rows", "gemm_nt_128x128", (rows(5), weight), block),
+        Call(LINEARS, "WGrad", "gemm_nt_1x128", (dy, x), group),
+        Call(LINEARS, "re-layout", "relayout_128x1", (rows(200), _RULE)),
+        Call(LINEARS, "transposed weight", "transpose_128x128", (weight,)),
+        Call(MIXTURES, "router's choice", "route", (logits, _PER_TOKEN, True)),
+        Call(MIXTURES, "segments", "segments", (reference.top_k(logits, _PER_TOKEN), _EXPERTS, BLOCK)),
+        Call(MIXTURES, "a rollout's rows", "route_and_permute", (logits, quantized, _PER_TOKEN, True)),
+        Call(MIXTURES, "gathered rows", "gather_quantized", (quantized, *gathered)),
+        Call(
+            MIXTURES,
+            "gathered gradients",
+            "gather_quantize_1x128_and_128x1",
+            (numbers(tokens, 2 * BLOCK), *gathered, _RULE),
+        ),
+        Call(MIXTURES, "gathered re-layout", "gather_relayout_128x1", (quantized, *gathered, _RULE)),
+        Call(MIXTURES, "grouped FProp", "grouped_gemm_nt", (rows(int(many[-1])), experts, many)),
+        Call(MIXTURES, "grouped decode", "grouped_gemm_nt", (rows(int(few[-1])), experts, few)),
+        Call(MIXTURES, "grouped FProp of ranks", "grouped_gemm_nt_of_ranks", (rows(int(many[-1])), experts, many, 2)),
+        Call(MIXTURES, "grouped WGrad", "grouped_wgrad", (dy, x, _starts(BLOCK, 0, 2 * BLOCK))),
+        Call(MIXTURES, "combine", "combine", (numbers(len(segments.pair), 2 * BLOCK), segments.row)),
+        Call(
+            MIXTURES, "combine of ranks", "combine_of_ranks", (numbers(2, len(segments.pair), 2 * BLOCK), segments.row)
+        ),
+    )
+
+
+def why_not(backend: str) -> str:
+    """Why ``backend`` of the dispatch table cannot run in this process; empty if it can."""
+    try:
+        return dispatch.unavailable(backend) or ""
+    except Exception as error:  # an import of native code may raise anything
+        return f"{type(error).__name__}: {error}"
+
+
+def outcomes(device: torch.device) -> list[Outcome]:
+    """What each backend of ``device`` but the reference makes of every call that it supports; those that cannot run in
+    this process at all are left out."""
+    return [outcome for call in calls() for outcome in _of_call(call, device)]
+
+
+def _of_call(call: Call, device: torch.device) -> Iterator[Outcome]:
+    want = _tensors(dispatch.implementation(call.operation, "reference")(*call.arguments, **call.options))
+    for backend in kernels.BACKENDS[call.operation][dispatch.column_of(device)]:
+        if backend == "reference" or why_not(backend):
+            continue
+        try:
+            arguments = [_moved(argument, device) for argument in call.arguments]
+            if not dispatch.supports(call.operation, backend, *arguments, **call.options):
+                continue
+            found = _tensors(dispatch.implementation(call.operation, backend)(*arguments, **call.options))
+            error = _difference([tensor.cpu() for tensor in found], want)
+        except Exception as failure:  # compilers and drivers raise what they like
+            error = f"{type(failure).__name__}: {failure}".splitlines()[0]
+        yield Outcome(call.subject, call.name, backend, error)
+
+
+def _moved(argument: Any, device: torch.device) -> Any:
+    if isinstance(argument, QuantizedTensor):
+        return QuantizedTensor(argument.qdata.to(device), argument.scales.to(device))
+    return argument.to(device) if isinstance(argument, torch.Tensor) else argument
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    """The tensors of a result, which may be nested tuples of them; qdata as bytes."""
+    if isinstance(result, torch.Tensor):
+        return [result.view(torch.uint8) if result.dtype == FP8_DTYPE else result]
+    return [tensor for part in result for tensor in _tensors(part)]
+
+
+def _difference(found: list[torch.Tensor], want: list[torch.Tensor]) -> str:
+    shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in (found, want)]
+    if shapes[0] != shapes[1]:
+        return f"shapes {shapes[0]} where the reference has {shapes[1]}"
+    differ = sum(int((mine != theirs).sum()) for mine, theirs in zip(found, want, strict=True))
+    return f"{differ} of {sum(tensor.numel() for tensor in want)} numbers are not the reference's" if differ else ""

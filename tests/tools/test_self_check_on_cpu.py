@@ -1,0 +1,98 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The doctor's self-check: what is wrong is named, and what a GPU's kernels accept is what they are asked.
+
+tests/kernels/test_native_operators_on_cpu.py has the native kernels answer it on the emulator, and
+tests/kernels/experts_interpreter_cases.py the Triton kernels without products.
+"""
+
+from copy import deepcopy
+from functools import partial
+
+import pytest
+import torch
+
+from jetrl_verl.kernels import dispatch, native
+from jetrl_verl.kernels.dispatch import Implementation
+from jetrl_verl.tools.doctor import self_check
+
+CPU = torch.device("cpu")
+CALLS = self_check.calls()
+of_every_call = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+
+
+def plant(monkeypatch, call: self_check.Call, run, supports=None) -> None:
+    """A backend of the CPU for the call's operation, beside the reference."""
+    monkeypatch.setitem(dispatch.BACKENDS[call.operation], "cpu", ("planted", "reference"))
+    monkeypatch.setitem(dispatch._implementations, (call.operation, "planted"), Implementation(run, supports))
+
+
+def of(call: self_check.Call) -> str:
+    """What the self-check says of the planted backend's answer to ``call``."""
+    (outcome,) = self_check._of_call(call, CPU)
+    assert outcome[:3] == (call.subject, call.name, "planted")
+    return outcome.error
+
+
+def test_the_reference_is_not_compared_with_itself():
+    assert self_check.outcomes(CPU) == []
+
+
+@of_every_call
+def test_one_wrong_number_of_any_tensor_is_named(call, monkeypatch):
+    right = dispatch.implementation(call.operation, "reference")
+    tensors = len(self_check._tensors(right(*call.arguments, **call.options)))
+    plant(monkeypatch, call, right)
+    assert of(call) == ""
+
+    def run(wrong: int, *arguments, **options):
+        result = right(*deepcopy(arguments), **options)  # which may be views of them
+        tensor = self_check._tensors(result)[wrong]  # the result's own memory
+        last = tuple(size - 1 for size in tensor.shape)
+        tensor[last] = 1 if tensor[last] == 0 else 0
+        return result
+
+    for wrong in range(tensors):
+        plant(monkeypatch, call, partial(run, wrong))
+        assert of(call).startswith("1 of ") and of(call).endswith("numbers are not the reference's")
+
+
+def test_another_shape_and_an_error_are_named(monkeypatch):
+    call = CALLS[0]
+    plant(monkeypatch, call, lambda *_, **__: torch.zeros(3))
+    assert of(call) == "shapes [(3,)] where the reference has [(200, 256)]"
+
+    def fail(*_, **__):
+        raise RuntimeError("no kernel image\nand a long trace")
+
+    plant(monkeypatch, call, fail)
+    assert of(call) == "RuntimeError: no kernel image"
+
+
+def test_a_backend_that_cannot_run_here_or_does_not_support_the_call_is_not_asked(monkeypatch):
+    def fail(*_, **__):
+        raise AssertionError("asked")
+
+    plant(monkeypatch, CALLS[0], fail, supports=lambda *_, **__: False)
+    assert self_check.outcomes(CPU) == []
+    plant(monkeypatch, CALLS[0], fail)
+    for reason in (lambda: "no such GPU", fail):
+        monkeypatch.setitem(dispatch._unavailable, "planted", reason)
+        assert self_check.outcomes(CPU) == []
+
+
+@of_every_call
+def test_every_native_kernel_behind_the_table_accepts_its_call(call, monkeypatch):
+    monkeypatch.setattr(native, "unavailable", lambda: None)
+    if "native" in dispatch.BACKENDS[call.operation]["sm90"]:
+        assert dispatch.supports(call.operation, "native", *call.arguments, **call.options)
+
+
+def test_every_operation_of_a_mixture_without_an_exponential_is_asked():
+    """The choice of experts has one, of equal logits alone."""
+    table = list(dispatch.BACKENDS)
+    mixture = table[table.index("route") : table.index("rms_norm")]
+    exponential = {name for name in mixture if "silu" in name}
+    assert {call.operation for call in CALLS if call.subject == self_check.MIXTURES} == set(mixture) - exponential
+    many, few = (call.arguments[0].qdata.shape[0] for call in CALLS if call.operation == "grouped_gemm_nt")
+    assert few <= 3 * native.FEW_ROWS_OF_EXPERT < many

@@ -46,6 +46,7 @@ class KVCache(ABC):
     traits: CacheTraits
     contract: str = ""
 
+    @abstractmethod
     def attend(
         self,
         q: torch.Tensor,
@@ -57,7 +58,6 @@ class KVCache(ABC):
     ) -> torch.Tensor:
         """The trainer's attention: to keys and values as the cache gives them, of which it keeps for backward what the
         cache holds. Arguments and result of ``kernels.attention``."""
-        return kernels.attention(q, k, v, cu_seqlens, max_seqlen, scale, self.traits.name)
 
     @abstractmethod
     def seen(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,6 +125,17 @@ class BF16Cache(KVCache):
 
     traits = CACHES["bf16"]
 
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int,
+        scale: float,
+    ) -> torch.Tensor:
+        return kernels.attention(q, k, v, cu_seqlens, max_seqlen, scale)
+
     def seen(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return k, v
 
@@ -134,6 +145,17 @@ class FP8Cache(KVCache):
 
     traits = CACHES["fp8"]
     contract = "attention over an FP8 KV cache"
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int,
+        scale: float,
+    ) -> torch.Tensor:
+        return kernels.attention_fp8(q, k, v, cu_seqlens, max_seqlen, scale)
 
     def seen(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return kernels.quantize_kv(k, v)[1:]

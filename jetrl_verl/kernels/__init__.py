@@ -13,8 +13,8 @@ library. ``vllm_kernels.py``: what is called of vLLM. ``reproducible.py``: CPU a
 
 from jetrl_verl.kernels.attention import (
     HEAD_DIM,
-    KV_CACHES,
     attention,
+    attention_fp8,
     cache_form,
     paged_attention,
     paged_attention_fp8,
@@ -57,13 +57,13 @@ from jetrl_verl.kernels.weighted_silu_mul import weighted_silu_mul_backward_quan
 __all__ = [
     "BACKENDS",
     "HEAD_DIM",
-    "KV_CACHES",
     "Normalised",
     "ROPE_TYPES",
     "QuantizedKV",
     "add_rms_norm",
     "add_rms_norm_quantize_1x128",
     "attention",
+    "attention_fp8",
     "cache_form",
     "chunk_attention",
     "decode_attention",

@@ -41,9 +41,6 @@ from jetrl_verl.kernels.reproducible import (
 HEAD_DIM = 128
 """The head dimension for which decode, chunked prefill and whole sequences are known to agree in every bit."""
 
-KV_CACHES = ("bf16", "fp8")
-"""What a cache may hold, and attention therefore sees of keys and values."""
-
 _VALUE_BITS = 21
 _KEYS = 1024
 _WEIGHT_BITS = MANTISSA_BITS - _VALUE_BITS - int(math.log2(_KEYS))
@@ -284,14 +281,13 @@ class _PackedAttentionFP8(torch.autograd.Function):
         return *gradients, None, None, None
 
 
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    require_bf16("attention", q=q, k=k, v=v)
+    check_head_dim(q.shape[-1])
+
+
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-    kv_cache: str = "bf16",
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
 ) -> torch.Tensor:
     """Attention within each of several packed sequences; differentiable in ``q``, ``k`` and ``v``.
 
@@ -299,21 +295,25 @@ def attention(
         q: ``[N, H, D]`` BF16. k, v: ``[N, Hkv, D]`` BF16, ``Hkv`` dividing ``H``.
         cu_seqlens: ``[B + 1]`` int32, first token of each sequence and, last, ``N``; no sequence is empty.
         max_seqlen: length of the longest. scale: factor of the scores, usually ``D ** -0.5``.
-        kv_cache: what the rollout's cache holds, one of ``KV_CACHES``: of ``"fp8"``, keys and values are seen as it
-            gives them; their gradients are straight-through.
 
     Returns:
         ``[N, H, D]`` BF16.
 
     Raises:
-        TypeError: an operand is not BF16. ValueError: heads that are not of 128, or another cache.
+        TypeError: an operand is not BF16. ValueError: heads that are not of 128.
     """
-    require_bf16("attention", q=q, k=k, v=v)
-    check_head_dim(q.shape[-1])
-    if kv_cache not in KV_CACHES:
-        raise ValueError(f"attention: there is no KV cache {kv_cache!r}; choose one of {', '.join(KV_CACHES)}")
-    if kv_cache == "bf16":
-        return PackedAttention.apply(q, k, v, cu_seqlens, max_seqlen, scale, _attention, _attention_backward)
+    _check(q, k, v)
+    return PackedAttention.apply(q, k, v, cu_seqlens, max_seqlen, scale, _attention, _attention_backward)
+
+
+def attention_fp8(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
+) -> torch.Tensor:
+    """:func:`attention` to keys and values as an FP8 KV cache gives them, which is what is kept for the gradients.
+
+    Gradients of ``k`` and ``v`` are straight-through. Arguments, result and errors as there.
+    """
+    _check(q, k, v)
     return _PackedAttentionFP8.apply(q, k, v, cu_seqlens, max_seqlen, scale)
 
 

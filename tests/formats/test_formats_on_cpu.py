@@ -86,11 +86,10 @@ def test_the_trainer_attends_to_what_the_cache_gives():
 
 
 def test_the_limits_of_a_cache_are_those_of_its_kernels():
-    from jetrl_verl.kernels.attention import HEAD_DIM, KV_CACHES
+    from jetrl_verl.kernels.attention import HEAD_DIM
     from jetrl_verl.kernels.decode_attention import MOST_QUERY_HEADS
     from jetrl_verl.reference import kv_cache
 
-    assert tuple(formats.CACHES) == KV_CACHES
     (traits,) = (each for each in formats.CACHES.values() if each.quantized)
     assert traits.head_dim == kv_cache.HEAD_DIM == HEAD_DIM and traits.most_query_heads == MOST_QUERY_HEADS
     assert (traits.page_tokens, traits.head_bytes(HEAD_DIM)) == (kv_cache.UNIT_TOKENS, kv_cache.TOKEN_BYTES)
@@ -205,7 +204,7 @@ def _names_a_format(path: Path) -> list[str]:
     """Lines in which a file spells a format's name, its type or a function, or compares what a cache holds."""
     types = {"int8", "float8_e4m3fn", "FP8_DTYPE", "E4M3_MAX", "E4M3_NAN_BITS"}
     functions = {"quantize_int8", "gemm_int8", "fprop_int8", "quantize_128x128", "dequantize_128x128"}
-    functions |= {"quantize_kv", "dequantize_kv", "quantize_heads", "dequantize_heads", "KV_CACHES", "TOKEN_BYTES"}
+    functions |= {"quantize_kv", "dequantize_kv", "quantize_heads", "dequantize_heads", "attention_fp8", "TOKEN_BYTES"}
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Constant) and node.value in formats.FORMATS:

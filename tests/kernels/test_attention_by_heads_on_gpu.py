@@ -50,12 +50,9 @@ def check_every_rank(attend, heads: int, kv_heads: int, head_dim: int, ranks: in
         assert found.shape == part.shape and torch.equal(found, part), f"rank {rank} of {ranks}"
 
 
-@pytest.mark.parametrize("kv_cache", ["bf16", "fp8"])
+@pytest.mark.parametrize("attend", [kernels.attention, kernels.attention_fp8])
 @pytest.mark.parametrize(("heads", "kv_heads", "ranks"), SPLITS)
-def test_shared_attention(heads, kv_heads, ranks, kv_cache):
-    def attend(*call) -> torch.Tensor:
-        return kernels.attention(*call, kv_cache)
-
+def test_shared_attention(heads, kv_heads, ranks, attend):
     check_every_rank(attend, heads, kv_heads, 128, ranks)
 
 

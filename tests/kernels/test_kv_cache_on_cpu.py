@@ -34,7 +34,7 @@ def test_attention_is_that_over_quantized_keys_and_values():
     cu = packed(*lengths)
     q, k, v = normal(136, 4, 128), normal(136, 2, 128, seed=1), normal(136, 2, 128, seed=2)
     k[:, :, 9] *= 100
-    found = kernels.attention(q, k, v, cu, 130, SCALE, "fp8")
+    found = kernels.attention_fp8(q, k, v, cu, 130, SCALE)
     assert torch.equal(found, kernels.attention(q, seen(k), seen(v), cu, 130, SCALE))
     assert not torch.equal(found, kernels.attention(q, k, v, cu, 130, SCALE))
 
@@ -57,7 +57,7 @@ def test_gradients_are_straight_through_and_fp8_data_is_what_is_saved():
     ours = [x.clone().requires_grad_() for x in inputs]
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        out = kernels.attention(*ours, cu, max(lengths), SCALE, "fp8")
+        out = kernels.attention_fp8(*ours, cu, max(lengths), SCALE)
     gradient = normal(*out.shape, seed=9)
     out.backward(gradient)
     exact = [x.double().requires_grad_() for x in (inputs[0], seen(inputs[1]), seen(inputs[2]))]
@@ -75,7 +75,7 @@ def test_activation_checkpointing_changes_no_gradient():
     found = []
     for checkpointed in (False, True):
         ours = [x.clone().requires_grad_() for x in inputs]
-        call = (kernels.attention, *ours, cu, 20, SCALE, "fp8")
+        call = (kernels.attention_fp8, *ours, cu, 20, SCALE)
         out = checkpoint(*call, use_reentrant=False) if checkpointed else call[0](*call[1:])
         out.backward(normal(20, 4, 128, seed=9))
         found.append([x.grad for x in ours])
@@ -87,7 +87,7 @@ def test_pages_give_what_the_trainer_sees_for_any_chunks():
     lengths, block_size = (37, 70, 1), 32
     cu, tokens = packed(*lengths), sum(lengths)
     q, k, v = normal(tokens, 4, 128), normal(tokens, 2, 128, seed=1), normal(tokens, 2, 128, seed=2)
-    whole = kernels.attention(q, k, v, cu, max(lengths), SCALE, "fp8")
+    whole = kernels.attention_fp8(q, k, v, cu, max(lengths), SCALE)
     cache = torch.full(reference.cache_shape(7, block_size, 2), 255, dtype=torch.uint8)
     table = torch.tensor([[6, 1, 0], [2, 5, 3], [4, 0, 0]], dtype=torch.int32)
     steps = {0: [20, 1, 16], 1: [33, 36, 1], 2: [0, 1, 0]}
@@ -111,7 +111,7 @@ def test_pages_give_what_the_trainer_sees_for_any_chunks():
         (lambda k: kernels.quantize_kv(k[..., :64], k[..., :64]), r"\(3, 2, 64\) are not \[T, H, 128\]"),
         (lambda k: kernels.quantize_kv(k, k[:2]), r"values \(2, 2, 128\) are not"),
         (lambda k: kernels.write_kv(k, k, torch.zeros(2, 2, 16, 256), torch.arange(3)), "is not contiguous uint8"),
-        (lambda k: kernels.attention(k, k, k, packed(3), 3, SCALE, "int4"), "there is no KV cache 'int4'; choose one"),
+        (lambda k: kernels.attention_fp8(k, k.float(), k, packed(3), 3, SCALE), "k is torch.float32, expected"),
     ],
 )
 def test_what_does_not_fit_is_refused(call, sentence):

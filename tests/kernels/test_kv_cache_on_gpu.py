@@ -181,7 +181,7 @@ def test_decode_gives_what_the_trainer_computes_for_whole_sequences(heads):
     (query_heads, kv_heads), lengths = heads, [900, 1, 333, 64]
     requests = Requests(lengths, query_heads // kv_heads, kv_heads)
     q = normal(sum(lengths), query_heads, 128, seed=5)
-    whole = kernels.attention(q, requests.k, requests.v, requests.starts, max(lengths), SCALE, "fp8")
+    whole = kernels.attention_fp8(q, requests.k, requests.v, requests.starts, max(lengths), SCALE)
     owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).cuda()
     held = (torch.arange(sum(lengths), device="cuda") - requests.starts[:-1].long()[owner] + 1).to(torch.int32)
     steps = kernels.decode_attention(q, requests.cache, held, requests.table[owner].contiguous(), SCALE)
@@ -193,7 +193,7 @@ def test_chunks_give_what_the_trainer_computes_for_whole_sequences(fresh):
     lengths = [900, 1, 333, 64]
     requests = Requests(lengths)
     q = normal(sum(lengths), 32, 128, seed=5)
-    whole = kernels.attention(q, requests.k, requests.v, requests.starts, max(lengths), SCALE, "fp8")
+    whole = kernels.attention_fp8(q, requests.k, requests.v, requests.starts, max(lengths), SCALE)
     last = torch.cat([torch.arange(end - n, end) for end, n in zip(requests.starts[1:].tolist(), fresh, strict=True)])
     cu_queries = torch.tensor([0, *fresh]).cumsum(0).to(torch.int32).cuda()
     out = torch.empty(sum(fresh), 32, 128, dtype=torch.bfloat16, device="cuda")
@@ -238,9 +238,9 @@ def test_gradients_are_those_of_attention_over_the_quantized_keys_and_values():
     q, k, v = (normal(tokens, heads, 128, seed=heads) for heads in (32, 8, 8))
     _, *seen = kernels.quantize_kv(k, v)
     gradient, found = normal(tokens, 32, 128, seed=9), []
-    for operands, cache in (((q, k, v), "fp8"), ((q, *seen), "bf16")):
+    for operands, attend in (((q, k, v), kernels.attention_fp8), ((q, *seen), kernels.attention)):
         operands = [x.clone().requires_grad_() for x in operands]
-        kernels.attention(*operands, cu, max(lengths), SCALE, cache).backward(gradient)
+        attend(*operands, cu, max(lengths), SCALE).backward(gradient)
         found.append([x.grad for x in operands])
     assert all((a - b).norm() <= 2**-8 * b.norm() for a, b in zip(*found, strict=True))
 

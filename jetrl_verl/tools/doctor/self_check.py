@@ -18,7 +18,7 @@ import torch
 
 from jetrl_verl import kernels, reference
 from jetrl_verl.kernels import dispatch, native
-from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor
+from jetrl_verl.reference import BLOCK, QuantizedTensor
 from jetrl_verl.tools.doctor import LINEARS, MIXTURES
 
 _RULE = "fp32"
@@ -44,9 +44,14 @@ class Outcome(NamedTuple):
     error: str
 
 
+@cache
+def _qdata_type() -> torch.dtype:
+    return reference.quantize_1x128(torch.zeros(1, BLOCK, dtype=torch.bfloat16, device="cpu"), _RULE).qdata.dtype
+
+
 def _operand(generator: torch.Generator, *rows: int, k: int, rows_of_a_scale: int = 1) -> QuantizedTensor:
     """``[*rows, k]``: qdata of -4 to 4, scales of 1/4 to 4, those of a group side by side as quantizers write them."""
-    qdata = torch.randint(-4, 5, (*rows, k), generator=generator, device="cpu").float().to(FP8_DTYPE)
+    qdata = torch.randint(-4, 5, (*rows, k), generator=generator, device="cpu").float().to(_qdata_type())
     shape = (*rows[:-1], k // BLOCK, rows[-1] // rows_of_a_scale)
     scales = 2.0 ** torch.randint(-2, 3, shape, generator=generator, device="cpu").float()
     return QuantizedTensor(qdata, scales.transpose(-1, -2))
@@ -147,7 +152,7 @@ def _moved(argument: Any, device: torch.device) -> Any:
 def _tensors(result: Any) -> list[torch.Tensor]:
     """The tensors of a result, which may be nested tuples of them; qdata as bytes."""
     if isinstance(result, torch.Tensor):
-        return [result.view(torch.uint8) if result.dtype == FP8_DTYPE else result]
+        return [result.view(torch.uint8) if result.dtype == _qdata_type() else result]
     return [tensor for part in result for tensor in _tensors(part)]
 
 

@@ -7,7 +7,7 @@
 *Training.* Three models share one set of random BF16 weights and run interleaved on packed tokens: the forward that
 yields old log-probabilities, then forward and backward with activation checkpointing. bf16 and jet_fp8 take them by
 torch's cross entropy on BF16 logits (verl takes flash-attn's kernel, or without it a loop over rows that costs 0.3 s
-per 8192 tokens and would flatter the third). No optimiser, no FSDP: both cost every precision the same. Medians of
+per 8192 tokens and would flatter the third). No optimizer, no FSDP: both cost every precision the same. Medians of
 interleaved repetitions; peak memory of each precision above weights and gradients.
 
 *Decode.* One vLLM engine per precision, each in a process of its own with torch.compile and CUDA graphs and the same

@@ -76,18 +76,18 @@ def warm_up(folder: Path, steps: int, batch: int, length: int) -> dict:
         prompt = prompt_ids(Problem(generator.randint(1000, 9999), generator.randint(1000, 9999)), tokenizer)
         documents.append((prompt + tokenizer.encode(chain(generator, 26)))[: length + 1])
     ids = torch.tensor([d for d in documents if len(d) == length + 1]).cuda()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), fused=True)
     started = time.monotonic()
     for step in range(steps):
-        for group in optimiser.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = 6e-4 * min(1.0, (step + 1) / 40)
         rows = ids[torch.randint(len(ids), (batch,))]
         with torch.autocast("cuda", torch.bfloat16):
             loss = model(input_ids=rows, labels=rows).loss
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
+        optimizer.step()
     parameters = sum(p.numel() for p in model.parameters())
     save_policy(model, tokenizer, folder)
     return {"parameters": parameters, "loss": loss.item(), "seconds": time.monotonic() - started}

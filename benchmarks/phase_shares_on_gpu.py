@@ -96,14 +96,14 @@ def rollout_seconds(found: dict, length: int) -> float:
     return found["prefill_s"] + sum(step(PROMPT + i) for i in range(length))
 
 
-def optimiser_seconds(config: Qwen3Config) -> float:
+def optimizer_seconds(config: Qwen3Config) -> float:
     """AdamW on FP32 masters of the whole model, from a 36th of them."""
     parameters = sum(values.numel() for _, values in random_weights(config))
     master = torch.nn.Parameter(torch.zeros(parameters // 36, device=DEVICE))
     master.grad = torch.zeros_like(master)
-    optimiser = torch.optim.AdamW([master], fused=True)
-    optimiser.step()
-    return 36 * statistics.median(timed(optimiser.step) for _ in range(5))
+    optimizer = torch.optim.AdamW([master], fused=True)
+    optimizer.step()
+    return 36 * statistics.median(timed(optimizer.step) for _ in range(5))
 
 
 def export_seconds(precision: str, weights: dict[str, torch.Tensor], config: Qwen3Config) -> float:
@@ -233,7 +233,7 @@ def main() -> int:
         result["rollout"][precision] = rollout(precision, config, options)
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     result["device"] = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
-    result["optimiser_s"] = optimiser_seconds(config)
+    result["optimiser_s"] = optimizer_seconds(config)
     result["training"] = training(config, options)
     result["steps"] = steps(result)
     print_report(result)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far the weights that a forward multiplies by move in an update: ``python3 benchmarks/weight_steps.py FOLDER``.
 
-An optimiser moves FP32 masters a little; a forward sees them rounded, to BF16 or to E4M3 qdata in 128x128 blocks. Most
+An optimizer moves FP32 masters a little; a forward sees them rounded, to BF16 or to E4M3 qdata in 128x128 blocks. Most
 rounded weights do not move at all and the others jump, so what moves is noise of the size of the grid. For steps of
 several sizes, of random sign and equal for all weights as AdamW's first steps are: the share of qdata that change, and
 the root mean square of the change relative to the weights', of masters, of BF16 weights and of FP8 weights. FOLDER is a

@@ -109,7 +109,7 @@ class _Batches:
 
 
 class WarmUp:
-    """The supervised training: a model, its optimiser and the number of steps taken.
+    """The supervised training: a model, its optimizer and the number of steps taken.
 
     Args:
         config: what to train on and how long.

@@ -82,7 +82,7 @@ def check_checkpoint(folder: str | Path, rank: int, world_size: int) -> None:
     if written and world_size not in written:
         raise DamagedCheckpointError(
             f"the checkpoint {folder} was written by {', '.join(map(str, sorted(written)))} ranks and this run has "
-            f"{world_size}; resume with as many GPUs, or rewrite it with optimiser and schedule (FSDP2; jetrl reshard "
+            f"{world_size}; resume with as many GPUs, or rewrite it with optimizer and schedule (FSDP2; jetrl reshard "
             f"{folder.parent} --gpus {world_size}), or merge it (python -m verl.model_merger merge --backend fsdp) and "
             "start from the merged model"
         )

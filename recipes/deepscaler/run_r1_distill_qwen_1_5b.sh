@@ -7,7 +7,7 @@
 #   STAGE=8k | 16k | 24k   each starts from the weights that the one before it wrote last
 #
 # The numbers are those of rllm's scripts/deepscaler/train/deepscaler_1.5b_{8k,16k,24k}.sh; its README gives the steps at
-# which the length grew, 1040 and 1520. As there, a stage takes over only the policy: the optimiser starts fresh, and
+# which the length grew, 1040 and 1520. As there, a stage takes over only the policy: the optimizer starts fresh, and
 # the KL term's reference is the policy that the stage starts from. So stages may run on different numbers of GPUs,
 # which verl's sharded checkpoints do not allow. Chosen here:
 #   230 steps of 24k          the published scripts do not end by themselves, and no source we have gives their length

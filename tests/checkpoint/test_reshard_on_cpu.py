@@ -345,7 +345,7 @@ def damage(step: Path, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "sentence"),
     [
-        ("fsdp1", "written under FSDP1, whose optimiser states cannot be cut again; resume with 2 GPUs, or merge it"),
+        ("fsdp1", "written under FSDP1, whose optimizer states cannot be cut again; resume with 2 GPUs, or merge it"),
         ("no config", "fsdp_config.json is not what verl writes (JSONDecodeError); copy the checkpoint again."),
         ("missing rank", "_world_size_2_rank_1.pt is missing; there is no earlier checkpoint"),
         ("no model", "lacks model_world_size_2_rank_*.pt, which fsdp_config.json speaks of"),
@@ -418,7 +418,7 @@ def test_the_command_says_what_was_written_and_how_to_resume(tmp_path):
 
 
 def trainee(world: int, seed: int):
-    """(verl's checkpoint manager, its model, its optimiser, its schedule) under FSDP2 on a mesh as verl makes it."""
+    """(verl's checkpoint manager, its model, its optimizer, its schedule) under FSDP2 on a mesh as verl makes it."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
@@ -428,24 +428,24 @@ def trainee(world: int, seed: int):
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=["fsdp"])
     fully_shard(model.model.layers[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: 1 / (1 + step))
-    return FSDPCheckpointManager(model, optimiser, schedule), model, optimiser, schedule
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    return FSDPCheckpointManager(model, optimizer, schedule), model, optimizer, schedule
 
 
-def train(model, optimiser, schedule, seed: int) -> None:
+def train(model, optimizer, schedule, seed: int) -> None:
     """A step on tokens that are the same on all ranks."""
     tokens = torch.randint(0, 67, (2, 12), generator=torch.Generator().manual_seed(seed))
     logits = model(tokens, use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     loss = loss + model.spare.square().sum()
     loss.backward()
-    update(optimiser, schedule)
+    update(optimizer, schedule)
 
 
-def update(optimiser, schedule) -> None:
-    optimiser.step()
-    optimiser.zero_grad()
+def update(optimizer, schedule) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
     schedule.step()
 
 
@@ -457,9 +457,9 @@ def give_gradients(model) -> None:
         parameter.grad = sharded(whole, mesh, mesh.get_local_rank())
 
 
-def whole_state(model, optimiser, schedule) -> dict[str, torch.Tensor]:
+def whole_state(model, optimizer, schedule) -> dict[str, torch.Tensor]:
     found = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
-    for index, state in optimiser.state_dict()["state"].items():
+    for index, state in optimizer.state_dict()["state"].items():
         assert len(state) == 3
         for name, tensor in state.items():
             found[f"{name}.{index}"] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -60,7 +60,7 @@ def run_until(policy, start, checkpoints, tmp_path_factory):
             f"trainer.default_local_dir={checkpoints}",
             "trainer.resume_mode=auto",
             f"{ACTOR}.entropy_coeff=0.1",
-            # One optimiser step a batch, so that every ratio is the first mini-batch's; micro-batches of other sizes
+            # One optimizer step a batch, so that every ratio is the first mini-batch's; micro-batches of other sizes
             # than the old log-probabilities were computed in, and a rollout that mixes prompts and single tokens.
             f"{ACTOR}.ppo_mini_batch_size=16",
             f"{ACTOR}.ppo_micro_batch_size_per_gpu=32",

@@ -53,7 +53,7 @@ def exact(policy, jet, checkpoints, tmp_path_factory) -> Run:
         "trainer.resume_mode=auto",
         f"trainer.default_local_dir={checkpoints}",
         "actor_rollout_ref.rollout.temperature=0.8",
-        # One optimiser step a batch, so that every ratio is the first mini-batch's; four micro-batches, not of the
+        # One optimizer step a batch, so that every ratio is the first mini-batch's; four micro-batches, not of the
         # size that the old log-probabilities were computed in.
         "actor_rollout_ref.actor.ppo_mini_batch_size=16",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32",

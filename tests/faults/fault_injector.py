@@ -158,7 +158,7 @@ def _arm(fault: Fault) -> None:
         stock = module.FSDPEngine.lr_scheduler_step
 
         def lr_scheduler_step(self) -> Any:
-            # The last thing of an update, so behind its optimiser steps.
+            # The last thing of an update, so behind its optimizer steps.
             self._updates = getattr(self, "_updates", 0) + 1
             if self._updates == fault.step and fault._record():
                 _poison_one_weight(self.module)
@@ -195,7 +195,7 @@ def _poison_one_weight(model: Any) -> None:
 
 
 def _die_while_saving(fault: Fault) -> None:
-    """Let this process die in the middle of the optimiser's file, as if killed while it was writing."""
+    """Let this process die in the middle of the optimizer's file, as if killed while it was writing."""
     import torch
 
     stock = torch.save

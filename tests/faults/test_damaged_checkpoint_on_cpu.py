@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint that a full disk or a lost machine left behind is refused by name; garbage is never loaded.
 
-The checkpoints are verl's own: its FSDP checkpoint manager saves a small model and its optimiser in this process.
+The checkpoints are verl's own: its FSDP checkpoint manager saves a small model and its optimizer in this process.
 """
 
 import contextlib
@@ -42,11 +42,11 @@ def saved(cpu_platform, tmp_path_factory) -> Path:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     try:
         model = fully_shard(tiny_model("qwen3", num_hidden_layers=1))
-        optimiser = torch.optim.AdamW(model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters())
         model(torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()
-        optimiser.step()
-        schedule = torch.optim.lr_scheduler.ConstantLR(optimiser)
-        manager = FSDPCheckpointManager(model, optimiser, schedule)
+        optimizer.step()
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        manager = FSDPCheckpointManager(model, optimizer, schedule)
         for step in (1, 2):
             manager.save_checkpoint(str(folder / f"global_step_{step}" / "actor"), global_step=step)
             torch.save({"position": step}, folder / f"global_step_{step}" / "data.pt")

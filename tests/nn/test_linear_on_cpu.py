@@ -209,14 +209,14 @@ def test_accumulated_gradients_are_the_sum_and_share_one_quantization():
     assert layer.quantizations == 1
 
 
-def test_an_optimiser_step_renews_the_qdata():
+def test_an_optimizer_step_renews_the_qdata():
     layer = make(128, 128, bias=False)
-    optimiser = torch.optim.SGD(layer.parameters(), lr=1.0)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     x = torch.randn(8, 128).bfloat16()
     before = layer(x)
     before.float().square().sum().backward()
     assert layer.quantizations == 1
-    optimiser.step()
+    optimizer.step()
     after = layer(x)
     assert layer.quantizations == 2
     assert not torch.equal(before, after)

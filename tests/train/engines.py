@@ -104,7 +104,7 @@ def batch(seed: int, lengths: tuple[int, ...] = (TOKENS,) * SEQUENCES, packed: b
 
 
 def train(engine, seed: int, **form) -> float | None:
-    """One optimiser step on the mean negative log-likelihood of the ``seed``'s sequences; the gradient's norm.
+    """One optimizer step on the mean negative log-likelihood of the ``seed``'s sequences; the gradient's norm.
 
     None on a rank that verl does not hear: of those that share tokens the first one speaks.
     """

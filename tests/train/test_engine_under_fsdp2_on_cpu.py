@@ -145,7 +145,7 @@ def a_checkpoint_restores_what_is_sent(rank: int, folder: str, other: str, check
     after, after_resume = sent(engine), sent(resumed)
     assert all(
         torch.equal(tensor.view(torch.uint8), after_resume[name].view(torch.uint8)) for name, tensor in after.items()
-    ), "the optimiser's state was not restored"
+    ), "the optimizer's state was not restored"
 
 
 def roles_and_precisions(rank: int, folder: str) -> None:
@@ -274,7 +274,7 @@ def test_the_contract_compares_the_trainers_ranks():
     run_in_two_processes(one_rank_with_another_weight)
 
 
-def test_a_checkpoint_restores_weights_optimiser_and_qdata(folders, tmp_path: Path, cpu_platform):
+def test_a_checkpoint_restores_weights_optimizer_and_qdata(folders, tmp_path: Path, cpu_platform):
     run_in_two_processes(a_checkpoint_restores_what_is_sent, *folders, str(tmp_path / "checkpoint"))
 
 

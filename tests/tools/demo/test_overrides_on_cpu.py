@@ -27,6 +27,6 @@ def test_overrides_compose_with_verl(precision, device, tmp_path):
     assert config.get("jetrl", {"precision": "bf16"})["precision"] == precision
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     assert rollout.n == GROUP_SIZE
-    # Two optimiser steps a batch, each in one micro batch.
+    # Two optimizer steps a batch, each in one micro batch.
     assert config.data.train_batch_size == 2 * actor.ppo_mini_batch_size
     assert actor.ppo_micro_batch_size_per_gpu == actor.ppo_mini_batch_size * rollout.n

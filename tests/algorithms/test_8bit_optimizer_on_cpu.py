@@ -66,7 +66,7 @@ def trains_and_resumes(rank: int, folder: str, checkpoint: str) -> None:
     for step in range(2):
         train(exact, rank, step)
     ratio = state_bytes(engine) / state_bytes(exact)
-    print(f"rank {rank}: optimiser state {state_bytes(engine)} bytes, {ratio:.3f} of FP32")
+    print(f"rank {rank}: optimizer state {state_bytes(engine)} bytes, {ratio:.3f} of FP32")
     # One byte a value and one FP32 scale per 256, but FP32 for tensors under 4096 values a rank.
     assert 0.25 < ratio < 0.3
     change, exact_change = ([w[n] - start[n] for n in start] for w in (moved, weights(exact)))

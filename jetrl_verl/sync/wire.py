@@ -146,6 +146,9 @@ _SMALL = 2**18
 _PACK_BYTES = 2**19
 """Bytes from which a pack leaves. It stays below 1 MiB, verl's smallest bucket: without CUDA IPC what does not fit a
 bucket cannot be sent."""
+_STACK_BYTES = 192 * 2**20
+"""Most bytes of stacked weights, where one alone has not more: less than the embedding of a 7B model, which is one
+piece, so that a bucket made for that one holds every piece."""
 _ALIGNED = 16
 
 
@@ -159,13 +162,14 @@ def packed(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, to
     """
     small: list[tuple[str, torch.Tensor]] = []
     large: list[tuple[str, torch.Tensor]] = []
-    held = 0
+    held = stacked = 0
     for name, tensor in stream:
         if tensor.nbytes > _SMALL:
-            if large and not continues(large[-1][1], tensor):
+            if large and (stacked + tensor.nbytes > _STACK_BYTES or not continues(large[-1][1], tensor)):
                 yield _stacked(large)
-                large = []
+                large, stacked = [], 0
             large.append((name, tensor))
+            stacked += tensor.nbytes
             continue
         small.append((name, tensor))
         held += tensor.nbytes
@@ -186,7 +190,7 @@ def _named(tensors: list[tuple[str, torch.Tensor]]) -> str:
 
 def _stacked(tensors: list[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor]:
     # At most q, k, v, gate and up of one layer, with o between them where it reads as many features: one storage, one
-    # width. An embedding, which is one piece too, is larger in published models under FP8.
+    # width.
     if len(tensors) == 1:
         return tensors[0]
     return _named(tensors), joined([tensor for _, tensor in tensors]).view(torch.uint8).view(-1)

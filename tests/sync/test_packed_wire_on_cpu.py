@@ -58,6 +58,16 @@ def test_large_tensors_pass_in_their_order_and_packs_are_bounded(monkeypatch):
     assert all(same(arrived(pieces)[name], tensor) for name, tensor in sent)
 
 
+def test_a_stack_is_bounded_and_one_weight_alone_is_not(monkeypatch):
+    monkeypatch.setattr(wire, "_SMALL", 64)
+    monkeypatch.setattr(wire, "_STACK_BYTES", 1024)
+    rows = torch.arange(60 * 32, dtype=torch.float32).view(60, 32)  # 128 bytes each
+    sent = [(f"t{i}", part) for i, part in enumerate(rows.split([3, 3, 2, 1, 20, 4, 4, 23]))]
+    pieces = list(packed(sent))
+    assert [len(arrived([piece])) for piece in pieces] == [3, 1, 1, 2, 1]
+    assert all(same(arrived(pieces)[name], tensor) for name, tensor in sent)
+
+
 def test_a_pack_fits_the_smallest_bucket():
     """Without CUDA IPC verl's sender refuses a tensor that is larger than its bucket, of one megabyte at least."""
     sent = [(f"t{i}", torch.zeros(wire._SMALL, dtype=torch.uint8)) for i in range(7)]

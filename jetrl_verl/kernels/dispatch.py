@@ -181,8 +181,9 @@ def platform_of(device: torch.device) -> str:
 def _candidates(operation: str, device: torch.device) -> tuple[str, ...]:
     if operation in _overrides:
         return _overrides[operation]
+    columns = BACKENDS[operation]
     try:
-        return BACKENDS[operation][column_of(device)]
+        return columns[column_of(device)]
     except KeyError:
         raise RuntimeError(f"{operation} has no backend on {platform_of(device)}. Use it on a CPU.") from None
 

@@ -67,16 +67,33 @@ def test_a_layer_gets_the_backend_and_its_implementation(stock, shared, impl):
     assert not registry._ATTN_OVERRIDES
 
 
-def test_flash_attention_plans_nothing_ahead(monkeypatch):
-    """One split and no cascade in every call; the plan that vLLM would make depends on the batch."""
-    builder_class = flash_attention.SharedFlashAttentionBackend.get_builder_cls()
-    stock = dict(__init__=lambda self: setattr(self, "aot_schedule", True))
-    stock["build"] = lambda self: SimpleNamespace(max_num_splits=32)
-    for name, method in stock.items():
-        monkeypatch.setattr(FlashAttentionMetadataBuilder, name, method)
-    builder = builder_class()
-    assert builder.aot_schedule is False and builder.build().max_num_splits == 1
+@pytest.mark.parametrize(
+    ("full_graphs", "largest", "tokens", "planned"),
+    [(True, 256, 256, True), (True, 256, 257, False), (True, None, 1, False), (False, 256, 1, False)],
+)
+def test_flash_attention_plans_for_one_split_where_it_captures_and_nowhere_else(
+    monkeypatch, full_graphs, largest, tokens, planned
+):
+    """vLLM plans for ``max_num_splits`` where a batch is captured, and for any number of them elsewhere: such a plan
+    names splits that the call does not make."""
+    asked = []
+
+    def stock(self) -> None:
+        self.aot_schedule, self.max_num_splits = True, 32
+        self.use_full_cuda_graph, self.max_cudagraph_size = full_graphs, largest
+
+    def build(self, prefix, metadata, fast_build):
+        asked.append((self.aot_schedule and not fast_build, self.max_num_splits))
+        return SimpleNamespace(max_num_splits=32)
+
+    monkeypatch.setattr(FlashAttentionMetadataBuilder, "__init__", stock)
+    monkeypatch.setattr(FlashAttentionMetadataBuilder, "build", build)
+    builder = flash_attention.SharedFlashAttentionBackend.get_builder_cls()()
+    batch = SimpleNamespace(num_actual_tokens=tokens)
+    assert builder.build(0, batch).max_num_splits == 1 and asked == [(planned, 1)]
+    assert builder.build(0, batch, fast_build=True).max_num_splits == 1 and asked[1:] == [(False, 1)]
     assert builder.use_cascade_attention() is False
+    assert flash_attention.FP8FlashAttentionBackend.get_builder_cls()().aot_schedule is False
 
 
 @pytest.mark.parametrize(

@@ -109,9 +109,9 @@ def test_our_engine_beside_it_runs_ours(engines):
     engine = engines[1]["engine"]
     modules = engine["modules"]
     shared = {name.removeprefix(f"{ROLLOUT}.") for name in modules if name.startswith(OURS)}
-    operations = ("SharedRMSNorm", "SharedSiluAndMul", "SharedRotaryEmbedding", "SharedLogitsProcessor")
-    assert shared == {f"shared_operations.{name}" for name in operations}
-    assert not {"RMSNorm", "SiluAndMul", "RotaryEmbedding", "LogitsProcessor"} & {n.rpartition(".")[2] for n in modules}
+    stock = {"RMSNorm", "SiluAndMul", "RotaryEmbedding", "LogitsProcessor", "Qwen3Attention"}
+    assert shared == {f"shared_operations.Shared{name}" for name in stock}
+    assert not stock & {name.rpartition(".")[2] for name in modules}
     assert engine["attention"] == {f"{ROLLOUT}.cpu_attention.SharedCPUAttention": 2}
     assert engine["attention backend"] == [f"{ROLLOUT}.cpu_attention.SharedCPUAttentionBackend"]
     assert engine["sampler"] == f"{ROLLOUT}.sampler.SharedSampler"

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from jetrl_verl.tools import bytecode, doctor
+from jetrl_verl.tools import bytecode
+from jetrl_verl.tools.doctor import diagnosis as doctor
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ from jetrl_verl import kernels
 from jetrl_verl.config.support.table import refuse
 from jetrl_verl.formats.caches import KVCache
 from jetrl_verl.models import Family, family
+from jetrl_verl.models.families.base import leaf
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.rollout.attention import share_attention_layers
 from jetrl_verl.rollout.experts import share_experts
@@ -113,20 +114,32 @@ class SharedLlama3RotaryEmbedding(_SharedRotary, Llama3RotaryEmbedding):
 
 
 class _SharedHeads:
-    """Mixed in front of vLLM's attention blocks with a QK norm: norm and rotary in one launch."""
+    """Mixed in front of vLLM's attention blocks with a QK norm: norm and rotary in one launch.
+
+    Attributes:
+        parts: names in the block of the merged projection, the norms of queries and of keys, rotary, attention and the
+            output projection.
+    """
+
+    parts: tuple[str, ...]
 
     def check(self) -> None:
-        if self.q_norm.variance_epsilon != self.k_norm.variance_epsilon:
+        _, q_norm, k_norm, *_ = self._parts()
+        if q_norm.variance_epsilon != k_norm.variance_epsilon:
             refuse("norm_in_vllm")
 
+    def _parts(self) -> list[torch.nn.Module]:
+        return [getattr(self, name) for name in self.parts]
+
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor | QuantizedTensor) -> torch.Tensor:
-        if self.q_norm.keeps_rows:  # one by one, which has the same bits
+        merged, q_norm, k_norm, rotary, core, output = self._parts()
+        if q_norm.keeps_rows:  # one by one, which has the same bits
             return super().forward(positions, hidden_states)
-        q, k, v = self.qkv_proj(hidden_states)[0].split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        q, k, v = merged(hidden_states)[0].split([self.q_size, self.kv_size, self.kv_size], dim=-1)
         q, k = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k))
-        weights, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.variance_epsilon
-        q, k = kernels.norm_rotary(q, k, *weights, eps, self.rotary_emb.cos_sin_cache, positions.flatten())
-        return self.o_proj(self.attn(q.flatten(1), k.flatten(1), v))[0]
+        weights, eps = (q_norm.weight, k_norm.weight), q_norm.variance_epsilon
+        q, k = kernels.norm_rotary(q, k, *weights, eps, rotary.cos_sin_cache, positions.flatten())
+        return output(core(q.flatten(1), k.flatten(1), v))[0]
 
 
 class SharedQwen3Attention(_SharedHeads, Qwen3Attention):
@@ -223,8 +236,11 @@ def share_operations(
     share_attention_layers(model, kv_cache)
     ours = family(config)
     if ours.q_norm:
+        parts = (ours.qkv, ours.q_norm, ours.k_norm, ours.rotary, ours.core, ours.o)
         for layer in model.get_submodule(ours.layers):
-            _share(layer.get_submodule(ours.attention))
+            attention = layer.get_submodule(ours.attention)
+            attention.parts = tuple(map(leaf, parts))
+            _share(attention)
     for parent in model.modules():
         for name, operation in parent.named_children():
             if isinstance(operation, _ReadByLinear) and name in ours.readers:

@@ -252,13 +252,13 @@ def lines(*metrics: tuple[str, str], ylabel: str, log: bool = False, bottom: flo
     """A drawing function for lines over steps.
 
     ``metrics`` are (key, label). One group gets a colour per metric; several get a colour per group and a dash per
-    metric. The legend names what a log axis cannot show.
+    metric. The legend names what a log axis cannot show; where nothing is above 0 the axis is linear.
     """
 
     def draw(axes: plt.Axes, runs: Sequence[Run]) -> bool:
         groups = by_group(runs)
         several = len(groups) > 1
-        handles, widths, drawn = [], set(), set()
+        handles, widths, drawn, zeros = [], set(), set(), set()
         for i, (name, members) in enumerate(groups.items()):
             logged, unseen = 0, []
             for j, (key, label) in enumerate(metrics):
@@ -275,7 +275,9 @@ def lines(*metrics: tuple[str, str], ylabel: str, log: bool = False, bottom: flo
                     "markersize": 4,
                 }
                 if not _plot(axes, curves, width, log, **style):
-                    unseen.append(label + (" not above 0" if any(any(values) for _, values in curves) else " 0"))
+                    below = any(any(values) for _, values in curves)
+                    unseen.append(label + (" not above 0" if below else " 0"))
+                    zeros.update(step for steps, _ in curves for step in steps if not below)
                     continue
                 widths.add(width)
                 drawn.add(j)
@@ -294,6 +296,9 @@ def lines(*metrics: tuple[str, str], ylabel: str, log: bool = False, bottom: flo
             _legend(axes, handles)
         if log and drawn:
             axes.set_yscale("log")
+        elif log and zeros:
+            axes.plot(sorted(zeros), [0.0] * len(zeros), color=PALETTE[0])
+            axes.set(ylim=(-0.5, 1), yticks=[0])
         if bottom is not None:
             axes.set_ylim(bottom=bottom)
         return bool(handles)

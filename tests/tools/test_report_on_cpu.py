@@ -195,6 +195,9 @@ def test_a_log_axis_names_what_is_zero_throughout():
     assert drawn([zero, constant("b", 0.0)], X, log=True)[1:] == (["zero: 0", "b: 0"], True)
     assert drawn([zero], X, log=True)[1:] == (["X 0"], True) and drawn([zero], Y, log=True)[1:] == ([], False)
     assert drawn([zero], X) == ([[0.0, 0.0]], [], True)
+    # Nothing but zeros: a line of them, on an axis that has a place for it; beside a value above 0 there is none.
+    assert [0.0, 0.0] in drawn([zero], X, log=True)[0] and [0.0, 0.0] not in drawn([zero, one], X, log=True)[0]
+    assert [-1.0] not in drawn([constant("below", -1.0)], X, log=True)[0]
 
 
 def test_a_mismatch_of_zero_is_logged(tmp_path):

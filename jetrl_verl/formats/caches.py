@@ -10,7 +10,7 @@ of telling the values of ``jetrl.kv_cache`` apart; what a configuration knows of
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,7 +57,7 @@ class KVCache(ABC):
         scale: float,
     ) -> torch.Tensor:
         """The trainer's attention: to keys and values as the cache gives them, of which it keeps for backward what the
-        cache holds. Arguments and result of ``kernels.attention``."""
+        cache holds. Arguments, by position, and result of ``kernels.attention``."""
 
     @abstractmethod
     def seen(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,16 +125,8 @@ class BF16Cache(KVCache):
 
     traits = CACHES["bf16"]
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        max_seqlen: int,
-        scale: float,
-    ) -> torch.Tensor:
-        return kernels.attention(q, k, v, cu_seqlens, max_seqlen, scale)
+    def attend(self, *call: Any) -> torch.Tensor:
+        return kernels.attention(*call)
 
     def seen(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return k, v
@@ -146,16 +138,8 @@ class FP8Cache(KVCache):
     traits = CACHES["fp8"]
     contract = "attention over an FP8 KV cache"
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        max_seqlen: int,
-        scale: float,
-    ) -> torch.Tensor:
-        return kernels.attention_fp8(q, k, v, cu_seqlens, max_seqlen, scale)
+    def attend(self, *call: Any) -> torch.Tensor:
+        return kernels.attention_fp8(*call)
 
     def seen(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return kernels.quantize_kv(k, v)[1:]

@@ -162,14 +162,13 @@ def packed(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, to
     """
     small: list[tuple[str, torch.Tensor]] = []
     large: list[tuple[str, torch.Tensor]] = []
-    held = stacked = 0
+    held = 0
     for name, tensor in stream:
         if tensor.nbytes > _SMALL:
-            if large and (stacked + tensor.nbytes > _STACK_BYTES or not continues(large[-1][1], tensor)):
+            if large and not _fits_below(large, tensor):
                 yield _stacked(large)
-                large, stacked = [], 0
+                large = []
             large.append((name, tensor))
-            stacked += tensor.nbytes
             continue
         small.append((name, tensor))
         held += tensor.nbytes
@@ -186,6 +185,12 @@ def _named(tensors: list[tuple[str, torch.Tensor]]) -> str:
     """Name of a piece that has these tensors in it."""
     index = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors]
     return _PACK + json.dumps(index, separators=(",", ":"))
+
+
+def _fits_below(tensors: list[tuple[str, torch.Tensor]], below: torch.Tensor) -> bool:
+    """Whether a tensor goes on with a stack that is not too large for it."""
+    total = sum(tensor.nbytes for _, tensor in tensors) + below.nbytes
+    return total <= _STACK_BYTES and continues(tensors[-1][1], below)
 
 
 def _stacked(tensors: list[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor]:

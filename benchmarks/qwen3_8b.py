@@ -241,7 +241,7 @@ def _serve(
         if asked.what == "kernels":
             connection.send(kernels_behind(runner, generate, asked.steps))
         elif asked.what == "step":
-            connection.send(step_seconds(llm.llm_engine, prompts, sampling))
+            connection.send(step_seconds(scheduler, generate, asked.batch))
         else:
             seconds = timed(generate)
             connection.send((seconds, len(preemptions)))
@@ -263,27 +263,26 @@ class Asked(NamedTuple):
     steps: int = 0
 
 
-def step_seconds(engine: Any, prompts: list[dict], sampling: Any) -> float:
-    """Seconds of a decoding step, of those in which every request has its first token and none has its last.
+def step_seconds(scheduler: Any, generate: Callable[[], object], batch: int) -> float:
+    """Seconds of a decoding step, of those in which each of ``batch`` requests gets one token, from sampled tokens to
+    sampled tokens.
 
-    A generation's time less that of its prompts is a difference of two large numbers, whose noise is some steps.
+    They are told by the scheduler, and not by an engine asked step by step, which would make an output of every request
+    in every step: time of the host that a server spends in another process.
     """
-    from vllm.sampling_params import RequestOutputKind
+    update, ends = scheduler.update_from_output, []
 
-    sampling = sampling.clone()
-    sampling.output_kind = RequestOutputKind.DELTA
-    for number, prompt in enumerate(prompts):
-        engine.add_request(f"step-{number}", prompt, sampling)
-    tokens: dict[str, int] = {}
-    ends: list[tuple[float, int]] = []
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            tokens[output.request_id] = tokens.get(output.request_id, 0) + len(output.outputs[0].token_ids)
-        decoding = len(tokens) == len(prompts) and all(0 < n < sampling.max_tokens for n in tokens.values())
-        if decoding:
-            ends.append((time.perf_counter(), sum(tokens.values())))
-    (began, before), (ended, behind) = ends[0], ends[-1]
-    return (ended - began) * len(prompts) / (behind - before)
+    def timed_update(scheduled: Any, *rest: Any) -> Any:
+        if scheduled.total_num_scheduled_tokens == batch == len(scheduled.num_scheduled_tokens):
+            ends.append(time.perf_counter())
+        return update(scheduled, *rest)
+
+    scheduler.update_from_output = timed_update
+    try:
+        generate()
+    finally:
+        del scheduler.update_from_output
+    return (ends[-1] - ends[0]) / (len(ends) - 1)
 
 
 class Engine:

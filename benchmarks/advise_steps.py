@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.published_shapes import is_mixture
+from benchmarks.published_shapes import PUBLISHED, is_mixture
 from benchmarks.recipe_memory import sizes_of
 from jetrl_verl.tools.advise.job import Job
 from jetrl_verl.tools.advise.predict import Prediction, precisions, predict
@@ -104,7 +104,8 @@ def step_records(files: Iterable[Path]) -> Iterable[Record]:
         if settings["tiny"]:
             raise ValueError(f"{file} has steps of a tiny model on a CPU, which no rate is for.")
         for run in settings["runs"]:
-            if not run.get("steps") or run["row"] not in COLUMN_OF_ROW:
+            cut = run["model"] not in PUBLISHED  # some of its layers
+            if cut or not run.get("steps") or run["row"] not in COLUMN_OF_ROW:
                 continue
             job = _job_of_run(run, settings)
             moved = any(word.endswith("param_offload=True") for word in run["words"])

@@ -5,6 +5,7 @@
     python3 -m benchmarks.verl_step OUT --model qwen3_4b --response 4096        # every row below on one H200
     python3 -m benchmarks.verl_step OUT --model qwen3_8b --response 1024 --rows bf16,jet_fp8 --seconds 580
     python3 -m benchmarks.verl_step OUT --model qwen3_moe_3b --rows bf16,fp8_rollout,jet_fp8 --response 1024
+    python3 -m benchmarks.verl_step OUT --model qwen3_30b_a3b --layers 4 --rows bf16,jet_fp8 --response 1024
     python3 -m benchmarks.verl_step OUT --rows jet_fp8 --set jetrl.kv_cache=fp8 --response 16384
     python3 -m benchmarks.verl_step OUT --engine-rows jet_fp8 --seconds 560     # and again: takes what is left
     python3 -m benchmarks.verl_step OUT --add FILE --rows bf16                  # beside rows that another machine took
@@ -261,9 +262,9 @@ def derived(found: dict, sequences: int) -> dict:
     }
 
 
-def fastest(results: Results, options: argparse.Namespace) -> float:
+def fastest(results: Results, model: str, response: int) -> float:
     """Seconds of the fastest row of this job so far; 0 where none has ended well."""
-    job = {"model": options.model, "response": options.response, "status": 0}
+    job = {"model": model, "response": response, "status": 0}
     took = [run["seconds"] for run in results.runs if job.items() <= run.items()]
     return min(took, default=0.0)
 
@@ -277,7 +278,7 @@ def take_row(
     if ends - time.monotonic() < needed():
         return not_begun()
     settings = "".join(f"-{word.rpartition('.')[2]}" for word in options.set)
-    paths = RunPaths(options.out / "runs" / f"{options.model}-{options.response}-{row}{settings}")
+    paths = RunPaths(options.out / "runs" / f"{model.name}-{options.response}-{row}{settings}")
     fresh_folder(paths)
     words = words_of(row, options, model, data, paths)
     found = run_verl([*VERL, *words], environment_of(paths, options.tiny), paths, options.steps, ends)
@@ -291,6 +292,7 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT", nargs="?")
     parser.add_argument("--model", choices=PUBLISHED, default="qwen3_4b")
+    parser.add_argument("--layers", type=int, help="instead of the model's number, and a part of its name in the table")
     parser.add_argument("--response", type=int, help="tokens of a response, 4096 if not set")
     parser.add_argument("--sequences", type=int, help="of a step, 64 if not set")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"{STEPS} if not set; at least 2 to leave one out")
@@ -326,9 +328,9 @@ def main(words: list[str] | None = None) -> int:
     results = Results(out / "verl_step.json", ("model", "response", "row"), settings, provenance())
     add_files(results, options.add, parser.error)
     ends = began + options.seconds
+    shape = options.model + (f"-{options.layers}_layers" if options.layers else "")
     named = [
-        ({"model": options.model, "response": options.response, "row": " ".join([row, *options.set])}, row)
-        for row in rows
+        ({"model": shape, "response": options.response, "row": " ".join([row, *options.set])}, row) for row in rows
     ]
     named = [(name, row) for name, row in named if options.again or not results.done(name)]
     columns = (*(name for name in FIGURES if name not in ("grad_norm", "ref_s")), "rest_s")
@@ -336,16 +338,16 @@ def main(words: list[str] | None = None) -> int:
     if not named:
         results.show(columns, console)
         return 0
-    model, data = out / "models" / options.model, out / "data"
+    model, data = out / "models" / shape, out / "data"
     compiled = compile_bytecode(console)
     if not (model / "tokenizer.json").exists():
-        write_model_apart(options.model, model, options.tiny)
+        write_model_apart(options.model, model, options.tiny, options.layers)
     if not data.exists():
         write_data("gsm8k", out / "raw", rows=options.sequences * options.steps)
         prepare = [sys.executable, "-m", "recipes.gsm8k.prepare_data", "--local-dir", out / "raw", "--out", data]
         subprocess.run(prepare, cwd=ROOT, check=True)
     compiled()
-    needed = functools.partial(fastest, results, options)
+    needed = functools.partial(fastest, results, shape, options.response)
     runs = [(name, functools.partial(take_row, row, options, model, data, ends, needed)) for name, row in named]
     return take_all(results, runs, columns, ends, console)
 

@@ -82,10 +82,11 @@ def tokens_of(shape: Shape, tokens: int, device: torch.device) -> torch.Tensor:
 
 
 def ours(layer: Layer, k: int, draw: Draw) -> torch.Tensor:
-    """What ``rollout.experts.SharedMixture`` does."""
+    """What ``rollout.experts.SharedMixture`` does, and the sum of a token's rows, which the norm behind it adds."""
     logits = kernels.logits(draw.x, layer.gate)
     weights, segments, rows = kernels.route_and_permute(logits, draw.quantized, k, True)
-    return FLOW.experts(rows, weights, segments, *layer.fp8, RULE, static_weight=True)[0]
+    y, *_ = FLOW.experts(rows, weights, segments, *layer.fp8, RULE, static_weight=True)
+    return kernels.combine(y, segments.row)
 
 
 def in_bf16(layer: Layer, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

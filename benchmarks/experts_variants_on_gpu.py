@@ -128,7 +128,7 @@ def product(a, b, start: torch.Tensor, columns: int, **static: bool) -> torch.Te
 
 
 def block(layer: Layer, k: int, draw: Draw, variant: Variant) -> torch.Tensor:
-    """What ``rollout.experts.SharedMixture`` does, by a variant."""
+    """What ``experts_on_gpu.ours`` does, by a variant."""
     with applied(variant):
         logits = kernels.logits(draw.x, layer.gate)
         weights, segments, rows = kernels.route_and_permute(logits, draw.quantized, k, True)

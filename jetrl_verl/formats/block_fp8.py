@@ -146,11 +146,10 @@ class BlockFP8(ExpertsFormat):
         if ranks == 1:
             # Segments are older than the activation's kernel, which is the one in front.
             static = {"static_weight": static_weight, "static_segments": static_weight}
-            out = kernels.combine(kernels.grouped_gemm_nt(inner, down, segments.start, align, **static), segments.row)
+            y = kernels.grouped_gemm_nt(inner, down, segments.start, align, **static)
         else:
-            rows_of_ranks = kernels.grouped_gemm_nt_of_ranks(inner, down, segments.start, ranks, align)
-            out = kernels.combine_of_ranks(rows_of_ranks, segments.row)
-        return out, product, inner
+            y = kernels.grouped_gemm_nt_of_ranks(inner, down, segments.start, ranks, align)
+        return y, product, inner
 
     def experts_gradient(
         self, dout: torch.Tensor, segments: Segments, rule: str, *, colwise: bool

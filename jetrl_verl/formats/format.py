@@ -266,22 +266,23 @@ class ExpertsFormat(TrainedFormat):
         align: int = 1,
         static_weight: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
-        """All experts' forward, on both sides.
+        """All experts' forward, on both sides, but for the sum of a token's rows: ``kernels.combine`` or, of several
+        ranks, ``kernels.combine_of_ranks``.
 
         Args:
             rows: rowwise ``[R, H]``, the tokens of the pairs in their rows (``kernels.gather_quantized``); freed before
                 the second product where the caller keeps no reference.
             weights: ``[T, k]`` FP32 of the router. segments: rows of the pairs.
             gate_up: ``[E, 2 I, H]`` in 128x128 blocks, gate first. down: ``[E, H, I]``. rule: of what is between them.
-            ranks: over which the rollout splits I; see :meth:`fprop`. Each rank rounds its part of a row, adds those of
-                a token and rounds the sum, then the ranks' sums are added. All ranks' rows, ``2 ranks R H`` bytes, are
-                there at once.
+            ranks: over which the rollout splits I; see :meth:`fprop`. Each rank rounds its part of a row. All ranks'
+                rows, ``2 ranks R H`` bytes, are there at once.
             align: what segments were aligned to.
             static_weight: as in :meth:`linear`, of both weights and the kernel right before this call, which makes
                 ``rows``.
 
         Returns:
-            Output ``[T, H]`` BF16; gate and up ``[R, 2 I]`` BF16; what the down projection reads, rowwise ``[R, I]``.
+            Rows ``[R, H]`` BF16, of several ranks ``[ranks, R, H]``; gate and up ``[R, 2 I]`` BF16; what the down
+            projection reads, rowwise ``[R, I]``.
 
         Raises:
             ValueError: operands that do not fit, or slices of I that are no multiples of 128.

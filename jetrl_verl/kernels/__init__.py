@@ -20,6 +20,7 @@ from jetrl_verl.kernels.attention import (
     paged_attention_fp8,
 )
 from jetrl_verl.kernels.combine import combine, combine_of_ranks
+from jetrl_verl.kernels.combine_rms_norm import combine_add_rms_norm, combine_add_rms_norm_quantize_1x128
 from jetrl_verl.kernels.decode_attention import chunk_attention, decode_attention
 from jetrl_verl.kernels.dispatch import BACKENDS, describe_backends, override_backend, platform_of
 from jetrl_verl.kernels.draw import draw_tokens, drawn_log_probs
@@ -68,6 +69,8 @@ __all__ = [
     "chunk_attention",
     "decode_attention",
     "combine",
+    "combine_add_rms_norm",
+    "combine_add_rms_norm_quantize_1x128",
     "combine_of_ranks",
     "dequantize_kv",
     "describe_backends",

@@ -30,13 +30,13 @@ implements("combine_of_ranks", "reference")(reference.combine_of_ranks)
 
 
 @jit
-def _sum_of_rows(y_ptr, row_ptr, column, mask, columns, K: tl.constexpr):
-    """FP32 sum of the rows whose numbers are the K at ``row_ptr``."""
+def sum_of_rows(y_ptr, row_ptr, column, mask, columns, K: tl.constexpr):
+    """FP32 sum of the rows whose numbers are the K at ``row_ptr``; zeros outside of ``mask``."""
     row = tl.load(row_ptr).to(tl.int64)
-    acc = tl.load(y_ptr + row * columns + column, mask=mask).to(tl.float32)
+    acc = tl.load(y_ptr + row * columns + column, mask=mask, other=0.0).to(tl.float32)
     for slot in tl.static_range(1, K):
         row = tl.load(row_ptr + slot).to(tl.int64)
-        acc += tl.load(y_ptr + row * columns + column, mask=mask).to(tl.float32)
+        acc += tl.load(y_ptr + row * columns + column, mask=mask, other=0.0).to(tl.float32)
     return acc
 
 
@@ -49,12 +49,12 @@ def _combine_kernel(
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < columns
     row_ptr += token * K
-    total = _sum_of_rows(y_ptr, row_ptr, column, mask, columns, K)
+    total = sum_of_rows(y_ptr, row_ptr, column, mask, columns, K)
     if RANKS > 1:
         total = total.to(tl.bfloat16).to(tl.float32)
         for _ in tl.static_range(1, RANKS):
             y_ptr += elements
-            part = _sum_of_rows(y_ptr, row_ptr, column, mask, columns, K)
+            part = sum_of_rows(y_ptr, row_ptr, column, mask, columns, K)
             total += part.to(tl.bfloat16).to(tl.float32)
     tl.store(out_ptr + token * columns + column, total.to(tl.bfloat16), mask=mask)
 

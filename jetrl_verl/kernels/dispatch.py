@@ -68,6 +68,8 @@ BACKENDS: Table = {
     "weighted_silu_mul_backward_quantize": _TRITON,
     "combine": _TRITON,
     "combine_of_ranks": _TRITON,
+    "combine_add_rms_norm": _TRITON,
+    "combine_add_rms_norm_quantize_1x128": _TRITON,
     "rms_norm": _TRITON,
     "add_rms_norm": _TRITON,
     "rms_norm_quantize_1x128": _TRITON,

@@ -11,7 +11,8 @@ residual sum is rounded to BF16 first; that rounded sum is what is normalised an
 ``*_quantize_1x128`` also return the qdata of the result, byte for byte what ``quantize_1x128`` makes of it in BF16.
 
 On a GPU one program normalises a row, held in registers: one read, one write. ``K``, tile and strides are compile-time
-constants and all forms are one kernel, so every row of a model's norm is summed in one order whatever the batch.
+constants and all forms are one kernel, so every row of a model's norm is summed in one order whatever the batch. One
+form reads the sum of experts' rows (combine_rms_norm.py).
 """
 
 import torch
@@ -19,6 +20,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from jetrl_verl import reference
+from jetrl_verl.kernels.combine import sum_of_rows
 from jetrl_verl.kernels.device.dependents import launch_dependents
 from jetrl_verl.kernels.device.e4m3 import GROUP, encode, is_pow2, magnitude_bits, reciprocal_of, scale_of
 from jetrl_verl.kernels.device.launch import jit
@@ -91,6 +93,9 @@ _BACKWARD_ELEMENTS = 2048
 """Elements of the rows that a program of the gradient works on at a time, at least one row."""
 _VECTOR = 8
 """Elements of a 16-byte load."""
+_ROWS_IN_FLIGHT = {"maxnreg": 128}
+"""Of a program that adds experts' rows: without a bound the assembler takes 48 registers a thread for the sake of
+occupancy, and one after the other asks for three rows and waits for them."""
 
 
 # The maxima are taken from the row folded to [groups, 128], which moves nothing between threads and leaves the layout
@@ -98,9 +103,9 @@ _VECTOR = 8
 # with qdata: 5.03, or 7.03 with the BF16 rows, behind a residual sum; 3.03 or 5.03 alone.
 @jit(do_not_specialize=["rows"])
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, rstd_ptr, qdata_ptr, scales_ptr, eps, rows,
+    x_ptr, row_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, rstd_ptr, qdata_ptr, scales_ptr, eps, rows,
     K: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr,
-    RESIDUAL: tl.constexpr, WITH_Y: tl.constexpr, QUANTIZE: tl.constexpr, POW2: tl.constexpr,
+    SLOTS: tl.constexpr, RESIDUAL: tl.constexpr, WITH_Y: tl.constexpr, QUANTIZE: tl.constexpr, POW2: tl.constexpr,
 ):  # fmt: skip
     if QUANTIZE:  # a linear reads it next
         launch_dependents()
@@ -108,9 +113,14 @@ def _rms_norm_kernel(
     column = tl.arange(0, TILE)
     mask = column < K
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)  # asked for before the sum is waited for
-    x = tl.load(x_ptr + row // HEADS * STRIDE_TOKEN + row % HEADS * STRIDE_HEAD + column, mask=mask, other=0.0)
     if RESIDUAL:
         residual = tl.load(residual_ptr + row * K + column, mask=mask, other=0.0)
+    if SLOTS:  # of experts' rows, as combine.py adds them
+        tl.debug_barrier()  # the assembler would ask for weight and residual behind the sum; no load crosses a barrier
+        x = sum_of_rows(x_ptr, row_ptr + row * SLOTS, column, mask, K, SLOTS).to(tl.bfloat16)
+    else:
+        x = tl.load(x_ptr + row // HEADS * STRIDE_TOKEN + row % HEADS * STRIDE_HEAD + column, mask=mask, other=0.0)
+    if RESIDUAL:
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(tl.bfloat16)
         tl.store(total_ptr + row * K + column, x, mask=mask)
     values = x.to(tl.float32)
@@ -184,17 +194,27 @@ def heads_in_place(x: torch.Tensor) -> torch.Tensor:
 
 
 def launch_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, rule: str | None, with_y: bool
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    rule: str | None,
+    with_y: bool,
+    row: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, QuantizedTensor | None]:
-    """The one launch of all forms: (y or None, ``x + residual`` or ``x``, rstd, qdata of y under ``rule`` or None)."""
+    """The one launch of all forms: (y or None, ``x + residual`` or ``x``, rstd, qdata of y under ``rule`` or None).
+
+    With ``row [T, k]`` and a residual ``[T, K]`` what is added to it is ``combine(x, row)``.
+    """
     k = x.shape[-1]
-    if _are_heads_in_place(x):
+    shape = x.shape if row is None else residual.shape
+    if row is None and _are_heads_in_place(x):
         source, layout = x, {"HEADS": x.shape[1], "STRIDE_TOKEN": x.stride(0), "STRIDE_HEAD": x.stride(1)}
     else:
         source, layout = _aligned_rows(x), {"HEADS": 1, "STRIDE_TOKEN": k, "STRIDE_HEAD": k}
-    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    y = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) if with_y else None
-    total = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) if residual is not None else x
+    rstd = torch.empty(shape[:-1], dtype=torch.float32, device=x.device)
+    y = torch.empty(shape, dtype=torch.bfloat16, device=x.device) if with_y else None
+    total = torch.empty(shape, dtype=torch.bfloat16, device=x.device) if residual is not None else x
     count = rstd.numel()
     quantized = empty_rowwise(count, k, x.device) if rule is not None else None
     pow2 = rule is not None and is_pow2(rule)
@@ -203,6 +223,7 @@ def launch_rms_norm(
         # Pointers of what is absent are never dereferenced.
         _rms_norm_kernel[(count,)](
             source,
+            row.contiguous() if row is not None else source,
             _aligned_rows(residual) if residual is not None else source,
             weight.contiguous(),
             y if with_y else source,
@@ -215,11 +236,13 @@ def launch_rms_norm(
             K=k,
             TILE=tile,
             **layout,
+            SLOTS=row.shape[1] if row is not None else 0,
             RESIDUAL=residual is not None,
             WITH_Y=with_y,
             QUANTIZE=rule is not None,
             POW2=pow2,
             num_warps=warps,
+            **(_ROWS_IN_FLIGHT if row is not None else {}),
         )
     return y, total, rstd, quantized
 

@@ -188,7 +188,7 @@ class JetExperts(nn.Module):
         align: int,
     ) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
         """Output ``[T, H]`` BF16; gate and up of all rows; what down reads. See ``ExpertsFormat.experts``."""
-        return self.format.experts(
+        y, gate_up, product = self.format.experts(
             kernels.gather_quantized(x, segments.pair, weights.shape[1]),
             weights,
             segments,
@@ -198,6 +198,8 @@ class JetExperts(nn.Module):
             self.ranks,
             align=align,
         )
+        combine = kernels.combine if self.ranks == 1 else kernels.combine_of_ranks
+        return combine(y, segments.row), gate_up, product
 
     def forward(
         self, hidden_states: torch.Tensor | QuantizedTensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

@@ -19,6 +19,7 @@ baselines, which quantize the rollout alone, have a contract of their own in ``i
 from jetrl_verl.reference.constants import BLOCK, E4M3_MAX, FP8_DTYPE, SCALE_RULES, ScaleRule, check_rule
 from jetrl_verl.reference.experts import (
     Segments,
+    UncombinedRows,
     combine,
     combine_of_ranks,
     gather_quantized,
@@ -63,6 +64,7 @@ __all__ = [
     "UNIT_TOKENS",
     "ScaleRule",
     "Segments",
+    "UncombinedRows",
     "amax_bits",
     "cache_shape",
     "check_rule",

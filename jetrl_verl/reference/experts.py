@@ -44,6 +44,20 @@ class Segments(NamedTuple):
     start: torch.Tensor
 
 
+class UncombinedRows(NamedTuple):
+    """What the experts gave to T tokens, not added up yet: ``combine(*rows)`` in a tensor's place.
+
+    A mixture's block of a rollout returns one where the norm behind it adds the rows itself.
+
+    Attributes:
+        y: ``[R, H]`` BF16, a row a pair.
+        row: ``[T, k]`` int32, of :class:`Segments`.
+    """
+
+    y: torch.Tensor
+    row: torch.Tensor
+
+
 def rows_of_segments(pairs: int, experts: int, align: int) -> int:
     """R, known without looking at the experts: as many rows as the worst case takes, a multiple of ``align``."""
     if align == 1:

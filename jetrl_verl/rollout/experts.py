@@ -10,8 +10,9 @@ this rank's part of each. vLLM's own loaders, which want an expert's projections
 
 *The block.* With shared operations the whole block is ours (:class:`SharedMixture`): router, choice and products are
 the operators that the trainer runs, so both sides choose the same experts and nothing needs to be replayed. The norm in
-front hands over qdata for the experts and BF16 rows for the router. With stock operations the logits
-are vLLM's own, in BF16, and vLLM calls :class:`JetExpertsMethod` with them.
+front hands over qdata for the experts and BF16 rows for the router. The norm behind, the next layer's or the last one,
+adds a token's rows in its own launch (kernels/combine_rms_norm.py); over several ranks the sum is reduced in between.
+With stock operations the logits are vLLM's own, in BF16, and vLLM calls :class:`JetExpertsMethod` with them.
 """
 
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from jetrl_verl.config.support.table import refuse
 from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.models import family
 from jetrl_verl.models.families.base import Experts, leaf, place
-from jetrl_verl.reference import QuantizedTensor
+from jetrl_verl.reference import QuantizedTensor, UncombinedRows
 from jetrl_verl.rollout.row_parallel import reduce_ranks
 
 
@@ -91,14 +92,15 @@ class JetExpertsMethod(FusedMoEMethodBase):
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
         """None: no kernel of vLLM's runs."""
 
-    def experts(self, layer: RoutedExperts, x: QuantizedTensor, logits: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sum of each token's experts, ``[T, H]`` BF16, by FP32 logits ``[T, E]``."""
+    def experts(self, layer: RoutedExperts, x: QuantizedTensor, logits: torch.Tensor) -> UncombinedRows:
+        """This rank's part of what each token's experts give, by FP32 logits ``[T, E]``."""
         weights, segments, rows = kernels.route_and_permute(logits, x, layer.top_k, layer.renormalize)
         gate_up = QuantizedTensor(layer.w13_weight, layer.w13_weight_scale_inv)
         down = QuantizedTensor(layer.w2_weight, layer.w2_weight_scale_inv)
         # Parameters are constant during a forward, and the kernel right before is the one that makes `rows`.
         rule = self.config.scale_rule
-        return self.format.experts(rows, weights, segments, gate_up, down, rule, static_weight=True)[0]
+        y, *_ = self.format.experts(rows, weights, segments, gate_up, down, rule, static_weight=True)
+        return UncombinedRows(y, segments.row)
 
     @property
     def is_monolithic(self) -> bool:
@@ -110,11 +112,18 @@ class JetExpertsMethod(FusedMoEMethodBase):
     ) -> torch.Tensor:
         """What vLLM calls where operations are stock."""
         quantized = self.format.quantize_activation(x, self.config.scale_rule)
-        return self.experts(layer, quantized, router_logits.float())
+        return kernels.combine(*self.experts(layer, quantized, router_logits.float()))
 
 
 class SharedMixture(Qwen3MoeSparseMoeBlock):
-    """Router and experts with the trainer's operations."""
+    """Router and experts with the trainer's operations.
+
+    Attributes:
+        keeps_rows: whether a token's rows are added by a launch of their own, not by the norm behind. ``jetrl diff``
+            records them and their sum.
+    """
+
+    keeps_rows = False
 
     def check(self, ordered: bool) -> None:
         """Raise ``UnsupportedConfiguration`` for a block that the shared operations do not cover."""
@@ -135,11 +144,13 @@ class SharedMixture(Qwen3MoeSparseMoeBlock):
         """Scale rule of what the norm in front quantizes."""
         return self.method.config.scale_rule
 
-    def forward(self, x: QuantizedTensor) -> torch.Tensor:
-        """``[T, H]`` BF16 of what the norm in front quantized, its rows as source."""
+    def forward(self, x: QuantizedTensor) -> torch.Tensor | UncombinedRows:
+        """Of what the norm in front quantized, its rows as source: what the norm behind adds up, or ``[T, H]`` BF16."""
         logits = kernels.logits(x.source, self.gate.weight)
-        out = self.method.experts(self.experts.routed_experts, x, logits)
-        return out if self.tp_size == 1 else reduce_ranks(out)
+        rows = self.method.experts(self.experts.routed_experts, x, logits)
+        if self.tp_size > 1:
+            return reduce_ranks(kernels.combine(*rows))
+        return kernels.combine(*rows) if self.keeps_rows else rows
 
 
 def share_experts(block: torch.nn.Module, ordered: bool) -> SharedMixture:

@@ -12,8 +12,9 @@ metadata builder are not chosen: torch.compile and CUDA graphs see these forward
 
 Where an FP8 linear alone reads what a norm or the activation writes, that operation quantizes its result on the way and
 hands the linear qdata (:class:`jetrl_verl.reference.QuantizedTensor`) in the tensor's place: one kernel in front of a
-GEMM instead of two, and no BF16 rows. Between the two vLLM's models do nothing with what flows, and the bits are those
-of quantizing in the linear.
+GEMM instead of two, and no BF16 rows. A mixture of experts hands the norm behind it the rows that it adds up
+(:class:`jetrl_verl.reference.UncombinedRows`). Between the two vLLM's models do nothing with what flows, and the bits
+are those of quantizing in the linear and of adding in the mixture.
 """
 
 import copy
@@ -35,7 +36,7 @@ from jetrl_verl.config.support.table import refuse
 from jetrl_verl.formats.caches import KVCache
 from jetrl_verl.models import Family, family
 from jetrl_verl.models.families.base import leaf
-from jetrl_verl.reference import QuantizedTensor
+from jetrl_verl.reference import QuantizedTensor, UncombinedRows
 from jetrl_verl.rollout.attention import share_attention_layers
 from jetrl_verl.rollout.experts import share_experts
 from jetrl_verl.rollout.method import JetLinearMethod
@@ -64,8 +65,13 @@ class SharedRMSNorm(_ReadByLinear, RMSNorm):
         if self.variance_size_override is not None or not self.has_weight:
             refuse("norm_in_vllm")
 
-    def _forward_shared(self, x: torch.Tensor, residual: torch.Tensor | None = None):
+    def _forward_shared(self, x: torch.Tensor | UncombinedRows, residual: torch.Tensor | None = None):
         weight, eps, rule = self.weight, self.variance_epsilon, self.reader_rule
+        if isinstance(x, UncombinedRows):  # behind a mixture, so with a residual
+            call = *x, residual, weight, eps
+            if rule is None:
+                return kernels.combine_add_rms_norm(*call)
+            return kernels.combine_add_rms_norm_quantize_1x128(*call, rule, with_normed=self.keeps_rows)
         if residual is None:
             if rule is None:
                 return kernels.rms_norm(x, weight, eps)

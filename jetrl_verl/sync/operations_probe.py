@@ -158,7 +158,8 @@ def _experts_forward(inputs: _MixtureInputs, tokens: int, trains: bool) -> torch
         rows = kernels.gather_quantized(x, segments.pair, _PER_TOKEN)
     else:
         weights, segments, rows = kernels.route_and_permute(logits, x, _PER_TOKEN, True)
-    return flow.experts(rows, weights, segments, gate_up, down, "fp32")[0]
+    y, *_ = flow.experts(rows, weights, segments, gate_up, down, "fp32")
+    return kernels.combine(y, segments.row)
 
 
 def mixture_sums(device: torch.device) -> dict[str, int]:
@@ -166,6 +167,8 @@ def mixture_sums(device: torch.device) -> dict[str, int]:
     inputs = _mixture_inputs(device)
     tokens = max(_ROWS)
     rows = torch.arange(tokens * _PER_TOKEN, dtype=torch.int32, device=device).view(tokens, _PER_TOKEN)
+    plain = _inputs(device)
+    behind = inputs.terms, rows, *(x[..., : 2 * BLOCK].contiguous() for x in (plain.residual, plain.weight)), 1e-6
     with torch.no_grad():
         chosen = [kernels.route(inputs.tied, 4, renormalize) for renormalize in (False, True)]
         # Rows of the trainer's segments begin at multiples of 128, those of the rollout's anywhere.
@@ -174,6 +177,10 @@ def mixture_sums(device: torch.device) -> dict[str, int]:
             "route": torch.cat([x.view(torch.int32) for pair in chosen for x in pair], dim=1).view(torch.bfloat16),
             "experts": torch.cat(outputs),
             "combine": kernels.combine(inputs.terms, rows),
+            "combine_add_rms_norm": torch.cat(kernels.combine_add_rms_norm(*behind)),
+            "combine_add_rms_norm_quantize_1x128": _bytes(
+                kernels.combine_add_rms_norm_quantize_1x128(*behind, "fp32", with_normed=False)[0]
+            ),
         }
     sums = torch.stack([row_sums(result).sum() for result in results.values()])
     return dict(zip(results, sums.tolist(), strict=True))

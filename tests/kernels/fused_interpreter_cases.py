@@ -6,10 +6,12 @@
 import pytest
 from backends import triton_kernels
 from contract_inputs import gaussian
-from fused_checks import CHECKS, INPUTS, canaries, check_norm
+from fused_checks import CHECKS, INPUTS, canaries, check_norm, check_norm_behind_experts
 from quantizer_checks import check_all_quantizers
 
 from jetrl_verl.reference import SCALE_RULES
+
+NORMS = (check_norm, check_norm_behind_experts)
 
 
 @pytest.mark.parametrize("rule", SCALE_RULES)
@@ -20,10 +22,16 @@ def test_operations_that_quantize_their_result(monkeypatch, check, case, rule):
         check(case, 3, 384, rule, "cpu")
 
 
-@pytest.mark.parametrize("check", [check for check in CHECKS if check is not check_norm])
+@pytest.mark.parametrize("check", [check for check in CHECKS if check not in NORMS])
 def test_operations_that_quantize_more_than_a_tile_of_rows(monkeypatch, check):
     with canaries(monkeypatch):
         check(gaussian, 130, 128, "fp32", "cpu")
+
+
+@pytest.mark.parametrize(("m", "k", "slots"), [(1, 2048, 8), (1, 128, 1), (5, 768, 8), (33, 128, 3), (9, 1024, 1)])
+def test_the_norm_behind_any_number_of_experts(monkeypatch, m, k, slots):
+    with canaries(monkeypatch):
+        check_norm_behind_experts(gaussian, m, k, "fp32", "cpu", slots)
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -295,7 +295,8 @@ def test_the_rollouts_block_has_the_trainers_bits_at_any_batch_and_in_a_graph():
     def rollout(rows: torch.Tensor) -> torch.Tensor:
         logits = kernels.logits(rows, gate)
         weights, where, permuted = kernels.route_and_permute(logits, FLOW.quantize_activation(rows, "fp32"), 8, True)
-        return FLOW.experts(permuted, weights, where, gate_up, down, "fp32", static_weight=True)[0]
+        y, *_ = FLOW.experts(permuted, weights, where, gate_up, down, "fp32", static_weight=True)
+        return kernels.combine(y, where.row)
 
     trained = ours(x, *kernels.route(kernels.logits(x, gate), 8, True))
     with torch.no_grad():
@@ -438,7 +439,8 @@ def test_the_trainer_has_the_bits_of_ranks_that_hold_a_slice_of_every_expert(tok
             QuantizedTensor(*(of_rank(part, rank) for part in gate_up)),
             QuantizedTensor(*(part.contiguous() for part in slice_of_down)),
         )
-        parts.append(FLOW.experts(rows, weights, where, *held, "fp32")[0])
+        y, *_ = FLOW.experts(rows, weights, where, *held, "fp32")
+        parts.append(kernels.combine(y, where.row))
     assert torch.equal(trained, kernels.sum_of_ranks(parts))
     with torch.no_grad():
         assert torch.equal(ours(x, chosen, shares), trained)
@@ -496,7 +498,8 @@ def test_products_that_start_under_the_kernel_in_front_have_the_bits_of_those_th
         for x, logits, result in zip(xs, routings, kept, strict=True):
             weights, where, rows = kernels.route_and_permute(logits, x, 8, True)
             call = rows, weights, where, gate_up, down, "fp32"
-            result.copy_(FLOW.experts(*call, static_weight=static_weight)[0])
+            y, *_ = FLOW.experts(*call, static_weight=static_weight)
+            result.copy_(kernels.combine(y, where.row))
 
     want = torch.empty(30, tokens, 2048, dtype=torch.bfloat16, device=DEVICE)
     outputs(want, False)

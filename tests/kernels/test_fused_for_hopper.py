@@ -6,14 +6,14 @@ import re
 
 import pytest
 import triton
-from test_triton_for_hopper import ptx_for_hopper
+from test_triton_for_hopper import machine_code_for_hopper, ptx_for_hopper
 
 from jetrl_verl.kernels.norm_rotary import _norm_rotary_kernel
 from jetrl_verl.kernels.quantize_1x128 import _quantize_both_kernel
 from jetrl_verl.kernels.quantize_128x128 import _quantize_128x128_kernel
 from jetrl_verl.kernels.relayout_128x1 import _LAUNCH as RELAYOUT
 from jetrl_verl.kernels.relayout_128x1 import _relayout_kernel
-from jetrl_verl.kernels.rms_norm import _rms_norm_kernel, tile_and_warps
+from jetrl_verl.kernels.rms_norm import _ROWS_IN_FLIGHT, _rms_norm_kernel, tile_and_warps
 from jetrl_verl.kernels.silu_mul import (
     _silu_mul_backward_quantize_kernel,
     _silu_mul_quantize_both_kernel,
@@ -32,6 +32,8 @@ def types_of(kernel) -> dict[str, str]:
             return FP32
         if name == "positions_ptr":
             return "*i64"
+        if name == "row_ptr":
+            return "*i32"
         if name in words:
             return WORDS
         if name.endswith("words_ptr"):
@@ -119,12 +121,13 @@ def test_silu_mul_reads_16_bytes_at_a_time(with_y):
     assert not re.search(r"ld\.global\.b(8|16|32)\b", ptx)
 
 
-@pytest.mark.parametrize("name", ["norm", "residual sum and norm", "SiLU-mul"])
+@pytest.mark.parametrize("name", ["norm", "residual sum and norm", "experts' rows, residual sum and norm", "SiLU-mul"])
 def test_what_writes_the_input_of_a_linear_lets_the_next_kernel_start_at_once(name):
     if name == "SiLU-mul":
         kernel, constants = _silu_mul_quantize_kernel, {"WITH_Y": False, "POW2": False, "GROUPS": 32}
     else:
         kernel, constants = _rms_norm_kernel, {"K": 4096, "TILE": 4096, "HEADS": 1, "STRIDE_TOKEN": 4096}
+        constants |= {"SLOTS": 8 if name == "experts' rows, residual sum and norm" else 0}
         constants |= {"STRIDE_HEAD": 4096, "RESIDUAL": name != "norm", "WITH_Y": False, "QUANTIZE": True, "POW2": False}
     ptx = ptx_for_hopper(kernel, types_of(kernel), constants, num_warps=8)
     assert ptx.count("griddepcontrol.launch_dependents") == 1
@@ -163,7 +166,16 @@ def test_norm_and_rotary_in_one_launch_sum_a_head_as_the_norm_does(monkeypatch):
 
     tile, warps = tile_and_warps(128)
     heads = {"HEADS": 32, "STRIDE_TOKEN": 5120, "STRIDE_HEAD": 128}
-    norm = {"K": 128, "TILE": tile, **heads, "RESIDUAL": False, "WITH_Y": True, "QUANTIZE": False, "POW2": False}
+    norm = {
+        "K": 128,
+        "TILE": tile,
+        **heads,
+        "SLOTS": 0,
+        "RESIDUAL": False,
+        "WITH_Y": True,
+        "QUANTIZE": False,
+        "POW2": False,
+    }
     (plain,) = sums_of_squares(monkeypatch, _rms_norm_kernel, norm, tile, warps)
     both = {"Q_HEADS": 32, "K_HEADS": 4, "D": 128, "Q_TOKEN": 5120, "K_TOKEN": 5120, "Q_HEAD": 128, "K_HEAD": 128}
     fused = sums_of_squares(monkeypatch, _norm_rotary_kernel, both, tile, warps)
@@ -181,7 +193,8 @@ def test_every_form_of_the_norm_sums_its_rows_as_the_plain_one(monkeypatch, k, r
     tile, warps = tile_and_warps(k)
 
     def sum_of_squares(**changes) -> list[tuple[str, list[str]]]:
-        constants = {"K": k, "TILE": tile, "HEADS": 1, "STRIDE_TOKEN": k, "STRIDE_HEAD": k, "RESIDUAL": residual}
+        constants = {"K": k, "TILE": tile, "HEADS": 1, "STRIDE_TOKEN": k, "STRIDE_HEAD": k}
+        constants |= {"SLOTS": 0, "RESIDUAL": residual}
         constants |= {"WITH_Y": True, "QUANTIZE": False, "POW2": False} | changes
         return sums_of_squares(monkeypatch, _rms_norm_kernel, constants, tile, warps)[0]
 
@@ -194,3 +207,43 @@ def test_every_form_of_the_norm_sums_its_rows_as_the_plain_one(monkeypatch, k, r
             assert sum_of_squares(HEADS=heads, STRIDE_TOKEN=token, STRIDE_HEAD=head) == plain
         # Of such heads the launch makes a copy.
         assert sum_of_squares(HEADS=8, STRIDE_TOKEN=12 * k + 1, STRIDE_HEAD=k) != plain
+
+
+def behind_experts(k: int, slots: int, **changes) -> tuple:
+    """Constants of the norm behind ``slots`` experts' rows of a token, tile, warps."""
+    tile, warps = tile_and_warps(k)
+    constants = {"K": k, "TILE": tile, "HEADS": 1, "STRIDE_TOKEN": k, "STRIDE_HEAD": k, "SLOTS": slots}
+    constants |= {"RESIDUAL": True, "WITH_Y": False, "QUANTIZE": True, "POW2": False} | changes
+    return constants, tile, warps
+
+
+@pytest.mark.parametrize("changes", [{}, {"WITH_Y": True, "QUANTIZE": False}], ids=["qdata", "rows"])
+@pytest.mark.parametrize(("k", "slots"), [(768, 8), (2048, 1), (2048, 2), (2048, 8), (4096, 8)])
+def test_the_norm_behind_experts_sums_squares_as_the_plain_one(monkeypatch, k, slots, changes):
+    """In front of the plain one's instructions are the additions of the rows and nothing else."""
+
+    def computed(slots: int) -> tuple[str, list[str]]:
+        call = behind_experts(k, slots, **changes)
+        ((layout, names),) = sums_of_squares(monkeypatch, _rms_norm_kernel, *call)
+        return layout, [name for name in names if not name.startswith("ld.")]
+
+    (layout, plain), (own_layout, fused) = computed(0), computed(slots)
+    _, tile, warps = behind_experts(k, slots)
+    added = len(fused) - len(plain)
+    assert own_layout == layout and fused[added:] == plain and "shfl.sync.bfly" in plain
+    # Of two numbers the sum is one of BF16 numbers, which rounds alike in BF16: two in an instruction.
+    each = tile // (32 * warps)
+    assert fused[:added] == ["add.f32"] * (each * (slots - 1) if slots > 2 else 0)
+
+
+@pytest.mark.parametrize(("k", "slots"), [(768, 8), (2048, 2), (2048, 8), (4096, 8), (8192, 8)])
+def test_a_norm_behind_experts_asks_for_all_rows_before_it_adds_one(tmp_path, k, slots):
+    """And for its weight and the residual before it knows which rows: two loads of 16 bytes a thread of each."""
+    constants, _, warps = behind_experts(k, slots)
+    call = _rms_norm_kernel, types_of(_rms_norm_kernel), constants
+    code = machine_code_for_hopper(tmp_path, *call, num_warps=warps, **_ROWS_IN_FLIGHT)
+    found = re.findall(r"\b(LDG\.E(?:\.128)?|FADD|H?FMA\S*|HADD2\S*|BAR)(?=[. ])", code)
+    loads, barrier = [name for name in found if name.startswith("LDG")], found.index("BAR")
+    assert found[:barrier] == ["LDG.E.128"] * 4
+    assert found[barrier + 1 :][: 3 * slots] == ["LDG.E"] * slots + ["LDG.E.128"] * 2 * slots
+    assert len(loads) == 4 + 3 * slots and "STL" not in code

@@ -27,6 +27,8 @@ OPERATIONS = (
     "transpose_128x128",
     "rms_norm_quantize_1x128",
     "add_rms_norm_quantize_1x128",
+    "combine_add_rms_norm",
+    "combine_add_rms_norm_quantize_1x128",
     "silu_mul_quantize_1x128",
     "silu_mul_quantize",
     "silu_mul_backward_quantize",
@@ -64,6 +66,8 @@ def call_of(name: str, m: int, k: int, rule: str) -> partial:
     """Operation ``name`` on fixed inputs."""
     x, gate, up, residual = (bf16(gaussian, m, k, "cuda", seed) for seed in range(4))
     weight = bf16(gaussian, 1, k, "cuda", 4)[0]
+    # Any row may be a pair's: here each is three tokens'.
+    behind = x, torch.stack([torch.randperm(m, device="cuda") for _ in range(3)], dim=1).to(torch.int32), residual
     if name.startswith("quantize"):
         return partial(getattr(kernels, name), x, rule)
     return {
@@ -72,6 +76,10 @@ def call_of(name: str, m: int, k: int, rule: str) -> partial:
         "rms_norm_quantize_1x128": partial(rms_norm_quantize_1x128, x, weight, EPS, rule),
         "add_rms_norm_quantize_1x128": partial(
             add_rms_norm_quantize_1x128, x, residual, weight, EPS, rule, with_normed=False
+        ),
+        "combine_add_rms_norm": partial(kernels.combine_add_rms_norm, *behind, weight, EPS),
+        "combine_add_rms_norm_quantize_1x128": partial(
+            kernels.combine_add_rms_norm_quantize_1x128, *behind, weight, EPS, rule, with_normed=True
         ),
         "silu_mul_quantize_1x128": partial(silu_mul_quantize_1x128, gate, up, rule),
         "silu_mul_quantize": partial(silu_mul_quantize, gate, up, rule, with_product=False, with_colwise=True),

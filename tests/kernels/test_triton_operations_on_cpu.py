@@ -51,7 +51,7 @@ def test_a_norm_is_summed_in_one_order_with_and_without_a_residual(k):
         types = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "y_ptr", "total_ptr"), BF16)
         types |= {"rstd_ptr": FP32, "scales_ptr": FP32, "qdata_ptr": "*u8", "eps": "fp32"}
         constants = {"K": k, "TILE": k, "HEADS": 1, "STRIDE_TOKEN": k, "STRIDE_HEAD": k, "RESIDUAL": with_residual}
-        constants |= {"WITH_Y": True, "QUANTIZE": False, "POW2": False}
+        constants |= {"SLOTS": 0, "WITH_Y": True, "QUANTIZE": False, "POW2": False}
         warps = min(max(k // 512, 1), 16)
         ptx = ptx_for_hopper(_rms_norm_kernel, types, constants, num_warps=warps)
         # The residual sum itself is one BF16 addition in front: FP32 addition rounded to BF16 is that, bit for bit.

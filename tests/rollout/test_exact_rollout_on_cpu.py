@@ -286,23 +286,23 @@ def test_qdata_in_the_place_of_a_tensor_change_no_bit(rollout, monkeypatch):
     assert calls == {"fprop": 2 * 4 * steps}
 
 
-EXPERTS = ["logits", "route_and_permute", "grouped_gemm_nt", "weighted_silu_mul_quantize", "grouped_gemm_nt", "combine"]
+EXPERTS = ["logits", "route_and_permute", "grouped_gemm_nt", "weighted_silu_mul_quantize", "grouped_gemm_nt"]
 HALVES = {
-    "qwen2": (["rotary"], ["fprop_quantized", "silu_mul_quantize", "fprop_quantized"]),
-    "qwen3_moe": (["norm_rotary"], EXPERTS),
+    "qwen2": (["rotary"], ["fprop_quantized", "silu_mul_quantize", "fprop_quantized"], "add_rms_norm"),
+    "qwen3_moe": (["norm_rotary"], EXPERTS, "combine_add_rms_norm"),
 }
-"""Between qkv and the attention, and behind the second norm."""
+"""Between qkv and the attention, behind the second norm, and the norm behind those."""
 
 
 @pytest.mark.parametrize("rollout", COMPILED, indirect=True)
 def test_a_compiled_layer_has_no_operation_beside_ours_and_nothing_is_cut_between_them(rollout):
-    heads, second = HALVES[rollout.family]
+    heads, second, behind = HALVES[rollout.family]
     to_attention = ["fprop_quantized", *heads]
     mlp = ["fprop", "add_rms_norm_quantize_1x128", *second]
     assert len(PIECES) == 3
     assert PIECES[0] == ["rms_norm_quantize_1x128", *to_attention]
-    assert PIECES[1] == [*mlp, "add_rms_norm_quantize_1x128", *to_attention]
-    assert PIECES[2] == [*mlp, "add_rms_norm"]
+    assert PIECES[1] == [*mlp, f"{behind}_quantize_1x128", *to_attention]
+    assert PIECES[2] == [*mlp, behind]
 
 
 def plant_norm(model, runner):

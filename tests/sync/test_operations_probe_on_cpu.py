@@ -102,23 +102,24 @@ def test_decode_from_an_fp8_cache_is_stated_as_the_trainers_attention_to_whole_s
 # --- mixtures of experts ---------------------------------------------------------------------------------------------
 
 ROUTING = Routing(8, 2, "softmax", True)
+OF_MIXTURES = ("route", "experts", "combine", "combine_add_rms_norm", "combine_add_rms_norm_quantize_1x128")
 
 
 def test_a_mixtures_operations_are_stated_beside_the_others(sums):
     stated = stated_operations(CPU, "shared", mixture=True)
-    assert stated == sums | mixture_sums(CPU) and tuple(mixture_sums(CPU)) == ("route", "experts", "combine")
+    assert stated == sums | mixture_sums(CPU) and tuple(mixture_sums(CPU)) == OF_MIXTURES
     assert stated_operations(CPU, "stock", mixture=True) == {}
     assert verify(stated, stated, (ROUTING, ROUTING))["plain"] == 1
 
 
-@pytest.mark.parametrize("operation", ["route", "experts", "combine"])
+@pytest.mark.parametrize("operation", OF_MIXTURES)
 def test_a_bit_in_one_operation_of_a_mixture_is_named(monkeypatch, operation):
     ours = mixture_sums(CPU)
     owner = formats.get("fp8") if operation == "experts" else kernels
     stock = getattr(owner, operation)
 
-    def flipped(*inputs):
-        found = stock(*inputs)
+    def flipped(*inputs, **options):
+        found = stock(*inputs, **options)
         return (with_a_flipped_bit(found[0]), *found[1:]) if operation == "experts" else with_a_flipped_bit(found)
 
     monkeypatch.setattr(owner, operation, flipped)

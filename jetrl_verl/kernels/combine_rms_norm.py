@@ -1,0 +1,166 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The sum of a token's experts' rows in one launch with what reads it in a rollout: residual addition and RMSNorm.
+
+Both are what :func:`combine` and :func:`add_rms_norm` compute, in every bit, or ``add_rms_norm_quantize_1x128``. On a
+GPU it is the norm's kernel, whose threads add the rows where they would have loaded their sum, so the squares are added
+in the norm's layout and order. A program has a token, and a thread its 32 bytes of each of 8 rows in flight: 32 KB of
+rows of 2048 (tests/kernels/test_fused_for_hopper.py sees both). One launch less, and 4 bytes an element that are
+neither written nor read.
+"""
+
+import torch
+
+from jetrl_verl import reference
+from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
+from jetrl_verl.kernels.results import fake_rowwise, require_groups
+from jetrl_verl.kernels.rms_norm import (
+    launch_rms_norm,
+    reference_add_rms_norm,
+    reference_add_rms_norm_quantize_1x128,
+)
+from jetrl_verl.reference import QuantizedTensor
+
+
+@implements("combine_add_rms_norm", "reference")
+def reference_combine_add_rms_norm(
+    y: torch.Tensor, row: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two operations one after the other."""
+    return reference_add_rms_norm(reference.combine(y, row), residual, weight, eps)
+
+
+@implements("combine_add_rms_norm_quantize_1x128", "reference")
+def reference_combine_add_rms_norm_quantize_1x128(
+    y: torch.Tensor,
+    row: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    rule: str,
+    with_normed: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor, QuantizedTensor]:
+    """The two operations one after the other."""
+    x = reference.combine(y, row)
+    return reference_add_rms_norm_quantize_1x128(x, residual, weight, eps, rule, with_normed)
+
+
+@implements("combine_add_rms_norm", "triton")
+def triton_combine_add_rms_norm(
+    y: torch.Tensor, row: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`reference_combine_add_rms_norm`; one read of each row that a token has."""
+    normed, total, _, _ = launch_rms_norm(y, residual, weight, eps, None, True, row)
+    return normed, total
+
+
+@implements("combine_add_rms_norm_quantize_1x128", "triton")
+def triton_combine_add_rms_norm_quantize_1x128(
+    y: torch.Tensor,
+    row: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    rule: str,
+    with_normed: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor, QuantizedTensor]:
+    """As :func:`reference_combine_add_rms_norm_quantize_1x128`."""
+    normed, total, _, quantized = launch_rms_norm(y, residual, weight, eps, rule, with_normed, row)
+    return normed, total, quantized
+
+
+def _check(operation: str, y: torch.Tensor, row: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
+    require_shape(operation, "weight", weight, y.shape[-1:])
+    require_shape(operation, "residual", residual, (row.shape[0], y.shape[-1]))
+
+
+def _fake(y, row, residual, weight, eps):
+    return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
+
+
+@operator(
+    "combine_add_rms_norm(Tensor y, Tensor row, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    fake=_fake,
+)
+def _combine_add_rms_norm(
+    y: torch.Tensor, row: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _check("combine_add_rms_norm", y, row, residual, weight)
+    return lookup("combine_add_rms_norm", y.device)(y, row, residual, weight, eps)
+
+
+def _fake_quantize(y, row, residual, weight, eps, rule, with_normed):
+    normed = residual.new_empty(residual.shape if with_normed else 0)
+    return normed, residual.new_empty(residual.shape), fake_rowwise(residual)
+
+
+@operator(
+    "combine_add_rms_norm_quantize_1x128(Tensor y, Tensor row, Tensor residual, Tensor weight, float eps, str rule,"
+    " bool with_normed) -> (Tensor, Tensor, Quantized)",
+    fake=_fake_quantize,
+)
+def _combine_add_rms_norm_quantize(
+    y: torch.Tensor,
+    row: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    rule: str,
+    with_normed: bool,
+) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
+    """Normalised rows, or an empty tensor unless asked for, the residual sum, 1x128 qdata of the former."""
+    _check("combine_add_rms_norm_quantize_1x128", y, row, residual, weight)
+    run = lookup("combine_add_rms_norm_quantize_1x128", y.device)
+    normed, total, quantized = run(y, row, residual, weight, eps, rule, with_normed)
+    return normed if with_normed else y.new_empty(0), total, quantized
+
+
+def combine_add_rms_norm(
+    y: torch.Tensor, row: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``add_rms_norm(combine(y, row), residual)`` in one launch, for inference.
+
+    Args:
+        y: ``[R, H]`` BF16. row: ``[T, k]`` int32 (:class:`jetrl_verl.reference.Segments`).
+        residual: ``[T, H]`` BF16. weight: ``[H]``. eps: added to the mean of squares.
+
+    Returns:
+        (normalised, residual sum rounded to BF16), each ``[T, H]`` BF16.
+
+    Raises:
+        TypeError: ``y`` or ``residual`` is not BF16. ValueError: shapes that do not fit.
+    """
+    require_bf16("combine_add_rms_norm", y=y, residual=residual)
+    return _combine_add_rms_norm(y, row, residual, weight, eps)
+
+
+def combine_add_rms_norm_quantize_1x128(
+    y: torch.Tensor,
+    row: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    rule: str,
+    *,
+    with_normed: bool,
+) -> tuple[QuantizedTensor, torch.Tensor]:
+    """:func:`combine_add_rms_norm` and ``kernels.quantize_1x128`` of its first result, for inference.
+
+    Args:
+        y: ``[R, H]`` BF16, H a multiple of 128. row: ``[T, k]`` int32. residual: ``[T, H]`` BF16. weight: ``[H]``.
+        rule: scale rule, ``"fp32"`` or ``"pow2"``. with_normed: whether the normalised rows are wanted in BF16 too.
+
+    Returns:
+        (FP8 data ``[T, H]`` and scales ``[T, H/128]`` of the normalised rows, as source these rows in BF16 or None;
+        residual sum rounded to BF16).
+
+    Raises:
+        TypeError: ``y`` or ``residual`` is not BF16. ValueError: shapes that do not fit, H is not a multiple of 128, an
+            unknown rule.
+    """
+    require_bf16("combine_add_rms_norm_quantize_1x128", y=y, residual=residual)
+    require_groups("combine_add_rms_norm_quantize_1x128", y)
+    call = y, row, residual, weight, eps, rule, with_normed
+    normed, total, quantized = _combine_add_rms_norm_quantize(*call)
+    return QuantizedTensor(quantized.qdata, quantized.scales, normed if with_normed else None), total

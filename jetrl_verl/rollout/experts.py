@@ -33,6 +33,12 @@ from jetrl_verl.models.families.base import Experts, leaf, place
 from jetrl_verl.reference import QuantizedTensor, UncombinedRows
 from jetrl_verl.rollout.row_parallel import reduce_ranks
 
+REACHES = (
+    "vllm.model_executor.models.qwen3_moe:Qwen3MoeDecoderLayer.forward",
+    "vllm.model_executor.models.qwen3_moe:Qwen3MoeModel.forward",
+)
+"""What hands a block's rows to the norm behind it and does nothing else with them; patches/reach.py watches it."""
+
 
 class JetExpertsMethod(FusedMoEMethodBase):
     """Experts whose weights arrive as qdata and scales of the flow."""

@@ -81,6 +81,35 @@ def test_rows_are_gathered_and_combined(tokens):
     assert torch.equal(kernels.combine(y, where.row).cpu(), reference.combine(y.cpu(), where.row.cpu()))
 
 
+@pytest.mark.parametrize("shape", [QWEN3_30B, QWEN3_235B], ids=["30B", "235B"])
+@pytest.mark.parametrize("tokens", [1, 16, 64, 256, 2000])
+def test_the_norm_behind_experts_has_the_bits_of_the_sum_and_the_plain_norm(tokens, shape):
+    """With and without qdata, of a token whoever travels along; sums of numbers that cancel, too."""
+    chosen, _ = kernels.route(logits_of(tokens, 128), shape["k"], True)
+    where, hidden = kernels.segments(chosen, 128, 1), shape["hidden"]
+    y, residual = (normal_on_device(rows, hidden) for rows in (len(where.pair), tokens))
+    y[where.row[:, 0].long()] *= 2**12
+    y[where.row[:, 3].long()] = -y[where.row[:, 0].long()]
+    weight = normal_on_device(hidden)
+    x, behind = kernels.combine(y, where.row), (weight, 1e-6)
+    normed, total = kernels.add_rms_norm(x, residual, *behind)
+    got = kernels.combine_add_rms_norm(y, where.row, residual, *behind)
+    assert torch.equal(bits(got[0]), bits(normed)) and torch.equal(bits(got[1]), bits(total))
+    assert torch.equal(total, reference.combine(y, where.row) + residual)
+    for rule in reference.SCALE_RULES:
+        call = y, where.row, residual, *behind, rule
+        want, _ = kernels.add_rms_norm_quantize_1x128(x, residual, *behind, rule, with_normed=False)
+        for with_normed in (True, False):
+            quantized, total_too = kernels.combine_add_rms_norm_quantize_1x128(*call, with_normed=with_normed)
+            assert torch.equal(bits(total_too), bits(total))
+            assert torch.equal(quantized.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
+            assert torch.equal(quantized.scales, want.scales)
+            assert torch.equal(quantized.source, normed) if with_normed else quantized.source is None
+    last = slice(tokens // 2, tokens)
+    alone = kernels.combine_add_rms_norm(y, where.row[last], residual[last].contiguous(), *behind)
+    assert torch.equal(alone[0], normed[last])
+
+
 def experts_weights(experts: int, hidden: int, inner: int, **_) -> tuple[QuantizedTensor, QuantizedTensor]:
     shapes = ((experts, 2 * inner, hidden), (experts, hidden, inner))
     return tuple(FLOW.quantize_weight(normal(*shape, seed=i) * 0.05, "fp32") for i, shape in enumerate(shapes))

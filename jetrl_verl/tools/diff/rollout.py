@@ -18,7 +18,8 @@ every place must have been filled: a wrong key cannot pass.
 *In place.* vLLM's fused residual norm and its rotary write into their inputs, so what is recorded is copied at once,
 and inputs are looked at before the operation runs. An input must equal the recorded outputs of the operations before it
 in every bit: between two operations nothing else may happen, which is what attribution.py rests on. An operation that
-hands qdata to a linear is asked to keep the rows that they are qdata of; the quantization is the linear's.
+hands qdata to a linear is asked to keep the rows that they are qdata of; the quantization is the linear's. A mixture
+that hands its experts' rows to a norm is asked for their sum, which the norm would make with the same bits.
 """
 
 import contextlib

@@ -1,7 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
 """benchmarks/experts_on_gpu.py on a CPU: every product of it at a small shape, and vLLM's kernel called with the
-arguments that it declares; the variants of experts_variants_on_gpu.py, which a CPU computes alike."""
+arguments that it declares; the variants of experts_variants_on_gpu.py, and what runs behind the experts
+(behind_experts_on_gpu.py), which a CPU computes alike."""
 
 import argparse
 import importlib
@@ -14,7 +15,7 @@ import pytest
 import torch
 from bench_fakes import fake_machine
 
-from benchmarks import experts_on_gpu, experts_variants_on_gpu, vllm_experts
+from benchmarks import behind_experts_on_gpu, experts_on_gpu, experts_variants_on_gpu, vllm_experts
 from jetrl_verl import kernels, reference
 
 SHAPE = experts_on_gpu.Shape(experts=8, per_token=2, hidden=256, inner=128)
@@ -134,3 +135,26 @@ def test_neighbours_begin_with_other_draws(number):
     calls = [0, 1, 2]
     turns = [experts_variants_on_gpu.taking_turns(calls, n) for n in (number, number + 1)]
     assert all(sorted(turn) == calls for turn in turns) and all(a != b for a, b in zip(*turns, strict=True))
+
+
+def behind_experts(tmp_path: Path) -> tuple[int, list[dict]]:
+    asked = argparse.Namespace(out=tmp_path / "behind.json", tokens=[1, 9], timeline=False)
+    status = behind_experts_on_gpu.run(fake_machine(), SHAPE, asked)
+    return status, json.loads(asked.out.read_text())["records"]
+
+
+def test_what_runs_behind_the_experts_is_measured_apart_and_together(tmp_path, capsys):
+    status, records = behind_experts(tmp_path)
+    assert status == 0 and [record["tokens"] for record in records] == [1, 9]
+    for record in records:
+        assert set(record["us"]) == {"apart", "together", "product"} and record["wrong"] == 0
+        assert record["gain_us"] == pytest.approx(record["us"]["apart"]["median"] - record["us"]["together"]["median"])
+    assert "equal" in capsys.readouterr().out
+
+
+def test_a_launch_with_other_bits_is_told(tmp_path, monkeypatch, capsys):
+    stock = kernels.combine
+    monkeypatch.setattr(kernels, "combine", lambda y, row: stock(y, row.flip(1)) * 2)
+    status, (record, _) = behind_experts(tmp_path)
+    assert status == 1 and record["wrong"] == record["draws"] > 0
+    assert f"{record['wrong']} of {record['draws']} differ" in capsys.readouterr().out

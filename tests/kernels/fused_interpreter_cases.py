@@ -4,11 +4,13 @@
 ``test_fused_interpreted.py`` in its own process, because ``TRITON_INTERPRET`` is read when Triton is imported."""
 
 import pytest
+import torch
 from backends import triton_kernels
 from contract_inputs import gaussian
 from fused_checks import CHECKS, INPUTS, canaries, check_norm, check_norm_behind_experts
 from quantizer_checks import check_all_quantizers
 
+from jetrl_verl import reference
 from jetrl_verl.reference import SCALE_RULES
 
 NORMS = (check_norm, check_norm_behind_experts)
@@ -32,6 +34,15 @@ def test_operations_that_quantize_more_than_a_tile_of_rows(monkeypatch, check):
 def test_the_norm_behind_any_number_of_experts(monkeypatch, m, k, slots):
     with canaries(monkeypatch):
         check_norm_behind_experts(gaussian, m, k, "fp32", "cpu", slots)
+
+
+def test_what_the_norm_behind_experts_adds_up_is_the_references_sum():
+    """Of whole numbers, whose sums need no rounding, which the interpreter does otherwise."""
+    generator = torch.Generator().manual_seed(0)
+    y, residual = (torch.randint(-9, 10, (rows, 256), generator=generator).bfloat16() for rows in (21, 7))
+    row = torch.randperm(21, generator=generator).view(7, 3).to(torch.int32)
+    _, total = triton_kernels.combine_add_rms_norm(y, row, residual, torch.ones(256).bfloat16(), 1e-6)
+    assert torch.equal(total, reference.combine(y, row) + residual)
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -46,6 +46,36 @@ def test_norms(rule):
 
 
 @pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize("slots", [1, 2, 8])
+def test_the_norm_behind_a_mixtures_experts(slots, rule):
+    """Experts' rows in any order, of which some belong to no token."""
+    y, residual, weight = normal(65 * slots + 9, 256), normal(65, 256), normal(256)
+    row = torch.randperm(len(y))[: 65 * slots].view(65, slots).to(torch.int32)
+    expected, expected_total = kernels.add_rms_norm(reference.combine(y, row), residual, weight, EPS)
+    normed, total = kernels.combine_add_rms_norm(y, row, residual, weight, EPS)
+    assert torch.equal(normed, expected) and torch.equal(total, expected_total)
+    for with_normed in (True, False):
+        call = y, row, residual, weight, EPS, rule
+        quantized, total = kernels.combine_add_rms_norm_quantize_1x128(*call, with_normed=with_normed)
+        assert torch.equal(total, expected_total)
+        assert torch.equal(quantized.source, expected) if with_normed else quantized.source is None
+        assert_qdata_of(quantized, expected, rule)
+
+
+def test_rows_that_do_not_fit_the_norm_behind_them_are_refused():
+    row, weight = torch.zeros(5, 2, dtype=torch.int32), normal(256)
+    with pytest.raises(ValueError, match=r"combine_add_rms_norm: residual has shape \(10, 256\), expected \(5, 256\)"):
+        kernels.combine_add_rms_norm(normal(10, 256), row, normal(10, 256), weight, EPS)
+    with pytest.raises(ValueError, match=r"combine_add_rms_norm: weight has shape \(128,\), expected \(256,\)"):
+        kernels.combine_add_rms_norm(normal(10, 256), row, normal(5, 256), weight[:128], EPS)
+    with pytest.raises(ValueError, match="rows of 200 elements are not whole groups of 128"):
+        call = normal(10, 200), row, normal(5, 200), weight[:200], EPS, "fp32"
+        kernels.combine_add_rms_norm_quantize_1x128(*call, with_normed=False)
+    with pytest.raises(TypeError, match="combine_add_rms_norm: y is torch.float32"):
+        kernels.combine_add_rms_norm(torch.zeros(10, 256), row, normal(5, 256), weight, EPS)
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
 def test_activation_and_its_gradient(rule):
     gate, up = normal(2, 65, 512).chunk(2, dim=-1)
     expected = kernels.silu_mul(gate, up)

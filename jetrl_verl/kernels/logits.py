@@ -6,11 +6,12 @@ Vocabulary entries that may not be sampled carry minus infinity, or a number so 
 both sides and take no part in log_probs.py.
 
 On a GPU a GEMM whose order over K never changes. A library's GEMM picks by the number of rows whether it splits K, and
-in what pieces it adds; here one program adds all of K in ascending order, sixteen products an instruction. The tile,
-which follows the numbers of rows and columns, decides only which elements a program holds and does not reach a bit (a
-GPU test goes across every tile's edge). At decode the weight is read once whatever the tile, which is what it costs.
-With more rows the tensor memory accelerator copies the operands, one instruction instead of a dozen a thread, and a
-program goes from tile to tile, so that the next tile's operands are on their way while one is stored.
+in what pieces it adds; here one program adds all of K in ascending order, sixteen products an instruction, whether a
+warp's of 16 rows or a warpgroup's of 64. The tile, which follows the numbers of rows and columns, decides only which
+elements a program holds and does not reach a bit (a GPU test goes across every tile's edge). At decode the weight is
+read once whatever the tile, which is what it costs. With more rows the tensor memory accelerator copies the operands,
+one instruction instead of a dozen a thread, and a program goes from tile to tile, so that the next tile's operands are
+on their way while one is stored.
 
 A mixture's router is the same product with few columns. 128 of them are one tile of a vocabulary's width, and one
 multiprocessor would read all 512 KB of a router's weight in front of everything else, some 5 us; in tiles of 16 columns
@@ -55,9 +56,10 @@ TILES = {64: Tile(64, 128, 64, 4, 4), 512: Tile(128, 128, 64, 8, 5, tma=True)}
 MANY_ROWS = Tile(128, 256, 64, 8, 3, tma=True)
 MOST_EXPERTS = 512
 """As many columns are a router's."""
-ROUTER_TILES = {512: Tile(64, 16, 256, 4, 3), 8192: TILES[64]}
-"""Likewise, of a router. Up to 512 rows a program's own bytes are the time: at most 64 rows and 16 columns of K. Beyond
-that programs fill the GPU anyway, up to 8192 rows better by 64 rows than by 128."""
+ROUTER_TILES = {16: Tile(16, 16, 256, 4, 8), 512: Tile(64, 16, 256, 4, 3), 8192: TILES[64]}
+"""Likewise, of a router. Up to 512 rows a program's own bytes are the time: at most 64 rows and 16 columns of K; those
+of 16 rows are few enough to be all on their way at once. Beyond that programs fill the GPU anyway, up to 8192 rows
+better by 64 rows than by 128."""
 ROUTER_OF_MANY_ROWS = Tile(128, 128, 64, 8, 4)
 
 

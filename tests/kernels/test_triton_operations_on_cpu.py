@@ -61,15 +61,17 @@ def test_a_norm_is_summed_in_one_order_with_and_without_a_residual(k):
     assert "shfl.sync.bfly" in arithmetic(True)
 
 
-@pytest.mark.parametrize("tile", [*TILES.values(), MANY_ROWS, ROUTER_TILES[512]])
+@pytest.mark.parametrize("tile", [*TILES.values(), MANY_ROWS, ROUTER_TILES[16], ROUTER_TILES[512]])
 def test_logits_are_one_chain_of_matrix_instructions_into_one_accumulator(tile):
     types = {"hidden_ptr": BF16, "weight_ptr": BF16, "out_ptr": FP32}
     constants = {"K": 4096, "TILE_M": tile.m, "TILE_N": tile.n, "TILE_K": tile.k}
     ptx = ptx_for_hopper(_logits_kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages)
-    instructions = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", ptx)
-    groups = tile.m // 64
+    instructions = re.findall(r"mma(?:_async)?\.sync\.aligned\.(\S+)", ptx)
     assert len(instructions) == tile.k // 16, "one behind the other, whatever the tile"
-    assert set(instructions) == {f"m64n{tile.n * 4 * groups // tile.warps}k16.f32.bf16.bf16"}
+    if tile.m < 64:
+        assert set(instructions) == {"m16n8k16.row.col.f32.bf16.bf16.f32"}
+    else:
+        assert set(instructions) == {f"m64n{tile.n * tile.m // 16 // tile.warps}k16.f32.bf16.bf16"}
     assert not re.search(r"\b(atom|red)\.", ptx)
 
 

@@ -18,6 +18,7 @@ from jetrl_verl.kernels.attention import (
     cache_form,
     paged_attention,
     paged_attention_fp8,
+    write_pages,
 )
 from jetrl_verl.kernels.combine import combine, combine_of_ranks
 from jetrl_verl.kernels.combine_rms_norm import combine_add_rms_norm, combine_add_rms_norm_quantize_1x128
@@ -37,6 +38,7 @@ from jetrl_verl.kernels.kv_cache import QuantizedKV, dequantize_kv, quantize_kv,
 from jetrl_verl.kernels.log_probs import Normalised, log_probs
 from jetrl_verl.kernels.logits import logits
 from jetrl_verl.kernels.norm_rotary import norm_rotary
+from jetrl_verl.kernels.norm_rotary_write import norm_rotary_write, norm_rotary_write_fp8
 from jetrl_verl.kernels.quantize_1x128 import quantize_1x128, quantize_1x128_and_128x1, quantize_128x1
 from jetrl_verl.kernels.quantize_128x128 import (
     quantize_128x128,
@@ -91,6 +93,8 @@ __all__ = [
     "log_probs",
     "logits",
     "norm_rotary",
+    "norm_rotary_write",
+    "norm_rotary_write_fp8",
     "override_backend",
     "paged_attention",
     "paged_attention_fp8",
@@ -121,4 +125,5 @@ __all__ = [
     "weighted_silu_mul_backward_quantize",
     "weighted_silu_mul_quantize",
     "write_kv",
+    "write_pages",
 ]

@@ -60,6 +60,21 @@ def cache_form(x: torch.Tensor) -> torch.Tensor:
     return x if x.is_cuda else on_grid(x, _VALUE_BITS)
 
 
+def write_pages(
+    k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Store tokens in a BF16 cache, in place and in cache form.
+
+    Args:
+        k, v: ``[T, H, D]``, at least as many tokens as slots. keys, values: ``[pages, block size, H, D]``, any strides.
+        slots: ``[T]``, page times block size plus place; negative: the token is not stored.
+    """
+    tokens = (slots >= 0).nonzero().squeeze(1)
+    page, place = slots[tokens] // keys.shape[1], slots[tokens] % keys.shape[1]
+    for x, cache in ((k, keys), (v, values)):
+        cache[page, place] = cache_form(x[tokens])
+
+
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor, scale: float
 ) -> torch.Tensor:

@@ -81,6 +81,8 @@ BACKENDS: Table = {
     "silu_mul_backward_quantize": _NATIVE,
     "rotary": _TRITON,
     "norm_rotary": _TRITON,
+    "norm_rotary_write": _TRITON,
+    "norm_rotary_write_fp8": _TRITON,
     # The FP8 KV cache.
     "quantize_kv": _TRITON,
     "dequantize_kv": _TRITON,

@@ -22,6 +22,7 @@ from jetrl_verl.kernels.device.e4m3 import (
     GROUP,
     INF_BITS,
     decode,
+    encode,
     encode_with_values,
     magnitude_bits,
     reciprocal_of,
@@ -71,14 +72,20 @@ def reference_dequantize_kv(key, key_scales, value, value_scales) -> tuple[torch
 
 
 @jit
-def _quantized(x):
-    """FP32 rows [R, 128]: uint8 qdata, their biased exponents [R], their values."""
-    bits = tl.max(magnitude_bits(x), axis=1)
+def _scale_of_head(bits):
+    """Of heads with the maxima ``bits``: their scales, 1 / scale, and the scales' biased exponents, uint8."""
     scale = scale_of(bits, True)
-    qdata, value = encode_with_values(x, scale[:, None], reciprocal_of(scale, bits, True)[:, None], True)
     # A head with an Inf or NaN has NaN data; its scale says so, too.
     exponent = tl.where(bits >= INF_BITS, 255, scale.to(tl.int32, bitcast=True) >> 23)
-    return qdata, exponent.to(tl.uint8), value * scale[:, None]
+    return scale, reciprocal_of(scale, bits, True), exponent.to(tl.uint8)
+
+
+@jit
+def _quantized(x):
+    """FP32 rows [R, 128]: uint8 qdata, their biased exponents [R], their values."""
+    scale, reciprocal, exponent = _scale_of_head(tl.max(magnitude_bits(x), axis=1))
+    qdata, value = encode_with_values(x, scale[:, None], reciprocal[:, None], True)
+    return qdata, exponent, value * scale[:, None]
 
 
 @jit
@@ -237,12 +244,35 @@ def _value_place(row, feature):
 
 
 @jit
-def _write_head(x_ptr, data_ptr, scales_ptr, row, IS_KEY: tl.constexpr):
-    feature = tl.arange(0, GROUP)
-    qdata, exponent, _ = _quantized(tl.load(x_ptr + feature)[None, :].to(tl.float32))
-    place = _key_place(row, feature) if IS_KEY else _value_place(row, feature)
-    tl.store(data_ptr + place[None, :], qdata)
-    tl.store(scales_ptr + row + tl.arange(0, 1), exponent)
+def unit_of_slot(cache_ptr, slot, head, HEADS: tl.constexpr, UNITS: tl.constexpr):
+    """Where the unit of a token (int64 ``slot``) and KV head begins, and the token's row in it."""
+    page, unit, row = slot // (UNITS * _TOKENS), slot // _TOKENS % UNITS, (slot % _TOKENS).to(tl.int32)
+    return cache_ptr + ((page * HEADS + head) * UNITS + unit) * _UNIT_BYTES, row
+
+
+@jit
+def _write_half(x, scale, reciprocal, unit_ptr, row, feature, stored, IS_KEY: tl.constexpr):
+    place = _key_place(row, feature) if IS_KEY else _VALUES + _value_place(row, feature)
+    tl.store(unit_ptr + place, encode(x, scale, reciprocal, True), mask=stored)
+
+
+@jit
+def write_head(first, second, unit_ptr, row, stored, IS_KEY: tl.constexpr):
+    """Quantize one head of one token, its halves ``[64]`` BF16, into its unit, where ``stored`` says so."""
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    largest = tl.maximum(tl.max(magnitude_bits(first), axis=0), tl.max(magnitude_bits(second), axis=0))
+    scale, reciprocal, exponent = _scale_of_head(largest)
+    feature = tl.arange(0, GROUP // 2)
+    _write_half(first, scale, reciprocal, unit_ptr, row, feature, stored, IS_KEY)
+    _write_half(second, scale, reciprocal, unit_ptr, row, GROUP // 2 + feature, stored, IS_KEY)
+    tl.store(unit_ptr + (_KEY_SCALES if IS_KEY else _VALUE_SCALES) + row, exponent, mask=stored)
+
+
+@jit
+def write_head_from(x_ptr, unit_ptr, row, stored, IS_KEY: tl.constexpr):
+    """As :func:`write_head`, of a head in memory."""
+    feature = tl.arange(0, GROUP // 2)
+    write_head(tl.load(x_ptr + feature), tl.load(x_ptr + GROUP // 2 + feature), unit_ptr, row, stored, IS_KEY)
 
 
 @jit
@@ -252,13 +282,9 @@ def _write_kernel(
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots_ptr + token).to(tl.int64)
-    if slot >= 0:
-        page, unit, row = slot // (UNITS * _TOKENS), slot // _TOKENS % UNITS, (slot % _TOKENS).to(tl.int32)
-        target = cache_ptr + ((page * HEADS + head) * UNITS + unit) * _UNIT_BYTES
-        k_ptr += token * stride_k_token + head * stride_k_head
-        v_ptr += token * stride_v_token + head * stride_v_head
-        _write_head(k_ptr, target, target + _KEY_SCALES, row, True)
-        _write_head(v_ptr, target + _VALUES, target + _VALUE_SCALES, row, False)
+    unit_ptr, row = unit_of_slot(cache_ptr, slot, head, HEADS, UNITS)
+    write_head_from(k_ptr + token * stride_k_token + head * stride_k_head, unit_ptr, row, slot >= 0, True)
+    write_head_from(v_ptr + token * stride_v_token + head * stride_v_head, unit_ptr, row, slot >= 0, False)
 
 
 @implements("write_kv", "triton")
@@ -285,7 +311,7 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch
         slots: int64 ``[T]``, page times block size plus place; negative: the token is not stored.
     """
     require_bf16("write_kv", k=k, v=v)
-    _check_cache("write_kv", cache)
+    check_cache("write_kv", cache)
     count = len(slots)
     _write_kv(k[:count], v[:count], cache, slots)
 
@@ -370,11 +396,12 @@ def read_kv(
     Returns:
         Keys and values ``[total, H, 128]`` BF16.
     """
-    _check_cache("read_kv", cache)
+    check_cache("read_kv", cache)
     return _read_kv(cache, block_table, lengths, cu_lengths, total, longest)
 
 
-def _check_cache(operation: str, cache: torch.Tensor) -> None:
+def check_cache(operation: str, cache: torch.Tensor) -> None:
+    """Raise ``ValueError`` unless a tensor is a rollout's FP8 cache."""
     if cache.dtype != torch.uint8 or cache.ndim != 4 or cache.shape[3] != UNIT_BYTES or not cache.is_contiguous():
         raise ValueError(
             f"{operation}: a cache {cache.dtype} {tuple(cache.shape)} is not contiguous uint8 [pages, KV heads, "

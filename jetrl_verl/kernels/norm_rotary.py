@@ -37,19 +37,38 @@ def reference_norm_rotary(
 
 
 @jit
-def _head(x_ptr, weight_ptr, y_ptr, rstd_ptr, cos, sin, eps, D: tl.constexpr):
-    column, half = tl.arange(0, D), tl.arange(0, D // 2)
-    # Asked for before the sum is waited for.
+def _angles(table_ptr, position, table_rows, D: tl.constexpr):
+    """Cosines and sines ``[D / 2]`` of a position; NaN for one without angles, as in rotary.py."""
+    half = tl.arange(0, D // 2)
+    known = (half >= 0) & (position >= 0) & (position < table_rows)
+    cos = tl.load(table_ptr + position * D + half, mask=known, other=float("nan")).to(tl.float32)
+    sin = tl.load(table_ptr + position * D + D // 2 + half, mask=known, other=float("nan")).to(tl.float32)
+    return cos, sin
+
+
+@jit
+def rotated_head(x_ptr, weight_ptr, table_ptr, position, table_rows, eps, D: tl.constexpr):
+    """Of one head both halves ``[D / 2]`` BF16, normalised and rotated, and 1 / RMS."""
+    column = tl.arange(0, D)
+    # Asked for before the position, which the angles' addresses need, and the sum are waited for.
     weight = tl.load(weight_ptr + column).to(tl.float32)
     values = tl.load(x_ptr + column).to(tl.float32)
+    cos, sin = _angles(table_ptr, position.to(tl.int64), table_rows, D)
     mean = tl.sum(values * values, axis=0) / D
     rstd = 1.0 / tl.sqrt_rn(mean + eps)
-    tl.store(rstd_ptr, rstd)
     y = (values * rstd * weight).to(tl.bfloat16)
     first, second = tl.split(tl.trans(tl.reshape(y, (2, D // 2))))
     first, second = first.to(tl.float32), second.to(tl.float32)
-    tl.store(y_ptr + half, (first * cos - second * sin).to(tl.bfloat16))
-    tl.store(y_ptr + D // 2 + half, (second * cos + first * sin).to(tl.bfloat16))
+    return (first * cos - second * sin).to(tl.bfloat16), (second * cos + first * sin).to(tl.bfloat16), rstd
+
+
+@jit
+def _head(x_ptr, weight_ptr, y_ptr, rstd_ptr, table_ptr, position, table_rows, eps, D: tl.constexpr):
+    first, second, rstd = rotated_head(x_ptr, weight_ptr, table_ptr, position, table_rows, eps, D)
+    half = tl.arange(0, D // 2)
+    tl.store(y_ptr + half, first)
+    tl.store(y_ptr + D // 2 + half, second)
+    tl.store(rstd_ptr, rstd)
 
 
 @jit(do_not_specialize=["table_rows"])
@@ -61,19 +80,14 @@ def _norm_rotary_kernel(
 ):  # fmt: skip
     program = tl.program_id(0)
     token, head = (program // (Q_HEADS + K_HEADS)).to(tl.int64), program % (Q_HEADS + K_HEADS)
-    position = tl.load(positions_ptr + token).to(tl.int64)
-    # NaN for a position without angles, as in rotary.py.
-    half = tl.arange(0, D // 2)
-    known = (half >= 0) & (position >= 0) & (position < table_rows)
-    cos = tl.load(table_ptr + position * D + half, mask=known, other=float("nan")).to(tl.float32)
-    sin = tl.load(table_ptr + position * D + D // 2 + half, mask=known, other=float("nan")).to(tl.float32)
+    position = tl.load(positions_ptr + token)
     if head < Q_HEADS:
         source, row = q_ptr + token * Q_TOKEN + head * Q_HEAD, token * Q_HEADS + head
-        _head(source, q_weight_ptr, q_out_ptr + row * D, q_rstd_ptr + row, cos, sin, eps, D)
+        _head(source, q_weight_ptr, q_out_ptr + row * D, q_rstd_ptr + row, table_ptr, position, table_rows, eps, D)
     else:
         head -= Q_HEADS
         source, row = k_ptr + token * K_TOKEN + head * K_HEAD, token * K_HEADS + head
-        _head(source, k_weight_ptr, k_out_ptr + row * D, k_rstd_ptr + row, cos, sin, eps, D)
+        _head(source, k_weight_ptr, k_out_ptr + row * D, k_rstd_ptr + row, table_ptr, position, table_rows, eps, D)
 
 
 @implements("norm_rotary", "triton")
@@ -121,6 +135,21 @@ def _fake(q, k, q_weight, k_weight, eps, table, positions):
     return q.new_empty(q.shape), k.new_empty(k.shape), *rstds
 
 
+def check_norm_rotary(
+    operation: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+) -> None:
+    """As :func:`check_rotary`, weights too."""
+    check_rotary(operation, q, k, table, positions)
+    require_shape(operation, "q_weight", q_weight, q.shape[-1:])
+    require_shape(operation, "k_weight", k_weight, k.shape[-1:])
+
+
 @operator(
     "norm_rotary(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, float eps, Tensor table, Tensor positions)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
@@ -135,9 +164,7 @@ def _norm_rotary(
     table: torch.Tensor,
     positions: torch.Tensor,
 ) -> Results:
-    check_rotary("norm_rotary", q, k, table, positions)
-    require_shape("norm_rotary", "q_weight", q_weight, q.shape[-1:])
-    require_shape("norm_rotary", "k_weight", k_weight, k.shape[-1:])
+    check_norm_rotary("norm_rotary", q, k, q_weight, k_weight, table, positions)
     return lookup("norm_rotary", q.device)(q, k, q_weight, k_weight, eps, table, positions)
 
 

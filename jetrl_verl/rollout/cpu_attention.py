@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's CPU attention backend with the shared attention.
 
-A BF16 cache keeps vLLM's shape and is filled with :func:`jetrl_verl.kernels.cache_form`; an FP8 one has the pages of
-reference/kv_cache.py.
+A BF16 cache keeps vLLM's shape and is filled in :func:`jetrl_verl.kernels.cache_form`; an FP8 one has the pages of
+reference/kv_cache.py. ``norm_rotary_write`` of an implementation is what rollout/qk_norm.py asks of it.
 """
 
 from dataclasses import replace
@@ -24,13 +24,10 @@ class SharedCPUAttention(CPUAttentionBackendImpl):
     """``kernels.paged_attention`` on vLLM's cache."""
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
-        keys, values = _split(kv_cache)
-        # Padding has no slot.
-        tokens = (slot_mapping >= 0).nonzero().squeeze(1)
-        slots = slot_mapping[tokens]
-        block, offset = slots // keys.shape[2], slots % keys.shape[2]
-        keys[block, :, offset] = kernels.cache_form(key[tokens])
-        values[block, :, offset] = kernels.cache_form(value[tokens])
+        kernels.write_pages(key, value, *_pages(kv_cache), slot_mapping)
+
+    def norm_rotary_write(self, heads: tuple, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
+        return kernels.norm_rotary_write(*heads, *_pages(kv_cache), slot_mapping)
 
     def forward(
         self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None
@@ -60,11 +57,19 @@ def _split(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return kv_cache.chunk(2, dim=-1)
 
 
+def _pages(kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same as ``[blocks, block size, Hkv, D]``."""
+    return tuple(part.transpose(1, 2) for part in _split(kv_cache))
+
+
 class FP8CPUAttention(CPUAttentionBackendImpl):
     """``kernels.paged_attention_fp8`` on pages of FP8 data."""
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
         kernels.write_kv(key, value, kv_cache, slot_mapping)
+
+    def norm_rotary_write(self, heads: tuple, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
+        return kernels.norm_rotary_write_fp8(*heads, kv_cache, slot_mapping)
 
     def forward(
         self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None

@@ -4,6 +4,9 @@
 
 With an FP8 KV cache (reference/kv_cache.py) prompts and chunks still go through that kernel, over what is dequantized
 for them, and decode steps through ours (kernels/decode_attention.py), whose bits are the same.
+
+``norm_rotary_write`` of an implementation is what rollout/qk_norm.py asks of it. Both kinds of attention read keys and
+values from the cache alone.
 """
 
 from typing import Any, NamedTuple
@@ -29,6 +32,9 @@ REACHES = (
 
 class SharedFlashAttention(FlashAttentionImpl):
     """vLLM's own; the class says in a listing whose metadata it gets."""
+
+    def norm_rotary_write(self, heads: tuple, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
+        return kernels.norm_rotary_write(*heads, *kv_cache.unbind(1), slot_mapping)
 
 
 class SharedFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
@@ -68,6 +74,9 @@ class FP8FlashAttention(FlashAttentionImpl):
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
         kernels.write_kv(key, value, kv_cache, slot_mapping)
+
+    def norm_rotary_write(self, heads: tuple, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
+        return kernels.norm_rotary_write_fp8(*heads, kv_cache, slot_mapping)
 
     def forward(
         self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None

@@ -40,6 +40,7 @@ from jetrl_verl.reference import QuantizedTensor, UncombinedRows
 from jetrl_verl.rollout.attention import share_attention_layers
 from jetrl_verl.rollout.experts import share_experts
 from jetrl_verl.rollout.method import JetLinearMethod
+from jetrl_verl.rollout.qk_norm import SharedQwen3Attention, SharedQwen3MoeAttention
 
 _OURS = "of this engine"
 """The model, in a message about a layer of it."""
@@ -117,43 +118,6 @@ class SharedRotaryEmbedding(_SharedRotary, RotaryEmbedding):
 
 class SharedLlama3RotaryEmbedding(_SharedRotary, Llama3RotaryEmbedding):
     """With Llama 3's scaled frequencies, which are in the table."""
-
-
-class _SharedHeads:
-    """Mixed in front of vLLM's attention blocks with a QK norm: norm and rotary in one launch.
-
-    Attributes:
-        parts: names in the block of the merged projection, the norms of queries and of keys, rotary, attention and the
-            output projection.
-    """
-
-    parts: tuple[str, ...]
-
-    def check(self) -> None:
-        _, q_norm, k_norm, *_ = self._parts()
-        if q_norm.variance_epsilon != k_norm.variance_epsilon:
-            refuse("norm_in_vllm")
-
-    def _parts(self) -> list[torch.nn.Module]:
-        return [getattr(self, name) for name in self.parts]
-
-    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor | QuantizedTensor) -> torch.Tensor:
-        merged, q_norm, k_norm, rotary, core, output = self._parts()
-        if q_norm.keeps_rows:  # one by one, which has the same bits
-            return super().forward(positions, hidden_states)
-        q, k, v = merged(hidden_states)[0].split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        q, k = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k))
-        weights, eps = (q_norm.weight, k_norm.weight), q_norm.variance_epsilon
-        q, k = kernels.norm_rotary(q, k, *weights, eps, rotary.cos_sin_cache, positions.flatten())
-        return output(core(q.flatten(1), k.flatten(1), v))[0]
-
-
-class SharedQwen3Attention(_SharedHeads, Qwen3Attention):
-    """Of Qwen3."""
-
-
-class SharedQwen3MoeAttention(_SharedHeads, Qwen3MoeAttention):
-    """Of its mixtures."""
 
 
 class SharedLogitsProcessor(LogitsProcessor):

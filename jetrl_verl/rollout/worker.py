@@ -33,6 +33,7 @@ from jetrl_verl.rollout.attention import share_attention_layers
 from jetrl_verl.rollout.experts import is_of_experts, load_experts
 from jetrl_verl.rollout.live import LiveMap, live_routing, place_scales
 from jetrl_verl.rollout.method import JetQuantizationConfig
+from jetrl_verl.rollout.qk_norm import split_at_attention
 from jetrl_verl.rollout.row_parallel import fused_reductions, reduce_ranks
 from jetrl_verl.rollout.sampler import share_sampler
 from jetrl_verl.rollout.shared_operations import share_operations
@@ -70,6 +71,7 @@ class JetWorker(PlatformWorker):
         ordered = config.reduction == "ordered"
         share_operations(self.get_model(), self.vllm_config.model_config.hf_config, ordered, config.kv_cache)
         share_sampler(self.model_runner)
+        split_at_attention(self.vllm_config.compilation_config)
 
 
 class JetWorkerExtension(vLLMColocateWorkerExtension):

@@ -357,3 +357,62 @@ def test_write_and_read_kv(block_size):
     call = (written[0], table, lengths, cu, int(cu[-1]), int(lengths.max()))
     got, want = triton_kernels.read_kv(*call), dispatch.implementation("read_kv", "reference")(*call)
     assert all(same(a, b) for a, b in zip(got, want, strict=True))
+
+
+def same_bytes(got: torch.Tensor, want: torch.Tensor) -> bool:
+    return torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+WRITES = [(1, 1, 1, 16), (9, 3, 3, 48), (3, 32, 4, 16), (21, 7, 1, 32), (0, 2, 2, 16)]
+"""Tokens, heads of queries, of keys and values, tokens of a page."""
+
+
+def merged_heads(tokens: int, heads: int, kv_heads: int) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values of a merged projection; keys with a zero head, an outlier, an Inf and a NaN."""
+    qkv = normal(tokens, heads + 2 * kv_heads, 128)
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    for x, numbers in ((k[:, -1], (0.0, 3e4, float("inf"), float("nan"))), (v[:, 0], (float("nan"), 0.0, -3e38))):
+        for token, number in enumerate(numbers[:tokens]):
+            x[token, 5:] = number
+    return q, k, v
+
+
+def write_slots(tokens: int, pages: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions, and slots: scattered over the pages, some -1, and none of the last token where there are several."""
+    chance = torch.Generator().manual_seed(tokens)
+    slots = torch.randperm(pages * block_size, generator=chance)[:tokens]
+    slots[2::5] = -1
+    return torch.randint(0, 64, (tokens,), generator=chance), slots[: tokens - (tokens > 2)]
+
+
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads", "block_size"), WRITES)
+@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (0, 1, 3, 2, 4)], ids=["NHD", "HND"])
+def test_the_write_into_a_bf16_cache_has_the_bits_of_norm_rotary_and_a_copy(tokens, heads, kv_heads, block_size, order):
+    """In both of vLLM's layouts; what no token is stored to stays as it was."""
+    (q, k, v), (positions, slots) = merged_heads(tokens, heads, kv_heads), write_slots(tokens, 4, block_size)
+    weights = normal(128, seed=2), normal(128, seed=3)
+    q_want, k_want, *_ = triton_kernels.norm_rotary(q, k, *weights, EPS, TABLE, positions)
+    shape = (4, 2, block_size, kv_heads, 128)
+    want, got = (normal(*(shape[i] for i in order), seed=4).permute(*order) for _ in range(2))
+    assert want.shape == shape
+    stored = slots >= 0
+    for part, x in zip(want.unbind(1), (k_want, v), strict=True):
+        part[slots[stored] // block_size, slots[stored] % block_size] = x[: len(slots)][stored]
+    call = q, k, v, *weights, EPS, TABLE, positions
+    out = triton_kernels.norm_rotary_write(*call, *got.unbind(1), slots)
+    assert out.is_contiguous() and same_bytes(out, q_want)
+    assert same_bytes(got.contiguous(), want.contiguous())
+
+
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads", "block_size"), WRITES)
+def test_the_write_into_an_fp8_cache_has_the_bits_of_norm_rotary_and_write_kv(tokens, heads, kv_heads, block_size):
+    (q, k, v), (positions, slots) = merged_heads(tokens, heads, kv_heads), write_slots(tokens, 4, block_size)
+    weights = normal(128, seed=2), normal(128, seed=3)
+    q_want, k_want, *_ = triton_kernels.norm_rotary(q, k, *weights, EPS, TABLE, positions)
+    got, *caches = (torch.full(cache_shape(4, block_size, kv_heads), 7, dtype=torch.uint8) for _ in range(3))
+    out = triton_kernels.norm_rotary_write_fp8(q, k, v, *weights, EPS, TABLE, positions, got, slots)
+    assert out.is_contiguous() and same_bytes(out, q_want)
+    for want, backend in zip(caches, ("triton", "reference"), strict=True):
+        count = len(slots)
+        dispatch.implementation("write_kv", backend)(k_want[:count], v[:count], want, slots)
+        assert torch.equal(got, want)

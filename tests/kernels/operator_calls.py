@@ -49,7 +49,11 @@ def calls(device: str) -> dict[str, tuple[Any, ...]]:
     cu = whole(0, 7, TOKENS)
     packed = (q, key, value, cu, 13, 0.1)
     cache = torch.zeros(cache_shape(PAGES, 32, KV_HEADS), dtype=torch.uint8, device=device)
-    kernels.write_kv(key, value, cache, whole(*range(TOKENS), dtype=torch.int64))
+    slots = whole(*range(TOKENS), dtype=torch.int64)
+    kernels.write_kv(key, value, cache, slots)
+    of_heads = normal(128), normal(128), 1e-6, normal(64, 128), whole(*range(TOKENS))
+    to_cache = q, key, value, *of_heads
+    bf16_cache = normal(2, PAGES, 32, KV_HEADS, 128)
     lengths, table = whole(13, TOKENS), whole(0, 1, 0, 2).view(2, 2)
     pages = normal(PAGES, KV_HEADS, 16, 128)
     on_pages = cu, whole(9, TOKENS), whole(0, 1, 1, 2).view(2, 2), 0.1
@@ -100,11 +104,13 @@ def calls(device: str) -> dict[str, tuple[Any, ...]]:
         "silu_mul_backward": (dy, gate, up),
         "silu_mul_quantize": (gate, up, "fp32", True, True),
         "silu_mul_backward_quantize": (dy, gate, up, "fp32"),
-        "norm_rotary": (q, key, normal(128), normal(128), 1e-6, normal(64, 128), whole(*range(TOKENS))),
+        "norm_rotary": (q, key, *of_heads),
+        "norm_rotary_write": (*to_cache, bf16_cache[0], bf16_cache[1], slots),
+        "norm_rotary_write_fp8": (*to_cache, cache.clone(), slots),
         "rotary": (q, key, normal(64, 128), whole(*range(TOKENS)), False),
         "quantize_kv": (key, value),
         "dequantize_kv": torch.ops.jetrl.quantize_kv(key, value)[:4],
-        "write_kv": (key, value, cache.clone(), whole(*range(TOKENS), dtype=torch.int64)),
+        "write_kv": (key, value, cache.clone(), slots),
         "read_kv": (cache, table, lengths, whole(0, 13, 13 + TOKENS), 13 + TOKENS, TOKENS),
         "decode_attention": (q[:2], cache, lengths, table, 0.1, torch.empty_like(q[:2])),
         "chunk_attention": (q, cache, cu, 13, lengths, [13, TOKENS], table, 0.1, torch.empty_like(q)),

@@ -9,6 +9,7 @@ import triton
 from test_triton_for_hopper import machine_code_for_hopper, ptx_for_hopper
 
 from jetrl_verl.kernels.norm_rotary import _norm_rotary_kernel
+from jetrl_verl.kernels.norm_rotary_write import _norm_rotary_write_kernel
 from jetrl_verl.kernels.quantize_1x128 import _quantize_both_kernel
 from jetrl_verl.kernels.quantize_128x128 import _quantize_128x128_kernel
 from jetrl_verl.kernels.relayout_128x1 import _LAUNCH as RELAYOUT
@@ -30,7 +31,7 @@ def types_of(kernel) -> dict[str, str]:
     def type_of(name: str) -> str:
         if name == "scales_t_ptr" or name.endswith(("rstd_ptr", "scales_ptr")):
             return FP32
-        if name == "positions_ptr":
+        if name in ("positions_ptr", "slots_ptr"):
             return "*i64"
         if name == "row_ptr":
             return "*i32"
@@ -135,7 +136,9 @@ def test_what_writes_the_input_of_a_linear_lets_the_next_kernel_start_at_once(na
     assert "griddepcontrol.wait" not in ptx
 
 
-def sums_of_squares(monkeypatch, kernel, constants: dict, tile: int, warps: int) -> list[tuple[str, list[str]]]:
+def sums_of_squares(
+    monkeypatch, kernel, constants: dict, tile: int, warps: int, **types: str
+) -> list[tuple[str, list[str]]]:
     """Of each sum over ``tile`` numbers in a kernel its layout and the instructions in front of its root, which fix its
     bits."""
     compiled, stock = [], triton.compile
@@ -146,7 +149,7 @@ def sums_of_squares(monkeypatch, kernel, constants: dict, tile: int, warps: int)
 
     with monkeypatch.context() as patched:
         patched.setattr(triton, "compile", compile_and_keep)
-        ptx = ptx_for_hopper(kernel, types_of(kernel), constants, num_warps=warps)
+        ptx = ptx_for_hopper(kernel, types_of(kernel) | types, constants, num_warps=warps)
     ir = compiled[-1].asm["ttgir"]
     names = re.findall(rf"\(tensor<{tile}xf32, (#\w+)>\) -> f32", ir)
     layouts = [re.search(rf"^{name} = (.*)$", ir, re.MULTILINE).group(1) for name in names]
@@ -181,6 +184,37 @@ def test_norm_and_rotary_in_one_launch_sum_a_head_as_the_norm_does(monkeypatch):
     fused = sums_of_squares(monkeypatch, _norm_rotary_kernel, both, tile, warps)
     assert len(fused) == 2 and len(computed(plain)[1]) == 4 + 2 * 5
     assert [computed(one) for one in fused] == [computed(plain)] * 2
+    for fp8, cache in ((False, BF16), (True, QDATA)):
+        constants, types = heads_and_cache(32, 4, fp8), dict.fromkeys(("keys_ptr", "values_ptr"), cache)
+        written = sums_of_squares(monkeypatch, _norm_rotary_write_kernel, constants, tile, warps, **types)
+        assert [computed(one) for one in written] == [computed(plain)] * 2
+
+
+def heads_and_cache(heads: int, kv_heads: int, fp8: bool) -> dict[str, object]:
+    """Constants of a launch that writes the cache: a merged projection, pages of 16 tokens."""
+    merged = (heads + 2 * kv_heads) * 128
+    layout = {"PAGE": 2 * 16 * kv_heads * 128, "PLACE": kv_heads * 128, "HEAD": 128}
+    return {
+        **{"Q_HEADS": heads, "Q_TOKEN": merged, "Q_HEAD": 128, "KV_HEADS": kv_heads, "D": 128, "BLOCK_SIZE": 16},
+        **{f"{x}_TOKEN": merged for x in "KV"},
+        **{f"{x}_HEAD": 128 for x in "KV"},
+        **(dict.fromkeys(layout, 0) if fp8 else layout),
+        "FP8": fp8,
+    }
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_what_goes_into_the_cache_is_stored_under_its_slot_and_a_head_stays_in_its_warp(fp8):
+    """Queries in two halves whatever the slot, then keys, then values; two E4M3 in a store, and the head's scale."""
+    types = types_of(_norm_rotary_write_kernel) | (dict.fromkeys(("keys_ptr", "values_ptr"), QDATA) if fp8 else {})
+    ptx = ptx_for_hopper(_norm_rotary_write_kernel, types, heads_and_cache(32, 4, fp8), num_warps=1)
+    stores = [
+        (bool(predicate), width) for predicate, width in re.findall(r"(@%p\d+ )?st\.global\.((?:v2\.)?b\d+)", ptx)
+    ]
+    halves = [(True, "b16"), (True, "b16"), (True, "b8")] if fp8 else [(True, "b32")] * 2
+    assert stores == [(False, "b32")] * 2 + halves + (halves if fp8 else [(True, "v2.b32")])
+    assert len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32", ptx)) == (4 if fp8 else 0)
+    assert not re.search(r"bar\.sync|(ld|st)\.shared|\b(atom|red)\.", ptx)
 
 
 @pytest.mark.parametrize("residual", [True, False])

@@ -9,6 +9,7 @@ import reference_operations as reference
 import torch
 
 from jetrl_verl import kernels
+from jetrl_verl.reference import cache_shape
 
 EPS = 1e-6
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -86,6 +87,61 @@ def test_norm_and_rotary_in_one_operation_are_both_with_their_gradients():
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*gradients, strict=True))
     with pytest.raises(ValueError, match=r"norm_rotary: k_weight has shape \(64,\), expected \(128,\)"):
         kernels.norm_rotary(*inputs[:3], inputs[3][:64], EPS, table, positions)
+
+
+def heads_for_a_cache() -> tuple[tuple, torch.Tensor]:
+    """Operands in front of the cache, of seven tokens, and slots of six of them, one of which is not stored."""
+    q, k, v = normal(7, 5, 128).split([3, 1, 1], dim=1)
+    weights, table = (normal(128, seed=2), normal(128, seed=3)), kernels.rotary_table(128, 64, ROPE)
+    slots = torch.tensor([40, 3, -1, 47, 0, 17])
+    return (q, k, v, *weights, EPS, table, torch.tensor([63, 0, 5, 5, 62, 5, 1])), slots
+
+
+def test_norm_and_rotary_with_the_write_behind_them_are_all_three():
+    """A BF16 cache as vLLM has it on the CPU, in cache form, and an FP8 one; other slots keep what they held."""
+    (q, k, v, *others), slots = heads_for_a_cache()
+    q_want, k_want = kernels.norm_rotary(q, k, *others)
+    stored = slots >= 0
+    held = normal(3, 1, 16, 256)
+    keys, values = (part.transpose(1, 2) for part in held.chunk(2, dim=-1))
+    want = keys.flatten(0, 1).clone(), values.flatten(0, 1).clone()
+    for cache, x in zip(want, (k_want, v), strict=True):
+        cache[slots[stored]] = kernels.cache_form(x[:6][stored])
+    with torch.no_grad():
+        assert torch.equal(kernels.norm_rotary_write(q, k, v, *others, keys, values, slots), q_want)
+    assert torch.equal(keys.flatten(0, 1), want[0]) and torch.equal(values.flatten(0, 1), want[1])
+    caches = [torch.full(cache_shape(3, 16, 1), 9, dtype=torch.uint8) for _ in range(2)]
+    with torch.no_grad():
+        kernels.write_kv(k_want, v, caches[0], slots)
+        assert torch.equal(kernels.norm_rotary_write_fp8(q, k, v, *others, caches[1], slots), q_want)
+    assert torch.equal(*caches) and (caches[0] != 9).any()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "sentence"),
+    [
+        (dict(v=normal(7, 2, 128)), ValueError, r"values \(7, 2, 128\) and slots \(6,\) do not fit"),
+        (dict(slots=torch.arange(8)), ValueError, r"slots \(8,\) do not fit; pass \[N, heads, D\] twice"),
+        (dict(v=normal(7, 1, 128).float()), TypeError, "v is torch.float32"),
+        (dict(k_weight=normal(64)), ValueError, r"k_weight has shape \(64,\)"),
+        (dict(keys=normal(3, 16, 2, 128)), ValueError, r"pages of keys \(3, 16, 2, 128\) and values \(3, 16, 1, 128\)"),
+        (dict(keys=normal(3, 1, 16, 128).transpose(1, 2)), ValueError, "of the same strides with contiguous features"),
+        (dict(cache=torch.zeros(3, 1, 1, 4096, dtype=torch.uint8)), ValueError, "is not contiguous uint8"),
+        (dict(cache=torch.zeros(cache_shape(3, 16, 2), dtype=torch.uint8)), ValueError, "as the cache's"),
+    ],
+)
+def test_what_a_cache_cannot_hold_is_refused(change, error, sentence):
+    (q, k, v, q_weight, k_weight, *others), slots = heads_for_a_cache()
+    given = dict(q=q, k=k, v=v, q_weight=q_weight, k_weight=k_weight)
+    pages = dict(keys=normal(3, 16, 1, 128), values=normal(3, 16, 1, 128))
+    fp8 = "cache" in change
+    if fp8:
+        pages = dict(cache=change["cache"])
+    for held in (given, pages):
+        held.update({name: change[name] for name in held.keys() & change.keys()})
+    run = kernels.norm_rotary_write_fp8 if fp8 else kernels.norm_rotary_write
+    with torch.no_grad(), pytest.raises(error, match=sentence):
+        run(*given.values(), *others, *pages.values(), change.get("slots", slots))
 
 
 def test_rotary_of_parts_of_a_wider_tensor_in_any_order_of_positions():

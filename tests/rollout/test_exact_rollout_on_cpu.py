@@ -22,6 +22,7 @@ from jetrl_verl import formats, kernels
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.replace import replace_linears
+from jetrl_verl.rollout import qk_norm
 from jetrl_verl.sync.contract import ContractViolation, with_contract
 from jetrl_verl.sync.operations_probe import stated_operations
 from jetrl_verl.sync.wire import quantize_stream
@@ -38,6 +39,8 @@ RULED = {"qwen3": 5, "qwen3_moe": 4}
 """Norms and activations of a layer, where they are not three: QK norms, and no activation of a mixture's."""
 COMPILED = ("qwen2", "qwen3_moe")
 """Families whose engine runs vLLM's own compilation: traced whole, cut at attention."""
+VLLMS_SPLITTING = ("vllm::unified_attention_with_output", "vllm::unified_kv_cache_update")
+"""Where vLLM cuts on a GPU."""
 PIECES: list[list[str]] = []
 """Our operators in each piece between two attentions of the compiled model."""
 
@@ -46,7 +49,7 @@ def cut_at_attention(graph, inputs):
     """Backend of the compiled engine: what vLLM does with the graph on a GPU, without Inductor behind it."""
     from vllm.compilation.backends import split_graph
 
-    whole, pieces = split_graph(graph, ["vllm::unified_attention_with_output", "vllm::unified_kv_cache_update"])
+    whole, pieces = split_graph(graph, [*VLLMS_SPLITTING, qk_norm.ATTENTION])
     operators = [
         [str(node.target) for node in piece.graph.graph.nodes] for piece in pieces if not piece.is_splitting_graph
     ]
@@ -151,7 +154,8 @@ def rollout(request, tmp_path_factory, cpu_platform):
             # It would keep what the backend made, which is for Inductor's. vLLM reads its environment once a process.
             patch.setattr(vllm.envs, "VLLM_USE_AOT_COMPILE", False)
             backend = f"{__name__}.{cut_at_attention.__name__}"
-            compiled = dict(enforce_eager=False, compilation_config={"mode": "DYNAMO_TRACE_ONCE", "backend": backend})
+            settings = {"mode": "DYNAMO_TRACE_ONCE", "backend": backend, "splitting_ops": list(VLLMS_SPLITTING)}
+            compiled = dict(enforce_eager=False, compilation_config=settings)
         llm, worker = vllm_engine.start(
             folder,
             options,
@@ -289,13 +293,15 @@ def test_qdata_in_the_place_of_a_tensor_change_no_bit(rollout, monkeypatch):
 EXPERTS = ["logits", "route_and_permute", "grouped_gemm_nt", "weighted_silu_mul_quantize", "grouped_gemm_nt"]
 HALVES = {
     "qwen2": (["rotary"], ["fprop_quantized", "silu_mul_quantize", "fprop_quantized"], "add_rms_norm"),
-    "qwen3_moe": (["norm_rotary"], EXPERTS, "combine_add_rms_norm"),
+    "qwen3_moe": ([], EXPERTS, "combine_add_rms_norm"),
 }
-"""Between qkv and the attention, behind the second norm, and the norm behind those."""
+"""Between qkv and the attention, which begins with QK norms where there are some, behind the second norm, and the norm
+behind those."""
 
 
 @pytest.mark.parametrize("rollout", COMPILED, indirect=True)
 def test_a_compiled_layer_has_no_operation_beside_ours_and_nothing_is_cut_between_them(rollout):
+    assert rollout.worker.vllm_config.compilation_config.splitting_ops == [*VLLMS_SPLITTING, qk_norm.ATTENTION]
     heads, second, behind = HALVES[rollout.family]
     to_attention = ["fprop_quantized", *heads]
     mlp = ["fprop", "add_rms_norm_quantize_1x128", *second]

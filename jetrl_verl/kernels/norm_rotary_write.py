@@ -1,0 +1,327 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The QK norm, rotary and the write into the KV cache in one launch: what a rollout's layer does in front of attention.
+
+Queries and what is stored of keys and values have the bits of :func:`norm_rotary` with the write behind it: vLLM's copy
+into the pages of a BF16 cache, :func:`write_kv` into those of an FP8 one. Attention reads keys and values from the
+cache, so nothing else is written of them.
+
+On a GPU one warp has a head of queries, keys or values. Norm and rotary are the device functions of norm_rotary.py,
+with its layout of the sum of squares (tests/kernels/test_fused_for_hopper.py compares them); quantizing is that of
+kv_cache.py. A decode step's launch has little work and waits for memory. So a key is read, and its sum formed, while
+its slot is on the way: where it is stored, and whether, is all that depends on that.
+"""
+
+import torch
+import triton.language as tl
+
+from jetrl_verl.kernels.attention import write_pages
+from jetrl_verl.kernels.device.launch import jit
+from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.kv_cache import check_cache, reference_write_kv, unit_of_slot, write_head, write_head_from
+from jetrl_verl.kernels.norm_rotary import check_norm_rotary, reference_norm_rotary, rotated_head
+from jetrl_verl.kernels.operator import operator, require_bf16
+from jetrl_verl.kernels.rms_norm import heads_in_place, tile_and_warps
+from jetrl_verl.reference.kv_cache import HEAD_DIM, UNIT_TOKENS
+
+_UNIT = tl.constexpr(UNIT_TOKENS)
+
+# --- reference --------------------------------------------------------------------------------------------------------
+
+
+@implements("norm_rotary_write", "reference")
+def reference_norm_rotary_write(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """The operations one after the other; keys and values are stored in cache form."""
+    q, k, *_ = reference_norm_rotary(q, k, q_weight, k_weight, eps, table, positions)
+    write_pages(k, v, keys, values, slots)
+    return q
+
+
+@implements("norm_rotary_write_fp8", "reference")
+def reference_norm_rotary_write_fp8(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """The operations one after the other."""
+    q, k, *_ = reference_norm_rotary(q, k, q_weight, k_weight, eps, table, positions)
+    reference_write_kv(k[: len(slots)], v[: len(slots)], cache, slots)
+    return q
+
+
+# --- Triton -----------------------------------------------------------------------------------------------------------
+
+
+@jit
+def _store_halves(first, second, target_ptr, stored, D: tl.constexpr):
+    half = tl.arange(0, D // 2)
+    tl.store(target_ptr + half, first, mask=stored)
+    tl.store(target_ptr + D // 2 + half, second, mask=stored)
+
+
+@jit(do_not_specialize=["table_rows", "slots"])
+def _norm_rotary_write_kernel(
+    q_ptr, k_ptr, v_ptr, q_weight_ptr, k_weight_ptr, table_ptr, positions_ptr, q_out_ptr,
+    keys_ptr, values_ptr, slots_ptr, eps, table_rows, slots,
+    Q_HEADS: tl.constexpr, Q_TOKEN: tl.constexpr, Q_HEAD: tl.constexpr,
+    KV_HEADS: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr, V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr,
+    D: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGE: tl.constexpr, PLACE: tl.constexpr, HEAD: tl.constexpr,
+    FP8: tl.constexpr,
+):  # fmt: skip
+    program, heads = tl.program_id(0), Q_HEADS + 2 * KV_HEADS
+    token, head = (program // heads).to(tl.int64), program % heads
+    if head < Q_HEADS:
+        position = tl.load(positions_ptr + token)
+        source = q_ptr + token * Q_TOKEN + head * Q_HEAD
+        first, second, _ = rotated_head(source, q_weight_ptr, table_ptr, position, table_rows, eps, D)
+        _store_halves(first, second, q_out_ptr + (token * Q_HEADS + head) * D, True, D)
+    else:
+        head -= Q_HEADS
+        slot = tl.load(slots_ptr + token, mask=token < slots, other=-1).to(tl.int64)
+        stored = slot >= 0
+        if head < KV_HEADS:
+            position = tl.load(positions_ptr + token)
+            source = k_ptr + token * K_TOKEN + head * K_HEAD
+            first, second, _ = rotated_head(source, k_weight_ptr, table_ptr, position, table_rows, eps, D)
+            if FP8:
+                unit_ptr, row = unit_of_slot(keys_ptr, slot, head, KV_HEADS, BLOCK_SIZE // _UNIT)
+                write_head(first, second, unit_ptr, row, stored, True)
+            else:
+                place = slot // BLOCK_SIZE * PAGE + slot % BLOCK_SIZE * PLACE + head * HEAD
+                _store_halves(first, second, keys_ptr + place, stored, D)
+        else:
+            head -= KV_HEADS
+            source = v_ptr + token * V_TOKEN + head * V_HEAD
+            if FP8:
+                unit_ptr, row = unit_of_slot(values_ptr, slot, head, KV_HEADS, BLOCK_SIZE // _UNIT)
+                write_head_from(source, unit_ptr, row, stored, False)
+            else:
+                column = tl.arange(0, D)
+                place = slot // BLOCK_SIZE * PAGE + slot % BLOCK_SIZE * PLACE + head * HEAD
+                tl.store(values_ptr + place + column, tl.load(source + column), mask=stored)
+
+
+def _launch(q, k, v, q_weight, k_weight, eps, table, positions, keys, values, slots, layout: dict) -> torch.Tensor:
+    """``layout``: of the cache, the kernel's last constants."""
+    q, k, v = (heads_in_place(x) for x in (q, k, v))
+    tokens, q_heads, width = q.shape
+    kv_heads = k.shape[1]
+    out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
+    if tokens:
+        _norm_rotary_write_kernel[(tokens * (q_heads + 2 * kv_heads),)](
+            q,
+            k,
+            v,
+            q_weight.contiguous(),
+            k_weight.contiguous(),
+            table.contiguous(),
+            positions.contiguous(),
+            out,
+            keys,
+            values,
+            slots.contiguous(),
+            eps,
+            len(table),
+            len(slots),
+            Q_HEADS=q_heads,
+            Q_TOKEN=q.stride(0),
+            Q_HEAD=q.stride(1),
+            KV_HEADS=kv_heads,
+            K_TOKEN=k.stride(0),
+            K_HEAD=k.stride(1),
+            V_TOKEN=v.stride(0),
+            V_HEAD=v.stride(1),
+            D=width,
+            **layout,
+            num_warps=tile_and_warps(width)[1],
+        )
+    return out
+
+
+@implements("norm_rotary_write", "triton")
+def triton_norm_rotary_write(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """As :func:`norm_rotary_write`; ``D`` is a power of two, heads of a position beyond the table are NaN."""
+    page, place, head, _ = keys.stride()
+    layout = {"BLOCK_SIZE": keys.shape[1], "PAGE": page, "PLACE": place, "HEAD": head, "FP8": False}
+    return _launch(q, k, v, q_weight, k_weight, eps, table, positions, keys, values, slots, layout)
+
+
+@implements("norm_rotary_write_fp8", "triton")
+def triton_norm_rotary_write_fp8(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """As :func:`norm_rotary_write_fp8`; heads of a position beyond the table are NaN."""
+    layout = {"BLOCK_SIZE": cache.shape[2] * UNIT_TOKENS, "PAGE": 0, "PLACE": 0, "HEAD": 0, "FP8": True}
+    return _launch(q, k, v, q_weight, k_weight, eps, table, positions, cache, cache, slots, layout)
+
+
+# --- torch operators --------------------------------------------------------------------------------------------------
+
+
+def _fake(q, *_):
+    return q.new_empty(q.shape)
+
+
+def _check(operation: str, q, k, v, q_weight, k_weight, table, positions, slots) -> None:
+    require_bf16(operation, q=q, k=k, v=v, table=table)
+    check_norm_rotary(operation, q, k, q_weight, k_weight, table, positions)
+    if v.shape != k.shape or slots.ndim != 1 or len(slots) > len(k):
+        raise ValueError(
+            f"{operation}: keys {tuple(k.shape)}, values {tuple(v.shape)} and slots {tuple(slots.shape)} do not fit; "
+            "pass [N, heads, D] twice, and at most N slots"
+        )
+
+
+@operator(
+    "norm_rotary_write(Tensor q, Tensor k, Tensor v, Tensor q_weight, Tensor k_weight, float eps, Tensor table,"
+    " Tensor positions, Tensor(a!) keys, Tensor(b!) values, Tensor slots) -> Tensor",
+    fake=_fake,
+)
+def _norm_rotary_write(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    _check("norm_rotary_write", q, k, v, q_weight, k_weight, table, positions, slots)
+    require_bf16("norm_rotary_write", keys=keys, values=values)
+    fits = keys.ndim == 4 and keys.shape[2:] == k.shape[1:] and keys.shape == values.shape
+    if not fits or keys.stride() != values.stride() or keys.stride(3) != 1:
+        raise ValueError(
+            f"norm_rotary_write: pages of keys {tuple(keys.shape)} and values {tuple(values.shape)} are not "
+            f"[pages, block size, {k.shape[1]}, {k.shape[2]}] of the same strides with contiguous features"
+        )
+    run = lookup("norm_rotary_write", q.device)
+    return run(q, k, v, q_weight, k_weight, eps, table, positions, keys, values, slots)
+
+
+@operator(
+    "norm_rotary_write_fp8(Tensor q, Tensor k, Tensor v, Tensor q_weight, Tensor k_weight, float eps, Tensor table,"
+    " Tensor positions, Tensor(a!) cache, Tensor slots) -> Tensor",
+    fake=_fake,
+)
+def _norm_rotary_write_fp8(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    _check("norm_rotary_write_fp8", q, k, v, q_weight, k_weight, table, positions, slots)
+    check_cache("norm_rotary_write_fp8", cache)
+    if k.shape[1:] != (cache.shape[1], HEAD_DIM):
+        raise ValueError(
+            f"norm_rotary_write_fp8: keys {tuple(k.shape)} are not [N, {cache.shape[1]}, {HEAD_DIM}] as the cache's"
+        )
+    run = lookup("norm_rotary_write_fp8", q.device)
+    return run(q, k, v, q_weight, k_weight, eps, table, positions, cache, slots)
+
+
+# --- functions --------------------------------------------------------------------------------------------------------
+
+
+def norm_rotary_write(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """``rotary(rms_norm(q))``; ``rotary(rms_norm(k))`` and ``v`` go into the pages of a BF16 cache. For inference.
+
+    Args:
+        q: ``[N, Hq, D]`` BF16. k, v: ``[N, Hk, D]`` BF16. Each may be a part of a wider tensor.
+        q_weight, k_weight: ``[D]``. eps: added to the means of squares.
+        table: ``[P, D]`` BF16 of :func:`rotary_table`. positions: ``[N]`` int64 or int32, below P, in any order.
+        keys, values: ``[pages, block size, Hk, D]`` BF16, written in place: features contiguous, one set of strides.
+            On the CPU in cache form (:func:`cache_form`).
+        slots: ``[N]`` or fewer, page times block size plus place. Negative: the token is not stored; nor are tokens
+            beyond the slots. Each slot is that of one token.
+
+    Returns:
+        ``[N, Hq, D]`` BF16, contiguous. On a GPU, where a check would wait for the device, the heads of a token whose
+        position the table lacks are NaN.
+
+    Raises:
+        TypeError: an operand is not BF16, or positions are not integers. ValueError: shapes that do not fit.
+        IndexError: on the CPU, a position that the table lacks.
+    """
+    return _norm_rotary_write(q, k, v, q_weight, k_weight, eps, table, positions, keys, values, slots)
+
+
+def norm_rotary_write_fp8(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    table: torch.Tensor,
+    positions: torch.Tensor,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """As :func:`norm_rotary_write`, with heads of 128 and an FP8 cache.
+
+    Args:
+        cache: uint8 ``[pages, Hk, units, 4128]``, contiguous (:func:`jetrl_verl.reference.cache_shape`).
+    """
+    return _norm_rotary_write_fp8(q, k, v, q_weight, k_weight, eps, table, positions, cache, slots)

@@ -1,0 +1,150 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The operator from the merged projection to the attention's output, in the forward context that vLLM gives it.
+
+In whole engines, eager and compiled: test_exact_rollout_on_cpu.py.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.config import CompilationConfig
+from vllm.model_executor.layers.attention import attention as vllms
+
+from jetrl_verl import kernels
+from jetrl_verl.reference import cache_shape
+from jetrl_verl.rollout import qk_norm
+from jetrl_verl.rollout.cpu_attention import FP8CPUAttention, SharedCPUAttention
+from jetrl_verl.rollout.flash_attention import FP8FlashAttention, SharedFlashAttention
+
+TOKENS, HEADS, KV_HEADS, EPS, LAYER = 5, 4, 2, 1e-6, "model.layers.0.self_attn.attn"
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).bfloat16()
+
+
+def merged() -> tuple[torch.Tensor, tuple]:
+    """A merged projection and the other operands up to the positions."""
+    table = kernels.rotary_table(128, 64, {"rope_theta": 1e4})
+    return normal(TOKENS, (HEADS + 2 * KV_HEADS) * 128), (
+        *(normal(128, seed=2), normal(128, seed=3), EPS, table, torch.tensor([9, 0, 63, 1, 1])),
+    )
+
+
+@pytest.fixture
+def layer(monkeypatch):
+    """A layer of vLLM's that keeps what its implementation is asked for, in the forward context of ``slots``."""
+    found = SimpleNamespace(head_size=128, num_heads=HEADS, num_kv_heads=KV_HEADS, slots=None, metadata=None)
+    found.kv_cache, found.impl, found.calls = torch.tensor([]), None, []
+    context = SimpleNamespace(attn_metadata=None, no_compile_layers={LAYER: found})
+    monkeypatch.setattr(vllms, "get_forward_context", lambda: context)
+
+    def use(impl: type, kv_cache: torch.Tensor, slots: torch.Tensor | None) -> list:
+        def forward(layer, query, key, value, kv_cache, metadata, output, **scales):
+            found.calls.append((query.clone(), key, value, kv_cache.clone()))
+            output.copy_(query + 1)
+
+        found.impl, found.kv_cache = impl.__new__(impl), kv_cache
+        found.impl.forward = forward
+        context.slot_mapping = {} if slots is None else {LAYER: slots}
+        return found.calls
+
+    return use
+
+
+def run(qkv: torch.Tensor, parameters: tuple) -> torch.Tensor:
+    out = torch.zeros(TOKENS, HEADS * 128, dtype=torch.bfloat16)
+    with torch.no_grad():
+        qk_norm.qk_norm_attention(qkv, *parameters, out, LAYER)
+    return out
+
+
+def rotated(qkv: torch.Tensor, parameters: tuple) -> tuple[torch.Tensor, ...]:
+    q, k, v = qkv.unflatten(-1, (-1, 128)).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+    with torch.no_grad():
+        return *kernels.norm_rotary(q, k, *parameters), v
+
+
+SLOTS = torch.tensor([33, -1, 2, 17])
+"""The last token is padding that has no slot at all."""
+
+
+def cache_of(impl: type) -> torch.Tensor:
+    if impl is SharedCPUAttention:
+        return normal(3, KV_HEADS, 16, 256)
+    if impl is SharedFlashAttention:
+        return normal(3, 2, 16, KV_HEADS, 128)
+    return torch.full(cache_shape(3, 16, KV_HEADS), 7, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("impl", [SharedCPUAttention, FP8CPUAttention, SharedFlashAttention, FP8FlashAttention])
+def test_attention_gets_rotated_queries_and_finds_the_rest_in_the_cache(layer, impl):
+    (qkv, parameters), kv_cache = merged(), cache_of(impl)
+    q, k, v = rotated(qkv, parameters)
+    want = kv_cache.clone()
+    if impl is SharedFlashAttention:  # what vLLM's kernel does, in the form of this platform's cache
+        for part, x in zip(want.unbind(1), (k, v), strict=True):
+            for token, slot in enumerate(SLOTS.tolist()):
+                if slot >= 0:
+                    part[slot // 16, slot % 16] = kernels.cache_form(x[token])
+    else:
+        impl.__new__(impl).do_kv_cache_update(None, k, v, want, SLOTS)
+    assert not torch.equal(want, kv_cache)
+    calls = layer(impl, kv_cache, SLOTS)
+    assert torch.equal(run(qkv, parameters), (q + 1).flatten(1))
+    ((query, key, value, seen),) = calls
+    assert torch.equal(query, q) and key is None and value is None
+    assert torch.equal(seen, want), "written before attention reads it"
+
+
+def test_nothing_is_written_where_there_is_no_cache_yet(layer):
+    qkv, parameters = merged()
+    calls = layer(SharedCPUAttention, torch.tensor([]), None)
+    assert torch.equal(run(qkv, parameters), (rotated(qkv, parameters)[0] + 1).flatten(1))
+    assert len(calls) == 1
+
+
+def test_a_compiler_keeps_the_operator_whole_and_sees_that_it_mutates_the_output_alone(layer):
+    qkv, parameters = merged()
+    layer(SharedCPUAttention, cache_of(SharedCPUAttention), SLOTS)
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    def block(qkv, positions):
+        out = qkv.new_empty(len(qkv), HEADS * 128)
+        qk_norm.qk_norm_attention(qkv, *parameters[:-1], positions, out, LAYER)
+        return out * 2
+
+    with torch.no_grad():
+        got = torch.compile(block, backend=keep, fullgraph=True, dynamic=True)(qkv, parameters[-1])
+    assert torch.equal(got, run(qkv, parameters) * 2)
+    (graph,) = graphs
+    assert [str(n.target) for n in graph.graph.nodes if "jetrl" in str(n.target)] == ["jetrl.qk_norm_attention"]
+    schema = torch.ops.jetrl.qk_norm_attention.default._schema
+    assert [a.name for a in schema.arguments if a.is_write] == ["out"] and not schema.returns
+    operands = qkv, *parameters, torch.empty(TOKENS, HEADS * 128, dtype=torch.bfloat16), LAYER
+    torch.library.opcheck(torch.ops.jetrl.qk_norm_attention, operands, test_utils=("test_faketensor",))
+
+
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [
+        (None, None),
+        ([], []),
+        (["vllm::other"], ["vllm::other"]),
+        ([qk_norm.VLLMS_ATTENTION, "vllm::other"], [qk_norm.VLLMS_ATTENTION, "vllm::other", qk_norm.ATTENTION]),
+    ],
+)
+def test_vllm_cuts_at_ours_where_it_cuts_at_its_own(given, want):
+    config = CompilationConfig(splitting_ops=given)
+    for _ in range(2):
+        qk_norm.split_at_attention(config)
+        assert config.splitting_ops == want
+    assert qk_norm.VLLMS_ATTENTION in CompilationConfig._attention_ops
+    assert qk_norm.ATTENTION not in CompilationConfig._attention_ops
+    assert torch.ops.jetrl.qk_norm_attention._qualified_op_name == qk_norm.ATTENTION

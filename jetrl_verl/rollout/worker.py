@@ -38,7 +38,13 @@ from jetrl_verl.rollout.row_parallel import fused_reductions, reduce_ranks
 from jetrl_verl.rollout.sampler import share_sampler
 from jetrl_verl.rollout.shared_operations import share_operations
 from jetrl_verl.sync.contract import ContractReceiver, ContractViolation
-from jetrl_verl.sync.operations_probe import stated_operations, stated_probe, stated_reduction, token_by_token
+from jetrl_verl.sync.operations_probe import (
+    heads_written,
+    stated_operations,
+    stated_probe,
+    stated_reduction,
+    token_by_token,
+)
 
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)
@@ -118,8 +124,9 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
             logger.info("jetrl weight sync: loaded in %.3f s, contract not checked", loaded - started)
             return
         routing = live_routing(self.model_runner.model)
+        cache, mixture = config.kv_cache.traits.name, routing is not None
         operations = stated_operations(
-            self.device, config.operations, config.kv_cache.traits.name, token_by_token, mixture=routing is not None
+            self.device, config.operations, cache, token_by_token, heads_written, mixture=mixture
         )
         counts = self._jetrl_receiver.verify(
             self._jetrl_live.tensors(),

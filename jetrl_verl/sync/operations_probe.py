@@ -8,6 +8,9 @@ operation, so that a difference is named. Weights play no part, so equal weights
 Of a mixture of experts they also choose experts by logits of which many are equal, send ragged numbers of rows to
 experts of which one gets none, and add a token's rows where another order rounds differently.
 
+QK norm and rotary are two results of the trainer's; the rollout states its queries, and the keys that the same launch
+has written into a KV cache.
+
 With an FP8 KV cache, the trainer states its attention to whole sequences, and the rollout that of every token of them
 alone to pages that it has written: a probe of decode against prefill, of the format, the scales and the pages.
 
@@ -77,8 +80,38 @@ def _inputs(device: torch.device) -> _Inputs:
     )
 
 
-def operation_sums(device: torch.device) -> dict[str, int]:
-    """Operation -> sum of the bits of its results on ``device``, modulo 2^64."""
+def _norm_rotary(device: torch.device) -> tuple[tuple[torch.Tensor, ...], tuple]:
+    """Heads of queries and keys, and the other operands of ``kernels.norm_rotary``."""
+    inputs = _inputs(device)
+    weights = inputs.weight[: 2 * _HEAD_DIM].chunk(2)
+    return (inputs.q, inputs.k), (*weights, 1e-6, inputs.table, inputs.positions)
+
+
+def _heads_returned(device: torch.device) -> torch.Tensor:
+    """The heads ``[N, H + Hkv, D]`` of queries and keys, those of keys in cache form."""
+    heads, others = _norm_rotary(device)
+    q, k = kernels.norm_rotary(*heads, *others)
+    return torch.cat([q, kernels.cache_form(k)], dim=1)
+
+
+def heads_written(device: torch.device) -> torch.Tensor:
+    """The same, keys as a rollout's cache holds them."""
+    heads, others = _norm_rotary(device)
+    tokens, kv_heads, width = heads[1].shape
+    pages = [torch.zeros(-(-tokens // 16), 16, kv_heads, width, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    slots = torch.arange(tokens, device=device)
+    q = kernels.norm_rotary_write(*heads, _inputs(device).v, *others, *pages, slots)
+    return torch.cat([q, pages[0].flatten(0, 1)[:tokens]], dim=1)
+
+
+def operation_sums(
+    device: torch.device, rotate: Callable[[torch.device], torch.Tensor] = _heads_returned
+) -> dict[str, int]:
+    """Operation -> sum of the bits of its results on ``device``, modulo 2^64.
+
+    Args:
+        rotate: this side's heads behind QK norm and rotary; a rollout passes :func:`heads_written`.
+    """
     x, residual, weight, head, q, k, v, table, positions, cu_seqlens, temperature, logits, following = _inputs(device)
     with torch.no_grad():
         results = {
@@ -89,9 +122,7 @@ def operation_sums(device: torch.device) -> dict[str, int]:
                 kernels.add_rms_norm_quantize_1x128(x, residual, weight, 1e-6, "fp32", with_normed=False)[0]
             ),
             "rotary": torch.cat(kernels.rotary(q, k, table, positions), dim=1),
-            "norm_rotary": torch.cat(
-                kernels.norm_rotary(q, k, *weight[: 2 * _HEAD_DIM].chunk(2), 1e-6, table, positions), dim=1
-            ),
+            "norm_rotary": rotate(device),
             "silu_mul": kernels.silu_mul(x, residual),
             "silu_mul_quantize": _bytes(
                 kernels.silu_mul_quantize(x, residual, "fp32", with_product=False, with_colwise=False)[0]
@@ -261,6 +292,7 @@ def stated_operations(
     operations: str,
     kv_cache: str = formats.UNQUANTIZED,
     attend: Callable[[torch.device, KVCache], torch.Tensor] = _whole_sequences,
+    rotate: Callable[[torch.device], torch.Tensor] = _heads_returned,
     *,
     mixture: bool = False,
 ) -> dict[str, int]:
@@ -269,11 +301,12 @@ def stated_operations(
     Args:
         kv_cache: what the rollout's cache holds (``formats.CACHES``).
         attend: how this side attends to a quantized cache; a rollout passes :func:`token_by_token`.
+        rotate: as in :func:`operation_sums`.
         mixture: whether the model is a mixture of experts; :func:`mixture_sums` are then stated as well.
     """
     if operations != "shared":
         return {}
-    found = operation_sums(device) | (mixture_sums(device) if mixture else {})
+    found = operation_sums(device, rotate) | (mixture_sums(device) if mixture else {})
     held = formats.kv_cache(kv_cache)
     if held.contract:
         with torch.no_grad():

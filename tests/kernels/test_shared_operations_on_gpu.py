@@ -7,7 +7,9 @@ import reference_operations as reference
 import torch
 
 from jetrl_verl import kernels
-from jetrl_verl.sync.operations_probe import operation_sums
+from jetrl_verl.kernels import dispatch
+from jetrl_verl.reference import cache_shape
+from jetrl_verl.sync.operations_probe import heads_written, operation_sums
 
 EPS = 1e-6
 SCALE = 128**-0.5
@@ -144,6 +146,92 @@ def test_norm_and_rotary_in_one_launch_have_the_bits_of_both(heads, kv_heads):
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*gradients, strict=True))
 
 
+def heads_for_a_cache(tokens: int, heads: int, kv_heads: int, slots: int) -> tuple[tuple, torch.Tensor]:
+    """A merged projection's heads with the other operands up to the positions, and where tokens go: scattered, some
+    nowhere, and none for the last one, which is padding. Keys and values have zeros, outliers, Inf and NaN."""
+    q, k, v = normal(tokens, heads + 2 * kv_heads, 128).split([heads, kv_heads, kv_heads], dim=1)
+    for x, numbers in ((k[:, -1], (0.0, 3e4, float("inf"), float("nan"))), (v[:, 0], (float("nan"), 0.0, -3e38))):
+        for token, number in enumerate(numbers[:tokens]):
+            x[token, 5:] = number
+    table = kernels.rotary_table(128, 8192, {"rope_theta": 1e6}).cuda()
+    of_tokens = torch.randperm(slots, device="cuda")[:tokens]
+    of_tokens[2::5] = -1
+    positions = torch.randint(0, 8192, (tokens,), device="cuda")
+    weights = normal(128, seed=2), normal(128, seed=3)
+    return (q, k, v, *weights, EPS, table, positions), of_tokens[: tokens - (tokens > 2)]
+
+
+OF_CACHES = [(32, 4), (32, 8), (16, 8), (7, 1), (1, 1)]
+
+
+def same_bytes(got: torch.Tensor, want: torch.Tensor) -> bool:
+    return torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), OF_CACHES)
+def test_the_write_into_a_bf16_cache_has_the_bits_of_norm_rotary_and_vllms_copy(heads, kv_heads, block_size):
+    """In both of vLLM's layouts of a cache, for any number of tokens; a slot of no token keeps what it held."""
+    from vllm._custom_ops import reshape_and_cache_flash
+
+    one = torch.ones((), device="cuda")
+    for tokens in (1, 2, 16, 333, 4097):
+        pages = -(-tokens // block_size) + 2
+        (q, k, v, *others), slots = heads_for_a_cache(tokens, heads, kv_heads, pages * block_size)
+        q_want, k_want = kernels.norm_rotary(q, k, *others)
+        shape = (pages, 2, block_size, kv_heads, 128)
+        for order in ((0, 1, 2, 3, 4), (0, 1, 3, 2, 4)):
+            want = normal(*(shape[i] for i in order), seed=4).permute(*order)
+            got = want.clone()
+            reshape_and_cache_flash(k_want, v.contiguous(), *want.unbind(1), slots, "auto", one, one)
+            with torch.no_grad():
+                assert same_bytes(kernels.norm_rotary_write(q, k, v, *others, *got.unbind(1), slots), q_want)
+            assert same_bytes(got, want)
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), OF_CACHES)
+def test_the_write_into_an_fp8_cache_has_the_bits_of_norm_rotary_and_write_kv(heads, kv_heads, block_size):
+    """Those of ``write_kv``'s kernel, and those of the reference on the CPU."""
+    for tokens in (1, 2, 16, 333, 4097):
+        pages = -(-tokens // block_size) + 2
+        (q, k, v, *others), slots = heads_for_a_cache(tokens, heads, kv_heads, pages * block_size)
+        q_want, k_want = kernels.norm_rotary(q, k, *others)
+        got, want = (torch.full(cache_shape(pages, block_size, kv_heads), 7, dtype=torch.uint8) for _ in range(2))
+        mine, theirs = got.cuda(), got.cuda()
+        with torch.no_grad():
+            assert same_bytes(kernels.norm_rotary_write_fp8(q, k, v, *others, mine, slots), q_want)
+            kernels.write_kv(k_want, v, theirs, slots)
+        count = len(slots)
+        run = dispatch.implementation("write_kv", "reference")
+        run(k_want[:count].cpu(), v[:count].cpu(), want, slots.cpu())
+        assert torch.equal(mine, theirs) and torch.equal(mine.cpu(), want)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_captured_write_follows_the_slots_of_its_replay(fp8):
+    """As in a CUDA graph of vLLM's: one buffer of slots, padded with -1 beyond the requests of a step."""
+    tokens, kv_heads = 8, 4
+    (*operands,), _ = heads_for_a_cache(tokens, 32, kv_heads, 64)
+    slots = torch.full((tokens,), -1, device="cuda")
+    if fp8:
+        run, pages = kernels.norm_rotary_write_fp8, (torch.zeros(cache_shape(4, 16, kv_heads), dtype=torch.uint8),)
+    else:
+        run, pages = kernels.norm_rotary_write, tuple(torch.zeros(2, 4, 16, kv_heads, 128, dtype=torch.bfloat16))
+    got, want = ([x.cuda() for x in pages] for _ in range(2))
+    with torch.no_grad():
+        run(*operands, *got, slots)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            q = run(*operands, *got, slots)
+        assert all((x == 0).all() for x in got)
+        for step in ([5, -1, 63, 0, -1, -1, -1, -1], [-1, 9, -1, -1, 1, 2, 3, 4]):
+            slots.copy_(torch.tensor(step))
+            graph.replay()
+            assert same_bytes(q, run(*operands, *want, slots))
+            assert all(same_bytes(*pair) and (pair[0] != 0).any() for pair in zip(got, want, strict=True))
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (16, 2), (4, 4)])
 def test_attention_does_not_see_the_batch_and_decode_equals_it(heads, kv_heads):
     """The trainer's packed call against the rollout's on a paged cache, called as vLLM's backend calls it."""
@@ -234,3 +322,8 @@ def test_gradients_of_the_others(operation):
 def test_the_probe_is_repeatable():
     device = torch.device("cuda")
     assert operation_sums(device) == operation_sums(device)
+
+
+def test_the_probe_of_heads_in_a_rollouts_cache_holds():
+    device = torch.device("cuda")
+    assert operation_sums(device) == operation_sums(device, heads_written)

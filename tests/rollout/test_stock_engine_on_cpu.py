@@ -110,7 +110,8 @@ def test_our_engine_beside_it_runs_ours(engines):
     modules = engine["modules"]
     shared = {name.removeprefix(f"{ROLLOUT}.") for name in modules if name.startswith(OURS)}
     stock = {"RMSNorm", "SiluAndMul", "RotaryEmbedding", "LogitsProcessor", "Qwen3Attention"}
-    assert shared == {f"shared_operations.Shared{name}" for name in stock}
+    module_of = {"Qwen3Attention": "qk_norm"}
+    assert shared == {f"{module_of.get(name, 'shared_operations')}.Shared{name}" for name in stock}
     assert not stock & {name.rpartition(".")[2] for name in modules}
     assert engine["attention"] == {f"{ROLLOUT}.cpu_attention.SharedCPUAttention": 2}
     assert engine["attention backend"] == [f"{ROLLOUT}.cpu_attention.SharedCPUAttentionBackend"]

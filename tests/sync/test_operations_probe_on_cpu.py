@@ -14,6 +14,7 @@ from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.sync.contract import ContractReceiver, ContractViolation, LiveTensor, Manifest, with_contract
 from jetrl_verl.sync.operations_probe import (
     _mixture_inputs,
+    heads_written,
     mixture_sums,
     operation_sums,
     stated_operations,
@@ -87,6 +88,23 @@ def test_a_side_that_does_not_share_is_told_by_every_operation(sums):
     for trainer, rollout in ((sums, {}), ({}, sums)):
         with pytest.raises(ContractViolation, match=", ".join(sorted(OPERATIONS))):
             verify(trainer, rollout)
+
+
+@pytest.mark.parametrize("part", ["queries", "keys"])
+def test_a_rollout_states_the_heads_that_it_writes_into_its_cache(monkeypatch, sums, part):
+    assert stated_operations(CPU, "shared", rotate=heads_written) == sums
+    stock = kernels.norm_rotary_write
+
+    def changed(*operands):
+        *others, keys, values, slots = operands
+        q = stock(*others, keys, values, slots)
+        if part == "keys":
+            keys.view(torch.uint8)[0, 5] ^= 1
+        return with_a_flipped_bit(q) if part == "queries" else q
+
+    monkeypatch.setattr(kernels, "norm_rotary_write", changed)
+    with pytest.raises(ContractViolation, match="contract check: norm_rotary of the shared operations differ"):
+        verify(sums, stated_operations(CPU, "shared", rotate=heads_written))
 
 
 def test_decode_from_an_fp8_cache_is_stated_as_the_trainers_attention_to_whole_sequences(sums):

@@ -81,6 +81,7 @@ BACKENDS: Table = {
     "silu_mul_backward_quantize": _NATIVE,
     "rotary": _TRITON,
     "norm_rotary": _TRITON,
+    # With the write into a rollout's cache behind them.
     "norm_rotary_write": _TRITON,
     "norm_rotary_write_fp8": _TRITON,
     # The FP8 KV cache.

@@ -31,7 +31,7 @@ from jetrl_verl.kernels.device.e4m3 import (
 from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16
-from jetrl_verl.kernels.sizes import ceil_div
+from jetrl_verl.kernels.sizes import HEADS_OF_A_PROGRAM, ceil_div
 from jetrl_verl.reference import FP8_DTYPE, QuantizedTensor
 from jetrl_verl.reference.kv_cache import HEAD_DIM, TOKEN_BYTES, UNIT_BYTES, UNIT_TOKENS
 
@@ -251,40 +251,52 @@ def unit_of_slot(cache_ptr, slot, head, HEADS: tl.constexpr, UNITS: tl.constexpr
 
 
 @jit
-def _write_half(x, scale, reciprocal, unit_ptr, row, feature, stored, IS_KEY: tl.constexpr):
+def _write_halves(x, scale, reciprocal, unit_ptr, row, feature, stored, IS_KEY: tl.constexpr):
     place = _key_place(row, feature) if IS_KEY else _VALUES + _value_place(row, feature)
-    tl.store(unit_ptr + place, encode(x, scale, reciprocal, True), mask=stored)
+    tl.store(unit_ptr + place[None, :], encode(x, scale, reciprocal, True), mask=stored)
 
 
 @jit
-def write_head(first, second, unit_ptr, row, stored, IS_KEY: tl.constexpr):
-    """Quantize one head of one token, its halves ``[64]`` BF16, into its unit, where ``stored`` says so."""
+def write_heads(first, second, unit_ptr, row, stored, UNITS: tl.constexpr, IS_KEY: tl.constexpr):
+    """Quantize heads of one token, their halves ``[R, 64]`` BF16, into the unit of the first of them and those of the
+    heads behind it, where ``stored [R]`` says so."""
     first, second = first.to(tl.float32), second.to(tl.float32)
-    largest = tl.maximum(tl.max(magnitude_bits(first), axis=0), tl.max(magnitude_bits(second), axis=0))
-    scale, reciprocal, exponent = _scale_of_head(largest)
+    # All of shape [R, ..], so that what belongs to a head stays in its warp.
+    bits = tl.maximum(magnitude_bits(first), magnitude_bits(second))
+    scale, reciprocal, exponent = _scale_of_head(tl.max(bits, axis=1, keep_dims=True))
     feature = tl.arange(0, GROUP // 2)
-    _write_half(first, scale, reciprocal, unit_ptr, row, feature, stored, IS_KEY)
-    _write_half(second, scale, reciprocal, unit_ptr, row, GROUP // 2 + feature, stored, IS_KEY)
-    tl.store(unit_ptr + (_KEY_SCALES if IS_KEY else _VALUE_SCALES) + row, exponent, mask=stored)
+    unit_ptr += (tl.arange(0, stored.shape[0]) * UNITS * _UNIT_BYTES)[:, None]
+    stored = stored[:, None]
+    _write_halves(first, scale, reciprocal, unit_ptr, row, feature, stored, IS_KEY)
+    _write_halves(second, scale, reciprocal, unit_ptr, row, GROUP // 2 + feature, stored, IS_KEY)
+    # As if a byte a lane were stored, of which there is the first: a store of [R, 1] would be one warp's.
+    lane = tl.arange(0, 32)[None, :]
+    scale_ptr = unit_ptr + (_KEY_SCALES if IS_KEY else _VALUE_SCALES) + row + lane
+    tl.store(scale_ptr, tl.broadcast_to(exponent, scale_ptr.shape), mask=stored & (lane == 0))
 
 
 @jit
-def write_head_from(x_ptr, unit_ptr, row, stored, IS_KEY: tl.constexpr):
-    """As :func:`write_head`, of a head in memory."""
-    feature = tl.arange(0, GROUP // 2)
-    write_head(tl.load(x_ptr + feature), tl.load(x_ptr + GROUP // 2 + feature), unit_ptr, row, stored, IS_KEY)
+def write_heads_from(x_ptr, stride, held, unit_ptr, row, stored, UNITS: tl.constexpr, IS_KEY: tl.constexpr):
+    """As :func:`write_heads`, of heads ``stride`` apart in memory; ``held [R]``: which of them there are."""
+    x_ptr += tl.arange(0, held.shape[0])[:, None] * stride + tl.arange(0, GROUP // 2)[None, :]
+    first, second = tl.load(x_ptr, mask=held[:, None]), tl.load(x_ptr + GROUP // 2, mask=held[:, None])
+    write_heads(first, second, unit_ptr, row, stored, UNITS, IS_KEY)
 
 
 @jit
 def _write_kernel(
     k_ptr, v_ptr, cache_ptr, slots_ptr, stride_k_token, stride_k_head, stride_v_token, stride_v_head,
-    HEADS: tl.constexpr, UNITS: tl.constexpr,
+    KV_HEADS: tl.constexpr, UNITS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS
     slot = tl.load(slots_ptr + token).to(tl.int64)
-    unit_ptr, row = unit_of_slot(cache_ptr, slot, head, HEADS, UNITS)
-    write_head_from(k_ptr + token * stride_k_token + head * stride_k_head, unit_ptr, row, slot >= 0, True)
-    write_head_from(v_ptr + token * stride_v_token + head * stride_v_head, unit_ptr, row, slot >= 0, False)
+    held = head + tl.arange(0, HEADS) < KV_HEADS
+    unit_ptr, row = unit_of_slot(cache_ptr, slot, head, KV_HEADS, UNITS)
+    stored = held & (slot >= 0)
+    k_ptr += token * stride_k_token + head * stride_k_head
+    v_ptr += token * stride_v_token + head * stride_v_head
+    write_heads_from(k_ptr, stride_k_head, held, unit_ptr, row, stored, UNITS, True)
+    write_heads_from(v_ptr, stride_v_head, held, unit_ptr, row, stored, UNITS, False)
 
 
 @implements("write_kv", "triton")
@@ -292,8 +304,12 @@ def triton_write_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots
     """As :func:`reference_write_kv`."""
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     if len(slots):
-        _write_kernel[(len(slots), k.shape[1])](
-            *(k, v, cache, slots, *k.stride()[:2], *v.stride()[:2]), HEADS=k.shape[1], UNITS=cache.shape[2], num_warps=1
+        _write_kernel[(len(slots), ceil_div(k.shape[1], HEADS_OF_A_PROGRAM))](
+            *(k, v, cache, slots, *k.stride()[:2], *v.stride()[:2]),
+            KV_HEADS=k.shape[1],
+            UNITS=cache.shape[2],
+            HEADS=HEADS_OF_A_PROGRAM,
+            num_warps=HEADS_OF_A_PROGRAM,
         )
 
 

@@ -10,8 +10,7 @@ in what pieces it adds; here one program adds all of K in ascending order, sixte
 warp's of 16 rows or a warpgroup's of 64. The tile, which follows the numbers of rows and columns, decides only which
 elements a program holds and does not reach a bit (a GPU test goes across every tile's edge). At decode the weight is
 read once whatever the tile, which is what it costs. With more rows the tensor memory accelerator copies the operands,
-one instruction instead of a dozen a thread, and a program goes from tile to tile, so that the next tile's operands are
-on their way while one is stored.
+and a program goes from tile to tile, so that the next tile's operands are on their way while one is stored.
 
 A mixture's router is the same product with few columns. 128 of them are one tile of a vocabulary's width, and one
 multiprocessor would read all 512 KB of a router's weight in front of everything else, some 5 us; in tiles of 16 columns

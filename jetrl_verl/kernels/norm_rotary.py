@@ -4,7 +4,8 @@
 
 Both are what :func:`rms_norm` and :func:`rotary` compute, in every bit. On a GPU one warp has a head: the sum of
 squares is formed in the layout of the norm's kernel (tests/kernels/test_fused_for_hopper.py compares them), and the
-rest is elementwise. Three launches become one, and heads are read and written once instead of twice.
+rest is elementwise. Three launches become one, and heads are read and written once instead of twice. A program has four
+heads of a token.
 """
 
 import torch
@@ -16,6 +17,7 @@ from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
 from jetrl_verl.kernels.rms_norm import heads_in_place, reference_rms_norm, rms_norm_backward, tile_and_warps
 from jetrl_verl.kernels.rotary import check_rotary, reference_rotary, rotate_back
+from jetrl_verl.kernels.sizes import HEADS_OF_A_PROGRAM, ceil_div
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Heads of queries and keys, BF16, and 1 / RMS of each, FP32."""
@@ -37,38 +39,41 @@ def reference_norm_rotary(
 
 
 @jit
-def _angles(table_ptr, position, table_rows, D: tl.constexpr):
-    """Cosines and sines ``[D / 2]`` of a position; NaN for one without angles, as in rotary.py."""
-    half = tl.arange(0, D // 2)
-    known = (half >= 0) & (position >= 0) & (position < table_rows)
-    cos = tl.load(table_ptr + position * D + half, mask=known, other=float("nan")).to(tl.float32)
-    sin = tl.load(table_ptr + position * D + D // 2 + half, mask=known, other=float("nan")).to(tl.float32)
-    return cos, sin
+def rotated_heads(x_ptr, stride, held, weight_ptr, table_ptr, position, table_rows, eps, D: tl.constexpr):
+    """Both halves ``[HEADS, D / 2]`` BF16 of heads ``stride`` apart, normalised and rotated, and 1 / RMS ``[HEADS]``.
 
-
-@jit
-def rotated_head(x_ptr, weight_ptr, table_ptr, position, table_rows, eps, D: tl.constexpr):
-    """Of one head both halves ``[D / 2]`` BF16, normalised and rotated, and 1 / RMS."""
-    column = tl.arange(0, D)
+    ``held [HEADS]``: which of them there are. Angles of a position without any are NaN, as in rotary.py.
+    """
+    head, column, half = tl.arange(0, held.shape[0]), tl.arange(0, D), tl.arange(0, D // 2)
     # Asked for before the position, which the angles' addresses need, and the sum are waited for.
-    weight = tl.load(weight_ptr + column).to(tl.float32)
-    values = tl.load(x_ptr + column).to(tl.float32)
-    cos, sin = _angles(table_ptr, position.to(tl.int64), table_rows, D)
-    mean = tl.sum(values * values, axis=0) / D
+    weight = tl.load(weight_ptr + 0 * head[:, None] + column[None, :]).to(tl.float32)  # by each warp
+    values = tl.load(x_ptr + head[:, None] * stride + column[None, :], mask=held[:, None], other=0.0).to(tl.float32)
+    position = position.to(tl.int64)
+    known = (half >= 0) & (position >= 0) & (position < table_rows)
+    cos = tl.load(table_ptr + position * D + half, mask=known, other=float("nan")).to(tl.float32)[None, :]
+    sin = tl.load(table_ptr + position * D + D // 2 + half, mask=known, other=float("nan")).to(tl.float32)[None, :]
+    mean = tl.sum(values * values, axis=1) / D
     rstd = 1.0 / tl.sqrt_rn(mean + eps)
-    y = (values * rstd * weight).to(tl.bfloat16)
-    first, second = tl.split(tl.trans(tl.reshape(y, (2, D // 2))))
+    y = (values * rstd[:, None] * weight).to(tl.bfloat16)
+    first, second = tl.split(tl.permute(tl.reshape(y, (held.shape[0], 2, D // 2)), (0, 2, 1)))
     first, second = first.to(tl.float32), second.to(tl.float32)
     return (first * cos - second * sin).to(tl.bfloat16), (second * cos + first * sin).to(tl.bfloat16), rstd
 
 
 @jit
-def _head(x_ptr, weight_ptr, y_ptr, rstd_ptr, table_ptr, position, table_rows, eps, D: tl.constexpr):
-    first, second, rstd = rotated_head(x_ptr, weight_ptr, table_ptr, position, table_rows, eps, D)
-    half = tl.arange(0, D // 2)
-    tl.store(y_ptr + half, first)
-    tl.store(y_ptr + D // 2 + half, second)
-    tl.store(rstd_ptr, rstd)
+def store_halves(first, second, target_ptr, stride, stored, D: tl.constexpr):
+    """Heads' halves to heads ``stride`` apart, where ``stored [HEADS]`` says so."""
+    head, half = tl.arange(0, stored.shape[0]), tl.arange(0, D // 2)
+    target_ptr += head[:, None] * stride + half[None, :]
+    tl.store(target_ptr, first, mask=stored[:, None])
+    tl.store(target_ptr + D // 2, second, mask=stored[:, None])
+
+
+@jit
+def _heads(x_ptr, stride, held, weight_ptr, y_ptr, rstd_ptr, table_ptr, position, table_rows, eps, D: tl.constexpr):
+    first, second, rstd = rotated_heads(x_ptr, stride, held, weight_ptr, table_ptr, position, table_rows, eps, D)
+    store_halves(first, second, y_ptr, D, held, D)
+    tl.store(rstd_ptr + tl.arange(0, held.shape[0]), rstd, mask=held)
 
 
 @jit(do_not_specialize=["table_rows"])
@@ -76,18 +81,27 @@ def _norm_rotary_kernel(
     q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, table_ptr, positions_ptr, q_out_ptr, k_out_ptr, q_rstd_ptr, k_rstd_ptr,
     eps, table_rows,
     Q_HEADS: tl.constexpr, Q_TOKEN: tl.constexpr, Q_HEAD: tl.constexpr,
-    K_HEADS: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr, D: tl.constexpr,
+    K_HEADS: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    token, head = (program // (Q_HEADS + K_HEADS)).to(tl.int64), program % (Q_HEADS + K_HEADS)
+    q_programs: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
+    programs: tl.constexpr = q_programs + (K_HEADS + HEADS - 1) // HEADS
+    token, head = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs * HEADS
     position = tl.load(positions_ptr + token)
-    if head < Q_HEADS:
+    if head < q_programs * HEADS:
+        held = head + tl.arange(0, HEADS) < Q_HEADS
         source, row = q_ptr + token * Q_TOKEN + head * Q_HEAD, token * Q_HEADS + head
-        _head(source, q_weight_ptr, q_out_ptr + row * D, q_rstd_ptr + row, table_ptr, position, table_rows, eps, D)
+        _heads(
+            source, Q_HEAD, held, q_weight_ptr, q_out_ptr + row * D, q_rstd_ptr + row, table_ptr, position, table_rows,
+            eps, D,
+        )  # fmt: skip
     else:
-        head -= Q_HEADS
+        head -= q_programs * HEADS
+        held = head + tl.arange(0, HEADS) < K_HEADS
         source, row = k_ptr + token * K_TOKEN + head * K_HEAD, token * K_HEADS + head
-        _head(source, k_weight_ptr, k_out_ptr + row * D, k_rstd_ptr + row, table_ptr, position, table_rows, eps, D)
+        _heads(
+            source, K_HEAD, held, k_weight_ptr, k_out_ptr + row * D, k_rstd_ptr + row, table_ptr, position, table_rows,
+            eps, D,
+        )  # fmt: skip
 
 
 @implements("norm_rotary", "triton")
@@ -106,8 +120,9 @@ def triton_norm_rotary(
     k_heads = k.shape[1]
     outputs = tuple(torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) for x in (q, k))
     rstds = tuple(torch.empty(x.shape[:2], dtype=torch.float32, device=x.device) for x in (q, k))
+    programs = sum(ceil_div(heads, HEADS_OF_A_PROGRAM) for heads in (q_heads, k_heads))
     if tokens:
-        _norm_rotary_kernel[(tokens * (q_heads + k_heads),)](
+        _norm_rotary_kernel[(tokens * programs,)](
             q,
             k,
             q_weight.contiguous(),
@@ -125,7 +140,8 @@ def triton_norm_rotary(
             K_TOKEN=k.stride(0),
             K_HEAD=k.stride(1),
             D=width,
-            num_warps=tile_and_warps(width)[1],
+            HEADS=HEADS_OF_A_PROGRAM,
+            num_warps=HEADS_OF_A_PROGRAM * tile_and_warps(width)[1],
         )
     return *outputs, *rstds
 

@@ -6,10 +6,10 @@ Queries and what is stored of keys and values have the bits of :func:`norm_rotar
 into the pages of a BF16 cache, :func:`write_kv` into those of an FP8 one. Attention reads keys and values from the
 cache, so nothing else is written of them.
 
-On a GPU one warp has a head of queries, keys or values. Norm and rotary are the device functions of norm_rotary.py,
-with its layout of the sum of squares (tests/kernels/test_fused_for_hopper.py compares them); quantizing is that of
-kv_cache.py. A decode step's launch has little work and waits for memory. So a key is read, and its sum formed, while
-its slot is on the way: where it is stored, and whether, is all that depends on that.
+On a GPU one warp has a head of queries, keys or values, a program four of one kind. Norm and rotary are the device
+functions of norm_rotary.py, with its layout of the sum of squares (tests/kernels/test_fused_for_hopper.py compares
+them); quantizing is that of kv_cache.py. A decode step's launch has little work and waits for memory. So a key is read,
+and its sum formed, while its slot is on the way: where it is stored, and whether, is all that depends on that.
 """
 
 import torch
@@ -18,10 +18,16 @@ import triton.language as tl
 from jetrl_verl.kernels.attention import write_pages
 from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
-from jetrl_verl.kernels.kv_cache import check_cache, reference_write_kv, unit_of_slot, write_head, write_head_from
-from jetrl_verl.kernels.norm_rotary import check_norm_rotary, reference_norm_rotary, rotated_head
+from jetrl_verl.kernels.kv_cache import check_cache, reference_write_kv, unit_of_slot, write_heads, write_heads_from
+from jetrl_verl.kernels.norm_rotary import (
+    check_norm_rotary,
+    reference_norm_rotary,
+    rotated_heads,
+    store_halves,
+)
 from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.rms_norm import heads_in_place, tile_and_warps
+from jetrl_verl.kernels.sizes import HEADS_OF_A_PROGRAM, ceil_div
 from jetrl_verl.reference.kv_cache import HEAD_DIM, UNIT_TOKENS
 
 _UNIT = tl.constexpr(UNIT_TOKENS)
@@ -71,13 +77,6 @@ def reference_norm_rotary_write_fp8(
 # --- Triton -----------------------------------------------------------------------------------------------------------
 
 
-@jit
-def _store_halves(first, second, target_ptr, stored, D: tl.constexpr):
-    half = tl.arange(0, D // 2)
-    tl.store(target_ptr + half, first, mask=stored)
-    tl.store(target_ptr + D // 2 + half, second, mask=stored)
-
-
 @jit(do_not_specialize=["table_rows", "slots"])
 def _norm_rotary_write_kernel(
     q_ptr, k_ptr, v_ptr, q_weight_ptr, k_weight_ptr, table_ptr, positions_ptr, q_out_ptr,
@@ -85,39 +84,47 @@ def _norm_rotary_write_kernel(
     Q_HEADS: tl.constexpr, Q_TOKEN: tl.constexpr, Q_HEAD: tl.constexpr,
     KV_HEADS: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr, V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr,
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGE: tl.constexpr, PLACE: tl.constexpr, HEAD: tl.constexpr,
-    FP8: tl.constexpr,
+    FP8: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    program, heads = tl.program_id(0), Q_HEADS + 2 * KV_HEADS
-    token, head = (program // heads).to(tl.int64), program % heads
-    if head < Q_HEADS:
+    q_programs: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
+    kv_programs: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
+    programs: tl.constexpr = q_programs + 2 * kv_programs
+    token, program = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs
+    if program < q_programs:
         position = tl.load(positions_ptr + token)
+        head = program * HEADS
+        held = head + tl.arange(0, HEADS) < Q_HEADS
         source = q_ptr + token * Q_TOKEN + head * Q_HEAD
-        first, second, _ = rotated_head(source, q_weight_ptr, table_ptr, position, table_rows, eps, D)
-        _store_halves(first, second, q_out_ptr + (token * Q_HEADS + head) * D, True, D)
+        first, second, _ = rotated_heads(source, Q_HEAD, held, q_weight_ptr, table_ptr, position, table_rows, eps, D)
+        store_halves(first, second, q_out_ptr + (token * Q_HEADS + head) * D, D, held, D)
     else:
-        head -= Q_HEADS
         slot = tl.load(slots_ptr + token, mask=token < slots, other=-1).to(tl.int64)
-        stored = slot >= 0
-        if head < KV_HEADS:
+        head = (program - q_programs) % kv_programs * HEADS
+        held = head + tl.arange(0, HEADS) < KV_HEADS
+        stored = held & (slot >= 0)
+        place = slot // BLOCK_SIZE * PAGE + slot % BLOCK_SIZE * PLACE + head * HEAD
+        units: tl.constexpr = BLOCK_SIZE // _UNIT
+        if program < q_programs + kv_programs:
             position = tl.load(positions_ptr + token)
             source = k_ptr + token * K_TOKEN + head * K_HEAD
-            first, second, _ = rotated_head(source, k_weight_ptr, table_ptr, position, table_rows, eps, D)
+            first, second, _ = rotated_heads(
+                source, K_HEAD, held, k_weight_ptr, table_ptr, position, table_rows, eps, D
+            )  # fmt: skip
             if FP8:
-                unit_ptr, row = unit_of_slot(keys_ptr, slot, head, KV_HEADS, BLOCK_SIZE // _UNIT)
-                write_head(first, second, unit_ptr, row, stored, True)
+                unit_ptr, row = unit_of_slot(keys_ptr, slot, head, KV_HEADS, units)
+                write_heads(first, second, unit_ptr, row, stored, units, True)
             else:
-                place = slot // BLOCK_SIZE * PAGE + slot % BLOCK_SIZE * PLACE + head * HEAD
-                _store_halves(first, second, keys_ptr + place, stored, D)
+                store_halves(first, second, keys_ptr + place, HEAD, stored, D)
         else:
-            head -= KV_HEADS
             source = v_ptr + token * V_TOKEN + head * V_HEAD
             if FP8:
-                unit_ptr, row = unit_of_slot(values_ptr, slot, head, KV_HEADS, BLOCK_SIZE // _UNIT)
-                write_head_from(source, unit_ptr, row, stored, False)
+                unit_ptr, row = unit_of_slot(values_ptr, slot, head, KV_HEADS, units)
+                write_heads_from(source, V_HEAD, held, unit_ptr, row, stored, units, False)
             else:
-                column = tl.arange(0, D)
-                place = slot // BLOCK_SIZE * PAGE + slot % BLOCK_SIZE * PLACE + head * HEAD
-                tl.store(values_ptr + place + column, tl.load(source + column), mask=stored)
+                column = tl.arange(0, D)[None, :]
+                heads = tl.arange(0, HEADS)[:, None]
+                v = tl.load(source + heads * V_HEAD + column, mask=held[:, None])
+                tl.store(values_ptr + place + heads * HEAD + column, v, mask=stored[:, None])
 
 
 def _launch(q, k, v, q_weight, k_weight, eps, table, positions, keys, values, slots, layout: dict) -> torch.Tensor:
@@ -126,8 +133,9 @@ def _launch(q, k, v, q_weight, k_weight, eps, table, positions, keys, values, sl
     tokens, q_heads, width = q.shape
     kv_heads = k.shape[1]
     out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
+    programs = sum(ceil_div(heads, HEADS_OF_A_PROGRAM) for heads in (q_heads, kv_heads, kv_heads))
     if tokens:
-        _norm_rotary_write_kernel[(tokens * (q_heads + 2 * kv_heads),)](
+        _norm_rotary_write_kernel[(tokens * programs,)](
             q,
             k,
             v,
@@ -152,7 +160,8 @@ def _launch(q, k, v, q_weight, k_weight, eps, table, positions, keys, values, sl
             V_HEAD=v.stride(1),
             D=width,
             **layout,
-            num_warps=tile_and_warps(width)[1],
+            HEADS=HEADS_OF_A_PROGRAM,
+            num_warps=HEADS_OF_A_PROGRAM * tile_and_warps(width)[1],
         )
     return out
 

@@ -22,3 +22,8 @@ def next_power_of_2(n: int) -> int:
 def multiprocessors(device: torch.device) -> int:
     """Of a GPU; 1 of a CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+HEADS_OF_A_PROGRAM = 4
+"""Attention heads, a warp each, where a warp has a head: a multiprocessor holds 32 programs, and of one warp each they
+would be half of the warps that it can."""

@@ -20,6 +20,7 @@ from jetrl_verl.kernels.silu_mul import (
     _silu_mul_quantize_both_kernel,
     _silu_mul_quantize_kernel,
 )
+from jetrl_verl.kernels.sizes import HEADS_OF_A_PROGRAM
 
 BF16, FP32, QDATA, PAIRS, WORDS = "*bf16", "*fp32", "*u8", "*i16", "*i32"
 
@@ -137,10 +138,10 @@ def test_what_writes_the_input_of_a_linear_lets_the_next_kernel_start_at_once(na
 
 
 def sums_of_squares(
-    monkeypatch, kernel, constants: dict, tile: int, warps: int, **types: str
+    monkeypatch, kernel, constants: dict, tile: int, warps: int, heads: int = 0, **types: str
 ) -> list[tuple[str, list[str]]]:
     """Of each sum over ``tile`` numbers in a kernel its layout and the instructions in front of its root, which fix its
-    bits."""
+    bits. With ``heads`` there are so many rows, each in warps of its own, and the layout is that of one of them."""
     compiled, stock = [], triton.compile
 
     def compile_and_keep(*args, **options):
@@ -151,8 +152,17 @@ def sums_of_squares(
         patched.setattr(triton, "compile", compile_and_keep)
         ptx = ptx_for_hopper(kernel, types_of(kernel) | types, constants, num_warps=warps)
     ir = compiled[-1].asm["ttgir"]
-    names = re.findall(rf"\(tensor<{tile}xf32, (#\w+)>\) -> f32", ir)
+    shape = f"{heads}x{tile}xf32" if heads else f"{tile}xf32"
+    names = re.findall(rf"\(tensor<{shape}, (#\w+)>\) -> ", ir)
     layouts = [re.search(rf"^{name} = (.*)$", ir, re.MULTILINE).group(1) for name in names]
+    if heads:
+        rows = {"sizePerThread": 1, "threadsPerWarp": 1, "warpsPerCTA": heads}
+        for name, size in rows.items():
+            layouts = [re.sub(rf"{name} = \[{size}, (\d+)\]", rf"{name} = [\1]", layout) for layout in layouts]
+        layouts = [
+            layout.replace("warpsPerCTA = [1]", f"warpsPerCTA = [{warps // heads}]").replace("[1, 0]", "[0]")
+            for layout in layouts
+        ]
     instructions = r"\b((?:fma|mul|add|sub|div)\.[a-z.]*f32|shfl\.sync\.bfly|ld\.global\S*)"
     before_roots = re.split(r"sqrt\S*", ptx)[: len(names)]
     return [(layout, re.findall(instructions, part)) for layout, part in zip(layouts, before_roots, strict=True)]
@@ -181,12 +191,15 @@ def test_norm_and_rotary_in_one_launch_sum_a_head_as_the_norm_does(monkeypatch):
     }
     (plain,) = sums_of_squares(monkeypatch, _rms_norm_kernel, norm, tile, warps)
     both = {"Q_HEADS": 32, "K_HEADS": 4, "D": 128, "Q_TOKEN": 5120, "K_TOKEN": 5120, "Q_HEAD": 128, "K_HEAD": 128}
-    fused = sums_of_squares(monkeypatch, _norm_rotary_kernel, both, tile, warps)
+    of_program = HEADS_OF_A_PROGRAM
+    both["HEADS"] = of_program
+    fused = sums_of_squares(monkeypatch, _norm_rotary_kernel, both, tile, of_program * warps, of_program)
     assert len(fused) == 2 and len(computed(plain)[1]) == 4 + 2 * 5
     assert [computed(one) for one in fused] == [computed(plain)] * 2
     for fp8, cache in ((False, BF16), (True, QDATA)):
         constants, types = heads_and_cache(32, 4, fp8), dict.fromkeys(("keys_ptr", "values_ptr"), cache)
-        written = sums_of_squares(monkeypatch, _norm_rotary_write_kernel, constants, tile, warps, **types)
+        kernel = _norm_rotary_write_kernel
+        written = sums_of_squares(monkeypatch, kernel, constants, tile, of_program * warps, of_program, **types)
         assert [computed(one) for one in written] == [computed(plain)] * 2
 
 
@@ -200,21 +213,23 @@ def heads_and_cache(heads: int, kv_heads: int, fp8: bool) -> dict[str, object]:
         **{f"{x}_HEAD": 128 for x in "KV"},
         **(dict.fromkeys(layout, 0) if fp8 else layout),
         "FP8": fp8,
+        "HEADS": HEADS_OF_A_PROGRAM,
     }
 
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_what_goes_into_the_cache_is_stored_under_its_slot_and_a_head_stays_in_its_warp(fp8):
-    """Queries in two halves whatever the slot, then keys, then values; two E4M3 in a store, and the head's scale."""
+    """Queries in two halves, then keys, then values, of heads that exist; two E4M3 in a store, and a head's scale."""
     types = types_of(_norm_rotary_write_kernel) | (dict.fromkeys(("keys_ptr", "values_ptr"), QDATA) if fp8 else {})
-    ptx = ptx_for_hopper(_norm_rotary_write_kernel, types, heads_and_cache(32, 4, fp8), num_warps=1)
+    ptx = ptx_for_hopper(_norm_rotary_write_kernel, types, heads_and_cache(32, 4, fp8), num_warps=HEADS_OF_A_PROGRAM)
     stores = [
         (bool(predicate), width) for predicate, width in re.findall(r"(@%p\d+ )?st\.global\.((?:v2\.)?b\d+)", ptx)
     ]
     halves = [(True, "b16"), (True, "b16"), (True, "b8")] if fp8 else [(True, "b32")] * 2
-    assert stores == [(False, "b32")] * 2 + halves + (halves if fp8 else [(True, "v2.b32")])
+    assert stores == [(True, "b32")] * 2 + halves + (halves if fp8 else [(True, "v2.b32")])
     assert len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32", ptx)) == (4 if fp8 else 0)
-    assert not re.search(r"bar\.sync|(ld|st)\.shared|\b(atom|red)\.", ptx)
+    assert not re.search(r"bar\.sync|\b(atom|red)\.", ptx)
+    assert fp8 or not re.search(r"(ld|st)\.shared", ptx)
 
 
 @pytest.mark.parametrize("residual", [True, False])

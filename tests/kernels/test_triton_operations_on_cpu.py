@@ -26,6 +26,7 @@ from jetrl_verl.kernels.norm_rotary import _norm_rotary_kernel
 from jetrl_verl.kernels.rms_norm import _backward_kernel, _rms_norm_kernel
 from jetrl_verl.kernels.rotary import _rotary_kernel
 from jetrl_verl.kernels.silu_mul import _silu_mul_backward_kernel, _silu_mul_kernel
+from jetrl_verl.kernels.sizes import HEADS_OF_A_PROGRAM
 
 BF16, FP32 = "*bf16", "*fp32"
 OF_ROWS = {"tokens_ptr": "*i64", "seeds_ptr": "*i64", "counters_ptr": "*i64", "counts_ptr": "*i32"} | dict.fromkeys(
@@ -90,7 +91,7 @@ def test_logits_are_one_chain_of_matrix_instructions_into_one_accumulator(tile):
             )
             | dict.fromkeys(("q_rstd_ptr", "k_rstd_ptr"), FP32)
             | {"positions_ptr": "*i64", "eps": "fp32"},
-            {"Q_HEADS": 28, "K_HEADS": 4, "D": 128}
+            {"Q_HEADS": 28, "K_HEADS": 4, "D": 128, "HEADS": HEADS_OF_A_PROGRAM}
             | dict.fromkeys(("Q_TOKEN", "K_TOKEN"), 4608)
             | dict.fromkeys(("Q_HEAD", "K_HEAD"), 128),
         ),

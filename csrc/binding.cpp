@@ -316,10 +316,7 @@ void silu_mul_backward(const Tensor& dy, const Tensor& gate, const Tensor& up, c
                            both_ways(dup, dup_scales, dup_columns, dup_column_scales, rows, k), device.stream);
 }
 
-void decode_attention(const Tensor& q, const Tensor& cache, const Tensor& lengths, const Tensor& block_table,
-                      double scale, int64_t units, const Tensor& out, int64_t cluster) {
-  const Device device(q);
-  constexpr int64_t kUnit = 4128;
+void check_decode_rows(const Tensor& q, const Tensor& out) {
   for (const Tensor* rows : {&q, &out}) {
     STD_TORCH_CHECK(on_device(*rows) && rows->dim() == 3 && rows->scalar_type() == ScalarType::BFloat16 &&
                         rows->size(0) == q.size(0) && rows->size(1) == q.size(1) && rows->size(2) == 128 &&
@@ -328,11 +325,11 @@ void decode_attention(const Tensor& q, const Tensor& cache, const Tensor& length
                     "jetrl_native: queries and results must be BF16 [requests, heads, 128] on a GPU, the heads of a "
                     "request next to each other, requests on multiples of 16 bytes.");
   }
-  STD_TORCH_CHECK(on_device(cache) && cache.dim() == 4 && cache.scalar_type() == ScalarType::Byte &&
-                      cache.size(2) == units && cache.size(3) == kUnit && cache.is_contiguous() &&
-                      starts_on_16_bytes(cache),
-                  "jetrl_native: the cache must be contiguous bytes [pages, KV heads, units, 4128] on a GPU.");
-  const int64_t heads = q.size(1), kv_heads = cache.size(1);
+}
+
+jetrl::DecodeAttention decode_call(const Tensor& q, const Tensor& out, const Tensor& lengths, const Tensor& block_table,
+                                   int64_t kv_heads, int64_t units, double scale, int64_t cluster) {
+  const int64_t heads = q.size(1);
   STD_TORCH_CHECK(kv_heads > 0 && heads % kv_heads == 0 && heads / kv_heads <= 8, "jetrl_native: ", heads,
                   " query heads over ", kv_heads, " KV heads are not supported; 1 to 8 a KV head are.");
   STD_TORCH_CHECK(on_device(lengths) && lengths.dim() == 1 && lengths.scalar_type() == ScalarType::Int &&
@@ -341,12 +338,57 @@ void decode_attention(const Tensor& q, const Tensor& cache, const Tensor& length
   STD_TORCH_CHECK(on_device(block_table) && block_table.dim() == 2 && block_table.scalar_type() == ScalarType::Int &&
                       block_table.size(0) >= q.size(0) && block_table.stride(1) == 1,
                   "jetrl_native: the block table must be int32 [requests, pages], rows contiguous.");
-  jetrl::decode_attention(
-      {static_cast<const uint16_t*>(q.data_ptr()), static_cast<uint16_t*>(out.data_ptr()), cache.data_ptr(),
-       static_cast<const int32_t*>(lengths.data_ptr()), static_cast<const int32_t*>(block_table.data_ptr()),
-       q.stride(0), out.stride(0), block_table.stride(0), narrow(q.size(0)), narrow(kv_heads), int(heads / kv_heads),
-       narrow(units), float(scale), narrow(cluster)},
-      device.stream);
+  return {static_cast<const uint16_t*>(q.data_ptr()),
+          static_cast<uint16_t*>(out.data_ptr()),
+          static_cast<const int32_t*>(lengths.data_ptr()),
+          static_cast<const int32_t*>(block_table.data_ptr()),
+          q.stride(0),
+          out.stride(0),
+          block_table.stride(0),
+          narrow(q.size(0)),
+          narrow(kv_heads),
+          int(heads / kv_heads),
+          narrow(units),
+          float(scale),
+          narrow(cluster)};
+}
+
+void decode_attention(const Tensor& q, const Tensor& cache, const Tensor& lengths, const Tensor& block_table,
+                      double scale, int64_t units, const Tensor& out, int64_t cluster) {
+  const Device device(q);
+  constexpr int64_t kUnit = 4128;
+  check_decode_rows(q, out);
+  STD_TORCH_CHECK(on_device(cache) && cache.dim() == 4 && cache.scalar_type() == ScalarType::Byte &&
+                      cache.size(2) == units && cache.size(3) == kUnit && cache.is_contiguous() &&
+                      starts_on_16_bytes(cache),
+                  "jetrl_native: the cache must be contiguous bytes [pages, KV heads, units, 4128] on a GPU.");
+  const jetrl::DecodeAttention call =
+      decode_call(q, out, lengths, block_table, cache.size(1), units, scale, cluster);
+  jetrl::decode_attention(call, cache.data_ptr(), device.stream);
+}
+
+void decode_attention_bf16(const Tensor& q, const Tensor& keys, const Tensor& values, const Tensor& lengths,
+                           const Tensor& block_table, double scale, const Tensor& out, int64_t cluster) {
+  const Device device(q);
+  check_decode_rows(q, out);
+  for (const Tensor* pages : {&keys, &values}) {
+    STD_TORCH_CHECK(on_device(*pages) && pages->dim() == 4 && pages->scalar_type() == ScalarType::BFloat16 &&
+                        pages->size(3) == 128 && pages->stride(3) == 1 && pages->size(1) % 16 == 0 &&
+                        starts_on_16_bytes(*pages),
+                    "jetrl_native: keys and values must be BF16 [pages, tokens, KV heads, 128] on a GPU, pages of a "
+                    "multiple of 16 tokens.");
+    for (int dim = 0; dim < 3; ++dim) {
+      STD_TORCH_CHECK(pages->size(dim) == keys.size(dim) && pages->stride(dim) == keys.stride(dim) &&
+                          (pages->stride(dim) % 8 == 0 || pages->size(dim) == 1),
+                      "jetrl_native: keys and values must have the same shape and strides, multiples of 16 bytes.");
+    }
+  }
+  const jetrl::DecodeAttention call =
+      decode_call(q, out, lengths, block_table, keys.size(2), keys.size(1) / 16, scale, cluster);
+  const jetrl::Bf16Pages pages{static_cast<const uint8_t*>(keys.data_ptr()),
+                               static_cast<const uint8_t*>(values.data_ptr()), 2 * keys.stride(0), 2 * keys.stride(1),
+                               2 * keys.stride(2)};
+  jetrl::decode_attention_bf16(call, pages, device.stream);
 }
 
 void declare(torch::stable::detail::StableLibrary& library) {
@@ -375,6 +417,9 @@ void declare(torch::stable::detail::StableLibrary& library) {
       "decode_attention(Tensor q, Tensor cache, Tensor lengths, Tensor block_table, float scale, int units, "
       "Tensor(a!) out, int cluster) -> ()");
   library.def(
+      "decode_attention_bf16(Tensor q, Tensor keys, Tensor values, Tensor lengths, Tensor block_table, float scale, "
+      "Tensor(a!) out, int cluster) -> ()");
+  library.def(
       "silu_mul_backward(Tensor dy, Tensor gate, Tensor up, Tensor(a!) dgate, Tensor(b!) dgate_scales, "
       "Tensor(c!) dgate_columns, Tensor(d!) dgate_column_scales, Tensor(e!) dup, Tensor(f!) dup_scales, "
       "Tensor(g!) dup_columns, Tensor(h!) dup_column_scales, bool pow2) -> ()");
@@ -392,6 +437,7 @@ void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("transpose", TORCH_BOX(&transpose));
   library.impl("silu_mul_backward", TORCH_BOX(&silu_mul_backward));
   library.impl("decode_attention", TORCH_BOX(&decode_attention));
+  library.impl("decode_attention_bf16", TORCH_BOX(&decode_attention_bf16));
 }
 
 }  // namespace

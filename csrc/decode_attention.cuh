@@ -1,9 +1,9 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// What the two kernels of decode attention share: a unit of 16 tokens of one head of the FP8 KV cache
-// (reference/kv_cache.py) and how its numbers become operands; the arithmetic of scores and of the softmax, which has
-// FlashAttention 3's bits (docs/log/kv_cache.md says what of it decides them).
+// What the kernels of decode attention share: a unit of 16 tokens of one head of the FP8 KV cache
+// (reference/kv_cache.py) and how its numbers become operands; the arithmetic of the softmax, which has FlashAttention
+// 3's bits (docs/log/kv_cache.md says what of it decides them).
 
 #pragma once
 
@@ -29,19 +29,39 @@ constexpr int kKeysOfABlock = 128, kUnitsOfABlock = kKeysOfABlock / CacheUnit::k
 struct DecodeAttentionParams {
   const uint16_t* q;
   uint16_t* out;
-  const uint8_t* cache;
   const int32_t *lengths, *table;
   int64_t stride_q, stride_out, stride_table;
   int kv_heads, group, units;  // units of a page
   float scale_log2;
 };
+struct Fp8Params : DecodeAttentionParams {
+  const uint8_t* cache;
+};
+
+inline DecodeAttentionParams params_of(const DecodeAttention& call) {
+  if (call.group < 1 || call.group > kQueries) refuse("more than 8 query heads of a KV head are not supported.");
+  return {
+      call.q,
+      call.out,
+      call.lengths,
+      call.table,
+      call.stride_q,
+      call.stride_out,
+      call.stride_table,
+      call.kv_heads,
+      call.group,
+      call.units,
+      // FlashAttention's own constant: rounded once, after a product in double precision.
+      float(double(call.scale) * 1.4426950408889634),
+  };
+}
 
 // Whether a lane arrives for its warp, behind its sync; how many do (kAllLanesRelease says why).
 constexpr int kArrivals = kAllLanesRelease ? 32 : 1;
 JETRL_DEVICE bool arrives() { return kAllLanesRelease || sm90::elect_one(); }
 
 // Two or more thread blocks, in a cluster, for each request and KV head (sm90_decode_attention_cluster.cu).
-void decode_attention_in_clusters(const DecodeAttentionParams& params, int pairs, int cluster, Stream stream);
+void decode_attention_in_clusters(const Fp8Params& params, int pairs, int cluster, Stream stream);
 
 // The upper byte of each half, E4M3, as BF16 times 2^-120.
 JETRL_DEVICE uint32_t shifted(uint32_t halves) { return (halves & 0x80008000u) | (halves >> 4 & 0x07F007F0u); }

@@ -246,20 +246,27 @@ struct QuantizedBothWays {
 void silu_mul_backward(const Bf16Rows& dy, const Bf16Rows& gate, const Bf16Rows& up, int rows, int k, bool pow2,
                        const QuantizedBothWays& dgate, const QuantizedBothWays& dup, Stream stream);
 
-// One new token of each request over an FP8 KV cache. BF16 q and out [requests, kv_heads * group, 128], strides of
-// requests in elements, multiples of 8; cache [pages, kv_heads, units, 4128] bytes (reference/kv_cache.py); lengths
-// [requests] tokens, the new one included; table [requests, ...] their pages, `stride_table` apart. 1, 2, 4 or 8 blocks,
-// `cluster`, share a request and KV head, which changes no bit.
+// One new token of each request over a KV cache. BF16 q and out [requests, kv_heads * group, 128], strides of requests
+// in elements, multiples of 8; lengths [requests] tokens, the new one included; table [requests, ...] their pages, of 16
+// tokens `units` times, `stride_table` apart. 1, 2, 4 or 8 blocks, `cluster`, share a request and KV head, which changes
+// no bit.
 struct DecodeAttention {
   const uint16_t* q;
   uint16_t* out;
-  const void* cache;
   const int32_t *lengths, *table;
   int64_t stride_q, stride_out, stride_table;
   int requests, kv_heads, group, units;
   float scale;
   int cluster;
 };
-void decode_attention(const DecodeAttention& call, Stream stream);
+// FP8 cache [pages, kv_heads, units, 4128] bytes (reference/kv_cache.py).
+void decode_attention(const DecodeAttention& call, const void* cache, Stream stream);
+
+// BF16 keys and values [pages, tokens, kv_heads, 128]; strides in bytes, multiples of 16, as the addresses are.
+struct Bf16Pages {
+  const uint8_t *keys, *values;
+  int64_t stride_page, stride_token, stride_head;
+};
+void decode_attention_bf16(const DecodeAttention& call, const Bf16Pages& pages, Stream stream);
 
 }  // namespace jetrl

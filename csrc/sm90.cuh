@@ -452,7 +452,20 @@ JETRL_DEVICE int count_true(bool value) { return __popc(__ballot_sync(0xffffffff
 // 16 bytes that no one writes while the kernel runs.
 JETRL_DEVICE uint4 load_16(const uint16_t* from) { return __ldg(reinterpret_cast<const uint4*>(from)); }
 
-// Four 8x8 matrices of 16-bit values: r[i] is matrix i's fragment; lanes 8i..8i+7 give the addresses of its rows.
+// Four 8x8 matrices of 16-bit values: r[i] is matrix i's fragment; lanes 8i..8i+7 give the addresses of its rows. Lane
+// l holds row l / 4, columns 2 (l % 4) and the next; of a transposed one column l / 4 and two rows.
+JETRL_DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared::cta.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+JETRL_DEVICE void ldmatrix_x4_transposed(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
 JETRL_DEVICE void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r0), "r"(r1),
                "r"(r2), "r"(r3)

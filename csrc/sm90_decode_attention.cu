@@ -225,7 +225,7 @@ JETRL_DEVICE void compute_output(const DecodeAttentionParams& p, uint8_t* memory
 
 // ---- copies --------------------------------------------------------------------------------------------------------
 
-JETRL_DEVICE void copy_keys_and_values(const DecodeAttentionParams& p, uint32_t memory, const Barriers& barriers,
+JETRL_DEVICE void copy_keys_and_values(const Fp8Params& p, uint32_t memory, const Barriers& barriers,
                                        const int32_t* table, int head, int blocks, int length) {
   const int lane = sm90::own_lane();
   const int units = ceil_div(length, Shape::kUnitKeys);
@@ -253,7 +253,7 @@ JETRL_DEVICE void copy_keys_and_values(const DecodeAttentionParams& p, uint32_t 
 }
 
 JETRL_KERNEL void __launch_bounds__(Shape::kThreads, 2)
-    decode_attention_kernel(JETRL_GRID_CONSTANT DecodeAttentionParams p) {
+    decode_attention_kernel(JETRL_GRID_CONSTANT Fp8Params p) {
   uint8_t* memory = sm90::dynamic_shared_memory();
   const int warp = sm90::warp_uniform(sm90::thread_index() / 32);
   const int head = sm90::block_index() % p.kv_heads, request = sm90::block_index() / p.kv_heads;
@@ -293,23 +293,8 @@ JETRL_KERNEL void __launch_bounds__(Shape::kThreads, 2)
 
 }  // namespace
 
-void decode_attention(const DecodeAttention& call, Stream stream) {
-  if (call.group < 1 || call.group > kQueries) refuse("more than 8 query heads of a KV head are not supported.");
-  const DecodeAttentionParams params{
-      call.q,
-      call.out,
-      static_cast<const uint8_t*>(call.cache),
-      call.lengths,
-      call.table,
-      call.stride_q,
-      call.stride_out,
-      call.stride_table,
-      call.kv_heads,
-      call.group,
-      call.units,
-      // FlashAttention's own constant: rounded once, after a product in double precision.
-      float(double(call.scale) * 1.4426950408889634),
-  };
+void decode_attention(const DecodeAttention& call, const void* cache, Stream stream) {
+  const Fp8Params params{params_of(call), static_cast<const uint8_t*>(cache)};
   const int pairs = call.requests * call.kv_heads;
   if (call.cluster != 1) return decode_attention_in_clusters(params, pairs, call.cluster, stream);
   const Grid grid{pairs, 1, Shape::kThreads, Shape::kBytes, stream};

@@ -22,7 +22,12 @@ from jetrl_verl.kernels.attention import (
 )
 from jetrl_verl.kernels.combine import combine, combine_of_ranks
 from jetrl_verl.kernels.combine_rms_norm import combine_add_rms_norm, combine_add_rms_norm_quantize_1x128
-from jetrl_verl.kernels.decode_attention import chunk_attention, decode_attention
+from jetrl_verl.kernels.decode_attention import (
+    chunk_attention,
+    decode_attention,
+    decode_attention_bf16,
+    decodes_natively,
+)
 from jetrl_verl.kernels.dispatch import BACKENDS, describe_backends, override_backend, platform_of
 from jetrl_verl.kernels.draw import draw_tokens, drawn_log_probs
 from jetrl_verl.kernels.fprop import fprop, fprop_quantized
@@ -70,6 +75,8 @@ __all__ = [
     "cache_form",
     "chunk_attention",
     "decode_attention",
+    "decode_attention_bf16",
+    "decodes_natively",
     "combine",
     "combine_add_rms_norm",
     "combine_add_rms_norm_quantize_1x128",

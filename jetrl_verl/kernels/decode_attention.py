@@ -1,8 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout's attention over an FP8 KV cache: one new token of each request (decode), or several (prompts and chunks).
+"""A rollout's attention over its KV cache: one new token of each request (decode), or several (prompts and chunks).
 
-The bits are those of attention.py over dequantized keys and values.
+The bits are those of attention.py, of an FP8 cache over dequantized keys and values.
 
 **Decode on Hopper** is the kernel of csrc/sm90_decode_attention.cu, which reads FP8 data and scales and follows the
 order of FlashAttention 3 with ``num_splits=1``; where there are few requests, several thread blocks share one
@@ -10,13 +10,17 @@ order of FlashAttention 3 with ``num_splits=1``; where there are few requests, s
 that were dequantized for it: the same bits, slower than a BF16 cache, and in no CUDA graph, since it asks for lengths.
 
 **Chunks** always go that way: their tokens are read once for many queries.
+
+**A BF16 cache** is vLLM's own, and so is its attention (rollout/flash_attention.py), but for decode steps on Hopper:
+csrc/sm90_decode_attention_bf16.cu has FlashAttention 3's bits and as many thread blocks a request as help, where
+FlashAttention with one split has one.
 """
 
 import torch
 
 from jetrl_verl.kernels import native, vllm_kernels
-from jetrl_verl.kernels.attention import check_head_dim, paged_attention_fp8
-from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.attention import HEAD_DIM, check_head_dim, paged_attention, paged_attention_fp8
+from jetrl_verl.kernels.dispatch import choose, implements, lookup
 from jetrl_verl.kernels.kv_cache import read_kv
 from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.sizes import multiprocessors
@@ -26,6 +30,13 @@ MOST_QUERY_HEADS = 8
 
 CLUSTERS = (1, 2, 4, 8)
 """Thread blocks that can share a request and KV head."""
+
+MOST_PAIRS_OF_BF16 = 2048
+"""Pairs of a request and a KV head up to which decode steps over a BF16 cache run the native kernel, not FlashAttention
+3: beyond it both wait for memory alone. To be set by measurement (docs/log/kv_cache.md)."""
+
+PAGE_TOKENS = 16
+"""Of a page of a BF16 cache, or a multiple of it."""
 
 
 def choose_cluster(pairs: int, multiprocessors: int) -> int:
@@ -53,10 +64,13 @@ def flash_decode_attention(q, cache, lengths, block_table, scale: float, out) ->
     flash_chunk_attention(q, cache, cu_queries, 1, lengths, held, block_table, scale, out)
 
 
+def _rows_suit(*rows: torch.Tensor) -> bool:
+    return all(x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.stride(0) % 8 == 0 for x in rows)
+
+
 def native_supports_decode_attention(q, cache, lengths, block_table, scale: float, out) -> bool:
     """Whether the native kernel computes this call."""
-    rows = all(x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.stride(0) % 8 == 0 for x in (q, out))
-    return q.shape[1] // cache.shape[1] <= MOST_QUERY_HEADS and rows and native.unavailable() is None
+    return q.shape[1] // cache.shape[1] <= MOST_QUERY_HEADS and _rows_suit(q, out) and native.unavailable() is None
 
 
 @implements("decode_attention", "native", supports=native_supports_decode_attention)
@@ -71,6 +85,50 @@ def native_decode_attention(
         )
     cluster = plan.cluster if plan else choose_cluster(len(q) * cache.shape[1], multiprocessors(q.device))
     native.operators().decode_attention(q, cache, lengths, block_table, scale, cache.shape[2], out, cluster)
+
+
+@implements("decode_attention_bf16", "reference")
+def reference_decode_attention_bf16(q, keys, values, lengths, block_table, scale: float, out) -> None:
+    """As :func:`decode_attention_bf16`, of keys and values in ``cache_form``."""
+    cu_queries = torch.arange(len(q) + 1, dtype=torch.int32)
+    heads_first = (x.transpose(1, 2) for x in (keys, values))
+    out.copy_(paged_attention(q, *heads_first, cu_queries, lengths, block_table, scale))
+
+
+@implements("decode_attention_bf16", "flash_attention_3")
+def flash_decode_attention_bf16(q, keys, values, lengths, block_table, scale: float, out) -> None:
+    """As :func:`decode_attention_bf16`."""
+    vllm_kernels.flash_attention_3_pages(q, keys, values, lengths, block_table, scale, out)
+
+
+def native_supports_decode_attention_bf16(q, keys, values, lengths, block_table, scale: float, out) -> bool:
+    """Whether the native kernel computes this call."""
+    same = keys.shape == values.shape and keys.stride() == values.stride() and keys.dtype == torch.bfloat16
+    steps = zip(keys.shape[:3], keys.stride()[:3], strict=True)
+    pages = same and keys.stride(3) == 1 and all(stride % 8 == 0 or size == 1 for size, stride in steps)
+    pages = pages and keys.shape[1] % PAGE_TOKENS == 0 and keys.shape[3] == q.shape[2] == HEAD_DIM
+    group = q.shape[1] // keys.shape[2]
+    return pages and group <= MOST_QUERY_HEADS and _rows_suit(q, out) and native.unavailable() is None
+
+
+def native_is_best_for_decode_attention_bf16(q, keys, *call) -> bool:
+    """Whether the native kernel computes this call, and faster than FlashAttention 3: by shape alone, since a CUDA
+    graph keeps the choice."""
+    return len(q) * keys.shape[2] <= MOST_PAIRS_OF_BF16 and native_supports_decode_attention_bf16(q, keys, *call)
+
+
+@implements("decode_attention_bf16", "native", supports=native_is_best_for_decode_attention_bf16)
+def native_decode_attention_bf16(
+    q, keys, values, lengths, block_table, scale: float, out, *, plan: native.Plan | None = None
+) -> None:
+    """As :func:`decode_attention_bf16`; ``plan`` as of :func:`native_decode_attention`."""
+    if not native_supports_decode_attention_bf16(q, keys, values, lengths, block_table, scale, out):
+        raise ValueError(
+            f"native does not support decode_attention_bf16 of q {tuple(q.shape)} strides {q.stride()} over keys "
+            f"{tuple(keys.shape)} strides {keys.stride()}{native.why()}; use backend flash_attention_3."
+        )
+    cluster = plan.cluster if plan else choose_cluster(len(q) * keys.shape[2], multiprocessors(q.device))
+    native.operators().decode_attention_bf16(q, keys, values, lengths, block_table, scale, out, cluster)
 
 
 @implements("chunk_attention", "reference")
@@ -95,6 +153,15 @@ def flash_chunk_attention(q, cache, cu_queries, most_queries, lengths, held, blo
 )
 def _decode_attention(q, *call) -> None:
     lookup("decode_attention", q.device, q, *call)(q, *call)
+
+
+@operator(
+    "decode_attention_bf16(Tensor q, Tensor keys, Tensor values, Tensor lengths, Tensor block_table, float scale,"
+    " Tensor(a!) out) -> ()",
+    fake=lambda *_: None,
+)
+def _decode_attention_bf16(q, *call) -> None:
+    lookup("decode_attention_bf16", q.device, q, *call)(q, *call)
 
 
 @operator(
@@ -135,6 +202,41 @@ def decode_attention(
     if len(q):
         _decode_attention(q, cache, lengths, block_table, scale, out)
     return out
+
+
+def decode_attention_bf16(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """:func:`decode_attention` over a BF16 cache.
+
+    Args:
+        keys, values: BF16 ``[pages, page size, Hkv, 128]``, parts of one tensor or not; what lies behind a request's
+            tokens may be anything.
+        q, lengths, block_table, scale, out: as there.
+
+    Returns:
+        ``[R, H, 128]`` BF16: ``out``, where it was given.
+
+    Raises:
+        TypeError: ``q``, ``keys`` or ``values`` is not BF16. ValueError: heads that are not of 128.
+    """
+    require_bf16("decode_attention_bf16", q=q, keys=keys, values=values)
+    check_head_dim(q.shape[-1])
+    out = torch.empty_like(q) if out is None else out
+    if len(q):
+        _decode_attention_bf16(q, keys, values, lengths, block_table, scale, out)
+    return out
+
+
+def decodes_natively(*call) -> bool:
+    """Whether :func:`decode_attention_bf16` of these arguments, all of them, runs the native kernel."""
+    return choose("decode_attention_bf16", call[0].device, *call)[0] == "native"
 
 
 def chunk_attention(

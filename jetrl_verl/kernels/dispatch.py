@@ -11,7 +11,8 @@ file registers its implementations with :func:`implements`, and the operation as
 
 Backends that are no package's: ``reference``, which is :mod:`jetrl_verl.reference` or the CPU code of the operation's
 file, and ``composed``: the operation is made of others of this table. A platform that an operation lacks is one where
-nothing calls it: on a GPU vLLM attends to a BF16 cache itself, and pages of FP8 data have operations of their own.
+nothing calls it: on a GPU vLLM attends to a BF16 cache itself but for decode steps that the native kernel computes, and
+pages of FP8 data have operations of their own.
 """
 
 from collections.abc import Callable, Iterator
@@ -91,6 +92,8 @@ BACKENDS: Table = {
     "read_kv": _TRITON,
     "decode_attention": _ATTENTION | {"sm90": ("native", "flash_attention_3")},
     "chunk_attention": _ATTENTION,
+    # A decode step over vLLM's own BF16 pages.
+    "decode_attention_bf16": _ATTENTION | {"sm90": ("native", "flash_attention_3")},
     "paged_attention_fp8": _CPU_ALONE,
     "paged_attention": _CPU_ALONE,
     "attention": _ATTENTION,

@@ -117,6 +117,35 @@ def flash_attention_3_chunks(
     )
 
 
+def flash_attention_3_pages(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """:func:`flash_attention_3` of one new token of each request to its pages; arguments as of
+    :func:`jetrl_verl.kernels.decode_attention_bf16`.
+
+    Raises:
+        RuntimeError: the GPU or the wheel has no FlashAttention 3.
+    """
+    _flash_attention_3(
+        q,
+        keys,
+        values,
+        max_seqlen_q=1,
+        cu_seqlens_q=torch.arange(len(q) + 1, dtype=torch.int32, device=q.device),
+        max_seqlen_k=block_table.shape[1] * keys.shape[1],
+        seqused_k=lengths,
+        block_table=block_table,
+        softmax_scale=scale,
+        out=out,
+    )
+
+
 def _flash_attention_3(*call, **options):
     if reason := no_flash_attention_3():
         raise RuntimeError(f"there is no FlashAttention 3: {reason}")

@@ -2,8 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's FlashAttention backend as the shared attention: version 3, one split, no cascade, as the trainer calls it.
 
+Decode steps run our kernel, whose bits are the same, where it is faster (kernels/decode_attention.py): one split leaves
+most of a GPU idle where requests are few.
+
 With an FP8 KV cache (reference/kv_cache.py) prompts and chunks still go through that kernel, over what is dequantized
-for them, and decode steps through ours (kernels/decode_attention.py), whose bits are the same.
+for them, and decode steps through ours, too.
 
 ``norm_rotary_write`` of an implementation is what rollout/qk_norm.py asks of it. Both kinds of attention read keys and
 values from the cache alone.
@@ -31,7 +34,29 @@ REACHES = (
 
 
 class SharedFlashAttention(FlashAttentionImpl):
-    """vLLM's own; the class says in a listing whose metadata it gets."""
+    """vLLM's own, but for batches of one new token of each request that our kernel computes."""
+
+    def forward(
+        self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None
+    ) -> torch.Tensor:
+        # None in vLLM's profiling run.
+        if attn_metadata is not None and attn_metadata.max_query_len == 1 and output_scale is None:
+            # Padding of a CUDA graph has length 0.
+            requests = attn_metadata.seq_lens.shape[0]
+            call = (
+                query[:requests],
+                *kv_cache.unbind(1),
+                attn_metadata.seq_lens,
+                attn_metadata.block_table,
+                self.scale,
+                output[:requests],
+            )
+            one_each = attn_metadata.num_actual_tokens == requests and self.dcp_world_size == 1
+            if one_each and kernels.decodes_natively(*call):
+                kernels.decode_attention_bf16(*call)
+                return output
+        scales = output_scale, output_block_scale
+        return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
 
     def norm_rotary_write(self, heads: tuple, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
         return kernels.norm_rotary_write(*heads, *kv_cache.unbind(1), slot_mapping)
@@ -47,6 +72,14 @@ class SharedFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.max_num_splits = 1
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config, kv_cache_spec) -> AttentionCGSupport:
+        if kernels_native.unavailable() is not None:
+            return super().get_cudagraph_support(vllm_config, kv_cache_spec)
+        # A whole graph for batches of any kind is captured with one new token of each request, and would replay our
+        # kernel for chunks.
+        return AttentionCGSupport.UNIFORM_BATCH
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         most = self.max_cudagraph_size if self.use_full_cuda_graph else None

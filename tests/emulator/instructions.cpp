@@ -531,6 +531,30 @@ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   }
 }
 
+// What all lanes read, each the row whose address it gave.
+const uint32_t (*rows_of_matrices(uint32_t address))[4] {
+  if (address % 16 != 0) fail("a misaligned ldmatrix");
+  touch_now(*machine.current, false, address, 16);
+  uint32_t row[4];
+  std::memcpy(row, at(block(), address, 16), sizeof(row));
+  return meet(row[0], row[1], row[2], row[3]);
+}
+
+void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
+  const auto rows = rows_of_matrices(address);
+  const int lane = own_lane();
+  for (int i = 0; i < 4; ++i) r[i] = rows[8 * i + lane / 4][lane % 4];
+}
+
+void ldmatrix_x4_transposed(uint32_t (&r)[4], uint32_t address) {
+  const auto rows = rows_of_matrices(address);
+  const int row = 2 * (own_lane() % 4), column = own_lane() / 4;
+  for (int i = 0; i < 4; ++i) {
+    const auto half = [&](int of) { return rows[8 * i + of][column / 2] >> column % 2 * 16 & 0xFFFF; };
+    r[i] = half(row) | half(row + 1) << 16;
+  }
+}
+
 // Each lane writes the row whose address it gave, when its time comes: nobody else may count on it before a sync_warp.
 void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
   if (address % 16 != 0) fail("a misaligned stmatrix");

@@ -24,7 +24,8 @@ __attribute__((weak)) void relayout_128x1(const Operand&, int, bool, const Trans
 __attribute__((weak)) void transpose_128x128(const Operand&, int, const Transposed&, Stream);
 __attribute__((weak)) void silu_mul_backward(const Bf16Rows&, const Bf16Rows&, const Bf16Rows&, int, int, bool,
                                              const QuantizedBothWays&, const QuantizedBothWays&, Stream);
-__attribute__((weak)) void decode_attention(const DecodeAttention&, Stream);
+__attribute__((weak)) void decode_attention(const DecodeAttention&, const void*, Stream);
+__attribute__((weak)) void decode_attention_bf16(const DecodeAttention&, const Bf16Pages&, Stream);
 }  // namespace jetrl
 
 namespace {
@@ -158,15 +159,20 @@ int jetrl_silu_mul_backward(int pow2, int rows, int k, const uint16_t* dy, int64
   });
 }
 
-// jetrl::DecodeAttention's members in its order.
-int jetrl_decode_attention(const uint16_t* q, uint16_t* out, const void* cache, const int32_t* lengths,
-                           const int32_t* table, int64_t stride_q, int64_t stride_out, int64_t stride_table,
-                           int requests, int kv_heads, int group, int units, float scale, int cluster,
-                           uint32_t seed) {
+// jetrl::DecodeAttention's members in its order. The cache: FP8 pages, or BF16 keys with values and their strides.
+int jetrl_decode_attention(const void* cache, const uint8_t* values, const int64_t* strides, const uint16_t* q,
+                           uint16_t* out, const int32_t* lengths, const int32_t* table, int64_t stride_q,
+                           int64_t stride_out, int64_t stride_table, int requests, int kv_heads, int group, int units,
+                           float scale, int cluster, uint32_t seed) {
+  const jetrl::DecodeAttention call{q,        out,      lengths, table, stride_q, stride_out, stride_table,
+                                    requests, kv_heads, group,   units, scale,    cluster};
   return guarded(seed, [&] {
-    jetrl::decode_attention({q, out, cache, lengths, table, stride_q, stride_out, stride_table, requests, kv_heads,
-                             group, units, scale, cluster},
-                            nullptr);
+    if (values == nullptr) {
+      jetrl::decode_attention(call, cache, nullptr);
+    } else {
+      const uint8_t* keys = static_cast<const uint8_t*>(cache);
+      jetrl::decode_attention_bf16(call, {keys, values, strides[0], strides[1], strides[2]}, nullptr);
+    }
   });
 }
 }

@@ -213,7 +213,7 @@ class Emulator:
     def decode_attention(
         self,
         q: torch.Tensor,
-        cache: torch.Tensor,
+        cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         lengths: torch.Tensor,
         block_table: torch.Tensor,
         scale: float,
@@ -221,12 +221,21 @@ class Emulator:
         cluster: int = 1,
         seed: int = 0,
     ) -> None:
-        """Arguments as of ``kernels.decode_attention``, by clusters of that many blocks; raises as :meth:`run`."""
+        """Arguments as of ``kernels.decode_attention``, or with keys and values as of
+        ``kernels.decode_attention_bf16``, by clusters of that many blocks; raises as :meth:`run`."""
+        if isinstance(cache, tuple):
+            keys, values = cache
+            kv_heads, units = keys.shape[2], keys.shape[1] // 16
+            of_pages = (ctypes.c_int64 * 3)(*(2 * stride for stride in keys.stride()[:3]))
+        else:
+            keys, values, of_pages = cache, None, None
+            kv_heads, units = cache.shape[1:3]
         strides = (ctypes.c_int64(x.stride(0)) for x in (q, out, block_table))
         failed = self._library.jetrl_decode_attention(
-            *map(_pointer, (q, out, cache, lengths, block_table)),
+            *(_pointer(keys), _pointer(values), of_pages),
+            *map(_pointer, (q, out, lengths, block_table)),
             *strides,
-            *(len(q), cache.shape[1], q.shape[1] // cache.shape[1], cache.shape[2]),
+            *(len(q), kv_heads, q.shape[1] // kv_heads, units),
             ctypes.c_float(scale),
             cluster,
             ctypes.c_uint32(seed),

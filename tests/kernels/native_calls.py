@@ -8,7 +8,7 @@ import native_emulator
 import torch
 from native_emulator import experts_operand, operands, silu_operands
 
-from jetrl_verl import reference
+from jetrl_verl import kernels, reference
 from jetrl_verl.reference import BLOCK
 
 
@@ -44,6 +44,9 @@ def arguments_of(operator: str) -> tuple[dict, dict[str, torch.Tensor]]:
     elif operator == "decode_attention":
         arguments = decode_call() | {"units": 1, "cluster": 1}
         results = {"out": arguments.pop("out")}
+    elif operator == "decode_attention_bf16":
+        arguments = decode_call_bf16() | {"cluster": 1}
+        results = {"out": arguments.pop("out")}
     elif operator == "relayout":
         arguments = {"qdata": a.qdata, "scales": a.scales, "pow2": False}
         results = {"out": fresh(272, BLOCK), "out_scales": fresh(1, 272, torch.float32)}
@@ -69,6 +72,15 @@ def decode_call(**changes) -> dict[str, torch.Tensor]:
     lengths = torch.tensor([20, 3], dtype=torch.int32)
     call = {"q": q[:2], "cache": cache, "lengths": lengths, "block_table": table, "scale": 128**-0.5}
     return call | {"out": torch.full((2, 4, 128), torch.nan, dtype=torch.bfloat16)} | changes
+
+
+def decode_call_bf16(**changes) -> dict[str, torch.Tensor]:
+    """The same over BF16 pages, among NaN."""
+    call = decode_call()
+    keys, values = reference.read_cache(call.pop("cache"))
+    keys, values = (kernels.cache_form(x.transpose(1, 2).contiguous()) for x in (keys, values))
+    keys[[0, 1], [4, 3]] = values[[0, 1], [4, 3]] = torch.nan
+    return {"q": call.pop("q"), "keys": keys, "values": values} | call | changes
 
 
 def is_untouched(x: torch.Tensor) -> bool:

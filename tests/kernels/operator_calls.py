@@ -56,6 +56,7 @@ def calls(device: str) -> dict[str, tuple[Any, ...]]:
     bf16_cache = normal(2, PAGES, 32, KV_HEADS, 128)
     lengths, table = whole(13, TOKENS), whole(0, 1, 0, 2).view(2, 2)
     pages = normal(PAGES, KV_HEADS, 16, 128)
+    on_tokens = (kernels.cache_form(normal(PAGES, 32, KV_HEADS, 128, seed=seed)) for seed in (1, 2))
     on_pages = cu, whole(9, TOKENS), whole(0, 1, 1, 2).view(2, 2), 0.1
 
     def gradients(name: str) -> tuple[Any, ...]:
@@ -113,6 +114,7 @@ def calls(device: str) -> dict[str, tuple[Any, ...]]:
         "write_kv": (key, value, cache.clone(), slots),
         "read_kv": (cache, table, lengths, whole(0, 13, 13 + TOKENS), 13 + TOKENS, TOKENS),
         "decode_attention": (q[:2], cache, lengths, table, 0.1, torch.empty_like(q[:2])),
+        "decode_attention_bf16": (q[:2], *on_tokens, lengths, table, 0.1, torch.empty_like(q[:2])),
         "chunk_attention": (q, cache, cu, 13, lengths, [13, TOKENS], table, 0.1, torch.empty_like(q)),
         "paged_attention": (q, pages, pages, *on_pages),
         "paged_attention_fp8": (q, cache, cu, lengths, table, 0.1),

@@ -15,7 +15,7 @@ needs_nvcc = pytest.mark.skipif(build_csrc.find_nvcc() is None, reason="no nvcc:
 GROUPED = {"sm90_grouped_fprop": 4, "sm90_grouped_wgrad": 4, "sm90_grouped_decode": 3}
 GEMMS = {"sm90_fprop_1x128_128x128": 12, "sm90_wgrad_1x128_1x128": 8, "sm90_decode_fprop": 16} | GROUPED
 OF_QDATA = {"sm90_relayout_128x1": 2, "sm90_silu_mul_backward": 2, "sm90_transpose_128x128": 1}
-ATTENTION = {"sm90_decode_attention": 1, "sm90_decode_attention_cluster": 3}
+ATTENTION = {"sm90_decode_attention": 1, "sm90_decode_attention_cluster": 3, "sm90_decode_attention_bf16": 4}
 KERNELS = GEMMS | OF_QDATA | ATTENTION
 WAITS = {"sm90_decode_fprop": 2, "sm90_grouped_decode": 4}
 """Kernel -> waits for the kernel in front that it has."""
@@ -59,13 +59,20 @@ def test_the_machine_code_has_fp8_matrix_instructions_and_no_device_wide_fence(f
             assert not re.search("QGMMA|MEMBAR|ACQBULK|PREEXIT", function), name
             continue
         if any(kernel in name for kernel in ATTENTION):
-            # Of a unit of 16 keys 8 for its scores, two units at once. For the output 2 of a unit, eight units at once
-            # and the first block by itself; in a cluster 1, and blocks with large scales by themselves.
-            cluster = int(re.search(r"cluster_kernelILi(\d)", name)[1]) if "cluster" in name else 1
-            products = 2 * 8 + (2 if cluster == 1 else 1) * 8 * 2
+            # Of a unit of 16 keys 8 for its scores, two units at once. For the output 2 of a unit, eight units at once,
+            # in a cluster 1. Of an FP8 cache the first block, or one with large scales, by itself.
+            cluster = int(re.search(r"CacheILi(\d)", name)[1]) if "cluster" in name else 1
+            bf16 = "Bf16Cache" in name
+            products = 2 * 8 + (2 if cluster == 1 else 1) * 8 * (1 if bf16 else 2)
             assert len(re.findall(r"HMMA\.16816\.F32\.BF16", function)) == products, name
+            # Operands of a BF16 cache come as they lie, one instruction each: those of values are transposed.
+            matrices = re.findall(r"LDSM\.16\.(M\w+)\.4", function)
+            assert matrices.count("M88") == 16 * bf16 and matrices.count("MT88") == (products - 16) * bf16, name
             copies = re.findall(r"UBLKCP\.S\.(\w)", function)
-            assert copies.count("G") == (1 if cluster == 1 else 2) and copies.count("S") == cluster - 1, name
+            assert copies.count("G") == (0 if bf16 else 1 if cluster == 1 else 2), name
+            assert copies.count("S") == cluster - 1, name
+            # 16 bytes a lane: of two units' keys, of four units' values.
+            assert len(re.findall(r"LDGSTS\.E\.BYPASS\.\S*128", function)) == bf16 * (16 + 32 // cluster), name
             assert "MUFU.EX2" in function, name
             # What follows FlashAttention's arithmetic flushes, as it does.
             assert not re.search(r"\b(FMUL|FADD|FFMA|FMNMX)(?!\.FTZ)", function), name

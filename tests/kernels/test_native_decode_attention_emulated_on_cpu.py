@@ -1,7 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The decode kernel of the FP8 KV cache, its own source run on a CPU by tests/emulator: the bits of FlashAttention 3's
-order of arithmetic (flash_attention_order.py), and no race, deadlock or stray access under any interleaving tried.
+"""The decode kernels of the FP8 and the BF16 KV cache, their own source run on a CPU by tests/emulator: the bits of
+FlashAttention 3's order of arithmetic (flash_attention_order.py), and no race, deadlock or stray access under any
+interleaving tried.
 
 That FlashAttention 3 itself has these bits can only be seen on a GPU: test_kv_cache_on_gpu.py.
 """
@@ -22,6 +23,9 @@ from jetrl_verl.kernels.decode_attention import CLUSTERS, choose_cluster
 pytestmark = pytest.mark.timeout(600)
 SCALE = 128**-0.5
 KERNELS = "sm90_decode_attention"
+EVERY_PLAN = [(cache, cluster) for cache in ("fp8", "bf16") for cluster in CLUSTERS]
+SOME_PLANS = [("fp8", 1), ("fp8", 4), ("bf16", 1), ("bf16", 2)]
+"""Cache and blocks of a cluster."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +41,7 @@ def emulator(library) -> Emulator:
 class Case:
     """Requests with tokens in scattered pages, between bytes that nobody has written."""
 
-    def __init__(self, lengths, group=4, kv_heads=2, block_size=16, seed=0, key=None, value=None):
+    def __init__(self, lengths, group=4, kv_heads=2, block_size=16, seed=0, key=None, value=None, cache="fp8"):
         generator = torch.Generator().manual_seed(seed + sum(lengths))
 
         def normal(*shape: int) -> torch.Tensor:
@@ -47,8 +51,12 @@ class Case:
         pages = [-(-n // block_size) for n in lengths]
         numbers = torch.randperm(sum(pages), generator=generator).to(torch.int32).split(pages)
         self.table = torch.nn.utils.rnn.pad_sequence(numbers, batch_first=True, padding_value=-1)
-        # As data NaN, as scales NaN.
-        self.cache = torch.full(reference.cache_shape(sum(pages), block_size, kv_heads), 255, dtype=torch.uint8)
+        if cache == "bf16":
+            both = torch.full((sum(pages), 2, block_size, kv_heads, 128), torch.nan, dtype=torch.bfloat16)
+            self.cache = both.unbind(1)
+        else:
+            # As data NaN, as scales NaN.
+            self.cache = torch.full(reference.cache_shape(sum(pages), block_size, kv_heads), 255, dtype=torch.uint8)
         # Queries in a wider row, as of a merged projection.
         wide = normal(len(lengths), (group + 2) * kv_heads, 128).bfloat16()
         self.q = wide[:, : group * kv_heads]
@@ -59,10 +67,15 @@ class Case:
             k, v = k.bfloat16(), v.bfloat16()
             place = torch.arange(n)
             slots = self.table[request, place // block_size].long() * block_size + place % block_size
-            quantized = [reference.quantize_heads(x) for x in (k, v)]
-            reference.write_cache(self.cache, *quantized, slots)
-            self.keys.append(reference.dequantize_heads(quantized[0]))
-            self.values.append(reference.dequantize_heads(quantized[1]))
+            if cache == "bf16":
+                for pages_of, x in zip(self.cache, (k, v), strict=True):
+                    pages_of[slots // block_size, slots % block_size] = x
+            else:
+                quantized = [reference.quantize_heads(x) for x in (k, v)]
+                reference.write_cache(self.cache, *quantized, slots)
+                k, v = map(reference.dequantize_heads, quantized)
+            self.keys.append(k)
+            self.values.append(v)
 
     def want(self) -> torch.Tensor:
         out = torch.empty(self.q.shape, dtype=torch.bfloat16)
@@ -84,36 +97,51 @@ def check(emulator: Emulator, case: Case, cluster: int, seed: int = 0) -> None:
     assert torch.equal(got.view(torch.int16), want.view(torch.int16))
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS)
-@pytest.mark.parametrize("length", [1, 16, 17, 127, 128, 129, 300])
-def test_lengths(emulator, length, cluster):
+@pytest.mark.parametrize(
+    ("cache", "cluster", "length"),
+    [("fp8", cluster, n) for cluster in CLUSTERS for n in (1, 16, 17, 127, 128, 129, 300)]
+    + [("bf16", 1, n) for n in (1, 16, 17, 64, 127, 128, 129, 300)]
+    + [("bf16", cluster, n) for cluster, n in ((2, 1), (2, 300), (4, 129), (4, 300), (8, 17), (8, 300))],
+)
+def test_lengths(emulator, length, cache, cluster):
     """Most of them of fewer blocks of keys than a cluster has blocks."""
-    check(emulator, Case([length], kv_heads=1), cluster, seed=length)
+    check(emulator, Case([length], kv_heads=1, cache=cache), cluster, seed=length)
 
 
-@pytest.mark.parametrize("cluster", [1, 4])
+@pytest.mark.parametrize(("cache", "cluster"), SOME_PLANS)
 @pytest.mark.parametrize("group", range(1, 9))
-def test_query_heads_of_a_kv_head(emulator, group, cluster):
-    check(emulator, Case([140], group=group, kv_heads=1), cluster)
+def test_query_heads_of_a_kv_head(emulator, group, cache, cluster):
+    check(emulator, Case([140], group=group, kv_heads=1, cache=cache), cluster)
 
 
-@pytest.mark.parametrize("cluster", [1, 4])
+@pytest.mark.parametrize(("cache", "cluster"), SOME_PLANS)
 @pytest.mark.parametrize("block_size", [16, 32, 48, 128, 256])
-def test_requests_and_pages(emulator, block_size, cluster):
-    check(emulator, Case([130, 1, 37], group=2, block_size=block_size), cluster, seed=block_size)
+def test_requests_and_pages(emulator, block_size, cache, cluster):
+    check(emulator, Case([130, 1, 37], group=2, block_size=block_size, cache=cache), cluster, seed=block_size)
+
+
+def test_pages_of_heads_in_front_of_tokens(emulator):
+    case = Case([130, 37], group=2, block_size=32, cache="bf16")
+    case.cache = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in case.cache)
+    check(emulator, case, 1)
 
 
 @pytest.mark.parametrize(
-    ("cluster", "length", "seed"),
+    ("cache", "cluster", "length", "seed"),
     [
-        (cluster, n, seed)
+        ("fp8", cluster, n, seed)
         for cluster, n, seeds in ((1, 700, 12), (2, 1000, 8), (4, 1700, 4), (8, 2200, 2))
+        for seed in range(seeds)
+    ]
+    + [
+        ("bf16", cluster, n, seed)
+        for cluster, n, seeds in ((1, 700, 6), (2, 1000, 4), (4, 1300, 2), (8, 2200, 1))
         for seed in range(seeds)
     ],
 )
-def test_interleavings(emulator, cluster, length, seed):
+def test_interleavings(emulator, cache, cluster, length, seed):
     """More blocks than the rings have stages."""
-    check(emulator, Case([length], group=4, kv_heads=1), cluster, seed)
+    check(emulator, Case([length], group=4, kv_heads=1, cache=cache), cluster, seed)
 
 
 def outlier(x: torch.Tensor) -> torch.Tensor:
@@ -140,7 +168,7 @@ def tiny(x: torch.Tensor) -> torch.Tensor:
     return x * 2.0**-58
 
 
-@pytest.mark.parametrize("cluster", [1, 4])
+@pytest.mark.parametrize(("cache", "cluster"), SOME_PLANS)
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -152,8 +180,8 @@ def tiny(x: torch.Tensor) -> torch.Tensor:
         (of_every_size, None),
     ],
 )
-def test_outliers_and_numbers_of_every_size(emulator, key, value, cluster):
-    check(emulator, Case([200], kv_heads=1, key=key, value=value), cluster)
+def test_outliers_and_numbers_of_every_size(emulator, key, value, cache, cluster):
+    check(emulator, Case([200], kv_heads=1, key=key, value=value, cache=cache), cluster)
 
 
 @pytest.mark.parametrize("cluster", [1, 2])
@@ -167,9 +195,22 @@ def test_what_is_not_finite_stays_so(emulator, which, number, cluster):
     assert Case([40], kv_heads=1, **{which: plant}).run(emulator, cluster).isnan().all()
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS)
-def test_a_request_of_no_tokens_is_zero(emulator, cluster):
-    case = Case([20, 30])
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_a_value_that_is_nan_makes_its_own_feature_nan(emulator, cluster):
+    """In BF16 no scale takes the head's others along."""
+
+    def plant(x: torch.Tensor) -> torch.Tensor:
+        x[5, 0, 3] = torch.nan
+        return x
+
+    out = Case([40], kv_heads=1, cache="bf16", value=plant).run(emulator, cluster)
+    assert out[..., 3].isnan().all() and out.isnan().sum() == out[..., 3].numel()
+    assert Case([40], kv_heads=1, cache="bf16", key=plant).run(emulator, cluster).isnan().all()
+
+
+@pytest.mark.parametrize(("cache", "cluster"), EVERY_PLAN)
+def test_a_request_of_no_tokens_is_zero(emulator, cache, cluster):
+    case = Case([20, 30], cache=cache)
     case.lengths[1] = 0
     out = case.run(emulator, cluster)
     assert (out[1] == 0).all() and torch.equal(out[0], case.want()[0])
@@ -191,90 +232,119 @@ def test_the_order_of_arithmetic_is_attention():
 GIVES_BACK = """    sm90::sync_warp();
     if (arrives()) {
       sm90::barrier_arrive(barriers.scores_full(ring));"""
-KERNEL, OF_CLUSTERS, SHARED = f"{KERNELS}.cu", f"{KERNELS}_cluster.cu", "decode_attention.cuh"
+KERNEL, OF_CLUSTERS, OF_BF16 = KERNELS, f"{KERNELS}_cluster", f"{KERNELS}_bf16"
+SHARED, CLUSTERS_SHARED = "decode_attention.cuh", "decode_attention_cluster.cuh"
 FAULTS = {
-    "scores are given on before all lanes have written them": (KERNEL, GIVES_BACK, GIVES_BACK.partition("\n")[2]),
+    "scores are given on before all lanes have written them": (
+        f"{KERNEL}.cu",
+        GIVES_BACK,
+        GIVES_BACK.partition("\n")[2],
+    ),
     "P is overwritten": (
-        KERNEL,
+        f"{KERNEL}.cu",
         'if (i >= 2) sm90::barrier_wait(barriers.p_empty(ring), ((i >> 1) - 1) & 1, "p_empty", ring);',
         "",
     ),
     "scores are overwritten": (
-        KERNEL,
+        f"{KERNEL}.cu",
         'if (i >= 2) sm90::barrier_wait(barriers.scores_empty(ring), ((i >> 1) - 1) & 1, "scores_empty", ring);',
         "",
     ),
-    "keys are overwritten": (KERNEL, "if (blocks - 1 - block >= Shape::kStages)", "if (false)"),
-    "values behind the last are read": (KERNEL, "if (kFirst && 16 * unit + key >= left) scales", "if (false) scales"),
+    "keys are overwritten": (f"{KERNEL}.cu", "if (blocks - 1 - block >= Shape::kStages)", "if (false)"),
+    "values behind the last are read": (
+        f"{KERNEL}.cu",
+        "if (kFirst && 16 * unit + key >= left) scales",
+        "if (false) scales",
+    ),
     "a key has another's scale": (SHARED, "s1 = scales[g + 8];", "s1 = scales[g];"),
     "chunks lie where they lie": (SHARED, "(k ^ (g & 7)) * 16", "k * 16"),
 }
 """What is wrong with a kernel -> file, what it says, and what it says instead."""
 
 FAULTS_OF_CLUSTERS = {
-    "a block leaves while what it sends is read": ("sm90::sync_cluster();  // what this block", "// what this block"),
-    "a block's barriers are used before they are": (
-        "sm90::sync_cluster();\n  const Units",
-        "sm90::sync_block();\n  const Units",
+    "a block leaves while what it sends is read": (
+        "if constexpr (kBlocks > 1) sm90::sync_cluster();  // what this block",
+        "// what this block",
     ),
+    "a block's barriers are used before they are": ("  sync_cluster_or_block<kBlocks>();", "  sm90::sync_block();"),
     "a wait for a free place names the wrong phase": ('(lap - 1) & 1, "scores_empty"', 'lap & 1, "scores_empty"'),
     "scores are overwritten": (
         "if (lap > 0) sm90::barrier_wait(barriers.scores_empty",
         "if (false) sm90::barrier_wait(barriers.scores_empty",
     ),
     "a place is free before one block has read it": (
-        "sm90::barrier_init(scores_empty(place), kArrivals * blocks_of_cluster);",
-        "sm90::barrier_init(scores_empty(place), kArrivals * (blocks_of_cluster - 1));",
+        "sm90::barrier_init(scores_empty(place), kArrivals * Cache::kBlocks);",
+        "sm90::barrier_init(scores_empty(place), kArrivals * (Cache::kBlocks - 1));",
     ),
     "scores are read in a phase too early": (
         'i / Shape::kPlaces & 1, "scores_full"',
         '~(i / Shape::kPlaces) & 1, "scores_full"',
     ),
-    "scores are sent before the copy engine sees them": ("    sm90::fence_for_copies();\n", ""),
+    "scores are sent before the copy engine sees them": (
+        "    if constexpr (kBlocks > 1) sm90::fence_for_copies();\n",
+        "",
+    ),
     "scores are sent before all lanes have written them": (
-        "    sm90::fence_for_copies();\n    sm90::sync_warp();\n",
-        "    sm90::fence_for_copies();\n",
+        "sm90::fence_for_copies();\n    sm90::sync_warp();\n",
+        "sm90::fence_for_copies();\n",
     ),
     "a query's scores are not sent": ("from, part_bytes<Shape>(p.group),", "from, part_bytes<Shape>(p.group - 1),"),
     "the maximum so far is not waited for": (
-        'sm90::barrier_wait(barriers.max_full(other), handed, "max_full", other);',
+        'sm90::barrier_wait(barriers.max_full(other), handed & 1, "max_full", other);',
         "",
     ),
     "the sum so far is not waited for": (
-        'sm90::barrier_wait(barriers.sum_full(other), handed, "sum_full", other);',
+        'sm90::barrier_wait(barriers.sum_full(other), handed & 1, "sum_full", other);',
         "",
     ),
     "a warp's scores are not waited for": ("Shape::kScoreWarps * part_bytes", "(Shape::kScoreWarps - 1) * part_bytes"),
-    "two blocks have each other's features": (
-        "+ rank * Shape::kValueUnit",
-        "+ (kBlocks - 1 - rank) * Shape::kValueUnit",
-    ),
     "a unit's values have the other's scales": (
-        "lane / 4 * Shape::kKeyUnit + CacheUnit::kValueScales",
-        "CacheUnit::kValueScales",
+        "Cache::four_scales(pieces[0], 2 * warp + lane / 4, lane % 4)",
+        "Cache::four_scales(pieces[0], 2 * warp, lane % 4)",
     ),
     "large scales are not seen": ("(larger_scales(pairs[0]) | larger_scales(pairs[1])) != 0", "false"),
     "values behind the last are read": ("if (4 * lane + b >= left) scales", "if (false) scales"),
-    "keys are overwritten": ("if (is_reused) ", "if (false) "),
-    "values are overwritten": ("if (i >= Shape::kValueStages) ", "if (false) "),
     "P is overwritten": (
-        "    if (i >= 2) sm90::barrier_wait(barriers.p_empty",
-        "    if (false) sm90::barrier_wait(barriers.p_empty",
+        "    if (lap > 0) sm90::barrier_wait(barriers.p_empty(warp)",
+        "    if (false) sm90::barrier_wait(barriers.p_empty(warp)",
     ),
-    "rows of odd chunks lie where they lie": ("chunk % 2 != 0);\n    } else", "false);\n    } else"),
 }
-"""Likewise, of the kernel of clusters."""
+"""Likewise, of what both caches' kernels of clusters share."""
+
+FAULTS_OF_FP8_CLUSTERS = {
+    "two blocks have each other's features": ("+ rank * kValueUnit", "+ (kBlocks - 1 - rank) * kValueUnit"),
+    "keys are overwritten": ("if (is_reused) ", "if (false) "),
+    "values are overwritten": ("if (i >= kValueStages) ", "if (false) "),
+    "rows of odd chunks lie where they lie": ("p, chunk % 2 != 0);\n    } else", "p, false);\n    } else"),
+}
+
+FAULTS_OF_BF16 = {
+    "two blocks have each other's features": (
+        "+ rank * 16 * kValueSixteens",
+        "+ (kBlocks - 1 - rank) * 16 * kValueSixteens",
+    ),
+    "keys are overwritten": (
+        'sm90::barrier_wait(barriers.keys_empty(keys.stage), keys.parity ^ 1, "keys_empty", keys.stage);',
+        "",
+    ),
+    "values are overwritten": (
+        'sm90::barrier_wait(barriers.values_empty(values.stage), values.parity ^ 1, "values_empty", values.stage);',
+        "",
+    ),
+    "values behind the last are read": ("const bool exists = kRows * piece + key < left;", "const bool exists = true;"),
+    "a stage is full before its copies have landed": ("sm90::cp_async_arrive(full);", "sm90::barrier_arrive(full);"),
+    "values lie on another block's pages": ("sm90::shuffle(pages, known + unit)", "sm90::shuffle(pages, unit)"),
+}
 
 
-def plant(library: Path, tmp_path: Path, file: str, before: str, after: str) -> Emulator:
+def plant(library: Path, tmp_path: Path, file: str, kernel: str, before: str, after: str) -> Emulator:
+    """The emulator with ``kernel`` compiled again from a changed ``file``."""
     csrc = shutil.copytree(CSRC, tmp_path / "csrc")
     text = (csrc / file).read_text()
     assert text.count(before) == 1
     (csrc / file).write_text(text.replace(before, after))
-    if file == SHARED:
-        return Emulator(native_emulator.build(tmp_path, csrc, f"{KERNELS}*", library.parent))
-    planted, other = (Path(name).stem for name in ((KERNEL, OF_CLUSTERS) if file == KERNEL else (OF_CLUSTERS, KERNEL)))
-    return Emulator(native_emulator.build(tmp_path, csrc, planted, library.parent, compiled=(other,)))
+    others = tuple(other for other in (KERNEL, OF_CLUSTERS, OF_BF16) if other != kernel)
+    return Emulator(native_emulator.build(tmp_path, csrc, kernel, library.parent, compiled=others))
 
 
 def is_seen(faulty: Emulator, case: Case, cluster: int) -> bool:
@@ -290,22 +360,34 @@ def is_seen(faulty: Emulator, case: Case, cluster: int) -> bool:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(library, tmp_path, fault):
-    assert is_seen(plant(library, tmp_path, *FAULTS[fault]), Case([700, 30], kv_heads=1), 1)
+    file, before, after = FAULTS[fault]
+    assert is_seen(plant(library, tmp_path, file, KERNEL, before, after), Case([700, 30], kv_heads=1), 1)
 
 
-@pytest.mark.parametrize("fault", FAULTS_OF_CLUSTERS)
+@pytest.mark.parametrize("fault", [*FAULTS_OF_CLUSTERS, *FAULTS_OF_FP8_CLUSTERS])
 def test_a_planted_fault_of_clusters_is_seen(library, tmp_path, fault):
     """More blocks than any ring has places; scales above 2^7 in some of them, not in others."""
-    faulty = plant(library, tmp_path, OF_CLUSTERS, *FAULTS_OF_CLUSTERS[fault])
+    file, changes = CLUSTERS_SHARED, FAULTS_OF_CLUSTERS
+    if fault in FAULTS_OF_FP8_CLUSTERS:
+        file, changes = f"{OF_CLUSTERS}.cu", FAULTS_OF_FP8_CLUSTERS
+    faulty = plant(library, tmp_path, file, OF_CLUSTERS, *changes[fault])
     assert is_seen(faulty, Case([30, 1000], kv_heads=1, value=huge_at_first), 2)
 
 
-def test_more_query_heads_are_refused(emulator):
-    case = Case([20], group=9, kv_heads=1)
+@pytest.mark.parametrize("fault", FAULTS_OF_BF16)
+def test_a_planted_fault_of_a_bf16_cache_is_seen(library, tmp_path, fault):
+    faulty = plant(library, tmp_path, f"{OF_BF16}.cu", OF_BF16, *FAULTS_OF_BF16[fault])
+    assert is_seen(faulty, Case([30, 600], group=2, kv_heads=1, cache="bf16"), 2)
+
+
+@pytest.mark.parametrize("cache", ["fp8", "bf16"])
+def test_more_query_heads_are_refused(emulator, cache):
+    case = Case([20], group=9, kv_heads=1, cache=cache)
     with pytest.raises(RuntimeError, match="more than 8 query heads of a KV head are not supported"):
         case.run(emulator)
 
 
-def test_other_clusters_are_refused(emulator):
+@pytest.mark.parametrize("cache", ["fp8", "bf16"])
+def test_other_clusters_are_refused(emulator, cache):
     with pytest.raises(RuntimeError, match="clusters of 3 blocks is not supported. Set 1, 2, 4 or 8."):
-        Case([20], kv_heads=1).run(emulator, cluster=3)
+        Case([20], kv_heads=1, cache=cache).run(emulator, cluster=3)

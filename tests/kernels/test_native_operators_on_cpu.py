@@ -21,6 +21,7 @@ from native_calls import (
     apart,
     arguments_of,
     decode_call,
+    decode_call_bf16,
     gaps,
     is_untouched,
     shifted,
@@ -33,8 +34,11 @@ from jetrl_verl import reference
 from jetrl_verl.kernels import dispatch, native
 from jetrl_verl.kernels.decode_attention import (
     CLUSTERS,
+    decodes_natively,
     native_decode_attention,
+    native_decode_attention_bf16,
     native_supports_decode_attention,
+    native_supports_decode_attention_bf16,
 )
 from jetrl_verl.kernels.gemm_nt import native_gemm_nt, native_supports_gemm_nt
 from jetrl_verl.kernels.gemm_nt_of_ranks import native_gemm_nt_of_ranks, sliced_gemm_nt_of_ranks
@@ -397,6 +401,60 @@ def test_a_decode_step_that_no_kernel_may_see_is_refused(changes, sentence):
     with pytest.raises(RuntimeError, match=sentence):
         torch.ops.jetrl_emulated.decode_attention(**call, units=1, cluster=1)
     assert torch.equal(call["out"].nan_to_num(7), before.nan_to_num(7))
+
+
+@pytest.mark.parametrize("plan", [None, *(native.Plan(cluster=c) for c in CLUSTERS)])
+def test_a_decode_step_of_a_bf16_cache(plan):
+    call = decode_call_bf16()
+    native_decode_attention_bf16(**call, plan=plan)
+    want = torch.empty(2, 4, 128, dtype=torch.bfloat16)
+    dispatch.implementation("decode_attention_bf16", "reference")(**call | {"out": want})
+    assert (call["out"].float() - want.float()).abs().max() < 2**-6 * want.float().abs().max()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"q": torch.zeros(2, 4, 128)}, "queries and results must be BF16"),
+        ({"keys": torch.zeros(3, 16, 2, 128)}, "keys and values must be BF16"),
+        ({"values": torch.zeros(3, 16, 2, 64).bfloat16()}, "keys and values must be BF16"),
+        ({"keys": torch.zeros(3, 16, 2, 256).bfloat16()[..., ::2]}, "keys and values must be BF16"),
+        ({name: torch.zeros(3, 8, 2, 128).bfloat16() for name in ("keys", "values")}, "a multiple of 16 tokens"),
+        ({"values": torch.zeros(3, 16, 1, 128).bfloat16()}, "the same shape and strides"),
+        ({"values": torch.zeros(3, 2, 16, 128).bfloat16().transpose(1, 2)}, "the same shape and strides"),
+        (
+            {name: torch.zeros(3, 16, 2, 132).bfloat16()[..., :128] for name in ("keys", "values")},
+            "the same shape and strides, multiples of 16",
+        ),
+        ({name: torch.zeros(3, 16, 3, 128).bfloat16() for name in ("keys", "values")}, "4 query heads over 3 KV heads"),
+        ({"lengths": torch.zeros(2, dtype=torch.int64)}, "lengths must be int32"),
+        ({"block_table": torch.zeros(2, 2, dtype=torch.int32).t()}, "the block table must be int32"),
+    ],
+)
+def test_a_decode_step_over_bf16_pages_that_no_kernel_may_see_is_refused(changes, sentence):
+    call = decode_call_bf16(**changes)
+    with pytest.raises(RuntimeError, match=sentence):
+        torch.ops.jetrl_emulated.decode_attention_bf16(**call, cluster=1)
+    assert call["out"].isnan().all()
+
+
+def test_which_decode_steps_over_bf16_pages_are_the_native_kernels(monkeypatch):
+    """By shapes and strides alone."""
+    monkeypatch.setattr(dispatch, "column_of", lambda device: "sm90")
+
+    def of(requests: int, heads: int, kv_heads: int, pages=None) -> tuple:
+        q = torch.empty(requests, heads, 128, dtype=torch.bfloat16)
+        pages = torch.empty(1, 2, 16, kv_heads, 128, dtype=torch.bfloat16) if pages is None else pages
+        lengths, table = (torch.empty(*shape, dtype=torch.int32) for shape in ((requests,), (requests, 1)))
+        return q, *pages.unbind(1), lengths, table, 1.0, q
+
+    assert decodes_natively(*of(1, 32, 4)) and decodes_natively(*of(256, 32, 8)) and decodes_natively(*of(1, 8, 1))
+    assert not decodes_natively(*of(257, 32, 8)) and native_supports_decode_attention_bf16(*of(257, 32, 8))
+    assert not decodes_natively(*of(1, 18, 2))
+    assert decodes_natively(*of(1, 8, 1, torch.empty(1, 2, 1, 16, 128, dtype=torch.bfloat16).transpose(2, 3)))
+    assert not decodes_natively(*of(1, 8, 1, torch.empty(1, 2, 8, 1, 128, dtype=torch.bfloat16)))
+    monkeypatch.setattr(native, "unavailable", lambda: "it is not built")
+    assert not decodes_natively(*of(1, 32, 4))
 
 
 def test_more_than_eight_query_heads_of_a_kv_head_are_not_supported():

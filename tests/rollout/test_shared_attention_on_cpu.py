@@ -8,13 +8,19 @@ vLLM's own implementations are stood in for by their attributes: those of FlashA
 from types import SimpleNamespace
 
 import pytest
-from vllm.v1.attention.backend import AttentionType
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends import registry
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionMetadataBuilder
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
-from jetrl_verl import formats
+from jetrl_verl import formats, kernels
+from jetrl_verl.kernels import native
 from jetrl_verl.reference import cache_shape
 from jetrl_verl.rollout import cpu_attention, flash_attention
 from jetrl_verl.rollout.attention import share_attention
@@ -94,6 +100,54 @@ def test_flash_attention_plans_for_one_split_where_it_captures_and_nowhere_else(
     assert builder.build(0, batch, fast_build=True).max_num_splits == 1 and asked[1:] == [(False, 1)]
     assert builder.use_cascade_attention() is False
     assert flash_attention.FP8FlashAttentionBackend.get_builder_cls()().aot_schedule is False
+
+
+@pytest.mark.parametrize(
+    ("changes", "ours"),
+    [
+        ({}, True),
+        ({"seq_lens": torch.tensor([20, 3, 0, 0])}, True),
+        ({"max_query_len": 2}, False),
+        ({"num_actual_tokens": 3}, False),
+        ({"dcp_world_size": 2}, False),
+        ({"native": False}, False),
+        ({"output_scale": 1.0}, False),
+    ],
+)
+def test_our_kernel_computes_batches_of_one_new_token_of_each_request(monkeypatch, changes, ours):
+    """Padding of a CUDA graph, whose requests have length 0, among them; vLLM's FlashAttention computes the others."""
+    asked = []
+    monkeypatch.setattr(FlashAttentionImpl, "forward", lambda self, *call: asked.append(("vLLM", call)) or call[6])
+    monkeypatch.setattr(kernels, "decode_attention_bf16", lambda *call: asked.append(("ours", call)))
+    monkeypatch.setattr(kernels, "decodes_natively", lambda *call: changes.get("native", True))
+    lengths = changes.get("seq_lens", torch.tensor([20, 3, 7, 1]))
+    metadata = SimpleNamespace(
+        max_query_len=changes.get("max_query_len", 1),
+        num_actual_tokens=changes.get("num_actual_tokens", 4),
+        seq_lens=lengths,
+        block_table=torch.zeros(4, 2, dtype=torch.int32),
+    )
+    impl = flash_attention.SharedFlashAttention.__new__(flash_attention.SharedFlashAttention)
+    impl.scale, impl.dcp_world_size = 0.5, changes.get("dcp_world_size", 1)
+    query, output, cache = torch.ones(6, 4, 128), torch.zeros(6, 4, 128), torch.zeros(3, 2, 16, 2, 128)
+    call = (None, query, None, None, cache, metadata, output)
+    assert impl.forward(*call, output_scale=changes.get("output_scale")) is output
+    ((who, seen),) = asked
+    assert who == ("ours" if ours else "vLLM")
+    if ours:
+        assert [tuple(x.shape) for x in (*seen[:3], seen[6])] == [(4, 4, 128), *[(3, 16, 2, 128)] * 2, (4, 4, 128)]
+        assert seen[3] is lengths and seen[4] is metadata.block_table and seen[5] == 0.5
+    else:
+        assert seen[:7] == call
+    assert impl.forward(*call[:5], None, output) is output and asked[-1][0] == "vLLM"
+
+
+@pytest.mark.parametrize(("unavailable", "support"), [(None, "UNIFORM_BATCH"), ("no library", "ALWAYS")])
+def test_graphs_of_any_batch_are_not_captured_with_our_kernel_in_them(monkeypatch, unavailable, support):
+    monkeypatch.setattr(native, "unavailable", lambda: unavailable)
+    monkeypatch.setattr(FlashAttentionMetadataBuilder, "_cudagraph_support", AttentionCGSupport.ALWAYS)
+    builder = flash_attention.SharedFlashAttentionBackend.get_builder_cls()
+    assert builder.get_cudagraph_support(None, None) == AttentionCGSupport[support]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,414 @@
+// Copyright 2026 The jetrl_verl Authors
+// SPDX-License-Identifier: Apache-2.0
+
+// Decode attention by C = 1, 2, 4 or 8 blocks, a cluster, for each request and KV head: for calls with fewer of these
+// than the GPU holds blocks, and for a BF16 cache. The arithmetic and its order are those of sm90_decode_attention.cu,
+// whatever C, so the bits are.
+//
+// Each byte is brought once. Block r brings the keys of every C-th block of 128 keys and computes their scores, which
+// the copy engine sends to the other blocks' shared memory, with the values' scales in front; of values it brings its
+// own 128 / C features. The softmax, one chain over all keys, each block computes for itself from the same scores.
+//
+// Warps 0..3: scores of two units of 16 keys each. Then those of O, of 16 features each, or of 32. Then two or four of
+// softmax, lane 4q + t of query q, in turn: each hands over the maximum before it computes P, the sum behind it. Then
+// copies of keys, then of values. Between them: rings of keys, of values, of scores (a multiple of C long, so that a
+// place in it has one owner, for whose next scores every block makes it free), of P, one a warp of softmax. No block
+// leaves before all have what it sends.
+//
+// What a cache is, its copies and its operands, is a class (Fp8Cache, Bf16Cache):
+//   kBlocks                             C
+//   Params                              DecodeAttentionParams and where the cache is
+//   kHasScales                          whether values have scales, which come with their keys
+//   kPieces                             stages that the keys, and the values, of a block of 128 take
+//   kKeyStages, kKeyStage, kValueStages, kValueStage, kPlaces     stages and their bytes; places of scores
+//   kOutputWarps, kChunks               warps of O and how many times 16 features each has
+//   kKeyWarps, kValueWarps              warps that copy
+//   kKeyArrivals, kValueArrivals        arrivals that a full stage has of them
+//   part_of, unit_of_part               which warp has a unit's scores, and as which of its two
+//   Queries, multiply, add, store       Q as an operand; K Q^T; O += V^T P^T; two features of a query to memory
+//   copy_keys, copy_values
+
+#pragma once
+
+#include "decode_attention.cuh"
+
+namespace jetrl {
+
+template <class Cache>
+struct ClusterShape {
+  static constexpr int kBlocks = Cache::kBlocks;
+  static constexpr int kScoreWarps = 4, kOutputWarps = Cache::kOutputWarps, kSoftmaxWarps = kBlocks < 4 ? 2 : 4;
+  static constexpr int kSoftmaxWarp = kScoreWarps + kOutputWarps;
+  static constexpr int kKeyWarp = kSoftmaxWarp + kSoftmaxWarps, kValueWarp = kKeyWarp + Cache::kKeyWarps;
+  static constexpr int kThreads = 32 * (kValueWarp + Cache::kValueWarps);
+  // What a warp has computed: its values' scales, then a row of scores of each query. Rows lie in different banks.
+  static constexpr int kPartKeys = 2 * CacheUnit::kKeys, kPartScales = Cache::kHasScales ? kPartKeys : 0;
+  static constexpr int kScoreRow = kPartKeys + 8;
+  static constexpr int kPart = kPartScales + kQueries * kScoreRow * 4;
+  static constexpr int kPlaces = Cache::kPlaces, kScores = kScoreWarps * kPart;
+  // P and the rescaling; what values are multiplied by, a row for each lane of a quad; their scales; if any is large.
+  static constexpr int kFactorRow = 20;
+  static constexpr int kRescale = kQueries * kKeysOfABlock * 2, kFactors = kRescale + kQueries * 4;
+  static constexpr int kScales = kFactors + 4 * kFactorRow * 4, kLarge = kScales + kKeysOfABlock;
+  static constexpr int kProbabilities = Cache::kHasScales ? kLarge + 16 : kFactors;
+  static constexpr int kHandedOver = (kQueries + 32) * 4;  // by a softmax warp: maxima of queries, sums of lanes
+
+  static constexpr int kValuesAt = Cache::kKeyStages * Cache::kKeyStage;
+  static constexpr int kScoresAt = kValuesAt + Cache::kValueStages * Cache::kValueStage;
+  static constexpr int kProbabilitiesAt = kScoresAt + kPlaces * kScores;
+  static constexpr int kHandedOverAt = kProbabilitiesAt + kSoftmaxWarps * kProbabilities;
+  static constexpr int kBarriersAt = kHandedOverAt + kSoftmaxWarps * kHandedOver;
+  static constexpr int kBarriers = 2 * (Cache::kKeyStages + Cache::kValueStages + kPlaces) + 4 * kSoftmaxWarps;
+  static constexpr int kBytes = kBarriersAt + 8 * kBarriers;
+  static_assert(kPlaces % kBlocks == 0 && kBytes <= 114 * 1024 - 1024, "two blocks on a multiprocessor");
+};
+
+constexpr int kMoreThanHalf = 116 * 1024;  // of a multiprocessor's shared memory
+
+// Where a warp is in a ring.
+template <int kStages>
+struct Place {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  JETRL_DEVICE void advance() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+template <class Cache>
+struct ClusterBarriers {
+  using Shape = ClusterShape<Cache>;
+  uint32_t first;
+
+  JETRL_DEVICE uint32_t keys_full(int stage) const { return first + 8 * stage; }
+  JETRL_DEVICE uint32_t keys_empty(int stage) const { return keys_full(Cache::kKeyStages + stage); }
+  JETRL_DEVICE uint32_t values_full(int stage) const { return keys_full(2 * Cache::kKeyStages + stage); }
+  JETRL_DEVICE uint32_t values_empty(int stage) const { return values_full(Cache::kValueStages + stage); }
+  JETRL_DEVICE uint32_t scores_full(int place) const { return values_full(2 * Cache::kValueStages + place); }
+  JETRL_DEVICE uint32_t scores_empty(int place) const { return scores_full(Shape::kPlaces + place); }
+  JETRL_DEVICE uint32_t p_full(int i) const { return scores_full(2 * Shape::kPlaces + i); }
+  JETRL_DEVICE uint32_t p_empty(int i) const { return p_full(Shape::kSoftmaxWarps + i); }
+  JETRL_DEVICE uint32_t max_full(int i) const { return p_full(2 * Shape::kSoftmaxWarps + i); }
+  JETRL_DEVICE uint32_t sum_full(int i) const { return p_full(3 * Shape::kSoftmaxWarps + i); }
+
+  JETRL_DEVICE void init(int rank) const {
+    for (int stage = 0; stage < Cache::kKeyStages; ++stage) {
+      sm90::barrier_init(keys_full(stage), Cache::kKeyArrivals);
+      sm90::barrier_init(keys_empty(stage), kArrivals * Shape::kScoreWarps);
+    }
+    for (int stage = 0; stage < Cache::kValueStages; ++stage) {
+      sm90::barrier_init(values_full(stage), Cache::kValueArrivals);
+      sm90::barrier_init(values_empty(stage), kArrivals * Shape::kOutputWarps);
+    }
+    for (int place = 0; place < Shape::kPlaces; ++place) {
+      // The own warps that write here, or who says how many bytes come from another block.
+      sm90::barrier_init(scores_full(place), place % Cache::kBlocks == rank ? kArrivals * Shape::kScoreWarps : 1);
+      sm90::barrier_init(scores_empty(place), kArrivals * Cache::kBlocks);
+    }
+    for (int i = 0; i < Shape::kSoftmaxWarps; ++i) {
+      sm90::barrier_init(p_full(i), kArrivals);
+      sm90::barrier_init(p_empty(i), kArrivals * Shape::kOutputWarps);
+      sm90::barrier_init(max_full(i), kArrivals);
+      sm90::barrier_init(sum_full(i), kArrivals);
+    }
+    sm90::fence_barrier_init();
+  }
+};
+
+// Bytes of a warp's part that are sent.
+template <class Shape>
+JETRL_DEVICE int part_bytes(int group) {
+  return Shape::kPartScales + group * Shape::kScoreRow * 4;
+}
+
+// ---- scores --------------------------------------------------------------------------------------------------------
+
+template <class Cache>
+JETRL_DEVICE void compute_scores(const DecodeAttentionParams& p, uint8_t* memory, const ClusterBarriers<Cache>& barriers,
+                                 const uint16_t* q, int blocks, int rank, int warp) {
+  using Shape = ClusterShape<Cache>;
+  constexpr int kBlocks = Cache::kBlocks;
+  const int lane = sm90::own_lane(), g = lane / 4, t = lane % 4;
+  typename Cache::Queries queries;
+  queries.load(q, p.group);
+  Place<Cache::kKeyStages> keys;
+#pragma unroll 1
+  for (int i = rank; i < blocks; i += kBlocks) {
+    const int place = i % Shape::kPlaces, lap = i / Shape::kPlaces;
+    const uint8_t* pieces[Cache::kPieces];
+    uint32_t empty[Cache::kPieces];
+#pragma unroll
+    for (int piece = 0; piece < Cache::kPieces; ++piece) {
+      sm90::barrier_wait(barriers.keys_full(keys.stage), keys.parity, "keys_full", keys.stage);
+      pieces[piece] = memory + keys.stage * Cache::kKeyStage;
+      empty[piece] = barriers.keys_empty(keys.stage);
+      keys.advance();
+    }
+    float d[2][4] = {};
+    Cache::multiply(d, pieces, queries, warp);
+    uint32_t scales = 0;
+    if constexpr (Cache::kHasScales) {
+      if (lane < 8) scales = Cache::four_scales(pieces[0], 2 * warp + lane / 4, lane % 4);
+    }
+    if (lap > 0) sm90::barrier_wait(barriers.scores_empty(place), (lap - 1) & 1, "scores_empty", place);
+    uint8_t* part = memory + Shape::kScoresAt + place * Shape::kScores + warp * Shape::kPart;
+    if (Cache::kHasScales && lane < 8) *reinterpret_cast<uint32_t*>(part + 4 * lane) = scales;
+    float* scores = reinterpret_cast<float*>(part + Shape::kPartScales);
+#pragma unroll
+    for (int unit = 0; unit < 2; ++unit) {
+      float* to = scores + 2 * t * Shape::kScoreRow + 16 * unit + g;
+      to[0] = d[unit][0], to[Shape::kScoreRow] = d[unit][1];
+      to[8] = d[unit][2], to[Shape::kScoreRow + 8] = d[unit][3];
+    }
+    if constexpr (kBlocks > 1) sm90::fence_for_copies();
+    sm90::sync_warp();
+    if (kBlocks > 1 && sm90::elect_one()) {
+      const uint32_t from = sm90::shared_address(part);
+#pragma unroll
+      for (int other = 1; other < kBlocks; ++other) {
+        const int to = (rank + other) % kBlocks;
+        sm90::bulk_copy_in_cluster(sm90::address_in_cluster(from, to), from, part_bytes<Shape>(p.group),
+                                   sm90::address_in_cluster(barriers.scores_full(place), to));
+      }
+    }
+    if (arrives()) {
+      sm90::barrier_arrive(barriers.scores_full(place));
+#pragma unroll
+      for (int piece = 0; piece < Cache::kPieces; ++piece) sm90::barrier_arrive(empty[piece]);
+    }
+  }
+}
+
+// ---- softmax -------------------------------------------------------------------------------------------------------
+
+template <class Cache>
+JETRL_DEVICE void compute_softmax(const DecodeAttentionParams& p, uint8_t* memory,
+                                  const ClusterBarriers<Cache>& barriers, int blocks, int length, int rank, int warp) {
+  using Shape = ClusterShape<Cache>;
+  constexpr int kBlocks = Cache::kBlocks, kWarps = Shape::kSoftmaxWarps;
+  const int lane = sm90::own_lane(), query = lane / 4, t = lane % 4, other = (warp + kWarps - 1) % kWarps;
+  const int left = length - (blocks - 1) * kKeysOfABlock;
+  float* mine = reinterpret_cast<float*>(memory + Shape::kHandedOverAt + warp * Shape::kHandedOver);
+  const float* theirs = reinterpret_cast<const float*>(memory + Shape::kHandedOverAt + other * Shape::kHandedOver);
+  uint8_t* to = memory + Shape::kProbabilitiesAt + warp * Shape::kProbabilities;
+  float row_sum = 0;
+#pragma unroll 1
+  for (int i = warp; i < blocks; i += kWarps) {
+    const int place = i % Shape::kPlaces, owner = i % kBlocks, lap = i / kWarps, handed = (i + kWarps - 1) / kWarps - 1;
+    if (owner != rank && sm90::elect_one()) {
+      sm90::barrier_arrive_expect(barriers.scores_full(place), Shape::kScoreWarps * part_bytes<Shape>(p.group));
+    }
+    sm90::barrier_wait(barriers.scores_full(place), i / Shape::kPlaces & 1, "scores_full", place);
+    const uint8_t* parts = memory + Shape::kScoresAt + place * Shape::kScores;
+    float s[32];
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+      const uint8_t* at = parts + Cache::part_of(j / 2) * Shape::kPart + Shape::kPartScales;
+      const int key = 16 * Cache::unit_of_part(j / 2) + 8 * (j % 2) + 2 * t;
+      const float2 two = *reinterpret_cast<const float2*>(at + 4 * (query * Shape::kScoreRow + key));
+      s[2 * j] = two.x, s[2 * j + 1] = two.y;
+    }
+    uint32_t scales = 0;  // of keys 4 lane ..
+    if constexpr (Cache::kHasScales) scales = word_at(parts + lane / 8 * Shape::kPart + lane % 8 * 4);
+    sm90::sync_warp();
+    // Only where the owner waits for it, so that none comes to a block that has left.
+    if (i + Shape::kPlaces < blocks && arrives()) {
+      if constexpr (kBlocks == 1) {
+        sm90::barrier_arrive(barriers.scores_empty(place));
+      } else {
+        sm90::barrier_arrive_in_cluster(sm90::address_in_cluster(barriers.scores_empty(place), owner));
+      }
+    }
+    if (i == 0) {
+      mask_scores(s, left - 2 * t);
+      if constexpr (Cache::kHasScales) {
+        // P is 0 for keys behind the last, whose bytes may be anything: a scale among them is replaced.
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+          if (4 * lane + b >= left) scales = (scales & ~(0xFFu << 8 * b)) | 127u << 8 * b;
+        }
+      }
+    }
+    const uint32_t pairs[2] = {sm90::permute_bytes(scales, 0, 0x4140), sm90::permute_bytes(scales, 0, 0x4342)};
+    bool large = false;
+    if constexpr (Cache::kHasScales) {
+      large = sm90::count_true((larger_scales(pairs[0]) | larger_scales(pairs[1])) != 0) != 0;
+    }
+
+    float highest = largest_of_quad(largest_score(s)), before = 0;
+    if (i > 0) {
+      sm90::barrier_wait(barriers.max_full(other), handed & 1, "max_full", other);
+      before = theirs[query];
+      highest = sm90::larger_ftz(highest, before);
+    }
+    if (t == 0) mine[query] = highest;
+    sm90::sync_warp();
+    if (arrives()) sm90::barrier_arrive(barriers.max_full(warp));
+
+    const float rescale = i == 0 ? 1.0f : rescaling(before, highest, p.scale_log2);
+    exponentiate(s, highest, p.scale_log2);
+    uint32_t words[16];
+    pack_probabilities(words, s);
+    if (lap > 0) sm90::barrier_wait(barriers.p_empty(warp), (lap - 1) & 1, "p_empty", warp);
+    store_probabilities(to, words);
+    if (t == 0) reinterpret_cast<float*>(to + Shape::kRescale)[query] = rescale;
+    if constexpr (Cache::kHasScales) {
+      uint32_t* factors = reinterpret_cast<uint32_t*>(to + Shape::kFactors);
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        const int pair = 2 * (lane % 4) + b;  // of a unit's eight: that of lane pair % 4 of a quad, first or second
+        factors[pair % 4 * Shape::kFactorRow + 2 * (lane / 4) + pair / 4] = factors_of(pairs[b]);
+      }
+      reinterpret_cast<uint32_t*>(to + Shape::kScales)[lane] = scales;
+      if (lane == 0) *reinterpret_cast<uint32_t*>(to + Shape::kLarge) = large;
+    }
+    sm90::sync_warp();
+    if (arrives()) sm90::barrier_arrive(barriers.p_full(warp));
+
+    if (i > 0) {
+      sm90::barrier_wait(barriers.sum_full(other), handed & 1, "sum_full", other);
+      row_sum = theirs[kQueries + lane];
+    }
+    row_sum = add_to_sum(row_sum, rescale, s, i == 0);
+    mine[kQueries + lane] = row_sum;
+    sm90::sync_warp();
+    if (arrives()) sm90::barrier_arrive(barriers.sum_full(warp));
+  }
+  if (warp != (blocks - 1) % kWarps) return;  // the last block's has all of the sum
+  const float inverse = last_rescaling(row_sum);
+  const int next = blocks % kWarps, lap = blocks / kWarps;
+  if (lap > 0) sm90::barrier_wait(barriers.p_empty(next), (lap - 1) & 1, "p_empty", next);
+  to = memory + Shape::kProbabilitiesAt + next * Shape::kProbabilities;
+  if (t == 0) reinterpret_cast<float*>(to + Shape::kRescale)[query] = inverse;
+  sm90::sync_warp();
+  if (arrives()) sm90::barrier_arrive(barriers.p_full(next));
+}
+
+// ---- output --------------------------------------------------------------------------------------------------------
+
+template <class Cache>
+JETRL_DEVICE void compute_output(const DecodeAttentionParams& p, uint8_t* memory, const ClusterBarriers<Cache>& barriers,
+                                 uint16_t* out, int blocks, int rank, int warp) {
+  using Shape = ClusterShape<Cache>;
+  constexpr int kWarps = Shape::kSoftmaxWarps;
+  const int t = sm90::own_lane() % 4, chunk = rank * (8 / Cache::kBlocks) + warp * Cache::kChunks;
+  float d[Cache::kChunks][4] = {};
+  Place<Cache::kValueStages> values;
+#pragma unroll 1
+  for (int i = 0; i < blocks; ++i) {
+    const int ring = i % kWarps;
+    const uint8_t* of_p = memory + Shape::kProbabilitiesAt + ring * Shape::kProbabilities;
+#pragma unroll
+    for (int piece = 0; piece < Cache::kPieces; ++piece) {
+      sm90::barrier_wait(barriers.values_full(values.stage), values.parity, "values_full", values.stage);
+      if (piece == 0) {
+        sm90::barrier_wait(barriers.p_full(ring), i / kWarps & 1, "p_full", ring);
+        const float2 rescale = reinterpret_cast<const float2*>(of_p + Shape::kRescale)[t];
+#pragma unroll
+        for (int c = 0; c < Cache::kChunks; ++c) {
+          if (i == 0) break;
+          d[c][0] = sm90::multiply_ftz(d[c][0], rescale.x), d[c][1] = sm90::multiply_ftz(d[c][1], rescale.y);
+          d[c][2] = sm90::multiply_ftz(d[c][2], rescale.x), d[c][3] = sm90::multiply_ftz(d[c][3], rescale.y);
+        }
+      }
+      Cache::add(d, memory + Shape::kValuesAt + values.stage * Cache::kValueStage, of_p, piece, warp, chunk);
+      sm90::sync_warp();
+      if (arrives()) sm90::barrier_arrive(barriers.values_empty(values.stage));
+      values.advance();
+    }
+    if (arrives()) sm90::barrier_arrive(barriers.p_empty(ring));
+  }
+  const int ring = blocks % kWarps;
+  sm90::barrier_wait(barriers.p_full(ring), blocks / kWarps & 1, "p_full", ring);
+  const uint8_t* last = memory + Shape::kProbabilitiesAt + ring * Shape::kProbabilities + Shape::kRescale;
+  const float2 inverse = reinterpret_cast<const float2*>(last)[t];
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    const float by = n == 0 ? inverse.x : inverse.y;
+    const int query = 2 * t + n;
+#pragma unroll
+    for (int c = 0; c < Cache::kChunks; ++c) {
+      const uint32_t two = sm90::pack_bf16(sm90::multiply_ftz(d[c][n], by), sm90::multiply_ftz(d[c][n + 2], by));
+      if (query < p.group) Cache::store(out + query * 128 + 16 * (chunk + c), two);
+    }
+  }
+}
+
+// ---- copies --------------------------------------------------------------------------------------------------------
+
+// Which units of 16 tokens a block of keys has, and on which page of a request's they lie.
+struct Units {
+  const int32_t* table;
+  int of_a_page, head, blocks, length;
+
+  JETRL_DEVICE int first(int i) const { return (blocks - 1 - i) * kUnitsOfABlock; }  // of the i-th block from the last
+  JETRL_DEVICE int keys(int i) const { return length - first(i) * CacheUnit::kKeys; }  // that are left, from there on
+  JETRL_DEVICE int held(int i) const {
+    const int left = ceil_div(keys(i), CacheUnit::kKeys);
+    return left < kUnitsOfABlock ? left : kUnitsOfABlock;
+  }
+  JETRL_DEVICE int page(int i, int unit) const {
+    return i < blocks && unit < held(i) ? table[(first(i) + unit) / of_a_page] : 0;
+  }
+  JETRL_DEVICE int on_page(int i, int unit) const { return (first(i) + unit) % of_a_page; }
+};
+
+// Of values lanes know the pages of so many blocks of keys at a time; of keys the first lanes know those of one.
+constexpr int kBlocksAhead = 32 / kUnitsOfABlock;
+
+template <class Cache>
+JETRL_KERNEL void __launch_bounds__(ClusterShape<Cache>::kThreads, 2)
+    decode_attention_cluster_kernel(JETRL_GRID_CONSTANT typename Cache::Params p) {
+  using Shape = ClusterShape<Cache>;
+  constexpr int kBlocks = Cache::kBlocks;
+  uint8_t* memory = sm90::dynamic_shared_memory();
+  const int warp = sm90::warp_uniform(sm90::thread_index() / 32), rank = kBlocks == 1 ? 0 : sm90::rank_in_cluster();
+  const int pair = sm90::block_index() / kBlocks, head = pair % p.kv_heads, request = pair / p.kv_heads;
+  const int length = p.lengths[request], blocks = ceil_div(length, kKeysOfABlock);
+  const uint16_t* q = p.q + request * p.stride_q + int64_t(head) * p.group * 128;
+  uint16_t* out = p.out + request * p.stride_out + int64_t(head) * p.group * 128;
+  if (length <= 0) {  // of no request
+    if (rank == 0) {
+      for (int i = sm90::thread_index(); i < p.group * 128; i += Shape::kThreads) out[i] = 0;
+    }
+    return;
+  }
+  const ClusterBarriers<Cache> barriers{sm90::shared_address(memory + Shape::kBarriersAt)};
+  if (sm90::thread_index() == 0) barriers.init(rank);
+  const Units units{p.table + request * p.stride_table, p.units, head, blocks, length};
+  int pages = 0;  // asked for before the others of the cluster are waited for
+  if (warp >= Shape::kKeyWarp) {
+    const int lane = sm90::own_lane();
+    pages = units.page(warp < Shape::kValueWarp ? rank : lane / kUnitsOfABlock, lane % kUnitsOfABlock);
+  }
+  sync_cluster_or_block<kBlocks>();
+  if (warp < Shape::kScoreWarps) {
+    compute_scores<Cache>(p, memory, barriers, q, blocks, rank, warp);
+  } else if (warp < Shape::kSoftmaxWarp) {
+    compute_output<Cache>(p, memory, barriers, out, blocks, rank, warp - Shape::kScoreWarps);
+  } else if (warp < Shape::kKeyWarp) {
+    compute_softmax<Cache>(p, memory, barriers, blocks, length, rank, warp - Shape::kSoftmaxWarp);
+  } else if (warp < Shape::kValueWarp) {
+    Cache::copy_keys(p, sm90::shared_address(memory), barriers, units, pages, rank, warp - Shape::kKeyWarp);
+  } else {
+    Cache::copy_values(p, sm90::shared_address(memory + Shape::kValuesAt), barriers, units, pages, rank);
+  }
+  if constexpr (kBlocks > 1) sm90::sync_cluster();  // what this block has sent is read from here until it has come
+}
+
+template <class Cache>
+void start_cluster(const typename Cache::Params& params, int pairs, Stream stream) {
+  using Shape = ClusterShape<Cache>;
+  // Two that can have a multiprocessor each, which pairs of these always have room for, do not share one.
+  const bool alone = Cache::kBlocks == 2 && pairs * Cache::kBlocks <= multiprocessors();
+  const int blocks = pairs * Cache::kBlocks, bytes = alone ? kMoreThanHalf : Shape::kBytes;
+  launch<decode_attention_cluster_kernel<Cache>>(Grid{blocks, Cache::kBlocks, Shape::kThreads, bytes, stream}, params);
+}
+
+[[noreturn]] inline void refuse_cluster(int cluster) {
+  const std::string blocks = std::to_string(cluster);
+  refuse("decode attention by clusters of " + blocks + " blocks is not supported. Set 1, 2, 4 or 8.");
+}
+
+}  // namespace jetrl

@@ -1,0 +1,154 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The decode kernel over vLLM's BF16 pages on a GPU: every bit of FlashAttention 3 with one split, whatever the shape
+of a batch, its pages, what lies behind a request's last token, and how many thread blocks share a request.
+
+A result is BF16, so a difference in the last bit of an FP32 sum shows in about one of 2^16 of them.
+"""
+
+import pytest
+import torch
+
+from jetrl_verl import kernels
+from jetrl_verl.kernels import dispatch, vllm_kernels
+from jetrl_verl.kernels.decode_attention import CLUSTERS, native_decode_attention_bf16
+from jetrl_verl.kernels.native import Plan
+
+SCALE = 128**-0.5
+AROUND = [n + more for n in (16, 64, 128, 256, 384, 1024, 4096) for more in (-1, 0, 1)]
+"""Lengths around what a page, a stage and a block of keys hold."""
+pytestmark = pytest.mark.usefixtures("native_library")
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator, device="cuda").bfloat16()
+
+
+def of_every_size(x: torch.Tensor) -> torch.Tensor:
+    return x * 2.0 ** (torch.arange(len(x), device=x.device) % 61 - 40)[:, None, None].to(x.dtype)
+
+
+class Requests:
+    """Tokens in pages of any order, laid out as vLLM's ``[pages, 2, page size, KV heads, 128]``, between NaN."""
+
+    def __init__(self, lengths, group=4, kv_heads=8, page_size=16, seed=0, change=lambda x: x):
+        lengths = [int(n) for n in lengths]
+        self.lengths = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        total, pages = sum(lengths), [-(-n // page_size) for n in lengths]
+        numbers = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(seed)).to(torch.int32).split(pages)
+        self.table = torch.nn.utils.rnn.pad_sequence(numbers, batch_first=True).cuda()
+        owner = torch.repeat_interleave(torch.arange(len(lengths), device="cuda"), self.lengths.long())
+        self.starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).cuda()
+        place = torch.arange(total, device="cuda") - self.starts[:-1].long()[owner]
+        slots = self.table[owner, place // page_size].long() * page_size + place % page_size
+        # In a wider row, as of a merged projection.
+        self.q = normal(len(lengths), (group + 2) * kv_heads, 128, seed=seed + 1)[:, : group * kv_heads]
+        self.k, self.v = (change(normal(total, kv_heads, 128, seed=seed + i)) for i in (2, 3))
+        shape = (sum(pages), 2, page_size, kv_heads, 128)
+        self.pages = torch.full(shape, torch.nan, dtype=torch.bfloat16, device="cuda")
+        for i, x in enumerate((self.k, self.v)):
+            self.pages[slots // page_size, i, slots % page_size] = x
+
+    def call(self, pages: torch.Tensor, out: torch.Tensor) -> tuple:
+        return self.q, *pages.unbind(1), self.lengths, self.table, SCALE, out
+
+    def flash_attention(self) -> torch.Tensor:
+        """Over zeros where ours sees NaN: its copies of large pages bring all of them."""
+        out = torch.empty_like(self.q)
+        vllm_kernels.flash_attention_3_pages(*self.call(self.pages.nan_to_num(0), out))
+        return out
+
+    def decode(self, cluster: int | None = None) -> torch.Tensor:
+        out = torch.full_like(self.q, torch.nan)
+        native_decode_attention_bf16(*self.call(self.pages, out), plan=cluster and Plan(cluster=cluster))
+        return out
+
+
+def different(got: torch.Tensor, want: torch.Tensor) -> int:
+    return int((got.view(torch.int16) != want.view(torch.int16)).sum())
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("change", [lambda x: x, of_every_size])
+@pytest.mark.parametrize("lengths", [[1], AROUND, [1, 5000, 17, 32768, 2048], [4096] * 8])
+def test_lengths(lengths, change, cluster):
+    requests = Requests(lengths, change=change)
+    want = requests.flash_attention()
+    for _ in range(3):
+        assert different(requests.decode(cluster), want) == 0
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize(
+    ("group", "kv_heads", "page_size"), [(1, 8, 16), (2, 4, 48), (4, 8, 64), (5, 3, 32), (7, 1, 256), (8, 4, 16)]
+)
+def test_shapes(group, kv_heads, page_size, cluster):
+    requests = Requests(torch.randint(1, 3000, (40,)), group, kv_heads, page_size, seed=group)
+    assert different(requests.decode(cluster), requests.flash_attention()) == 0
+
+
+@pytest.mark.parametrize("requests", [1, 2, 5, 8, 17, 64, 300])
+def test_the_choice_of_a_cluster(requests):
+    asked = Requests(torch.randint(1, 2000, (requests,)), seed=requests)
+    assert different(asked.decode(), asked.flash_attention()) == 0
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_many_more_blocks_than_run_at_once(cluster):
+    """Up to 2,048 requests of 32 heads: 8.4 million results."""
+    requests = Requests(torch.randint(1, 700, (2048 // cluster,)), seed=cluster)
+    assert different(requests.decode(cluster), requests.flash_attention()) == 0
+
+
+def test_pages_of_heads_in_front_of_tokens():
+    requests = Requests(torch.randint(1, 900, (64,)), page_size=32)
+    want = requests.flash_attention()
+    requests.pages = requests.pages.transpose(2, 3).contiguous().transpose(2, 3)
+    assert different(requests.decode(), want) == 0
+
+
+def test_decode_gives_what_the_trainer_computes_for_whole_sequences():
+    """Every token of four sequences as a decode step of its own, and the sequences packed."""
+    lengths = [900, 1, 333, 64]
+    requests = Requests(lengths)
+    q = normal(sum(lengths), 32, 128, seed=5)
+    whole = kernels.attention(q, requests.k, requests.v, requests.starts, max(lengths), SCALE)
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).cuda()
+    held = (torch.arange(sum(lengths), device="cuda") - requests.starts[:-1].long()[owner] + 1).to(torch.int32)
+    out, table = torch.empty_like(q), requests.table[owner].contiguous()
+    native_decode_attention_bf16(q, *requests.pages.unbind(1), held, table, SCALE, out)
+    assert different(out, whole) == 0
+
+
+@pytest.mark.parametrize("cluster", [None, *CLUSTERS])
+def test_in_a_cuda_graph_with_padded_requests(cluster):
+    requests = Requests([700, 2500, 5, 1])
+    out, plan = torch.empty_like(requests.q), cluster and Plan(cluster=cluster)
+    call = requests.call(requests.pages, out)
+    native_decode_attention_bf16(*call, plan=plan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        native_decode_attention_bf16(*call, plan=plan)
+    for held in ([700, 2500, 0, 0], [1, 129, 5, 0], [0, 2049, 0, 1]):
+        requests.lengths.copy_(torch.tensor(held))
+        out.fill_(torch.nan)
+        graph.replay()
+        some = torch.tensor(held) > 0
+        assert different(out[some], requests.flash_attention()[some]) == 0 and (out[~some] == 0).all()
+
+
+def test_the_path_without_the_library_has_the_same_bits():
+    requests = Requests(torch.randint(1, 900, (64,)))
+    pages, outs = requests.pages.nan_to_num(0), []
+    for backend in ("native", "flash_attention_3"):
+        with dispatch.override_backend("decode_attention_bf16", backend):
+            outs.append(kernels.decode_attention_bf16(*requests.call(pages, torch.empty_like(requests.q))))
+    assert different(*outs) == 0
+
+
+def test_small_calls_for_the_sanitizer():
+    for lengths, group, page_size in (([300, 1, 16], 4, 16), ([129], 8, 64)):
+        requests = Requests(lengths, group, 2, page_size)
+        for cluster in CLUSTERS:
+            assert requests.decode(cluster).isfinite().all()

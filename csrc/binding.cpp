@@ -381,13 +381,15 @@ void decode_attention_bf16(const Tensor& q, const Tensor& keys, const Tensor& va
       STD_TORCH_CHECK(pages->size(dim) == keys.size(dim) && pages->stride(dim) == keys.stride(dim) &&
                           (pages->stride(dim) % 8 == 0 || pages->size(dim) == 1),
                       "jetrl_native: keys and values must have the same shape and strides, multiples of 16 bytes.");
+      STD_TORCH_CHECK(pages->size(dim) * pages->stride(dim) / 8 <= std::numeric_limits<int>::max(),
+                      "jetrl_native: pages over more than 32 GiB are not supported.");
     }
   }
   const jetrl::DecodeAttention call =
       decode_call(q, out, lengths, block_table, keys.size(2), keys.size(1) / 16, scale, cluster);
   const jetrl::Bf16Pages pages{static_cast<const uint8_t*>(keys.data_ptr()),
-                               static_cast<const uint8_t*>(values.data_ptr()), 2 * keys.stride(0), 2 * keys.stride(1),
-                               2 * keys.stride(2)};
+                               static_cast<const uint8_t*>(values.data_ptr()), int(keys.stride(0) / 8),
+                               int(keys.stride(1) / 8), int(keys.stride(2) / 8)};
   jetrl::decode_attention_bf16(call, pages, device.stream);
 }
 

@@ -8,7 +8,13 @@
 // Each byte is brought once. Block r brings the keys of every C-th block of 128 keys and computes their scores, which
 // the copy engine sends to the other blocks' shared memory, with the values' scales in front; of values it brings its
 // own 128 / C features. The softmax, one chain over all keys, each block computes for itself from the same scores.
-//
+
+#pragma once
+
+#include "decode_attention.cuh"
+
+namespace jetrl {
+
 // Warps 0..3: scores of two units of 16 keys each. Then those of O, of 16 features each, or of 32. Then two or four of
 // softmax, lane 4q + t of query q, in turn: each hands over the maximum before it computes P, the sum behind it. Then
 // copies of keys, then of values. Between them: rings of keys, of values, of scores (a multiple of C long, so that a
@@ -27,13 +33,6 @@
 //   part_of, unit_of_part               which warp has a unit's scores, and as which of its two
 //   Queries, multiply, add, store       Q as an operand; K Q^T; O += V^T P^T; two features of a query to memory
 //   copy_keys, copy_values
-
-#pragma once
-
-#include "decode_attention.cuh"
-
-namespace jetrl {
-
 template <class Cache>
 struct ClusterShape {
   static constexpr int kBlocks = Cache::kBlocks;

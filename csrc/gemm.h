@@ -262,10 +262,11 @@ struct DecodeAttention {
 // FP8 cache [pages, kv_heads, units, 4128] bytes (reference/kv_cache.py).
 void decode_attention(const DecodeAttention& call, const void* cache, Stream stream);
 
-// BF16 keys and values [pages, tokens, kv_heads, 128]; strides in bytes, multiples of 16, as the addresses are.
+// BF16 keys and values [pages, tokens, kv_heads, 128]; strides in steps of 16 bytes, whose multiples the addresses are,
+// too. All pages lie within 2^31 such steps.
 struct Bf16Pages {
   const uint8_t *keys, *values;
-  int64_t stride_page, stride_token, stride_head;
+  int stride_page, stride_token, stride_head;
 };
 void decode_attention_bf16(const DecodeAttention& call, const Bf16Pages& pages, Stream stream);
 

@@ -105,23 +105,29 @@ struct Bf16Cache {
     chunk[g] = uint16_t(two), chunk[g + 8] = uint16_t(two >> 16);
   }
 
-  // Some of the four units of a piece to a stage at `to`. `head`: the head's part on the first page; `pages`: those of
-  // the block's units, from lane `known` on.
+  // Where a unit of the i-th block lies behind the first page's, in steps of 16 bytes: a lane knows a unit's, so that
+  // no address is a product but once.
+  JETRL_DEVICE static int offset_of(const Bf16Pages& pages, const Units& units, int page, int i, int unit) {
+    return page * pages.stride_page + units.on_page(i, unit) * CacheUnit::kKeys * pages.stride_token;
+  }
+
+  // Some of the four units of a piece to a stage at `to`: `head` is the head's part on the first page, `offsets` those
+  // of the block's units, from lane `known` on; `left` keys of the block exist.
   template <int kSixteens, int kCount>
-  JETRL_DEVICE static void copy_units(uint32_t to, const uint8_t* head, const Bf16Pages& strides, const Units& units,
-                                      int pages, int known, int i, int piece, int first) {
+  JETRL_DEVICE static void copy_units(uint32_t to, const uint8_t* head, int64_t row_bytes, int offsets, int known,
+                                      int left, int piece, int first) {
     constexpr int kRowsAtOnce = 32 / kSixteens;
-    const int lane = sm90::own_lane(), row = lane / kSixteens, sixteen = lane % kSixteens, left = units.keys(i);
+    const int lane = sm90::own_lane(), row = lane / kSixteens, sixteen = lane % kSixteens;
+    const uint8_t* of_lane = head + row * row_bytes + 16 * sixteen;
 #pragma unroll
     for (int u = first; u < first + kCount; ++u) {
-      const int unit = kUnitsOfAPiece * piece + u, token = CacheUnit::kKeys * units.on_page(i, unit) + row;
-      const int64_t page = sm90::shuffle(pages, known + unit);
-      const uint8_t* from = head + page * strides.stride_page + token * strides.stride_token + 16 * sixteen;
+      const uint8_t* from = of_lane + int64_t(sm90::shuffle(offsets, known + kUnitsOfAPiece * piece + u)) * 16;
 #pragma unroll
       for (int r = 0; r < CacheUnit::kKeys; r += kRowsAtOnce) {
         const int key = CacheUnit::kKeys * u + r + row;
         const bool exists = kRows * piece + key < left;
-        sm90::cp_async_16(to + place_of<kSixteens>(key, sixteen), from + r * strides.stride_token, exists);
+        sm90::cp_async_16(to + place_of<kSixteens>(key, sixteen), from, exists);
+        from += kRowsAtOnce * row_bytes;
       }
     }
   }
@@ -133,41 +139,47 @@ struct Bf16Cache {
   }
 
   JETRL_DEVICE static void copy_keys(const Params& p, uint32_t to, const Barriers& barriers, const Units& units,
-                                     int pages, int rank, int warp) {
+                                     int page, int rank, int warp) {
     constexpr int kCount = kUnitsOfAPiece / kKeyWarps;
-    const int lane = sm90::own_lane();
-    const uint8_t* head = p.pages.keys + units.head * p.pages.stride_head;
+    const int unit = sm90::own_lane() % kUnitsOfABlock;
+    const int64_t row_bytes = int64_t(p.pages.stride_token) * 16;
+    const uint8_t* head = p.pages.keys + int64_t(units.head) * p.pages.stride_head * 16;
     Place<kKeyStages> keys;
 #pragma unroll 1
     for (int i = rank; i < units.blocks; i += kBlocks) {
-      const int next = units.page(i + kBlocks, lane % kUnitsOfABlock);
+      const int offsets = offset_of(p.pages, units, page, i, unit), left = units.keys(i);
+      page = units.page(i + kBlocks, unit);
 #pragma unroll 1
       for (int piece = 0; piece < kPieces; ++piece) {
         sm90::barrier_wait(barriers.keys_empty(keys.stage), keys.parity ^ 1, "keys_empty", keys.stage);
-        copy_units<kKeySixteens, kCount>(to + keys.stage * kKeyStage, head, p.pages, units, pages, 0, i, piece,
+        copy_units<kKeySixteens, kCount>(to + keys.stage * kKeyStage, head, row_bytes, offsets, 0, left, piece,
                                          kCount * warp);
         arrive_behind_copies(barriers.keys_full(keys.stage));
         keys.advance();
       }
-      pages = next;
     }
   }
 
   JETRL_DEVICE static void copy_values(const Params& p, uint32_t to, const Barriers& barriers, const Units& units,
-                                       int next, int rank) {
+                                       int page, int rank) {
     const int lane = sm90::own_lane(), unit = lane % kUnitsOfABlock, turn = lane / kUnitsOfABlock;
-    const uint8_t* head = p.pages.values + units.head * p.pages.stride_head + rank * 16 * kValueSixteens;
-    int pages = 0;
+    const int64_t row_bytes = int64_t(p.pages.stride_token) * 16;
+    const uint8_t* head =
+        p.pages.values + (int64_t(units.head) * p.pages.stride_head + rank * kValueSixteens) * 16;
+    int offsets = 0;
     Place<kValueStages> values;
 #pragma unroll 1
     for (int i = 0; i < units.blocks; ++i) {
-      if (i % kBlocksAhead == 0) pages = next, next = units.page(i + kBlocksAhead + turn, unit);
-      const int known = i % kBlocksAhead * kUnitsOfABlock;
+      if (i % kBlocksAhead == 0) {
+        offsets = offset_of(p.pages, units, page, i + turn, unit);
+        page = units.page(i + kBlocksAhead + turn, unit);
+      }
+      const int known = i % kBlocksAhead * kUnitsOfABlock, left = units.keys(i);
 #pragma unroll 1
       for (int piece = 0; piece < kPieces; ++piece) {
         sm90::barrier_wait(barriers.values_empty(values.stage), values.parity ^ 1, "values_empty", values.stage);
-        copy_units<kValueSixteens, kUnitsOfAPiece>(to + values.stage * kValueStage, head, p.pages, units, pages, known,
-                                                   i, piece, 0);
+        copy_units<kValueSixteens, kUnitsOfAPiece>(to + values.stage * kValueStage, head, row_bytes, offsets, known,
+                                                   left, piece, 0);
         arrive_behind_copies(barriers.values_full(values.stage));
         values.advance();
       }

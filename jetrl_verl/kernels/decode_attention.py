@@ -105,7 +105,8 @@ def native_supports_decode_attention_bf16(q, keys, values, lengths, block_table,
     """Whether the native kernel computes this call."""
     same = keys.shape == values.shape and keys.stride() == values.stride() and keys.dtype == torch.bfloat16
     steps = zip(keys.shape[:3], keys.stride()[:3], strict=True)
-    pages = same and keys.stride(3) == 1 and all(stride % 8 == 0 or size == 1 for size, stride in steps)
+    suit = ((stride % 8 == 0 or size == 1) and size * stride // 8 < 2**31 for size, stride in steps)
+    pages = same and keys.stride(3) == 1 and all(suit)
     pages = pages and keys.shape[1] % PAGE_TOKENS == 0 and keys.shape[3] == q.shape[2] == HEAD_DIM
     group = q.shape[1] // keys.shape[2]
     return pages and group <= MOST_QUERY_HEADS and _rows_suit(q, out) and native.unavailable() is None

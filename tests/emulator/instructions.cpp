@@ -403,31 +403,19 @@ void tma_store_wait_read() {
   fiber.storing.clear();
   end(fiber.reads_of_storing, fiber.entry, fiber.knows.plain[fiber.entry]);
 }
-void touch_by_cp_async(uint32_t to, uint32_t bytes) {
+void cp_async(uint32_t to, const void* from, uint32_t bytes, bool valid) {
+  if (to % bytes != 0 || (valid && reinterpret_cast<uintptr_t>(from) % bytes != 0)) fail("a misaligned cp.async");
+  if (valid) check_read(from);
+  Block* of = &block();
   machine.current->copying.push_back(begin("a cp.async", true, true));
-  touch(block(), machine.current->copying.back(), to, bytes);
-}
-void cp_async_f32(uint32_t to, const float* from, bool valid) {
-  if (to % 4 != 0) fail("a misaligned cp.async");
-  if (valid) check_read(from);
-  Block* of = &block();
-  touch_by_cp_async(to, 4);
+  touch(*of, machine.current->copying.back(), to, bytes);
   machine.current->copies.push_back([=] {
-    const float value = valid ? *from : 0.0f;
-    std::memcpy(at(*of, to, 4), &value, 4);
+    const uint8_t zeros[16] = {};
+    std::memcpy(at(*of, to, int(bytes)), valid ? from : zeros, bytes);
   });
 }
-void cp_async_16(uint32_t to, const void* from, bool valid) {
-  if (to % 16 != 0 || (valid && reinterpret_cast<uintptr_t>(from) % 16 != 0)) fail("a misaligned cp.async");
-  if (valid) check_read(from);
-  Block* of = &block();
-  touch_by_cp_async(to, 16);
-  machine.current->copies.push_back([=] {
-    uint8_t bytes[16] = {};
-    if (valid) std::memcpy(bytes, from, 16);
-    std::memcpy(at(*of, to, 16), bytes, 16);
-  });
-}
+void cp_async_f32(uint32_t to, const float* from, bool valid) { cp_async(to, from, 4, valid); }
+void cp_async_16(uint32_t to, const void* from, bool valid) { cp_async(to, from, 16, valid); }
 void cp_async_wait() {
   Fiber& fiber = *machine.current;
   wait_until([&fiber] { return fiber.copies.empty(); }, "its copies");
@@ -531,27 +519,16 @@ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   }
 }
 
-// What all lanes read, each the row whose address it gave.
-const uint32_t (*rows_of_matrices(uint32_t address))[4] {
+// Each lane reads the row whose address it gave, for all of them.
+void ldmatrix(uint32_t (&r)[4], uint32_t address, bool transposed) {
   if (address % 16 != 0) fail("a misaligned ldmatrix");
   touch_now(*machine.current, false, address, 16);
-  uint32_t row[4];
-  std::memcpy(row, at(block(), address, 16), sizeof(row));
-  return meet(row[0], row[1], row[2], row[3]);
-}
-
-void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
-  const auto rows = rows_of_matrices(address);
-  const int lane = own_lane();
-  for (int i = 0; i < 4; ++i) r[i] = rows[8 * i + lane / 4][lane % 4];
-}
-
-void ldmatrix_x4_transposed(uint32_t (&r)[4], uint32_t address) {
-  const auto rows = rows_of_matrices(address);
-  const int row = 2 * (own_lane() % 4), column = own_lane() / 4;
-  for (int i = 0; i < 4; ++i) {
-    const auto half = [&](int of) { return rows[8 * i + of][column / 2] >> column % 2 * 16 & 0xFFFF; };
-    r[i] = half(row) | half(row + 1) << 16;
+  const uint32_t* row = reinterpret_cast<const uint32_t*>(at(block(), address, 16));
+  const auto rows = meet(row[0], row[1], row[2], row[3]);
+  for (int i = 0; i < 8; ++i) {
+    const int one = own_lane() / 4, other = 2 * (own_lane() % 4) + i % 2, column = transposed ? one : other;
+    const uint32_t half = rows[i / 2 * 8 + (transposed ? other : one)][column / 2] >> column % 2 * 16 & 0xFFFF;
+    r[i / 2] = i % 2 == 0 ? half : r[i / 2] | half << 16;
   }
 }
 

@@ -160,7 +160,7 @@ int jetrl_silu_mul_backward(int pow2, int rows, int k, const uint16_t* dy, int64
 }
 
 // jetrl::DecodeAttention's members in its order. The cache: FP8 pages, or BF16 keys with values and their strides.
-int jetrl_decode_attention(const void* cache, const uint8_t* values, const int64_t* strides, const uint16_t* q,
+int jetrl_decode_attention(const void* cache, const uint8_t* values, const int* strides, const uint16_t* q,
                            uint16_t* out, const int32_t* lengths, const int32_t* table, int64_t stride_q,
                            int64_t stride_out, int64_t stride_table, int requests, int kv_heads, int group, int units,
                            float scale, int cluster, uint32_t seed) {

@@ -226,7 +226,7 @@ class Emulator:
         if isinstance(cache, tuple):
             keys, values = cache
             kv_heads, units = keys.shape[2], keys.shape[1] // 16
-            of_pages = (ctypes.c_int64 * 3)(*(2 * stride for stride in keys.stride()[:3]))
+            of_pages = (ctypes.c_int * 3)(*(stride // 8 for stride in keys.stride()[:3]))
         else:
             keys, values, of_pages = cache, None, None
             kv_heads, units = cache.shape[1:3]

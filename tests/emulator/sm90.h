@@ -112,8 +112,7 @@ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
 // What `lane` of this warp brings. Stricter than a GPU: an exchange orders no memory.
 uint32_t exchange(uint32_t value, int lane);
 int count_true(bool value);
-void ldmatrix_x4(uint32_t (&r)[4], uint32_t address);
-void ldmatrix_x4_transposed(uint32_t (&r)[4], uint32_t address);
+void ldmatrix(uint32_t (&r)[4], uint32_t address, bool transposed);
 void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3);
 
 inline void prefetch_tensor_map(const TensorMap*) {}
@@ -122,6 +121,9 @@ template <int kRegisters>
 inline void take_registers() {}
 template <int kRegisters>
 inline void give_registers() {}
+
+inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) { ldmatrix(r, address, false); }
+inline void ldmatrix_x4_transposed(uint32_t (&r)[4], uint32_t address) { ldmatrix(r, address, true); }
 
 inline bool elect_one() { return thread_index() % 32 == 0; }
 

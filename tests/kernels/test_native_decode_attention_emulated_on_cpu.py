@@ -320,8 +320,8 @@ FAULTS_OF_FP8_CLUSTERS = {
 
 FAULTS_OF_BF16 = {
     "two blocks have each other's features": (
-        "+ rank * 16 * kValueSixteens",
-        "+ (kBlocks - 1 - rank) * 16 * kValueSixteens",
+        "+ rank * kValueSixteens",
+        "+ (kBlocks - 1 - rank) * kValueSixteens",
     ),
     "keys are overwritten": (
         'sm90::barrier_wait(barriers.keys_empty(keys.stage), keys.parity ^ 1, "keys_empty", keys.stage);',
@@ -333,7 +333,7 @@ FAULTS_OF_BF16 = {
     ),
     "values behind the last are read": ("const bool exists = kRows * piece + key < left;", "const bool exists = true;"),
     "a stage is full before its copies have landed": ("sm90::cp_async_arrive(full);", "sm90::barrier_arrive(full);"),
-    "values lie on another block's pages": ("sm90::shuffle(pages, known + unit)", "sm90::shuffle(pages, unit)"),
+    "values lie on another block's pages": ("sm90::shuffle(offsets, known + ", "sm90::shuffle(offsets, "),
 }
 
 

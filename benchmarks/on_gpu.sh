@@ -35,7 +35,7 @@ sanitizer() {  # memory, then races, a small call of every kernel each; races in
             --target-processes application-only python3 -m pytest --gpu=only -q -k sanitizer \
             tests/kernels/test_native_gemm_on_gpu.py tests/kernels/test_native_qdata_on_gpu.py \
             tests/kernels/test_fused_quantizers_on_gpu.py tests/kernels/test_experts_on_gpu.py \
-            tests/kernels/test_kv_cache_on_gpu.py || return
+            tests/kernels/test_kv_cache_on_gpu.py tests/kernels/test_decode_attention_bf16_on_gpu.py || return
     done
 }
 sustained() {  # 80 s a shape
@@ -68,7 +68,7 @@ export -f test_files sanitizer sustained demo diff_precisions
 export out
 
 parts=(operations quantizers gemms experts sanitizer gemm sustained chain mixture variants linear mlp ranks products
-    cachetests cache behind quant full exact exact8k families cost mismatch demo diff decode phases)
+    cachetests decodetests cache behind quant full exact exact8k families cost mismatch demo diff decode phases)
 if (($#)); then chosen=("$@"); else chosen=("${parts[@]}"); fi
 for name in "${chosen[@]}"; do
     [[ " ${parts[*]} " == *" $name "* ]] || { echo "$name is not a part; choose from: ${parts[*]}" >&2; exit 2; }
@@ -91,7 +91,8 @@ part 200 mlp python3 benchmarks/gated_mlp_on_gpu.py --out "$out/mlp.json"
 part 200 ranks python3 benchmarks/ranks_on_gpu.py --out "$out/ranks.json"
 part 300 products python3 benchmarks/experts_gemm_on_gpu.py --out "$out/products.json"
 part 300 cachetests bash -c 'test_files tests/kernels/test_kv_cache_on_gpu.py'
-part 180 cache python3 benchmarks/kv_cache_on_gpu.py --out "$out/cache.json"
+part 200 decodetests bash -c 'test_files tests/kernels/test_decode_attention_bf16_on_gpu.py'
+part 240 cache python3 benchmarks/kv_cache_on_gpu.py --out "$out/cache.json"
 part 150 behind python3 benchmarks/behind_last_layer_on_gpu.py --out "$out/behind.json"
 part 300 quant python3 -m jetrl_verl.cli bench quant --rules fp32,pow2 --out "$out/quant.json"
 part 600 full python3 -m jetrl_verl.cli bench gemm --full --out "$out/full.json"

@@ -51,7 +51,8 @@ class SharedFlashAttention(FlashAttentionImpl):
                 self.scale,
                 output[:requests],
             )
-            one_each = attn_metadata.num_actual_tokens == requests and self.dcp_world_size == 1
+            # Tokens behind the requests' are padding, too.
+            one_each = attn_metadata.num_actual_tokens >= requests and self.dcp_world_size == 1
             if one_each and kernels.decodes_natively(*call):
                 kernels.decode_attention_bf16(*call)
                 return output

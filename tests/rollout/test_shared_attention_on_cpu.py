@@ -107,6 +107,7 @@ def test_flash_attention_plans_for_one_split_where_it_captures_and_nowhere_else(
     [
         ({}, True),
         ({"seq_lens": torch.tensor([20, 3, 0, 0])}, True),
+        ({"num_actual_tokens": 6}, True),
         ({"max_query_len": 2}, False),
         ({"num_actual_tokens": 3}, False),
         ({"dcp_world_size": 2}, False),

@@ -59,6 +59,8 @@ struct ClusterShape {
   static constexpr int kBarriersAt = kHandedOverAt + kSoftmaxWarps * kHandedOver;
   static constexpr int kBarriers = 2 * (Cache::kKeyStages + Cache::kValueStages + kPlaces) + 4 * kSoftmaxWarps;
   static constexpr int kBytes = kBarriersAt + 8 * kBarriers;
+  // A wait names a phase by its parity: a place's scores are one warp's of softmax in every lap.
+  static_assert(kPlaces % kSoftmaxWarps == 0, "a place of scores has one reader");
   static_assert(kPlaces % kBlocks == 0 && kBytes <= 114 * 1024 - 1024, "two blocks on a multiprocessor");
 };
 

@@ -5,7 +5,7 @@ on the host: a kernel that is there, loads and is wrong, or cannot start, is nam
 
 qdata are small whole numbers and scales powers of two, so every sum is exact in any order, on tensor cores too, and
 every result is one number; logits are tied, so the weights of a token's four experts are 1/4 each. What has an
-exponential (SiLU) is left to the contract check of a job, which compares two sides of one device.
+exponential or a root (SiLU, norms) is left to the contract check of a job, which compares two sides of one device.
 
 Of three experts one is empty; numbers of rows are odd, and small and large ones reach both native forward kernels.
 """

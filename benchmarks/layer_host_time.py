@@ -330,7 +330,9 @@ def seconds_on_gpu(step: Step) -> dict[str, float]:
 def on_gpu(config: Qwen3Config, options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {precision: {"tokens": {}} for precision in options.precisions}
     for tokens in options.tokens:
-        steps = {precision: Step(precision, config, tokens) for precision in options.precisions}
+        # Each has a configuration of its own, which its attention is written into.
+        configs = {precision: layers_of(config, config.num_hidden_layers) for precision in options.precisions}
+        steps = {precision: Step(precision, own, tokens) for precision, own in configs.items()}
         runs = {precision: [] for precision in steps}
         for step in steps.values():
             for _ in range(3):

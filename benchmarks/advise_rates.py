@@ -78,6 +78,7 @@ TRAINING_READ = ((16, 1024, 1.503, 1.81, 1.50), (4, 4096, 1.694, 1.76, 1.48), (1
 """Sequences, their tokens, seconds of ``jet_fp8``, and how many times those stock BF16 and BF16 with Liger took."""
 DECODE_READ = ((1, 1024, 269, 1.38), (32, 384, 8284, 1.54), (32, 4096, 3895, 1.21), (256, 384, 21844, 1.19))
 """Requests, tokens of context, tokens/s of ``jet_fp8``, and its gain over BF16."""
+BEFORE = "attention over BF16 pages by FlashAttention 3 with one split, as before 455f00e"
 IN_VERL = {
     "bf16": {"generation": 14.07, "old": 4.0, "update": 13.2, "sync": (0.29, 0.41), "step": 31.7},
     "jet_fp8": {"generation": 14.07, "old": 2.8, "update": 8.5, "sync": (0.57, 0.76), "step": 26.1},
@@ -199,7 +200,7 @@ def rollout_records() -> Iterable[Record]:
         for key, found in cost[name]["rates"].items():
             requests, prompt = map(int, key.split(" x "))
             seconds = requests / found["tokens_per_s"]
-            calibrates = name == "bf16" and requests == 256
+            calibrates = requests == 256 or (name != "bf16" and requests == 16)
             # 256 steps from that prompt on.
             yield step(name, engine, requests, prompt + 128, seconds, "exact_cost_h200.json", calibrates=calibrates)
     ample = results("decode")["ample"]
@@ -214,9 +215,19 @@ def rollout_records() -> Iterable[Record]:
         for key, found in cached[name]["behind_last_layer"].items():
             requests, prompt = map(int, key.split(" x "))
             # By the profiler's clock, 12 of the first 20 steps: tokens/s of this record are differences of generations.
-            yield step(name, engine, requests, prompt + 14, 1e-6 * found["step_us"], "decode_kv_cache_h200.json")
+            source, caveat = "decode_kv_cache_h200.json", BEFORE if name == "jet_fp8" else ""
+            yield step(name, engine, requests, prompt + 14, 1e-6 * found["step_us"], source, caveat=caveat)
+    short = results("decode_bf16_cache")["ample"]
+    for name, engine in (("bf16", BF16), ("jet_fp8", FP8)):
+        for case in ("32 x 384", "256 x 384"):
+            requests, prompt = map(int, case.split(" x "))
+            # 64 steps from that prompt on, timed one by one.
+            source, calibrates = "decode_bf16_cache_h200.json", name == "jet_fp8"
+            yield step(
+                name, engine, requests, prompt + 32, requests / short[name][case], source, calibrates=calibrates
+            )  # fmt: skip
     for requests, context, rate, gain in DECODE_READ:
-        yield step("jet_fp8", FP8, requests, context, requests / rate, READING, calibrates=context == 384)
+        yield step("jet_fp8", FP8, requests, context, requests / rate, READING, caveat=BEFORE)
         yield step("bf16", BF16, requests, context, requests * gain / rate, READING)
     for name, engine in (("bf16", BF16), ("jet_fp8", FP8)):
         yield Record(
@@ -266,10 +277,12 @@ def verl_records() -> Iterable[Record]:
                 READING,
                 lambda r, p=precision, w=part: verl_parts(r, p)[w],
                 calibrates=part == "sync" or (precision == "bf16" and part != "generation"),
+                caveat=BEFORE if precision == "jet_fp8" and part == "generation" else "",
             )
         yield Record(
             "step", f"verl, 4B, 64 x 2048, {precision}", found["step"], READING,
             lambda r, p=precision: sum(verl_parts(r, p).values()), calibrates=precision == "bf16",
+            caveat=BEFORE if precision == "jet_fp8" else "",
         )  # fmt: skip
     for gpus, precision, seconds, arrangement in (
         (2, "bf16", 0.43, "FSDP2"), (2, "jet_fp8", 0.99, "FSDP2"), (4, "bf16", 0.53, "FSDP2"), (2, "bf16", 0.30, "TP 2")
@@ -447,10 +460,10 @@ def _fit_decode(put, rates) -> None:
         "phase_shares_h200.json, BF16, 512 and 16896 of context",
     )
     put("attention.shared.key", 0.0, "s", "")  # until it is known: what is fitted first is the part without it
-    for kind in ("bf16", "fp8", "int8"):
+    for kind in ("bf16", "fp8", "fp8.shared", "int8"):
         none = rates(**{f"decode.{kind}.layer": 0.0, f"decode.{kind}.request": 0.0})
         ours = [r for r in rollout_records() if r.phase == "decode step" and r.calibrates]
-        names = {"bf16": "bf16", "fp8": "jet_fp8", "int8": "int8_rollout"}
+        names = {"bf16": "bf16", "fp8": "jet_fp8_stock", "fp8.shared": "jet_fp8", "int8": "int8_rollout"}
         ours = [r for r in ours if r.case.rpartition(", ")[2] == names[kind]]
         requests = [int(r.case.split(", ")[1].split(" x ")[0]) for r in ours]
         # Least squares of relative errors.
@@ -468,19 +481,19 @@ def _fit_decode(put, rates) -> None:
 
 
 def _fit_shared_attention(put, rates) -> None:
-    """Of attention alone, both caches in one run. Where one block reads a request's keys: the longest requests. By
-    bytes: BF16's rate in an engine, times what FP8 gains in the difference of two sizes; what a call costs beside its
-    bytes is in the latency of a layer."""
+    """Of attention alone, both caches in one run. Where one cluster reads a request's keys: one long request. By bytes:
+    BF16's rate in an engine, times what FP8 gains in the difference of two sizes; what a call costs beside its bytes
+    is in the latency of a layer."""
     found = results("kv_cache")
-    few, many, long = (64, 4096), (32, 16384), (8, 32768)
+    few, many, long = (64, 4096), (32, 16384), (1, 32768)
     us = {
         (r["requests"], r["tokens"]): {name: each["median"] - found["event_us"] for name, each in r["us"].items()}
         for r in found["records"]
     }
-    source = "kv_cache_h200.json, attention alone, {}, 42d955b"
-    for name, contender in (("attention.shared.key", "bf16"), ("attention.fp8_cache.key", "fp8")):
-        put(name, us[long][contender] / long[1] / 1e6, "s", source.format("8 x 32768"))
-    moved = {(r["requests"], r["tokens"]): r["fp8_bytes"] for r in found["records"]}
+    source = "kv_cache_h200.json, attention alone, {}, 455f00e"
+    for name, contender in (("attention.shared.key", "ours"), ("attention.fp8_cache.key", "fp8")):
+        put(name, us[long][contender] / long[1] / 1e6, "s", source.format("1 x 32768"))
+    moved = {(r["requests"], r["tokens"]): r["bytes"]["fp8"] for r in found["records"]}
     seconds = {name: us[many][name] - us[few][name] for name in ("bf16", "fp8")}
     gain = seconds["bf16"] / seconds["fp8"] * EIGHT.kv_bytes("fp8") / EIGHT.kv_bytes()
     assert EIGHT.kv_bytes("fp8") / EIGHT.layers * many[0] * many[1] == moved[many]

@@ -92,12 +92,14 @@ def decode_step(rates: Rates, model: Model, engine: Engine, requests: float, tok
     if engine.shared or held.quantized:
         key = rates[f"attention.{held.name}_cache.key" if held.quantized else "attention.shared.key"]
         cache = max(cache, model.layers * tokens / requests * key)
+    # What lies between the linears of an FP8 layer depends on whose operations they are; BF16's have one record.
+    between = f"decode.{kind}.shared" if engine.shared and kind != UNQUANTIZED else f"decode.{kind}"
     return Step(
         weights=sum(pair[0] for pair in pairs),
         gemm=sum(pair[1] for pair in pairs),
         cache=cache,
-        layers=model.layers * rates[f"decode.{kind}.layer"],
-        requests=requests * rates[f"decode.{kind}.request"],
+        layers=model.layers * rates[f"{between}.layer"],
+        requests=requests * rates[f"{between}.request"],
     )
 
 

@@ -3,10 +3,12 @@
 """``jetrl patch``: the replacements of patches/ written into a checkout of verl or vLLM, and the diff for upstream."""
 
 import difflib
+from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.padding import Padding
+from rich.text import Text
 
 from jetrl_verl.patches import all_patches, installed_states
 from jetrl_verl.patches.patch import PatchError
@@ -52,8 +54,10 @@ def patch_into(folder: Path, write: bool) -> str:
 
 
 def list_patches(console: Console) -> None:
-    """A table of the patches and of what each function is in the installed packages."""
-    table = Table("function", "patch", "here", "without it", "until", box=None, padding=(0, 2, 0, 0))
-    for patch, state in installed_states():
-        table.add_row(patch.replaces, patch.file, state, patch.symptom, patch.until)
-    console.print(table)
+    """The patches by file: each function, what it is in the installed packages, and why it is replaced until when."""
+    for file, states in groupby(installed_states(), key=lambda found: found[0].file):
+        console.print(Text(file, style="bold"))
+        for patch, state in states:
+            console.print(Padding(Text(f"{patch.replaces}: {state}", overflow="fold"), (0, 0, 0, 2)))
+            console.print(Padding(Text(f"without it {patch.symptom}"), (0, 0, 0, 4)))
+            console.print(Padding(Text(f"until {patch.until}"), (0, 0, 0, 4)))

@@ -66,10 +66,10 @@ void decode_attention_in_clusters(const Fp8Params& params, int pairs, int cluste
 // The upper byte of each half, E4M3, as BF16 times 2^-120.
 JETRL_DEVICE uint32_t shifted(uint32_t halves) { return (halves & 0x80008000u) | (halves >> 4 & 0x07F007F0u); }
 
-// The same of byte b of two words: between them stands the lower one's sign, which the shift brings to its place.
-JETRL_DEVICE uint32_t shifted_pair(uint32_t low, uint32_t high, int b) {
-  const uint32_t selector = uint32_t(b * 0x0011 + (8 + b) * 0x0100 + (b + 4) * 0x1000);
-  return uint32_t(int32_t(sm90::permute_bytes_and_signs(low, high, selector)) >> 4) & 0x87F087F0u;
+// The same of byte b of each half: between them stands the lower one's sign, which the shift brings to its place.
+JETRL_DEVICE uint32_t shifted_halves(uint32_t halves, int b) {
+  const uint32_t selector = uint32_t(b * 0x0011 + (8 + b) * 0x0100 + (b + 2) * 0x1000);
+  return uint32_t(int32_t(sm90::permute_bytes_and_signs(halves, 0, selector)) >> 4) & 0x87F087F0u;
 }
 
 // Two keys' scales in the halves of a word -> the powers of two by which shifted() is to be multiplied, as BF16: right

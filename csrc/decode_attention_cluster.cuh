@@ -18,8 +18,9 @@ namespace jetrl {
 // Warps 0..3: scores of two units of 16 keys each. Then those of O, of 16 features each, or of 32. Then two or four of
 // softmax, lane 4q + t of query q, in turn: each hands over the maximum before it computes P, the sum behind it. Then
 // copies of keys, then of values. Between them: rings of keys, of values, of scores (a multiple of C long, so that a
-// place in it has one owner, for whose next scores every block makes it free), of P, one a warp of softmax. No block
-// leaves before all have what it sends.
+// place in it has one owner, for whose next scores every block makes it free), of P, one a warp of softmax, and of what
+// values are multiplied by, two a warp of softmax: they are there before P is, so that values become operands beside the
+// products of the block before. No block leaves before all have what it sends.
 //
 // What a cache is, its copies and its operands, is a class (Fp8Cache, Bf16Cache):
 //   kBlocks                             C
@@ -31,7 +32,8 @@ namespace jetrl {
 //   kKeyWarps, kValueWarps              warps that copy
 //   kKeyArrivals, kValueArrivals        arrivals that a full stage has of them
 //   part_of, unit_of_part               which warp has a unit's scores, and as which of its two
-//   Queries, multiply, add, store       Q as an operand; K Q^T; O += V^T P^T; two features of a query to memory
+//   Queries, multiply                   Q as an operand; K Q^T
+//   accumulate, store                   O += V^T P^T of all blocks of keys; two features of a query to memory
 //   copy_keys, copy_values
 template <class Cache>
 struct ClusterShape {
@@ -45,19 +47,23 @@ struct ClusterShape {
   static constexpr int kScoreRow = kPartKeys + 8;
   static constexpr int kPart = kPartScales + kQueries * kScoreRow * 4;
   static constexpr int kPlaces = Cache::kPlaces, kScores = kScoreWarps * kPart;
-  // P and the rescaling; what values are multiplied by, a row for each lane of a quad; their scales; if any is large.
-  static constexpr int kFactorRow = 20;
-  static constexpr int kRescale = kQueries * kKeysOfABlock * 2, kFactors = kRescale + kQueries * 4;
-  static constexpr int kScales = kFactors + 4 * kFactorRow * 4, kLarge = kScales + kKeysOfABlock;
-  static constexpr int kProbabilities = Cache::kHasScales ? kLarge + 16 : kFactors;
+  // P and the rescaling.
+  static constexpr int kRescale = kQueries * kKeysOfABlock * 2, kProbabilities = kRescale + kQueries * 4;
+  // What values are multiplied by, a row for each lane of a quad; their scales; if any is large.
+  static constexpr int kFactorRow = 20, kScales = 4 * kFactorRow * 4, kLarge = kScales + kKeysOfABlock;
+  static constexpr int kFactors = Cache::kHasScales ? kLarge + 16 : 0;
+  // A warp of softmax writes those of a block of keys once O has the P that it wrote two turns ago.
+  static constexpr int kFactorPlaces = Cache::kHasScales ? 2 * kSoftmaxWarps : 0;
   static constexpr int kHandedOver = (kQueries + 32) * 4;  // by a softmax warp: maxima of queries, sums of lanes
 
   static constexpr int kValuesAt = Cache::kKeyStages * Cache::kKeyStage;
   static constexpr int kScoresAt = kValuesAt + Cache::kValueStages * Cache::kValueStage;
   static constexpr int kProbabilitiesAt = kScoresAt + kPlaces * kScores;
-  static constexpr int kHandedOverAt = kProbabilitiesAt + kSoftmaxWarps * kProbabilities;
+  static constexpr int kFactorsAt = kProbabilitiesAt + kSoftmaxWarps * kProbabilities;
+  static constexpr int kHandedOverAt = kFactorsAt + kFactorPlaces * kFactors;
   static constexpr int kBarriersAt = kHandedOverAt + kSoftmaxWarps * kHandedOver;
-  static constexpr int kBarriers = 2 * (Cache::kKeyStages + Cache::kValueStages + kPlaces) + 4 * kSoftmaxWarps;
+  static constexpr int kBarriers =
+      2 * (Cache::kKeyStages + Cache::kValueStages + kPlaces) + 4 * kSoftmaxWarps + kFactorPlaces;
   static constexpr int kBytes = kBarriersAt + 8 * kBarriers;
   // A wait names a phase by its parity: a place's scores are one warp's of softmax in every lap.
   static_assert(kPlaces % kSoftmaxWarps == 0, "a place of scores has one reader");
@@ -92,6 +98,7 @@ struct ClusterBarriers {
   JETRL_DEVICE uint32_t p_empty(int i) const { return p_full(Shape::kSoftmaxWarps + i); }
   JETRL_DEVICE uint32_t max_full(int i) const { return p_full(2 * Shape::kSoftmaxWarps + i); }
   JETRL_DEVICE uint32_t sum_full(int i) const { return p_full(3 * Shape::kSoftmaxWarps + i); }
+  JETRL_DEVICE uint32_t factors_full(int place) const { return p_full(4 * Shape::kSoftmaxWarps + place); }
 
   JETRL_DEVICE void init(int rank) const {
     for (int stage = 0; stage < Cache::kKeyStages; ++stage) {
@@ -113,6 +120,7 @@ struct ClusterBarriers {
       sm90::barrier_init(max_full(i), kArrivals);
       sm90::barrier_init(sum_full(i), kArrivals);
     }
+    for (int place = 0; place < Shape::kFactorPlaces; ++place) sm90::barrier_init(factors_full(place), kArrivals);
     sm90::fence_barrier_init();
   }
 };
@@ -183,6 +191,22 @@ JETRL_DEVICE void compute_scores(const DecodeAttentionParams& p, uint8_t* memory
 
 // ---- softmax -------------------------------------------------------------------------------------------------------
 
+// What values are multiplied by, of a block of keys, of which a lane has the scales of four.
+template <class Shape>
+JETRL_DEVICE void store_factors(uint8_t* to, uint32_t scales) {
+  const int lane = sm90::own_lane();
+  const uint32_t pairs[2] = {sm90::permute_bytes(scales, 0, 0x4140), sm90::permute_bytes(scales, 0, 0x4342)};
+  const bool large = sm90::count_true((larger_scales(pairs[0]) | larger_scales(pairs[1])) != 0) != 0;
+#pragma unroll
+  for (int b = 0; b < 2; ++b) {
+    const int pair = 2 * (lane % 4) + b;  // of a unit's eight: that of lane pair % 4 of a quad, first or second
+    const int word = pair % 4 * Shape::kFactorRow + 2 * (lane / 4) + pair / 4;
+    reinterpret_cast<uint32_t*>(to)[word] = factors_of(pairs[b]);
+  }
+  reinterpret_cast<uint32_t*>(to + Shape::kScales)[lane] = scales;
+  if (lane == 0) *reinterpret_cast<uint32_t*>(to + Shape::kLarge) = large;
+}
+
 template <class Cache>
 JETRL_DEVICE void compute_softmax(const DecodeAttentionParams& p, uint8_t* memory,
                                   const ClusterBarriers<Cache>& barriers, int blocks, int length, int rank, int warp) {
@@ -231,10 +255,11 @@ JETRL_DEVICE void compute_softmax(const DecodeAttentionParams& p, uint8_t* memor
         }
       }
     }
-    const uint32_t pairs[2] = {sm90::permute_bytes(scales, 0, 0x4140), sm90::permute_bytes(scales, 0, 0x4342)};
-    bool large = false;
     if constexpr (Cache::kHasScales) {
-      large = sm90::count_true((larger_scales(pairs[0]) | larger_scales(pairs[1])) != 0) != 0;
+      const int factor_place = i % Shape::kFactorPlaces;
+      store_factors<Shape>(memory + Shape::kFactorsAt + factor_place * Shape::kFactors, scales);
+      sm90::sync_warp();
+      if (arrives()) sm90::barrier_arrive(barriers.factors_full(factor_place));
     }
 
     float highest = largest_of_quad(largest_score(s)), before = 0;
@@ -254,16 +279,6 @@ JETRL_DEVICE void compute_softmax(const DecodeAttentionParams& p, uint8_t* memor
     if (lap > 0) sm90::barrier_wait(barriers.p_empty(warp), (lap - 1) & 1, "p_empty", warp);
     store_probabilities(to, words);
     if (t == 0) reinterpret_cast<float*>(to + Shape::kRescale)[query] = rescale;
-    if constexpr (Cache::kHasScales) {
-      uint32_t* factors = reinterpret_cast<uint32_t*>(to + Shape::kFactors);
-#pragma unroll
-      for (int b = 0; b < 2; ++b) {
-        const int pair = 2 * (lane % 4) + b;  // of a unit's eight: that of lane pair % 4 of a quad, first or second
-        factors[pair % 4 * Shape::kFactorRow + 2 * (lane / 4) + pair / 4] = factors_of(pairs[b]);
-      }
-      reinterpret_cast<uint32_t*>(to + Shape::kScales)[lane] = scales;
-      if (lane == 0) *reinterpret_cast<uint32_t*>(to + Shape::kLarge) = large;
-    }
     sm90::sync_warp();
     if (arrives()) sm90::barrier_arrive(barriers.p_full(warp));
 
@@ -288,6 +303,25 @@ JETRL_DEVICE void compute_softmax(const DecodeAttentionParams& p, uint8_t* memor
 
 // ---- output --------------------------------------------------------------------------------------------------------
 
+// Where P of the i-th block lies, once it is there; O is multiplied by what comes with it.
+template <class Cache>
+JETRL_DEVICE const uint8_t* wait_for_probabilities(float (&d)[Cache::kChunks][4], const uint8_t* memory,
+                                                   const ClusterBarriers<Cache>& barriers, int i) {
+  using Shape = ClusterShape<Cache>;
+  constexpr int kWarps = Shape::kSoftmaxWarps;
+  const int ring = i % kWarps;
+  const uint8_t* of_p = memory + Shape::kProbabilitiesAt + ring * Shape::kProbabilities;
+  sm90::barrier_wait(barriers.p_full(ring), i / kWarps & 1, "p_full", ring);
+  const float2 rescale = reinterpret_cast<const float2*>(of_p + Shape::kRescale)[sm90::own_lane() % 4];
+#pragma unroll
+  for (int c = 0; c < Cache::kChunks; ++c) {
+    if (i == 0) break;
+    d[c][0] = sm90::multiply_ftz(d[c][0], rescale.x), d[c][1] = sm90::multiply_ftz(d[c][1], rescale.y);
+    d[c][2] = sm90::multiply_ftz(d[c][2], rescale.x), d[c][3] = sm90::multiply_ftz(d[c][3], rescale.y);
+  }
+  return of_p;
+}
+
 template <class Cache>
 JETRL_DEVICE void compute_output(const DecodeAttentionParams& p, uint8_t* memory, const ClusterBarriers<Cache>& barriers,
                                  uint16_t* out, int blocks, int rank, int warp) {
@@ -295,31 +329,7 @@ JETRL_DEVICE void compute_output(const DecodeAttentionParams& p, uint8_t* memory
   constexpr int kWarps = Shape::kSoftmaxWarps;
   const int t = sm90::own_lane() % 4, chunk = rank * (8 / Cache::kBlocks) + warp * Cache::kChunks;
   float d[Cache::kChunks][4] = {};
-  Place<Cache::kValueStages> values;
-#pragma unroll 1
-  for (int i = 0; i < blocks; ++i) {
-    const int ring = i % kWarps;
-    const uint8_t* of_p = memory + Shape::kProbabilitiesAt + ring * Shape::kProbabilities;
-#pragma unroll
-    for (int piece = 0; piece < Cache::kPieces; ++piece) {
-      sm90::barrier_wait(barriers.values_full(values.stage), values.parity, "values_full", values.stage);
-      if (piece == 0) {
-        sm90::barrier_wait(barriers.p_full(ring), i / kWarps & 1, "p_full", ring);
-        const float2 rescale = reinterpret_cast<const float2*>(of_p + Shape::kRescale)[t];
-#pragma unroll
-        for (int c = 0; c < Cache::kChunks; ++c) {
-          if (i == 0) break;
-          d[c][0] = sm90::multiply_ftz(d[c][0], rescale.x), d[c][1] = sm90::multiply_ftz(d[c][1], rescale.y);
-          d[c][2] = sm90::multiply_ftz(d[c][2], rescale.x), d[c][3] = sm90::multiply_ftz(d[c][3], rescale.y);
-        }
-      }
-      Cache::add(d, memory + Shape::kValuesAt + values.stage * Cache::kValueStage, of_p, piece, warp, chunk);
-      sm90::sync_warp();
-      if (arrives()) sm90::barrier_arrive(barriers.values_empty(values.stage));
-      values.advance();
-    }
-    if (arrives()) sm90::barrier_arrive(barriers.p_empty(ring));
-  }
+  Cache::accumulate(d, memory, barriers, blocks, warp, chunk);
   const int ring = blocks % kWarps;
   sm90::barrier_wait(barriers.p_full(ring), blocks / kWarps & 1, "p_full", ring);
   const uint8_t* last = memory + Shape::kProbabilitiesAt + ring * Shape::kProbabilities + Shape::kRescale;

@@ -39,6 +39,7 @@ struct Bf16Cache {
   using Params = Bf16Params;
   using Queries = PlainQueries;
   using Barriers = ClusterBarriers<Bf16Cache>;
+  using Shape = ClusterShape<Bf16Cache>;
 
   static constexpr int kBlocks = kOfACluster, kPieces = 2;
   static constexpr bool kHasScales = false;
@@ -78,8 +79,8 @@ struct Bf16Cache {
     }
   }
 
-  JETRL_DEVICE static void add(float (&d)[kChunks][4], const uint8_t* values, const uint8_t* p, int piece, int warp,
-                               int) {
+  JETRL_DEVICE static void add(float (&d)[kChunks][4], const uint8_t* values, const uint8_t* p, int piece,
+                               int warp) {
     const int lane = sm90::own_lane(), key = lane % 8 + lane / 16 * 8, sixteen = 2 * kChunks * warp + lane / 8 % 2;
     const uint4* probabilities = reinterpret_cast<const uint4*>(p) + 32 * kUnitsOfAPiece / 2 * piece + lane;
     const uint32_t at = sm90::shared_address(values);
@@ -97,6 +98,25 @@ struct Bf16Cache {
           sm90::mma_bf16(d[c], a, b);
         }
       }
+    }
+  }
+
+  JETRL_DEVICE static void accumulate(float (&d)[kChunks][4], const uint8_t* memory, const Barriers& barriers,
+                                      int blocks, int warp, int) {
+    Place<kValueStages> values;
+#pragma unroll 1
+    for (int i = 0; i < blocks; ++i) {
+      const uint8_t* of_p = nullptr;
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        sm90::barrier_wait(barriers.values_full(values.stage), values.parity, "values_full", values.stage);
+        if (piece == 0) of_p = wait_for_probabilities(d, memory, barriers, i);
+        add(d, memory + Shape::kValuesAt + values.stage * kValueStage, of_p, piece, warp);
+        sm90::sync_warp();
+        if (arrives()) sm90::barrier_arrive(barriers.values_empty(values.stage));
+        values.advance();
+      }
+      if (arrives()) sm90::barrier_arrive(barriers.p_empty(i % Shape::kSoftmaxWarps));
     }
   }
 

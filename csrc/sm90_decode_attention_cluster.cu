@@ -23,7 +23,7 @@ struct Fp8Cache {
   // Of a unit: what comes with its keys, and a block's values.
   static constexpr int kKeyUnit = CacheUnit::kValues, kValueUnit = CacheUnit::kMatrix / kBlocks;
   static constexpr int kKeyStages = kBlocks < 8 ? 3 : 2, kKeyStage = kUnitsOfABlock * kKeyUnit;
-  static constexpr int kValueStages = kBlocks < 4 ? 4 : 8, kValueStage = kUnitsOfABlock * kValueUnit;
+  static constexpr int kValueStages = kBlocks < 4 ? 4 : kBlocks == 4 ? 7 : 8, kValueStage = kUnitsOfABlock * kValueUnit;
   static constexpr int kPlaces = kBlocks < 4 ? 4 : kBlocks;
 
   JETRL_DEVICE static int part_of(int unit) { return unit / 2; }
@@ -38,53 +38,125 @@ struct Fp8Cache {
     return word_at(keys + unit * kKeyUnit + CacheUnit::kValueScales + 4 * four);
   }
 
-  JETRL_DEVICE static void add(float (&d)[1][4], const uint8_t* values, const uint8_t* p, int, int warp, int chunk) {
-    if (word_at(p + Shape::kLarge) != 0) {
-      add_chunk<true>(d[0], values + warp * CacheUnit::kChunk, p, chunk % 2 != 0);
-    } else {
-      add_chunk<false>(d[0], values + warp * CacheUnit::kChunk, p, chunk % 2 != 0);
+  // A warp's place among a block of keys' values, of a chunk of 16 features: the row of 16 bytes, of 32 keys, that a lane
+  // gives to ldmatrix.
+  JETRL_DEVICE static uint32_t row_of_lane(const uint8_t* memory, int warp, int chunk) {
+    const int lane = sm90::own_lane(), row = lane % CacheUnit::kKeys ^ chunk % 2;
+    const uint32_t values = sm90::shared_address(memory + Shape::kValuesAt) + warp * CacheUnit::kChunk;
+    return values + lane / CacheUnit::kKeys * kValueUnit + row * 16;
+  }
+
+  // Two words of ldmatrix, transposed, as an operand V^T of 16 keys: word k has of keys 8k + 2t and 8k + 2t + 1, in its
+  // halves, the features 2g and 2g + 1. These are rows g and g + 8.
+  JETRL_DEVICE static void dequantize_unit(uint32_t (&a)[4], uint32_t w0, uint32_t w1, uint32_t f0, uint32_t f1) {
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      a[b] = sm90::multiply_pair(shifted_halves(w0, b), f0);
+      a[2 + b] = sm90::multiply_pair(shifted_halves(w1, b), f1);
     }
   }
 
-  // D += V^T P^T of a block of keys and a chunk of 16 features, of which 2g + b is row g + 8b.
+  // Values of a block of keys as operands.
   template <bool kLarge>
-  JETRL_DEVICE static void add_chunk(float (&d)[4], const uint8_t* values, const uint8_t* p, bool is_odd) {
-    const int lane = sm90::own_lane(), g = lane / 4, t = lane % 4;
-    const uint4* probabilities = reinterpret_cast<const uint4*>(p) + lane;
-    const uint4* factors = reinterpret_cast<const uint4*>(p + Shape::kFactors + t * Shape::kFactorRow * 4);
-    const uint8_t* first = values + (2 * t + is_odd) * 16 + 2 * g;       // of an even key
-    const uint8_t* second = values + (2 * t + 1 - is_odd) * 16 + 2 * g;  // of the odd one beside it
+  JETRL_DEVICE static void dequantize(uint32_t (&a)[kUnitsOfABlock][4], uint32_t values, const uint8_t* factors) {
+    const int t = sm90::own_lane() % 4;
+    const uint4* rows = reinterpret_cast<const uint4*>(factors + t * Shape::kFactorRow * 4);
 #pragma unroll
     for (int two = 0; two < kUnitsOfABlock / 2; ++two) {
-      const uint4 of_p = probabilities[32 * two], of_values = factors[two];
+      uint32_t w[4];
+      sm90::ldmatrix_x4_transposed(w, values + 2 * two * kValueUnit);
+      if constexpr (!kLarge) {
+        const uint4 f = rows[two];
+        dequantize_unit(a[2 * two], w[0], w[1], f.x, f.y);
+        dequantize_unit(a[2 * two + 1], w[2], w[3], f.z, f.w);
+      } else {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int unit = 2 * two + half;
-        uint32_t f[2] = {half == 0 ? of_values.x : of_values.z, half == 0 ? of_values.y : of_values.w}, more[2];
-        if (kLarge) {
+        for (int half = 0; half < 2; ++half) {
+          const int unit = 2 * two + half;
+          uint32_t scales[2];
 #pragma unroll
           for (int k = 0; k < 2; ++k) {
             const int key = unit * CacheUnit::kKeys + 2 * t + 8 * k;
-            const uint32_t both = *reinterpret_cast<const uint16_t*>(p + Shape::kScales + key);
-            const uint32_t scales = sm90::permute_bytes(both, 0, 0x4140);
-            f[k] = first_factors(scales), more[k] = second_factors(scales);
+            const uint32_t both = *reinterpret_cast<const uint16_t*>(factors + Shape::kScales + key);
+            scales[k] = sm90::permute_bytes(both, 0, 0x4140);
           }
-        }
-        uint32_t a[4];
+          dequantize_unit(a[unit], w[2 * half], w[2 * half + 1], first_factors(scales[0]), first_factors(scales[1]));
+          const uint32_t more[2] = {second_factors(scales[0]), second_factors(scales[1])};
 #pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          const int at = unit * kValueUnit + 8 * k * 16;
-          const uint32_t w0 = *reinterpret_cast<const uint16_t*>(first + at);
-          const uint32_t w1 = *reinterpret_cast<const uint16_t*>(second + at);
-#pragma unroll
-          for (int b = 0; b < 2; ++b) {
-            a[2 * k + b] = sm90::multiply_pair(shifted_pair(w0, w1, b), f[k]);
-            if (kLarge) a[2 * k + b] = sm90::multiply_pair(a[2 * k + b], more[k]);
-          }
+          for (int j = 0; j < 4; ++j) a[unit][j] = sm90::multiply_pair(a[unit][j], more[j / 2]);
         }
-        const uint32_t b[2] = {half == 0 ? of_p.x : of_p.z, half == 0 ? of_p.y : of_p.w};
-        sm90::mma_bf16(d, a, b);
       }
+    }
+  }
+
+  // D += V^T P^T of 16 keys.
+  JETRL_DEVICE static void add_unit(float (&d)[4], const uint32_t (&a)[4], const uint4& p, int half) {
+    const uint32_t b[2] = {half == 0 ? p.x : p.z, half == 0 ? p.y : p.w};
+    sm90::mma_bf16(d, a, b);
+  }
+
+  // D += V^T P^T of a block of keys. As soon as a unit's operand is used, it becomes that of the block behind it: eight
+  // products are a chain, beside which a warp has the time to dequantize.
+  JETRL_DEVICE static void add_and_dequantize(float (&d)[4], uint32_t (&a)[kUnitsOfABlock][4], const uint4 (&p)[4],
+                                              uint32_t values, const uint8_t* factors) {
+    const uint4* rows = reinterpret_cast<const uint4*>(factors + sm90::own_lane() % 4 * Shape::kFactorRow * 4);
+#pragma unroll
+    for (int two = 0; two < kUnitsOfABlock / 2; ++two) {
+      uint32_t w[4];
+      sm90::ldmatrix_x4_transposed(w, values + 2 * two * kValueUnit);
+      const uint4 f = rows[two];
+      add_unit(d, a[2 * two], p[two], 0);
+      dequantize_unit(a[2 * two], w[0], w[1], f.x, f.y);
+      add_unit(d, a[2 * two + 1], p[two], 1);
+      dequantize_unit(a[2 * two + 1], w[2], w[3], f.z, f.w);
+    }
+  }
+
+  // The factors of the i-th block, once they and the values are there.
+  JETRL_DEVICE static const uint8_t* wait_for_values(const uint8_t* memory, const Barriers& barriers,
+                                                     const Place<kValueStages>& values, int i) {
+    const int place = i % Shape::kFactorPlaces;
+    sm90::barrier_wait(barriers.values_full(values.stage), values.parity, "values_full", values.stage);
+    sm90::barrier_wait(barriers.factors_full(place), i / Shape::kFactorPlaces & 1, "factors_full", place);
+    return memory + Shape::kFactorsAt + place * Shape::kFactors;
+  }
+
+  JETRL_DEVICE static void accumulate(float (&d)[1][4], const uint8_t* memory, const Barriers& barriers, int blocks,
+                                      int warp, int chunk) {
+    const uint32_t of_lane = row_of_lane(memory, warp, chunk);
+    uint32_t a[kUnitsOfABlock][4];
+    Place<kValueStages> values;
+#pragma unroll 1
+    for (int next = 0; next <= blocks; ++next) {  // values of this one, products of the one before
+      const bool has_next = next < blocks;
+      const uint8_t* factors = has_next ? wait_for_values(memory, barriers, values, next) : nullptr;
+      const uint32_t at = of_lane + values.stage * kValueStage;
+      const bool large = has_next && word_at(factors + Shape::kLarge) != 0;
+      uint4 p[4];
+      if (next > 0) {
+        const uint8_t* of_p = wait_for_probabilities(d, memory, barriers, next - 1);
+#pragma unroll
+        for (int two = 0; two < 4; ++two) p[two] = reinterpret_cast<const uint4*>(of_p)[32 * two + sm90::own_lane()];
+      }
+      if (next > 0 && has_next && !large) {
+        add_and_dequantize(d[0], a, p, at, factors);
+      } else {
+        if (next > 0) {
+#pragma unroll
+          for (int unit = 0; unit < kUnitsOfABlock; ++unit) add_unit(d[0], a[unit], p[unit / 2], unit % 2);
+        }
+        if (large) {
+          dequantize<true>(a, at, factors);
+        } else if (has_next) {
+          dequantize<false>(a, at, factors);
+        }
+      }
+      sm90::sync_warp();
+      if (arrives()) {
+        if (next > 0) sm90::barrier_arrive(barriers.p_empty((next - 1) % Shape::kSoftmaxWarps));
+        if (has_next) sm90::barrier_arrive(barriers.values_empty(values.stage));
+      }
+      values.advance();
     }
   }
 

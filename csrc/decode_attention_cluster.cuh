@@ -19,8 +19,8 @@ namespace jetrl {
 // softmax, lane 4q + t of query q, in turn: each hands over the maximum before it computes P, the sum behind it. Then
 // copies of keys, then of values. Between them: rings of keys, of values, of scores (a multiple of C long, so that a
 // place in it has one owner, for whose next scores every block makes it free), of P, one a warp of softmax, and of what
-// values are multiplied by, two a warp of softmax: they are there before P is, so that values become operands beside the
-// products of the block before. No block leaves before all have what it sends.
+// values are multiplied by, two a warp of softmax: they are there before P is. No block leaves before all have what it
+// sends.
 //
 // What a cache is, its copies and its operands, is a class (Fp8Cache, Bf16Cache):
 //   kBlocks                             C

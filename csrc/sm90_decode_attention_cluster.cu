@@ -56,59 +56,36 @@ struct Fp8Cache {
     }
   }
 
-  // Values of a block of keys as operands.
+  // D += V^T P^T of a block of keys. Eight products are a chain; a warp dequantizes the values of the next one beside it.
   template <bool kLarge>
-  JETRL_DEVICE static void dequantize(uint32_t (&a)[kUnitsOfABlock][4], uint32_t values, const uint8_t* factors) {
+  JETRL_DEVICE static void add(float (&d)[4], const uint32_t (&words)[4][4], const uint4 (&p)[4],
+                               const uint4 (&factors)[4], const uint8_t* scales_of_keys) {
     const int t = sm90::own_lane() % 4;
-    const uint4* rows = reinterpret_cast<const uint4*>(factors + t * Shape::kFactorRow * 4);
 #pragma unroll
     for (int two = 0; two < kUnitsOfABlock / 2; ++two) {
-      uint32_t w[4];
-      sm90::ldmatrix_x4_transposed(w, values + 2 * two * kValueUnit);
-      if constexpr (!kLarge) {
-        const uint4 f = rows[two];
-        dequantize_unit(a[2 * two], w[0], w[1], f.x, f.y);
-        dequantize_unit(a[2 * two + 1], w[2], w[3], f.z, f.w);
-      } else {
+      const uint4 f = factors[two];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int unit = 2 * two + half;
+      for (int half = 0; half < 2; ++half) {
+        uint32_t a[4];
+        const uint32_t w0 = words[two][2 * half], w1 = words[two][2 * half + 1];
+        if constexpr (!kLarge) {
+          dequantize_unit(a, w0, w1, half == 0 ? f.x : f.z, half == 0 ? f.y : f.w);
+        } else {
           uint32_t scales[2];
 #pragma unroll
           for (int k = 0; k < 2; ++k) {
-            const int key = unit * CacheUnit::kKeys + 2 * t + 8 * k;
-            const uint32_t both = *reinterpret_cast<const uint16_t*>(factors + Shape::kScales + key);
+            const int key = (2 * two + half) * CacheUnit::kKeys + 2 * t + 8 * k;
+            const uint32_t both = *reinterpret_cast<const uint16_t*>(scales_of_keys + key);
             scales[k] = sm90::permute_bytes(both, 0, 0x4140);
           }
-          dequantize_unit(a[unit], w[2 * half], w[2 * half + 1], first_factors(scales[0]), first_factors(scales[1]));
+          dequantize_unit(a, w0, w1, first_factors(scales[0]), first_factors(scales[1]));
           const uint32_t more[2] = {second_factors(scales[0]), second_factors(scales[1])};
 #pragma unroll
-          for (int j = 0; j < 4; ++j) a[unit][j] = sm90::multiply_pair(a[unit][j], more[j / 2]);
+          for (int j = 0; j < 4; ++j) a[j] = sm90::multiply_pair(a[j], more[j / 2]);
         }
+        const uint32_t b[2] = {half == 0 ? p[two].x : p[two].z, half == 0 ? p[two].y : p[two].w};
+        sm90::mma_bf16(d, a, b);
       }
-    }
-  }
-
-  // D += V^T P^T of 16 keys.
-  JETRL_DEVICE static void add_unit(float (&d)[4], const uint32_t (&a)[4], const uint4& p, int half) {
-    const uint32_t b[2] = {half == 0 ? p.x : p.z, half == 0 ? p.y : p.w};
-    sm90::mma_bf16(d, a, b);
-  }
-
-  // D += V^T P^T of a block of keys. As soon as a unit's operand is used, it becomes that of the block behind it: eight
-  // products are a chain, beside which a warp has the time to dequantize.
-  JETRL_DEVICE static void add_and_dequantize(float (&d)[4], uint32_t (&a)[kUnitsOfABlock][4], const uint4 (&p)[4],
-                                              uint32_t values, const uint8_t* factors) {
-    const uint4* rows = reinterpret_cast<const uint4*>(factors + sm90::own_lane() % 4 * Shape::kFactorRow * 4);
-#pragma unroll
-    for (int two = 0; two < kUnitsOfABlock / 2; ++two) {
-      uint32_t w[4];
-      sm90::ldmatrix_x4_transposed(w, values + 2 * two * kValueUnit);
-      const uint4 f = rows[two];
-      add_unit(d, a[2 * two], p[two], 0);
-      dequantize_unit(a[2 * two], w[0], w[1], f.x, f.y);
-      add_unit(d, a[2 * two + 1], p[two], 1);
-      dequantize_unit(a[2 * two + 1], w[2], w[3], f.z, f.w);
     }
   }
 
@@ -124,37 +101,31 @@ struct Fp8Cache {
   JETRL_DEVICE static void accumulate(float (&d)[1][4], const uint8_t* memory, const Barriers& barriers, int blocks,
                                       int warp, int chunk) {
     const uint32_t of_lane = row_of_lane(memory, warp, chunk);
-    uint32_t a[kUnitsOfABlock][4];
     Place<kValueStages> values;
 #pragma unroll 1
-    for (int next = 0; next <= blocks; ++next) {  // values of this one, products of the one before
-      const bool has_next = next < blocks;
-      const uint8_t* factors = has_next ? wait_for_values(memory, barriers, values, next) : nullptr;
-      const uint32_t at = of_lane + values.stage * kValueStage;
-      const bool large = has_next && word_at(factors + Shape::kLarge) != 0;
-      uint4 p[4];
-      if (next > 0) {
-        const uint8_t* of_p = wait_for_probabilities(d, memory, barriers, next - 1);
+    for (int i = 0; i < blocks; ++i) {
+      const uint8_t* of_values = wait_for_values(memory, barriers, values, i);
+      const uint4* rows = reinterpret_cast<const uint4*>(of_values + sm90::own_lane() % 4 * Shape::kFactorRow * 4);
+      const bool large = word_at(of_values + Shape::kLarge) != 0;
+      uint32_t words[4][4];
+      uint4 factors[4], p[4];
 #pragma unroll
-        for (int two = 0; two < 4; ++two) p[two] = reinterpret_cast<const uint4*>(of_p)[32 * two + sm90::own_lane()];
+      for (int two = 0; two < 4; ++two) {
+        factors[two] = rows[two];
+        sm90::ldmatrix_x4_transposed(words[two], of_lane + values.stage * kValueStage + 2 * two * kValueUnit);
       }
-      if (next > 0 && has_next && !large) {
-        add_and_dequantize(d[0], a, p, at, factors);
-      } else {
-        if (next > 0) {
+      const uint8_t* of_p = wait_for_probabilities(d, memory, barriers, i);
 #pragma unroll
-          for (int unit = 0; unit < kUnitsOfABlock; ++unit) add_unit(d[0], a[unit], p[unit / 2], unit % 2);
-        }
-        if (large) {
-          dequantize<true>(a, at, factors);
-        } else if (has_next) {
-          dequantize<false>(a, at, factors);
-        }
+      for (int two = 0; two < 4; ++two) p[two] = reinterpret_cast<const uint4*>(of_p)[32 * two + sm90::own_lane()];
+      if (large) {
+        add<true>(d[0], words, p, factors, of_values + Shape::kScales);
+      } else {
+        add<false>(d[0], words, p, factors, of_values + Shape::kScales);
       }
       sm90::sync_warp();
       if (arrives()) {
-        if (next > 0) sm90::barrier_arrive(barriers.p_empty((next - 1) % Shape::kSoftmaxWarps));
-        if (has_next) sm90::barrier_arrive(barriers.values_empty(values.stage));
+        sm90::barrier_arrive(barriers.values_empty(values.stage));
+        sm90::barrier_arrive(barriers.p_empty(i % Shape::kSoftmaxWarps));
       }
       values.advance();
     }

@@ -304,6 +304,10 @@ FAULTS_OF_CLUSTERS = {
     ),
     "large scales are not seen": ("(larger_scales(pairs[0]) | larger_scales(pairs[1])) != 0", "false"),
     "values behind the last are read": ("if (4 * lane + b >= left) scales", "if (false) scales"),
+    "factors are overwritten": (
+        "kFactorPlaces = Cache::kHasScales ? 2 * kSoftmaxWarps : 0;",
+        "kFactorPlaces = Cache::kHasScales ? kSoftmaxWarps : 0;",
+    ),
     "P is overwritten": (
         "    if (lap > 0) sm90::barrier_wait(barriers.p_empty(warp)",
         "    if (false) sm90::barrier_wait(barriers.p_empty(warp)",
@@ -315,7 +319,11 @@ FAULTS_OF_FP8_CLUSTERS = {
     "two blocks have each other's features": ("+ rank * kValueUnit", "+ (kBlocks - 1 - rank) * kValueUnit"),
     "keys are overwritten": ("if (is_reused) ", "if (false) "),
     "values are overwritten": ("if (i >= kValueStages) ", "if (false) "),
-    "rows of odd chunks lie where they lie": ("p, chunk % 2 != 0);\n    } else", "p, false);\n    } else"),
+    "rows of odd chunks lie where they lie": ("% CacheUnit::kKeys ^ chunk % 2;", "% CacheUnit::kKeys;"),
+    "factors are not waited for": (
+        'sm90::barrier_wait(barriers.factors_full(place), i / Shape::kFactorPlaces & 1, "factors_full", place);',
+        "",
+    ),
 }
 
 FAULTS_OF_BF16 = {

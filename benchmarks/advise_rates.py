@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.advise_steps import Record, step_records
+from benchmarks.advise_steps import BEFORE, Record, step_records
 from jetrl_verl.tools.advise import rates as of_package
 from jetrl_verl.tools.advise.memory import GIB, trainer_memory
 from jetrl_verl.tools.advise.rates import Rates
@@ -78,7 +78,6 @@ TRAINING_READ = ((16, 1024, 1.503, 1.81, 1.50), (4, 4096, 1.694, 1.76, 1.48), (1
 """Sequences, their tokens, seconds of ``jet_fp8``, and how many times those stock BF16 and BF16 with Liger took."""
 DECODE_READ = ((1, 1024, 269, 1.38), (32, 384, 8284, 1.54), (32, 4096, 3895, 1.21), (256, 384, 21844, 1.19))
 """Requests, tokens of context, tokens/s of ``jet_fp8``, and its gain over BF16."""
-BEFORE = "attention over BF16 pages by FlashAttention 3 with one split, as before 455f00e"
 IN_VERL = {
     "bf16": {"generation": 14.07, "old": 4.0, "update": 13.2, "sync": (0.29, 0.41), "step": 31.7},
     "jet_fp8": {"generation": 14.07, "old": 2.8, "update": 8.5, "sync": (0.57, 0.76), "step": 26.1},
@@ -215,7 +214,7 @@ def rollout_records() -> Iterable[Record]:
         for key, found in cached[name]["behind_last_layer"].items():
             requests, prompt = map(int, key.split(" x "))
             # By the profiler's clock, 12 of the first 20 steps: tokens/s of this record are differences of generations.
-            source, caveat = "decode_kv_cache_h200.json", BEFORE if name == "jet_fp8" else ""
+            source, caveat = "decode_kv_cache_h200.json", BEFORE if engine.shared else ""
             yield step(name, engine, requests, prompt + 14, 1e-6 * found["step_us"], source, caveat=caveat)
     short = results("decode_bf16_cache")["ample"]
     for name, engine in (("bf16", BF16), ("jet_fp8", FP8)):

@@ -83,10 +83,18 @@ def _job_of_run(run: dict, settings: dict) -> Job:
     )
 
 
-def _caveat(phase: str, moved: bool, mixture: bool) -> str:
-    """Of a phase's seconds: whether weights move in it, and whether the model has experts."""
+BEFORE = "a rollout with shared operations as before 455f00e: its attention, launches and clock have changed since"
+RECORDS_BEFORE = ("verl_step_packed_4k_h200.json",)
+"""What steps of verl were taken so."""
+
+
+def _caveat(phase: str, moved: bool, mixture: bool, before: bool) -> str:
+    """Of a phase's seconds: whether weights move in it, whether the model has experts, and whether a rollout has been
+    replaced since."""
     if mixture:
         return "of a mixture, which no rate is for"
+    if before and phase in ("generation", "step"):
+        return BEFORE
     return "weights move to the host and back" if moved and phase != "generation" else ""
 
 
@@ -110,6 +118,7 @@ def step_records(files: Iterable[Path]) -> Iterable[Record]:
             job = _job_of_run(run, settings)
             moved = any(word.endswith("param_offload=True") for word in run["words"])
             mixture = is_mixture(run["model"])
+            before = file.name in RECORDS_BEFORE and run["row"].startswith("jet_fp8")
             case = f"verl, {run['model']}, {settings['sequences']} x {run['response']}, {run['row']}"
 
             def predicted(rates: Rates, job: Job = job, row: str = run["row"]) -> Prediction:
@@ -125,7 +134,7 @@ def step_records(files: Iterable[Path]) -> Iterable[Record]:
                     run[figure],
                     file.name,
                     lambda r, p=predicted, w=phase: p(r).step if w == "step" else p(r).phases[w].seconds,
-                    caveat=_caveat(phase, moved, mixture),
+                    caveat=_caveat(phase, moved, mixture, before),
                 )
             if run.get("engine_tokens_per_s"):
                 yield Record(
@@ -134,4 +143,5 @@ def step_records(files: Iterable[Path]) -> Iterable[Record]:
                     settings["sequences"] * run["response_length"] / run["engine_tokens_per_s"],
                     file.name,
                     lambda r, p=predicted: p(r).schedule.seconds,
+                    caveat=BEFORE if before else "",
                 )

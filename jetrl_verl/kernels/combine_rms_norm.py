@@ -71,6 +71,8 @@ def triton_combine_add_rms_norm_quantize_1x128(
 
 
 def _check(operation: str, y: torch.Tensor, row: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
+    if row.dtype != torch.int32 or row.ndim != 2:
+        raise ValueError(f"{operation}: row is {row.dtype} {tuple(row.shape)}, not int32 [T, k] of segments")
     require_shape(operation, "weight", weight, y.shape[-1:])
     require_shape(operation, "residual", residual, (row.shape[0], y.shape[-1]))
 

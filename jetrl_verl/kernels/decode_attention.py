@@ -114,7 +114,7 @@ def native_supports_decode_attention_bf16(q, keys, values, lengths, block_table,
 
 
 def native_is_best_for_decode_attention_bf16(q, keys, *call) -> bool:
-    """Whether the native kernel computes this call, and faster than FlashAttention 3: by shape alone, since a CUDA
+    """Whether the native kernel computes this call, and is chosen over FlashAttention 3: by shape alone, since a CUDA
     graph keeps the choice."""
     return len(q) * keys.shape[2] <= MOST_PAIRS_OF_BF16 and native_supports_decode_attention_bf16(q, keys, *call)
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's FlashAttention backend as the shared attention: version 3, one split, no cascade, as the trainer calls it.
 
-Decode steps run our kernel, whose bits are the same, where it is faster (kernels/decode_attention.py): one split leaves
+Decode steps run our kernel, whose bits are the same (kernels/decode_attention.py says up to how many): one split leaves
 most of a GPU idle where requests are few.
 
 With an FP8 KV cache (reference/kv_cache.py) prompts and chunks still go through that kernel, over what is dequantized
@@ -39,8 +39,9 @@ class SharedFlashAttention(FlashAttentionImpl):
     def forward(
         self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None
     ) -> torch.Tensor:
-        # None in vLLM's profiling run.
-        if attn_metadata is not None and attn_metadata.max_query_len == 1 and output_scale is None:
+        scales = output_scale, output_block_scale  # which vLLM's refuses
+        # There is no metadata in vLLM's profiling run.
+        if attn_metadata is not None and attn_metadata.max_query_len == 1 and scales == (None, None):
             # Padding of a CUDA graph has length 0.
             requests = attn_metadata.seq_lens.shape[0]
             call = (
@@ -56,7 +57,6 @@ class SharedFlashAttention(FlashAttentionImpl):
             if one_each and kernels.decodes_natively(*call):
                 kernels.decode_attention_bf16(*call)
                 return output
-        scales = output_scale, output_block_scale
         return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
 
     def norm_rotary_write(self, heads: tuple, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
@@ -115,6 +115,11 @@ class FP8FlashAttention(FlashAttentionImpl):
     def forward(
         self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None
     ) -> torch.Tensor:
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError(
+                "an attention output quantized by vLLM is not supported with jetrl.kv_cache=fp8. "
+                "Set compilation_config.pass_config.fuse_attn_quant=false."
+            )
         if attn_metadata is None:  # vLLM's profiling run
             return output.fill_(0)
         split = attn_metadata.jetrl_split

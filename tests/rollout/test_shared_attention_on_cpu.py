@@ -112,7 +112,8 @@ def test_flash_attention_plans_for_one_split_where_it_captures_and_nowhere_else(
         ({"num_actual_tokens": 3}, False),
         ({"dcp_world_size": 2}, False),
         ({"native": False}, False),
-        ({"output_scale": 1.0}, False),
+        ({"output_scale": torch.ones(1)}, False),
+        ({"output_block_scale": torch.ones(1)}, False),
     ],
 )
 def test_our_kernel_computes_batches_of_one_new_token_of_each_request(monkeypatch, changes, ours):
@@ -132,7 +133,7 @@ def test_our_kernel_computes_batches_of_one_new_token_of_each_request(monkeypatc
     impl.scale, impl.dcp_world_size = 0.5, changes.get("dcp_world_size", 1)
     query, output, cache = torch.ones(6, 4, 128), torch.zeros(6, 4, 128), torch.zeros(3, 2, 16, 2, 128)
     call = (None, query, None, None, cache, metadata, output)
-    assert impl.forward(*call, output_scale=changes.get("output_scale")) is output
+    assert impl.forward(*call, changes.get("output_scale"), changes.get("output_block_scale")) is output
     ((who, seen),) = asked
     assert who == ("ours" if ours else "vLLM")
     if ours:

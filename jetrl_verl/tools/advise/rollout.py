@@ -58,8 +58,8 @@ class Engine:
 
     Attributes:
         linears: format of the linears, of ``WEIGHT_BYTES``.
-        shared: whether attention is the shared operation, which splits no request's keys over blocks: one request of a
-            long context then waits for them one after the other.
+        shared: whether attention is the shared operation, whose order of a request's keys is fixed: one request of a
+            long context then waits for them, a cluster's blocks at a time.
         tp: GPUs of a replica; their reductions are in no prediction, for want of a record.
         kv_cache: what the cache holds. Under an FP8 one a request waits for its keys, shared operations or not.
     """

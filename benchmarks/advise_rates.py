@@ -216,14 +216,14 @@ def rollout_records() -> Iterable[Record]:
             # By the profiler's clock, 12 of the first 20 steps: tokens/s of this record are differences of generations.
             source, caveat = "decode_kv_cache_h200.json", BEFORE if engine.shared else ""
             yield step(name, engine, requests, prompt + 14, 1e-6 * found["step_us"], source, caveat=caveat)
-    short = results("decode_bf16_cache")["ample"]
+    bf16_cache = results("decode_bf16_cache")["ample"]
     for name, engine in (("bf16", BF16), ("jet_fp8", FP8)):
         for case in ("32 x 384", "256 x 384"):
             requests, prompt = map(int, case.split(" x "))
             # 64 steps from that prompt on, timed one by one.
             source, calibrates = "decode_bf16_cache_h200.json", name == "jet_fp8"
             yield step(
-                name, engine, requests, prompt + 32, requests / short[name][case], source, calibrates=calibrates
+                name, engine, requests, prompt + 32, requests / bf16_cache[name][case], source, calibrates=calibrates
             )  # fmt: skip
     for requests, context, rate, gain in DECODE_READ:
         yield step("jet_fp8", FP8, requests, context, requests / rate, READING, caveat=BEFORE)

@@ -24,6 +24,7 @@ from jetrl_verl.kernels.dispatch import choose, implements, lookup
 from jetrl_verl.kernels.kv_cache import read_kv
 from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.sizes import multiprocessors
+from jetrl_verl.reference import UNIT_TOKENS
 
 MOST_QUERY_HEADS = 8
 """Query heads of a KV head that the native kernel computes at once: the width of a tensor core's operand."""
@@ -35,9 +36,6 @@ MOST_PAIRS_OF_BF16 = 2048
 """Pairs of a request and a KV head up to which decode steps over a BF16 cache run the native kernel, not FlashAttention
 3. As many were measured: at 384 tokens it takes 0.80 of FlashAttention's time, and 1.005 to 1.03 with 512 and 256 pairs
 of 4k and 16k tokens, where both wait for memory alone (docs/log/kv_cache.md). A graph knows no lengths."""
-
-PAGE_TOKENS = 16
-"""Of a page of a BF16 cache, or a multiple of it."""
 
 
 def choose_cluster(pairs: int, multiprocessors: int) -> int:
@@ -108,7 +106,7 @@ def native_supports_decode_attention_bf16(q, keys, values, lengths, block_table,
     steps = zip(keys.shape[:3], keys.stride()[:3], strict=True)
     suit = ((stride % 8 == 0 or size == 1) and size * stride // 8 < 2**31 for size, stride in steps)
     pages = same and keys.stride(3) == 1 and all(suit)
-    pages = pages and keys.shape[1] % PAGE_TOKENS == 0 and keys.shape[3] == q.shape[2] == HEAD_DIM
+    pages = pages and keys.shape[1] % UNIT_TOKENS == 0 and keys.shape[3] == q.shape[2] == HEAD_DIM
     group = q.shape[1] // keys.shape[2]
     return pages and group <= MOST_QUERY_HEADS and _rows_suit(q, out) and native.unavailable() is None
 

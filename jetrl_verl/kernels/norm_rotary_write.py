@@ -37,17 +37,7 @@ _UNIT = tl.constexpr(UNIT_TOKENS)
 
 @implements("norm_rotary_write", "reference")
 def reference_norm_rotary_write(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    eps: float,
-    table: torch.Tensor,
-    positions: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
+    q, k, v, q_weight, k_weight, eps: float, table, positions, keys, values, slots
 ) -> torch.Tensor:
     """The operations one after the other; keys and values are stored in cache form."""
     q, k, *_ = reference_norm_rotary(q, k, q_weight, k_weight, eps, table, positions)
@@ -57,16 +47,7 @@ def reference_norm_rotary_write(
 
 @implements("norm_rotary_write_fp8", "reference")
 def reference_norm_rotary_write_fp8(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    eps: float,
-    table: torch.Tensor,
-    positions: torch.Tensor,
-    cache: torch.Tensor,
-    slots: torch.Tensor,
+    q, k, v, q_weight, k_weight, eps: float, table, positions, cache, slots
 ) -> torch.Tensor:
     """The operations one after the other."""
     q, k, *_ = reference_norm_rotary(q, k, q_weight, k_weight, eps, table, positions)
@@ -168,17 +149,7 @@ def _launch(q, k, v, q_weight, k_weight, eps, table, positions, keys, values, sl
 
 @implements("norm_rotary_write", "triton")
 def triton_norm_rotary_write(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    eps: float,
-    table: torch.Tensor,
-    positions: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
+    q, k, v, q_weight, k_weight, eps: float, table, positions, keys, values, slots
 ) -> torch.Tensor:
     """As :func:`norm_rotary_write`; ``D`` is a power of two, heads of a position beyond the table are NaN."""
     page, place, head, _ = keys.stride()
@@ -188,16 +159,7 @@ def triton_norm_rotary_write(
 
 @implements("norm_rotary_write_fp8", "triton")
 def triton_norm_rotary_write_fp8(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    eps: float,
-    table: torch.Tensor,
-    positions: torch.Tensor,
-    cache: torch.Tensor,
-    slots: torch.Tensor,
+    q, k, v, q_weight, k_weight, eps: float, table, positions, cache, slots
 ) -> torch.Tensor:
     """As :func:`norm_rotary_write_fp8`; heads of a position beyond the table are NaN."""
     layout = {"BLOCK_SIZE": cache.shape[2] * UNIT_TOKENS, "PAGE": 0, "PLACE": 0, "HEAD": 0, "FP8": True}
@@ -226,61 +188,6 @@ def _check(operation: str, q, k, v, q_weight, k_weight, table, positions, slots)
     " Tensor positions, Tensor(a!) keys, Tensor(b!) values, Tensor slots) -> Tensor",
     fake=_fake,
 )
-def _norm_rotary_write(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    eps: float,
-    table: torch.Tensor,
-    positions: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
-) -> torch.Tensor:
-    _check("norm_rotary_write", q, k, v, q_weight, k_weight, table, positions, slots)
-    require_bf16("norm_rotary_write", keys=keys, values=values)
-    fits = keys.ndim == 4 and keys.shape[2:] == k.shape[1:] and keys.shape == values.shape
-    if not fits or keys.stride() != values.stride() or keys.stride(3) != 1:
-        raise ValueError(
-            f"norm_rotary_write: pages of keys {tuple(keys.shape)} and values {tuple(values.shape)} are not "
-            f"[pages, block size, {k.shape[1]}, {k.shape[2]}] of the same strides with contiguous features"
-        )
-    run = lookup("norm_rotary_write", q.device)
-    return run(q, k, v, q_weight, k_weight, eps, table, positions, keys, values, slots)
-
-
-@operator(
-    "norm_rotary_write_fp8(Tensor q, Tensor k, Tensor v, Tensor q_weight, Tensor k_weight, float eps, Tensor table,"
-    " Tensor positions, Tensor(a!) cache, Tensor slots) -> Tensor",
-    fake=_fake,
-)
-def _norm_rotary_write_fp8(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    eps: float,
-    table: torch.Tensor,
-    positions: torch.Tensor,
-    cache: torch.Tensor,
-    slots: torch.Tensor,
-) -> torch.Tensor:
-    _check("norm_rotary_write_fp8", q, k, v, q_weight, k_weight, table, positions, slots)
-    check_cache("norm_rotary_write_fp8", cache)
-    if k.shape[1:] != (cache.shape[1], HEAD_DIM):
-        raise ValueError(
-            f"norm_rotary_write_fp8: keys {tuple(k.shape)} are not [N, {cache.shape[1]}, {HEAD_DIM}] as the cache's"
-        )
-    run = lookup("norm_rotary_write_fp8", q.device)
-    return run(q, k, v, q_weight, k_weight, eps, table, positions, cache, slots)
-
-
-# --- functions --------------------------------------------------------------------------------------------------------
-
-
 def norm_rotary_write(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -313,9 +220,23 @@ def norm_rotary_write(
         TypeError: an operand is not BF16, or positions are not integers. ValueError: shapes that do not fit.
         IndexError: on the CPU, a position that the table lacks.
     """
-    return _norm_rotary_write(q, k, v, q_weight, k_weight, eps, table, positions, keys, values, slots)
+    _check("norm_rotary_write", q, k, v, q_weight, k_weight, table, positions, slots)
+    require_bf16("norm_rotary_write", keys=keys, values=values)
+    fits = keys.ndim == 4 and keys.shape[2:] == k.shape[1:] and keys.shape == values.shape
+    if not fits or keys.stride() != values.stride() or keys.stride(3) != 1:
+        raise ValueError(
+            f"norm_rotary_write: pages of keys {tuple(keys.shape)} and values {tuple(values.shape)} are not "
+            f"[pages, block size, {k.shape[1]}, {k.shape[2]}] of the same strides with contiguous features"
+        )
+    run = lookup("norm_rotary_write", q.device)
+    return run(q, k, v, q_weight, k_weight, eps, table, positions, keys, values, slots)
 
 
+@operator(
+    "norm_rotary_write_fp8(Tensor q, Tensor k, Tensor v, Tensor q_weight, Tensor k_weight, float eps, Tensor table,"
+    " Tensor positions, Tensor(a!) cache, Tensor slots) -> Tensor",
+    fake=_fake,
+)
 def norm_rotary_write_fp8(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -333,4 +254,11 @@ def norm_rotary_write_fp8(
     Args:
         cache: uint8 ``[pages, Hk, units, 4128]``, contiguous (:func:`jetrl_verl.reference.cache_shape`).
     """
-    return _norm_rotary_write_fp8(q, k, v, q_weight, k_weight, eps, table, positions, cache, slots)
+    _check("norm_rotary_write_fp8", q, k, v, q_weight, k_weight, table, positions, slots)
+    check_cache("norm_rotary_write_fp8", cache)
+    if k.shape[1:] != (cache.shape[1], HEAD_DIM):
+        raise ValueError(
+            f"norm_rotary_write_fp8: keys {tuple(k.shape)} are not [N, {cache.shape[1]}, {HEAD_DIM}] as the cache's"
+        )
+    run = lookup("norm_rotary_write_fp8", q.device)
+    return run(q, k, v, q_weight, k_weight, eps, table, positions, cache, slots)

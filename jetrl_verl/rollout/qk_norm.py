@@ -44,28 +44,6 @@ ATTENTION = "jetrl::qk_norm_attention"
     " Tensor(a!) out, str layer_name) -> ()",
     fake=lambda *_: None,
 )
-def _qk_norm_attention(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    eps: float,
-    table: torch.Tensor,
-    positions: torch.Tensor,
-    out: torch.Tensor,
-    layer_name: str,
-) -> None:
-    _, layer, kv_cache, slots = get_attention_context(layer_name)
-    width, kv_heads = layer.head_size, layer.num_kv_heads
-    q, k, v = qkv.unflatten(-1, (-1, width)).split([layer.num_heads, kv_heads, kv_heads], dim=1)
-    parameters = q_weight, k_weight, eps, table, positions.flatten()
-    if slots is None:  # memory is being profiled, and there is no cache
-        q, _ = kernels.norm_rotary(q, k, *parameters)
-    else:
-        q = layer.impl.norm_rotary_write((q, k, v, *parameters), kv_cache, slots)
-    # Keys and values are in the cache. Whatever wants them from elsewhere fails.
-    unified_attention_with_output(q, None, None, out.unflatten(-1, (-1, width)), layer_name)
-
-
 def qk_norm_attention(
     qkv: torch.Tensor,
     q_weight: torch.Tensor,
@@ -84,7 +62,16 @@ def qk_norm_attention(
         out: ``[N, Hq D]`` BF16, written in place; the rows of padding mean nothing.
         layer_name: of vLLM's attention layer, whose implementation is one of ours.
     """
-    _qk_norm_attention(qkv, q_weight, k_weight, eps, table, positions, out, layer_name)
+    _, layer, kv_cache, slots = get_attention_context(layer_name)
+    width, kv_heads = layer.head_size, layer.num_kv_heads
+    q, k, v = qkv.unflatten(-1, (-1, width)).split([layer.num_heads, kv_heads, kv_heads], dim=1)
+    parameters = q_weight, k_weight, eps, table, positions.flatten()
+    if slots is None:  # memory is being profiled, and there is no cache
+        q, _ = kernels.norm_rotary(q, k, *parameters)
+    else:
+        q = layer.impl.norm_rotary_write((q, k, v, *parameters), kv_cache, slots)
+    # Keys and values are in the cache. Whatever wants them from elsewhere fails.
+    unified_attention_with_output(q, None, None, out.unflatten(-1, (-1, width)), layer_name)
 
 
 def split_at_attention(config: CompilationConfig) -> None:

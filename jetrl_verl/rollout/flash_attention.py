@@ -117,7 +117,7 @@ class FP8FlashAttention(FlashAttentionImpl):
     ) -> torch.Tensor:
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError(
-                "an attention output quantized by vLLM is not supported with jetrl.kv_cache=fp8. "
+                "vLLM asks for a quantized attention output, and attention over an FP8 cache writes BF16. "
                 "Set compilation_config.pass_config.fuse_attn_quant=false."
             )
         if attn_metadata is None:  # vLLM's profiling run

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.advise_steps import BEFORE, Record, step_records
+from benchmarks.advise_steps import BEFORE, Record, rollout_caveat, step_records
 from jetrl_verl.tools.advise import rates as of_package
 from jetrl_verl.tools.advise.memory import GIB, trainer_memory
 from jetrl_verl.tools.advise.rates import Rates
@@ -209,12 +209,12 @@ def rollout_records() -> Iterable[Record]:
             calibrates = requests == 1 or (engine is INT8 and requests == 256)
             seconds = requests / rate
             yield step(name, engine, requests, prompt + 128, seconds, "decode_h200.json", calibrates=calibrates)
-    cached = results("decode_kv_cache")["ample"]
+    kv_cache = results("decode_kv_cache")
     for name, engine in (("bf16", BF16), ("jet_fp8", FP8), ("jet_fp8_kv_fp8", FP8_CACHE)):
-        for key, found in cached[name]["behind_last_layer"].items():
+        for key, found in kv_cache["ample"][name]["behind_last_layer"].items():
             requests, prompt = map(int, key.split(" x "))
             # By the profiler's clock, 12 of the first 20 steps: tokens/s of this record are differences of generations.
-            source, caveat = "decode_kv_cache_h200.json", BEFORE if engine.shared else ""
+            source, caveat = "decode_kv_cache_h200.json", rollout_caveat(kv_cache["build"], engine.shared)
             yield step(name, engine, requests, prompt + 14, 1e-6 * found["step_us"], source, caveat=caveat)
     bf16_cache = results("decode_bf16_cache")["ample"]
     for name, engine in (("bf16", BF16), ("jet_fp8", FP8)):

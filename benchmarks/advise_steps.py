@@ -4,9 +4,10 @@
 benchmarks/verl_step.py."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.published_shapes import PUBLISHED, is_mixture
 from benchmarks.recipe_memory import sizes_of
@@ -84,17 +85,21 @@ def _job_of_run(run: dict, settings: dict) -> Job:
 
 
 BEFORE = "a rollout with shared operations as before 455f00e: its attention, launches and clock have changed since"
-RECORDS_BEFORE = ("verl_step_packed_4k_h200.json",)
-"""What steps of verl were taken so."""
+BUILDS_BEFORE = ("2c1adaa27db3041aa1a2bda75d9ae2ab5afa0e08", "8522eeae51150c33914595a5e88119e4c0c832ec")
+"""Commits of such builds in the records that are read here and in advise_rates.py."""
 
 
-def _caveat(phase: str, moved: bool, mixture: bool, before: bool) -> str:
-    """Of a phase's seconds: whether weights move in it, whether the model has experts, and whether a rollout has been
-    replaced since."""
+def rollout_caveat(build: Mapping[str, Any], shared: bool) -> str:
+    """``BEFORE`` where a record's ``build`` is one of those, for an engine with shared operations."""
+    return BEFORE if shared and build["commit"] in BUILDS_BEFORE else ""
+
+
+def _caveat(phase: str, moved: bool, mixture: bool, replaced: str) -> str:
+    """Of a phase's seconds: whether weights move in it, whether the model has experts, what is said of its rollout."""
     if mixture:
         return "of a mixture, which no rate is for"
-    if before and phase in ("generation", "step"):
-        return BEFORE
+    if replaced and phase in ("generation", "step"):
+        return replaced
     return "weights move to the host and back" if moved and phase != "generation" else ""
 
 
@@ -118,7 +123,8 @@ def step_records(files: Iterable[Path]) -> Iterable[Record]:
             job = _job_of_run(run, settings)
             moved = any(word.endswith("param_offload=True") for word in run["words"])
             mixture = is_mixture(run["model"])
-            before = file.name in RECORDS_BEFORE and run["row"].startswith("jet_fp8")
+            shared = COLUMN_OF_ROW[run["row"]] in ("jet_fp8", "bf16_shared")
+            replaced = rollout_caveat(run.get("build") or settings["build"], shared)
             case = f"verl, {run['model']}, {settings['sequences']} x {run['response']}, {run['row']}"
 
             def predicted(rates: Rates, job: Job = job, row: str = run["row"]) -> Prediction:
@@ -134,7 +140,7 @@ def step_records(files: Iterable[Path]) -> Iterable[Record]:
                     run[figure],
                     file.name,
                     lambda r, p=predicted, w=phase: p(r).step if w == "step" else p(r).phases[w].seconds,
-                    caveat=_caveat(phase, moved, mixture, before),
+                    caveat=_caveat(phase, moved, mixture, replaced),
                 )
             if run.get("engine_tokens_per_s"):
                 yield Record(
@@ -143,5 +149,5 @@ def step_records(files: Iterable[Path]) -> Iterable[Record]:
                     settings["sequences"] * run["response_length"] / run["engine_tokens_per_s"],
                     file.name,
                     lambda r, p=predicted: p(r).schedule.seconds,
-                    caveat=BEFORE if before else "",
+                    caveat=replaced,
                 )

@@ -21,7 +21,6 @@ import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -29,12 +28,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.experts_on_gpu import FLOW, REPLAYS, RULE, Shape
+from benchmarks.experts_on_gpu import FLOW, REPLAYS, RULE, Shape, arguments, run_here
 from benchmarks.experts_variants_on_gpu import taking_turns
 from jetrl_verl import kernels
 from jetrl_verl.reference import QuantizedTensor, Segments
-from jetrl_verl.tools.bench import BenchError
-from jetrl_verl.tools.bench.machine import Machine, this_machine
+from jetrl_verl.tools.bench.machine import Machine
 from jetrl_verl.tools.bench.report import Result
 from jetrl_verl.tools.bench.timeline import kernels_of, steps_of
 
@@ -142,16 +140,10 @@ def run(machine: Machine, shape: Shape, options: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="where the JSON goes")
+    parser = arguments(__doc__, 100, "replays of each")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="of a step")
-    parser.add_argument("--repeats", type=int, default=100, help="replays of each")
     parser.add_argument("--timeline", action="store_true", help="kernel by kernel, too")
-    options = parser.parse_args()
-    try:
-        return run(this_machine(options.repeats), Shape(), options)
-    except BenchError as error:
-        sys.exit(str(error))
+    return run_here(run, parser.parse_args())
 
 
 if __name__ == "__main__":

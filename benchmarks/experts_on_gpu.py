@@ -367,21 +367,29 @@ def run(machine: Machine, shape: Shape, options: argparse.Namespace) -> int:
     return 1 if any(record["wrong"] for record in (*result["decode"], *result["training"])) else 0
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(doc: str, repeats: int, help: str) -> argparse.ArgumentParser:
+    """What the benchmarks of experts take: ``--out`` and ``--repeats``."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where the JSON goes")
-    parser.add_argument("--decode", type=int, nargs="*", default=list(DECODE), help="tokens of a decode step")
-    parser.add_argument("--training", type=int, nargs="*", default=list(TRAINING), help="tokens of a training step")
-    parser.add_argument(
-        "--repeats", type=int, default=60, help="replays of each contender; a quarter of it in training"
-    )
-    parser.add_argument("--vllm-source", type=Path, help="vLLM's fused_moe folder, where vLLM itself is not installed")
-    parser.add_argument("--timeline", action="store_true", help="kernel by kernel, too")
-    options = parser.parse_args()
+    parser.add_argument("--repeats", type=int, default=repeats, help=help)
+    return parser
+
+
+def run_here(run: Callable[[Machine, Shape, argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """``run`` on this machine's GPU with Qwen3-30B-A3B's shape; ends with a sentence where there is none."""
     try:
         return run(this_machine(options.repeats), Shape(), options)
     except BenchError as error:
         sys.exit(str(error))
+
+
+def main() -> int:
+    parser = arguments(__doc__, 60, "replays of each contender; a quarter of it in training")
+    parser.add_argument("--decode", type=int, nargs="*", default=list(DECODE), help="tokens of a decode step")
+    parser.add_argument("--training", type=int, nargs="*", default=list(TRAINING), help="tokens of a training step")
+    parser.add_argument("--vllm-source", type=Path, help="vLLM's fused_moe folder, where vLLM itself is not installed")
+    parser.add_argument("--timeline", action="store_true", help="kernel by kernel, too")
+    return run_here(run, parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,14 +30,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.experts_on_gpu import FLOW, RULE, Draw, Shape, draw_layer, tokens_of
+from benchmarks.experts_on_gpu import FLOW, RULE, Draw, Shape, arguments, draw_layer, run_here, tokens_of
 from benchmarks.vllm_experts import Layer
 from jetrl_verl import kernels
 from jetrl_verl.kernels import dispatch, grouped_gemm, weighted_silu_mul
 from jetrl_verl.kernels.logits import Tile
 from jetrl_verl.kernels.native import Plan
-from jetrl_verl.tools.bench import BenchError
-from jetrl_verl.tools.bench.machine import Machine, this_machine
+from jetrl_verl.tools.bench.machine import Machine
 from jetrl_verl.tools.bench.report import Result
 
 # The package has functions of these names.
@@ -225,16 +223,10 @@ def run(machine: Machine, shape: Shape, options: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="where the JSON goes")
+    parser = arguments(__doc__, 60, "replays of each variant")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="of a decode step")
     parser.add_argument("--only", default="", help="variants whose name has this")
-    parser.add_argument("--repeats", type=int, default=60, help="replays of each variant")
-    options = parser.parse_args()
-    try:
-        return run(this_machine(options.repeats), Shape(), options)
-    except BenchError as error:
-        sys.exit(str(error))
+    return run_here(run, parser.parse_args())
 
 
 if __name__ == "__main__":

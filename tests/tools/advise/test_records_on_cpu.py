@@ -113,7 +113,8 @@ def steps(tmp_path):
         {"model": "qwen3_4b", "response": 4096, "row": "bf16_best", "status": None, "errors": ["not run"]},
     ]
     file = tmp_path / "verl_step.json"
-    file.write_text(json.dumps({"build": {}, "sequences": 64, "memory": 0.45, "tiny": False, "runs": runs}))
+    build = {"commit": "f" * 40}
+    file.write_text(json.dumps({"build": build, "sequences": 64, "memory": 0.45, "tiny": False, "runs": runs}))
     return file
 
 
@@ -136,6 +137,19 @@ def test_runs_of_the_benchmark_of_steps_are_records_that_check(steps):
         "generation"
     ] * 2
     assert advise_rates.table(measured(), found).count("| not comparable |") == 4
+
+
+def test_a_build_whose_rollout_has_been_replaced_is_not_comparable_whatever_its_file(steps):
+    """And a run that is taken again, in the same file, is."""
+    found = json.loads(steps.read_text())
+    before = {"commit": advise_steps.BUILDS_BEFORE[0]}
+    found["runs"] = [run | {"words": [], "build": before} for run in found["runs"][:2]]
+    found["runs"].append(found["runs"][1] | {"build": found["build"], "model": "qwen3_4b"})
+    steps.write_text(json.dumps(found))
+    said = {(record.case, record.phase) for record in advise_steps.step_records([steps]) if record.caveat}
+    # BF16's rollout is vLLM's own, and the trainer's phases are as they were.
+    case = "verl, qwen3_1_7b, 64 x 16384, jet_fp8_exact"
+    assert said == {(case, "generation"), (case, "step"), (f"{case}, the engine alone", "generation")}
 
 
 def test_steps_of_a_tiny_model_are_no_records(steps):

@@ -5,7 +5,8 @@ token and head.
 
 The trainer's attention, the weight sync's contract, vLLM's layers, the metrics and ``jetrl diff`` ask a cache instead
 of telling the values of ``jetrl.kv_cache`` apart; what a configuration knows of one is its ``CacheTraits``
-(catalog.py). The arithmetic and the pages are reference/kv_cache.py's, the kernels kernels/kv_cache.py's.
+(catalog.py). An FP8 cache's arithmetic and pages are reference/kv_cache.py's, its kernels kernels/kv_cache.py's; BF16
+pages are vLLM's.
 """
 
 from abc import ABC, abstractmethod
@@ -17,6 +18,7 @@ import torch
 from jetrl_verl import kernels, reference
 from jetrl_verl.formats.catalog import CACHES, CacheTraits
 from jetrl_verl.formats.e4m3 import lost
+from jetrl_verl.kernels import native
 from jetrl_verl.reference.kv_cache import HEAD_DIM, saturated
 
 
@@ -39,12 +41,11 @@ class KVCache(ABC):
 
     Attributes:
         traits: what a configuration knows of it.
-        contract: under what name the two sides state how they attend to it; empty where attention over the cache is
-            that of the operations themselves.
+        contract: under what name the two sides state how they attend to it.
     """
 
     traits: CacheTraits
-    contract: str = ""
+    contract: str
 
     @abstractmethod
     def attend(
@@ -85,51 +86,86 @@ class KVCache(ABC):
         """
         raise NotImplementedError(f"a cache in {self.traits.label} loses nothing")
 
-    # vLLM's pages, of a cache that is quantized; a BF16 cache has vLLM's own
-
     @property
     def vllm_head(self) -> tuple[int, torch.dtype] | None:
         """Elements of one key or value of one head, and their type, as vLLM is told; None where it is told nothing."""
         return None
 
-    def page_shape(self, pages: int, block_size: int, kv_heads: int) -> tuple[int, ...]:
-        """Shape of all pages of a layer, uint8.
+    # A rollout's pages of one layer, by the functions that its attention calls (rollout/): for the contract check
+
+    @abstractmethod
+    def new_pages(self, pages: int, block_size: int, kv_heads: int, device: torch.device) -> torch.Tensor:
+        """So many pages that nobody has written, of heads of 128. What they hold is not to be read as a number.
 
         Raises:
             ValueError: a block size that is no multiple of ``traits.page_tokens``.
-            NotImplementedError: a cache that is not quantized.
         """
-        raise NotImplementedError(f"a cache in {self.traits.label} has vLLM's pages")
 
+    @abstractmethod
     def write(self, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
-        """Store keys and values ``[T, H, D]`` BF16 of tokens in ``slots`` of ``pages``, in place.
+        """Store keys and values ``[T, H, D]`` BF16 of tokens in ``slots`` of ``pages``, in place."""
 
-        Raises:
-            NotImplementedError: a cache that is not quantized.
+    @abstractmethod
+    def norm_rotary_write(self, heads: tuple, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """:meth:`write` of keys behind QK norm and rotary, and of values, in the launch that returns the queries.
+
+        Args:
+            heads: the arguments of ``kernels.norm_rotary_write`` in front of the pages.
         """
-        raise NotImplementedError(f"a cache in {self.traits.label} has vLLM's pages")
 
+    @abstractmethod
+    def read(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ``[slots, H, D]`` BF16 of all slots."""
+
+    @abstractmethod
     def decode(
         self, q: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Attention ``[R, H, D]`` of one new token a request to its tokens in ``pages``; ``kernels.decode_attention``.
+        """Attention ``[R, H, D]`` of one new token of each request to its tokens in ``pages``.
 
-        Raises:
-            NotImplementedError: a cache that is not quantized.
+        Args:
+            q, lengths, table, scale: as of ``kernels.decode_attention``.
         """
-        raise NotImplementedError(f"a cache in {self.traits.label} has vLLM's pages")
+
+
+def _unwritten(device: torch.device) -> float:
+    """What a BF16 page holds where nobody has written: our kernels read nothing behind a request's last token;
+    FlashAttention 3, which decodes on a GPU without the native kernel, may multiply it by zero."""
+    ours = device.type == "cpu" or native.unavailable() is None
+    return torch.nan if ours else torch.finfo(torch.bfloat16).max
 
 
 class BF16Cache(KVCache):
-    """What vLLM keeps by itself."""
+    """What vLLM keeps by itself: pages ``[pages, 2, block size, H, D]``, keys first."""
 
     traits = CACHES["bf16"]
+    contract = "attention over a BF16 KV cache"
 
     def attend(self, *call: Any) -> torch.Tensor:
         return kernels.attention(*call)
 
     def seen(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return k, v
+
+    def new_pages(self, pages: int, block_size: int, kv_heads: int, device: torch.device) -> torch.Tensor:
+        shape = (pages, 2, block_size, kv_heads, HEAD_DIM)
+        return torch.full(shape, _unwritten(device), dtype=torch.bfloat16, device=device)
+
+    def write(self, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
+        kernels.write_pages(k, v, *pages.unbind(1), slots)
+
+    def norm_rotary_write(self, heads: tuple, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        return kernels.norm_rotary_write(*heads, *pages.unbind(1), slots)
+
+    def read(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = (part.flatten(0, 1) for part in pages.unbind(1))
+        return keys, values
+
+    def decode(
+        self, q: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        # FlashAttention 3 where the native kernel does not: what vLLM's backend runs there.
+        return kernels.decode_attention_bf16(q, *pages.unbind(1), lengths, table, scale)
 
 
 class FP8Cache(KVCache):
@@ -159,11 +195,24 @@ class FP8Cache(KVCache):
     def vllm_head(self) -> tuple[int, torch.dtype] | None:
         return self.traits.head_bytes(HEAD_DIM), torch.uint8
 
-    def page_shape(self, pages: int, block_size: int, kv_heads: int) -> tuple[int, ...]:
-        return reference.cache_shape(pages, block_size, kv_heads)
+    def new_pages(self, pages: int, block_size: int, kv_heads: int, device: torch.device) -> torch.Tensor:
+        # NaN, as data and as a scale.
+        shape = reference.cache_shape(pages, block_size, kv_heads)
+        return torch.full(shape, 255, dtype=torch.uint8, device=device)
 
     def write(self, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
         kernels.write_kv(k, v, pages, slots)
+
+    def norm_rotary_write(self, heads: tuple, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        return kernels.norm_rotary_write_fp8(*heads, pages, slots)
+
+    def read(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # As one request that holds every slot. Made on the device: a copy from the host would wait for it.
+        count, slots = len(pages), len(pages) * pages.shape[2] * reference.UNIT_TOKENS
+        table = torch.arange(count, dtype=torch.int32, device=pages.device)[None]
+        starts = slots * torch.arange(2, dtype=torch.int32, device=pages.device)
+        lengths = torch.full((1,), slots, dtype=torch.int32, device=pages.device)
+        return kernels.read_kv(pages, table, lengths, starts, slots, slots)
 
     def decode(
         self, q: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor, scale: float

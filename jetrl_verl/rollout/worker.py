@@ -38,13 +38,7 @@ from jetrl_verl.rollout.row_parallel import fused_reductions, reduce_ranks
 from jetrl_verl.rollout.sampler import share_sampler
 from jetrl_verl.rollout.shared_operations import share_operations
 from jetrl_verl.sync.contract import ContractReceiver, ContractViolation
-from jetrl_verl.sync.operations_probe import (
-    heads_written,
-    stated_operations,
-    stated_probe,
-    stated_reduction,
-    token_by_token,
-)
+from jetrl_verl.sync.operations_probe import stated_operations, stated_probe, stated_reduction
 
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)
@@ -125,9 +119,7 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
             return
         routing = live_routing(self.model_runner.model)
         cache, mixture = config.kv_cache.traits.name, routing is not None
-        operations = stated_operations(
-            self.device, config.operations, cache, token_by_token, heads_written, mixture=mixture
-        )
+        operations = stated_operations(self.device, config.operations, cache, rollout=True, mixture=mixture)
         counts = self._jetrl_receiver.verify(
             self._jetrl_live.tensors(),
             scale_rule=config.scale_rule,

@@ -4,21 +4,24 @@
 
 Both sides run every operation on fixed inputs, odd shapes among them, and compare sums of the results' bits, one per
 operation, so that a difference is named. Weights play no part, so equal weights under different code do not pass.
+Inputs stay on the device, and the host waits for it once, for all sums.
 
 Of a mixture of experts they also choose experts by logits of which many are equal, send ragged numbers of rows to
 experts of which one gets none, and add a token's rows where another order rounds differently.
 
-QK norm and rotary are two results of the trainer's; the rollout states its queries, and the keys that the same launch
-has written into a KV cache.
+Where the sides run different code for one result, each runs its own, over a cache of what ``jetrl.kv_cache`` says:
 
-With an FP8 KV cache, the trainer states its attention to whole sequences, and the rollout that of every token of them
-alone to pages that it has written: a probe of decode against prefill, of the format, the scales and the pages.
+- *QK norm, rotary and the cache.* The trainer states queries, and keys and values as the cache gives them; the rollout
+  the queries of the launch that writes its cache, and what is then in the pages.
+- *Attention.* The trainer attends to whole sequences; the rollout from each of their tokens alone, over pages that it
+  has written, in decode steps of few requests and of many, since their number decides how many thread blocks share a
+  request. So decode is compared with prefill, and of an FP8 cache the format, the scales and the pages.
 
 Under a rollout over several GPUs both also add products of ranks, each its own in the rollout and all of them in the
 trainer: a reduction in another order, or with another rounding, has other bits in some of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -26,11 +29,16 @@ import torch
 
 from jetrl_verl import formats, kernels
 from jetrl_verl.formats.caches import KVCache
-from jetrl_verl.formats.sums import row_sums
+from jetrl_verl.formats.sums import odd_constants, row_sums
 from jetrl_verl.reference import BLOCK, QuantizedTensor
 
-_LENGTHS = (5, 1, 131)
+_LENGTHS = (5, 1, 149)
+"""Tokens of the sequences. Kernels of attention go by blocks of 128 keys: the last sequence has two of them."""
 _HEAD_DIM = 128
+_PAGE_TOKENS = 16
+_STEPS = (1, 12, 32)
+"""Requests of the first decode steps; the last step has the other tokens. With two KV heads a GPU of 132
+multiprocessors computes the steps by clusters of 8, 4, 2 and 1 thread blocks."""
 
 
 def _bytes(quantized: QuantizedTensor) -> torch.Tensor:
@@ -80,60 +88,119 @@ def _inputs(device: torch.device) -> _Inputs:
     )
 
 
-def _norm_rotary(device: torch.device) -> tuple[tuple[torch.Tensor, ...], tuple]:
-    """Heads of queries and keys, and the other operands of ``kernels.norm_rotary``."""
+class _Step(NamedTuple):
+    """A decode step of some of the probe's tokens, each a request of its own.
+
+    Attributes:
+        tokens: ``[R]``. lengths: int32 ``[R]``, of their sequences up to them. table: int32 ``[R, pages]``.
+    """
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    table: torch.Tensor
+
+
+class _Places(NamedTuple):
+    """Where a rollout has the probe's tokens: ``slots [N]`` of so many ``pages``; and its decode ``steps``, which have
+    every token once."""
+
+    pages: int
+    slots: torch.Tensor
+    steps: tuple[_Step, ...]
+
+
+@cache
+def _places(device: torch.device) -> _Places:
+    """Kept, as :func:`_inputs`."""
+    with torch.device("cpu"):  # whatever the default is
+        owner = torch.repeat_interleave(torch.arange(len(_LENGTHS)), torch.tensor(_LENGTHS))
+        position = torch.cat([torch.arange(length) for length in _LENGTHS])
+        pages = [-(-length // _PAGE_TOKENS) for length in _LENGTHS]
+        # Scattered: sequences share no page, and theirs do not follow each other.
+        numbers = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(3)).split(pages)
+        table = torch.nn.utils.rnn.pad_sequence(numbers, batch_first=True)
+        slots = table[owner, position // _PAGE_TOKENS] * _PAGE_TOKENS + position % _PAGE_TOKENS
+        # Each step has requests of one block of keys and of two.
+        tokens = len(position)
+        order = (tokens - 1 - 41 * torch.arange(tokens)) % tokens
+        steps = order.split([*_STEPS, tokens - sum(_STEPS)])
+
+        def step(tokens: torch.Tensor) -> _Step:
+            lengths, tables = (x.to(torch.int32).to(device) for x in (position[tokens] + 1, table[owner[tokens]]))
+            return _Step(tokens.to(device), lengths, tables)
+
+        return _Places(sum(pages), slots.to(device), tuple(map(step, steps)))
+
+
+def _pages(device: torch.device, kv_cache: KVCache) -> torch.Tensor:
+    """Those of :func:`_places`, which nobody has written."""
+    return kv_cache.new_pages(_places(device).pages, _PAGE_TOKENS, _inputs(device).k.shape[1], device)
+
+
+def _heads(device: torch.device, kv_cache: KVCache, rollout: bool) -> torch.Tensor:
+    """Queries behind QK norm and rotary, and keys and values as the cache gives them: ``[N, H + 2 Hkv, D]``."""
     inputs = _inputs(device)
     weights = inputs.weight[: 2 * _HEAD_DIM].chunk(2)
-    return (inputs.q, inputs.k), (*weights, 1e-6, inputs.table, inputs.positions)
+    others = (*weights, 1e-6, inputs.table, inputs.positions)
+    if rollout:
+        pages, slots = _pages(device, kv_cache), _places(device).slots
+        q = kv_cache.norm_rotary_write((inputs.q, inputs.k, inputs.v, *others), pages, slots)
+        held = [x[slots] for x in kv_cache.read(pages)]
+    else:
+        q, k = kernels.norm_rotary(inputs.q, inputs.k, *others)
+        held = [kernels.cache_form(x) for x in kv_cache.seen(k, inputs.v)]
+    return torch.cat([q, *held], dim=1)
 
 
-def _heads_returned(device: torch.device) -> torch.Tensor:
-    """The heads ``[N, H + Hkv, D]`` of queries and keys, those of keys in cache form."""
-    heads, others = _norm_rotary(device)
-    q, k = kernels.norm_rotary(*heads, *others)
-    return torch.cat([q, kernels.cache_form(k)], dim=1)
+def _token_by_token(device: torch.device, kv_cache: KVCache) -> torch.Tensor:
+    """Attention ``[N, H, D]`` of each of the probe's tokens, each as the new one of a decode step."""
+    inputs, places, pages = _inputs(device), _places(device), _pages(device, kv_cache)
+    kv_cache.write(inputs.k, inputs.v, pages, places.slots)
+    out = torch.empty_like(inputs.q)
+    for tokens, lengths, table in places.steps:
+        out[tokens] = kv_cache.decode(inputs.q[tokens], pages, lengths, table, _HEAD_DIM**-0.5)
+    return out
 
 
-def heads_written(device: torch.device) -> torch.Tensor:
-    """The same, keys as a rollout's cache holds them."""
-    heads, others = _norm_rotary(device)
-    tokens, kv_heads, width = heads[1].shape
-    pages = [torch.zeros(-(-tokens // 16), 16, kv_heads, width, dtype=torch.bfloat16, device=device) for _ in range(2)]
-    slots = torch.arange(tokens, device=device)
-    q = kernels.norm_rotary_write(*heads, _inputs(device).v, *others, *pages, slots)
-    return torch.cat([q, pages[0].flatten(0, 1)[:tokens]], dim=1)
-
-
-def operation_sums(
-    device: torch.device, rotate: Callable[[torch.device], torch.Tensor] = _heads_returned
-) -> dict[str, int]:
-    """Operation -> sum of the bits of its results on ``device``, modulo 2^64.
-
-    Args:
-        rotate: this side's heads behind QK norm and rotary; a rollout passes :func:`heads_written`.
-    """
+def _results(device: torch.device, kv_cache: KVCache, rollout: bool) -> dict[str, torch.Tensor]:
+    """Operation -> its results on ``device``, by the code of one of the sides."""
     x, residual, weight, head, q, k, v, table, positions, cu_seqlens, temperature, logits, following = _inputs(device)
-    with torch.no_grad():
-        results = {
-            "rms_norm": kernels.rms_norm(x, weight, 1e-6),
-            "add_rms_norm": torch.cat(kernels.add_rms_norm(x, residual, weight, 1e-6)),
-            "rms_norm_quantize_1x128": _bytes(kernels.rms_norm_quantize_1x128(x, weight, 1e-6, "fp32")),
-            "add_rms_norm_quantize_1x128": _bytes(
-                kernels.add_rms_norm_quantize_1x128(x, residual, weight, 1e-6, "fp32", with_normed=False)[0]
-            ),
-            "rotary": torch.cat(kernels.rotary(q, k, table, positions), dim=1),
-            "norm_rotary": rotate(device),
-            "silu_mul": kernels.silu_mul(x, residual),
-            "silu_mul_quantize": _bytes(
-                kernels.silu_mul_quantize(x, residual, "fp32", with_product=False, with_colwise=False)[0]
-            ),
-            "attention": kernels.attention(q, k, v, cu_seqlens, max(_LENGTHS), _HEAD_DIM**-0.5),
-            "logits": kernels.logits(x, head),
-            "log_probs": kernels.log_probs(logits, following, temperature),
-        }
+    sequences = q, k, v, cu_seqlens, max(_LENGTHS), _HEAD_DIM**-0.5
+    found = {
+        "rms_norm": kernels.rms_norm(x, weight, 1e-6),
+        "add_rms_norm": torch.cat(kernels.add_rms_norm(x, residual, weight, 1e-6)),
+        "rms_norm_quantize_1x128": _bytes(kernels.rms_norm_quantize_1x128(x, weight, 1e-6, "fp32")),
+        "add_rms_norm_quantize_1x128": _bytes(
+            kernels.add_rms_norm_quantize_1x128(x, residual, weight, 1e-6, "fp32", with_normed=False)[0]
+        ),
+        "rotary": torch.cat(kernels.rotary(q, k, table, positions), dim=1),
+        "norm_rotary": _heads(device, kv_cache, rollout),
+        "silu_mul": kernels.silu_mul(x, residual),
+        "silu_mul_quantize": _bytes(
+            kernels.silu_mul_quantize(x, residual, "fp32", with_product=False, with_colwise=False)[0]
+        ),
+        "attention": kernels.attention(*sequences),
+        "logits": kernels.logits(x, head),
+        "log_probs": kernels.log_probs(logits, following, temperature),
+    }
+    if rollout:
+        found[kv_cache.contract] = _token_by_token(device, kv_cache)
+    else:
+        # Over a BF16 cache that is the attention above.
+        of_bf16 = kv_cache is formats.kv_cache(formats.UNQUANTIZED)
+        found[kv_cache.contract] = found["attention"] if of_bf16 else kv_cache.attend(*sequences)
+    return found
+
+
+def _sums(results: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Sum of the bits of each result, modulo 2^64."""
+    found = []
+    for result in results.values():
+        rows = row_sums(result.flatten(1))
+        # Each row times a constant of its own, so that exchanged rows show.
+        found.append((rows * odd_constants(len(rows), rows.device)).sum())
     # One wait for the device: beside other processes each costs their turns, and a sync stands still meanwhile.
-    sums = torch.stack([row_sums(result.flatten(1)).sum() for result in results.values()])
-    return dict(zip(results, sums.tolist(), strict=True))
+    return dict(zip(results, torch.stack(found).tolist(), strict=True))
 
 
 _EXPERTS, _PER_TOKEN, _WIDTH = 6, 3, 128
@@ -193,28 +260,26 @@ def _experts_forward(inputs: _MixtureInputs, tokens: int, trains: bool) -> torch
     return kernels.combine(y, segments.row)
 
 
-def mixture_sums(device: torch.device) -> dict[str, int]:
-    """Operation of a mixture of experts -> sum of the bits of its results on ``device``, modulo 2^64."""
+def _results_of_mixture(device: torch.device) -> dict[str, torch.Tensor]:
+    """Operation of a mixture of experts -> its results on ``device``."""
     inputs = _mixture_inputs(device)
     tokens = max(_ROWS)
     rows = torch.arange(tokens * _PER_TOKEN, dtype=torch.int32, device=device).view(tokens, _PER_TOKEN)
     plain = _inputs(device)
-    behind = inputs.terms, rows, *(x[..., : 2 * BLOCK].contiguous() for x in (plain.residual, plain.weight)), 1e-6
-    with torch.no_grad():
-        chosen = [kernels.route(inputs.tied, 4, renormalize) for renormalize in (False, True)]
-        # Rows of the trainer's segments begin at multiples of 128, those of the rollout's anywhere.
-        outputs = [_experts_forward(inputs, count, trains) for count in _ROWS for trains in (True, False)]
-        results = {
-            "route": torch.cat([x.view(torch.int32) for pair in chosen for x in pair], dim=1).view(torch.bfloat16),
-            "experts": torch.cat(outputs),
-            "combine": kernels.combine(inputs.terms, rows),
-            "combine_add_rms_norm": torch.cat(kernels.combine_add_rms_norm(*behind)),
-            "combine_add_rms_norm_quantize_1x128": _bytes(
-                kernels.combine_add_rms_norm_quantize_1x128(*behind, "fp32", with_normed=False)[0]
-            ),
-        }
-    sums = torch.stack([row_sums(result).sum() for result in results.values()])
-    return dict(zip(results, sums.tolist(), strict=True))
+    residual, weight = plain.residual[:tokens, : 2 * BLOCK].contiguous(), plain.weight[: 2 * BLOCK]
+    behind = inputs.terms, rows, residual, weight, 1e-6
+    chosen = [kernels.route(inputs.tied, 4, renormalize) for renormalize in (False, True)]
+    # Rows of the trainer's segments begin at multiples of 128, those of the rollout's anywhere.
+    outputs = [_experts_forward(inputs, count, trains) for count in _ROWS for trains in (True, False)]
+    return {
+        "route": torch.cat([x.view(torch.int32) for pair in chosen for x in pair], dim=1).view(torch.bfloat16),
+        "experts": torch.cat(outputs),
+        "combine": kernels.combine(inputs.terms, rows),
+        "combine_add_rms_norm": torch.cat(kernels.combine_add_rms_norm(*behind)),
+        "combine_add_rms_norm_quantize_1x128": _bytes(
+            kernels.combine_add_rms_norm_quantize_1x128(*behind, "fp32", with_normed=False)[0]
+        ),
+    }
 
 
 _PRODUCTS = ((1, 256), (65, 4096), (160, 4096))
@@ -260,58 +325,26 @@ def stated_reduction(
     return {f"the sum of {ranks} ranks' products": int(sums.sum())}
 
 
-_CACHE_BLOCK = 16
-
-
-def _whole_sequences(device: torch.device, kv_cache: KVCache) -> torch.Tensor:
-    inputs = _inputs(device)
-    return kv_cache.attend(inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, max(_LENGTHS), _HEAD_DIM**-0.5)
-
-
-def token_by_token(device: torch.device, kv_cache: KVCache) -> torch.Tensor:
-    """Attention ``[N, H, D]`` of each of the probe's tokens, as a decode step of its own, to a quantized KV cache."""
-    inputs = _inputs(device)
-    with torch.device("cpu"):  # whatever the default is
-        owner = torch.repeat_interleave(torch.arange(len(_LENGTHS)), torch.tensor(_LENGTHS))
-        position = torch.cat([torch.arange(length) for length in _LENGTHS])
-        pages = [-(-length // _CACHE_BLOCK) for length in _LENGTHS]
-        # Scattered: requests share no page, and theirs do not follow each other.
-        numbers = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(3)).split(pages)
-        table = torch.nn.utils.rnn.pad_sequence(numbers, batch_first=True)
-        slots = table[owner, position // _CACHE_BLOCK] * _CACHE_BLOCK + position % _CACHE_BLOCK
-    shape = kv_cache.page_shape(sum(pages), _CACHE_BLOCK, inputs.k.shape[1])
-    # What lies in pages that nobody has written is not read as a number: 255 is NaN.
-    cache = torch.full(shape, 255, dtype=torch.uint8, device=device)
-    kv_cache.write(inputs.k, inputs.v, cache, slots.to(device))
-    lengths, tables = (x.to(torch.int32).to(device) for x in (position + 1, table[owner]))
-    return kv_cache.decode(inputs.q, cache, lengths, tables, _HEAD_DIM**-0.5)
-
-
 def stated_operations(
     device: torch.device,
     operations: str,
     kv_cache: str = formats.UNQUANTIZED,
-    attend: Callable[[torch.device, KVCache], torch.Tensor] = _whole_sequences,
-    rotate: Callable[[torch.device], torch.Tensor] = _heads_returned,
     *,
+    rollout: bool = False,
     mixture: bool = False,
 ) -> dict[str, int]:
-    """What a side states about its operations: :func:`operation_sums` where they are ``"shared"``, else nothing.
+    """What a side states about its operations where they are ``"shared"``: operation -> sum of the bits of its results
+    on ``device``, modulo 2^64. Nothing where they are not.
 
     Args:
-        kv_cache: what the rollout's cache holds (``formats.CACHES``).
-        attend: how this side attends to a quantized cache; a rollout passes :func:`token_by_token`.
-        rotate: as in :func:`operation_sums`.
-        mixture: whether the model is a mixture of experts; :func:`mixture_sums` are then stated as well.
+        kv_cache: what the rollout's cache holds (``formats.CACHES``). rollout: whether this side has that cache.
+        mixture: whether the model is a mixture of experts, whose operations are stated as well.
     """
     if operations != "shared":
         return {}
-    found = operation_sums(device, rotate) | (mixture_sums(device) if mixture else {})
-    held = formats.kv_cache(kv_cache)
-    if held.contract:
-        with torch.no_grad():
-            found[held.contract] = int(row_sums(attend(device, held).flatten(1)).sum())
-    return found
+    with torch.no_grad():
+        found = _results(device, formats.kv_cache(kv_cache), rollout)
+        return _sums(found | (_results_of_mixture(device) if mixture else {}))
 
 
 def stated_probe(device: torch.device, format_name: str, scale_rule: str) -> int | None:

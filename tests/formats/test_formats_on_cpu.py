@@ -52,25 +52,27 @@ def test_a_cache_is_what_its_traits_say():
         assert held.traits is traits and traits.name == name and traits.quantized == (held.vllm_head is not None)
         k, v = (gaussian(6 * 2, 128).view(6, 2, 128).to(torch.bfloat16) for _ in range(2))
         seen = held.seen(k, v)
-        assert traits.quantized == bool(held.contract) == any(not torch.equal(*pair) for pair in zip(seen, (k, v)))
+        assert traits.quantized == any(not torch.equal(*pair) for pair in zip(seen, (k, v)))
         parts = list(held.held(k, v))
         assert [part.tensor for part in parts] == (["K", "V"] if traits.quantized else [])
         assert all(torch.equal(part.restored, x) for part, x in zip(parts, seen))
+        # The pages hold what attention sees, in as many bytes as the traits say, and no numbers elsewhere.
+        pages, slots = held.new_pages(2, traits.page_tokens * 16, 2, CPU), torch.tensor([17, 3, 31, 0, 4, 16])
+        held.write(k, v, pages, slots)
+        for x, stored in zip(seen, held.read(pages)):
+            assert torch.equal(kernels.cache_form(x), stored[slots])
+            assert stored.isnan().all(dim=-1).sum() == (len(stored) - 6) * 2
+        assert pages.nbytes == 2 * 2 * traits.page_tokens * 16 * 2 * traits.head_bytes(traits.head_dim or 128)
         if not traits.quantized:
             assert traits.head_bytes(128) == k[0, 0].nbytes
             for call in (held.lost, held.saturated):
                 with pytest.raises(NotImplementedError):
                     call(None)
             continue
-        # The pages hold what the trainer sees, in as many bytes as the traits say.
-        pages = torch.zeros(held.page_shape(2, traits.page_tokens, 2), dtype=torch.uint8)
-        held.write(k, v, pages, torch.arange(6))
-        for x, stored in zip(seen, reference.read_cache(pages)):
-            assert torch.equal(x, stored[0].transpose(0, 1)[:6])
-        assert pages.nbytes == 2 * 2 * traits.page_tokens * 2 * traits.head_bytes(traits.head_dim)
         assert held.vllm_head == (traits.head_bytes(traits.head_dim), torch.uint8)
         with pytest.raises(ValueError, match=f"multiple of {traits.page_tokens} tokens"):
-            held.page_shape(2, traits.page_tokens + 1, 2)
+            held.new_pages(2, traits.page_tokens + 1, 2, CPU)
+    assert len({formats.kv_cache(name).contract for name in formats.CACHES}) == len(formats.CACHES)
     for call in (formats.kv_cache, formats.cache_traits):
         with pytest.raises(ValueError, match="'fp4' is not what a KV cache may hold"):
             call("fp4")

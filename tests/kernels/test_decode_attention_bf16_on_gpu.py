@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from jetrl_verl import kernels
-from jetrl_verl.kernels import dispatch, vllm_kernels
+from jetrl_verl.kernels import dispatch, native, vllm_kernels
 from jetrl_verl.kernels.decode_attention import CLUSTERS, native_decode_attention_bf16
 from jetrl_verl.kernels.native import Plan
+from jetrl_verl.sync.operations_probe import stated_operations
 
 SCALE = 128**-0.5
 AROUND = [n + more for n in (16, 64, 128, 256, 384, 1024, 4096) for more in (-1, 0, 1)]
@@ -145,6 +146,15 @@ def test_the_path_without_the_library_has_the_same_bits():
         with dispatch.override_backend("decode_attention_bf16", backend):
             outs.append(kernels.decode_attention_bf16(*requests.call(pages, torch.empty_like(requests.q))))
     assert different(*outs) == 0
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_the_probe_of_a_rollouts_cache_holds(monkeypatch, built):
+    """By the native kernel, and where it is not built by FlashAttention 3."""
+    if not built:
+        monkeypatch.setattr(native, "unavailable", lambda: "it is not built")
+    device = torch.device("cuda")
+    assert stated_operations(device, "shared", rollout=True) == stated_operations(device, "shared")
 
 
 def test_small_calls_for_the_sanitizer():

@@ -14,7 +14,7 @@ from jetrl_verl import kernels, reference
 from jetrl_verl.kernels import dispatch, vllm_kernels
 from jetrl_verl.kernels.decode_attention import CLUSTERS, chunk_attention, native_decode_attention
 from jetrl_verl.kernels.native import Plan
-from jetrl_verl.sync.operations_probe import stated_operations, token_by_token
+from jetrl_verl.sync.operations_probe import stated_operations
 
 SCALE = 128**-0.5
 pytestmark = pytest.mark.usefixtures("native_library")
@@ -227,9 +227,12 @@ def test_in_a_cuda_graph_with_padded_requests(plan):
         assert different(out[some], requests.by_clusters(1)[some]) == 0 and (out[~some] == 0).all()
 
 
-def test_the_probe_of_decode_against_prefill_holds():
+@pytest.mark.parametrize("backend", ["native", "flash_attention_3"])
+def test_the_probe_of_a_rollouts_cache_holds(backend):
     device = torch.device("cuda")
-    assert stated_operations(device, "shared", "fp8") == stated_operations(device, "shared", "fp8", token_by_token)
+    with dispatch.override_backend("decode_attention", backend):
+        rollout = stated_operations(device, "shared", "fp8", rollout=True)
+    assert rollout == stated_operations(device, "shared", "fp8")
 
 
 def test_gradients_are_those_of_attention_over_the_quantized_keys_and_values():

@@ -8,9 +8,11 @@ sentence and before anything is written. The kernels themselves are gone through
 
 import itertools
 import random
+import sys
 from collections.abc import Callable
 from functools import partial
 
+import flash_attention_order
 import native_emulator
 import pytest
 import torch
@@ -30,10 +32,11 @@ from native_calls import (
 from native_emulator import experts_operand, operands, product, silu_gradients, silu_operands
 from quantizer_checks import assert_same_bytes
 
-from jetrl_verl import reference
+from jetrl_verl import formats, kernels, reference
 from jetrl_verl.kernels import dispatch, native
 from jetrl_verl.kernels.decode_attention import (
     CLUSTERS,
+    choose_cluster,
     decodes_natively,
     native_decode_attention,
     native_decode_attention_bf16,
@@ -52,6 +55,7 @@ from jetrl_verl.kernels.quantize_128x128 import native_transpose_128x128
 from jetrl_verl.kernels.relayout_128x1 import native_relayout_128x1
 from jetrl_verl.kernels.silu_mul import native_silu_mul_backward_quantize, native_supports_silu_mul_backward
 from jetrl_verl.reference import BLOCK, FP8_DTYPE, SCALE_RULES, QuantizedTensor, k_slices, sum_of_ranks
+from jetrl_verl.sync import operations_probe
 from jetrl_verl.tools.doctor import self_check
 
 pytestmark = pytest.mark.timeout(600)
@@ -455,6 +459,35 @@ def test_which_decode_steps_over_bf16_pages_are_the_native_kernels(monkeypatch):
     assert not decodes_natively(*of(1, 8, 1, torch.empty(1, 2, 8, 1, 128, dtype=torch.bfloat16)))
     monkeypatch.setattr(native, "unavailable", lambda: "it is not built")
     assert not decodes_natively(*of(1, 32, 4))
+
+
+@pytest.mark.parametrize(("cache", "operation"), [("fp8", "decode_attention"), ("bf16", "decode_attention_bf16")])
+def test_the_contract_checks_decode_steps(monkeypatch, cache, operation):
+    """The calls that a rollout makes at every weight sync, on an H100 by clusters of every size: the bits of whole
+    sequences in FlashAttention 3's order."""
+    device, held, clusters = torch.device("cpu"), formats.kv_cache(cache), []
+
+    def choose(pairs: int, multiprocessors: int) -> int:
+        clusters.append(choose_cluster(pairs, multiprocessors))
+        return clusters[-1]
+
+    module = sys.modules[choose_cluster.__module__]
+    monkeypatch.setattr(module, "choose_cluster", choose)
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setitem(dispatch.BACKENDS[operation], "cpu", ("native", "reference"))
+    got = operations_probe._token_by_token(device, held)
+    assert clusters == [8, 4, 2, 1]
+
+    inputs, want = operations_probe._inputs(device), torch.empty_like(got)
+    k, v = (kernels.cache_form(x).double().numpy() for x in held.seen(inputs.k, inputs.v))
+    group = want.shape[1] // k.shape[1]
+    for first, end in itertools.pairwise(inputs.cu_seqlens.tolist()):
+        for token, head in itertools.product(range(first, end), range(k.shape[1])):
+            heads, tokens = slice(head * group, head * group + group), slice(first, token + 1)
+            q = inputs.q[token, heads].double().numpy()
+            found = flash_attention_order.attention(q, k[tokens, head], v[tokens, head], 128**-0.5)
+            want[token, heads] = torch.from_numpy(found).bfloat16()
+    assert torch.equal(got.view(torch.int16), want.view(torch.int16))
 
 
 def test_more_than_eight_query_heads_of_a_kv_head_are_not_supported():

@@ -390,3 +390,21 @@ def test_a_side_with_other_operations_is_stopped_at_the_sync(rollout):
     """Here by all of them; that one is told from the others: tests/sync/test_operations_probe_on_cpu.py."""
     with pytest.raises(ContractViolation, match="add_rms_norm, .*, attention, .* differ between trainer and rollout"):
         sync(rollout.worker, stream(rollout.family, 16, operations="stock"))
+
+
+@pytest.mark.parametrize("rollout", ["qwen3"], indirect=True)
+@pytest.mark.parametrize("broken", ["norm_rotary_write", "decode_attention_bf16"])
+def test_a_cache_that_is_written_or_read_otherwise_is_named_at_the_sync(rollout, monkeypatch, broken):
+    """Which shows in no weight: values that are another token's, a scale that is off."""
+    stock = getattr(kernels, broken)
+
+    def write(q, k, v, *others):
+        return stock(q, k, v.roll(1, dims=0), *others)
+
+    def decode(*call):
+        return stock(*call[:-1], 1.0078125 * call[-1])
+
+    monkeypatch.setattr(kernels, broken, write if broken == "norm_rotary_write" else decode)
+    name = "norm_rotary" if broken == "norm_rotary_write" else "attention over a BF16 KV cache"
+    with pytest.raises(ContractViolation, match=f"contract check: {name} of the shared operations differ"):
+        sync(rollout.worker, stream(rollout.family, 17))

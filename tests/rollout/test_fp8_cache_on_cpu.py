@@ -105,24 +105,27 @@ def test_sleep_that_drops_the_cache_leaves_nothing_behind(rollout):
 
 
 def test_a_trainer_with_another_cache_is_stopped_at_the_sync(rollout):
-    with pytest.raises(ContractViolation, match="attention over an FP8 KV cache of the shared operations differ"):
+    names = "attention over a BF16 KV cache, attention over an FP8 KV cache, norm_rotary"
+    with pytest.raises(ContractViolation, match=f"contract check: {names} of the shared operations differ"):
         sync(rollout.worker, stream(FAMILY, 24))
 
 
-@pytest.mark.parametrize("broken", ["write_kv", "decode_attention"])
+@pytest.mark.parametrize("broken", ["norm_rotary_write_fp8", "write_kv", "decode_attention"])
 def test_decode_that_is_not_prefill_is_named_at_the_sync(rollout, monkeypatch, broken):
     """A scale that is off, an order of keys that is not the trainer's: neither shows in a weight."""
     stock = getattr(kernels, broken)
 
-    def write(k, v, cache, slots):
-        stock(k, v, cache, slots)
-        cache[..., -1] += 1
+    def write(*call):
+        found, (cache, slots) = stock(*call), call[-2:]
+        cache[slots[0] // 16, 0, 0, 16 * 128 + slots[0] % 16] += 1  # the scale of a key
+        return found
 
     def decode(q, *call):
         return stock(q * 1.0078125, *call)
 
-    monkeypatch.setattr(kernels, broken, write if broken == "write_kv" else decode)
-    with pytest.raises(ContractViolation, match="contract check: attention over an FP8 KV cache of the shared"):
+    monkeypatch.setattr(kernels, broken, decode if broken == "decode_attention" else write)
+    name = "norm_rotary" if broken.startswith("norm") else "attention over an FP8 KV cache"
+    with pytest.raises(ContractViolation, match=f"contract check: {name} of the shared"):
         sync(rollout.worker, stream(FAMILY, 25, kv_cache="fp8"))
 
 

@@ -108,7 +108,7 @@ def contenders(
     call = (q, *bf16.unbind(1), lengths, table, SCALE, torch.empty_like(q))
     found["ours"] = partial(kernels.decode_attention_bf16, *call)
     found |= {f"ours, {c}": partial(by_clusters, native_decode_attention_bf16, c, *call) for c in CLUSTERS}
-    return found, decodes_natively(*call)
+    return found, decodes_natively(requests, HEADS, kv_heads, HEAD_DIM, BLOCK_SIZE, bf16.dtype)
 
 
 def main() -> int:

@@ -59,7 +59,7 @@ bool starts_on_16_bytes(const Tensor& tensor) { return reinterpret_cast<uintptr_
 
 int narrow(int64_t value) {
   STD_TORCH_CHECK(value >= 1 && value <= std::numeric_limits<int>::max() - 1024, "jetrl_native: a dimension of ", value,
-                  " is not supported; the Triton backend accepts empty and larger ones.");
+                  " is not supported. Use another backend, which accepts empty and larger ones.");
   return int(value);
 }
 
@@ -88,7 +88,8 @@ jetrl::Output output(const Tensor& out, int rows, int columns, bool accumulate) 
                   "jetrl_native: the output must be a BF16 or FP32 tensor of ", rows, " x ", columns, ".");
   STD_TORCH_CHECK(out.stride(1) == 1 && out.stride(0) * element % 16 == 0 && columns * element % 16 == 0 &&
                       (rows == 1 || out.stride(0) >= columns) && starts_on_16_bytes(out),
-                  "jetrl_native: rows of the output must be contiguous multiples of 16 bytes that do not overlap.");
+                  "jetrl_native: rows of the output must be contiguous multiples of 16 bytes that do not overlap; pad "
+                  "them.");
   return {out.data_ptr(), out.stride(0), fp32, accumulate};
 }
 
@@ -125,7 +126,7 @@ struct Forward {
         bias(bias_of(bias, this->w.rows)),
         y(output(y, this->x.rows, this->w.rows, false)),
         config(config_of(block, cluster)) {
-    STD_TORCH_CHECK(!this->y.fp32, "jetrl_native: FProp writes BF16.");
+    STD_TORCH_CHECK(!this->y.fp32, "jetrl_native: FProp writes BF16; pass an output of BF16.");
   }
 };
 
@@ -173,7 +174,7 @@ jetrl::ExpertOperand experts_operand(const Tensor& qdata, const Tensor& scales, 
                   "jetrl_native: the qdata of W must be a float8_e4m3fn tensor of ", experts, " matrices on a GPU.");
   const int64_t n = qdata.size(1), k = qdata.size(2);
   STD_TORCH_CHECK(n % jetrl::kGroup == 0 && k % jetrl::kGroup == 0, "jetrl_native: experts of ", n, " x ", k,
-                  " are not whole blocks of 128 x 128.");
+                  " are not whole blocks of 128 x 128; use backend triton.");
   STD_TORCH_CHECK(qdata.stride(2) == 1 && qdata.stride(1) % 16 == 0 && qdata.stride(1) >= k &&
                       starts_on_16_bytes(qdata),
                   "jetrl_native: the rows of W must be contiguous and start on multiples of 16 bytes; pad them.");
@@ -185,7 +186,8 @@ jetrl::ExpertOperand experts_operand(const Tensor& qdata, const Tensor& scales, 
   const jetrl::ExpertOperand w = jetrl::expert_operand(qdata.data_ptr(), experts, narrow(n), narrow(k), qdata.stride(0),
                                                        qdata.stride(1), of_first, scales.stride(0));
   STD_TORCH_CHECK(w.all.qdata != nullptr,
-                  "jetrl_native: experts must lie below each other in one matrix, or beside each other.");
+                  "jetrl_native: experts must lie below each other in one matrix, or beside each other; make them "
+                  "contiguous.");
   narrow(experts * std::max(qdata.stride(0) / qdata.stride(1), n)), narrow(experts * k);
   return w;
 }
@@ -202,7 +204,7 @@ void grouped_forward(Run* run, const Tensor& x, const Tensor& x_scales, const Te
                   " elements; they must be equal.");
   const jetrl::Operand of_x = operand("X", x, x_scales, 1);
   const jetrl::Output of_y = output(y, narrow(narrow(slices) * int64_t(of_x.rows)), of_w.n, false);
-  STD_TORCH_CHECK(!of_y.fp32, "jetrl_native: FProp writes BF16.");
+  STD_TORCH_CHECK(!of_y.fp32, "jetrl_native: FProp writes BF16; pass an output of BF16.");
   run(of_x, of_w, of, int(slices), of_y, config_of(block, cluster), more..., device.stream);
 }
 
@@ -224,7 +226,8 @@ void grouped_wgrad(const Tensor& a, const Tensor& a_scales, const Tensor& b, con
   const Device device(a);
   const jetrl::Segments of = segments(start, true);
   const int t = contracted(a, b);
-  STD_TORCH_CHECK(t % jetrl::kGroup == 0, "jetrl_native: experts' tokens must be whole groups of 128, not ", t, ".");
+  STD_TORCH_CHECK(t % jetrl::kGroup == 0, "jetrl_native: experts' tokens must be whole groups of 128, not ", t,
+                  "; pad each expert's.");
   const jetrl::Operand of_a = operand("dY^T", a, a_scales, 1), of_b = operand("X^T", b, b_scales, 1);
   const int64_t rows = narrow(int64_t(of.experts) * of_a.rows);
   STD_TORCH_CHECK(on_device(dw) && dw.dim() == 3 && dw.scalar_type() == ScalarType::BFloat16 &&
@@ -240,13 +243,14 @@ void grouped_wgrad(const Tensor& a, const Tensor& a_scales, const Tensor& b, con
 // Strides that the kernels hold in 32 bits.
 int64_t short_stride(int64_t stride) {
   STD_TORCH_CHECK(stride <= std::numeric_limits<int>::max(), "jetrl_native: a stride of ", stride,
-                  " is not supported; the Triton backend accepts it.");
+                  " is not supported. Use backend triton.");
   return stride;
 }
 
 jetrl::Operand transposable(const Tensor& qdata, const Tensor& scales, int scale_block) {
   const jetrl::Operand result = operand("X", qdata, scales, scale_block);
-  STD_TORCH_CHECK(qdata.size(1) % 16 == 0, "jetrl_native: rows of qdata must be multiples of 16 bytes.");
+  STD_TORCH_CHECK(qdata.size(1) % 16 == 0, "jetrl_native: rows of qdata must be multiples of 16 bytes; use backend "
+                  "triton.");
   short_stride(result.row_stride), short_stride(result.scales.stride_row);
   return result;
 }
@@ -263,7 +267,8 @@ void check_dense(const char* name, const Tensor& tensor, ScalarType type, int64_
 // FP8 data of a transpose [columns, bytes] and its scales [scale_rows, scale_columns].
 jetrl::Transposed transposed(const Tensor& out, const Tensor& scales, int64_t columns, int64_t bytes,
                              int64_t scale_rows, int64_t scale_columns) {
-  STD_TORCH_CHECK(bytes % 16 == 0, "jetrl_native: rows of the transpose must be multiples of 16 bytes.");
+  STD_TORCH_CHECK(bytes % 16 == 0, "jetrl_native: rows of the transpose must be multiples of 16 bytes; use backend "
+                  "triton.");
   check_dense("the transpose", out, ScalarType::Byte, columns, bytes);
   check_dense("the scales of the transpose", scales, ScalarType::Float, scale_rows, scale_columns);
   return {out.data_ptr(), short_stride(bytes), static_cast<float*>(scales.data_ptr())};
@@ -290,7 +295,8 @@ jetrl::Bf16Rows bf16_rows(const char* name, const Tensor& x, int64_t rows, int64
                       x.size(1) == k,
                   "jetrl_native: ", name, " must be BF16, ", rows, " x ", k, ", on a GPU.");
   STD_TORCH_CHECK(x.stride(1) == 1 && x.stride(0) % 8 == 0 && starts_on_16_bytes(x),
-                  "jetrl_native: rows of ", name, " must be contiguous and start on multiples of 16 bytes.");
+                  "jetrl_native: rows of ", name, " must be contiguous and start on multiples of 16 bytes; pad "
+                  "them.");
   return {static_cast<const uint16_t*>(x.data_ptr()), short_stride(x.stride(0))};
 }
 
@@ -310,7 +316,8 @@ void silu_mul_backward(const Tensor& dy, const Tensor& gate, const Tensor& up, c
                        const Tensor& dup_column_scales, bool pow2) {
   const Device device(dy);
   const int rows = narrow(dy.size(0)), k = narrow(dy.size(1));
-  STD_TORCH_CHECK(k % jetrl::kGroup == 0, "jetrl_native: gradients of ", k, " columns are not whole groups of 128.");
+  STD_TORCH_CHECK(k % jetrl::kGroup == 0, "jetrl_native: gradients of ", k,
+                  " columns are not whole groups of 128; use backend triton.");
   jetrl::silu_mul_backward(bf16_rows("dY", dy, rows, k), bf16_rows("gate", gate, rows, k), bf16_rows("up", up, rows, k),
                            rows, k, pow2, both_ways(dgate, dgate_scales, dgate_columns, dgate_column_scales, rows, k),
                            both_ways(dup, dup_scales, dup_columns, dup_column_scales, rows, k), device.stream);
@@ -323,15 +330,15 @@ void check_decode_rows(const Tensor& q, const Tensor& out) {
                         rows->stride(2) == 1 && rows->stride(1) == 128 && rows->stride(0) % 8 == 0 &&
                         starts_on_16_bytes(*rows),
                     "jetrl_native: queries and results must be BF16 [requests, heads, 128] on a GPU, the heads of a "
-                    "request next to each other, requests on multiples of 16 bytes.");
+                    "request next to each other, requests on multiples of 16 bytes; make them contiguous.");
   }
 }
 
 jetrl::DecodeAttention decode_call(const Tensor& q, const Tensor& out, const Tensor& lengths, const Tensor& block_table,
                                    int64_t kv_heads, int64_t units, double scale, int64_t cluster) {
   const int64_t heads = q.size(1);
-  STD_TORCH_CHECK(kv_heads > 0 && heads % kv_heads == 0 && heads / kv_heads <= 8, "jetrl_native: ", heads,
-                  " query heads over ", kv_heads, " KV heads are not supported; 1 to 8 a KV head are.");
+  STD_TORCH_CHECK(kv_heads > 0 && heads % kv_heads == 0, "jetrl_native: ", heads, " query heads over ", kv_heads,
+                  " KV heads are not supported. Use as many for each KV head.");
   STD_TORCH_CHECK(on_device(lengths) && lengths.dim() == 1 && lengths.scalar_type() == ScalarType::Int &&
                       lengths.size(0) >= q.size(0) && lengths.stride(0) == 1,
                   "jetrl_native: lengths must be int32, one of each request.");
@@ -380,9 +387,10 @@ void decode_attention_bf16(const Tensor& q, const Tensor& keys, const Tensor& va
     for (int dim = 0; dim < 3; ++dim) {
       STD_TORCH_CHECK(pages->size(dim) == keys.size(dim) && pages->stride(dim) == keys.stride(dim) &&
                           (pages->stride(dim) % 8 == 0 || pages->size(dim) == 1),
-                      "jetrl_native: keys and values must have the same shape and strides, multiples of 16 bytes.");
+                      "jetrl_native: keys and values must have the same shape and strides, multiples of 16 bytes; use "
+                      "backend flash_attention_3.");
       STD_TORCH_CHECK(pages->size(dim) * pages->stride(dim) / 8 <= std::numeric_limits<int>::max(),
-                      "jetrl_native: pages over more than 32 GiB are not supported.");
+                      "jetrl_native: pages over more than 32 GiB are not supported. Use backend flash_attention_3.");
     }
   }
   const jetrl::DecodeAttention call =

@@ -39,7 +39,10 @@ struct Fp8Params : DecodeAttentionParams {
 };
 
 inline DecodeAttentionParams params_of(const DecodeAttention& call) {
-  if (call.group < 1 || call.group > kQueries) refuse("more than 8 query heads of a KV head are not supported.");
+  if (call.group < 1 || call.group > kQueries) {
+    refuse("decode attention of " + std::to_string(call.group) +
+           " query heads of a KV head is not supported. Use 1 to 8, or backend flash_attention_3.");
+  }
   return {
       call.q,
       call.out,

@@ -337,13 +337,14 @@ constexpr TileCost kTiles[] = {{256, 20}, {128, 11}};
 
 void grouped_wgrad(const Operand& a, const Operand& b, int t, const Segments& segments, const Output& dw, Config config,
                    Stream stream) {
-  if (dw.fp32) refuse("grouped_wgrad writes BF16");
+  if (dw.fp32) refuse("grouped_wgrad writes BF16; pass an output of BF16");
   if (!scales_suit_tma(a.scales, a.rows) || !scales_suit_tma(b.scales, b.rows)) {
-    refuse("grouped_wgrad: the scales of a group of tokens must lie side by side, groups on multiples of 16 bytes");
+    refuse("grouped_wgrad: the scales of a group of tokens must lie side by side, groups on multiples of 16 bytes; use "
+           "backend triton");
   }
   if (segments.experts > kMostExperts) {
     refuse("grouped_wgrad: more than " + std::to_string(kMostExperts) +
-           " experts are not supported; the Triton backend supports them");
+           " experts are not supported; use backend triton");
   }
   const int block = config.block ? config.block : choose_block(kTiles, a.rows, 1, 1);
   const int cluster = config.cluster ? config.cluster : ceil_div(b.rows, kGroup) % 2 == 0 ? 2 : 1;

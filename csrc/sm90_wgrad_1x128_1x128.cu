@@ -224,7 +224,9 @@ constexpr TileCost kTiles[] = {{256, 20}, {128, 11}};
 }  // namespace
 
 void wgrad(const Operand& a, const Operand& b, int t, const Output& dw, Config config, Stream stream) {
-  if (dw.accumulate && !dw.fp32) refuse("wgrad adds to FP32 buffers only: a BF16 one would be rounded at every call");
+  if (dw.accumulate && !dw.fp32) {
+    refuse("wgrad adds to FP32 buffers only, since a BF16 one would be rounded at every call; pass one of FP32");
+  }
   const int block = config.block ? config.block : choose_block(kTiles, a.rows, b.rows, multiprocessors());
   const int cluster = config.cluster ? config.cluster : b.rows > 128 ? 2 : 1;
   switch (block * 10 + cluster) {

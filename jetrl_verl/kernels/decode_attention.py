@@ -20,11 +20,11 @@ import torch
 
 from jetrl_verl.kernels import native, vllm_kernels
 from jetrl_verl.kernels.attention import HEAD_DIM, check_head_dim, paged_attention, paged_attention_fp8
-from jetrl_verl.kernels.dispatch import choose, implements, lookup
+from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.kv_cache import read_kv
 from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.sizes import multiprocessors
-from jetrl_verl.reference import UNIT_TOKENS
+from jetrl_verl.reference.kv_cache import UNIT_BYTES, UNIT_TOKENS
 
 MOST_QUERY_HEADS = 8
 """Query heads of a KV head that the native kernel computes at once: the width of a tensor core's operand."""
@@ -36,6 +36,10 @@ MOST_PAIRS_OF_BF16 = 2048
 """Pairs of a request and a KV head up to which decode steps over a BF16 cache run the native kernel, not FlashAttention
 3. As many were measured: at 384 tokens it takes 0.80 of FlashAttention's time, and 1.005 to 1.03 with 512 and 256 pairs
 of 4k and 16k tokens, where both wait for memory alone (docs/log/kv_cache.md). A graph knows no lengths."""
+
+
+_EIGHT = native.ALIGNMENT // 2
+"""Elements of BF16 that copies move at a time."""
 
 
 def choose_cluster(pairs: int, multiprocessors: int) -> int:
@@ -63,16 +67,52 @@ def flash_decode_attention(q, cache, lengths, block_table, scale: float, out) ->
     flash_chunk_attention(q, cache, cu_queries, 1, lengths, held, block_table, scale, out)
 
 
-def _rows_suit(*rows: torch.Tensor) -> bool:
-    return all(x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.stride(0) % 8 == 0 for x in rows)
+def _heads_suit(heads: int, kv_heads: int) -> bool:
+    return 0 < kv_heads <= heads <= MOST_QUERY_HEADS * kv_heads and heads % kv_heads == 0
+
+
+def _requests_suit(q, lengths, block_table, out) -> bool:
+    """Whether csrc/binding.cpp accepts these (``check_decode_rows``, ``decode_call``)."""
+    if q.dim() != 3 or q.shape != out.shape or q.shape[2] != HEAD_DIM or not 0 < q.shape[0] < native.MOST:
+        return False
+    for rows in (q, out):
+        request, head, feature = rows.stride()
+        if rows.dtype != torch.bfloat16 or head != HEAD_DIM or feature != 1 or request % _EIGHT != 0:
+            return False
+        if rows.data_ptr() % native.ALIGNMENT != 0:
+            return False
+    of_requests = lengths.dim() == 1 and block_table.dim() == 2 and lengths.stride(0) == block_table.stride(1) == 1
+    return (
+        of_requests
+        and min(lengths.shape[0], block_table.shape[0]) >= q.shape[0]
+        and lengths.dtype == block_table.dtype == torch.int32
+        and q.is_cuda == out.is_cuda == lengths.is_cuda == block_table.is_cuda
+    )
 
 
 def native_supports_decode_attention(q, cache, lengths, block_table, scale: float, out) -> bool:
-    """Whether the native kernel computes this call."""
-    return q.shape[1] // cache.shape[1] <= MOST_QUERY_HEADS and _rows_suit(q, out) and native.unavailable() is None
+    """Whether the native kernel computes this call; the library refuses every other one."""
+    return (
+        native.unavailable() is None
+        and _requests_suit(q, lengths, block_table, out)
+        and cache.dim() == 4
+        and _heads_suit(q.shape[1], cache.shape[1])
+        and cache.shape[2] > 0
+        and cache.shape[3] == UNIT_BYTES
+        and cache.dtype == torch.uint8
+        and cache.is_contiguous()
+        and cache.data_ptr() % native.ALIGNMENT == 0
+        and cache.is_cuda == q.is_cuda
+    )
 
 
-@implements("decode_attention", "native", supports=native_supports_decode_attention)
+def _launch_native(q, cache, lengths, block_table, scale: float, out, *, plan: native.Plan | None = None) -> None:
+    """:func:`native_decode_attention` of a call that it supports."""
+    cluster = plan.cluster if plan else choose_cluster(len(q) * cache.shape[1], multiprocessors(q.device))
+    native.operators().decode_attention(q, cache, lengths, block_table, scale, cache.shape[2], out, cluster)
+
+
+@implements("decode_attention", "native", supports=native_supports_decode_attention, unchecked=_launch_native)
 def native_decode_attention(
     q, cache, lengths, block_table, scale: float, out, *, plan: native.Plan | None = None
 ) -> None:
@@ -82,8 +122,7 @@ def native_decode_attention(
             f"native does not support decode_attention of q {tuple(q.shape)} strides {q.stride()} over a cache "
             f"{tuple(cache.shape)}{native.why()}; use backend flash_attention_3."
         )
-    cluster = plan.cluster if plan else choose_cluster(len(q) * cache.shape[1], multiprocessors(q.device))
-    native.operators().decode_attention(q, cache, lengths, block_table, scale, cache.shape[2], out, cluster)
+    _launch_native(q, cache, lengths, block_table, scale, out, plan=plan)
 
 
 @implements("decode_attention_bf16", "reference")
@@ -100,24 +139,60 @@ def flash_decode_attention_bf16(q, keys, values, lengths, block_table, scale: fl
     vllm_kernels.flash_attention_3_pages(q, keys, values, lengths, block_table, scale, out)
 
 
+def _form_suits_bf16(heads: int, kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype) -> bool:
+    """What the native kernel asks of a BF16 cache before there is one."""
+    pages = dtype == torch.bfloat16 and head_dim == HEAD_DIM and page_size > 0 and page_size % UNIT_TOKENS == 0
+    return native.unavailable() is None and pages and _heads_suit(heads, kv_heads)
+
+
+def _pages_suit(keys, values) -> bool:
+    """Whether csrc/binding.cpp accepts keys and values of these addresses, strides and sizes."""
+    if keys.shape != values.shape or keys.dtype != values.dtype or keys.is_cuda != values.is_cuda:
+        return False
+    strides = keys.stride()
+    if strides != values.stride() or strides[3] != 1:
+        return False
+    for size, stride in zip(keys.shape[:3], strides[:3], strict=True):
+        if (stride % _EIGHT != 0 and size != 1) or size * stride // _EIGHT >= 2**31:
+            return False
+    return keys.data_ptr() % native.ALIGNMENT == 0 and values.data_ptr() % native.ALIGNMENT == 0
+
+
 def native_supports_decode_attention_bf16(q, keys, values, lengths, block_table, scale: float, out) -> bool:
-    """Whether the native kernel computes this call."""
-    same = keys.shape == values.shape and keys.stride() == values.stride() and keys.dtype == torch.bfloat16
-    steps = zip(keys.shape[:3], keys.stride()[:3], strict=True)
-    suit = ((stride % 8 == 0 or size == 1) and size * stride // 8 < 2**31 for size, stride in steps)
-    pages = same and keys.stride(3) == 1 and all(suit)
-    pages = pages and keys.shape[1] % UNIT_TOKENS == 0 and keys.shape[3] == q.shape[2] == HEAD_DIM
-    group = q.shape[1] // keys.shape[2]
-    return pages and group <= MOST_QUERY_HEADS and _rows_suit(q, out) and native.unavailable() is None
+    """Whether the native kernel computes this call; the library refuses every other one."""
+    return (
+        keys.dim() == 4
+        and _requests_suit(q, lengths, block_table, out)
+        and _form_suits_bf16(q.shape[1], keys.shape[2], keys.shape[3], keys.shape[1], keys.dtype)
+        and _pages_suit(keys, values)
+        and keys.is_cuda == q.is_cuda
+    )
+
+
+def _are_few(requests: int, kv_heads: int) -> bool:
+    return requests * kv_heads <= MOST_PAIRS_OF_BF16
 
 
 def native_is_best_for_decode_attention_bf16(q, keys, *call) -> bool:
     """Whether the native kernel computes this call, and is chosen over FlashAttention 3: by shape alone, since a CUDA
     graph keeps the choice."""
-    return len(q) * keys.shape[2] <= MOST_PAIRS_OF_BF16 and native_supports_decode_attention_bf16(q, keys, *call)
+    return _are_few(len(q), keys.shape[2]) and native_supports_decode_attention_bf16(q, keys, *call)
 
 
-@implements("decode_attention_bf16", "native", supports=native_is_best_for_decode_attention_bf16)
+def _launch_native_bf16(
+    q, keys, values, lengths, block_table, scale: float, out, *, plan: native.Plan | None = None
+) -> None:
+    """:func:`native_decode_attention_bf16` of a call that it supports."""
+    cluster = plan.cluster if plan else choose_cluster(len(q) * keys.shape[2], multiprocessors(q.device))
+    native.operators().decode_attention_bf16(q, keys, values, lengths, block_table, scale, out, cluster)
+
+
+@implements(
+    "decode_attention_bf16",
+    "native",
+    supports=native_is_best_for_decode_attention_bf16,
+    unchecked=_launch_native_bf16,
+)
 def native_decode_attention_bf16(
     q, keys, values, lengths, block_table, scale: float, out, *, plan: native.Plan | None = None
 ) -> None:
@@ -127,8 +202,7 @@ def native_decode_attention_bf16(
             f"native does not support decode_attention_bf16 of q {tuple(q.shape)} strides {q.stride()} over keys "
             f"{tuple(keys.shape)} strides {keys.stride()}{native.why()}; use backend flash_attention_3."
         )
-    cluster = plan.cluster if plan else choose_cluster(len(q) * keys.shape[2], multiprocessors(q.device))
-    native.operators().decode_attention_bf16(q, keys, values, lengths, block_table, scale, out, cluster)
+    _launch_native_bf16(q, keys, values, lengths, block_table, scale, out, plan=plan)
 
 
 @implements("chunk_attention", "reference")
@@ -234,9 +308,14 @@ def decode_attention_bf16(
     return out
 
 
-def decodes_natively(*call) -> bool:
-    """Whether :func:`decode_attention_bf16` of these arguments, all of them, runs the native kernel."""
-    return choose("decode_attention_bf16", call[0].device, *call)[0] == "native"
+def decodes_natively(requests: int, heads: int, kv_heads: int, head_dim: int, page_size: int, dtype) -> bool:
+    """Whether :func:`decode_attention_bf16` of so many requests runs the native kernel, for who must know before there
+    are tensors. Tensors whose addresses or strides it cannot read run FlashAttention 3 all the same.
+
+    Args:
+        heads, kv_heads, head_dim: of this rank. page_size: tokens of a page. dtype: of the cache.
+    """
+    return _are_few(requests, kv_heads) and _form_suits_bf16(heads, kv_heads, head_dim, page_size, dtype)
 
 
 def chunk_attention(

@@ -15,7 +15,7 @@ values from the cache alone.
 from typing import Any, NamedTuple
 
 import torch
-from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -34,29 +34,19 @@ REACHES = (
 
 
 class SharedFlashAttention(FlashAttentionImpl):
-    """vLLM's own, but for batches of one new token of each request that our kernel computes."""
+    """vLLM's own, but for batches that the builder of their metadata calls decodes."""
 
     def forward(
         self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None
     ) -> torch.Tensor:
         scales = output_scale, output_block_scale  # which vLLM's refuses
         # There is no metadata in vLLM's profiling run.
-        if attn_metadata is not None and attn_metadata.max_query_len == 1 and scales == (None, None):
-            # Padding of a CUDA graph has length 0.
-            requests = attn_metadata.seq_lens.shape[0]
-            call = (
-                query[:requests],
-                *kv_cache.unbind(1),
-                attn_metadata.seq_lens,
-                attn_metadata.block_table,
-                self.scale,
-                output[:requests],
-            )
-            # Tokens behind the requests' are padding, too.
-            one_each = attn_metadata.num_actual_tokens >= requests and self.dcp_world_size == 1
-            if one_each and kernels.decodes_natively(*call):
-                kernels.decode_attention_bf16(*call)
-                return output
+        if attn_metadata is not None and attn_metadata.jetrl_decodes and scales == (None, None):
+            # Padding of a CUDA graph has length 0; tokens behind the requests' are padding, too.
+            lengths, table = attn_metadata.seq_lens, attn_metadata.block_table
+            rows = slice(0, lengths.shape[0])
+            kernels.decode_attention_bf16(query[rows], *kv_cache.unbind(1), lengths, table, self.scale, output[rows])
+            return output
         return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
 
     def norm_rotary_write(self, heads: tuple, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
@@ -64,10 +54,15 @@ class SharedFlashAttention(FlashAttentionImpl):
 
 
 class SharedFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
-    """One split in every call.
+    """One split in every call, and which batches are decodes: ``jetrl_decodes`` of the metadata.
 
     A plan made ahead, once a step instead of in each layer, says which blocks do what and in which order; with one
     split no sum depends on it. vLLM plans for one split only where it captures, so elsewhere no plan is made ahead.
+
+    Nor is one of decodes, since our kernel reads none. A whole graph is captured and replayed with the same number of
+    requests, padding included, so both times a batch is decodes or it is not: of graphs that share vLLM's buffer of
+    plans those that read it have theirs written in each step. vLLM looks for sliding windows when it makes its first
+    plan and no later, and share_attention refuses them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -85,9 +80,18 @@ class SharedFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         most = self.max_cudagraph_size if self.use_full_cuda_graph else None
         captured = most is not None and common_attn_metadata.num_actual_tokens <= most
-        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build or not captured)
-        metadata.max_num_splits = 1
+        decodes = self._are_decodes(common_attn_metadata)
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build or decodes or not captured)
+        metadata.max_num_splits, metadata.jetrl_decodes = 1, decodes
         return metadata
+
+    def _are_decodes(self, batch: CommonAttentionMetadata) -> bool:
+        """Whether ``batch`` has one new token of each request, the padding of a CUDA graph aside, and our kernel is
+        what computes it: in every layer, so that layers need not ask."""
+        if batch.max_query_len != 1 or batch.num_actual_tokens < batch.num_reqs or self.dcp_world_size != 1:
+            return False
+        form = self.num_heads_q, self.num_heads_kv, self.headdim, self.block_size, self.kv_cache_dtype
+        return kernels.decodes_natively(batch.num_reqs, *form)
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         return False
@@ -225,5 +229,5 @@ class FP8FlashAttentionBackend(FlashAttentionBackend):
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
         if include_num_layers_dimension:
-            raise NotImplementedError
+            raise NotImplementedError  # vLLM's way to hear that layers lie behind each other
         return (0, 1, 2, 3)

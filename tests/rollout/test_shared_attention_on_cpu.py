@@ -9,7 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.utils.math_utils import round_up
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends import flash_attn as vllms
 from vllm.v1.attention.backends import registry
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.flash_attn import (
@@ -73,33 +75,141 @@ def test_a_layer_gets_the_backend_and_its_implementation(stock, shared, impl):
     assert not registry._ATTN_OVERRIDES
 
 
-@pytest.mark.parametrize(
-    ("full_graphs", "largest", "tokens", "planned"),
-    [(True, 256, 256, True), (True, 256, 257, False), (True, None, 1, False), (False, 256, 1, False)],
-)
-def test_flash_attention_plans_for_one_split_where_it_captures_and_nowhere_else(
-    monkeypatch, full_graphs, largest, tokens, planned
-):
-    """vLLM plans for ``max_num_splits`` where a batch is captured, and for any number of them elsewhere: such a plan
-    names splits that the call does not make."""
-    asked = []
+def batch(fresh: list[int], padded: int = 0) -> CommonAttentionMetadata:
+    """Requests with so many new tokens behind 20 others, and some of padding, as a whole CUDA graph is given them."""
+    requests, tokens = len(fresh) + padded, sum(fresh) + padded
+    starts = torch.tensor([0, *fresh, *[0] * padded], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=torch.tensor([20 + n for n in fresh] + [0] * padded, dtype=torch.int32),
+        num_reqs=requests,
+        num_actual_tokens=tokens,
+        max_query_len=max(fresh),
+        max_seq_len=20 + max(fresh),
+        block_table_tensor=torch.zeros(requests, 4, dtype=torch.int32),
+        slot_mapping=torch.zeros(tokens, dtype=torch.int64),
+    )
 
+
+@pytest.fixture
+def plans(monkeypatch) -> list[int]:
+    """Batches that a plan was made for, in order: a plan has the number of its requests in every place."""
+    made = []
+
+    def plan(*, batch_size: int, num_splits: int, **_) -> torch.Tensor:
+        assert num_splits == 1, "any number of splits, which the call does not make"
+        made.append(batch_size)
+        return torch.full((1 + round_up(batch_size, 4) * 4,), batch_size, dtype=torch.int32)
+
+    monkeypatch.setattr(vllms, "get_scheduler_metadata", plan, raising=False)
+    monkeypatch.setattr(vllms, "_get_sliding_window_configs", lambda config: {(-1, -1)})
+    monkeypatch.setattr(native, "unavailable", lambda: None)
+    return made
+
+
+def builder(**changes) -> FlashAttentionMetadataBuilder:
+    """Ours in front of vLLM's own, as far as ``build`` asks."""
+    ours = flash_attention.SharedFlashAttentionBackend.get_builder_cls()
+    built = ours.__new__(ours)
+    plain = dict(
+        vllm_config=None,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        num_heads_q=32,
+        num_heads_kv=8,
+        headdim=128,
+        block_size=16,
+        kv_cache_dtype=torch.bfloat16,
+        dcp_world_size=1,
+        aot_schedule=True,
+        aot_sliding_window=None,
+        max_num_splits=1,
+        use_full_cuda_graph=True,
+        max_cudagraph_size=512,
+        scheduler_metadata=torch.zeros(1 + 512 * 4, dtype=torch.int32),
+    )
+    vars(built).update(plain | changes)
+    return built
+
+
+MANY = [1] * 257
+"""With 8 KV heads more than our kernel is chosen for."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "fresh", "decodes", "planned"),
+    [
+        ({}, [1, 1, 1, 1], True, False),
+        ({"use_full_cuda_graph": False}, [1, 1, 1, 1], True, False),
+        ({"max_cudagraph_size": None}, [1, 1, 1, 1], True, False),
+        ({"max_cudagraph_size": 2}, [1, 1, 1, 1], True, False),
+        ({}, MANY, False, True),
+        ({"num_heads_kv": 7}, MANY, False, True),
+        ({"num_heads_q": 28, "num_heads_kv": 7}, MANY, True, False),
+        ({"num_heads_q": 72}, [1, 1], False, True),
+        ({"headdim": 64}, [1, 1], False, True),
+        ({"kv_cache_dtype": torch.float16}, [1, 1], False, True),
+        ({"block_size": 24}, [1, 1], False, True),
+        ({}, [1, 3], False, True),
+        ({}, [1, 0], False, True),
+        ({}, [511, 1], False, True),
+        ({}, [512, 1], False, False),
+        ({"use_full_cuda_graph": False}, [1, 3], False, False),
+        ({"max_cudagraph_size": None}, MANY, False, False),
+    ],
+)
+def test_a_plan_is_made_for_one_split_where_flash_attention_runs_in_a_graph(plans, changes, fresh, decodes, planned):
+    """vLLM plans for ``max_num_splits`` where a batch is captured, and for any number of them elsewhere: such a plan
+    names splits that the call does not make. Our kernel reads none."""
+    for fast in (True, False):
+        metadata = builder(**changes).build(0, batch(fresh), fast_build=fast)
+        assert metadata.max_num_splits == 1 and metadata.jetrl_decodes is decodes
+        assert plans == ([len(fresh)] if planned and not fast else [])
+        assert (metadata.scheduler_metadata is not None) is (planned and not fast)
+
+
+def test_without_the_library_decodes_are_planned_too(plans, monkeypatch):
+    monkeypatch.setattr(native, "unavailable", lambda: "it is not built")
+    metadata = builder().build(0, batch([1, 1]))
+    assert not metadata.jetrl_decodes and metadata.scheduler_metadata is not None and plans == [2]
+
+
+def test_a_graph_that_reads_a_plan_has_its_own_in_each_step(plans):
+    """All graphs and chunks share vLLM's one buffer."""
+    built = builder()
+
+    def buffer_is_of(requests: int) -> bool:
+        held = 1 + round_up(requests, 4) * 4
+        return bool((built.scheduler_metadata[:held] == requests).all() and not built.scheduler_metadata[held:].any())
+
+    captured = [built.build_for_cudagraph_capture(batch(fresh)) for fresh in ([1] * 4, MANY)]
+    assert [x.jetrl_decodes for x in captured] == [True, False] and captured[0].scheduler_metadata is None
+    for fresh, padded, ours in (([1] * 3, 1, True), (MANY[:255], 2, False), ([9, 9], 0, False), (MANY, 0, False)):
+        before = built.scheduler_metadata.clone()
+        replayed = built.build(0, batch(fresh, padded))
+        assert replayed.jetrl_decodes is ours
+        if ours:
+            assert replayed.scheduler_metadata is None and torch.equal(built.scheduler_metadata, before)
+        else:
+            assert replayed.scheduler_metadata.data_ptr() == captured[1].scheduler_metadata.data_ptr()
+            assert buffer_is_of(len(fresh) + padded)
+    # For another group of layers vLLM changes the pages alone.
+    assert built.update_block_table(captured[0], None, None).jetrl_decodes
+
+
+def test_context_parallel_decodes_are_vllms(plans):
+    assert not builder(dcp_world_size=2)._are_decodes(batch([1, 1])) and builder()._are_decodes(batch([1, 1]))
+
+
+def test_every_builder_has_one_split_and_no_cascade(monkeypatch):
     def stock(self) -> None:
         self.aot_schedule, self.max_num_splits = True, 32
-        self.use_full_cuda_graph, self.max_cudagraph_size = full_graphs, largest
-
-    def build(self, prefix, metadata, fast_build):
-        asked.append((self.aot_schedule and not fast_build, self.max_num_splits))
-        return SimpleNamespace(max_num_splits=32)
 
     monkeypatch.setattr(FlashAttentionMetadataBuilder, "__init__", stock)
-    monkeypatch.setattr(FlashAttentionMetadataBuilder, "build", build)
-    builder = flash_attention.SharedFlashAttentionBackend.get_builder_cls()()
-    batch = SimpleNamespace(num_actual_tokens=tokens)
-    assert builder.build(0, batch).max_num_splits == 1 and asked == [(planned, 1)]
-    assert builder.build(0, batch, fast_build=True).max_num_splits == 1 and asked[1:] == [(False, 1)]
-    assert builder.use_cascade_attention() is False
-    assert flash_attention.FP8FlashAttentionBackend.get_builder_cls()().aot_schedule is False
+    for backend in (flash_attention.SharedFlashAttentionBackend, flash_attention.FP8FlashAttentionBackend):
+        built = backend.get_builder_cls()()
+        assert built.max_num_splits == 1 and built.use_cascade_attention() is False
+        assert built.aot_schedule is (backend is flash_attention.SharedFlashAttentionBackend)
 
 
 @pytest.mark.parametrize(
@@ -107,30 +217,24 @@ def test_flash_attention_plans_for_one_split_where_it_captures_and_nowhere_else(
     [
         ({}, True),
         ({"seq_lens": torch.tensor([20, 3, 0, 0])}, True),
-        ({"num_actual_tokens": 6}, True),
-        ({"max_query_len": 2}, False),
-        ({"num_actual_tokens": 3}, False),
-        ({"dcp_world_size": 2}, False),
-        ({"native": False}, False),
+        ({"jetrl_decodes": False}, False),
         ({"output_scale": torch.ones(1)}, False),
         ({"output_block_scale": torch.ones(1)}, False),
     ],
 )
-def test_our_kernel_computes_batches_of_one_new_token_of_each_request(monkeypatch, changes, ours):
+def test_our_kernel_computes_what_the_builder_calls_decodes(monkeypatch, changes, ours):
     """Padding of a CUDA graph, whose requests have length 0, among them; vLLM's FlashAttention computes the others."""
     asked = []
     monkeypatch.setattr(FlashAttentionImpl, "forward", lambda self, *call: asked.append(("vLLM", call)) or call[6])
     monkeypatch.setattr(kernels, "decode_attention_bf16", lambda *call: asked.append(("ours", call)))
-    monkeypatch.setattr(kernels, "decodes_natively", lambda *call: changes.get("native", True))
     lengths = changes.get("seq_lens", torch.tensor([20, 3, 7, 1]))
     metadata = SimpleNamespace(
-        max_query_len=changes.get("max_query_len", 1),
-        num_actual_tokens=changes.get("num_actual_tokens", 4),
+        jetrl_decodes=changes.get("jetrl_decodes", True),
         seq_lens=lengths,
         block_table=torch.zeros(4, 2, dtype=torch.int32),
     )
     impl = flash_attention.SharedFlashAttention.__new__(flash_attention.SharedFlashAttention)
-    impl.scale, impl.dcp_world_size = 0.5, changes.get("dcp_world_size", 1)
+    impl.scale = 0.5
     query, output, cache = torch.ones(6, 4, 128), torch.zeros(6, 4, 128), torch.zeros(3, 2, 16, 2, 128)
     call = (None, query, None, None, cache, metadata, output)
     assert impl.forward(*call, changes.get("output_scale"), changes.get("output_block_scale")) is output

@@ -125,11 +125,11 @@ class SharedMixture(Qwen3MoeSparseMoeBlock):
     """Router and experts with the trainer's operations.
 
     Attributes:
-        keeps_rows: whether a token's rows are added by a launch of their own, not by the norm behind. ``jetrl diff``
-            records them and their sum.
+        adds_rows: whether a token's rows are added here, by a launch of their own, not by the norm behind. ``jetrl
+            diff`` records them and their sum.
     """
 
-    keeps_rows = False
+    adds_rows = False
 
     def check(self, ordered: bool) -> None:
         """Raise ``UnsupportedConfiguration`` for a block that the shared operations do not cover."""
@@ -156,7 +156,7 @@ class SharedMixture(Qwen3MoeSparseMoeBlock):
         rows = self.method.experts(self.experts.routed_experts, x, logits)
         if self.tp_size > 1:
             return reduce_ranks(kernels.combine(*rows))
-        return kernels.combine(*rows) if self.keeps_rows else rows
+        return kernels.combine(*rows) if self.adds_rows else rows
 
 
 def share_experts(block: torch.nn.Module, ordered: bool) -> SharedMixture:

@@ -86,9 +86,12 @@ class _SharedHeads:
     Attributes:
         parts: names in the block of the merged projection, the norms of queries and of keys, rotary, attention and the
             output projection.
+        one_by_one: whether norms, rotary, the write and attention are modules with launches of their own, which has the
+            same bits. ``jetrl diff`` records what is between them.
     """
 
     parts: tuple[str, ...]
+    one_by_one = False
 
     def check(self) -> None:
         _, q_norm, k_norm, *_ = self._parts()
@@ -100,7 +103,7 @@ class _SharedHeads:
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor | QuantizedTensor) -> torch.Tensor:
         merged, q_norm, k_norm, rotary, core, output = self._parts()
-        if q_norm.keeps_rows:  # one by one, which has the same bits
+        if self.one_by_one:
             return super().forward(positions, hidden_states)
         qkv, _ = merged(hidden_states)
         out = qkv.new_empty(len(qkv), self.q_size)

@@ -51,8 +51,7 @@ class _ReadByLinear:
 
     Attributes:
         reader_rule: scale rule of that linear; None where there is none, and the result is a tensor.
-        keeps_rows: whether the BF16 rows go along with the qdata, or, of a QK norm, are made by a launch of their own.
-            ``jetrl diff`` records them.
+        keeps_rows: whether the BF16 rows go along with the qdata. A mixture's router reads them, and ``jetrl diff``.
     """
 
     reader_rule: str | None = None

@@ -333,11 +333,11 @@ def plant_rotary(model, runner):
         return rotary, "_forward_method", rotary.forward_native
 
     def forward(*inputs, **options):
-        attention.q_norm.keeps_rows, rotary._forward_method = True, rotary.forward_native
+        attention.one_by_one, rotary._forward_method = True, rotary.forward_native
         try:
             return type(attention).forward(attention, *inputs, **options)
         finally:
-            attention.q_norm.keeps_rows, rotary._forward_method = False, rotary._forward_shared
+            attention.one_by_one, rotary._forward_method = False, rotary._forward_shared
 
     return attention, "forward", forward
 

@@ -46,6 +46,10 @@ from jetrl_verl.tools.diff.operations import Operation, dense_choice, operations
 from jetrl_verl.tools.diff.recording import Recording, Request
 from jetrl_verl.tools.diff.trainer import load_master
 
+FLAGS = ("keeps_rows", "one_by_one", "adds_rows")
+"""Attributes of modules of rollout/ that, true, make tensors of what is otherwise inside of one launch: norms and
+activations that hand over qdata, attention blocks with a QK norm, mixtures."""
+
 
 class Recorder:
     """Hooks on a live model runner that repeat responses and keep what every operation gives.
@@ -95,8 +99,9 @@ class Recorder:
             if hasattr(runner.sampler, name):
                 self._wrap(runner.sampler, name, self._around_sample)
         for module in model.modules():
-            if hasattr(module, "keeps_rows"):
-                module.keeps_rows = True
+            for flag in FLAGS:
+                if hasattr(module, flag):
+                    setattr(module, flag, True)
         self._hook(decoder.embed_tokens.register_forward_hook(self._after_embedding))
         for number, layer in enumerate(decoder.layers):
             self._hook(layer.register_forward_pre_hook(self._before_layer(number), with_kwargs=True))

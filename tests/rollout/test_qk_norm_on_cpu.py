@@ -99,11 +99,18 @@ def test_attention_gets_rotated_queries_and_finds_the_rest_in_the_cache(layer, i
     assert torch.equal(seen, want), "written before attention reads it"
 
 
-def test_nothing_is_written_where_there_is_no_cache_yet(layer):
+@pytest.mark.parametrize("impl", [SharedCPUAttention, FP8CPUAttention, SharedFlashAttention, FP8FlashAttention])
+@pytest.mark.parametrize("has_cache", [False, True])
+def test_nothing_is_written_where_there_are_no_slots(layer, impl, has_cache):
+    """While vLLM profiles memory there is no cache either; a cache that is there stays as it is."""
     qkv, parameters = merged()
-    calls = layer(SharedCPUAttention, torch.tensor([]), None)
+    kv_cache = cache_of(impl) if has_cache else torch.tensor([])
+    before = kv_cache.clone()
+    calls = layer(impl, kv_cache, None)
     assert torch.equal(run(qkv, parameters), (rotated(qkv, parameters)[0] + 1).flatten(1))
-    assert len(calls) == 1
+    ((_, key, value, seen),) = calls
+    assert key is None and value is None
+    assert torch.equal(seen, before) and torch.equal(kv_cache, before)
 
 
 def test_a_compiler_keeps_the_operator_whole_and_sees_that_it_mutates_the_output_alone(layer):

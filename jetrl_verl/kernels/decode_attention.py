@@ -71,23 +71,35 @@ def _heads_suit(heads: int, kv_heads: int) -> bool:
     return 0 < kv_heads <= heads <= MOST_QUERY_HEADS * kv_heads and heads % kv_heads == 0
 
 
+def _rows_suit(rows: torch.Tensor) -> bool:
+    request, head, feature = rows.stride()
+    strides = head == HEAD_DIM and feature == 1 and request % _EIGHT == 0
+    return strides and rows.dtype == torch.bfloat16 and rows.data_ptr() % native.ALIGNMENT == 0
+
+
 def _requests_suit(q, lengths, block_table, out) -> bool:
     """Whether csrc/binding.cpp accepts these (``check_decode_rows``, ``decode_call``)."""
     if q.dim() != 3 or q.shape != out.shape or q.shape[2] != HEAD_DIM or not 0 < q.shape[0] < native.MOST:
         return False
-    for rows in (q, out):
-        request, head, feature = rows.stride()
-        if rows.dtype != torch.bfloat16 or head != HEAD_DIM or feature != 1 or request % _EIGHT != 0:
-            return False
-        if rows.data_ptr() % native.ALIGNMENT != 0:
-            return False
     of_requests = lengths.dim() == 1 and block_table.dim() == 2 and lengths.stride(0) == block_table.stride(1) == 1
     return (
         of_requests
+        and _rows_suit(q)
+        and _rows_suit(out)
         and min(lengths.shape[0], block_table.shape[0]) >= q.shape[0]
         and lengths.dtype == block_table.dtype == torch.int32
         and q.is_cuda == out.is_cuda == lengths.is_cuda == block_table.is_cuda
     )
+
+
+def _refused(operation: str, **tensors: torch.Tensor) -> str:
+    """The error message for a call that the native kernel does not support."""
+    given = ", ".join(
+        f"{name} {x.dtype} {tuple(x.shape)} strides {x.stride()} from byte {x.data_ptr() % native.ALIGNMENT} of "
+        f"{native.ALIGNMENT}"
+        for name, x in tensors.items()
+    )
+    return f"native does not support {operation} of {given}{native.why()}; use backend flash_attention_3."
 
 
 def native_supports_decode_attention(q, cache, lengths, block_table, scale: float, out) -> bool:
@@ -118,10 +130,7 @@ def native_decode_attention(
 ) -> None:
     """As :func:`decode_attention`; ``plan``: its cluster instead of the choice, for tests and benchmarks."""
     if not native_supports_decode_attention(q, cache, lengths, block_table, scale, out):
-        raise ValueError(
-            f"native does not support decode_attention of q {tuple(q.shape)} strides {q.stride()} over a cache "
-            f"{tuple(cache.shape)}{native.why()}; use backend flash_attention_3."
-        )
+        raise ValueError(_refused("decode_attention", q=q, cache=cache, lengths=lengths, table=block_table, out=out))
     _launch_native(q, cache, lengths, block_table, scale, out, plan=plan)
 
 
@@ -198,10 +207,8 @@ def native_decode_attention_bf16(
 ) -> None:
     """As :func:`decode_attention_bf16`; ``plan`` as of :func:`native_decode_attention`."""
     if not native_supports_decode_attention_bf16(q, keys, values, lengths, block_table, scale, out):
-        raise ValueError(
-            f"native does not support decode_attention_bf16 of q {tuple(q.shape)} strides {q.stride()} over keys "
-            f"{tuple(keys.shape)} strides {keys.stride()}{native.why()}; use backend flash_attention_3."
-        )
+        call = {"keys": keys, "values": values, "lengths": lengths, "table": block_table, "out": out}
+        raise ValueError(_refused("decode_attention_bf16", q=q, **call))
     _launch_native_bf16(q, keys, values, lengths, block_table, scale, out, plan=plan)
 
 

@@ -108,9 +108,9 @@ def plans(monkeypatch) -> list[int]:
     return made
 
 
-def builder(**changes) -> FlashAttentionMetadataBuilder:
+def builder(backend=flash_attention.SharedFlashAttentionBackend, **changes) -> FlashAttentionMetadataBuilder:
     """Ours in front of vLLM's own, as far as ``build`` asks."""
-    ours = flash_attention.SharedFlashAttentionBackend.get_builder_cls()
+    ours = backend.get_builder_cls()
     built = ours.__new__(ours)
     plain = dict(
         vllm_config=None,
@@ -195,6 +195,13 @@ def test_a_graph_that_reads_a_plan_has_its_own_in_each_step(plans):
             assert buffer_is_of(len(fresh) + padded)
     # For another group of layers vLLM changes the pages alone.
     assert built.update_block_table(captured[0], None, None).jetrl_decodes
+
+
+def test_an_fp8_cache_has_batches_split_and_no_plan(plans):
+    built = builder(flash_attention.FP8FlashAttentionBackend, kv_cache_dtype=torch.uint8, aot_schedule=False)
+    decodes, chunks = built.build(0, batch([1, 1], 2)), built.build(0, batch([1, 5]))
+    assert decodes.jetrl_split == Split(4, [], []) and chunks.jetrl_split == Split(1, [(1, 2, 1, 6, 5)], [21, 25])
+    assert not plans and not decodes.jetrl_decodes
 
 
 def test_context_parallel_decodes_are_vllms(plans):

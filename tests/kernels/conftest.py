@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``native_library``, and a seed for every test; inputs come from ``tests/reference/contract_inputs.py``."""
+"""``native_library``, ``on_a_cpu``, a seed for every test; inputs come from ``tests/reference/contract_inputs.py``."""
 
 import pytest
 import torch
@@ -15,6 +15,26 @@ def native_library() -> None:
         pytest.skip("the native kernels are for Hopper GPUs")
     if native.unavailable() is not None:
         pytest.fail(native.unavailable())
+
+
+@pytest.fixture(scope="session")  # operators can be registered once in a process
+def emulated(tmp_path_factory):
+    """The library's operators over the emulated kernels."""
+    import native_emulator
+
+    folder = tmp_path_factory.mktemp("operators")
+    torch.ops.load_library(str(native_emulator.build(folder, operators="jetrl_emulated")))
+    return torch.ops.jetrl_emulated
+
+
+@pytest.fixture
+def on_a_cpu(emulated, monkeypatch):
+    """The native backend finds its operators and accepts tensors of the CPU."""
+    from jetrl_verl.kernels import native
+
+    monkeypatch.setattr(native, "unavailable", lambda: None)
+    with native.using("jetrl_emulated"):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -72,31 +72,41 @@ def test_a_bf16_weight_stays_where_a_weight_sync_finds_it(monkeypatch, on_cpu_pl
         assert layer.weight is weight and weight.shape == (64, 64)
 
 
-@pytest.mark.parametrize("on_cpu_platform", [True, False])
-def test_bf16_experts_stay_where_a_weight_sync_finds_them(monkeypatch, on_cpu_platform):
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-    from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
-
+@pytest.fixture
+def bf16_experts(monkeypatch):
+    """On a processor with matrix units, whichever this one is: there vLLM packs experts."""
     reloadable_weights_on_cpu.KEEP_EXPERTS.apply()
-    if on_cpu_platform:
-        monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    else:
-        monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(torch.ops._C, "prepack_moe_weight", object(), raising=False)
     layer = torch.nn.Module()
     layer.w13_weight = torch.nn.Parameter(torch.randn(4, 128, 64).bfloat16() / 8, requires_grad=False)
     layer.w2_weight = torch.nn.Parameter(torch.randn(4, 64, 64).bfloat16() / 8, requires_grad=False)
-    layer.w13_weight.weight_loader = loader = object()
-    held, x = layer.w13_weight, torch.randn(3, 64).bfloat16()
-    moe = CPUFusedMOE(layer)
-    stays = layer.w13_weight is held and getattr(layer.w13_weight, "weight_loader", None) is loader
-    assert stays == on_cpu_platform
-    if on_cpu_platform:
-        # What a weight sync writes is what the next product reads.
-        weights, experts = torch.full((3, 1), 1.0), torch.tensor([[2]] * 3, dtype=torch.int32)
-        before = moe.forward_method(layer, x, weights, experts, MoEActivation.SILU, 4)
-        held.data.mul_(2)
-        after = moe.forward_method(layer, x, weights, experts, MoEActivation.SILU, 4)
-        assert not torch.equal(after, before)
+    return layer
+
+
+def test_bf16_experts_stay_where_a_weight_sync_finds_them(monkeypatch, bf16_experts):
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
+
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    held, x = bf16_experts.w13_weight, torch.randn(3, 64).bfloat16()
+    held.weight_loader = loader = object()
+    moe = CPUFusedMOE(bf16_experts)
+    assert bf16_experts.w13_weight is held and held.weight_loader is loader
+    # What a weight sync writes is what the next product reads.
+    weights, experts = torch.full((3, 1), 1.0), torch.tensor([[2]] * 3, dtype=torch.int32)
+    before = moe.forward_method(bf16_experts, x, weights, experts, MoEActivation.SILU, 4)
+    held.data.mul_(2)
+    after = moe.forward_method(bf16_experts, x, weights, experts, MoEActivation.SILU, 4)
+    assert not torch.equal(after, before)
+
+
+@pytest.mark.parametrize(("platform", "packs"), [("cpu", (False, "none")), (None, (True, "amx"))])
+def test_bf16_experts_are_packed_off_the_cpu_platform_alone(monkeypatch, bf16_experts, platform, packs):
+    from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
+
+    monkeypatch.setenv("VERL_PLATFORM", platform) if platform else monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    assert CPUFusedMOE.check_grouped_gemm(CPUFusedMOE.__new__(CPUFusedMOE), bf16_experts) == packs
 
 
 @pytest.mark.parametrize(("platform", "method"), [("cpu", "fork"), ("nvidia", "spawn")])

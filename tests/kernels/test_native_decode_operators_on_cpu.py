@@ -1,0 +1,326 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Decode attention's bindings and csrc/binding.cpp on a CPU, as test_native_operators_on_cpu.py; through the contract
+check and vLLM's interface, too. The kernels themselves: test_native_decode_attention_emulated_on_cpu.py.
+"""
+
+import itertools
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import flash_attention_order
+import pytest
+import torch
+from native_calls import (
+    decode_call,
+    decode_call_bf16,
+    shifted,
+)
+
+from jetrl_verl import formats, kernels
+from jetrl_verl.kernels import dispatch, native
+from jetrl_verl.kernels.decode_attention import (
+    CLUSTERS,
+    choose_cluster,
+    decodes_natively,
+    native_decode_attention,
+    native_decode_attention_bf16,
+    native_supports_decode_attention,
+    native_supports_decode_attention_bf16,
+)
+from jetrl_verl.sync import operations_probe
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("on_a_cpu")]
+
+
+@pytest.mark.parametrize("plan", [None, *(native.Plan(cluster=c) for c in CLUSTERS)])
+def test_a_decode_step_of_an_fp8_cache(plan):
+    call = decode_call()
+    native_decode_attention(**call, plan=plan)
+    want = torch.empty(2, 4, 128, dtype=torch.bfloat16)
+    dispatch.implementation("decode_attention", "reference")(**call | {"out": want})
+    assert (call["out"].float() - want.float()).abs().max() < 2**-6 * want.float().abs().max()
+
+
+def empty(*shape: int, dtype=torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def both(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"keys": x, "values": x}
+
+
+ROWS, HEADS, OTHERS = (
+    "queries and results must be BF16",
+    "query heads over",
+    "of a KV head is not supported. Use 1 to 8",
+)
+LENGTHS, TABLE = "lengths must be int32", "the block table must be int32"
+REFUSED_DECODES = [
+    *(
+        ({name: change}, ROWS)
+        for name in ("q", "out")
+        for change in (
+            torch.zeros(2, 4, 128),
+            empty(2, 4, 64),
+            empty(2, 4 * 128),
+            empty(2, 128, 4).transpose(1, 2),
+            empty(2, 4, 256)[..., ::2],
+            empty(2, 8, 128)[:, ::2],
+            empty(2, 516).as_strided((2, 4, 128), (516, 128, 1)),
+            shifted(empty(2, 4, 128)),
+        )
+    ),
+    ({"out": empty(3, 4, 128)}, ROWS),
+    ({"out": empty(2, 2, 128)}, ROWS),
+    ({"q": empty(0, 4, 128), "out": empty(0, 4, 128)}, "a dimension of 0 is not supported"),
+    ({"q": empty(2, 3, 128), "out": empty(2, 3, 128)}, f"3 {HEADS} 2 KV heads are not supported"),
+    ({"q": empty(2, 18, 128), "out": empty(2, 18, 128)}, f"9 query heads {OTHERS}"),
+    ({"q": empty(2, 0, 128), "out": empty(2, 0, 128)}, f"0 query heads {OTHERS}"),
+    ({"lengths": empty(2, dtype=torch.int64)}, LENGTHS),
+    ({"lengths": empty(1, dtype=torch.int32)}, LENGTHS),
+    ({"lengths": empty(2, 1, dtype=torch.int32)}, LENGTHS),
+    ({"lengths": empty(4, dtype=torch.int32)[::2]}, LENGTHS),
+    ({"block_table": empty(2, 2, dtype=torch.int64)}, TABLE),
+    ({"block_table": empty(1, 2, dtype=torch.int32)}, TABLE),
+    ({"block_table": empty(4, dtype=torch.int32)}, TABLE),
+    ({"block_table": empty(2, 2, dtype=torch.int32).t()}, TABLE),
+]
+"""What csrc/binding.cpp refuses of a decode step, whatever its cache, and the sentence."""
+
+BYTES = "the cache must be contiguous bytes"
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        *REFUSED_DECODES,
+        ({"cache": empty(3, 2, 2, 4128, dtype=torch.uint8)[:, :, ::2]}, BYTES),
+        ({"cache": empty(3, 2, 1, 4096, dtype=torch.uint8)}, BYTES),
+        ({"cache": empty(3, 2, 1, 4128, dtype=torch.int8)}, BYTES),
+        ({"cache": empty(3, 2, 4128, dtype=torch.uint8)}, BYTES),
+        ({"cache": shifted(empty(3, 2, 1, 4128, dtype=torch.uint8))}, BYTES),
+        ({"cache": empty(3, 2, 0, 4128, dtype=torch.uint8)}, "a dimension of 0 is not supported"),
+        ({"cache": empty(3, 0, 1, 4128, dtype=torch.uint8)}, "4 query heads over 0 KV heads are not supported"),
+        ({"cache": empty(3, 3, 1, 4128, dtype=torch.uint8)}, "4 query heads over 3 KV heads are not supported"),
+    ],
+)
+def test_a_decode_step_that_no_kernel_may_see_is_refused(changes, sentence):
+    """By the library, and by the backend in front of it."""
+    call = decode_call(**changes)
+    before = call["out"].clone()
+    assert not native_supports_decode_attention(**call)
+    with pytest.raises(ValueError, match="native does not support decode_attention .* use backend flash_attention_3"):
+        native_decode_attention(**call)
+    units = call["cache"].shape[2] if call["cache"].dim() == 4 else 1
+    with pytest.raises((RuntimeError, ValueError), match=sentence):
+        torch.ops.jetrl_emulated.decode_attention(**call, units=units, cluster=1)
+    assert torch.equal(call["out"].nan_to_num(7), before.nan_to_num(7))
+
+
+@pytest.mark.parametrize("plan", [None, *(native.Plan(cluster=c) for c in CLUSTERS)])
+def test_a_decode_step_of_a_bf16_cache(plan):
+    call = decode_call_bf16()
+    native_decode_attention_bf16(**call, plan=plan)
+    want = torch.empty(2, 4, 128, dtype=torch.bfloat16)
+    dispatch.implementation("decode_attention_bf16", "reference")(**call | {"out": want})
+    assert (call["out"].float() - want.float()).abs().max() < 2**-6 * want.float().abs().max()
+
+
+PAGES, SAME = "keys and values must be BF16", "the same shape and strides, multiples of 16 bytes"
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        *REFUSED_DECODES,
+        ({"keys": torch.zeros(3, 16, 2, 128)}, PAGES),
+        (both(torch.zeros(3, 16, 2, 128)), PAGES),
+        ({"values": torch.zeros(3, 16, 2, 128)}, PAGES),
+        ({"values": empty(3, 16, 2, 64)}, PAGES),
+        (both(empty(3, 16, 2, 64)), PAGES),
+        (both(empty(3, 16, 256)), PAGES),
+        (both(empty(3, 16, 2, 256)[..., ::2]), PAGES),
+        (both(empty(3, 8, 2, 128)), "a multiple of 16 tokens"),
+        ({"keys": shifted(empty(3, 16, 2, 128))}, PAGES),
+        ({"values": shifted(empty(3, 16, 2, 128))}, PAGES),
+        ({"values": empty(3, 16, 1, 128)}, SAME),
+        ({"values": empty(2, 16, 2, 128)}, SAME),
+        ({"values": empty(3, 2, 16, 128).transpose(1, 2)}, SAME),
+        (both(empty(3, 16, 2, 132)[..., :128]), SAME),
+        (both(empty(1, 16, 2, 128).as_strided((1, 16, 2, 128), (2**34, 256, 128, 1))), "over more than 32 GiB"),
+        (both(empty(3, 0, 2, 128)), "a dimension of 0 is not supported"),
+        (both(empty(3, 16, 0, 128)), "4 query heads over 0 KV heads are not supported"),
+        (both(empty(3, 16, 3, 128)), "4 query heads over 3 KV heads are not supported"),
+    ],
+)
+def test_a_decode_step_over_bf16_pages_that_no_kernel_may_see_is_refused(changes, sentence):
+    """By the library, and by the backend in front of it, so that the next one computes the step."""
+    call = decode_call_bf16(**changes)
+    before = call["out"].clone()
+    assert not native_supports_decode_attention_bf16(**call)
+    with pytest.raises(ValueError, match="native does not support decode_attention_bf16 .* backend flash_attention_3"):
+        native_decode_attention_bf16(**call)
+    with pytest.raises((RuntimeError, ValueError), match=sentence):
+        torch.ops.jetrl_emulated.decode_attention_bf16(**call, cluster=1)
+    assert torch.equal(call["out"].nan_to_num(7), before.nan_to_num(7))
+
+
+FIRST_PAGE = {"lengths": torch.tensor([16, 3], dtype=torch.int32), "block_table": torch.zeros(2, 1, dtype=torch.int32)}
+
+
+def of_both(change: Callable) -> Callable:
+    return lambda call: {name: change(call[name]) for name in ("keys", "values")}
+
+
+def one_page(stride: int) -> Callable:
+    """The third page alone, as the first of pages that far apart."""
+    pages = of_both(lambda x: x[2:].as_strided((1, *x.shape[1:]), (stride, *x.stride()[1:]), x[2:].storage_offset()))
+    return lambda call: pages(call) | FIRST_PAGE
+
+
+MAY_LIE_SO = {
+    "as they are": lambda call: {},
+    "queries in wider rows": lambda call: {"q": torch.cat([call["q"], call["q"]], 1)[:, :4]},
+    "more lengths than requests": lambda call: {"lengths": call["lengths"].repeat(2)},
+    "a longer table": lambda call: {"block_table": call["block_table"].repeat(2, 1)},
+    "a wider table": lambda call: {"block_table": call["block_table"].repeat(1, 2)[:, :2]},
+}
+BF16_PAGES_MAY_LIE_SO = {
+    "heads in front of tokens": of_both(lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)),
+    "some of the heads": of_both(lambda x: x.repeat(1, 1, 2, 1)[:, :, :2]),
+    "one page, whose stride nobody uses": one_page(4),
+    "a stride of just under 32 GiB": one_page(2**34 - 8),
+}
+
+
+@pytest.mark.parametrize(
+    ("cache", "change"),
+    [(cache, name) for cache in ("fp8", "bf16") for name in MAY_LIE_SO]
+    + [("bf16", name) for name in BF16_PAGES_MAY_LIE_SO],
+)
+def test_a_decode_step_that_may_lie_so_is_computed(cache, change):
+    operation, call = (
+        ("decode_attention", decode_call()) if cache == "fp8" else ("decode_attention_bf16", decode_call_bf16())
+    )
+    call |= (MAY_LIE_SO | BF16_PAGES_MAY_LIE_SO)[change](call)
+    assert dispatch.supports(operation, "native", *call.values())
+    dispatch.implementation(operation, "native")(**call)
+    want = torch.empty_like(call["out"])
+    first = {name: call[name][: len(want)] for name in ("lengths", "block_table")}
+    dispatch.implementation(operation, "reference")(**call | first | {"out": want})
+    assert (call["out"].float() - want.float()).abs().max() < 2**-6 * want.float().abs().max()
+
+
+def test_which_decode_steps_over_bf16_pages_are_the_native_kernels(monkeypatch):
+    """By shapes, in a step that has no tensors yet, and by the call, which adds strides and addresses alone."""
+    monkeypatch.setattr(dispatch, "column_of", lambda device: "sm90")
+
+    def chosen(requests: int, heads: int, kv_heads: int, pages=None) -> bool:
+        q = torch.empty(requests, heads, 128, dtype=torch.bfloat16)
+        pages = torch.empty(1, 2, 16, kv_heads, 128, dtype=torch.bfloat16) if pages is None else pages
+        lengths, table = (torch.empty(*shape, dtype=torch.int32) for shape in ((requests,), (requests, 1)))
+        call = q, *pages.unbind(1), lengths, table, 1.0, q
+        by_shape = decodes_natively(requests, heads, kv_heads, pages.shape[4], pages.shape[2], pages.dtype)
+        backend, run = dispatch.choose("decode_attention_bf16", q.device, *call)
+        assert by_shape is (backend == "native")
+        if backend == "native":
+            # It has been asked whether it supports the call.
+            monkeypatch.setattr(native, "unavailable", lambda: pytest.fail("asked again"))
+            lengths.zero_()
+            run(*call)
+            monkeypatch.setattr(native, "unavailable", lambda: None)
+        return by_shape
+
+    assert chosen(1, 32, 4) and chosen(256, 32, 8) and chosen(1, 8, 1)
+    assert not chosen(257, 32, 8)
+    assert not chosen(1, 18, 2) and not chosen(1, 4, 3) and not chosen(1, 2, 4)
+    assert chosen(1, 8, 1, torch.empty(1, 2, 1, 16, 128, dtype=torch.bfloat16).transpose(2, 3))
+    assert not chosen(1, 8, 1, torch.empty(1, 2, 8, 1, 128, dtype=torch.bfloat16))
+    assert not chosen(1, 8, 1, torch.empty(1, 2, 16, 1, 128))
+    assert not chosen(1, 8, 1, torch.empty(1, 2, 16, 1, 64, dtype=torch.bfloat16))
+    monkeypatch.setattr(native, "unavailable", lambda: "it is not built")
+    assert not chosen(1, 32, 4)
+
+
+@pytest.mark.parametrize(("cache", "operation"), [("fp8", "decode_attention"), ("bf16", "decode_attention_bf16")])
+def test_the_contract_checks_decode_steps(monkeypatch, cache, operation):
+    """The calls that a rollout makes at every weight sync, on an H100 by clusters of every size: the bits of whole
+    sequences in FlashAttention 3's order."""
+    device, held, clusters = torch.device("cpu"), formats.kv_cache(cache), []
+
+    def choose(pairs: int, multiprocessors: int) -> int:
+        clusters.append(choose_cluster(pairs, multiprocessors))
+        return clusters[-1]
+
+    module = sys.modules[choose_cluster.__module__]
+    monkeypatch.setattr(module, "choose_cluster", choose)
+    monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setitem(dispatch.BACKENDS[operation], "cpu", ("native", "reference"))
+    got = operations_probe._token_by_token(device, held)
+    assert clusters == [8, 4, 2, 1]
+
+    inputs, want = operations_probe._inputs(device), torch.empty_like(got)
+    k, v = (kernels.cache_form(x).double().numpy() for x in held.seen(inputs.k, inputs.v))
+    group = want.shape[1] // k.shape[1]
+    for first, end in itertools.pairwise(inputs.cu_seqlens.tolist()):
+        for token, head in itertools.product(range(first, end), range(k.shape[1])):
+            heads, tokens = slice(head * group, head * group + group), slice(first, token + 1)
+            q = inputs.q[token, heads].double().numpy()
+            found = flash_attention_order.attention(q, k[tokens, head], v[tokens, head], 128**-0.5)
+            want[token, heads] = torch.from_numpy(found).bfloat16()
+    assert torch.equal(got.view(torch.int16), want.view(torch.int16))
+
+
+def test_steps_of_one_token_each_of_whatever_kind_go_through_vllms_interface(monkeypatch):
+    """A prompt of one token, a prompt of 49 of which 48 were found in the cache, a decode step, and padding."""
+    from vllm.v1.attention.backends import flash_attn as vllms
+
+    from jetrl_verl.rollout import flash_attention
+
+    monkeypatch.setattr(dispatch, "column_of", lambda device: "sm90")
+    monkeypatch.setattr(vllms.FlashAttentionImpl, "forward", lambda *call: pytest.fail("vLLM's"))
+    lengths, page_size, heads, kv_heads, scale = [1, 49, 20], 16, 4, 2, 128**-0.5
+    k, v = (torch.randn(sum(lengths), kv_heads, 128).bfloat16() for _ in range(2))
+    q = torch.randn(4, heads, 128).bfloat16()
+    cache = torch.full((8, 2, page_size, kv_heads, 128), torch.nan, dtype=torch.bfloat16)
+    table = torch.tensor([[5, 0, 0, 0], [2, 7, 1, 6], [4, 3, 0, 0], [0, 0, 0, 0]], dtype=torch.int32)
+    first, want = 0, []
+    for request, length in enumerate(lengths):
+        place = torch.arange(length)
+        of_request = [x[first : first + length] for x in (k, v)]
+        for part, x in zip(cache.unbind(1), of_request, strict=True):
+            part[table[request, place // page_size].long(), place % page_size] = x
+        of_keys, of_values = (x.double().repeat_interleave(heads // kv_heads, 1) for x in of_request)
+        p = torch.einsum("hd,lhd->hl", q[request].double(), of_keys).mul(scale).softmax(1)
+        want.append(torch.einsum("hl,lhd->hd", p, of_values))
+        first += length
+
+    starts = torch.tensor([0, 1, 2, 3, 3], dtype=torch.int32)
+    batch = flash_attention.CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=torch.tensor([*lengths, 0], dtype=torch.int32),
+        num_reqs=4,
+        num_actual_tokens=4,
+        max_query_len=1,
+        max_seq_len=49,
+        block_table_tensor=table,
+        slot_mapping=torch.tensor([80, 96, 51, -1]),
+    )
+    builder = flash_attention.SharedFlashAttentionMetadataBuilder.__new__(
+        flash_attention.SharedFlashAttentionMetadataBuilder
+    )
+    vars(builder).update(aot_schedule=True, aot_sliding_window=None, dcp_world_size=1, max_num_splits=1)
+    vars(builder).update(use_full_cuda_graph=False, max_cudagraph_size=None, block_size=page_size)
+    vars(builder).update(cache_config=SimpleNamespace(cache_dtype="auto"))
+    vars(builder).update(num_heads_q=heads, num_heads_kv=kv_heads, headdim=128, kv_cache_dtype=cache.dtype)
+    impl = flash_attention.SharedFlashAttention.__new__(flash_attention.SharedFlashAttention)
+    impl.scale = scale
+    out = torch.full((6, heads, 128), torch.nan, dtype=torch.bfloat16)
+    rows = torch.cat([q, torch.full((2, heads, 128), torch.nan, dtype=torch.bfloat16)])
+    impl.forward(None, rows, None, None, cache, builder.build(0, batch), out)
+    want = torch.stack(want)
+    assert ((out[:3].double() - want).abs().amax((1, 2)) < 2**-6 * want.abs().amax((1, 2))).all()
+    assert not out[3].any() and out[4:].isnan().all()

@@ -36,6 +36,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,11 +54,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from jetrl_verl import formats
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.metrics.quantization import CodeChanges
+from jetrl_verl.models import family
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.rollout.arguments import vllm_arguments
 from jetrl_verl.sync import wire
-from jetrl_verl.sync.wire import SyncStatistics
+from jetrl_verl.sync.wire import SyncStatistics, quantized_by
 from jetrl_verl.tools.provenance import provenance
+from jetrl_verl.train import gather
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 SHAPES = {
@@ -211,11 +214,11 @@ class Trainer:
         self.model = fully_shard(model, mesh=mesh)
         self.plans = plan_linears(config)
         self._changes = CodeChanges(self.plans)
+        self._gather = gather.Gather(partial(quantized_by, self.plans), config.tie_word_embeddings)
 
     def stream(self, options: JetConfig | None, sizes: SyncStatistics) -> Iterator[tuple[str, torch.Tensor]]:
         """What verl's engine sends, or ours (``get_per_tensor_param`` of both)."""
         from jetrl_verl.sync.wire import counted_stock
-        from jetrl_verl.train.gather import gathered
         from jetrl_verl.train.weight_stream import weight_stream
 
         if options is None:
@@ -224,8 +227,8 @@ class Trainer:
                 for name, value in self.model.state_dict().items()
             )
             return counted_stock(weights, sizes)
-        weights = gathered(self.model.state_dict(keep_vars=True), DEVICE, sizes)
-        return weight_stream(weights, options, self.plans, DEVICE, sizes, metrics=self._changes)
+        weights = self._gather.stream(self.model.state_dict(keep_vars=True), DEVICE, sizes)
+        return weight_stream(weights, options, self.plans, DEVICE, sizes, metrics=self._changes, tied=self._gather.tied)
 
 
 def rollout_worker(folder: str, options: JetConfig | None) -> Any:
@@ -362,6 +365,12 @@ class Sync:
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
+def elements_of_a_layer(config: Qwen3Config) -> int:
+    """Elements of a decoder layer's matrices."""
+    shapes = family(config).shapes(config)
+    return sum(shape.n * shape.k for shape in shapes.values())
+
+
 def report(result: dict[str, Any]) -> None:
     layers = result["layers"]
     title = f"{result['model_shape']}, {layers} layers, {result['device']}: milliseconds, median (smallest to largest)"
@@ -441,6 +450,10 @@ def main() -> int:
         torch.distributed.init_process_group(backend, init_method=store, rank=0, world_size=1)
         if options.narrow:
             wire._SMALL = 2**14  # or thin qdata would travel with their scales, as those of no real model do
+            # As many layers together, and as many bytes of a stack in a piece, as at the real width.
+            thin = elements_of_a_layer(config) / elements_of_a_layer(Qwen3Config(**shape, head_dim=128))
+            gather.TOGETHER_BYTES = int(gather.TOGETHER_BYTES * thin)
+            wire._STACK_BYTES = int(wire._STACK_BYTES * thin)
         trainer = Trainer(config)
         separate_parts()
         syncs = {

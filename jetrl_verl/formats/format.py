@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from jetrl_verl import kernels
 from jetrl_verl.formats.catalog import Traits
-from jetrl_verl.formats.sums import blocks_of_words, odd_constants, row_sums
+from jetrl_verl.formats.sums import odd_constants, row_sums
 from jetrl_verl.reference import BLOCK, QuantizedTensor, Segments
 
 SCALE_SUFFIX = "_scale_inv"
@@ -117,10 +118,10 @@ class Format(ABC):
 
     # Wire
 
-    def wire(self, name: str, weight: QuantizedTensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) of a weight as it is sent: qdata, then scales."""
-        yield name, weight.qdata
-        yield name + SCALE_SUFFIX, weight.scales
+    def wire(self, weight: QuantizedTensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """(what follows the weight's name, tensor) of a weight as it is sent: qdata, then scales."""
+        yield "", weight.qdata
+        yield SCALE_SUFFIX, weight.scales
 
     def huggingface_config(self, kept: list[str]) -> dict[str, Any]:
         """``quantization_config`` of an exported folder that stock engines read; ``kept``: modules that stay BF16.
@@ -142,7 +143,7 @@ class Format(ABC):
 
     def sums_of_qdata(self, qdata: torch.Tensor) -> torch.Tensor:
         """What :meth:`sums` is without the scales."""
-        return blocks_of_words(qdata, BLOCK, _constants(qdata.device)[1])
+        return self._sums_of_all_qdata([qdata]).view(qdata.shape[0] // BLOCK, -1)
 
     def with_scales(self, sums: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """:meth:`sums` of weights from :meth:`sums_of_qdata` and their scales, of all weights at once.
@@ -150,14 +151,29 @@ class Format(ABC):
         Scales are few, so a call for each weight would be all launches.
         """
         in_a_block = BLOCK // self.rows_per_scale
-        words = torch.cat([each.reshape(-1) for each in scales]).view(torch.int32).to(torch.int64)
-        constants = _constants(words.device)[0][:in_a_block]
-        of_blocks = (words.view(-1, in_a_block) * constants).sum(dim=1)
         # One value a block, or one for all blocks of the same rows where a scale covers a whole row.
-        parts = of_blocks.split([each.numel() // in_a_block for each in scales])
+        parts = self._sums_of_scales(scales).split([each.numel() // in_a_block for each in scales])
         return torch._foreach_add(
             list(sums), [part.view(each.shape[0] // in_a_block, -1) for part, each in zip(parts, scales, strict=True)]
         )
+
+    def _sums_of_scales(self, scales: Sequence[torch.Tensor]) -> torch.Tensor:
+        in_a_block = BLOCK // self.rows_per_scale
+        words = torch.cat([each.reshape(-1) for each in scales]).view(torch.int32).to(torch.int64)
+        constants = _constants(words.device)[0][:in_a_block]
+        return (words.view(-1, in_a_block) * constants).sum(dim=1)
+
+    def sums_of_all(self, weights: Sequence[QuantizedTensor]) -> torch.Tensor:
+        """:meth:`sums` of many weights ``[N, K]``, one behind the other, with few calls."""
+        sums, scales = self._sums_of_all_qdata([each.qdata for each in weights]), [each.scales for each in weights]
+        if self.columns_per_scale == BLOCK:
+            return sums + self._sums_of_scales(scales)
+        shapes = [tuple(size // BLOCK for size in each.qdata.shape) for each in weights]
+        parts = [part.view(shape) for part, shape in zip(sums.split([n * k for n, k in shapes]), shapes, strict=True)]
+        return torch.cat([part.view(-1) for part in self.with_scales(parts, scales)])
+
+    def _sums_of_all_qdata(self, qdata: Sequence[torch.Tensor]) -> torch.Tensor:
+        return kernels.block_sums(qdata, _constants(qdata[0].device)[1])
 
     def probe(self, device: torch.device, rule: str) -> int:
         """Sum of two fixed products on ``device`` through :meth:`linear`.

@@ -44,24 +44,8 @@ def row_sums(tensor: torch.Tensor, parts: int = 1) -> torch.Tensor:
     return torch.cat([(piece.to(torch.int64) * constants).sum(dim=1) for piece in pieces])
 
 
-def element_sums(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """:func:`row_sums` of BF16 vectors ``[R]``, of all at once: norms and biases are small and many."""
+def element_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """:func:`row_sums` of BF16 vectors ``[R]``, of all at once, one behind the other: norms and biases are small and
+    many."""
     together = torch.cat(list(tensors)).view(torch.int16)
-    sums = together.to(torch.int64) * odd_constants(1, together.device)
-    return list(sums.split([len(tensor) for tensor in tensors]))
-
-
-def blocks_of_words(qdata: torch.Tensor, block: int, constants: torch.Tensor) -> torch.Tensor:
-    """Sums of the ``block`` x ``block`` blocks of one-byte ``qdata [N, K]``, both multiples of ``block``.
-
-    Args:
-        constants: ``[block * block / 8]`` odd int64.
-
-    Returns:
-        int64 ``[N / block, K / block]``.
-    """
-    n, k = qdata.shape
-    words_per_row = block // 8
-    # contiguous(): a row-parallel shard's slice of columns cannot be viewed as 64-bit words otherwise.
-    words = qdata.contiguous().view(torch.int64).view(n // block, block, k // block, words_per_row)
-    return (words * constants.view(1, block, 1, words_per_row)).sum(dim=(1, 3))
+    return together.to(torch.int64) * odd_constants(1, together.device)

@@ -20,6 +20,7 @@ from jetrl_verl.kernels.attention import (
     paged_attention_fp8,
     write_pages,
 )
+from jetrl_verl.kernels.block_sums import block_sums
 from jetrl_verl.kernels.combine import combine, combine_of_ranks
 from jetrl_verl.kernels.combine_rms_norm import combine_add_rms_norm, combine_add_rms_norm_quantize_1x128
 from jetrl_verl.kernels.decode_attention import (
@@ -72,6 +73,7 @@ __all__ = [
     "add_rms_norm_quantize_1x128",
     "attention",
     "attention_fp8",
+    "block_sums",
     "cache_form",
     "chunk_attention",
     "decode_attention",

@@ -106,6 +106,8 @@ BACKENDS: Table = {
     "log_probs_backward": _TRITON,
     "draw": _TRITON,
     "drawn_log_probs": _TRITON,
+    # The contract check.
+    "block_sums": _TRITON,
 }
 
 UNEQUAL = frozenset({"varlen_attention"})

@@ -30,6 +30,7 @@ weight's qdata: 18 MiB on the trainer's device for an 8B model with its 252 weig
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -44,11 +45,12 @@ from jetrl_verl.models.plan import LinearPlan, plan_of
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.reference import QuantizedTensor, ScaleRule, Segments
-from jetrl_verl.sync.stacks import continues, joined
+from jetrl_verl.sync.stacks import Name, Stack, names_of, parts_of
 from jetrl_verl.sync.wire import with_completed
 
 SAMPLED_QDATA = 2**16
-"""FP8 data kept of each weight. A share of 1e-3 is then known to 12% for one weight, to 2% over the 36 of a kind."""
+"""FP8 data kept of each weight; of weights in a stack on average, more of larger ones. A share of 1e-3 is then known to
+12% for one weight, to 2% over those of a kind in 36 layers."""
 
 SAMPLED_OF_AN_EXPERT = 2**10
 """FP8 data kept of each expert in a weight. A share of 1e-3 is then known to 14% for one expert over 48 layers."""
@@ -217,6 +219,15 @@ class QuantizationSampler:
             self._add(kind, tensor, values, q, self._format.dequantize_activation(q))
 
 
+class _Sampled(NamedTuple):
+    """What is kept of an item of a sync: every ``step``th of its elements."""
+
+    name: Name
+    sample: torch.Tensor
+    elements: int
+    step: int
+
+
 class CodeChanges:
     """Compares the qdata of the last weight sync with those of the last report, on a fixed sample spread over every
     block.
@@ -229,56 +240,73 @@ class CodeChanges:
 
     def __init__(self, plans: Mapping[str, LinearPlan]) -> None:
         self._plans = plans
-        self._kept: dict[str, torch.Tensor] = {}
-        self._before: dict[str, torch.Tensor] = {}
+        self._kept: dict[tuple[str, ...], _Sampled] = {}
+        self._before: dict[tuple[str, ...], _Sampled] = {}
         self._read = True
 
-    def watch(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def watch(self, weights: Iterable[tuple[Name, torch.Tensor]]) -> Iterator[tuple[Name, torch.Tensor]]:
         """Pass a sync's stream of qdata, scales and other tensors through."""
         if self._read:
             self._before = self._kept
         self._kept, self._read = {}, False
         for name, tensor in weights:
-            if formats.of(tensor) is not None:
-                self._kept[name] = _spread(tensor.view(torch.uint8))
-            elif name.endswith(SCALE_SUFFIX):
-                self._kept[name] = _spread(tensor)
+            names = names_of(name)
+            qdata = formats.of(tensor) is not None
+            if qdata or names[0].endswith(SCALE_SUFFIX):
+                sample, step = _spread(tensor.view(torch.uint8) if qdata else tensor, len(names))
+                self._kept[names] = _Sampled(name, sample, tensor.numel(), step)
             yield name, tensor
 
     def metrics(self) -> dict[str, float]:
         """``qdata_changed/<kind>`` and ``scales_changed/<kind>`` of the last sync, of experts also the least and the
         largest share of one, ``.../<kind>_expert_{min,max}``; nothing after the first sync."""
         self._read = True
-        names: dict[str, list[str]] = {}
-        for name in self._kept.keys() & self._before.keys():
-            metric = "scales_changed" if name.endswith(SCALE_SUFFIX) else "qdata_changed"
-            kind = plan_of(name.removesuffix(SCALE_SUFFIX), self._plans).kind
-            names.setdefault(f"{metric}/{kind}", []).append(name)
-        if not names:
+        different: dict[str, list[torch.Tensor]] = {}
+        for names in self._kept.keys() & self._before.keys():
+            name, now, elements, step = self._kept[names]
+            for single, part in _sampled_parts(name, now != self._before[names].sample, elements, step):
+                metric = "scales_changed" if single.endswith(SCALE_SUFFIX) else "qdata_changed"
+                kind = plan_of(single.removesuffix(SCALE_SUFFIX), self._plans).kind
+                different.setdefault(f"{metric}/{kind}", []).append(part)
+        if not different:
             return {}
 
         found = {}
-        for name, group in names.items():
-            now, before = (torch.cat([kept[name] for name in group], dim=-1) for kept in (self._kept, self._before))
-            share = (now != before).double().mean(dim=-1)
+        for name, group in different.items():
+            share = torch.cat(group, dim=-1).double().mean(dim=-1)
             found[name] = share.mean()
             if share.ndim:
                 found[f"{name}_expert_min"], found[f"{name}_expert_max"] = share.aminmax()
         return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
 
 
-def _spread(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of ``SAMPLED_QDATA`` elements or a few more; a tensor of no more than that itself.
+def _spread(tensor: torch.Tensor, weights: int) -> tuple[torch.Tensor, int]:
+    """A copy of ``SAMPLED_QDATA`` elements or a few more for each of so many weights below each other, and their
+    distance; a tensor of no more than that itself.
 
     Of experts ``[E, N, K]`` a matrix ``[E, S]``, with ``SAMPLED_OF_AN_EXPERT`` elements or a few more of each.
     """
     if tensor.ndim == 3:
         each = tensor.flatten(1)
-        return each[:, :: max(each.shape[1] // SAMPLED_OF_AN_EXPERT, 1) | 1].clone()
-    if tensor.numel() <= SAMPLED_QDATA:
-        return tensor.reshape(-1)
+        step = max(each.shape[1] // SAMPLED_OF_AN_EXPERT, 1) | 1
+        return each[:, ::step].clone(), step
+    if tensor.numel() <= SAMPLED_QDATA * weights:
+        return tensor.reshape(-1), 1
     # An odd stride walks through all columns of a power-of-two width instead of a few.
-    return tensor.flatten()[:: max(tensor.numel() // SAMPLED_QDATA, 1) | 1].clone()
+    step = max(tensor.numel() // (SAMPLED_QDATA * weights), 1) | 1
+    return tensor.view(-1)[::step].clone(), step
+
+
+def _sampled_parts(name: Name, sample: torch.Tensor, elements: int, step: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, its part of a sample) of an item of so many elements, every ``step``th of which is in the sample."""
+    if not isinstance(name, Stack):
+        yield name, sample
+        return
+    stop, sampled = 0, 0
+    for single, length in zip(name.names, name.lengths(elements), strict=True):
+        stop += length
+        before, sampled = sampled, -(-stop // step)
+        yield single, sample[before:sampled]
 
 
 class QuantizationMetrics:
@@ -324,8 +352,8 @@ def _named(broken: list[str]) -> str:
 
 
 def _unless_small(tensor: torch.Tensor) -> torch.Tensor:
-    """A vector itself, which is kept until the end of a sync, or the extremes of a matrix."""
-    return tensor if tensor.ndim == 1 else torch.stack(torch.aminmax(tensor))
+    """A vector itself, which is kept until the end of a sync, or the extremes of each row of a matrix."""
+    return tensor if tensor.ndim <= 1 else torch.stack(torch.aminmax(tensor.flatten(1), dim=1), dim=1)
 
 
 def _extremes(tensor: torch.Tensor) -> torch.Tensor:
@@ -333,7 +361,7 @@ def _extremes(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack(torch.aminmax(tensor)).float()
 
 
-def refuse_non_finite(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def refuse_non_finite(weights: Iterable[tuple[Name, torch.Tensor]]) -> Iterator[tuple[Name, torch.Tensor]]:
     """Pass a sync's stream through; at its end, name the weights that are not finite.
 
     Of a quantized weight the format reads one value per scale; other tensors are read once. All samples are judged
@@ -342,24 +370,18 @@ def refuse_non_finite(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[t
     Raises:
         NonFiniteWeightError: after the last tensor, before what is appended to the stream behind this one.
     """
-    quantized: dict[str, tuple[Format, torch.Tensor, torch.Tensor]] = {}
-    plain: dict[str, torch.Tensor] = {}
-    stack: dict[str, QuantizedTensor] = {}
-    last = None
+    quantized: dict[Format, list[tuple[Name, torch.Tensor, torch.Tensor]]] = {}
+    plain: dict[Name, torch.Tensor] = {}
     for name, tensor, completed in with_completed(weights):
         if completed is not None:
             whole, value = completed
             if isinstance(value, QuantizedTensor):
-                if last is not None and not continues(last, value.qdata):
-                    quantized |= _samples(stack)
-                    stack.clear()
-                stack[whole], last = value, value.qdata
+                number_format = formats.of(value.qdata)
+                sample = number_format.nan_sample(value.qdata)
+                quantized.setdefault(number_format, []).append((whole, sample, value.scales))
             elif value.is_floating_point():
                 plain[whole] = _unless_small(value)
         yield name, tensor
-    last = None
-    quantized |= _samples(stack)
-    stack.clear()
     broken = _non_finite(quantized, plain)
     if broken:
         raise NonFiniteWeightError(
@@ -368,37 +390,31 @@ def refuse_non_finite(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[t
         )
 
 
-def _samples(stack: Mapping[str, QuantizedTensor]) -> dict[str, tuple[Format, torch.Tensor, torch.Tensor]]:
-    """What the format reads of weights below each other, by one call for all of them."""
-    if not stack:
-        return {}
-    qdata = [weight.qdata for weight in stack.values()]
-    number_format = formats.of(qdata[0])
-    sample = number_format.nan_sample(joined(qdata))
-    total = sum(len(part) for part in qdata)
-    parts = sample.split([len(sample) * len(part) // total for part in qdata])
-    return {
-        name: (number_format, part, weight.scales) for (name, weight), part in zip(stack.items(), parts, strict=True)
-    }
-
-
 def _non_finite(
-    quantized: Mapping[str, tuple[Format, torch.Tensor, torch.Tensor]], plain: Mapping[str, torch.Tensor]
+    quantized: Mapping[Format, list[tuple[Name, torch.Tensor, torch.Tensor]]], plain: Mapping[Name, torch.Tensor]
 ) -> list[str]:
-    """Names of weights that are not finite: one answer for all of them first, each by itself if that is bad."""
-    by_format: dict[Format, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for number_format, sample, scales in quantized.values():
-        by_format.setdefault(number_format, []).append((sample, scales.reshape(-1)))
+    """Names of weights that are not finite: one answer for all of them first, each by itself if that is bad.
+
+    Args:
+        quantized: (name, what ``nan_sample`` read, scales) by format. plain: name -> vector, or extremes of rows.
+    """
     bad = [
-        number_format.is_nan(*(torch.cat(parts) for parts in zip(*samples, strict=True)))
-        for number_format, samples in by_format.items()
+        number_format.is_nan(
+            torch.cat([sample for _, sample, _ in read]), torch.cat([scales.reshape(-1) for _, _, scales in read])
+        )
+        for number_format, read in quantized.items()
     ]
     if plain:
         bad.append(~torch.cat([values.reshape(-1) for values in plain.values()]).isfinite().all())
     if not bad or not torch.stack(bad).any().item():
         return []
-    each = {name: number_format.is_nan(*read) for name, (number_format, *read) in quantized.items()}
-    each |= {name: ~values.isfinite().all() for name, values in plain.items()}
+    each = {
+        name: number_format.is_nan(sample, scales)
+        for number_format, read in quantized.items()
+        for whole, samples, all_scales in read
+        for (name, sample), (_, scales) in zip(parts_of(whole, samples), parts_of(whole, all_scales), strict=True)
+    }
+    each |= {name: ~part.isfinite().all() for whole, values in plain.items() for name, part in parts_of(whole, values)}
     return [name for name, is_bad in zip(each, torch.stack(list(each.values())).tolist(), strict=True) if is_bad]
 
 

@@ -187,16 +187,16 @@ def is_of_experts(name: str, config: Any) -> bool:
     return found is not None and found.module in (mixture.gate_up, mixture.down)
 
 
-def _part(tensor: torch.Tensor, live: torch.Tensor, rank: int, halves: int) -> torch.Tensor:
-    """This rank's part of ``tensor [E, N, K]``, as large as ``live``.
+def _part(tensor: torch.Tensor, live: torch.Tensor, rank: int, halves: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(this rank's part of ``tensor [E, N, K]``, ``live`` in that form), views both.
 
     ``halves`` 2: rows are gate's, then up's, and a rank has rows of both; else a rank has columns.
     """
     if halves == 1:
         width = live.shape[2]
-        return tensor[:, :, rank * width : (rank + 1) * width]
+        return tensor[:, :, rank * width : (rank + 1) * width], live
     rows = live.shape[1] // halves
-    return tensor.unflatten(1, (halves, -1))[:, :, rank * rows : (rank + 1) * rows].flatten(1, 2)
+    return tensor.unflatten(1, (halves, -1))[:, :, rank * rows : (rank + 1) * rows], live.unflatten(1, (halves, rows))
 
 
 def load_experts(model: torch.nn.Module, name: str, tensor: torch.Tensor, rank: int) -> None:
@@ -212,12 +212,12 @@ def load_experts(model: torch.nn.Module, name: str, tensor: torch.Tensor, rank: 
     found, mixture = place(weight), family(model.config).experts
     parameter = dict(mixture.parameters)[leaf(weight)] + name.removeprefix(weight)
     live = getattr(model.get_submodule(f"{found.layer}.{mixture.held}"), parameter).data
-    part = _part(tensor, live, rank, 2 if found.module == mixture.gate_up else 1)
-    if part.shape != live.shape or part.dtype != live.dtype:
+    part, target = _part(tensor, live, rank, 2 if found.module == mixture.gate_up else 1)
+    if part.shape != target.shape or part.dtype != live.dtype:
         raise ValueError(
             f"{name} is {list(tensor.shape)} {tensor.dtype} and this rank holds {list(live.shape)} {live.dtype} of it"
         )
-    live.copy_(part)
+    target.copy_(part)
 
 
 def held_parameters(

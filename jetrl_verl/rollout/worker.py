@@ -30,6 +30,7 @@ from vllm.platforms import current_platform
 
 from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.rollout.attention import share_attention_layers
+from jetrl_verl.rollout.copies import Copies
 from jetrl_verl.rollout.experts import is_of_experts, load_experts
 from jetrl_verl.rollout.live import LiveMap, live_routing, place_scales
 from jetrl_verl.rollout.method import JetQuantizationConfig
@@ -37,7 +38,7 @@ from jetrl_verl.rollout.qk_norm import split_at_attention
 from jetrl_verl.rollout.row_parallel import fused_reductions, reduce_ranks
 from jetrl_verl.rollout.sampler import share_sampler
 from jetrl_verl.rollout.shared_operations import share_operations
-from jetrl_verl.sync.contract import ContractReceiver, ContractViolation
+from jetrl_verl.sync.contract import ContractReceiver, ContractViolation, states
 from jetrl_verl.sync.operations_probe import stated_operations, stated_probe, stated_reduction
 
 logger = logging.getLogger(__name__)
@@ -87,9 +88,11 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
             RuntimeError: loading failed; raised after the sender has been let go.
         """
         started = time.perf_counter()
-        self._jetrl_receiver = ContractReceiver()
         if self._jetrl_live is None:
             self._jetrl_live = LiveMap(self.model_runner.model)
+            self._jetrl_copies, self._jetrl_receiver = Copies(self._jetrl_live), ContractReceiver()
+        self._jetrl_copies.start()
+        self._jetrl_receiver.start()
         self._jetrl_failure: str | None = None
         super().update_weights_from_ipc(peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
         if self._jetrl_failure is not None:
@@ -115,6 +118,7 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
                 "rollout.engine_kwargs.vllm.compilation_config.pass_config"
             )
         if not config.contract_check:
+            self._jetrl_copies.hold()
             logger.info("jetrl weight sync: loaded in %.3f s, contract not checked", loaded - started)
             return
         routing = live_routing(self.model_runner.model)
@@ -127,6 +131,7 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
             operations=operations | self._stated_reduction(config),
             routing=routing,
         )
+        self._jetrl_copies.hold()
         logger.info(
             "jetrl weight sync: loaded in %.3f s, contract of %d quantized and %d BF16 tensors held in %.3f s, "
             "live digest %#018x",
@@ -147,19 +152,29 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
         if self._jetrl_failure is not None:
             return
         try:
-            rest, scales, model = [], {}, self.model_runner.model
-            for name, tensor in self._jetrl_receiver.take(weights):
-                if is_of_experts(name, model.config):
-                    load_experts(model, name, tensor, get_tp_group().rank_in_group)
-                elif name.endswith(SCALE_SUFFIX):
-                    scales[name] = tensor
-                else:
-                    rest.append((name, tensor))
-            if rest:
-                super()._update_weights(rest, peft_config=peft_config, base_sync_done=base_sync_done)
-            if scales:
-                place_scales(self._jetrl_live.tensors(), scales)
+            done, others = self._jetrl_copies.repeat(weights)
+            # Weights of these are placed; what they hold of the contract is not taken yet.
+            self._jetrl_receiver.take([piece for piece in done if states(piece[0])])
+            if others:
+                tensors = self._jetrl_receiver.take(others)
+                with self._jetrl_copies.recording(others):
+                    self._load(tensors, peft_config, base_sync_done)
         except Exception as error:
             logger.error("jetrl weight sync: loading failed\n%s", traceback.format_exc())
             # Words only: the exception's traceback reaches up to the receiver's frames and their views of the buffer.
             self._jetrl_failure = f"{type(error).__name__}: {error}"
+
+    def _load(self, weights: list[tuple[str, torch.Tensor]], peft_config: dict | None, base_sync_done: bool) -> None:
+        """Load weights through vLLM's loaders, or ours."""
+        rest, scales, model = [], {}, self.model_runner.model
+        for name, tensor in weights:
+            if is_of_experts(name, model.config):
+                load_experts(model, name, tensor, get_tp_group().rank_in_group)
+            elif name.endswith(SCALE_SUFFIX):
+                scales[name] = tensor
+            else:
+                rest.append((name, tensor))
+        if rest:
+            super()._update_weights(rest, peft_config=peft_config, base_sync_done=base_sync_done)
+        if scales:
+            place_scales(self._jetrl_live.tensors(), scales)

@@ -18,7 +18,8 @@ weights; where operations are shared, a sum of each (sync/operations_probe.py).
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -30,7 +31,7 @@ from jetrl_verl.formats.format import Format
 from jetrl_verl.formats.sums import element_sums, row_sums
 from jetrl_verl.models.families.base import Routing
 from jetrl_verl.reference import BLOCK, QuantizedTensor
-from jetrl_verl.sync.stacks import continues, joined
+from jetrl_verl.sync.stacks import Name, Stack, names_of, parts_of, renamed
 from jetrl_verl.sync.wire import is_packed, unpacked, with_completed
 
 MANIFEST_NAME = "jetrl.contract"
@@ -71,20 +72,22 @@ class Manifest:
 
 
 def with_contract(
-    weights: Iterable[tuple[str, torch.Tensor]],
+    weights: Iterable[tuple[Name, torch.Tensor]],
     *,
     scale_rule: str,
     probe: int | None,
     operations: Mapping[str, int] = MappingProxyType({}),
     routing: Routing | None = None,
     ranks: int = 1,
-) -> Iterator[tuple[str, torch.Tensor]]:
+    tied: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[tuple[Name, torch.Tensor]]:
     """Pass a sync's stream through and append sums and manifest.
 
     Args:
-        weights: (name, tensor); a quantized weight's qdata are followed at once by its scales.
+        weights: (name or stack, tensor); qdata are followed at once by their scales.
         scale_rule: rule that made the qdata. probe, operations: as in :class:`Manifest`. routing: of a mixture.
         ranks: over how many the rollout splits each layer.
+        tied: second names of tensors of the stream, which are stated under both -> their names there; read at the end.
 
     Yields:
         ``weights`` unchanged, then :data:`SUM_PREFIX` + name with the int64 sums of each, last :data:`MANIFEST_NAME`.
@@ -99,66 +102,62 @@ def with_contract(
         whole, value = completed
         if isinstance(value, QuantizedTensor):
             sums.add(whole, value)
-            manifest.quantized.append(whole)
+            manifest.quantized += names_of(whole)
         else:
             parts = ranks if value.ndim > 1 and value.shape[1] % ranks == 0 else 1
             sums.add(whole, value.to(torch.bfloat16), parts)
-            manifest.plain.append(whole)
-    for name, value in sums.of_all().items():
-        yield SUM_PREFIX + name, value
+            manifest.plain += names_of(whole)
+    found = sums.of_all()
+    for second, first in tied.items():
+        found[second] = found[first]
+        manifest.plain.append(second)
+    for name, value in found.items():
+        yield renamed(name, prefix=SUM_PREFIX), value
     yield MANIFEST_NAME, manifest.to_tensor()
 
 
 class _Sums:
     """Sums of many tensors with few calls.
 
-    What reads much, qdata and matrices, is summed when it comes, qdata that lie below each other by one call; scales,
-    norms and biases are small, so a call for each would be all launches, and are summed together in the end.
+    What reads much, qdata and matrices, is summed when it comes; scales, norms and biases are small, so a call for each
+    would be all launches, and are summed together in the end.
     """
 
     def __init__(self) -> None:
-        self._found: dict[Any, torch.Tensor | None] = {}
-        self._scales: dict[Format, dict[Any, torch.Tensor]] = {}
-        self._vectors: dict[Any, torch.Tensor] = {}
-        self._stack: list[tuple[Any, torch.Tensor]] = []
+        self._found: dict[Name, torch.Tensor | None] = {}
+        self._scales: dict[Format, dict[Name, torch.Tensor]] = {}
+        self._vectors: dict[Name, torch.Tensor] = {}
 
-    def add(self, key: Any, value: torch.Tensor | QuantizedTensor, parts: int = 1) -> None:
+    def add(self, name: Name, value: torch.Tensor | QuantizedTensor, parts: int = 1) -> None:
         """A weight, whose scales stay referenced, or a BF16 tensor, which does if it is a vector; of a matrix each row
         in so many ``parts``."""
-        self._found[key] = None  # keeps the order
+        self._found[name] = None  # keeps the order
         if isinstance(value, QuantizedTensor):
             # Experts' matrices are summed below each other; no block holds rows of two.
-            qdata, scales = value.qdata.flatten(0, -2), value.scales.flatten(0, -2)
-            self._scales.setdefault(formats.of(qdata), {})[key] = scales
-            if self._stack and not continues(self._stack[-1][1], qdata):
-                self._sum_stack()
-            self._stack.append((key, qdata))
+            qdata, scales = _flat(value)
+            number_format = formats.of(qdata)
+            self._scales.setdefault(number_format, {})[name] = scales
+            self._found[name] = number_format.sums_of_qdata(qdata)
         elif value.ndim == 1:
-            self._vectors[key] = value
+            self._vectors[name] = value
         else:
-            self._found[key] = row_sums(value, parts)
+            self._found[name] = row_sums(value, parts)
 
-    def _sum_stack(self) -> None:
-        if not self._stack:
-            return
-        qdata = [part for _, part in self._stack]
-        sums = formats.of(qdata[0]).sums_of_qdata(joined(qdata))
-        self._found |= zip((key for key, _ in self._stack), sums.split([len(part) // BLOCK for part in qdata]))
-        self._stack.clear()
-
-    def has(self, key: Any) -> bool:
-        """Whether it was added."""
-        return key in self._found
-
-    def of_all(self) -> dict[Any, torch.Tensor]:
-        """Key -> ``Format.sums`` or ``row_sums``, in the order in which they were added."""
-        self._sum_stack()
+    def of_all(self) -> dict[Name, torch.Tensor]:
+        """Name -> ``Format.sums`` or ``row_sums``, in the order in which they were added."""
         for number_format, scales in self._scales.items():
-            without = [self._found[key] for key in scales]
+            without = [self._found[name] for name in scales]
             self._found |= zip(scales, number_format.with_scales(without, list(scales.values())), strict=True)
         if self._vectors:
-            self._found |= zip(self._vectors, element_sums(list(self._vectors.values())), strict=True)
+            sums = element_sums(list(self._vectors.values()))
+            self._found |= zip(self._vectors, sums.split([len(each) for each in self._vectors.values()]), strict=True)
         return self._found
+
+
+def _flat(weight: QuantizedTensor) -> QuantizedTensor:
+    if weight.qdata.ndim == 2:
+        return weight
+    return QuantizedTensor(weight.qdata.flatten(0, -2), weight.scales.flatten(0, -2))
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,32 +198,44 @@ class LiveTensor:
 
 
 class ContractReceiver:
-    """Collects the trainer's statement from a sync's stream and compares it with live parameters."""
+    """Collects the trainer's statement from a sync's stream and compares it with live parameters.
+
+    One that is kept for the next sync (:meth:`start`) keeps where what is compared lies, too: 8 bytes for each sum on
+    the worker's device, 5 MB for a model of 4B.
+    """
 
     def __init__(self) -> None:
+        self._comparison: _Comparison | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Forget the statement of the sync before."""
         self._manifest: Manifest | None = None
-        self._sums: dict[str, torch.Tensor] = {}
+        self._sums: dict[Name, torch.Tensor] = {}
 
     def take(self, weights: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-        """Keep what belongs to the check (copied: the bucket is reused), return the weights proper."""
-        rest = []
+        """Keep what belongs to the check (copied: the bucket is reused), return the weights proper, each by itself."""
+        rest: list[tuple[str, torch.Tensor]] = []
         for name, tensor in weights:
-            if is_packed(name):
-                # Its copy is one for all that is in it; what has no sums is for the loaders.
-                ours = SUM_PREFIX in name
-                rest += self._take(unpacked(name, tensor.clone() if ours else tensor), ours)
-            else:
-                rest += self._take([(name, tensor)], ours=False)
+            items = list(unpacked(name, tensor)) if is_packed(name) else [(name, tensor)]
+            if states(name):
+                # One copy for all that is in the piece; weights are for the loaders, where they lie.
+                copy = tensor.clone()
+                copies = unpacked(name, copy) if is_packed(name) else [(name, copy)]
+                items = [item for item, kept in zip(items, copies, strict=True) if not self._keep(*kept)]
+            for item in items:
+                rest += parts_of(*item)
         return rest
 
-    def _take(self, weights: Iterable[tuple[str, torch.Tensor]], ours: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in weights:
-            if name.startswith(SUM_PREFIX):
-                self._sums[name.removeprefix(SUM_PREFIX)] = tensor if ours else tensor.clone()
-            elif name == MANIFEST_NAME:
-                self._manifest = Manifest.from_tensor(tensor)
-            else:
-                yield name, tensor
+    def _keep(self, name: Name, tensor: torch.Tensor) -> bool:
+        """Whether a tensor belongs to the check; it is kept then."""
+        if names_of(name)[0].startswith(SUM_PREFIX):
+            self._sums[name] = tensor
+        elif name == MANIFEST_NAME:
+            self._manifest = Manifest.from_tensor(tensor)
+        else:
+            return False
+        return True
 
     def verify(
         self,
@@ -249,27 +260,12 @@ class ContractReceiver:
             ContractViolation: at the first difference.
         """
         manifest = self._check_statement(scale_rule, routing)
-        self._check_coverage(manifest, live)
-        stated: list[tuple[str, torch.Tensor]] = []
-        found = _Sums()
-        for name in manifest.quantized:
-            held, sums = live[name], self._stated(name)
-            self._same_shape(name, sums, torch.Size(size // BLOCK for size in held.whole))
-            stated.append((name, held.blocks_of(sums)))
-            # A stacked parameter is summed once, for all tensors that it is stacked from.
-            if held.parameter is None:
-                found.add(name, QuantizedTensor(held.tensor, held.scales))
-            elif not found.has(held.parameter):
-                found.add(held.parameter, QuantizedTensor(held.parameter.data, held.parameter.scales))
-        for name in manifest.plain:
-            held, sums = live[name], self._stated(name)
-            sums = sums.view(len(sums), -1)
-            self._same_shape(name, sums[:, 0], torch.Size(held.whole[:1]))
-            first, last = self._parts(name, held, sums.shape[1])
-            part = sums[held.rows, first:last]
-            stated.append((name, part if last - first > 1 else part[:, 0]))
-            found.add(name, held.tensor, last - first)
-        digest = self._compare(stated, live, found.of_all())
+        stated = [(name, tensor.shape) for name, tensor in self._sums.items()]
+        if self._comparison is None or not self._comparison.fits(manifest, stated, live):
+            self._comparison = None
+            self._check_coverage(manifest, live)
+            self._comparison = _Comparison(manifest, stated, live)
+        digest = self._comparison.run(list(self._sums.values()))
         self._check_code(manifest, probe, operations, next(iter(live.values())).tensor.device)
         return {
             "quantized": len(manifest.quantized),
@@ -339,64 +335,108 @@ class ContractReceiver:
                     f"contract check: layer {name} is {sides[0]} in the trainer and {sides[1]} in the rollout"
                 )
 
-    def _stated(self, name: str) -> torch.Tensor:
-        if name not in self._sums:
-            raise ContractViolation(
-                f"contract check: the trainer's sums of {name} did not arrive; the two sides run different versions of "
-                "jetrl_verl, install the same one on both"
-            )
-        return self._sums[name]
 
-    @staticmethod
-    def _same_shape(name: str, stated: torch.Tensor, whole: torch.Size) -> None:
-        if stated.shape != whole:
-            raise ContractViolation(
-                f"contract check: {name} has {tuple(stated.shape)} blocks or rows in the trainer and {tuple(whole)} in "
-                "the rollout; vLLM reads another shape out of the model's configuration"
-            )
+def states(name: str) -> bool:
+    """Whether a piece holds a part of the statement."""
+    return SUM_PREFIX in name or MANIFEST_NAME in name
 
-    @staticmethod
-    def _parts(name: str, held: LiveTensor, parts: int) -> tuple[int, int]:
-        """First and last (exclusive) of the ``parts`` equal parts of a row that this worker holds."""
-        width, rest = divmod(held.whole[1], parts)
-        if rest or held.columns.start % width or held.columns.stop % width:
-            raise ContractViolation(
-                f"contract check: the trainer sums {width} columns of {name} at a time and the rollout holds columns "
-                f"{held.columns.start} to {held.columns.stop}; the trainer was told another tensor-parallel size than "
-                "the rollout has"
-            )
-        return held.columns.start // width, held.columns.stop // width
 
-    @staticmethod
-    def _compare(
-        stated: list[tuple[str, torch.Tensor]], live: Mapping[str, LiveTensor], found: Mapping[Any, torch.Tensor]
-    ) -> int:
-        """Sum of all live sums, which must be the stated ones; ``found``: by name, or of whole parameters.
+class _Comparison:
+    """Which of the stated sums have to be which of the live ones.
+
+    Both sides' sums are one vector each, and what is compared are two lists of places in them. Names, shapes and live
+    storage determine all of it, so it is made once and then holds until one of these differs from the sync before.
+
+    Raises:
+        ContractViolation: when it is made, where the two sides' shapes differ or a statement is missing.
+    """
+
+    def __init__(
+        self, manifest: Manifest, stated: list[tuple[Name, torch.Size]], live: Mapping[str, LiveTensor]
+    ) -> None:
+        self._made_of = (manifest.quantized, manifest.plain, stated, live)
+        # Of the live side: what is summed, by how. Keys are names, or storage that several names share.
+        self._weights: dict[Format, dict[Any, QuantizedTensor]] = {}
+        self._matrices: dict[Any, tuple[torch.Tensor, int]] = {}
+        self._vectors: dict[Any, torch.Tensor] = {}
+        # Of what is compared, in this order: name, places in the stated sums, key of the live ones, the part of them.
+        chosen: list[tuple[str, torch.Tensor, Any, slice]] = []
+        places = _places_of(stated)
+        for name in manifest.quantized:
+            held, sums = live[name], _stated(name, places)
+            _same_shape(name, sums, torch.Size(size // BLOCK for size in held.whole))
+            # A stacked parameter is summed once, for all tensors that it is stacked from.
+            if held.parameter is None:
+                key, part, weight = name, slice(None), QuantizedTensor(held.tensor, held.scales)
+            else:
+                first = held.start // BLOCK
+                key, part = held.parameter, slice(first, first + held.tensor.shape[0] // BLOCK)
+                weight = QuantizedTensor(held.parameter.data, held.parameter.scales)
+            self._weights.setdefault(formats.of(weight.qdata), {})[key] = weight
+            chosen.append((name, held.blocks_of(sums), key, part))
+        for name in manifest.plain:
+            held, sums = live[name], _stated(name, places)
+            sums = sums.view(len(sums), -1)
+            _same_shape(name, sums[:, 0], torch.Size(held.whole[:1]))
+            first, last = _parts(name, held, sums.shape[1])
+            part = sums[held.rows, first:last]
+            # A tied head has the embedding's storage.
+            key = (held.tensor.data_ptr(), held.tensor.shape, last - first)
+            if held.tensor.ndim == 1:
+                self._vectors[key] = held.tensor
+            else:
+                self._matrices[key] = (held.tensor, last - first)
+            chosen.append((name, part if last - first > 1 else part[:, 0], key, slice(None)))
+        ours = self._places_of_live()
+        self._shapes = [(name, theirs.shape) for name, theirs, _, _ in chosen]
+        device = next(iter(live.values())).tensor.device
+        if chosen:
+            self._theirs = _together([theirs for _, theirs, _, _ in chosen], device)
+            self._ours = _together([ours[key][part] for _, _, key, part in chosen], device)
+
+    def fits(self, manifest: Manifest, stated: list[tuple[Name, torch.Size]], live: Mapping[str, LiveTensor]) -> bool:
+        """Whether this is the comparison of these; ``live`` has to be the very mapping."""
+        quantized, plain, before, held = self._made_of
+        return held is live and (quantized, plain, before) == (manifest.quantized, manifest.plain, stated)
+
+    def run(self, stated: list[torch.Tensor]) -> int:
+        """Sum of all live sums, which must be the stated ones.
 
         The device is waited for once. A wait for every tensor took seconds where other processes shared the GPU, since
         each of several hundred had to wait for this process's turn.
         """
-        if not stated:
+        if not self._shapes:
             return 0
-
-        def held(name: str) -> torch.Tensor:
-            if name in found:
-                return found[name]
-            start, rows = live[name].start // BLOCK, live[name].tensor.shape[0] // BLOCK
-            return found[live[name].parameter][start : start + rows]
-
-        sums = [(name, expected, held(name)) for name, expected in stated]
-        ours = torch.cat([value.flatten() for _, _, value in sums])
-        theirs = torch.cat([expected.flatten() for _, expected, _ in sums]).to(ours.device)
+        ours = self._live_sums().index_select(0, self._ours)
+        theirs = torch.cat([sums.reshape(-1) for sums in stated]).to(ours.device).index_select(0, self._theirs)
         differing, digest = torch.stack([(theirs != ours).sum(), ours.sum()]).tolist()
         if differing:
-            ContractReceiver._name_difference(sums)
+            self._name_difference(theirs, ours)
         return digest
 
-    @staticmethod
-    def _name_difference(sums: list[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
-        for name, expected, found in sums:
-            expected = expected.to(found.device)
+    def _live_sums(self) -> torch.Tensor:
+        found = [number_format.sums_of_all(list(held.values())) for number_format, held in self._weights.items()]
+        found += [row_sums(matrix, parts).view(-1) for matrix, parts in self._matrices.values()]
+        if self._vectors:
+            found.append(element_sums(list(self._vectors.values())))
+        return torch.cat(found)
+
+    def _places_of_live(self) -> dict[Any, torch.Tensor]:
+        """Where the sums of each key lie in :meth:`_live_sums`."""
+        shapes: dict[Any, tuple[int, ...]] = {}
+        for held in self._weights.values():
+            shapes |= {key: tuple(size // BLOCK for size in weight.qdata.shape) for key, weight in held.items()}
+        for key, (matrix, parts) in self._matrices.items():
+            shapes[key] = (len(matrix), parts) if parts > 1 else (len(matrix),)
+        shapes |= {key: tuple(vector.shape) for key, vector in self._vectors.items()}
+        return dict(_places_of(shapes.items()))
+
+    def _name_difference(self, theirs: torch.Tensor, ours: torch.Tensor) -> None:
+        lengths = [shape.numel() for _, shape in self._shapes]
+        for (name, shape), expected, found in zip(
+            self._shapes, theirs.split(lengths), ours.split(lengths), strict=True
+        ):
+            expected, found = expected.view(shape), found.view(shape)
             different = (expected != found).nonzero()
             if len(different):
                 at = tuple(different[0].tolist())
@@ -405,3 +445,52 @@ class ContractReceiver:
                     f"{found.numel()} blocks or rows, first at {at}: sum {int(expected[at]):#x} in the trainer, "
                     f"{int(found[at]):#x} in the rollout's live parameter"
                 )
+
+
+def _places_of(shapes: Iterable[tuple[Any, Sequence[int]]]) -> dict[Any, torch.Tensor]:
+    """Key -> where each element of its tensor lies among all of them, one behind the other; of a stack, of each name.
+
+    Args:
+        shapes: (key, shape) in the order in which they lie.
+    """
+    found, start = {}, 0
+    for key, shape in shapes:
+        length = math.prod(shape)
+        places = torch.arange(start, start + length, device="cpu").view(tuple(shape))
+        found |= dict(parts_of(key, places)) if isinstance(key, Stack) else {key: places}
+        start += length
+    return found
+
+
+def _together(places: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    return torch.cat([each.reshape(-1) for each in places]).to(device, torch.int32)
+
+
+def _stated(name: str, places: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    found = places.get(SUM_PREFIX + name)
+    if found is None:
+        raise ContractViolation(
+            f"contract check: the trainer's sums of {name} did not arrive; the two sides run different versions of "
+            "jetrl_verl, install the same one on both"
+        )
+    return found
+
+
+def _same_shape(name: str, stated: torch.Tensor, whole: torch.Size) -> None:
+    if stated.shape != whole:
+        raise ContractViolation(
+            f"contract check: {name} has {tuple(stated.shape)} blocks or rows in the trainer and {tuple(whole)} in "
+            "the rollout; vLLM reads another shape out of the model's configuration"
+        )
+
+
+def _parts(name: str, held: LiveTensor, parts: int) -> tuple[int, int]:
+    """First and last (exclusive) of the ``parts`` equal parts of a row that this worker holds."""
+    width, rest = divmod(held.whole[1], parts)
+    if rest or held.columns.start % width or held.columns.stop % width:
+        raise ContractViolation(
+            f"contract check: the trainer sums {width} columns of {name} at a time and the rollout holds columns "
+            f"{held.columns.start} to {held.columns.stop}; the trainer was told another tensor-parallel size than "
+            "the rollout has"
+        )
+    return held.columns.start // width, held.columns.stop // width

@@ -1,33 +1,69 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices that lie below each other in one storage are one matrix: quantized, summed and copied by one call.
+"""Weights that lie below each other in one tensor go through a weight sync as one: quantized, judged, summed, sent and
+copied by one call.
 
-What feeds a weight sync keeps q, k and v of a layer, and gate and up, next to each other (train/gather.py), and so are
-the qdata that are made of them at once. Nothing else is told: a reader asks whether a matrix begins where the one
-before it ends. Where none does, as behind verl's own gather, each is taken by itself, with the same bits.
+A stream of a sync has items (name, tensor). Where ``name`` is a :class:`Stack`, the tensor is several weights of one
+width, or vectors one behind the other. What feeds a sync makes stacks (train/gather.py); a stream without any, of plain
+(name, tensor) pairs, comes to the same bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import torch
 
 
-def continues(above: torch.Tensor, below: torch.Tensor) -> bool:
-    """Whether the rows of ``below [M, K]`` lie in memory right behind those of ``above [N, K]``."""
-    return (
-        above.ndim == below.ndim == 2
-        and above.dtype == below.dtype
-        and above.shape[1] == below.shape[1]
-        and below.data_ptr() == above.data_ptr() + above.nbytes
-        and above.is_contiguous()
-        and below.is_contiguous()
-        and above.untyped_storage().data_ptr() == below.untyped_storage().data_ptr()
-    )
+class Stack:
+    """Names of what lies below each other in one tensor, and how many rows or elements each has.
+
+    The same object names what is made of the tensor, scales or sums, whose rows are in proportion. It is compared by
+    identity: who makes stacks keeps them from sync to sync, so what is derived of one is derived once.
+    """
+
+    def __init__(self, names: tuple[str, ...], rows: tuple[int, ...]) -> None:
+        self.names, self.rows = names, rows
+        self._renamed: dict[tuple[str, str], Stack] = {("", ""): self}
+
+    def __repr__(self) -> str:
+        return f"Stack({self.names[0]} to {self.names[-1]}, {sum(self.rows)} rows)"
+
+    def lengths(self, length: int) -> list[int]:
+        """How much of something with a first dimension of ``length`` belongs to each name."""
+        whole = sum(self.rows)
+        return list(self.rows) if length == whole else [rows * length // whole for rows in self.rows]
+
+    def renamed(self, prefix: str, suffix: str) -> "Stack":
+        """The same with a prefix and a suffix on each name; one object for the same words."""
+        found = self._renamed.get((prefix, suffix))
+        if found is None:
+            names = tuple(f"{prefix}{name}{suffix}" for name in self.names)
+            found = self._renamed[prefix, suffix] = Stack(names, self.rows)
+        return found
 
 
-def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``[N, K]`` view of matrices each of which :func:`continues` the one before it; a single one itself."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    return first.as_strided((sum(len(part) for part in parts), first.shape[1]), first.stride())
+Name = str | Stack
+"""Of an item of a sync's stream."""
+
+
+def renamed(name: Name, prefix: str = "", suffix: str = "") -> Name:
+    """A name, or each of a stack's, between a prefix and a suffix."""
+    return f"{prefix}{name}{suffix}" if isinstance(name, str) else name.renamed(prefix, suffix)
+
+
+def names_of(name: Name) -> tuple[str, ...]:
+    """One name or several."""
+    return (name,) if isinstance(name, str) else name.names
+
+
+def parts_of(name: Name, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, its rows of ``tensor``) of an item."""
+    if isinstance(name, str):
+        yield name, tensor
+    else:
+        yield from zip(name.names, tensor.split(name.lengths(len(tensor))), strict=True)
+
+
+def apart(stream) -> Iterator[tuple[str, torch.Tensor]]:
+    """A stream without stacks: each weight by itself, under its own name."""
+    for name, tensor in stream:
+        yield from parts_of(name, tensor)

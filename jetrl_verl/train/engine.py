@@ -16,6 +16,7 @@ masked as verl masks them in the rollout. Under ``jetrl.operations=shared`` the 
 
 import logging
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,8 @@ from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.patches import fused_experts, weight_sync
-from jetrl_verl.sync.wire import SyncStatistics, counted_stock
-from jetrl_verl.train.gather import gathered
+from jetrl_verl.sync.wire import SyncStatistics, counted_stock, quantized_by
+from jetrl_verl.train.gather import Gather
 from jetrl_verl.train.shared_operations import share_operations
 from jetrl_verl.train.weight_stream import stated_routing, weight_stream
 
@@ -112,6 +113,9 @@ class _JetEngine(ShadowForwards):
             )
         if config.jetrl_role == "actor":
             self._jetrl_routing = stated_routing(module)
+            # vLLM, too, reads from this configuration that the head is the embedding.
+            tied = bool(self.model_config.hf_config.tie_word_embeddings)
+            self._jetrl_gather = Gather(partial(quantized_by, self._jetrl_plans), tied)
         if config.quantized_linears:
             names = replace_linears(module, self._jetrl_plans, scale_rule=options.scale_rule, backward=options.backward)
             if self.rank == 0:
@@ -165,7 +169,7 @@ class _JetEngine(ShadowForwards):
         if fsdp_version(self.module) == 2:
             # verl's own stream without adapters, which are not supported with this engine.
             params = convert_weight_keys(self.module.state_dict(keep_vars=True), self.module)
-            weights, peft_config = gathered(params, device, self._jetrl_sync), None
+            weights, peft_config = self._jetrl_gather.stream(params, device, self._jetrl_sync), None
         else:
             # A patched checkout of verl has the switch in its own module.
             kept_fused = fsdp_utils.KEPT_FUSED.set(True)
@@ -184,6 +188,7 @@ class _JetEngine(ShadowForwards):
             self._jetrl_metrics,
             ranks=config.jetrl_rollout_tp,
             routing=self._jetrl_routing,
+            tied=self._jetrl_gather.tied,
         )
         return stream, peft_config
 

@@ -1,20 +1,20 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Whole BF16 weights from FSDP2's shards, a decoder layer at a time.
+"""Whole BF16 weights from FSDP2's shards, several decoder layers at a time.
 
 verl gathers one parameter after another, in FP32 (``DTensor.full_tensor``). What a weight sync sends is BF16 or made of
-BF16 values, and a cast commutes with a gather, so here shards are cast first: a layer is one collective of half the
-bytes. On the host that is one call for a layer's casts and one for its gather, where DTensor costs some 60 us of Python
-for each of its eleven parameters.
+BF16 values, and a cast commutes with a gather, so here shards are cast first: some layers are one collective of half
+the bytes. On the host that is one call for their casts and one for their gather, where DTensor costs some 60 us of
+Python for each parameter.
 
-A layer's matrices lie one behind the other in one storage, in the model's order, so that q, k and v, and gate and up,
-are one matrix each to whoever wants to read them as such (sync/stacks.py). Vectors have a storage of their own, since
-norms are kept until the end of a sync and would keep the matrices.
+What of these layers is equally wide and goes the same way, q, k, v, gate and up, or all of o, comes as one tensor, a
+stack (sync/stacks.py), and so do their vectors. Which stacks there are is found once and kept from sync to sync; no
+memory of a GPU is.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import NamedTuple
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -22,52 +22,143 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from jetrl_verl.models.families.base import place
+from jetrl_verl.sync.stacks import Name, Stack
 from jetrl_verl.sync.wire import SyncStatistics
 
-_ALIGNED = 128
-"""Elements on whose multiples a tensor begins: quantizers load 16 bytes at a time."""
+TOGETHER_BYTES = 768 * 2**20
+"""Most bytes of BF16 that are gathered together, where a decoder layer alone has not more: three layers of a 4B model,
+two of an 8B one, less than the embedding of a 4B one, which is gathered at once, too."""
 
 
-class _Shards(NamedTuple):
-    """One parameter of which each rank has the same number of rows, the last ones maybe fewer or none."""
+class _Tensor(NamedTuple):
+    """One weight or several below each other, and which parameters of the span they are."""
 
-    name: str
-    local: torch.Tensor
-    shape: torch.Size
-
-    def rows_of(self, ranks: int) -> int:
-        return -(-self.shape[0] // ranks)
+    name: Name
+    shape: tuple[int, ...]
+    members: tuple[int, ...]
 
 
-def gathered(
-    params: Mapping[str, torch.Tensor], device: torch.device, statistics: SyncStatistics
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor on ``device``) of a state dict, in its order.
+class _Span(NamedTuple):
+    """What is gathered together.
 
-    Floating-point parameters of FSDP2, sharded along their first dimension, with or without replicas, come in BF16;
-    all else comes as verl sends it. Every rank has to read the stream to its end: it runs collectives.
+    Attributes:
+        names: of parameters. mesh: whose ranks each have some of their rows; None: another form, sent as verl does.
+        rows: of each parameter. tensors: what is made of them.
+    """
+
+    names: tuple[str, ...]
+    mesh: DeviceMesh | None
+    rows: tuple[int, ...]
+    tensors: tuple[_Tensor, ...]
+
+
+class Gather:
+    """Gathers state dicts of one model, sync after sync.
 
     Args:
-        params: name -> parameter or buffer. statistics: gets the bytes of verl's own stream.
+        alike: name of a weight -> what it has to share with those that it may be stacked with, beside its width.
+        tied: whether a parameter under two names is sent under its first alone.
     """
-    for (_, mesh), group in groupby(params.items(), lambda item: (_layer(item[0]), _mesh(item[1]))):
-        if mesh is None:
-            for name, tensor in group:
+
+    def __init__(self, alike: Callable[[str], Hashable] = lambda name: None, tied: bool = False) -> None:
+        self._alike, self._drops_tied = alike, tied
+        self._seen: list[tuple[str, ref]] = []
+        self._spans: list[_Span] = []
+        self._stock_bytes = 0
+        self.tied: dict[str, str] = {}
+        """Name that was left out of the last stream -> the name under which its tensor was sent."""
+
+    def stream(
+        self, params: Mapping[str, torch.Tensor], device: torch.device, statistics: SyncStatistics
+    ) -> Iterator[tuple[Name, torch.Tensor]]:
+        """(name or stack, whole tensor on ``device``) of a state dict, spans of layers in its order.
+
+        Floating-point parameters, sharded along their first dimension, with or without replicas, come in BF16; all else
+        comes as verl sends it. Every rank has to read the stream to its end: it runs collectives.
+
+        Args:
+            params: name -> parameter or buffer. statistics: gets the bytes of verl's own stream.
+        """
+        seen = [(name, tensor) for name, tensor in params.items()]
+        if [name for name, _ in self._seen] != list(params) or any(
+            before() is not tensor for (_, before), (_, tensor) in zip(self._seen, seen, strict=True)
+        ):
+            self._plan(params)
+        statistics.stock_bytes += self._stock_bytes
+        return self._gathered(params, device)
+
+    def _gathered(
+        self, params: Mapping[str, torch.Tensor], device: torch.device
+    ) -> Iterator[tuple[Name, torch.Tensor]]:
+        for span in self._spans:
+            if span.mesh is None:
+                (name,) = span.names
                 with torch.no_grad():
-                    tensor = tensor.to(device).full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-                statistics.stock_bytes += tensor.nbytes
-                yield name, tensor
-            continue
-        whole = _whole(dict(group), device, mesh, statistics)
-        # Popped, so that this frame keeps nothing of what its reader is through with.
-        while whole:
-            yield whole.pop(0)
+                    tensor = params[name]
+                    yield name, tensor.to(device).full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+                continue
+            whole = _whole(span, [params[name] for name in span.names], device)
+            # Popped, so that this frame keeps nothing of what its reader is through with.
+            while whole:
+                yield whole.pop(0)
+
+    def _plan(self, params: Mapping[str, torch.Tensor]) -> None:
+        # Weakly: FSDP may exchange parameters, whose memory is not ours to keep.
+        self._seen = [(name, ref(tensor)) for name, tensor in params.items()]
+        self._stock_bytes = sum(tensor.numel() * tensor.itemsize for tensor in params.values())
+        first: dict[int, str] = {}
+        self.tied = {}
+        if self._drops_tied:
+            for name, tensor in params.items():
+                if first.setdefault(id(tensor), name) != name:
+                    self.tied[name] = first[id(tensor)]
+        self._spans = []
+        names: list[str] = []
+        for name in params:
+            if name in self.tied:
+                continue
+            if names and not self._goes_on(names, name, params):
+                self._close(names, params)
+                names = []
+            names.append(name)
+        if names:
+            self._close(names, params)
+
+    def _goes_on(self, names: list[str], name: str, params: Mapping[str, torch.Tensor]) -> bool:
+        """Whether a parameter is gathered together with those in front of it."""
+        mesh, before, layer = _mesh(params[name]), _layer(names[-1]), _layer(name)
+        if mesh is None or mesh != _mesh(params[names[-1]]) or None in (before, layer):
+            return False
+        if layer == before:
+            return True
+        # At a layer's end, where one more like the last one still fits.
+        sizes = [(_layer(each), params[each].numel() * torch.bfloat16.itemsize) for each in names]
+        return sum(size for _, size in sizes) + sum(size for at, size in sizes if at == before) <= TOGETHER_BYTES
+
+    def _close(self, names: list[str], params: Mapping[str, torch.Tensor]) -> None:
+        found, mesh = [params[name] for name in names], _mesh(params[names[0]])
+        groups: dict[Hashable, list[int]] = {}
+        for i, (name, tensor) in enumerate(zip(names, found, strict=True)):
+            if tensor.ndim > 2 or mesh is None:
+                key = name  # experts are as many rows as a stack has
+            else:
+                # Vectors have a tensor of their own: norms are kept until the end of a sync and would keep a matrix.
+                key = (tensor.shape[1], self._alike(name)) if tensor.ndim == 2 else ()
+            groups.setdefault(key, []).append(i)
+        tensors = []
+        for members in groups.values():
+            rows = tuple(found[i].shape[0] if found[i].ndim else 1 for i in members)
+            name = names[members[0]] if len(members) == 1 else Stack(tuple(names[i] for i in members), rows)
+            shape = (sum(rows), *found[members[0]].shape[1:])
+            tensors.append(_Tensor(name, shape, tuple(members)))
+        rows = tuple(tensor.shape[0] if tensor.ndim else 1 for tensor in found)
+        self._spans.append(_Span(tuple(names), mesh, rows, tuple(tensors)))
 
 
-def _layer(name: str) -> str:
-    """Whose tensors are gathered together: those of a decoder layer, else the tensor alone."""
+def _layer(name: str) -> str | None:
+    """The decoder layer of a parameter; None: it is in none."""
     found = place(name)
-    return name if found is None else found.layer
+    return None if found is None else found.layer
 
 
 def _mesh(tensor: torch.Tensor) -> DeviceMesh | None:
@@ -79,62 +170,67 @@ def _mesh(tensor: torch.Tensor) -> DeviceMesh | None:
     return tensor.device_mesh if sharded else None
 
 
-def _places(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Where tensors of these sizes begin in one storage, and how long it is."""
-    starts, end = [], 0
-    for size in sizes:
-        starts.append(end)
-        end += -(-size // _ALIGNED) * _ALIGNED
-    return starts, end
-
-
-def _parts(storage: torch.Tensor, starts: list[int], sizes: Iterable[int]) -> list[torch.Tensor]:
-    return [storage[start : start + size] for start, size in zip(starts, sizes, strict=True)]
-
-
 @torch.no_grad()
-def _whole(
-    params: Mapping[str, DTensor], device: torch.device, mesh: DeviceMesh, statistics: SyncStatistics
-) -> list[tuple[str, torch.Tensor]]:
-    ranks, shards = mesh.size(mesh.ndim - 1), []
-    for name, param in params.items():
-        statistics.stock_bytes += param.numel() * param.itemsize
-        shards.append(_Shards(name, param.to_local().to(device, non_blocking=True), param.shape))
-    # What this rank gives, and what it then has of all ranks.
-    given = [shard.rows_of(ranks) * shard.shape[1:].numel() for shard in shards]
-    if ranks > 1:
-        starts, length = _places(given)
-        mine = torch.empty(length, dtype=torch.bfloat16, device=device)
-        locals_ = [shard.local.flatten() for shard in shards]
-        torch._foreach_copy_(_parts(mine, starts, (local.numel() for local in locals_)), locals_)
-        of_all = torch.empty(ranks, length, dtype=torch.bfloat16, device=device)
-        # As bytes: gloo has no BF16.
-        group = mesh.get_group(mesh.ndim - 1)
-        dist.all_gather_into_tensor(of_all.view(torch.uint8), mine.view(torch.uint8)[None], group=group)
-    found: dict[str, torch.Tensor] = {}
-    sources: list[torch.Tensor] = []
-    targets: list[torch.Tensor] = []
-    for vectors in (False, True):
-        chosen = [i for i, shard in enumerate(shards) if (len(shard.shape) == 1) == vectors]
-        sizes = [shards[i].shape.numel() for i in chosen]
-        places, length = _places(sizes)
-        parts = _parts(torch.empty(length, dtype=torch.bfloat16, device=device), places, sizes)
-        for i, part in zip(chosen, parts, strict=True):
-            shard = shards[i]
-            found[shard.name] = part.view(shard.shape)
-            if ranks == 1:
-                sources.append(shard.local)
-                targets.append(found[shard.name])
-                continue
-            pieces = of_all[:, starts[i] : starts[i] + given[i]]
-            if len(part) == ranks * given[i]:
-                sources.append(pieces)
-                targets.append(part.view(ranks, -1))
-            else:
-                # What ranks gave behind the last row is padding.
-                lengths = [max(0, min(given[i], len(part) - rank * given[i])) for rank in range(ranks)]
-                sources += [piece[:n] for piece, n in zip(pieces, lengths, strict=True) if n]
-                targets += [target for target in part.split(lengths) if len(target)]
+def _whole(span: _Span, params: list[DTensor], device: torch.device) -> list[tuple[Name, torch.Tensor]]:
+    locals_ = [param.to_local().to(device, non_blocking=True) for param in params]
+    ranks = span.mesh.size(span.mesh.ndim - 1)
+    whole = [torch.empty(each.shape, dtype=torch.bfloat16, device=device) for each in span.tensors]
+    targets, sources = [], []
+    if ranks == 1:
+        for tensor, target in zip(span.tensors, whole, strict=True):
+            targets += target.split([span.rows[i] for i in tensor.members])
+            sources += [locals_[i] for i in tensor.members]
+    else:
+        for tensor, target, given in zip(span.tensors, whole, _of_all_ranks(span, locals_, ranks), strict=True):
+            _arrange(span, tensor, target, given, targets, sources)
     if targets:
         torch._foreach_copy_(targets, sources)
-    return [(shard.name, found[shard.name]) for shard in shards]
+    return [(tensor.name, target) for tensor, target in zip(span.tensors, whole, strict=True)]
+
+
+def _of_all_ranks(span: _Span, locals_: list[torch.Tensor], ranks: int) -> list[torch.Tensor]:
+    """Of each tensor ``[ranks, rows, ...]``: what each rank gives, of every parameter as many rows as the first one."""
+    device, width = locals_[0].device, {tensor: tensor.shape[1:] for tensor in span.tensors}
+    given = {tensor: [-(-span.rows[i] // ranks) for i in tensor.members] for tensor in span.tensors}
+    sizes = [sum(given[tensor]) * torch.Size(width[tensor]).numel() for tensor in span.tensors]
+    mine = torch.empty(sum(sizes), dtype=torch.bfloat16, device=device)
+    targets, sources = [], []
+    for tensor, part in zip(span.tensors, mine.split(sizes), strict=True):
+        for i, target in zip(tensor.members, part.view(-1, *width[tensor]).split(given[tensor]), strict=True):
+            # What a rank gives behind its last row is padding.
+            rows = len(locals_[i])
+            if rows:
+                targets.append(target if len(target) == rows else target[:rows])
+                sources.append(locals_[i])
+    if targets:
+        torch._foreach_copy_(targets, sources)
+    of_all = torch.empty(ranks, len(mine), dtype=torch.bfloat16, device=device)
+    # As bytes: gloo has no BF16.
+    group = span.mesh.get_group(span.mesh.ndim - 1)
+    dist.all_gather_into_tensor(of_all.view(torch.uint8), mine.view(torch.uint8)[None], group=group)
+    return [
+        part.unflatten(1, (-1, *width[tensor]))
+        for tensor, part in zip(span.tensors, of_all.split(sizes, dim=1), strict=True)
+    ]
+
+
+def _arrange(
+    span: _Span,
+    tensor: _Tensor,
+    target: torch.Tensor,
+    given: torch.Tensor,
+    targets: list[torch.Tensor],
+    sources: list[torch.Tensor],
+) -> None:
+    """Append the copies that make ``target`` of what ranks have ``given``."""
+    ranks = len(given)
+    rows = [span.rows[i] for i in tensor.members]
+    lengths = [-(-count // ranks) for count in rows]
+    for count, length, part, pieces in zip(rows, lengths, target.split(rows), given.split(lengths, dim=1), strict=True):
+        if count == ranks * length:
+            sources.append(pieces)
+            targets.append(part.unflatten(0, (ranks, length)))
+        else:
+            held = [max(0, min(length, count - rank * length)) for rank in range(ranks)]
+            sources += [piece[:n] for piece, n in zip(pieces, held, strict=True) if n]
+            targets += [piece for piece in part.split(held) if len(piece)]

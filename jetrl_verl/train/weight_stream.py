@@ -7,6 +7,7 @@ sync/contract.py in the order in which they follow each other.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -21,10 +22,11 @@ from jetrl_verl.models.families.base import Routing, leaf
 from jetrl_verl.models.plan import LinearPlan
 from jetrl_verl.sync.contract import SUM_PREFIX, ContractViolation, with_contract
 from jetrl_verl.sync.operations_probe import stated_operations, stated_probe, stated_reduction
+from jetrl_verl.sync.stacks import Name, names_of
 from jetrl_verl.sync.wire import SyncStatistics, measured, packed, quantize_stream
 
 
-def same_on_every_rank(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def same_on_every_rank(stream: Iterable[tuple[Name, torch.Tensor]]) -> Iterator[tuple[Name, torch.Tensor]]:
     """Pass a sync's stream through; at its end, compare the contract's sums over the trainer's ranks.
 
     A rollout worker compares itself with the one rank that fills it. Where ranks have drifted apart, as replicas whose
@@ -36,17 +38,22 @@ def same_on_every_rank(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[t
     Raises:
         ContractViolation: behind the last tensor, on every rank, naming the first tensor that differs.
     """
-    sums: dict[str, torch.Tensor] = {}
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    names: list[str] = []
+    lengths: list[int] = []
+    sums: list[torch.Tensor] = []
     for name, tensor in stream:
-        if name.startswith(SUM_PREFIX):
-            sums[name.removeprefix(SUM_PREFIX)] = tensor.flatten()
+        if not alone and names_of(name)[0].startswith(SUM_PREFIX):
+            sums.append(tensor.flatten())
+            names += names_of(name)
+            lengths += [tensor.numel()] if isinstance(name, str) else name.lengths(tensor.numel())
         yield name, tensor
-    if not sums or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not sums:
         return
-    together = torch.cat(list(sums.values()))
+    together = torch.cat(sums)
     # Sums of all sums up to the end of each tensor, modulo 2^64: few words to gather, and the first that differs is
     # that of the first tensor that does.
-    ends = torch.tensor([len(value) for value in sums.values()]).cumsum(0).to(together.device) - 1
+    ends = torch.tensor(lengths).cumsum(0).to(together.device) - 1
     mine = (together * odd_constants(len(together), together.device)).cumsum(0)[ends]
     ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, mine)
@@ -54,8 +61,8 @@ def same_on_every_rank(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[t
     if differing:
         tensor, rank = min((tensor, rank) for rank, tensor in differing)
         raise ContractViolation(
-            f"contract check: {list(sums)[tensor]} of the trainer's rank {rank} differs from that of rank 0; the ranks "
-            "train several policies, of which each rollout worker would get another one. Set "
+            f"contract check: {names[tensor].removeprefix(SUM_PREFIX)} of the trainer's rank {rank} differs from that "
+            "of rank 0; the ranks train several policies, of which each rollout worker would get another one. Set "
             "actor_rollout_ref.actor.strategy=fsdp2, and look for what changes weights or gradients on one rank alone."
         )
 
@@ -80,7 +87,7 @@ def stated_routing(model: nn.Module) -> Routing | None:
 
 
 def weight_stream(
-    weights: Iterable[tuple[str, torch.Tensor]],
+    weights: Iterable[tuple[Name, torch.Tensor]],
     options: JetConfig,
     plans: Mapping[str, LinearPlan],
     device: torch.device,
@@ -89,16 +96,17 @@ def weight_stream(
     metrics: QuantizationMetrics | None = None,
     ranks: int = 1,
     routing: Routing | None = None,
+    tied: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What an actor sends at a weight sync, small tensors :func:`~jetrl_verl.sync.wire.packed`.
+    """What an actor sends at a weight sync, :func:`~jetrl_verl.sync.wire.packed`.
 
     Args:
-        weights: (Hugging Face name, gathered tensor), whose bytes on verl's own wire ``statistics`` has already been
-            told. options: of the run.
+        weights: (Hugging Face name or stack of them, gathered tensor), whose bytes on verl's own wire ``statistics``
+            has already been told. options: of the run.
         plans: from :func:`jetrl_verl.models.plan.plan_linears`. device: on which the probes run.
         statistics: gets sizes and duration. kept_scales: see :func:`~jetrl_verl.sync.wire.quantize_stream`.
         metrics: looks at the qdata, if it is given. ranks: tensor-parallel ones of the rollout.
-        routing: from :func:`stated_routing`.
+        routing: from :func:`stated_routing`. tied: see :func:`~jetrl_verl.sync.contract.with_contract`.
 
     Raises:
         NonFiniteWeightError: behind the last weight, if one of them is NaN or Inf.
@@ -119,6 +127,7 @@ def weight_stream(
             operations=operations,
             routing=routing,
             ranks=ranks,
+            tied=tied,
         )
         stream = same_on_every_rank(stream)
     return measured(packed(stream), statistics)

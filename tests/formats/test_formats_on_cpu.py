@@ -135,8 +135,8 @@ def test_what_an_operation_quantized_is_accepted_or_refused(number_format, weigh
 
 def test_the_wire_carries_qdata_then_scales(number_format, weight):
     q = number_format.quantize_weight(weight, "fp32")
-    (name, qdata), (scale_name, scales) = number_format.wire("layer.weight", q)
-    assert (name, scale_name) == ("layer.weight", "layer.weight" + SCALE_SUFFIX)
+    (suffix, qdata), (scales_suffix, scales) = number_format.wire(q)
+    assert (suffix, scales_suffix) == ("", SCALE_SUFFIX)
     assert qdata is q.qdata and scales is q.scales
 
 

@@ -15,6 +15,7 @@ from backends import triton_kernels
 
 from jetrl_verl import kernels
 from jetrl_verl.kernels import dispatch
+from jetrl_verl.kernels.block_sums import reference_block_sums
 from jetrl_verl.kernels.draw import _chosen as reference_chosen
 from jetrl_verl.kernels.draw import _chosen_place, reference_draw
 from jetrl_verl.kernels.logits import MANY_ROWS, TILES, triton_logits_by
@@ -51,6 +52,24 @@ def test_sum_of_ranks(ranks, shape):
     parts = [normal(*shape, seed=rank) * 2.0 ** (rank % 5) for rank in range(ranks)]
     exact = torch.stack(parts).double().sum(dim=0)
     assert_close(triton_kernels.sum_of_ranks(parts), exact, BF16_STEP)
+
+
+@pytest.mark.parametrize("shapes", [[(256, 384)], [(128, 128)] * 5, [(384, 128), (0, 128), (128, 512), (256, 256)]])
+def test_block_sums(shapes):
+    generator = torch.Generator().manual_seed(len(shapes))
+    matrices = [torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8) for shape in shapes]
+    matrices.append(torch.randint(-128, 128, (128, 512), generator=generator, dtype=torch.int8)[:, 128:384])
+    constants = torch.randint(-(2**63), 2**63 - 1, (2048,), generator=generator)
+    got = triton_kernels.block_sums(matrices, constants)
+    assert got.dtype == torch.int64 and torch.equal(got, reference_block_sums(matrices, constants))
+    assert torch.equal(
+        triton_kernels.block_sums(matrices[:1], constants), reference_block_sums(matrices[:1], constants)
+    )
+    words = [int.from_bytes(bytes(row[:8].view(torch.uint8).tolist()), "little") for row in matrices[-1][:2]]
+    alone = matrices[-1].clone().zero_()
+    alone[:2, :8] = matrices[-1][:2, :8]
+    want = (words[0] * int(constants[0]) + words[1] * int(constants[16])) % 2**64
+    assert [int(each) % 2**64 for each in triton_kernels.block_sums([alone], constants)] == [want, 0]
 
 
 @pytest.mark.parametrize("shape", [(1, 128), (9, 131), (1203, 128), (3, 5, 256), (2, 4096), (0, 64)])

@@ -9,6 +9,7 @@ import interpreter
 import pytest
 from test_triton_for_hopper import ptx_for_hopper
 
+from jetrl_verl.kernels.block_sums import _many_kernel, _one_kernel
 from jetrl_verl.kernels.draw import _draw_kernel, _rank_kernel
 from jetrl_verl.kernels.log_probs import (
     CHUNK,
@@ -37,6 +38,7 @@ OF_ROWS = {"tokens_ptr": "*i64", "seeds_ptr": "*i64", "counters_ptr": "*i64", "c
     FP32,
 )
 """Arguments of what follows the logits."""
+OF_BLOCKS = dict.fromkeys(("words_ptr", "table_ptr", "constants_ptr", "out_ptr"), "*i64")
 
 
 @pytest.mark.timeout(interpreter.SECONDS)
@@ -114,6 +116,8 @@ def test_logits_are_one_chain_of_matrix_instructions_into_one_accumulator(tile):
         (_draw_kernel, OF_ROWS, {"CHUNK": CHUNK, "CHUNKS": 1}),
         (_draw_kernel, OF_ROWS, {"CHUNK": CHUNK, "CHUNKS": 64}),
         (_rank_kernel, OF_ROWS, {"CHUNK": CHUNK}),
+        (_one_kernel, OF_BLOCKS, {"BLOCK": 128}),
+        (_many_kernel, OF_BLOCKS, {"HALVINGS": 8, "BLOCK": 128}),
     ],
     ids=lambda value: value.__name__.strip("_") if hasattr(value, "__name__") else "",
 )

@@ -212,6 +212,6 @@ def test_what_is_kept_of_experts_is_bounded_and_covers_every_block(monkeypatch):
     name = "model.layers.0.mlp.experts.gate_up_proj"
     list(changes.watch([(name, sent[name])]))
     (kept,) = changes._kept.values()
-    assert kept.shape[0] == 8 and 2**8 < kept.shape[1] <= 2**10
+    assert kept.sample.shape[0] == 8 and 2**8 < kept.sample.shape[1] <= 2**10
     columns = torch.arange(256 * 256)[:: 256 * 256 // 2**9 | 1]
     assert len({(p // 256 // 128, p % 256 // 128) for p in columns.tolist()}) == 4

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A weight sync's gather gives what verl's gives, cast to BF16, and a layer's matrices below each other."""
 
+import gc
 import weakref
 
 import pytest
@@ -13,10 +14,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from two_processes import WORLD, run_in_two_processes
 
-from jetrl_verl.sync.stacks import continues
-from jetrl_verl.sync.stacks import joined as one_matrix
+from jetrl_verl.sync.stacks import Stack, apart, names_of
 from jetrl_verl.sync.wire import SyncStatistics
-from jetrl_verl.train.gather import gathered
+from jetrl_verl.train import gather
+from jetrl_verl.train.gather import Gather
 
 CPU = torch.device("cpu")
 
@@ -53,22 +54,23 @@ def as_verl_sends(params) -> dict[str, torch.Tensor]:
     return {name: p.full_tensor().detach() if isinstance(p, DTensor) else p for name, p in params.items()}
 
 
-def check(mesh) -> dict[str, torch.Tensor]:
+def check(mesh, gathers: Gather | None = None) -> dict[str, torch.Tensor]:
     params, statistics = sharded(mesh).state_dict(keep_vars=True), SyncStatistics()
     expected = as_verl_sends(params)
-    found = dict(gathered(params, CPU, statistics))
-    assert list(found) == list(expected)
+    items = list((gathers or Gather()).stream(params, CPU, statistics))
+    found = dict(apart(items))
+    assert found.keys() == expected.keys()
     assert statistics.stock_bytes == sum(tensor.nbytes for tensor in expected.values())
     for name, tensor in found.items():
         assert not tensor.requires_grad
         whole = expected[name].bfloat16() if isinstance(params[name], DTensor) else expected[name]
         assert tensor.dtype == whole.dtype and torch.equal(tensor, whole), name
-    for layer in ("layers.0", "layers.1"):
-        q, k, v = (found[f"{layer}.{name}.weight"] for name in "qkv")
-        assert continues(q, k) and continues(k, v)
-        assert torch.equal(one_matrix([q, k, v]), torch.cat([q, k, v]))
-        vectors = {found[f"{layer}.{name}"].untyped_storage().data_ptr() for name in ("norm", "q.bias")}
-        assert len(vectors) == 1 and q.untyped_storage().data_ptr() not in vectors
+    stacks = [name.names for name, _ in items if isinstance(name, Stack)]
+    layers = ("layers.0", "layers.1")
+    assert tuple(f"{layer}.{name}.weight" for layer in layers for name in ("q", "k", "v", "odd")) in stacks
+    assert tuple(f"{layer}.one.weight" for layer in layers) in stacks
+    vectors = [item for item in items if names_of(item[0])[0] == "layers.0.norm"]
+    assert [name.names for name, _ in vectors] == [names for names in stacks if "layers.1.norm" in names]
     return found
 
 
@@ -98,36 +100,75 @@ def test_one_rank_needs_no_gather(one_process_group, monkeypatch):
 def test_another_form_comes_as_verl_sends_it(one_process_group):
     mesh = init_device_mesh("cpu", (1,))
     whole = {"a": distribute_tensor(torch.randn(4, 4), mesh, [Replicate()]), "b": torch.randn(3)}
-    found = dict(gathered(whole, CPU, SyncStatistics()))
+    found = dict(Gather().stream(whole, CPU, SyncStatistics()))
     assert found["a"].dtype == torch.float32 and torch.equal(found["a"], whole["a"].full_tensor())
     assert found["b"].dtype == torch.float32
 
 
-def test_a_norm_does_not_keep_its_layers_matrices(one_process_group):
+def test_a_norm_does_not_keep_its_layers_matrices(one_process_group, monkeypatch):
+    monkeypatch.setattr(gather, "TOGETHER_BYTES", 0)
     params = sharded(init_device_mesh("cpu", (1,))).state_dict(keep_vars=True)
     norms, matrices = [], []
-    for name, tensor in gathered(params, CPU, SyncStatistics()):
-        if name.endswith("norm"):
+    for name, tensor in Gather().stream(params, CPU, SyncStatistics()):
+        if tensor.ndim == 1:
             norms.append(tensor)
-        elif name.endswith("q.weight"):
+        elif names_of(name)[0].startswith("layers."):
             matrices.append(weakref.ref(tensor))
         del tensor
-    assert len(norms) == 2 and all(matrix() is None for matrix in matrices)
+    assert len(norms) == 4 and len(matrices) == 4 and all(matrix() is None for matrix in matrices)
 
 
-@pytest.mark.parametrize(
-    "below",
-    [
-        lambda q, rest: rest[128:],  # a gap
-        lambda q, rest: rest[:128, :64],  # other columns
-        lambda q, rest: rest[:128].clone(),
-        lambda q, rest: rest[:128].view(torch.int16),
-        lambda q, rest: rest[0],
-        lambda q, rest: q,
-    ],
-)
-def test_what_does_not_lie_right_below_is_not_joined(below):
-    storage = torch.randn(512, 128, dtype=torch.bfloat16)
-    q, rest = storage[:128], storage[128:]
-    assert continues(q, rest[:128])
-    assert not continues(q, below(q, rest))
+def test_layers_are_gathered_together_up_to_a_bound(one_process_group, monkeypatch):
+    params = sharded(init_device_mesh("cpu", (1,))).state_dict(keep_vars=True)
+    of_a_layer = sum(2 * tensor.numel() for name, tensor in params.items() if name.startswith("layers.0."))
+
+    def spans(most: int) -> int:
+        monkeypatch.setattr(gather, "TOGETHER_BYTES", most)
+        names = [names_of(name) for name, _ in Gather().stream(params, CPU, SyncStatistics())]
+        return sum(any(name.endswith("q.weight") for name in each) for each in names)
+
+    assert (spans(2 * of_a_layer), spans(2 * of_a_layer - 1), spans(0)) == (1, 2, 2)
+
+
+def test_what_is_not_alike_is_not_stacked(one_process_group):
+    params = sharded(init_device_mesh("cpu", (1,))).state_dict(keep_vars=True)
+    stream = Gather(lambda name: name.endswith("v.weight")).stream(params, CPU, SyncStatistics())
+    stacks = [name.names for name, _ in stream if isinstance(name, Stack)]
+    assert ("layers.0.v.weight", "layers.1.v.weight") in stacks
+    of_q = next(names for names in stacks if "layers.0.q.weight" in names)
+    assert "layers.0.k.weight" in of_q and "layers.0.v.weight" not in of_q
+
+
+def test_stacks_are_kept_from_sync_to_sync_and_found_again_for_other_parameters(one_process_group):
+    gathers, mesh = Gather(), init_device_mesh("cpu", (1,))
+    params = sharded(mesh).state_dict(keep_vars=True)
+
+    def stacks(params) -> list[Stack]:
+        return [name for name, _ in gathers.stream(params, CPU, SyncStatistics()) if isinstance(name, Stack)]
+
+    first = stacks(params)
+    assert all(one is other for one, other in zip(first, stacks(params), strict=True))
+    with torch.no_grad():
+        params["layers.0.norm"].to_local().fill_(3.0)
+    found = dict(apart(gathers.stream(params, CPU, SyncStatistics())))
+    assert (found["layers.0.norm"] == 3).all(), "the stacks are kept, the weights are not"
+    params.pop("layers.1.odd.weight")
+    assert stacks(params) != first and "layers.1.odd.weight" not in dict(
+        apart(gathers.stream(params, CPU, SyncStatistics()))
+    )
+    check(mesh, gathers)
+    kept = [before for _, before in gathers._seen]
+    del params, found
+    gc.collect()
+    assert all(before() is None for before in kept), "parameters that FSDP drops are not kept"
+
+
+def test_a_tied_parameter_is_left_out_where_the_rollout_has_it_once(one_process_group):
+    params = dict(sharded(init_device_mesh("cpu", (1,))).state_dict(keep_vars=True))
+    params["head"] = params["embed.weight"]
+    gathers, statistics = Gather(tied=True), SyncStatistics()
+    found = dict(apart(gathers.stream(params, CPU, statistics)))
+    assert "head" not in found and gathers.tied == {"head": "embed.weight"}
+    assert statistics.stock_bytes == sum(tensor.nbytes for tensor in as_verl_sends(params).values())
+    gathers = Gather()
+    assert "head" in dict(apart(gathers.stream(params, CPU, SyncStatistics()))) and gathers.tied == {}

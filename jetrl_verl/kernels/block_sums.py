@@ -1,0 +1,128 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""64-bit sums of the 128x128 blocks of one-byte matrices, for the contract check (formats/sums.py says what they are).
+
+A rollout's live parameters are summed by one launch: a table has where each matrix begins, and a program finds the one
+whose block is its own by halving. One program a block; integers modulo 2^64, so no order of additions shows. Each byte
+is read once, where torch's own product and sum write and read an intermediate as large as the matrix.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton.language as tl
+
+from jetrl_verl.kernels.device.launch import jit
+from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.operator import operator
+from jetrl_verl.reference import BLOCK
+
+_WORDS = BLOCK // 8
+_LAUNCH = {"num_warps": 4}
+
+
+@jit
+def _sum_of_block(words_ptr, constants_ptr, row_block, column_block, words_per_row, BLOCK: tl.constexpr):
+    WORDS: tl.constexpr = BLOCK // 8
+    row, word = tl.arange(0, BLOCK), tl.arange(0, WORDS)
+    first = row_block.to(tl.int64) * BLOCK * words_per_row + column_block * WORDS
+    words = tl.load(words_ptr + first + row[:, None] * words_per_row + word[None, :])
+    constants = tl.load(constants_ptr + row[:, None] * WORDS + word[None, :])
+    return tl.sum(tl.sum(words * constants, axis=1), axis=0)
+
+
+@jit
+def _one_kernel(words_ptr, constants_ptr, out_ptr, words_per_row, BLOCK: tl.constexpr):
+    column, row = tl.program_id(0), tl.program_id(1)
+    value = _sum_of_block(words_ptr, constants_ptr, row, column, words_per_row, BLOCK)
+    tl.store(out_ptr + row * tl.num_programs(0) + column, value)
+
+
+@jit
+def _many_kernel(table_ptr, constants_ptr, out_ptr, matrices, HALVINGS: tl.constexpr, BLOCK: tl.constexpr):
+    """``table_ptr``: int64 ``[matrices, 3]``, the blocks in front of a matrix, its address, its blocks in a row."""
+    block = tl.program_id(0)
+    found, behind = 0, matrices
+    for _ in tl.static_range(HALVINGS):
+        middle = (found + behind) // 2
+        inside = tl.load(table_ptr + middle * 3) <= block
+        found = tl.where(inside, middle, found)
+        behind = tl.where(inside, behind, middle)
+    entry = table_ptr + found * 3
+    at = block - tl.load(entry)
+    words_ptr = tl.load(entry + 1).to(tl.pointer_type(tl.int64))
+    in_a_row = tl.load(entry + 2)
+    value = _sum_of_block(words_ptr, constants_ptr, at // in_a_row, at % in_a_row, in_a_row * (BLOCK // 8), BLOCK)
+    tl.store(out_ptr + block, value)
+
+
+@implements("block_sums", "reference")
+def reference_block_sums(matrices: Sequence[torch.Tensor], constants: torch.Tensor) -> torch.Tensor:
+    """As :func:`block_sums`, a product and a sum of torch's for each matrix."""
+    constants, found = constants.view(1, BLOCK, 1, _WORDS), []
+    for matrix in matrices:
+        # contiguous(): a row-parallel shard's slice of columns cannot be viewed as 64-bit words otherwise.
+        words = matrix.contiguous().view(torch.int64).view(-1, BLOCK, matrix.shape[1] // BLOCK, _WORDS)
+        found.append((words * constants).sum(dim=(1, 3)).view(-1))
+    return torch.cat(found)
+
+
+@lru_cache(maxsize=8)
+def _table(places: tuple[tuple[int, int, int], ...], device: torch.device) -> torch.Tensor:
+    """Kept: where live parameters lie is the same in every sync."""
+    # From memory that is not pinned: the driver has read it when the call returns, and nobody waits for the stream.
+    return torch.tensor(places, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
+
+
+@implements("block_sums", "triton")
+def triton_block_sums(matrices: Sequence[torch.Tensor], constants: torch.Tensor) -> torch.Tensor:
+    """As :func:`block_sums`, by one launch."""
+    matrices = [matrix.contiguous() for matrix in matrices if matrix.numel()]
+    blocks = sum(matrix.numel() for matrix in matrices) // BLOCK**2
+    out = torch.empty(blocks, dtype=torch.int64, device=constants.device)
+    if len(matrices) == 1:
+        (matrix,) = matrices
+        n, k = matrix.shape
+        words = matrix.view(torch.int64)
+        _one_kernel[k // BLOCK, n // BLOCK](words, constants, out, k // 8, BLOCK=BLOCK, **_LAUNCH)
+    elif matrices:
+        places, start = [], 0
+        for matrix in matrices:
+            places.append((start, matrix.data_ptr(), matrix.shape[1] // BLOCK))
+            start += matrix.numel() // BLOCK**2
+        table, halvings = _table(tuple(places), out.device), len(places).bit_length()
+        _many_kernel[blocks,](table, constants, out, len(places), HALVINGS=halvings, BLOCK=BLOCK, **_LAUNCH)
+    return out
+
+
+def _fake(matrices: Sequence[torch.Tensor], constants: torch.Tensor) -> torch.Tensor:
+    return constants.new_empty(sum(matrix.numel() for matrix in matrices) // BLOCK**2)
+
+
+@operator("block_sums(Tensor[] matrices, Tensor constants) -> Tensor", fake=_fake)
+def _block_sums(matrices: Sequence[torch.Tensor], constants: torch.Tensor) -> torch.Tensor:
+    for matrix in matrices:
+        if matrix.ndim != 2 or matrix.itemsize != 1 or matrix.shape[0] % BLOCK or matrix.shape[1] % BLOCK:
+            raise ValueError(
+                f"block_sums: a matrix is {list(matrix.shape)} {matrix.dtype}, expected one byte an element and two "
+                f"multiples of {BLOCK}"
+            )
+    return lookup("block_sums", constants.device)(matrices, constants)
+
+
+def block_sums(matrices: Sequence[torch.Tensor], constants: torch.Tensor) -> torch.Tensor:
+    """Sums of the 128x128 blocks of matrices, their bytes as 64-bit words times ``constants``, modulo 2^64.
+
+    Args:
+        matrices: at least one, ``[N, K]`` of one byte an element, N and K multiples of 128; read where they lie, so on
+            one device.
+        constants: ``[2048]`` int64 of the words of a block, row by row.
+
+    Returns:
+        int64 ``[blocks]``: those of the first matrix, row by row, then of the next.
+
+    Raises:
+        ValueError: a matrix of another form.
+    """
+    return _block_sums(list(matrices), constants)

@@ -19,7 +19,6 @@ MODULES = (
     "checkpoint_tracker",
     "fork_on_cpu",
     "fsdp_on_cpu",
-    "fused_experts",
     "log_probs",
     "process_group_on_cpu",
     "reloadable_weights_on_cpu",

@@ -27,7 +27,6 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.utils.fsdp_utils import fsdp_version
 from verl.utils.model import convert_weight_keys
 from verl.workers.engine import EngineRegistry
-from verl.workers.engine.fsdp import utils as fsdp_utils
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 from jetrl_verl import formats, kernels
@@ -45,8 +44,9 @@ from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
-from jetrl_verl.patches import fused_experts, weight_sync
-from jetrl_verl.sync.wire import SyncStatistics, counted_stock, quantized_by
+from jetrl_verl.patches import weight_sync
+from jetrl_verl.sync.wire import SyncStatistics, quantized_by
+from jetrl_verl.train.flat_gather import FlatGather
 from jetrl_verl.train.gather import Gather
 from jetrl_verl.train.shared_operations import share_operations
 from jetrl_verl.train.weight_stream import stated_routing, weight_stream
@@ -85,6 +85,9 @@ class _JetEngine(ShadowForwards):
     _jetrl_metrics: QuantizationMetrics | None = None
     _jetrl_kept_scales: dict[str, torch.Tensor] | None = None
     """Under ``jetrl.int8_scales=first`` those of the run's first sync, the same on every rank; nothing before it."""
+
+    _jetrl_flat: FlatGather | None = None
+    """Under FSDP1: made of the wrapped module, at the first sync."""
 
     def _build_module(self) -> torch.nn.Module:
         module = super()._build_module()
@@ -166,18 +169,14 @@ class _JetEngine(ShadowForwards):
             return super().get_per_tensor_param(**kwargs)
         self._jetrl_sync = SyncStatistics()
         device = torch.device(get_device_name())
+        # verl's own stream without adapters, which are not supported with this engine.
         if fsdp_version(self.module) == 2:
-            # verl's own stream without adapters, which are not supported with this engine.
             params = convert_weight_keys(self.module.state_dict(keep_vars=True), self.module)
-            weights, peft_config = self._jetrl_gather.stream(params, device, self._jetrl_sync), None
+            gather = self._jetrl_gather
+            weights = gather.stream(params, device, self._jetrl_sync)
         else:
-            # A patched checkout of verl has the switch in its own module.
-            kept_fused = fsdp_utils.KEPT_FUSED.set(True)
-            try:
-                weights, peft_config = super().get_per_tensor_param(**kwargs)
-            finally:
-                fsdp_utils.KEPT_FUSED.reset(kept_fused)
-            weights = counted_stock(weights, self._jetrl_sync)
+            gather = self._jetrl_flat_gather()
+            weights = gather.stream(device, self._jetrl_sync)
         stream = weight_stream(
             weights,
             config.jetrl,
@@ -188,9 +187,19 @@ class _JetEngine(ShadowForwards):
             self._jetrl_metrics,
             ranks=config.jetrl_rollout_tp,
             routing=self._jetrl_routing,
-            tied=self._jetrl_gather.tied,
+            tied=gather.tied,
         )
-        return stream, peft_config
+        return stream, None
+
+    def _jetrl_flat_gather(self) -> FlatGather:
+        if self._jetrl_flat is None:
+
+            def sent_as(name: str) -> str:
+                return next(iter(convert_weight_keys({name: None}, self.module.module)))
+
+            tied = bool(self.model_config.hf_config.tie_word_embeddings)
+            self._jetrl_flat = FlatGather(self.module, partial(quantized_by, self._jetrl_plans), tied, sent_as)
+        return self._jetrl_flat
 
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         """verl's, after the files' checksums have been read (checkpoint/validation.py)."""
@@ -292,5 +301,4 @@ class JetFSDPEngineWithValueHead(_JetEngine, FSDPEngineWithValueHead):
     """Critic under FSDP1 or FSDP2."""
 
 
-fused_experts.UNFUSE.apply()
 weight_sync.TIME_LIMIT.apply()

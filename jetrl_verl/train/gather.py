@@ -12,7 +12,7 @@ stack (sync/stacks.py), and so do their vectors. Which stacks there are is found
 memory of a GPU is.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 from weakref import ref
 
@@ -30,7 +30,7 @@ TOGETHER_BYTES = 768 * 2**20
 two of an 8B one, less than the embedding of a 4B one, which is gathered at once, too."""
 
 
-class _Tensor(NamedTuple):
+class Gathered(NamedTuple):
     """One weight or several below each other, and which parameters of the span they are."""
 
     name: Name
@@ -49,7 +49,7 @@ class _Span(NamedTuple):
     names: tuple[str, ...]
     mesh: DeviceMesh | None
     rows: tuple[int, ...]
-    tensors: tuple[_Tensor, ...]
+    tensors: tuple[Gathered, ...]
 
 
 class Gather:
@@ -106,12 +106,7 @@ class Gather:
         # Weakly: FSDP may exchange parameters, whose memory is not ours to keep.
         self._seen = [(name, ref(tensor)) for name, tensor in params.items()]
         self._stock_bytes = sum(tensor.numel() * tensor.itemsize for tensor in params.values())
-        first: dict[int, str] = {}
-        self.tied = {}
-        if self._drops_tied:
-            for name, tensor in params.items():
-                if first.setdefault(id(tensor), name) != name:
-                    self.tied[name] = first[id(tensor)]
+        self.tied = second_names(params) if self._drops_tied else {}
         self._spans = []
         names: list[str] = []
         for name in params:
@@ -137,22 +132,34 @@ class Gather:
 
     def _close(self, names: list[str], params: Mapping[str, torch.Tensor]) -> None:
         found, mesh = [params[name] for name in names], _mesh(params[names[0]])
-        groups: dict[Hashable, list[int]] = {}
-        for i, (name, tensor) in enumerate(zip(names, found, strict=True)):
-            if tensor.ndim > 2 or mesh is None:
-                key = name  # experts are as many rows as a stack has
-            else:
-                # Vectors have a tensor of their own: norms are kept until the end of a sync and would keep a matrix.
-                key = (tensor.shape[1], self._alike(name)) if tensor.ndim == 2 else ()
-            groups.setdefault(key, []).append(i)
-        tensors = []
-        for members in groups.values():
-            rows = tuple(found[i].shape[0] if found[i].ndim else 1 for i in members)
-            name = names[members[0]] if len(members) == 1 else Stack(tuple(names[i] for i in members), rows)
-            shape = (sum(rows), *found[members[0]].shape[1:])
-            tensors.append(_Tensor(name, shape, tuple(members)))
-        rows = tuple(tensor.shape[0] if tensor.ndim else 1 for tensor in found)
-        self._spans.append(_Span(tuple(names), mesh, rows, tuple(tensors)))
+        shapes = [tuple(tensor.shape) for tensor in found]
+        rows = tuple(shape[0] if shape else 1 for shape in shapes)
+        self._spans.append(_Span(tuple(names), mesh, rows, tensors_of(names, shapes, self._alike)))
+
+
+def tensors_of(
+    names: Sequence[str], shapes: Sequence[tuple[int, ...]], alike: Callable[[str], Hashable]
+) -> tuple[Gathered, ...]:
+    """What is made of parameters that are gathered together: a stack of those that are equally wide and ``alike``."""
+    groups: dict[Hashable, list[int]] = {}
+    for i, (name, shape) in enumerate(zip(names, shapes, strict=True)):
+        # Vectors have a tensor of their own: norms are kept until the end of a sync and would keep a matrix. Experts
+        # are as many rows as a stack has.
+        key = {1: (), 2: (shape[-1:], alike(name))}.get(len(shape), name)
+        groups.setdefault(key, []).append(i)
+    tensors = []
+    for members in groups.values():
+        rows = tuple(shapes[i][0] if shapes[i] else 1 for i in members)
+        name = names[members[0]] if len(members) == 1 else Stack(tuple(names[i] for i in members), rows)
+        shape = (sum(rows), *shapes[members[0]][1:]) if shapes[members[0]] else ()
+        tensors.append(Gathered(name, shape, tuple(members)))
+    return tuple(tensors)
+
+
+def second_names(params: Mapping[str, object]) -> dict[str, str]:
+    """Name of a parameter that was there before -> the first one."""
+    first: dict[int, str] = {}
+    return {name: found for name, param in params.items() if (found := first.setdefault(id(param), name)) != name}
 
 
 def _layer(name: str) -> str | None:
@@ -216,7 +223,7 @@ def _of_all_ranks(span: _Span, locals_: list[torch.Tensor], ranks: int) -> list[
 
 def _arrange(
     span: _Span,
-    tensor: _Tensor,
+    tensor: Gathered,
     target: torch.Tensor,
     given: torch.Tensor,
     targets: list[torch.Tensor],

@@ -22,7 +22,6 @@ TESTS = Path(__file__).parents[1]
 OWN_TESTS = {
     "patches/test_attention_name_on_cpu.py": "",
     "patches/test_cpu_platform_on_cpu.py": "",
-    "patches/test_fused_experts_on_cpu.py": "",
     "patches/test_log_probs_on_cpu.py": "",
     "patches/test_replay_buffer_on_cpu.py": "",
     "patches/test_weight_sync_on_cpu.py": "",

@@ -9,6 +9,7 @@ from tensordict import TensorDict
 
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
+from jetrl_verl.sync.stacks import parts_of
 from jetrl_verl.sync.wire import is_packed, unpacked
 
 
@@ -117,10 +118,11 @@ def train(engine, seed: int, **form) -> float | None:
 
 
 def sent(engine) -> dict[str, torch.Tensor]:
-    """A weight sync's stream, packed tensors under their own names."""
+    """A weight sync's stream, packed and stacked tensors under their own names."""
     stream, _ = engine.get_per_tensor_param()
     found = {}
     for name, tensor in stream:
         copy = tensor.clone()
-        found |= dict(unpacked(name, copy)) if is_packed(name) else {name: copy}
+        for item in unpacked(name, copy) if is_packed(name) else [(name, copy)]:
+            found |= dict(parts_of(*item))
     return found

@@ -14,6 +14,9 @@ verl's own extension loads the buckets; this one wraps it with two duties.
 limit, so a loader that raises in the middle leaves it waiting for ever. Here an exception is kept, the remaining
 buckets are acknowledged unread, and it is raised at the end, when the remote call's result carries it to the trainer.
 
+*Copies.* At its first sync a worker loads by verl's and vLLM's loaders and records what they copy; later ones repeat it
+(rollout/copies.py).
+
 *The contract.* Behind the weights come the trainer's sums (sync/contract.py); they are compared with what the live
 parameters hold after loading.
 """

@@ -201,7 +201,7 @@ class ContractReceiver:
     """Collects the trainer's statement from a sync's stream and compares it with live parameters.
 
     One that is kept for the next sync (:meth:`start`) keeps where what is compared lies, too: 8 bytes for each sum on
-    the worker's device, 5 MB for a model of 4B.
+    the worker's device, 6 MB for a model of 4B.
     """
 
     def __init__(self) -> None:

@@ -61,9 +61,3 @@ def parts_of(name: Name, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tens
         yield name, tensor
     else:
         yield from zip(name.names, tensor.split(name.lengths(len(tensor))), strict=True)
-
-
-def apart(stream) -> Iterator[tuple[str, torch.Tensor]]:
-    """A stream without stacks: each weight by itself, under its own name."""
-    for name, tensor in stream:
-        yield from parts_of(name, tensor)

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from streams import apart
 
 from jetrl_verl import formats, kernels
 from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.formats.sums import element_sums, row_sums
 from jetrl_verl.sync import contract, wire
 from jetrl_verl.sync.contract import ContractReceiver, ContractViolation, LiveParameter, LiveTensor, with_contract
-from jetrl_verl.sync.stacks import Stack, apart, parts_of
+from jetrl_verl.sync.stacks import Stack, parts_of
 from jetrl_verl.sync.wire import is_packed, packed, unpacked
 
 ODD = {

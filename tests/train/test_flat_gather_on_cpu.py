@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from streams import apart
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -15,7 +16,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from two_processes import WORLD, run_in_two_processes
 
-from jetrl_verl.sync.stacks import Stack, apart
+from jetrl_verl.sync.stacks import Stack
 from jetrl_verl.sync.wire import SyncStatistics
 from jetrl_verl.train import flat_gather
 from jetrl_verl.train.flat_gather import FlatGather

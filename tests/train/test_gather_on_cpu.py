@@ -8,13 +8,14 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from streams import apart
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from two_processes import WORLD, run_in_two_processes
 
-from jetrl_verl.sync.stacks import Stack, apart, names_of
+from jetrl_verl.sync.stacks import Stack, names_of
 from jetrl_verl.sync.wire import SyncStatistics
 from jetrl_verl.train import gather
 from jetrl_verl.train.gather import Gather

@@ -49,7 +49,6 @@ ELSEWHERE = {
     "_handle": "torch.distributed.fsdp._common_utils:_FSDPState",
     "_initializing": "importlib._bootstrap:ModuleSpec",
     "_is_padding_mask": "torch.distributed.fsdp._flat_param:FlatParameter",
-    "_local_shard": "torch.distributed.fsdp._flat_param:FlatParameter",
     "_local_tensor": "torch.distributed.tensor:DTensor",
     "_name_or_path": "transformers.configuration_utils:PreTrainedConfig",
     "_non_persistent_buffers_set": "torch.nn.modules.module:Module",

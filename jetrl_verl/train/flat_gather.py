@@ -194,9 +194,8 @@ def _span(units: list[_Unit], alike: Callable[[str], Hashable]) -> _Span:
 @torch.no_grad()
 def _whole(span: _Span, device: torch.device) -> list[tuple[Name, torch.Tensor]]:
     ranks, parts = _ranks(span.units[0]), [unit.part for unit in span.units]
-    # What FSDP computes with may be in its place, gathered or BF16; before the first forward there is nothing else.
-    flat = [unit.handle.flat_param for unit in span.units]
-    mine = [getattr(each, "_local_shard", each).detach().to(device, non_blocking=True) for each in flat]
+    # Outside of a forward and a backward a flat parameter is this rank's part, in the optimizer's precision.
+    mine = [unit.handle.flat_param.detach().to(device, non_blocking=True) for unit in span.units]
     gathered = torch.empty(ranks * sum(parts), dtype=torch.bfloat16, device=device)
     given = gathered if ranks == 1 else torch.empty(sum(parts), dtype=torch.bfloat16, device=device)
     torch._foreach_copy_(list(given.split(parts)), mine)

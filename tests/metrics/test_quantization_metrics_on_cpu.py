@@ -24,6 +24,7 @@ from jetrl_verl.metrics.sample import SAMPLED_LAYERS, shares, tally
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.reference import dequantize_1x128, quantize_1x128, quantize_128x128
+from jetrl_verl.sync.stacks import Stack
 from jetrl_verl.sync.wire import quantize_stream
 
 TOKENS = torch.arange(3 * 100).reshape(3, 100) % 64
@@ -319,6 +320,48 @@ def test_what_is_kept_of_a_large_weight_is_bounded_and_covers_all_blocks(monkeyp
     positions = torch.arange(qdata.numel()).view(qdata.shape).flatten()[:: qdata.numel() // 2**10 | 1]
     assert len({(p // 256 // 128, p % 256 // 128) for p in positions.tolist()}) == 2
     assert len({p % 256 for p in positions.tolist()}) == 256
+
+
+def stacked(model):
+    """q, k, v, gate and up of all layers in one tensor, o and down in another, and all norms."""
+    state = model.state_dict()
+    ends = [("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj",), ("down_proj",), ("norm", "layernorm")]
+    for end in ends:
+        names = [name for name in state if name.endswith(tuple(f"{each}.weight" for each in end))]
+        yield Stack(tuple(names), tuple(len(state[name]) for name in names)), torch.cat([state[name] for name in names])
+    yield from ((name, state[name]) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+
+
+@pytest.mark.parametrize("sampled", [2**16, 2**10])
+def test_of_a_stack_each_kind_has_its_own_changes(monkeypatch, sampled):
+    monkeypatch.setattr(quantization, "SAMPLED_QDATA", sampled)
+    model, plans = jet_model(num_hidden_layers=2)
+    in_stacks, alone = CodeChanges(plans), CodeChanges(plans)
+    for step in range(2):
+        list(in_stacks.watch(quantize_stream(stacked(model), plans, "fp32")))
+        list(alone.watch(stream_of(model, plans)))
+        found, expected = in_stacks.metrics(), alone.metrics()
+        if step == 0:
+            for name, parameter in model.named_parameters():
+                if name.endswith(("v_proj.weight", "down_proj.weight")):
+                    parameter.data.add_(torch.randn_like(parameter))
+    assert found.keys() == expected.keys() and expected["qdata_changed/qkv"] > 0.1
+    assert all(found[f"{what}_changed/{kind}"] == 0 for what in ("qdata", "scales") for kind in ("o", "gate_up"))
+    for name in expected:
+        assert found[name] == pytest.approx(expected[name], abs=0 if sampled == 2**16 else 0.1)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.mlp.up_proj.weight", "model.layers.1.post_attention_layernorm.weight"]
+)
+def test_a_weight_of_a_stack_that_is_no_number_is_named(name):
+    model, plans = jet_model(num_hidden_layers=2)
+    list(refuse_non_finite(quantize_stream(stacked(model), plans, "fp32")))
+    list(refuse_non_finite(quantize_stream(stacked(model), {}, "fp32")))
+    dict(model.named_parameters())[name].data.view(-1)[-3] = float("nan")
+    for quantized in (plans, {}):
+        with pytest.raises(NonFiniteWeightError, match=f"weight sync: {name} of the trainer holds NaN"):
+            list(refuse_non_finite(quantize_stream(stacked(model), quantized, "fp32")))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -93,13 +93,17 @@ def check(module) -> None:
         stacks = [name.names for name, _ in items if isinstance(name, Stack)]
         assert tuple(f"layers.{i}.{name}.weight" for i in range(3) for name in "qk") in stacks
         # After a step what FSDP computes with has been in the vector's place.
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
         module(torch.arange(5)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+        with torch.no_grad():
+            module(torch.arange(5))  # behind which SHARD_GRAD_OP keeps whole vectors
     tied = FlatGather(module, tied=True)
-    left = dict(apart(tied.stream(CPU, SyncStatistics())))
+    left = {name: tensor.clone() for name, tensor in apart(tied.stream(CPU, SyncStatistics()))}
     assert tied.tied == {"head.weight": "embed.weight"} and left.keys() == found.keys() - {"head.weight"}
+    want = expected(module)
+    assert all(torch.equal(tensor, want[name].to(tensor.dtype)) for name, tensor in left.items())
 
 
 def on_two_ranks(rank: int) -> None:

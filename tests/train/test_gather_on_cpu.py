@@ -12,7 +12,7 @@ from streams import apart
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from two_processes import WORLD, run_in_two_processes
 
 from jetrl_verl.sync.stacks import Stack, names_of
@@ -153,13 +153,15 @@ def test_stacks_are_kept_from_sync_to_sync_and_found_again_for_other_parameters(
         params["layers.0.norm"].to_local().fill_(3.0)
     found = dict(apart(gathers.stream(params, CPU, SyncStatistics())))
     assert (found["layers.0.norm"] == 3).all(), "the stacks are kept, the weights are not"
+    narrower = params | {"layers.0.norm": distribute_tensor(torch.randn(64), mesh, [Shard(0)])}
+    assert len(dict(apart(gathers.stream(narrower, CPU, SyncStatistics())))["layers.0.norm"]) == 64
     params.pop("layers.1.odd.weight")
     assert stacks(params) != first and "layers.1.odd.weight" not in dict(
         apart(gathers.stream(params, CPU, SyncStatistics()))
     )
     check(mesh, gathers)
     kept = [before for _, before in gathers._seen]
-    del params, found
+    del params, found, narrower
     gc.collect()
     assert all(before() is None for before in kept), "parameters that FSDP drops are not kept"
 

@@ -166,7 +166,8 @@ def packed(stream: Iterable[tuple[Name, torch.Tensor]]) -> Iterator[tuple[str, t
 
 def _large(name: Name, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(name, str):
-        yield name, tensor
+        # A manifest may have any length, and the piece behind it begins where it ends.
+        yield (name, tensor) if tensor.nbytes % _ALIGNED == 0 else _pack([(name, tensor)])
     elif tensor.nbytes <= _STACK_BYTES:
         yield _named([(name, tensor)]), tensor.view(torch.uint8).view(-1)
     else:

@@ -42,4 +42,5 @@ def test_weights_are_quantized_and_sent_by_the_stack(found):
 
 def test_waits_do_not_grow_with_the_layers(found):
     waits = {side: sum(found["jet_fp8"]["counts"][side]["waits"].values()) for side in ("sender", "receiver")}
-    assert waits["sender"] <= 3 and waits["receiver"] <= 5
+    # One of the receiver's is the probe's write into pages, which waits on a CPU alone.
+    assert waits["sender"] <= 3 and waits["receiver"] <= 6

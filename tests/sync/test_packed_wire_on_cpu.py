@@ -64,6 +64,18 @@ def test_large_tensors_pass_in_their_order_and_packs_are_bounded(monkeypatch):
     assert all(same(arrived(pieces)[name], tensor) for name, tensor in sent)
 
 
+def test_what_follows_a_large_tensor_of_any_length_begins_on_a_word():
+    """As behind a manifest of many names, where bytes of a bucket follow each other."""
+    odd = torch.arange(wire._SMALL + 3).to(torch.uint8)
+    pieces = list(packed([("odd", odd), ("sums", torch.arange(5))]))
+    assert [piece.nbytes % 16 for _, piece in pieces] == [0, 0]
+    bucket, start, got = torch.cat([piece for _, piece in pieces]), 0, {}
+    for name, piece in pieces:
+        got |= dict(unpacked(name, bucket[start : start + piece.nbytes]))
+        start += piece.nbytes
+    assert torch.equal(got["odd"], odd) and torch.equal(got["sums"], torch.arange(5))
+
+
 def test_a_stack_is_one_piece_in_bounds_and_one_weight_alone_has_none(monkeypatch):
     monkeypatch.setattr(wire, "_SMALL", 64)
     monkeypatch.setattr(wire, "_STACK_BYTES", 1024)

@@ -85,12 +85,14 @@ class Copies:
         done, others = [], []
         runs: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         parts: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        fills: list[tuple[torch.Tensor, float]] = []
         for name, tensor in pieces:
             known = self._known.get(_key(name, tensor))
             if known is None or tensor.data_ptr() % _WORD:
                 others.append((name, tensor))
                 continue
             done.append((name, tensor))
+            fills += known.fills
             whole = tensor.view(-1)
             if known.sizes:
                 words = whole.view(torch.int64).split_with_sizes(known.sizes)
@@ -105,9 +107,8 @@ class Copies:
         for targets, sources in (runs, *parts.values()):
             if targets:
                 torch._foreach_copy_(targets, sources)
-        for name, tensor in done:
-            for target, value in self._known[_key(name, tensor)].fills:
-                target.fill_(value)
+        for target, value in fills:
+            target.fill_(value)
         return done, others
 
     @contextmanager

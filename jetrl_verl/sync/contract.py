@@ -32,7 +32,7 @@ from jetrl_verl.formats.sums import element_sums, row_sums
 from jetrl_verl.models.families.base import Routing
 from jetrl_verl.reference import BLOCK, QuantizedTensor
 from jetrl_verl.sync.stacks import Name, Stack, names_of, parts_of, renamed
-from jetrl_verl.sync.wire import is_packed, unpacked, with_completed
+from jetrl_verl.sync.wire import unpacked, with_completed
 
 MANIFEST_NAME = "jetrl.contract"
 SUM_PREFIX = "jetrl.contract/"
@@ -217,11 +217,10 @@ class ContractReceiver:
         """Keep what belongs to the check (copied: the bucket is reused), return the weights proper, each by itself."""
         rest: list[tuple[str, torch.Tensor]] = []
         for name, tensor in weights:
-            items = list(unpacked(name, tensor)) if is_packed(name) else [(name, tensor)]
+            items = list(unpacked(name, tensor))
             if states(name):
                 # One copy for all that is in the piece; weights are for the loaders, where they lie.
-                copy = tensor.clone()
-                copies = unpacked(name, copy) if is_packed(name) else [(name, copy)]
+                copies = unpacked(name, tensor.clone())
                 items = [item for item, kept in zip(items, copies, strict=True) if not self._keep(*kept)]
             for item in items:
                 rest += parts_of(*item)

@@ -248,11 +248,14 @@ def entries_of(name: str) -> tuple[Entry, ...]:
 
 
 def unpacked(name: str, whole: torch.Tensor) -> Iterator[tuple[Name, torch.Tensor]]:
-    """(name, view) of what :func:`packed` put into a piece, stacks as they were sent.
+    """(name, view) of what :func:`packed` put into a piece, stacks as they were sent; of what it let pass, itself.
 
     Args:
-        name: of the piece. whole: uint8, from where 8-byte elements may lie.
+        name: of the piece. whole: where it is packed uint8, from where 8-byte elements may lie.
     """
+    if not is_packed(name):
+        yield name, whole
+        return
     for entry in entries_of(name):
         yield entry.name, whole[entry.start : entry.stop].view(entry.dtype).view(entry.shape)
 

@@ -30,12 +30,7 @@ ODD = {
 
 
 def arrived(pieces) -> dict[str, torch.Tensor]:
-    return dict(
-        pair
-        for name, whole in pieces
-        for item in (unpacked(name, whole) if is_packed(name) else [(name, whole)])
-        for pair in parts_of(*item)
-    )
+    return dict(pair for name, whole in pieces for item in unpacked(name, whole) for pair in parts_of(*item))
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 from jetrl_verl.sync.stacks import parts_of
-from jetrl_verl.sync.wire import is_packed, unpacked
+from jetrl_verl.sync.wire import unpacked
 
 
 def build(
@@ -122,7 +122,6 @@ def sent(engine) -> dict[str, torch.Tensor]:
     stream, _ = engine.get_per_tensor_param()
     found = {}
     for name, tensor in stream:
-        copy = tensor.clone()
-        for item in unpacked(name, copy) if is_packed(name) else [(name, copy)]:
+        for item in unpacked(name, tensor.clone()):
             found |= dict(parts_of(*item))
     return found

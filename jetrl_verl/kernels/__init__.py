@@ -42,7 +42,7 @@ from jetrl_verl.kernels.gemm_nt_of_ranks import gemm_nt_of_ranks
 from jetrl_verl.kernels.grouped_gemm import grouped_gemm_nt, grouped_gemm_nt_of_ranks, grouped_wgrad
 from jetrl_verl.kernels.kv_cache import QuantizedKV, dequantize_kv, quantize_kv, read_kv, write_kv
 from jetrl_verl.kernels.log_probs import Normalised, log_probs
-from jetrl_verl.kernels.logits import logits
+from jetrl_verl.kernels.logits import gradient_dtype, logits, logits_backward
 from jetrl_verl.kernels.norm_rotary import norm_rotary
 from jetrl_verl.kernels.norm_rotary_write import norm_rotary_write, norm_rotary_write_fp8
 from jetrl_verl.kernels.quantize_1x128 import quantize_1x128, quantize_1x128_and_128x1, quantize_128x1
@@ -95,12 +95,14 @@ __all__ = [
     "gather_relayout_128x1",
     "gemm_int8",
     "gemm_nt",
+    "gradient_dtype",
     "grouped_gemm_nt",
     "grouped_gemm_nt_of_ranks",
     "grouped_wgrad",
     "gemm_nt_of_ranks",
     "log_probs",
     "logits",
+    "logits_backward",
     "norm_rotary",
     "norm_rotary_write",
     "norm_rotary_write_fp8",

@@ -17,6 +17,7 @@ multiprocessor would read all 512 KB of a router's weight in front of everything
 eight of them read 64 KB each.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -170,17 +171,29 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: torch.Tensor):
-        hidden, weight = ctx.saved_tensors
-        # As stock training multiplies them; the CPU has no fast BF16 product.
-        dtype = torch.bfloat16 if gradient.is_cuda else torch.float32
-        gradient = gradient.to(dtype)
-        dhidden = dweight = None
-        if ctx.needs_input_grad[0]:
-            dhidden = (gradient @ weight.to(dtype)).to(hidden.dtype)
-        if ctx.needs_input_grad[1]:
-            rows = gradient.reshape(-1, gradient.shape[-1])
-            dweight = (rows.t() @ hidden.reshape(-1, hidden.shape[-1]).to(dtype)).to(weight.dtype)
-        return dhidden, dweight
+        return logits_backward(gradient.to(gradient_dtype(gradient.device)), *ctx.saved_tensors, ctx.needs_input_grad)
+
+
+def gradient_dtype(device: torch.device) -> torch.dtype:
+    """What the gradient of logits is multiplied in: BF16, as stock training; the CPU has no fast BF16 product."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def logits_backward(
+    gradient: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, needs: Sequence[bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of ``hidden`` and ``weight``, in their dtypes and shapes, each if its entry of ``needs`` is true.
+
+    Args:
+        gradient: of the logits ``[..., V]``, in :func:`gradient_dtype`. hidden: ``[..., K]``. weight: ``[V, K]``.
+    """
+    dhidden = dweight = None
+    if needs[0]:
+        dhidden = (gradient @ weight.to(gradient.dtype)).to(hidden.dtype)
+    if needs[1]:
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        dweight = (rows.t() @ hidden.reshape(-1, hidden.shape[-1]).to(gradient.dtype)).to(weight.dtype)
+    return dhidden, dweight
 
 
 def logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

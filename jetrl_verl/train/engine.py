@@ -41,6 +41,7 @@ from jetrl_verl.kernels import describe_backends
 from jetrl_verl.metrics import hooks
 from jetrl_verl.metrics.quantization import QuantizationMetrics, refuse_to_save_non_finite
 from jetrl_verl.models.plan import plan_linears
+from jetrl_verl.nn.chunked_logits import KEPT_BYTES, mask_unused
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
@@ -48,11 +49,14 @@ from jetrl_verl.patches import weight_sync
 from jetrl_verl.sync.wire import SyncStatistics, quantized_by
 from jetrl_verl.train.flat_gather import FlatGather
 from jetrl_verl.train.gather import Gather
-from jetrl_verl.train.shared_operations import share_operations
+from jetrl_verl.train.shared_operations import TokenNumbers, ask_for, share_operations
 from jetrl_verl.train.weight_stream import stated_routing, weight_stream
 
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)
+
+_NUMBERS = "jetrl_numbers"
+"""Among the arguments of verl's own: names of what ``lm_head`` returns of each token, where that is not logits."""
 
 _UNKEPT_SCALES = (
     "jetrl: the checkpoint %s keeps no scales of weights (its run had no jetrl.int8_scales=first, or an older version)"
@@ -63,20 +67,17 @@ _UNKEPT_SCALES = (
 def mask_unused_vocabulary(model: torch.nn.Module, used: int) -> None:
     """Take all probability from the vocabulary entries from ``used`` on, as the rollout does with minus infinity.
 
-    A padded vocabulary otherwise takes probability in the trainer that it cannot take in the rollout. The value is
-    finite, because verl's entropy multiplies probabilities with logits, and so far from the lowest finite one that a
-    division by the temperature cannot overflow.
+    A padded vocabulary otherwise takes probability in the trainer that it cannot take in the rollout.
 
     Args:
         model: a decoder whose output embedding yields logits ``[..., V]``; from now on it overwrites them in place.
         used: entries with a token, ``len(tokenizer)``.
     """
-
-    def mask(module: torch.nn.Module, inputs: Any, logits: torch.Tensor) -> torch.Tensor:
-        logits[..., used:] = torch.finfo(logits.dtype).min * 2.0**-64
-        return logits
-
-    model.get_output_embeddings().register_forward_hook(mask)
+    head = model.get_output_embeddings()
+    if hasattr(head, "used_vocabulary"):  # the shared operation, which may have no logits to overwrite
+        head.used_vocabulary = used
+    else:
+        head.register_forward_hook(lambda module, inputs, logits: mask_unused(logits, used))
 
 
 class _JetEngine(ShadowForwards):
@@ -133,6 +134,7 @@ class _JetEngine(ShadowForwards):
                 )
         if config.shared_operations:
             counts = share_operations(module, options.kv_cache)
+            self._jetrl_head = module.get_output_embeddings()  # as it is inside of FSDP
             if self.rank == 0:
                 logger.info("jetrl: shared operations in the actor: %s", counts)
         if config.jetrl_role == "actor" and options.metrics:
@@ -245,6 +247,46 @@ class _JetEngine(ShadowForwards):
 class JetFSDPEngine(_JetEngine, FSDPEngineWithLMHead):
     """Policy (actor or reference) under FSDP1 or FSDP2."""
 
+    def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict, dict]:
+        """verl's; with shared operations ``lm_head`` is asked for numbers of each token in the place of logits."""
+        inputs, output_args = super().prepare_model_inputs(micro_batch)
+        config = self.engine_config
+        if isinstance(config, JetFSDPEngineConfig) and config.shared_operations:
+            names, numbers = self._token_numbers(output_args, micro_batch)
+            output_args[_NUMBERS] = names
+            ask_for(self._jetrl_head, numbers)
+        return inputs, output_args
+
+    def _token_numbers(self, output_args: dict, micro_batch: Any) -> tuple[list[str], TokenNumbers]:
+        """Of each token the log-probability of the one that follows it and what verl asks for besides, with names.
+
+        Padding at the end of a packed micro-batch, and a slice of its tokens under Ulysses, are what verl made of them.
+        """
+        asked = partial(tensordict_utils.get_non_tensor_data, micro_batch)
+        following, rows = output_args["input_ids_rmpad_rolled"], None
+        entropy = verl_functional.entropy_from_logits
+        if asked("use_remove_padding", True):
+            temperature = output_args["temperature_rmpad"]
+            entropy = self.compute_entropy_from_logits  # compiled where asked to, for packed batches alone
+        else:
+            lengths = micro_batch["input_ids"].offsets().diff()
+            rows = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
+            temperature = output_args["temperature"].repeat_interleave(lengths)
+        # Not copied where verl knows that all temperatures are 1.
+        unscaled = output_args.get("temperature_is_one", False)
+        others = {"entropy": entropy, "sum_pi_squared": verl_functional.calculate_sum_pi_squared_from_logits}
+        others = {name: function for name, function in others.items() if asked(f"calculate_{name}", False)}
+
+        def compute(logits: torch.Tensor, piece: slice) -> list[torch.Tensor]:
+            found = [kernels.log_probs(logits, following[piece, None], temperature[piece]).squeeze(1)]
+            if others:
+                scaled = logits if unscaled else logits / temperature[piece, None]
+                found += [function(scaled) for function in others.values()]
+            return found
+
+        # With an entropy autograd saves several tensors of the size of the logits: then none are kept.
+        return ["log_probs", *others], TokenNumbers(rows, compute, 0 if others else KEPT_BYTES)
+
     def prepare_model_outputs(self, output: Any, output_args: dict, micro_batch: Any, logits_processor_func: Any):
         """Log-probabilities, and the entropy where asked for, of a micro-batch's tokens; verl's own unless shared.
 
@@ -252,48 +294,15 @@ class JetFSDPEngine(_JetEngine, FSDPEngineWithLMHead):
             ``log_probs``, ``entropy`` and ``sum_pi_squared``, each a jagged ``[sequences, tokens]`` FP32, the entry of
             a token being about the one that follows it.
         """
-        config = self.engine_config
-        if not isinstance(config, JetFSDPEngineConfig) or not config.shared_operations:
+        if _NUMBERS not in output_args:
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
-
-        def asked(name: str, default: bool = False) -> bool:
-            return tensordict_utils.get_non_tensor_data(data=micro_batch, key=name, default=default)
-
-        offsets = micro_batch["input_ids"].offsets()
-        lengths = offsets.diff()
-        packed = asked("use_remove_padding", True)
-        following = output_args["input_ids_rmpad_rolled"]
-        if packed:
-            # Padding at the end, and a slice of the tokens under Ulysses: both are undone below.
-            logits, temperature = output.logits.squeeze(0), output_args["temperature_rmpad"]
-        else:
-            real = torch.arange(output.logits.shape[1], device=lengths.device) < lengths[:, None]
-            logits = output.logits[real]
-            temperature = output_args["temperature"].repeat_interleave(lengths)
-        found = {"log_probs": kernels.log_probs(logits, following[:, None], temperature).squeeze(1)}
-        if asked("calculate_entropy") or asked("calculate_sum_pi_squared"):
-            # Not copied where verl knows that all temperatures are 1: FP32 logits are a step's largest tensor.
-            scaled = logits if output_args.get("temperature_is_one") else logits / temperature[:, None]
-        if asked("calculate_entropy"):
-            found["entropy"] = self._entropy(scaled, packed)
-        if asked("calculate_sum_pi_squared"):
-            found["sum_pi_squared"] = verl_functional.calculate_sum_pi_squared_from_logits(scaled)
-        if packed:
+        found = dict(zip(output_args[_NUMBERS], output.logits, strict=True))
+        if tensordict_utils.get_non_tensor_data(micro_batch, "use_remove_padding", True):
             found = {
                 name: self._gather_and_unpad_packed(values, output_args["pad_size"]) for name, values in found.items()
             }
+        offsets = micro_batch["input_ids"].offsets()
         return {name: torch.nested.nested_tensor_from_jagged(values, offsets) for name, values in found.items()}
-
-    def _entropy(self, scaled: torch.Tensor, packed: bool) -> torch.Tensor:
-        """``[N]`` of logits ``[N, V]``, as verl computes it under the engine's options."""
-        config = self.engine_config
-        # verl compiles it, where asked to, and takes it in chunks for packed batches alone.
-        entropy = self.compute_entropy_from_logits if packed else verl_functional.entropy_from_logits
-        if config.entropy_checkpointing:
-            return torch.utils.checkpoint.checkpoint(entropy, scaled, use_reentrant=False)
-        if packed and config.entropy_from_logits_with_chunking:
-            return entropy(scaled, chunk_size=config.entropy_from_logits_chunk_size)
-        return entropy(scaled)
 
 
 @EngineRegistry.register(model_type="value_model", backend=["fsdp", "fsdp2"], device="cuda", vendor="nvidia")

@@ -18,6 +18,7 @@ runs.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -30,6 +31,7 @@ from jetrl_verl.config.support.table import refuse
 from jetrl_verl.kernels.rms_norm import rms_norm_quantize_1x128
 from jetrl_verl.models.families.base import Experts, Family, leaf
 from jetrl_verl.nn.attention import AttentionCore
+from jetrl_verl.nn.chunked_logits import KEPT_BYTES, Compute, mask_unused, per_token
 from jetrl_verl.nn.gated_mlp import covers, gated_product
 from jetrl_verl.nn.handoff import accept_quantized
 from jetrl_verl.nn.linear import project, quantize_input
@@ -141,8 +143,33 @@ def _attention_forward(
     return getattr(self, leaf(family.o))(out.reshape(*hidden_states.shape[:-1], -1)), None
 
 
-def _logits_forward(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-    return kernels.logits(hidden_states, self.weight)
+@dataclass
+class TokenNumbers:
+    """What a forward asks of ``lm_head`` in the place of logits.
+
+    Attributes:
+        rows: ``[B, S]`` bool, the tokens that it is about; all of them where it is None.
+        compute: see :func:`jetrl_verl.nn.chunked_logits.per_token`.
+        kept_bytes: bytes of logits that stay for backward.
+    """
+
+    rows: torch.Tensor | None
+    compute: Compute
+    kept_bytes: int = KEPT_BYTES
+
+
+def _logits_forward(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Logits ``[B, S, V]``, or what :func:`ask_for` asked this forward for."""
+    asked, self.asked = self.asked, None
+    if asked is None:
+        return mask_unused(kernels.logits(hidden_states, self.weight), self.used_vocabulary)
+    hidden = hidden_states.flatten(0, 1) if asked.rows is None else hidden_states[asked.rows]
+    return per_token(hidden, self.weight, asked.compute, used=self.used_vocabulary, kept_bytes=asked.kept_bytes)
+
+
+def ask_for(head: nn.Module, numbers: TokenNumbers) -> None:
+    """The next forward's ``logits`` are a tuple of ``numbers``. ``head``: lm_head with the shared operation."""
+    head.asked = numbers
 
 
 def _refuse_attention(*_: Any, **__: Any) -> None:
@@ -214,6 +241,7 @@ def share_operations(model: nn.Module, kv_cache: str = formats.UNQUANTIZED) -> d
     rotary.shared_table = kernels.rotary_table(head_dim, config.max_position_embeddings, config.rope_parameters)
     replace("rotary", rotary, _rotary_forward)
     replace("logits", head, _logits_forward)
+    head.asked, head.used_vocabulary = None, None
     # Not with AttentionMaskInterface: masks would be built then.
     AttentionInterface.register(ATTENTION, _refuse_attention)
     config._attn_implementation = ATTENTION

@@ -285,6 +285,7 @@ def test_the_engines_log_probabilities_come_from_the_shared_function(cpu_platfor
         dict(use_remove_padding=remove_padding, temperature=temperature, calculate_entropy=True, pad_token_id=0),
     )
     model = shared("qwen3")
+    engine._jetrl_head = model.lm_head
     with torch.no_grad():
         inputs, arguments = engine.prepare_model_inputs(micro_batch)
         found = engine.prepare_model_outputs(model(**inputs, use_cache=False), arguments, micro_batch, None)

@@ -5,6 +5,7 @@
 from dataclasses import dataclass
 
 from jetrl_verl.formats.catalog import UNQUANTIZED
+from jetrl_verl.nn.chunked_logits import CHUNK_BYTES, KEPT_BYTES
 from jetrl_verl.tools.advise.rollout import WEIGHT_BYTES
 from jetrl_verl.tools.advise.shapes import BF16, Model
 
@@ -13,7 +14,7 @@ GPU_BYTES = 139.8 * GIB
 """Memory of an H200."""
 
 LOGIT_BYTES = 8
-"""Of one logit at the peak of an update: FP32 and its gradient, or BF16, its FP32 softmax and its gradient."""
+"""Of one logit at the peak of an update with stock operations: BF16, its FP32 softmax and its gradient."""
 
 EIGHT_BIT = 0.255
 """Bytes of AdamW's moments in 8 bits over those in FP32 (docs/options.md)."""
@@ -54,12 +55,18 @@ class TrainerMemory:
 
 
 def trainer_memory(
-    model: Model, shards: int, micro_tokens: float, *, checkpointing: bool = True, eight_bit: bool = False
+    model: Model,
+    shards: int,
+    micro_tokens: float,
+    *,
+    checkpointing: bool = True,
+    eight_bit: bool = False,
+    shared: bool = False,
 ) -> TrainerMemory:
     """Bytes of training.
 
     Args:
-        shards: GPUs that FSDP shards over. micro_tokens: of a micro-batch.
+        shards: GPUs that FSDP shards over. micro_tokens: of a micro-batch. shared: whether operations are.
     """
     shard = model.parameters / shards
     layer = model.in_layers / model.layers
@@ -70,10 +77,17 @@ def trainer_memory(
         moments=8 * shard * (EIGHT_BIT if eight_bit else 1),
         step=4 * shard,
         checkpoints=kept * model.layers * micro_tokens,
-        logits=LOGIT_BYTES * model.vocabulary * micro_tokens,
+        logits=_logits(model.vocabulary * micro_tokens, shared),
         gathered=(BF16 * (2 * layer + model.head) if shards > 1 else 0.0) + _beside_experts(model, layer),
         rows=_expert_rows(model, micro_tokens),
     )
+
+
+def _logits(count: float, shared: bool) -> float:
+    """With shared operations the gradient in BF16, what forward kept, and a chunk's gradient in FP32."""
+    if not shared:
+        return LOGIT_BYTES * count
+    return BF16 * count + min(4 * count, KEPT_BYTES) + min(4 * count, CHUNK_BYTES)
 
 
 def _beside_experts(model: Model, layer: float) -> float:

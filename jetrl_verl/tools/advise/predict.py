@@ -212,6 +212,7 @@ def predict(rates: Rates, job: Job, precision: Precision) -> Prediction:
         int(most_trained),
         checkpointing=job.checkpointing,
         eight_bit=job.eight_bit,
+        shared=precision.trainer.operations == "shared",
     )
     fits = memory.sequences(job.prompt + job.response)
     return Prediction(precision.name, phases, schedule, peak, memory, fits)

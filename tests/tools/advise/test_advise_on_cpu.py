@@ -5,6 +5,7 @@
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -220,6 +221,10 @@ def test_memory_is_counted():
     found = trainer_memory(EIGHT, 8, 16384)
     assert found.weights + found.gradients + found.moments == pytest.approx(16 * EIGHT.parameters / 8)
     assert found.logits == 8 * 151936 * 16384 and found.peak > found.state
+    # 2 bytes a logit, 4 GiB that forward kept, 1 GiB of a chunk; a short micro-batch is one chunk, and kept whole.
+    shared = partial(trainer_memory, EIGHT, 8, shared=True)
+    assert shared(16384).logits == 2 * 151936 * 16384 + 5 * 2**30
+    assert shared(1024).logits == (2 + 4 + 4) * 151936 * 1024
     assert trainer_memory(EIGHT, 8, 16384, eight_bit=True).moments == pytest.approx(0.255 * found.moments)
     assert trainer_memory(EIGHT, 8, 16384, checkpointing=False).checkpoints > 10 * found.checkpoints
     ours, stock = (rollout_memory(EIGHT, kind, 0.5, most=256, batched_tokens=8192) for kind in ("fp8", "bf16"))

@@ -1,0 +1,145 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers of tokens by chunks of logits: the bits of logits, log-probabilities and backward one after another."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from jetrl_verl import kernels
+from jetrl_verl.nn import chunked_logits
+from jetrl_verl.nn.chunked_logits import mask_unused, per_token
+
+ROWS, WIDTH, VOCABULARY, USED = 23, 64, 97, 90
+
+
+def operands(dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(ROWS, WIDTH, generator=generator).to(torch.bfloat16).requires_grad_()
+    return hidden, (torch.randn(VOCABULARY, WIDTH, generator=generator) / 4).to(dtype).requires_grad_()
+
+
+TOKENS = torch.arange(ROWS) * 7 % USED
+TEMPERATURES = torch.linspace(0.6, 1.4, ROWS)
+GRADIENT = torch.linspace(-1, 1, ROWS)
+
+
+def log_probs(logits: torch.Tensor, piece: slice) -> list[torch.Tensor]:
+    return [kernels.log_probs(logits, TOKENS[piece, None], TEMPERATURES[piece]).squeeze(1)]
+
+
+def entropy(logits: torch.Tensor) -> torch.Tensor:
+    return torch.logsumexp(logits, -1) - (logits.softmax(-1) * logits).sum(-1)
+
+
+def both(logits: torch.Tensor, piece: slice) -> list[torch.Tensor]:
+    return [*log_probs(logits, piece), entropy(logits / TEMPERATURES[piece, None])]
+
+
+def bytes_of(rows: int) -> int:
+    return 4 * VOCABULARY * rows
+
+
+def whole(compute, read: int, used: int | None, dtype=torch.float32) -> list[torch.Tensor]:
+    """Numbers and both gradients from the logits of all rows; the first ``read`` numbers are in the loss."""
+    hidden, weight = operands(dtype)
+    found = compute(mask_unused(kernels.logits(hidden, weight), used), slice(0, ROWS))
+    sum((GRADIENT * part).sum() for part in found[:read]).backward()
+    return [*found, hidden.grad, weight.grad]
+
+
+@pytest.mark.parametrize("used", [None, USED])
+@pytest.mark.parametrize("chunk, kept", [(1, 0), (5, 0), (5, 12), (5, ROWS), (ROWS, 0), (ROWS, ROWS), (100, 100)])
+@pytest.mark.parametrize("compute, read", [(log_probs, 1), (both, 1), (both, 2)])
+def test_every_bit_is_that_of_all_logits_at_once(compute, read, chunk, kept, used):
+    expected = whole(compute, read, used)
+    hidden, weight = operands()
+    limits = dict(used=used, kept_bytes=bytes_of(kept), chunk_bytes=bytes_of(chunk))
+    found = per_token(hidden, weight, compute, **limits)
+    sum((GRADIENT * part).sum() for part in found[:read]).backward()
+    for ours, theirs in zip([*found, hidden.grad, weight.grad], expected, strict=True):
+        assert torch.equal(ours, theirs)
+    with torch.no_grad():
+        for ours, theirs in zip(per_token(hidden, weight, compute, **limits), expected[: len(found)], strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_a_weight_in_bf16_has_its_gradient_in_bf16():
+    expected = whole(log_probs, 1, None, torch.bfloat16)
+    hidden, weight = operands(torch.bfloat16)
+    (found,) = per_token(hidden, weight, log_probs, chunk_bytes=bytes_of(4), kept_bytes=0)
+    (GRADIENT * found).sum().backward()
+    assert torch.equal(hidden.grad, expected[1]) and torch.equal(weight.grad, expected[2])
+    assert (hidden.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_what_needs_no_gradient_gets_none(frozen):
+    expected = whole(log_probs, 1, None)
+    operand = dict(zip(("hidden", "weight"), operands(), strict=True))
+    operand[frozen].requires_grad_(False)
+    per_token(**operand, compute=log_probs, chunk_bytes=bytes_of(5))[0].backward(GRADIENT)
+    assert operand[frozen].grad is None
+    other = "weight" if frozen == "hidden" else "hidden"
+    assert torch.equal(operand[other].grad, expected[1 if other == "hidden" else 2])
+
+
+def test_a_retained_graph_has_the_same_gradients_again():
+    hidden, weight = operands()
+    (found,) = per_token(hidden, weight, log_probs, chunk_bytes=bytes_of(5), kept_bytes=bytes_of(12))
+    first = torch.autograd.grad(found, (hidden, weight), GRADIENT, retain_graph=True)
+    for ours, theirs in zip(torch.autograd.grad(found, (hidden, weight), GRADIENT), first, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_no_rows_have_no_numbers():
+    hidden, weight = operands()
+    empty = hidden.detach()[:0].requires_grad_()
+    found = per_token(empty, weight, both)
+    assert [part.shape for part in found] == [(0,), (0,)]
+    sum(part.sum() for part in found).backward()
+    assert empty.grad.shape == (0, WIDTH) and not weight.grad.any()
+
+
+@pytest.mark.parametrize("kept, again", [(0, 5), (4, 5), (12, 3), (ROWS, 0)])
+def test_backward_computes_again_only_what_was_not_kept(kept, again, monkeypatch):
+    calls = []
+    stock = kernels.logits
+    monkeypatch.setattr(chunked_logits.kernels, "logits", lambda *operands: calls.append(1) or stock(*operands))
+    hidden, weight = operands()
+    (found,) = per_token(hidden, weight, log_probs, chunk_bytes=bytes_of(5), kept_bytes=bytes_of(kept))
+    assert len(calls) == 5
+    found.sum().backward()
+    assert len(calls) == 5 + again
+
+
+class Sizes(TorchDispatchMode):
+    """Bytes of the distinct storages that operators return, those of at least ``least``."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least, self.found = least, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        before = {t.untyped_storage()._cdata for t in args if isinstance(t, torch.Tensor)}
+        storage = result.untyped_storage() if isinstance(result, torch.Tensor) else None
+        if storage is not None and storage._cdata not in before and storage.nbytes() >= self.least:
+            self.found.append((str(function), tuple(result.shape)))
+        return result
+
+
+def test_nothing_but_the_gradient_has_the_size_of_all_logits():
+    hidden, weight = operands()
+    least = bytes_of(ROWS)  # a weight in BF16, and hidden rows, are smaller
+    with Sizes(least) as forward:
+        found = per_token(hidden, weight, both, chunk_bytes=bytes_of(5), kept_bytes=0)
+    with Sizes(least) as backward:
+        sum((GRADIENT * part).sum() for part in found).backward()
+    products = {(VOCABULARY, WIDTH), (WIDTH, VOCABULARY)}
+    assert [made for made in forward.found if made[1] not in products] == []
+    assert {made[1] for made in backward.found if made[1] not in products} == {(ROWS, VOCABULARY)}
+    assert len([made for made in backward.found if made[1] == (ROWS, VOCABULARY)]) == 1
+    with Sizes(least) as together:
+        whole(both, 2, None)
+    assert len([made for made in together.found if made[1] == (ROWS, VOCABULARY)]) > 4, "the test can see them"

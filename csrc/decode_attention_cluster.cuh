@@ -7,7 +7,8 @@
 //
 // Each byte is brought once. Block r brings the keys of every C-th block of 128 keys and computes their scores, which
 // the copy engine sends to the other blocks' shared memory, with the values' scales in front; of values it brings its
-// own 128 / C features. The softmax, one chain over all keys, each block computes for itself from the same scores.
+// own 128 / C features, 16 bytes a lane: the loop by which a warp hands bulk copies to the copy engine, one lane after
+// the other, costs as much for a piece of 256 bytes as for one of 2,048. The softmax, one chain over all keys, each block computes for itself from the same scores.
 
 #pragma once
 
@@ -29,19 +30,20 @@ namespace jetrl {
 //   kPieces                             stages that the keys, and the values, of a block of 128 take
 //   kKeyStages, kKeyStage, kValueStages, kValueStage, kPlaces     stages and their bytes; places of scores
 //   kOutputWarps, kChunks               warps of O and how many times 16 features each has
-//   kKeyWarps, kValueWarps              warps that copy
-//   kKeyArrivals, kValueArrivals        arrivals that a full stage has of them
+//   kSoftmaxWarps                       warps of softmax
+//   kKeyWarps, kKeyArrivals             warps that copy keys; arrivals that a full stage has of them
 //   part_of, unit_of_part               which warp has a unit's scores, and as which of its two
 //   Queries, multiply                   Q as an operand; K Q^T
 //   accumulate, store                   O += V^T P^T of all blocks of keys; two features of a query to memory
-//   copy_keys, copy_values
+//   copy_keys                           of all blocks of keys
+//   place_of_unit, copy_values          where a unit lies; a piece's values
 template <class Cache>
 struct ClusterShape {
   static constexpr int kBlocks = Cache::kBlocks;
-  static constexpr int kScoreWarps = 4, kOutputWarps = Cache::kOutputWarps, kSoftmaxWarps = kBlocks < 4 ? 2 : 4;
+  static constexpr int kScoreWarps = 4, kOutputWarps = Cache::kOutputWarps, kSoftmaxWarps = Cache::kSoftmaxWarps;
   static constexpr int kSoftmaxWarp = kScoreWarps + kOutputWarps;
   static constexpr int kKeyWarp = kSoftmaxWarp + kSoftmaxWarps, kValueWarp = kKeyWarp + Cache::kKeyWarps;
-  static constexpr int kThreads = 32 * (kValueWarp + Cache::kValueWarps);
+  static constexpr int kThreads = 32 * (kValueWarp + 1);
   // What a warp has computed: its values' scales, then a row of scores of each query. Rows lie in different banks.
   static constexpr int kPartKeys = 2 * CacheUnit::kKeys, kPartScales = Cache::kHasScales ? kPartKeys : 0;
   static constexpr int kScoreRow = kPartKeys + 8;
@@ -71,6 +73,9 @@ struct ClusterShape {
 };
 
 constexpr int kMoreThanHalf = 116 * 1024;  // of a multiprocessor's shared memory
+
+// At a stage that the lanes of a warp fill: each lane's behind its copies, and the warp's.
+constexpr int kArrivalsOfLanes = 32 + kArrivals;
 
 // Where a warp is in a ring.
 template <int kStages>
@@ -106,7 +111,7 @@ struct ClusterBarriers {
       sm90::barrier_init(keys_empty(stage), kArrivals * Shape::kScoreWarps);
     }
     for (int stage = 0; stage < Cache::kValueStages; ++stage) {
-      sm90::barrier_init(values_full(stage), Cache::kValueArrivals);
+      sm90::barrier_init(values_full(stage), kArrivalsOfLanes);
       sm90::barrier_init(values_empty(stage), kArrivals * Shape::kOutputWarps);
     }
     for (int place = 0; place < Shape::kPlaces; ++place) {
@@ -368,6 +373,37 @@ struct Units {
 // Of values lanes know the pages of so many blocks of keys at a time; of keys the first lanes know those of one.
 constexpr int kBlocksAhead = 32 / kUnitsOfABlock;
 
+// Every lane's copies, and that the warp has seen the stage empty: an arrival behind copies tells nothing but those.
+JETRL_DEVICE void arrive_behind_copies(uint32_t full) {
+  sm90::cp_async_arrive(full);
+  if (arrives()) sm90::barrier_arrive(full);
+}
+
+// A block's values, by the lanes of one warp. What a unit's place counts is the cache's; a lane knows one of it, so that
+// no address is a product of a page's but once.
+template <class Cache>
+JETRL_DEVICE void copy_values(const typename Cache::Params& p, uint32_t to, const ClusterBarriers<Cache>& barriers,
+                              const Units& units, int page, int rank) {
+  const int unit = sm90::own_lane() % kUnitsOfABlock, turn = sm90::own_lane() / kUnitsOfABlock;
+  int of_units = 0;
+  Place<Cache::kValueStages> values;
+#pragma unroll 1
+  for (int i = 0; i < units.blocks; ++i) {
+    if (i % kBlocksAhead == 0) {
+      of_units = Cache::place_of_unit(p, units, page, i + turn, unit);
+      page = units.page(i + kBlocksAhead + turn, unit);
+    }
+    const int known = i % kBlocksAhead * kUnitsOfABlock, left = units.keys(i);
+#pragma unroll 1
+    for (int piece = 0; piece < Cache::kPieces; ++piece) {
+      sm90::barrier_wait(barriers.values_empty(values.stage), values.parity ^ 1, "values_empty", values.stage);
+      Cache::copy_values(p, to + values.stage * Cache::kValueStage, units, of_units, known, left, piece, rank);
+      arrive_behind_copies(barriers.values_full(values.stage));
+      values.advance();
+    }
+  }
+}
+
 template <class Cache>
 JETRL_KERNEL void __launch_bounds__(ClusterShape<Cache>::kThreads, 2)
     decode_attention_cluster_kernel(JETRL_GRID_CONSTANT typename Cache::Params p) {
@@ -403,7 +439,7 @@ JETRL_KERNEL void __launch_bounds__(ClusterShape<Cache>::kThreads, 2)
   } else if (warp < Shape::kValueWarp) {
     Cache::copy_keys(p, sm90::shared_address(memory), barriers, units, pages, rank, warp - Shape::kKeyWarp);
   } else {
-    Cache::copy_values(p, sm90::shared_address(memory + Shape::kValuesAt), barriers, units, pages, rank);
+    copy_values<Cache>(p, sm90::shared_address(memory + Shape::kValuesAt), barriers, units, pages, rank);
   }
   if constexpr (kBlocks > 1) sm90::sync_cluster();  // what this block has sent is read from here until it has come
 }

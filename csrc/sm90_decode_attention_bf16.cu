@@ -44,9 +44,8 @@ struct Bf16Cache {
   static constexpr int kBlocks = kOfACluster, kPieces = 2;
   static constexpr bool kHasScales = false;
   static constexpr int kOutputWarps = kBlocks == 1 ? 4 : 8 / kBlocks, kChunks = kBlocks == 1 ? 2 : 1;
-  static constexpr int kKeyWarps = 2, kValueWarps = 1;
-  static constexpr int kArrivalsOfAWarp = 32 + kArrivals;
-  static constexpr int kKeyArrivals = kArrivalsOfAWarp * kKeyWarps, kValueArrivals = kArrivalsOfAWarp * kValueWarps;
+  static constexpr int kSoftmaxWarps = kBlocks < 4 ? 2 : 4;
+  static constexpr int kKeyWarps = 2, kKeyArrivals = kArrivalsOfLanes * kKeyWarps;
   static constexpr int kRows = kKeysOfABlock / kPieces, kUnitsOfAPiece = kUnitsOfABlock / kPieces;
   static constexpr int kKeySixteens = 16, kValueSixteens = 16 / kBlocks;  // of bytes, in a row
   static constexpr int kKeyStages = kBlocks < 8 ? 3 : 2, kKeyStage = kRows * kKeySixteens * 16;
@@ -125,23 +124,22 @@ struct Bf16Cache {
     chunk[g] = uint16_t(two), chunk[g + 8] = uint16_t(two >> 16);
   }
 
-  // Where a unit of the i-th block lies behind the first page's, in steps of 16 bytes: a lane knows a unit's, so that
-  // no address is a product but once.
-  JETRL_DEVICE static int offset_of(const Bf16Pages& pages, const Units& units, int page, int i, int unit) {
-    return page * pages.stride_page + units.on_page(i, unit) * CacheUnit::kKeys * pages.stride_token;
+  // Of the i-th block: behind the first page, in steps of 16 bytes.
+  JETRL_DEVICE static int place_of_unit(const Params& p, const Units& units, int page, int i, int unit) {
+    return page * p.pages.stride_page + units.on_page(i, unit) * CacheUnit::kKeys * p.pages.stride_token;
   }
 
-  // Some of the four units of a piece to a stage at `to`: `head` is the head's part on the first page, `offsets` those
-  // of the block's units, from lane `known` on; `left` keys of the block exist.
+  // Some of the four units of a piece to a stage at `to`: `head` is the head's part on the first page, `of_units` are the
+  // places of the block's units, from lane `known` on; `left` keys of the block exist.
   template <int kSixteens, int kCount>
-  JETRL_DEVICE static void copy_units(uint32_t to, const uint8_t* head, int64_t row_bytes, int offsets, int known,
+  JETRL_DEVICE static void copy_units(uint32_t to, const uint8_t* head, int64_t row_bytes, int of_units, int known,
                                       int left, int piece, int first) {
     constexpr int kRowsAtOnce = 32 / kSixteens;
     const int lane = sm90::own_lane(), row = lane / kSixteens, sixteen = lane % kSixteens;
     const uint8_t* of_lane = head + row * row_bytes + 16 * sixteen;
 #pragma unroll
     for (int u = first; u < first + kCount; ++u) {
-      const uint8_t* from = of_lane + int64_t(sm90::shuffle(offsets, known + kUnitsOfAPiece * piece + u)) * 16;
+      const uint8_t* from = of_lane + int64_t(sm90::shuffle(of_units, known + kUnitsOfAPiece * piece + u)) * 16;
 #pragma unroll
       for (int r = 0; r < CacheUnit::kKeys; r += kRowsAtOnce) {
         const int key = CacheUnit::kKeys * u + r + row;
@@ -150,12 +148,6 @@ struct Bf16Cache {
         from += kRowsAtOnce * row_bytes;
       }
     }
-  }
-
-  // Every lane's copies, and that the warp has seen the stage empty: an arrival behind copies tells nothing but those.
-  JETRL_DEVICE static void arrive_behind_copies(uint32_t full) {
-    sm90::cp_async_arrive(full);
-    if (arrives()) sm90::barrier_arrive(full);
   }
 
   JETRL_DEVICE static void copy_keys(const Params& p, uint32_t to, const Barriers& barriers, const Units& units,
@@ -167,12 +159,12 @@ struct Bf16Cache {
     Place<kKeyStages> keys;
 #pragma unroll 1
     for (int i = rank; i < units.blocks; i += kBlocks) {
-      const int offsets = offset_of(p.pages, units, page, i, unit), left = units.keys(i);
+      const int of_units = place_of_unit(p, units, page, i, unit), left = units.keys(i);
       page = units.page(i + kBlocks, unit);
 #pragma unroll 1
       for (int piece = 0; piece < kPieces; ++piece) {
         sm90::barrier_wait(barriers.keys_empty(keys.stage), keys.parity ^ 1, "keys_empty", keys.stage);
-        copy_units<kKeySixteens, kCount>(to + keys.stage * kKeyStage, head, row_bytes, offsets, 0, left, piece,
+        copy_units<kKeySixteens, kCount>(to + keys.stage * kKeyStage, head, row_bytes, of_units, 0, left, piece,
                                          kCount * warp);
         arrive_behind_copies(barriers.keys_full(keys.stage));
         keys.advance();
@@ -180,30 +172,12 @@ struct Bf16Cache {
     }
   }
 
-  JETRL_DEVICE static void copy_values(const Params& p, uint32_t to, const Barriers& barriers, const Units& units,
-                                       int page, int rank) {
-    const int lane = sm90::own_lane(), unit = lane % kUnitsOfABlock, turn = lane / kUnitsOfABlock;
+  JETRL_DEVICE static void copy_values(const Params& p, uint32_t to, const Units& units, int of_units, int known,
+                                       int left, int piece, int rank) {
     const int64_t row_bytes = int64_t(p.pages.stride_token) * 16;
     const uint8_t* head =
         p.pages.values + (int64_t(units.head) * p.pages.stride_head + rank * kValueSixteens) * 16;
-    int offsets = 0;
-    Place<kValueStages> values;
-#pragma unroll 1
-    for (int i = 0; i < units.blocks; ++i) {
-      if (i % kBlocksAhead == 0) {
-        offsets = offset_of(p.pages, units, page, i + turn, unit);
-        page = units.page(i + kBlocksAhead + turn, unit);
-      }
-      const int known = i % kBlocksAhead * kUnitsOfABlock, left = units.keys(i);
-#pragma unroll 1
-      for (int piece = 0; piece < kPieces; ++piece) {
-        sm90::barrier_wait(barriers.values_empty(values.stage), values.parity ^ 1, "values_empty", values.stage);
-        copy_units<kValueSixteens, kUnitsOfAPiece>(to + values.stage * kValueStage, head, row_bytes, offsets, known,
-                                                   left, piece, 0);
-        arrive_behind_copies(barriers.values_full(values.stage));
-        values.advance();
-      }
-    }
+    copy_units<kValueSixteens, kUnitsOfAPiece>(to, head, row_bytes, of_units, known, left, piece, 0);
   }
 };
 

@@ -2,7 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Decode attention over an FP8 KV cache by clusters of 2, 4 or 8 blocks (decode_attention_cluster.cuh); one block's
-// kernel is sm90_decode_attention.cu. Copies are bulk copies, a unit of 16 tokens a lane.
+// kernel is sm90_decode_attention.cu. Of keys a unit of 16 tokens is one bulk copy, with all scales; of values, whose
+// parts are smaller and as many in every block, lanes copy 16 bytes each.
 
 #include "decode_attention_cluster.cuh"
 
@@ -19,11 +20,11 @@ struct Fp8Cache {
   static constexpr int kBlocks = kOfACluster, kPieces = 1;
   static constexpr bool kHasScales = true;
   static constexpr int kOutputWarps = 8 / kBlocks, kChunks = 1;
-  static constexpr int kKeyWarps = 1, kValueWarps = 1, kKeyArrivals = 1, kValueArrivals = 1;
+  static constexpr int kSoftmaxWarps = 4, kKeyWarps = 1, kKeyArrivals = 1;
   // Of a unit: what comes with its keys, and a block's values.
   static constexpr int kKeyUnit = CacheUnit::kValues, kValueUnit = CacheUnit::kMatrix / kBlocks;
   static constexpr int kKeyStages = kBlocks < 8 ? 3 : 2, kKeyStage = kUnitsOfABlock * kKeyUnit;
-  static constexpr int kValueStages = kBlocks < 4 ? 4 : kBlocks == 4 ? 7 : 8, kValueStage = kUnitsOfABlock * kValueUnit;
+  static constexpr int kValueStages = kBlocks < 4 ? 3 : kBlocks == 4 ? 7 : 8, kValueStage = kUnitsOfABlock * kValueUnit;
   static constexpr int kPlaces = kBlocks < 4 ? 4 : kBlocks;
 
   JETRL_DEVICE static int part_of(int unit) { return unit / 2; }
@@ -135,9 +136,9 @@ struct Fp8Cache {
     *reinterpret_cast<uint32_t*>(chunk + 2 * (sm90::own_lane() / 4)) = two;
   }
 
-  JETRL_DEVICE static const uint8_t* at(const Params& p, const Units& units, int page, int i, int unit) {
-    const int64_t of_head = int64_t(page) * p.kv_heads + units.head;
-    return p.cache + (of_head * units.of_a_page + units.on_page(i, unit)) * CacheUnit::kBytes;
+  // Of the i-th block: its number among all units of the cache.
+  JETRL_DEVICE static int place_of_unit(const Params& p, const Units& units, int page, int i, int unit) {
+    return (page * p.kv_heads + units.head) * units.of_a_page + units.on_page(i, unit);
   }
 
   JETRL_DEVICE static void copy_keys(const Params& p, uint32_t to, const Barriers& barriers, const Units& units,
@@ -157,34 +158,30 @@ struct Fp8Cache {
       sm90::sync_warp();
       if (lane < held) {
         const uint32_t unit = to + keys.stage * kKeyStage + lane * kKeyUnit;
-        sm90::bulk_load(unit, at(p, units, page, i, lane), kKeyUnit, full);
+        const uint8_t* from = p.cache + int64_t(place_of_unit(p, units, page, i, lane)) * CacheUnit::kBytes;
+        sm90::bulk_load(unit, from, kKeyUnit, full);
       }
       page = next;
       keys.advance();
     }
   }
 
-  JETRL_DEVICE static void copy_values(const Params& p, uint32_t to, const Barriers& barriers, const Units& units,
-                                       int next, int rank) {
-    const int lane = sm90::own_lane(), unit = lane % kUnitsOfABlock, turn = lane / kUnitsOfABlock;
-    int page = 0;
-    Place<kValueStages> values;
-#pragma unroll 1
-    for (int i = 0; i < units.blocks; ++i) {
-      if (i % kBlocksAhead == 0) page = next, next = units.page(i + kBlocksAhead + turn, unit);
-      const int held = units.held(i);
-      const uint32_t full = barriers.values_full(values.stage);
-      if (i >= kValueStages) {
-        sm90::barrier_wait(barriers.values_empty(values.stage), values.parity ^ 1, "values_empty", values.stage);
+  // A unit's part lies in one piece, here and there. Units behind the last are not read and become zeros: which page they
+  // would be on nobody has said.
+  JETRL_DEVICE static void copy_values(const Params& p, uint32_t to, const Units&, int of_units, int known, int left,
+                                       int, int rank) {
+    constexpr int kSixteens = kValueUnit / 16, kUnitsAtOnce = kSixteens < 32 ? 32 / kSixteens : 1;
+    const int lane = sm90::own_lane();
+    const uint8_t* of_lane = p.cache + CacheUnit::kValues + rank * kValueUnit + lane % kSixteens * 16;
+#pragma unroll
+    for (int first = 0; first < kUnitsOfABlock; first += kUnitsAtOnce) {
+      const int unit = first + lane / kSixteens;
+      const uint8_t* from = of_lane + int64_t(sm90::shuffle(of_units, known + unit)) * CacheUnit::kBytes;
+      const bool exists = unit * CacheUnit::kKeys < left;
+#pragma unroll
+      for (int sixteen = 0; sixteen < kSixteens; sixteen += 32) {
+        sm90::cp_async_16(to + first * kValueUnit + (sixteen + lane) * 16, from + sixteen * 16, exists);
       }
-      sm90::sync_warp();
-      if (sm90::elect_one()) sm90::barrier_arrive_expect(full, held * kValueUnit);
-      sm90::sync_warp();
-      if (turn == i % kBlocksAhead && unit < held) {
-        const uint8_t* from = at(p, units, page, i, unit) + CacheUnit::kValues + rank * kValueUnit;
-        sm90::bulk_load(to + values.stage * kValueStage + unit * kValueUnit, from, kValueUnit, full);
-      }
-      values.advance();
     }
   }
 };

@@ -44,13 +44,22 @@ from pathlib import Path
 
 import torch
 from behind_last_layer import print_shares
-from qwen3_8b import DEVICE, GIB, OPTIONS, Engine, EngineSettings, decode_seconds, mixture_shape, shape
+from qwen3_8b import (
+    DEVICE,
+    GIB,
+    OPTIONS,
+    Engine,
+    EngineSettings,
+    decode_seconds,
+    mixture_shape,
+    shape,
+    token_bytes,
+)
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from jetrl_verl.formats.catalog import UNQUANTIZED, cache_traits
 from jetrl_verl.models.plan import plan_linears, plan_of
 from jetrl_verl.tools.bench.timeline import Share
 from jetrl_verl.tools.provenance import provenance
@@ -98,13 +107,6 @@ def started(
         yield held
         for engine in held.values():
             engine.stop()
-
-
-def token_bytes(precision: str, config: PretrainedConfig) -> int:
-    """Of keys and values of one token, all layers, in the precision's cache."""
-    options = OPTIONS[precision]
-    head = cache_traits(UNQUANTIZED if options is None else options.kv_cache).head_bytes(config.head_dim)
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * head
 
 
 def cache_of(precision: str, config: PretrainedConfig, cases: list[tuple[int, int]], new: int) -> int:

@@ -56,16 +56,21 @@ CASES = (
 PAGES_AT_ONCE = 4096
 
 
-def flash_attention(q, cache, lengths, table, longest: int, num_splits: int) -> torch.Tensor:
+def flash_attention(
+    q, cache, lengths, table, longest: int, num_splits: int, cu_queries=None, most_queries: int = 1
+) -> torch.Tensor:
+    """FlashAttention 3 over BF16 pages, of one new token of each request or of as many as ``cu_queries`` says."""
     from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
 
     keys, values = cache.unbind(1)
+    if cu_queries is None:
+        cu_queries = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
     return flash_attn_varlen_func(
         q,
         keys,
         values,
-        max_seqlen_q=1,
-        cu_seqlens_q=torch.arange(len(q) + 1, dtype=torch.int32, device=q.device),
+        max_seqlen_q=most_queries,
+        cu_seqlens_q=cu_queries,
         max_seqlen_k=longest,
         seqused_k=lengths,
         block_table=table,
@@ -74,6 +79,20 @@ def flash_attention(q, cache, lengths, table, longest: int, num_splits: int) -> 
         num_splits=num_splits,
         fa_version=3,
     )
+
+
+def filled_caches(pages: int, kv_heads: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """An FP8 and a BF16 cache of so many pages that hold the same numbers, which are drawn."""
+    fp8 = torch.empty(reference.cache_shape(pages, BLOCK_SIZE, kv_heads), dtype=torch.uint8, device=device)
+    bf16 = torch.empty(pages, 2, BLOCK_SIZE, kv_heads, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    for first in range(0, pages, PAGES_AT_ONCE):
+        some = slice(first, min(first + PAGES_AT_ONCE, pages))
+        slots = torch.arange(some.start * BLOCK_SIZE, some.stop * BLOCK_SIZE, device=device)
+        k, v = (torch.randn(len(slots), kv_heads, HEAD_DIM, device=device).bfloat16() for _ in range(2))
+        kernels.write_kv(k, v, fp8, slots)
+        for i, seen in enumerate(kernels.quantize_kv(k, v)[1:]):
+            bf16[some, i] = seen.view(-1, BLOCK_SIZE, kv_heads, HEAD_DIM)
+    return fp8, bf16
 
 
 def by_clusters(run: Callable, cluster: int, *call) -> torch.Tensor:
@@ -91,15 +110,7 @@ def contenders(
     table = torch.randperm(pages, device=device).to(torch.int32).view(requests, -1)
     lengths = torch.full((requests,), tokens, dtype=torch.int32, device=device)
     q = torch.randn(requests, HEADS, HEAD_DIM, device=device).bfloat16()
-    fp8 = torch.empty(reference.cache_shape(pages, BLOCK_SIZE, kv_heads), dtype=torch.uint8, device=device)
-    bf16 = torch.empty(pages, 2, BLOCK_SIZE, kv_heads, HEAD_DIM, dtype=torch.bfloat16, device=device)
-    for first in range(0, pages, PAGES_AT_ONCE):
-        some = slice(first, min(first + PAGES_AT_ONCE, pages))
-        slots = torch.arange(some.start * BLOCK_SIZE, some.stop * BLOCK_SIZE, device=device)
-        k, v = (torch.randn(len(slots), kv_heads, HEAD_DIM, device=device).bfloat16() for _ in range(2))
-        kernels.write_kv(k, v, fp8, slots)
-        for i, seen in enumerate(kernels.quantize_kv(k, v)[1:]):
-            bf16[some, i] = seen.view(-1, BLOCK_SIZE, kv_heads, HEAD_DIM)
+    fp8, bf16 = filled_caches(pages, kv_heads, device)
     call = (q, fp8, lengths, table, SCALE, torch.empty_like(q))
     flash = partial(flash_attention, q, bf16, lengths, table, tokens)
     found = {"bf16": partial(flash, 1), "bf16, any split": partial(flash, 0)}

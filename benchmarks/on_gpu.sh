@@ -68,7 +68,7 @@ export -f test_files sanitizer sustained demo diff_precisions
 export out
 
 parts=(operations quantizers gemms experts sanitizer gemm sustained chain mixture variants linear mlp ranks products
-    cachetests decodetests cache behind quant full exact exact8k families cost mismatch demo diff decode phases)
+    cachetests decodetests cache prompts behind quant full exact exact8k families cost mismatch demo diff decode phases)
 if (($#)); then chosen=("$@"); else chosen=("${parts[@]}"); fi
 for name in "${chosen[@]}"; do
     [[ " ${parts[*]} " == *" $name "* ]] || { echo "$name is not a part; choose from: ${parts[*]}" >&2; exit 2; }
@@ -93,6 +93,7 @@ part 300 products python3 benchmarks/experts_gemm_on_gpu.py --out "$out/products
 part 300 cachetests bash -c 'test_files tests/kernels/test_kv_cache_on_gpu.py'
 part 200 decodetests bash -c 'test_files tests/kernels/test_decode_attention_bf16_on_gpu.py'
 part 240 cache python3 benchmarks/kv_cache_on_gpu.py --out "$out/cache.json"
+part 240 prompts python3 benchmarks/kv_cache_prompts_on_gpu.py --out "$out/prompts.json"
 part 150 behind python3 benchmarks/behind_last_layer_on_gpu.py --out "$out/behind.json"
 part 300 quant python3 -m jetrl_verl.cli bench quant --rules fp32,pow2 --out "$out/quant.json"
 part 600 full python3 -m jetrl_verl.cli bench gemm --full --out "$out/full.json"
@@ -105,6 +106,6 @@ part 400 mismatch python3 benchmarks/mismatch.py --folder "$out/warm" --out "$ou
 part 500 demo bash -c 'demo jet_fp8_exact; status=$?; demo jet_fp8 && exit $status'
 part 500 diff bash -c diff_precisions
 part 500 decode python3 benchmarks/decode_on_gpu.py --behind-last-layer --out "$out/decode.json"
-part 600 phases python3 benchmarks/phase_shares_on_gpu.py --out "$out/phases.json"
+part 900 phases python3 benchmarks/phase_shares_on_gpu.py --out "$out/phases.json"
 
 printf '%s\n' "${statuses[@]}"

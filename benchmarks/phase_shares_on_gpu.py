@@ -17,7 +17,8 @@ update. Each phase is measured by itself, since one GPU does not hold a trainer'
 - *sync*: making the rollout's weights from the trainer's (qdata, or BF16 copies) and loading them. Transport between
   processes is left out.
 
-Precisions run one after another in the engine, interleaved in the trainer. About 7 minutes.
+Precisions run one after another in the engine, interleaved in the trainer: BF16, ``jet_fp8``, and ``jet_fp8`` with an
+FP8 KV cache, of as many tokens in about half of the bytes. About 7 minutes for the first two.
 """
 
 import argparse
@@ -40,6 +41,7 @@ from qwen3_8b import (
     random_weights,
     shape,
     timed,
+    token_bytes,
 )
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -50,7 +52,7 @@ from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.sync.wire import quantize_stream
 from jetrl_verl.tools.provenance import provenance
 
-PRECISIONS = ("bf16", "jet_fp8")
+PRECISIONS = ("bf16", "jet_fp8", "jet_fp8_kv_fp8")
 PROMPT = 512
 STEPS = 64
 """Decoding steps that one measurement covers."""
@@ -61,9 +63,8 @@ console = Console(width=140)
 def rollout(precision: str, config: Qwen3Config, options: argparse.Namespace) -> dict:
     """Seconds of a decoding step at each context, of the prefill, of start and load."""
     longest = PROMPT + max(options.lengths)
-    per_token = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     settings = EngineSettings(
-        int(1.02 * options.sequences * (longest + 2 * STEPS) * per_token),
+        int(1.02 * options.sequences * (longest + 2 * STEPS) * token_bytes(precision, config)),
         max_model_len=longest + 2 * STEPS,
         max_num_seqs=options.sequences,
         captured=[options.sequences],
@@ -124,13 +125,14 @@ def export_seconds(precision: str, weights: dict[str, torch.Tensor], config: Qwe
 
 def training(config: Qwen3Config, options: argparse.Namespace) -> dict[str, dict]:
     """Seconds per token of both passes at every length, seconds of the export, peak memory."""
-    models = build_models(config, PRECISIONS)
-    weights = dict(models[PRECISIONS[0]].named_parameters())
-    found = {precision: {"old_log_prob": {}, "update": {}, "peak_gib": {}} for precision in PRECISIONS}
+    precisions = options.precisions
+    models = build_models(config, precisions)
+    weights = dict(models[precisions[0]].named_parameters())
+    found = {precision: {"old_log_prob": {}, "update": {}, "peak_gib": {}} for precision in precisions}
     for length in options.lengths:
         tokens = PROMPT + length
         ids = torch.randint(1, config.vocab_size, (max(options.tokens // tokens, 1), tokens), device=DEVICE)
-        seconds = {precision: ([], []) for precision in PRECISIONS}
+        seconds = {precision: ([], []) for precision in precisions}
 
         def old(precision: str, ids: torch.Tensor = ids) -> None:
             drop_qdata(models[precision])
@@ -141,11 +143,11 @@ def training(config: Qwen3Config, options: argparse.Namespace) -> dict[str, dict
             drop_qdata(models[precision])
             log_probs(precision, models[precision], ids).mean().backward()
 
-        for precision in PRECISIONS:
+        for precision in precisions:
             old(precision)
             update(precision)
         for _ in range(options.repetitions):
-            for precision in PRECISIONS:
+            for precision in precisions:
                 held = 0
                 if DEVICE == "cuda":
                     torch.cuda.reset_peak_memory_stats()
@@ -154,10 +156,10 @@ def training(config: Qwen3Config, options: argparse.Namespace) -> dict[str, dict
                 seconds[precision][1].append(timed(lambda precision=precision: update(precision)))
                 if DEVICE == "cuda":
                     found[precision]["peak_gib"][length] = (torch.cuda.max_memory_allocated() - held) / GIB
-        for precision in PRECISIONS:
+        for precision in precisions:
             for phase, values in zip(("old_log_prob", "update"), seconds[precision], strict=True):
                 found[precision][phase][length] = statistics.median(values) / ids.numel()
-    for precision in PRECISIONS:
+    for precision in precisions:
         found[precision]["export_s"] = export_seconds(precision, weights, config)
     return found
 
@@ -167,7 +169,7 @@ def steps(result: dict) -> list[dict]:
     rows = []
     for length in result["lengths"]:
         tokens = result["sequences"] * (PROMPT + length)
-        for precision in PRECISIONS:
+        for precision in result["rollout"]:
             engine, trainer = result["rollout"][precision], result["training"][precision]
             phases = {
                 "rollout": rollout_seconds(engine, length),
@@ -183,6 +185,7 @@ def steps(result: dict) -> list[dict]:
 
 
 def print_report(result: dict) -> None:
+    precisions = list(result["rollout"])
     table = Table(title=f"a step of {result['sequences']} sequences, seconds", box=SIMPLE_HEAD)
     for heading in (
         "response",
@@ -193,20 +196,20 @@ def print_report(result: dict) -> None:
         "sync",
         "step",
         "rollout share",
-        "to bf16",
+        f"to {precisions[0]}",
     ):
         table.add_column(heading, justify="right")
-    stock = {row["length"]: row["step"] for row in result["steps"] if row["precision"] == "bf16"}
+    stock = {row["length"]: row["step"] for row in result["steps"] if row["precision"] == precisions[0]}
     for row in result["steps"]:
         numbers = (f"{row[phase]:.2f}" for phase in ("rollout", "log_prob", "update", "sync", "step"))
         speed = f"{stock[row['length']] / row['step']:.2f}x"
         table.add_row(str(row["length"]), row["precision"], *numbers, f"{row['share']:.0%}", speed)
     console.print(table)
     table = Table(title="decoding speed with context, tokens/s; training peak, GiB", box=SIMPLE_HEAD)
-    contexts = list(result["rollout"][PRECISIONS[0]]["step_s"])
+    contexts = list(result["rollout"][precisions[0]]["step_s"])
     for heading in ("precision", *(f"{context}" for context in contexts), "peak at longest", "KV cache"):
         table.add_column(heading, justify="right")
-    for precision in PRECISIONS:
+    for precision in precisions:
         found = result["rollout"][precision]
         rates = (f"{result['sequences'] / found['step_s'][context]:.0f}" for context in contexts)
         peak = result["training"][precision]["peak_gib"].get(result["lengths"][-1], float("nan"))
@@ -221,6 +224,7 @@ def main() -> int:
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=16896, help="of a micro-batch")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192, 16384])
+    parser.add_argument("--precisions", nargs="+", choices=OPTIONS, default=PRECISIONS)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--tiny", action="store_true", help="a small shape, to try this out")
     options = parser.parse_args()
@@ -229,7 +233,7 @@ def main() -> int:
     result = {"layers": options.layers, "sequences": options.sequences, "lengths": options.lengths, "prompt": PROMPT}
     result |= {"build": provenance(), "tokens": options.tokens, "torch": torch.__version__}
     result["rollout"] = {}
-    for precision in PRECISIONS:
+    for precision in options.precisions:
         result["rollout"][precision] = rollout(precision, config, options)
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     result["device"] = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"

@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qw
 from jetrl_verl import formats, kernels
 from jetrl_verl.checkpoint.export import one_by_one
 from jetrl_verl.config.options import JetConfig
+from jetrl_verl.formats.catalog import UNQUANTIZED, cache_traits
 from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.models import family
 from jetrl_verl.models.plan import plan_linears
@@ -82,6 +83,13 @@ def mixture_shape(layers: int | None = None, tiny: bool = False) -> Qwen3MoeConf
         fields |= dict(num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128)
     fields |= dict(num_hidden_layers=layers) if layers else {}
     return Qwen3MoeConfig(**fields, architectures=["Qwen3MoeForCausalLM"], eos_token_id=0, bos_token_id=None)
+
+
+def token_bytes(precision: str, config: PretrainedConfig) -> int:
+    """Of keys and values of one token, all layers, in the precision's cache."""
+    options = OPTIONS[precision]
+    head = cache_traits(UNQUANTIZED if options is None else options.kv_cache).head_bytes(config.head_dim)
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head
 
 
 def random_weights(config: PretrainedConfig) -> Iterator[tuple[str, torch.Tensor]]:

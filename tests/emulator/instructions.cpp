@@ -68,10 +68,18 @@ uint32_t time_of_phase(const Barrier& barrier) { return 2 + barrier.phase; }
 // ---- what instructions are made of ----------------------------------------------------------------------------------
 
 // A read of this, by a thread that cannot know whether the previous kernel has ended.
-void check_read(const void* from) {
+void check_written(const void* from) {
   for (const auto& [begin, end] : machine.fresh) {
     if (!machine.current->waited && from >= begin && from < end) fail("a read before the previous kernel has ended");
   }
+}
+void check_read(const void* from, int bytes) {
+  check_written(from);
+  bool inside = machine.given.empty();
+  for (const auto& [begin, end] : machine.given) {
+    inside = inside || (from >= begin && static_cast<const uint8_t*>(from) + bytes <= end);
+  }
+  if (!inside) fail("a copy from memory that is no argument's");
 }
 
 uint8_t* at(Block& of, uint32_t address, int bytes) {
@@ -318,7 +326,7 @@ void tma_load_multicast(uint32_t to, const TensorMap* map, int column, int row, 
   if (map->swizzled() && to % 1024 != 0) fail("an operand tile that does not start on a swizzle atom");
   if (to % 128 != 0) fail("a box that does not start on 128 bytes");
   check_column(map, column);
-  check_read(map->data);
+  check_written(map->data);
   for (int b = 0; b < machine.cluster; ++b) {
     if (blocks >> b & 1) {
       const uint32_t knows = machine.current->knows.plain[known(machine.blocks[b], barrier).entry];
@@ -331,7 +339,7 @@ void tma_load_multicast(uint32_t to, const TensorMap* map, int column, int row, 
 }
 void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
   if (to % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0 || bytes % 16 != 0) fail("a misaligned bulk copy");
-  check_read(from);
+  check_read(from, bytes);
   const int b = machine.current->block;
   const uint32_t knows = machine.current->knows.plain[known(block(), barrier).entry];
   const int access = begin("a bulk copy for a thread", true, false);
@@ -405,7 +413,7 @@ void tma_store_wait_read() {
 }
 void cp_async(uint32_t to, const void* from, uint32_t bytes, bool valid) {
   if (to % bytes != 0 || (valid && reinterpret_cast<uintptr_t>(from) % bytes != 0)) fail("a misaligned cp.async");
-  if (valid) check_read(from);
+  if (valid) check_read(from, int(bytes));
   Block* of = &block();
   machine.current->copying.push_back(begin("a cp.async", true, true));
   touch(*of, machine.current->copying.back(), to, bytes);
@@ -553,7 +561,7 @@ namespace {
 
 void access(const void* pointer, bool write, int bytes) {
   if (machine.current == nullptr) return;  // the host's code
-  if (!write) check_read(pointer);
+  if (!write) check_written(pointer);
   const ptrdiff_t offset = static_cast<const uint8_t*>(pointer) - block().memory;
   if (offset < -kNobodys || offset >= machine.shared_bytes + kNobodys) return;
   if (offset < 0 || offset + bytes > machine.shared_bytes) {

@@ -36,6 +36,7 @@ struct ACall {
   ~ACall() {
     machine.blocks.clear(), machine.fibers.clear(), machine.tiles.clear(), machine.accesses.clear();
     machine.accesses.shrink_to_fit();
+    machine.given.clear();
   }
 };
 
@@ -160,6 +161,9 @@ int jetrl_silu_mul_backward(int pow2, int rows, int k, const uint16_t* dy, int64
 }
 
 // jetrl::DecodeAttention's members in its order. The cache: FP8 pages, or BF16 keys with values and their strides.
+// Until the next call has ended copies read from so many bytes here, and elsewhere only if they are given, too.
+void jetrl_give(const uint8_t* from, int64_t bytes) { machine.given.push_back({from, from + bytes}); }
+
 int jetrl_decode_attention(const void* cache, const uint8_t* values, const int* strides, const uint16_t* q,
                            uint16_t* out, const int32_t* lengths, const int32_t* table, int64_t stride_q,
                            int64_t stride_out, int64_t stride_table, int requests, int kv_heads, int group, int units,

@@ -99,6 +99,7 @@ struct Machine {
   int alive = 0;
   const std::function<void()>* kernel = nullptr;
   std::vector<std::pair<const void*, const void*>> fresh;  // from, to: what the previous kernel may write
+  std::vector<std::pair<const void*, const void*>> given;  // likewise: where copies may read; none: anywhere
   std::mt19937 random;
   ucontext_t scheduler;
   Fiber* current = nullptr;

@@ -231,6 +231,8 @@ class Emulator:
             keys, values, of_pages = cache, None, None
             kv_heads, units = cache.shape[1:3]
         strides = (ctypes.c_int64(x.stride(0)) for x in (q, out, block_table))
+        for storage in (x.untyped_storage() for x in (keys, values) if x is not None):
+            self._library.jetrl_give(ctypes.c_void_p(storage.data_ptr()), ctypes.c_int64(storage.nbytes()))
         failed = self._library.jetrl_decode_attention(
             *(_pointer(keys), _pointer(values), of_pages),
             *map(_pointer, (q, out, lengths, block_table)),

@@ -308,6 +308,17 @@ FAULTS_OF_CLUSTERS = {
         "kFactorPlaces = Cache::kHasScales ? 2 * kSoftmaxWarps : 0;",
         "kFactorPlaces = Cache::kHasScales ? kSoftmaxWarps : 0;",
     ),
+    "pages that nobody has named are read": ("return left < kUnitsOfABlock ? left : kUnitsOfABlock;", "return 8;"),
+    "values are overwritten": (
+        'sm90::barrier_wait(barriers.values_empty(values.stage), values.parity ^ 1, "values_empty", values.stage);',
+        "",
+    ),
+    "a stage is full before its copies have landed": ("sm90::cp_async_arrive(full);", "sm90::barrier_arrive(full);"),
+    "a lane that copies does not arrive": (
+        "sm90::cp_async_arrive(full);",
+        "if (sm90::own_lane()) sm90::cp_async_arrive(full);",
+    ),
+    "a stage is full before its last lane's copies": ("kArrivalsOfLanes = 32 + kArrivals", "kArrivalsOfLanes = 32"),
     "P is overwritten": (
         "    if (lap > 0) sm90::barrier_wait(barriers.p_empty(warp)",
         "    if (false) sm90::barrier_wait(barriers.p_empty(warp)",
@@ -318,7 +329,9 @@ FAULTS_OF_CLUSTERS = {
 FAULTS_OF_FP8_CLUSTERS = {
     "two blocks have each other's features": ("+ rank * kValueUnit", "+ (kBlocks - 1 - rank) * kValueUnit"),
     "keys are overwritten": ("if (is_reused) ", "if (false) "),
-    "values are overwritten": ("if (i >= kValueStages) ", "if (false) "),
+    "a lane copies another's sixteen": ("rank * kValueUnit + lane % kSixteens * 16;", "rank * kValueUnit;"),
+    "values lie on another block's pages": ("sm90::shuffle(of_units, known + unit)", "sm90::shuffle(of_units, unit)"),
+    "a unit of values is left out": ("unit * CacheUnit::kKeys < left;", "(unit + 1) * CacheUnit::kKeys < left;"),
     "rows of odd chunks lie where they lie": ("% CacheUnit::kKeys ^ chunk % 2;", "% CacheUnit::kKeys;"),
     "factors are not waited for": (
         'sm90::barrier_wait(barriers.factors_full(place), i / Shape::kFactorPlaces & 1, "factors_full", place);',
@@ -335,13 +348,8 @@ FAULTS_OF_BF16 = {
         'sm90::barrier_wait(barriers.keys_empty(keys.stage), keys.parity ^ 1, "keys_empty", keys.stage);',
         "",
     ),
-    "values are overwritten": (
-        'sm90::barrier_wait(barriers.values_empty(values.stage), values.parity ^ 1, "values_empty", values.stage);',
-        "",
-    ),
     "values behind the last are read": ("const bool exists = kRows * piece + key < left;", "const bool exists = true;"),
-    "a stage is full before its copies have landed": ("sm90::cp_async_arrive(full);", "sm90::barrier_arrive(full);"),
-    "values lie on another block's pages": ("sm90::shuffle(offsets, known + ", "sm90::shuffle(offsets, "),
+    "values lie on another block's pages": ("sm90::shuffle(of_units, known + ", "sm90::shuffle(of_units, "),
 }
 
 

@@ -7,8 +7,8 @@
 //
 // Each byte is brought once. Block r brings the keys of every C-th block of 128 keys and computes their scores, which
 // the copy engine sends to the other blocks' shared memory, with the values' scales in front; of values it brings its
-// own 128 / C features, 16 bytes a lane: the loop by which a warp hands bulk copies to the copy engine, one lane after
-// the other, costs as much for a piece of 256 bytes as for one of 2,048. The softmax, one chain over all keys, each block computes for itself from the same scores.
+// own 128 / C features, 16 bytes a lane: a bulk copy of 256 bytes costs the warp that starts it what one of 2,048 does.
+// The softmax, one chain over all keys, each block computes for itself from the same scores.
 
 #pragma once
 
@@ -51,9 +51,10 @@ struct ClusterShape {
   static constexpr int kPlaces = Cache::kPlaces, kScores = kScoreWarps * kPart;
   // P and the rescaling.
   static constexpr int kRescale = kQueries * kKeysOfABlock * 2, kProbabilities = kRescale + kQueries * 4;
-  // What values are multiplied by, a row for each lane of a quad; their scales; if any is large.
-  static constexpr int kFactorRow = 20, kScales = 4 * kFactorRow * 4, kLarge = kScales + kKeysOfABlock;
-  static constexpr int kFactors = Cache::kHasScales ? kLarge + 16 : 0;
+  // What values are multiplied by, a row for each lane of a quad; where a scale is large, the scales in their place, which
+  // behind the last row's is said.
+  static constexpr int kFactorRow = 20, kLarge = (3 * kFactorRow + kKeysOfABlock / 8) * 4;
+  static constexpr int kFactors = Cache::kHasScales ? 4 * kFactorRow * 4 : 0;
   // A warp of softmax writes those of a block of keys once O has the P that it wrote two turns ago.
   static constexpr int kFactorPlaces = Cache::kHasScales ? 2 * kSoftmaxWarps : 0;
   static constexpr int kHandedOver = (kQueries + 32) * 4;  // by a softmax warp: maxima of queries, sums of lanes
@@ -202,13 +203,16 @@ JETRL_DEVICE void store_factors(uint8_t* to, uint32_t scales) {
   const int lane = sm90::own_lane();
   const uint32_t pairs[2] = {sm90::permute_bytes(scales, 0, 0x4140), sm90::permute_bytes(scales, 0, 0x4342)};
   const bool large = sm90::count_true((larger_scales(pairs[0]) | larger_scales(pairs[1])) != 0) != 0;
+  if (large) {
+    reinterpret_cast<uint32_t*>(to)[lane] = scales;
+  } else {
 #pragma unroll
-  for (int b = 0; b < 2; ++b) {
-    const int pair = 2 * (lane % 4) + b;  // of a unit's eight: that of lane pair % 4 of a quad, first or second
-    const int word = pair % 4 * Shape::kFactorRow + 2 * (lane / 4) + pair / 4;
-    reinterpret_cast<uint32_t*>(to)[word] = factors_of(pairs[b]);
+    for (int b = 0; b < 2; ++b) {
+      const int pair = 2 * (lane % 4) + b;  // of a unit's eight: that of lane pair % 4 of a quad, first or second
+      const int word = pair % 4 * Shape::kFactorRow + 2 * (lane / 4) + pair / 4;
+      reinterpret_cast<uint32_t*>(to)[word] = factors_of(pairs[b]);
+    }
   }
-  reinterpret_cast<uint32_t*>(to + Shape::kScales)[lane] = scales;
   if (lane == 0) *reinterpret_cast<uint32_t*>(to + Shape::kLarge) = large;
 }
 

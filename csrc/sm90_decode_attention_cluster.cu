@@ -24,7 +24,7 @@ struct Fp8Cache {
   // Of a unit: what comes with its keys, and a block's values.
   static constexpr int kKeyUnit = CacheUnit::kValues, kValueUnit = CacheUnit::kMatrix / kBlocks;
   static constexpr int kKeyStages = kBlocks < 8 ? 3 : 2, kKeyStage = kUnitsOfABlock * kKeyUnit;
-  static constexpr int kValueStages = kBlocks < 4 ? 3 : kBlocks == 4 ? 7 : 8, kValueStage = kUnitsOfABlock * kValueUnit;
+  static constexpr int kValueStages = kBlocks < 4 ? 4 : 8, kValueStage = kUnitsOfABlock * kValueUnit;
   static constexpr int kPlaces = kBlocks < 4 ? 4 : kBlocks;
 
   JETRL_DEVICE static int part_of(int unit) { return unit / 2; }
@@ -119,9 +119,9 @@ struct Fp8Cache {
 #pragma unroll
       for (int two = 0; two < 4; ++two) p[two] = reinterpret_cast<const uint4*>(of_p)[32 * two + sm90::own_lane()];
       if (large) {
-        add<true>(d[0], words, p, factors, of_values + Shape::kScales);
+        add<true>(d[0], words, p, factors, of_values);
       } else {
-        add<false>(d[0], words, p, factors, of_values + Shape::kScales);
+        add<false>(d[0], words, p, factors, of_values);
       }
       sm90::sync_warp();
       if (arrives()) {

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.advise_steps import BEFORE, Record, rollout_caveat, step_records
+from benchmarks.pages import with_written
 from jetrl_verl.tools.advise import rates as of_package
 from jetrl_verl.tools.advise.memory import GIB, trainer_memory
 from jetrl_verl.tools.advise.rates import Rates
@@ -46,7 +47,6 @@ from jetrl_verl.tools.provenance import builds_in
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "advise.md"
-BEGIN, END = "<!-- records:begin -->", "<!-- records:end -->"
 MACHINE = "one NVIDIA H200, torch 2.11.0+cu130, vLLM 0.24.0"
 BAR = 0.15
 
@@ -529,11 +529,6 @@ def table(rates: Rates, shown: Sequence[Record] | None = None) -> str:
     return "\n".join(lines)
 
 
-def with_table(page: str, rows: str) -> str:
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}\n{rows}\n{END}{rest.partition(END)[2]}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write rates.json and the table of docs/advise.md")
@@ -550,7 +545,7 @@ def main() -> None:
         written = {"machine": MACHINE, "builds": builds(fitted), "rates": fitted}
         of_package.FILE.write_text(json.dumps(written, indent=1) + "\n")
         if PAGE.exists():
-            PAGE.write_text(with_table(PAGE.read_text(), table(rates)))
+            PAGE.write_text(with_written(PAGE.read_text(), table(rates)))
     else:
         print(table(rates))
 

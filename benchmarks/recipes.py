@@ -115,6 +115,7 @@ class Recipe:
         settings: variables that the script reads. words: further overrides. alone: those of a ``--whole`` run.
         layers: of a run beside others, all if None. precisions: that it runs under.
         continues: recipe whose policy, saved last, this one starts from.
+        stands_for: shape of ``PUBLISHED`` that the recipe names and one GPU does not hold; empty if ``model`` is it.
     """
 
     script: str
@@ -129,6 +130,7 @@ class Recipe:
     layers: int | None = None
     precisions: tuple[str, ...] = PRECISIONS
     continues: str = ""
+    stands_for: str = ""
 
 
 def _math(script: str, model: str, **settings: str) -> Recipe:
@@ -171,7 +173,13 @@ RECIPES: dict[str, Recipe] = {
     "paper_llama3_1_8b": _math("run_llama3_1_8b.sh", "llama3_1_8b", RESPONSE="8k", DATASET="deepmath"),
     # 30B parameters and their moments take more than one GPU: the same recipe with a model of its proportions.
     "qwen3_moe": Recipe(
-        "qwen3_moe/run_qwen3_30b_a3b_base.sh", "qwen3_moe_3b", "qwen3_moe", prompts=16, samples=5, tokens=8192
+        "qwen3_moe/run_qwen3_30b_a3b_base.sh",
+        "qwen3_moe_3b",
+        "qwen3_moe",
+        prompts=16,
+        samples=5,
+        tokens=8192,
+        stands_for="qwen3_30b_a3b",
     ),
 }
 """What was asked for first stands first: a call whose time is up has taken that."""

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from benchmarks import advise_rates, advise_steps
+from benchmarks.pages import written
 from jetrl_verl.tools.advise.rates import FILE, Rates, measured
 from jetrl_verl.tools.advise.shapes import KNOWN, model_of
 from jetrl_verl.tools.bench.shapes import MODELS
@@ -83,9 +84,7 @@ def test_a_report_says_that_rates_are_of_several_builds_in_one_line():
 
 
 def test_the_page_has_the_table_of_these_rates():
-    page = advise_rates.PAGE.read_text()
-    table = page.partition(advise_rates.BEGIN)[2].partition(advise_rates.END)[0].strip()
-    assert table.splitlines() == advise_rates.table(measured()).splitlines()
+    assert written(advise_rates.PAGE.read_text()).splitlines() == advise_rates.table(measured()).splitlines()
 
 
 def test_calibration_is_no_majority():

@@ -12,7 +12,9 @@ rollout over several GPUs, stale samples), does not: that is refused by ``precis
 """
 
 import sys
+from collections.abc import Iterator, Mapping
 from functools import cache
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -59,7 +61,6 @@ def _why_stock(config: DictConfig) -> str:
 
 def _uncovered_model(config: DictConfig) -> str:
     from jetrl_verl.models import Unsupported, family
-    from jetrl_verl.models.families.base import SHARED_FIELDS
 
     get = reader(config)
     options = JetConfig.from_node(config.jetrl)
@@ -71,15 +72,8 @@ def _uncovered_model(config: DictConfig) -> str:
             return row("remote_model").message(path=path).removesuffix(".")
         ours = family(model)
         rollout = quantization_arguments(options, get(VLLM))
-        for where, overrides in (
-            (f"{MODEL}.override_config", trainer),
-            (f"{VLLM}.hf_overrides", rollout["hf_overrides"]),
-        ):
-            for key, value in overrides.items():
-                # Without dropout the trainer computes what the rollout does.
-                silenced = key in ours.dropouts and value == 0
-                if key in (*SHARED_FIELDS, *ours.dropouts) and value != model.get(key) and not silenced:
-                    return row("overridden_model").message(where=where, field=key).removesuffix(".")
+        for message in overridden_fields(model, trainer, rollout["hf_overrides"]):
+            return message.removesuffix(".")
         ours.check_operations(ours.as_trained(model, trainer))
     except UnsupportedConfiguration as unreadable:
         # Without the remedy, which is for a run that asked for `shared`.
@@ -87,6 +81,26 @@ def _uncovered_model(config: DictConfig) -> str:
     except Unsupported as uncovered:
         return model_clause(uncovered, path, options.precision)
     return ""
+
+
+def overridden_fields(
+    model: Mapping[str, Any], trainer: Mapping[str, Any], rollout: Mapping[str, Any]
+) -> Iterator[str]:
+    """What ``auto`` says of each field that the shared operations read and one side has otherwise than ``config.json``.
+
+    Args:
+        model: configuration of the model. trainer, rollout: what is overridden in the copy of either side.
+    """
+    from jetrl_verl.models import family
+    from jetrl_verl.models.families.base import SHARED_FIELDS
+
+    dropouts = family(model).dropouts
+    for where, overrides in ((f"{MODEL}.override_config", trainer), (f"{VLLM}.hf_overrides", rollout)):
+        for key, value in overrides.items():
+            # Without dropout the trainer computes what the rollout does.
+            silenced = key in dropouts and value == 0
+            if key in (*SHARED_FIELDS, *dropouts) and value != model.get(key) and not silenced:
+                yield row("overridden_model").message(where=where, field=key)
 
 
 @cache

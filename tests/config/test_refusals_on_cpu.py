@@ -344,8 +344,8 @@ REFUSED_EXACT = [
     ),
     ([f"+{VLLM}.kv_cache_dtype=fp8"], f"{VLLM}.kv_cache_dtype=fp8", f"{VLLM}.kv_cache_dtype=auto."),
     (["jetrl.unfit_layers=skip"], "jetrl.unfit_layers=skip", "jetrl.unfit_layers=stop."),
-    (["jetrl.operations=stock"], "jetrl.operations=stock", "precision=jet_fp8."),
-    (["jetrl.operations=auto"], "jetrl.operations=auto", "precision=jet_fp8."),
+    (["jetrl.operations=stock"], "jetrl.operations=stock", "jetrl.operations=shared, or precision=jet_fp8."),
+    (["jetrl.operations=auto"], "jetrl.operations=auto", "jetrl.operations=shared, or precision=jet_fp8."),
     (["jetrl.operations=liger"], "jetrl.operations=liger", "jetrl.operations to one of auto, stock, shared."),
 ]
 """What the shared operations do not cover, one of a kind; all of it: test_support_on_cpu.py."""

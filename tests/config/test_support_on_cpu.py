@@ -16,6 +16,7 @@ import torch
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
 from omegaconf import OmegaConf
+from support_models import MIXTURE, MODEL_CONFIG, MODELS
 
 from jetrl_verl.config import JetConfig, UnsupportedConfiguration, check_config, environment
 from jetrl_verl.config.check import reader
@@ -33,16 +34,6 @@ from jetrl_verl.formats.catalog import QUANTIZED_CACHES
 
 ROOT = Path(__file__).parents[2]
 SHAPE = re.compile(r"[^.]\S.* is not supported with .+\. Set .+\.")
-MODEL_CONFIG = {
-    "model_type": "qwen3",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "head_dim": 128,
-    "vocab_size": 128,
-}
 
 
 @cache
@@ -109,34 +100,6 @@ def machine(monkeypatch, tmp_path):
 
 (FP8,) = QUANTIZED_CACHES
 OPTIONS = JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="shared")
-MIXTURE = {
-    "model_type": "qwen3_moe",
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 128,
-    "mlp_only_layers": [],
-}
-MODELS = {
-    "quantized_checkpoint": {"quantization_config": {"quant_method": "fp8"}},
-    "model_type": {"model_type": "mixtral"},
-    "layer_shape": {"intermediate_size": 576},
-    "qwen2_head_dim": {"model_type": "qwen2"},
-    "dense_layers_of_a_mixture": MIXTURE | {"mlp_only_layers": [0]},
-    "shared_expert": MIXTURE | {"shared_expert_intermediate_size": 128},
-    "expert_activation": MIXTURE | {"hidden_act": "gelu"},
-    "experts_a_token": MIXTURE | {"num_experts_per_tok": 5},
-    "expert_shape": MIXTURE | {"moe_intermediate_size": 192},
-    "built_in_biases": {"model_type": "seed_oss", "attention_bias": False},
-    "head_dim": {"head_dim": 64},
-    "rope_type": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
-    "partial_rotary": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-    "activation": {"hidden_act": "gelu"},
-    "sliding_window": {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0},
-    "soft_cap": {"final_logit_softcapping": 30.0},
-    "logit_scale": {"logit_scale": 0.5},
-    "attention_dropout": {"attention_dropout": 0.1},
-    "residual_dropout": {"model_type": "seed_oss", "attention_dropout": 0.0, "residual_dropout": 0.1},
-}
 SKIPPING = {"no_layer_fits": {"hidden_size": 192, "head_dim": 96, "intermediate_size": 576}}
 MACHINES = {
     "gpu_without_fp8": {"capability": (8, 0)},

@@ -281,7 +281,7 @@ OPTION_ROWS: tuple[Row, ...] = (
         "stock operations",
         _EXACT,
         "that is another precision",
-        "Set precision=jet_fp8",
+        "Set jetrl.operations=shared, or precision=jet_fp8",
         ("jetrl.operations",),
         other_than("shared"),
         example="stock",

@@ -13,6 +13,7 @@ from .machine import MACHINE_ROWS
 from .operations import EXACT_ROWS, SHARED_ROWS
 from .options import OPTION_ROWS
 from .row import Get, Row, UnsupportedConfiguration
+from .scopes import EXACT
 from .workers import WORKER_ROWS
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ COMPOSITION_ROWS: tuple[Row, ...] = (*GENERAL_ROWS, *SHARED_ROWS, *EXACT_ROWS, *
 """What ``config/check.py`` reads, in the order of the check."""
 
 TABLE: tuple[Row, ...] = (*OPTION_ROWS, *COMPOSITION_ROWS, *MACHINE_ROWS, *WORKER_ROWS, *COMMAND_ROWS)
+
+INEXACT_ROWS: tuple[Row, ...] = tuple(each for each in TABLE if each.scope.stock or each.scope.doc == EXACT.doc)
+"""What costs equality in every bit: it makes the operations stock, or ``jet_fp8_exact`` alone refuses it."""
 
 _BY_NAME = {row.name: row for row in TABLE}
 

@@ -7,7 +7,7 @@ states what differs, in a file of its own (families/, docs/families.md). No othe
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -332,6 +332,11 @@ class Family:
         Args:
             config: the trainer's Hugging Face configuration, object or mapping.
         """
+        for uncovered in self.uncovered_operations(config):
+            raise uncovered
+
+    def uncovered_operations(self, config: Any) -> Iterator[UnsupportedOperation]:
+        """All that the shared operations do not cover of a model of this family."""
         rope = read(config, "rope_parameters", {})
         kind, part = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
         scores = read(config, "attn_logit_softcapping") or read(config, "final_logit_softcapping")
@@ -346,4 +351,4 @@ class Family:
             *((name, read(config, name, 0.0) != 0.0, name.replace("_", " ")) for name in self.dropouts),
         ):
             if wrong:
-                raise UnsupportedOperation(f"the shared operations do not cover {what}", row)
+                yield UnsupportedOperation(f"the shared operations do not cover {what}", row)

@@ -14,7 +14,7 @@ from jetrl_verl.tools.advise.job import Job, as_mapping
 from jetrl_verl.tools.advise.memory import GIB, GPU_BYTES
 from jetrl_verl.tools.advise.predict import PHASES, SMALL_MICRO_BATCH, Prediction, batches
 from jetrl_verl.tools.advise.rates import Rates
-from jetrl_verl.tools.advise.settings import Finding
+from jetrl_verl.tools.advise.settings import Finding, unseen
 
 
 def warnings(job: Job, predictions: list[Prediction]) -> list[str]:
@@ -169,6 +169,7 @@ def render(
         say("Settings that cost something:" if settings else "No setting is refused or costs exactness.")
         for finding in settings:
             say(f"  {finding.effect}: {finding.message}")
+    say(unseen())
     for sentence in cache_sentences(job, caches):
         say(sentence)
     for sentence in job.notes:
@@ -255,5 +256,6 @@ def as_json(
             for held, each in caches.items()
         },
         "warnings": warnings(job, predictions),
+        "unseen": unseen(),
         "settings": None if settings is None else [{"effect": s.effect, "message": s.message} for s in settings],
     }

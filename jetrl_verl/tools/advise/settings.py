@@ -12,12 +12,12 @@ from omegaconf import DictConfig
 
 from jetrl_verl.config.check import reader
 from jetrl_verl.config.environment import cache_message, model_overrides
-from jetrl_verl.config.support.operations import EXACT_ROWS, SHARED_ROWS
-from jetrl_verl.config.support.options import OPTION_ROWS
-from jetrl_verl.config.support.row import Get
-from jetrl_verl.config.support.table import COMPOSITION_ROWS, model_refusal
+from jetrl_verl.config.operations import overridden_fields
+from jetrl_verl.config.support.row import DRIVER, Get, Row
+from jetrl_verl.config.support.scopes import VLLM
+from jetrl_verl.config.support.table import COMPOSITION_ROWS, INEXACT_ROWS, model_refusal, row
 from jetrl_verl.formats.catalog import UNQUANTIZED, cache_traits
-from jetrl_verl.models import UnsupportedLayer, UnsupportedOperation, family
+from jetrl_verl.models import UnsupportedLayer, family
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.tools.advise.shapes import Model
 
@@ -27,6 +27,13 @@ REFUSED, STOCK, BITS = "refused", "stock operations", "not equal in every bit"
 
 STOCK_OPERATIONS = "stock"
 """Value of ``jetrl.operations``."""
+
+ROWS: tuple[Row, ...] = (
+    *COMPOSITION_ROWS,
+    *(each for each in INEXACT_ROWS if each.keys and each not in COMPOSITION_ROWS),
+)
+"""Rows that settings show. Of those about the ``jetrl`` node alone the ones that cost exactness: the others say that
+another precision's options are not ``jet_fp8``'s, under which the settings are asked."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,11 @@ class Finding:
 def findings(config: DictConfig, model: Model, tp: int) -> list[Finding]:
     """Everything in a configuration composed with ``precision=jet_fp8`` that costs something, worst first."""
     get = reader(config)
-    found = [*settings_of(get), *model_findings(model, tp, model_overrides(config))]
+    overrides = model_overrides(config)
+    found = [*settings_of(get), *model_findings(model, tp, overrides)]
+    if get("jetrl.operations") == "auto":
+        rollout = get(f"{VLLM}.hf_overrides") or {}
+        found += [Finding(STOCK, message) for message in overridden_fields(model.config, overrides, rollout)]
     return [*cache_findings(get, model, any(finding.effect == STOCK for finding in found)), *found]
 
 
@@ -55,16 +66,36 @@ def settings_of(get: Get) -> list[Finding]:
         return {"jetrl.operations": "shared", "jetrl.precision": "jet_fp8"}.get(key) or get(key)
 
     def exact(key: str) -> Any:
+        if key == "jetrl.operations" and get(key) == STOCK_OPERATIONS:
+            return STOCK_OPERATIONS
         return "jet_fp8_exact" if key == "jetrl.precision" else asked(key)
 
     found = []
-    for row in COMPOSITION_ROWS:
-        effect = STOCK if row in SHARED_ROWS else BITS if row in EXACT_ROWS else REFUSED
-        if not row.scope.refused:
+    for each in ROWS:
+        if not each.scope.refused:
             continue
-        read = exact if effect == BITS else asked
-        found += [Finding(effect, row.message(read, **words)) for words in row.met(read)]
+        read = exact if each in INEXACT_ROWS and not each.scope.stock else asked
+        found += [Finding(effect_of(each), each.message(read, **words)) for words in each.met(read)]
     return sorted(dict.fromkeys(found), key=lambda each: (REFUSED, STOCK, BITS).index(each.effect))
+
+
+def effect_of(cost: Row) -> str:
+    """What a job has of a row's setting: ``REFUSED``, ``STOCK`` or ``BITS``."""
+    if cost.scope.stock or (cost in INEXACT_ROWS and cost.keys == ("jetrl.operations",)):
+        return STOCK
+    return BITS if cost in INEXACT_ROWS else REFUSED
+
+
+def unseen() -> str:
+    """What makes the operations stock and no job shows: the machine that runs it."""
+    rows = (each for each in INEXACT_ROWS if each.found == DRIVER and each.listed and not of_the_model(each))
+    features = ", ".join(dict.fromkeys(each.feature for each in rows))
+    return f"Stock operations too, and not seen from here: {features}. `jetrl doctor` says what a machine has."
+
+
+def of_the_model(cost: Row) -> bool:
+    """Whether the model's configuration shows a row, or what a job overrides in it."""
+    return "{path}" in cost.what or "{field}" in cost.reason
 
 
 def cache_findings(get: Get, model: Model, stock: bool) -> list[Finding]:
@@ -76,13 +107,13 @@ def cache_findings(get: Get, model: Model, stock: bool) -> list[Finding]:
     held = cache_traits(get("jetrl.kv_cache") or UNQUANTIZED)
     if not held.quantized:
         return []
-    (row,) = (row for row in OPTION_ROWS if row.name == "kv_cache_of_stock_operations")
+    cache = row("kv_cache_of_stock_operations")
     operations = STOCK_OPERATIONS if stock or get("jetrl.operations") == STOCK_OPERATIONS else "shared"
 
     def asked(key: str) -> Any:
         return {"jetrl.operations": operations, "jetrl.precision": "jet_fp8"}.get(key) or get(key)
 
-    found = [row.message(asked, **words) for words in row.met(asked)]
+    found = [cache.message(asked, **words) for words in cache.met(asked)]
     found += filter(None, [cache_message(model.config, model.name, held)])
     return [Finding(REFUSED, message) for message in found]
 
@@ -96,9 +127,7 @@ def model_findings(model: Model, tp: int, overrides: dict[str, Any] | None = Non
         found.append(Finding(REFUSED, model_refusal(unfit, model.name, "jet_fp8")))
     try:
         ours = family(model.config)
-        ours.check_operations(ours.as_trained(model.config, overrides or {}))
     except UnsupportedLayer:
-        pass  # said above
-    except UnsupportedOperation as uncovered:
-        found.append(Finding(STOCK, model_refusal(uncovered, model.name, "jet_fp8")))
-    return found
+        return found  # said above
+    uncovered = ours.uncovered_operations(ours.as_trained(model.config, overrides or {}))
+    return found + [Finding(STOCK, model_refusal(each, model.name, "jet_fp8")) for each in uncovered]

@@ -10,18 +10,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support_models import MODELS
 from typer.testing import CliRunner
 
 from jetrl_verl.cli import app
 from jetrl_verl.config.check import reader
-from jetrl_verl.config.support.operations import EXACT_ROWS, SHARED_ROWS
+from jetrl_verl.config.support.row import DRIVER, WORKER, shown
+from jetrl_verl.config.support.table import INEXACT_ROWS
 from jetrl_verl.tools.advise import AdviseError
 from jetrl_verl.tools.advise.job import Means, compose, job_of_config, job_of_options, words_of_script
 from jetrl_verl.tools.advise.memory import rollout_memory, rollout_weights, trainer_memory
 from jetrl_verl.tools.advise.predict import Precision, batches, precisions, predict
 from jetrl_verl.tools.advise.rates import measured
 from jetrl_verl.tools.advise.rollout import Engine, decode_step, generate, response_lengths
-from jetrl_verl.tools.advise.settings import BITS, REFUSED, STOCK, findings, model_findings, settings_of
+from jetrl_verl.tools.advise.settings import BITS, REFUSED, STOCK, findings, model_findings, settings_of, unseen
 from jetrl_verl.tools.advise.shapes import KNOWN, known_name, model_of
 from jetrl_verl.tools.advise.trainer import JET, JET_STOCK, Batch, update
 
@@ -235,13 +237,60 @@ def test_memory_is_counted():
 # --- settings --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", (*SHARED_ROWS, *EXACT_ROWS), ids=lambda row: row.name)
-def test_a_setting_of_the_table_is_named_with_its_remedy(row, small):
+SHOWN = [row for row in INEXACT_ROWS if row.keys]
+OF_THE_MODEL = [row for row in INEXACT_ROWS if row.name in MODELS]
+
+
+@pytest.mark.parametrize("row", SHOWN, ids=lambda row: row.name)
+def test_a_setting_that_costs_exactness_is_named_with_its_remedy(row, small):
     base, wrong = reader(small), {row.keys[0]: row.example, **row.beside}
     found = settings_of(lambda key: wrong[key] if key in wrong else base(key))
     (one,) = [each for each in found if row.keys[0] in each.message and "is not supported with" in each.message]
-    assert one.effect == (STOCK if row in SHARED_ROWS else BITS)
-    assert " Set " in one.message and one.message.endswith(".")
+    stock = row.scope.stock or row.keys == ("jetrl.operations",)
+    assert one.effect == (STOCK if stock else BITS)
+    words = {"key": row.keys[0], "value": shown(row.example)}
+    asked = {"jetrl.precision": "jet_fp8_exact", "jetrl.operations": "shared"}
+    assert one.message == row.message(asked.get, **words) and " Set " in one.message and one.message.endswith(".")
+
+
+@pytest.mark.parametrize("row", OF_THE_MODEL, ids=lambda row: row.name)
+def test_what_a_model_has_that_costs_exactness_is_named_with_its_remedy(row):
+    model = model_of("m", KNOWN["qwen3-8b"] | MODELS[row.name])
+    (one,) = model_findings(model, 1)
+    assert one.effect == STOCK and one.message.endswith(f". {row.remedy}.")
+
+
+def test_every_row_that_costs_exactness_is_named():
+    """What only a worker sees is a class that vLLM or transformers chose: no job shows it."""
+    elsewhere = [row for row in INEXACT_ROWS if row not in SHOWN and row not in OF_THE_MODEL]
+    (overridden,) = [row for row in elsewhere if row.name == "overridden_model"]
+    machine = [row for row in elsewhere if row.found == DRIVER and row is not overridden]
+    assert machine and all(row.feature in unseen() for row in machine)
+    assert {row.found for row in elsewhere if row not in machine and row is not overridden} == {WORKER}
+    code, text = run("--model", "qwen3-8b")
+    assert code == 0 and unseen() in text.splitlines()
+
+
+def test_all_that_a_model_has_is_named_and_not_the_first_alone():
+    both = KNOWN["qwen3-8b"] | MODELS["soft_cap"] | MODELS["logit_scale"]
+    assert [each.effect for each in model_findings(model_of("m", both), 1)] == [STOCK, STOCK]
+
+
+@pytest.mark.parametrize(
+    ("word", "found"),
+    [
+        ("+actor_rollout_ref.model.override_config.rope_theta=5", "override_config overrides rope_theta"),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides.rope_theta=5", "hf_overrides overrides rope"),
+        ("+actor_rollout_ref.model.override_config.attention_dropout=0", None),
+    ],
+)
+def test_what_is_overridden_in_the_model_is_named_unless_the_operations_are_chosen(word, found):
+    def named(*more: str) -> list[str]:
+        return [each.message for each in findings(compose([*SMALL, word, *more], "jet_fp8"), EIGHT, 1)]
+
+    assert [found in message for message in named()] == ([True] if found else [])
+    assert all("Set jetrl.operations=shared if" in message for message in named())
+    assert named("jetrl.operations=shared") == []
 
 
 def test_a_plain_job_costs_nothing_and_a_refused_one_says_so(small):

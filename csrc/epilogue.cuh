@@ -87,8 +87,8 @@ JETRL_DEVICE void store_bf16(uint8_t* staging, const float (&acc)[64], const Out
   }
 }
 
-// The lane whose stores the copy engine makes. Where they go is known to be the same for all lanes, or (kElected) is not
-// and this is known to be one lane alone (sm90.cuh).
+// The lane whose stores the copy engine makes. Where they go is known to be the same for all lanes, or (kElected) is
+// not and this is known to be one lane alone (sm90.cuh).
 template <bool kElected>
 JETRL_DEVICE bool acts_for_copies(int lane) {
   if constexpr (kElected) {

@@ -39,7 +39,7 @@ struct FpropParams {
   Segments segments = {nullptr, 0};
   int w_row_step = 0, w_column_step = 0;
   int64_t w_scale_step = 0;
-  int slice_tiles_n = 0, slice_rows = 0;  // of tiles_n those of one slice of K, of Y's rows those of one slice's product
+  int slice_tiles_n = 0, slice_rows = 0;  // those of one slice of K: of tiles_n, and of Y's rows its product's
 };
 
 // A warp's first element of an output tile. Of a grouped product `end` is the row behind the expert's last.
@@ -63,10 +63,11 @@ JETRL_DEVICE FpropTile dense_tile(const FpropParams& p, int tile, int rank) {
 // acc is rounded to BF16 and joins total = total + bf16(acc) in FP32, slices ascending, under the next slice's first
 // chain; total is rounded once. It begins as -0, which changes no number that is added to it.
 //
-// kGrouped, a product for the rows of each expert (gemm.h, Segments), with its own W; a tile has rows of one expert. The
-// warp that copies qdata finds the tiles and tells the consumers theirs with stage 0. Blocks of a cluster take
-// neighbouring columns there and share X, else neighbouring rows and share W. Where each slice of K has a product of its
-// own, a tile is of one slice: k_blocks long, and the warps that copy begin at its columns. Consumers do not know of it.
+// kGrouped, a product for the rows of each expert (gemm.h, Segments), with its own W; a tile has rows of one expert.
+// The warp that copies qdata finds the tiles and tells the consumers theirs with stage 0. Blocks of a cluster take
+// neighbouring columns there and share X, else neighbouring rows and share W. Where each slice of K has a product of
+// its own, a tile is of one slice: k_blocks long, and the warps that copy begin at its columns, of which the consumers
+// do not know.
 //
 // The tile is 128 x 256, as large as registers allow: a thread of the two consumer warpgroups keeps 2 x 64 accumulators
 // and 64 partial sums, 192 of its 240 registers (504 of 512 go to the three warpgroups: 240, 240, 24). Where tiles of

@@ -111,9 +111,9 @@ struct Bias {
   bool fp32;         // else BF16
 };
 
-// Rows of experts: expert e has rows start[e] to start[e + 1] - 1, or none. `start`, experts + 1 numbers, ascending from
-// zero, is on the device, and nobody but the device knows it. `aligned`: they are multiples of 4. The copy engine reads
-// a row of a matrix from multiples of 16 bytes on, here 4 scales; from elsewhere it is an illegal instruction.
+// Rows of experts: expert e has rows start[e] to start[e + 1] - 1, or none. `start`, experts + 1 numbers, ascending
+// from zero, is on the device, and nobody but the device knows it. `aligned`: they are multiples of 4. The copy engine
+// reads a row of a matrix from multiples of 16 bytes on, here 4 scales; from elsewhere it is an illegal instruction.
 struct Segments {
   const int* start;
   int experts;
@@ -211,8 +211,8 @@ void grouped_fprop(const Operand& x, const ExpertOperand& w, const Segments& seg
 // `segments.start` either, and copies of W may start as well.
 void grouped_decode(const Operand& x, const ExpertOperand& w, const Segments& segments, int slices, const Output& y,
                     Config config, bool static_weight, bool static_segments, Stream stream);
-// wgrad of each expert's tokens, to dw [experts * N, K] BF16; zeros for an expert without. Segments are multiples of 128
-// tokens.
+// wgrad of each expert's tokens, to dw [experts * N, K] BF16; zeros for an expert without. Segments are multiples of
+// 128 tokens.
 void grouped_wgrad(const Operand& a, const Operand& b, int t, const Segments& segments, const Output& dw, Config config,
                    Stream stream);
 
@@ -247,9 +247,9 @@ void silu_mul_backward(const Bf16Rows& dy, const Bf16Rows& gate, const Bf16Rows&
                        const QuantizedBothWays& dgate, const QuantizedBothWays& dup, Stream stream);
 
 // One new token of each request over a KV cache. BF16 q and out [requests, kv_heads * group, 128], strides of requests
-// in elements, multiples of 8; lengths [requests] tokens, the new one included; table [requests, ...] their pages, of 16
-// tokens `units` times, `stride_table` apart. 1, 2, 4 or 8 blocks, `cluster`, share a request and KV head, which changes
-// no bit.
+// in elements, multiples of 8; lengths [requests] tokens, the new one included; table [requests, ...] their pages, of
+// 16 tokens `units` times, `stride_table` apart. 1, 2, 4 or 8 blocks, `cluster`, share a request and KV head, which
+// changes no bit.
 struct DecodeAttention {
   const uint16_t* q;
   uint16_t* out;

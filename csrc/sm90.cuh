@@ -314,9 +314,9 @@ JETRL_DEVICE void wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, bool keep) {
 #undef D8
 #undef D4
 
-// D[16 x 8] += A[16 x 16] B[8 x 16]^T of a warp, BF16 from registers. Lane l holds rows l / 4 and 8 more of A and D, row
-// l / 4 of B; of 16 places along K, 2 (l % 4) and the next in the first half of its registers, 8 more in the second.
-// On Hopper all 16 products and D are one sum, as in wgmma: their order along K is free.
+// D[16 x 8] += A[16 x 16] B[8 x 16]^T of a warp, BF16 from registers. Lane l holds rows l / 4 and 8 more of A and D,
+// row l / 4 of B; of 16 places along K, 2 (l % 4) and the next in the first half of its registers, 8 more in the
+// second. On Hopper all 16 products and D are one sum, as in wgmma: their order along K is free.
 JETRL_DEVICE void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "

@@ -9,8 +9,8 @@
 // are not stored. The ring goes on from tile to tile, so W streams without a gap.
 //
 // Roles: a consumer warpgroup; a warp that finds tiles, copies qdata by TMA and tells the consumers a tile's place with
-// its first stage; a warp that finds tiles and copies scales by cp.async. Where each slice of K has a product of its own,
-// a tile is of one slice, k_blocks long, of which the consumers do not know.
+// its first stage; a warp that finds tiles and copies scales by cp.async. Where each slice of K has a product of its
+// own, a tile is of one slice, k_blocks long, of which the consumers do not know.
 //
 // The kernel in front makes X. With `static_weight` alone it makes the segments, too, and all wait for it. With
 // `static_segments` those who read X do, behind copies of the first tile's W; consumers store when they have seen X.
@@ -218,12 +218,12 @@ void run_grouped_decode(const Operand& x, const ExpertOperand& w, const Segments
 
 constexpr int kColumnChoices[] = {128, 64, 32};
 
-// What a tile's beginning and its end are worth, in rows of W: at one token 96 tiles of 128 rows take less than 384 of 32,
-// which are fewer rows a multiprocessor.
+// What a tile's beginning and its end are worth, in rows of W: at one token 96 tiles of 128 rows take less than 384 of
+// 32, which are fewer rows a multiprocessor.
 constexpr int kEnds = 12;
 
-// The time of a tile's K block is what it reads from the L2: W's rows and boxes of X. Experts that rows choose at random:
-// all but (1 - 1 / experts)^rows of them are hit.
+// The time of a tile's K block is what it reads from the L2: W's rows and boxes of X. Experts that rows choose at
+// random: all but (1 - 1 / experts)^rows of them are hit.
 int plan_cost(int columns, int rows, int experts, int n) {
   const int hit = std::ceil(experts * (1 - std::pow(1 - 1.0 / experts, rows)));
   const int tiles = hit * ceil_div(n, columns);

@@ -13,20 +13,22 @@ calibrates or checks, never both; those of benchmarks/verl_step.py (``results/ve
 import argparse
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.advise_steps import BEFORE, Record, rollout_caveat, step_records
+from benchmarks.advise_steps import OLD_ROLLOUT, OLD_SYNC, Record, step_records
+from benchmarks.advise_sync import LAUNCHES, fit_sync, sync_records
 from benchmarks.pages import with_written
 from jetrl_verl.tools.advise import rates as of_package
 from jetrl_verl.tools.advise.memory import GIB, trainer_memory
-from jetrl_verl.tools.advise.rates import Rates
+from jetrl_verl.tools.advise.rates import Rates, rates_of
 from jetrl_verl.tools.advise.rollout import Engine, decode_step, generate, prefill
 from jetrl_verl.tools.advise.shapes import KNOWN, Model, model_of
-from jetrl_verl.tools.advise.sync import pieces, sync_seconds
+from jetrl_verl.tools.advise.sync import stock_work, sync_seconds
 from jetrl_verl.tools.advise.trainer import (
     JET,
     JET_STOCK,
@@ -214,7 +216,8 @@ def rollout_records() -> Iterable[Record]:
         for key, found in kv_cache["ample"][name]["behind_last_layer"].items():
             requests, prompt = map(int, key.split(" x "))
             # By the profiler's clock, 12 of the first 20 steps: tokens/s of this record are differences of generations.
-            source, caveat = "decode_kv_cache_h200.json", rollout_caveat(kv_cache["build"], engine.shared)
+            source = "decode_kv_cache_h200.json"
+            caveat = OLD_ROLLOUT.in_build(kv_cache["build"]) if engine.shared else ""
             yield step(name, engine, requests, prompt + 14, 1e-6 * found["step_us"], source, caveat=caveat)
     bf16_cache = results("decode_bf16_cache")["ample"]
     for name, engine in (("bf16", BF16), ("jet_fp8", FP8)):
@@ -226,7 +229,7 @@ def rollout_records() -> Iterable[Record]:
                 name, engine, requests, prompt + 32, requests / bf16_cache[name][case], source, calibrates=calibrates
             )  # fmt: skip
     for requests, context, rate, gain in DECODE_READ:
-        yield step("jet_fp8", FP8, requests, context, requests / rate, READING, caveat=BEFORE)
+        yield step("jet_fp8", FP8, requests, context, requests / rate, READING, caveat=OLD_ROLLOUT.said)
         yield step("bf16", BF16, requests, context, requests * gain / rate, READING)
     for name, engine in (("bf16", BF16), ("jet_fp8", FP8)):
         yield Record(
@@ -240,7 +243,7 @@ def rollout_records() -> Iterable[Record]:
     short = results("decode")["short"]
     for name, engine in (("bf16", BF16), ("int8_rollout", INT8), ("jet_fp8", FP8)):
         tokens = short[name]["kv_gib"] * GIB / EIGHT.kv_bytes()
-        old = "with the decode kernel of 1d44199, since replaced: its steps of one request took 1.15 times as long"
+        old = "a decode kernel of 1d44199, since replaced: its steps of one request took 1.15 times as long"
         yield Record(
             "generation, cache too short",
             f"8B, 192 x (64 + 1024) in {short[name]['kv_gib']:.1f} GiB, {name}",
@@ -259,13 +262,14 @@ def verl_parts(rates: Rates, precision: str) -> dict[str, float]:
         "generation": poll(generate(rates, FOUR, engine, [2048] * 64, 0).seconds),
         "old": log_probs(rates, FOUR, flow, batch).total + rates["verl.old_log_prob"],
         "update": update(rates, FOUR, flow, batch).total + optimizer(rates, FOUR, 1, 1) + rates["verl.update"],
-        "sync": sync_seconds(rates, FOUR, engine.linears, 1),
+        "sync": sync_seconds(rates, FOUR, engine.linears, engine.shared, 1),
         "rest": rates["verl.rest"],
     }
 
 
 def verl_records() -> Iterable[Record]:
     words = {"generation": "generation", "old": "old log-probabilities", "update": "update", "sync": "weight sync"}
+    replaced = {"generation": OLD_ROLLOUT.said, "sync": OLD_SYNC.said}
     for precision, found in IN_VERL.items():
         for part, phase in words.items():
             measured = found[part]
@@ -275,26 +279,27 @@ def verl_records() -> Iterable[Record]:
                 sum(measured) / 2 if isinstance(measured, tuple) else measured,
                 READING,
                 lambda r, p=precision, w=part: verl_parts(r, p)[w],
-                calibrates=part == "sync" or (precision == "bf16" and part != "generation"),
-                caveat=BEFORE if precision == "jet_fp8" and part == "generation" else "",
+                calibrates=precision == "bf16" and part != "generation",
+                caveat=replaced.get(part, "") if precision == "jet_fp8" else "",
             )
         yield Record(
             "step", f"verl, 4B, 64 x 2048, {precision}", found["step"], READING,
             lambda r, p=precision: sum(verl_parts(r, p).values()), calibrates=precision == "bf16",
-            caveat=BEFORE if precision == "jet_fp8" else "",
+            caveat=OLD_ROLLOUT.said if precision == "jet_fp8" else "",
         )  # fmt: skip
     for gpus, precision, seconds, arrangement in (
         (2, "bf16", 0.43, "FSDP2"), (2, "jet_fp8", 0.99, "FSDP2"), (4, "bf16", 0.53, "FSDP2"), (2, "bf16", 0.30, "TP 2")
     ):  # fmt: skip
-        kind = "bf16" if precision == "bf16" else "fp8"
+        ours = precision != "bf16"
+        other = "" if arrangement == "FSDP2" else "GPUs on which another job computed"
         yield Record(
             "weight sync",
             f"verl, 1.4B, {gpus} GPUs, {arrangement}, {precision}",
             seconds,
             SEVERAL,
-            lambda r, k=kind, g=gpus: sync_seconds(r, DEMO_1_4B, k, g),
+            lambda r, o=ours, g=gpus: sync_seconds(r, DEMO_1_4B, "fp8" if o else "bf16", o, g),
             calibrates=gpus == 2 and precision == "bf16" and arrangement == "FSDP2",
-            caveat="" if arrangement == "FSDP2" else "another job computed on the same GPUs",
+            caveat=OLD_SYNC.said if ours else other,
         )
     for precision, flow, seconds in (("bf16", STOCK, 2.75), ("jet_fp8", JET, 4.35)):
         yield Record(
@@ -343,15 +348,16 @@ def memory_records() -> Iterable[Record]:
 
 def records() -> list[Record]:
     steps = sorted((ROOT / "benchmarks" / "results").glob("verl_step*_h200.json"))
-    return [*training_records(), *rollout_records(), *verl_records(), *memory_records(), *step_records(steps)]
+    every = (training_records(), rollout_records(), sync_records(), verl_records(), memory_records())
+    return [*(record for records_ in every for record in records_), *step_records(steps)]
 
 
 def fit() -> dict[str, dict]:
     """Every rate with its unit and how it follows, in the order in which they are fitted."""
     found: dict[str, dict] = {}
 
-    def put(name: str, value: float, unit: str, how: str) -> None:
-        found[name] = {"value": float(f"{value:.6g}"), "unit": unit, "from": how}
+    def put(name: str, value: float, unit: str, how: str, older: str = "") -> None:
+        found[name] = {"value": float(f"{value:.6g}"), "unit": unit, "from": how} | ({"older": older} if older else {})
 
     def rates(**others: float) -> Rates:
         return Rates({name: entry["value"] for name, entry in found.items()}).including(others)
@@ -372,24 +378,30 @@ def fit() -> dict[str, dict]:
     _fit_training(put, rates, record)
     _fit_decode(put, rates)
 
+    fit_sync(put, rates)
+    unknown = {"verl.old_log_prob": 0.0, "verl.update": 0.0, "verl.sync": 0.0, "verl.rest": 0.0}
     for phase, name, part in (
         ("old log-probabilities", "verl.old_log_prob", "old"),
         ("update", "verl.update", "update"),
+        ("weight sync", "verl.sync", "sync"),
     ):
-        bare = verl_parts(
-            rates(**{"verl.old_log_prob": 0.0, "verl.update": 0.0, "sync.bf16.piece": 0.0, "verl.rest": 0.0}), "bf16"
-        )[part]
+        bare = verl_parts(rates(**unknown), "bf16")[part]
         seconds = record(phase, "verl, 4B, 64 x 2048, bf16") - bare
-        put(name, seconds, "s", f"what {READING}, 4B BF16, has above the passes: verl's work, entropy")
-    for name, kind, precision in (("bf16", "bf16", "bf16"), ("quantized", "fp8", "jet_fp8")):
-        seconds = record("weight sync", f"verl, 4B, 64 x 2048, {precision}") / pieces(FOUR, kind)
-        put(f"sync.{name}.piece", seconds, "s", f"{READING}, 4B {precision}, by tensors on the wire")
+        put(name, seconds, "s", f"what {READING}, 4B BF16, has above {_ABOVE[part]}")
     whole = [found["step"] - sum(np.mean(found[part]) for part in ("generation", "old", "update", "sync"))
              for found in IN_VERL.values()]  # fmt: skip
     put("verl.rest", float(np.mean(whole)), "s", f"{READING}, 4B, step less its phases, both precisions")
-    several = record("weight sync", "verl, 1.4B, 2 GPUs, FSDP2, bf16") / pieces(DEMO_1_4B, "bf16")
-    put("sync.gather", several - found["sync.bf16.piece"]["value"], "s", f"{SEVERAL}, 1.4B BF16 on 2 GPUs")
+    alone = sync_seconds(rates(), DEMO_1_4B, "bf16", False, 1)
+    several = record("weight sync", "verl, 1.4B, 2 GPUs, FSDP2, bf16") - alone
+    put("sync.gather", several / stock_work(DEMO_1_4B).gathers, "s", f"{SEVERAL}, 1.4B BF16 on 2 GPUs, by tensors")
     return found
+
+
+_ABOVE = {
+    "old": "the pass: verl's work, entropy",
+    "update": "the passes: verl's work, entropy",
+    "sync": "both sides' work: verl's calls between processes, waking the rollout up, CUDA IPC",
+}
 
 
 def builds(fitted: Mapping[str, Mapping]) -> dict[str, list[dict | None]]:
@@ -510,7 +522,9 @@ def table(rates: Rates, shown: Sequence[Record] | None = None) -> str:
         if role == "checks" and abs(error) > BAR:
             role = "**checks, misses**"
         digits = f"{record.measured:.4g} | {predicted:.4g}"
-        if record.phase not in ("memory", "GEMM", "decode step"):
+        if record.phase == LAUNCHES:
+            digits = f"{record.measured:.0f} | {predicted:.0f}"
+        elif record.phase not in ("memory", "GEMM", "decode step"):
             digits = f"{record.measured:.3g} s | {predicted:.3g} s"
         elif record.phase == "memory":
             digits = f"{record.measured:.3g} GiB | {predicted:.3g} GiB"
@@ -526,6 +540,10 @@ def table(rates: Rates, shown: Sequence[Record] | None = None) -> str:
         f"{within} of {len(checked)} records that check are within {BAR:.0%}; their errors have a median of "
         f"{np.median(checked):.1%}.",
     ]
+    caveats = Counter(record.caveat for record in shown if record.caveat)
+    lines += ["", "Not comparable are records of", "", *(f"- {of}: {count}" for of, count in caveats.most_common())]
+    if note := rates.older_note():
+        lines += ["", note]
     return "\n".join(lines)
 
 
@@ -535,7 +553,7 @@ def main() -> None:
     parser.add_argument("steps", type=Path, nargs="*", help="verl_step.json: hold the predictions against these alone")
     options = parser.parse_args()
     fitted = fit()
-    rates = Rates({name: entry["value"] for name, entry in fitted.items()})
+    rates = rates_of(fitted)
     if options.steps:
         try:
             print(table(rates, list(step_records(options.steps))))

@@ -4,6 +4,7 @@
 benchmarks/verl_step.py."""
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 
 from benchmarks.published_shapes import PUBLISHED, is_mixture
 from benchmarks.recipe_memory import sizes_of
-from jetrl_verl.tools.advise.job import Job
-from jetrl_verl.tools.advise.predict import Prediction, precisions, predict
+from jetrl_verl.config.support.scopes import ACTOR, ATTENTION, ROLLOUT
+from jetrl_verl.patches.attention_name import JETRL_ATTENTION
+from jetrl_verl.tools.advise.job import MICRO_TOKENS, MOST_REQUESTS, Job
+from jetrl_verl.tools.advise.predict import STOCK_VERL, Prediction, precisions, predict
 from jetrl_verl.tools.advise.rates import Rates
 
 
@@ -24,7 +27,7 @@ class Record:
         phase: of a step, or a part of one. case: model and sizes. measured: seconds, or GiB in ``memory``.
         calibrates: whether a rate was fitted to it; otherwise it checks. source: of the figure.
         predict: the same figure from rates.
-        caveat: why the measurement is not of what is predicted; such a record neither calibrates nor checks.
+        caveat: of what the measurement is that is not what is predicted; such a record neither calibrates nor checks.
     """
 
     phase: str
@@ -57,50 +60,91 @@ PHASE_OF_FIGURE = {
     "update_weights_s": "weight sync",
     "step_s": "step",
 }
-VARLEN = "attn_implementation=jetrl_varlen"
 LONGEST_PROMPT = 512
-"""Of benchmarks/verl_step.py, as are the sizes in :func:`_job_of_run`."""
+"""Of benchmarks/verl_step.py."""
+MICRO = f"{ACTOR}.ppo_max_token_len_per_gpu"
+GPUS = ("trainer.n_gpus_per_node", "trainer.nnodes")
+
+
+def given(words: Iterable[str]) -> dict[str, str]:
+    """Key -> value of overrides on a command line. Of a key that is given twice the last word counts, as in Hydra."""
+    found: dict[str, str] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        if key.startswith("~"):
+            found.pop(key[1:], None)
+        else:
+            found[key.lstrip("+")] = value
+    return found
+
+
+def offloads(said: Mapping[str, str]) -> bool:
+    """Whether the actor's weights move to the host and back."""
+    return said.get(f"{ACTOR}.fsdp_config.param_offload", "").lower() == "true"
 
 
 def _job_of_run(run: dict, settings: dict) -> Job:
-    """The job of one run of benchmarks/verl_step.py: one GPU, packed, one update a step."""
-    words = run["words"]
-    length = LONGEST_PROMPT + run["response"]
-    micro = max(16384, length)
+    """The job of one run of benchmarks/verl_step.py: packed, one update a step, sizes as its words say."""
+    said = given(run["words"])
+    micro = int(said.get(MICRO, max(MICRO_TOKENS, LONGEST_PROMPT + run["response"])))
+    tp = int(said.get(f"{ROLLOUT}.tensor_model_parallel_size", 1))
     return Job(
-        sizes_of(run["model"], None),
+        sizes_of(run["model"], None, tp),
         settings["sequences"] // 4,
         4,
         run["prompt_length"],
         min(run["response_length"], run["response"]),
         LONGEST_PROMPT,
         run["response"],
-        gpus=1,
-        utilization=settings["memory"],
+        gpus=math.prod(int(said.get(key, 1)) for key in GPUS),
+        tp=tp,
+        utilization=float(said.get(f"{ROLLOUT}.gpu_memory_utilization", settings["memory"])),
+        most=int(said.get(f"{ROLLOUT}.max_num_seqs", MOST_REQUESTS)),
         micro_tokens=micro,
-        log_prob_tokens=micro,
-        varlen=any(word.endswith(VARLEN) for word in words),
-        eight_bit=any(word.endswith("AdamW8bit") for word in words),
+        log_prob_tokens=int(said.get(f"{ROLLOUT}.log_prob_max_token_len_per_gpu", micro)),
+        varlen=said.get(ATTENTION) == JETRL_ATTENTION,
+        eight_bit=said.get(f"{ACTOR}.optim.optimizer") == "AdamW8bit",
     )
 
 
-BEFORE = "a rollout with shared operations as before 455f00e: its attention, launches and clock have changed since"
-BUILDS_BEFORE = ("2c1adaa27db3041aa1a2bda75d9ae2ab5afa0e08", "8522eeae51150c33914595a5e88119e4c0c832ec")
-"""Commits of such builds in the records that are read here and in advise_rates.py."""
+@dataclass(frozen=True)
+class Replaced:
+    """Code that has been replaced since records were made of it.
+
+    Attributes:
+        said: what it was. sources: sums of the sources (``sources_sha256``, their first eight digits) of the builds
+            that had it, in the records that are read here and in advise_rates.py. A build's commit does not tell: a
+            tree with changes has the commit that it was changed from.
+    """
+
+    said: str
+    sources: tuple[str, ...]
+
+    def in_build(self, build: Mapping[str, Any]) -> str:
+        """What is said of a record of this build; empty if it has other code."""
+        return self.said if build["sources_sha256"][:8] in self.sources else ""
 
 
-def rollout_caveat(build: Mapping[str, Any], shared: bool) -> str:
-    """``BEFORE`` where a record's ``build`` is one of those, for an engine with shared operations."""
-    return BEFORE if shared and build["commit"] in BUILDS_BEFORE else ""
+OLD_ROLLOUT = Replaced(
+    "a rollout with shared operations as before 455f00e: its attention, launches and clock have changed since",
+    ("00a92b42", "5a02e0bd"),
+)
+OLD_SYNC = Replaced(
+    "a weight sync as before 4f3bcb0, which gathered, quantized, summed and loaded a layer or a tensor at a time",
+    ("00a92b42", "2f209b75", "67243d63", "7bde4f82"),
+)
 
 
-def _caveat(phase: str, moved: bool, mixture: bool, replaced: str) -> str:
-    """Of a phase's seconds: whether weights move in it, whether the model has experts, what is said of its rollout."""
+def _caveat(phase: str, moved: bool, mixture: bool, rollout: str, sync: str) -> str:
+    """Of a phase's seconds: whether weights move in it, whether the model has experts, what is said of its rollout and
+    of its weight sync."""
     if mixture:
-        return "of a mixture, which no rate is for"
-    if replaced and phase in ("generation", "step"):
-        return replaced
-    return "weights move to the host and back" if moved and phase != "generation" else ""
+        return "a mixture, which no rate is for"
+    if rollout and phase in ("generation", "step"):
+        return rollout
+    if sync and phase == "weight sync":
+        return sync
+    return "weights that move to the host and back" if moved and phase != "generation" else ""
 
 
 def step_records(files: Iterable[Path]) -> Iterable[Record]:
@@ -121,10 +165,11 @@ def step_records(files: Iterable[Path]) -> Iterable[Record]:
             if cut or not run.get("steps") or run["row"] not in COLUMN_OF_ROW:
                 continue
             job = _job_of_run(run, settings)
-            moved = any(word.endswith("param_offload=True") for word in run["words"])
+            moved = offloads(given(run["words"]))
             mixture = is_mixture(run["model"])
-            shared = COLUMN_OF_ROW[run["row"]] in ("jet_fp8", "bf16_shared")
-            replaced = rollout_caveat(run.get("build") or settings["build"], shared)
+            build, column = run.get("build") or settings["build"], COLUMN_OF_ROW[run["row"]]
+            rollout = OLD_ROLLOUT.in_build(build) if column in ("jet_fp8", "bf16_shared") else ""
+            sync = OLD_SYNC.in_build(build) if column not in STOCK_VERL else ""
             case = f"verl, {run['model']}, {settings['sequences']} x {run['response']}, {run['row']}"
 
             def predicted(rates: Rates, job: Job = job, row: str = run["row"]) -> Prediction:
@@ -140,7 +185,7 @@ def step_records(files: Iterable[Path]) -> Iterable[Record]:
                     run[figure],
                     file.name,
                     lambda r, p=predicted, w=phase: p(r).step if w == "step" else p(r).phases[w].seconds,
-                    caveat=_caveat(phase, moved, mixture, replaced),
+                    caveat=_caveat(phase, moved, mixture, rollout, sync),
                 )
             if run.get("engine_tokens_per_s"):
                 yield Record(
@@ -149,5 +194,5 @@ def step_records(files: Iterable[Path]) -> Iterable[Record]:
                     settings["sequences"] * run["response_length"] / run["engine_tokens_per_s"],
                     file.name,
                     lambda r, p=predicted: p(r).schedule.seconds,
-                    caveat=replaced,
+                    caveat=rollout,
                 )

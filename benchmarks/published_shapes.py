@@ -28,6 +28,10 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
+NARROW = dict(hidden_size=256, intermediate_size=384, num_attention_heads=4, num_key_value_heads=1, vocab_size=1024)
+"""A layer as thin as the formats allow, with heads of 128. Three widths, as in real layers: what is equally wide goes
+through a weight sync together."""
+
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

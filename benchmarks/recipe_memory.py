@@ -33,15 +33,15 @@ HELD = 5 * GIB
 _TYPES = {"Qwen2Config": "qwen2", "Qwen3Config": "qwen3", "Qwen3MoeConfig": "qwen3_moe", "LlamaConfig": "llama"}
 
 
-def sizes_of(name: str, layers: int | None) -> "Model":
-    """Sizes of a shape of ``PUBLISHED``, with fewer layers if so many are named."""
+def sizes_of(name: str, layers: int | None, tp: int = 1) -> "Model":
+    """Sizes of a shape of ``PUBLISHED``, with fewer layers if so many are named, for a rollout of ``tp`` ranks."""
     from jetrl_verl.tools.advise.shapes import model_of  # torch, which the program of a run does not need
 
     published = PUBLISHED[name]
     fields = {"model_type": _TYPES[published.config], "hidden_act": "silu", **published.fields}
     fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
     fields.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": fields.get("rope_theta")})
-    return model_of(name, fields | ({"num_hidden_layers": layers} if layers else {}))
+    return model_of(name, fields | ({"num_hidden_layers": layers} if layers else {}), tp)
 
 
 @dataclass(frozen=True)

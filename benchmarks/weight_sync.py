@@ -51,6 +51,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.published_shapes import NARROW
 from jetrl_verl import formats
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.metrics.quantization import CodeChanges
@@ -68,8 +69,6 @@ SHAPES = {
     "qwen3-4b": dict(hidden_size=2560, intermediate_size=9728, num_attention_heads=32, tie_word_embeddings=True),
     "qwen3-8b": dict(hidden_size=4096, intermediate_size=12288, num_attention_heads=32, tie_word_embeddings=False),
 }
-NARROW = dict(hidden_size=256, intermediate_size=384, num_attention_heads=4, num_key_value_heads=1, vocab_size=1024)
-"""Three widths, as in real layers: what is equally wide travels together."""
 OPTIONS = {"bf16": None, "jet_fp8": JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="shared")}
 WAITS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
 VIEWS = ("detach", "alias", "split_with_sizes", "_reshape_alias", "_unsafe_view")

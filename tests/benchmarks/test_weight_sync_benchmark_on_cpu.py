@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.advise_sync import counted, launches, narrow, recorded
+from jetrl_verl.tools.advise.sync import stacks
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -44,3 +47,11 @@ def test_waits_do_not_grow_with_the_layers(found):
     waits = {side: sum(found["jet_fp8"]["counts"][side]["waits"].values()) for side in ("sender", "receiver")}
     # One of the receiver's is the probe's write into pages, which waits on a CPU alone.
     assert waits["sender"] <= 3 and waits["receiver"] <= 6
+
+
+def test_advise_knows_what_is_called(found):
+    """Its stacks are those of the sync, and the record of counts that it is fitted to is of the code as it is."""
+    assert stacks(*narrow("4b"), quantized=True) == operators(found, "jet_fp8", "sender", "quantizer")
+    for precision in ("bf16", "jet_fp8"):
+        kept = recorded(counted("4b"))["precisions"][precision]["counts"]
+        assert launches(found[precision]["counts"]) == pytest.approx(launches(kept), rel=0.03), "take the counts again"

@@ -25,6 +25,9 @@ from jetrl_verl.tools.launch import precision_word
 MICRO_TOKENS = 16384
 """Tokens of a micro-batch where nothing says how many: verl's default of ``ppo_max_token_len_per_gpu``."""
 
+MOST_REQUESTS = 256
+"""Requests of a replica that run at once where nothing says how many; vLLM's default of ``max_num_seqs``."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -57,7 +60,7 @@ class Job:
     gpus: int
     tp: int = 1
     utilization: float = 0.5
-    most: int = 256
+    most: int = MOST_REQUESTS
     batched_tokens: int = 8192
     prefix_caching: bool = True
     micro_tokens: int | None = MICRO_TOKENS

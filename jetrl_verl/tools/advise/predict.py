@@ -12,7 +12,7 @@ from jetrl_verl.tools.advise.job import Job
 from jetrl_verl.tools.advise.memory import RolloutMemory, TrainerMemory, rollout_memory, trainer_memory
 from jetrl_verl.tools.advise.rates import Rates
 from jetrl_verl.tools.advise.rollout import Engine, Schedule, generate, response_lengths
-from jetrl_verl.tools.advise.sync import sync_seconds
+from jetrl_verl.tools.advise.sync import sync_parts
 from jetrl_verl.tools.advise.trainer import (
     BF16_SHARED,
     JET,
@@ -51,9 +51,12 @@ WORDS = {
     "attention": "attention operations",
     "between": "bytes between the GEMMs",
     "gathered": "casts and quantization of the weights, once a micro-batch",
-    "verl": "verl's own work around the passes",
+    "verl": "verl's own work around it",
     "optimizer": "bytes of the optimizer's state",
-    "pieces": "tensors on the wire",
+    "launches": "launches: stacks of weights, or tensor by tensor",
+    "moved": "bytes of the weights",
+    "probes": "probes of the contract check",
+    "gathers": "gathers between the GPUs",
 }
 
 
@@ -194,7 +197,7 @@ def predict(rates: Rates, job: Job, precision: Precision) -> Prediction:
     reference = log_probs(rates, model, precision.reference, scored) if job.reference else None
     new = update(rates, model, precision.trainer, trained, checkpointing=job.checkpointing, epochs=job.epochs)
     adamw = optimizer(rates, model, job.shards or job.gpus, job.mini_batches * job.epochs)
-    sync = sync_seconds(rates, model, kind, job.gpus)
+    sync = sync_parts(rates, model, kind, precision.name not in STOCK_VERL, job.gpus)
     phases = {
         "generation": Phase(
             schedule.seconds + POLL / 2,
@@ -203,7 +206,7 @@ def predict(rates: Rates, job: Job, precision: Precision) -> Prediction:
         "old log-probabilities": _with(old, rates["verl.old_log_prob"]),
         "reference": Phase(0.0, {}) if reference is None else _with(reference, rates["verl.old_log_prob"]),
         "update": _with(new, rates["verl.update"], adamw),
-        "weight sync": Phase(sync, {"pieces": sync}),
+        "weight sync": Phase(sum(sync.values()), sync),
         "rest": Phase(rates["verl.rest"], {"verl": rates["verl.rest"]}),
     }
     peak = trainer_memory(

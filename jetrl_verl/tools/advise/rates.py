@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from jetrl_verl.tools.provenance import Build, builds_note
 
@@ -19,14 +20,20 @@ class Rates:
     Attributes:
         machine: what was measured.
         builds: record -> the builds that made it (``tools/provenance.py``).
+        older: rate -> what was measured, where the code that it stands for has been replaced since.
     """
 
     def __init__(
-        self, values: Mapping[str, float], machine: str = "", builds: Mapping[str, Sequence[Build | None]] | None = None
+        self,
+        values: Mapping[str, float],
+        machine: str = "",
+        builds: Mapping[str, Sequence[Build | None]] | None = None,
+        older: Mapping[str, str] | None = None,
     ) -> None:
         self._values = dict(values)
         self.machine = machine
         self.builds = dict(builds or {})
+        self.older = dict(older or {})
 
     def __getitem__(self, name: str) -> float:
         return self._values[name]
@@ -36,16 +43,34 @@ class Rates:
 
     def including(self, values: Mapping[str, float]) -> "Rates":
         """These with others in their place."""
-        return Rates({**self._values, **values}, self.machine, self.builds)
+        return Rates({**self._values, **values}, self.machine, self.builds, self.older)
 
     def builds_note(self) -> str:
         """One line: which build the rates are of or, where they are of several, that a prediction puts these side by
         side."""
         return builds_note(self.builds, across_builds=True)
 
+    def older_note(self) -> str:
+        """One sentence: which rates were measured on code that has been replaced since; empty if none was."""
+        names: dict[str, list[str]] = {}
+        for name, measured_on in self.older.items():
+            names.setdefault(measured_on, []).append(name)
+        said = "; ".join(f"{', '.join(of)}: {measured_on}" for measured_on, of in names.items())
+        return f"Rates of code that has been replaced since: {said}." if said else ""
+
+
+def rates_of(found: Mapping[str, Mapping[str, Any]], machine: str = "", builds: Mapping | None = None) -> Rates:
+    """The rates of entries as ``rates.json`` has them.
+
+    Args:
+        found: rate -> ``value``, and ``older`` where there is something to say.
+    """
+    older = {name: entry["older"] for name, entry in found.items() if "older" in entry}
+    return Rates({name: entry["value"] for name, entry in found.items()}, machine, builds, older)
+
 
 @cache
 def measured() -> Rates:
     """The rates of ``rates.json``."""
     found = json.loads(FILE.read_text())
-    return Rates({name: entry["value"] for name, entry in found["rates"].items()}, found["machine"], found["builds"])
+    return rates_of(found["rates"], found["machine"], found["builds"])

@@ -175,6 +175,8 @@ def render(
     for sentence in job.notes:
         say(f"Assumed: {sentence}")
     say(f"Rates: {rates.machine}. {rates.builds_note()}")
+    if rates.older:
+        say(rates.older_note())
     say("Equations, errors and what is not covered: docs/advise.md.")
 
 
@@ -213,6 +215,7 @@ def as_json(
     return {
         "machine": rates.machine,
         "builds": rates.builds_note(),
+        "older_rates": rates.older,
         "job": {name: list(v) if isinstance(v, tuple) else v for name, v in as_mapping(job).items()},
         "precisions": {
             each.precision: {

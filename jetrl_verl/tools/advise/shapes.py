@@ -161,28 +161,14 @@ class Model:
         return self.in_layers + self.head * (1 if self.tied else 2)
 
     @property
-    def tensors(self) -> int:
-        """Tensors that a weight sync of ours sends without scales and sums: the projections, the norms and biases of a
-        layer, what is around. Experts are two tensors a layer."""
-        return self._tensors(len(family(self.config).projections))
-
-    @property
     def tensors_of_verl(self) -> int:
-        """Those that verl's own sends: it takes experts apart, into three each."""
-        projections = len(family(self.config).projections)
-        return self._tensors(projections if self.experts is None else projections - 2 + 3 * self.experts.count)
-
-    def _tensors(self, projections: int) -> int:
+        """Tensors that verl's own weight sync sends: projections, norms and biases of each layer, embedding, last norm
+        and head, one that is the embedding too. It takes experts apart, into three each."""
         ours = family(self.config)
-        biases = 3 if ours.biased else 0
-        router = 0 if self.experts is None else 1
-        per_layer = projections + len(ours.norms) + biases + router
-        return self.layers * per_layer + (2 if self.tied else 3)
-
-    @property
-    def scales(self) -> int:
-        """Tensors that a quantized sync sends besides: a scale for each quantized projection."""
-        return self.layers * len(family(self.config).projections)
+        projections = len(ours.projections)
+        if self.experts is not None:
+            projections += 1 - 2 + 3 * self.experts.count  # the router; experts are two of the projections
+        return self.layers * (projections + len(ours.norms) + (3 if ours.biased else 0)) + 3
 
     def kv_bytes(self, kv_cache: str = UNQUANTIZED) -> int:
         """Bytes of keys and values of one token, all layers.

@@ -14,7 +14,7 @@ from jetrl_verl.tools.advise.memory import trainer_memory
 from jetrl_verl.tools.advise.rates import measured
 from jetrl_verl.tools.advise.rollout import Engine, decode_step
 from jetrl_verl.tools.advise.shapes import KNOWN, model_of
-from jetrl_verl.tools.advise.sync import sync_seconds
+from jetrl_verl.tools.advise.sync import spans, stacks, sync_parts
 from jetrl_verl.tools.advise.trainer import JET, STOCK, forward
 
 ROOT = Path(__file__).parents[3]
@@ -79,10 +79,24 @@ def test_a_mixtures_memory_has_whole_layers_and_the_rows_of_its_experts():
 
 
 def test_a_mixtures_sync_has_few_tensors_in_fp8_and_those_of_each_expert_in_verl():
-    assert MIXTURE.tensors == 48 * (6 + 4 + 1) + 3
     assert MIXTURE.tensors_of_verl == 48 * (4 + 3 * 128 + 4 + 1) + 3
-    assert EIGHT.tensors == EIGHT.tensors_of_verl
-    assert sync_seconds(measured(), MIXTURE, "fp8", 8) < 0.1 * sync_seconds(measured(), MIXTURE, "bf16", 8)
+    # A layer is a span: q, k and v; o; the router; its vectors; two tensors of experts. Embedding, last norm and head.
+    assert spans(MIXTURE) == 48 and stacks(MIXTURE) == 48 * (2 + 1 + 1 + 2) + 3
+    assert stacks(MIXTURE, quantized=True) == 48 * 4 and stacks(MIXTURE, quantized=False) == 48 * 2 + 3
+    ours, stock = (sync_parts(measured(), MIXTURE, *kind, 8) for kind in (("fp8", True), ("bf16", False)))
+    assert ours["launches"] < 0.1 * stock["launches"] and ours["gathers"] < 0.01 * stock["gathers"]
+    assert sum(ours.values()) < 0.1 * sum(stock.values())
+
+
+def test_a_sync_follows_bytes_and_stacks():
+    half = model_of("half", KNOWN["qwen3-8b"] | {"num_hidden_layers": 18})
+    whole, short = (sync_parts(measured(), model, "fp8", True, 1) for model in (EIGHT, half))
+    assert short["moved"] < whole["moved"] and short["verl"] == whole["verl"]
+    # Half of the spans, of 2 widths and the vectors each, and half of the layers.
+    per_stack = measured()["sync.launches_of_a_stack"] * measured()["sync.ours.launch"]
+    fewer = 9 * 3 * per_stack + 18 * 4 * measured()["sync.ours.launch"]
+    assert whole["launches"] - short["launches"] == pytest.approx(fewer)
+    assert sync_parts(measured(), EIGHT, "bf16", True, 1)["moved"] > whole["moved"]
 
 
 def test_a_mixtures_report_says_what_is_not_recorded_and_has_the_precisions_that_it_supports():

@@ -6,14 +6,19 @@ import json
 
 import pytest
 
-from benchmarks import advise_rates, advise_steps
+from benchmarks import advise_rates, advise_steps, advise_sync
 from benchmarks.pages import written
+from jetrl_verl.config.support.scopes import ACTOR, ATTENTION, ROLLOUT
+from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 from jetrl_verl.tools.advise.rates import FILE, Rates, measured
 from jetrl_verl.tools.advise.shapes import KNOWN, model_of
 from jetrl_verl.tools.bench.shapes import MODELS
 
 RECORDS = advise_rates.records()
 CHECKS = [record for record in RECORDS if not record.calibrates and not record.caveat]
+
+NEW, REPLACED = "new", "replaced"
+OFFLOAD = f"{ACTOR}.fsdp_config.param_offload"
 
 MISSES = {
     "update, verl, 1.4B, 2 GPUs, micro-batches of 32 x 70 tokens, bf16": -0.32,
@@ -103,7 +108,7 @@ def steps(tmp_path):
         "step_s": 90.0,
     }
     figures |= {"old_log_prob_s": 8.0, "update_actor_s": 30.0, "update_weights_s": 0.4, "engine_tokens_per_s": 7000.0}
-    varlen = f"++actor_rollout_ref.model.override_config.{advise_steps.VARLEN}"
+    varlen = f"++{ATTENTION}={JETRL_ATTENTION}"
     offload = "actor_rollout_ref.actor.fsdp_config.param_offload=True"
     runs = [
         {"model": "qwen3_4b", "response": 4096, "row": "bf16", "words": [], **figures},
@@ -112,7 +117,7 @@ def steps(tmp_path):
         {"model": "qwen3_4b", "response": 4096, "row": "bf16_best", "status": None, "errors": ["not run"]},
     ]
     file = tmp_path / "verl_step.json"
-    build = {"commit": "f" * 40}
+    build = {"commit": "f" * 40, "sources_sha256": "f" * 64}
     file.write_text(json.dumps({"build": build, "sequences": 64, "memory": 0.45, "tiny": False, "runs": runs}))
     return file
 
@@ -141,14 +146,66 @@ def test_runs_of_the_benchmark_of_steps_are_records_that_check(steps):
 def test_a_build_whose_rollout_has_been_replaced_is_not_comparable_whatever_its_file(steps):
     """And a run that is taken again, in the same file, is."""
     found = json.loads(steps.read_text())
-    before = {"commit": advise_steps.BUILDS_BEFORE[0]}
+    before = {"commit": "f" * 40, "sources_sha256": advise_steps.OLD_ROLLOUT.sources[0] + "f" * 56}
     found["runs"] = [run | {"words": [], "build": before} for run in found["runs"][:2]]
     found["runs"].append(found["runs"][1] | {"build": found["build"], "model": "qwen3_4b"})
     steps.write_text(json.dumps(found))
     said = {(record.case, record.phase) for record in advise_steps.step_records([steps]) if record.caveat}
-    # BF16's rollout is vLLM's own, and the trainer's phases are as they were.
+    # BF16's rollout and weight sync are vLLM's and verl's own, and the trainer's phases are as they were.
     case = "verl, qwen3_1_7b, 64 x 16384, jet_fp8_exact"
-    assert said == {(case, "generation"), (case, "step"), (f"{case}, the engine alone", "generation")}
+    sync = {(case, "weight sync")} if advise_steps.OLD_ROLLOUT.sources[0] in advise_steps.OLD_SYNC.sources else set()
+    assert said == sync | {(case, "generation"), (case, "step"), (f"{case}, the engine alone", "generation")}
+
+
+def test_code_that_was_replaced_is_told_by_the_sum_of_sources():
+    """A tree with changes has the commit that it was changed from, as several records here have."""
+    steps = [(REPLACED, "verl_step_packed_4k_h200"), (REPLACED, "decode_kv_cache_h200"), (NEW, "weight_sync_h200")]
+    for code, file in steps:
+        build = json.loads((advise_rates.ROOT / f"benchmarks/results/{file}.json").read_text())
+        build = build.get("build") or build["runs"][0]["build"]
+        assert bool(advise_steps.OLD_ROLLOUT.in_build(build)) == (code == REPLACED), file
+    assert "4f3bcb0" in advise_steps.OLD_SYNC.in_build(build), "the last one, whose rollout is the one of now"
+
+
+def test_rates_of_code_that_was_replaced_say_so_in_the_report():
+    rates = measured()
+    assert set(rates.older) == {"sync.ours.launch", "sync.probes"}
+    note = rates.including({"x": 1.0}).older_note()
+    assert note.startswith("Rates of code that has been replaced since: sync.ours.launch, sync.probes: a weight sync")
+    assert Rates({}).older_note() == ""
+
+
+def test_a_sync_measured_again_by_other_sources_is_not_old(monkeypatch):
+    again = {**advise_sync.recorded(advise_sync.TIMED)}
+    again["build"] = again["build"] | {"sources_sha256": "f" * 64}
+    monkeypatch.setattr(advise_sync, "recorded", lambda name, old=advise_sync.recorded: (
+        again if name == advise_sync.TIMED else old(name)
+    ))  # fmt: skip
+    assert not any("older" in entry for entry in advise_rates.fit().values())
+
+
+@pytest.mark.parametrize(
+    ("more", "field", "value"),
+    [
+        ([f"{ACTOR}.ppo_max_token_len_per_gpu=4096"], "micro_tokens", 4096),
+        (["trainer.n_gpus_per_node=2", "trainer.nnodes=3"], "gpus", 6),
+        ([f"+{ATTENTION}=sdpa"], "varlen", False),
+        ([f"~{ATTENTION}"], "varlen", False),
+        ([f"{ROLLOUT}.gpu_memory_utilization=0.1"], "utilization", 0.1),
+    ],
+)
+def test_of_a_word_that_is_given_twice_the_last_one_counts(steps, more, field, value):
+    settings = json.loads(steps.read_text())
+    words = [
+        *(f"{ACTOR}.ppo_max_token_len_per_gpu=16384", "trainer.n_gpus_per_node=1"),
+        *(f"++{ATTENTION}={JETRL_ATTENTION}", f"{ROLLOUT}.gpu_memory_utilization=0.45"),
+    ]
+    first, last = (
+        advise_steps._job_of_run(settings["runs"][0] | {"words": w}, settings) for w in (words, words + more)
+    )
+    assert getattr(last, field) == value != getattr(first, field)
+    assert advise_steps.offloads(advise_steps.given(["a=1", f"{OFFLOAD}=False", f"++{OFFLOAD}=true"]))
+    assert not advise_steps.offloads(advise_steps.given([f"{OFFLOAD}=True", f"{OFFLOAD}=False"]))
 
 
 def test_steps_of_a_tiny_model_are_no_records(steps):

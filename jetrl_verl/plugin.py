@@ -23,9 +23,11 @@ PATCHED_FOR_EVERY_PRECISION = {
     "verl.utils.model": "attention_name",
     "verl.workers.rollout.vllm_rollout.vllm_rollout": "two_runs",
     "verl.workers.rollout.vllm_rollout.utils": "two_runs",
+    "verl.workers.rollout.vllm_rollout.vllm_async_server": "generation",
+    "vllm.v1.engine.output_processor": "generation",
 }
-"""Modules of verl that get other functions, baselines included, and the module of patches/: faster ones with equal
-results, ones that differ for ``attn_implementation=jetrl_varlen`` alone, and a socket that no other run has."""
+"""Modules of verl and vLLM that get other functions, baselines included, and the module of patches/: faster ones with
+equal results, ones that differ for ``attn_implementation=jetrl_varlen`` alone, and a socket that no other run has."""
 
 FSDP_ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 

@@ -19,6 +19,7 @@ MODULES = (
     "checkpoint_tracker",
     "fork_on_cpu",
     "fsdp_on_cpu",
+    "generation",
     "log_probs",
     "process_group_on_cpu",
     "reloadable_weights_on_cpu",

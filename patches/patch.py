@@ -118,7 +118,13 @@ class Patch:
 
     def _made_from(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         new = self.by
-        if self.wraps:
+        if self.wraps and inspect.iscoroutinefunction(stock):
+            # Ray asks whether an actor's method is one before it calls it.
+            @functools.wraps(stock)
+            async def new(*args: Any, **kwargs: Any) -> Any:
+                return await self.by(stock, *args, **kwargs)
+
+        elif self.wraps:
 
             @functools.wraps(stock)
             def new(*args: Any, **kwargs: Any) -> Any:
@@ -289,12 +295,13 @@ def _with_docstring(tree: ast.Module, node: ast.stmt, text: str) -> str:
     return "\n".join(text.splitlines()[first - 1 : last]) + "\n"
 
 
-def _renamed(patch: Patch, node: ast.FunctionDef, text: str) -> str:
+def _renamed(patch: Patch, node: ast.FunctionDef | ast.AsyncFunctionDef, text: str) -> str:
     """The replacement's source under the function's name; what calls ``stock`` calls the renamed function."""
     holder, _, name = patch.function.rpartition(".")
     stock = patch._stock_name
     lines = text.splitlines()
-    edits = [(node.lineno, node.col_offset + len("def "), len(node.name), name)]
+    keywords = "async def " if isinstance(node, ast.AsyncFunctionDef) else "def "
+    edits = [(node.lineno, node.col_offset + len(keywords), len(node.name), name)]
     for inner in ast.walk(node):
         if patch.wraps and isinstance(inner, ast.Name) and inner.id == "stock":
             edits.append((inner.lineno, inner.col_offset, len("stock"), stock))

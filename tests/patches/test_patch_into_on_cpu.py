@@ -22,6 +22,7 @@ TESTS = Path(__file__).parents[1]
 OWN_TESTS = {
     "patches/test_attention_name_on_cpu.py": "",
     "patches/test_cpu_platform_on_cpu.py": "",
+    "patches/test_generation_on_cpu.py": "",
     "patches/test_log_probs_on_cpu.py": "",
     "patches/test_replay_buffer_on_cpu.py": "",
     "patches/test_weight_sync_on_cpu.py": "",

@@ -24,8 +24,10 @@ def run_engines(folder: str, out: str) -> None:
     """In a process of its own: write what each engine is made of and what it says about a prompt."""
     import vllm_engine
     from engine_inventory import inventory, registries
+    from patch_home import current
 
     from jetrl_verl.config.options import JetConfig
+    from jetrl_verl.patches.generation import OUTPUTS
 
     shared = JetConfig("jet_fp8", train="fp8", rollout="fp8", scale_rule="fp32", operations="shared")
     found = []
@@ -42,6 +44,7 @@ def run_engines(folder: str, out: str) -> None:
                     "imported": sorted(name for name in sys.modules if name.partition(".")[0] == OURS),
                     "operators": [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("jetrl")],
                     "log_probs": vllm_engine.prompt_log_probs(llm, list(range(1, 40))).tolist(),
+                    "outputs are vLLM's": not hasattr(current(OUTPUTS), "_jetrl_stock"),
                     "rotary": worker.get_model().model.layers[0].self_attn.rotary_emb.cos_sin_cache.tolist(),
                 }
             )
@@ -103,6 +106,11 @@ def test_before_an_engine_of_ours_nothing_that_computes_is_imported(engines):
     assert f"{ROLLOUT}.register" in first["imported"]
     assert not heavy & set(first["imported"]) and not first["operators"]
     assert f"{OURS}.kernels" in ours["imported"] and ours["operators"]
+
+
+def test_outputs_are_vllms_in_a_process_that_verl_is_not_imported_in(engines):
+    """Where it is, as behind a worker of ours, they differ for requests of verl's server alone."""
+    assert [engine["outputs are vLLM's"] for engine in engines] == [True, False, False]
 
 
 def test_our_engine_beside_it_runs_ours(engines):

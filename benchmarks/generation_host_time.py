@@ -1,0 +1,363 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a generated token costs verl's rollout server on the host: ``python3 benchmarks/generation_host_time.py``.
+
+vLLM's engine core runs in a process of its own. For each token of each request it says what it has sampled and with
+which log-probability; verl's server, one process with one event loop, reads that and answers once at the request's end.
+While this takes longer than the GPU's step, the GPU's speed does not matter.
+
+Everything but the engine core is the real thing here: verl's ``vLLMHttpServer.generate``, vLLM's ``AsyncLLM``, its
+output processor, its encoder and decoder. The core is scripted: it gives all requests the tokens of a text, one at a
+step. No GPU, no model, no Ray. Microseconds of the thread's CPU time, so that other programs count little, by part:
+
+- *core*: the scripted core slices a step's log-probabilities, makes its outputs and encodes them, as vLLM's does in its
+  own process. Not in the sum.
+- *decode*: the server reads the message. *rest*: the output handler, the requests' tasks, verl's lists at the end.
+- *collector*: of decode and rest, what Python's garbage collector takes.
+
+Rows, which take turns: ``stock``, and ``patched`` with ``patches/generation.py``. Both must give equal tokens and
+log-probabilities in every bit, or the script ends with an error.
+"""
+
+import argparse
+import asyncio
+import gc
+import importlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from jetrl_verl import cpu_platform
+from jetrl_verl.patches.generation import PATCHES
+from jetrl_verl.patches.patch import Patch
+from jetrl_verl.tools.provenance import provenance
+
+console = Console(width=150)
+ROOT = Path(__file__).parents[1]
+PROMPT = 64
+LONGEST = 32768
+ROWS = ("stock", "patched")
+
+
+def tokenizer_of(text: str, vocabulary: int = 8192) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer, as Qwen3's is, made from a text."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator([text], trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet))
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+class ScriptedCore:
+    """Stands where ``AsyncLLM`` has its client of the engine core: one token a step for each request.
+
+    Args:
+        script: tokens ``[n]``; a request reads on from its own place. steps_wait: whether a step waits for
+            :meth:`allow`; else the next one comes as soon as it is asked for. more: further fields of the output of a
+            request that has so many tokens already.
+    """
+
+    def __init__(
+        self, script: np.ndarray, steps_wait: bool = False, more: Callable[[int], dict[str, Any]] | None = None
+    ) -> None:
+        from vllm.v1.engine import EngineCoreOutputs
+        from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+        self.script, self.steps_wait, self.more = script, steps_wait, more
+        self.resources = SimpleNamespace(engine_dead=False)
+        self.running: dict[str, tuple[Any, int]] = {}
+        self.asked: list[Any] = []
+        """Each request as the core gets it."""
+        self.aborted: list[str] = []
+        self.paused = False
+        self.seconds = {"core": 0.0, "decode": 0.0}
+        self._steps = asyncio.Semaphore(0)
+        self._ended: list[Any] = []
+        self._changed = asyncio.Event()
+        self._encoder, self._decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
+
+    def allow(self, steps: int) -> None:
+        for _ in range(steps):
+            self._steps.release()
+
+    async def add_request_async(self, request: Any) -> None:
+        self.asked.append(request)
+        self.running[request.request_id] = (request, 0)
+        self._changed.set()
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            if self.running.pop(request_id, None) is not None:
+                self.aborted.append(request_id)
+
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
+        """As vLLM's core: everything that runs or waits ends with ``abort`` and without another token."""
+        from vllm.v1.engine import EngineCoreOutput, FinishReason
+
+        assert mode == "abort"
+        self.paused = True
+        for request_id in list(self.running):
+            self._ended.append(EngineCoreOutput(request_id, [], finish_reason=FinishReason.ABORT))
+            del self.running[request_id]
+        self._changed.set()
+
+    def shutdown(self, timeout: float | None = None) -> None: ...
+
+    async def resume_scheduler_async(self) -> None:
+        self.paused = False
+        self._changed.set()
+
+    async def get_output_async(self) -> Any:
+        while not self._ended and (self.paused or not self.running):
+            self._changed.clear()
+            await self._changed.wait()
+        if self.steps_wait and not self._ended:
+            step = asyncio.ensure_future(self._steps.acquire())
+            self._changed.clear()
+            changed = asyncio.ensure_future(self._changed.wait())
+            await asyncio.wait({step, changed}, return_when=asyncio.FIRST_COMPLETED)
+            changed.cancel()
+            if not step.done():
+                step.cancel()
+                return await self.get_output_async()
+            if not self.running and not self._ended:
+                return await self.get_output_async()
+        start = time.thread_time()
+        frames = self._encoder.encode(self._step())
+        made = time.thread_time()
+        outputs = self._decoder.decode([bytes(frame) for frame in frames])
+        self.seconds["core"] += made - start
+        self.seconds["decode"] += time.thread_time() - made
+        await asyncio.sleep(0)  # a socket's read lets other tasks run
+        return outputs
+
+    def _step(self) -> Any:
+        from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+        from vllm.v1.outputs import LogprobsLists
+
+        if self._ended:
+            outputs, self._ended = self._ended, []
+            return EngineCoreOutputs(outputs=outputs)
+        running = list(self.running.items())
+        place = np.array([int(request.external_req_id.rpartition("-")[2]) + done for _, (request, done) in running])
+        tokens = self.script[place % len(self.script)].astype(np.int32)
+        log_probs = LogprobsLists(tokens[:, None], log_probs_of(place)[:, None], (place % 7 + 1).astype(np.int32))
+        outputs = []
+        for i, (token, (request_id, (request, done))) in enumerate(zip(tokens.tolist(), running, strict=True)):
+            params = request.sampling_params
+            reason = FinishReason.LENGTH if done + 1 == params.max_tokens else None
+            stop = None
+            if token in (params.stop_token_ids or ()):
+                reason, stop = FinishReason.STOP, token
+            one = log_probs.slice_request(i, 1) if params.logprobs is not None else None
+            more = self.more(done) if self.more is not None else {}
+            outputs.append(EngineCoreOutput(request_id, [token], one, finish_reason=reason, stop_reason=stop, **more))
+            if reason is None:
+                self.running[request_id] = (request, done + 1)
+            else:
+                del self.running[request_id]
+        return EngineCoreOutputs(outputs=outputs)
+
+
+def log_probs_of(place: np.ndarray) -> np.ndarray:
+    """Some FP32 number below zero for each place of the script, with all bits of its mantissa in use."""
+    return -np.abs(np.sin(place.astype(np.float64) + 1)).astype(np.float32) * 3
+
+
+def scripted_server(core: ScriptedCore, tokenizer: PreTrainedTokenizerFast, **config: Any) -> Any:
+    """verl's server with vLLM's ``AsyncLLM`` in front of ``core``: both as they are, but for what starts them.
+
+    Request ids end in ``-<place in the script>``.
+    """
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    engine = object.__new__(AsyncLLM)
+    engine.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(kv_sharing_fast_prefill=False))
+    engine.model_config = SimpleNamespace(is_encoder_decoder=False)
+    engine.engine_core, engine.output_handler = core, None
+    engine.output_processor = OutputProcessor(tokenizer, log_stats=False)
+    engine.input_processor = SimpleNamespace(
+        process_inputs=_process_inputs, assign_request_id=InputProcessor.assign_request_id
+    )
+    engine.log_requests = engine.log_stats = False
+    engine.logger_manager = None
+
+    async def nothing() -> None: ...
+
+    engine.renderer = SimpleNamespace(clear_mm_cache_async=nothing, stat_mm_cache=nothing, shutdown=lambda: None)
+    engine._supported_tasks = ("generate",)
+    server = object.__new__(vLLMHttpServer)
+    server.engine = engine
+    server.config = _Config(max_model_len=LONGEST, prompt_length=PROMPT, response_length=LONGEST - PROMPT)
+    vars(server.config).update(full_determinism=False, enable_rollout_routing_replay=False, mtp=None, **config)
+    server.model_config = SimpleNamespace(processor=None, lora_rank=0, lora={})
+    server.replica_rank = server.node_rank = server._admitting = 0
+    server.global_steps = 3
+    server._disaggregation_role = "null"
+    server._submission_paused = server._rejecting = False
+    server._resume_event = asyncio.Event()
+    server._resume_event.set()
+    return server
+
+
+class _Config(SimpleNamespace):
+    def get(self, name: str, default: Any = None) -> Any:
+        return getattr(self, name, default)
+
+
+def _process_inputs(request_id: str, prompt: Any, params: Any, **_: Any) -> Any:
+    """What ``InputProcessor`` makes of a prompt of tokens."""
+    from vllm.v1.engine import EngineCoreRequest
+
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt["prompt_token_ids"],
+        mm_features=None,
+        sampling_params=params.clone(),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+
+
+# --- the measurement --------------------------------------------------------------------------------------------------
+
+
+def stock_in_place(patch: Patch) -> Any:
+    """A context in which the function that a patch replaces is there again."""
+    patch.apply()
+    holder_name, _, name = patch.function.rpartition(".")
+    holder = getattr(importlib.import_module(patch.module), holder_name)
+    # Replaced at run time, or in a checkout that `jetrl patch` has written to.
+    stock = getattr(getattr(holder, name), "_jetrl_stock", None) or getattr(holder, f"_stock_{name}")
+    return mock.patch.object(holder, name, stock)
+
+
+@contextmanager
+def functions_of(row: str) -> Iterator[None]:
+    """The patches, or in their place what they replace."""
+    with ExitStack() as stack:
+        for patch in PATCHES:
+            patch.apply()
+            if row == "stock":
+                stack.enter_context(stock_in_place(patch))
+        yield
+
+
+@contextmanager
+def collector_seconds(found: dict[str, float]) -> Iterator[None]:
+    """Adds the time of Python's garbage collector to ``found["collector"]``."""
+    began = [0.0]
+
+    def watch(phase: str, _: dict) -> None:
+        if phase == "start":
+            began[0] = time.thread_time()
+        else:
+            found["collector"] = found.get("collector", 0.0) + time.thread_time() - began[0]
+
+    gc.callbacks.append(watch)
+    try:
+        yield
+    finally:
+        gc.callbacks.remove(watch)
+
+
+async def generate_all(script: np.ndarray, tokenizer: Any, requests: int, response: int) -> tuple[list[Any], dict]:
+    """What verl's server answers to ``requests`` calls at once, and seconds of each part."""
+    core = ScriptedCore(script)
+    server = scripted_server(core, tokenizer)
+    found: dict[str, float] = {}
+
+    def call(place: int):
+        sampling = {"temperature": 1.0, "top_p": 1.0, "logprobs": True, "max_tokens": response, "ignore_eos": True}
+        return server.generate(script[:PROMPT].tolist(), sampling, f"request-{place}")
+
+    gc.collect()
+    gc.freeze()  # models, verl, Ray: what a server holds before its first request
+    try:
+        with collector_seconds(found):
+            start = time.thread_time()
+            answers = await asyncio.gather(*(call(97 * i) for i in range(requests)))
+            total = time.thread_time() - start
+    finally:
+        gc.unfreeze()
+        server.engine.output_handler.cancel()
+    found |= core.seconds
+    found["server"] = total - found["core"]
+    found["rest"] = found["server"] - found["decode"]
+    return answers, found
+
+
+def measure(options: argparse.Namespace) -> dict:
+    text = "\n".join(file.read_text() for file in sorted((ROOT / "docs").rglob("*.md")))
+    tokenizer = tokenizer_of(text)
+    script = np.array(tokenizer(text)["input_ids"])
+    found: dict[str, Any] = {}
+    for requests in options.requests:
+        times: dict[str, list[dict]] = {row: [] for row in ROWS}
+        for _ in range(options.repetitions):
+            said = {}
+            for row in ROWS:
+                with functions_of(row):
+                    answers, seconds = asyncio.run(generate_all(script, tokenizer, requests, options.response))
+                tokens = requests * options.response
+                times[row].append({part: 1e6 * value / tokens for part, value in seconds.items()})
+                said[row] = [(answer.token_ids, answer.log_probs, answer.stop_reason) for answer in answers]
+                assert sum(len(answer.token_ids) for answer in answers) == tokens
+            if said["stock"] != said["patched"]:
+                raise SystemExit("tokens or log-probabilities differ between stock and patched")
+        found[str(requests)] = {
+            row: {part: statistics.median(run.get(part, 0.0) for run in runs) for part in runs[0] | {"collector": 0}}
+            | {"runs": [run["server"] for run in runs]}
+            for row, runs in times.items()
+        }
+    return found
+
+
+def show(found: dict, response: int) -> None:
+    table = Table(box=SIMPLE_HEAD, title=f"us a token of verl's rollout server, responses of {response}")
+    for name in ("requests", "row", "core", "server", "decode", "rest", "collector", "server, each run"):
+        table.add_column(name, justify="left" if name == "row" else "right")
+    for requests, rows in found.items():
+        for row, parts in rows.items():
+            runs = ", ".join(f"{value:.1f}" for value in parts["runs"])
+            figures = (f"{parts[part]:.1f}" for part in ("core", "server", "decode", "rest", "collector"))
+            table.add_row(requests, row, *figures, runs)
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, nargs="+", default=[64, 512])
+    parser.add_argument("--response", type=int, default=1024)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="writes the figures as JSON")
+    options = parser.parse_args()
+    cpu_platform.install()
+    found = measure(options)
+    show(found, options.response)
+    if options.out:
+        options.out.write_text(json.dumps({**provenance(), "response": options.response, "requests": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -185,6 +185,18 @@ PUBLISHED: dict[str, Published] = {
 proportions of ``qwen3_30b_a3b``."""
 
 
+_TYPES = {"Qwen2Config": "qwen2", "Qwen3Config": "qwen3", "Qwen3MoeConfig": "qwen3_moe", "LlamaConfig": "llama"}
+
+
+def fields_of(name: str, layers: int | None = None) -> dict[str, Any]:
+    """What ``config.json`` says of a shape of ``PUBLISHED``, with fewer layers if so many are named."""
+    published = PUBLISHED[name]
+    fields = {"model_type": _TYPES[published.config], "hidden_act": "silu", **published.fields}
+    fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
+    fields.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": fields.get("rope_theta")})
+    return fields | ({"num_hidden_layers": layers} if layers else {})
+
+
 def is_mixture(name: str) -> bool:
     """Whether a shape of ``PUBLISHED`` is a mixture of experts."""
     return "num_experts" in PUBLISHED[name].fields
@@ -196,8 +208,10 @@ SHARED_ON_A_CPU = "jetrl.operations=shared"
 TINY_WORDS = 1024
 
 
-def tiny(published: Published) -> Published:
+def tiny(published: Published, ranks: int = 1) -> Published:
     """The same family with two layers, two heads and a thousand words, to try a benchmark out on a CPU.
+
+    For a rollout over ``ranks`` it has as many heads as those need, and experts of which each rank has 128 rows.
 
     As many entries of the vocabulary have no token as the namesake's, 267 of 1317 in Qwen3's. Stock verl masks them in
     the rollout and not in the trainer, so its k3_kl is 0.023 here, and 1.5e-6 by that at the published size.
@@ -208,11 +222,11 @@ def tiny(published: Published) -> Published:
         hidden_size=256,
         intermediate_size=512,
         num_hidden_layers=2,
-        num_attention_heads=2,
+        num_attention_heads=max(2, ranks),
         num_key_value_heads=1,
     )
     if "num_experts" in fields:
-        fields |= dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128)
+        fields |= dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128 * ranks)
     return Published(**{**vars(published), "fields": fields, "words": TINY_WORDS, "tokens": TINY_WORDS + extra})
 
 
@@ -271,9 +285,15 @@ def write_model(
     tokenizer.save_pretrained(folder)  # last: who finds it finds the weights
 
 
-def write_model_apart(name: str, folder: Path, small: bool, layers: int | None = None, ends: int | None = None) -> None:
-    """:func:`write_model` of a published shape, in a process of its own: this one then holds no memory of a GPU."""
-    words = ["model", name, str(folder), *(["--tiny"] if small else [])]
+def write_model_apart(
+    name: str, folder: Path, small: bool, layers: int | None = None, ends: int | None = None, ranks: int = 1
+) -> None:
+    """:func:`write_model` of a published shape, in a process of its own: this one then holds no memory of a GPU.
+
+    Args:
+        small: the :func:`tiny` one for a rollout over ``ranks``.
+    """
+    words = ["model", name, str(folder), *(["--tiny", "--ranks", str(ranks)] if small else [])]
     words += [*(["--layers", str(layers)] if layers else []), *(["--ends", str(ends)] if ends else [])]
     subprocess.run([sys.executable, "-m", "benchmarks.published_shapes", *words], cwd=ROOT, check=True)
 
@@ -343,6 +363,7 @@ def main(words: Sequence[str] | None = None) -> None:
     model.add_argument("--layers", type=int, help="instead of the published number")
     model.add_argument("--ends", type=int, help="every so manieth token ends a response")
     model.add_argument("--tiny", action="store_true", help="two narrow layers, for trying out")
+    model.add_argument("--ranks", type=int, default=1, help="of the rollout of a tiny one")
     data = commands.add_parser("data", help="write raw data of a recipe")
     data.add_argument("name", choices=RAW)
     data.add_argument("folder", type=Path)
@@ -352,7 +373,8 @@ def main(words: Sequence[str] | None = None) -> None:
         write_data(options.name, options.folder, options.rows)
     else:
         published = PUBLISHED[options.name]
-        write_model(tiny(published) if options.tiny else published, options.folder, options.layers, ends=options.ends)
+        published = tiny(published, options.ranks) if options.tiny else published
+        write_model(published, options.folder, options.layers, ends=options.ends)
 
 
 if __name__ == "__main__":

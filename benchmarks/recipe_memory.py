@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from benchmarks.published_shapes import PUBLISHED
+from benchmarks.published_shapes import fields_of
 from jetrl_verl.formats.catalog import UNQUANTIZED
 
 if TYPE_CHECKING:
@@ -30,18 +30,12 @@ BUCKET = 2 * GIB
 HELD = 5 * GIB
 """Two processes' CUDA contexts, NCCL, CUDA graphs, and what torch's allocator keeps in pieces."""
 
-_TYPES = {"Qwen2Config": "qwen2", "Qwen3Config": "qwen3", "Qwen3MoeConfig": "qwen3_moe", "LlamaConfig": "llama"}
-
 
 def sizes_of(name: str, layers: int | None, tp: int = 1) -> "Model":
     """Sizes of a shape of ``PUBLISHED``, with fewer layers if so many are named, for a rollout of ``tp`` ranks."""
     from jetrl_verl.tools.advise.shapes import model_of  # torch, which the program of a run does not need
 
-    published = PUBLISHED[name]
-    fields = {"model_type": _TYPES[published.config], "hidden_act": "silu", **published.fields}
-    fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
-    fields.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": fields.get("rope_theta")})
-    return model_of(name, fields | ({"num_hidden_layers": layers} if layers else {}), tp)
+    return model_of(name, fields_of(name, layers), tp)
 
 
 @dataclass(frozen=True)

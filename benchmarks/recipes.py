@@ -47,9 +47,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.gpus import gpu_gib
 from benchmarks.published_shapes import PUBLISHED, SHARED_ON_A_CPU, is_mixture, write_data, write_model_apart
 from benchmarks.recipe_memory import CACHE, Plan, plan, table_of_plans
-from benchmarks.side_by_side import Planned, SideBySide, gpu_gib, write_found
+from benchmarks.side_by_side import Planned, SideBySide, write_found
 from benchmarks.verl_runs import (
     FIGURES,
     Results,

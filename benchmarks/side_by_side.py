@@ -11,7 +11,6 @@ run and stops no other one. When the time is up the programs end their runs them
 
 import json
 import math
-import shutil
 import signal
 import statistics
 import subprocess
@@ -192,13 +191,3 @@ def write_found(file: Path, take: Callable[[], dict]) -> None:
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(found))
     partial.rename(file)
-
-
-def gpu_gib(left_free: float = 4.0) -> float:
-    """GiB of the first GPU but for ``left_free``, which contexts of processes take; infinite where there is none."""
-    if shutil.which("nvidia-smi") is None:
-        return math.inf
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    answer = subprocess.run(query, capture_output=True, text=True)
-    sizes = answer.stdout.split()
-    return float(sizes[0]) / 1024 - left_free if answer.returncode == 0 and sizes else math.inf

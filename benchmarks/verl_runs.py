@@ -14,11 +14,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.gpus import MemoryPeaks
 from benchmarks.published_shapes import ROOT
 from jetrl_verl.tools.bytecode import folders_without, start_compiling
 from jetrl_verl.tools.launch import RunPaths, build_environment
@@ -32,6 +34,19 @@ PHASES = ("gen", "old_log_prob", "ref", "update_actor", "update_weights", "step"
 
 CODE = ("sources_sha256", "kernel_library_sha256", "torch", "triton", "verl", "vllm")
 """Of ``provenance``: what computes a run. The rest names it, and the machine."""
+
+MISMATCH = {
+    "k3_kl": "rollout_corr/k3_kl",
+    "ppo_kl": "actor/ppo_kl",
+    "log_prob_diff": "training/rollout_log_probs_diff_max",
+    "prob_diff": "training/rollout_probs_diff_max",
+}
+"""Figure -> metric of what makes rollout and trainer differ. The first two are means of terms that FP32 may round to 0,
+k3 up to differences of 3e-4 (verl computes ``exp(x) - x - 1``). The last two are the largest difference of a token's
+log-probability, from jetrl_verl/metrics (so ``precision=bf16`` has none), and of its probability, verl's own."""
+
+NOT_FINITE = "not finite"
+"""Figure of ``MISMATCH`` where a step has no number: verl writes a NaN or an infinity as null."""
 
 TIME_UP = 124
 """Status of a run that the benchmark ended or did not begin, since its own time was up; as of ``timeout``."""
@@ -73,13 +88,8 @@ def compile_bytecode(console: Console) -> Callable[[], None]:
 def environment_of(paths: RunPaths, cpu: bool) -> dict[str, str]:
     """Environment of a run whose metrics go to ``paths.metrics``."""
     environment = build_environment(paths, "cpu" if cpu else "cuda")
-    return environment | {
-        # vLLM calls ninja by name.
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}",
-        # Ray ends workers where the memory that it sees is nearly full. A virtual machine whose memory grows as it is
-        # used shows it a quarter of what there is.
-        "RAY_memory_monitor_refresh_ms": "0",
-    }
+    # vLLM calls ninja by name.
+    return environment | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"}
 
 
 class Start:
@@ -109,20 +119,27 @@ class Start:
 
 
 def run_verl(
-    command: Sequence[str], environment: Mapping[str, str], paths: RunPaths, steps: int, ends: float = math.inf
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    paths: RunPaths,
+    steps: int,
+    ends: float = math.inf,
+    gpus: int = 1,
 ) -> dict:
     """Run ``command`` to its end, and leave nothing of it behind but its files in ``paths``.
 
     Args:
         ends: when to end it, by ``time.monotonic()``; what it logged until then counts.
+        gpus: of the run; where there are several, the memory of each is looked at.
 
     Returns:
-        ``status`` (1 too where it took fewer than ``steps`` steps, ``TIME_UP`` where its time was), ``seconds``,
-        ``start_s`` (seconds of the phases of its start, see ``START``), and :func:`figures` of what it logged;
+        ``status`` (1 too where it took fewer than ``steps`` steps or where a figure of ``MISMATCH`` is ``NOT_FINITE``,
+        ``TIME_UP`` where its time was), ``seconds``, ``start_s`` (seconds of the phases of its start, see ``START``),
+        ``gpu_peak_gib`` (a list, :class:`benchmarks.gpus.MemoryPeaks`), and :func:`figures` of what it logged;
         ``errors`` of a run that failed.
     """
     started = time.monotonic()
-    with ProcessTree(command, environment, paths.log) as tree:
+    with MemoryPeaks(gpus > 1) as memory, ProcessTree(command, environment, paths.log) as tree:
         start = Start(paths.log)
         for _ in tree.follow():
             start.update()
@@ -133,13 +150,18 @@ def run_verl(
         status = tree.poll()
     found = {"status": TIME_UP if status is None else status, "seconds": round(time.monotonic() - started, 1)}
     found["start_s"] = start.seconds
+    if memory.gib:
+        found["gpu_peak_gib"] = memory.gib
     found |= figures(load_run(paths.folder)) if _has_metrics(paths) else {"steps": 0}
-    if status == 0 and found["steps"] != steps:
+    without = [name for name in MISMATCH if found.get(name) == NOT_FINITE]
+    if status == 0 and (found["steps"] != steps or without):
         found["status"] = 1
     if status is None:
         found["errors"] = [f"ended after {found['seconds']} s, since the benchmark's time was up"]
     elif found["status"]:
         found["errors"] = last_errors(paths.log)
+    if without:
+        found.setdefault("errors", []).append(f"{', '.join(without)} {NOT_FINITE} in a step")
     return found
 
 
@@ -156,20 +178,35 @@ class Results:
 
     Args:
         file: JSON. names: keys that name a run. settings: what is the same for all runs. build: that of this call.
+        before: settings, and names of runs, that files of earlier versions lack, and what they were then.
     """
 
-    def __init__(self, file: Path, names: Sequence[str], settings: Mapping, build: Mapping) -> None:
-        self.file, self._names, self._build = file, names, dict(build)
+    def __init__(
+        self,
+        file: Path,
+        names: Sequence[str],
+        settings: Mapping,
+        build: Mapping,
+        before: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.file, self._names, self._build, self._before = file, names, dict(build), dict(before or {})
         self._settings = json.loads(json.dumps({**settings, "gpu": build.get("gpu")}))
         self.runs: list[dict] = []
         if file.exists():
-            held = json.loads(file.read_text())
-            runs = held.pop("runs")
+            held, runs = self._read(file)
             if held == self._settings:
                 self.runs = runs
             else:
                 count = len(list(file.parent.glob(f"{file.stem}.before_*{file.suffix}")))
                 file.rename(file.with_name(f"{file.stem}.before_{count}{file.suffix}"))
+
+    def _read(self, file: Path) -> tuple[dict, list[dict]]:
+        """Settings and runs of a file; what it lacks, as it was before."""
+        held = json.loads(file.read_text())
+        runs = held.pop("runs")
+        named = {key: value for key, value in self._before.items() if key in self._names}
+        set_then = {key: value for key, value in self._before.items() if key in self._settings}
+        return {**set_then, **held}, [{**named, **run} for run in runs]
 
     def add(self, other: Path) -> None:
         """Add the runs of another such file, that of an earlier call on another machine; runs that are here stay.
@@ -177,8 +214,7 @@ class Results:
         Raises:
             ValueError: it is of another GPU or other settings, so its runs do not belong into one table.
         """
-        held = json.loads(other.read_text())
-        runs = held.pop("runs")
+        held, runs = self._read(other)
         differ = [key for key in sorted({*held, *self._settings}) if held.get(key) != self._settings.get(key)]
         if differ:
             words = ", ".join(f"{key} {held.get(key)!r} and not {self._settings.get(key)!r}" for key in differ)
@@ -306,7 +342,9 @@ def fresh_folder(paths: RunPaths) -> None:
 def figures(run: Run) -> dict:
     """Steps with a finite gradient, extremes over all steps, and the median seconds of each phase behind the first.
 
-    The first step compiles, so it is left out where there is another.
+    The first step compiles, so it is left out where there is another. A figure of ``MISMATCH`` is the step's value that
+    is furthest from zero, with its sign: FP32 may round k3, which is never negative, below zero. It is ``NOT_FINITE``
+    where a step has no number, and None where a step does not have it at all.
     """
     steps = [data for _, data in run.records if "actor/grad_norm" in data]
     if not steps:
@@ -316,8 +354,12 @@ def figures(run: Run) -> dict:
         values = [data[key] for data in steps if data.get(key) is not None]
         return max(values) if values else None
 
-    def furthest_from_zero(key: str) -> float | None:
-        return max((data[key] for data in steps if data.get(key) is not None), key=abs, default=None)
+    def furthest_from_zero(key: str) -> float | str | None:
+        if not all(key in data for data in steps):
+            return None
+        values = [data[key] for data in steps]
+        finite = all(value is not None and math.isfinite(value) for value in values)
+        return max(values, key=abs) if finite else NOT_FINITE
 
     def typical(key: str) -> float | None:
         values = [data[key] for data in steps[1:] or steps if key in data]
@@ -327,8 +369,7 @@ def figures(run: Run) -> dict:
     finite = [data for data in steps if data["actor/grad_norm"] is not None and math.isfinite(data["actor/grad_norm"])]
     return {
         "steps": len(finite),
-        "k3_kl": largest("rollout_corr/k3_kl"),
-        "ppo_kl": furthest_from_zero("actor/ppo_kl"),
+        **{name: furthest_from_zero(key) for name, key in MISMATCH.items()},
         "grad_norm": largest("actor/grad_norm"),
         "prompt_length": typical("prompt_length/mean"),
         "response_length": typical("response_length/mean"),
@@ -351,13 +392,15 @@ def table(runs: Sequence[Mapping], names: Sequence[str], columns: Sequence[str])
 
 
 def _cell(value: float | str | None) -> str:
+    if isinstance(value, list):  # one figure for each GPU
+        return max(map(_cell, value), key=float, default="-")
     if not isinstance(value, float):
         return "-" if value is None else str(value)
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 FIGURES = (
-    *("status", "steps", "k3_kl", "ppo_kl", "grad_norm", "response_length", "peak_gib"),
+    *("status", "steps", *MISMATCH, "grad_norm", "response_length", "peak_gib"),
     *(f"{phase}_s" for phase in PHASES),
 )
 """Columns of :func:`table` that every run has."""

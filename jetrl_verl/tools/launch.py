@@ -58,6 +58,9 @@ def build_environment(paths: RunPaths, device: str) -> dict[str, str]:
         # Before anything else Ray would start a worker for every core. verl's actors have an environment of their own,
         # so none of them is ever used: on 32 cores, with fourteen runs side by side, 448 processes.
         "RAY_prestart_worker_first_driver": "0",
+        # Ray ends workers where the memory that it sees is nearly full: that of the whole host, which others use, too.
+        # And a virtual machine whose memory grows as it is used shows it a quarter of what there is.
+        "RAY_memory_monitor_refresh_ms": "0",
         "TORCHINDUCTOR_CACHE_DIR": str(compile_cache()),
     }
     environment.pop("RAY_ADDRESS", None)

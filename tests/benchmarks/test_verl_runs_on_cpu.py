@@ -12,11 +12,24 @@ import sys
 import time
 
 import pytest
+import torch
 from rich.console import Console
 
 from benchmarks.published_shapes import ROOT
-from benchmarks.verl_runs import START, TIME_UP, Results, Start, not_begun, run_verl, take_all
+from benchmarks.verl_runs import (
+    MISMATCH,
+    NOT_FINITE,
+    START,
+    TIME_UP,
+    Results,
+    Start,
+    figures,
+    not_begun,
+    run_verl,
+    take_all,
+)
 from jetrl_verl.tools.launch import RunPaths
+from jetrl_verl.tools.report import Run
 
 SETTINGS = {"tiny": True}
 COLUMNS = ("status", "steps", "step_s")
@@ -125,6 +138,21 @@ def test_calls_on_several_machines_make_one_record_that_says_which_build_made_wh
     assert "Results of 2 builds side by side" in said and "commit decade, kernel library 77777777: bf16" in said
 
 
+def test_a_file_from_before_a_setting_and_a_name_were_written_down_is_read_and_added_to(file):
+    """What it lacks is what was so then; a run of the same name takes the place of the old one."""
+    take(file, {"bf16": ok, "jet_fp8": ok})
+    before = {"exact_length": False, "gpus": 1}
+    for other in (file, file.with_name("other.json")):
+        results = Results(other, ("gpus", "row"), {**SETTINGS, "exact_length": False}, build(), before)
+        results.add(file) if other != file else None
+        assert [(run["gpus"], run["row"]) for run in results.runs] == [(1, "bf16"), (1, "jet_fp8")]
+        assert results.done({"gpus": 1, "row": "bf16"}) and not results.done({"gpus": 2, "row": "bf16"})
+    with pytest.raises(ValueError, match="exact_length False and not True"):
+        Results(file.with_name("third.json"), ("gpus", "row"), {**SETTINGS, "exact_length": True}, build(), before).add(
+            file
+        )
+
+
 def test_runs_that_are_here_are_not_replaced_by_those_of_a_file(file):
     first = file.with_name("first.json")
     take(first, {"bf16": functools.partial(ok, 1)})
@@ -199,6 +227,52 @@ def test_figures_are_those_behind_the_first_step(tmp_path):
     found = run(tmp_path, "")
     assert (found["status"], found["steps"], found["step_s"], found["k3_kl"]) == (0, 2, 20.0, 0.25)
     assert found["ppo_kl"] == -0.5 and "errors" not in found
+
+
+@pytest.mark.parametrize(
+    ("logged", "found"),
+    [
+        ((0.0, 0.0), 0.0),
+        ((0.25, -1e-9), 0.25),
+        ((0.0, -1e-9), -1e-9),  # k3 is never negative, but FP32 rounds
+        ((0.0, None), NOT_FINITE),  # as verl's logger writes a NaN
+        ((0.0, math.nan), NOT_FINITE),
+        ((math.inf, 0.0), NOT_FINITE),
+        ((0.0, "absent"), None),
+        (("absent", "absent"), None),
+    ],
+)
+@pytest.mark.parametrize("name", MISMATCH)
+def test_no_difference_of_a_step_is_hidden_by_another_steps(name, logged, found):
+    steps = [{"actor/grad_norm": 1.0, **({} if value == "absent" else {MISMATCH[name]: value})} for value in logged]
+    assert figures(Run("run", list(enumerate(steps))))[name] == found
+
+
+def test_a_run_with_a_mismatch_that_is_no_number_has_failed(tmp_path):
+    """Though its gradients are finite, so that all its steps count."""
+    program = TWO_STEPS.replace('data["actor/ppo_kl"] = (-0.5) ** step', 'data["actor/ppo_kl"] = None')
+    paths = RunPaths(tmp_path)
+    found = run_verl([sys.executable, "-c", program, str(paths.metrics)], {**os.environ}, paths, 2)
+    assert (found["status"], found["steps"], found["ppo_kl"]) == (1, 2, NOT_FINITE)
+    assert found["errors"][-1] == "ppo_kl not finite in a step" and found["log_prob_diff"] is None
+
+
+def test_the_metrics_of_the_mismatch_are_those_that_verl_and_this_project_log():
+    from verl.protocol import DataProto
+    from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics
+    from verl.utils.debug.metrics import calculate_debug_metrics
+
+    from jetrl_verl.metrics import hooks
+
+    ours, theirs, mask = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -2.5]]), torch.ones(1, 2)
+    batch = {"old_log_probs": ours, "rollout_log_probs": theirs, "response_mask": mask, "responses": mask}
+    data = DataProto.from_dict(batch)
+    logged = {f"rollout_corr/{name}" for name in compute_offpolicy_metrics(ours, theirs, mask)}
+    logged |= calculate_debug_metrics(data).keys() | hooks._tail(data).keys()
+    assert {*MISMATCH.values()} - {"actor/ppo_kl"} <= logged
+    assert hooks._tail(data)[MISMATCH["log_prob_diff"]] == 0.5
+    batch["rollout_log_probs"] = torch.tensor([[-1.0, math.nan]])
+    assert math.isnan(hooks._tail(DataProto.from_dict(batch))[MISMATCH["log_prob_diff"]])
 
 
 def test_a_run_whose_time_is_up_is_ended_and_its_steps_count(tmp_path):

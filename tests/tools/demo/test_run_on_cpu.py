@@ -258,6 +258,7 @@ def test_environment_keeps_the_run_on_this_machine(tmp_path, monkeypatch):
     paths = RunPaths(tmp_path)
     environment = build_environment(paths, "cpu")
     assert "RAY_ADDRESS" not in environment and environment["RAY_prestart_worker_first_driver"] == "0"
+    assert environment["RAY_memory_monitor_refresh_ms"] == "0"
     assert environment["VERL_FILE_LOGGER_PATH"] == str(tmp_path / "metrics.jsonl")
     assert environment["VERL_PLATFORM"] == "cpu"
     assert "VERL_PLATFORM" not in build_environment(paths, "cuda")

@@ -58,6 +58,7 @@ from benchmarks.verl_runs import (
     compile_bytecode,
     environment_of,
     fresh_folder,
+    python_path,
     run_verl,
 )
 from jetrl_verl.tools.demo.overrides import words_of_one_machine, words_on_a_cpu
@@ -419,7 +420,7 @@ def take_side_by_side(job: Job, results: Results, runs: Sequence[tuple[str, str]
     job.model(RECIPES[runs[0][0]])  # meanwhile
     compiled()
     gib = math.inf if job.tiny or job.whole else gpu_gib()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     with signals_raise():
         try:
             beside = SideBySide(results, environment, job.at_once, gib, job.ends, console)

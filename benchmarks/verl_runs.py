@@ -92,6 +92,11 @@ def environment_of(paths: RunPaths, cpu: bool) -> dict[str, str]:
     return environment | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"}
 
 
+def python_path() -> str:
+    """``PYTHONPATH`` by which a process finds this folder's modules wherever it starts."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
 class Start:
     """When a run got to the ends of ``START``, by its growing log; ``seconds`` of each phase that ended."""
 
@@ -289,7 +294,7 @@ class Results:
             return
         console.print(table(self.runs, self._names, columns))
         for run in self.runs:
-            for line in run.get("errors", ()):
+            for line in (*run.get("errors", ()), *run.get("engine_errors", ())):
                 words = self._words(run)
                 console.print(f"{words}: {line}", markup=False, highlight=False, soft_wrap=True)
         note = builds_note({self._words(run): [run["build"]] for run in self.runs}, across_builds=True)

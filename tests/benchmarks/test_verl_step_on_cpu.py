@@ -13,13 +13,14 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-from benchmarks import verl_step
+from benchmarks import engine_alone, verl_step
 from benchmarks.published_shapes import PUBLISHED, tiny, write_model
 from jetrl_verl.config import JetConfig
 from jetrl_verl.config.environment import check_model
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 from jetrl_verl.tools.launch import RunPaths
+from jetrl_verl.tools.rows import Row, parse_row
 
 PRECISIONS = {"bf16_best": "bf16", "verl_fp8": "bf16"}
 
@@ -34,8 +35,8 @@ def model(tmp_path_factory) -> Path:
 def composed(row: str, path: Path, **options):
     """The config of a row, after the checks of verl and of this project."""
     chosen = {"model": "qwen3_4b", "response": 4096, "sequences": 64, "steps": 3, "memory": 0.45, "tiny": False}
-    chosen |= {"set": [], **options}
-    folder = Path("/out")
+    chosen |= {"set": [], "gpus": 1, "tp": 1, **options}
+    folder, row = Path("/out"), parse_row(row, verl_step.ROWS)
     words = verl_step.words_of(row, argparse.Namespace(**chosen), path, folder / "data", RunPaths(folder / "run"))
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", overrides=words)
@@ -56,6 +57,41 @@ def test_every_row_is_a_job_that_verl_accepts(row, on_a_cpu, model):
     assert config.actor_rollout_ref.model.use_remove_padding
     assert actor.ppo_max_token_len_per_gpu >= rollout.max_model_len == 512 + 4096
     assert rollout.enforce_eager == on_a_cpu and rollout.calculate_log_probs
+    # Every response has the length that the row names.
+    assert rollout.ignore_eos and rollout.response_length == 4096
+    assert config.trainer.n_gpus_per_node == rollout.tensor_model_parallel_size == 1
+
+
+@pytest.mark.parametrize("on_a_cpu", [False, True])
+def test_several_gpus_are_two_words_and_fit_the_batch(model, on_a_cpu):
+    config = composed("jet_fp8_exact", model, gpus=4, tp=2, tiny=on_a_cpu)
+    assert config.trainer.n_gpus_per_node == 4 and engine_alone.replicas(config) == 2
+    assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == 2
+    assert OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus") == (4 if on_a_cpu else None)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--gpus 3 --tp 2", "Set a --tp that divides --gpus."),
+        ("--gpus 8 --tp 8 --model r1_distill_qwen_1_5b --rows bf16", "12 heads"),
+        ("--gpus 2 --tp 2 --model qwen3_moe_3b --rows jet_fp8", "Set --model qwen3_30b_a3b --layers 4."),
+        ("--gpus 8 --sequences 40", "Set a multiple of 32."),
+        ("--gpus 9999 --rows bf16 --sequences 39996", "GPUs of this machine"),
+        ("--rows jet_fp9", "'jet_fp9' is not a row. Choose from bf16"),
+        ("--rows bf16 --engine-rows jet_fp8+", "'jet_fp8+' is not a row"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_starts(words, reason, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        verl_step.main([str(tmp_path / "out"), *words.split()])
+    assert reason in capsys.readouterr().err and not list(tmp_path.glob("out/*"))
+
+
+def test_rows_that_quantize_nothing_go_over_ranks_that_others_do_not(model):
+    options = argparse.Namespace(model="qwen3_moe_3b", gpus=2, tp=2, sequences=64)
+    assert verl_step.arranged(options, [Row("bf16")]) == ""
+    assert "[1024, 192]" in verl_step.arranged(options, [Row("bf16"), Row("verl_fp8")])
 
 
 @pytest.fixture(scope="module")
@@ -114,18 +150,30 @@ def test_what_is_set_beside_a_row_is_in_its_job(model):
     assert composed("jet_fp8", model).jetrl.kv_cache == "bf16"
 
 
-def test_the_engine_alone_has_the_linear_layers_of_the_rollout(model):
-    of = {row: verl_step.quantization_of(composed(row, model)) for row in verl_step.ROWS}
-    assert of["bf16"] == of["bf16_best"] == {}
-    assert of["verl_fp8"]["hf_overrides"]["quantization_config"]["weight_block_size"] == [128, 128]
-    assert [of[row]["quantization"] for row in ("bf16_shared", "fp8_rollout")] == ["jetrl_bf16", "jetrl_fp8"]
-    assert "worker_cls" in of["jet_fp8_exact"] and "worker_cls" not in of["fp8_rollout"]
+def test_a_row_with_settings_is_the_row_with_these_overrides(model):
+    assert composed("fp8_rollout+jetrl.kv_cache=fp8", model).jetrl.kv_cache == "fp8"
+    config = composed("jet_fp8+jetrl.kv_cache=fp8+jetrl.operations=shared", model, set=["data.seed=5"])
+    assert (config.jetrl.kv_cache, config.jetrl.operations, config.data.seed) == ("fp8", "shared", 5)
+    assert config.trainer.experiment_name == "jet_fp8-jetrl.kv_cache-fp8-jetrl.operations-shared"
+
+
+def test_a_response_of_another_length_fails_the_row():
+    assert verl_step.other_length({"steps": 3, "response_length": 1024.0}, 1024) == []
+    assert verl_step.other_length({"steps": 0}, 1024) == []
+    (error,) = verl_step.other_length({"steps": 3, "response_length": 1023.5}, 1024)
+    assert error == "responses have 1023.50 tokens in the mean and were to have 1024"
 
 
 def test_where_it_is_installed_verls_default_takes_flash_attention(model, monkeypatch):
     monkeypatch.setattr(verl_step.importlib.util, "find_spec", lambda name: object())
     assert "attn_implementation" not in composed("bf16", model).actor_rollout_ref.model.override_config
     assert composed("bf16_best", model).actor_rollout_ref.model.override_config.attn_implementation == JETRL_ATTENTION
+
+
+def test_over_enough_gpus_nothing_is_kept_on_the_host(model):
+    eight = composed("bf16", model, model="qwen3_8b", response=1024, gpus=4)
+    assert not eight.actor_rollout_ref.actor.fsdp_config.param_offload
+    assert eight.actor_rollout_ref.actor.optim.optimizer == "AdamW"
 
 
 def test_what_does_not_fit_one_gpu_is_kept_on_the_host(model):

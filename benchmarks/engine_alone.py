@@ -1,0 +1,220 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a run's rollout reaches without verl: its vLLM engine in a process of its own, asked for the run's responses.
+
+    python3 -m benchmarks.engine_alone RUN/hydra/.hydra/config.yaml --steps 3    # a run of verl that has ended
+
+*Arguments* are those with which verl starts vLLM, from its own ``launch_server``, which is stopped where the server
+would start: lengths, batch, memory, CUDA graphs, prefix cache, and what a precision adds (``quantization``,
+``hf_overrides``, ``worker_cls``). *Prompts* are those of the run's steps, from its data file through verl's dataset,
+sampler and chat template, each as often as the rollout samples it; verl_step holds their lengths against what the run
+logged. *Sampling* is the run's. Tokens are not made text, as nobody reads it here.
+
+The first step's prompts warm the engine up, with a few tokens each; each further step is timed, from an empty prefix
+cache as after verl's weight sync, and printed. Of a rollout of several replicas one runs, with its share of the
+sequences. Weights are what vLLM starts with (``load_format=dummy``), as before a run's first sync: their size takes
+time, not their values.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.verl_runs import TIME_UP, environment_of, python_path
+from jetrl_verl.tools.launch import RunPaths
+from jetrl_verl.tools.process_tree import ProcessTree
+from jetrl_verl.tools.progress import last_errors
+from jetrl_verl.tools.report import load_run
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+WARM_TOKENS = 16
+"""Of a response in the first generation, which compiles."""
+
+MARK = "engine alone: "
+
+
+def load(path: Path) -> Any:
+    """A run's composed configuration, all references resolved, as verl's own trainer has it."""
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.load(path)
+    OmegaConf.resolve(config)
+    return config
+
+
+def replicas(config: Any) -> int:
+    """How many engines the rollout has."""
+    gpus = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    return gpus // config.actor_rollout_ref.rollout.tensor_model_parallel_size
+
+
+def engine_arguments(config: Any) -> argparse.Namespace:
+    """vLLM's command line, parsed, as verl's server of the first replica gives it to vLLM."""
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+    class StoppedServer(vLLMHttpServer):
+        """verl's server up to the call that starts vLLM; the actor around it needs Ray."""
+
+        def __init__(self) -> None:
+            self.config = self._init_config(config.actor_rollout_ref.rollout)
+            self.model_config = omega_conf_to_dataclass(config.actor_rollout_ref.model)
+            self._validate_configs()
+            self.replica_rank = self.node_rank = 0
+            self.nnodes, self.gpus_per_node = config.trainer.nnodes, config.trainer.n_gpus_per_node
+            self.workers = [None] * self.config.tensor_model_parallel_size
+            self._disaggregation_role = "null"
+
+        def _should_profile(self) -> bool:
+            return False
+
+        async def run_server(self, args: argparse.Namespace) -> None:
+            self.arguments = args
+
+    server = StoppedServer()
+    asyncio.run(server.launch_server())
+    return server.arguments
+
+
+def prompts_of(config: Any, steps: int) -> Iterator[list[list[int]]]:
+    """Token ids of each step's prompts, in verl's order."""
+    from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
+
+    model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
+    limit = config.data.get("train_max_samples", -1)
+    dataset = create_rl_dataset(config.data.train_files, config.data, model.tokenizer, model.processor, True, limit)
+    builder = create_continuous_token_builder(
+        model.tokenizer,
+        hf_model_type=model.hf_config.model_type,
+        chat_template_kwargs=config.data.get("apply_chat_template_kwargs", {}),
+        processor=model.processor,
+    )
+
+    def shuffled() -> Iterator[int]:
+        sampler, size = create_rl_sampler(config.data, dataset), config.data.train_batch_size
+        while True:  # epochs; of each, batches that are full
+            order = list(sampler)
+            yield from order[: len(order) // size * size]
+
+    order = shuffled()
+    for _ in range(steps):
+        rows = [dataset[next(order)]["raw_prompt"] for _ in range(config.data.train_batch_size)]
+        ids = (list(builder.build_initial_tokens(list(row))) for row in rows)
+        yield [prompt[-config.data.max_prompt_length :] for prompt in ids]
+
+
+def lengths_of(prompts: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Statistics of the prompts' lengths by the names under which verl logs them."""
+    lengths = [len(prompt) for prompt in prompts]
+    return {"mean": statistics.fmean(lengths), "max": max(lengths), "min": min(lengths)}
+
+
+def sampling_of(config: Any, prompt: Sequence[int], most: float = float("inf")) -> Any:
+    """The run's sampling of one response (agent_loop_tq.py and vllm_async_server.py of verl), ``most`` tokens of it."""
+    from vllm import SamplingParams
+
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    room = data.max_prompt_length + data.max_response_length - len(prompt)
+    return SamplingParams(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        repetition_penalty=1.0,
+        logprobs=0 if rollout.calculate_log_probs else None,
+        ignore_eos=rollout.ignore_eos,
+        max_tokens=int(min(data.max_response_length, room, most)),
+        detokenize=False,
+    )
+
+
+def start(config: Any) -> "LLM":
+    """The engine, as verl has it before its first weight sync."""
+    from verl.plugin.platform import get_platform
+    from verl.trainer.constants_ppo import PPO_RAY_RUNTIME_ENV
+
+    # What verl gives its actors; vLLM reads it when it is imported. What is set already wins, as in verl.
+    for name, value in {**PPO_RAY_RUNTIME_ENV["env_vars"], **get_platform().rollout_env_vars()}.items():
+        os.environ.setdefault(name, value)
+    from vllm import LLM, EngineArgs
+
+    llm = LLM.from_engine_args(EngineArgs.from_cli_args(engine_arguments(config)))
+    # Entries of the vocabulary without a token: verl's server masks them in the same way.
+    words = {"vocab_size": len(llm.get_tokenizer()), "banned_token_ids": []}
+    llm.collective_rpc("monkey_patch_model", kwargs=words)
+    return llm
+
+
+def measure(path: Path, steps: int) -> None:
+    """Print a line of JSON for each step behind the first: the program of a child."""
+    config = load(path)
+    llm, share = start(config), replicas(config)
+    for step, prompts in enumerate(prompts_of(config, steps), start=1):
+        sequences = [prompt for prompt in prompts for _ in range(config.actor_rollout_ref.rollout.n)][::share]
+        warms = step == 1 and steps > 1
+        sampling = [sampling_of(config, each, WARM_TOKENS if warms else float("inf")) for each in sequences]
+        llm.reset_prefix_cache()
+        began = time.perf_counter()
+        outputs = llm.generate([{"prompt_token_ids": each} for each in sequences], sampling, use_tqdm=False)
+        seconds = time.perf_counter() - began
+        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+        if not warms:
+            found = {"step": step, "prompt_length": lengths_of(prompts), "replicas": share}
+            print(MARK + json.dumps(found | {"tokens_per_s": share * tokens / seconds}), flush=True)
+
+
+def measured(paths: RunPaths, steps: int, cpu: bool, ends: float) -> dict:
+    """What :func:`measure` finds of a run that has ended, in a process of its own.
+
+    Returns:
+        ``engine_tokens_per_s``, of all replicas, the median over steps, and ``engine_steps``; or ``engine_status`` and
+        ``engine_errors`` where the engine failed, its time was up before a step was done, or its prompts are not the
+        run's. It never fails a row: the run of verl is what was asked for.
+    """
+    command = [sys.executable, "-m", "benchmarks.engine_alone", str(paths.config), "--steps", str(steps)]
+    environment = environment_of(paths, cpu) | {"PYTHONPATH": python_path()}
+    log = paths.folder / "engine.log"
+    with ProcessTree(command, environment, log) as tree:
+        for _ in tree.follow():
+            if time.monotonic() > ends:
+                break
+        status = tree.poll()
+    text = log.read_text(errors="replace").splitlines()
+    found = [json.loads(line.removeprefix(MARK)) for line in text if line.startswith(MARK)]
+    if status or not found:  # a status of None is that of an engine whose time was up
+        return {"engine_status": TIME_UP if status is None else status or 1, "engine_errors": last_errors(log)}
+    if errors := [words for each in found if (words := _other_prompts(each, load_run(paths.folder).records))]:
+        return {"engine_status": 1, "engine_errors": errors}
+    rates = [each["tokens_per_s"] for each in found]
+    return {"engine_tokens_per_s": statistics.median(rates), "engine_steps": found}
+
+
+def _other_prompts(found: Mapping, records: Sequence[tuple[int, dict]]) -> str:
+    """How the prompts of a step are not those of the run; empty if their lengths are the same."""
+    logged = dict(records).get(found["step"], {})
+    for name, length in found["prompt_length"].items():
+        if abs((run := logged.get(f"prompt_length/{name}", float("inf"))) - length) > 1e-3:
+            return f"step {found['step']}: the engine's prompts have {name} {length:.2f} tokens and the run's {run:.2f}"
+    return ""
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path, help="a run's composed configuration")
+    parser.add_argument("--steps", type=int, default=3, help="of the run; the first one warms up")
+    options = parser.parse_args(words)
+    measure(options.config, options.steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -57,19 +57,34 @@ class Plan:
         return max(self.update, self.generation)
 
 
-def plan(name: str, layers: int | None, micro_tokens: int, eight_bit: bool) -> Plan:
-    """What a run needs whose state stays on the GPU. A BF16 rollout is counted, the larger one."""
+def plan(
+    name: str,
+    layers: int | None,
+    micro_tokens: int,
+    eight_bit: bool,
+    *,
+    shards: int = 1,
+    ranks: int = 1,
+    offloads: bool = False,
+) -> Plan:
+    """What a run needs of each GPU. A BF16 rollout is counted, the larger one.
+
+    Args:
+        shards: GPUs that FSDP shards over. ranks: of a replica of the rollout. offloads: whether weights and moments
+        are on the host while the rollout works.
+    """
     from jetrl_verl.tools.advise.memory import rollout_weights, trainer_memory
 
     model = sizes_of(name, layers)
-    trainer = trainer_memory(model, 1, micro_tokens, eight_bit=eight_bit)
-    rollout = rollout_weights(model, UNQUANTIZED)
+    trainer = trainer_memory(model, shards, micro_tokens, eight_bit=eight_bit)
+    rollout = rollout_weights(model, UNQUANTIZED) / ranks
     kept = trainer.weights + trainer.gradients + trainer.moments
     parts = (trainer.weights, trainer.gradients, trainer.moments, trainer.peak - kept, rollout, CACHE, HELD)
+    waits = 0.0 if offloads else trainer.state
     return Plan(
         *(part / GIB for part in parts),
         update=(trainer.peak + HELD) / GIB,
-        generation=(trainer.state + rollout + CACHE + BUCKET + HELD) / GIB,
+        generation=(waits + rollout + CACHE + BUCKET + HELD) / GIB,
     )
 
 

@@ -315,12 +315,8 @@ class Job:
 
     def environment(self, paths: RunPaths) -> dict[str, str]:
         """Of a run. Those beside others share the cores."""
-        environment = environment_of(paths, self.tiny)
+        environment = environment_of(paths, self.tiny, self.at_once * self.gpus)
         environment.pop("VERL_FILE_LOGGER_PATH")  # the script sets it
-        if not self.tiny:
-            threads = max(1, (os.cpu_count() or 1) // self.at_once)
-            environment.setdefault("OMP_NUM_THREADS", str(threads))
-            environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(4, threads)))
         return environment
 
     def take_steps(self, name: str, precision: str) -> dict:

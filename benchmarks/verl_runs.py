@@ -85,11 +85,20 @@ def compile_bytecode(console: Console) -> Callable[[], None]:
     return wait
 
 
-def environment_of(paths: RunPaths, cpu: bool) -> dict[str, str]:
-    """Environment of a run whose metrics go to ``paths.metrics``."""
+def environment_of(paths: RunPaths, cpu: bool, share: int | None = None) -> dict[str, str]:
+    """Environment of a run whose metrics go to ``paths.metrics``.
+
+    Args:
+        share: of the cores each of the run's trainers has one in so many; what torch takes by itself if None.
+    """
     environment = build_environment(paths, "cpu" if cpu else "cuda")
     # vLLM calls ninja by name.
-    return environment | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    if share is not None and not cpu:
+        threads = max(1, (os.cpu_count() or 1) // share)
+        environment.setdefault("OMP_NUM_THREADS", str(threads))
+        environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(4, threads)))
+    return environment
 
 
 def python_path() -> str:
@@ -345,7 +354,8 @@ def fresh_folder(paths: RunPaths) -> None:
 
 
 def figures(run: Run) -> dict:
-    """Steps with a finite gradient, extremes over all steps, and the median seconds of each phase behind the first.
+    """Steps with a finite gradient, those of them whose gradient is not 0 (``moved``), extremes over all steps, and the
+    median seconds of each phase behind the first.
 
     The first step compiles, so it is left out where there is another. A figure of ``MISMATCH`` is the step's value that
     is furthest from zero, with its sign: FP32 may round k3, which is never negative, below zero. It is ``NOT_FINITE``
@@ -376,6 +386,7 @@ def figures(run: Run) -> dict:
         "steps": len(finite),
         **{name: furthest_from_zero(key) for name, key in MISMATCH.items()},
         "grad_norm": largest("actor/grad_norm"),
+        "moved": sum(data["actor/grad_norm"] > 0 for data in finite),
         "prompt_length": typical("prompt_length/mean"),
         "response_length": typical("response_length/mean"),
         "peak_gib": largest("actor/perf/max_memory_allocated_gb"),

@@ -178,6 +178,7 @@ def words_of(row: Row, options: argparse.Namespace, model: Path, data: Path, pat
     if options.tiny:
         shared = [SHARED_ON_A_CPU] if row.name == "jet_fp8" and is_mixture(options.model) else []
         on_a_cpu = [*words_on_a_cpu(), f"++ray_kwargs.ray_init.num_gpus={options.gpus}"]
+        on_a_cpu += [f"ray_kwargs.ray_init.num_cpus={16 * options.gpus}"]
         return [*words, f"{ATTENTION}={PLUGINS_ATTENTION}", *on_a_cpu, *shared, *row.settings, *options.set]
     if row.name != "bf16_best" and not importlib.util.find_spec("flash_attn"):
         words.append(f"{ATTENTION}={PLUGINS_ATTENTION}")
@@ -186,6 +187,19 @@ def words_of(row: Row, options: argparse.Namespace, model: Path, data: Path, pat
     if (options.model == "qwen3_8b" and options.gpus < WHOLE_GPUS) or options.response > 8192:
         words += OFFLOAD
     return [*words, *row.settings, *options.set]
+
+
+def data_of(out: Path) -> Path:
+    """Folder of a benchmark's prompts."""
+    return out / "data"
+
+
+def prepare_data(out: Path, rows: int) -> None:
+    """Write so many prompts, by the program of the recipe whose format they have; those that are there stay."""
+    if not data_of(out).exists():
+        write_data("gsm8k", out / "raw", rows=rows)
+        prepare = [sys.executable, "-m", "recipes.gsm8k.prepare_data", "--local-dir", out / "raw"]
+        subprocess.run([*prepare, "--out", data_of(out)], cwd=ROOT, check=True)
 
 
 def derived(found: dict, sequences: int) -> dict:
@@ -303,14 +317,11 @@ def main(words: list[str] | None = None) -> int:
     if reason := too_few(options.gpus, options.tiny):
         parser.error(reason)
     of_ranks = f"-{options.tp}_ranks" if options.tiny and options.tp > 1 else ""
-    model, data = out / "models" / f"{shape}{of_ranks}", out / "data"
+    model, data = out / "models" / f"{shape}{of_ranks}", data_of(out)
     compiled = compile_bytecode(console)
     if not (model / "tokenizer.json").exists():
         write_model_apart(options.model, model, options.tiny, options.layers, ranks=options.tp)
-    if not data.exists():
-        write_data("gsm8k", out / "raw", rows=options.sequences * options.steps)
-        prepare = [sys.executable, "-m", "recipes.gsm8k.prepare_data", "--local-dir", out / "raw", "--out", data]
-        subprocess.run(prepare, cwd=ROOT, check=True)
+    prepare_data(out, options.sequences * options.steps)
     compiled()
     needed = functools.partial(fastest, results, job)
     runs = [(name, functools.partial(take_row, row, options, model, data, ends, needed)) for name, row in named]

@@ -49,9 +49,9 @@ def demo(
 @app.command(context_settings={"allow_extra_args": True})
 def compare(
     context: typer.Context,
-    precisions: Annotated[str, typer.Option(help="with commas; differences are to the first")] = (
-        "bf16,fp8_rollout,jet_fp8"
-    ),
+    precisions: Annotated[
+        str, typer.Option(help="with commas, each PRECISION[+KEY=VALUE...]; differences are to the first")
+    ] = "bf16,fp8_rollout,jet_fp8",
     seeds: Annotated[str, typer.Option(help="with commas; every precision is trained with each")] = "1",
     temperatures: Annotated[str, typer.Option(help="of the evaluation, with commas; 0 is greedy")] = "0,1",
     samples: Annotated[int, typer.Option(help="responses to a problem in the evaluation, where not greedy")] = 1,
@@ -73,10 +73,11 @@ def compare(
     `jetrl compare --precisions bf16,jet_fp8 -- bash run_qwen3_8b.sh`. A finished run is not trained again.
     """
     from jetrl_verl.tools.compare.run import CompareOptions, run_compare
+    from jetrl_verl.tools.rows import split_rows
 
     try:
         options = CompareOptions(
-            tuple(_listed(precisions)),
+            split_rows(precisions),
             tuple(_listed(seeds, int)),
             out,
             tuple(_listed(temperatures, float)),

@@ -371,10 +371,50 @@ def test_an_interruption_ends_what_was_started_and_the_same_command_goes_on(tmp_
     assert f"{tmp_path}" not in listing
 
 
+CACHE_ALONE = "fp8_rollout+jetrl.kv_cache=fp8"
+
+
+def test_a_precision_with_settings_is_a_run_of_its_own(tmp_path):
+    """An FP8 cache beside the same precision without it: what the cache alone does."""
+    status, said = compare(tmp_path, precisions=("fp8_rollout", CACHE_ALONE), seeds=(1, 2))
+    assert status == 0, said
+    name = "fp8_rollout-jetrl.kv_cache-fp8-seed2"
+    assert sorted(folder.name for folder in (tmp_path / "runs").iterdir()) == [
+        "fp8_rollout-jetrl.kv_cache-fp8-seed1",
+        name,
+        "fp8_rollout-seed1",
+        "fp8_rollout-seed2",
+    ]
+    facts = json.loads((tmp_path / "runs" / name / "run.json").read_text())
+    words = facts["command"].split()
+    assert facts["precision"] == CACHE_ALONE and "precision=fp8_rollout" in words and "jetrl.kv_cache=fp8" in words
+    assert f"trainer.experiment_name={name}" in words and (tmp_path / "evaluation" / f"{name}.json").is_file()
+    plain = json.loads((tmp_path / "runs/fp8_rollout-seed2/run.json").read_text())["command"]
+    assert "kv_cache" not in plain
+    rows = {row["precision"]: row for row in json.loads((tmp_path / "compare.json").read_text())["rows"]}
+    assert rows[CACHE_ALONE]["seeds"] == 2 and rows["fp8_rollout"]["accuracies"]["0.0"]["difference"] is None
+    assert rows[CACHE_ALONE]["accuracies"]["0.0"]["difference"] is not None
+    assert f"| {CACHE_ALONE} | 2 |" in (tmp_path / "compare.md").read_text()
+    # The same command goes on with what is there; one with another cache does not take it for its own.
+    assert "finished before" in compare(tmp_path, precisions=("fp8_rollout", CACHE_ALONE), seeds=(1, 2))[1]
+
+
+def test_a_setting_of_a_row_wins_over_the_jobs_own_word():
+    job = run.Job(["verl", "jetrl.kv_cache=bf16"], {})
+    words = job.command_of(run.CompareRun(CACHE_ALONE, 1, RunPaths(Path("out"))))
+    assert words.index("jetrl.kv_cache=fp8") > words.index("jetrl.kv_cache=bf16")
+    saving = run.CompareRun("jet_fp8+trainer.save_freq=5", 1, RunPaths(Path("out")))
+    saves = [word for word in job.command_of(saving) if word.startswith("trainer.save_freq")]
+    assert saves == ["trainer.save_freq=5"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["--precisions", "bf16,fp4"], "'fp4' is not a precision"),
+        (["--precisions", "fp8_rollout+jetrl.kv_cache"], "'fp8_rollout+jetrl.kv_cache' is not a row"),
+        (["--precisions", "jet_fp8+data.seed=4"], "data.seed is set by jetrl compare for each run. Remove it from jet"),
+        (["--precisions", "bf16+jetrl.kv_cache=fp8"], "precision=bf16 is verl as it is and has no jetrl.kv_cache"),
         (["--precisions", "bf16,bf16"], "--precisions 'bf16,bf16' is wrong: it is empty or repeats a value"),
         (["--seeds", ""], "--seeds '' is wrong"),
         (["--samples", "0"], "--samples and --steps must be at least 1"),

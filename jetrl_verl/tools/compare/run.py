@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver of ``jetrl compare``: train every run, score all of them, write the table and the page.
 
-A run is one precision with one seed. Runs train one after another. Each is the command that a user would start;
-commands differ only in ``precision=``, the seeds and the output paths. Each run has its own folder. A finished run is
+A run is one precision, or one with overrides beside it (tools/rows.py), with one seed. Runs train one after another.
+Each is the command that a user would start; commands differ only in ``precision=``, these overrides, the seeds and the
+output paths. Each run has its own folder. A finished run is
 not trained again, an interrupted run resumes from its last checkpoint, and a folder made by another command is refused.
 So all rows of a table come from one command.
 """
@@ -24,6 +25,7 @@ from rich.console import Console
 
 from jetrl_verl.config.options import PRECISIONS
 from jetrl_verl.patches.checkpoint_tracker import DamagedCheckpointError, check_tracker
+from jetrl_verl.tools import ToolError
 from jetrl_verl.tools.compare import CompareError
 from jetrl_verl.tools.compare.evaluate import BEFORE, Request, file_of, load_config, write_request
 from jetrl_verl.tools.demo import cache
@@ -32,6 +34,7 @@ from jetrl_verl.tools.launch import DEVICES, VERL, RunPaths, build_environment, 
 from jetrl_verl.tools.process_tree import Interrupted, ProcessTree, signals_raise
 from jetrl_verl.tools.progress import GrowingFile, Tracker, last_errors
 from jetrl_verl.tools.provenance import builds_note, provenance, same_build
+from jetrl_verl.tools.rows import keys_of, parse_row
 
 EVALUATE = (sys.executable, "-m", "jetrl_verl.tools.compare.evaluate")
 SEED_KEYS = ("data.seed", "actor_rollout_ref.rollout.seed", "actor_rollout_ref.actor.data_loader_seed")
@@ -47,7 +50,8 @@ class CompareOptions:
     """The options of the command line. Raises ``CompareError`` for a wrong value.
 
     Attributes:
-        precisions, seeds: every precision runs with every seed; differences are to the first precision.
+        precisions, seeds: every precision runs with every seed; differences are to the first precision. A precision is
+        a row (tools/rows.py), ``fp8_rollout+jetrl.kv_cache=fp8``.
         out: folder of the comparison; give the same folder to continue an interrupted one.
         temperatures, samples: of the evaluation; 0 is greedy, with one sample.
         words: more overrides of the demo, or a verl command line that trains the job.
@@ -68,8 +72,15 @@ class CompareOptions:
 
     def __post_init__(self) -> None:
         for precision in self.precisions:
-            if precision not in PRECISIONS:
-                raise CompareError(f"{precision!r} is not a precision. Choose from {', '.join(PRECISIONS)}.")
+            try:
+                row = parse_row(precision, PRECISIONS)
+            except ToolError as error:
+                raise CompareError(str(error)) from None
+            for key in keys_of(row.settings):
+                if key in _OURS:
+                    raise CompareError(f"{key} is set by jetrl compare for each run. Remove it from {precision}.")
+                if row.name == "bf16" and key.startswith("jetrl."):
+                    raise CompareError(f"{precision}: precision=bf16 is verl as it is and has no {key}. Remove it.")
         for name in ("precisions", "seeds", "temperatures"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
@@ -82,7 +93,7 @@ class CompareOptions:
         if self.device not in DEVICES:
             raise CompareError(f"{self.device!r} is not a device. Choose one of {', '.join(DEVICES)}.")
         for word in self.words:
-            key = word.partition("=")[0].lstrip("+~")
+            (key,) = keys_of([word])
             if "=" in word and key in _OURS:
                 raise CompareError(f"{key} is set by jetrl compare for each run. Remove {word}.")
 
@@ -97,15 +108,21 @@ def folder_of_runs(out: Path) -> Path:
     return out / "runs"
 
 
+def name_of(precision: str, seed: int) -> str:
+    """What names the files and the experiment of a run."""
+    return f"{parse_row(precision, PRECISIONS).slug}-seed{seed}"
+
+
 @dataclass(frozen=True)
 class CompareRun:
-    """One precision with one seed."""
+    """One precision, with overrides beside it or without, and one seed; ``precision`` is the row's text."""
 
     precision: str
     seed: int
     paths: RunPaths
 
-    name = property(lambda self: f"{self.precision}-seed{self.seed}")
+    row = property(lambda self: parse_row(self.precision, PRECISIONS))
+    name = property(lambda self: name_of(self.precision, self.seed))
     state = property(lambda self: self.paths.folder / "state.json")
     checkpoints = property(lambda self: self.paths.folder / "checkpoints")
     config = property(lambda self: self.paths.config)
@@ -123,8 +140,9 @@ class Job:
 
     def command_of(self, run: CompareRun) -> list[str]:
         """The whole command line of one run."""
+        row = run.row
         words = {
-            "precision": run.precision,
+            "precision": row.name,
             **dict.fromkeys(SEED_KEYS, run.seed),
             "trainer.experiment_name": run.name,
             "trainer.logger": "[console,file]",
@@ -134,13 +152,14 @@ class Job:
             # Workers of a cluster that is already running do not inherit the environment of this process.
             "++ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH": quote(run.paths.metrics),
         }
-        if not self.saves:
+        if not self.saves and not _saves(row.settings):
             words["trainer.save_freq"] = _ONLY_LAST  # verl also saves after the last step
-        return [*self.command, *(f"{key}={value}" for key, value in words.items())]
+        # Behind the precision, which is a choice of a group, their place does not matter; the job's own word loses.
+        return [*self.command, *(f"{key}={value}" for key, value in words.items()), *row.settings]
 
     def environment_of(self, run: CompareRun) -> dict[str, str]:
         """Environment of one run, with ``PRECISION`` for scripts that read it."""
-        return {**self.environment, "VERL_FILE_LOGGER_PATH": str(run.paths.metrics), "PRECISION": run.precision}
+        return {**self.environment, "VERL_FILE_LOGGER_PATH": str(run.paths.metrics), "PRECISION": run.row.name}
 
 
 def run_compare(
@@ -165,7 +184,7 @@ def run_compare(
     say = _sayer(console)
     out = options.out.resolve()
     runs = [
-        CompareRun(precision, seed, RunPaths(folder_of_runs(out) / f"{precision}-seed{seed}"))
+        CompareRun(precision, seed, RunPaths(folder_of_runs(out) / name_of(precision, seed)))
         for seed in options.seeds
         for precision in options.precisions
     ]
@@ -222,7 +241,7 @@ def _verl_job(options: CompareOptions) -> Job:
 
 
 def _saves(words: Sequence[str]) -> bool:
-    return any(word.partition("=")[0].lstrip("+") == "trainer.save_freq" for word in words)
+    return "trainer.save_freq" in keys_of(words)
 
 
 # --- training --------------------------------------------------------------------------------------------------------

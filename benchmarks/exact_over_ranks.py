@@ -199,9 +199,9 @@ class Job:
         """What a run's program leaves."""
         return self.out / "programs" / f"{self.paths(name, precision).folder.name}.json"
 
-    def name(self, name: str, precision: str) -> dict[str, str]:
+    def name(self, name: str, precision: str) -> dict[str, str | int]:
         """What names a run in the results."""
-        return {"cell": name, "precision": precision, "gpus": str(self.gpus), "tp": str(self.tp)}
+        return {"cell": name, "precision": precision, "gpus": self.gpus, "tp": self.tp}
 
 
 def judged(found: Mapping, response: int) -> dict:

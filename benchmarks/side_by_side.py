@@ -41,12 +41,17 @@ class Planned:
         continues: name of the run whose end it waits for, if that is planned too.
     """
 
-    name: Mapping[str, str]
+    name: Mapping[str, str | int]
     command: Sequence[str]
     found: Path
     log: Path
     gib: float = 0.0
-    continues: Mapping[str, str] | None = None
+    continues: Mapping[str, str | int] | None = None
+
+    @property
+    def words(self) -> str:
+        """The name in a line of text."""
+        return " ".join(map(str, self.name.values()))
 
 
 @dataclass
@@ -87,7 +92,7 @@ class SideBySide:
             ValueError: a run that never fits.
         """
         if large := [run for run in runs if run.gib > self._gib]:
-            words = ", ".join(f"{' '.join(run.name.values())} {run.gib:.0f}" for run in large)
+            words = ", ".join(f"{run.words} {run.gib:.0f}" for run in large)
             raise ValueError(f"{self._gib:.0f} GiB are too few for {words}. Cut layers, or take them alone.")
         self._waiting = list(runs)
         try:
@@ -158,11 +163,11 @@ class SideBySide:
         self._waiting.remove(run)
         self._running.append(_Running(run, program, time.monotonic()))
         beside = len(self._running) - 1
-        self._say(f"{' '.join(run.name.values())}: begins beside {beside}, plans with {run.gib:.0f} GiB")
+        self._say(f"{run.words}: begins beside {beside}, plans with {run.gib:.0f} GiB")
 
     def _leave_waiting(self) -> None:
         for run in self._waiting:
-            self._say(f"{' '.join(run.name.values())}: {not_begun()['errors'][0]}")
+            self._say(f"{run.words}: {not_begun()['errors'][0]}")
         self._waiting, self._failed = [], True
 
     def _stop(self) -> None:

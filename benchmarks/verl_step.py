@@ -72,7 +72,7 @@ from benchmarks.verl_runs import (
     take_all,
 )
 from jetrl_verl.tools import ToolError
-from jetrl_verl.tools.demo.overrides import words_on_a_cpu
+from jetrl_verl.tools.demo.overrides import words_of_a_local_ray, words_on_a_cpu
 from jetrl_verl.tools.launch import VERL, RunPaths, quote
 from jetrl_verl.tools.provenance import provenance
 from jetrl_verl.tools.rows import Row, parse_row, split_rows
@@ -124,7 +124,7 @@ def lacking(row: str, on_a_cpu: bool, model: str = "") -> str:
     return ""
 
 
-console = Console(width=190)
+console = Console(width=240)
 
 
 def words_of(row: Row, options: argparse.Namespace, model: Path, data: Path, paths: RunPaths) -> list[str]:
@@ -172,8 +172,7 @@ def words_of(row: Row, options: argparse.Namespace, model: Path, data: Path, pat
         "trainer.logger=[console,file]",
         f"trainer.default_local_dir={quote(paths.folder / 'checkpoints')}",
         f"hydra.run.dir={quote(paths.folder / 'hydra')}",
-        "++ray_kwargs.ray_init.address=local",
-        "++ray_kwargs.ray_init.include_dashboard=False",
+        *words_of_a_local_ray(),
     ]
     if options.tiny:
         shared = [SHARED_ON_A_CPU] if row.name == "jet_fp8" and is_mixture(options.model) else []

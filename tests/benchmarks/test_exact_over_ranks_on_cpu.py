@@ -159,9 +159,9 @@ def test_a_call_takes_what_is_left_and_its_status_is_the_verdict(call, tmp_path,
     assert call("fsdp2:jet_fp8", "--again") == (0, ["fsdp2"])
     held = json.loads((tmp_path / "exact_over_ranks.json").read_text())
     assert {(run["cell"], run["gpus"], run["tp"], run["exact"]) for run in held["runs"] if "exact" in run} == {
-        ("fsdp2", "2", "2", "yes"),
-        ("hsdp", "2", "2", "yes"),
-        ("ulysses", "2", "2", "no"),
+        ("fsdp2", 2, 2, "yes"),
+        ("hsdp", 2, 2, "yes"),
+        ("ulysses", 2, 2, "no"),
     }
     assert all(run["build"]["commit"] for run in held["runs"])
 

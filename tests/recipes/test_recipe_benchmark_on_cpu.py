@@ -21,6 +21,7 @@ from vllm.config import ModelConfig
 
 from benchmarks import recipe_memory, recipes
 from benchmarks.published_shapes import PUBLISHED, tiny, write_model
+from benchmarks.verl_runs import Results
 
 BESIDE, WHOLE, TINY = "beside others", "whole", "tiny"
 RUNS = [(*run, BESIDE) for run in recipes.chosen([])]
@@ -55,6 +56,107 @@ def test_every_run_is_a_job_that_verl_accepts(words, tmp_path, name, precision, 
     # vLLM measures no memory where others change it meanwhile, and asks for little at its start.
     assert (OmegaConf.select(config, CACHE) is not None) == (way == BESIDE)
     assert (rollout.gpu_memory_utilization <= 0.05) == (way == BESIDE)
+
+
+@pytest.fixture
+def composed(words):
+    """Callable: the config of a run of a job, after verl's checks."""
+
+    def of(job: recipes.Job, name: str, precision: str):
+        recipe = recipes.RECIPES[name]
+        settings = {"PRECISION": precision, "GPUS_PER_NODE": str(job.gpus), "MODEL_PATH": "/remote://policy"}
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            overrides = words(recipe.script, *job.words(name, precision), **settings, **recipe.settings)
+            config = compose("ppo_trainer", overrides=overrides)
+        validate_config(config, need_reference_policy(config), use_critic=False)
+        omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+        return config
+
+    return of
+
+
+@pytest.fixture
+def scripts_own(words):
+    """Config of the script of gsm8k with nothing behind it."""
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=words("gsm8k/run_qwen3_8b.sh", MODEL_PATH="/remote://policy"))
+
+
+def test_on_eight_gpus_a_shipped_run_is_the_scripts_job(composed, scripts_own, tmp_path):
+    """But for reward, validation, what is saved, and what is measured."""
+    job = recipes.Job(tmp_path, False, gpus=8, steps=10, shipped=True)
+    config = composed(job, "gsm8k", "jet_fp8")
+    ships = recipes.RECIPES["gsm8k"].shipped
+    assert ships == (
+        scripts_own.data.train_batch_size,
+        scripts_own.actor_rollout_ref.actor.ppo_mini_batch_size,
+        scripts_own.actor_rollout_ref.rollout.n,
+        scripts_own.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
+    )
+    for node in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.model", "algorithm"):
+        assert OmegaConf.select(config, node) == OmegaConf.select(scripts_own, node), node
+    changed = {"val_kwargs", "calculate_log_probs"}
+    rollout, own = config.actor_rollout_ref.rollout, scripts_own.actor_rollout_ref.rollout
+    assert {key: value for key, value in rollout.items() if key not in changed} == {
+        key: value for key, value in own.items() if key not in changed
+    }
+    data, own = dict(config.data), dict(scripts_own.data)
+    assert data == own and config.trainer.total_training_steps == 10 and config.trainer.n_gpus_per_node == 8
+    assert "1024 of the script's 1024 prompts on 8 of 8 GPUs, 36 of 36 layers" in job.said("gsm8k", "jet_fp8")
+
+
+@pytest.mark.parametrize(("gpus", "prompts", "update", "bits"), [(4, 512, 128, 32), (2, 256, 64, 8)])
+def test_on_fewer_gpus_batch_and_memory_are_smaller_and_it_is_said(composed, tmp_path, gpus, prompts, update, bits):
+    job = recipes.Job(tmp_path, False, gpus=gpus, steps=10, shipped=True)
+    config = composed(job, "gsm8k", "bf16")
+    actor = config.actor_rollout_ref.actor
+    assert (config.data.train_batch_size, actor.ppo_mini_batch_size) == (prompts, update)
+    assert actor.fsdp_config.param_offload and actor.ppo_max_token_len_per_gpu == 12288
+    assert (actor.optim.optimizer == "AdamW8bit") == (bits == 8)
+    assert f"{prompts} of the script's 1024 prompts on {gpus} of 8 GPUs" in job.said("gsm8k", "bf16")
+    small = recipes.Job(tmp_path, False, gpus=gpus, shipped=True, prompts=64)
+    assert small.batch(recipes.RECIPES["gsm8k"]) == (64, 16)
+
+
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_over_several_gpus_each_has_the_prompts_of_one(composed, tmp_path, name):
+    one, two = recipes.Job(tmp_path, False), recipes.Job(tmp_path, False, gpus=2)
+    config = composed(two, name, "jet_fp8")
+    assert config.trainer.n_gpus_per_node == 2 and config.data.train_batch_size == 2 * recipes.RECIPES[name].prompts
+    assert two.plan(recipes.RECIPES[name]).update < one.plan(recipes.RECIPES[name]).update
+    assert not recipes.unfitting(two, [(name, "jet_fp8")])
+
+
+def test_runs_of_other_gpus_steps_or_ways_have_other_names_and_files(tmp_path):
+    jobs = [recipes.Job(tmp_path, False, gpus=gpus, steps=steps) for gpus in (1, 2) for steps in (3, 10)]
+    jobs += [recipes.Job(tmp_path, False, whole=True), recipes.Job(tmp_path, False, shipped=True)]
+    assert len({job.slug("gsm8k", "bf16") for job in jobs}) == len(jobs)
+    assert len({tuple(job.name("gsm8k", "bf16").values()) for job in jobs[:4]}) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("dapo_7b --shipped --gpus 8", "--shipped is not supported with dapo_7b"),
+        ("gsm8k --shipped --gpus 16", "Set 8 or fewer."),
+        ("gsm8k --shipped --whole", "Set one of them."),
+        ("gsm8k --shipped --gpus 8 --prompts 4", "an update of 1 prompts is not supported with --gpus 8"),
+        ("gsm8k --shipped --gpus 8 --at-once 2", "--at-once is not supported with --whole or --shipped"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_starts(words, reason, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        recipes.main([str(tmp_path / "out"), "--plan", *words.split()])
+    assert reason in capsys.readouterr().err
+
+
+def test_a_record_from_before_gpus_and_steps_were_written_down_is_read():
+    file = Path(recipes.__file__).parent / "results" / "recipes_h200.json"
+    held = json.loads(file.read_text())
+    settings = {key: held[key] for key in ("tiny", "validates", "whole", "mean_response")}
+    settings |= {"shipped": False, "prompts": None}
+    results = Results(file, recipes.NAMES, settings, {"gpu": held["gpu"]}, recipes.BEFORE)
+    assert len(results.runs) == len(held["runs"]) and all(run["gpus"] == 1 and run["steps"] for run in results.runs)
 
 
 def test_a_plan_counts_what_a_run_then_takes():
@@ -95,7 +197,7 @@ def test_a_stage_whose_start_is_missing_is_a_failed_run_and_not_the_end(tmp_path
 def test_a_run_is_a_program_with_the_same_options(tmp_path):
     job = recipes.Job(tmp_path, True, validates=False, at_once=2)
     planned = job.planned("deepscaler_16k", "jet_fp8")
-    assert planned.continues == {"recipe": "deepscaler_8k", "precision": "jet_fp8"}
+    assert planned.continues == {"recipe": "deepscaler_8k", "precision": "jet_fp8", "gpus": 1, "steps": 3}
     answer = subprocess.run([*planned.command, "60"], cwd=recipes.ROOT, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
     assert json.loads(planned.found.read_text())["errors"] == ["deepscaler_8k:jet_fp8 has not saved a policy"]
@@ -131,7 +233,7 @@ def test_the_command_line_names_runs_before_and_behind_its_options(tmp_path):
         text=True,
     )
     assert answer.returncode == 1
-    assert "gsm8k bf16: not begun, since the benchmark's time was up" in answer.stdout
+    assert "gsm8k bf16 1 3: not begun, since the benchmark's time was up" in answer.stdout
     command = ["bash", str(script), str(tmp_path), "gsm9k"]
     answer = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert answer.returncode == 2 and "gsm9k is not a recipe here" in answer.stderr

@@ -26,14 +26,19 @@ MAX_RESPONSE_TOKENS = 48
 GROUP_SIZE = 8
 LEARNING_RATE = 2e-4
 
+LOCAL_RAY = {
+    "++ray_kwargs.ray_init.address": "local",  # never join a cluster that happens to run here
+    "++ray_kwargs.ray_init.include_dashboard": False,
+}
+"""A Ray cluster of the job's own, without what costs seconds at the start."""
+
 FEW_PROCESSES = {
     "data.dataloader_num_workers": 0,
     "reward.num_workers": 1,
     "actor_rollout_ref.rollout.agent.num_workers": 1,
-    # one machine: a single storage actor and no dashboard, each process costs seconds at the start
+    # one machine: a single storage actor, each process costs seconds at the start
     "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
-    "++ray_kwargs.ray_init.address": "local",  # never join a cluster that happens to run here
-    "++ray_kwargs.ray_init.include_dashboard": False,
+    **LOCAL_RAY,
 }
 """What keeps a job of one machine small."""
 
@@ -52,6 +57,11 @@ CPU = {
 def words_on_a_cpu() -> list[str]:
     """Overrides with which a job that is written for GPUs runs on this machine's CPU, but for its sizes."""
     return _words({**FEW_PROCESSES, **CPU})
+
+
+def words_of_a_local_ray() -> list[str]:
+    """Overrides that start a Ray cluster for this job alone, and nothing else."""
+    return _words(LOCAL_RAY)
 
 
 def words_of_one_machine() -> list[str]:

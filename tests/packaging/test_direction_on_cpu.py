@@ -66,6 +66,7 @@ TOOLS: dict[str, set[str]] = {
     "commit": set(),
     "bytecode": set(),
     "provenance": {"commit"},
+    "rows": set(),
     "report": {"provenance"},
     "progress": {"report"},
     "launch": {"process_tree", "progress", "provenance"},
@@ -75,7 +76,7 @@ TOOLS: dict[str, set[str]] = {
     "advise": {"launch", "provenance"},
     "diff": {"launch", "provenance"},
     "demo": {"process_tree", "report", "progress", "launch", "provenance"},
-    "compare": {"process_tree", "report", "progress", "launch", "provenance", "demo"},
+    "compare": {"process_tree", "report", "progress", "launch", "provenance", "rows", "demo"},
 }
 
 # What must stay usable and testable without verl, vLLM, Ray or Hydra; one module binds kernels of vLLM's wheel.

@@ -41,8 +41,8 @@ from benchmarks import verl_step
 from benchmarks.gpus import gpu_gib, too_few, unfit
 from benchmarks.published_shapes import SHARED_ON_A_CPU, write_model_apart
 from benchmarks.recipe_memory import Plan, plan, table_of_plans
-from benchmarks.recipes import BESIDE_OTHERS, OFFLOAD, one_at_a_time
-from benchmarks.side_by_side import Planned, SideBySide, write_found
+from benchmarks.recipes import BESIDE_OTHERS, OFFLOAD
+from benchmarks.side_by_side import Planned, SideBySide, one_at_a_time, write_found
 from benchmarks.verl_runs import (
     MISMATCH,
     Results,

@@ -41,15 +41,13 @@ whose responses are as long as a step's.
 """
 
 import argparse
-import fcntl
 import math
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -59,7 +57,7 @@ from rich.console import Console
 from benchmarks.gpus import gpu_gib, too_few, unfit
 from benchmarks.published_shapes import PUBLISHED, SHARED_ON_A_CPU, is_mixture, write_data, write_model_apart
 from benchmarks.recipe_memory import CACHE, Plan, plan, table_of_plans
-from benchmarks.side_by_side import Planned, SideBySide, write_found
+from benchmarks.side_by_side import Planned, SideBySide, one_at_a_time, write_found
 from benchmarks.verl_runs import (
     FIGURES,
     Results,
@@ -225,10 +223,10 @@ NOTHING_SAVED = ("trainer.save_freq=-1",)
 SHIPPED_GPUS, HALF_STATE = 8, 4
 """GPUs that the scripts were written for; those below which an 8B model's moments have 8 bits."""
 
-BEFORE = {"gpus": 1, "steps": STEPS, "shipped": False, "prompts": None}
+BEFORE = {"gpus": 1, "of_steps": STEPS, "shipped": False, "prompts": None}
 """What records say that were written before these settings were (``Results``)."""
 
-NAMES = ("recipe", "precision", "gpus", "steps")
+NAMES = ("recipe", "precision", "gpus", "of_steps")
 COLUMNS = (*FIGURES, "gpu_peak_gib")
 
 DISK = 25e9
@@ -246,15 +244,6 @@ TINY = (
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload=False",
 )
 console = Console(width=170)
-
-
-@contextmanager
-def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Hold a folder against other runs' programs while it is written; released also where a program is killed."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 @dataclass(frozen=True)
@@ -342,7 +331,7 @@ class Job:
 
     def name(self, name: str, precision: str) -> dict[str, str | int]:
         """What names a run in the results."""
-        return {"recipe": name, "precision": precision, "gpus": self.gpus, "steps": self.steps}
+        return {"recipe": name, "precision": precision, "gpus": self.gpus, "of_steps": self.steps}
 
     def start_of(self, recipe: Recipe, precision: str) -> Path:
         """Folder of the policy that a run starts from."""

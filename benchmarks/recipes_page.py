@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.pages import with_written
 from benchmarks.published_shapes import PUBLISHED
-from benchmarks.recipes import EIGHT_BIT, RECIPES, STEPS, Job, chosen
+from benchmarks.recipes import BEFORE, EIGHT_BIT, RECIPES, STEPS, Job, chosen
 from benchmarks.verl_runs import TIME_UP
 
 ROOT = Path(__file__).parents[1]
@@ -51,7 +51,9 @@ def tables(record: Mapping[str, Any]) -> str:
     """
     if record["tiny"]:
         raise ValueError("the record has runs of tiny models on a CPU; take them on a GPU, without --tiny.")
-    runs = {(run["recipe"], run["precision"]): run for run in record["runs"]}
+    runs = {
+        (run["recipe"], run["precision"]): run for run in record["runs"] if BEFORE.items() <= {**BEFORE, **run}.items()
+    }
     defined = chosen([])
     if unknown := sorted(runs.keys() - set(defined)):
         raise ValueError(f"{':'.join(unknown[0])} is recorded and no run of benchmarks/recipes.py; drop its record.")

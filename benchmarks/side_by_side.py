@@ -9,14 +9,15 @@ cluster with ports of its own, temporary files, sockets and log. A program that 
 run and stops no other one. When the time is up the programs end their runs themselves, and what those logged counts.
 """
 
+import fcntl
 import json
 import math
 import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -196,3 +197,12 @@ def write_found(file: Path, take: Callable[[], dict]) -> None:
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(found))
     partial.rename(file)
+
+
+@contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Hold a folder against other runs' programs while it is written; released also where a program is killed."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -19,9 +19,10 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 from vllm import SamplingParams
 from vllm.config import ModelConfig
 
-from benchmarks import recipe_memory, recipes
+from benchmarks import recipe_memory, recipes, verl_runs
 from benchmarks.published_shapes import PUBLISHED, tiny, write_model
 from benchmarks.verl_runs import Results
+from jetrl_verl.tools.report import Run
 
 BESIDE, WHOLE, TINY = "beside others", "whole", "tiny"
 RUNS = [(*run, BESIDE) for run in recipes.chosen([])]
@@ -132,6 +133,9 @@ def test_runs_of_other_gpus_steps_or_ways_have_other_names_and_files(tmp_path):
     jobs += [recipes.Job(tmp_path, False, whole=True), recipes.Job(tmp_path, False, shipped=True)]
     assert len({job.slug("gsm8k", "bf16") for job in jobs}) == len(jobs)
     assert len({tuple(job.name("gsm8k", "bf16").values()) for job in jobs[:4]}) == 4
+    # A name says what was asked for, figures what was taken: neither hides the other in a record.
+    figures = {*verl_runs.figures(Run("run", [(1, {"actor/grad_norm": 1.0})])), "status", "seconds", "words", "errors"}
+    assert not figures & {*recipes.NAMES} and tuple(jobs[0].name("gsm8k", "bf16")) == recipes.NAMES
 
 
 @pytest.mark.parametrize(
@@ -156,7 +160,9 @@ def test_a_record_from_before_gpus_and_steps_were_written_down_is_read():
     settings = {key: held[key] for key in ("tiny", "validates", "whole", "mean_response")}
     settings |= {"shipped": False, "prompts": None}
     results = Results(file, recipes.NAMES, settings, {"gpu": held["gpu"]}, recipes.BEFORE)
-    assert len(results.runs) == len(held["runs"]) and all(run["gpus"] == 1 and run["steps"] for run in results.runs)
+    assert len(results.runs) == len(held["runs"]) and all(
+        (run["gpus"], run["of_steps"]) == (1, 3) for run in results.runs
+    )
 
 
 def test_a_plan_counts_what_a_run_then_takes():
@@ -197,7 +203,7 @@ def test_a_stage_whose_start_is_missing_is_a_failed_run_and_not_the_end(tmp_path
 def test_a_run_is_a_program_with_the_same_options(tmp_path):
     job = recipes.Job(tmp_path, True, validates=False, at_once=2)
     planned = job.planned("deepscaler_16k", "jet_fp8")
-    assert planned.continues == {"recipe": "deepscaler_8k", "precision": "jet_fp8", "gpus": 1, "steps": 3}
+    assert planned.continues == {"recipe": "deepscaler_8k", "precision": "jet_fp8", "gpus": 1, "of_steps": 3}
     answer = subprocess.run([*planned.command, "60"], cwd=recipes.ROOT, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
     assert json.loads(planned.found.read_text())["errors"] == ["deepscaler_8k:jet_fp8 has not saved a policy"]

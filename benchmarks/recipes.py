@@ -243,7 +243,7 @@ TINY = (
     "actor_rollout_ref.actor.fsdp_config.param_offload=False",
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload=False",
 )
-console = Console(width=170)
+console = Console(width=210)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,8 @@ class MemoryPeaks:
 
     def __enter__(self) -> "MemoryPeaks":
         if self._watched:
-            command = [*_command("index,memory.used"), "--loop=1"]
+            # What it has said by lines is in the file when it is ended.
+            command = ["stdbuf", "--output=L", *_command("index,memory.used"), "--loop=1"]
             # A file without a name: a pipe that nobody empties stops the program.
             self._lines = os.fdopen(os.memfd_create("gpu_memory"), "w+")
             self._program = subprocess.Popen(command, stdout=self._lines, stderr=subprocess.DEVNULL)

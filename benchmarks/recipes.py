@@ -466,7 +466,7 @@ def unfitting(job: Job, runs: Sequence[tuple[str, str]]) -> str:
             return f"--shipped is not supported with {name}, whose numbers are not known here. Set one of {known}."
         if job.shipped and job.gpus > SHIPPED_GPUS:
             return f"--gpus {job.gpus} is not supported with --shipped. Set {SHIPPED_GPUS} or fewer."
-        if (reason := unfit(recipe.model, job.gpus, 1, quantized=False)) or job.gpus == 1:
+        if reason := unfit(recipe.model, job.gpus, 1, quantized=False):
             return reason
         _, update = job.batch(recipe)
         samples = recipe.shipped.samples if job.shipped else recipe.samples

@@ -3,6 +3,7 @@
 """Each row of benchmarks/verl_step.py as verl reads its command line, those among them that a CPU cannot run."""
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from benchmarks import engine_alone, verl_step
 from benchmarks.published_shapes import PUBLISHED, tiny, write_model
+from benchmarks.verl_runs import Results
 from jetrl_verl.config import JetConfig
 from jetrl_verl.config.environment import check_model
 from jetrl_verl.models.plan import plan_linears
@@ -196,3 +198,16 @@ def test_what_no_phase_has_and_verls_share_of_the_engine():
     rates = verl_step.derived({**found, "response_length": 100.0, "engine_tokens_per_s": 1000.0}, 64)
     assert rates == {"rest_s": 1.5, "gen_tokens_per_s": 800.0, "of_the_engine": 0.8}
     assert verl_step.derived({"steps": 0}, 64) == {}
+
+
+def test_a_record_from_before_several_gpus_is_read_as_one_gpus_and_not_added_to(tmp_path):
+    """Its responses were to have one length, and a random policy seldom ended one."""
+    file = Path(verl_step.__file__).parent / "results" / "verl_step_mixture_h200.json"
+    held = json.loads(file.read_text())
+    settings = {key: held[key] for key in ("sequences", "steps", "memory", "tiny")}
+    build = {"gpu": held["gpu"]}
+    before = Results(file, verl_step.NAMES, settings | {"exact_length": False}, build, verl_step.BEFORE)
+    assert len(before.runs) == len(held["runs"]) and {(run["gpus"], run["tp"]) for run in before.runs} == {(1, 1)}
+    now = Results(tmp_path / "now.json", verl_step.NAMES, settings | {"exact_length": True}, build, verl_step.BEFORE)
+    with pytest.raises(ValueError, match="exact_length False and not True"):
+        now.add(file)

@@ -142,6 +142,7 @@ def test_runs_of_other_gpus_steps_or_ways_have_other_names_and_files(tmp_path):
     ("words", "reason"),
     [
         ("dapo_7b --shipped --gpus 8", "--shipped is not supported with dapo_7b"),
+        ("gsm8k dapo_7b --shipped", "--shipped is not supported with dapo_7b"),
         ("gsm8k --shipped --gpus 16", "Set 8 or fewer."),
         ("gsm8k --shipped --whole", "Set one of them."),
         ("gsm8k --shipped --gpus 8 --prompts 4", "an update of 1 prompts is not supported with --gpus 8"),

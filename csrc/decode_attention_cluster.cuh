@@ -51,8 +51,8 @@ struct ClusterShape {
   static constexpr int kPlaces = Cache::kPlaces, kScores = kScoreWarps * kPart;
   // P and the rescaling.
   static constexpr int kRescale = kQueries * kKeysOfABlock * 2, kProbabilities = kRescale + kQueries * 4;
-  // What values are multiplied by, a row for each lane of a quad; where a scale is large, the scales in their place, which
-  // behind the last row's is said.
+  // What values are multiplied by, a row for each lane of a quad; where a scale is large, the scales in their place,
+  // which behind the last row's is said.
   static constexpr int kFactorRow = 20, kLarge = (3 * kFactorRow + kKeysOfABlock / 8) * 4;
   static constexpr int kFactors = Cache::kHasScales ? 4 * kFactorRow * 4 : 0;
   // A warp of softmax writes those of a block of keys once O has the P that it wrote two turns ago.
@@ -383,8 +383,8 @@ JETRL_DEVICE void arrive_behind_copies(uint32_t full) {
   if (arrives()) sm90::barrier_arrive(full);
 }
 
-// A block's values, by the lanes of one warp. What a unit's place counts is the cache's; a lane knows one of it, so that
-// no address is a product of a page's but once.
+// A block's values, by the lanes of one warp. What a unit's place counts is the cache's; a lane knows one of it, so
+// that no address is a product of a page's but once.
 template <class Cache>
 JETRL_DEVICE void copy_values(const typename Cache::Params& p, uint32_t to, const ClusterBarriers<Cache>& barriers,
                               const Units& units, int page, int rank) {

@@ -1,14 +1,14 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Decode attention over vLLM's BF16 pages, with the bits of FlashAttention 3 (num_splits=1), by clusters of 1, 2, 4 or 8
-// blocks (decode_attention_cluster.cuh).
+// Decode attention over vLLM's BF16 pages, with the bits of FlashAttention 3 (num_splits=1), by clusters of 1, 2, 4 or
+// 8 blocks (decode_attention_cluster.cuh).
 //
-// Keys and values are operands as they lie: no arithmetic stands between shared memory and the tensor cores. A stage has
-// 64 keys, so that three of keys and three of values leave room for a second block on the multiprocessor. A row of a
-// token and head, 256 bytes or a block's part of it, is copied 16 bytes a lane, whatever the strides of the pages are;
-// rows behind the last token become zeros and are not read, so what lies there is never a number. Rows of eight keys lie
-// in different banks (place_of), for ldmatrix.
+// Keys and values are operands as they lie: no arithmetic stands between shared memory and the tensor cores. A stage
+// has 64 keys, so that three of keys and three of values leave room for a second block on the multiprocessor. A row of
+// a token and head, 256 bytes or a block's part of it, is copied 16 bytes a lane, whatever the strides of the pages
+// are; rows behind the last token become zeros and are not read, so what lies there is never a number. Rows of eight
+// keys lie in different banks (place_of), for ldmatrix.
 
 #include "decode_attention_cluster.cuh"
 
@@ -129,8 +129,8 @@ struct Bf16Cache {
     return page * p.pages.stride_page + units.on_page(i, unit) * CacheUnit::kKeys * p.pages.stride_token;
   }
 
-  // Some of the four units of a piece to a stage at `to`: `head` is the head's part on the first page, `of_units` are the
-  // places of the block's units, from lane `known` on; `left` keys of the block exist.
+  // Some of the four units of a piece to a stage at `to`: `head` is the head's part on the first page, `of_units` are
+  // the places of the block's units, from lane `known` on; `left` keys of the block exist.
   template <int kSixteens, int kCount>
   JETRL_DEVICE static void copy_units(uint32_t to, const uint8_t* head, int64_t row_bytes, int of_units, int known,
                                       int left, int piece, int first) {

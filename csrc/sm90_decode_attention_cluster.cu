@@ -39,8 +39,8 @@ struct Fp8Cache {
     return word_at(keys + unit * kKeyUnit + CacheUnit::kValueScales + 4 * four);
   }
 
-  // A warp's place among a block of keys' values, of a chunk of 16 features: the row of 16 bytes, of 32 keys, that a lane
-  // gives to ldmatrix.
+  // A warp's place among a block of keys' values, of a chunk of 16 features: the row of 16 bytes, of 32 keys, that a
+  // lane gives to ldmatrix.
   JETRL_DEVICE static uint32_t row_of_lane(const uint8_t* memory, int warp, int chunk) {
     const int lane = sm90::own_lane(), row = lane % CacheUnit::kKeys ^ chunk % 2;
     const uint32_t values = sm90::shared_address(memory + Shape::kValuesAt) + warp * CacheUnit::kChunk;
@@ -57,7 +57,8 @@ struct Fp8Cache {
     }
   }
 
-  // D += V^T P^T of a block of keys. Eight products are a chain; a warp dequantizes the values of the next one beside it.
+  // D += V^T P^T of a block of keys. Eight products are a chain; a warp dequantizes the values of the next one beside
+  // it.
   template <bool kLarge>
   JETRL_DEVICE static void add(float (&d)[4], const uint32_t (&words)[4][4], const uint4 (&p)[4],
                                const uint4 (&factors)[4], const uint8_t* scales_of_keys) {
@@ -166,8 +167,8 @@ struct Fp8Cache {
     }
   }
 
-  // A unit's part lies in one piece, here and there. Units behind the last are not read and become zeros: which page they
-  // would be on nobody has said.
+  // A unit's part lies in one piece, here and there. Units behind the last are not read and become zeros: which page
+  // they would be on nobody has said.
   JETRL_DEVICE static void copy_values(const Params& p, uint32_t to, const Units&, int of_units, int known, int left,
                                        int, int rank) {
     constexpr int kSixteens = kValueUnit / 16, kUnitsAtOnce = kSixteens < 32 ? 32 / kSixteens : 1;

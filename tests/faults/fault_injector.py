@@ -7,9 +7,11 @@ module needs no hook in the product. ``JETRL_FAULT`` holds a :class:`Fault` as J
 after their import, in the process that imports them, and nothing happens without the variable.
 
 Three processes can be killed: the *driver* (``main_ppo``), the *trainer* (the Ray actor that holds the FSDP engine)
-and the *rollout* (vLLM's worker). Each writes its process id into the fault's folder. verl's own controller, which
-calls the phases one after another, fires: it leaves a record and sends SIGKILL, at once or after a delay that puts it
-into the middle of the phase. A checkpoint is cut by the trainer itself, in the middle of a file.
+and the *rollout* (vLLM's worker); of several trainers or workers the last rank, since rank 0 is the one that speaks.
+Each writes its process id into the fault's folder. verl's own controller, which calls the phases one after another,
+fires: it leaves a record and sends SIGKILL, at once or after a delay that puts it into the middle of the phase. A phase
+that ends before its delay does not go by: the kill comes at its end, and the record says so. A weight sync is cut by a
+rollout worker that has received a bucket and not loaded it, a checkpoint by the trainer, in the middle of a file.
 """
 
 import dataclasses
@@ -26,8 +28,12 @@ from pathlib import Path
 from typing import Any
 
 VICTIMS = ("rollout", "trainer", "driver")
-PHASES = {"generation": 1.0, "log_prob": 0.3, "update": 1.0, "sync": 0.0, "checkpoint": 0.0}
-"""Phase of a step -> seconds after its beginning at which the victim is killed."""
+PHASES = {"generation": 0.5, "log_prob": 0.1, "update": 0.2, "sync": None, "checkpoint": 0.0}
+"""Phase of a step -> seconds after its beginning at which the victim is killed; None: not by the controller.
+
+Short, since 64 sequences of the demo's policy go through a phase in half a second or less on a GPU.
+"""
+IN_THE_PHASE, AT_ITS_END = "in the phase", "at the phase's end"
 
 VARIABLE = "JETRL_FAULT"
 MODULE = "fault_injector"
@@ -60,35 +66,48 @@ class Fault:
         }
 
     def fired(self) -> float | None:
-        """Wall-clock time of the firing, None before it."""
+        """Wall-clock time at which the phase began, of a NaN that it was written; None before it."""
         record = Path(self.folder) / "fired"
         return float(record.read_text().split()[0]) if record.exists() else None
 
-    def _introduce(self, victim: str) -> None:
-        (Path(self.folder) / f"{victim}.pid").write_text(str(os.getpid()))
+    def killed(self) -> str | None:
+        """``IN_THE_PHASE`` or ``AT_ITS_END``, once the victim has been killed."""
+        record = Path(self.folder) / "killed"
+        return record.read_text().partition(" ")[2] if record.exists() else None
 
-    def _record(self) -> bool:
-        """Note the firing; False if it has fired before."""
+    def _introduce(self, victim: str, rank: int = 0, ranks: int = 1) -> None:
+        if rank == ranks - 1:
+            (Path(self.folder) / f"{victim}.pid").write_text(str(os.getpid()))
+
+    def _record(self, name: str, words: str) -> bool:
+        """Note time and words; False if that was noted before, by whichever process."""
         try:
-            with (Path(self.folder) / "fired").open("x") as record:
-                record.write(f"{time.time()} {self}")
+            with (Path(self.folder) / name).open("x") as record:
+                record.write(f"{time.time()} {words}")
         except FileExistsError:
             return False
         return True
 
-    def _kill(self) -> None:
-        os.kill(int((Path(self.folder) / f"{self.victim}.pid").read_text()), signal.SIGKILL)
+    def strike(self, when: str = IN_THE_PHASE) -> None:
+        """Kill the victim, unless it has been killed."""
+        if self._record("killed", when):
+            os.kill(int((Path(self.folder) / f"{self.victim}.pid").read_text()), signal.SIGKILL)
+            time.sleep(0.2)  # who goes on must not win the race against a death that comes first
 
     def fire(self) -> None:
-        """Kill the victim, now or after the phase's delay."""
-        if not self._record():
-            return
+        """The phase begins: kill the victim now, after the phase's delay, or not from here."""
         delay = PHASES[self.phase]
+        if not self._record("fired", str(self)) or delay is None:
+            return
         if delay == 0.0:
-            self._kill()
-            time.sleep(0.2)  # the controller must not win the race against a death that comes first
+            self.strike()
         else:
-            threading.Timer(delay, self._kill).start()
+            threading.Timer(delay, self.strike).start()
+
+    def finish(self) -> None:
+        """The phase has ended."""
+        if self.fired() is not None:
+            self.strike(AT_ITS_END)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
@@ -112,13 +131,19 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _before(holder: Any, name: str, action: Callable[[Any], None]) -> None:
-    """Call ``action(self)`` before each call of a method."""
+def _around(
+    holder: Any, name: str, before: Callable[[Any], None] | None, after: Callable[[Any], None] | None = None
+) -> None:
+    """Call ``before(self)`` before each call of a method and ``after(self)`` behind each that returns."""
     stock = getattr(holder, name)
 
     def method(self, *args: Any, **kwargs: Any) -> Any:
-        action(self)
-        return stock(self, *args, **kwargs)
+        if before is not None:
+            before(self)
+        result = stock(self, *args, **kwargs)
+        if after is not None:
+            after(self)
+        return result
 
     # verl's decorators leave what its controller dispatches by on the function.
     method.__dict__.update(vars(stock))
@@ -127,32 +152,47 @@ def _before(holder: Any, name: str, action: Callable[[Any], None]) -> None:
 
 
 def _arm(fault: Fault) -> None:
-    def phase(name: str) -> Callable[[Any], None]:
-        def begins(trainer: Any) -> None:
+    def when(name: str, act: Callable[[], None]) -> Callable[[Any], None]:
+        def reached(trainer: Any) -> None:
             if (name, trainer.global_steps) == (fault.phase, fault.step):
-                fault.fire()
+                act()
 
-        return begins
+        return reached
+
+    def phase(name: str) -> tuple[Callable[[Any], None], Callable[[Any], None]]:
+        return when(name, fault.fire), when(name, fault.finish)
 
     def in_trainer_base(module: Any) -> None:
-        _before(module.PPOTrainer, "on_sample_begin", phase("generation"))
-        _before(module.PPOTrainer, "_compute_old_log_prob", phase("log_prob"))
-        _before(module.PPOTrainer, "_update_actor", phase("update"))
+        _around(module.PPOTrainer, "on_sample_begin", when("generation", fault.fire))
+        _around(module.PPOTrainer, "_compute_old_log_prob", *phase("log_prob"))
+        _around(module.PPOTrainer, "_update_actor", *phase("update"))
         if (fault.victim, fault.phase) != ("trainer", "checkpoint"):
-            _before(module.PPOTrainer, "_save_checkpoint", phase("checkpoint"))
+            _around(module.PPOTrainer, "_save_checkpoint", *phase("checkpoint"))
 
     def in_trainer_sync(module: Any) -> None:
-        _before(module.PPOTrainerSync, "on_step_end", phase("sync"))
+        _around(module.PPOTrainerSync, "on_sample_end", when("generation", fault.finish))
+        _around(module.PPOTrainerSync, "on_step_end", *phase("sync"))
 
     def in_engine(module: Any) -> None:
-        _before(module.FSDPEngine, "initialize", lambda engine: fault._introduce("trainer"))
+        def introduce(engine: Any) -> None:
+            fault._introduce("trainer", engine.rank, torch_distributed().get_world_size())
+
+        _around(module.FSDPEngine, "initialize", introduce)
 
     def in_rollout(module: Any) -> None:
-        _before(module.JetWorkerExtension, "update_weights_from_ipc", lambda worker: fault._introduce("rollout"))
+        def introduce(worker: Any) -> None:
+            fault._introduce("rollout", worker.rank, worker.parallel_config.world_size)
+
+        def loads(worker: Any) -> None:
+            if fault.phase == "sync" and fault.fired() is not None:
+                fault.strike()
+
+        _around(module.JetWorkerExtension, "update_weights_from_ipc", introduce)
+        _around(module.JetWorkerExtension, "_update_weights", loads)
 
     def in_checkpoints(module: Any) -> None:
         if (fault.victim, fault.phase) == ("trainer", "checkpoint"):
-            _before(module.FSDPCheckpointManager, "save_checkpoint", lambda manager: _die_while_saving(fault))
+            _around(module.FSDPCheckpointManager, "save_checkpoint", lambda manager: _die_while_saving(fault))
 
     def poison(module: Any) -> None:
         stock = module.FSDPEngine.lr_scheduler_step
@@ -160,7 +200,8 @@ def _arm(fault: Fault) -> None:
         def lr_scheduler_step(self) -> Any:
             # The last thing of an update, so behind its optimizer steps.
             self._updates = getattr(self, "_updates", 0) + 1
-            if self._updates == fault.step and fault._record():
+            last = self.rank == torch_distributed().get_world_size() - 1
+            if last and self._updates == fault.step and fault._record("fired", str(fault)):
                 _poison_one_weight(self.module)
             return stock(self)
 
@@ -180,6 +221,12 @@ def _arm(fault: Fault) -> None:
     sys.meta_path.insert(0, _AfterImport(actions))
     if "verl.trainer.main_ppo" in Path("/proc/self/cmdline").read_text():
         fault._introduce("driver")
+
+
+def torch_distributed() -> Any:
+    import torch.distributed
+
+    return torch.distributed
 
 
 POISONED = "model.layers.1.mlp.up_proj.weight"
@@ -204,9 +251,11 @@ def _die_while_saving(fault: Fault) -> None:
 
     def save(content: Any, file: Any, *args: Any, **kwargs: Any) -> None:
         stock(content, file, *args, **kwargs)
-        if "optim_world_size" in str(file) and f"global_step_{fault.step}/" in str(file) and fault._record():
+        ranks = torch.distributed.get_world_size()
+        written = f"global_step_{fault.step}/actor/optim_world_size_{ranks}_rank_{ranks - 1}.pt"
+        if str(file).endswith(written) and fault._record("fired", str(fault)):
             os.truncate(file, os.path.getsize(file) // 2)
-            os.kill(os.getpid(), signal.SIGKILL)
+            fault.strike()
 
     torch.save = save
 

@@ -4,13 +4,17 @@
 
 The runs form a chain on one checkpoint folder. Each resumes where the one before was broken, trains one step, which
 proves the resume, and is broken in its second. So a chain of n faults takes n + 1 starts of verl, each two to four
-minutes on two cores. ``--only`` picks faults; a second call with the same ``--out`` goes on with that chain.
+minutes on two cores. ``--only`` picks faults and their order; a second call with the same ``--out`` goes on with that
+chain. On GPUs: ``--device cuda --gpus 2`` (trainer and rollout have two ranks each; of these the last is killed).
 
 A line per fault says how the broken run ended (exit status, seconds from the fault, the sentence it left, processes
-that it left) and where the next run resumed (steps lost). A run that has not ended ``--patience`` seconds after its
-fault counts as hung, and is ended. Outcomes of the last full chain stand in docs/faults.md.
+that it left, when all had ended and when the GPUs had their memory back), what was saved, and where the next run
+resumed. A run that has not ended ``--patience`` seconds after its fault counts as hung, and is ended. The exit status
+is 1 if a run hung, left something behind, was killed behind the phase that it was to be killed in, or lost more than
+the step under way. Outcomes of the last full chain stand in docs/faults.md.
 
-``full-disk`` mounts a tmpfs that holds one checkpoint and not two (root, or a user namespace:
+``resized`` resumes on another number of GPUs, which is refused, then rewrites the checkpoint (``jetrl reshard``) and
+resumes. ``full-disk`` mounts a tmpfs that holds one checkpoint and not two (root, or a user namespace:
 ``unshare --map-root-user --mount python tests/faults/run_faults.py ...``). ``two-runs`` starts two runs at once.
 """
 
@@ -23,29 +27,29 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from jetrl_verl.tools.demo import cache
-from jetrl_verl.tools.demo.overrides import build_overrides
-from jetrl_verl.tools.launch import VERL, RunPaths, build_environment
+from jetrl_verl.tools.demo.overrides import GROUP_SIZE, build_overrides
+from jetrl_verl.tools.launch import DEVICES, VERL, RunPaths, build_environment, choose_device, quote
 from jetrl_verl.tools.process_tree import ProcessTree
 from jetrl_verl.tools.progress import last_errors
+from jetrl_verl.tools.provenance import builds_note, provenance
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fault_injector import PHASES, VICTIMS, Fault
+from fault_injector import AT_ITS_END, PHASES, VICTIMS, Fault
 
 CACHE = Path(__file__).parents[2] / "outputs" / "cache"
 NAMES = [f"{victim}-{phase}" for phase in PHASES for victim in VICTIMS]
-OTHERS = ["nan", "truncated", "resumed", "full-disk", "two-runs"]
+OTHERS = ["nan", "truncated", "resumed", "resized", "full-disk", "two-runs"]
 
+PROMPTS = 8
 # One micro-batch and few samples: what is tested is not learning.
 SMALL = (
-    "data.train_batch_size=8",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=64",
+    f"data.train_batch_size={PROMPTS}",
+    f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
     "trainer.val_before_train=False",
     "trainer.test_freq=-1",
     "trainer.save_freq=1",
@@ -54,7 +58,9 @@ SMALL = (
 START_SECONDS = 900.0
 """Longest time from the start to the fault."""
 LINGER_SECONDS = 90.0
-"""How long what a run started may outlive it before it counts as left behind."""
+"""How long what a run started, or GPU memory, may outlive it before it counts as left behind."""
+CONTEXT_MIB = 256
+"""Below this a GPU has its memory back: a process's context alone takes more."""
 
 
 @dataclass
@@ -63,8 +69,11 @@ class Outcome:
 
     Attributes:
         name: of the fault. status: exit status, None if it hung. seconds: from the fault to the end.
-        first, last: steps in its metrics, the last one complete. errors: what it said.
-        left: processes that were still there ``LINGER_SECONDS`` after its end. gone: seconds until all had ended.
+        first, last: steps in its metrics, the last one complete. saved: step of the last complete checkpoint.
+        errors: what it said. killed: in the phase or at its end, None without a kill.
+        left: processes that were still there ``LINGER_SECONDS`` after its end. gone: seconds from the fault until all
+        had ended, None if they had not. freed: until each GPU had its memory back, likewise; held: MiB that one has
+        not, None on a CPU and of a run that hung.
     """
 
     name: str
@@ -75,13 +84,45 @@ class Outcome:
     errors: list[str]
     left: list[str] = field(default_factory=list)
     gone: float | None = None
+    freed: float | None = None
+    held: int | None = None
+    saved: int | None = None
+    killed: str | None = None
+
+
+def gpu_memory(device: str) -> list[int]:
+    """MiB in use on each GPU, asked of nvidia-smi, since torch would keep a context there; none on a CPU."""
+    if device == "cpu":
+        return []
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return [int(line) for line in subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()]
+
+
+def job(
+    precision: str, prepared: cache.Prepared, paths: RunPaths, device: str, ranks: int, steps: int, checkpoints: Path
+) -> list[str]:
+    """Overrides of a run of ``ranks`` GPUs, or of as many processes of a CPU, up to global step ``steps``."""
+    sequences = PROMPTS * GROUP_SIZE // ranks
+    words = [
+        *build_overrides(precision, prepared, paths, device, steps),
+        *SMALL,
+        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={max(1, sequences // 2)}",
+        f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={sequences}",
+        f"actor_rollout_ref.rollout.tensor_model_parallel_size={min(2, ranks)}",
+        f"trainer.n_gpus_per_node={ranks}",
+        f"trainer.default_local_dir={quote(checkpoints)}",
+    ]
+    return words + ([f"ray_kwargs.ray_init.num_gpus={ranks}"] if device == "cpu" else [])
 
 
 class Chain:
     """Runs one after another on one checkpoint folder."""
 
-    def __init__(self, out: Path, precision: str, patience: float) -> None:
+    def __init__(
+        self, out: Path, precision: str, patience: float, device: str, ranks: int, words: Sequence[str] = ()
+    ) -> None:
         self.out, self.precision, self.patience = out, precision, patience
+        self.device, self.ranks, self.words = device, ranks, tuple(words)
         self.checkpoints = out / "checkpoints"
         recipe = cache.Recipe()
         self.prepared = cache.find(recipe, CACHE) or cache.make(recipe, CACHE, "cpu", print)
@@ -97,16 +138,18 @@ class Chain:
         """A run up to global step ``steps`` with further environment."""
         paths = RunPaths(self.out / f"{name}-{time.strftime('%H%M%S')}")
         paths.folder.mkdir(parents=True)
-        overrides = build_overrides(self.precision, self.prepared, paths, "cpu", steps)
-        overrides += [*SMALL, f"trainer.default_local_dir='{self.checkpoints}'"]
-        command = [*VERL, *overrides]
-        with ProcessTree(command, {**build_environment(paths, "cpu"), **environment}, paths.log) as tree:
+        overrides = job(self.precision, self.prepared, paths, self.device, self.ranks, steps, self.checkpoints)
+        # Ray kills processes of a host that is short of memory, which would be another fault.
+        own = {**build_environment(paths, self.device), "RAY_memory_monitor_refresh_ms": "0"}
+        with ProcessTree([*VERL, *overrides, *self.words], {**own, **environment}, paths.log) as tree:
             yield tree, paths
 
     def run(self, name: str, steps: int, fault: Fault | None = None) -> Outcome:
         """Run until it ends, or until ``patience`` after the fault."""
         began = time.time()
-        fired = None
+        fired, before = None, gpu_memory(self.device)
+        gone = freed = held = None
+        left = []
         with self.started(name, steps, fault.environment() if fault else {}) as (tree, paths):
             while (status := tree.poll()) is None:
                 time.sleep(0.5)
@@ -114,20 +157,30 @@ class Chain:
                 if time.time() - (fired or began + START_SECONDS - self.patience) > self.patience:
                     break
             ended = time.time()
-            while (left := tree.processes()) and status is not None and time.time() - ended < LINGER_SECONDS:
+            since = fired or began
+            while status is not None:
+                left = [f"{process.pid} {process.name()}" for process in tree.processes()]
+                gone = gone or (None if left else round(time.time() - since, 1))
+                if before:
+                    held = max(now - then for now, then in zip(gpu_memory(self.device), before, strict=True))
+                    freed = freed or (round(time.time() - since, 1) if held < CONTEXT_MIB else None)
+                if (not left and (freed or not before)) or time.time() - ended > LINGER_SECONDS:
+                    break
                 time.sleep(0.5)
-            gone = round(time.time() - ended, 1)
-            left = [f"{process.pid} {process.name()}" for process in left] if status is not None else []
         steps_done = steps_of(paths.metrics)
         return Outcome(
             name,
             status,
-            round(ended - (fired or began), 1),
+            round(ended - since, 1),
             min(steps_done, default=None),
             max(steps_done, default=None),
-            last_errors(paths.log),
+            last_errors(paths.log) if status != 0 else [],
             left,
-            None if left or status is None else gone,
+            gone,
+            freed,
+            held,
+            self.saved,
+            fault.killed() if fault else None,
         )
 
     def broken(self, name: str, kind: str, victim: str, phase: str) -> Outcome:
@@ -169,9 +222,9 @@ def full_disk(chain: Chain) -> list[Outcome]:
 
 
 def truncated(chain: Chain) -> list[Outcome]:
-    """The newest checkpoint loses half of its weights' file, and gets it back."""
-    folder = chain.checkpoints / f"global_step_{chain.saved}"
-    (file,) = (folder / "actor").glob("model_world_size_*")
+    """The newest checkpoint loses half of its weights, on the last rank, and gets it back."""
+    folder = chain.checkpoints / f"global_step_{chain.saved}" / "actor"
+    file = folder / f"model_world_size_{chain.ranks}_rank_{chain.ranks - 1}.pt"
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
     outcome = chain.run("truncated", chain.saved + 2)
@@ -179,10 +232,24 @@ def truncated(chain: Chain) -> list[Outcome]:
     return [outcome]
 
 
+def resized(chain: Chain) -> list[Outcome]:
+    """The newest checkpoint on half as many ranks (on two where the chain has one): as it is, then rewritten."""
+    ranks, plenty, saved = chain.ranks, chain.checkpoints, chain.saved
+    chain.ranks = ranks // 2 if ranks > 1 else 2
+    refused = chain.run("resized-refused", saved + 1)
+    chain.checkpoints = chain.out / f"of-{chain.ranks}-ranks-{saved}"
+    command = [sys.executable, "-m", "jetrl_verl.cli", "reshard", str(plenty / f"global_step_{saved}")]
+    subprocess.run([*command, "--gpus", str(chain.ranks), "--out", str(chain.checkpoints)], check=True)
+    resumed = chain.run("resized-resumed", saved + 1)
+    chain.ranks, chain.checkpoints = ranks, plenty
+    return [refused, resumed]
+
+
 def two_runs(chain: Chain) -> list[Outcome]:
     """Two runs side by side, each with checkpoints of its own."""
     outcomes = []
-    chains = [Chain(chain.out / f"two-runs-{n}", chain.precision, chain.patience) for n in (1, 2)]
+    words = (chain.precision, chain.patience, chain.device, chain.ranks, chain.words)
+    chains = [Chain(chain.out / f"two-runs-{n}", *words) for n in (1, 2)]
     for one in chains:
         one.out.mkdir(parents=True, exist_ok=True)
     with chains[0].started("run", 2, {}) as first, chains[1].started("run", 2, {}) as second:
@@ -207,29 +274,83 @@ def two_runs(chain: Chain) -> list[Outcome]:
 
 def table(outcomes: list[Outcome]) -> str:
     """Markdown."""
-    lines = ["| fault | ended after | exit | steps | left behind | what it said |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| fault | ended after | exit | steps | saved | processes gone, GPU memory free after | what it said |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for outcome in outcomes:
         ended = "**hung**" if outcome.status is None else f"{outcome.seconds:.0f} s"
-        left = f"{len(outcome.left)} processes" if outcome.left else "nothing"
-        left += f" (all gone after {outcome.gone:.0f} s)" if outcome.gone is not None else ""
+        ended += f" ({outcome.killed})" if outcome.killed else ""
+        after = f"**{len(outcome.left)} processes left**" if outcome.left else seconds(outcome.gone)
+        if outcome.held is not None:
+            memory = seconds(outcome.freed) if outcome.freed else f"**{outcome.held} MiB are not**"
+            after += f", {memory}"
         said = "<br>".join(line[:300].replace("|", "\\|") for line in outcome.errors)
-        lines.append(
-            f"| {outcome.name} | {ended} | {outcome.status} | {outcome.first}..{outcome.last} | {left} | {said} |"
-        )
+        steps = f"{outcome.first}..{outcome.last}"
+        lines.append(f"| {outcome.name} | {ended} | {outcome.status} | {steps} | {outcome.saved} | {after} | {said} |")
     return "\n".join(lines)
 
 
-def main() -> None:
+def seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f} s"
+
+
+def faults_of(outcomes: Iterable[Outcome]) -> list[str]:
+    """What no run may do, a sentence each."""
+    found = []
+    for outcome in outcomes:
+        if outcome.status is None:
+            found.append(f"{outcome.name} hung")
+        if outcome.left:
+            found.append(f"{outcome.name} left {', '.join(outcome.left)}")
+        if outcome.held is not None and outcome.freed is None:
+            found.append(f"{outcome.name} left {outcome.held} MiB of a GPU")
+        if outcome.killed == AT_ITS_END:
+            found.append(f"{outcome.name}: the phase ended before the kill")
+        if outcome.name in NAMES and outcome.killed is None:
+            found.append(f"{outcome.name}: nothing was killed")
+        refused = outcome.name in ("nan", "truncated", "resized-refused", "full-disk") or outcome.killed
+        if refused and outcome.status == 0:
+            found.append(f"{outcome.name} ended as if nothing had happened")
+        if not refused and outcome.status != 0:
+            found.append(f"{outcome.name} ended with status {outcome.status}")
+    return found
+
+
+def lost(outcomes: Sequence[Outcome]) -> list[str]:
+    """Broken runs of a chain behind which the next one did not go on with the step after the last checkpoint, or whose
+    last checkpoint is older than the step before the broken one."""
+    chain = [outcome for outcome in outcomes if outcome.killed or outcome.name in ("nan", "resumed")]
+    found = []
+    for broken, next_one in zip(chain, chain[1:]):
+        if next_one.first != broken.saved + 1:
+            found.append(f"{next_one.name} began with step {next_one.first} behind {broken.name}, saved {broken.saved}")
+    return found + [
+        f"{broken.name} trained {broken.last} steps and saved {broken.saved}"
+        for broken in chain
+        if (broken.last or 0) > (broken.saved or 0)
+    ]
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=[*NAMES, *OTHERS], default=[*NAMES, *OTHERS], metavar="FAULT")
     parser.add_argument("--precision", default="jet_fp8")
+    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument("--gpus", type=int, default=1, help="ranks of trainer and rollout; on a CPU processes")
+    parser.add_argument("--words", nargs="+", default=[], metavar="WORD", help="further overrides of each job")
     parser.add_argument("--patience", type=float, default=240.0, help="seconds after which a broken run counts as hung")
     parser.add_argument(
         "--out", type=Path, default=Path(tempfile.gettempdir()) / "jetrl-faults", help="the chain's folder"
     )
     options = parser.parse_args()
+    if options.gpus < 1 or PROMPTS * GROUP_SIZE % options.gpus:
+        parser.error(f"--gpus {options.gpus} does not divide {PROMPTS * GROUP_SIZE} sequences; choose 1, 2, 4 or 8")
     options.out.mkdir(parents=True, exist_ok=True)
-    chain = Chain(options.out.resolve(), options.precision, options.patience)
+    device = choose_device(options.device)
+    chain = Chain(
+        options.out.resolve(), options.precision, options.patience, device, options.gpus, tuple(options.words)
+    )
     record = options.out / "outcomes.jsonl"
     for name in options.only:
         victim, _, phase = name.partition("-")
@@ -240,11 +361,27 @@ def main() -> None:
         elif name == "resumed":
             outcomes = [chain.run(name, chain.saved + 1)]
         else:
-            outcomes = {"full-disk": full_disk, "truncated": truncated, "two-runs": two_runs}[name](chain)
+            others = {"full-disk": full_disk, "truncated": truncated, "two-runs": two_runs, "resized": resized}
+            outcomes = others[name](chain)
+        facts = {"device": device, "gpus": options.gpus, "precision": options.precision, "build": provenance()}
         with record.open("a") as file:
-            file.writelines(json.dumps(asdict(outcome)) + "\n" for outcome in outcomes)
-    print(table([Outcome(**json.loads(line)) for line in record.read_text().splitlines()]))
+            file.writelines(json.dumps({**asdict(outcome), **facts}) + "\n" for outcome in outcomes)
+        print(table(outcomes), flush=True)
+    return said(record)
+
+
+def said(record: Path) -> int:
+    """Print the table of all outcomes, which builds made them, and what no run may do; the exit status."""
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    known = {item.name for item in fields(Outcome)}
+    outcomes = [Outcome(**{key: value for key, value in line.items() if key in known}) for line in lines]
+    print(f"\n{table(outcomes)}\n\n{builds_note({line['name']: [line['build']] for line in lines}, True)}")
+    jobs = {f"{line['precision']}, {line['gpus']} ranks, {line['device']}" for line in lines}
+    print(f"{'; '.join(sorted(jobs))}.")
+    wrong = [*faults_of(outcomes), *lost(outcomes)]
+    print("\n".join(f"wrong: {sentence}" for sentence in wrong) or "Nothing hung, was left behind or was lost.")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

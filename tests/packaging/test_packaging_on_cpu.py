@@ -8,6 +8,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from importlib import metadata, util
 from itertools import takewhile
@@ -147,7 +148,7 @@ def test_a_gpu_run_fails_where_one_of_its_processes_fails_or_there_is_no_gpu():
     assert [status_of(x) for x in ({0}, {0, 5}, {5}, {0, 1}, {0, -9}, {4})] == [0, 0, 5, 1, 1, 1]
 
 
-def test_the_two_lanes_of_make_test_run_every_file_once():
+def test_the_processes_of_make_test_run_every_file_once_and_the_last_one_some_again():
     def runs(lane: list[str], file: str) -> bool:
         within = [word for word in lane if not word.startswith("-")]
         without = [word.removeprefix("--ignore=") for word in lane if word.startswith("-")]
@@ -155,10 +156,30 @@ def test_the_two_lanes_of_make_test_run_every_file_once():
             f"{file}/".startswith(f"{path}/") for path in without
         )
 
-    lanes = runpy.run_path(str(ROOT / "scripts/run_tests.py"))["lanes"]()
+    script = runpy.run_path(str(ROOT / "scripts/run_tests.py"))
+    training, (*computing, narrowest) = script["processes"]()
     for path in (ROOT / "tests").rglob("test_*.py"):
         file = path.relative_to(ROOT).as_posix()
-        assert sum(runs(lane, file) for lane in lanes) == 1, file
+        assert sum(runs(process.paths, file) for process in (training, *computing)) == 1, file
+    assert narrowest.paths == [*script["PROCESSOR"]] and narrowest.environment == script["NARROWEST"]
+    assert not any(process.environment for process in (training, *computing))
+    assert all((ROOT / path).exists() for process in (*computing, narrowest) for path in process.paths)
+
+
+def test_a_process_of_make_test_says_how_it_ended_how_long_it_took_and_what_memory(tmp_path):
+    """One that fills 300 MiB and fails."""
+    script = runpy.run_path(str(ROOT / "scripts/run_tests.py"))
+    (tmp_path / "conftest.py").write_text("def pytest_addoption(parser):\n    parser.addoption('--gpu')\n")
+    (tmp_path / "test_it.py").write_text(
+        "def test_it():\n    held = bytearray(b'x') * (300 << 20)\n    assert not held[0]\n"
+    )
+    process = script["Process"]("part", [str(tmp_path / "test_it.py")])
+    process.start(["-q"], tmp_path / "part.xml", tmp_path / "part.txt")
+    while not process.ended():
+        time.sleep(0.05)
+    assert process.popen.returncode == 1 and "1 failed" in (tmp_path / "part.txt").read_text()
+    assert 0 < process.minutes < 1 and 0.29 < process.gigabytes < 0.6
+    assert script["summary"]([tmp_path / "part.xml"]).startswith("0 passed, 1 failed")
 
 
 def test_the_summary_counts_every_process_and_says_why_what_was_skipped_was(tmp_path):
@@ -173,11 +194,6 @@ def test_the_summary_counts_every_process_and_says_why_what_was_skipped_was(tmp_
         "  failed: narrowest: ended without a report",
         "  skipped: 1 (no nvcc)",
     ]
-
-
-def test_what_runs_under_the_narrowest_instructions_is_there():
-    paths = runpy.run_path(str(ROOT / "scripts/run_tests.py"))["PROCESSOR"]
-    assert all((ROOT / path).exists() for path in paths)
 
 
 def test_ci_stops_at_the_first_failure_and_runs_lint_and_tests():

@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import venv
 import zipfile
 from email.parser import Parser
@@ -148,8 +149,6 @@ def test_it_holds_the_package_its_data_and_nothing_else(wheel):
 
 
 def test_its_entry_points_are_those_of_the_project(wheel):
-    import tomllib
-
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     with zipfile.ZipFile(wheel) as files:
         (name,) = [name for name in files.namelist() if name.endswith("entry_points.txt")]
@@ -160,25 +159,30 @@ def test_its_entry_points_are_those_of_the_project(wheel):
             assert f"{key} = {value}" in section
 
 
-def test_a_fresh_environment_without_nvcc_imports_it_and_the_doctor_finds_the_library(wheel, tmp_path):
-    """The stack comes from this interpreter's packages, through a .pth file; the package itself from the wheel."""
+def test_a_fresh_environment_without_nvcc_installs_it_and_the_doctor_finds_the_library(wheel, tmp_path):
+    """Its own pip installs the file, with nothing else and without an index; the stack comes from this interpreter's
+    packages, through a .pth file."""
     made = tmp_path / "fresh"
-    venv.create(made, with_pip=False)
+    venv.create(made, with_pip=True)
     python = made / "bin" / "python"
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "CUDA_HOME")}
+    environment |= {"PATH": "/usr/bin:/bin", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    if shutil.which("nvcc", path=environment["PATH"]):
+        pytest.skip("an nvcc lies in /usr/bin")
+    install = [python, "-m", "pip", "install", "--no-deps", "--no-index", wheel]
+    done = subprocess.run(install, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
     (site,) = made.glob("lib/python*/site-packages")
     with zipfile.ZipFile(wheel) as files:
-        for name in files.namelist():
-            if not name.endswith("/") and "/scripts/" not in name:
-                target = site / path_of(name)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(files.read(name))
-        (held,) = [name for name in files.namelist() if name.endswith(".so")]
-        digest = sha256(files.read(held)).hexdigest()
+        held = {path_of(name): files.read(name) for name in files.namelist() if not name.endswith("/")}
+    package = {name: content for name, content in held.items() if name.startswith("jetrl_verl/")}
+    assert all((site / name).read_bytes() == content for name, content in package.items())
+    for script in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]:
+        assert (made / "bin" / script).stat().st_mode & 0o111, script
+    digest = sha256(held["jetrl_verl/kernels/libjetrl_sm90.so"]).hexdigest()
     stack = [path for path in sys.path if path.endswith("site-packages")]
     (site / "stack.pth").write_text("\n".join(stack) + "\n")
-    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "CUDA_HOME")}
-    environment |= {"PATH": "/usr/bin:/bin"}
-    command = [python, "-m", "jetrl_verl.cli", "doctor", "--no-ray", "--json"]
+    command = [made / "bin" / "jetrl", "doctor", "--no-ray", "--json"]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     report = json.loads(done.stdout)
     findings = report if isinstance(report, list) else report["findings"]

@@ -36,8 +36,10 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _RAY_PREFIX = re.compile(r"^(\([^()]* pid=\d+[^()]*\) ?)+")
 # By the usual endings of a name, or, of ours, by where the class is defined: a traceback gives its module.
 _ERROR_LINE = re.compile(
-    r"^([A-Za-z_][\w.]*(Error|Exception)(\([\w.]+\))?: |jetrl_verl(\.\w+)*\.[A-Z]\w*: |jetrl_verl: )\S"
+    r"^(([A-Za-z_][\w.]*)?(Error|Exception)(\([\w.]+\))?: (?!ray::)"
+    r"|jetrl_verl(\.\w+)*\.[A-Z]\w*: |jetrl_verl: (?!warning: |jetrl\.operations=auto is ))\S"
 )
+"""An exception's line, or a refusal's; not that an actor passed an exception on, nor what a run says at its start."""
 
 
 class GrowingFile:

@@ -45,6 +45,14 @@ CACHE = Path(__file__).parents[2] / "outputs" / "cache"
 NAMES = [f"{victim}-{phase}" for phase in PHASES for victim in VICTIMS]
 OTHERS = ["nan", "truncated", "resumed", "resized", "full-disk", "two-runs"]
 
+SENTENCES = {
+    "nan": "holds NaN or Inf",
+    "truncated": "is damaged",
+    "resized-refused": "jetrl reshard",
+    "full-disk": "could not be written",
+}
+"""What a run has to say that is not killed and must not go on."""
+
 PROMPTS = 8
 # One micro-batch and few samples: what is tested is not learning.
 SMALL = (
@@ -309,11 +317,12 @@ def faults_of(outcomes: Iterable[Outcome]) -> list[str]:
             found.append(f"{outcome.name}: the phase ended before the kill")
         if outcome.name in NAMES and outcome.killed is None:
             found.append(f"{outcome.name}: nothing was killed")
-        refused = outcome.name in ("nan", "truncated", "resized-refused", "full-disk") or outcome.killed
-        if refused and outcome.status == 0:
-            found.append(f"{outcome.name} ended as if nothing had happened")
-        if not refused and outcome.status != 0:
+        if (sentence := SENTENCES.get(outcome.name)) and not any(sentence in line for line in outcome.errors):
+            found.append(f"{outcome.name} did not say {sentence!r}")
+        if not sentence and not outcome.killed and outcome.status != 0:
             found.append(f"{outcome.name} ended with status {outcome.status}")
+        if (sentence or outcome.killed) and outcome.status == 0:
+            found.append(f"{outcome.name} ended as if nothing had happened")
     return found
 
 

@@ -1,6 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The injector does what run_faults.py relies on: it fires once, at the right phase and step, and kills the victim."""
+"""The injector does what run_faults.py relies on: it fires once, at the right phase and step, and kills the victim, of
+several ranks the last."""
 
 import json
 import subprocess
@@ -8,42 +9,67 @@ import sys
 import time
 
 import pytest
-from fault_injector import VARIABLE, Fault
+from fault_injector import AT_ITS_END, IN_THE_PHASE, VARIABLE, Fault
 
-STAND_IN = """
+STAND_IN = {
+    "verl/trainer/ppo/v1/trainer_base.py": """
+import time
 class PPOTrainer:
     global_steps = 0
     def on_sample_begin(self): pass
-    def _compute_old_log_prob(self, batch, metrics): return batch
-    def _update_actor(self, batch, metrics): return batch
+    def phase(self, name):
+        print(self.global_steps, name, "begins", flush=True)
+        time.sleep(SECONDS)
+        print(self.global_steps, name, "ends", flush=True)
+    def _compute_old_log_prob(self, batch, metrics): self.phase("log_prob"); return batch
+    def _update_actor(self, batch, metrics): self.phase("update"); return batch
     def _save_checkpoint(self): pass
-"""
+""",
+    "verl/trainer/ppo/v1/trainer_sync.py": """
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+class PPOTrainerSync(PPOTrainer):
+    def on_sample_end(self): self.phase("generation")
+    def on_step_end(self): self.phase("sync")
+""",
+}
 """verl's trainer as far as the injector changes it."""
 
 TRAIN = """
-import fault_injector, os, time
-from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+import fault_injector
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 fault_injector.Fault(**{fault})._introduce("rollout")
-trainer = PPOTrainer()
+trainer = PPOTrainerSync()
 for step in (1, 2, 3):
     trainer.global_steps = step
-    for call in ("on_sample_begin", "_save_checkpoint"):
-        getattr(trainer, call)()
-    for call in ("_compute_old_log_prob", "_update_actor"):
-        assert getattr(trainer, call)("batch", metrics={{}}) == "batch"
-        print(step, call, flush=True)
-        time.sleep(1.5)
+    trainer.on_sample_begin()
+    trainer.on_sample_end()
+    assert trainer._compute_old_log_prob("batch", metrics={{}}) == "batch"
+    assert trainer._update_actor("batch", metrics={{}}) == "batch"
+    trainer._save_checkpoint()
+    trainer.on_step_end()
 """
 
 
-@pytest.mark.parametrize(("phase", "last"), [("log_prob", "2 _compute_old_log_prob"), ("update", "2 _update_actor")])
-def test_a_victim_dies_in_the_middle_of_the_chosen_phase(tmp_path, phase, last):
+@pytest.mark.parametrize(
+    ("phase", "seconds", "last", "when"),
+    [
+        ("log_prob", 1.5, "2 log_prob begins", IN_THE_PHASE),
+        ("log_prob", 0, "2 log_prob ends", AT_ITS_END),
+        ("update", 1.5, "2 update begins", IN_THE_PHASE),
+        ("update", 0, "2 update ends", AT_ITS_END),
+        ("generation", 1.5, "1 sync ends", AT_ITS_END),  # it ends where the rollouts are put to sleep
+        ("checkpoint", 0, "2 update ends", IN_THE_PHASE),
+        ("sync", 0, "2 sync ends", AT_ITS_END),  # here is no worker that would load
+    ],
+)
+def test_a_victim_dies_in_the_chosen_phase_or_at_its_end(tmp_path, phase, seconds, last, when):
     """Here the controller is the victim itself, so what it printed last says when it died."""
-    package = tmp_path / "verl" / "trainer" / "ppo" / "v1"
-    package.mkdir(parents=True)
-    for level in (package, *list(package.parents)[:3]):
-        (level / "__init__.py").touch()  # a regular package, which the installed verl is not looked up behind
-    (package / "trainer_base.py").write_text(STAND_IN)
+    for name, text in STAND_IN.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text.replace("SECONDS", str(seconds)))
+        for level in list(file.relative_to(tmp_path).parents)[:-1]:
+            (tmp_path / level / "__init__.py").touch()  # a regular package, which hides the installed verl
     fault = Fault("kill", "rollout", phase, 2, str(tmp_path))
     environment = fault.environment()
     environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
@@ -51,14 +77,37 @@ def test_a_victim_dies_in_the_middle_of_the_chosen_phase(tmp_path, phase, last):
     run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
     assert run.returncode == -9, run.stderr
     assert run.stdout.splitlines()[-1] == last
+    assert fault.killed() == when
     assert fault.fired() is not None and time.time() - fault.fired() < 60
 
 
 def test_a_fault_fires_once(tmp_path):
     with subprocess.Popen(["sleep", "60"]) as victim:
-        fault = Fault("kill", "trainer", "sync", 1, str(tmp_path))
+        fault = Fault("kill", "trainer", "checkpoint", 1, str(tmp_path))
         (tmp_path / "trainer.pid").write_text(str(victim.pid))
+        assert fault.fired() is None and fault.killed() is None
         fault.fire()
         assert victim.wait(10) == -9
     (tmp_path / "trainer.pid").unlink()
     fault.fire()  # nobody is looked up a second time
+    fault.finish()
+    assert fault.killed() == IN_THE_PHASE
+
+
+def test_the_victim_among_ranks_is_the_last(tmp_path):
+    fault = Fault("kill", "trainer", "update", 1, str(tmp_path))
+    fault._introduce("trainer", 0, 2)
+    assert not (tmp_path / "trainer.pid").exists()
+    fault._introduce("trainer", 1, 2)
+    assert (tmp_path / "trainer.pid").exists()
+
+
+def test_a_sync_is_cut_by_a_worker_that_received_a_bucket(tmp_path, monkeypatch):
+    """The controller only notes that the sync has begun; who loads next strikes."""
+    fault = Fault("kill", "trainer", "sync", 1, str(tmp_path))
+    with subprocess.Popen(["sleep", "60"]) as victim:
+        (tmp_path / "trainer.pid").write_text(str(victim.pid))
+        fault.fire()
+        assert fault.fired() is not None and fault.killed() is None and victim.poll() is None
+        fault.strike()
+        assert victim.wait(10) == -9 and fault.killed() == IN_THE_PHASE

@@ -5,8 +5,10 @@
 import traceback
 
 import pytest
+from omegaconf import OmegaConf
 
 from jetrl_verl.checkpoint.validation import DamagedCheckpointError
+from jetrl_verl.config import operations
 from jetrl_verl.config.options import UnsupportedConfiguration
 from jetrl_verl.metrics.quantization import NonFiniteWeightError
 from jetrl_verl.models.plan import UnsupportedLayer
@@ -50,6 +52,20 @@ def test_a_refusal_is_found_by_who_speaks(tmp_path):
     log = tmp_path / "run.log"
     log.write_text(f"{NOISE}jetrl_verl: precision=fp4 is not a choice.\nnoise\n")
     assert last_errors(log) == ["jetrl_verl: precision=fp4 is not a choice."]
+
+
+def test_actors_that_pass_an_exception_on_and_notes_of_the_start_are_no_errors(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    operations._say.cache_clear()
+    node = {"precision": "jet_fp8", "train": "fp8", "rollout": "fp8", "operations": "auto"}
+    operations.resolve_operations(OmegaConf.create({"jetrl": node}))
+    note = capsys.readouterr().err
+    passed = "ray.exceptions.RayTaskError: \x1b[36mray::vLLMHttpServer.collective_rpc()\x1b[39m (pid=7, repr=<...>)\n"
+    died = "ray.exceptions.RayTaskError(ActorDiedError): ray::TaskRunnerV1.run() (pid=7, repr=<...>)\n"
+    log = tmp_path / "run.log"
+    log.write_text(f"{note}{passed}{died}Exception: Call to collective_rpc method failed: cancelled\n")
+    assert note.startswith("jetrl_verl: ")
+    assert last_errors(log) == ["Exception: Call to collective_rpc method failed: cancelled"]
 
 
 def test_the_end_of_a_log_without_an_exception(tmp_path):

@@ -34,7 +34,7 @@ from pathlib import Path
 from jetrl_verl.tools.demo import cache
 from jetrl_verl.tools.demo.overrides import GROUP_SIZE, build_overrides
 from jetrl_verl.tools.launch import DEVICES, VERL, RunPaths, build_environment, choose_device, quote
-from jetrl_verl.tools.process_tree import ProcessTree
+from jetrl_verl.tools.process_tree import Interrupted, ProcessTree, signals_raise
 from jetrl_verl.tools.progress import last_errors
 from jetrl_verl.tools.provenance import builds_note, provenance
 
@@ -235,9 +235,10 @@ def truncated(chain: Chain) -> list[Outcome]:
     file = folder / f"model_world_size_{chain.ranks}_rank_{chain.ranks - 1}.pt"
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
-    outcome = chain.run("truncated", chain.saved + 2)
-    file.write_bytes(whole)
-    return [outcome]
+    try:
+        return [chain.run("truncated", chain.saved + 2)]
+    finally:
+        file.write_bytes(whole)
 
 
 def resized(chain: Chain) -> list[Outcome]:
@@ -361,22 +362,30 @@ def main() -> int:
         options.out.resolve(), options.precision, options.patience, device, options.gpus, tuple(options.words)
     )
     record = options.out / "outcomes.jsonl"
-    for name in options.only:
-        victim, _, phase = name.partition("-")
-        if phase in PHASES:
-            outcomes = [chain.broken(name, "kill", victim, phase)]
-        elif name == "nan":
-            outcomes = [chain.broken(name, "nan", "trainer", "update")]
-        elif name == "resumed":
-            outcomes = [chain.run(name, chain.saved + 1)]
-        else:
-            others = {"full-disk": full_disk, "truncated": truncated, "two-runs": two_runs, "resized": resized}
-            outcomes = others[name](chain)
-        facts = {"device": device, "gpus": options.gpus, "precision": options.precision, "build": provenance()}
-        with record.open("a") as file:
-            file.writelines(json.dumps({**asdict(outcome), **facts}) + "\n" for outcome in outcomes)
-        print(table(outcomes), flush=True)
+    facts = {"device": device, "gpus": options.gpus, "precision": options.precision, "build": provenance()}
+    try:
+        with signals_raise():
+            for name in options.only:
+                outcomes = outcomes_of(name, chain)
+                with record.open("a") as file:
+                    file.writelines(json.dumps({**asdict(outcome), **facts}) + "\n" for outcome in outcomes)
+                print(table(outcomes), flush=True)
+    except Interrupted as interruption:
+        print(f"interrupted by {interruption}; everything that was started has ended")
+        return 128 + interruption.signal
     return said(record)
+
+
+def outcomes_of(name: str, chain: Chain) -> list[Outcome]:
+    """Break the chain's next run as ``name`` says."""
+    victim, _, phase = name.partition("-")
+    if phase in PHASES:
+        return [chain.broken(name, "kill", victim, phase)]
+    if name == "nan":
+        return [chain.broken(name, "nan", "trainer", "update")]
+    if name == "resumed":
+        return [chain.run(name, chain.saved + 1)]
+    return {"full-disk": full_disk, "truncated": truncated, "two-runs": two_runs, "resized": resized}[name](chain)
 
 
 def said(record: Path) -> int:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from jobs import Run, train
 
+from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 from jetrl_verl.tools.demo.policy import PolicyConfig, build_tokenizer, save_policy
 
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
@@ -35,8 +36,8 @@ def check(run: Run, quantized: int) -> None:
     assert {int(sync[1]) for sync in run.syncs} == {quantized}
 
 
-@pytest.mark.slow
-def test_fsdp1_powers_of_two_and_a_bf16_backward_keep_zero_mismatch(policy, tmp_path):
+def test_fsdp1_powers_of_two_a_bf16_backward_and_a_reference_in_fp8_keep_zero_mismatch(policy, tmp_path):
+    """The one of these jobs that runs with every ``make test``: it has the most options in it."""
     run = train(
         policy,
         "jet_fp8_exact",
@@ -45,12 +46,20 @@ def test_fsdp1_powers_of_two_and_a_bf16_backward_keep_zero_mismatch(policy, tmp_
         f"{ACTOR}.strategy=fsdp",
         "jetrl.scale_rule=pow2",
         "jetrl.backward=bf16",
+        "jetrl.ref=fp8",
+        f"{REF}.strategy=fsdp2",  # under FSDP1 a reference is offloaded to pinned memory, which takes a GPU's driver
+        *KL_TO_A_REFERENCE,
         f"{ACTOR}.ppo_mini_batch_size=16",
     )
     check(run, LINEARS)
     assert "14 linear layers of the actor quantized (scale rule pow2, backward bf16)" in run.log
+    assert "14 linear layers of the ref quantized" in run.log
     for metric in ("rollout_corr/k3_kl", "training/rollout_probs_diff_max", "actor/ppo_kl"):
         assert run.steps(metric) == [0.0] * STEPS, metric
+    # The reference is the actor that the run began with, so nearly nothing lies between them until it has moved; not
+    # nothing, since its operations between the linear layers are stock ones.
+    first, second = run.steps("actor/kl_loss")
+    assert 0 <= first < 1e-3 < second
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +87,16 @@ def unfit(tmp_path_factory) -> str:
     return str(folder)
 
 
+PADDED = ("critic.model.use_remove_padding=False", "++critic.model.override_config.attn_implementation=sdpa")
+PACKED = (
+    "critic.model.use_remove_padding=True",
+    f"++critic.model.override_config.attn_implementation={JETRL_ATTENTION}",
+)
+
+
 @pytest.mark.slow
-def test_ppo_with_a_critic_and_a_reference_in_fp8_where_some_layers_do_not_fit(policy, unfit, tmp_path):
+@pytest.mark.parametrize("critic", [PACKED, PADDED], ids=["packed", "padded"])
+def test_ppo_with_a_critic_and_a_reference_in_fp8_where_some_layers_do_not_fit(policy, unfit, tmp_path, critic):
     run = train(
         policy,
         "jet_fp8",
@@ -92,8 +109,7 @@ def test_ppo_with_a_critic_and_a_reference_in_fp8_where_some_layers_do_not_fit(p
         *KL_TO_A_REFERENCE,
         "algorithm.adv_estimator=gae",
         f"critic.model.path={unfit}",
-        "critic.model.use_remove_padding=False",
-        "++critic.model.override_config.attn_implementation=sdpa",
+        *critic,
         "critic.strategy=fsdp2",
         "critic.ppo_micro_batch_size_per_gpu=64",
         "critic.optim.lr=1e-3",

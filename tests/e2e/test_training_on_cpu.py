@@ -63,12 +63,22 @@ def exact(policy, jet, checkpoints, tmp_path_factory) -> Run:
     )
 
 
+PADDED = ("actor_rollout_ref.model.use_remove_padding=False",)
+MOMENTS_IN_8_BITS = (
+    "actor_rollout_ref.actor.optim.optimizer_impl=torchao.optim",
+    "actor_rollout_ref.actor.optim.optimizer=AdamW8bit",
+)
+
+
 @pytest.mark.slow
-def test_a_baseline_trains_two_steps(policy, tmp_path):
-    """An INT8 rollout, importance weights and QuRL's loss; Adam's moments in 8 bits beside them, padded sequences."""
-    overrides = ["actor.optim.optimizer_impl=torchao.optim", "actor.optim.optimizer=AdamW8bit"]
-    overrides.append("model.use_remove_padding=False")
-    run = train(policy, "qurl_int8", tmp_path, 2, *(f"actor_rollout_ref.{word}" for word in overrides))
+@pytest.mark.parametrize(
+    ("precision", "words"),
+    [("qurl_int8", (*PADDED, *MOMENTS_IN_8_BITS)), ("qurl_int8", ()), ("int8_rollout_tis", MOMENTS_IN_8_BITS)],
+    ids=["QuRL, padded, moments in 8 bits", "QuRL, packed", "FlashRL, packed, moments in 8 bits"],
+)
+def test_a_baseline_trains_two_steps(policy, tmp_path, precision, words):
+    """An INT8 rollout and importance weights; QuRL's loss or FlashRL's."""
+    run = train(policy, precision, tmp_path, 2, *words)
     assert len(run.metrics) == 2 and len({digest for *_, digest in run.syncs}) == 3
     assert {(quantized, plain) for _, quantized, plain, _, _ in run.syncs} == {("14", "11")}
     for step in run.metrics:

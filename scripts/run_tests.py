@@ -40,7 +40,7 @@ PARTS = {
         "algorithms", "benchmarks", "metrics", "models", "nn", "packaging", "reference", "study", "sync", "tools/bench",
     ),
 }  # fmt: skip
-"""What computes without Ray and verl's trainer, folders of tests/. The kernels are by far the longest part and come first."""
+"""What computes without Ray and verl's trainer, folders of tests/; the longest part, the kernels, comes first."""
 PROCESSOR = (
     "tests/algorithms/test_shadow_on_cpu.py",
     "tests/kernels/test_quotient_on_cpu.py",

@@ -8,7 +8,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-import time
 import tomllib
 from importlib import metadata, util
 from itertools import takewhile
@@ -167,19 +166,26 @@ def test_the_processes_of_make_test_run_every_file_once_and_the_last_one_some_ag
 
 
 def test_a_process_of_make_test_says_how_it_ended_how_long_it_took_and_what_memory(tmp_path):
-    """One that fills 300 MiB and fails."""
-    script = runpy.run_path(str(ROOT / "scripts/run_tests.py"))
+    """One that fills 300 MiB and fails; started by a small process, since Linux counts a parent's pages in a child."""
     (tmp_path / "conftest.py").write_text("def pytest_addoption(parser):\n    parser.addoption('--gpu')\n")
-    (tmp_path / "test_it.py").write_text(
-        "def test_it():\n    held = bytearray(b'x') * (300 << 20)\n    assert not held[0]\n"
-    )
-    process = script["Process"]("part", [str(tmp_path / "test_it.py")])
-    process.start(["-q"], tmp_path / "part.xml", tmp_path / "part.txt")
-    while not process.ended():
-        time.sleep(0.05)
-    assert process.popen.returncode == 1 and "1 failed" in (tmp_path / "part.txt").read_text()
-    assert 0 < process.minutes < 1 and 0.29 < process.gigabytes < 0.6
-    assert script["summary"]([tmp_path / "part.xml"]).startswith("0 passed, 1 failed")
+    (tmp_path / "test_it.py").write_text("def test_it():\n    assert not (bytearray(b'x') * (300 << 20))[0]\n")
+    started = f"""
+import pathlib, runpy, time
+script = runpy.run_path({str(ROOT / "scripts/run_tests.py")!r})
+folder = pathlib.Path({str(tmp_path)!r})
+process = script["Process"]("part", [str(folder / "test_it.py")])
+process.start(["-q"], folder / "part.xml", folder / "part.txt")
+while not process.ended():
+    time.sleep(0.05)
+print(process.popen.returncode, process.minutes, process.gigabytes)
+print(script["summary"]([folder / "part.xml"]))
+"""
+    done = subprocess.run([sys.executable, "-c", started], capture_output=True, text=True, check=True)
+    ended, summary, *_ = done.stdout.splitlines()
+    status, minutes, gigabytes = map(float, ended.split())
+    assert status == 1 and "1 failed" in (tmp_path / "part.txt").read_text()
+    assert 0 < minutes < 1 and 0.29 < gigabytes < 0.6
+    assert summary.startswith("0 passed, 1 failed")
 
 
 def test_the_summary_counts_every_process_and_says_why_what_was_skipped_was(tmp_path):

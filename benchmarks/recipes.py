@@ -57,7 +57,7 @@ from rich.console import Console
 from benchmarks.gpus import gpu_gib, too_few, unfit
 from benchmarks.published_shapes import PUBLISHED, SHARED_ON_A_CPU, is_mixture, write_data, write_model_apart
 from benchmarks.recipe_memory import CACHE, Plan, plan, table_of_plans
-from benchmarks.side_by_side import Planned, SideBySide, one_at_a_time, write_found
+from benchmarks.side_by_side import Planned, SideBySide, one_at_a_time, take_one
 from benchmarks.verl_runs import (
     FIGURES,
     Results,
@@ -495,16 +495,6 @@ def show_plans(job: Job, runs: Sequence[tuple[str, str]]) -> None:
         console.print(table_of_plans(rows))
 
 
-def take_one(job: Job, run: tuple[str, str]) -> int:
-    """The program of one run."""
-    with signals_raise():
-        try:
-            write_found(job.found(*run), lambda: job.take_steps(*run))
-        except Interrupted as interrupted:
-            return 128 + interrupted.signal
-    return 0
-
-
 def take_side_by_side(job: Job, results: Results, runs: Sequence[tuple[str, str]]) -> int:
     """Take ``runs``, and the table of all that the file holds last, also behind a SIGTERM or a Ctrl-C."""
     show_plans(job, runs)
@@ -571,7 +561,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if reason := unfitting(job, runs):
         parser.error(reason)
     if options.one:
-        return take_one(job, runs[0])
+        return take_one(job.found(*runs[0]), lambda: job.take_steps(*runs[0]))
     if options.plan:
         show_plans(job, runs)
         return 0

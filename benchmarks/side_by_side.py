@@ -24,6 +24,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.verl_runs import TIME_UP, Results, not_begun
+from jetrl_verl.tools.process_tree import Interrupted, signals_raise
 from jetrl_verl.tools.progress import last_errors
 
 CLOSING = 25.0
@@ -190,13 +191,22 @@ class SideBySide:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def write_found(file: Path, take: Callable[[], dict]) -> None:
-    """What a run's program does: ``take`` its figures, and write them whole or not at all."""
-    found = take()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(found))
-    partial.rename(file)
+def take_one(file: Path, take: Callable[[], dict]) -> int:
+    """The program of one run: ``take`` its figures, and write them whole or not at all.
+
+    Returns:
+        0, or 128 + signal behind a SIGTERM or a Ctrl-C.
+    """
+    with signals_raise():
+        try:
+            found = take()
+            file.parent.mkdir(parents=True, exist_ok=True)
+            partial = file.with_suffix(".partial")
+            partial.write_text(json.dumps(found))
+            partial.rename(file)
+        except Interrupted as interrupted:
+            return 128 + interrupted.signal
+    return 0
 
 
 @contextmanager

@@ -231,7 +231,7 @@ def _piece(
         behind = not runs or start >= runs[-1][1]
         if in_words and behind and source.is_contiguous() and target.is_contiguous():
             words = target.view(-1).view(torch.int64)
-            if runs and runs[-1][1] == start and _end(runs[-1][2]) == words.data_ptr():
+            if runs and runs[-1][1] == start and _follows(words, runs[-1][2]):
                 first, _, above = runs.pop()
                 words, start = above.as_strided((len(above) + len(words),), (1,)), first
             runs.append((start, start + words.nbytes, words))
@@ -251,8 +251,10 @@ def _piece(
     return _Piece(sizes, taken, [target for *_, target in runs], parts, [each for each in fills if each[0].numel()])
 
 
-def _end(words: torch.Tensor) -> int:
-    return words.data_ptr() + words.nbytes
+def _follows(words: torch.Tensor, above: torch.Tensor) -> bool:
+    # Parameters of their own may be neighbours in memory, too, and no view has elements of two storages.
+    one = words.untyped_storage().data_ptr() == above.untyped_storage().data_ptr()
+    return one and words.data_ptr() == above.data_ptr() + above.nbytes
 
 
 def _in_words(source: torch.Tensor, target: torch.Tensor, place: int) -> tuple[tuple[int, ...], torch.Tensor] | None:

@@ -134,6 +134,32 @@ def test_rows_below_each_other_on_both_sides_are_one_copy():
     assert known["columns"].parts[0].dtype == torch.int64 and known["odd columns"].parts[0].dtype == FP8
 
 
+def test_parameters_of_two_storages_that_are_neighbours_in_memory_are_two_copies():
+    memory = bytearray(2 * 2**12)
+    skipped = -(torch.frombuffer(memory, dtype=torch.uint8).data_ptr()) % 16
+    one, other = (torch.frombuffer(memory, dtype=torch.uint8, count=2048, offset=skipped + at) for at in (0, 2048))
+    assert one.data_ptr() + one.nbytes == other.data_ptr()
+    assert one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+
+    class Neighbours(Worker):
+        def __init__(self) -> None:
+            super().__init__()
+            self.live |= {"one": one, "other": other}
+            self.held |= {name: SimpleNamespace(tensor=self.live[name], scales=None) for name in ("one", "other")}
+
+        def load(self, name: str, tensor: torch.Tensor) -> None:
+            self.loaded.append(name)
+            one.copy_(tensor[:2048])
+            other.copy_(tensor[2048:])
+
+    worker = Neighbours()
+    for fill in (1, 2):
+        piece = torch.full((4096,), fill, dtype=torch.uint8)
+        worker.sync([("both", piece)])
+        assert bytes(memory[skipped : skipped + 4096]) == bytes([fill]) * 4096
+    assert worker.loaded == ["both"], "the second sync repeats the copies"
+
+
 def test_pieces_at_odd_addresses_are_loaded():
     worker = Worker()
     worker.sync(wire(0))

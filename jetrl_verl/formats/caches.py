@@ -56,9 +56,15 @@ class KVCache(ABC):
         cu_seqlens: torch.Tensor,
         max_seqlen: int,
         scale: float,
+        recomputed: bool = False,
     ) -> torch.Tensor:
         """The trainer's attention: to keys and values as the cache gives them, of which it keeps for backward what the
-        cache holds. Arguments, by position, and result of ``kernels.attention``."""
+        cache holds. Arguments, by position, and result of ``kernels.attention``.
+
+        Args:
+            recomputed: activation checkpointing runs this forward again right before its backward, so what it keeps
+                lives for one layer, and its bytes do not count.
+        """
 
     @abstractmethod
     def seen(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,7 +147,7 @@ class BF16Cache(KVCache):
     traits = CACHES["bf16"]
     contract = "attention over a BF16 KV cache"
 
-    def attend(self, *call: Any) -> torch.Tensor:
+    def attend(self, *call: Any, recomputed: bool = False) -> torch.Tensor:
         return kernels.attention(*call)
 
     def seen(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,11 +180,11 @@ class FP8Cache(KVCache):
     traits = CACHES["fp8"]
     contract = "attention over an FP8 KV cache"
 
-    def attend(self, *call: Any) -> torch.Tensor:
-        return kernels.attention_fp8(*call)
+    def attend(self, *call: Any, recomputed: bool = False) -> torch.Tensor:
+        return kernels.attention_fp8(*call, keep_fp8=not recomputed)
 
     def seen(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return kernels.quantize_kv(k, v)[1:]
+        return kernels.quantize_dequantize_kv(k, v)
 
     def held(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[Held]:
         quantized, k_seen, v_seen = kernels.quantize_kv(k, v)

@@ -40,7 +40,14 @@ from jetrl_verl.kernels.gemm_int8 import gemm_int8
 from jetrl_verl.kernels.gemm_nt import gemm_nt
 from jetrl_verl.kernels.gemm_nt_of_ranks import gemm_nt_of_ranks
 from jetrl_verl.kernels.grouped_gemm import grouped_gemm_nt, grouped_gemm_nt_of_ranks, grouped_wgrad
-from jetrl_verl.kernels.kv_cache import QuantizedKV, dequantize_kv, quantize_kv, read_kv, write_kv
+from jetrl_verl.kernels.kv_cache import (
+    QuantizedKV,
+    dequantize_kv,
+    quantize_dequantize_kv,
+    quantize_kv,
+    read_kv,
+    write_kv,
+)
 from jetrl_verl.kernels.log_probs import Normalised, log_probs
 from jetrl_verl.kernels.logits import gradient_dtype, logits, logits_backward
 from jetrl_verl.kernels.norm_rotary import norm_rotary
@@ -116,6 +123,7 @@ __all__ = [
     "quantize_1x128",
     "quantize_1x128_and_128x1",
     "quantize_int8",
+    "quantize_dequantize_kv",
     "quantize_kv",
     "read_kv",
     "relayout_128x1",

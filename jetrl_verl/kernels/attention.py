@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from jetrl_verl import reference
 from jetrl_verl.kernels import vllm_kernels
 from jetrl_verl.kernels.dispatch import implements, lookup
-from jetrl_verl.kernels.kv_cache import QuantizedKV, dequantize_kv, quantize_kv
+from jetrl_verl.kernels.kv_cache import QuantizedKV, dequantize_kv, quantize_dequantize_kv, quantize_kv
 from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.reproducible import (
     MANTISSA_BITS,
@@ -280,24 +280,28 @@ class PackedAttention(torch.autograd.Function):
 
 
 class _PackedAttentionFP8(torch.autograd.Function):
-    """The same over an FP8 KV cache's keys and values: straight-through, and FP8 data are what is saved of them."""
+    """The same over an FP8 KV cache's keys and values: straight-through; saved of them are FP8 data, or what attention
+    sees."""
 
     @staticmethod
-    def forward(ctx, q, k, v, cu_seqlens, max_seqlen: int, scale: float):
+    def forward(ctx, q, k, v, cu_seqlens, max_seqlen: int, scale: float, keep_fp8: bool):
         ctx.max_seqlen, ctx.scale = max_seqlen, scale
-        quantized, k, v = quantize_kv(k, v)
+        if keep_fp8:
+            kept, k, v = quantize_kv(k, v)
+        else:
+            kept = k, v = quantize_dequantize_kv(k, v)
         out, lse = _attention(q, k, v, cu_seqlens, max_seqlen, scale)
-        ctx.save_for_backward(q, *quantized, cu_seqlens, *_kept(out, lse))
+        ctx.save_for_backward(q, *kept, cu_seqlens, *_kept(out, lse))
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out: torch.Tensor):
         # Asked for once: under activation checkpointing each time is another forward.
-        q, key, key_scales, value, value_scales, cu_seqlens, out, lse = ctx.saved_tensors
-        k, v = dequantize_kv(QuantizedKV(key, key_scales, value, value_scales))
+        q, *kept, cu_seqlens, out, lse = ctx.saved_tensors
+        k, v = kept if len(kept) == 2 else dequantize_kv(QuantizedKV(*kept))
         gradients = _attention_backward(grad_out, q, k, v, cu_seqlens, out, lse, ctx.max_seqlen, ctx.scale)
-        return *gradients, None, None, None
+        return *gradients, None, None, None, None
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -326,14 +330,25 @@ def attention(
 
 
 def attention_fp8(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+    *,
+    keep_fp8: bool = True,
 ) -> torch.Tensor:
     """:func:`attention` to keys and values as an FP8 KV cache gives them, which is what is kept for the gradients.
 
-    Gradients of ``k`` and ``v`` are straight-through. Arguments, result and errors as there.
+    Gradients of ``k`` and ``v`` are straight-through. Result, errors and all other arguments as there.
+
+    Args:
+        keep_fp8: whether keys and values wait for their backward as FP8 data, half the bytes of BF16. Not to, saves
+            writing the data and dequantizing them in backward. Without a gradient nothing is kept. Same bits in either.
     """
     _check(q, k, v)
-    return _PackedAttentionFP8.apply(q, k, v, cu_seqlens, max_seqlen, scale)
+    return _PackedAttentionFP8.apply(q, k, v, cu_seqlens, max_seqlen, scale, keep_fp8 and torch.is_grad_enabled())
 
 
 def _attend_to_pages(q, read: Callable, block_size: int, cu_queries, lengths, block_table, scale) -> torch.Tensor:

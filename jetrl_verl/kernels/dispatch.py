@@ -87,6 +87,7 @@ BACKENDS: Table = {
     "norm_rotary_write_fp8": _TRITON,
     # The FP8 KV cache.
     "quantize_kv": _TRITON,
+    "quantize_dequantize_kv": _TRITON,
     "dequantize_kv": _TRITON,
     "write_kv": _TRITON,
     "read_kv": _TRITON,

@@ -4,7 +4,8 @@
 of a rollout hold and give.
 
 The trainer quantizes and dequantizes keys and values in one step after rotary (:func:`quantize_kv`), keeps the FP8
-data for its backward, a little more than half of BF16's bytes, and dequantizes them there again. The rollout writes
+data for its backward, a little more than half of BF16's bytes, and dequantizes them there again; where nothing is kept
+beyond a layer, it makes no FP8 data at all (:func:`quantize_dequantize_kv`). The rollout writes
 the same data into its pages (:func:`write_kv`), whoever brings a token: a prompt, a chunk, a decode step, a request
 that comes back. A chunk reads the tokens of its requests as rows of BF16 (:func:`read_kv`); a decode step never does
 (decode_attention.py).
@@ -64,6 +65,12 @@ def reference_quantize_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tenso
     return *quantized[0], *quantized[1], *(reference.dequantize_heads(q) for q in quantized)
 
 
+@implements("quantize_dequantize_kv", "reference")
+def reference_quantize_dequantize_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values BF16."""
+    return tuple(reference.dequantize_heads(reference.quantize_heads(x)) for x in (k, v))
+
+
 @implements("dequantize_kv", "reference")
 def reference_dequantize_kv(key, key_scales, value, value_scales) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values BF16."""
@@ -94,14 +101,17 @@ def _scale(byte):
 
 
 @jit
-def _quantize_rows(x_ptr, qdata_ptr, scales_ptr, out_ptr, token, head, stride_token, stride_head, row, held):
+def _quantize_rows(
+    x_ptr, qdata_ptr, scales_ptr, out_ptr, token, head, stride_token, stride_head, row, held, KEEP: tl.constexpr
+):
     lane = tl.arange(0, GROUP)[None, :]
     source = x_ptr + (token * stride_token + head * stride_head)[:, None] + lane
     x = tl.load(source, mask=held[:, None], other=0.0).to(tl.float32)
     qdata, exponent, value = _quantized(x)
     target = row.to(tl.int64)[:, None] * GROUP + lane
-    tl.store(qdata_ptr + target, qdata, mask=held[:, None])
-    tl.store(scales_ptr + row, exponent, mask=held)
+    if KEEP:
+        tl.store(qdata_ptr + target, qdata, mask=held[:, None])
+        tl.store(scales_ptr + row, exponent, mask=held)
     tl.store(out_ptr + target, value.to(tl.bfloat16), mask=held[:, None])
 
 
@@ -109,26 +119,28 @@ def _quantize_rows(x_ptr, qdata_ptr, scales_ptr, out_ptr, token, head, stride_to
 def _quantize_kernel(
     k_ptr, v_ptr, key_ptr, key_scales_ptr, value_ptr, value_scales_ptr, k_out_ptr, v_out_ptr, rows,
     stride_k_token, stride_k_head, stride_v_token, stride_v_head,
-    HEADS: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     held = row < rows
     token, head = (row // HEADS).to(tl.int64), row % HEADS
     if tl.program_id(1) == 0:
-        _quantize_rows(k_ptr, key_ptr, key_scales_ptr, k_out_ptr, token, head, stride_k_token, stride_k_head, row, held)
+        _quantize_rows(
+            k_ptr, key_ptr, key_scales_ptr, k_out_ptr, token, head, stride_k_token, stride_k_head, row, held, KEEP
+        )
     else:
         _quantize_rows(
-            v_ptr, value_ptr, value_scales_ptr, v_out_ptr, token, head, stride_v_token, stride_v_head, row, held
+            v_ptr, value_ptr, value_scales_ptr, v_out_ptr, token, head, stride_v_token, stride_v_head, row, held, KEEP
         )
 
 
-@implements("quantize_kv", "triton")
-def triton_quantize_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As :func:`reference_quantize_kv`, in one launch."""
+def _quantize(k: torch.Tensor, v: torch.Tensor, keep: bool) -> tuple[torch.Tensor, ...]:
+    """Keys' qdata and scales, those of values, which are empty unless they are to be kept, and what attention sees."""
     tokens, heads, _ = k.shape
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
-    qdata = [torch.empty(k.shape, dtype=FP8_DTYPE, device=k.device) for _ in range(2)]
-    scales = [torch.empty(k.shape[:2], dtype=torch.uint8, device=k.device) for _ in range(2)]
+    kept = tokens if keep else 0
+    qdata = [torch.empty((kept, *k.shape[1:]), dtype=FP8_DTYPE, device=k.device) for _ in range(2)]
+    scales = [torch.empty((kept, heads), dtype=torch.uint8, device=k.device) for _ in range(2)]
     out = [torch.empty(k.shape, dtype=torch.bfloat16, device=k.device) for _ in range(2)]
     if k.numel():
         bytes_of = [q.view(torch.uint8) for q in qdata]
@@ -138,8 +150,21 @@ def triton_quantize_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, 
             *v.stride()[:2],
             HEADS=heads,
             ROWS=_ROWS,
+            KEEP=keep,
         )
     return qdata[0], scales[0], qdata[1], scales[1], *out
+
+
+@implements("quantize_kv", "triton")
+def triton_quantize_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As :func:`reference_quantize_kv`, in one launch."""
+    return _quantize(k, v, True)
+
+
+@implements("quantize_dequantize_kv", "triton")
+def triton_quantize_dequantize_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`reference_quantize_dequantize_kv`, in one launch: four fifths of the bytes of the other."""
+    return _quantize(k, v, False)[4:]
 
 
 @jit
@@ -180,6 +205,10 @@ def _fake_quantize_kv(k, v):
     return *quantized, *(torch.empty_like(x) for x in quantized), *(k.new_empty(k.shape) for _ in range(2))
 
 
+def _fake_quantize_dequantize_kv(k, v):
+    return tuple(k.new_empty(k.shape) for _ in range(2))
+
+
 def _fake_dequantize_kv(key, key_scales, value, value_scales):
     return tuple(key.new_empty(key.shape, dtype=torch.bfloat16) for _ in range(2))
 
@@ -187,6 +216,11 @@ def _fake_dequantize_kv(key, key_scales, value, value_scales):
 @operator("quantize_kv(Tensor k, Tensor v) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", fake=_fake_quantize_kv)
 def _quantize_kv(k, v):
     return lookup("quantize_kv", k.device)(k, v)
+
+
+@operator("quantize_dequantize_kv(Tensor k, Tensor v) -> (Tensor, Tensor)", fake=_fake_quantize_dequantize_kv)
+def _quantize_dequantize_kv(k, v):
+    return lookup("quantize_dequantize_kv", k.device)(k, v)
 
 
 @operator(
@@ -209,13 +243,24 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[QuantizedKV, torch.Te
     Raises:
         TypeError: an operand is not BF16. ValueError: heads that are not of 128, or two shapes.
     """
-    require_bf16("quantize_kv", k=k, v=v)
-    if k.shape != v.shape or k.ndim != 3 or k.shape[-1] != HEAD_DIM:
-        raise ValueError(
-            f"quantize_kv: keys {tuple(k.shape)} and values {tuple(v.shape)} are not [T, H, {HEAD_DIM}] of one shape"
-        )
+    _check_heads("quantize_kv", k, v)
     *quantized, k_seen, v_seen = _quantize_kv(k, v)
     return QuantizedKV(*quantized), k_seen, v_seen
+
+
+def quantize_dequantize_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What attention sees of keys and values, without the FP8 data: the last two results of :func:`quantize_kv`, whose
+    arguments and errors it has."""
+    _check_heads("quantize_dequantize_kv", k, v)
+    return _quantize_dequantize_kv(k, v)
+
+
+def _check_heads(operation: str, k: torch.Tensor, v: torch.Tensor) -> None:
+    require_bf16(operation, k=k, v=v)
+    if k.shape != v.shape or k.ndim != 3 or k.shape[-1] != HEAD_DIM:
+        raise ValueError(
+            f"{operation}: keys {tuple(k.shape)} and values {tuple(v.shape)} are not [T, H, {HEAD_DIM}] of one shape"
+        )
 
 
 def dequantize_kv(quantized: QuantizedKV) -> tuple[torch.Tensor, torch.Tensor]:

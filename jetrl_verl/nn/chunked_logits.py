@@ -109,9 +109,7 @@ class _PerToken(torch.autograd.Function):
     def backward(ctx, *gradients: torch.Tensor | None):
         hidden, weight = ctx.saved_tensors
         rows = weight.to(torch.bfloat16)
-        of_logits = torch.empty(
-            (len(hidden), len(weight)), dtype=kernels.gradient_dtype(hidden.device), device=hidden.device
-        )
+        of_logits = None
         for piece in _pieces(len(hidden), ctx.chunk):
             with torch.enable_grad():
                 # A second pass through a graph that the caller retained finds nothing kept.
@@ -121,6 +119,11 @@ class _PerToken(torch.autograd.Function):
                     logits = _logits(hidden[piece], rows, ctx.used).requires_grad_()
                     found = ctx.compute(logits, piece)
             read = [(part, g[piece]) for part, g in zip(found, gradients, strict=True) if g is not None]
-            (of_logits[piece],) = torch.autograd.grad([part for part, _ in read], logits, [g for _, g in read])
+            (gradient,) = torch.autograd.grad([part for part, _ in read], logits, [g for _, g in read])
             del logits, found, read
+            if of_logits is None:
+                # Not before the first chunk's logits are free: with all of them kept, memory peaks here.
+                of_logits = gradient.new_empty((len(hidden), len(weight)), dtype=kernels.gradient_dtype(hidden.device))
+            of_logits[piece] = gradient
+            del gradient
         return *kernels.logits_backward(of_logits, hidden, weight, ctx.needs_input_grad), None, None, None, None

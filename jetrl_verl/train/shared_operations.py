@@ -218,7 +218,7 @@ def share_operations(model: nn.Module, kv_cache: str = formats.UNQUANTIZED) -> d
             replace("mlp", module, partial(_mlp_forward, family=family))
         elif kind.endswith("Attention"):
             replace("attention", module, partial(_attention_forward, family=family))
-            module.core = AttentionCore(module.scaling, formats.kv_cache(kv_cache))
+            module.core = AttentionCore(module.scaling, formats.kv_cache(kv_cache), model.is_gradient_checkpointing)
     if mixture is not None:
         for layer in decoder.layers:
             replace("mixture", layer.get_submodule(mixture.block), partial(_mixture_forward, mixture=mixture))

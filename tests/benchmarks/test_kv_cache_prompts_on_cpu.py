@@ -47,31 +47,34 @@ def run(benchmark, out: Path) -> tuple[int, dict]:
 def test_every_shape_is_timed_beside_flash_attention(benchmark, tmp_path, capsys):
     status, result = run(benchmark, tmp_path / "prompts.json")
     assert status == 0 and not result["wrong"] and result["build"]["commit"]
-    shapes = [("prompts", shape) for shape in PROMPTS] + [("forward", "17 + 5"), ("backward", "17 + 5")]
-    assert [(record["what"], record["shape"]) for record in result["records"]] == shapes
+    cases = [("prompts", shape, "fp8") for shape in PROMPTS]
+    cases += [(what, "17 + 5", of) for what in ("forward", "backward") for of in ("fp8", "fp8, recomputed")]
+    assert [(record["what"], record["shape"], record["of"]) for record in result["records"]] == cases
     names = {"prompts": {"fp8", "bf16", "bf16, any split"}}
+    of_training = {"fp8", "fp8, recomputed", "bf16", "flash attention 3"}
     for record in result["records"]:
-        assert set(record["us"]) == names.get(record["what"], {"fp8", "bf16", "flash attention 3"})
+        assert set(record["us"]) == names.get(record["what"], of_training)
         # Each takes a microsecond of the clock that counts events.
         assert record["speed"] == 1.0 and record["met"]
-    assert "bars met: 5 of 5" in capsys.readouterr().out
+    assert "bars met: 7 of 7" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("of", ["prompts", "forward"])
-def test_other_bits_fail(benchmark, tmp_path, monkeypatch, of):
+@pytest.mark.parametrize(("of", "wrong_ones"), [("prompts", ["fp8"]), ("forward", ["fp8", "fp8, recomputed"])])
+def test_other_bits_fail(benchmark, tmp_path, monkeypatch, of, wrong_ones):
     name = {"prompts": "chunk_attention", "forward": "attention_fp8"}[of]
     stock = getattr(kernels, name)
 
-    def wrong(*call):
+    def wrong(*call, **options):
         if of == "forward":
-            return stock(*call) * 2
+            return stock(*call, **options) * 2
         stock(*call)
         call[-1][0, 0, 0] += 1
 
     monkeypatch.setattr(kernels, name, wrong)
     status, result = run(benchmark, tmp_path / "prompts.json")
     shapes = {"prompts": list(PROMPTS), "forward": list(PACKED)}[of]
-    assert status == 1 and result["wrong"] == [f"{of} of {shape}: fp8 and bf16 have other bits" for shape in shapes]
+    expected = [f"{of} of {shape}: {name} and bf16 have other bits" for shape in shapes for name in wrong_ones]
+    assert status == 1 and result["wrong"] == expected
 
 
 def test_a_bar_is_held_against_the_fastest_other(benchmark, capsys):
@@ -80,13 +83,14 @@ def test_a_bar_is_held_against_the_fastest_other(benchmark, capsys):
     assert record["against"] == "bf16, any split" and record["speed"] == pytest.approx(0.89) and not record["met"]
     assert benchmark.judged("prompts", "2 x 40", times, ("bf16",), 0.90)["met"]
     benchmark.report(record, Console(file=sys.stdout, width=200))
-    assert "0.890 of bf16, any split's speed, bar 0.90: MISSED" in capsys.readouterr().out
+    assert "fp8: 0.890 of bf16, any split's speed, bar 0.90: MISSED" in capsys.readouterr().out
 
 
 def test_backward_gives_every_gradient(benchmark):
     """What is timed as a backward depends on what is kept: the same gradients where the same is read."""
     forward, backward = benchmark.training([17, 5], torch.device("cpu"))
-    ours, theirs = (backward[name]() for name in ("fp8", "bf16"))
+    ours, recomputed, theirs = (backward[name]() for name in ("fp8", "fp8, recomputed", "bf16"))
+    assert all(torch.equal(a, b) for a, b in zip(recomputed, theirs, strict=True))
     assert [x.shape for x in ours] == [(22, 32, 128), (22, 8, 128), (22, 8, 128)]
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert all(bool(x.abs().sum() > 0) for x in ours)

@@ -93,7 +93,7 @@ def test_the_trainer_of_an_fp8_cache_attends_over_it(benchmark, monkeypatch):
 
     asked = []
     stock = kernels.attention_fp8
-    monkeypatch.setattr(kernels, "attention_fp8", lambda *call: asked.append(1) or stock(*call))
+    monkeypatch.setattr(kernels, "attention_fp8", lambda *call, **options: asked.append(1) or stock(*call, **options))
     config = benchmark.shape(1, tiny=True)
     options = benchmark.argparse.Namespace(precisions=["jet_fp8"], lengths=[8], tokens=24, repetitions=1)
     benchmark.training(config, options)

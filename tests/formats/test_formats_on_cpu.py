@@ -206,7 +206,8 @@ def _names_a_format(path: Path) -> list[str]:
     """Lines in which a file spells a format's name, its type or a function, or compares what a cache holds."""
     types = {"int8", "float8_e4m3fn", "FP8_DTYPE", "E4M3_MAX", "E4M3_NAN_BITS"}
     functions = {"quantize_int8", "gemm_int8", "fprop_int8", "quantize_128x128", "dequantize_128x128"}
-    functions |= {"quantize_kv", "dequantize_kv", "quantize_heads", "dequantize_heads", "attention_fp8", "TOKEN_BYTES"}
+    functions |= {"quantize_kv", "quantize_dequantize_kv", "dequantize_kv", "quantize_heads", "dequantize_heads"}
+    functions |= {"attention_fp8", "TOKEN_BYTES"}
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Constant) and node.value in formats.FORMATS:

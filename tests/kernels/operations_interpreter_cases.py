@@ -358,7 +358,8 @@ def test_quantize_and_dequantize_kv(tokens, heads, in_part):
     for mine, theirs in zip(got, want, strict=True):
         assert mine.dtype == theirs.dtype
         assert same(*(x.view(torch.uint8) if x.itemsize == 1 else x for x in (mine, theirs)))
-    assert all(same(a, b) for a, b in zip(triton_kernels.dequantize_kv(*got[:4]), want[4:], strict=True))
+    for seen in (triton_kernels.dequantize_kv(*got[:4]), triton_kernels.quantize_dequantize_kv(k, v)):
+        assert all(same(a, b) for a, b in zip(seen, want[4:], strict=True))
 
 
 @pytest.mark.parametrize("block_size", [16, 48])

@@ -111,6 +111,7 @@ def calls(device: str) -> dict[str, tuple[Any, ...]]:
         "norm_rotary_write_fp8": (*to_cache, cache.clone(), slots),
         "rotary": (q, key, normal(64, 128), whole(*range(TOKENS)), False),
         "quantize_kv": (key, value),
+        "quantize_dequantize_kv": (key, value),
         "dequantize_kv": torch.ops.jetrl.quantize_kv(key, value)[:4],
         "write_kv": (key, value, cache.clone(), slots),
         "read_kv": (cache, table, lengths, whole(0, 13, 13 + TOKENS), 13 + TOKENS, TOKENS),

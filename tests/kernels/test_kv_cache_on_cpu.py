@@ -4,6 +4,7 @@
 what its Triton kernels become on Hopper (their results: operations_interpreter_cases.py)."""
 
 import re
+import sys
 
 import pytest
 import torch
@@ -50,14 +51,16 @@ def test_quantized_keys_and_values_lie_on_the_grids_of_the_cpus_attention():
         assert torch.equal(seen(x), x) and torch.equal(kernels.cache_form(x), x)
 
 
-def test_gradients_are_straight_through_and_fp8_data_is_what_is_saved():
+@pytest.mark.parametrize("keep_fp8", [True, False])
+def test_gradients_are_straight_through_and_fp8_data_is_what_is_saved(keep_fp8):
+    """Or, where it is not to be kept, what attention has seen."""
     lengths = (37, 64, 3)
     cu, tokens = packed(*lengths), sum(lengths)
     inputs = [normal(tokens, 4, 128), normal(tokens, 2, 128, seed=1), normal(tokens, 2, 128, seed=2)]
     ours = [x.clone().requires_grad_() for x in inputs]
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        out = kernels.attention_fp8(*ours, cu, max(lengths), SCALE)
+        out = kernels.attention_fp8(*ours, cu, max(lengths), SCALE, keep_fp8=keep_fp8)
     gradient = normal(*out.shape, seed=9)
     out.backward(gradient)
     exact = [x.double().requires_grad_() for x in (inputs[0], seen(inputs[1]), seen(inputs[2]))]
@@ -65,8 +68,19 @@ def test_gradients_are_straight_through_and_fp8_data_is_what_is_saved():
     for mine, theirs in zip(ours, exact, strict=True):
         assert (mine.grad.double() - theirs.grad).norm() <= 2**-8 * theirs.grad.norm()
     of_keys = [x for x in saved if x.dtype in (torch.float8_e4m3fn, torch.uint8)]
-    assert sum(x.numel() * x.itemsize for x in of_keys) == 2 * tokens * 2 * 129
-    assert [x.shape for x in saved if x.dtype == torch.bfloat16] == [inputs[0].shape]
+    assert sum(x.numel() * x.itemsize for x in of_keys) == (2 * tokens * 2 * 129 if keep_fp8 else 0)
+    of_bf16 = [x for x in saved if x.dtype == torch.bfloat16]
+    expected = inputs[:1] if keep_fp8 else [inputs[0], seen(inputs[1]), seen(inputs[2])]
+    assert all(torch.equal(a, b) for a, b in zip(of_bf16, expected, strict=True))
+
+
+def test_a_forward_without_a_gradient_makes_no_fp8_data(monkeypatch):
+    """Old log-probabilities keep nothing."""
+    q, k, v = normal(20, 4, 128), normal(20, 2, 128, seed=1), normal(20, 2, 128, seed=2)
+    want = kernels.attention_fp8(q.requires_grad_(), k, v, packed(20), 20, SCALE)
+    monkeypatch.delattr(sys.modules[kernels.attention.__module__], "quantize_kv")
+    with torch.no_grad():
+        assert torch.equal(kernels.attention_fp8(q, k, v, packed(20), 20, SCALE), want)
 
 
 def test_activation_checkpointing_changes_no_gradient():
@@ -110,6 +124,7 @@ def test_pages_give_what_the_trainer_sees_for_any_chunks():
         (lambda k: kernels.quantize_kv(k.float(), k), "k is torch.float32, expected torch.bfloat16"),
         (lambda k: kernels.quantize_kv(k[..., :64], k[..., :64]), r"\(3, 2, 64\) are not \[T, H, 128\]"),
         (lambda k: kernels.quantize_kv(k, k[:2]), r"values \(2, 2, 128\) are not"),
+        (lambda k: kernels.quantize_dequantize_kv(k, k[:2]), "^quantize_dequantize_kv: keys"),
         (lambda k: kernels.write_kv(k, k, torch.zeros(2, 2, 16, 256), torch.arange(3)), "is not contiguous uint8"),
         (lambda k: kernels.attention_fp8(k, k.float(), k, packed(3), 3, SCALE), "k is torch.float32, expected"),
     ],
@@ -123,6 +138,7 @@ def test_the_fake_implementations_agree():
     k, v = normal(6, 2, 128), normal(6, 2, 128, seed=1)
     for operator, inputs in (
         (torch.ops.jetrl.quantize_kv, (k, v)),
+        (torch.ops.jetrl.quantize_dequantize_kv, (k, v)),
         (torch.ops.jetrl.dequantize_kv, tuple(kernels.quantize_kv(k, v)[0])),
     ):
         torch.library.opcheck(operator, inputs, test_utils=("test_faketensor",))
@@ -131,12 +147,13 @@ def test_the_fake_implementations_agree():
 @pytest.mark.parametrize(
     ("kernel", "constants", "converts"),
     [
-        (_quantize_kernel, {"HEADS": 8, "ROWS": 16}, True),
+        (_quantize_kernel, {"HEADS": 8, "ROWS": 16, "KEEP": True}, True),
+        (_quantize_kernel, {"HEADS": 8, "ROWS": 16, "KEEP": False}, False),
         (_dequantize_kernel, {"ROWS": 16}, False),
         (_write_kernel, {"HEADS": 8, "UNITS": 1}, True),
         (_read_kernel, {"HEADS": 8, "UNITS": 1}, False),
     ],
-    ids=["quantize", "dequantize", "write", "read"],
+    ids=["quantize", "quantize_dequantize", "dequantize", "write", "read"],
 )
 def test_the_kernels_compile_for_hopper(kernel, constants, converts):
     types = dict.fromkeys(("k_ptr", "v_ptr", "k_out_ptr", "v_out_ptr"), "*bf16")

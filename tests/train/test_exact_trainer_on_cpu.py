@@ -109,6 +109,31 @@ def test_gradients_follow_the_stock_model(family, checkpointing):
         assert (ours[name] - gradient).norm() < 1.5 * (rounded[name] - gradient).norm() + 1e-3 * gradient.norm(), name
 
 
+@pytest.mark.parametrize("first", ["checkpointing", "sharing"])
+def test_keys_and_values_of_a_checkpointed_layer_are_not_kept_in_fp8(first, monkeypatch):
+    """They would be written twice and dequantized once for the life of one layer. Where nothing trains they are."""
+    model = stock("qwen3")
+    steps = [
+        lambda: model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}),
+        lambda: share_operations(model, "fp8"),
+    ]
+    for step in steps if first == "checkpointing" else reversed(steps):
+        step()
+    attend, kept = kernels.attention_fp8, []
+
+    def recording(*call, keep_fp8):
+        kept.append(keep_fp8)
+        return attend(*call, keep_fp8=keep_fp8)
+
+    monkeypatch.setattr(kernels, "attention_fp8", recording)
+    layers = model.config.num_hidden_layers
+    for training, expected in ((True, [False] * 2 * layers), (False, [True] * layers)):
+        model.train(training)
+        kept.clear()
+        model(**packed(tokens()), use_cache=False).logits.float().logsumexp(-1).sum().backward()
+        assert kept == expected
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_sequence_has_one_result_in_every_batch(family):
     """Padded, packed, alone, with a gradient, checkpointed, under autocast: the same bits."""

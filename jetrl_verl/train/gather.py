@@ -14,7 +14,6 @@ memory of a GPU is.
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
-from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -28,6 +27,15 @@ from jetrl_verl.sync.wire import SyncStatistics
 TOGETHER_BYTES = 768 * 2**20
 """Most bytes of BF16 that are gathered together, where a decoder layer alone has not more: three layers of a 4B model,
 two of an 8B one, less than the embedding of a 4B one, which is gathered at once, too."""
+
+
+class _Form(NamedTuple):
+    """What a plan depends on of a parameter."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    mesh: DeviceMesh | None
 
 
 class Gathered(NamedTuple):
@@ -62,7 +70,7 @@ class Gather:
 
     def __init__(self, alike: Callable[[str], Hashable] = lambda name: None, tied: bool = False) -> None:
         self._alike, self._drops_tied = alike, tied
-        self._seen: list[tuple[str, ref]] = []
+        self._forms: list[_Form] = []
         self._spans: list[_Span] = []
         self._stock_bytes = 0
         self.tied: dict[str, str] = {}
@@ -79,10 +87,12 @@ class Gather:
         Args:
             params: name -> parameter or buffer. statistics: gets the bytes of verl's own stream.
         """
-        seen = [(name, tensor) for name, tensor in params.items()]
-        if [name for name, _ in self._seen] != list(params) or any(
-            before() is not tensor for (_, before), (_, tensor) in zip(self._seen, seen, strict=True)
-        ):
+        # By form, with no reference to a parameter: FSDP may exchange one, whose memory is not ours to keep, and moving a
+        # model to the host swaps tensors, which a weak reference forbids.
+        forms = [_Form(name, tensor.shape, tensor.dtype, _mesh(tensor)) for name, tensor in params.items()]
+        tied = second_names(params) if self._drops_tied else {}
+        if forms != self._forms or tied != self.tied:
+            self._forms, self.tied = forms, tied
             self._plan(params)
         statistics.stock_bytes += self._stock_bytes
         return self._gathered(params, device)
@@ -103,10 +113,7 @@ class Gather:
                 yield whole.pop(0)
 
     def _plan(self, params: Mapping[str, torch.Tensor]) -> None:
-        # Weakly: FSDP may exchange parameters, whose memory is not ours to keep.
-        self._seen = [(name, ref(tensor)) for name, tensor in params.items()]
         self._stock_bytes = sum(tensor.numel() * tensor.itemsize for tensor in params.values())
-        self.tied = second_names(params) if self._drops_tied else {}
         self._spans = []
         names: list[str] = []
         for name in params:

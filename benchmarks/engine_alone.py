@@ -18,6 +18,7 @@ time, not their values.
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import statistics
@@ -86,9 +87,11 @@ def engine_arguments(config: Any) -> argparse.Namespace:
 
 
 def prompts_of(config: Any, steps: int) -> Iterator[list[list[int]]]:
-    """Token ids of each step's prompts, in verl's order."""
+    """Token ids of each step's prompts, in verl's order: its data loader's, which with workers draws another one."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
     from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler
     from verl.utils.config import omega_conf_to_dataclass
+    from verl.utils.dataset.rl_dataset import collate_fn
     from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
     model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
@@ -100,17 +103,17 @@ def prompts_of(config: Any, steps: int) -> Iterator[list[list[int]]]:
         chat_template_kwargs=config.data.get("apply_chat_template_kwargs", {}),
         processor=model.processor,
     )
-
-    def shuffled() -> Iterator[int]:
-        sampler, size = create_rl_sampler(config.data, dataset), config.data.train_batch_size
-        while True:  # epochs; of each, batches that are full
-            order = list(sampler)
-            yield from order[: len(order) // size * size]
-
-    order = shuffled()
-    for _ in range(steps):
-        rows = [dataset[next(order)]["raw_prompt"] for _ in range(config.data.train_batch_size)]
-        ids = (list(builder.build_initial_tokens(list(row))) for row in rows)
+    loader = StatefulDataLoader(
+        dataset,
+        config.data.train_batch_size,
+        num_workers=config.data.dataloader_num_workers,
+        drop_last=True,
+        collate_fn=collate_fn,
+        sampler=create_rl_sampler(config.data, dataset),
+    )
+    epochs = itertools.chain.from_iterable(itertools.repeat(loader))
+    for batch in itertools.islice(epochs, steps):
+        ids = (list(builder.build_initial_tokens(list(row))) for row in batch["raw_prompt"])
         yield [prompt[-config.data.max_prompt_length :] for prompt in ids]
 
 
@@ -158,8 +161,9 @@ def start(config: Any) -> "LLM":
 def measure(path: Path, steps: int) -> None:
     """Print a line of JSON for each step behind the first: the program of a child."""
     config = load(path)
+    of_steps = list(prompts_of(config, steps))  # in front of the engine, since the loader's workers are forks
     llm, share = start(config), replicas(config)
-    for step, prompts in enumerate(prompts_of(config, steps), start=1):
+    for step, prompts in enumerate(of_steps, start=1):
         sequences = [prompt for prompt in prompts for _ in range(config.actor_rollout_ref.rollout.n)][::share]
         warms = step == 1 and steps > 1
         sampling = [sampling_of(config, each, WARM_TOKENS if warms else float("inf")) for each in sequences]

@@ -86,9 +86,9 @@ def test_verls_own_fp8_rollout_keeps_its_quantization(job, tmp_path, monkeypatch
     assert found.hf_overrides["quantization_config"]["weight_block_size"] == [128, 128]
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_prompts_are_those_of_verls_steps(job, tmp_path, shuffle):
-    """Against verl's own loader and agent loop, over the end of an epoch."""
+@pytest.mark.parametrize(("shuffle", "workers"), [(True, 0), (True, 2), (False, 2)])
+def test_prompts_are_those_of_verls_steps(job, tmp_path, shuffle, workers):
+    """Against verl's own loader, which with workers draws another order, and agent loop, over the end of an epoch."""
     import asyncio
 
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -98,13 +98,13 @@ def test_prompts_are_those_of_verls_steps(job, tmp_path, shuffle):
     from verl.utils.config import omega_conf_to_dataclass
     from verl.utils.dataset.rl_dataset import collate_fn
 
-    config = config_of(job, "bf16", tmp_path, set=[f"data.shuffle={shuffle}"])
+    config = config_of(job, "bf16", tmp_path, set=[f"data.shuffle={shuffle}", f"data.dataloader_num_workers={workers}"])
     model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
     dataset = create_rl_dataset(config.data.train_files, config.data, model.tokenizer, model.processor)
     loader = StatefulDataLoader(
         dataset,
         batch_size=config.data.train_batch_size,
-        num_workers=0,
+        num_workers=config.data["dataloader_num_workers"],
         drop_last=True,
         collate_fn=collate_fn,
         sampler=create_rl_sampler(config.data, dataset),

@@ -24,7 +24,7 @@ namespace jetrl {
 // sends.
 //
 // What a cache is, its copies and its operands, is a class (Fp8Cache, Bf16Cache):
-//   kBlocks                             C
+//   kBlocks, kBlocksOfAMultiprocessor   C; how many blocks there are registers and memory for
 //   Params                              DecodeAttentionParams and where the cache is
 //   kHasScales                          whether values have scales, which come with their keys
 //   kPieces                             stages that the keys, and the values, of a block of 128 take
@@ -70,7 +70,8 @@ struct ClusterShape {
   static constexpr int kBytes = kBarriersAt + 8 * kBarriers;
   // A wait names a phase by its parity: a place's scores are one warp's of softmax in every lap.
   static_assert(kPlaces % kSoftmaxWarps == 0, "a place of scores has one reader");
-  static_assert(kPlaces % kBlocks == 0 && kBytes <= 114 * 1024 - 1024, "two blocks on a multiprocessor");
+  static constexpr int kMostBytes = 228 * 1024 / Cache::kBlocksOfAMultiprocessor - 1024;
+  static_assert(kPlaces % kBlocks == 0 && kBytes <= kMostBytes, "shared memory of a multiprocessor");
 };
 
 constexpr int kMoreThanHalf = 116 * 1024;  // of a multiprocessor's shared memory
@@ -312,37 +313,41 @@ JETRL_DEVICE void compute_softmax(const DecodeAttentionParams& p, uint8_t* memor
 
 // ---- output --------------------------------------------------------------------------------------------------------
 
-// Where P of the i-th block lies, once it is there; O is multiplied by what comes with it.
+// Where P of the i-th block lies, once it is there.
 template <class Cache>
-JETRL_DEVICE const uint8_t* wait_for_probabilities(float (&d)[Cache::kChunks][4], const uint8_t* memory,
-                                                   const ClusterBarriers<Cache>& barriers, int i) {
+JETRL_DEVICE const uint8_t* wait_for_probabilities(const uint8_t* memory, const ClusterBarriers<Cache>& barriers,
+                                                   int i) {
   using Shape = ClusterShape<Cache>;
   constexpr int kWarps = Shape::kSoftmaxWarps;
   const int ring = i % kWarps;
-  const uint8_t* of_p = memory + Shape::kProbabilitiesAt + ring * Shape::kProbabilities;
   sm90::barrier_wait(barriers.p_full(ring), i / kWarps & 1, "p_full", ring);
-  const float2 rescale = reinterpret_cast<const float2*>(of_p + Shape::kRescale)[sm90::own_lane() % 4];
+  return memory + Shape::kProbabilitiesAt + ring * Shape::kProbabilities;
+}
+
+// By what O so far is multiplied, of a lane's two queries: it comes with P.
+template <class Shape>
+JETRL_DEVICE float2 rescaling_of(const uint8_t* of_p) {
+  return reinterpret_cast<const float2*>(of_p + Shape::kRescale)[sm90::own_lane() % 4];
+}
+
+template <class Cache>
+JETRL_DEVICE void rescale_output(float (&d)[Cache::kChunks][4], float2 rescale) {
 #pragma unroll
   for (int c = 0; c < Cache::kChunks; ++c) {
-    if (i == 0) break;
     d[c][0] = sm90::multiply_ftz(d[c][0], rescale.x), d[c][1] = sm90::multiply_ftz(d[c][1], rescale.y);
     d[c][2] = sm90::multiply_ftz(d[c][2], rescale.x), d[c][3] = sm90::multiply_ftz(d[c][3], rescale.y);
   }
-  return of_p;
 }
 
 template <class Cache>
 JETRL_DEVICE void compute_output(const DecodeAttentionParams& p, uint8_t* memory, const ClusterBarriers<Cache>& barriers,
                                  uint16_t* out, int blocks, int rank, int warp) {
   using Shape = ClusterShape<Cache>;
-  constexpr int kWarps = Shape::kSoftmaxWarps;
   const int t = sm90::own_lane() % 4, chunk = rank * (8 / Cache::kBlocks) + warp * Cache::kChunks;
   float d[Cache::kChunks][4] = {};
   Cache::accumulate(d, memory, barriers, blocks, warp, chunk);
-  const int ring = blocks % kWarps;
-  sm90::barrier_wait(barriers.p_full(ring), blocks / kWarps & 1, "p_full", ring);
-  const uint8_t* last = memory + Shape::kProbabilitiesAt + ring * Shape::kProbabilities + Shape::kRescale;
-  const float2 inverse = reinterpret_cast<const float2*>(last)[t];
+  // Behind the last block's comes what O is multiplied by at the end.
+  const float2 inverse = rescaling_of<Shape>(wait_for_probabilities<Cache>(memory, barriers, blocks));
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
     const float by = n == 0 ? inverse.x : inverse.y;
@@ -409,7 +414,7 @@ JETRL_DEVICE void copy_values(const typename Cache::Params& p, uint32_t to, cons
 }
 
 template <class Cache>
-JETRL_KERNEL void __launch_bounds__(ClusterShape<Cache>::kThreads, 2)
+JETRL_KERNEL void __launch_bounds__(ClusterShape<Cache>::kThreads, Cache::kBlocksOfAMultiprocessor)
     decode_attention_cluster_kernel(JETRL_GRID_CONSTANT typename Cache::Params p) {
   using Shape = ClusterShape<Cache>;
   constexpr int kBlocks = Cache::kBlocks;
@@ -448,12 +453,17 @@ JETRL_KERNEL void __launch_bounds__(ClusterShape<Cache>::kThreads, 2)
   if constexpr (kBlocks > 1) sm90::sync_cluster();  // what this block has sent is read from here until it has come
 }
 
+// Two blocks that can have a multiprocessor each, which pairs of these always have room for, do not share one.
+template <class Cache>
+bool has_a_multiprocessor(int pairs) {
+  return Cache::kBlocks == 2 && pairs * Cache::kBlocks <= multiprocessors();
+}
+
 template <class Cache>
 void start_cluster(const typename Cache::Params& params, int pairs, Stream stream) {
   using Shape = ClusterShape<Cache>;
-  // Two that can have a multiprocessor each, which pairs of these always have room for, do not share one.
-  const bool alone = Cache::kBlocks == 2 && pairs * Cache::kBlocks <= multiprocessors();
-  const int blocks = pairs * Cache::kBlocks, bytes = alone ? kMoreThanHalf : Shape::kBytes;
+  const int blocks = pairs * Cache::kBlocks, least = has_a_multiprocessor<Cache>(pairs) ? kMoreThanHalf : 0;
+  const int bytes = Shape::kBytes < least ? least : Shape::kBytes;
   launch<decode_attention_cluster_kernel<Cache>>(Grid{blocks, Cache::kBlocks, Shape::kThreads, bytes, stream}, params);
 }
 

@@ -41,7 +41,7 @@ struct Bf16Cache {
   using Barriers = ClusterBarriers<Bf16Cache>;
   using Shape = ClusterShape<Bf16Cache>;
 
-  static constexpr int kBlocks = kOfACluster, kPieces = 2;
+  static constexpr int kBlocks = kOfACluster, kBlocksOfAMultiprocessor = 2, kPieces = 2;
   static constexpr bool kHasScales = false;
   static constexpr int kOutputWarps = kBlocks == 1 ? 4 : 8 / kBlocks, kChunks = kBlocks == 1 ? 2 : 1;
   static constexpr int kSoftmaxWarps = kBlocks < 4 ? 2 : 4;
@@ -109,7 +109,10 @@ struct Bf16Cache {
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) {
         sm90::barrier_wait(barriers.values_full(values.stage), values.parity, "values_full", values.stage);
-        if (piece == 0) of_p = wait_for_probabilities(d, memory, barriers, i);
+        if (piece == 0) {
+          of_p = wait_for_probabilities<Bf16Cache>(memory, barriers, i);
+          if (i > 0) rescale_output<Bf16Cache>(d, rescaling_of<Shape>(of_p));
+        }
         add(d, memory + Shape::kValuesAt + values.stage * kValueStage, of_p, piece, warp);
         sm90::sync_warp();
         if (arrives()) sm90::barrier_arrive(barriers.values_empty(values.stage));

@@ -4,27 +4,31 @@
 // Decode attention over an FP8 KV cache by clusters of 2, 4 or 8 blocks (decode_attention_cluster.cuh); one block's
 // kernel is sm90_decode_attention.cu. Of keys a unit of 16 tokens is one bulk copy, with all scales; of values, whose
 // parts are smaller and as many in every block, lanes copy 16 bytes each.
+//
+// Warps of O are what takes longest: with two blocks on a multiprocessor they have 72 registers a thread and wait for
+// what a block of keys brings, then multiply. Where a block has the multiprocessor to itself (kIsAlone) they have twice
+// as many, and all that the next block of keys brings is on its way to registers while this one's products run.
 
 #include "decode_attention_cluster.cuh"
 
 namespace jetrl {
 namespace {
 
-template <int kOfACluster>
+template <int kOfACluster, bool kIsAlone = false>
 struct Fp8Cache {
   using Params = Fp8Params;
   using Queries = jetrl::Queries;
   using Barriers = ClusterBarriers<Fp8Cache>;
   using Shape = ClusterShape<Fp8Cache>;
 
-  static constexpr int kBlocks = kOfACluster, kPieces = 1;
+  static constexpr int kBlocks = kOfACluster, kBlocksOfAMultiprocessor = kIsAlone ? 1 : 2, kPieces = 1;
   static constexpr bool kHasScales = true;
   static constexpr int kOutputWarps = 8 / kBlocks, kChunks = 1;
   static constexpr int kSoftmaxWarps = 4, kKeyWarps = 1, kKeyArrivals = 1;
   // Of a unit: what comes with its keys, and a block's values.
   static constexpr int kKeyUnit = CacheUnit::kValues, kValueUnit = CacheUnit::kMatrix / kBlocks;
   static constexpr int kKeyStages = kBlocks < 8 ? 3 : 2, kKeyStage = kUnitsOfABlock * kKeyUnit;
-  static constexpr int kValueStages = kBlocks < 4 ? 4 : 8, kValueStage = kUnitsOfABlock * kValueUnit;
+  static constexpr int kValueStages = kBlocks < 4 && !kIsAlone ? 4 : 8, kValueStage = kUnitsOfABlock * kValueUnit;
   static constexpr int kPlaces = kBlocks < 4 ? 4 : kBlocks;
 
   JETRL_DEVICE static int part_of(int unit) { return unit / 2; }
@@ -100,36 +104,87 @@ struct Fp8Cache {
     return memory + Shape::kFactorsAt + place * Shape::kFactors;
   }
 
-  JETRL_DEVICE static void accumulate(float (&d)[1][4], const uint8_t* memory, const Barriers& barriers, int blocks,
-                                      int warp, int chunk) {
-    const uint32_t of_lane = row_of_lane(memory, warp, chunk);
-    Place<kValueStages> values;
-#pragma unroll 1
-    for (int i = 0; i < blocks; ++i) {
-      const uint8_t* of_values = wait_for_values(memory, barriers, values, i);
+  // What a block of keys brings to a warp of O.
+  struct Operands {
+    uint32_t words[4][4];
+    uint4 factors[4], p[4];
+    const uint8_t* of_values;  // factors or scales
+    bool large;
+    float2 rescale;
+
+    JETRL_DEVICE void load_values(const uint8_t* memory, const Barriers& barriers, const Place<kValueStages>& values,
+                                  uint32_t of_lane, int i) {
+      of_values = wait_for_values(memory, barriers, values, i);
       const uint4* rows = reinterpret_cast<const uint4*>(of_values + sm90::own_lane() % 4 * Shape::kFactorRow * 4);
-      const bool large = word_at(of_values + Shape::kLarge) != 0;
-      uint32_t words[4][4];
-      uint4 factors[4], p[4];
+      large = word_at(of_values + Shape::kLarge) != 0;
 #pragma unroll
       for (int two = 0; two < 4; ++two) {
         factors[two] = rows[two];
         sm90::ldmatrix_x4_transposed(words[two], of_lane + values.stage * kValueStage + 2 * two * kValueUnit);
       }
-      const uint8_t* of_p = wait_for_probabilities(d, memory, barriers, i);
+    }
+
+    JETRL_DEVICE void load_probabilities(const uint8_t* memory, const Barriers& barriers, int i) {
+      const uint8_t* of_p = wait_for_probabilities<Fp8Cache>(memory, barriers, i);
+      rescale = rescaling_of<Shape>(of_p);
 #pragma unroll
       for (int two = 0; two < 4; ++two) p[two] = reinterpret_cast<const uint4*>(of_p)[32 * two + sm90::own_lane()];
+    }
+
+    JETRL_DEVICE void add_to(float (&d)[4]) const {
       if (large) {
-        add<true>(d[0], words, p, factors, of_values);
+        add<true>(d, words, p, factors, of_values);
       } else {
-        add<false>(d[0], words, p, factors, of_values);
+        add<false>(d, words, p, factors, of_values);
       }
-      sm90::sync_warp();
-      if (arrives()) {
-        sm90::barrier_arrive(barriers.values_empty(values.stage));
-        sm90::barrier_arrive(barriers.p_empty(i % Shape::kSoftmaxWarps));
+    }
+  };
+
+  JETRL_DEVICE static void give_back(const Barriers& barriers, Place<kValueStages>& values, int i) {
+    sm90::sync_warp();
+    if (arrives()) {
+      sm90::barrier_arrive(barriers.values_empty(values.stage));
+      sm90::barrier_arrive(barriers.p_empty(i % Shape::kSoftmaxWarps));
+    }
+    values.advance();
+  }
+
+  JETRL_DEVICE static void accumulate(float (&d)[1][4], const uint8_t* memory, const Barriers& barriers, int blocks,
+                                      int warp, int chunk) {
+    const uint32_t of_lane = row_of_lane(memory, warp, chunk);
+    Place<kValueStages> values;
+    if constexpr (!kIsAlone) {
+#pragma unroll 1
+      for (int i = 0; i < blocks; ++i) {
+        Operands now;
+        now.load_values(memory, barriers, values, of_lane, i);
+        now.load_probabilities(memory, barriers, i);
+        if (i > 0) rescale_output<Fp8Cache>(d, now.rescale);
+        now.add_to(d[0]);
+        give_back(barriers, values, i);
       }
-      values.advance();
+    } else {
+      // In turn, so that nothing moves from register to register.
+      Operands turns[2];
+      Place<kValueStages> ahead;
+      const auto load = [&](Operands& next, int i) {
+        if (i >= blocks) return;
+        next.load_values(memory, barriers, ahead, of_lane, i);
+        next.load_probabilities(memory, barriers, i);
+        ahead.advance();
+      };
+      load(turns[0], 0);
+#pragma unroll 1
+      for (int i = 0; i < blocks; i += 2) {
+#pragma unroll
+        for (int turn = 0; turn < 2; ++turn) {
+          if (i + turn == blocks) break;
+          load(turns[1 - turn], i + turn + 1);
+          if (i + turn > 0) rescale_output<Fp8Cache>(d, turns[turn].rescale);
+          turns[turn].add_to(d[0]);
+          give_back(barriers, values, i + turn);
+        }
+      }
     }
   }
 
@@ -190,7 +245,9 @@ struct Fp8Cache {
 }  // namespace
 
 void decode_attention_in_clusters(const Fp8Params& params, int pairs, int cluster, Stream stream) {
-  if (cluster == 2) {
+  if (cluster == 2 && has_a_multiprocessor<Fp8Cache<2>>(pairs)) {
+    start_cluster<Fp8Cache<2, true>>(params, pairs, stream);
+  } else if (cluster == 2) {
     start_cluster<Fp8Cache<2>>(params, pairs, stream);
   } else if (cluster == 4) {
     start_cluster<Fp8Cache<4>>(params, pairs, stream);

@@ -24,7 +24,7 @@ namespace jetrl {
 // sends.
 //
 // What a cache is, its copies and its operands, is a class (Fp8Cache, Bf16Cache):
-//   kBlocks, kBlocksOfAMultiprocessor   C; how many blocks there are registers and memory for
+//   kBlocks                             C
 //   Params                              DecodeAttentionParams and where the cache is
 //   kHasScales                          whether values have scales, which come with their keys
 //   kPieces                             stages that the keys, and the values, of a block of 128 take
@@ -70,8 +70,7 @@ struct ClusterShape {
   static constexpr int kBytes = kBarriersAt + 8 * kBarriers;
   // A wait names a phase by its parity: a place's scores are one warp's of softmax in every lap.
   static_assert(kPlaces % kSoftmaxWarps == 0, "a place of scores has one reader");
-  static constexpr int kMostBytes = 228 * 1024 / Cache::kBlocksOfAMultiprocessor - 1024;
-  static_assert(kPlaces % kBlocks == 0 && kBytes <= kMostBytes, "shared memory of a multiprocessor");
+  static_assert(kPlaces % kBlocks == 0 && kBytes <= 114 * 1024 - 1024, "two blocks on a multiprocessor");
 };
 
 constexpr int kMoreThanHalf = 116 * 1024;  // of a multiprocessor's shared memory
@@ -414,7 +413,7 @@ JETRL_DEVICE void copy_values(const typename Cache::Params& p, uint32_t to, cons
 }
 
 template <class Cache>
-JETRL_KERNEL void __launch_bounds__(ClusterShape<Cache>::kThreads, Cache::kBlocksOfAMultiprocessor)
+JETRL_KERNEL void __launch_bounds__(ClusterShape<Cache>::kThreads, 2)
     decode_attention_cluster_kernel(JETRL_GRID_CONSTANT typename Cache::Params p) {
   using Shape = ClusterShape<Cache>;
   constexpr int kBlocks = Cache::kBlocks;
@@ -453,17 +452,12 @@ JETRL_KERNEL void __launch_bounds__(ClusterShape<Cache>::kThreads, Cache::kBlock
   if constexpr (kBlocks > 1) sm90::sync_cluster();  // what this block has sent is read from here until it has come
 }
 
-// Two blocks that can have a multiprocessor each, which pairs of these always have room for, do not share one.
-template <class Cache>
-bool has_a_multiprocessor(int pairs) {
-  return Cache::kBlocks == 2 && pairs * Cache::kBlocks <= multiprocessors();
-}
-
 template <class Cache>
 void start_cluster(const typename Cache::Params& params, int pairs, Stream stream) {
   using Shape = ClusterShape<Cache>;
-  const int blocks = pairs * Cache::kBlocks, least = has_a_multiprocessor<Cache>(pairs) ? kMoreThanHalf : 0;
-  const int bytes = Shape::kBytes < least ? least : Shape::kBytes;
+  // Two that can have a multiprocessor each, which pairs of these always have room for, do not share one.
+  const bool alone = Cache::kBlocks == 2 && pairs * Cache::kBlocks <= multiprocessors();
+  const int blocks = pairs * Cache::kBlocks, bytes = alone ? kMoreThanHalf : Shape::kBytes;
   launch<decode_attention_cluster_kernel<Cache>>(Grid{blocks, Cache::kBlocks, Shape::kThreads, bytes, stream}, params);
 }
 

@@ -41,7 +41,7 @@ struct Bf16Cache {
   using Barriers = ClusterBarriers<Bf16Cache>;
   using Shape = ClusterShape<Bf16Cache>;
 
-  static constexpr int kBlocks = kOfACluster, kBlocksOfAMultiprocessor = 2, kPieces = 2;
+  static constexpr int kBlocks = kOfACluster, kPieces = 2;
   static constexpr bool kHasScales = false;
   static constexpr int kOutputWarps = kBlocks == 1 ? 4 : 8 / kBlocks, kChunks = kBlocks == 1 ? 2 : 1;
   static constexpr int kSoftmaxWarps = kBlocks < 4 ? 2 : 4;

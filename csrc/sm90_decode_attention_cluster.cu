@@ -4,31 +4,27 @@
 // Decode attention over an FP8 KV cache by clusters of 2, 4 or 8 blocks (decode_attention_cluster.cuh); one block's
 // kernel is sm90_decode_attention.cu. Of keys a unit of 16 tokens is one bulk copy, with all scales; of values, whose
 // parts are smaller and as many in every block, lanes copy 16 bytes each.
-//
-// Warps of O are what takes longest: with two blocks on a multiprocessor they have 72 registers a thread and wait for
-// what a block of keys brings, then multiply. Where a block has the multiprocessor to itself (kIsAlone) they have twice
-// as many, and all that the next block of keys brings is on its way to registers while this one's products run.
 
 #include "decode_attention_cluster.cuh"
 
 namespace jetrl {
 namespace {
 
-template <int kOfACluster, bool kIsAlone = false>
+template <int kOfACluster>
 struct Fp8Cache {
   using Params = Fp8Params;
   using Queries = jetrl::Queries;
   using Barriers = ClusterBarriers<Fp8Cache>;
   using Shape = ClusterShape<Fp8Cache>;
 
-  static constexpr int kBlocks = kOfACluster, kBlocksOfAMultiprocessor = kIsAlone ? 1 : 2, kPieces = 1;
+  static constexpr int kBlocks = kOfACluster, kPieces = 1;
   static constexpr bool kHasScales = true;
   static constexpr int kOutputWarps = 8 / kBlocks, kChunks = 1;
   static constexpr int kSoftmaxWarps = 4, kKeyWarps = 1, kKeyArrivals = 1;
   // Of a unit: what comes with its keys, and a block's values.
   static constexpr int kKeyUnit = CacheUnit::kValues, kValueUnit = CacheUnit::kMatrix / kBlocks;
   static constexpr int kKeyStages = kBlocks < 8 ? 3 : 2, kKeyStage = kUnitsOfABlock * kKeyUnit;
-  static constexpr int kValueStages = kBlocks < 4 && !kIsAlone ? 4 : 8, kValueStage = kUnitsOfABlock * kValueUnit;
+  static constexpr int kValueStages = kBlocks < 4 ? 4 : 8, kValueStage = kUnitsOfABlock * kValueUnit;
   static constexpr int kPlaces = kBlocks < 4 ? 4 : kBlocks;
 
   JETRL_DEVICE static int part_of(int unit) { return unit / 2; }
@@ -153,38 +149,14 @@ struct Fp8Cache {
                                       int warp, int chunk) {
     const uint32_t of_lane = row_of_lane(memory, warp, chunk);
     Place<kValueStages> values;
-    if constexpr (!kIsAlone) {
 #pragma unroll 1
-      for (int i = 0; i < blocks; ++i) {
-        Operands now;
-        now.load_values(memory, barriers, values, of_lane, i);
-        now.load_probabilities(memory, barriers, i);
-        if (i > 0) rescale_output<Fp8Cache>(d, now.rescale);
-        now.add_to(d[0]);
-        give_back(barriers, values, i);
-      }
-    } else {
-      // In turn, so that nothing moves from register to register.
-      Operands turns[2];
-      Place<kValueStages> ahead;
-      const auto load = [&](Operands& next, int i) {
-        if (i >= blocks) return;
-        next.load_values(memory, barriers, ahead, of_lane, i);
-        next.load_probabilities(memory, barriers, i);
-        ahead.advance();
-      };
-      load(turns[0], 0);
-#pragma unroll 1
-      for (int i = 0; i < blocks; i += 2) {
-#pragma unroll
-        for (int turn = 0; turn < 2; ++turn) {
-          if (i + turn == blocks) break;
-          load(turns[1 - turn], i + turn + 1);
-          if (i + turn > 0) rescale_output<Fp8Cache>(d, turns[turn].rescale);
-          turns[turn].add_to(d[0]);
-          give_back(barriers, values, i + turn);
-        }
-      }
+    for (int i = 0; i < blocks; ++i) {
+      Operands now;
+      now.load_values(memory, barriers, values, of_lane, i);
+      now.load_probabilities(memory, barriers, i);
+      if (i > 0) rescale_output<Fp8Cache>(d, now.rescale);
+      now.add_to(d[0]);
+      give_back(barriers, values, i);
     }
   }
 
@@ -245,9 +217,7 @@ struct Fp8Cache {
 }  // namespace
 
 void decode_attention_in_clusters(const Fp8Params& params, int pairs, int cluster, Stream stream) {
-  if (cluster == 2 && has_a_multiprocessor<Fp8Cache<2>>(pairs)) {
-    start_cluster<Fp8Cache<2, true>>(params, pairs, stream);
-  } else if (cluster == 2) {
+  if (cluster == 2) {
     start_cluster<Fp8Cache<2>>(params, pairs, stream);
   } else if (cluster == 4) {
     start_cluster<Fp8Cache<4>>(params, pairs, stream);

@@ -220,7 +220,6 @@ class Emulator:
         out: torch.Tensor,
         cluster: int = 1,
         seed: int = 0,
-        multiprocessors: int = 4,
     ) -> None:
         """Arguments as of ``kernels.decode_attention``, or with keys and values as of
         ``kernels.decode_attention_bf16``, by clusters of that many blocks; raises as :meth:`run`."""
@@ -240,7 +239,7 @@ class Emulator:
             *strides,
             *(len(q), kv_heads, q.shape[1] // kv_heads, units),
             ctypes.c_float(scale),
-            *(cluster, multiprocessors),
+            cluster,
             ctypes.c_uint32(seed),
         )
         self._check(failed)

@@ -21,7 +21,7 @@ from jetrl_verl.tools.advise.sync import LOADS_OF_A_LAYER, stacks, stock_work, w
 from jetrl_verl.train.gather import TOGETHER_BYTES
 
 RESULTS = Path(__file__).resolve().parent / "results"
-TIMED = "weight_sync_h200.json"
+TIMED = "weight_sync_4b_h200.json"
 SHAPES = ("1.7b", "4b", "8b")
 """Of Qwen3, counted; the second one checks."""
 

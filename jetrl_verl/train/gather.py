@@ -87,8 +87,8 @@ class Gather:
         Args:
             params: name -> parameter or buffer. statistics: gets the bytes of verl's own stream.
         """
-        # By form, with no reference to a parameter: FSDP may exchange one, whose memory is not ours to keep, and moving a
-        # model to the host swaps tensors, which a weak reference forbids.
+        # By form, with no reference to a parameter: FSDP may exchange one, whose memory is not ours to keep, and moving
+        # a model to the host swaps tensors, which a weak reference forbids.
         forms = [_Form(name, tensor.shape, tensor.dtype, _mesh(tensor)) for name, tensor in params.items()]
         tied = second_names(params) if self._drops_tied else {}
         if forms != self._forms or tied != self.tied:

@@ -10,7 +10,7 @@ from benchmarks import advise_rates, advise_steps, advise_sync
 from benchmarks.pages import written
 from jetrl_verl.config.support.scopes import ACTOR, ATTENTION, ROLLOUT
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
-from jetrl_verl.tools.advise.rates import FILE, Rates, measured
+from jetrl_verl.tools.advise.rates import FILE, Rates, measured, rates_of
 from jetrl_verl.tools.advise.shapes import KNOWN, model_of
 from jetrl_verl.tools.bench.shapes import MODELS
 
@@ -24,6 +24,8 @@ MISSES = {
     "update, verl, 1.4B, 2 GPUs, micro-batches of 32 x 70 tokens, bf16": -0.32,
     "update, verl, 1.4B, 2 GPUs, micro-batches of 32 x 70 tokens, jet_fp8": -0.60,
     "weight sync, verl, 1.4B, 4 GPUs, FSDP2, bf16": -0.19,
+    "weight sync, verl, qwen3_4b, 64 x 4096, bf16": -0.154,
+    "weight sync, verl, qwen3_4b, 64 x 4096, bf16_best": -0.214,
 }
 """Records that are not within the bar, and by how much the prediction is off. docs/advise.md says why."""
 
@@ -49,9 +51,8 @@ def test_every_miss_is_a_record_and_every_record_has_a_case_of_its_own():
 
 
 def test_every_phase_of_a_step_is_checked_by_a_record_that_no_rate_was_fitted_to():
-    """Whole steps are not: none has been recorded with the rollout as it is now."""
     phases = {record.phase for record in CHECKS}
-    assert phases >= {"generation", "old log-probabilities", "update", "weight sync", "decode step", "memory"}
+    assert phases >= {"generation", "old log-probabilities", "update", "weight sync", "step", "decode step", "memory"}
 
 
 def test_the_rates_of_the_package_are_those_that_the_records_give():
@@ -167,21 +168,19 @@ def test_code_that_was_replaced_is_told_by_the_sum_of_sources():
     assert "4f3bcb0" in advise_steps.OLD_SYNC.in_build(build), "the last one, whose rollout is the one of now"
 
 
-def test_rates_of_code_that_was_replaced_say_so_in_the_report():
-    rates = measured()
+def test_rates_of_code_that_was_replaced_say_so_in_the_report(monkeypatch):
+    """As the rates of a sync did until it was measured again."""
+    assert not any("older" in entry for entry in advise_rates.fit().values()) and measured().older_note() == ""
+    old = {**advise_sync.recorded(advise_sync.TIMED)}
+    old["build"] = old["build"] | {"sources_sha256": advise_steps.OLD_SYNC.sources[0] + "f" * 56}
+    monkeypatch.setattr(advise_sync, "recorded", lambda name, new=advise_sync.recorded: (
+        old if name == advise_sync.TIMED else new(name)
+    ))  # fmt: skip
+    rates = rates_of(advise_rates.fit())
     assert set(rates.older) == {"sync.ours.launch", "sync.probes"}
     note = rates.including({"x": 1.0}).older_note()
     assert note.startswith("Rates of code that has been replaced since: sync.ours.launch, sync.probes: a weight sync")
     assert Rates({}).older_note() == ""
-
-
-def test_a_sync_measured_again_by_other_sources_is_not_old(monkeypatch):
-    again = {**advise_sync.recorded(advise_sync.TIMED)}
-    again["build"] = again["build"] | {"sources_sha256": "f" * 64}
-    monkeypatch.setattr(advise_sync, "recorded", lambda name, old=advise_sync.recorded: (
-        again if name == advise_sync.TIMED else old(name)
-    ))  # fmt: skip
-    assert not any("older" in entry for entry in advise_rates.fit().values())
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks.published_shapes import PUBLISHED, is_mixture
 from benchmarks.recipe_memory import sizes_of
 from jetrl_verl.config.support.scopes import ACTOR, ATTENTION, ROLLOUT
+from jetrl_verl.formats.catalog import CACHES, UNQUANTIZED
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 from jetrl_verl.tools.advise.job import MICRO_TOKENS, MOST_REQUESTS, Job
 from jetrl_verl.tools.advise.predict import STOCK_VERL, Prediction, precisions, predict
@@ -63,6 +64,7 @@ PHASE_OF_FIGURE = {
 LONGEST_PROMPT = 512
 """Of benchmarks/verl_step.py."""
 MICRO = f"{ACTOR}.ppo_max_token_len_per_gpu"
+CACHE = "jetrl.kv_cache"
 GPUS = ("trainer.n_gpus_per_node", "trainer.nnodes")
 
 
@@ -76,6 +78,13 @@ def given(words: Iterable[str]) -> dict[str, str]:
         else:
             found[key.lstrip("+")] = value
     return found
+
+
+def column_of(row: str) -> str | None:
+    """Column of a row of benchmarks/verl_step.py, which may name a cache, ``jet_fp8+jetrl.kv_cache=fp8``. None: there
+    is none, or the row changes something else."""
+    named, _, held = row.partition(f"+{CACHE}=")
+    return COLUMN_OF_ROW.get(named) if held in ("", *CACHES) else None
 
 
 def offloads(said: Mapping[str, str]) -> bool:
@@ -104,6 +113,7 @@ def _job_of_run(run: dict, settings: dict) -> Job:
         log_prob_tokens=int(said.get(f"{ROLLOUT}.log_prob_max_token_len_per_gpu", micro)),
         varlen=said.get(ATTENTION) == JETRL_ATTENTION,
         eight_bit=said.get(f"{ACTOR}.optim.optimizer") == "AdamW8bit",
+        kv_cache=said.get(CACHE, UNQUANTIZED),
     )
 
 
@@ -162,18 +172,19 @@ def step_records(files: Iterable[Path]) -> Iterable[Record]:
             raise ValueError(f"{file} has steps of a tiny model on a CPU, which no rate is for.")
         for run in settings["runs"]:
             cut = run["model"] not in PUBLISHED  # some of its layers
-            if cut or not run.get("steps") or run["row"] not in COLUMN_OF_ROW:
+            name = column_of(run["row"])
+            if cut or not run.get("steps") or name is None:
                 continue
             job = _job_of_run(run, settings)
             moved = offloads(given(run["words"]))
             mixture = is_mixture(run["model"])
-            build, column = run.get("build") or settings["build"], COLUMN_OF_ROW[run["row"]]
-            rollout = OLD_ROLLOUT.in_build(build) if column in ("jet_fp8", "bf16_shared") else ""
-            sync = OLD_SYNC.in_build(build) if column not in STOCK_VERL else ""
+            build = run.get("build") or settings["build"]
+            rollout = OLD_ROLLOUT.in_build(build) if name in ("jet_fp8", "bf16_shared") else ""
+            sync = OLD_SYNC.in_build(build) if name not in STOCK_VERL else ""
             case = f"verl, {run['model']}, {settings['sequences']} x {run['response']}, {run['row']}"
 
-            def predicted(rates: Rates, job: Job = job, row: str = run["row"]) -> Prediction:
-                (column,) = [each for each in precisions(job, True) if each.name == COLUMN_OF_ROW[row]]
+            def predicted(rates: Rates, job: Job = job, name: str = name) -> Prediction:
+                (column,) = [each for each in precisions(job, True) if each.name == name]
                 return predict(rates, job, column)
 
             for figure, phase in PHASE_OF_FIGURE.items():

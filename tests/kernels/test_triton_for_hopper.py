@@ -107,7 +107,7 @@ _LAYOUT = {"HEADS": 8, "ROWS": kv_cache._ROWS, "UNITS": 1}
 @pytest.mark.parametrize(
     ("kernel", "types", "constants"),
     [
-        (kv_cache._quantize_kernel, _OF_THE_CACHE | dict.fromkeys(_BYTES, "*u8"), _LAYOUT),
+        (kv_cache._quantize_kernel, _OF_THE_CACHE | dict.fromkeys(_BYTES, "*u8"), _LAYOUT | {"KEEP": True}),
         (kv_cache._write_kernel, _OF_THE_CACHE | {"cache_ptr": "*u8", "slots_ptr": "*i64"}, _LAYOUT),
         (
             _quantize_1x128_kernel,

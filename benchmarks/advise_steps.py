@@ -13,11 +13,13 @@ from typing import Any
 from benchmarks.published_shapes import PUBLISHED, is_mixture
 from benchmarks.recipe_memory import sizes_of
 from jetrl_verl.config.support.scopes import ACTOR, ATTENTION, ROLLOUT
-from jetrl_verl.formats.catalog import CACHES, UNQUANTIZED
+from jetrl_verl.formats.catalog import UNQUANTIZED
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
+from jetrl_verl.tools import ToolError
 from jetrl_verl.tools.advise.job import MICRO_TOKENS, MOST_REQUESTS, Job
 from jetrl_verl.tools.advise.predict import STOCK_VERL, Prediction, precisions, predict
 from jetrl_verl.tools.advise.rates import Rates
+from jetrl_verl.tools.rows import parse_row
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,14 @@ def given(words: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def column_of(row: str) -> str | None:
+def column_of(text: str) -> str | None:
     """Column of a row of benchmarks/verl_step.py, which may name a cache, ``jet_fp8+jetrl.kv_cache=fp8``. None: there
     is none, or the row changes something else."""
-    named, _, held = row.partition(f"+{CACHE}=")
-    return COLUMN_OF_ROW.get(named) if held in ("", *CACHES) else None
+    try:
+        row = parse_row(text, COLUMN_OF_ROW)
+    except ToolError:
+        return None
+    return COLUMN_OF_ROW[row.name] if given(row.settings).keys() <= {CACHE} else None
 
 
 def offloads(said: Mapping[str, str]) -> bool:

@@ -100,63 +100,38 @@ struct Fp8Cache {
     return memory + Shape::kFactorsAt + place * Shape::kFactors;
   }
 
-  // What a block of keys brings to a warp of O.
-  struct Operands {
-    uint32_t words[4][4];
-    uint4 factors[4], p[4];
-    const uint8_t* of_values;  // factors or scales
-    bool large;
-    float2 rescale;
-
-    JETRL_DEVICE void load_values(const uint8_t* memory, const Barriers& barriers, const Place<kValueStages>& values,
-                                  uint32_t of_lane, int i) {
-      of_values = wait_for_values(memory, barriers, values, i);
-      const uint4* rows = reinterpret_cast<const uint4*>(of_values + sm90::own_lane() % 4 * Shape::kFactorRow * 4);
-      large = word_at(of_values + Shape::kLarge) != 0;
-#pragma unroll
-      for (int two = 0; two < 4; ++two) {
-        factors[two] = rows[two];
-        sm90::ldmatrix_x4_transposed(words[two], of_lane + values.stage * kValueStage + 2 * two * kValueUnit);
-      }
-    }
-
-    JETRL_DEVICE void load_probabilities(const uint8_t* memory, const Barriers& barriers, int i) {
-      const uint8_t* of_p = wait_for_probabilities<Fp8Cache>(memory, barriers, i);
-      rescale = rescaling_of<Shape>(of_p);
-#pragma unroll
-      for (int two = 0; two < 4; ++two) p[two] = reinterpret_cast<const uint4*>(of_p)[32 * two + sm90::own_lane()];
-    }
-
-    JETRL_DEVICE void add_to(float (&d)[4]) const {
-      if (large) {
-        add<true>(d, words, p, factors, of_values);
-      } else {
-        add<false>(d, words, p, factors, of_values);
-      }
-    }
-  };
-
-  JETRL_DEVICE static void give_back(const Barriers& barriers, Place<kValueStages>& values, int i) {
-    sm90::sync_warp();
-    if (arrives()) {
-      sm90::barrier_arrive(barriers.values_empty(values.stage));
-      sm90::barrier_arrive(barriers.p_empty(i % Shape::kSoftmaxWarps));
-    }
-    values.advance();
-  }
-
   JETRL_DEVICE static void accumulate(float (&d)[1][4], const uint8_t* memory, const Barriers& barriers, int blocks,
                                       int warp, int chunk) {
     const uint32_t of_lane = row_of_lane(memory, warp, chunk);
     Place<kValueStages> values;
 #pragma unroll 1
     for (int i = 0; i < blocks; ++i) {
-      Operands now;
-      now.load_values(memory, barriers, values, of_lane, i);
-      now.load_probabilities(memory, barriers, i);
-      if (i > 0) rescale_output<Fp8Cache>(d, now.rescale);
-      now.add_to(d[0]);
-      give_back(barriers, values, i);
+      const uint8_t* of_values = wait_for_values(memory, barriers, values, i);
+      const uint4* rows = reinterpret_cast<const uint4*>(of_values + sm90::own_lane() % 4 * Shape::kFactorRow * 4);
+      const bool large = word_at(of_values + Shape::kLarge) != 0;
+      uint32_t words[4][4];
+      uint4 factors[4], p[4];
+#pragma unroll
+      for (int two = 0; two < 4; ++two) {
+        factors[two] = rows[two];
+        sm90::ldmatrix_x4_transposed(words[two], of_lane + values.stage * kValueStage + 2 * two * kValueUnit);
+      }
+      const uint8_t* of_p = wait_for_probabilities<Fp8Cache>(memory, barriers, i);
+      const float2 rescale = rescaling_of<Shape>(of_p);
+#pragma unroll
+      for (int two = 0; two < 4; ++two) p[two] = reinterpret_cast<const uint4*>(of_p)[32 * two + sm90::own_lane()];
+      if (i > 0) rescale_output<Fp8Cache>(d, rescale);
+      if (large) {
+        add<true>(d[0], words, p, factors, of_values);
+      } else {
+        add<false>(d[0], words, p, factors, of_values);
+      }
+      sm90::sync_warp();
+      if (arrives()) {
+        sm90::barrier_arrive(barriers.values_empty(values.stage));
+        sm90::barrier_arrive(barriers.p_empty(i % Shape::kSoftmaxWarps));
+      }
+      values.advance();
     }
   }
 

@@ -5,10 +5,9 @@ of a rollout hold and give.
 
 The trainer quantizes and dequantizes keys and values in one step after rotary (:func:`quantize_kv`), keeps the FP8
 data for its backward, a little more than half of BF16's bytes, and dequantizes them there again; where nothing is kept
-beyond a layer, it makes no FP8 data at all (:func:`quantize_dequantize_kv`). The rollout writes
-the same data into its pages (:func:`write_kv`), whoever brings a token: a prompt, a chunk, a decode step, a request
-that comes back. A chunk reads the tokens of its requests as rows of BF16 (:func:`read_kv`); a decode step never does
-(decode_attention.py).
+beyond a layer, it makes no FP8 data at all (:func:`quantize_dequantize_kv`). The rollout writes the same data into its
+pages (:func:`write_kv`), whoever brings a token: a prompt, a chunk, a decode step, a request that comes back. A chunk
+reads the tokens of its requests as rows of BF16 (:func:`read_kv`); a decode step never does (decode_attention.py).
 
 All of it works on one head of one token at a time, so no batch, chunk or page size reaches a bit.
 """

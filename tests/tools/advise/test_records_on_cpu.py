@@ -169,19 +169,28 @@ def test_code_that_was_replaced_is_told_by_the_sum_of_sources():
     assert "4f3bcb0" in advise_steps.OLD_SYNC.in_build(build), "the last one, whose rollout is the one of now"
 
 
+def fitted_as_of(monkeypatch, sources: str) -> dict:
+    """The rates, had these sources been those of the sync that was timed."""
+    timed = {**advise_sync.recorded(advise_sync.TIMED)}
+    timed["build"] = timed["build"] | {"sources_sha256": sources}
+    monkeypatch.setattr(advise_sync, "recorded", lambda name, stock=advise_sync.recorded: (
+        timed if name == advise_sync.TIMED else stock(name)
+    ))  # fmt: skip
+    return advise_rates.fit()
+
+
 def test_rates_of_code_that_was_replaced_say_so_in_the_report(monkeypatch):
     """As the rates of a sync did until it was measured again."""
-    assert not any("older" in entry for entry in advise_rates.fit().values()) and measured().older_note() == ""
-    old = {**advise_sync.recorded(advise_sync.TIMED)}
-    old["build"] = old["build"] | {"sources_sha256": advise_steps.OLD_SYNC.sources[0] + "f" * 56}
-    monkeypatch.setattr(advise_sync, "recorded", lambda name, new=advise_sync.recorded: (
-        old if name == advise_sync.TIMED else new(name)
-    ))  # fmt: skip
-    rates = rates_of(advise_rates.fit())
+    assert measured().older == {} and measured().older_note() == ""
+    rates = rates_of(fitted_as_of(monkeypatch, advise_steps.OLD_SYNC.sources[0] + "f" * 56))
     assert set(rates.older) == {"sync.ours.launch", "sync.probes"}
     note = rates.including({"x": 1.0}).older_note()
     assert note.startswith("Rates of code that has been replaced since: sync.ours.launch, sync.probes: a weight sync")
     assert Rates({}).older_note() == ""
+
+
+def test_a_sync_measured_again_by_other_sources_is_not_old(monkeypatch):
+    assert not any("older" in entry for entry in fitted_as_of(monkeypatch, "f" * 64).values())
 
 
 @pytest.mark.parametrize(

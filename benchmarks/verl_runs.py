@@ -248,11 +248,12 @@ class Results:
         """Write a run down and say so; whether it failed.
 
         One whose time was up leaves an earlier one of the same code that got as far where it is. Words on files of this
-        tree are written as from its root.
+        tree are written as from its root, those on the benchmark's own files as from ``OUT``.
         """
         run = {**name, **found, "build": self._build}
         if "words" in found:
-            run["words"] = [word.replace(f"{ROOT}/", "") for word in found["words"]]
+            own = f"{self.file.parent}/"
+            run["words"] = [word.replace(f"{ROOT}/", "").replace(own, "OUT/") for word in found["words"]]
         if not (found["status"] == TIME_UP and self._got_as_far(run)):
             self.runs = [here for here in self.runs if not self._is(here, name)] + [run]
             self._write()

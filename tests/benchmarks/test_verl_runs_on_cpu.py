@@ -97,11 +97,11 @@ def test_the_file_is_whole_after_each_run(file):
     assert seen == [[], ["first"], ["first", "second"]]
 
 
-def test_no_record_names_the_folder_that_this_tree_lies_in(file):
-    words = [f"reward.path='{ROOT}/benchmarks/coin_reward.py'", "precision=bf16"]
+def test_no_record_names_the_folder_that_this_tree_or_its_own_files_lie_in(file):
+    words = [f"reward.path='{ROOT}/benchmarks/coin_reward.py'", f"data.train_files={file.parent}/a.parquet"]
     take(file, {"bf16": lambda: ok() | {"words": words}})
     (run,) = json.loads(file.read_text())["runs"]
-    assert run["words"] == ["reward.path='benchmarks/coin_reward.py'", "precision=bf16"]
+    assert run["words"] == ["reward.path='benchmarks/coin_reward.py'", "data.train_files=OUT/a.parquet"]
 
 
 def test_a_later_call_adds_to_the_file_and_replaces_what_it_takes_again(file):

@@ -23,25 +23,33 @@ namespace jetrl {
 // values are multiplied by, two a warp of softmax: they are there before P is. No block leaves before all have what it
 // sends.
 //
+// O is one chain of products over all keys. Of a block that has a multiprocessor to itself two warps have the same
+// features and take turns: while one multiplies a block of keys, the other brings the next one's values to registers,
+// as operands, and then waits for the sums. They go through shared memory as they are.
+//
 // What a cache is, its copies and its operands, is a class (Fp8Cache, Bf16Cache):
 //   kBlocks                             C
+//   kTurns                              warps of O that take turns: 2 of a block that has a multiprocessor to itself, or 1
 //   Params                              DecodeAttentionParams and where the cache is
 //   kHasScales                          whether values have scales, which come with their keys
 //   kPieces                             stages that the keys, and the values, of a block of 128 take
 //   kKeyStages, kKeyStage, kValueStages, kValueStage, kPlaces     stages and their bytes; places of scores
-//   kOutputWarps, kChunks               warps of O and how many times 16 features each has
+//   kOutputWarps, kChunks               warps of O in a turn and how many times 16 features each has
 //   kSoftmaxWarps                       warps of softmax
 //   kKeyWarps, kKeyArrivals             warps that copy keys; arrivals that a full stage has of them
 //   part_of, unit_of_part               which warp has a unit's scores, and as which of its two
 //   Queries, multiply                   Q as an operand; K Q^T
-//   accumulate, store                   O += V^T P^T of all blocks of keys; two features of a query to memory
+//   accumulate                          O += V^T P^T of all blocks of keys, where there are no turns
+//   place_of_lane, load_values          where a lane's values lie in a stage; those of a block of keys, as operands
+//   store                               two features of a query to memory
 //   copy_keys                           of all blocks of keys
 //   place_of_unit, copy_values          where a unit lies; a piece's values
 template <class Cache>
 struct ClusterShape {
   static constexpr int kBlocks = Cache::kBlocks;
   static constexpr int kScoreWarps = 4, kOutputWarps = Cache::kOutputWarps, kSoftmaxWarps = Cache::kSoftmaxWarps;
-  static constexpr int kSoftmaxWarp = kScoreWarps + kOutputWarps;
+  static constexpr int kTurns = Cache::kTurns, kResidents = kTurns == 1 ? 2 : 1;  // blocks of a multiprocessor
+  static constexpr int kSoftmaxWarp = kScoreWarps + kTurns * kOutputWarps;
   static constexpr int kKeyWarp = kSoftmaxWarp + kSoftmaxWarps, kValueWarp = kKeyWarp + Cache::kKeyWarps;
   static constexpr int kThreads = 32 * (kValueWarp + 1);
   // What a warp has computed: its values' scales, then a row of scores of each query. Rows lie in different banks.
@@ -58,22 +66,25 @@ struct ClusterShape {
   // A warp of softmax writes those of a block of keys once O has the P that it wrote two turns ago.
   static constexpr int kFactorPlaces = Cache::kHasScales ? 2 * kSoftmaxWarps : 0;
   static constexpr int kHandedOver = (kQueries + 32) * 4;  // by a softmax warp: maxima of queries, sums of lanes
+  // By a warp of O: what its lanes have. The next one reads it before it hands over its own, which this one waits for.
+  static constexpr int kOutputs = kTurns == 1 ? 0 : kTurns * kOutputWarps, kOutput = 32 * 16;
 
   static constexpr int kValuesAt = Cache::kKeyStages * Cache::kKeyStage;
   static constexpr int kScoresAt = kValuesAt + Cache::kValueStages * Cache::kValueStage;
   static constexpr int kProbabilitiesAt = kScoresAt + kPlaces * kScores;
   static constexpr int kFactorsAt = kProbabilitiesAt + kSoftmaxWarps * kProbabilities;
   static constexpr int kHandedOverAt = kFactorsAt + kFactorPlaces * kFactors;
-  static constexpr int kBarriersAt = kHandedOverAt + kSoftmaxWarps * kHandedOver;
+  static constexpr int kOutputsAt = kHandedOverAt + kSoftmaxWarps * kHandedOver;
+  static constexpr int kBarriersAt = kOutputsAt + kOutputs * kOutput;
   static constexpr int kBarriers =
-      2 * (Cache::kKeyStages + Cache::kValueStages + kPlaces) + 4 * kSoftmaxWarps + kFactorPlaces;
+      2 * (Cache::kKeyStages + Cache::kValueStages + kPlaces) + 4 * kSoftmaxWarps + kFactorPlaces + kOutputs;
   static constexpr int kBytes = kBarriersAt + 8 * kBarriers;
   // A wait names a phase by its parity: a place's scores are one warp's of softmax in every lap.
   static_assert(kPlaces % kSoftmaxWarps == 0, "a place of scores has one reader");
-  static_assert(kPlaces % kBlocks == 0 && kBytes <= 114 * 1024 - 1024, "two blocks on a multiprocessor");
+  static_assert(Cache::kValueStages % (kTurns * Cache::kPieces) == 0 || kTurns == 1, "a stage of values has one turn");
+  static_assert(kSoftmaxWarps % kTurns == 0 && kOutputsAt % 16 == 0);
+  static_assert(kPlaces % kBlocks == 0 && kBytes <= 228 * 1024 / kResidents - 1024, "blocks of a multiprocessor");
 };
-
-constexpr int kMoreThanHalf = 116 * 1024;  // of a multiprocessor's shared memory
 
 // At a stage that the lanes of a warp fill: each lane's behind its copies, and the warp's.
 constexpr int kArrivalsOfLanes = 32 + kArrivals;
@@ -86,6 +97,9 @@ struct Place {
 
   JETRL_DEVICE void advance() {
     if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+  JETRL_DEVICE void skip(int stages) {
+    if ((stage += stages) >= kStages) stage -= kStages, parity ^= 1;
   }
 };
 
@@ -105,6 +119,7 @@ struct ClusterBarriers {
   JETRL_DEVICE uint32_t max_full(int i) const { return p_full(2 * Shape::kSoftmaxWarps + i); }
   JETRL_DEVICE uint32_t sum_full(int i) const { return p_full(3 * Shape::kSoftmaxWarps + i); }
   JETRL_DEVICE uint32_t factors_full(int place) const { return p_full(4 * Shape::kSoftmaxWarps + place); }
+  JETRL_DEVICE uint32_t output_full(int warp) const { return factors_full(Shape::kFactorPlaces + warp); }
 
   JETRL_DEVICE void init(int rank) const {
     for (int stage = 0; stage < Cache::kKeyStages; ++stage) {
@@ -127,6 +142,7 @@ struct ClusterBarriers {
       sm90::barrier_init(sum_full(i), kArrivals);
     }
     for (int place = 0; place < Shape::kFactorPlaces; ++place) sm90::barrier_init(factors_full(place), kArrivals);
+    for (int warp = 0; warp < Shape::kOutputs; ++warp) sm90::barrier_init(output_full(warp), kArrivals);
     sm90::fence_barrier_init();
   }
 };
@@ -338,13 +354,63 @@ JETRL_DEVICE void rescale_output(float (&d)[Cache::kChunks][4], float2 rescale) 
   }
 }
 
+// O += V^T P^T of the blocks of keys of this warp's turn. What does not need O so far is done before it is waited for.
+// Returns whether the last block of keys, and with it O, is this warp's.
+template <class Cache>
+JETRL_DEVICE bool accumulate_in_turns(float (&d)[1][4], uint8_t* memory, const ClusterBarriers<Cache>& barriers,
+                                      int blocks, int warp, int chunk) {
+  using Shape = ClusterShape<Cache>;
+  constexpr int kTurns = Cache::kTurns, kWarps = Shape::kOutputWarps;
+  const int lane = sm90::own_lane(), turn = warp / kWarps, other = (warp + (kTurns - 1) * kWarps) % (kTurns * kWarps);
+  const uint32_t of_lane = Cache::place_of_lane(memory, warp % kWarps, chunk);
+  float4* mine = reinterpret_cast<float4*>(memory + Shape::kOutputsAt + warp * Shape::kOutput) + lane;
+  const float4* theirs = reinterpret_cast<const float4*>(memory + Shape::kOutputsAt + other * Shape::kOutput) + lane;
+  Place<Cache::kValueStages> values;
+  values.skip(turn * Cache::kPieces);
+#pragma unroll 1
+  for (int i = turn; i < blocks; i += kTurns) {
+    uint32_t a[kUnitsOfABlock][4];
+    Cache::load_values(a, memory, barriers, values, i, of_lane);
+    values.skip((kTurns - 1) * Cache::kPieces);
+    const uint8_t* of_p = wait_for_probabilities<Cache>(memory, barriers, i);
+    const float2 rescale = rescaling_of<Shape>(of_p);
+    uint4 p[kUnitsOfABlock / 2];
+#pragma unroll
+    for (int two = 0; two < kUnitsOfABlock / 2; ++two) p[two] = reinterpret_cast<const uint4*>(of_p)[32 * two + lane];
+    sm90::sync_warp();
+    if (arrives()) sm90::barrier_arrive(barriers.p_empty(i % Shape::kSoftmaxWarps));
+    if (i > 0) {
+      sm90::barrier_wait(barriers.output_full(other), (i - 1) / kTurns & 1, "output_full", other);
+      const float4 so_far = *theirs;
+      d[0][0] = so_far.x, d[0][1] = so_far.y, d[0][2] = so_far.z, d[0][3] = so_far.w;
+      rescale_output<Cache>(d, rescale);
+    }
+#pragma unroll
+    for (int unit = 0; unit < kUnitsOfABlock; ++unit) {
+      const uint4 two = p[unit / 2];
+      const uint32_t b[2] = {unit % 2 == 0 ? two.x : two.z, unit % 2 == 0 ? two.y : two.w};
+      sm90::mma_bf16(d[0], a[unit], b);
+    }
+    if (i + 1 == blocks) return true;
+    *mine = float4{d[0][0], d[0][1], d[0][2], d[0][3]};
+    sm90::sync_warp();
+    if (arrives()) sm90::barrier_arrive(barriers.output_full(warp));
+  }
+  return false;
+}
+
 template <class Cache>
 JETRL_DEVICE void compute_output(const DecodeAttentionParams& p, uint8_t* memory, const ClusterBarriers<Cache>& barriers,
                                  uint16_t* out, int blocks, int rank, int warp) {
   using Shape = ClusterShape<Cache>;
-  const int t = sm90::own_lane() % 4, chunk = rank * (8 / Cache::kBlocks) + warp * Cache::kChunks;
+  const int t = sm90::own_lane() % 4, in_turn = Cache::kTurns == 1 ? warp : warp % Shape::kOutputWarps;
+  const int chunk = rank * (8 / Cache::kBlocks) + in_turn * Cache::kChunks;
   float d[Cache::kChunks][4] = {};
-  Cache::accumulate(d, memory, barriers, blocks, warp, chunk);
+  if constexpr (Cache::kTurns == 1) {
+    Cache::accumulate(d, memory, barriers, blocks, warp, chunk);
+  } else {
+    if (!accumulate_in_turns<Cache>(d, memory, barriers, blocks, warp, chunk)) return;
+  }
   // Behind the last block's comes what O is multiplied by at the end.
   const float2 inverse = rescaling_of<Shape>(wait_for_probabilities<Cache>(memory, barriers, blocks));
 #pragma unroll
@@ -413,7 +479,7 @@ JETRL_DEVICE void copy_values(const typename Cache::Params& p, uint32_t to, cons
 }
 
 template <class Cache>
-JETRL_KERNEL void __launch_bounds__(ClusterShape<Cache>::kThreads, 2)
+JETRL_KERNEL void __launch_bounds__(ClusterShape<Cache>::kThreads, ClusterShape<Cache>::kResidents)
     decode_attention_cluster_kernel(JETRL_GRID_CONSTANT typename Cache::Params p) {
   using Shape = ClusterShape<Cache>;
   constexpr int kBlocks = Cache::kBlocks;
@@ -452,13 +518,20 @@ JETRL_KERNEL void __launch_bounds__(ClusterShape<Cache>::kThreads, 2)
   if constexpr (kBlocks > 1) sm90::sync_cluster();  // what this block has sent is read from here until it has come
 }
 
-template <class Cache>
-void start_cluster(const typename Cache::Params& params, int pairs, Stream stream) {
-  using Shape = ClusterShape<Cache>;
-  // Two that can have a multiprocessor each, which pairs of these always have room for, do not share one.
-  const bool alone = Cache::kBlocks == 2 && pairs * Cache::kBlocks <= multiprocessors();
-  const int blocks = pairs * Cache::kBlocks, bytes = alone ? kMoreThanHalf : Shape::kBytes;
-  launch<decode_attention_cluster_kernel<Cache>>(Grid{blocks, Cache::kBlocks, Shape::kThreads, bytes, stream}, params);
+// Where all clusters find multiprocessors of their own, warps of O take turns.
+template <template <int, int> class Cache, int kBlocks, class Params>
+void start_cluster(const Params& params, int pairs, Stream stream) {
+  const auto grid = [&](auto cache) {
+    using Shape = ClusterShape<decltype(cache)>;
+    return Grid{pairs * kBlocks, kBlocks, Shape::kThreads, Shape::kBytes, stream};
+  };
+  using Sharing = Cache<kBlocks, 1>;
+  if constexpr (kBlocks > 1) {
+    using Alone = Cache<kBlocks, 2>;
+    constexpr auto kKernel = decode_attention_cluster_kernel<Alone>;
+    if (pairs <= clusters_at_once<kKernel>(grid(Alone{}))) return launch<kKernel>(grid(Alone{}), params);
+  }
+  launch<decode_attention_cluster_kernel<Sharing>>(grid(Sharing{}), params);
 }
 
 [[noreturn]] inline void refuse_cluster(int cluster) {

@@ -94,15 +94,44 @@ inline int multiprocessors() {
   return count;
 }
 
-template <auto kKernel, class... Arguments>
-void launch(const Grid& grid, const Arguments&... arguments) {
-  static std::atomic<int> allowed[64];  // shared memory that this kernel may have, per device
+template <auto kKernel>
+void allow_shared_memory(const Grid& grid) {
+  static std::atomic<int> allowed[64];  // that this kernel may have, per device
   std::atomic<int>& mine = allowed[current_device() % 64];
   if (mine.load() < grid.shared_bytes) {
     check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, grid.shared_bytes),
           "raising the shared memory limit");
     mine.store(grid.shared_bytes);
   }
+}
+
+// Clusters of such a grid that the current device holds at once: fewer than its multiprocessors have room for, since a
+// cluster lies within one of their groups, and these are of several sizes. The same for every grid of a kernel.
+template <auto kKernel>
+int clusters_at_once(const Grid& grid) {
+  static std::atomic<int> counts[64];  // and 1, per device
+  std::atomic<int>& mine = counts[current_device() % 64];
+  if (mine.load() == 0) {
+    allow_shared_memory<kKernel>(grid);
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {unsigned(grid.cluster), 1, 1};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(grid.blocks, grid.columns);
+    config.blockDim = dim3(grid.threads);
+    config.dynamicSmemBytes = grid.shared_bytes;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    int count = 0;
+    check(cudaOccupancyMaxActiveClusters(&count, kKernel, &config), "asking for clusters at once");
+    mine.store(count + 1);
+  }
+  return mine.load() - 1;
+}
+
+template <auto kKernel, class... Arguments>
+void launch(const Grid& grid, const Arguments&... arguments) {
+  allow_shared_memory<kKernel>(grid);
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim = {unsigned(grid.cluster), 1, 1};

@@ -34,22 +34,24 @@ struct PlainQueries {
   }
 };
 
-template <int kOfACluster>
+template <int kOfACluster, int kTurnsOfOutput>
 struct Bf16Cache {
   using Params = Bf16Params;
   using Queries = PlainQueries;
   using Barriers = ClusterBarriers<Bf16Cache>;
   using Shape = ClusterShape<Bf16Cache>;
 
-  static constexpr int kBlocks = kOfACluster, kPieces = 2;
+  static constexpr int kBlocks = kOfACluster, kTurns = kTurnsOfOutput, kPieces = 2;
   static constexpr bool kHasScales = false;
   static constexpr int kOutputWarps = kBlocks == 1 ? 4 : 8 / kBlocks, kChunks = kBlocks == 1 ? 2 : 1;
   static constexpr int kSoftmaxWarps = kBlocks < 4 ? 2 : 4;
   static constexpr int kKeyWarps = 2, kKeyArrivals = kArrivalsOfLanes * kKeyWarps;
   static constexpr int kRows = kKeysOfABlock / kPieces, kUnitsOfAPiece = kUnitsOfABlock / kPieces;
   static constexpr int kKeySixteens = 16, kValueSixteens = 16 / kBlocks;  // of bytes, in a row
-  static constexpr int kKeyStages = kBlocks < 8 ? 3 : 2, kKeyStage = kRows * kKeySixteens * 16;
-  static constexpr int kValueStages = kBlocks == 1 ? 3 : kBlocks == 2 ? 5 : kBlocks == 4 ? 8 : 15;
+  static constexpr int kKeyStages = kTurns > 1 ? 6 : kBlocks < 8 ? 3 : 2, kKeyStage = kRows * kKeySixteens * 16;
+  static constexpr int kValueStages = kTurns > 1    ? (kBlocks == 2 ? 8 : 16)
+                                      : kBlocks < 4 ? (kBlocks == 1 ? 3 : 5)
+                                                    : (kBlocks == 4 ? 8 : 15);
   static constexpr int kValueStage = kRows * kValueSixteens * 16;
   static constexpr int kPlaces = kBlocks == 1 ? 2 : kBlocks < 4 ? 4 : kBlocks;
 
@@ -97,6 +99,27 @@ struct Bf16Cache {
           sm90::mma_bf16(d[c], a, b);
         }
       }
+    }
+  }
+
+  JETRL_DEVICE static uint32_t place_of_lane(const uint8_t* memory, int warp, int) {
+    const int lane = sm90::own_lane(), key = lane % 8 + lane / 16 * 8, sixteen = 2 * warp + lane / 8 % 2;
+    return sm90::shared_address(memory + Shape::kValuesAt) + place_of<kValueSixteens>(key, sixteen);
+  }
+
+  JETRL_DEVICE static void load_values(uint32_t (&a)[kUnitsOfABlock][4], const uint8_t*, const Barriers& barriers,
+                                       Place<kValueStages>& values, int, uint32_t of_lane) {
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      sm90::barrier_wait(barriers.values_full(values.stage), values.parity, "values_full", values.stage);
+#pragma unroll
+      for (int unit = 0; unit < kUnitsOfAPiece; ++unit) {
+        const uint32_t at = of_lane + values.stage * kValueStage + unit * CacheUnit::kKeys * kValueSixteens * 16;
+        sm90::ldmatrix_x4_transposed(a[kUnitsOfAPiece * piece + unit], at);
+      }
+      sm90::sync_warp();
+      if (arrives()) sm90::barrier_arrive(barriers.values_empty(values.stage));
+      values.advance();
     }
   }
 
@@ -190,13 +213,13 @@ void decode_attention_bf16(const DecodeAttention& call, const Bf16Pages& pages, 
   const Bf16Params params{params_of(call), pages};
   const int pairs = call.requests * call.kv_heads;
   if (call.cluster == 1) {
-    start_cluster<Bf16Cache<1>>(params, pairs, stream);
+    start_cluster<Bf16Cache, 1>(params, pairs, stream);
   } else if (call.cluster == 2) {
-    start_cluster<Bf16Cache<2>>(params, pairs, stream);
+    start_cluster<Bf16Cache, 2>(params, pairs, stream);
   } else if (call.cluster == 4) {
-    start_cluster<Bf16Cache<4>>(params, pairs, stream);
+    start_cluster<Bf16Cache, 4>(params, pairs, stream);
   } else if (call.cluster == 8) {
-    start_cluster<Bf16Cache<8>>(params, pairs, stream);
+    start_cluster<Bf16Cache, 8>(params, pairs, stream);
   } else {
     refuse_cluster(call.cluster);
   }

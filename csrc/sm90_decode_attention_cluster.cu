@@ -10,22 +10,22 @@
 namespace jetrl {
 namespace {
 
-template <int kOfACluster>
+template <int kOfACluster, int kTurnsOfOutput>
 struct Fp8Cache {
   using Params = Fp8Params;
   using Queries = jetrl::Queries;
   using Barriers = ClusterBarriers<Fp8Cache>;
   using Shape = ClusterShape<Fp8Cache>;
 
-  static constexpr int kBlocks = kOfACluster, kPieces = 1;
+  static constexpr int kBlocks = kOfACluster, kTurns = kTurnsOfOutput, kPieces = 1;
   static constexpr bool kHasScales = true;
   static constexpr int kOutputWarps = 8 / kBlocks, kChunks = 1;
   static constexpr int kSoftmaxWarps = 4, kKeyWarps = 1, kKeyArrivals = 1;
   // Of a unit: what comes with its keys, and a block's values.
   static constexpr int kKeyUnit = CacheUnit::kValues, kValueUnit = CacheUnit::kMatrix / kBlocks;
-  static constexpr int kKeyStages = kBlocks < 8 ? 3 : 2, kKeyStage = kUnitsOfABlock * kKeyUnit;
-  static constexpr int kValueStages = kBlocks < 4 ? 4 : 8, kValueStage = kUnitsOfABlock * kValueUnit;
-  static constexpr int kPlaces = kBlocks < 4 ? 4 : kBlocks;
+  static constexpr int kKeyStages = (kBlocks < 8 ? 3 : 2) + (kTurns > 1), kKeyStage = kUnitsOfABlock * kKeyUnit;
+  static constexpr int kValueStages = (kBlocks < 4 ? 4 : 8) * kTurns, kValueStage = kUnitsOfABlock * kValueUnit;
+  static constexpr int kPlaces = kBlocks < 8 ? 4 * kTurns : 8;
 
   JETRL_DEVICE static int part_of(int unit) { return unit / 2; }
   JETRL_DEVICE static int unit_of_part(int unit) { return unit % 2; }
@@ -41,7 +41,7 @@ struct Fp8Cache {
 
   // A warp's place among a block of keys' values, of a chunk of 16 features: the row of 16 bytes, of 32 keys, that a
   // lane gives to ldmatrix.
-  JETRL_DEVICE static uint32_t row_of_lane(const uint8_t* memory, int warp, int chunk) {
+  JETRL_DEVICE static uint32_t place_of_lane(const uint8_t* memory, int warp, int chunk) {
     const int lane = sm90::own_lane(), row = lane % CacheUnit::kKeys ^ chunk % 2;
     const uint32_t values = sm90::shared_address(memory + Shape::kValuesAt) + warp * CacheUnit::kChunk;
     return values + lane / CacheUnit::kKeys * kValueUnit + row * 16;
@@ -57,34 +57,40 @@ struct Fp8Cache {
     }
   }
 
+  // The same of half of two units, by their factors or, where one of the block's scales is large, by its scales.
+  template <bool kLarge>
+  JETRL_DEVICE static void dequantize(uint32_t (&a)[4], const uint32_t (&words)[4], const uint4& f,
+                                      const uint8_t* scales_of_keys, int two, int half) {
+    const int t = sm90::own_lane() % 4;
+    const uint32_t w0 = words[2 * half], w1 = words[2 * half + 1];
+    if constexpr (!kLarge) {
+      dequantize_unit(a, w0, w1, half == 0 ? f.x : f.z, half == 0 ? f.y : f.w);
+    } else {
+      uint32_t scales[2];
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const int key = (2 * two + half) * CacheUnit::kKeys + 2 * t + 8 * k;
+        const uint32_t both = *reinterpret_cast<const uint16_t*>(scales_of_keys + key);
+        scales[k] = sm90::permute_bytes(both, 0, 0x4140);
+      }
+      dequantize_unit(a, w0, w1, first_factors(scales[0]), first_factors(scales[1]));
+      const uint32_t more[2] = {second_factors(scales[0]), second_factors(scales[1])};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) a[j] = sm90::multiply_pair(a[j], more[j / 2]);
+    }
+  }
+
   // D += V^T P^T of a block of keys. Eight products are a chain; a warp dequantizes the values of the next one beside
   // it.
   template <bool kLarge>
   JETRL_DEVICE static void add(float (&d)[4], const uint32_t (&words)[4][4], const uint4 (&p)[4],
                                const uint4 (&factors)[4], const uint8_t* scales_of_keys) {
-    const int t = sm90::own_lane() % 4;
 #pragma unroll
     for (int two = 0; two < kUnitsOfABlock / 2; ++two) {
-      const uint4 f = factors[two];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint32_t a[4];
-        const uint32_t w0 = words[two][2 * half], w1 = words[two][2 * half + 1];
-        if constexpr (!kLarge) {
-          dequantize_unit(a, w0, w1, half == 0 ? f.x : f.z, half == 0 ? f.y : f.w);
-        } else {
-          uint32_t scales[2];
-#pragma unroll
-          for (int k = 0; k < 2; ++k) {
-            const int key = (2 * two + half) * CacheUnit::kKeys + 2 * t + 8 * k;
-            const uint32_t both = *reinterpret_cast<const uint16_t*>(scales_of_keys + key);
-            scales[k] = sm90::permute_bytes(both, 0, 0x4140);
-          }
-          dequantize_unit(a, w0, w1, first_factors(scales[0]), first_factors(scales[1]));
-          const uint32_t more[2] = {second_factors(scales[0]), second_factors(scales[1])};
-#pragma unroll
-          for (int j = 0; j < 4; ++j) a[j] = sm90::multiply_pair(a[j], more[j / 2]);
-        }
+        dequantize<kLarge>(a, words[two], factors[two], scales_of_keys, two, half);
         const uint32_t b[2] = {half == 0 ? p[two].x : p[two].z, half == 0 ? p[two].y : p[two].w};
         sm90::mma_bf16(d, a, b);
       }
@@ -100,22 +106,53 @@ struct Fp8Cache {
     return memory + Shape::kFactorsAt + place * Shape::kFactors;
   }
 
+  // Values of two units a time and factors of a block of keys, once they are there.
+  JETRL_DEVICE static const uint8_t* load_bytes(uint32_t (&words)[4][4], uint4 (&factors)[4], const uint8_t* memory,
+                                                const Barriers& barriers, const Place<kValueStages>& values, int i,
+                                                uint32_t of_lane) {
+    const uint8_t* of_values = wait_for_values(memory, barriers, values, i);
+    const uint4* rows = reinterpret_cast<const uint4*>(of_values + sm90::own_lane() % 4 * Shape::kFactorRow * 4);
+#pragma unroll
+    for (int two = 0; two < 4; ++two) {
+      factors[two] = rows[two];
+      sm90::ldmatrix_x4_transposed(words[two], of_lane + values.stage * kValueStage + 2 * two * kValueUnit);
+    }
+    return of_values;
+  }
+
+  JETRL_DEVICE static void load_values(uint32_t (&a)[kUnitsOfABlock][4], const uint8_t* memory,
+                                       const Barriers& barriers, Place<kValueStages>& values, int i,
+                                       uint32_t of_lane) {
+    uint32_t words[4][4];
+    uint4 factors[4];
+    const uint8_t* of_values = load_bytes(words, factors, memory, barriers, values, i, of_lane);
+    const bool large = word_at(of_values + Shape::kLarge) != 0;
+    sm90::sync_warp();
+    if (arrives()) sm90::barrier_arrive(barriers.values_empty(values.stage));
+    values.advance();
+    if (large) {
+#pragma unroll
+      for (int unit = 0; unit < kUnitsOfABlock; ++unit) {
+        dequantize<true>(a[unit], words[unit / 2], factors[unit / 2], of_values, unit / 2, unit % 2);
+      }
+    } else {
+#pragma unroll
+      for (int unit = 0; unit < kUnitsOfABlock; ++unit) {
+        dequantize<false>(a[unit], words[unit / 2], factors[unit / 2], of_values, unit / 2, unit % 2);
+      }
+    }
+  }
+
   JETRL_DEVICE static void accumulate(float (&d)[1][4], const uint8_t* memory, const Barriers& barriers, int blocks,
                                       int warp, int chunk) {
-    const uint32_t of_lane = row_of_lane(memory, warp, chunk);
+    const uint32_t of_lane = place_of_lane(memory, warp, chunk);
     Place<kValueStages> values;
 #pragma unroll 1
     for (int i = 0; i < blocks; ++i) {
-      const uint8_t* of_values = wait_for_values(memory, barriers, values, i);
-      const uint4* rows = reinterpret_cast<const uint4*>(of_values + sm90::own_lane() % 4 * Shape::kFactorRow * 4);
-      const bool large = word_at(of_values + Shape::kLarge) != 0;
       uint32_t words[4][4];
       uint4 factors[4], p[4];
-#pragma unroll
-      for (int two = 0; two < 4; ++two) {
-        factors[two] = rows[two];
-        sm90::ldmatrix_x4_transposed(words[two], of_lane + values.stage * kValueStage + 2 * two * kValueUnit);
-      }
+      const uint8_t* of_values = load_bytes(words, factors, memory, barriers, values, i, of_lane);
+      const bool large = word_at(of_values + Shape::kLarge) != 0;
       const uint8_t* of_p = wait_for_probabilities<Fp8Cache>(memory, barriers, i);
       const float2 rescale = rescaling_of<Shape>(of_p);
 #pragma unroll
@@ -193,11 +230,11 @@ struct Fp8Cache {
 
 void decode_attention_in_clusters(const Fp8Params& params, int pairs, int cluster, Stream stream) {
   if (cluster == 2) {
-    start_cluster<Fp8Cache<2>>(params, pairs, stream);
+    start_cluster<Fp8Cache, 2>(params, pairs, stream);
   } else if (cluster == 4) {
-    start_cluster<Fp8Cache<4>>(params, pairs, stream);
+    start_cluster<Fp8Cache, 4>(params, pairs, stream);
   } else if (cluster == 8) {
-    start_cluster<Fp8Cache<8>>(params, pairs, stream);
+    start_cluster<Fp8Cache, 8>(params, pairs, stream);
   } else {
     refuse_cluster(cluster);
   }

@@ -167,7 +167,8 @@ void jetrl_give(const uint8_t* from, int64_t bytes) { machine.given.push_back({f
 int jetrl_decode_attention(const void* cache, const uint8_t* values, const int* strides, const uint16_t* q,
                            uint16_t* out, const int32_t* lengths, const int32_t* table, int64_t stride_q,
                            int64_t stride_out, int64_t stride_table, int requests, int kv_heads, int group, int units,
-                           float scale, int cluster, uint32_t seed) {
+                           float scale, int cluster, int multiprocessors, uint32_t seed) {
+  machine.multiprocessors = multiprocessors;
   const jetrl::DecodeAttention call{q,        out,      lengths, table, stride_q, stride_out, stride_table,
                                     requests, kv_heads, group,   units, scale,    cluster};
   return guarded(seed, [&] {

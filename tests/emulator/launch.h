@@ -42,6 +42,11 @@ inline sm90::TensorMap output_map(const Output& out, int rows, int columns) {
   return {static_cast<const uint8_t*>(out.data), columns, rows, out.row_stride * 2, kStoreRows, 2, kStoreColumns};
 }
 
+template <auto kKernel>
+int clusters_at_once(const Grid& grid) {
+  return multiprocessors() / grid.cluster;
+}
+
 template <auto kKernel, class... Arguments>
 void launch(const Grid& grid, const Arguments&... arguments) {
   run_grid(grid, [&] { kKernel(arguments...); });

@@ -21,7 +21,7 @@ namespace emulator {
 constexpr uint32_t kFirstAddress = 1024;  // of dynamic shared memory; addresses below it are nobody's
 constexpr ptrdiff_t kNobodys = 64 * 1024;  // bytes on either side of shared memory
 constexpr size_t kStackBytes = 128 * 1024;
-constexpr int kBarriers = 80;  // of a block, at most
+constexpr int kBarriers = 96;  // of a block, at most
 
 struct Barrier {
   int count, pending;

@@ -219,10 +219,12 @@ class Emulator:
         scale: float,
         out: torch.Tensor,
         cluster: int = 1,
+        multiprocessors: int = 4,
         seed: int = 0,
     ) -> None:
         """Arguments as of ``kernels.decode_attention``, or with keys and values as of
-        ``kernels.decode_attention_bf16``, by clusters of that many blocks; raises as :meth:`run`."""
+        ``kernels.decode_attention_bf16``, by clusters of that many blocks, on so many ``multiprocessors``; raises as
+        :meth:`run`."""
         if isinstance(cache, tuple):
             keys, values = cache
             kv_heads, units = keys.shape[2], keys.shape[1] // 16
@@ -239,7 +241,7 @@ class Emulator:
             *strides,
             *(len(q), kv_heads, q.shape[1] // kv_heads, units),
             ctypes.c_float(scale),
-            cluster,
+            *(cluster, multiprocessors),
             ctypes.c_uint32(seed),
         )
         self._check(failed)

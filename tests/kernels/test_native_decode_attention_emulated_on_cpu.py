@@ -23,9 +23,10 @@ from jetrl_verl.kernels.decode_attention import CLUSTERS, choose_cluster
 pytestmark = pytest.mark.timeout(600)
 SCALE = 128**-0.5
 KERNELS = "sm90_decode_attention"
-EVERY_PLAN = [(cache, cluster) for cache in ("fp8", "bf16") for cluster in CLUSTERS]
-SOME_PLANS = [("fp8", 1), ("fp8", 4), ("bf16", 1), ("bf16", 2)]
-"""Cache and blocks of a cluster."""
+SHARED_OR_OWN = [(cluster, alone) for cluster in CLUSTERS for alone in (False, True)[: 1 + (cluster > 1)]]
+EVERY_PLAN = [(cache, *plan) for cache in ("fp8", "bf16") for plan in SHARED_OR_OWN]
+SOME_PLANS = [("fp8", 1, False), ("fp8", 2, True), ("fp8", 4, False), ("bf16", 1, False), ("bf16", 2, True)]
+"""Cache, blocks of a cluster, and whether each has a multiprocessor to itself: then warps of O take turns."""
 
 
 @pytest.fixture(scope="module")
@@ -86,38 +87,43 @@ class Case:
             out[r, heads] = torch.from_numpy(found).bfloat16()
         return out
 
-    def run(self, emulator: Emulator, cluster: int = 1, seed: int = 0) -> torch.Tensor:
-        out = torch.full(self.q.shape, torch.nan, dtype=torch.bfloat16)
-        emulator.decode_attention(self.q, self.cache, self.lengths, self.table, SCALE, out, cluster, seed)
+    def run(self, emulator: Emulator, cluster: int = 1, alone: bool = False, seed: int = 0) -> torch.Tensor:
+        out, multiprocessors = torch.full(self.q.shape, torch.nan, dtype=torch.bfloat16), 1024 if alone else 1
+        call = self.q, self.cache, self.lengths, self.table, SCALE, out
+        emulator.decode_attention(*call, cluster, multiprocessors, seed)
         return out
 
 
-def check(emulator: Emulator, case: Case, cluster: int, seed: int = 0) -> None:
-    got, want = case.run(emulator, cluster, seed), case.want()
+def check(emulator: Emulator, case: Case, cluster: int, alone: bool = False, seed: int = 0) -> None:
+    got, want = case.run(emulator, cluster, alone, seed), case.want()
     assert torch.equal(got.view(torch.int16), want.view(torch.int16))
 
 
 @pytest.mark.parametrize(
-    ("cache", "cluster", "length"),
-    [("fp8", cluster, n) for cluster in CLUSTERS for n in (1, 16, 17, 127, 128, 129, 300)]
-    + [("bf16", 1, n) for n in (1, 16, 17, 64, 127, 128, 129, 300)]
-    + [("bf16", cluster, n) for cluster, n in ((2, 1), (2, 300), (4, 129), (4, 300), (8, 17), (8, 300))],
+    ("cache", "cluster", "alone", "length"),
+    [("fp8", *plan, n) for plan in SHARED_OR_OWN for n in (1, 16, 17, 127, 128, 129, 300)]
+    + [("bf16", 1, False, n) for n in (1, 16, 17, 64, 127, 128, 129, 300)]
+    + [
+        ("bf16", cluster, alone, n)
+        for cluster, n in ((2, 1), (2, 300), (4, 129), (4, 300), (8, 17), (8, 300))
+        for alone in (False, True)
+    ],
 )
-def test_lengths(emulator, length, cache, cluster):
-    """Most of them of fewer blocks of keys than a cluster has blocks."""
-    check(emulator, Case([length], kv_heads=1, cache=cache), cluster, seed=length)
+def test_lengths(emulator, length, cache, cluster, alone):
+    """Most of them of fewer blocks of keys than a cluster has blocks; one block has one turn."""
+    check(emulator, Case([length], kv_heads=1, cache=cache), cluster, alone, seed=length)
 
 
-@pytest.mark.parametrize(("cache", "cluster"), SOME_PLANS)
+@pytest.mark.parametrize(("cache", "cluster", "alone"), SOME_PLANS)
 @pytest.mark.parametrize("group", range(1, 9))
-def test_query_heads_of_a_kv_head(emulator, group, cache, cluster):
-    check(emulator, Case([140], group=group, kv_heads=1, cache=cache), cluster)
+def test_query_heads_of_a_kv_head(emulator, group, cache, cluster, alone):
+    check(emulator, Case([140], group=group, kv_heads=1, cache=cache), cluster, alone)
 
 
-@pytest.mark.parametrize(("cache", "cluster"), SOME_PLANS)
+@pytest.mark.parametrize(("cache", "cluster", "alone"), SOME_PLANS)
 @pytest.mark.parametrize("block_size", [16, 32, 48, 128, 256])
-def test_requests_and_pages(emulator, block_size, cache, cluster):
-    check(emulator, Case([130, 1, 37], group=2, block_size=block_size, cache=cache), cluster, seed=block_size)
+def test_requests_and_pages(emulator, block_size, cache, cluster, alone):
+    check(emulator, Case([130, 1, 37], group=2, block_size=block_size, cache=cache), cluster, alone, seed=block_size)
 
 
 def test_pages_of_heads_in_front_of_tokens(emulator):
@@ -127,21 +133,29 @@ def test_pages_of_heads_in_front_of_tokens(emulator):
 
 
 @pytest.mark.parametrize(
-    ("cache", "cluster", "length", "seed"),
+    ("cache", "cluster", "alone", "length", "seed"),
     [
-        ("fp8", cluster, n, seed)
+        ("fp8", cluster, False, n, seed)
         for cluster, n, seeds in ((1, 700, 12), (2, 1000, 8), (4, 1700, 4), (8, 2200, 2))
         for seed in range(seeds)
     ]
     + [
-        ("bf16", cluster, n, seed)
+        ("bf16", cluster, False, n, seed)
         for cluster, n, seeds in ((1, 700, 6), (2, 1000, 4), (4, 1300, 2), (8, 2200, 1))
+        for seed in range(seeds)
+    ]
+    + [
+        (cache, cluster, True, n, seed)
+        for cache, cluster, n, seeds in (
+            *(("fp8", 2, 400, 8), ("fp8", 2, 1700, 6), ("fp8", 4, 2600, 2), ("fp8", 8, 3500, 1)),
+            *(("bf16", 2, 1200, 3), ("bf16", 4, 1700, 1), ("bf16", 8, 2200, 1)),
+        )
         for seed in range(seeds)
     ],
 )
-def test_interleavings(emulator, cache, cluster, length, seed):
-    """More blocks than the rings have stages."""
-    check(emulator, Case([length], group=4, kv_heads=1, cache=cache), cluster, seed)
+def test_interleavings(emulator, cache, cluster, alone, length, seed):
+    """More blocks than the rings have stages, but for the first one in turns."""
+    check(emulator, Case([length], group=4, kv_heads=1, cache=cache), cluster, alone, seed)
 
 
 def outlier(x: torch.Tensor) -> torch.Tensor:
@@ -168,7 +182,7 @@ def tiny(x: torch.Tensor) -> torch.Tensor:
     return x * 2.0**-58
 
 
-@pytest.mark.parametrize(("cache", "cluster"), SOME_PLANS)
+@pytest.mark.parametrize(("cache", "cluster", "alone"), SOME_PLANS)
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -180,8 +194,8 @@ def tiny(x: torch.Tensor) -> torch.Tensor:
         (of_every_size, None),
     ],
 )
-def test_outliers_and_numbers_of_every_size(emulator, key, value, cache, cluster):
-    check(emulator, Case([200], kv_heads=1, key=key, value=value, cache=cache), cluster)
+def test_outliers_and_numbers_of_every_size(emulator, key, value, cache, cluster, alone):
+    check(emulator, Case([200], kv_heads=1, key=key, value=value, cache=cache), cluster, alone)
 
 
 @pytest.mark.parametrize("cluster", [1, 2])
@@ -208,11 +222,11 @@ def test_a_value_that_is_nan_makes_its_own_feature_nan(emulator, cluster):
     assert Case([40], kv_heads=1, cache="bf16", key=plant).run(emulator, cluster).isnan().all()
 
 
-@pytest.mark.parametrize(("cache", "cluster"), EVERY_PLAN)
-def test_a_request_of_no_tokens_is_zero(emulator, cache, cluster):
+@pytest.mark.parametrize(("cache", "cluster", "alone"), EVERY_PLAN)
+def test_a_request_of_no_tokens_is_zero(emulator, cache, cluster, alone):
     case = Case([20, 30], cache=cache)
     case.lengths[1] = 0
-    out = case.run(emulator, cluster)
+    out = case.run(emulator, cluster, alone)
     assert (out[1] == 0).all() and torch.equal(out[0], case.want()[0])
 
 
@@ -326,6 +340,25 @@ FAULTS_OF_CLUSTERS = {
 }
 """Likewise, of what both caches' kernels of clusters share."""
 
+FAULTS_OF_TURNS = {
+    "O so far is not waited for": (
+        'sm90::barrier_wait(barriers.output_full(other), (i - 1) / kTurns & 1, "output_full", other);',
+        "",
+    ),
+    "O so far is waited for in the wrong phase": ('(i - 1) / kTurns & 1, "output_full"', 'i / kTurns & 1, "output_full"'),
+    "O is handed over before all lanes have written it": (
+        "    sm90::sync_warp();\n    if (arrives()) sm90::barrier_arrive(barriers.output_full(warp));",
+        "    if (arrives()) sm90::barrier_arrive(barriers.output_full(warp));",
+    ),
+    "P is overwritten before all lanes have read it": (
+        "    sm90::sync_warp();\n    if (arrives()) sm90::barrier_arrive(barriers.p_empty(i %",
+        "    if (arrives()) sm90::barrier_arrive(barriers.p_empty(i %",
+    ),
+    "both warps begin at the same stage": ("  values.skip(turn * Cache::kPieces);\n", ""),
+    "the wrong warp has all of O": ("if (i + 1 == blocks) return true;", "if (i + 2 == blocks) return true;"),
+}
+"""Likewise, of blocks that have a multiprocessor each."""
+
 FAULTS_OF_FP8_CLUSTERS = {
     "two blocks have each other's features": ("+ rank * kValueUnit", "+ (kBlocks - 1 - rank) * kValueUnit"),
     "keys are overwritten": ("if (is_reused) ", "if (false) "),
@@ -363,11 +396,11 @@ def plant(library: Path, tmp_path: Path, file: str, kernel: str, before: str, af
     return Emulator(native_emulator.build(tmp_path, csrc, kernel, library.parent, compiled=others))
 
 
-def is_seen(faulty: Emulator, case: Case, cluster: int) -> bool:
+def is_seen(faulty: Emulator, case: Case, cluster: int, alone: bool = False) -> bool:
     want = case.want()
     for seed in range(12):
         try:
-            if not torch.equal(case.run(faulty, cluster, seed).view(torch.int16), want.view(torch.int16)):
+            if not torch.equal(case.run(faulty, cluster, alone, seed).view(torch.int16), want.view(torch.int16)):
                 return True
         except RuntimeError:
             return True
@@ -388,6 +421,13 @@ def test_a_planted_fault_of_clusters_is_seen(library, tmp_path, fault):
         file, changes = f"{OF_CLUSTERS}.cu", FAULTS_OF_FP8_CLUSTERS
     faulty = plant(library, tmp_path, file, OF_CLUSTERS, *changes[fault])
     assert is_seen(faulty, Case([30, 1000], kv_heads=1, value=huge_at_first), 2)
+
+
+@pytest.mark.parametrize("fault", [*FAULTS_OF_TURNS, *FAULTS_OF_CLUSTERS])
+def test_a_planted_fault_of_turns_is_seen(library, tmp_path, fault):
+    change = (FAULTS_OF_CLUSTERS | FAULTS_OF_TURNS)[fault]
+    faulty = plant(library, tmp_path, CLUSTERS_SHARED, OF_CLUSTERS, *change)
+    assert is_seen(faulty, Case([30, 1700], kv_heads=1, value=huge_at_first), 2, alone=True)
 
 
 @pytest.mark.parametrize("fault", FAULTS_OF_BF16)

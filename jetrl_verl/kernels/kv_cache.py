@@ -23,9 +23,15 @@ from jetrl_verl.kernels.device.e4m3 import (
     INF_BITS,
     decode,
     encode,
-    encode_with_values,
+    encode_two,
+    high_half,
+    largest_halves,
+    largest_of_halves,
+    least_anchor,
+    low_half,
     magnitude_bits,
     reciprocal_of,
+    round_halves,
     scale_of,
 )
 from jetrl_verl.kernels.device.launch import jit
@@ -87,14 +93,6 @@ def _scale_of_head(bits):
 
 
 @jit
-def _quantized(x):
-    """FP32 rows [R, 128]: uint8 qdata, their biased exponents [R], their values."""
-    scale, reciprocal, exponent = _scale_of_head(tl.max(magnitude_bits(x), axis=1))
-    qdata, value = encode_with_values(x, scale[:, None], reciprocal[:, None], True)
-    return qdata, exponent, value * scale[:, None]
-
-
-@jit
 def _scale(byte):
     return (byte.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
@@ -103,15 +101,21 @@ def _scale(byte):
 def _quantize_rows(
     x_ptr, qdata_ptr, scales_ptr, out_ptr, token, head, stride_token, stride_head, row, held, KEEP: tl.constexpr
 ):
-    lane = tl.arange(0, GROUP)[None, :]
-    source = x_ptr + (token * stride_token + head * stride_head)[:, None] + lane
-    x = tl.load(source, mask=held[:, None], other=0.0).to(tl.float32)
-    qdata, exponent, value = _quantized(x)
-    target = row.to(tl.int64)[:, None] * GROUP + lane
+    # Words of two neighbours, the left one in the lower half.
+    word = tl.arange(0, GROUP // 2)[None, :]
+    source = x_ptr.to(tl.pointer_type(tl.int32)) + (token * stride_token + head * stride_head)[:, None] + word
+    held_words = held[:, None]
+    # Read once; what stays in L2 is what attention is about to read.
+    words = tl.load(source, mask=held_words, other=0, eviction_policy="evict_first")
+    bits = largest_of_halves(largest_halves(words, 1)).to(tl.int32, bitcast=True)
+    scale, reciprocal, exponent = _scale_of_head(bits)
+    target = row.to(tl.int64)[:, None] * (GROUP // 2) + word
     if KEEP:
-        tl.store(qdata_ptr + target, qdata, mask=held[:, None])
+        pairs = encode_two(low_half(words), high_half(words), reciprocal[:, None], scale[:, None], True)
+        tl.store(qdata_ptr.to(tl.pointer_type(tl.int16)) + target, pairs, mask=held_words)
         tl.store(scales_ptr + row, exponent, mask=held)
-    tl.store(out_ptr + target, value.to(tl.bfloat16), mask=held[:, None])
+    seen = round_halves(words, least_anchor(scale, bits)[:, None])
+    tl.store(out_ptr.to(tl.pointer_type(tl.int32)) + target, seen, mask=held_words)
 
 
 @jit(do_not_specialize=["rows"])
@@ -120,6 +124,7 @@ def _quantize_kernel(
     stride_k_token, stride_k_head, stride_v_token, stride_v_head,
     HEADS: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
+    # Numbers are read and written as words of two, and strides are in words.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     held = row < rows
     token, head = (row // HEADS).to(tl.int64), row % HEADS
@@ -133,10 +138,16 @@ def _quantize_kernel(
         )
 
 
+def _has_words(x: torch.Tensor) -> bool:
+    """Whether heads are words of two neighbours where they lie."""
+    token, head, feature = x.stride()
+    return feature == 1 and token % 2 == 0 and head % 2 == 0 and x.data_ptr() % 4 == 0
+
+
 def _quantize(k: torch.Tensor, v: torch.Tensor, keep: bool) -> tuple[torch.Tensor, ...]:
     """Keys' qdata and scales, those of values, which are empty unless they are to be kept, and what attention sees."""
     tokens, heads, _ = k.shape
-    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    k, v = (x if _has_words(x) else x.clone(memory_format=torch.contiguous_format) for x in (k, v))
     kept = tokens if keep else 0
     qdata = [torch.empty((kept, *k.shape[1:]), dtype=FP8_DTYPE, device=k.device) for _ in range(2)]
     scales = [torch.empty((kept, heads), dtype=torch.uint8, device=k.device) for _ in range(2)]
@@ -145,8 +156,7 @@ def _quantize(k: torch.Tensor, v: torch.Tensor, keep: bool) -> tuple[torch.Tenso
         bytes_of = [q.view(torch.uint8) for q in qdata]
         _quantize_kernel[(ceil_div(tokens * heads, _ROWS), 2)](
             *(k, v, bytes_of[0], scales[0], bytes_of[1], scales[1], *out, tokens * heads),
-            *k.stride()[:2],
-            *v.stride()[:2],
+            *(stride // 2 for x in (k, v) for stride in x.stride()[:2]),
             HEADS=heads,
             ROWS=_ROWS,
             KEEP=keep,

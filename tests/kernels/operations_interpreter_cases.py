@@ -12,15 +12,17 @@ import torch
 import triton
 import triton.language as tl
 from backends import triton_kernels
+from kv_cache_heads import SCALES, assert_seen, every_maximum, every_number
 
 from jetrl_verl import kernels
 from jetrl_verl.kernels import dispatch
 from jetrl_verl.kernels.block_sums import reference_block_sums
 from jetrl_verl.kernels.draw import _chosen as reference_chosen
 from jetrl_verl.kernels.draw import _chosen_place, reference_draw
+from jetrl_verl.kernels.kv_cache import _quantize_kernel
 from jetrl_verl.kernels.logits import MANY_ROWS, TILES, triton_logits_by
 from jetrl_verl.kernels.rms_norm import _are_heads_in_place
-from jetrl_verl.reference import cache_shape
+from jetrl_verl.reference import cache_shape, dequantize_heads, quantize_heads
 
 EPS = 1e-6
 BF16_STEP, FP32_STEPS = 2**-7, 2**-20
@@ -360,6 +362,39 @@ def test_quantize_and_dequantize_kv(tokens, heads, in_part):
         assert same(*(x.view(torch.uint8) if x.itemsize == 1 else x for x in (mine, theirs)))
     for seen in (triton_kernels.dequantize_kv(*got[:4]), triton_kernels.quantize_dequantize_kv(k, v)):
         assert all(same(a, b) for a, b in zip(seen, want[4:], strict=True))
+
+
+def check_what_is_seen_of(heads: torch.Tensor) -> None:
+    """By the quantizer's kernel in programs of 512 heads: in its own of 16 the interpreter would take minutes."""
+    got, unused = [torch.empty_like(heads) for _ in range(2)], [torch.empty(0, dtype=torch.uint8)] * 4
+    call = (heads, heads.neg(), *unused, *got, len(heads), *(64, 64) * 2)
+    _quantize_kernel[(-(-len(heads) // 512), 2)](*call, HEADS=1, ROWS=512, KEEP=False)
+    assert_seen(got[0], heads)
+    assert_seen(got[1], heads.neg())
+
+
+@pytest.mark.parametrize("first", SCALES[::23])
+def test_every_bf16_number_at_every_scale_is_seen_as_the_reference_has_it(first):
+    for exponent in range(first, first + 23):
+        check_what_is_seen_of(every_number(exponent))
+
+
+def test_a_head_of_every_maximum_is_seen_as_the_reference_has_it():
+    check_what_is_seen_of(every_maximum())
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_heads_that_are_no_words_where_they_lie_are_seen_all_the_same(keep):
+    """At an odd address, with odd strides between tokens and between features."""
+    rows = normal(9, 515)
+    odd = rows[:, 1:257].unflatten(1, (2, 128)), rows[:, 257:513].unflatten(1, (128, 2)).transpose(1, 2)
+    quantize = triton_kernels.quantize_kv if keep else triton_kernels.quantize_dequantize_kv
+    want = dispatch.implementation("quantize_kv", "reference")(*odd)
+    assert all(same(a.float(), b.float()) for a, b in zip(quantize(*odd), want[-6 if keep else -2 :], strict=True))
+    at_an_odd_address = rows.flatten()[1 : 1 + 9 * 256].view(9, 2, 128)
+    assert at_an_odd_address.data_ptr() % 4 and at_an_odd_address.is_contiguous()
+    found = triton_kernels.quantize_dequantize_kv(at_an_odd_address, at_an_odd_address)
+    assert same(found[0], dequantize_heads(quantize_heads(at_an_odd_address)))
 
 
 @pytest.mark.parametrize("block_size", [16, 48])

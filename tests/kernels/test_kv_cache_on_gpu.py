@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 import torch
+from kv_cache_heads import SCALES, assert_seen, every_maximum, every_number
 
 from jetrl_verl import kernels, reference
 from jetrl_verl.kernels import dispatch, vllm_kernels
@@ -134,6 +135,16 @@ def test_bytes_are_those_of_the_reference(change, in_part):
         call = (x.to(device) for x in (k, v, caches[-1], slots))
         dispatch.implementation("write_kv", backend)(*call)
     assert torch.equal(caches[0].cpu(), caches[1])
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_every_bf16_number_at_every_scale_and_every_maximum_is_seen_as_the_reference_has_it(keep):
+    """12 million numbers; the interpreter's sums of BF16 numbers are not the GPU's instruction."""
+    heads = torch.cat([*map(every_number, SCALES), every_maximum()])
+    name = "quantize_kv" if keep else "quantize_dequantize_kv"
+    k, v = dispatch.implementation(name, "triton")(heads.cuda(), heads.neg().cuda())[-2:]
+    assert_seen(k, heads)
+    assert_seen(v, heads.neg())
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 5, 7, 8])

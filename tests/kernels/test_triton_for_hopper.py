@@ -129,3 +129,15 @@ def test_packed_qdata_are_stored_and_not_looked_at(kernel, types, constants):
             words = re.search(r"mov\.b32\s+%r\d+, \{(%rs\d+), (%rs\d+)\}", line)
             stored = re.search(r"st\.(shared|global)\S*\s", line)
             assert stored or (words and packed.issuperset(words.groups())), line
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_what_attention_sees_is_rounded_two_numbers_at_a_time(keep):
+    """No number of 16 a thread is unpacked for it, in loads and stores of 16 bytes."""
+    constants = {"HEADS": 8, "ROWS": kv_cache._ROWS, "KEEP": keep}
+    ptx = ptx_for_hopper(kv_cache._quantize_kernel, _OF_THE_CACHE | dict.fromkeys(_BYTES, "*u8"), constants)
+    words = kv_cache._ROWS * 64 // 128
+    assert ptx.count("fma.rn.bf16x2") == 3 * words
+    assert ptx.count("mul.f32") == (2 * words if keep else 0), "of qdata"
+    assert len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) == words // 4
+    assert len(re.findall(r"st\.global\S*\.v4\.b32", ptx)) == words // 4 + keep * words // 8

@@ -345,7 +345,10 @@ FAULTS_OF_TURNS = {
         'sm90::barrier_wait(barriers.output_full(other), (i - 1) / kTurns & 1, "output_full", other);',
         "",
     ),
-    "O so far is waited for in the wrong phase": ('(i - 1) / kTurns & 1, "output_full"', 'i / kTurns & 1, "output_full"'),
+    "O so far is waited for in the wrong phase": (
+        '(i - 1) / kTurns & 1, "output_full"',
+        'i / kTurns & 1, "output_full"',
+    ),
     "O is handed over before all lanes have written it": (
         "    sm90::sync_warp();\n    if (arrives()) sm90::barrier_arrive(barriers.output_full(warp));",
         "    if (arrives()) sm90::barrier_arrive(barriers.output_full(warp));",

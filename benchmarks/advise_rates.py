@@ -499,13 +499,13 @@ def _fit_shared_attention(put, rates) -> None:
     """Of attention alone, both caches in one run. Where one cluster reads a request's keys: one long request. By bytes:
     BF16's rate in an engine, times what FP8 gains in the difference of two sizes; what a call costs beside its bytes
     is in the latency of a layer."""
-    found = results("kv_cache_values_by_lanes")
+    found = results("kv_cache")
     few, many, long = (64, 4096), (32, 16384), (1, 32768)
     us = {
         (r["requests"], r["tokens"]): {name: each["median"] - found["event_us"] for name, each in r["us"].items()}
         for r in found["records"]
     }
-    source = "kv_cache_values_by_lanes_h200.json, attention alone, {}, 4b9ebeb"
+    source = "kv_cache_h200.json, attention alone, {}, 4284dc4"
     for name, contender in (("attention.shared.key", "ours"), ("attention.fp8_cache.key", "fp8")):
         put(name, us[long][contender] / long[1] / 1e6, "s", source.format("1 x 32768"))
     moved = {(r["requests"], r["tokens"]): r["bytes"]["fp8"] for r in found["records"]}

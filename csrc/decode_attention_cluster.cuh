@@ -30,6 +30,7 @@ namespace jetrl {
 // What a cache is, its copies and its operands, is a class (Fp8Cache, Bf16Cache):
 //   kBlocks                             C
 //   kTurns                              warps of O that take turns: 2 of a block that has a multiprocessor to itself, or 1
+//   kGainsByTurns                       whether a block that has a multiprocessor to itself is faster by them
 //   Params                              DecodeAttentionParams and where the cache is
 //   kHasScales                          whether values have scales, which come with their keys
 //   kPieces                             stages that the keys, and the values, of a block of 128 take
@@ -518,7 +519,7 @@ JETRL_KERNEL void __launch_bounds__(ClusterShape<Cache>::kThreads, ClusterShape<
   if constexpr (kBlocks > 1) sm90::sync_cluster();  // what this block has sent is read from here until it has come
 }
 
-// Where all clusters find multiprocessors of their own, warps of O take turns.
+// Where all clusters find multiprocessors of their own, warps of O take turns, if that is faster.
 template <template <int, int> class Cache, int kBlocks, class Params>
 void start_cluster(const Params& params, int pairs, Stream stream) {
   const auto grid = [&](auto cache) {
@@ -526,7 +527,7 @@ void start_cluster(const Params& params, int pairs, Stream stream) {
     return Grid{pairs * kBlocks, kBlocks, Shape::kThreads, Shape::kBytes, stream};
   };
   using Sharing = Cache<kBlocks, 1>;
-  if constexpr (kBlocks > 1) {
+  if constexpr (kBlocks > 1 && Sharing::kGainsByTurns) {
     using Alone = Cache<kBlocks, 2>;
     constexpr auto kKernel = decode_attention_cluster_kernel<Alone>;
     if (pairs <= clusters_at_once<kKernel>(grid(Alone{}))) return launch<kKernel>(grid(Alone{}), params);

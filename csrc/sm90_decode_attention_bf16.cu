@@ -42,6 +42,7 @@ struct Bf16Cache {
   using Shape = ClusterShape<Bf16Cache>;
 
   static constexpr int kBlocks = kOfACluster, kTurns = kTurnsOfOutput, kPieces = 2;
+  static constexpr bool kGainsByTurns = kBlocks < 8;  // eight blocks wait for each other, and lose 3% by turns
   static constexpr bool kHasScales = false;
   static constexpr int kOutputWarps = kBlocks == 1 ? 4 : 8 / kBlocks, kChunks = kBlocks == 1 ? 2 : 1;
   static constexpr int kSoftmaxWarps = kBlocks < 4 ? 2 : 4;

@@ -18,6 +18,7 @@ struct Fp8Cache {
   using Shape = ClusterShape<Fp8Cache>;
 
   static constexpr int kBlocks = kOfACluster, kTurns = kTurnsOfOutput, kPieces = 1;
+  static constexpr bool kGainsByTurns = true;
   static constexpr bool kHasScales = true;
   static constexpr int kOutputWarps = 8 / kBlocks, kChunks = 1;
   static constexpr int kSoftmaxWarps = 4, kKeyWarps = 1, kKeyArrivals = 1;

@@ -396,7 +396,7 @@ def test_a_model_of_another_architecture_is_one_sentence():
 
 def test_a_report_says_of_which_builds_its_rates_are():
     note = measured().builds_note()
-    assert "builds side by side" in note and "kv_cache_values_by_lanes_h200.json" in note
+    assert "builds side by side" in note and "kv_cache_h200.json" in note
     code, text = run("--model", "qwen3-8b")
     assert code == 0 and f"Rates: {measured().machine}. {note}\n" in text
     code, text = run("--model", "qwen3-8b", "--json")

@@ -12,12 +12,16 @@ take the path of a Hopper GPU, Triton's own Python in it, up to the driver's cal
 Microseconds of a layer and phase are thus the host's own but for the driver, some 3 us a launch on either side. The
 stock layer's operators run as a CPU runs them, tiny. Counts are exact.
 
-**On a GPU** the layers have Qwen3-8B's shape: launches of a layer, milliseconds of the host until all is queued, and
-milliseconds of the step at each of ``--tokens``, so that the crossing shows. The precisions take turns.
+**On a GPU** the layers have Qwen3-8B's shape: launches of a layer, milliseconds of the step at each of ``--tokens``, of
+the host until all is queued, and of the GPU's kernels, so that it shows which of the two decides. The precisions take
+turns. ``--where PRECISION`` prints, too, in which functions the host spends a step, by Python's profiler, which makes
+each call of a function dearer.
 """
 
 import argparse
+import cProfile
 import json
+import pstats
 import statistics
 import sys
 import time
@@ -307,14 +311,16 @@ def report_cpu(found: dict[str, Any]) -> None:
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
-def launches_on_gpu(step: Step) -> int:
+def kernels_on_gpu(step: Step) -> tuple[int, float]:
+    """Launches of a step, and seconds of their kernels."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         step.forward()
         step.backward()
         torch.cuda.synchronize()
-    return sum(event.count for event in found.key_averages() if event.device_type.name == "CUDA")
+    kernels = [event for event in found.key_averages() if event.device_type.name == "CUDA"]
+    return sum(event.count for event in kernels), sum(event.self_device_time_total for event in kernels) / 1e6
 
 
 def seconds_on_gpu(step: Step) -> dict[str, float]:
@@ -325,6 +331,20 @@ def seconds_on_gpu(step: Step) -> dict[str, float]:
     queued = time.perf_counter()
     torch.cuda.synchronize()
     return {"host": queued - started, "step": time.perf_counter() - started}
+
+
+def where_on_host(step: Step, title: str, repetitions: int = 5, shown: int = 40) -> None:
+    """Print the functions in which the host spends a step. A backward runs in the thread that asks for it, or the
+    profiler would not see it."""
+    profiler = cProfile.Profile()
+    with torch.autograd.set_multithreading_enabled(False):
+        profiler.enable()
+        for _ in range(repetitions):
+            step.forward()
+            step.backward()
+        profiler.disable()
+    console.print(f"{title}: {repetitions} steps")
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(shown)
 
 
 def on_gpu(config: Qwen3Config, options: argparse.Namespace) -> dict[str, Any]:
@@ -341,17 +361,26 @@ def on_gpu(config: Qwen3Config, options: argparse.Namespace) -> dict[str, Any]:
             for precision, step in steps.items():
                 runs[precision].append(seconds_on_gpu(step))
         for precision, step in steps.items():
-            found[precision]["launches"] = launches_on_gpu(step) / config.num_hidden_layers
+            launches, kernels = kernels_on_gpu(step)
+            found[precision]["launches"] = launches / config.num_hidden_layers
             found[precision]["tokens"][tokens] = {
-                part: [run[part] / config.num_hidden_layers for run in runs[precision]] for part in ("host", "step")
+                "kernels": kernels / config.num_hidden_layers,
+                **{
+                    part: [run[part] / config.num_hidden_layers for run in runs[precision]] for part in ("host", "step")
+                },
             }
+            if precision == options.where:
+                where_on_host(step, f"{precision}, {tokens} tokens")
         del steps
         torch.cuda.empty_cache()
     return found
 
 
 def report_gpu(found: dict[str, Any], options: argparse.Namespace) -> None:
-    table = Table(title="a layer, forward and backward: ms of the step (until all is queued), median", box=SIMPLE_HEAD)
+    title = (
+        "a layer, forward and backward, ms: step, median and smallest; until the host has queued it; kernels of the GPU"
+    )
+    table = Table(title=title, box=SIMPLE_HEAD)
     for column in ("precision", "launches", *(f"{tokens} tokens" for tokens in options.tokens)):
         table.add_column(column, justify="right")
     first = found[options.precisions[0]]["tokens"]
@@ -360,7 +389,8 @@ def report_gpu(found: dict[str, Any], options: argparse.Namespace) -> None:
         for tokens, parts in result["tokens"].items():
             step, host = (1e3 * statistics.median(parts[part]) for part in ("step", "host"))
             ratio = step / (1e3 * statistics.median(first[tokens]["step"]))
-            cells.append(f"{step:.2f} ({host:.2f}) {ratio:.2f}x")
+            least, kernels = 1e3 * min(parts["step"]), 1e3 * parts["kernels"]
+            cells.append(f"{step:.2f} ({least:.2f}); {host:.2f}; {kernels:.2f}; {ratio:.2f}x")
         table.add_row(precision, f"{result['launches']:.1f}", *cells)
     console.print(table)
 
@@ -375,6 +405,7 @@ def main() -> int:
     parser.add_argument(
         "--triton-us", type=float, default=15.0, help="taken for a launch by Triton's JIT, without a GPU"
     )
+    parser.add_argument("--where", choices=PRECISIONS, help="print where the host spends a step of it, on a GPU")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     options = parser.parse_args()
     wide = dict(hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8)

@@ -27,13 +27,12 @@ from jetrl_verl.kernels.device.e4m3 import (
     high_half,
     largest_halves,
     largest_of_halves,
-    least_anchor,
     low_half,
     magnitude_bits,
     reciprocal_of,
-    round_halves,
     scale_of,
 )
+from jetrl_verl.kernels.device.halves import least_anchor, round_halves
 from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16

@@ -21,7 +21,6 @@ from jetrl_verl.reference import BLOCK, check_rule
 GROUP: tl.constexpr = tl.constexpr(BLOCK)
 INF_BITS: tl.constexpr = tl.constexpr(0x7F800000)
 _NAN_BITS: tl.constexpr = tl.constexpr(0x7FC00000)
-_NAN_HALF: tl.constexpr = tl.constexpr(0x7FC0)
 _NAN_CODE: tl.constexpr = tl.constexpr(0x7F)
 _E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
 _E4M3_MAX_RECIPROCAL: tl.constexpr = tl.constexpr((torch.tensor(1.0) / 448.0).item())
@@ -30,12 +29,6 @@ MIN_SCALE: tl.constexpr = tl.constexpr(2.0**-63)
 _MIN_SCALE_EXPONENT: tl.constexpr = tl.constexpr(127 - 63)
 _CARRY_ABOVE_1_75: tl.constexpr = tl.constexpr(0x7FFFFF - 0x600000)
 _HIGH_HALF: tl.constexpr = tl.constexpr(-0x10000)
-_TO_SMALLEST_NORMAL: tl.constexpr = tl.constexpr(6 << 23)
-# BF16 numbers in both halves of a word.
-_SIGNS: tl.constexpr = tl.constexpr(-0x7FFF8000)
-_SIXTEENTHS: tl.constexpr = tl.constexpr(0x3D803D80)
-_MINUS_ONES: tl.constexpr = tl.constexpr(-0x407F4080)
-_MINUS_SIXTEENS: tl.constexpr = tl.constexpr(-0x3E7F3E80)
 _FIRST_OF_PAIRED_MAXIMA = 90
 """Capability of the first GPU with two 16-bit maxima at once, Hopper; Ada's assembler refuses the instruction."""
 
@@ -521,7 +514,8 @@ def store_both(
 
 @jit
 def decode(qdata):
-    """FP32 values of uint8 qdata that were loaded; for those that are being made there is :func:`round_halves`.
+    """FP32 values of uint8 qdata that were loaded; for those that are being made there is ``round_halves``
+    (device/halves.py).
 
     Where anything but a store looks at a register that ``cvt.rn.satfinite.e4m3x2`` packed, ptxas 12.8, which comes with
     Triton 3.6, makes the upper half of that same register an operand of the packing instruction, and reads it before
@@ -534,54 +528,6 @@ def decode(qdata):
         return (bits | ((qdata.to(tl.int32) & 0x80) << 24)).to(tl.float32, bitcast=True)
     else:
         return qdata.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-
-
-@jit
-def _fma_in_floats(a, b, c):
-    # Bits of one rounded sum. FP32 holds such products whole, and where the sum is rounded twice, the smaller summand
-    # is so small that neither rounding is near a tie.
-    bits = (a * b + c).to(tl.int32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return tl.where((bits & 0x7FFFFFFF) > INF_BITS, _NAN_HALF, rounded) & 0xFFFF
-
-
-@jit
-def _fma_of_halves(a, FACTORS: tl.constexpr, c):
-    # Of the BF16 numbers in either half of words, as round_halves needs it: ``FACTORS`` are powers of two.
-    if INTERPRETED:
-        b = tl.full([], FACTORS, tl.int32)
-        low = _fma_in_floats(low_half(a), low_half(b), low_half(c))
-        return low | (_fma_in_floats(high_half(a), high_half(b), high_half(c)) << 16)
-    else:
-        return tl.inline_asm_elementwise(
-            "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, FACTORS, c], dtype=tl.int32, is_pure=True, pack=1
-        )
-
-
-@jit
-def least_anchor(scale, bits):
-    """For :func:`round_halves`, from power-of-two scales and the maxima ``bits`` that they were made of."""
-    half = ((scale.to(tl.int32, bitcast=True) - _TO_SMALLEST_NORMAL) >> 16) | 0x40
-    half = tl.where(bits >= INF_BITS, _NAN_HALF, half)
-    return half | (half << 16)
-
-
-@jit
-def round_halves(words, least):
-    """The BF16 numbers in either half of words rounded to E4M3 at a power-of-two scale s: what :func:`encode` makes of
-    them times s, without qdata, and two numbers at a time.
-
-    From |x| = 2^e on E4M3 has steps of 2^(e - 3), and below 2^-6 s those that it has there. Around 1.5 * 2^e, the
-    anchor of x, BF16 has steps of 2^(e - 7). So anchor + x / 16, rounded once to nearest even, ends at the sixteenth of
-    the result, and subtracting the anchor and multiplying by 16 are exact. An anchor for x instead of x / 16 would
-    leave BF16's range for the largest numbers.
-
-    ``least``: the anchor of 2^-6 s; NaN for a group with an Inf or NaN, which turns all of it into NaN.
-    """
-    anchor = larger_halves((words & 0x7F807F80) | 0x00400040, least)
-    rest = _fma_of_halves(_fma_of_halves(words, _SIXTEENTHS, anchor), _MINUS_ONES, anchor)
-    # A rest of zero is +0 and its product -0: adding the zero of the number's sign gives that zero.
-    return _fma_of_halves(rest, _MINUS_SIXTEENS, words & _SIGNS)
 
 
 @jit

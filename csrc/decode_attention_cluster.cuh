@@ -29,7 +29,7 @@ namespace jetrl {
 //
 // What a cache is, its copies and its operands, is a class (Fp8Cache, Bf16Cache):
 //   kBlocks                             C
-//   kTurns                              warps of O that take turns: 2 of a block that has a multiprocessor to itself, or 1
+//   kTurns                              warps of O that take turns: 2 where a block has a multiprocessor to itself
 //   kGainsByTurns                       whether a block that has a multiprocessor to itself is faster by them
 //   Params                              DecodeAttentionParams and where the cache is
 //   kHasScales                          whether values have scales, which come with their keys
@@ -64,7 +64,7 @@ struct ClusterShape {
   // which behind the last row's is said.
   static constexpr int kFactorRow = 20, kLarge = (3 * kFactorRow + kKeysOfABlock / 8) * 4;
   static constexpr int kFactors = Cache::kHasScales ? 4 * kFactorRow * 4 : 0;
-  // A warp of softmax writes those of a block of keys once O has the P that it wrote two turns ago.
+  // A warp of softmax writes those of a block of keys once O has the P that it wrote two rounds ago.
   static constexpr int kFactorPlaces = Cache::kHasScales ? 2 * kSoftmaxWarps : 0;
   static constexpr int kHandedOver = (kQueries + 32) * 4;  // by a softmax warp: maxima of queries, sums of lanes
   // By a warp of O: what its lanes have. The next one reads it before it hands over its own, which this one waits for.
@@ -83,7 +83,10 @@ struct ClusterShape {
   // A wait names a phase by its parity: a place's scores are one warp's of softmax in every lap.
   static_assert(kPlaces % kSoftmaxWarps == 0, "a place of scores has one reader");
   static_assert(Cache::kValueStages % (kTurns * Cache::kPieces) == 0 || kTurns == 1, "a stage of values has one turn");
-  static_assert(kSoftmaxWarps % kTurns == 0 && kOutputsAt % 16 == 0);
+  static_assert(kTurns == 1 || Cache::kGainsByTurns);
+  static_assert(kSoftmaxWarps % kTurns == 0, "a warp of softmax writes P for one turn");
+  static_assert(kOutputsAt % 16 == 0, "sums are moved 16 bytes at a time");
+  static_assert(kTurns == 1 || kBytes > 228 * 1024 / 2 - 1024, "a block with turns has a multiprocessor to itself");
   static_assert(kPlaces % kBlocks == 0 && kBytes <= 228 * 1024 / kResidents - 1024, "blocks of a multiprocessor");
 };
 

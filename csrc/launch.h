@@ -105,11 +105,12 @@ void allow_shared_memory(const Grid& grid) {
   }
 }
 
-// Clusters of such a grid that the current device holds at once: fewer than its multiprocessors have room for, since a
-// cluster lies within one of their groups, and these are of several sizes. The same for every grid of a kernel.
+// Clusters of such a grid that the current device holds at once: at most as many as its multiprocessors have room for,
+// since a cluster lies within one of their groups (GPCs), and these are of several sizes. For kernels whose grids have
+// one number of threads, of bytes and of blocks in a cluster.
 template <auto kKernel>
 int clusters_at_once(const Grid& grid) {
-  static std::atomic<int> counts[64];  // and 1, per device
+  static std::atomic<int> counts[64];  // the count and 1, per device; 0: not asked yet
   std::atomic<int>& mine = counts[current_device() % 64];
   if (mine.load() == 0) {
     allow_shared_memory<kKernel>(grid);

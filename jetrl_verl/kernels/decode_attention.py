@@ -44,7 +44,8 @@ _EIGHT = native.ALIGNMENT // 2
 
 def choose_cluster(pairs: int, multiprocessors: int) -> int:
     """Thread blocks for each of so many pairs of a request and a KV head: two, up to two blocks on a multiprocessor;
-    more where each has one to itself, since the softmax that each of them repeats takes the others' issue slots.
+    more where there is a multiprocessor for each, since the softmax that each of them repeats takes the others' issue
+    slots. (Whether all clusters of four or eight find room at once, the kernel's launch asks the device.)
 
     It depends on nothing that only the device knows, such as lengths: a CUDA graph keeps the choice.
     """

@@ -137,8 +137,8 @@ def _quantize_kernel(
         )
 
 
-def _has_words(x: torch.Tensor) -> bool:
-    """Whether heads are words of two neighbours where they lie."""
+def _is_word_aligned(x: torch.Tensor) -> bool:
+    """Whether heads of ``[T, H, 128]`` are contiguous and start on 4 bytes, so that two numbers are read as a word."""
     token, head, feature = x.stride()
     return feature == 1 and token % 2 == 0 and head % 2 == 0 and x.data_ptr() % 4 == 0
 
@@ -146,7 +146,7 @@ def _has_words(x: torch.Tensor) -> bool:
 def _quantize(k: torch.Tensor, v: torch.Tensor, keep: bool) -> tuple[torch.Tensor, ...]:
     """Keys' qdata and scales, those of values, which are empty unless they are to be kept, and what attention sees."""
     tokens, heads, _ = k.shape
-    k, v = (x if _has_words(x) else x.clone(memory_format=torch.contiguous_format) for x in (k, v))
+    k, v = (x if _is_word_aligned(x) else x.clone(memory_format=torch.contiguous_format) for x in (k, v))
     kept = tokens if keep else 0
     qdata = [torch.empty((kept, *k.shape[1:]), dtype=FP8_DTYPE, device=k.device) for _ in range(2)]
     scales = [torch.empty((kept, heads), dtype=torch.uint8, device=k.device) for _ in range(2)]
@@ -243,7 +243,7 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[QuantizedKV, torch.Te
     """Keys and values as the cache holds them, and what attention sees of them. No gradient: attention.py has it.
 
     Args:
-        k, v: ``[T, H, 128]`` BF16; features contiguous, tokens and heads anywhere.
+        k, v: ``[T, H, 128]`` BF16, any strides; heads that are not contiguous and on 4 bytes are copied first.
 
     Returns:
         The FP8 data, and dequantized keys and values ``[T, H, 128]`` BF16.

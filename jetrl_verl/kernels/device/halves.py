@@ -1,7 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""BF16 numbers rounded to E4M3's steps without qdata, two in a word at a time: what attention sees of keys and values
-where nobody keeps their FP8 data (kernels/kv_cache.py)."""
+"""BF16 numbers rounded to E4M3's steps, two in a word at a time: what attention sees of keys and values
+(kernels/kv_cache.py)."""
 
 import triton.language as tl
 
@@ -41,7 +41,8 @@ def _fma_of_halves(a, FACTORS: tl.constexpr, c):
 
 @jit
 def least_anchor(scale, bits):
-    """For :func:`round_halves`, from power-of-two scales and the maxima ``bits`` that they were made of."""
+    """For :func:`round_halves`, int32: from power-of-two FP32 scales of at least 2^-63 and the bits (int32) of the
+    maxima that they were made of."""
     half = ((scale.to(tl.int32, bitcast=True) - _TO_SMALLEST_NORMAL) >> 16) | 0x40
     half = tl.where(bits >= INF_BITS, _NAN_HALF, half)
     return half | (half << 16)
@@ -49,15 +50,16 @@ def least_anchor(scale, bits):
 
 @jit
 def round_halves(words, least):
-    """The BF16 numbers in either half of words rounded to E4M3 at a power-of-two scale s: what :func:`encode` makes of
-    them times s, without qdata, and two numbers at a time.
+    """The BF16 numbers in either half of int32 words rounded to E4M3 at a power-of-two scale s: s times what
+    ``decode(encode(x))`` is, without qdata, for |x| of at most 448 s. What rounds to 2^128 is Inf.
 
     From |x| = 2^e on E4M3 has steps of 2^(e - 3), and below 2^-6 s those that it has there. Around 1.5 * 2^e, the
     anchor of x, BF16 has steps of 2^(e - 7). So anchor + x / 16, rounded once to nearest even, ends at the sixteenth of
     the result, and subtracting the anchor and multiplying by 16 are exact. An anchor for x instead of x / 16 would
     leave BF16's range for the largest numbers.
 
-    ``least``: the anchor of 2^-6 s; NaN for a group with an Inf or NaN, which turns all of it into NaN.
+    ``least``: int32 that broadcasts against ``words``, the anchor of 2^-6 s; NaN for a group with an Inf or NaN, which
+    turns all of it into NaN.
     """
     anchor = larger_halves((words & 0x7F807F80) | 0x00400040, least)
     rest = _fma_of_halves(_fma_of_halves(words, _SIXTEENTHS, anchor), _MINUS_ONES, anchor)

@@ -13,7 +13,7 @@ Three steps with updates, packed, responses of exactly 2048 tokens, a rollout ov
 a published shape (verl_step.py has the job). An update's micro-batches are others than those of the old
 log-probabilities. Cells:
 
-- ``fsdp2``, ``fsdp1``, ``hsdp`` (two replicas of the trainer), ``ulysses`` (FSDP2, sequences over two ranks): 1.7B
+- ``fsdp2``, ``fsdp1``, ``hsdp`` (two replicas of the trainer), ``ulysses`` (FSDP2, sequences over all ranks): 1.7B
 - ``8b``: FSDP2; below four GPUs with 8-bit moments, parameters and optimizer on the host while the rollout works
 - ``mixture``: FSDP2, four layers of 30B-A3B's, whose experts go over two ranks
 
@@ -78,8 +78,8 @@ class Cell:
     """An arrangement of the ranks.
 
     Attributes:
-        model: of ``PUBLISHED``. settings: overrides of verl's; ``{half}`` is half of the GPUs. layers: all if None.
-        copies: replicas of the trainer.
+        model: of ``PUBLISHED``. settings: overrides of verl's; ``{gpus}`` are the GPUs, ``{half}`` half of them.
+        layers: all if None. copies: replicas of the trainer.
     """
 
     model: str
@@ -90,7 +90,7 @@ class Cell:
 
 CELLS: dict[str, Cell] = {
     "fsdp2": Cell("qwen3_1_7b"),
-    "ulysses": Cell("qwen3_1_7b", (f"{ACTOR}.ulysses_sequence_parallel_size=2",)),
+    "ulysses": Cell("qwen3_1_7b", (f"{ACTOR}.ulysses_sequence_parallel_size={{gpus}}",)),
     "hsdp": Cell("qwen3_1_7b", (f"{ACTOR}.fsdp_config.fsdp_size={{half}}",), copies=2),
     "fsdp1": Cell("qwen3_1_7b", (f"{ACTOR}.strategy=fsdp",)),
     "mixture": Cell("qwen3_30b_a3b", layers=4),
@@ -130,7 +130,7 @@ class Job:
 
     def row(self, name: str, precision: str) -> Row:
         """The row of verl_step that a cell is."""
-        settings = [word.format(half=max(1, self.gpus // 2)) for word in CELLS[name].settings]
+        settings = [word.format(gpus=self.gpus, half=max(1, self.gpus // 2)) for word in CELLS[name].settings]
         if self.tiny:
             # What `auto` becomes on Hopper. An entropy bonus, so that each step has a gradient whatever the coins say.
             shared = [SHARED_ON_A_CPU] if precision == "jet_fp8" else []

@@ -51,7 +51,7 @@ def test_every_cell_is_a_job_that_verl_accepts(name, precision, gpus, on_a_cpu, 
     assert rollout.tensor_model_parallel_size == 2 and rollout.ignore_eos
     assert rollout.response_length == (24 if on_a_cpu else 2048) and config.trainer.total_training_steps == 3
     assert actor.strategy == ("fsdp" if name == "fsdp1" else "fsdp2")
-    assert actor.ulysses_sequence_parallel_size == (2 if name == "ulysses" else 1)
+    assert actor.ulysses_sequence_parallel_size == (gpus if name == "ulysses" else 1)
     assert actor.fsdp_config.fsdp_size == (gpus // 2 if name == "hsdp" else -1)
     assert actor.fsdp_config.param_offload is (name == "8b" and gpus < 4 and not on_a_cpu)
     assert config.actor_rollout_ref.model.use_remove_padding

@@ -21,6 +21,7 @@ resumes. ``full-disk`` mounts a tmpfs that holds one checkpoint and not two (roo
 import argparse
 import contextlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -99,10 +100,13 @@ class Outcome:
 
 
 def gpu_memory(device: str) -> list[int]:
-    """MiB in use on each GPU, asked of nvidia-smi, since torch would keep a context there; none on a CPU."""
+    """MiB in use on each GPU that CUDA_VISIBLE_DEVICES leaves to the runs (others may work beside them); none on a CPU.
+    nvidia-smi is asked, since torch would keep a context there."""
     if device == "cpu":
         return []
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = [f"--id={visible}"] if visible else []
+    query = ["nvidia-smi", *chosen, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return [int(line) for line in subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()]
 
 

@@ -15,6 +15,8 @@ from types import TracebackType
 from benchmarks.published_shapes import fields_of
 
 QUERY = "nvidia-smi"
+LEFT_FREE = 4.0
+"""GiB of a GPU that nobody plans with: contexts of processes take them."""
 
 
 def _command(asked: str) -> list[str]:
@@ -37,10 +39,10 @@ def count_gpus() -> int:
     return len(_ask("index"))
 
 
-def gpu_gib(left_free: float = 4.0) -> float:
-    """GiB of the smallest GPU but for ``left_free``, which contexts of processes take; infinite where there is none."""
+def gpu_gib() -> float:
+    """GiB of the smallest GPU but for ``LEFT_FREE``; infinite where there is none."""
     sizes = [float(size) / 1024 for size in _ask("memory.total")]
-    return min(sizes) - left_free if sizes else math.inf
+    return min(sizes) - LEFT_FREE if sizes else math.inf
 
 
 class MemoryPeaks:

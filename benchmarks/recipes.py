@@ -24,9 +24,10 @@ printed with the run:
 - the reward, which a coin decides after the recipe's own was computed (coin_reward.py)
 
 ``--shipped`` takes one run at a time with its script's own numbers: layers, tokens, the rollout's memory, helpers. The
-batch and its updates are scaled by GPUS/8 (or to ``--prompts``), since 8 GPUs are what it was written for. Below 8,
-parameters and optimizer are on the host while others work and a micro-batch is half as long; below 4, moments have 8
-bits. Reward, length of responses, validation and what is saved are as above.
+batch and its updates are scaled by GPUS/8 (or to ``--prompts``), since 8 GPUs are what it was written for. Where the
+GPUs do not hold weights and moments beside the rollout (4 of 80 GB; 4 of 141 GB do), these are on the host while others
+work and a micro-batch is half as long; below 4 GPUs moments have 8 bits. Reward, length of responses, validation and
+what is saved are as above.
 
 ``--whole`` takes one run at a time with all layers, parameters and optimizer on the host while others work, and the
 recipe's share of the GPU for the rollout. OUT gets ``recipes.json`` after each run, and each run's log and metrics. A
@@ -54,9 +55,9 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from benchmarks.gpus import gpu_gib, too_few, unfit
+from benchmarks.gpus import LEFT_FREE, gpu_gib, too_few, unfit
 from benchmarks.published_shapes import PUBLISHED, SHARED_ON_A_CPU, is_mixture, write_data, write_model_apart
-from benchmarks.recipe_memory import CACHE, Plan, plan, table_of_plans
+from benchmarks.recipe_memory import BUCKET, CACHE, GIB, Plan, plan, table_of_plans
 from benchmarks.side_by_side import Planned, SideBySide, one_at_a_time, take_one
 from benchmarks.verl_runs import (
     FIGURES,
@@ -220,8 +221,12 @@ SAME = (
 SAVED = ("actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",)
 NOTHING_SAVED = ("trainer.save_freq=-1",)
 
-SHIPPED_GPUS, HALF_STATE = 8, 4
-"""GPUs that the scripts were written for; those below which an 8B model's moments have 8 bits."""
+SHIPPED_GPUS, HALF_STATE, ROLLOUT_SHARE = 8, 4, 0.6
+"""GPUs that the scripts were written for; those below which an 8B model's moments have 8 bits; the scripts' share of a
+GPU's memory for the rollout."""
+
+SMALLEST = 76.0
+"""GiB of the smallest Hopper, which a plan is for that is made without a GPU."""
 
 BEFORE = {"gpus": 1, "of_steps": STEPS, "shipped": False, "prompts": None}
 """What records say that were written before these settings were (``Results``)."""
@@ -262,6 +267,7 @@ class Job:
     steps: int = STEPS
     shipped: bool = False
     prompts: int | None = None
+    gib: float = field(default_factory=lambda: gib if math.isfinite(gib := gpu_gib()) else SMALLEST)
 
     @property
     def alone(self) -> bool:
@@ -284,6 +290,12 @@ class Job:
     def plan(self, recipe: Recipe) -> Plan:
         """Memory that a run beside others takes."""
         return plan(recipe.model, recipe.layers, recipe.tokens, set(EIGHT_BIT) <= set(recipe.words), shards=self.gpus)
+
+    def holds_state(self, recipe: Recipe) -> bool:
+        """Whether the GPUs hold weights and moments beside the rollout, and an update of the script's micro-batches."""
+        each = plan(recipe.model, None, recipe.shipped.tokens, self.gpus < HALF_STATE, shards=self.gpus)
+        state = each.weights + each.moments + each.held + BUCKET / GIB
+        return max(state + ROLLOUT_SHARE * (self.gib + LEFT_FREE), each.update) <= self.gib
 
     def model(self, recipe: Recipe) -> Path:
         """Folder of a recipe's model, written where it is not there yet. Where whole models have nearly filled the
@@ -360,7 +372,7 @@ class Job:
         if self.shipped:
             half = recipe.shipped.tokens // 2
             fewer = [*OFFLOAD, f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={half}"]
-            words += fewer if self.gpus < SHIPPED_GPUS else []
+            words += [] if self.holds_state(recipe) else fewer
             return [*words, *(EIGHT_BIT if self.gpus < HALF_STATE else ()), *words_of_a_local_ray()]
         if self.whole:
             return [*words, *words_of_one_machine(), *recipe.alone]

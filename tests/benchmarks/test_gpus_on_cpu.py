@@ -9,7 +9,7 @@ import time
 import pytest
 
 from benchmarks import gpus
-from benchmarks.gpus import MemoryPeaks, count_gpus, gpu_gib, peaks_of, too_few, unfit
+from benchmarks.gpus import LEFT_FREE, MemoryPeaks, count_gpus, gpu_gib, peaks_of, too_few, unfit
 
 ANSWERS = """#!/bin/sh
 case "$*" in
@@ -32,7 +32,7 @@ def two_gpus(tmp_path, monkeypatch):
 
 
 def test_gpus_are_counted_and_the_smallest_is_planned_with(two_gpus, monkeypatch):
-    assert count_gpus() == 2 and gpu_gib(left_free=0.0) == 81559 / 1024
+    assert count_gpus() == 2 and gpu_gib() == 81559 / 1024 - LEFT_FREE
     assert too_few(2, False) == "" and too_few(4, False).startswith("--gpus 4 is not supported with the 2 GPUs")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert count_gpus() == 1

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -108,7 +109,7 @@ def test_on_eight_gpus_a_shipped_run_is_the_scripts_job(composed, scripts_own, t
 
 @pytest.mark.parametrize(("gpus", "prompts", "update", "bits"), [(4, 512, 128, 32), (2, 256, 64, 8)])
 def test_on_fewer_gpus_batch_and_memory_are_smaller_and_it_is_said(composed, tmp_path, gpus, prompts, update, bits):
-    job = recipes.Job(tmp_path, False, gpus=gpus, steps=10, shipped=True)
+    job = recipes.Job(tmp_path, False, gpus=gpus, steps=10, shipped=True, gib=76.0)
     config = composed(job, "gsm8k", "bf16")
     actor = config.actor_rollout_ref.actor
     assert (config.data.train_batch_size, actor.ppo_mini_batch_size) == (prompts, update)
@@ -117,6 +118,8 @@ def test_on_fewer_gpus_batch_and_memory_are_smaller_and_it_is_said(composed, tmp
     assert f"{prompts} of the script's 1024 prompts on {gpus} of 8 GPUs" in job.said("gsm8k", "bf16")
     small = recipes.Job(tmp_path, False, gpus=gpus, shipped=True, prompts=64)
     assert small.batch(recipes.RECIPES["gsm8k"]) == (64, 16)
+    larger = composed(replace(job, gib=136.0), "gsm8k", "bf16").actor_rollout_ref.actor
+    assert not larger.fsdp_config.param_offload and larger.ppo_max_token_len_per_gpu == 24576
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)

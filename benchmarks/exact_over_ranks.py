@@ -20,7 +20,10 @@ log-probabilities. Cells:
 A cell is exact if ``k3_kl``, ``ppo_kl``, ``log_prob_diff`` and ``prob_diff`` (verl_runs.py) are logged in each step and
 are exactly 0, and each step had a gradient. Exit status 1 if a cell of the call is not, or has not ended well.
 
-Two jobs run at once where the GPUs' memory allows (side_by_side.py), so seconds mean nothing. OUT gets
+Three jobs run at once where the GPUs' memory allows (side_by_side.py), so seconds mean nothing. Ranks of a rollout wait
+for each other inside a kernel, and of two rollouts on the same GPUs neither has all of its ranks there at once, so that
+five of them get nowhere: a job begins ``--apart`` seconds behind the one before it, and one generates while others
+start. OUT gets
 ``exact_over_ranks.json`` after each, with its build. A later call with the same OUT takes what has not ended well with
 the same code (``--again``: all that it names), ``--add FILE`` takes over cells of another machine of the same kind, and
 ``--seconds`` is how long a call may take.
@@ -67,7 +70,9 @@ SIZES = {False: 2048, True: 24}
 UPDATE_TOKENS, LOG_PROB_TOKENS = 4096, 8192
 """Of a micro-batch, on each GPU: one sequence at a time and three."""
 
-AT_ONCE = 2
+AT_ONCE, APART = 3, 90.0
+"""Jobs at once, and seconds from one's begin to the next one's: a start takes 150 to 200, three steps some 75."""
+
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 console = Console(width=170)
@@ -104,7 +109,7 @@ COLUMNS = ("status", "exact", "steps", "moved", *MISMATCH, "grad_norm", "respons
 @dataclass(frozen=True)
 class Job:
     """What all cells share: where they write, their GPUs, whether they are ``tiny`` ones on a CPU, how many there are
-    at once, and when all has ended."""
+    at once, when all has ended, and how many seconds apart they begin."""
 
     out: Path
     gpus: int
@@ -112,6 +117,7 @@ class Job:
     tiny: bool = False
     at_once: int = AT_ONCE
     ends: float = math.inf
+    apart: float = 0.0
 
     @property
     def sequences(self) -> int:
@@ -278,9 +284,8 @@ def take_side_by_side(job: Job, results: Results, runs: Sequence[tuple[str, str]
     with signals_raise():
         try:
             gib = math.inf if job.tiny else gpu_gib()
-            SideBySide(results, environment, job.at_once, gib, job.ends, console).take(
-                [job.planned(*run) for run in runs]
-            )
+            beside = SideBySide(results, environment, job.at_once, gib, job.ends, console, job.apart)
+            beside.take([job.planned(*run) for run in runs])
         except Interrupted as interrupted:
             return 128 + interrupted.signal
     return 0
@@ -301,6 +306,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--tp", type=int, default=2, help="GPUs of one replica of the rollout")
     parser.add_argument("--seconds", type=float, default=math.inf, help="that this call may take, no limit if not set")
     parser.add_argument("--at-once", type=int, default=AT_ONCE, help="jobs that share the GPUs where they fit")
+    parser.add_argument("--apart", type=float, default=APART, help="seconds from one job's begin to the next one's")
     parser.add_argument("--again", action="store_true", help="also what has ended well already")
     parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="FILE", help="records of other machines")
     parser.add_argument("--plan", action="store_true", help="show what each run plans with, and take none")
@@ -308,7 +314,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args(words)
     ends = began + options.seconds
-    job = Job(options.out.resolve(), options.gpus, options.tp, options.tiny, options.at_once, ends)
+    job = Job(options.out.resolve(), options.gpus, options.tp, options.tiny, options.at_once, ends, options.apart)
     try:
         runs = that_fit(job, chosen([options.one] if options.one else options.runs), bool(options.runs))
     except ValueError as error:

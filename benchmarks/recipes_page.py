@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from benchmarks.verl_runs import TIME_UP
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks/results/recipes_h200.json"
+SHIPPED = ROOT / "benchmarks/results/recipes_shipped_h200.json"
+"""Runs that shared one GPU, and ``--shipped`` runs of several."""
+
 PAGE = ROOT / "docs/recipes_on_gpu.md"
 
 NOT_RUN = "not run"
@@ -65,16 +69,49 @@ def tables(record: Mapping[str, Any]) -> str:
     return f"{said}\n\n{_markdown(rows)}\n\n{_markdown(_sizes(job))}"
 
 
+def shipped_table(record: Mapping[str, Any]) -> str:
+    """The table of runs with their scripts' own numbers, as Markdown; ``record`` as for :func:`tables`."""
+    job = Job(Path(), tiny=False, mean_response=record["mean_response"], shipped=True, prompts=record["prompts"])
+    head = ["recipe", "precision", "GPUs", "prompts", "steps", *PHASES.values(), "k3_kl", "tokens of a response"]
+    rows = [[*head, "peak GiB", "a GPU's peak GiB", "cut to", "GPU", "commit"]]
+    for run in record["runs"]:
+        ships = RECIPES[run["recipe"]].shipped
+        prompts = f"{replace(job, gpus=run['gpus']).batch(RECIPES[run['recipe']])[0]} of {ships.prompts}"
+        name = run["recipe"], run["precision"]
+        steps, *figures = _figures(run)
+        gpu_peak = _figure(max(run["gpu_peak_gib"])) if run.get("gpu_peak_gib") else ""
+        first = [name[0], f"`{name[1]}`", str(run["gpus"]), prompts, steps]
+        rows.append([*first, *figures, gpu_peak, _cut(job, *name, run), *_build(run)])
+    return _markdown(rows)
+
+
+def page(record: Mapping[str, Any], shipped: Mapping[str, Any]) -> str:
+    """All that the page has between its marks."""
+    said = (
+        "**With the script's own numbers, on several GPUs** (`--shipped`): one run at a time, whole models, the batch\n"
+        "scaled as the column *prompts* says. *A GPU's peak* counts trainer and rollout, and what both hold besides."
+    )
+    return f"{tables(record)}\n\n{said}\n\n{shipped_table(shipped)}"
+
+
 def _row(job: Job, name: tuple[str, str], run: Run | None) -> list[str]:
     recipe, precision = name
     if run is None:
         return [recipe, f"`{precision}`", NOT_RUN, *[""] * (len(PHASES) + 3), _cut(job, *name, None), "", ""]
-    build = run["build"]
-    commit = build["commit"][:7] + (" with changes" if build["dirty"] is not False else "")
+    return [recipe, f"`{precision}`", *_figures(run), _cut(job, *name, run), *_build(run)]
+
+
+def _figures(run: Run) -> list[str]:
+    """Steps, seconds of the phases, k3_kl, tokens of a response and the trainer's peak."""
     seconds = [_figure(run.get(figure)) for figure in PHASES]
     more = [_divergence(run.get("k3_kl")), _figure(run.get("response_length")), _figure(run.get("peak_gib"))]
-    gpu = (build["gpu"] or "unknown").removeprefix("NVIDIA ")
-    return [recipe, f"`{precision}`", _steps(run), *seconds, *more, _cut(job, *name, run), gpu, commit]
+    return [_steps(run), *seconds, *more]
+
+
+def _build(run: Run) -> tuple[str, str]:
+    build = run["build"]
+    commit = build["commit"][:7] + (" with changes" if build["dirty"] is not False else "")
+    return (build["gpu"] or "unknown").removeprefix("NVIDIA "), commit
 
 
 def _steps(run: Run) -> str:
@@ -82,7 +119,7 @@ def _steps(run: Run) -> str:
     if run["status"] == 0:
         return str(steps)
     ended = "time was up" if run["status"] == TIME_UP else f"failed, status {run['status']}"
-    return f"{steps} of {STEPS}, {ended}"
+    return f"{steps} of {run.get('of_steps', STEPS)}, {ended}"
 
 
 def _figure(value: float | None) -> str:
@@ -127,7 +164,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the tables into docs/recipes_on_gpu.md")
     options = parser.parse_args()
-    found = tables(json.loads(RECORD.read_text()))
+    found = page(json.loads(RECORD.read_text()), json.loads(SHIPPED.read_text()))
     if options.write:
         PAGE.write_text(with_written(PAGE.read_text(), found))
     else:

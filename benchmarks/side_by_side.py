@@ -3,10 +3,11 @@
 """Several runs of verl at once on one GPU, each a program of its own: where a run's start takes longer than its steps
 and its seconds are not what is asked for.
 
-A run begins when its share of the GPU's memory is free, when the run that it continues has ended well, and when enough
-time is left. Runs do not meet: each has a process that adopts and ends what it started (``ProcessTree``), its own Ray
-cluster with ports of its own, temporary files, sockets and log. A program that fails, or leaves nothing, is a failed
-run and stops no other one. When the time is up the programs end their runs themselves, and what those logged counts.
+A run begins when its share of the GPU's memory is free, when the run that it continues has ended well, when those under
+way began long enough ago, and when enough time is left. Runs do not meet: each has a process that adopts and ends what
+it started (``ProcessTree``), its own Ray cluster with ports of its own, temporary files, sockets and log. A program
+that fails, or leaves nothing, is a failed run and stops no other one. When the time is up the programs end their runs
+themselves, and what those logged counts.
 """
 
 import fcntl
@@ -68,7 +69,8 @@ class SideBySide:
 
     Args:
         results: gets each run when it ends. environment: of the programs. at_once: runs. gib: of the GPU's memory
-        that the runs may plan with. ends: by ``time.monotonic()``, when all of this has ended.
+        that the runs may plan with. ends: by ``time.monotonic()``, when all of this has ended. apart: seconds at least
+        from one run's begin to the next one's while another is under way.
     """
 
     def __init__(
@@ -79,9 +81,10 @@ class SideBySide:
         gib: float,
         ends: float,
         console: Console,
+        apart: float = 0.0,
     ) -> None:
         self._results, self._environment, self._console = results, dict(environment), console
-        self._at_once, self._gib, self._ends = at_once, gib, ends
+        self._at_once, self._gib, self._ends, self._apart = at_once, gib, ends, apart
         self._waiting: list[Planned] = []
         self._running: list[_Running] = []
         self._took: list[float] = []
@@ -133,6 +136,8 @@ class SideBySide:
 
     def _may_begin(self, run: Planned) -> bool:
         if len(self._running) >= self._at_once:
+            return False
+        if any(time.monotonic() - running.began < self._apart for running in self._running):
             return False
         if sum(running.planned.gib for running in self._running) + run.gib > self._gib:
             return False

@@ -11,6 +11,7 @@ from benchmarks import pages, recipes_page
 from benchmarks.recipes import RECIPES, chosen
 
 RECORD = json.loads(recipes_page.RECORD.read_text())
+SHIPPED = json.loads(recipes_page.SHIPPED.read_text())
 
 
 def rows(record) -> dict[tuple[str, str], dict[str, str]]:
@@ -21,9 +22,20 @@ def rows(record) -> dict[tuple[str, str], dict[str, str]]:
 
 
 def test_the_page_is_what_the_record_gives():
-    page = recipes_page.PAGE.read_text()
-    assert pages.written(page) == recipes_page.tables(RECORD)
-    assert pages.with_written(page, recipes_page.tables(RECORD)) == page
+    page, given = recipes_page.PAGE.read_text(), recipes_page.page(RECORD, SHIPPED)
+    assert pages.written(page) == given
+    assert pages.with_written(page, given) == page
+
+
+def test_a_run_with_its_scripts_own_numbers_says_of_which_batch_and_gpus():
+    lines = [line.strip("| ").split(" | ") for line in recipes_page.shipped_table(SHIPPED).splitlines()]
+    head, _, *found = [[cell.strip() for cell in line] for line in lines]
+    assert len(found) == len(SHIPPED["runs"]) > 0
+    for cells, run in zip((dict(zip(head, line, strict=True)) for line in found), SHIPPED["runs"], strict=True):
+        assert (cells["GPUs"], cells["prompts"]) == (str(run["gpus"]), f"{SHIPPED['prompts']} of 1024")
+        assert float(cells["a GPU's peak GiB"]) == pytest.approx(max(run["gpu_peak_gib"]), rel=5e-3)
+        assert float(cells["step"]) == pytest.approx(run["step_s"], rel=5e-3)
+        assert cells["cut to"].startswith("all layers, FP32 AdamW") == (run["gpus"] >= 4)
 
 
 def test_every_run_that_is_defined_has_a_row_and_one_without_a_record_says_so():

@@ -54,11 +54,11 @@ def planned(place, name: str, then: str = WORKS, gib: float = 1.0, continues: st
     return Planned({"row": name}, command, found, place / f"{name}.log", gib, after)
 
 
-def take(place, runs, at_once: int = 2, gib: float = math.inf, seconds: float = math.inf):
+def take(place, runs, at_once: int = 2, gib: float = math.inf, seconds: float = math.inf, apart: float = 0.0):
     """Exit status, runs by name as the file holds them, output."""
     console = Console(width=160, record=True, file=io.StringIO())
     results = Results(place / "results.json", ("row",), {}, BUILD)
-    beside = SideBySide(results, os.environ, at_once, gib, time.monotonic() + seconds, console)
+    beside = SideBySide(results, os.environ, at_once, gib, time.monotonic() + seconds, console, apart)
     status = beside.take(runs)
     file = place / "results.json"
     held = json.loads(file.read_text())["runs"] if file.exists() else []
@@ -88,6 +88,15 @@ def test_no_more_begin_than_the_memory_holds_and_a_small_one_goes_first(place):
     status, _, _ = take(place, runs, at_once=3, gib=100)
     found = times(place)
     assert status == 0 and found["c"][0] < found["a"][1] <= found["b"][0]
+
+
+def test_runs_begin_apart_while_another_is_under_way_and_at_once_behind_its_end(place):
+    long, short = "time.sleep(2.0); leave()", "time.sleep(0.1); leave()"
+    runs = [planned(place, "a", long), planned(place, "b", short), planned(place, "c", short)]
+    status, _, _ = take(place, runs, at_once=3, apart=1.0)
+    found = times(place)
+    assert status == 0 and found["b"][0] - found["a"][0] > 0.8
+    assert found["b"][1] <= found["c"][0] < found["a"][1]
 
 
 def test_a_run_that_never_fits_stops_before_anything_begins(place):

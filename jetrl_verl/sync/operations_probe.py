@@ -286,15 +286,18 @@ _PRODUCTS = ((1, 256), (65, 4096), (160, 4096))
 """Shapes of the products that ranks add: vLLM's all-reduces change at 256 KiB, 512 KiB and more, ours at 1 MiB."""
 
 
-def products_of_ranks(device: torch.device, ranks: int) -> list[list[torch.Tensor]]:
-    """For each of a few shapes the BF16 products of all ranks, whose sum rounds differently in another order.
+def products_of_ranks(
+    device: torch.device, ranks: int, shapes: Sequence[tuple[int, int]] = _PRODUCTS
+) -> list[list[torch.Tensor]]:
+    """For each of ``shapes``, rows and columns, the BF16 products of all ranks, whose sum rounds differently in another
+    order.
 
     Two ranks of an element, other ones from element to element, hold a number and its negative that are so large that
     FP32 rounds what is added between the two. Every fourth element, and every one of two ranks, has plain numbers,
     whose sum says how it is rounded.
     """
     found = []
-    for rows, columns in _PRODUCTS:
+    for rows, columns in shapes:
         place = torch.arange(rows * columns, device=device).view(rows, columns)
         # Whole numbers of at most 8 bits times powers of two, so that every device makes the same ones.
         products = [(place * (2 * rank + 37) % 251 - 125).float() for rank in range(ranks)]

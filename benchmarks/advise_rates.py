@@ -7,7 +7,8 @@
     python -m benchmarks.advise_rates OUT/verl_step.json    # of what benchmarks/verl_step.py has just measured
 
 Records are the JSON files of benchmarks/results and, where a run left none, figures of docs/log. A record either
-calibrates or checks, never both; those of benchmarks/verl_step.py (``results/verl_step*_h200.json``) check. No GPU.
+calibrates or checks, never both; of those of benchmarks/verl_step.py
+(``results/verl_step*_h200.json``) two rows calibrate what verl does around a phase, all others check. No GPU.
 """
 
 import argparse
@@ -20,15 +21,23 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.advise_steps import OLD_ROLLOUT, OLD_SYNC, Record, step_records
-from benchmarks.advise_sync import LAUNCHES, fit_sync, sync_records
+from benchmarks.advise_steps import (
+    CALIBRATING,
+    OLD_ROLLOUT,
+    OLD_SYNC,
+    VERLS_PARTS,
+    Record,
+    shipped_records,
+    step_records,
+)
+from benchmarks.advise_sync import LAUNCHES, fit_replicas, fit_sync, sync_records
 from benchmarks.pages import with_written
 from jetrl_verl.tools.advise import rates as of_package
 from jetrl_verl.tools.advise.memory import GIB, trainer_memory
 from jetrl_verl.tools.advise.rates import Rates, rates_of
 from jetrl_verl.tools.advise.rollout import Engine, decode_step, generate, prefill
 from jetrl_verl.tools.advise.shapes import KNOWN, Model, model_of
-from jetrl_verl.tools.advise.sync import stock_work, sync_seconds
+from jetrl_verl.tools.advise.sync import sync_seconds
 from jetrl_verl.tools.advise.trainer import (
     JET,
     JET_STOCK,
@@ -51,6 +60,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "advise.md"
 MACHINE = "one NVIDIA H200, torch 2.11.0+cu130, vLLM 0.24.0"
 BAR = 0.15
+SHIPPED = ROOT / "benchmarks" / "results" / "recipes_shipped_h200.json"
 
 _RECORD = re.compile(r"[\w/]+\.(?:json|md)")
 COMMITS_BY_LOG = {
@@ -279,12 +289,11 @@ def verl_records() -> Iterable[Record]:
                 sum(measured) / 2 if isinstance(measured, tuple) else measured,
                 READING,
                 lambda r, p=precision, w=part: verl_parts(r, p)[w],
-                calibrates=precision == "bf16" and part != "generation",
                 caveat=replaced.get(part, "") if precision == "jet_fp8" else "",
             )
         yield Record(
             "step", f"verl, 4B, 64 x 2048, {precision}", found["step"], READING,
-            lambda r, p=precision: sum(verl_parts(r, p).values()), calibrates=precision == "bf16",
+            lambda r, p=precision: sum(verl_parts(r, p).values()),
             caveat=OLD_ROLLOUT.said if precision == "jet_fp8" else "",
         )  # fmt: skip
     for gpus, precision, seconds, arrangement in (
@@ -353,7 +362,7 @@ def memory_records() -> Iterable[Record]:
 def records() -> list[Record]:
     steps = sorted((ROOT / "benchmarks" / "results").glob("verl_step*_h200.json"))
     every = (training_records(), rollout_records(), sync_records(), verl_records(), memory_records())
-    return [*(record for records_ in every for record in records_), *step_records(steps)]
+    return [*(one for records_ in every for one in records_), *step_records(steps), *shipped_records(SHIPPED)]
 
 
 def fit() -> dict[str, dict]:
@@ -383,28 +392,29 @@ def fit() -> dict[str, dict]:
     _fit_decode(put, rates)
 
     fit_sync(put, rates)
-    unknown = {"verl.old_log_prob": 0.0, "verl.update": 0.0, "verl.sync": 0.0, "verl.rest": 0.0}
-    for phase, name, part in (
-        ("old log-probabilities", "verl.old_log_prob", "old"),
-        ("update", "verl.update", "update"),
-        ("weight sync", "verl.sync", "sync"),
-    ):
-        bare = verl_parts(rates(**unknown), "bf16")[part]
-        seconds = record(phase, "verl, 4B, 64 x 2048, bf16") - bare
-        put(name, seconds, "s", f"what {READING}, 4B BF16, has above {_ABOVE[part]}")
-    whole = [found["step"] - sum(np.mean(found[part]) for part in ("generation", "old", "update", "sync"))
-             for found in IN_VERL.values()]  # fmt: skip
-    put("verl.rest", float(np.mean(whole)), "s", f"{READING}, 4B, step less its phases, both precisions")
-    alone = sync_seconds(rates(), DEMO_1_4B, "bf16", False, 1)
-    several = record("weight sync", "verl, 1.4B, 2 GPUs, FSDP2, bf16") - alone
-    put("sync.gather", several / stock_work(DEMO_1_4B).gathers, "s", f"{SEVERAL}, 1.4B BF16 on 2 GPUs, by tensors")
+    job = results(CALIBRATING[0].removesuffix("_h200.json"))
+    in_verl = list(step_records([ROOT / "benchmarks" / "results" / CALIBRATING[0]]))
+    unknown = rates(**dict.fromkeys((*VERLS_PARTS.values(), "verl.rest"), 0.0))
+    above = f"mean of what {' and '.join(CALIBRATING[1])} of {CALIBRATING[0]} have above"
+    for phase, name in VERLS_PARTS.items():
+        left = [one.measured - one.predict(unknown) for one in in_verl if one.calibrates and one.phase == phase]
+        put(name, float(np.mean(left)), "s", f"{above} {_ABOVE[phase]}")
+    whole = [run["rest_s"] for run in job["runs"] if run["row"] in CALIBRATING[1]]
+    put("verl.rest", float(np.mean(whole)), "s", f"{above} all phases")
+    of_several = [(DEMO_1_4B, 2, "verl, 1.4B, 2 GPUs, FSDP2, bf16"), (EIGHT, 4, "verl, gsm8k, 4 GPUs, 64 x 5, bf16")]
+    fit_replicas(
+        put,
+        rates,
+        [(model, gpus, record("weight sync", case)) for model, gpus, case in of_several],
+        f"{SEVERAL}, 1.4B BF16 on 2 GPUs, and {SHIPPED.name}, 8B BF16 on 4",
+    )
     return found
 
 
 _ABOVE = {
-    "old": "the pass: verl's work, entropy",
+    "old log-probabilities": "the pass: verl's work, entropy",
     "update": "the passes: verl's work, entropy",
-    "sync": "both sides' work: verl's calls between processes, waking the rollout up, CUDA IPC",
+    "weight sync": "both sides' work: verl's calls between processes, waking the rollout up, CUDA IPC",
 }
 
 
@@ -414,7 +424,10 @@ def builds(fitted: Mapping[str, Mapping]) -> dict[str, list[dict | None]]:
     found = {}
     for name in sorted({name for entry in fitted.values() for name in _RECORD.findall(entry["from"])}):
         record = json.loads((ROOT / "benchmarks" / "results" / name).read_text()) if name.endswith(".json") else {}
-        made_by = builds_in(record)
+        # Benchmarks of verl write a build for each run.
+        of_runs = {run["build"]["sources_sha256"]: run["build"] for run in record.get("runs", ())
+                   if "build" in run and (name != CALIBRATING[0] or run["row"] in CALIBRATING[1])}  # fmt: skip
+        made_by = list(of_runs.values()) or builds_in(record)
         found[name if None not in made_by else f"{name} (log: {COMMITS_BY_LOG[name]})"] = made_by
     return found
 

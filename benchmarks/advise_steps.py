@@ -1,7 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
 """What a record of ``jetrl advise`` is (benchmarks/advise_rates.py), and the records in results of
-benchmarks/verl_step.py."""
+benchmarks/verl_step.py and of ``--shipped`` runs of benchmarks/recipes.py."""
 
 import json
 import math
@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.published_shapes import PUBLISHED, is_mixture
-from benchmarks.recipe_memory import sizes_of
+from benchmarks.recipe_memory import GIB, sizes_of
+from benchmarks.recipes import RECIPES, ROLLOUT_SHARE
 from jetrl_verl.config.support.scopes import ACTOR, ATTENTION, ROLLOUT
 from jetrl_verl.formats.catalog import UNQUANTIZED
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
@@ -59,12 +60,23 @@ COLUMN_OF_ROW = {
 PHASE_OF_FIGURE = {
     "gen_s": "generation",
     "old_log_prob_s": "old log-probabilities",
+    "ref_s": "reference",
     "update_actor_s": "update",
     "update_weights_s": "weight sync",
     "step_s": "step",
 }
 LONGEST_PROMPT = 512
 """Of benchmarks/verl_step.py."""
+SHIPPED_LENGTHS = {"gsm8k": (512, 1024)}
+"""Recipe -> longest prompt and response of its script."""
+CALIBRATING = ("verl_step_4b_4k_h200.json", ("bf16", "jet_fp8"))
+"""Rows of one job whose phases say what verl does around them; their generations and steps check."""
+VERLS_PARTS = {
+    "old log-probabilities": "verl.old_log_prob",
+    "update": "verl.update",
+    "weight sync": "verl.sync",
+}
+"""Phase -> rate of what verl has around it."""
 MICRO = f"{ACTOR}.ppo_max_token_len_per_gpu"
 CACHE = "jetrl.kv_cache"
 GPUS = ("trainer.n_gpus_per_node", "trainer.nnodes")
@@ -162,8 +174,63 @@ def _caveat(phase: str, moved: bool, mixture: bool, rollout: str, sync: str) -> 
     return "weights that move to the host and back" if moved and phase != "generation" else ""
 
 
+def _phase(prediction: Prediction, phase: str) -> float:
+    return prediction.step if phase == "step" else prediction.phases[phase].seconds
+
+
+def shipped_records(file: Path) -> Iterable[Record]:
+    """What ``--shipped`` runs of benchmarks/recipes.py say, each with the lengths that it had. BF16's weight sync
+    calibrates what further replicas add, all else checks."""
+    settings = json.loads(file.read_text())
+    for run in settings["runs"]:
+        recipe, said = RECIPES[run["recipe"]], given(run["words"])
+        prompts, update = (int(said[key]) for key in ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"))
+        micro = int(said.get(MICRO, recipe.shipped.tokens))
+        job = Job(
+            sizes_of(recipe.model, None),
+            prompts,
+            recipe.shipped.samples,
+            run["prompt_length"],
+            run["response_length"],
+            *SHIPPED_LENGTHS[run["recipe"]],
+            gpus=run["gpus"],
+            utilization=ROLLOUT_SHARE,
+            micro_tokens=micro,
+            log_prob_tokens=micro,
+            mini_batches=prompts // update,
+            varlen=True,
+            eight_bit=said.get(f"{ACTOR}.optim.optimizer") == "AdamW8bit",
+            reference=True,
+        )
+        case = f"verl, {run['recipe']}, {run['gpus']} GPUs, {prompts} x {recipe.shipped.samples}, {run['precision']}"
+        caveat = "weights that move to the host and back" if offloads(said) else ""
+
+        def predicted(rates: Rates, job: Job = job, name: str = run["precision"]) -> Prediction:
+            (column,) = [each for each in precisions(job, True) if each.name == name]
+            return predict(rates, job, column)
+
+        for figure, phase in PHASE_OF_FIGURE.items():
+            yield Record(
+                phase,
+                case,
+                run[figure],
+                file.name,
+                lambda r, p=predicted, w=phase: _phase(p(r), w),
+                calibrates=(phase, run["precision"]) == ("weight sync", "bf16"),
+                caveat="" if phase == "generation" else caveat,
+            )
+        yield Record(
+            "memory",
+            f"{case}, a trainer's peak",
+            run["peak_gib"],
+            file.name,
+            lambda r, p=predicted: p(r).trainer.peak / GIB,
+            caveat=caveat,
+        )
+
+
 def step_records(files: Iterable[Path]) -> Iterable[Record]:
-    """What runs of benchmarks/verl_step.py say; none calibrates.
+    """What runs of benchmarks/verl_step.py say; those of ``CALIBRATING`` calibrate ``VERLS_PARTS``, all others check.
 
     Args:
         files: its results, as it writes them.
@@ -200,7 +267,8 @@ def step_records(files: Iterable[Path]) -> Iterable[Record]:
                     case,
                     run[figure],
                     file.name,
-                    lambda r, p=predicted, w=phase: p(r).step if w == "step" else p(r).phases[w].seconds,
+                    lambda r, p=predicted, w=phase: _phase(p(r), w),
+                    calibrates=file.name == CALIBRATING[0] and run["row"] in CALIBRATING[1] and phase in VERLS_PARTS,
                     caveat=_caveat(phase, moved, mixture, rollout, sync),
                 )
             if run.get("engine_tokens_per_s"):

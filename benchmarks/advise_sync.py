@@ -9,15 +9,17 @@ is. What a launch takes is measured on a GPU.
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+
+import numpy as np
 
 from benchmarks.advise_steps import OLD_SYNC, Record
 from benchmarks.published_shapes import NARROW
 from jetrl_verl.tools.advise.rates import Rates
 from jetrl_verl.tools.advise.shapes import KNOWN, Model, model_of
-from jetrl_verl.tools.advise.sync import LOADS_OF_A_LAYER, stacks, stock_work, work
+from jetrl_verl.tools.advise.sync import LOADS_OF_A_LAYER, stacks, stock_work, sync_seconds, work
 from jetrl_verl.train.gather import TOGETHER_BYTES
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -128,3 +130,22 @@ def fit_sync(put: Callable[..., None], rates: Callable[..., Rates]) -> None:
         how = f"{TIMED}, 4B {precision}, both sides less their bytes, by launches"
         put(f"sync.{name}.launch", seconds, "s", how, older if name == "ours" else "")
     put("sync.probes", _seconds("jet_fp8", True), "s", f"{TIMED}, 4B jet_fp8, both sides", older)
+
+
+def fit_replicas(
+    put: Callable[..., None], rates: Callable[..., Rates], cases: Sequence[tuple[Model, int, float]], how: str
+) -> None:
+    """A gather, and a byte of the weights of each replica but one, from BF16's sync of two sizes: two equations with
+    two unknowns.
+
+    Args:
+        cases: model, GPUs with a replica each, seconds.
+    """
+    rows, left = [], []
+    for model, gpus, seconds in cases:
+        done = stock_work(model)
+        rows.append((float(done.gathers), (gpus - 1) * done.held))
+        left.append(seconds - sync_seconds(rates(), model, "bf16", False, 1))
+    gather, replica = np.linalg.solve(np.array(rows), np.array(left))
+    put("sync.gather", gather, "s", f"{how}, by tensors")
+    put("sync.replica", replica, "s/B", f"{how}, by bytes of the weights of each replica but one")

@@ -57,6 +57,7 @@ WORDS = {
     "moved": "bytes of the weights",
     "probes": "probes of the contract check",
     "gathers": "gathers between the GPUs",
+    "replicas": "weights of further replicas on the host",
 }
 
 
@@ -197,7 +198,7 @@ def predict(rates: Rates, job: Job, precision: Precision) -> Prediction:
     reference = log_probs(rates, model, precision.reference, scored) if job.reference else None
     new = update(rates, model, precision.trainer, trained, checkpointing=job.checkpointing, epochs=job.epochs)
     adamw = optimizer(rates, model, job.shards or job.gpus, job.mini_batches * job.epochs)
-    sync = sync_parts(rates, model, kind, precision.name not in STOCK_VERL, job.gpus)
+    sync = sync_parts(rates, model, kind, precision.name not in STOCK_VERL, job.gpus, job.tp)
     phases = {
         "generation": Phase(
             schedule.seconds + POLL / 2,

@@ -51,12 +51,13 @@ class Work:
 
     Attributes:
         launches: operators of torch that both sides call, views apart. moved: bytes read and written.
-        gathers: collectives, where several GPUs share the weights.
+        gathers: collectives, where several GPUs share the weights. held: bytes of a replica's weights.
     """
 
     launches: float
     moved: float
     gathers: int
+    held: float
 
 
 def stock_work(model: Model) -> Work:
@@ -64,7 +65,8 @@ def stock_work(model: Model) -> Work:
     under both names."""
     tensors = model.tensors_of_verl
     parameters = model.in_layers + 2 * model.head
-    return Work(2 * tensors + LOADS_OF_A_LAYER * model.layers, (2 * FP32 + FP32 + BF16) * parameters, tensors)
+    launches, moved = 2 * tensors + LOADS_OF_A_LAYER * model.layers, (2 * FP32 + FP32 + BF16) * parameters
+    return Work(launches, moved, tensors, BF16 * model.parameters)
 
 
 def work(rates: Rates, model: Model, kind: str) -> Work:
@@ -74,15 +76,16 @@ def work(rates: Rates, model: Model, kind: str) -> Work:
     sent = BF16 * (model.parameters - quantized) + WEIGHT_BYTES[kind] * quantized
     moved = (FP32 + BF16) * model.parameters + (BF16 + WEIGHT_BYTES[kind]) * quantized + 7 * sent
     launches = rates["sync.launches"] + rates["sync.launches_of_a_stack"] * stacks(model)
-    return Work(launches + LOADS_OF_A_LAYER * model.layers, moved, spans(model) + 2)
+    return Work(launches + LOADS_OF_A_LAYER * model.layers, moved, spans(model) + 2, sent)
 
 
-def sync_parts(rates: Rates, model: Model, kind: str, ours: bool, gpus: int) -> dict[str, float]:
+def sync_parts(rates: Rates, model: Model, kind: str, ours: bool, gpus: int, tp: int = 1) -> dict[str, float]:
     """Seconds of verl's ``update_weights`` with the contract check, by what they are spent on, after the first ones,
     which compile kernels.
 
     Args:
         kind: format of the rollout's linears. ours: whether the sync is ours, as under every precision but BF16's.
+        gpus: of one host. tp: of them, a replica of the rollout has so many.
     """
     done = work(rates, model, kind) if ours else stock_work(model)
     return {
@@ -90,10 +93,11 @@ def sync_parts(rates: Rates, model: Model, kind: str, ours: bool, gpus: int) -> 
         "moved": done.moved / rates["bandwidth"],
         "probes": rates["sync.probes"] if ours else 0.0,
         "gathers": done.gathers * rates["sync.gather"] if gpus > 1 else 0.0,
+        "replicas": (gpus // tp - 1) * done.held * rates["sync.replica"] if gpus > tp else 0.0,
         "verl": rates["verl.sync"],
     }
 
 
-def sync_seconds(rates: Rates, model: Model, kind: str, ours: bool, gpus: int) -> float:
+def sync_seconds(rates: Rates, model: Model, kind: str, ours: bool, gpus: int, tp: int = 1) -> float:
     """The sum of :func:`sync_parts`."""
-    return sum(sync_parts(rates, model, kind, ours, gpus).values())
+    return sum(sync_parts(rates, model, kind, ours, gpus, tp).values())

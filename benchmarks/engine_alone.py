@@ -177,6 +177,19 @@ def measure(path: Path, steps: int) -> None:
             print(MARK + json.dumps(found | {"tokens_per_s": share * tokens / seconds}), flush=True)
 
 
+def timed_steps(config: Path, log: Path, environment: Mapping[str, str], steps: int, ends: float) -> tuple[int, list]:
+    """:func:`measure` in a process of its own: its exit status, ``TIME_UP`` where it was ended, and what it printed."""
+    command = [sys.executable, "-m", "benchmarks.engine_alone", str(config), "--steps", str(steps)]
+    with ProcessTree(command, {**environment, "PYTHONPATH": python_path()}, log) as tree:
+        for _ in tree.follow():
+            if time.monotonic() > ends:
+                break
+        status = tree.poll()
+    text = log.read_text(errors="replace").splitlines()
+    found = [json.loads(line.removeprefix(MARK)) for line in text if line.startswith(MARK)]
+    return TIME_UP if status is None else status, found
+
+
 def measured(paths: RunPaths, steps: int, cpu: bool, ends: float) -> dict:
     """What :func:`measure` finds of a run that has ended, in a process of its own.
 
@@ -185,18 +198,10 @@ def measured(paths: RunPaths, steps: int, cpu: bool, ends: float) -> dict:
         ``engine_errors`` where the engine failed, its time was up before a step was done, or its prompts are not the
         run's. It never fails a row: the run of verl is what was asked for.
     """
-    command = [sys.executable, "-m", "benchmarks.engine_alone", str(paths.config), "--steps", str(steps)]
-    environment = environment_of(paths, cpu) | {"PYTHONPATH": python_path()}
     log = paths.folder / "engine.log"
-    with ProcessTree(command, environment, log) as tree:
-        for _ in tree.follow():
-            if time.monotonic() > ends:
-                break
-        status = tree.poll()
-    text = log.read_text(errors="replace").splitlines()
-    found = [json.loads(line.removeprefix(MARK)) for line in text if line.startswith(MARK)]
-    if status or not found:  # a status of None is that of an engine whose time was up
-        return {"engine_status": TIME_UP if status is None else status or 1, "engine_errors": last_errors(log)}
+    status, found = timed_steps(paths.config, log, environment_of(paths, cpu), steps, ends)
+    if status or not found:
+        return {"engine_status": status or 1, "engine_errors": last_errors(log)}
     if errors := [words for each in found if (words := _other_prompts(each, load_run(paths.folder).records))]:
         return {"engine_status": 1, "engine_errors": errors}
     rates = [each["tokens_per_s"] for each in found]

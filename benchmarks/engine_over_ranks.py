@@ -1,0 +1,214 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a rollout's engine reaches with one, two and four GPUs to a replica, under each precision; no trainer, no Ray.
+
+    python3 -m benchmarks.engine_over_ranks OUT --gpus 4 --seconds 560       # and again: what is left
+    python3 -m benchmarks.engine_over_ranks OUT --gpus 2 --tp 1 2 --rows bf16,jet_fp8 --sequences 16
+    python3 -m benchmarks.engine_over_ranks OUT --gpus 2 --tp 2 --tiny       # on a CPU, to try it out
+
+The engine is that of a job of verl_step.py (engine_alone.py): verl's own arguments for vLLM, dummy weights of the
+published shape, ``--sequences`` responses of exactly ``--response`` tokens, four to a prompt. Of two batches the first
+one warms up. Tokens/s are those of one replica, and of each of its GPUs.
+
+Replicas of one size run side by side, each on GPUs of its own, as many as there are GPUs for; a larger size begins when
+all of a smaller one have ended. ``--alone`` takes one at a time. OUT gets ``engine_over_ranks.json`` after each.
+"""
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks import verl_step
+from benchmarks.engine_alone import timed_steps
+from benchmarks.gpus import too_few, unfit
+from benchmarks.published_shapes import PUBLISHED, write_model_apart
+from benchmarks.side_by_side import Planned, SideBySide, one_at_a_time, take_one
+from benchmarks.verl_runs import Results, add_files, compile_bytecode, environment_of, fresh_folder, python_path
+from jetrl_verl.tools import ToolError
+from jetrl_verl.tools.launch import RunPaths
+from jetrl_verl.tools.process_tree import Interrupted, signals_raise
+from jetrl_verl.tools.progress import last_errors
+from jetrl_verl.tools.provenance import provenance
+from jetrl_verl.tools.rows import Row, parse_row, split_rows
+
+STEPS = 2
+ROWS = "bf16,fp8_rollout,jet_fp8"
+SIZES = {False: (2048, 64), True: (24, 8)}
+"""Whether it is the tiny benchmark -> tokens of a response, and responses."""
+
+NAMES = ("model", "tp", "row")
+COLUMNS = ("status", "tokens_per_s", "tokens_per_s_and_gpu", "seconds")
+
+console = Console(width=150)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all engines share: where they write, the model's shape, tokens of a response, responses, vLLM's share of the
+    memory, whether they are ``tiny`` ones on a CPU, and when all has ended."""
+
+    out: Path
+    model: str
+    response: int
+    sequences: int
+    memory: float
+    tiny: bool = False
+    ends: float = math.inf
+
+    def name(self, row: Row, tp: int) -> dict[str, str | int]:
+        """What names an engine in the results."""
+        return {"model": self.model, "tp": tp, "row": str(row)}
+
+    def paths(self, row: Row, tp: int) -> RunPaths:
+        """Files of an engine."""
+        return RunPaths(self.out / "runs" / f"{self.model}-{row.slug}-{tp}")
+
+    def folder(self, tp: int) -> Path:
+        """Of the model, written where it is not there yet."""
+        folder = self.out / "models" / (f"{self.model}-{tp}_ranks" if self.tiny else self.model)
+        with one_at_a_time(folder):
+            if not (folder / "tokenizer.json").exists():
+                write_model_apart(self.model, folder, self.tiny, ranks=tp)
+        return folder
+
+    def words(self, row: Row, tp: int, model: Path) -> list[str]:
+        """Overrides of verl of the job whose engine it is: a replica, and nothing else."""
+        fields = {name: getattr(self, name) for name in ("model", "response", "sequences", "memory", "tiny")}
+        options = argparse.Namespace(**fields, steps=STEPS, gpus=tp, tp=tp, set=[])
+        return verl_step.words_of(row, options, model, verl_step.data_of(self.out), self.paths(row, tp))
+
+    def compose(self, row: Row, tp: int) -> Path:
+        """The job's configuration, composed as a run composes it, in a file."""
+        import verl.trainer.main_ppo  # noqa: F401  (the plugin registers itself through verl, as in a run)
+        from hydra import compose, initialize_config_module
+        from omegaconf import OmegaConf
+
+        paths, words = self.paths(row, tp), self.words(row, tp, self.folder(tp))
+        fresh_folder(paths)
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            config = compose("ppo_trainer", overrides=words)
+        paths.config.parent.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(config, paths.config)
+        return paths.config
+
+    def take(self, row: Row, tp: int) -> dict:
+        """An engine's tokens/s and status."""
+        began, paths = time.monotonic(), self.paths(row, tp)
+        config, log = self.compose(row, tp), paths.folder / "engine.log"
+        environment = environment_of(paths, self.tiny)
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if self.tiny else {}
+        status, found = timed_steps(config, log, environment, STEPS, self.ends)
+        taken = {"status": status or int(not found), "seconds": round(time.monotonic() - began, 1)}
+        if taken["status"]:
+            return {**taken, "errors": last_errors(log)}
+        rate = found[-1]["tokens_per_s"]
+        return {**taken, "steps": len(found), "tokens_per_s": rate, "tokens_per_s_and_gpu": rate / tp}
+
+    def planned(self, row: Row, tp: int, place: int, gpus: Sequence[str]) -> Planned:
+        """An engine as a program of its own, on the ``place``-th ``tp`` of ``gpus``."""
+        visible = [] if self.tiny else [f"CUDA_VISIBLE_DEVICES={','.join(gpus[place * tp : (place + 1) * tp])}"]
+        words = ["--model", self.model, "--response", str(self.response), "--sequences", str(self.sequences)]
+        words += ["--memory", str(self.memory), *(["--tiny"] if self.tiny else [])]
+        program = ["env", *visible, sys.executable, "-m", "benchmarks.engine_over_ranks", str(self.out), *words]
+        run = self.paths(row, tp).folder.name
+        return Planned(
+            self.name(row, tp),
+            [*program, "--tp", str(tp), "--one", str(row), "--seconds"],
+            self.found(row, tp),
+            self.out / "programs" / f"{run}.log",
+        )
+
+    def found(self, row: Row, tp: int) -> Path:
+        """What an engine's program leaves."""
+        return self.out / "programs" / f"{self.paths(row, tp).folder.name}.json"
+
+
+def batches(left: Sequence[tuple[Row, int]], gpus: int, alone: bool) -> list[list[tuple[Row, int]]]:
+    """Engines that run side by side, batch by batch: of one size, as many as ``gpus`` hold, small ones first."""
+    found = []
+    for tp in sorted({tp for _, tp in left}):
+        of_size = [each for each in left if each[1] == tp]
+        most = 1 if alone else max(1, gpus // tp)
+        found += [of_size[first : first + most] for first in range(0, len(of_size), most)]
+    return found
+
+
+def take_all(job: Job, results: Results, left: Sequence[tuple[Row, int]], gpus: int, alone: bool) -> int:
+    """Take all engines, and the table last, also behind a SIGTERM or a Ctrl-C."""
+    compiled = compile_bytecode(console)
+    verl_step.prepare_data(job.out, job.sequences * STEPS)
+    compiled()
+    visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))).split(",")
+    environment, status = {**os.environ, "PYTHONPATH": python_path()}, 0
+    with signals_raise():
+        try:
+            for batch in batches(left, gpus, alone):
+                beside = SideBySide(results, environment, len(batch), math.inf, job.ends, console)
+                status |= beside.take([job.planned(*each, place, visible) for place, each in enumerate(batch)])
+        except Interrupted as interrupted:
+            return 128 + interrupted.signal
+        finally:
+            results.show(COLUMNS, console)
+    return status
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    began = time.monotonic()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("--model", choices=PUBLISHED, default="qwen3_8b")
+    parser.add_argument("--gpus", type=int, default=2, help="of one host")
+    parser.add_argument(
+        "--tp", type=int, nargs="+", help="GPUs of a replica; 1, 2, 4 and so on up to --gpus if not set"
+    )
+    parser.add_argument("--rows", default=ROWS, help=f"of {', '.join(verl_step.ROWS)}, separated by commas")
+    parser.add_argument("--response", type=int, help=f"tokens of a response, {SIZES[False][0]} if not set")
+    parser.add_argument("--sequences", type=int, help=f"responses, {SIZES[False][1]} if not set")
+    parser.add_argument("--memory", type=float, default=0.6, help="vLLM's share of the GPU's memory")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="that this call may take, no limit if not set")
+    parser.add_argument("--alone", action="store_true", help="one engine at a time")
+    parser.add_argument("--again", action="store_true", help="also what has ended well already")
+    parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="FILE", help="records of other machines")
+    parser.add_argument("--tiny", action="store_true", help="two narrow layers on a CPU, to try this out")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args(words)
+    response, sequences = SIZES[options.tiny]
+    job = Job(
+        options.out.resolve(),
+        options.model,
+        options.response or response,
+        options.sequences or sequences,
+        options.memory,
+        options.tiny,
+        began + options.seconds,
+    )
+    sizes = options.tp or [tp for tp in (1, 2, 4, 8) if tp <= options.gpus]
+    try:
+        rows = [parse_row(text, verl_step.ROWS, "a row") for text in split_rows(options.one or options.rows)]
+    except ToolError as error:
+        parser.error(str(error))
+    if options.one:
+        return take_one(job.found(rows[0], sizes[0]), lambda: job.take(rows[0], sizes[0]))
+    for tp in sizes:
+        quantized = any(row.name not in verl_step.BF16_LINEARS for row in rows)
+        if reason := unfit(job.model, tp, tp, quantized) or (too_few(max(tp, options.gpus), job.tiny)):
+            parser.error(reason)
+    if job.sequences % verl_step.SAMPLES:
+        parser.error(f"--sequences {job.sequences} is not supported. Set a multiple of {verl_step.SAMPLES}.")
+    job.out.mkdir(parents=True, exist_ok=True)
+    settings = {name: getattr(job, name) for name in ("response", "sequences", "memory", "tiny")}
+    results = Results(job.out / "engine_over_ranks.json", NAMES, settings, provenance())
+    add_files(results, options.add, parser.error)
+    left = [(row, tp) for tp in sizes for row in rows if options.again or not results.done(job.name(row, tp))]
+    return take_all(job, results, left, options.gpus, options.alone)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

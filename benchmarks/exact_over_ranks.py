@@ -155,11 +155,11 @@ class Job:
     def model(self, cell: Cell) -> Path:
         """Folder of a cell's model, written where it is not there yet."""
         layers = None if self.tiny else cell.layers
-        parts = [cell.model, f"{layers}_layers" if layers else "", f"{self.tp}_ranks" if self.tiny else ""]
+        parts = [cell.model, f"{layers}_layers" if layers else "", f"{self.gpus}_ranks" if self.tiny else ""]
         folder = self.out / "models" / "-".join(filter(None, parts))
         with one_at_a_time(folder):
             if not (folder / "tokenizer.json").exists():
-                write_model_apart(cell.model, folder, self.tiny, layers, ranks=self.tp)
+                write_model_apart(cell.model, folder, self.tiny, layers, ranks=self.gpus)
         return folder
 
     def words(self, name: str, precision: str, model: Path) -> list[str]:

@@ -9,9 +9,8 @@ A process on each GPU, joined as vLLM's engine joins its workers. Behind o and d
 4096]`` BF16. Ways:
 
 - *stock*: vLLM's all-reduce, whichever of its kernels it takes for that size. Its bits depend on that.
-- *gathered*, *by rows*: rollout/row_parallel.py's two ways, the same bits.
-- *one stage*: vLLM's custom kernel, told to work in one stage (``VLLM_CUSTOM_ALLREDUCE_ALGO=1stage``), in which each
-  rank reads the products of all, in their order.
+- *one stage*, *gathered*, *by rows*: rollout/row_parallel.py's three ways, the same bits; the first one is vLLM's
+  custom kernel, told to let each rank read the products of all.
 
 Up to 512 rows the reductions are in a CUDA graph, as a decode step has them, each on buffers of its own; beyond they
 are eager, as a prefill has them. Microseconds of one reduction: of each rank the median over replays, and of those the
@@ -43,21 +42,12 @@ CAPTURED = 512
 COLUMNS = 4096
 IN_A_GRAPH, REPLAYS = 32, 15
 TINY = {"rows": (1, 8), "columns": 256}
-ALGORITHM = "VLLM_CUSTOM_ALLREDUCE_ALGO"
 STOCK, ONE_STAGE = "stock", "one stage"
 GRAPHS_MEMORY = 2**30
 """Bytes of the inputs of a graph at most."""
 
 console = Console(width=120)
 Reduce = Callable[[torch.Tensor], torch.Tensor]
-
-
-def one_stage(x: torch.Tensor) -> torch.Tensor | None:
-    """vLLM's custom all-reduce, None where it does not take ``x``."""
-    from vllm.distributed import get_tp_group
-
-    custom = getattr(get_tp_group().device_communicator, "ca_comm", None)
-    return None if custom is None else custom.custom_all_reduce(x)
 
 
 def ways(with_one_stage: bool) -> dict[str, Reduce]:
@@ -67,7 +57,9 @@ def ways(with_one_stage: bool) -> dict[str, Reduce]:
     from jetrl_verl.rollout import row_parallel
 
     if with_one_stage:
-        return {ONE_STAGE: one_stage}
+        os.environ[row_parallel.ALGORITHM] = row_parallel.IN_ONE_STAGE  # vLLM reads it at each call
+        custom = row_parallel.custom_all_reduce()
+        return {} if custom is None else {ONE_STAGE: custom.custom_all_reduce}
     ours = {"gathered": row_parallel._gathered, "by rows": row_parallel._by_rows}
     return {STOCK: tensor_model_parallel_all_reduce, **ours}
 
@@ -154,8 +146,6 @@ def measure(rank: int, options: argparse.Namespace, with_one_stage: bool) -> lis
 
 def rank_program(rank: int, options: argparse.Namespace, port: int, with_one_stage: bool, found) -> None:
     """One process: leaves its rows in ``found``."""
-    if with_one_stage:
-        os.environ[ALGORITHM] = "1stage"
     device = torch.device("cpu")
     if not options.tiny:
         device = torch.device("cuda", rank)

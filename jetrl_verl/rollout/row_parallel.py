@@ -14,10 +14,21 @@ behind it or cut in halves for sequence parallelism. Its several all-reduces may
 these bits, by symmetric memory or not, and with more ours moves products by all-to-all and all-gather, which add
 nothing. What else it adds over ranks, the embedding, has a single term that is not zero.
 
-Two ways to move the data, the same bits. A small batch is gathered whole: each rank receives the products of all others
-and adds them itself, one collective and one kernel. Of a large one each rank adds its share of the rows and hands the
-result round: two collectives, and 2 / ranks of the bytes.
+Three ways to move the data, the same bits.
+
+- *vLLM's custom kernel in one stage*, up to 8 MiB: each rank reads the products of all over NVLink and adds them, rank
+  0 first, in FP32, rounded once. By itself it works so for small batches alone; an environment variable tells it to
+  for all. Whether it then has these bits is not assumed: :func:`find_one_stage` asks it to add products whose sum
+  rounds otherwise in any other order. Where it fails, or there is none (a CPU, PCIe, ranks of several hosts), the other
+  two do all of it.
+- *Gathered whole*, a small batch: each rank receives the products of all others and adds them itself, one collective
+  and one kernel.
+- *By rows*, a large one: each rank adds its share of the rows and hands the result round, two collectives, and
+  2 / ranks of the bytes.
 """
+
+import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +41,7 @@ from jetrl_verl import kernels
 from jetrl_verl.config.support.general import FUSIONS_OF_REDUCTIONS
 from jetrl_verl.config.support.table import refuse
 from jetrl_verl.kernels.operator import operator
+from jetrl_verl.sync.operations_probe import products_of_ranks
 
 EVERY_ORDER_IS_ONE = 2
 """Up to this many ranks any order of adding has the same bits, if it rounds to nearest."""
@@ -37,10 +49,48 @@ EVERY_ORDER_IS_ONE = 2
 GATHERED_BYTES = 2**20
 """Products of a rank up to this size are gathered whole."""
 
+ALGORITHM, IN_ONE_STAGE = "VLLM_CUSTOM_ALLREDUCE_ALGO", "1stage"
+_ORDERED = "jetrl_adds_in_order"
+"""Attribute of vLLM's custom all-reduce, by which :func:`find_one_stage` says that it has the bits."""
+
 
 def keeps_vllms(ranks: int, on_gpu: bool) -> bool:
     """Whether vLLM's all-reduce of so many ranks has the bits of ``kernels.sum_of_ranks``."""
     return ranks == 1 or (on_gpu and ranks <= EVERY_ORDER_IS_ONE)
+
+
+def custom_all_reduce() -> Any:
+    """vLLM's custom all-reduce of this engine's ranks, None where there is none."""
+    custom = getattr(get_tp_group().device_communicator, "ca_comm", None)
+    return None if custom is None or custom.disabled else custom
+
+
+def find_one_stage(device: torch.device) -> bool:
+    """Let vLLM's custom kernel work in one stage in this process, unless the user has said how it is to work, and find
+    out whether it has the bits of ``kernels.sum_of_ranks``, by asking it; then sums are its own.
+
+    A collective: every rank calls it once, behind the start of vLLM's communicators and outside of a CUDA graph.
+    """
+    group, custom = get_tp_group(), custom_all_reduce()
+    if custom is None:
+        return False
+    asked, ordered = ALGORITHM not in os.environ, True
+    os.environ.setdefault(ALGORITHM, IN_ONE_STAGE)  # read at each call
+    for products in products_of_ranks(device, group.world_size):
+        found = custom.custom_all_reduce(products[group.rank_in_group].contiguous())
+        ordered &= found is None or torch.equal(found, kernels.sum_of_ranks(products))
+    everywhere = torch.tensor(int(ordered))
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=group.cpu_group)
+    setattr(custom, _ORDERED, bool(everywhere))
+    if asked and not everywhere:
+        del os.environ[ALGORITHM]
+    return bool(everywhere)
+
+
+def _in_one_stage(x: torch.Tensor) -> torch.Tensor | None:
+    """None where vLLM's kernel has other bits, or does not take ``x``."""
+    custom = custom_all_reduce()
+    return custom.custom_all_reduce(x) if getattr(custom, _ORDERED, False) else None
 
 
 def _gathered(x: torch.Tensor) -> torch.Tensor:
@@ -59,6 +109,8 @@ def _by_rows(x: torch.Tensor) -> torch.Tensor:
 
 @operator("ordered_all_reduce(Tensor x) -> Tensor", fake=torch.empty_like)
 def _ordered_all_reduce(x: torch.Tensor) -> torch.Tensor:
+    if (found := _in_one_stage(x)) is not None:
+        return found
     # A graph is captured for few rows, and vLLM's own gather is made to be captured.
     captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
     small = x.numel() * x.element_size() <= GATHERED_BYTES

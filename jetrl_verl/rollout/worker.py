@@ -38,7 +38,7 @@ from jetrl_verl.rollout.experts import is_of_experts, load_experts
 from jetrl_verl.rollout.live import LiveMap, live_routing, place_scales
 from jetrl_verl.rollout.method import JetQuantizationConfig
 from jetrl_verl.rollout.qk_norm import split_at_attention
-from jetrl_verl.rollout.row_parallel import fused_reductions, reduce_ranks
+from jetrl_verl.rollout.row_parallel import find_one_stage, fused_reductions, keeps_vllms, reduce_ranks
 from jetrl_verl.rollout.sampler import share_sampler
 from jetrl_verl.rollout.shared_operations import share_operations
 from jetrl_verl.sync.contract import ContractReceiver, ContractViolation, states
@@ -73,6 +73,9 @@ class JetWorker(PlatformWorker):
             share_attention_layers(self.get_model(), config.kv_cache)
             return
         ordered = config.reduction == "ordered"
+        if ordered and not keeps_vllms(get_tp_group().world_size, on_gpu=not current_platform.is_cpu()):
+            with torch.inference_mode():
+                find_one_stage(self.device)
         share_operations(self.get_model(), self.vllm_config.model_config.hf_config, ordered, config.kv_cache)
         share_sampler(self.model_runner)
         split_at_attention(self.vllm_config.compilation_config)

@@ -123,6 +123,57 @@ def reductions(rank: int, world: int) -> None:
     assert [name for name in called if "reduce" in name or "gather" in name] == ["jetrl.ordered_all_reduce"]
 
 
+class CustomAllReduce:
+    """In the place of vLLM's custom kernel, which a CPU does not have: takes up to ``most`` rows, and adds in the order
+    of the ranks, but turned round on rank ``other``."""
+
+    disabled = False
+
+    def __init__(self, most: int, other: int | None = None) -> None:
+        self.most, self.other, self.taken = most, other, 0
+
+    def custom_all_reduce(self, x: torch.Tensor) -> torch.Tensor | None:
+        from vllm.distributed import get_tp_group
+
+        if x.shape[0] > self.most:
+            return None
+        self.taken += 1
+        group = get_tp_group()
+        parts = list(group.all_gather(x, 0).unflatten(0, (group.world_size, -1)).unbind(0))
+        return kernels.sum_of_ranks(parts[::-1] if group.rank_in_group == self.other else parts)
+
+
+def one_stage(rank: int, world: int) -> None:
+    from vllm.distributed import get_tp_group
+
+    from jetrl_verl.rollout import row_parallel
+
+    communicator, cpu = get_tp_group().device_communicator, torch.device("cpu")
+    every = [(products[rank], kernels.sum_of_ranks(products)) for products in products_of_ranks(cpu, world)]
+    assert not row_parallel.find_one_stage(cpu), "there is none on a CPU"
+    for custom, ordered in ((CustomAllReduce(100), True), (CustomAllReduce(100, other=1), False)):
+        communicator.ca_comm = custom
+        assert row_parallel.find_one_stage(cpu) == ordered, "one rank with other bits is enough for all"
+        assert os.environ.get(row_parallel.ALGORITHM) == ("1stage" if ordered else None)
+        os.environ.pop(row_parallel.ALGORITHM, None)
+        custom.taken = 0
+        for mine, expected in every:
+            assert torch.equal(row_parallel.ordered_all_reduce(mine), expected)
+        small = sum(mine.shape[0] <= 100 for mine, _ in every)
+        assert 0 < small < len(every) and custom.taken == (small if ordered else 0)
+    os.environ[row_parallel.ALGORITHM] = "2stage"
+    row_parallel.find_one_stage(cpu)
+    assert os.environ.pop(row_parallel.ALGORITHM) == "2stage", "the user's own word stays"
+    # One that nobody has asked is not taken.
+    communicator.ca_comm = CustomAllReduce(100)
+    assert torch.equal(row_parallel.ordered_all_reduce(every[0][0]), every[0][1]) and not communicator.ca_comm.taken
+
+
+def test_vllms_custom_kernel_adds_only_where_it_has_shown_the_bits():
+    world = 3
+    run_in_processes(world, in_vllms_group, world, free_port(), one_stage)
+
+
 def test_ranks_add_in_the_trainers_order():
     """Three: vLLM remembers a group's size in a process, and these are kept (two_processes.py); two run end to end."""
     world = 3

@@ -9,12 +9,16 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from jetrl_verl.config.support.scopes import ACTOR
 from jetrl_verl.formats.catalog import QUANTIZED_CACHES, UNQUANTIZED, cache_traits
 from jetrl_verl.tools.advise.job import Job, as_mapping
-from jetrl_verl.tools.advise.memory import GIB, GPU_BYTES
+from jetrl_verl.tools.advise.memory import GIB, GPU_BYTES, trainer_memory
 from jetrl_verl.tools.advise.predict import PHASES, SMALL_MICRO_BATCH, Prediction, batches
 from jetrl_verl.tools.advise.rates import Rates
 from jetrl_verl.tools.advise.settings import Finding, unseen
+
+LARGER_BY = 2048
+"""Tokens by which larger micro-batches are looked for."""
 
 
 def warnings(job: Job, predictions: list[Prediction]) -> list[str]:
@@ -35,7 +39,7 @@ def warnings(job: Job, predictions: list[Prediction]) -> list[str]:
         found.append(
             f"micro-batches of {small:.0f} tokens are smaller than any that a record confirms ({SMALL_MICRO_BATCH}): "
             "the GPU waits for launches, of which FP8 layers make more, and jet_fp8 may be slower than bf16 "
-            "(10.6 s against 8.1 at micro-batches of 2,240 tokens); make them larger."
+            f"(10.6 s against 8.1 at micro-batches of 2,240 tokens); {larger_micro_batches(job)}"
         )
     for each in predictions:
         if math.isinf(each.step):
@@ -66,6 +70,28 @@ def warnings(job: Job, predictions: list[Prediction]) -> list[str]:
             f"{max(0.0, 1 - first.trainer.state / GPU_BYTES):.2f}."
         )
     return found
+
+
+def larger_micro_batches(job: Job) -> str:
+    """How large the micro-batches of an update may be, as what to set: what 0.9 of a GPU's memory holds under every
+    precision, in steps of 2048 tokens, or of a sequence where the job counts sequences."""
+    length = job.longest_prompt + job.longest_response
+    step, least = (LARGER_BY, length) if job.micro_tokens is not None else (length, length)
+    has = job.sequences / job.gpus / job.mini_batches * (job.prompt + job.response if job.packed else length)
+
+    def peak(tokens: int) -> float:
+        shards = job.shards or job.gpus
+        return trainer_memory(
+            job.model, shards, tokens, checkpointing=job.checkpointing, eight_bit=job.eight_bit, shared=False
+        ).peak
+
+    most = max(1, math.ceil(has / step))
+    fits = [count for count in range(1, most + 1) if count * step >= least and peak(count * step) <= 0.9 * GPU_BYTES]
+    if not fits:
+        return "make them larger."
+    if job.micro_tokens is not None:
+        return f"make them larger: {fits[-1] * step} tokens fit, {ACTOR}.ppo_max_token_len_per_gpu={fits[-1] * step}."
+    return f"make them larger: {fits[-1]} sequences fit, {ACTOR}.ppo_micro_batch_size_per_gpu={fits[-1]}."
 
 
 def _seconds(value: float) -> str:

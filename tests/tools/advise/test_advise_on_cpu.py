@@ -18,10 +18,11 @@ from jetrl_verl.config.check import reader
 from jetrl_verl.config.support.row import DRIVER, WORKER, shown
 from jetrl_verl.config.support.table import INEXACT_ROWS
 from jetrl_verl.tools.advise import AdviseError
-from jetrl_verl.tools.advise.job import Means, compose, job_of_config, job_of_options, words_of_script
-from jetrl_verl.tools.advise.memory import rollout_memory, rollout_weights, trainer_memory
+from jetrl_verl.tools.advise.job import Job, Means, compose, job_of_config, job_of_options, words_of_script
+from jetrl_verl.tools.advise.memory import GPU_BYTES, rollout_memory, rollout_weights, trainer_memory
 from jetrl_verl.tools.advise.predict import Precision, batches, precisions, predict
 from jetrl_verl.tools.advise.rates import measured
+from jetrl_verl.tools.advise.report import larger_micro_batches
 from jetrl_verl.tools.advise.rollout import Engine, decode_step, generate, response_lengths
 from jetrl_verl.tools.advise.settings import BITS, REFUSED, STOCK, findings, model_findings, settings_of, unseen
 from jetrl_verl.tools.advise.shapes import KNOWN, known_name, model_of
@@ -367,6 +368,24 @@ def test_sizes_alone_need_neither_overrides_nor_a_folder():
         "4",
     )
     assert status == 0 and "gain over bf16" in output and "micro-batches of" in output
+
+
+def test_small_micro_batches_come_with_the_largest_that_memory_holds():
+    """Under stock operations, whose logits are the larger ones: 0.9 of the GPU holds it, and 2048 tokens more it does
+    not, or a step has no more."""
+    small = Job(EIGHT, 64, 4, 256.0, 512.0, 512, 1024, gpus=1, eight_bit=True, micro_tokens=2048)
+
+    def peak(tokens: int) -> float:
+        return trainer_memory(EIGHT, 1, tokens, eight_bit=True).peak / GPU_BYTES
+
+    said = larger_micro_batches(small)
+    tokens = int(said.rpartition("ppo_max_token_len_per_gpu=")[2].rstrip("."))
+    assert f"{tokens} tokens fit" in said and peak(tokens) <= 0.9 < peak(tokens + 2048)
+    few = replace(small, prompts=4, samples=1)
+    assert "4096 tokens fit" in larger_micro_batches(few), "a step of 4 x 768 has no more"
+    assert larger_micro_batches(replace(small, eight_bit=False)) == "make them larger.", "16 bytes a parameter are all"
+    sequences = larger_micro_batches(replace(few, micro_tokens=None, micro_sequences=1, packed=False))
+    assert sequences.endswith("4 sequences fit, actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4.")
 
 
 @pytest.mark.parametrize(

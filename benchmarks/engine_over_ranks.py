@@ -196,6 +196,8 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if options.one:
         return take_one(job.found(rows[0], sizes[0]), lambda: job.take(rows[0], sizes[0]))
+    if max(sizes) > options.gpus:
+        parser.error(f"--tp {max(sizes)} is not supported with --gpus {options.gpus}. Set more --gpus.")
     for tp in sizes:
         quantized = any(row.name not in verl_step.BF16_LINEARS for row in rows)
         if reason := unfit(job.model, tp, tp, quantized) or (too_few(max(tp, options.gpus), job.tiny)):

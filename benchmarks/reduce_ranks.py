@@ -82,8 +82,12 @@ def joined(rank: int, ranks: int, port: int, device: torch.device):
     cleanup_dist_env_and_memory()
 
 
-def captured_us(reduce: Reduce, inputs: list[torch.Tensor]) -> float:
-    """Of one reduction in a CUDA graph of one for each of ``inputs``."""
+def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.equal(found.view(torch.int16), expected.view(torch.int16))
+
+
+def captured(reduce: Reduce, inputs: list[torch.Tensor], expected: torch.Tensor) -> tuple[float, bool]:
+    """Microseconds of one reduction in a CUDA graph of one for each of ``inputs``, and whether each has the bits."""
     from vllm.distributed import graph_capture
 
     graph = torch.cuda.CUDAGraph()
@@ -94,9 +98,9 @@ def captured_us(reduce: Reduce, inputs: list[torch.Tensor]) -> float:
         reduce(inputs[0])
         context.stream.synchronize()
         with torch.cuda.graph(graph, stream=context.stream):
-            for x in inputs:
-                reduce(x)
-    return timed_us(graph.replay) / len(inputs)
+            results = [reduce(x) for x in inputs]
+    us = timed_us(graph.replay) / len(inputs)
+    return us, all(same_bits(result, expected) for result in results)
 
 
 def timed_us(run: Callable[[], object]) -> float:
@@ -131,16 +135,17 @@ def measure(rank: int, options: argparse.Namespace, with_one_stage: bool) -> lis
         expected, mine = kernels.sum_of_ranks(products), products[rank].contiguous()
         many = max(2, min(IN_A_GRAPH, GRAPHS_MEMORY // (mine.numel() * mine.element_size())))
         for name, reduce in ways(with_one_stage).items():
-            captured = not options.tiny and rows <= CAPTURED
+            in_a_graph = not options.tiny and rows <= CAPTURED
             if (result := reduce(mine.clone())) is None:  # vLLM's writes into its input on a CPU
                 continue
-            equal = torch.equal(result.view(torch.int16), expected.view(torch.int16))
+            equal = same_bits(result, expected)
             inputs = [mine.clone() for _ in range(many)]
-            if captured:
-                us = captured_us(reduce, inputs)
+            if in_a_graph:
+                us, equal_there = captured(reduce, inputs, expected)
+                equal &= equal_there
             else:
                 us = timed_us(lambda reduce=reduce, inputs=inputs: [reduce(x) for x in inputs]) / many
-            found.append({"rows": rows, "way": name, "captured": captured, "equal": equal, "us": us})
+            found.append({"rows": rows, "way": name, "captured": in_a_graph, "equal": equal, "us": us})
     return found
 
 
@@ -203,7 +208,9 @@ def main(words: list[str] | None = None) -> int:
             records += slowest([found[rank] for rank in range(options.ranks)])
     show(records, options.ranks)
     if options.out:
-        about = {"ranks": options.ranks, "columns": options.columns, "build": provenance()}
+        # Without NVLink multicast, which some machines turn off, stock has one kernel less.
+        multicast = os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") != "1"
+        about = {"ranks": options.ranks, "columns": options.columns, "multicast": multicast, "build": provenance()}
         options.out.write_text(json.dumps({**about, "records": records}, indent=1) + "\n")
     return int(not all(record["equal"] for record in records if record["way"] != STOCK))
 

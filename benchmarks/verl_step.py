@@ -54,6 +54,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from pyarrow import parquet
 from rich.console import Console
 
 from benchmarks.engine_alone import measured
@@ -194,8 +195,9 @@ def data_of(out: Path) -> Path:
 
 
 def prepare_data(out: Path, rows: int) -> None:
-    """Write so many prompts, by the program of the recipe whose format they have; those that are there stay."""
-    if not data_of(out).exists():
+    """Write so many prompts, by the program of the recipe whose format they have; as many as that, or more, stay."""
+    written = data_of(out) / "train.parquet"
+    if not written.exists() or parquet.read_metadata(written).num_rows < rows:
         write_data("gsm8k", out / "raw", rows=rows)
         prepare = [sys.executable, "-m", "recipes.gsm8k.prepare_data", "--local-dir", out / "raw"]
         subprocess.run([*prepare, "--out", data_of(out)], cwd=ROOT, check=True)

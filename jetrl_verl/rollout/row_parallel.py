@@ -16,11 +16,11 @@ nothing. What else it adds over ranks, the embedding, has a single term that is 
 
 Three ways to move the data, the same bits.
 
-- *vLLM's custom kernel in one stage*, up to 8 MiB: each rank reads the products of all over NVLink and adds them, rank
-  0 first, in FP32, rounded once. By itself it works so for small batches alone; an environment variable tells it to
-  for all. Whether it then has these bits is not assumed: :func:`find_one_stage` asks it to add products whose sum
-  rounds otherwise in any other order. Where it fails, or there is none (a CPU, PCIe, ranks of several hosts), the other
-  two do all of it.
+- *vLLM's custom kernel in one stage*, up to its limit of 8 MiB, of 256 KiB with eight ranks and NVLink multicast: each
+  rank reads the products of all over NVLink and adds them, rank 0 first, in FP32, rounded once. By itself it works so
+  for small batches alone; an environment variable tells it to for all. Whether it then has these bits is not assumed:
+  :func:`find_one_stage` asks it to add products whose sum rounds otherwise in any other order. Where it fails, or there
+  is none (a CPU, PCIe, ranks of several hosts), the other two do all of it.
 - *Gathered whole*, a small batch: each rank receives the products of all others and adds them itself, one collective
   and one kernel.
 - *By rows*, a large one: each rank adds its share of the rows and hands the result round, two collectives, and

@@ -101,10 +101,12 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
         self._jetrl_receiver.start()
         self._jetrl_failure: str | None = None
         super().update_weights_from_ipc(peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
-        if self._jetrl_failure is not None:
-            raise RuntimeError(f"weight sync: the rollout worker could not load the weights: {self._jetrl_failure}")
         loaded = time.perf_counter()
         config = self.model_runner.vllm_config.quant_config
+        # All ranks add together: one that could not load takes part, or the others would wait for it.
+        reduction = self._stated_reduction(config)
+        if self._jetrl_failure is not None:
+            raise RuntimeError(f"weight sync: the rollout worker could not load the weights: {self._jetrl_failure}")
         if not isinstance(config, JetQuantizationConfig):
             raise ContractViolation(
                 "contract check: the trainer's precision is not bf16 but vLLM was started with quantization="
@@ -134,7 +136,7 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
             self._jetrl_live.tensors(),
             scale_rule=config.scale_rule,
             probe=stated_probe(self.device, config.format_name, config.scale_rule),
-            operations=operations | self._stated_reduction(config),
+            operations=operations | reduction,
             routing=routing,
         )
         self._jetrl_copies.hold()
@@ -148,8 +150,9 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
             counts["digest"],
         )
 
-    def _stated_reduction(self, config: JetQuantizationConfig) -> dict[str, int]:
-        if config.reduction != "ordered":
+    def _stated_reduction(self, config: Any) -> dict[str, int]:
+        ours = isinstance(config, JetQuantizationConfig) and config.contract_check
+        if not ours or config.reduction != "ordered":
             return {}
         group = get_tp_group()
         return stated_reduction(self.device, group.world_size, lambda parts: reduce_ranks(parts[group.rank_in_group]))

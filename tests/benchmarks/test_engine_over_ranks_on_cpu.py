@@ -63,6 +63,7 @@ def test_an_engine_that_fails_or_says_nothing_is_a_failure(tmp_path, monkeypatch
         ("--tiny --rows int9", "int9"),
         ("--tiny --sequences 6", "Set a multiple of 4"),
         ("--gpus 64 --tp 1", "GPUs of this machine"),
+        ("--tiny --gpus 2 --tp 4", "--tp 4 is not supported with --gpus 2"),
         ("--model qwen2_5_7b --gpus 8 --tp 8", "--tp 8 is not supported with qwen2_5_7b"),
     ],
 )

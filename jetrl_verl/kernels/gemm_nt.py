@@ -170,7 +170,7 @@ def triton_gemm_nt(
         check_k_slices(k, ranks)
     if add_to is not None:
         check_add_to(add_to, m, n, b_block_scaled, out_dtype)
-    out = add_to if add_to is not None else torch.empty((m, n), dtype=out_dtype, device=a.qdata.device)
+    out = add_to if add_to is not None else torch.empty(m, n, dtype=out_dtype, device=a.qdata.device)
     if m == 0 or n == 0:
         return out
     a_qdata = a.qdata if a.qdata.stride(1) == 1 else a.qdata.contiguous()
@@ -253,7 +253,7 @@ def _launch_native(
         check_add_to(add_to, m, n, b_block_scaled, out_dtype)
         out = add_to
     elif out is None:
-        out = torch.empty((m, n), dtype=out_dtype, device=a.qdata.device)
+        out = torch.empty(m, n, dtype=out_dtype, device=a.qdata.device)
     operands, plan = (a.qdata, a.scales, b.qdata, b.scales), plan or _KERNELS_CHOICE
     if b_block_scaled:
         few = plan.kernel == "decode" if plan.kernel else m <= native.FEW_ROWS

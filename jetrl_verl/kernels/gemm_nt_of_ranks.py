@@ -83,7 +83,7 @@ def native_gemm_nt_of_ranks(
             f"strides {b.qdata.stride()} over {ranks} ranks with {'a' if bias is not None else 'no'} bias"
             f"{native.why()}; use backend triton."
         )
-    out = torch.empty((a.qdata.shape[0], b.qdata.shape[0]), dtype=torch.bfloat16, device=a.qdata.device)
+    out = torch.empty(a.qdata.shape[0], b.qdata.shape[0], dtype=torch.bfloat16, device=a.qdata.device)
     _, block, cluster = plan or native.Plan()
     native.operators().fprop_of_ranks(a.qdata, a.scales, b.qdata, b.scales, ranks, out, block, cluster)
     return out

@@ -150,7 +150,7 @@ def _quantize(k: torch.Tensor, v: torch.Tensor, keep: bool) -> tuple[torch.Tenso
     kept = tokens if keep else 0
     qdata = [torch.empty((kept, *k.shape[1:]), dtype=FP8_DTYPE, device=k.device) for _ in range(2)]
     scales = [torch.empty((kept, heads), dtype=torch.uint8, device=k.device) for _ in range(2)]
-    out = [torch.empty(k.shape, dtype=torch.bfloat16, device=k.device) for _ in range(2)]
+    out = [torch.empty(*k.shape, dtype=torch.bfloat16, device=k.device) for _ in range(2)]
     if k.numel():
         bytes_of = [q.view(torch.uint8) for q in qdata]
         _quantize_kernel[(ceil_div(tokens * heads, _ROWS), 2)](

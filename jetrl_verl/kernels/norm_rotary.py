@@ -118,8 +118,8 @@ def triton_norm_rotary(
     q, k = heads_in_place(q), heads_in_place(k)
     tokens, q_heads, width = q.shape
     k_heads = k.shape[1]
-    outputs = tuple(torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) for x in (q, k))
-    rstds = tuple(torch.empty(x.shape[:2], dtype=torch.float32, device=x.device) for x in (q, k))
+    outputs = tuple(torch.empty(*x.shape, dtype=torch.bfloat16, device=x.device) for x in (q, k))
+    rstds = tuple(torch.empty(*x.shape[:2], dtype=torch.float32, device=x.device) for x in (q, k))
     programs = sum(ceil_div(heads, HEADS_OF_A_PROGRAM) for heads in (q_heads, k_heads))
     if tokens:
         _norm_rotary_kernel[(tokens * programs,)](

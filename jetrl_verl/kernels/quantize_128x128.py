@@ -150,8 +150,8 @@ def _store(out_ptr, row, column, rows, columns, values):
 
 
 def _empty_blocks(n: int, k: int, device: torch.device) -> QuantizedTensor:
-    qdata = torch.empty((n, k), dtype=FP8_DTYPE, device=device)
-    scales = torch.empty((ceil_div(n, BLOCK), ceil_div(k, BLOCK)), dtype=torch.float32, device=device)
+    qdata = torch.empty(n, k, dtype=FP8_DTYPE, device=device)
+    scales = torch.empty(ceil_div(n, BLOCK), ceil_div(k, BLOCK), dtype=torch.float32, device=device)
     return QuantizedTensor(qdata, scales)
 
 

@@ -15,18 +15,23 @@ from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor
 
 def empty_rowwise(rows: int, k: int, device: torch.device) -> QuantizedTensor:
     """Uninitialised 1x128 result: qdata ``[rows, k]``, scales ``[rows, ceil(k/128)]`` stored column-major."""
-    qdata = torch.empty((rows, k), dtype=FP8_DTYPE, device=device)
-    scales = torch.empty((ceil_div(k, BLOCK), rows), dtype=torch.float32, device=device).t()
-    return QuantizedTensor(qdata, scales)
+    qdata = torch.empty(rows, k, dtype=FP8_DTYPE, device=device)
+    return QuantizedTensor(qdata, _column_major(rows, ceil_div(k, BLOCK), device))
+
+
+def _column_major(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    """Uninitialised FP32 ``[rows, columns]``; given strides cost the host a third of a transpose."""
+    return torch.empty_strided((rows, columns), (1, rows or 1), dtype=torch.float32, device=device)
 
 
 def empty_colwise(rows: int, k: int, device: torch.device) -> tuple[QuantizedTensor, torch.Tensor]:
     """Uninitialised 128x1 result ``[k, rows]`` and the buffer that its qdata are a view of, as words of four qdata:
     ``[k, rows rounded up to 128, / 4]``."""
-    words = torch.empty((k, ceil_div(rows, BLOCK) * BLOCK // 4), dtype=torch.int32, device=device)
-    scales = torch.empty((ceil_div(rows, BLOCK), k), dtype=torch.float32, device=device).t()
-    qdata = words.view(FP8_DTYPE) if words.numel() else torch.empty((k, 0), dtype=FP8_DTYPE, device=device)
-    return QuantizedTensor(qdata[:, :rows], scales), words
+    groups = ceil_div(rows, BLOCK)
+    words = torch.empty(k, groups * BLOCK // 4, dtype=torch.int32, device=device)
+    qdata = words.view(FP8_DTYPE) if words.numel() else torch.empty(k, 0, dtype=FP8_DTYPE, device=device)
+    whole = rows == groups * BLOCK
+    return QuantizedTensor(qdata if whole else qdata[:, :rows], _column_major(k, groups, device)), words
 
 
 def fake_rowwise(x: torch.Tensor) -> QuantizedTensor:

@@ -177,7 +177,7 @@ def tile_and_warps(k: int) -> tuple[int, int]:
 
 def _aligned_rows(x: torch.Tensor) -> torch.Tensor:
     """``x`` as ``[rows, K]``, contiguous from a 16-byte boundary, copied only where it is not."""
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    rows = (x if x.ndim == 2 else x.reshape(-1, x.shape[-1])).contiguous()
     return rows if rows.data_ptr() % 16 == 0 else rows.clone()
 
 
@@ -293,7 +293,7 @@ def triton_rms_norm_backward(
     at_once = max(_BACKWARD_ELEMENTS // tile, 1)
     each = ceil_div(ceil_div(count, _BACKWARD_PROGRAMS), at_once) * at_once
     programs = ceil_div(count, each) if count else 0
-    partial = torch.empty((programs, k), dtype=torch.float32, device=x.device)
+    partial = torch.empty(programs, k, dtype=torch.float32, device=x.device)
     if count:
         _backward_kernel[(programs,)](
             gradients,

@@ -142,7 +142,7 @@ def triton_rotary(
     """As :func:`reference_rotary`; ``D / 2`` is a power of two, heads of a position beyond the table are NaN."""
     tokens, _, width = q.shape
     q, k = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k))
-    rotated = tuple(torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) for x in (q, k))
+    rotated = tuple(torch.empty(*x.shape, dtype=torch.bfloat16, device=x.device) for x in (q, k))
     if tokens:
         _rotary_kernel[(tokens,)](
             q,

@@ -276,7 +276,7 @@ def triton_silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """See :func:`jetrl_verl.kernels.silu_mul`."""
     gate_rows, up_rows = rows_of(gate), rows_of(up)
     count, columns = gate_rows.shape
-    y = torch.empty((count, columns), dtype=torch.bfloat16, device=gate.device)
+    y = torch.empty(count, columns, dtype=torch.bfloat16, device=gate.device)
     if y.numel():
         _silu_mul_kernel[(count, ceil_div(columns, _TILE))](
             gate_rows, up_rows, y, columns, gate_rows.stride(0), up_rows.stride(0), TILE=_TILE
@@ -291,7 +291,7 @@ def triton_silu_mul_backward(
     """Gradients of gate and up, BF16."""
     gate_rows, up_rows = rows_of(gate), rows_of(up)
     count, columns = gate_rows.shape
-    dgate, dup = (torch.empty((count, columns), dtype=torch.bfloat16, device=gate.device) for _ in range(2))
+    dgate, dup = (torch.empty(count, columns, dtype=torch.bfloat16, device=gate.device) for _ in range(2))
     if dgate.numel():
         _silu_mul_backward_kernel[(count, ceil_div(columns, _TILE))](
             dy.reshape(-1, columns).contiguous(),
@@ -315,7 +315,7 @@ def triton_silu_mul_quantize(
     pow2 = is_pow2(rule)
     gate_rows, up_rows = rows_of(gate), rows_of(up)
     count, k = gate_rows.shape
-    y = torch.empty((count, k), dtype=torch.bfloat16, device=gate.device) if with_product else None
+    y = torch.empty(count, k, dtype=torch.bfloat16, device=gate.device) if with_product else None
     rowwise = empty_rowwise(count, k, gate.device)
     colwise, words = empty_colwise(count, k, gate.device) if with_colwise else (None, None)
     if count and with_colwise:

@@ -50,8 +50,9 @@ class WeightCache(Generic[_T]):
         # By address, not identity: activation checkpointing hands backward a detached alias of the same weight.
         if counted and held is not None and (held.address, held.version) == (weight.data_ptr(), weight._version):
             return held.qdata
-        with torch.no_grad():
-            qdata = quantize(weight.detach().to(torch.bfloat16))
+        value = weight.detach().to(torch.bfloat16)
+        # Inside an autograd function gradients are off, and saying so again is two calls for each of a layer's weights.
+        qdata = torch.no_grad()(quantize)(value) if torch.is_grad_enabled() else quantize(value)
         self.quantizations += 1
         if counted:
             self.held = _WeightData(weight.data_ptr(), weight._version, qdata)

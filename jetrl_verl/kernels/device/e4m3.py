@@ -549,9 +549,9 @@ def is_pow2(rule: str) -> bool:
 
 
 def words_of(x: torch.Tensor) -> torch.Tensor | None:
-    """Contiguous BF16 ``x`` [rows, k] as int32 words of two neighbours [rows * k / 2]; None where there are none, since
-    ``x`` is of another type, of odd width or at an odd address."""
+    """Contiguous BF16 ``x`` [rows, k] as int32 words of two neighbours, in their order, of any shape; None where there
+    are none, since ``x`` is of another type, of odd width or at an odd address."""
     if x.dtype != torch.bfloat16 or x.shape[1] % 2 or x.storage_offset() % 2 or x.data_ptr() % 4:
         return None
     # One row is contiguous whatever its stride says, and a view as words asks what it says.
-    return x.reshape(-1).view(torch.int32)
+    return (x if x.stride(0) == x.shape[1] else x.reshape(-1)).view(torch.int32)

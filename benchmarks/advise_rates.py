@@ -7,8 +7,8 @@
     python -m benchmarks.advise_rates OUT/verl_step.json    # of what benchmarks/verl_step.py has just measured
 
 Records are the JSON files of benchmarks/results and, where a run left none, figures of docs/log. A record either
-calibrates or checks, never both; of those of benchmarks/verl_step.py
-(``results/verl_step*_h200.json``) two rows calibrate what verl does around a phase, all others check. No GPU.
+calibrates or checks, never both; of those of benchmarks/verl_step.py (``results/verl_step*_h200.json``) two rows
+calibrate what verl does around a phase, all others check. No GPU.
 """
 
 import argparse

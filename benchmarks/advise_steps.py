@@ -174,6 +174,12 @@ def _caveat(phase: str, moved: bool, mixture: bool, rollout: str, sync: str) -> 
     return "weights that move to the host and back" if moved and phase != "generation" else ""
 
 
+def _prediction(job: Job, column: str) -> Callable[[Rates], Prediction]:
+    """The step of ``job`` under a column of the report, from rates."""
+    (precision,) = [each for each in precisions(job, True) if each.name == column]
+    return lambda rates: predict(rates, job, precision)
+
+
 def _phase(prediction: Prediction, phase: str) -> float:
     return prediction.step if phase == "step" else prediction.phases[phase].seconds
 
@@ -205,10 +211,7 @@ def shipped_records(file: Path) -> Iterable[Record]:
         case = f"verl, {run['recipe']}, {run['gpus']} GPUs, {prompts} x {recipe.shipped.samples}, {run['precision']}"
         caveat = "weights that move to the host and back" if offloads(said) else ""
 
-        def predicted(rates: Rates, job: Job = job, name: str = run["precision"]) -> Prediction:
-            (column,) = [each for each in precisions(job, True) if each.name == name]
-            return predict(rates, job, column)
-
+        predicted = _prediction(job, run["precision"])
         for figure, phase in PHASE_OF_FIGURE.items():
             yield Record(
                 phase,
@@ -254,11 +257,7 @@ def step_records(files: Iterable[Path]) -> Iterable[Record]:
             rollout = OLD_ROLLOUT.in_build(build) if name in ("jet_fp8", "bf16_shared") else ""
             sync = OLD_SYNC.in_build(build) if name not in STOCK_VERL else ""
             case = f"verl, {run['model']}, {settings['sequences']} x {run['response']}, {run['row']}"
-
-            def predicted(rates: Rates, job: Job = job, name: str = name) -> Prediction:
-                (column,) = [each for each in precisions(job, True) if each.name == name]
-                return predict(rates, job, column)
-
+            predicted = _prediction(job, name)
             for figure, phase in PHASE_OF_FIGURE.items():
                 if run.get(figure) is None:
                     continue

@@ -102,9 +102,7 @@ class Job:
         """An engine's tokens/s and status."""
         began, paths = time.monotonic(), self.paths(row, tp)
         config, log = self.compose(row, tp), paths.folder / "engine.log"
-        environment = environment_of(paths, self.tiny)
-        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if self.tiny else {}
-        status, found = timed_steps(config, log, environment, STEPS, self.ends)
+        status, found = timed_steps(config, log, environment_of(paths, self.tiny), STEPS, self.ends)
         taken = {"status": status or int(not found), "seconds": round(time.monotonic() - began, 1)}
         if taken["status"]:
             return {**taken, "errors": last_errors(log)}
@@ -200,7 +198,7 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error(f"--tp {max(sizes)} is not supported with --gpus {options.gpus}. Set more --gpus.")
     for tp in sizes:
         quantized = any(row.name not in verl_step.BF16_LINEARS for row in rows)
-        if reason := unfit(job.model, tp, tp, quantized) or (too_few(max(tp, options.gpus), job.tiny)):
+        if reason := unfit(job.model, tp, tp, quantized) or too_few(options.gpus, job.tiny):
             parser.error(reason)
     if job.sequences % verl_step.SAMPLES:
         parser.error(f"--sequences {job.sequences} is not supported. Set a multiple of {verl_step.SAMPLES}.")

@@ -19,7 +19,7 @@ LEFT_FREE = 4.0
 """GiB of a GPU that nobody plans with: contexts of processes take them."""
 
 
-def _command(asked: str) -> list[str]:
+def query(asked: str) -> list[str]:
     """The query of one figure, of the GPUs that CUDA_VISIBLE_DEVICES leaves to this process."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     chosen = [f"--id={visible}"] if visible else []
@@ -30,7 +30,7 @@ def _ask(asked: str) -> list[str]:
     """A line for each GPU; empty where none answers."""
     if shutil.which(QUERY) is None:
         return []
-    answer = subprocess.run(_command(asked), capture_output=True, text=True)
+    answer = subprocess.run(query(asked), capture_output=True, text=True)
     return answer.stdout.split() if answer.returncode == 0 else []
 
 
@@ -65,7 +65,7 @@ class MemoryPeaks:
     def __enter__(self) -> "MemoryPeaks":
         if self._watched:
             # What it has said by lines is in the file when it is ended.
-            command = ["stdbuf", "--output=L", *_command("index,memory.used"), "--loop=1"]
+            command = ["stdbuf", "--output=L", *query("index,memory.used"), "--loop=1"]
             # A file without a name: a pipe that nobody empties stops the program.
             self._lines = os.fdopen(os.memfd_create("gpu_memory"), "w+")
             self._program = subprocess.Popen(command, stdout=self._lines, stderr=subprocess.DEVNULL)

@@ -75,13 +75,12 @@ def shipped_table(record: Mapping[str, Any]) -> str:
     head = ["recipe", "precision", "GPUs", "prompts", "steps", *PHASES.values(), "k3_kl", "tokens of a response"]
     rows = [[*head, "peak GiB", "a GPU's peak GiB", "cut to", "GPU", "commit"]]
     for run in record["runs"]:
-        ships = RECIPES[run["recipe"]].shipped
-        prompts = f"{replace(job, gpus=run['gpus']).batch(RECIPES[run['recipe']])[0]} of {ships.prompts}"
         name = run["recipe"], run["precision"]
-        steps, *figures = _figures(run)
+        recipe = RECIPES[run["recipe"]]
+        prompts = f"{replace(job, gpus=run['gpus']).batch(recipe)[0]} of {recipe.shipped.prompts}"
         gpu_peak = _figure(max(run["gpu_peak_gib"])) if run.get("gpu_peak_gib") else ""
-        first = [name[0], f"`{name[1]}`", str(run["gpus"]), prompts, steps]
-        rows.append([*first, *figures, gpu_peak, _cut(job, *name, run), *_build(run)])
+        first = [name[0], f"`{name[1]}`", str(run["gpus"]), prompts]
+        rows.append([*first, *_figures(run), gpu_peak, _cut(job, *name, run), *_build(run)])
     return _markdown(rows)
 
 

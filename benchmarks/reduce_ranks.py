@@ -71,7 +71,8 @@ def joined(rank: int, ranks: int, port: int, device: torch.device):
     from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
 
     if device.type == "cpu":
-        # Its communicator in shared memory waits in loops, which few cores do not carry.
+        # Another name on each rank, so that vLLM's communicator in shared memory is off: its ranks wait in loops, which
+        # two cores do not carry for four of them.
         os.environ["VLLM_DIST_IDENT"] = f"{port}-{rank}"
     backend = "nccl" if device.type == "cuda" else "gloo"
     with set_current_vllm_config(VllmConfig()), torch.inference_mode():
@@ -132,7 +133,7 @@ def measure(rank: int, options: argparse.Namespace, with_one_stage: bool) -> lis
     for rows in options.rows:
         shape = (rows, options.columns)
         (products,) = products_of_ranks(device, options.ranks, [shape])
-        expected, mine = kernels.sum_of_ranks(products), products[rank].contiguous()
+        expected, mine = kernels.sum_of_ranks(products), products[rank]
         many = max(2, min(IN_A_GRAPH, GRAPHS_MEMORY // (mine.numel() * mine.element_size())))
         for name, reduce in ways(with_one_stage).items():
             in_a_graph = not options.tiny and rows <= CAPTURED
@@ -149,14 +150,15 @@ def measure(rank: int, options: argparse.Namespace, with_one_stage: bool) -> lis
     return found
 
 
-def rank_program(rank: int, options: argparse.Namespace, port: int, with_one_stage: bool, found) -> None:
+def rank_program(rank: int, options: argparse.Namespace, port: int, found) -> None:
     """One process: leaves its rows in ``found``."""
     device = torch.device("cpu")
     if not options.tiny:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     with joined(rank, options.ranks, port, device):
-        found[rank] = measure(rank, options, with_one_stage)
+        # One stage last: what vLLM's kernel is told for it holds for the rest of the process.
+        found[rank] = [row for with_one_stage in (False, True) for row in measure(rank, options, with_one_stage)]
 
 
 def free_port() -> int:
@@ -199,13 +201,10 @@ def main(words: list[str] | None = None) -> int:
         options.rows, options.columns = TINY["rows"], TINY["columns"]
     elif torch.cuda.device_count() < options.ranks:
         parser.error(f"--ranks {options.ranks} is not supported with {torch.cuda.device_count()} GPUs. Set fewer.")
-    records: list[dict] = []
     with multiprocessing.get_context("spawn").Manager() as manager:
-        # What vLLM's kernel is told by the environment, it is told once.
-        for with_one_stage in (False, True)[: 1 if options.tiny else 2]:
-            found = manager.dict()
-            multiprocessing.spawn(rank_program, (options, free_port(), with_one_stage, found), nprocs=options.ranks)
-            records += slowest([found[rank] for rank in range(options.ranks)])
+        found = manager.dict()
+        multiprocessing.spawn(rank_program, (options, free_port(), found), nprocs=options.ranks)
+        records = slowest([found[rank] for rank in range(options.ranks)])
     show(records, options.ranks)
     if options.out:
         # Without NVLink multicast, which some machines turn off, stock has one kernel less.

@@ -21,7 +21,6 @@ resumes. ``full-disk`` mounts a tmpfs that holds one checkpoint and not two (roo
 import argparse
 import contextlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -40,7 +39,10 @@ from jetrl_verl.tools.progress import last_errors
 from jetrl_verl.tools.provenance import builds_note, provenance
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from fault_injector import AT_ITS_END, PHASES, VICTIMS, Fault
+
+from benchmarks.gpus import query
 
 CACHE = Path(__file__).parents[2] / "outputs" / "cache"
 NAMES = [f"{victim}-{phase}" for phase in PHASES for victim in VICTIMS]
@@ -104,10 +106,8 @@ def gpu_memory(device: str) -> list[int]:
     nvidia-smi is asked, since torch would keep a context there."""
     if device == "cpu":
         return []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    chosen = [f"--id={visible}"] if visible else []
-    query = ["nvidia-smi", *chosen, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return [int(line) for line in subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()]
+    answer = subprocess.run(query("memory.used"), capture_output=True, text=True, check=True)
+    return [int(line) for line in answer.stdout.split()]
 
 
 def job(

@@ -3,7 +3,6 @@
 """How a rollout over several ranks adds their products: vLLM's own collectives, in processes joined by gloo."""
 
 import os
-import socket
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from tiny_models import tiny_model
 from two_processes import run_in_processes
 
+from benchmarks.reduce_ranks import free_port, joined
 from jetrl_verl import kernels
 from jetrl_verl.sync.operations_probe import products_of_ranks, stated_reduction
 
@@ -52,26 +52,9 @@ def test_a_rollout_that_adds_otherwise_states_something_else():
     assert stated_reduction(device, 4, lambda parts: kernels.sum_of_ranks(parts[::-1])) != ours
 
 
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
-
-
 def in_vllms_group(rank: int, world: int, port: int, check) -> None:
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
-
-    # Another name on each rank, so that vLLM's communicator in shared memory is off: its ranks wait in loops, which two
-    # cores do not carry for four of them.
-    os.environ["VLLM_DIST_IDENT"] = f"{port}-{rank}"
-    with set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(world, rank, f"tcp://127.0.0.1:{port}", rank, backend="gloo")
-        initialize_model_parallel(world)
-        with torch.inference_mode():  # as in an engine
-            check(rank, world)
-        torch.distributed.barrier()
-    cleanup_dist_env_and_memory()
+    with joined(rank, world, port, torch.device("cpu")):
+        check(rank, world)
 
 
 def reductions(rank: int, world: int) -> None:

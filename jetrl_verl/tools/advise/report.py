@@ -76,7 +76,7 @@ def larger_micro_batches(job: Job) -> str:
     """How large the micro-batches of an update may be, as what to set: what 0.9 of a GPU's memory holds under every
     precision, in steps of 2048 tokens, or of a sequence where the job counts sequences."""
     length = job.longest_prompt + job.longest_response
-    step, least = (LARGER_BY, length) if job.micro_tokens is not None else (length, length)
+    step = LARGER_BY if job.micro_tokens is not None else length
     has = job.sequences / job.gpus / job.mini_batches * (job.prompt + job.response if job.packed else length)
 
     def peak(tokens: int) -> float:
@@ -85,13 +85,13 @@ def larger_micro_batches(job: Job) -> str:
             job.model, shards, tokens, checkpointing=job.checkpointing, eight_bit=job.eight_bit, shared=False
         ).peak
 
-    most = max(1, math.ceil(has / step))
-    fits = [count for count in range(1, most + 1) if count * step >= least and peak(count * step) <= 0.9 * GPU_BYTES]
-    if not fits:
+    counts = range(max(1, math.ceil(has / step)), math.ceil(length / step) - 1, -1)
+    count = next((count for count in counts if peak(count * step) <= 0.9 * GPU_BYTES), None)
+    if count is None:
         return "make them larger."
     if job.micro_tokens is not None:
-        return f"make them larger: {fits[-1] * step} tokens fit, {ACTOR}.ppo_max_token_len_per_gpu={fits[-1] * step}."
-    return f"make them larger: {fits[-1]} sequences fit, {ACTOR}.ppo_micro_batch_size_per_gpu={fits[-1]}."
+        return f"make them larger: {count * step} tokens fit, {ACTOR}.ppo_max_token_len_per_gpu={count * step}."
+    return f"make them larger: {count} sequences fit, {ACTOR}.ppo_micro_batch_size_per_gpu={count}."
 
 
 def _seconds(value: float) -> str:

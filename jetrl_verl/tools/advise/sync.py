@@ -98,6 +98,6 @@ def sync_parts(rates: Rates, model: Model, kind: str, ours: bool, gpus: int, tp:
     }
 
 
-def sync_seconds(rates: Rates, model: Model, kind: str, ours: bool, gpus: int, tp: int = 1) -> float:
-    """The sum of :func:`sync_parts`."""
-    return sum(sync_parts(rates, model, kind, ours, gpus, tp).values())
+def sync_seconds(rates: Rates, model: Model, kind: str, ours: bool, gpus: int) -> float:
+    """The sum of :func:`sync_parts`, a replica on each GPU."""
+    return sum(sync_parts(rates, model, kind, ours, gpus).values())

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,8 +181,24 @@ def _prediction(job: Job, column: str) -> Callable[[Rates], Prediction]:
     return lambda rates: predict(rates, job, precision)
 
 
-def _phase(prediction: Prediction, phase: str) -> float:
-    return prediction.step if phase == "step" else prediction.phases[phase].seconds
+def _phase_records(
+    run: Mapping[str, Any],
+    case: str,
+    source: str,
+    predicted: Callable[[Rates], Prediction],
+    calibrates: Callable[[str], bool],
+    caveat: Callable[[str], str],
+) -> Iterable[Record]:
+    """A record of each phase that a run has a figure of; ``calibrates`` and ``caveat`` by the phase."""
+
+    def seconds(rates: Rates, phase: str) -> float:
+        found = predicted(rates)
+        return found.step if phase == "step" else found.phases[phase].seconds
+
+    for figure, phase in PHASE_OF_FIGURE.items():
+        if run.get(figure) is not None:
+            predict_phase = partial(seconds, phase=phase)
+            yield Record(phase, case, run[figure], source, predict_phase, calibrates(phase), caveat(phase))
 
 
 def shipped_records(file: Path) -> Iterable[Record]:
@@ -212,16 +229,14 @@ def shipped_records(file: Path) -> Iterable[Record]:
         caveat = "weights that move to the host and back" if offloads(said) else ""
 
         predicted = _prediction(job, run["precision"])
-        for figure, phase in PHASE_OF_FIGURE.items():
-            yield Record(
-                phase,
-                case,
-                run[figure],
-                file.name,
-                lambda r, p=predicted, w=phase: _phase(p(r), w),
-                calibrates=(phase, run["precision"]) == ("weight sync", "bf16"),
-                caveat="" if phase == "generation" else caveat,
-            )
+        yield from _phase_records(
+            run,
+            case,
+            file.name,
+            predicted,
+            lambda phase, run=run: (phase, run["precision"]) == ("weight sync", "bf16"),
+            lambda phase, caveat=caveat: "" if phase == "generation" else caveat,
+        )
         yield Record(
             "memory",
             f"{case}, a trainer's peak",
@@ -258,18 +273,15 @@ def step_records(files: Iterable[Path]) -> Iterable[Record]:
             sync = OLD_SYNC.in_build(build) if name not in STOCK_VERL else ""
             case = f"verl, {run['model']}, {settings['sequences']} x {run['response']}, {run['row']}"
             predicted = _prediction(job, name)
-            for figure, phase in PHASE_OF_FIGURE.items():
-                if run.get(figure) is None:
-                    continue
-                yield Record(
-                    phase,
-                    case,
-                    run[figure],
-                    file.name,
-                    lambda r, p=predicted, w=phase: _phase(p(r), w),
-                    calibrates=file.name == CALIBRATING[0] and run["row"] in CALIBRATING[1] and phase in VERLS_PARTS,
-                    caveat=_caveat(phase, moved, mixture, rollout, sync),
-                )
+            measures_verl = file.name == CALIBRATING[0] and run["row"] in CALIBRATING[1]
+            yield from _phase_records(
+                run,
+                case,
+                file.name,
+                predicted,
+                lambda phase, measures=measures_verl: measures and phase in VERLS_PARTS,
+                partial(_caveat, moved=moved, mixture=mixture, rollout=rollout, sync=sync),
+            )
             if run.get("engine_tokens_per_s"):
                 yield Record(
                     "generation",

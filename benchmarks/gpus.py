@@ -19,11 +19,12 @@ LEFT_FREE = 4.0
 """GiB of a GPU that nobody plans with: contexts of processes take them."""
 
 
-def query(asked: str) -> list[str]:
-    """The query of one figure, of the GPUs that CUDA_VISIBLE_DEVICES leaves to this process."""
+def query(asked: str, of: str = "gpu") -> list[str]:
+    """The query of figures of the GPUs that CUDA_VISIBLE_DEVICES leaves to this process, or, with ``compute-apps``, of
+    the processes there."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     chosen = [f"--id={visible}"] if visible else []
-    return [QUERY, *chosen, f"--query-gpu={asked}", "--format=csv,noheader,nounits"]
+    return [QUERY, *chosen, f"--query-{of}={asked}", "--format=csv,noheader,nounits"]
 
 
 def _ask(asked: str) -> list[str]:

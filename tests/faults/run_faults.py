@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -70,8 +70,6 @@ START_SECONDS = 900.0
 """Longest time from the start to the fault."""
 LINGER_SECONDS = 90.0
 """How long what a run started, or GPU memory, may outlive it before it counts as left behind."""
-CONTEXT_MIB = 256
-"""Below this a GPU has its memory back: a process's context alone takes more."""
 
 
 @dataclass
@@ -83,8 +81,8 @@ class Outcome:
         first, last: steps in its metrics, the last one complete. saved: step of the last complete checkpoint.
         errors: what it said. killed: in the phase or at its end, None without a kill.
         left: processes that were still there ``LINGER_SECONDS`` after its end. gone: seconds from the fault until all
-        had ended, None if they had not. freed: until each GPU had its memory back, likewise; held: MiB that one has
-        not, None on a CPU and of a run that hung.
+        had ended, None if they had not. most: MiB of all GPUs that they held at once at most, None on a CPU. freed:
+        seconds from the fault until they held none, None if they still did; held: MiB that they held then.
     """
 
     name: str
@@ -95,19 +93,22 @@ class Outcome:
     errors: list[str]
     left: list[str] = field(default_factory=list)
     gone: float | None = None
+    most: int | None = None
     freed: float | None = None
     held: int | None = None
     saved: int | None = None
     killed: str | None = None
 
 
-def gpu_memory(device: str) -> list[int]:
-    """MiB in use on each GPU that CUDA_VISIBLE_DEVICES leaves to the runs (others may work beside them); none on a CPU.
-    nvidia-smi is asked, since torch would keep a context there."""
+def gpu_memory(device: str, pids: Collection[int]) -> int | None:
+    """MiB that processes hold of the GPUs which CUDA_VISIBLE_DEVICES leaves to them, None on a CPU. Others may work
+    there, too. nvidia-smi is asked, since torch would keep a context there; it lists a process until its memory is
+    free, also one that has ended."""
     if device == "cpu":
-        return []
-    answer = subprocess.run(query("memory.used"), capture_output=True, text=True, check=True)
-    return [int(line) for line in answer.stdout.split()]
+        return None
+    answer = subprocess.run(query("pid,used_memory", "compute-apps"), capture_output=True, text=True, check=True)
+    lines = [line.split(", ") for line in answer.stdout.splitlines()]
+    return sum(int(used) for pid, used in lines if int(pid) in pids)
 
 
 def job(
@@ -159,12 +160,15 @@ class Chain:
     def run(self, name: str, steps: int, fault: Fault | None = None) -> Outcome:
         """Run until it ends, or until ``patience`` after the fault."""
         began = time.time()
-        fired, before = None, gpu_memory(self.device)
-        gone = freed = held = None
-        left = []
+        fired = gone = freed = held = None
+        most = gpu_memory(self.device, ())
+        left, pids = [], set()
         with self.started(name, steps, fault.environment() if fault else {}) as (tree, paths):
             while (status := tree.poll()) is None:
                 time.sleep(0.5)
+                pids.update(process.pid for process in tree.processes())
+                if most is not None:
+                    most = max(most, gpu_memory(self.device, pids))
                 fired = fired or (fault.fired() if fault else None)
                 if time.time() - (fired or began + START_SECONDS - self.patience) > self.patience:
                     break
@@ -173,10 +177,9 @@ class Chain:
             while status is not None:
                 left = [f"{process.pid} {process.name()}" for process in tree.processes()]
                 gone = gone or (None if left else round(time.time() - since, 1))
-                if before:
-                    held = max(now - then for now, then in zip(gpu_memory(self.device), before, strict=True))
-                    freed = freed or (round(time.time() - since, 1) if held < CONTEXT_MIB else None)
-                if (not left and (freed or not before)) or time.time() - ended > LINGER_SECONDS:
+                held = gpu_memory(self.device, pids)
+                freed = freed or (round(time.time() - since, 1) if held == 0 else None)
+                if not (left or held) or time.time() - ended > LINGER_SECONDS:
                     break
                 time.sleep(0.5)
         steps_done = steps_of(paths.metrics)
@@ -189,6 +192,7 @@ class Chain:
             last_errors(paths.log) if status != 0 else [],
             left,
             gone,
+            most,
             freed,
             held,
             self.saved,
@@ -295,9 +299,9 @@ def table(outcomes: list[Outcome]) -> str:
         ended = "**hung**" if outcome.status is None else f"{outcome.seconds:.0f} s"
         ended += f" ({outcome.killed})" if outcome.killed else ""
         after = f"**{len(outcome.left)} processes left**" if outcome.left else seconds(outcome.gone)
-        if outcome.held is not None:
+        if outcome.most is not None:
             memory = seconds(outcome.freed) if outcome.freed else f"**{outcome.held} MiB are not**"
-            after += f", {memory}"
+            after += f", {memory} ({outcome.most / 1024:.1f} GiB)"
         said = "<br>".join(line[:300].replace("|", "\\|") for line in outcome.errors)
         steps = f"{outcome.first}..{outcome.last}"
         lines.append(f"| {outcome.name} | {ended} | {outcome.status} | {steps} | {outcome.saved} | {after} | {said} |")
@@ -316,8 +320,10 @@ def faults_of(outcomes: Iterable[Outcome]) -> list[str]:
             found.append(f"{outcome.name} hung")
         if outcome.left:
             found.append(f"{outcome.name} left {', '.join(outcome.left)}")
-        if outcome.held is not None and outcome.freed is None:
+        if outcome.held:
             found.append(f"{outcome.name} left {outcome.held} MiB of a GPU")
+        if outcome.most == 0 and (outcome.killed or outcome.status == 0):
+            found.append(f"{outcome.name}: nvidia-smi never saw that it held memory of a GPU")
         if outcome.killed == AT_ITS_END:
             found.append(f"{outcome.name}: the phase ended before the kill")
         if outcome.name in NAMES and outcome.killed is None:

@@ -34,15 +34,16 @@ def test_a_job_of_several_ranks_composes_and_its_batches_divide(device, ranks, t
     assert (config.ray_kwargs.ray_init.get("num_gpus") == ranks) == (device == "cpu")
 
 
-KILLED = Outcome("trainer-update", 1, 6.0, 2, 2, ["died"], [], 7.0, 9.0, 3, 2, IN_THE_PHASE)
-RESUMED = Outcome("resumed", 0, 60.0, 3, 3, [], [], 61.0, 62.0, 0, 3)
+KILLED = Outcome("trainer-update", 1, 6.0, 2, 2, ["died"], [], 7.0, 5120, 9.0, 0, 2, IN_THE_PHASE)
+RESUMED = Outcome("resumed", 0, 60.0, 3, 3, [], [], 61.0, 5120, 62.0, 0, 3)
 REFUSED = replace(RESUMED, name="truncated", status=1, first=None, last=None, errors=["x.pt is damaged (...)"])
 
 
 def test_a_chain_that_resumed_where_it_was_broken_is_right():
     chain = [KILLED, REFUSED, RESUMED, replace(RESUMED, name="two-runs-1", first=1, last=2)]
     assert run_faults.faults_of(chain) == run_faults.lost(chain) == []
-    assert "| trainer-update | 6 s (in the phase) | 1 | 2..2 | 2 | 7 s, 9 s | died |" in run_faults.table(chain)
+    row = "| trainer-update | 6 s (in the phase) | 1 | 2..2 | 2 | 7 s, 9 s (5.0 GiB) | died |"
+    assert row in run_faults.table(chain)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,8 @@ def test_a_chain_that_resumed_where_it_was_broken_is_right():
         (replace(KILLED, status=None), "trainer-update hung"),
         (replace(KILLED, left=["7 ray"], gone=None), "trainer-update left 7 ray"),
         (replace(KILLED, freed=None, held=900), "trainer-update left 900 MiB of a GPU"),
+        (replace(KILLED, most=0), "trainer-update: nvidia-smi never saw that it held memory of a GPU"),
+        (replace(RESUMED, most=0), "resumed: nvidia-smi never saw that it held memory of a GPU"),
         (replace(KILLED, killed=AT_ITS_END), "trainer-update: the phase ended before the kill"),
         (replace(KILLED, killed=None), "trainer-update: nothing was killed"),
         (replace(KILLED, status=0), "trainer-update ended as if nothing had happened"),

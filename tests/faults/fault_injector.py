@@ -89,9 +89,16 @@ class Fault:
         return True
 
     def strike(self, when: str = IN_THE_PHASE) -> None:
-        """Kill the victim, unless it has been killed."""
+        """Kill the victim, unless it has been killed.
+
+        Raises:
+            FileNotFoundError: it has not written its process id, so nothing is killed, nor said to be.
+        """
+        if self.killed() is not None:
+            return
+        victim = int((Path(self.folder) / f"{self.victim}.pid").read_text())
         if self._record("killed", when):
-            os.kill(int((Path(self.folder) / f"{self.victim}.pid").read_text()), signal.SIGKILL)
+            os.kill(victim, signal.SIGKILL)
             time.sleep(0.2)  # who goes on must not win the race against a death that comes first
 
     def fire(self) -> None:
@@ -180,15 +187,21 @@ def _arm(fault: Fault) -> None:
         _around(module.FSDPEngine, "initialize", introduce)
 
     def in_rollout(module: Any) -> None:
-        def introduce(worker: Any) -> None:
-            fault._introduce("rollout", worker.rank, worker.parallel_config.world_size)
+        cut = set()
 
         def loads(worker: Any) -> None:
             if fault.phase == "sync" and fault.fired() is not None:
                 fault.strike()
 
-        _around(module.JetWorkerExtension, "update_weights_from_ipc", introduce)
-        _around(module.JetWorkerExtension, "_update_weights", loads)
+        def begins(worker: Any) -> None:
+            fault._introduce("rollout", worker.rank, worker.parallel_config.world_size)
+            # What receives a bucket is overridden by the plugin's extension, whose module may have been on its way into
+            # this process before verl, and with it this module, was.
+            if type(worker) not in cut:
+                cut.add(type(worker))
+                _around(type(worker), "_update_weights", loads)
+
+        _around(module.vLLMColocateWorkerExtension, "update_weights_from_ipc", begins)
 
     def in_checkpoints(module: Any) -> None:
         if (fault.victim, fault.phase) == ("trainer", "checkpoint"):
@@ -216,7 +229,7 @@ def _arm(fault: Fault) -> None:
             "verl.trainer.ppo.v1.trainer_base": in_trainer_base,
             "verl.trainer.ppo.v1.trainer_sync": in_trainer_sync,
             "verl.utils.checkpoint.fsdp_checkpoint_manager": in_checkpoints,
-            "jetrl_verl.rollout.worker": in_rollout,
+            "verl.workers.rollout.vllm_rollout.utils": in_rollout,
         }
     sys.meta_path.insert(0, _AfterImport(actions))
     if "verl.trainer.main_ppo" in Path("/proc/self/cmdline").read_text():

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from fault_injector import AT_ITS_END, IN_THE_PHASE, VARIABLE, Fault
@@ -31,8 +32,14 @@ class PPOTrainerSync(PPOTrainer):
     def on_sample_end(self): self.phase("generation")
     def on_step_end(self): self.phase("sync")
 """,
+    "verl/workers/rollout/vllm_rollout/utils.py": """
+class vLLMColocateWorkerExtension:
+    def update_weights_from_ipc(self):
+        for bucket in (1, 2):
+            self._update_weights(bucket)
+""",
 }
-"""verl's trainer as far as the injector changes it."""
+"""verl's trainer and rollout worker as far as the injector changes them."""
 
 TRAIN = """
 import fault_injector
@@ -46,6 +53,21 @@ for step in (1, 2, 3):
     assert trainer._compute_old_log_prob("batch", metrics={{}}) == "batch"
     assert trainer._update_actor("batch", metrics={{}}) == "batch"
     trainer._save_checkpoint()
+    trainer.on_step_end()
+"""
+
+
+SYNC = """
+import fault_injector
+from types import SimpleNamespace
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+class Extension(vLLMColocateWorkerExtension):
+    rank, parallel_config = 1, SimpleNamespace(world_size=2)
+    def _update_weights(self, bucket): print("bucket", bucket, "is loaded", flush=True)
+worker, trainer = Extension(), PPOTrainerSync()
+trainer.phase = lambda name: worker.update_weights_from_ipc()
+for trainer.global_steps in (1, 2):
     trainer.on_step_end()
 """
 
@@ -64,21 +86,40 @@ for step in (1, 2, 3):
 )
 def test_a_victim_dies_in_the_chosen_phase_or_at_its_end(tmp_path, phase, seconds, last, when):
     """Here the controller is the victim itself, so what it printed last says when it died."""
-    for name, text in STAND_IN.items():
-        file = tmp_path / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text.replace("SECONDS", str(seconds)))
-        for level in list(file.relative_to(tmp_path).parents)[:-1]:
-            (tmp_path / level / "__init__.py").touch()  # a regular package, which hides the installed verl
     fault = Fault("kill", "rollout", phase, 2, str(tmp_path))
-    environment = fault.environment()
-    environment["PYTHONPATH"] = f"{tmp_path}:{environment['PYTHONPATH']}"
-    script = TRAIN.format(fault=json.loads(environment[VARIABLE]))
-    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
-    assert run.returncode == -9, run.stderr
-    assert run.stdout.splitlines()[-1] == last
+    script = TRAIN.format(fault=json.loads(fault.environment()[VARIABLE]))
+    assert printed_before_death(fault, script, tmp_path, seconds)[-1] == last
     assert fault.killed() == when
     assert fault.fired() is not None and time.time() - fault.fired() < 60
+
+
+def printed_before_death(fault: Fault, script: str, folder: Path, seconds: float = 0.0) -> list[str]:
+    """What a process of the stand-in said that was killed."""
+    for name, text in STAND_IN.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text.replace("SECONDS", str(seconds)))
+        for level in list(file.relative_to(folder).parents)[:-1]:
+            (folder / level / "__init__.py").touch()  # a regular package, which hides the installed verl
+    environment = fault.environment()
+    environment["PYTHONPATH"] = f"{folder}:{environment['PYTHONPATH']}"
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert run.returncode == -9, run.stderr
+    return run.stdout.splitlines()
+
+
+def test_a_worker_whose_extension_loads_itself_dies_in_its_first_bucket_of_the_sync(tmp_path):
+    """Whichever module brings the extension, and whenever it came into the process."""
+    fault = Fault("kill", "rollout", "sync", 2, str(tmp_path))
+    assert printed_before_death(fault, SYNC, tmp_path) == ["bucket 1 is loaded", "bucket 2 is loaded"]  # of step 1
+    assert fault.killed() == IN_THE_PHASE
+
+
+def test_who_has_not_said_who_it_is_is_not_said_to_be_killed(tmp_path):
+    fault = Fault("kill", "rollout", "update", 1, str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"rollout\.pid"):
+        fault.strike()
+    assert fault.killed() is None
 
 
 def test_a_fault_fires_once(tmp_path):

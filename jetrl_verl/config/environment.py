@@ -23,7 +23,7 @@ from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED, CacheTraits, cache_tra
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 from .options import JetConfig, UnsupportedConfiguration
-from .support.general import REPLICAS, ULYSSES, ULYSSES_OF_THE_CRITIC
+from .support.general import OPTIMIZERS, REPLICAS, ULYSSES, ULYSSES_OF_THE_CRITIC
 from .support.limits import MIN_CAPABILITY, PINS, SHARED_CAPABILITY
 from .support.scopes import ATTENTION, MODEL
 from .support.table import explained, refusal, refuse, row
@@ -40,6 +40,8 @@ def check_environment(config: DictConfig) -> None:
     check_versions(options.precision)
     check_patches(options.precision)
     check_gpu(options.precision)
+    for key in OPTIMIZERS:
+        check_optimizer(key, OmegaConf.select(config, key), options.precision)
     if options.operations == "shared" and (gap := no_shared_operations()):
         refuse(gap[0], **gap[1])
 
@@ -97,6 +99,13 @@ def check_versions(precision: str) -> None:
             _refuse("missing_package", precision, package=package, pin=pin)
         if not is_pinned(package, installed):
             _refuse("version", precision, package=package, pin=pin, found=installed)
+
+
+def check_optimizer(key: str, module: str | None, precision: str) -> None:
+    """Refuse an optimizer whose package no worker could import, since it would fail behind the load of the model."""
+    package = (module or "torch").partition(".")[0]
+    if find_spec(package) is None:
+        _refuse("optimizer_package", precision, key=key, value=module, package=package)
 
 
 def check_patches(precision: str) -> None:

@@ -19,6 +19,7 @@ from jetrl_verl.config.environment import (
     check_data,
     check_gpu,
     check_model,
+    check_optimizer,
     check_replicas,
     check_versions,
     check_vocabulary,
@@ -101,6 +102,15 @@ def test_a_missing_package_is_named(monkeypatch):
     assert (
         refusal(check_versions, "jet_fp8")
         == "an environment without verl is not supported with precision=jet_fp8. Set up verl 0.9.1."
+    )
+
+
+def test_an_optimizer_whose_package_is_not_installed_is_named():
+    check_optimizer("critic.optim.optimizer_impl", "torch.optim", "jet_fp8")
+    check_optimizer("critic.optim.optimizer_impl", None, "jet_fp8")
+    assert refusal(check_optimizer, "critic.optim.optimizer_impl", "no_such_package.optim", "jet_fp8") == (
+        "critic.optim.optimizer_impl=no_such_package.optim is not supported with precision=jet_fp8: no_such_package is "
+        "not installed. Install no_such_package."
     )
 
 

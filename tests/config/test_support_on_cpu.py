@@ -115,6 +115,7 @@ ELSEWHERE = {
     ),
     "version": "test_environment_on_cpu.py::test_another_version_is_named_beside_the_pin",
     "missing_package": "test_environment_on_cpu.py::test_a_missing_package_is_named",
+    "optimizer_package": "test_environment_on_cpu.py::test_an_optimizer_whose_package_is_not_installed_is_named",
     "npu": "",
     "rocm": "",
     **dict.fromkeys(

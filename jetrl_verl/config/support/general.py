@@ -38,6 +38,9 @@ ULYSSES = tuple(
 
 ULYSSES_OF_THE_CRITIC = tuple(f"critic.{node}ulysses_sequence_parallel_size" for node in ("", "fsdp."))
 
+OPTIMIZERS = (f"{ACTOR}.optim.optimizer_impl", "critic.optim.optimizer_impl")
+"""The module that an optimizer comes from."""
+
 REPLICAS = (f"{ROLLOUT}.data_parallel_size", f"{VLLM}.data_parallel_size")
 """Over how many replicas one server of vLLM is data parallel; verl starts servers of one replica each by default."""
 

@@ -44,6 +44,15 @@ MACHINE_ROWS: tuple[Row, ...] = (
         listed=False,
     ),
     Row(
+        "optimizer_package",
+        "an optimizer of a package that is not installed",
+        EVERY,
+        "{package} is not installed",
+        "Install {package}",
+        found=DRIVER,
+        listed=False,
+    ),
+    Row(
         "patch",
         "a fork of verl or vLLM into which a patch does not fit that the results depend on",
         EVERY,

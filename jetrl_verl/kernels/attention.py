@@ -37,6 +37,7 @@ from jetrl_verl.kernels.reproducible import (
     power_of_two,
     sum_of_fractions,
 )
+from jetrl_verl.kernels.views import as_type
 
 HEAD_DIM = 128
 """The head dimension for which decode, chunked prefill and whole sequences are known to agree in every bit."""
@@ -207,7 +208,7 @@ def flash_attention_backward(
     # Without dropout the random state is not read.
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)
     return torch.ops.aten._flash_attention_backward(
-        grad_out.to(out.dtype).contiguous(),
+        as_type(grad_out, out.dtype).contiguous(),
         q,
         k,
         v,

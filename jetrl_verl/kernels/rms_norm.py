@@ -29,6 +29,7 @@ from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
 from jetrl_verl.kernels.reproducible import grid_bits, on_grid
 from jetrl_verl.kernels.results import empty_rowwise, fake_rowwise, require_groups
 from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
+from jetrl_verl.kernels.views import as_rows, as_type
 from jetrl_verl.reference import QuantizedTensor
 
 # --- reference: exact sums on the CPU ---------------------------------------------------------------------------------
@@ -177,7 +178,7 @@ def tile_and_warps(k: int) -> tuple[int, int]:
 
 def _aligned_rows(x: torch.Tensor) -> torch.Tensor:
     """``x`` as ``[rows, K]``, contiguous from a 16-byte boundary, copied only where it is not."""
-    rows = (x if x.ndim == 2 else x.reshape(-1, x.shape[-1])).contiguous()
+    rows = as_rows(x).contiguous()
     return rows if rows.data_ptr() % 16 == 0 else rows.clone()
 
 
@@ -190,7 +191,9 @@ def _are_heads_in_place(x: torch.Tensor) -> bool:
 
 def heads_in_place(x: torch.Tensor) -> torch.Tensor:
     """Heads ``[N, H, K]`` that are loaded by the instructions of rows of their own, copied only where they are not."""
-    return x if _are_heads_in_place(x) else _aligned_rows(x).view(x.shape)
+    if _are_heads_in_place(x) or (x.is_contiguous() and x.data_ptr() % 16 == 0):
+        return x
+    return _aligned_rows(x).view(x.shape)
 
 
 def launch_rms_norm(
@@ -212,9 +215,10 @@ def launch_rms_norm(
         source, layout = x, {"HEADS": x.shape[1], "STRIDE_TOKEN": x.stride(0), "STRIDE_HEAD": x.stride(1)}
     else:
         source, layout = _aligned_rows(x), {"HEADS": 1, "STRIDE_TOKEN": k, "STRIDE_HEAD": k}
-    rstd = torch.empty(shape[:-1], dtype=torch.float32, device=x.device)
-    y = torch.empty(shape, dtype=torch.bfloat16, device=x.device) if with_y else None
-    total = torch.empty(shape, dtype=torch.bfloat16, device=x.device) if residual is not None else x
+    # Sizes one by one: torch's parser takes 2 us more for a shape in their place.
+    rstd = torch.empty(*shape[:-1], dtype=torch.float32, device=x.device)
+    y = torch.empty(*shape, dtype=torch.bfloat16, device=x.device) if with_y else None
+    total = torch.empty(*shape, dtype=torch.bfloat16, device=x.device) if residual is not None else x
     count = rstd.numel()
     quantized = empty_rowwise(count, k, x.device) if rule is not None else None
     pow2 = rule is not None and is_pow2(rule)
@@ -286,7 +290,7 @@ def triton_rms_norm_backward(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dx ``[..., K]`` BF16 and dw ``[K]`` FP32 from dy and x ``[..., K]`` and rstd ``[...]`` FP32."""
-    rows, gradients = _aligned_rows(x), _aligned_rows(dy.to(torch.bfloat16))
+    rows, gradients = _aligned_rows(x), _aligned_rows(as_type(dy, torch.bfloat16))
     count, k = rows.shape
     dx = torch.empty_like(rows)
     tile = next_power_of_2(k)
@@ -309,7 +313,7 @@ def triton_rms_norm_backward(
             ROWS=at_once,
             num_warps=min(max(tile * at_once // 512, 1), 16),
         )
-    return dx.view(x.shape), partial.sum(dim=0)
+    return dx if x.ndim == 2 else dx.view(x.shape), partial.sum(dim=0)
 
 
 # --- torch operators --------------------------------------------------------------------------------------------------
@@ -409,7 +413,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, dy: torch.Tensor, *_):
         x, weight, rstd = ctx.saved_tensors
         dx, dw = rms_norm_backward(dy, x, weight, rstd)
-        return dx, dw.to(weight.dtype), None, None
+        return dx, as_type(dw, weight.dtype), None, None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

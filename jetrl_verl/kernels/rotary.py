@@ -25,6 +25,7 @@ from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.sizes import next_power_of_2
+from jetrl_verl.kernels.views import as_type
 
 ROPE_TYPES = ("default", "llama3")
 """Of ``rope_parameters``, those that a table is made of."""
@@ -197,7 +198,7 @@ def rotate_back(
     dq: torch.Tensor, dk: torch.Tensor, table: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of queries and keys from those of what was rotated, BF16."""
-    return _rotary(dq.to(torch.bfloat16), dk.to(torch.bfloat16), table, positions, True)
+    return _rotary(as_type(dq, torch.bfloat16), as_type(dk, torch.bfloat16), table, positions, True)
 
 
 class _Rotary(torch.autograd.Function):

@@ -12,6 +12,7 @@ import torch
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from jetrl_verl.kernels.by_reference import keep, kept
 from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
@@ -193,16 +194,16 @@ class _NormRotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, q_weight, k_weight, eps: float, table, positions):
         q_out, k_out, q_rstd, k_rstd = _norm_rotary(q, k, q_weight, k_weight, eps, table, positions)
-        # Not among the saved tensors, which may be moved to the host between the passes: the table is the model's.
-        ctx.table = table
-        ctx.save_for_backward(q, k, q_weight, k_weight, q_rstd, k_rstd, positions)
+        ctx.save_for_backward(q, k, q_rstd, k_rstd)
+        keep(ctx, q_weight, k_weight, table, positions)
         return q_out, k_out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dq: torch.Tensor, dk: torch.Tensor):
-        q, k, q_weight, k_weight, q_rstd, k_rstd, positions = ctx.saved_tensors
-        dq, dk = rotate_back(dq, dk, ctx.table, positions)
+        q, k, q_rstd, k_rstd = ctx.saved_tensors
+        q_weight, k_weight, table, positions = kept(ctx)
+        dq, dk = rotate_back(dq, dk, table, positions)
         dq, dq_weight = rms_norm_backward(dq, q, q_weight, q_rstd)
         dk, dk_weight = rms_norm_backward(dk, k, k_weight, k_rstd)
         dq_weight, dk_weight = as_type(dq_weight, q_weight.dtype), as_type(dk_weight, k_weight.dtype)

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from jetrl_verl import reference
+from jetrl_verl.kernels.by_reference import keep, kept
 from jetrl_verl.kernels.combine import sum_of_rows
 from jetrl_verl.kernels.device.dependents import launch_dependents
 from jetrl_verl.kernels.device.e4m3 import GROUP, encode, is_pow2, magnitude_bits, reciprocal_of, scale_of
@@ -405,13 +406,14 @@ class _RMSNorm(torch.autograd.Function):
             ctx.mark_non_differentiable(*quantized)
             ctx.set_materialize_grads(False)  # no zeros in the place of the qdata's gradients
             results = (y, *quantized)
-        ctx.save_for_backward(x, weight, rstd)
+        ctx.save_for_backward(x, rstd)
+        keep(ctx, weight)
         return results
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: torch.Tensor, *_):
-        x, weight, rstd = ctx.saved_tensors
+        (x, rstd), (weight,) = ctx.saved_tensors, kept(ctx)
         dx, dw = rms_norm_backward(dy, x, weight, rstd)
         return dx, as_type(dw, weight.dtype), None, None
 

@@ -21,6 +21,7 @@ import torch
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from jetrl_verl.kernels.by_reference import keep, kept
 from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16
@@ -204,16 +205,13 @@ def rotate_back(
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor):
-        # Not among the saved tensors, which may be moved to the host between the passes: the table is the model's.
-        ctx.table = table
-        ctx.save_for_backward(positions)
+        keep(ctx, table, positions)
         return _rotary(q, k, table, positions, False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dq: torch.Tensor, dk: torch.Tensor):
-        (positions,) = ctx.saved_tensors
-        return *rotate_back(dq, dk, ctx.table, positions), None, None
+        return *rotate_back(dq, dk, *kept(ctx)), None, None
 
 
 def rotary(

@@ -29,10 +29,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules.module import _global_parameter_registration_hooks, _has_any_global_hook
 
 from jetrl_verl import formats
 from jetrl_verl.formats.format import TrainedFormat
+from jetrl_verl.kernels.by_reference import keep, kept
+from jetrl_verl.kernels.views import as_rows, as_type
 from jetrl_verl.nn.weight_cache import WeightCache
 from jetrl_verl.reference import QuantizedTensor, ScaleRule, check_rule
 
@@ -70,7 +72,7 @@ def quantize_input(x: torch.Tensor | QuantizedTensor, number_format: TrainedForm
     """
     if not isinstance(x, QuantizedTensor):
         with torch.no_grad():
-            rowwise = number_format.quantize_activation(x.detach().to(torch.bfloat16).reshape(-1, x.shape[-1]), rule)
+            rowwise = number_format.quantize_activation(as_rows(as_type(x, torch.bfloat16)), rule)
         return QuantizedTensor(rowwise.qdata, rowwise.scales, x, SharedColwise())
     if x.source is None:
         raise ValueError("The trainer needs the source of a quantized input. Pass source as well.")
@@ -100,11 +102,12 @@ class _LinearFunction(torch.autograd.Function):
         # Looked up here: activation checkpointing hands backward an alias of the weight that has no attributes.
         ctx.main_grads = [getattr(weight, "main_grad", None) for weight in weights]
         if layers[0].quantized_backward:
-            ctx.save_for_backward(quantized.qdata, quantized.scales, *weights)
+            ctx.save_for_backward(quantized.qdata, quantized.scales)
             ctx.colwise = quantized.colwise
             ctx.colwise.readers += sum(ctx.needs_input_grad[3 : 3 + len(layers)])
         else:
-            ctx.save_for_backward(x.reshape(-1, layers[0].in_features), *weights)
+            ctx.save_for_backward(as_rows(x))
+        keep(ctx, *weights)
         lead = x.shape[:-1]
         found = [
             layer.fprop(quantized, weight).reshape(*lead, layer.out_features)
@@ -118,14 +121,15 @@ class _LinearFunction(torch.autograd.Function):
         layers: Sequence[JetLinear] = ctx.layers
         count, needs_x = len(layers), ctx.needs_input_grad[0]
         needs_w, needs_bias = ctx.needs_input_grad[3 : 3 + count], ctx.needs_input_grad[3 + count :]
+        weights = kept(ctx)
         if layers[0].quantized_backward:
-            x_qdata, x_scales, *weights = ctx.saved_tensors
+            x_qdata, x_scales = ctx.saved_tensors
         else:
-            x, *weights = ctx.saved_tensors
+            (x,) = ctx.saved_tensors
         dx, dw, dbias = None, [None] * count, [None] * count
         for i in reversed(range(count)):
             layer, weight = layers[i], weights[i]
-            dy = gradients[i].reshape(-1, layer.out_features).to(torch.bfloat16).contiguous()
+            dy = as_type(as_rows(gradients[i]), torch.bfloat16).contiguous()
             term = None
             if needs_bias[i]:
                 # From the unquantized gradient, summed in FP32 (contract, "Bias").
@@ -142,11 +146,11 @@ class _LinearFunction(torch.autograd.Function):
                     dw[i] = layer.wgrad(colwise, x, weight, ctx.main_grads[i])
             else:
                 if needs_x:
-                    term = dy @ weight.to(torch.bfloat16)
+                    term = dy @ as_type(weight, torch.bfloat16)
                 if needs_w[i]:
                     dw[i] = dy.t() @ x
                     if ctx.main_grads[i] is None:
-                        dw[i] = dw[i].to(weight.dtype)
+                        dw[i] = as_type(dw[i], weight.dtype)
                     else:
                         ctx.main_grads[i] += dw[i]
                         dw[i] = None
@@ -198,6 +202,12 @@ class JetLinear(nn.Linear):
     def __setattr__(self, name: str, value) -> None:
         if name == "weight":
             self.drop_qdata()
+            parameters = self._parameters
+            if name in parameters and isinstance(value, nn.Parameter) and not _global_parameter_registration_hooks:
+                # What nn.Module does with a parameter in a parameter's place, in a tenth of the time. FSDP2 assigns
+                # four a step, and a class with a __setattr__ of its own does not get FSDP2's short cut.
+                parameters[name] = value
+                return
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -250,7 +260,7 @@ class JetLinear(nn.Linear):
         FSDP gathers BF16 weights and takes BF16 gradients; an FP32 weight gets the same BF16 product.
         """
         if main_grad is None:
-            return self.format.wgrad(dy, x).to(weight.dtype)
+            return as_type(self.format.wgrad(dy, x), weight.dtype)
         self.format.wgrad(dy, x, add_to=main_grad)
         return None
 
@@ -258,7 +268,7 @@ class JetLinear(nn.Linear):
         x = quantize_input(input, self.format, self.scale_rule)
         if not torch.is_grad_enabled():
             return self.fprop(x, self.weight).reshape(*x.shape[:-1], self.out_features)
-        return _LinearFunction.apply(x.source.to(torch.bfloat16), (self,), x, self.weight, self.bias)
+        return _LinearFunction.apply(as_type(x.source, torch.bfloat16), (self,), x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         backward = BACKWARDS[not self.quantized_backward]

@@ -54,7 +54,7 @@ class _GatedProduct(torch.autograd.Function):
         # Looked up here: activation checkpointing hands backward an alias of the weight that has no attributes.
         ctx.main_grads = [getattr(weight, "main_grad", None) for weight in weights]
         ctx.colwise.readers += sum(ctx.needs_input_grad[1:3])
-        gate, up = (layer.fprop(quantized, weight) for layer, weight in zip(layers, weights, strict=True))
+        gate, up = (layer.fprop(quantized, weight, None) for layer, weight in zip(layers, weights, strict=True))
         ctx.save_for_backward(quantized.qdata, quantized.scales, gate, up)
         keep(ctx, *weights)
         product = kernels.silu_mul_quantize_1x128(gate, up, layers[0].scale_rule)

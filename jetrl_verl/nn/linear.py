@@ -92,11 +92,12 @@ class _LinearFunction(torch.autograd.Function):
         x: torch.Tensor,
         layers: Sequence["JetLinear"],
         quantized: QuantizedTensor,
+        head_dim: int | None,
         *parameters: torch.Tensor | None,
     ):
         # All weights, then all biases, which give autograd its edges; what is added is a bias' BF16 value, as the
         # rollout holds it.
-        weights = parameters[: len(layers)]
+        weights, biases = parameters[: len(layers)], parameters[len(layers) :]
         ctx.layers = layers
         ctx.x_shape = x.shape
         # Looked up here: activation checkpointing hands backward an alias of the weight that has no attributes.
@@ -104,15 +105,18 @@ class _LinearFunction(torch.autograd.Function):
         if layers[0].quantized_backward:
             ctx.save_for_backward(quantized.qdata, quantized.scales)
             ctx.colwise = quantized.colwise
-            ctx.colwise.readers += sum(ctx.needs_input_grad[3 : 3 + len(layers)])
+            ctx.colwise.readers += sum(ctx.needs_input_grad[4 : 4 + len(layers)])
         else:
             ctx.save_for_backward(as_rows(x))
         keep(ctx, *weights)
-        lead = x.shape[:-1]
-        found = [
-            layer.fprop(quantized, weight).reshape(*lead, layer.out_features)
-            for layer, weight in zip(layers, weights, strict=True)
-        ]
+        found = []
+        for layer, weight, bias in zip(layers, weights, biases, strict=True):
+            y = layer.fprop(quantized, weight, bias)
+            if head_dim is not None:
+                y = y.view(y.shape[0], layer.out_features // head_dim, head_dim)
+            elif x.ndim != 2:
+                y = y.view(*x.shape[:-1], layer.out_features)
+            found.append(y)
         return found[0] if len(found) == 1 else tuple(found)
 
     @staticmethod
@@ -120,7 +124,7 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx, *gradients: torch.Tensor):
         layers: Sequence[JetLinear] = ctx.layers
         count, needs_x = len(layers), ctx.needs_input_grad[0]
-        needs_w, needs_bias = ctx.needs_input_grad[3 : 3 + count], ctx.needs_input_grad[3 + count :]
+        needs_w, needs_bias = ctx.needs_input_grad[4 : 4 + count], ctx.needs_input_grad[4 + count :]
         weights = kept(ctx)
         if layers[0].quantized_backward:
             x_qdata, x_scales = ctx.saved_tensors
@@ -129,7 +133,8 @@ class _LinearFunction(torch.autograd.Function):
         dx, dw, dbias = None, [None] * count, [None] * count
         for i in reversed(range(count)):
             layer, weight = layers[i], weights[i]
-            dy = as_type(as_rows(gradients[i]), torch.bfloat16).contiguous()
+            dy = gradients[i] if gradients[i].ndim == 2 else gradients[i].reshape(-1, layer.out_features)
+            dy = as_type(dy, torch.bfloat16).contiguous()
             term = None
             if needs_bias[i]:
                 # From the unquantized gradient, summed in FP32 (contract, "Bias").
@@ -156,7 +161,9 @@ class _LinearFunction(torch.autograd.Function):
                         dw[i] = None
             if term is not None:
                 dx = term if dx is None else dx.add_(term)
-        return dx.reshape(ctx.x_shape) if dx is not None else None, None, None, *dw, *dbias
+        if dx is not None and len(ctx.x_shape) != 2:
+            dx = dx.view(ctx.x_shape)
+        return dx, None, None, None, *dw, *dbias
 
 
 class JetLinear(nn.Linear):
@@ -215,10 +222,6 @@ class JetLinear(nn.Linear):
             self.drop_qdata()
         super().__delattr__(name)
 
-    def rounded_bias(self) -> torch.Tensor | None:
-        """BF16 value of the bias, which is what the rollout holds of an FP32 master."""
-        return None if self.bias is None else self.bias.detach().to(torch.bfloat16)
-
     @property
     def quantizations(self) -> int:
         """How often the weight has been quantized since construction."""
@@ -244,9 +247,12 @@ class JetLinear(nn.Linear):
             return self.format.quantize_weight(weight, self.scale_rule), None
         return self.format.quantize_weight_and_transpose(weight, self.scale_rule)
 
-    def fprop(self, x: QuantizedTensor, weight: torch.Tensor) -> torch.Tensor:
-        """``Y`` [M, N] BF16 of rowwise X [M, K] and ``weight`` [N, K]."""
-        return self.format.fprop(x, self.weight_qdata(weight), self.rounded_bias(), self.ranks)
+    def fprop(self, x: QuantizedTensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``Y`` [M, N] BF16 of rowwise X [M, K], ``weight`` [N, K] and the BF16 value of ``bias`` [N], which is what
+        the rollout holds of an FP32 master."""
+        if bias is not None:
+            bias = as_type(bias.detach(), torch.bfloat16)
+        return self.format.fprop(x, self.weight_qdata(weight), bias, self.ranks)
 
     def dgrad(self, dy: QuantizedTensor, weight: torch.Tensor) -> torch.Tensor:
         """``dX`` [M, K] BF16 of rowwise dY [M, N] and ``weight`` [N, K]."""
@@ -267,8 +273,8 @@ class JetLinear(nn.Linear):
     def forward(self, input: torch.Tensor | QuantizedTensor) -> torch.Tensor:
         x = quantize_input(input, self.format, self.scale_rule)
         if not torch.is_grad_enabled():
-            return self.fprop(x, self.weight).reshape(*x.shape[:-1], self.out_features)
-        return _LinearFunction.apply(as_type(x.source, torch.bfloat16), (self,), x, self.weight, self.bias)
+            return self.fprop(x, self.weight, self.bias).view(*x.shape[:-1], self.out_features)
+        return _LinearFunction.apply(as_type(x.source, torch.bfloat16), (self,), x, None, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         backward = BACKWARDS[not self.quantized_backward]
@@ -286,8 +292,11 @@ def is_plain(layer: nn.Module) -> bool:
     return not (replaced or any(hooks) or _has_any_global_hook())
 
 
-def project(x: torch.Tensor | QuantizedTensor, layers: Sequence[nn.Module]) -> Sequence[torch.Tensor]:
-    """``[layer(x) for layer in layers]``, as one step of autograd where nothing looks between them.
+def project(
+    x: torch.Tensor | QuantizedTensor, layers: Sequence[nn.Module], head_dim: int | None = None
+) -> Sequence[torch.Tensor]:
+    """``[layer(x) for layer in layers]``, as one step of autograd where nothing looks between them; with ``head_dim``
+    each ``[..., N]`` as heads ``[M, N / head_dim, head_dim]``.
 
     Where they are plain layers of one precision and rule, and ``x`` a quantized BF16 tensor, that saves a node, its
     saved tensors, and a call of each, which is what a small micro-batch waits for. Every bit is that of the calls.
@@ -303,7 +312,10 @@ def project(x: torch.Tensor | QuantizedTensor, layers: Sequence[nn.Module]) -> S
         and all(layer.quantized_backward == first.quantized_backward for layer in layers)
     )
     if not together:
-        return [layer(x) for layer in layers]
+        found = [layer(x) for layer in layers]
+        if head_dim is None:
+            return found
+        return [y.reshape(-1, y.shape[-1] // head_dim, head_dim) for y in found]
     x = quantize_input(x, first.format, first.scale_rule)
     parameters = [layer.weight for layer in layers] + [layer.bias for layer in layers]
-    return _LinearFunction.apply(x.source, tuple(layers), x, *parameters)
+    return _LinearFunction.apply(x.source, tuple(layers), x, head_dim, *parameters)

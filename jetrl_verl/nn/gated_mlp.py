@@ -51,8 +51,6 @@ class _GatedProduct(torch.autograd.Function):
     ):
         ctx.layers, ctx.x_shape, ctx.colwise = layers, x.shape, quantized.colwise
         weights = gate_weight, up_weight
-        # Looked up here: activation checkpointing hands backward an alias of the weight that has no attributes.
-        ctx.main_grads = [getattr(weight, "main_grad", None) for weight in weights]
         ctx.colwise.readers += sum(ctx.needs_input_grad[1:3])
         gate, up = (layer.fprop(quantized, weight, None) for layer, weight in zip(layers, weights, strict=True))
         ctx.save_for_backward(quantized.qdata, quantized.scales, gate, up)
@@ -74,7 +72,7 @@ class _GatedProduct(torch.autograd.Function):
         qdata = [(up_rowwise, up_colwise), (gate_rowwise, gate_colwise)]
         del gate_rowwise, gate_colwise, up_rowwise, up_colwise
         dx, dw = None, []
-        for layer, weight, main_grad, needs in zip(ctx.layers, kept(ctx), ctx.main_grads, needs_w, strict=True):
+        for layer, weight, needs in zip(ctx.layers, kept(ctx), needs_w, strict=True):
             rowwise, colwise = qdata.pop()
             if needs_x:
                 term = layer.dgrad(rowwise, weight)
@@ -83,7 +81,7 @@ class _GatedProduct(torch.autograd.Function):
             dw.append(None)
             if needs:
                 x_colwise = ctx.colwise.take(QuantizedTensor(x_qdata, x_scales), layer.format, rule)
-                dw[-1] = layer.wgrad(colwise, x_colwise, weight, main_grad)
+                dw[-1] = layer.wgrad(colwise, x_colwise, weight, getattr(weight, "main_grad", None))
                 del x_colwise
             del rowwise, colwise
         return dx.reshape(ctx.x_shape) if needs_x else None, *dw, None, None

@@ -4,7 +4,7 @@
 
 The formulas of FProp, DGrad and WGrad are the format's (formats/format.py). FProp is the two steps of the operator
 that vLLM calls, quantize and multiply, which is what makes the sampled policy the trained one. Saved for backward are
-X as qdata and scales, 1.03 bytes an element instead of 2, and the weight by reference, as ``F.linear`` does; the
+X as qdata and scales, 1.03 bytes an element instead of 2, and the weight by reference (kernels/by_reference.py); the
 weight's qdata are not saved, or a whole model's worth would stay alive through a step.
 
 **When X is quantized.** By what writes it, where layers are its only readers: the norm in front of q, k, v or of gate
@@ -100,8 +100,6 @@ class _LinearFunction(torch.autograd.Function):
         weights, biases = parameters[: len(layers)], parameters[len(layers) :]
         ctx.layers = layers
         ctx.x_shape = x.shape
-        # Looked up here: activation checkpointing hands backward an alias of the weight that has no attributes.
-        ctx.main_grads = [getattr(weight, "main_grad", None) for weight in weights]
         if layers[0].quantized_backward:
             ctx.save_for_backward(quantized.qdata, quantized.scales)
             ctx.colwise = quantized.colwise
@@ -133,6 +131,7 @@ class _LinearFunction(torch.autograd.Function):
         dx, dw, dbias = None, [None] * count, [None] * count
         for i in reversed(range(count)):
             layer, weight = layers[i], weights[i]
+            main_grad = getattr(weight, "main_grad", None)
             dy = gradients[i] if gradients[i].ndim == 2 else gradients[i].reshape(-1, layer.out_features)
             dy = as_type(dy, torch.bfloat16).contiguous()
             term = None
@@ -148,16 +147,16 @@ class _LinearFunction(torch.autograd.Function):
                     term = layer.dgrad(rowwise, weight)
                 if needs_w[i]:
                     x = ctx.colwise.take(QuantizedTensor(x_qdata, x_scales), layer.format, layer.scale_rule)
-                    dw[i] = layer.wgrad(colwise, x, weight, ctx.main_grads[i])
+                    dw[i] = layer.wgrad(colwise, x, weight, main_grad)
             else:
                 if needs_x:
                     term = dy @ as_type(weight, torch.bfloat16)
                 if needs_w[i]:
                     dw[i] = dy.t() @ x
-                    if ctx.main_grads[i] is None:
+                    if main_grad is None:
                         dw[i] = as_type(dw[i], weight.dtype)
                     else:
-                        ctx.main_grads[i] += dw[i]
+                        main_grad += dw[i]
                         dw[i] = None
             if term is not None:
                 dx = term if dx is None else dx.add_(term)
@@ -307,9 +306,13 @@ def project(
         and torch.is_grad_enabled()
         and x.source is not None
         and x.source.dtype == torch.bfloat16
-        and all(isinstance(layer, JetLinear) and is_plain(layer) for layer in layers)
-        and all(layer.scale_rule == first.scale_rule for layer in layers)
-        and all(layer.quantized_backward == first.quantized_backward for layer in layers)
+        and all(
+            isinstance(layer, JetLinear)
+            and layer.scale_rule == first.scale_rule
+            and layer.quantized_backward == first.quantized_backward
+            and is_plain(layer)
+            for layer in layers
+        )
     )
     if not together:
         found = [layer(x) for layer in layers]

@@ -209,7 +209,7 @@ def make(precision: str, config: Qwen3Config, fsdp: bool) -> Qwen3ForCausalLM:
 class Step:
     """Forward and backward of a model's decoder layers on one packed micro-batch; heads and losses are left out."""
 
-    def __init__(self, precision: str, config: Qwen3Config, tokens: int, fsdp: bool) -> None:
+    def __init__(self, precision: str, config: Qwen3Config, tokens: int, fsdp: bool = False) -> None:
         self.model = make(precision, config, fsdp)
         # FSDP drops the qdata of a weight itself, with each gather.
         self._layers = [module for module in self.model.modules() if isinstance(module, JetLinear) and not fsdp]

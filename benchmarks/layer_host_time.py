@@ -3,7 +3,8 @@
 """What a decoder layer of the trainer costs the host, forward and backward: ``python3 benchmarks/layer_host_time.py``.
 
 With small micro-batches a GPU waits for its launches, so the host's work is what an update takes. Layers of Qwen3 as
-verl trains them, BF16 weights and activation checkpointing, but for FSDP, which is the same for all:
+verl trains them, BF16 weights and activation checkpointing, but for FSDP; with ``--fsdp`` each layer is sharded by
+FSDP2 on one rank, as verl shards it, from FP32 parameters:
 
 - *bf16*: stock Hugging Face. *bf16_shared*: the shared operations between its linears. *jet_fp8*: both in FP8.
 
@@ -12,15 +13,16 @@ take the path of a Hopper GPU, Triton's own Python in it, up to the driver's cal
 Microseconds of a layer and phase are thus the host's own but for the driver, some 3 us a launch on either side. The
 stock layer's operators run as a CPU runs them, tiny. Counts are exact.
 
-**On a GPU** the layers have Qwen3-8B's shape: launches of a layer, milliseconds of the step at each of ``--tokens``, of
-the host until all is queued, and of the GPU's kernels, so that it shows which of the two decides. The precisions take
-turns. ``--where PRECISION`` prints, too, in which functions the host spends a step, by Python's profiler, which makes
-each call of a function dearer.
+**On a GPU** the layers have the shape of Qwen3-8B, or of ``--shape``: launches of a layer, milliseconds of the step at
+each of ``--tokens``, of the host until all is queued, and of the GPU's kernels, so that it shows which of the two
+decides. The precisions take turns. ``--where PRECISION`` prints, too, in which functions the host spends a step, by
+Python's profiler, which makes each call of a function dearer.
 """
 
 import argparse
 import cProfile
 import json
+import os
 import pstats
 import statistics
 import sys
@@ -37,6 +39,8 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -50,6 +54,13 @@ from jetrl_verl.train.shared_operations import share_operations
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PRECISIONS = ("bf16", "bf16_shared", "jet_fp8")
 PHASES = ("forward", "backward")
+SHAPES = {
+    "8b": dict(hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8),
+    "1.7b": dict(hidden_size=2048, intermediate_size=6144, num_attention_heads=16, num_key_value_heads=8),
+}
+"""Of Qwen3's layers on a GPU."""
+THIN = dict(hidden_size=256, intermediate_size=256, num_attention_heads=2, num_key_value_heads=1)
+"""Without one."""
 SEQUENCE = 512
 """Tokens of a packed sequence, at most."""
 NO_KERNEL = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "alias", "_reshape_alias", "_unsafe_view")
@@ -161,11 +172,25 @@ class Operators(TorchDispatchMode):
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
-def make(precision: str, config: Qwen3Config) -> Qwen3ForCausalLM:
+def join_one_rank() -> None:
+    """The process group of one rank that FSDP shards over."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    torch.distributed.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo")
+
+
+def shard(model: Qwen3ForCausalLM) -> None:
+    """FSDP2 as verl's ``apply_fsdp2`` puts it around the decoder, which is all that a step runs."""
+    mesh = init_device_mesh(DEVICE.type, (1,), mesh_dim_names=("fsdp",))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
+    for module in (*model.model.layers, model.model.embed_tokens, model.model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+
+
+def make(precision: str, config: Qwen3Config, fsdp: bool) -> Qwen3ForCausalLM:
     """A model whose layers train as in verl."""
     torch.manual_seed(0)
     with torch.device(DEVICE):
-        model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+        model = Qwen3ForCausalLM(config).to(torch.float32 if fsdp else torch.bfloat16)
     if precision == "jet_fp8":
         replace_linears(model, plan_linears(config), scale_rule="fp32")
     if precision != "bf16":
@@ -176,15 +201,18 @@ def make(precision: str, config: Qwen3Config) -> Qwen3ForCausalLM:
         register()
         model.config._attn_implementation = "jetrl_varlen"
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if fsdp:
+        shard(model)
     return model.train()
 
 
 class Step:
     """Forward and backward of a model's decoder layers on one packed micro-batch; heads and losses are left out."""
 
-    def __init__(self, precision: str, config: Qwen3Config, tokens: int) -> None:
-        self.model = make(precision, config)
-        self._layers = [module for module in self.model.modules() if isinstance(module, JetLinear)]
+    def __init__(self, precision: str, config: Qwen3Config, tokens: int, fsdp: bool = False) -> None:
+        self.model = make(precision, config, fsdp)
+        # FSDP drops the qdata of a weight itself, with each gather.
+        self._layers = [module for module in self.model.modules() if isinstance(module, JetLinear) and not fsdp]
         positions = torch.arange(tokens, device=DEVICE) % SEQUENCE
         self._inputs = {
             "input_ids": torch.randint(0, config.vocab_size, (1, tokens), device=DEVICE),
@@ -195,7 +223,7 @@ class Step:
         self._out: torch.Tensor | None = None
 
     def _drop_qdata(self) -> None:
-        """As FSDP does with each gather: weights are quantized in forward and in backward."""
+        """In FSDP's place, where there is none: weights are quantized in forward and in backward."""
         for layer in self._layers:
             layer.drop_qdata()
 
@@ -262,7 +290,7 @@ def on_cpu(config: Qwen3Config, options: argparse.Namespace) -> dict[str, Any]:
     """Per layer, from models of few and of many layers: what is outside the layers falls out."""
     few, many = 1, 1 + options.layers
     steps = {
-        precision: [Step(precision, layers_of(config, count), options.tokens[0]) for count in (few, many)]
+        precision: [Step(precision, layers_of(config, count), options.tokens[0], options.fsdp) for count in (few, many)]
         for precision in options.precisions
     }
     found: dict[str, Any] = {}
@@ -352,7 +380,7 @@ def on_gpu(config: Qwen3Config, options: argparse.Namespace) -> dict[str, Any]:
     for tokens in options.tokens:
         # Each has a configuration of its own, which its attention is written into.
         configs = {precision: layers_of(config, config.num_hidden_layers) for precision in options.precisions}
-        steps = {precision: Step(precision, own, tokens) for precision, own in configs.items()}
+        steps = {precision: Step(precision, own, tokens, options.fsdp) for precision, own in configs.items()}
         runs = {precision: [] for precision in steps}
         for step in steps.values():
             for _ in range(3):
@@ -400,6 +428,8 @@ def main() -> int:
     on_a_gpu = DEVICE.type == "cuda"
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192, 16384] if on_a_gpu else [16])
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--shape", choices=SHAPES, default="8b", help="of the layers, on a GPU")
+    parser.add_argument("--fsdp", action="store_true", help="shard the layers by FSDP2, on one rank")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument(
@@ -408,10 +438,8 @@ def main() -> int:
     parser.add_argument("--where", choices=PRECISIONS, help="print where the host spends a step of it, on a GPU")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     options = parser.parse_args()
-    wide = dict(hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8)
-    thin = dict(hidden_size=256, intermediate_size=256, num_attention_heads=2, num_key_value_heads=1)
     config = Qwen3Config(
-        **(wide if on_a_gpu else thin),
+        **(SHAPES[options.shape] if on_a_gpu else THIN),
         vocab_size=1024,
         head_dim=128,
         num_hidden_layers=options.layers,
@@ -419,14 +447,22 @@ def main() -> int:
         rope_theta=1e6,
         architectures=["Qwen3ForCausalLM"],
     )
-    result = {"layers": options.layers, "build": provenance()}
+    result = {"layers": options.layers, "fsdp": options.fsdp, "build": provenance()}
+    if options.fsdp:
+        join_one_rank()
     if on_a_gpu:
-        result |= {"device": torch.cuda.get_device_name(), "precisions": on_gpu(config, options)}
+        result |= {
+            "device": torch.cuda.get_device_name(),
+            "shape": options.shape,
+            "precisions": on_gpu(config, options),
+        }
         report_gpu(result["precisions"], options)
     else:
         torch.set_num_threads(1)
         result |= {"device": "CPU, one thread", "precisions": on_cpu(config, options)}
         report_cpu(result["precisions"])
+    if options.fsdp:
+        torch.distributed.destroy_process_group()
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -8,7 +8,8 @@ brings it on every machine, with or without a GPU, and importing it takes a frac
 
 ``dispatch.py``: operation -> platform -> backends. ``operator.py``: how a torch operator is registered. ``device/``:
 device code that several kernels share. ``results.py``: layouts of quantized results. ``native.py``: the compiled
-library. ``vllm_kernels.py``: what is called of vLLM. ``reproducible.py``: CPU arithmetic that no batch changes.
+library. ``by_reference.py``, ``views.py``: what costs the host less than torch's own. ``vllm_kernels.py``: what is
+called of vLLM. ``reproducible.py``: CPU arithmetic that no batch changes.
 """
 
 from jetrl_verl.kernels.attention import (

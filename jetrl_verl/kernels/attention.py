@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from jetrl_verl import reference
 from jetrl_verl.kernels import vllm_kernels
+from jetrl_verl.kernels.by_reference import keep, kept
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.kv_cache import QuantizedKV, dequantize_kv, quantize_dequantize_kv, quantize_kv
 from jetrl_verl.kernels.operator import operator, require_bf16
@@ -37,6 +38,7 @@ from jetrl_verl.kernels.reproducible import (
     power_of_two,
     sum_of_fractions,
 )
+from jetrl_verl.kernels.views import as_type
 
 HEAD_DIM = 128
 """The head dimension for which decode, chunked prefill and whole sequences are known to agree in every bit."""
@@ -207,7 +209,7 @@ def flash_attention_backward(
     # Without dropout the random state is not read.
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)
     return torch.ops.aten._flash_attention_backward(
-        grad_out.to(out.dtype).contiguous(),
+        as_type(grad_out, out.dtype).contiguous(),
         q,
         k,
         v,
@@ -257,7 +259,7 @@ def _attention_backward(grad_out, q, k, v, cu_seqlens, out, lse, max_seqlen: int
     return lookup("attention_backward", q.device)(grad_out, q, k, v, cu_seqlens, out, lse, max_seqlen, scale)
 
 
-def _kept(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _needed(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What a backward reads of a forward's results: neither, where it computes the log-sum-exp again."""
     return (out, lse) if lse.numel() else (lse, lse)
 
@@ -269,13 +271,15 @@ class PackedAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, cu_seqlens, max_seqlen: int, scale: float, run: Callable, run_backward: Callable):
         ctx.max_seqlen, ctx.scale, ctx.run_backward = max_seqlen, scale, run_backward
         out, lse = run(q, k, v, cu_seqlens, max_seqlen, scale)
-        ctx.save_for_backward(q, k, v, cu_seqlens, *_kept(out, lse))
+        ctx.save_for_backward(q, k, v, *_needed(out, lse))
+        keep(ctx, cu_seqlens)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out: torch.Tensor):
-        gradients = ctx.run_backward(grad_out, *ctx.saved_tensors, ctx.max_seqlen, ctx.scale)
+        q, k, v, out, lse = ctx.saved_tensors
+        gradients = ctx.run_backward(grad_out, q, k, v, *kept(ctx), out, lse, ctx.max_seqlen, ctx.scale)
         return *gradients, None, None, None, None, None
 
 
@@ -287,20 +291,21 @@ class _PackedAttentionFP8(torch.autograd.Function):
     def forward(ctx, q, k, v, cu_seqlens, max_seqlen: int, scale: float, keep_fp8: bool):
         ctx.max_seqlen, ctx.scale = max_seqlen, scale
         if keep_fp8:
-            kept, k, v = quantize_kv(k, v)
+            saved, k, v = quantize_kv(k, v)
         else:
-            kept = k, v = quantize_dequantize_kv(k, v)
+            saved = k, v = quantize_dequantize_kv(k, v)
         out, lse = _attention(q, k, v, cu_seqlens, max_seqlen, scale)
-        ctx.save_for_backward(q, *kept, cu_seqlens, *_kept(out, lse))
+        ctx.save_for_backward(q, *saved, *_needed(out, lse))
+        keep(ctx, cu_seqlens)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out: torch.Tensor):
         # Asked for once: under activation checkpointing each time is another forward.
-        q, *kept, cu_seqlens, out, lse = ctx.saved_tensors
-        k, v = kept if len(kept) == 2 else dequantize_kv(QuantizedKV(*kept))
-        gradients = _attention_backward(grad_out, q, k, v, cu_seqlens, out, lse, ctx.max_seqlen, ctx.scale)
+        q, *saved, out, lse = ctx.saved_tensors
+        k, v = saved if len(saved) == 2 else dequantize_kv(QuantizedKV(*saved))
+        gradients = _attention_backward(grad_out, q, k, v, *kept(ctx), out, lse, ctx.max_seqlen, ctx.scale)
         return *gradients, None, None, None, None
 
 

@@ -150,10 +150,11 @@ def operators():
 
 def aligned(x: torch.Tensor) -> bool:
     """Whether ``x`` is a matrix of contiguous rows that start on 16 bytes and do not overlap."""
-    stride = x.stride()
-    if len(stride) != 2 or stride[1] != 1 or stride[0] < x.shape[1]:
+    if x.ndim != 2:
         return False
-    return stride[0] * x.itemsize % ALIGNMENT == 0 and x.data_ptr() % ALIGNMENT == 0
+    row, column = x.stride()
+    in_rows = column == 1 and row >= x.shape[1]
+    return in_rows and row * x.itemsize % ALIGNMENT == 0 and x.data_ptr() % ALIGNMENT == 0
 
 
 def supports_qdata(q: QuantizedTensor, *, in_sixteens: int) -> bool:

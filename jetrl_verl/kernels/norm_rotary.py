@@ -12,12 +12,14 @@ import torch
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from jetrl_verl.kernels.by_reference import keep, kept
 from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
 from jetrl_verl.kernels.rms_norm import heads_in_place, reference_rms_norm, rms_norm_backward, tile_and_warps
 from jetrl_verl.kernels.rotary import check_rotary, reference_rotary, rotate_back
 from jetrl_verl.kernels.sizes import HEADS_OF_A_PROGRAM, ceil_div
+from jetrl_verl.kernels.views import as_type
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Heads of queries and keys, BF16, and 1 / RMS of each, FP32."""
@@ -118,9 +120,11 @@ def triton_norm_rotary(
     q, k = heads_in_place(q), heads_in_place(k)
     tokens, q_heads, width = q.shape
     k_heads = k.shape[1]
-    outputs = tuple(torch.empty(*x.shape, dtype=torch.bfloat16, device=x.device) for x in (q, k))
-    rstds = tuple(torch.empty(*x.shape[:2], dtype=torch.float32, device=x.device) for x in (q, k))
-    programs = sum(ceil_div(heads, HEADS_OF_A_PROGRAM) for heads in (q_heads, k_heads))
+    q_out = torch.empty(tokens, q_heads, width, dtype=torch.bfloat16, device=q.device)
+    k_out = torch.empty(tokens, k_heads, width, dtype=torch.bfloat16, device=q.device)
+    q_rstd = torch.empty(tokens, q_heads, dtype=torch.float32, device=q.device)
+    k_rstd = torch.empty(tokens, k_heads, dtype=torch.float32, device=q.device)
+    programs = ceil_div(q_heads, HEADS_OF_A_PROGRAM) + ceil_div(k_heads, HEADS_OF_A_PROGRAM)
     if tokens:
         _norm_rotary_kernel[(tokens * programs,)](
             q,
@@ -129,8 +133,10 @@ def triton_norm_rotary(
             k_weight.contiguous(),
             table.contiguous(),
             positions.contiguous(),
-            *outputs,
-            *rstds,
+            q_out,
+            k_out,
+            q_rstd,
+            k_rstd,
             eps,
             len(table),
             Q_HEADS=q_heads,
@@ -143,7 +149,7 @@ def triton_norm_rotary(
             HEADS=HEADS_OF_A_PROGRAM,
             num_warps=HEADS_OF_A_PROGRAM * tile_and_warps(width)[1],
         )
-    return *outputs, *rstds
+    return q_out, k_out, q_rstd, k_rstd
 
 
 def _fake(q, k, q_weight, k_weight, eps, table, positions):
@@ -188,19 +194,20 @@ class _NormRotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, q_weight, k_weight, eps: float, table, positions):
         q_out, k_out, q_rstd, k_rstd = _norm_rotary(q, k, q_weight, k_weight, eps, table, positions)
-        # Not among the saved tensors, which may be moved to the host between the passes: the table is the model's.
-        ctx.table = table
-        ctx.save_for_backward(q, k, q_weight, k_weight, q_rstd, k_rstd, positions)
+        ctx.save_for_backward(q, k, q_rstd, k_rstd)
+        keep(ctx, q_weight, k_weight, table, positions)
         return q_out, k_out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dq: torch.Tensor, dk: torch.Tensor):
-        q, k, q_weight, k_weight, q_rstd, k_rstd, positions = ctx.saved_tensors
-        dq, dk = rotate_back(dq, dk, ctx.table, positions)
+        q, k, q_rstd, k_rstd = ctx.saved_tensors
+        q_weight, k_weight, table, positions = kept(ctx)
+        dq, dk = rotate_back(dq, dk, table, positions)
         dq, dq_weight = rms_norm_backward(dq, q, q_weight, q_rstd)
         dk, dk_weight = rms_norm_backward(dk, k, k_weight, k_rstd)
-        return dq, dk, dq_weight.to(q_weight.dtype), dk_weight.to(k_weight.dtype), None, None, None
+        dq_weight, dk_weight = as_type(dq_weight, q_weight.dtype), as_type(dk_weight, k_weight.dtype)
+        return dq, dk, dq_weight, dk_weight, None, None, None
 
 
 def norm_rotary(

@@ -163,15 +163,15 @@ def _launch(
     if not w.numel():
         return
     grid = (ceil_div(k, BLOCK), ceil_div(n, BLOCK))
-    # Without a transpose its pointers are never dereferenced.
-    qdata_t = transposed.qdata.view(torch.int32 if transpose and whole_words else torch.uint8)
     words = words_of(w) if quantize and (whole_words or not transpose) else None
+    # Without a transpose its pointers are never dereferenced.
     if words is not None:
+        pairs = weight.qdata.view(torch.int16)
         _quantize_128x128_kernel[grid](
             words,
-            weight.qdata.view(torch.int16),
+            pairs,
             weight.scales,
-            qdata_t,
+            transposed.qdata.view(torch.int32) if transpose else pairs,
             transposed.scales,
             n,
             k,
@@ -184,7 +184,7 @@ def _launch(
             w,
             weight.qdata.view(torch.uint8),
             weight.scales,
-            qdata_t,
+            transposed.qdata.view(torch.int32 if transpose and whole_words else torch.uint8),
             transposed.scales,
             n,
             k,

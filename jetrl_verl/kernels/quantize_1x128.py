@@ -36,6 +36,7 @@ from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.results import empty_colwise, empty_rowwise, fake_colwise, fake_rowwise
 from jetrl_verl.kernels.sizes import ceil_div
+from jetrl_verl.kernels.views import as_rows
 from jetrl_verl.reference import BLOCK, QuantizedTensor, ScaleRule
 
 for _operation in ("quantize_1x128", "quantize_128x1", "quantize_1x128_and_128x1"):
@@ -86,7 +87,7 @@ def triton_quantize_1x128(x: torch.Tensor, rule: str) -> QuantizedTensor:
     """As :func:`jetrl_verl.reference.quantize_1x128`; scales are column-major, see results.py."""
     pow2 = is_pow2(rule)
     *lead, k = x.shape
-    matrix = x.reshape(-1, k).contiguous() if k else x.reshape(x.numel(), 0)
+    matrix = as_rows(x).contiguous() if k else x.reshape(x.numel(), 0)
     rows = matrix.shape[0]
     qdata, scales = empty_rowwise(rows, k, x.device)
     groups_k = ceil_div(k, BLOCK)

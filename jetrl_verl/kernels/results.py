@@ -30,8 +30,9 @@ def empty_colwise(rows: int, k: int, device: torch.device) -> tuple[QuantizedTen
     groups = ceil_div(rows, BLOCK)
     words = torch.empty(k, groups * BLOCK // 4, dtype=torch.int32, device=device)
     qdata = words.view(FP8_DTYPE) if words.numel() else torch.empty(k, 0, dtype=FP8_DTYPE, device=device)
-    whole = rows == groups * BLOCK
-    return QuantizedTensor(qdata if whole else qdata[:, :rows], _column_major(k, groups, device)), words
+    if rows != groups * BLOCK:
+        qdata = qdata.as_strided((k, rows), (groups * BLOCK, 1))  # [:, :rows] in half of the time
+    return QuantizedTensor(qdata, _column_major(k, groups, device)), words
 
 
 def fake_rowwise(x: torch.Tensor) -> QuantizedTensor:

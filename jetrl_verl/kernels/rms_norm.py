@@ -20,6 +20,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from jetrl_verl import reference
+from jetrl_verl.kernels.by_reference import keep, kept
 from jetrl_verl.kernels.combine import sum_of_rows
 from jetrl_verl.kernels.device.dependents import launch_dependents
 from jetrl_verl.kernels.device.e4m3 import GROUP, encode, is_pow2, magnitude_bits, reciprocal_of, scale_of
@@ -29,6 +30,7 @@ from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
 from jetrl_verl.kernels.reproducible import grid_bits, on_grid
 from jetrl_verl.kernels.results import empty_rowwise, fake_rowwise, require_groups
 from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
+from jetrl_verl.kernels.views import as_rows, as_type
 from jetrl_verl.reference import QuantizedTensor
 
 # --- reference: exact sums on the CPU ---------------------------------------------------------------------------------
@@ -177,7 +179,7 @@ def tile_and_warps(k: int) -> tuple[int, int]:
 
 def _aligned_rows(x: torch.Tensor) -> torch.Tensor:
     """``x`` as ``[rows, K]``, contiguous from a 16-byte boundary, copied only where it is not."""
-    rows = (x if x.ndim == 2 else x.reshape(-1, x.shape[-1])).contiguous()
+    rows = as_rows(x).contiguous()
     return rows if rows.data_ptr() % 16 == 0 else rows.clone()
 
 
@@ -190,7 +192,9 @@ def _are_heads_in_place(x: torch.Tensor) -> bool:
 
 def heads_in_place(x: torch.Tensor) -> torch.Tensor:
     """Heads ``[N, H, K]`` that are loaded by the instructions of rows of their own, copied only where they are not."""
-    return x if _are_heads_in_place(x) else _aligned_rows(x).view(x.shape)
+    if _are_heads_in_place(x) or (x.is_contiguous() and x.data_ptr() % 16 == 0):
+        return x
+    return _aligned_rows(x).view(x.shape)
 
 
 def launch_rms_norm(
@@ -212,9 +216,10 @@ def launch_rms_norm(
         source, layout = x, {"HEADS": x.shape[1], "STRIDE_TOKEN": x.stride(0), "STRIDE_HEAD": x.stride(1)}
     else:
         source, layout = _aligned_rows(x), {"HEADS": 1, "STRIDE_TOKEN": k, "STRIDE_HEAD": k}
-    rstd = torch.empty(shape[:-1], dtype=torch.float32, device=x.device)
-    y = torch.empty(shape, dtype=torch.bfloat16, device=x.device) if with_y else None
-    total = torch.empty(shape, dtype=torch.bfloat16, device=x.device) if residual is not None else x
+    # Sizes one by one: torch's parser takes 2 us more for a shape in their place.
+    rstd = torch.empty(*shape[:-1], dtype=torch.float32, device=x.device)
+    y = torch.empty(*shape, dtype=torch.bfloat16, device=x.device) if with_y else None
+    total = torch.empty(*shape, dtype=torch.bfloat16, device=x.device) if residual is not None else x
     count = rstd.numel()
     quantized = empty_rowwise(count, k, x.device) if rule is not None else None
     pow2 = rule is not None and is_pow2(rule)
@@ -286,7 +291,7 @@ def triton_rms_norm_backward(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dx ``[..., K]`` BF16 and dw ``[K]`` FP32 from dy and x ``[..., K]`` and rstd ``[...]`` FP32."""
-    rows, gradients = _aligned_rows(x), _aligned_rows(dy.to(torch.bfloat16))
+    rows, gradients = _aligned_rows(x), _aligned_rows(as_type(dy, torch.bfloat16))
     count, k = rows.shape
     dx = torch.empty_like(rows)
     tile = next_power_of_2(k)
@@ -309,7 +314,7 @@ def triton_rms_norm_backward(
             ROWS=at_once,
             num_warps=min(max(tile * at_once // 512, 1), 16),
         )
-    return dx.view(x.shape), partial.sum(dim=0)
+    return dx if x.ndim == 2 else dx.view(x.shape), partial.sum(dim=0)
 
 
 # --- torch operators --------------------------------------------------------------------------------------------------
@@ -401,15 +406,16 @@ class _RMSNorm(torch.autograd.Function):
             ctx.mark_non_differentiable(*quantized)
             ctx.set_materialize_grads(False)  # no zeros in the place of the qdata's gradients
             results = (y, *quantized)
-        ctx.save_for_backward(x, weight, rstd)
+        ctx.save_for_backward(x, rstd)
+        keep(ctx, weight)
         return results
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: torch.Tensor, *_):
-        x, weight, rstd = ctx.saved_tensors
+        (x, rstd), (weight,) = ctx.saved_tensors, kept(ctx)
         dx, dw = rms_norm_backward(dy, x, weight, rstd)
-        return dx, dw.to(weight.dtype), None, None
+        return dx, as_type(dw, weight.dtype), None, None
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

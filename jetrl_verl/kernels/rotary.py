@@ -21,10 +21,12 @@ import torch
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from jetrl_verl.kernels.by_reference import keep, kept
 from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.sizes import next_power_of_2
+from jetrl_verl.kernels.views import as_type
 
 ROPE_TYPES = ("default", "llama3")
 """Of ``rope_parameters``, those that a table is made of."""
@@ -197,22 +199,19 @@ def rotate_back(
     dq: torch.Tensor, dk: torch.Tensor, table: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of queries and keys from those of what was rotated, BF16."""
-    return _rotary(dq.to(torch.bfloat16), dk.to(torch.bfloat16), table, positions, True)
+    return _rotary(as_type(dq, torch.bfloat16), as_type(dk, torch.bfloat16), table, positions, True)
 
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor):
-        # Not among the saved tensors, which may be moved to the host between the passes: the table is the model's.
-        ctx.table = table
-        ctx.save_for_backward(positions)
+        keep(ctx, table, positions)
         return _rotary(q, k, table, positions, False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dq: torch.Tensor, dk: torch.Tensor):
-        (positions,) = ctx.saved_tensors
-        return *rotate_back(dq, dk, ctx.table, positions), None, None
+        return *rotate_back(dq, dk, *kept(ctx)), None, None
 
 
 def rotary(

@@ -41,6 +41,7 @@ from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
 from jetrl_verl.kernels.results import empty_colwise, empty_rowwise, fake_colwise, fake_rowwise, require_groups
 from jetrl_verl.kernels.sizes import ceil_div
+from jetrl_verl.kernels.views import as_rows
 from jetrl_verl.reference import BLOCK, QuantizedTensor, check_rule
 
 Four = tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor, QuantizedTensor]
@@ -260,7 +261,7 @@ def _silu_mul_backward_quantize_kernel(
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
     """``[rows, columns]``, contiguous in its last dimension; halves of one tensor stay views."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = as_rows(x)
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
@@ -354,7 +355,9 @@ def triton_silu_mul_quantize(
             GROUPS=_GROUPS_PER_PROGRAM,
             num_warps=_WARPS,
         )
-    return y.view(gate.shape) if with_product else None, rowwise, colwise
+    if with_product and gate.ndim != 2:
+        y = y.view(gate.shape)
+    return y, rowwise, colwise
 
 
 @implements("silu_mul_backward_quantize", "triton")
@@ -483,7 +486,7 @@ def _silu_mul_backward_quantize(dy: torch.Tensor, gate: torch.Tensor, up: torch.
     """1x128 and 128x1 qdata of gate's gradient, then of up's."""
     require_shape("silu_mul_backward_quantize", "up", up, gate.shape)
     require_shape("silu_mul_backward_quantize", "dy", dy, gate.shape)
-    call = (*(x.reshape(-1, x.shape[-1]) for x in (dy, gate, up)), rule)
+    call = as_rows(dy), as_rows(gate), as_rows(up), rule
     return lookup("silu_mul_backward_quantize", gate.device, *call)(*call)
 
 

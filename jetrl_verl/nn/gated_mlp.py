@@ -19,6 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from jetrl_verl import kernels
 from jetrl_verl.kernels import silu_mul_backward_quantize
+from jetrl_verl.kernels.by_reference import keep, kept
+from jetrl_verl.kernels.views import as_rows, as_type
 from jetrl_verl.nn.linear import JetLinear, is_plain
 from jetrl_verl.reference import QuantizedTensor
 
@@ -49,11 +51,10 @@ class _GatedProduct(torch.autograd.Function):
     ):
         ctx.layers, ctx.x_shape, ctx.colwise = layers, x.shape, quantized.colwise
         weights = gate_weight, up_weight
-        # Looked up here: activation checkpointing hands backward an alias of the weight that has no attributes.
-        ctx.main_grads = [getattr(weight, "main_grad", None) for weight in weights]
         ctx.colwise.readers += sum(ctx.needs_input_grad[1:3])
-        gate, up = (layer.fprop(quantized, weight) for layer, weight in zip(layers, weights, strict=True))
-        ctx.save_for_backward(quantized.qdata, quantized.scales, gate, up, *weights)
+        gate, up = (layer.fprop(quantized, weight, None) for layer, weight in zip(layers, weights, strict=True))
+        ctx.save_for_backward(quantized.qdata, quantized.scales, gate, up)
+        keep(ctx, *weights)
         product = kernels.silu_mul_quantize_1x128(gate, up, layers[0].scale_rule)
         ctx.mark_non_differentiable(product.qdata, product.scales)
         ctx.set_materialize_grads(False)  # no zeros in the place of the qdata's gradients
@@ -62,16 +63,16 @@ class _GatedProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: torch.Tensor, *_):
-        x_qdata, x_scales, gate, up, *weights = ctx.saved_tensors
+        x_qdata, x_scales, gate, up = ctx.saved_tensors
         needs_x, *needs_w = ctx.needs_input_grad[:3]
         rule = ctx.layers[0].scale_rule
-        dy = dy.reshape(gate.shape).to(torch.bfloat16)
+        dy = as_type(as_rows(dy), torch.bfloat16)
         gate_rowwise, gate_colwise, up_rowwise, up_colwise = silu_mul_backward_quantize(dy, gate, up, rule)
         del dy, gate, up  # their memory is what the products take, and the qdata of gate go before those of up are read
         qdata = [(up_rowwise, up_colwise), (gate_rowwise, gate_colwise)]
         del gate_rowwise, gate_colwise, up_rowwise, up_colwise
         dx, dw = None, []
-        for layer, weight, main_grad, needs in zip(ctx.layers, weights, ctx.main_grads, needs_w, strict=True):
+        for layer, weight, needs in zip(ctx.layers, kept(ctx), needs_w, strict=True):
             rowwise, colwise = qdata.pop()
             if needs_x:
                 term = layer.dgrad(rowwise, weight)
@@ -80,7 +81,7 @@ class _GatedProduct(torch.autograd.Function):
             dw.append(None)
             if needs:
                 x_colwise = ctx.colwise.take(QuantizedTensor(x_qdata, x_scales), layer.format, rule)
-                dw[-1] = layer.wgrad(colwise, x_colwise, weight, main_grad)
+                dw[-1] = layer.wgrad(colwise, x_colwise, weight, getattr(weight, "main_grad", None))
                 del x_colwise
             del rowwise, colwise
         return dx.reshape(ctx.x_shape) if needs_x else None, *dw, None, None

@@ -4,7 +4,7 @@
 
 The formulas of FProp, DGrad and WGrad are the format's (formats/format.py). FProp is the two steps of the operator
 that vLLM calls, quantize and multiply, which is what makes the sampled policy the trained one. Saved for backward are
-X as qdata and scales, 1.03 bytes an element instead of 2, and the weight by reference, as ``F.linear`` does; the
+X as qdata and scales, 1.03 bytes an element instead of 2, and the weight by reference (kernels/by_reference.py); the
 weight's qdata are not saved, or a whole model's worth would stay alive through a step.
 
 **When X is quantized.** By what writes it, where layers are its only readers: the norm in front of q, k, v or of gate
@@ -29,10 +29,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules.module import _global_parameter_registration_hooks, _has_any_global_hook
 
 from jetrl_verl import formats
 from jetrl_verl.formats.format import TrainedFormat
+from jetrl_verl.kernels.by_reference import keep, kept
+from jetrl_verl.kernels.views import as_rows, as_type
 from jetrl_verl.nn.weight_cache import WeightCache
 from jetrl_verl.reference import QuantizedTensor, ScaleRule, check_rule
 
@@ -70,7 +72,7 @@ def quantize_input(x: torch.Tensor | QuantizedTensor, number_format: TrainedForm
     """
     if not isinstance(x, QuantizedTensor):
         with torch.no_grad():
-            rowwise = number_format.quantize_activation(x.detach().to(torch.bfloat16).reshape(-1, x.shape[-1]), rule)
+            rowwise = number_format.quantize_activation(as_rows(as_type(x, torch.bfloat16)), rule)
         return QuantizedTensor(rowwise.qdata, rowwise.scales, x, SharedColwise())
     if x.source is None:
         raise ValueError("The trainer needs the source of a quantized input. Pass source as well.")
@@ -90,26 +92,29 @@ class _LinearFunction(torch.autograd.Function):
         x: torch.Tensor,
         layers: Sequence["JetLinear"],
         quantized: QuantizedTensor,
+        head_dim: int | None,
         *parameters: torch.Tensor | None,
     ):
         # All weights, then all biases, which give autograd its edges; what is added is a bias' BF16 value, as the
         # rollout holds it.
-        weights = parameters[: len(layers)]
+        weights, biases = parameters[: len(layers)], parameters[len(layers) :]
         ctx.layers = layers
         ctx.x_shape = x.shape
-        # Looked up here: activation checkpointing hands backward an alias of the weight that has no attributes.
-        ctx.main_grads = [getattr(weight, "main_grad", None) for weight in weights]
         if layers[0].quantized_backward:
-            ctx.save_for_backward(quantized.qdata, quantized.scales, *weights)
+            ctx.save_for_backward(quantized.qdata, quantized.scales)
             ctx.colwise = quantized.colwise
-            ctx.colwise.readers += sum(ctx.needs_input_grad[3 : 3 + len(layers)])
+            ctx.colwise.readers += sum(ctx.needs_input_grad[4 : 4 + len(layers)])
         else:
-            ctx.save_for_backward(x.reshape(-1, layers[0].in_features), *weights)
-        lead = x.shape[:-1]
-        found = [
-            layer.fprop(quantized, weight).reshape(*lead, layer.out_features)
-            for layer, weight in zip(layers, weights, strict=True)
-        ]
+            ctx.save_for_backward(as_rows(x))
+        keep(ctx, *weights)
+        found = []
+        for layer, weight, bias in zip(layers, weights, biases, strict=True):
+            y = layer.fprop(quantized, weight, bias)
+            if head_dim is not None:
+                y = y.view(y.shape[0], layer.out_features // head_dim, head_dim)
+            elif x.ndim != 2:
+                y = y.view(*x.shape[:-1], layer.out_features)
+            found.append(y)
         return found[0] if len(found) == 1 else tuple(found)
 
     @staticmethod
@@ -117,15 +122,18 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx, *gradients: torch.Tensor):
         layers: Sequence[JetLinear] = ctx.layers
         count, needs_x = len(layers), ctx.needs_input_grad[0]
-        needs_w, needs_bias = ctx.needs_input_grad[3 : 3 + count], ctx.needs_input_grad[3 + count :]
+        needs_w, needs_bias = ctx.needs_input_grad[4 : 4 + count], ctx.needs_input_grad[4 + count :]
+        weights = kept(ctx)
         if layers[0].quantized_backward:
-            x_qdata, x_scales, *weights = ctx.saved_tensors
+            x_qdata, x_scales = ctx.saved_tensors
         else:
-            x, *weights = ctx.saved_tensors
+            (x,) = ctx.saved_tensors
         dx, dw, dbias = None, [None] * count, [None] * count
         for i in reversed(range(count)):
             layer, weight = layers[i], weights[i]
-            dy = gradients[i].reshape(-1, layer.out_features).to(torch.bfloat16).contiguous()
+            main_grad = getattr(weight, "main_grad", None)
+            dy = gradients[i] if gradients[i].ndim == 2 else gradients[i].reshape(-1, layer.out_features)
+            dy = as_type(dy, torch.bfloat16).contiguous()
             term = None
             if needs_bias[i]:
                 # From the unquantized gradient, summed in FP32 (contract, "Bias").
@@ -139,20 +147,22 @@ class _LinearFunction(torch.autograd.Function):
                     term = layer.dgrad(rowwise, weight)
                 if needs_w[i]:
                     x = ctx.colwise.take(QuantizedTensor(x_qdata, x_scales), layer.format, layer.scale_rule)
-                    dw[i] = layer.wgrad(colwise, x, weight, ctx.main_grads[i])
+                    dw[i] = layer.wgrad(colwise, x, weight, main_grad)
             else:
                 if needs_x:
-                    term = dy @ weight.to(torch.bfloat16)
+                    term = dy @ as_type(weight, torch.bfloat16)
                 if needs_w[i]:
                     dw[i] = dy.t() @ x
-                    if ctx.main_grads[i] is None:
-                        dw[i] = dw[i].to(weight.dtype)
+                    if main_grad is None:
+                        dw[i] = as_type(dw[i], weight.dtype)
                     else:
-                        ctx.main_grads[i] += dw[i]
+                        main_grad += dw[i]
                         dw[i] = None
             if term is not None:
                 dx = term if dx is None else dx.add_(term)
-        return dx.reshape(ctx.x_shape) if dx is not None else None, None, None, *dw, *dbias
+        if dx is not None and len(ctx.x_shape) != 2:
+            dx = dx.view(ctx.x_shape)
+        return dx, None, None, None, *dw, *dbias
 
 
 class JetLinear(nn.Linear):
@@ -198,16 +208,18 @@ class JetLinear(nn.Linear):
     def __setattr__(self, name: str, value) -> None:
         if name == "weight":
             self.drop_qdata()
+            parameters = self._parameters
+            if name in parameters and isinstance(value, nn.Parameter) and not _global_parameter_registration_hooks:
+                # What nn.Module does with a parameter in a parameter's place, in a tenth of the time. FSDP2 assigns
+                # four a step, and a class with a __setattr__ of its own does not get FSDP2's short cut.
+                parameters[name] = value
+                return
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         if name == "weight":
             self.drop_qdata()
         super().__delattr__(name)
-
-    def rounded_bias(self) -> torch.Tensor | None:
-        """BF16 value of the bias, which is what the rollout holds of an FP32 master."""
-        return None if self.bias is None else self.bias.detach().to(torch.bfloat16)
 
     @property
     def quantizations(self) -> int:
@@ -234,9 +246,12 @@ class JetLinear(nn.Linear):
             return self.format.quantize_weight(weight, self.scale_rule), None
         return self.format.quantize_weight_and_transpose(weight, self.scale_rule)
 
-    def fprop(self, x: QuantizedTensor, weight: torch.Tensor) -> torch.Tensor:
-        """``Y`` [M, N] BF16 of rowwise X [M, K] and ``weight`` [N, K]."""
-        return self.format.fprop(x, self.weight_qdata(weight), self.rounded_bias(), self.ranks)
+    def fprop(self, x: QuantizedTensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``Y`` [M, N] BF16 of rowwise X [M, K], ``weight`` [N, K] and the BF16 value of ``bias`` [N], which is what
+        the rollout holds of an FP32 master."""
+        if bias is not None:
+            bias = as_type(bias.detach(), torch.bfloat16)
+        return self.format.fprop(x, self.weight_qdata(weight), bias, self.ranks)
 
     def dgrad(self, dy: QuantizedTensor, weight: torch.Tensor) -> torch.Tensor:
         """``dX`` [M, K] BF16 of rowwise dY [M, N] and ``weight`` [N, K]."""
@@ -250,15 +265,15 @@ class JetLinear(nn.Linear):
         FSDP gathers BF16 weights and takes BF16 gradients; an FP32 weight gets the same BF16 product.
         """
         if main_grad is None:
-            return self.format.wgrad(dy, x).to(weight.dtype)
+            return as_type(self.format.wgrad(dy, x), weight.dtype)
         self.format.wgrad(dy, x, add_to=main_grad)
         return None
 
     def forward(self, input: torch.Tensor | QuantizedTensor) -> torch.Tensor:
         x = quantize_input(input, self.format, self.scale_rule)
         if not torch.is_grad_enabled():
-            return self.fprop(x, self.weight).reshape(*x.shape[:-1], self.out_features)
-        return _LinearFunction.apply(x.source.to(torch.bfloat16), (self,), x, self.weight, self.bias)
+            return self.fprop(x, self.weight, self.bias).view(*x.shape[:-1], self.out_features)
+        return _LinearFunction.apply(as_type(x.source, torch.bfloat16), (self,), x, None, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         backward = BACKWARDS[not self.quantized_backward]
@@ -276,8 +291,11 @@ def is_plain(layer: nn.Module) -> bool:
     return not (replaced or any(hooks) or _has_any_global_hook())
 
 
-def project(x: torch.Tensor | QuantizedTensor, layers: Sequence[nn.Module]) -> Sequence[torch.Tensor]:
-    """``[layer(x) for layer in layers]``, as one step of autograd where nothing looks between them.
+def project(
+    x: torch.Tensor | QuantizedTensor, layers: Sequence[nn.Module], head_dim: int | None = None
+) -> Sequence[torch.Tensor]:
+    """``[layer(x) for layer in layers]``, as one step of autograd where nothing looks between them; with ``head_dim``
+    each ``[..., N]`` as heads ``[M, N / head_dim, head_dim]``.
 
     Where they are plain layers of one precision and rule, and ``x`` a quantized BF16 tensor, that saves a node, its
     saved tensors, and a call of each, which is what a small micro-batch waits for. Every bit is that of the calls.
@@ -288,12 +306,19 @@ def project(x: torch.Tensor | QuantizedTensor, layers: Sequence[nn.Module]) -> S
         and torch.is_grad_enabled()
         and x.source is not None
         and x.source.dtype == torch.bfloat16
-        and all(isinstance(layer, JetLinear) and is_plain(layer) for layer in layers)
-        and all(layer.scale_rule == first.scale_rule for layer in layers)
-        and all(layer.quantized_backward == first.quantized_backward for layer in layers)
+        and all(
+            isinstance(layer, JetLinear)
+            and layer.scale_rule == first.scale_rule
+            and layer.quantized_backward == first.quantized_backward
+            and is_plain(layer)
+            for layer in layers
+        )
     )
     if not together:
-        return [layer(x) for layer in layers]
+        found = [layer(x) for layer in layers]
+        if head_dim is None:
+            return found
+        return [y.reshape(-1, y.shape[-1] // head_dim, head_dim) for y in found]
     x = quantize_input(x, first.format, first.scale_rule)
     parameters = [layer.weight for layer in layers] + [layer.bias for layer in layers]
-    return _LinearFunction.apply(x.source, tuple(layers), x, *parameters)
+    return _LinearFunction.apply(x.source, tuple(layers), x, head_dim, *parameters)

@@ -12,9 +12,12 @@ not show: whoever writes so calls ``drop_qdata`` of the layer.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
+
+from jetrl_verl.kernels.views import as_type
 
 _T = TypeVar("_T")
 
@@ -50,9 +53,9 @@ class WeightCache(Generic[_T]):
         # By address, not identity: activation checkpointing hands backward a detached alias of the same weight.
         if counted and held is not None and (held.address, held.version) == (weight.data_ptr(), weight._version):
             return held.qdata
-        value = weight.detach().to(torch.bfloat16)
         # Inside an autograd function gradients are off, and saying so again is two calls for each of a layer's weights.
-        qdata = torch.no_grad()(quantize)(value) if torch.is_grad_enabled() else quantize(value)
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            qdata = quantize(as_type(weight, torch.bfloat16))
         self.quantizations += 1
         if counted:
             self.held = _WeightData(weight.data_ptr(), weight._version, qdata)

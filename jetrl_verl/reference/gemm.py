@@ -28,13 +28,13 @@ def check_gemm_shapes(a: QuantizedTensor, b: QuantizedTensor, b_block_scaled: bo
     n, kb = b.qdata.shape
     blocks_k = -(-k // BLOCK)
     rows_b = -(-n // BLOCK) if b_block_scaled else n
-    if kb != k or tuple(a.scales.shape) != (m, blocks_k) or tuple(b.scales.shape) != (rows_b, blocks_k):
+    if kb != k or a.scales.shape != (m, blocks_k) or b.scales.shape != (rows_b, blocks_k):
         raise ValueError(
             f"gemm_nt: A qdata {tuple(a.qdata.shape)} scales {tuple(a.scales.shape)} do not fit "
             f"B qdata {tuple(b.qdata.shape)} scales {tuple(b.scales.shape)} "
             f"({'128x128' if b_block_scaled else '1x128'} scales on B)"
         )
-    if bias is not None and tuple(bias.shape) != (n,):
+    if bias is not None and bias.shape != (n,):
         raise ValueError(f"gemm_nt: bias has shape {tuple(bias.shape)}, expected ({n},)")
 
 

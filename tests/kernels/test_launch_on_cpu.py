@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -99,6 +101,34 @@ def test_a_second_launch_gives_the_kernel_what_tritons_gives_but_for_hooks(gpu):
         assert len(a) == len(b) and all(x is y or x == y for x, y in zip(a[9:], b[9:]))
     assert mine[0][6:9] == other[0][6:9], "the first launch is Triton's own"
     assert mine[1][6:9] == (None, None, None)
+
+
+@pytest.mark.parametrize("scratch", [(0, 0), (16, 0), (0, 16)])
+def test_a_second_launch_passes_the_look_for_scratch_memory_where_there_is_none(gpu, scratch):
+    """It calls the launcher's function with what the launcher itself would pass, and the launcher where it has one."""
+    launched, asked = [], []
+    launcher = CudaLauncher.__new__(CudaLauncher)
+    launcher.global_scratch_size, launcher.profile_scratch_size = scratch
+    launcher.global_scratch_align = launcher.profile_scratch_align = launcher.num_ctas = 1
+    launcher.launch_cooperative_grid, launcher.launch_pdl = False, True
+    launcher.launch = lambda *call: launched.append(call)
+    ours = jit(_kernel)
+    ours[(1,)](STORAGE, STORAGE, 17, 3, WIDE=1)
+    ours._launched.clear()
+    gpu.compiled[0].run = launcher
+    memory = triton.runtime._allocation
+    with (
+        mock.patch.object(memory, "_allocator", SimpleNamespace(get=lambda: lambda *call: asked.append(call))),
+        mock.patch.object(memory, "_profile_allocator", SimpleNamespace(get=lambda: lambda *call: asked.append(call))),
+    ):
+        for _ in range(3):
+            ours[(7, 5)](STORAGE, STORAGE, 17, 3, WIDE=1)
+    tritons, *again = launched
+    assert len(again) == 2 and len(asked) == (0 if scratch == (0, 0) else 3)
+    for call in again:
+        assert call[:10] == tritons[:10] == (7, 5, 1, 100, "function", False, True, None, None, "packed")
+        assert call[10:13] == (None, None, None)
+        assert len(call) == len(tritons) and all(x is y for x, y in zip(call[13:], tritons[13:], strict=True))
 
 
 def test_devices_have_kernels_of_their_own(gpu):

@@ -74,7 +74,7 @@ def test_the_forward_rounds_where_the_ranks_of_a_rollout_do(ranks, bias):
     total = torch.zeros(70, 256)
     for rank in range(ranks):
         shard = quantize_128x128(w[:, rank * width : (rank + 1) * width].contiguous(), "fp32")
-        added = layer.rounded_bias() if rank == 0 else None
+        added = layer.bias.detach().bfloat16() if bias and rank == 0 else None
         piece = x.detach()[:, rank * width : (rank + 1) * width].contiguous()
         total += kernels.fprop(piece, shard.qdata, shard.scales, added, "fp32").float()
     assert torch.equal(y, total.bfloat16())
@@ -254,6 +254,39 @@ def test_a_second_derivative_is_refused():
     (dx,) = torch.autograd.grad(layer(x).float().square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.square().sum().backward()
+
+
+@pytest.mark.parametrize("backward", ["fp8", "bf16"])
+def test_a_weight_changed_between_forward_and_backward_is_refused(backward):
+    """As autograd refuses a saved tensor that was changed; the weight is none of those."""
+    layer, x = make(128, 128, backward=backward), torch.randn(4, 128)
+    y = layer(x)
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(
+        RuntimeError, match=r"\(128, 128\).* modified by an inplace operation: it is at version 2; expected version 1"
+    ):
+        y.sum().backward()
+
+
+def test_a_parameter_put_in_the_weights_place_is_the_weight():
+    layer, seen = make(128, 256), []
+    other = nn.Parameter(torch.randn(256, 128))
+    layer(torch.randn(4, 128))
+    assert layer.holds_qdata
+    layer.weight = other
+    assert layer.weight is other and dict(layer.named_parameters())["weight"] is other and not layer.holds_qdata
+    with nn.modules.module.register_module_parameter_registration_hook(lambda *found: seen.append(found)):
+        layer.weight = other
+    assert seen == [(layer, "weight", other)]
+    with pytest.raises(TypeError, match="cannot assign"):
+        layer.weight = torch.randn(256, 128)
+    del layer.weight
+    layer.weight = torch.randn(256, 128)  # as FSDP1 does
+    assert not layer.holds_qdata and "weight" not in dict(layer.named_parameters())
+    layer.__dict__.pop("weight")
+    layer.weight = other
+    assert dict(layer.named_parameters())["weight"] is other
 
 
 def test_weights_of_inference_mode_are_quantized_for_every_call():

@@ -143,3 +143,23 @@ def test_a_weight_gathered_for_backward_is_quantized_and_transposed_at_once(agai
     assert calls == ["both"] * 3
     assert all(torch.equal(a, b) for a, b in zip(found, kept, strict=True))
     assert all(layer.quantizations == 2 for layer in made)
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["", "hooked"])
+@pytest.mark.parametrize("tokens", [TOKENS, 0])
+def test_heads_are_those_of_the_layers_outputs(tokens, hooked):
+    made = layers(True, "fp8")
+    if hooked:
+        made[0].register_forward_hook(lambda *_: None)
+    found = []
+    for head_dim in (None, 128):
+        x = torch.randn(1, tokens, K, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
+        outputs = project(quantize_input(x, made[0].format, "fp32"), made, head_dim)
+        heads = [y.reshape(tokens, rows // 128, 128) for y, rows in zip(outputs, ROWS, strict=True)]
+        if head_dim is not None:
+            assert [y.shape for y in outputs] == [y.shape for y in heads]
+        torch.cat(heads, dim=1).sin().sum().backward()
+        found.append([*heads, x.grad, *(parameter.grad for layer in made for parameter in layer.parameters())])
+        for layer in made:
+            layer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -10,6 +10,7 @@ else is asked, the first launch included, is Triton's own.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import triton
@@ -21,28 +22,52 @@ from triton.runtime.jit import JITFunction
 INTERPRETED: tl.constexpr = tl.constexpr(knobs.runtime.interpret)
 """Whether kernels run under Triton's interpreter, which knows no inline assembly and some arithmetic otherwise."""
 
+_NO_HOOKS = None, None, None
+"""In the place of a launch's description and of the two hooks that would read it."""
+
 
 class _Kernel(JITFunction):
-    """A kernel of Triton's; ``kernel[grid](...)`` calls :meth:`run`."""
+    """A kernel of Triton's, launched by ``kernel[grid](...)``.
 
-    _launched: dict[tuple, Any]
+    Attributes:
+        _launched: device, types, alignments, constants and options -> what Triton's launch returned for them, what
+            launches it again, and what that is given between the stream and the kernel's own arguments.
+    """
 
-    def run(self, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> Any:
-        watched = knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls
-        if warmup or watched or self.pre_run_hooks:
-            return super().run(*args, grid=grid, warmup=warmup, **options)
-        device = driver.active.get_current_device()
+    _launched: dict[tuple, tuple[Any, Callable, tuple]]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
+        runtime = knobs.runtime
+        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls or self.pre_run_hooks:
+            return self.run(*args, grid=grid, warmup=False, **options)
+        active = driver.active
+        device = active.get_current_device()
         bound, specialization, launch = self.device_caches[device][4](*args, **options)
         key = (device, *specialization, *launch.items())
-        compiled = self._launched.get(key)
-        if compiled is None:
-            compiled = self._launched[key] = super().run(*args, grid=grid, warmup=False, **options)
+        found = self._launched.get(key)
+        if found is None:
+            compiled = self.run(*args, grid=grid, warmup=False, **options)
+            self._launched[key] = compiled, *_again(compiled)
             return compiled
+        compiled, again, fixed = found
         x, y, z = (*grid, 1, 1)[:3]
-        stream = driver.active.get_current_stream(device)
-        nobody = None, None, None
-        compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, *nobody, *bound.values())
+        again(x, y, z, active.get_current_stream(device), *fixed, *bound.values())
         return compiled
+
+
+def _again(compiled: Any) -> tuple[Callable, tuple]:
+    """What launches a kernel that has been launched, and what it is given between the stream and the arguments."""
+    from triton.backends.nvidia.driver import CudaLauncher  # where this version of Triton has it
+
+    launcher, of_kernel = compiled.run, (compiled.packed_metadata, *_NO_HOOKS)
+    if isinstance(launcher, CudaLauncher) and not (launcher.global_scratch_size or launcher.profile_scratch_size):
+        # The function that the launcher would call: it looks for scratch memory before, of which there is none.
+        options = launcher.launch_cooperative_grid, launcher.launch_pdl
+        return launcher.launch, (compiled.function, *options, None, None, *of_kernel)
+    return launcher, (compiled.function, *of_kernel)
 
 
 def jit(function: Callable | None = None, **options: Any) -> Any:

@@ -1,0 +1,38 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters and positions that a backward reads, kept on its node by reference.
+
+``ctx.save_for_backward`` is for what would else be freed. Under activation checkpointing each tensor that it gets costs
+the host some 10 us in torch's hooks: packed, packed again as it is recomputed, compared, unpacked. What lives on
+without the graph needs none of it, and hooks that move saved tensors to the host had better not see it. What
+``save_for_backward`` checks is checked here, too: that nobody has written there since the forward.
+"""
+
+from typing import Any
+
+import torch
+
+
+def _version(x: torch.Tensor) -> int | None:
+    return None if x.is_inference() else x._version
+
+
+def keep(ctx: Any, *tensors: torch.Tensor) -> None:
+    """Keep tensors that outlive the graph for :func:`kept`, at most once a node."""
+    ctx.kept = tensors, [_version(each) for each in tensors]
+
+
+def kept(ctx: Any) -> tuple[torch.Tensor, ...]:
+    """What :func:`keep` was given.
+
+    Raises:
+        RuntimeError: one of them has been changed in place since.
+    """
+    tensors, versions = ctx.kept
+    for tensor, version in zip(tensors, versions, strict=True):
+        if _version(tensor) != version:
+            raise RuntimeError(
+                f"a parameter or index {tuple(tensor.shape)} that is needed for gradient computation has been modified "
+                f"by an inplace operation: it is at version {_version(tensor)}; expected version {version} instead"
+            )
+    return tensors

@@ -1,0 +1,16 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Casts and views that cost the host nothing where there is nothing to do. Torch's take 1 us to find that out, and a
+layer of the trainer asks for some hundred."""
+
+import torch
+
+
+def as_type(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``x.to(dtype)``."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """``x`` [..., K] as [M, K]."""
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])

@@ -13,6 +13,9 @@ resumed. A run that has not ended ``--patience`` seconds after its fault counts 
 is 1 if a run hung, left something behind, was killed behind the phase that it was to be killed in, or lost more than
 the step under way. Outcomes of the last full chain stand in docs/faults.md.
 
+``--chains 4`` deals the faults among so many chains that run at once, each behind a checkpoint of its own and with a
+run at its end that resumes: on GPUs the demo's policy leaves room, and a start takes longer than its steps.
+
 ``resized`` resumes on another number of GPUs, which is refused, then rewrites the checkpoint (``jetrl reshard``) and
 resumes. ``full-disk`` mounts a tmpfs that holds one checkpoint and not two (root, or a user namespace:
 ``unshare --map-root-user --mount python tests/faults/run_faults.py ...``). ``two-runs`` starts two runs at once.
@@ -66,8 +69,20 @@ SMALL = (
     "trainer.save_freq=1",
     "trainer.resume_mode=auto",
 )
+# A small share of a GPU that others may use, too, and phases that last long enough to be met there: 200 tokens of the
+# 232 that the policy's positions leave, and an update of many micro-batches.
+SMALL_ON_A_GPU = (
+    "actor_rollout_ref.rollout.gpu_memory_utilization=0.05",
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=1073741824",
+    "actor_rollout_ref.rollout.ignore_eos=True",
+    "actor_rollout_ref.rollout.max_model_len=256",
+    "data.max_response_length=200",
+)
 START_SECONDS = 900.0
 """Longest time from the start to the fault."""
+APART = 10.0
+"""Seconds from one chain's begin to the next one's."""
+RECORD = "outcomes.jsonl"
 LINGER_SECONDS = 90.0
 """How long what a run started, or GPU memory, may outlive it before it counts as left behind."""
 
@@ -119,13 +134,20 @@ def job(
     words = [
         *build_overrides(precision, prepared, paths, device, steps),
         *SMALL,
-        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={max(1, sequences // 2)}",
+        *(SMALL_ON_A_GPU if device == "cuda" else ()),
+        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={max(1, sequences // (2 if device == 'cpu' else 16))}",
         f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={sequences}",
         f"actor_rollout_ref.rollout.tensor_model_parallel_size={min(2, ranks)}",
         f"trainer.n_gpus_per_node={ranks}",
         f"trainer.default_local_dir={quote(checkpoints)}",
     ]
     return words + ([f"ray_kwargs.ray_init.num_gpus={ranks}"] if device == "cpu" else [])
+
+
+def prepare() -> cache.Prepared:
+    """The demo's data and policy."""
+    recipe = cache.Recipe()
+    return cache.find(recipe, CACHE) or cache.make(recipe, CACHE, "cpu", print)
 
 
 class Chain:
@@ -137,8 +159,7 @@ class Chain:
         self.out, self.precision, self.patience = out, precision, patience
         self.device, self.ranks, self.words = device, ranks, tuple(words)
         self.checkpoints = out / "checkpoints"
-        recipe = cache.Recipe()
-        self.prepared = cache.find(recipe, CACHE) or cache.make(recipe, CACHE, "cpu", print)
+        self.prepared = prepare()
 
     @property
     def saved(self) -> int:
@@ -235,6 +256,9 @@ def full_disk(chain: Chain) -> list[Outcome]:
     resumed = chain.run("full-disk-resumed", chain.saved + 2)
     chain.checkpoints = plenty
     return [outcome, resumed]
+
+
+NEED_A_CHECKPOINT = ("truncated", "resized", "full-disk")
 
 
 def truncated(chain: Chain) -> list[Outcome]:
@@ -358,6 +382,7 @@ def main() -> int:
     parser.add_argument("--precision", default="jet_fp8")
     parser.add_argument("--device", choices=DEVICES, default="auto")
     parser.add_argument("--gpus", type=int, default=1, help="ranks of trainer and rollout; on a CPU processes")
+    parser.add_argument("--chains", type=int, default=1, help="side by side, the faults dealt among them")
     parser.add_argument("--words", nargs="+", default=[], metavar="WORD", help="further overrides of each job")
     parser.add_argument("--patience", type=float, default=240.0, help="seconds after which a broken run counts as hung")
     parser.add_argument(
@@ -367,28 +392,77 @@ def main() -> int:
     if options.gpus < 1 or PROMPTS * GROUP_SIZE % options.gpus:
         parser.error(f"--gpus {options.gpus} does not divide {PROMPTS * GROUP_SIZE} sequences; choose 1, 2, 4 or 8")
     options.out.mkdir(parents=True, exist_ok=True)
-    device = choose_device(options.device)
-    chain = Chain(
-        options.out.resolve(), options.precision, options.patience, device, options.gpus, tuple(options.words)
-    )
-    record = options.out / "outcomes.jsonl"
-    facts = {"device": device, "gpus": options.gpus, "precision": options.precision, "build": provenance()}
+    options.out, options.device = options.out.resolve(), choose_device(options.device)
     try:
         with signals_raise():
-            for name in options.only:
-                outcomes = outcomes_of(name, chain)
-                with record.open("a") as file:
-                    file.writelines(json.dumps({**asdict(outcome), **facts}) + "\n" for outcome in outcomes)
-                print(table(outcomes), flush=True)
+            if options.chains > 1:
+                return said(side_by_side(options))
+            return said([one_chain(options)])
     except Interrupted as interruption:
         print(f"interrupted by {interruption}; everything that was started has ended")
         return 128 + interruption.signal
-    return said(record)
+
+
+def one_chain(options: argparse.Namespace) -> Path:
+    """Take the faults one after another; the record of their outcomes."""
+    words = tuple(options.words)
+    chain = Chain(options.out, options.precision, options.patience, options.device, options.gpus, words)
+    record = options.out / RECORD
+    facts = {
+        "device": options.device,
+        "gpus": options.gpus,
+        "precision": options.precision,
+        "words": words,
+        "build": provenance(),
+    }
+    for name in options.only:
+        outcomes = outcomes_of(name, chain)
+        with record.open("a") as file:
+            file.writelines(json.dumps({**asdict(outcome), **facts}) + "\n" for outcome in outcomes)
+        print(table(outcomes), flush=True)
+    return record
+
+
+def dealt(faults: Sequence[str], chains: int) -> list[list[str]]:
+    """The faults of each chain: kills first, and behind the last one a run that resumes, without which nobody would
+    know what it lost."""
+    found = []
+    for one in (faults[i::chains] for i in range(min(chains, len(faults)))):
+        kills = [name for name in one if name in NAMES]
+        others = [name for name in one if name not in NAMES and name != "resumed"]
+        found.append([*kills, *others, "resumed"])
+    return found
+
+
+def side_by_side(options: argparse.Namespace) -> list[Path]:
+    """Chains at once, each a program of its own in a folder of its own; the records of their outcomes."""
+    prepare()  # once, not by each of them
+    common = ["--precision", options.precision, "--device", options.device, "--gpus", str(options.gpus)]
+    common += ["--patience", str(options.patience), *(["--words", *options.words] if options.words else [])]
+    programs, folders = [], []
+    try:
+        for number, faults in enumerate(dealt(options.only, options.chains), start=1):
+            time.sleep(APART if programs else 0.0)
+            folders.append(options.out / f"chain-{number}")
+            folders[-1].mkdir(exist_ok=True)
+            words = [sys.executable, __file__, "--only", *faults, *common, "--out", str(folders[-1])]
+            with (folders[-1] / "chain.log").open("w") as log:
+                programs.append(subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, start_new_session=True))
+        for program in programs:
+            program.wait()
+    finally:
+        for program in programs:
+            program.terminate()  # it ends what it has started
+        for program in programs:
+            program.wait()
+    return [folder / RECORD for folder in folders]
 
 
 def outcomes_of(name: str, chain: Chain) -> list[Outcome]:
     """Break the chain's next run as ``name`` says."""
     victim, _, phase = name.partition("-")
+    if name in NEED_A_CHECKPOINT and not chain.saved:
+        return [*outcomes_of("resumed", chain), *outcomes_of(name, chain)]
     if phase in PHASES:
         return [chain.broken(name, "kill", victim, phase)]
     if name == "nan":
@@ -398,15 +472,23 @@ def outcomes_of(name: str, chain: Chain) -> list[Outcome]:
     return {"full-disk": full_disk, "truncated": truncated, "two-runs": two_runs, "resized": resized}[name](chain)
 
 
-def said(record: Path) -> int:
-    """Print the table of all outcomes, which builds made them, and what no run may do; the exit status."""
-    lines = [json.loads(line) for line in record.read_text().splitlines()]
+def said(records: Iterable[Path]) -> int:
+    """Print the table of all outcomes, which builds made them, and what no run may do; the exit status.
+
+    Args:
+        records: of each chain one; a chain that left none has failed.
+    """
     known = {item.name for item in fields(Outcome)}
-    outcomes = [Outcome(**{key: value for key, value in line.items() if key in known}) for line in lines]
+    lines, outcomes, wrong = [], [], []
+    for record in records:
+        own = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+        chain = [Outcome(**{key: value for key, value in line.items() if key in known}) for line in own]
+        wrong += [*faults_of(chain), *lost(chain)] if chain else [f"{record.parent} has no outcome"]
+        lines += own
+        outcomes += chain
     print(f"\n{table(outcomes)}\n\n{builds_note({line['name']: [line['build']] for line in lines}, True)}")
     jobs = {f"{line['precision']}, {line['gpus']} ranks, {line['device']}" for line in lines}
     print(f"{'; '.join(sorted(jobs))}.")
-    wrong = [*faults_of(outcomes), *lost(outcomes)]
     print("\n".join(f"wrong: {sentence}" for sentence in wrong) or "Nothing hung, was left behind or was lost.")
     return 1 if wrong else 0
 

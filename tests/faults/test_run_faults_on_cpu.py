@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What run_faults.py asks of verl, on every kind of machine, and what it calls wrong; its runs take minutes each."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
 import run_faults
@@ -14,6 +15,7 @@ from run_faults import Outcome
 
 from jetrl_verl.tools.demo.cache import Prepared
 from jetrl_verl.tools.launch import RunPaths
+from jetrl_verl.tools.provenance import provenance
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -28,9 +30,10 @@ def test_a_job_of_several_ranks_composes_and_its_batches_divide(device, ranks, t
     assert config.trainer.n_gpus_per_node == ranks and rollout.tensor_model_parallel_size == min(2, ranks)
     sequences = config.data.train_batch_size * rollout.n
     assert sequences == actor.ppo_mini_batch_size * rollout.n  # one optimizer step a batch
-    assert (
-        sequences == 2 * ranks * actor.ppo_micro_batch_size_per_gpu == ranks * rollout.log_prob_micro_batch_size_per_gpu
-    )
+    micro_batches = 2 if device == "cpu" else 16
+    assert sequences == ranks * micro_batches * actor.ppo_micro_batch_size_per_gpu
+    assert sequences == ranks * rollout.log_prob_micro_batch_size_per_gpu
+    assert config.data.max_prompt_length + config.data.max_response_length <= rollout.max_model_len <= 256
     assert (config.ray_kwargs.ray_init.get("num_gpus") == ranks) == (device == "cpu")
 
 
@@ -73,3 +76,45 @@ def test_a_step_that_was_lost_is_named():
     assert run_faults.lost([replace(KILLED, saved=1), replace(RESUMED, first=2)]) == [
         "trainer-update trained 2 steps and saved 1"
     ]
+
+
+def test_faults_are_dealt_among_chains_that_end_with_a_resume():
+    faults = ["resized", "trainer-sync", "resumed", "driver-update", "rollout-sync"]
+    assert run_faults.dealt(faults, 2) == [
+        ["rollout-sync", "resized", "resumed"],
+        ["trainer-sync", "driver-update", "resumed"],
+    ]
+    assert run_faults.dealt(faults[:1], 4) == [["resized", "resumed"]]
+
+
+class StandIn:
+    """A chain whose runs end at once."""
+
+    def __init__(self, saved: int) -> None:
+        self.saved = saved
+
+    def run(self, name: str, steps: int) -> Outcome:
+        self.saved += 1
+        return replace(RESUMED, name=name, first=self.saved, last=self.saved, saved=self.saved)
+
+
+def test_what_needs_a_checkpoint_gets_one(monkeypatch):
+    monkeypatch.setattr(run_faults, "resized", lambda chain: [chain.run("resized-resumed", chain.saved + 1)])
+    assert [each.name for each in run_faults.outcomes_of("resized", StandIn(0))] == ["resumed", "resized-resumed"]
+    assert [each.name for each in run_faults.outcomes_of("resized", StandIn(3))] == ["resized-resumed"]
+
+
+def test_chains_at_once_are_judged_one_by_one(tmp_path, capsys, monkeypatch):
+    """Each begins with step 1; what one of them lost, or that one of them left nothing, fails all."""
+    outcomes = {"chain-1": [KILLED, RESUMED], "chain-2": [KILLED, RESUMED], "chain-3": []}
+    facts = {"device": "cpu", "gpus": 2, "precision": "jet_fp8", "words": [], "build": provenance()}
+    for name, chain in outcomes.items():
+        (tmp_path / name).mkdir()
+        if chain:
+            lines = [json.dumps({**asdict(outcome), **facts}) for outcome in chain]
+            (tmp_path / name / run_faults.RECORD).write_text("\n".join(lines))
+    records = [tmp_path / name / run_faults.RECORD for name in outcomes]
+    assert run_faults.said(records[:2]) == 0
+    assert "Nothing hung" in capsys.readouterr().out
+    assert run_faults.said(records) == 1
+    assert "chain-3 has no outcome" in capsys.readouterr().out

@@ -9,13 +9,15 @@
 
 With small micro-batches a GPU waits for its host, and what the host does is more than the layers (layer_host_time.py):
 FSDP2's gathers, packing, the loss. Each row has a process with the engine that verl builds from its command line, FSDP2
-on one rank with FP32 masters; ``--sequences`` packed sequences of ``--length`` tokens, as many at a time as
-``--tokens`` hold. The loss is the mean log-likelihood, a few small operators less than PPO's. The rows take turns, so
-what disturbs the host disturbs all of them, and one warms up at each size first.
+on one rank with FP32 masters and moments, nothing offloaded; ``--sequences`` packed sequences of ``--length`` tokens,
+as many at a time as ``--tokens`` hold. The loss is the mean log-likelihood, a few small operators less than PPO's. The
+rows take turns, so what disturbs the host disturbs all of them, and each warms up once at each size.
 
-Seconds: an update (gradients and one step of AdamW), and the log-probabilities alone, each behind a wait for the GPU;
-medians, the smallest in brackets, and of the first row's. All rows' engines are on the GPU at once, 16 bytes a
-parameter each. ``--where ROW`` prints where the host spends an update of the first size, by Python's profiler.
+Seconds: an update (gradients and one step of AdamW), and the log-probabilities alone with their entropy, as verl has
+them, each until the GPU has ended; medians, the smallest in brackets, and the median as a multiple of the first row's.
+All rows' engines are on the GPU at once, 16 bytes a parameter each. OUT gets ``micro_batches.json`` after each size,
+with what the plugin changed in each row's engine. ``--where ROW`` prints where the host spends an update of the first
+size, by Python's profiler.
 """
 
 import argparse
@@ -29,6 +31,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import verl_step
-from benchmarks.published_shapes import write_model_apart
+from benchmarks.published_shapes import PUBLISHED, write_model_apart
 from jetrl_verl.tools import ToolError
 from jetrl_verl.tools.launch import RunPaths
 from jetrl_verl.tools.provenance import provenance
@@ -49,6 +52,15 @@ PHASES = ("update", "log_probs")
 TOKENS = {False: (2048, 4096, 16384), True: (64, 128)}
 LENGTH = {False: 1000, True: 32}
 """Whether it is the tiny benchmark -> tokens of a micro-batch, and of a sequence, where the call names none."""
+
+ACTOR = "actor_rollout_ref.actor"
+ON_THE_GPU = (
+    f"{ACTOR}.fsdp_config.param_offload=False",
+    f"{ACTOR}.fsdp_config.optimizer_offload=False",
+    f"{ACTOR}.optim.optimizer_impl=torch.optim",
+    f"{ACTOR}.optim.optimizer=AdamW",
+)
+"""verl_step.py makes room for a rollout that is not here."""
 
 console = Console(width=140)
 
@@ -67,12 +79,13 @@ def build_engine(row: Row, options: argparse.Namespace, model: Path) -> Any:
         model=options.model, response=options.length, sequences=options.sequences, steps=1, memory=0.5,
         tiny=options.tiny, gpus=1, tp=1, set=[],
     )  # fmt: skip
-    words = verl_step.words_of(row, job, model, verl_step.data_of(options.out), RunPaths(options.out / row.slug))
+    paths = RunPaths(options.out / row.slug)
+    words = [*verl_step.words_of(Row(row.name), job, model, verl_step.data_of(options.out), paths), *ON_THE_GPU]
     with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=words).actor_rollout_ref
+        config = compose("ppo_trainer", overrides=[*words, *row.settings]).actor_rollout_ref
     actor, of_model = omega_conf_to_dataclass(config.actor), omega_conf_to_dataclass(config.model)
     of_engine = actor.engine
-    of_engine.use_remove_padding = of_model.use_remove_padding
+    of_engine.use_remove_padding, of_engine.use_fused_kernels = of_model.use_remove_padding, of_model.use_fused_kernels
     engine = EngineRegistry.new(
         model_type="language_model",
         backend=of_engine.strategy,
@@ -115,11 +128,14 @@ def update(engine: Any, data: Any) -> None:
 
 
 def log_probs(engine: Any, data: Any) -> None:
+    from verl.utils import tensordict_utils
+
+    tensordict_utils.assign_non_tensor(data, calculate_entropy=True, compute_loss=False)
     engine.infer_batch(data)
 
 
 def timed(engine: Any, run: Callable[[Any, Any], None], data: Any) -> float:
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
     wait()
     began = time.perf_counter()
     run(engine, data)
@@ -141,25 +157,40 @@ def where_on_host(engine: Any, data: Any, shown: int = 45) -> None:
     pstats.Stats(profiler).sort_stats("tottime").print_stats(shown)
 
 
+def facts_of(engine: Any) -> dict[str, Any]:
+    """What tells an engine of the plugin from verl's."""
+    from jetrl_verl.nn.linear import JetLinear
+
+    kind = type(engine)
+    quantized = sum(isinstance(module, JetLinear) for module in engine.module.modules())
+    return {"engine": f"{kind.__module__}.{kind.__qualname__}", "quantized_linears": quantized}
+
+
 def serve(row: Row, options: argparse.Namespace, model: Path, port: int, parent: Connection) -> None:
-    """One row's process: answers ``(phase, tokens)`` with seconds, until it is told nothing more."""
+    """One row's process: says what its engine is, answers ``(phase, tokens)`` with seconds until it is told nothing
+    more, then with its peak memory in GiB."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if options.tiny:
         os.environ["VERL_PLATFORM"] = "cpu"
     backend = "cpu:gloo" if options.tiny else "cpu:gloo,cuda:nccl"
     torch.distributed.init_process_group(backend, rank=0, world_size=1)
+    if not options.tiny:
+        from verl.utils.distributed import set_numa_affinity
+
+        set_numa_affinity()
     engine = build_engine(row, options, model)
     words = engine.module.config.vocab_size
-    parent.send("ready")
+    parent.send(facts_of(engine))
     while (asked := parent.recv()) is not None:
         phase, tokens = asked
         data = batch_of(options.sequences, options.length, words, tokens)
         with engine.eval_mode() if phase == "log_probs" else engine.train_mode():
             if phase == "where":
-                parent.send(where_on_host(engine, data))
+                answer = where_on_host(engine, data)
             else:
-                parent.send(timed(engine, {"update": update, "log_probs": log_probs}[phase], data))
-    parent.send(torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None)
+                answer = timed(engine, {"update": update, "log_probs": log_probs}[phase], data)
+        parent.send(answer)
+    parent.send(None if options.tiny else torch.cuda.max_memory_allocated() / 2**30)
     torch.distributed.destroy_process_group()
 
 
@@ -172,44 +203,76 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
-def measure(rows: Sequence[Row], options: argparse.Namespace, model: Path) -> dict[str, dict]:
-    """Row -> tokens of a micro-batch -> phase -> seconds of each repetition, and ``peak_gib`` of the row."""
-    spawned = multiprocessing.get_context("spawn")
-    lines, found = {}, {str(row): {} for row in rows}
-    programs = []
-    try:
-        for row in rows:
-            lines[str(row)], theirs = spawned.Pipe()
-            program = spawned.Process(target=serve, args=(row, options, model, free_port(), theirs), daemon=True)
-            program.start()
-            theirs.close()  # a child that dies then ends what we wait for
-            programs.append(program)
-            lines[str(row)].recv()
+class Programs:
+    """The rows' processes, on entering each with its engine built; use as a context manager."""
 
-        def ask(name: str, phase: str, tokens: int) -> float:
-            lines[name].send((phase, tokens))
-            return lines[name].recv()
+    def __init__(self, rows: Sequence[Row], options: argparse.Namespace, model: Path) -> None:
+        self._rows, self._options, self._model = rows, options, model
+        self._lines: dict[str, Connection] = {}
+        self._programs: list[BaseProcess] = []
+        self.facts: dict[str, dict[str, Any]] = {}
 
-        for tokens in options.tokens:
-            for name in found:
-                for phase in PHASES:
-                    ask(name, phase, tokens)
-                found[name][tokens] = {phase: [] for phase in PHASES}
-            for _ in range(options.repetitions):
-                for name in found:
-                    for phase in PHASES:
-                        found[name][tokens][phase].append(ask(name, phase, tokens))
-        if options.where:
-            ask(options.where, "where", options.tokens[0])
-        for name, line in lines.items():
-            line.send(None)
-            found[name]["peak_gib"] = line.recv()
-    finally:
-        for line in lines.values():
+    def __enter__(self) -> "Programs":
+        spawned = multiprocessing.get_context("spawn")
+        try:
+            for row in self._rows:
+                self._lines[str(row)], theirs = spawned.Pipe()
+                words = (row, self._options, self._model, free_port(), theirs)
+                self._programs.append(spawned.Process(target=serve, args=words, daemon=True))
+                self._programs[-1].start()
+                theirs.close()  # a process that dies then ends what we wait for
+                self.facts[str(row)] = self._answer(str(row), "built its engine")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def ask(self, row: str, phase: str, tokens: int) -> float:
+        """Seconds of a row's ``phase`` with so many ``tokens`` a micro-batch.
+
+        Raises:
+            ToolError: the process has died.
+        """
+        self._lines[row].send((phase, tokens))
+        return self._answer(row, f"answered for {phase} with {tokens} tokens a micro-batch")
+
+    def peak_gib(self, row: str) -> float | None:
+        """Of its memory on the GPU; None on a CPU. The row has ended then."""
+        self._lines[row].send(None)
+        return self._answer(row, "said its peak memory")
+
+    def _answer(self, row: str, what: str) -> Any:
+        try:
+            return self._lines[row].recv()
+        except EOFError:
+            raise ToolError(f"The process of {row} ended before it had {what}; its error stands above.") from None
+
+    def __exit__(self, *_: object) -> None:
+        for line in self._lines.values():
             line.close()
-        for program in programs:
+        for program in self._programs:
             program.join(20)
             program.kill()
+
+
+def measure(programs: Programs, options: argparse.Namespace, keep: Callable[[dict], None]) -> dict[str, dict]:
+    """Row -> its engine's facts, ``tokens`` of a micro-batch -> phase -> seconds of each repetition, ``peak_gib``."""
+    found = {name: {**facts, "tokens": {}} for name, facts in programs.facts.items()}
+    for tokens in options.tokens:
+        for name in found:
+            for phase in PHASES:
+                programs.ask(name, phase, tokens)
+            found[name]["tokens"][tokens] = {phase: [] for phase in PHASES}
+        for _ in range(options.repetitions):
+            for name in found:
+                for phase in PHASES:
+                    found[name]["tokens"][tokens][phase].append(programs.ask(name, phase, tokens))
+        keep(found)
+    if options.where:
+        programs.ask(options.where, "where", options.tokens[0])
+    for name in found:
+        found[name]["peak_gib"] = programs.peak_gib(name)
+    keep(found)
     return found
 
 
@@ -220,10 +283,10 @@ def report(found: dict[str, dict], options: argparse.Namespace) -> None:
         table = Table(title=title, box=SIMPLE_HEAD)
         for column in ("row", *(f"{tokens}" for tokens in options.tokens)):
             table.add_column(column, justify="right")
-        for name, sizes in found.items():
+        for name, row in found.items():
             cells = []
             for tokens in options.tokens:
-                seconds, against = sizes[tokens][phase], found[first][tokens][phase]
+                seconds, against = row["tokens"][tokens][phase], found[first]["tokens"][tokens][phase]
                 middle = statistics.median(seconds)
                 ratio = middle / statistics.median(against)
                 cells.append(f"{middle:.3f} ({min(seconds):.3f}), {ratio:.2f}x")
@@ -234,7 +297,7 @@ def report(found: dict[str, dict], options: argparse.Namespace) -> None:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT", help="folder of the model, and of micro_batches.json")
-    parser.add_argument("--model", default="qwen3_1_7b", help="of published_shapes.py")
+    parser.add_argument("--model", choices=PUBLISHED, default="qwen3_1_7b", help="published shape")
     parser.add_argument("--layers", type=int, help="of the decoder, the published number if not set")
     parser.add_argument(
         "--rows", default=ROWS, help="of verl_step.py, ROW or ROW+key=value, the first one compared with"
@@ -254,9 +317,8 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error(f"--where {options.where} is not one of the rows. Set one of --rows {options.rows}.")
     options.tokens, options.length = options.tokens or TOKENS[options.tiny], options.length or LENGTH[options.tiny]
     if min(options.tokens) < options.length:
-        parser.error(
-            f"--tokens {min(options.tokens)} hold no sequence of --length {options.length}. Set more --tokens."
-        )
+        fits = f"Set --tokens {options.length} or more."
+        parser.error(f"--tokens {min(options.tokens)} is not supported with --length {options.length}. {fits}")
     for row in rows:
         if reason := verl_step.lacking(row.name, options.tiny, options.model):
             parser.error(f"{row} is {reason}")
@@ -265,12 +327,22 @@ def main(words: Sequence[str] | None = None) -> int:
     model = options.out / "models" / "-".join(filter(None, parts))
     if not (model / "tokenizer.json").exists():
         write_model_apart(options.model, model, options.tiny, options.layers)
-    found = measure(rows, options, model)
-    report(found, options)
+    # As Ray has them in a worker that claims one core.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     settings = {name: getattr(options, name) for name in ("model", "layers", "sequences", "length", "tiny")}
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    record = {**settings, "device": device, "rows": found, "build": provenance()}
-    (options.out / "micro_batches.json").write_text(json.dumps(record, indent=1) + "\n")
+    device = "CPU" if options.tiny else torch.cuda.get_device_name()
+    build = provenance()
+
+    def keep(found: dict) -> None:
+        record = {**settings, "device": device, "rows": found, "build": build}
+        (options.out / "micro_batches.json").write_text(json.dumps(record, indent=1) + "\n")
+
+    try:
+        with Programs(rows, options, model) as programs:
+            report(measure(programs, options, keep), options)
+    except ToolError as error:
+        console.print(str(error), markup=False, highlight=False)
+        return 1
     return 0
 
 

@@ -102,7 +102,8 @@ def check_versions(precision: str) -> None:
 
 
 def check_optimizer(key: str, module: str | None, precision: str) -> None:
-    """Refuse an optimizer whose package no worker could import, since it would fail behind the load of the model."""
+    """Refuse an optimizer whose package is not installed here: a worker would look for it after it has loaded the
+    model."""
     package = (module or "torch").partition(".")[0]
     if find_spec(package) is None:
         _refuse("optimizer_package", precision, key=key, value=module, package=package)

@@ -217,7 +217,8 @@ def launch_rms_norm(
     else:
         source, layout = _aligned_rows(x), {"HEADS": 1, "STRIDE_TOKEN": k, "STRIDE_HEAD": k}
     # Sizes one by one: torch's parser takes 2 us more for a shape in their place.
-    rstd = torch.empty(*shape[:-1], dtype=torch.float32, device=x.device)
+    lead = shape[:-1] or ((),)
+    rstd = torch.empty(*lead, dtype=torch.float32, device=x.device)
     y = torch.empty(*shape, dtype=torch.bfloat16, device=x.device) if with_y else None
     total = torch.empty(*shape, dtype=torch.bfloat16, device=x.device) if residual is not None else x
     count = rstd.numel()

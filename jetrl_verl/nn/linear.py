@@ -209,7 +209,8 @@ class JetLinear(nn.Linear):
         if name == "weight":
             self.drop_qdata()
             parameters = self._parameters
-            if name in parameters and isinstance(value, nn.Parameter) and not _global_parameter_registration_hooks:
+            alone = name in parameters and name not in self.__dict__  # FSDP1 has a tensor beside the parameter
+            if alone and isinstance(value, nn.Parameter) and not _global_parameter_registration_hooks:
                 # What nn.Module does with a parameter in a parameter's place, in a tenth of the time. FSDP2 assigns
                 # four a step, and a class with a __setattr__ of its own does not get FSDP2's short cut.
                 parameters[name] = value

@@ -65,11 +65,6 @@ def _find_sequences(decoder: nn.Module, inputs: tuple, arguments: dict[str, Any]
     }
 
 
-def _child(module: nn.Module, name: str) -> nn.Module:
-    """The module that a family names so, of the one that holds it; ``getattr`` would look for parameters first."""
-    return module._modules[leaf(name)]
-
-
 def _norm_forward(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     return kernels.rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
@@ -84,7 +79,7 @@ def _norm_forward_for(
 
 
 def _mlp_forward(self: nn.Module, x: torch.Tensor | QuantizedTensor, *, family: Family) -> torch.Tensor:
-    gate, up, down = (_child(self, name) for name in (family.gate, family.up, family.down))
+    gate, up, down = (getattr(self, leaf(name)) for name in (family.gate, family.up, family.down))
     if accept_quantized((gate, up)):
         x = quantize_input(x, gate.format, gate.scale_rule)
         if covers(x, gate, up, down):
@@ -106,8 +101,8 @@ def _mixture_forward(self: nn.Module, x: torch.Tensor | QuantizedTensor, *, mixt
     quantized = isinstance(x, QuantizedTensor)
     source = x.source if quantized else x
     rows = source.reshape(-1, source.shape[-1])
-    _, weights, chosen = _child(self, mixture.router)(rows)
-    return _child(self, mixture.module)(x if quantized else rows, chosen, weights).reshape(source.shape)
+    _, weights, chosen = getattr(self, leaf(mixture.router))(rows)
+    return getattr(self, leaf(mixture.module))(x if quantized else rows, chosen, weights).reshape(source.shape)
 
 
 def _rotary_forward(self: nn.Module, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,9 +122,11 @@ def _attention_forward(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     # [B * T, heads, D] each.
-    q, k, v = project(hidden_states, [_child(self, name) for name in (family.q, family.k, family.v)], self.head_dim)
+    q, k, v = project(
+        hidden_states, [getattr(self, leaf(name)) for name in (family.q, family.k, family.v)], self.head_dim
+    )
     if family.q_norm:
-        q_norm, k_norm = _child(self, family.q_norm), _child(self, family.k_norm)
+        q_norm, k_norm = getattr(self, leaf(family.q_norm)), getattr(self, leaf(family.k_norm))
         eps = q_norm.variance_epsilon
         q, k = kernels.norm_rotary(q, k, q_norm.weight, k_norm.weight, eps, *position_embeddings)
     else:
@@ -142,7 +139,7 @@ def _attention_forward(
         q_real, k_real, v_real = (x.index_select(0, packing.tokens) for x in (q, k, v))
         real = self.core(q_real, k_real, v_real, packing.cu_seqlens, packing.max_seqlen)
         out = torch.zeros_like(q).index_copy(0, packing.tokens, real)
-    return _child(self, family.o)(out.reshape(*hidden_states.shape[:-1], -1)), None
+    return getattr(self, leaf(family.o))(out.reshape(*hidden_states.shape[:-1], -1)), None
 
 
 @dataclass

@@ -77,7 +77,7 @@ class Fault:
 
     def _introduce(self, victim: str, rank: int = 0, ranks: int = 1) -> None:
         if rank == ranks - 1:
-            (Path(self.folder) / f"{victim}.pid").write_text(str(os.getpid()))
+            (Path(self.folder) / f"{victim}.pid").write_text(identity(os.getpid()))
 
     def _record(self, name: str, words: str) -> bool:
         """Note time and words; False if that was noted before, by whichever process."""
@@ -92,13 +92,16 @@ class Fault:
         """Kill the victim, unless it has been killed.
 
         Raises:
-            FileNotFoundError: it has not written its process id, so nothing is killed, nor said to be.
+            FileNotFoundError: it has not said who it is, or has ended by itself: nothing is killed, nor said to be.
         """
         if self.killed() is not None:
             return
-        victim = int((Path(self.folder) / f"{self.victim}.pid").read_text())
+        victim = (Path(self.folder) / f"{self.victim}.pid").read_text()
+        pid = int(victim.split()[0])
+        if identity(pid) != victim:
+            raise FileNotFoundError(f"process {pid}, the {self.victim}, has ended by itself; another one has its id")
         if self._record("killed", when):
-            os.kill(victim, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
             time.sleep(0.2)  # who goes on must not win the race against a death that comes first
 
     def fire(self) -> None:
@@ -115,6 +118,17 @@ class Fault:
         """The phase has ended."""
         if self.fired() is not None:
             self.strike(AT_ITS_END)
+
+
+def identity(pid: int) -> str:
+    """A process's id with the time of its start, by which another one that has the id later is told apart.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    # Fields behind the command, which may have spaces and brackets: the third to the last but the first two (proc(5)).
+    behind = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return f"{pid} {behind[19]}"
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

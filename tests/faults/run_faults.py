@@ -30,9 +30,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+
+import psutil
 
 from jetrl_verl.tools.demo import cache
 from jetrl_verl.tools.demo.overrides import GROUP_SIZE, build_overrides
@@ -115,15 +117,29 @@ class Outcome:
     killed: str | None = None
 
 
-def gpu_memory(device: str, pids: Collection[int]) -> int | None:
+def gpu_memory(device: str, seen: Mapping[int, psutil.Process]) -> int | None:
     """MiB that processes hold of the GPUs which CUDA_VISIBLE_DEVICES leaves to them, None on a CPU. Others may work
     there, too. nvidia-smi is asked, since torch would keep a context there; it lists a process until its memory is
-    free, also one that has ended."""
+    free, also one that has ended.
+
+    Args:
+        seen: by id, the processes; an id that another one has by now does not count.
+
+    Raises:
+        SystemExit: nvidia-smi does not say what a process holds, as with MIG.
+    """
     if device == "cpu":
         return None
     answer = subprocess.run(query("pid,used_memory", "compute-apps"), capture_output=True, text=True, check=True)
-    lines = [line.split(", ") for line in answer.stdout.splitlines()]
-    return sum(int(used) for pid, used in lines if int(pid) in pids)
+    held = 0
+    for line in answer.stdout.splitlines():
+        pid, used = line.split(", ")
+        if not used.isdigit():
+            raise SystemExit(f"nvidia-smi says {used!r} of what a process holds here. Use GPUs without MIG or vGPU.")
+        process = seen.get(int(pid))
+        if process is not None and (process.is_running() or not psutil.pid_exists(process.pid)):
+            held += int(used)
+    return held
 
 
 def job(
@@ -142,6 +158,13 @@ def job(
         f"trainer.default_local_dir={quote(checkpoints)}",
     ]
     return words + ([f"ray_kwargs.ray_init.num_gpus={ranks}"] if device == "cpu" else [])
+
+
+def name_of(process: psutil.Process) -> str:
+    """Empty if it has just ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.name()
+    return ""
 
 
 def prepare() -> cache.Prepared:
@@ -182,23 +205,25 @@ class Chain:
         """Run until it ends, or until ``patience`` after the fault."""
         began = time.time()
         fired = gone = freed = held = None
-        most = gpu_memory(self.device, ())
-        left, pids = [], set()
+        most = gpu_memory(self.device, {})
+        left, seen = [], {}
         with self.started(name, steps, fault.environment() if fault else {}) as (tree, paths):
             while (status := tree.poll()) is None:
                 time.sleep(0.5)
-                pids.update(process.pid for process in tree.processes())
+                seen |= {process.pid: process for process in tree.processes()}
                 if most is not None:
-                    most = max(most, gpu_memory(self.device, pids))
+                    most = max(most, gpu_memory(self.device, seen))
                 fired = fired or (fault.fired() if fault else None)
                 if time.time() - (fired or began + START_SECONDS - self.patience) > self.patience:
                     break
             ended = time.time()
             since = fired or began
             while status is not None:
-                left = [f"{process.pid} {process.name()}" for process in tree.processes()]
+                alive = tree.processes()
+                seen |= {process.pid: process for process in alive}
+                left = [f"{process.pid} {name_of(process)}" for process in alive]
                 gone = gone or (None if left else round(time.time() - since, 1))
-                held = gpu_memory(self.device, pids)
+                held = gpu_memory(self.device, seen)
                 freed = freed or (round(time.time() - since, 1) if held == 0 else None)
                 if not (left or held) or time.time() - ended > LINGER_SECONDS:
                     break
@@ -323,7 +348,7 @@ def table(outcomes: list[Outcome]) -> str:
         ended = "**hung**" if outcome.status is None else f"{outcome.seconds:.0f} s"
         ended += f" ({outcome.killed})" if outcome.killed else ""
         after = f"**{len(outcome.left)} processes left**" if outcome.left else seconds(outcome.gone)
-        if outcome.most is not None:
+        if outcome.held is not None:
             memory = seconds(outcome.freed) if outcome.freed else f"**{outcome.held} MiB are not**"
             after += f", {memory} ({outcome.most / 1024:.1f} GiB)"
         said = "<br>".join(line[:300].replace("|", "\\|") for line in outcome.errors)
@@ -396,15 +421,16 @@ def main() -> int:
     try:
         with signals_raise():
             if options.chains > 1:
-                return said(side_by_side(options))
-            return said([one_chain(options)])
+                return side_by_side(options)
+            one_chain(options)
+            return said([options.out / RECORD])
     except Interrupted as interruption:
         print(f"interrupted by {interruption}; everything that was started has ended")
         return 128 + interruption.signal
 
 
-def one_chain(options: argparse.Namespace) -> Path:
-    """Take the faults one after another; the record of their outcomes."""
+def one_chain(options: argparse.Namespace) -> None:
+    """Take the faults one after another, and write their outcomes down."""
     words = tuple(options.words)
     chain = Chain(options.out, options.precision, options.patience, options.device, options.gpus, words)
     record = options.out / RECORD
@@ -420,7 +446,6 @@ def one_chain(options: argparse.Namespace) -> Path:
         with record.open("a") as file:
             file.writelines(json.dumps({**asdict(outcome), **facts}) + "\n" for outcome in outcomes)
         print(table(outcomes), flush=True)
-    return record
 
 
 def dealt(faults: Sequence[str], chains: int) -> list[list[str]]:
@@ -434,19 +459,20 @@ def dealt(faults: Sequence[str], chains: int) -> list[list[str]]:
     return found
 
 
-def side_by_side(options: argparse.Namespace) -> list[Path]:
-    """Chains at once, each a program of its own in a folder of its own; the records of their outcomes."""
+def side_by_side(options: argparse.Namespace) -> int:
+    """Chains at once, each a program of its own in a folder of its own; the exit status."""
     prepare()  # once, not by each of them
     common = ["--precision", options.precision, "--device", options.device, "--gpus", str(options.gpus)]
     common += ["--patience", str(options.patience), *(["--words", *options.words] if options.words else [])]
-    programs, folders = [], []
+    programs, asked = [], {}
     try:
         for number, faults in enumerate(dealt(options.only, options.chains), start=1):
             time.sleep(APART if programs else 0.0)
-            folders.append(options.out / f"chain-{number}")
-            folders[-1].mkdir(exist_ok=True)
-            words = [sys.executable, __file__, "--only", *faults, *common, "--out", str(folders[-1])]
-            with (folders[-1] / "chain.log").open("w") as log:
+            folder = options.out / f"chain-{number}"
+            folder.mkdir(exist_ok=True)
+            asked[folder / RECORD] = faults, len(lines_of(folder / RECORD))
+            words = [sys.executable, __file__, "--only", *faults, *common, "--out", str(folder)]
+            with (folder / "chain.log").open("w") as log:
                 programs.append(subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, start_new_session=True))
         for program in programs:
             program.wait()
@@ -455,7 +481,20 @@ def side_by_side(options: argparse.Namespace) -> list[Path]:
             program.terminate()  # it ends what it has started
         for program in programs:
             program.wait()
-    return [folder / RECORD for folder in folders]
+    return said(asked, [sentence for record in asked for sentence in not_taken(record, *asked[record])])
+
+
+def not_taken(record: Path, faults: Sequence[str], before: int) -> Iterator[str]:
+    """A sentence for each of a chain's ``faults`` without an outcome after the first ``before``: its program died.
+    A fault's outcomes have its name, or begin with it."""
+    taken = [line["name"] for line in lines_of(record)[before:]]
+    for fault in faults:
+        if not any(name == fault or name.startswith(f"{fault}-") for name in taken):
+            yield f"{record.parent.name} left no outcome of {fault}; {record.parent / 'chain.log'} says why"
+
+
+def lines_of(record: Path) -> list[dict]:
+    return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
 
 
 def outcomes_of(name: str, chain: Chain) -> list[Outcome]:
@@ -472,22 +511,23 @@ def outcomes_of(name: str, chain: Chain) -> list[Outcome]:
     return {"full-disk": full_disk, "truncated": truncated, "two-runs": two_runs, "resized": resized}[name](chain)
 
 
-def said(records: Iterable[Path]) -> int:
+def said(records: Iterable[Path], further: Iterable[str] = ()) -> int:
     """Print the table of all outcomes, which builds made them, and what no run may do; the exit status.
 
     Args:
-        records: of each chain one; a chain that left none has failed.
+        records: of each chain one. further: what else is wrong.
     """
     known = {item.name for item in fields(Outcome)}
-    lines, outcomes, wrong = [], [], []
+    outcomes, builds, jobs, wrong = [], {}, set(), list(further)
     for record in records:
-        own = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
-        chain = [Outcome(**{key: value for key, value in line.items() if key in known}) for line in own]
-        wrong += [*faults_of(chain), *lost(chain)] if chain else [f"{record.parent} has no outcome"]
-        lines += own
+        lines = lines_of(record)
+        chain = [Outcome(**{key: value for key, value in line.items() if key in known}) for line in lines]
+        wrong += [*faults_of(chain), *lost(chain)]
         outcomes += chain
-    print(f"\n{table(outcomes)}\n\n{builds_note({line['name']: [line['build']] for line in lines}, True)}")
-    jobs = {f"{line['precision']}, {line['gpus']} ranks, {line['device']}" for line in lines}
+        for line in lines:
+            builds.setdefault(line["name"], []).append(line["build"])
+            jobs.add(f"{line['precision']}, {line['gpus']} ranks, {line['device']}")
+    print(f"\n{table(outcomes)}\n\n{builds_note(builds, True)}")
     print(f"{'; '.join(sorted(jobs))}.")
     print("\n".join(f"wrong: {sentence}" for sentence in wrong) or "Nothing hung, was left behind or was lost.")
     return 1 if wrong else 0

@@ -4,13 +4,14 @@
 several ranks the last."""
 
 import json
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from fault_injector import AT_ITS_END, IN_THE_PHASE, VARIABLE, Fault
+from fault_injector import AT_ITS_END, IN_THE_PHASE, VARIABLE, Fault, identity
 
 STAND_IN = {
     "verl/trainer/ppo/v1/trainer_base.py": """
@@ -125,7 +126,7 @@ def test_who_has_not_said_who_it_is_is_not_said_to_be_killed(tmp_path):
 def test_a_fault_fires_once(tmp_path):
     with subprocess.Popen(["sleep", "60"]) as victim:
         fault = Fault("kill", "trainer", "checkpoint", 1, str(tmp_path))
-        (tmp_path / "trainer.pid").write_text(str(victim.pid))
+        (tmp_path / "trainer.pid").write_text(identity(victim.pid))
         assert fault.fired() is None and fault.killed() is None
         fault.fire()
         assert victim.wait(10) == -9
@@ -133,6 +134,19 @@ def test_a_fault_fires_once(tmp_path):
     fault.fire()  # nobody is looked up a second time
     fault.finish()
     assert fault.killed() == IN_THE_PHASE
+
+
+def test_who_has_ended_by_itself_is_not_said_to_be_killed(tmp_path):
+    fault = Fault("kill", "trainer", "update", 1, str(tmp_path))
+    with subprocess.Popen(["true"]) as victim:
+        (tmp_path / "trainer.pid").write_text(identity(victim.pid))
+        victim.wait(10)
+    with pytest.raises(FileNotFoundError):
+        fault.strike()
+    (tmp_path / "trainer.pid").write_text(f"{os.getpid()} 1")  # another process has its id
+    with pytest.raises(FileNotFoundError, match="the trainer, has ended by itself"):
+        fault.strike()
+    assert fault.killed() is None
 
 
 def test_the_victim_among_ranks_is_the_last(tmp_path):
@@ -147,7 +161,7 @@ def test_a_sync_is_cut_by_a_worker_that_received_a_bucket(tmp_path, monkeypatch)
     """The controller only notes that the sync has begun; who loads next strikes."""
     fault = Fault("kill", "trainer", "sync", 1, str(tmp_path))
     with subprocess.Popen(["sleep", "60"]) as victim:
-        (tmp_path / "trainer.pid").write_text(str(victim.pid))
+        (tmp_path / "trainer.pid").write_text(identity(victim.pid))
         fault.fire()
         assert fault.fired() is not None and fault.killed() is None and victim.poll() is None
         fault.strike()

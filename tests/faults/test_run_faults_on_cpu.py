@@ -3,8 +3,12 @@
 """What run_faults.py asks of verl, on every kind of machine, and what it calls wrong; its runs take minutes each."""
 
 import json
+import os
+import subprocess
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import run_faults
 import verl.trainer.main_ppo  # noqa: F401  (the plugin registers itself through verl, as in a run)
@@ -104,17 +108,55 @@ def test_what_needs_a_checkpoint_gets_one(monkeypatch):
     assert [each.name for each in run_faults.outcomes_of("resized", StandIn(3))] == ["resized-resumed"]
 
 
-def test_chains_at_once_are_judged_one_by_one(tmp_path, capsys, monkeypatch):
-    """Each begins with step 1; what one of them lost, or that one of them left nothing, fails all."""
-    outcomes = {"chain-1": [KILLED, RESUMED], "chain-2": [KILLED, RESUMED], "chain-3": []}
+def test_chains_at_once_are_judged_one_by_one(tmp_path, capsys):
+    """Each begins with step 1; what one of them did not take fails all, whatever it took in a call before."""
     facts = {"device": "cpu", "gpus": 2, "precision": "jet_fp8", "words": [], "build": provenance()}
-    for name, chain in outcomes.items():
-        (tmp_path / name).mkdir()
-        if chain:
-            lines = [json.dumps({**asdict(outcome), **facts}) for outcome in chain]
-            (tmp_path / name / run_faults.RECORD).write_text("\n".join(lines))
-    records = [tmp_path / name / run_faults.RECORD for name in outcomes]
+    records = [tmp_path / name / run_faults.RECORD for name in ("chain-1", "chain-2", "chain-3")]
+    for record in records[:2]:
+        record.parent.mkdir()
+        record.write_text("\n".join(json.dumps({**asdict(outcome), **facts}) for outcome in (KILLED, RESUMED)))
     assert run_faults.said(records[:2]) == 0
     assert "Nothing hung" in capsys.readouterr().out
-    assert run_faults.said(records) == 1
-    assert "chain-3 has no outcome" in capsys.readouterr().out
+    assert list(run_faults.not_taken(records[0], ["trainer-update", "resumed"], 0)) == []
+    missing = [*run_faults.not_taken(records[1], ["resized", "resumed"], 1)]
+    missing += run_faults.not_taken(records[2], ["nan"], 0)
+    assert [sentence.partition(";")[0] for sentence in missing] == [
+        "chain-2 left no outcome of resized",
+        "chain-3 left no outcome of nan",
+    ]
+    assert run_faults.said(records, missing) == 1
+    assert "wrong: chain-3 left no outcome of nan" in capsys.readouterr().out
+
+
+def test_a_hung_run_has_no_word_on_memory():
+    hung = replace(KILLED, status=None, held=None, freed=None, gone=None)
+    assert "None" not in run_faults.table([hung]).replace("| None |", "")
+
+
+def test_memory_is_that_of_the_runs_own_processes(monkeypatch):
+    """Also of one that has ended, not of another that has its id."""
+    (own, other) = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+    seen = {process.pid: psutil.Process(process.pid) for process in (own, other)}
+    answer = f"{own.pid}, 300\n{other.pid}, 20\n{os.getpid()}, 1\n"
+    run, said = subprocess.run, [answer]
+
+    def smi(command, **options):
+        return SimpleNamespace(stdout=said[0]) if command[0] == "nvidia-smi" else run(command, **options)
+
+    monkeypatch.setattr(subprocess, "run", smi)
+    try:
+        assert run_faults.gpu_memory("cpu", seen) is None
+        assert run_faults.gpu_memory("cuda", {}) == 0
+        assert run_faults.gpu_memory("cuda", seen) == 320
+        own.kill()
+        own.wait(10)
+        assert run_faults.gpu_memory("cuda", seen) == 320
+        monkeypatch.setattr(seen[other.pid], "is_running", lambda: False)
+        assert run_faults.gpu_memory("cuda", seen) == 300
+        said[0] = f"{own.pid}, [N/A]\n"
+        with pytest.raises(SystemExit, match=r"'\[N/A\]' of what a process holds here. Use GPUs without MIG or vGPU."):
+            run_faults.gpu_memory("cuda", seen)
+    finally:
+        for process in (own, other):
+            process.kill()
+            process.wait(10)

@@ -37,7 +37,7 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, relative: float) -> None
     assert ((got.double() - want).abs() <= relative * want.abs() + relative * 2**-6).all()
 
 
-@pytest.mark.parametrize("shape", [(1, 128), (9, 131), (3, 5, 256), (2, 2048), (0, 64)])
+@pytest.mark.parametrize("shape", [(128,), (1, 128), (9, 131), (3, 5, 256), (2, 2048), (0, 64)])
 def test_rms_norm(shape):
     x, residual, weight = normal(*shape), normal(*shape, seed=1), normal(shape[-1], seed=2)
     y, rstd = triton_kernels.rms_norm(x, weight, EPS)

@@ -50,7 +50,8 @@ class _Kernel(JITFunction):
         found = self._launched.get(key)
         if found is None:
             compiled = self.run(*args, grid=grid, warmup=False, **options)
-            self._launched[key] = compiled, *_again(compiled)
+            if compiled is not None:  # as where a hook of Triton's refuses to compile
+                self._launched[key] = compiled, *_again(compiled)
             return compiled
         compiled, again, fixed = found
         x, y, z = (*grid, 1, 1)[:3]

@@ -22,7 +22,6 @@ Python's profiler, which makes each call of a function dearer.
 import argparse
 import cProfile
 import json
-import os
 import pstats
 import statistics
 import sys
@@ -174,8 +173,8 @@ class Operators(TorchDispatchMode):
 
 def join_one_rank() -> None:
     """The process group of one rank that FSDP shards over."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
-    torch.distributed.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo")
+    backend = "nccl" if DEVICE.type == "cuda" else "gloo"
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
 
 
 def shard(model: Qwen3ForCausalLM) -> None:
@@ -236,6 +235,10 @@ class Step:
         self._out.backward(self._gradient)
         self._out = None
         self.model.zero_grad(set_to_none=True)
+
+    def both(self) -> None:
+        self.forward()
+        self.backward()
 
     def nodes(self) -> int:
         """Nodes of autograd behind the last forward."""
@@ -344,8 +347,7 @@ def kernels_on_gpu(step: Step) -> tuple[int, float]:
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as found:
-        step.forward()
-        step.backward()
+        step.both()
         torch.cuda.synchronize()
     kernels = [event for event in found.key_averages() if event.device_type.name == "CUDA"]
     return sum(event.count for event in kernels), sum(event.self_device_time_total for event in kernels) / 1e6
@@ -354,24 +356,22 @@ def kernels_on_gpu(step: Step) -> tuple[int, float]:
 def seconds_on_gpu(step: Step) -> dict[str, float]:
     torch.cuda.synchronize()
     started = time.perf_counter()
-    step.forward()
-    step.backward()
+    step.both()
     queued = time.perf_counter()
     torch.cuda.synchronize()
     return {"host": queued - started, "step": time.perf_counter() - started}
 
 
-def where_on_host(step: Step, title: str, repetitions: int = 5, shown: int = 40) -> None:
-    """Print the functions in which the host spends a step. A backward runs in the thread that asks for it, or the
+def where_on_host(run: Callable[[], None], title: str, repetitions: int = 5, shown: int = 40) -> None:
+    """Print the functions in which the host spends what it runs. A backward runs in the thread that asks for it, or the
     profiler would not see it."""
     profiler = cProfile.Profile()
     with torch.autograd.set_multithreading_enabled(False):
         profiler.enable()
         for _ in range(repetitions):
-            step.forward()
-            step.backward()
+            run()
         profiler.disable()
-    console.print(f"{title}: {repetitions} steps")
+    console.print(f"{title}: {repetitions} times")
     pstats.Stats(profiler).sort_stats("tottime").print_stats(shown)
 
 
@@ -398,7 +398,7 @@ def on_gpu(config: Qwen3Config, options: argparse.Namespace) -> dict[str, Any]:
                 },
             }
             if precision == options.where:
-                where_on_host(step, f"{precision}, {tokens} tokens")
+                where_on_host(step.both, f"{precision}, {tokens} tokens")
         del steps
         torch.cuda.empty_cache()
     return found

@@ -24,7 +24,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import socket
 import statistics
 import sys
 import time
@@ -42,6 +41,7 @@ from rich.table import Table
 
 from benchmarks import verl_step
 from benchmarks.published_shapes import PUBLISHED, write_model_apart
+from benchmarks.recipes import FP32_MOMENTS, NO_OFFLOAD
 from jetrl_verl.tools import ToolError
 from jetrl_verl.tools.launch import RunPaths
 from jetrl_verl.tools.provenance import provenance
@@ -53,13 +53,7 @@ TOKENS = {False: (2048, 4096, 16384), True: (64, 128)}
 LENGTH = {False: 1000, True: 32}
 """Whether it is the tiny benchmark -> tokens of a micro-batch, and of a sequence, where the call names none."""
 
-ACTOR = "actor_rollout_ref.actor"
-ON_THE_GPU = (
-    f"{ACTOR}.fsdp_config.param_offload=False",
-    f"{ACTOR}.fsdp_config.optimizer_offload=False",
-    f"{ACTOR}.optim.optimizer_impl=torch.optim",
-    f"{ACTOR}.optim.optimizer=AdamW",
-)
+ON_THE_GPU = (*NO_OFFLOAD, *FP32_MOMENTS)
 """verl_step.py makes room for a rollout that is not here."""
 
 console = Console(width=140)
@@ -143,20 +137,6 @@ def timed(engine: Any, run: Callable[[Any, Any], None], data: Any) -> float:
     return time.perf_counter() - began
 
 
-def where_on_host(engine: Any, data: Any, shown: int = 45) -> None:
-    """Print the functions in which the host spends an update. A backward runs in the thread that asks for it, or the
-    profiler would not see it."""
-    import cProfile
-    import pstats
-
-    profiler = cProfile.Profile()
-    with torch.autograd.set_multithreading_enabled(False):
-        profiler.enable()
-        update(engine, data)
-        profiler.disable()
-    pstats.Stats(profiler).sort_stats("tottime").print_stats(shown)
-
-
 def facts_of(engine: Any) -> dict[str, Any]:
     """What tells an engine of the plugin from verl's."""
     from jetrl_verl.nn.linear import JetLinear
@@ -166,14 +146,14 @@ def facts_of(engine: Any) -> dict[str, Any]:
     return {"engine": f"{kind.__module__}.{kind.__qualname__}", "quantized_linears": quantized}
 
 
-def serve(row: Row, options: argparse.Namespace, model: Path, port: int, parent: Connection) -> None:
+def serve(row: Row, options: argparse.Namespace, model: Path, parent: Connection) -> None:
     """One row's process: says what its engine is, answers ``(phase, tokens)`` with seconds until it is told nothing
     more, then with its peak memory in GiB."""
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     if options.tiny:
         os.environ["VERL_PLATFORM"] = "cpu"
     backend = "cpu:gloo" if options.tiny else "cpu:gloo,cuda:nccl"
-    torch.distributed.init_process_group(backend, rank=0, world_size=1)
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
     if not options.tiny:
         from verl.utils.distributed import set_numa_affinity
 
@@ -186,7 +166,10 @@ def serve(row: Row, options: argparse.Namespace, model: Path, port: int, parent:
         data = batch_of(options.sequences, options.length, words, tokens)
         with engine.eval_mode() if phase == "log_probs" else engine.train_mode():
             if phase == "where":
-                answer = where_on_host(engine, data)
+                # Not before verl, which brings the plugin's own modules in when it is ready for them.
+                from benchmarks.layer_host_time import where_on_host
+
+                answer = where_on_host(partial(update, engine, data), f"{row}, {tokens} tokens", repetitions=1)
             else:
                 answer = timed(engine, {"update": update, "log_probs": log_probs}[phase], data)
         parent.send(answer)
@@ -195,12 +178,6 @@ def serve(row: Row, options: argparse.Namespace, model: Path, port: int, parent:
 
 
 # --- all rows ---------------------------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 class Programs:
@@ -217,7 +194,7 @@ class Programs:
         try:
             for row in self._rows:
                 self._lines[str(row)], theirs = spawned.Pipe()
-                words = (row, self._options, self._model, free_port(), theirs)
+                words = (row, self._options, self._model, theirs)
                 self._programs.append(spawned.Process(target=serve, args=words, daemon=True))
                 self._programs[-1].start()
                 theirs.close()  # a process that dies then ends what we wait for

@@ -100,8 +100,15 @@ OFFLOAD = (
 )
 """A whole 7B or 8B: FP32 weights, gradients and both moments would be 16 bytes a parameter beside the rollout's."""
 
+FP32_MOMENTS = (
+    "actor_rollout_ref.actor.optim.optimizer_impl=torch.optim",
+    "actor_rollout_ref.actor.optim.optimizer=AdamW",
+)
+NO_OFFLOAD = tuple(word.replace("True", "False") for word in OFFLOAD)
+"""What takes ``EIGHT_BIT`` and ``OFFLOAD`` back."""
+
 BESIDE_OTHERS = (
-    *(word.replace("True", "False") for word in OFFLOAD),
+    *NO_OFFLOAD,
     # vLLM asks for so much at its start and takes CACHE whatever it is.
     "actor_rollout_ref.rollout.gpu_memory_utilization=0.05",
     f"++actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes={CACHE}",
@@ -241,12 +248,10 @@ TINY = (
     "data.max_prompt_length=384",
     "data.max_response_length=32",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
-    "actor_rollout_ref.actor.optim.optimizer_impl=torch.optim",
-    "actor_rollout_ref.actor.optim.optimizer=AdamW",
+    *FP32_MOMENTS,
     # verl's FSDP2 keeps what is offloaded, a reference policy among it, in pinned memory, which takes a GPU driver.
     "actor_rollout_ref.actor.use_kl_loss=False",
-    "actor_rollout_ref.actor.fsdp_config.param_offload=False",
-    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=False",
+    *NO_OFFLOAD,
 )
 console = Console(width=210)
 

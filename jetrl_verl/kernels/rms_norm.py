@@ -216,7 +216,7 @@ def launch_rms_norm(
         source, layout = x, {"HEADS": x.shape[1], "STRIDE_TOKEN": x.stride(0), "STRIDE_HEAD": x.stride(1)}
     else:
         source, layout = _aligned_rows(x), {"HEADS": 1, "STRIDE_TOKEN": k, "STRIDE_HEAD": k}
-    # Sizes one by one: torch's parser takes 2 us more for a shape in their place.
+    # Sizes one by one: torch's parser takes 2 us more for a shape in their place, which it needs where there are none.
     lead = shape[:-1] or ((),)
     rstd = torch.empty(*lead, dtype=torch.float32, device=x.device)
     y = torch.empty(*shape, dtype=torch.bfloat16, device=x.device) if with_y else None

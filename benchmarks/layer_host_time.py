@@ -4,7 +4,8 @@
 
 With small micro-batches a GPU waits for its launches, so the host's work is what an update takes. Layers of Qwen3 as
 verl trains them, BF16 weights and activation checkpointing, but for FSDP; with ``--fsdp`` each layer is sharded by
-FSDP2 on one rank, as verl shards it, from FP32 parameters:
+FSDP2 on one rank, as verl shards it, from FP32 parameters, in a micro-batch that is not the last one: gradients are
+added up and not reduced. With ``--fsdp batch`` weights stay gathered from one to the next (``jetrl.reshard=batch``):
 
 - *bf16*: stock Hugging Face. *bf16_shared*: the shared operations between its linears. *jet_fp8*: both in FP8.
 
@@ -48,6 +49,7 @@ from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.tools.provenance import provenance
+from jetrl_verl.train.resharding import BATCH, LAYER
 from jetrl_verl.train.shared_operations import share_operations
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -177,16 +179,19 @@ def join_one_rank() -> None:
     torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
 
 
-def shard(model: Qwen3ForCausalLM) -> None:
-    """FSDP2 as verl's ``apply_fsdp2`` puts it around the decoder, which is all that a step runs."""
+def shard(model: Qwen3ForCausalLM, reshard: str) -> None:
+    """FSDP2 as verl's ``apply_fsdp2`` puts it around the decoder, which is all that a step runs, in the state of a
+    micro-batch that is not the last one."""
     mesh = init_device_mesh(DEVICE.type, (1,), mesh_dim_names=("fsdp",))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
     for module in (*model.model.layers, model.model.embed_tokens, model.model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard == LAYER)
+    model.model.set_reshard_after_backward(reshard == LAYER)
+    model.model.set_requires_gradient_sync(False)
 
 
-def make(precision: str, config: Qwen3Config, fsdp: bool) -> Qwen3ForCausalLM:
-    """A model whose layers train as in verl."""
+def make(precision: str, config: Qwen3Config, fsdp: str) -> Qwen3ForCausalLM:
+    """A model whose layers train as in verl; ``fsdp``: empty for none."""
     torch.manual_seed(0)
     with torch.device(DEVICE):
         model = Qwen3ForCausalLM(config).to(torch.float32 if fsdp else torch.bfloat16)
@@ -201,15 +206,16 @@ def make(precision: str, config: Qwen3Config, fsdp: bool) -> Qwen3ForCausalLM:
         model.config._attn_implementation = "jetrl_varlen"
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if fsdp:
-        shard(model)
+        shard(model, fsdp)
     return model.train()
 
 
 class Step:
     """Forward and backward of a model's decoder layers on one packed micro-batch; heads and losses are left out."""
 
-    def __init__(self, precision: str, config: Qwen3Config, tokens: int, fsdp: bool = False) -> None:
+    def __init__(self, precision: str, config: Qwen3Config, tokens: int, fsdp: str = "") -> None:
         self.model = make(precision, config, fsdp)
+        self._fsdp = fsdp
         # FSDP drops the qdata of a weight itself, with each gather.
         self._layers = [module for module in self.model.modules() if isinstance(module, JetLinear) and not fsdp]
         positions = torch.arange(tokens, device=DEVICE) % SEQUENCE
@@ -234,7 +240,8 @@ class Step:
         self._drop_qdata()
         self._out.backward(self._gradient)
         self._out = None
-        self.model.zero_grad(set_to_none=True)
+        if not self._fsdp:  # which adds micro-batches up
+            self.model.zero_grad(set_to_none=True)
 
     def both(self) -> None:
         self.forward()
@@ -429,7 +436,14 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192, 16384] if on_a_gpu else [16])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--shape", choices=SHAPES, default="8b", help="of the layers, on a GPU")
-    parser.add_argument("--fsdp", action="store_true", help="shard the layers by FSDP2, on one rank")
+    parser.add_argument(
+        "--fsdp",
+        nargs="?",
+        choices=(LAYER, BATCH),
+        const=LAYER,
+        default="",
+        help="shard the layers by FSDP2, on one rank; freed behind each layer's pass, or behind a batch",
+    )
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument(

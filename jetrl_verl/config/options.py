@@ -51,6 +51,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "correction": ("fixed", "adaptive"),
     "old_log_probs": ("compute", "rollout"),
     "kv_cache": tuple(CACHES),
+    "reshard": ("layer", "batch"),
 }
 
 ROLLOUT_OPTIONS: tuple[str, ...] = (
@@ -131,6 +132,10 @@ class JetConfig:
     kv_cache: str = "bf16"
     """What the rollout's KV cache holds. ``fp8``: keys and values in E4M3 with a power of two per token and head
     (``reference.kv_cache``), which the trainer's attention sees too where operations are shared."""
+
+    reshard: str = "layer"
+    """When FSDP2 frees the weights that it gathered: behind each pass of a ``layer``, or of a ``batch`` behind its last
+    micro-batch; see ``train.resharding``."""
 
     invariant_scaling: float = 1.0
     """Factor folded into the norms before q, k, v, gate and up; see ``algorithms.invariant_scaling``."""

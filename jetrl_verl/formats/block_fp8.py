@@ -114,10 +114,10 @@ class BlockFP8(ExpertsFormat):
     def quantize_weight_and_transpose(self, weight: torch.Tensor, rule: str) -> tuple[QuantizedTensor, QuantizedTensor]:
         return kernels.quantize_128x128_and_transpose(weight, rule)
 
-    def dgrad(
-        self, dy: QuantizedTensor, weight: QuantizedTensor, transposed: QuantizedTensor | None = None
-    ) -> torch.Tensor:
-        transposed = kernels.transpose_128x128(weight) if transposed is None else transposed
+    def transpose_weight(self, weight: QuantizedTensor) -> QuantizedTensor:
+        return kernels.transpose_128x128(weight)
+
+    def dgrad(self, dy: QuantizedTensor, transposed: QuantizedTensor) -> torch.Tensor:
         return kernels.gemm_nt(dy, transposed, b_block_scaled=True)
 
     def wgrad(self, dy: QuantizedTensor, x: QuantizedTensor, add_to: torch.Tensor | None = None) -> torch.Tensor:

@@ -255,10 +255,12 @@ class TrainedFormat(Format):
         """:meth:`quantize_weight` of ``[N, K]``, and its transpose ``[K, N]``, which :meth:`dgrad` reads; one pass."""
 
     @abstractmethod
-    def dgrad(
-        self, dy: QuantizedTensor, weight: QuantizedTensor, transposed: QuantizedTensor | None = None
-    ) -> torch.Tensor:
-        """``dX [M, K]`` BF16 of rowwise dY and the weight, whose transpose may be there already."""
+    def transpose_weight(self, weight: QuantizedTensor) -> QuantizedTensor:
+        """The same qdata and scales, ``[K, N]`` of ``[N, K]``."""
+
+    @abstractmethod
+    def dgrad(self, dy: QuantizedTensor, transposed: QuantizedTensor) -> torch.Tensor:
+        """``dX [M, K]`` BF16 of rowwise dY and the weight's transpose ``[K, N]``."""
 
     @abstractmethod
     def wgrad(self, dy: QuantizedTensor, x: QuantizedTensor, add_to: torch.Tensor | None = None) -> torch.Tensor:

@@ -12,7 +12,8 @@ and up hands them one :class:`QuantizedTensor` in the tensor's place (nn/handoff
 of the qdata between them and share its re-layout in backward. A plain tensor is quantized by the layer that reads it.
 
 **When a weight is quantized.** Once while it is in place (nn/weight_cache.py); in a backward pass, for whose FProp and
-DGrad FSDP gathers it once more, together with the transpose that DGrad reads.
+DGrad FSDP gathers it once more, together with the transpose that DGrad reads. Where it stays in place from forward to
+backward, the first DGrad transposes its qdata, and the transpose stays as long as they do.
 
 **Where dW goes.** To ``weight.grad`` through autograd, in BF16. A caller that keeps FP32 gradients over several
 micro-batches hangs the buffer ``[N, K]`` on the parameter as ``weight.main_grad`` (Megatron's and Transformer Engine's
@@ -256,7 +257,12 @@ class JetLinear(nn.Linear):
 
     def dgrad(self, dy: QuantizedTensor, weight: torch.Tensor) -> torch.Tensor:
         """``dX`` [M, K] BF16 of rowwise dY [M, N] and ``weight`` [N, K]."""
-        return self.format.dgrad(dy, *self._cache.get(weight, self._quantized))
+        qdata, transposed = held = self._cache.get(weight, self._quantized)
+        if transposed is None:
+            # Of a forward outside of this pass, whose weight has stayed in place since.
+            transposed = self.format.transpose_weight(qdata)
+            self._cache.amend(held, (qdata, transposed))
+        return self.format.dgrad(dy, transposed)
 
     def wgrad(
         self, dy: QuantizedTensor, x: QuantizedTensor, weight: torch.Tensor, main_grad: torch.Tensor | None

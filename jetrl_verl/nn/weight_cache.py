@@ -6,9 +6,10 @@ Quantizing a weight more often than it changes would be waste, keeping qdata lon
 FSDP decides how long a gathered weight lives. FSDP2 puts a gathered or sharded tensor in place by setting the module's
 attribute, and that assignment drops the cache (``__setattr__`` of the layers). FSDP1 sets it at each gather only, so
 its qdata live until the next gather or the end of the pass, where the engine drops them (train/engine.py). Between two
-assignments FProp, a recomputed FProp and DGrad share one quantization. An in-place change (an optimizer step on an
-unsharded module) shows in the version counter. A write that bypasses it, through ``weight.data`` or by address, does
-not show: whoever writes so calls ``drop_qdata`` of the layer.
+assignments FProp, a recomputed FProp and DGrad share one quantization; under ``jetrl.reshard=batch`` those of all
+micro-batches do (train/resharding.py). An in-place change (an optimizer step on an unsharded module) shows in the
+version counter. A write that bypasses it, through ``weight.data`` or by address, does not show: whoever writes so calls
+``drop_qdata`` of the layer.
 """
 
 from collections.abc import Callable
@@ -45,6 +46,11 @@ class WeightCache(Generic[_T]):
     def drop(self) -> None:
         """Forget the qdata; the next use quantizes again."""
         self.held = None
+
+    def amend(self, made: _T, more: _T) -> None:
+        """Keep ``more`` in the place of ``made``, which :meth:`get` has returned, if it is still kept."""
+        if self.held is not None and self.held.qdata is made:
+            self.held = self.held._replace(qdata=more)
 
     def get(self, weight: torch.Tensor, quantize: Callable[[torch.Tensor], _T]) -> _T:
         """``quantize`` of the BF16 value of ``weight``, made at most once while the tensor stays in place unchanged."""

@@ -15,7 +15,7 @@ masked as verl masks them in the rollout. Under ``jetrl.operations=shared`` the 
 """
 
 import logging
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ from jetrl_verl.patches import weight_sync
 from jetrl_verl.sync.wire import SyncStatistics, quantized_by
 from jetrl_verl.train.flat_gather import FlatGather
 from jetrl_verl.train.gather import Gather
+from jetrl_verl.train.resharding import BATCH, gathered_once
 from jetrl_verl.train.shared_operations import TokenNumbers, ask_for, share_operations
 from jetrl_verl.train.weight_stream import stated_routing, weight_stream
 
@@ -155,14 +156,23 @@ class _JetEngine(ShadowForwards):
             mask_unused_vocabulary(module, tokens)
 
     def forward_backward_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """verl's pass over the micro-batches; no qdata outlive it."""
+        """verl's pass over the micro-batches; no qdata outlive it, nor do weights that were gathered for it."""
         try:
-            return super().forward_backward_batch(*args, **kwargs)
+            with self._gathered():
+                return super().forward_backward_batch(*args, **kwargs)
         finally:
             # FSDP1 reshards without touching the modules' attributes, so qdata would stay while the rollout runs.
             for module in self.module.modules():
                 if isinstance(module, JetLinear | JetExperts):
                     module.drop_qdata()
+
+    def _gathered(self) -> AbstractContextManager[None]:
+        config = self.engine_config
+        asked = isinstance(config, JetFSDPEngineConfig) and config.jetrl.reshard == BATCH
+        # A critic alone may be under FSDP1 then, verl's default also where there is none.
+        if not asked or fsdp_version(self.module) != 2:
+            return nullcontext()
+        return gathered_once(self.module, config.reshard_after_forward)
 
     def get_per_tensor_param(self, **kwargs: Any):
         """Stream of the weight sync, see sync/wire.py; verl's own unless this is the actor under our config."""

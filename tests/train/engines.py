@@ -2,7 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's engine as its workers ask for it, from the registry with a precision's engine config; its steps and syncs."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from tensordict import TensorDict
@@ -125,3 +128,20 @@ def sent(engine) -> dict[str, torch.Tensor]:
         for item in unpacked(name, tensor.clone()):
             found |= dict(parts_of(*item))
     return found
+
+
+@contextmanager
+def gathers_counted() -> Iterator[dict[int, int]]:
+    """FSDP2's parameter groups, by identity -> all-gathers of each inside, counted at FSDP's own switch."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    counts: dict[int, int] = {}
+    stock = FSDPParamGroup._to_unsharded
+
+    def counted(self):
+        if not self.is_unsharded:
+            counts[id(self)] = counts.get(id(self), 0) + 1
+        return stock(self)
+
+    with mock.patch.object(FSDPParamGroup, "_to_unsharded", counted):
+        yield counts

@@ -7,6 +7,7 @@ Each test starts two processes that run one of the functions below and compare w
 
 import pytest
 import torch
+from engines import gathers_counted
 from tiny_models import tiny_model
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -50,22 +51,6 @@ def quantized(model: torch.nn.Module) -> list[JetLinear | JetExperts]:
     return [module for module in model.modules() if isinstance(module, JetLinear | JetExperts)]
 
 
-def count_gathers(model: torch.nn.Module) -> dict[int, int]:
-    """FSDP parameter group of each decoder layer -> number of all-gathers so far, counted at FSDP's own switch."""
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-    counts: dict[int, int] = {}
-    stock = FSDPParamGroup._to_unsharded
-
-    def counted(self):
-        if not self.is_unsharded:
-            counts[id(self)] = counts.get(id(self), 0) + 1
-        return stock(self)
-
-    FSDPParamGroup._to_unsharded = counted
-    return counts
-
-
 def full_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {
         name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad) for name, p in model.named_parameters()
@@ -100,12 +85,12 @@ def gradients_match_single_process(rank: int, family: str) -> None:
 
 
 def quantizations_follow_gathers(rank: int, family: str, checkpointing: bool, reshard: bool) -> None:
-    counts = count_gathers(None)
     model = shard(build(family, checkpointing), reshard)
-    for step in range(3):
-        loss_of(model, batch(rank + step)).backward()
-        with torch.no_grad():
-            loss_of(model, batch(rank + step))
+    with gathers_counted() as counts:
+        for step in range(3):
+            loss_of(model, batch(rank + step)).backward()
+            with torch.no_grad():
+                loss_of(model, batch(rank + step))
     layers = quantized(model)
     assert len(layers) == (10 if family == "qwen3_moe" else 14)
     gathers = sorted(counts.values())

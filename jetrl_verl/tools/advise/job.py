@@ -45,8 +45,8 @@ class Job:
         packed: whether padding is removed. varlen: whether ``attn_implementation=jetrl_varlen``.
         checkpointing, eight_bit, shards: of the trainer.
         reference: whether a reference policy scores every token. liger: whether the trainer has Liger's kernels.
-        stock, backward, fp8_reference, kv_cache: what ``jetrl.operations=stock``, ``jetrl.backward``, ``jetrl.ref`` and
-            ``jetrl.kv_cache`` say.
+        stock, backward, fp8_reference, kv_cache, gathers_once: what ``jetrl.operations=stock``, ``jetrl.backward``,
+            ``jetrl.ref``, ``jetrl.kv_cache`` and ``jetrl.reshard`` say.
         notes: what was assumed, sentences.
     """
 
@@ -80,6 +80,7 @@ class Job:
     backward: str = FLOW
     fp8_reference: bool = False
     kv_cache: str = UNQUANTIZED
+    gathers_once: bool = False
     notes: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -222,6 +223,7 @@ def job_of_config(get: Get, means: Means, name: str | None = None) -> Job:
         backward=str(get("jetrl.backward") or FLOW),
         fp8_reference=get("jetrl.ref") == FLOW,
         kv_cache=_cache(get),
+        gathers_once=get("jetrl.reshard") == "batch",
         notes=notes,
     )
 

@@ -27,8 +27,8 @@ class TrainerMemory:
     Attributes:
         weights, gradients, moments: the FP32 shards. step: what the optimizer's step needs besides, a copy of it.
         checkpoints: inputs of the decoder layers, kept for backward. logits: of one micro-batch, with their gradient.
-        gathered: two decoder layers and lm_head in BF16; of a mixture also what one layer's experts have beside them in
-            backward, gradients in BF16 and FP32 and, under FP8, qdata and their transpose.
+        gathered: two decoder layers and lm_head in BF16, or all that stays gathered; of a mixture also what one layer's
+            experts have beside them in backward, gradients in BF16 and FP32 and, under FP8, qdata and their transpose.
         rows: of a mixture, what backward of one layer holds for each of a token's experts.
     """
 
@@ -62,11 +62,13 @@ def trainer_memory(
     checkpointing: bool = True,
     eight_bit: bool = False,
     shared: bool = False,
+    held: float = 0.0,
 ) -> TrainerMemory:
     """Bytes of training.
 
     Args:
         shards: GPUs that FSDP shards over. micro_tokens: of a micro-batch. shared: whether operations are.
+        held: what stays gathered (:func:`held_bytes`), where weights do.
     """
     shard = model.parameters / shards
     layer = model.in_layers / model.layers
@@ -78,9 +80,16 @@ def trainer_memory(
         step=4 * shard,
         checkpoints=kept * model.layers * micro_tokens,
         logits=_logits(model.vocabulary * micro_tokens, shared),
-        gathered=(BF16 * (2 * layer + model.head) if shards > 1 else 0.0) + _beside_experts(model, layer),
+        gathered=(held or (BF16 * (2 * layer + model.head) if shards > 1 else 0.0)) + _beside_experts(model, layer),
         rows=_expert_rows(model, micro_tokens),
     )
+
+
+def held_bytes(model: Model, quantized: bool) -> float:
+    """Of weights that stay gathered (``jetrl.reshard=batch``): all in BF16; ``quantized``: also qdata and their
+    transposes, which a mixture's experts do not keep."""
+    qdata = model.quantized * (2 if model.experts is None else 1)
+    return BF16 * model.parameters + (qdata if quantized else 0)
 
 
 def _logits(count: float, shared: bool) -> float:

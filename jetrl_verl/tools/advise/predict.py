@@ -9,7 +9,7 @@ import numpy as np
 from jetrl_verl.config.precision import group_values
 from jetrl_verl.formats.catalog import CACHES, FLOW, UNQUANTIZED
 from jetrl_verl.tools.advise.job import Job
-from jetrl_verl.tools.advise.memory import RolloutMemory, TrainerMemory, rollout_memory, trainer_memory
+from jetrl_verl.tools.advise.memory import RolloutMemory, TrainerMemory, held_bytes, rollout_memory, trainer_memory
 from jetrl_verl.tools.advise.rates import Rates
 from jetrl_verl.tools.advise.rollout import Engine, Schedule, generate, response_lengths
 from jetrl_verl.tools.advise.sync import sync_parts
@@ -194,9 +194,19 @@ def predict(rates: Rates, job: Job, precision: Precision) -> Prediction:
     schedule = _generation(rates, job, precision.engine, memory)
     scored, trained, _, most_trained = batches(job)
 
-    old = log_probs(rates, model, precision.trainer, scored)
-    reference = log_probs(rates, model, precision.reference, scored) if job.reference else None
-    new = update(rates, model, precision.trainer, trained, checkpointing=job.checkpointing, epochs=job.epochs)
+    once = job.gathers_once and precision.name not in STOCK_VERL
+    gathers = 1 if once else None
+    old = log_probs(rates, model, precision.trainer, scored, gathers=gathers)
+    reference = log_probs(rates, model, precision.reference, scored, gathers=gathers) if job.reference else None
+    new = update(
+        rates,
+        model,
+        precision.trainer,
+        trained,
+        checkpointing=job.checkpointing,
+        epochs=job.epochs,
+        gathers=job.mini_batches if once else None,
+    )
     adamw = optimizer(rates, model, job.shards or job.gpus, job.mini_batches * job.epochs)
     sync = sync_parts(rates, model, kind, precision.name not in STOCK_VERL, job.gpus, job.tp)
     phases = {
@@ -217,6 +227,7 @@ def predict(rates: Rates, job: Job, precision: Precision) -> Prediction:
         checkpointing=job.checkpointing,
         eight_bit=job.eight_bit,
         shared=precision.trainer.operations == "shared",
+        held=held_bytes(model, precision.trainer.linears == FLOW) if once else 0.0,
     )
     fits = memory.sequences(job.prompt + job.response)
     return Prediction(precision.name, phases, schedule, peak, memory, fits)

@@ -12,7 +12,7 @@ from rich.table import Table
 from jetrl_verl.config.support.scopes import ACTOR
 from jetrl_verl.formats.catalog import QUANTIZED_CACHES, UNQUANTIZED, cache_traits
 from jetrl_verl.tools.advise.job import Job, as_mapping
-from jetrl_verl.tools.advise.memory import GIB, GPU_BYTES, trainer_memory
+from jetrl_verl.tools.advise.memory import GIB, GPU_BYTES, held_bytes, trainer_memory
 from jetrl_verl.tools.advise.predict import PHASES, SMALL_MICRO_BATCH, Prediction, batches
 from jetrl_verl.tools.advise.rates import Rates
 from jetrl_verl.tools.advise.settings import Finding, unseen
@@ -40,6 +40,7 @@ def warnings(job: Job, predictions: list[Prediction]) -> list[str]:
             f"micro-batches of {small:.0f} tokens are smaller than any that a record confirms ({SMALL_MICRO_BATCH}): "
             "the GPU waits for launches, of which FP8 layers make more, and jet_fp8 may be slower than bf16 "
             f"(10.6 s against 8.1 at micro-batches of 2,240 tokens); {larger_micro_batches(job)}"
+            + ("" if job.gathers_once else f" {gathered_once(job)}")
         )
     for each in predictions:
         if math.isinf(each.step):
@@ -92,6 +93,15 @@ def larger_micro_batches(job: Job) -> str:
     if job.micro_tokens is not None:
         return f"make them larger: {count * step} tokens fit, {ACTOR}.ppo_max_token_len_per_gpu={count * step}."
     return f"make them larger: {count} sequences fit, {ACTOR}.ppo_micro_batch_size_per_gpu={count}."
+
+
+def gathered_once(job: Job) -> str:
+    """What ``jetrl.reshard=batch`` would take of a GPU."""
+    more = held_bytes(job.model, True) / GIB
+    return (
+        f"Or gather and quantize weights once for all micro-batches, jetrl.reshard=batch under FSDP2, for {more:.1f} "
+        "GiB of each GPU under jet_fp8."
+    )
 
 
 def _seconds(value: float) -> str:

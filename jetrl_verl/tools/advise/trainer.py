@@ -141,10 +141,16 @@ class Batch:
     micro: float
 
 
-def log_probs(rates: Rates, model: Model, flow: Flow, batch: Batch, sharded: bool = True) -> Pass:
-    """A forward of every token."""
+def log_probs(
+    rates: Rates, model: Model, flow: Flow, batch: Batch, sharded: bool = True, gathers: int | None = None
+) -> Pass:
+    """A forward of every token.
+
+    Args:
+        gathers: of all weights; one for each micro-batch if None.
+    """
     one = forward(rates, model, flow, batch.tokens, batch.length / 2)
-    return one + batch.micro * gathered(rates, model, flow, sharded)
+    return one + (batch.micro if gathers is None else gathers) * gathered(rates, model, flow, sharded)
 
 
 def update(
@@ -156,13 +162,18 @@ def update(
     checkpointing: bool = True,
     epochs: int = 1,
     sharded: bool = True,
+    gathers: int | None = None,
 ) -> Pass:
-    """Forward and backward of every token, the optimizer aside; with checkpointing the layers' forward runs twice."""
+    """Forward and backward of every token, the optimizer aside; with checkpointing the layers' forward runs twice.
+
+    Args:
+        gathers: of all weights in an epoch; two for each micro-batch if None.
+    """
     ahead = forward(rates, model, flow, batch.tokens, batch.length / 2)
     behind = backward(rates, model, flow, batch.tokens, batch.length / 2)
     again = ahead if checkpointing else Pass()
-    once = ahead + again + behind + (2 * batch.micro) * gathered(rates, model, flow, sharded)
-    return epochs * once
+    gathers = 2 * batch.micro if gathers is None else gathers
+    return epochs * (ahead + again + behind + gathers * gathered(rates, model, flow, sharded))
 
 
 def optimizer(rates: Rates, model: Model, gpus: int, steps: int) -> float:

@@ -20,7 +20,7 @@ from jetrl_verl.config.support.table import INEXACT_ROWS
 from jetrl_verl.tools.advise import AdviseError
 from jetrl_verl.tools.advise.job import Job, Means, compose, job_of_config, job_of_options, words_of_script
 from jetrl_verl.tools.advise.memory import GPU_BYTES, rollout_memory, rollout_weights, trainer_memory
-from jetrl_verl.tools.advise.predict import Precision, batches, precisions, predict
+from jetrl_verl.tools.advise.predict import STOCK_VERL, Precision, batches, precisions, predict
 from jetrl_verl.tools.advise.rates import measured
 from jetrl_verl.tools.advise.report import larger_micro_batches
 from jetrl_verl.tools.advise.rollout import Engine, decode_step, generate, response_lengths
@@ -137,6 +137,23 @@ def job(**changes):
 
 def column(name: str, asked, shared: bool = True) -> Precision:
     return next(each for each in precisions(asked, shared) if each.name == name)
+
+
+def test_weights_gathered_once_take_memory_and_save_what_each_micro_batch_spends_on_them():
+    asked = job(micro_tokens=4096, log_prob_tokens=4096, mini_batches=2, reference=True)
+    once = replace(asked, gathers_once=True)
+    scored, trained, *_ = batches(asked)
+    assert trained.micro > 4
+    for name, bytes_held in (("jet_fp8", 2 * EIGHT.parameters + 2 * EIGHT.quantized), ("fp8_rollout", None)):
+        before, after = (predict(measured(), each, column(name, each)) for each in (asked, once))
+        spent = before.phases["update"].parts["gathered"], after.phases["update"].parts["gathered"]
+        assert spent[1] == pytest.approx(spent[0] * 2 / (2 * trained.micro)), "once an optimizer step"
+        for phase in ("old log-probabilities", "reference"):
+            scoring = [each.phases[phase].parts["gathered"] for each in (before, after)]
+            assert scoring[1] == pytest.approx(scoring[0] / scored.micro), phase
+        assert after.trainer.gathered == (bytes_held or 2 * EIGHT.parameters) > before.trainer.gathered
+    for name in STOCK_VERL:
+        assert predict(measured(), once, column(name, once)) == predict(measured(), asked, column(name, asked))
 
 
 def test_phases_add_up_and_parts_to_their_phase():
@@ -368,6 +385,7 @@ def test_sizes_alone_need_neither_overrides_nor_a_folder():
         "4",
     )
     assert status == 0 and "gain over bf16" in output and "micro-batches of" in output
+    assert "jetrl.reshard=batch under FSDP2" in output
 
 
 def test_small_micro_batches_come_with_the_largest_that_memory_holds():

@@ -1,0 +1,162 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""``jetrl.reshard=batch`` in verl's engine under FSDP2 on two gloo processes: every bit is that of ``layer``, a
+decoder layer is gathered and quantized once a batch, and behind a batch nothing is gathered any more.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from engines import batch, build, gathers_counted, sent, train
+from tiny_models import tiny_model, with_preferences
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from two_processes import run_in_two_processes
+
+from jetrl_verl.nn.experts import JetExperts
+from jetrl_verl.nn.linear import JetLinear
+from jetrl_verl.train.resharding import gathered_once
+
+LENGTHS = (24, 3, 17, 2)
+MICRO_BATCHES, STEPS = 2, 3  # of engines.py's batch; of the optimizer
+BF16 = dict(train="bf16", rollout="fp8")
+JOBS: dict[str, dict[str, Any]] = {
+    "jet_fp8": {},
+    "shared": dict(operations="shared"),
+    "not checkpointed": dict(operations="shared", checkpointing=False),
+    "BF16 backward": dict(backward="bf16"),
+    "fp8_rollout": dict(precision="fp8_rollout", **BF16),
+    "mixture": dict(operations="shared"),
+}
+
+
+def log_probs(engine, seed: int) -> torch.Tensor:
+    with engine.eval_mode():
+        found = engine.infer_batch(batch(seed, LENGTHS))["model_output"]["log_probs"]
+    return torch.cat([row[:-1] for row in found.float().unbind()])
+
+
+def is_sharded(engine) -> bool:
+    layers = [module for module in engine.module.modules() if isinstance(module, JetLinear | JetExperts)]
+    return all(isinstance(p, DTensor) for p in engine.module.parameters()) and not any(x.holds_qdata for x in layers)
+
+
+def of_decoder_layers(engine, counts: dict[int, int]) -> list[int]:
+    """Gathers of the groups that the decoder's layers have; the root has embedding, last norm and head."""
+    decoder = getattr(engine.module, engine.module.base_model_prefix, engine.module)
+    groups = [layer._get_fsdp_state()._fsdp_param_group for layer in decoder.layers]
+    return [counts.pop(id(group)) for group in groups]
+
+
+def every_bit_is_that_of_gathering_each_time(rank: int, folder: str, options: dict[str, Any]) -> None:
+    found = {}
+    for reshard in ("layer", "batch"):
+        engine = build(folder, reshard=reshard, **options)
+        layers = [module for module in engine.module.modules() if isinstance(module, JetLinear | JetExperts)]
+        with gathers_counted() as counts:
+            before = log_probs(engine, rank)
+            gathers = [of_decoder_layers(engine, counts)]
+            made = [max((layer.quantizations for layer in layers), default=0)]
+            assert is_sharded(engine)
+            norms = []
+            for _ in range(STEPS):
+                norms.append(train(engine, rank, lengths=LENGTHS))
+                gathers.append(of_decoder_layers(engine, counts))
+                made.append(max((layer.quantizations for layer in layers), default=0))
+                assert is_sharded(engine)
+        found[reshard] = [before, torch.tensor(norms), log_probs(engine, rank), sent(engine)]
+
+        once = reshard == "batch"
+        forward = 1 if once else MICRO_BATCHES
+        both = 1 if once else 2 * MICRO_BATCHES
+        assert gathers == [[forward] * 2, *[[both] * 2] * STEPS], (reshard, gathers)
+        if layers:
+            assert made == [forward + step * both for step in range(STEPS + 1)], (reshard, made)
+    *first, weights = found["layer"]
+    *others, other_weights = found["batch"]
+    assert all(torch.equal(a, b) for a, b in zip(first, others, strict=True))
+    assert not torch.equal(first[0], first[2]), "nothing was learned"
+    assert weights.keys() == other_weights.keys()
+    assert all(torch.equal(x.view(torch.uint8), other_weights[name].view(torch.uint8)) for name, x in weights.items())
+
+
+def references_and_critics_gather_once_too(rank: int, folder: str) -> None:
+    """But for a critic under FSDP1, which is verl's default where nobody asks for one."""
+    for role, name, ways in (("ref", "log_probs", ("fsdp2",)), ("critic", "values", ("fsdp2", "fsdp"))):
+        for strategy in ways:
+            found = []
+            for reshard in ("layer", "batch"):
+                torch.manual_seed(0)  # of the critic's own head, which no folder has
+                engine = build(folder, role=role, strategy=strategy, reshard=reshard, ref="fp8", critic="fp8")
+                with gathers_counted() as counts, engine.eval_mode():
+                    values = engine.infer_batch(batch(rank, LENGTHS))["model_output"][name]
+                found.append(torch.cat([row[:-1] for row in values.float().unbind()]))
+                if strategy == "fsdp2":
+                    expected = 1 if reshard == "batch" else MICRO_BATCHES
+                    assert of_decoder_layers(engine, counts) == [expected] * 2, (role, reshard)
+                    assert is_sharded(engine)
+            assert torch.equal(*found), (role, strategy)
+
+
+def a_batch_that_fails_leaves_nothing_gathered(rank: int, folder: str) -> None:
+    engine = build(folder, reshard="batch")
+    stock, asked = engine.forward_step, []
+
+    def second_fails(*args, **kwargs):
+        asked.append(1)
+        if len(asked) == 2:
+            raise FloatingPointError("as a loss may")
+        return stock(*args, **kwargs)
+
+    engine.forward_step = second_fails
+    with pytest.raises(FloatingPointError):
+        log_probs(engine, rank)
+    assert is_sharded(engine)
+    engine.forward_step = stock
+    assert train(engine, rank, lengths=LENGTHS) > 0
+
+
+def flags_are_those_of_before(rank: int, folder: str) -> None:
+    """verl's ``fsdp_config.reshard_after_forward`` decides again behind a batch."""
+    engine = build(folder)
+    units = [module for module in engine.module.modules() if isinstance(module, FSDPModule)]
+    assert len(units) > 2
+
+    def flags():
+        groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]
+        return [(group._reshard_after_forward, group.reshard_after_backward) for group in groups]
+
+    log_probs(engine, rank)
+    for after_forward in (True, False):
+        engine.module.set_reshard_after_forward(after_forward)
+        before = flags()
+        with gathered_once(engine.module, after_forward):
+            assert flags() == [(False, False)] * len(units)
+        assert flags() == before
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    paths = {name: tmp_path_factory.mktemp(name) for name in ("qwen3", "qwen3_moe")}
+    for name, path in paths.items():
+        with_preferences(tiny_model(name)).save_pretrained(path)
+    return {name: str(path) for name, path in paths.items()}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_weights_gathered_once_give_every_bit_of_those_gathered_for_each_pass(job, folders, cpu_platform):
+    folder = folders["qwen3_moe" if job == "mixture" else "qwen3"]
+    run_in_two_processes(every_bit_is_that_of_gathering_each_time, folder, JOBS[job])
+
+
+def test_a_batch_that_fails_leaves_nothing_gathered(folders, cpu_platform):
+    run_in_two_processes(a_batch_that_fails_leaves_nothing_gathered, folders["qwen3"])
+
+
+def test_references_and_critics_gather_once_too(folders, cpu_platform):
+    run_in_two_processes(references_and_critics_gather_once_too, folders["qwen3"])
+
+
+def test_behind_a_batch_verls_own_setting_decides_again(folders, cpu_platform):
+    run_in_two_processes(flags_are_those_of_before, folders["qwen3"])

@@ -5,7 +5,7 @@
 With small micro-batches a GPU waits for its launches, so the host's work is what an update takes. Layers of Qwen3 as
 verl trains them, BF16 weights and activation checkpointing, but for FSDP; with ``--fsdp`` each layer is sharded by
 FSDP2 on one rank, as verl shards it, from FP32 parameters, in a micro-batch that is not the last one: gradients are
-added up and not reduced. With ``--fsdp batch`` weights stay gathered from one to the next (``jetrl.reshard=batch``):
+added up and not reduced. With ``--fsdp batch`` weights stay gathered from one to the next (``jetrl.gathered=batch``):
 
 - *bf16*: stock Hugging Face. *bf16_shared*: the shared operations between its linears. *jet_fp8*: both in FP8.
 
@@ -49,7 +49,7 @@ from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.tools.provenance import provenance
-from jetrl_verl.train.resharding import BATCH, LAYER
+from jetrl_verl.train.gathered import BATCH, PASS
 from jetrl_verl.train.shared_operations import share_operations
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -179,14 +179,14 @@ def join_one_rank() -> None:
     torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
 
 
-def shard(model: Qwen3ForCausalLM, reshard: str) -> None:
+def shard(model: Qwen3ForCausalLM, gathered: str) -> None:
     """FSDP2 as verl's ``apply_fsdp2`` puts it around the decoder, which is all that a step runs, in the state of a
     micro-batch that is not the last one."""
     mesh = init_device_mesh(DEVICE.type, (1,), mesh_dim_names=("fsdp",))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
     for module in (*model.model.layers, model.model.embed_tokens, model.model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard == LAYER)
-    model.model.set_reshard_after_backward(reshard == LAYER)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=gathered == PASS)
+    model.model.set_reshard_after_backward(gathered == PASS)
     model.model.set_requires_gradient_sync(False)
 
 
@@ -439,8 +439,8 @@ def main() -> int:
     parser.add_argument(
         "--fsdp",
         nargs="?",
-        choices=(LAYER, BATCH),
-        const=LAYER,
+        choices=(PASS, BATCH),
+        const=PASS,
         default="",
         help="shard the layers by FSDP2, on one rank; freed behind each layer's pass, or behind a batch",
     )

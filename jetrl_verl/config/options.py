@@ -51,7 +51,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "correction": ("fixed", "adaptive"),
     "old_log_probs": ("compute", "rollout"),
     "kv_cache": tuple(CACHES),
-    "reshard": ("layer", "batch"),
+    "gathered": ("pass", "batch"),
 }
 
 ROLLOUT_OPTIONS: tuple[str, ...] = (
@@ -133,9 +133,9 @@ class JetConfig:
     """What the rollout's KV cache holds. ``fp8``: keys and values in E4M3 with a power of two per token and head
     (``reference.kv_cache``), which the trainer's attention sees too where operations are shared."""
 
-    reshard: str = "layer"
-    """When FSDP2 frees the weights that it gathered: behind each pass of a ``layer``, or of a ``batch`` behind its last
-    micro-batch; see ``train.resharding``."""
+    gathered: str = "pass"
+    """How long FSDP2's gathered weights stay: for a ``pass`` of their layer, or for all micro-batches of a ``batch``;
+    see ``train.gathered``."""
 
     invariant_scaling: float = 1.0
     """Factor folded into the norms before q, k, v, gate and up; see ``algorithms.invariant_scaling``."""

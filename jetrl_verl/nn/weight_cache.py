@@ -6,8 +6,8 @@ Quantizing a weight more often than it changes would be waste, keeping qdata lon
 FSDP decides how long a gathered weight lives. FSDP2 puts a gathered or sharded tensor in place by setting the module's
 attribute, and that assignment drops the cache (``__setattr__`` of the layers). FSDP1 sets it at each gather only, so
 its qdata live until the next gather or the end of the pass, where the engine drops them (train/engine.py). Between two
-assignments FProp, a recomputed FProp and DGrad share one quantization; under ``jetrl.reshard=batch`` those of all
-micro-batches do (train/resharding.py). An in-place change (an optimizer step on an unsharded module) shows in the
+assignments FProp, a recomputed FProp and DGrad share one quantization; under ``jetrl.gathered=batch`` those of all
+micro-batches do (train/gathered.py). An in-place change (an optimizer step on an unsharded module) shows in the
 version counter. A write that bypasses it, through ``weight.data`` or by address, does not show: whoever writes so calls
 ``drop_qdata`` of the layer.
 """

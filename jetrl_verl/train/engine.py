@@ -49,7 +49,7 @@ from jetrl_verl.patches import weight_sync
 from jetrl_verl.sync.wire import SyncStatistics, quantized_by
 from jetrl_verl.train.flat_gather import FlatGather
 from jetrl_verl.train.gather import Gather
-from jetrl_verl.train.resharding import BATCH, gathered_once
+from jetrl_verl.train.gathered import BATCH, gathered_once
 from jetrl_verl.train.shared_operations import TokenNumbers, ask_for, share_operations
 from jetrl_verl.train.weight_stream import stated_routing, weight_stream
 
@@ -168,7 +168,7 @@ class _JetEngine(ShadowForwards):
 
     def _gathered(self) -> AbstractContextManager[None]:
         config = self.engine_config
-        asked = isinstance(config, JetFSDPEngineConfig) and config.jetrl.reshard == BATCH
+        asked = isinstance(config, JetFSDPEngineConfig) and config.jetrl.gathered == BATCH
         # A critic alone may be under FSDP1 then, verl's default also where there is none.
         if not asked or fsdp_version(self.module) != 2:
             return nullcontext()

@@ -110,7 +110,7 @@ def test_what_each_precision_says(compose, precision, train, rollout, operations
         "clip_interval": 20,
         "old_log_probs": "compute",
         "kv_cache": "bf16",
-        "reshard": "layer",
+        "gathered": "pass",
         "correction": "fixed",
         "correction_scale": 0.001,
         "invariant_scaling": 1.0,

@@ -171,7 +171,7 @@ GENERAL_ROWS: tuple[Row, ...] = (
         "FSDP1 with weights that stay gathered",
         GATHERED_ONCE,
         "FSDP1 frees them behind each micro-batch",
-        "Set {key}=fsdp2, or jetrl.reshard=layer",
+        "Set {key}=fsdp2, or jetrl.gathered=pass",
         tuple(f"{role}.strategy" for role in (ACTOR, REF)),
         Wrong("`fsdp`", lambda value, get: value == "fsdp"),
         example="fsdp",

@@ -133,9 +133,9 @@ FOLDED = Scope(
     lambda get: get("jetrl.invariant_scaling") != 1,
 )
 
-_ONCE = "jetrl.reshard=batch"
+_ONCE = "jetrl.gathered=batch"
 _FSDP2 = tuple(f"{role}.strategy=fsdp2" for role in (ACTOR, REF))  # FSDP1 is verl's default
-GATHERED_ONCE = Scope(_ONCE, f"`{_ONCE}`", _is("jetrl.reshard", "batch"), (*_STOCK, _ONCE, *_FSDP2))
+GATHERED_ONCE = Scope(_ONCE, f"`{_ONCE}`", _is("jetrl.gathered", "batch"), (*_STOCK, _ONCE, *_FSDP2))
 """What frees gathered weights behind each micro-batch whatever it is told."""
 
 UNCOMPOSED = Scope(

@@ -46,7 +46,7 @@ class Job:
         checkpointing, eight_bit, shards: of the trainer.
         reference: whether a reference policy scores every token. liger: whether the trainer has Liger's kernels.
         stock, backward, fp8_reference, kv_cache, gathers_once: what ``jetrl.operations=stock``, ``jetrl.backward``,
-            ``jetrl.ref``, ``jetrl.kv_cache`` and ``jetrl.reshard`` say.
+            ``jetrl.ref``, ``jetrl.kv_cache`` and ``jetrl.gathered`` say.
         notes: what was assumed, sentences.
     """
 
@@ -223,7 +223,7 @@ def job_of_config(get: Get, means: Means, name: str | None = None) -> Job:
         backward=str(get("jetrl.backward") or FLOW),
         fp8_reference=get("jetrl.ref") == FLOW,
         kv_cache=_cache(get),
-        gathers_once=get("jetrl.reshard") == "batch",
+        gathers_once=get("jetrl.gathered") == "batch",
         notes=notes,
     )
 

@@ -86,7 +86,7 @@ def trainer_memory(
 
 
 def held_bytes(model: Model, quantized: bool) -> float:
-    """Of weights that stay gathered (``jetrl.reshard=batch``): all in BF16; ``quantized``: also qdata and their
+    """Of weights that stay gathered (``jetrl.gathered=batch``): all in BF16; ``quantized``: also qdata and their
     transposes, which a mixture's experts do not keep."""
     qdata = model.quantized * (2 if model.experts is None else 1)
     return BF16 * model.parameters + (qdata if quantized else 0)

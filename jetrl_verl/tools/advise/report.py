@@ -96,10 +96,10 @@ def larger_micro_batches(job: Job) -> str:
 
 
 def gathered_once(job: Job) -> str:
-    """What ``jetrl.reshard=batch`` would take of a GPU."""
+    """What ``jetrl.gathered=batch`` would take of a GPU."""
     more = held_bytes(job.model, True) / GIB
     return (
-        f"Or gather and quantize weights once for all micro-batches, jetrl.reshard=batch under FSDP2, for {more:.1f} "
+        f"Or gather and quantize weights once for all micro-batches, jetrl.gathered=batch under FSDP2, for {more:.1f} "
         "GiB of each GPU under jet_fp8."
     )
 

@@ -385,7 +385,7 @@ def test_sizes_alone_need_neither_overrides_nor_a_folder():
         "4",
     )
     assert status == 0 and "gain over bf16" in output and "micro-batches of" in output
-    assert "jetrl.reshard=batch under FSDP2" in output
+    assert "jetrl.gathered=batch under FSDP2" in output
 
 
 def test_small_micro_batches_come_with_the_largest_that_memory_holds():

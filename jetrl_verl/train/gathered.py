@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that FSDP2 gathers once for all micro-batches of a batch (``jetrl.reshard=batch``).
+"""Weights that FSDP2 gathers once for all micro-batches of a batch (``jetrl.gathered=batch``).
 
 FSDP frees a layer's gathered weights behind each of its passes, so each micro-batch gathers all of them twice, and its
 layers quantize them twice. Between two optimizer steps they are the same weights: where the memory is there, they may
@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-LAYER, BATCH = "layer", "batch"
-"""When gathered weights are freed: behind each pass of a layer, or behind the last micro-batch of a batch."""
+PASS, BATCH = "pass", "batch"
+"""How long gathered weights stay: for a pass of their layer, or for all micro-batches of a batch."""
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``jetrl.reshard=batch`` in verl's engine under FSDP2 on two gloo processes: every bit is that of ``layer``, a
+"""``jetrl.gathered=batch`` in verl's engine under FSDP2 on two gloo processes: every bit is that of ``pass``, a
 decoder layer is gathered and quantized once a batch, and behind a batch nothing is gathered any more.
 """
 
@@ -16,7 +16,7 @@ from two_processes import run_in_two_processes
 
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.linear import JetLinear
-from jetrl_verl.train.resharding import gathered_once
+from jetrl_verl.train.gathered import gathered_once
 
 LENGTHS = (24, 3, 17, 2)
 MICRO_BATCHES, STEPS = 2, 3  # of engines.py's batch; of the optimizer
@@ -51,8 +51,8 @@ def of_decoder_layers(engine, counts: dict[int, int]) -> list[int]:
 
 def every_bit_is_that_of_gathering_each_time(rank: int, folder: str, options: dict[str, Any]) -> None:
     found = {}
-    for reshard in ("layer", "batch"):
-        engine = build(folder, reshard=reshard, **options)
+    for gathered in ("pass", "batch"):
+        engine = build(folder, gathered=gathered, **options)
         layers = [module for module in engine.module.modules() if isinstance(module, JetLinear | JetExperts)]
         with gathers_counted() as counts:
             before = log_probs(engine, rank)
@@ -65,15 +65,15 @@ def every_bit_is_that_of_gathering_each_time(rank: int, folder: str, options: di
                 gathers.append(of_decoder_layers(engine, counts))
                 made.append(max((layer.quantizations for layer in layers), default=0))
                 assert is_sharded(engine)
-        found[reshard] = [before, torch.tensor(norms), log_probs(engine, rank), sent(engine)]
+        found[gathered] = [before, torch.tensor(norms), log_probs(engine, rank), sent(engine)]
 
-        once = reshard == "batch"
+        once = gathered == "batch"
         forward = 1 if once else MICRO_BATCHES
         both = 1 if once else 2 * MICRO_BATCHES
-        assert gathers == [[forward] * 2, *[[both] * 2] * STEPS], (reshard, gathers)
+        assert gathers == [[forward] * 2, *[[both] * 2] * STEPS], (gathered, gathers)
         if layers:
-            assert made == [forward + step * both for step in range(STEPS + 1)], (reshard, made)
-    *first, weights = found["layer"]
+            assert made == [forward + step * both for step in range(STEPS + 1)], (gathered, made)
+    *first, weights = found["pass"]
     *others, other_weights = found["batch"]
     assert all(torch.equal(a, b) for a, b in zip(first, others, strict=True))
     assert not torch.equal(first[0], first[2]), "nothing was learned"
@@ -86,21 +86,21 @@ def references_and_critics_gather_once_too(rank: int, folder: str) -> None:
     for role, name, ways in (("ref", "log_probs", ("fsdp2",)), ("critic", "values", ("fsdp2", "fsdp"))):
         for strategy in ways:
             found = []
-            for reshard in ("layer", "batch"):
+            for gathered in ("pass", "batch"):
                 torch.manual_seed(0)  # of the critic's own head, which no folder has
-                engine = build(folder, role=role, strategy=strategy, reshard=reshard, ref="fp8", critic="fp8")
+                engine = build(folder, role=role, strategy=strategy, gathered=gathered, ref="fp8", critic="fp8")
                 with gathers_counted() as counts, engine.eval_mode():
                     values = engine.infer_batch(batch(rank, LENGTHS))["model_output"][name]
                 found.append(torch.cat([row[:-1] for row in values.float().unbind()]))
                 if strategy == "fsdp2":
-                    expected = 1 if reshard == "batch" else MICRO_BATCHES
-                    assert of_decoder_layers(engine, counts) == [expected] * 2, (role, reshard)
+                    expected = 1 if gathered == "batch" else MICRO_BATCHES
+                    assert of_decoder_layers(engine, counts) == [expected] * 2, (role, gathered)
                     assert is_sharded(engine)
             assert torch.equal(*found), (role, strategy)
 
 
 def a_batch_that_fails_leaves_nothing_gathered(rank: int, folder: str) -> None:
-    engine = build(folder, reshard="batch")
+    engine = build(folder, gathered="batch")
     stock, asked = engine.forward_step, []
 
     def second_fails(*args, **kwargs):

@@ -4,8 +4,8 @@
 
 With small micro-batches a GPU waits for its launches, so the host's work is what an update takes. Layers of Qwen3 as
 verl trains them, BF16 weights and activation checkpointing, but for FSDP; with ``--fsdp`` each layer is sharded by
-FSDP2 on one rank, as verl shards it, from FP32 parameters, in a micro-batch that is not the last one: gradients are
-added up and not reduced. With ``--fsdp batch`` weights stay gathered from one to the next (``jetrl.gathered=batch``):
+FSDP2 on one rank, as verl shards it, from FP32 parameters, and reduces its gradients in each micro-batch, as verl's
+YAML has it. With ``--fsdp batch`` weights stay gathered from one micro-batch to the next (``jetrl.gathered=batch``):
 
 - *bf16*: stock Hugging Face. *bf16_shared*: the shared operations between its linears. *jet_fp8*: both in FP8.
 
@@ -180,14 +180,12 @@ def join_one_rank() -> None:
 
 
 def shard(model: Qwen3ForCausalLM, gathered: str) -> None:
-    """FSDP2 as verl's ``apply_fsdp2`` puts it around the decoder, which is all that a step runs, in the state of a
-    micro-batch that is not the last one."""
+    """FSDP2 as verl's ``apply_fsdp2`` puts it around the decoder, which is all that a step runs."""
     mesh = init_device_mesh(DEVICE.type, (1,), mesh_dim_names=("fsdp",))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
     for module in (*model.model.layers, model.model.embed_tokens, model.model):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=gathered == PASS)
     model.model.set_reshard_after_backward(gathered == PASS)
-    model.model.set_requires_gradient_sync(False)
 
 
 def make(precision: str, config: Qwen3Config, fsdp: str) -> Qwen3ForCausalLM:
@@ -215,7 +213,6 @@ class Step:
 
     def __init__(self, precision: str, config: Qwen3Config, tokens: int, fsdp: str = "") -> None:
         self.model = make(precision, config, fsdp)
-        self._fsdp = fsdp
         # FSDP drops the qdata of a weight itself, with each gather.
         self._layers = [module for module in self.model.modules() if isinstance(module, JetLinear) and not fsdp]
         positions = torch.arange(tokens, device=DEVICE) % SEQUENCE
@@ -240,8 +237,7 @@ class Step:
         self._drop_qdata()
         self._out.backward(self._gradient)
         self._out = None
-        if not self._fsdp:  # which adds micro-batches up
-            self.model.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
 
     def both(self) -> None:
         self.forward()

@@ -64,6 +64,11 @@ _UNKEPT_SCALES = (
     "; this run makes them at its own first weight sync and keeps those"
 )
 
+_FREES_EACH_PASS = (
+    "jetrl: jetrl.gathered=batch has no effect on the %s, whose FSDP1 frees weights behind each pass; set %s.strategy="
+    "fsdp2"
+)
+
 
 def mask_unused_vocabulary(model: torch.nn.Module, used: int) -> None:
     """Take all probability from the vocabulary entries from ``used`` on, as the rollout does with minus infinity.
@@ -90,6 +95,9 @@ class _JetEngine(ShadowForwards):
 
     _jetrl_flat: FlatGather | None = None
     """Under FSDP1: made of the wrapped module, at the first sync."""
+
+    _jetrl_frees_each_pass = False
+    """Under ``jetrl.gathered=batch`` where this engine does not keep gathered weights, once it has said so."""
 
     def _build_module(self) -> torch.nn.Module:
         module = super()._build_module()
@@ -169,8 +177,13 @@ class _JetEngine(ShadowForwards):
     def _gathered(self) -> AbstractContextManager[None]:
         config = self.engine_config
         asked = isinstance(config, JetFSDPEngineConfig) and config.jetrl.gathered == BATCH
-        # A critic alone may be under FSDP1 then, verl's default also where there is none.
-        if not asked or fsdp_version(self.module) != 2:
+        if not asked or self._jetrl_frees_each_pass:
+            return nullcontext()
+        if fsdp_version(self.module) != 2:
+            # A critic alone: verl's default for it is FSDP1 also where a job has none, so the driver says nothing.
+            self._jetrl_frees_each_pass = True
+            if self.rank == 0:
+                logger.warning(_FREES_EACH_PASS, config.jetrl_role, config.jetrl_role)
             return nullcontext()
         return gathered_once(self.module, config.reshard_after_forward)
 

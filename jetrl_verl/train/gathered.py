@@ -32,6 +32,8 @@ def gathered_once(model: torch.nn.Module, after_forward: bool) -> Iterator[None]
         yield
     finally:
         for unit in units:
+            # A unit whose forward has raised reshards only if it would behind that forward.
+            unit.set_reshard_after_forward(True, recurse=False)
+            unit.reshard()
             unit.set_reshard_after_forward(after_forward, recurse=False)
             unit.set_reshard_after_backward(True, recurse=False)
-            unit.reshard()

@@ -145,6 +145,28 @@ def test_a_weight_gathered_for_backward_is_quantized_and_transposed_at_once(agai
     assert all(layer.quantizations == 2 for layer in made)
 
 
+def test_a_transpose_stays_as_long_as_the_weight_does(monkeypatch):
+    """Over micro-batches whose weight stays in place it is made once, and again where the weight changed or was put in
+    place again."""
+    fp8 = formats.get("fp8")
+    (layer, *_) = layers(False, "fp8")
+    made, transpose = [], fp8.transpose_weight
+    monkeypatch.setattr(fp8, "transpose_weight", lambda weight: made.append(1) or transpose(weight))
+
+    def gradient() -> torch.Tensor:
+        x = torch.ones(TOKENS, K, dtype=torch.bfloat16, requires_grad=True)
+        layer(x).float().square().sum().backward()
+        return x.grad
+
+    first, second = gradient(), gradient()
+    assert made == [1] and torch.equal(first, second)
+    with torch.no_grad():
+        layer.weight.mul_(-1)
+    assert torch.equal(gradient(), first) and len(made) == 2, "two signs: dY has the other one, too"
+    layer.weight = layer.weight
+    assert torch.equal(gradient(), first) and len(made) == 3
+
+
 @pytest.mark.parametrize("hooked", [False, True], ids=["", "hooked"])
 @pytest.mark.parametrize("tokens", [TOKENS, 0])
 def test_heads_are_those_of_the_layers_outputs(tokens, hooked):

@@ -28,6 +28,7 @@ def build(
     fsdp_size: int = -1,
     rollout_ranks: int = 1,
     checkpointing: bool = True,
+    sharding: dict[str, Any] | None = None,
     **options,
 ):
     """Engine on the model in ``folder``, initialised; to be called on each of the processes.
@@ -41,6 +42,7 @@ def build(
         fsdp_size: ranks that share the weights; -1: all of them, else there are replicas (HSDP).
         rollout_ranks: its tensor-parallel size.
         checkpointing: whether the backward recomputes each layer, as by verl's default.
+        sharding: further fields of verl's engine config.
         options: fields of ``JetConfig`` that differ from ``precision=jet_fp8``; ``precision="bf16"`` is verl's engine.
     """
     from verl.trainer.config import CheckpointConfig
@@ -53,6 +55,8 @@ def build(
     fields = {"precision": "jet_fp8", "train": "fp8", "rollout": "fp8"} | options
     common = dict(strategy=strategy, use_torch_compile=False, fsdp_size=fsdp_size)
     common["ulysses_sequence_parallel_size"] = ulysses
+    # As verl's YAML has it; its dataclass has True.
+    common |= {"use_no_sync_for_gradient_accumulation": False} | (sharding or {})
     stock = fields["precision"] == "bf16"
     schedule = {"lr": 1e-3, "lr_warmup_steps": 0, "total_training_steps": 10} | (optimizer or {})
     engine = EngineRegistry.new(

@@ -28,7 +28,10 @@ JOBS: dict[str, dict[str, Any]] = {
     "BF16 backward": dict(backward="bf16"),
     "fp8_rollout": dict(precision="fp8_rollout", **BF16),
     "mixture": dict(operations="shared"),
+    "not reduced": dict(sharding=dict(use_no_sync_for_gradient_accumulation=True)),
+    "HSDP": dict(fsdp_size=1),
 }
+"""verl's YAML reduces gradients in each micro-batch."""
 
 
 def log_probs(engine, seed: int) -> torch.Tensor:
@@ -43,7 +46,7 @@ def is_sharded(engine) -> bool:
 
 
 def of_decoder_layers(engine, counts: dict[int, int]) -> list[int]:
-    """Gathers of the groups that the decoder's layers have; the root has embedding, last norm and head."""
+    """Gathers of the groups that the decoder's layers have."""
     decoder = getattr(engine.module, engine.module.base_model_prefix, engine.module)
     groups = [layer._get_fsdp_state()._fsdp_param_group for layer in decoder.layers]
     return [counts.pop(id(group)) for group in groups]
@@ -99,22 +102,25 @@ def references_and_critics_gather_once_too(rank: int, folder: str) -> None:
             assert torch.equal(*found), (role, strategy)
 
 
-def a_batch_that_fails_leaves_nothing_gathered(rank: int, folder: str) -> None:
-    engine = build(folder, gathered="batch")
-    stock, asked = engine.forward_step, []
+def a_batch_that_fails_leaves_nothing_gathered(rank: int, folder: str, after_forward: bool) -> None:
+    """In the second micro-batch, in a forward of the last layer, or in its backward."""
+    engine = build(folder, gathered="batch", sharding=dict(reshard_after_forward=after_forward))
+    for what in ("register_forward_pre_hook", "register_full_backward_pre_hook"):
+        asked = []
 
-    def second_fails(*args, **kwargs):
-        asked.append(1)
-        if len(asked) == 2:
-            raise FloatingPointError("as a loss may")
-        return stock(*args, **kwargs)
+        def second_fails(*_):
+            asked.append(1)  # noqa: B023  (called in this turn alone)
+            if len(asked) == 2:  # noqa: B023
+                raise FloatingPointError("as a check of values may")
 
-    engine.forward_step = second_fails
-    with pytest.raises(FloatingPointError):
-        log_probs(engine, rank)
-    assert is_sharded(engine)
-    engine.forward_step = stock
-    assert train(engine, rank, lengths=LENGTHS) > 0
+        hook = getattr(engine.module.model.layers[-1], what)(second_fails)
+        with pytest.raises(FloatingPointError):
+            if "backward" in what:
+                train(engine, rank, lengths=LENGTHS)
+            else:
+                log_probs(engine, rank)
+        hook.remove()
+        assert is_sharded(engine), what
 
 
 def flags_are_those_of_before(rank: int, folder: str) -> None:
@@ -150,8 +156,9 @@ def test_weights_gathered_once_give_every_bit_of_those_gathered_for_each_pass(jo
     run_in_two_processes(every_bit_is_that_of_gathering_each_time, folder, JOBS[job])
 
 
-def test_a_batch_that_fails_leaves_nothing_gathered(folders, cpu_platform):
-    run_in_two_processes(a_batch_that_fails_leaves_nothing_gathered, folders["qwen3"])
+@pytest.mark.parametrize("after_forward", [True, False])
+def test_a_batch_that_fails_leaves_nothing_gathered(after_forward, folders, cpu_platform):
+    run_in_two_processes(a_batch_that_fails_leaves_nothing_gathered, folders["qwen3"], after_forward)
 
 
 def test_references_and_critics_gather_once_too(folders, cpu_platform):

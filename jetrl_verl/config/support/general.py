@@ -170,7 +170,7 @@ GENERAL_ROWS: tuple[Row, ...] = (
         "gathered_once_under_fsdp1",
         "FSDP1 with weights that stay gathered",
         GATHERED_ONCE,
-        "FSDP1 frees them behind each micro-batch",
+        "FSDP1 frees them behind each pass",
         "Set {key}=fsdp2, or jetrl.gathered=pass",
         tuple(f"{role}.strategy" for role in (ACTOR, REF)),
         Wrong("`fsdp`", lambda value, get: value == "fsdp"),

@@ -136,7 +136,7 @@ FOLDED = Scope(
 _ONCE = "jetrl.gathered=batch"
 _FSDP2 = tuple(f"{role}.strategy=fsdp2" for role in (ACTOR, REF))  # FSDP1 is verl's default
 GATHERED_ONCE = Scope(_ONCE, f"`{_ONCE}`", _is("jetrl.gathered", "batch"), (*_STOCK, _ONCE, *_FSDP2))
-"""What frees gathered weights behind each micro-batch whatever it is told."""
+"""Weights that stay gathered for all micro-batches."""
 
 UNCOMPOSED = Scope(
     "a configuration that Hydra did not compose", "a configuration that Hydra did not compose", lambda get: False

@@ -4,10 +4,11 @@
 
 from dataclasses import dataclass
 
-from jetrl_verl.formats.catalog import UNQUANTIZED
+from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED
 from jetrl_verl.nn.chunked_logits import CHUNK_BYTES, KEPT_BYTES
 from jetrl_verl.tools.advise.rollout import WEIGHT_BYTES
 from jetrl_verl.tools.advise.shapes import BF16, Model
+from jetrl_verl.tools.advise.trainer import Flow
 
 GIB = 2**30
 GPU_BYTES = 139.8 * GIB
@@ -85,11 +86,12 @@ def trainer_memory(
     )
 
 
-def held_bytes(model: Model, quantized: bool) -> float:
-    """Of weights that stay gathered (``jetrl.gathered=batch``): all in BF16; ``quantized``: also qdata and their
-    transposes, which a mixture's experts do not keep."""
-    qdata = model.quantized * (2 if model.experts is None else 1)
-    return BF16 * model.parameters + (qdata if quantized else 0)
+def held_bytes(model: Model, flow: Flow) -> float:
+    """Of weights that stay gathered (``jetrl.gathered=batch``): all in BF16, under FP8 also qdata, and their transposes
+    where DGrad reads them; a mixture's experts keep none."""
+    transposes = flow.backward == FLOW and model.experts is None
+    qdata = model.quantized * (1 + transposes) if flow.linears == FLOW else 0
+    return BF16 * model.parameters + qdata
 
 
 def _logits(count: float, shared: bool) -> float:

@@ -227,7 +227,7 @@ def predict(rates: Rates, job: Job, precision: Precision) -> Prediction:
         checkpointing=job.checkpointing,
         eight_bit=job.eight_bit,
         shared=precision.trainer.operations == "shared",
-        held=held_bytes(model, precision.trainer.linears == FLOW) if once else 0.0,
+        held=held_bytes(model, precision.trainer) if once else 0.0,
     )
     fits = memory.sequences(job.prompt + job.response)
     return Prediction(precision.name, phases, schedule, peak, memory, fits)

@@ -16,6 +16,7 @@ from jetrl_verl.tools.advise.memory import GIB, GPU_BYTES, held_bytes, trainer_m
 from jetrl_verl.tools.advise.predict import PHASES, SMALL_MICRO_BATCH, Prediction, batches
 from jetrl_verl.tools.advise.rates import Rates
 from jetrl_verl.tools.advise.settings import Finding, unseen
+from jetrl_verl.tools.advise.trainer import JET
 
 LARGER_BY = 2048
 """Tokens by which larger micro-batches are looked for."""
@@ -28,11 +29,14 @@ def warnings(job: Job, predictions: list[Prediction]) -> list[str]:
     if job.model.experts is not None:
         # A forward for the old log-probabilities; a forward and a backward for the update.
         passes = batch.micro + 2 * update.micro * job.epochs
+        if job.gathers_once:
+            passes = 1 + job.mini_batches * job.epochs
         gathered = passes * 2 * job.model.in_layers
         found.append(
             "a mixture of experts is predicted from rates of dense layers, so its seconds are rough (docs/advise.md): "
             "tokens are taken to be spread evenly over the experts, and FSDP's gathers of whole layers, "
-            f"{gathered / 1e9:.0f} GB a GPU and step, are in no prediction; larger micro-batches make them fewer."
+            f"{gathered / 1e9:.0f} GB a GPU and step, are in no prediction"
+            + ("." if job.gathers_once else "; larger micro-batches make them fewer.")
         )
     small = min(scored, trained)
     if small < SMALL_MICRO_BATCH:
@@ -40,7 +44,7 @@ def warnings(job: Job, predictions: list[Prediction]) -> list[str]:
             f"micro-batches of {small:.0f} tokens are smaller than any that a record confirms ({SMALL_MICRO_BATCH}): "
             "the GPU waits for launches, of which FP8 layers make more, and jet_fp8 may be slower than bf16 "
             f"(10.6 s against 8.1 at micro-batches of 2,240 tokens); {larger_micro_batches(job)}"
-            + ("" if job.gathers_once else f" {gathered_once(job)}")
+            + gathered_once(job, predictions)
         )
     for each in predictions:
         if math.isinf(each.step):
@@ -58,10 +62,13 @@ def warnings(job: Job, predictions: list[Prediction]) -> list[str]:
             f"preempted and prefilled again ({counts}); raise gpu_memory_utilization or lower max_num_seqs."
         )
     first = predictions[0]
-    if first.trainer.peak > GPU_BYTES:
+    most = max(predictions, key=lambda each: each.trainer.peak)
+    if most.trainer.peak > GPU_BYTES:
+        held = job.gathers_once and most.trainer.peak > first.trainer.peak
         found.append(
-            f"an update needs {first.trainer.peak / GIB:.0f} GiB of a GPU's {GPU_BYTES / GIB:.0f}; use smaller "
-            "micro-batches, more GPUs, offload, or 8-bit moments."
+            f"an update needs {most.trainer.peak / GIB:.0f} GiB of a GPU's {GPU_BYTES / GIB:.0f} under "
+            f"{most.precision}; use smaller micro-batches, more GPUs, offload, "
+            + ("jetrl.gathered=pass, or 8-bit moments." if held else "or 8-bit moments.")
         )
     resting = first.trainer.state + job.utilization * GPU_BYTES
     if resting > GPU_BYTES:
@@ -83,7 +90,13 @@ def larger_micro_batches(job: Job) -> str:
     def peak(tokens: int) -> float:
         shards = job.shards or job.gpus
         return trainer_memory(
-            job.model, shards, tokens, checkpointing=job.checkpointing, eight_bit=job.eight_bit, shared=False
+            job.model,
+            shards,
+            tokens,
+            checkpointing=job.checkpointing,
+            eight_bit=job.eight_bit,
+            shared=False,
+            held=held_bytes(job.model, JET) if job.gathers_once else 0.0,
         ).peak
 
     counts = range(max(1, math.ceil(has / step)), math.ceil(length / step) - 1, -1)
@@ -95,12 +108,17 @@ def larger_micro_batches(job: Job) -> str:
     return f"make them larger: {count} sequences fit, {ACTOR}.ppo_micro_batch_size_per_gpu={count}."
 
 
-def gathered_once(job: Job) -> str:
-    """What ``jetrl.gathered=batch`` would take of a GPU."""
-    more = held_bytes(job.model, True) / GIB
+def gathered_once(job: Job, predictions: list[Prediction]) -> str:
+    """What ``jetrl.gathered=batch`` would take of a GPU under ``jet_fp8``, where 0.9 of it has the room; else empty."""
+    jet = next((each.trainer for each in predictions if each.precision == "jet_fp8"), None)
+    if jet is None or job.gathers_once:
+        return ""
+    more = held_bytes(job.model, JET)
+    if jet.peak + more > 0.9 * GPU_BYTES:
+        return ""
     return (
-        f"Or gather and quantize weights once for all micro-batches, jetrl.gathered=batch under FSDP2, for {more:.1f} "
-        "GiB of each GPU under jet_fp8."
+        " Or gather and quantize weights once for all micro-batches, jetrl.gathered=batch under FSDP2, for "
+        f"{more / GIB:.1f} GiB of each GPU under jet_fp8."
     )
 
 

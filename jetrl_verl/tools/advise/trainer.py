@@ -3,7 +3,7 @@
 """Seconds of the trainer: old log-probabilities, reference, update. Equations: docs/advise.md, "Training".
 
 A pass over T tokens is GEMMs of the layers and of lm_head at measured rates, attention at a measured rate, what lies
-between at a measured multiple of the bytes that it must move, and per micro-batch the weights' quantization.
+between at a measured multiple of the bytes that it must move, and for each gather the weights' cast and quantization.
 """
 
 from dataclasses import dataclass

@@ -19,10 +19,10 @@ from jetrl_verl.config.support.row import DRIVER, WORKER, shown
 from jetrl_verl.config.support.table import INEXACT_ROWS
 from jetrl_verl.tools.advise import AdviseError
 from jetrl_verl.tools.advise.job import Job, Means, compose, job_of_config, job_of_options, words_of_script
-from jetrl_verl.tools.advise.memory import GPU_BYTES, rollout_memory, rollout_weights, trainer_memory
+from jetrl_verl.tools.advise.memory import GIB, GPU_BYTES, held_bytes, rollout_memory, rollout_weights, trainer_memory
 from jetrl_verl.tools.advise.predict import STOCK_VERL, Precision, batches, precisions, predict
 from jetrl_verl.tools.advise.rates import measured
-from jetrl_verl.tools.advise.report import larger_micro_batches
+from jetrl_verl.tools.advise.report import larger_micro_batches, warnings
 from jetrl_verl.tools.advise.rollout import Engine, decode_step, generate, response_lengths
 from jetrl_verl.tools.advise.settings import BITS, REFUSED, STOCK, findings, model_findings, settings_of, unseen
 from jetrl_verl.tools.advise.shapes import KNOWN, known_name, model_of
@@ -152,8 +152,31 @@ def test_weights_gathered_once_take_memory_and_save_what_each_micro_batch_spends
             scoring = [each.phases[phase].parts["gathered"] for each in (before, after)]
             assert scoring[1] == pytest.approx(scoring[0] / scored.micro), phase
         assert after.trainer.gathered == (bytes_held or 2 * EIGHT.parameters) > before.trainer.gathered
+    assert held_bytes(EIGHT, replace(JET, backward="bf16")) == 2 * EIGHT.parameters + EIGHT.quantized
     for name in STOCK_VERL:
         assert predict(measured(), once, column(name, once)) == predict(measured(), asked, column(name, asked))
+
+
+def test_what_stays_gathered_is_counted_where_memory_is_looked_at():
+    """A 14B model over four GPUs, which with its weights gathered has no room for the micro-batches it else has."""
+    small = job_of_options("qwen3-14b", 4, 512, 2048, 64, 8, Means(256, 1024))
+    small = replace(small, micro_tokens=2048, log_prob_tokens=2048)
+    once = replace(small, gathers_once=True)
+
+    def tokens(asked: Job) -> int:
+        return int(larger_micro_batches(asked).rpartition("=")[2].rstrip("."))
+
+    assert tokens(once) < tokens(small)
+
+    def said(asked: Job) -> str:
+        return " ".join(warnings(asked, [predict(measured(), asked, each) for each in precisions(asked, True)]))
+
+    assert f"jetrl.gathered=batch under FSDP2, for {held_bytes(small.model, JET) / GIB:.1f} GiB" in said(small)
+    assert "jetrl.gathered=batch" not in said(once), "it is set already"
+    large = job_of_options("qwen3-32b", 16, 512, 2048, 64, 16, Means(256, 1024))
+    large = replace(large, micro_tokens=2048, log_prob_tokens=2048)
+    assert "jetrl.gathered" not in said(large), "119 GiB more do not fit"
+    assert "jetrl.gathered=pass, or 8-bit moments" in said(replace(large, gathers_once=True))
 
 
 def test_phases_add_up_and_parts_to_their_phase():

@@ -74,8 +74,7 @@ class Job:
         """Of the model, written where it is not there yet."""
         folder = self.out / "models" / (f"{self.model}-{tp}_ranks" if self.tiny else self.model)
         with one_at_a_time(folder):
-            if not (folder / "tokenizer.json").exists():
-                write_model_apart(self.model, folder, self.tiny, ranks=tp)
+            write_model_apart(self.model, folder, self.tiny, ranks=tp)
         return folder
 
     def words(self, row: Row, tp: int, model: Path) -> list[str]:

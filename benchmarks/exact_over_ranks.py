@@ -158,8 +158,7 @@ class Job:
         parts = [cell.model, f"{layers}_layers" if layers else "", f"{self.gpus}_ranks" if self.tiny else ""]
         folder = self.out / "models" / "-".join(filter(None, parts))
         with one_at_a_time(folder):
-            if not (folder / "tokenizer.json").exists():
-                write_model_apart(cell.model, folder, self.tiny, layers, ranks=self.gpus)
+            write_model_apart(cell.model, folder, self.tiny, layers, ranks=self.gpus)
         return folder
 
     def words(self, name: str, precision: str, model: Path) -> list[str]:

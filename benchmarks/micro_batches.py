@@ -302,8 +302,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options.out = options.out.resolve()
     parts = (options.model, f"{options.layers}_layers" if options.layers else "", "tiny" if options.tiny else "")
     model = options.out / "models" / "-".join(filter(None, parts))
-    if not (model / "tokenizer.json").exists():
-        write_model_apart(options.model, model, options.tiny, options.layers)
+    write_model_apart(options.model, model, options.tiny, options.layers)
     # As Ray has them in a worker that claims one core.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     settings = {name: getattr(options, name) for name in ("model", "layers", "sequences", "length", "tiny")}

@@ -290,9 +290,13 @@ def write_model_apart(
 ) -> None:
     """:func:`write_model` of a published shape, in a process of its own: this one then holds no memory of a GPU.
 
+    Nothing where the tokenizer, which is written last, is there already.
+
     Args:
         small: the :func:`tiny` one for a rollout over ``ranks``.
     """
+    if (folder / "tokenizer.json").exists():
+        return
     words = ["model", name, str(folder), *(["--tiny", "--ranks", str(ranks)] if small else [])]
     words += [*(["--layers", str(layers)] if layers else []), *(["--ends", str(ends)] if ends else [])]
     subprocess.run([sys.executable, "-m", "benchmarks.published_shapes", *words], cwd=ROOT, check=True)

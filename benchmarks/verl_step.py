@@ -320,8 +320,7 @@ def main(words: list[str] | None = None) -> int:
     of_ranks = f"-{options.tp}_ranks" if options.tiny and options.tp > 1 else ""
     model, data = out / "models" / f"{shape}{of_ranks}", data_of(out)
     compiled = compile_bytecode(console)
-    if not (model / "tokenizer.json").exists():
-        write_model_apart(options.model, model, options.tiny, options.layers, ranks=options.tp)
+    write_model_apart(options.model, model, options.tiny, options.layers, ranks=options.tp)
     prepare_data(out, options.sequences * options.steps)
     compiled()
     needed = functools.partial(fastest, results, job)

@@ -235,7 +235,8 @@ class Chain:
             round(ended - since, 1),
             min(steps_done, default=None),
             max(steps_done, default=None),
-            last_errors(paths.log) if status != 0 else [],
+            # A driver that was killed has said nothing about it.
+            last_errors(paths.log) if status != 0 and not (fault and fault.victim == "driver") else [],
             left,
             gone,
             most,

@@ -46,9 +46,9 @@ def check(run: Run) -> None:
     "trainer",
     [
         (f"{ACTOR}.ulysses_sequence_parallel_size=2",),
-        (f"{ACTOR}.fsdp_config.fsdp_size=1",),
+        (f"{ACTOR}.fsdp_config.fsdp_size=1", f"{ACTOR}.ppo_micro_batch_size_per_gpu=8", "jetrl.gathered=batch"),
     ],
-    ids=["FSDP2 and Ulysses, packed", "HSDP, two replicas of one, packed"],
+    ids=["FSDP2 and Ulysses, packed", "HSDP, two replicas of one, packed, weights gathered once"],
 )
 def test_a_rollout_of_two_ranks_has_the_trainers_log_probabilities_at_every_step(policy, tmp_path, trainer):
     check(train(policy, "jet_fp8_exact", tmp_path, STEPS, *TWO_RANKS, *trainer))

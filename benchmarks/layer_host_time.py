@@ -49,7 +49,6 @@ from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.tools.provenance import provenance
-from jetrl_verl.train.gathered import BATCH, PASS
 from jetrl_verl.train.shared_operations import share_operations
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -184,8 +183,8 @@ def shard(model: Qwen3ForCausalLM, gathered: str) -> None:
     mesh = init_device_mesh(DEVICE.type, (1,), mesh_dim_names=("fsdp",))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
     for module in (*model.model.layers, model.model.embed_tokens, model.model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=gathered == PASS)
-    model.model.set_reshard_after_backward(gathered == PASS)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=gathered == "pass")
+    model.model.set_reshard_after_backward(gathered == "pass")
 
 
 def make(precision: str, config: Qwen3Config, fsdp: str) -> Qwen3ForCausalLM:
@@ -435,8 +434,8 @@ def main() -> int:
     parser.add_argument(
         "--fsdp",
         nargs="?",
-        choices=(PASS, BATCH),
-        const=PASS,
+        choices=("pass", "batch"),
+        const="pass",
         default="",
         help="shard the layers by FSDP2, on one rank; freed behind each layer's pass, or behind a batch",
     )

@@ -49,7 +49,7 @@ from jetrl_verl.patches import weight_sync
 from jetrl_verl.sync.wire import SyncStatistics, quantized_by
 from jetrl_verl.train.flat_gather import FlatGather
 from jetrl_verl.train.gather import Gather
-from jetrl_verl.train.gathered import BATCH, gathered_once
+from jetrl_verl.train.gathered import gathered_once
 from jetrl_verl.train.shared_operations import TokenNumbers, ask_for, share_operations
 from jetrl_verl.train.weight_stream import stated_routing, weight_stream
 
@@ -96,9 +96,6 @@ class _JetEngine(ShadowForwards):
     _jetrl_flat: FlatGather | None = None
     """Under FSDP1: made of the wrapped module, at the first sync."""
 
-    _jetrl_frees_each_pass = False
-    """Under ``jetrl.gathered=batch`` where this engine does not keep gathered weights, once it has said so."""
-
     def _build_module(self) -> torch.nn.Module:
         module = super()._build_module()
         config = self.engine_config
@@ -112,6 +109,9 @@ class _JetEngine(ShadowForwards):
     def _run_in_our_precision(self, module: torch.nn.Module, config: JetFSDPEngineConfig) -> None:
         options = config.jetrl
         self._jetrl_sync = SyncStatistics()
+        if options.gathered == "batch" and config.strategy != "fsdp2" and self.rank == 0:
+            # A critic alone: verl's default for it is FSDP1 also where a job has none, so the driver says nothing.
+            logger.warning(_FREES_EACH_PASS, config.jetrl_role, config.jetrl_role)
         if config.jetrl_role == "actor":
             fold_missing(module, options.invariant_scaling)
             self._jetrl_kept_scales = {} if options.int8_scales == "first" else None
@@ -176,16 +176,10 @@ class _JetEngine(ShadowForwards):
 
     def _gathered(self) -> AbstractContextManager[None]:
         config = self.engine_config
-        asked = isinstance(config, JetFSDPEngineConfig) and config.jetrl.gathered == BATCH
-        if not asked or self._jetrl_frees_each_pass:
-            return nullcontext()
-        if fsdp_version(self.module) != 2:
-            # A critic alone: verl's default for it is FSDP1 also where a job has none, so the driver says nothing.
-            self._jetrl_frees_each_pass = True
-            if self.rank == 0:
-                logger.warning(_FREES_EACH_PASS, config.jetrl_role, config.jetrl_role)
-            return nullcontext()
-        return gathered_once(self.module, config.reshard_after_forward)
+        asked = isinstance(config, JetFSDPEngineConfig) and config.jetrl.gathered == "batch"
+        if asked and config.strategy == "fsdp2":
+            return gathered_once(self.module, config.reshard_after_forward)
+        return nullcontext()
 
     def get_per_tensor_param(self, **kwargs: Any):
         """Stream of the weight sync, see sync/wire.py; verl's own unless this is the actor under our config."""

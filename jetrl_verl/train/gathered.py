@@ -13,9 +13,6 @@ from contextlib import contextmanager
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-PASS, BATCH = "pass", "batch"
-"""How long gathered weights stay: for a pass of their layer, or for all micro-batches of a batch."""
-
 
 @contextmanager
 def gathered_once(model: torch.nn.Module, after_forward: bool) -> Iterator[None]:

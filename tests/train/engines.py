@@ -11,6 +11,8 @@ import torch
 from tensordict import TensorDict
 
 from jetrl_verl.config.options import JetConfig
+from jetrl_verl.nn.experts import JetExperts
+from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 from jetrl_verl.sync.stacks import parts_of
 from jetrl_verl.sync.wire import unpacked
@@ -122,6 +124,18 @@ def train(engine, seed: int, **form) -> float | None:
 
     with engine.train_mode():
         return engine.train_batch(batch(seed, **form), partial(sft_loss, None)).get("metrics", {}).get("grad_norm")
+
+
+def outputs(engine, seed: int, name: str = "log_probs", **form) -> torch.Tensor:
+    """What an engine says of the ``seed``'s tokens that have a successor, FP32."""
+    with engine.eval_mode():
+        found = engine.infer_batch(batch(seed, **form))["model_output"][name]
+    return torch.cat([row[:-1] for row in found.float().unbind()])
+
+
+def quantized(model: torch.nn.Module) -> list[JetLinear | JetExperts]:
+    """Modules of a model that quantize weights."""
+    return [module for module in model.modules() if isinstance(module, JetLinear | JetExperts)]
 
 
 def sent(engine) -> dict[str, torch.Tensor]:

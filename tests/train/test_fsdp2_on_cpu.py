@@ -7,7 +7,7 @@ Each test starts two processes that run one of the functions below and compare w
 
 import pytest
 import torch
-from engines import gathers_counted
+from engines import gathers_counted, quantized
 from tiny_models import tiny_model
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -15,8 +15,6 @@ from transformers import PreTrainedModel
 from two_processes import WORLD, run_in_two_processes
 
 from jetrl_verl.models.plan import plan_linears
-from jetrl_verl.nn.experts import JetExperts
-from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
 
 FAMILIES = ("qwen3", "qwen3_moe")
@@ -45,10 +43,6 @@ def loss_of(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(tokens, use_cache=False).logits
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
-
-
-def quantized(model: torch.nn.Module) -> list[JetLinear | JetExperts]:
-    return [module for module in model.modules() if isinstance(module, JetLinear | JetExperts)]
 
 
 def full_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:

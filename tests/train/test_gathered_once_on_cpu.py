@@ -4,45 +4,39 @@
 decoder layer is gathered and quantized once a batch, and behind a batch nothing is gathered any more.
 """
 
+from functools import partial
 from typing import Any
 
+import engines
 import pytest
 import torch
-from engines import batch, build, gathers_counted, sent, train
+from engines import build, gathers_counted, quantized, sent
 from tiny_models import tiny_model, with_preferences
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from two_processes import run_in_two_processes
 
-from jetrl_verl.nn.experts import JetExperts
-from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.train.gathered import gathered_once
 
 LENGTHS = (24, 3, 17, 2)
+outputs, train = partial(engines.outputs, lengths=LENGTHS), partial(engines.train, lengths=LENGTHS)
 MICRO_BATCHES, STEPS = 2, 3  # of engines.py's batch; of the optimizer
-BF16 = dict(train="bf16", rollout="fp8")
+# verl's YAML, and so this engine, reduces gradients in each micro-batch.
 JOBS: dict[str, dict[str, Any]] = {
     "jet_fp8": {},
     "shared": dict(operations="shared"),
     "not checkpointed": dict(operations="shared", checkpointing=False),
     "BF16 backward": dict(backward="bf16"),
-    "fp8_rollout": dict(precision="fp8_rollout", **BF16),
+    "fp8_rollout": dict(precision="fp8_rollout", train="bf16"),
     "mixture": dict(operations="shared"),
     "not reduced": dict(sharding=dict(use_no_sync_for_gradient_accumulation=True)),
     "HSDP": dict(fsdp_size=1),
 }
-"""verl's YAML reduces gradients in each micro-batch."""
-
-
-def log_probs(engine, seed: int) -> torch.Tensor:
-    with engine.eval_mode():
-        found = engine.infer_batch(batch(seed, LENGTHS))["model_output"]["log_probs"]
-    return torch.cat([row[:-1] for row in found.float().unbind()])
 
 
 def is_sharded(engine) -> bool:
-    layers = [module for module in engine.module.modules() if isinstance(module, JetLinear | JetExperts)]
-    return all(isinstance(p, DTensor) for p in engine.module.parameters()) and not any(x.holds_qdata for x in layers)
+    held = [layer for layer in quantized(engine.module) if layer.holds_qdata]
+    return all(isinstance(parameter, DTensor) for parameter in engine.module.parameters()) and not held
 
 
 def of_decoder_layers(engine, counts: dict[int, int]) -> list[int]:
@@ -56,19 +50,19 @@ def every_bit_is_that_of_gathering_each_time(rank: int, folder: str, options: di
     found = {}
     for gathered in ("pass", "batch"):
         engine = build(folder, gathered=gathered, **options)
-        layers = [module for module in engine.module.modules() if isinstance(module, JetLinear | JetExperts)]
+        layers = quantized(engine.module)
         with gathers_counted() as counts:
-            before = log_probs(engine, rank)
+            before = outputs(engine, rank)
             gathers = [of_decoder_layers(engine, counts)]
             made = [max((layer.quantizations for layer in layers), default=0)]
             assert is_sharded(engine)
             norms = []
             for _ in range(STEPS):
-                norms.append(train(engine, rank, lengths=LENGTHS))
+                norms.append(train(engine, rank))
                 gathers.append(of_decoder_layers(engine, counts))
                 made.append(max((layer.quantizations for layer in layers), default=0))
                 assert is_sharded(engine)
-        found[gathered] = [before, torch.tensor(norms), log_probs(engine, rank), sent(engine)]
+        found[gathered] = [before, torch.tensor(norms), outputs(engine, rank), sent(engine)]
 
         once = gathered == "batch"
         forward = 1 if once else MICRO_BATCHES
@@ -92,9 +86,8 @@ def references_and_critics_gather_once_too(rank: int, folder: str) -> None:
             for gathered in ("pass", "batch"):
                 torch.manual_seed(0)  # of the critic's own head, which no folder has
                 engine = build(folder, role=role, strategy=strategy, gathered=gathered, ref="fp8", critic="fp8")
-                with gathers_counted() as counts, engine.eval_mode():
-                    values = engine.infer_batch(batch(rank, LENGTHS))["model_output"][name]
-                found.append(torch.cat([row[:-1] for row in values.float().unbind()]))
+                with gathers_counted() as counts:
+                    found.append(outputs(engine, rank, name))
                 if strategy == "fsdp2":
                     expected = 1 if gathered == "batch" else MICRO_BATCHES
                     assert of_decoder_layers(engine, counts) == [expected] * 2, (role, gathered)
@@ -116,9 +109,9 @@ def a_batch_that_fails_leaves_nothing_gathered(rank: int, folder: str, after_for
         hook = getattr(engine.module.model.layers[-1], what)(second_fails)
         with pytest.raises(FloatingPointError):
             if "backward" in what:
-                train(engine, rank, lengths=LENGTHS)
+                train(engine, rank)
             else:
-                log_probs(engine, rank)
+                outputs(engine, rank)
         hook.remove()
         assert is_sharded(engine), what
 
@@ -133,7 +126,7 @@ def flags_are_those_of_before(rank: int, folder: str) -> None:
         groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]
         return [(group._reshard_after_forward, group.reshard_after_backward) for group in groups]
 
-    log_probs(engine, rank)
+    outputs(engine, rank)
     for after_forward in (True, False):
         engine.module.set_reshard_after_forward(after_forward)
         before = flags()

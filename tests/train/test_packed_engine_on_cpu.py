@@ -4,9 +4,11 @@
 what a checkpoint says of the attention, and Ulysses sequence parallelism.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import engines
 import pytest
 import torch
 import verl.trainer.main_ppo  # noqa: F401  (the plugin registers itself through verl, as in a run)
@@ -20,6 +22,7 @@ from two_processes import WORLD, run_in_two_processes
 from jetrl_verl.config.options import PRECISIONS
 
 LENGTHS = (24, 3, 17, 2)
+outputs = partial(engines.outputs, lengths=LENGTHS)
 
 
 def rows_of_the_table() -> dict[str, dict[str, Any]]:
@@ -33,13 +36,6 @@ def rows_of_the_table() -> dict[str, dict[str, Any]]:
             if fields not in found.values():
                 found[precision] = fields
     return found
-
-
-def outputs(engine, seed: int, name: str = "log_probs", **form) -> torch.Tensor:
-    """What an engine says of the tokens that have a successor, FP32."""
-    with engine.eval_mode():
-        found = engine.infer_batch(batch(seed, LENGTHS, **form))["model_output"][name]
-    return torch.cat([row[:-1] for row in found.float().unbind()])
 
 
 def every_precision_takes_packed_steps(rank: int, folder: str, rows: dict[str, dict[str, Any]]) -> None:

@@ -21,16 +21,19 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.advise_ranks import engine_records, fit_host, fit_reductions
 from benchmarks.advise_steps import (
     CALIBRATING,
+    CALIBRATING_ROWS,
+    OLD_LOGITS,
     OLD_ROLLOUT,
     OLD_SYNC,
-    VERLS_PARTS,
     Record,
+    fit_verl,
     shipped_records,
     step_records,
 )
-from benchmarks.advise_sync import LAUNCHES, fit_replicas, fit_sync, sync_records
+from benchmarks.advise_sync import LAUNCHES, fit_gpus, fit_sync, sync_records
 from benchmarks.pages import with_written
 from jetrl_verl.tools.advise import rates as of_package
 from jetrl_verl.tools.advise.memory import GIB, trainer_memory
@@ -74,6 +77,7 @@ COMMITS_BY_LOG = {
 }
 """Of records that name no build themselves, and of figures of the log."""
 
+OLD_LAUNCHES = "a trainer whose layers took 1.24 to 1.35 times stock BF16's work on the host, as before 3ef25ed"
 READING = "docs/log/step_time.md, independent reading at e299c5b"
 SEVERAL = "docs/log/several_gpus.md, 6bfcf29"
 BF16, FP8, INT8 = Engine("bf16"), Engine("fp8", shared=True), Engine("int8")
@@ -279,7 +283,12 @@ def verl_parts(rates: Rates, precision: str) -> dict[str, float]:
 
 def verl_records() -> Iterable[Record]:
     words = {"generation": "generation", "old": "old log-probabilities", "update": "update", "sync": "weight sync"}
-    replaced = {"generation": OLD_ROLLOUT.said, "sync": OLD_SYNC.said}
+    replaced = {
+        "generation": OLD_ROLLOUT.said,
+        "old": OLD_LOGITS.said,
+        "update": OLD_LOGITS.said,
+        "sync": OLD_SYNC.said,
+    }
     for precision, found in IN_VERL.items():
         for part, phase in words.items():
             measured = found[part]
@@ -317,10 +326,8 @@ def verl_records() -> Iterable[Record]:
             seconds,
             SEVERAL,
             lambda r, f=flow: update(r, DEMO_1_4B, f, Batch(128 * 70, 70, 4)).total + r["verl.update"],
+            caveat=OLD_LAUNCHES if flow is JET else "",
         )
-
-
-OLD_LOGITS = "logits that are whole in FP32, as before 86699aa"
 
 
 def memory_records() -> Iterable[Record]:
@@ -332,7 +339,7 @@ def memory_records() -> Iterable[Record]:
 
     cost, shares = results("exact_cost")["training"], results("phase_shares")["training"]
     for precision in ("bf16", "jet_fp8"):
-        shared, caveat = precision != "bf16", OLD_LOGITS if precision != "bf16" else ""
+        shared, caveat = precision != "bf16", OLD_LOGITS.said if precision != "bf16" else ""
         yield Record(
             "memory", f"8B, peak of 8 x 1024, {precision}", cost[precision]["peak_gib"], "exact_cost_h200.json",
             lambda r, s=shared: passing(EIGHT, 8192, s), caveat=caveat,
@@ -361,7 +368,8 @@ def memory_records() -> Iterable[Record]:
 
 def records() -> list[Record]:
     steps = sorted((ROOT / "benchmarks" / "results").glob("verl_step*_h200.json"))
-    every = (training_records(), rollout_records(), sync_records(), verl_records(), memory_records())
+    every = (training_records(), rollout_records(), engine_records(EIGHT), sync_records(), verl_records())
+    every = (*every, memory_records())
     return [*(one for records_ in every for one in records_), *step_records(steps), *shipped_records(SHIPPED)]
 
 
@@ -386,36 +394,23 @@ def fit() -> dict[str, dict]:
             rate = _gemm_operations(what, "qwen3-8b") / _gemm_seconds(what, "qwen3-8b", contender)
             file = "full_wgrad_h200.json" if what == "wgrad" else "full_fprop_dgrad_h200.json"
             put(f"gemm.{kind}.{what}", rate, "operations/s", f"{file}, Qwen3-8B's linears, 8k and 16k tokens, c4dd3d3")
+    fit_host(put)
+    fit_reductions(put)
     put("gemm.int8.fprop", found["gemm.fp8.fprop"]["value"], "operations/s", "as gemm.fp8.fprop: no record of INT8")
 
     _fit_training(put, rates, record)
     _fit_decode(put, rates)
 
     fit_sync(put, rates)
-    job = results(CALIBRATING[0].removesuffix("_h200.json"))
-    in_verl = list(step_records([ROOT / "benchmarks" / "results" / CALIBRATING[0]]))
-    unknown = rates(**dict.fromkeys((*VERLS_PARTS.values(), "verl.rest"), 0.0))
-    above = f"mean of what {' and '.join(CALIBRATING[1])} of {CALIBRATING[0]} have above"
-    for phase, name in VERLS_PARTS.items():
-        left = [one.measured - one.predict(unknown) for one in in_verl if one.calibrates and one.phase == phase]
-        put(name, float(np.mean(left)), "s", f"{above} {_ABOVE[phase]}")
-    whole = [run["rest_s"] for run in job["runs"] if run["row"] in CALIBRATING[1]]
-    put("verl.rest", float(np.mean(whole)), "s", f"{above} all phases")
+    fit_verl(put, rates)
     of_several = [(DEMO_1_4B, 2, "verl, 1.4B, 2 GPUs, FSDP2, bf16"), (EIGHT, 4, "verl, gsm8k, 4 GPUs, 64 x 5, bf16")]
-    fit_replicas(
+    fit_gpus(
         put,
         rates,
         [(model, gpus, record("weight sync", case)) for model, gpus, case in of_several],
         f"{SEVERAL}, 1.4B BF16 on 2 GPUs, and {SHIPPED.name}, 8B BF16 on 4",
     )
     return found
-
-
-_ABOVE = {
-    "old log-probabilities": "the pass: verl's work, entropy",
-    "update": "the passes: verl's work, entropy",
-    "weight sync": "both sides' work: verl's calls between processes, waking the rollout up, CUDA IPC",
-}
 
 
 def builds(fitted: Mapping[str, Mapping]) -> dict[str, list[dict | None]]:
@@ -426,7 +421,7 @@ def builds(fitted: Mapping[str, Mapping]) -> dict[str, list[dict | None]]:
         record = json.loads((ROOT / "benchmarks" / "results" / name).read_text()) if name.endswith(".json") else {}
         # Benchmarks of verl write a build for each run.
         of_runs = {run["build"]["sources_sha256"]: run["build"] for run in record.get("runs", ())
-                   if "build" in run and (name != CALIBRATING[0] or run["row"] in CALIBRATING[1])}  # fmt: skip
+                   if "build" in run and (name not in CALIBRATING or run["row"] in CALIBRATING_ROWS)}  # fmt: skip
         made_by = list(of_runs.values()) or builds_in(record)
         found[name if None not in made_by else f"{name} (log: {COMMITS_BY_LOG[name]})"] = made_by
     return found

@@ -5,6 +5,7 @@ benchmarks/verl_step.py and of ``--shipped`` runs of benchmarks/recipes.py."""
 
 import json
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,8 @@ from jetrl_verl.tools.advise.job import MICRO_TOKENS, MOST_REQUESTS, Job
 from jetrl_verl.tools.advise.predict import STOCK_VERL, Prediction, precisions, predict
 from jetrl_verl.tools.advise.rates import Rates
 from jetrl_verl.tools.rows import parse_row
+
+RESULTS = Path(__file__).resolve().parent / "results"
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,9 @@ LONGEST_PROMPT = 512
 """Of benchmarks/verl_step.py."""
 SHIPPED_LENGTHS = {"gsm8k": (512, 1024)}
 """Recipe -> longest prompt and response of its script."""
-CALIBRATING = ("verl_step_4b_4k_h200.json", ("bf16", "jet_fp8"))
-"""Rows of one job whose phases say what verl does around them; their generations and steps check."""
+CALIBRATING = ("verl_step_4b_4k_h200.json", "verl_step_8b_tp4_h200.json")
+"""Jobs, of one GPU and of four, whose phases say what verl does around them; their generations and steps check."""
+CALIBRATING_ROWS = ("bf16", "jet_fp8")
 VERLS_PARTS = {
     "old log-probabilities": "verl.old_log_prob",
     "update": "verl.update",
@@ -162,16 +166,29 @@ OLD_SYNC = Replaced(
     ("00a92b42", "2f209b75", "67243d63", "7bde4f82"),
 )
 
+OLD_LOGITS = Replaced(
+    "logits that are whole in FP32, as before 86699aa",
+    ("00a92b42", "7bde4f82"),
+)
+BUSY_HOST = "a host on whose other GPUs another job of verl ran"
+"""A weight sync maps and frees memory on every GPU, which one driver does for all of a host."""
+BUSY = ("verl_step_8b_tp4_h200.json",)
+"""Files whose runs were taken there."""
 
-def _caveat(phase: str, moved: bool, mixture: bool, rollout: str, sync: str) -> str:
-    """Of a phase's seconds: whether weights move in it, whether the model has experts, what is said of its rollout and
-    of its weight sync."""
+
+def _caveat(phase: str, moved: bool, mixture: bool, busy: bool, rollout: str, trainer: str, sync: str) -> str:
+    """Of a phase's seconds: whether weights move in it, whether the model has experts, whether the host had another
+    job, what is said of its rollout, of its trainer and of its weight sync."""
     if mixture:
         return "a mixture, which no rate is for"
     if rollout and phase in ("generation", "step"):
         return rollout
+    if trainer and phase in ("old log-probabilities", "reference", "update"):
+        return trainer
     if sync and phase == "weight sync":
         return sync
+    if busy and phase in ("weight sync", "step"):
+        return BUSY_HOST
     return "weights that move to the host and back" if moved and phase != "generation" else ""
 
 
@@ -270,17 +287,22 @@ def step_records(files: Iterable[Path]) -> Iterable[Record]:
             mixture = is_mixture(run["model"])
             build = run.get("build") or settings["build"]
             rollout = OLD_ROLLOUT.in_build(build) if name in ("jet_fp8", "bf16_shared") else ""
+            trainer = OLD_LOGITS.in_build(build) if name in ("jet_fp8", "bf16_shared") else ""
             sync = OLD_SYNC.in_build(build) if name not in STOCK_VERL else ""
             case = f"verl, {run['model']}, {settings['sequences']} x {run['response']}, {run['row']}"
             predicted = _prediction(job, name)
-            measures_verl = file.name == CALIBRATING[0] and run["row"] in CALIBRATING[1]
+            measures_verl = file.name in CALIBRATING and run["row"] in CALIBRATING_ROWS
+            busy = file.name in BUSY
+            caveat = partial(
+                _caveat, moved=moved, mixture=mixture, busy=busy, rollout=rollout, trainer=trainer, sync=sync
+            )
             yield from _phase_records(
                 run,
                 case,
                 file.name,
                 predicted,
-                lambda phase, measures=measures_verl: measures and phase in VERLS_PARTS,
-                partial(_caveat, moved=moved, mixture=mixture, rollout=rollout, sync=sync),
+                lambda phase, of=measures_verl, caveat=caveat: of and phase in VERLS_PARTS and not caveat(phase),
+                caveat,
             )
             if run.get("engine_tokens_per_s"):
                 yield Record(
@@ -291,3 +313,26 @@ def step_records(files: Iterable[Path]) -> Iterable[Record]:
                     lambda r, p=predicted: p(r).schedule.seconds,
                     caveat=rollout,
                 )
+
+
+_ABOVE = {
+    "old log-probabilities": "the pass: verl's work, entropy",
+    "update": "the passes: verl's work, entropy",
+    "weight sync": "both sides' work: verl's calls between processes, waking the rollout up, CUDA IPC",
+}
+
+
+def fit_verl(put: Callable[..., None], rates: Callable[..., Rates]) -> None:
+    """What verl does around a phase: a mean over the rows of two jobs, taken as the same at every size."""
+    of_sync = ("sync.gather", "sync.gpu")  # fitted last; no sync over several GPUs calibrates here
+    unknown = rates(**dict.fromkeys((*VERLS_PARTS.values(), "verl.rest", *of_sync), 0.0))
+    in_verl = [one for one in step_records([RESULTS / name for name in CALIBRATING]) if one.calibrates]
+    above = f"mean of what {' and '.join(CALIBRATING_ROWS)} of {{}} have above {{}}"
+    for phase, name in VERLS_PARTS.items():
+        found = [one for one in in_verl if one.phase == phase]
+        files = " and ".join(dict.fromkeys(one.source for one in found))
+        left = [one.measured - one.predict(unknown) for one in found]
+        put(name, statistics.fmean(left), "s", above.format(files, _ABOVE[phase]))
+    runs = json.loads((RESULTS / CALIBRATING[0]).read_text())["runs"]
+    rest = statistics.fmean(run["rest_s"] for run in runs if run["row"] in CALIBRATING_ROWS)
+    put("verl.rest", rest, "s", above.format(CALIBRATING[0], "all phases"))

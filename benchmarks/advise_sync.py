@@ -132,20 +132,20 @@ def fit_sync(put: Callable[..., None], rates: Callable[..., Rates]) -> None:
     put("sync.probes", _seconds("jet_fp8", True), "s", f"{TIMED}, 4B jet_fp8, both sides", older)
 
 
-def fit_replicas(
+def fit_gpus(
     put: Callable[..., None], rates: Callable[..., Rates], cases: Sequence[tuple[Model, int, float]], how: str
 ) -> None:
-    """A gather, and a byte of the weights of each replica but one, from BF16's sync of two sizes: two equations with
-    two unknowns.
+    """A gather, and a byte of the weights of each GPU but one, from BF16's sync of two sizes: two equations with two
+    unknowns.
 
     Args:
-        cases: model, GPUs with a replica each, seconds.
+        cases: model, GPUs of one host, seconds.
     """
     rows, left = [], []
     for model, gpus, seconds in cases:
         done = stock_work(model)
         rows.append((float(done.gathers), (gpus - 1) * done.held))
         left.append(seconds - sync_seconds(rates(), model, "bf16", False, 1))
-    gather, replica = np.linalg.solve(np.array(rows), np.array(left))
+    gather, gpu = np.linalg.solve(np.array(rows), np.array(left))
     put("sync.gather", gather, "s", f"{how}, by tensors")
-    put("sync.replica", replica, "s/B", f"{how}, by bytes of the weights of each replica but one")
+    put("sync.gpu", gpu, "s/B", f"{how}, by bytes of the weights of each GPU but one")

@@ -30,10 +30,6 @@ from jetrl_verl.tools.advise.trainer import (
 POLL = 0.05
 """Seconds between two looks of the trainer at the replay buffer (docs/options.md)."""
 
-SMALL_MICRO_BATCH = 8192
-"""Tokens of the smallest micro-batch that a record confirms; below, the GPU waits for launches
-(docs/log/several_gpus.md)."""
-
 SHARED = "bf16_shared"
 STOCK_VERL = ("bf16", "bf16, Liger")
 """Columns that run without this project's settings, so no setting refuses them."""
@@ -57,7 +53,9 @@ WORDS = {
     "moved": "bytes of the weights",
     "probes": "probes of the contract check",
     "gathers": "gathers between the GPUs",
-    "replicas": "weights of further replicas on the host",
+    "gpus": "weights that cross the host to its further GPUs",
+    "reductions": "sums over the GPUs of a replica",
+    "host": "the host's work for a layer of each micro-batch",
 }
 
 
@@ -155,6 +153,11 @@ class Prediction:
     def step(self) -> float:
         return sum(phase.seconds for phase in self.phases.values())
 
+    @property
+    def waits(self) -> float:
+        """Seconds in which a trainer's GPU waits for its host, its micro-batches being small."""
+        return sum(phase.parts.get("host", 0.0) for phase in self.phases.values())
+
 
 def batches(job: Job) -> tuple[Batch, Batch, float, float]:
     """What a GPU scores and trains in a step, and the largest tokens of a micro-batch of each."""
@@ -208,7 +211,7 @@ def predict(rates: Rates, job: Job, precision: Precision) -> Prediction:
         gathers=job.mini_batches if once else None,
     )
     adamw = optimizer(rates, model, job.shards or job.gpus, job.mini_batches * job.epochs)
-    sync = sync_parts(rates, model, kind, precision.name not in STOCK_VERL, job.gpus, job.tp)
+    sync = sync_parts(rates, model, kind, precision.name not in STOCK_VERL, job.gpus)
     phases = {
         "generation": Phase(
             schedule.seconds + POLL / 2,
@@ -247,6 +250,7 @@ def _with(passes: Pass, verl: float, adamw: float = 0.0) -> Phase:
         "attention": passes.attention,
         "between": passes.between,
         "gathered": passes.weights,
+        "host": passes.host,
         "optimizer": adamw,
         "verl": verl,
     }

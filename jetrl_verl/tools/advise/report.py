@@ -13,10 +13,13 @@ from jetrl_verl.config.support.scopes import ACTOR
 from jetrl_verl.formats.catalog import QUANTIZED_CACHES, UNQUANTIZED, cache_traits
 from jetrl_verl.tools.advise.job import Job, as_mapping
 from jetrl_verl.tools.advise.memory import GIB, GPU_BYTES, held_bytes, trainer_memory
-from jetrl_verl.tools.advise.predict import PHASES, SMALL_MICRO_BATCH, Prediction, batches
+from jetrl_verl.tools.advise.predict import PHASES, Prediction, batches
 from jetrl_verl.tools.advise.rates import Rates
 from jetrl_verl.tools.advise.settings import Finding, unseen
 from jetrl_verl.tools.advise.trainer import JET
+
+LEAST_WAIT = 0.02
+"""Share of a step from which on it is said that the GPU waits for its host."""
 
 LARGER_BY = 2048
 """Tokens by which larger micro-batches are looked for."""
@@ -38,13 +41,12 @@ def warnings(job: Job, predictions: list[Prediction]) -> list[str]:
             f"{gathered / 1e9:.0f} GB a GPU and step, are in no prediction"
             + ("." if job.gathers_once else "; larger micro-batches make them fewer.")
         )
-    small = min(scored, trained)
-    if small < SMALL_MICRO_BATCH:
+    waits = {each.precision: each.waits for each in predictions if each.waits > LEAST_WAIT * each.step}
+    if waits:
+        said = " and ".join(f"{seconds:.1f} s of a step under {name}" for name, seconds in waits.items())
         found.append(
-            f"micro-batches of {small:.0f} tokens are smaller than any that a record confirms ({SMALL_MICRO_BATCH}): "
-            "the GPU waits for launches, of which FP8 layers make more, and jet_fp8 may be slower than bf16 "
-            f"(10.6 s against 8.1 at micro-batches of 2,240 tokens); {larger_micro_batches(job)}"
-            + gathered_once(job, predictions)
+            f"micro-batches of {min(scored, trained):.0f} tokens: the GPU waits for its host {said}; "
+            f"{larger_micro_batches(job)}" + gathered_once(job, predictions)
         )
     for each in predictions:
         if math.isinf(each.step):

@@ -10,16 +10,19 @@ with what it had generated when it comes back.
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
 from jetrl_verl.formats.catalog import FORMATS, UNQUANTIZED, cache_traits
 from jetrl_verl.tools.advise.rates import Rates
-from jetrl_verl.tools.advise.shapes import Model
+from jetrl_verl.tools.advise.shapes import BF16, Model
 
 WEIGHT_BYTES = {UNQUANTIZED: 2, **dict.fromkeys(FORMATS, 1)}
 """Format of the rollout's linears -> bytes of a weight; qdata have one an element."""
+
+MOST_RANKS = 4
+"""GPUs of a replica whose reductions are on record; those of more are taken as so many's."""
 
 CHUNKS = 160
 """Steps of a schedule's clock in the longest response; a finer clock changes the seconds by less than 1%."""
@@ -35,10 +38,11 @@ class Step:
     cache: float
     layers: float
     requests: float
+    reductions: float
 
     @property
     def total(self) -> float:
-        return self.weights + self.gemm + self.cache + self.layers + self.requests
+        return sum(getattr(self, each.name) for each in fields(self))
 
 
 def _linear(rates: Rates, rows: float, n: float, k: float, kind: str, matrices: float = 1) -> tuple[float, float]:
@@ -60,7 +64,8 @@ class Engine:
         linears: format of the linears, of ``WEIGHT_BYTES``.
         shared: whether attention is the shared operation, whose order of a request's keys is fixed: one request of a
             long context then waits for them, a cluster's blocks at a time.
-        tp: GPUs of a replica; their reductions are in no prediction, for want of a record.
+        tp: GPUs of a replica, which add their products behind o and down of each layer; under shared operations in the
+            order of the ranks.
         kv_cache: what the cache holds. Under an FP8 one a request waits for its keys, shared operations or not.
     """
 
@@ -68,6 +73,16 @@ class Engine:
     shared: bool = False
     tp: int = 1
     kv_cache: str = UNQUANTIZED
+
+
+def reduction(rates: Rates, model: Model, engine: Engine, rows: float) -> float:
+    """Seconds in which the GPUs of a replica add their products of ``rows`` rows, ``[rows, hidden]`` in BF16."""
+    if engine.tp == 1:
+        return 0.0
+    ranks = min(engine.tp, MOST_RANKS)
+    # The sum of two ranks has no order, so nothing else runs there.
+    name = f"reduce.{ranks}" + (".ordered" if engine.shared and ranks > 2 else "")
+    return rates[name] + rates[f"{name}.byte"] * BF16 * rows * model.hidden
 
 
 def decode_step(rates: Rates, model: Model, engine: Engine, requests: float, tokens: float) -> Step:
@@ -100,7 +115,13 @@ def decode_step(rates: Rates, model: Model, engine: Engine, requests: float, tok
         cache=cache,
         layers=model.layers * rates[f"{between}.layer"],
         requests=requests * rates[f"{between}.request"],
+        reductions=_reductions(model) * reduction(rates, model, engine, requests),
     )
+
+
+def _reductions(model: Model) -> int:
+    """Of a step: two a layer, and the rows of an embedding that the ranks share."""
+    return 2 * model.layers + 1
 
 
 def prefill(rates: Rates, model: Model, engine: Engine, tokens: float, context: float) -> float:
@@ -110,7 +131,10 @@ def prefill(rates: Rates, model: Model, engine: Engine, tokens: float, context: 
     operations = 2 * tokens * (model.active - quantized) / rates["gemm.bf16.fprop"]
     operations += 2 * tokens * quantized / rates[f"gemm.{kind}.fprop"]
     attention = 4 * model.layers * model.queries * tokens * context / rates["attention.shared.forward"]
-    return (operations + attention) / engine.tp + tokens * model.layers * rates["prefill.layer"]
+    seconds = (operations + attention) / engine.tp + tokens * model.layers * rates["prefill.layer"]
+    # By its tokens alone: prompts are prefilled together.
+    more = reduction(rates, model, engine, tokens) - reduction(rates, model, engine, 0)
+    return seconds + _reductions(model) * more
 
 
 @dataclass
@@ -197,8 +221,9 @@ def generate(
         mean_requests = steps.sum() / most_steps
         tokens = float(((prompt + done[rows] + steps / 2) * steps).sum() / most_steps)
         step = decode_step(rates, model, engine, mean_requests, tokens)
-        for name in ("weights", "gemm", "cache", "layers", "requests"):
-            schedule.spent[name] = schedule.spent.get(name, 0.0) + most_steps * getattr(step, name)
+        for part in fields(step):
+            spent = most_steps * getattr(step, part.name)
+            schedule.spent[part.name] = schedule.spent.get(part.name, 0.0) + spent
         schedule.seconds += most_steps * step.total
         history.append((len(running), most_steps * step.total))
         done[rows] += steps

@@ -51,7 +51,8 @@ class Work:
 
     Attributes:
         launches: operators of torch that both sides call, views apart. moved: bytes read and written.
-        gathers: collectives, where several GPUs share the weights. held: bytes of a replica's weights.
+        gathers: collectives, where several GPUs share the weights. held: bytes that a trainer's rank sends, as
+            they are held.
     """
 
     launches: float
@@ -79,13 +80,14 @@ def work(rates: Rates, model: Model, kind: str) -> Work:
     return Work(launches + LOADS_OF_A_LAYER * model.layers, moved, spans(model) + 2, sent)
 
 
-def sync_parts(rates: Rates, model: Model, kind: str, ours: bool, gpus: int, tp: int = 1) -> dict[str, float]:
+def sync_parts(rates: Rates, model: Model, kind: str, ours: bool, gpus: int) -> dict[str, float]:
     """Seconds of verl's ``update_weights`` with the contract check, by what they are spent on, after the first ones,
     which compile kernels.
 
     Args:
         kind: format of the rollout's linears. ours: whether the sync is ours, as under every precision but BF16's.
-        gpus: of one host. tp: of them, a replica of the rollout has so many.
+        gpus: of one host. On each a trainer's rank sends all weights to the rollout's worker beside it, which takes its
+            part of them.
     """
     done = work(rates, model, kind) if ours else stock_work(model)
     return {
@@ -93,11 +95,11 @@ def sync_parts(rates: Rates, model: Model, kind: str, ours: bool, gpus: int, tp:
         "moved": done.moved / rates["bandwidth"],
         "probes": rates["sync.probes"] if ours else 0.0,
         "gathers": done.gathers * rates["sync.gather"] if gpus > 1 else 0.0,
-        "replicas": (gpus // tp - 1) * done.held * rates["sync.replica"] if gpus > tp else 0.0,
+        "gpus": (gpus - 1) * done.held * rates["sync.gpu"] if gpus > 1 else 0.0,
         "verl": rates["verl.sync"],
     }
 
 
 def sync_seconds(rates: Rates, model: Model, kind: str, ours: bool, gpus: int) -> float:
-    """The sum of :func:`sync_parts`, a replica on each GPU."""
+    """The sum of :func:`sync_parts`."""
     return sum(sync_parts(rates, model, kind, ours, gpus).values())

@@ -4,9 +4,10 @@
 
 A pass over T tokens is GEMMs of the layers and of lm_head at measured rates, attention at a measured rate, what lies
 between at a measured multiple of the bytes that it must move, and for each gather the weights' cast and quantization.
+Where the micro-batches are small the GPU waits for its host, which takes the same time for a layer of each.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED
 from jetrl_verl.tools.advise.rates import Rates
@@ -42,16 +43,17 @@ BF16_SHARED = Flow(UNQUANTIZED, "shared")
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds of one pass by what they are spent on."""
+    """Seconds of one pass by what they are spent on; ``host`` are those in which the GPU waits for it."""
 
     gemm: float = 0.0
     attention: float = 0.0
     between: float = 0.0
     weights: float = 0.0
+    host: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.gemm + self.attention + self.between + self.weights
+        return sum(self.parts.values())
 
     def __add__(self, other: "Pass") -> "Pass":
         return Pass(*(a + b for a, b in zip(self.parts.values(), other.parts.values(), strict=True)))
@@ -68,6 +70,7 @@ class Pass:
             "attention": self.attention,
             "between": self.between,
             "weights": self.weights,
+            "host": self.host,
         }
 
 
@@ -127,6 +130,23 @@ def gathered(rates: Rates, model: Model, flow: Flow, sharded: bool) -> Pass:
     return Pass(weights=moved / rates["bandwidth"])
 
 
+def host(rates: Rates, model: Model, flow: Flow, what: str, micro: float, kept: bool) -> float:
+    """Seconds of the host's work for ``micro`` micro-batches under FSDP2 and activation checkpointing.
+
+    Args:
+        what: ``log_probs`` or ``update``. kept: whether weights stay gathered from one micro-batch to the next.
+    """
+    name = f"host.{flow.linears}.{'kept.' if kept else ''}{what}"
+    # Of BF16 weights that stay gathered there is no record.
+    seconds = rates[name] if name in rates else rates[f"host.{flow.linears}.{what}"]
+    return micro * model.layers * seconds
+
+
+def _waits(done: Pass, host_seconds: float) -> Pass:
+    """A pass with the seconds in which its GPU waits for the host."""
+    return replace(done, host=max(0.0, host_seconds - done.total))
+
+
 @dataclass(frozen=True)
 class Batch:
     """What one GPU trains in a step.
@@ -150,7 +170,8 @@ def log_probs(
         gathers: of all weights; one for each micro-batch if None.
     """
     one = forward(rates, model, flow, batch.tokens, batch.length / 2)
-    return one + (batch.micro if gathers is None else gathers) * gathered(rates, model, flow, sharded)
+    one += (batch.micro if gathers is None else gathers) * gathered(rates, model, flow, sharded)
+    return _waits(one, host(rates, model, flow, "log_probs", batch.micro, gathers is not None))
 
 
 def update(
@@ -172,8 +193,10 @@ def update(
     ahead = forward(rates, model, flow, batch.tokens, batch.length / 2)
     behind = backward(rates, model, flow, batch.tokens, batch.length / 2)
     again = ahead if checkpointing else Pass()
-    gathers = 2 * batch.micro if gathers is None else gathers
-    return epochs * (ahead + again + behind + gathers * gathered(rates, model, flow, sharded))
+    kept = gathers is not None
+    gathers = gathers if kept else 2 * batch.micro
+    done = ahead + again + behind + gathers * gathered(rates, model, flow, sharded)
+    return epochs * _waits(done, host(rates, model, flow, "update", batch.micro, kept))
 
 
 def optimizer(rates: Rates, model: Model, gpus: int, steps: int) -> float:

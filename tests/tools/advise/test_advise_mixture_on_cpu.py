@@ -87,8 +87,8 @@ def test_a_mixtures_sync_has_few_tensors_in_fp8_and_those_of_each_expert_in_verl
     assert ours["launches"] < 0.1 * stock["launches"] and ours["gathers"] < 0.01 * stock["gathers"]
     own = ("launches", "moved", "probes", "gathers")
     assert sum(ours[part] for part in own) < 0.1 * sum(stock[part] for part in own)
-    # What further replicas add goes by their bytes, which are half.
-    assert 0.5 < ours["replicas"] / stock["replicas"] < 0.55 and ours["verl"] == stock["verl"]
+    # What further GPUs add goes by their bytes, which are half.
+    assert 0.5 < ours["gpus"] / stock["gpus"] < 0.55 and ours["verl"] == stock["verl"]
 
 
 def test_a_sync_follows_bytes_and_stacks():

@@ -130,6 +130,26 @@ def test_fewer_requests_than_may_run_wait_for_a_place():
 # --- the whole step --------------------------------------------------------------------------------------------------
 
 
+def test_gpus_of_a_replica_add_behind_o_and_down_of_each_layer_and_behind_the_embedding():
+    rates, engines = measured(), {tp: replace(FP8, tp=tp) for tp in (1, 2, 4, 8)}
+    steps = {tp: decode_step(rates, EIGHT, engine, 64, 64 * 1000) for tp, engine in engines.items()}
+    assert steps[1].reductions == 0.0 < steps[2].reductions < steps[4].reductions == steps[8].reductions
+    once = rates["reduce.4.ordered"] + rates["reduce.4.ordered.byte"] * 64 * 2 * EIGHT.hidden
+    assert steps[4].reductions == pytest.approx((2 * EIGHT.layers + 1) * once)
+    assert steps[4].total - steps[4].reductions < 0.6 * steps[1].total
+    # Of two ranks vLLM's own has the trainer's order; of four, where operations are not shared, it need not.
+    stock = {
+        tp: decode_step(rates, EIGHT, replace(engine, shared=False), 512, 512).reductions
+        for tp, engine in engines.items()
+    }
+    ordered = {tp: decode_step(rates, EIGHT, engine, 512, 512).reductions for tp, engine in engines.items()}
+    assert stock[2] == ordered[2] and stock[4] < ordered[4]
+    found = generate(rates, EIGHT, engines[4], [64] * 8, 100)
+    assert found.spent["reductions"] > 0 and sum(found.spent.values()) + found.prefill == pytest.approx(found.seconds)
+    alone = generate(rates, EIGHT, engines[1], [64] * 8, 100)
+    assert found.prefill < alone.prefill and alone.spent["reductions"] == 0.0
+
+
 def job(**changes):
     made = job_of_options("qwen3-8b", 8, 512, 2048, 64, 8, Means(256, 1024))
     return replace(made, **changes)
@@ -155,6 +175,29 @@ def test_weights_gathered_once_take_memory_and_save_what_each_micro_batch_spends
     assert held_bytes(EIGHT, replace(JET, backward="bf16")) == 2 * EIGHT.parameters + EIGHT.quantized
     for name in STOCK_VERL:
         assert predict(measured(), once, column(name, once)) == predict(measured(), asked, column(name, asked))
+
+
+def test_where_micro_batches_are_small_the_host_decides():
+    rates, small = measured(), replace(job_of_options("qwen3-1.7b", 1, 512, 2048, 64, 8, Means(256, 1024)), prompts=8)
+    small = replace(small, micro_tokens=2560, log_prob_tokens=2560)
+    scored, trained, *_ = batches(small)
+    of_host = {}
+    for once in (False, True):
+        each = replace(small, gathers_once=once)
+        found, kind = predict(rates, each, column("jet_fp8", each)), "host.fp8.kept" if once else "host.fp8"
+        old, update_ = (found.phases[phase].parts for phase in ("old log-probabilities", "update"))
+        assert old["host"] > 0 and update_["host"] > 0 and "host" in found.phases["update"].limit
+        assert sum(old.values()) - old["verl"] == pytest.approx(scored.micro * 28 * rates[f"{kind}.log_probs"])
+        around = update_["verl"] + update_["optimizer"]
+        assert sum(update_.values()) - around == pytest.approx(trained.micro * 28 * rates[f"{kind}.update"])
+        of_host[once] = found.waits
+        assert found.waits == pytest.approx(old["host"] + update_["host"])
+        (said,) = warnings(each, [found])
+        assert said.startswith("micro-batches of 2560 tokens: the GPU waits for its host") and "under jet_fp8" in said
+    assert of_host[True] < of_host[False]
+    large = replace(small, micro_tokens=32768, log_prob_tokens=32768)
+    found = predict(rates, large, column("jet_fp8", large))
+    assert found.waits == 0.0 and not warnings(large, [found])
 
 
 def test_what_stays_gathered_is_counted_where_memory_is_looked_at():

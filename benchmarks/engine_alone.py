@@ -3,6 +3,7 @@
 """What a run's rollout reaches without verl: its vLLM engine in a process of its own, asked for the run's responses.
 
     python3 -m benchmarks.engine_alone RUN/hydra/.hydra/config.yaml --steps 3    # a run of verl that has ended
+    python3 -m benchmarks.engine_alone RUN/hydra/.hydra/config.yaml --kernels    # and a step's kernels on each GPU
 
 *Arguments* are those with which verl starts vLLM, from its own ``launch_server``, which is stopped where the server
 would start: lengths, batch, memory, CUDA graphs, prefix cache, and what a precision adds (``quantization``,
@@ -25,9 +26,11 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.kernels_of_ranks import record, window
 from benchmarks.verl_runs import TIME_UP, environment_of, python_path
 from jetrl_verl.tools.launch import RunPaths
 from jetrl_verl.tools.process_tree import ProcessTree
@@ -158,8 +161,15 @@ def start(config: Any) -> "LLM":
     return llm
 
 
-def measure(path: Path, steps: int) -> None:
-    """Print a line of JSON for each step behind the first: the program of a child."""
+def measure(path: Path, steps: int, kernels: bool = False) -> None:
+    """Print a line of JSON for each step behind the first: the program of a child.
+
+    Args:
+        kernels: print, too, what decode steps run on each of its GPUs (kernels_of_ranks.py).
+    """
+    if kernels:
+        # A function goes to the workers; vLLM looks when it is imported.
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     config = load(path)
     of_steps = list(prompts_of(config, steps))  # in front of the engine, since the loader's workers are forks
     llm, share = start(config), replicas(config)
@@ -175,11 +185,20 @@ def measure(path: Path, steps: int) -> None:
         if not warms:
             found = {"step": step, "prompt_length": lengths_of(prompts), "replicas": share}
             print(MARK + json.dumps(found | {"tokens_per_s": share * tokens / seconds}), flush=True)
+    if kernels:
+        tokens, first, count = window(config.data.max_response_length)
+        sampling = [sampling_of(config, each, tokens) for each in sequences]
+        asked = [{"prompt_token_ids": each} for each in sequences]
+        ranks = record(llm.collective_rpc, partial(llm.generate, asked, sampling, use_tqdm=False), first, count)
+        print(MARK + json.dumps({"ranks": ranks}), flush=True)
 
 
-def timed_steps(config: Path, log: Path, environment: Mapping[str, str], steps: int, ends: float) -> tuple[int, list]:
+def timed_steps(
+    config: Path, log: Path, environment: Mapping[str, str], steps: int, ends: float, kernels: bool = False
+) -> tuple[int, list]:
     """:func:`measure` in a process of its own: its exit status, ``TIME_UP`` where it was ended, and what it printed."""
     command = [sys.executable, "-m", "benchmarks.engine_alone", str(config), "--steps", str(steps)]
+    command += ["--kernels"] if kernels else []
     with ProcessTree(command, {**environment, "PYTHONPATH": python_path()}, log) as tree:
         for _ in tree.follow():
             if time.monotonic() > ends:
@@ -221,8 +240,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path, help="a run's composed configuration")
     parser.add_argument("--steps", type=int, default=3, help="of the run; the first one warms up")
+    parser.add_argument("--kernels", action="store_true", help="also what decode steps run on each GPU")
     options = parser.parse_args(words)
-    measure(options.config, options.steps)
+    measure(options.config, options.steps, options.kernels)
 
 
 if __name__ == "__main__":

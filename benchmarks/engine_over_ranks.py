@@ -4,6 +4,7 @@
 
     python3 -m benchmarks.engine_over_ranks OUT --gpus 4 --seconds 560       # and again: what is left
     python3 -m benchmarks.engine_over_ranks OUT --gpus 2 --tp 1 2 --rows bf16,jet_fp8 --sequences 16
+    python3 -m benchmarks.engine_over_ranks OUT --gpus 4 --tp 4 --kernels    # and what a decode step runs, rank by rank
     python3 -m benchmarks.engine_over_ranks OUT --gpus 2 --tp 2 --tiny       # on a CPU, to try it out
 
 The engine is that of a job of verl_step.py (engine_alone.py): verl's own arguments for vLLM, dummy weights of the
@@ -12,6 +13,9 @@ one warms up. Tokens/s are those of one replica, and of each of its GPUs.
 
 Replicas of one size run side by side, each on GPUs of its own, as many as there are GPUs for; a larger size begins when
 all of a smaller one have ended. ``--alone`` takes one at a time. OUT gets ``engine_over_ranks.json`` after each.
+
+``--kernels``: behind it the decode steps from 1000 tokens on are recorded on each rank (kernels_of_ranks.py): a step's
+microseconds, those in which the GPU is busy, and each kernel's. The record has all of it, the output what takes most.
 """
 
 import argparse
@@ -26,12 +30,14 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import verl_step
+from benchmarks.behind_last_layer import print_shares
 from benchmarks.engine_alone import timed_steps
 from benchmarks.gpus import too_few, unfit
 from benchmarks.published_shapes import PUBLISHED, write_model_apart
 from benchmarks.side_by_side import Planned, SideBySide, one_at_a_time, take_one
 from benchmarks.verl_runs import Results, add_files, compile_bytecode, environment_of, fresh_folder, python_path
 from jetrl_verl.tools import ToolError
+from jetrl_verl.tools.bench.timeline import Share
 from jetrl_verl.tools.launch import RunPaths
 from jetrl_verl.tools.process_tree import Interrupted, signals_raise
 from jetrl_verl.tools.progress import last_errors
@@ -43,6 +49,9 @@ ROWS = "bf16,fp8_rollout,jet_fp8"
 SIZES = {False: (2048, 64), True: (24, 8)}
 """Whether it is the tiny benchmark -> tokens of a response, and responses."""
 
+MOST = 24
+"""Kernels of a step in the output."""
+
 NAMES = ("model", "tp", "row")
 COLUMNS = ("status", "tokens_per_s", "tokens_per_s_and_gpu", "seconds")
 
@@ -52,7 +61,7 @@ console = Console(width=150)
 @dataclass(frozen=True)
 class Job:
     """What all engines share: where they write, the model's shape, tokens of a response, responses, vLLM's share of the
-    memory, whether they are ``tiny`` ones on a CPU, and when all has ended."""
+    memory, whether they are ``tiny`` ones on a CPU, when all has ended, and whether a step's kernels are recorded."""
 
     out: Path
     model: str
@@ -61,6 +70,7 @@ class Job:
     memory: float
     tiny: bool = False
     ends: float = math.inf
+    kernels: bool = False
 
     def name(self, row: Row, tp: int) -> dict[str, str | int]:
         """What names an engine in the results."""
@@ -101,18 +111,20 @@ class Job:
         """An engine's tokens/s and status."""
         began, paths = time.monotonic(), self.paths(row, tp)
         config, log = self.compose(row, tp), paths.folder / "engine.log"
-        status, found = timed_steps(config, log, environment_of(paths, self.tiny), STEPS, self.ends)
+        status, found = timed_steps(config, log, environment_of(paths, self.tiny), STEPS, self.ends, self.kernels)
         taken = {"status": status or int(not found), "seconds": round(time.monotonic() - began, 1)}
         if taken["status"]:
             return {**taken, "errors": last_errors(log)}
-        rate = found[-1]["tokens_per_s"]
-        return {**taken, "steps": len(found), "tokens_per_s": rate, "tokens_per_s_and_gpu": rate / tp}
+        rates = [each["tokens_per_s"] for each in found if "tokens_per_s" in each]
+        taken |= {"steps": len(rates), "tokens_per_s": rates[-1], "tokens_per_s_and_gpu": rates[-1] / tp}
+        return taken | {name: ranks for each in found for name, ranks in each.items() if name == "ranks"}
 
     def planned(self, row: Row, tp: int, place: int, gpus: Sequence[str]) -> Planned:
         """An engine as a program of its own, on the ``place``-th ``tp`` of ``gpus``."""
         visible = [] if self.tiny else [f"CUDA_VISIBLE_DEVICES={','.join(gpus[place * tp : (place + 1) * tp])}"]
         words = ["--model", self.model, "--response", str(self.response), "--sequences", str(self.sequences)]
         words += ["--memory", str(self.memory), *(["--tiny"] if self.tiny else [])]
+        words += ["--kernels"] if self.kernels else []
         program = ["env", *visible, sys.executable, "-m", "benchmarks.engine_over_ranks", str(self.out), *words]
         run = self.paths(row, tp).folder.name
         return Planned(
@@ -153,7 +165,21 @@ def take_all(job: Job, results: Results, left: Sequence[tuple[Row, int]], gpus: 
             return 128 + interrupted.signal
         finally:
             results.show(COLUMNS, console)
+            for run in results.runs:
+                show_kernels(run)
     return status
+
+
+def show_kernels(run: dict) -> None:
+    """A step of each rank, and the kernels that take most of the first one's."""
+    ranks = [found for found in run.get("ranks", ()) if "shares" in found]  # none on a CPU
+    name = f"{run['model']}, TP {run['tp']}, {run['row']}"
+    for rank, found in enumerate(ranks):
+        took = (f"{part} {found[key]:.0f} us" for part, key in (("a step", "step_us"), ("the GPU busy", "busy_us")))
+        console.print(f"{name}, rank {rank}: {', '.join(took)}", highlight=False, soft_wrap=True)
+    for found in ranks[:1]:
+        most = sorted((Share(**share) for share in found["shares"]), key=lambda share: -share.us)[:MOST]
+        print_shares(f"kernels of rank 0 of {name} that take most", most, sum(share.us for share in most))
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -173,6 +199,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--alone", action="store_true", help="one engine at a time")
     parser.add_argument("--again", action="store_true", help="also what has ended well already")
     parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="FILE", help="records of other machines")
+    parser.add_argument("--kernels", action="store_true", help="also what a decode step runs on each rank")
     parser.add_argument("--tiny", action="store_true", help="two narrow layers on a CPU, to try this out")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(words)
@@ -185,6 +212,7 @@ def main(words: Sequence[str] | None = None) -> int:
         options.memory,
         options.tiny,
         began + options.seconds,
+        options.kernels,
     )
     sizes = options.tp or [tp for tp in (1, 2, 4, 8) if tp <= options.gpus]
     try:

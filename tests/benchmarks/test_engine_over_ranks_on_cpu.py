@@ -4,6 +4,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -33,15 +34,18 @@ def test_engines_of_one_size_run_side_by_side_on_gpus_of_their_own(tmp_path):
 def test_an_engine_has_the_arguments_of_its_job(tmp_path, monkeypatch, tp):
     asked = []
 
-    def stand_in(config, log, environment, steps, ends):
+    def stand_in(config, log, environment, steps, ends, kernels):
         asked.append((config, steps))
-        return 0, [{"step": 2, "tokens_per_s": 300.0}]
+        return 0, [{"step": 2, "tokens_per_s": 300.0}, *([{"ranks": [{"host_us": 9.0}] * tp}] if kernels else [])]
 
     monkeypatch.setattr(engine_over_ranks, "timed_steps", stand_in)
     job = Job(tmp_path, "qwen3_4b", 24, 8, 0.3, tiny=True)
     found = job.take(JET, tp)
     assert (found["status"], found["tokens_per_s"], found["tokens_per_s_and_gpu"]) == (0, 300.0, 300.0 / tp)
-    ((config, steps),) = asked
+    recorded = replace(job, kernels=True)
+    assert recorded.take(JET, tp) | {"seconds": 0} == found | {"seconds": 0, "ranks": [{"host_us": 9.0}] * tp}
+    assert "--kernels" in recorded.planned(JET, tp, 0, "01").command
+    (config, steps), _ = asked
     assert steps == engine_over_ranks.STEPS
     arguments = engine_arguments(load(config))
     assert (arguments.tensor_parallel_size, arguments.quantization) == (tp, "jetrl_fp8")

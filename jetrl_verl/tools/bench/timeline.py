@@ -56,6 +56,11 @@ def recorded(work: Callable[[], object]) -> list[Kernel]:
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         work()
         torch.cuda.synchronize()
+    return kernels_in(trace)
+
+
+def kernels_in(trace: profile) -> list[Kernel]:
+    """What a recording that has ended holds of this GPU, copies and fills included, by its begin."""
     found = [event for event in trace.events() if event.device_type == DeviceType.CUDA]
     return sorted(
         (Kernel(e.name, e.time_range.start, e.time_range.end) for e in found), key=lambda kernel: kernel.begin

@@ -1,0 +1,96 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""benchmarks/kernels_of_ranks.py: which steps are recorded, and what is said of them."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.engine_over_ranks import show_kernels
+from benchmarks.kernels_of_ranks import STEPS, TOKENS, begin, boundary, busy_us, end, record, summary, window
+from jetrl_verl.tools.bench import BenchError
+from jetrl_verl.tools.bench.timeline import Kernel
+
+
+def steps(count: int, waits: float = 0.0) -> list[Kernel]:
+    """Of 100 us each and what the GPU waits: two products with a reduction under the second one's end, and a draw."""
+    found = []
+    for step in range(count):
+        at = step * (100.0 + waits)
+        found += [Kernel("product", at, at + 30), Kernel("product", at + 30, at + 60)]
+        found += [Kernel("reduction", at + 50, at + 80), Kernel("draw", at + 90, at + 100)]
+    return found
+
+
+@pytest.mark.parametrize("waits", [0.0, 40.0])
+def test_a_steps_time_is_what_its_kernels_take_and_what_the_gpu_waits(waits):
+    found = summary(steps(20, waits), 20)
+    assert found["step_us"] == pytest.approx(100 + waits) and found["busy_us"] == pytest.approx(90)
+    shares = {share["name"]: (share["count"], share["us"]) for share in found["shares"]}
+    assert shares == {"product": (2, 60.0), "reduction": (1, 30.0), "draw": (1, 10.0)}
+
+
+def test_steps_are_told_by_the_last_kernel_that_each_runs_once():
+    made = steps(20)
+    assert boundary(made, 20) == "draw"
+    prefill = [Kernel("prefill", -50.0, -10.0)]
+    assert summary([*prefill, *made], 20) == summary(made, 20), "what is at either end is left out"
+    with pytest.raises(BenchError, match="once in each of 7 steps"):
+        boundary(made, 7)
+
+
+def test_kernels_that_overlap_are_busy_once():
+    assert busy_us([Kernel("a", 0, 10), Kernel("b", 2, 5), Kernel("c", 8, 12), Kernel("d", 20, 21)]) == 13
+
+
+def test_the_recording_stands_at_the_end_of_a_response_while_all_requests_are_alive():
+    tokens, first, count = window(4096)
+    assert (tokens, count) == (TOKENS, STEPS) and tokens > first + count > tokens - 8
+    tokens, first, count = window(24)
+    assert tokens == 24 and first > 0 and first + count < 24
+
+
+@pytest.fixture
+def worker():
+    seen = []
+    return SimpleNamespace(execute_model=lambda step: seen.append(step) or step, seen=seen)
+
+
+def engine(worker, asked: int):
+    """vLLM's ``collective_rpc`` of one worker, and what makes it work."""
+
+    def call(function, args):
+        return [function(worker, *args)]
+
+    return call, lambda: [worker.execute_model(step) for step in range(asked)]
+
+
+def test_a_worker_makes_its_steps_and_is_left_as_it_was(worker):
+    stock = worker.execute_model
+    call, generate = engine(worker, 24)
+    (found,) = record(call, generate, 12, 8)
+    assert worker.seen == list(range(24)) and worker.execute_model is stock
+    assert found["host_us"] > 0 and "shares" not in found, "no GPU, no kernels"
+    (again,) = record(call, generate, 12, 8)
+    assert again.keys() == found.keys()
+
+
+def test_too_few_steps_are_no_recording(worker):
+    call, generate = engine(worker, 15)
+    with pytest.raises(BenchError, match="made 15 steps"):
+        record(call, generate, 12, 8)
+    begin(worker, 1, 2)
+    with pytest.raises(BenchError, match="made 0 steps"):
+        end(worker, 2)
+
+
+def test_the_output_has_each_rank_and_the_kernels_of_the_first(capsys):
+    ranks = [{"host_us": 101.0, **summary(steps(20, waits), 20)} for waits in (0.0, 5.0)]
+    show_kernels({"model": "qwen3_8b", "tp": 2, "row": "jet_fp8", "ranks": ranks})
+    said = capsys.readouterr().out
+    for rank, us in enumerate((100, 105)):
+        assert f"qwen3_8b, TP 2, jet_fp8, rank {rank}: a step {us} us, the GPU busy 90 us" in said
+    assert said.count("reduction") == 1
+    show_kernels({"model": "qwen3_8b", "tp": 1, "row": "bf16", "ranks": [{"host_us": 3.0}]})
+    show_kernels({"model": "qwen3_8b", "tp": 1, "row": "bf16"})
+    assert not capsys.readouterr().out

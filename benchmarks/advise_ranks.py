@@ -4,31 +4,39 @@
 sum over the GPUs of a replica (benchmarks/reduce_ranks.py), and what a layer of a micro-batch takes of the host
 (benchmarks/micro_batches.py)."""
 
-import json
 import statistics
 from collections.abc import Callable, Iterable
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 
 import numpy as np
 
-from benchmarks.advise_steps import COLUMN_OF_ROW, RESULTS, Record
+from benchmarks.advise_steps import CACHE, COLUMN_OF_ROW, Record, column_of, given, recorded
+from benchmarks.recipe_memory import sizes_of
+from jetrl_verl.formats.catalog import UNQUANTIZED
+from jetrl_verl.tools.advise.job import Job
+from jetrl_verl.tools.advise.predict import precisions
 from jetrl_verl.tools.advise.rates import Rates
-from jetrl_verl.tools.advise.rollout import Engine, generate
-from jetrl_verl.tools.advise.shapes import BF16, KNOWN, Model, model_of
+from jetrl_verl.tools.advise.rollout import generate
+from jetrl_verl.tools.advise.shapes import BF16, KNOWN, model_of
+from jetrl_verl.tools.advise.trainer import JET, STOCK, Batch, log_probs, update
+from jetrl_verl.tools.rows import parse_row
 
 REDUCTIONS = (("reduce.2", 2, "stock"), ("reduce.4", 4, "stock"), ("reduce.4.ordered", 4, "one stage"))
 """Rate, ranks, and the way of benchmarks/reduce_ranks.py."""
 MICRO_BATCHES = "micro_batches_1_7b_h200.json"
-HOSTS = {"bf16": "host.bf16", "jet_fp8": "host.fp8", "jet_fp8+jetrl.gathered=batch": "host.fp8.kept"}
-"""Row of benchmarks/micro_batches.py -> rates."""
+HOSTS = {"bf16": "stock", "jet_fp8": "fp8", "jet_fp8+jetrl.gathered=batch": "fp8.kept"}
+"""Row of benchmarks/micro_batches.py -> whose host."""
+LAYERS = {
+    "stock.kept": ("batch", "bf16"),
+    "shared": ("pass", "bf16_shared"),
+    "shared.kept": ("batch", "bf16_shared"),
+}
+"""Whose host -> run and row of benchmarks/layer_host_time.py that has its part of stock BF16's."""
+PHASES = {"log_probs": "old log-probabilities", "update": "update"}
 ENGINES = "engine_over_ranks_h200.json"
 PROMPT, SAMPLES = 141, 4
 """Tokens of a prompt in the mean, and responses to each, of benchmarks/verl_step.py."""
-
-
-@cache
-def recorded(name: str) -> dict:
-    return json.loads((RESULTS / name).read_text())
 
 
 def fit_reductions(put: Callable[..., None]) -> None:
@@ -46,36 +54,91 @@ def fit_reductions(put: Callable[..., None]) -> None:
         put(f"{name}.byte", a_byte, "s/B", f"{file}, {way}")
 
 
+def _micro_batches(tokens: str) -> int:
+    """How many micro-batches of so many tokens a pass has in :data:`MICRO_BATCHES`."""
+    found = recorded(MICRO_BATCHES)
+    return -(-found["sequences"] // (int(tokens) // found["length"]))
+
+
+@cache
+def host_of(phase: str) -> tuple[dict[str, float], float]:
+    """Of a phase of :data:`MICRO_BATCHES`: row -> seconds of the host for a layer and micro-batch, and those that no
+    row and no micro-batch changes. Least squares of relative errors; at both sizes the GPU waits to the end."""
+    found = recorded(MICRO_BATCHES)
+    layers = model_of(found["model"], KNOWN["qwen3-1.7b"]).layers
+    rows, left = [], []
+    for place, row in enumerate(HOSTS):
+        for tokens, took in found["rows"][row]["tokens"].items():
+            work = np.zeros(len(HOSTS) + 1)
+            work[place], work[-1] = layers * _micro_batches(tokens), 1.0
+            rows.append(work / statistics.median(took[phase]))
+            left.append(1.0)
+    *seconds, rest = np.linalg.lstsq(np.array(rows), np.array(left), rcond=None)[0]
+    return dict(zip(HOSTS, map(float, seconds), strict=True)), float(rest)
+
+
 def fit_host(put: Callable[..., None]) -> None:
-    """Seconds of the host for a layer and micro-batch: what two sizes of a micro-batch differ by, of the same tokens.
-    At both the GPU waits for its host to the end."""
+    """What a layer of a micro-batch takes of the host: in verl's engine, or its part of stock BF16's by the layer."""
+
+    def of_layer(run: str, row: str) -> float:
+        found = recorded(f"layer_host_time_fsdp_{run}_1_7b_h200.json")
+        return statistics.median(found["precisions"][row]["tokens"]["2048"]["step"])
+
+    for phase in PHASES:
+        seconds, _ = host_of(phase)
+        for row, name in HOSTS.items():
+            put(
+                f"host.{name}.{phase}", seconds[row], "s", f"{MICRO_BATCHES}, {row}, 2048 and 4096 tokens a micro-batch"
+            )
+        for name, (run, row) in LAYERS.items():
+            part = of_layer(run, row) / of_layer("pass", "bf16")
+            how = f"stock BF16's, times {row}'s part of it in layer_host_time_fsdp_{run}_1_7b_h200.json"
+            put(f"host.{name}.{phase}", seconds["bf16"] * part, "s", how)
+
+
+def host_records() -> Iterable[Record]:
+    """verl's engine by itself, with small micro-batches; what no micro-batch changes is as it was fitted."""
     found = recorded(MICRO_BATCHES)
     model = model_of(found["model"], KNOWN["qwen3-1.7b"])
-    small, large = sorted(found["rows"]["bf16"]["tokens"], key=int)
-    count = {tokens: -(-found["sequences"] // (int(tokens) // found["length"])) for tokens in (small, large)}
-    for row, name in HOSTS.items():
-        took = found["rows"][row]["tokens"]
-        for phase in ("log_probs", "update"):
-            more = statistics.median(took[small][phase]) - statistics.median(took[large][phase])
-            seconds = more / (count[small] - count[large]) / model.layers
-            put(f"{name}.{phase}", seconds, "s", f"{MICRO_BATCHES}, {row}, {small} and {large} tokens a micro-batch")
+    flows = {"bf16": STOCK, "jet_fp8": JET, "jet_fp8+jetrl.gathered=batch": JET}
+    for phase, name in PHASES.items():
+        _, rest = host_of(phase)
+        for row, flow in flows.items():
+            for tokens, took in found["rows"][row]["tokens"].items():
+                batch = Batch(found["sequences"] * found["length"], found["length"], _micro_batches(tokens))
+                of_phase = partial(
+                    {"log_probs": log_probs, "update": update}[phase],
+                    model=model, flow=flow, batch=batch, gathers=1 if "gathered" in row else None,
+                )  # fmt: skip
+                yield Record(
+                    name,
+                    f"verl's engine, 1.7B, micro-batches of {tokens}, {row}",
+                    statistics.median(took[phase]),
+                    MICRO_BATCHES,
+                    lambda rates, of_phase=of_phase, rest=rest: of_phase(rates).total + rest,
+                    calibrates=True,
+                )
 
 
-def engine_records(model: Model) -> Iterable[Record]:
-    """Engines of ``model``, all requests from the start, a group's prompt prefilled once."""
+def engine_records() -> Iterable[Record]:
+    """Engines alone, all requests from the start, a group's prompt prefilled once."""
     found = recorded(ENGINES)
     for run in found["runs"]:
-        column, tp = COLUMN_OF_ROW[run["row"]], run["tp"]
-        linears = "bf16" if column == "bf16" else "fp8"
-        engine = Engine(linears, shared=column == "jet_fp8", tp=tp)
+        if run["status"] or (name := column_of(run["row"])) is None:
+            continue
+        tp, kept = run["tp"], given(parse_row(run["row"], COLUMN_OF_ROW).settings)
+        lengths = [float(found["response"])] * found["sequences"]
+        sizes = sizes_of(run["model"], None, tp)
+        job = Job(sizes, found["sequences"] // SAMPLES, SAMPLES, PROMPT, lengths[0], PROMPT, found["response"], tp, tp)
+        job = replace(job, kv_cache=kept.get(CACHE, UNQUANTIZED))
+        (precision,) = [each for each in precisions(job, True) if each.name == name]
 
-        def seconds(rates: Rates, engine: Engine = engine) -> float:
-            lengths = [found["response"]] * found["sequences"]
-            return generate(rates, model, engine, lengths, PROMPT, prefill_share=1 / SAMPLES).seconds
+        def seconds(rates: Rates, of=(sizes, precision.engine, lengths)) -> float:
+            return generate(rates, *of, PROMPT, prefill_share=1 / SAMPLES).seconds
 
         yield Record(
             "generation",
-            f"8B, an engine over {tp}, {found['sequences']} x {found['response']}, {run['row']}",
+            f"{run['model']}, an engine of TP {tp}, {found['sequences']} x {found['response']}, {run['row']}",
             found["sequences"] * found["response"] / run["tokens_per_s"],
             ENGINES,
             seconds,

@@ -16,12 +16,11 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.advise_ranks import engine_records, fit_host, fit_reductions
+from benchmarks.advise_ranks import engine_records, fit_host, fit_reductions, host_records
 from benchmarks.advise_steps import (
     CALIBRATING,
     CALIBRATING_ROWS,
@@ -30,6 +29,7 @@ from benchmarks.advise_steps import (
     OLD_SYNC,
     Record,
     fit_verl,
+    recorded,
     shipped_records,
     step_records,
 )
@@ -108,9 +108,8 @@ def poll(seconds: float) -> float:
     return 2 * np.ceil(seconds / 2) + 0.07
 
 
-@cache
 def results(name: str) -> dict:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}_h200.json").read_text())
+    return recorded(f"{name}_h200.json")
 
 
 def _gemm_records(what: str, name: str) -> list[dict]:
@@ -368,7 +367,7 @@ def memory_records() -> Iterable[Record]:
 
 def records() -> list[Record]:
     steps = sorted((ROOT / "benchmarks" / "results").glob("verl_step*_h200.json"))
-    every = (training_records(), rollout_records(), engine_records(EIGHT), sync_records(), verl_records())
+    every = (training_records(), host_records(), rollout_records(), engine_records(), sync_records(), verl_records())
     every = (*every, memory_records())
     return [*(one for records_ in every for one in records_), *step_records(steps), *shipped_records(SHIPPED)]
 

@@ -8,7 +8,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,12 @@ from jetrl_verl.tools.advise.rates import Rates
 from jetrl_verl.tools.rows import parse_row
 
 RESULTS = Path(__file__).resolve().parent / "results"
+
+
+@cache
+def recorded(name: str) -> dict:
+    """A record of benchmarks/results, by its file's name."""
+    return json.loads((RESULTS / name).read_text())
 
 
 @dataclass(frozen=True)
@@ -170,15 +176,20 @@ OLD_LOGITS = Replaced(
     "logits that are whole in FP32, as before 86699aa",
     ("00a92b42", "7bde4f82"),
 )
+WITHOUT_KERNELS = "a machine without this project's Hopper kernels"
 BUSY_HOST = "a host on whose other GPUs another job of verl ran"
 """A weight sync maps and frees memory on every GPU, which one driver does for all of a host."""
 BUSY = ("verl_step_8b_tp4_h200.json",)
 """Files whose runs were taken there."""
 
 
-def _caveat(phase: str, moved: bool, mixture: bool, busy: bool, rollout: str, trainer: str, sync: str) -> str:
+def _caveat(
+    phase: str, moved: bool, mixture: bool, busy: bool, code: str, rollout: str, trainer: str, sync: str
+) -> str:
     """Of a phase's seconds: whether weights move in it, whether the model has experts, whether the host had another
-    job, what is said of its rollout, of its trainer and of its weight sync."""
+    job, what is said of all that ran, of its rollout, of its trainer and of its weight sync."""
+    if code:
+        return code
     if mixture:
         return "a mixture, which no rate is for"
     if rollout and phase in ("generation", "step"):
@@ -289,12 +300,21 @@ def step_records(files: Iterable[Path]) -> Iterable[Record]:
             rollout = OLD_ROLLOUT.in_build(build) if name in ("jet_fp8", "bf16_shared") else ""
             trainer = OLD_LOGITS.in_build(build) if name in ("jet_fp8", "bf16_shared") else ""
             sync = OLD_SYNC.in_build(build) if name not in STOCK_VERL else ""
-            case = f"verl, {run['model']}, {settings['sequences']} x {run['response']}, {run['row']}"
+            over = f"{job.gpus} GPUs, TP {job.tp}, " if job.gpus > 1 else ""
+            case = f"verl, {run['model']}, {over}{settings['sequences']} x {run['response']}, {run['row']}"
             predicted = _prediction(job, name)
             measures_verl = file.name in CALIBRATING and run["row"] in CALIBRATING_ROWS
             busy = file.name in BUSY
+            ours_in_triton = name not in STOCK_VERL and build.get("kernel_library_sha256", "") is None
             caveat = partial(
-                _caveat, moved=moved, mixture=mixture, busy=busy, rollout=rollout, trainer=trainer, sync=sync
+                _caveat,
+                moved=moved,
+                mixture=mixture,
+                busy=busy,
+                code=WITHOUT_KERNELS if ours_in_triton else "",
+                rollout=rollout,
+                trainer=trainer,
+                sync=sync,
             )
             yield from _phase_records(
                 run,
@@ -333,6 +353,5 @@ def fit_verl(put: Callable[..., None], rates: Callable[..., Rates]) -> None:
         files = " and ".join(dict.fromkeys(one.source for one in found))
         left = [one.measured - one.predict(unknown) for one in found]
         put(name, statistics.fmean(left), "s", above.format(files, _ABOVE[phase]))
-    runs = json.loads((RESULTS / CALIBRATING[0]).read_text())["runs"]
-    rest = statistics.fmean(run["rest_s"] for run in runs if run["row"] in CALIBRATING_ROWS)
+    rest = statistics.fmean(run["rest_s"] for run in recorded(CALIBRATING[0])["runs"] if run["row"] in CALIBRATING_ROWS)
     put("verl.rest", rest, "s", above.format(CALIBRATING[0], "all phases"))

@@ -7,33 +7,24 @@ What both sides launch is counted on a CPU, layers as thin as the formats allow:
 is. What a launch takes is measured on a GPU.
 """
 
-import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
-from pathlib import Path
 
 import numpy as np
 
-from benchmarks.advise_steps import OLD_SYNC, Record
+from benchmarks.advise_steps import OLD_SYNC, Record, recorded
 from benchmarks.published_shapes import NARROW
 from jetrl_verl.tools.advise.rates import Rates
 from jetrl_verl.tools.advise.shapes import KNOWN, Model, model_of
 from jetrl_verl.tools.advise.sync import LOADS_OF_A_LAYER, stacks, stock_work, sync_seconds, work
 from jetrl_verl.train.gather import TOGETHER_BYTES
 
-RESULTS = Path(__file__).resolve().parent / "results"
 TIMED = "weight_sync_4b_h200.json"
 SHAPES = ("1.7b", "4b", "8b")
 """Of Qwen3, counted; the second one checks."""
 
 LAUNCHES = "launches of a sync"
 """Phase of the records that are counts."""
-
-
-@cache
-def recorded(name: str) -> dict:
-    return json.loads((RESULTS / name).read_text())
 
 
 def counted(shape: str) -> str:

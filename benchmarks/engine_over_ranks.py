@@ -112,11 +112,12 @@ class Job:
         began, paths = time.monotonic(), self.paths(row, tp)
         config, log = self.compose(row, tp), paths.folder / "engine.log"
         status, found = timed_steps(config, log, environment_of(paths, self.tiny), STEPS, self.ends, self.kernels)
-        taken = {"status": status or int(not found), "seconds": round(time.monotonic() - began, 1)}
-        if taken["status"]:
-            return {**taken, "errors": last_errors(log)}
         rates = [each["tokens_per_s"] for each in found if "tokens_per_s" in each]
-        taken |= {"steps": len(rates), "tokens_per_s": rates[-1], "tokens_per_s_and_gpu": rates[-1] / tp}
+        taken = {"status": status or int(not rates), "seconds": round(time.monotonic() - began, 1)}
+        if taken["status"]:
+            taken["errors"] = last_errors(log)
+        if rates:  # of an engine whose recording failed, too
+            taken |= {"steps": len(rates), "tokens_per_s": rates[-1], "tokens_per_s_and_gpu": rates[-1] / tp}
         return taken | {name: ranks for each in found for name, ranks in each.items() if name == "ranks"}
 
     def planned(self, row: Row, tp: int, place: int, gpus: Sequence[str]) -> Planned:
@@ -233,7 +234,13 @@ def main(words: Sequence[str] | None = None) -> int:
     settings = {name: getattr(job, name) for name in ("response", "sequences", "memory", "tiny")}
     results = Results(job.out / "engine_over_ranks.json", NAMES, settings, provenance())
     add_files(results, options.add, parser.error)
-    left = [(row, tp) for tp in sizes for row in rows if options.again or not results.done(job.name(row, tp))]
+
+    def done(row: Row, tp: int) -> bool:
+        name = job.name(row, tp)
+        recorded = any("ranks" in run for run in results.runs if name.items() <= run.items())
+        return results.done(name) and (recorded or not job.kernels)
+
+    left = [(row, tp) for tp in sizes for row in rows if options.again or not done(row, tp)]
     return take_all(job, results, left, options.gpus, options.alone)
 
 

@@ -64,6 +64,8 @@ def end(worker: Any, steps: int) -> dict:
     worker.execute_model, trace, calls = worker.jetrl_recording
     del worker.jetrl_recording
     if "took_ns" not in calls:
+        if "began_ns" in calls:
+            trace.stop()
         raise BenchError(f"The engine made {calls['steps']} steps, too few for a recording: set longer responses.")
     found = {"host_us": 1e-3 * calls["took_ns"] / steps}
     return found | (summary(kernels_in(trace), steps) if torch.cuda.is_available() else {})
@@ -97,9 +99,14 @@ def summary(kernels: Sequence[Kernel], steps: int) -> dict:
 
     Args:
         kernels: by their begin.
+
+    Raises:
+        BenchError: too few steps.
     """
     name = boundary(kernels, steps)
     at = [place for place, kernel in enumerate(kernels) if kernel.name == name][_EDGE:-_EDGE]
+    if len(at) < 2:
+        raise BenchError(f"{steps} steps are too few for a median, {_EDGE} at either end apart: set longer responses.")
     spans = [list(kernels[first + 1 : last + 1]) for first, last in zip(at, at[1:], strict=False)]
     return {
         "step_us": median(kernels[last].end - kernels[first].end for first, last in zip(at, at[1:], strict=False)),

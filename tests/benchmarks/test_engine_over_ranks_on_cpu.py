@@ -58,7 +58,8 @@ def test_an_engine_that_fails_or_says_nothing_is_a_failure(tmp_path, monkeypatch
     monkeypatch.setattr(Job, "compose", lambda self, row, tp: tmp_path / "config.yaml")
     monkeypatch.setattr(engine_over_ranks, "timed_steps", lambda *_: (status, rates))
     found = job.take(BF16, 1)
-    assert found["status"] == (status or 1) and "tokens_per_s" not in found
+    assert found["status"] == (status or 1) and found["errors"] == []
+    assert found.get("tokens_per_s") == (rates[0]["tokens_per_s"] if rates else None), "a recording may fail behind it"
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,9 @@ def test_steps_are_told_by_the_last_kernel_that_each_runs_once():
     assert summary([*prefill, *made], 20) == summary(made, 20), "what is at either end is left out"
     with pytest.raises(BenchError, match="once in each of 7 steps"):
         boundary(made, 7)
+    with pytest.raises(BenchError, match="9 steps are too few"):
+        summary(steps(9), 9)
+    assert summary(steps(10), 10)["step_us"] == 100
 
 
 def test_kernels_that_overlap_are_busy_once():
@@ -46,6 +49,7 @@ def test_kernels_that_overlap_are_busy_once():
 def test_the_recording_stands_at_the_end_of_a_response_while_all_requests_are_alive():
     tokens, first, count = window(4096)
     assert (tokens, count) == (TOKENS, STEPS) and tokens > first + count > tokens - 8
+    assert summary(steps(count), count)["step_us"] == 100
     tokens, first, count = window(24)
     assert tokens == 24 and first > 0 and first + count < 24
 

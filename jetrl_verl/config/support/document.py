@@ -43,8 +43,8 @@ _SUPPORTED = (
 NOTES = (
     "`jet_fp8` with a rollout over several GPUs: the trainer multiplies o and down in as many slices of K as the "
     "rollout has ranks, since those round there: 0.9 to 1.4% of an update at TP 2 to 8 (8B, 8192 tokens, H200).",
-    "Small micro-batches take BF16's time: the GPU waits for its host, which has as much to do for a layer in FP8. "
-    "`jetrl.gathered=batch` takes a fifth of an update away.",
+    "Small micro-batches of small models take BF16's time: the GPU waits for its host, which has as much to do for a "
+    "layer in FP8. `jetrl.gathered=batch` takes a fifth of an update away.",
     "Without the Hopper kernels (no nvcc when the package was installed) WGrad runs in Triton at "
     f"{WGRAD_IN_TRITON} of BF16's speed; a line at the start of a run says so.",
     "`jetrl reshard` does not support FSDP1 checkpoints and remote paths; a run resumes on another number of GPUs with "
@@ -131,8 +131,8 @@ def readme_block() -> str:
     lines.append(f"| shared operations | Hopper, as above | `jet_fp8` runs stock ones with: {stock} |")
     lines.append(f"| equality in every bit | `jet_fp8_exact` | {exact} |")
     lines.append(
-        "| also | | small micro-batches take BF16's time; `jetrl reshard` does not support FSDP1 checkpoints and "
-        "remote paths |"
+        "| also | | small micro-batches of small models take BF16's time; `jetrl reshard` does not support FSDP1 "
+        "checkpoints and remote paths |"
     )
     return "\n".join([BEGIN, *lines, END])
 

@@ -19,6 +19,7 @@ from jetrl_verl.config.support.table import refusal
 from jetrl_verl.formats.catalog import CACHES, FLOW, UNQUANTIZED
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 from jetrl_verl.tools.advise import AdviseError
+from jetrl_verl.tools.advise.rollout import MOST_RANKS
 from jetrl_verl.tools.advise.shapes import Model, find_config, model_of
 from jetrl_verl.tools.launch import precision_word
 
@@ -27,6 +28,9 @@ MICRO_TOKENS = 16384
 
 MOST_REQUESTS = 256
 """Requests of a replica that run at once where nothing says how many; vLLM's default of ``max_num_seqs``."""
+
+GPUS_OF_A_HOST = 8
+"""Where nothing says how many."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Job:
         model: its sizes. prompts, samples: prompts of a step, responses to each.
         prompt, response: mean tokens. longest_prompt, longest_response: the largest that the job allows.
         gpus: of the trainer, and of the rollout, which shares them. tp: GPUs of a replica of the rollout.
+        gpus_of_host: of them, how many a host has; all, or eight, if None.
         utilization, most, batched_tokens, prefix_caching: vLLM's ``gpu_memory_utilization``, ``max_num_seqs``,
             ``max_num_batched_tokens``, ``enable_prefix_caching``.
         micro_tokens, micro_sequences: of a micro-batch of an update; one of them is None.
@@ -81,6 +86,7 @@ class Job:
     fp8_reference: bool = False
     kv_cache: str = UNQUANTIZED
     gathers_once: bool = False
+    gpus_of_host: int | None = None
     notes: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -109,6 +115,11 @@ class Job:
     @property
     def sequences(self) -> int:
         return self.prompts * self.samples
+
+    @property
+    def of_one_host(self) -> int:
+        """GPUs of the job that one host has."""
+        return min(self.gpus, self.gpus_of_host or GPUS_OF_A_HOST)
 
 
 @dataclass(frozen=True)
@@ -161,7 +172,8 @@ def job_of_config(get: Get, means: Means, name: str | None = None) -> Job:
     prompt, response, notes = means.of(longest_prompt, longest_response)
     prompts = int(get("data.train_batch_size"))
     mini = int(get(f"{ACTOR}.ppo_mini_batch_size") or prompts)
-    gpus = int(get("trainer.n_gpus_per_node") or 1) * int(get("trainer.nnodes") or 1)
+    gpus_of_host = int(get("trainer.n_gpus_per_node") or 1)
+    gpus = gpus_of_host * int(get("trainer.nnodes") or 1)
     micro, more = _micro(get, ACTOR, "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", "use_dynamic_bsz")
     scored, _ = _micro(
         get,
@@ -181,9 +193,10 @@ def job_of_config(get: Get, means: Means, name: str | None = None) -> Job:
     packed, varlen = bool(get(f"{MODEL}.use_remove_padding")), get(ATTENTION) == JETRL_ATTENTION
     if packed and not varlen:
         notes += ("attention of packed sequences is predicted at sdpa's rate, for want of a record of flash-attn.",)
+    if tp > MOST_RANKS:
+        notes += (f"what {tp} GPUs of a replica take to add their products is drawn out from {MOST_RANKS}.",)
     if tp > 1:
         notes += (
-            "the reductions between the GPUs of a replica are in no prediction: generation takes longer.",
             f"with shared operations the trainer multiplies o and down in {tp} slices of K, as the rollout's GPUs do; "
             "what that costs it is in no prediction, for want of a record.",
         )
@@ -224,6 +237,7 @@ def job_of_config(get: Get, means: Means, name: str | None = None) -> Job:
         fp8_reference=get("jetrl.ref") == FLOW,
         kv_cache=_cache(get),
         gathers_once=get("jetrl.gathered") == "batch",
+        gpus_of_host=gpus_of_host,
         notes=notes,
     )
 

@@ -55,7 +55,7 @@ WORDS = {
     "gathers": "gathers between the GPUs",
     "gpus": "weights that cross the host to its further GPUs",
     "reductions": "sums over the GPUs of a replica",
-    "host": "the host's work for a layer of each micro-batch",
+    "host": "waiting for the host, whose work goes by layers and micro-batches",
 }
 
 
@@ -211,7 +211,7 @@ def predict(rates: Rates, job: Job, precision: Precision) -> Prediction:
         gathers=job.mini_batches if once else None,
     )
     adamw = optimizer(rates, model, job.shards or job.gpus, job.mini_batches * job.epochs)
-    sync = sync_parts(rates, model, kind, precision.name not in STOCK_VERL, job.gpus)
+    sync = sync_parts(rates, model, kind, precision.name not in STOCK_VERL, job.of_one_host)
     phases = {
         "generation": Phase(
             schedule.seconds + POLL / 2,

@@ -18,6 +18,9 @@ from jetrl_verl.tools.advise.rates import Rates
 from jetrl_verl.tools.advise.settings import Finding, unseen
 from jetrl_verl.tools.advise.trainer import JET
 
+SHOWN = ("bf16", "jet_fp8")
+"""Columns that are looked into."""
+
 LEAST_WAIT = 0.02
 """Share of a step from which on it is said that the GPU waits for its host."""
 
@@ -41,12 +44,14 @@ def warnings(job: Job, predictions: list[Prediction]) -> list[str]:
             f"{gathered / 1e9:.0f} GB a GPU and step, are in no prediction"
             + ("." if job.gathers_once else "; larger micro-batches make them fewer.")
         )
-    waits = {each.precision: each.waits for each in predictions if each.waits > LEAST_WAIT * each.step}
+    shown = [each for each in predictions if each.precision in SHOWN]
+    waits = {each.precision: each.waits for each in shown if each.waits > LEAST_WAIT * each.step}
     if waits:
-        said = " and ".join(f"{seconds:.1f} s of a step under {name}" for name, seconds in waits.items())
+        said = " and ".join(f"{seconds:.1f} s under {name}" for name, seconds in waits.items())
+        several = max(batch.micro, update.micro / job.mini_batches) > 1
+        advice = larger_micro_batches(job) + gathered_once(job, predictions) if several else "a step has no more."
         found.append(
-            f"micro-batches of {min(scored, trained):.0f} tokens: the GPU waits for its host {said}; "
-            f"{larger_micro_batches(job)}" + gathered_once(job, predictions)
+            f"micro-batches of {min(scored, trained):.0f} tokens: in a step the GPU waits for its host {said}; {advice}"
         )
     for each in predictions:
         if math.isinf(each.step):
@@ -198,7 +203,7 @@ def render(
     console.print(table)
 
     table = Table(title="what takes most of each phase", box=SIMPLE_HEAD)
-    shown = [each for each in predictions if each.precision in ("bf16", "jet_fp8")]
+    shown = [each for each in predictions if each.precision in SHOWN]
     for heading in ("phase", *(each.precision for each in shown)):
         table.add_column(heading)
     for phase in PHASES[:4]:

@@ -22,7 +22,8 @@ WEIGHT_BYTES = {UNQUANTIZED: 2, **dict.fromkeys(FORMATS, 1)}
 """Format of the rollout's linears -> bytes of a weight; qdata have one an element."""
 
 MOST_RANKS = 4
-"""GPUs of a replica whose reductions are on record; those of more are taken as so many's."""
+"""Of the replicas whose reductions are on record. In those of more GPUs each reads the products of more others: bytes
+take so much longer."""
 
 CHUNKS = 160
 """Steps of a schedule's clock in the longest response; a finer clock changes the seconds by less than 1%."""
@@ -82,7 +83,8 @@ def reduction(rates: Rates, model: Model, engine: Engine, rows: float) -> float:
     ranks = min(engine.tp, MOST_RANKS)
     # The sum of two ranks has no order, so nothing else runs there.
     name = f"reduce.{ranks}" + (".ordered" if engine.shared and ranks > 2 else "")
-    return rates[name] + rates[f"{name}.byte"] * BF16 * rows * model.hidden
+    moved = (engine.tp - 1) / (ranks - 1) * BF16 * rows * model.hidden
+    return rates[name] + moved * rates[f"{name}.byte"]
 
 
 def decode_step(rates: Rates, model: Model, engine: Engine, requests: float, tokens: float) -> Step:

@@ -130,16 +130,18 @@ def gathered(rates: Rates, model: Model, flow: Flow, sharded: bool) -> Pass:
     return Pass(weights=moved / rates["bandwidth"])
 
 
-def host(rates: Rates, model: Model, flow: Flow, what: str, micro: float, kept: bool) -> float:
-    """Seconds of the host's work for ``micro`` micro-batches under FSDP2 and activation checkpointing.
+def host(rates: Rates, model: Model, flow: Flow, micro: float, kept: bool, updates: bool, again: bool = True) -> float:
+    """Seconds of the host's work for ``micro`` micro-batches under FSDP2.
 
     Args:
-        what: ``log_probs`` or ``update``. kept: whether weights stay gathered from one micro-batch to the next.
+        kept: whether weights stay gathered from one micro-batch to the next. updates: a forward and a backward, or a
+            forward alone. again: whether the forward runs a second time in an update (activation checkpointing).
     """
-    name = f"host.{flow.linears}.{'kept.' if kept else ''}{what}"
-    # Of BF16 weights that stay gathered there is no record.
-    seconds = rates[name] if name in rates else rates[f"host.{flow.linears}.{what}"]
-    return micro * model.layers * seconds
+    name = "fp8" if flow.linears == FLOW else "shared" if flow.operations == "shared" else "stock"
+    name = f"host.{name}.{'kept.' if kept else ''}"
+    ahead = rates[f"{name}log_probs"]
+    layer = rates[f"{name}update"] - (0.0 if again else ahead) if updates else ahead
+    return micro * model.layers * layer
 
 
 def _waits(done: Pass, host_seconds: float) -> Pass:
@@ -171,7 +173,7 @@ def log_probs(
     """
     one = forward(rates, model, flow, batch.tokens, batch.length / 2)
     one += (batch.micro if gathers is None else gathers) * gathered(rates, model, flow, sharded)
-    return _waits(one, host(rates, model, flow, "log_probs", batch.micro, gathers is not None))
+    return _waits(one, host(rates, model, flow, batch.micro, gathers is not None, updates=False))
 
 
 def update(
@@ -196,7 +198,7 @@ def update(
     kept = gathers is not None
     gathers = gathers if kept else 2 * batch.micro
     done = ahead + again + behind + gathers * gathered(rates, model, flow, sharded)
-    return epochs * _waits(done, host(rates, model, flow, "update", batch.micro, kept))
+    return epochs * _waits(done, host(rates, model, flow, batch.micro, kept, updates=True, again=checkpointing))
 
 
 def optimizer(rates: Rates, model: Model, gpus: int, steps: int) -> float:

@@ -26,7 +26,8 @@ from jetrl_verl.tools.advise.report import larger_micro_batches, warnings
 from jetrl_verl.tools.advise.rollout import Engine, decode_step, generate, response_lengths
 from jetrl_verl.tools.advise.settings import BITS, REFUSED, STOCK, findings, model_findings, settings_of, unseen
 from jetrl_verl.tools.advise.shapes import KNOWN, known_name, model_of
-from jetrl_verl.tools.advise.trainer import JET, JET_STOCK, Batch, update
+from jetrl_verl.tools.advise.trainer import BF16_SHARED, JET, JET_STOCK, Batch, host, update
+from jetrl_verl.tools.advise.trainer import STOCK as STOCK_FLOW
 
 ROOT = Path(__file__).parents[3]
 EIGHT = model_of("qwen3-8b", KNOWN["qwen3-8b"])
@@ -133,7 +134,9 @@ def test_fewer_requests_than_may_run_wait_for_a_place():
 def test_gpus_of_a_replica_add_behind_o_and_down_of_each_layer_and_behind_the_embedding():
     rates, engines = measured(), {tp: replace(FP8, tp=tp) for tp in (1, 2, 4, 8)}
     steps = {tp: decode_step(rates, EIGHT, engine, 64, 64 * 1000) for tp, engine in engines.items()}
-    assert steps[1].reductions == 0.0 < steps[2].reductions < steps[4].reductions == steps[8].reductions
+    assert steps[1].reductions == 0.0 < steps[2].reductions < steps[4].reductions < steps[8].reductions
+    in_order = {tp: steps[tp].reductions / (2 * EIGHT.layers + 1) - rates["reduce.4.ordered"] for tp in (4, 8)}
+    assert in_order[8] == pytest.approx(7 / 3 * in_order[4]), "each rank reads the products of seven others, not three"
     once = rates["reduce.4.ordered"] + rates["reduce.4.ordered.byte"] * 64 * 2 * EIGHT.hidden
     assert steps[4].reductions == pytest.approx((2 * EIGHT.layers + 1) * once)
     assert steps[4].total - steps[4].reductions < 0.6 * steps[1].total
@@ -185,6 +188,7 @@ def test_where_micro_batches_are_small_the_host_decides():
     for once in (False, True):
         each = replace(small, gathers_once=once)
         found, kind = predict(rates, each, column("jet_fp8", each)), "host.fp8.kept" if once else "host.fp8"
+        assert rates[f"{kind}.log_probs"] < 0.4 * rates[f"{kind}.update"]
         old, update_ = (found.phases[phase].parts for phase in ("old log-probabilities", "update"))
         assert old["host"] > 0 and update_["host"] > 0 and "host" in found.phases["update"].limit
         assert sum(old.values()) - old["verl"] == pytest.approx(scored.micro * 28 * rates[f"{kind}.log_probs"])
@@ -193,11 +197,53 @@ def test_where_micro_batches_are_small_the_host_decides():
         of_host[once] = found.waits
         assert found.waits == pytest.approx(old["host"] + update_["host"])
         (said,) = warnings(each, [found])
-        assert said.startswith("micro-batches of 2560 tokens: the GPU waits for its host") and "under jet_fp8" in said
+        assert said.startswith("micro-batches of 2560 tokens: in a step the GPU waits for its host")
+        assert f"{found.waits:.1f} s under jet_fp8" in said and "tokens fit" in said
     assert of_host[True] < of_host[False]
     large = replace(small, micro_tokens=32768, log_prob_tokens=32768)
     found = predict(rates, large, column("jet_fp8", large))
     assert found.waits == 0.0 and not warnings(large, [found])
+    # A job that has no more than one micro-batch for a GPU cannot have larger ones.
+    few = replace(small, prompts=2, samples=1, response=100.0)
+    (said,) = warnings(few, [predict(rates, few, column("jet_fp8", few))])
+    assert said.endswith("; a step has no more.") and "gathered" not in said
+
+
+def test_a_forward_that_does_not_run_again_is_work_the_host_does_not_have():
+    rates, again = (
+        measured(),
+        replace(job_of_options("qwen3-1.7b", 1, 512, 2048, 8, 8, Means(256, 1024)), micro_tokens=2560),
+    )
+    once = replace(again, checkpointing=False)
+    seconds = [predict(rates, each, column("jet_fp8", each)).phases["update"] for each in (again, once)]
+    _, trained, *_ = batches(again)
+    assert all(each.parts["host"] > 0 for each in seconds)
+    assert seconds[0].seconds - seconds[1].seconds == pytest.approx(trained.micro * 28 * rates["host.fp8.log_probs"])
+
+
+def test_what_runs_decides_what_the_host_does():
+    """Shared operations make fewer launches than stock ones, and fewer gathers are less work under each precision."""
+    rates, micro = measured(), 10
+    found = {
+        (flow, kept): host(rates, EIGHT, flow, micro, kept, updates=True)
+        for flow in (STOCK_FLOW, BF16_SHARED, JET)
+        for kept in (False, True)
+    }
+    assert all(found[flow, True] < found[flow, False] for flow in (STOCK_FLOW, BF16_SHARED, JET))
+    assert found[BF16_SHARED, False] < found[JET, False] < found[STOCK_FLOW, False]
+    assert found[STOCK_FLOW, False] == pytest.approx(micro * EIGHT.layers * rates["host.stock.update"])
+
+
+def test_a_weight_sync_goes_by_the_gpus_of_one_host():
+    rates = measured()
+    asked = {gpus: job_of_options("qwen3-8b", gpus, 512, 2048, 512, 8, Means(256, 1024)) for gpus in (1, 4, 8, 64)}
+    syncs = {gpus: predict(rates, each, column("bf16", each)).phases["weight sync"] for gpus, each in asked.items()}
+    assert syncs[1].parts["gpus"] == 0.0 < syncs[4].parts["gpus"] < syncs[8].parts["gpus"]
+    assert syncs[64].parts == syncs[8].parts, "eight hosts sync side by side"
+    over_tp = replace(asked[8], tp=8)
+    assert predict(rates, over_tp, column("bf16", over_tp)).phases["weight sync"].parts == syncs[8].parts
+    small_hosts = replace(asked[8], gpus_of_host=4)
+    assert predict(rates, small_hosts, column("bf16", small_hosts)).phases["weight sync"].parts == syncs[4].parts
 
 
 def test_what_stays_gathered_is_counted_where_memory_is_looked_at():
@@ -450,8 +496,8 @@ def test_sizes_alone_need_neither_overrides_nor_a_folder():
         "--n",
         "4",
     )
-    assert status == 0 and "gain over bf16" in output and "micro-batches of" in output
-    assert "jetrl.gathered=batch under FSDP2" in output
+    assert status == 0 and "gain over bf16" in output
+    assert "micro-batches of 4096 tokens: in a step the GPU waits" in output and "; a step has no more." in output
 
 
 def test_small_micro_batches_come_with_the_largest_that_memory_holds():

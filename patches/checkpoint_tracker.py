@@ -15,6 +15,9 @@ from typing import Any
 from jetrl_verl.patches.patch import Patch
 
 
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+
+
 class DamagedCheckpointError(RuntimeError):
     """A checkpoint cannot be resumed from; the message names the file and what to do."""
 
@@ -42,7 +45,7 @@ def check_tracker(tracker: Path) -> None:
 
 def find_latest_ckpt_path(stock, path: str | None, *args: Any, **kwargs: Any) -> str | None:
     if path is not None:
-        tracker = Path(path, "latest_checkpointed_iteration.txt")
+        tracker = Path(path, TRACKER_FILE)
         if os.path.exists(tracker):
             check_tracker(tracker)
     return stock(path, *args, **kwargs)

@@ -43,6 +43,7 @@ from jetrl_verl.formats.sums import row_sums
 from jetrl_verl.models import family, model_types
 from jetrl_verl.models.families.base import Experts, place
 from jetrl_verl.models.plan import LinearPlan, UnsupportedLayer, plan_linears, plan_of
+from jetrl_verl.patches.checkpoint_tracker import TRACKER_FILE
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.sync.wire import quantize_stream, with_completed
 
@@ -178,7 +179,7 @@ def export(checkpoint: Path, out: Path, options: ExportOptions, shard_bytes: int
 
 def find_checkpoint(path: Path) -> Path:
     """The folder of ``path`` that holds a model: of a run's checkpoints the latest, of a step its actor."""
-    latest = path / "latest_checkpointed_iteration.txt"
+    latest = path / TRACKER_FILE
     if latest.is_file():
         path = path / f"global_step_{latest.read_text().strip()}"
     if (path / "actor").is_dir():

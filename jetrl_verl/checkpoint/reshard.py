@@ -49,6 +49,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from jetrl_verl.checkpoint.validation import DamagedCheckpointError, check_checkpoint
+from jetrl_verl.patches.checkpoint_tracker import TRACKER_FILE
 
 _SHARDED = ("model", "optim")
 _EXTRA = "extra_state"
@@ -274,7 +275,7 @@ def random_states(states: Sequence[Mapping[str, Any]], rank: int) -> dict[str, A
 
 def _find_step(path: Path) -> Path:
     """The folder ``global_step_<n>`` that ``path`` names."""
-    latest = path / "latest_checkpointed_iteration.txt"
+    latest = path / TRACKER_FILE
     if latest.is_file():
         path = path / f"global_step_{latest.read_text().strip()}"
     if (path / "fsdp_config.json").is_file():
@@ -439,7 +440,7 @@ def _write_elsewhere(step: Path, roles: list[_Role], gpus: int, out: Path) -> li
             config = json.loads((folder / "fsdp_config.json").read_text())
             (folder / "fsdp_config.json").write_text(json.dumps(config | {"world_size": gpus}, indent=4))
             written.append(Resharded(out / name / folder.name, role.ranks, gpus, role.replicas, *facts))
-        (building / "latest_checkpointed_iteration.txt").write_text(name.removeprefix("global_step_"))
+        (building / TRACKER_FILE).write_text(name.removeprefix("global_step_"))
         if out.exists():
             out.rmdir()
         building.rename(out)

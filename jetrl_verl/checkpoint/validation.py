@@ -23,7 +23,9 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from jetrl_verl.patches.checkpoint_tracker import DamagedCheckpointError, steps_in
+from omegaconf import DictConfig, OmegaConf
+
+from jetrl_verl.patches.checkpoint_tracker import TRACKER_FILE, DamagedCheckpointError, check_tracker, steps_in
 
 _CONTENTS = ("model", "optim", "extra_state")
 
@@ -76,16 +78,7 @@ def check_checkpoint(folder: str | Path, rank: int, world_size: int) -> None:
     if "://" in str(folder):
         return
     folder = Path(folder)
-    written = {
-        int(found.group(1)) for file in folder.glob("*.pt") if (found := re.search(r"world_size_(\d+)_", file.name))
-    }
-    if written and world_size not in written:
-        raise DamagedCheckpointError(
-            f"the checkpoint {folder} was written by {', '.join(map(str, sorted(written)))} ranks and this run has "
-            f"{world_size}; resume with as many GPUs, or rewrite it with optimizer and schedule (FSDP2; jetrl reshard "
-            f"{folder.parent} --gpus {world_size}), or merge it (python -m verl.model_merger merge --backend fsdp) and "
-            "start from the merged model"
-        )
+    check_ranks(folder, world_size)
     files = [folder / f"{content}_world_size_{world_size}_rank_{rank}.pt" for content in _CONTENTS]
     if rank == 0:
         files += [file for file in (folder / KEPT_SCALES, folder.parent / "data.pt") if file.exists()]
@@ -98,6 +91,44 @@ def check_checkpoint(folder: str | Path, rank: int, world_size: int) -> None:
         fault = _fault_of(file)
         if fault is not None:
             raise DamagedCheckpointError(f"the checkpoint file {file} is damaged ({fault}); {_remedy(folder.parent)}")
+
+
+def check_ranks(folder: Path, world_size: int) -> None:
+    """Raise ``DamagedCheckpointError`` if a role's folder of a checkpoint was written by other numbers of ranks alone;
+    one that is not there, or holds none of verl's files, passes."""
+    written = {
+        int(found.group(1)) for file in folder.glob("*.pt") if (found := re.search(r"world_size_(\d+)_", file.name))
+    }
+    if written and world_size not in written:
+        count = ", ".join(map(str, sorted(written)))
+        raise DamagedCheckpointError(
+            f"the checkpoint {folder} was written by {count} {'rank' if written == {1} else 'ranks'} and this run has "
+            f"{world_size}; resume with as many GPUs, or rewrite it with optimizer and schedule (FSDP2; jetrl reshard "
+            f"{folder.parent} --gpus {world_size}), or merge it (python -m verl.model_merger merge --backend fsdp) and "
+            "start from the merged model"
+        )
+
+
+def check_resume(config: DictConfig) -> None:
+    """In the driver, before Ray: what a run will resume from, as far as names tell. Files that only the trainer's
+    hosts see, and their bytes, are checked there (:func:`check_checkpoint`).
+
+    Raises:
+        DamagedCheckpointError: verl's note of the latest checkpoint is damaged, or the actor's files were written by
+            another number of ranks.
+    """
+    trainer = OmegaConf.select(config, "trainer") or {}
+    mode, folder = trainer.get("resume_mode"), trainer.get("default_local_dir")
+    if mode == "resume_path":
+        step = trainer.get("resume_from_path")
+    elif mode == "auto" and folder is not None and (tracker := Path(folder, TRACKER_FILE)).exists():
+        check_tracker(tracker)
+        step = Path(folder, f"global_step_{int(tracker.read_text())}")
+    else:
+        step = None
+    if step is not None and "://" not in str(step):
+        ranks = int(trainer.get("n_gpus_per_node") or 1) * int(trainer.get("nnodes") or 1)
+        check_ranks(Path(step, "actor"), ranks)
 
 
 def drop_other_world_sizes(folder: str | Path, world_size: int) -> None:

@@ -9,12 +9,14 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
+from jetrl_verl.checkpoint.validation import DamagedCheckpointError, check_resume
 from jetrl_verl.config import environment, workers
 from jetrl_verl.config.options import JetConfig, UnsupportedConfiguration
 
 
 class JetCallback(Callback):
-    """Checks this machine, the model folder and the data, and wraps ``ray.init``, which checks the workers."""
+    """Checks this machine, the model folder, the data and the checkpoint, and wraps ``ray.init``, which checks the
+    workers."""
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         # Hydra turns an exception of a callback into a warning and runs the job; an exit gets through.
@@ -22,7 +24,8 @@ class JetCallback(Callback):
             options = JetConfig.from_node(config.jetrl)
             workers.install(options)
             environment.check_environment(config)
-        except UnsupportedConfiguration as refusal:
+            check_resume(config)
+        except (UnsupportedConfiguration, DamagedCheckpointError) as refusal:
             sys.exit(f"jetrl_verl: {refusal}")
         except Exception as error:
             traceback.print_exc()

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from patch_home import home
 from tiny_models import tiny_model
 
@@ -24,10 +24,13 @@ from jetrl_verl.checkpoint.validation import (
     DamagedCheckpointError,
     UnwrittenCheckpointError,
     check_checkpoint,
+    check_resume,
     drop_other_world_sizes,
     explained,
 )
-from jetrl_verl.patches.checkpoint_tracker import TRACKER
+from jetrl_verl.config import environment, workers
+from jetrl_verl.patches.checkpoint_tracker import TRACKER, TRACKER_FILE
+from jetrl_verl.targets.job import JetCallback
 
 FILES = ("model", "optim", "extra_state")
 
@@ -54,7 +57,7 @@ def saved(cpu_platform, tmp_path_factory) -> Path:
     finally:
         torch.distributed.destroy_process_group()
     (folder / "store").unlink(missing_ok=True)
-    (folder / "latest_checkpointed_iteration.txt").write_text("2")
+    (folder / TRACKER_FILE).write_text("2")
     return folder
 
 
@@ -124,8 +127,58 @@ def test_contents_that_were_never_saved_are_not_missed(checkpoints):
 
 def test_another_number_of_ranks_is_said_to_be_that(checkpoints):
     step = checkpoints / "global_step_2"
-    with pytest.raises(DamagedCheckpointError, match=f"by 1 ranks and this run has 2.*jetrl reshard {step} --gpus 2"):
+    with pytest.raises(DamagedCheckpointError, match=f"by 1 rank and this run has 2.*jetrl reshard {step} --gpus 2"):
         check_checkpoint(step / "actor", rank=0, world_size=2)
+
+
+def resuming(checkpoints: Path, **trainer) -> DictConfig:
+    """What the driver checks, of a run on two hosts of a GPU each."""
+    stock = {"resume_mode": "auto", "default_local_dir": str(checkpoints), "resume_from_path": None}
+    return OmegaConf.create({"trainer": stock | {"n_gpus_per_node": 1, "nnodes": 2} | trainer})
+
+
+def test_the_driver_refuses_another_number_of_ranks_before_anything_starts(checkpoints):
+    """A trainer says so, too, but when its GPUs are taken and its model is loaded."""
+    said = f"{checkpoints / 'global_step_2' / 'actor'} was written by 1 rank and this run has 2"
+    with pytest.raises(DamagedCheckpointError, match=said):
+        check_resume(resuming(checkpoints))
+    step_1 = str(checkpoints / "global_step_1")
+    with pytest.raises(DamagedCheckpointError, match="global_step_1/actor was written by 1 rank and this run has 4"):
+        check_resume(resuming(checkpoints, resume_mode="resume_path", resume_from_path=step_1, nnodes=4))
+    check_resume(resuming(checkpoints, nnodes=1))
+    check_resume(resuming(checkpoints, resume_mode="resume_path", resume_from_path=step_1, nnodes=1))
+    for content in FILES:
+        shutil.copy(
+            file_of(checkpoints, content), file_of(checkpoints, content).with_name(f"{content}_world_size_2_rank_0.pt")
+        )
+    check_resume(resuming(checkpoints))  # rewritten for two
+
+
+def test_the_driver_lets_pass_what_it_does_not_see(checkpoints, tmp_path):
+    for elsewhere in (tmp_path / "nothing_yet", "hdfs://cluster/run"):
+        check_resume(resuming(elsewhere))
+        check_resume(resuming(elsewhere, resume_mode="resume_path", resume_from_path=f"{elsewhere}/global_step_3"))
+    check_resume(resuming(checkpoints, resume_mode="disable"))
+    shutil.rmtree(checkpoints / "global_step_2" / "actor")  # on the trainer's hosts
+    check_resume(resuming(checkpoints))
+    check_resume(OmegaConf.create({"data": {}}))
+
+
+def test_the_driver_refuses_a_damaged_note_of_the_latest_checkpoint(checkpoints):
+    (checkpoints / TRACKER_FILE).write_text("")
+    with pytest.raises(DamagedCheckpointError, match="as after a full disk"):
+        check_resume(resuming(checkpoints, nnodes=1))
+    check_resume(resuming(checkpoints, resume_mode="disable"))
+
+
+def test_a_refused_resume_is_one_sentence_and_an_exit(checkpoints, monkeypatch):
+    """Hydra would turn the exception into a warning and start the job."""
+    monkeypatch.setattr(workers, "install", lambda *_: None)
+    monkeypatch.setattr(environment, "check_environment", lambda config: None)
+    node = {"precision": "jet_fp8", "train": "fp8", "rollout": "fp8", "operations": "shared"}
+    config = OmegaConf.merge(resuming(checkpoints), {"jetrl": node})
+    with pytest.raises(SystemExit, match="^jetrl_verl: the checkpoint .* was written by 1 rank and this run has 2; "):
+        JetCallback().on_job_start(config)
 
 
 def test_shards_of_another_number_of_ranks_do_not_outlive_a_save(checkpoints):
@@ -250,7 +303,7 @@ def test_the_latest_checkpoint_is_found_as_before(trainer, checkpoints, tmp_path
 
 @pytest.mark.parametrize("text", ["", "2\x00\x00", "two"])
 def test_a_tracker_that_holds_no_step_is_refused(trainer, checkpoints, text):
-    (checkpoints / "latest_checkpointed_iteration.txt").write_text(text)
+    (checkpoints / TRACKER_FILE).write_text(text)
     remedy = "and not a step.*newest complete checkpoint into it, of 1, 2 in"
     with pytest.raises(home(TRACKER).DamagedCheckpointError, match=remedy):
         trainer.find_latest_ckpt_path(str(checkpoints))

@@ -24,7 +24,7 @@ from pathlib import Path
 from rich.console import Console
 
 from jetrl_verl.config.options import PRECISIONS
-from jetrl_verl.patches.checkpoint_tracker import DamagedCheckpointError, check_tracker
+from jetrl_verl.patches.checkpoint_tracker import TRACKER_FILE, DamagedCheckpointError, check_tracker
 from jetrl_verl.tools import ToolError
 from jetrl_verl.tools.compare import CompareError
 from jetrl_verl.tools.compare.evaluate import BEFORE, Request, file_of, load_config, write_request
@@ -404,7 +404,7 @@ def step_of(line: str) -> float:
 
 def _latest_step(run: CompareRun) -> int:
     """Step of the newest checkpoint of ``run``, 0 without any. Raises ``CompareError`` if it is not known."""
-    latest = run.checkpoints / "latest_checkpointed_iteration.txt"
+    latest = run.checkpoints / TRACKER_FILE
     if not latest.is_file():
         return 0
     try:

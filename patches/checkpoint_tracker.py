@@ -14,7 +14,6 @@ from typing import Any
 
 from jetrl_verl.patches.patch import Patch
 
-
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 
 

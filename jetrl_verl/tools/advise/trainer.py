@@ -137,7 +137,7 @@ def host(rates: Rates, model: Model, flow: Flow, micro: float, kept: bool, updat
         kept: whether weights stay gathered from one micro-batch to the next. updates: a forward and a backward, or a
             forward alone. again: whether the forward runs a second time in an update (activation checkpointing).
     """
-    name = "fp8" if flow.linears == FLOW else "shared" if flow.operations == "shared" else "stock"
+    name = FLOW if flow.linears == FLOW else "shared" if flow.operations == "shared" else "stock"
     name = f"host.{name}.{'kept.' if kept else ''}"
     ahead = rates[f"{name}log_probs"]
     layer = rates[f"{name}update"] - (0.0 if again else ahead) if updates else ahead

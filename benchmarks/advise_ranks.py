@@ -6,7 +6,6 @@ sum over the GPUs of a replica (benchmarks/reduce_ranks.py), and what a layer of
 
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import cache, partial
 
 import numpy as np
@@ -129,8 +128,10 @@ def engine_records() -> Iterable[Record]:
         tp, kept = run["tp"], given(parse_row(run["row"], COLUMN_OF_ROW).settings)
         lengths = [float(found["response"])] * found["sequences"]
         sizes = sizes_of(run["model"], None, tp)
-        job = Job(sizes, found["sequences"] // SAMPLES, SAMPLES, PROMPT, lengths[0], PROMPT, found["response"], tp, tp)
-        job = replace(job, kv_cache=kept.get(CACHE, UNQUANTIZED))
+        prompts, cache_of = found["sequences"] // SAMPLES, kept.get(CACHE, UNQUANTIZED)
+        job = Job(
+            sizes, prompts, SAMPLES, PROMPT, lengths[0], PROMPT, found["response"], gpus=tp, tp=tp, kv_cache=cache_of
+        )
         (precision,) = [each for each in precisions(job, True) if each.name == name]
 
         def seconds(rates: Rates, of=(sizes, precision.engine, lengths)) -> float:

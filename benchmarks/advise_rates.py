@@ -7,8 +7,8 @@
     python -m benchmarks.advise_rates OUT/verl_step.json    # of what benchmarks/verl_step.py has just measured
 
 Records are the JSON files of benchmarks/results and, where a run left none, figures of docs/log. A record either
-calibrates or checks, never both; of those of benchmarks/verl_step.py (``results/verl_step*_h200.json``) two rows
-calibrate what verl does around a phase, all others check. No GPU.
+calibrates or checks, never both; of those of benchmarks/verl_step.py (``results/verl_step*_h200.json``) two rows of two
+jobs calibrate what verl does around a phase, all others check. No GPU.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from benchmarks.advise_steps import (
     OLD_LOGITS,
     OLD_ROLLOUT,
     OLD_SYNC,
+    RESULTS,
     Record,
     fit_verl,
     recorded,
@@ -63,7 +64,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "advise.md"
 MACHINE = "one NVIDIA H200, torch 2.11.0+cu130, vLLM 0.24.0"
 BAR = 0.15
-SHIPPED = ROOT / "benchmarks" / "results" / "recipes_shipped_h200.json"
+SHIPPED = RESULTS / "recipes_shipped_h200.json"
 
 _RECORD = re.compile(r"[\w/]+\.(?:json|md)")
 COMMITS_BY_LOG = {
@@ -366,7 +367,7 @@ def memory_records() -> Iterable[Record]:
 
 
 def records() -> list[Record]:
-    steps = sorted((ROOT / "benchmarks" / "results").glob("verl_step*_h200.json"))
+    steps = sorted(RESULTS.glob("verl_step*_h200.json"))
     every = (training_records(), host_records(), rollout_records(), engine_records(), sync_records(), verl_records())
     every = (*every, memory_records())
     return [*(one for records_ in every for one in records_), *step_records(steps), *shipped_records(SHIPPED)]
@@ -417,7 +418,7 @@ def builds(fitted: Mapping[str, Mapping]) -> dict[str, list[dict | None]]:
     record that a rate's ``from`` names."""
     found = {}
     for name in sorted({name for entry in fitted.values() for name in _RECORD.findall(entry["from"])}):
-        record = json.loads((ROOT / "benchmarks" / "results" / name).read_text()) if name.endswith(".json") else {}
+        record = recorded(name) if name.endswith(".json") else {}
         # Benchmarks of verl write a build for each run.
         of_runs = {run["build"]["sources_sha256"]: run["build"] for run in record.get("runs", ())
                    if "build" in run and (name not in CALIBRATING or run["row"] in CALIBRATING_ROWS)}  # fmt: skip

@@ -297,24 +297,21 @@ def step_records(files: Iterable[Path]) -> Iterable[Record]:
             moved = offloads(given(run["words"]))
             mixture = is_mixture(run["model"])
             build = run.get("build") or settings["build"]
-            rollout = OLD_ROLLOUT.in_build(build) if name in ("jet_fp8", "bf16_shared") else ""
-            trainer = OLD_LOGITS.in_build(build) if name in ("jet_fp8", "bf16_shared") else ""
-            sync = OLD_SYNC.in_build(build) if name not in STOCK_VERL else ""
+            shared, ours = name in ("jet_fp8", "bf16_shared"), name not in STOCK_VERL
             over = f"{job.gpus} GPUs, TP {job.tp}, " if job.gpus > 1 else ""
             case = f"verl, {run['model']}, {over}{settings['sequences']} x {run['response']}, {run['row']}"
             predicted = _prediction(job, name)
             measures_verl = file.name in CALIBRATING and run["row"] in CALIBRATING_ROWS
-            busy = file.name in BUSY
-            ours_in_triton = name not in STOCK_VERL and build.get("kernel_library_sha256", "") is None
+            in_triton = ours and build.get("kernel_library_sha256", "") is None
             caveat = partial(
                 _caveat,
                 moved=moved,
                 mixture=mixture,
-                busy=busy,
-                code=WITHOUT_KERNELS if ours_in_triton else "",
-                rollout=rollout,
-                trainer=trainer,
-                sync=sync,
+                busy=file.name in BUSY,
+                code=WITHOUT_KERNELS if in_triton else "",
+                rollout=OLD_ROLLOUT.in_build(build) if shared else "",
+                trainer=OLD_LOGITS.in_build(build) if shared else "",
+                sync=OLD_SYNC.in_build(build) if ours else "",
             )
             yield from _phase_records(
                 run,
@@ -331,7 +328,7 @@ def step_records(files: Iterable[Path]) -> Iterable[Record]:
                     settings["sequences"] * run["response_length"] / run["engine_tokens_per_s"],
                     file.name,
                     lambda r, p=predicted: p(r).schedule.seconds,
-                    caveat=rollout,
+                    caveat=caveat("generation"),
                 )
 
 

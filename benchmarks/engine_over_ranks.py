@@ -118,7 +118,7 @@ class Job:
             taken["errors"] = last_errors(log)
         if rates:  # of an engine whose recording failed, too
             taken |= {"steps": len(rates), "tokens_per_s": rates[-1], "tokens_per_s_and_gpu": rates[-1] / tp}
-        return taken | {name: ranks for each in found for name, ranks in each.items() if name == "ranks"}
+        return taken | next((each for each in found if "ranks" in each), {})
 
     def planned(self, row: Row, tp: int, place: int, gpus: Sequence[str]) -> Planned:
         """An engine as a program of its own, on the ``place``-th ``tp`` of ``gpus``."""
@@ -176,8 +176,8 @@ def show_kernels(run: dict) -> None:
     ranks = [found for found in run.get("ranks", ()) if "shares" in found]  # none on a CPU
     name = f"{run['model']}, TP {run['tp']}, {run['row']}"
     for rank, found in enumerate(ranks):
-        took = (f"{part} {found[key]:.0f} us" for part, key in (("a step", "step_us"), ("the GPU busy", "busy_us")))
-        console.print(f"{name}, rank {rank}: {', '.join(took)}", highlight=False, soft_wrap=True)
+        said = f"a step {found['step_us']:.0f} us, the GPU busy {found['busy_us']:.0f} us"
+        console.print(f"{name}, rank {rank}: {said}", highlight=False, soft_wrap=True)
     for found in ranks[:1]:
         most = sorted((Share(**share) for share in found["shares"]), key=lambda share: -share.us)[:MOST]
         print_shares(f"kernels of rank 0 of {name} that take most", most, sum(share.us for share in most))

@@ -10,6 +10,7 @@ say how far it is ahead, too.
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -107,9 +108,10 @@ def summary(kernels: Sequence[Kernel], steps: int) -> dict:
     at = [place for place, kernel in enumerate(kernels) if kernel.name == name][_EDGE:-_EDGE]
     if len(at) < 2:
         raise BenchError(f"{steps} steps are too few for a median, {_EDGE} at either end apart: set longer responses.")
-    spans = [list(kernels[first + 1 : last + 1]) for first, last in zip(at, at[1:], strict=False)]
+    steps_at = list(pairwise(at))
+    spans = [list(kernels[first + 1 : last + 1]) for first, last in steps_at]
     return {
-        "step_us": median(kernels[last].end - kernels[first].end for first, last in zip(at, at[1:], strict=False)),
+        "step_us": median(kernels[last].end - kernels[first].end for first, last in steps_at),
         "busy_us": median(busy_us(span) for span in spans),
         "shares": [share._asdict() for share in shares_of(spans)],
     }

@@ -28,8 +28,8 @@ def steps_in(folder: Path) -> Iterator[int]:
             yield int(path.name.removeprefix("global_step_"))
 
 
-def check_tracker(tracker: Path) -> None:
-    """Raise ``DamagedCheckpointError`` unless verl's tracker file names the step of a checkpoint beside it."""
+def check_tracker(tracker: Path) -> int:
+    """The step that verl's tracker file names; ``DamagedCheckpointError`` unless its checkpoint is beside it."""
     steps = sorted(steps_in(tracker.parent))
     remedy = "there is no checkpoint beside it; start again with trainer.resume_mode=disable"
     if steps:
@@ -40,6 +40,7 @@ def check_tracker(tracker: Path) -> None:
         raise DamagedCheckpointError(f"{tracker} holds {text!r} and not a step, as after a full disk; {remedy}")
     if int(text) not in steps:
         raise DamagedCheckpointError(f"{tracker} says step {text}, whose checkpoint is gone; {remedy}")
+    return int(text)
 
 
 def find_latest_ckpt_path(stock, path: str | None, *args: Any, **kwargs: Any) -> str | None:

@@ -122,8 +122,7 @@ def check_resume(config: DictConfig) -> None:
     if mode == "resume_path":
         step = trainer.get("resume_from_path")
     elif mode == "auto" and folder is not None and (tracker := Path(folder, TRACKER_FILE)).exists():
-        check_tracker(tracker)
-        step = Path(folder, f"global_step_{int(tracker.read_text())}")
+        step = Path(folder, f"global_step_{check_tracker(tracker)}")
     else:
         step = None
     if step is not None and "://" not in str(step):

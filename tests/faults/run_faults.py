@@ -36,6 +36,7 @@ from pathlib import Path
 
 import psutil
 
+from jetrl_verl.patches.checkpoint_tracker import TRACKER_FILE
 from jetrl_verl.tools.demo import cache
 from jetrl_verl.tools.demo.overrides import GROUP_SIZE, build_overrides
 from jetrl_verl.tools.launch import DEVICES, VERL, RunPaths, build_environment, choose_device, quote
@@ -187,7 +188,7 @@ class Chain:
     @property
     def saved(self) -> int:
         """Step of the last complete checkpoint."""
-        tracker = self.checkpoints / "latest_checkpointed_iteration.txt"
+        tracker = self.checkpoints / TRACKER_FILE
         return int(tracker.read_text() or 0) if tracker.exists() else 0
 
     @contextlib.contextmanager

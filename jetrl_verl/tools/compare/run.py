@@ -408,12 +408,11 @@ def _latest_step(run: CompareRun) -> int:
     if not latest.is_file():
         return 0
     try:
-        check_tracker(latest)
+        return check_tracker(latest)
     except DamagedCheckpointError as error:
         # This command sets trainer.resume_mode itself, so that remedy does not apply here.
         fault = str(error).removesuffix("; start again with trainer.resume_mode=disable")
         raise CompareError(f"{fault}. Or delete {run.paths.folder} to start the run again.") from None
-    return int(latest.read_text())
 
 
 # --- scoring ---------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
 
     python3 -m benchmarks.engine_alone RUN/hydra/.hydra/config.yaml --steps 3    # a run of verl that has ended
     python3 -m benchmarks.engine_alone RUN/hydra/.hydra/config.yaml --kernels    # and a step's kernels on each GPU
+    python3 -m benchmarks.engine_alone RUN/hydra/.hydra/config.yaml --turn FILE  # and none other of FILE's meanwhile
 
 *Arguments* are those with which verl starts vLLM, from its own ``launch_server``, which is stopped where the server
 would start: lengths, batch, memory, CUDA graphs, prefix cache, and what a precision adds (``quantization``,
@@ -19,6 +20,7 @@ time, not their values.
 
 import argparse
 import asyncio
+import fcntl
 import itertools
 import json
 import os
@@ -28,7 +30,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from benchmarks.kernels_of_ranks import record, window
 from benchmarks.verl_runs import TIME_UP, environment_of, python_path
@@ -161,11 +163,19 @@ def start(config: Any) -> "LLM":
     return llm
 
 
-def measure(path: Path, steps: int, kernels: bool = False) -> None:
+def wait_for_turn(turn: Path) -> IO[str]:
+    """A file that no other engine holds meanwhile; let go when this process ends, and its engine with it."""
+    held = turn.open("w")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    return held
+
+
+def measure(path: Path, steps: int, kernels: bool = False, turn: Path | None = None) -> None:
     """Print a line of JSON for each step behind the first: the program of a child.
 
     Args:
-        kernels: print, too, what decode steps run on each of its GPUs (kernels_of_ranks.py).
+        kernels: print, too, what decode steps run on each of its GPUs (kernels_of_ranks.py). turn: a file for which the
+        engine waits when it has started (:func:`wait_for_turn`).
     """
     if kernels:
         # A function goes to the workers; vLLM looks when it is imported.
@@ -173,6 +183,7 @@ def measure(path: Path, steps: int, kernels: bool = False) -> None:
     config = load(path)
     of_steps = list(prompts_of(config, steps))  # in front of the engine, since the loader's workers are forks
     llm, share = start(config), replicas(config)
+    _held = wait_for_turn(turn) if turn is not None else None
     for step, prompts in enumerate(of_steps, start=1):
         sequences = [prompt for prompt in prompts for _ in range(config.actor_rollout_ref.rollout.n)][::share]
         warms = step == 1 and steps > 1
@@ -194,11 +205,18 @@ def measure(path: Path, steps: int, kernels: bool = False) -> None:
 
 
 def timed_steps(
-    config: Path, log: Path, environment: Mapping[str, str], steps: int, ends: float, kernels: bool = False
+    config: Path,
+    log: Path,
+    environment: Mapping[str, str],
+    steps: int,
+    ends: float,
+    kernels: bool = False,
+    turn: Path | None = None,
 ) -> tuple[int, list]:
     """:func:`measure` in a process of its own: its exit status, ``TIME_UP`` where it was ended, and what it printed."""
     command = [sys.executable, "-m", "benchmarks.engine_alone", str(config), "--steps", str(steps)]
     command += ["--kernels"] if kernels else []
+    command += ["--turn", str(turn)] if turn is not None else []
     with ProcessTree(command, {**environment, "PYTHONPATH": python_path()}, log) as tree:
         for _ in tree.follow():
             if time.monotonic() > ends:
@@ -241,8 +259,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("config", type=Path, help="a run's composed configuration")
     parser.add_argument("--steps", type=int, default=3, help="of the run; the first one warms up")
     parser.add_argument("--kernels", action="store_true", help="also what decode steps run on each GPU")
+    parser.add_argument("--turn", type=Path, metavar="FILE", help="that engines hold which are not to run together")
     options = parser.parse_args(words)
-    measure(options.config, options.steps, options.kernels)
+    measure(options.config, options.steps, options.kernels, options.turn)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 
     python3 -m benchmarks.engine_over_ranks OUT --gpus 4 --seconds 560       # and again: what is left
     python3 -m benchmarks.engine_over_ranks OUT --gpus 2 --tp 1 2 --rows bf16,jet_fp8 --sequences 16
+    python3 -m benchmarks.engine_over_ranks OUT --gpus 4 --tp 4 --in-turn    # one start for all rows
     python3 -m benchmarks.engine_over_ranks OUT --gpus 4 --tp 4 --kernels    # and what a decode step runs, rank by rank
     python3 -m benchmarks.engine_over_ranks OUT --gpus 2 --tp 2 --tiny       # on a CPU, to try it out
 
@@ -13,6 +14,10 @@ one warms up. Tokens/s are those of one replica, and of each of its GPUs.
 
 Replicas of one size run side by side, each on GPUs of its own, as many as there are GPUs for; a larger size begins when
 all of a smaller one have ended. ``--alone`` takes one at a time. OUT gets ``engine_over_ranks.json`` after each.
+
+``--in-turn``: a start takes ten times as long as the batches, so all engines of a size start together, several on the
+same GPUs, and then generate one after the other; what waits holds memory and no more. Each has the cache that the batch
+needs, since vLLM cannot measure what is free while others start.
 
 ``--kernels``: behind it the decode steps from 1000 tokens on are recorded on each rank (kernels_of_ranks.py): a step's
 microseconds, those in which the GPU is busy, and each kernel's. The record has all of it, the output what takes most.
@@ -34,6 +39,7 @@ from benchmarks.behind_last_layer import print_shares
 from benchmarks.engine_alone import timed_steps
 from benchmarks.gpus import too_few, unfit
 from benchmarks.published_shapes import PUBLISHED, write_model_apart
+from benchmarks.recipe_memory import sizes_of
 from benchmarks.side_by_side import Planned, SideBySide, one_at_a_time, take_one
 from benchmarks.verl_runs import Results, add_files, compile_bytecode, environment_of, fresh_folder, python_path
 from jetrl_verl.tools import ToolError
@@ -49,6 +55,10 @@ ROWS = "bf16,fp8_rollout,jet_fp8"
 SIZES = {False: (2048, 64), True: (24, 8)}
 """Whether it is the tiny benchmark -> tokens of a response, and responses."""
 
+ROLLOUT = "actor_rollout_ref.rollout"
+CACHE, ASKED = "kv_cache_memory_bytes", 0.05
+"""vLLM's argument for the size of its cache, and the share of the GPU for which it asks at its start in spite of it."""
+
 MOST = 24
 """Kernels of a step in the output."""
 
@@ -61,7 +71,8 @@ console = Console(width=150)
 @dataclass(frozen=True)
 class Job:
     """What all engines share: where they write, the model's shape, tokens of a response, responses, vLLM's share of the
-    memory, whether they are ``tiny`` ones on a CPU, when all has ended, and whether a step's kernels are recorded."""
+    memory, whether they are ``tiny`` ones on a CPU, when all has ended, whether a step's kernels are recorded, and
+    whether engines on the same GPUs generate in turn."""
 
     out: Path
     model: str
@@ -71,6 +82,7 @@ class Job:
     tiny: bool = False
     ends: float = math.inf
     kernels: bool = False
+    in_turn: bool = False
 
     def name(self, row: Row, tp: int) -> dict[str, str | int]:
         """What names an engine in the results."""
@@ -90,8 +102,17 @@ class Job:
     def words(self, row: Row, tp: int, model: Path) -> list[str]:
         """Overrides of verl of the job whose engine it is: a replica, and nothing else."""
         fields = {name: getattr(self, name) for name in ("model", "response", "sequences", "memory", "tiny")}
-        options = argparse.Namespace(**fields, steps=STEPS, gpus=tp, tp=tp, set=[])
+        options = argparse.Namespace(**fields, steps=STEPS, gpus=tp, tp=tp, set=self.beside_others(tp))
         return verl_step.words_of(row, options, model, verl_step.data_of(self.out), self.paths(row, tp))
+
+    def beside_others(self, tp: int) -> list[str]:
+        """Overrides of an engine that starts while others do on the same GPUs: the cache of its batch, and a twentieth
+        more."""
+        if not self.in_turn:
+            return []
+        tokens = self.sequences * (verl_step.PROMPT + self.response)
+        size = int(1.05 * tokens * sizes_of(self.model, None).kv_bytes()) // tp
+        return [f"{ROLLOUT}.gpu_memory_utilization={ASKED}", f"++{ROLLOUT}.engine_kwargs.vllm.{CACHE}={size}"]
 
     def compose(self, row: Row, tp: int) -> Path:
         """The job's configuration, composed as a run composes it, in a file."""
@@ -111,9 +132,12 @@ class Job:
         """An engine's tokens/s and status."""
         began, paths = time.monotonic(), self.paths(row, tp)
         config, log = self.compose(row, tp), paths.folder / "engine.log"
-        status, found = timed_steps(config, log, environment_of(paths, self.tiny), STEPS, self.ends, self.kernels)
+        turn = self.out / "turn.lock" if self.in_turn else None
+        environment = environment_of(paths, self.tiny)
+        status, found = timed_steps(config, log, environment, STEPS, self.ends, self.kernels, turn)
         rates = [each["tokens_per_s"] for each in found if "tokens_per_s" in each]
         taken = {"status": status or int(not rates), "seconds": round(time.monotonic() - began, 1)}
+        taken |= {"in_turn": True} if self.in_turn else {}
         if taken["status"]:
             taken["errors"] = last_errors(log)
         if rates:  # of an engine whose recording failed, too
@@ -121,11 +145,12 @@ class Job:
         return taken | next((each for each in found if "ranks" in each), {})
 
     def planned(self, row: Row, tp: int, place: int, gpus: Sequence[str]) -> Planned:
-        """An engine as a program of its own, on the ``place``-th ``tp`` of ``gpus``."""
+        """An engine as a program of its own, on the ``place``-th ``tp`` of ``gpus``, which engines in turn share."""
+        place %= max(1, len(gpus) // tp)
         visible = [] if self.tiny else [f"CUDA_VISIBLE_DEVICES={','.join(gpus[place * tp : (place + 1) * tp])}"]
         words = ["--model", self.model, "--response", str(self.response), "--sequences", str(self.sequences)]
         words += ["--memory", str(self.memory), *(["--tiny"] if self.tiny else [])]
-        words += ["--kernels"] if self.kernels else []
+        words += [*(["--kernels"] if self.kernels else []), *(["--in-turn"] if self.in_turn else [])]
         program = ["env", *visible, sys.executable, "-m", "benchmarks.engine_over_ranks", str(self.out), *words]
         run = self.paths(row, tp).folder.name
         return Planned(
@@ -140,12 +165,13 @@ class Job:
         return self.out / "programs" / f"{self.paths(row, tp).folder.name}.json"
 
 
-def batches(left: Sequence[tuple[Row, int]], gpus: int, alone: bool) -> list[list[tuple[Row, int]]]:
-    """Engines that run side by side, batch by batch: of one size, as many as ``gpus`` hold, small ones first."""
+def batches(left: Sequence[tuple[Row, int]], gpus: int, alone: bool, in_turn: bool) -> list[list[tuple[Row, int]]]:
+    """Engines that run side by side, batch by batch: of one size, as many as ``gpus`` hold, all where they generate
+    ``in_turn``; small ones first."""
     found = []
     for tp in sorted({tp for _, tp in left}):
         of_size = [each for each in left if each[1] == tp]
-        most = 1 if alone else max(1, gpus // tp)
+        most = 1 if alone else len(of_size) if in_turn else max(1, gpus // tp)
         found += [of_size[first : first + most] for first in range(0, len(of_size), most)]
     return found
 
@@ -159,7 +185,7 @@ def take_all(job: Job, results: Results, left: Sequence[tuple[Row, int]], gpus: 
     environment, status = {**os.environ, "PYTHONPATH": python_path()}, 0
     with signals_raise():
         try:
-            for batch in batches(left, gpus, alone):
+            for batch in batches(left, gpus, alone, job.in_turn):
                 beside = SideBySide(results, environment, len(batch), math.inf, job.ends, console)
                 status |= beside.take([job.planned(*each, place, visible) for place, each in enumerate(batch)])
         except Interrupted as interrupted:
@@ -197,7 +223,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--sequences", type=int, help=f"responses, {SIZES[False][1]} if not set")
     parser.add_argument("--memory", type=float, default=0.6, help="vLLM's share of the GPU's memory")
     parser.add_argument("--seconds", type=float, default=math.inf, help="that this call may take, no limit if not set")
-    parser.add_argument("--alone", action="store_true", help="one engine at a time")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--alone", action="store_true", help="one engine at a time")
+    how.add_argument("--in-turn", action="store_true", help="all engines of a size start together and generate in turn")
     parser.add_argument("--again", action="store_true", help="also what has ended well already")
     parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="FILE", help="records of other machines")
     parser.add_argument("--kernels", action="store_true", help="also what a decode step runs on each rank")
@@ -214,6 +242,7 @@ def main(words: Sequence[str] | None = None) -> int:
         options.tiny,
         began + options.seconds,
         options.kernels,
+        options.in_turn,
     )
     sizes = options.tp or [tp for tp in (1, 2, 4, 8) if tp <= options.gpus]
     try:

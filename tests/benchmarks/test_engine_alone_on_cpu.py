@@ -178,3 +178,20 @@ def test_an_engine_that_fails_has_no_rate_and_says_why(tmp_path, monkeypatch, pr
     found = run_of(tmp_path, monkeypatch, program, LOGGED)
     assert found["engine_status"] == 1 and "engine_tokens_per_s" not in found
     assert "raise" not in program or found["engine_errors"] == ["MemoryError: no room"]
+
+
+def test_an_engine_waits_for_its_turn_and_holds_it(tmp_path):
+    import subprocess
+    import sys
+
+    held = engine_alone.wait_for_turn(tmp_path / "turn.lock")
+    program = "import sys; from pathlib import Path; from benchmarks.engine_alone import wait_for_turn\n"
+    program += "print('waits', flush=True); held = wait_for_turn(Path(sys.argv[1])); print('has it')"
+    command = [sys.executable, "-c", program, str(tmp_path / "turn.lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as other:
+        assert other.stdout.readline() == "waits\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(timeout=1.0)
+        held.close()
+        assert other.stdout.read() == "has it\n"
+    assert other.returncode == 0

@@ -18,9 +18,9 @@ BF16, JET = Row("bf16"), Row("jet_fp8")
 
 def test_engines_of_one_size_run_side_by_side_on_gpus_of_their_own(tmp_path):
     every = [(row, tp) for tp in (2, 1, 4) for row in (BF16, JET)]
-    found = batches(every, gpus=4, alone=False)
+    found = batches(every, gpus=4, alone=False, in_turn=False)
     assert found == [[(BF16, 1), (JET, 1)], [(BF16, 2), (JET, 2)], [(BF16, 4)], [(JET, 4)]]
-    assert [len(batch) for batch in batches(every, gpus=4, alone=True)] == [1] * 6
+    assert [len(batch) for batch in batches(every, gpus=4, alone=True, in_turn=False)] == [1] * 6
     job = Job(tmp_path, "qwen3_8b", 2048, 64, 0.6)
     for batch in found:
         taken = [job.planned(*each, place, "4567").command[1] for place, each in enumerate(batch)]
@@ -34,7 +34,8 @@ def test_engines_of_one_size_run_side_by_side_on_gpus_of_their_own(tmp_path):
 def test_an_engine_has_the_arguments_of_its_job(tmp_path, monkeypatch, tp):
     asked = []
 
-    def stand_in(config, log, environment, steps, ends, kernels):
+    def stand_in(config, log, environment, steps, ends, kernels, turn):
+        assert turn is None
         asked.append((config, steps))
         return 0, [{"step": 2, "tokens_per_s": 300.0}, *([{"ranks": [{"host_us": 9.0}] * tp}] if kernels else [])]
 
@@ -50,6 +51,29 @@ def test_an_engine_has_the_arguments_of_its_job(tmp_path, monkeypatch, tp):
     arguments = engine_arguments(load(config))
     assert (arguments.tensor_parallel_size, arguments.quantization) == (tp, "jetrl_fp8")
     assert (arguments.max_num_seqs, arguments.load_format) == (8, "dummy")
+
+
+def test_engines_in_turn_share_gpus_and_have_the_cache_of_their_batch(tmp_path, monkeypatch):
+    every = [(row, tp) for tp in (2, 4) for row in (BF16, JET, Row("fp8_rollout"))]
+    found = batches(every, gpus=4, alone=False, in_turn=True)
+    assert [{tp for _, tp in batch} for batch in found] == [{2}, {4}] and sum(map(len, found)) == len(every)
+    job = Job(tmp_path, "qwen3_8b", 2048, 64, 0.6, in_turn=True)
+    gpus = [[job.planned(*each, place, "4567").command[1][-3:] for place, each in enumerate(batch)] for batch in found]
+    assert gpus == [["4,5", "6,7", "4,5"], ["6,7"] * 3]
+    assert "--in-turn" in job.planned(JET, 2, 0, "01").command
+    turns = []
+    monkeypatch.setattr(
+        engine_over_ranks, "timed_steps", lambda config, *rest: turns.append((config, rest[-1])) or (0, [])
+    )
+    small = Job(tmp_path, "qwen3_4b", 24, 8, 0.3, tiny=True, in_turn=True)
+    small.take(JET, 2)
+    [(config, turn)] = turns
+    assert turn == tmp_path / "turn.lock"
+    arguments = engine_arguments(load(config))
+    tokens = 8 * (512 + 24)
+    of_a_token = 2 * 36 * 8 * 128 * 2  # keys and values of 36 layers, 8 heads of 128 in BF16
+    assert 1.0 < arguments.kv_cache_memory_bytes * 2 / (tokens * of_a_token) < 1.1
+    assert arguments.gpu_memory_utilization == 0.05
 
 
 @pytest.mark.parametrize(("status", "rates"), [(1, []), (0, []), (124, [{"tokens_per_s": 1.0}])])

@@ -203,7 +203,11 @@ def show_kernels(run: dict) -> None:
     name = f"{run['model']}, TP {run['tp']}, {run['row']}"
     for rank, found in enumerate(ranks):
         said = f"a step {found['step_us']:.0f} us, the GPU busy {found['busy_us']:.0f} us"
+        for kernel, us in [*found.get("waits", {}).items()][:1]:  # records before 2026-11-27 have neither of these
+            said += f"; {us:.0f} us it waits in front of {kernel[:60]}"
         console.print(f"{name}, rank {rank}: {said}", highlight=False, soft_wrap=True)
+        if host := ", ".join(f"{part} {us:.0f}" for part, us in found.get("host", {}).items()):
+            console.print(f"  of the host, us: {host}", highlight=False, soft_wrap=True)
     for found in ranks[:1]:
         most = sorted((Share(**share) for share in found["shares"]), key=lambda share: -share.us)[:MOST]
         print_shares(f"kernels of rank 0 of {name} that take most", most, sum(share.us for share in most))

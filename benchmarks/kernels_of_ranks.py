@@ -2,9 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine's decode steps run on each of its GPUs, kernel by kernel, on the profiler's clock.
 
-For ``engine_over_ranks.py --kernels``. A step that takes longer than its kernels is one in which the GPU waits: for the
-host, or at its end for another rank. A rank that arrives early waits inside a reduction, so of each rank the reductions
-say how far it is ahead, too.
+For ``engine_over_ranks.py --kernels``. A step that takes longer than its kernels is one in which the GPU waits, and in
+front of which kernel says for what: for the host, where it is one that the host launches. A rank that arrives early
+waits inside a reduction, so of each rank the reductions say how far it is ahead, too.
+
+Of the host there is what a worker spends in vLLM's two calls of a step and in between, waiting for the engine. That is
+taken in the steps in front of the recording, as the profiler makes launches slower.
 """
 
 import time
@@ -24,6 +27,9 @@ TOKENS, STEPS = 1064, 48
 """Tokens of a response at whose end the recording stands, and how many steps it holds, at most."""
 _BEHIND = 4
 """Steps behind the recording, so that all requests are alive to its end."""
+HOST = ("engine", "execute_model", "sample_tokens")
+_WAITS = 8
+"""Waits of a step that are kept."""
 _EDGE = 4
 """Steps at either end of the recording that are left out: it waits for the GPU before the first one."""
 
@@ -35,11 +41,21 @@ def window(longest: int) -> tuple[int, int, int]:
 
 
 def begin(worker: Any, first: int, steps: int) -> None:
-    """In a vLLM worker: record the ``steps`` steps from the ``first`` one on, as the engine asks for them."""
-    stock, calls, cuda = worker.execute_model, Counter(), torch.cuda.is_available()
+    """In a vLLM worker: record ``steps`` steps from the ``first`` one on, as the engine asks for them, and where the
+    host is in as many steps in front of them."""
+    stock, calls, cuda = (worker.execute_model, worker.sample_tokens), Counter(), torch.cuda.is_available()
     trace = profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU])
+    host, since = Counter(), time.perf_counter_ns()
+
+    def ends(part: str) -> None:
+        nonlocal since
+        now = time.perf_counter_ns()
+        if first - steps <= calls["steps"] < first:
+            host[part] += now - since
+        since = now
 
     def counted(*args: Any, **kwargs: Any) -> Any:
+        ends("engine")
         calls["steps"] += 1
         if calls["steps"] in (first, first + steps) and cuda:
             torch.cuda.synchronize()
@@ -49,26 +65,35 @@ def begin(worker: Any, first: int, steps: int) -> None:
         if calls["steps"] == first + steps:
             calls["took_ns"] = time.perf_counter_ns() - calls["began_ns"]
             trace.stop()
-        return stock(*args, **kwargs)
+        output = stock[0](*args, **kwargs)
+        ends("execute_model")
+        return output
 
-    worker.execute_model = counted
-    worker.jetrl_recording = (stock, trace, calls)
+    def sampled(*args: Any, **kwargs: Any) -> Any:
+        ends("engine")
+        output = stock[1](*args, **kwargs)
+        ends("sample_tokens")
+        return output
+
+    worker.execute_model, worker.sample_tokens = counted, sampled
+    worker.jetrl_recording = (stock, trace, calls, host)
 
 
 def end(worker: Any, steps: int) -> dict:
     """What :func:`begin` recorded (:func:`summary`), with ``host_us``: a step's time on the host, the recording's begin
-    in it. Without a GPU that alone.
+    in it, and ``host``: us of a step in vLLM's two calls, and in front of them, waiting for the ``engine``. Without a
+    GPU these alone.
 
     Raises:
         BenchError: the engine asked for fewer steps.
     """
-    worker.execute_model, trace, calls = worker.jetrl_recording
+    (worker.execute_model, worker.sample_tokens), trace, calls, host = worker.jetrl_recording
     del worker.jetrl_recording
     if "took_ns" not in calls:
         if "began_ns" in calls:
             trace.stop()
         raise BenchError(f"The engine made {calls['steps']} steps, too few for a recording: set longer responses.")
-    found = {"host_us": 1e-3 * calls["took_ns"] / steps}
+    found = {"host_us": 1e-3 * calls["took_ns"] / steps, "host": {part: 1e-3 * host[part] / steps for part in HOST}}
     return found | (summary(kernels_in(trace), steps) if torch.cuda.is_available() else {})
 
 
@@ -94,9 +119,23 @@ def busy_us(kernels: Sequence[Kernel]) -> float:
     return total
 
 
+def waits_us(kernels: Sequence[Kernel]) -> Counter:
+    """In which none of them runs, by the name of the kernel that follows; nothing is in front of the first one.
+
+    Args:
+        kernels: by their begin.
+    """
+    waits, until = Counter(), kernels[0].end
+    for kernel in kernels[1:]:
+        waits[kernel.name] += max(0.0, kernel.begin - until)
+        until = max(until, kernel.end)
+    return waits
+
+
 def summary(kernels: Sequence[Kernel], steps: int) -> dict:
-    """``step_us``, from one step's end to the next one's, ``busy_us``, in which the GPU runs something, and ``shares``,
-    each kernel's runs and us a step. Medians over steps.
+    """A step's figures, medians over steps: ``step_us``, from one step's end to the next one's, ``busy_us``, in which
+    the GPU runs something, ``shares``, each kernel's runs and us; and as a mean ``waits``, us in which it runs nothing
+    by the kernel that follows, the longest ones.
 
     Args:
         kernels: by their begin.
@@ -110,10 +149,12 @@ def summary(kernels: Sequence[Kernel], steps: int) -> dict:
         raise BenchError(f"{steps} steps are too few for a median, {_EDGE} at either end apart: set longer responses.")
     steps_at = list(pairwise(at))
     spans = [list(kernels[first + 1 : last + 1]) for first, last in steps_at]
+    waits = waits_us(kernels[at[0] : at[-1] + 1])
     return {
         "step_us": median(kernels[last].end - kernels[first].end for first, last in steps_at),
         "busy_us": median(busy_us(span) for span in spans),
         "shares": [share._asdict() for share in shares_of(spans)],
+        "waits": {name: us / len(spans) for name, us in waits.most_common(_WAITS)},
     }
 
 

@@ -2,12 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """benchmarks/kernels_of_ranks.py: which steps are recorded, and what is said of them."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.engine_over_ranks import show_kernels
-from benchmarks.kernels_of_ranks import STEPS, TOKENS, begin, boundary, busy_us, end, record, summary, window
+from benchmarks.kernels_of_ranks import (
+    HOST,
+    STEPS,
+    TOKENS,
+    begin,
+    boundary,
+    busy_us,
+    end,
+    record,
+    summary,
+    window,
+)
 from jetrl_verl.tools.bench import BenchError
 from jetrl_verl.tools.bench.timeline import Kernel
 
@@ -28,6 +40,8 @@ def test_a_steps_time_is_what_its_kernels_take_and_what_the_gpu_waits(waits):
     assert found["step_us"] == pytest.approx(100 + waits) and found["busy_us"] == pytest.approx(90)
     shares = {share["name"]: (share["count"], share["us"]) for share in found["shares"]}
     assert shares == {"product": (2, 60.0), "reduction": (1, 30.0), "draw": (1, 10.0)}
+    assert found["waits"] == pytest.approx({"draw": 10.0, "product": waits, "reduction": 0.0})
+    assert next(iter(found["waits"])) == ("product" if waits else "draw"), "the longest wait first"
 
 
 def test_steps_are_told_by_the_last_kernel_that_each_runs_once():
@@ -57,7 +71,9 @@ def test_the_recording_stands_at_the_end_of_a_response_while_all_requests_are_al
 @pytest.fixture
 def worker():
     seen = []
-    return SimpleNamespace(execute_model=lambda step: seen.append(step) or step, seen=seen)
+    made = SimpleNamespace(seen=seen)
+    made.execute_model, made.sample_tokens = lambda step: seen.append(step), lambda step: step
+    return made
 
 
 def engine(worker, asked: int):
@@ -66,17 +82,42 @@ def engine(worker, asked: int):
     def call(function, args):
         return [function(worker, *args)]
 
-    return call, lambda: [worker.execute_model(step) for step in range(asked)]
+    return call, lambda: [(worker.execute_model(step), worker.sample_tokens(step)) for step in range(asked)]
 
 
 def test_a_worker_makes_its_steps_and_is_left_as_it_was(worker):
-    stock = worker.execute_model
+    stock = worker.execute_model, worker.sample_tokens
     call, generate = engine(worker, 24)
     (found,) = record(call, generate, 12, 8)
-    assert worker.seen == list(range(24)) and worker.execute_model is stock
+    assert worker.seen == list(range(24)) and (worker.execute_model, worker.sample_tokens) == stock
     assert found["host_us"] > 0 and "shares" not in found, "no GPU, no kernels"
+    assert tuple(found["host"]) == HOST and all(us > 0 for us in found["host"].values())
     (again,) = record(call, generate, 12, 8)
     assert again.keys() == found.keys()
+
+
+def test_the_hosts_time_is_in_a_call_or_waits_for_the_engine(worker):
+    stock = worker.execute_model, worker.sample_tokens
+    worker.execute_model = lambda step: time.sleep(4e-3) or stock[0](step)
+    worker.sample_tokens = lambda step: time.sleep(2e-3)
+
+    def call(function, args):
+        return [function(worker, *args)]
+
+    took = []
+
+    def generate():
+        began = time.perf_counter()
+        for step in range(24):
+            time.sleep(1e-3)
+            worker.execute_model(step)
+            worker.sample_tokens(step)
+        took.append(1e6 * (time.perf_counter() - began))
+
+    (found,) = record(call, generate, 12, 8)
+    for part, least in (("engine", 1000), ("execute_model", 4000), ("sample_tokens", 2000)):
+        assert found["host"][part] >= least
+    assert 8 * sum(found["host"].values()) <= took[0] - 16 * 7000, "eight steps of 24, and sixteen take 7 ms at least"
 
 
 def test_too_few_steps_are_no_recording(worker):
@@ -89,11 +130,15 @@ def test_too_few_steps_are_no_recording(worker):
 
 
 def test_the_output_has_each_rank_and_the_kernels_of_the_first(capsys):
-    ranks = [{"host_us": 101.0, **summary(steps(20, waits), 20)} for waits in (0.0, 5.0)]
+    host = dict(zip(HOST, (20.0, 60.0, 25.0), strict=True))
+    ranks = [{"host_us": 101.0, "host": host, **summary(steps(20, waits), 20)} for waits in (0.0, 25.0)]
     show_kernels({"model": "qwen3_8b", "tp": 2, "row": "jet_fp8", "ranks": ranks})
     said = capsys.readouterr().out
-    for rank, us in enumerate((100, 105)):
-        assert f"qwen3_8b, TP 2, jet_fp8, rank {rank}: a step {us} us, the GPU busy 90 us" in said
+    for rank, (us, waits) in enumerate(
+        ((100, "10 us it waits in front of draw"), (125, "25 us it waits in front of product"))
+    ):
+        assert f"qwen3_8b, TP 2, jet_fp8, rank {rank}: a step {us} us, the GPU busy 90 us; {waits}" in said
+    assert said.count("of the host, us: engine 20, execute_model 60, sample_tokens 25") == 2
     assert said.count("reduction") == 1
     show_kernels({"model": "qwen3_8b", "tp": 1, "row": "bf16", "ranks": [{"host_us": 3.0}]})
     show_kernels({"model": "qwen3_8b", "tp": 1, "row": "bf16"})

@@ -4,7 +4,7 @@
 
     python3 -m benchmarks.engine_alone RUN/hydra/.hydra/config.yaml --steps 3    # a run of verl that has ended
     python3 -m benchmarks.engine_alone RUN/hydra/.hydra/config.yaml --kernels    # and a step's kernels on each GPU
-    python3 -m benchmarks.engine_alone RUN/hydra/.hydra/config.yaml --turn FILE  # and none other of FILE's meanwhile
+    python3 -m benchmarks.engine_alone RUN/hydra/.hydra/config.yaml --turn FILE  # in turn with others that name FILE
 
 *Arguments* are those with which verl starts vLLM, from its own ``launch_server``, which is stopped where the server
 would start: lengths, batch, memory, CUDA graphs, prefix cache, and what a precision adds (``quantization``,
@@ -30,7 +30,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.kernels_of_ranks import record, window
 from benchmarks.verl_runs import TIME_UP, environment_of, python_path
@@ -163,27 +163,38 @@ def start(config: Any) -> "LLM":
     return llm
 
 
-def wait_for_turn(turn: Path) -> IO[str]:
-    """A file that no other engine holds meanwhile; let go when this process ends, and its engine with it."""
-    held = turn.open("w")
-    fcntl.flock(held, fcntl.LOCK_EX)
-    return held
+class Turn:
+    """Of engines that share a file: each starts when none generates, and one generates when all have started.
+
+    The file is held, shared while an engine starts and alone while it generates, and let go when this process ends, its
+    engine with it, or is killed.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._held = file.open("w")
+        fcntl.flock(self._held, fcntl.LOCK_SH)
+
+    def take(self) -> None:
+        """Wait for the others' starts, and for the end of the one that generates."""
+        fcntl.flock(self._held, fcntl.LOCK_EX)
 
 
 def measure(path: Path, steps: int, kernels: bool = False, turn: Path | None = None) -> None:
     """Print a line of JSON for each step behind the first: the program of a child.
 
     Args:
-        kernels: print, too, what decode steps run on each of its GPUs (kernels_of_ranks.py). turn: a file for which the
-        engine waits when it has started (:func:`wait_for_turn`).
+        kernels: print, too, what decode steps run on each of its GPUs (kernels_of_ranks.py). turn: a file that it
+        shares with others (:class:`Turn`).
     """
+    shared = Turn(turn) if turn is not None else None
     if kernels:
         # A function goes to the workers; vLLM looks when it is imported.
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     config = load(path)
     of_steps = list(prompts_of(config, steps))  # in front of the engine, since the loader's workers are forks
     llm, share = start(config), replicas(config)
-    _held = wait_for_turn(turn) if turn is not None else None
+    if shared is not None:
+        shared.take()
     for step, prompts in enumerate(of_steps, start=1):
         sequences = [prompt for prompt in prompts for _ in range(config.actor_rollout_ref.rollout.n)][::share]
         warms = step == 1 and steps > 1
@@ -259,7 +270,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("config", type=Path, help="a run's composed configuration")
     parser.add_argument("--steps", type=int, default=3, help="of the run; the first one warms up")
     parser.add_argument("--kernels", action="store_true", help="also what decode steps run on each GPU")
-    parser.add_argument("--turn", type=Path, metavar="FILE", help="that engines hold which are not to run together")
+    parser.add_argument("--turn", type=Path, metavar="FILE", help="of engines that start together and generate in turn")
     options = parser.parse_args(words)
     measure(options.config, options.steps, options.kernels, options.turn)
 

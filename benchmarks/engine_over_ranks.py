@@ -16,8 +16,8 @@ Replicas of one size run side by side, each on GPUs of its own, as many as there
 all of a smaller one have ended. ``--alone`` takes one at a time. OUT gets ``engine_over_ranks.json`` after each.
 
 ``--in-turn``: a start takes ten times as long as the batches, so all engines of a size start together, several on the
-same GPUs, and then generate one after the other; what waits holds memory and no more. Each has the cache that the batch
-needs, since vLLM cannot measure what is free while others start.
+same GPUs, and once all have started they generate one after the other; what waits holds memory and no more. Each has
+the cache that the batch needs, since vLLM cannot measure what is free while others start.
 
 ``--kernels``: behind it the decode steps from 1000 tokens on are recorded on each rank (kernels_of_ranks.py): a step's
 microseconds, those in which the GPU is busy, and each kernel's. The record has all of it, the output what takes most.

@@ -5,6 +5,9 @@
 import argparse
 import json
 import os
+import select
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -180,18 +183,33 @@ def test_an_engine_that_fails_has_no_rate_and_says_why(tmp_path, monkeypatch, pr
     assert "raise" not in program or found["engine_errors"] == ["MemoryError: no room"]
 
 
-def test_an_engine_waits_for_its_turn_and_holds_it(tmp_path):
-    import subprocess
-    import sys
+def test_engines_start_together_and_generate_in_turn(tmp_path):
+    """One at a time generates; none while another one starts, or the other way round; a dead one holds up nobody."""
+    program = "import sys; from pathlib import Path; from benchmarks.engine_alone import Turn\n"
+    program += "print('comes', flush=True); turn = Turn(Path(sys.argv[1])); print('starts', flush=True)\n"
+    program += "sys.stdin.readline(); turn.take(); print('generates', flush=True); sys.stdin.readline()"
 
-    held = engine_alone.wait_for_turn(tmp_path / "turn.lock")
-    program = "import sys; from pathlib import Path; from benchmarks.engine_alone import wait_for_turn\n"
-    program += "print('waits', flush=True); held = wait_for_turn(Path(sys.argv[1])); print('has it')"
-    command = [sys.executable, "-c", program, str(tmp_path / "turn.lock")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as other:
-        assert other.stdout.readline() == "waits\n"
-        with pytest.raises(subprocess.TimeoutExpired):
-            other.wait(timeout=1.0)
-        held.close()
-        assert other.stdout.read() == "has it\n"
-    assert other.returncode == 0
+    def engine() -> subprocess.Popen:
+        command, pipe = [sys.executable, "-c", program, str(tmp_path / "turn.lock")], subprocess.PIPE
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, cwd=Path(__file__).parents[2])
+
+    def says_nothing(which: subprocess.Popen) -> bool:
+        return not select.select([which.stdout], [], [], 0.5)[0]
+
+    with engine() as first, engine() as second, engine() as third:
+        for each in (first, second, third):
+            assert each.stdout.readline() + each.stdout.readline() == b"comes\nstarts\n"
+        first.stdin.write(b"\n")
+        assert says_nothing(first), "two others still start"
+        third.kill()
+        assert says_nothing(first), "one other still starts"
+        second.stdin.write(b"\n")
+        (generates,), _, _ = select.select([first.stdout, second.stdout], [], [])
+        one, other = (first, second) if generates is first.stdout else (second, first)
+        assert one.stdout.readline() == b"generates\n" and says_nothing(other)
+        with engine() as late:
+            assert late.stdout.readline() == b"comes\n" and says_nothing(late), "it starts when none generates"
+            late.kill()
+        one.stdin.write(b"\n")
+        assert other.stdout.readline() == b"generates\n"
+        other.stdin.write(b"\n")

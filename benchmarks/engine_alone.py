@@ -4,7 +4,7 @@
 
     python3 -m benchmarks.engine_alone RUN/hydra/.hydra/config.yaml --steps 3    # a run of verl that has ended
     python3 -m benchmarks.engine_alone RUN/hydra/.hydra/config.yaml --kernels    # and a step's kernels on each GPU
-    python3 -m benchmarks.engine_alone RUN/hydra/.hydra/config.yaml --turn FILE  # in turn with others that name FILE
+    python3 -m benchmarks.engine_alone RUN/hydra/.hydra/config.yaml --turn FILE  # with others, one generates at a time
 
 *Arguments* are those with which verl starts vLLM, from its own ``launch_server``, which is stopped where the server
 would start: lengths, batch, memory, CUDA graphs, prefix cache, and what a precision adds (``quantization``,
@@ -164,10 +164,10 @@ def start(config: Any) -> "LLM":
 
 
 class Turn:
-    """Of engines that share a file: each starts when none generates, and one generates when all have started.
+    """Of engines that share a lock file: each starts while none generates, and one generates once all have started.
 
-    The file is held, shared while an engine starts and alone while it generates, and let go when this process ends, its
-    engine with it, or is killed.
+    The lock is shared while an engine starts and exclusive while it generates. It goes with the process: behind the
+    engine where :func:`measure` ends, up to some seconds before it where the process is killed.
     """
 
     def __init__(self, file: Path) -> None:
@@ -183,8 +183,8 @@ def measure(path: Path, steps: int, kernels: bool = False, turn: Path | None = N
     """Print a line of JSON for each step behind the first: the program of a child.
 
     Args:
-        kernels: print, too, what decode steps run on each of its GPUs (kernels_of_ranks.py). turn: a file that it
-        shares with others (:class:`Turn`).
+        kernels: print, too, what decode steps run on each of its GPUs (kernels_of_ranks.py). turn: lock file of
+        the engines with which it takes turns (:class:`Turn`).
     """
     shared = Turn(turn) if turn is not None else None
     if kernels:
@@ -213,6 +213,8 @@ def measure(path: Path, steps: int, kernels: bool = False, turn: Path | None = N
         asked = [{"prompt_token_ids": each} for each in sequences]
         ranks = record(llm.collective_rpc, partial(llm.generate, asked, sampling, use_tqdm=False), first, count)
         print(MARK + json.dumps({"ranks": ranks}), flush=True)
+    if shared is not None:
+        llm.llm_engine.engine_core.shutdown()
 
 
 def timed_steps(
@@ -270,7 +272,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("config", type=Path, help="a run's composed configuration")
     parser.add_argument("--steps", type=int, default=3, help="of the run; the first one warms up")
     parser.add_argument("--kernels", action="store_true", help="also what decode steps run on each GPU")
-    parser.add_argument("--turn", type=Path, metavar="FILE", help="of engines that start together and generate in turn")
+    parser.add_argument(
+        "--turn", type=Path, metavar="FILE", help="lock file; of engines with the same one, one generates at a time"
+    )
     options = parser.parse_args(words)
     measure(options.config, options.steps, options.kernels, options.turn)
 

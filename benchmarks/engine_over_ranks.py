@@ -15,9 +15,9 @@ one warms up. Tokens/s are those of one replica, and of each of its GPUs.
 Replicas of one size run side by side, each on GPUs of its own, as many as there are GPUs for; a larger size begins when
 all of a smaller one have ended. ``--alone`` takes one at a time. OUT gets ``engine_over_ranks.json`` after each.
 
-``--in-turn``: a start takes ten times as long as the batches, so all engines of a size start together, several on the
-same GPUs, and once all have started they generate one after the other; what waits holds memory and no more. Each has
-the cache that the batch needs, since vLLM cannot measure what is free while others start.
+``--in-turn``: a start takes four to ten times as long as the batches, so all engines of a size start together, several
+on the same GPUs, and once all have started one generates at a time, on whichever GPUs; what waits holds memory and no
+more. Each has the cache that the batch needs, since vLLM cannot measure what is free while others start.
 
 ``--kernels``: behind it the decode steps from 1000 tokens on are recorded on each rank (kernels_of_ranks.py): a step's
 microseconds, those in which the GPU is busy, and each kernel's. The record has all of it, the output what takes most.
@@ -37,11 +37,12 @@ from rich.console import Console
 from benchmarks import verl_step
 from benchmarks.behind_last_layer import print_shares
 from benchmarks.engine_alone import timed_steps
-from benchmarks.gpus import too_few, unfit
+from benchmarks.gpus import gpu_gib, too_few, unfit
 from benchmarks.published_shapes import PUBLISHED, write_model_apart
-from benchmarks.recipe_memory import sizes_of
+from benchmarks.recipe_memory import GIB, sizes_of
 from benchmarks.side_by_side import Planned, SideBySide, one_at_a_time, take_one
 from benchmarks.verl_runs import Results, add_files, compile_bytecode, environment_of, fresh_folder, python_path
+from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED
 from jetrl_verl.tools import ToolError
 from jetrl_verl.tools.bench.timeline import Share
 from jetrl_verl.tools.launch import RunPaths
@@ -59,6 +60,10 @@ ROLLOUT = "actor_rollout_ref.rollout"
 CACHE, ASKED = "kv_cache_memory_bytes", 0.05
 """vLLM's argument for the size of its cache, and the share of the GPU for which it asks at its start in spite of it."""
 
+HELD = 2.0
+"""GiB of an engine beside weights and cache: CUDA's context, NCCL, CUDA graphs. One of 8B took 33.6, of which those two
+are 32.4."""
+
 MOST = 24
 """Kernels of a step in the output."""
 
@@ -72,7 +77,7 @@ console = Console(width=150)
 class Job:
     """What all engines share: where they write, the model's shape, tokens of a response, responses, vLLM's share of the
     memory, whether they are ``tiny`` ones on a CPU, when all has ended, whether a step's kernels are recorded, and
-    whether engines on the same GPUs generate in turn."""
+    whether one engine generates at a time, which then share GPUs."""
 
     out: Path
     model: str
@@ -105,14 +110,24 @@ class Job:
         options = argparse.Namespace(**fields, steps=STEPS, gpus=tp, tp=tp, set=self.beside_others(tp))
         return verl_step.words_of(row, options, model, verl_step.data_of(self.out), self.paths(row, tp))
 
+    def cache_bytes(self, tp: int) -> int:
+        """Of the keys and values of the batch, on each GPU, and a twentieth more."""
+        tokens = self.sequences * (verl_step.PROMPT + self.response)
+        return int(1.05 * tokens * sizes_of(self.model, None).kv_bytes()) // tp
+
     def beside_others(self, tp: int) -> list[str]:
-        """Overrides of an engine that starts while others do on the same GPUs: the cache of its batch, and a twentieth
-        more."""
+        """Overrides of an engine that starts while others do on the same GPUs."""
         if not self.in_turn:
             return []
-        tokens = self.sequences * (verl_step.PROMPT + self.response)
-        size = int(1.05 * tokens * sizes_of(self.model, None).kv_bytes()) // tp
+        size = self.cache_bytes(tp)
         return [f"{ROLLOUT}.gpu_memory_utilization={ASKED}", f"++{ROLLOUT}.engine_kwargs.vllm.{CACHE}={size}"]
+
+    def gib(self, row: Row, tp: int) -> float:
+        """Of each of its GPUs that an engine takes beside others."""
+        from jetrl_verl.tools.advise.memory import rollout_weights  # torch
+
+        kind = UNQUANTIZED if row.name in verl_step.BF16_LINEARS else FLOW
+        return (rollout_weights(sizes_of(self.model, None), kind) / tp + self.cache_bytes(tp)) / GIB + HELD
 
     def compose(self, row: Row, tp: int) -> Path:
         """The job's configuration, composed as a run composes it, in a file."""
@@ -137,7 +152,7 @@ class Job:
         status, found = timed_steps(config, log, environment, STEPS, self.ends, self.kernels, turn)
         rates = [each["tokens_per_s"] for each in found if "tokens_per_s" in each]
         taken = {"status": status or int(not rates), "seconds": round(time.monotonic() - began, 1)}
-        taken |= {"in_turn": True} if self.in_turn else {}
+        taken |= {"in_turn": True, "cache_bytes": self.cache_bytes(tp)} if self.in_turn else {}
         if taken["status"]:
             taken["errors"] = last_errors(log)
         if rates:  # of an engine whose recording failed, too
@@ -176,6 +191,20 @@ def batches(left: Sequence[tuple[Row, int]], gpus: int, alone: bool, in_turn: bo
     return found
 
 
+def crowded(job: Job, left: Sequence[tuple[Row, int]], gpus: int, gib: float) -> str:
+    """Why the engines that start together do not fit on a GPU of ``gib``; empty if they do."""
+    for batch in batches(left, gpus, alone=False, in_turn=True):
+        for place in range(gpus // batch[0][1]):
+            together = batch[place :: gpus // batch[0][1]]
+            if (needed := sum(job.gib(*each) for each in together)) > gib:
+                rows = ", ".join(str(row) for row, _ in together)
+                return (
+                    f"--in-turn needs {needed:.0f} GiB of a GPU for {rows} with --tp {batch[0][1]}, and there are "
+                    f"{gib:.0f}. Set fewer --rows, or leave --in-turn out."
+                )
+    return ""
+
+
 def take_all(job: Job, results: Results, left: Sequence[tuple[Row, int]], gpus: int, alone: bool) -> int:
     """Take all engines, and the table last, also behind a SIGTERM or a Ctrl-C."""
     compiled = compile_bytecode(console)
@@ -203,11 +232,11 @@ def show_kernels(run: dict) -> None:
     name = f"{run['model']}, TP {run['tp']}, {run['row']}"
     for rank, found in enumerate(ranks):
         said = f"a step {found['step_us']:.0f} us, the GPU busy {found['busy_us']:.0f} us"
-        for kernel, us in [*found.get("waits", {}).items()][:1]:  # records before 2026-11-27 have neither of these
-            said += f"; {us:.0f} us it waits in front of {kernel[:60]}"
+        for kernel, us in [*found.get("waits", {}).items()][:1]:  # records before 708c7cd have neither of these
+            said += f", most of the rest, {us:.0f} us, in front of all runs of {kernel[:60]}"
         console.print(f"{name}, rank {rank}: {said}", highlight=False, soft_wrap=True)
-        if host := ", ".join(f"{part} {us:.0f}" for part, us in found.get("host", {}).items()):
-            console.print(f"  of the host, us: {host}", highlight=False, soft_wrap=True)
+        if host := ", ".join(f"{part} {us:.0f}" for part, us in found.get("host_parts_us", {}).items()):
+            console.print(f"  a step of its worker's host, not recorded, us: {host}", highlight=False, soft_wrap=True)
     for found in ranks[:1]:
         most = sorted((Share(**share) for share in found["shares"]), key=lambda share: -share.us)[:MOST]
         print_shares(f"kernels of rank 0 of {name} that take most", most, sum(share.us for share in most))
@@ -274,6 +303,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return results.done(name) and (recorded or not job.kernels)
 
     left = [(row, tp) for tp in sizes for row in rows if options.again or not done(row, tp)]
+    if job.in_turn and (reason := crowded(job, left, options.gpus, gpu_gib())):
+        parser.error(reason)
     return take_all(job, results, left, options.gpus, options.alone)
 
 

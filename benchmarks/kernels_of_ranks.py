@@ -2,12 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine's decode steps run on each of its GPUs, kernel by kernel, on the profiler's clock.
 
-For ``engine_over_ranks.py --kernels``. A step that takes longer than its kernels is one in which the GPU waits, and in
-front of which kernel says for what: for the host, where it is one that the host launches. A rank that arrives early
-waits inside a reduction, so of each rank the reductions say how far it is ahead, too.
+For ``engine_over_ranks.py --kernels``. A step that takes longer than its kernels is one in which the GPU waits. The
+kernel behind a gap says what it waited for: the host, if the host launches that kernel by itself, outside of a CUDA
+graph. A rank that arrives early waits inside a reduction, so of each rank the reductions say how far it is ahead, too.
 
-Of the host there is what a worker spends in vLLM's two calls of a step and in between, waiting for the engine. That is
-taken in the steps in front of the recording, as the profiler makes launches slower.
+A worker's host is in one of vLLM's two calls of a step or waits for the engine's next call, which comes when the tokens
+of an earlier step have left the GPU: what the two calls take is its own work. That is taken in the steps in front of
+the recording, as the profiler makes launches slower, and the three add up to such a step.
 """
 
 import time
@@ -28,6 +29,7 @@ TOKENS, STEPS = 1064, 48
 _BEHIND = 4
 """Steps behind the recording, so that all requests are alive to its end."""
 HOST = ("engine", "execute_model", "sample_tokens")
+"""Where a worker's host is: waiting for the engine's next call, or in one of the two."""
 _WAITS = 8
 """Waits of a step that are kept."""
 _EDGE = 4
@@ -81,8 +83,7 @@ def begin(worker: Any, first: int, steps: int) -> None:
 
 def end(worker: Any, steps: int) -> dict:
     """What :func:`begin` recorded (:func:`summary`), with ``host_us``: a step's time on the host, the recording's begin
-    in it, and ``host``: us of a step in vLLM's two calls, and in front of them, waiting for the ``engine``. Without a
-    GPU these alone.
+    in it, and ``host_parts_us``: of a step in front of it, each of ``HOST``. Without a GPU these alone.
 
     Raises:
         BenchError: the engine asked for fewer steps.
@@ -93,7 +94,8 @@ def end(worker: Any, steps: int) -> dict:
         if "began_ns" in calls:
             trace.stop()
         raise BenchError(f"The engine made {calls['steps']} steps, too few for a recording: set longer responses.")
-    found = {"host_us": 1e-3 * calls["took_ns"] / steps, "host": {part: 1e-3 * host[part] / steps for part in HOST}}
+    parts = {part: 1e-3 * host[part] / steps for part in HOST}
+    found = {"host_us": 1e-3 * calls["took_ns"] / steps, "host_parts_us": parts}
     return found | (summary(kernels_in(trace), steps) if torch.cuda.is_available() else {})
 
 

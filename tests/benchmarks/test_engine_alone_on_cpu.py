@@ -9,6 +9,7 @@ import select
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import verl.trainer.main_ppo  # noqa: F401  (the plugin registers itself through verl, as in a run)
@@ -142,15 +143,20 @@ def test_sampling_is_the_runs(job, tmp_path):
     assert engine_alone.sampling_of(config, [0] * 515).max_tokens == 5
 
 
-def run_of(tmp_path, monkeypatch, program: str, logged: dict) -> dict:
-    """What is measured of a run whose engine is ``program``."""
-    paths = RunPaths(tmp_path)
-    paths.metrics.write_text("".join(json.dumps({"step": step, "data": logged}) + "\n" for step in (1, 2, 3)))
+def put_in_place(tmp_path, monkeypatch, program: str) -> None:
+    """Make ``program`` the engine that is started."""
     module = tmp_path / "benchmarks" / "engine_alone.py"
     module.parent.mkdir(exist_ok=True)
     module.write_text(program)
     monkeypatch.setattr(engine_alone, "python_path", lambda: str(tmp_path))
     monkeypatch.chdir(tmp_path)
+
+
+def run_of(tmp_path, monkeypatch, program: str, logged: dict) -> dict:
+    """What is measured of a run whose engine is ``program``."""
+    paths = RunPaths(tmp_path)
+    paths.metrics.write_text("".join(json.dumps({"step": step, "data": logged}) + "\n" for step in (1, 2, 3)))
+    put_in_place(tmp_path, monkeypatch, program)
     return engine_alone.measured(paths, STEPS, True, float("inf"))
 
 
@@ -213,3 +219,45 @@ def test_engines_start_together_and_generate_in_turn(tmp_path):
         one.stdin.write(b"\n")
         assert other.stdout.readline() == b"generates\n"
         other.stdin.write(b"\n")
+
+
+def test_an_engine_takes_its_turn_when_it_has_started_and_ends_before_it_gives_it_back(tmp_path, monkeypatch):
+    seen = []
+
+    class Watched(engine_alone.Turn):
+        def __init__(self, file: Path) -> None:
+            seen.append(f"waits to start: {file.name}")
+
+        def take(self) -> None:
+            seen.append("waits to generate")
+
+    def generate(asked, sampling, use_tqdm):
+        seen.append("generates")
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1])]) for _ in asked]
+
+    core = SimpleNamespace(shutdown=lambda: seen.append("ends"))
+    llm = SimpleNamespace(
+        generate=generate, reset_prefix_cache=lambda: None, llm_engine=SimpleNamespace(engine_core=core)
+    )
+    rollout = SimpleNamespace(n=2)
+    monkeypatch.setattr(engine_alone, "Turn", Watched)
+    monkeypatch.setattr(
+        engine_alone, "load", lambda path: SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+    )
+    monkeypatch.setattr(engine_alone, "prompts_of", lambda config, steps: [[[1, 2]]] * steps)
+    monkeypatch.setattr(engine_alone, "start", lambda config: seen.append("starts") or llm)
+    monkeypatch.setattr(engine_alone, "replicas", lambda config: 1)
+    monkeypatch.setattr(engine_alone, "sampling_of", lambda *_: None)
+    engine_alone.measure(tmp_path / "config.yaml", 2, turn=tmp_path / "turn.lock")
+    waits = ["waits to start: turn.lock", "starts", "waits to generate"]
+    assert seen == [*waits, "generates", "generates", "ends"]
+
+
+def test_an_engine_of_its_own_program_gets_the_lock_file(tmp_path, monkeypatch):
+    says = 'import json, sys\nprint("engine alone: " + json.dumps(sys.argv[1:]))'
+    put_in_place(tmp_path, monkeypatch, says)
+    config, log, environment = tmp_path / "config.yaml", tmp_path / "log", dict(os.environ)
+    status, found = engine_alone.timed_steps(config, log, environment, 2, float("inf"), turn=tmp_path / "turn.lock")
+    assert status == 0 and found == [
+        [str(tmp_path / "config.yaml"), "--steps", "2", "--turn", str(tmp_path / "turn.lock")]
+    ]

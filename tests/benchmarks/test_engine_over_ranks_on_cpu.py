@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import engine_over_ranks
 from benchmarks.engine_alone import engine_arguments, load
-from benchmarks.engine_over_ranks import Job, batches, main
+from benchmarks.engine_over_ranks import Job, batches, crowded, main
 from jetrl_verl.tools.rows import Row
 
 BF16, JET = Row("bf16"), Row("jet_fp8")
@@ -74,6 +74,17 @@ def test_engines_in_turn_share_gpus_and_have_the_cache_of_their_batch(tmp_path, 
     of_a_token = 2 * 36 * 8 * 128 * 2  # keys and values of 36 layers, 8 heads of 128 in BF16
     assert 1.0 < arguments.kv_cache_memory_bytes * 2 / (tokens * of_a_token) < 1.1
     assert arguments.gpu_memory_utilization == 0.05
+
+
+def test_engines_in_turn_that_do_not_fit_together_do_not_begin(tmp_path):
+    """67.1 GiB were in use of an H100 on which two 8B engines of 8-bit weights, TP 1, waited for their turns."""
+    job = Job(tmp_path, "qwen3_8b", 2048, 64, 0.6, in_turn=True)
+    two = [(Row("fp8_rollout"), 1), (JET, 1)]
+    assert 67 < sum(job.gib(*each) for each in two) < 71
+    assert not crowded(job, two, gpus=1, gib=71)
+    assert not crowded(job, [*two, (BF16, 1)], gpus=2, gib=76), "the third one has the other half of a GPU's pair"
+    assert "Set fewer --rows" in crowded(job, [*two, (BF16, 1)], gpus=1, gib=78)
+    assert crowded(job, [(BF16, 4)] * 5, gpus=4, gib=50) and not crowded(job, [(BF16, 4)] * 3, gpus=4, gib=50)
 
 
 @pytest.mark.parametrize(("status", "rates"), [(1, []), (0, []), (124, [{"tokens_per_s": 1.0}])])

@@ -13,6 +13,7 @@ import numpy as np
 from benchmarks.advise_steps import CACHE, COLUMN_OF_ROW, Record, column_of, given, recorded
 from benchmarks.recipe_memory import sizes_of
 from jetrl_verl.formats.catalog import UNQUANTIZED
+from jetrl_verl.tools.advise.gpus import GPUS, MEASURED, key_of
 from jetrl_verl.tools.advise.job import Job
 from jetrl_verl.tools.advise.predict import precisions
 from jetrl_verl.tools.advise.rates import Rates
@@ -33,7 +34,12 @@ LAYERS = {
 }
 """Whose host -> run and row of benchmarks/layer_host_time.py that has its part of stock BF16's."""
 PHASES = {"log_probs": "old log-probabilities", "update": "update"}
-ENGINES = "engine_over_ranks_h200.json"
+ENGINES = {"h200": "engine_over_ranks_h200.json", "h100": "engine_over_ranks_h100.json"}
+"""GPU -> record of benchmarks/engine_over_ranks.py."""
+CALIBRATING = ("h100", "bf16", 1)
+"""GPU, row and TP of the engine that says how much slower another GPU's memory is."""
+BESIDE_A_START = {("h100", "jet_fp8", 1): "an engine beside which another one was starting on the same GPU"}
+"""GPU, row and TP of an engine that did not have its GPU alone."""
 PROMPT, SAMPLES = 141, 4
 """Tokens of a prompt in the mean, and responses to each, of benchmarks/verl_step.py."""
 
@@ -121,7 +127,25 @@ def host_records() -> Iterable[Record]:
 
 def engine_records() -> Iterable[Record]:
     """Engines alone, all requests from the start, a group's prompt prefilled once."""
-    found = recorded(ENGINES)
+    for gpu, file in ENGINES.items():
+        yield from _engines_on(gpu, file)
+
+
+def fit_memory(put: Callable[..., None], rates: Callable[..., Rates]) -> None:
+    """Bytes a second of another GPU's memory, by the seconds of an engine: the fewer, the longer it takes."""
+    gpu, row, tp = CALIBRATING
+    (engine,) = [record for record in _engines_on(gpu, ENGINES[gpu]) if record.calibrates]
+    low, high = 1e11, rates()["bandwidth"]
+    while high - low > 1e6:
+        middle = (low + high) / 2
+        slower = engine.predict(rates(**{GPUS[gpu].bandwidth: middle})) > engine.measured
+        low, high = (middle, high) if slower else (low, middle)
+    put(GPUS[gpu].bandwidth, low, "B/s", f"{ENGINES[gpu]}, {row}, TP {tp}")
+
+
+def _engines_on(gpu: str, file: str) -> Iterable[Record]:
+    found = recorded(file)
+    assert key_of(found["gpu"]) == gpu
     for run in found["runs"]:
         if run["status"] or (name := column_of(run["row"])) is None:
             continue
@@ -135,12 +159,15 @@ def engine_records() -> Iterable[Record]:
         (precision,) = [each for each in precisions(job, True) if each.name == name]
 
         def seconds(rates: Rates, of=(sizes, precision.engine, lengths)) -> float:
-            return generate(rates, *of, PROMPT, prefill_share=1 / SAMPLES).seconds
+            return generate(rates.on(gpu), *of, PROMPT, prefill_share=1 / SAMPLES).seconds
 
+        over = f"TP {tp}" if gpu == MEASURED else f"TP {tp}, {gpu.upper()}"
         yield Record(
             "generation",
-            f"{run['model']}, an engine of TP {tp}, {found['sequences']} x {found['response']}, {run['row']}",
+            f"{run['model']}, an engine of {over}, {found['sequences']} x {found['response']}, {run['row']}",
             found["sequences"] * found["response"] / run["tokens_per_s"],
-            ENGINES,
+            file,
             seconds,
+            calibrates=(gpu, run["row"], tp) == CALIBRATING,
+            caveat=BESIDE_A_START.get((gpu, run["row"], tp), ""),
         )

@@ -7,7 +7,7 @@
     python -m benchmarks.advise_rates OUT/verl_step.json    # of what benchmarks/verl_step.py has just measured
 
 Records are the JSON files of benchmarks/results and, where a run left none, figures of docs/log. A record either
-calibrates or checks, never both; of those of benchmarks/verl_step.py (``results/verl_step*_h200.json``) two rows of two
+calibrates or checks, never both; of those of benchmarks/verl_step.py (``results/verl_step*_h*00.json``) two rows of two
 jobs calibrate what verl does around a phase, all others check. No GPU.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.advise_ranks import engine_records, fit_host, fit_reductions, host_records
+from benchmarks.advise_ranks import engine_records, fit_host, fit_memory, fit_reductions, host_records
 from benchmarks.advise_steps import (
     CALIBRATING,
     CALIBRATING_ROWS,
@@ -367,7 +367,7 @@ def memory_records() -> Iterable[Record]:
 
 
 def records() -> list[Record]:
-    steps = sorted(RESULTS.glob("verl_step*_h200.json"))
+    steps = sorted(RESULTS.glob("verl_step*_h[12]00.json"))
     every = (training_records(), host_records(), rollout_records(), engine_records(), sync_records(), verl_records())
     every = (*every, memory_records())
     return [*(one for records_ in every for one in records_), *step_records(steps), *shipped_records(SHIPPED)]
@@ -410,6 +410,7 @@ def fit() -> dict[str, dict]:
         [(model, gpus, record("weight sync", case)) for model, gpus, case in of_several],
         f"{SEVERAL}, 1.4B BF16 on 2 GPUs, and {SHIPPED.name}, 8B BF16 on 4",
     )
+    fit_memory(put, rates)
     return found
 
 

@@ -19,6 +19,7 @@ from jetrl_verl.config.support.scopes import ACTOR, ATTENTION, ROLLOUT
 from jetrl_verl.formats.catalog import UNQUANTIZED
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 from jetrl_verl.tools import ToolError
+from jetrl_verl.tools.advise.gpus import MEASURED, key_of
 from jetrl_verl.tools.advise.job import MICRO_TOKENS, MOST_REQUESTS, Job
 from jetrl_verl.tools.advise.predict import STOCK_VERL, Prediction, precisions, predict
 from jetrl_verl.tools.advise.rates import Rates
@@ -142,6 +143,7 @@ def _job_of_run(run: dict, settings: dict) -> Job:
         varlen=said.get(ATTENTION) == JETRL_ATTENTION,
         eight_bit=said.get(f"{ACTOR}.optim.optimizer") == "AdamW8bit",
         kv_cache=said.get(CACHE, UNQUANTIZED),
+        gpu=key_of(settings["gpu"]) if "gpu" in settings else MEASURED,  # earlier records say it in their name alone
     )
 
 
@@ -299,6 +301,7 @@ def step_records(files: Iterable[Path]) -> Iterable[Record]:
             build = run.get("build") or settings["build"]
             shared, ours = name in ("jet_fp8", "bf16_shared"), name not in STOCK_VERL
             over = f"{job.gpus} GPUs, TP {job.tp}, " if job.gpus > 1 else ""
+            over += "" if job.gpu == MEASURED else f"{job.gpu.upper()}, "
             case = f"verl, {run['model']}, {over}{settings['sequences']} x {run['response']}, {run['row']}"
             predicted = _prediction(job, name)
             measures_verl = file.name in CALIBRATING and run["row"] in CALIBRATING_ROWS

@@ -129,13 +129,14 @@ def advise(
     mean_response: Annotated[
         float | None, typer.Option(help="mean tokens of a response; half of the longest without")
     ] = None,
+    gpu: Annotated[str, typer.Option(help="h200, or h100 of 80 GB")] = "h200",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Predict seconds of each phase, memory and gain of each precision, and name the settings that cost exactness.
 
     Of a job of verl: `jetrl advise -- actor_rollout_ref.model.path=... data.max_response_length=...`, or `--script
     recipes/gsm8k/run_qwen3_8b.sh`; or of sizes alone: `--model qwen3-8b --gpus 8 --response-length 16384`. Rates are
-    those of an H200; no GPU and no network is needed.
+    those of an H200; `--gpu h100` has the memory of an H100 and its speed. No GPU and no network is needed.
     """
     from jetrl_verl.tools.advise.job import Means
     from jetrl_verl.tools.advise.run import AdviseOptions, run_advise
@@ -156,6 +157,7 @@ def advise(
             tp,
             Means(mean_prompt, mean_response),
             as_json,
+            gpu,
         )
         status = run_advise(options, console)
     except ToolError as error:

@@ -19,6 +19,7 @@ from jetrl_verl.config.support.table import refusal
 from jetrl_verl.formats.catalog import CACHES, FLOW, UNQUANTIZED
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 from jetrl_verl.tools.advise import AdviseError
+from jetrl_verl.tools.advise.gpus import GPUS, MEASURED
 from jetrl_verl.tools.advise.rollout import MOST_RANKS
 from jetrl_verl.tools.advise.shapes import Model, find_config, model_of
 from jetrl_verl.tools.launch import precision_word
@@ -41,7 +42,7 @@ class Job:
         model: its sizes. prompts, samples: prompts of a step, responses to each.
         prompt, response: mean tokens. longest_prompt, longest_response: the largest that the job allows.
         gpus: of the trainer, and of the rollout, which shares them. tp: GPUs of a replica of the rollout.
-        gpus_of_host: of them, how many a host has; all, or eight, if None.
+        gpus_of_host: of them, how many a host has; all, or eight, if None. gpu: which, of ``GPUS``.
         utilization, most, batched_tokens, prefix_caching: vLLM's ``gpu_memory_utilization``, ``max_num_seqs``,
             ``max_num_batched_tokens``, ``enable_prefix_caching``.
         micro_tokens, micro_sequences: of a micro-batch of an update; one of them is None.
@@ -87,6 +88,7 @@ class Job:
     kv_cache: str = UNQUANTIZED
     gathers_once: bool = False
     gpus_of_host: int | None = None
+    gpu: str = MEASURED
     notes: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -99,6 +101,8 @@ class Job:
         ):
             if value < 1:
                 raise AdviseError(f"the {name} is {value}; give a number from 1 on.")
+        if self.gpu not in GPUS:
+            raise AdviseError(f"there is no prediction for the GPU {self.gpu}; choose --gpu {' or '.join(GPUS)}.")
         if self.gpus % self.tp:
             raise AdviseError(f"{self.gpus} GPUs hold no whole number of replicas of {self.tp}; choose another --tp.")
         if not 0 < self.response <= self.longest_response:
@@ -115,6 +119,11 @@ class Job:
     @property
     def sequences(self) -> int:
         return self.prompts * self.samples
+
+    @property
+    def gpu_bytes(self) -> float:
+        """Memory of one GPU."""
+        return GPUS[self.gpu].memory
 
     @property
     def of_one_host(self) -> int:
@@ -157,14 +166,25 @@ def job_of_options(
     tp = others.get("tp", 1)
     prompt, response, notes = means.of(prompt_length, response_length)
     sizes = model_of(model, find_config(model), tp)
+    notes += note_on_gpu(others.get("gpu", MEASURED))
     return Job(sizes, batch, samples, prompt, response, prompt_length, response_length, gpus, notes=notes, **others)
 
 
-def job_of_config(get: Get, means: Means, name: str | None = None) -> Job:
+def note_on_gpu(gpu: str) -> tuple[str, ...]:
+    """What is assumed of a GPU whose rates were not measured."""
+    if gpu == MEASURED or gpu not in GPUS:
+        return ()
+    return (
+        f"an {GPUS[gpu].name} takes an {GPUS[MEASURED].name}'s time, and for bytes of its memory as much longer as "
+        "decoding in BF16 does there.",
+    )
+
+
+def job_of_config(get: Get, means: Means, name: str | None = None, gpu: str = MEASURED) -> Job:
     """A job of verl's composed configuration.
 
     Args:
-        get: reads it. name: model folder or known name, in the place of ``model.path``.
+        get: reads it. name: model folder or known name, in the place of ``model.path``. gpu: of ``GPUS``.
     """
     tp = int(get(f"{ROLLOUT}.tensor_model_parallel_size") or 1)
     model = name or str(get(f"{MODEL}.path"))
@@ -204,6 +224,7 @@ def job_of_config(get: Get, means: Means, name: str | None = None) -> Job:
         notes += ("groups that dynamic sampling throws away (algorithm.filter_groups) are generated besides.",)
     if get("algorithm.adv_estimator") == "gae":
         notes += ("a critic (algorithm.adv_estimator=gae) is in no prediction.",)
+    notes += note_on_gpu(gpu)
     optimizer = f"{get(f'{ACTOR}.optim.optimizer')}{get(f'{ACTOR}.optim.optimizer_impl')}"
     return Job(
         model_of(model, find_config(model), tp),
@@ -238,6 +259,7 @@ def job_of_config(get: Get, means: Means, name: str | None = None) -> Job:
         kv_cache=_cache(get),
         gathers_once=get("jetrl.gathered") == "batch",
         gpus_of_host=gpus_of_host,
+        gpu=gpu,
         notes=notes,
     )
 

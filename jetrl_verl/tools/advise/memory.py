@@ -11,8 +11,6 @@ from jetrl_verl.tools.advise.shapes import BF16, Model
 from jetrl_verl.tools.advise.trainer import Flow
 
 GIB = 2**30
-GPU_BYTES = 139.8 * GIB
-"""Memory of an H200."""
 
 LOGIT_BYTES = 8
 """Of one logit at the peak of an update with stock operations: BF16, its FP32 softmax and its gradient."""
@@ -151,6 +149,7 @@ def rollout_memory(
     kind: str,
     utilization: float,
     *,
+    gpu_bytes: float,
     most: int,
     batched_tokens: int,
     tp: int = 1,
@@ -159,10 +158,10 @@ def rollout_memory(
     """Bytes of the rollout. CUDA graphs and vLLM's own buffers are not counted, for want of a record.
 
     Args:
-        utilization: ``gpu_memory_utilization``. most: ``max_num_seqs``. batched_tokens: ``max_num_batched_tokens``.
-        kv_cache: what the cache holds.
+        utilization: ``gpu_memory_utilization``, of ``gpu_bytes``. most: ``max_num_seqs``.
+        batched_tokens: ``max_num_batched_tokens``. kv_cache: what the cache holds.
     """
     weights = rollout_weights(model, kind) / tp
     work = 2 * 4 * model.vocabulary * most + BF16 * batched_tokens * (3 * model.inner + 4 * model.hidden) / tp
-    cache = max(0.0, utilization * GPU_BYTES - weights - work)
+    cache = max(0.0, utilization * gpu_bytes - weights - work)
     return RolloutMemory(weights, work, cache, cache * tp / model.kv_bytes(kv_cache))

@@ -183,12 +183,18 @@ def batches(job: Job) -> tuple[Batch, Batch, float, float]:
 
 
 def predict(rates: Rates, job: Job, precision: Precision) -> Prediction:
-    """A step of the job."""
+    """A step of the job, on its GPUs.
+
+    Args:
+        rates: as measured, or of the job's GPU already.
+    """
+    rates = rates.on(job.gpu)
     model, kind = job.model, precision.engine.linears
     memory = rollout_memory(
         model,
         kind,
         job.utilization,
+        gpu_bytes=job.gpu_bytes,
         most=job.most,
         batched_tokens=job.batched_tokens,
         tp=job.tp,

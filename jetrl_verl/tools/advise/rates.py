@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from jetrl_verl.tools.advise.gpus import BY_BYTES, GPUS
 from jetrl_verl.tools.provenance import Build, builds_note
 
 FILE = Path(__file__).with_name("rates.json")
@@ -44,6 +45,11 @@ class Rates:
     def including(self, values: Mapping[str, float]) -> "Rates":
         """These with others in their place."""
         return Rates({**self._values, **values}, self.machine, self.builds, self.older)
+
+    def on(self, gpu: str) -> "Rates":
+        """These on a GPU of ``GPUS``, whose memory may be slower."""
+        times = self[GPUS[gpu].bandwidth] / self["bandwidth"]
+        return self.including({name: times * self[name] for name in BY_BYTES if name in self})
 
     def builds_note(self) -> str:
         """One line: which build the rates are of or, where they are of several, that a prediction puts these side by

@@ -11,8 +11,9 @@ from rich.table import Table
 
 from jetrl_verl.config.support.scopes import ACTOR
 from jetrl_verl.formats.catalog import QUANTIZED_CACHES, UNQUANTIZED, cache_traits
+from jetrl_verl.tools.advise.gpus import GPUS
 from jetrl_verl.tools.advise.job import Job, as_mapping
-from jetrl_verl.tools.advise.memory import GIB, GPU_BYTES, held_bytes, trainer_memory
+from jetrl_verl.tools.advise.memory import GIB, held_bytes, trainer_memory
 from jetrl_verl.tools.advise.predict import PHASES, Prediction, batches
 from jetrl_verl.tools.advise.rates import Rates
 from jetrl_verl.tools.advise.settings import Finding, unseen
@@ -70,19 +71,19 @@ def warnings(job: Job, predictions: list[Prediction]) -> list[str]:
         )
     first = predictions[0]
     most = max(predictions, key=lambda each: each.trainer.peak)
-    if most.trainer.peak > GPU_BYTES:
+    if most.trainer.peak > job.gpu_bytes:
         held = job.gathers_once and most.trainer.peak > first.trainer.peak
         found.append(
-            f"an update needs {most.trainer.peak / GIB:.0f} GiB of a GPU's {GPU_BYTES / GIB:.0f} under "
+            f"an update needs {most.trainer.peak / GIB:.0f} GiB of a GPU's {job.gpu_bytes / GIB:.0f} under "
             f"{most.precision}; use smaller micro-batches, more GPUs, offload, "
             + ("jetrl.gathered=pass, or 8-bit moments." if held else "or 8-bit moments.")
         )
-    resting = first.trainer.state + job.utilization * GPU_BYTES
-    if resting > GPU_BYTES:
+    resting = first.trainer.state + job.utilization * job.gpu_bytes
+    if resting > job.gpu_bytes:
         found.append(
             f"weights and moments of the trainer ({first.trainer.state / GIB:.0f} GiB) and gpu_memory_utilization="
             f"{job.utilization:g} exceed a GPU; offload them (param_offload, optimizer_offload) or lower it to "
-            f"{max(0.0, 1 - first.trainer.state / GPU_BYTES):.2f}."
+            f"{max(0.0, 1 - first.trainer.state / job.gpu_bytes):.2f}."
         )
     return found
 
@@ -107,7 +108,7 @@ def larger_micro_batches(job: Job) -> str:
         ).peak
 
     counts = range(max(1, math.ceil(has / step)), math.ceil(length / step) - 1, -1)
-    count = next((count for count in counts if peak(count * step) <= 0.9 * GPU_BYTES), None)
+    count = next((count for count in counts if peak(count * step) <= 0.9 * job.gpu_bytes), None)
     if count is None:
         return "make them larger."
     if job.micro_tokens is not None:
@@ -121,7 +122,7 @@ def gathered_once(job: Job, predictions: list[Prediction]) -> str:
     if jet is None or job.gathers_once:
         return ""
     more = held_bytes(job.model, JET)
-    if jet.peak + more > 0.9 * GPU_BYTES:
+    if jet.peak + more > 0.9 * job.gpu_bytes:
         return ""
     return (
         " Or gather and quantize weights once for all micro-batches, jetrl.gathered=batch under FSDP2, for "
@@ -189,7 +190,7 @@ def render(
         size += f" ({(job.model.active + job.model.head) / 1e9:.2f}B for a token)"
     say(
         f"{job.model.name}: {size}, {job.prompts} prompts x {job.samples} responses, up to {job.longest_prompt} + "
-        f"{job.longest_response} tokens, {job.gpus} GPUs, rollout TP {job.tp}"
+        f"{job.longest_response} tokens, {job.gpus} x {GPUS[job.gpu].name}, rollout TP {job.tp}"
     )
     table = Table(title="a step, seconds", box=SIMPLE_HEAD)
     table.add_column("phase")

@@ -11,6 +11,7 @@ from rich.console import Console
 from jetrl_verl.config.environment import cache_message
 from jetrl_verl.formats.catalog import QUANTIZED_CACHES
 from jetrl_verl.tools.advise import AdviseError
+from jetrl_verl.tools.advise.gpus import MEASURED
 from jetrl_verl.tools.advise.job import Job, Means, compose, job_of_config, job_of_options, words_of_script
 from jetrl_verl.tools.advise.predict import STOCK_VERL, precisions, predict, with_each_cache
 from jetrl_verl.tools.advise.rates import measured
@@ -26,7 +27,7 @@ class AdviseOptions:
         words: overrides of verl, or arguments of ``script``. script: a recipe's.
         model: folder or known name; beside ``words`` or ``script`` it stands for ``model.path``.
         gpus, prompt_length, response_length, batch, samples, tp: sizes, where neither words nor script are given.
-        means: mean lengths. as_json: print JSON.
+        means: mean lengths. as_json: print JSON. gpu: of ``GPUS``.
     """
 
     words: tuple[str, ...] = ()
@@ -40,6 +41,7 @@ class AdviseOptions:
     tp: int = 1
     means: Means = Means()
     as_json: bool = False
+    gpu: str = MEASURED
 
 
 def job_and_settings(options: AdviseOptions) -> tuple[Job, list[Finding] | None]:
@@ -51,7 +53,7 @@ def job_and_settings(options: AdviseOptions) -> tuple[Job, list[Finding] | None]
         from jetrl_verl.config.check import reader
 
         config = compose(words, "jet_fp8")
-        job = job_of_config(reader(config), options.means, options.model)
+        job = job_of_config(reader(config), options.means, options.model, options.gpu)
         return job, findings(config, job.model, job.tp)
     if options.model is None:
         raise AdviseError(
@@ -66,6 +68,7 @@ def job_and_settings(options: AdviseOptions) -> tuple[Job, list[Finding] | None]
         options.samples,
         options.means,
         tp=options.tp,
+        gpu=options.gpu,
     )
     return job, model_findings(job.model, job.tp) or None
 

@@ -18,8 +18,9 @@ from jetrl_verl.config.check import reader
 from jetrl_verl.config.support.row import DRIVER, WORKER, shown
 from jetrl_verl.config.support.table import INEXACT_ROWS
 from jetrl_verl.tools.advise import AdviseError
+from jetrl_verl.tools.advise.gpus import GPUS
 from jetrl_verl.tools.advise.job import Job, Means, compose, job_of_config, job_of_options, words_of_script
-from jetrl_verl.tools.advise.memory import GIB, GPU_BYTES, held_bytes, rollout_memory, rollout_weights, trainer_memory
+from jetrl_verl.tools.advise.memory import GIB, held_bytes, rollout_memory, rollout_weights, trainer_memory
 from jetrl_verl.tools.advise.predict import STOCK_VERL, Precision, batches, precisions, predict
 from jetrl_verl.tools.advise.rates import measured
 from jetrl_verl.tools.advise.report import larger_micro_batches, warnings
@@ -359,9 +360,10 @@ def test_memory_is_counted():
     assert shared(1024).logits == (2 + 4 + 4) * 151936 * 1024
     assert trainer_memory(EIGHT, 8, 16384, eight_bit=True).moments == pytest.approx(0.255 * found.moments)
     assert trainer_memory(EIGHT, 8, 16384, checkpointing=False).checkpoints > 10 * found.checkpoints
-    ours, stock = (rollout_memory(EIGHT, kind, 0.5, most=256, batched_tokens=8192) for kind in ("fp8", "bf16"))
+    rollout = partial(rollout_memory, EIGHT, gpu_bytes=GPUS["h200"].memory, most=256, batched_tokens=8192)
+    ours, stock = (rollout(kind, 0.5) for kind in ("fp8", "bf16"))
     assert ours.weights == stock.weights - EIGHT.quantized and ours.tokens > stock.tokens
-    assert rollout_memory(EIGHT, "bf16", 0.05, most=256, batched_tokens=8192).cache == 0
+    assert rollout("bf16", 0.05).cache == 0
 
 
 # --- settings --------------------------------------------------------------------------------------------------------
@@ -506,7 +508,7 @@ def test_small_micro_batches_come_with_the_largest_that_memory_holds():
     small = Job(EIGHT, 64, 4, 256.0, 512.0, 512, 1024, gpus=1, eight_bit=True, micro_tokens=2048)
 
     def peak(tokens: int) -> float:
-        return trainer_memory(EIGHT, 1, tokens, eight_bit=True).peak / GPU_BYTES
+        return trainer_memory(EIGHT, 1, tokens, eight_bit=True).peak / small.gpu_bytes
 
     said = larger_micro_batches(small)
     tokens = int(said.rpartition("ppo_max_token_len_per_gpu=")[2].rstrip("."))

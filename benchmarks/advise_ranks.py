@@ -6,20 +6,21 @@ sum over the GPUs of a replica (benchmarks/reduce_ranks.py), and what a layer of
 
 import statistics
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache, partial
 
 import numpy as np
 
-from benchmarks.advise_steps import CACHE, COLUMN_OF_ROW, Record, column_of, given, recorded
+from benchmarks.advise_steps import CACHE, COLUMN_OF_ROW, Record, Replaced, column_of, given, key_of, recorded
 from benchmarks.recipe_memory import sizes_of
 from jetrl_verl.formats.catalog import UNQUANTIZED
-from jetrl_verl.tools.advise.gpus import GPUS, MEASURED, key_of
+from jetrl_verl.tools.advise.gpus import GPUS, MEASURED
 from jetrl_verl.tools.advise.job import Job
 from jetrl_verl.tools.advise.predict import precisions
 from jetrl_verl.tools.advise.rates import Rates
 from jetrl_verl.tools.advise.rollout import generate
 from jetrl_verl.tools.advise.shapes import BF16, KNOWN, model_of
-from jetrl_verl.tools.advise.trainer import JET, STOCK, Batch, log_probs, update
+from jetrl_verl.tools.advise.trainer import BF16_SHARED, JET, STOCK, Batch, log_probs, update
 from jetrl_verl.tools.rows import parse_row
 
 REDUCTIONS = (("reduce.2", 2, "stock"), ("reduce.4", 4, "stock"), ("reduce.4.ordered", 4, "one stage"))
@@ -33,13 +34,20 @@ LAYERS = {
     "shared.kept": ("batch", "bf16_shared"),
 }
 """Whose host -> run and row of benchmarks/layer_host_time.py that has its part of stock BF16's."""
+LAYER_FLOWS = {"bf16": STOCK, "bf16_shared": BF16_SHARED, "jet_fp8": JET}
 PHASES = {"log_probs": "old log-probabilities", "update": "update"}
 ENGINES = {"h200": "engine_over_ranks_h200.json", "h100": "engine_over_ranks_h100.json"}
 """GPU -> record of benchmarks/engine_over_ranks.py."""
 CALIBRATING = ("h100", "bf16", 1)
 """GPU, row and TP of the engine that says how much slower another GPU's memory is."""
-BESIDE_A_START = {("h100", "jet_fp8", 1): "an engine beside which another one was starting on the same GPU"}
-"""GPU, row and TP of an engine that did not have its GPU alone."""
+BESIDE_A_START = Replaced(
+    "an engine beside which another one was starting on the same GPU, as before bc7129f", ("1f16a230",)
+)
+"""The first one of those that took turns with TP 1, ``jet_fp8``."""
+LAYERS_ON = {"h200": "layer_host_time_fsdp_pass_1_7b_h200.json", "h100": "layer_host_time_fsdp_1_7b_h100.json"}
+"""GPU -> record of benchmarks/layer_host_time.py, weights gathered in each pass."""
+LAYER = (2048, 512)
+"""Tokens of its micro-batch, and of a sequence."""
 PROMPT, SAMPLES = 141, 4
 """Tokens of a prompt in the mean, and responses to each, of benchmarks/verl_step.py."""
 
@@ -136,11 +144,36 @@ def fit_memory(put: Callable[..., None], rates: Callable[..., Rates]) -> None:
     gpu, row, tp = CALIBRATING
     (engine,) = [record for record in _engines_on(gpu, ENGINES[gpu]) if record.calibrates]
     low, high = 1e11, rates()["bandwidth"]
+
+    def seconds(bandwidth: float) -> float:
+        return engine.predict(rates(**{GPUS[gpu].bandwidth: bandwidth, GPUS[gpu].between: 1.0}))
+
+    assert seconds(low) > engine.measured > seconds(high), "its memory is slower than an H200's, and not by so much"
     while high - low > 1e6:
         middle = (low + high) / 2
-        slower = engine.predict(rates(**{GPUS[gpu].bandwidth: middle})) > engine.measured
-        low, high = (middle, high) if slower else (low, middle)
+        low, high = (middle, high) if seconds(middle) > engine.measured else (low, middle)
     put(GPUS[gpu].bandwidth, low, "B/s", f"{ENGINES[gpu]}, {row}, TP {tp}")
+    _fit_between(put, rates(), gpu)
+
+
+def _fit_between(put: Callable[..., None], rates: Rates, gpu: str) -> None:
+    """How many times as long what lies between a trainer's GEMMs takes on another GPU: by the GPU's seconds of layers,
+    of which GEMMs and attention stay and weights go by bytes. Least squares of relative errors."""
+    ours, theirs = (recorded(LAYERS_ON[each])["precisions"] for each in (MEASURED, gpu))
+    tokens, length = LAYER
+    layers = replace(model_of("1.7b", KNOWN["qwen3-1.7b"]), vocabulary=0)
+    slower = rates["bandwidth"] / rates[GPUS[gpu].bandwidth]
+    grows, left = [], []
+    for row, flow in LAYER_FLOWS.items():
+        mine, other = (found[row]["tokens"][str(tokens)]["kernels"] for found in (ours, theirs))
+        parts = update(rates, layers, flow, Batch(tokens, length, 1))
+        whole = parts.gemm + parts.attention + parts.between + parts.weights
+        times = other / mine
+        grows.append(parts.between / whole / times)
+        left.append(1 - (parts.gemm + parts.attention + slower * parts.weights) / whole / times)
+    (longer,), *_ = np.linalg.lstsq(np.array(grows)[:, None], np.array(left), rcond=None)
+    how = f"{LAYERS_ON[gpu]} over {LAYERS_ON[MEASURED]}, the GPU's seconds of three rows"
+    put(GPUS[gpu].between, longer, "times an H200's seconds", how)
 
 
 def _engines_on(gpu: str, file: str) -> Iterable[Record]:
@@ -169,5 +202,5 @@ def _engines_on(gpu: str, file: str) -> Iterable[Record]:
             file,
             seconds,
             calibrates=(gpu, run["row"], tp) == CALIBRATING,
-            caveat=BESIDE_A_START.get((gpu, run["row"], tp), ""),
+            caveat=BESIDE_A_START.in_build(run["build"]) if (run["row"], tp) == ("jet_fp8", 1) else "",
         )

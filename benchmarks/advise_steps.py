@@ -19,7 +19,7 @@ from jetrl_verl.config.support.scopes import ACTOR, ATTENTION, ROLLOUT
 from jetrl_verl.formats.catalog import UNQUANTIZED
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 from jetrl_verl.tools import ToolError
-from jetrl_verl.tools.advise.gpus import MEASURED, key_of
+from jetrl_verl.tools.advise.gpus import GPUS, MEASURED
 from jetrl_verl.tools.advise.job import MICRO_TOKENS, MOST_REQUESTS, Job
 from jetrl_verl.tools.advise.predict import STOCK_VERL, Prediction, precisions, predict
 from jetrl_verl.tools.advise.rates import Rates
@@ -91,7 +91,7 @@ VERLS_PARTS = {
 """Phase -> rate of what verl has around it."""
 MICRO = f"{ACTOR}.ppo_max_token_len_per_gpu"
 CACHE = "jetrl.kv_cache"
-GPUS = ("trainer.n_gpus_per_node", "trainer.nnodes")
+COUNTS = ("trainer.n_gpus_per_node", "trainer.nnodes")
 
 
 def given(words: Iterable[str]) -> dict[str, str]:
@@ -104,6 +104,20 @@ def given(words: Iterable[str]) -> dict[str, str]:
         else:
             found[key.lstrip("+")] = value
     return found
+
+
+def key_of(name: str) -> str:
+    """Of ``GPUS``, by what CUDA calls a GPU.
+
+    Raises:
+        ValueError: there is no prediction for it.
+    """
+    for key, gpu in GPUS.items():
+        if name == gpu.name:
+            return key
+    raise ValueError(
+        f"there is no prediction for the GPU {name}; known are {', '.join(g.name for g in GPUS.values())}."
+    )
 
 
 def column_of(text: str) -> str | None:
@@ -134,7 +148,7 @@ def _job_of_run(run: dict, settings: dict) -> Job:
         min(run["response_length"], run["response"]),
         LONGEST_PROMPT,
         run["response"],
-        gpus=math.prod(int(said.get(key, 1)) for key in GPUS),
+        gpus=math.prod(int(said.get(key, 1)) for key in COUNTS),
         tp=tp,
         utilization=float(said.get(f"{ROLLOUT}.gpu_memory_utilization", settings["memory"])),
         most=int(said.get(f"{ROLLOUT}.max_num_seqs", MOST_REQUESTS)),
@@ -143,7 +157,7 @@ def _job_of_run(run: dict, settings: dict) -> Job:
         varlen=said.get(ATTENTION) == JETRL_ATTENTION,
         eight_bit=said.get(f"{ACTOR}.optim.optimizer") == "AdamW8bit",
         kv_cache=said.get(CACHE, UNQUANTIZED),
-        gpu=key_of(settings["gpu"]) if "gpu" in settings else MEASURED,  # earlier records say it in their name alone
+        gpu=key_of(settings["gpu"]) if "gpu" in settings else MEASURED,  # earlier records are all an H200's
     )
 
 

@@ -193,8 +193,18 @@ def measure(path: Path, steps: int, kernels: bool = False, turn: Path | None = N
     config = load(path)
     of_steps = list(prompts_of(config, steps))  # in front of the engine, since the loader's workers are forks
     llm, share = start(config), replicas(config)
-    if shared is not None:
-        shared.take()
+    try:
+        if shared is not None:
+            shared.take()
+        _generate(llm, config, of_steps, share, kernels)
+    finally:
+        if shared is not None:
+            llm.llm_engine.engine_core.shutdown()
+
+
+def _generate(llm: "LLM", config: Any, of_steps: Sequence[list[list[int]]], share: int, kernels: bool) -> None:
+    """What :func:`measure` prints of an engine that has started; ``share``: replicas of the rollout."""
+    steps = len(of_steps)
     for step, prompts in enumerate(of_steps, start=1):
         sequences = [prompt for prompt in prompts for _ in range(config.actor_rollout_ref.rollout.n)][::share]
         warms = step == 1 and steps > 1
@@ -213,8 +223,6 @@ def measure(path: Path, steps: int, kernels: bool = False, turn: Path | None = N
         asked = [{"prompt_token_ids": each} for each in sequences]
         ranks = record(llm.collective_rpc, partial(llm.generate, asked, sampling, use_tqdm=False), first, count)
         print(MARK + json.dumps({"ranks": ranks}), flush=True)
-    if shared is not None:
-        llm.llm_engine.engine_core.shutdown()
 
 
 def timed_steps(

@@ -136,7 +136,7 @@ def advise(
 
     Of a job of verl: `jetrl advise -- actor_rollout_ref.model.path=... data.max_response_length=...`, or `--script
     recipes/gsm8k/run_qwen3_8b.sh`; or of sizes alone: `--model qwen3-8b --gpus 8 --response-length 16384`. Rates are
-    those of an H200; `--gpu h100` has the memory of an H100 and its speed. No GPU and no network is needed.
+    those of an H200; `--gpu h100` has an H100's memory and two rates fitted there. No GPU and no network is needed.
     """
     from jetrl_verl.tools.advise.job import Means
     from jetrl_verl.tools.advise.run import AdviseOptions, run_advise

@@ -5,11 +5,12 @@
 python3 -m recipes.qwen3_moe.memory
 """
 
+from jetrl_verl.tools.advise.gpus import GPUS
 from jetrl_verl.tools.advise.memory import GIB, rollout_weights, trainer_memory
 from jetrl_verl.tools.advise.shapes import KNOWN, model_of
 
 MODEL = model_of("qwen3-30b-a3b", KNOWN["qwen3-30b-a3b"])
-CARDS = {"80 GB": 80e9 / GIB, "H200": 139.8}
+CARDS = {"80 GB": GPUS["h100"].memory / GIB, "H200": GPUS["h200"].memory / GIB}
 """GPU -> GiB that CUDA shows of it."""
 
 SHARE = 0.95

@@ -166,18 +166,7 @@ def job_of_options(
     tp = others.get("tp", 1)
     prompt, response, notes = means.of(prompt_length, response_length)
     sizes = model_of(model, find_config(model), tp)
-    notes += note_on_gpu(others.get("gpu", MEASURED))
     return Job(sizes, batch, samples, prompt, response, prompt_length, response_length, gpus, notes=notes, **others)
-
-
-def note_on_gpu(gpu: str) -> tuple[str, ...]:
-    """What is assumed of a GPU whose rates were not measured."""
-    if gpu == MEASURED or gpu not in GPUS:
-        return ()
-    return (
-        f"an {GPUS[gpu].name} takes an {GPUS[MEASURED].name}'s time, and for bytes of its memory as much longer as "
-        "decoding in BF16 does there.",
-    )
 
 
 def job_of_config(get: Get, means: Means, name: str | None = None, gpu: str = MEASURED) -> Job:
@@ -224,7 +213,6 @@ def job_of_config(get: Get, means: Means, name: str | None = None, gpu: str = ME
         notes += ("groups that dynamic sampling throws away (algorithm.filter_groups) are generated besides.",)
     if get("algorithm.adv_estimator") == "gae":
         notes += ("a critic (algorithm.adv_estimator=gae) is in no prediction.",)
-    notes += note_on_gpu(gpu)
     optimizer = f"{get(f'{ACTOR}.optim.optimizer')}{get(f'{ACTOR}.optim.optimizer_impl')}"
     return Job(
         model_of(model, find_config(model), tp),

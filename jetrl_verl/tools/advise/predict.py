@@ -183,11 +183,7 @@ def batches(job: Job) -> tuple[Batch, Batch, float, float]:
 
 
 def predict(rates: Rates, job: Job, precision: Precision) -> Prediction:
-    """A step of the job, on its GPUs.
-
-    Args:
-        rates: as measured, or of the job's GPU already.
-    """
+    """A step of the job, on its GPUs."""
     rates = rates.on(job.gpu)
     model, kind = job.model, precision.engine.linears
     memory = rollout_memory(

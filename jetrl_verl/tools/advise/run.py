@@ -3,7 +3,7 @@
 """The command: from options, from overrides of verl or from a recipe's script to a report."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -81,6 +81,7 @@ def run_advise(options: AdviseOptions, console: Console) -> int:
     """
     job, settings = job_and_settings(options)
     rates = measured()
+    job = replace(job, notes=(*job.notes, *rates.notes_on(job.gpu)))
     effects = {finding.effect for finding in settings or ()}
     columns = precisions(job, shared=STOCK not in effects)
     if REFUSED in effects:

@@ -35,6 +35,7 @@ LAYERS = {
 }
 """Whose host -> run and row of benchmarks/layer_host_time.py that has its part of stock BF16's."""
 LAYER_FLOWS = {"bf16": STOCK, "bf16_shared": BF16_SHARED, "jet_fp8": JET}
+"""Row of benchmarks/layer_host_time.py -> what its trainer runs."""
 PHASES = {"log_probs": "old log-probabilities", "update": "update"}
 ENGINES = {"h200": "engine_over_ranks_h200.json", "h100": "engine_over_ranks_h100.json"}
 """GPU -> record of benchmarks/engine_over_ranks.py."""
@@ -135,14 +136,14 @@ def host_records() -> Iterable[Record]:
 
 def engine_records() -> Iterable[Record]:
     """Engines alone, all requests from the start, a group's prompt prefilled once."""
-    for gpu, file in ENGINES.items():
-        yield from _engines_on(gpu, file)
+    for gpu in ENGINES:
+        yield from _engines_on(gpu)
 
 
 def fit_memory(put: Callable[..., None], rates: Callable[..., Rates]) -> None:
     """Bytes a second of another GPU's memory, by the seconds of an engine: the fewer, the longer it takes."""
     gpu, row, tp = CALIBRATING
-    (engine,) = [record for record in _engines_on(gpu, ENGINES[gpu]) if record.calibrates]
+    (engine,) = [record for record in _engines_on(gpu) if record.calibrates]
     low, high = 1e11, rates()["bandwidth"]
 
     def seconds(bandwidth: float) -> float:
@@ -167,7 +168,7 @@ def _fit_between(put: Callable[..., None], rates: Rates, gpu: str) -> None:
     for row, flow in LAYER_FLOWS.items():
         mine, other = (found[row]["tokens"][str(tokens)]["kernels"] for found in (ours, theirs))
         parts = update(rates, layers, flow, Batch(tokens, length, 1))
-        whole = parts.gemm + parts.attention + parts.between + parts.weights
+        whole = parts.total - parts.host
         times = other / mine
         grows.append(parts.between / whole / times)
         left.append(1 - (parts.gemm + parts.attention + slower * parts.weights) / whole / times)
@@ -176,7 +177,8 @@ def _fit_between(put: Callable[..., None], rates: Rates, gpu: str) -> None:
     put(GPUS[gpu].between, longer, "times an H200's seconds", how)
 
 
-def _engines_on(gpu: str, file: str) -> Iterable[Record]:
+def _engines_on(gpu: str) -> Iterable[Record]:
+    file = ENGINES[gpu]
     found = recorded(file)
     assert key_of(found["gpu"]) == gpu
     for run in found["runs"]:

@@ -39,7 +39,7 @@ from benchmarks.behind_last_layer import print_shares
 from benchmarks.engine_alone import timed_steps
 from benchmarks.gpus import gpu_gib, too_few, unfit
 from benchmarks.published_shapes import PUBLISHED, write_model_apart
-from benchmarks.recipe_memory import GIB, sizes_of
+from benchmarks.recipe_memory import GIB, sizes_of, words_of_cache
 from benchmarks.side_by_side import Planned, SideBySide, one_at_a_time, take_one
 from benchmarks.verl_runs import Results, add_files, compile_bytecode, environment_of, fresh_folder, python_path
 from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED
@@ -55,10 +55,6 @@ STEPS = 2
 ROWS = "bf16,fp8_rollout,jet_fp8"
 SIZES = {False: (2048, 64), True: (24, 8)}
 """Whether it is the tiny benchmark -> tokens of a response, and responses."""
-
-ROLLOUT = "actor_rollout_ref.rollout"
-CACHE, ASKED = "kv_cache_memory_bytes", 0.05
-"""vLLM's argument for the size of its cache, and the share of the GPU for which it asks at its start in spite of it."""
 
 HELD = 2.0
 """GiB of an engine beside weights and cache: CUDA's context, NCCL, CUDA graphs. One of 8B took 33.6, of which those two
@@ -107,20 +103,14 @@ class Job:
     def words(self, row: Row, tp: int, model: Path) -> list[str]:
         """Overrides of verl of the job whose engine it is: a replica, and nothing else."""
         fields = {name: getattr(self, name) for name in ("model", "response", "sequences", "memory", "tiny")}
-        options = argparse.Namespace(**fields, steps=STEPS, gpus=tp, tp=tp, set=self.beside_others(tp))
+        beside_others = list(words_of_cache(self.cache_bytes(tp))) if self.in_turn else []
+        options = argparse.Namespace(**fields, steps=STEPS, gpus=tp, tp=tp, set=beside_others)
         return verl_step.words_of(row, options, model, verl_step.data_of(self.out), self.paths(row, tp))
 
     def cache_bytes(self, tp: int) -> int:
         """Of the keys and values of the batch, on each GPU, and a twentieth more."""
         tokens = self.sequences * (verl_step.PROMPT + self.response)
         return int(1.05 * tokens * sizes_of(self.model, None).kv_bytes()) // tp
-
-    def beside_others(self, tp: int) -> list[str]:
-        """Overrides of an engine that starts while others do on the same GPUs."""
-        if not self.in_turn:
-            return []
-        size = self.cache_bytes(tp)
-        return [f"{ROLLOUT}.gpu_memory_utilization={ASKED}", f"++{ROLLOUT}.engine_kwargs.vllm.{CACHE}={size}"]
 
     def gib(self, row: Row, tp: int) -> float:
         """Of each of its GPUs that an engine takes beside others."""
@@ -232,7 +222,8 @@ def show_kernels(run: dict) -> None:
     name = f"{run['model']}, TP {run['tp']}, {run['row']}"
     for rank, found in enumerate(ranks):
         said = f"a step {found['step_us']:.0f} us, the GPU busy {found['busy_us']:.0f} us"
-        for kernel, us in [*found.get("waits", {}).items()][:1]:  # records before 708c7cd have neither of these
+        if waits := found.get("waits"):  # records before 708c7cd have neither these nor the host's parts
+            kernel, us = next(iter(waits.items()))
             said += f", most of the rest, {us:.0f} us, in front of all runs of {kernel[:60]}"
         console.print(f"{name}, rank {rank}: {said}", highlight=False, soft_wrap=True)
         if host := ", ".join(f"{part} {us:.0f}" for part, us in found.get("host_parts_us", {}).items()):

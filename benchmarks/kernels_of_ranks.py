@@ -112,15 +112,6 @@ def boundary(kernels: Sequence[Kernel], steps: int) -> str:
     return once[-1]
 
 
-def busy_us(kernels: Sequence[Kernel]) -> float:
-    """In which at least one of them runs; by their begin."""
-    total, until = 0.0, float("-inf")
-    for kernel in kernels:
-        total += max(0.0, kernel.end - max(kernel.begin, until))
-        until = max(until, kernel.end)
-    return total
-
-
 def waits_us(kernels: Sequence[Kernel]) -> Counter:
     """In which none of them runs, by the name of the kernel that follows; nothing is in front of the first one.
 
@@ -132,6 +123,11 @@ def waits_us(kernels: Sequence[Kernel]) -> Counter:
         waits[kernel.name] += max(0.0, kernel.begin - until)
         until = max(until, kernel.end)
     return waits
+
+
+def busy_us(kernels: Sequence[Kernel]) -> float:
+    """In which at least one of them runs; by their begin."""
+    return max(kernel.end for kernel in kernels) - kernels[0].begin - waits_us(kernels).total()
 
 
 def summary(kernels: Sequence[Kernel], steps: int) -> dict:

@@ -31,6 +31,13 @@ HELD = 5 * GIB
 """Two processes' CUDA contexts, NCCL, CUDA graphs, and what torch's allocator keeps in pieces."""
 
 
+def words_of_cache(size: int) -> tuple[str, ...]:
+    """Overrides of a rollout that starts while others do on the same GPU: vLLM asks for a share of it at its start, and
+    takes a cache of ``size`` bytes whatever that is."""
+    rollout = "actor_rollout_ref.rollout"
+    return f"{rollout}.gpu_memory_utilization=0.05", f"++{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes={size}"
+
+
 def sizes_of(name: str, layers: int | None, tp: int = 1) -> "Model":
     """Sizes of a shape of ``PUBLISHED``, with fewer layers if so many are named, for a rollout of ``tp`` ranks."""
     from jetrl_verl.tools.advise.shapes import model_of  # torch, which the program of a run does not need

@@ -57,7 +57,7 @@ from rich.console import Console
 
 from benchmarks.gpus import LEFT_FREE, gpu_gib, too_few, unfit
 from benchmarks.published_shapes import PUBLISHED, SHARED_ON_A_CPU, is_mixture, write_data, write_model_apart
-from benchmarks.recipe_memory import BUCKET, CACHE, GIB, Plan, plan, table_of_plans
+from benchmarks.recipe_memory import BUCKET, CACHE, GIB, Plan, plan, table_of_plans, words_of_cache
 from benchmarks.side_by_side import Planned, SideBySide, one_at_a_time, take_one
 from benchmarks.verl_runs import (
     FIGURES,
@@ -109,9 +109,7 @@ NO_OFFLOAD = tuple(word.replace("True", "False") for word in OFFLOAD)
 
 BESIDE_OTHERS = (
     *NO_OFFLOAD,
-    # vLLM asks for so much at its start and takes CACHE whatever it is.
-    "actor_rollout_ref.rollout.gpu_memory_utilization=0.05",
-    f"++actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes={CACHE}",
+    *words_of_cache(CACHE),
     # Ray's bookkeeping in each run's own cluster: each actor claims a core, most of them wait.
     "ray_kwargs.ray_init.num_cpus=16",
 )

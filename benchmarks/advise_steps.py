@@ -195,7 +195,7 @@ OLD_LOGITS = Replaced(
 WITHOUT_KERNELS = "a machine without this project's Hopper kernels"
 BUSY_HOST = "a host on whose other GPUs another job of verl ran"
 """A weight sync maps and frees memory on every GPU, which one driver does for all of a host."""
-BUSY = ("verl_step_8b_tp4_h200.json",)
+BUSY = ("verl_step_8b_tp4_busy_h200.json",)
 """Files whose runs were taken there."""
 
 
@@ -317,8 +317,11 @@ def step_records(files: Iterable[Path]) -> Iterable[Record]:
             over = f"{job.gpus} GPUs, TP {job.tp}, " if job.gpus > 1 else ""
             over += "" if job.gpu == MEASURED else f"{job.gpu.upper()}, "
             case = f"verl, {run['model']}, {over}{settings['sequences']} x {run['response']}, {run['row']}"
+            case += ", beside another job" if file.name in BUSY else ""
             predicted = _prediction(job, name)
-            measures_verl = file.name in CALIBRATING and run["row"] in CALIBRATING_ROWS
+            # A sync over several GPUs has parts of its own, which are fitted last.
+            parts = VERLS_PARTS.keys() - ({"weight sync"} if job.gpus > 1 else set())
+            measures = parts if file.name in CALIBRATING and run["row"] in CALIBRATING_ROWS else frozenset()
             in_triton = ours and build.get("kernel_library_sha256", "") is None
             caveat = partial(
                 _caveat,
@@ -335,7 +338,7 @@ def step_records(files: Iterable[Path]) -> Iterable[Record]:
                 case,
                 file.name,
                 predicted,
-                lambda phase, of=measures_verl, caveat=caveat: of and phase in VERLS_PARTS and not caveat(phase),
+                lambda phase, measures=measures, caveat=caveat: phase in measures and not caveat(phase),
                 caveat,
             )
             if run.get("engine_tokens_per_s"):
@@ -358,7 +361,7 @@ _ABOVE = {
 
 def fit_verl(put: Callable[..., None], rates: Callable[..., Rates]) -> None:
     """What verl does around a phase: a mean over the rows of two jobs, taken as the same at every size."""
-    of_sync = ("sync.gather", "sync.gpu")  # fitted last; no sync over several GPUs calibrates here
+    of_sync = ("sync.gather", "sync.gpu")  # fitted last
     unknown = rates(**dict.fromkeys((*VERLS_PARTS.values(), "verl.rest", *of_sync), 0.0))
     in_verl = [one for one in step_records([RESULTS / name for name in CALIBRATING]) if one.calibrates]
     above = f"mean of what {' and '.join(CALIBRATING_ROWS)} of {{}} have above {{}}"

@@ -8,7 +8,9 @@ graph. A rank that arrives early waits inside a reduction, so of each rank the r
 
 A worker's host is in one of vLLM's two calls of a step or waits for the engine's next call, which comes when the tokens
 of an earlier step have left the GPU: what the two calls take is its own work. That is taken in the steps in front of
-the recording, as the profiler makes launches slower, and the three add up to such a step.
+the recording, as the profiler makes launches slower, and the three add up to such a step. Of the two calls the thread's
+time on a core is less where it waits, for a GPU or for another thread with the interpreter's lock; a worker that takes
+longer than the others and waits as little has a slower core.
 """
 
 import time
@@ -47,14 +49,15 @@ def begin(worker: Any, first: int, steps: int) -> None:
     host is in as many steps in front of them."""
     stock, calls, cuda = (worker.execute_model, worker.sample_tokens), Counter(), torch.cuda.is_available()
     trace = profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU])
-    host, since = Counter(), time.perf_counter_ns()
+    host, on_core, since, ran = Counter(), Counter(), time.perf_counter_ns(), time.thread_time_ns()
 
     def ends(part: str) -> None:
-        nonlocal since
-        now = time.perf_counter_ns()
+        nonlocal since, ran
+        now, now_ran = time.perf_counter_ns(), time.thread_time_ns()
         if first - steps <= calls["steps"] < first:
             host[part] += now - since
-        since = now
+            on_core[part] += now_ran - ran
+        since, ran = now, now_ran
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         ends("engine")
@@ -78,24 +81,25 @@ def begin(worker: Any, first: int, steps: int) -> None:
         return output
 
     worker.execute_model, worker.sample_tokens = counted, sampled
-    worker.jetrl_recording = (stock, trace, calls, host)
+    worker.jetrl_recording = (stock, trace, calls, host, on_core)
 
 
 def end(worker: Any, steps: int) -> dict:
     """What :func:`begin` recorded (:func:`summary`), with ``host_us``: a step's time on the host, the recording's begin
-    in it, and ``host_parts_us``: of a step in front of it, each of ``HOST``. Without a GPU these alone.
+    in it, and of a step in front of it ``host_parts_us``, each of ``HOST``, and ``on_core_us``, what of it the worker's
+    thread ran. Without a GPU these alone.
 
     Raises:
         BenchError: the engine asked for fewer steps.
     """
-    (worker.execute_model, worker.sample_tokens), trace, calls, host = worker.jetrl_recording
+    (worker.execute_model, worker.sample_tokens), trace, calls, host, on_core = worker.jetrl_recording
     del worker.jetrl_recording
     if "took_ns" not in calls:
         if "began_ns" in calls:
             trace.stop()
         raise BenchError(f"The engine made {calls['steps']} steps, too few for a recording: set longer responses.")
-    parts = {part: 1e-3 * host[part] / steps for part in HOST}
-    found = {"host_us": 1e-3 * calls["took_ns"] / steps, "host_parts_us": parts}
+    parts, ran = ({part: 1e-3 * each[part] / steps for part in HOST} for each in (host, on_core))
+    found = {"host_us": 1e-3 * calls["took_ns"] / steps, "host_parts_us": parts, "on_core_us": ran}
     return found | (summary(kernels_in(trace), steps) if torch.cuda.is_available() else {})
 
 

@@ -92,20 +92,23 @@ def test_a_worker_makes_its_steps_and_is_left_as_it_was(worker):
     assert worker.seen == list(range(24)) and (worker.execute_model, worker.sample_tokens) == stock
     assert found["host_us"] > 0 and "shares" not in found, "no GPU, no kernels"
     assert tuple(found["host_parts_us"]) == HOST and all(us > 0 for us in found["host_parts_us"].values())
+    assert tuple(found["on_core_us"]) == HOST
     (again,) = record(call, generate, 12, 8)
     assert again.keys() == found.keys()
 
 
 def test_the_hosts_time_is_of_the_steps_in_front_of_the_recording(worker, monkeypatch):
-    now = [0]
-    monkeypatch.setattr(kernels_of_ranks, "time", SimpleNamespace(perf_counter_ns=lambda: now[0]))
+    now, ran = [0], [0]
+    clocks = SimpleNamespace(perf_counter_ns=lambda: now[0], thread_time_ns=lambda: ran[0])
+    monkeypatch.setattr(kernels_of_ranks, "time", clocks)
 
-    def takes(us: int) -> None:
+    def takes(us: int, runs: bool = False) -> None:
         now[0] += 1000 * us
+        ran[0] += 1000 * us if runs else 0
 
     # Each step has another time, so another step, or one more or fewer, is seen.
     worker.execute_model = lambda step: takes(10**3 + 2**step)
-    worker.sample_tokens = lambda step: takes(10**2 + 3 * 2**step)
+    worker.sample_tokens = lambda step: takes(10**2 + 3 * 2**step, runs=True)
 
     def generate():
         for step in range(1, 15):
@@ -124,6 +127,9 @@ def test_the_hosts_time_is_of_the_steps_in_front_of_the_recording(worker, monkey
             "sample_tokens": 100 + 3 * recorded / 4,
         }
     )
+    assert found["on_core_us"] == pytest.approx(
+        {"engine": 0, "execute_model": 0, "sample_tokens": found["host_parts_us"]["sample_tokens"]}
+    )
 
 
 def test_too_few_steps_are_no_recording(worker):
@@ -136,8 +142,9 @@ def test_too_few_steps_are_no_recording(worker):
 
 
 def test_the_output_has_each_rank_and_the_kernels_of_the_first(capsys):
-    host = dict(zip(HOST, (20.0, 60.0, 25.0), strict=True))
-    ranks = [{"host_us": 101.0, "host_parts_us": host, **summary(steps(20, waits), 20)} for waits in (0.0, 25.0)]
+    host, ran = (dict(zip(HOST, us, strict=True)) for us in ((20.0, 60.0, 25.0), (19.0, 50.0, 24.0)))
+    of_host = {"host_us": 101.0, "host_parts_us": host}
+    ranks = [of_host | summary(steps(20), 20), of_host | {"on_core_us": ran} | summary(steps(20, 25.0), 20)]
     show_kernels({"model": "qwen3_8b", "tp": 2, "row": "jet_fp8", "ranks": ranks})
     said = capsys.readouterr().out
     for rank, (us, waits) in enumerate(
@@ -148,6 +155,7 @@ def test_the_output_has_each_rank_and_the_kernels_of_the_first(capsys):
             in said
         )
     assert said.count("of its worker's host, not recorded, us: engine 20, execute_model 60, sample_tokens 25") == 2
+    assert said.count("sample_tokens 25; of the two calls its thread ran 74\n") == 1
     assert said.count("reduction") == 1
     show_kernels({"model": "qwen3_8b", "tp": 1, "row": "bf16", "ranks": [{"host_us": 3.0}]})
     show_kernels({"model": "qwen3_8b", "tp": 1, "row": "bf16"})

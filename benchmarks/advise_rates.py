@@ -38,6 +38,7 @@ from benchmarks.advise_sync import LAUNCHES, fit_gpus, fit_sync, sync_records
 from benchmarks.pages import with_written
 from jetrl_verl.tools.advise import rates as of_package
 from jetrl_verl.tools.advise.memory import GIB, trainer_memory
+from jetrl_verl.tools.advise.predict import verls_work
 from jetrl_verl.tools.advise.rates import Rates, rates_of
 from jetrl_verl.tools.advise.rollout import Engine, decode_step, generate, prefill
 from jetrl_verl.tools.advise.shapes import KNOWN, Model, model_of
@@ -271,11 +272,13 @@ def rollout_records() -> Iterable[Record]:
 def verl_parts(rates: Rates, precision: str) -> dict[str, float]:
     """Seconds of each phase of the 4B run in verl."""
     flow, engine = {"bf16": (STOCK, BF16), "jet_fp8": (JET, FP8)}[precision]
-    batch = Batch(64 * 2048, 2048, 8)
+    sequences = 64
+    batch = Batch(sequences * 2048, 2048, 8)
+    scoring, updating = (verls_work(rates, name, sequences) for name in ("verl.old_log_prob", "verl.update"))
     return {
-        "generation": poll(generate(rates, FOUR, engine, [2048] * 64, 0).seconds),
-        "old": log_probs(rates, FOUR, flow, batch).total + rates["verl.old_log_prob"],
-        "update": update(rates, FOUR, flow, batch).total + optimizer(rates, FOUR, 1, 1) + rates["verl.update"],
+        "generation": poll(generate(rates, FOUR, engine, [2048] * sequences, 0).seconds),
+        "old": log_probs(rates, FOUR, flow, batch).total + scoring,
+        "update": update(rates, FOUR, flow, batch).total + optimizer(rates, FOUR, 1, 1) + updating,
         "sync": sync_seconds(rates, FOUR, engine.linears, engine.shared, 1),
         "rest": rates["verl.rest"],
     }
@@ -325,7 +328,7 @@ def verl_records() -> Iterable[Record]:
             f"verl, 1.4B, 2 GPUs, micro-batches of 32 x 70 tokens, {precision}",
             seconds,
             SEVERAL,
-            lambda r, f=flow: update(r, DEMO_1_4B, f, Batch(128 * 70, 70, 4)).total + r["verl.update"],
+            lambda r, f=flow: update(r, DEMO_1_4B, f, Batch(128 * 70, 70, 4)).total + verls_work(r, "verl.update", 128),
             caveat=OLD_LAUNCHES if flow is JET else "",
         )
 

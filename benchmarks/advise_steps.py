@@ -12,6 +12,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.published_shapes import PUBLISHED, is_mixture
 from benchmarks.recipe_memory import GIB, sizes_of
 from benchmarks.recipes import RECIPES, ROLLOUT_SHARE
@@ -80,8 +82,9 @@ LONGEST_PROMPT = 512
 """Of benchmarks/verl_step.py."""
 SHIPPED_LENGTHS = {"gsm8k": (512, 1024)}
 """Recipe -> longest prompt and response of its script."""
-CALIBRATING = ("verl_step_4b_4k_h200.json", "verl_step_8b_tp4_h200.json")
-"""Jobs, of one GPU and of four, whose phases say what verl does around them; their generations and steps check."""
+CALIBRATING = ("verl_step_4b_4k_h200.json", "verl_step_4b_1k_h200.json", "verl_step_8b_tp4_h200.json")
+"""Jobs of 64, 256 and 16 sequences a GPU whose phases say what verl does around them; their generations and steps
+check."""
 CALIBRATING_ROWS = ("bf16", "jet_fp8")
 VERLS_PARTS = {
     "old log-probabilities": "verl.old_log_prob",
@@ -319,9 +322,13 @@ def step_records(files: Iterable[Path]) -> Iterable[Record]:
             case = f"verl, {run['model']}, {over}{settings['sequences']} x {run['response']}, {run['row']}"
             case += ", beside another job" if file.name in BUSY else ""
             predicted = _prediction(job, name)
-            # A sync over several GPUs has parts of its own, which are fitted last.
-            parts = VERLS_PARTS.keys() - ({"weight sync"} if job.gpus > 1 else set())
-            measures = parts if file.name in CALIBRATING and run["row"] in CALIBRATING_ROWS else frozenset()
+            fitted = file.name in CALIBRATING and run["row"] in CALIBRATING_ROWS
+            # One job says what verl does around a sync; over several GPUs it has parts of its own (advise_sync.py).
+            fitted_phases = [
+                phase
+                for phase in VERLS_PARTS
+                if fitted and (file.name == CALIBRATING[0] or VERLS_PARTS[phase] in _BY_SEQUENCES)
+            ]
             in_triton = ours and build.get("kernel_library_sha256", "") is None
             caveat = partial(
                 _caveat,
@@ -338,7 +345,7 @@ def step_records(files: Iterable[Path]) -> Iterable[Record]:
                 case,
                 file.name,
                 predicted,
-                lambda phase, measures=measures, caveat=caveat: phase in measures and not caveat(phase),
+                lambda phase, fitted_phases=fitted_phases, caveat=caveat: phase in fitted_phases and not caveat(phase),
                 caveat,
             )
             if run.get("engine_tokens_per_s"):
@@ -352,23 +359,34 @@ def step_records(files: Iterable[Path]) -> Iterable[Record]:
                 )
 
 
+_BY_SEQUENCES = ("verl.old_log_prob", "verl.update")
+"""Rates that have a part for each sequence of a GPU, ``NAME.sequence``."""
 _ABOVE = {
-    "old log-probabilities": "the pass: verl's work, entropy",
-    "update": "the passes: verl's work, entropy",
-    "weight sync": "both sides' work: verl's calls between processes, waking the rollout up, CUDA IPC",
+    "verl.old_log_prob": "the pass: verl's work, entropy",
+    "verl.update": "the passes: verl's work, entropy",
+    "verl.sync": "both sides' work: verl's calls between processes, waking the rollout up, CUDA IPC",
 }
 
 
 def fit_verl(put: Callable[..., None], rates: Callable[..., Rates]) -> None:
-    """What verl does around a phase: a mean over the rows of two jobs, taken as the same at every size."""
-    of_sync = ("sync.gather", "sync.gpu")  # fitted last
-    unknown = rates(**dict.fromkeys((*VERLS_PARTS.values(), "verl.rest", *of_sync), 0.0))
+    """What verl does around a phase, above what is predicted of it in the rows that calibrate: around the trainer's
+    phases seconds and seconds a sequence, by least squares; a sync's, and what no phase has, as a mean."""
+    of_sequences = tuple(f"{name}.sequence" for name in _BY_SEQUENCES)
+    of_sync = ("sync.gather", "sync.gpu")  # by fit_gpus, last
+    none = dict.fromkeys((*VERLS_PARTS.values(), *of_sequences, "verl.rest", *of_sync), 0.0)
     in_verl = [one for one in step_records([RESULTS / name for name in CALIBRATING]) if one.calibrates]
-    above = f"mean of what {' and '.join(CALIBRATING_ROWS)} of {{}} have above {{}}"
+    rows = " and ".join(CALIBRATING_ROWS)
     for phase, name in VERLS_PARTS.items():
         found = [one for one in in_verl if one.phase == phase]
-        files = " and ".join(dict.fromkeys(one.source for one in found))
-        left = [one.measured - one.predict(unknown) for one in found]
-        put(name, statistics.fmean(left), "s", above.format(files, _ABOVE[phase]))
+        above = f"of what {rows} of {', '.join(dict.fromkeys(one.source for one in found))} have above {_ABOVE[name]}"
+        left = [one.measured - one.predict(rates(**none)) for one in found]
+        if name not in _BY_SEQUENCES:
+            put(name, statistics.fmean(left), "s", f"mean {above}")
+            continue
+        one_second = rates(**none | {f"{name}.sequence": 1.0})
+        sequences = [one.predict(one_second) - one.predict(rates(**none)) for one in found]
+        (start, each), *_ = np.linalg.lstsq(np.stack([np.ones(len(left)), sequences], 1), np.array(left), rcond=None)
+        put(name, start, "s", f"least squares {above}")
+        put(f"{name}.sequence", each, "s", f"least squares {above}, by sequences of a GPU")
     rest = statistics.fmean(run["rest_s"] for run in recorded(CALIBRATING[0])["runs"] if run["row"] in CALIBRATING_ROWS)
-    put("verl.rest", rest, "s", above.format(CALIBRATING[0], "all phases"))
+    put("verl.rest", rest, "s", f"mean of what {rows} of {CALIBRATING[0]} have above all phases")

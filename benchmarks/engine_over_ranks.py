@@ -38,7 +38,7 @@ from benchmarks import verl_step
 from benchmarks.behind_last_layer import print_shares
 from benchmarks.engine_alone import timed_steps
 from benchmarks.gpus import gpu_gib, too_few, unfit
-from benchmarks.kernels_of_ranks import HOST
+from benchmarks.kernels_of_ranks import CALLS
 from benchmarks.published_shapes import PUBLISHED, write_model_apart
 from benchmarks.recipe_memory import GIB, sizes_of, words_of_cache
 from benchmarks.side_by_side import Planned, SideBySide, one_at_a_time, take_one
@@ -229,7 +229,7 @@ def show_kernels(run: dict) -> None:
         console.print(f"{name}, rank {rank}: {said}", highlight=False, soft_wrap=True)
         if host := ", ".join(f"{part} {us:.0f}" for part, us in found.get("host_parts_us", {}).items()):
             if ran := found.get("on_core_us"):  # records before this figure have none
-                host += f"; of the two calls its thread ran {sum(ran[part] for part in HOST[1:]):.0f}"
+                host += f"; its thread ran {sum(ran[call] for call in CALLS):.0f} of the two calls"
             console.print(f"  a step of its worker's host, not recorded, us: {host}", highlight=False, soft_wrap=True)
     for found in ranks[:1]:
         most = sorted((Share(**share) for share in found["shares"]), key=lambda share: -share.us)[:MOST]

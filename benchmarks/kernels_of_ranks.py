@@ -9,8 +9,8 @@ graph. A rank that arrives early waits inside a reduction, so of each rank the r
 A worker's host is in one of vLLM's two calls of a step or waits for the engine's next call, which comes when the tokens
 of an earlier step have left the GPU: what the two calls take is its own work. That is taken in the steps in front of
 the recording, as the profiler makes launches slower, and the three add up to such a step. Of the two calls the thread's
-time on a core is less where it waits, for a GPU or for another thread with the interpreter's lock; a worker that takes
-longer than the others and waits as little has a slower core.
+time on a core is less where it sleeps, as behind another thread that has the interpreter's lock; a wait that spins, as
+most of CUDA's and of vLLM's do, counts as running.
 """
 
 import time
@@ -30,7 +30,9 @@ TOKENS, STEPS = 1064, 48
 """Tokens of a response at whose end the recording stands, and how many steps it holds, at most."""
 _BEHIND = 4
 """Steps behind the recording, so that all requests are alive to its end."""
-HOST = ("engine", "execute_model", "sample_tokens")
+CALLS = ("execute_model", "sample_tokens")
+"""Of a worker, by the engine, in each step; both in the same thread."""
+HOST = ("engine", *CALLS)
 """Where a worker's host is: waiting for the engine's next call, or in one of the two."""
 _WAITS = 8
 """Waits of a step that are kept."""
@@ -46,7 +48,7 @@ def window(longest: int) -> tuple[int, int, int]:
 
 def begin(worker: Any, first: int, steps: int) -> None:
     """In a vLLM worker: record ``steps`` steps from the ``first`` one on, as the engine asks for them, and where the
-    host is in as many steps in front of them."""
+    host is, and what of it this thread runs, in as many steps in front of them."""
     stock, calls, cuda = (worker.execute_model, worker.sample_tokens), Counter(), torch.cuda.is_available()
     trace = profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU])
     host, on_core, since, ran = Counter(), Counter(), time.perf_counter_ns(), time.thread_time_ns()

@@ -92,7 +92,7 @@ def test_a_worker_makes_its_steps_and_is_left_as_it_was(worker):
     assert worker.seen == list(range(24)) and (worker.execute_model, worker.sample_tokens) == stock
     assert found["host_us"] > 0 and "shares" not in found, "no GPU, no kernels"
     assert tuple(found["host_parts_us"]) == HOST and all(us > 0 for us in found["host_parts_us"].values())
-    assert tuple(found["on_core_us"]) == HOST
+    assert tuple(found["on_core_us"]) == HOST and all(us >= 0 for us in found["on_core_us"].values())
     (again,) = record(call, generate, 12, 8)
     assert again.keys() == found.keys()
 
@@ -102,13 +102,13 @@ def test_the_hosts_time_is_of_the_steps_in_front_of_the_recording(worker, monkey
     clocks = SimpleNamespace(perf_counter_ns=lambda: now[0], thread_time_ns=lambda: ran[0])
     monkeypatch.setattr(kernels_of_ranks, "time", clocks)
 
-    def takes(us: int, runs: bool = False) -> None:
-        now[0] += 1000 * us
-        ran[0] += 1000 * us if runs else 0
+    def takes(us: int, sleeps: int = 0) -> None:
+        now[0] += 1000 * (us + sleeps)
+        ran[0] += 1000 * us
 
     # Each step has another time, so another step, or one more or fewer, is seen.
-    worker.execute_model = lambda step: takes(10**3 + 2**step)
-    worker.sample_tokens = lambda step: takes(10**2 + 3 * 2**step, runs=True)
+    worker.execute_model = lambda step: takes(2**step, sleeps=10**3)
+    worker.sample_tokens = lambda step: takes(3 * 2**step, sleeps=10**2)
 
     def generate():
         for step in range(1, 15):
@@ -128,7 +128,7 @@ def test_the_hosts_time_is_of_the_steps_in_front_of_the_recording(worker, monkey
         }
     )
     assert found["on_core_us"] == pytest.approx(
-        {"engine": 0, "execute_model": 0, "sample_tokens": found["host_parts_us"]["sample_tokens"]}
+        {"engine": 11 + 5 * 2 * recorded / 4, "execute_model": recorded / 4, "sample_tokens": 3 * recorded / 4}
     )
 
 
@@ -155,7 +155,7 @@ def test_the_output_has_each_rank_and_the_kernels_of_the_first(capsys):
             in said
         )
     assert said.count("of its worker's host, not recorded, us: engine 20, execute_model 60, sample_tokens 25") == 2
-    assert said.count("sample_tokens 25; of the two calls its thread ran 74\n") == 1
+    assert said.count("sample_tokens 25; its thread ran 74 of the two calls\n") == 1
     assert said.count("reduction") == 1
     show_kernels({"model": "qwen3_8b", "tp": 1, "row": "bf16", "ranks": [{"host_us": 3.0}]})
     show_kernels({"model": "qwen3_8b", "tp": 1, "row": "bf16"})

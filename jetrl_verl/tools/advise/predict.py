@@ -214,14 +214,16 @@ def predict(rates: Rates, job: Job, precision: Precision) -> Prediction:
     )
     adamw = optimizer(rates, model, job.shards or job.gpus, job.mini_batches * job.epochs)
     sync = sync_parts(rates, model, kind, precision.name not in STOCK_VERL, job.of_one_host)
+    sequences = job.sequences / job.gpus
+    scoring = verls_work(rates, "verl.old_log_prob", sequences)
     phases = {
         "generation": Phase(
             schedule.seconds + POLL / 2,
             {**schedule.spent, "prefill": schedule.prefill, "preempted": schedule.preempted},
         ),
-        "old log-probabilities": _with(old, rates["verl.old_log_prob"]),
-        "reference": Phase(0.0, {}) if reference is None else _with(reference, rates["verl.old_log_prob"]),
-        "update": _with(new, rates["verl.update"], adamw),
+        "old log-probabilities": _with(old, scoring),
+        "reference": Phase(0.0, {}) if reference is None else _with(reference, scoring),
+        "update": _with(new, verls_work(rates, "verl.update", sequences * job.epochs), adamw),
         "weight sync": Phase(sum(sync.values()), sync),
         "rest": Phase(rates["verl.rest"], {"verl": rates["verl.rest"]}),
     }
@@ -244,6 +246,11 @@ def with_each_cache(rates: Rates, job: Job, precision: Precision) -> dict[str, P
         held: predict(rates, job, replace(precision, engine=replace(precision.engine, kv_cache=held)))
         for held in CACHES
     }
+
+
+def verls_work(rates: Rates, name: str, sequences: float) -> float:
+    """Seconds of verl's own work around a phase in which each GPU has so many sequences; ``name``: its rate."""
+    return rates[name] + sequences * rates[f"{name}.sequence"]
 
 
 def _with(passes: Pass, verl: float, adamw: float = 0.0) -> Phase:

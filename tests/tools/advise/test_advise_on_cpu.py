@@ -278,6 +278,23 @@ def test_phases_add_up_and_parts_to_their_phase():
             assert sum(phase.parts.values()) == pytest.approx(phase.seconds, abs=0.03), name
 
 
+def test_verls_own_work_goes_by_the_sequences_of_a_gpu_and_in_an_update_by_its_epochs():
+    rates, of_jobs = measured(), []
+    for samples, epochs in ((8, 1), (24, 3)):
+        asked = job(prompts=64, samples=samples, epochs=epochs, reference=True)
+        phases = predict(rates, asked, column("jet_fp8", asked)).phases
+        of_jobs.append({phase: phases[phase].parts["verl"] for phase in phases if phase != "generation"})
+        for phase, name, times in (
+            ("old log-probabilities", "verl.old_log_prob", 1),
+            ("reference", "verl.old_log_prob", 1),
+            ("update", "verl.update", epochs),
+        ):
+            sequences = 64 * samples / asked.gpus * times
+            assert of_jobs[-1][phase] == pytest.approx(rates[name] + sequences * rates[f"{name}.sequence"]), phase
+    few, many = of_jobs
+    assert few["weight sync"] == many["weight sync"] and few["rest"] == many["rest"]
+
+
 def test_the_trainer_of_jet_fp8_is_stock_where_its_operations_are():
     assert column("jet_fp8", job()).trainer == JET
     slower, faster = (predict(measured(), job(), column("jet_fp8", job(), shared)) for shared in (False, True))

@@ -38,7 +38,6 @@ from benchmarks.advise_sync import LAUNCHES, fit_gpus, fit_sync, sync_records
 from benchmarks.pages import with_written
 from jetrl_verl.tools.advise import rates as of_package
 from jetrl_verl.tools.advise.memory import GIB, trainer_memory
-from jetrl_verl.tools.advise.predict import verls_work
 from jetrl_verl.tools.advise.rates import Rates, rates_of
 from jetrl_verl.tools.advise.rollout import Engine, decode_step, generate, prefill
 from jetrl_verl.tools.advise.shapes import KNOWN, Model, model_of
@@ -57,6 +56,7 @@ from jetrl_verl.tools.advise.trainer import (
     log_probs,
     optimizer,
     update,
+    verls_work,
 )
 from jetrl_verl.tools.bench.shapes import MODELS
 from jetrl_verl.tools.provenance import builds_in

@@ -22,6 +22,7 @@ from jetrl_verl.tools.advise import AdviseError
 from jetrl_verl.tools.advise.gpus import GPUS, MEASURED
 from jetrl_verl.tools.advise.rollout import MOST_RANKS
 from jetrl_verl.tools.advise.shapes import Model, find_config, model_of
+from jetrl_verl.tools.advise.trainer import MOST_SEQUENCES
 from jetrl_verl.tools.launch import precision_word
 
 MICRO_TOKENS = 16384
@@ -166,6 +167,7 @@ def job_of_options(
     tp = others.get("tp", 1)
     prompt, response, notes = means.of(prompt_length, response_length)
     sizes = model_of(model, find_config(model), tp)
+    notes += _drawn_out(batch * samples / gpus)
     return Job(sizes, batch, samples, prompt, response, prompt_length, response_length, gpus, notes=notes, **others)
 
 
@@ -179,7 +181,7 @@ def job_of_config(get: Get, means: Means, name: str | None = None, gpu: str = ME
     model = name or str(get(f"{MODEL}.path"))
     longest_prompt, longest_response = int(get("data.max_prompt_length")), int(get("data.max_response_length"))
     prompt, response, notes = means.of(longest_prompt, longest_response)
-    prompts = int(get("data.train_batch_size"))
+    prompts, samples = int(get("data.train_batch_size")), int(get(f"{ROLLOUT}.n") or 1)
     mini = int(get(f"{ACTOR}.ppo_mini_batch_size") or prompts)
     gpus_of_host = int(get("trainer.n_gpus_per_node") or 1)
     gpus = gpus_of_host * int(get("trainer.nnodes") or 1)
@@ -209,6 +211,12 @@ def job_of_config(get: Get, means: Means, name: str | None = None, gpu: str = ME
             f"with shared operations the trainer multiplies o and down in {tp} slices of K, as the rollout's GPUs do; "
             "what that costs it is in no prediction, for want of a record.",
         )
+    notes += _drawn_out(prompts * samples / gpus)
+    if (ulysses := int(get(f"{ACTOR}.ulysses_sequence_parallel_size") or 1)) > 1:
+        notes += (
+            f"with Ulysses over {ulysses} GPUs each of them has all sequences of the {ulysses}; verl's own work is "
+            "predicted for a GPU's share of them, for want of a record.",
+        )
     if get("algorithm.filter_groups.enable"):
         notes += ("groups that dynamic sampling throws away (algorithm.filter_groups) are generated besides.",)
     if get("algorithm.adv_estimator") == "gae":
@@ -217,7 +225,7 @@ def job_of_config(get: Get, means: Means, name: str | None = None, gpu: str = ME
     return Job(
         model_of(model, find_config(model), tp),
         prompts,
-        int(get(f"{ROLLOUT}.n") or 1),
+        samples,
         prompt,
         response,
         longest_prompt,
@@ -249,6 +257,16 @@ def job_of_config(get: Get, means: Means, name: str | None = None, gpu: str = ME
         gpus_of_host=gpus_of_host,
         gpu=gpu,
         notes=notes,
+    )
+
+
+def _drawn_out(sequences: float) -> tuple[str, ...]:
+    """A note where a GPU has more sequences than any on record."""
+    if sequences <= MOST_SEQUENCES:
+        return ()
+    return (
+        f"verl's own work around the trainer's phases is drawn out from {MOST_SEQUENCES} sequences a GPU to "
+        f"{sequences:.0f}.",
     )
 
 

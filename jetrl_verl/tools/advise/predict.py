@@ -25,6 +25,7 @@ from jetrl_verl.tools.advise.trainer import (
     log_probs,
     optimizer,
     update,
+    verls_work,
 )
 
 POLL = 0.05
@@ -246,11 +247,6 @@ def with_each_cache(rates: Rates, job: Job, precision: Precision) -> dict[str, P
         held: predict(rates, job, replace(precision, engine=replace(precision.engine, kv_cache=held)))
         for held in CACHES
     }
-
-
-def verls_work(rates: Rates, name: str, sequences: float) -> float:
-    """Seconds of verl's own work around a phase in which each GPU has so many sequences; ``name``: its rate."""
-    return rates[name] + sequences * rates[f"{name}.sequence"]
 
 
 def _with(passes: Pass, verl: float, adamw: float = 0.0) -> Phase:

@@ -13,6 +13,9 @@ from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED
 from jetrl_verl.tools.advise.rates import Rates
 from jetrl_verl.tools.advise.shapes import BF16, Model
 
+MOST_SEQUENCES = 256
+"""Of a GPU, in the steps by which verl's own work goes."""
+
 
 @dataclass(frozen=True)
 class Flow:
@@ -204,3 +207,8 @@ def update(
 def optimizer(rates: Rates, model: Model, gpus: int, steps: int) -> float:
     """Seconds of AdamW on the FP32 shard of one GPU: 28 bytes a parameter."""
     return steps * 28 * model.parameters / gpus / rates["optimizer"]
+
+
+def verls_work(rates: Rates, name: str, sequences: float) -> float:
+    """Seconds of verl's own work around a phase in which each GPU has so many sequences; ``name``: its rate."""
+    return rates[name] + sequences * rates[f"{name}.sequence"]

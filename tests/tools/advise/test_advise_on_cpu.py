@@ -295,6 +295,18 @@ def test_verls_own_work_goes_by_the_sequences_of_a_gpu_and_in_an_update_by_its_e
     assert few["weight sync"] == many["weight sync"] and few["rest"] == many["rest"]
 
 
+def test_what_verls_own_work_has_no_record_of_is_said(small):
+    for batch, drawn_out in ((256, False), (257, True)):
+        asked = job_of_options("qwen3-8b", 8, 512, 2048, batch, 8, Means(256, 1024))
+        assert any("drawn out from 256 sequences a GPU to 257" in note for note in asked.notes) is drawn_out
+    many = ["data.train_batch_size=4096", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"]
+    plain, asked = (
+        " ".join(job_of_config(reader(each), Means()).notes) for each in (small, compose([*SMALL, *many], "jet_fp8"))
+    )
+    for words in ("drawn out from 256 sequences a GPU", "Ulysses over 2 GPUs"):
+        assert words in asked and words not in plain
+
+
 def test_the_trainer_of_jet_fp8_is_stock_where_its_operations_are():
     assert column("jet_fp8", job()).trainer == JET
     slower, faster = (predict(measured(), job(), column("jet_fp8", job(), shared)) for shared in (False, True))

@@ -355,12 +355,14 @@ def fresh_folder(paths: RunPaths) -> None:
 
 
 def figures(run: Run) -> dict:
-    """Steps with a finite gradient, those of them whose gradient is not 0 (``moved``), extremes over all steps, and the
-    median seconds of each phase behind the first.
+    """Steps with a finite gradient, those of them whose gradient is not 0 (``moved``), extremes over all steps, and
+    behind the first one seconds: the median of each phase, and of what no phase has (``rest_s``), and all of the whole
+    step (``each_step_s``), since a median hides a slow one.
 
-    The first step compiles, so it is left out where there is another. A figure of ``MISMATCH`` is the step's value that
-    is furthest from zero, with its sign: FP32 may round k3, which is never negative, below zero. It is ``NOT_FINITE``
-    where a step has no number, and None where a step does not have it at all.
+    The first step compiles, so it is left out where there is another. Medians of phases need not add up to the step's.
+    A figure of ``MISMATCH`` is the step's value that is furthest from zero, with its sign: FP32 may round k3, which is
+    never negative, below zero. It is ``NOT_FINITE`` where a step has no number, and None where a step does not have it
+    at all.
     """
     steps = [data for _, data in run.records if "actor/grad_norm" in data]
     if not steps:
@@ -381,6 +383,10 @@ def figures(run: Run) -> dict:
         values = [data[key] for data in steps[1:] or steps if key in data]
         return statistics.median(values) if values else None
 
+    timed = [
+        {phase: data[key] for phase in PHASES if (key := f"timing_s/{phase}") in data} for data in steps[1:] or steps
+    ]
+    rest = [2 * step["step"] - sum(step.values()) for step in timed if "step" in step]
     # verl writes a NaN as null.
     finite = [data for data in steps if data["actor/grad_norm"] is not None and math.isfinite(data["actor/grad_norm"])]
     return {
@@ -392,6 +398,8 @@ def figures(run: Run) -> dict:
         "response_length": typical("response_length/mean"),
         "peak_gib": largest("actor/perf/max_memory_allocated_gb"),
         **{f"{phase}_s": typical(f"timing_s/{phase}") for phase in PHASES},
+        "rest_s": statistics.median(rest) if rest else None,
+        "each_step_s": [step["step"] for step in timed if "step" in step],
     }
 
 

@@ -204,14 +204,12 @@ def prepare_data(out: Path, rows: int) -> None:
 
 
 def derived(found: dict, sequences: int) -> dict:
-    """Rates, and what no phase has, of a run's figures."""
+    """Rates of a run's figures."""
     if not found.get("gen_s"):
         return {}
-    known = sum(found.get(f"{phase}_s") or 0 for phase in ("gen", "old_log_prob", "update_actor", "update_weights"))
     rate = sequences * found["response_length"] / found["gen_s"]
     alone = found.get("engine_tokens_per_s")
     return {
-        "rest_s": found["step_s"] - known,
         "gen_tokens_per_s": rate,
         **({"of_the_engine": rate / alone} if alone else {}),
     }

@@ -229,6 +229,20 @@ def test_figures_are_those_behind_the_first_step(tmp_path):
     assert found["ppo_kl"] == -0.5 and "errors" not in found
 
 
+def test_seconds_are_medians_behind_the_first_step_and_each_whole_step_is_kept():
+    """What no phase has is a step's own: medians of phases, of different steps, need not add up to the step's."""
+    seconds = [(90.0, 5.0, 99.0), (13.0, 1.0, 14.25), (8.0, 6.0, 14.5), (7.0, 2.0, 9.75)]
+    steps = [
+        {"actor/grad_norm": 1.0, "timing_s/gen": gen, "timing_s/ref": ref, "timing_s/step": step}
+        for gen, ref, step in seconds
+    ]
+    found = figures(Run("run", list(enumerate(steps, start=1))))
+    assert (found["gen_s"], found["ref_s"], found["step_s"], found["rest_s"]) == (8.0, 2.0, 14.25, 0.5)
+    assert found["each_step_s"] == [14.25, 14.5, 9.75] and found["old_log_prob_s"] is None
+    untimed = figures(Run("run", [(1, {"actor/grad_norm": 1.0})]))
+    assert untimed["rest_s"] is None and untimed["each_step_s"] == []
+
+
 @pytest.mark.parametrize(
     ("logged", "found"),
     [

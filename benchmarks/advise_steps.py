@@ -92,6 +92,8 @@ VERLS_PARTS = {
     "weight sync": "verl.sync",
 }
 """Phase -> rate of what verl has around it."""
+BY_SEQUENCES = ("verl.old_log_prob", "verl.update")
+"""Rates that have a part for each sequence of a GPU, ``NAME.sequence``."""
 MICRO = f"{ACTOR}.ppo_max_token_len_per_gpu"
 CACHE = "jetrl.kv_cache"
 COUNTS = ("trainer.n_gpus_per_node", "trainer.nnodes")
@@ -327,7 +329,7 @@ def step_records(files: Iterable[Path]) -> Iterable[Record]:
             fitted_phases = [
                 phase
                 for phase in VERLS_PARTS
-                if fitted and (file.name == CALIBRATING[0] or VERLS_PARTS[phase] in _BY_SEQUENCES)
+                if fitted and (file.name == CALIBRATING[0] or VERLS_PARTS[phase] in BY_SEQUENCES)
             ]
             in_triton = ours and build.get("kernel_library_sha256", "") is None
             caveat = partial(
@@ -359,8 +361,6 @@ def step_records(files: Iterable[Path]) -> Iterable[Record]:
                 )
 
 
-_BY_SEQUENCES = ("verl.old_log_prob", "verl.update")
-"""Rates that have a part for each sequence of a GPU, ``NAME.sequence``."""
 _ABOVE = {
     "verl.old_log_prob": "the pass: verl's work, entropy",
     "verl.update": "the passes: verl's work, entropy",
@@ -371,21 +371,22 @@ _ABOVE = {
 def fit_verl(put: Callable[..., None], rates: Callable[..., Rates]) -> None:
     """What verl does around a phase, above what is predicted of it in the rows that calibrate: around the trainer's
     phases seconds and seconds a sequence, by least squares; a sync's, and what no phase has, as a mean."""
-    of_sequences = tuple(f"{name}.sequence" for name in _BY_SEQUENCES)
+    of_sequences = tuple(f"{name}.sequence" for name in BY_SEQUENCES)
     of_sync = ("sync.gather", "sync.gpu")  # by fit_gpus, last
-    none = dict.fromkeys((*VERLS_PARTS.values(), *of_sequences, "verl.rest", *of_sync), 0.0)
+    unknown = rates(**dict.fromkeys((*VERLS_PARTS.values(), *of_sequences, "verl.rest", *of_sync), 0.0))
     in_verl = [one for one in step_records([RESULTS / name for name in CALIBRATING]) if one.calibrates]
     rows = " and ".join(CALIBRATING_ROWS)
     for phase, name in VERLS_PARTS.items():
         found = [one for one in in_verl if one.phase == phase]
         above = f"of what {rows} of {', '.join(dict.fromkeys(one.source for one in found))} have above {_ABOVE[name]}"
-        left = [one.measured - one.predict(rates(**none)) for one in found]
-        if name not in _BY_SEQUENCES:
+        known = np.array([one.predict(unknown) for one in found])
+        left = np.array([one.measured for one in found]) - known
+        if name not in BY_SEQUENCES:
             put(name, statistics.fmean(left), "s", f"mean {above}")
             continue
-        one_second = rates(**none | {f"{name}.sequence": 1.0})
-        sequences = [one.predict(one_second) - one.predict(rates(**none)) for one in found]
-        (start, each), *_ = np.linalg.lstsq(np.stack([np.ones(len(left)), sequences], 1), np.array(left), rcond=None)
+        a_second_each = unknown.including({f"{name}.sequence": 1.0})
+        sequences = np.array([one.predict(a_second_each) for one in found]) - known
+        (start, each), *_ = np.linalg.lstsq(np.stack([np.ones(len(left)), sequences], 1), left, rcond=None)
         put(name, start, "s", f"least squares {above}")
         put(f"{name}.sequence", each, "s", f"least squares {above}, by sequences of a GPU")
     rest = statistics.fmean(run["rest_s"] for run in recorded(CALIBRATING[0])["runs"] if run["row"] in CALIBRATING_ROWS)

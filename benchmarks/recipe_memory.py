@@ -15,6 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from benchmarks.published_shapes import fields_of
+from jetrl_verl.config.support.scopes import ROLLOUT
 from jetrl_verl.formats.catalog import UNQUANTIZED
 
 if TYPE_CHECKING:
@@ -34,8 +35,7 @@ HELD = 5 * GIB
 def words_of_cache(size: int) -> tuple[str, ...]:
     """Overrides of a rollout that starts while others do on the same GPU: vLLM asks for a share of it at its start, and
     takes a cache of ``size`` bytes whatever that is."""
-    rollout = "actor_rollout_ref.rollout"
-    return f"{rollout}.gpu_memory_utilization=0.05", f"++{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes={size}"
+    return f"{ROLLOUT}.gpu_memory_utilization=0.05", f"++{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes={size}"
 
 
 def sizes_of(name: str, layers: int | None, tp: int = 1) -> "Model":

@@ -30,7 +30,7 @@ from jetrl_verl.tools.provenance import builds_note
 from jetrl_verl.tools.report import Run, load_run
 
 PHASES = ("gen", "old_log_prob", "ref", "update_actor", "update_weights", "step")
-"""Of verl's ``timing_s/*``."""
+"""Of verl's ``timing_s/*``, the whole step last."""
 
 CODE = ("sources_sha256", "kernel_library_sha256", "torch", "triton", "verl", "vllm")
 """Of ``provenance``: what computes a run. The rest names it, and the machine."""
@@ -379,14 +379,15 @@ def figures(run: Run) -> dict:
         finite = all(value is not None and math.isfinite(value) for value in values)
         return max(values, key=abs) if finite else NOT_FINITE
 
+    counted = steps[1:] or steps
+
     def typical(key: str) -> float | None:
-        values = [data[key] for data in steps[1:] or steps if key in data]
+        values = [data[key] for data in counted if key in data]
         return statistics.median(values) if values else None
 
-    timed = [
-        {phase: data[key] for phase in PHASES if (key := f"timing_s/{phase}") in data} for data in steps[1:] or steps
-    ]
-    rest = [2 * step["step"] - sum(step.values()) for step in timed if "step" in step]
+    *phases, whole = (f"timing_s/{phase}" for phase in PHASES)
+    timed = [data for data in counted if whole in data]
+    rest = [data[whole] - sum(data.get(phase, 0.0) for phase in phases) for data in timed]
     # verl writes a NaN as null.
     finite = [data for data in steps if data["actor/grad_norm"] is not None and math.isfinite(data["actor/grad_norm"])]
     return {
@@ -399,7 +400,7 @@ def figures(run: Run) -> dict:
         "peak_gib": largest("actor/perf/max_memory_allocated_gb"),
         **{f"{phase}_s": typical(f"timing_s/{phase}") for phase in PHASES},
         "rest_s": statistics.median(rest) if rest else None,
-        "each_step_s": [step["step"] for step in timed if "step" in step],
+        "each_step_s": [data[whole] for data in timed],
     }
 
 

@@ -122,6 +122,11 @@ class Job:
         return self.prompts * self.samples
 
     @property
+    def sequences_of_a_gpu(self) -> float:
+        """Of a step; the trainer's GPUs share them."""
+        return self.sequences / self.gpus
+
+    @property
     def gpu_bytes(self) -> float:
         """Memory of one GPU."""
         return GPUS[self.gpu].memory

@@ -168,7 +168,7 @@ def batches(job: Job) -> tuple[Batch, Batch, float, float]:
         lengths = np.full(job.sequences, float(job.longest_prompt + job.longest_response))
     tokens = float(lengths.sum()) / job.gpus
     weighted = float((lengths**2).sum() / lengths.sum())
-    sequences = job.sequences / job.gpus
+    sequences = job.sequences_of_a_gpu
 
     def cut(most_tokens: int | None, most_sequences: int | None, times: int) -> tuple[Batch, float]:
         if most_tokens is not None:
@@ -215,8 +215,7 @@ def predict(rates: Rates, job: Job, precision: Precision) -> Prediction:
     )
     adamw = optimizer(rates, model, job.shards or job.gpus, job.mini_batches * job.epochs)
     sync = sync_parts(rates, model, kind, precision.name not in STOCK_VERL, job.of_one_host)
-    sequences = job.sequences / job.gpus
-    scoring = verls_work(rates, "verl.old_log_prob", sequences)
+    scoring = verls_work(rates, "verl.old_log_prob", job.sequences_of_a_gpu)
     phases = {
         "generation": Phase(
             schedule.seconds + POLL / 2,
@@ -224,7 +223,7 @@ def predict(rates: Rates, job: Job, precision: Precision) -> Prediction:
         ),
         "old log-probabilities": _with(old, scoring),
         "reference": Phase(0.0, {}) if reference is None else _with(reference, scoring),
-        "update": _with(new, verls_work(rates, "verl.update", sequences * job.epochs), adamw),
+        "update": _with(new, verls_work(rates, "verl.update", job.sequences_of_a_gpu * job.epochs), adamw),
         "weight sync": Phase(sum(sync.values()), sync),
         "rest": Phase(rates["verl.rest"], {"verl": rates["verl.rest"]}),
     }

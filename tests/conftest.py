@@ -21,9 +21,9 @@ from pathlib import Path
 
 import pytest
 
-# Helpers that tests of several folders share; recipes and the study are run from the checkout, they are not installed.
+# Helpers that tests of several folders share; recipes are run from the checkout, they are not installed.
 _TESTS = Path(__file__).parent
-_HELPERS = ("reference", "kernels", "emulator", "train", "tools", "study", "recipes")
+_HELPERS = ("reference", "kernels", "emulator", "train", "tools", "recipes")
 sys.path[:0] = [str(_TESTS / name) for name in _HELPERS] + [str(_TESTS)]
 sys.path += [str(_TESTS.parent), str(_TESTS.parent / "scripts")]
 

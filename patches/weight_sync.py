@@ -12,7 +12,7 @@ import zmq
 from jetrl_verl.patches.patch import Patch
 
 REACHES = ("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightSender.async_send_weights",)
-"""``async_send_weights`` uses the socket whose waits are bounded here; patches/reach.py watches it."""
+"""``async_send_weights`` uses the socket whose waits are bounded here; scripts/reach.py watches it."""
 
 TIMEOUT_SECONDS = 45.0
 """Longest wait for one acknowledgement. A bucket is copied in milliseconds to seconds."""

@@ -3,7 +3,7 @@
 """What another verl or vLLM would cost: `make upgrade-check VERL=0.9.1 VLLM=0.33.0`; without a number the newest.
 
 Wheels are downloaded and only their Python files are unpacked, into build/upgrade/; .venv stays as it is and nothing of
-them is imported. Then `jetrl_verl.patches.reach` says, for each function that we replace, override or use by a private
+them is imported. Then `scripts/reach.py` says, for each function that we replace, override or use by a private
 name, whether it is unchanged, changed or gone.
 """
 
@@ -42,7 +42,7 @@ def main() -> int:
     print("against", ", ".join(f"{project} {version}" for project, (version, _) in found.items()), flush=True)
     folders = [f"{project}={folder}" for project, (_, folder) in found.items()]
     # 1 only says that something changed, which is what was asked.
-    status = subprocess.run([sys.executable, "-m", "jetrl_verl.patches.reach", "--against", *folders], cwd=ROOT)
+    status = subprocess.run([sys.executable, ROOT / "scripts" / "reach.py", "--against", *folders], cwd=ROOT)
     return 0 if status.returncode in (0, 1) else status.returncode
 
 

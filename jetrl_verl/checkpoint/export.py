@@ -260,7 +260,7 @@ REACHES = (
     "verl.model_merger.fsdp_model_merger:FSDPModelMerger._extract_device_mesh_info",
     "verl.model_merger.fsdp_model_merger:FSDPModelMerger._merge_by_placement",
 )
-"""What this file uses of verl through values; patches/reach.py watches it."""
+"""What this file uses of verl through values; scripts/reach.py watches it."""
 
 
 def _merged(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -13,7 +13,7 @@ from jetrl_verl.metrics.mismatch import by_sign, clipped, prefixed, tail, trunca
 from jetrl_verl.patches.batch_hooks import add_debug_metrics, run_after_advantages, wrap_policy_losses
 
 REACHES = ("verl.workers.utils.losses:ppo_loss",)
-"""``ppo_loss`` calls the policy losses that are wrapped here; patches/reach.py watches it."""
+"""``ppo_loss`` calls the policy losses that are wrapped here; scripts/reach.py watches it."""
 
 
 def install_in_trainer() -> None:

@@ -44,7 +44,7 @@ REACHES = (
     "vllm.model_executor.layers.attention.attention:Attention.impl",
     "vllm.v1.kv_cache_interface:FullAttentionSpec",
 )
-"""What this file uses of vLLM through values; patches/reach.py watches it."""
+"""What this file uses of vLLM through values; scripts/reach.py watches it."""
 
 
 def _check(impl: Any) -> None:

@@ -37,7 +37,7 @@ REACHES = (
     "vllm.model_executor.models.qwen3_moe:Qwen3MoeDecoderLayer.forward",
     "vllm.model_executor.models.qwen3_moe:Qwen3MoeModel.forward",
 )
-"""What hands a block's rows to the norm behind it and does nothing else with them; patches/reach.py watches it."""
+"""What hands a block's rows to the norm behind it and does nothing else with them; scripts/reach.py watches it."""
 
 
 class JetExpertsMethod(FusedMoEMethodBase):

@@ -30,7 +30,7 @@ REACHES = (
     "vllm.v1.attention.backend:CommonAttentionMetadata",
     "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadata",
 )
-"""What ``build`` is given, a CommonAttentionMetadata, and returns, a FlashAttentionMetadata; see patches/reach.py."""
+"""What ``build`` is given, a CommonAttentionMetadata, and returns, a FlashAttentionMetadata; see scripts/reach.py."""
 
 
 class SharedFlashAttention(FlashAttentionImpl):

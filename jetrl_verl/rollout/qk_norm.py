@@ -33,7 +33,7 @@ REACHES = (
     "vllm.model_executor.layers.attention.attention:unified_attention_with_output",
     "vllm.model_executor.layers.attention.attention:unified_kv_cache_update",
 )
-"""What this file uses of vLLM, or does in its place; patches/reach.py watches it."""
+"""What this file uses of vLLM, or does in its place; scripts/reach.py watches it."""
 
 VLLMS_ATTENTION = "vllm::unified_attention_with_output"
 ATTENTION = "jetrl::qk_norm_attention"

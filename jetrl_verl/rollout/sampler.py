@@ -38,7 +38,7 @@ REACHES = (
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sampler",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sampler",
 )
-"""What this file uses of vLLM through values; patches/reach.py watches it."""
+"""What this file uses of vLLM through values; scripts/reach.py watches it."""
 
 _IDLE = {
     MinPLogitsProcessor: lambda processor: not processor.min_p_count,

@@ -33,7 +33,7 @@ REACHES = (
     "vllm.v1.worker.gpu.sample.states:SamplingStates",
     "vllm.v1.worker.gpu.states:RequestState.prefill_len",
 )
-"""What this file uses of vLLM's second runner through values; patches/reach.py watches it."""
+"""What this file uses of vLLM's second runner through values; scripts/reach.py watches it."""
 
 
 class SharedSamplerV2(Sampler):

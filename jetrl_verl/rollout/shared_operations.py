@@ -141,7 +141,7 @@ class SharedLogitsProcessor(LogitsProcessor):
 
 
 REACHES = ("vllm.model_executor.custom_op:CustomOp._forward_method",)
-"""What this file uses of vLLM through values; patches/reach.py watches it."""
+"""What this file uses of vLLM through values; scripts/reach.py watches it."""
 
 _SHARED: dict[type, type] = {
     RMSNorm: SharedRMSNorm,

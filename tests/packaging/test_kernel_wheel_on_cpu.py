@@ -133,7 +133,6 @@ def test_it_holds_the_package_its_data_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as files:
         names = {path_of(name) for name in files.namelist() if not name.endswith("/")}
     for name in (
-        "jetrl_verl/patches/reach.json",
         "jetrl_verl/patches/weight_sync.py",
         "jetrl_verl/config/precision/jet_fp8.yaml",
         "jetrl_verl/config/clip/calibrated.yaml",

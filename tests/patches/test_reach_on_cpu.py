@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""patches/reach.json is what the tree reaches of verl, vLLM, Ray and Hydra, and their sources are the pinned ones."""
+"""scripts/reach.json is what the tree reaches of verl, vLLM, Ray and Hydra, and their sources are the pinned ones."""
 
 import ast
 import importlib
@@ -9,13 +9,14 @@ import re
 from pathlib import Path
 
 import pytest
+import reach
 
 import jetrl_verl
-from jetrl_verl.patches import all_patches, reach
+from jetrl_verl.patches import all_patches
 from jetrl_verl.patches.source import names_bound_by
 
 PACKAGE = Path(jetrl_verl.__file__).parent
-UPDATE = "run `python -m jetrl_verl.patches.reach --update` and look at the difference"
+UPDATE = "run `python scripts/reach.py --update` and look at the difference"
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What of verl, vLLM, Ray and Hydra we replace, override or use by a private name, with a hash of each source.
 
-The list is ``reach.json``, made by ``python -m jetrl_verl.patches.reach --update``; a test compares it with the tree
+The list is ``reach.json``, made by ``python scripts/reach.py --update``; a test compares it with the tree
 and with the installed packages. ``--against vllm=FOLDER`` compares it with other sources: what an upgrade costs.
 
 Everything is read from source with ``ast``; nothing is imported, so a version for another platform can be read too.
@@ -29,7 +29,10 @@ from collections.abc import Iterator
 from functools import cache, cached_property
 from pathlib import Path
 
-from jetrl_verl.patches.source import find, fingerprint, names_bound_by, statements
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from jetrl_verl.patches.source import find, fingerprint, names_bound_by, statements  # noqa: E402
 
 PROJECTS = ("verl", "vllm", "ray", "hydra")
 STORED = Path(__file__).with_name("reach.json")
@@ -414,11 +417,9 @@ def main() -> None:
     parser.add_argument("--against", nargs="*", default=[], help="PROJECT=FOLDER of its package, of another version")
     options = parser.parse_args()
     if options.update:
-        folder = Path(__file__).absolute().parent.parent
-        folder = folder if folder.name == "jetrl_verl" else folder / "jetrl_verl"
-        found = listed(folder, Sources(installed()))
-        STORED.write_text(json.dumps(found, indent=1) + "\n")
-        print(f"{len(found)} places in {STORED.name}")
+        places = listed(ROOT / "jetrl_verl", Sources(installed()))
+        STORED.write_text(json.dumps(places, indent=1) + "\n")
+        print(f"{len(places)} places in {STORED.name}")
         return
     named = dict(word.split("=", 1) for word in options.against)
     folders = {project: Path(folder) for project, folder in named.items()} or installed()

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which scale rule should be the default: the experiment behind the choice recorded in docs/log/quantizers.md.
+"""Which scale rule should be the default: the experiment behind the choice recorded in docs/log.md.
 
 ``fp32`` puts a group's maximum exactly on 448; ``pow2`` may round it by 6%, but re-lays activations out for WGrad
 without a second rounding. Which weighs more depends on the data, so each row is one kind of data that training really

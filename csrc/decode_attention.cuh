@@ -3,7 +3,7 @@
 
 // What the kernels of decode attention share: a unit of 16 tokens of one head of the FP8 KV cache
 // (reference/kv_cache.py) and how its numbers become operands; the arithmetic of the softmax, which has FlashAttention
-// 3's bits (docs/log/kv_cache.md says what of it decides them).
+// 3's bits (docs/log.md says what of it decides them).
 
 #pragma once
 

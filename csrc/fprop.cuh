@@ -13,7 +13,7 @@
 //
 // Edges: TMA and cp.async fill with zeros, so partial sums there are zero, and TMA stores nothing there. K's last group
 // is short but has a scale. Where M has an odd number of row tiles, the last cluster's second block computes zeros that
-// no one stores. What limits the kernel, with figures: docs/log/.
+// no one stores. What limits the kernel, with figures: docs/log.md.
 
 #pragma once
 

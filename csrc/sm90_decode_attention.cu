@@ -8,7 +8,7 @@
 //   O^T = V^T P^T    16 features a tile, keys in groups of 16 ascending; V is dequantized to BF16, which is exact
 // Keys go in blocks of 128 from the last to the first. Per block: maximum, P = 2^(S c - max c) by one fused operation,
 // four partial sums a query (columns 2t, 2t+1 modulo 8), the first addition fused with the rescaling, P rounded to
-// BF16, O rescaled, then O += P V. docs/log/kv_cache.md says what of this decides bits, and how it was read off.
+// BF16, O rescaled, then O += P V. docs/log.md says what of this decides bits, and how it was read off.
 //
 // Warps 0..3: scores of two units of 16 keys each. 4..7: 32 features of O each. 8: softmax, lane 4q + t of query q.
 // 9: copies, a unit of 4,128 bytes a lane. Between them: a ring of key blocks, two of scores, two of P.

@@ -35,7 +35,7 @@ CLUSTERS = (1, 2, 4, 8)
 MOST_PAIRS_OF_BF16 = 2048
 """Pairs of a request and a KV head up to which decode steps over a BF16 cache run the native kernel, not FlashAttention
 3. As many were measured: at 384 tokens it takes 0.80 of FlashAttention's time, and 1.005 to 1.03 with 512 and 256 pairs
-of 4k and 16k tokens, where both wait for memory alone (docs/log/kv_cache.md). A graph knows no lengths."""
+of 4k and 16k tokens, where both wait for memory alone (docs/log.md). A graph knows no lengths."""
 
 
 _EIGHT = native.ALIGNMENT // 2

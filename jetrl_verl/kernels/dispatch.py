@@ -41,7 +41,7 @@ BACKENDS: Table = {
     "quantize_128x128_and_transpose": _TRITON,
     "relayout_128x1": _NATIVE,
     "transpose_128x128": _NATIVE,
-    # FProp and DGrad: 128x128 scales on B. All three have one result on an H200 in every bit (docs/log/gemm.md).
+    # FProp and DGrad: 128x128 scales on B. All three have one result on an H200 in every bit (docs/log.md).
     "gemm_nt_128x128": _TRITON | {"sm90": ("native", "vllm_cutlass", "triton")},
     # WGrad: 1x128 scales on both operands.
     "gemm_nt_1x128": _NATIVE,

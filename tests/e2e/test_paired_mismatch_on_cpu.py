@@ -95,7 +95,7 @@ def test_the_unified_flow_lowers_the_mismatch_of_fp8_rollout_alone(policy, monke
     """By more than three standard errors of the paired difference between sequences.
 
     Judged by the mean of |d|, d the difference of log-probabilities; k3_kl, its mean square in essence, hangs on a few
-    tokens in a thousand (docs/log/zero_mismatch.md).
+    tokens in a thousand (docs/log.md).
     """
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:

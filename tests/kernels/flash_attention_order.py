@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlashAttention 3's arithmetic for one query, operation by operation, on Hopper: what a kernel with its bits computes.
 
-Read off the machine code of vLLM 0.24.0's wheel and its source (docs/log/kv_cache.md), with the rounding of Hopper's
+Read off the machine code of vLLM 0.24.0's wheel and its source (docs/log.md), with the rounding of Hopper's
 BF16 tensor cores from arXiv 2511.10909. Only ``2^x`` is not the GPU's, which is approximate: correctly rounded here.
 """
 

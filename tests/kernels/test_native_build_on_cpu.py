@@ -157,7 +157,7 @@ def test_a_chain_that_waits_for_shared_memory_is_counted():
 )
 def test_a_chain_that_has_begun_does_not_wait_for_shared_memory(functions, kernel, variants):
     """ptxas moves up what stands before a chain's wait, products of scales between its wgmma, and it does in the other
-    two, FProp and WGrad with BF16 output (docs/log/gemm.md, "what chains wait for")."""
+    two, FProp and WGrad with BF16 output (docs/log.md, 2026-11-23)."""
     chosen = {name: stopped_chains(code) for name, code in functions.items() if re.search(kernel, name)}
     assert len(chosen) == variants
     assert not any(chosen.values()), chosen
@@ -196,7 +196,7 @@ def test_a_question_behind_the_fmas_is_not_early():
     ],
 )
 def test_nothing_stands_between_two_k_blocks_of_fprop(functions, columns, of_ranks, grouped, stages):
-    """What an H200 needs 3% longer for (docs/log/gemm.md, "Overlap"): the loop asks for the next block
+    """What an H200 needs 3% longer for (docs/log.md, 2026-11-23): the loop asks for the next block
     before it promotes this one, and no lane loops around what the copy engine is asked for."""
     shape = rf"FpropShapeILi{columns}ELi\dELb{of_ranks}ELb{grouped}E"
     chosen = [code for name, code in functions.items() if re.search(shape, name)]

@@ -1,7 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
 """A trainer that raises in the middle of a weight sync: it says so at once, and the receiver, whose wait has no limit,
-ends with the engine that started it, which verl's job takes along (docs/log/several_gpus.md)."""
+ends with the engine that started it, which verl's job takes along (docs/log.md)."""
 
 import asyncio
 import os

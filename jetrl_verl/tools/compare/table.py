@@ -17,23 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 from rich.console import Console
 from rich.table import Table
 
 from jetrl_verl.tools.provenance import builds_in, builds_note
-from jetrl_verl.tools.report import (
-    FIGURES,
-    MISMATCH,
-    NEUTRAL,
-    PALETTE,
-    REWARD,
-    STEP_SECONDS,
-    Figure,
-    Run,
-    lines,
-    write_report,
-)
+from jetrl_verl.tools.report import MISMATCH, REWARD, STEP_SECONDS, Run, html_table, write_report
 
 Scores = Mapping[float, Sequence[Sequence[float]]]
 """Temperature -> problem -> sample -> score."""
@@ -301,61 +289,6 @@ def write_comparison(
     (folder / "compare.md").write_text(as_markdown(rows, unscored, builds))
     (folder / "compare.json").write_text(as_json(rows, trained, facts))
     runs = [entry.run for entry in trained if entry.run is not None]
-    figures = (_evaluation_figure(rows), *FIGURES, _STEP_SECONDS)
-    write_report(runs, folder / "compare.html", title, figures, _table_html(rows, unscored), across_builds)
+    notes = "".join(f"<p>{html.escape(note)}</p>" for note in (*_notes(unscored), *builds))
+    write_report(runs, folder / "compare.html", title, summary=html_table(*cells(rows)) + notes)
     return rows
-
-
-def _table_html(rows: Sequence[Row], unscored: Sequence[str]) -> str:
-    header, body = cells(rows)
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
-    lines_html = "".join(
-        f"<tr><th>{html.escape(line[0])}</th>{''.join(f'<td>{html.escape(cell)}</td>' for cell in line[1:])}</tr>"
-        for line in body
-    )
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{lines_html}</tbody></table>"
-    return table + "".join(f"<p class='absent'>{html.escape(note)}</p>" for note in _notes(unscored))
-
-
-def _evaluation_figure(rows: Sequence[Row]) -> Figure:
-    """Accuracy of each precision with its standard error; a line marks the mean of the first."""
-
-    def draw(axes: plt.Axes, runs: Sequence[Run]) -> bool:
-        temperatures = list(rows[0].accuracies)
-        first = next(row for row in rows if row.seeds)
-        colours = {row.precision: PALETTE[i % len(PALETTE)] for i, row in enumerate(row for row in rows if row.seeds)}
-        for j, temperature in enumerate(temperatures):
-            for i, row in enumerate(rows):
-                found = row.accuracies[temperature]
-                axes.errorbar(
-                    found.mean,
-                    i + 0.22 * (j - (len(temperatures) - 1) / 2),
-                    xerr=found.error,
-                    fmt="os^D"[j % 4],
-                    color=colours.get(row.precision, NEUTRAL),
-                    markersize=6,
-                    capsize=3,
-                    label=temperature_name(temperature) if row is first else None,
-                )
-            axes.axvline(first.accuracies[temperature].mean, color=colours[first.precision], lw=0.8, ls=":")
-        axes.set_yticks(range(len(rows)), [row.precision for row in rows])
-        axes.invert_yaxis()
-        axes.set_xlabel("share of correct answers")
-        if len(temperatures) > 1:
-            axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-        return True
-
-    return Figure(
-        "evaluation",
-        "Accuracy in one BF16 engine",
-        "Final weights of every precision, same prompts, ± one standard error over problems; dotted: the first one.",
-        draw,
-    )
-
-
-_STEP_SECONDS = Figure(
-    "step_seconds",
-    "Seconds per step",
-    "Whole step, without validation.",
-    lines((STEP_SECONDS, "seconds"), ylabel="seconds", bottom=0.0),
-)

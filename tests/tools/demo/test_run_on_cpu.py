@@ -73,7 +73,7 @@ def test_success_shows_progress_and_ends_with_a_report(prepared, tmp_path):
         assert text in step_lines[1]
     assert "held-out accuracy: 40.0% before, 70.0% after 3 steps" in screen
     assert lines[-1] == f"report: {folder / 'report.html'}"
-    assert (folder / "report.html").is_file() and (folder / "report_reward.png").is_file()
+    assert (folder / "report.html").is_file() and (folder / "report.png").is_file()
     assert_nothing_is_left(folder)
     assert set(Path("/tmp").glob("jetrl-*")) == temporary_before
 

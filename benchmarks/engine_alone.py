@@ -3,8 +3,6 @@
 """What a run's rollout reaches without verl: its vLLM engine in a process of its own, asked for the run's responses.
 
     python3 -m benchmarks.engine_alone RUN/hydra/.hydra/config.yaml --steps 3    # a run of verl that has ended
-    python3 -m benchmarks.engine_alone RUN/hydra/.hydra/config.yaml --kernels    # and a step's kernels on each GPU
-    python3 -m benchmarks.engine_alone RUN/hydra/.hydra/config.yaml --turn FILE  # with others, one generates at a time
 
 *Arguments* are those with which verl starts vLLM, from its own ``launch_server``, which is stopped where the server
 would start: lengths, batch, memory, CUDA graphs, prefix cache, and what a precision adds (``quantization``,
@@ -20,7 +18,6 @@ time, not their values.
 
 import argparse
 import asyncio
-import fcntl
 import itertools
 import json
 import os
@@ -28,11 +25,9 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.kernels_of_ranks import record, window
 from benchmarks.verl_runs import TIME_UP, environment_of, python_path
 from jetrl_verl.tools.launch import RunPaths
 from jetrl_verl.tools.process_tree import ProcessTree
@@ -163,89 +158,38 @@ def start(config: Any) -> "LLM":
     return llm
 
 
-class Turn:
-    """Of engines that share a lock file: each starts while none generates, and one generates once all have started.
-
-    The lock is shared while an engine starts and exclusive while it generates. It goes with the process: behind the
-    engine where :func:`measure` ends, up to some seconds before it where the process is killed.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self._held = file.open("w")
-        fcntl.flock(self._held, fcntl.LOCK_SH)
-
-    def take(self) -> None:
-        """Wait for the others' starts, and for the end of the one that generates."""
-        fcntl.flock(self._held, fcntl.LOCK_EX)
-
-
-def measure(path: Path, steps: int, kernels: bool = False, turn: Path | None = None) -> None:
-    """Print a line of JSON for each step behind the first: the program of a child.
-
-    Args:
-        kernels: print, too, what decode steps run on each of its GPUs (kernels_of_ranks.py). turn: lock file of
-        the engines with which it takes turns (:class:`Turn`).
-    """
-    shared = Turn(turn) if turn is not None else None
-    if kernels:
-        # A function goes to the workers; vLLM looks when it is imported.
-        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+def measure(path: Path, steps: int) -> None:
+    """Generate each step's responses and print a line of JSON for each step after the first: the child's program."""
     config = load(path)
-    of_steps = list(prompts_of(config, steps))  # in front of the engine, since the loader's workers are forks
+    prompts_of_steps = list(prompts_of(config, steps))  # before the engine, since the loader's workers are forks
     llm, share = start(config), replicas(config)
-    try:
-        if shared is not None:
-            shared.take()
-        _generate(llm, config, of_steps, share, kernels)
-    finally:
-        if shared is not None:
-            llm.llm_engine.engine_core.shutdown()
-
-
-def _generate(llm: "LLM", config: Any, of_steps: Sequence[list[list[int]]], share: int, kernels: bool) -> None:
-    """What :func:`measure` prints of an engine that has started; ``share``: replicas of the rollout."""
-    steps = len(of_steps)
-    for step, prompts in enumerate(of_steps, start=1):
+    for step, prompts in enumerate(prompts_of_steps, start=1):
         sequences = [prompt for prompt in prompts for _ in range(config.actor_rollout_ref.rollout.n)][::share]
-        warms = step == 1 and steps > 1
-        sampling = [sampling_of(config, each, WARM_TOKENS if warms else float("inf")) for each in sequences]
+        warms_up = step == 1 and steps > 1
+        sampling = [sampling_of(config, prompt, WARM_TOKENS if warms_up else float("inf")) for prompt in sequences]
         llm.reset_prefix_cache()
         began = time.perf_counter()
-        outputs = llm.generate([{"prompt_token_ids": each} for each in sequences], sampling, use_tqdm=False)
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in sequences], sampling, use_tqdm=False)
         seconds = time.perf_counter() - began
         tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-        if not warms:
-            found = {"step": step, "prompt_length": lengths_of(prompts), "replicas": share}
-            print(MARK + json.dumps(found | {"tokens_per_s": share * tokens / seconds}), flush=True)
-    if kernels:
-        tokens, first, count = window(config.data.max_response_length)
-        sampling = [sampling_of(config, each, tokens) for each in sequences]
-        asked = [{"prompt_token_ids": each} for each in sequences]
-        ranks = record(llm.collective_rpc, partial(llm.generate, asked, sampling, use_tqdm=False), first, count)
-        print(MARK + json.dumps({"ranks": ranks}), flush=True)
+        if not warms_up:
+            result = {"step": step, "prompt_length": lengths_of(prompts), "replicas": share}
+            print(MARK + json.dumps(result | {"tokens_per_s": share * tokens / seconds}), flush=True)
 
 
 def timed_steps(
-    config: Path,
-    log: Path,
-    environment: Mapping[str, str],
-    steps: int,
-    ends: float,
-    kernels: bool = False,
-    turn: Path | None = None,
-) -> tuple[int, list]:
+    config: Path, log: Path, environment: Mapping[str, str], steps: int, ends: float
+) -> tuple[int, list[dict]]:
     """:func:`measure` in a process of its own: its exit status, ``TIME_UP`` where it was ended, and what it printed."""
     command = [sys.executable, "-m", "benchmarks.engine_alone", str(config), "--steps", str(steps)]
-    command += ["--kernels"] if kernels else []
-    command += ["--turn", str(turn)] if turn is not None else []
     with ProcessTree(command, {**environment, "PYTHONPATH": python_path()}, log) as tree:
         for _ in tree.follow():
             if time.monotonic() > ends:
                 break
         status = tree.poll()
     text = log.read_text(errors="replace").splitlines()
-    found = [json.loads(line.removeprefix(MARK)) for line in text if line.startswith(MARK)]
-    return TIME_UP if status is None else status, found
+    printed = [json.loads(line.removeprefix(MARK)) for line in text if line.startswith(MARK)]
+    return TIME_UP if status is None else status, printed
 
 
 def measured(paths: RunPaths, steps: int, cpu: bool, ends: float) -> dict:
@@ -279,12 +223,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path, help="a run's composed configuration")
     parser.add_argument("--steps", type=int, default=3, help="of the run; the first one warms up")
-    parser.add_argument("--kernels", action="store_true", help="also what decode steps run on each GPU")
-    parser.add_argument(
-        "--turn", type=Path, metavar="FILE", help="lock file; of engines with the same one, one generates at a time"
-    )
     options = parser.parse_args(words)
-    measure(options.config, options.steps, options.kernels, options.turn)
+    measure(options.config, options.steps)
 
 
 if __name__ == "__main__":

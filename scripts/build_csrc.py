@@ -6,7 +6,7 @@
     python scripts/build_csrc.py --debug    # libjetrl_sm90_debug.so: waits are bounded and say what they wait for
     python scripts/build_csrc.py --optional # for the package's build: without nvcc or torch a sentence, not a failure
     python scripts/build_csrc.py --csrc ../before/csrc --operators before --target build
-                                            # build/libbefore.so, another version for `jetrl bench gemm --beside`
+                                            # build/libbefore.so, another version next to the installed one
 
 Needs nvcc 12.8 or newer, g++ and the torch that the library will be loaded into (or an older one: the binding uses
 torch's stable ABI and no Python). No GPU. Fails if a kernel spills registers or if the compiler serialises wgmma, both

@@ -37,7 +37,7 @@ PARTS = {
     "train": ("train",),
     "diff": ("tools/diff",),
     "others": (
-        "algorithms", "benchmarks", "metrics", "models", "nn", "packaging", "reference", "sync", "tools/bench",
+        "algorithms", "benchmarks", "metrics", "models", "nn", "packaging", "reference", "sync",
     ),
 }  # fmt: skip
 """What computes without Ray and verl's trainer, folders of tests/; the longest part, the kernels, comes first."""

@@ -114,7 +114,7 @@ def test_many_commands_are_found_of_each_kind():
         ("jetrl advise --nothing 1", "No such option|no such option"),
         ("make nothing", "no target nothing"),
         ("python -m benchmarks.nothing", "there is no benchmarks/nothing.py"),
-        ("python3 -m benchmarks.recipes_page --nothing", "has no --nothing"),
+        ("python3 -m benchmarks.recipes --nothing", "has no --nothing"),
         ("benchmarks/recipes_on_gpu.sh OUT --nothing", "has no --nothing"),
         ("bash recipes/nothing.sh", "there is no recipes/nothing.sh"),
     ],

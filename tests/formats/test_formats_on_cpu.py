@@ -18,8 +18,8 @@ from jetrl_verl.reference import BLOCK, QuantizedTensor
 CPU = torch.device("cpu")
 PACKAGE = Path(formats.__file__).parents[1]
 
-IMPLEMENTS = ("formats", "reference", "kernels", "tools/bench")
-"""Where a format's own arithmetic, its kernels and their benchmark are; every other file asks a format."""
+IMPLEMENTS = ("formats", "reference", "kernels")
+"""Where a format's own arithmetic and its kernels are; every other file asks a format."""
 
 
 @pytest.fixture(params=list(formats.FORMATS))

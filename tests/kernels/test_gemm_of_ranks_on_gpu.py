@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The product of row-parallel layers on a GPU: every backend has the bits of the ranks' products, added in order."""
 
+import model_like
 import pytest
 import torch
 from backends import Backend
@@ -15,7 +16,6 @@ from jetrl_verl.kernels.gemm_nt_of_ranks import sliced_gemm_nt_of_ranks, triton_
 from jetrl_verl.kernels.native import Plan
 from jetrl_verl.reference import QuantizedTensor, k_slices
 from jetrl_verl.sync.operations_probe import products_of_ranks
-from jetrl_verl.tools.bench import data
 
 pytestmark = pytest.mark.timeout(240, method="thread")
 
@@ -75,8 +75,8 @@ def test_the_backends_have_the_bits_of_the_ranks_in_every_batch(nk):
     """What each rank of a rollout multiplies, the decode kernel's rows among it, added in order, is what the trainer
     has; at every number of rows, and a row has the same bits in all of them."""
     n, k = nk
-    a = kernels.quantize_1x128(data.activations(16384, k, torch.device("cuda")), "fp32")
-    b = kernels.quantize_128x128(data.weights(n, k, torch.device("cuda")), "fp32")
+    a = kernels.quantize_1x128(model_like.activations(16384, k, torch.device("cuda")), "fp32")
+    b = kernels.quantize_128x128(model_like.weights(n, k, torch.device("cuda")), "fp32")
     for ranks in RANKS:
         whole = kernels.gemm_nt_of_ranks(a, b, ranks)
         close = reference.gemm_nt_of_ranks(QuantizedTensor(a.qdata[:64], a.scales[:64]), b, ranks)
@@ -106,7 +106,7 @@ def test_the_ranks_are_added_as_the_reference_adds_them(ranks):
     device = torch.device("cuda")
     cases = products_of_ranks(device, ranks)
     for m in rows_at_switches(4096):
-        cases.append([data.activations(m, 4096, device) for _ in range(ranks)])
+        cases.append([model_like.activations(m, 4096, device) for _ in range(ranks)])
     for parts in cases:
         want = reference.sum_of_ranks(parts)
         assert torch.equal(bits(kernels.sum_of_ranks(parts)), bits(want)), parts[0].shape

@@ -65,7 +65,7 @@ TOOLS: dict[str, set[str]] = {
     "launch": {"process_tree", "progress", "provenance"},
     "doctor": {"bytecode"},
     "patch": set(),
-    "bench": {"provenance"},
+    "bench": set(),
     "advise": {"launch", "provenance"},
     "diff": {"launch", "provenance"},
     "demo": {"process_tree", "report", "progress", "launch", "provenance"},

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's rollout server answers as before, whatever ends a request, and vLLM makes two outputs for each of them.
 
-verl's server and vLLM's ``AsyncLLM`` are the real ones, in front of a scripted engine core that gives one token a step
-(``benchmarks/generation_host_time.py``). Each test that compares runs the stock functions and the patched ones.
+verl's server and vLLM's ``AsyncLLM`` are the real ones, over a scripted engine core that gives one token a step
+(``scripted_server.py``). Each test that compares runs the stock functions and the patched ones.
 """
 
 import ast
@@ -14,8 +14,7 @@ import pickle
 import numpy as np
 import pytest
 from patch_home import current, home
-
-from benchmarks.generation_host_time import (
+from scripted_server import (
     ScriptedCore,
     functions_of,
     log_probs_of,
@@ -23,6 +22,7 @@ from benchmarks.generation_host_time import (
     stock_in_place,
     tokenizer_of,
 )
+
 from jetrl_verl.patches.generation import OUTPUTS, REQUESTS
 from jetrl_verl.plugin import PATCHED_FOR_EVERY_PRECISION
 

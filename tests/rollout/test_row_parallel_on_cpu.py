@@ -3,6 +3,9 @@
 """How a rollout over several ranks adds their products: vLLM's own collectives, in processes joined by gloo."""
 
 import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,6 @@ import torch
 from tiny_models import tiny_model
 from two_processes import run_in_processes
 
-from benchmarks.reduce_ranks import free_port, joined
 from jetrl_verl import kernels
 from jetrl_verl.sync.operations_probe import products_of_ranks, stated_reduction
 
@@ -52,8 +54,30 @@ def test_a_rollout_that_adds_otherwise_states_something_else():
     assert stated_reduction(device, 4, lambda parts: kernels.sum_of_ranks(parts[::-1])) != ours
 
 
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+@contextmanager
+def vllm_group(rank: int, ranks: int, port: int) -> Iterator[None]:
+    """vLLM's groups of an engine with so many ranks, by gloo."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
+
+    # Another name on each rank turns off vLLM's communicator in shared memory: its ranks wait in busy loops.
+    os.environ["VLLM_DIST_IDENT"] = f"{port}-{rank}"
+    with set_current_vllm_config(VllmConfig()), torch.inference_mode():
+        init_distributed_environment(ranks, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
+        initialize_model_parallel(ranks)
+        yield
+        torch.distributed.barrier()
+    cleanup_dist_env_and_memory()
+
+
 def in_vllms_group(rank: int, world: int, port: int, check) -> None:
-    with joined(rank, world, port, torch.device("cpu")):
+    with vllm_group(rank, world, port):
         check(rank, world)
 
 

@@ -10,13 +10,13 @@ the GPU at once: of 4 ranks 109 of 512 threads and 46 registers, of 8 ranks 253 
 132 at once. So 8 ranks add few rows here. Its other all-reduces need a GPU for each rank.
 """
 
+import model_like
 import pytest
 import torch
 
 from jetrl_verl import kernels
 from jetrl_verl.rollout.row_parallel import ALGORITHM, IN_ONE_STAGE
 from jetrl_verl.sync.operations_probe import products_of_ranks
-from jetrl_verl.tools.bench import data
 
 pytestmark = pytest.mark.timeout(60, method="thread")
 
@@ -46,7 +46,7 @@ def test_vllms_kernel_has_the_bits_of_the_trainers_sum_at_every_size(monkeypatch
         for rank in ranks:
             ops.register_buffer(rank, [buffer.data_ptr() for buffer in buffers])
         cases = products_of_ranks(device, ranks_of, [(n, 4096) for n in rows])
-        cases += [[data.activations(n, 4096, device) for _ in range(ranks_of)] for n in rows]
+        cases += [[model_like.activations(n, 4096, device) for _ in range(ranks_of)] for n in rows]
         for parts in cases:
             found = [torch.full_like(part, torch.nan) for part in parts]
             held = [buffer.view(torch.bfloat16)[: part.numel()] for buffer, part in zip(buffers, parts, strict=True)]

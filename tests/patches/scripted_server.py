@@ -1,55 +1,25 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a generated token costs verl's rollout server on the host: ``python3 benchmarks/generation_host_time.py``.
+"""verl's rollout server and vLLM's ``AsyncLLM`` as they are, over a scripted engine core that gives each request one
+token a step: no GPU, no model, no Ray."""
 
-vLLM's engine core runs in a process of its own. For each token of each request it says what it has sampled and with
-which log-probability; verl's server, one process with one event loop, reads that and answers once at the request's end.
-While this takes longer than the GPU's step, the GPU's speed does not matter.
-
-Everything but the engine core is the real thing here: verl's ``vLLMHttpServer.generate``, vLLM's ``AsyncLLM``, its
-output processor, its encoder and decoder. The core is scripted: it gives all requests the tokens of a text, one at a
-step. No GPU, no model, no Ray. Microseconds of the thread's CPU time, so that other programs count little, by part:
-
-- *core*: the scripted core slices a step's log-probabilities, makes its outputs and encodes them, as vLLM's does in its
-  own process. Not in the sum.
-- *decode*: the server reads the message. *rest*: the output handler, the requests' tasks, verl's lists at the end.
-- *collector*: of decode and rest, what Python's garbage collector takes.
-
-Rows, which take turns: ``stock``, and ``patched`` with ``patches/generation.py``. Both must give equal tokens and
-log-probabilities in every bit, or the script ends with an error.
-"""
-
-import argparse
 import asyncio
-import gc
 import importlib
-import json
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from jetrl_verl import cpu_platform
 from jetrl_verl.patches.generation import PATCHES
 from jetrl_verl.patches.patch import Patch
-from jetrl_verl.tools.provenance import provenance
 
-console = Console(width=150)
-ROOT = Path(__file__).parents[1]
 PROMPT = 64
 LONGEST = 32768
-ROWS = ("stock", "patched")
 
 
 def tokenizer_of(text: str, vocabulary: int = 8192) -> PreTrainedTokenizerFast:
@@ -63,7 +33,7 @@ def tokenizer_of(text: str, vocabulary: int = 8192) -> PreTrainedTokenizerFast:
 
 
 class ScriptedCore:
-    """Stands where ``AsyncLLM`` has its client of the engine core: one token a step for each request.
+    """Replaces ``AsyncLLM``'s client of the engine core: one token a step for each request.
 
     Args:
         script: tokens ``[n]``; a request reads on from its own place. steps_wait: whether a step waits for
@@ -84,7 +54,6 @@ class ScriptedCore:
         """Each request as the core gets it."""
         self.aborted: list[str] = []
         self.paused = False
-        self.seconds = {"core": 0.0, "decode": 0.0}
         self._steps = asyncio.Semaphore(0)
         self._ended: list[Any] = []
         self._changed = asyncio.Event()
@@ -136,12 +105,8 @@ class ScriptedCore:
                 return await self.get_output_async()
             if not self.running and not self._ended:
                 return await self.get_output_async()
-        start = time.thread_time()
         frames = self._encoder.encode(self._step())
-        made = time.thread_time()
         outputs = self._decoder.decode([bytes(frame) for frame in frames])
-        self.seconds["core"] += made - start
-        self.seconds["decode"] += time.thread_time() - made
         await asyncio.sleep(0)  # a socket's read lets other tasks run
         return outputs
 
@@ -179,7 +144,7 @@ def log_probs_of(place: np.ndarray) -> np.ndarray:
 
 
 def scripted_server(core: ScriptedCore, tokenizer: PreTrainedTokenizerFast, **config: Any) -> Any:
-    """verl's server with vLLM's ``AsyncLLM`` in front of ``core``: both as they are, but for what starts them.
+    """verl's server with vLLM's ``AsyncLLM`` on top of ``core``.
 
     Request ids end in ``-<place in the script>``.
     """
@@ -239,9 +204,6 @@ def _process_inputs(request_id: str, prompt: Any, params: Any, **_: Any) -> Any:
     )
 
 
-# --- the measurement --------------------------------------------------------------------------------------------------
-
-
 def stock_in_place(patch: Patch) -> Any:
     """A context in which the function that a patch replaces is there again."""
     patch.apply()
@@ -254,110 +216,10 @@ def stock_in_place(patch: Patch) -> Any:
 
 @contextmanager
 def functions_of(row: str) -> Iterator[None]:
-    """The patches, or in their place what they replace."""
+    """The patched functions, or the stock ones that they replace."""
     with ExitStack() as stack:
         for patch in PATCHES:
             patch.apply()
             if row == "stock":
                 stack.enter_context(stock_in_place(patch))
         yield
-
-
-@contextmanager
-def collector_seconds(found: dict[str, float]) -> Iterator[None]:
-    """Adds the time of Python's garbage collector to ``found["collector"]``."""
-    began = [0.0]
-
-    def watch(phase: str, _: dict) -> None:
-        if phase == "start":
-            began[0] = time.thread_time()
-        else:
-            found["collector"] = found.get("collector", 0.0) + time.thread_time() - began[0]
-
-    gc.callbacks.append(watch)
-    try:
-        yield
-    finally:
-        gc.callbacks.remove(watch)
-
-
-async def generate_all(script: np.ndarray, tokenizer: Any, requests: int, response: int) -> tuple[list[Any], dict]:
-    """What verl's server answers to ``requests`` calls at once, and seconds of each part."""
-    core = ScriptedCore(script)
-    server = scripted_server(core, tokenizer)
-    found: dict[str, float] = {}
-
-    def call(place: int):
-        sampling = {"temperature": 1.0, "top_p": 1.0, "logprobs": True, "max_tokens": response, "ignore_eos": True}
-        return server.generate(script[:PROMPT].tolist(), sampling, f"request-{place}")
-
-    gc.collect()
-    gc.freeze()  # models, verl, Ray: what a server holds before its first request
-    try:
-        with collector_seconds(found):
-            start = time.thread_time()
-            answers = await asyncio.gather(*(call(97 * i) for i in range(requests)))
-            total = time.thread_time() - start
-    finally:
-        gc.unfreeze()
-        server.engine.output_handler.cancel()
-    found |= core.seconds
-    found["server"] = total - found["core"]
-    found["rest"] = found["server"] - found["decode"]
-    return answers, found
-
-
-def measure(options: argparse.Namespace) -> dict:
-    text = "\n".join(file.read_text() for file in sorted((ROOT / "docs").rglob("*.md")))
-    tokenizer = tokenizer_of(text)
-    script = np.array(tokenizer(text)["input_ids"])
-    found: dict[str, Any] = {}
-    for requests in options.requests:
-        times: dict[str, list[dict]] = {row: [] for row in ROWS}
-        for _ in range(options.repetitions):
-            said = {}
-            for row in ROWS:
-                with functions_of(row):
-                    answers, seconds = asyncio.run(generate_all(script, tokenizer, requests, options.response))
-                tokens = requests * options.response
-                times[row].append({part: 1e6 * value / tokens for part, value in seconds.items()})
-                said[row] = [(answer.token_ids, answer.log_probs, answer.stop_reason) for answer in answers]
-                assert sum(len(answer.token_ids) for answer in answers) == tokens
-            if said["stock"] != said["patched"]:
-                raise SystemExit("tokens or log-probabilities differ between stock and patched")
-        found[str(requests)] = {
-            row: {part: statistics.median(run.get(part, 0.0) for run in runs) for part in runs[0] | {"collector": 0}}
-            | {"runs": [run["server"] for run in runs]}
-            for row, runs in times.items()
-        }
-    return found
-
-
-def show(found: dict, response: int) -> None:
-    table = Table(box=SIMPLE_HEAD, title=f"us a token of verl's rollout server, responses of {response}")
-    for name in ("requests", "row", "core", "server", "decode", "rest", "collector", "server, each run"):
-        table.add_column(name, justify="left" if name == "row" else "right")
-    for requests, rows in found.items():
-        for row, parts in rows.items():
-            runs = ", ".join(f"{value:.1f}" for value in parts["runs"])
-            figures = (f"{parts[part]:.1f}" for part in ("core", "server", "decode", "rest", "collector"))
-            table.add_row(requests, row, *figures, runs)
-    console.print(table)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, nargs="+", default=[64, 512])
-    parser.add_argument("--response", type=int, default=1024)
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="writes the figures as JSON")
-    options = parser.parse_args()
-    cpu_platform.install()
-    found = measure(options)
-    show(found, options.response)
-    if options.out:
-        options.out.write_text(json.dumps({**provenance(), "response": options.response, "requests": found}, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -4,7 +4,7 @@
 
 The policy has the family and the layers' shape of the recipe's, at a million random parameters, so hardly an answer is
 right; an entropy bonus gives the steps a gradient. What else a run overrides is a size, what the demo overrides on a
-CPU, and the reference policy, which needs a GPU. All of them are in ``make test-slow``.
+CPU, and the reference policy, which needs a GPU. All of them are in ``make test-all``.
 """
 
 import copy

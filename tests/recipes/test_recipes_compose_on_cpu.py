@@ -21,7 +21,6 @@ from jetrl_verl.config.environment import check_model
 from jetrl_verl.config.options import PRECISIONS, JetConfig, UnsupportedConfiguration
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
-from recipes.qwen3_moe.memory import tables, trainer_rows
 
 PAPER = (
     {"DATASET": "gsm8k_math"},
@@ -314,16 +313,3 @@ def test_verl_builds_the_recipes_reward(said, compose, script):
         assert score["acc"] is True  # what filter_groups.metric reads
     else:
         assert type(manager).__name__ == "NaiveRewardManager" and score == 1.0
-
-
-def test_the_memory_tables_are_what_the_shapes_say():
-    readme = (RECIPES / "qwen3_moe/README.md").read_text()
-    block = readme.partition("<!-- memory:begin -->\n")[2].partition("\n<!-- memory:end -->")[0]
-    assert block == tables()
-
-
-def test_the_memory_table_has_the_size_that_the_script_trains_with(said, compose):
-    config = compose(said("qwen3_moe/run_qwen3_30b_a3b_base.sh", "jet_fp8", {}))
-    tokens = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
-    (row,) = (row for row in trainer_rows() if row[:3] == ("8", str(tokens), "FP32"))
-    assert "H200" in row[-1] and config.trainer.n_gpus_per_node == 8

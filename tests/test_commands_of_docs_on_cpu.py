@@ -13,7 +13,7 @@ import typer
 from jetrl_verl.cli import app
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "recipes/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("recipes/**/*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 ELSEWHERE = ("examples/", "verl.", "tests/faults")
 """Of a verl checkout; a folder of tests."""
 
@@ -102,9 +102,8 @@ def test_a_command_that_a_page_shows_is_there_and_parses(page, line):
     check(line)
 
 
-def test_many_commands_are_found_of_each_kind():
-    firsts = {words_of(line)[0] for _, line in SHOWN}
-    assert len(SHOWN) > 80 and {"jetrl", "make", "bash", "python3", "python"} <= firsts
+def test_commands_of_each_kind_are_found():
+    assert {"jetrl", "make", "bash", "python3", "python"} <= {words_of(line)[0] for _, line in SHOWN}
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from jetrl_verl import formats, kernels
-from jetrl_verl.formats.format import ExpertsFormat
+from jetrl_verl.formats.format import TrainedFormat
 from jetrl_verl.models.families.base import Experts, leaf
 from jetrl_verl.nn.linear import quantize_input
 from jetrl_verl.nn.weight_cache import WeightCache
@@ -108,7 +108,7 @@ class JetExperts(nn.Module):
 
     scale_rule: ScaleRule
     ranks: int
-    format: ExpertsFormat
+    format: TrainedFormat
     gate_up_name: str
     down_name: str
     stock_class: type[nn.Module]
@@ -187,7 +187,7 @@ class JetExperts(nn.Module):
         *,
         align: int,
     ) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
-        """Output ``[T, H]`` BF16; gate and up of all rows; what down reads. See ``ExpertsFormat.experts``."""
+        """Output ``[T, H]`` BF16; gate and up of all rows; what down reads. See ``TrainedFormat.experts``."""
         y, gate_up, product = self.format.experts(
             kernels.gather_quantized(x, segments.pair, weights.shape[1]),
             weights,

@@ -3,7 +3,7 @@
 # Set-up is scripts/setup.py: it fills .venv from constraints/{cpu,gpu}.txt and is a no-op when nothing changed.
 # On a machine without a network name an interpreter that has the stack: `make test PYTHON=/path/to/python`.
 
-PRECISION ?= jet_fp8
+PRECISION ?= jet_fp8_exact
 PYTHON3   ?= python3
 STACK     ?= auto
 PYTHON    ?=

@@ -24,12 +24,13 @@ def _root() -> None:
 @app.command(context_settings={"allow_extra_args": True})
 def demo(
     context: typer.Context,
-    precision: Annotated[str, typer.Option(help=", ".join(PRECISIONS))] = "jet_fp8",
-    steps: Annotated[int, typer.Option(help="GRPO steps")] = 20,
+    precision: Annotated[str, typer.Option(help=", ".join(PRECISIONS))] = "jet_fp8_exact",
+    steps: Annotated[int, typer.Option(help="GRPO steps")] = 16,
     out: Annotated[Path, typer.Option(help="folder that receives one folder per run")] = Path("outputs/demo"),
     cache: Annotated[Path, typer.Option(help="folder for data and warmed-up policy")] = Path("outputs/cache"),
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     policy: Annotated[str, typer.Option(help="dense, or moe: a mixture of experts")] = "dense",
+    baseline: Annotated[bool, typer.Option(help="measure the mismatch of fp8_rollout on the same policies")] = True,
 ) -> None:
     """Train a small policy with real verl and vLLM and write a report.
 
@@ -39,7 +40,7 @@ def demo(
 
     console = Console()
     try:
-        options = DemoOptions(precision, steps, out, cache, device, policy, tuple(context.args))
+        options = DemoOptions(precision, steps, out, cache, device, policy, tuple(context.args), baseline)
         status = run_demo(options, console)
     except ToolError as error:
         _fail(error)

@@ -68,7 +68,7 @@ TOOLS: dict[str, set[str]] = {
     "bench": set(),
     "advise": {"launch", "provenance"},
     "diff": {"launch", "provenance"},
-    "demo": {"process_tree", "report", "progress", "launch", "provenance"},
+    "demo": {"process_tree", "report", "progress", "launch", "provenance", "diff"},
     "compare": {"process_tree", "report", "progress", "launch", "provenance", "rows", "demo"},
 }
 

@@ -231,7 +231,7 @@ class JetLinear(nn.Linear):
     @property
     def holds_qdata(self) -> bool:
         """Whether qdata of the weight are kept now."""
-        return self._cache.held is not None
+        return self._cache.entry is not None
 
     def drop_qdata(self) -> None:
         """Forget the weight's qdata; the next use quantizes it again."""

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Every command that README, recipes/README and the pages of docs/ show exists, and its words parse. None runs."""
+"""Every command that a page shows exists, and its arguments parse. None runs."""
 
 import re
 import shlex
@@ -13,7 +13,7 @@ import typer
 from jetrl_verl.cli import app
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("recipes/**/*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = sorted(page for pattern in ("*.md", "docs/*.md", "recipes/**/*.md") for page in ROOT.glob(pattern))
 ELSEWHERE = ("examples/", "verl.", "tests/faults")
 """Of a verl checkout; a folder of tests."""
 

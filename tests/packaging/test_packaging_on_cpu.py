@@ -95,7 +95,7 @@ def test_the_page_of_options_names_every_precision_and_every_option():
 
 def test_links_of_readme_and_docs_lead_somewhere():
     folders = ("docs", "recipes", "benchmarks")
-    for page in (ROOT / "README.md", *(path for folder in folders for path in sorted((ROOT / folder).rglob("*.md")))):
+    for page in (*ROOT.glob("*.md"), *(path for folder in folders for path in sorted((ROOT / folder).rglob("*.md")))):
         for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)|<img[^>]* src=\"([^\"]+)\"", page.read_text()):
             target = next(filter(None, link))
             assert "://" in target or (page.parent / target).exists(), (page.name, target)

@@ -13,7 +13,7 @@ import typer
 from jetrl_verl.cli import app
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(page for pattern in ("*.md", "docs/*.md", "recipes/**/*.md") for page in ROOT.glob(pattern))
+PAGES = [*map(ROOT.joinpath, ("README.md", "CONTRIBUTING.md")), *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/**/*.md")]
 ELSEWHERE = ("examples/", "verl.", "tests/faults")
 """Of a verl checkout; a folder of tests."""
 

@@ -113,10 +113,8 @@ class BlockFP8(TrainedFormat):
     def dgrad(self, dy: QuantizedTensor, transposed: QuantizedTensor) -> torch.Tensor:
         return kernels.gemm_nt(dy, transposed, b_block_scaled=True)
 
-    def wgrad(self, dy: QuantizedTensor, x: QuantizedTensor, add_to: torch.Tensor | None = None) -> torch.Tensor:
-        if add_to is None:
-            return kernels.gemm_nt(dy, x, b_block_scaled=False)
-        return kernels.gemm_nt(dy, x, b_block_scaled=False, out_dtype=torch.float32, add_to=add_to)
+    def wgrad(self, dy: QuantizedTensor, x: QuantizedTensor) -> torch.Tensor:
+        return kernels.gemm_nt(dy, x, b_block_scaled=False)
 
     # A mixture of experts
 

@@ -243,8 +243,8 @@ class TrainedFormat(Format):
         """``dX [M, K]`` BF16 of rowwise dY and the weight's transpose ``[K, N]``."""
 
     @abstractmethod
-    def wgrad(self, dy: QuantizedTensor, x: QuantizedTensor, add_to: torch.Tensor | None = None) -> torch.Tensor:
-        """``dW [N, K]`` BF16 of colwise dY and colwise X; with ``add_to [N, K]`` FP32 added there, in the kernel."""
+    def wgrad(self, dy: QuantizedTensor, x: QuantizedTensor) -> torch.Tensor:
+        """``dW [N, K]`` BF16 of colwise dY and colwise X."""
 
     # A mixture's experts
 

@@ -35,19 +35,6 @@ def check_gemm_shapes(a: QuantizedTensor, b: QuantizedTensor, b_block_scaled: bo
         raise ValueError(f"gemm_nt: bias has shape {tuple(bias.shape)}, expected ({n},)")
 
 
-def check_add_to(add_to: torch.Tensor, m: int, n: int, b_block_scaled: bool, out_dtype: torch.dtype) -> None:
-    """Raise ``ValueError`` unless ``add_to`` can hold a weight gradient ``[m, n]``."""
-    if b_block_scaled or add_to.dtype != torch.float32 or out_dtype != torch.float32:
-        raise ValueError(
-            "gemm_nt: add_to accepts a weight gradient (1x128 scales on B) in FP32; pass out_dtype=float32"
-        )
-    if tuple(add_to.shape) != (m, n) or not add_to.is_contiguous():
-        raise ValueError(
-            f"gemm_nt: add_to has shape {tuple(add_to.shape)} and strides {add_to.stride()}, expected a contiguous "
-            f"({m}, {n})"
-        )
-
-
 def gemm_nt(
     a: QuantizedTensor,
     b: QuantizedTensor,
@@ -55,7 +42,6 @@ def gemm_nt(
     b_block_scaled: bool,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
-    add_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``A B^T`` of two quantized operands.
 
@@ -66,20 +52,16 @@ def gemm_nt(
         b_block_scaled: which of the two.
         bias: ``[N]`` or None, added in FP32 before the rounding.
         out_dtype: BF16 or FP32.
-        add_to: ``[M, N]`` FP32, contiguous, to which the FP32 product is added in place, one addition per element
-            (WGrad into a gradient buffer that the caller owns).
 
     Returns:
-        ``[M, N]`` of ``out_dtype``, or ``add_to``.
+        ``[M, N]`` of ``out_dtype``.
 
     Raises:
-        ValueError: shapes that do not fit; an ``add_to`` of another shape or type, or with 128x128 scales on B.
+        ValueError: shapes that do not fit.
     """
     check_gemm_shapes(a, b, b_block_scaled, bias)
     m, k = a.qdata.shape
     n = b.qdata.shape[0]
-    if add_to is not None:
-        check_add_to(add_to, m, n, b_block_scaled, out_dtype)
     b64 = b.qdata.double().t().contiguous()
     b_scales = b.scales.repeat_interleave(BLOCK, dim=0)[:n] if b_block_scaled else b.scales
     y = torch.empty(m, n, dtype=out_dtype, device=a.qdata.device)
@@ -94,7 +76,7 @@ def gemm_nt(
         if bias is not None:
             acc += bias.float()
         y[rows] = acc
-    return y if add_to is None else add_to.add_(y)
+    return y
 
 
 def sum_of_ranks(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -104,14 +104,13 @@ class Emulator:
         out: torch.Tensor,
         *,
         bias: torch.Tensor | None = None,
-        accumulate: bool = False,
         ranks: int = 1,
         block: int = 0,
         cluster: int = 0,
         multiprocessors: int = 4,
         seed: int = 0,
     ) -> None:
-        """Write (or add) ``A B^T (+ bias)`` to ``out [M, N]``, for ``fprop_of_ranks`` the sum of ``ranks`` products.
+        """Write ``A B^T (+ bias)`` to ``out [M, N]``, for ``fprop_of_ranks`` the sum of ``ranks`` products.
 
         Raises ``RuntimeError`` with the machine's sentence."""
         failed = self._library.jetrl_run(
@@ -124,7 +123,7 @@ class Emulator:
             _pointer(out),
             ctypes.c_int64(out.stride(0)),
             int(out.dtype == torch.float32),
-            *(int(accumulate), ranks, block, cluster, multiprocessors),
+            *(ranks, block, cluster, multiprocessors),
             ctypes.c_uint32(seed),
         )
         self._check(failed)

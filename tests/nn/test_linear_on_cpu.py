@@ -125,32 +125,6 @@ def test_bf16_backward_is_straight_through():
     assert torch.equal(layer.weight.grad, (dy.t() @ x.detach()).float())
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("backward", ["fp8", "bf16"])
-def test_gradients_of_micro_batches_add_up_in_the_callers_fp32_buffer(backward, checkpointed):
-    """Each micro-batch's product joins unrounded where WGrad is FP8; nothing reaches autograd."""
-    layer, plain = (make(256, 384, backward=backward, dtype=torch.bfloat16) for _ in range(2))
-    layer.weight.main_grad = torch.zeros(384, 256)
-    expected = torch.zeros(384, 256)
-    for tokens in (70, 128, 3):
-        x, dy = torch.randn(tokens, 256).bfloat16(), torch.randn(tokens, 384).bfloat16()
-        inputs = [x.clone().requires_grad_() for _ in range(2)]
-        y = checkpoint(layer, inputs[0], use_reentrant=False) if checkpointed else layer(inputs[0])
-        y.backward(dy)
-        plain(inputs[1]).backward(dy)
-        assert torch.equal(inputs[0].grad, inputs[1].grad)
-        if backward == "bf16":
-            expected += dy.t() @ x
-            continue
-        columns = kernels.relayout_128x1(quantize_1x128(x, "fp32"), "fp32")
-        call = {"b_block_scaled": False, "out_dtype": torch.float32}
-        expected += kernels.gemm_nt(quantize_128x1(dy, "fp32"), columns, **call)
-    assert layer.weight.grad is None
-    assert torch.equal(layer.weight.main_grad, expected)
-    assert torch.equal(layer.bias.grad, plain.bias.grad)
-    assert relative(layer.weight.main_grad, plain.weight.grad.double()) < 1e-2
-
-
 def test_forward_is_the_operator_that_vllm_calls_with_and_without_gradient():
     layer = make(256, 128)
     x = torch.randn(3, 5, 256).bfloat16()

@@ -59,18 +59,6 @@ def test_it_is_one_node_of_autograd():
     assert [y.shape for y in (q, k, v)] == [(TOKENS, rows) for rows in ROWS]
 
 
-def test_a_main_grad_of_one_layer_is_added_to():
-    made, expected = layers(False, "fp8"), layers(False, "fp8")
-    made[1].weight.main_grad = torch.zeros(ROWS[1], K)
-    expected[1].weight.main_grad = torch.zeros(ROWS[1], K)
-    for each, together in ((made, True), (expected, False)):
-        x = quantize_input(torch.ones(TOKENS, K).bfloat16(), each[0].format, "fp32")
-        torch.cat(list(project(x, each) if together else [layer(x) for layer in each]), dim=1).sum().backward()
-    assert made[1].weight.grad is None and made[1].weight.main_grad.any()
-    assert torch.equal(made[1].weight.main_grad, expected[1].weight.main_grad)
-    assert torch.equal(made[0].weight.grad, expected[0].weight.grad)
-
-
 def test_a_frozen_layer_gets_no_gradient():
     made = layers(False, "fp8")
     made[2].weight.requires_grad_(False)

@@ -110,31 +110,6 @@ def test_bias_is_added_before_the_one_rounding():
     assert (torch.tensor(257.0).bfloat16() + torch.ones(1, dtype=torch.bfloat16)).item() == 256.0
 
 
-def test_a_weight_gradient_is_added_to_the_callers_buffer_once():
-    a, b = operands(70, 40, 300, b_block_scaled=False)
-    call = {"b_block_scaled": False, "out_dtype": torch.float32}
-    buffer = torch.randn(70, 40)
-    total = buffer.clone()
-    assert reference.gemm_nt(a, b, **call, add_to=total) is total
-    assert torch.equal(total, buffer + reference.gemm_nt(a, b, **call))
-
-
-@pytest.mark.parametrize(
-    ("changes", "buffer"),
-    [
-        ({"out_dtype": torch.bfloat16}, torch.zeros(70, 40)),
-        ({}, torch.zeros(70, 40, dtype=torch.bfloat16)),
-        ({}, torch.zeros(40, 70)),
-        ({}, torch.zeros(40, 70).t()),
-    ],
-)
-def test_a_buffer_that_takes_no_weight_gradient_is_refused(changes, buffer):
-    a, b = operands(70, 40, 300, b_block_scaled=False)
-    call = {"b_block_scaled": False, "out_dtype": torch.float32} | changes
-    with pytest.raises(ValueError, match="add_to"):
-        reference.gemm_nt(a, b, **call, add_to=buffer)
-
-
 def test_nan_qdata_make_only_their_row_nan():
     x = torch.randn(4, 256)
     x[1, 200] = torch.inf

@@ -1,6 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over packed sequences as a module of its own, whose inputs hooks can read."""
+"""Attention over packed sequences as a module of its own, between rotary and the output projection: what a hook has to
+see of keys and values is what goes into it."""
 
 import torch
 from torch import nn
@@ -9,11 +10,12 @@ from jetrl_verl.formats.caches import KVCache
 
 
 class AttentionCore(nn.Module):
-    """``kernels.attention`` with a run's settings.
+    """``kernels.attention`` with what a run fixes; without parameters.
 
     Attributes:
-        scale: factor of the scores. kv_cache: the rollout's cache.
-        gradient_checkpointing: whether the layer's forward runs again in backward; ``transformers`` sets it.
+        scale: factor of the scores. kv_cache: what the rollout's cache holds.
+        gradient_checkpointing: whether the layer around it runs its forward again in backward, while it trains;
+            ``transformers`` sets it where it sets the layer's.
     """
 
     def __init__(self, scale: float, kv_cache: KVCache, gradient_checkpointing: bool = False) -> None:

@@ -65,10 +65,9 @@ TOOLS: dict[str, set[str]] = {
     "launch": {"process_tree", "progress", "provenance"},
     "doctor": {"bytecode"},
     "patch": set(),
-    "bench": set(),
-    "advise": {"launch", "provenance"},
+    "memory": {"launch"},
     "diff": {"launch", "provenance"},
-    "demo": {"process_tree", "report", "progress", "launch", "provenance", "diff"},
+    "demo": {"process_tree", "report", "progress", "launch", "provenance"},
     "compare": {"process_tree", "report", "progress", "launch", "provenance", "rows", "demo"},
 }
 

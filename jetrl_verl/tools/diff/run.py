@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,19 +68,14 @@ class DiffOptions:
 
 
 @dataclass(frozen=True)
-class EngineSettings:
+class _Settings:
     """A precision's options (None for bf16) and the arguments of a vLLM engine that a run would start."""
 
     options: JetConfig | None
     arguments: dict[str, Any]
 
 
-def compose_engine(model: Path, precision: str, overrides: Sequence[str] = ()) -> EngineSettings:
-    """The engine that a run with ``precision`` would start for the model in folder ``model``, on one GPU.
-
-    Raises:
-        DiffError: verl's configuration does not compose, or the precision does not cover the model.
-    """
+def _compose(options: DiffOptions, precision: str) -> _Settings:
     import verl  # noqa: F401  brings the group `precision` into Hydra
     from hydra import compose, initialize_config_module
     from hydra.errors import HydraException
@@ -92,13 +86,13 @@ def compose_engine(model: Path, precision: str, overrides: Sequence[str] = ()) -
 
     ours = [
         f"precision={precision}",
-        f"actor_rollout_ref.model.path={quote(model.absolute())}",
+        f"actor_rollout_ref.model.path={quote(options.model.absolute())}",
         "actor_rollout_ref.rollout.name=vllm",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
     ]
     try:
         with initialize_config_module("verl.trainer.config", version_base=None):
-            config = compose("ppo_trainer", overrides=[*ours, *overrides])
+            config = compose("ppo_trainer", overrides=[*ours, *options.overrides])
         rollout = config.actor_rollout_ref.rollout
         user = OmegaConf.to_container(rollout.engine_kwargs.get("vllm") or OmegaConf.create(), resolve=True)
         jetrl = None
@@ -106,7 +100,7 @@ def compose_engine(model: Path, precision: str, overrides: Sequence[str] = ()) -
             jetrl = JetConfig.from_node(OmegaConf.to_container(config.jetrl, resolve=True))
             user = vllm_arguments(jetrl, user)
             shared = jetrl.operations == "shared"
-            check_model(str(model.absolute()), jetrl, 1, shared, format_name=jetrl.rollout)
+            check_model(str(options.model.absolute()), jetrl, 1, shared, format_name=jetrl.rollout)
     except (HydraException, UnsupportedConfiguration) as error:
         raise DiffError(str(error)) from None
     if rollout.tensor_model_parallel_size != 1:
@@ -117,7 +111,7 @@ def compose_engine(model: Path, precision: str, overrides: Sequence[str] = ()) -
         graphs["cudagraph_capture_sizes"] = list(rollout.cudagraph_capture_sizes)
     names = ("dtype", "enforce_eager", "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill")
     names += ("enable_prefix_caching", "logprobs_mode", "gpu_memory_utilization", "seed", "max_model_len")
-    return EngineSettings(
+    return _Settings(
         jetrl,
         {name: rollout[name] for name in names}
         | {
@@ -129,8 +123,7 @@ def compose_engine(model: Path, precision: str, overrides: Sequence[str] = ()) -
     )
 
 
-def engine_environment(cuda: bool) -> dict[str, str]:
-    """Environment of a process that runs an engine of ``jetrl diff``."""
+def _environment(cuda: bool) -> dict[str, str]:
     environment = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -162,7 +155,7 @@ def run_engine(request: "Request", folder: Path, name: str, cuda: bool) -> "Reco
         with log.open("w") as words:
             status = subprocess.run(
                 [sys.executable, "-m", "jetrl_verl.tools.diff.rollout", str(file)],
-                env=engine_environment(cuda),
+                env=_environment(cuda),
                 stdout=words,
                 stderr=subprocess.STDOUT,
             ).returncode
@@ -184,7 +177,7 @@ def _one(options: DiffOptions, precision: str, prompts: "Prompts", folder: Path,
     from jetrl_verl.tools.diff.trainer import Trainer
 
     cuda = torch.cuda.is_available()
-    settings = compose_engine(options.model, precision, options.overrides)
+    settings = _compose(options, precision)
     arguments = settings.arguments
     needed = max(map(len, prompts.ids)) + options.response
     arguments["max_model_len"] = arguments["max_model_len"] or needed

@@ -1,7 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's cache: an entry is used only for its own settings and code, and no incomplete entry is left."""
+"""The demo's cache: found only if it is exactly what would be made, damage named, nothing half-made left."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -22,7 +23,8 @@ RECIPE = Recipe(
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cache")
-    return folder, cache.make(RECIPE, folder, "cpu", lambda line: None)
+    lines = []
+    return folder, cache.make(RECIPE, folder, "cpu", lines.append), lines
 
 
 @pytest.mark.parametrize(
@@ -33,7 +35,7 @@ def filled(tmp_path_factory):
         replace(RECIPE, warmup=replace(RECIPE.warmup, lr=1e-3)),
     ],
 )
-def test_every_setting_changes_the_key(changed):
+def test_every_setting_changes_the_key(changed, tmp_path):
     assert changed.key != RECIPE.key
 
 
@@ -45,16 +47,18 @@ def test_code_changes_the_key(monkeypatch, tmp_path):
     assert RECIPE.key != before
 
 
-def test_an_entry_is_found_for_its_own_recipe_alone(filled):
-    folder, made = filled
-    entry = cache.find(RECIPE, folder)
-    assert entry == made and entry.facts["warmup_steps"] == 10
-    assert entry.train.is_file() and entry.test.is_file() and (entry.policy / "config.json").is_file()
+def test_what_was_made_is_found(filled):
+    folder, made, _ = filled
+    found = cache.find(RECIPE, folder)
+    assert found == made
+    assert found.train.is_file() and found.test.is_file() and (found.policy / "config.json").is_file()
+    assert found.facts["warmup_steps"] == 10
+    assert 0 <= found.facts["sampled_accuracy"] <= 1
     assert cache.find(replace(RECIPE, task=replace(RECIPE.task, seed=8)), folder) is None
 
 
 def test_only_complete_entries_are_left(filled, tmp_path, monkeypatch):
-    folder, made = filled
+    folder, made, _ = filled
     assert [path.name for path in folder.iterdir()] == [made.folder.name]
 
     def interrupted(*_):
@@ -66,15 +70,34 @@ def test_only_complete_entries_are_left(filled, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["train.parquet", "policy/model.safetensors", "policy/tokenizer.json", "facts.json"])
-def test_a_missing_file_is_named(filled, name):
-    folder, made = filled
+@pytest.mark.parametrize(
+    "damage",
+    [
+        ("train.parquet", lambda path: path.write_bytes(path.read_bytes()[:-8])),
+        ("policy/model.safetensors", lambda path: path.write_bytes(b"\0" + path.read_bytes()[1:])),
+        ("policy/tokenizer.json", lambda path: path.unlink()),
+        ("manifest.json", lambda path: path.write_text("{")),
+    ],
+    ids=lambda damage: damage[0],
+)
+def test_damage_is_one_sentence_with_the_file(filled, damage):
+    folder, made, _ = filled
+    name, harm = damage
     path = made.folder / name
-    path.rename(path.with_suffix(".away"))
+    intact = path.read_bytes()
     try:
+        harm(path)
         with pytest.raises(DemoError) as error:
             cache.find(RECIPE, folder)
     finally:
-        path.with_suffix(".away").rename(path)
+        path.write_bytes(intact)
     message = str(error.value)
     assert name in message and "run again" in message and "\n" not in message
+    assert cache.find(RECIPE, folder) == made
+
+
+def test_manifest_lists_every_file(filled):
+    _, made, _ = filled
+    listed = json.loads((made.folder / "manifest.json").read_text())["sha256"]
+    present = {str(path.relative_to(made.folder)) for path in made.folder.rglob("*") if path.is_file()}
+    assert set(listed) == present - {"manifest.json"}

@@ -3,7 +3,7 @@
 # Set-up is scripts/setup.py: it fills .venv from constraints/{cpu,gpu}.txt and is a no-op when nothing changed.
 # On a machine without a network name an interpreter that has the stack: `make test PYTHON=/path/to/python`.
 
-PRECISION ?= jet_fp8
+PRECISION ?= jet_fp8_exact
 PYTHON3   ?= python3
 STACK     ?= auto
 PYTHON    ?=
@@ -15,7 +15,7 @@ PY  := $(or $(PYTHON),$(CURDIR)/.venv/bin/python)
 RUN := $(if $(findstring /,$(PY)),PATH="$(abspath $(dir $(PY))):$$PATH" )$(PY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-gpu wheel upgrade-check lint format lock clean distclean
+.PHONY: help setup demo test test-e2e test-all test-gpu wheel upgrade-check lint format lock clean distclean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -32,11 +32,14 @@ setup:  ## make .venv with the CPU or the GPU stack (done by the other targets, 
 demo: setup  ## real verl + vLLM learn arithmetic under PRECISION; ends with a report
 	@$(RUN) -m jetrl_verl.cli demo --precision $(PRECISION) $(ARGS)
 
-test: setup  ## every test that needs no GPU, but the slow ones
+test: setup  ## every quick test that needs no GPU, two processes at a time
 	@$(RUN) scripts/run_tests.py $(ARGS)
 
-test-slow: setup  ## the tests marked slow: every recipe and every option in real jobs, minutes each
-	@$(RUN) -m pytest --gpu=never --slow=only --durations=15 $(ARGS)
+test-e2e: setup  ## whole jobs of verl and vLLM on the CPU
+	@$(RUN) scripts/run_tests.py --e2e $(ARGS)
+
+test-all: setup  ## test, test-e2e, whole sweeps, every recipe and option, and a second instruction set
+	@$(RUN) scripts/run_tests.py --all $(ARGS)
 
 upgrade-check: setup  ## what verl VERL=, vLLM VLLM= (the newest without) would change in what we patch and override
 	@$(RUN) scripts/upgrade_check.py --pip "$$(command -v $(PYTHON3))" --verl "$(VERL)" --vllm "$(VLLM)"

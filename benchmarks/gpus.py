@@ -124,7 +124,7 @@ def _deal_heads(model: str, tp: int) -> None:
     from jetrl_verl.models.families.base import UnsupportedLayer
 
     fields = fields_of(model)
-    if not family(fields).deals_heads(fields, tp):
+    if not family(fields).divides_heads(fields, tp):
         raise UnsupportedLayer(f"its {fields['num_attention_heads']} heads are not divided by {tp}")
 
 

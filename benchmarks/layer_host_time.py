@@ -137,7 +137,7 @@ def as_on_hopper(launches: Launches) -> Iterator[None]:
     with (
         mock.patch.object(JITFunction, "_do_compile", compiled),
         mock.patch.object(driver, "_active", hopper),
-        mock.patch.object(dispatch, "column_of", lambda device: "sm90"),
+        mock.patch.object(dispatch, "platform_of", lambda device: "sm90"),
         mock.patch.object(native, "unavailable", lambda: None),
         mock.patch.object(native, "_operators", launches),
         mock.patch.object(vllm_kernels, "flash_attention_3", launches.attention),

@@ -80,7 +80,7 @@ jetrl::Operand operand(const char* name, const Tensor& qdata, const Tensor& scal
           {static_cast<const float*>(scales.data_ptr()), scales.stride(0), scales.stride(1)}};
 }
 
-jetrl::Output output(const Tensor& out, int rows, int columns, bool accumulate) {
+jetrl::Output output(const Tensor& out, int rows, int columns) {
   const bool fp32 = out.scalar_type() == ScalarType::Float;
   const int64_t element = fp32 ? 4 : 2;
   STD_TORCH_CHECK(on_device(out) && out.dim() == 2 && (fp32 || out.scalar_type() == ScalarType::BFloat16) &&
@@ -90,7 +90,7 @@ jetrl::Output output(const Tensor& out, int rows, int columns, bool accumulate) 
                       (rows == 1 || out.stride(0) >= columns) && starts_on_16_bytes(out),
                   "jetrl_native: rows of the output must be contiguous multiples of 16 bytes that do not overlap; pad "
                   "them.");
-  return {out.data_ptr(), out.stride(0), fp32, accumulate};
+  return {out.data_ptr(), out.stride(0), fp32};
 }
 
 jetrl::Bias bias_of(const std::optional<Tensor>& bias, int columns) {
@@ -124,7 +124,7 @@ struct Forward {
         x(operand("X", x, x_scales, 1)),
         w(operand("W", w, w_scales, jetrl::kGroup)),
         bias(bias_of(bias, this->w.rows)),
-        y(output(y, this->x.rows, this->w.rows, false)),
+        y(output(y, this->x.rows, this->w.rows)),
         config(config_of(block, cluster)) {
     STD_TORCH_CHECK(!this->y.fp32, "jetrl_native: FProp writes BF16; pass an output of BF16.");
   }
@@ -152,11 +152,11 @@ void decode(const Tensor& x, const Tensor& x_scales, const Tensor& w, const Tens
 }
 
 void wgrad(const Tensor& a, const Tensor& a_scales, const Tensor& b, const Tensor& b_scales, const Tensor& dw,
-           bool accumulate, int64_t block, int64_t cluster) {
+           int64_t block, int64_t cluster) {
   const Device device(a);
   const int t = contracted(a, b);
   const jetrl::Operand of_a = operand("dY^T", a, a_scales, 1), of_b = operand("X^T", b, b_scales, 1);
-  const jetrl::Output of_dw = output(dw, of_a.rows, of_b.rows, accumulate);
+  const jetrl::Output of_dw = output(dw, of_a.rows, of_b.rows);
   jetrl::wgrad(of_a, of_b, t, of_dw, config_of(block, cluster), device.stream);
 }
 
@@ -203,7 +203,7 @@ void grouped_forward(Run* run, const Tensor& x, const Tensor& x_scales, const Te
   STD_TORCH_CHECK(of_w.k == x.size(1), "jetrl_native: the operands contract ", x.size(1), " and ", of_w.k,
                   " elements; they must be equal.");
   const jetrl::Operand of_x = operand("X", x, x_scales, 1);
-  const jetrl::Output of_y = output(y, narrow(narrow(slices) * int64_t(of_x.rows)), of_w.n, false);
+  const jetrl::Output of_y = output(y, narrow(narrow(slices) * int64_t(of_x.rows)), of_w.n);
   STD_TORCH_CHECK(!of_y.fp32, "jetrl_native: FProp writes BF16; pass an output of BF16.");
   run(of_x, of_w, of, int(slices), of_y, config_of(block, cluster), more..., device.stream);
 }
@@ -236,7 +236,7 @@ void grouped_wgrad(const Tensor& a, const Tensor& a_scales, const Tensor& b, con
                       of_b.rows % 8 == 0 && starts_on_16_bytes(dw),
                   "jetrl_native: the output must be ", rows, " contiguous BF16 rows of ", of_b.rows,
                   ", each a multiple of 16 bytes.");
-  jetrl::grouped_wgrad(of_a, of_b, t, of, {dw.data_ptr(), of_b.rows, false, false}, config_of(block, cluster),
+  jetrl::grouped_wgrad(of_a, of_b, t, of, {dw.data_ptr(), of_b.rows, false}, config_of(block, cluster),
                        device.stream);
 }
 
@@ -410,8 +410,7 @@ void declare(torch::stable::detail::StableLibrary& library) {
       "int cluster) -> ()");
   library.def(("decode" + std::string(forward_schema) + ", bool static_weight=False) -> ()").c_str());
   library.def(
-      "wgrad(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor(a!) dw, bool accumulate, int block, "
-      "int cluster) -> ()");
+      "wgrad(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor(a!) dw, int block, int cluster) -> ()");
   const std::string grouped_schema =
       "(Tensor x, Tensor x_scales, Tensor w, Tensor w_scales, Tensor start, bool aligned, int slices, Tensor(a!) y, "
       "int block, int cluster";

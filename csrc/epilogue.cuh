@@ -155,30 +155,14 @@ JETRL_DEVICE void store_staged_rows(const uint8_t* staging, const Output& out, i
   }
 }
 
-// kAccumulate: what is there is read first, up to three quarters of the columns ahead (48 registers, of those that the
-// partial sums left), and one IEEE addition follows.
-template <bool kAccumulate>
 JETRL_DEVICE void store_fp32(uint8_t* staging, const float (&acc)[64], const Output& out, int row, int column, int rows,
                              int columns, int lane) {
-  constexpr int kQuarters = 4, kAhead = 3;
+  constexpr int kQuarters = 4;
   const int quad = lane % 4, group = lane / 4, eight = lane % 8;
-  const int first = row + lane / 8, at = column + 4 * eight;  // of this lane's reads of the staging rows
+  const int first = row + lane / 8, at = column + 4 * eight;  // of this lane's reads of the staged rows
   float* to = static_cast<float*>(out.data) + first * out.row_stride + at;
   const auto inside = [&](int quarter, int i) { return first + 4 * i < rows && at + 32 * quarter < columns; };
 
-  float4 old[kAhead][4];
-  const auto read_old = [&](int quarter) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float4& value = old[quarter % kAhead][i];
-      value = {0.0f, 0.0f, 0.0f, 0.0f};
-      if (inside(quarter, i)) value = *reinterpret_cast<const float4*>(to + 4 * i * out.row_stride + 32 * quarter);
-    }
-  };
-  if constexpr (kAccumulate) {
-#pragma unroll
-    for (int quarter = 0; quarter < kAhead; ++quarter) read_old(quarter);
-  }
 #pragma unroll
   for (int quarter = 0; quarter < kQuarters; ++quarter) {
 #pragma unroll
@@ -193,16 +177,8 @@ JETRL_DEVICE void store_fp32(uint8_t* staging, const float (&acc)[64], const Out
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int r = 4 * i + lane / 8;
-      float4 value = *reinterpret_cast<const float4*>(staging + r * 128 + (eight ^ (2 * (r % 4))) * 16);
-      if constexpr (kAccumulate) {
-        const float4 before = old[quarter % kAhead][i];
-        value = {sm90::add(before.x, value.x), sm90::add(before.y, value.y), sm90::add(before.z, value.z),
-                 sm90::add(before.w, value.w)};
-      }
+      const float4 value = *reinterpret_cast<const float4*>(staging + r * 128 + (eight ^ (2 * (r % 4))) * 16);
       if (inside(quarter, i)) *reinterpret_cast<float4*>(to + 4 * i * out.row_stride + 32 * quarter) = value;
-    }
-    if constexpr (kAccumulate) {
-      if (quarter + kAhead < kQuarters) read_old(quarter + kAhead);
     }
     sm90::sync_warp();
   }

@@ -158,8 +158,7 @@ inline ExpertOperand expert_operand(const void* qdata, int experts, int n, int k
 struct Output {
   void* data;
   int64_t row_stride;
-  bool fp32;        // else BF16
-  bool accumulate;  // FP32 only: out += A B^T, else out = A B^T
+  bool fp32;  // else BF16
 };
 
 // Of a BF16 box that the copy engine writes: a warp's rows, 128 bytes of each.

@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // WGrad on Hopper: dW[N,K] = dY[T,N]^T X[T,K], contracted over tokens. Both operands come transposed, A = dY^T [N,T]
-// and B = X^T [K,T], with 1x128 scales along T; dW is BF16 or FP32, stored, or added to an FP32 buffer.
+// and B = X^T [K,T], with 1x128 scales along T; dW is BF16 or FP32.
 //
 // Arithmetic as in FProp: a chain of four wgmma per 128 tokens from zero, then acc = fma(p, s_a * s_b, acc), tokens
 // ascending. But s_b differs from column to column, so every element takes a multiplication beside its FMA: promotion
@@ -12,9 +12,6 @@
 // owns half the rows of the tile and all its columns, that the blocks of a cluster take neighbouring columns and share
 // rows, and that stores are guarded here. T need not be a multiple of 128: the tensor map ends at T, TMA fills qdata
 // with zeros from there, and the last group has a scale.
-//
-// An FP32 buffer is added to in place: read once, one IEEE addition, written once, by the only thread that touches it,
-// so the result does not depend on timing; a plain store reads nothing.
 
 #include <algorithm>
 
@@ -150,11 +147,7 @@ JETRL_DEVICE void wgrad_consume(const WgradParams& p, uint8_t* memory, TileRing<
     for (int c = 0; c < kChunks; ++c) {
       const int row = tile_m * Shape::kBlockM + first_row + 64 * c + 16 * warp;
       if constexpr (Shape::kFp32) {
-        if (p.dw.accumulate) {
-          store_fp32<true>(staging, acc[c], p.dw, row, column, p.n, p.k, my_lane);
-        } else {
-          store_fp32<false>(staging, acc[c], p.dw, row, column, p.n, p.k, my_lane);
-        }
+        store_fp32(staging, acc[c], p.dw, row, column, p.n, p.k, my_lane);
       } else {
         store_bf16(staging, acc[c], p.dw, row, column, p.n, p.k, my_lane);
       }
@@ -224,9 +217,6 @@ constexpr TileCost kTiles[] = {{256, 20}, {128, 11}};
 }  // namespace
 
 void wgrad(const Operand& a, const Operand& b, int t, const Output& dw, Config config, Stream stream) {
-  if (dw.accumulate && !dw.fp32) {
-    refuse("wgrad adds to FP32 buffers only, since a BF16 one would be rounded at every call; pass one of FP32");
-  }
   const int block = config.block ? config.block : choose_block(kTiles, a.rows, b.rows, multiprocessors());
   const int cluster = config.cluster ? config.cluster : b.rows > 128 ? 2 : 1;
   switch (block * 10 + cluster) {

@@ -1,9 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What has to be different in verl or vLLM, one module per reason: target, hash, symptom, when it can go, replacement.
-
-``patch.py`` says what a patch is, ``reach.py`` lists everything else of other projects that we override or reach into.
-"""
+"""Changes to verl and vLLM as data, one module per reason. ``patch.py`` defines a patch."""
 
 import importlib
 import importlib.util
@@ -30,20 +27,19 @@ MODULES = (
 
 
 def all_patches() -> "list[Patch]":
-    """Every patch, in the order of the modules above; imports them, and with them torch and parts of verl."""
-    found = (importlib.import_module(f"{__name__}.{module}").PATCHES for module in MODULES)
-    return [patch for patches in found for patch in patches]
+    """Every patch in the order of ``MODULES``. Imports torch and parts of verl."""
+    return [patch for name in MODULES for patch in importlib.import_module(f"{__name__}.{name}").PATCHES]
 
 
 def installed_states() -> "list[tuple[Patch, str]]":
-    """Each patch with what its function is in the installed packages (:data:`patch.STOCK` and so on); imports neither.
+    """Each patch with the state of its function in the installed package (:data:`patch.STOCK` and so on).
 
-    A patch whose project is not installed is left out.
+    Reads source and imports neither project. A patch whose project is not installed is left out.
     """
-    found = []
+    states = []
     for patch in all_patches():
         spec = importlib.util.find_spec(patch.project)
         if spec is not None:
             file = Path(spec.origin).parent.parent / patch.path
-            found.append((patch, patch.state_in(file.read_text() if file.exists() else "")))
-    return found
+            states.append((patch, patch.state_in(file.read_text() if file.exists() else "")))
+    return states

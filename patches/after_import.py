@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Call a function when a module is there: at once, or right after its first import in this process."""
+"""Call a function as soon as a module is imported in this process."""
 
 import importlib.abc
 import importlib.util
@@ -12,7 +12,7 @@ from jetrl_verl.patches.patch import PatchError
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Call ``then`` right after the first import of ``module`` in this process; then get out of the way."""
+    """Call ``then`` right after the first import of ``module``, then leave ``sys.meta_path``."""
 
     def __init__(self, module: str, name: str, then: Callable[[], None]) -> None:
         self._module, self._name, self._then = module, name, then
@@ -35,8 +35,8 @@ class _AfterImport(importlib.abc.MetaPathFinder):
                 except PatchError:
                     raise
                 except Exception:
-                    # Announced and not raised: whoever imports the module may never have heard of this plugin. What
-                    # depends on the call finds out by itself: a flag is unknown then, a hook has no place.
+                    # Printed, not raised: the importing code may not use this plugin. A run that does stops later, at
+                    # an unknown flag.
                     announce()
 
             spec.loader.exec_module = execute_then_call
@@ -44,14 +44,14 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 def when_imported(module: str, name: str, then: Callable[[], None]) -> None:
-    """``then()`` now if ``module`` is imported, else right after its import.
+    """Call ``then()`` now if ``module`` is imported, else right after its import.
 
     Args:
-        module: by its full name. name: of the call; a second one of the same name for a module that is not imported
-            yet does nothing. then: raises to the caller if it is called now; later its ``PatchError`` stops the import
-            and other errors are printed.
+        module: full name. name: of the call; a second pending call of the same name is ignored.
+        then: called now, its errors reach the caller; called later, ``PatchError`` stops the import and other errors
+            are printed.
 
-    A module that is just being imported is left to a later call.
+    Does nothing while the module is being imported.
     """
     if module in sys.modules:
         if not getattr(sys.modules[module].__spec__, "_initializing", False):
@@ -61,6 +61,6 @@ def when_imported(module: str, name: str, then: Callable[[], None]) -> None:
 
 
 def announce() -> None:
-    """Print the exception that is being handled, since verl logs a plugin's failure at DEBUG only."""
+    """Print the current exception: verl logs a plugin's failure at DEBUG only."""
     print("jetrl_verl: the verl plugin failed to load, so `precision=` will not work:", file=sys.stderr)
     traceback.print_exc()

@@ -1,12 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``attn_implementation`` as verl hands it on: ours out of saved configurations, and the one that is named to a critic.
+"""Keep ``jetrl_varlen`` out of saved configurations, and pass ``attn_implementation`` on to a critic.
 
-verl gives ``override_config.attn_implementation`` to transformers, which takes it as an argument of loading, and then
-writes it into the configuration a second time, as a field. A checkpoint's ``config.json`` so names the trainer's
-attention, and a process without this plugin does not know ours (train/varlen_attention.py). verl's loader of a critic
-names ``flash_attention_2`` whatever was asked for; where flash-attn is not installed, as in our stacks, PPO then ends
-with "is not a value head model, please install trl". flash-attn stays the default.
+verl writes ``override_config.attn_implementation`` into the saved ``config.json``, where a process without this plugin
+cannot resolve our name (train/varlen_attention.py). Its loader of a critic always asks for ``flash_attention_2``;
+without flash-attn PPO then ends with "is not a value head model, please install trl".
 """
 
 from typing import Any
@@ -14,18 +12,18 @@ from typing import Any
 from jetrl_verl.patches.patch import Patch
 
 JETRL_ATTENTION = "jetrl_varlen"
-"""Value of ``attn_implementation`` that stands for attention over packed or padded batches without flash-attn."""
+"""``attn_implementation`` for packed or padded batches without flash-attn."""
 
 
 def update_model_config(stock, module_config: Any, override_config_kwargs: dict[str, Any]) -> None:
-    ours = override_config_kwargs.get("attn_implementation") == JETRL_ATTENTION
-    named = ("attn_implementation",) if ours else ()
-    stock(module_config, {key: value for key, value in override_config_kwargs.items() if key not in named})
+    is_jetrl = override_config_kwargs.get("attn_implementation") == JETRL_ATTENTION
+    dropped = ("attn_implementation",) if is_jetrl else ()
+    stock(module_config, {key: value for key, value in override_config_kwargs.items() if key not in dropped})
 
 
 def load_valuehead_model(stock, local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
-    named = model_config._attn_implementation
-    if named in (None, "flash_attention_2"):
+    attention = model_config._attn_implementation
+    if attention in (None, "flash_attention_2"):
         return stock(local_path, torch_dtype, model_config, trust_remote_code)
     from transformers import AutoModelForTokenClassification
 
@@ -33,7 +31,7 @@ def load_valuehead_model(stock, local_path: str, torch_dtype: Any, model_config:
         local_path,
         config=model_config,
         dtype=torch_dtype,
-        attn_implementation=named,
+        attn_implementation=attention,
         trust_remote_code=trust_remote_code,
     )
 

@@ -1,20 +1,19 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Hook points in verl's trainer and actor: who registers a function there sees each batch and adds metrics to the step.
+"""Hooks in verl's trainer and actor: a registered function sees each batch and adds metrics to the step.
 
-verl 0.9.1 has no hook for metrics of a batch, nor one between a batch's advantages and its update. Five functions see
-what is needed:
+verl 0.9.1 has no such hooks. Five functions are patched:
 
-* ``PPOTrainer._compute_old_log_prob`` (trainer) leaves a batch with its old log-probabilities, before anything uses
-  them. A hook that raises there stops the run with the weights of the step before.
-* ``compute_advantage_for_multi_trajectories`` (trainer) is the moment at which a batch has its importance weights and
-  its advantages and neither is used yet: behind it both are written to the queue from which the actor reads. What a
-  hook changes in the batch is what the actor trains on. Its metrics leave with ``PPOTrainer._compute_advantage``.
-* ``calculate_debug_metrics`` (trainer) holds the log-probabilities of rollout and trainer together.
-* ``get_policy_loss_fn`` (actor): every policy loss, registered ones too, leaves through here. verl averages a loss's
-  metrics over micro-batches, mini-batches and ranks.
+* ``PPOTrainer._compute_old_log_prob`` (trainer): the batch has its old log-probabilities, and nothing has used them. A
+  hook that raises stops the run with the previous step's weights.
+* ``compute_advantage_for_multi_trajectories`` (trainer): the batch has importance weights and advantages, and goes to
+  the actor's queue next. The actor trains on what a hook changes.
+* ``PPOTrainer._compute_advantage`` (trainer) reports the metrics of these hooks.
+* ``calculate_debug_metrics`` (trainer) has the log-probabilities of rollout and trainer.
+* ``get_policy_loss_fn`` (actor) returns every policy loss, registered ones too. verl averages a loss's metrics over
+  micro-batches, mini-batches and ranks.
 
-The hooks lie in the module whose function calls them, under the names below.
+The dictionaries below live in the module whose function calls the hooks.
 """
 
 import importlib
@@ -31,7 +30,7 @@ AFTER_ADVANTAGES: dict[str, Any] = {}
 """``hook(batch, algorithm)`` by name: verl's padded tensors ``[B, T]`` and its ``algorithm`` config, to metrics."""
 
 ADVANTAGE_METRICS: dict[str, float] = {}
-"""What the hooks found in the batch whose advantages were computed last."""
+"""Metrics of the batch whose advantages were computed last."""
 
 DEBUG_METRICS: dict[str, Any] = {}
 """``hook(data)`` by name: verl's ``DataProto`` with the log-probabilities of both sides, to metrics."""
@@ -141,10 +140,10 @@ def run_after_old_log_probs(name: str, hook: Callable[[Any, Any], dict[str, floa
 
 
 def run_after_advantages(name: str, hook: Callable[[Any, Any], dict[str, float]]) -> None:
-    """Call ``hook`` once per batch, in the process that holds verl's trainer, which need not be imported yet.
+    """Call ``hook`` once per batch in the process of verl's trainer, which need not be imported yet.
 
     Args:
-        name: of the hook; a later one of the same name takes its place. hook: see :data:`AFTER_ADVANTAGES`.
+        name: of the hook; a later hook of the same name replaces it. hook: see :data:`AFTER_ADVANTAGES`.
     """
     _register_in_trainer("AFTER_ADVANTAGES", name, hook, ADVANTAGES, STEP_METRICS)
 

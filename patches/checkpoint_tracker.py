@@ -1,10 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""verl's note of the latest checkpoint is read before a run resumes from it, and a damaged one is refused by name.
+"""Check ``latest_checkpointed_iteration.txt`` before a run resumes, and refuse a damaged one.
 
-verl 0.9.1 truncates ``latest_checkpointed_iteration.txt`` before it writes it. After a full disk it is empty and a
-resume ends in ``int("")``; one that points to a folder that is gone starts the training from scratch without a word.
-Which checkpoint to go back to is the user's choice, and each message says how.
+verl 0.9.1 truncates the file before it writes it. After a full disk it is empty and a resume ends in ``int("")``; if it
+points to a folder that is gone, training silently starts from scratch. The user chooses the checkpoint to go back to.
 """
 
 import os
@@ -29,12 +28,12 @@ def steps_in(folder: Path) -> Iterator[int]:
 
 
 def check_tracker(tracker: Path) -> int:
-    """The step that verl's tracker file names; ``DamagedCheckpointError`` unless its checkpoint is beside it."""
+    """Step named by verl's tracker file; raises ``DamagedCheckpointError`` if that checkpoint is not next to it."""
     steps = sorted(steps_in(tracker.parent))
     remedy = "there is no checkpoint beside it; start again with trainer.resume_mode=disable"
     if steps:
-        held = ", ".join(map(str, steps))
-        remedy = f"write the step of the newest complete checkpoint into it, of {held} in {tracker.parent}"
+        available = ", ".join(map(str, steps))
+        remedy = f"write the step of the newest complete checkpoint into it, of {available} in {tracker.parent}"
     text = tracker.read_text(errors="replace").strip()
     if not text.isdigit():
         raise DamagedCheckpointError(f"{tracker} holds {text!r} and not a step, as after a full disk; {remedy}")

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's engine processes fork on the CPU platform (jetrl_verl/cpu_platform.py).
 
-Inside a Ray actor vLLM 0.24.0 spawns its engine core and its worker, and each imports torch, vLLM and verl again: 40 s
-of processor time together, a third of the launch on two cores. The reasons for spawning are CUDA contexts and executors
-that call Ray; neither exists here.
+Inside a Ray actor vLLM 0.24.0 spawns engine core and worker, and each imports torch, vLLM and verl again: 40 s of
+processor time, a third of a launch on two cores. Spawning protects CUDA contexts and executors that call Ray; neither
+exists here.
 """
 
 import os

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """FSDP on the CPU platform (jetrl_verl/cpu_platform.py), where parameters are in host memory from the start.
 
-verl 0.9.1 offloads a forward-only model under FSDP2 to pinned host memory, which takes a GPU's driver, and loads a
-model under FSDP1 to the device ``cpu:cpu``, which does not exist. Here is nothing to offload and nothing to load.
+verl 0.9.1 offloads a forward-only FSDP2 model to pinned host memory, which needs a GPU driver, and loads an FSDP1 model
+to the device ``cpu:cpu``, which does not exist. On a CPU there is nothing to offload or to load.
 """
 
 from typing import Any

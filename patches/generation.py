@@ -1,24 +1,20 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What verl's rollout server does for each token: it keeps it, with its log-probability.
+"""Less work per token in verl's rollout server; the answers stay the same.
 
-verl 0.9.1's server answers a call once, when the response is complete, and of the answer it reads tokens and
-log-probabilities. It asks vLLM for more. For each token of each request vLLM makes an output of what there is so far
-and wakes the request's task, which drops the output; it turns the token into text, twice; and it keeps the
-log-probability as an object in a dictionary, two of many that Python's garbage collector goes through again and again.
-One thread does this for all requests, so with many of them it takes longer than the GPU's step.
+verl 0.9.1's server reads tokens and log-probabilities of the complete response only. vLLM does more for each token: it
+makes an output of everything so far and wakes the request's task, which drops it; it converts the token to text, twice;
+and it keeps the log-probability as an object in a dictionary, which Python's garbage collector visits. One thread does
+this for all requests, so with many of them it takes longer than the GPU's step. For requests of that server:
 
-Three things differ in a request of that server, and nothing in its answer:
+* vLLM makes the first and the last output only. The first one is needed: until it arrives the server counts the
+  request as being admitted, and a weight sync waits for such requests.
+* No text is made, unless the request has stop strings.
+* Log-probabilities are numbers in a list, unless the request asks for those of other tokens too.
 
-* vLLM makes its first output and its last one, and none between. The first one stays: until it is there, the server
-  counts a request as one that is being admitted, and a weight sync waits for those before it aborts what runs.
-* No text is made, unless the request has stop strings, which are looked for in it.
-* Log-probabilities are kept as numbers in a list, unless the request asks for those of other tokens, too.
-
-Whatever ends a request gives the last output, with all tokens and log-probabilities so far: its length, a stop, an
-abort, a pause. Which requests are the server's is said by the call: it sets :data:`FIRST_AND_LAST` in its own context,
-in which vLLM adds the request. So two requests may have one id, as under ``full_determinism``, and whoever else uses
-the engine, as vLLM's HTTP server does, has what it asked for.
+The last output has all tokens, whatever ended the request: length, stop, abort, pause. The server marks its requests
+by setting :data:`FIRST_AND_LAST` in the context in which vLLM adds them. A request id would not do: two requests may
+share one under ``full_determinism``. Other users of the engine, such as vLLM's HTTP server, are not affected.
 """
 
 from collections.abc import Iterator
@@ -34,10 +30,10 @@ REACHES = (
     "vllm.v1.engine.output_processor:RequestState.make_request_output",
     "vllm.v1.engine.output_processor:RequestState.output_kind",
 )
-"""vLLM adds a request in its caller's context, and asks the request's state for outputs and for what they are of."""
+"""Public names of vLLM that this file relies on; scripts/reach.py watches them."""
 
 FIRST_AND_LAST: ContextVar[bool] = ContextVar("jetrl_first_and_last", default=False)
-"""Whether a request that is added now is read when it is admitted and when it has ended, and not in between."""
+"""Whether only the first and the last output of a request added now are read."""
 
 
 def add_request(stock, self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -46,22 +42,22 @@ def add_request(stock, self: Any, request: Any, *args: Any, **kwargs: Any) -> No
     if known or not FIRST_AND_LAST.get():
         return
     state = self.request_states[request.request_id]
-    # Several responses to one request are told apart by each of their outputs.
+    # With several responses to one request every output is needed to tell them apart.
     if state.parent_req is None and state.output_kind.name == "CUMULATIVE":
         _make_first_and_last(state)
-        kept = state.logprobs_processor
-        if kept.num_logprobs == 0 and kept.num_prompt_logprobs is None:
+        processor = state.logprobs_processor
+        if processor.num_logprobs == 0 and processor.num_prompt_logprobs is None:
             state.logprobs_processor = _SampledLogProbs()
 
 
 def _make_first_and_last(state: Any) -> None:
-    """Leave out a request's outputs between its first and its last one: behind the first it asks for the last alone."""
+    """Skip a request's outputs between the first and the last: after the first it asks for the final one only."""
     make = state.make_request_output
 
     def make_first(*args: Any, **kwargs: Any) -> Any:
         output = make(*args, **kwargs)
         if output is not None:
-            del state.make_request_output  # from now on the class's own again
+            del state.make_request_output  # back to the method of the class
             state.output_kind = type(state.output_kind).FINAL_ONLY
         return output
 
@@ -80,10 +76,10 @@ class _SampledLogProb:
 
 
 class _SampledLogProbs:
-    """In the place of vLLM's ``LogprobsProcessor``: of each position the log-probability of the sampled token.
+    """Replaces vLLM's ``LogprobsProcessor``: the log-probability of the sampled token of each position.
 
-    An answer has it as its ``logprobs``; an iteration gives what the position's dictionary is asked for in verl,
-    ``position[token].logprob``. The collector has no reason to look at lists of numbers.
+    It is the answer's ``logprobs``. Iterating yields objects that support verl's ``position[token].logprob``. The
+    garbage collector does not visit lists of numbers.
     """
 
     num_logprobs, num_prompt_logprobs, prompt_logprobs = 0, None, None
@@ -101,7 +97,7 @@ class _SampledLogProbs:
         new = output.new_logprobs
         if new is None:
             return
-        # Column 0 is the sampled token; there are others if another request of the batch asks for them.
+        # Column 0 is the sampled token; other columns exist if another request of the batch asked for them.
         self.tokens += new.logprob_token_ids[:, 0].tolist()
         values = new.logprobs[:, 0].tolist()
         self.values += values
@@ -112,7 +108,7 @@ class _SampledLogProbs:
         return len(self.values)
 
     def __iter__(self) -> Iterator[_SampledLogProb]:
-        """One object, which stands for each position in its turn."""
+        """One object, reused for every position."""
         position = _SampledLogProb()
         for position.token, position.logprob in zip(self.tokens, self.values, strict=True):
             yield position
@@ -123,7 +119,7 @@ async def generate(stock, self: Any, prompt_ids: Any, sampling_params: dict, *ar
 
     if not sampling_params.get("stop"):
         sampling_params = {"detokenize": False} | sampling_params
-    # Absent where vLLM's function did not fit and the run goes on without its patch.
+    # Absent if the patch of vLLM's function was not applied.
     announced = getattr(output_processor, "FIRST_AND_LAST", None)
     if announced is None:
         return await stock(self, prompt_ids, sampling_params, *args, **kwargs)

@@ -1,12 +1,11 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities of a batch without a Python loop over its tokens, where flash-attn is not installed.
+"""Log-probabilities without a Python loop over tokens, where flash-attn is not installed.
 
-verl 0.9.1 takes log-probabilities from flash-attn's cross entropy. Without it ``logprobs_from_logits_v2`` loops over
-the first dimension to save memory; that was the batch once, but logits are packed now, so every token costs three
-kernels forward and more backward: 16 s of an update of 256 short responses on an H200 whose arithmetic takes less than
-one. Here the rows of several tokens go into a call. Values and gradients are verl's bit for bit, since both functions
-work row by row (tests/patches). Installed for every precision, baselines included, so that their step times compare.
+Without flash-attn verl 0.9.1's ``logprobs_from_logits_v2`` loops over the first dimension. With packed logits that is
+every token, three kernels each: 16 s of an update of 256 short responses on an H200, whose arithmetic takes less than
+1 s. Here a call processes the rows of several tokens. Values and gradients are verl's in every bit, since both work row
+by row. Applied under every precision, so that step times of baselines compare.
 """
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from jetrl_verl.patches.patch import Patch
 
 _CHUNK_ELEMENTS = 2**24
-"""Logits taken at a time: 64 MiB of FP32 results."""
+"""Logits per call: 64 MiB of FP32 results."""
 
 
 def log_probs_of_rows(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -32,11 +31,11 @@ def log_probs_of_rows(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
     in_a_chunk = max(1, _CHUNK_ELEMENTS // rows.shape[1])
     chunks = zip(rows.split(in_a_chunk), labels_of_rows.split(in_a_chunk), strict=True)
     if logits.dtype in (torch.float32, torch.float64):
-        found = [chunk.gather(-1, wanted) - chunk.logsumexp(-1, keepdim=True) for chunk, wanted in chunks]
+        log_probs = [chunk.gather(-1, wanted) - chunk.logsumexp(-1, keepdim=True) for chunk, wanted in chunks]
     else:
-        # In BF16 the difference of two large numbers would lose what log_softmax keeps.
-        found = [torch.log_softmax(chunk, dim=-1).gather(-1, wanted) for chunk, wanted in chunks]
-    return torch.cat(found).view(labels.shape)
+        # In BF16 the difference of two large numbers loses digits that log_softmax keeps.
+        log_probs = [torch.log_softmax(chunk, dim=-1).gather(-1, wanted) for chunk, wanted in chunks]
+    return torch.cat(log_probs).view(labels.shape)
 
 
 LOG_PROBS = Patch(

@@ -1,14 +1,13 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A patch: one function of verl or vLLM and what takes its place, as data, with two ways to use it.
+"""A patch: a function of verl or vLLM and its replacement, as data.
 
-* At run time the plugin calls :meth:`Patch.apply`, which puts the replacement into the imported module.
-* ``jetrl patch --into DIR`` calls :meth:`Patch.written_into`, which writes the replacement's own source into a file.
+* :meth:`Patch.apply` puts the replacement into the imported module, at run time.
+* :meth:`Patch.written_into` writes the replacement's source into a file, for ``jetrl patch --into DIR``.
 
-Both first compare the function's source with the one that the replacement was written against. A replacement whose
-first parameter is called ``stock`` gets the function that it replaces; in a checkout that one stays beside it, renamed
-to ``_stock_<name>``. What the replacement uses of its own module (constants, functions, classes, imports) goes with it.
-Standard library only.
+Both first compare the function's source with the pinned one. A replacement whose first parameter is called ``stock``
+receives the function that it replaces; in a checkout that function is renamed to ``_stock_<name>``. Constants,
+functions, classes and imports that the replacement uses go with it. Standard library only.
 """
 
 import ast
@@ -27,13 +26,13 @@ from typing import Any
 from jetrl_verl.patches.source import find, fingerprint, names_bound_by
 
 STOCK, PATCHED, CHANGED, GONE = "stock", "patched", "changed", "gone"
-"""States of a function: as pinned; already the replacement; neither; not there."""
+"""States of a function: as pinned; the replacement; neither; missing."""
 
 _MARK = "_jetrl_patch"
 
 
 class PatchError(RuntimeError):
-    """A patch that a run cannot do without does not fit the installed source, or a checkout."""
+    """A required patch does not fit the installed source, or a checkout."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,9 @@ class Patch:
         replaces: ``module:function`` or ``module:Class.method``. version: of the project.
         sha256: of that version's source, see :func:`source.fingerprint`.
         by: the replacement, a function at the top of a module of ``patches/``.
-        symptom: what happens without the patch. upstream: what the other project says. until: when the patch can go.
-        needed: whether a run must stop where the patch does not fit (its results, or its start, depend on it); else it
-            goes on with a warning, slower or with fewer metrics.
+        symptom: what happens without the patch. upstream: status there. until: when the patch can go.
+        needed: whether a run stops if the patch does not fit, because results or start depend on it; otherwise it
+            continues with a warning, slower or with fewer metrics.
     """
 
     replaces: str
@@ -75,12 +74,12 @@ class Patch:
 
     @property
     def file(self) -> str:
-        """File of ours that holds the replacement."""
+        """File in this tree that defines the replacement."""
         return f"patches/{self.by.__module__.rpartition('.')[2]}.py"
 
     @property
     def path(self) -> str:
-        """File of the module, below the folder that holds the project's package."""
+        """File of the module, relative to the folder of the project's package."""
         return f"{self.module.replace('.', '/')}.py"
 
     # --- at run time -------------------------------------------------------------------------------------------------
@@ -88,29 +87,28 @@ class Patch:
     def apply(self) -> None:
         """Put the replacement into the imported module, and wherever the function was imported from it by name.
 
-        Doing it twice changes nothing. A function that is the replacement already, as in a checkout that ``jetrl
-        patch`` has written to, is left alone.
+        Idempotent. A function that is the replacement already, written by ``jetrl patch``, is left alone.
 
         Raises:
-            PatchError: the source is neither, and the patch is ``needed``; otherwise a warning says so.
+            PatchError: the source is neither and the patch is ``needed``; otherwise warns.
         """
         module = importlib.import_module(self.module)
         holder, name = self._place(module)
-        found = None if holder is None else inspect.getattr_static(holder, name, None)
-        if getattr(found, _MARK, None) != self.replaces:
-            state = GONE if found is None else self.state_in(Path(module.__file__).read_text())
+        function = None if holder is None else inspect.getattr_static(holder, name, None)
+        if getattr(function, _MARK, None) != self.replaces:
+            state = GONE if function is None else self.state_in(Path(module.__file__).read_text())
             if state == PATCHED:
                 return
             if state != STOCK:
                 return self._refuse(self.mismatch(state))
-            found = self._made_from(found)
-            setattr(holder, name, found)
+            function = self._made_from(function)
+            setattr(holder, name, function)
             for helper in self._text.names:
                 if not helper.startswith("_"):
-                    # As in a checkout: what registers with the replacement looks there.
+                    # As in a checkout: code that registers hooks looks there.
                     vars(module).setdefault(helper, getattr(sys.modules[self.by.__module__], helper))
         if holder is module:
-            self._hand_on(name, found)
+            self._replace_imports(name, function)
 
     def _place(self, module: ModuleType) -> tuple[Any, str]:
         holder, _, name = self.function.rpartition(".")
@@ -119,7 +117,7 @@ class Patch:
     def _made_from(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         new = self.by
         if self.wraps and inspect.iscoroutinefunction(stock):
-            # Ray asks whether an actor's method is one before it calls it.
+            # Ray checks whether an actor's method is a coroutine before it calls it.
             @functools.wraps(stock)
             async def new(*args: Any, **kwargs: Any) -> Any:
                 return await self.by(stock, *args, **kwargs)
@@ -134,7 +132,7 @@ class Patch:
         new._jetrl_stock = stock
         return new
 
-    def _hand_on(self, name: str, new: Callable[..., Any]) -> None:
+    def _replace_imports(self, name: str, new: Callable[..., Any]) -> None:
         for module in list(sys.modules.values()):
             inside = getattr(module, "__name__", "").partition(".")[0] == self.project
             if inside and vars(module).get(name) is new._jetrl_stock:
@@ -164,10 +162,10 @@ class Patch:
     def state_in(self, text: str) -> str:
         """``STOCK``, ``PATCHED``, ``CHANGED`` or ``GONE``, of the module's source ``text``."""
         tree = ast.parse(text)
-        found = find(tree, self.function)
-        if found is None:
+        function = find(tree, self.function)
+        if function is None:
             return GONE
-        if fingerprint(found) == self.sha256:
+        if fingerprint(function) == self.sha256:
             return STOCK
         stock = find(tree, self._stock_name) if self.wraps else None
         wanted = {self.function: self._text.function} | self._text.helpers
@@ -179,7 +177,7 @@ class Patch:
         """The module's source with the replacement in it; unchanged if it is there already.
 
         Raises:
-            PatchError: the source is not the pinned one, or has a name that the replacement brings along.
+            PatchError: the source is not the pinned one, or defines a name that the replacement adds.
         """
         state = self.state_in(text)
         if state == PATCHED:
@@ -189,18 +187,18 @@ class Patch:
         tree = ast.parse(text)
         lines = text.splitlines(keepends=True)
         target = find(tree, self.function)
-        # What is wrapped keeps its decorators, under its new name.
+        # A wrapped function keeps its decorators under its new name.
         if target.decorator_list and not self.wraps:
             raise PatchError(f"{self.replaces} has decorators, which `jetrl patch` does not support.")
         method = "." in self.function
-        ours = _indented(self._text.function, target.col_offset)
+        replacement = _indented(self._text.function, target.col_offset)
         # From the end of the file to its beginning, so that line numbers stay.
         if self.wraps:
-            lines.insert(target.end_lineno, ("\n" if method else "\n\n") + ours)
+            lines.insert(target.end_lineno, ("\n" if method else "\n\n") + replacement)
             head = lines[target.lineno - 1]
             lines[target.lineno - 1] = head.replace(f"def {target.name}", f"def _stock_{target.name}", 1)
         else:
-            lines[target.lineno - 1 : target.end_lineno] = [ours]
+            lines[target.lineno - 1 : target.end_lineno] = [replacement]
         new = [source for name, source in self._text.helpers.items() if not self._is_there(tree, name, source)]
         if new:
             holder = next(node for node in tree.body if node.lineno <= target.lineno <= node.end_lineno)
@@ -224,7 +222,7 @@ class Patch:
     def _is_there(self, tree: ast.Module, name: str, source: str) -> bool:
         there = find(tree, name)
         if there is not None and not _is_same(there, source):
-            raise PatchError(f"{self.path} defines {name} already, which {self.file} brings along; rename it there.")
+            raise PatchError(f"{self.path} defines {name} already, which {self.file} adds; rename it there.")
         return there is not None
 
     def _imports_missing_in(self, tree: ast.Module) -> list[str]:
@@ -237,7 +235,7 @@ class Patch:
 
 @dataclass(frozen=True)
 class _Text:
-    """A replacement as it stands in a checkout: its own source and what it uses of its module."""
+    """A replacement as written into a checkout: its source and what it uses of its module."""
 
     function: str
     helpers: dict[str, str]
@@ -264,7 +262,7 @@ class _Text:
                 if inner.id in available:
                     imports[inner.id] = available[inner.id]
                 elif (definition := find(tree, inner.id)) is not None:
-                    collect(definition)  # what it uses comes first
+                    collect(definition)  # its dependencies come first
                     helpers.setdefault(inner.id, _with_docstring(tree, definition, text))
 
         collect(node)
@@ -283,7 +281,7 @@ def _imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def _with_docstring(tree: ast.Module, node: ast.stmt, text: str) -> str:
-    """Source of a definition at the top of a module, with the string below an assignment that describes it."""
+    """Source of a top-level definition, with the docstring below an assignment."""
     following = next((other for other in tree.body if other.lineno > node.lineno), None)
     described = (
         isinstance(node, ast.Assign | ast.AnnAssign)
@@ -296,7 +294,7 @@ def _with_docstring(tree: ast.Module, node: ast.stmt, text: str) -> str:
 
 
 def _renamed(patch: Patch, node: ast.FunctionDef | ast.AsyncFunctionDef, text: str) -> str:
-    """The replacement's source under the function's name; what calls ``stock`` calls the renamed function."""
+    """The replacement's source under the function's name, calling the renamed function for ``stock``."""
     holder, _, name = patch.function.rpartition(".")
     stock = patch._stock_name
     lines = text.splitlines()

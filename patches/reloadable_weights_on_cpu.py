@@ -1,11 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""BF16 linears of vLLM's CPU build stay reloadable on the CPU platform (jetrl_verl/cpu_platform.py).
+"""BF16 weights of vLLM's CPU build stay reloadable on the CPU platform (jetrl_verl/cpu_platform.py).
 
-vLLM 0.24.0 packs a CPU linear's weight at load and drops the original (``remove_weight=True``), so the next weight sync
-finds a parameter of size 0; experts it packs into parameters of another layout, which no loader knows. Here layers and
-experts multiply with the parameters themselves. Slower by the packing's gain, which a model small enough for CPU
-reinforcement learning does not notice.
+vLLM 0.24.0 packs a CPU linear layer's weight at load and drops the original (``remove_weight=True``), so the next
+weight sync meets a parameter of size 0. Experts are packed into a layout that no loader knows. Here layers and experts
+multiply with the parameters themselves, which is slower; for models small enough for a CPU it does not matter.
 """
 
 import os
@@ -40,7 +39,7 @@ def check_grouped_gemm(stock, self, layer: torch.nn.Module) -> tuple[bool, str]:
     from vllm.model_executor.layers.fused_moe import cpu_fused_moe
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-    # Stock builds a module in every forward of this path, where there is no vLLM configuration to build it from.
+    # vLLM builds a module in every forward of this path, where no vLLM configuration is set.
     cpu_fused_moe._CPU_MOE_ACT_FN[MoEActivation.SILU] = SiluAndMul.forward_native
     return False, "none"
 

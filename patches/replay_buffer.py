@@ -1,14 +1,11 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer sees within 50 ms that the rollouts are done, and not within two seconds.
+"""Notice finished rollouts within 50 ms instead of 2 s.
 
-verl 0.9.1's ``ReplayBuffer`` asks its queue every ``poll_interval`` seconds, 2.0, which no option reaches. So a step
-waits one second on average for rollouts that are there, and ``timing_s/gen`` comes in multiples of two.
-
-``VERL_REPLAY_BUFFER_POLL_SECONDS`` sets another interval. An answer that itself takes long (it lists every trajectory)
-makes the next question wait longer, up to verl's interval, so that asking takes a tenth of the time at most.
-``poll_interval`` keeps its value outside of the wait: the trainer that alternates between rollout and update also reads
-it as the wait from which on a step counts as idle.
+verl 0.9.1's ``ReplayBuffer`` polls its queue every ``poll_interval`` (2 s), which no option sets, so a step waits 1 s
+on average for rollouts that are done. ``VERL_REPLAY_BUFFER_POLL_SECONDS`` sets the interval here. A slow answer (it
+lists every trajectory) lengthens the next wait, up to verl's interval: polling takes at most a tenth of the time.
+``poll_interval`` itself stays: verl also reads it as the wait after which a step counts as idle.
 """
 
 import os

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Python source as text: where a function stands in it, and a sum of what it does. Nothing is imported or run."""
+"""Find a function in Python source and fingerprint its syntax tree. Nothing is imported or run."""
 
 import ast
 import hashlib
@@ -10,10 +10,7 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def find(tree: ast.AST, qualified_name: str) -> ast.stmt | None:
-    """The statement that defines ``name`` or ``Class.name``: a function, a class or an assignment; None without one.
-
-    A definition under a module's or a class's ``if`` or ``try`` counts, the first one.
-    """
+    """The statement that defines ``name`` or ``Class.name``, also under ``if`` or ``try``; None if there is none."""
     for name in qualified_name.split("."):
         tree = next((node for node in statements(tree) if name in names_bound_by(node)), None)
         if tree is None:
@@ -22,15 +19,15 @@ def find(tree: ast.AST, qualified_name: str) -> ast.stmt | None:
 
 
 def statements(tree: ast.AST) -> list[ast.stmt]:
-    """Those of a module's or a class's body, with what is under ``if``, ``try`` and ``with`` in it."""
-    found = []
+    """Statements of a module or class, including those under ``if``, ``try`` and ``with``."""
+    body = []
     for node in getattr(tree, "body", []):
-        found.append(node)
+        body.append(node)
         if isinstance(node, ast.If | ast.Try | ast.With):
             inner = [node, *getattr(node, "handlers", [])]
             inner += [ast.Module(part, []) for part in (getattr(node, "orelse", []), getattr(node, "finalbody", []))]
-            found += [statement for part in inner for statement in statements(part)]
-    return found
+            body += [statement for part in inner for statement in statements(part)]
+    return body
 
 
 def names_bound_by(node: ast.stmt) -> set[str]:
@@ -42,9 +39,9 @@ def names_bound_by(node: ast.stmt) -> set[str]:
 
 
 def fingerprint(node: ast.AST) -> str:
-    """SHA-256 of the syntax tree, without docstrings, comments, layout and the definition's own name.
+    """SHA-256 of the syntax tree without docstrings, comments, layout and the definition's name.
 
-    It does not depend on the Python version that parses the source.
+    Independent of the Python version that parses the source.
     """
     return hashlib.sha256(_described(node, own_name=False).encode()).hexdigest()
 
@@ -60,6 +57,6 @@ def _described(value: object, own_name: bool = True) -> str:
             fields["body"] = value.body[1:]
         if not own_name:
             del fields["name"]
-    # Newer Pythons have fields that older ones lack; they are empty in what older ones can parse.
+    # Newer Pythons have more fields; they are empty for source that older ones can parse.
     described = (f"{name}={_described(part)}" for name, part in fields.items() if part not in (None, []))
     return f"{type(value).__name__}({','.join(described)})"

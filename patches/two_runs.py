@@ -1,15 +1,13 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A socket for the weight sync that two runs on one host do not share.
+"""A name for the weight sync's socket that two runs on one host do not share.
 
-verl 0.9.1 names the socket of trainer and rollout worker after Ray's job id, replica and rank. Each Ray cluster counts
-its jobs from 01000000, so two runs on one host, each with a cluster of its own, get one name. The sender removes what
-lies at its name before it binds, so nobody is told: a rollout worker may connect to the other run's trainer and load
-its weights, and the contract check holds, because the sums come with them.
+verl 0.9.1 names the socket after Ray's job id, replica and rank. Each Ray cluster starts counting jobs at 01000000, so
+two runs on one host get the same name. The sender removes the file before it binds, so a rollout worker may silently
+load the other run's weights; the contract check passes, because the sums come with them.
 
-The name gets what tells clusters apart and what both ends see without being told: the process id of Ray's daemon on
-this node, which Ray leaves in the environment of each of its workers and vLLM's own processes inherit, and the
-namespace in which that id counts, since containers may share ``/tmp``.
+The patch adds the process id of Ray's daemon on this node, which both ends have in their environment, and its pid
+namespace, since containers may share ``/tmp``.
 """
 
 import os
@@ -21,20 +19,20 @@ _STEM = "ipc:///tmp/rl-colocate-zmq-"
 
 
 def address_of_this_run(address: str) -> str:
-    """verl's address with this run in it.
+    """verl's address, made unique for this run.
 
     Args:
         address: ``ipc:///tmp/rl-colocate-zmq-<job>-replica-<n>-rank-<n>.sock``, as verl's two ends build it.
 
     Raises:
-        RuntimeError: another form of address, which this patch would leave shared.
+        RuntimeError: the address has another form.
     """
     if not address.startswith(_STEM):
         raise RuntimeError(
             f"weight sync: verl names its socket {address} and not {_STEM}..., so two runs on this host could not be "
             "told apart; install verl 0.9.1"
         )
-    # Outside Ray, as in a test of one end, there is no daemon and no second run.
+    # Outside Ray there is no daemon and no second run.
     daemon = os.environ.get("RAY_RAYLET_PID", "0")
     namespace = os.stat("/proc/self/ns/pid").st_ino
     return f"{_STEM}{daemon}-{namespace}-{address.removeprefix(_STEM)}"

@@ -1,10 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A time limit on the weight sync's handshakes, so that a dead rollout worker is an error and not a hang.
+"""A time limit on the weight sync's handshakes: a dead rollout worker is an error, not a hang.
 
 verl 0.9.1's ``BucketedWeightSender`` waits for each acknowledgement without a limit. A worker that raises while loading
-still acknowledges (rollout/worker.py), but one that was killed never will.
-Applied with our engine only.
+still acknowledges (rollout/worker.py); one that was killed never does. Applied with our engine only.
 """
 
 import zmq
@@ -19,13 +18,13 @@ TIMEOUT_SECONDS = 45.0
 
 
 class _TimedSocket:
-    """A ZMQ socket whose waits end in a sentence."""
+    """A ZMQ socket with bounded waits."""
 
     def __init__(self, socket: zmq.Socket) -> None:
         self._socket = socket
         socket.setsockopt(zmq.RCVTIMEO, int(TIMEOUT_SECONDS * 1000))
         socket.setsockopt(zmq.SNDTIMEO, int(TIMEOUT_SECONDS * 1000))
-        # A message that nobody will read must not keep the process from ending.
+        # An unread message must not keep the process alive.
         socket.setsockopt(zmq.LINGER, 0)
 
     def __getattr__(self, name: str):
@@ -37,8 +36,8 @@ class _TimedSocket:
         except zmq.Again:
             what = f"did not answer within {TIMEOUT_SECONDS:.0f} s"
         except zmq.ZMQError as error:
-            # A connection that ends between the two frames of a request takes the request with it, and libzmq reports
-            # it as sent; only the wait for an answer then fails, since nothing was asked.
+            # A connection that ends between the two frames of a request loses the request, and libzmq reports it as
+            # sent; the wait for an answer then fails with EFSM.
             if error.errno != zmq.EFSM:
                 raise
             what = "went away while weights were sent to it"

@@ -1,26 +1,16 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``make test``: every test that needs no GPU and is not marked ``slow``, in two lanes side by side, since hardly a
-test keeps two cores busy. ``make test-gpu``: every test that needs one, in JOBS processes.
+"""Runs the tests for the Makefile: pytest processes from one queue, their outputs, and one summary at the end.
 
-    python scripts/run_tests.py [words for pytest]
-    JOBS=6 python scripts/run_tests.py --gpu [words for pytest]
+    python scripts/run_tests.py [words for pytest]          make test: quick tests, two processes at a time
+    python scripts/run_tests.py --e2e [words for pytest]    make test-e2e: jobs of verl and vLLM, one after another
+    python scripts/run_tests.py --all [words for pytest]    make test-all: both, what is marked slow, NARROWEST
+    JOBS=6 python scripts/run_tests.py --gpu [words]        make test-gpu: every JOBS-th test in each of JOBS processes
 
-Without a GPU, one lane is one process: what starts Ray or verl's trainer, one after another. The other lane has the
-tests that compute without either, a process for each of ``PARTS`` in turn, so that what one part keeps in memory is
-gone before the next. Where the first lane ends early, it takes the next part, too: both end together on any machine.
-All of it runs under the widest instructions that the processor has. What compares floating point most closely
-(``PROCESSOR``) runs a second time, as the last part, under the narrowest: sums round in another order there, and a test
-must not rest on one of them. What a part printed comes when all have ended, and then one summary: the counts, what
-failed, why what was skipped was skipped, and of each process the minutes and the most memory that it or a process it
-waited for had. With a path among the words, one pytest runs on that alone.
-
-With a GPU each process takes each JOBS-th test, so that the tests of one file spread over all: most of them wait for a
-compiler, an engine's start or the host, and few need more than a tenth of the GPU's memory. A process's output follows
-when all have ended; none stops another.
+Each process takes one group of folders, so that the memory of one group is free before the next. With a path among the
+words, one pytest runs that path alone, whatever its mark.
 """
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -32,15 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = {
-    "kernels": ("kernels",),
-    "train": ("train",),
-    "diff": ("tools/diff",),
-    "others": (
-        "algorithms", "benchmarks", "metrics", "models", "nn", "packaging", "reference", "sync",
-    ),
-}  # fmt: skip
-"""What computes without Ray and verl's trainer, folders of tests/; the longest part, the kernels, comes first."""
+GROUPS = (("kernels",), ("rollout",), ("train",), ("tools",), ("config", "checkpoint", "faults", "patches", "recipes"))
+"""Folders of tests/ that run in one process each, longest first; the last process has all other tests."""
 PROCESSOR = (
     "tests/algorithms/test_shadow_on_cpu.py",
     "tests/kernels/test_quotient_on_cpu.py",
@@ -51,39 +34,37 @@ PROCESSOR = (
     "tests/sync",
     "tests/train/test_exact_trainer_on_cpu.py",
 )
-"""What runs under the narrowest instructions, too. Nothing of it compiles with Inductor, which cannot do without
-vectors (torch 2.11 writes C++ that does not compile under ATEN_CPU_CAPABILITY=default)."""
+"""What compares floating point most closely. ``make test-all`` runs it under the narrowest instructions, too: sums
+round in another order there. None of it compiles with Inductor, which needs vectors (torch 2.11)."""
 NARROWEST = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-PYTEST = [sys.executable, "-m", "pytest", "--gpu=never", "--durations=15"]
-LANES = 2
-GPU_JOBS = max(1, min(6, (os.cpu_count() or 1) // 2))
+PYTEST = [sys.executable, "-m", "pytest", "--durations=15"]
+CPU_PROCESSES = 2
+GPU_PROCESSES = max(1, min(6, (os.cpu_count() or 1) // 2))
 NOTHING_CHOSEN = 5
 """pytest's exit status where the words chose no test."""
 
 
 @dataclass
 class Process:
-    """One pytest of ``make test``; ``minutes`` and ``gigabytes`` (the most memory) are known once it has ended."""
+    """One pytest; ``minutes`` and ``gigabytes`` (the peak of it or of a child it waited for) are known at its end."""
 
     name: str
-    paths: list[str]
+    words: list[str]
     environment: dict[str, str] = field(default_factory=dict)
     popen: subprocess.Popen | None = None
     minutes: float = 0.0
     gigabytes: float = 0.0
 
-    def start(self, words: list[str], report: Path, said: Path | None) -> None:
-        """Run with words for pytest; what it prints goes to the file ``said``, or comes at once."""
-        # Ray starts its workers at nice 15. The process that waits for them must not starve.
-        nice = ["nice", "-n", "15"] if said is not None else []
-        command = [*nice, *PYTEST, f"--junitxml={report}", *words, *self.paths]
+    def start(self, folder: Path) -> None:
+        self.report, self.output = folder / f"{self.name}.xml", folder / f"{self.name}.txt"
+        command = [*PYTEST, f"--junitxml={self.report}", *self.words]
         self._began = time.monotonic()
-        with said.open("wb") if said is not None else contextlib.nullcontext() as file:
-            into = {} if file is None else {"stdout": file, "stderr": subprocess.STDOUT}
-            self.popen = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **self.environment}, **into)
+        with self.output.open("wb") as file:
+            environment = {**os.environ, **self.environment}
+            self.popen = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
 
     def ended(self) -> bool:
-        """Whether it has ended; reaped here, since ``Popen`` does not tell what a process used."""
+        """Whether it has ended; reaped here, since ``Popen`` does not say what a process used."""
         if self.popen.returncode is None:
             pid, status, used = os.wait4(self.popen.pid, os.WNOHANG)
             if pid:
@@ -96,12 +77,42 @@ class Process:
         return f"{self.name}: {self.minutes:.1f} minutes, {self.gigabytes:.1f} GB"
 
 
-def processes() -> tuple[Process, list[Process]]:
-    """What trains, and what computes in the order of its starts; together every test, once, and PROCESSOR again."""
-    folders = {name: [f"tests/{folder}" for folder in part] for name, part in PARTS.items()}
-    elsewhere = [f"--ignore={path}" for paths in folders.values() for path in paths]
-    computing = [Process(f"computing {name}", paths) for name, paths in folders.items()]
-    return Process("training", ["tests", *elsewhere]), [*computing, Process("narrowest", [*PROCESSOR], NARROWEST)]
+def processes(mode: str, words: list[str]) -> list[Process]:
+    """The queue of a mode: ``quick``, ``e2e``, ``all`` or ``gpu``; together every test of the mode, once."""
+    if mode == "gpu":
+        jobs = int(os.environ.get("JOBS", GPU_PROCESSES))
+        return [
+            Process(f"part_{i}_of_{jobs}", ["--gpu=only", f"--part={i}/{jobs}", *words]) for i in range(1, jobs + 1)
+        ]
+    words = ["--gpu=never", *words]
+    jobs = Process("e2e", ["--tests=e2e" if mode == "e2e" else "--tests=slow-e2e", *words, "tests"])
+    if mode == "e2e":
+        return [jobs]
+    tests = [f"--tests={'quick' if mode == 'quick' else 'no-e2e'}", *words]
+    taken = [folder for group in GROUPS for folder in group]
+    queue = [Process("_".join(group), [*tests, *(f"tests/{folder}" for folder in group)]) for group in GROUPS]
+    queue.append(Process("others", [*tests, "tests", *(f"--ignore=tests/{folder}" for folder in taken)]))
+    if mode == "all":
+        queue += [Process("narrowest", [*tests, *PROCESSOR], NARROWEST), jobs]
+    return queue
+
+
+def run(queue: list[Process], at_once: int, folder: Path) -> None:
+    """Run all, ``at_once`` at a time; print the output of each when it ends. None stops another."""
+    waiting, running = list(queue), []
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                running.append(waiting.pop(0))
+                running[-1].start(folder)
+            for process in [process for process in running if process.ended()]:
+                running.remove(process)
+                print(f"--- {process}\n{process.output.read_text(errors='replace')}", flush=True)
+            time.sleep(0.2)
+    finally:
+        for process in running:
+            process.popen.kill()
+            print(f"--- {process.name}, killed\n{process.output.read_text(errors='replace')}", flush=True)
 
 
 def summary(reports: list[Path]) -> str:
@@ -130,61 +141,19 @@ def status_of(returned: set[int]) -> int:
     return min(returned) if returned <= {0, NOTHING_CHOSEN} else 1
 
 
-def run_on_gpu(words: list[str]) -> int:
-    """Run the GPU tests in JOBS processes of this machine, print all they say and a summary."""
-    start, jobs = time.monotonic(), int(os.environ.get("JOBS", GPU_JOBS))
-    command = [*PYTEST, "--gpu=only", *words]
-    with tempfile.TemporaryDirectory() as folder:
-        names = [Path(folder) / f"part_{i}_of_{jobs}" for i in range(1, jobs + 1)]
-        processes = []
-        for i, name in enumerate(names, 1):
-            with name.open("wb") as said:
-                part = [*command, f"--part={i}/{jobs}", f"--junitxml={name.with_suffix('.xml')}"]
-                processes.append(subprocess.Popen(part, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT))
-        try:
-            returned = {process.wait() for process in processes}
-        finally:
-            for process in processes:
-                process.kill()
-            for name in names:
-                print(f"--- {name.name}\n{name.read_text(errors='replace')}", flush=True)
-        minutes = (time.monotonic() - start) / 60
-        reports = [name.with_suffix(".xml") for name in names]
-        print(f"\nmake test-gpu: {summary(reports)}\n  in {minutes:.1f} minutes", flush=True)
-    return status_of(returned)
-
-
 def main(words: list[str]) -> int:
-    if "--gpu" in words:
-        return run_on_gpu([word for word in words if word != "--gpu"])
+    mode = next((mode for mode in ("e2e", "all", "gpu") if f"--{mode}" in words), "quick")
+    words = [word for word in words if word != f"--{mode}"]
     if any((ROOT / word.partition("::")[0]).exists() for word in words if not word.startswith("-")):
-        return subprocess.run([*PYTEST, *words], cwd=ROOT).returncode
-    start, (training, parts) = time.monotonic(), processes()
-    every = [training, *parts]
+        gpu = "only" if mode == "gpu" else "never"
+        return subprocess.run([*PYTEST, f"--gpu={gpu}", "--tests=all", *words], cwd=ROOT).returncode
+    began, queue = time.monotonic(), processes(mode, words)
     with tempfile.TemporaryDirectory() as folder:
-        reports = [Path(folder) / f"{process.name}.xml" for process in every]
-        said = [report.with_suffix(".txt") for report in reports]
-        training.start(words, reports[0], None)
-        running, waiting = [training], list(zip(parts, reports[1:], said[1:], strict=True))
-        try:
-            while running:
-                while waiting and len(running) < LANES:
-                    part, report, file = waiting.pop(0)
-                    part.start(words, report, file)
-                    running.append(part)
-                for process in [process for process in running if process.ended()]:
-                    running.remove(process)
-                    print(f"\n[{process}]", flush=True)
-                time.sleep(0.2)
-        finally:
-            for process in running:
-                process.popen.kill()
-            for process, file in zip(every, said, strict=True):
-                if file.exists():
-                    print(f"--- {process.name}\n{file.read_text(errors='replace')}", flush=True)
-        minutes = (time.monotonic() - start) / 60
-        print(f"\nmake test: {summary(reports)}", *every, f"in {minutes:.1f} minutes", sep="\n  ", flush=True)
-    return status_of({process.popen.returncode for process in every})
+        run(queue, len(queue) if mode == "gpu" else CPU_PROCESSES, Path(folder))
+        target = "make test" if mode == "quick" else f"make test-{mode}"
+        print(f"\n{target}: {summary([process.report for process in queue])}", *queue, sep="\n  ")
+        print(f"  in {(time.monotonic() - began) / 60:.1f} minutes", flush=True)
+    return status_of({process.popen.returncode for process in queue})
 
 
 if __name__ == "__main__":

@@ -6,10 +6,8 @@
   has is fine there. ``--gpu=never`` (``make test``) leaves them out on any machine; ``--gpu=only`` (``make test-gpu``)
   runs exactly them and is an error without a GPU, so that a GPU run never passes by running nothing.
   ``--part=2/6`` runs each sixth test from the second on, so that six processes share them.
-- Tests marked ``slow`` (minutes each, and what they cover is sampled by a test that is not) run with ``--slow=only``
-  (``make test-slow``) alone.
-- End-to-end tests (``tests/e2e``, files named ``*end_to_end*``) run last: whatever they would find in minutes, a unit
-  test should say in seconds.
+- Tests marked ``slow`` (whole sweeps, minutes each; a test that is not slow samples what they cover) and end-to-end
+  tests (``tests/e2e``, files named ``*end_to_end*``) are left out, unless ``--tests`` asks for them.
 - A test that hangs (two processes and a collective are enough) fails by itself; ``@pytest.mark.timeout`` overrides.
 """
 
@@ -42,6 +40,14 @@ for _name, _value in {
     os.environ.setdefault(_name, _value)
 
 _E2E = Path(__file__).parent / "e2e"
+CHOICES = {
+    "quick": {(False, False)},
+    "e2e": {(False, True)},
+    "no-e2e": {(False, False), (True, False)},
+    "slow-e2e": {(False, True), (True, True)},
+    "all": {(False, False), (True, False), (False, True), (True, True)},
+}
+"""Value of ``--tests`` -> the tests that run, as (marked slow, end to end)."""
 _SECONDS = 300
 _SECONDS_E2E = 1500
 
@@ -68,14 +74,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="auto",
         help="files named *_on_gpu.py: run where there is a GPU (auto), never, or only them",
     )
-    parser.addoption(
-        "--slow", choices=("never", "only", "also"), default="never", help="tests marked slow: left out, alone, or run"
-    )
+    parser.addoption("--tests", choices=tuple(CHOICES), default="quick", help="which tests by their marks")
     parser.addoption("--part", default="1/1", help="I/N: of the chosen tests each N-th, from the I-th on")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: minutes long, run by `make test-slow`")
+    config.addinivalue_line("markers", "slow: minutes long, run by `make test-all`")
     config.addinivalue_line("markers", "timeout(seconds): after how long the test counts as hung (pytest-timeout)")
     if config.getoption("gpu") == "only" and not _cuda_is_available():
         raise pytest.UsageError(
@@ -93,14 +97,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    slow = config.getoption("slow")
-    if slow != "also":
-        chosen: dict[bool, list[pytest.Item]] = {True: [], False: []}
-        for item in items:
-            chosen[(item.get_closest_marker("slow") is not None) == (slow == "only")].append(item)
-        config.hook.pytest_deselected(items=chosen[False])
-        items[:] = chosen[True]
-    items.sort(key=lambda item: _is_end_to_end(item.path))  # stable: the rest keeps its order
+    chosen = CHOICES[config.getoption("tests")]
+    kept: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        kept[(item.get_closest_marker("slow") is not None, _is_end_to_end(item.path)) in chosen].append(item)
+    config.hook.pytest_deselected(items=kept[False])
+    items[:] = sorted(kept[True], key=lambda item: _is_end_to_end(item.path))  # stable: the rest keeps its order
     part, parts = map(int, config.getoption("part").split("/"))
     if parts > 1:
         mine = items[part - 1 :: parts]

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Every command that README, recipes/README and the pages of docs/ show exists, and its words parse. None runs."""
+"""Every command that a page shows exists, and its arguments parse. None runs."""
 
 import re
 import shlex
@@ -13,7 +13,7 @@ import typer
 from jetrl_verl.cli import app
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "recipes/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*map(ROOT.joinpath, ("README.md", "CONTRIBUTING.md")), *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/**/*.md")]
 ELSEWHERE = ("examples/", "verl.", "tests/faults")
 """Of a verl checkout; a folder of tests."""
 
@@ -102,16 +102,15 @@ def test_a_command_that_a_page_shows_is_there_and_parses(page, line):
     check(line)
 
 
-def test_many_commands_are_found_of_each_kind():
-    firsts = {words_of(line)[0] for _, line in SHOWN}
-    assert len(SHOWN) > 80 and {"jetrl", "make", "bash", "python3", "python"} <= firsts
+def test_commands_of_each_kind_are_found():
+    assert {"jetrl", "make", "bash", "python3", "python"} <= {words_of(line)[0] for _, line in SHOWN}
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
         ("jetrl nothing", "there is no jetrl nothing"),
-        ("jetrl memory --nothing 1", "No such option|no such option"),
+        ("jetrl advise --nothing 1", "No such option|no such option"),
         ("make nothing", "no target nothing"),
         ("python -m benchmarks.nothing", "there is no benchmarks/nothing.py"),
         ("python3 -m benchmarks.recipes --nothing", "has no --nothing"),

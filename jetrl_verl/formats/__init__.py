@@ -1,10 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The number formats of quantized linear layers, one object each: block FP8 (the flow) and channel INT8 (a baseline);
-and what a rollout's KV cache may hold, one object each (caches.py).
+"""Number formats of linear layers, block FP8 and channel INT8 (format.py), and KV caches (caches.py), one object each.
 
-``get("fp8")`` is the object, ``traits_of("fp8")`` what a configuration knows of it without importing torch. What a
-format is: format.py; its arithmetic: jetrl_verl/reference; its kernels: jetrl_verl/kernels.
+``get("fp8")`` is the object, ``traits_of("fp8")`` its traits without importing torch.
 """
 
 from functools import cache
@@ -29,21 +27,6 @@ if TYPE_CHECKING:
     from jetrl_verl.formats.caches import KVCache
     from jetrl_verl.formats.format import Format
 
-__all__ = [
-    "CACHES",
-    "FLOW",
-    "FORMATS",
-    "UNQUANTIZED",
-    "VLLM_METHODS",
-    "CacheTraits",
-    "Traits",
-    "cache_traits",
-    "get",
-    "kv_cache",
-    "of",
-    "traits_of",
-]
-
 
 @cache
 def get(name: str) -> "Format":
@@ -59,7 +42,7 @@ def get(name: str) -> "Format":
 
 
 def kv_cache(name: str) -> "KVCache":
-    """What a rollout's KV cache holds where ``jetrl.kv_cache`` is ``name``.
+    """The KV cache of ``jetrl.kv_cache=name``.
 
     Raises:
         ValueError: there is no such cache.
@@ -68,7 +51,7 @@ def kv_cache(name: str) -> "KVCache":
 
 
 def of(tensor: "torch.Tensor") -> "Format | None":
-    """The format whose qdata ``tensor`` is, by its type; None for a tensor that is not quantized."""
+    """The format of qdata ``tensor``, by its type; None if it is not quantized."""
     return _by_dtype().get(tensor.dtype)
 
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block FP8, the format of the flow: E4M3, weights in 128x128 blocks, activations and gradients in groups of 128.
 
-With X ``[M, K]``, W ``[N, K]`` and dY ``[M, N]`` every product is one NT GEMM of the contract, contracted over the last
-dimension of both operands (Jet-RL, arXiv 2601.14243, section 4; jetrl_verl/reference has the arithmetic):
+With X ``[M, K]``, W ``[N, K]`` and dY ``[M, N]`` every product is one NT GEMM of jetrl_verl/reference (Jet-RL,
+arXiv 2601.14243, section 4):
 
     FProp   Y  = X W^T       X rowwise, groups along K         W in 128x128 blocks
     DGrad   dX = dY W        dY rowwise, groups along N        W^T: the same qdata and scales, transposed
@@ -17,19 +17,12 @@ import torch
 from jetrl_verl import kernels
 from jetrl_verl.formats.catalog import FORMATS
 from jetrl_verl.formats.e4m3 import lost
-from jetrl_verl.formats.format import ExpertsFormat
-from jetrl_verl.reference import (
-    BLOCK,
-    FP8_DTYPE,
-    QuantizedTensor,
-    Segments,
-    dequantize_1x128,
-    dequantize_128x128,
-)
+from jetrl_verl.formats.format import TrainedFormat
+from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor, Segments, dequantize_1x128, dequantize_128x128
 from jetrl_verl.reference.constants import E4M3_NAN_BITS
 
 
-class BlockFP8(ExpertsFormat):
+class BlockFP8(TrainedFormat):
     """E4M3 in 128x128 blocks (weights) and groups of 128 along the contraction (activations, gradients)."""
 
     traits = FORMATS["fp8"]
@@ -40,7 +33,7 @@ class BlockFP8(ExpertsFormat):
 
     def quantize_weight(self, weight: torch.Tensor, rule: str, scales: torch.Tensor | None = None) -> QuantizedTensor:
         if scales is not None:
-            raise ValueError("FP8 computes the scales of a weight itself. Leave them out.")
+            raise ValueError("FP8 computes a weight's scales itself. Leave scales out.")
         if weight.ndim == 2:
             return kernels.quantize_128x128(weight, rule)
         # No block holds rows of two experts: N is a multiple of 128.
@@ -74,7 +67,7 @@ class BlockFP8(ExpertsFormat):
         }
 
     def nan_sample(self, qdata: torch.Tensor) -> torch.Tensor:
-        # A block that holds an Inf or NaN has NaN qdata only, so one element of each is enough.
+        # All qdata of a block with an Inf or NaN are NaN, so one element a block is enough.
         return (qdata.view(torch.uint8)[..., ::BLOCK, ::BLOCK] & 0x7F).flatten()
 
     def is_nan(self, sample: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -83,7 +76,7 @@ class BlockFP8(ExpertsFormat):
     def lost(self, qdata: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return lost(qdata)
 
-    # The trainer's side
+    # Training
 
     def quantize_activation(self, x: torch.Tensor, rule: str) -> QuantizedTensor:
         return kernels.quantize_1x128(x, rule)
@@ -120,10 +113,8 @@ class BlockFP8(ExpertsFormat):
     def dgrad(self, dy: QuantizedTensor, transposed: QuantizedTensor) -> torch.Tensor:
         return kernels.gemm_nt(dy, transposed, b_block_scaled=True)
 
-    def wgrad(self, dy: QuantizedTensor, x: QuantizedTensor, add_to: torch.Tensor | None = None) -> torch.Tensor:
-        if add_to is None:
-            return kernels.gemm_nt(dy, x, b_block_scaled=False)
-        return kernels.gemm_nt(dy, x, b_block_scaled=False, out_dtype=torch.float32, add_to=add_to)
+    def wgrad(self, dy: QuantizedTensor, x: QuantizedTensor) -> torch.Tensor:
+        return kernels.gemm_nt(dy, x, b_block_scaled=False)
 
     # A mixture of experts
 
@@ -144,7 +135,7 @@ class BlockFP8(ExpertsFormat):
         del rows
         inner = kernels.weighted_silu_mul_quantize(product, weights, segments.pair, rule)
         if ranks == 1:
-            # Segments are older than the activation's kernel, which is the one in front.
+            # The kernel right before writes the activation; the segments are older.
             static = {"static_weight": static_weight, "static_segments": static_weight}
             y = kernels.grouped_gemm_nt(inner, down, segments.start, align, **static)
         else:

@@ -1,12 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a rollout's KV cache may hold, one object each: keys and values in BF16, or in E4M3 with a power of two per
-token and head.
+"""The rollout's KV cache, BF16 or FP8 (E4M3 with a power of two per token and head), one object each.
 
-The trainer's attention, the weight sync's contract, vLLM's layers, the metrics and ``jetrl diff`` ask a cache instead
-of telling the values of ``jetrl.kv_cache`` apart; what a configuration knows of one is its ``CacheTraits``
-(catalog.py). An FP8 cache's arithmetic and pages are reference/kv_cache.py's, its kernels kernels/kv_cache.py's; BF16
-pages are vLLM's.
+FP8 arithmetic and pages: reference/kv_cache.py; its kernels: kernels/kv_cache.py. BF16 pages are vLLM's.
 """
 
 from abc import ABC, abstractmethod
@@ -22,12 +18,12 @@ from jetrl_verl.kernels import native
 from jetrl_verl.reference.kv_cache import HEAD_DIM, saturated
 
 
-class Held(NamedTuple):
-    """Keys or values of some tokens as a cache holds them.
+class StoredHeads(NamedTuple):
+    """Keys or values of some tokens in a quantized cache.
 
     Attributes:
-        tensor: ``K`` or ``V``. values: what was given, ``[T, H, D]``. qdata: same shape.
-        restored: what attention sees, BF16.
+        tensor: ``K`` or ``V``. values: the input, ``[T, H, D]``. qdata, restored: stored, and as attention sees it in
+            BF16, same shape.
     """
 
     tensor: str
@@ -37,11 +33,11 @@ class Held(NamedTuple):
 
 
 class KVCache(ABC):
-    """What the cache of a run holds.
+    """The KV cache of a run.
 
     Attributes:
-        traits: what a configuration knows of it.
-        contract: under what name the two sides state how they attend to it.
+        traits: see catalog.py.
+        contract: name of its attention in the contract check.
     """
 
     traits: CacheTraits
@@ -58,50 +54,41 @@ class KVCache(ABC):
         scale: float,
         recomputed: bool = False,
     ) -> torch.Tensor:
-        """The trainer's attention: to keys and values as the cache gives them, of which it keeps for backward what the
-        cache holds. Arguments, by position, and result of ``kernels.attention``.
+        """The trainer's attention to keys and values as the cache returns them; see ``kernels.attention``.
 
         Args:
-            recomputed: activation checkpointing runs this forward again right before its backward, so what it keeps
-                lives for one layer, and its bytes do not count.
+            recomputed: activation checkpointing runs this forward again right before its backward, so saving FP8
+                instead of BF16 would save no memory.
         """
 
     @abstractmethod
     def seen(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values ``[T, H, D]`` BF16 as attention sees them."""
 
-    # What rounding lost, of a cache that is quantized
+    # What rounding lost
 
-    def held(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[Held]:
-        """Keys, then values; nothing of a cache that holds what it is given."""
+    def stored(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[StoredHeads]:
+        """Keys, then values; nothing if the cache is not quantized."""
         yield from ()
 
     def lost(self, qdata: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(zero, subnormal) masks of ``qdata``, as ``Format.lost``.
+        """(zero, subnormal) masks of ``qdata``, as ``Format.lost``; NotImplementedError if not quantized."""
+        raise NotImplementedError(f"a cache in {self.traits.label} is not quantized")
 
-        Raises:
-            NotImplementedError: a cache that is not quantized.
-        """
-        raise NotImplementedError(f"a cache in {self.traits.label} loses nothing")
-
-    def saturated(self, held: Held) -> torch.Tensor:
-        """FP64 number of elements that were cut off at the largest number.
-
-        Raises:
-            NotImplementedError: a cache that is not quantized.
-        """
-        raise NotImplementedError(f"a cache in {self.traits.label} loses nothing")
+    def saturated(self, heads: StoredHeads) -> torch.Tensor:
+        """FP64 number of elements that saturated; NotImplementedError if not quantized."""
+        raise NotImplementedError(f"a cache in {self.traits.label} is not quantized")
 
     @property
     def vllm_head(self) -> tuple[int, torch.dtype] | None:
-        """Elements of one key or value of one head, and their type, as vLLM is told; None where it is told nothing."""
+        """Elements of one key or value of one head and their type for vLLM; None: vLLM's own."""
         return None
 
-    # A rollout's pages of one layer, by the functions that its attention calls (rollout/): for the contract check
+    # Pages of one layer, by the functions that the rollout's attention calls; for the contract check
 
     @abstractmethod
     def new_pages(self, pages: int, block_size: int, kv_heads: int, device: torch.device) -> torch.Tensor:
-        """So many pages that nobody has written, of heads of 128. What they hold is not to be read as a number.
+        """Unwritten pages of heads of 128, filled with NaN or what must not be read as a number.
 
         Raises:
             ValueError: a block size that is no multiple of ``traits.page_tokens``.
@@ -109,14 +96,14 @@ class KVCache(ABC):
 
     @abstractmethod
     def write(self, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
-        """Store keys and values ``[T, H, D]`` BF16 of tokens in ``slots`` of ``pages``, in place."""
+        """Store keys and values ``[T, H, D]`` BF16 in ``slots`` of ``pages``, in place."""
 
     @abstractmethod
     def norm_rotary_write(self, heads: tuple, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """:meth:`write` of keys behind QK norm and rotary, and of values, in the launch that returns the queries.
+        """:meth:`write` of values and of keys after QK norm and rotary, in the launch that returns the queries.
 
         Args:
-            heads: the arguments of ``kernels.norm_rotary_write`` in front of the pages.
+            heads: the arguments of ``kernels.norm_rotary_write`` before the pages.
         """
 
     @abstractmethod
@@ -135,14 +122,14 @@ class KVCache(ABC):
 
 
 def _unwritten(device: torch.device) -> float:
-    """What a BF16 page holds where nobody has written: our kernels read nothing behind a request's last token;
-    FlashAttention 3, which decodes on a GPU without the native kernel, may multiply it by zero."""
-    ours = device.type == "cpu" or native.unavailable() is None
-    return torch.nan if ours else torch.finfo(torch.bfloat16).max
+    """Fill of BF16 pages: our kernels read nothing after a request's last token, so NaN; FlashAttention 3, which
+    decodes on a GPU without the native kernel, may multiply it by zero."""
+    own_kernels = device.type == "cpu" or native.unavailable() is None
+    return torch.nan if own_kernels else torch.finfo(torch.bfloat16).max
 
 
 class BF16Cache(KVCache):
-    """What vLLM keeps by itself: pages ``[pages, 2, block size, H, D]``, keys first."""
+    """vLLM's own cache: pages ``[pages, 2, block size, H, D]``, keys first."""
 
     traits = CACHES["bf16"]
     contract = "attention over a BF16 KV cache"
@@ -170,12 +157,12 @@ class BF16Cache(KVCache):
     def decode(
         self, q: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        # FlashAttention 3 where the native kernel does not: what vLLM's backend runs there.
+        # Falls back to FlashAttention 3, as vLLM's backend does.
         return kernels.decode_attention_bf16(q, *pages.unbind(1), lengths, table, scale)
 
 
 class FP8Cache(KVCache):
-    """E4M3, and a biased exponent for each head of a token."""
+    """E4M3 with a biased exponent for each head of a token."""
 
     traits = CACHES["fp8"]
     contract = "attention over an FP8 KV cache"
@@ -186,25 +173,24 @@ class FP8Cache(KVCache):
     def seen(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return kernels.quantize_dequantize_kv(k, v)
 
-    def held(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[Held]:
+    def stored(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[StoredHeads]:
         quantized, k_seen, v_seen = kernels.quantize_kv(k, v)
-        yield Held("K", k, quantized.key, k_seen)
-        yield Held("V", v, quantized.value, v_seen)
+        yield StoredHeads("K", k, quantized.key, k_seen)
+        yield StoredHeads("V", v, quantized.value, v_seen)
 
     def lost(self, qdata: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return lost(qdata)
 
-    def saturated(self, held: Held) -> torch.Tensor:
-        return saturated(held.values, held.qdata, held.restored)
+    def saturated(self, heads: StoredHeads) -> torch.Tensor:
+        return saturated(heads.values, heads.qdata, heads.restored)
 
     @property
     def vllm_head(self) -> tuple[int, torch.dtype] | None:
         return self.traits.head_bytes(HEAD_DIM), torch.uint8
 
     def new_pages(self, pages: int, block_size: int, kv_heads: int, device: torch.device) -> torch.Tensor:
-        # NaN, as data and as a scale.
         shape = reference.cache_shape(pages, block_size, kv_heads)
-        return torch.full(shape, 255, dtype=torch.uint8, device=device)
+        return torch.full(shape, 255, dtype=torch.uint8, device=device)  # NaN, as data and as a scale
 
     def write(self, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
         kernels.write_kv(k, v, pages, slots)
@@ -213,7 +199,7 @@ class FP8Cache(KVCache):
         return kernels.norm_rotary_write_fp8(*heads, pages, slots)
 
     def read(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # As one request that holds every slot. Made on the device: a copy from the host would wait for it.
+        # As one request of all slots. Created on the device: a copy from the host would wait for it.
         count, slots = len(pages), len(pages) * pages.shape[2] * reference.UNIT_TOKENS
         table = torch.arange(count, dtype=torch.int32, device=pages.device)[None]
         starts = slots * torch.arange(2, dtype=torch.int32, device=pages.device)
@@ -227,4 +213,4 @@ class FP8Cache(KVCache):
 
 
 OBJECTS: dict[str, KVCache] = {cache.traits.name: cache for cache in (BF16Cache(), FP8Cache())}
-"""Value of ``jetrl.kv_cache`` -> the cache."""
+"""``jetrl.kv_cache`` -> the cache."""

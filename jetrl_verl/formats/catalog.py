@@ -1,33 +1,32 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which number formats exist and what a configuration has to know of each. Imports nothing, so that the command line
-and vLLM's front end may read it.
+"""The number formats and KV caches that a configuration may name. Imports no torch, for the command line and vLLM.
 
-A new format is one file beside this one (see format.py), one entry here, and its kernels.
+A new format is one file in this folder (format.py), one entry here, and its kernels.
 """
 
 from dataclasses import dataclass
 
 FLOW = "fp8"
-"""The format of the flow: what trainer and rollout share under ``precision=jet_fp8``."""
+"""The format that trainer and rollout share under ``precision=jet_fp8``."""
 
 UNQUANTIZED = "bf16"
-"""What an option says where a model's linear layers, or keys and values in the cache, stay as they are."""
+"""Value of an option whose linear layers or KV cache are not quantized."""
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What the options of a run can say of a format.
+    """What options and messages need of a format.
 
     Attributes:
         name: value of ``jetrl.rollout``, ``jetrl.train``, ``jetrl.ref`` and ``jetrl.critic``.
-        label: as it is written in messages and tables.
-        module: of this package, which holds the ``FORMAT`` object.
-        scale_rules: values of ``jetrl.scale_rule`` that it knows.
-        trains: whether forward and backward of the trainer may run in it.
-        keeps_scales: whether scales of weights may be kept from the first weight sync (``jetrl.int8_scales=first``).
-        measured: whether what its rounding loses is reported (metrics/quantization.py).
-        exports: whether ``jetrl export`` writes folders of it that stock engines serve.
+        label: its name in messages and tables.
+        module: of this package, with the ``FORMAT`` object.
+        scale_rules: supported values of ``jetrl.scale_rule``.
+        trains: whether the trainer may run forward and backward in it.
+        keeps_scales: whether weights may keep the scales of the first weight sync (``jetrl.int8_scales=first``).
+        measured: whether metrics report what rounding loses (metrics/quantization.py).
+        exports: whether ``jetrl export`` writes it for stock engines.
     """
 
     name: str
@@ -63,11 +62,10 @@ FORMATS: dict[str, Traits] = {
 }
 
 VLLM_METHODS = {name: f"jetrl_{name}" for name in (*FORMATS, UNQUANTIZED)}
-"""Value of ``jetrl.rollout`` -> name of the quantization method in vLLM. That of :data:`UNQUANTIZED` quantizes nothing;
-it is how an engine with shared operations alone is told its options."""
+"""``jetrl.rollout`` -> vLLM's quantization method. That of :data:`UNQUANTIZED` only carries an engine's options."""
 
 SCALE_RULES = tuple(dict.fromkeys(rule for traits in FORMATS.values() for rule in traits.scale_rules))
-"""Values of ``jetrl.scale_rule`` that some format knows."""
+"""Values of ``jetrl.scale_rule`` that some format supports."""
 
 
 def traits_of(name: str) -> Traits | None:
@@ -83,17 +81,16 @@ def traits_of(name: str) -> Traits | None:
 
 @dataclass(frozen=True)
 class CacheTraits:
-    """What the options of a run can say of what a rollout's KV cache holds; the objects are in caches.py.
+    """What options and messages need of a KV cache; the objects are in caches.py.
 
     Attributes:
         name: value of ``jetrl.kv_cache``.
-        label: as it is written in messages and tables.
-        element_bytes: of one number of a key or value. elements_per_scale: that share a scale of one byte; None: no
-            scales.
-        head_dim: the only one that it is for; None: every one.
-        most_query_heads: most query heads of a KV head that its decode kernel computes; None: any number.
-        page_tokens: of which a page holds a multiple.
-        backend: first word of the attention backends in rollout/ that read it.
+        label: its name in messages and tables.
+        element_bytes: of one element. elements_per_scale: that share a one-byte scale; None: no scales.
+        head_dim: the only one that is supported; None: any.
+        most_query_heads: query heads of a KV head that its decode kernel supports; None: any number.
+        page_tokens: a page holds a multiple of these.
+        backend: first word of its attention backends in rollout/.
     """
 
     name: str
@@ -107,7 +104,7 @@ class CacheTraits:
 
     @property
     def quantized(self) -> bool:
-        """Whether it holds something else than it is given, and attention therefore sees something else."""
+        """Whether attention sees other values than were written."""
         return self.elements_per_scale is not None
 
     def head_bytes(self, head_dim: int) -> int:
@@ -120,7 +117,6 @@ CACHES: dict[str, CacheTraits] = {
     traits.name: traits
     for traits in (
         CacheTraits(name=UNQUANTIZED, label="BF16", element_bytes=2),
-        # E4M3 with a power of two a token and head (reference/kv_cache.py).
         CacheTraits(
             name="fp8",
             label="FP8",
@@ -133,7 +129,7 @@ CACHES: dict[str, CacheTraits] = {
         ),
     )
 }
-"""Value of ``jetrl.kv_cache`` -> its traits; the default first."""
+"""``jetrl.kv_cache`` -> its traits; the default first."""
 
 QUANTIZED_CACHES = tuple(traits for traits in CACHES.values() if traits.quantized)
 
@@ -145,5 +141,5 @@ def cache_traits(name: str) -> CacheTraits:
         ValueError: there is no such cache.
     """
     if name not in CACHES:
-        raise ValueError(f"{name!r} is not what a KV cache may hold. Set one of {', '.join(CACHES)}.")
+        raise ValueError(f"{name!r} is not supported as a KV cache. Set one of {', '.join(CACHES)}.")
     return CACHES[name]

@@ -1,7 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
 """Channel INT8, the rollout of the INT8 baselines (FlashRL; QuRL, arXiv 2602.13953): one scale per output channel of a
-weight and per token of an activation. Rollout only; jetrl_verl/reference/int8.py has the arithmetic."""
+weight and per token of an activation. Rollout only; arithmetic: reference/int8.py."""
 
 import torch
 

@@ -1,11 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a number format is: the one object that linear layers, weight sync, contract check, vLLM's methods, metrics,
-``jetrl diff`` and the export ask instead of telling formats apart themselves.
+"""What a number format does for linear layers, weight sync, contract check, vLLM's methods, metrics and export.
 
-A format quantizes a weight ``[N, K]`` once, in the trainer; qdata and scales travel; both sides multiply with them.
-Formats that train (``traits.trains``) also have the three products of a linear layer, see :class:`TrainedFormat`;
-:class:`ExpertsFormat` has those of a mixture's experts, too.
+The trainer quantizes a weight ``[N, K]`` once, sends qdata and scales, and both sides multiply with them.
 """
 
 from abc import ABC, abstractmethod
@@ -21,20 +18,19 @@ from jetrl_verl.formats.sums import odd_constants, row_sums
 from jetrl_verl.reference import BLOCK, QuantizedTensor, Segments
 
 SCALE_SUFFIX = "_scale_inv"
-"""Name of a weight's scales on the wire, in vLLM and in an exported folder: ``<weight>_scale_inv``. vLLM remaps names
-that end in ``scale`` to its KV cache."""
+"""A weight's scales are ``<weight>_scale_inv``. vLLM remaps names that end in ``scale`` to its KV cache."""
 
 
 @cache
 def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a block's sum: ``[BLOCK]`` for its scales, ``[BLOCK * BLOCK / 8]`` for its words."""
+    """Constants of a block's sum: ``[BLOCK]`` for its scales, ``[BLOCK * BLOCK / 8]`` for its words."""
     scales, words = odd_constants(BLOCK * (BLOCK // 8 + 1), device).split([BLOCK, BLOCK * BLOCK // 8])
     return scales, words
 
 
 @cache
 def _probe_inputs(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, weight and bias of :meth:`Format.probe`; kept, since a copy from the host waits for the device."""
+    """x, weight and bias of :meth:`Format.probe`; cached, since a copy from the host waits for the device."""
     generator = torch.Generator().manual_seed(20260121)
     x = torch.randn(17, 3 * BLOCK, generator=generator, device="cpu").mul_(4).to(device, torch.bfloat16)
     w = torch.randn(2 * BLOCK, 3 * BLOCK, generator=generator, device="cpu").to(device, torch.bfloat16)
@@ -46,11 +42,10 @@ class Format(ABC):
     """One number format of a quantized linear layer.
 
     Attributes:
-        traits: what a configuration knows of it.
-        dtype: type of the qdata, one byte an element.
-        rows_per_scale: rows of a weight that share a scale.
-        columns_per_scale: columns of a weight that share a scale; None: all of them.
-        accepts_quantized: whether :meth:`linear` accepts what a norm or an activation has quantized.
+        traits: see catalog.py.
+        dtype: of the qdata, one byte an element.
+        rows_per_scale, columns_per_scale: of a weight that share a scale; None: all columns.
+        accepts_quantized: whether :meth:`linear` accepts a :class:`QuantizedTensor` as input.
     """
 
     traits: Traits
@@ -69,7 +64,7 @@ class Format(ABC):
         """Quantize ``weight [N, K]`` BF16.
 
         Args:
-            rule: scale rule. scales: those to use instead of the weight's own, where ``traits.keeps_scales``.
+            rule: scale rule. scales: to use instead of the weight's own, if ``traits.keeps_scales``.
 
         Returns:
             qdata ``[N, K]``, scales :meth:`scales_shape`.
@@ -88,12 +83,12 @@ class Format(ABC):
         rule: str,
         static_weight: bool = False,
     ) -> torch.Tensor:
-        """``x W^T + bias`` through the operator of this format, the one that trainer and rollout share.
+        """``x W^T + bias`` through the operator that trainer and rollout share.
 
         Args:
-            x: ``[..., K]`` BF16, or what an operation quantized on its way out, ``[M, K]``.
+            x: ``[..., K]`` BF16, or quantized ``[M, K]``.
             weight: qdata ``[N, K]`` and scales. bias: ``[N]`` or None, added in FP32 before the one rounding.
-            static_weight: see ``kernels.fprop``; only the speed depends on it.
+            static_weight: see ``kernels.fprop``; affects speed only.
 
         Returns:
             ``[..., N]`` BF16.
@@ -106,25 +101,25 @@ class Format(ABC):
         return -(-n // self.rows_per_scale), 1 if self.columns_per_scale is None else -(-k // self.columns_per_scale)
 
     def scales_of_rows(self, scales: torch.Tensor, start: int, rows: int) -> torch.Tensor:
-        """The scales of ``rows`` rows of a weight from row ``start``, multiples of ``rows_per_scale``."""
+        """The scales of ``rows`` rows of a weight from row ``start``, both multiples of ``rows_per_scale``."""
         return scales[start // self.rows_per_scale : (start + rows) // self.rows_per_scale]
 
     def scales_of_part(self, scales: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
-        """The scales of a part of a weight ``[N, K]``, in whole scales."""
-        found = self.scales_of_rows(scales, rows.start, rows.stop - rows.start)
+        """The scales of a part of a weight ``[N, K]`` that cuts no scale's block."""
+        scales = self.scales_of_rows(scales, rows.start, rows.stop - rows.start)
         if (width := self.columns_per_scale) is None:
-            return found
-        return found[:, columns.start // width : columns.stop // width]
+            return scales
+        return scales[:, columns.start // width : columns.stop // width]
 
     # Wire
 
     def wire(self, weight: QuantizedTensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """(what follows the weight's name, tensor) of a weight as it is sent: qdata, then scales."""
+        """(suffix of the weight's name, tensor) in sending order: qdata, then scales."""
         yield "", weight.qdata
         yield SCALE_SUFFIX, weight.scales
 
     def huggingface_config(self, kept: list[str]) -> dict[str, Any]:
-        """``quantization_config`` of an exported folder that stock engines read; ``kept``: modules that stay BF16.
+        """``quantization_config`` of an exported folder for stock engines; ``kept``: modules that stay BF16.
 
         Raises:
             NotImplementedError: not ``traits.exports``.
@@ -134,41 +129,34 @@ class Format(ABC):
     # Contract
 
     def sums(self, weight: QuantizedTensor) -> torch.Tensor:
-        """Sums (sums.py) of each 128x128 block of a weight, scales included; N and K are multiples of 128.
-
-        Returns:
-            int64 ``[N/128, K/128]``.
-        """
+        """Sums (sums.py) of each 128x128 block, scales included: int64 ``[N/128, K/128]``, N and K multiples of 128."""
         return self.with_scales([self.sums_of_qdata(weight.qdata)], [weight.scales])[0]
 
     def sums_of_qdata(self, qdata: torch.Tensor) -> torch.Tensor:
-        """What :meth:`sums` is without the scales."""
+        """:meth:`sums` without the scales."""
         return self._sums_of_all_qdata([qdata]).view(qdata.shape[0] // BLOCK, -1)
 
     def with_scales(self, sums: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """:meth:`sums` of weights from :meth:`sums_of_qdata` and their scales, of all weights at once.
-
-        Scales are few, so a call for each weight would be all launches.
-        """
-        in_a_block = BLOCK // self.rows_per_scale
+        """:meth:`sums` of many weights from :meth:`sums_of_qdata` and their scales, in few launches."""
+        per_block = BLOCK // self.rows_per_scale
         # One value a block, or one for all blocks of the same rows where a scale covers a whole row.
-        parts = self._sums_of_scales(scales).split([each.numel() // in_a_block for each in scales])
+        parts = self._sums_of_scales(scales).split([scale.numel() // per_block for scale in scales])
         return torch._foreach_add(
-            list(sums), [part.view(each.shape[0] // in_a_block, -1) for part, each in zip(parts, scales, strict=True)]
+            list(sums), [part.view(len(scale) // per_block, -1) for part, scale in zip(parts, scales, strict=True)]
         )
 
     def _sums_of_scales(self, scales: Sequence[torch.Tensor]) -> torch.Tensor:
-        in_a_block = BLOCK // self.rows_per_scale
-        words = torch.cat([each.reshape(-1) for each in scales]).view(torch.int32).to(torch.int64)
-        constants = _constants(words.device)[0][:in_a_block]
-        return (words.view(-1, in_a_block) * constants).sum(dim=1)
+        per_block = BLOCK // self.rows_per_scale
+        words = torch.cat([scale.reshape(-1) for scale in scales]).view(torch.int32).to(torch.int64)
+        return (words.view(-1, per_block) * _constants(words.device)[0][:per_block]).sum(dim=1)
 
     def sums_of_all(self, weights: Sequence[QuantizedTensor]) -> torch.Tensor:
-        """:meth:`sums` of many weights ``[N, K]``, one behind the other, with few calls."""
-        sums, scales = self._sums_of_all_qdata([each.qdata for each in weights]), [each.scales for each in weights]
+        """:meth:`sums` of many weights ``[N, K]``, flattened and concatenated."""
+        sums = self._sums_of_all_qdata([weight.qdata for weight in weights])
+        scales = [weight.scales for weight in weights]
         if self.columns_per_scale == BLOCK:
             return sums + self._sums_of_scales(scales)
-        shapes = [tuple(size // BLOCK for size in each.qdata.shape) for each in weights]
+        shapes = [tuple(size // BLOCK for size in weight.qdata.shape) for weight in weights]
         parts = [part.view(shape) for part, shape in zip(sums.split([n * k for n, k in shapes]), shapes, strict=True)]
         return torch.cat([part.view(-1) for part in self.with_scales(parts, scales)])
 
@@ -178,30 +166,25 @@ class Format(ABC):
     def probe(self, device: torch.device, rule: str) -> int:
         """Sum of two fixed products on ``device`` through :meth:`linear`.
 
-        [16, 384] x [256, 384] without a bias and [17, 384] x [256, 384] with one: the dispatch table may run the two
-        from different backends, so both are probed.
+        16 rows without a bias and 17 with one: the dispatch table may choose different backends for the two.
         """
         x, w, bias = _probe_inputs(device)
         weight = self.quantize_weight(w, rule)
         plain, biased = self.linear(x[:16], weight, None, rule), self.linear(x, weight, bias, rule)
         return int(row_sums(torch.cat([plain, biased])).sum().item())
 
-    # What a NaN looks like, and what rounding lost
-
-    def weight_is_nan(self, qdata: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Whether a quantized weight holds NaN, as a boolean scalar on its device: one value per scale is read."""
-        return self.is_nan(self.nan_sample(qdata), scales)
+    # NaN and what rounding lost
 
     @abstractmethod
     def nan_sample(self, qdata: torch.Tensor) -> torch.Tensor:
-        """What :meth:`weight_is_nan` reads of ``qdata``, copied, ``[n]``: samples of weights may be concatenated."""
+        """What :meth:`is_nan` reads of a weight's qdata, copied, ``[n]``; samples of weights may be concatenated."""
 
     @abstractmethod
     def is_nan(self, sample: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """:meth:`weight_is_nan` of what :meth:`nan_sample` kept and the scales of the same weights, any shape."""
+        """Whether weights hold NaN, a boolean scalar, from their :meth:`nan_sample` and scales of any shape."""
 
     def lost(self, qdata: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(zero, subnormal) masks of ``qdata``: elements rounded to zero, and those with fewer bits than a normal one.
+        """(zero, subnormal) masks: elements of ``qdata`` rounded to zero, and those below the normal range.
 
         Raises:
             NotImplementedError: the format is not ``traits.measured``.
@@ -210,9 +193,9 @@ class Format(ABC):
 
 
 class TrainedFormat(Format):
-    """A format in which the trainer's linear layers run forward and backward (``traits.trains``).
+    """A format in which linear layers and a mixture's experts train (``traits.trains``; reference/experts.py).
 
-    Rowwise data of ``[M, K]`` are quantized along K; colwise data are its transpose ``[K, M]``, quantized along tokens.
+    Rowwise data of ``[M, K]`` are quantized along K, colwise data are the transpose ``[K, M]`` quantized along tokens.
     """
 
     @abstractmethod
@@ -223,28 +206,25 @@ class TrainedFormat(Format):
     def quantize_gradient(
         self, dy: torch.Tensor, rule: str, *, rowwise: bool, colwise: bool
     ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
-        """(rowwise ``[M, N]`` for DGrad, colwise ``[N, M]`` for WGrad) of ``dy [M, N]`` BF16; None what is not asked.
-
-        Both together read ``dy`` once.
-        """
+        """(rowwise ``[M, N]`` for DGrad, colwise ``[N, M]`` for WGrad) of ``dy [M, N]`` BF16; None if not asked for."""
 
     @abstractmethod
     def colwise(self, x: QuantizedTensor, rule: str) -> QuantizedTensor:
-        """Rowwise ``x [M, K]`` re-laid out for WGrad: ``[K, M]`` in groups along tokens, with fresh maxima."""
+        """Rowwise ``x [M, K]`` re-laid out for WGrad: ``[K, M]`` in groups along tokens."""
 
     @abstractmethod
     def dequantize_activation(self, x: QuantizedTensor) -> torch.Tensor:
-        """``qdata * scales`` in FP32 of rowwise or colwise data."""
+        """``qdata * scales`` in FP32, rowwise or colwise."""
 
     @abstractmethod
     def fprop(
         self, x: QuantizedTensor, weight: QuantizedTensor, bias: torch.Tensor | None, ranks: int = 1
     ) -> torch.Tensor:
-        """``Y [M, N]`` BF16 of rowwise X and the weight: :meth:`linear` after its first step.
+        """``Y [M, N]`` BF16 of rowwise X and the weight.
 
         Args:
-            ranks: over which the rollout splits K. Each slice of it is then a product of its own, rounded to BF16, the
-                first with the bias, and the products are added as the ranks add them (kernels/gemm_nt_of_ranks.py).
+            ranks: over which the rollout splits K; products are rounded and added as the ranks do
+                (``reference.gemm_nt_of_ranks``).
 
         Raises:
             ValueError: slices of K that are no multiples of 128.
@@ -252,23 +232,21 @@ class TrainedFormat(Format):
 
     @abstractmethod
     def quantize_weight_and_transpose(self, weight: torch.Tensor, rule: str) -> tuple[QuantizedTensor, QuantizedTensor]:
-        """:meth:`quantize_weight` of ``[N, K]``, and its transpose ``[K, N]``, which :meth:`dgrad` reads; one pass."""
+        """:meth:`quantize_weight` of ``[N, K]`` and its transpose ``[K, N]``, in one pass."""
 
     @abstractmethod
     def transpose_weight(self, weight: QuantizedTensor) -> QuantizedTensor:
-        """The same qdata and scales, ``[K, N]`` of ``[N, K]``."""
+        """The same qdata and scales, transposed to ``[K, N]``."""
 
     @abstractmethod
     def dgrad(self, dy: QuantizedTensor, transposed: QuantizedTensor) -> torch.Tensor:
         """``dX [M, K]`` BF16 of rowwise dY and the weight's transpose ``[K, N]``."""
 
     @abstractmethod
-    def wgrad(self, dy: QuantizedTensor, x: QuantizedTensor, add_to: torch.Tensor | None = None) -> torch.Tensor:
-        """``dW [N, K]`` BF16 of colwise dY and colwise X; with ``add_to [N, K]`` FP32 added there, in the kernel."""
+    def wgrad(self, dy: QuantizedTensor, x: QuantizedTensor) -> torch.Tensor:
+        """``dW [N, K]`` BF16 of colwise dY and colwise X."""
 
-
-class ExpertsFormat(TrainedFormat):
-    """A format that a mixture's experts have, too (reference/experts.py)."""
+    # A mixture's experts
 
     @abstractmethod
     def experts(
@@ -284,23 +262,20 @@ class ExpertsFormat(TrainedFormat):
         align: int = 1,
         static_weight: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
-        """All experts' forward, on both sides, but for the sum of a token's rows: ``kernels.combine`` or, of several
-        ranks, ``kernels.combine_of_ranks``.
+        """Forward of all experts, on both sides, without the sum of a token's rows (``kernels.combine``).
 
         Args:
-            rows: rowwise ``[R, H]``, the tokens of the pairs in their rows (``kernels.gather_quantized``); freed before
-                the second product where the caller keeps no reference.
+            rows: rowwise ``[R, H]`` of ``kernels.gather_quantized``; freed before the second product if the caller
+                keeps no reference.
             weights: ``[T, k]`` FP32 of the router. segments: rows of the pairs.
-            gate_up: ``[E, 2 I, H]`` in 128x128 blocks, gate first. down: ``[E, H, I]``. rule: of what is between them.
-            ranks: over which the rollout splits I; see :meth:`fprop`. Each rank rounds its part of a row. All ranks'
-                rows, ``2 ranks R H`` bytes, are there at once.
-            align: what segments were aligned to.
-            static_weight: as in :meth:`linear`, of both weights and the kernel right before this call, which makes
-                ``rows``.
+            gate_up: ``[E, 2 I, H]`` in 128x128 blocks, gate first. down: ``[E, H, I]``. rule: of the activation.
+            ranks: over which the rollout splits I; each rounds its part of a row.
+            align: of the segments.
+            static_weight: as in :meth:`linear`, for both weights; the kernel before this call writes ``rows``.
 
         Returns:
-            Rows ``[R, H]`` BF16, of several ranks ``[ranks, R, H]``; gate and up ``[R, 2 I]`` BF16; what the down
-            projection reads, rowwise ``[R, I]``.
+            Rows ``[R, H]`` BF16, ``[ranks, R, H]`` of several ranks; gate and up ``[R, 2 I]`` BF16; the down
+            projection's input, rowwise ``[R, I]``.
 
         Raises:
             ValueError: operands that do not fit, or slices of I that are no multiples of 128.
@@ -310,16 +285,14 @@ class ExpertsFormat(TrainedFormat):
     def experts_gradient(
         self, dout: torch.Tensor, segments: Segments, rule: str, *, colwise: bool
     ) -> tuple[QuantizedTensor, QuantizedTensor | None]:
-        """(rowwise ``[R, H]``, colwise ``[H, R]``) of the tokens' ``dout [T, H]`` BF16 in segments of 128; the latter
-        None unless asked for."""
+        """(rowwise ``[R, H]``, colwise ``[H, R]`` or None) of tokens' ``dout [T, H]`` BF16 in segments of 128."""
 
     @abstractmethod
     def experts_colwise(self, x: QuantizedTensor, segments: Segments, rule: str) -> QuantizedTensor:
-        """Colwise ``[H, R]`` of the tokens' rowwise ``x [T, H]`` in segments of 128, as :meth:`colwise`."""
+        """:meth:`colwise` ``[H, R]`` of tokens' rowwise ``x [T, H]`` in segments of 128."""
 
     @abstractmethod
     def experts_dgrad(
         self, dy: QuantizedTensor, weight: QuantizedTensor, start: torch.Tensor, *, align: int = BLOCK
     ) -> torch.Tensor:
-        """``[R, K]`` BF16 of rowwise dY ``[R, N]`` in segments aligned to ``align`` and experts' weights
-        ``[E, N, K]``."""
+        """``[R, K]`` BF16 of rowwise dY ``[R, N]`` in segments of ``align`` and experts' weights ``[E, N, K]``."""

@@ -1,9 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""64-bit multilinear sums of tensors: what the contract check compares instead of the tensors.
+"""64-bit multilinear sums, which the contract check compares instead of tensors.
 
-A tensor's bytes as 64-bit words, each times an odd constant of its position, added modulo 2^64. Odd constants are
-invertible, so a change within one word always changes the sum.
+64-bit words, each times an odd constant of its position, added modulo 2^64. Odd constants are invertible, so a change
+within one word always changes the sum.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from functools import cache
 import torch
 
 _SUM_WORDS = 2**23
-"""64-bit words multiplied at a time by :func:`row_sums`, 64 MiB of products."""
+"""64-bit words that :func:`row_sums` multiplies at a time, 64 MiB of products."""
 
 
 @cache
@@ -27,10 +27,10 @@ def row_sums(tensor: torch.Tensor, parts: int = 1) -> torch.Tensor:
     """Sums of each row of a BF16 tensor ``[R, C]``, or of each element of ``[R]``.
 
     Args:
-        parts: into how many equal parts each row is cut first, so that one who holds a part can compare it.
+        parts: equal parts of each row with a sum of their own, for ranks that hold one of them.
 
     Returns:
-        int64 ``[R]``; ``[R, parts]`` where there are several.
+        int64 ``[R]``, or ``[R, parts]``.
     """
     if parts > 1:
         return row_sums(tensor.reshape(tensor.shape[0] * parts, -1)).view(-1, parts)
@@ -39,13 +39,12 @@ def row_sums(tensor: torch.Tensor, parts: int = 1) -> torch.Tensor:
     if rows.shape[1] % 4 == 0:
         rows = rows.view(torch.int64)
     constants = odd_constants(rows.shape[1], rows.device)
-    # In pieces: an embedding's products would otherwise take as much memory again as the embedding.
+    # In pieces, or an embedding's products would take more memory than the embedding.
     pieces = rows.split(max(1, _SUM_WORDS // rows.shape[1]))
     return torch.cat([(piece.to(torch.int64) * constants).sum(dim=1) for piece in pieces])
 
 
 def element_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """:func:`row_sums` of BF16 vectors ``[R]``, of all at once, one behind the other: norms and biases are small and
-    many."""
-    together = torch.cat(list(tensors)).view(torch.int16)
-    return together.to(torch.int64) * odd_constants(1, together.device)
+    """:func:`row_sums` of BF16 vectors ``[R]``, concatenated: norms and biases are small and many."""
+    words = torch.cat(list(tensors)).view(torch.int16).to(torch.int64)
+    return words * odd_constants(1, words.device)

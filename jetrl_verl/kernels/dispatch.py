@@ -1,20 +1,16 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation of an operation runs where: one table over all operations of this package.
+"""Which implementation of an operation runs where: operation -> platform -> backends in order of preference.
 
-``BACKENDS`` maps operation -> platform -> backends in order of preference. :func:`lookup` returns the implementation of
-the first backend that supports the call; the last backend of an entry supports every call. Two backends share an entry
-only if their results are equal in every bit (tests/kernels proves it on a GPU): which one runs never shows in a result.
-``UNEQUAL`` names the operations that nothing but the trainer computes, for which that is not promised. An operation's
-file registers its implementations with :func:`implements`, and the operation as the torch operator of its name
-(operator.py).
+The first backend that supports a call computes it; the last one of an entry supports every call. Backends share an
+entry only if their results are equal in every bit (tests/kernels proves it on a GPU), except those of ``UNEQUAL``.
+``reference`` is :mod:`jetrl_verl.reference` or CPU code of the operation's file; ``composed`` calls other operations of
+the table. Operations without ``sm90`` are the CPU's alone: vLLM computes them on a GPU.
 
-Backends that are no package's: ``reference``, which is :mod:`jetrl_verl.reference` or the CPU code of the operation's
-file, and ``composed``: the operation is made of others of this table. A platform that an operation lacks is one where
-nothing calls it: on a GPU vLLM attends to a BF16 cache itself but for decode steps that the native kernel computes, and
-pages of FP8 data have operations of their own.
+A GPU other than Hopper has no column: it gets the last backend of ``sm90``, untested, and a line on stderr says so.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -24,14 +20,12 @@ import torch
 
 Table = dict[str, dict[str, tuple[str, ...]]]
 
-_GPUS = ("sm89", "sm90", "sm100")
-_ANY_GPU = ("sm80", *_GPUS)
-_SDPA = {"cpu": ("sdpa",)}
 _CPU_ALONE = {"cpu": ("reference",)}
-_TRITON = _CPU_ALONE | dict.fromkeys(_GPUS, ("triton",))
-_NATIVE = _TRITON | {"sm90": ("native", "triton")}
-_ATTENTION = _CPU_ALONE | dict.fromkeys(_GPUS, ("flash_attention_3",))
-_COMPOSED = dict.fromkeys(("cpu", *_GPUS), ("composed",))
+_TRITON = {"cpu": ("reference",), "sm90": ("triton",)}
+_NATIVE = {"cpu": ("reference",), "sm90": ("native", "triton")}
+_ATTENTION = {"cpu": ("reference",), "sm90": ("flash_attention_3",)}
+_DECODE_ATTENTION = {"cpu": ("reference",), "sm90": ("native", "flash_attention_3")}
+_COMPOSED = {"cpu": ("composed",), "sm90": ("composed",)}
 
 BACKENDS: Table = {
     "quantize_1x128": _TRITON,
@@ -41,18 +35,18 @@ BACKENDS: Table = {
     "quantize_128x128_and_transpose": _TRITON,
     "relayout_128x1": _NATIVE,
     "transpose_128x128": _NATIVE,
-    # FProp and DGrad: 128x128 scales on B. All three have one result on an H200 in every bit (docs/log.md).
+    # FProp and DGrad: 128x128 scales on B.
     "gemm_nt_128x128": _TRITON | {"sm90": ("native", "vllm_cutlass", "triton")},
     # WGrad: 1x128 scales on both operands.
     "gemm_nt_1x128": _NATIVE,
-    # The forward of a linear, as vLLM calls it; the trainer takes its two steps one by one.
+    # The forward of a linear, as vLLM calls it; the trainer calls its two steps.
     "fprop": _COMPOSED,
     "fprop_quantized": _COMPOSED,
-    # The INT8 rollout. Sums are exact, so every backend has one result; vLLM's CUTLASS build has no INT8 for Blackwell.
+    # The INT8 rollout. Sums are exact, so all backends agree.
     "quantize_int8": _TRITON,
-    "gemm_int8": _TRITON | dict.fromkeys(("sm89", "sm90"), ("vllm_cutlass_int8", "triton")),
+    "gemm_int8": _TRITON | {"sm90": ("vllm_cutlass_int8", "triton")},
     "fprop_int8": _COMPOSED,
-    # Row-parallel layers of a rollout over several ranks: their sum, and in the trainer the ranks' products with it.
+    # Row-parallel layers of a tensor-parallel rollout: the sum of the ranks' products; in the trainer products and sum.
     "sum_of_ranks": _TRITON,
     "gemm_nt_of_ranks": _TRITON | {"sm90": ("native", "slices", "triton")},
     # A mixture of experts.
@@ -82,7 +76,7 @@ BACKENDS: Table = {
     "silu_mul_backward_quantize": _NATIVE,
     "rotary": _TRITON,
     "norm_rotary": _TRITON,
-    # With the write into a rollout's cache behind them.
+    # With the write into a rollout's cache.
     "norm_rotary_write": _TRITON,
     "norm_rotary_write_fp8": _TRITON,
     # The FP8 KV cache.
@@ -91,17 +85,17 @@ BACKENDS: Table = {
     "dequantize_kv": _TRITON,
     "write_kv": _TRITON,
     "read_kv": _TRITON,
-    "decode_attention": _ATTENTION | {"sm90": ("native", "flash_attention_3")},
+    "decode_attention": _DECODE_ATTENTION,
     "chunk_attention": _ATTENTION,
     # A decode step over vLLM's own BF16 pages.
-    "decode_attention_bf16": _ATTENTION | {"sm90": ("native", "flash_attention_3")},
+    "decode_attention_bf16": _DECODE_ATTENTION,
     "paged_attention_fp8": _CPU_ALONE,
     "paged_attention": _CPU_ALONE,
     "attention": _ATTENTION,
     "attention_backward": _ATTENTION,
     # Stock modules of the trainer.
-    "varlen_attention": _SDPA | dict.fromkeys(_ANY_GPU, ("flash_attention_3", "flash_attention_2")),
-    "varlen_attention_backward": _SDPA | dict.fromkeys(_ANY_GPU, ("flash_attention_2",)),
+    "varlen_attention": {"cpu": ("sdpa",), "sm90": ("flash_attention_3", "flash_attention_2")},
+    "varlen_attention_backward": {"cpu": ("sdpa",), "sm90": ("flash_attention_2",)},
     "logits": _TRITON,
     "log_probs": _TRITON,
     "log_probs_backward": _TRITON,
@@ -112,12 +106,15 @@ BACKENDS: Table = {
 }
 
 UNEQUAL = frozenset({"varlen_attention"})
-"""Operations whose backends differ in the last bit."""
+"""Operations of the trainer alone whose backends differ in the last bit."""
+
+_WITHOUT_FP8 = frozenset({"varlen_attention", "varlen_attention_backward"})
+"""Operations that also run on a GPU without FP8."""
 
 
 class Implementation(NamedTuple):
-    """``run`` computes the operation; ``supports``, with the same arguments, says whether it can (None: always);
-    ``unchecked`` is ``run`` for a caller who has asked that (None: ``run`` itself)."""
+    """``run`` computes the operation; ``supports``, with the same arguments, tells whether it can (None: always);
+    ``unchecked`` is ``run`` for a call that ``supports`` has allowed (None: ``run`` itself)."""
 
     run: Callable
     supports: Callable[..., bool] | None
@@ -136,8 +133,7 @@ def implements(
     supports: Callable[..., bool] | None = None,
     unchecked: Callable | None = None,
 ) -> Callable:
-    """Decorator: the decorated function is the implementation of ``operation`` that ``backend`` stands for; the others
-    as in :class:`Implementation`."""
+    """Decorator: register the function as ``operation`` in ``backend``; the others as in :class:`Implementation`."""
     assert operation in BACKENDS and (operation, backend) not in _implementations, (operation, backend)
 
     def register(function: Callable) -> Callable:
@@ -148,7 +144,7 @@ def implements(
 
 
 def backend_needs(backend: str, unavailable: Callable[[], str | None]) -> None:
-    """Register what says why ``backend`` cannot run in this process (None: it can)."""
+    """Register the function that returns why ``backend`` cannot run in this process, or None."""
     _unavailable[backend] = unavailable
 
 
@@ -158,45 +154,48 @@ def unavailable(backend: str) -> str | None:
 
 
 @cache
-def column_of(device: torch.device) -> str:
-    """As :func:`platform_of`, and ``sm80`` for NVIDIA GPUs without FP8, which few operations run on.
+def platform_of(device: torch.device) -> str:
+    """``cpu``, ``sm90`` (Hopper) or ``gpu`` (another GPU with FP8 matrix instructions).
 
     Raises:
-        RuntimeError: another kind of device.
+        RuntimeError: a GPU without FP8 matrix instructions (compute capability below 8.9), or another kind of device.
     """
     if device.type == "cpu":
         return "cpu"
     if device.type != "cuda":
         raise RuntimeError(f"FP8 kernels run on CPU and NVIDIA GPUs, not on {device.type!r}; use precision=bf16.")
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 9):
-        return "sm80"
-    return "sm89" if capability < (9, 0) else "sm90" if capability < (10, 0) else "sm100"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 9):
+        raise RuntimeError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor} and no FP8 "
+            "matrix instructions (8.9 and later have them); use precision=bf16 or another GPU."
+        )
+    return "sm90" if major == 9 else "gpu"
 
 
-def platform_of(device: torch.device) -> str:
-    """Name of the table's column for ``device``: ``cpu``, ``sm89`` (Ada), ``sm90`` (Hopper) or ``sm100`` (later).
+@cache
+def _warn_untested(name: str) -> None:
+    print(f"jetrl_verl: not tested on this GPU ({name}); Triton's kernels run.", file=sys.stderr)
+
+
+def candidates(operation: str, device: torch.device) -> tuple[str, ...]:
+    """Backends of ``operation`` on ``device``, in order of preference.
 
     Raises:
-        RuntimeError: a GPU without FP8 matrix instructions (compute capability below 8.9), or another kind of device.
+        RuntimeError: as :func:`platform_of`, or a GPU where the operation has no backend.
     """
-    if (column := column_of(device)) != "sm80":
-        return column
-    capability = torch.cuda.get_device_capability(device)
-    raise RuntimeError(
-        f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]} and no FP8 "
-        "matrix instructions (8.9 and later have them); use precision=bf16 or another GPU."
-    )
-
-
-def _candidates(operation: str, device: torch.device) -> tuple[str, ...]:
     if operation in _overrides:
         return _overrides[operation]
     columns = BACKENDS[operation]
-    try:
-        return columns[column_of(device)]
-    except KeyError:
-        raise RuntimeError(f"{operation} has no backend on {platform_of(device)}. Use it on a CPU.") from None
+    if operation in _WITHOUT_FP8 and device.type == "cuda":
+        return columns["sm90"]
+    platform = platform_of(device)
+    if platform in columns:
+        return columns[platform]
+    if platform == "cpu" or "sm90" not in columns:
+        raise RuntimeError(f"{operation} has no backend on {platform}. Use it on a CPU.")
+    _warn_untested(torch.cuda.get_device_name(device))
+    return columns["sm90"][-1:]
 
 
 def implementation(operation: str, backend: str) -> Callable:
@@ -210,51 +209,51 @@ def supports(operation: str, backend: str, *call, **options) -> bool:
     return predicate is None or predicate(*call, **options)
 
 
-def _chosen(operation: str, candidates: tuple[str, ...], call: tuple, options: dict) -> tuple[str, Callable]:
-    *conditional, last = candidates
+def _chosen(operation: str, names: tuple[str, ...], call: tuple, options: dict) -> tuple[str, Callable]:
+    *conditional, last = names
     for backend in conditional:
-        found = _implementations[operation, backend]
-        if found.supports is None or found.supports(*call, **options):
-            return backend, found.unchecked or found.run
+        implementation = _implementations[operation, backend]
+        if implementation.supports is None or implementation.supports(*call, **options):
+            return backend, implementation.unchecked or implementation.run
     return last, _implementations[operation, last].run
 
 
 def choose(operation: str, device: torch.device, *call, **options) -> tuple[str, Callable]:
-    """Name of the backend that computes ``operation`` for these arguments, the first to support them, else the last;
-    and its implementation, which is not asked again whether it supports them.
+    """The first backend that supports ``operation`` for these arguments, else the last, and its implementation.
 
     Raises:
         RuntimeError: a GPU without FP8 matrix instructions, another kind of device, or one that the operation lacks.
     """
-    return _chosen(operation, _candidates(operation, device), call, options)
+    return _chosen(operation, candidates(operation, device), call, options)
 
 
 def lookup(operation: str, device: torch.device, *call, **options) -> Callable:
-    """The implementation of ``operation`` on ``device`` for these arguments, which only ``supports`` predicates read.
+    """The implementation of ``operation`` on ``device`` for these arguments, which only ``supports`` reads.
 
     Raises:
         RuntimeError: as :func:`choose`.
     """
-    candidates = _candidates(operation, device)
-    if len(candidates) == 1:
-        return _implementations[operation, candidates[0]].run
-    return _chosen(operation, candidates, call, options)[1]
+    names = candidates(operation, device)
+    if len(names) == 1:
+        return _implementations[operation, names[0]].run
+    return _chosen(operation, names, call, options)[1]
+
+
+def backends_on(device: torch.device) -> dict[str, tuple[str, ...]]:
+    """The :func:`candidates` of every operation that ``device`` runs. Raises as :func:`platform_of`."""
+    column = "cpu" if platform_of(device) == "cpu" else "sm90"
+    return {operation: candidates(operation, device) for operation, row in BACKENDS.items() if column in row}
 
 
 def describe_backends(device: torch.device | str) -> dict[str, str]:
-    """What computes each operation on ``device``, for logs and ``jetrl doctor``: ``{"rms_norm": "triton", ...}``.
-
-    Several names, in order of preference, are joined by ``", else "``. Raises as :func:`platform_of`.
-    """
-    device = torch.device(device)
-    platform = platform_of(device)
-    here = [operation for operation, platforms in BACKENDS.items() if platform in platforms]
-    return {operation: ", else ".join(_candidates(operation, device)) for operation in here}
+    """What computes each operation on ``device``, for logs: ``{"rms_norm": "triton", ...}``, several names joined by
+    ``", else "``. Raises as :func:`platform_of`."""
+    return {operation: ", else ".join(names) for operation, names in backends_on(torch.device(device)).items()}
 
 
 @contextmanager
 def override_backend(operation: str, backend: str) -> Iterator[None]:
-    """Compute ``operation`` by ``backend`` alone inside the block, whatever the table says. For tests and benchmarks.
+    """Compute ``operation`` by ``backend`` alone inside the block; for tests and benchmarks.
 
     Raises:
         ValueError: an operation that is not in the table, or a backend that does not implement it.

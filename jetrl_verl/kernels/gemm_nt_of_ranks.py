@@ -47,7 +47,6 @@ def sliced_gemm_nt_of_ranks(
 ) -> torch.Tensor:
     """As :func:`jetrl_verl.reference.gemm_nt_of_ranks`, each rank's product written and read; where no native kernel
     runs the other one is faster."""
-    check_gemm_shapes(a, b, True, bias)
     slices = zip(k_slices(a, ranks), k_slices(b, ranks), strict=True)
     return sum_of_ranks(
         [gemm_nt(x, w, b_block_scaled=True, bias=None if rank else bias) for rank, (x, w) in enumerate(slices)]
@@ -75,8 +74,6 @@ def native_gemm_nt_of_ranks(
     Raises:
         ValueError: also a call that is not supported (:func:`native_supports_gemm_nt_of_ranks`).
     """
-    check_gemm_shapes(a, b, True, bias)
-    check_k_slices(a.qdata.shape[1], ranks)
     if not native_supports_gemm_nt_of_ranks(a, b, ranks, bias):
         raise ValueError(
             f"native does not support A {tuple(a.qdata.shape)} strides {a.qdata.stride()}, B {tuple(b.qdata.shape)} "
@@ -98,4 +95,6 @@ def gemm_nt_of_ranks(
     a: QuantizedTensor, b: QuantizedTensor, ranks: int, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See :func:`jetrl_verl.reference.gemm_nt_of_ranks`."""
+    check_gemm_shapes(a, b, True, bias)
+    check_k_slices(a.qdata.shape[1], ranks)
     return lookup("gemm_nt_of_ranks", a.qdata.device, a, b, ranks, bias)(a, b, ranks, bias)

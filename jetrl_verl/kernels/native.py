@@ -55,7 +55,7 @@ _ARGUMENTS = {
     "fprop": _FORWARD,
     "fprop_of_ranks": "x x_scales w w_scales ranks y block cluster",
     "decode": f"{_FORWARD} static_weight",
-    "wgrad": "a a_scales b b_scales dw accumulate block cluster",
+    "wgrad": "a a_scales b b_scales dw block cluster",
     "grouped_fprop": _GROUPED,
     "grouped_decode": f"{_GROUPED} static_weight static_segments",
     "grouped_wgrad": "a a_scales b b_scales start dw block cluster",

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's kernels that backends call: CUTLASS, DeepGEMM, FlashAttention 3.
+"""vLLM's kernels that backends call: CUTLASS and FlashAttention 3.
 
 The only file of this package that knows vLLM, and it imports it on the first call. What a backend supports and which
 layouts it wants stands in the operation's file (gemm_nt.py, gemm_int8.py, attention.py, varlen_attention.py).
@@ -29,26 +29,6 @@ def cutlass_scaled_mm(*call, **options) -> torch.Tensor:
     from vllm import _custom_ops as ops
 
     return ops.cutlass_scaled_mm(*call, **options)
-
-
-@cache
-def no_deep_gemm() -> str | None:
-    """Why this process has no DeepGEMM, or None."""
-    if find_spec("vllm") is not None and torch.cuda.is_available():
-        from vllm.utils.import_utils import has_deep_gemm
-
-        if has_deep_gemm():
-            return None
-    return "no DeepGEMM, by itself or in a vLLM wheel"
-
-
-def deep_gemm_nt(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> None:
-    """DeepGEMM's ``out = a b^T`` of (qdata, scales) with 128x128 scales on ``b``. It compiles every shape on first use,
-    for minutes."""
-    from vllm.utils.deep_gemm import fp8_gemm_nt
-
-    # Without this argument DeepGEMM's wrapper may replace FP32 scales by powers of two.
-    fp8_gemm_nt(a, b, out, is_deep_gemm_e8m0_used=False)
 
 
 @cache

@@ -61,9 +61,9 @@ class KVCacheSampler:
         if torch.compiler.is_compiling() or k.numel() == 0 or ("K", index) in self._tallies:
             return
         k, v = sampled_rows(k.detach(), self._passes), sampled_rows(v.detach(), self._passes)
-        for held in core.kv_cache.held(k, v):
-            sums = tally(core.kv_cache, held.values, held.qdata, held.restored)
-            self._tallies[held.tensor, index] = torch.cat([sums, core.kv_cache.saturated(held)[None]])
+        for heads in core.kv_cache.stored(k, v):
+            sums = tally(core.kv_cache, heads.values, heads.qdata, heads.restored)
+            self._tallies[heads.tensor, index] = torch.cat([sums, core.kv_cache.saturated(heads)[None]])
 
     def metrics(self) -> dict[str, float]:
         """What the last :meth:`sampling` found: ``kv_cache/{K,V}/{underflow,subnormal,saturated,snr_db}`` over the

@@ -4,5 +4,3 @@
 
 from jetrl_verl.models.families import family, model_types
 from jetrl_verl.models.families.base import Family, Unsupported, UnsupportedLayer, UnsupportedOperation
-
-__all__ = ["Family", "Unsupported", "UnsupportedLayer", "UnsupportedOperation", "family", "model_types"]

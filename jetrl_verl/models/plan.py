@@ -1,14 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which linear layers of a decoder are quantized: the one rule that trainer, rollout and start-up checks all ask.
+"""Which linear layers of a decoder are quantized, on both sides or on neither, from its configuration and TP size.
 
-A layer is quantized on both sides or on neither. Whether it *can* be depends on its shape and on how the rollout shards
-it: every tensor-parallel shard, and every piece of a merged projection (q/k/v, gate/up), must be a multiple of 128 in
-both dimensions, because a 128x128 block never crosses a shard. So the plan is made from the model's configuration and
-the rollout's tensor-parallel size alone, before a process is started, and pieces that vLLM merges stand or fall
-together. A size that does not fit is refused with the largest one that does. Names and shapes come from the model's
-family (models/families/base.py). Embeddings, norms, rotary, the attention core and ``lm_head`` stay BF16 by contract.
-Where the rollout's linear layers are BF16 (``precision=bf16_shared``), none is quantized and every shape fits.
+A 128x128 block never crosses a shard: each tensor-parallel shard, and each piece of a projection that vLLM merges
+(q/k/v, gate/up), must be a multiple of 128 in both dimensions, and merged pieces are quantized together or not at all.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,13 +21,13 @@ class LinearPlan:
     """One projection of every decoder layer.
 
     Attributes:
-        suffix: the trainer's name of it below a decoder layer.
-        kind: of the layer that it is part of in vLLM, under which metrics list it.
-        n: output features of the whole layer. k: input features of the whole layer.
-        shard_n: output features per tensor-parallel rank. shard_k: input features per rank.
-        quantized: whether it is quantized on both sides.
-        reason: why not, empty when it is.
-        experts: how many experts of a mixture have one each, stacked in one parameter; 1 for a linear layer.
+        suffix: the trainer's name below a decoder layer.
+        kind: of vLLM's layer that it is part of; metrics group by it.
+        n, k: output and input features of the whole layer.
+        shard_n, shard_k: the same per tensor-parallel rank.
+        quantized: on both sides.
+        reason: why not; empty if it is.
+        experts: experts of a mixture stacked in this parameter; 1 for a linear layer.
     """
 
     suffix: str
@@ -47,7 +42,7 @@ class LinearPlan:
 
 
 def _unfit(shapes: Mapping[str, Shape], pieces: Iterable[str], tp: int) -> str:
-    """Which of ``pieces`` does not fit 128x128 blocks on each of ``tp`` ranks, and how; empty if all do."""
+    """Why one of ``pieces`` does not divide into 128x128 blocks on each of ``tp`` ranks; empty if all do."""
     for name in pieces:
         n, k, shard_n, shard_k = shapes[name]
         if n % shard_n or k % shard_k or shard_n % BLOCK or shard_k % BLOCK:
@@ -58,14 +53,11 @@ def _unfit(shapes: Mapping[str, Shape], pieces: Iterable[str], tp: int) -> str:
     return ""
 
 
-def _largest(ours: Family, hf_config: Any, tp: int, quantized: bool) -> int | None:
-    """The largest size below ``tp`` at which heads and, where they are ``quantized``, all layers fit; None without one.
-
-    A divisor of ``tp``, so that the GPUs of the job hold whole replicas of it.
-    """
+def _largest(decoder: Family, hf_config: Any, tp: int, quantized: bool) -> int | None:
+    """The largest divisor of ``tp`` below it at which the heads and, if ``quantized``, all layers fit; else None."""
     for size in (size for size in range(tp - 1, 0, -1) if tp % size == 0):
-        shapes = ours.shapes(hf_config, size)
-        if ours.deals_heads(hf_config, size) and not (quantized and _unfit(shapes, ours.projections, size)):
+        shapes = decoder.shapes(hf_config, size)
+        if decoder.divides_heads(hf_config, size) and not (quantized and _unfit(shapes, decoder.projections, size)):
             return size
     return None
 
@@ -78,52 +70,50 @@ def plan_linears(
     Args:
         hf_config: Hugging Face configuration, object or mapping.
         tp: tensor-parallel size of the rollout.
-        unfit_layers: ``"stop"`` raises at the first projection that does not fit; ``"skip"`` leaves it, and what is
-            merged with it, BF16 on both sides.
-        format_name: of the linear layers, a number format or ``UNQUANTIZED``.
+        unfit_layers: ``"stop"`` raises at the first projection that does not fit; ``"skip"`` leaves it and what is
+            merged with it in BF16 on both sides.
+        format_name: a number format, or ``UNQUANTIZED`` for no quantized layer.
 
     Returns:
-        suffix -> plan, in the family's order: q, k, v, o, gate, up, down; of a mixture q, k, v, o and the parameters of
-        its experts.
+        suffix -> plan: q, k, v, o, gate, up, down; for a mixture q, k, v, o and its experts' parameters.
 
     Raises:
-        UnsupportedLayer: unknown architecture; heads that ``tp`` ranks cannot share; a shape that does not fit under
-            ``"stop"``, or of experts; under ``"skip"``, no projection left.
+        UnsupportedLayer: unknown architecture; heads that do not divide by ``tp``; a shape that does not fit, under
+            ``"stop"`` or of experts; no projection left under ``"skip"``.
     """
-    ours = family(hf_config)
-    ours.check(hf_config)
-    if not ours.deals_heads(hf_config, tp):
+    decoder = family(hf_config)
+    decoder.check(hf_config)
+    if not decoder.divides_heads(hf_config, tp):
         heads = read(hf_config, "num_attention_heads")
-        fits = _largest(ours, hf_config, tp, format_name != UNQUANTIZED and unfit_layers != "skip")
-        fits = fits or _largest(ours, hf_config, tp, False)
+        largest = _largest(decoder, hf_config, tp, format_name != UNQUANTIZED and unfit_layers != "skip")
         raise UnsupportedLayer(
             f"its {heads} heads over {read(hf_config, 'num_key_value_heads', heads)} key heads are not divided by {tp} "
             "ranks of the rollout",
             "rollout_ranks_of_the_heads",
-            largest=fits,
+            largest=largest or _largest(decoder, hf_config, tp, False),
         )
-    shapes = ours.shapes(hf_config, tp)
+    shapes = decoder.shapes(hf_config, tp)
     plans: dict[str, LinearPlan] = {}
-    experts = ours.experts.number(hf_config) if ours.experts is not None else 1
-    if ours.experts is not None and format_name != FLOW:
+    experts = decoder.experts.number(hf_config) if decoder.experts is not None else 1
+    if decoder.experts is not None and format_name != FLOW:
         raise UnsupportedLayer(
             f"experts are products of the FP8 flow alone, and linear layers are in {format_name}",
             "mixture_of_another_format",
         )
     if format_name == UNQUANTIZED:
-        for linear in ours.linears:
+        for linear in decoder.linears:
             for name in linear.pieces:
                 plans[name] = LinearPlan(name, linear.kind, *shapes[name], False, "no linear layer is quantized")
         return plans
     first = ""
-    for linear in ours.linears:
+    for linear in decoder.linears:
         reason = _unfit(shapes, linear.pieces, tp)
         if reason and (linear.experts or unfit_layers != "skip"):
             of = "expert" if linear.experts else "layer"
-            fits = _largest(ours, hf_config, tp, True)
-            if fits is None:
+            largest = _largest(decoder, hf_config, tp, True)
+            if largest is None:
                 raise UnsupportedLayer(reason, f"{of}_shape")
-            raise UnsupportedLayer(f"{reason}, as they are over {fits}", f"{of}_shard_shape", largest=fits)
+            raise UnsupportedLayer(f"{reason}, as they are over {largest}", f"{of}_shard_shape", largest=largest)
         first = first or reason
         for name in linear.pieces:
             count = experts if linear.experts else 1
@@ -134,6 +124,6 @@ def plan_linears(
 
 
 def plan_of(name: str, plans: Mapping[str, LinearPlan]) -> LinearPlan | None:
-    """Plan of a module or parameter of a decoder layer (``model.layers.3.<suffix>[.weight]``), None for other names."""
-    found = place(name)
-    return plans.get(found.module) if found is not None else None
+    """Plan of a module or parameter of a decoder layer (``model.layers.3.<suffix>[.weight]``); None for other names."""
+    at = place(name)
+    return plans.get(at.module) if at is not None else None

@@ -1,7 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over packed sequences as a module of its own, between rotary and the output projection: what a hook has to
-see of keys and values is what goes into it."""
+"""Attention over packed sequences as a module of its own, whose inputs hooks can read."""
 
 import torch
 from torch import nn
@@ -10,12 +9,11 @@ from jetrl_verl.formats.caches import KVCache
 
 
 class AttentionCore(nn.Module):
-    """``kernels.attention`` with what a run fixes; without parameters.
+    """``kernels.attention`` with a run's settings.
 
     Attributes:
-        scale: factor of the scores. kv_cache: what the rollout's cache holds.
-        gradient_checkpointing: whether the layer around it runs its forward again in backward, while it trains;
-            ``transformers`` sets it where it sets the layer's.
+        scale: factor of the scores. kv_cache: the rollout's cache.
+        gradient_checkpointing: whether the layer's forward runs again in backward; ``transformers`` sets it.
     """
 
     def __init__(self, scale: float, kv_cache: KVCache, gradient_checkpointing: bool = False) -> None:

@@ -1,15 +1,11 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a token's logits say, its log-probability and entropy, without the logits of all tokens at once.
+"""Log-probabilities and entropy per token without the logits of all tokens at once.
 
-FP32 logits of 16,384 tokens of Qwen3's vocabulary are 9.3 GiB, their gradient as much, and it is cast to BF16 for the
-products of backward: 10 bytes a logit, the largest tensors of a long micro-batch. Here rows go by chunks of at most
-``CHUNK_BYTES`` of logits, and 2 bytes a logit are alive at once, the gradient in BF16. Nothing else changes: a row's
-logits and its log-probability do not depend on the rows beside it (kernels/logits.py, kernels/log_probs.py), and the
-two products of backward are those of the whole micro-batch, so every bit is that of the calls one after another.
-
-Forward keeps the first ``KEPT_BYTES`` of logits for backward, which computes the others again: one more product of
-lm_head for them, of the three that it has.
+FP32 logits of 16,384 tokens of Qwen3's vocabulary are 9.3 GiB, and so is their gradient. Rows go by chunks of at most
+``CHUNK_BYTES`` of logits, and only the BF16 gradient exists for all rows. Rows do not depend on each other and both
+products of backward are over the whole micro-batch, so bits are those of unchunked calls. Forward keeps the first
+``KEPT_BYTES`` of logits, backward computes the others again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,21 +16,20 @@ from torch.autograd.function import once_differentiable
 from jetrl_verl import kernels
 
 CHUNK_BYTES = 2**30
-"""Of the FP32 logits of a chunk: 1,766 rows of 151,936, enough for each kernel to fill a GPU."""
+"""FP32 logits of a chunk: 1,766 rows of 151,936, enough for each kernel to fill a GPU."""
 
 KEPT_BYTES = 2**32
-"""As many FP32 logits are kept for backward: 7,067 rows of 151,936."""
+"""FP32 logits kept for backward: 7,067 rows of 151,936."""
 
 UNUSED = torch.finfo(torch.float32).min * 2.0**-64
-"""Logit of a vocabulary entry without a token: its probability is zero, as minus infinity's in the rollout. It is
-finite, because an entropy multiplies probabilities with logits, and so far from the lowest finite number that no
-division by a temperature overflows."""
+"""Logit of a vocabulary entry without a token: probability zero, as with minus infinity, but finite for entropy and
+small enough that no division by a temperature overflows."""
 
 Compute = Callable[[torch.Tensor, slice], Sequence[torch.Tensor]]
 
 
 def mask_unused(logits: torch.Tensor, used: int | None) -> torch.Tensor:
-    """``logits [..., V]``, from column ``used`` on overwritten with :data:`UNUSED` in place; as they are for None."""
+    """``logits [..., V]`` with :data:`UNUSED` from column ``used`` on, in place."""
     if used is not None:
         logits[..., used:] = UNUSED
     return logits
@@ -52,12 +47,12 @@ def per_token(
     """Numbers of each token from its logits; differentiable in ``hidden`` and ``weight``, once.
 
     Args:
-        hidden: ``[N, K]`` BF16. weight: ``[V, K]`` of lm_head, taken at its BF16 value.
-        compute: from the FP32 logits ``[n, V]`` of the rows that a slice names to some numbers of each, ``[n]`` FP32
-            each, as many for every slice; a row's may not depend on other rows. Called again in backward.
-        used: vocabulary entries with a token; all of them where it is None.
-        kept_bytes: bytes of logits that stay for backward, with what autograd saved of ``compute`` beside them.
-        chunk_bytes: at most so many of a chunk's logits, at least one row.
+        hidden: ``[N, K]`` BF16. weight: ``[V, K]`` of lm_head, used at its BF16 value.
+        compute: from FP32 logits ``[n, V]`` and the slice of their rows to a few numbers of each row, ``[n]`` FP32
+            each. Rows must be independent. Called again in backward.
+        used: vocabulary entries with a token; None: all.
+        kept_bytes: bytes of logits kept for backward, besides what autograd saves of ``compute``.
+        chunk_bytes: of a chunk's logits, at least one row.
 
     Returns:
         ``compute``'s numbers of all rows, ``[N]`` FP32 each.
@@ -75,7 +70,7 @@ def per_token(
 
 
 def _pieces(rows: int, chunk: int) -> Iterator[slice]:
-    """Slices of at most ``chunk`` rows; one, which is empty, of none."""
+    """Slices of at most ``chunk`` rows; one empty slice if there are none."""
     return (slice(start, min(start + chunk, rows)) for start in range(0, max(rows, 1), chunk))
 
 
@@ -90,18 +85,18 @@ class _PerToken(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight)
         ctx.compute, ctx.used, ctx.chunk = compute, used, chunk
         ctx.set_materialize_grads(False)  # numbers that the loss does not read cost nothing
-        # By first row: logits, and the numbers as autograd knows them. Neither is an output, so there is no cycle.
+        # First row of a chunk -> logits and the numbers with their graph; no outputs, so there is no cycle.
         ctx.kept = {}
         rows, parts = weight.to(torch.bfloat16), []
         for piece in _pieces(len(hidden), chunk):
             logits = _logits(hidden[piece], rows, used)
             if piece.stop <= kept_rows:
                 with torch.enable_grad():
-                    found = compute(logits.requires_grad_(), piece)
-                ctx.kept[piece.start] = logits, found
+                    numbers = compute(logits.requires_grad_(), piece)
+                ctx.kept[piece.start] = logits, numbers
             else:
-                found = compute(logits, piece)
-            parts.append([part.detach() for part in found])
+                numbers = compute(logits, piece)
+            parts.append([part.detach() for part in numbers])
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
     @staticmethod
@@ -112,17 +107,17 @@ class _PerToken(torch.autograd.Function):
         of_logits = None
         for piece in _pieces(len(hidden), ctx.chunk):
             with torch.enable_grad():
-                # A second pass through a graph that the caller retained finds nothing kept.
+                # A second backward through a retained graph has nothing kept.
                 if piece.start in ctx.kept:
-                    logits, found = ctx.kept.pop(piece.start)
+                    logits, numbers = ctx.kept.pop(piece.start)
                 else:
                     logits = _logits(hidden[piece], rows, ctx.used).requires_grad_()
-                    found = ctx.compute(logits, piece)
-            read = [(part, g[piece]) for part, g in zip(found, gradients, strict=True) if g is not None]
-            (gradient,) = torch.autograd.grad([part for part, _ in read], logits, [g for _, g in read])
-            del logits, found, read
+                    numbers = ctx.compute(logits, piece)
+            pairs = [(part, g[piece]) for part, g in zip(numbers, gradients, strict=True) if g is not None]
+            (gradient,) = torch.autograd.grad([part for part, _ in pairs], logits, [g for _, g in pairs])
+            del logits, numbers, pairs
             if of_logits is None:
-                # Not before the first chunk's logits are free: with all of them kept, memory peaks here.
+                # After the first chunk's logits are freed: memory peaks here.
                 of_logits = gradient.new_empty((len(hidden), len(weight)), dtype=kernels.gradient_dtype(hidden.device))
             of_logits[piece] = gradient
             del gradient

@@ -1,26 +1,18 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The experts of the flow: a mixture's fused weights ``[E, N, K]`` whose three products and saved activations are FP8.
+"""A mixture's fused experts ``[E, N, K]`` in FP8: forward, backward and saved activations.
 
-Forward and rounding places are those of reference/experts.py, made by the format (formats/format.py), which vLLM's
-side calls too. Backward follows it: the gradient of a token's output is dY of all its experts, since the routing weight
-is inside; the gradient of that weight is an inner product over the row.
+Arithmetic: reference/experts.py, through the format, as in vLLM. The routing weight is applied before the down
+projection, so a token's output gradient is dY of all its experts. FProp, DGrad and WGrad are one launch each for all
+experts, without a copy of the routing to the host. Saved: X in FP8, one row a token; gate and up in BF16 and the down
+projection's input in FP8, one row a pair; weights by reference.
 
-Saved for backward are X as qdata, one copy of a token however many experts it goes to; gate and up in BF16 and what the
-down projection read as qdata, a row a pair; and the weights by reference. FProp, DGrad and WGrad take one launch each
-for all experts, and the host never learns how many tokens an expert got.
-
-Bytes, with q = 1 + 4/128 for an element in FP8 and R rows of pairs and padding (T k up to T k + 127 E):
+Bytes, with q = 1 + 4/128 for an FP8 element and R rows of pairs and padding (T k up to T k + 127 E):
 
     saved                        T (q H + 8 k) + R (4 I + q I + 4)
-    gradients of the output      R q (2 H + I)          both layouts, and what down read colwise
+    gradients of the output      R q (2 H + I)          both layouts, and the down projection's input colwise
     those of gate and up         R (2 I + 4 q I)        dH in BF16, both layouts of its gradients
     terms of dX                  R (2 H + 2 q I)        in BF16, rowwise gradients
-
-The last is backward's most, beside the weights' gradients and one transposed weight. Forward has the down projection's
-rows, 2 R H of each rank of the rollout, beside what is saved. In BF16 and a row a pair are what
-a product writes and its reader takes at once, and gate and up, whose product can be had again only by multiplying: no
-gradient, no X and no output is copied in BF16. A token of Qwen3-30B-A3B saves 33 KB, 25 of them gate and up.
 """
 
 from collections.abc import Callable
@@ -31,7 +23,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from jetrl_verl import formats, kernels
-from jetrl_verl.formats.format import ExpertsFormat
+from jetrl_verl.formats.format import TrainedFormat
 from jetrl_verl.models.families.base import Experts, leaf
 from jetrl_verl.nn.linear import quantize_input
 from jetrl_verl.nn.weight_cache import WeightCache
@@ -39,8 +31,6 @@ from jetrl_verl.reference import BLOCK, QuantizedTensor, ScaleRule, Segments, ch
 
 
 class _ExpertsFunction(torch.autograd.Function):
-    """Forward and backward of all experts; see the module's docstring."""
-
     @staticmethod
     def forward(
         ctx,
@@ -84,7 +74,7 @@ class _ExpertsFunction(torch.autograd.Function):
             x = number_format.experts_colwise(QuantizedTensor(x_qdata, x_scales), segments, rule)
             dgate_up_weight = kernels.grouped_wgrad(columns, x, start).to(gate_up_weight.dtype)
             del x
-        del columns  # in front of the terms of dX, the largest of backward
+        del columns  # before the terms of dX, the peak of backward
         if needs_x:
             terms = number_format.experts_dgrad(rows, layer.gate_up_qdata(gate_up_weight), start)
             dx = kernels.combine(terms, row).reshape(ctx.x_shape)
@@ -92,23 +82,22 @@ class _ExpertsFunction(torch.autograd.Function):
 
 
 class JetExperts(nn.Module):
-    """transformers' fused experts in the FP8 flow; parameters, their names and dtypes are those of the module that it
-    replaces, and so is the signature of ``forward``.
+    """transformers' fused experts in FP8, with the parameters and the ``forward`` of the module that it replaces.
 
     Attributes:
         scale_rule: ``"fp32"`` or ``"pow2"``.
         ranks: over which the rollout splits the down projection's K; the forward rounds where they do.
         format: of all products.
         gate_up_name, down_name: of the parameters ``[E, 2 I, H]``, gate first, and ``[E, H, I]``.
-        stock_class: of the module that it replaced.
-        on_backward: called in each backward with the gradient of what the down projection reads ``[R, I]``, gate and up
-            ``[R, 2 I]``, the routing weights and the segments. The gradient of gate and up exists nowhere but in the
-            kernel that quantizes it, so no hook of autograd sees it.
+        stock_class: of the replaced module.
+        on_backward: called in each backward with the gradient of the down projection's input ``[R, I]``, gate and up
+            ``[R, 2 I]``, routing weights and segments. The gradient of gate and up exists only inside the kernel that
+            quantizes it, so autograd hooks cannot see it.
     """
 
     scale_rule: ScaleRule
     ranks: int
-    format: ExpertsFormat
+    format: TrainedFormat
     gate_up_name: str
     down_name: str
     stock_class: type[nn.Module]
@@ -117,10 +106,7 @@ class JetExperts(nn.Module):
 
     @classmethod
     def replace(cls, experts: nn.Module, mixture: Experts, *, scale_rule: ScaleRule, ranks: int = 1) -> "JetExperts":
-        """Turn ``experts`` into this class in place: same module object, same parameter objects.
-
-        Args:
-            mixture: names of its family.
+        """Turn ``experts``, with the names of ``mixture``, into this class in place.
 
         Raises:
             ValueError: an unknown scale rule, or dimensions that are no multiples of 128.
@@ -153,21 +139,21 @@ class JetExperts(nn.Module):
 
     @property
     def holds_qdata(self) -> bool:
-        """Whether qdata of a weight are kept now."""
-        return any(cache.held is not None for cache in self._caches.values())
+        """Whether a weight's qdata are cached."""
+        return any(cache.entry is not None for cache in self._caches.values())
 
     @property
     def quantizations(self) -> int:
-        """How often one of the weights has been quantized since construction, the one that was most often."""
+        """Quantizations since construction of the weight that was quantized most often."""
         return max(cache.quantizations for cache in self._caches.values())
 
     def drop_qdata(self) -> None:
-        """Forget the weights' qdata; the next use quantizes them again."""
+        """Drop the cached qdata; the next use quantizes again."""
         for cache in self._caches.values():
             cache.drop()
 
     def gate_up_qdata(self, weight: torch.Tensor) -> QuantizedTensor:
-        """``[E, 2 I, H]`` quantized, made at most once while the tensor stays in place unchanged."""
+        """``[E, 2 I, H]`` quantized, at most once while the tensor stays unchanged."""
         return self._qdata(self.gate_up_name, weight)
 
     def down_qdata(self, weight: torch.Tensor) -> QuantizedTensor:
@@ -187,7 +173,7 @@ class JetExperts(nn.Module):
         *,
         align: int,
     ) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
-        """Output ``[T, H]`` BF16; gate and up of all rows; what down reads. See ``ExpertsFormat.experts``."""
+        """Output ``[T, H]`` BF16, gate and up, the down projection's input; see ``TrainedFormat.experts``."""
         y, gate_up, product = self.format.experts(
             kernels.gather_quantized(x, segments.pair, weights.shape[1]),
             weights,
@@ -207,19 +193,19 @@ class JetExperts(nn.Module):
         """Sum of each token's experts.
 
         Args:
-            hidden_states: ``[..., H]``, or what a norm quantized of it. top_k_index: ``[T, k]`` integers.
-            top_k_weights: ``[T, k]``, taken in FP32.
+            hidden_states: ``[..., H]``, or quantized by a norm. top_k_index: ``[T, k]`` integers.
+            top_k_weights: ``[T, k]``, converted to FP32.
 
         Returns:
             ``[..., H]`` BF16.
         """
         x = quantize_input(hidden_states, self.format, self.scale_rule)
-        learns = torch.is_grad_enabled()
+        training = torch.is_grad_enabled()
         gate_up_weight, down_weight = getattr(self, self.gate_up_name), getattr(self, self.down_name)
-        align = BLOCK if learns else 1
+        align = BLOCK if training else 1
         segments = kernels.segments(top_k_index.to(torch.int32), down_weight.shape[0], align)
         weights = top_k_weights.float()
-        if not learns:
+        if not training:
             operands = x, weights, segments, gate_up_weight, down_weight
             return self.forward_rows(*operands, align=align)[0].reshape(x.shape)
         source = x.source.to(torch.bfloat16)

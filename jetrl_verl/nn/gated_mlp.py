@@ -81,7 +81,7 @@ class _GatedProduct(torch.autograd.Function):
             dw.append(None)
             if needs:
                 x_colwise = ctx.colwise.take(QuantizedTensor(x_qdata, x_scales), layer.format, rule)
-                dw[-1] = layer.wgrad(colwise, x_colwise, weight, getattr(weight, "main_grad", None))
+                dw[-1] = layer.wgrad(colwise, x_colwise, weight)
                 del x_colwise
             del rowwise, colwise
         return dx.reshape(ctx.x_shape) if needs_x else None, *dw, None, None

@@ -1,14 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""How a norm hands its quantized output to the linears behind it: as a :class:`QuantizedTensor` in the tensor's place.
+"""A norm quantizes its output once for all linears that read it, and hands them a :class:`QuantizedTensor`.
 
-q, k and v read one norm and nobody else does; so do gate and up. The norm's output is therefore quantized once, where
-it is written, and the layers get the data itself, not a tensor that they would have to recognize. vLLM's norms do the
-same (rollout/shared_operations.py). Here a stock norm gets a forward hook; a shared one (train/shared_operations.py)
-quantizes in its own kernel and the hook has nothing to do.
-
-Whether a norm's readers accept it is asked in every call: a BF16 shadow forward turns them into ``nn.Linear`` for a
-while (algorithms/shadow.py), and a linear that FSDP wraps by itself casts its inputs.
+q, k and v are a norm's only readers, and so are gate and up; vLLM's norms do the same (rollout/shared_operations.py). A
+stock norm gets a forward hook; a shared one (train/shared_operations.py) quantizes in its kernel. Each call asks
+whether the readers accept it: a BF16 shadow forward turns them into ``nn.Linear`` (algorithms/shadow.py).
 """
 
 from collections.abc import Sequence
@@ -25,31 +21,31 @@ from jetrl_verl.reference import QuantizedTensor
 
 
 def accept_quantized(readers: Sequence[nn.Module]) -> bool:
-    """Whether every one of ``readers`` accepts a :class:`QuantizedTensor` now."""
-    # type(), not isinstance: FSDP2 turns a linear that it wraps by itself into a subclass.
+    """Whether all ``readers`` accept a :class:`QuantizedTensor` now."""
+    # type(), not isinstance: FSDP2 makes a linear that it wraps alone a subclass, and casts its inputs.
     return all(type(reader) in (JetLinear, JetExperts) for reader in readers)
 
 
 def _quantize_output(
     norm: nn.Module, inputs: Any, output: torch.Tensor | QuantizedTensor, *, readers: Sequence[nn.Module]
 ) -> QuantizedTensor | None:
-    """Forward hook of a norm; None leaves its output alone."""
+    """Forward hook of a norm; None keeps its output."""
     if isinstance(output, QuantizedTensor) or not accept_quantized(readers):
         return None
     return quantize_input(output, readers[0].format, readers[0].scale_rule)
 
 
 def hand_over(model: nn.Module, fed_by_norms: Sequence[tuple[str, Sequence[str]]]) -> None:
-    """Let the norms of every decoder layer quantize what they write.
+    """Let the norms of every decoder layer quantize their output.
 
     Args:
-        model: its linears replaced already, before FSDP wraps it.
-        fed_by_norms: (norm, the linears that read it), as named below a decoder layer.
+        model: with replaced linears, before FSDP wraps it.
+        fed_by_norms: (norm, its readers), names below a decoder layer.
     """
     places = (place(name) for name, _ in model.named_modules())
-    for name in dict.fromkeys(found.layer for found in places if found is not None):
-        layer = model.get_submodule(name)
+    for layer_name in dict.fromkeys(at.layer for at in places if at is not None):
+        layer = model.get_submodule(layer_name)
         for norm, names in fed_by_norms:
-            readers = [layer.get_submodule(each) for each in names]
+            readers = [layer.get_submodule(name) for name in names]
             if accept_quantized(readers):
                 layer.get_submodule(norm).register_forward_hook(partial(_quantize_output, readers=readers))

@@ -15,12 +15,6 @@ of the qdata between them and share its re-layout in backward. A plain tensor is
 DGrad FSDP gathers it once more, together with the transpose that DGrad reads. Where it stays in place from forward to
 backward, the first DGrad transposes its qdata, and the transpose stays as long as they do.
 
-**Where dW goes.** To ``weight.grad`` through autograd, in BF16. A caller that keeps FP32 gradients over several
-micro-batches hangs the buffer ``[N, K]`` on the parameter as ``weight.main_grad`` (Megatron's and Transformer Engine's
-name for it): WGrad then adds its FP32 product there, one rounding an element instead of a BF16 tensor written, read and
-converted, and ``weight.grad`` stays None. It must hang on the tensor that the forward sees, so it is for loops that own
-their parameters, not for FSDP, which puts another tensor in place at every gather.
-
 ``backward="bf16"`` is QaRL's choice (arXiv 2604.07853): FProp as above, straight-through BF16 gradients from a saved
 BF16 X and the BF16 weight.
 """
@@ -132,7 +126,6 @@ class _LinearFunction(torch.autograd.Function):
         dx, dw, dbias = None, [None] * count, [None] * count
         for i in reversed(range(count)):
             layer, weight = layers[i], weights[i]
-            main_grad = getattr(weight, "main_grad", None)
             dy = gradients[i] if gradients[i].ndim == 2 else gradients[i].reshape(-1, layer.out_features)
             dy = as_type(dy, torch.bfloat16).contiguous()
             term = None
@@ -148,17 +141,12 @@ class _LinearFunction(torch.autograd.Function):
                     term = layer.dgrad(rowwise, weight)
                 if needs_w[i]:
                     x = ctx.colwise.take(QuantizedTensor(x_qdata, x_scales), layer.format, layer.scale_rule)
-                    dw[i] = layer.wgrad(colwise, x, weight, main_grad)
+                    dw[i] = layer.wgrad(colwise, x, weight)
             else:
                 if needs_x:
                     term = dy @ as_type(weight, torch.bfloat16)
                 if needs_w[i]:
-                    dw[i] = dy.t() @ x
-                    if main_grad is None:
-                        dw[i] = as_type(dw[i], weight.dtype)
-                    else:
-                        main_grad += dw[i]
-                        dw[i] = None
+                    dw[i] = as_type(dy.t() @ x, weight.dtype)
             if term is not None:
                 dx = term if dx is None else dx.add_(term)
         if dx is not None and len(ctx.x_shape) != 2:
@@ -231,7 +219,7 @@ class JetLinear(nn.Linear):
     @property
     def holds_qdata(self) -> bool:
         """Whether qdata of the weight are kept now."""
-        return self._cache.held is not None
+        return self._cache.entry is not None
 
     def drop_qdata(self) -> None:
         """Forget the weight's qdata; the next use quantizes it again."""
@@ -264,17 +252,9 @@ class JetLinear(nn.Linear):
             self._cache.amend(held, (qdata, transposed))
         return self.format.dgrad(dy, transposed)
 
-    def wgrad(
-        self, dy: QuantizedTensor, x: QuantizedTensor, weight: torch.Tensor, main_grad: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """``dW`` [N, K] of colwise dY [N, M] and X [K, M]: added to ``main_grad`` in FP32, or returned.
-
-        FSDP gathers BF16 weights and takes BF16 gradients; an FP32 weight gets the same BF16 product.
-        """
-        if main_grad is None:
-            return as_type(self.format.wgrad(dy, x), weight.dtype)
-        self.format.wgrad(dy, x, add_to=main_grad)
-        return None
+    def wgrad(self, dy: QuantizedTensor, x: QuantizedTensor, weight: torch.Tensor) -> torch.Tensor:
+        """``dW`` [N, K] of colwise dY [N, M] and X [K, M], a BF16 product in the type of ``weight``."""
+        return as_type(self.format.wgrad(dy, x), weight.dtype)
 
     def forward(self, input: torch.Tensor | QuantizedTensor) -> torch.Tensor:
         x = quantize_input(input, self.format, self.scale_rule)

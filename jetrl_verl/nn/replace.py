@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the flow's linear layers and experts into a stock Hugging Face decoder, in place."""
+"""Replaces the linear layers and experts of a stock Hugging Face decoder, in place."""
 
 from collections.abc import Mapping
 
@@ -19,29 +19,26 @@ from jetrl_verl.reference import ScaleRule
 def replace_linears(
     model: nn.Module, plans: Mapping[str, LinearPlan], *, scale_rule: ScaleRule, backward: str = formats.FLOW
 ) -> list[str]:
-    """Put ``JetLinear`` and ``JetExperts`` where the plan says so, and let the norms in front quantize for them
-    (nn/handoff.py).
+    """Put ``JetLinear`` and ``JetExperts`` where the plan says so; the norms before them quantize (nn/handoff.py).
 
     Args:
-        model: a decoder built from the configuration that ``plans`` was made from, before FSDP wraps it.
+        model: a decoder of the configuration that ``plans`` was made from, before FSDP wraps it.
         plans: from :func:`jetrl_verl.models.plan.plan_linears`.
-        scale_rule: ``"fp32"`` or ``"pow2"``. backward: one of :data:`~jetrl_verl.nn.linear.BACKWARDS` for DGrad and
-        WGrad.
+        scale_rule: ``"fp32"`` or ``"pow2"``. backward: one of :data:`~jetrl_verl.nn.linear.BACKWARDS`.
 
     Returns:
         Names of the replaced modules.
 
     Raises:
-        UnsupportedLayer: a decoder layer holds a linear that the plan does not know; another backward than FP8 with a
-            mixture of experts.
+        UnsupportedLayer: a linear of a decoder layer is not in the plan; a mixture with another backward than FP8.
         ValueError: unknown scale rule or backward precision; a linear of another shape than the plan's.
     """
     replaced = []
-    ours = family(model.config)
-    if ours.experts is not None:
+    decoder = family(model.config)
+    if decoder.experts is not None:
         if backward != formats.FLOW:
             raise UnsupportedLayer("the gradients of experts are FP8 products", "mixture_with_bf16_backward")
-        replaced += _replace_experts(model, ours.experts, plans, scale_rule)
+        replaced += _replace_experts(model, decoder.experts, plans, scale_rule)
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear) or place(name) is None:
             continue
@@ -56,7 +53,7 @@ def replace_linears(
         if plan.quantized:
             JetLinear.replace(module, scale_rule=scale_rule, backward=backward, ranks=plan.k // plan.shard_k)
             replaced.append(name)
-    hand_over(model, ours.fed_by_norms)
+    hand_over(model, decoder.fed_by_norms)
     return replaced
 
 
@@ -66,8 +63,8 @@ def _replace_experts(
     replaced = []
     gate_up, down = plans[mixture.gate_up], plans[mixture.down]
     for name, module in model.named_modules():
-        found = place(name)
-        if found is None or found.module != mixture.module:
+        at = place(name)
+        if at is None or at.module != mixture.module:
             continue
         for plan in (gate_up, down):
             shape = tuple(getattr(module, leaf(plan.suffix)).shape)

@@ -2,20 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of a mixture of experts: which experts a token goes to, in what order rows are multiplied and added.
 
-A pair is a token and one of its k experts. Pairs of one expert are neighbours among R rows, its *segment*, in the order
-of the tokens; every segment begins at a multiple of ``align`` rows and is filled up with rows of zeros. A row of a
-product depends on its own operands alone, so in the forward no bit depends on ``align``, on the rows of other tokens or
-on where a row lies. A weight gradient is contracted along rows in groups of 128, so there ``align`` is 128 and a group
-never holds rows of two experts.
+A pair is a token and one of its k experts. The pairs of an expert are neighbours among R rows, its *segment*, in token
+order; a segment begins at a multiple of ``align`` rows and is padded with zero rows. A row of a product depends on its
+own operands alone, so the forward's bits do not depend on ``align`` or on other tokens. A weight gradient contracts
+along rows in groups of 128, so there ``align`` is 128 and no group holds rows of two experts.
 
-* The k experts of a token are those with the largest logits, equal logits in the order of the experts' numbers
-  (``torch.topk`` promises no order). Weights come from FP32 logits, in FP32 (kernels/route.py).
-* The routing weight multiplies ``silu(gate) * up``, not the expert's output: what the down projection quantizes
-  carries it already, a token's output gradient is quantized once for all its experts, and no expert's output is saved.
+* A token's k experts are those with the largest logits, equal logits by expert number (``torch.topk`` promises no
+  order). Weights are computed in FP32 from FP32 logits (kernels/route.py).
+* The routing weight multiplies ``silu(gate) * up`` instead of the expert's output: then a token's output gradient is
+  quantized once for all its experts, and no expert's output is saved.
 * A token's output is the sum of its pairs' rows in FP32, in the order of its experts' logits, rounded once.
-* Tensor-parallel ranks of a rollout have a slice of every expert's inner dimension each. A rank's part of a row is
-  rounded, its part of a token's output is the sum of those, rounded too, and then the ranks' parts are added, rank 0
-  first. So nothing may be added over ranks before it is over a token's experts: a sum of ranks' rows has other bits.
+* Each tensor-parallel rank has a slice of every expert's inner dimension. It rounds its part of a row, adds a token's
+  rows, rounds, and then the ranks are added, rank 0 first. Adding ranks before a token's rows gives other bits.
 
 Every product is ``gemm_nt`` of one expert's rows (gemm.py).
 """
@@ -30,13 +28,12 @@ from jetrl_verl.reference.tensor import QuantizedTensor
 
 
 class Segments(NamedTuple):
-    """Where the pairs of T tokens and k experts each lie among the R rows of E experts' segments.
+    """Rows of the pairs of T tokens, k experts each, among the R rows of E experts' segments.
 
     Attributes:
         row: ``[T, k]`` int32, the row of each pair.
         pair: ``[R]`` int32, the pair ``token * k + slot`` in each row; -1 where there is none.
-        start: ``[E + 1]`` int32, the first row of each expert's segment; behind the last one begins what no kernel
-            looks at.
+        start: ``[E + 1]`` int32, the first row of each expert's segment; no kernel reads rows after the last.
     """
 
     row: torch.Tensor
@@ -45,9 +42,7 @@ class Segments(NamedTuple):
 
 
 class UncombinedRows(NamedTuple):
-    """What the experts gave to T tokens, not added up yet: ``combine(*rows)`` in a tensor's place.
-
-    A mixture's block of a rollout returns one where the norm behind it adds the rows itself.
+    """The experts' rows of T tokens before ``combine(*rows)``; returned where the next norm adds them itself.
 
     Attributes:
         y: ``[R, H]`` BF16, a row a pair.
@@ -59,7 +54,7 @@ class UncombinedRows(NamedTuple):
 
 
 def rows_of_segments(pairs: int, experts: int, align: int) -> int:
-    """R, known without looking at the experts: as many rows as the worst case takes, a multiple of ``align``."""
+    """R of the worst case, a multiple of ``align``; independent of the routing."""
     if align == 1:
         return pairs
     worst = pairs + min(experts, pairs) * (align - 1)
@@ -67,8 +62,7 @@ def rows_of_segments(pairs: int, experts: int, align: int) -> int:
 
 
 def top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """``[T, k]`` int32 numbers of the k largest of ``logits [T, E]``, largest first, of equal ones the lowest number
-    first. NaN counts as larger than every number."""
+    """``[T, k]`` int32: the k largest of ``logits [T, E]``, largest first, equal ones by number, NaN above all."""
     return logits.sort(dim=-1, descending=True, stable=True).indices[:, :k].to(torch.int32)
 
 
@@ -89,10 +83,9 @@ def segments(experts_of: torch.Tensor, experts: int, align: int) -> Segments:
 
 
 def gather_rows(x: torch.Tensor, pair: torch.Tensor, k: int) -> torch.Tensor:
-    """Rows ``[R, C]`` of segments from those of tokens ``x [T, C]``; zeros where there is no pair."""
+    """Rows ``[R, C]`` of segments from tokens ``x [T, C]``; zeros where there is no pair."""
     rows = x.view(torch.uint8) if x.element_size() == 1 else x
-    taken = rows[(pair.clamp(min=0) // k).long()].masked_fill_((pair < 0)[:, None], 0)
-    return taken.view(x.dtype)
+    return rows[(pair.clamp(min=0) // k).long()].masked_fill_((pair < 0)[:, None], 0).view(x.dtype)
 
 
 def gather_quantized(x: QuantizedTensor, pair: torch.Tensor, k: int) -> QuantizedTensor:
@@ -110,7 +103,7 @@ def grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor)
         start: of :class:`Segments`.
 
     Returns:
-        ``[R, N]`` BF16; zeros behind the last segment.
+        ``[R, N]`` BF16; zeros after the last segment.
     """
     y = torch.zeros(a.qdata.shape[0], b.qdata.shape[1], dtype=torch.bfloat16, device=a.qdata.device)
     bounds = start.tolist()
@@ -123,13 +116,7 @@ def grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor)
 
 
 def grouped_gemm_nt_of_ranks(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, ranks: int) -> torch.Tensor:
-    """:func:`grouped_gemm_nt` of each rank, which has one of equal slices of K.
-
-    Args:
-        ranks: how many; the others as in :func:`grouped_gemm_nt`.
-
-    Returns:
-        ``[ranks, R, N]`` BF16.
+    """:func:`grouped_gemm_nt` of ``ranks`` equal slices of K, ``[ranks, R, N]`` BF16.
 
     Raises:
         ValueError: slices of K that are no multiples of 128.
@@ -160,7 +147,7 @@ def grouped_wgrad(dy: QuantizedTensor, x: QuantizedTensor, start: torch.Tensor) 
 
 
 def combine(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    """``[T, H]`` BF16: of each token the rows of its k pairs in ``y [R, H]`` BF16, added in FP32, slot 0 first."""
+    """``[T, H]`` BF16: the rows of each token's k pairs in ``y [R, H]`` BF16, added in FP32, slot 0 first."""
     acc = y[row[:, 0].long()].float()
     for slot in range(1, row.shape[1]):
         acc += y[row[:, slot].long()].float()

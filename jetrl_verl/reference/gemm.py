@@ -1,13 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Reference block-scaled GEMM ``Y = A B^T``, bit-reproducible for every row whatever the batch it sits in.
+"""Reference block-scaled GEMM ``Y = A B^T``; a row has the same bits in every batch.
 
-Per 128-wide K block the partial sum is formed exactly and rounded once to FP32: a product of two E4M3 values is a
-multiple of 2^-18 below 2^18, a sum of 128 of them needs at most 43 bits, so float64 holds it without error *in any
-order*. That makes the reference independent of the BLAS, its blocking and the batch size, which a float32 ``matmul``
-is not.
-Promotion is the contract's: ``acc += (s_a * s_b) * partial`` in FP32, K blocks ascending; bias is added in FP32; one
-rounding into the output type.
+The partial sum of a 128-wide K block is exact and rounded once to FP32: a product of two E4M3 values is a multiple of
+2^-18 below 2^18, so a sum of 128 needs at most 43 bits, and float64 holds it in any order, whatever the BLAS.
+Then ``acc += (s_a * s_b) * partial`` in FP32, K blocks ascending; bias in FP32; one rounding into the output type.
 """
 
 from collections.abc import Sequence
@@ -19,7 +16,7 @@ from jetrl_verl.reference.quantize import dequantize_1x128, dequantize_128x128
 from jetrl_verl.reference.tensor import QuantizedTensor
 
 _ROWS = 512
-"""Rows of A at a time: no row depends on another, and temporaries that stay in the cache are three times as fast."""
+"""Rows of A at a time: temporaries that stay in the cache are three times as fast."""
 
 
 def check_gemm_shapes(a: QuantizedTensor, b: QuantizedTensor, b_block_scaled: bool, bias: torch.Tensor | None) -> None:
@@ -38,19 +35,6 @@ def check_gemm_shapes(a: QuantizedTensor, b: QuantizedTensor, b_block_scaled: bo
         raise ValueError(f"gemm_nt: bias has shape {tuple(bias.shape)}, expected ({n},)")
 
 
-def check_add_to(add_to: torch.Tensor, m: int, n: int, b_block_scaled: bool, out_dtype: torch.dtype) -> None:
-    """Raise ``ValueError`` unless ``add_to`` can hold a weight gradient ``[m, n]``."""
-    if b_block_scaled or add_to.dtype != torch.float32 or out_dtype != torch.float32:
-        raise ValueError(
-            "gemm_nt: add_to accepts a weight gradient (1x128 scales on B) in FP32; pass out_dtype=float32"
-        )
-    if tuple(add_to.shape) != (m, n) or not add_to.is_contiguous():
-        raise ValueError(
-            f"gemm_nt: add_to has shape {tuple(add_to.shape)} and strides {add_to.stride()}, expected a contiguous "
-            f"({m}, {n})"
-        )
-
-
 def gemm_nt(
     a: QuantizedTensor,
     b: QuantizedTensor,
@@ -58,7 +42,6 @@ def gemm_nt(
     b_block_scaled: bool,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
-    add_to: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``A B^T`` of two quantized operands.
 
@@ -69,20 +52,16 @@ def gemm_nt(
         b_block_scaled: which of the two.
         bias: ``[N]`` or None, added in FP32 before the rounding.
         out_dtype: BF16 or FP32.
-        add_to: ``[M, N]`` FP32, contiguous, to which the FP32 product is added in place, one addition per element
-            (WGrad into a gradient buffer that the caller owns).
 
     Returns:
-        ``[M, N]`` of ``out_dtype``, or ``add_to``.
+        ``[M, N]`` of ``out_dtype``.
 
     Raises:
-        ValueError: shapes that do not fit; an ``add_to`` of another shape or type, or with 128x128 scales on B.
+        ValueError: shapes that do not fit.
     """
     check_gemm_shapes(a, b, b_block_scaled, bias)
     m, k = a.qdata.shape
     n = b.qdata.shape[0]
-    if add_to is not None:
-        check_add_to(add_to, m, n, b_block_scaled, out_dtype)
     b64 = b.qdata.double().t().contiguous()
     b_scales = b.scales.repeat_interleave(BLOCK, dim=0)[:n] if b_block_scaled else b.scales
     y = torch.empty(m, n, dtype=out_dtype, device=a.qdata.device)
@@ -97,15 +76,11 @@ def gemm_nt(
         if bias is not None:
             acc += bias.float()
         y[rows] = acc
-    return y if add_to is None else add_to.add_(y)
+    return y
 
 
 def sum_of_ranks(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``((p_0 + p_1) + p_2) + ...`` in FP32, rounded to BF16 once: how the products of tensor-parallel ranks are added.
-
-    Args:
-        parts: BF16, of one shape, one of each rank in their order.
-    """
+    """``((p_0 + p_1) + p_2) + ...`` in FP32, rounded to BF16 once, of the BF16 products of tensor-parallel ranks."""
     acc = parts[0].float()
     for part in parts[1:]:
         acc += part.float()
@@ -119,7 +94,7 @@ def check_k_slices(k: int, count: int) -> None:
 
 
 def k_slices(x: QuantizedTensor, count: int) -> list[QuantizedTensor]:
-    """Views of an operand ``[..., K]`` on ``count`` equal slices of K, as tensor-parallel ranks hold them.
+    """Views of the ``count`` equal slices of K of an operand ``[..., K]``, one a tensor-parallel rank.
 
     Raises:
         ValueError: slices of K that are no multiples of 128.
@@ -138,12 +113,11 @@ def k_slices(x: QuantizedTensor, count: int) -> list[QuantizedTensor]:
 def gemm_nt_of_ranks(
     a: QuantizedTensor, b: QuantizedTensor, ranks: int, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``A B^T`` as tensor-parallel ranks compute it that hold equal slices of K: each rank's :func:`gemm_nt`, rounded
-    to BF16, then :func:`sum_of_ranks`.
+    """``A B^T`` over tensor-parallel ranks with equal slices of K: :func:`gemm_nt` of each, then :func:`sum_of_ranks`.
 
     Args:
         a: qdata ``[M, K]``, 1x128 scales. b: qdata ``[N, K]``, 128x128 scales.
-        ranks: how many.
+        ranks: number of slices.
         bias: ``[N]`` or None, in the product of rank 0.
 
     Returns:
@@ -153,14 +127,11 @@ def gemm_nt_of_ranks(
         ValueError: shapes that do not fit, or slices of K that are no multiples of 128.
     """
     check_gemm_shapes(a, b, True, bias)
-    slices = zip(k_slices(a, ranks), k_slices(b, ranks), strict=True)
-    biases = [bias, *[None] * (ranks - 1)]
-    return sum_of_ranks(
-        [gemm_nt(x, w, b_block_scaled=True, bias=add) for (x, w), add in zip(slices, biases, strict=True)]
-    )
+    slices = enumerate(zip(k_slices(a, ranks), k_slices(b, ranks), strict=True))
+    return sum_of_ranks([gemm_nt(x, w, b_block_scaled=True, bias=None if rank else bias) for rank, (x, w) in slices])
 
 
 def gemm_nt_float64(a: QuantizedTensor, b: QuantizedTensor, *, b_block_scaled: bool) -> torch.Tensor:
-    """``A B^T`` of the dequantized operands in float64, the yardstick of every GEMM's accuracy. Shapes as `gemm_nt`."""
+    """``A B^T`` of the dequantized operands in float64, to measure errors against; operands as of :func:`gemm_nt`."""
     b_values = dequantize_128x128(b) if b_block_scaled else dequantize_1x128(b)
     return dequantize_1x128(a).double() @ b_values.double().t()

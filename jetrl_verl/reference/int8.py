@@ -1,30 +1,23 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The INT8 contract of the rollout-only baselines (FlashRL; QuRL, arXiv 2602.13953), with its reference in plain torch.
+"""The INT8 contract of the rollout-only baselines (FlashRL; QuRL, arXiv 2602.13953), in plain torch.
 
-One scale per row, symmetric, no zero point. A row is an output channel of a weight ``[N, K]`` (per-channel weights) and
-a token of an activation ``[M, K]`` (per-token activations), so one quantizer does both:
+One scale per row, symmetric, no zero point. A row is an output channel of a weight ``[N, K]`` or a token of an
+activation ``[M, K]``:
 
     s = amax / 127          one IEEE division in FP32; amax over the row's bit patterns, as in ``scales.py``
     q = rne(x / s)          one IEEE division in FP32, then round to nearest, ties to even, into [-127, 127]
     y = bf16(fma(s_x, s_w acc, b))     acc = sum_k q_x q_w exact in INT32, then FP32; without b, fma is a product
 
--128 is not used: the qdata of -x are the negated qdata of x. The maximum lands on 127 exactly; the quotient exceeds 127
-by one FP32 step at most, where s was rounded down, and that rounds to 127.
+* -128 is not used, so the qdata of -x are the negated qdata of x.
+* A zero row has s = 1 and qdata 0. ``s >= 2^-63`` keeps products of two scales normal.
+* INT8 has no NaN, so a row with an Inf or NaN has qdata 0 and scale NaN, and everything computed from it is NaN.
+* With given scales (FlashRL's calibration) larger values saturate at 127; a row with an Inf or NaN has scale NaN.
+* Values are taken at their own precision: BF16 activations, the BF16 cast of a master weight.
 
-Edges. A zero row has s = 1 and qdata 0. ``s >= 2^-63`` as in the FP8 contract, so that products of two scales stay
-normal; a row with nothing above 2^-64 becomes zeros. INT8 has no NaN, so a row with an Inf or NaN has qdata 0 and
-**scale NaN**: everything that it touches becomes NaN, never a silent finite number. Values are taken at their own
-precision, weights from the BF16 cast of the master weight, activations from BF16.
-
-With scales that were fixed before (FlashRL's calibration) a row has the scale that it is given, and what exceeds 127
-steps of it becomes 127; a poisoned row has scale NaN all the same.
-
-Accumulation cannot overflow below K = 2^31 / 127^2 = 133144. Scales are FP32 ``[..., 1]``: a column, which is the shape
-that vLLM's loaders and CUTLASS accept.
-
-The order of the two products and the fused bias are those of vLLM's CUTLASS kernels. This file forms the fused sum in
-float64, which differs from an FP32 fma only where the sum lies within 2^-29 of a tie.
+The sum cannot overflow up to K = (2^31 - 1) / 127^2 = 133144. Scales are FP32 ``[..., 1]``, as vLLM's loaders and
+CUTLASS accept. The order of the two products and the fused bias are those of vLLM's CUTLASS kernels; the fused sum is
+formed in float64 here, which differs from an FP32 fma only within 2^-29 of a tie.
 """
 
 import torch
@@ -44,11 +37,11 @@ _ROWS = 512
 
 
 def quantize_int8(x: torch.Tensor, scales: torch.Tensor | None = None) -> QuantizedTensor:
-    """Quantize every row, that is the last dimension, with one scale.
+    """Quantize every row (the last dimension) with one scale.
 
     Args:
         x: ``[..., K]`` BF16, FP16 or FP32.
-        scales: ``[..., 1]`` FP32, positive; of a calibration, instead of the rows' own.
+        scales: ``[..., 1]`` FP32, positive, instead of the rows' own.
 
     Returns:
         qdata ``[..., K]`` INT8 and scales ``[..., 1]`` FP32, both contiguous.
@@ -63,10 +56,10 @@ def quantize_int8(x: torch.Tensor, scales: torch.Tensor | None = None) -> Quanti
     if scales is None:
         scales = (bits.view(torch.float32) / INT8_MAX).clamp_min(MIN_SCALE)
         scales = torch.where(bits == 0, torch.ones_like(scales), scales)
-    poisoned = bits >= INF_BITS
+    not_finite = bits >= INF_BITS
     qdata = (x / scales).round_().clamp_(-INT8_MAX, INT8_MAX)
-    qdata = qdata.masked_fill_(poisoned, 0.0).to(torch.int8)
-    return QuantizedTensor(qdata, scales.masked_fill(poisoned, torch.nan))
+    qdata = qdata.masked_fill_(not_finite, 0.0).to(torch.int8)
+    return QuantizedTensor(qdata, scales.masked_fill(not_finite, torch.nan))
 
 
 def dequantize_int8(q: QuantizedTensor) -> torch.Tensor:
@@ -94,7 +87,7 @@ def gemm_int8(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """``A B^T + bias`` of two quantized operands; the sum over K is exact, in float64.
+    """``A B^T + bias`` of two quantized operands, with an exact sum over K.
 
     Args:
         a: qdata ``[M, K]``, scales ``[M, 1]``. b: qdata ``[N, K]``, scales ``[N, 1]``.

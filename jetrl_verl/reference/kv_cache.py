@@ -1,24 +1,22 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The FP8 KV cache: keys and values as E4M3 with a power-of-two scale per token and KV head, and how pages hold them.
+"""The FP8 KV cache: keys and values in E4M3 with a power-of-two scale per token and KV head, and its pages.
 
-**Numbers.** A head of a token is one 1x128 group under the rule ``pow2`` (quantize.py, with its edge rules), made when
-the token is written, from that head alone: no calibration, nothing to sync, and nothing of a batch can reach it. An
-E4M3 number times a power of two fits into BF16 without rounding, so attention over the cache is BF16 attention over the
-dequantized numbers, by any kernel. (A head whose maximum rounds up to 2^128 holds an infinity, and says so.)
+**Numbers.** A token's head is one 1x128 group under the rule ``pow2`` (quantize.py), quantized when the token is
+written, from that head alone. An E4M3 number times a power of two fits into BF16 without rounding, so attention over
+the cache is BF16 attention over the dequantized numbers. (A head whose maximum rounds up to 2^128 holds an infinity.)
 
-**Pages.** A page holds ``block_size`` tokens of every KV head, head by head, in units of 16 tokens, so that what one
-thread block reads of a page is one contiguous piece, which the copy engine fetches by one instruction:
+**Pages.** A page holds ``block_size`` tokens of every KV head, head by head, in contiguous units of 16 tokens, which
+the copy engine loads by one instruction:
 
     keys    [16, 8, 16]  E4M3 of tokens; the 16-byte chunk c of token r lies at place c ^ (r % 8) of the token
     key scales      [16] biased exponents, ``scale = 2^(byte - 127)``; 255 for a head with an Inf or NaN
     value scales    [16]
     values  [8, 16, 16]  E4M3 of chunks; token r of chunk c lies at place r ^ (c % 2) of the chunk
 
-That is 4,128 bytes, 258 a token and head where BF16 has 512. Keys with all scales are one piece, and so are the values
-of some of the features: thread blocks that share a request read a whole unit's keys, but only their own features of
-values (csrc/sm90_decode_attention_cluster.cu). The exchanges of places keep readers of a column of tokens out of each
-other's banks of shared memory.
+A unit has 4,128 bytes: 258 a token and head, 512 in BF16. Values are stored by chunks of features, because thread
+blocks that share a request read all keys but only their own features of values
+(csrc/sm90_decode_attention_cluster.cu). The permuted places avoid bank conflicts in shared memory.
 """
 
 import torch
@@ -28,13 +26,13 @@ from jetrl_verl.reference.quantize import quantize_1x128
 from jetrl_verl.reference.tensor import QuantizedTensor
 
 HEAD_DIM = BLOCK
-"""Features of a head: one group."""
+"""Features of a head, one group."""
 
 UNIT_TOKENS = 16
 """Tokens of a unit; a page's block size is a multiple of it."""
 
 TOKEN_BYTES = HEAD_DIM + 1
-"""Of one token's key or value of one head: its data and its scale."""
+"""Bytes of one token's key or value of one head, its scale included."""
 
 UNIT_BYTES = 2 * UNIT_TOKENS * TOKEN_BYTES
 
@@ -44,26 +42,23 @@ _MATRIX = UNIT_TOKENS * HEAD_DIM
 
 
 def _key_places() -> torch.Tensor:
-    """``[16, 8]`` place of each token's chunk, in units of 16 bytes from the first key on."""
+    """``[16, 8]`` place of each token's chunks, in 16-byte steps from the first key."""
     tokens, chunks = torch.arange(UNIT_TOKENS)[:, None], torch.arange(HEAD_DIM // _CHUNK)
     return tokens * len(chunks) + (chunks ^ tokens % 8)
 
 
 def _value_places() -> torch.Tensor:
-    """``[16, 8]`` likewise, from the first value on."""
+    """``[16, 8]`` place of each token's chunks, in 16-byte steps from the first value."""
     tokens, chunks = torch.arange(UNIT_TOKENS)[:, None], torch.arange(HEAD_DIM // _CHUNK)
     return chunks * UNIT_TOKENS + (tokens ^ chunks % 2)
 
 
 def quantize_heads(x: torch.Tensor) -> QuantizedTensor:
-    """Keys or values of some tokens as a cache holds them.
-
-    Args:
-        x: ``[T, H, 128]`` BF16.
+    """Quantize keys or values ``x [T, H, 128]`` BF16.
 
     Returns:
-        qdata ``[T, H, 128]`` E4M3, scales ``[T, H]`` uint8, the biased exponents of the powers of two. A head with an
-        Inf or NaN has NaN qdata and the scale 255, so that a kernel that only looks at scales sees it.
+        qdata ``[T, H, 128]`` E4M3 and scales ``[T, H]`` uint8, biased exponents of the powers of two. A head with an
+        Inf or NaN has NaN qdata and the scale 255.
     """
     qdata, scales = quantize_1x128(x, "pow2")
     exponents = (scales.squeeze(-1).contiguous().view(torch.int32) >> 23).to(torch.uint8)
@@ -77,7 +72,7 @@ def dequantize_heads(heads: QuantizedTensor) -> torch.Tensor:
 
 
 def cache_shape(pages: int, block_size: int, kv_heads: int) -> tuple[int, int, int, int]:
-    """Shape of a cache, uint8.
+    """Shape of a uint8 cache.
 
     Raises:
         ValueError: a block size that is no multiple of 16.
@@ -88,7 +83,7 @@ def cache_shape(pages: int, block_size: int, kv_heads: int) -> tuple[int, int, i
 
 
 def _parts(cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Of units ``[..., 4128]``, as views: data of keys and values by place ``[..., 128, 16]``, scales ``[..., 16]``."""
+    """Views of units ``[..., 4128]``: keys and values by place ``[..., 128, 16]``, both scales ``[..., 16]``."""
     keys, *scales, values = cache.split([_MATRIX, UNIT_TOKENS, UNIT_TOKENS, _MATRIX], dim=-1)
     return *(data.unflatten(-1, (-1, _CHUNK)) for data in (keys, values)), *scales
 
@@ -99,19 +94,19 @@ def write_cache(cache: torch.Tensor, keys: QuantizedTensor, values: QuantizedTen
     Args:
         cache: uint8 of :func:`cache_shape`.
         keys, values: of :func:`quantize_heads`, ``T`` tokens.
-        slots: ``[T]`` where each token goes, page times block size plus its place in the page; negative for none.
+        slots: ``[T]``, page times block size plus the place in the page; negative for tokens that are not stored.
     """
     block_size = cache.shape[2] * UNIT_TOKENS
-    held = (slots >= 0).nonzero().squeeze(1)
-    slots = slots[held].long()
+    tokens = (slots >= 0).nonzero().squeeze(1)
+    slots = slots[tokens].long()
     page, unit, row = slots // block_size, slots % block_size // UNIT_TOKENS, slots % UNIT_TOKENS
     *data, key_scales, value_scales = _parts(cache)
     for part, heads, places in zip(data, (keys, values), (_key_places(), _value_places()), strict=True):
         at = places.to(cache.device)[row]  # [T, 8]
-        chunks = heads.qdata[held].view(torch.uint8).unflatten(-1, (-1, _CHUNK))
+        chunks = heads.qdata[tokens].view(torch.uint8).unflatten(-1, (-1, _CHUNK))
         part[page[:, None], :, unit[:, None], at] = chunks.transpose(1, 2)
-    key_scales[page, :, unit, row] = keys.scales[held]
-    value_scales[page, :, unit, row] = values.scales[held]
+    key_scales[page, :, unit, row] = keys.scales[tokens]
+    value_scales[page, :, unit, row] = values.scales[tokens]
 
 
 def read_cache(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,10 +121,10 @@ def read_cache(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def saturated(values: torch.Tensor, qdata: torch.Tensor, restored: torch.Tensor) -> torch.Tensor:
-    """FP64 number of elements that hold the format's largest number and stood above it.
+    """FP64 number of elements of ``values`` that saturated at the format's largest number.
 
     Args:
-        values: what was quantized. qdata: of a cache, same shape. restored: their values.
+        values: input of the quantizer. qdata, restored: its output and that in BF16, same shape.
     """
-    at_the_end = (qdata.contiguous().view(torch.uint8) & 0x7F) == _LARGEST_BITS
-    return (at_the_end & (values.double().abs() > restored.double().abs())).double().sum()
+    at_largest = (qdata.contiguous().view(torch.uint8) & 0x7F) == _LARGEST_BITS
+    return (at_largest & (values.double().abs() > restored.double().abs())).double().sum()

@@ -1,14 +1,14 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Scales from group maxima, in integer arithmetic where floating point would lose what matters.
+"""Scales from group maxima.
 
-A group's maximum is taken over the *bit patterns* of ``|x|``. For finite values the order is that of the values; Inf
-and NaN sort above all of them, so one comparison finds them, where a floating-point maximum may drop a NaN.
+A maximum is taken over the bit patterns of ``|x|``: finite values keep their order, and Inf and NaN sort above them,
+where a floating-point maximum may drop a NaN.
 
-``fp32``: ``s = amax / 448``, one IEEE-rounded division. The maximum lands exactly on 448.
-``pow2``: ``s = 2^ceil(log2(amax / 448))``. With ``amax = m * 2^e`` and ``448 = 1.75 * 2^8`` this is ``2^(e-8)`` where
-``m <= 1.75`` and ``2^(e-7)`` elsewhere: adding ``0x1FFFFF`` to the bits carries into the exponent exactly when the
-23 mantissa bits exceed those of 1.75 (``0x600000``).
+``fp32``: ``s = amax / 448``, one IEEE division; the maximum becomes exactly 448.
+``pow2``: ``s = 2^ceil(log2(amax / 448))``. With ``amax = m * 2^e`` and ``448 = 1.75 * 2^8`` this is ``2^(e-8)`` for
+``m <= 1.75``, else ``2^(e-7)``: adding ``0x1FFFFF`` to the bits carries into the exponent exactly when the mantissa
+bits exceed those of 1.75, ``0x600000``.
 """
 
 import torch
@@ -27,7 +27,7 @@ def amax_bits(groups: torch.Tensor) -> torch.Tensor:
         groups: ``[..., G]`` FP32, ``G >= 1``.
 
     Returns:
-        ``[...]`` int32; ``>= 0x7F800000`` where the group holds an Inf or NaN.
+        ``[...]`` int32, ``>= 0x7F800000`` for a group with an Inf or NaN.
     """
     return (groups.contiguous().view(torch.int32) & 0x7FFFFFFF).amax(dim=-1)
 
@@ -40,16 +40,15 @@ def scale_from_amax_bits(bits: torch.Tensor, rule: ScaleRule) -> torch.Tensor:
         rule: ``"fp32"`` or ``"pow2"``.
 
     Returns:
-        FP32, same shape, always finite and ``>= 2^-63``. A zero group has scale 1, and so has a group with an Inf or
-        NaN, whose qdata are all NaN.
+        FP32, same shape, finite and ``>= 2^-63``; 1 for a zero group and for a group with an Inf or NaN.
 
     Raises:
-        ValueError: ``rule`` is neither name.
+        ValueError: unknown ``rule``.
     """
     check_rule(rule)
     special = (bits == 0) | (bits >= INF_BITS)
     if rule == "fp32":
-        # By a tensor: CUDA divides by a Python number as a product with its rounded reciprocal.
+        # A tensor, since CUDA multiplies by the rounded reciprocal of a Python number instead of dividing.
         amax = bits.view(torch.float32)
         scale = (amax / torch.full_like(amax, E4M3_MAX)).clamp_min(MIN_SCALE)
     else:

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The one type of quantized data: what the format stores, its scales, and what travels with both."""
+"""Quantized data with their scales."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,20 +9,17 @@ import torch
 
 
 class QuantizedTensor:
-    """Quantized data and their scales; which block shape they follow is the contract of the function that made them.
+    """Quantized data and their scales, in the block shape of the function that made them; unpacks as both.
 
-    A norm or an activation that quantizes what it writes returns one in the tensor's place, and the linears behind it
-    accept it in the tensor's place, in the trainer and in vLLM.
-
-    It unpacks as ``qdata, scales``. It is no tuple and no dataclass on purpose: hooks that cast every floating-point
-    tensor among a module's inputs (FSDP's mixed precision) look into those, and E4M3 data would become BF16.
+    Norms and activations that quantize their output return one instead of a tensor, and linear layers accept it, in the
+    trainer and in vLLM. It is neither a tuple nor a dataclass: FSDP's mixed precision casts floating-point tensors
+    inside those to BF16, E4M3 data included.
 
     Attributes:
         qdata: ``[M, K]`` E4M3 or INT8.
         scales: FP32, ``x ~ qdata * scales``.
-        source: the tensor ``[..., K]`` whose BF16 value was quantized, where a reader needs it: for autograd, or to
-            record it. None elsewhere.
-        colwise: what the layers that read ``source`` share in backward (``nn.linear.SharedColwise``). None elsewhere.
+        source: the tensor ``[..., K]`` whose BF16 value was quantized, for autograd or a recorder; else None.
+        colwise: what the layers that read ``source`` share in backward (``nn.linear.SharedColwise``); else None.
     """
 
     def __init__(
@@ -38,7 +35,7 @@ class QuantizedTensor:
 
     @property
     def shape(self) -> torch.Size:
-        """That of the tensor in whose place this stands: ``[..., K]`` where ``source`` is there, else ``[M, K]``."""
+        """Shape of ``source`` if there is one, else ``[M, K]``."""
         return self.qdata.shape if self.source is None else self.source.shape
 
     def __repr__(self) -> str:

@@ -211,7 +211,7 @@ def load_experts(model: torch.nn.Module, name: str, tensor: torch.Tensor, rank: 
     weight = name.removesuffix(SCALE_SUFFIX)
     found, mixture = place(weight), family(model.config).experts
     parameter = dict(mixture.parameters)[leaf(weight)] + name.removeprefix(weight)
-    live = getattr(model.get_submodule(f"{found.layer}.{mixture.held}"), parameter).data
+    live = getattr(model.get_submodule(f"{found.layer}.{mixture.vllm_module}"), parameter).data
     part, target = _part(tensor, live, rank, 2 if found.module == mixture.gate_up else 1)
     if part.shape != target.shape or part.dtype != live.dtype:
         raise ValueError(

@@ -70,12 +70,12 @@ int jetrl_blocks() { return machine.grid; }
 // kernel: 0 fprop, 1 decode, 2 wgrad, 3 fprop_of_ranks (`ranks`). Returns 0, or 1 with jetrl_error saying why.
 int jetrl_run(int kernel, int m, int n, int k, const void* a, int64_t a_stride, const float* a_scales, int64_t a_row,
               int64_t a_group, const void* b, int64_t b_stride, const float* b_scales, int64_t b_row, int64_t b_group,
-              const void* bias, int bias_fp32, void* out, int64_t out_stride, int out_fp32, int accumulate, int ranks,
+              const void* bias, int bias_fp32, void* out, int64_t out_stride, int out_fp32, int ranks,
               int block, int cluster, int multiprocessors, uint32_t seed) {
   machine.multiprocessors = multiprocessors;
   const jetrl::Operand of_a{a, m, a_stride, {a_scales, a_row, a_group}};
   const jetrl::Operand of_b{b, n, b_stride, {b_scales, b_row, b_group}};
-  const jetrl::Output of_out{out, out_stride, out_fp32 != 0, accumulate != 0};
+  const jetrl::Output of_out{out, out_stride, out_fp32 != 0};
   const jetrl::Bias of_bias{bias, bias_fp32 != 0};
   const jetrl::Config config{block, cluster};
   return guarded(seed, [&] {
@@ -106,7 +106,7 @@ int jetrl_run_grouped(int kernel, int rows, int experts, int n, int k, const voi
   const jetrl::ExpertOperand of_w = jetrl::expert_operand(w, experts, n, k, w_expert, w_row,
                                                           {w_scales, w_scale_row, w_scale_group}, w_scale_expert);
   const jetrl::Segments segments{start, experts, aligned != 0};
-  const jetrl::Output of_out{out, out_stride, false, false};
+  const jetrl::Output of_out{out, out_stride, false};
   return guarded(seed, [&] {
     if (kernel == 0) {
       jetrl::grouped_fprop(of_x, of_w, segments, slices, of_out, {block, cluster}, nullptr);
@@ -127,7 +127,7 @@ int jetrl_run_grouped_wgrad(int experts, int n, int k, int t, const void* a, int
   machine.multiprocessors = multiprocessors;
   return guarded(seed, [&] {
     jetrl::grouped_wgrad({a, n, a_stride, {a_scales, a_row, a_group}}, {b, k, b_stride, {b_scales, b_row, b_group}}, t,
-                         {start, experts}, {out, out_stride, false, false}, {block, cluster}, nullptr);
+                         {start, experts}, {out, out_stride, false}, {block, cluster}, nullptr);
   });
 }
 

@@ -8,8 +8,10 @@ and so does a race in shared memory, whatever the interleaving.
 """
 
 import ctypes
+import hashlib
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import torch
@@ -19,6 +21,7 @@ from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor
 
 EMULATOR = Path(__file__).parent
 CSRC = EMULATOR.parents[1] / "csrc"
+CACHE = EMULATOR.parents[1] / "build" / "emulator"
 KERNELS = {"fprop": 0, "decode": 1, "wgrad": 2, "fprop_of_ranks": 3}
 NAN_CODE = 0x7F
 SIGMA = {0.0: 0.5, 64.0: 1.0, -128.0: 0.0}
@@ -33,52 +36,59 @@ def compiler() -> str:
     return found
 
 
-def build(
-    folder: Path,
-    csrc: Path = CSRC,
-    kernels: str = "sm90_*",
-    machine: Path | None = None,
-    operators: str | None = None,
-    compiled: tuple[str, ...] = (),
-) -> Path:
-    """Compile the kernels and the machine into one library in ``folder``; about 15 s on one core for all of them.
+_FLAGS = ["-std=c++17", "-ffp-contract=off", "-fPIC", "-DJETRL_EMULATE", "-Wno-unknown-pragmas"]
+# The emulator sees each access of a kernel's own C++ by the calls that this sanitizer puts there, and is their run-time
+# library; guards of the host code's statics would be calls that it does not have.
+_KERNEL_FLAGS = ["-O1", "-fsanitize=thread,alignment", "-fno-threadsafe-statics"]
 
-    ``machine``: an earlier folder with the object files of the same machine, instead of compiling it; ``compiled``: of
-    further kernels that it has.
-    ``operators``: with csrc/binding.cpp, so that ``torch.ops.load_library``, once in a process, gives the library's
-    operators on tensors of the CPU as ``torch.ops.<operators>``.
+
+def build(
+    kernels: str = "sm90_*", csrc: Path = CSRC, others: tuple[str, ...] = (), operators: str | None = None
+) -> Path:
+    """A library of the emulator with the kernels that match ``kernels``; compiled once, then taken from ``CACHE``.
+
+    Args:
+        csrc: the sources of ``kernels``, ``CSRC`` with one line changed for a planted fault.
+        others: further kernels that calls of ``kernels`` need, from ``CSRC``.
+        operators: adds csrc/binding.cpp, so that ``torch.ops.load_library``, once in a process, gives the operators on
+            tensors of the CPU as ``torch.ops.<operators>``.
     """
-    library = folder / "libjetrl_emulated.so"
-    flags = [
-        "-std=c++17",
-        "-ffp-contract=off",
-        "-fPIC",
-        "-DJETRL_EMULATE",
-        "-Wno-unknown-pragmas",
-        f"-I{csrc}",
-        f"-I{EMULATOR.parent}",
-    ]
-    sources, objects, libraries = sorted(csrc.glob(f"{kernels}.cu")), [], []
+    objects = [_compiled(source, csrc, _KERNEL_FLAGS) for source in sorted(csrc.glob(f"{kernels}.cu"))]
+    objects += [_compiled(CSRC / f"{stem}.cu", CSRC, _KERNEL_FLAGS) for stem in others]
+    objects += [_compiled(source, csrc, ["-O3"]) for source in sorted(EMULATOR.glob("*.cpp"))]
+    libraries = []
     if operators is not None:
         installed = Path(torch.__file__).parent
-        sources.append(csrc / "binding.cpp")
-        flags += [STABLE_ABI, f"-DJETRL_OPERATORS={operators}", f"-I{installed / 'include'}"]
+        flags = ["-O1", STABLE_ABI, f"-DJETRL_OPERATORS={operators}", f"-I{installed / 'include'}"]
+        objects.append(_compiled(csrc / "binding.cpp", csrc, flags))
         libraries = [f"-L{installed / 'lib'}", "-ltorch_cpu"]
-    of_machine = sorted(EMULATOR.glob("*.cpp"))
-    if machine is None:
-        sources += of_machine
-    else:
-        objects += [machine / f"{stem}.o" for stem in (*(source.stem for source in of_machine), *compiled)]
-    for source in sources:
-        objects.append(folder / f"{source.stem}.o")
-        # The emulator sees each access of a kernel's own C++ by the calls that this sanitizer puts there, and is their
-        # runtime library; guards of the host code's statics would be calls that it does not have.
-        hooks = ["-fsanitize=thread,alignment", "-fno-threadsafe-statics"] if source.suffix == ".cu" else []
-        # A kernel is compiled for each fault that is planted, the machine once, and it is where the time of a run goes.
-        level = "-O1" if source.suffix == ".cu" else "-O3"
-        subprocess.run([compiler(), level, *flags, *hooks, "-x", "c++", "-c", source, "-o", objects[-1]], check=True)
-    subprocess.run([compiler(), "-shared", *objects, *libraries, "-o", library], check=True)
-    return library
+    names = "".join(each.name for each in objects)
+    return _made(_key(names, libraries) + ".so", ["-shared", *objects, *libraries])
+
+
+def _compiled(source: Path, csrc: Path, flags: list[str]) -> Path:
+    headers = [csrc.glob("*.cuh"), csrc.glob("*.h"), EMULATOR.glob("*.h")]
+    if source.parent == EMULATOR:
+        headers[0] = []  # which the machine does not include
+    text = "".join(path.read_text() for paths in headers for path in sorted(paths))
+    command = [*_FLAGS, *flags, f"-I{csrc}", f"-I{EMULATOR.parent}", "-x", "c++", "-c", source]
+    return _made(_key(source.read_text() + text, [*_FLAGS, *flags]) + ".o", command)
+
+
+def _key(text: str, flags: list[str]) -> str:
+    return hashlib.sha256(f"{compiler()} {flags} {text}".encode()).hexdigest()[:24]
+
+
+def _made(name: str, command: list) -> Path:
+    """The file in ``CACHE``; compiled if it is not there, under a name of its own until it is whole."""
+    path = CACHE / name
+    if not path.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+            unfinished = Path(folder) / name
+            subprocess.run([compiler(), *command, "-o", unfinished], check=True)
+            unfinished.rename(path)
+    return path
 
 
 def _pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
@@ -92,6 +102,8 @@ def _operand(q: QuantizedTensor) -> tuple:
 
 
 class Emulator:
+    """The kernels of a library of :func:`build`."""
+
     def __init__(self, library: Path):
         self._library = ctypes.CDLL(str(library))
         self._library.jetrl_error.restype = ctypes.c_char_p
@@ -104,14 +116,13 @@ class Emulator:
         out: torch.Tensor,
         *,
         bias: torch.Tensor | None = None,
-        accumulate: bool = False,
         ranks: int = 1,
         block: int = 0,
         cluster: int = 0,
         multiprocessors: int = 4,
         seed: int = 0,
     ) -> None:
-        """Write (or add) ``A B^T (+ bias)`` to ``out [M, N]``, for ``fprop_of_ranks`` the sum of ``ranks`` products.
+        """Write ``A B^T (+ bias)`` to ``out [M, N]``, for ``fprop_of_ranks`` the sum of ``ranks`` products.
 
         Raises ``RuntimeError`` with the machine's sentence."""
         failed = self._library.jetrl_run(
@@ -124,7 +135,7 @@ class Emulator:
             _pointer(out),
             ctypes.c_int64(out.stride(0)),
             int(out.dtype == torch.float32),
-            *(int(accumulate), ranks, block, cluster, multiprocessors),
+            *(ranks, block, cluster, multiprocessors),
             ctypes.c_uint32(seed),
         )
         self._check(failed)
@@ -303,8 +314,8 @@ def silu_gradients(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tu
     return (dy * up * sigma * (1 + gate * (1 - sigma))).bfloat16(), (dy * gate * sigma).bfloat16()
 
 
-def plant(folder: Path, kernel: str, file: str, line, wrong, machine: Path | None) -> Emulator:
-    """The emulator of ``kernel`` with ``line`` of ``file``, which is there once, replaced by ``wrong``; or several."""
+def plant(folder: Path, kernels: str, file: str, line, wrong, others: tuple[str, ...] = ()) -> Emulator:
+    """The emulator of ``kernels`` with ``line`` of ``file``, which is there once, replaced by ``wrong``; or several."""
     planted = folder / "csrc"
     shutil.copytree(CSRC, planted)
     source = (planted / file).read_text()
@@ -312,4 +323,4 @@ def plant(folder: Path, kernel: str, file: str, line, wrong, machine: Path | Non
         assert source.count(old) == 1
         source = source.replace(old, new)
     (planted / file).write_text(source)
-    return Emulator(build(folder, planted, f"sm90_{kernel.removesuffix('_of_ranks')}*", machine))
+    return Emulator(build(kernels, planted, others))

@@ -11,7 +11,7 @@ A line per fault says how the broken run ended (exit status, seconds from the fa
 that it left, when all had ended and when the GPUs had their memory back), what was saved, and where the next run
 resumed. A run that has not ended ``--patience`` seconds after its fault counts as hung, and is ended. The exit status
 is 1 if a run hung, left something behind, was killed behind the phase that it was to be killed in, or lost more than
-the step under way. Outcomes of the last full chain stand in docs/faults.md.
+the step under way. docs/troubleshooting.md lists the outcomes.
 
 ``--chains 4`` deals the faults among so many chains that run at once, each behind a checkpoint of its own and with a
 run at its end that resumes: on GPUs the demo's policy leaves room, and a start takes longer than its steps.

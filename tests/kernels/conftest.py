@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``native_library``, ``on_a_cpu``, a seed for every test; inputs come from ``tests/reference/contract_inputs.py``."""
+"""``native_library``, ``emulator``, ``on_a_cpu``, a seed for every test."""
 
 import pytest
 import torch
@@ -18,13 +18,20 @@ def native_library() -> None:
 
 
 @pytest.fixture(scope="session")  # operators can be registered once in a process
-def emulated(tmp_path_factory):
+def emulated():
     """The library's operators over the emulated kernels."""
     import native_emulator
 
-    folder = tmp_path_factory.mktemp("operators")
-    torch.ops.load_library(str(native_emulator.build(folder, operators="jetrl_emulated")))
+    torch.ops.load_library(str(native_emulator.build(operators="jetrl_emulated")))
     return torch.ops.jetrl_emulated
+
+
+@pytest.fixture(scope="session")
+def emulator():
+    """The emulated kernels."""
+    import native_emulator
+
+    return native_emulator.Emulator(native_emulator.build())
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def arguments_of(operator: str) -> tuple[dict, dict[str, torch.Tensor]]:
         arguments = dict(zip(("x", "x_scales", "w", "w_scales"), (*a, *b)), ranks=2, block=0, cluster=0)
         results = {"y": fresh(20, 144, torch.bfloat16)}
     elif operator == "wgrad":
-        arguments = dict(zip(("a", "a_scales", "b", "b_scales"), (*a, *b)), accumulate=False, block=0, cluster=0)
+        arguments = dict(zip(("a", "a_scales", "b", "b_scales"), (*a, *b)), block=0, cluster=0)
         results = {"dw": fresh(20, 144, torch.float32)}
     elif operator in ("grouped_fprop", "grouped_decode"):
         a, b = native_emulator.operand(20, 2 * BLOCK, 20, 0), experts_operand(3, BLOCK, 2 * BLOCK, 0, False)

@@ -9,13 +9,27 @@ from contract_inputs import gaussian
 from jetrl_verl import formats, kernels, reference
 from jetrl_verl.kernels import dispatch
 
-PLATFORMS = {"cpu", "sm89", "sm90", "sm100"}
+GPU = torch.device("cuda:0")
 
 
-def test_every_operation_has_a_backend_on_every_platform():
-    """On one at least, where vLLM runs it on the others; a GPU without FP8 runs what knows nothing of FP8."""
+@pytest.fixture
+def gpu_of(monkeypatch):
+    """Makes ``cuda:0`` a GPU of this compute capability."""
+
+    def make(*capability: int) -> None:
+        dispatch.platform_of.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X")
+
+    yield make
+    dispatch.platform_of.cache_clear()
+    dispatch._warn_untested.cache_clear()
+
+
+def test_every_operation_has_a_backend_on_the_cpu_and_on_hopper():
+    """Two are the CPU's alone: vLLM computes them on a GPU."""
     for operation, row in kernels.BACKENDS.items():
-        assert set(row) in (PLATFORMS, PLATFORMS | {"sm80"}, {"cpu"}), operation
+        assert set(row) in ({"cpu", "sm90"}, {"cpu"}), operation
         assert row["cpu"] in (("reference",), ("composed",), ("sdpa",))
     assert sum(set(row) == {"cpu"} for row in kernels.BACKENDS.values()) == 2
 
@@ -34,13 +48,12 @@ def test_what_differs_in_the_last_bit_is_said_by_the_table():
         assert any(len(names) > 1 for names in kernels.BACKENDS[operation].values())
 
 
-def test_an_operation_that_vllm_runs_on_a_gpu_is_refused_there(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    dispatch.column_of.cache_clear()
-    with pytest.raises(RuntimeError, match=r"paged_attention has no backend on sm90\. Use it on a CPU\."):
-        dispatch.lookup("paged_attention", torch.device("cuda:0"))
-    assert "paged_attention" not in kernels.describe_backends("cuda:0")
-    dispatch.column_of.cache_clear()
+def test_an_operation_that_vllm_runs_on_a_gpu_is_refused_there(gpu_of):
+    for capability, platform in (((9, 0), "sm90"), ((10, 0), "gpu")):
+        gpu_of(*capability)
+        with pytest.raises(RuntimeError, match=rf"paged_attention has no backend on {platform}\. Use it on a CPU\."):
+            dispatch.lookup("paged_attention", GPU)
+        assert "paged_attention" not in kernels.describe_backends("cuda:0")
 
 
 def test_every_backend_of_the_table_implements_its_operation():
@@ -55,28 +68,30 @@ def test_describe_names_what_runs_on_the_cpu():
     assert set(described.values()) == {"reference", "composed", "sdpa"}
 
 
-def test_a_gpu_without_fp8_is_refused_with_its_name_and_a_way_out(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    dispatch.column_of.cache_clear()
-    refused = pytest.raises(RuntimeError, match=r"NVIDIA A100 has compute capability 8.0 .* use precision=bf16")
+def test_a_gpu_without_fp8_is_refused_with_its_name_and_a_way_out(gpu_of):
+    gpu_of(8, 0)
+    refused = pytest.raises(RuntimeError, match=r"NVIDIA X has compute capability 8.0 .* use precision=bf16")
     with refused:
         kernels.describe_backends("cuda:0")
     with refused:
-        dispatch.lookup("rms_norm", torch.device("cuda:0"))
-    assert callable(dispatch.lookup("varlen_attention", torch.device("cuda:0")))
-    dispatch.column_of.cache_clear()
+        dispatch.lookup("rms_norm", GPU)
+    assert callable(dispatch.lookup("varlen_attention", GPU))
 
 
-@pytest.mark.parametrize(
-    ("capability", "platform"),
-    [((8, 9), "sm89"), ((9, 0), "sm90"), ((10, 0), "sm100"), ((12, 0), "sm100")],
-)
-def test_platforms_follow_the_compute_capability(monkeypatch, capability, platform):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    dispatch.column_of.cache_clear()
-    assert dispatch.platform_of(torch.device("cuda:0")) == platform
-    dispatch.column_of.cache_clear()
+@pytest.mark.parametrize("capability", [(8, 9), (10, 0), (12, 0)])
+def test_a_gpu_other_than_hopper_gets_the_last_backend_and_a_warning_once(gpu_of, capsys, capability):
+    gpu_of(*capability)
+    assert dispatch.platform_of(GPU) == "gpu"
+    described = kernels.describe_backends("cuda:0")
+    assert {described[name] for name in ("gemm_nt_128x128", "gemm_int8", "rms_norm", "relayout_128x1")} == {"triton"}
+    assert callable(dispatch.lookup("rms_norm", GPU))
+    assert capsys.readouterr().err == "jetrl_verl: not tested on this GPU (NVIDIA X); Triton's kernels run.\n"
+
+
+def test_hopper_gets_every_backend_without_a_warning(gpu_of, capsys):
+    gpu_of(9, 0)
+    assert kernels.describe_backends("cuda:0")["gemm_nt_128x128"] == "native, else vllm_cutlass, else triton"
+    assert capsys.readouterr().err == ""
 
 
 def test_another_kind_of_device_is_refused():
@@ -85,11 +100,11 @@ def test_another_kind_of_device_is_refused():
 
 
 def test_an_override_lasts_for_its_block_and_nests():
-    with kernels.override_backend("gemm_nt_128x128", "cublaslt"):
-        assert kernels.describe_backends("cpu")["gemm_nt_128x128"] == "cublaslt"
+    with kernels.override_backend("gemm_nt_128x128", "vllm_cutlass"):
+        assert kernels.describe_backends("cpu")["gemm_nt_128x128"] == "vllm_cutlass"
         with kernels.override_backend("gemm_nt_128x128", "triton"):
             assert kernels.describe_backends("cpu")["gemm_nt_128x128"] == "triton"
-        assert kernels.describe_backends("cpu")["gemm_nt_128x128"] == "cublaslt"
+        assert kernels.describe_backends("cpu")["gemm_nt_128x128"] == "vllm_cutlass"
     assert kernels.describe_backends("cpu")["gemm_nt_128x128"] == "reference"
 
 

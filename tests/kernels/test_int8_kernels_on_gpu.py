@@ -7,6 +7,7 @@ import torch
 from contract_inputs import CASES, gaussian, heavy_tailed
 
 from jetrl_verl import kernels, reference
+from jetrl_verl.kernels.dispatch import candidates
 from jetrl_verl.kernels.gemm_int8 import cutlass_supports_gemm_int8
 from jetrl_verl.reference import QuantizedTensor
 
@@ -45,9 +46,8 @@ def test_every_backend_gives_the_same_bits(m, n, k, with_bias):
         assert ((triton != want) & ~want.isnan()).float().mean() < 1e-5
     else:
         assert_same_bits(triton, want)
-    if (
-        cutlass_supports_gemm_int8(on_gpu(a), on_gpu(b), bias=moved)
-        and kernels.platform_of(torch.device("cuda")) != "sm100"
+    if "vllm_cutlass_int8" in candidates("gemm_int8", torch.device("cuda")) and cutlass_supports_gemm_int8(
+        on_gpu(a), on_gpu(b), bias=moved
     ):
         with kernels.override_backend("gemm_int8", "vllm_cutlass_int8"):
             assert_same_bits(kernels.gemm_int8(on_gpu(a), on_gpu(b), bias=moved).cpu(), triton)

@@ -7,7 +7,6 @@ interleaving tried.
 That FlashAttention 3 itself has these bits can only be seen on a GPU: test_kv_cache_on_gpu.py.
 """
 
-import shutil
 from pathlib import Path
 
 import flash_attention_order
@@ -15,7 +14,7 @@ import native_emulator
 import numpy as np
 import pytest
 import torch
-from native_emulator import CSRC, Emulator
+from native_emulator import Emulator
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.decode_attention import CLUSTERS, choose_cluster
@@ -33,16 +32,6 @@ EVERY_PLAN = [
 ]
 SOME_PLANS = [("fp8", 1, False), ("fp8", 2, True), ("fp8", 4, False), ("bf16", 1, False), ("bf16", 2, True)]
 """Cache, blocks of a cluster, and whether each has a multiprocessor to itself: then warps of O take turns."""
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory) -> Path:
-    return native_emulator.build(tmp_path_factory.mktemp("emulated"), kernels=f"{KERNELS}*")
-
-
-@pytest.fixture(scope="module")
-def emulator(library) -> Emulator:
-    return Emulator(library)
 
 
 class Case:
@@ -396,14 +385,10 @@ FAULTS_OF_BF16 = {
 }
 
 
-def plant(library: Path, tmp_path: Path, file: str, kernel: str, before: str, after: str) -> Emulator:
-    """The emulator with ``kernel`` compiled again from a changed ``file``."""
-    csrc = shutil.copytree(CSRC, tmp_path / "csrc")
-    text = (csrc / file).read_text()
-    assert text.count(before) == 1
-    (csrc / file).write_text(text.replace(before, after))
+def plant(folder: Path, file: str, kernel: str, before: str, after: str) -> Emulator:
+    """The emulator with ``kernel`` compiled from a changed ``file``."""
     others = tuple(other for other in (KERNEL, OF_CLUSTERS, OF_BF16) if other != kernel)
-    return Emulator(native_emulator.build(tmp_path, csrc, kernel, library.parent, compiled=others))
+    return native_emulator.plant(folder, kernel, file, before, after, others)
 
 
 def is_seen(faulty: Emulator, case: Case, cluster: int, alone: bool = False) -> bool:
@@ -418,31 +403,31 @@ def is_seen(faulty: Emulator, case: Case, cluster: int, alone: bool = False) -> 
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(library, tmp_path, fault):
+def test_a_planted_fault_is_seen(tmp_path, fault):
     file, before, after = FAULTS[fault]
-    assert is_seen(plant(library, tmp_path, file, KERNEL, before, after), Case([700, 30], kv_heads=1), 1)
+    assert is_seen(plant(tmp_path, file, KERNEL, before, after), Case([700, 30], kv_heads=1), 1)
 
 
 @pytest.mark.parametrize("fault", [*FAULTS_OF_CLUSTERS, *FAULTS_OF_FP8_CLUSTERS])
-def test_a_planted_fault_of_clusters_is_seen(library, tmp_path, fault):
+def test_a_planted_fault_of_clusters_is_seen(tmp_path, fault):
     """More blocks than any ring has places; scales above 2^7 in some of them, not in others."""
     file, changes = CLUSTERS_SHARED, FAULTS_OF_CLUSTERS
     if fault in FAULTS_OF_FP8_CLUSTERS:
         file, changes = f"{OF_CLUSTERS}.cu", FAULTS_OF_FP8_CLUSTERS
-    faulty = plant(library, tmp_path, file, OF_CLUSTERS, *changes[fault])
+    faulty = plant(tmp_path, file, OF_CLUSTERS, *changes[fault])
     assert is_seen(faulty, Case([30, 1000], kv_heads=1, value=huge_at_first), 2)
 
 
 @pytest.mark.parametrize("fault", [*FAULTS_OF_TURNS, *FAULTS_OF_CLUSTERS])
-def test_a_planted_fault_of_turns_is_seen(library, tmp_path, fault):
+def test_a_planted_fault_of_turns_is_seen(tmp_path, fault):
     change = (FAULTS_OF_CLUSTERS | FAULTS_OF_TURNS)[fault]
-    faulty = plant(library, tmp_path, CLUSTERS_SHARED, OF_CLUSTERS, *change)
+    faulty = plant(tmp_path, CLUSTERS_SHARED, OF_CLUSTERS, *change)
     assert is_seen(faulty, Case([30, 1700], kv_heads=1, value=huge_at_first), 2, alone=True)
 
 
 @pytest.mark.parametrize("fault", FAULTS_OF_BF16)
-def test_a_planted_fault_of_a_bf16_cache_is_seen(library, tmp_path, fault):
-    faulty = plant(library, tmp_path, f"{OF_BF16}.cu", OF_BF16, *FAULTS_OF_BF16[fault])
+def test_a_planted_fault_of_a_bf16_cache_is_seen(tmp_path, fault):
+    faulty = plant(tmp_path, f"{OF_BF16}.cu", OF_BF16, *FAULTS_OF_BF16[fault])
     assert is_seen(faulty, Case([30, 600], group=2, kv_heads=1, cache="bf16"), 2)
 
 

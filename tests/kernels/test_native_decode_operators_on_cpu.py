@@ -215,7 +215,7 @@ def test_a_decode_step_that_may_lie_so_is_computed(cache, change):
 
 def test_which_decode_steps_over_bf16_pages_are_the_native_kernels(monkeypatch):
     """By shapes, in a step that has no tensors yet, and by the call, which adds strides and addresses alone."""
-    monkeypatch.setattr(dispatch, "column_of", lambda device: "sm90")
+    monkeypatch.setattr(dispatch, "platform_of", lambda device: "sm90")
 
     def chosen(requests: int, heads: int, kv_heads: int, pages=None) -> bool:
         q = torch.empty(requests, heads, 128, dtype=torch.bfloat16)
@@ -279,7 +279,7 @@ def test_steps_of_one_token_each_of_whatever_kind_go_through_vllms_interface(mon
 
     from jetrl_verl.rollout import flash_attention
 
-    monkeypatch.setattr(dispatch, "column_of", lambda device: "sm90")
+    monkeypatch.setattr(dispatch, "platform_of", lambda device: "sm90")
     monkeypatch.setattr(vllms.FlashAttentionImpl, "forward", lambda *call: pytest.fail("vLLM's"))
     lengths, page_size, heads, kv_heads, scale = [1, 49, 20], 16, 4, 2, 128**-0.5
     k, v = (torch.randn(sum(lengths), kv_heads, 128).bfloat16() for _ in range(2))

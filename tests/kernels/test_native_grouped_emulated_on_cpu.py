@@ -7,7 +7,6 @@ float64 product an expert. The rows of an expert, and where they begin, are what
 """
 
 import itertools
-from pathlib import Path
 
 import native_emulator
 import pytest
@@ -17,16 +16,6 @@ from native_emulator import Emulator, experts_operand, operand, plant, product
 from jetrl_verl.reference import BLOCK, QuantizedTensor, k_slices
 
 pytestmark = pytest.mark.timeout(900)
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory) -> Path:
-    return native_emulator.build(tmp_path_factory.mktemp("grouped"), kernels="sm90_grouped_*")
-
-
-@pytest.fixture(scope="module")
-def emulator(library) -> Emulator:
-    return Emulator(library)
 
 
 def starts(counts: list[int]) -> torch.Tensor:
@@ -424,10 +413,10 @@ def check_early(emulator: Emulator, **plan) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_emulator_sees_a_planted_fault(fault, library, tmp_path):
+def test_the_emulator_sees_a_planted_fault(fault, tmp_path):
     """The same cases fail on a kernel with one line wrong."""
     kernel, file, line, wrong = FAULTS[fault]
-    faulty = plant(tmp_path, kernel, file, line, wrong, library.parent)
+    faulty = plant(tmp_path, f"sm90_{kernel}*", file, line, wrong)
     with pytest.raises((RuntimeError, AssertionError)):
         if kernel == WGRAD:
             check_wgrad(faulty, [2, 0, 1, 7, 0], 384, 256, block=256, cluster=2, multiprocessors=2)

@@ -134,19 +134,6 @@ def test_a_compiler_takes_quantized_tensors_through_operators():
     assert all(f"jetrl.{name}" in graphs[0] for name in (*names, "route_and_permute", "grouped_gemm_nt"))
 
 
-def test_a_gradient_is_added_in_place_watched_or_not():
-    dy, x = (kernels.quantize_128x1(torch.randn(128, n).bfloat16(), "fp32") for n in (256, 128))
-    added = []
-    for grad in (False, True):
-        with torch.set_grad_enabled(grad):
-            buffer = torch.ones(256, 128)
-            found = gemm_nt(dy, x, b_block_scaled=False, out_dtype=torch.float32, add_to=buffer)
-        assert found is buffer
-        added.append(buffer)
-    product = gemm_nt(dy, x, b_block_scaled=False, out_dtype=torch.float32)
-    assert torch.equal(added[0], added[1]) and torch.equal(added[0], product + 1)
-
-
 def test_arguments_may_be_left_out_where_the_schema_has_them():
     a = kernels.quantize_1x128(torch.randn(4, 256).bfloat16(), "fp32")
     b = kernels.quantize_128x128(torch.randn(128, 256).bfloat16(), "fp32")

@@ -81,8 +81,8 @@ def test_what_flash_attention_does_not_support_is_refused(features, dtype, sente
 )
 def test_a_gpu_without_flash_attention_3_runs_torchs_own(monkeypatch, missing, forward):
     monkeypatch.setattr(vllm_kernels, "no_flash_attention_3", lambda: missing)
-    for column in ("sm80", "sm89", "sm90", "sm100"):
-        monkeypatch.setattr(dispatch, "column_of", lambda device, column=column: column)
+    for capability in ((8, 0), (8, 9), (9, 0), (10, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
         assert dispatch.lookup("varlen_attention", torch.device("cuda")) is forward
 
 

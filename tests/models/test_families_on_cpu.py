@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Families say what Hugging Face and vLLM build, are found without being registered, and alone name a layer's parts."""
+"""Families: the modules that Hugging Face and vLLM build, discovery, Seed-OSS, and who may name a layer's parts."""
 
 import os
 import re
@@ -19,7 +19,7 @@ from jetrl_verl.train.shared_operations import share_operations
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# config.json of ByteDance-Seed/Seed-OSS-36B-Instruct, as far as it concerns us.
+# From config.json of ByteDance-Seed/Seed-OSS-36B-Instruct.
 SEED_OSS_36B = {
     "model_type": "seed_oss",
     "attention_bias": True,
@@ -49,18 +49,18 @@ def on_meta(model_type: str) -> nn.Module:
         return FAMILIES[model_type][1](tiny_config(model_type))
 
 
-def test_every_family_is_in_the_tests_of_models():
+def test_every_family_has_a_tiny_model():
     assert set(model_types()) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_family_names_what_hugging_face_builds(model_type):
-    model, ours = on_meta(model_type), of_type(model_type)
-    layers = model.get_submodule(ours.layers)
+    model, decoder = on_meta(model_type), of_type(model_type)
+    layers = model.get_submodule(decoder.layers)
     plans = plan_linears(model.config)
-    assert list(plans) == list(ours.projections) and all(plan.quantized for plan in plans.values())
+    assert list(plans) == list(decoder.projections) and all(plan.quantized for plan in plans.values())
     experts = {name: plan for name, plan in plans.items() if plan.experts > 1}
-    assert bool(experts) == (ours.experts is not None)
+    assert bool(experts) == (decoder.experts is not None)
     for layer in layers:
         modules = dict(layer.named_modules())
         linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
@@ -69,9 +69,11 @@ def test_a_family_names_what_hugging_face_builds(model_type):
         }
         for name, plan in experts.items():
             assert tuple(layer.get_parameter(name).shape) == (plan.experts, plan.n, plan.k)
-            assert {ours.experts.block, ours.experts.router, ours.experts.module} <= set(modules)
-        assert {name for name, module in modules.items() if type(module).__name__.endswith("Norm")} == set(ours.norms)
-        assert ours.attention in modules
+            assert {decoder.experts.block, decoder.experts.router, decoder.experts.module} <= set(modules)
+        assert {name for name, module in modules.items() if type(module).__name__.endswith("Norm")} == set(
+            decoder.norms
+        )
+        assert decoder.attention in modules
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -84,8 +86,8 @@ def test_a_family_names_what_vllm_merges(model_type):
         for linear in of_type(model_type).linears
         if len(linear.pieces) > 1
     }
-    stated = ModelRegistry.models[architecture].load_model_cls().packed_modules_mapping
-    assert {name: stated[name] for name in merged} == merged
+    packed = ModelRegistry.models[architecture].load_model_cls().packed_modules_mapping
+    assert {name: packed[name] for name in merged} == merged
 
 
 def test_an_unknown_type_is_refused_with_the_list():
@@ -97,7 +99,7 @@ def test_an_unknown_type_is_refused_with_the_list():
         family({})
 
 
-def test_a_file_in_the_package_is_all_that_a_dense_family_takes(tmp_path, monkeypatch):
+def test_a_dense_family_is_one_file(tmp_path, monkeypatch):
     (tmp_path / "newcomer.py").write_text(
         "from jetrl_verl.models import Family\n"
         'FAMILY = Family("newcomer", q="attn.query", k="attn.key", v="attn.value", qkv="attn.mixed")\n'
@@ -116,7 +118,7 @@ def test_a_file_in_the_package_is_all_that_a_dense_family_takes(tmp_path, monkey
         families._families.cache_clear()
 
 
-def test_names_are_taken_apart():
+def test_names_are_split():
     assert place("model.layers.12.mlp.experts.7.gate_proj.weight") == (
         "model.layers.12",
         12,
@@ -126,9 +128,6 @@ def test_names_are_taken_apart():
     assert place("layers.0.self_attn") == ("layers.0", 0, "self_attn", "")
     assert place("model.layers.3.self_attn.q_proj.bias") == ("model.layers.3", 3, "self_attn.q_proj", "bias")
     assert place("model.norm.weight") is place("model.layers.3") is place("lm_head.weight") is None
-
-
-# --- Seed-OSS --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -142,13 +141,13 @@ def test_names_are_taken_apart():
 )
 def test_seed_oss_36b_fits_at_every_tensor_parallel_size(tp, shards):
     plans = plan_linears(SEED_OSS_36B, tp)
-    found = [(plan.shard_n, plan.shard_k) for plan in plans.values()]
-    assert found == [shards[name] for name in ("q", "kv", "kv", "o", "up", "up", "down")]
+    shapes = [(plan.shard_n, plan.shard_k) for plan in plans.values()]
+    assert shapes == [shards[name] for name in ("q", "kv", "kv", "o", "up", "up", "down")]
     assert [plan.kind for plan in plans.values()] == ["qkv", "qkv", "qkv", "o", "gate_up", "gate_up", "down"]
     assert all(plan.quantized for plan in plans.values())
 
 
-def test_seed_oss_with_sixteen_ranks_has_too_few_columns_for_a_block():
+def test_seed_oss_does_not_fit_sixteen_ranks():
     with pytest.raises(UnsupportedLayer, match=r"mlp\.gate_proj has shards of shape \[1728, 5120\]"):
         plan_linears(SEED_OSS_36B, 16)
 
@@ -156,59 +155,41 @@ def test_seed_oss_with_sixteen_ranks_has_too_few_columns_for_a_block():
 @pytest.mark.parametrize(
     ("switch", "value"), [("attention_bias", False), ("attention_out_bias", True), ("mlp_bias", True)]
 )
-def test_biases_that_vllms_seed_oss_does_not_have_are_refused(switch, value):
+def test_other_biases_than_vllms_seed_oss_has_are_refused(switch, value):
     with pytest.raises(UnsupportedLayer, match=f"it has {switch}={str(value).lower()}, and vLLM's class has"):
         plan_linears(SEED_OSS_36B | {switch: value})
 
 
-def test_seed_oss_shares_operations_without_dropout_alone():
-    ours = of_type("seed_oss")
+def test_seed_oss_shares_operations_only_without_dropout():
+    decoder = of_type("seed_oss")
     rates = {"attention_dropout": 0.0, "residual_dropout": 0.0}
-    ours.check_operations(ours.as_trained(SEED_OSS_36B, rates))
+    decoder.check_operations(decoder.as_trained(SEED_OSS_36B, rates))
     for name in rates:
-        trained = ours.as_trained(SEED_OSS_36B, {other: 0.0 for other in rates if other != name})
-        said = f"do not cover {name.replace('_', ' ')}$"
-        with pytest.raises(UnsupportedOperation, match=said) as refused:
-            ours.check_operations(trained)
+        trained = decoder.as_trained(SEED_OSS_36B, {other: 0.0 for other in rates if other != name})
+        text = f"do not cover {name.replace('_', ' ')}$"
+        with pytest.raises(UnsupportedOperation, match=text) as refused:
+            decoder.check_operations(trained)
         assert refused.value.row == name
-        with pytest.raises(UnsupportedOperation, match=said):
+        with pytest.raises(UnsupportedOperation, match=text):
             share_operations(FAMILIES["seed_oss"][1](tiny_config("seed_oss", **{name: 0.1})))
-    assert OWN_FIELDS["seed_oss"] == rates, "the tests of models run it as it is to be trained"
-    assert ours.as_trained(SEED_OSS_36B, {"hidden_act": "gelu"}) == SEED_OSS_36B, "both sides have to know of that"
-
-
-# --- nobody else -----------------------------------------------------------------------------------------------------
+    assert OWN_FIELDS["seed_oss"] == rates, "tests run the model without dropout"
+    assert decoder.as_trained(SEED_OSS_36B, {"hidden_act": "gelu"}) == SEED_OSS_36B, "not only the trainer's"
 
 
 def names_of_layers() -> re.Pattern:
-    """Projections, merged projections, norms and activations of every family; of a name that is a field of ``Family``
-    as well (``q_norm``) only the string."""
-    found: set[str] = set()
-    for ours in map(of_type, model_types()):
-        found |= {*map(leaf, (*ours.projections, *ours.pieces, *ours.norms, ours.activation))}
-    names = {field.name for field in fields(Family)}
-    return re.compile(rf"\b(?:{'|'.join(found - names)})\b|[\"'`](?:{'|'.join(found & names)})[\"'`]")
-
-
-def lines_that_name_layers(folder: Path) -> list[str]:
-    pattern, found = names_of_layers(), []
-    for below, _, files in os.walk(folder, followlinks=True):
-        for file in (Path(below) / name for name in files if not name.endswith((".pyc", ".so"))):
-            for number, line in enumerate(file.read_text().splitlines(), 1):
-                if pattern.search(line):
-                    found.append(f"{file.relative_to(folder)}:{number}: {line.strip()}")
-    return sorted(found)
+    """Projections, merged projections, norms and activations of every family; quoted only if also a field's name."""
+    names = set()
+    for decoder in map(of_type, model_types()):
+        names |= {*map(leaf, (*decoder.projections, *decoder.pieces, *decoder.norms, decoder.activation))}
+    quoted = names & {field.name for field in fields(Family)}
+    return re.compile(rf"\b(?:{'|'.join(names - quoted)})\b|[\"'`](?:{'|'.join(quoted)})[\"'`]")
 
 
 def test_no_file_outside_models_names_a_part_of_a_layer():
-    named = [line for line in lines_that_name_layers(ROOT / "jetrl_verl") if not line.startswith("models/")]
-    assert not named, "ask jetrl_verl.models.family(config) for it:\n" + "\n".join(named)
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["layer.self_attn.o_proj(x)", "READS = 'input_layernorm'", "# o_proj", "hasattr(layer, 'q_norm')", "mlp.act_fn"],
-)
-def test_such_a_line_is_found(tmp_path, line):
-    (tmp_path / "file.py").write_text(f"def f(family):\n    return family.q_norm\n{line}\n")
-    assert lines_that_name_layers(tmp_path) == [f"file.py:3: {line}"]
+    pattern, lines, package = names_of_layers(), [], ROOT / "jetrl_verl"
+    assert pattern.search("layer.self_attn.o_proj(x)") and not pattern.search("return family.q_norm")
+    for folder, _, names in os.walk(package, followlinks=True):
+        for file in (Path(folder) / name for name in names if not name.endswith((".pyc", ".so"))):
+            if not file.is_relative_to(package / "models"):
+                lines += [f"{file}: {line}" for line in file.read_text().splitlines() if pattern.search(line)]
+    assert not lines, "ask jetrl_verl.models.family(config) for it:\n" + "\n".join(lines)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of tokens by chunks of logits: the bits of logits, log-probabilities and backward one after another."""
+"""Log-probabilities and entropy by chunks of logits: the bits of unchunked calls."""
 
 import pytest
 import torch
@@ -43,9 +43,9 @@ def bytes_of(rows: int) -> int:
 def whole(compute, read: int, used: int | None, dtype=torch.float32) -> list[torch.Tensor]:
     """Numbers and both gradients from the logits of all rows; the first ``read`` numbers are in the loss."""
     hidden, weight = operands(dtype)
-    found = compute(mask_unused(kernels.logits(hidden, weight), used), slice(0, ROWS))
-    sum((GRADIENT * part).sum() for part in found[:read]).backward()
-    return [*found, hidden.grad, weight.grad]
+    numbers = compute(mask_unused(kernels.logits(hidden, weight), used), slice(0, ROWS))
+    sum((GRADIENT * part).sum() for part in numbers[:read]).backward()
+    return [*numbers, hidden.grad, weight.grad]
 
 
 @pytest.mark.parametrize("used", [None, USED])
@@ -55,20 +55,18 @@ def test_every_bit_is_that_of_all_logits_at_once(compute, read, chunk, kept, use
     expected = whole(compute, read, used)
     hidden, weight = operands()
     limits = dict(used=used, kept_bytes=bytes_of(kept), chunk_bytes=bytes_of(chunk))
-    found = per_token(hidden, weight, compute, **limits)
-    sum((GRADIENT * part).sum() for part in found[:read]).backward()
-    for ours, theirs in zip([*found, hidden.grad, weight.grad], expected, strict=True):
-        assert torch.equal(ours, theirs)
+    numbers = per_token(hidden, weight, compute, **limits)
+    sum((GRADIENT * part).sum() for part in numbers[:read]).backward()
     with torch.no_grad():
-        for ours, theirs in zip(per_token(hidden, weight, compute, **limits), expected[: len(found)], strict=True):
-            assert torch.equal(ours, theirs)
+        again = per_token(hidden, weight, compute, **limits)
+    got, want = [*numbers, hidden.grad, weight.grad, *again], [*expected, *expected[: len(numbers)]]
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_a_weight_in_bf16_has_its_gradient_in_bf16():
     expected = whole(log_probs, 1, None, torch.bfloat16)
     hidden, weight = operands(torch.bfloat16)
-    (found,) = per_token(hidden, weight, log_probs, chunk_bytes=bytes_of(4), kept_bytes=0)
-    (GRADIENT * found).sum().backward()
+    per_token(hidden, weight, log_probs, chunk_bytes=bytes_of(4), kept_bytes=0)[0].backward(GRADIENT)
     assert torch.equal(hidden.grad, expected[1]) and torch.equal(weight.grad, expected[2])
     assert (hidden.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.bfloat16)
 
@@ -86,18 +84,18 @@ def test_what_needs_no_gradient_gets_none(frozen):
 
 def test_a_retained_graph_has_the_same_gradients_again():
     hidden, weight = operands()
-    (found,) = per_token(hidden, weight, log_probs, chunk_bytes=bytes_of(5), kept_bytes=bytes_of(12))
-    first = torch.autograd.grad(found, (hidden, weight), GRADIENT, retain_graph=True)
-    for ours, theirs in zip(torch.autograd.grad(found, (hidden, weight), GRADIENT), first, strict=True):
-        assert torch.equal(ours, theirs)
+    (numbers,) = per_token(hidden, weight, log_probs, chunk_bytes=bytes_of(5), kept_bytes=bytes_of(12))
+    first = torch.autograd.grad(numbers, (hidden, weight), GRADIENT, retain_graph=True)
+    again = torch.autograd.grad(numbers, (hidden, weight), GRADIENT)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 def test_no_rows_have_no_numbers():
     hidden, weight = operands()
     empty = hidden.detach()[:0].requires_grad_()
-    found = per_token(empty, weight, both)
-    assert [part.shape for part in found] == [(0,), (0,)]
-    sum(part.sum() for part in found).backward()
+    numbers = per_token(empty, weight, both)
+    assert [part.shape for part in numbers] == [(0,), (0,)]
+    sum(part.sum() for part in numbers).backward()
     assert empty.grad.shape == (0, WIDTH) and not weight.grad.any()
 
 
@@ -107,25 +105,25 @@ def test_backward_computes_again_only_what_was_not_kept(kept, again, monkeypatch
     stock = kernels.logits
     monkeypatch.setattr(chunked_logits.kernels, "logits", lambda *operands: calls.append(1) or stock(*operands))
     hidden, weight = operands()
-    (found,) = per_token(hidden, weight, log_probs, chunk_bytes=bytes_of(5), kept_bytes=bytes_of(kept))
+    (numbers,) = per_token(hidden, weight, log_probs, chunk_bytes=bytes_of(5), kept_bytes=bytes_of(kept))
     assert len(calls) == 5
-    found.sum().backward()
+    numbers.sum().backward()
     assert len(calls) == 5 + again
 
 
 class Sizes(TorchDispatchMode):
-    """Bytes of the distinct storages that operators return, those of at least ``least``."""
+    """Shapes of new storages of at least ``least`` bytes that operators return."""
 
     def __init__(self, least: int) -> None:
         super().__init__()
-        self.least, self.found = least, []
+        self.least, self.shapes = least, []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         before = {t.untyped_storage()._cdata for t in args if isinstance(t, torch.Tensor)}
         storage = result.untyped_storage() if isinstance(result, torch.Tensor) else None
         if storage is not None and storage._cdata not in before and storage.nbytes() >= self.least:
-            self.found.append((str(function), tuple(result.shape)))
+            self.shapes.append(tuple(result.shape))
         return result
 
 
@@ -133,13 +131,12 @@ def test_nothing_but_the_gradient_has_the_size_of_all_logits():
     hidden, weight = operands()
     least = bytes_of(ROWS)  # a weight in BF16, and hidden rows, are smaller
     with Sizes(least) as forward:
-        found = per_token(hidden, weight, both, chunk_bytes=bytes_of(5), kept_bytes=0)
+        numbers = per_token(hidden, weight, both, chunk_bytes=bytes_of(5), kept_bytes=0)
     with Sizes(least) as backward:
-        sum((GRADIENT * part).sum() for part in found).backward()
+        sum((GRADIENT * part).sum() for part in numbers).backward()
     products = {(VOCABULARY, WIDTH), (WIDTH, VOCABULARY)}
-    assert [made for made in forward.found if made[1] not in products] == []
-    assert {made[1] for made in backward.found if made[1] not in products} == {(ROWS, VOCABULARY)}
-    assert len([made for made in backward.found if made[1] == (ROWS, VOCABULARY)]) == 1
-    with Sizes(least) as together:
+    assert [shape for shape in forward.shapes if shape not in products] == []
+    assert [shape for shape in backward.shapes if shape not in products] == [(ROWS, VOCABULARY)]
+    with Sizes(least) as unchunked:
         whole(both, 2, None)
-    assert len([made for made in together.found if made[1] == (ROWS, VOCABULARY)]) > 4, "the test can see them"
+    assert unchunked.shapes.count((ROWS, VOCABULARY)) > 4, "the test sees them"

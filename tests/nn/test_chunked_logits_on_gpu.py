@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Chunked logits of a published vocabulary: every bit of the calls one after another, in less memory."""
+"""Chunked logits of a published vocabulary: the bits of unchunked calls, in less memory."""
 
 import pytest
 import torch
@@ -22,32 +22,31 @@ def run(rows: int, chunked: bool, entropy: bool) -> tuple[list[torch.Tensor], in
     temperature = torch.full((rows,), 0.8, device="cuda")
 
     def compute(logits: torch.Tensor, piece: slice) -> list[torch.Tensor]:
-        found = [kernels.log_probs(logits, tokens[piece], temperature[piece]).squeeze(1)]
+        numbers = [kernels.log_probs(logits, tokens[piece], temperature[piece]).squeeze(1)]
         if entropy:
-            found.append(torch.logsumexp(logits, -1) - (logits.softmax(-1) * logits).sum(-1))
-        return found
+            numbers.append(torch.logsumexp(logits, -1) - (logits.softmax(-1) * logits).sum(-1))
+        return numbers
 
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     if chunked:
-        found = per_token(hidden, weight, compute, used=USED, kept_bytes=0 if entropy else KEPT_BYTES)
+        numbers = per_token(hidden, weight, compute, used=USED, kept_bytes=0 if entropy else KEPT_BYTES)
     else:
-        found = compute(mask_unused(kernels.logits(hidden, weight), USED), slice(0, rows))
-    sum((part * torch.linspace(-1, 1, rows, device="cuda")).sum() for part in found).backward()
+        numbers = compute(mask_unused(kernels.logits(hidden, weight), USED), slice(0, rows))
+    sum((part * torch.linspace(-1, 1, rows, device="cuda")).sum() for part in numbers).backward()
     peak = torch.cuda.max_memory_allocated() - before
-    results = [*(part.detach() for part in found), hidden.grad, weight.grad]
+    results = [*(part.detach() for part in numbers), hidden.grad, weight.grad]
     return results, peak - hidden.grad.nbytes - weight.grad.nbytes
 
 
 @pytest.mark.parametrize("rows, entropy", [(700, False), (3000, False), (9000, False), (3000, True)])
 def test_every_bit_is_that_of_all_logits_at_once(rows, entropy):
-    ours, peak = run(rows, True, entropy)
-    theirs, stock_peak = run(rows, False, entropy)
-    for one, other in zip(ours, theirs, strict=True):
-        assert torch.equal(one, other)
+    chunked, peak = run(rows, True, entropy)
+    unchunked, stock_peak = run(rows, False, entropy)
+    assert all(torch.equal(a, b) for a, b in zip(chunked, unchunked, strict=True))
     logits = 4 * rows * VOCABULARY
     print(f"{rows} rows, entropy {entropy}: {peak / GIB:.2f} GiB, all at once {stock_peak / GIB:.2f}")
     if not entropy:
-        # The gradient in BF16, what is kept, and of a chunk its logits, if they were not kept, and their gradient.
+        # The BF16 gradient, kept logits, and a chunk's logits and their gradient.
         assert peak <= logits / 2 + min(logits, KEPT_BYTES) + 2 * min(logits, CHUNK_BYTES) + GIB / 4
         assert peak < stock_peak

@@ -25,7 +25,7 @@ EXPERTS, HIDDEN, INNER = 8, 256, 128
 
 
 def experts_module(ranks: int = 1, seed: int = 0, inner: int = INNER) -> tuple[JetExperts, nn.Module]:
-    """Ours, and the stock one in float64."""
+    """The FP8 experts, and the stock ones in float64."""
     torch.manual_seed(seed)
     stock = Qwen3MoeExperts(tiny_config("qwen3_moe", moe_intermediate_size=inner))
     for parameter in stock.parameters():
@@ -61,58 +61,59 @@ def difference(got: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize(("used", "k"), [(8, 1), (8, 2), (8, 8), (3, 1), (3, 2)])
 @pytest.mark.parametrize("tokens", [3, 300])
 def test_output_and_gradients_are_those_of_float64_but_for_the_rounding(tokens, used, k):
-    ours, stock = experts_module()
+    layer, stock = experts_module()
     x, logits, dy = inputs(tokens, used=used)
-    mine = [x.clone().requires_grad_(), logits.clone().requires_grad_()]
-    chosen, weights = kernels.route(mine[1], k, True)
-    out = ours(mine[0], chosen, weights)
+    leaves = [x.clone().requires_grad_(), logits.clone().requires_grad_()]
+    chosen, weights = kernels.route(leaves[1], k, True)
+    out = layer(leaves[0], chosen, weights)
     out.backward(dy)
     exact = [x.double().requires_grad_(), logits.double().requires_grad_()]
     expected = in_float64(stock, *exact, k)
     expected.backward(dy.double())
     # E4M3 has 3 mantissa bits: an operand is off by 2.7% in the root mean square, and two or three of them meet.
     assert difference(out, expected) < 0.08
-    pairs = [(mine[0].grad, exact[0].grad), (ours.gate_up_proj.grad, stock.gate_up_proj.grad)]
-    pairs.append((ours.down_proj.grad, stock.down_proj.grad))
+    pairs = [(leaves[0].grad, exact[0].grad), (layer.gate_up_proj.grad, stock.gate_up_proj.grad)]
+    pairs.append((layer.down_proj.grad, stock.down_proj.grad))
     if k > 1:
-        pairs.append((mine[1].grad, exact[1].grad))
+        pairs.append((leaves[1].grad, exact[1].grad))
     else:
-        assert not mine[1].grad.any(), "the only weight is 1 whatever the logits"
+        assert not leaves[1].grad.any(), "the only weight is 1 whatever the logits"
     for got, want in pairs:
-        # Of three tokens a router's gradient is six numbers, too few to average anything.
+        # The router's gradient of three tokens is six numbers, too few to average anything.
         assert difference(got, want) < (0.1 if tokens > 3 else 0.2)
     unused = [e for e in range(EXPERTS) if e not in set(chosen.flatten().tolist())]
-    assert not ours.gate_up_proj.grad[unused].any() and not ours.down_proj.grad[unused].any()
+    assert not layer.gate_up_proj.grad[unused].any() and not layer.down_proj.grad[unused].any()
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_gradient_of_the_routing_weights(renormalize):
     _, logits, _ = inputs(20)
-    mine, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    chosen, weights = kernels.route(mine, 3, renormalize)
+    leaf, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    chosen, weights = kernels.route(leaf, 3, renormalize)
     probabilities = exact.softmax(dim=-1).gather(1, chosen.long())
     want = probabilities / probabilities.sum(dim=1, keepdim=True) if renormalize else probabilities
     assert (weights - want).abs().max() < 1e-6
     gradient = torch.randn(20, 3)
     weights.backward(gradient)
     want.backward(gradient.double())
-    assert (mine.grad - exact.grad).abs().max() < 1e-6
+    assert (leaf.grad - exact.grad).abs().max() < 1e-6
 
 
 def test_the_load_balancing_loss_reaches_the_router():
-    """transformers' own, of the logits that our router returns."""
-    _, logits, _ = inputs(40)
-    mine = logits.clone().requires_grad_()
-    load_balancing_loss_func((mine,), EXPERTS, 2).backward()
-    assert mine.grad.abs().max() > 0
+    """transformers' own, of our router's logits."""
+    logits = inputs(40)[1].requires_grad_()
+    load_balancing_loss_func((logits,), EXPERTS, 2).backward()
+    assert logits.grad.abs().max() > 0
 
 
-def by_hand(ours: JetExperts, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Token by token and expert by expert, from the reference's dense products."""
+def by_hand(
+    layer: JetExperts, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, ranks: int
+) -> torch.Tensor:
+    """Token by token and expert by expert, with the reference's dense products."""
     out = []
     gate_up_weight, down_weight = (
         [reference.quantize_128x128(w.bfloat16(), RULE) for w in p.detach()]
-        for p in (ours.gate_up_proj, ours.down_proj)
+        for p in (layer.gate_up_proj, layer.down_proj)
     )
     for token in range(len(x)):
         row = reference.quantize_1x128(x[token : token + 1], RULE)
@@ -136,74 +137,76 @@ def by_hand(ours: JetExperts, x: torch.Tensor, chosen: torch.Tensor, weights: to
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_forward_is_the_references_products_in_every_bit(ranks):
-    ours, _ = experts_module(ranks, inner=256)
+    layer, _ = experts_module(ranks, inner=256)
     x, logits, _ = inputs(12)
     chosen, weights = kernels.route(logits, 3, True)
     with torch.no_grad():
-        assert torch.equal(ours(x, chosen, weights), by_hand(ours, x, chosen, weights, ranks))
+        assert torch.equal(layer(x, chosen, weights), by_hand(layer, x, chosen, weights, ranks))
 
 
 def test_a_token_does_not_depend_on_the_others_nor_on_the_segments():
-    ours, _ = experts_module()
+    layer, _ = experts_module()
     x, logits, _ = inputs(200)
     chosen, weights = kernels.route(logits, 2, True)
-    trained = ours(x, chosen, weights)
+    trained = layer(x, chosen, weights)
     assert trained.requires_grad, "segments of 128"
     with torch.no_grad():
-        whole = ours(x, chosen, weights)
+        whole = layer(x, chosen, weights)
         order = torch.randperm(200)
-        shuffled = ours(x[order], chosen[order], weights[order])
-        alone = torch.cat([ours(x[i : i + 1], chosen[i : i + 1], weights[i : i + 1]) for i in range(10)])
+        shuffled = layer(x[order], chosen[order], weights[order])
+        alone = torch.cat([layer(x[i : i + 1], chosen[i : i + 1], weights[i : i + 1]) for i in range(10)])
     assert torch.equal(trained, whole)
     assert torch.equal(shuffled, whole[order])
     assert torch.equal(alone, whole[:10])
 
 
-def test_quantized_input_is_read_as_it_is():
-    ours, _ = experts_module()
+def gradients(layer: JetExperts, leaf: torch.Tensor, out: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    """Output and all gradients, which are cleared."""
+    out.backward(dy)
+    tensors = [out.detach(), leaf.grad, layer.gate_up_proj.grad.clone(), layer.down_proj.grad.clone()]
+    layer.zero_grad()
+    return tensors
+
+
+def test_a_quantized_input_has_the_bits_of_its_source():
+    layer, _ = experts_module()
     x, logits, dy = inputs(30)
     chosen, weights = kernels.route(logits, 2, True)
-    gradients = []
+    results = []
     for quantize in (False, True):
         leaf = x.clone().requires_grad_()
-        given = QuantizedTensor(*reference.quantize_1x128(x, RULE), leaf) if quantize else leaf
-        out = ours(given, chosen, weights)
-        out.backward(dy)
-        gradients.append((out.detach(), leaf.grad, ours.gate_up_proj.grad.clone(), ours.down_proj.grad.clone()))
-        ours.zero_grad()
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+        hidden = QuantizedTensor(*reference.quantize_1x128(x, RULE), leaf) if quantize else leaf
+        results.append(gradients(layer, leaf, layer(hidden, chosen, weights), dy))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_checkpointing_changes_no_bit_and_a_weight_is_quantized_once_while_it_is_in_place():
-    ours, _ = experts_module()
+    layer, _ = experts_module()
     x, logits, dy = inputs(30)
     chosen, weights = kernels.route(logits, 2, True)
-    found = []
-    for recompute in (False, True):
-        leaf = x.clone().requires_grad_()
-        out = checkpoint(ours, leaf, chosen, weights, use_reentrant=False) if recompute else ours(leaf, chosen, weights)
-        out.backward(dy)
-        found.append((out.detach(), leaf.grad, ours.gate_up_proj.grad.clone(), ours.down_proj.grad.clone()))
-        ours.zero_grad()
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    assert [cache.quantizations for cache in ours._caches.values()] == [1, 1]
-    assert ours.holds_qdata
+    leaf = x.clone().requires_grad_()
+    plain = gradients(layer, leaf, layer(leaf, chosen, weights), dy)
+    leaf = x.clone().requires_grad_()
+    recomputed = gradients(layer, leaf, checkpoint(layer, leaf, chosen, weights, use_reentrant=False), dy)
+    assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
+    assert [cache.quantizations for cache in layer._caches.values()] == [1, 1]
+    assert layer.holds_qdata
     with torch.no_grad():
-        ours.down_proj.mul_(2)
-        changed = ours(x, chosen, weights)
-    assert [cache.quantizations for cache in ours._caches.values()] == [1, 2]
-    assert not torch.equal(changed, found[0][0])
-    ours.drop_qdata()
-    assert not ours.holds_qdata
+        layer.down_proj.mul_(2)
+        changed = layer(x, chosen, weights)
+    assert [cache.quantizations for cache in layer._caches.values()] == [1, 2]
+    assert not torch.equal(changed, plain[0])
+    layer.drop_qdata()
+    assert not layer.holds_qdata
 
 
-def test_a_frozen_router_or_input_gets_no_gradient():
-    ours, _ = experts_module()
+def test_a_frozen_weight_or_input_gets_no_gradient():
+    layer, _ = experts_module()
     x, logits, dy = inputs(10)
     chosen, weights = kernels.route(logits, 2, True)
-    ours.gate_up_proj.requires_grad_(False)
-    ours(x, chosen, weights).backward(dy)
-    assert ours.gate_up_proj.grad is None and ours.down_proj.grad is not None
+    layer.gate_up_proj.requires_grad_(False)
+    layer(x, chosen, weights).backward(dy)
+    assert layer.gate_up_proj.grad is None and layer.down_proj.grad is not None
 
 
 SCALED = 1 + 4 / 128
@@ -226,12 +229,12 @@ def saved(module: nn.Module, function: Callable[[], object]) -> list[torch.Tenso
 
 
 @pytest.mark.parametrize(("tokens", "k"), [(300, 2), (300, 8), (7, 2)])
-def test_saved_are_a_token_once_in_fp8_and_of_a_pair_what_the_activation_reads(tokens, k):
-    ours, _ = experts_module()
+def test_saved_are_x_in_fp8_once_a_token_and_the_activations_operands_a_pair(tokens, k):
+    layer, _ = experts_module()
     x, logits, _ = inputs(tokens)
     chosen, weights = kernels.route(logits, k, True)
     leaf = x.requires_grad_()
-    kept = saved(ours, lambda: ours(leaf, chosen, weights))
+    kept = saved(layer, lambda: layer(leaf, chosen, weights))
     rows = reference.rows_of_segments(tokens * k, EXPERTS, 128)
     of_token = HIDDEN * SCALED + 2 * k * 4
     of_row = 2 * 2 * INNER + INNER * SCALED + 4
@@ -242,14 +245,15 @@ def test_saved_are_a_token_once_in_fp8_and_of_a_pair_what_the_activation_reads(t
 
 
 class Results:
-    """What the kernels return, as long as somebody holds it: the operations of each moment and their bytes."""
+    """Results of kernels that are alive after each call, and the most bytes of them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.held: list[tuple[str, torch.dtype, tuple[int, ...], int, StorageWeakRef]] = []
-        self.most, self.calls = 0, []
-        for key, found in dispatch._implementations.items():
+        self.alive: list[tuple[str, torch.dtype, tuple[int, ...], int, StorageWeakRef]] = []
+        self.peak, self.calls = 0, []
+        for key, backend in dispatch._implementations.items():
             if key[1] == "reference":
-                monkeypatch.setitem(dispatch._implementations, key, found._replace(run=self.watch(key[0], found.run)))
+                watched = backend._replace(run=self.watch(key[0], backend.run))
+                monkeypatch.setitem(dispatch._implementations, key, watched)
 
     def watch(self, operation: str, run: Callable) -> Callable:
         def watched(*call, **options):
@@ -260,7 +264,7 @@ class Results:
                 if isinstance(item, torch.Tensor):
                     storage = item.untyped_storage()
                     facts = operation, item.dtype, tuple(item.shape), storage.nbytes()
-                    self.held.append((*facts, StorageWeakRef(storage)))
+                    self.alive.append((*facts, StorageWeakRef(storage)))
                 elif isinstance(item, (tuple, QuantizedTensor)):
                     stack += item
             self.calls.append((operation, self.now()))
@@ -269,50 +273,51 @@ class Results:
         return watched
 
     def now(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        self.held = [each for each in self.held if not each[4].expired()]
-        self.most = max(self.most, sum(held_bytes for *_, held_bytes, _ in self.held))
-        return [each[:3] for each in self.held]
+        self.alive = [result for result in self.alive if not result[4].expired()]
+        self.peak = max(self.peak, self.nbytes())
+        return [result[:3] for result in self.alive]
+
+    def nbytes(self) -> int:
+        return sum(result[3] for result in self.alive)
 
 
 def test_a_row_of_a_pair_is_in_bf16_once_at_a_time_and_never_a_copy(monkeypatch):
-    """Forward and backward in which every result of a kernel is followed until it is freed."""
+    """Follows every result of a kernel in forward and backward until it is freed."""
     inner = 384
-    ours = experts_module(inner=inner)[0].bfloat16()  # as FSDP gathers it
+    layer = experts_module(inner=inner)[0].bfloat16()  # as FSDP gathers it
     x, logits, dy = inputs(300)
     chosen, weights = kernels.route(logits, 2, True)
     rows = reference.rows_of_segments(600, EXPERTS, 128)
     leaf, weights = x.requires_grad_(), weights.requires_grad_()
-    ours(leaf, chosen, weights)  # quantizes the weights
+    layer(leaf, chosen, weights)  # quantizes the weights
     results = Results(monkeypatch)
-    out = ours(leaf, chosen, weights)
+    out = layer(leaf, chosen, weights)
     results.now()
     forward, results.calls = results.calls, []
-    kept, results.most = sum(held_bytes for *_, held_bytes, _ in results.held), 0
+    saved_bytes, results.peak = results.nbytes(), 0
     out.backward(dy)
 
-    def in_bf16(found) -> tuple[tuple[int, ...], ...]:
-        return tuple(sorted(shape for _, dtype, shape in found if dtype == torch.bfloat16 and shape[0] == rows))
+    def in_bf16(alive) -> tuple[tuple[int, ...], ...]:
+        return tuple(sorted(shape for _, dtype, shape in alive if dtype == torch.bfloat16 and shape[0] == rows))
 
     gate_up, of_hidden, of_inner = (rows, 2 * inner), (rows, HIDDEN), (rows, inner)
-    assert {in_bf16(found) for _, found in forward} == {(), (gate_up,), (of_hidden, gate_up)}
+    assert {in_bf16(alive) for _, alive in forward} == {(), (gate_up,), (of_hidden, gate_up)}
     assert ("gather_quantized", torch.float8_e4m3fn, of_hidden) not in dict(forward)["combine"], "freed by then"
-    # Beside gate and up: dH while its gradients are made, and the terms of dX.
-    assert {in_bf16(found) for _, found in results.calls} == {(gate_up,), (of_inner, gate_up), (of_hidden, gate_up)}
+    # With gate and up: dH while its gradients are computed, then the terms of dX.
+    assert {in_bf16(alive) for _, alive in results.calls} == {(gate_up,), (of_inner, gate_up), (of_hidden, gate_up)}
     assert not {"gather_quantized", "quantize_1x128", "quantize_1x128_and_128x1"} & set(dict(results.calls))
-    down_gradient, gate_up_gradient = (2 * p.numel() for p in (ours.down_proj, ours.gate_up_proj))
-    transposed = ours.gate_up_proj.numel() * (1 + 4 / 128**2)  # what DGrad reads of the weight
+    down_gradient = 2 * layer.down_proj.numel()
+    weight_gradients = down_gradient + 2 * layer.gate_up_proj.numel()
+    transposed = layer.gate_up_proj.numel() * (1 + 4 / 128**2)  # what DGrad reads of the weight
     at_once = {
         "dOut both ways and H colwise": rows * SCALED * (2 * HIDDEN + inner) + down_gradient,
         "dH and its gradients both ways": rows * (2 * inner + SCALED * 4 * inner) + down_gradient,
-        "gradients of gate and up both ways and X colwise": rows * SCALED * (4 * inner + HIDDEN)
-        + down_gradient
-        + gate_up_gradient,
+        "gradients of gate and up both ways and X colwise": rows * SCALED * (4 * inner + HIDDEN) + weight_gradients,
         "gradients of gate and up rowwise and terms of dX": rows * (2 * HIDDEN + SCALED * 2 * inner)
-        + down_gradient
-        + gate_up_gradient
+        + weight_gradients
         + transposed,
     }
-    assert results.most - kept == max(at_once.values()) + 4 * weights.numel()
+    assert results.peak - saved_bytes == max(at_once.values()) + 4 * weights.numel()
 
 
 @pytest.mark.parametrize(

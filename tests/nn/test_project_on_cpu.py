@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that read one input as one step of autograd: every bit is that of the layers one after the other."""
+"""Layers of one input as one autograd node: the bits of separate layers."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def layers(bias: bool, backward: str, seed: int = 0) -> list[JetLinear]:
 
 
 def run(made: list[JetLinear], together: bool, again: bool = False, normed: bool = False) -> list[torch.Tensor]:
-    """Outputs and gradients; the outputs go on as in an attention, where those of two layers are normalised first."""
+    """Outputs and gradients; with ``normed`` two outputs pass a norm, as heads do before attention."""
     torch.manual_seed(1)
     x = torch.randn(TOKENS, K).bfloat16().requires_grad_()
     scales = [torch.randn(rows).bfloat16() for rows in ROWS]
@@ -30,10 +30,10 @@ def run(made: list[JetLinear], together: bool, again: bool = False, normed: bool
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         quantized = quantize_input(x * 2, made[0].format, made[0].scale_rule)
-        found = project(quantized, made) if together else [layer(quantized) for layer in made]
+        outputs = project(quantized, made) if together else [layer(quantized) for layer in made]
         if normed:
-            found = [kernels.rms_norm(y, s, 1e-6) if i < 2 else y for i, (y, s) in enumerate(zip(found, scales))]
-        return torch.cat(list(found), dim=1)
+            outputs = [kernels.rms_norm(y, s, 1e-6) if i < 2 else y for i, (y, s) in enumerate(zip(outputs, scales))]
+        return torch.cat(list(outputs), dim=1)
 
     y = checkpoint(forward, x, use_reentrant=False) if again else forward(x)
     y.backward(gradient)
@@ -46,29 +46,17 @@ def run(made: list[JetLinear], together: bool, again: bool = False, normed: bool
 @pytest.mark.parametrize("normed", [False, True], ids=["", "normed"])
 @pytest.mark.parametrize("backward", ["fp8", "bf16"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-def test_every_bit_is_that_of_one_after_the_other(bias, backward, normed, again):
+def test_every_bit_is_that_of_separate_layers(bias, backward, normed, again):
     one, other = (run(layers(bias, backward), together, again, normed) for together in (True, False))
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_it_is_one_node_of_autograd():
+def test_it_is_one_autograd_node():
     made = layers(False, "fp8")
     x = quantize_input(torch.randn(TOKENS, K).bfloat16().requires_grad_(), made[0].format, "fp32")
     q, k, v = project(x, made)
     assert q.grad_fn is k.grad_fn is v.grad_fn
     assert [y.shape for y in (q, k, v)] == [(TOKENS, rows) for rows in ROWS]
-
-
-def test_a_main_grad_of_one_layer_is_added_to():
-    made, expected = layers(False, "fp8"), layers(False, "fp8")
-    made[1].weight.main_grad = torch.zeros(ROWS[1], K)
-    expected[1].weight.main_grad = torch.zeros(ROWS[1], K)
-    for each, together in ((made, True), (expected, False)):
-        x = quantize_input(torch.ones(TOKENS, K).bfloat16(), each[0].format, "fp32")
-        torch.cat(list(project(x, each) if together else [layer(x) for layer in each]), dim=1).sum().backward()
-    assert made[1].weight.grad is None and made[1].weight.main_grad.any()
-    assert torch.equal(made[1].weight.main_grad, expected[1].weight.main_grad)
-    assert torch.equal(made[0].weight.grad, expected[0].weight.grad)
 
 
 def test_a_frozen_layer_gets_no_gradient():
@@ -92,31 +80,31 @@ def other_backward(made: list[nn.Module]) -> None:
 
 
 @pytest.mark.parametrize("change", [hooked, other_rule, other_backward])
-def test_what_differs_or_is_looked_at_is_called_by_itself(change, monkeypatch):
+def test_layers_with_hooks_or_other_options_are_called_separately(change, monkeypatch):
     made = layers(False, "fp8")
     change(made)
     calls = []
-    own = linear_module._LinearFunction.apply
-    monkeypatch.setattr(linear_module._LinearFunction, "apply", lambda *call: calls.append(call[1]) or own(*call))
+    stock = linear_module._LinearFunction.apply
+    monkeypatch.setattr(linear_module._LinearFunction, "apply", lambda *call: calls.append(call[1]) or stock(*call))
     x = quantize_input(torch.randn(TOKENS, K).bfloat16().requires_grad_(), made[0].format, "fp32")
     assert len(project(x, made)) == 3
     assert calls == [(layer,) for layer in made]
 
 
-def test_a_plain_tensor_and_a_pass_without_gradients_are_the_layers_own():
+def test_plain_tensors_and_passes_without_gradients_call_the_layers():
     made = layers(True, "fp8")
     x = torch.randn(2, TOKENS, K).bfloat16()
     with torch.no_grad():
         expected = [layer(x) for layer in made]
-        found = project(quantize_input(x, made[0].format, "fp32"), made)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        outputs = project(quantize_input(x, made[0].format, "fp32"), made)
+    assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
     made[2].__class__ = nn.Linear
     assert len(project(x, made)) == 3
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["", "checkpointed"])
 def test_a_weight_gathered_for_backward_is_quantized_and_transposed_at_once(again, monkeypatch):
-    """FSDP puts a weight in place for forward and again for backward; every bit is that of transposing its qdata."""
+    """FSDP puts a weight in place for forward and again for backward; bits are those of transposed qdata."""
     fp8 = formats.get("fp8")
     kept = run(layers(False, "fp8"), True, again)
     made = layers(False, "fp8")
@@ -137,17 +125,16 @@ def test_a_weight_gathered_for_backward_is_quantized_and_transposed_at_once(agai
                 layer.weight = layer.weight  # as FSDP does
             return dy
 
-    own = torch.cat
-    monkeypatch.setattr(torch, "cat", lambda *call, **options: Gather.apply(own(*call, **options)))
-    found = run(made, True, again)
+    cat = torch.cat
+    monkeypatch.setattr(torch, "cat", lambda *call, **options: Gather.apply(cat(*call, **options)))
+    gathered = run(made, True, again)
     assert calls == ["both"] * 3
-    assert all(torch.equal(a, b) for a, b in zip(found, kept, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(gathered, kept, strict=True))
     assert all(layer.quantizations == 2 for layer in made)
 
 
-def test_a_transpose_stays_as_long_as_the_weight_does(monkeypatch):
-    """Over micro-batches whose weight stays in place it is made once, and again where the weight changed or was put in
-    place again."""
+def test_a_transpose_is_cached_as_long_as_the_weight(monkeypatch):
+    """Once for all micro-batches while the weight stays in place, again after it changed or was assigned."""
     fp8 = formats.get("fp8")
     (layer, *_) = layers(False, "fp8")
     made, transpose = [], fp8.transpose_weight
@@ -173,7 +160,7 @@ def test_heads_are_those_of_the_layers_outputs(tokens, hooked):
     made = layers(True, "fp8")
     if hooked:
         made[0].register_forward_hook(lambda *_: None)
-    found = []
+    results = []
     for head_dim in (None, 128):
         x = torch.randn(1, tokens, K, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
         outputs = project(quantize_input(x, made[0].format, "fp32"), made, head_dim)
@@ -181,7 +168,7 @@ def test_heads_are_those_of_the_layers_outputs(tokens, hooked):
         if head_dim is not None:
             assert [y.shape for y in outputs] == [y.shape for y in heads]
         torch.cat(heads, dim=1).sin().sum().backward()
-        found.append([*heads, x.grad, *(parameter.grad for layer in made for parameter in layer.parameters())])
+        results.append([*heads, x.grad, *(parameter.grad for layer in made for parameter in layer.parameters())])
         for layer in made:
             layer.zero_grad()
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

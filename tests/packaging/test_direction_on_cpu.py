@@ -65,9 +65,10 @@ TOOLS: dict[str, set[str]] = {
     "launch": {"process_tree", "progress", "provenance"},
     "doctor": {"bytecode"},
     "patch": set(),
-    "memory": {"launch"},
+    "bench": set(),
+    "advise": {"launch", "provenance"},
     "diff": {"launch", "provenance"},
-    "demo": {"process_tree", "report", "progress", "launch", "provenance"},
+    "demo": {"process_tree", "report", "progress", "launch", "provenance", "diff"},
     "compare": {"process_tree", "report", "progress", "launch", "provenance", "rows", "demo"},
 }
 

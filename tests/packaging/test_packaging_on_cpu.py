@@ -71,18 +71,18 @@ def test_a_gpu_run_fails_where_one_of_its_processes_fails_or_there_is_no_gpu():
     assert [status_of(x) for x in ({0}, {0, 5}, {5}, {0, 1}, {0, -9}, {4})] == [0, 0, 5, 1, 1, 1]
 
 
-def test_the_processes_of_make_test_run_every_file_once_and_the_last_one_some_again():
-    def runs(paths: list[str], file: str) -> bool:
-        named = [word for word in paths if f"{file}/".startswith(f"{word.removeprefix('--ignore=')}/")]
+def test_the_processes_of_make_test_run_every_file_once():
+    processes = runpy.run_path(str(ROOT / "scripts/run_tests.py"))["processes"]
+
+    def runs(words: list[str], file: str) -> bool:
+        named = [word for word in words if f"{file}/".startswith(f"{word.removeprefix('--ignore=')}/")]
         return bool(named) and not any(word.startswith("--ignore=") for word in named)
 
-    script = runpy.run_path(str(ROOT / "scripts/run_tests.py"))
-    training, (*computing, narrowest) = script["processes"]()
     for path in (ROOT / "tests").rglob("test_*.py"):
         file = path.relative_to(ROOT).as_posix()
-        assert sum(runs(process.paths, file) for process in (training, *computing)) == 1, file
-    assert narrowest.paths == [*script["PROCESSOR"]] and narrowest.environment == script["NARROWEST"]
-    assert all((ROOT / path).exists() for process in (*computing, narrowest) for path in process.paths)
+        assert sum(runs(process.words, file) for process in processes("quick", [])) == 1, file
+    words = [word for process in processes("all", []) for word in process.words if not word.startswith("-")]
+    assert all((ROOT / word).exists() for word in words)
 
 
 def test_the_page_of_options_names_every_precision_and_every_option():
@@ -95,7 +95,7 @@ def test_the_page_of_options_names_every_precision_and_every_option():
 
 def test_links_of_readme_and_docs_lead_somewhere():
     folders = ("docs", "recipes", "benchmarks")
-    for page in (ROOT / "README.md", *(path for folder in folders for path in sorted((ROOT / folder).rglob("*.md")))):
+    for page in (*ROOT.glob("*.md"), *(path for folder in folders for path in sorted((ROOT / folder).rglob("*.md")))):
         for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)|<img[^>]* src=\"([^\"]+)\"", page.read_text()):
             target = next(filter(None, link))
             assert "://" in target or (page.parent / target).exists(), (page.name, target)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs that the quantizers of every backend are tested on: ``case(m, k)`` is a BF16 or FP32 tensor on the CPU."""
+"""Inputs for tests of quantizers: ``case(m, k)`` is a BF16 or FP32 tensor on the CPU."""
 
 import e4m3_oracle
 import torch

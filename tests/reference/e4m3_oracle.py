@@ -1,9 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A second, slow definition of the contract's quantizers: numpy float64 and a search over all 256 qdata.
+"""A second definition of the contract's quantizers, in numpy float64, that shares no line with jetrl_verl.reference.
 
-It shares no line with ``jetrl_verl.reference``: the qdata' values come from the format's definition, rounding is "the
-nearest finite code, the even one of two", and the ``pow2`` scale is found by trying exponents with exact fractions.
+Rounding searches all 256 bit patterns for the nearest finite value, ties to even; ``pow2`` tries exponents in exact
+fractions.
 """
 
 from fractions import Fraction
@@ -29,7 +29,7 @@ _MAGNITUDES = CODE_VALUES[:127]
 
 
 def nearest_qdata(values: np.ndarray) -> np.ndarray:
-    """uint8 qdata nearest to float64 ``values`` (any shape), ties to the even code, saturating at 448."""
+    """uint8 bit patterns nearest to float64 ``values``, ties to even, saturating at 448."""
     flat = np.abs(values).reshape(-1)
     out = np.empty(flat.size, dtype=np.uint8)
     for start in range(0, flat.size, 1 << 14):
@@ -61,7 +61,7 @@ def scale(amax: float, rule: str) -> np.float32:
 
 
 def quantize_group(values: np.ndarray, rule: str) -> tuple[np.ndarray, np.float32]:
-    """FP8 data (uint8, shape of ``values``) and scale of one group of float32 ``values``."""
+    """Bit patterns and scale of one group of float32 ``values``."""
     wide = values.astype(np.float64)
     if not np.isfinite(wide).all():  # Inf or NaN anywhere
         return np.full(values.shape, 0x7F, dtype=np.uint8), np.float32(1)
@@ -71,7 +71,7 @@ def quantize_group(values: np.ndarray, rule: str) -> tuple[np.ndarray, np.float3
 
 
 def quantize(x: torch.Tensor, block: tuple[int, int], rule: str) -> tuple[np.ndarray, np.ndarray]:
-    """FP8 data ``[M, K]`` uint8 and scales of ``x [M, K]`` in blocks of ``block`` (rows, columns), edges shorter."""
+    """Bit patterns ``[M, K]`` and scales of ``x [M, K]`` in blocks of ``block`` (rows, columns), edges shorter."""
     values = x.float().numpy()
     (m, k), (bm, bk) = values.shape, block
     qdata = np.zeros((m, k), dtype=np.uint8)

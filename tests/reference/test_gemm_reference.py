@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The reference GEMM: its arithmetic to the bit, its accuracy against float64, and what it does at the edges."""
+"""The reference GEMM: every bit, errors against float64, edge cases."""
 
 import e4m3_oracle
 import numpy as np
@@ -110,39 +110,13 @@ def test_bias_is_added_before_the_one_rounding():
     assert (torch.tensor(257.0).bfloat16() + torch.ones(1, dtype=torch.bfloat16)).item() == 256.0
 
 
-def test_a_weight_gradient_is_added_to_the_callers_buffer_once():
-    a, b = operands(70, 40, 300, b_block_scaled=False)
-    call = {"b_block_scaled": False, "out_dtype": torch.float32}
-    buffer = torch.randn(70, 40)
-    total = buffer.clone()
-    assert reference.gemm_nt(a, b, **call, add_to=total) is total
-    assert torch.equal(total, buffer + reference.gemm_nt(a, b, **call))
-
-
-@pytest.mark.parametrize(
-    ("changes", "buffer"),
-    [
-        ({"out_dtype": torch.bfloat16}, torch.zeros(70, 40)),
-        ({}, torch.zeros(70, 40, dtype=torch.bfloat16)),
-        ({}, torch.zeros(40, 70)),
-        ({}, torch.zeros(40, 70).t()),
-    ],
-)
-def test_a_buffer_that_takes_no_weight_gradient_is_refused(changes, buffer):
-    a, b = operands(70, 40, 300, b_block_scaled=False)
-    call = {"b_block_scaled": False, "out_dtype": torch.float32} | changes
-    with pytest.raises(ValueError, match="add_to"):
-        reference.gemm_nt(a, b, **call, add_to=buffer)
-
-
-def test_nan_qdata_poison_exactly_their_row():
+def test_nan_qdata_make_only_their_row_nan():
     x = torch.randn(4, 256)
     x[1, 200] = torch.inf
     a = reference.quantize_1x128(x, "fp32")
     _, b = operands(4, 130, 256, b_block_scaled=True)
     y = reference.gemm_nt(a, b, b_block_scaled=True)
-    assert y[1].isnan().all()
-    assert y[[0, 2, 3]].isfinite().all()
+    assert y[1].isnan().all() and y[[0, 2, 3]].isfinite().all()
 
 
 def test_an_empty_batch_gives_an_empty_result():
@@ -154,8 +128,7 @@ def test_a_sum_over_no_tokens_is_zero():
     dy = reference.quantize_128x1(torch.empty(0, 130), "fp32")
     x = reference.quantize_128x1(torch.empty(0, 70), "fp32")
     dw = reference.gemm_nt(dy, x, b_block_scaled=False, out_dtype=torch.float32)
-    assert dw.shape == (130, 70)
-    assert (dw == 0).all()
+    assert dw.shape == (130, 70) and not dw.any()
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -170,12 +143,12 @@ def test_ranks_round_their_products_and_add_them_in_their_order(ranks, with_bias
         x, w = (QuantizedTensor(q.qdata[:, columns].contiguous(), q.scales[:, scales].contiguous()) for q in (a, b))
         part = reference.gemm_nt(x, w, b_block_scaled=True, bias=None if rank else bias).float()
         total = part if total is None else total + part
-    found = reference.gemm_nt_of_ranks(a, b, ranks, bias)
-    assert found.dtype == torch.bfloat16 and torch.equal(found, total.bfloat16())
+    y = reference.gemm_nt_of_ranks(a, b, ranks, bias)
+    assert y.dtype == torch.bfloat16 and torch.equal(y, total.bfloat16())
     whole = reference.gemm_nt(a, b, b_block_scaled=True, bias=bias)
-    assert torch.equal(found, whole) == (ranks == 1)
+    assert torch.equal(y, whole) == (ranks == 1)
     rows = QuantizedTensor(a.qdata[:7], a.scales[:7])
-    assert torch.equal(reference.gemm_nt_of_ranks(rows, b, ranks, bias), found[:7])
+    assert torch.equal(reference.gemm_nt_of_ranks(rows, b, ranks, bias), y[:7])
 
 
 def test_slices_of_k_that_cut_a_block_are_refused():

@@ -12,7 +12,7 @@ from jetrl_verl.reference.int8 import MAX_K
 
 
 def by_numpy(x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """FP8 data and scales of finite rows, division and rounding done by numpy."""
+    """qdata and scales of finite rows by numpy's division and rounding."""
     rows = x.float().numpy()
     amax = np.abs(rows).max(axis=-1, keepdims=True)
     scales = np.maximum(amax / np.float32(127), np.float32(2.0**-63))
@@ -112,13 +112,13 @@ def test_bias_is_added_before_the_one_rounding():
     assert gemm_int8(a, b, bias=torch.tensor([-1.0])).item() == 2.0**-9
 
 
-def test_poison_spreads_along_its_row_and_its_channel_only():
+def test_nan_stays_in_its_row_and_its_channel():
     x, w = gaussian(3, 128), gaussian(4, 128)
     x[1, 5], w[2, 9] = torch.nan, -torch.inf
     y = gemm_int8(quantize_int8(x), quantize_int8(w))
-    poisoned = torch.zeros(3, 4, dtype=torch.bool)
-    poisoned[1], poisoned[:, 2] = True, True
-    assert torch.equal(y.isnan(), poisoned)
+    expected = torch.zeros(3, 4, dtype=torch.bool)
+    expected[1], expected[:, 2] = True, True
+    assert torch.equal(y.isnan(), expected)
 
 
 def test_shapes_that_do_not_fit_are_refused():

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The FP8 KV cache's numbers and pages: scales and data by hand, edges, exactness in BF16, the layout byte by byte."""
+"""The FP8 KV cache: scales and data by hand, edge cases, exactness in BF16, every byte of the layout."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from jetrl_verl.reference import QuantizedTensor, kv_cache
 
 
 def heads(*rows: list[float]) -> torch.Tensor:
-    """``[1, len(rows), 128]`` BF16; what a row does not say is zero."""
+    """``[1, len(rows), 128]`` BF16; the rest of a row is zero."""
     return torch.tensor([row + [0.0] * (128 - len(row)) for row in rows]).bfloat16()[None]
 
 
@@ -73,19 +73,19 @@ def test_pages_hold_what_is_written_at_its_slot(block_size):
     cache = torch.zeros(reference.cache_shape(pages, block_size, kv_heads), dtype=torch.uint8)
     quantized = [reference.quantize_heads(x) for x in (k, v)]
     reference.write_cache(cache, *quantized, slots)
-    held = slots >= 0
-    for found, q in zip(reference.read_cache(cache), quantized, strict=True):
-        assert found.shape == (pages, kv_heads, block_size, 128)
-        rows = found.transpose(1, 2).flatten(0, 1)
-        assert torch.equal(rows[slots[held]], reference.dequantize_heads(q)[held])
+    stored = slots >= 0
+    for values, q in zip(reference.read_cache(cache), quantized, strict=True):
+        assert values.shape == (pages, kv_heads, block_size, 128)
+        rows = values.transpose(1, 2).flatten(0, 1)
+        assert torch.equal(rows[slots[stored]], reference.dequantize_heads(q)[stored])
         untouched = torch.ones(len(rows), dtype=torch.bool)
-        untouched[slots[held]] = False
-        assert (rows[untouched] == 0).all()
+        untouched[slots[stored]] = False
+        assert not rows[untouched].any()
 
 
 def test_the_layout_of_a_page_byte_by_byte():
-    """Token 21 of a page of 32, head 1: unit 1, row 5; chunk c of its key lies at place c ^ 5 of 8 of the
-    token, chunk c of its value at place 5 ^ (c % 2) of 16 of the chunk, behind keys and scales."""
+    """Token 21 of a page of 32, head 1: unit 1, row 5; chunk c of its key is at place c ^ 5 of the token's 8, chunk c
+    of its value at place 5 ^ (c % 2) of the chunk's 16, after keys and scales."""
     qdata = torch.arange(256).to(torch.uint8).view(1, 2, 128).view(torch.float8_e4m3fn)
     k = QuantizedTensor(qdata, torch.tensor([[130, 131]]).to(torch.uint8))
     v = QuantizedTensor(k.qdata.flip(1), torch.tensor([[140, 141]]).to(torch.uint8))
@@ -97,7 +97,7 @@ def test_the_layout_of_a_page_byte_by_byte():
         assert unit[key : key + 16].tolist() == list(range(128 + 16 * c, 128 + 16 * c + 16))
         assert unit[value : value + 16].tolist() == list(range(16 * c, 16 * c + 16))
     assert (unit[2048 + 5], unit[2048 + 16 + 5]) == (131, 141)
-    assert int((cache != 255).sum()) == 2 * (2 * 128 + 2) - 2, "two of the bytes written are 255 themselves"
+    assert int((cache != 255).sum()) == 2 * (2 * 128 + 2) - 2, "two of the written bytes are 255"
 
 
 def test_a_page_is_half_of_bf16s_and_scales():

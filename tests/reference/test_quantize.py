@@ -12,8 +12,6 @@ from jetrl_verl import reference
 from jetrl_verl.reference import BLOCK, SCALE_RULES, QuantizedTensor
 
 NAN_CODE = 0x7F
-
-
 SHAPES = [(7, 128), (3, 300), (129, 257)]
 
 
@@ -22,29 +20,21 @@ def assert_bytes(got: QuantizedTensor, qdata: np.ndarray, scales: np.ndarray) ->
     np.testing.assert_array_equal(got.scales.numpy().view(np.uint32), scales.view(np.uint32))
 
 
-@pytest.mark.parametrize("rule", SCALE_RULES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("case", CASES)
-def test_1x128_equals_the_oracle(case, shape, rule):
-    x = case(*shape)
-    assert_bytes(reference.quantize_1x128(x, rule), *e4m3_oracle.quantize(x, (1, BLOCK), rule))
+def assert_equal(got: QuantizedTensor, want: QuantizedTensor) -> None:
+    assert torch.equal(got.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
+    assert torch.equal(got.scales, want.scales)
 
 
 @pytest.mark.parametrize("rule", SCALE_RULES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("case", CASES)
-def test_128x1_equals_the_oracle_transposed(case, shape, rule):
+@pytest.mark.parametrize("block", [(1, BLOCK), (BLOCK, 1), (BLOCK, BLOCK)])
+def test_quantizers_equal_the_oracle(block, case, shape, rule):
     x = case(*shape)
-    qdata, scales = e4m3_oracle.quantize(x, (BLOCK, 1), rule)
-    assert_bytes(reference.quantize_128x1(x, rule), qdata.T, np.ascontiguousarray(scales.T))
-
-
-@pytest.mark.parametrize("rule", SCALE_RULES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("case", CASES)
-def test_128x128_equals_the_oracle(case, shape, rule):
-    x = case(*shape)
-    assert_bytes(reference.quantize_128x128(x, rule), *e4m3_oracle.quantize(x, (BLOCK, BLOCK), rule))
+    qdata, scales = e4m3_oracle.quantize(x, block, rule)
+    if block == (BLOCK, 1):
+        qdata, scales = qdata.T, np.ascontiguousarray(scales.T)
+    assert_bytes(getattr(reference, f"quantize_{block[0]}x{block[1]}")(x, rule), qdata, scales)
 
 
 @pytest.mark.parametrize("rule", SCALE_RULES)
@@ -60,7 +50,7 @@ def test_relayout_equals_the_oracle_on_dequantized_values(case, shape, rule):
     assert_bytes(reference.relayout_128x1(q, rule), qdata.T, np.ascontiguousarray(new_scales.T))
 
 
-def test_every_finite_code_survives_a_round_trip():
+def test_every_finite_bit_pattern_survives_a_round_trip():
     qdata = torch.tensor([c for c in range(256) if c & 0x7F != NAN_CODE], dtype=torch.uint8)
     values = torch.tensor(e4m3_oracle.CODE_VALUES)[qdata.long()].float()
     groups = torch.stack([torch.full_like(values, 448.0), values], dim=1)
@@ -73,8 +63,8 @@ def test_every_finite_code_survives_a_round_trip():
 def test_fp32_rule_puts_the_maximum_on_448_and_pow2_rounds_it():
     group = torch.zeros(1, BLOCK)
     group[0, 5] = 233.0
-    for rule, code_value in (("fp32", 448.0), ("pow2", 240.0)):
-        assert reference.quantize_1x128(group, rule).qdata[0, 5].float() == code_value
+    for rule, value in (("fp32", 448.0), ("pow2", 240.0)):
+        assert reference.quantize_1x128(group, rule).qdata[0, 5].float() == value
 
 
 @pytest.mark.parametrize("rule", SCALE_RULES)
@@ -87,8 +77,7 @@ def test_one_non_finite_value_makes_its_whole_group_nan_and_no_other(rule, poiso
         x[2, position] = poison
         q = reference.quantize_1x128(x, rule)
         group = slice(position // BLOCK * BLOCK, (position // BLOCK + 1) * BLOCK)
-        assert (q.qdata.view(torch.uint8)[2, group] == NAN_CODE).all()
-        assert q.scales[2, position // BLOCK] == 1.0
+        assert (q.qdata.view(torch.uint8)[2, group] == NAN_CODE).all() and q.scales[2, position // BLOCK] == 1.0
         touched = torch.zeros(4, 300, dtype=torch.bool)
         touched[2, group] = True
         assert torch.equal(q.qdata.view(torch.uint8)[~touched], clean.qdata.view(torch.uint8)[~touched])
@@ -120,9 +109,8 @@ def test_zeros_keep_their_sign_and_have_scale_one(rule):
     x = torch.zeros(2, 256)
     x[1] = -0.0
     q = reference.quantize_1x128(x, rule)
-    assert (q.qdata.view(torch.uint8)[0] == 0).all()
-    assert (q.qdata.view(torch.uint8)[1] == 0x80).all()
-    assert (q.scales == 1).all()
+    bits = q.qdata.view(torch.uint8)
+    assert (bits[0] == 0).all() and (bits[1] == 0x80).all() and (q.scales == 1).all()
 
 
 @pytest.mark.parametrize("rule", SCALE_RULES)
@@ -165,43 +153,39 @@ def test_a_transposed_weight_shares_qdata_and_scales(rule, shape):
     w = heavy_tailed(*shape)
     weight, transposed = reference.quantize_128x128_and_transpose(w, rule)
     direct = reference.quantize_128x128(w.t().contiguous(), rule)
-    assert torch.equal(transposed.qdata.view(torch.uint8), direct.qdata.view(torch.uint8))
-    assert torch.equal(transposed.scales, direct.scales)
+    assert_equal(transposed, direct)
     assert torch.equal(transposed.qdata.view(torch.uint8).t(), weight.qdata.view(torch.uint8))
-    assert transposed.qdata.is_contiguous()
-    assert transposed.scales.is_contiguous()
+    assert transposed.qdata.is_contiguous() and transposed.scales.is_contiguous()
 
 
 @pytest.mark.parametrize("rule", SCALE_RULES)
 def test_both_quantizations_of_dy_are_the_single_ones(rule):
     x = heavy_tailed(200, 300)
-    row, transposed = reference.quantize_1x128_and_128x1(x, rule)
-    for got, want in ((row, reference.quantize_1x128(x, rule)), (transposed, reference.quantize_128x1(x, rule))):
-        assert torch.equal(got.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
-        assert torch.equal(got.scales, want.scales)
+    rowwise, colwise = reference.quantize_1x128_and_128x1(x, rule)
+    assert_equal(rowwise, reference.quantize_1x128(x, rule))
+    assert_equal(colwise, reference.quantize_128x1(x, rule))
 
 
 @pytest.mark.parametrize("rule", SCALE_RULES)
 def test_leading_dimensions_are_rows(rule):
     x = gaussian(6, 300)
     q, folded = reference.quantize_1x128(x, rule), reference.quantize_1x128(x.reshape(2, 3, 300), rule)
-    assert folded.qdata.shape == (2, 3, 300)
-    assert folded.scales.shape == (2, 3, 3)
-    assert torch.equal(folded.qdata.reshape(6, 300).view(torch.uint8), q.qdata.view(torch.uint8))
-    assert torch.equal(folded.scales.reshape(6, 3), q.scales)
+    assert folded.qdata.shape == (2, 3, 300) and folded.scales.shape == (2, 3, 3)
+    assert_equal(QuantizedTensor(folded.qdata.reshape(6, 300), folded.scales.reshape(6, 3)), q)
 
 
 @pytest.mark.parametrize("rule", SCALE_RULES)
 def test_an_empty_batch_keeps_its_shapes(rule):
     x = torch.empty(0, 300, dtype=torch.bfloat16)
-    row, transposed = reference.quantize_1x128_and_128x1(x, rule)
-    assert (row.qdata.shape, row.scales.shape) == ((0, 300), (0, 3))
-    assert (transposed.qdata.shape, transposed.scales.shape) == ((300, 0), (300, 0))
-    relaid = reference.relayout_128x1(row, rule)
-    assert (relaid.qdata.shape, relaid.scales.shape) == ((300, 0), (300, 0))
+    rowwise, colwise = reference.quantize_1x128_and_128x1(x, rule)
+    assert (rowwise.qdata.shape, rowwise.scales.shape) == ((0, 300), (0, 3))
+    for q in (colwise, reference.relayout_128x1(rowwise, rule)):
+        assert (q.qdata.shape, q.scales.shape) == ((300, 0), (300, 0))
+    empty = reference.quantize_128x128(x, rule)
+    assert (empty.qdata.shape, empty.scales.shape) == ((0, 300), (0, 3))
 
 
-def test_values_far_below_the_smallest_scale_become_zero_not_garbage():
+def test_values_far_below_the_smallest_scale_become_zero():
     x = torch.full((1, BLOCK), 2.0**-100)
     for rule in SCALE_RULES:
         q = reference.quantize_1x128(x, rule)

@@ -1,7 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a family is (base.py), and one file per model family. A file that defines ``FAMILY`` is found; there is nothing
-to register."""
+"""One file per model family (base.py); every file that defines ``FAMILY`` counts, without registration."""
 
 from functools import cache
 from importlib import import_module
@@ -14,8 +13,7 @@ from jetrl_verl.models.families.base import Family, UnsupportedLayer, read
 @cache
 def _families() -> dict[str, Family]:
     modules = [import_module(f"jetrl_verl.models.families.{module.name}") for module in iter_modules(__path__)]
-    found = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
-    return {each.model_type: each for each in found}
+    return {module.FAMILY.model_type: module.FAMILY for module in modules if hasattr(module, "FAMILY")}
 
 
 def model_types() -> tuple[str, ...]:
@@ -24,13 +22,10 @@ def model_types() -> tuple[str, ...]:
 
 
 def family(config: Any) -> Family:
-    """The family of a model.
-
-    Args:
-        config: Hugging Face configuration, object or mapping.
+    """The family of a Hugging Face configuration, object or mapping.
 
     Raises:
-        UnsupportedLayer: no family has the configuration's ``model_type``.
+        UnsupportedLayer: no family has its ``model_type``.
     """
     model_type = read(config, "model_type", "unknown")
     if model_type not in _families():

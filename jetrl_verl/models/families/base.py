@@ -1,9 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a model family is: the names and shapes of a decoder layer on both sides, and what is supported of it.
+"""A model family: names and shapes of a decoder layer on both sides, and what of it is supported.
 
-The defaults are the dense decoder that Llama introduced: q/k/v/o, gate/up/down, a norm in front of each half. A family
-states what differs, in a file of its own (families/, docs/families.md). No other module names a projection or a norm.
+The defaults are Llama's dense decoder; a family states what differs, in a file of its own (docs/families.md). No other
+module names a projection or a norm.
 """
 
 import re
@@ -27,15 +27,14 @@ SHARED_FIELDS = (
     "sliding_window",
     "use_sliding_window",
 )
-"""Fields of a configuration that change what the operations between the linears compute on both sides."""
+"""Fields of a configuration that change what the operations between the linears compute."""
 
 
 class Unsupported(ValueError):
-    """A model, or a part of one, that this package cannot run. The text is why; the table of support (config/support),
-    which lies above this package, has the sentence.
+    """A model, or a part of one, that is not supported; the text is why, config/support has the full message.
 
     Attributes:
-        row: name of the table's row. words: what else the row's texts name.
+        row: of the table of support. words: values for the row's message.
     """
 
     def __init__(self, reason: str, row: str = "", **words: Any) -> None:
@@ -44,7 +43,7 @@ class Unsupported(ValueError):
 
 
 class UnsupportedLayer(Unsupported):
-    """A model or one of its linear layers cannot take part in the FP8 flow."""
+    """A model or one of its linear layers cannot be quantized."""
 
 
 class UnsupportedOperation(Unsupported):
@@ -52,10 +51,10 @@ class UnsupportedOperation(Unsupported):
 
 
 class Place(NamedTuple):
-    """Where a module or parameter of a decoder layer is.
+    """The parts of a name in a decoder layer.
 
     Attributes:
-        layer: name of the decoder layer, ``model.layers.3``. index: its number.
+        layer: ``model.layers.3``. index: 3.
         module: name below the layer, ``self_attn.q_proj``. leaf: ``weight``, ``bias``, or empty for a module.
     """
 
@@ -70,7 +69,7 @@ _PLACE = re.compile(r"((?:.*\.)?layers\.(\d+))\.(.+?)(?:\.(weight|bias))?")
 
 @cache
 def place(name: str) -> Place | None:
-    """Take a module's or parameter's name apart; None for what is in no decoder layer."""
+    """Split a module's or parameter's name; None if it is in no decoder layer."""
     match = _PLACE.fullmatch(name)
     return Place(match[1], int(match[2]), match[3], match[4] or "") if match else None
 
@@ -81,13 +80,13 @@ def leaf(name: str) -> str:
 
 
 def read(config: Any, name: str, default: Any = None) -> Any:
-    """Field of a Hugging Face configuration, object or mapping; ``default`` where it is absent or None."""
+    """Field of a Hugging Face configuration, object or mapping; ``default`` if absent or None."""
     value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
     return default if value is None else value
 
 
 class Shape(NamedTuple):
-    """Of one projection of the trainer: output (n) and input features (k), whole and per rank of the rollout."""
+    """Output (n) and input features (k) of a projection, whole and per rank of the rollout."""
 
     n: int
     k: int
@@ -102,11 +101,11 @@ class Linear:
     Attributes:
         name: vLLM's module below the layer.
         pieces: the trainer's modules that it is stacked from, in row order.
-        kind: under which metrics and reports list it.
-        row_parallel: tensor parallelism splits its input (K) dimension; otherwise its output (N).
-        norm: the norm whose result these linears alone read, same name on both sides.
-        activation: vLLM's activation whose result this linear alone reads.
-        experts: whether it is one parameter of all experts of a mixture, ``[E, N, K]``, and no module of its own.
+        kind: metrics and reports group by it.
+        row_parallel: tensor parallelism splits its input (K), otherwise its output (N).
+        norm: the norm that only these linears read, same name on both sides.
+        activation: vLLM's activation that only this linear reads.
+        experts: it is a parameter ``[E, N, K]`` of a mixture's experts, not a module.
     """
 
     name: str
@@ -120,11 +119,11 @@ class Linear:
 
 @dataclass(frozen=True)
 class Routing:
-    """How a mixture chooses a token's experts; trainer and rollout have to agree in all of it.
+    """How a mixture chooses a token's experts; equal in trainer and rollout.
 
     Attributes:
-        experts: how many there are. per_token: how many of them a token goes to.
-        scoring: what makes probabilities of the router's logits. renormalize: whether a token's weights add up to 1.
+        experts: their number. per_token: experts of a token.
+        scoring: from logits to probabilities. renormalize: whether a token's weights add up to 1.
     """
 
     experts: int
@@ -142,15 +141,15 @@ class Experts:
     """A mixture of experts in a decoder layer's second half; names are relative to the layer.
 
     Attributes:
-        block: what the post norm feeds: router and experts, same name on both sides.
-        router: its linear layer, same name on both sides. It is not quantized.
-        module: the trainer's experts. gate_up, down: their parameters, ``[E, 2 I, H]`` and ``[E, H, I]``.
-        held: vLLM's module that has the experts' parameters.
+        block: router and experts, same name on both sides.
+        router: its linear layer, not quantized, same name on both sides.
+        module: the trainer's experts. gate_up, down: their parameters ``[E, 2 I, H]`` and ``[E, H, I]``.
+        vllm_module: vLLM's module with the experts' parameters.
         parameters: the trainer's parameter -> vLLM's.
         each: gate, up and down of one expert in a published checkpoint, below ``<module>.<number>``.
-        count: fields of the configuration of which one has E: the published one, and what transformers 5 writes.
-        per_token, width, renormalize: fields with k, I, and whether the k weights of a token are made to add up to 1.
-        scoring: what makes probabilities of the router's logits.
+        count: fields of the configuration, one of which is E: the published one, and transformers 5's.
+        per_token, width, renormalize: fields with k, I, and whether a token's weights are renormalized.
+        scoring: from the router's logits to probabilities.
     """
 
     block: str = "mlp"
@@ -158,7 +157,7 @@ class Experts:
     module: str = "mlp.experts"
     gate_up: str = "mlp.experts.gate_up_proj"
     down: str = "mlp.experts.down_proj"
-    held: str = "mlp.experts.routed_experts"
+    vllm_module: str = "mlp.experts.routed_experts"
     parameters: tuple[tuple[str, str], ...] = (("gate_up_proj", "w13_weight"), ("down_proj", "w2_weight"))
     each: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     count: tuple[str, ...] = ("num_experts", "num_local_experts")
@@ -178,13 +177,14 @@ class Family:
 
     Attributes:
         model_type: as in ``config.json``.
-        layers: the list of decoder layers in the whole model, same name on both sides.
-        attention: the layer's first half. input_norm, post_norm: the norms in front of attention and MLP.
-        q, k, v, o, gate, up, down: the trainer's projections. o and down have this name in vLLM, too.
-        q_norm, k_norm: norms on each head of the queries and keys; empty where the family has none.
+        layers: the list of decoder layers, same name on both sides.
+        attention: the layer's first half. input_norm, post_norm: the norms before attention and MLP.
+        q, k, v, o, gate, up, down: the trainer's projections. o and down have the same name in vLLM.
+        q_norm, k_norm: norms of the heads of queries and keys; empty if there are none.
         qkv, gate_up: vLLM's merged projections. activation, rotary, core: its SiLU * up, rotary embedding, attention.
-        dropouts: fields of the configuration with rates of dropout, which only the trainer reads.
-        experts: of the second half, where it is a mixture instead of gate, up and down.
+        biased: q, k and v have biases, whatever the configuration says.
+        dropouts: dropout rates in the configuration; only the trainer reads them.
+        experts: of a mixture, instead of gate, up and down.
     """
 
     model_type: str
@@ -208,14 +208,13 @@ class Family:
     activation: str = "mlp.act_fn"
     rotary: str = "self_attn.rotary_emb"
     core: str = "self_attn.attn"
+    biased: bool = False
     dropouts: tuple[str, ...] = ("attention_dropout",)
     experts: Experts | None = None
 
-    # --- what the linears are ----------------------------------------------------------------------------------------
-
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """vLLM's linear layers of a decoder layer, in the order in which they run."""
+        """vLLM's linear layers of a decoder layer, in execution order."""
         attention = (
             Linear(self.qkv, (self.q, self.k, self.v), "qkv", norm=self.input_norm),
             Linear(self.o, (self.o,), "o", row_parallel=True),
@@ -239,7 +238,7 @@ class Family:
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """The trainer's projections of a decoder layer, in the order in which they run: q, k, v, o, gate, up, down."""
+        """The trainer's projections in execution order: q, k, v, o, gate, up, down."""
         return tuple(name for linear in self.linears for name in linear.pieces)
 
     @property
@@ -249,23 +248,24 @@ class Family:
 
     @property
     def fed_by_norms(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """(norm, the trainer's projections that it alone feeds and that nothing else does): a norm quantizes for them,
-        and invariant scaling is folded in there. Experts are not among them, since the router reads their norm, too."""
+        """(norm, the projections that are its only readers), for quantization in the norm and for invariant scaling.
+
+        Experts are not among them: the router reads their norm as well.
+        """
         return tuple((linear.norm, linear.pieces) for linear in self.linears if linear.norm)
 
     @property
     def readers(self) -> dict[str, str]:
-        """vLLM's norm or activation -> the linear that alone reads its result; both relative to the module that holds
-        the norm or activation."""
-        found = {}
+        """vLLM's norm or activation -> its only reader; both relative to the norm's or activation's parent module."""
+        readers = {}
         for linear in self.linears:
             if source := linear.norm or linear.activation:
-                holder = source.removesuffix(leaf(source))
-                found[leaf(source)] = linear.name.removeprefix(holder)
-        return found
+                parent = source.removesuffix(leaf(source))
+                readers[leaf(source)] = linear.name.removeprefix(parent)
+        return readers
 
     def shapes(self, config: Any, tp: int = 1) -> dict[str, Shape]:
-        """Projection of the trainer -> its shape, in the order of :attr:`linears`; of a mixture that of one expert.
+        """The trainer's projection -> its shape, in the order of :attr:`linears`; of one expert for a mixture.
 
         Args:
             config: Hugging Face configuration, object or mapping.
@@ -278,12 +278,7 @@ class Family:
         kv_heads = read(config, "num_key_value_heads", heads)
         head_dim = self.head_dim(config)
         q, kv = heads * head_dim, kv_heads * head_dim
-        whole = {
-            self.q: (q, hidden),
-            self.k: (kv, hidden),
-            self.v: (kv, hidden),
-            self.o: (hidden, q),
-        }
+        whole = {self.q: (q, hidden), self.k: (kv, hidden), self.v: (kv, hidden), self.o: (hidden, q)}
         if mixture is None:
             whole |= {self.gate: (inner, hidden), self.up: (inner, hidden), self.down: (hidden, inner)}
         else:
@@ -304,37 +299,31 @@ class Family:
         """Features of one attention head."""
         return read(config, "head_dim", read(config, "hidden_size") // read(config, "num_attention_heads"))
 
-    def deals_heads(self, config: Any, tp: int) -> bool:
-        """Whether vLLM can deal the heads over ``tp`` ranks: as many each, key heads shared where there are fewer."""
+    def divides_heads(self, config: Any, tp: int) -> bool:
+        """Whether vLLM can divide the heads over ``tp`` ranks, which share key heads if there are fewer."""
         heads = read(config, "num_attention_heads")
         kv_heads = read(config, "num_key_value_heads", heads)
         return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
 
-    # --- what is supported -------------------------------------------------------------------------------------------
-
     def check(self, config: Any) -> None:
-        """Raise ``UnsupportedLayer`` where vLLM's class computes something else than Hugging Face's."""
+        """Raise ``UnsupportedLayer`` if vLLM's class computes something else than Hugging Face's."""
 
     def as_trained(self, config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-        """A configuration with those of the trainer's ``overrides`` that the rollout need not share: the dropouts."""
+        """A configuration with the dropouts of the trainer's ``overrides``, which the rollout need not share."""
         return {**config, **{name: overrides[name] for name in self.dropouts if name in overrides}}
 
     def slides(self, config: Any) -> bool:
-        """Whether a layer of the model attends to a window of the tokens before it."""
+        """Whether a layer has sliding window attention."""
         layer_types = read(config, "layer_types", [])
         return "sliding_attention" in layer_types or (not layer_types and read(config, "sliding_window") is not None)
 
     def check_operations(self, config: Any) -> None:
-        """Raise ``UnsupportedOperation`` unless the shared operations cover a model of this family.
-
-        Args:
-            config: the trainer's Hugging Face configuration, object or mapping.
-        """
+        """Raise ``UnsupportedOperation`` unless the shared operations cover the trainer's configuration."""
         for uncovered in self.uncovered_operations(config):
             raise uncovered
 
     def uncovered_operations(self, config: Any) -> Iterator[UnsupportedOperation]:
-        """All that the shared operations do not cover of a model of this family."""
+        """What the shared operations do not cover of a configuration."""
         rope = read(config, "rope_parameters", {})
         kind, part = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
         scores = read(config, "attn_logit_softcapping") or read(config, "final_logit_softcapping")

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen3, dense: a norm on each head of the queries and keys."""
+"""Qwen3, dense: norms on the heads of queries and keys."""
 
 from jetrl_verl.models.families.base import Family
 

@@ -1,9 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen3's mixture of experts: Qwen3's attention, and in every layer a router and experts in the place of the MLP.
-
-The class also knows models with a dense MLP in some layers; none is published, and none is supported.
-"""
+"""Qwen3's mixture of experts: Qwen3's attention, and a router with experts instead of the MLP in every layer."""
 
 from typing import Any
 

@@ -1,13 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Seed-OSS (36B): biases on q, k and v, more attention features than hidden ones (80 heads of 128 over 5120), dropout.
+"""Seed-OSS (36B): biases on q, k and v, and two dropout rates, which shared operations require to be 0.
 
-Hugging Face's class reads three switches for biases from the configuration, vLLM's has them built in: q, k and v with
-one, all others without. vLLM's loader passes over a bias that it has no place for, and leaves one that never arrives
-as it was allocated, so a model with other switches is refused here.
-
-The published configuration trains with dropout (0.1) behind attention's softmax and behind both halves of a layer. A
-rollout has none, so the shared operations want both rates set to 0 in the trainer's copy.
+Hugging Face reads three bias switches from the configuration. vLLM has biases on q, k and v built in and no others, and
+its loader silently skips or misses any other bias, so other switches are refused.
 """
 
 from typing import Any
@@ -25,4 +21,4 @@ class SeedOss(Family):
                 )
 
 
-FAMILY = SeedOss("seed_oss", dropouts=("attention_dropout", "residual_dropout"))
+FAMILY = SeedOss("seed_oss", biased=True, dropouts=("attention_dropout", "residual_dropout"))

@@ -1,11 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo prepares once and keeps: data and warmed-up policy, in a folder named after their configuration.
+"""Data and warmed-up policy of the demo, made once per configuration and kept in a folder.
 
-The folder's name holds a hash of every setting and of the source files that turn settings into data and weights, so an
-entry is either exactly what this version of the code would make or it is not found. An entry is filled under another
-name and renamed when complete; its manifest lists the checksum of each file, which makes damage visible in milliseconds
-without importing torch.
+The folder's name holds a hash of all settings and of the code that uses them. It gets that name when it is complete.
 """
 
 import hashlib
@@ -20,8 +17,6 @@ from jetrl_verl.tools.demo import DemoError, policy, task, warmup
 from jetrl_verl.tools.demo.policy import PolicyConfig
 from jetrl_verl.tools.demo.task import TaskConfig
 from jetrl_verl.tools.demo.warmup import WarmupConfig
-
-_MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -43,7 +38,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A complete cache entry. ``facts`` tells how it was made: warm-up steps, accuracies, parameter count."""
+    """A complete cache entry. ``facts``: number of parameters, steps, seconds and accuracy of the warm-up."""
 
     folder: Path
     facts: dict
@@ -54,33 +49,28 @@ class Prepared:
 
 
 def find(recipe: Recipe, cache: Path) -> Prepared | None:
-    """The entry for ``recipe``, or None. Raises ``DemoError``, naming the file, if the entry is damaged."""
+    """The entry for ``recipe``, or None. Raises ``DemoError`` if a file of it is missing or damaged."""
     folder = _folder(recipe, cache)
     if not folder.exists():
         return None
-    remedy = f"delete {folder} and run again"
     try:
-        manifest = json.loads((folder / _MANIFEST).read_text())
-        checksums, facts = manifest["sha256"], manifest["facts"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DemoError(f"the demo's cache entry has no readable {_MANIFEST}; {remedy}") from error
-    for name, expected in checksums.items():
-        path = folder / name
+        entry = Prepared(folder.resolve(), json.loads((folder / "facts.json").read_text()))
+    except (OSError, ValueError) as error:
+        raise DemoError(f"{folder / 'facts.json'} is not readable; delete {folder} and run again") from error
+    for path in (entry.train, entry.test, entry.policy / "model.safetensors", entry.policy / "tokenizer.json"):
         if not path.is_file():
-            raise DemoError(f"{path} is missing from the demo's cache; {remedy}")
-        if _sha256(path) != expected:
-            raise DemoError(f"{path} is damaged or was edited (its checksum differs); {remedy}")
-    return Prepared(folder.resolve(), facts)
+            raise DemoError(f"{path} is missing; delete {folder} and run again")
+    return entry
 
 
 def make(recipe: Recipe, cache: Path, device: str, report: Callable[[str], None]) -> Prepared:
     """Generate the data, warm the policy up on ``device`` and store both; ``report`` receives lines for the user.
 
-    Raises ``DemoError`` if ``cache`` cannot be written in or the warm-up does not reach its target.
+    Raises ``DemoError`` if ``cache`` is not writable or the warm-up does not reach its target.
     """
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # bars for loading 25 tensors would tear the lines reported here
+    logging.disable_progress_bar()
     try:
         cache.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
@@ -88,8 +78,7 @@ def make(recipe: Recipe, cache: Path, device: str, report: Callable[[str], None]
         raise DemoError(f"--cache {cache} is no folder to write in ({error.strerror}); name another") from None
     try:
         facts = _fill(recipe, building, device, report)
-        checksums = {str(path.relative_to(building)): _sha256(path) for path in _files(building)}
-        (building / _MANIFEST).write_text(json.dumps({"sha256": checksums, "facts": facts}, indent=2))
+        (building / "facts.json").write_text(json.dumps(facts, indent=2))
         building.rename(_folder(recipe, cache))
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -106,36 +95,11 @@ def _fill(recipe: Recipe, folder: Path, device: str, report: Callable[[str], Non
     model = policy.build_model(recipe.policy, tokenizer)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     report(f"warm-up: {parameters:,} parameters, until about {recipe.warmup.target:.0%} of the problems come out right")
-
-    def on_check(step: int, estimate: float) -> None:
-        if step % (5 * recipe.warmup.check_every) == 0 or estimate >= recipe.warmup.target:
-            report(f"warm-up: step {step}, estimated accuracy {estimate:.2f}")
-
-    outcome = warmup.warm_up(model.to(device), tokenizer, splits["warmup"], recipe.warmup, on_check)
+    facts = warmup.warm_up(model.to(device), tokenizer, splits["warmup"], recipe.warmup, report)
     policy.save_policy(model.cpu(), tokenizer, folder / "policy")
-    model, tokenizer = policy.load_policy(folder / "policy")
-    facts = {
-        "parameters": parameters,
-        "vocabulary": len(tokenizer),
-        "warmup_steps": outcome["steps"],
-        "warmup_seconds": round(outcome["seconds"], 1),
-        "sampled_accuracy": warmup.sampled_accuracy(model, tokenizer, splits["test"]),
-        "greedy_accuracy": warmup.sampled_accuracy(model, tokenizer, splits["test"], temperature=0.0),
-    }
-    report(
-        f"warm-up: done after {facts['warmup_seconds']} s; held-out accuracy {facts['sampled_accuracy']:.2f} sampled, "
-        f"{facts['greedy_accuracy']:.2f} greedy"
-    )
-    return facts
+    report(f"warm-up: done after {facts['warmup_steps']} steps and {facts['warmup_seconds']} s")
+    return {"parameters": parameters, **facts}
 
 
 def _folder(recipe: Recipe, cache: Path) -> Path:
     return cache / f"demo-{recipe.key}"
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,15 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's policies: a Qwen3, or a Qwen3 mixture of experts, of a million parameters or two, and a character
-tokenizer, made here, not downloaded.
+"""The demo's policies, a Qwen3 and a Qwen3 mixture of experts of one to two million parameters, and their tokenizer.
 
-Every linear layer has dimensions that are multiples of 128 and the head dimension is 128, so that all of them take the
-FP8 path (one 128x128 block is the unit of the contract). The vocabulary is exactly the tokenizer's: vLLM masks logits
-of ids that the tokenizer does not know while the trainer does not, so a padded vocabulary alone would show as mismatch.
-
-The tokenizer has one token per character (printable ASCII and newline), and ChatML's markers, the role names and
-``####`` as single tokens. Its chat template is plain ChatML; verl's agent loop renders prompts with it and requires
-``<|im_end|>``.
+All sizes are multiples of 128, so every linear layer takes the FP8 path. The vocabulary is exactly the tokenizer's (a
+token per character, ChatML's markers, role names and ``####``), so no logit has to be masked.
 """
 
 import string
@@ -33,8 +27,10 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    """Shape of the policy; with ``experts`` a mixture, whose experts are ``intermediate_size`` wide. Raises
-    ``ValueError`` for a dimension that the FP8 blocks do not tile."""
+    """Shape of the policy; with ``experts`` a mixture whose experts are ``intermediate_size`` wide.
+
+    Raises ``ValueError`` for a size that is not a multiple of the FP8 block.
+    """
 
     hidden_size: int = 256
     layers: int = 2
@@ -51,7 +47,7 @@ class PolicyConfig:
         for name in ("hidden_size", "head_dim", "intermediate_size"):
             size = getattr(self, name)
             if size <= 0 or size % BLOCK:
-                raise ValueError(f"{name}={size} is not a multiple of {BLOCK}, the FP8 block; choose one that is")
+                raise ValueError(f"{name}={size} is not a multiple of {BLOCK}, the FP8 block; choose a multiple")
 
 
 POLICIES = {"dense": PolicyConfig(), "moe": PolicyConfig(intermediate_size=BLOCK, experts=8)}
@@ -59,7 +55,7 @@ POLICIES = {"dense": PolicyConfig(), "moe": PolicyConfig(intermediate_size=BLOCK
 
 
 def build_tokenizer():
-    """Make the tokenizer as a ``PreTrainedTokenizerFast``; ``len(tokenizer)`` is the policy's vocabulary size."""
+    """The tokenizer as a ``PreTrainedTokenizerFast``; ``len(tokenizer)`` is the policy's vocabulary size."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -81,7 +77,7 @@ def build_tokenizer():
 
 
 def build_model(config: PolicyConfig, tokenizer):
-    """Make the untrained policy, FP32 weights drawn from ``config.seed``; the global random state is left alone."""
+    """The untrained policy with FP32 weights of ``config.seed``; the global random state stays as it is."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -115,10 +111,7 @@ def build_model(config: PolicyConfig, tokenizer):
 
 
 def save_policy(model, tokenizer, folder: Path) -> None:
-    """Write model (BF16, as published checkpoints are) and tokenizer so that transformers and vLLM load ``folder``.
-
-    The FP32 weights are rounded to BF16 here, once, so that the policy whose accuracy is measured is the one on disk.
-    """
+    """Write model (BF16, as published checkpoints are) and tokenizer to ``folder``."""
     import torch
 
     model.to(torch.bfloat16).save_pretrained(folder)

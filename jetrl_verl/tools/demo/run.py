@@ -1,14 +1,14 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The driver of ``make demo``: prepare, start verl, watch it, clean up, report.
+"""The driver of ``make demo``: prepare, train with verl, measure ``fp8_rollout`` on the same policies, report.
 
-verl runs as a separate program, exactly as a user would start it; this process only watches its files. Whatever ends
-the run, nothing it started is left.
+verl runs as a separate program, as a user would start it. However the run ends, no process that it started is left.
 """
 
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -19,16 +19,19 @@ from pathlib import Path
 from rich.console import Console
 
 from jetrl_verl.config.options import PRECISIONS
-from jetrl_verl.tools.demo import DemoError, cache
-from jetrl_verl.tools.demo.overrides import build_overrides
+from jetrl_verl.tools.demo import DemoError, baseline, cache
+from jetrl_verl.tools.demo.overrides import GROUP_SIZE, MAX_RESPONSE_TOKENS, PROMPTS, build_overrides
 from jetrl_verl.tools.demo.policy import POLICIES
+from jetrl_verl.tools.diff.run import engine_environment
 from jetrl_verl.tools.launch import DEVICES, VERL, RunPaths, build_environment, choose_device, precision_word, watch
-from jetrl_verl.tools.process_tree import Interrupted, signals_raise
+from jetrl_verl.tools.process_tree import Interrupted, ProcessTree, signals_raise
 from jetrl_verl.tools.progress import Tracker, last_errors
 from jetrl_verl.tools.provenance import provenance, version_of
-from jetrl_verl.tools.report import Run, accuracy_keys, load_run, write_report
+from jetrl_verl.tools.report import MISMATCH, Run, Series, accuracy_keys, load_run, write_report
 
 _PACKAGES = ("jetrl-verl", "verl", "vllm", "torch", "transformers", "ray")
+BASELINE = (sys.executable, "-m", baseline.__name__)
+_BASELINE_POLICIES = 6
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class DemoOptions:
     """One of ``POLICIES``."""
     overrides: tuple[str, ...] = ()
     """Further Hydra overrides; they win over the demo's own."""
+    baseline: bool = True
+    """Measure the mismatch of ``fp8_rollout`` on the policies of the run."""
 
     def __post_init__(self):
         if self.precision not in PRECISIONS:
@@ -56,6 +61,11 @@ class DemoOptions:
             raise DemoError(f"--steps {self.steps} trains nothing; ask for at least one step")
         if word := precision_word(self.overrides):
             raise DemoError(f"{word} would leave the run named after {self.precision}; choose it with --precision")
+
+    @property
+    def last_step(self) -> int:
+        """The step that a complete run ends with."""
+        return 0 if "trainer.val_only=True" in self.overrides else self.steps
 
 
 def run_demo(
@@ -74,20 +84,30 @@ def run_demo(
     """
     recipe = recipe or cache.Recipe(policy=POLICIES[options.policy])
     paths = RunPaths((options.out / f"{options.precision}-{time.strftime('%Y%m%d-%H%M%S')}").resolve())
-    say = _sayer(console)
+    say = _printer(console)
     try:
         with signals_raise():
             device = choose_device(options.device)
             prepared = _prepare(options, recipe, paths, device, say)
             say(f"log: {paths.log}")
-            return _train(options, paths, prepared, device, trainer, console)
+            if not _train(options, paths, prepared, device, trainer, console):
+                return 1
+            if options.baseline and options.last_step and not _measure_baseline(options, paths, prepared, device, say):
+                return 1
     except Interrupted as interruption:
         say(f"interrupted by {interruption}; everything that was started has ended")
         return 128 + interruption.signal
+    run = load_run(paths.folder)
+    series = baseline_series(paths.folder)
+    report = write_report([run], paths.report, f"Demo, precision={options.precision}", [series] if series else [])
+    for line in (*accuracy_lines(run), *mismatch_lines(run, series)):
+        say(line)
+    say(f"report: {report}")
+    return 0
 
 
 def _prepare(options: DemoOptions, recipe: cache.Recipe, paths: RunPaths, device: str, say) -> cache.Prepared:
-    """Data and policy, and the run's own folder, before the minutes that a warm-up takes."""
+    """Data, policy and the folder of the run; the folder first, since the warm-up takes a minute."""
     prepared = cache.find(recipe, options.cache)
     try:
         paths.folder.mkdir(parents=True)
@@ -107,32 +127,69 @@ def _train(
     device: str,
     trainer: Sequence[str],
     console: Console,
-) -> int:
-    say = _sayer(console)
+) -> bool:
+    """Whether verl ran all steps; why not is printed."""
+    say = _printer(console)
     overrides = build_overrides(options.precision, prepared, paths, device, options.steps)
     if device == "cpu" and options.precision == "jet_fp8" and POLICIES[options.policy].experts:
         # `auto` is stock on a CPU, and stock operations run no mixture.
         overrides.append("jetrl.operations=shared")
+    if options.baseline:
+        overrides += ["trainer.save_freq=1", "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]"]
     command = [*trainer, *overrides, *options.overrides]
     tracker = Tracker(paths.log, paths.metrics, options.steps)
     status = watch(command, build_environment(paths, device), paths, tracker, console)
     paths.facts.write_text(json.dumps(_facts(options, paths, prepared, device, tracker, command), indent=2))
+    if status == 0 and tracker.step >= options.last_step:
+        return True
+    say(f"verl ended with status {status} after step {tracker.step} of {options.steps}:")
+    for line in last_errors(paths.log):
+        say(f"  {line}")
+    say(f"full log: {paths.log}")
+    if paths.ray_logs.exists():
+        say(f"Ray's own logs: {paths.ray_logs}")
+    return False
 
-    if status != 0 or tracker.step < options.steps:
-        say(f"verl ended with status {status} after step {tracker.step} of {options.steps}:")
-        for line in last_errors(paths.log):
-            say(f"  {line}")
-        say(f"full log: {paths.log}")
-        if paths.ray_logs.exists():
-            say(f"Ray's own logs: {paths.ray_logs}")
-        return 1
-    run = load_run(paths.folder)
-    report = write_report([run], paths.report, title=f"Demo, precision={options.precision}")
-    for line in accuracy_lines(run):
-        say(line)
-    say(f"log: {paths.log}")
-    say(f"report: {report}")
-    return 0
+
+def _measure_baseline(options: DemoOptions, paths: RunPaths, prepared: cache.Prepared, device: str, say) -> bool:
+    """Measure ``fp8_rollout`` on some of the policies that sampled in the run; whether it worked."""
+    checkpoints = paths.folder / "checkpoints"
+    last = _BASELINE_POLICIES - 1
+    steps = sorted({1 + round(i * (options.steps - 1) / last) for i in range(_BASELINE_POLICIES)})
+    # The policy that samples in a step is the one that was saved after the step before.
+    folders = {1: prepared.policy} | {
+        step: checkpoints / f"global_step_{step - 1}" / "actor" / "huggingface" for step in steps if step > 1
+    }
+    policies = [(step, str(folder)) for step, folder in folders.items() if folder.is_dir()]
+    say(f"measuring fp8_rollout on {len(policies)} policies of the run")
+    folder = paths.folder / baseline.PRECISION
+    folder.mkdir()
+    request = baseline.BaselineRequest(
+        policies, str(prepared.test), PROMPTS * GROUP_SIZE, MAX_RESPONSE_TOKENS, str(folder / "metrics.jsonl")
+    )
+    request.write(folder / "request.json")
+    command = [*BASELINE, str(folder / "request.json")]
+    environment = build_environment(paths, device) | engine_environment(device == "cuda")
+    with ProcessTree(command, environment, folder / "run.log") as tree:
+        for _ in tree.follow():
+            pass
+        status = tree.poll()
+    if status == 0:
+        shutil.rmtree(checkpoints, ignore_errors=True)
+        return True
+    say(f"the measurement of fp8_rollout ended with status {status}:")
+    for line in last_errors(folder / "run.log"):
+        say(f"  {line}")
+    say(f"full log: {folder / 'run.log'}; --no-baseline leaves it out")
+    return False
+
+
+def baseline_series(folder: Path) -> Series | None:
+    """The mismatch of ``fp8_rollout`` that was measured for the run in ``folder``, or None."""
+    if not (folder / baseline.PRECISION / "metrics.jsonl").is_file():
+        return None
+    steps, values = load_run(folder / baseline.PRECISION).series(MISMATCH)
+    return Series("fp8_rollout on the same policies", steps, values)
 
 
 def accuracy_lines(run: Run) -> Iterator[str]:
@@ -140,9 +197,19 @@ def accuracy_lines(run: Run) -> Iterator[str]:
     keys = accuracy_keys([run])
     for name, key in keys.items():
         if points := list(zip(*run.series(key))):
-            said = [f"{value:.1%} {f'after {step} steps' if step else 'before'}" for step, value in points]
-            ends = said if len(said) == 1 else (said[0], said[-1])
+            texts = [f"{value:.1%} {f'after {step} steps' if step else 'before'}" for step, value in points]
+            ends = texts if len(texts) == 1 else (texts[0], texts[-1])
             yield f"held-out accuracy{f' of {name}' if len(keys) > 1 else ''}: {', '.join(ends)}"
+
+
+def mismatch_lines(run: Run, series: Series | None) -> Iterator[str]:
+    """k3_kl of ``run``, and of ``series`` if it was measured."""
+    if values := run.series(MISMATCH)[1]:
+        own = f"mean {sum(values) / len(values):.1e}" if any(values) else f"exactly 0 in all {len(values)} steps"
+        line = f"k3_kl of rollout and trainer: {own}"
+        if series:
+            line += f"; {series.name}: {min(series.values):.1e} to {max(series.values):.1e}"
+        yield line
 
 
 def _facts(
@@ -178,5 +245,5 @@ def _device_name(device: str) -> str:
     return subprocess.run(query, capture_output=True, text=True).stdout.partition("\n")[0].strip()
 
 
-def _sayer(console: Console):
+def _printer(console: Console):
     return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)

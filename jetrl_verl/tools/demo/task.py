@@ -1,25 +1,17 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's task: add two numbers digit by digit, writing every carry, and state the sum after ``####``.
+"""The demo's task: add two numbers digit by digit, write every carry, and state the sum after ``####``.
 
-A problem is a pair of four-digit numbers. Its worked solution has one line per decimal place, from the ones upwards,
-each ``digit+digit+carry=sum`` with a two-digit sum, and then the answer::
+A problem is a pair of three-digit numbers. Its worked solution has one line ``digit+digit+carry=sum`` per decimal
+place, the ones first, and then the answer::
 
-    8737+7219   ->   7+9+0=16
-                     3+1+1=05
-                     7+2+0=09
-                     8+7+0=15
-                     #### 15956
+    737+219   ->   7+9+0=16
+                   3+1+1=05
+                   7+2+0=09
+                   #### 956
 
-Why this task: a model of a million parameters can learn it in a minute, a half-trained one gets whole problems right
-some of the time (every line must be right), and the answer is checked by a rule. So a policy-gradient step has a signal
-from the first batch and room above it. The reward looks at the final answer only; nothing pays for steps that merely
-look right.
-
-Problems come from one seeded stream without repetition and are cut into three disjoint splits: ``warmup`` (supervised),
-``train`` (prompts of the RL run) and ``test`` (held out). ``a+b`` and ``b+a`` count as one problem.
-
-verl imports this file by path in its reward workers, so it imports nothing heavy at the top.
+A model of a million parameters learns it in a minute, a rule grades it, and the reward depends on the answer alone.
+verl imports this file by path in its reward workers, so nothing heavy is imported at the top.
 """
 
 import random
@@ -28,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DATA_SOURCE = "jetrl/addition"
-"""``data_source`` column; verl names the held-out metric ``val-core/<data_source>/acc/mean@<n>`` after it."""
+"""Column ``data_source``, part of the name of verl's held-out metric."""
 
 SPLITS = ("warmup", "train", "test")
 
@@ -37,10 +29,11 @@ _ANSWER_LINE = re.compile(r"#### (\d+)")
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """Size and seed of the three splits. ``digits`` is the length of both numbers."""
+    """Sizes and seed of the disjoint splits: ``warmup`` (supervised), ``train`` (prompts of the RL run), ``test``
+    (held out). ``digits`` is the length of both numbers; ``a+b`` and ``b+a`` are one problem."""
 
-    digits: int = 4
-    warmup: int = 16384
+    digits: int = 3
+    warmup: int = 8192
     train: int = 4096
     test: int = 256
     seed: int = 7
@@ -50,7 +43,7 @@ class TaskConfig:
             raise ValueError(f"the task needs numbers of at least one digit, not {self.digits}")
         numbers = 9 * 10 ** (self.digits - 1)
         available, asked = numbers * (numbers + 1) // 2, self.warmup + self.train + self.test
-        if asked > available // 2:  # beyond half, drawing without repetition wastes more draws than it keeps
+        if asked > available // 2:  # beyond half, most draws repeat a problem
             raise ValueError(
                 f"{asked} problems asked for, but only {available} exist with {self.digits} digits; ask fewer"
             )
@@ -70,12 +63,12 @@ class Problem:
 
     @property
     def answer(self) -> str:
-        """The sum in decimal, as it must stand after ``####``."""
+        """The sum in decimal."""
         return str(self.a + self.b)
 
     @property
     def solution(self) -> str:
-        """The worked steps followed by the answer line, without the end-of-turn token."""
+        """Worked lines and answer line, without the end-of-turn token."""
         lines, carry, a, b = [], 0, self.a, self.b
         while a or b:
             x, y = a % 10, b % 10
@@ -86,7 +79,7 @@ class Problem:
 
 
 def make_splits(config: TaskConfig) -> dict[str, list[Problem]]:
-    """Draw every split from one seeded stream; the same config gives the same problems on every machine."""
+    """Draw all splits from one seeded stream: the same problems on every machine."""
     stream = random.Random(config.seed)
     low, high = 10 ** (config.digits - 1), 10**config.digits
     seen: set[tuple[int, int]] = set()
@@ -99,7 +92,7 @@ def make_splits(config: TaskConfig) -> dict[str, list[Problem]]:
                 seen.add(key)
                 return Problem(a, b)
 
-    # The held-out split is drawn first: asking for more training data later leaves it, and past results, comparable.
+    # Held-out problems first: a larger training split leaves them as they are.
     sizes = {"test": config.test, "train": config.train, "warmup": config.warmup}
     drawn = {name: [draw() for _ in range(size)] for name, size in sizes.items()}
     return {name: drawn[name] for name in SPLITS}
@@ -129,9 +122,8 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
     """Grade a response by its last line; verl calls this through ``reward.custom_reward_function``.
 
     Returns:
-        ``score``, the reward verl trains on, and ``acc``, which verl reports for the held-out set, are both 1.0 when
-        the last line is exactly ``#### <ground_truth>`` and 0.0 otherwise; ``formatted`` is 1.0 when that line has the
-        right shape.
+        ``score``, the reward, and ``acc``, the held-out accuracy, are 1.0 if the last line is exactly
+        ``#### <ground_truth>``, else 0.0; ``formatted`` is 1.0 if that line has the right shape.
     """
     last_line = solution_str.rstrip().rpartition("\n")[2]
     stated = _ANSWER_LINE.fullmatch(last_line)

@@ -1,20 +1,14 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised warm-up: teach the policy the task until it is right about two times in five, so that RL has a signal.
+"""Supervised warm-up: teach the policy the task until about two answers in five are right.
 
-GRPO learns from prompts whose sampled answers are neither all right nor all wrong. An untrained policy is never right;
-a finished one always. So training on worked solutions stops as soon as the expected accuracy at temperature 1 reaches a
-target, rather than after a fixed number of steps, whose outcome would vary with the machine's arithmetic.
-
-The stopping estimate is the mean probability of the whole worked solution on problems kept out of the warm-up. It needs
-one forward pass and no sampling, and is a lower bound of the sampled accuracy up to noise (a right answer can also
-follow a wrong line). Weights and AdamW are FP32; the policy is saved in BF16, and ``sampled_accuracy`` measures that.
+GRPO learns from prompts whose sampled answers are neither all right nor all wrong. The warm-up stops at an estimated
+accuracy and not after a number of steps, since how fast a policy learns depends on the machine's arithmetic.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import fmean
 
 from jetrl_verl.tools.demo import DemoError
 from jetrl_verl.tools.demo.task import Problem
@@ -26,9 +20,9 @@ IGNORED_LABEL = -100  # cross_entropy's default ignore_index
 class WarmupConfig:
     """Hyperparameters of the warm-up.
 
-    ``target`` is the estimated accuracy at which it stops, ``max_steps`` the number of steps after which reaching it
-    has failed, ``check_problems`` how many problems are held back from training for the estimate, taken every
-    ``check_every`` steps.
+    Attributes:
+        target: estimated accuracy at which it stops. max_steps: steps after which it fails.
+        check_problems: problems of the estimate, not trained on. check_every: steps between two estimates.
     """
 
     target: float = 0.4
@@ -46,11 +40,11 @@ class WarmupConfig:
 
 
 def encode(problems: list[Problem], tokenizer):
-    """Token ids and labels of ``problems`` as the policy is meant to see them: prompt turn, solution, ``<|im_end|>``.
+    """Token ids and labels of ``problems``: prompt turn, solution, ``<|im_end|>``.
 
     Returns:
-        ``(ids, labels)``, both int64 of shape [problems, longest]; shorter rows are padded at the end. Labels are
-        ``IGNORED_LABEL`` on prompt and padding.
+        ``(ids, labels)``, both int64 ``[problems, longest]``, padded at the end. Labels are ``IGNORED_LABEL`` on prompt
+        and padding.
     """
     import torch
 
@@ -69,18 +63,17 @@ def encode(problems: list[Problem], tokenizer):
 
 
 def prompt_ids(problem: Problem, tokenizer) -> list[int]:
-    """Token ids of the prompt, generation prompt included, exactly as verl's agent loop makes them."""
+    """Token ids of the prompt with generation prompt, as verl's agent loop builds them."""
     turn = [{"role": "user", "content": problem.prompt}]
     return tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=True, return_dict=False)
 
 
-def warm_up(
-    model, tokenizer, problems: list[Problem], config: WarmupConfig, on_check: Callable[[int, float], None]
-) -> dict:
-    """Train ``model`` (FP32, on any device) in place until ``config.target``.
+def warm_up(model, tokenizer, problems: list[Problem], config: WarmupConfig, report: Callable[[str], None]) -> dict:
+    """Train ``model`` (FP32, on any device) in place with AdamW until ``config.target``.
 
-    ``on_check(step, estimate)`` is called at every check. Returns ``{"steps", "estimate", "seconds"}``. Raises
-    ``DemoError`` if the target is not reached within ``config.max_steps``, ``ValueError`` for too few problems.
+    ``report`` receives lines for the user. Returns ``warmup_steps``, ``warmup_accuracy`` (the estimate) and
+    ``warmup_seconds``. Raises ``DemoError`` if the target is not reached within ``config.max_steps``, ``ValueError``
+    for too few problems.
     """
     import torch
 
@@ -106,10 +99,12 @@ def warm_up(
         optimizer.step()
         schedule.step()
         if step % config.check_every == 0:
-            estimate = solution_probability(model, ids[held_back], labels[held_back])
-            on_check(step, estimate)
-            if estimate >= config.target:
-                return {"steps": step, "estimate": estimate, "seconds": time.monotonic() - started}
+            accuracy = solution_probability(model, ids[held_back], labels[held_back])
+            if step % (5 * config.check_every) == 0:
+                report(f"warm-up: step {step}, estimated accuracy {accuracy:.2f}")
+            if accuracy >= config.target:
+                seconds = round(time.monotonic() - started, 1)
+                return {"warmup_steps": step, "warmup_accuracy": accuracy, "warmup_seconds": seconds}
     raise DemoError(
         f"the warm-up did not reach an accuracy of {config.target} in {config.max_steps} steps; "
         "give it more steps or an easier task"
@@ -117,7 +112,10 @@ def warm_up(
 
 
 def solution_probability(model, ids, labels) -> float:
-    """Mean over rows of the probability that sampling at temperature 1 writes exactly the labelled tokens."""
+    """Mean over rows of the probability of exactly the labelled tokens at temperature 1.
+
+    It estimates the sampled accuracy with one forward pass.
+    """
     import torch
 
     with torch.no_grad():
@@ -126,30 +124,3 @@ def solution_probability(model, ids, labels) -> float:
     labelled = targets != IGNORED_LABEL
     chosen = log_probs.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return (chosen * labelled).sum(dim=-1).exp().mean().item()
-
-
-def sampled_accuracy(model, tokenizer, problems: list[Problem], temperature: float = 1.0, seed: int = 7) -> float:
-    """Share of ``problems`` answered rightly in one sample each, as :func:`sampled_scores` has them."""
-    return fmean(sampled_scores(model, tokenizer, problems, temperature, seed))
-
-
-def sampled_scores(model, tokenizer, problems: list[Problem], temperature: float = 1.0, seed: int = 7) -> list[float]:
-    """1 or 0 for each of ``problems``: one sample each (``temperature=0``: greedily), graded by the reward."""
-    import torch
-
-    from jetrl_verl.tools.demo.task import DATA_SOURCE, compute_score
-
-    device = next(model.parameters()).device
-    rows = [prompt_ids(problem, tokenizer) for problem in problems]
-    width = max(map(len, rows))
-    # Padded on the left, so that all answers begin at one position.
-    prompts = torch.tensor([[tokenizer.pad_token_id] * (width - len(ids)) + ids for ids in rows], device=device)
-    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in rows], device=device)
-    longest = max(len(tokenizer.encode(problem.solution)) for problem in problems) + 16
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-        model.eval()
-        output = model.generate(prompts, attention_mask=mask, max_new_tokens=longest, **sampling)
-    texts = tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
-    return [compute_score(DATA_SOURCE, text, problem.answer)["acc"] for text, problem in zip(texts, problems)]

@@ -348,57 +348,53 @@ class Recorder:
         return found
 
 
-def _weights(request: Request, options: JetConfig, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+def _weights(folder: str | Path, options: JetConfig, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     """What the trainer would send at a weight sync."""
     from jetrl_verl.models.plan import plan_linears
     from jetrl_verl.sync.wire import quantize_stream
 
-    model = load_master(request.model, options)
+    model = load_master(folder, options)
     plans = plan_linears(model.config, unfit_layers=options.unfit_layers, format_name=options.rollout)
     stream = ((name, tensor.to(device)) for name, tensor in model.state_dict().items())
     yield from quantize_stream(stream, plans, options.scale_rule, options.rollout)
 
 
-def _of_no_experts(
-    weights: Iterator[tuple[str, torch.Tensor]], model: torch.nn.Module
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """What is left for vLLM's loaders when the experts' tensors have gone where a weight sync puts them."""
+def load_weights(runner: Any, folder: str | Path, options: JetConfig) -> None:
+    """Give a live model runner the policy in ``folder``, quantized as the trainer of ``options`` would send it."""
     from jetrl_verl.rollout.experts import is_of_experts, load_experts
 
-    for name, tensor in weights:
-        if is_of_experts(name, model.config):
-            load_experts(model, name, tensor, rank=0)
-        else:
-            yield name, tensor
+    def without_experts() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in _weights(folder, options, runner.device):
+            if is_of_experts(name, runner.model.config):
+                load_experts(runner.model, name, tensor, rank=0)
+            else:
+                yield name, tensor
+
+    runner.model.load_weights(without_experts())
 
 
-def run(request: Request) -> Recording:
-    """Start the engine, give it its weights, sample or repeat.
-
-    Raises:
-        DiffError: the model has operations that cannot be recorded.
-    """
+def start_engine(request: Request) -> tuple[Any, Any]:
+    """(vLLM, its model runner) as ``request`` asks for, with the weights of its model."""
     from verl.workers.rollout.vllm_rollout.utils import monkey_patch_compute_logits
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     llm = LLM(request.model, skip_tokenizer_init=True, **request.arguments)
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     if request.jetrl is not None:
-        options = JetConfig.from_node(request.jetrl)
-        runner.model.load_weights(_of_no_experts(_weights(request, options, runner.device), runner.model))
+        load_weights(runner, request.model, JetConfig.from_node(request.jetrl))
     monkey_patch_compute_logits(runner.model, request.vocabulary)
+    return llm, runner
+
+
+def generate(llm: Any, request: Request) -> Recording:
+    """Sample responses, or repeat those of ``request``; the recording has no operations yet.
+
+    Raises:
+        DiffError: the engine did not repeat the given responses.
+    """
+    from vllm import SamplingParams
 
     repeated = request.responses
-    recorder = None
-    if repeated is not None:
-        sequences = [prompt + response for prompt, response in zip(request.prompts, repeated, strict=True)]
-        try:
-            family = models.family(llm.llm_engine.model_config.hf_config)
-        except models.UnsupportedLayer as error:
-            raise DiffError(refusal("model_of_a_command", path=request.model, command="diff", error=error)) from None
-        shared = request.jetrl is not None and request.jetrl["operations"] == "shared"
-        kept = formats.kv_cache(formats.UNQUANTIZED if request.jetrl is None else request.jetrl["kv_cache"])
-        recorder = Recorder(runner, family, sequences, request.vocabulary, shared, kept)
     sampling = [
         SamplingParams(
             temperature=request.temperature,
@@ -410,8 +406,7 @@ def run(request: Request) -> Recording:
         )
         for i in range(len(request.prompts))
     ]
-    with contextlib.nullcontext() if recorder is None else contextlib.closing(recorder):
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in request.prompts], sampling, use_tqdm=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in request.prompts], sampling, use_tqdm=False)
     responses = [list(output.outputs[0].token_ids) for output in outputs]
     if repeated is not None and responses != repeated:
         raise DiffError("the recorded rollout did not repeat the given tokens; this is a defect of jetrl diff.")
@@ -423,11 +418,31 @@ def run(request: Request) -> Recording:
         ],
         dtype=torch.float32,
     )
-    recording = Recording(request.prompts, responses, log_probs)
-    if recorder is not None:
-        expected = operations(family, len(runner.model.model.layers), shared, kept.traits.quantized)[:-1]
-        recording.outputs = recorder.outputs(recording.drawing, expected)
-        recording.outputs[Operation(None, "sampler")] = log_probs[:, None]
+    return Recording(request.prompts, responses, log_probs)
+
+
+def run(request: Request) -> Recording:
+    """Start the engine, give it its weights, sample or repeat.
+
+    Raises:
+        DiffError: the model has operations that cannot be recorded.
+    """
+    llm, runner = start_engine(request)
+    if request.responses is None:
+        return generate(llm, request)
+    sequences = [prompt + response for prompt, response in zip(request.prompts, request.responses, strict=True)]
+    try:
+        family = models.family(llm.llm_engine.model_config.hf_config)
+    except models.UnsupportedLayer as error:
+        raise DiffError(refusal("model_of_a_command", path=request.model, command="diff", error=error)) from None
+    shared = request.jetrl is not None and request.jetrl["operations"] == "shared"
+    kv_cache = formats.kv_cache(formats.UNQUANTIZED if request.jetrl is None else request.jetrl["kv_cache"])
+    recorder = Recorder(runner, family, sequences, request.vocabulary, shared, kv_cache)
+    with contextlib.closing(recorder):
+        recording = generate(llm, request)
+    expected = operations(family, len(runner.model.model.layers), shared, kv_cache.traits.quantized)[:-1]
+    recording.outputs = recorder.outputs(recording.drawing, expected)
+    recording.outputs[Operation(None, "sampler")] = recording.log_probs[:, None]
     return recording
 
 

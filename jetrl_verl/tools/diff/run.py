@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,14 +69,19 @@ class DiffOptions:
 
 
 @dataclass(frozen=True)
-class _Settings:
+class EngineSettings:
     """A precision's options (None for bf16) and the arguments of a vLLM engine that a run would start."""
 
     options: JetConfig | None
     arguments: dict[str, Any]
 
 
-def _compose(options: DiffOptions, precision: str) -> _Settings:
+def compose_engine(model: Path, precision: str, overrides: Sequence[str] = ()) -> EngineSettings:
+    """The engine that a run with ``precision`` would start for the model in folder ``model``, on one GPU.
+
+    Raises:
+        DiffError: verl's configuration does not compose, or the precision does not cover the model.
+    """
     import verl  # noqa: F401  brings the group `precision` into Hydra
     from hydra import compose, initialize_config_module
     from hydra.errors import HydraException
@@ -86,13 +92,13 @@ def _compose(options: DiffOptions, precision: str) -> _Settings:
 
     ours = [
         f"precision={precision}",
-        f"actor_rollout_ref.model.path={quote(options.model.absolute())}",
+        f"actor_rollout_ref.model.path={quote(model.absolute())}",
         "actor_rollout_ref.rollout.name=vllm",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
     ]
     try:
         with initialize_config_module("verl.trainer.config", version_base=None):
-            config = compose("ppo_trainer", overrides=[*ours, *options.overrides])
+            config = compose("ppo_trainer", overrides=[*ours, *overrides])
         rollout = config.actor_rollout_ref.rollout
         user = OmegaConf.to_container(rollout.engine_kwargs.get("vllm") or OmegaConf.create(), resolve=True)
         jetrl = None
@@ -100,7 +106,7 @@ def _compose(options: DiffOptions, precision: str) -> _Settings:
             jetrl = JetConfig.from_node(OmegaConf.to_container(config.jetrl, resolve=True))
             user = vllm_arguments(jetrl, user)
             shared = jetrl.operations == "shared"
-            check_model(str(options.model.absolute()), jetrl, 1, shared, format_name=jetrl.rollout)
+            check_model(str(model.absolute()), jetrl, 1, shared, format_name=jetrl.rollout)
     except (HydraException, UnsupportedConfiguration) as error:
         raise DiffError(str(error)) from None
     if rollout.tensor_model_parallel_size != 1:
@@ -111,7 +117,7 @@ def _compose(options: DiffOptions, precision: str) -> _Settings:
         graphs["cudagraph_capture_sizes"] = list(rollout.cudagraph_capture_sizes)
     names = ("dtype", "enforce_eager", "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill")
     names += ("enable_prefix_caching", "logprobs_mode", "gpu_memory_utilization", "seed", "max_model_len")
-    return _Settings(
+    return EngineSettings(
         jetrl,
         {name: rollout[name] for name in names}
         | {
@@ -123,7 +129,8 @@ def _compose(options: DiffOptions, precision: str) -> _Settings:
     )
 
 
-def _environment(cuda: bool) -> dict[str, str]:
+def engine_environment(cuda: bool) -> dict[str, str]:
+    """Environment of a process that runs an engine of ``jetrl diff``."""
     environment = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -155,7 +162,7 @@ def run_engine(request: "Request", folder: Path, name: str, cuda: bool) -> "Reco
         with log.open("w") as words:
             status = subprocess.run(
                 [sys.executable, "-m", "jetrl_verl.tools.diff.rollout", str(file)],
-                env=_environment(cuda),
+                env=engine_environment(cuda),
                 stdout=words,
                 stderr=subprocess.STDOUT,
             ).returncode
@@ -177,7 +184,7 @@ def _one(options: DiffOptions, precision: str, prompts: "Prompts", folder: Path,
     from jetrl_verl.tools.diff.trainer import Trainer
 
     cuda = torch.cuda.is_available()
-    settings = _compose(options, precision)
+    settings = compose_engine(options.model, precision, options.overrides)
     arguments = settings.arguments
     needed = max(map(len, prompts.ids)) + options.response
     arguments["max_model_len"] = arguments["max_model_len"] or needed

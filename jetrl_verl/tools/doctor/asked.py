@@ -35,6 +35,7 @@ def ask_kernels() -> dict[str, Any]:
 
     from jetrl_verl.config.environment import why_not_shared
     from jetrl_verl.kernels import BACKENDS, describe_backends, platform_of
+    from jetrl_verl.kernels.dispatch import backends_on
     from jetrl_verl.tools.doctor.self_check import why_not
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -52,7 +53,7 @@ def ask_kernels() -> dict[str, Any]:
         except RuntimeError as refusal:
             devices[device] = {"refused": str(refusal)}
             continue
-        columns = {name: platforms[platform] for name, platforms in BACKENDS.items() if platform in platforms}
+        columns = backends_on(torch.device(device))
         used = {name for names in columns.values() for name in names}
         devices[device] = {
             "platform": platform,

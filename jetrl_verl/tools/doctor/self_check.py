@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jetrl_verl import kernels, reference
+from jetrl_verl import reference
 from jetrl_verl.kernels import dispatch, native
 from jetrl_verl.reference import BLOCK, QuantizedTensor
 from jetrl_verl.tools.doctor import LINEARS, MIXTURES
@@ -130,7 +130,7 @@ def outcomes(device: torch.device) -> list[Outcome]:
 
 def _of_call(call: Call, device: torch.device) -> Iterator[Outcome]:
     want = _tensors(dispatch.implementation(call.operation, "reference")(*call.arguments, **call.options))
-    for backend in kernels.BACKENDS[call.operation][dispatch.column_of(device)]:
+    for backend in dispatch.candidates(call.operation, device):
         if backend == "reference" or why_not(backend):
             continue
         try:

@@ -59,6 +59,12 @@ def main(behaviour: str, overrides: list[str]) -> None:
                 "timing_s/step": 3.5,
             }
             log.write(json.dumps({"step": step, "data": (data if step else {}) | accuracy}) + "\n")
+            if step and "trainer.save_freq=1" in overrides:
+                metrics.with_name("checkpoints").joinpath(f"global_step_{step}", "actor", "huggingface").mkdir(
+                    parents=True
+                )
+            if step == 0 and "trainer.val_only=True" in overrides:
+                return
             if step == 1 and behaviour == "fail":
                 print("\x1b[36m(WorkerDict pid=7)\x1b[0m ValueError: layer 3 differs")
                 print("ray.exceptions.RayTaskError(ValueError): ray::TaskRunnerV1.run() (pid=1)")

@@ -21,19 +21,13 @@ def test_solution_carries_through_nines():
     assert Problem(9999, 1001).solution == "9+1+0=10\n9+0+1=10\n9+0+1=10\n9+1+1=11\n#### 11000"
 
 
-@pytest.mark.parametrize("a,b", [(1000, 1000), (9999, 9999), (1234, 8766)])
-def test_solution_is_graded_right(a, b):
-    problem = Problem(a, b)
-    assert problem.answer == str(a + b)
-    assert compute_score(task.DATA_SOURCE, problem.solution, problem.answer)["score"] == 1.0
-
-
 @pytest.mark.parametrize(
     "response,score,formatted",
     [
         ("#### 12", 1.0, 1.0),
         ("5+7+0=12\n#### 12", 1.0, 1.0),
         ("wrong steps do not matter\n#### 12\n", 1.0, 1.0),
+        (Problem(5, 7).solution, 1.0, 1.0),
         ("#### 13", 0.0, 1.0),
         ("#### 012", 0.0, 1.0),
         ("#### 12 or so", 0.0, 0.0),

@@ -34,7 +34,7 @@ def compared(policy, tmp_path, cpu_platform, monkeypatch):
     of which the second alone is started; what it samples stands for the first."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    for name, value in run._environment(cuda=False).items():
+    for name, value in run.engine_environment(cuda=False).items():
         monkeypatch.setenv(name, value)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt_token_ids": [3 + i] * (9 + 7 * i)}) for i in range(2)))

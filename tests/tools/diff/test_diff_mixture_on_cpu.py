@@ -60,7 +60,7 @@ def found(policy, tmp_path_factory, cpu_platform):
         return recordings[kind]
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in run._environment(cuda=False).items():
+        for name, value in run.engine_environment(cuda=False).items():
             patch.setenv(name, value)
         patch.setattr(run, "run_engine", engine)
         out, console = tmp_path_factory.mktemp("out"), Console(record=True, width=120)

@@ -224,7 +224,7 @@ def test_an_operation_that_does_not_repeat_itself_ends_the_comparison(exact, tra
 @pytest.fixture
 def in_this_process(cpu_platform, monkeypatch):
     """Callable ``(request) -> Recording``; the engine is gone afterwards."""
-    for name, value in run._environment(cuda=False).items():
+    for name, value in run.engine_environment(cuda=False).items():
         monkeypatch.setenv(name, value)
 
     def engine(request):

@@ -1,16 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""gate, up and the activation between them and down as one step of autograd, so that the gradients of gate and up need
-not exist in BF16.
+"""gate, up and the activation after them as one autograd node, so that their gradients need not exist in BF16.
 
-Layer by layer, backward writes both gradients (10 bytes an element), then each linear reads its own and quantizes it in
-both layouts (8 more). The kernel that computes the gradients can write those qdata itself, 10 bytes in all
-(``kernels.silu_mul_backward_quantize``), but autograd has no place for qdata between two functions: what one hands to
-the next is a tensor that hooks may read. Hence one function covers all three. Every bit is that of the three: FProp,
-DGrad and WGrad are the layers' own (``JetLinear.fprop``, ``dgrad``, ``wgrad``), the qdata are byte for byte those of
-the BF16 gradients, and the two terms of dX are added in BF16, as autograd adds them.
-
-Used where nothing looks between the three (:func:`covers`); elsewhere the modules are called one by one.
+Separate nodes write both gradients in BF16 and quantize them again, 18 bytes an element; the kernel of the gradients
+writes their qdata itself, 10 bytes, which autograd cannot pass between nodes. Bits are those of separate nodes: dX's
+two terms are added in BF16. Where something looks between the modules (:func:`covers`) they are called one by one.
 """
 
 import torch
@@ -26,10 +20,11 @@ from jetrl_verl.reference import QuantizedTensor
 
 
 def covers(x: QuantizedTensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> bool:
-    """Whether :func:`gated_product` may stand for the calls of ``gate`` and ``up`` on ``x`` and the activation before
-    ``down``: all three in FP8 under one scale rule; gate's and up's backward in FP8, too, neither with a bias, whose
-    gradient is a sum of BF16 numbers, nor with a hook, which might want to see them; the source of ``x`` in BF16, in
-    which autograd then sums dX; and a gradient to compute."""
+    """Whether :func:`gated_product` may replace ``gate``, ``up`` and the activation before ``down``.
+
+    All three are FP8 under one scale rule; gate's and up's backward is FP8, without biases, whose gradients are sums of
+    BF16 numbers, or hooks; the source of ``x`` is BF16, in which autograd then sums dX; gradients are on.
+    """
     layers = gate, up, down
     return (
         torch.is_grad_enabled()
@@ -57,7 +52,7 @@ class _GatedProduct(torch.autograd.Function):
         keep(ctx, *weights)
         product = kernels.silu_mul_quantize_1x128(gate, up, layers[0].scale_rule)
         ctx.mark_non_differentiable(product.qdata, product.scales)
-        ctx.set_materialize_grads(False)  # no zeros in the place of the qdata's gradients
+        ctx.set_materialize_grads(False)  # no zeros for the qdata's gradients
         return product.source.reshape(*x.shape[:-1], product.source.shape[-1]), product.qdata, product.scales
 
     @staticmethod
@@ -68,7 +63,7 @@ class _GatedProduct(torch.autograd.Function):
         rule = ctx.layers[0].scale_rule
         dy = as_type(as_rows(dy), torch.bfloat16)
         gate_rowwise, gate_colwise, up_rowwise, up_colwise = silu_mul_backward_quantize(dy, gate, up, rule)
-        del dy, gate, up  # their memory is what the products take, and the qdata of gate go before those of up are read
+        del dy, gate, up  # before the products need memory; one layer's qdata are freed before the other's are read
         qdata = [(up_rowwise, up_colwise), (gate_rowwise, gate_colwise)]
         del gate_rowwise, gate_colwise, up_rowwise, up_colwise
         dx, dw = None, []
@@ -88,7 +83,7 @@ class _GatedProduct(torch.autograd.Function):
 
 
 def gated_product(x: QuantizedTensor, gate: JetLinear, up: JetLinear) -> QuantizedTensor:
-    """``silu(gate(x)) * up(x)``, quantized, where :func:`covers`.
+    """``silu(gate(x)) * up(x)``, quantized; requires :func:`covers`.
 
     Args:
         x: rowwise, with its source ``[..., K]`` BF16. gate, up: layers of the same width I, a multiple of 128.

@@ -1,21 +1,13 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The linear layer of the flow: ``nn.Linear`` whose three products and saved activation are in the format of the flow.
+"""``nn.Linear`` with FP8 products and saved activations, by the operator that vLLM's layers call.
 
-The formulas of FProp, DGrad and WGrad are the format's (formats/format.py). FProp is the two steps of the operator
-that vLLM calls, quantize and multiply, which is what makes the sampled policy the trained one. Saved for backward are
-X as qdata and scales, 1.03 bytes an element instead of 2, and the weight by reference (kernels/by_reference.py); the
-weight's qdata are not saved, or a whole model's worth would stay alive through a step.
+Saved for backward are X in FP8, 1.03 bytes an element instead of 2, and the weight by reference
+(kernels/by_reference.py). A norm quantizes X once for all layers that read it (nn/handoff.py); they share the saved
+qdata and their re-layout. A weight is quantized once while it is in place (nn/weight_cache.py), within a backward pass
+together with the transpose for DGrad.
 
-**When X is quantized.** By what writes it, where layers are its only readers: the norm in front of q, k, v or of gate
-and up hands them one :class:`QuantizedTensor` in the tensor's place (nn/handoff.py), as vLLM's does. They save one copy
-of the qdata between them and share its re-layout in backward. A plain tensor is quantized by the layer that reads it.
-
-**When a weight is quantized.** Once while it is in place (nn/weight_cache.py); in a backward pass, for whose FProp and
-DGrad FSDP gathers it once more, together with the transpose that DGrad reads. Where it stays in place from forward to
-backward, the first DGrad transposes its qdata, and the transpose stays as long as they do.
-
-``backward="bf16"`` is QaRL's choice (arXiv 2604.07853): FProp as above, straight-through BF16 gradients from a saved
+``backward="bf16"`` is QaRL's choice (arXiv 2604.07853): the same FProp, straight-through BF16 gradients from a saved
 BF16 X and the BF16 weight.
 """
 
@@ -34,14 +26,14 @@ from jetrl_verl.nn.weight_cache import WeightCache
 from jetrl_verl.reference import QuantizedTensor, ScaleRule, check_rule
 
 BACKWARDS = (formats.FLOW, formats.UNQUANTIZED)
-"""What DGrad and WGrad may run in: the format of the flow, or BF16."""
+"""Precisions of DGrad and WGrad."""
 
 
 class SharedColwise:
-    """X re-laid out for WGrad: made by the first layer that needs it, dropped with the last one that was promised it.
+    """X re-laid out for WGrad, created for the first layer that needs it and freed by the last one.
 
     Attributes:
-        readers: backward nodes that still have to read it.
+        readers: backward nodes that have not read it yet.
     """
 
     def __init__(self) -> None:
@@ -49,18 +41,18 @@ class SharedColwise:
         self._colwise: QuantizedTensor | None = None
 
     def take(self, rowwise: QuantizedTensor, number_format: TrainedFormat, rule: ScaleRule) -> QuantizedTensor:
-        """Colwise data [K, M] from the saved rowwise data [M, K], for one reader."""
+        """Colwise data ``[K, M]`` from the saved rowwise ``[M, K]``, for one reader."""
         colwise = self._colwise if self._colwise is not None else number_format.colwise(rowwise, rule)
         self.readers -= 1
-        # A graph that is kept for a second backward has no promised readers left; each of its nodes makes its own.
+        # In a second backward of a retained graph no readers are left, and each node makes its own.
         self._colwise = colwise if self.readers > 0 else None
         return colwise
 
 
 def quantize_input(x: torch.Tensor | QuantizedTensor, number_format: TrainedFormat, rule: ScaleRule) -> QuantizedTensor:
-    """What a layer reads: the BF16 value of ``x`` [..., K] quantized rowwise [M, K], with ``x`` as its source.
+    """The BF16 value of ``x [..., K]`` quantized rowwise ``[M, K]``, with ``x`` as its source.
 
-    A :class:`QuantizedTensor` is returned as it is, with :class:`SharedColwise` if it has none.
+    A :class:`QuantizedTensor` is returned unchanged, with a :class:`SharedColwise` if it has none.
 
     Raises:
         ValueError: a quantized ``x`` without its source.
@@ -77,9 +69,8 @@ def quantize_input(x: torch.Tensor | QuantizedTensor, number_format: TrainedForm
 
 
 class _LinearFunction(torch.autograd.Function):
-    """FProp, DGrad and WGrad of one layer, or of several that read the same X; see the module's docstring for the
-    formulas. Several differ from one after the other by nothing but the host's work: terms of dX are added in the order
-    in which autograd adds those of separate nodes, the last layer's first."""
+    """FProp, DGrad and WGrad of layers that read the same X. Terms of dX are added in the order in which autograd adds
+    those of separate nodes, the last layer's first, so bits do not depend on how many layers a node has."""
 
     @staticmethod
     def forward(
@@ -90,8 +81,7 @@ class _LinearFunction(torch.autograd.Function):
         head_dim: int | None,
         *parameters: torch.Tensor | None,
     ):
-        # All weights, then all biases, which give autograd its edges; what is added is a bias' BF16 value, as the
-        # rollout holds it.
+        # All weights, then all biases.
         weights, biases = parameters[: len(layers)], parameters[len(layers) :]
         ctx.layers = layers
         ctx.x_shape = x.shape
@@ -102,15 +92,15 @@ class _LinearFunction(torch.autograd.Function):
         else:
             ctx.save_for_backward(as_rows(x))
         keep(ctx, *weights)
-        found = []
+        outputs = []
         for layer, weight, bias in zip(layers, weights, biases, strict=True):
             y = layer.fprop(quantized, weight, bias)
             if head_dim is not None:
                 y = y.view(y.shape[0], layer.out_features // head_dim, head_dim)
             elif x.ndim != 2:
                 y = y.view(*x.shape[:-1], layer.out_features)
-            found.append(y)
-        return found[0] if len(found) == 1 else tuple(found)
+            outputs.append(y)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     @staticmethod
     @once_differentiable
@@ -155,18 +145,17 @@ class _LinearFunction(torch.autograd.Function):
 
 
 class JetLinear(nn.Linear):
-    """``nn.Linear`` in the FP8 flow; parameters, their names and their dtypes are those of the layer it replaces.
+    """``nn.Linear`` in FP8, with the parameters of the layer that it replaces.
 
-    Input ``[..., K]`` of any floating type, output ``[..., N]`` BF16. The input is cast to BF16 first and the weight's
-    BF16 value is what is quantized, so the layer behaves the same under autocast, FSDP mixed precision, or neither.
+    Input ``[..., K]`` of any floating type, output ``[..., N]`` BF16. The BF16 values of input and weight are
+    quantized, so results do not depend on autocast or FSDP's mixed precision.
 
     Attributes:
         scale_rule: ``"fp32"`` or ``"pow2"``.
-        ranks: over which the rollout splits K; FProp rounds where they do. The gradients are those of the whole
-            product, straight through the roundings.
-        quantized_backward: whether DGrad and WGrad run in the format, too; else in BF16.
+        ranks: over which the rollout splits K; FProp rounds where they do, gradients ignore these roundings.
+        quantized_backward: whether DGrad and WGrad run in the format instead of BF16.
         format: of the three products.
-        stock_class: of the layer that it replaces.
+        stock_class: of the replaced layer.
     """
 
     scale_rule: ScaleRule
@@ -178,7 +167,7 @@ class JetLinear(nn.Linear):
 
     @classmethod
     def replace(cls, linear: nn.Linear, *, scale_rule: ScaleRule, backward: str, ranks: int = 1) -> "JetLinear":
-        """Turn ``linear`` into this class in place: same module object, same parameter objects.
+        """Turn ``linear`` into this class in place.
 
         Raises:
             ValueError: an unknown scale rule or backward precision.
@@ -198,10 +187,9 @@ class JetLinear(nn.Linear):
         if name == "weight":
             self.drop_qdata()
             parameters = self._parameters
-            alone = name in parameters and name not in self.__dict__  # FSDP1 has a tensor beside the parameter
-            if alone and isinstance(value, nn.Parameter) and not _global_parameter_registration_hooks:
-                # What nn.Module does with a parameter in a parameter's place, in a tenth of the time. FSDP2 assigns
-                # four a step, and a class with a __setattr__ of its own does not get FSDP2's short cut.
+            registered = name in parameters and name not in self.__dict__  # FSDP1 sets a tensor as well
+            if registered and isinstance(value, nn.Parameter) and not _global_parameter_registration_hooks:
+                # nn.Module's result in a tenth of the time: a class with its own __setattr__ misses FSDP2's short cut.
                 parameters[name] = value
                 return
         super().__setattr__(name, value)
@@ -218,42 +206,39 @@ class JetLinear(nn.Linear):
 
     @property
     def holds_qdata(self) -> bool:
-        """Whether qdata of the weight are kept now."""
+        """Whether the weight's qdata are cached."""
         return self._cache.entry is not None
 
     def drop_qdata(self) -> None:
-        """Forget the weight's qdata; the next use quantizes it again."""
+        """Drop the cached qdata; the next use quantizes again."""
         self._cache.drop()
 
     def weight_qdata(self, weight: torch.Tensor) -> QuantizedTensor:
-        """``weight`` [N, K] quantized, made at most once while the tensor stays in place unchanged."""
+        """``weight [N, K]`` quantized, at most once while the tensor stays unchanged."""
         return self._cache.get(weight, self._quantized)[0]
 
     def _quantized(self, weight: torch.Tensor) -> tuple[QuantizedTensor, QuantizedTensor | None]:
-        """``weight`` quantized, and transposed where that is known to be needed: in a backward pass."""
-        # Also of a forward that is run again within it, whose weight FSDP has gathered for both.
+        """``weight`` quantized; within a backward pass, recomputed forwards included, also transposed."""
         if torch._C._current_graph_task_id() == -1:
             return self.format.quantize_weight(weight, self.scale_rule), None
         return self.format.quantize_weight_and_transpose(weight, self.scale_rule)
 
     def fprop(self, x: QuantizedTensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``Y`` [M, N] BF16 of rowwise X [M, K], ``weight`` [N, K] and the BF16 value of ``bias`` [N], which is what
-        the rollout holds of an FP32 master."""
+        """``Y [M, N]`` BF16 of rowwise X ``[M, K]``, ``weight [N, K]`` and the BF16 value of ``bias [N]``."""
         if bias is not None:
             bias = as_type(bias.detach(), torch.bfloat16)
         return self.format.fprop(x, self.weight_qdata(weight), bias, self.ranks)
 
     def dgrad(self, dy: QuantizedTensor, weight: torch.Tensor) -> torch.Tensor:
-        """``dX`` [M, K] BF16 of rowwise dY [M, N] and ``weight`` [N, K]."""
-        qdata, transposed = held = self._cache.get(weight, self._quantized)
-        if transposed is None:
-            # Of a forward outside of this pass, whose weight has stayed in place since.
+        """``dX [M, K]`` BF16 of rowwise dY ``[M, N]`` and ``weight [N, K]``."""
+        qdata, transposed = cached = self._cache.get(weight, self._quantized)
+        if transposed is None:  # quantized by a forward before this pass
             transposed = self.format.transpose_weight(qdata)
-            self._cache.amend(held, (qdata, transposed))
+            self._cache.amend(cached, (qdata, transposed))
         return self.format.dgrad(dy, transposed)
 
     def wgrad(self, dy: QuantizedTensor, x: QuantizedTensor, weight: torch.Tensor) -> torch.Tensor:
-        """``dW`` [N, K] of colwise dY [N, M] and X [K, M], a BF16 product in the type of ``weight``."""
+        """``dW [N, K]`` of colwise dY ``[N, M]`` and X ``[K, M]``, a BF16 product in the type of ``weight``."""
         return as_type(self.format.wgrad(dy, x), weight.dtype)
 
     def forward(self, input: torch.Tensor | QuantizedTensor) -> torch.Tensor:
@@ -272,7 +257,7 @@ _FORWARD = JetLinear.forward
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether calling ``layer`` is ``JetLinear.forward`` and nothing else: no hook, no other ``forward``."""
+    """Whether calling ``layer`` runs ``JetLinear.forward`` alone: no hooks, no other ``forward``."""
     hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
     replaced = "forward" in vars(layer) or type(layer).forward is not _FORWARD
     return not (replaced or any(hooks) or _has_any_global_hook())
@@ -281,11 +266,10 @@ def is_plain(layer: nn.Module) -> bool:
 def project(
     x: torch.Tensor | QuantizedTensor, layers: Sequence[nn.Module], head_dim: int | None = None
 ) -> Sequence[torch.Tensor]:
-    """``[layer(x) for layer in layers]``, as one step of autograd where nothing looks between them; with ``head_dim``
-    each ``[..., N]`` as heads ``[M, N / head_dim, head_dim]``.
+    """``[layer(x) for layer in layers]``; with ``head_dim`` as heads ``[M, N / head_dim, head_dim]``.
 
-    Where they are plain layers of one precision and rule, and ``x`` a quantized BF16 tensor, that saves a node, its
-    saved tensors, and a call of each, which is what a small micro-batch waits for. Every bit is that of the calls.
+    Plain layers of one precision and rule with a quantized BF16 ``x`` are one autograd node, which saves host time in
+    small micro-batches; bits are the same.
     """
     first = layers[0]
     together = (
@@ -302,10 +286,10 @@ def project(
         )
     )
     if not together:
-        found = [layer(x) for layer in layers]
+        outputs = [layer(x) for layer in layers]
         if head_dim is None:
-            return found
-        return [y.reshape(-1, y.shape[-1] // head_dim, head_dim) for y in found]
+            return outputs
+        return [y.reshape(-1, y.shape[-1] // head_dim, head_dim) for y in outputs]
     x = quantize_input(x, first.format, first.scale_rule)
     parameters = [layer.weight for layer in layers] + [layer.bias for layer in layers]
     return _LinearFunction.apply(x.source, tuple(layers), x, head_dim, *parameters)

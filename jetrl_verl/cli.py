@@ -54,19 +54,14 @@ def compare(
         str, typer.Option(help="with commas, each PRECISION[+KEY=VALUE...]; differences are to the first")
     ] = "bf16,fp8_rollout,jet_fp8",
     seeds: Annotated[str, typer.Option(help="with commas; every precision is trained with each")] = "1",
-    temperatures: Annotated[str, typer.Option(help="of the evaluation, with commas; 0 is greedy")] = "0,1",
-    samples: Annotated[int, typer.Option(help="responses to a problem in the evaluation, where not greedy")] = 1,
-    out: Annotated[Path, typer.Option(help="folder of the comparison; the same folder goes on")] = Path(
-        "outputs/compare"
-    ),
+    temperature: Annotated[float, typer.Option(help="of the evaluation; 0 is greedy")] = 0.0,
+    samples: Annotated[int, typer.Option(help="responses to a problem in the evaluation")] = 1,
+    out: Annotated[Path, typer.Option(help="the same folder continues a comparison")] = Path("outputs/compare"),
     steps: Annotated[int, typer.Option(help="GRPO steps of the demo")] = 20,
     cache: Annotated[Path, typer.Option(help="folder for data and warmed-up policy of the demo")] = Path(
         "outputs/cache"
     ),
     device: Annotated[str, typer.Option(help="auto, cpu or cuda, for the demo")] = "auto",
-    across_builds: Annotated[
-        bool, typer.Option("--across-builds", help="compare trainings of several builds of this package")
-    ] = False,
 ) -> None:
     """Train one job under several precisions, score all runs in one BF16 engine, write a table and a page.
 
@@ -81,13 +76,12 @@ def compare(
             split_rows(precisions),
             tuple(_listed(seeds, int)),
             out,
-            tuple(_listed(temperatures, float)),
-            samples,
             tuple(context.args),
+            temperature,
+            samples,
             steps,
             cache,
             device,
-            across_builds,
         )
         status = run_compare(options, Console())
     except ToolError as error:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from jetrl_verl.tools import ToolError
 from jetrl_verl.tools.process_tree import ProcessTree
-from jetrl_verl.tools.progress import Tracker, view_for
+from jetrl_verl.tools.progress import Tracker
 from jetrl_verl.tools.provenance import version_of
 
 VERL = (sys.executable, "-m", "verl.trainer.main_ppo")
@@ -109,8 +109,10 @@ def choose_device(device: str) -> str:
     """``cpu`` or ``cuda`` for one of ``DEVICES``.
 
     Raises:
-        ToolError: ``cuda`` where torch finds no GPU.
+        ToolError: another word, or ``cuda`` where torch finds no GPU.
     """
+    if device not in DEVICES:
+        raise ToolError(f"{device!r} is not a device; choose one of {', '.join(DEVICES)}")
     device = detect_device() if device == "auto" else device
     if device == "cuda":
         import torch
@@ -133,10 +135,11 @@ def watch(
 ) -> int:
     """Run the trainer, show where it is, leave nothing of it behind but its files in ``paths``; its exit status."""
     with ProcessTree(command, environment, paths.log) as tree:
-        with view_for(console) as view:
-            for _ in tree.follow():
-                tracker.update()
-                view.show(tracker)
+        lines = [f"[{tracker.seconds:6.1f} s] {tracker.phase}"]
+        for _ in tree.follow():
+            for line in (*lines, *tracker.update()):
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+            lines = []
         status = tree.poll()
         if status != 0:
             _keep_ray_logs(tree.temporary, paths.ray_logs)

@@ -2,110 +2,58 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores the final weights of every run in one BF16 vLLM engine, on the held-out data and with the reward of the job.
 
-Run it as a program with a file that says what to score (:class:`Request`). Data set, chat template, lengths and reward
-come from the composed configuration of a run, through verl's own functions, so a response is graded as in training. The
-engine starts once, from the policy before training, and loads the weights of each run in place: runs differ only in
-weights, not in kernels, batches or a restart. A response longer than the job allows is cut, as in training.
+A program whose argument is the JSON file of a :class:`Request`. Prompts, lengths and reward come from verl's own code.
 """
 
 import asyncio
+import copy
 import json
 import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from importlib import metadata
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jetrl_verl.config.support.table import refusal
-from jetrl_verl.tools.compare import CompareError
+from jetrl_verl.tools import ToolError
 from jetrl_verl.tools.provenance import provenance
-
-BEFORE = "before training"
-"""Name of the row of the policy before training."""
-
-_PACKAGES = ("verl", "vllm", "torch", "transformers")
-_MARK = "evaluated "
 
 
 @dataclass(frozen=True)
 class Request:
     """What to score.
 
-    Attributes:
-        config: composed configuration of one run (Hydra's ``config.yaml``); runs differ only in the precision.
-        checkpoints: run -> its final checkpoint, in any layout that ``jetrl export`` reads.
-        before: whether to score the policy before training too.
-        temperatures: 0 is greedy. samples: responses to a problem, one if greedy.
-        out: receives ``<name>.json`` of each run, with ``settings``, ``build`` (tools/provenance.py) and ``scores``
-            (temperature -> problem -> sample).
-        seed: of the sampling, and of the choice of problems if ``data.val_max_samples`` leaves some out; the same for
-            every run.
+    ``config``: composed configuration of one run, Hydra's ``config.yaml``. ``policies``: name -> checkpoint in a layout
+    that ``jetrl export`` reads (None: the policy before training, which comes first), JSON file that receives the
+    scores. ``seed``: of the sampling and the choice of problems.
     """
 
     config: str
-    checkpoints: dict[str, str]
-    before: bool
-    temperatures: tuple[float, ...]
+    policies: dict[str, tuple[str | None, str]]
+    temperature: float
     samples: int
-    out: str
     seed: int = 1
-
-    def settings(self, config: Any) -> dict[str, Any]:
-        """What two evaluations must share to be comparable; ``config`` is the loaded configuration."""
-        limit = config.data.get("val_max_samples", -1)
-        return {
-            "model": str(config.actor_rollout_ref.model.path),
-            "data": _data_files(config),
-            **({"val_max_samples": limit} if limit > 0 else {}),
-            "temperatures": list(self.temperatures),
-            "samples": self.samples,
-            "seed": self.seed,
-            "dtype": "bfloat16",
-            "max_response_length": config.data.max_response_length,
-            "versions": {name: metadata.version(name) for name in _PACKAGES},
-        }
 
 
 def load_config(path: str | Path) -> Any:
-    """The composed configuration of a run, checked for what the evaluation needs.
-
-    Raises:
-        CompareError: the reward comes from a reward model, or there is no such file.
-    """
+    """The composed configuration of a run. ``ToolError`` if it is missing or the reward comes from a model."""
     from omegaconf import OmegaConf
 
     if not Path(path).is_file():
-        raise CompareError(
+        raise ToolError(
             f"The job did not write its composed configuration to {path}. Give a command that passes its last words on "
             "to verl, and do not set hydra.output_subdir=null."
         )
     config = OmegaConf.load(path)
     if OmegaConf.select(config, "reward.reward_model.enable") or OmegaConf.select(config, "reward_model.enable"):
-        raise CompareError(refusal("reward_model_of_compare"))
+        raise ToolError(refusal("reward_model_of_compare"))
     return config
 
 
-def _data_files(config: Any) -> list[str]:
-    from omegaconf import ListConfig
-
-    files = config.data.val_files
-    return [str(file) for file in files] if isinstance(files, list | ListConfig) else [str(files)]
-
-
-def file_of(out: str | Path, name: str) -> Path:
-    """Where the scores of ``name`` are written."""
-    return Path(out) / f"{name.replace(' ', '_')}.json"
-
-
 class Judge:
-    """The job's held-out problems and its reward function.
-
-    Attributes:
-        prompts: token ids of each problem's prompt, as verl's agent loop makes them.
-    """
+    """Held-out problems and reward function of the job; ``prompts`` are token ids as verl's agent loop makes them."""
 
     def __init__(self, config: Any) -> None:
         from verl.experimental.reward_loop.reward_loop import migrate_legacy_reward_impl
@@ -133,21 +81,18 @@ class Judge:
         self._manager = load_reward_manager(config, self.tokenizer)
 
     def scores(self, responses: Sequence[Sequence[Sequence[int]]]) -> list[list[float]]:
-        """Grade ``responses`` (problem -> sample -> token ids) as verl's validation does: ``acc`` where the reward
-        function gives it, else the reward.
-        """
+        """Grade ``responses`` (problem -> sample -> token ids) as verl does: ``acc`` if given, else the reward."""
 
         async def grade() -> list[dict[str, Any]]:
             items = [(problem, ids) for problem, samples in enumerate(responses) for ids in samples]
             return await asyncio.gather(*(self._manager.run_single(self._item(*item)) for item in items))
 
-        graded = iter(self._manager.loop.run_until_complete(grade()))
-        return [[_accuracy_of(next(graded)) for _ in samples] for samples in responses]
+        results = self._manager.loop.run_until_complete(grade())
+        scores = iter([float(r.get("reward_extra_info", {}).get("acc", r["reward_score"])) for r in results])
+        return [[next(scores) for _ in samples] for samples in responses]
 
     def _item(self, problem: int, response: Sequence[int]) -> Any:
         """One response in the form that verl's reward managers read."""
-        import copy
-
         import numpy as np
         import torch
         from verl.protocol import DataProto
@@ -161,33 +106,30 @@ class Judge:
         return DataProto.from_dict({"prompts": prompt, "responses": ids, "attention_mask": mask}, others)
 
 
-def _accuracy_of(result: dict[str, Any]) -> float:
-    return float(result.get("reward_extra_info", {}).get("acc", result["reward_score"]))
-
-
 class SeededWorker:
     """Worker extension of the engine. vLLM's seed per request is slow, and not supported on a CPU."""
 
     def seed_sampling(self, seed: int) -> None:
-        """Start the stream of random numbers again from ``seed``."""
+        """Restart the stream of random numbers from ``seed``."""
         import torch
 
         torch.manual_seed(seed)
 
 
 class Engine:
-    """One vLLM engine in BF16 whose weights are replaced in place."""
+    """One vLLM engine in BF16 whose weights are replaced in place, so runs differ in nothing else."""
 
     def __init__(self, config: Any, prompts: Sequence[Sequence[int]]) -> None:
         from omegaconf import OmegaConf
         from vllm import LLM
 
-        rollout = config.actor_rollout_ref.rollout
+        rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
         self._response = config.data.max_response_length
+        self._prompts = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         self._llm = LLM(
-            config.actor_rollout_ref.model.path,
-            tokenizer=config.actor_rollout_ref.model.get("tokenizer_path"),
-            trust_remote_code=bool(config.actor_rollout_ref.model.get("trust_remote_code", False)),
+            model.path,
+            tokenizer=model.get("tokenizer_path"),
+            trust_remote_code=bool(model.get("trust_remote_code", False)),
             dtype="bfloat16",
             tensor_parallel_size=rollout.tensor_model_parallel_size,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
@@ -204,85 +146,52 @@ class Engine:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
         self._llm.reset_prefix_cache()
 
-    def answer(
-        self, prompts: Sequence[Sequence[int]], temperature: float, samples: int, seed: int
-    ) -> list[list[list[int]]]:
-        """Token ids of ``samples`` responses to each prompt, end of turn included; one where greedy.
-
-        Equal weights give equal tokens.
-        """
+    def answer(self, temperature: float, samples: int, seed: int) -> list[list[list[int]]]:
+        """Token ids of ``samples`` responses to each prompt, end of turn included. Equal weights give equal tokens."""
         from vllm import SamplingParams
 
         self._llm.collective_rpc("seed_sampling", args=(seed,))
-        sampling = SamplingParams(
-            n=samples if temperature else 1,
-            temperature=temperature,
-            max_tokens=self._response,
-            detokenize=False,
-        )
-        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs = self._llm.generate(requests, sampling, use_tqdm=False)
+        sampling = SamplingParams(n=samples, temperature=temperature, max_tokens=self._response, detokenize=False)
+        outputs = self._llm.generate(self._prompts, sampling, use_tqdm=False)
         return [[list(sample.token_ids) for sample in output.outputs] for output in outputs]
 
 
 def evaluate(request: Request) -> None:
-    """Score what ``request`` names and write one file per run.
-
-    Raises:
-        CompareError: the job cannot be scored, or some checkpoints cannot; all other checkpoints are scored first.
-    """
+    """Score the policies of ``request``. ``ToolError`` if some cannot be scored; all others are scored first."""
     from jetrl_verl.checkpoint.export import ExportError, ExportOptions, export
 
     config = load_config(request.config)
     # verl draws the problems of data.val_max_samples with it, and the file has the seed of its run.
     config.data.seed = request.seed
-    settings = request.settings(config)
     judge = Judge(config.copy())
     engine = Engine(config, judge.prompts)
-    out = Path(request.out)
-    out.mkdir(parents=True, exist_ok=True)
-
-    def score(name: str) -> None:
-        scores = {
-            str(temperature): judge.scores(engine.answer(judge.prompts, temperature, request.samples, request.seed))
-            for temperature in request.temperatures
-        }
-        file = file_of(out, name)
-        unfinished = file.with_suffix(".part")
-        unfinished.write_text(json.dumps({"settings": settings, "build": provenance(), "scores": scores}))
-        unfinished.rename(file)
-        print(f"{_MARK}{name}", flush=True)
-
-    if request.before:
-        score(BEFORE)
-    damaged = []
-    for name, checkpoint in request.checkpoints.items():
-        folder = out / "weights"
-        shutil.rmtree(folder, ignore_errors=True)
+    unscored = []
+    for name, (checkpoint, file) in request.policies.items():
+        weights, unfinished = Path(file).with_suffix(".weights"), Path(file).with_suffix(".part")
         try:
-            export(Path(checkpoint), folder, ExportOptions("bf16"))
-            engine.load(folder)
+            if checkpoint is not None:
+                shutil.rmtree(weights, ignore_errors=True)
+                export(Path(checkpoint), weights, ExportOptions("bf16"))
+                engine.load(weights)
         except (ExportError, OSError) as error:
             print(f"{name} is not scored: {error}", flush=True)
-            damaged.append(name)
-        else:
-            score(name)
+            unscored.append(name)
+            continue
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
-    if damaged:
-        raise CompareError(f"{', '.join(damaged)} could not be scored. The lines above say why.")
+            shutil.rmtree(weights, ignore_errors=True)
+        scores = judge.scores(engine.answer(request.temperature, request.samples, request.seed))
+        unfinished.write_text(json.dumps({"build": provenance(), "scores": scores}))
+        unfinished.rename(file)
+        print(f"{name} is scored", flush=True)
+    if unscored:
+        raise ToolError(f"{', '.join(unscored)} could not be scored. The lines above say why.")
 
 
 def main(path: str) -> None:
-    """Entry of the program; ``path`` names a JSON file with the fields of a request."""
+    """Entry of the program; ``path`` is a JSON file with the fields of a request."""
     # With the scheduler in another process, timing decides which requests are in the first batches.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     evaluate(Request(**json.loads(Path(path).read_text())))
-
-
-def write_request(request: Request, path: Path) -> None:
-    """Write what :func:`main` reads."""
-    path.write_text(json.dumps(asdict(request), indent=1))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
 """How much of a GPU's memory a run of a recipe plans with, so that several runs share one GPU: counted as ``jetrl
-advise`` counts.
+memory`` counts.
 
 A run's peak is the larger of two: an update, where the rollout sleeps (weights, gradients, moments, one micro-batch),
 and generation, where weights and moments wait (the rollout's weights, its cache, the buffer of the weight sync).
@@ -19,7 +19,7 @@ from jetrl_verl.config.support.scopes import ROLLOUT
 from jetrl_verl.formats.catalog import UNQUANTIZED
 
 if TYPE_CHECKING:
-    from jetrl_verl.tools.advise.shapes import Model
+    from jetrl_verl.tools.memory.shapes import Model
 
 GIB = 2**30
 CACHE = 4 * GIB
@@ -40,7 +40,7 @@ def words_of_cache(size: int) -> tuple[str, ...]:
 
 def sizes_of(name: str, layers: int | None, tp: int = 1) -> "Model":
     """Sizes of a shape of ``PUBLISHED``, with fewer layers if so many are named, for a rollout of ``tp`` ranks."""
-    from jetrl_verl.tools.advise.shapes import model_of  # torch, which the program of a run does not need
+    from jetrl_verl.tools.memory.shapes import model_of  # torch, which the program of a run does not need
 
     return model_of(name, fields_of(name, layers), tp)
 
@@ -80,17 +80,17 @@ def plan(
         shards: GPUs that FSDP shards over. ranks: of a replica of the rollout. offloads: whether weights and moments
         are on the host while the rollout works.
     """
-    from jetrl_verl.tools.advise.memory import rollout_weights, trainer_memory
+    from jetrl_verl.tools.memory.terms import rollout_weights, state, update
 
     model = sizes_of(name, layers)
-    trainer = trainer_memory(model, shards, micro_tokens, eight_bit=eight_bit)
-    rollout = rollout_weights(model, UNQUANTIZED) / ranks
-    kept = trainer.weights + trainer.gradients + trainer.moments
-    parts = (trainer.weights, trainer.gradients, trainer.moments, trainer.peak - kept, rollout, CACHE, HELD)
-    waits = 0.0 if offloads else trainer.state
+    trainer = update(model, shards, micro_tokens, eight_bit=eight_bit)
+    rollout, peak = rollout_weights(model, UNQUANTIZED) / ranks, sum(trainer.values())
+    kept = [trainer[term] for term in ("FP32 weights", "gradients", "optimizer moments")]
+    parts = (*kept, peak - sum(kept), rollout, CACHE, HELD)
+    waits = 0.0 if offloads else sum(state(model, shards, eight_bit).values())
     return Plan(
         *(part / GIB for part in parts),
-        update=(trainer.peak + HELD) / GIB,
+        update=(peak + HELD) / GIB,
         generation=(waits + rollout + CACHE + BUCKET + HELD) / GIB,
     )
 

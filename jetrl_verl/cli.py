@@ -108,56 +108,38 @@ def doctor(
 
 
 @app.command(context_settings={"allow_extra_args": True})
-def advise(
+def memory(
     context: typer.Context,
-    script: Annotated[Path | None, typer.Option(help="a recipe's script; it runs with python replaced")] = None,
-    model: Annotated[str | None, typer.Option(help="folder or known name, e.g. qwen3-8b")] = None,
-    gpus: Annotated[int, typer.Option(help="of trainer and rollout, which share them")] = 8,
-    prompt_length: Annotated[int, typer.Option(help="tokens of the longest prompt")] = 1024,
-    response_length: Annotated[int, typer.Option(help="tokens of the longest response")] = 8192,
-    batch: Annotated[int, typer.Option(help="prompts of a step")] = 256,
-    n: Annotated[int, typer.Option("--n", help="responses to each prompt")] = 8,
-    tp: Annotated[int, typer.Option(help="GPUs of a replica of the rollout")] = 1,
-    mean_prompt: Annotated[
-        float | None, typer.Option(help="mean tokens of a prompt; half of the longest without")
-    ] = None,
-    mean_response: Annotated[
-        float | None, typer.Option(help="mean tokens of a response; half of the longest without")
-    ] = None,
-    gpu: Annotated[str, typer.Option(help="h200, or h100 of 80 GB")] = "h200",
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    script: Annotated[Path | None, typer.Option(help="a recipe's script; it runs with $PYTHON replaced")] = None,
+    model: Annotated[Path | None, typer.Option(help="folder or known name, e.g. qwen3-8b")] = None,
+    gpus: Annotated[int | None, typer.Option(help="of one host; trainer and rollout share them")] = None,
+    tp: Annotated[int | None, typer.Option(help="GPUs of a replica of the rollout")] = None,
+    prompt_length: Annotated[int | None, typer.Option(help="most tokens of a prompt")] = None,
+    response_length: Annotated[int | None, typer.Option(help="most tokens of a response")] = None,
+    gpu_gib: Annotated[float, typer.Option(help="memory of a GPU: H200 139.8, H100 79.1")] = 139.8,
 ) -> None:
-    """Predict seconds of each phase, memory and gain of each precision, and name the settings that cost exactness.
+    """Count what a GPU holds in each phase under each precision, and name the settings that cost exactness.
 
-    Of a job of verl: `jetrl advise -- actor_rollout_ref.model.path=... data.max_response_length=...`, or `--script
-    recipes/gsm8k/run_qwen3_8b.sh`; or of sizes alone: `--model qwen3-8b --gpus 8 --response-length 16384`. Rates are
-    those of an H200; `--gpu h100` has an H100's memory and two rates fitted there. No GPU and no network is needed.
+    Of a recipe's `--script`, of verl's overrides after `--`, or of a `--model`, with verl's defaults for the rest.
     """
-    from jetrl_verl.tools.advise.job import Means
-    from jetrl_verl.tools.advise.run import AdviseOptions, run_advise
+    from jetrl_verl.tools.launch import quote
+    from jetrl_verl.tools.memory.run import run_memory
 
+    options = {
+        "actor_rollout_ref.model.path": model,
+        "trainer.n_gpus_per_node": gpus,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": tp,
+        "data.max_prompt_length": prompt_length,
+        "data.max_response_length": response_length,
+    }
+    overrides = [f"{key}={quote(value)}" for key, value in options.items() if value is not None]
     console = Console()
     if not console.is_terminal:
-        console.width = 140
+        console.width = 120  # of a file; rich would cut the table at 80
     try:
-        options = AdviseOptions(
-            tuple(context.args),
-            script,
-            model,
-            gpus,
-            prompt_length,
-            response_length,
-            batch,
-            n,
-            tp,
-            Means(mean_prompt, mean_response),
-            as_json,
-            gpu,
-        )
-        status = run_advise(options, console)
+        run_memory(context.args + overrides, script, gpu_gib, console)
     except ToolError as error:
         _fail(error)
-    raise typer.Exit(status)
 
 
 @app.command(context_settings={"allow_extra_args": True})

@@ -110,7 +110,7 @@ def test_commands_of_each_kind_are_found():
     ("line", "said"),
     [
         ("jetrl nothing", "there is no jetrl nothing"),
-        ("jetrl advise --nothing 1", "No such option|no such option"),
+        ("jetrl memory --nothing 1", "No such option|no such option"),
         ("make nothing", "no target nothing"),
         ("python -m benchmarks.nothing", "there is no benchmarks/nothing.py"),
         ("python3 -m benchmarks.recipes --nothing", "has no --nothing"),

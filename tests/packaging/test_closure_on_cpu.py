@@ -12,7 +12,7 @@ from test_direction_on_cpu import NAME, ROOT, modules_of, names_in
 
 TARGET = re.compile(rf"^\s*_target_: {NAME}\.([\w.]+)\s*$", re.MULTILINE)
 
-REMAINING = {"tools.bench", "tools.bench.shapes", "config.support.document", "config.support.__main__"}
+REMAINING = {"config.support.document", "config.support.__main__"}
 """Modules that are still to leave the package."""
 
 

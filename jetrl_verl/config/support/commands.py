@@ -4,7 +4,7 @@
 
 from .row import DRIVER, Row, Scope
 
-_A_COMMAND = Scope("jetrl {command}", "`jetrl diff`, `jetrl advise`", lambda get: False)
+_A_COMMAND = Scope("jetrl {command}", "`jetrl diff`, `jetrl memory`", lambda get: False)
 _COMPARE = Scope("jetrl compare", "`jetrl compare`", lambda get: False)
 
 COMMAND_ROWS: tuple[Row, ...] = (

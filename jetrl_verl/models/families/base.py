@@ -182,7 +182,6 @@ class Family:
         q, k, v, o, gate, up, down: the trainer's projections. o and down have the same name in vLLM.
         q_norm, k_norm: norms of the heads of queries and keys; empty if there are none.
         qkv, gate_up: vLLM's merged projections. activation, rotary, core: its SiLU * up, rotary embedding, attention.
-        biased: q, k and v have biases, whatever the configuration says.
         dropouts: dropout rates in the configuration; only the trainer reads them.
         experts: of a mixture, instead of gate, up and down.
     """
@@ -208,7 +207,6 @@ class Family:
     activation: str = "mlp.act_fn"
     rotary: str = "self_attn.rotary_emb"
     core: str = "self_attn.attn"
-    biased: bool = False
     dropouts: tuple[str, ...] = ("attention_dropout",)
     experts: Experts | None = None
 

@@ -18,4 +18,4 @@ class Qwen2(Family):
             )
 
 
-FAMILY = Qwen2("qwen2", biased=True)
+FAMILY = Qwen2("qwen2")

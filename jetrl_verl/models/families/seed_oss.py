@@ -21,4 +21,4 @@ class SeedOss(Family):
                 )
 
 
-FAMILY = SeedOss("seed_oss", biased=True, dropouts=("attention_dropout", "residual_dropout"))
+FAMILY = SeedOss("seed_oss", dropouts=("attention_dropout", "residual_dropout"))

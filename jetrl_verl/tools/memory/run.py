@@ -1,0 +1,192 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The command: prints what a job's phases hold, what does not fit, and which settings cost exactness."""
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from jetrl_verl.config.check import reader
+from jetrl_verl.config.environment import cache_message, model_overrides
+from jetrl_verl.config.operations import overridden_fields
+from jetrl_verl.config.support.row import COMPOSITION
+from jetrl_verl.config.support.scopes import MODEL, ROLLOUT, VLLM
+from jetrl_verl.config.support.table import INEXACT_ROWS, TABLE, model_refusal
+from jetrl_verl.formats.catalog import CACHES, UNQUANTIZED
+from jetrl_verl.models import UnsupportedLayer, family
+from jetrl_verl.models.plan import plan_linears
+from jetrl_verl.tools import ToolError
+from jetrl_verl.tools.launch import precision_word
+from jetrl_verl.tools.memory.shapes import Model, find_config, model_of
+from jetrl_verl.tools.memory.terms import GIB, PRECISIONS, Terms, gpus_of, longest_of, micro_batches, phases_of
+
+REMEDIES = {
+    "rollout": "a lower gpu_memory_utilization, param_offload and optimizer_offload, or more GPUs",
+    "old log-probs": "a smaller log_prob_max_token_len_per_gpu, optimizer_offload, or more GPUs",
+    "update": "a smaller ppo_max_token_len_per_gpu, moments in 8 bits, jetrl.gathered=pass, or more GPUs",
+    "sync": "a smaller update_weights_bucket_megabytes, optimizer_offload, or more GPUs",
+}
+"""Phase -> what to set where it does not fit."""
+
+REFUSED, STOCK, INEXACT = "FP8 training is refused", "jet_fp8 runs stock operations", "jet_fp8_exact is refused"
+"""What a setting costs."""
+
+
+def run_memory(words: Sequence[str], script: Path | None, gib: float, console: Console) -> None:
+    """Count a job and print it.
+
+    Args:
+        words: overrides of verl. script: a recipe's, which is given them. gib: memory of a GPU.
+    """
+    if script is not None:
+        words = words_of_script(script, words)
+    if not words:
+        raise ToolError("there is no job. Pass --script FILE, --model NAME, or verl's overrides after `--`.")
+    config = compose(words)
+    get = reader(config)
+    gpus, tp, name = gpus_of(get), get(f"{ROLLOUT}.tensor_model_parallel_size"), str(get(f"{MODEL}.path"))
+    kv_cache = get("jetrl.kv_cache")
+    if min(gpus, tp, longest_of(get)) < 1 or gpus % tp:
+        raise ToolError(f"{gpus} GPUs hold no replicas of TP {tp}. Set a tensor_model_parallel_size that divides them.")
+    model = model_of(name, find_config(name), tp)
+    costs = costs_of(config, model, tp)
+    effects = {effect for effect, _ in costs}
+    stock = get("jetrl.operations") == "stock" or STOCK in effects
+    columns = {
+        precision.name: phases_of(get, model, precision, gib, stock)
+        for precision in PRECISIONS
+        if _runs(precision.name, model, stock, REFUSED in effects)
+    }
+    tokens = {
+        name: phases["rollout"]["KV cache"] * tp / model.kv_bytes(UNQUANTIZED if name == "bf16" else kv_cache)
+        for name, phases in columns.items()
+    }
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    say(
+        f"{name}: {model.parameters / 1e9:.2f}B parameters, {gpus} GPUs of {gib:g} GiB, rollout TP {tp}, "
+        f"micro-batches of {micro_batches(get)[0]:.0f} tokens"
+    )
+    console.print(table_of(columns, tokens))
+    for sentence in problems(columns, tokens, gib, longest_of(get)) or ["Every precision fits."]:
+        say(sentence)
+    say("Settings that cost exactness:" if costs else "No setting costs exactness.")
+    for effect, message in costs:
+        say(f"  {effect}: {message}")
+    say("The GPU and the installation can cost it, too: `jetrl doctor` says so there.")
+
+
+def _runs(precision: str, model: Model, stock: bool, refused: bool) -> bool:
+    """Whether a precision runs the job; a mixture needs stock routers, or shared ones with FP8 training."""
+    left_out = {"bf16_shared"} if stock else set()
+    if model.experts:
+        left_out |= {"bf16_shared", "int8_rollout"} | ({"jet_fp8"} if stock else set())
+    return precision == "bf16" or not (refused or precision in left_out)
+
+
+def words_of_script(script: Path, arguments: Sequence[str] = ()) -> list[str]:
+    """The overrides that a recipe's script passes to verl: it runs with a ``$PYTHON`` that writes them down."""
+    with tempfile.TemporaryDirectory(prefix="jetrl-memory-") as folder:
+        words, python = Path(folder) / "words", Path(folder) / "python"
+        python.write_text(f"#!/bin/sh\nprintf '%s\\0' \"$@\" > '{words}'\n")
+        python.chmod(0o755)
+        environment = {**os.environ, "PYTHON": str(python), "OUT": folder}
+        command = ["bash", str(script), *arguments]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        recorded = words.read_text().split("\0")[:-1] if words.is_file() else []
+    if recorded[:1] != ["-m"]:
+        why = " ".join(run.stderr.strip().splitlines()[-1:])
+        raise ToolError(f"{script} starts no trainer of verl with $PYTHON ({why}). Pass its overrides after `--`.")
+    return recorded[2:]
+
+
+def compose(words: Sequence[str]) -> DictConfig:
+    """verl's configuration with a user's overrides under ``precision=jet_fp8``, neither refused nor resolved."""
+    import verl.trainer.config  # noqa: F401  brings the group `precision` into Hydra
+    from hydra import compose, initialize_config_module
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from jetrl_verl.config.hydra_plugin import unchecked
+
+    overrides = [*(word for word in words if precision_word([word]) is None), "precision=jet_fp8"]
+    try:
+        with initialize_config_module("verl.trainer.config", version_base=None), unchecked():
+            return compose("ppo_trainer", overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ToolError(f"verl does not accept these overrides: {' '.join(str(error).split())}") from None
+
+
+def costs_of(config: DictConfig, model: Model, tp: int) -> list[tuple[str, str]]:
+    """What the settings and the model of a job composed under ``precision=jet_fp8`` cost: effect and message.
+
+    The messages are those with which ``jet_fp8_exact`` refuses them (config/support).
+    """
+    get, overrides = reader(config), model_overrides(config)
+    automatic = get("jetrl.operations") == "auto"
+
+    def as_exact(key: str) -> Any:
+        if key == "jetrl.operations" and automatic:
+            return "shared"
+        return "jet_fp8_exact" if key == "jetrl.precision" else get(key)
+
+    costs = []
+    for row in TABLE:
+        if row.found == COMPOSITION and row.scope.refused:
+            stock = row.scope.stock or row.keys == ("jetrl.operations",)
+            effect = REFUSED if row not in INEXACT_ROWS else STOCK if stock else INEXACT
+            costs += [(effect, row.message(as_exact, **words)) for words in row.met(as_exact)]
+    try:
+        plan_linears(model.config, tp)
+    except UnsupportedLayer as error:
+        costs.append((REFUSED, model_refusal(error, model.name, "jet_fp8_exact")))
+    decoder = family(model.config)
+    for error in decoder.uncovered_operations(decoder.as_trained(model.config, overrides)):
+        costs.append((STOCK, model_refusal(error, model.name, "jet_fp8_exact")))
+    if automatic:
+        rollout = get(f"{VLLM}.hf_overrides") or {}
+        costs += [(STOCK, message) for message in overridden_fields(model.config, overrides, rollout)]
+    cache = CACHES[get("jetrl.kv_cache")]
+    if cache.quantized and (message := cache_message(model.config, model.name, cache)):
+        costs.append((REFUSED, message))
+    return list(dict.fromkeys(costs))
+
+
+def table_of(columns: dict[str, dict[str, Terms]], tokens: dict[str, float]) -> Table:
+    """A row for each phase and each of its terms, and one for the tokens of a replica's cache."""
+    table = Table("phase", box=SIMPLE_HEAD, title="GiB of one GPU")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for phase in REMEDIES:
+        cells = [phases[phase] for phases in columns.values()]
+        table.add_row(phase, *(f"{sum(terms.values()) / GIB:.1f}" for terms in cells), style="bold")
+        for term in dict.fromkeys(term for terms in cells for term in terms if terms[term]):
+            table.add_row(f"  {term}", *(f"{terms.get(term, 0.0) / GIB:.1f}" for terms in cells))
+    table.add_row("tokens in a replica's KV cache", *(f"{count:.0f}" for count in tokens.values()))
+    return table
+
+
+def problems(columns: dict[str, dict[str, Terms]], tokens: dict[str, float], gib: float, longest: int) -> list[str]:
+    """A sentence for each phase that does not fit a GPU, and one for caches that are shorter than a sequence."""
+    sentences = []
+    for phase, remedy in REMEDIES.items():
+        sizes = {name: sum(phases[phase].values()) / GIB for name, phases in columns.items()}
+        full = [f"{size:.1f} GiB under {name}" for name, size in sizes.items() if size > gib]
+        if full:
+            sentences.append(f"{phase} does not fit: {', '.join(full)}. Set {remedy}.")
+    if short := [name for name in columns if tokens[name] < longest]:
+        remedy = "a higher gpu_memory_utilization or tensor_model_parallel_size"
+        sentences.append(
+            f"A sequence of {longest} tokens does not fit the KV cache of {', '.join(short)}. Set {remedy}."
+        )
+    return sentences

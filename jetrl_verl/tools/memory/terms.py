@@ -1,0 +1,234 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes on one GPU, term by term. P: parameters, S: GPUs that FSDP shards over, T: tokens of a micro-batch, L: layers,
+V, H: vocabulary and hidden size."""
+
+from typing import NamedTuple
+
+from jetrl_verl.config.support.row import Get
+from jetrl_verl.config.support.scopes import ACTOR, MODEL, REF, ROLLOUT
+from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED
+from jetrl_verl.nn.chunked_logits import CHUNK_BYTES, KEPT_BYTES
+from jetrl_verl.tools.memory.shapes import Model
+
+GIB = 2**30
+BF16, FP32 = 2, 4  # bytes
+
+CONTEXTS = 3.7 * GIB
+"""CUDA contexts of trainer and rollout, NCCL, CUDA graphs: memory in use less what is counted, of 8B at TP 4."""
+
+MOMENTS_8BIT = 0.255
+"""AdamW's moments in 8 bits, with their scales, over those in FP32."""
+
+Terms = dict[str, float]
+"""Name of what a GPU holds -> bytes."""
+
+
+def state(model: Model, shards: int, eight_bit: bool = False) -> Terms:
+    """What the trainer keeps from step to step: FP32 weights, ``4 P / S``, and AdamW's two moments, ``8 P / S``."""
+    shard = FP32 * model.parameters / shards
+    return {"FP32 weights": shard, "optimizer moments": 2 * shard * (MOMENTS_8BIT if eight_bit else 1)}
+
+
+def update(
+    model: Model,
+    shards: int,
+    tokens: float,
+    *,
+    checkpointing: bool = True,
+    eight_bit: bool = False,
+    shared: bool = False,
+    kept: float = 0.0,
+) -> Terms:
+    """Peak of an update, of a backward pass or of the optimizer step.
+
+    Both have the state and FP32 gradients, ``4 P / S``. Backward adds activations (with checkpointing the BF16 inputs
+    of the layers, ``2 H L T``), gathered weights and the larger of logits and one layer's expert rows, which do not
+    live at the same time; the optimizer step adds ``4 P / S``.
+    ``shared``: shared operations. ``kept``: :func:`kept_weights`, or 0 where FSDP gathers layer by layer.
+    """
+    shard = FP32 * model.parameters / shards
+    logits, rows = update_logits(model, tokens, shared), expert_rows(model, tokens)
+    backward = {
+        "activations": model.layers * tokens * (BF16 * model.hidden if checkpointing else layer_activations(model)),
+        "gathered weights": (kept or gathered(model, shards)) + expert_layer(model),
+        "logits" if logits >= rows else "expert rows": max(logits, rows),
+    }
+    optimizer = {"optimizer step": shard}
+    peak = max(backward, optimizer, key=lambda terms: sum(terms.values()))
+    return {**state(model, shards, eight_bit), "gradients": shard, **peak}
+
+
+def old_log_probs(model: Model, shards: int, tokens: float, *, shared: bool = False, kept: float = 0.0) -> Terms:
+    """A forward pass beside the state. Logits: ``6 V T``, in BF16 and FP32; of shared operations one FP32 chunk."""
+    logits = model.vocabulary * tokens
+    return {
+        "activations": layer_activations(model) * tokens,
+        "gathered weights": kept or gathered(model, shards),
+        "logits": min(FP32 * logits, CHUNK_BYTES) if shared else (BF16 + FP32) * logits,
+    }
+
+
+def layer_activations(model: Model) -> float:
+    """Of one token in one layer, BF16: inputs of the linears and two norms, 5 H, q and k with v and the output,
+    2 (queries + keys), and gate, up and their product, 3 inner."""
+    return BF16 * (5 * model.hidden + 2 * (model.queries + model.keys) + 3 * model.inner)
+
+
+def update_logits(model: Model, tokens: float, shared: bool) -> float:
+    """Stock operations: ``8 V T``, logits in BF16, their FP32 softmax, their gradient in BF16. Shared operations:
+    ``2 V T``, the gradient, and at most 4 GiB of kept and 1 GiB of current FP32 logits (nn/chunked_logits.py)."""
+    logits = model.vocabulary * tokens
+    if not shared:
+        return (BF16 + FP32 + BF16) * logits
+    return BF16 * logits + min(FP32 * logits, KEPT_BYTES) + min(FP32 * logits, CHUNK_BYTES)
+
+
+def gathered(model: Model, shards: int) -> float:
+    """What FSDP gathers, BF16: a layer, the next one and lm_head; nothing on one GPU. A dense layer's FP8 copies are
+    below the error of the whole, 1 to 3%."""
+    return BF16 * (2 * model.layer + model.head) if shards > 1 else 0.0
+
+
+def kept_weights(model: Model, fp8: bool, fp8_backward: bool = True) -> float:
+    """Under ``jetrl.gathered=batch``: ``2 P``; in FP8 one byte more for each quantized parameter, and one for the
+    transposed copy that FP8 DGrad reads. Experts keep no transposed copy."""
+    copies = (1 + (fp8_backward and not model.experts)) if fp8 else 0
+    return BF16 * model.parameters + copies * model.quantized
+
+
+def expert_layer(model: Model) -> float:
+    """Backward of one layer of a mixture: gradients in BF16 and FP32, FP8 copies both ways, 8 bytes a parameter."""
+    return (BF16 + FP32 + 2) * model.layer if model.experts else 0.0
+
+
+def expert_rows(model: Model, tokens: float) -> float:
+    """Backward of one layer of a mixture (nn/experts.py), for each expert of each token, segments padded to 128 rows:
+    dX and two FP8 copies of X; gate, up and their gradients in BF16 and FP8, and an FP8 product."""
+    if not model.experts:
+        return 0.0
+    rows = tokens * model.experts_per_token + 127 * model.experts
+    inner = model.inner / model.experts_per_token
+    return rows * (model.hidden * (BF16 + 2) + inner * (2 * (2 * BF16 + 2) + 1))
+
+
+def rollout_weights(model: Model, kind: str) -> float:
+    """Of a whole replica: ``2 P``, or one byte for each quantized parameter. Scales are under a thousandth; ``kind`` is
+    a value of ``jetrl.rollout``."""
+    return BF16 * model.parameters - (0 if kind == UNQUANTIZED else model.quantized)
+
+
+def rollout(model: Model, kind: str, share: float, max_seqs: int, batched_tokens: int, tp: int) -> Terms:
+    """What vLLM makes of its share of the GPU: weights, work space, and the rest for the KV cache.
+
+    ``share`` is ``gpu_memory_utilization`` times the GPU's memory. Work space: FP32 logits of ``max_num_seqs`` requests
+    twice, ``8 V`` each, and BF16 activations of ``max_num_batched_tokens``, ``2 (3 inner + 4 H) / TP`` each.
+    """
+    weights = rollout_weights(model, kind) / tp
+    work = 2 * FP32 * model.vocabulary * max_seqs
+    work += BF16 * batched_tokens * (3 * model.inner + 4 * model.hidden) / tp
+    return {"vLLM weights": weights, "vLLM work space": work, "KV cache": max(0.0, share - weights - work)}
+
+
+def weight_sync(model: Model, kind: str, tp: int, bucket: float, stock: bool) -> Terms:
+    """The rollout's weights without a cache, verl's bucket, and the largest piece that is gathered at once: lm_head in
+    FP32 and BF16, ``6 V H``, by stock verl; lm_head or a layer in BF16 by this package."""
+    piece = (FP32 + BF16) * model.head if stock else BF16 * max(model.head, model.layer)
+    return {"vLLM weights": rollout_weights(model, kind) / tp, "gathered weights": piece, "sync bucket": bucket}
+
+
+# --- phases of a job --------------------------------------------------------------------------------------------------
+
+
+class Precision(NamedTuple):
+    """What memory depends on: format of the rollout, whether the trainer's linears are FP8, shared operations."""
+
+    name: str
+    rollout: str
+    fp8: bool = False
+    shared: bool = False
+
+
+PRECISIONS = (
+    Precision("bf16", UNQUANTIZED),
+    Precision("bf16_shared", UNQUANTIZED, shared=True),
+    Precision("fp8_rollout", FLOW),
+    Precision("int8_rollout", "int8"),
+    Precision("jet_fp8", FLOW, fp8=True, shared=True),
+)
+"""The others hold the same: ``*_tis`` and ``qurl_*`` as their rollout, ``jet_fp8_exact`` as ``jet_fp8``."""
+
+
+def gpus_of(get: Get) -> int:
+    """GPUs of a job, which trainer and rollout share."""
+    return int(get("trainer.n_gpus_per_node")) * int(get("trainer.nnodes"))
+
+
+def longest_of(get: Get) -> int:
+    """Tokens of the longest prompt and response together."""
+    return int(get("data.max_prompt_length")) + int(get("data.max_response_length"))
+
+
+def phases_of(get: Get, model: Model, precision: Precision, gib: float, stock: bool = False) -> dict[str, Terms]:
+    """Phase -> what a GPU holds at its peak.
+
+    The trainer's state stays between updates unless it is offloaded; an update has all of it, old log-probabilities
+    have the weights. A reference policy that is not offloaded has FP32 weights. The rollout frees its memory for the
+    trainer unless ``free_cache_engine=false``. ``gib``: memory of a GPU. ``stock``: no operations are shared.
+    """
+    gpus, tp = gpus_of(get), int(get(f"{ROLLOUT}.tensor_model_parallel_size"))
+    shards = int(get(f"{ACTOR}.fsdp_config.fsdp_size") or -1)
+    shards = min(shards, gpus) if shards > 0 else gpus
+    stock_verl = precision.name == "bf16"
+    kept = 0.0
+    if get("jetrl.gathered") == "batch" and not stock_verl:
+        kept = kept_weights(model, precision.fp8, get("jetrl.backward") == FLOW)
+    passes = {"shared": precision.shared and not stock, "kept": kept}
+    optimizer = f"{get(f'{ACTOR}.optim.optimizer')}{get(f'{ACTOR}.optim.optimizer_impl')}"
+    eight_bit = "8bit" in optimizer.lower()
+    checkpointing = bool(get(f"{MODEL}.enable_gradient_checkpointing"))
+    update_tokens, log_prob_tokens = micro_batches(get)
+    whole = state(model, shards, eight_bit)
+    always = {"CUDA contexts": CONTEXTS}
+    uses_reference = get(f"{ACTOR}.use_kl_loss") or get("algorithm.use_kl_in_reward")
+    if uses_reference and not get(f"{REF}.fsdp_config.param_offload"):
+        always["reference policy"] = whole["FP32 weights"]
+    stays = {
+        "FP32 weights": not get(f"{ACTOR}.fsdp_config.param_offload"),
+        "optimizer moments": not get(f"{ACTOR}.fsdp_config.optimizer_offload"),
+    }
+    waiting = always | {name: size for name, size in whole.items() if stays[name]}
+    share = float(get(f"{ROLLOUT}.gpu_memory_utilization")) * gib * GIB
+    sequences, tokens = int(get(f"{ROLLOUT}.max_num_seqs")), int(get(f"{ROLLOUT}.max_num_batched_tokens") or 8192)
+    engine = rollout(model, precision.rollout, share, sequences, tokens, tp)
+    awake = {} if get(f"{ROLLOUT}.free_cache_engine") else engine
+    scoring = old_log_probs(model, shards, log_prob_tokens, **passes)
+    training = update(model, shards, update_tokens, checkpointing=checkpointing, eight_bit=eight_bit, **passes)
+    bucket = float(get(f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes")) * 2**20
+    sending = weight_sync(model, precision.rollout, tp, bucket, stock_verl)
+    return {
+        "rollout": waiting | engine,
+        "old log-probs": waiting | {"FP32 weights": whole["FP32 weights"]} | scoring | awake,
+        "update": always | training | awake,
+        "sync": waiting | awake | sending,
+    }
+
+
+def micro_batches(get: Get) -> tuple[float, float]:
+    """Tokens of the largest micro-batch of an update and of old log-probabilities, all sequences at their longest."""
+    prompts = int(get("data.train_batch_size"))
+    of_a_gpu = prompts * int(get(f"{ROLLOUT}.n")) * longest_of(get) / gpus_of(get)
+    mini_batches = -(-prompts // int(get(f"{ACTOR}.ppo_mini_batch_size") or prompts))
+    return (
+        min(_micro_batch(get, f"{ACTOR}.ppo", f"{ACTOR}.use_dynamic_bsz"), of_a_gpu / mini_batches),
+        min(_micro_batch(get, f"{ROLLOUT}.log_prob", f"{ROLLOUT}.log_prob_use_dynamic_bsz"), of_a_gpu),
+    )
+
+
+def _micro_batch(get: Get, prefix: str, dynamic: str) -> float:
+    """By sequences, or by tokens, at least the longest sequence, which Ulysses divides over its ranks."""
+    sequences = get(f"{prefix}_micro_batch_size_per_gpu")
+    if sequences and not get(dynamic):
+        return longest_of(get) * int(sequences)
+    ranks = int(get(f"{ACTOR}.ulysses_sequence_parallel_size") or 1)
+    return max(int(get(f"{prefix}_max_token_len_per_gpu")), longest_of(get) / ranks)

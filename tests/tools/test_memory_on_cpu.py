@@ -1,0 +1,198 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""``jetrl memory``: terms against values by hand, phases of a job, and settings that cost exactness."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support_models import MODELS
+from typer.testing import CliRunner
+
+from jetrl_verl.cli import app
+from jetrl_verl.config.check import reader
+from jetrl_verl.config.support.row import shown
+from jetrl_verl.config.support.table import INEXACT_ROWS
+from jetrl_verl.tools import ToolError
+from jetrl_verl.tools.memory import run, terms
+from jetrl_verl.tools.memory.shapes import KNOWN, find_config, model_of
+from jetrl_verl.tools.memory.terms import GIB, PRECISIONS, phases_of
+
+RECIPE = Path(__file__).parents[2] / "recipes/gsm8k/run_qwen3_8b.sh"
+EIGHT = model_of("qwen3-8b", KNOWN["qwen3-8b"])
+MIXTURE = model_of("qwen3-30b-a3b", KNOWN["qwen3-30b-a3b"])
+SMALL = (
+    "actor_rollout_ref.model.path=qwen3-8b",
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    "algorithm.adv_estimator=grpo",
+)
+VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+LAYER = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288
+"""Parameters of a layer of Qwen3-8B: q, k and v; o; gate, up and down."""
+
+HEAD = 151936 * 4096
+
+
+@pytest.fixture(scope="module")
+def small():
+    return run.compose(SMALL)
+
+
+def jetrl_memory(*words: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["memory", *words])
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [("qwen3-0.6b", 0.6), ("qwen3-1.7b", 1.72), ("qwen3-4b", 4.02), ("qwen3-8b", 8.19), ("qwen3-14b", 14.8),
+     ("qwen3-32b", 32.8), ("qwen3-30b-a3b", 30.5), ("qwen2.5-1.5b", 1.54), ("qwen2.5-7b", 7.6), ("qwen2.5-32b", 32.8),
+     ("llama-3.1-8b", 8.03), ("deepseek-r1-distill-qwen-1.5b", 1.78)],
+)  # fmt: skip
+def test_known_models_have_the_published_number_of_parameters(model, billions):
+    assert model_of(model, KNOWN[model]).parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_a_model_is_found_by_hub_name_and_by_folder(tmp_path):
+    assert find_config("Qwen/Qwen3-8B-Base") == find_config("/models/qwen3-8b") == KNOWN["qwen3-8b"]
+    config = {key: value for key, value in KNOWN["qwen3-4b"].items() if key != "head_dim"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3ForCausalLM"]}))
+    four = model_of("folder", find_config(str(tmp_path)))
+    assert four.parameters == model_of("known", KNOWN["qwen3-4b"]).parameters and four.kv_bytes() == 2 * 36 * 1024 * 2
+    with pytest.raises(ToolError, match="Qwen3-8B-GGUF is not known here"):
+        find_config("Qwen/Qwen3-8B-GGUF")
+    with pytest.raises(ToolError, match="not supported with jetrl memory: .* Set a model of one of these types"):
+        model_of("m", {"model_type": "mixtral"})
+
+
+def test_parameters_and_keys_and_values_of_an_8b_model():
+    assert (EIGHT.layer, EIGHT.quantized, EIGHT.head) == (LAYER, 36 * LAYER, HEAD)
+    assert EIGHT.parameters == 36 * LAYER + 2 * HEAD
+    assert EIGHT.kv_bytes() == 2 * 36 * 8 * 128 * 2 and EIGHT.kv_bytes("fp8") == 2 * 36 * 8 * (128 + 1)
+
+
+def test_an_update_over_eight_gpus():
+    shard, tokens = 4 * EIGHT.parameters / 8, 16384
+    update = terms.update(EIGHT, 8, tokens)
+    assert update == {
+        "FP32 weights": shard,
+        "optimizer moments": 2 * shard,
+        "gradients": shard,
+        "activations": 36 * tokens * 2 * 4096,
+        "gathered weights": 2 * (2 * LAYER + HEAD),
+        "logits": 8 * 151936 * tokens,
+    }
+    shared = terms.update(EIGHT, 8, tokens, shared=True)
+    assert update | {"logits": 2 * 151936 * tokens + 5 * GIB} == shared, "4 GiB of logits kept, 1 GiB of a chunk"
+    assert terms.update_logits(EIGHT, 1024, shared=True) == 10 * 151936 * 1024, "one chunk, kept whole"
+    assert terms.update(EIGHT, 8, tokens, eight_bit=True)["optimizer moments"] == 2 * shard * 0.255
+    every = terms.update(EIGHT, 8, tokens, checkpointing=False)["activations"]
+    assert every == 36 * tokens * 2 * (5 * 4096 + 2 * (4096 + 1024) + 3 * 12288)
+    step = terms.update(EIGHT, 1, 256)
+    assert step["optimizer step"] == step["gradients"] == 4 * EIGHT.parameters and "logits" not in step
+
+
+def test_a_mixture_has_the_gradients_and_copies_of_a_whole_layer_and_rows_of_its_experts():
+    layer = 128 * 3 * 2048 * 768 + 2048 * 128 + 2048 * (4096 + 2 * 512) + 4096 * 2048
+    assert MIXTURE.layer == layer and MIXTURE.quantized == 48 * (layer - 2048 * 128), "the router is not quantized"
+    assert terms.update(MIXTURE, 8, 16384)["gathered weights"] == 2 * (2 * layer + 151936 * 2048) + 8 * layer
+    rows = 64 * 8 + 127 * 128
+    update = terms.update(MIXTURE, 64, 64, kept=3.0)
+    assert update["expert rows"] == rows * (4 * 2048 + 13 * 768) and update["gathered weights"] == 3 + 8 * layer
+
+
+def test_weights_that_stay_gathered():
+    assert terms.kept_weights(EIGHT, fp8=False) == 2 * EIGHT.parameters
+    assert terms.kept_weights(EIGHT, fp8=True) == 2 * EIGHT.parameters + 2 * EIGHT.quantized
+    assert terms.kept_weights(EIGHT, fp8=True, fp8_backward=False) == 2 * EIGHT.parameters + EIGHT.quantized
+    assert terms.kept_weights(MIXTURE, fp8=True) == 2 * MIXTURE.parameters + MIXTURE.quantized
+
+
+def test_a_rollout_gives_the_rest_of_its_share_to_the_cache():
+    rollout = terms.rollout(EIGHT, "fp8", 40 * GIB, 256, 8192, 2)
+    weights = (2 * EIGHT.parameters - EIGHT.quantized) / 2
+    work = 8 * 151936 * 256 + 8192 * (3 * 12288 + 4 * 4096)
+    assert rollout == {"vLLM weights": weights, "vLLM work space": work, "KV cache": 40 * GIB - weights - work}
+    assert terms.rollout(EIGHT, "bf16", GIB, 256, 8192, 1)["KV cache"] == 0
+
+
+def test_phases_hold_what_is_not_offloaded(small):
+    base = reader(small)
+
+    def phases(**settings):
+        settings = {f"actor_rollout_ref.{key.replace('__', '.')}": value for key, value in settings.items()}
+        return phases_of(lambda key: settings[key] if key in settings else base(key), EIGHT, PRECISIONS[-1], 139.8)
+
+    plain = phases()
+    shard = 4 * EIGHT.parameters / 8
+    assert all(held["CUDA contexts"] == 3.7 * GIB and held["FP32 weights"] == shard for held in plain.values())
+    assert plain["sync"]["sync bucket"] == 2 * GIB and plain["sync"]["gathered weights"] == 2 * HEAD
+    assert plain["old log-probs"]["logits"] == GIB and "vLLM weights" not in plain["update"]
+    offloaded = phases(actor__fsdp_config__param_offload=True, actor__fsdp_config__optimizer_offload=True)
+    assert not {"FP32 weights", "optimizer moments"} & offloaded["rollout"].keys()
+    assert offloaded["update"] == plain["update"]
+    scoring = offloaded["old log-probs"]
+    assert scoring["FP32 weights"] == shard and "optimizer moments" not in scoring
+    awake = phases(rollout__free_cache_engine=False, actor__use_kl_loss=True)
+    assert awake["update"]["vLLM weights"] == plain["rollout"]["vLLM weights"]
+    assert {held["reference policy"] for held in awake.values()} == {shard}
+
+
+def test_a_recipe_is_counted_and_fits():
+    status, output = jetrl_memory("--script", str(RECIPE), "--gpus", "4")
+    assert status == 0, output
+    assert "Qwen/Qwen3-8B: 8.19B parameters, 4 GPUs of 139.8 GiB, rollout TP 1, micro-batches of 24576" in output
+    assert "Every precision fits." in output and "No setting costs exactness." in output
+    assert all(precision.name in output for precision in PRECISIONS)
+    assert run.words_of_script(RECIPE, ["a.b='x y'"])[-1] == "a.b='x y'"
+
+
+def test_a_job_that_does_not_fit_says_what_to_set():
+    options = ("--model", "qwen3-8b", "--gpus", "1", "--tp", "1", "--gpu-gib", "79.1", "--response-length", "8192")
+    status, output = jetrl_memory(*options, "--", "actor_rollout_ref.rollout.gpu_memory_utilization=0.2")
+    assert status == 0, output
+    assert "update does not fit: 156.3 GiB under bf16" in output and ". Set a smaller ppo_max_token_len" in output
+    assert "A sequence of 8704 tokens does not fit the KV cache of bf16, bf16_shared. Set a higher gpu_mem" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ((), "there is no job"),
+        (("--model", "/nowhere"), "the model /nowhere is not known here"),
+        (("--model", "qwen3-8b", "--tp", "3"), "8 GPUs hold no replicas of TP 3"),
+        (("--script", "nowhere.sh"), "nowhere.sh starts no trainer of verl"),
+        (("--", "data.nothing=1"), "verl does not accept these overrides"),
+    ],
+)
+def test_what_cannot_be_counted_is_one_sentence(words, sentence):
+    status, output = jetrl_memory(*words)
+    assert status == 1 and output.startswith(f"error: {sentence}") and len(output.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("row", [row for row in INEXACT_ROWS if row.keys], ids=lambda row: row.name)
+def test_a_setting_that_costs_exactness_is_named(row, small, monkeypatch):
+    base, wrong = reader(small), {row.keys[0]: row.example, **row.beside}
+    monkeypatch.setattr(run, "reader", lambda config: lambda key: wrong[key] if key in wrong else base(key))
+    exact = {"jetrl.precision": "jet_fp8_exact", "jetrl.operations": "shared"}
+    message = row.message(exact.get, key=row.keys[0], value=shown(row.example))
+    effect = run.STOCK if row.scope.stock or row.keys == ("jetrl.operations",) else run.INEXACT
+    assert (effect, message) in run.costs_of(small, EIGHT, 1)
+
+
+@pytest.mark.parametrize("row", [row for row in INEXACT_ROWS if row.name in MODELS], ids=lambda row: row.name)
+def test_a_model_that_costs_exactness_is_named(row, small):
+    ((effect, message),) = run.costs_of(small, model_of("m", KNOWN["qwen3-8b"] | MODELS[row.name]), 1)
+    assert effect == run.STOCK and message.endswith(f". {row.remedy}.")
+
+
+def test_precisions_that_do_not_run_are_left_out():
+    status, output = jetrl_memory("--", *SMALL, "actor_rollout_ref.model.lora_rank=8")
+    assert status == 0 and "FP8 training is refused: actor_rollout_ref.model.lora_rank=8" in output
+    assert "bf16" in output and "fp8_rollout" not in output
+    words = ("actor_rollout_ref.model.use_liger=True", f"+{VLLM}.hf_overrides.rope_theta=5")
+    status, output = jetrl_memory("--", *SMALL, *words)
+    assert output.count("jet_fp8 runs stock operations:") == 2 and "bf16_shared" not in output
+    seven = model_of("qwen2.5-7b", KNOWN["qwen2.5-7b"])
+    assert [effect for effect, _ in run.costs_of(run.compose(SMALL), seven, 8)] == [run.REFUSED]

@@ -17,13 +17,16 @@ import torch
 from jetrl_verl import kernels
 from jetrl_verl.formats.catalog import FORMATS
 from jetrl_verl.formats.e4m3 import lost
-from jetrl_verl.formats.format import TrainedFormat
+from jetrl_verl.formats.format import Format
 from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor, Segments, dequantize_1x128, dequantize_128x128
 from jetrl_verl.reference.constants import E4M3_NAN_BITS
 
 
-class BlockFP8(TrainedFormat):
-    """E4M3 in 128x128 blocks (weights) and groups of 128 along the contraction (activations, gradients)."""
+class BlockFP8(Format):
+    """E4M3 in 128x128 blocks (weights) and groups of 128 along the contraction (activations, gradients).
+
+    Rowwise data of ``[M, K]`` are quantized along K, colwise data are the transpose ``[K, M]`` quantized along tokens.
+    """
 
     traits = FORMATS["fp8"]
     dtype = FP8_DTYPE
@@ -79,11 +82,13 @@ class BlockFP8(TrainedFormat):
     # Training
 
     def quantize_activation(self, x: torch.Tensor, rule: str) -> QuantizedTensor:
+        """Rowwise data of ``x [M, K]`` BF16."""
         return kernels.quantize_1x128(x, rule)
 
     def quantize_gradient(
         self, dy: torch.Tensor, rule: str, *, rowwise: bool, colwise: bool
     ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+        """(rowwise ``[M, N]`` for DGrad, colwise ``[N, M]`` for WGrad) of ``dy [M, N]`` BF16; None if not asked for."""
         if rowwise and colwise:
             return kernels.quantize_1x128_and_128x1(dy, rule)
         return (
@@ -92,28 +97,43 @@ class BlockFP8(TrainedFormat):
         )
 
     def colwise(self, x: QuantizedTensor, rule: str) -> QuantizedTensor:
+        """Rowwise ``x [M, K]`` re-laid out for WGrad: ``[K, M]`` in groups along tokens."""
         return kernels.relayout_128x1(x, rule)
 
     def dequantize_activation(self, x: QuantizedTensor) -> torch.Tensor:
+        """``qdata * scales`` in FP32, rowwise or colwise."""
         return dequantize_1x128(x)
 
     def fprop(
         self, x: QuantizedTensor, weight: QuantizedTensor, bias: torch.Tensor | None, ranks: int = 1
     ) -> torch.Tensor:
+        """``Y [M, N]`` BF16 of rowwise X and the weight.
+
+        Args:
+            ranks: over which the rollout splits K; products are rounded and added as the ranks do
+                (``reference.gemm_nt_of_ranks``).
+
+        Raises:
+            ValueError: slices of K that are no multiples of 128.
+        """
         if ranks == 1:
             return kernels.gemm_nt(x, weight, b_block_scaled=True, bias=bias)
         return kernels.gemm_nt_of_ranks(x, weight, ranks, bias)
 
     def quantize_weight_and_transpose(self, weight: torch.Tensor, rule: str) -> tuple[QuantizedTensor, QuantizedTensor]:
+        """:meth:`quantize_weight` of ``[N, K]`` and its transpose ``[K, N]``, in one pass."""
         return kernels.quantize_128x128_and_transpose(weight, rule)
 
     def transpose_weight(self, weight: QuantizedTensor) -> QuantizedTensor:
+        """The same qdata and scales, transposed to ``[K, N]``."""
         return kernels.transpose_128x128(weight)
 
     def dgrad(self, dy: QuantizedTensor, transposed: QuantizedTensor) -> torch.Tensor:
+        """``dX [M, K]`` BF16 of rowwise dY and the weight's transpose ``[K, N]``."""
         return kernels.gemm_nt(dy, transposed, b_block_scaled=True)
 
     def wgrad(self, dy: QuantizedTensor, x: QuantizedTensor) -> torch.Tensor:
+        """``dW [N, K]`` BF16 of colwise dY and colwise X."""
         return kernels.gemm_nt(dy, x, b_block_scaled=False)
 
     # A mixture of experts
@@ -131,6 +151,24 @@ class BlockFP8(TrainedFormat):
         align: int = 1,
         static_weight: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
+        """Forward of all experts, on both sides, without the sum of a token's rows (``kernels.combine``).
+
+        Args:
+            rows: rowwise ``[R, H]`` of ``kernels.gather_quantized``; freed before the second product if the caller
+                keeps no reference.
+            weights: ``[T, k]`` FP32 of the router. segments: rows of the pairs.
+            gate_up: ``[E, 2 I, H]`` in 128x128 blocks, gate first. down: ``[E, H, I]``. rule: of the activation.
+            ranks: over which the rollout splits I; each rounds its part of a row.
+            align: of the segments.
+            static_weight: as in :meth:`linear`, for both weights; the kernel before this call writes ``rows``.
+
+        Returns:
+            Rows ``[R, H]`` BF16, ``[ranks, R, H]`` of several ranks; gate and up ``[R, 2 I]`` BF16; the down
+            projection's input, rowwise ``[R, I]``.
+
+        Raises:
+            ValueError: operands that do not fit, or slices of I that are no multiples of 128.
+        """
         product = kernels.grouped_gemm_nt(rows, gate_up, segments.start, align, static_weight=static_weight)
         del rows
         inner = kernels.weighted_silu_mul_quantize(product, weights, segments.pair, rule)
@@ -145,17 +183,20 @@ class BlockFP8(TrainedFormat):
     def experts_gradient(
         self, dout: torch.Tensor, segments: Segments, rule: str, *, colwise: bool
     ) -> tuple[QuantizedTensor, QuantizedTensor | None]:
+        """(rowwise ``[R, H]``, colwise ``[H, R]`` or None) of tokens' ``dout [T, H]`` BF16 in segments of 128."""
         k = segments.row.shape[1]
         if colwise:
             return kernels.gather_quantize_1x128_and_128x1(dout, segments.pair, k, rule)
         return kernels.gather_quantized(kernels.quantize_1x128(dout, rule), segments.pair, k), None
 
     def experts_colwise(self, x: QuantizedTensor, segments: Segments, rule: str) -> QuantizedTensor:
+        """:meth:`colwise` ``[H, R]`` of tokens' rowwise ``x [T, H]`` in segments of 128."""
         return kernels.gather_relayout_128x1(x, segments.pair, segments.row.shape[1], rule)
 
     def experts_dgrad(
         self, dy: QuantizedTensor, weight: QuantizedTensor, start: torch.Tensor, *, align: int = BLOCK
     ) -> torch.Tensor:
+        """``[R, K]`` BF16 of rowwise dY ``[R, N]`` in segments of ``align`` and experts' weights ``[E, N, K]``."""
         experts, n, k = weight.qdata.shape
         flat = QuantizedTensor(weight.qdata.view(experts * n, k), weight.scales.view(-1, weight.scales.shape[2]))
         qdata, scales = kernels.transpose_128x128(flat)

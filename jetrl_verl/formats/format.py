@@ -15,7 +15,7 @@ import torch
 from jetrl_verl import kernels
 from jetrl_verl.formats.catalog import Traits
 from jetrl_verl.formats.sums import odd_constants, row_sums
-from jetrl_verl.reference import BLOCK, QuantizedTensor, Segments
+from jetrl_verl.reference import BLOCK, QuantizedTensor
 
 SCALE_SUFFIX = "_scale_inv"
 """A weight's scales are ``<weight>_scale_inv``. vLLM remaps names that end in ``scale`` to its KV cache."""
@@ -190,109 +190,3 @@ class Format(ABC):
             NotImplementedError: the format is not ``traits.measured``.
         """
         raise NotImplementedError(f"{self.traits.label} is not measured")
-
-
-class TrainedFormat(Format):
-    """A format in which linear layers and a mixture's experts train (``traits.trains``; reference/experts.py).
-
-    Rowwise data of ``[M, K]`` are quantized along K, colwise data are the transpose ``[K, M]`` quantized along tokens.
-    """
-
-    @abstractmethod
-    def quantize_activation(self, x: torch.Tensor, rule: str) -> QuantizedTensor:
-        """Rowwise data of ``x [M, K]`` BF16."""
-
-    @abstractmethod
-    def quantize_gradient(
-        self, dy: torch.Tensor, rule: str, *, rowwise: bool, colwise: bool
-    ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
-        """(rowwise ``[M, N]`` for DGrad, colwise ``[N, M]`` for WGrad) of ``dy [M, N]`` BF16; None if not asked for."""
-
-    @abstractmethod
-    def colwise(self, x: QuantizedTensor, rule: str) -> QuantizedTensor:
-        """Rowwise ``x [M, K]`` re-laid out for WGrad: ``[K, M]`` in groups along tokens."""
-
-    @abstractmethod
-    def dequantize_activation(self, x: QuantizedTensor) -> torch.Tensor:
-        """``qdata * scales`` in FP32, rowwise or colwise."""
-
-    @abstractmethod
-    def fprop(
-        self, x: QuantizedTensor, weight: QuantizedTensor, bias: torch.Tensor | None, ranks: int = 1
-    ) -> torch.Tensor:
-        """``Y [M, N]`` BF16 of rowwise X and the weight.
-
-        Args:
-            ranks: over which the rollout splits K; products are rounded and added as the ranks do
-                (``reference.gemm_nt_of_ranks``).
-
-        Raises:
-            ValueError: slices of K that are no multiples of 128.
-        """
-
-    @abstractmethod
-    def quantize_weight_and_transpose(self, weight: torch.Tensor, rule: str) -> tuple[QuantizedTensor, QuantizedTensor]:
-        """:meth:`quantize_weight` of ``[N, K]`` and its transpose ``[K, N]``, in one pass."""
-
-    @abstractmethod
-    def transpose_weight(self, weight: QuantizedTensor) -> QuantizedTensor:
-        """The same qdata and scales, transposed to ``[K, N]``."""
-
-    @abstractmethod
-    def dgrad(self, dy: QuantizedTensor, transposed: QuantizedTensor) -> torch.Tensor:
-        """``dX [M, K]`` BF16 of rowwise dY and the weight's transpose ``[K, N]``."""
-
-    @abstractmethod
-    def wgrad(self, dy: QuantizedTensor, x: QuantizedTensor) -> torch.Tensor:
-        """``dW [N, K]`` BF16 of colwise dY and colwise X."""
-
-    # A mixture's experts
-
-    @abstractmethod
-    def experts(
-        self,
-        rows: QuantizedTensor,
-        weights: torch.Tensor,
-        segments: Segments,
-        gate_up: QuantizedTensor,
-        down: QuantizedTensor,
-        rule: str,
-        ranks: int = 1,
-        *,
-        align: int = 1,
-        static_weight: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
-        """Forward of all experts, on both sides, without the sum of a token's rows (``kernels.combine``).
-
-        Args:
-            rows: rowwise ``[R, H]`` of ``kernels.gather_quantized``; freed before the second product if the caller
-                keeps no reference.
-            weights: ``[T, k]`` FP32 of the router. segments: rows of the pairs.
-            gate_up: ``[E, 2 I, H]`` in 128x128 blocks, gate first. down: ``[E, H, I]``. rule: of the activation.
-            ranks: over which the rollout splits I; each rounds its part of a row.
-            align: of the segments.
-            static_weight: as in :meth:`linear`, for both weights; the kernel before this call writes ``rows``.
-
-        Returns:
-            Rows ``[R, H]`` BF16, ``[ranks, R, H]`` of several ranks; gate and up ``[R, 2 I]`` BF16; the down
-            projection's input, rowwise ``[R, I]``.
-
-        Raises:
-            ValueError: operands that do not fit, or slices of I that are no multiples of 128.
-        """
-
-    @abstractmethod
-    def experts_gradient(
-        self, dout: torch.Tensor, segments: Segments, rule: str, *, colwise: bool
-    ) -> tuple[QuantizedTensor, QuantizedTensor | None]:
-        """(rowwise ``[R, H]``, colwise ``[H, R]`` or None) of tokens' ``dout [T, H]`` BF16 in segments of 128."""
-
-    @abstractmethod
-    def experts_colwise(self, x: QuantizedTensor, segments: Segments, rule: str) -> QuantizedTensor:
-        """:meth:`colwise` ``[H, R]`` of tokens' rowwise ``x [T, H]`` in segments of 128."""
-
-    @abstractmethod
-    def experts_dgrad(
-        self, dy: QuantizedTensor, weight: QuantizedTensor, start: torch.Tensor, *, align: int = BLOCK
-    ) -> torch.Tensor:
-        """``[R, K]`` BF16 of rowwise dY ``[R, N]`` in segments of ``align`` and experts' weights ``[E, N, K]``."""

@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from jetrl_verl import formats, kernels
-from jetrl_verl.formats.format import TrainedFormat
+from jetrl_verl.formats.block_fp8 import BlockFP8
 from jetrl_verl.models.families.base import Experts, leaf
 from jetrl_verl.nn.linear import quantize_input
 from jetrl_verl.nn.weight_cache import WeightCache
@@ -97,7 +97,7 @@ class JetExperts(nn.Module):
 
     scale_rule: ScaleRule
     ranks: int
-    format: TrainedFormat
+    format: BlockFP8
     gate_up_name: str
     down_name: str
     stock_class: type[nn.Module]
@@ -173,7 +173,7 @@ class JetExperts(nn.Module):
         *,
         align: int,
     ) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
-        """Output ``[T, H]`` BF16, gate and up, the down projection's input; see ``TrainedFormat.experts``."""
+        """Output ``[T, H]`` BF16, gate and up, the down projection's input; see ``BlockFP8.experts``."""
         y, gate_up, product = self.format.experts(
             kernels.gather_quantized(x, segments.pair, weights.shape[1]),
             weights,

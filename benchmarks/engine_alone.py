@@ -1,14 +1,14 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's rollout reaches without verl: its vLLM engine in a process of its own, asked for the run's responses.
+"""Measure the rollout of a run without verl: its vLLM engine in a process of its own generates the run's responses.
 
     python3 -m benchmarks.engine_alone RUN/hydra/.hydra/config.yaml --steps 3    # a run of verl that has ended
 
 *Arguments* are those with which verl starts vLLM, from its own ``launch_server``, which is stopped where the server
 would start: lengths, batch, memory, CUDA graphs, prefix cache, and what a precision adds (``quantization``,
 ``hf_overrides``, ``worker_cls``). *Prompts* are those of the run's steps, from its data file through verl's dataset,
-sampler and chat template, each as often as the rollout samples it; verl_step holds their lengths against what the run
-logged. *Sampling* is the run's. Tokens are not made text, as nobody reads it here.
+sampler and chat template, each as often as the rollout samples it; verl_step compares their lengths with
+those that the run logged. *Sampling* is the run's. Tokens are not detokenized.
 
 The first step's prompts warm the engine up, with a few tokens each; each further step is timed, from an empty prefix
 cache as after verl's weight sync, and printed. Of a rollout of several replicas one runs, with its share of the
@@ -201,21 +201,21 @@ def measured(paths: RunPaths, steps: int, cpu: bool, ends: float) -> dict:
         run's. It never fails a row: the run of verl is what was asked for.
     """
     log = paths.folder / "engine.log"
-    status, found = timed_steps(paths.config, log, environment_of(paths, cpu), steps, ends)
-    if status or not found:
+    status, timed = timed_steps(paths.config, log, environment_of(paths, cpu), steps, ends)
+    if status or not timed:
         return {"engine_status": status or 1, "engine_errors": last_errors(log)}
-    if errors := [words for each in found if (words := _other_prompts(each, load_run(paths.folder).records))]:
+    if errors := [words for step in timed if (words := _other_prompts(step, load_run(paths.folder).records))]:
         return {"engine_status": 1, "engine_errors": errors}
-    rates = [each["tokens_per_s"] for each in found]
-    return {"engine_tokens_per_s": statistics.median(rates), "engine_steps": found}
+    rates = [step["tokens_per_s"] for step in timed]
+    return {"engine_tokens_per_s": statistics.median(rates), "engine_steps": timed}
 
 
-def _other_prompts(found: Mapping, records: Sequence[tuple[int, dict]]) -> str:
+def _other_prompts(step: Mapping, records: Sequence[tuple[int, dict]]) -> str:
     """How the prompts of a step are not those of the run; empty if their lengths are the same."""
-    logged = dict(records).get(found["step"], {})
-    for name, length in found["prompt_length"].items():
+    logged = dict(records).get(step["step"], {})
+    for name, length in step["prompt_length"].items():
         if abs((run := logged.get(f"prompt_length/{name}", float("inf"))) - length) > 1e-3:
-            return f"step {found['step']}: the engine's prompts have {name} {length:.2f} tokens and the run's {run:.2f}"
+            return f"step {step['step']}: the engine's prompts have {name} {length:.2f} tokens and the run's {run:.2f}"
     return ""
 
 

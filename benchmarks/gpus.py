@@ -1,10 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""GPUs of this machine as a benchmark plans with them: how many there are, their memory, what a run took of it, and
-whether a model goes over so many of them.
-"""
+"""GPUs of this machine: how many there are, what a run took of their memory, and whether a model goes over so many."""
 
-import math
 import os
 import shutil
 import subprocess
@@ -15,8 +12,6 @@ from types import TracebackType
 from benchmarks.published_shapes import fields_of
 
 QUERY = "nvidia-smi"
-LEFT_FREE = 4.0
-"""GiB of a GPU that nobody plans with: contexts of processes take them."""
 
 
 def query(asked: str, of: str = "gpu") -> list[str]:
@@ -38,12 +33,6 @@ def _ask(asked: str) -> list[str]:
 def count_gpus() -> int:
     """GPUs that answer."""
     return len(_ask("index"))
-
-
-def gpu_gib() -> float:
-    """GiB of the smallest GPU but for ``LEFT_FREE``; infinite where there is none."""
-    sizes = [float(size) / 1024 for size in _ask("memory.total")]
-    return min(sizes) - LEFT_FREE if sizes else math.inf
 
 
 class MemoryPeaks:

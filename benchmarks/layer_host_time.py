@@ -1,23 +1,21 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a decoder layer of the trainer costs the host, forward and backward: ``python3 benchmarks/layer_host_time.py``.
+"""Host work of a decoder layer of the trainer, forward and backward: ``python3 benchmarks/layer_host_time.py``.
 
-With small micro-batches a GPU waits for its launches, so the host's work is what an update takes. Layers of Qwen3 as
-verl trains them, BF16 weights and activation checkpointing, but for FSDP; with ``--fsdp`` each layer is sharded by
-FSDP2 on one rank, as verl shards it, from FP32 parameters, and reduces its gradients in each micro-batch, as verl's
-YAML has it. With ``--fsdp batch`` weights stay gathered from one micro-batch to the next (``jetrl.gathered=batch``):
+With small micro-batches an update is host-bound: the GPU waits for Python. Layers of Qwen3 as verl trains them, BF16
+weights and activation checkpointing, without FSDP. ``--fsdp`` shards each layer by FSDP2 on one rank, from FP32
+parameters, and reduces gradients in each micro-batch, as verl does; with ``--fsdp batch`` weights stay gathered from
+one micro-batch to the next (``jetrl.gathered=batch``). Precisions take turns:
 
 - *bf16*: stock Hugging Face. *bf16_shared*: the shared operations between its linears. *jet_fp8*: both in FP8.
 
-**Without a GPU** the layers are thin and the batch is small, so that arithmetic is next to nothing, and our operations
-take the path of a Hopper GPU, Triton's own Python in it, up to the driver's call, which is counted in its place.
-Microseconds of a layer and phase are thus the host's own but for the driver, some 3 us a launch on either side. The
-stock layer's operators run as a CPU runs them, tiny. Counts are exact.
+**Without a GPU** layers are narrow and the batch is small, so that arithmetic takes next to no time. This package's
+operations run the code of a Hopper GPU, Triton's Python included, up to the driver's call, which is counted instead of
+made. Microseconds are the host's without the driver, some 3 us a launch. Counts are exact.
 
-**On a GPU** the layers have the shape of Qwen3-8B, or of ``--shape``: launches of a layer, milliseconds of the step at
-each of ``--tokens``, of the host until all is queued, and of the GPU's kernels, so that it shows which of the two
-decides. The precisions take turns. ``--where PRECISION`` prints, too, in which functions the host spends a step, by
-Python's profiler, which makes each call of a function dearer.
+**On a GPU** layers have the shape of Qwen3-8B, or of ``--shape``: launches of a layer, and milliseconds of the step at
+each of ``--tokens``, of the host until all is queued, and of the GPU's kernels. ``--where PRECISION`` also prints the
+functions in which the host spends a step; the profiler slows down each call.
 """
 
 import argparse
@@ -116,8 +114,8 @@ class Compiled:
 def compiled(kernel: Any, key: str, signature: Any, device: int, *_: Any) -> Compiled:
     """In the place of ``JITFunction._do_compile``."""
     _ = kernel.cache_key  # finds the global names that each launch of a compiled kernel looks at
-    found = kernel.device_caches[device][0][key] = Compiled()
-    return found
+    compiled = kernel.device_caches[device][0][key] = Compiled()
+    return compiled
 
 
 @contextmanager
@@ -147,7 +145,7 @@ def as_on_hopper(launches: Launches) -> Iterator[None]:
 
 
 class Operators(TorchDispatchMode):
-    """Operators that torch is asked for: those that run a kernel on a GPU, views and memory, ours."""
+    """Operators that torch runs: kernels of a GPU, views and memory, and this package's (``jetrl``)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +155,7 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         if func.namespace == "jetrl":
-            self.counts["ours"] += 1
+            self.counts["jetrl"] += 1
             self.names[name] += 1
             with self:  # what it asks torch for counts, too
                 return func.redispatch(OURS, *args, **(kwargs or {}))
@@ -243,14 +241,14 @@ class Step:
         self.backward()
 
     def nodes(self) -> int:
-        """Nodes of autograd behind the last forward."""
-        found, waiting = set(), [self._out.grad_fn]
+        """Nodes of autograd of the last forward."""
+        nodes, waiting = set(), [self._out.grad_fn]
         while waiting:
             node = waiting.pop()
-            if node is not None and node not in found:
-                found.add(node)
+            if node is not None and node not in nodes:
+                nodes.add(node)
                 waiting += [following for following, _ in node.next_functions]
-        return len(found)
+        return len(nodes)
 
 
 def layers_of(config: Qwen3Config, count: int) -> Qwen3Config:
@@ -262,7 +260,7 @@ def layers_of(config: Qwen3Config, count: int) -> Qwen3Config:
 
 def count_on_cpu(step: Step) -> dict[str, Any]:
     """Operators and launches of each phase."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     launches = Launches()  # one: an attention's backward is chosen in forward
     for phase in PHASES:
         launches.counts.clear()
@@ -270,20 +268,20 @@ def count_on_cpu(step: Step) -> dict[str, Any]:
             getattr(step, phase)()
         if phase == "forward":
             nodes = step.nodes()
-        found[phase] = {**operators.counts, **launches.counts}
-        found[f"{phase} names"] = dict(operators.names.most_common())
-    found["forward"]["autograd nodes"] = nodes
-    return found
+        results[phase] = {**operators.counts, **launches.counts}
+        results[f"{phase} names"] = dict(operators.names.most_common())
+    results["forward"]["autograd nodes"] = nodes
+    return results
 
 
 def seconds_on_cpu(step: Step) -> dict[str, float]:
-    found = {}
+    results = {}
     with as_on_hopper(Launches()):
         for phase in PHASES:
             started = time.thread_time()
             getattr(step, phase)()
-            found[phase] = time.thread_time() - started
-    return found
+            results[phase] = time.thread_time() - started
+    return results
 
 
 def differences(more: dict, fewer: dict, layers: int) -> dict:
@@ -298,7 +296,7 @@ def on_cpu(config: Qwen3Config, options: argparse.Namespace) -> dict[str, Any]:
         precision: [Step(precision, layers_of(config, count), options.tokens[0], options.fsdp) for count in (few, many)]
         for precision in options.precisions
     }
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for precision, pair in steps.items():
         for step in pair:
             seconds_on_cpu(step)
@@ -306,21 +304,21 @@ def on_cpu(config: Qwen3Config, options: argparse.Namespace) -> dict[str, Any]:
         counts = {phase: differences(counted[1][phase], counted[0][phase], options.layers) for phase in PHASES}
         names = {phase: differences(*(each[f"{phase} names"] for each in counted[::-1]), options.layers)
                  for phase in PHASES}  # fmt: skip
-        found[precision] = {"counts": counts, "names": names, "seconds": {phase: [] for phase in PHASES}}
+        results[precision] = {"counts": counts, "names": names, "seconds": {phase: [] for phase in PHASES}}
     for _ in range(options.repetitions):
         for precision, pair in steps.items():
             fewer, more = (seconds_on_cpu(step) for step in pair)
             for phase in PHASES:
-                found[precision]["seconds"][phase].append((more[phase] - fewer[phase]) / options.layers)
-    return found
+                results[precision]["seconds"][phase].append((more[phase] - fewer[phase]) / options.layers)
+    return results
 
 
-def report_cpu(found: dict[str, Any]) -> None:
-    kinds = ("kernels", "triton", "native", "flash attention", "ours", "views, memory", "autograd nodes")
+def report_cpu(results: dict[str, Any]) -> None:
+    kinds = ("kernels", "triton", "native", "flash attention", "jetrl", "views, memory", "autograd nodes")
     table = Table(title="host's work for a layer; us, median (smallest)", box=SIMPLE_HEAD)
     for column in ("precision", "phase", "launches", *kinds, "us"):
         table.add_column(column, justify="right")
-    for precision, result in found.items():
+    for precision, result in results.items():
         total = Counter()
         medians = []
         for phase in (*PHASES, "both"):
@@ -348,10 +346,10 @@ def kernels_on_gpu(step: Step) -> tuple[int, float]:
     """Launches of a step, and seconds of their kernels."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
         step.both()
         torch.cuda.synchronize()
-    kernels = [event for event in found.key_averages() if event.device_type.name == "CUDA"]
+    kernels = [event for event in trace.key_averages() if event.device_type.name == "CUDA"]
     return sum(event.count for event in kernels), sum(event.self_device_time_total for event in kernels) / 1e6
 
 
@@ -378,7 +376,7 @@ def where_on_host(run: Callable[[], None], title: str, repetitions: int = 5, sho
 
 
 def on_gpu(config: Qwen3Config, options: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {precision: {"tokens": {}} for precision in options.precisions}
+    results: dict[str, Any] = {precision: {"tokens": {}} for precision in options.precisions}
     for tokens in options.tokens:
         # Each has a configuration of its own, which its attention is written into.
         configs = {precision: layers_of(config, config.num_hidden_layers) for precision in options.precisions}
@@ -392,8 +390,8 @@ def on_gpu(config: Qwen3Config, options: argparse.Namespace) -> dict[str, Any]:
                 runs[precision].append(seconds_on_gpu(step))
         for precision, step in steps.items():
             launches, kernels = kernels_on_gpu(step)
-            found[precision]["launches"] = launches / config.num_hidden_layers
-            found[precision]["tokens"][tokens] = {
+            results[precision]["launches"] = launches / config.num_hidden_layers
+            results[precision]["tokens"][tokens] = {
                 "kernels": kernels / config.num_hidden_layers,
                 **{
                     part: [run[part] / config.num_hidden_layers for run in runs[precision]] for part in ("host", "step")
@@ -403,18 +401,18 @@ def on_gpu(config: Qwen3Config, options: argparse.Namespace) -> dict[str, Any]:
                 where_on_host(step.both, f"{precision}, {tokens} tokens")
         del steps
         torch.cuda.empty_cache()
-    return found
+    return results
 
 
-def report_gpu(found: dict[str, Any], options: argparse.Namespace) -> None:
+def report_gpu(results: dict[str, Any], options: argparse.Namespace) -> None:
     title = (
         "a layer, forward and backward, ms: step, median and smallest; until the host has queued it; kernels of the GPU"
     )
     table = Table(title=title, box=SIMPLE_HEAD)
     for column in ("precision", "launches", *(f"{tokens} tokens" for tokens in options.tokens)):
         table.add_column(column, justify="right")
-    first = found[options.precisions[0]]["tokens"]
-    for precision, result in found.items():
+    first = results[options.precisions[0]]["tokens"]
+    for precision, result in results.items():
         cells = []
         for tokens, parts in result["tokens"].items():
             step, host = (1e3 * statistics.median(parts[part]) for part in ("step", "host"))
@@ -437,7 +435,7 @@ def main() -> int:
         choices=("pass", "batch"),
         const="pass",
         default="",
-        help="shard the layers by FSDP2, on one rank; freed behind each layer's pass, or behind a batch",
+        help="shard the layers by FSDP2, on one rank; freed after each layer's pass, or after a batch",
     )
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--repetitions", type=int, default=15)

@@ -1,8 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of real verl as the benchmarks start them: the environment, the time that they may take, how long they take to
-start, figures of the steps, and a file of results that is whole after each run and adds up over calls.
-"""
+"""Runs of real verl for the benchmarks: environment, time limit, phases of the start, figures of the steps, and a file
+of results that is whole after each run and adds up over calls."""
 
 import json
 import math
@@ -14,7 +13,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -63,7 +61,7 @@ START = (
 )
 """Phases of a start and the line of verl's or vLLM's log that ends each: the driver's imports and Ray; the imports of
 the process that trains, and data; a worker's imports and the model, read and cast to FP32 on the host; FSDP; three
-processes' imports, vLLM's model and what it compiles; CUDA graphs; the first weight sync. Behind them: step 1. A line
+processes' imports, vLLM's model and what it compiles; CUDA graphs; the first weight sync. Then step 1. A line
 that is missing (no CUDA graphs on a CPU) adds its phase to the next one."""
 
 
@@ -85,19 +83,11 @@ def compile_bytecode(console: Console) -> Callable[[], None]:
     return wait
 
 
-def environment_of(paths: RunPaths, cpu: bool, share: int | None = None) -> dict[str, str]:
-    """Environment of a run whose metrics go to ``paths.metrics``.
-
-    Args:
-        share: of the cores each of the run's trainers has one in so many; what torch takes by itself if None.
-    """
+def environment_of(paths: RunPaths, cpu: bool) -> dict[str, str]:
+    """Environment of a run whose metrics go to ``paths.metrics``."""
     environment = build_environment(paths, "cpu" if cpu else "cuda")
     # vLLM calls ninja by name.
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    if share is not None and not cpu:
-        threads = max(1, (os.cpu_count() or 1) // share)
-        environment.setdefault("OMP_NUM_THREADS", str(threads))
-        environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(4, threads)))
     return environment
 
 
@@ -140,7 +130,7 @@ def run_verl(
     ends: float = math.inf,
     gpus: int = 1,
 ) -> dict:
-    """Run ``command`` to its end, and leave nothing of it behind but its files in ``paths``.
+    """Run ``command`` to its end, and leave nothing of it but its files in ``paths``.
 
     Args:
         ends: when to end it, by ``time.monotonic()``; what it logged until then counts.
@@ -162,21 +152,21 @@ def run_verl(
             if time.monotonic() > ends:
                 break
         status = tree.poll()
-    found = {"status": TIME_UP if status is None else status, "seconds": round(time.monotonic() - started, 1)}
-    found["start_s"] = start.seconds
+    result = {"status": TIME_UP if status is None else status, "seconds": round(time.monotonic() - started, 1)}
+    result["start_s"] = start.seconds
     if memory.gib:
-        found["gpu_peak_gib"] = memory.gib
-    found |= figures(load_run(paths.folder)) if _has_metrics(paths) else {"steps": 0}
-    without = [name for name in MISMATCH if found.get(name) == NOT_FINITE]
-    if status == 0 and (found["steps"] != steps or without):
-        found["status"] = 1
+        result["gpu_peak_gib"] = memory.gib
+    result |= figures(load_run(paths.folder)) if _has_metrics(paths) else {"steps": 0}
+    without = [name for name in MISMATCH if result.get(name) == NOT_FINITE]
+    if status == 0 and (result["steps"] != steps or without):
+        result["status"] = 1
     if status is None:
-        found["errors"] = [f"ended after {found['seconds']} s, since the benchmark's time was up"]
-    elif found["status"]:
-        found["errors"] = last_errors(paths.log)
+        result["errors"] = [f"ended after {result['seconds']} s, since the benchmark's time was up"]
+    elif result["status"]:
+        result["errors"] = last_errors(paths.log)
     if without:
-        found.setdefault("errors", []).append(f"{', '.join(without)} {NOT_FINITE} in a step")
-    return found
+        result.setdefault("errors", []).append(f"{', '.join(without)} {NOT_FINITE} in a step")
+    return result
 
 
 def _has_metrics(paths: RunPaths) -> bool:
@@ -186,55 +176,27 @@ def _has_metrics(paths: RunPaths) -> bool:
 class Results:
     """A benchmark's file of results, and the runs that fill it.
 
-    A file that is there already is added to, so a benchmark may be split over several calls, and over machines of one
-    kind: each run says what built it (``build``), and a run of the same name takes the place of the old one. A file
-    of another GPU or other settings is kept under another name.
+    A file that is there already is added to, so a benchmark may be split over several calls, and over machines with
+    the same GPU: each run says what built it (``build``), and a run replaces an earlier one of the same name.
 
     Args:
         file: JSON. names: keys that name a run. settings: what is the same for all runs. build: that of this call.
-        before: settings, and names of runs, that files of earlier versions lack, and what they were then.
+
+    Raises:
+        SystemExit: the file is of another GPU or other settings.
     """
 
-    def __init__(
-        self,
-        file: Path,
-        names: Sequence[str],
-        settings: Mapping,
-        build: Mapping,
-        before: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.file, self._names, self._build, self._before = file, names, dict(build), dict(before or {})
+    def __init__(self, file: Path, names: Sequence[str], settings: Mapping, build: Mapping) -> None:
+        self.file, self._names, self._build = file, names, dict(build)
         self._settings = json.loads(json.dumps({**settings, "gpu": build.get("gpu")}))
         self.runs: list[dict] = []
         if file.exists():
-            held, runs = self._read(file)
-            if held == self._settings:
-                self.runs = runs
-            else:
-                count = len(list(file.parent.glob(f"{file.stem}.before_*{file.suffix}")))
-                file.rename(file.with_name(f"{file.stem}.before_{count}{file.suffix}"))
-
-    def _read(self, file: Path) -> tuple[dict, list[dict]]:
-        """Settings and runs of a file; what it lacks, as it was before."""
-        held = json.loads(file.read_text())
-        runs = held.pop("runs")
-        named = {key: value for key, value in self._before.items() if key in self._names}
-        set_then = {key: value for key, value in self._before.items() if key in self._settings}
-        return {**set_then, **held}, [{**named, **run} for run in runs]
-
-    def add(self, other: Path) -> None:
-        """Add the runs of another such file, that of an earlier call on another machine; runs that are here stay.
-
-        Raises:
-            ValueError: it is of another GPU or other settings, so its runs do not belong into one table.
-        """
-        held, runs = self._read(other)
-        differ = [key for key in sorted({*held, *self._settings}) if held.get(key) != self._settings.get(key)]
-        if differ:
-            words = ", ".join(f"{key} {held.get(key)!r} and not {self._settings.get(key)!r}" for key in differ)
-            raise ValueError(f"the runs of {other} are of {words}, so they are not added. Leave them in a file apart.")
-        self.runs += [run for run in runs if not any(self._is(here, run) for here in self.runs)]
-        self._write()
+            kept = json.loads(file.read_text())
+            self.runs = kept.pop("runs")
+            differ = [key for key in {**kept, **self._settings} if kept.get(key) != self._settings.get(key)]
+            if differ:
+                words = ", ".join(f"{key} {kept.get(key)!r} and not {self._settings.get(key)!r}" for key in differ)
+                raise SystemExit(f"The runs of {file} have {words}. Choose another folder.")
 
     def done(self, name: Mapping) -> bool:
         """Whether a run has ended well and was made by this call's code."""
@@ -244,25 +206,25 @@ class Results:
         """Whether a build computes what this call's does. Its commit may differ in a page or a test: the table says."""
         return all(build.get(key) == self._build.get(key) for key in CODE)
 
-    def put(self, name: Mapping, found: Mapping, console: Console) -> bool:
+    def put(self, name: Mapping, result: Mapping, console: Console) -> bool:
         """Write a run down and say so; whether it failed.
 
         One whose time was up leaves an earlier one of the same code that got as far where it is. Words on files of this
         tree are written as from its root, those on the benchmark's own files as from ``OUT``.
         """
-        run = {**name, **found, "build": self._build}
-        if "words" in found:
+        run = {**name, **result, "build": self._build}
+        if "words" in result:
             own = f"{self.file.parent}/"
-            run["words"] = [word.replace(f"{ROOT}/", "").replace(own, "OUT/") for word in found["words"]]
-        if not (found["status"] == TIME_UP and self._got_as_far(run)):
+            run["words"] = [word.replace(f"{ROOT}/", "").replace(own, "OUT/") for word in result["words"]]
+        if not (result["status"] == TIME_UP and self._got_as_far(run)):
             self.runs = [here for here in self.runs if not self._is(here, name)] + [run]
             self._write()
         words = " ".join(map(str, name.values()))
-        said = f"{words}: status {found['status']}, {found.get('steps', 0)} steps, {found.get('seconds', 0)} s"
-        if found.get("start_s"):
-            said += f" ({', '.join(f'{phase} {seconds:.0f}' for phase, seconds in found['start_s'].items())})"
+        said = f"{words}: status {result['status']}, {result.get('steps', 0)} steps, {result.get('seconds', 0)} s"
+        if result.get("start_s"):
+            said += f" ({', '.join(f'{phase} {seconds:.0f}' for phase, seconds in result['start_s'].items())})"
         console.print(said, markup=False, highlight=False, soft_wrap=True)
-        return bool(found["status"])
+        return bool(result["status"])
 
     def _write(self) -> None:
         partial = self.file.with_suffix(".partial")
@@ -273,8 +235,8 @@ class Results:
         """Take each run and write it down; one that raises has failed, and the next one follows.
 
         Args:
-            runs: name of a run, and what takes it and returns its ``status`` (None where it cannot run here) and
-                figures. ends: no run begins behind it.
+            runs: name of a run, and the function that returns its figures and ``status`` (None if it cannot run here).
+            ends: no run begins after it.
 
         Returns:
             The benchmark's exit status: 0 where no run of this call failed.
@@ -282,16 +244,16 @@ class Results:
         failed = False
         for name, take_steps in runs:
             if time.monotonic() > ends:
-                found = not_begun()
+                result = not_begun()
             else:
                 try:
-                    found = take_steps()
+                    result = take_steps()
                 except Interrupted:
                     raise
                 except Exception as error:
                     traceback.print_exc()
-                    found = {"status": 1, "errors": [f"{type(error).__name__}: {error}"]}
-            failed |= self.put(name, found, console)
+                    result = {"status": 1, "errors": [f"{type(error).__name__}: {error}"]}
+            failed |= self.put(name, result, console)
         return int(failed)
 
     def _got_as_far(self, run: Mapping) -> bool:
@@ -318,17 +280,8 @@ class Results:
 
 
 def not_begun() -> dict:
-    """What is known of a run for which no time was left."""
+    """Result of a run for which no time was left."""
     return {"status": TIME_UP, "errors": ["not begun, since the benchmark's time was up"]}
-
-
-def add_files(results: Results, files: Iterable[Path], error: Callable[[str], None]) -> None:
-    """:meth:`Results.add` of each file; ``error`` ends the command with one line."""
-    for file in files:
-        try:
-            results.add(file)
-        except (OSError, ValueError, KeyError) as problem:
-            error(f"{file}: {problem}")
 
 
 def take_all(
@@ -338,7 +291,7 @@ def take_all(
     ends: float,
     console: Console,
 ) -> int:
-    """:meth:`Results.take`, and the table last, also behind a SIGTERM or a Ctrl-C; the exit status."""
+    """:meth:`Results.take`, and the table last, also after a SIGTERM or a Ctrl-C; the exit status."""
     with signals_raise():
         try:
             return results.take(runs, ends, console)
@@ -356,7 +309,7 @@ def fresh_folder(paths: RunPaths) -> None:
 
 def figures(run: Run) -> dict:
     """Steps with a finite gradient, those of them whose gradient is not 0 (``moved``), extremes over all steps, and
-    behind the first one seconds: the median of each phase, and of what no phase has (``rest_s``), and all of the whole
+    after the first one seconds: the median of each phase, and of what no phase has (``rest_s``), and all of the whole
     step (``each_step_s``), since a median hides a slow one.
 
     The first step compiles, so it is left out where there is another. Medians of phases need not add up to the step's.
@@ -411,9 +364,9 @@ def table(runs: Sequence[Mapping], names: Sequence[str], columns: Sequence[str])
         shown.add_column(name, no_wrap=True)
     for column in columns:
         shown.add_column(column.replace("tokens_per_s", "tok/s").replace("_", " "), justify="right")
-    for found in runs:
-        values = (found.get(column) for column in columns)
-        shown.add_row(*(str(found[name]) for name in names), *map(_cell, values))
+    for result in runs:
+        values = (result.get(column) for column in columns)
+        shown.add_row(*(str(result[name]) for name in names), *map(_cell, values))
     return shown
 
 

@@ -9,7 +9,6 @@
     python3 -m benchmarks.verl_step OUT --model qwen3_30b_a3b --layers 4 --gpus 2 --tp 2 --rows bf16,jet_fp8
     python3 -m benchmarks.verl_step OUT --rows jet_fp8,jet_fp8+jetrl.kv_cache=fp8 --response 16384
     python3 -m benchmarks.verl_step OUT --engine-rows jet_fp8 --seconds 560     # and again: takes what is left
-    python3 -m benchmarks.verl_step OUT --add FILE --rows bf16                  # beside rows that another machine took
     python3 -m benchmarks.verl_step OUT --tiny [--gpus 2 --tp 2]                # two narrow layers on a CPU, to try it
 
 Packed sequences, GRPO with one update a step, no KL term, ``--sequences`` responses, four to a prompt, each of exactly
@@ -17,7 +16,7 @@ Packed sequences, GRPO with one update a step, no KL term, ``--sequences`` respo
 first compiles and is left out. ``--gpus`` GPUs of one host train with FSDP2 and run rollouts over ``--tp`` of them
 each. Rows:
 
-- ``bf16``: verl as it comes, with flash-attn where it is installed, else with the attention named in the output
+- ``bf16``: verl's defaults, with flash-attn where it is installed, else with the attention named in the output
 - ``bf16_best``: the same with Liger's kernels and FlashAttention 3
 - ``bf16_shared``: BF16 with this project's operations between the linears
 - ``verl_fp8``: verl's own FP8 rollout, ``rollout.quantization=fp8``, BF16 training
@@ -26,22 +25,21 @@ each. Rows:
 
 A row that cannot run on this machine says why and is no failure; one that fails does not stop the next.
 
-``gen tok/s`` is what generation inside verl reaches, ``engine tok/s`` what the same engine reaches alone, in a process
-of its own right behind the run, with the run's arguments, prompts and sampling (engine_alone.py): their quotient is
-verl's share. Both count all replicas. ``rest`` is what no phase has. ``peak gib`` is what a trainer allocated, ``gpu
-peak gib``, of several GPUs, the largest memory in use of any of them. Below four GPUs the 8B model trains with 8-bit
+``gen tok/s`` is the rate of generation inside verl, ``engine tok/s`` that of the same engine alone, in a process of its
+own right after the run, with the run's arguments, prompts and sampling (engine_alone.py). Both count all replicas.
+``rest`` is the step's time outside all phases. ``peak gib`` is what a trainer allocated, ``gpu peak gib`` the largest
+memory in use of any of several GPUs. Below four GPUs the 8B model trains with 8-bit
 AdamW; there, and with responses beyond 8k, parameters and optimizer are kept in host memory while the rollout works.
 
 OUT gets ``verl_step.json`` after each row. A later call with the same OUT takes the rows that have not ended well with
-the same code (``--again``: all that it names), and ``--add`` takes over rows of other machines with the same GPU, so
-that a table may be the work of several calls; rows of several builds are told apart below it. ``--seconds`` is how long
-a call may take: the row that runs then is ended, and what it logged counts; none begins in less time than the fastest
-one took. ``--engine-rows`` leaves the engine alone out for other rows. ``--set`` adds an override of verl to every row
-of the call, and to its name in the table.
+the same code (``--again``: all that it names), also on another machine with the same GPU; a line below the table tells
+rows of several builds apart. ``--seconds`` is how long a call may take: the row that runs then is ended, and what it
+logged counts; none begins in less time than the fastest one took. ``--engine-rows`` names the rows whose engine is
+measured alone. ``--set`` adds an override of verl to every row of the call, and to its name in the table.
 
-Beside lengths and batch, all rows differ from verl's defaults in this: vLLM is told that no more than ``--sequences``
-come at once, so it captures CUDA graphs of those sizes alone, the order of the data has a seed, and Ray has no
-dashboard. ``start_s`` of a row says where its start went.
+Apart from lengths and batch, all rows differ from verl's defaults in this: vLLM's ``max_num_seqs`` is ``--sequences``,
+so it captures CUDA graphs of those sizes alone, the order of the data has a seed, and Ray has no dashboard. ``start_s``
+has the seconds of each phase of a row's start.
 """
 
 import argparse
@@ -64,7 +62,6 @@ from benchmarks.recipes import EIGHT_BIT, OFFLOAD, ROOT
 from benchmarks.verl_runs import (
     FIGURES,
     Results,
-    add_files,
     compile_bytecode,
     environment_of,
     fresh_folder,
@@ -99,14 +96,11 @@ BF16_LINEARS = ("bf16", "bf16_best", "bf16_shared")
 """Rows of which no linear layer is quantized, so that a rank's shards have any size."""
 
 NAMES = ("model", "response", "gpus", "tp", "row")
-BEFORE = {"gpus": 1, "tp": 1, "exact_length": False}
-"""What records say that were written before these names and settings were (``Results``)."""
-
 TOKENS = 16384
 """Tokens of a micro-batch at least; one sequence where it is longer."""
 
 WHOLE_GPUS = 4
-"""GPUs over which the state of the 8B model, 131 GB with FP32 moments, lies beside its rollout."""
+"""GPUs over which the state of the 8B model, 131 GB with FP32 moments, fits next to its rollout."""
 
 SIZES = {False: (4096, 64), True: (24, 8)}
 """Whether it is the tiny benchmark -> tokens of a response, and sequences of a step, where the call names none."""
@@ -203,23 +197,23 @@ def prepare_data(out: Path, rows: int) -> None:
         subprocess.run([*prepare, "--out", data_of(out)], cwd=ROOT, check=True)
 
 
-def derived(found: dict, sequences: int) -> dict:
+def derived(figures: dict, sequences: int) -> dict:
     """Rates of a run's figures."""
-    if not found.get("gen_s"):
+    if not figures.get("gen_s"):
         return {}
-    rate = sequences * found["response_length"] / found["gen_s"]
-    alone = found.get("engine_tokens_per_s")
+    rate = sequences * figures["response_length"] / figures["gen_s"]
+    alone = figures.get("engine_tokens_per_s")
     return {
         "gen_tokens_per_s": rate,
         **({"of_the_engine": rate / alone} if alone else {}),
     }
 
 
-def other_length(found: dict, response: int) -> list[str]:
+def other_length(figures: dict, response: int) -> list[str]:
     """Whether a run's responses have another length than they were to have, as errors."""
-    if not found["steps"] or found["response_length"] == response:
+    if not figures["steps"] or figures["response_length"] == response:
         return []
-    return [f"responses have {found['response_length']:.2f} tokens in the mean and were to have {response}"]
+    return [f"responses have {figures['response_length']:.2f} tokens in the mean and were to have {response}"]
 
 
 def fastest(results: Results, job: dict) -> float:
@@ -243,12 +237,12 @@ def take_row(
     words = words_of(row, options, model, data, paths)
     environment = environment_of(paths, options.tiny)
     gpus = 0 if options.tiny else options.gpus
-    found = run_verl([*VERL, *words], environment, paths, options.steps, ends, gpus)
-    if errors := other_length(found, options.response):
-        found |= {"status": found["status"] or 1, "errors": [*found.get("errors", ()), *errors]}
-    if found["steps"] and row in options.engine_rows and time.monotonic() < ends:
-        found |= measured(paths, options.steps, options.tiny, ends)
-    return {"words": words, **found, **derived(found, options.sequences)}
+    figures = run_verl([*VERL, *words], environment, paths, options.steps, ends, gpus)
+    if errors := other_length(figures, options.response):
+        figures |= {"status": figures["status"] or 1, "errors": [*figures.get("errors", ()), *errors]}
+    if figures["steps"] and row in options.engine_rows and time.monotonic() < ends:
+        figures |= measured(paths, options.steps, options.tiny, ends)
+    return {"words": words, **figures, **derived(figures, options.sequences)}
 
 
 def arranged(options: argparse.Namespace, rows: list[Row]) -> str:
@@ -282,7 +276,6 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--engine-rows", help="whose engine is measured alone, too; all if not set")
     parser.add_argument("--no-engine", action="store_true", help="leave out the engine alone")
     parser.add_argument("--again", action="store_true", help="also rows that have ended well already")
-    parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="FILE", help="verl_step.json of others")
     parser.add_argument("--tiny", action="store_true", help="two narrow layers on a CPU, to try this out")
     options = parser.parse_args(words)
     try:
@@ -301,8 +294,7 @@ def main(words: list[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     kept = ("sequences", "steps", "memory", "tiny")
     settings = {name: getattr(options, name) for name in kept} | {"exact_length": True}
-    results = Results(out / "verl_step.json", NAMES, settings, provenance(), BEFORE)
-    add_files(results, options.add, parser.error)
+    results = Results(out / "verl_step.json", NAMES, settings, provenance())
     ends = began + options.seconds
     shape = options.model + (f"-{options.layers}_layers" if options.layers else "")
     job = {"model": shape, "response": options.response, "gpus": options.gpus, "tp": options.tp}

@@ -1,20 +1,18 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where a weight sync's time goes: ``python3 benchmarks/weight_sync.py --model-shape qwen3-4b --layers 36``.
+"""Seconds of a weight sync by side: ``python3 benchmarks/weight_sync.py --model-shape qwen3-4b --layers 36``.
 
 Both sides of verl's naive weight sync in one process, for BF16 (verl's own stream and extension) and for ``jet_fp8``:
-an FSDP2 actor of one rank with FP32 masters, verl's bucketed sender and receiver, vLLM's model and loaders. Between the
-two stands a pair of queues in the place of ZMQ and of CUDA IPC; everything else is the code of a run, up to the
-contract check of the rollout's live parameters.
+an FSDP2 actor of one rank with FP32 masters, verl's bucketed sender and receiver, vLLM's model and loaders. A pair of
+queues replaces ZMQ and CUDA IPC; everything else is the code of a run, including the check of the rollout's live
+parameters.
 
 A side's seconds are those in which it does not wait for the other; the two alternate, so they add up to the sync. On a
-GPU both end each bucket with a synchronisation, as in verl, so a side's seconds hold its kernels. With ``--narrow``
-layers are as thin as the formats allow and the host's work is all there is: the regime of a GPU whose launches are the
-bottleneck, and what a CPU can show of it. Precisions take turns, ``--repetitions`` times.
+GPU both end each bucket with a synchronization, as in verl, so a side's seconds include its kernels. With ``--narrow``
+layers are as narrow as the formats allow, and only host work is left. Precisions take turns, ``--repetitions`` times.
 
-Two parts are listed apart, since a CPU runs them by other code than a GPU: the quantizer, and the probes of the
-contract check (small products and, shared, each operation on fixed inputs), the same for a model of any size. On a CPU
-the timed syncs take the results of both from the sync before, and a side's seconds are those of its own thread.
+The quantizer and the probes of the check are listed apart, since a CPU runs other code for them than a GPU. On a CPU
+the timed syncs reuse the results of both from the sync before, and a side's seconds are those of its own thread.
 
 Counted once per precision, untimed: tensors on the wire, operators of torch that each side calls, views apart, and the
 calls that wait for a GPU (``item``, ``tolist``, ``cpu``, ``bool(tensor)``, ``nonzero``).
@@ -139,13 +137,13 @@ class Part(threading.local):
                 return kept[call]
             self.name, started = name, time.perf_counter()
             try:
-                found = function(*args, **kwargs)
+                results = function(*args, **kwargs)
             finally:
                 self.name = PARTS[0]
                 self.seconds[name] += time.perf_counter() - started
             if DEVICE.type == "cpu":
-                kept[call] = found
-            return found
+                kept[call] = results
+            return results
 
         return inside
 
@@ -217,7 +215,7 @@ class Trainer:
         self._gather = gather.Gather(partial(quantized_by, self.plans), config.tie_word_embeddings)
 
     def stream(self, options: JetConfig | None, sizes: SyncStatistics) -> Iterator[tuple[str, torch.Tensor]]:
-        """What verl's engine sends, or ours (``get_per_tensor_param`` of both)."""
+        """What verl's engine sends, or this package's (``get_per_tensor_param`` of both)."""
         from jetrl_verl.sync.wire import counted_stock
         from jetrl_verl.train.weight_stream import weight_stream
 
@@ -242,7 +240,7 @@ def rollout_worker(folder: str, options: JetConfig | None) -> Any:
     from jetrl_verl.rollout.shared_operations import share_operations
     from jetrl_verl.rollout.worker import JetWorker, JetWorkerExtension
 
-    ours = vllm_arguments(options, None) if options is not None else {}
+    arguments_of_precision = vllm_arguments(options, None) if options is not None else {}
     arguments = EngineArgs(
         folder,
         skip_tokenizer_init=True,
@@ -250,7 +248,7 @@ def rollout_worker(folder: str, options: JetConfig | None) -> Any:
         enforce_eager=True,
         max_model_len=256,
         load_format="dummy",
-        **ours,
+        **arguments_of_precision,
     )
     config = arguments.create_engine_config()
     with set_current_vllm_config(config):
@@ -281,7 +279,7 @@ class Sync:
         there, back = queue.SimpleQueue(), queue.SimpleQueue()
         sender_end, receiver_end = End(back, there), End(there, back)
         buffers = queue.SimpleQueue()
-        sizes, found = SyncStatistics(), {}
+        sizes, results = SyncStatistics(), {}
         pieces = 0
 
         class Sender(transfer.BucketedWeightSender):
@@ -325,17 +323,17 @@ class Sync:
                 try:
                     profiler.runcall(work) if profiler is not None else work()
                 except BaseException as error:
-                    found["failure"] = error
+                    results["failure"] = error
                     end.send(pickle.dumps(error))
                 finally:
                     if DEVICE.type == "cuda":
                         torch.cuda.synchronize()
                     # A waiting thread's own clock stands still.
                     busy = CLOCK() - started - (end.waited - waited if CLOCK is time.perf_counter else 0)
-                    found[name] = dict(PART.seconds) | {"stream": busy - sum(PART.seconds.values())}
+                    results[name] = dict(PART.seconds) | {"stream": busy - sum(PART.seconds.values())}
             if count:
-                found[name] = {
-                    "operators": {part: dict(each.most_common()) for part, each in operators.operators.items()},
+                results[name] = {
+                    "operators": {part: dict(counts.most_common()) for part, counts in operators.operators.items()},
                     "views": dict(operators.views),
                     "waits": dict(waits.calls),
                 }
@@ -355,11 +353,11 @@ class Sync:
                 thread.join()
         finally:
             transfer.BucketedWeightReceiver = kept
-        if "failure" in found:
-            raise found["failure"]
-        found["pieces"], found["buckets"] = pieces, sender_end.messages
-        found["bytes"] = sizes.bytes if self._options is not None else sizes.stock_bytes
-        return found
+        if "failure" in results:
+            raise results["failure"]
+        results["pieces"], results["buckets"] = pieces, sender_end.messages
+        results["bytes"] = sizes.bytes if self._options is not None else sizes.stock_bytes
+        return results
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
@@ -387,11 +385,11 @@ def report(result: dict[str, Any]) -> None:
     )
     for column in (*columns, "waits", "pieces", "MiB", "buckets"):
         table.add_column(column, justify="right")
-    for precision, found in result["precisions"].items():
-        counts, runs = found["counts"], found["runs"]
+    for precision, results in result["precisions"].items():
+        counts, runs = results["counts"], results["runs"]
         for side in ("sender", "receiver", "both"):
             sides = ("sender", "receiver") if side == "both" else (side,)
-            of_parts = runs if DEVICE.type == "cuda" else [found["parts"]]
+            of_parts = runs if DEVICE.type == "cuda" else [results["parts"]]
             times = {
                 part: [1e3 * sum(run[name].get(part, 0) for name in sides) for run in (of_parts if i else runs)]
                 for i, part in enumerate(PARTS)

@@ -1,79 +1,17 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks name what the package has."""
+"""Every script prints its help; kernels.py checks what it times."""
 
 import argparse
-import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-
-
-def path_of(module: str) -> Path | None:
-    """The file of a module of the package."""
-    base = ROOT.joinpath(*module.split("."))
-    return next((file for file in (base.with_suffix(".py"), base / "__init__.py") if file.is_file()), None)
-
-
-def names_in(module: str) -> set[str]:
-    """What a module has at its top level, submodules included."""
-    file = path_of(module)
-    found = {child.stem for child in file.parent.iterdir()} if file.name == "__init__.py" else set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        elif isinstance(node, ast.ImportFrom | ast.Import):
-            found |= {alias.asname or alias.name for alias in node.names}
-    return found
-
-
-def absent(tree: ast.Module) -> Iterator[str]:
-    """Names that a file imports from the package, or reaches through a module of it, and that are not there.
-
-    A name that any function binds to something else is left out.
-    """
-    modules: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jetrl_verl"):
-            for alias in node.names:
-                if alias.name not in names_in(node.module):
-                    yield f"{node.module}.{alias.name}"
-                elif path_of(f"{node.module}.{alias.name}"):
-                    modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-    bound = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            module = modules.get(node.value.id)
-            if module and node.value.id not in bound and node.attr not in names_in(module):
-                yield f"{module}.{node.attr}"
-
-
-def test_every_benchmark_names_what_the_package_has():
-    files = sorted((ROOT / "benchmarks").rglob("*.py"))
-    assert len(files) > 5
-    assert {str(file): list(absent(ast.parse(file.read_text()))) for file in files} == {str(file): [] for file in files}
-
-
-@pytest.mark.parametrize(
-    ("line", "name"),
-    [
-        ("from jetrl_verl.train import shared_operations; shared_operations.spans", "train.shared_operations.spans"),
-        ("from jetrl_verl.nn.linear import JetLinears", "nn.linear.JetLinears"),
-        ("from jetrl_verl import kernels; kernels.rotary_embedding()", "kernels.rotary_embedding"),
-        ("from jetrl_verl import absent", "absent"),
-    ],
-)
-def test_a_name_that_is_gone_is_seen(line, name):
-    assert list(absent(ast.parse(line))) == [f"jetrl_verl.{name}"]
 
 
 def scripts() -> list[str]:

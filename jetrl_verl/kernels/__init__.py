@@ -1,16 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The operations that trainer and rollout share, fast: one file per operation, one dispatch table, one registration.
-
-An operation's file holds all of it: ``reference_*`` (CPU), ``triton_*`` with its kernels, ``native_*`` (the binding to
-csrc/), its autograd function, its fake, its torch operator. Every such file imports Triton at its top: the pinned torch
-brings it on every machine, with or without a GPU, and importing it takes a fraction of torch's own import.
-
-``dispatch.py``: operation -> platform -> backends. ``operator.py``: how a torch operator is registered. ``device/``:
-device code that several kernels share. ``results.py``: layouts of quantized results. ``native.py``: the compiled
-library. ``by_reference.py``, ``views.py``: what costs the host less than torch's own. ``vllm_kernels.py``: what is
-called of vLLM. ``reproducible.py``: CPU arithmetic that no batch changes.
-"""
+"""The operations that trainer and rollout share: one file each, with its CPU reference, Triton kernels, binding to
+csrc/, autograd function and torch operator. ``dispatch.py`` says which backend computes what."""
 
 from jetrl_verl.kernels.attention import (
     HEAD_DIM,

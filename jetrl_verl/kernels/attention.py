@@ -1,20 +1,12 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Causal attention with grouped queries, one head at a time: ``softmax(q k^T scale) v``.
+"""Causal attention with grouped queries, ``softmax(q k^T scale) v``; a query has the same bits in every batch and
+chunking.
 
-Training packs whole sequences one after another (:func:`attention`); a rollout attends from new tokens to a paged cache
-(:func:`paged_attention`). A query's result is the same in every bit in both, for any chunking of its prompt and any
-batch around it.
-
-**On a GPU** both are FlashAttention 3 from the vLLM wheel with ``num_splits=1`` (vllm_kernels.py), so that one thread
-block walks a query's keys in ascending order; torch's FlashAttention backward reads the output and the log-sum-exp. The
-rollout calls the same kernel on its paged cache (rollout/attention.py).
-
-**On the CPU** every sum is exact (reproducible.py; :func:`_attend` has the scheme). Keys and values are put on their
-grids once, when they are made: a cache holds them in that form (:func:`cache_form`).
-
-**With an FP8 KV cache** (kv_cache.py) attention is the same, over keys and values that were quantized and dequantized.
-Those are on the CPU's grids already, which are finer than the steps of E4M3 below a head's largest number.
+:func:`attention` has packed sequences (training), :func:`paged_attention` new tokens and a paged cache (rollout). On a
+GPU both are FlashAttention 3 of the vLLM wheel with ``num_splits=1``: one thread block reads a query's keys in order.
+On the CPU every sum is exact (:func:`_attend`, reproducible.py). With an FP8 KV cache keys and values are quantized and
+dequantized first (kv_cache.py).
 """
 
 import math

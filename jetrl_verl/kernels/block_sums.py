@@ -1,10 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""64-bit sums of the 128x128 blocks of one-byte matrices, for the contract check (formats/sums.py says what they are).
+"""64-bit sums of the 128x128 blocks of one-byte matrices, for the contract check (formats/sums.py).
 
-A rollout's live parameters are summed by one launch: a table has where each matrix begins, and a program finds the one
-whose block is its own by halving. One program a block; integers modulo 2^64, so no order of additions shows. Each byte
-is read once, where torch's own product and sum write and read an intermediate as large as the matrix.
+One launch for all live parameters: a table holds where each matrix begins, and each program finds its block by
+bisection. Sums are integers modulo 2^64, so the order does not matter.
 """
 
 from collections.abc import Sequence

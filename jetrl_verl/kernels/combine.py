@@ -1,14 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The sum of a token's k rows among the experts' segments: FP32, slot 0 first, rounded once, without atomics.
+"""Sum of a token's k rows in the segments of its experts: FP32, slot 0 first, rounded once, no atomics.
 
-Forward it adds the experts' outputs, which carry the routing weights already; backward it adds the k terms of the
-gradient of a token's input. ``combine_of_ranks`` adds a token's rows of each tensor-parallel rank, and in registers the
-ranks' rounded sums.
-
-(2 k + 2) bytes an element, of ranks (2 k ranks + 2), and nothing is reused: a thread has a load of 16 bytes for each of
-the k rows in flight. Few tokens are cut finer, so that their bytes come through more multiprocessors: at one token of
-2048 elements 8 programs of 4 KB each, not two of 16.
+Forward it adds the outputs of experts, backward the k terms of a token's gradient. ``combine_of_ranks`` also adds the
+rounded sums of tensor-parallel ranks. Few tokens are cut into smaller tiles, to use more multiprocessors.
 """
 
 import torch

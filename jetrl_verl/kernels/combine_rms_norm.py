@@ -1,12 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The sum of a token's experts' rows in one launch with what reads it in a rollout: residual addition and RMSNorm.
+"""Sum of a token's experts' rows, residual addition and RMSNorm in one launch, for a rollout.
 
-Both are what :func:`combine` and :func:`add_rms_norm` compute, in every bit, or ``add_rms_norm_quantize_1x128``. On a
-GPU it is the norm's kernel, whose threads add the rows where they would have loaded their sum, so the squares are added
-in the norm's layout and order. A program has a token, and a thread its 32 bytes of each of 8 rows in flight: 32 KB of
-rows of 2048 (tests/kernels/test_fused_for_hopper.py sees both). One launch less, and 4 bytes an element that are
-neither written nor read.
+In every bit :func:`combine` followed by :func:`add_rms_norm` or ``add_rms_norm_quantize_1x128``. On a GPU it is the
+norm's kernel, which adds the rows where it would load their sum.
 """
 
 import torch

@@ -1,19 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout's attention over its KV cache: one new token of each request (decode), or several (prompts and chunks).
+"""A rollout's attention over its KV cache: one new token per request (decode), or several (prompts and chunks).
 
-The bits are those of attention.py, of an FP8 cache over dequantized keys and values.
-
-**Decode on Hopper** is the kernel of csrc/sm90_decode_attention.cu, which reads FP8 data and scales and follows the
-order of FlashAttention 3 with ``num_splits=1``; where there are few requests, several thread blocks share one
-(csrc/sm90_decode_attention_cluster.cu), in the same order. Without the library, FlashAttention 3 itself runs on tokens
-that were dequantized for it: the same bits, slower than a BF16 cache, and in no CUDA graph, since it asks for lengths.
-
-**Chunks** always go that way: their tokens are read once for many queries.
-
-**A BF16 cache** is vLLM's own, and so is its attention (rollout/flash_attention.py), but for decode steps on Hopper:
-csrc/sm90_decode_attention_bf16.cu has FlashAttention 3's bits and as many thread blocks a request as help, where
-FlashAttention with one split has one.
+The bits are those of attention.py. Decode on Hopper runs csrc/sm90_decode_attention*.cu over FP8 or vLLM's BF16 pages,
+in the order of FlashAttention 3 with ``num_splits=1``; with few requests several thread blocks share one. Without the
+library FlashAttention 3 runs on dequantized tokens, slower and in no CUDA graph. Chunks of an FP8 cache always do.
 """
 
 import torch

@@ -1,15 +1,11 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Draw one token a row from the whole softmax of FP32 logits, and report its log-probability: one read of the logits.
+"""Draw one token per row from the softmax of FP32 logits and report its log-probability and rank, in one read of the
+logits.
 
-The read is log_probs.py's, which leaves the mass of every chunk of 4096 columns. A first uniform number chooses a chunk
-by its mass, a second one a column of that chunk by its exponential, both by inverting the cumulated sums in float64:
-two numbers a row where the Gumbel trick and exponential noise want one a column, and 16 KB of a row are read again. A
-probability is off by what FP32 exponentials and sums are off, some 1e-6 of itself; nothing is too unlikely to be drawn.
-Both uniforms, of 64 bits each, are one call of Philox4x32-10 with the row's seed as its key and the row's counter as
-its counter, the same on a CPU and a GPU. Log-probabilities are ``log_probs_of``'s, so the trainer's in every bit.
-
-The rank of a token, which vLLM reports, is counted in those chunks alone whose maximum reaches its logit.
+A uniform number picks a chunk of 4096 columns by its mass (log_probs.py), a second one a column within it, both by
+inverting cumulated sums in float64. The uniforms are one call of Philox4x32-10 keyed by the row's seed and counter, the
+same on CPU and GPU. Log-probabilities are those of the trainer in every bit.
 """
 
 import torch

@@ -1,13 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The forward of an FP8 linear as one torch operator, ``jetrl::fprop``: trainer and vLLM call this one.
-
-A policy that samples with the operator it is trained with needs one definition of "quantize, multiply, add bias,
-round". ``jetrl::fprop_quantized`` is its second half, for an input that was quantized where it was written.
-
-No autograd formula is attached: the trainer calls it inside its own ``autograd.Function`` (jetrl_verl/nn/linear.py),
-which also decides what is saved.
-"""
+"""The forward of an FP8 linear, ``jetrl::fprop``, called by trainer and vLLM: quantize, multiply, add bias, round.
+``jetrl::fprop_quantized`` is the same for an input that is quantized already. No autograd: see nn/linear.py."""
 
 import torch
 

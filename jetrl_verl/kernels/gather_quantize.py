@@ -1,17 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of tokens' outputs, quantized along rows and along groups of 128 rows in their experts' segments.
+"""Quantize gradients of tokens' outputs rowwise (DGrad) and colwise (WGrad) in the segments of their experts.
 
-dOut ``[T, C]`` is BF16, a row a token; both products behind it read a row a pair, R of them: DGrad rowwise qdata, WGrad
-colwise ones, whose groups hold other tokens for every expert. Bytes for each of the R C elements, k copies of a token:
-
-    this kernel: a pair's row in BF16, both qdata out                     2 + 1 + 1          = 4
-    a BF16 copy in segments, quantized both ways                          (2 + 2) + (2 + 2)  = 8
-    rowwise once a token, its qdata copied, colwise from BF16             3/k + 2 + 3        = 5.4 at k = 8
-
-and two scales for 128 in each. So a tile of 128 rows is read through its pairs and is then that of quantize_1x128.py:
-16 tiles of a row of 2048 are neighbours in the grid and read a token's 4 KB together. A group of 128 rows without any
-pair lies behind the last segment and is not written.
+A 128-row tile is read through its pairs and quantized as in quantize_1x128.py: 4 bytes per element of a pair, 8 with a
+BF16 copy in segments. Groups of 128 rows without a pair lie after the last segment and are not written.
 """
 
 import torch

@@ -1,10 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rowwise qdata of tokens to colwise qdata in their experts' segments: what a mixture's WGrad reads of a saved X.
+"""Re-layout of tokens' rowwise qdata ``[T, K]`` to colwise qdata in the segments of their experts, for WGrad.
 
-X is saved once a token, ``[T, K]``; WGrad contracts each expert's rows in groups of 128. A tile is read through its
-pairs and re-laid out in registers (relayout_128x1.py): 2 bytes for each of the R K elements, 1 in and 1 out, where a
-copy in segments and its re-layout move 4. A group of 128 rows without any pair is not written.
+A tile is read through its pairs and re-laid out in registers (relayout_128x1.py). Groups of 128 rows without a pair are
+not written.
 """
 
 import torch

@@ -1,11 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""INT8 GEMM: INT32 sums, scales per row of both operands, a bias fused before the one rounding.
-
-INT32 accumulation is exact, so neither tile shape nor order can show in a result and one tile covers all sizes. Rows
-beyond M or N are read from row ``index % extent``, as in gemm_nt.py. vLLM's CUTLASS kernel comes first where there is
-one (not on Blackwell): a scale per row of both operands, BF16 out, a BF16 bias or none, N and K multiples of 16.
-"""
+"""INT8 GEMM: exact INT32 sums, one scale per row of both operands, bias added before the one rounding. Sums are exact,
+so no tile or order changes a bit."""
 
 from importlib.util import find_spec
 

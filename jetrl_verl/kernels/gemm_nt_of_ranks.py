@@ -1,13 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""FProp of a row-parallel layer in the trainer: what the rollout's ranks, each with a slice of K, add up to.
+"""FProp of a row-parallel layer in the trainer: the sum of the products of the rollout's tensor-parallel ranks.
 
-A rank's product has a chain of promotions of its own and is rounded to BF16 (gemm_nt.py); the ranks' products are added
-in FP32 in their order and rounded once (sum_of_ranks.py). One kernel does both: where a slice of K ends, the
-accumulator is rounded, joins a total in registers and starts again. So nothing but the result is written.
-
-Backends: native (csrc/gemm.h, Hopper) without a bias; ``slices``, a product for each rank and their sum, on the native
-kernels too; Triton, the kernel of gemm_nt.py. No tile changes a bit.
+Each rank's product over its slice of K is rounded to BF16 (gemm_nt.py); products are added in FP32 in rank order and
+rounded once (sum_of_ranks.py). One kernel does both in registers. ``slices`` computes each product and their sum.
 """
 
 import torch

@@ -1,19 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Block-scaled GEMMs of a mixture of experts: one product an expert in one launch, row ranges read on the device.
+"""Block-scaled GEMMs of a mixture of experts: one product per expert in one launch, row ranges read on the device.
 
-``grouped_gemm_nt`` (FProp, DGrad) multiplies each expert's rows with its own matrix; a row has the bits that
-``gemm_nt`` gives it. ``grouped_gemm_nt_of_ranks`` multiplies each slice of K by itself, as tensor-parallel ranks do: a
-token's rows are added before the ranks' (combine.py), so every rank's are written, in one launch. ``grouped_wgrad``
-contracts each expert's segment. The host does not know how many rows an expert has, and never waits to learn it: the
-grid is that of the worst case, and a program that finds nothing to do ends.
-
-A tile belongs to one expert: segments are cut into tiles from their own first row, whatever ``align`` they were made
-with; Hopper's copy engine brings the scales of A where that is a multiple of 4, a warp where it is not. Tiles have at
-least 64 rows for the reason in gemm_nt.py.
-
-Backends: native (csrc/gemm.h, Hopper), whose forward kernel for few rows an expert is chosen by the number of rows and
-of experts, which the host knows; Triton. No choice changes a bit.
+``grouped_gemm_nt`` (FProp, DGrad): a row has the bits of ``gemm_nt``. ``grouped_gemm_nt_of_ranks``: each slice of K
+separately, as tensor-parallel ranks do. ``grouped_wgrad``: contracts the rows of each expert. A tile belongs to one
+expert and has at least 64 rows (gemm_nt.py). The grid is that of the worst case, so the host never waits.
 """
 
 import torch

@@ -1,16 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The FP8 KV cache (reference/kv_cache.py) on both sides: what the trainer does to keys and values, and what the pages
-of a rollout hold and give.
-
-The trainer quantizes and dequantizes keys and values in one step after rotary (:func:`quantize_kv`), keeps the FP8
-data for its backward, a little more than half of BF16's bytes, and dequantizes them there again; where nothing is kept
-beyond a layer, it makes no FP8 data at all (:func:`quantize_dequantize_kv`). The rollout writes the same data into its
-pages (:func:`write_kv`), whoever brings a token: a prompt, a chunk, a decode step, a request that comes back. A chunk
-reads the tokens of its requests as rows of BF16 (:func:`read_kv`); a decode step never does (decode_attention.py).
-
-All of it works on one head of one token at a time, so no batch, chunk or page size reaches a bit.
-"""
+"""The FP8 KV cache (reference/kv_cache.py): the trainer quantizes and dequantizes keys and values after rotary, the
+rollout writes the same data into its pages and reads chunks of them. Each head of each token is independent."""
 
 from typing import NamedTuple
 

@@ -2,13 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probabilities of given tokens from FP32 logits: temperature, log-softmax, one rounding to FP32.
 
-Stock verl and vLLM reduce the softmax in kernels of their own.
-
-On a GPU a row is read once. Chunks of 4096 columns, counted from the row's first, each give their maximum and the sum
-of exponentials above it, added over the threads of one program in one order; then the chunks' sums are scaled to the
-row's maximum and added in one order, which neither the batch nor the number of columns behind them changes. The softmax
-itself never exists. Its gradient recomputes it from two numbers a row, once, where the result is written. draw.py
-samples from the chunks. On the CPU sums are exact (reproducible.py).
+On a GPU a row is read once: chunks of 4096 columns give their maximum and sum of exponentials, which are combined in
+order, so neither batch nor padding changes a bit. The gradient recomputes the softmax from two numbers a row. On the
+CPU sums are exact (reproducible.py).
 """
 
 from typing import NamedTuple

@@ -1,20 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``lm_head`` to FP32 logits, ``hidden weight^T``, rounded once. Stock verl and vLLM round them to BF16.
+"""``lm_head`` and a mixture's router: FP32 logits ``hidden weight^T``, rounded once.
 
-Vocabulary entries that may not be sampled carry minus infinity, or a number so low that its exponential is zero, on
-both sides and take no part in log_probs.py.
-
-On a GPU a GEMM whose order over K never changes. A library's GEMM picks by the number of rows whether it splits K, and
-in what pieces it adds; here one program adds all of K in ascending order, sixteen products an instruction, whether a
-warp's of 16 rows or a warpgroup's of 64. The tile, which follows the numbers of rows and columns, decides only which
-elements a program holds and does not reach a bit (a GPU test goes across every tile's edge). At decode the weight is
-read once whatever the tile, which is what it costs. With more rows the tensor memory accelerator copies the operands,
-and a program goes from tile to tile, so that the next tile's operands are on their way while one is stored.
-
-A mixture's router is the same product with few columns. 128 of them are one tile of a vocabulary's width, and one
-multiprocessor would read all 512 KB of a router's weight in front of everything else, some 5 us; in tiles of 16 columns
-eight of them read 64 KB each.
+On a GPU one program adds all of K in ascending order, sixteen products per instruction, so the tile, which follows the
+shape, changes no bit. With many rows TMA copies operands and a program computes several tiles in turn. A router has
+tiles of 16 columns, so that eight multiprocessors read its weight.
 """
 
 from collections.abc import Sequence

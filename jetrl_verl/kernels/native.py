@@ -1,16 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The library of csrc/, compiled ahead of time for sm_90a: where it is, why it cannot run here, its plans.
+"""The library of csrc/, compiled ahead of time for sm_90a by ``scripts/build_csrc.py``: loading, availability, plans.
 
-One library beside this file, made by ``scripts/build_csrc.py`` where there is an nvcc, loaded on first use. Without
-it, or on another GPU, :func:`unavailable` says why, and the table's next backend runs. What a kernel computes and
-accepts stands in its operation's file: ``gemm_nt.py`` (FProp/DGrad, the same for few rows, WGrad),
-``gemm_nt_of_ranks.py``, ``grouped_gemm.py`` (the products of a mixture's experts), ``relayout_128x1.py``,
-``quantize_128x128.py`` (transpose), ``silu_mul.py`` (gradients), ``decode_attention.py``. No :class:`Plan` changes a
-bit of a result.
-
-``JETRL_NATIVE_DEBUG=1`` loads the debug build, in which a wait that lasts a second says what it waits for and stops the
-kernel.
+Without it, or on another GPU, :func:`unavailable` says why and the next backend runs. No :class:`Plan` changes a bit.
+``JETRL_NATIVE_DEBUG=1`` loads the debug build, which reports a wait of more than a second and stops the kernel.
 """
 
 import os

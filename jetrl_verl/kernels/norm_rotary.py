@@ -1,11 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The QK norm and rotary behind it in one launch: each head's RMSNorm, rounded to BF16, then rotated.
+"""QK norm and rotary in one launch, in every bit :func:`rms_norm` followed by :func:`rotary`.
 
-Both are what :func:`rms_norm` and :func:`rotary` compute, in every bit. On a GPU one warp has a head: the sum of
-squares is formed in the layout of the norm's kernel (tests/kernels/test_fused_for_hopper.py compares them), and the
-rest is elementwise. Three launches become one, and heads are read and written once instead of twice. A program has four
-heads of a token.
+On a GPU one warp has a head and sums squares in the layout of the norm's kernel (test_fused_for_hopper.py).
 """
 
 import torch

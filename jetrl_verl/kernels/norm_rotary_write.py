@@ -1,15 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The QK norm, rotary and the write into the KV cache in one launch: what a rollout's layer does in front of attention.
+"""QK norm, rotary and the write into the KV cache in one launch: a rollout layer before its attention.
 
-Queries and what is stored of keys and values have the bits of :func:`norm_rotary` with the write behind it: vLLM's copy
-into the pages of a BF16 cache, :func:`write_kv` into those of an FP8 one. Attention reads keys and values from the
-cache, so nothing else is written of them.
-
-On a GPU one warp has a head of queries, keys or values, a program four of one kind. Norm and rotary are the device
-functions of norm_rotary.py, with its layout of the sum of squares (tests/kernels/test_fused_for_hopper.py compares
-them); quantizing is that of kv_cache.py. A decode step's launch has little work and waits for memory. So a key is read,
-and its sum formed, while its slot is on the way: where it is stored, and whether, is all that depends on that.
+The bits are those of :func:`norm_rotary` and then vLLM's copy into BF16 pages or :func:`write_kv` into FP8 ones. On a
+GPU one warp has a head; it reads a key and sums squares while the slot is loading.
 """
 
 import torch

@@ -1,15 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The one way to register a torch operator ``jetrl::<name>``, and the checks that operators share.
+"""Register a torch operator ``jetrl::<name>``; checks that operators share.
 
-An operator stays whole under torch.compile, so no compiler fuses half of it into a neighbour on one side only, and CUDA
-graphs may capture it where it allocates by shape alone and never waits for the device. It has no gradient of its own;
-an operation's ``autograd.Function`` calls it from inside.
-
-Where neither autograd nor a compiler nor a mode is active, as inside the trainer's autograd functions, an operator is a
-plain call of its function: torch's dispatch to a function that is registered in Python costs the host some 10 us, as
-long as a small kernel runs. So functions speak of quantized tensors, and only what torch sees is taken apart into qdata
-and scales.
+An operator stays whole under torch.compile, so no compiler fuses half of it on one side only, and CUDA graphs can
+capture it. Without autograd, compiler or mode an operator is a plain call of its function: torch's dispatch to Python
+costs the host about 10 us.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,14 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Quantize weights in 128x128 blocks, with the transposed copy that DGrad reads, and transpose weights' qdata.
+"""Quantize weights in 128x128 blocks, with the transposed copy for DGrad, and transpose quantized weights.
 
-One program a block, the block in registers between its maximum and its division: 3 bytes an element (2 in, 1 out). The
-blocks are square, so the transpose has the same qdata and scales and costs one byte more, written in words of four
-(``store_colwise`` in device/e4m3.py). BF16 numbers stay in words of two until they are encoded, and one quotient is
-stored in both copies; a second kernel, which holds FP32 numbers, covers other types, odd widths and addresses, and
-transposes of heights that are no multiple of four. It also transposes qdata without arithmetic, 2 bytes an element.
-
-``transpose_128x128`` has a native kernel too (csrc/sm90_transpose_128x128.cu).
+One program per block, which stays in registers. Blocks are square, so the transpose has the same qdata and scales. BF16
+stays in words of two until encoded; a second kernel covers other types, odd widths and addresses, and transposes of
+heights that are no multiple of four.
 """
 
 import torch

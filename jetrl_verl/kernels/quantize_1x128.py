@@ -2,14 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantize activations and output gradients in groups of 128: rowwise (1x128), colwise (128x1), or both in one read.
 
-Rowwise, 3 bytes an element (2 in, 1 out) and nothing is reused: a copy that computes. When K is a multiple of 128 the
-tensor is a flat list of groups and a program takes ``GROUPS`` consecutive ones; otherwise the same list is addressed by
-row with a mask on its ragged end. A group's 128 elements sit in one row of threads, so its maximum is a few shuffles.
-
-Both, 4.06 bytes (2 in, 1 + 1 out, two scales for 128): a 128x128 tile holds 128 whole groups of either kind, so one
-program takes the maxima of its rows and of its columns from registers, encodes twice and writes the colwise result
-transposed (``store_colwise`` in device/e4m3.py). BF16 numbers are held in words of two; other types, odd widths and odd
-addresses have a second kernel, which holds FP32 numbers.
+Rowwise with K a multiple of 128, a program takes ``GROUPS`` consecutive groups of the flat tensor; otherwise groups are
+addressed by row with a mask. Both ways, a 128x128 tile holds whole groups of either kind, encoded twice from registers;
+a second kernel covers other types, odd widths and odd addresses.
 """
 
 import torch

@@ -2,10 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantize rows to INT8: activations per token, weights per output channel.
 
-One program a row, since a row has one scale. It reads its row twice in pieces, once for the maximum and once for the
-qdata, because a row is longer than a program should hold in registers; the second read comes from the cache. The
-quotient is the correctly rounded one of device/e4m3.py, and adding 1.5 * 2^23 to it leaves the rounded integer in the
-low bits.
+One program per row reads it twice, for the maximum and for the qdata. Adding 1.5 * 2^23 to the correctly rounded
+quotient (device/e4m3.py) leaves the rounded integer in the low bits.
 """
 
 import torch

@@ -1,14 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 -> FP8 re-layout of saved activations: rowwise qdata ``[M, K]`` to colwise qdata ``[K, M]`` for WGrad.
+"""Re-layout of saved activations: rowwise qdata ``[M, K]`` to colwise qdata ``[K, M]`` for WGrad, in one launch.
 
-2.06 bytes an element (1 in, 1 out, two scales for 128) and one launch, where dequantize, transpose and quantize as
-separate steps would move 14. A tile of 128 tokens makes one group of the result for each of its features; these lie in
-one group of the input, so it needs one old scale per token and yields one new scale per feature. The values pass
-through FP32 only in registers, and the maximum is a fresh one (reference/quantize.py says why). What moves between
-threads is words of four new qdata (``store_colwise`` in device/e4m3.py).
-
-Hopper runs the native kernel (csrc/sm90_relayout_128x1.cu) where columns come in sixteens.
+A tile of 128 tokens is one group of the result for each feature, with a fresh maximum (reference/quantize.py). Values
+are FP32 in registers only: 2.06 bytes an element.
 """
 
 import torch

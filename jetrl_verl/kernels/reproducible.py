@@ -1,20 +1,13 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""CPU arithmetic whose result depends on a row's operands alone: not on the batch, BLAS, threads or vector width.
+"""CPU arithmetic whose result depends on a row's operands alone: not on batch, BLAS, threads or vector width.
 
-Floating-point sums depend on their order, and a BLAS picks the order by shape; ``exp`` may differ in the last bit
-between the vectorised body of a tensor and its scalar tail. Three rules remove both, by construction and not by luck:
-
-* **Sums are exact.** A sum of multiples of one power of two needs no rounding, in any order, while it fits float64's
-  53 bits. :func:`on_grid` puts each row of a BF16 tensor on such a grid, ``bits`` binary places below the row's largest
-  magnitude: elements nearer than ``bits - 8`` binades to the maximum stay as they are, smaller ones lose what lies
-  ``bits`` places below it. The result is BF16 again. A product of two such rows, contracted over K, then is exact when
-  ``bits_a + bits_b + ceil(log2 K) <= 53``.
-* **Elementary functions are polynomials** evaluated with additions, multiplications and divisions, one tensor operation
-  each, none that may be fused (``addcmul``). IEEE 754 rounds those correctly, so a vector lane and a scalar agree.
-* **A function of one BF16 value is a table** of its 65,536 results (kernels/silu_mul.py).
-
-A GPU needs none of this: there both sides run one kernel with one order of operations.
+* **Sums are exact.** :func:`on_grid` rounds each row of a BF16 tensor to multiples of one power of two, ``bits`` places
+  below its largest magnitude. A product of two such rows over K is exact in float64, in any order, when ``bits_a +
+  bits_b + ceil(log2 K) <= 53``.
+* **Elementary functions are polynomials** of additions, multiplications and divisions, which IEEE 754 rounds correctly,
+  so a vector lane and a scalar agree.
+* **A function of one BF16 value is a table** of its 65,536 results (silu_mul.py).
 """
 
 import math

@@ -1,10 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized results in the memory layouts that a GPU's GEMMs read: uninitialised for kernels, fake for tracing.
+"""Quantized results in the memory layouts that a GPU's GEMMs read: uninitialized for kernels, fake for tracing.
 
-On a GPU 1x128 scales ``[M, ceil(K/128)]`` are column-major, stride ``(1, M)``, because every Hopper GEMM reads them
-along M. Colwise (128x1) qdata ``[K, M]`` are a view with padded rows: GEMMs load 16 bytes at a time along tokens, whose
-number is arbitrary, so rows start aligned, and zeros after their end add nothing to a sum.
+On a GPU 1x128 scales ``[M, ceil(K/128)]`` are column-major, stride ``(1, M)``. Colwise (128x1) qdata ``[K, M]`` is a
+view with rows padded by zeros to a multiple of 128, so that rows start aligned.
 """
 
 import torch

@@ -1,18 +1,12 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""RMSNorm over the last dimension, with and without the residual sum in front; the QK norm is the same function.
+"""RMSNorm over the last dimension, with and without a residual sum before it; the QK norm is the same function.
 
     y = (x * rstd) * w        rstd = 1 / sqrt(mean(x^2) + eps)
 
-FP32 inside, one rounding to BF16 at the end. Stock modules differ: Hugging Face rounds ``x * rstd`` to BF16 before it
-multiplies with the weight, and vLLM's fused kernel does not round the residual sum that it normalises. Here the
-residual sum is rounded to BF16 first; that rounded sum is what is normalised and what the next layer adds to.
-
-``*_quantize_1x128`` also return the qdata of the result, byte for byte what ``quantize_1x128`` makes of it in BF16.
-
-On a GPU one program normalises a row, held in registers: one read, one write. ``K``, tile and strides are compile-time
-constants and all forms are one kernel, so every row of a model's norm is summed in one order whatever the batch. One
-form reads the sum of experts' rows (combine_rms_norm.py).
+FP32 inside, one rounding to BF16 at the end; the residual sum is rounded to BF16 before it is normalized.
+``*_quantize_1x128`` also return the qdata of the result, byte for byte. On a GPU one program has a row in registers;
+all forms are one kernel with compile-time K and tile, so a row is summed in one order whatever the batch.
 """
 
 import torch

@@ -4,13 +4,7 @@
 
     y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin        x1, x2: first and second half of a head
 
-The table is computed here for both sides, on the CPU, in float64 and rounded through FP32 to BF16, the type that vLLM's
-own cache and Hugging Face's own cosines have. It is computed in blocks of a fixed number of positions, so that how many
-of them a side asks for cannot reach a value.
-
-On a GPU one program rotates all heads of a token. Elementwise, so any tile and any strides give the same bits: a
-product of two BF16 values is exact in FP32, and only the sum of two of them is rounded, whether the compiler contracts
-it or not.
+Both sides compute the table on the CPU in float64, in blocks of fixed size, and round it through FP32 to BF16.
 """
 
 import math

@@ -1,14 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which k experts a token goes to and with what weights, from FP32 router logits; on both sides the same bits.
+"""Which k experts a token goes to and with what weights, from FP32 router logits.
 
-The k largest logits, largest first, equal ones by the expert's number. Their weights are the softmax over all experts
-(Qwen3-MoE's ``norm_topk_prob=false``) or over the k alone (``true``; Hugging Face divides the softmax over all by the
-sum of the k, which is the same function). In FP32: stock Hugging Face modules round the weights to BF16, vLLM does not.
-
-On a GPU a token's logits are read once, and sums are made in a stated order or of integers: route_and_permute.py
-chooses in other tiles and gets the same bits. On the CPU sums are exact (reproducible.py). Logits that are not finite
-give weights that are not.
+The k largest logits, largest first, ties by expert number. Weights are the softmax over all experts (Qwen3-MoE's
+``norm_topk_prob=false``) or over the k (``true``), in FP32. Logits that are not finite give weights that are not.
 """
 
 import torch

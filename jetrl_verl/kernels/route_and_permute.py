@@ -1,17 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What stands between a rollout's router logits and its experts: choice, rows of the pairs, qdata in these rows.
+"""``route``, ``segments`` without padding and ``gather_quantized`` of a rollout's few tokens in one or two launches.
 
-It is ``route``, ``segments`` without padding and ``gather_quantized``, in every bit. As kernels of their own they are
-four launches of 2 to 3 us in front of products whose weights take 9 us at one token of Qwen3-30B-A3B (8 experts, 38 MB
-at 4.2 TB/s). For few tokens:
-
-* The row of a pair is the number of pairs in front of it, in the order (expert, token, slot). A program reads the
-  experts of all pairs and counts those in front of its own token's; nobody waits for another's count. 512 tokens of 8
-  experts are 16 KB to read and 32,768 comparisons a program. Programs behind those of the tokens count in the same way
-  what lies in front of each expert.
-* A token's program reads its qdata once and writes them k times.
-* Up to 8 tokens, every program chooses the experts of all tokens by itself: one launch in all. Beyond that, two.
+The row of a pair is the number of pairs before it in the order (expert, token, slot): each program reads the experts of
+all pairs and counts, then writes its token's qdata k times. Up to 8 tokens every program chooses the experts of all
+tokens itself, in one launch.
 """
 
 import torch

@@ -1,12 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rows for the pairs of tokens and experts, an expert's rows next to each other (reference/experts.py).
+"""Rows for the pairs of tokens and experts, the rows of an expert next to each other (reference/experts.py).
 
-On a GPU three launches and no wait, each of a program for every 256 pairs or every expert: count each expert's pairs
-in every piece of 256; add up the counts of the pieces in front of each; give every pair its row, which is its
-expert's first, what the pieces in front hold, and the pairs in front of it in its own piece. 65,536 pairs are 256
-programs whose longest loop is over 256 numbers; a program an expert that reads all pairs would take 64 turns of 1024.
-Memory is that of the worst case. A rollout's few tokens have a kernel of their own (route_and_permute.py).
+On a GPU three launches: count the pairs of each expert in pieces of 256, add up the counts of earlier pieces, give each
+pair its row. The host never waits.
 """
 
 import torch

@@ -1,16 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``silu(gate) * up``, the activation of a gated MLP: FP32 inside, one rounding to BF16. Stock Hugging Face modules
-round ``silu(gate)`` to BF16 in between.
+"""``silu(gate) * up``, the activation of a gated MLP: FP32 inside, one rounding to BF16.
 
-``silu_mul_quantize`` and ``silu_mul_backward_quantize`` quantize what they write, for the FP8 linears behind and in
-front of it: byte for byte what the quantizers make of the BF16 results, which are not read back. Forward 5.03 to 8.06
-bytes an element instead of 9 to 14, backward 10.1 instead of 18.
-
-On the CPU ``silu`` of a BF16 value is looked up among its 65,536 results (reproducible.py). On a GPU it is elementwise,
-so any tile gives the same bits; without a colwise result the quantizing kernel is a copy on a list of groups as in
-quantize_1x128.py, with one, and backward, a 128x128 tile yields whole groups in both directions (``store_both`` in
-device/e4m3.py). The backward that quantizes has a native kernel (csrc/sm90_silu_mul_backward.cu).
+``*_quantize`` also quantize the result for the next FP8 linears, byte for byte as the quantizers do. On the CPU
+``silu`` of a BF16 value is a table (reproducible.py). On a GPU the result is elementwise; with a colwise result a
+128x128 tile holds whole groups in both directions (``store_both`` in device/e4m3.py).
 """
 
 from functools import cache

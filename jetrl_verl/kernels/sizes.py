@@ -1,7 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of grids and tiles on the host. Triton's functions of the same purpose are made for kernels, too, and take 2 us
-a call; a layer of the trainer asks for some seventy."""
+"""Sizes of grids and tiles on the host. Triton's helpers cost 2 us a call, and a layer makes about 70."""
 
 from functools import cache
 

@@ -1,12 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The sum of a row-parallel linear: one BF16 tensor of each tensor-parallel rank, added in the order of the ranks.
+"""The sum of a row-parallel linear: one BF16 tensor of each tensor-parallel rank, added in FP32 in rank order, rounded
+once.
 
-A rank of the rollout has a slice of K; it rounds its product to BF16, and the ranks' products are added in FP32, rank 0
-first, with one rounding. The trainer, which has all of K, rounds and adds at the same places in the kernel of its
-product (gemm_nt_of_ranks.py). With two ranks every all-reduce that adds in FP32 and rounds once, or that adds two
-BF16 numbers, has these bits: ``a + b`` is commutative, and the FP32 sum of two BF16 numbers rounds to BF16 as the exact
-one does. With more the order matters, and the rollout adds with this function, too (rollout/row_parallel.py).
+With two ranks any all-reduce that rounds to nearest has these bits. With more the order matters, and the rollout adds
+with this function (rollout/row_parallel.py).
 """
 
 from collections.abc import Sequence

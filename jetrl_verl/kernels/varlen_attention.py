@@ -1,13 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Causal attention over packed sequences for modules that are stock otherwise; no two implementations of it agree.
+"""Causal attention over packed sequences for stock modules, any head dimension; the trainer's alone, no promise of
+bits.
 
-The attention that trainer and rollout share is attention.py's. This one is the trainer's alone, for baselines and for
-``jetrl.operations=stock``: any head dimension that the kernels support, and no promise about the last bit.
-
-**On a GPU** the forward is FlashAttention 3 of the vLLM wheel on Hopper, where that exists, and torch's FlashAttention
-2 on other GPUs; both leave the output and the log-sum-exp to torch's FlashAttention backward (attention.py). **On the
-CPU** each sequence goes through torch's ``scaled_dot_product_attention``, as stock modules do with it alone.
+On a GPU FlashAttention 3 of the vLLM wheel or torch's FlashAttention 2, with torch's backward; on the CPU torch's
+``scaled_dot_product_attention`` of each sequence.
 """
 
 from collections.abc import Iterator

@@ -1,15 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``w * silu(gate) * up`` of the rows of experts' segments, quantized on the way out, and its gradients.
+"""``w * silu(gate) * up`` of the rows of experts' segments, quantized to 1x128 groups, and its gradients.
 
-The routing weight w of a row is multiplied in here and not into the expert's output (reference/experts.py says why).
-FP32 inside, one rounding to BF16, then 1x128 groups: what the down projection reads. The gradient of a weight is an
-inner product over the row, in FP32.
-
-Backward, the gradients of gate and up are rounded to BF16 and quantized both ways in registers, for the products behind
-them (``store_both`` in device/e4m3.py): 6 bytes an element of I in and 4 out, where BF16 gradients that are quantized
-in a second pass move 18. A tile of 128 rows and 128 columns knows a part of its rows' inner products; the parts, 4
-bytes for 128 elements, are added by a second small kernel in the order of the tiles.
+The routing weight w is multiplied in here, not into the expert's output (reference/experts.py). FP32 inside, one
+rounding to BF16. Backward rounds the gradients of gate and up to BF16 and quantizes them both ways in registers; the
+gradient of w is an inner product over the row in FP32, added over 128-column tiles in order by a second kernel.
 """
 
 import torch

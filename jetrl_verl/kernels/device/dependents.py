@@ -1,14 +1,11 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Programmatic dependent launch: the next kernel in the stream may start early. The first line of what quantizes the
-inputs of an FP8 rollout's linears.
+"""Programmatic dependent launch: the quantizers of a rollout's linears let the next kernel start early.
 
-A kernel whose launch asks for it, as the native decode GEMM's does with ``static_weight``, starts when all programs of
-the one in front have called :func:`launch_dependents` or have ended; it waits by itself before it reads what that one
-writes. A launch that does not ask for it waits for the whole kernel as always, so the call changes no result.
-
-The kernels that call it are launched without that attribute: when one of them runs, all that came before it has ended,
-and a GEMM that starts under it can find nothing unfinished but what this one kernel writes.
+A kernel launched with the attribute (the decode GEMM with ``static_weight``) starts when all programs of the previous
+kernel have called :func:`launch_dependents` or ended, and waits itself before it reads what that kernel writes. Other
+launches wait for the whole kernel. The kernels that call it are launched without the attribute, so only what this one
+kernel writes can be unfinished when the next one starts.
 """
 
 import triton.language as tl

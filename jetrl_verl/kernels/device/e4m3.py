@@ -1,15 +1,12 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""E4M3 on the device: scale, encode, decode and transpose, the lines of ``reference`` that the quantizer kernels share.
+"""E4M3 on the device: scale, encode, decode and transpose, shared by the quantizer kernels.
 
-Byte-equal with ``reference`` by construction: maxima over bit patterns, powers of two assembled from exponent bits,
-correctly rounded quotients (:func:`_quotient`), one round-to-nearest-even into E4M3. Invariants:
-
-* A group with an Inf or NaN gets the reciprocal NaN, which turns all its qdata into NaN without a further look.
-* ``reference`` clamps the quotient to +-448 and this file does not: ``x / s`` exceeds 448 by one FP32 step at most
-  (where the scale was rounded down), and that rounds to 448.
-* Triton's interpreter converts FP32 to E4M3 wrongly (113 of 4096 normal values; NaN becomes finite), decodes NaN qdata
-  as 480 and rounds a fused multiply-add twice. There the same results come from integer operations and divisions.
+Byte-equal to ``reference``: maxima of bit patterns, powers of two made from exponent bits, correctly rounded quotients
+(:func:`_quotient`), one round-to-nearest-even into E4M3. A group with an Inf or NaN gets the reciprocal NaN, which
+makes all its qdata NaN. The quotient needs no clamp to +-448: it exceeds 448 by at most one FP32 step, which rounds to
+448. Triton's interpreter converts FP32 to E4M3 wrongly, decodes NaN as 480 and rounds a fused multiply-add twice; there
+integer operations and divisions give the same results.
 """
 
 import torch

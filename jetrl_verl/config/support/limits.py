@@ -13,4 +13,4 @@ SHARED_CAPABILITY = (9, 0)
 
 WGRAD_IN_TRITON = 0.68
 """Speed of WGrad in Triton over cuBLAS's in BF16, FP32 stored, four linears of Qwen3-8B at 4,096 and 16,384 tokens on
-an H200: 0.681 (BF16 stored 0.692) in benchmarks/results/gemm_h200.json."""
+an H200: 0.681 (BF16 stored 0.692) (benchmarks/results/gemm_h200.json of commit 457e905)."""

@@ -4,6 +4,7 @@
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
 from jetrl_verl import formats
@@ -45,16 +46,20 @@ def replace_linears(
         plan = plan_of(name, plans)
         if plan is None:
             raise UnsupportedLayer(f"its family has no linear layer {name}", "linear_of_no_family")
-        if (plan.n, plan.k) != (module.out_features, module.in_features):
-            raise ValueError(
-                f"layer {name} has shape [{module.out_features}, {module.in_features}] but the model's configuration "
-                f"says [{plan.n}, {plan.k}]; the configuration and the weights do not belong together"
-            )
+        _check_shape(name, module.weight, plan.n, plan.k)
         if plan.quantized:
             JetLinear.replace(module, scale_rule=scale_rule, backward=backward, ranks=plan.k // plan.shard_k)
             replaced.append(name)
     hand_over(model, decoder.fed_by_norms)
     return replaced
+
+
+def _check_shape(name: str, weight: torch.Tensor, *shape: int) -> None:
+    if tuple(weight.shape) != shape:
+        raise ValueError(
+            f"{name} has shape {list(weight.shape)} but the model's configuration says {list(shape)}: "
+            "the configuration and the weights do not belong together"
+        )
 
 
 def _replace_experts(
@@ -67,12 +72,8 @@ def _replace_experts(
         if at is None or at.module != mixture.module:
             continue
         for plan in (gate_up, down):
-            shape = tuple(getattr(module, leaf(plan.suffix)).shape)
-            if shape != (plan.experts, plan.n, plan.k):
-                raise ValueError(
-                    f"experts {name}.{leaf(plan.suffix)} have shape {list(shape)} but the model's configuration says "
-                    f"{[plan.experts, plan.n, plan.k]}; the configuration and the weights do not belong together"
-                )
+            parameter = leaf(plan.suffix)
+            _check_shape(f"{name}.{parameter}", getattr(module, parameter), plan.experts, plan.n, plan.k)
         if down.quantized:
             JetExperts.replace(module, mixture, scale_rule=scale_rule, ranks=down.k // down.shard_k)
             replaced.append(name)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The gated MLP as one step of autograd: the bits of its modules called one by one."""
+"""The gated MLP as one autograd node: the bits of its modules called one by one."""
 
 import pytest
 import torch
@@ -26,30 +26,25 @@ def decoder(family: str, *, backward: str = "fp8"):
     return model
 
 
-def run(model, monkeypatch, *, as_one: bool, passes: int = 1) -> tuple[list[torch.Tensor], int]:
-    """Logits, every gradient in either place, after ``passes``; how often three modules were one step."""
+def run(model, monkeypatch, *, as_one: bool) -> tuple[list[torch.Tensor], int]:
+    """Logits and all gradients, and how often three modules were one node."""
     calls = []
-    own = gated_mlp.gated_product
+    stock = gated_mlp.gated_product
     with monkeypatch.context() as patch:
         if not as_one:
             patch.setattr(shared_operations, "covers", lambda *call: False)
-        patch.setattr(shared_operations, "gated_product", lambda *call: calls.append(call) or own(*call))
-        for _ in range(passes):
-            logits = model(input_ids=torch.arange(11)[None], use_cache=False).logits
-            logits.float().square().sum().backward()
-    found = [logits.detach()]
-    for parameter in model.parameters():
-        gradient = parameter.grad
-        found.append(torch.zeros(0) if gradient is None else gradient.clone())
-        if gradient is not None:
-            gradient.zero_()
-    return found, len(calls)
+        patch.setattr(shared_operations, "gated_product", lambda *call: calls.append(call) or stock(*call))
+        logits = model(input_ids=torch.arange(11)[None], use_cache=False).logits
+        logits.float().square().sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    return [logits.detach(), *(torch.zeros(0) if gradient is None else gradient for gradient in gradients)], len(calls)
 
 
-def check_same(model, monkeypatch, **arguments) -> None:
-    one_by_one, none = run(model, monkeypatch, as_one=False, **arguments)
-    together, calls = run(model, monkeypatch, as_one=True, **arguments)
-    assert (none, calls) == (0, len(model.model.layers) * arguments.get("passes", 1))
+def check_same(model, monkeypatch, calls_per_layer: int = 1) -> None:
+    one_by_one, none = run(model, monkeypatch, as_one=False)
+    together, calls = run(model, monkeypatch, as_one=True)
+    assert (none, calls) == (0, calls_per_layer * len(model.model.layers))
     assert all(torch.equal(a, b) for a, b in zip(one_by_one, together, strict=True))
 
 
@@ -64,7 +59,6 @@ def test_fp32_weights_get_the_same_gradients(monkeypatch):
         if isinstance(module, JetLinear):
             module.weight.data = module.weight.data.float()
     check_same(model, monkeypatch)
-    assert model.model.layers[0].mlp.gate_proj.weight.grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize("frozen", ["gate_proj", "up_proj", "both"])
@@ -79,28 +73,24 @@ def test_frozen_weights_get_no_gradient_and_the_others_theirs(monkeypatch, froze
 def test_a_recomputed_forward_gives_the_same_gradients(monkeypatch):
     model = decoder("llama")
     for layer in model.model.layers:
-        own = layer.mlp.forward
-        layer.mlp.forward = lambda x, own=own: checkpoint(own, x, use_reentrant=False)
-    one_by_one, _ = run(model, monkeypatch, as_one=False)
-    together, calls = run(model, monkeypatch, as_one=True)
-    assert calls == 2 * len(model.model.layers)  # once more in backward
-    assert all(torch.equal(a, b) for a, b in zip(one_by_one, together, strict=True))
+        forward = layer.mlp.forward
+        layer.mlp.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
+    check_same(model, monkeypatch, calls_per_layer=2)  # again in backward
 
 
-def test_the_qdata_of_the_input_are_let_go_after_backward(monkeypatch):
-    model = decoder("llama")
-    shared = []
-    own = gated_mlp.gated_product
-    monkeypatch.setattr(gated_mlp, "gated_product", lambda x, *layers: shared.append(x) or own(x, *layers))
+def test_the_inputs_re_layout_is_freed_by_backward(monkeypatch):
+    model, inputs = decoder("llama"), []
+    stock = gated_mlp.gated_product
+    monkeypatch.setattr(gated_mlp, "gated_product", lambda x, *layers: inputs.append(x) or stock(x, *layers))
     run(model, monkeypatch, as_one=True)
-    assert shared and all(each.colwise.readers == 0 and each.colwise._colwise is None for each in shared)
+    assert inputs and all(x.colwise.readers == 0 and x.colwise._colwise is None for x in inputs)
 
 
-def test_modules_are_called_one_by_one_where_something_looks_between_them():
+def test_hooks_biases_and_other_precisions_are_not_covered():
     mlp = decoder("llama").model.layers[0].mlp
     x = torch.randn(3, mlp.gate_proj.in_features)
-    read, in_fp32 = (quantize_input(each, mlp.gate_proj.format, "fp32") for each in (x.bfloat16(), x))
-    layers = read, mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    in_bf16, in_fp32 = (quantize_input(source, mlp.gate_proj.format, "fp32") for source in (x.bfloat16(), x))
+    layers = in_bf16, mlp.gate_proj, mlp.up_proj, mlp.down_proj
     assert gated_mlp.covers(*layers)
     assert not gated_mlp.covers(in_fp32, *layers[1:])  # dX would be summed in FP32
     with torch.no_grad():
@@ -119,5 +109,5 @@ def test_modules_are_called_one_by_one_where_something_looks_between_them():
     assert not gated_mlp.covers(*layers)
     mlp.gate_proj.bias = None
     assert gated_mlp.covers(*layers)
-    in_bf16 = decoder("llama", backward="bf16").model.layers[0].mlp
-    assert not gated_mlp.covers(read, in_bf16.gate_proj, in_bf16.up_proj, in_bf16.down_proj)
+    mlp = decoder("llama", backward="bf16").model.layers[0].mlp
+    assert not gated_mlp.covers(in_bf16, mlp.gate_proj, mlp.up_proj, mlp.down_proj)

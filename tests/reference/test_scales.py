@@ -45,15 +45,6 @@ def test_zero_and_non_finite_groups_have_scale_one(rule, special):
     assert scale_from_amax_bits(bits, rule).item() == 1.0
 
 
-def test_pow2_scales_are_powers_of_two_and_put_the_maximum_in_the_top_binade():
-    maxima = interesting_maxima()
-    maxima = maxima[maxima > 448 * 2.0**-63]
-    scales = scale_from_amax_bits(maxima.view(torch.int32), "pow2")
-    assert (scales.view(torch.int32) & 0x7FFFFF == 0).all()
-    quotients = maxima.double() / scales.double()
-    assert ((quotients > 224) & (quotients <= 448)).all()
-
-
 def test_integer_maximum_finds_a_nan_wherever_it_stands():
     for position in range(128):
         group = torch.full((128,), 3.0)

@@ -1,10 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The mismatch that ``precision=fp8_rollout`` has on the policies of a run: one vLLM engine takes them in turn.
+"""The mismatch that ``precision=fp8_rollout`` has on the policies of a run: ``python -m ... REQUEST``.
 
-``python -m jetrl_verl.tools.demo.baseline REQUEST`` reads a ``BaselineRequest``. The engine quantizes a policy, samples
-one response to each prompt, and the BF16 trainer computes log-probabilities of the same tokens, both with stock
-operations. Nothing is trained.
+One vLLM engine takes the policies in turn and samples; the BF16 trainer computes log-probabilities of the same tokens.
+Both run stock operations. Nothing is trained.
 """
 
 import json

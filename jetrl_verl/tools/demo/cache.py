@@ -49,18 +49,14 @@ class Prepared:
 
 
 def find(recipe: Recipe, cache: Path) -> Prepared | None:
-    """The entry for ``recipe``, or None. Raises ``DemoError`` if a file of it is missing or damaged."""
+    """The entry for ``recipe``, or None. Raises ``DemoError`` if it is damaged."""
     folder = _folder(recipe, cache)
     if not folder.exists():
         return None
     try:
-        entry = Prepared(folder.resolve(), json.loads((folder / "facts.json").read_text()))
+        return Prepared(folder.resolve(), json.loads((folder / "facts.json").read_text()))
     except (OSError, ValueError) as error:
         raise DemoError(f"{folder / 'facts.json'} is not readable; delete {folder} and run again") from error
-    for path in (entry.train, entry.test, entry.policy / "model.safetensors", entry.policy / "tokenizer.json"):
-        if not path.is_file():
-            raise DemoError(f"{path} is missing; delete {folder} and run again")
-    return entry
 
 
 def make(recipe: Recipe, cache: Path, device: str, report: Callable[[str], None]) -> Prepared:

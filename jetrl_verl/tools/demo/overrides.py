@@ -117,7 +117,7 @@ def build_overrides(precision: str, prepared: "Prepared", paths: RunPaths, devic
         "trainer.n_gpus_per_node": 1,
         "trainer.total_training_steps": steps,
         "trainer.val_before_train": True,
-        "trainer.test_freq": steps,
+        "trainer.test_freq": max(1, steps // 2),
         "trainer.save_freq": -1,
         "trainer.resume_mode": "disable",
         "trainer.project_name": "jetrl-demo",

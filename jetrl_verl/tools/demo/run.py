@@ -27,7 +27,7 @@ from jetrl_verl.tools.launch import DEVICES, VERL, RunPaths, build_environment, 
 from jetrl_verl.tools.process_tree import Interrupted, ProcessTree, signals_raise
 from jetrl_verl.tools.progress import Tracker, last_errors
 from jetrl_verl.tools.provenance import provenance, version_of
-from jetrl_verl.tools.report import MISMATCH, Run, Series, accuracy_keys, load_run, write_report
+from jetrl_verl.tools.report import MISMATCH, Run, Series, accuracy_keys, draw, load_run, write_report
 
 _PACKAGES = ("jetrl-verl", "verl", "vllm", "torch", "transformers", "ray")
 BASELINE = (sys.executable, "-m", baseline.__name__)
@@ -99,10 +99,17 @@ def run_demo(
         return 128 + interruption.signal
     run = load_run(paths.folder)
     series = baseline_series(paths.folder)
-    report = write_report([run], paths.report, f"Demo, precision={options.precision}", [series] if series else [])
-    for line in (*accuracy_lines(run), *mismatch_lines(run, series)):
+    extra = [series] if series else []
+    digits, parameters = recipe.task.digits, prepared.facts.get("parameters", 0)
+    title = (
+        f"GRPO on sums of two numbers of {digits} digits, {parameters / 1e6:.1f}M parameters, {_device_name(device)}"
+    )
+    report = write_report([run], paths.report, title, extra)
+    figure, _ = draw([run], extra, ("accuracy", "mismatch"))
+    figure.suptitle(title)
+    figure.savefig(paths.folder / "demo.png", dpi=150, facecolor="white")
+    for line in (*summary_lines(run, series), f"report: {report}"):
         say(line)
-    say(f"report: {report}")
     return 0
 
 
@@ -142,13 +149,15 @@ def _train(
     paths.facts.write_text(json.dumps(_facts(options, paths, prepared, device, tracker, command), indent=2))
     if status == 0 and tracker.step >= options.last_step:
         return True
-    say(f"verl ended with status {status} after step {tracker.step} of {options.steps}:")
-    for line in last_errors(paths.log):
-        say(f"  {line}")
-    say(f"full log: {paths.log}")
+    _say_failure(f"verl ended with status {status} after step {tracker.step} of {options.steps}", paths.log, say)
     if paths.ray_logs.exists():
         say(f"Ray's own logs: {paths.ray_logs}")
     return False
+
+
+def _say_failure(sentence: str, log: Path, say) -> None:
+    for line in (f"{sentence}:", *(f"  {line}" for line in last_errors(log)), f"full log: {log}"):
+        say(line)
 
 
 def _measure_baseline(options: DemoOptions, paths: RunPaths, prepared: cache.Prepared, device: str, say) -> bool:
@@ -170,17 +179,15 @@ def _measure_baseline(options: DemoOptions, paths: RunPaths, prepared: cache.Pre
     request.write(folder / "request.json")
     command = [*BASELINE, str(folder / "request.json")]
     environment = build_environment(paths, device) | engine_environment(device == "cuda")
-    with ProcessTree(command, environment, folder / "run.log") as tree:
+    log = folder / "run.log"
+    with ProcessTree(command, environment, log) as tree:
         for _ in tree.follow():
             pass
         status = tree.poll()
     if status == 0:
         shutil.rmtree(checkpoints, ignore_errors=True)
         return True
-    say(f"the measurement of fp8_rollout ended with status {status}:")
-    for line in last_errors(folder / "run.log"):
-        say(f"  {line}")
-    say(f"full log: {folder / 'run.log'}; --no-baseline leaves it out")
+    _say_failure(f"the measurement of fp8_rollout (--no-baseline omits it) ended with status {status}", log, say)
     return False
 
 
@@ -192,24 +199,17 @@ def baseline_series(folder: Path) -> Series | None:
     return Series("fp8_rollout on the same policies", steps, values)
 
 
-def accuracy_lines(run: Run) -> Iterator[str]:
-    """First and last held-out accuracy of ``run``, a line for each validation set, named where there are several."""
-    keys = accuracy_keys([run])
-    for name, key in keys.items():
+def summary_lines(run: Run, series: Series | None) -> Iterator[str]:
+    """First and last held-out accuracy of each validation set, then the mismatch of ``run`` and of ``series``."""
+    for name, key in accuracy_keys([run]).items():
         if points := list(zip(*run.series(key))):
-            texts = [f"{value:.1%} {f'after {step} steps' if step else 'before'}" for step, value in points]
-            ends = texts if len(texts) == 1 else (texts[0], texts[-1])
-            yield f"held-out accuracy{f' of {name}' if len(keys) > 1 else ''}: {', '.join(ends)}"
-
-
-def mismatch_lines(run: Run, series: Series | None) -> Iterator[str]:
-    """k3_kl of ``run``, and of ``series`` if it was measured."""
+            ends = dict.fromkeys((points[0], points[-1]))
+            texts = [f"{value:.1%} {f'after {step} steps' if step else 'before'}" for step, value in ends]
+            yield f"held-out accuracy of {name}: {', '.join(texts)}"
     if values := run.series(MISMATCH)[1]:
-        own = f"mean {sum(values) / len(values):.1e}" if any(values) else f"exactly 0 in all {len(values)} steps"
-        line = f"k3_kl of rollout and trainer: {own}"
-        if series:
-            line += f"; {series.name}: {min(series.values):.1e} to {max(series.values):.1e}"
-        yield line
+        mismatch = f"mean {sum(values) / len(values):.1e}" if any(values) else f"exactly 0 in all {len(values)} steps"
+        baseline = f"; {series.name}: {min(series.values):.1e} to {max(series.values):.1e}" if series else ""
+        yield f"k3_kl of rollout and trainer: {mismatch}{baseline}"
 
 
 def _facts(

@@ -20,7 +20,7 @@ MAX_RESPONSE_TOKENS = 40
 PROMPTS = 16
 """Of a step."""
 GROUP_SIZE = 8
-LEARNING_RATE = 2e-4
+LEARNING_RATE = 3e-4
 
 LOCAL_RAY = {
     "++ray_kwargs.ray_init.address": "local",  # never join a cluster that runs here

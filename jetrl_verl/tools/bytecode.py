@@ -1,11 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Bytecode of the packages that every process of a run imports: where it is missing, each process compiles again.
-
-A run of verl starts six processes one after another that import torch, verl and vLLM. With bytecode on the disk an
-import takes 5 to 10 s of processor time; without, 20 to 50. Python leaves bytecode where it imports, but not where
-``PYTHONDONTWRITEBYTECODE`` is set, as in many images, and the first process of each kind compiles anyway.
-"""
+"""Bytecode of the packages that every process of a run imports. Without it each of them compiles again, which takes
+20 to 50 s of processor time instead of 5 to 10."""
 
 import os
 import subprocess
@@ -15,20 +11,17 @@ from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
 PACKAGES = ("torch", "transformers", "ray", "verl", "vllm")
-"""The large ones; what they import lies in the same folders."""
+"""The large ones."""
 
 
 def has_bytecode(package: Path) -> bool:
-    """Whether most Python files below a folder have bytecode that this interpreter reads.
-
-    Most, since whoever imported the package alone has left the bytecode of what it then imported.
-    """
+    """Whether most Python files below a folder have bytecode of this interpreter; some have it after any import."""
     sources = [Path(folder) / name for folder, _, names in os.walk(package) for name in names if name.endswith(".py")]
     return 2 * sum(os.path.exists(cache_from_source(str(source))) for source in sources) >= len(sources)
 
 
 def folders_without() -> dict[Path, list[str]]:
-    """Folder of installed packages -> those of ``PACKAGES`` in it whose bytecode is missing; nothing is imported."""
+    """Folder of installed packages -> those of ``PACKAGES`` in it that have no bytecode."""
     missing: dict[Path, list[str]] = {}
     for name in PACKAGES:
         spec = find_spec(name)
@@ -41,15 +34,12 @@ def folders_without() -> dict[Path, list[str]]:
 
 
 def command_for(folders: Mapping[Path, object]) -> list[str]:
-    """Program that compiles all packages in ``folders``, a process for each core."""
+    """Command that compiles all packages in ``folders`` on all cores."""
     return [sys.executable, "-m", "compileall", "-q", "-j", "0", *map(str, folders)]
 
 
 def start_compiling(folders: Mapping[Path, object]) -> subprocess.Popen | None:
-    """:func:`command_for`, started; None where nothing is missing, or nothing can be written.
-
-    Its status says nothing: packages hold templates that are no Python.
-    """
+    """Start :func:`command_for`; None if there is nothing to write. It may fail on templates that are not Python."""
     quiet = subprocess.DEVNULL
-    written = {folder: names for folder, names in folders.items() if sys.pycache_prefix or os.access(folder, os.W_OK)}
-    return subprocess.Popen(command_for(written), stdin=quiet, stdout=quiet, stderr=quiet) if written else None
+    writable = {folder: names for folder, names in folders.items() if sys.pycache_prefix or os.access(folder, os.W_OK)}
+    return subprocess.Popen(command_for(writable), stdin=quiet, stdout=quiet, stderr=quiet) if writable else None

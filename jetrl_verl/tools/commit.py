@@ -1,9 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which commit a tree is: asked of git in a checkout, of a file that ``setup.py`` wrote elsewhere.
+"""Commit of a tree: from git in a checkout, elsewhere from a file that ``setup.py`` wrote.
 
-``setup.py`` runs this file before the package is installed, so it imports the standard library alone. Whoever copies a
-tree without ``.git`` can write the file too: ``git rev-parse HEAD > jetrl_verl/_commit.txt``.
+``setup.py`` runs this before the package is installed, so it imports the standard library only.
 """
 
 import subprocess
@@ -11,16 +10,15 @@ from pathlib import Path
 
 UNKNOWN = "unknown"
 FILE = Path("jetrl_verl") / "_commit.txt"
-"""Below the folder that has the package: the commit, and a second word ``dirty`` where the tree had changes."""
+"""Holds the commit, and ``dirty`` if the tree had changes."""
 
 _SOURCES = ("jetrl_verl", "patches", "csrc", "scripts", "setup.py", "benchmarks", ":!benchmarks/results")
 
 
 def commit_of(root: Path) -> tuple[str, bool | None]:
-    """Commit of the tree ``root`` and whether files that results depend on differ from it.
+    """Commit of the tree ``root``, and whether files that results depend on differ from it.
 
-    ``("unknown", None)`` where neither git nor ``FILE`` tells. A repository further up is someone else's: a virtual
-    environment often lies in one.
+    ``("unknown", None)`` without git and ``FILE``. A repository above ``root`` does not count.
     """
     if (root / ".git").exists():
         try:

@@ -38,8 +38,7 @@ class RunPaths:
     ray_logs = property(lambda self: self.folder / "ray_logs")
 
     def operations(self) -> str:
-        """``shared`` or ``stock``, what the run's composed config says of ``jetrl.operations``; needs ``config``."""
-        # verl's dump is large, and only a run of ours has the node.
+        """``jetrl.operations`` of the run's composed config: ``shared`` or ``stock``."""
         node = yaml.safe_load(self.config.read_text()).get("jetrl")
         return node["operations"] if node else "stock"
 
@@ -55,11 +54,9 @@ def build_environment(paths: RunPaths, device: str) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "PYTHONUNBUFFERED": "1",
-        # Before anything else Ray would start a worker for every core. verl's actors have an environment of their own,
-        # so none of them is ever used: on 32 cores, with fourteen runs side by side, 448 processes.
+        # verl's actors have an environment of their own, so the worker that Ray starts for every core is never used.
         "RAY_prestart_worker_first_driver": "0",
-        # Ray ends workers where the memory that it sees is nearly full: that of the whole host, which others use, too.
-        # And a virtual machine whose memory grows as it is used shows it a quarter of what there is.
+        # Ray would end workers when the host's memory is nearly full, which others use too.
         "RAY_memory_monitor_refresh_ms": "0",
         "TORCHINDUCTOR_CACHE_DIR": str(compile_cache()),
     }
@@ -70,35 +67,26 @@ def build_environment(paths: RunPaths, device: str) -> dict[str, str]:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-            # One thread and two take the same 15 s a step on two cores: what the update gains (7.3 -> 6.1 s) the
-            # rollout, where vLLM and the agent loop run side by side, loses (4.6 -> 6.4 s). One does not collapse when
-            # something else runs, as waiting OpenMP threads do.
+            # As fast as two threads on two cores, and not slowed by waiting OpenMP threads when something else runs.
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         }
     return environment
 
 
 def compile_cache() -> Path:
-    """Folder that keeps what torch and Triton compile, from run to run.
-
-    By default it is below ``TMPDIR``, which ``ProcessTree`` gives each run anew and removes: every run would compile
-    the same kernels again. Entries are named after a hash of what they were compiled from, so runs of several builds
-    and runs side by side may share it. Triton's kernels go there too once torch has compiled something.
-    """
+    """Folder that keeps what torch and Triton compile from run to run; the default is below ``TMPDIR``, which
+    ``ProcessTree`` removes."""
     given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     return Path(given) if given else Path(tempfile.gettempdir()) / f"jetrl_compiled_{os.getuid()}"
 
 
 def precision_word(words: Iterable[str]) -> str | None:
-    """The first of a user's overrides that chooses the group ``precision``, or None.
-
-    It would win over the command's own word, and the results would be named after the other precision.
-    """
+    """The first of a user's overrides that sets the group ``precision`` and would replace the command's, or None."""
     return next((word for word in words if word.partition("=")[0].lstrip("+~") == "precision"), None)
 
 
 def quote(value: object) -> str:
-    """A value as Hydra's override grammar reads it; paths are quoted, since they may hold ``=`` or spaces."""
+    """A value in Hydra's override grammar; paths are quoted."""
     if isinstance(value, Path):
         escaped = str(value).replace("\\", "\\\\").replace("'", "\\'")
         return f"'{escaped}'"

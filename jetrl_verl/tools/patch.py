@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``jetrl patch``: the replacements of patches/ written into a checkout of verl or vLLM, and the diff for upstream."""
+"""``jetrl patch``: write the replacements of patches/ into a checkout of verl or vLLM, as a diff for upstream."""
 
 import difflib
 from itertools import groupby
@@ -15,22 +15,22 @@ from jetrl_verl.patches.patch import PatchError
 
 
 def patch_into(folder: Path, write: bool) -> str:
-    """Write every patch whose package lies in ``folder``; nothing is written where one does not fit.
+    """Write every patch of the packages in ``folder``, or none where one does not fit.
 
     Args:
-        folder: a checkout, a ``site-packages``, or the package's own folder. write: False leaves the files.
+        folder: a checkout, ``site-packages``, or the package's folder. write: False leaves the files.
 
     Returns:
         The unified diff, empty if every replacement is there already.
 
     Raises:
-        PatchError: no package of ours to patch, or a function that is neither the pinned one nor the replacement.
+        PatchError: neither verl nor vLLM, or a function that is neither the pinned one nor the replacement.
     """
     if (folder / "__init__.py").exists():
         folder = folder.parent
     patches = [patch for patch in all_patches() if (folder / patch.project / "__init__.py").exists()]
     if not patches:
-        raise PatchError(f"{folder} holds neither verl nor vllm; name the folder that a checkout's package lies in.")
+        raise PatchError(f"{folder} holds neither verl nor vllm. Set --into to the folder that holds the package.")
     before: dict[Path, str] = {}
     after: dict[Path, str] = {}
     for patch in patches:
@@ -54,8 +54,8 @@ def patch_into(folder: Path, write: bool) -> str:
 
 
 def list_patches(console: Console) -> None:
-    """The patches by file: each function, what it is in the installed packages, and why it is replaced until when."""
-    for file, states in groupby(installed_states(), key=lambda found: found[0].file):
+    """Print each patch: its function, its state in the installed packages, the symptom without it, and its end."""
+    for file, states in groupby(installed_states(), key=lambda state: state[0].file):
         console.print(Text(file, style="bold"))
         for patch, state in states:
             console.print(Padding(Text(f"{patch.replaces}: {state}", overflow="fold"), (0, 0, 0, 2)))

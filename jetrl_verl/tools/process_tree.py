@@ -1,15 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Run a program that starts many others (Ray daemons, vLLM engines) and leave none of them behind.
+"""Run a program that starts many others (Ray daemons, vLLM engines) and end all of them with it.
 
-Sessions, process groups and markers in the environment all leak here: Ray's daemons put themselves into groups of their
-own, detach from their parent, and rewrite the memory that ``/proc/<pid>/environ`` shows. Linux has one mechanism that a
-descendant cannot escape: a *child subreaper* adopts every orphan below it. This process becomes one, so that what the
-program started, however indirectly, is exactly this process's descendants minus those it had before. Other Ray clusters
-on the machine are never touched, because no process is ever looked up by name.
-
-Files follow the same rule: temporary files go to a private folder (``TMPDIR``, ``RAY_TMPDIR``) that is removed as a
-whole, and a ``/dev/shm`` file is removed only if one of the program's processes had it open and nobody has any more.
+Ray's daemons leave their session and process group, so this process becomes a child subreaper, which adopts every
+orphan below it: what the program started is this process's descendants minus those it had before.
 """
 
 import ctypes
@@ -47,10 +41,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def signals_raise():
-    """Turn the first of ``SIGNALS`` into ``Interrupted`` in the main thread and ignore the following ones.
-
-    Ignoring them keeps an impatient second Ctrl-C from stopping the clean-up half way; the clean-up itself is bounded.
-    """
+    """Turn the first of ``SIGNALS`` into ``Interrupted`` in the main thread; later ones cannot stop the clean-up."""
 
     def handle(number, frame):
         for other in SIGNALS:
@@ -67,7 +58,7 @@ def signals_raise():
 
 @contextmanager
 def signals_wait():
-    """Deliver ``SIGNALS`` that arrive inside only on leaving, so that a clean-up under way is finished first."""
+    """Deliver ``SIGNALS`` that arrive inside on leaving, so that a clean-up finishes first."""
     arrived = []
     previous = {number: signal.signal(number, lambda number, frame: arrived.append(number)) for number in SIGNALS}
     try:
@@ -80,9 +71,10 @@ def signals_wait():
 
 
 class ProcessTree:
-    """A running program together with everything it starts; use as a context manager.
+    """A running program and everything it starts, as a context manager.
 
-    Leaving the context, for whatever reason, terminates what is left of the tree and removes its temporary files.
+    Leaving the context terminates what is left of the tree and removes its temporary folder, and the ``/dev/shm``
+    files that the tree had open and no process has any more.
 
     Args:
         command: program and arguments.
@@ -93,7 +85,7 @@ class ProcessTree:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, grace: float = 8.0):
         if not sys.platform.startswith("linux"):
-            raise RuntimeError("the demo needs Linux: it relies on child subreapers to clean up after Ray and vLLM")
+            raise RuntimeError("Linux is needed: child subreapers end what Ray and vLLM start")
         self._command, self._environment, self._log, self._grace = list(command), dict(environment), log, grace
         self._child: subprocess.Popen | None = None
         self._shared_files: set[Path] = set()
@@ -114,9 +106,9 @@ class ProcessTree:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # a Ctrl-C in the terminal reaches us alone; we decide who ends when
+                    start_new_session=True,  # Ctrl-C reaches this process only
                 )
-        except BaseException:  # an interruption right here would otherwise leave what was just started
+        except BaseException:  # an interruption here must end what was just started
             self.end()
             raise
         return self
@@ -126,10 +118,7 @@ class ProcessTree:
         return self._child.poll()
 
     def follow(self) -> Iterator[None]:
-        """Yield every quarter of a second while the program runs, and once more after it has ended.
-
-        What the program wrote can be read in each turn, and all of it in the last.
-        """
+        """Yield every quarter of a second while the program runs, and once more when all of its output is there."""
         noted = time.monotonic()
         while True:
             ended = self.poll() is not None  # before the caller reads
@@ -142,7 +131,7 @@ class ProcessTree:
             time.sleep(_POLL_SECONDS)
 
     def processes(self) -> list[psutil.Process]:
-        """Everything the program started that has not ended (zombies are reaped on the way)."""
+        """Everything the program started that has not ended; reaps zombies."""
         alive = []
         for process in psutil.Process().children(recursive=True):
             if process in self._before:
@@ -156,11 +145,11 @@ class ProcessTree:
         return alive
 
     def _is_adopted(self, process: psutil.Process) -> bool:
-        """Whether it falls to us to reap ``process``; the program itself is reaped by ``Popen``."""
+        """Whether this process must reap ``process``; ``Popen`` reaps the program."""
         return process.ppid() == os.getpid() and (self._child is None or process.pid != self._child.pid)
 
     def note_shared_files(self) -> None:
-        """Remember which ``/dev/shm`` files the tree has mapped; called now and then, and before it is ended."""
+        """Remember which ``/dev/shm`` files the tree has mapped."""
         for process in self.processes():
             self._shared_files |= _shared_files_of(process.pid)
 
@@ -174,7 +163,7 @@ class ProcessTree:
                 waited = time.monotonic() - started
                 if waited > 2 * self._grace:
                     left = ", ".join(str(process.pid) for process in alive)
-                    raise RuntimeError(f"processes {left} survived SIGKILL; end them by hand")
+                    raise RuntimeError(f"processes {left} survived SIGKILL. End them by hand.")
                 for process in alive:
                     with suppress(psutil.NoSuchProcess):
                         if waited > self._grace:
@@ -205,10 +194,10 @@ _SHARED_PATH = re.compile(rf"{SHARED_MEMORY}/[^\n]*")
 
 
 def _shared_files_of(pid: int) -> set[Path]:
-    """Existing ``/dev/shm`` files that process ``pid`` has mapped; empty for a process we may not look into."""
+    """Existing ``/dev/shm`` files that process ``pid`` has mapped; empty where this is not permitted."""
     try:
         maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
     except OSError:
         return set()
-    # "(deleted)" marks files without a name any more, such as Ray's object store: nothing is left to remove.
+    # "(deleted)" marks files that have no name any more, such as Ray's object store.
     return {Path(path) for path in _SHARED_PATH.findall(maps) if not path.endswith(" (deleted)")}

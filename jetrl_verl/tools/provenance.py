@@ -1,17 +1,15 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What made a result: every file of results holds :func:`provenance` under ``build``, and what puts several side by
-side asks :func:`builds_note` first.
+"""Which build made a result: :func:`provenance` goes into every record, :func:`builds_note` under every table.
 
-Two records are of one build if commit, sources and kernel library are the same. Records from before this was written
-down have ``no commit recorded``; among themselves they may be compared, with records that have one they may not.
+Two records are of one build if commit, sources and kernel library are the same.
 """
 
 import copy
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from hashlib import sha256
 from importlib import metadata
@@ -31,12 +29,9 @@ _IDENTITY = ("commit", "dirty", "sources_sha256", "kernel_library_sha256")
 
 
 def provenance() -> dict[str, Any]:
-    """What a result of this process was made by, for JSON.
-
-    ``commit`` (``unknown`` where nothing tells), ``dirty`` (None then), ``version`` of the package, ``sources_sha256``
-    of its Python files, ``kernel_library_sha256`` (None without the library), versions of ``torch``, ``triton``,
-    ``verl`` and ``vllm``, ``gpu`` and ``driver``; None for what is not there.
-    """
+    """This process's build, for JSON: ``commit`` (or ``unknown``), ``dirty``, ``version``, ``sources_sha256`` of the
+    package's Python files, ``kernel_library_sha256``, versions of ``torch``, ``triton``, ``verl`` and ``vllm``, ``gpu``
+    and ``driver``; None for what is absent."""
     return copy.deepcopy(_provenance())
 
 
@@ -60,7 +55,7 @@ def _provenance() -> dict[str, Any]:
 
 
 def sources_sha256(package: Path) -> str:
-    """Of names and contents of the Python files below ``package``, linked folders included."""
+    """SHA-256 of names and contents of the Python files below ``package``, links followed."""
     files = (Path(folder) / name for folder, _, names in os.walk(package, followlinks=True) for name in names)
     digest = sha256()
     for path in sorted(path for path in files if path.suffix == ".py"):
@@ -77,7 +72,7 @@ def version_of(package: str) -> str | None:
 
 
 def _gpu_and_driver() -> tuple[str | None, str | None]:
-    """Asked of nvidia-smi, since torch would keep a context on the GPU."""
+    """From nvidia-smi, because torch would keep a context on the GPU."""
     if shutil.which("nvidia-smi") is None:
         return None, None
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
@@ -92,7 +87,7 @@ def _gpu_and_driver() -> tuple[str | None, str | None]:
 
 
 def builds_in(record: Mapping[str, Any]) -> list[dict[str, Any] | None]:
-    """Builds that made ``record``: ``earlier_builds`` of a resumed run, then ``build``; None if it is not recorded."""
+    """Builds of ``record``: ``earlier_builds`` of a resumed run, then ``build``; None if it is not recorded."""
     return [*record.get("earlier_builds", ()), record.get("build")]
 
 
@@ -117,11 +112,11 @@ def same_build(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -
 
 
 def builds_note(records: Mapping[str, Sequence[Mapping[str, Any] | None]], across_builds: bool = False) -> str:
-    """The sentence that goes under a table of ``records``: which build made them.
+    """The sentence under a table of ``records``: which build made them.
 
     Args:
         records: name of a record -> its builds (:func:`builds_in`).
-        across_builds: whether the caller was told to put several builds side by side.
+        across_builds: whether several builds are allowed.
 
     Raises:
         ToolError: the records are of several builds, and ``across_builds`` is not set.
@@ -133,8 +128,8 @@ def builds_note(records: Mapping[str, Sequence[Mapping[str, Any] | None]], acros
             names.extend([name] if name not in names else [])
     if len(groups) <= 1:
         return "".join(f"Build: {words}." for words, _ in groups.values())
-    listed = _listed(groups.values())
-    # Records that name no build may be of several.
+    listed = "; ".join(f"{words}: {', '.join(names)}" for words, names in groups.values())
+    # Records without a build may be of several.
     count = f"{'at least ' if len(groups.get(None, ('', []))[1]) > 1 else ''}{len(groups)}"
     if not across_builds:
         raise ToolError(
@@ -142,7 +137,3 @@ def builds_note(records: Mapping[str, Sequence[Mapping[str, Any] | None]], acros
             "them again with one build, or set --across-builds."
         )
     return f"Results of {count} builds side by side; a difference may come from the code. {listed}."
-
-
-def _listed(groups: Iterable[tuple[str, list[str]]]) -> str:
-    return "; ".join(f"{words}: {', '.join(names)}" for words, names in groups)

@@ -49,6 +49,6 @@ def test_a_folder_that_cannot_be_written_to_is_left_alone(installed, monkeypatch
 
 def test_the_doctor_names_what_is_missing_and_the_command(installed):
     (finding,) = doctor.check_bytecode()
-    assert finding.state == doctor.NOTE and f"compileall -q -j 0 {installed.parent}" in finding.found
+    assert finding.state == doctor.NOTE and f"compileall -q -j 0 {installed.parent}" in finding.detail
     bytecode.start_compiling(bytecode.folders_without()).wait(60)
     assert [finding.state for finding in doctor.check_bytecode()] == [doctor.OK]

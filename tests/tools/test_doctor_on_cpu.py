@@ -66,10 +66,10 @@ def gpu_machine(monkeypatch):
 
 
 def wrong(findings) -> list[Finding]:
-    found = [finding for finding in findings if finding.state == WRONG]
-    assert all(finding.fix and "\n" not in finding.fix for finding in found)
+    failures = [finding for finding in findings if finding.state == WRONG]
+    assert all(finding.fix and "\n" not in finding.fix for finding in failures)
     assert all(not finding.fix for finding in findings if finding.state != WRONG)
-    return found
+    return failures
 
 
 def only(findings) -> Finding:
@@ -81,7 +81,7 @@ def test_a_gpu_without_the_shared_operations_is_noted_and_named_in_the_verdict(g
     gpu_machine["kernels"]["gap"] = "GPU 0, NVIDIA L40S, has compute capability 8.9, and FlashAttention 3 needs 9.0"
     findings = doctor.diagnose()
     (finding,) = (finding for finding in findings if finding.subject == doctor.SHARED)
-    assert finding.state == doctor.NOTE and "jet_fp8_exact and bf16_shared are refused" in finding.found
+    assert finding.state == doctor.NOTE and "jet_fp8_exact and bf16_shared are refused" in finding.detail
     assert doctor.verdict(findings) == "This machine runs every precision but jet_fp8_exact and bf16_shared on 1 GPU."
 
 
@@ -90,7 +90,7 @@ def test_a_healthy_gpu_machine_runs_every_precision(gpu_machine):
     assert wrong(findings) == []
     assert doctor.verdict(findings) == "This machine runs every precision on 1 GPU."
     assert not any(finding.subject == doctor.SHARED for finding in findings)
-    shown = [finding.found for finding in findings if finding.subject == "kernels, sm90" and finding.state == OK]
+    shown = [finding.detail for finding in findings if finding.subject == "kernels, sm90" and finding.state == OK]
     assert shown == ["triton: quantize_1x128", "vllm_cutlass, else triton: gemm_nt_128x128"]
 
 
@@ -118,11 +118,11 @@ def test_a_library_that_fails_or_crashes_on_import_is_one_finding(module, fault,
     assert run.returncode == 1, run.stderr
     report = json.loads(run.stdout)
     assert report["ok"] is False
-    found = {finding["subject"]: finding for finding in report["findings"] if finding["state"] == WRONG}
+    by_subject = {finding["subject"]: finding for finding in report["findings"] if finding["state"] == WRONG}
     subject = {"torch": "kernels", "verl": "plugin in verl", "vllm": "plugin in vLLM", "ray": "plugin in Ray workers"}
-    assert set(found) == set(subject.values())
+    assert set(by_subject) == set(subject.values())
     expected = "SIGABRT" if "abort" in fault else "ImportError: libcudart.so.13: cannot open"
-    assert expected in found[subject[module]]["found"]
+    assert expected in by_subject[subject[module]]["detail"]
 
 
 def test_a_process_that_never_answers_is_ended(monkeypatch, tmp_path):
@@ -134,7 +134,7 @@ def test_a_process_that_never_answers_is_ended(monkeypatch, tmp_path):
 
 def test_a_check_that_fails_is_a_finding_of_its_own(gpu_machine):
     del gpu_machine["kernels"]["devices"]["cuda:0"]["last"]
-    assert "KeyError" in only(doctor.diagnose()).found
+    assert "KeyError" in only(doctor.diagnose()).detail
 
 
 @pytest.mark.parametrize(
@@ -145,32 +145,32 @@ def test_a_version_off_the_pin_says_what_to_install(package, version, monkeypatc
     monkeypatch.setattr(doctor, "installed_version", lambda name: version if name == package else installed(name))
     finding = only(doctor.check_packages())
     assert finding.subject == package and f"install {package} {doctor.PINS[package]}" in finding.fix
-    assert (version or "not installed") in finding.found
+    assert (version or "not installed") in finding.detail
 
 
 def test_absent_flash_attn_is_no_fault(monkeypatch):
     monkeypatch.setattr(doctor, "installed_version", lambda name: None)
     (finding,) = [finding for finding in doctor.check_packages() if finding.subject == "flash-attn"]
-    assert finding.state == NOTE and "jetrl_varlen" in finding.found
+    assert finding.state == NOTE and "jetrl_varlen" in finding.detail
 
 
 def test_a_gpu_without_fp8_is_refused(gpu_machine):
     gpu_machine["kernels"]["gpus"][0] |= {"name": "NVIDIA A100", "capability": [8, 0]}
     gpu_machine["kernels"]["devices"] = {"cuda:0": {"refused": "no FP8"}}
     finding = only(doctor.diagnose())
-    assert finding.subject == "GPU 0" and "A100" in finding.found and "precision=bf16" in finding.fix
+    assert finding.subject == "GPU 0" and "A100" in finding.detail and "precision=bf16" in finding.fix
 
 
 def test_an_occupied_gpu_is_wrong(gpu_machine):
     gpu_machine["kernels"]["gpus"][0]["free"] = 60 * 2**30
     finding = only(doctor.diagnose())
-    assert finding.found == "60.0 GiB of 141.0 GiB free" and "gpu_memory_utilization" in finding.fix
+    assert finding.detail == "60.0 GiB of 141.0 GiB free" and "gpu_memory_utilization" in finding.fix
 
 
 def test_a_gpu_that_torch_does_not_see(gpu_machine):
     gpu_machine["kernels"] |= {"gpus": [], "devices": {"cpu": HOPPER | {"platform": "cpu"}}}
     finding = only(doctor.diagnose())
-    assert "torch finds no GPU" in finding.found and "CUDA 13.0" in finding.fix
+    assert "torch finds no GPU" in finding.detail and "CUDA 13.0" in finding.fix
 
 
 def test_the_cpu_build_beside_a_gpu(gpu_machine, monkeypatch):
@@ -191,8 +191,8 @@ def test_a_better_backend_that_cannot_run_is_a_note_with_its_reason(gpu_machine)
     findings = doctor.diagnose()
     assert wrong(findings) == []
     kernels = [finding for finding in findings if finding.subject == "kernels, sm90"]
-    assert "triton: quantize_1x128, gemm_nt_128x128" in [finding.found for finding in kernels]
-    assert "vllm_cutlass is not used: ImportError: vllm._C" in [finding.found for finding in kernels]
+    assert "triton: quantize_1x128, gemm_nt_128x128" in [finding.detail for finding in kernels]
+    assert "vllm_cutlass is not used: ImportError: vllm._C" in [finding.detail for finding in kernels]
 
 
 def test_an_operation_without_any_backend_is_wrong(gpu_machine):
@@ -220,19 +220,19 @@ def metadata_folder(folder, version):
 def test_two_versions_of_the_plugin_are_named_with_their_places(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(metadata_folder(tmp_path / "old", "0.0.9")))
     finding = only(doctor.check_installation())
-    assert "installed in 2 versions" in finding.found and f"0.0.9 in {tmp_path / 'old'}" in finding.found
+    assert "installed in 2 versions" in finding.detail and f"0.0.9 in {tmp_path / 'old'}" in finding.detail
     assert "pip uninstall jetrl-verl" in finding.fix
 
 
 def test_metadata_of_another_version_than_the_code(tmp_path, monkeypatch):
     monkeypatch.setattr(jetrl_verl, "__version__", "0.2.0")
     finding = only(doctor.check_installation())
-    assert "is version 0.2.0, its metadata says" in finding.found
+    assert "is version 0.2.0, its metadata says" in finding.detail
 
 
 def test_code_without_metadata_is_not_installed(monkeypatch):
     monkeypatch.setattr(doctor.metadata, "distributions", lambda name: iter(()))
-    assert "importable but not installed" in only(doctor.check_installation()).found
+    assert "importable but not installed" in only(doctor.check_installation()).detail
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_vllms_filter_keeps_the_method_unknown_for_real(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("check", "answer", "found"),
+    ("check", "answer", "detail"),
     [
         ("check_verl", {"loaded": False, "reason": "ImportError: hydra"}, "ImportError: hydra"),
         ("check_verl", {"hydra": False}, "Hydra does not know the group precision"),
@@ -262,24 +262,24 @@ def test_vllms_filter_keeps_the_method_unknown_for_real(monkeypatch):
         ("check_ray", {"complaint": "the workers have jetrl-verl 0.0.9; install it"}, "workers have jetrl-verl 0.0.9"),
     ],
 )
-def test_a_plugin_that_does_not_arrive(check, answer, found):
+def test_a_plugin_that_does_not_arrive(check, answer, detail):
     part = check.removeprefix("check_")
-    assert found in only(getattr(doctor, check)(HEALTHY[part] | answer)).found
+    assert detail in only(getattr(doctor, check)(HEALTHY[part] | answer)).detail
 
 
 def test_missing_entry_points(monkeypatch):
     monkeypatch.setattr(doctor.metadata, "entry_points", lambda **selection: ())
     for check, part in ((doctor.check_verl, "verl"), (doctor.check_vllm, "vllm")):
         finding = only(check(HEALTHY[part]))
-        assert "no entry point" in finding.found and "pip install -e" in finding.fix
+        assert "no entry point" in finding.detail and "pip install -e" in finding.fix
 
 
 def test_small_or_absent_shared_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: doctor.shutil._ntuple_diskusage(2**26, 0, 2**26))
     finding = only(doctor.check_shared_memory())
-    assert "0.1 GiB free, 2.0 GiB are needed" in finding.found and "--shm-size" in finding.fix
+    assert "0.1 GiB free, 2.0 GiB are needed" in finding.detail and "--shm-size" in finding.fix
     monkeypatch.setattr(doctor, "SHARED_MEMORY", tmp_path / "none")
-    assert only(doctor.check_shared_memory()).found == "absent"
+    assert only(doctor.check_shared_memory()).detail == "absent"
 
 
 def test_the_command_shows_a_table_remedies_and_a_verdict(gpu_machine, monkeypatch):
@@ -312,31 +312,31 @@ def of_library(findings) -> Finding:
 def test_the_library_of_the_hopper_kernels_is_named_by_its_sum(gpu_machine):
     gpu_machine["kernels"]["library"] = library()
     finding = of_library(doctor.diagnose(ray=False))
-    assert finding.state == OK and finding.found == f"libjetrl_sm90.so, SHA-256 {'ab' * 32}"
+    assert finding.state == OK and finding.detail == f"libjetrl_sm90.so, SHA-256 {'ab' * 32}"
 
 
 @pytest.mark.parametrize("gpus", [[GPU], []], ids=["Hopper", "no GPU"])
 def test_a_package_without_the_hopper_kernels_is_noted_with_the_price(gpu_machine, gpus):
     gpu_machine["kernels"] |= {"library": library(sha256=None), "gpus": gpus}
     finding = of_library(doctor.diagnose(ray=False))
-    assert finding.state == NOTE and "make wheel" in finding.found
-    assert ("0.68 of BF16's speed" in finding.found) == bool(gpus)
+    assert finding.state == NOTE and "make wheel" in finding.detail
+    assert ("0.68 of BF16's speed" in finding.detail) == bool(gpus)
 
 
 def test_a_library_that_does_not_load_is_wrong(gpu_machine):
     gpu_machine["kernels"]["library"] = library(error="libcudart.so.13: cannot open shared object file")
     finding = only(doctor.diagnose(ray=False))
-    assert finding.subject == "Hopper kernels" and "libcudart.so.13" in finding.found and "make wheel" in finding.fix
+    assert finding.subject == "Hopper kernels" and "libcudart.so.13" in finding.detail and "make wheel" in finding.fix
 
 
 def of_mixtures(findings) -> list[tuple[str, str]]:
-    return [(f.state, f.found) for f in findings if f.subject.startswith(doctor.MIXTURES)]
+    return [(f.state, f.detail) for f in findings if f.subject.startswith(doctor.MIXTURES)]
 
 
 def test_kernels_that_answer_with_the_references_bits_are_listed_by_backend(gpu_machine):
     findings = doctor.diagnose(ray=False)
     (linears,) = (finding for finding in findings if finding.subject == "linears, sm90")
-    assert linears.state == OK and linears.found == "native, triton: FProp, WGrad: the reference's bits"
+    assert linears.state == OK and linears.detail == "native, triton: FProp, WGrad: the reference's bits"
     assert of_mixtures(findings) == [
         (OK, "native: grouped FProp, grouped WGrad: the reference's bits"),
         (OK, "triton: combine: the reference's bits"),
@@ -348,7 +348,7 @@ def test_a_kernel_that_is_wrong_or_fails_is_named_with_its_backend(gpu_machine):
     outcomes[4][3] = outcomes[5][3] = "3 of 512 numbers are not the reference's"
     outcomes[6][3] = "RuntimeError: no kernel image"
     findings = doctor.diagnose(ray=False)
-    assert [(f.subject, f.found) for f in wrong(findings)] == [
+    assert [(f.subject, f.detail) for f in wrong(findings)] == [
         ("native on cuda:0", "grouped FProp, grouped WGrad: 3 of 512 numbers are not the reference's"),
         ("triton on cuda:0", "combine: RuntimeError: no kernel image"),
     ]
@@ -369,4 +369,4 @@ def test_who_cannot_train_mixtures_in_fp8_is_told(gpu_machine):
     )
     assert list(doctor.check_mixtures({"error": "ImportError: torch"})) == []
     (finding,) = doctor.check_mixtures({"cuda": None, "gpus": [], "devices": {}, "gap": ""})
-    assert finding.state == NOTE and "jetrl.operations=shared" in finding.found and "--policy moe" in finding.found
+    assert finding.state == NOTE and "jetrl.operations=shared" in finding.detail and "--policy moe" in finding.detail

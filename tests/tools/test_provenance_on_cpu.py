@@ -33,8 +33,8 @@ def repository(tmp_path):
 
     def git(*words: str) -> str:
         options = ["-c", "user.name=Test", "-c", "user.email=test@localhost"]
-        found = subprocess.run(["git", "-C", str(tmp_path), *options, *words], check=True, capture_output=True)
-        return found.stdout.decode().strip()
+        result = subprocess.run(["git", "-C", str(tmp_path), *options, *words], check=True, capture_output=True)
+        return result.stdout.decode().strip()
 
     (tmp_path / "jetrl_verl").mkdir()
     (tmp_path / "jetrl_verl" / "module.py").write_text("one = 1\n")
@@ -59,12 +59,12 @@ def test_it_says_what_a_result_depends_on(fresh, tmp_path):
     assert provenance.provenance()["kernel_library_sha256"] is None
     provenance._provenance.cache_clear()
     library.write_bytes(b"library")
-    found = provenance.provenance()
-    assert list(found) == KEYS
-    assert found["kernel_library_sha256"] == sha256(b"library").hexdigest()
-    assert found["version"] == __version__ and found["sources_sha256"] == sources_sha256(ROOT / "jetrl_verl")
-    assert found["commit"] == commit_of(ROOT)[0] and found["verl"] and found["torch"]
-    found["commit"] = "changed by a caller"
+    build = provenance.provenance()
+    assert list(build) == KEYS
+    assert build["kernel_library_sha256"] == sha256(b"library").hexdigest()
+    assert build["version"] == __version__ and build["sources_sha256"] == sources_sha256(ROOT / "jetrl_verl")
+    assert build["commit"] == commit_of(ROOT)[0] and build["verl"] and build["torch"]
+    build["commit"] = "changed by a caller"
     assert provenance.provenance()["commit"] == commit_of(ROOT)[0]
 
 
@@ -114,14 +114,14 @@ def test_sources_differ_by_name_and_content_and_follow_a_linked_folder(tmp_path)
     (package / "patches").symlink_to("../patches", target_is_directory=True)
     (linked / "fix.py").write_text("one = 1\n")
     (package / "notes.txt").write_text("no source")
-    found = {sources_sha256(package)}
+    digests = {sources_sha256(package)}
     (package / "notes.txt").write_text("still none")
-    assert {sources_sha256(package)} == found
+    assert {sources_sha256(package)} == digests
     (linked / "fix.py").write_text("one = 2\n")
-    found.add(sources_sha256(package))
+    digests.add(sources_sha256(package))
     (linked / "fix.py").rename(linked / "other.py")
-    found.add(sources_sha256(package))
-    assert len(found) == 3
+    digests.add(sources_sha256(package))
+    assert len(digests) == 3
 
 
 @pytest.mark.parametrize(
@@ -160,12 +160,12 @@ def test_records_without_a_build_stay_readable():
 
 
 @pytest.mark.parametrize(
-    "found,words",
+    "build,words",
     [
         (build(library="0123456789" * 6), "commit aaaaaaaaaa, kernel library 01234567"),
         (build(dirty=True), "commit aaaaaaaaaa with changes (sources ssssssss), no kernel library"),
         (build(commit=UNKNOWN, dirty=None), "commit unknown (sources ssssssss), no kernel library"),
     ],
 )
-def test_a_build_is_described_in_a_few_words(found, words):
-    assert describe(found) == words
+def test_a_build_is_described_in_a_few_words(build, words):
+    assert describe(build) == words

@@ -1,11 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What ``jetrl doctor`` asks in processes of its own: everything that imports native code (torch, vLLM, Ray, verl).
-
-Each process runs one of the ``ask_*`` functions and prints its answer as JSON. So a library that is absent, half
-installed or crashes on import costs one finding, never the report, and the answers are those of a fresh process, as a
-Ray worker or a vLLM engine is one.
-"""
+"""Questions of ``jetrl doctor`` that import native code (torch, vLLM, Ray, verl). Each runs in a process of its own and
+prints JSON, so that a library that crashes on import costs one finding and not the report."""
 
 import json
 import os
@@ -29,8 +25,8 @@ ANSWER_SECONDS = 150.0
 
 
 def ask_kernels() -> dict[str, Any]:
-    """What torch sees, and which backend computes each operation: ``{"cuda", "gpus", "devices": {device: ...}, "gap",
-    "library"}``: why the shared operations do not run here, and the library of the Hopper kernels."""
+    """GPUs and which backend computes each operation: ``{"cuda", "gpus", "devices": {device: ...}, "gap", "library"}``;
+    ``gap``: why the shared operations do not run here, ``library``: the Hopper kernels."""
     import torch
 
     from jetrl_verl.config.environment import why_not_shared
@@ -67,7 +63,7 @@ def ask_kernels() -> dict[str, Any]:
 
 
 def ask_self_check() -> dict[str, Any]:
-    """What :func:`jetrl_verl.tools.doctor.self_check.outcomes` finds on each kind of GPU: ``{device: ...}``."""
+    """:func:`jetrl_verl.tools.doctor.self_check.outcomes` on each kind of GPU: ``{device: ...}``."""
     import torch
 
     if not torch.cuda.is_available():
@@ -75,38 +71,37 @@ def ask_self_check() -> dict[str, Any]:
     from jetrl_verl.kernels import platform_of
     from jetrl_verl.tools.doctor.self_check import outcomes
 
-    found, platforms = {}, set()
+    answer, platforms = {}, set()
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
         try:
             platform = platform_of(device)
         except RuntimeError:
-            continue  # ask_kernels says so
+            continue  # ask_kernels reports it
         if platform not in platforms:
             platforms.add(platform)
-            found[str(device)] = {"platform": platform, "outcomes": outcomes(device)}
-    return found
+            answer[str(device)] = {"platform": platform, "outcomes": outcomes(device)}
+    return answer
 
 
 def _library() -> dict[str, Any]:
-    """``{"name", "sha256", "error"}`` of the library of csrc/: no sum without one, and why it does not load here. It
-    loads without a GPU, too, where torch is a CUDA build."""
+    """``{"name", "sha256", "error"}`` of the library of csrc/; a CUDA build of torch loads it without a GPU, too."""
     import torch
 
     from jetrl_verl.kernels import native
 
-    found = {"name": native.library_path().name, "sha256": native.library_sha256(), "error": ""}
-    if found["sha256"] is not None and torch.version.cuda is not None:
+    library = {"name": native.library_path().name, "sha256": native.library_sha256(), "error": ""}
+    if library["sha256"] is not None and torch.version.cuda is not None:
         try:
             torch.ops.load_library(str(native.library_path()))
-            found["error"] = native.mismatch("jetrl_native") or ""
+            library["error"] = native.mismatch("jetrl_native") or ""
         except OSError as error:
-            found["error"] = str(error)
-    return found
+            library["error"] = str(error)
+    return library
 
 
 def ask_verl() -> dict[str, Any]:
-    """What ``import verl`` made of the plugin: ``{"version", "loaded", "hydra", "reason", "patches"}``."""
+    """Whether ``import verl`` loads the plugin: ``{"version", "loaded", "hydra", "reason", "patches"}``."""
     import hydra._internal.hydra
     import verl
 
@@ -133,7 +128,7 @@ def ask_verl() -> dict[str, Any]:
 
 
 def ask_vllm() -> dict[str, Any]:
-    """What vLLM's own plugin loader registers in a process that it starts: ``{"version", "registered", "reason"}``."""
+    """Whether vLLM's plugin loader registers the quantization method: ``{"version", "registered", "reason"}``."""
     import vllm
     from vllm.plugins import load_general_plugins
 
@@ -164,7 +159,7 @@ def ask_ray() -> dict[str, Any]:
 
 
 def _load_error(group: str) -> str:
-    """Why our entry point of ``group`` does not load; empty where it loads or there is none."""
+    """Why this package's entry point of ``group`` does not load; empty if it does or there is none."""
     for entry_point in metadata.entry_points(group=group, name=ENTRY_POINT):
         try:
             entry_point.load()
@@ -184,7 +179,7 @@ _MARK = "jetrl-doctor-answer "
 
 
 def ask(name: str) -> dict[str, Any]:
-    """Run ``ask_<name>`` in a fresh interpreter; ``{"error": one line}`` where it fails, crashes or never answers."""
+    """Run ``ask_<name>`` in a new interpreter; ``{"error": one line}`` if it fails, crashes or times out."""
     command = [sys.executable, "-m", __spec__.name if __name__ == "__main__" else __name__, name]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, errors="replace", start_new_session=True, **pipes) as process:
@@ -199,7 +194,7 @@ def ask(name: str) -> dict[str, Any]:
     if process.returncode < 0:
         return {"error": f"the process was ended by {signal.Signals(-process.returncode).name}"}
     lines = [line.strip() for line in (complaints or output).splitlines() if line.strip()]
-    return {"error": lines[-1] if lines else f"the process ended with status {process.returncode} and no word"}
+    return {"error": lines[-1] if lines else f"the process ended with status {process.returncode} and no output"}
 
 
 def _answer(name: str) -> None:

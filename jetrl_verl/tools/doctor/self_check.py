@@ -1,13 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny calls of what a linear and a mixture of experts are made of, by every backend of a device, against the reference
-on the host: a kernel that is there, loads and is wrong, or cannot start, is named before a job meets it.
+"""Small calls of the operations of linear layers and mixtures, by every backend of a device, against the reference.
 
-qdata are small whole numbers and scales powers of two, so every sum is exact in any order, on tensor cores too, and
-every result is one number; logits are tied, so the weights of a token's four experts are 1/4 each. What has an
-exponential or a root (SiLU, norms) is left to the contract check of a job, which compares two sides of one device.
-
-Of three experts one is empty; numbers of rows are odd, and small and large ones reach both native forward kernels.
+qdata is small integers and scales are powers of two, so sums are exact in any order; logits are tied, so each of a
+token's four experts has weight 1/4. SiLU and norms are left to the contract check of a job.
 """
 
 from collections.abc import Iterator
@@ -26,7 +22,7 @@ _EXPERTS, _PER_TOKEN = 6, 4
 
 
 class Call(NamedTuple):
-    """An operation with arguments on the host; ``name`` is what the report calls it, a part of ``subject``."""
+    """An operation with arguments on the host; the report lists it as ``name`` under ``subject``."""
 
     subject: str
     name: str
@@ -36,7 +32,7 @@ class Call(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a backend made of a call; ``error`` is empty where the result is the reference's in every bit."""
+    """Result of a backend's call; ``error`` is empty if it equals the reference in every bit."""
 
     subject: str
     name: str
@@ -50,7 +46,7 @@ def _qdata_type() -> torch.dtype:
 
 
 def _operand(generator: torch.Generator, *rows: int, k: int, rows_of_a_scale: int = 1) -> QuantizedTensor:
-    """``[*rows, k]``: qdata of -4 to 4, scales of 1/4 to 4, those of a group side by side as quantizers write them."""
+    """``[*rows, k]``: qdata of -4 to 4, scales of 1/4 to 4, in the layout of quantizers."""
     qdata = torch.randint(-4, 5, (*rows, k), generator=generator, device="cpu").float().to(_qdata_type())
     shape = (*rows[:-1], k // BLOCK, rows[-1] // rows_of_a_scale)
     scales = 2.0 ** torch.randint(-2, 3, shape, generator=generator, device="cpu").float()
@@ -63,7 +59,7 @@ def _starts(*counts: int) -> torch.Tensor:
 
 @cache
 def calls() -> tuple[Call, ...]:
-    """Every call, operands and all; 1 MB."""
+    """Every call with its operands, 1 MB. Few and many rows reach both native forward kernels; one expert is empty."""
     generator = torch.Generator().manual_seed(20261124)
 
     def rows(count: int) -> QuantizedTensor:
@@ -77,13 +73,13 @@ def calls() -> tuple[Call, ...]:
     dy, x = (_operand(generator, size, k=3 * BLOCK) for size in (2 * BLOCK, BLOCK))
     many, few = _starts(17, 0, 183), _starts(9, 0, 11)
     assert int(many[-1]) > 3 * native.FEW_ROWS_OF_EXPERT >= int(few[-1])
-    # Each token has four experts of one logit; expert 2 has no token.
+    # Each token has four experts with equal logits; expert 2 has no token.
     tokens = 37
     logits = torch.full((tokens, _EXPERTS), -3.0, device="cpu")
     order = torch.rand(tokens, _EXPERTS - 1, generator=generator, device="cpu").argsort(dim=1)[:, :_PER_TOKEN]
     logits.scatter_(1, order + (order >= 2), 1.5)
     segments = reference.segments(reference.top_k(logits, _PER_TOKEN), _EXPERTS, BLOCK)
-    # Behind the last segment no kernel has to write.
+    # Kernels need not write after the last segment.
     quantized, gathered = rows(tokens), (segments.pair[: int(segments.start[-1])], _PER_TOKEN)
     block, group = {"b_block_scaled": True}, {"b_block_scaled": False}
     return (
@@ -123,8 +119,7 @@ def why_not(backend: str) -> str:
 
 
 def outcomes(device: torch.device) -> list[Outcome]:
-    """What each backend of ``device`` but the reference makes of every call that it supports; those that cannot run in
-    this process at all are left out."""
+    """Every supported call by each available backend of ``device`` except the reference."""
     return [outcome for call in calls() for outcome in _of_call(call, device)]
 
 
@@ -137,9 +132,9 @@ def _of_call(call: Call, device: torch.device) -> Iterator[Outcome]:
             arguments = [_moved(argument, device) for argument in call.arguments]
             if not dispatch.supports(call.operation, backend, *arguments, **call.options):
                 continue
-            found = _tensors(dispatch.implementation(call.operation, backend)(*arguments, **call.options))
-            error = _difference([tensor.cpu() for tensor in found], want)
-        except Exception as failure:  # compilers and drivers raise what they like
+            result = _tensors(dispatch.implementation(call.operation, backend)(*arguments, **call.options))
+            error = _difference([tensor.cpu() for tensor in result], want)
+        except Exception as failure:  # compilers and drivers raise anything
             error = f"{type(failure).__name__}: {failure}".splitlines()[0]
         yield Outcome(call.subject, call.name, backend, error)
 
@@ -151,15 +146,15 @@ def _moved(argument: Any, device: torch.device) -> Any:
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
-    """The tensors of a result, which may be nested tuples of them; qdata as bytes."""
+    """Tensors of a result, which may be nested tuples; qdata as bytes."""
     if isinstance(result, torch.Tensor):
         return [result.view(torch.uint8) if result.dtype == _qdata_type() else result]
     return [tensor for part in result for tensor in _tensors(part)]
 
 
-def _difference(found: list[torch.Tensor], want: list[torch.Tensor]) -> str:
-    shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in (found, want)]
+def _difference(result: list[torch.Tensor], want: list[torch.Tensor]) -> str:
+    shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in (result, want)]
     if shapes[0] != shapes[1]:
         return f"shapes {shapes[0]} where the reference has {shapes[1]}"
-    differ = sum(int((mine != theirs).sum()) for mine, theirs in zip(found, want, strict=True))
+    differ = sum(int((a != b).sum()) for a, b in zip(result, want, strict=True))
     return f"{differ} of {sum(tensor.numel() for tensor in want)} numbers are not the reference's" if differ else ""

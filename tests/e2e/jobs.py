@@ -36,7 +36,14 @@ class Run:
 
 def train(policy: cache.Prepared, precision: str, out: Path, steps: int, *overrides: str, kind: str = "dense") -> Run:
     """A run of the demo without held-out accuracy and without baseline. ``kind``: of ``policy``."""
-    fixed = ("trainer.val_before_train=False", "trainer.test_freq=-1")
+    fixed = (
+        "trainer.val_before_train=False",
+        "trainer.test_freq=-1",
+        "data.train_batch_size=16",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=128",
+    )
     options = DemoOptions(
         precision, steps, out, policy.folder.parent, "cpu", kind, (*fixed, *overrides), baseline=False
     )

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The ``jetrl`` command. Each subcommand parses its arguments here and imports what does the work when it is called."""
+"""The ``jetrl`` command: arguments of the subcommands, each of which imports its module when called."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +17,7 @@ app = typer.Typer(name="jetrl", help="One FP8 precision flow for rollout and tra
 
 @app.callback()
 def _root() -> None:
-    # With a callback typer keeps `jetrl <subcommand>` even while there is a single subcommand.
-    pass
+    pass  # typer keeps `jetrl <subcommand>` with a callback
 
 
 @app.command(context_settings={"allow_extra_args": True})
@@ -74,7 +73,7 @@ def compare(
     try:
         options = CompareOptions(
             split_rows(precisions),
-            tuple(_listed(seeds, int)),
+            tuple(_split(seeds, int)),
             out,
             tuple(context.args),
             temperature,
@@ -89,11 +88,11 @@ def compare(
     raise typer.Exit(status)
 
 
-def _listed(words: str, kind: Callable[[str], Any] = str) -> list[Any]:
+def _split(words: str, kind: Callable[[str], Any] = str) -> list[Any]:
     try:
         return [kind(word.strip()) for word in words.split(",") if word.strip()]
     except ValueError:
-        raise typer.BadParameter(f"{words!r} is not a list of numbers with commas between them.") from None
+        raise typer.BadParameter(f"{words!r} is not a list of numbers. Set them with commas.") from None
 
 
 @app.command()
@@ -101,7 +100,7 @@ def doctor(
     ray: Annotated[bool, typer.Option(help="start a local Ray and ask its workers for the plugin")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
 ) -> None:
-    """Say what this machine can run and how to fix what is wrong; exit status 1 if anything is."""
+    """Check what this machine can run and how to fix what is wrong; exit status 1 if something is."""
     from jetrl_verl.tools.doctor.diagnosis import run_doctor
 
     raise typer.Exit(run_doctor(Console(), ray, as_json))
@@ -147,20 +146,20 @@ def diff(
     context: typer.Context,
     model: Annotated[Path, typer.Argument(help="Hugging Face folder of the policy")],
     precision: Annotated[str, typer.Option(help="with commas: " + ", ".join(PRECISIONS))] = "jet_fp8_exact",
-    prompts: Annotated[Path | None, typer.Option(help=".txt, .jsonl or .parquet; a few built-in ones without")] = None,
+    prompts: Annotated[Path | None, typer.Option(help=".txt, .jsonl or .parquet; built-in ones by default")] = None,
     limit: Annotated[int, typer.Option(help="prompts taken from it")] = 4,
     response: Annotated[int, typer.Option(help="most tokens sampled for each prompt")] = 64,
-    temperature: Annotated[float, typer.Option(help="of the sampling, above 0")] = 1.0,
-    out: Annotated[Path, typer.Option(help="folder of the report and the engines' logs")] = Path("outputs/diff"),
+    temperature: Annotated[float, typer.Option(help="sampling temperature, above 0")] = 1.0,
+    out: Annotated[Path, typer.Option(help="folder for the report and logs")] = Path("outputs/diff"),
 ) -> None:
-    """Say where rollout and trainer differ, operation by operation; exit status 1 if any log-probability does.
+    """Compare rollout and trainer operation by operation; exit status 1 if a log-probability differs.
 
     Further arguments are Hydra overrides of verl's configuration, e.g. `jetrl diff MODEL jetrl.scale_rule=pow2`.
     """
     from jetrl_verl.tools.diff.run import DiffOptions, run_diff
 
     try:
-        names = tuple(_listed(precision))
+        names = tuple(_split(precision))
         options = DiffOptions(model, names, prompts, limit, response, temperature, out, tuple(context.args))
         status = run_diff(options, Console())
     except ToolError as error:
@@ -185,16 +184,18 @@ def export(
     except ExportError as error:
         _fail(error)
     except OSError as error:
-        _fail(ExportError(f"{out} was not written ({error}); see to that file, or name another folder."))
+        _fail(ExportError(f"{out} was not written ({error}). Fix that file, or set another folder."))
 
 
 @app.command()
 def reshard(
-    checkpoint: Annotated[str, typer.Argument(help="global_step_N of a run under FSDP2, or the run's folder of them")],
-    gpus: Annotated[int, typer.Option(help="ranks of the run that will resume, over all nodes")],
-    out: Annotated[str | None, typer.Option(help="new trainer.default_local_dir; beside the old files without")] = None,
+    checkpoint: Annotated[str, typer.Argument(help="global_step_N of an FSDP2 run, or the folder of all")],
+    gpus: Annotated[int, typer.Option(help="ranks of the resumed run, over all nodes")],
+    out: Annotated[
+        str | None, typer.Option(help="new trainer.default_local_dir; default: next to the old files")
+    ] = None,
 ) -> None:
-    """Rewrite a checkpoint for another number of GPUs: weights, optimizer state, schedule and data position stay."""
+    """Rewrite a checkpoint for another number of GPUs; weights, optimizer state, schedule and data position stay."""
     from jetrl_verl.checkpoint.reshard import ReshardError, run_reshard
 
     try:
@@ -208,9 +209,9 @@ def patch(
     into: Annotated[Path | None, typer.Option(help="checkout of verl or vLLM, or a folder that holds both")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the diff and write nothing")] = False,
 ) -> None:
-    """Write what the plugin changes in verl and vLLM into a checkout and print the diff; list it without --into.
+    """Write the plugin's patches into a checkout of verl or vLLM and print the diff; without --into, list them.
 
-    The plugin leaves a function alone that is changed in the source already.
+    The plugin does not replace a function that is patched in the source.
     """
     from jetrl_verl.patches.patch import PatchError
     from jetrl_verl.tools.patch import list_patches, patch_into

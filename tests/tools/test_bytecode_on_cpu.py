@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Missing bytecode is seen, also where somebody imported a part, and is there once it was compiled."""
+"""Missing bytecode is detected, also after an import of a part, and can be compiled."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from jetrl_verl.tools.doctor import diagnosis as doctor
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """A folder of packages with one of ``PACKAGES`` in it, eight files long and never imported."""
+    """A package of ``PACKAGES`` with eight files that was never imported."""
     package = tmp_path / "site" / "verl"
     package.mkdir(parents=True)
     for name in ("__init__", *(f"part{number}" for number in range(7))):

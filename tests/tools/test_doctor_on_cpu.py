@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The doctor: what is wrong is named with one line that fixes it, and nothing that is absent makes it faint."""
+"""``jetrl doctor``: each fault is one finding with its fix, and a broken library does not stop the report."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def no_filters(monkeypatch):
 
 @pytest.fixture
 def gpu_machine(monkeypatch):
-    """A healthy machine with one H200; the test breaks what it is about in the returned answers."""
+    """Answers of a healthy machine with one H200, for a test to change."""
     answers = json.loads(json.dumps(HEALTHY))
     installed = doctor.installed_version
     monkeypatch.setattr(doctor, "installed_version", lambda name: "0.24.0" if name == "vllm" else installed(name))
@@ -95,7 +95,6 @@ def test_a_healthy_gpu_machine_runs_every_precision(gpu_machine):
 
 
 def test_this_machine_is_diagnosed_by_real_processes():
-    """Packages, kernels, verl's plugin loader and vLLM's, each in a process of its own."""
     findings = {finding.subject: finding for finding in doctor.diagnose(ray=False)}
     for subject in ("verl", "vllm", "torch", "transformers", "jetrl-verl", "plugin in verl", "plugin in vLLM"):
         assert findings[subject].state == OK, findings[subject]
@@ -104,25 +103,27 @@ def test_this_machine_is_diagnosed_by_real_processes():
     assert "plugin in Ray workers" not in findings
 
 
-@pytest.mark.parametrize("module", ["torch", "verl", "vllm", "ray"])
-@pytest.mark.parametrize("fault", ["raise ImportError('libcudart.so.13: cannot open')", "import os; os.abort()"])
-def test_a_library_that_fails_or_crashes_on_import_is_one_finding(module, fault, tmp_path):
-    """All four libraries are replaced, so that nothing real is imported; each failure has its own finding."""
-    for name in ("torch", "verl", "vllm", "ray"):
+def test_libraries_that_fail_or_crash_on_import_are_one_finding_each(tmp_path):
+    fails, crashes = "raise ImportError('libcudart.so.13: cannot open')", "import os; os.abort()"
+    for name, text in {"torch": fails, "verl": crashes, "vllm": fails, "ray": crashes}.items():
         (tmp_path / name).mkdir()
-        text = fault if name == module else "raise ImportError('replaced by the test')"
         (tmp_path / name / "__init__.py").write_text(text)
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-m", "jetrl_verl.cli", "doctor", "--json"]
     run = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120)
     assert run.returncode == 1, run.stderr
     report = json.loads(run.stdout)
-    assert report["ok"] is False
-    by_subject = {finding["subject"]: finding for finding in report["findings"] if finding["state"] == WRONG}
-    subject = {"torch": "kernels", "verl": "plugin in verl", "vllm": "plugin in vLLM", "ray": "plugin in Ray workers"}
-    assert set(by_subject) == set(subject.values())
-    expected = "SIGABRT" if "abort" in fault else "ImportError: libcudart.so.13: cannot open"
-    assert expected in by_subject[subject[module]]["detail"]
+    details = {finding["subject"]: finding["detail"] for finding in report["findings"] if finding["state"] == WRONG}
+    assert report["ok"] is False and set(details) == {
+        "kernels",
+        "plugin in verl",
+        "plugin in vLLM",
+        "plugin in Ray workers",
+    }
+    for subject in ("kernels", "plugin in vLLM"):
+        assert "ImportError: libcudart.so.13: cannot open" in details[subject]
+    for subject in ("plugin in verl", "plugin in Ray workers"):
+        assert "SIGABRT" in details[subject]
 
 
 def test_a_process_that_never_answers_is_ended(monkeypatch, tmp_path):
@@ -248,7 +249,6 @@ def test_a_plugin_filter_that_leaves_us_out_is_named(check, part, variable, monk
 
 
 def test_vllms_filter_keeps_the_method_unknown_for_real(monkeypatch):
-    """What the finding above claims, by vLLM's own loader with the plugin filtered out."""
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     assert doctor.ask("vllm")["registered"] is False
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which build made a result: asked of git, of the file in an installed copy, and held against other results."""
+"""The build of a result: from git, from the file of an installed copy, and compared with other results."""
 
 import subprocess
 from hashlib import sha256
@@ -21,7 +21,7 @@ KEYS = ["commit", "dirty", "version", "sources_sha256", "kernel_library_sha256",
 
 @pytest.fixture
 def fresh(monkeypatch):
-    """Nothing of a build is remembered, before and after."""
+    """No cached build, before and after."""
     provenance._provenance.cache_clear()
     yield monkeypatch
     provenance._provenance.cache_clear()

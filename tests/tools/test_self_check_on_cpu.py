@@ -1,9 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The doctor's self-check: what is wrong is named, and what a GPU's kernels accept is what they are asked.
+"""The doctor's self-check names wrong results, and its calls are ones that the kernels of a GPU support.
 
-tests/kernels/test_native_operators_on_cpu.py has the native kernels answer it on the emulator, and
-tests/kernels/experts_interpreter_cases.py the Triton kernels without products.
+tests/kernels runs it with the native kernels on the emulator and with Triton's interpreter.
 """
 
 from copy import deepcopy
@@ -28,7 +27,7 @@ def plant(monkeypatch, call: self_check.Call, run, supports=None) -> None:
 
 
 def of(call: self_check.Call) -> str:
-    """What the self-check says of the planted backend's answer to ``call``."""
+    """The self-check's error for the planted backend's result of ``call``."""
     (outcome,) = self_check._of_call(call, CPU)
     assert outcome[:3] == (call.subject, call.name, "planted")
     return outcome.error
@@ -82,14 +81,13 @@ def test_a_backend_that_cannot_run_here_or_does_not_support_the_call_is_not_aske
 
 
 @of_every_call
-def test_every_native_kernel_behind_the_table_accepts_its_call(call, monkeypatch):
+def test_every_native_kernel_supports_its_call(call, monkeypatch):
     monkeypatch.setattr(native, "unavailable", lambda: None)
     if "native" in dispatch.BACKENDS[call.operation]["sm90"]:
         assert dispatch.supports(call.operation, "native", *call.arguments, **call.options)
 
 
 def test_every_operation_of_a_mixture_without_an_exponential_or_a_root_is_asked():
-    """The choice of experts has an exponential, of equal logits alone."""
     table = list(dispatch.BACKENDS)
     mixture = table[table.index("route") : table.index("rms_norm")]
     inexact = {name for name in mixture if "silu" in name or "norm" in name}

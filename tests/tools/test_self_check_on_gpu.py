@@ -11,9 +11,9 @@ from jetrl_verl.tools.doctor import self_check
 
 def test_every_backend_that_can_run_here_answers_with_the_references_bits():
     device = torch.device("cuda", 0)
-    found = self_check.outcomes(device)
-    assert [outcome for outcome in found if outcome.error] == []
-    answered = {(outcome.name, outcome.backend) for outcome in found}
+    outcomes = self_check.outcomes(device)
+    assert [outcome for outcome in outcomes if outcome.error] == []
+    answered = {(outcome.name, outcome.backend) for outcome in outcomes}
     for call in self_check.calls():
         for backend in kernels.BACKENDS[call.operation][dispatch.platform_of(device)]:
             # vLLM's kernel does not support every number of rows.

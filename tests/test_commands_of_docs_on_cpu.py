@@ -114,7 +114,6 @@ def test_commands_of_each_kind_are_found():
         ("make nothing", "no target nothing"),
         ("python -m benchmarks.nothing", "there is no benchmarks/nothing.py"),
         ("python3 -m benchmarks.recipes --nothing", "has no --nothing"),
-        ("benchmarks/recipes_on_gpu.sh OUT --nothing", "has no --nothing"),
         ("bash recipes/nothing.sh", "there is no recipes/nothing.sh"),
     ],
 )

@@ -4,16 +4,14 @@
 
     python3 -m benchmarks.engine_alone RUN/hydra/.hydra/config.yaml --steps 3    # a run of verl that has ended
 
-*Arguments* are those with which verl starts vLLM, from its own ``launch_server``, which is stopped where the server
-would start: lengths, batch, memory, CUDA graphs, prefix cache, and what a precision adds (``quantization``,
-``hf_overrides``, ``worker_cls``). *Prompts* are those of the run's steps, from its data file through verl's dataset,
-sampler and chat template, each as often as the rollout samples it; verl_step compares their lengths with
-those that the run logged. *Sampling* is the run's. Tokens are not detokenized.
+*Arguments* are those with which verl starts vLLM, from its own ``launch_server``, stopped where the server would start.
+*Prompts* are those of the run's steps, through verl's dataset, sampler and chat template, each repeated as the rollout
+samples it; verl_step compares their lengths with those that the run logged. *Sampling* is the run's, without
+detokenizing.
 
-The first step's prompts warm the engine up, with a few tokens each; each further step is timed, from an empty prefix
-cache as after verl's weight sync, and printed. Of a rollout of several replicas one runs, with its share of the
-sequences. Weights are what vLLM starts with (``load_format=dummy``), as before a run's first sync: their size takes
-time, not their values.
+The first step warms the engine up with a few tokens of each response. Each further step is timed from an empty prefix
+cache, as after verl's weight sync. Of several replicas one runs, with its share of the sequences. Weights are vLLM's
+dummy ones: their size takes time, not their values.
 """
 
 import argparse
@@ -118,7 +116,7 @@ def prompts_of(config: Any, steps: int) -> Iterator[list[list[int]]]:
 
 
 def lengths_of(prompts: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Statistics of the prompts' lengths by the names under which verl logs them."""
+    """Mean, longest and shortest prompt, by verl's names."""
     lengths = [len(prompt) for prompt in prompts]
     return {"mean": statistics.fmean(lengths), "max": max(lengths), "min": min(lengths)}
 

@@ -1,7 +1,6 @@
-# The two commands of a fresh machine are `make demo` and `make test`; every target does the set-up it needs first.
-#
-# Set-up is scripts/setup.py: it fills .venv from constraints/{cpu,gpu}.txt and is a no-op when nothing changed.
-# On a machine without a network name an interpreter that has the stack: `make test PYTHON=/path/to/python`.
+# Start with `make demo` and `make test`. Every target first runs scripts/setup.py, which fills .venv from
+# constraints/{cpu,gpu}.txt and does nothing if nothing changed. Without a network name an interpreter that has the
+# stack: `make test PYTHON=/path/to/python`.
 
 PRECISION ?= jet_fp8_exact
 PYTHON3   ?= python3
@@ -9,8 +8,8 @@ STACK     ?= auto
 PYTHON    ?=
 ARGS      ?=
 
-# The interpreter that everything below runs with. Its bin/ comes first on the PATH, so that what torch and vLLM call by
-# name (ninja) is found without an activated environment. Set-up itself must not see it: it may replace .venv.
+# Interpreter of all targets. Its bin/ comes first on the PATH, so that torch and vLLM find programs such as ninja
+# without an activated environment. Set-up must not run with it: it may replace .venv.
 PY  := $(or $(PYTHON),$(CURDIR)/.venv/bin/python)
 RUN := $(if $(findstring /,$(PY)),PATH="$(abspath $(dir $(PY))):$$PATH" )$(PY)
 
@@ -21,15 +20,15 @@ help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 	@echo
 	@echo 'PRECISION=$(PRECISION)    a row of the table in docs/options.md, for make demo'
-	@echo 'ARGS=...             more words for the demo or for pytest: make test ARGS="-k contract"'
-	@echo 'PYTHON=/path/python  use this interpreter and install nothing but the plugin itself (no network needed)'
-	@echo 'PYTHON3=python3.12   the Python 3.11 or 3.12 that .venv is made with'
-	@echo 'STACK=cpu|gpu        do not look for a GPU, install this stack'
+	@echo 'ARGS=...             arguments for the demo or for pytest: make test ARGS="-k contract"'
+	@echo 'PYTHON=/path/python  use this interpreter and install only the plugin (no network needed)'
+	@echo 'PYTHON3=python3.12   Python 3.11 or 3.12 to make .venv with'
+	@echo 'STACK=cpu|gpu        install this stack without looking for a GPU'
 
-setup:  ## make .venv with the CPU or the GPU stack (done by the other targets, a no-op the second time)
+setup:  ## make .venv with the CPU or the GPU stack (the other targets do it)
 	@$(PYTHON3) scripts/setup.py --stack "$(STACK)" --python "$(PYTHON)"
 
-demo: setup  ## real verl + vLLM learn arithmetic under PRECISION; ends with a report
+demo: setup  ## train a small policy on addition with verl and vLLM under PRECISION; writes a report
 	@$(RUN) -m jetrl_verl.cli demo --precision $(PRECISION) $(ARGS)
 
 test: setup  ## every quick test that needs no GPU, two processes at a time
@@ -41,7 +40,7 @@ test-e2e: setup  ## whole jobs of verl and vLLM on the CPU
 test-all: setup  ## test, test-e2e, whole sweeps, every recipe and option, and a second instruction set
 	@$(RUN) scripts/run_tests.py --all $(ARGS)
 
-upgrade-check: setup  ## what verl VERL=, vLLM VLLM= (the newest without) would change in what we patch and override
+upgrade-check: setup  ## compare verl VERL= and vLLM VLLM= (default: newest) with what we patch and override
 	@$(RUN) scripts/upgrade_check.py --pip "$$(command -v $(PYTHON3))" --verl "$(VERL)" --vllm "$(VLLM)"
 
 test-gpu: setup  ## the tests named *_on_gpu.py, JOBS processes on one GPU; fails where there is none

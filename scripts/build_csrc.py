@@ -9,8 +9,8 @@
                                             # build/libbefore.so, another version next to the installed one
 
 Needs nvcc 12.8 or newer, g++ and the torch that the library will be loaded into (or an older one: the binding uses
-torch's stable ABI and no Python). No GPU. Fails if a kernel spills registers or if the compiler serialises wgmma, both
-of which would only show as a slow kernel.
+torch's stable ABI and no Python). No GPU. Fails if a kernel spills registers or if the compiler serializes wgmma: both
+would only show as a slow kernel.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def compile_kernel(nvcc: str, source: Path, folder: Path, debug: bool = False) -
 
 
 def complaints(report: str) -> list[str]:
-    """Lines of ptxas' report that make a kernel slow: spills, stack frames, serialised wgmma, ignored setmaxnreg."""
+    """Lines of ptxas' report about spills, stack frames, serialized wgmma and ignored setmaxnreg."""
     bad = re.compile(r"[1-9]\d* bytes (?:stack frame|spill)|serialized|C75\d\d|setmaxnreg ignored")
     return [line.strip() for line in report.splitlines() if bad.search(line)]
 
@@ -79,24 +79,23 @@ def fingerprint(csrc: Path, library: Path, operators: str, debug: bool, nvcc: st
 
 
 def build(target: Path, work: Path, *, debug: bool = False, csrc: Path = CSRC, operators: str = OPERATORS) -> Path:
-    """The library in ``target``, compiled in ``work``; exits with a sentence where it cannot be built.
+    """Compile the library into ``target``; objects go to ``work``. Exits with a sentence if it cannot be built.
 
-    A debug build prints from the device, which takes a stack frame: only the other one is held to have none.
+    A debug build prints from the device, which needs a stack frame, so only other builds are checked for none.
 
     Args:
-        csrc, operators: a version that is compared with the installed one, and what its operators are called below
-            ``torch.ops``; the library is called after them.
+        csrc, operators: sources of another version, and its name below ``torch.ops``, which is the library's too.
     """
     nvcc = find_nvcc()
     if nvcc is None:
-        stop("no nvcc is on the PATH or under CUDA_HOME; without it the package runs on Triton's and vLLM's kernels.")
+        stop("no nvcc on the PATH or under CUDA_HOME; without it the package uses Triton and vLLM's kernels.")
     try:
         import torch
     except ImportError:
-        stop("torch, which the library is built against, is not installed here; build with pip's --no-build-isolation.")
+        stop("torch is not installed here, and the library is built against it; use pip's --no-build-isolation.")
 
     if operators != OPERATORS and "JETRL_OPERATORS" not in (csrc / "binding.cpp").read_text():
-        stop(f"{csrc / 'binding.cpp'} gives its operators no other name; copy this tree's there if gemm.h is the same.")
+        stop(f"{csrc / 'binding.cpp'} does not rename its operators; copy this tree's there if gemm.h is the same.")
 
     installed = Path(torch.__file__).parent
     name = ("libjetrl_sm90" if operators == OPERATORS else f"lib{operators}") + ("_debug" if debug else "")
@@ -112,13 +111,13 @@ def build(target: Path, work: Path, *, debug: bool = False, csrc: Path = CSRC, o
     for source, (output, report) in zip(sources(csrc), compiled):
         (folder / f"{source.stem}.ptxas.txt").write_text(report)
         if not debug and complaints(report):
-            stop(f"{source.name} is not compiled as it was meant:\n" + "\n".join(complaints(report)[:20]))
+            stop(f"{source.name}: the compiler made a slow kernel:\n" + "\n".join(complaints(report)[:20]))
         objects.append(output)
     binding = folder / "binding.o"
     compiler = os.environ.get("CXX", "g++")
     flags = [*HOST_FLAGS, STABLE_ABI, f"-DJETRL_OPERATORS={operators}", f"-I{installed / 'include'}"]
     _run([compiler, *flags, "-c", csrc / "binding.cpp", "-o", binding])
-    # The run-time library and torch are those that the process has loaded already, found by their names.
+    # The process has loaded the CUDA runtime and torch already; the linker needs their names only.
     libraries = ["-cudart", "shared", f"-L{installed / 'lib'}", "-ltorch_cpu", "-ltorch_cuda"]
     _run([nvcc, "-shared", ARCHITECTURE, *objects, binding, *libraries, "-o", library])
     stamp.write_text(json.dumps({"fingerprint": key}) + "\n")
@@ -127,21 +126,21 @@ def build(target: Path, work: Path, *, debug: bool = False, csrc: Path = CSRC, o
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compile the native Hopper kernels.")
-    parser.add_argument("--debug", action="store_true", help="bounded waits that say what they wait for")
-    parser.add_argument("--optional", action="store_true", help="where it cannot be built, say why and succeed")
+    parser.add_argument("--debug", action="store_true", help="bounded waits with messages")
+    parser.add_argument("--optional", action="store_true", help="succeed with a message if it cannot be built")
     parser.add_argument("--target", type=Path, default=TARGET, help="folder of the library")
-    parser.add_argument("--work", type=Path, default=ROOT / "build" / "csrc", help="folder of what lies in between")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "csrc", help="folder of intermediate files")
     parser.add_argument("--csrc", type=Path, default=CSRC, help="another version's sources")
-    parser.add_argument("--operators", default=OPERATORS, help="what they are called below torch.ops, and the library")
+    parser.add_argument("--operators", default=OPERATORS, help="name below torch.ops, and of the library")
     args = parser.parse_args()
     if (args.csrc.resolve() != CSRC) != (args.operators != OPERATORS):
-        parser.error("--csrc and --operators go together: else another version takes the place of the installed one.")
+        parser.error("--csrc and --operators go together: otherwise the other version would replace the installed one.")
     try:
         print(build(args.target, args.work, debug=args.debug, csrc=args.csrc, operators=args.operators))
     except SystemExit as failure:
         if not args.optional:
             raise
-        print(f"{failure.code}\nbuild_csrc: going on without the native kernels.", file=sys.stderr)
+        print(f"{failure.code}\nbuild_csrc: continuing without the native kernels.", file=sys.stderr)
 
 
 if __name__ == "__main__":

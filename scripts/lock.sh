@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-# Resolve constraints/{cpu,gpu}.in into constraints/{cpu,gpu}.txt: every package pinned, no URL and no index in the files.
-# One list fits both Pythons: it is resolved for the older one, and the newer one must accept the very same pins.
+# Resolve constraints/{cpu,gpu}.in into constraints/{cpu,gpu}.txt: every package pinned, no URLs.
+# One list for both Pythons: resolved for the older one, and the newer one must accept the same pins.
 set -euo pipefail
 cd "$(dirname "$0")/../constraints"
 uv=../.venv/bin/uv

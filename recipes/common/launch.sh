@@ -2,13 +2,12 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
 #
-# What every recipe's script has in common, to be sourced: the precision, the machines, the trainer's attention, and
-# where a run writes. A recipe's data and numbers stand in its own script.
+# Sourced by every recipe's script: precision, machines, the trainer's attention, and where a run writes.
 #
-#   PRECISION      a row of the table in docs/options.md: all that differs between baselines and Jet-RL
+#   PRECISION      a row of docs/options.md: the only difference between baselines and Jet-RL
 #   NNODES         machines of the Ray cluster           GPUS_PER_NODE  GPUs of each
-#   ATTENTION      jetrl_varlen, the plugin's, over packed sequences; flash_attention_2, verl's default (flash-attn must
-#                  be installed); or sdpa, which comes with torch, pads sequences and has no sequence parallelism
+#   ATTENTION      jetrl_varlen (the plugin's); flash_attention_2 (verl's default, needs flash-attn); or sdpa (torch's,
+#                  pads sequences, no sequence parallelism)
 #   OUT            folder for checkpoints and metrics, seen by every machine
 #   LOGGER         verl's trackers, e.g. '["console","file","wandb"]'
 #   PYTHON         interpreter of the driver
@@ -35,7 +34,7 @@ launch() {
 
     local word
     for word in "$@"; do
-        # `jetrl compare` passes both, with one value.
+        # `jetrl compare` passes both, with equal values.
         if [[ $word =~ ^[+~]*precision(=(.*))?$ && ${BASH_REMATCH[2]} != "$PRECISION" ]]; then
             echo "error: $word would leave the run named after $PRECISION; set PRECISION=${BASH_REMATCH[2]:-bf16}" >&2
             exit 1
@@ -53,7 +52,7 @@ launch() {
         flash_attention_2)
             "$PYTHON" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("flash_attn"))' || {
                 echo "error: flash-attn is not installed; run \`pip install flash-attn --no-build-isolation\`" \
-                    "or choose ATTENTION=jetrl_varlen, which needs nothing more" >&2
+                    "or set ATTENTION=jetrl_varlen, which needs nothing else" >&2
                 exit 1
             }
             attention=(actor_rollout_ref.model.use_remove_padding=True)

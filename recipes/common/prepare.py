@@ -1,16 +1,16 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What every ``prepare_data.py`` does: read raw splits, from the hub or from files, and write verl's parquet.
+"""Read raw splits from the hub or from files and write verl's parquet, for every ``prepare_data.py``.
 
-A recipe names its splits. The name of a split is that of its raw file, of its argument and of its result::
+A split, its raw file, its argument and its result have one name::
 
     python3 -m recipes.gsm8k.prepare_data                                       # every split, from the hub
     python3 -m recipes.gsm8k.prepare_data --local-dir raw                       # raw/train.jsonl, raw/test.jsonl
     python3 -m recipes.gsm8k.prepare_data train --local-file train=a/b.parquet  # one split, from one file
 
-A raw file is what the hub's repository holds: ``.parquet``, or ``.json`` / ``.jsonl`` (also ``.gz``), or a folder of
-such files in the order of their names. Rows keep the order of the raw file (verl shuffles with ``data.seed``), so
-the same raw file gives the same bytes. All sources are written in one schema, since verl concatenates its files.
+A raw file is the hub's: ``.parquet``, or ``.json`` / ``.jsonl`` (also ``.gz``), or a folder of such files, read in the
+order of their names. Rows keep their order (verl shuffles with ``data.seed``), so the same raw file gives the same
+bytes. All sources have one schema, since verl concatenates its files.
 """
 
 import os
@@ -49,7 +49,7 @@ def prepare(source: Source, output: Path, raw: Path | None = None) -> int:
     """Write one split as parquet and return its number of rows; the file appears complete or not at all.
 
     Args:
-        source: what the raw records are.
+        source: describes the raw records.
         output: parquet file to write; its folder is created.
         raw: raw file or folder; None reads from the hub.
 
@@ -97,7 +97,7 @@ def _records(source: Source, raw: Path | None) -> Iterator[dict[str, Any]]:
     import datasets
 
     datasets.disable_progress_bars()
-    with tempfile.TemporaryDirectory(prefix="jetrl-prepare-") as cache:  # raw files are not kept twice
+    with tempfile.TemporaryDirectory(prefix="jetrl-prepare-") as cache:  # no second copy of raw files
         try:
             if raw is None:
                 table = datasets.load_dataset(source.hub, source.config, split=source.split)
@@ -109,7 +109,7 @@ def _records(source: Source, raw: Path | None) -> Iterator[dict[str, Any]]:
                 )
         except PrepareError:
             raise
-        except Exception as error:  # whatever the hub's client, the network or a parser raises
+        except Exception as error:  # from the hub's client, the network or a parser
             remedy = "check the file" if raw else "without a network give raw files with --local-dir or --local-file"
             reason = str(error.__cause__ or error).partition("\n")[0]
             raise PrepareError(f"{_place(source, raw)} cannot be read ({reason}); {remedy}") from error

@@ -1,17 +1,16 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The reward of the data that verl has no reward for: the boxed answer, compared by math-verify in bounded time.
+"""Reward for data that verl cannot grade: the boxed answer, compared by math-verify in bounded time.
 
 verl loads this file by path in its reward workers (``reward.custom_reward_function.path``), so it imports nothing of
 this tree. A ``data_source`` that is not listed here goes to verl's own reward.
 
-Why not ``verl.utils.reward_score.math_verify``: it returns 0 for a missing package or a broken process pool as for a
-wrong answer, and its 30 seconds include the wait for a free process. A reward that fails silently trains on noise. Here
-a missing package stops the run at its start, waiting does not count as an answer's time, and a comparison that does not
-end is killed with its process; it alone counts as wrong.
+``verl.utils.reward_score.math_verify`` returns 0 for a missing package or a broken process pool as for a wrong answer,
+and its 30 seconds include the wait for a free process: training on noise without an error. Here a missing package stops
+the run at its start, waiting does not count, and a comparison that does not end is killed and alone counts as wrong.
 
-math-verify bounds its own time with SIGALRM, which works in a main thread only, while verl calls rewards from threads.
-So this file is also the program of a child process, which reads pairs of answers and writes verdicts.
+math-verify bounds its time with SIGALRM, which works in a main thread only, and verl calls rewards from threads. So
+this file is also the program of a child process that reads pairs of answers and writes verdicts.
 """
 
 import importlib.util
@@ -27,7 +26,7 @@ THINKING = ("agentica-org/DeepScaleR-Preview-Dataset", "HuggingFaceH4/aime_2024"
 DeepScaleR parquet has an empty ``data_source``."""
 
 PLAIN = ("zwhe99/DeepMath-103K",)
-"""Data of which the last boxed answer counts, wherever it stands."""
+"""Data whose last boxed answer counts, wherever it is."""
 
 MAX_ANSWER_CHARACTERS = 512
 """A longer boxed answer is wrong without being parsed; the longest in MATH-500 has 159 characters."""
@@ -98,7 +97,7 @@ def _equal(truth: str, answer: str) -> bool:
 
 
 class _Comparer:
-    """A child process that says whether two answers are equal; started again after it had to be killed."""
+    """A child process that compares two answers; restarted after it was killed."""
 
     def __init__(self):
         self._process: subprocess.Popen | None = None
@@ -110,7 +109,7 @@ class _Comparer:
             self._process.stdin.write(json.dumps([truth, answer]) + "\n")
             self._process.stdin.flush()
             verdict = self._line(KILL_SECONDS)
-        except OSError:  # it ended while it was asked
+        except OSError:  # the process ended
             verdict = ""
         if not verdict:
             self._end()
@@ -168,7 +167,7 @@ def _serve() -> None:
         truth, answer = json.loads(line)
         try:
             same = verify(parsed(truth), parsed(answer), timeout_seconds=ALARM_SECONDS)
-        except Exception:  # of sympy, MemoryError included: what it cannot compare is not equal
+        except Exception:  # from sympy, MemoryError included: not comparable is not equal
             same = False
         print("equal" if same else "different", flush=True)
 

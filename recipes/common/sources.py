@@ -1,14 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The raw data sets that the recipes train and validate on, and how a raw record becomes a row that verl reads.
+"""Raw data sets of the recipes, and how a raw record becomes a row for verl.
 
-A source names its place on the Hugging Face hub, the columns it needs, and one function from a raw record to
-``(data_source, prompt, ground_truth)``. verl picks its reward by ``data_source`` (``verl/utils/reward_score``); the
-sources that verl has no reward for are graded by ``reward.py``, which is why their names stand there too.
-
-The instructions appended to a question are part of a recipe, since the reward looks for the answer where they ask for
-it: after ``####`` for GSM8K, in ``\\boxed{}`` for the others, both in the words of verl's own examples. DAPO-Math-17k
-and its AIME-2024 come with their instruction.
+verl chooses a reward by ``data_source`` (``verl/utils/reward_score``); ``reward.py`` grades the sources that verl does
+not know. The instruction appended to a question says where the reward looks for the answer: after ``####`` for GSM8K,
+in ``\\boxed{}`` for the others, worded as in verl's examples. DAPO-Math-17k and its AIME-2024 include theirs.
 """
 
 import re
@@ -23,11 +19,11 @@ _GSM8K_ANSWER = re.compile(r"#### *(-?[0-9][0-9.,]*)")
 
 
 class RecordError(ValueError):
-    """A raw record is not what its data set promises; the message completes ``record 7 of FILE ...``."""
+    """A raw record is malformed; the message completes ``record 7 of FILE ...``."""
 
 
 class Problem(NamedTuple):
-    """What a raw record says: which reward grades it, the user's turn, and the answer it is graded against."""
+    """A problem: the reward that grades it, the user's turn, and the right answer."""
 
     data_source: str
     prompt: str
@@ -54,11 +50,11 @@ class Source:
 
 
 def _gsm8k(record: dict[str, Any]) -> Problem:
-    stated = _GSM8K_ANSWER.findall(record["answer"])
-    if not stated:
+    answers = _GSM8K_ANSWER.findall(record["answer"])
+    if not answers:
         raise RecordError("has no '#### <number>' in its answer")
     # verl's reward strips the commas of a response before it compares.
-    return Problem("openai/gsm8k", f"{record['question']} {GSM8K_INSTRUCTION}", stated[-1].replace(",", ""))
+    return Problem("openai/gsm8k", f"{record['question']} {GSM8K_INSTRUCTION}", answers[-1].replace(",", ""))
 
 
 def _math(record: dict[str, Any]) -> Problem:
@@ -66,7 +62,7 @@ def _math(record: dict[str, Any]) -> Problem:
 
     try:
         answer = remove_boxed(last_boxed_only_string(record["solution"]))
-    except (TypeError, AssertionError) as error:  # what verl's helpers raise where there is none
+    except (TypeError, AssertionError) as error:  # raised by verl's helpers if there is none
         raise RecordError("has no \\boxed{} in its solution") from error
     return Problem("DigitalLearningGmbH/MATH-lighteval", _boxed_prompt(record["problem"]), answer)
 

@@ -5,9 +5,9 @@
 # DAPO (arXiv 2503.14476) on DAPO-Math-17k, validated on AIME 2024; sourced by run_qwen2_5_{7b,32b}.sh, which choose
 # EXPERIMENT, MODEL_PATH and how the model is spread over GPUs: TP of the rollout, SP (Ulysses) and OFFLOAD of training.
 # The numbers are those of verl-recipe's dapo/run_dapo_qwen2.5_32b.sh, with the v1 trainer's names. Chosen here:
-#   total_epochs=35     the published file, which holds each problem about 100 times, is passed once, 1536 rows and
-#                       more a step: 1166 steps at most. prepare_data.py keeps each problem once, 33 steps a pass
-#   val_kwargs.n=32     the published AIME file holds each problem 32 times, sampled once each
+#   total_epochs=35     the published file repeats each problem about 100 times and is read once: at most 1166 steps.
+#                       prepare_data.py keeps each problem once: 33 steps an epoch
+#   val_kwargs.n=32     the published AIME file repeats each problem 32 times
 # The published gen_batch_size=1536 has no counterpart: the v1 trainer replaces filtered groups one by one.
 
 DATA=${DATA:-$HOME/data/dapo}

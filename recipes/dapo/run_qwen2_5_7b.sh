@@ -3,8 +3,8 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # DAPO with Qwen2.5-7B: the 32B recipe with a model that fits one machine of eight GPUs. See README.md.
-# verl-recipe has no run of this model; its dapo/test_dapo_7b_math.sh trains Qwen2.5-Math-7B with the same numbers but
-# MAX_RESPONSE_LENGTH=8192 and no dynamic sampling, from which the sequence parallel size is taken.
+# verl-recipe has no run of this model. The sequence parallel size is from its dapo/test_dapo_7b_math.sh, which trains
+# Qwen2.5-Math-7B with MAX_RESPONSE_LENGTH=8192 and no dynamic sampling.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../common/launch.sh"
 

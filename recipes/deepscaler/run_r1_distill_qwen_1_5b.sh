@@ -4,16 +4,16 @@
 #
 # DeepScaleR: GRPO on DeepSeek-R1-Distill-Qwen-1.5B in three stages of growing response length. See README.md.
 #
-#   STAGE=8k | 16k | 24k   each starts from the weights that the one before it wrote last
+#   STAGE=8k | 16k | 24k   each starts from the last weights of the stage before it
 #
 # The numbers are those of rllm's scripts/deepscaler/train/deepscaler_1.5b_{8k,16k,24k}.sh; its README gives the steps at
 # which the length grew, 1040 and 1520. As there, a stage takes over only the policy: the optimizer starts fresh, and
-# the KL term's reference is the policy that the stage starts from. So stages may run on different numbers of GPUs,
-# which verl's sharded checkpoints do not allow. Chosen here:
-#   230 steps of 24k          the published scripts do not end by themselves, and no source we have gives their length
+# the KL term's reference is the policy that the stage starts from. So stages may run on
+# different numbers of GPUs. Chosen here:
+#   230 steps of 24k          the published scripts have no end, and no source gives their length
 #   clip_ratio_c              verl's default, 3; the verl of the published scripts had no such bound on the loss of
 #                             a negative advantage. Its entropy_coeff, 0.001, is set here: verl's default has changed
-#   val_kwargs.top_p=0.95     what the authors evaluate with; the published scripts leave it to an older verl
+#   val_kwargs.top_p=0.95     as the authors evaluate; the published scripts leave it to an older verl
 #   filter_overlong_prompts   a prompt of more than 1024 tokens is left out instead of stopping the run
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../common/launch.sh"

@@ -5,7 +5,7 @@
 # GRPO on GSM8K with Qwen3-8B: verl's smallest real recipe, a first run on eight GPUs. See README.md.
 # The numbers are those of verl's own example for this model and data (examples/grpo_trainer/run_qwen3-8b.sh of verl
 # 0.7; from 0.9 on it adds MATH, batches by tokens as here, and asks for responses of 2048 tokens). Chosen here:
-#   TP=1   verl has 2; an 8B model fits one GPU, and then no rollout waits for another
+#   TP=1   verl has 2; an 8B model fits one GPU
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../common/launch.sh"
 

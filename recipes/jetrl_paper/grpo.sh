@@ -7,10 +7,9 @@
 #
 #   DATASET=gsm8k_math | deepmath     RESPONSE=8k | 16k     (the paper's DeepMATH runs use 16k)
 #
-# The paper names models, data, response lengths, verl, vLLM and H100s. Batch size, learning rate and the like are not
-# in the text that we have: they are verl's own for GRPO on GSM8K + MATH with an 8B model (examples/grpo_trainer/
-# run_qwen3_8b_fsdp.sh of verl 0.9), the same for all. Validation is GSM8K and MATH-500, our choice too. The rollout
-# stays on one GPU (TP=1), where models of this size fit.
+# The paper names models, data, response lengths, verl, vLLM and H100s. Batch size, learning rate and the rest are those
+# of verl for GRPO on GSM8K + MATH with an 8B model (examples/grpo_trainer/run_qwen3_8b_fsdp.sh of verl 0.9). Validation
+# on GSM8K and MATH-500 is our choice. Models of this size fit one GPU (TP=1).
 
 DATASET=${DATASET:-gsm8k_math}
 RESPONSE=${RESPONSE:-8k}

@@ -3,7 +3,7 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Jet-RL's experiments with Llama3.1-8B. See README.md and grpo.sh.
-# The base model's tokenizer has no chat template, which verl needs; this one is the bare text, as the model was trained.
+# The base model's tokenizer has no chat template, which verl needs; this one is the plain text.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../common/launch.sh"
 

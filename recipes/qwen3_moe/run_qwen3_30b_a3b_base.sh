@@ -5,9 +5,9 @@
 # GRPO on GSM8K + MATH with Qwen3-30B-A3B-Base, a mixture of experts, on eight GPUs under FSDP2. See README.md.
 # Data, batch, learning rate and loss are those of the 8B models in ../jetrl_paper. Chosen here:
 #   TP=1                  experts fit 128 at 1 and 2; TP=2 where a GPU has 80 GB
-#   MAX_TOKENS_PER_GPU    FSDP2 gathers a whole layer for every micro-batch, so as many tokens as memory allows
-#   OFFLOAD=True          parameters and optimizer are kept on the host while the rollout works
-# No load-balancing loss: verl's FSDP engine asks the model for none.
+#   MAX_TOKENS_PER_GPU    FSDP2 gathers a layer for every micro-batch: as many tokens as memory allows
+#   OFFLOAD=True          parameters and optimizer stay in host memory during the rollout
+# No load-balancing loss: verl's FSDP engine has none.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../common/launch.sh"
 

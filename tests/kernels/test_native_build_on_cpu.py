@@ -262,7 +262,7 @@ def test_a_clean_report_has_no_complaints():
 def test_a_version_whose_operators_cannot_be_named_is_not_built(tmp_path, monkeypatch):
     monkeypatch.setattr(build_csrc, "find_nvcc", lambda: "nvcc")
     (tmp_path / "binding.cpp").write_text("STABLE_TORCH_LIBRARY(jetrl_native, library) {}")
-    with pytest.raises(SystemExit, match="binding.cpp gives its operators no other name; copy this tree's there"):
+    with pytest.raises(SystemExit, match="binding.cpp does not rename its operators; copy this tree's there"):
         build_csrc.build(tmp_path, tmp_path, csrc=tmp_path, operators="before")
 
 
@@ -286,7 +286,7 @@ def test_a_build_is_known_by_its_operators_and_its_place(tmp_path, monkeypatch):
 
 def test_without_nvcc_the_build_says_what_runs_instead(monkeypatch, tmp_path):
     monkeypatch.setattr(build_csrc, "find_nvcc", lambda: None)
-    with pytest.raises(SystemExit, match="no nvcc is on the PATH .* Triton's and vLLM's kernels"):
+    with pytest.raises(SystemExit, match="no nvcc on the PATH"):
         build_csrc.build(tmp_path, tmp_path)
 
 

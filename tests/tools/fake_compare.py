@@ -1,10 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Stands in for verl and for the evaluation in tests of ``jetrl compare``: same files, no model.
+"""Stands in for verl (``train BEHAVIOUR OVERRIDES...``) and the evaluation (``judge COUNT REQUEST``), without a model.
 
-``train BEHAVIOUR OVERRIDES...``: ``succeed``, ``fail:PRECISION`` (dies in step 2), ``die_once`` (every run dies in step
-2 of its first attempt, after a checkpoint of step 1), ``hang``, ``reward_model`` (cannot be judged) or ``no_config``.
-``judge COUNT REQUEST`` scores COUNT policies and dies if there are more.
+Behaviours ``fail:PRECISION`` and ``die_once`` (the first attempt) die in step 2, with a checkpoint of step 1.
 """
 
 import json
@@ -51,7 +49,7 @@ def train(behaviour: str, words: list[str]) -> None:
 
 
 def judge(request: Request, count: int) -> None:
-    """Problems 0 to 3 of 8 are right before training; one more under ``jet``, one more with seed 2."""
+    """Right of 8 problems are 4, one more under ``jet`` and one more with seed 2; dies after ``count`` policies."""
     with Path(request.config).parents[4].joinpath("engines").open("a") as engines:
         engines.write(f"{list(request.policies)}\n")
     for i, (name, (checkpoint, file)) in enumerate(request.policies.items()):

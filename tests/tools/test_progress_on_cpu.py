@@ -14,13 +14,7 @@ from jetrl_verl.models.plan import UnsupportedLayer
 from jetrl_verl.sync.contract import ContractViolation
 from jetrl_verl.tools.progress import describe, last_errors
 
-NOISE = """\
-WARNING 11-20 12:00:00 [base.py:300] Using None for EOS token id
-jetrl_verl.train.engine: 14 linear layers in FP8
-Traceback (most recent call last):
-  File "engine.py", line 12, in train_batch
-    raise kind(message)
-"""
+NOISE = "WARNING Using None for EOS token id\njetrl_verl.train.engine: 14 linear layers in FP8\n"
 ERRORS = [ContractViolation, DamagedCheckpointError, UnsupportedConfiguration, UnsupportedLayer, ValueError]
 
 
@@ -50,7 +44,7 @@ def test_exceptions_that_actors_pass_on_and_notes_of_the_start_are_no_errors(tmp
 def test_a_log_without_an_exception_gives_its_last_lines(tmp_path):
     log = tmp_path / "run.log"
     log.write_text(NOISE)
-    assert last_errors(log, tail=2) == NOISE.splitlines()[-2:]
+    assert last_errors(log, tail=2) == NOISE.splitlines()
     assert last_errors(tmp_path / "none") == []
 
 

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -33,8 +32,8 @@ from jetrl_verl.tools.report import html_table, load_run, read_metrics, write_re
 from jetrl_verl.tools.rows import keys_of, parse_row
 
 EVALUATE = (sys.executable, "-m", "jetrl_verl.tools.compare.evaluate")
+# verl's seeds: order of the data, sampling, mini-batches.
 SEED_KEYS = ("data.seed", "actor_rollout_ref.rollout.seed", "actor_rollout_ref.actor.data_loader_seed")
-"""The seeds of verl: order of the data, sampling, mini-batches."""
 
 _TOTAL_STEPS = re.compile(r"Total training steps: (\d+)")
 _OWN_KEYS = (
@@ -132,9 +131,10 @@ def run_compare(
     try:
         with signals_raise():
             job = _job(options, trainer, say)
-            if _read(out / "job.json", job.command) != job.command:
+            made_by = out / "job.json"
+            if made_by.is_file() and json.loads(made_by.read_text()) != job.command:
                 raise ToolError(f"{out} was made by another command. Choose another --out, or delete that folder.")
-            _write(out / "job.json", job.command)
+            _write(made_by, job.command)
             for run in runs:
                 train(run, job, console, say)
             problems = [f"{run.name} did not finish training" for run in runs if not run.finished]
@@ -223,7 +223,7 @@ def score(
                 pass
         if (status := tree.poll()) != 0:
             say("\n  ".join([f"the evaluation ended with status {status}:", *last_errors(log)]))
-    return {name: _read(file, {"scores": None})["scores"] for name, file in files.items()}
+    return {name: json.loads(file.read_text())["scores"] if file.is_file() else None for name, file in files.items()}
 
 
 def _write_tables(
@@ -246,11 +246,6 @@ def _write_tables(
     for figures in zip(*lines):  # a column per precision: there are few, and many figures
         say("  ".join(f"{figure:<{width}}" for figure, width in zip(figures, widths)))
     say(f"page: {page}")
-
-
-def _read(path: Path, default: Any) -> Any:
-    """Content of a JSON file, ``default`` without one."""
-    return json.loads(path.read_text()) if path.is_file() else default
 
 
 def _write(path: Path, content: object) -> None:

@@ -22,20 +22,20 @@ INLINE = re.compile(r"`((?:jetrl|python3? -m|python3? [\w/]+\.py|make|bash|bench
 
 
 def commands(text: str) -> Iterator[str]:
-    """What a page shows as a command, without its comment."""
+    """Commands of a page, without comments."""
     for block in BLOCK.findall(text):
         for line in block.replace("\\\n", " ").splitlines():
             if command := re.sub(r"(^|\s)#.*", "", line).strip():
                 yield command
-    yield from (" ".join(found.split()) for found in INLINE.findall(BLOCK.sub("", text)))
+    yield from (" ".join(command.split()) for command in INLINE.findall(BLOCK.sub("", text)))
 
 
 SHOWN = sorted({(path.relative_to(ROOT).as_posix(), line) for path in PAGES for line in commands(path.read_text())})
 
 
 def words_of(line: str) -> list[str]:
-    """Words of a command behind the variables that are set for it; what stands for more of them left out."""
-    # A placeholder is no redirection; of a word in braces the first alternative is meant.
+    """Words of a command without leading variable assignments and ``...``."""
+    # <placeholder> is no redirection; {a,b} means its first alternative.
     line = re.sub(r"<[^>]*>", "PLACEHOLDER", re.sub(r"\{([^,}]*),[^}]*\}", r"\1", line)).replace("[part ...]", "")
     words = [word for word in shlex.split(line) if word != "..."]
     while words and re.fullmatch(r"\w+=.*", words[0]):
@@ -44,7 +44,7 @@ def words_of(line: str) -> list[str]:
 
 
 def check(line: str) -> None:
-    """Raise unless the command is there and accepts its words."""
+    """Raise ``AssertionError`` unless the command exists and accepts its arguments."""
     first, *rest = words_of(line)
     if first == "jetrl":
         parse(rest)
@@ -56,38 +56,38 @@ def check(line: str) -> None:
             module, rest = rest[1].replace("PLACEHOLDER", "gsm8k"), rest[2:]
             if module == "pytest" or module.startswith(ELSEWHERE):
                 return
-            found = [ROOT / f"{module.replace('.', '/')}{end}" for end in (".py", "/__main__.py")]
+            candidates = [ROOT / f"{module.replace('.', '/')}{end}" for end in (".py", "/__main__.py")]
         else:
             name, rest = (rest[0], rest[1:]) if not first.startswith("benchmarks/") else (first, rest)
             if name.startswith(ELSEWHERE[0]):
                 return
-            found = [ROOT / name]
-        files = [file for file in found if file.is_file()]
-        assert files, f"there is no {found[0].relative_to(ROOT)}"
+            candidates = [ROOT / name]
+        files = [file for file in candidates if file.is_file()]
+        assert files, f"there is no {candidates[0].relative_to(ROOT)}"
         accepts(files[0], rest)
 
 
 def accepts(file: Path, words: list[str]) -> None:
-    """Raise unless a program's source, or that of the module which a script starts, names each option."""
+    """Raise unless the source of a program, or of the module that a script starts, names each option."""
     text = file.read_text()
     for module in re.findall(r"-m (benchmarks\.\w+)", text) if file.suffix == ".sh" else ():
         text += (ROOT / f"{module.replace('.', '/')}.py").read_text()
-    # prepare_data.py of a recipe has its arguments from the common one.
+    # prepare_data.py of a recipe takes its arguments from the common module.
     text += (ROOT / "recipes/common/prepare.py").read_text() if file.name == "prepare_data.py" else ""
     for option in (word.partition("=")[0] for word in words if word.startswith("--")):
         assert option == "--help" or f'"{option}"' in text, f"{file.relative_to(ROOT)} has no {option}"
 
 
 def parse(words: list[str]) -> None:
-    """Raise ``AssertionError`` with what is said of words that `jetrl` does not accept; files need not be there."""
+    """Raise ``AssertionError`` if `jetrl` does not accept the arguments; files need not exist."""
     command = typer.main.get_command(app)
     while hasattr(command, "commands"):
         if not words:
             return
         assert words[0] in command.commands, f"there is no jetrl {words[0]}"
         command, words = command.commands[words[0]], words[1:]
-    # A mention of the command alone names no argument.
-    if not words and any(each.required for each in command.params):
+    # A mention of the command alone has no arguments.
+    if not words and any(parameter.required for parameter in command.params):
         return
     try:
         command.make_context(command.name, list(words))
@@ -98,7 +98,7 @@ def parse(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("page", "line"), SHOWN, ids=lambda value: value)
-def test_a_command_that_a_page_shows_is_there_and_parses(page, line):
+def test_command_of_a_page_exists_and_parses(page, line):
     check(line)
 
 
@@ -117,6 +117,6 @@ def test_commands_of_each_kind_are_found():
         ("bash recipes/nothing.sh", "there is no recipes/nothing.sh"),
     ],
 )
-def test_one_that_is_not_there_is_seen(line, said):
+def test_missing_command_is_reported(line, said):
     with pytest.raises(AssertionError, match=said):
         check(line)

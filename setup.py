@@ -1,12 +1,11 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles csrc/ into the wheel where there is an nvcc and a torch to build against; the rest is in pyproject.toml.
+"""Compile csrc/ into the wheel if nvcc and torch are there; metadata is in pyproject.toml.
 
-`pip install --no-build-isolation .` sees the installed torch. In pip's isolated build, and without nvcc, the wheel
-holds Python alone, runs on Triton's and vLLM's kernels, and `jetrl doctor` says so; `make wheel` stops instead. The
-library uses torch's stable ABI and no Python: one wheel fits every Python 3, and its platform is the glibc that the
-library asks for. Editable installs leave it to `python scripts/build_csrc.py`, which `make setup` runs on a machine
-with a GPU.
+`pip install --no-build-isolation .` builds against the installed torch. Without nvcc, or in pip's isolated build, the
+wheel holds Python only and uses Triton and vLLM's kernels; `make wheel` stops instead. The library uses torch's stable
+ABI and no Python, so one wheel fits every Python 3; its platform tag is the glibc that the library needs. For editable
+installs `make setup` runs `python scripts/build_csrc.py` on a machine with a GPU.
 """
 
 import os
@@ -31,7 +30,7 @@ class BuildWithKernels(build_py):
             target = Path(self.build_lib) / "jetrl_verl" / "kernels"
             optional = [] if os.environ.get(WHEEL["REQUIRED"]) == "required" else ["--optional"]
             subprocess.run([sys.executable, SCRIPT, *optional, "--target", target], check=True, stdout=sys.stderr)
-            # Results carry the commit, and an installed copy has no git to ask.
+            # Records name the commit, and an installed copy has no git.
             write_commit = runpy.run_path(str(ROOT / "jetrl_verl" / "tools" / "commit.py"))["write_commit"]
             write_commit(ROOT, Path(self.build_lib))
 
@@ -43,7 +42,7 @@ class WheelForAnyPython(bdist_wheel):
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        self.root_is_pure = False  # else the platform is never looked at
+        self.root_is_pure = False  # otherwise setuptools ignores the platform
 
 
 setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelForAnyPython})

@@ -15,10 +15,10 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 
+from jetrl_verl.config.environment import installed_version
 from jetrl_verl.tools import ToolError
 from jetrl_verl.tools.process_tree import ProcessTree
 from jetrl_verl.tools.progress import Tracker
-from jetrl_verl.tools.provenance import version_of
 
 VERL = (sys.executable, "-m", "verl.trainer.main_ppo")
 DEVICES = ("auto", "cpu", "cuda")
@@ -112,7 +112,7 @@ def choose_device(device: str) -> str:
 
 def detect_device() -> str:
     """``cuda`` where an NVIDIA GPU answers and vLLM is not its CPU build, else ``cpu``."""
-    if (version_of("vllm") or "").endswith("+cpu") or shutil.which("nvidia-smi") is None:
+    if (installed_version("vllm") or "").endswith("+cpu") or shutil.which("nvidia-smi") is None:
         return "cpu"
     answer = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
     return "cuda" if answer.returncode == 0 and answer.stdout.strip() else "cpu"

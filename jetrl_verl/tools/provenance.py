@@ -12,10 +12,10 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache
 from hashlib import sha256
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from jetrl_verl.config.environment import installed_version
 from jetrl_verl.tools import ToolError
 from jetrl_verl.tools.commit import UNKNOWN, commit_of
 
@@ -41,16 +41,16 @@ def _provenance() -> dict[str, Any]:
     from jetrl_verl.kernels import native
 
     commit, dirty = commit_of(_PACKAGE.parent)
-    gpu, driver = _gpu_and_driver()
+    gpus = nvidia_smi()
     return {
         "commit": commit,
         "dirty": dirty,
         "version": __version__,
         "sources_sha256": sources_sha256(_PACKAGE),
         "kernel_library_sha256": native.library_sha256(),
-        **{name: version_of(name) for name in ("torch", "triton", "verl", "vllm")},
-        "gpu": gpu,
-        "driver": driver,
+        **{name: installed_version(name) for name in ("torch", "triton", "verl", "vllm")},
+        "gpu": ", ".join(dict.fromkeys(name for name, _ in gpus)) or None,
+        "driver": gpus[0][1] if gpus else None,
     }
 
 
@@ -63,24 +63,17 @@ def sources_sha256(package: Path) -> str:
     return digest.hexdigest()
 
 
-def version_of(package: str) -> str | None:
-    """Version of an installed package, or None."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _gpu_and_driver() -> tuple[str | None, str | None]:
-    """From nvidia-smi, because torch would keep a context on the GPU."""
+def nvidia_smi() -> list[tuple[str, str]]:
+    """Name and driver version of each GPU; asks nvidia-smi, because torch would keep a context on the GPU."""
     if shutil.which("nvidia-smi") is None:
-        return None, None
+        return []
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    answer = subprocess.run(query, capture_output=True, text=True)
-    rows = [line.split(", ") for line in answer.stdout.splitlines() if line.count(", ") == 1]
-    if answer.returncode or not rows:
-        return None, None
-    return ", ".join(dict.fromkeys(name for name, _ in rows)), rows[0][1]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    rows = answer.stdout.splitlines() if answer.returncode == 0 else []
+    return [(name, driver) for name, comma, driver in (row.partition(", ") for row in rows) if comma]
 
 
 # --- several records -------------------------------------------------------------------------------------------------

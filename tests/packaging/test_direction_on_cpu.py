@@ -63,7 +63,7 @@ TOOLS: dict[str, set[str]] = {
     "report": {"provenance"},
     "progress": {"report"},
     "launch": {"process_tree", "progress", "provenance"},
-    "doctor": {"bytecode"},
+    "doctor": {"bytecode", "provenance"},
     "patch": set(),
     "memory": {"launch"},
     "diff": {"launch", "provenance"},

@@ -60,7 +60,7 @@ def gpu_machine(monkeypatch):
     answers = json.loads(json.dumps(HEALTHY))
     installed = doctor.installed_version
     monkeypatch.setattr(doctor, "installed_version", lambda name: "0.24.0" if name == "vllm" else installed(name))
-    monkeypatch.setattr(doctor, "nvidia_smi", lambda: ["NVIDIA H200, driver 580.95"])
+    monkeypatch.setattr(doctor, "nvidia_smi", lambda: [("NVIDIA H200", "580.95")])
     monkeypatch.setattr(doctor, "ask", lambda name: answers[name])
     return answers
 
@@ -81,7 +81,10 @@ def test_a_gpu_without_the_shared_operations_is_noted_and_named_in_the_verdict(g
     gpu_machine["kernels"]["gap"] = "GPU 0, NVIDIA L40S, has compute capability 8.9, and FlashAttention 3 needs 9.0"
     findings = doctor.diagnose()
     (finding,) = (finding for finding in findings if finding.subject == doctor.SHARED)
-    assert finding.state == doctor.NOTE and "jet_fp8_exact and bf16_shared are refused" in finding.detail
+    assert (
+        finding.state == doctor.NOTE
+        and "jet_fp8_exact, bf16_shared and jet_fp8 of a mixture are refused" in finding.detail
+    )
     assert doctor.verdict(findings) == "This machine runs every precision but jet_fp8_exact and bf16_shared on 1 GPU."
 
 
@@ -99,7 +102,6 @@ def test_this_machine_is_diagnosed_by_real_processes():
     for subject in ("verl", "vllm", "torch", "transformers", "jetrl-verl", "plugin in verl", "plugin in vLLM"):
         assert findings[subject].state == OK, findings[subject]
     assert any(subject.startswith("kernels, ") for subject in findings)
-    assert doctor.MIXTURES in findings or any(subject.startswith(doctor.MIXTURES) for subject in findings)
     assert "plugin in Ray workers" not in findings
 
 
@@ -330,7 +332,7 @@ def test_a_library_that_does_not_load_is_wrong(gpu_machine):
 
 
 def of_mixtures(findings) -> list[tuple[str, str]]:
-    return [(f.state, f.detail) for f in findings if f.subject.startswith(doctor.MIXTURES)]
+    return [(f.state, f.detail) for f in findings if f.subject.startswith(self_check.MIXTURES)]
 
 
 def test_kernels_that_answer_with_the_references_bits_are_listed_by_backend(gpu_machine):
@@ -359,14 +361,3 @@ def test_a_self_check_that_does_not_answer_is_wrong_where_torch_does(gpu_machine
     gpu_machine["self_check"] = {"error": "OutOfMemoryError: CUDA out of memory"}
     assert only(doctor.diagnose(ray=False)).subject == "self-check"
     assert list(doctor.check_self(gpu_machine["self_check"], {"error": "ImportError: torch"})) == []
-
-
-def test_who_cannot_train_mixtures_in_fp8_is_told(gpu_machine):
-    gap = "GPU 0, NVIDIA L40S, has compute capability 8.9, and FlashAttention 3 needs 9.0"
-    gpu_machine["kernels"]["gap"] = gap
-    assert (NOTE, f"{gap}; jet_fp8 of a mixture is refused, fp8_rollout and bf16 are not") in of_mixtures(
-        doctor.diagnose(ray=False)
-    )
-    assert list(doctor.check_mixtures({"error": "ImportError: torch"})) == []
-    (finding,) = doctor.check_mixtures({"cuda": None, "gpus": [], "devices": {}, "gap": ""})
-    assert finding.state == NOTE and "jetrl.operations=shared" in finding.detail and "--policy moe" in finding.detail

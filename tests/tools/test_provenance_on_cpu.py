@@ -73,9 +73,11 @@ def test_gpu_and_driver_are_asked_of_nvidia_smi(fresh, tmp_path):
     program.write_text("#!/bin/sh\necho 'NVIDIA H200, 570.1'\necho 'NVIDIA H200, 570.1'\n")
     program.chmod(0o755)
     fresh.setenv("PATH", str(tmp_path), prepend=":")
-    assert provenance._gpu_and_driver() == ("NVIDIA H200", "570.1")
+    assert provenance.nvidia_smi() == 2 * [("NVIDIA H200", "570.1")]
+    build = provenance.provenance()
+    assert (build["gpu"], build["driver"]) == ("NVIDIA H200", "570.1")
     program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
-    assert provenance._gpu_and_driver() == (None, None)
+    assert provenance.nvidia_smi() == []
 
 
 def test_a_checkout_knows_its_commit_and_whether_it_was_changed(repository):

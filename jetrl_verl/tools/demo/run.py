@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from jetrl_verl.config.environment import installed_version
 from jetrl_verl.config.options import PRECISIONS
 from jetrl_verl.tools.demo import DemoError, baseline, cache
 from jetrl_verl.tools.demo.overrides import GROUP_SIZE, MAX_RESPONSE_TOKENS, PROMPTS, build_overrides
@@ -26,7 +27,7 @@ from jetrl_verl.tools.diff.run import engine_environment
 from jetrl_verl.tools.launch import DEVICES, VERL, RunPaths, build_environment, choose_device, precision_word, watch
 from jetrl_verl.tools.process_tree import Interrupted, ProcessTree, signals_raise
 from jetrl_verl.tools.progress import Tracker, last_errors
-from jetrl_verl.tools.provenance import provenance, version_of
+from jetrl_verl.tools.provenance import provenance
 from jetrl_verl.tools.report import MISMATCH, Run, Series, accuracy_keys, draw, load_run, write_report
 
 _PACKAGES = ("jetrl-verl", "verl", "vllm", "torch", "transformers", "ray")
@@ -232,7 +233,7 @@ def _facts(
         "policy": prepared.facts,
         "versions": {
             "python": sys.version.split()[0],
-            **{name: version_of(name) or "not installed" for name in _PACKAGES},
+            **{name: installed_version(name) or "not installed" for name in _PACKAGES},
         },
         "command": shlex.join(command),
     }

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import jetrl_verl
@@ -24,8 +24,8 @@ from jetrl_verl.config.hopper_kernels import CAPABILITY, IN_TRITON
 from jetrl_verl.config.support.limits import MIN_CAPABILITY, PINS
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 from jetrl_verl.tools import bytecode
-from jetrl_verl.tools.doctor import MIXTURES
 from jetrl_verl.tools.doctor.asked import ASK, ENTRY_POINT, QUANT_METHOD, ask
+from jetrl_verl.tools.provenance import nvidia_smi
 
 DISTRIBUTION = "jetrl-verl"
 OK, NOTE, WRONG = "ok", "note", "wrong"
@@ -64,13 +64,12 @@ def diagnose(ray: bool = True) -> list[Finding]:
     names = [name for name in ASK if ray or name != "ray"]
     with ThreadPoolExecutor(len(names)) as pool:
         answers = dict(zip(names, pool.map(ask, names)))
-    drivers = nvidia_smi()
+    drivers = [f"{name}, driver {driver}" for name, driver in nvidia_smi()]
     checks = [
         lambda: check_packages(),
         lambda: check_gpus(answers["kernels"], drivers),
         lambda: check_kernels(answers["kernels"]),
         lambda: check_self(answers["self_check"], answers["kernels"]),
-        lambda: check_mixtures(answers["kernels"]),
         lambda: check_installation(),
         lambda: check_verl(answers["verl"]),
         lambda: check_patches(answers["verl"]),
@@ -88,20 +87,6 @@ def _run(check: Callable[[], Iterable[Finding]]) -> list[Finding]:
     except Exception as error:  # the other checks still report
         where = traceback.extract_tb(error.__traceback__)[-1].name
         return [Finding(where, WRONG, f"{type(error).__name__}: {error}", "report this line: the check failed")]
-
-
-def nvidia_smi() -> list[str]:
-    """A line for each GPU of the driver, ``<name>, driver <version>``."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        listing = subprocess.run(query, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    if listing.returncode != 0:
-        return []
-    return [line.strip().replace(", ", ", driver ") for line in listing.stdout.splitlines() if line.strip()]
 
 
 def check_packages() -> Iterator[Finding]:
@@ -148,14 +133,13 @@ def check_gpus(kernels: dict[str, Any], drivers: list[str]) -> Iterator[Finding]
         yield Finding(f"GPU {index}", OK, detail)
         memory = f"{_gib(gpu['free'])} of {_gib(gpu['total'])} free"
         if gpu["free"] < GPU_FREE_SHARE * gpu["total"]:
-            fix = (
-                f"end other processes there (`nvidia-smi`), or lower rollout.gpu_memory_utilization ({GPU_FREE_SHARE})"
-            )
+            fix = f"end its other processes (`nvidia-smi`), or lower rollout.gpu_memory_utilization ({GPU_FREE_SHARE})"
             yield Finding(f"GPU {index} memory", WRONG, memory, fix)
         else:
             yield Finding(f"GPU {index} memory", OK, memory)
     if gap := kernels.get("gap"):
-        yield Finding(SHARED, NOTE, f"{gap}; jet_fp8 runs stock operations, jet_fp8_exact and bf16_shared are refused")
+        refused = "jet_fp8_exact, bf16_shared and jet_fp8 of a mixture are refused"
+        yield Finding(SHARED, NOTE, f"{gap}; jet_fp8 of a dense model runs stock operations, {refused}")
     if gpus and not os.environ.get("CC") and not any(map(shutil.which, ("cc", "gcc", "clang"))):
         fix = "install gcc, or set CC to a compiler"
         yield Finding("C compiler", WRONG, "none, and Triton compiles its launchers with one", fix)
@@ -216,35 +200,24 @@ def check_self(answer: dict[str, Any], kernels: dict[str, Any]) -> Iterator[Find
             yield Finding("self-check", WRONG, answer["error"], fix)
         return
     for device, facts in answer.items():
-        right: dict[tuple[str, str], list[str]] = {}
-        wrong: dict[tuple[str, str], list[str]] = {}
+        backends: dict[tuple[str, str], list[str]] = {}
+        names: dict[tuple[str, str], list[str]] = {}
+        failed: dict[tuple[str, str], list[str]] = {}
         for subject, name, backend, error in facts["outcomes"]:
             if error:
-                wrong.setdefault((backend, error), []).append(name)
+                failed.setdefault((backend, error), []).append(name)
             else:
-                right.setdefault((subject, name), []).append(backend)
-        for (backend, error), names in wrong.items():
-            remedy = "`make setup` installs the pinned torch, Triton and vLLM"
+                backends.setdefault((subject, name), []).append(backend)
+        for (backend, error), calls in failed.items():
+            fix = "`make setup` installs the pinned torch, Triton and vLLM"
             if backend == "native":
-                remedy = "install a wheel of this version (`make wheel`); without the kernels Triton runs"
-            yield Finding(f"{backend} on {device}", WRONG, f"{', '.join(names)}: {error}", remedy)
-        by_backends: dict[tuple[str, str], list[str]] = {}
-        for (subject, name), backends in right.items():
-            by_backends.setdefault((subject, ", ".join(backends)), []).append(name)
-        for (subject, backends), names in by_backends.items():
-            detail = f"{backends}: {', '.join(names)}: the reference's bits"
+                fix = "install a wheel of this version (`make wheel`); without the kernels Triton runs"
+            yield Finding(f"{backend} on {device}", WRONG, f"{', '.join(calls)}: {error}", fix)
+        for (subject, name), equal in backends.items():
+            names.setdefault((subject, ", ".join(equal)), []).append(name)
+        for (subject, equal), calls in names.items():
+            detail = f"{equal}: {', '.join(calls)}: the reference's bits"
             yield Finding(f"{subject}, {facts['platform']}", OK, detail)
-
-
-def check_mixtures(kernels: dict[str, Any]) -> Iterator[Finding]:
-    """Whether FP8 training of a mixture has the shared operations that it needs."""
-    if "error" in kernels:
-        return
-    if gap := kernels.get("gap"):
-        yield Finding(MIXTURES, NOTE, f"{gap}; jet_fp8 of a mixture is refused, fp8_rollout and bf16 are not")
-    elif not kernels.get("gpus"):
-        detail = "on a CPU jet_fp8 trains them with jetrl.operations=shared, as `jetrl demo --policy moe` does"
-        yield Finding(MIXTURES, NOTE, detail)
 
 
 def check_installation() -> Iterator[Finding]:
@@ -406,18 +379,14 @@ def show(findings: list[Finding], console: Console) -> None:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for finding in findings:
-        table.add_row(marks[finding.state], _plain(finding.subject), _plain(finding.detail))
+        table.add_row(marks[finding.state], escape(finding.subject), escape(finding.detail))
     console.print(table)
     for finding in findings:
         if finding.fix:
             console.print(
-                f"\n[bold]{_plain(finding.subject)}[/]: {_plain(finding.fix)}", soft_wrap=True, highlight=False
+                f"\n[bold]{escape(finding.subject)}[/]: {escape(finding.fix)}", soft_wrap=True, highlight=False
             )
     console.print(f"\n{verdict(findings)}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", r"\[")
 
 
 def run_doctor(console: Console, ray: bool, json_only: bool) -> int:

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Measures of a difference, of tensors bit by bit and of log-probabilities."""
+"""Differences of tensors in bits and ULPs, and of log-probabilities."""
 
 from dataclasses import dataclass
 
@@ -17,20 +17,20 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def ulps(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Representable numbers of their type from ``a`` to ``b``, int64; +0 and -0 are no distance apart."""
+    """Distance of ``a`` and ``b`` in representable numbers of their type, int64; 0 from +0 to -0."""
 
-    def place(x: torch.Tensor) -> torch.Tensor:
-        # Floating-point numbers are sign and magnitude; read so, neighbours are one apart across zero too.
+    def rank(x: torch.Tensor) -> torch.Tensor:
+        # Floating-point numbers are sign and magnitude, so neighbours are one apart across zero too.
         pattern = bits(x).long()
         magnitude = pattern & torch.iinfo(_BITS[x.dtype]).max
         return torch.where(pattern < 0, -magnitude, magnitude)
 
-    return (place(a) - place(b)).abs()
+    return (rank(a) - rank(b)).abs()
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How two tensors differ: elements, how many of them have other bits, and the largest distance in ULPs."""
+    """How two tensors differ: number of elements, number with different bits, largest distance in ULPs."""
 
     elements: int
     differing: int
@@ -48,10 +48,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Two sets of log-probabilities of the same tokens, with ``d = log pi_train - log pi_rollout`` of each.
+    """Difference of two log-probabilities per token, ``d = log pi_train - log pi_rollout``.
 
     Attributes:
-        tokens: how many. differing: how many have other bits. k3_kl: mean of ``exp(d) - 1 - d``.
+        tokens: their number. differing: number with different bits. k3_kl: mean of ``exp(d) - 1 - d``.
         p999: smallest |d| that 99.9% of the tokens do not exceed. max: largest |d|.
     """
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts as token ids: from a file, or a few built in."""
+"""Prompts as token ids, from a file or built in."""
 
 import json
 from dataclasses import dataclass
@@ -19,12 +19,7 @@ BUILT_IN = (
 
 @dataclass(frozen=True)
 class Prompts:
-    """What is sampled from, and what of the folder decides how.
-
-    Attributes:
-        ids: token ids of each prompt. stop: ids that end a response. vocabulary: entries with a token.
-        positions: how many the model has.
-    """
+    """Token ids of each prompt, ids that end a response, entries with a token, positions of the model."""
 
     ids: list[list[int]]
     stop: list[int]
@@ -33,7 +28,7 @@ class Prompts:
 
 
 def _rows(file: Path, limit: int) -> list[Any]:
-    """The first prompts of a file: strings, lists of chat messages, or token ids."""
+    """The first ``limit`` prompts of a file: strings, lists of chat messages, or token ids."""
     try:
         if file.suffix == ".parquet":
             import pyarrow.parquet
@@ -47,8 +42,8 @@ def _rows(file: Path, limit: int) -> list[Any]:
         return [row["prompt_token_ids"] if "prompt_token_ids" in row else row["prompt"] for row in rows]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DiffError(
-            f"{file} holds no prompts that can be read ({type(error).__name__}); give lines of text (.txt), objects "
-            "with prompt or prompt_token_ids (.jsonl), or verl's column prompt (.parquet)."
+            f"{file} has no readable prompts ({type(error).__name__}); give lines of text (.txt), objects with prompt "
+            "or prompt_token_ids (.jsonl), or verl's column prompt (.parquet)."
         ) from None
 
 
@@ -56,9 +51,11 @@ def _encode(row: Any, tokenizer: Any) -> list[int]:
     if isinstance(row, list) and all(isinstance(token, int) for token in row):
         return row
     if not (isinstance(row, str) or isinstance(row, list) and all(isinstance(part, dict) for part in row)):
-        raise DiffError(f"{_short(row)} is no prompt; give text, chat messages with role and content, or token ids.")
+        raise DiffError(
+            f"{repr(row)[:60]} is not a prompt; give text, chat messages with role and content, or token ids."
+        )
     if tokenizer is None:
-        raise DiffError("the model folder holds no tokenizer; give --prompts a .jsonl with prompt_token_ids.")
+        raise DiffError("the model folder has no tokenizer; give --prompts a .jsonl with prompt_token_ids.")
     if tokenizer.chat_template is None:
         if isinstance(row, str):
             return tokenizer.encode(row)
@@ -69,16 +66,11 @@ def _encode(row: Any, tokenizer: Any) -> list[int]:
     messages = [{"role": "user", "content": row}] if isinstance(row, str) else row
     try:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-    except Exception as error:  # a template raises what it likes, and so does what it works on
+    except Exception as error:  # templates raise any exception
         raise DiffError(
-            f"the model's chat template does not take {_short(row)} ({_reason(error)}); correct the messages or give "
-            "prompt_token_ids."
+            f"the model's chat template does not accept {repr(row)[:60]} ({_reason(error)}); correct the messages or "
+            "give prompt_token_ids."
         ) from None
-
-
-def _short(row: Any) -> str:
-    words = repr(row)
-    return words if len(words) <= 60 else f"{words[:57]}..."
 
 
 def _reason(error: Exception) -> str:
@@ -86,17 +78,17 @@ def _reason(error: Exception) -> str:
 
 
 def _load(model: Path) -> tuple[Any, Any]:
-    """Config and tokenizer of the folder ``model``, None for a tokenizer that it lacks."""
+    """Config and tokenizer of the folder ``model``, None without a tokenizer."""
     from transformers import AutoConfig, AutoTokenizer
 
-    named = any((model / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    has_tokenizer = any((model / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     try:
         config = AutoConfig.from_pretrained(model, local_files_only=True)
-        return config, AutoTokenizer.from_pretrained(model, local_files_only=True) if named else None
-    except Exception as error:  # of files that are not what transformers expects, whatever its parsers raise
+        return config, AutoTokenizer.from_pretrained(model, local_files_only=True) if has_tokenizer else None
+    except Exception as error:  # parsers of damaged files raise any exception
         raise DiffError(
-            f"transformers does not read config and tokenizer in {model} ({_reason(error)}); name a whole Hugging Face "
-            "folder."
+            f"transformers cannot read config and tokenizer in {model} ({_reason(error)}); name a complete Hugging "
+            "Face folder."
         ) from None
 
 
@@ -104,15 +96,15 @@ def read_prompts(model: Path, file: Path | None, limit: int) -> Prompts:
     """The first ``limit`` prompts for the model in folder ``model``, through its chat template where it has one.
 
     Raises:
-        DiffError: no model, no prompts, no tokenizer or template to read them with, or ids beyond the vocabulary.
+        DiffError: model, prompts, tokenizer or template are missing or damaged, or ids are outside the vocabulary.
     """
     config, tokenizer = _load(model)
     rows = list(BUILT_IN[:limit]) if file is None else _rows(file, limit)
     ids = [_encode(row, tokenizer) for row in rows]
     vocabulary = config.vocab_size if tokenizer is None else min(len(tokenizer), config.vocab_size)
     if not ids or not all(ids):
-        raise DiffError(f"{file} holds no prompt, or an empty one; remove empty rows.")
+        raise DiffError(f"{file} has no prompt, or an empty one; remove empty rows.")
     if any(not 0 <= token < vocabulary for row in ids for token in row):
-        raise DiffError(f"{file} holds token ids outside the model's {vocabulary} tokens; use its own tokenizer.")
+        raise DiffError(f"{file} has token ids outside the model's {vocabulary} tokens; use its own tokenizer.")
     stop = [] if tokenizer is None or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return Prompts(ids, stop, vocabulary, config.max_position_embeddings)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a vLLM engine of ``jetrl diff`` is asked for and what it hands back, as files between two processes."""
+"""Request to an engine of ``jetrl diff`` and the recording that it returns, as files between two processes."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +17,9 @@ class Request:
 
     Attributes:
         model: Hugging Face folder. jetrl: the ``jetrl`` node of the precision, None for bf16.
-        arguments: of ``vllm.LLM``. vocabulary: entries with a token; the rest is never sampled.
-        prompts: token ids. response: most tokens to sample for each. temperature: above 0. stop: ids that end one.
-        responses: what to repeat and record; None to sample.
-        out: file that receives the recording.
+        arguments: of ``vllm.LLM``. vocabulary: number of entries with a token; the others are never sampled.
+        prompts: token ids. response: most tokens to sample. temperature: above 0. stop: ids that end a response.
+        responses: tokens to repeat and record; None to sample. out: file that receives the recording.
     """
 
     model: str
@@ -37,13 +36,12 @@ class Request:
 
 @dataclass
 class Recording:
-    """What an engine did. Tokens are numbered through the sequences without their last tokens, one behind the other.
+    """What an engine did. Tokens are numbered through the concatenated :attr:`sequences`.
 
     Attributes:
         prompts, responses: token ids.
-        log_probs: ``[response tokens]`` FP32, of the responses one behind the other.
-        outputs: of each operation ``[tokens, features]``; of ``lm_head`` and the sampler, whose are ``log_probs``,
-            ``[response tokens, ...]``. Empty where nothing was recorded.
+        log_probs: ``[response tokens]`` FP32, of the concatenated responses.
+        outputs: operation -> ``[tokens, features]``; for ``lm_head`` and ``sampler`` ``[response tokens, ...]``.
     """
 
     prompts: list[list[int]]
@@ -53,25 +51,25 @@ class Recording:
 
     @property
     def sequences(self) -> list[list[int]]:
-        """What the model is fed: the last token of a response is drawn and never read."""
+        """The input of the model: the last token of a response is sampled and never read."""
         return [prompt + response[:-1] for prompt, response in zip(self.prompts, self.responses, strict=True)]
 
     @property
     def drawn(self) -> torch.Tensor:
-        """``[response tokens]``: every token that was drawn."""
+        """``[response tokens]``: every token that was sampled."""
         return torch.tensor([token for response in self.responses for token in response])
 
     @property
     def drawing(self) -> torch.Tensor:
-        """``[response tokens]``: number of the token whose logits each was drawn from."""
-        found, start = [], 0
+        """``[response tokens]``: number of the token from whose logits each was sampled."""
+        numbers, start = [], 0
         for prompt, sequence in zip(self.prompts, self.sequences, strict=True):
-            found += range(start + len(prompt) - 1, start + len(sequence))
+            numbers += range(start + len(prompt) - 1, start + len(sequence))
             start += len(sequence)
-        return torch.tensor(found)
+        return torch.tensor(numbers)
 
     def place(self, token: int) -> tuple[int, int]:
-        """(request, position) of a token's number."""
+        """(request, position) of a token by its number."""
         for request, sequence in enumerate(self.sequences):
             if token < len(sequence):
                 return request, token
@@ -79,8 +77,7 @@ class Recording:
         raise IndexError(token)
 
     def save(self, path: str | Path) -> None:
-        state = {f.name: getattr(self, f.name) for f in self.__dataclass_fields__.values()}
-        torch.save(state | {"outputs": {tuple(key): value for key, value in self.outputs.items()}}, path)
+        torch.save(vars(self) | {"outputs": {tuple(key): value for key, value in self.outputs.items()}}, path)
 
     @classmethod
     def load(cls, path: str | Path) -> "Recording":

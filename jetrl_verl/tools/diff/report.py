@@ -1,8 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What ``jetrl diff`` says of one precision: plain values for JSON, and the tables of the terminal made from them."""
+"""The report of ``jetrl diff`` on one precision: values for JSON, and tables for the terminal made from them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,28 +12,24 @@ from rich.table import Table
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.formats.catalog import UNQUANTIZED, cache_traits
 from jetrl_verl.tools.diff.attribution import Attribution
-from jetrl_verl.tools.diff.measures import Mismatch
-from jetrl_verl.tools.diff.operations import KINDS
+from jetrl_verl.tools.diff.measures import Mismatch, Spread
+from jetrl_verl.tools.diff.operations import KINDS, Operation
 from jetrl_verl.tools.diff.recording import Recording
 
 
-def summarise(
-    precision: str, options: JetConfig | None, configured: Recording, recorded: Recording, found: Attribution
+def summarize(
+    precision: str, options: JetConfig | None, configured: Recording, recorded: Recording, attribution: Attribution
 ) -> dict[str, Any]:
-    """Everything that was found about one precision, as JSON holds it.
-
-    Args:
-        configured, recorded: the two engines' answers for the same tokens. found: the trainer against the second.
-    """
-    trained = Mismatch.of(found.log_probs, configured.log_probs)
+    """All results of one precision for JSON. ``attribution`` compares the trainer with ``recorded``."""
+    trained = Mismatch.of(attribution.log_probs, configured.log_probs)
     engines = Mismatch.of(recorded.log_probs, configured.log_probs)
     kinds = {
         kind: {
-            "without": asdict(found.without.get(kind, found.mismatch)),
-            "alone": asdict(found.alone.get(kind, found.all_corrected)),
+            "without": asdict(attribution.without.get(kind, attribution.mismatch)),
+            "alone": asdict(attribution.alone.get(kind, attribution.all_corrected)),
         }
         for kind in KINDS
-        if kind in {operation.kind for operation in found.local}
+        if kind in {operation.kind for operation in attribution.local}
     }
     return {
         "precision": precision,
@@ -42,26 +38,27 @@ def summarise(
         "requests": len(recorded.prompts),
         "tokens": trained.tokens,
         "trainer_against_rollout": asdict(trained),
-        "trainer_against_recorded_rollout": asdict(found.mismatch),
+        "trainer_against_recorded_rollout": asdict(attribution.mismatch),
         "recorded_against_configured_rollout": asdict(engines),
-        "first_difference": None if found.first is None else asdict(found.first),
+        "first_difference": None if attribution.first is None else asdict(attribution.first),
         "operations": [
             {
                 "layer": operation.layer,
                 "operation": operation.name,
                 "kind": operation.kind,
                 "elements": local.elements,
-                "own": {"share": local.share, "ulps": local.ulps},
-                "accumulated": {
-                    "share": found.accumulated[operation].share,
-                    "ulps": found.accumulated[operation].ulps,
-                },
+                "own": _spread(local),
+                "accumulated": _spread(attribution.accumulated[operation]),
             }
-            for operation, local in found.local.items()
+            for operation, local in attribution.local.items()
         ],
         "kinds": kinds,
-        "all_corrected": asdict(found.all_corrected),
+        "all_corrected": asdict(attribution.all_corrected),
     }
+
+
+def _spread(spread: Spread) -> dict[str, Any]:
+    return {"share": spread.share, "ulps": spread.ulps}
 
 
 def _number(value: float) -> str:
@@ -73,26 +70,31 @@ def _share(value: float) -> str:
 
 
 def _name(summary: Mapping[str, Any]) -> str:
-    """The precision, and a cache that is not the precision's own."""
+    """The precision, and a quantized KV cache."""
     options = summary["options"]
     cache = UNQUANTIZED if options is None else options["kv_cache"]
     return f"precision={summary['precision']}" + (f" jetrl.kv_cache={cache}" if cache_traits(cache).quantized else "")
 
 
-def _mismatches(summary: Mapping[str, Any]) -> Table:
-    table = Table(title=f"{_name(summary)}: log-probabilities", title_justify="left")
-    table.add_column("")
-    for name in ("k3_kl", "p99.9 |d|", "max |d|", "differing"):
+def _table(title: str, names: Sequence[str], figures: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in names:
+        table.add_column(name, no_wrap=True)
+    for name in figures:
         table.add_column(name, justify="right")
+    return table
+
+
+def _mismatches(summary: Mapping[str, Any]) -> Table:
+    table = _table(f"{_name(summary)}: log-probabilities", [""], ["k3_kl", "p99.9 |d|", "max |d|", "differing"])
     for label, key in (
         ("trainer - rollout", "trainer_against_rollout"),
         ("trainer - recorded rollout", "trainer_against_recorded_rollout"),
         ("recorded - configured rollout", "recorded_against_configured_rollout"),
     ):
         row = summary[key]
-        table.add_row(
-            label, *(_number(row[name]) for name in ("k3_kl", "p999", "max")), f"{row['differing']} of {row['tokens']}"
-        )
+        figures = [_number(row[name]) for name in ("k3_kl", "p999", "max")]
+        table.add_row(label, *figures, f"{row['differing']} of {row['tokens']}")
     return table
 
 
@@ -100,22 +102,19 @@ def _first(summary: Mapping[str, Any]) -> str:
     first = summary["first_difference"]
     if first is None:
         return "first difference: none, every element of every operation is equal"
-    where = first["operation"] if first["layer"] is None else f"layer {first['layer']} {first['operation']}"
+    operation = Operation(first["layer"], first["operation"])
     return (
-        f"first difference: {where} ({first['kind']}), request {first['request']}, position {first['position']}, "
+        f"first difference: {operation} ({first['kind']}), request {first['request']}, position {first['position']}, "
         f"element {first['element']}: rollout {first['rollout']!r}, trainer {first['trainer']!r}, "
         f"{first['ulps']} ULP of {first['dtype']}"
     )
 
 
 def _operations(summary: Mapping[str, Any]) -> Table:
-    """One row per operation: the layer where it differs most by itself, and the largest figures of all layers."""
-    table = Table(title="operations: by themselves, and with what came in", title_justify="left")
-    for name in ("operation", "kind"):
-        table.add_column(name, no_wrap=True)
-    for name in ("layers", "itself", "ULPs", "worst layer", "in all", "ULPs"):
-        table.add_column(name, justify="right")
-    # The first layer lacks an operation: its input is no sum.
+    """One row per operation: the layer with the largest local difference, and the largest figures of all layers."""
+    figures = ["layers", "itself", "ULPs", "worst layer", "in all", "ULPs"]
+    table = _table("operations: alone, and with earlier differences", ["operation", "kind"], figures)
+    # The first layer lacks an operation: its input is not a sum.
     last = max(row["layer"] for row in summary["operations"] if row["layer"] is not None)
     for name in (row["operation"] for row in summary["operations"] if row["layer"] in (None, last)):
         rows = [row for row in summary["operations"] if row["operation"] == name]
@@ -135,10 +134,7 @@ def _operations(summary: Mapping[str, Any]) -> Table:
 
 
 def _kinds(summary: Mapping[str, Any]) -> Table:
-    table = Table(title="k3_kl by what it comes from", title_justify="left")
-    table.add_column("")
-    table.add_column("without it", justify="right")
-    table.add_column("alone", justify="right")
+    table = _table("k3_kl by what it comes from", [""], ["without it", "alone"])
     options = summary["options"]
     quantized = options is not None and options["rollout"] != UNQUANTIZED
     for kind, row in summary["kinds"].items():
@@ -153,7 +149,7 @@ def _kinds(summary: Mapping[str, Any]) -> Table:
 
 
 def render(summary: Mapping[str, Any], console: Console) -> None:
-    """Print one precision's part of the report."""
+    """Print the report of one precision."""
     console.print(_mismatches(summary))
     console.print(_first(summary), highlight=False, soft_wrap=True)
     console.print(_operations(summary))

@@ -2,32 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """One vLLM engine in a process of its own: it samples, or it repeats given responses and records every operation.
 
-``python -m jetrl_verl.tools.diff.rollout REQUEST`` reads a ``Request`` and writes a ``Recording`` (recording.py). When
-the process ends, its memory is free for the next engine or the trainer.
+``python -m jetrl_verl.tools.diff.rollout REQUEST`` reads a ``Request`` and writes a ``Recording`` (recording.py).
 
-*Repeating.* The recorded engine has to answer for the tokens that the configured engine drew, or the two could be
-compared in distribution only. It samples as always, and right after that the drawn tokens are exchanged for the given
-ones, before vLLM looks up their log-probabilities.
-
-*Keys.* Hooks see rows of a batch. Which request a row belongs to follows from the order of the requests in the model
-runner's batch and the scheduler's number of tokens for each; its place in the sequence from the positions that the
-layers are given. So a batch may hold any requests, a prompt may be cut into chunks, and a preempted request that runs
-again overwrites what it had left. Every row's token id is compared with the sequence's at that place, and at the end
-every place must have been filled: a wrong key cannot pass.
-
-*In place.* vLLM's fused residual norm and its rotary write into their inputs, so what is recorded is copied at once,
-and inputs are looked at before the operation runs. An input must equal the recorded outputs of the operations before it
-in every bit: between two operations nothing else may happen, which is what attribution.py rests on. An operation that
-hands qdata to a linear is asked to keep the rows that they are qdata of; the quantization is the linear's. A mixture
-that hands its experts' rows to a norm is asked for their sum, which the norm would make with the same bits.
+To repeat, the sampled tokens are replaced by the given ones before vLLM looks up their log-probabilities. A row of a
+batch belongs to a request by the order in the model runner's batch and the scheduler's token counts, and to a position
+by the layers' positions; its token id must be the sequence's, and every token must be recorded. So chunked prompts and
+preemption are supported. vLLM's fused norm and rotary write into their inputs, so outputs are copied at once and inputs
+are checked before the operation runs: they must equal the recorded outputs of earlier operations in every bit.
 """
 
 import contextlib
+import functools
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,23 +31,23 @@ from jetrl_verl.models.families.base import Family, leaf
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.tools.diff import DiffError
 from jetrl_verl.tools.diff.measures import bits
-from jetrl_verl.tools.diff.operations import Operation, dense_choice, operations
+from jetrl_verl.tools.diff.operations import Operation, dense_choice, in_layer, operations
 from jetrl_verl.tools.diff.recording import Recording, Request
 from jetrl_verl.tools.diff.trainer import load_master
 
 FLAGS = ("keeps_rows", "one_by_one", "adds_rows")
-"""Attributes of modules of rollout/ that, true, make tensors of what is otherwise inside of one launch: norms and
-activations that hand over qdata, attention blocks with a QK norm, mixtures."""
+"""Attributes of modules of rollout/. If true, intermediate results of fused launches become tensors: unquantized rows
+of norms and activations, QK norms before rotary, the sum of a mixture's experts."""
 
 
 class Recorder:
-    """Hooks on a live model runner that repeat responses and keep what every operation gives.
+    """Hooks on a live model runner that repeat responses and record the output of every operation.
 
     Args:
-        runner: vLLM's model runner, of either version. family: of its model. shared: whether its operations are.
-        kv_cache: what the cache holds; None for BF16.
+        runner: vLLM's model runner, of either version. family: of its model. shared: it runs the shared operations.
+        kv_cache: format of the cache; None for BF16.
         sequences: prompt and response of each request, in the order in which the requests will be added.
-        vocabulary: how many logits to keep.
+        vocabulary: number of logits to keep.
     """
 
     def __init__(
@@ -73,14 +62,15 @@ class Recorder:
         self._family, self._shared, self._kv_cache = family, shared, kv_cache
         self._undo = contextlib.ExitStack()
         self._runner, self._sequences, self._vocabulary = runner, sequences, vocabulary
-        fed = [len(sequence) - 1 for sequence in sequences]
-        combined = "combine" if shared else "experts"
-        self._ends_of_halves = (leaf(family.down) if family.experts is None else combined,)
-        self._starts = [sum(fed[:i]) for i in range(len(fed))]
-        self._tokens = sum(fed)
+        lengths = [len(sequence) - 1 for sequence in sequences]
+        mixture = "combine" if shared else "experts"
+        # Outputs that the next residual sum adds.
+        self._streams = ("embedding", leaf(family.o), leaf(family.down) if family.experts is None else mixture)
+        self._starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        self._tokens = sum(lengths)
         self._requests: dict[str, int] = {}
         self._parts: dict[Operation, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        # Of the step that runs: (request, tokens) in batch order, the rows' numbers, what they gave by name.
+        # Of the current step: (request, tokens) in batch order, token number of each row, outputs by name.
         self._order: list[tuple[str, int]] = []
         self._rows = torch.empty(0)
         self._now: dict[str, torch.Tensor] = {}
@@ -95,7 +85,7 @@ class Recorder:
         if hasattr(runner, "prepare_inputs"):
             self._wrap(runner, "prepare_inputs", self._around_inputs)
         self._wrap(model, "compute_logits", self._around_logits)
-        for name in ("sample", "draw"):  # one of them draws in a step
+        for name in ("sample", "draw"):  # one of them samples in a step
             if hasattr(runner.sampler, name):
                 self._wrap(runner.sampler, name, self._around_sample)
         for module in model.modules():
@@ -104,11 +94,12 @@ class Recorder:
                     setattr(module, flag, True)
         self._hook(decoder.embed_tokens.register_forward_hook(self._after_embedding))
         for number, layer in enumerate(decoder.layers):
-            self._hook(layer.register_forward_pre_hook(self._before_layer(number), with_kwargs=True))
+            before = functools.partial(self._before_layer, number)
+            self._hook(layer.register_forward_pre_hook(before, with_kwargs=True))
             self._watch_layer(layer, first=number == 0)
         if self._family.experts is not None:
             self._watch_choices(decoder)
-        self._watch(decoder.norm, ("stream", "residual"), ("final_norm", "final_residual"), layer=False)
+        self._watch(decoder.norm, ("stream", "residual"), ("final_norm", "final_residual"))
 
     def _watch_layer(self, layer: torch.nn.Module, first: bool) -> None:
         family, get = self._family, layer.get_submodule
@@ -122,7 +113,7 @@ class Recorder:
             self._watch(get(family.q_norm), (q,), (q_norm,))
         if k_norm:
             self._watch(get(family.k_norm), (k,), (k_norm,))
-        # vLLM keeps one rotary module for all layers.
+        # vLLM has one rotary module for all layers.
         if first:
             self._watch(get(family.rotary), (q_norm or q, k_norm or k), ("q_rotary", "k_rotary"))
         self._watch(get(family.core), ("q_rotary", "k_rotary", v), ("attention",))
@@ -143,36 +134,41 @@ class Recorder:
         self._watch(get(family.down), ("activation",), (down,))
 
     def _keep_cached(self, module: torch.nn.Module, args: tuple) -> None:
-        """What attention will see of the keys and values that it is given: by the rule of the cache, not from its
-        pages, so a page that holds something else shows as a difference of attention."""
+        """Record the keys and values that attention reads, quantized and dequantized again.
+
+        They are not read from the cache's pages, so a wrong page shows as a difference of attention.
+        """
         if self._order:
             k, v = (self._now[name].unflatten(1, (-1, module.head_size)) for name in ("k_rotary", leaf(self._family.v)))
             for name, seen in zip(("k_cache", "v_cache"), self._kv_cache.seen(k, v), strict=True):
-                self._keep(Operation(self._layer, name), seen.flatten(1))
+                self._keep(name, seen.flatten(1))
 
     def _watch_choices(self, decoder: torch.nn.Module) -> None:
-        """Of a mixture: the choice, made by the flow's operator or by vLLM's, which is a method of a layer's router on
-        a GPU and a function on a CPU; with shared operations also the logits, and the experts in front of their sum."""
+        """Record a mixture's choice; with shared operations also router logits and the experts before their sum.
+
+        The choice is made by the flow's operator or by vLLM's: a router's method on a GPU, a function on a CPU.
+        """
 
         def routed(route: Callable, logits: torch.Tensor, *args: Any) -> tuple[torch.Tensor, Any, Any]:
             weights, segments, rows = route(logits, *args)
             if self._order:
                 if self._shared:
-                    self._keep_rows("router", logits)
+                    self._keep("router", logits[: len(self._rows)])
                 # The expert of each pair is the one whose segment has its row.
                 chosen = torch.searchsorted(segments.start[1:].contiguous(), segments.row.contiguous(), right=True)
-                self._keep_rows("choice", dense_choice(chosen, weights, logits.shape[1]))
+                self._keep("choice", dense_choice(chosen, weights, logits.shape[1])[: len(self._rows)])
             return weights, segments, rows
 
         def selected(select: Callable, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
             weights, chosen = select(*args, **kwargs)
             if self._order:
-                self._keep_rows("choice", dense_choice(chosen, weights, kwargs["router_logits"].shape[1]))
+                choice = dense_choice(chosen, weights, kwargs["router_logits"].shape[1])
+                self._keep("choice", choice[: len(self._rows)])
             return weights, chosen
 
         def combined(combine: Callable, y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
             if self._order and self._shared:
-                self._keep_rows("experts", y[row.long()].flatten(1))
+                self._keep("experts", y[row.long()].flatten(1)[: len(self._rows)])
             return combine(y, row)
 
         self._exchange(kernels, "route_and_permute", routed)
@@ -184,9 +180,6 @@ class Recorder:
             for layer in decoder.layers:
                 self._wrap(layer.get_submodule(self._family.experts.block).experts.router, "select_experts", selected)
 
-    def _keep_rows(self, name: str, rows: torch.Tensor) -> None:
-        self._keep(Operation(self._layer, name), rows[: len(self._rows)])
-
     def _watch(
         self,
         module: torch.nn.Module,
@@ -195,9 +188,8 @@ class Recorder:
         *,
         split: list[int] | None = None,
         split_input: list[int] | None = None,
-        layer: bool = True,
     ) -> None:
-        """Check what goes into ``module`` and keep what comes out, under the names of the operations."""
+        """Check the ``inputs`` of ``module`` against recorded operations and record its ``outputs``."""
 
         def before(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             if self._order:
@@ -205,17 +197,17 @@ class Recorder:
                 for name, tensor in zip(inputs, given, strict=True):
                     if not torch.equal(bits(self._now[name]), bits(tensor)):
                         raise DiffError(
-                            f"{Operation(self._layer if layer else None, outputs[0])} of the rollout does not take "
-                            "what the operations before it gave, so something lies between them that jetrl diff does "
-                            "not know; use a decoder of a supported type."
+                            f"the input of {in_layer(self._layer, outputs[0])} in the rollout is not the output of "
+                            "the operations before it, so jetrl diff does not know what runs between them; use a "
+                            "decoder of a supported type."
                         )
 
         def after(module: torch.nn.Module, args: tuple, result: Any) -> None:
             if self._order:
-                found = self._floating(result if type(result) is tuple else (result,), split)
-                # A norm without a residual in front gives one tensor of its two.
-                for name, tensor in zip(outputs, found, strict=False):
-                    self._keep(Operation(self._layer if layer else None, name), tensor)
+                tensors = self._floating(result if type(result) is tuple else (result,), split)
+                # The first norm has no residual and returns one tensor instead of two.
+                for name, tensor in zip(outputs, tensors, strict=False):
+                    self._keep(name, tensor)
 
         self._hook(module.register_forward_pre_hook(before, with_kwargs=True))
         self._hook(module.register_forward_hook(after))
@@ -227,16 +219,13 @@ class Recorder:
         rows = [x.reshape(len(x), -1)[: len(self._rows)] for x in tensors]
         return [piece for x in rows for piece in x.split(split, dim=-1)] if split else rows
 
-    def _keep(self, operation: Operation, tensor: torch.Tensor) -> None:
-        name = operation.name
+    def _keep(self, name: str, tensor: torch.Tensor) -> None:
         self._now[name] = tensor = tensor.clone()
-        if name.endswith("_residual"):
+        if name == "embedding" or name.endswith("_residual"):
             self._now["residual"] = tensor
-        elif name in ("embedding", leaf(self._family.o), *self._ends_of_halves):
+        if name in self._streams:
             self._now["stream"] = tensor
-            if name == "embedding":
-                self._now["residual"] = tensor
-        self._parts.setdefault(operation, []).append((self._rows, tensor.cpu()))
+        self._parts.setdefault(in_layer(self._layer, name), []).append((self._rows, tensor.cpu()))
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -246,29 +235,29 @@ class Recorder:
         setattr(owner, name, lambda *args, **kwargs: around(inner, *args, **kwargs))
 
     def _exchange(self, module: Any, name: str, around: Callable[..., Any]) -> None:
-        """:meth:`_wrap` a name of a module, until :meth:`close`."""
+        """:meth:`_wrap` until :meth:`close`."""
         inner = getattr(module, name)
         self._undo.callback(setattr, module, name, inner)
         self._wrap(module, name, around)
 
     def _hook(self, hook: RemovableHandle) -> None:
-        """Remove a hook on :meth:`close`. vLLM keeps rotary modules for the next engine of the process: one that stayed
-        would run there, and hold this engine with all its pages."""
+        """Remove a hook on :meth:`close`. vLLM keeps rotary modules for the next engine of the process; a hook that
+        stayed on one would run there and keep this engine's memory."""
         self._undo.callback(hook.remove)
 
     def close(self) -> None:
-        """Leave other models of the process as they were."""
+        """Remove all hooks."""
         self._undo.close()
 
     def _around_step(self, execute: Callable, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         for new in scheduled.scheduled_new_reqs:
-            # First come, first served; a preempted request may come as new once more.
+            # Requests are scheduled in order; a preempted one may come as new again.
             self._requests.setdefault(new.req_id, len(self._requests))
         self._scheduled = scheduled
         return execute(scheduled, *args, **kwargs)
 
     def _around_inputs(self, prepare: Callable, *args: Any, **kwargs: Any) -> Any:
-        """The second model runner makes a batch for each step and does not keep it where others see it."""
+        """The second model runner makes a batch for each step and does not keep it."""
         self._batch = prepare(*args, **kwargs)
         return self._batch
 
@@ -280,16 +269,13 @@ class Recorder:
         self._embedded = args[0][:rows].cpu().long(), result[:rows].clone()
         self._now = {}
 
-    def _before_layer(self, number: int) -> Callable:
-        def before(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            self._layer = number
-            if number == 0 and self._order:
-                self._place(args[0] if args else kwargs["positions"])
-
-        return before
+    def _before_layer(self, number: int, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._layer = number
+        if number == 0 and self._order:
+            self._place(args[0] if args else kwargs["positions"])
 
     def _place(self, positions: torch.Tensor) -> None:
-        """Number the rows of this step and check that they are what the sequences have there."""
+        """Set the token numbers of this step's rows; ``DiffError`` if a token id is not the sequence's."""
         ids, embedded = self._embedded
         positions = positions[: len(ids)].cpu().long()
         owners = torch.tensor([self._requests[name] for name, count in self._order for _ in range(count)])
@@ -298,13 +284,13 @@ class Recorder:
         )
         if not torch.equal(expected, ids):
             raise DiffError(
-                "the rollout's batch is not laid out as its scheduler says, so rows cannot be told apart; this is a "
-                "defect of jetrl diff with this version of vLLM."
+                "the rollout's batch does not have the layout of its scheduler, so rows have no known request; this is "
+                "a defect of jetrl diff with this version of vLLM."
             )
         self._rows = torch.tensor(self._starts)[owners] + positions
         ends = torch.tensor([count for _, count in self._order]).cumsum(0) - 1
         self._ends = list(zip(owners[ends].tolist(), positions[ends].tolist(), strict=True))
-        self._keep(Operation(None, "embedding"), embedded)
+        self._keep("embedding", embedded)
 
     def _around_logits(self, compute: Callable, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         logits = compute(hidden, *args, **kwargs)
@@ -315,41 +301,39 @@ class Recorder:
         return logits
 
     def _around_sample(self, sample: Callable, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-        drawn, rest = sample(*args, **kwargs)
+        sampled, rest = sample(*args, **kwargs)
         if self._order:
             given = [self._sequences[owner][position + 1] for owner, position in self._ends]
-            drawn = drawn.clone()
-            drawn[: len(given)] = torch.tensor(given, dtype=drawn.dtype, device=drawn.device)
-            self._order = []  # what runs until the next step is no request's
-        return drawn, rest
-
-    # --- the whole ---------------------------------------------------------------------------------------------------
+            sampled = sampled.clone()
+            sampled[: len(given)] = torch.tensor(given, dtype=sampled.dtype, device=sampled.device)
+            self._order = []  # until the next step, nothing that runs belongs to a request
+        return sampled, rest
 
     def outputs(self, drawing: torch.Tensor, expected: Sequence[Operation]) -> dict[Operation, torch.Tensor]:
-        """Everything that was kept, by token; the logits of the tokens ``drawing`` alone.
+        """The outputs of all steps, ``[tokens, features]``; of ``lm_head`` those of the tokens ``drawing``.
 
         Raises:
             DiffError: an operation did not run for every token.
         """
-        found = {}
+        outputs = {}
         for operation in expected:
             parts = self._parts.pop(operation, [])
             rows = torch.cat([rows for rows, _ in parts]) if parts else torch.empty(0, dtype=torch.int64)
-            wanted = drawing if operation.name == "lm_head" else torch.arange(self._tokens)
-            if not torch.isin(wanted, rows).all():
+            tokens = drawing if operation.name == "lm_head" else torch.arange(self._tokens)
+            if not torch.isin(tokens, rows).all():
                 raise DiffError(
-                    f"{operation} of the rollout ran for {len(rows.unique())} of {len(wanted)} tokens, so not all of "
-                    "it could be recorded; use a decoder of a supported type."
+                    f"{operation} of the rollout ran for {len(rows.unique())} of {len(tokens)} tokens, so the "
+                    "recording is incomplete; use a decoder of a supported type."
                 )
-            whole = parts[0][1].new_empty(self._tokens, parts[0][1].shape[1])
+            output = parts[0][1].new_empty(self._tokens, parts[0][1].shape[1])
             for rows, values in parts:
-                whole[rows] = values
-            found[operation] = whole[drawing] if operation.name == "lm_head" else whole
-        return found
+                output[rows] = values
+            outputs[operation] = output[drawing] if operation.name == "lm_head" else output
+        return outputs
 
 
 def _weights(folder: str | Path, options: JetConfig, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the trainer would send at a weight sync."""
+    """The tensors that the trainer would send at a weight sync."""
     from jetrl_verl.models.plan import plan_linears
     from jetrl_verl.sync.wire import quantize_stream
 
@@ -446,14 +430,9 @@ def run(request: Request) -> Recording:
     return recording
 
 
-def write_request(request: Request, path: Path) -> None:
-    """Write what :func:`main` reads."""
-    path.write_text(json.dumps(asdict(request)))
-
-
 def main(path: str) -> None:
-    """Entry of the program; a ``DiffError`` goes to the request's ``out`` as its words."""
-    # With its scheduler in a process of its own the engine's model could not be reached.
+    """Entry of the program; ``path`` is a request as JSON. A ``DiffError``'s message is written next to ``out``."""
+    # With the scheduler in another process the model could not be reached.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     request = Request(**json.loads(Path(path).read_text()))
     try:

@@ -1,11 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The command: for each precision two engines one after the other, then the trainer, then the report.
+"""The command ``jetrl diff``: for each precision two vLLM engines, then the trainer, then the report.
 
-Options of the rollout and of the precision come from verl's own composed configuration with ``precision=...`` on it, so
-an engine here is started as a run would start it. The first engine is configured as a run's and answers all prompts in
-one batch; the second runs eagerly, one sequence at a time, repeats those answers and is recorded (rollout.py). What
-compiler, CUDA graphs and batching change is then the distance of the two.
+The first engine is configured as a run's, by verl's composed configuration. The second runs eagerly, one sequence at a
+time, repeats the same responses and is recorded. Their difference is what compiler, CUDA graphs and batching change.
 """
 
 import json
@@ -16,31 +14,26 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
 from jetrl_verl.config.options import PRECISIONS, JetConfig, UnsupportedConfiguration
 from jetrl_verl.tools.diff import DiffError
+from jetrl_verl.tools.diff.prompts import Prompts, read_prompts
+from jetrl_verl.tools.diff.recording import Recording, Request
 from jetrl_verl.tools.launch import precision_word, quote
 from jetrl_verl.tools.provenance import provenance
-
-if TYPE_CHECKING:
-    from jetrl_verl.tools.diff.prompts import Prompts
-    from jetrl_verl.tools.diff.recording import Recording, Request
-
-EQUAL, DIFFERENT = 0, 1
 
 
 @dataclass(frozen=True)
 class DiffOptions:
-    """What to compare.
+    """What to compare. Raises ``DiffError`` for a wrong value.
 
     Attributes:
-        model: Hugging Face folder. precisions: names of the group ``precision``.
-        prompts: file of prompts, None for the built-in ones. limit: how many of them.
+        model: Hugging Face folder. prompts: file, None for the built-in ones. limit: number of prompts.
         response: most tokens to sample for each. temperature: above 0. out: folder of the report.
-        overrides: further Hydra overrides of verl's configuration, for example ``jetrl.scale_rule=pow2``.
+        overrides: Hydra overrides of verl's configuration, for example ``jetrl.scale_rule=pow2``.
     """
 
     model: Path
@@ -61,7 +54,7 @@ class DiffOptions:
         if word := precision_word(self.overrides):
             raise DiffError(f"{word} would leave the report named after another precision; choose it with --precision.")
         if not (self.model / "config.json").is_file():
-            raise DiffError(f"{self.model} is no Hugging Face folder (config.json); name a model folder.")
+            raise DiffError(f"{self.model} is not a Hugging Face folder (config.json); name a model folder.")
         if self.response < 1 or self.limit < 1:
             raise DiffError("there is nothing to compare without a prompt and a response; use 1 or more of each.")
         if not self.temperature > 0:
@@ -70,7 +63,7 @@ class DiffOptions:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """A precision's options (None for bf16) and the arguments of a vLLM engine that a run would start."""
+    """Options of a precision (None for bf16) and arguments of ``vllm.LLM`` as a run sets them."""
 
     options: JetConfig | None
     arguments: dict[str, Any]
@@ -80,7 +73,7 @@ def compose_engine(model: Path, precision: str, overrides: Sequence[str] = ()) -
     """The engine that a run with ``precision`` would start for the model in folder ``model``, on one GPU.
 
     Raises:
-        DiffError: verl's configuration does not compose, or the precision does not cover the model.
+        DiffError: verl's configuration does not compose, or the precision does not support the model.
     """
     import verl  # noqa: F401  brings the group `precision` into Hydra
     from hydra import compose, initialize_config_module
@@ -90,7 +83,7 @@ def compose_engine(model: Path, precision: str, overrides: Sequence[str] = ()) -
     from jetrl_verl.config.environment import check_model
     from jetrl_verl.rollout.arguments import vllm_arguments
 
-    ours = [
+    words = [
         f"precision={precision}",
         f"actor_rollout_ref.model.path={quote(model.absolute())}",
         "actor_rollout_ref.rollout.name=vllm",
@@ -98,7 +91,7 @@ def compose_engine(model: Path, precision: str, overrides: Sequence[str] = ()) -
     ]
     try:
         with initialize_config_module("verl.trainer.config", version_base=None):
-            config = compose("ppo_trainer", overrides=[*ours, *overrides])
+            config = compose("ppo_trainer", overrides=[*words, *overrides])
         rollout = config.actor_rollout_ref.rollout
         user = OmegaConf.to_container(rollout.engine_kwargs.get("vllm") or OmegaConf.create(), resolve=True)
         jetrl = None
@@ -117,16 +110,10 @@ def compose_engine(model: Path, precision: str, overrides: Sequence[str] = ()) -
         graphs["cudagraph_capture_sizes"] = list(rollout.cudagraph_capture_sizes)
     names = ("dtype", "enforce_eager", "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill")
     names += ("enable_prefix_caching", "logprobs_mode", "gpu_memory_utilization", "seed", "max_model_len")
-    return EngineSettings(
-        jetrl,
-        {name: rollout[name] for name in names}
-        | {
-            "load_format": "auto" if jetrl is None else "dummy",
-            # As verl's server sets it.
-            "compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"} | graphs,
-        }
-        | {name: value for name, value in user.items() if value is not None},
-    )
+    arguments = {name: rollout[name] for name in names}
+    arguments["load_format"] = "auto" if jetrl is None else "dummy"
+    arguments["compilation_config"] = {"cudagraph_mode": "FULL_AND_PIECEWISE"} | graphs  # as verl's server sets it
+    return EngineSettings(jetrl, arguments | {name: value for name, value in user.items() if value is not None})
 
 
 def engine_environment(cuda: bool) -> dict[str, str]:
@@ -135,52 +122,44 @@ def engine_environment(cuda: bool) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # verl's worker extension asks for it.
+        # verl's worker extension reads it.
         "VERL_RAY_JOB_ID": f"jetrl-diff-{os.getpid()}",
     }
     if not cuda:
         environment |= {"VERL_PLATFORM": "cpu", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        # Both engines are eager on a CPU; what the sampler would still compile are ranks that nobody reads.
+        # Both engines are eager on a CPU, where only the sampler would compile, for ranks that nobody reads.
         environment["TORCHDYNAMO_DISABLE"] = "1"
         environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     return environment
 
 
-def run_engine(request: "Request", folder: Path, name: str, cuda: bool) -> "Recording":
-    """``request`` in a process of its own, its words in ``folder/<name>.log``; the recording.
+def run_engine(request: Request, folder: Path, name: str, cuda: bool) -> Recording:
+    """The recording of ``request``, from a process of its own that logs to ``folder/<name>.log``.
 
     Raises:
         DiffError: the process failed.
     """
-    from jetrl_verl.tools.diff.recording import Recording
-    from jetrl_verl.tools.diff.rollout import write_request
-
     with tempfile.TemporaryDirectory(prefix="jetrl-diff-") as scratch:
         file, log = Path(scratch) / "request.json", folder / f"{name}.log"
         request = replace(request, out=str(Path(scratch) / "recording.pt"))
-        write_request(request, file)
-        with log.open("w") as words:
-            status = subprocess.run(
-                [sys.executable, "-m", "jetrl_verl.tools.diff.rollout", str(file)],
-                env=engine_environment(cuda),
-                stdout=words,
-                stderr=subprocess.STDOUT,
-            ).returncode
+        file.write_text(json.dumps(asdict(request)))
+        command = [sys.executable, "-m", "jetrl_verl.tools.diff.rollout", str(file)]
+        with log.open("w") as output:
+            status = subprocess.run(command, env=engine_environment(cuda), stdout=output, stderr=output).returncode
         if status:
             reason = Path(request.out).with_suffix(".error")
             if reason.is_file():
                 raise DiffError(reason.read_text())
-            raise DiffError(f"the rollout engine ended with status {status}; its last words are in {log}.")
+            raise DiffError(f"the rollout engine ended with status {status}; its log is {log}.")
         return Recording.load(request.out)
 
 
-def _one(options: DiffOptions, precision: str, prompts: "Prompts", folder: Path, console: Console) -> dict[str, Any]:
-    """Compare one precision and write ``report.json`` into ``folder``, which exists."""
+def _one(options: DiffOptions, precision: str, prompts: Prompts, folder: Path, console: Console) -> dict[str, Any]:
+    """Compare one precision and write ``report.json`` to ``folder``."""
     import torch
 
     from jetrl_verl.tools.diff.attribution import attribute
-    from jetrl_verl.tools.diff.recording import Request
-    from jetrl_verl.tools.diff.report import render, summarise
+    from jetrl_verl.tools.diff.report import render, summarize
     from jetrl_verl.tools.diff.trainer import Trainer
 
     cuda = torch.cuda.is_available()
@@ -211,7 +190,7 @@ def _one(options: DiffOptions, precision: str, prompts: "Prompts", folder: Path,
     recorded = replace(
         request,
         responses=configured.responses,
-        # A cached prefix would not be computed, hence not recorded.
+        # A cached prefix is not computed, hence not recorded.
         arguments=arguments | {"enforce_eager": True, "max_num_seqs": 1, "enable_prefix_caching": False},
     )
     with console.status(f"{precision}: the rollout recorded"):
@@ -219,33 +198,31 @@ def _one(options: DiffOptions, precision: str, prompts: "Prompts", folder: Path,
     with console.status(f"{precision}: the trainer"):
         device = torch.device("cuda" if cuda else "cpu")
         trainer = Trainer(options.model, settings.options, prompts.vocabulary, options.temperature, device)
-        found = attribute(trainer, recording)
+        attribution = attribute(trainer, recording)
         del trainer
         if cuda:
             torch.cuda.empty_cache()
-    summary = summarise(precision, settings.options, configured, recording, found)
+    summary = summarize(precision, settings.options, configured, recording, attribution)
     (folder / "report.json").write_text(json.dumps({"build": provenance(), **summary}, indent=1))
     render(summary, console)
     return summary
 
 
 def run_diff(options: DiffOptions, console: Console) -> int:
-    """Compare every precision; 0 where all log-probabilities are equal in all 32 bits, else 1.
+    """Compare every precision; 0 if all log-probabilities are equal in all 32 bits, else 1.
 
     Raises:
-        DiffError: a comparison could not be made.
+        DiffError: a comparison is not possible.
     """
-    from jetrl_verl.tools.diff.prompts import read_prompts
-
     prompts = read_prompts(options.model, options.prompts, options.limit)
     for name in options.precisions:
         try:
             (options.out / name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise DiffError(f"--out {options.out} is no folder to write in ({error.strerror}); name another.") from None
+            raise DiffError(f"--out {options.out} is not writable ({error.strerror}); name another.") from None
     summaries = [_one(options, name, prompts, options.out / name, console) for name in options.precisions]
-    facts = {name: value if not isinstance(value, Path) else str(value) for name, value in asdict(options).items()}
-    found = {"build": provenance(), "options": facts, "precisions": summaries}
-    (options.out / "report.json").write_text(json.dumps(found, indent=1))
+    facts = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
+    report = {"build": provenance(), "options": facts, "precisions": summaries}
+    (options.out / "report.json").write_text(json.dumps(report, indent=1))
     console.print(f"layer by layer: {options.out / 'report.json'}", highlight=False, soft_wrap=True)
-    return EQUAL if all(summary["equal"] for summary in summaries) else DIFFERENT
+    return int(not all(summary["equal"] for summary in summaries))

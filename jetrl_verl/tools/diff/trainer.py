@@ -2,16 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainer's model as the engine builds it (train/engine.py), with a tap at every operation.
 
-The recorded sequences go through it teacher-forced, packed into one row as verl packs a micro-batch, without a
-gradient, as verl computes old log-probabilities. A tap is given an operation and its output and returns what the model
-goes on with, so one function can look, put the rollout's values in place, and correct. Module hooks reach all
-operations but rotary, and of a mixture the router's logits and the experts' combination, which are functions on either
-side: those names are exchanged while the model runs. What lies between two hooked modules is found at the next one's
-input: attention's output before the projection behind it, the activation's before the MLP's last, a residual sum before
-its norm. Such a sum is also what the next sum starts from, so a tap's answer is written into it in place.
+The recorded sequences run packed into one row, as verl computes old log-probabilities. A tap gets an operation and its
+output and returns the value with which the model continues. Taps are module hooks; rotary, router logits and the
+combination of experts are functions, which are replaced while the model runs. Attention's output, the activation's and
+residual sums are tapped as inputs of the next module; a sum is written in place, since the next sum starts from it.
 """
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,14 +27,13 @@ from jetrl_verl.nn.attention import AttentionCore
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.tools.diff import DiffError
-from jetrl_verl.tools.diff.operations import Operation, chosen_of, dense_choice, operations
+from jetrl_verl.tools.diff.operations import Operation, chosen_of, dense_choice, in_layer, operations
 from jetrl_verl.tools.diff.recording import Recording
 
 Tap = Callable[[Operation, torch.Tensor], torch.Tensor]
-"""(operation, its output ``[tokens, features]``) -> what takes its place; the same tensor to leave it."""
+"""(operation, its output ``[tokens, features]``) -> the value to continue with; the same tensor for no change."""
 
-_ROTATED = ("q_rotary", "k_rotary")
-"""What the function that rotates returns."""
+_ROTARY = ("q_rotary", "k_rotary")
 
 
 def load_master(folder: str | Path, options: JetConfig | None, **arguments: Any) -> torch.nn.Module:
@@ -47,7 +44,7 @@ def load_master(folder: str | Path, options: JetConfig | None, **arguments: Any)
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     scaled = options is not None and options.invariant_scaling != folded_in(config)
-    # Folding rounds in FP32, as in the engine; otherwise the BF16 value is all that either side reads.
+    # Folding rounds in FP32, as in the engine; without it both sides read BF16 values.
     dtype = torch.float32 if scaled else torch.bfloat16
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **arguments)
     if scaled:
@@ -66,7 +63,7 @@ def _exchanged(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class _RouterFunctions:
-    """``torch.nn.functional`` whose ``linear`` hands its result on."""
+    """``torch.nn.functional`` with ``after`` applied to the result of ``linear``."""
 
     def __init__(self, functional: Any, after: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._functional, self._after = functional, after
@@ -79,17 +76,14 @@ class _RouterFunctions:
 
 
 class Trainer:
-    """A policy that answers for recorded tokens.
+    """A policy that computes log-probabilities of recorded tokens; ``operations`` are those that are tapped, in order.
 
     Args:
-        folder: Hugging Face folder. options: the precision's, None for bf16. vocabulary: entries with a token.
+        folder: Hugging Face folder. options: of the precision, None for bf16. vocabulary: entries with a token.
         temperature: of the sampling.
 
-    Attributes:
-        operations: what :meth:`log_probs` taps, in order.
-
     Raises:
-        DiffError: the precision does not cover this model.
+        DiffError: the precision does not support this model.
     """
 
     def __init__(
@@ -110,7 +104,7 @@ class Trainer:
         flash = device.type == "cuda" and is_flash_attn_2_available() and not self._shared
         model = load_master(folder, options, attn_implementation="flash_attention_2" if flash else "sdpa")
         for parameter in model.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16)  # as FSDP shows it to a forward; buffers keep their type
+            parameter.data = parameter.data.to(torch.bfloat16)  # as FSDP casts it; buffers keep their type
         self._model = model = model.to(device).eval()
         try:
             self._family = models.family(model.config)
@@ -139,18 +133,17 @@ class Trainer:
     def _install(self) -> None:
         decoder, family = self._model.get_decoder(), self._family
         mixture = family.experts
-        watched = (family.q, family.k, family.v, family.o)
-        watched += (family.q_norm, family.k_norm) if not self._shared else ()
-        watched += () if mixture is not None else (family.gate, family.up, family.down)
-        watched = [name for name in watched if name]
-        self._after(decoder.embed_tokens, "embedding", layer=False)
+        tapped = (family.q, family.k, family.v, family.o)
+        tapped += (family.q_norm, family.k_norm) if not self._shared else ()
+        tapped += () if mixture is not None else (family.gate, family.up, family.down)
+        self._after(decoder.embed_tokens, "embedding")
         for number, layer in enumerate(decoder.layers):
-            layer.register_forward_pre_hook(self._enter(number))
+            layer.register_forward_pre_hook(functools.partial(self._enter, number))
             input_norm, post_norm = layer.get_submodule(family.input_norm), layer.get_submodule(family.post_norm)
             if number:
                 self._before(input_norm, "input_residual", in_place=True)
             self._after(input_norm, "input_norm")
-            for name in watched:
+            for name in filter(None, tapped):
                 self._after(layer.get_submodule(name), leaf(name))
             if self._cached:
                 self._watch_cache(layer)
@@ -163,13 +156,15 @@ class Trainer:
             layer.get_submodule(mixture.router).register_forward_hook(self._after_router)
             if not self._shared:
                 self._after(layer.get_submodule(mixture.block), "experts")
-        self._before(decoder.norm, "final_residual", in_place=True, layer=False)
-        self._after(decoder.norm, "final_norm", layer=False)
+        self._before(decoder.norm, "final_residual", in_place=True)
+        self._after(decoder.norm, "final_norm")
         self._model.get_output_embeddings().register_forward_hook(self._after_head)
 
     def _watch_cache(self, layer: torch.nn.Module) -> None:
-        """Shared attention over what its cache gives, in the two steps that it is: quantized and dequantized keys and
-        values, and BF16 attention. A stock trainer's keys follow rotary, its values their projection."""
+        """Run shared attention in two steps: quantize and dequantize keys and values, then BF16 attention.
+
+        Stock attention has no such step: its values are tapped at their projection, its keys after rotary.
+        """
         if not self._shared:
             self._after(layer.get_submodule(self._family.v), "v_cache")
             return
@@ -182,35 +177,30 @@ class Trainer:
 
         core.forward = attend
 
-    def _ask(
-        self, name: str, output: torch.Tensor | QuantizedTensor, layer: bool = True
-    ) -> torch.Tensor | QuantizedTensor:
+    def _ask(self, name: str, output: torch.Tensor | QuantizedTensor) -> torch.Tensor | QuantizedTensor:
         values = output.source if isinstance(output, QuantizedTensor) else output
         rows = values.reshape(self._tokens, -1)
-        answer = self._tap(Operation(self._layer if layer else None, name), rows)
-        # What the tap puts in the place of quantized data is a tensor, which the layers behind it quantize.
+        answer = self._tap(in_layer(self._layer, name), rows)
+        # A tap's answer to quantized data is a tensor, which the next layers quantize.
         return output if answer is rows else answer.view(values.shape)
 
-    def _after(self, module: torch.nn.Module, name: str, layer: bool = True) -> None:
-        module.register_forward_hook(lambda module, args, output: self._ask(name, output, layer))
+    def _after(self, module: torch.nn.Module, name: str) -> None:
+        module.register_forward_hook(lambda module, args, output: self._ask(name, output))
 
-    def _before(self, module: torch.nn.Module, name: str, in_place: bool = False, layer: bool = True) -> None:
+    def _before(self, module: torch.nn.Module, name: str, in_place: bool = False) -> None:
         def hook(module: torch.nn.Module, args: tuple) -> tuple:
-            answer = self._ask(name, args[0], layer)
+            answer = self._ask(name, args[0])
             if answer is args[0]:
                 return args
             return (args[0].copy_(answer) if in_place else answer, *args[1:])
 
         module.register_forward_pre_hook(hook)
 
-    def _enter(self, number: int) -> Callable:
-        def hook(module: torch.nn.Module, args: tuple) -> None:
-            self._layer = number
-
-        return hook
+    def _enter(self, number: int, module: torch.nn.Module, args: tuple) -> None:
+        self._layer = number
 
     def _after_head(self, module: torch.nn.Module, args: tuple, logits: torch.Tensor) -> torch.Tensor:
-        """Only logits that a token was drawn from, and only entries that have one, are the rollout's as well."""
+        """Tap what the rollout has too: logits from which a token was sampled, and entries with a token."""
         logits = logits[:, self._drawing]
         rows = logits[0, :, : self._vocabulary]
         answer = self._tap(Operation(None, "lm_head"), rows)
@@ -224,13 +214,13 @@ class Trainer:
         answer = self._tap(Operation(self._layer, "choice"), rows)
         if answer is rows:
             return output
-        # In FP32, as the rollout has them; the experts multiply in the wider type.
-        other, weights = chosen_of(answer, chosen.shape[-1])
-        return logits, weights, other.to(chosen.dtype)
+        # In FP32, as in the rollout; the experts multiply in the wider type.
+        experts, weights = chosen_of(answer, chosen.shape[-1])
+        return logits, weights, experts.to(chosen.dtype)
 
     @contextlib.contextmanager
     def _mixture(self) -> Iterator[None]:
-        """Exchange the functions between a router's modules, and those between experts, for ones that ask the tap."""
+        """Replace the functions of a router and of the experts' combination by ones that call the tap."""
         if self._family.experts is None:
             yield
         elif self._shared:
@@ -249,18 +239,18 @@ class Trainer:
             with _exchanged(kernels, "route", routed), _exchanged(kernels, "combine", combined):
                 yield
         else:
-            # The router alone calls it by this name.
+            # Only the router calls it by this name.
             modeling = sys.modules[type(self._model).__module__]
             with _exchanged(modeling, "F", _RouterFunctions(modeling.F, lambda logits: self._ask("router", logits))):
                 yield
 
     def _rotary(self) -> contextlib.AbstractContextManager:
-        """Exchange the function that rotates queries and keys for one that asks the tap."""
+        """Replace the function that rotates queries and keys by one that calls the tap."""
         if self._shared:
             rotary = kernels.rotary
 
             def rotated(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                return tuple(self._ask(name, x) for name, x in zip(_ROTATED, rotary(*args), strict=True))
+                return tuple(self._ask(name, x) for name, x in zip(_ROTARY, rotary(*args), strict=True))
 
             if not self._family.q_norm:
                 return _exchanged(kernels, "rotary", rotated)
@@ -276,9 +266,8 @@ class Trainer:
 
         def stock(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
             # [1, heads, tokens, head size]
-            q, k = (
-                self._ask(name, x.transpose(1, 2)) for name, x in zip(_ROTATED, rotate(*args, **kwargs), strict=True)
-            )
+            outputs = zip(_ROTARY, rotate(*args, **kwargs), strict=True)
+            q, k = (self._ask(name, x.transpose(1, 2)) for name, x in outputs)
             if self._cached:
                 k = self._ask("k_cache", k)
             return q.transpose(1, 2), k.transpose(1, 2)
@@ -286,7 +275,7 @@ class Trainer:
         return _exchanged(modeling, "apply_rotary_pos_emb", stock)
 
     def _sample(self, logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities ``[n]`` FP32 of ``drawn`` from ``logits [n, V]``, as the engine computes them."""
+        """Log-probabilities ``[n]`` FP32 of the tokens ``drawn`` under ``logits [n, V]``, as in the engine."""
         if self._shared:
             return kernels.log_probs(logits, drawn[:, None], logits.new_full((len(drawn),), self._temperature))[:, 0]
         from verl.utils.torch_functional import logprobs_from_logits
@@ -297,7 +286,7 @@ class Trainer:
 
     @torch.no_grad()
     def log_probs(self, recording: Recording, tap: Tap) -> torch.Tensor:
-        """Of every response token of ``recording``, ``[response tokens]`` FP32 on the CPU; ``tap`` sees everything."""
+        """Of every response token of ``recording``, ``[response tokens]`` FP32 on the CPU, with ``tap`` everywhere."""
         device = self._device
         sequences = recording.sequences
         ids = torch.tensor([[token for sequence in sequences for token in sequence]], device=device)

@@ -1,20 +1,16 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``jetrl diff`` of a mixture of experts: nothing differs under jet_fp8_exact, what is made to differ is named, a token
-that goes elsewhere is seen as a choice, and stock engines are attributed without a rest.
-
-Engines run in this process; each precision's repeats the same tokens.
-"""
+"""``jetrl diff`` of a mixture of experts: equal under jet_fp8_exact, differences attributed."""
 
 import json
-from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from engine_here import run_here
 from rich.console import Console
 from tiny_models import save_policy
-from vllm_engine import CACHE
 
 from jetrl_verl import kernels
 from jetrl_verl.tools.diff import rollout, run
@@ -36,32 +32,21 @@ def policy(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found(policy, tmp_path_factory, cpu_platform):
-    """(summaries, requests, recordings) by precision, and the console's text, of one run of the command."""
+def compared(policy, tmp_path_factory, cpu_platform):
+    """(reports, requests, recordings) by precision, and the output, of one run of the command."""
     prompts = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in ("7+5", "12+30+41")))
     requests, recordings = {}, {}
 
     def engine(request, folder, name, cuda):
-        """The configured engine's answers are the recorded one's; other precisions repeat the first one's."""
-        from vllm.distributed import cleanup_dist_env_and_memory
-
+        """One engine per precision; all repeat the responses of the first."""
         kind = "bf16" if request.jetrl is None else request.jetrl["precision"]
         if kind not in recordings:
-            drawn = next(iter(recordings.values())).responses if recordings else [[5] * RESPONSE] * 2
             requests[kind] = request
-            arguments = request.arguments | {"max_num_seqs": 2, "enforce_eager": True} | CACHE
-            repeated = replace(request, responses=drawn, arguments=arguments)
-            try:
-                with torch.compiler.set_stance("force_eager"):
-                    recordings[kind] = rollout.run(repeated)
-            finally:
-                cleanup_dist_env_and_memory()
+            recordings[kind] = run_here(request, [[5] * RESPONSE] * 2, max_num_seqs=2, enforce_eager=True)
         return recordings[kind]
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in run.engine_environment(cuda=False).items():
-            patch.setenv(name, value)
         patch.setattr(run, "run_engine", engine)
         out, console = tmp_path_factory.mktemp("out"), Console(record=True, width=120)
         precisions = ("jet_fp8_exact", "fp8_rollout", "bf16")
@@ -72,18 +57,18 @@ def found(policy, tmp_path_factory, cpu_platform):
 
 
 @pytest.fixture(scope="module")
-def trainer(policy, found):
-    request = found[1]["jet_fp8_exact"]
+def trainer(policy, compared):
+    request = compared[1]["jet_fp8_exact"]
     return Trainer(policy, rollout.JetConfig.from_node(request.jetrl), request.vocabulary, TEMPERATURE, CPU)
 
 
-def test_the_functions_of_other_models_are_as_they_were(found):
+def test_the_functions_of_other_models_are_as_they_were(compared):
     assert kernels.route_and_permute.__module__ == "jetrl_verl.kernels.route_and_permute"
     assert kernels.combine.__module__ == "jetrl_verl.kernels.combine"
 
 
-def test_exact_differs_nowhere(found):
-    report = found[0]["jet_fp8_exact"]
+def test_exact_differs_nowhere(compared):
+    report = compared[0]["jet_fp8_exact"]
     assert report["equal"] and report["first_difference"] is None and report["tokens"] == 2 * RESPONSE
     names = [row["operation"] for row in report["operations"] if row["layer"] == 1]
     assert names[-5:] == ["post_norm", "router", "choice", "experts", "combine"]
@@ -95,9 +80,9 @@ def test_exact_differs_nowhere(found):
     assert widths["router"] == widths["choice"] == 8 * tokens and widths["experts"] == 2 * 256 * tokens
 
 
-def test_what_is_recorded_is_what_the_mixture_does(found):
+def test_what_is_recorded_is_what_the_mixture_does(compared):
     """The choice follows from the recorded logits, the combination from the recorded experts."""
-    outputs = found[2]["jet_fp8_exact"].outputs
+    outputs = compared[2]["jet_fp8_exact"].outputs
     for layer in range(2):
         logits, choice, experts, combined = (
             outputs[Operation(layer, name)] for name in ("router", "choice", "experts", "combine")
@@ -111,18 +96,18 @@ def test_what_is_recorded_is_what_the_mixture_does(found):
 
 
 @pytest.mark.parametrize("precision", ["fp8_rollout", "bf16"])
-def test_stock_engines_are_attributed_without_a_rest(found, precision):
-    report = found[0][precision]
+def test_stock_engines_are_attributed_without_a_rest(compared, precision):
+    report = compared[0][precision]
     assert not report["equal"] and report["all_corrected"]["differing"] == 0
     names = {row["operation"] for row in report["operations"]}
     assert {"router", "choice", "experts"} <= names and "combine" not in names
     assert list(report["kinds"])[5:7] == ["router", "choice"]
-    assert found[3].count("all corrected: 0 (0 of") == 3
+    assert compared[3].count("all corrected: 0 (0 of") == 3
 
     def own(name):
         return max(row["own"]["share"] for row in report["operations"] if row["operation"] == name)
 
-    # vLLM quantizes the experts under fp8_rollout and not under bf16, where both multiply in BF16.
+    # vLLM quantizes the experts under fp8_rollout; under bf16 both sides multiply in BF16.
     assert own("experts") > (0.5 if precision == "fp8_rollout" else 0)
     # The flow's operator leaves weights in FP32; Hugging Face rounds them to BF16, and so does vLLM on a CPU.
     assert (own("choice") > 0) == (precision == "fp8_rollout")
@@ -142,16 +127,16 @@ PLANTS = {
 
 
 @pytest.mark.parametrize("plant", PLANTS)
-def test_a_planted_bit_is_named(plant, found, trainer):
+def test_a_planted_bit_is_named(plant, compared, trainer):
     name, operation, planted, (row, element) = PLANTS[plant]
-    recording, calls = found[2]["jet_fp8_exact"], iter(range(10**6))
+    recording, calls = compared[2]["jet_fp8_exact"], iter(range(10**6))
     stock = getattr(kernels, name)
     changed = planted(stock)
 
     def second_layer_only(*args):
         return changed(*args) if next(calls) % 2 else stock(*args)
 
-    # Logits are planted in front of the operation that the tap sees them in: at the function that makes them.
+    # The tap sees logits at the router, so they are changed in the function that computes them.
     if plant == "logits":
         logits = kernels.logits
         count = iter(range(10**6))
@@ -172,10 +157,9 @@ def test_a_planted_bit_is_named(plant, found, trainer):
     assert result.all_corrected.differing == 0 and result.alone == {Operation(1, operation).kind: result.mismatch}
 
 
-def test_a_token_sent_elsewhere_is_a_choice_that_differs(found, trainer):
-    """The trainer's first layer takes the experts that are second and third for one token: no other operation differs
-    by itself, and without the choice nothing is left."""
-    recording, route, count = found[2]["jet_fp8_exact"], kernels.route, iter(range(10**6))
+def test_a_token_sent_elsewhere_is_a_choice_that_differs(compared, trainer):
+    """The trainer's first layer sends one token to its second and third expert: only the choice differs."""
+    recording, route, count = compared[2]["jet_fp8_exact"], kernels.route, iter(range(10**6))
 
     def elsewhere(logits, k, renormalize):
         chosen, weights = route(logits, k, renormalize)
@@ -193,15 +177,15 @@ def test_a_token_sent_elsewhere_is_a_choice_that_differs(found, trainer):
     assert result.without["choice"].differing == result.all_corrected.differing == 0
 
 
-def test_a_choice_is_corrected_where_it_was_made_on_the_rollouts_inputs(found, trainer):
+def test_a_choice_is_corrected_where_it_was_made_on_the_rollouts_inputs(trainer):
     from jetrl_verl.tools.diff.attribution import _Forwards
 
-    forwards = _Forwards(trainer, found[2]["jet_fp8_exact"])
     operation = Operation(0, "choice")
-    theirs = torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.75, 0.25, 0.0], [0.5, 0.5, 0.0]])
+    recorded = torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.75, 0.25, 0.0], [0.5, 0.5, 0.0]])
     local = torch.tensor([[0.0, 0.5, 0.5], [0.0, 0.5, 0.5], [0.5, 0.5, 0.0], [0.5, 0.5, 0.0]])
-    ours = torch.tensor([[0.0, 0.5, 0.5], [0.5, 0.0, 0.5], [0.625, 0.375, 0.0], [0.5, 0.0, 0.5]])
-    forwards._theirs, forwards._local = {operation: theirs}, {operation: local}
-    expected = torch.stack([theirs[0], ours[1], torch.tensor([0.875, 0.125, 0.0]), ours[3]])
-    assert torch.equal(forwards._corrected(operation, ours), expected)
-    assert torch.equal(forwards._corrected(operation, local), theirs)
+    trained = torch.tensor([[0.0, 0.5, 0.5], [0.5, 0.0, 0.5], [0.625, 0.375, 0.0], [0.5, 0.0, 0.5]])
+    forwards = _Forwards(trainer, SimpleNamespace(outputs={operation: recorded}))
+    forwards._local = {operation: local}
+    expected = torch.stack([recorded[0], trained[1], torch.tensor([0.875, 0.125, 0.0]), trained[3]])
+    assert torch.equal(forwards._correct(operation, trained), expected)
+    assert torch.equal(forwards._correct(operation, local), recorded)

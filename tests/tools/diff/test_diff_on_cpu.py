@@ -1,10 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``jetrl diff`` on the CPU: nothing differs under jet_fp8_exact, and what is made to differ is named.
+"""``jetrl diff`` on the CPU: nothing differs under jet_fp8_exact, and a planted difference is named.
 
-One run of the command under jet_fp8_exact, engines in processes of their own, is for the first half: what it recorded
-is what trainers with a planted difference are compared with. The other engines run in this process and repeat given
-tokens, so each is started once.
+One run of the command with its own engine processes records the rollout for most tests. Other engines run in this
+process and repeat its tokens.
 """
 
 import contextlib
@@ -14,10 +13,10 @@ from unittest import mock
 
 import pytest
 import torch
+from engine_here import run_here
 from rich.console import Console
 from tiny_models import save_policy
 from typer.testing import CliRunner
-from vllm_engine import CACHE
 
 from jetrl_verl import kernels
 from jetrl_verl.cli import app
@@ -89,7 +88,7 @@ def test_exact_differs_nowhere(exact):
     assert report["tokens"] == 3 * RESPONSE and recorded.responses == configured.responses
     for name in ("trainer_against_rollout", "trainer_against_recorded_rollout", "recorded_against_configured_rollout"):
         assert report[name] == dict(tokens=3 * RESPONSE, differing=0, k3_kl=0.0, p999=0.0, max=0.0)
-    # 17 operations in each of two layers, no residual sum at the first, one before them and four behind.
+    # 17 operations in each of two layers, no residual sum at the first, one before them and four after.
     assert len(report["operations"]) == 2 * 17 - 1 + 5
     for row in report["operations"]:
         assert row["elements"] > 0 and row["own"] == row["accumulated"] == dict(share=0.0, ulps=0)
@@ -119,13 +118,13 @@ def flipped(x: torch.Tensor | QuantizedTensor, row: int, element: int) -> torch.
 
 @pytest.fixture
 def planting():
-    """A stack of what is undone after the test."""
+    """A stack of callbacks that undo the changes."""
     with contextlib.ExitStack() as stack:
         yield stack
 
 
 def plant_in_operation(planting, trainer, name, calls, call, row, element):
-    """``kernels.<name>`` with a flipped bit in (the last of) what one of the ``calls`` of a forward gives."""
+    """Flip a bit in (the last) output of one of the ``calls`` of ``kernels.<name>`` in a forward."""
     operation, count = getattr(kernels, name), iter(range(10**6))
 
     def planted(*args):
@@ -140,20 +139,20 @@ def plant_in_operation(planting, trainer, name, calls, call, row, element):
 
 
 def plant_in_module(planting, trainer, path, row, element):
-    """A module with a flipped bit in what it gives."""
+    """Flip a bit in the output of a module."""
     module = trainer._model.get_submodule(path)
     forward = module.forward
     planting.enter_context(mock.patch.object(module, "forward", lambda x: flipped(forward(x), row, element)))
 
 
 def plant_before_module(planting, trainer, path, row, element):
-    """A flipped bit in what a module is given, by the function in front of it."""
+    """Flip a bit in the input of a module."""
     module = trainer._model.get_submodule(path)
     hook = module.register_forward_pre_hook(lambda _, args: (flipped(args[0], row, element),), prepend=True)
     planting.callback(hook.remove)
 
 
-# What is planted where, and which layer, operation, token and element that is. Rows of q_norm, rotary and attention are
+# How and where a bit is flipped, and its layer, operation, token and element. Rows of q_norm, rotary and attention are
 # [tokens * heads] of 128.
 PLANTS = {
     "embedding": (plant_in_module, ("model.embed_tokens", 30, 5), (None, "embedding", 30, 5)),
@@ -177,34 +176,33 @@ def test_a_planted_bit_is_named(plant, exact, trainer, planting):
     if token is None:
         token = int(recording.drawing[drawn])
     how(planting, trainer, *(token if argument is None else argument for argument in arguments))
-    found = attribute(trainer, recording)
+    result = attribute(trainer, recording)
 
-    first, operation = found.first, Operation(layer, name)
+    first, operation = result.first, Operation(layer, name)
     assert (first.layer, first.operation, first.kind) == (layer, name, operation.kind)
     assert (first.request, first.position) == recording.place(token)
     assert first.element == element and first.ulps == 1
     row = drawn if operation.kind in ("lm_head", "sampler") else token
     assert first.rollout == recording.outputs[operation][row, element].item() != first.trainer
-    # It is this operation's own, and no other's.
-    assert {o: s.differing for o, s in found.local.items() if s.differing} == {operation: 1}
-    before = list(found.accumulated)[: list(found.accumulated).index(operation)]
-    assert not any(found.accumulated[o].differing for o in before)
-    assert found.without[operation.kind].differing == found.all_corrected.differing == 0
-    assert found.alone == {operation.kind: found.mismatch}
+    assert {o: s.differing for o, s in result.local.items() if s.differing} == {operation: 1}
+    before = list(result.accumulated)[: list(result.accumulated).index(operation)]
+    assert not any(result.accumulated[o].differing for o in before)
+    assert result.without[operation.kind].differing == result.all_corrected.differing == 0
+    assert result.alone == {operation.kind: result.mismatch}
 
 
 def test_two_planted_kinds_are_told_apart(exact, trainer, planting):
-    """A large difference in one kind and a small one in another: each is what is left without the other."""
+    """A large difference in one kind and a small one in another: each is left without the other."""
     recording = exact[3][1]
     plant_in_operation(planting, trainer, "log_probs", 1, 0, 20, 0)
     head = trainer._model.lm_head
     logits = head.forward
     planting.enter_context(mock.patch.object(head, "forward", lambda hidden: logits(hidden) * 1.25))
-    found = attribute(trainer, recording)
-    assert found.first.operation == "lm_head" and list(found.without) == ["lm_head", "sampler"]
-    assert found.without["lm_head"] == found.alone["sampler"] and found.without["sampler"] == found.alone["lm_head"]
-    assert 0 < found.alone["sampler"].k3_kl < 1e-12 and found.alone["sampler"].differing == 1
-    assert found.alone["lm_head"].k3_kl > 1e-4 and found.all_corrected.differing == 0
+    result = attribute(trainer, recording)
+    assert result.first.operation == "lm_head" and list(result.without) == ["lm_head", "sampler"]
+    assert result.without["lm_head"] == result.alone["sampler"] and result.without["sampler"] == result.alone["lm_head"]
+    assert 0 < result.alone["sampler"].k3_kl < 1e-12 and result.alone["sampler"].differing == 1
+    assert result.alone["lm_head"].k3_kl > 1e-4 and result.all_corrected.differing == 0
 
 
 def test_an_operation_that_does_not_repeat_itself_ends_the_comparison(exact, trainer, planting):
@@ -221,26 +219,7 @@ def test_an_operation_that_does_not_repeat_itself_ends_the_comparison(exact, tra
 # --- other engines, in this process ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def in_this_process(cpu_platform, monkeypatch):
-    """Callable ``(request) -> Recording``; the engine is gone afterwards."""
-    for name, value in run.engine_environment(cuda=False).items():
-        monkeypatch.setenv(name, value)
-
-    def engine(request):
-        from vllm.distributed import cleanup_dist_env_and_memory
-
-        try:
-            # As in a process of its own, where the environment says it.
-            with torch.compiler.set_stance("force_eager"):
-                return rollout.run(replace(request, arguments=CACHE | request.arguments))
-        finally:
-            cleanup_dist_env_and_memory()
-
-    return engine
-
-
-def test_rows_are_found_in_any_batch(exact, in_this_process, monkeypatch):
+def test_rows_are_assigned_in_any_batch(exact, monkeypatch):
     """Batched, prompts in chunks, preempted: the same bits under the same keys as one sequence at a time."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -253,7 +232,7 @@ def test_rows_are_found_in_any_batch(exact, in_this_process, monkeypatch):
 
     monkeypatch.setattr(Scheduler, "_preempt_request", counted)
     crowded = dict(max_num_seqs=4, max_num_batched_tokens=16, block_size=16, num_gpu_blocks_override=6)
-    other = in_this_process(replace(request, arguments=request.arguments | crowded))
+    other = run_here(request, **crowded)
     assert preempted and max(map(len, request.prompts)) > 16
     assert other.responses == recorded.responses and other.outputs.keys() == recorded.outputs.keys()
     for operation, output in recorded.outputs.items():
@@ -265,27 +244,25 @@ def test_rows_are_found_in_any_batch(exact, in_this_process, monkeypatch):
     [("llama", dict()), ("qwen2", dict(tie_word_embeddings=True))],
     ids=["llama", "qwen2"],
 )
-def test_other_decoders_are_cut_at_the_same_places(family, changes, exact, in_this_process, tmp_path):
+def test_other_decoders_are_cut_at_the_same_places(family, changes, exact, tmp_path):
     """Without QK norms; Qwen2 with biases and tied embeddings."""
     request = replace(exact[2][1], model=str(save_policy(tmp_path, family, PADDING, **changes)))
-    recording = in_this_process(request)
+    recording = run_here(request)
     options = rollout.JetConfig.from_node(request.jetrl)
-    found = attribute(Trainer(tmp_path, options, request.vocabulary, TEMPERATURE, CPU), recording)
-    assert found.first is None and found.mismatch.differing == found.all_corrected.differing == 0
-    assert len(found.local) == len(found.accumulated) == 2 * 15 - 1 + 5
+    result = attribute(Trainer(tmp_path, options, request.vocabulary, TEMPERATURE, CPU), recording)
+    assert result.first is None and result.mismatch.differing == result.all_corrected.differing == 0
+    assert len(result.local) == len(result.accumulated) == 2 * 15 - 1 + 5
 
 
-def test_stock_operations_are_attributed_without_a_rest(exact, policy, prompts, in_this_process, tmp_path, monkeypatch):
-    """Each precision's own engine repeats the tokens; all corrected is exactly zero, whatever the sides differ in."""
+def test_stock_operations_are_attributed_completely(exact, policy, prompts, tmp_path, monkeypatch):
+    """An engine per rollout repeats the tokens; with all kinds corrected the mismatch is exactly zero."""
     request, recordings = exact[2][1], {}
 
     def repeated(asked, *args):
-        rollout_of = None if asked.jetrl is None else asked.jetrl["rollout"]
-        if rollout_of not in recordings:
-            recordings[rollout_of] = in_this_process(
-                replace(asked, responses=request.responses, arguments=asked.arguments | {"max_num_seqs": 4})
-            )
-        return recordings[rollout_of]
+        kind = None if asked.jetrl is None else asked.jetrl["rollout"]
+        if kind not in recordings:
+            recordings[kind] = run_here(asked, request.responses, max_num_seqs=4)
+        return recordings[kind]
 
     monkeypatch.setattr(run, "run_engine", repeated)
     precisions = ("jet_fp8", "fp8_rollout", "bf16")
@@ -322,7 +299,7 @@ def test_stock_operations_are_attributed_without_a_rest(exact, policy, prompts, 
         (["precision=bf16"], "precision=bf16 would leave the report named after another precision; choose it with"),
         (["--temperature", "0"], "use one above 0"),
         (["--response", "0"], "there is nothing to compare"),
-        (["--prompts", "no_such_file.txt"], "holds no prompts that can be read"),
+        (["--prompts", "no_such_file.txt"], "has no readable prompts"),
         (["--response", "100000", "--precision", "bf16"], "use shorter prompts or a smaller --response"),
         (["--precision", "jet_fp8", "jetrl.scale_rule=e8m0"], "jetrl.scale_rule=e8m0 is not supported"),
         (
@@ -343,16 +320,16 @@ def test_a_report_that_cannot_be_written_is_refused_before_an_engine_starts(poli
     monkeypatch.setattr(run, "run_engine", None)
     result = CliRunner().invoke(app, ["diff", str(policy), "--out", str(tmp_path / out)])
     assert result.exit_code == 2 and result.stderr.count("\n") == 1
-    assert f"--out {tmp_path / out} is no folder to write in (" in result.stderr
+    assert f"--out {tmp_path / out} is not writable (" in result.stderr
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):
     result = CliRunner().invoke(app, ["diff", str(tmp_path)])
-    assert result.exit_code == 2 and "is no Hugging Face folder (config.json); name a model folder." in result.stderr
+    assert result.exit_code == 2 and "is not a Hugging Face folder (config.json); name a model folder." in result.stderr
 
 
 def test_an_engine_that_dies_leaves_its_log(exact, tmp_path, monkeypatch):
     monkeypatch.setattr(run.sys, "executable", "false")
-    with pytest.raises(DiffError, match="the rollout engine ended with status 1; its last words are in .*engine.log"):
+    with pytest.raises(DiffError, match="the rollout engine ended with status 1; its log is .*engine.log"):
         run.run_engine(exact[2][0], tmp_path, "engine", False)
     assert (tmp_path / "engine.log").is_file()

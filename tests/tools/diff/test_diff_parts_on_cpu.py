@@ -46,9 +46,9 @@ def test_a_spread_counts_bits_and_keeps_the_largest_distance():
 def test_a_mismatch_is_verls_estimator():
     rollout = torch.tensor([-1.0, -2.0, -3.0])
     train = torch.tensor([-1.0, -1.5, -3.25])
-    found = Mismatch.of(train, rollout)
-    assert (found.tokens, found.differing, found.max, found.p999) == (3, 2, 0.5, 0.5)
-    assert found.k3_kl == pytest.approx((math.exp(0.5) - 1.5 + math.exp(-0.25) - 0.75) / 3, rel=1e-12)
+    mismatch = Mismatch.of(train, rollout)
+    assert (mismatch.tokens, mismatch.differing, mismatch.max, mismatch.p999) == (3, 2, 0.5, 0.5)
+    assert mismatch.k3_kl == pytest.approx((math.exp(0.5) - 1.5 + math.exp(-0.25) - 0.75) / 3, rel=1e-12)
 
 
 @pytest.mark.parametrize("s", [1.5, 1.0])
@@ -121,14 +121,14 @@ def test_prompts_of_every_form(folder):
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [
-        ("a.jsonl", '{"question": "1+2"}', "holds no prompts that can be read (KeyError)"),
-        ("a.jsonl", "not json", "holds no prompts that can be read (JSONDecodeError)"),
-        ("a.txt", "\n", "holds no prompt, or an empty one"),
+        ("a.jsonl", '{"question": "1+2"}', "has no readable prompts (KeyError)"),
+        ("a.jsonl", "not json", "has no readable prompts (JSONDecodeError)"),
+        ("a.txt", "\n", "has no prompt, or an empty one"),
         ("a.jsonl", '{"prompt_token_ids": [100000]}', "token ids outside the model's"),
-        ("a.jsonl", '{"prompt_token_ids": []}', "holds no prompt, or an empty one; remove empty rows."),
-        ("a.jsonl", '{"prompt_token_ids": ["a"]}', "['a'] is no prompt; give text, chat messages with role and"),
-        ("a.jsonl", '{"prompt": null}', "None is no prompt; give text, chat messages"),
-        ("a.jsonl", '{"prompt": [{"role": "user"}]}', "template does not take [{'role': 'user'}] ('dict object' "),
+        ("a.jsonl", '{"prompt_token_ids": []}', "has no prompt, or an empty one; remove empty rows."),
+        ("a.jsonl", '{"prompt_token_ids": ["a"]}', "['a'] is not a prompt; give text, chat messages with role and"),
+        ("a.jsonl", '{"prompt": null}', "None is not a prompt; give text, chat messages"),
+        ("a.jsonl", '{"prompt": [{"role": "user"}]}', "template does not accept [{'role': 'user'}] ('dict object' "),
     ],
 )
 def test_prompts_that_cannot_be_read_are_refused(folder, name, text, sentence):
@@ -166,14 +166,14 @@ def test_chat_messages_need_a_template_and_text_does_not(folder):
 )
 def test_a_folder_that_transformers_does_not_read_is_refused(folder, file, text):
     (folder / file).write_text(text)
-    with pytest.raises(DiffError, match="does not read config and tokenizer in .*; name a whole") as refusal:
+    with pytest.raises(DiffError, match="cannot read config and tokenizer in .*; name a complete") as refusal:
         read_prompts(folder, None, 4)
     assert "\n" not in str(refusal.value)
 
 
 def test_words_need_a_tokenizer_and_ids_do_not(tmp_path):
     Qwen3Config(vocab_size=64).save_pretrained(tmp_path)
-    with pytest.raises(DiffError, match="the model folder holds no tokenizer; give --prompts a .jsonl"):
+    with pytest.raises(DiffError, match="the model folder has no tokenizer; give --prompts a .jsonl"):
         read_prompts(tmp_path, None, 4)
     (tmp_path / "ids.jsonl").write_text('{"prompt_token_ids": [1, 2]}')
     assert read_prompts(tmp_path, tmp_path / "ids.jsonl", 4).vocabulary == 64

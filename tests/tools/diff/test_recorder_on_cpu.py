@@ -1,9 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The recorder on a decoder of plain torch whose modules behave as vLLM's do on a GPU, which is not here.
+"""The recorder on a decoder of plain torch whose modules behave as vLLM's on a GPU.
 
-Norms and rotary write into their inputs, batches are padded, and the second model runner orders requests by itself and
-shows its batch in ``prepare_inputs`` alone. What every operation must give follows from formulas per token.
+Norms and rotary write into their inputs, batches are padded, and the second model runner orders requests itself and
+shows its batch in ``prepare_inputs`` only. Formulas per token give the expected outputs.
 """
 
 import gc
@@ -129,7 +129,7 @@ class Model(nn.Module):
 
 
 class Runner:
-    """Runs (request, first position, tokens) as one step; draws token 0 always."""
+    """Runs (request, first position, tokens) as one step and always samples token 0."""
 
     def __init__(self, sequences, second: bool) -> None:
         torch.manual_seed(0)
@@ -163,7 +163,7 @@ class Runner:
 
 SEQUENCES = {"x-7": [3, 1, 4, 1, 5, 9, 2], "x-2": [6, 5, 3], "x-5": [8, 9, 7, 9, 3]}
 PROMPTS = {"x-7": 5, "x-2": 1, "x-5": 2}
-# A prompt in two chunks beside others, one request that is preempted and recomputed.
+# A prompt in two chunks next to others, and a request that is preempted and recomputed.
 STEPS = [
     {"x-7": (0, 3), "x-2": (0, 1)},
     {"x-2": (1, 1), "x-7": (3, 2), "x-5": (0, 2)},
@@ -194,15 +194,15 @@ def recorded(second: bool, steps=STEPS, change=lambda runner: None) -> tuple[Run
 
 
 def expected(model: Model, recording: Recording) -> dict[Operation, torch.Tensor]:
-    """The decoder's formulas on all fed tokens, nothing in place."""
+    """The decoder's formulas on all tokens, nothing in place."""
     ids = torch.tensor(sum(recording.sequences, []))
     positions = torch.cat([torch.arange(len(s)) for s in recording.sequences])
-    found, total = {}, None
-    stream = found[Operation(None, "embedding")] = model.model.embed_tokens.weight.detach()[ids]
+    outputs, total = {}, None
+    stream = outputs[Operation(None, "embedding")] = model.model.embed_tokens.weight.detach()[ids]
     for number, layer in enumerate(model.model.layers):
 
         def give(name: str, x: torch.Tensor, number: int = number) -> torch.Tensor:
-            return found.setdefault(Operation(number, name), x)
+            return outputs.setdefault(Operation(number, name), x)
 
         attention, mlp = layer.self_attn, layer.mlp
         total = stream if total is None else give("input_residual", total + stream)
@@ -216,10 +216,10 @@ def expected(model: Model, recording: Recording) -> dict[Operation, torch.Tensor
         gate, up = (give("post_norm", 2 * total) @ mlp.gate_up_proj.weight.t()).split(INNER, dim=-1)
         product = give("activation", give("gate_proj", gate) * give("up_proj", up))
         stream = give("down_proj", product @ mlp.down_proj.weight.t())
-    total = found[Operation(None, "final_residual")] = total + stream
-    hidden = found[Operation(None, "final_norm")] = 2 * total
-    found[Operation(None, "lm_head")] = (hidden[recording.drawing] @ model.head.weight.t())[:, : VOCABULARY - 2]
-    return found
+    total = outputs[Operation(None, "final_residual")] = total + stream
+    hidden = outputs[Operation(None, "final_norm")] = 2 * total
+    outputs[Operation(None, "lm_head")] = (hidden[recording.drawing] @ model.head.weight.t())[:, : VOCABULARY - 2]
+    return outputs
 
 
 def share_sampler(runner: Runner) -> None:
@@ -231,13 +231,13 @@ def share_sampler(runner: Runner) -> None:
 def test_every_operation_is_recorded_under_its_token(second, change):
     runner, recorder, recording = recorded(second, change=change)
     names = operations(QWEN3, LAYERS)[:-1]
-    found, formulas = recorder.outputs(recording.drawing, names), expected(runner.model, recording)
-    assert list(found) == names and found.keys() == formulas.keys()
+    outputs, formulas = recorder.outputs(recording.drawing, names), expected(runner.model, recording)
+    assert list(outputs) == names and outputs.keys() == formulas.keys()
     for name, output in formulas.items():
-        assert found[name].dtype == torch.bfloat16 and found[name].shape == output.shape, name
+        assert outputs[name].dtype == torch.bfloat16 and outputs[name].shape == output.shape, name
         # A row of a BF16 product may depend on the batch in its last bit.
-        assert (found[name].float() - output.float()).abs().max() <= 2**-5 * output.abs().max(), name
-    # What was drawn is the sequences' own next token, whatever the sampler says.
+        assert (outputs[name].float() - output.float()).abs().max() <= 2**-5 * output.abs().max(), name
+    # The sampled tokens are replaced by those of the sequences.
     assert set(runner.drawn.items()) == {((n, p), SEQUENCES[n][p]) for n, p in runner.drawn}
 
 
@@ -245,7 +245,7 @@ def test_something_between_two_operations_is_noticed():
     def scale(runner):
         runner.model.model.layers[1].between = lambda x: x * 1.5
 
-    with pytest.raises(DiffError, match="layer 1 post_norm of the rollout does not take what the op"):
+    with pytest.raises(DiffError, match="the input of layer 1 post_norm in the rollout is not the output of the op"):
         recorded(True, change=scale)
 
 
@@ -253,7 +253,7 @@ def test_rows_that_are_not_where_the_scheduler_says_are_noticed():
     def swap(runner):
         runner.sequences = SEQUENCES | {"x-5": [8, 9, 7, 1, 3]}
 
-    with pytest.raises(DiffError, match="not laid out as its scheduler says"):
+    with pytest.raises(DiffError, match="does not have the layout of its scheduler"):
         recorded(True, change=swap)
 
 
@@ -264,8 +264,7 @@ def test_a_token_that_never_ran_is_noticed():
 
 
 def test_a_closed_recorder_lets_go_of_what_other_engines_keep_using():
-    """vLLM keeps a rotary module of given sizes for every later engine of the process: a hook left on it would hold the
-    runner, hence its cache's pages."""
+    """vLLM keeps rotary modules for later engines of the process; a hook on one would keep the runner's memory."""
     runner, recorder, _ = recorded(True)
     rotary = runner.model.model.layers[0].self_attn.rotary_emb
     recorder.close()

@@ -25,8 +25,8 @@ FIRST_PHASE = "starting Ray"
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _RAY_PREFIX = re.compile(r"^(\([^()]* pid=\d+[^()]*\) ?)+")
-# An exception's line, by the usual endings of a name or, for ours, by the module in front of it; or one of our
-# refusals. Not that an actor passed an exception on, and not what a run says at its start.
+# The line of an exception, by the usual endings of its name or by this package's name, or of a refusal. Lines about an
+# exception that an actor passed on, and notes of a run's start, do not match.
 _ERROR_LINE = re.compile(
     r"^(([A-Za-z_][\w.]*)?(Error|Exception)(\([\w.]+\))?: (?!ray::)"
     r"|jetrl_verl(\.\w+)*\.[A-Z]\w*: |jetrl_verl: (?!warning: |jetrl\.operations=auto is ))\S"

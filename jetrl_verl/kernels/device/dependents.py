@@ -2,10 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programmatic dependent launch: the quantizers of a rollout's linears let the next kernel start early.
 
-A kernel launched with the attribute (the decode GEMM with ``static_weight``) starts when all programs of the previous
-kernel have called :func:`launch_dependents` or ended, and waits itself before it reads what that kernel writes. Other
-launches wait for the whole kernel. The kernels that call it are launched without the attribute, so only what this one
-kernel writes can be unfinished when the next one starts.
+The decode GEMM with ``static_weight`` is launched with the attribute: it starts when all programs of the previous
+kernel have called :func:`launch_dependents` or ended, and waits before it reads what that kernel writes. The callers
+are launched without the attribute, so no other kernel can be unfinished then.
 """
 
 import triton.language as tl
@@ -14,8 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from jetrl_verl.kernels.device.e4m3 import target_capability
 from jetrl_verl.kernels.device.launch import INTERPRETED, jit
 
-_FIRST_CAPABILITY = 90
-"""Of a GPU that has the instruction, Hopper; Ada's assembler refuses it."""
+_FIRST_CAPABILITY = 90  # Hopper; Ada's assembler rejects the instruction
 
 
 @tl.core.extern
@@ -26,9 +24,6 @@ def _launch_dependents(_semantic=None):
 
 @jit
 def launch_dependents():
-    """The next kernel may start once every program has passed here.
-
-    Nothing on GPUs older than Hopper, nor under Triton's interpreter, which knows no inline assembly.
-    """
+    """The next kernel may start once every program has passed here. No effect before Hopper and when interpreted."""
     if not INTERPRETED:
         _launch_dependents()

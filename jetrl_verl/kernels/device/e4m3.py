@@ -1,12 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""E4M3 on the device: scale, encode, decode and transpose, shared by the quantizer kernels.
+"""E4M3 on the device: scale, encode, decode and transpose, byte-equal to ``reference``, for the quantizer kernels.
 
-Byte-equal to ``reference``: maxima of bit patterns, powers of two made from exponent bits, correctly rounded quotients
-(:func:`_quotient`), one round-to-nearest-even into E4M3. A group with an Inf or NaN gets the reciprocal NaN, which
-makes all its qdata NaN. The quotient needs no clamp to +-448: it exceeds 448 by at most one FP32 step, which rounds to
-448. Triton's interpreter converts FP32 to E4M3 wrongly, decodes NaN as 480 and rounds a fused multiply-add twice; there
-integer operations and divisions give the same results.
+A group with an Inf or NaN gets the reciprocal NaN, which makes all its qdata NaN. Quotients need no clamp: they exceed
+448 by at most one FP32 step, which rounds to 448. Triton's interpreter converts FP32 to E4M3 wrongly, decodes NaN as
+480 and rounds a fused multiply-add twice; there integer operations and divisions give the same results.
 """
 
 import torch
@@ -26,13 +24,12 @@ MIN_SCALE: tl.constexpr = tl.constexpr(2.0**-63)
 _MIN_SCALE_EXPONENT: tl.constexpr = tl.constexpr(127 - 63)
 _CARRY_ABOVE_1_75: tl.constexpr = tl.constexpr(0x7FFFFF - 0x600000)
 _HIGH_HALF: tl.constexpr = tl.constexpr(-0x10000)
-_FIRST_OF_PAIRED_MAXIMA = 90
-"""Capability of the first GPU with two 16-bit maxima at once, Hopper; Ada's assembler refuses the instruction."""
+_FIRST_WITH_PAIRED_MAXIMA = 90  # compute capability: Hopper; Ada's assembler rejects max.u16x2
 
 
 @jit
 def magnitude_bits(x):
-    """Bit patterns of ``|x|``, whose integer maximum orders like the values and puts Inf and NaN on top."""
+    """Bit patterns of ``|x|``: as integers in the order of the values, Inf and NaN on top."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -50,8 +47,7 @@ def _larger_magnitude(a, b):
 
 @jit
 def largest_magnitude(x0, x1, x2, x3, axis: tl.constexpr):
-    """Maxima of ``|x|`` over ``axis`` and four tiles: ``max.NaN.f32``, whose operands take ``|x|`` for free and which,
-    unlike the plain one, keeps NaN."""
+    """Maxima of ``|x|`` over ``axis`` and four tiles. ``max.NaN.f32`` keeps NaN and takes ``|x|`` for free."""
     if INTERPRETED:
         return tl.max(largest_bits(x0, x1, x2, x3), axis=axis).to(tl.float32, bitcast=True)
     else:
@@ -60,13 +56,13 @@ def largest_magnitude(x0, x1, x2, x3, axis: tl.constexpr):
 
 
 def target_capability(semantic) -> int:
-    """Of the GPU that is compiled for, such as 90; it need not be the one that is here, if one is."""
+    """Compute capability of the GPU that is compiled for, such as 90."""
     return int(semantic.builder.options.arch.removeprefix("sm"))
 
 
 @tl.core.extern
 def _takes_two_maxima(_semantic=None):
-    return tl.constexpr(target_capability(_semantic) >= _FIRST_OF_PAIRED_MAXIMA)
+    return tl.constexpr(target_capability(_semantic) >= _FIRST_WITH_PAIRED_MAXIMA)
 
 
 @jit
@@ -86,7 +82,7 @@ def _larger_halves(a, b):
 
 @jit
 def larger_halves(a, b):
-    """Maxima of both 16-bit halves of words, unsigned."""
+    """Maxima of both unsigned 16-bit halves of words."""
     if INTERPRETED:
         return _larger_halves_one_by_one(a, b)
     else:
@@ -95,11 +91,9 @@ def larger_halves(a, b):
 
 @jit
 def largest_halves(words, axis: tl.constexpr):
-    """Over ``axis``, the largest magnitude of the BF16 numbers in either half of int32 words.
+    """Over ``axis``, the largest magnitude of the BF16 numbers in each half of int32 words.
 
-    Where BF16 numbers are quantized twice, a register holds two of them until they are needed: half the registers, and
-    ``max.u16x2`` (sm_90) takes two maxima at a time, since the bits of magnitudes order like their values and Inf and
-    NaN lie on top.
+    Two numbers per word take half the registers, and ``max.u16x2`` (sm_90) two maxima at a time.
     """
     words = words & 0x7FFF7FFF
     if INTERPRETED:
@@ -110,26 +104,26 @@ def largest_halves(words, axis: tl.constexpr):
 
 @jit
 def largest_in_columns(w0, w1, w2, w3):
-    """Elementwise over four tiles of words and down their columns, what :func:`largest_halves` gives."""
+    """:func:`largest_halves` elementwise over four tiles of words and down their columns."""
     m0, m1, m2, m3 = w0 & 0x7FFF7FFF, w1 & 0x7FFF7FFF, w2 & 0x7FFF7FFF, w3 & 0x7FFF7FFF
     return largest_halves(larger_halves(larger_halves(m0, m1), larger_halves(m2, m3)), 0)
 
 
 @jit
 def largest_of_halves(words):
-    """The larger magnitude of the two halves of words without signs, as FP32."""
+    """The larger of the two halves of words of magnitudes, FP32."""
     return tl.maximum(words << 16, words & _HIGH_HALF).to(tl.float32, bitcast=True)
 
 
 @jit
 def low_half(words):
-    """The FP32 value of the BF16 number in the lower half of each int32 word, the left one of two neighbours."""
+    """FP32 value of the BF16 number in the lower half of each int32 word, the left of two neighbors."""
     return (words << 16).to(tl.float32, bitcast=True)
 
 
 @jit
 def high_half(words):
-    """As :func:`low_half`, of the upper half."""
+    """As :func:`low_half` for the upper half."""
     return (words & _HIGH_HALF).to(tl.float32, bitcast=True)
 
 
@@ -163,18 +157,15 @@ def divide(x, divisor, reciprocal):
 
 @jit
 def _quotient(x, scale, reciprocal, POW2: tl.constexpr):
-    """``x / scale`` as E4M3 sees it: rounding it gives the qdata of the correctly rounded quotient.
+    """A quotient ``x / scale`` whose rounding to E4M3 gives the qdata of the correctly rounded quotient.
 
-    A division instruction per element (a reciprocal on the quarter-rate unit, a range check, a call) would make these
-    kernels wait for arithmetic. The divisor is the same for 128 elements, so each group gets one correctly rounded
-    reciprocal ``r = 1/s`` and each element ``q = x r`` with residual steps ``q -= (q s - x) r`` in fused multiply-adds.
-    Before it is rounded, the first step is within 2^-22 units in the last place of ``x/s``: a second one makes a
-    correctly rounded quotient of it (Markstein's theorem), which is how scales are made. For qdata one step is enough.
-    It could round to the other side only where ``x/s`` lies within that distance of a midpoint of two FP32 numbers, and
-    change a result only where one of the two is a tie between qdata; there are 1424 such pairs of mantissas, and in
-    each the rounding is the division's (tests/kernels/test_quotient_on_cpu.py looks at all of them). ``s >= 2^-63``
-    keeps every residual that matters normal; where ``|x/s| < 2^-11`` only the sign is used, the result is a zero. Under
-    ``pow2`` the reciprocal is exact and ``x r`` is already the rounded quotient.
+    Divisions per element would make these kernels compute-bound. Each group gets one correctly rounded reciprocal ``r =
+    1/s``, each element ``q = x r`` and a residual step ``q -= (q s - x) r`` in fused multiply-adds, which before its
+    rounding is within 2^-22 units in the last place of ``x/s``. Scales take two steps, which round correctly
+    (Markstein's theorem). For qdata one is enough: it could differ only where ``x/s`` is that close to a midpoint of
+    two FP32 numbers of which one is a tie between qdata. In all 1424 such pairs of mantissas it does not
+    (tests/kernels/test_quotient_on_cpu.py). ``s >= 2^-63`` keeps every residual that matters normal: where ``|x/s| <
+    2^-11`` the result is a zero. Under ``pow2`` the reciprocal is exact and ``x r`` is the rounded quotient.
     """
     if POW2:
         return x * reciprocal
@@ -186,7 +177,7 @@ def _quotient(x, scale, reciprocal, POW2: tl.constexpr):
 
 @jit
 def _power_of_two_above(bits):
-    # 2^ceil(log2(amax / 448)) from the bits of amax, not below the smallest scale.
+    # 2^ceil(log2(amax / 448)) from the bits of amax, at least the smallest scale.
     exponent = tl.maximum(((bits + _CARRY_ABOVE_1_75) >> 23) - 8, _MIN_SCALE_EXPONENT)
     return (exponent << 23).to(tl.float32, bitcast=True)
 
@@ -209,7 +200,7 @@ def scale_of(bits, POW2: tl.constexpr):
 
 @jit
 def _reciprocal(scale):
-    # rcp.rn without its range check, branch and call: scales are far from both ends of the range. NaN for Inf and NaN.
+    # rcp.rn without its range check, branch and call: scales are far from the ends of the range. NaN for Inf and NaN.
     return tl.inline_asm_elementwise(
         """{
         .reg .f32 r, e;
@@ -228,7 +219,7 @@ def _reciprocal(scale):
 
 @jit
 def reciprocal_of(scale, bits, POW2: tl.constexpr):
-    """``1 / scale``, correctly rounded; NaN where the maxima ``bits`` say that the group holds an Inf or NaN."""
+    """``1 / scale``, correctly rounded; NaN where the maxima ``bits`` are of an Inf or NaN."""
     if POW2:
         reciprocal = _reciprocal_of_power(scale)
     elif INTERPRETED:
@@ -250,7 +241,7 @@ def encode(x, scale, reciprocal, POW2: tl.constexpr):
 
 @jit
 def encode_words(x0, x1, x2, x3, scale, reciprocal, POW2: tl.constexpr):
-    """int32 words of four qdata each, that of ``x0`` in the lowest byte; operands as in :func:`encode`."""
+    """int32 words of four qdata, that of ``x0`` in the lowest byte; operands as in :func:`encode`."""
     if INTERPRETED:
         words = encode(x0, scale, reciprocal, POW2).to(tl.int32)
         words |= encode(x1, scale, reciprocal, POW2).to(tl.int32) << 8
@@ -283,30 +274,30 @@ def _divisor_of(amax, POW2: tl.constexpr):
     if POW2:
         return _power_of_two_above(amax.to(tl.int32, bitcast=True))
     else:
-        # Two terms of 1/448 divide correctly: a quotient by 7 is nowhere near a midpoint of FP32 numbers.
+        # Two terms of 1/448 divide correctly: no quotient by 7 is near a midpoint of FP32 numbers.
         quotient = tl.fma(amax, _E4M3_MAX_RECIPROCAL, amax * _E4M3_MAX_RECIPROCAL_REST)
         return tl.maximum(quotient, MIN_SCALE, propagate_nan=tl.PropagateNan.ALL)
 
 
 @jit
 def _stored(divisor, amax):
-    # Both special cases in one comparison: zero wraps around.
+    # 0 and Inf or NaN in one comparison: zero wraps around.
     special = (amax.to(tl.int32, bitcast=True) - 1).to(tl.uint32, bitcast=True) >= INF_BITS - 1
     return tl.where(special, 1.0, divisor)
 
 
 @jit
 def _power_reciprocal(divisor, amax):
-    # Adds nothing, but NaN where the maximum is not finite.
+    # Adds 0, or NaN where the maximum is not finite.
     return tl.fma(amax, 0.0, _reciprocal_of_power(divisor))
 
 
 @jit
 def scale_and_divisor(amax, POW2: tl.constexpr):
-    """(scale to store, scale to divide by, its reciprocal) from maxima ``amax``, FP32 numbers.
+    """(scale to store, scale to divide by, its reciprocal) from FP32 maxima ``amax``.
 
-    What :func:`scale_of` and :func:`reciprocal_of` give, in half the instructions. They differ where no qdata depend on
-    it: the divisor of zeros is the smallest scale, that of a group with an Inf or NaN anything.
+    :func:`scale_of` and :func:`reciprocal_of` in half the instructions. The divisor differs where no qdata depends on
+    it: for zeros it is the smallest scale, for a group with an Inf or NaN arbitrary.
     """
     if INTERPRETED:
         bits = amax.to(tl.int32, bitcast=True)
@@ -322,7 +313,7 @@ def scale_and_divisor(amax, POW2: tl.constexpr):
 def scale_and_terms(amax, POW2: tl.constexpr):
     """(scale to store, first, second term of its reciprocal) from maxima of BF16 numbers, for :func:`encode_two`.
 
-    Under ``pow2`` the second term is not used, under the interpreter it is the scale.
+    ``pow2`` does not use the second term; when interpreted it is the scale.
     """
     if INTERPRETED:
         bits = amax.to(tl.int32, bitcast=True)
@@ -337,7 +328,7 @@ def scale_and_terms(amax, POW2: tl.constexpr):
             first = tl.inline_asm_elementwise(
                 "rcp.approx.ftz.f32 $0, $1;", "=f,f", [divisor], dtype=tl.float32, is_pure=True, pack=1
             )
-            # Below 1 / divisor for certain. The 0 that is the reciprocal of Inf becomes NaN.
+            # Surely below 1 / divisor. The reciprocal of Inf, 0, becomes NaN.
             first = (first.to(tl.int32, bitcast=True) - 2).to(tl.float32, bitcast=True)
             second = tl.fma(first * -1.0, divisor, 1.0) * first
         return _stored(divisor, amax), first, second
@@ -345,16 +336,15 @@ def scale_and_terms(amax, POW2: tl.constexpr):
 
 @jit
 def _quotient_of_bf16(x, first, second, POW2: tl.constexpr):
-    # One instruction less than _quotient. With r <= 1/s and t = (1 - r s) r >= 0, both per group, the qdata are those
-    # of fma(x, r, x t): no BF16 number divided by the scale of a BF16 maximum is near enough to a tie for a difference
-    # to show (test_quotient_on_cpu.py tries them all; FP32 numbers are near enough, and keep the residual step). t is
-    # never negative, because with x = -0 a sum of -0 and +0 would lose the sign.
+    # One instruction less than _quotient. With r <= 1/s and t = (1 - r s) r >= 0, both per group, fma(x, r, x t) gives
+    # the same qdata: no BF16 number divided by the scale of a BF16 maximum is close enough to a tie
+    # (test_quotient_on_cpu.py tries all; FP32 numbers are). t is never negative: x = -0 would lose its sign.
     return x * first if POW2 else tl.fma(x, first, x * second)
 
 
 @jit
 def encode_two(x0, x1, first, second, POW2: tl.constexpr):
-    """int16 pairs of qdata of BF16 numbers held in FP32, that of ``x0`` in the lower byte."""
+    """int16 pairs of qdata of BF16 numbers in FP32, that of ``x0`` in the lower byte."""
     if INTERPRETED:
         low = encode(x0, second, first, POW2).to(tl.int16)
         return low | (encode(x1, second, first, POW2).to(tl.int16) << 8)
@@ -394,13 +384,9 @@ def store_rowwise(x, qdata_ptr, scales_ptr, row, column, tile_k, rows, k, POW2: 
 def store_colwise(x0, x1, x2, x3, qdata_ptr, scales_ptr, tile_row, column, k, words_per_row, POW2: tl.constexpr):
     """Quantize a 128x128 tile along its columns and store it transposed.
 
-    Written a byte at a time this costs 64 byte-wide loads from shared memory a thread. So a tile is held as four
-    ``[32, 128]`` tiles, the rows 4 i + j for j = 0 to 3, and one 32-bit word takes the qdata of a column in four
-    consecutive rows. The hardware's conversion makes two qdata of any two registers, so packing down the rows costs
-    what packing along them does, and what is exchanged through shared memory is words: a quarter of the accesses.
-
-    ``xj`` [32, 128]: rows ``4 i + j`` of the tile, FP32, zero beyond the matrix. ``qdata_ptr``: ``[k, words_per_row]``
-    int32, four qdata a word. ``scales_ptr``: ``[row tiles, k]``. ``column`` [128]: the tile's columns, of ``k``.
+    ``xj`` [32, 128]: rows ``4 i + j`` of the tile, FP32, zero beyond the matrix, so that a word takes the qdata of a
+    column in four consecutive rows: a quarter of the accesses to shared memory that bytes would need. ``qdata_ptr``:
+    ``[k, words_per_row]`` int32. ``scales_ptr``: ``[row tiles, k]``. ``column`` [128]: the tile's columns, of ``k``.
     """
     bits = tl.max(largest_bits(x0, x1, x2, x3), axis=0)
     scale = scale_of(bits, POW2)
@@ -415,8 +401,7 @@ def store_colwise(x0, x1, x2, x3, qdata_ptr, scales_ptr, tile_row, column, k, wo
 
 @jit
 def load_four_rows(x_ptr, stride, rows, columns, COLUMNS: tl.constexpr):
-    """Tiles ``[32, COLUMNS]`` of the rows 4 i + j, j = 0 to 3, of what starts at ``x_ptr``; zero beyond ``rows`` and
-    ``columns``. Whole tiles are read without masks."""
+    """Tiles ``[32, COLUMNS]`` of the rows 4 i + j, j = 0 to 3, from ``x_ptr``; zero beyond ``rows`` and ``columns``."""
     row, column = 4 * tl.arange(0, GROUP // 4), tl.arange(0, COLUMNS)
     offsets = row[:, None] * stride + column[None, :]
     if (rows >= GROUP) & (columns >= COLUMNS):
@@ -449,8 +434,7 @@ def _colwise_scales(amax, scales_ptr, column, columns, POW2: tl.constexpr):
 
 @jit
 def transposed_words(low, high):
-    """Words of four qdata ``[128, 32]`` of a tile's columns, from those of the left (``low``) and the right columns of
-    pairs, both [32, 64]."""
+    """Words of four qdata ``[128, 32]`` of a tile's columns from those of even (``low``) and odd columns, [32, 64]."""
     return tl.reshape(tl.permute(tl.join(low, high), (1, 2, 0)), (GROUP, GROUP // 4))
 
 
@@ -470,10 +454,9 @@ def store_both(
 ):  # fmt: skip
     """Quantize a 128x128 tile of BF16 numbers along its rows and along its columns, and store the latter transposed.
 
-    ``wj`` [32, 64]: rows ``4 i + j`` of the tile as int32 words of two neighbours, zero beyond the matrix. Pointers as
-    in :func:`store_rowwise` and :func:`store_colwise`, except that rowwise qdata are int16 pairs; ``k`` is even.
-
-    All scales come first, so that a number is unpacked once for both qdata: till then it takes half a register.
+    ``wj`` [32, 64]: rows ``4 i + j`` of the tile as int32 words of two neighbors, zero beyond the matrix. Pointers as
+    in :func:`store_rowwise` and :func:`store_colwise`, but rowwise qdata as int16 pairs; ``k`` is even. All scales come
+    first, so that a number is unpacked once for both qdata and takes half a register until then.
     """
     row, word = 4 * tl.arange(0, GROUP // 4), tl.arange(0, GROUP // 2)
     start = tile_row.to(tl.int64) * GROUP
@@ -511,15 +494,13 @@ def store_both(
 
 @jit
 def decode(qdata):
-    """FP32 values of uint8 qdata that were loaded; for those that are being made there is ``round_halves``
-    (device/halves.py).
+    """FP32 values of loaded uint8 qdata; not for qdata just encoded (use ``round_halves`` of device/halves.py).
 
-    Where anything but a store looks at a register that ``cvt.rn.satfinite.e4m3x2`` packed, ptxas 12.8, which comes with
-    Triton 3.6, makes the upper half of that same register an operand of the packing instruction, and reads it before
-    there is one (tests/kernels/test_triton_for_hopper.py).
+    Where anything but a store reads a register that ``cvt.rn.satfinite.e4m3x2`` packed, ptxas 12.8 (Triton 3.6) reads
+    the upper half of that register before it is written (tests/kernels/test_triton_for_hopper.py).
     """
     if INTERPRETED:
-        # Shifted into FP32's fields a byte is 2^-120 of its value, subnormals included.
+        # A byte shifted into FP32's fields is 2^-120 of its value, subnormals included.
         value = ((qdata.to(tl.int32) & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120
         bits = tl.where((qdata & 0x7F) == _NAN_CODE, _NAN_BITS, value.to(tl.int32, bitcast=True))
         return (bits | ((qdata.to(tl.int32) & 0x80) << 24)).to(tl.float32, bitcast=True)
@@ -529,7 +510,7 @@ def decode(qdata):
 
 @jit
 def _round_in_integers(quotient):
-    """E4M3 qdata (int32), round to nearest even. ``|quotient|`` rounds to 448 at most, or its group is poisoned."""
+    """E4M3 qdata (int32), rounded to nearest even. ``|quotient|`` rounds to 448 at most, or the group is not finite."""
     bits = quotient.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
@@ -540,15 +521,15 @@ def _round_in_integers(quotient):
 
 
 def is_pow2(rule: str) -> bool:
-    """Validate ``rule`` and turn it into the kernels' compile-time switch."""
+    """Check ``rule`` and return the kernels' compile-time switch."""
     check_rule(rule)
     return rule == "pow2"
 
 
 def words_of(x: torch.Tensor) -> torch.Tensor | None:
-    """Contiguous BF16 ``x`` [rows, k] as int32 words of two neighbours, in their order, of any shape; None where there
-    are none, since ``x`` is of another type, of odd width or at an odd address."""
+    """Contiguous BF16 ``x`` [rows, k] as int32 words of two neighbors, in any shape; None for another type, an odd
+    width or an odd address."""
     if x.dtype != torch.bfloat16 or x.shape[1] % 2 or x.storage_offset() % 2 or x.data_ptr() % 4:
         return None
-    # One row is contiguous whatever its stride says, and a view as words asks what it says.
+    # One row is contiguous whatever its stride, but a view as words checks the stride.
     return (x if x.stride(0) == x.shape[1] else x.reshape(-1)).view(torch.int32)

@@ -1,9 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``@jit``: Triton's, with a launch that costs the host less than half of the 15 us of Triton 3.6.
+"""``@jit``: Triton's, with repeated launches in less than half of the 15 us of Triton 3.6.
 
 A kernel that has run with the same types, alignments, constants and options is launched directly, without Triton's
-checks of global constants and its description for profilers. Everything else, the first launch too, is Triton's.
+checks of global constants and its description for profilers.
 """
 
 from collections.abc import Callable
@@ -17,18 +17,15 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 INTERPRETED: tl.constexpr = tl.constexpr(knobs.runtime.interpret)
-"""Whether kernels run under Triton's interpreter, which knows no inline assembly and some arithmetic otherwise."""
+"""Whether kernels run under Triton's interpreter, which has no inline assembly and computes some operations wrongly."""
 
-_NO_HOOKS = None, None, None
-"""In the place of a launch's description and of the two hooks that would read it."""
+_NO_HOOKS = None, None, None  # a launch's description and the two hooks that would read it
 
 
 class _Kernel(JITFunction):
-    """A kernel of Triton's, launched by ``kernel[grid](...)``.
+    """A Triton kernel, launched by ``kernel[grid](...)``.
 
-    Attributes:
-        _launched: device, types, alignments, constants and options -> what Triton's launch returned for them, what
-            launches it again, and what that is given between the stream and the kernel's own arguments.
+    ``_launched``: device, types, alignments, constants and options -> compiled kernel and results of :func:`_again`.
     """
 
     _launched: dict[tuple, tuple[Any, Callable, tuple]]
@@ -44,34 +41,34 @@ class _Kernel(JITFunction):
         device = active.get_current_device()
         bound, specialization, launch = self.device_caches[device][4](*args, **options)
         key = (device, *specialization, *launch.items())
-        found = self._launched.get(key)
-        if found is None:
+        launched = self._launched.get(key)
+        if launched is None:
             compiled = self.run(*args, grid=grid, warmup=False, **options)
-            if compiled is not None:  # as where a hook of Triton's refuses to compile
+            if compiled is not None:  # None where a hook prevents compilation
                 self._launched[key] = compiled, *_again(compiled)
             return compiled
-        compiled, again, fixed = found
+        compiled, again, fixed = launched
         x, y, z = (*grid, 1, 1)[:3]
         again(x, y, z, active.get_current_stream(device), *fixed, *bound.values())
         return compiled
 
 
 def _again(compiled: Any) -> tuple[Callable, tuple]:
-    """What launches a kernel that has been launched, and what it is given between the stream and the arguments."""
-    from triton.backends.nvidia.driver import CudaLauncher  # where this version of Triton has it
+    """(function that launches a compiled kernel, its arguments between the stream and the kernel's own)."""
+    from triton.backends.nvidia.driver import CudaLauncher
 
     launcher, of_kernel = compiled.run, (compiled.packed_metadata, *_NO_HOOKS)
     if isinstance(launcher, CudaLauncher) and not (launcher.global_scratch_size or launcher.profile_scratch_size):
-        # The function that the launcher would call: it looks for scratch memory before, of which there is none.
+        # The function that the launcher calls after it has allocated scratch memory, which is not needed here.
         options = launcher.launch_cooperative_grid, launcher.launch_pdl
         return launcher.launch, (compiled.function, *options, None, None, *of_kernel)
     return launcher, (compiled.function, *of_kernel)
 
 
 def jit(function: Callable | None = None, **options: Any) -> Any:
-    """``triton.jit`` for kernels that the host launches with a tuple as their grid, and for what they call.
+    """``triton.jit`` for kernels launched with a tuple as grid, and for their functions.
 
-    Another version of Triton than the one whose launch this is keeps its own, and so does its interpreter.
+    The interpreter and versions of Triton other than 3.6.0 keep Triton's launch.
     """
     if function is None:
         return lambda function: jit(function, **options)

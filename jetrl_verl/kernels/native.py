@@ -1,8 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The library of csrc/, compiled ahead of time for sm_90a by ``scripts/build_csrc.py``: loading, availability, plans.
+"""The library of csrc/, compiled for sm_90a by ``scripts/build_csrc.py``: loading, availability, plans.
 
-Without it, or on another GPU, :func:`unavailable` says why and the next backend runs. No :class:`Plan` changes a bit.
 ``JETRL_NATIVE_DEBUG=1`` loads the debug build, which reports a wait of more than a second and stops the kernel.
 """
 
@@ -20,25 +19,24 @@ from jetrl_verl.kernels.dispatch import backend_needs
 from jetrl_verl.reference import BLOCK, QuantizedTensor
 
 FEW_ROWS = 128
-"""Most rows of A that the decode kernel is chosen for; it accepts any number."""
+"""Up to this many rows of A the decode kernel is chosen; it accepts any number."""
 
 FEW_ROWS_OF_EXPERT = 32
-"""Most rows of A an expert, on average over all experts, that the grouped decode kernel is chosen for; it accepts any
-number."""
+"""Up to this many rows of A per expert, on average, the grouped decode kernel is chosen; it accepts any number."""
 
 MOST_EXPERTS = 512
 """Most experts of the grouped weight gradient."""
 
 ALIGNMENT = 16
-"""Bytes that TMA wants rows of qdata to start on, and that copies and stores move at a time."""
+"""Bytes: TMA needs rows of qdata that start at multiples, and copies and stores move as many at a time."""
 
 ALIGNED_ROWS = 4
-"""Rows whose multiples TMA can read scales from: 16 bytes of them."""
+"""TMA reads scales from rows that are a multiple: 16 bytes."""
 
 MOST = 2**31 - 1024
-"""Rows, columns and strides that kernels count in 32 bits stay below it."""
+"""Bound of rows, columns and strides, which kernels count in 32 bits."""
 MOST_COLUMNS = 65535 * BLOCK
-"""What the second dimension of a grid covers in tiles."""
+"""Columns that the second dimension of a grid covers in tiles."""
 
 _operators = torch.ops.jetrl_native
 _FORWARD = "x x_scales w w_scales bias y block cluster"
@@ -63,13 +61,13 @@ _ARGUMENTS = {
 
 
 class Plan(NamedTuple):
-    """How a call is computed. Zero: the kernel's choice.
+    """How a call is computed, without effect on its bits. Zero: the kernel chooses.
 
-    ``kernel``: which of the forward kernels (ignored for 1x128 scales on B, and for ranks' products). ``block``: rows
-    per tile of B in FProp, 64, 128, 192 or 256, for ranks' products 64 or 128, and of A in WGrad, 128 or 256, beside
-    128 of the other; of B in the decode kernel, 16, 32, 48 or 64. ``cluster``: blocks that share a tile by multicast, 1
-    or 2; always 1 in the decode kernel. In the products of experts ``block`` is 128 or 256, in their decode kernel 32,
-    64 or 128. In decode attention ``cluster`` is 1, 2, 4 or 8: blocks that share a request and KV head.
+    ``kernel``: which forward kernel; ignored for 1x128 scales on B and for products of ranks. ``block``: rows of B per
+    tile in FProp (64, 128, 192 or 256; products of ranks 64 or 128) and in the decode kernel (16, 32, 48 or 64), rows
+    of A per tile in WGrad (128 or 256); for experts 128 or 256, in their decode kernel 32, 64 or 128. ``cluster``:
+    blocks that share a tile by multicast, 1 or 2, in the decode kernel 1; in decode attention blocks that share a
+    request and KV head, 1, 2, 4 or 8.
     """
 
     kernel: Literal["", "fprop", "decode"] = ""
@@ -78,13 +76,13 @@ class Plan(NamedTuple):
 
 
 def library_path() -> Path:
-    """Where the library is looked for."""
+    """The path from which the library is loaded."""
     debug = os.environ.get("JETRL_NATIVE_DEBUG") == "1"
     return Path(__file__).with_name("libjetrl_sm90_debug.so" if debug else "libjetrl_sm90.so")
 
 
 def library_sha256() -> str | None:
-    """SHA-256 of the library, by which records name it; None without one."""
+    """SHA-256 of the library, for records; None without one."""
     library = library_path()
     return sha256(library.read_bytes()).hexdigest() if library.is_file() else None
 
@@ -107,19 +105,17 @@ def unavailable() -> str | None:
 
 
 def mismatch(namespace: str, library: Path | None = None) -> str | None:
-    """Why the operators of a loaded ``library`` (the package's), ``torch.ops.<namespace>``, are not those that this
-    file calls, or None.
+    """Why ``torch.ops.<namespace>`` of a loaded ``library`` (default: the package's) does not fit this file, or None.
 
-    By the names of their arguments. A library that was built from another version of csrc/ would fail at its first
-    call, in a worker, minutes later.
+    Compares the names of arguments. A library of another version of csrc/ would fail minutes later, in a worker.
     """
     for name, arguments in _ARGUMENTS.items():
         operator = getattr(getattr(torch.ops, namespace), name, None)
-        found = operator and " ".join(argument.name for argument in operator.default._schema.arguments)
-        if found != arguments:
+        names = operator and " ".join(argument.name for argument in operator.default._schema.arguments)
+        if names != arguments:
             return (
                 f"{(library or library_path()).name} comes from another version of the kernels ({namespace}.{name} "
-                f"{f'accepts {found}' if found else 'is not in it'}): run `python scripts/build_csrc.py` again, or "
+                f"{f'accepts {names}' if names else 'is not in it'}): run `python scripts/build_csrc.py` again, or "
                 "install the package again"
             )
     return None
@@ -127,7 +123,7 @@ def mismatch(namespace: str, library: Path | None = None) -> str | None:
 
 @contextmanager
 def using(namespace: str) -> Iterator[None]:
-    """The operators of another build, ``torch.ops.<namespace>``, inside: for tests, and for benchmarks of versions."""
+    """Use the operators of another build, ``torch.ops.<namespace>``, within the context; for tests and benchmarks."""
     global _operators
     before, _operators = _operators, getattr(torch.ops, namespace)
     try:
@@ -146,20 +142,20 @@ def aligned(x: torch.Tensor) -> bool:
     if x.ndim != 2:
         return False
     row, column = x.stride()
-    in_rows = column == 1 and row >= x.shape[1]
-    return in_rows and row * x.itemsize % ALIGNMENT == 0 and x.data_ptr() % ALIGNMENT == 0
+    contiguous_rows = column == 1 and row >= x.shape[1]
+    return contiguous_rows and row * x.itemsize % ALIGNMENT == 0 and x.data_ptr() % ALIGNMENT == 0
 
 
 def supports_qdata(q: QuantizedTensor, *, in_sixteens: int) -> bool:
-    """Whether the kernels that transpose qdata accept ``q``: rows on 16-byte steps, and ``in_sixteens``, what must be a
-    multiple of 16, is one."""
+    """Whether the kernels that transpose qdata accept ``q``: rows start on 16 bytes, ``in_sixteens`` is a multiple of
+    16."""
     rows, k = q.qdata.shape
     fits = q.qdata.stride(0) < MOST and q.scales.stride(0) < MOST and rows < MOST and k <= MOST_COLUMNS
     return min(rows, k) > 0 and in_sixteens % ALIGNMENT == 0 and fits and aligned(q.qdata) and unavailable() is None
 
 
 def refused_qdata(operation: str, q: QuantizedTensor) -> str:
-    """The error message for qdata that :func:`supports_qdata` refuses."""
+    """The error message for qdata that :func:`supports_qdata` rejects."""
     return (
         f"native does not support {operation} of qdata {tuple(q.qdata.shape)} strides {q.qdata.stride()}"
         f"{why()}; use backend triton."
@@ -167,7 +163,7 @@ def refused_qdata(operation: str, q: QuantizedTensor) -> str:
 
 
 def why() -> str:
-    """For an error message: why no kernel runs here, in brackets; empty if they do."""
+    """For an error message: why no kernel runs here, in brackets; empty if kernels run."""
     return "" if unavailable() is None else f" ({unavailable()})"
 
 

@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantize weights in 128x128 blocks, with the transposed copy for DGrad, and transpose quantized weights.
 
-One program per block, which stays in registers. Blocks are square, so the transpose has the same qdata and scales. BF16
-stays in words of two until encoded; a second kernel covers other types, odd widths and addresses, and transposes of
-heights that are no multiple of four.
+One program per block, which stays in registers. A second kernel is for types other than BF16, odd widths and addresses,
+and transposes with a number of rows that is no multiple of four.
 """
 
 import torch
@@ -223,17 +222,13 @@ def triton_transpose_128x128(weight: QuantizedTensor) -> QuantizedTensor:
 
 
 def native_supports_transpose_128x128(weight: QuantizedTensor) -> bool:
-    """Whether :func:`native_transpose_128x128` accepts ``weight``: rows and columns in sixteens, rows on 16 bytes."""
+    """Whether :func:`native_transpose_128x128` accepts ``weight``: sizes in multiples of 16, rows on 16 bytes."""
     return native.supports_qdata(weight, in_sixteens=weight.qdata.shape[0] | weight.qdata.shape[1])
 
 
 @implements("transpose_128x128", "native", supports=native_supports_transpose_128x128)
 def native_transpose_128x128(weight: QuantizedTensor) -> QuantizedTensor:
-    """As :func:`jetrl_verl.reference.transpose_128x128`.
-
-    Raises:
-        ValueError: qdata that are not supported (:func:`native_supports_transpose_128x128`).
-    """
+    """As :func:`jetrl_verl.reference.transpose_128x128`. ValueError: qdata that is not supported."""
     if not native_supports_transpose_128x128(weight):
         raise ValueError(native.refused_qdata("transpose_128x128", weight))
     transposed = QuantizedTensor(

@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantize activations and output gradients in groups of 128: rowwise (1x128), colwise (128x1), or both in one read.
 
-Rowwise with K a multiple of 128, a program takes ``GROUPS`` consecutive groups of the flat tensor; otherwise groups are
-addressed by row with a mask. Both ways, a 128x128 tile holds whole groups of either kind, encoded twice from registers;
-a second kernel covers other types, odd widths and odd addresses.
+Both at once: a 128x128 tile holds whole groups of either kind, encoded twice from registers. A second kernel is for
+types other than BF16, odd widths and odd addresses.
 """
 
 import torch
@@ -79,7 +78,7 @@ def _quantize_1x128_kernel(
 
 @implements("quantize_1x128", "triton")
 def triton_quantize_1x128(x: torch.Tensor, rule: str) -> QuantizedTensor:
-    """As :func:`jetrl_verl.reference.quantize_1x128`; scales are column-major, see results.py."""
+    """As :func:`jetrl_verl.reference.quantize_1x128`; memory layouts as in results.py."""
     pow2 = is_pow2(rule)
     *lead, k = x.shape
     matrix = as_rows(x).contiguous() if k else x.reshape(x.numel(), 0)
@@ -107,7 +106,7 @@ def triton_quantize_1x128(x: torch.Tensor, rule: str) -> QuantizedTensor:
     return QuantizedTensor(qdata.reshape(*lead, k), scales.reshape(*lead, groups_k))
 
 
-# 168 registers: three programs a multiprocessor.
+# 168 registers: three programs per multiprocessor.
 _LAUNCH_BOTH = {"num_warps": 4, "maxnreg": 168}
 _LAUNCH_BOTH_OF_ANY_TYPE = {"num_warps": 8}
 
@@ -171,15 +170,15 @@ def _launch_both(x: torch.Tensor, rule: str, with_rowwise: bool) -> tuple[Quanti
     colwise, words = empty_colwise(rows, k, x.device)
     rowwise = empty_rowwise(rows, k, x.device) if with_rowwise else None
     if x.numel():
-        # Without rowwise results their pointers are never dereferenced; any tensor will do.
-        written = rowwise if with_rowwise else colwise
-        of_two = words_of(x)
-        in_pairs = of_two is not None
+        # Without rowwise results their pointers are never dereferenced.
+        rowwise_or_any = rowwise if with_rowwise else colwise
+        x_words = words_of(x)
+        in_pairs = x_words is not None
         kernel = _quantize_both_kernel if in_pairs else _quantize_both_of_any_type_kernel
         kernel[(ceil_div(k, BLOCK), ceil_div(rows, BLOCK))](
-            of_two if in_pairs else x,
-            written.qdata.view(torch.int16 if in_pairs and with_rowwise else torch.uint8),
-            written.scales,
+            x_words if in_pairs else x,
+            rowwise_or_any.qdata.view(torch.int16 if in_pairs and with_rowwise else torch.uint8),
+            rowwise_or_any.scales,
             words,
             colwise.scales,
             rows,
@@ -194,13 +193,13 @@ def _launch_both(x: torch.Tensor, rule: str, with_rowwise: bool) -> tuple[Quanti
 
 @implements("quantize_1x128_and_128x1", "triton")
 def triton_quantize_1x128_and_128x1(x: torch.Tensor, rule: str) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """As :func:`jetrl_verl.reference.quantize_1x128_and_128x1`; layouts in memory as results.py says."""
+    """As :func:`jetrl_verl.reference.quantize_1x128_and_128x1`; memory layouts as in results.py."""
     return _launch_both(x, rule, with_rowwise=True)
 
 
 @implements("quantize_128x1", "triton")
 def triton_quantize_128x1(x: torch.Tensor, rule: str) -> QuantizedTensor:
-    """As :func:`jetrl_verl.reference.quantize_128x1`; layouts in memory as results.py says."""
+    """As :func:`jetrl_verl.reference.quantize_128x1`; memory layouts as in results.py."""
     return _launch_both(x, rule, with_rowwise=False)[1]
 
 

@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantize rows to INT8: activations per token, weights per output channel.
 
-One program per row reads it twice, for the maximum and for the qdata. Adding 1.5 * 2^23 to the correctly rounded
-quotient (device/e4m3.py) leaves the rounded integer in the low bits.
+One program per row reads it twice, for the maximum and for the qdata.
 """
 
 import torch
@@ -21,6 +20,7 @@ implements("quantize_int8", "reference")(reference.quantize_int8)
 
 _INT8_MAX: tl.constexpr = tl.constexpr(127.0)
 _INT8_MAX_RECIPROCAL: tl.constexpr = tl.constexpr((torch.tensor(1.0) / 127.0).item())
+# Adding 1.5 * 2^23 leaves the rounded integer in the low bits.
 _TO_INTEGER: tl.constexpr = tl.constexpr(12582912.0)
 _TO_INTEGER_BITS: tl.constexpr = tl.constexpr(0x4B400000)
 _PIECE = 4096
@@ -36,7 +36,7 @@ def _quantize_int8_kernel(x_ptr, qdata_ptr, scales_ptr, k, PIECE: tl.constexpr):
         lane_bits = tl.maximum(lane_bits, magnitude_bits(x))
     bits = tl.max(lane_bits, axis=0)
     poisoned = bits >= INF_BITS
-    # A poisoned row becomes one of zeros, whose scale is NaN in the end.
+    # A row with an Inf or NaN becomes zeros with the scale NaN.
     amax = tl.where(poisoned, 0, bits).to(tl.float32, bitcast=True)
     scale = tl.where(amax == 0.0, 1.0, tl.maximum(divide(amax, _INT8_MAX, _INT8_MAX_RECIPROCAL), MIN_SCALE))
     reciprocal = tl.div_rn(1.0, scale)

@@ -1,10 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Re-layout of saved activations: rowwise qdata ``[M, K]`` to colwise qdata ``[K, M]`` for WGrad, in one launch.
-
-A tile of 128 tokens is one group of the result for each feature, with a fresh maximum (reference/quantize.py). Values
-are FP32 in registers only: 2.06 bytes an element.
-"""
+"""Re-layout of saved activations for WGrad: rowwise qdata ``[M, K]`` to colwise qdata ``[K, M]`` in one launch.
+Groups of 128 tokens get new scales (reference/quantize.py)."""
 
 import torch
 import triton.language as tl
@@ -29,9 +26,8 @@ from jetrl_verl.reference import BLOCK, QuantizedTensor, ScaleRule, check_rule
 
 implements("relayout_128x1", "reference")(reference.relayout_128x1)
 
-# One warp and 32 features a tile, 128 numbers a thread: no barrier stands between maxima and qdata, and while one
-# program computes others load. 73 to 75% of a copy on an H200; tiles of 128 features by four warps reach 63 to 65%. The
-# native kernel reaches 84 to 93%.
+# One warp and 32 features per tile: no barrier between maxima and qdata, and others load while one program computes.
+# 73 to 75% of a copy's speed on an H200; tiles of 128 features by four warps 63 to 65%, the native kernel 84 to 93%.
 _LAUNCH = {"COLUMNS": 32, "num_warps": 1}
 
 
@@ -77,7 +73,7 @@ def _relayout_kernel(
 
 @implements("relayout_128x1", "triton")
 def triton_relayout_128x1(q: QuantizedTensor, rule: str) -> QuantizedTensor:
-    """As :func:`jetrl_verl.reference.relayout_128x1`; the qdata are a view with padded rows."""
+    """As :func:`jetrl_verl.reference.relayout_128x1`; qdata is a view of padded rows."""
     pow2 = is_pow2(rule)
     rows, k = q.qdata.shape
     out, words = empty_colwise(rows, k, q.qdata.device)
@@ -99,17 +95,13 @@ def triton_relayout_128x1(q: QuantizedTensor, rule: str) -> QuantizedTensor:
 
 
 def native_supports_relayout_128x1(q: QuantizedTensor, rule: str = "fp32") -> bool:
-    """Whether :func:`native_relayout_128x1` accepts ``q``: columns in sixteens, rows on 16 bytes."""
+    """Whether :func:`native_relayout_128x1` accepts ``q``: rows of a multiple of 16 columns that start on 16 bytes."""
     return native.supports_qdata(q, in_sixteens=q.qdata.shape[1])
 
 
 @implements("relayout_128x1", "native", supports=native_supports_relayout_128x1)
 def native_relayout_128x1(q: QuantizedTensor, rule: str) -> QuantizedTensor:
-    """As :func:`jetrl_verl.reference.relayout_128x1`; the qdata are a view with padded rows.
-
-    Raises:
-        ValueError: qdata that are not supported (:func:`native_supports_relayout_128x1`), or an unknown ``rule``.
-    """
+    """As :func:`triton_relayout_128x1`. ValueError: qdata that is not supported, or an unknown ``rule``."""
     check_rule(rule)
     if not native_supports_relayout_128x1(q):
         raise ValueError(native.refused_qdata("relayout_128x1", q))

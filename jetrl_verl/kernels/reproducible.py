@@ -1,21 +1,16 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""CPU arithmetic whose result depends on a row's operands alone: not on batch, BLAS, threads or vector width.
+"""CPU arithmetic whose result depends on the operands of a row alone, not on batch, BLAS, threads or vector width.
 
-* **Sums are exact.** :func:`on_grid` rounds each row of a BF16 tensor to multiples of one power of two, ``bits`` places
-  below its largest magnitude. A product of two such rows over K is exact in float64, in any order, when ``bits_a +
-  bits_b + ceil(log2 K) <= 53``.
-* **Elementary functions are polynomials** of additions, multiplications and divisions, which IEEE 754 rounds correctly,
-  so a vector lane and a scalar agree.
-* **A function of one BF16 value is a table** of its 65,536 results (silu_mul.py).
+Sums are exact in float64 in any order, of rows rounded to a grid (:func:`on_grid`) with ``bits_a + bits_b + ceil(log2
+K) <= 53``. Elementary functions are polynomials of operations that IEEE 754 rounds correctly.
 """
 
 import math
 
 import torch
 
-MANTISSA_BITS = 53
-"""Of float64."""
+MANTISSA_BITS = 53  # of float64
 
 _LOG2_E = 1.4426950408889634
 # ln 2 in two parts; the first has 21 trailing zero bits, so its product with an exponent is exact.
@@ -26,12 +21,12 @@ _LOG_COEFFICIENTS = [1.0 / (2 * n + 1) for n in range(11)]
 
 
 def grid_bits(contracted: int, operands: int = 2) -> int:
-    """Places that ``operands`` rows on a grid may have so that their product, summed ``contracted`` times, is exact."""
+    """Bits that ``operands`` rows on a grid may have so that the sum of ``contracted`` products is exact."""
     return (MANTISSA_BITS - math.ceil(math.log2(max(contracted, 1)))) // operands
 
 
 def exponent_of(magnitude: torch.Tensor) -> torch.Tensor:
-    """The smallest ``e`` with ``magnitude < 2^e`` in [-100, 128], int32; -100 for 0, any for Inf and NaN."""
+    """The smallest ``e`` in [-100, 128] with ``magnitude < 2^e``, int32; -100 for 0, arbitrary for Inf and NaN."""
     return torch.frexp(magnitude.float()).exponent.masked_fill_(magnitude == 0, -100).clamp_(-100, 128)
 
 
@@ -82,12 +77,8 @@ def log(x: torch.Tensor) -> torch.Tensor:
 
 
 def sum_of_fractions(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Sum over the last dimension of numbers in [0, 1], each rounded to ``bits`` places: exact, so in any order.
+    """``[..., 1]`` float64: exact sum over the last dimension of numbers in [0, 1], each rounded to ``bits`` places.
 
-    Args:
-        x: ``[..., K]`` float64 with ``K <= 2^(53 - bits)``.
-
-    Returns:
-        ``[..., 1]`` float64.
+    ``x``: ``[..., K]`` float64 with ``K <= 2^(53 - bits)``.
     """
     return (x * 2.0**bits).round_().sum(dim=-1, keepdim=True).mul_(2.0**-bits)

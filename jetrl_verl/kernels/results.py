@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized results in the memory layouts that a GPU's GEMMs read: uninitialized for kernels, fake for tracing.
 
-On a GPU 1x128 scales ``[M, ceil(K/128)]`` are column-major, stride ``(1, M)``. Colwise (128x1) qdata ``[K, M]`` is a
-view with rows padded by zeros to a multiple of 128, so that rows start aligned.
+On a GPU 1x128 scales ``[M, ceil(K/128)]`` are column-major, stride ``(1, M)``; colwise (128x1) qdata ``[K, M]`` is a
+view of rows padded with zeros to a multiple of 128, so that rows start aligned.
 """
 
 import torch
@@ -13,7 +13,7 @@ from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor
 
 
 def empty_rowwise(rows: int, k: int, device: torch.device) -> QuantizedTensor:
-    """Uninitialised 1x128 result: qdata ``[rows, k]``, scales ``[rows, ceil(k/128)]`` stored column-major."""
+    """Uninitialized 1x128 result: qdata ``[rows, k]``, scales ``[rows, ceil(k/128)]`` stored column-major."""
     qdata = torch.empty(rows, k, dtype=FP8_DTYPE, device=device)
     return QuantizedTensor(qdata, _column_major(rows, ceil_div(k, BLOCK), device))
 
@@ -24,18 +24,17 @@ def _column_major(rows: int, columns: int, device: torch.device) -> torch.Tensor
 
 
 def empty_colwise(rows: int, k: int, device: torch.device) -> tuple[QuantizedTensor, torch.Tensor]:
-    """Uninitialised 128x1 result ``[k, rows]`` and the buffer that its qdata are a view of, as words of four qdata:
-    ``[k, rows rounded up to 128, / 4]``."""
+    """Uninitialized 128x1 result ``[k, rows]`` and its int32 buffer ``[k, ceil(rows/128) * 32]``, four qdata a word."""
     groups = ceil_div(rows, BLOCK)
     words = torch.empty(k, groups * BLOCK // 4, dtype=torch.int32, device=device)
     qdata = words.view(FP8_DTYPE) if words.numel() else torch.empty(k, 0, dtype=FP8_DTYPE, device=device)
     if rows != groups * BLOCK:
-        qdata = qdata.as_strided((k, rows), (groups * BLOCK, 1))  # [:, :rows] in half of the time
+        qdata = qdata.as_strided((k, rows), (groups * BLOCK, 1))  # [:, :rows] in half the host time
     return QuantizedTensor(qdata, _column_major(k, groups, device)), words
 
 
 def fake_rowwise(x: torch.Tensor) -> QuantizedTensor:
-    """1x128 qdata and scales of ``x`` [..., K], for tracing: shapes, types and, on a GPU, column-major scales."""
+    """1x128 qdata and scales of ``x`` [..., K] for tracing; on a GPU the scales are column-major."""
     k = x.shape[-1]
     rows, groups = x.reshape(-1, k).shape[0], ceil_div(k, BLOCK)
     scales = x.new_empty((groups, rows) if x.is_cuda else (rows, groups), dtype=torch.float32)
@@ -43,7 +42,7 @@ def fake_rowwise(x: torch.Tensor) -> QuantizedTensor:
 
 
 def fake_colwise(x: torch.Tensor) -> QuantizedTensor:
-    """128x1 qdata and scales of ``x`` [..., K], for tracing; on a GPU the qdata are a view with padded rows."""
+    """128x1 qdata and scales of ``x`` [..., K] for tracing; on a GPU qdata is a view of padded rows."""
     k = x.shape[-1]
     rows = x.reshape(-1, k).shape[0]
     groups = ceil_div(rows, BLOCK)
@@ -54,7 +53,7 @@ def fake_colwise(x: torch.Tensor) -> QuantizedTensor:
 
 
 def require_groups(operation: str, x: torch.Tensor) -> None:
-    """Raise ``ValueError`` unless the rows of ``x`` are whole groups of 128, as those of every quantized layer are."""
+    """Raise ``ValueError`` unless the last dimension of ``x`` is a multiple of 128."""
     if x.shape[-1] % BLOCK:
         raise ValueError(
             f"{operation}: rows of {x.shape[-1]} elements are not whole groups of {BLOCK}; quantize the result of the "
@@ -63,7 +62,7 @@ def require_groups(operation: str, x: torch.Tensor) -> None:
 
 
 def require_groups_of_rows(operation: str, pair: torch.Tensor) -> None:
-    """Raise ``ValueError`` unless the rows of segments are whole groups of 128."""
+    """Raise ``ValueError`` unless the number of rows of segments is a multiple of 128."""
     if pair.shape[0] % BLOCK:
         raise ValueError(
             f"{operation}: {pair.shape[0]} rows are not whole groups of {BLOCK}; align segments to {BLOCK}"

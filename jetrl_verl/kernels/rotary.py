@@ -23,10 +23,10 @@ from jetrl_verl.kernels.sizes import next_power_of_2
 from jetrl_verl.kernels.views import as_type
 
 ROPE_TYPES = ("default", "llama3")
-"""Of ``rope_parameters``, those that a table is made of."""
+"""The supported ``rope_type`` of ``rope_parameters``."""
 
 _BLOCK = 1024
-"""Positions computed in one call."""
+"""Positions computed at a time."""
 
 
 def _inverse_frequencies(head_dim: int, parameters: Mapping[str, Any]) -> list[float]:
@@ -50,18 +50,14 @@ def _inverse_frequencies(head_dim: int, parameters: Mapping[str, Any]) -> list[f
 
 
 def rotary_table(head_dim: int, positions: int, parameters: Mapping[str, Any]) -> torch.Tensor:
-    """Cosines and sines of every position.
+    """Cosines and sines of every position: ``[positions, head_dim]`` BF16 on the CPU, cosines in the first half.
 
     Args:
-        head_dim: width of a head, all of it rotated. positions: number of rows.
-        parameters: ``rope_parameters`` of a Hugging Face configuration: ``rope_theta``, ``rope_type`` and, for
-            ``llama3``, its four numbers.
-
-    Returns:
-        ``[positions, head_dim]`` BF16 on the CPU: ``head_dim / 2`` cosines, then as many sines.
+        head_dim: head dimension, all of it rotated. positions: number of rows.
+        parameters: ``rope_parameters`` of a Hugging Face configuration.
 
     Raises:
-        ValueError: another ``rope_type``, or a part of the head is not rotated.
+        ValueError: a ``rope_type`` that is not supported, or a head that is rotated in part.
     """
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("rotary: expected heads that are rotated as a whole, got a partial_rotary_factor")
@@ -78,7 +74,7 @@ def rotary_table(head_dim: int, positions: int, parameters: Mapping[str, Any]) -
 def reference_rotary(
     q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, inverse: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both operands rotated, BF16; ``inverse`` rotates back (a gradient). IndexError: a position beyond the table."""
+    """Both operands rotated, BF16; ``inverse`` rotates back (a gradient). IndexError: a position not in the table."""
     if len(positions) and not 0 <= positions.min() <= positions.max() < len(table):
         raise IndexError(
             f"rotary: positions from {int(positions.min())} to {int(positions.max())} leave the table of {len(table)}; "
@@ -120,7 +116,7 @@ def _rotary_kernel(
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + token).to(tl.int64)
     column = tl.arange(0, HALF)[None, :]
-    # NaN for a position without angles: memory beside the table is never read, and the token cannot go unnoticed.
+    # A position that the table lacks gives NaN: no memory outside the table is read, and the error shows.
     known = (column >= 0) & (position >= 0) & (position < table_rows)
     angles = table_ptr + position * 2 * HALF + column
     cos = tl.load(angles, mask=known, other=float("nan")).to(tl.float32)
@@ -135,7 +131,7 @@ def _rotary_kernel(
 def triton_rotary(
     q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, inverse: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`reference_rotary`; ``D / 2`` is a power of two, heads of a position beyond the table are NaN."""
+    """As :func:`reference_rotary`; ``D / 2`` is a power of two, a position that the table lacks gives NaN."""
     tokens, _, width = q.shape
     q, k = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k))
     rotated = tuple(torch.empty(*x.shape, dtype=torch.bfloat16, device=x.device) for x in (q, k))
@@ -177,11 +173,8 @@ def check_rotary(
         )
 
 
-# Checked where it runs, not where it is traced: sizes that a compiler keeps apart are not compared on its behalf.
-@operator(
-    "rotary(Tensor q, Tensor k, Tensor table, Tensor positions, bool inverse) -> (Tensor, Tensor)",
-    fake=_fake,
-)
+# Checked when it runs, not when it is traced: a comparison of symbolic sizes would become a guard of the compiler.
+@operator("rotary(Tensor q, Tensor k, Tensor table, Tensor positions, bool inverse) -> (Tensor, Tensor)", fake=_fake)
 def _rotary(
     q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, inverse: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,7 +185,7 @@ def _rotary(
 def rotate_back(
     dq: torch.Tensor, dk: torch.Tensor, table: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of queries and keys from those of what was rotated, BF16."""
+    """Gradients of queries and keys, BF16, from those of the rotated ones."""
     return _rotary(as_type(dq, torch.bfloat16), as_type(dk, torch.bfloat16), table, positions, True)
 
 
@@ -218,11 +211,10 @@ def rotary(
         table: ``[P, D]`` BF16 of :func:`rotary_table`. positions: ``[N]`` int64 or int32, below P, in any order.
 
     Returns:
-        (``[N, Hq, D]``, ``[N, Hk, D]``) BF16, contiguous. On a GPU, where a check would wait for the device, the
-        heads of a token whose position the table lacks are NaN.
+        (``[N, Hq, D]``, ``[N, Hk, D]``) BF16, contiguous. On a GPU a position that the table lacks gives NaN.
 
     Raises:
-        TypeError: an operand is not BF16, or positions are not integers. ValueError: shapes that do not fit.
+        TypeError: an operand is not BF16, or positions are not int64 or int32. ValueError: shapes that do not fit.
         IndexError: on the CPU, a position that the table lacks.
     """
     require_bf16("rotary", q=q, k=k, table=table)

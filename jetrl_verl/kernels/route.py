@@ -3,7 +3,7 @@
 """Which k experts a token goes to and with what weights, from FP32 router logits.
 
 The k largest logits, largest first, ties by expert number. Weights are the softmax over all experts (Qwen3-MoE's
-``norm_topk_prob=false``) or over the k (``true``), in FP32. Logits that are not finite give weights that are not.
+``norm_topk_prob=false``) or over the k (``true``), in FP32. A logit that is not finite gives weights that are not.
 """
 
 import torch
@@ -18,12 +18,12 @@ from jetrl_verl.kernels.reproducible import exp, sum_of_fractions
 from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
 
 _TERM_BITS = 40
-"""Binary places of a term of the softmax denominator over all experts: sums of up to 2^13 experts are exact."""
+"""Binary places of a term of the softmax denominator over all experts: sums over up to 2^13 experts are exact."""
 _TERM_ONE = tl.constexpr(2.0**_TERM_BITS)
 _TAKEN = tl.constexpr(-(2**31))
-"""Below the place of every number in their order, that of minus infinity included."""
+"""Below the sort key of every number, minus infinity included."""
 _TOKENS = 4
-"""Of a program, a warp each: maxima of 32-bit integers over a warp are one instruction."""
+"""Tokens per program, one warp each: the maximum of 32-bit integers over a warp is one instruction."""
 
 
 @implements("route", "reference")
@@ -43,39 +43,39 @@ def choose_experts(
     logits_ptr, token, tokens, experts,
     K: tl.constexpr, K_LANES: tl.constexpr, LANES: tl.constexpr, RENORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """(experts, weights) ``[N, K_LANES]`` of the tokens ``token [N]``; only the first K of a row are any.
+    """(experts, weights) ``[N, K_LANES]`` of the tokens ``token [N]``; the first K of a row are valid.
 
-    A row has the same bits in a tile of any shape: its maxima are integers, the k terms are added slot by slot, and the
-    sum over all experts is one of integers.
+    The bits of a row do not depend on the tile's shape: maxima are integers, the k terms are added slot by slot, and
+    the sum over all experts is a sum of integers.
     """
     expert, slot = tl.arange(0, LANES)[None, :], tl.arange(0, K_LANES)[None, :]
-    held = (token < tokens)[:, None] & (expert < experts)
+    valid = (token < tokens)[:, None] & (expert < experts)
     # Adding zero turns -0 into 0, which it equals.
-    x = tl.load(logits_ptr + token.to(tl.int64)[:, None] * experts + expert, mask=held, other=float("-inf")) + 0.0
+    x = tl.load(logits_ptr + token.to(tl.int64)[:, None] * experts + expert, mask=valid, other=float("-inf")) + 0.0
     bits = x.to(tl.int32, bitcast=True)
-    # In the order of the numbers; NaN above all of them, and below all of them what is not there or taken.
+    # Sort keys in the order of the numbers: NaN above all, absent or taken experts below all.
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     order = tl.where(x != x, 0x7FFFFFFF, order)
     order = tl.where(expert < experts, order, _TAKEN)
     chosen = tl.zeros((token.shape[0], K_LANES), dtype=tl.int32)
     terms = tl.zeros((token.shape[0], K_LANES), dtype=tl.float32)
-    for each in tl.static_range(K):
+    for i in tl.static_range(K):
         best = tl.max(order, axis=1)[:, None]
         # Of equal logits the lowest number wins.
         number = tl.min(tl.where(order == best, expert, LANES), axis=1)[:, None]
         logit = tl.where(best < 0, best ^ 0x7FFFFFFF, best).to(tl.float32, bitcast=True)
-        if each == 0:
+        if i == 0:
             highest = logit
             term = tl.exp(logit - highest)
             total = term
         else:
             term = tl.exp(logit - highest)
             total += term
-        chosen = tl.where(slot == each, number, chosen)
-        terms = tl.where(slot == each, term, terms)
+        chosen = tl.where(slot == i, number, chosen)
+        terms = tl.where(slot == i, term, terms)
         order = tl.where(expert == number, _TAKEN, order)
     if not RENORMALIZE:
-        # Infinities that did not win count as zero, which they are; the one that did gives NaN.
+        # Minus infinity adds zero; an infinity that won gives NaN.
         fractions = (tl.exp(x - highest) * _TERM_ONE).to(tl.int64)
         total = (tl.sum(fractions, axis=1).to(tl.float32) / _TERM_ONE)[:, None]
     return chosen, tl.div_rn(terms, tl.broadcast_to(total, terms.shape))
@@ -95,7 +95,7 @@ def _route_kernel(
 
 
 def lanes_of(k: int, experts: int) -> dict[str, int]:
-    """Compile-time sizes of :func:`choose_experts`."""
+    """Compile-time sizes for :func:`choose_experts`."""
     return {"K": k, "K_LANES": next_power_of_2(k), "LANES": next_power_of_2(experts)}
 
 
@@ -149,7 +149,7 @@ class _Route(torch.autograd.Function):
     def backward(ctx, _, dweights: torch.Tensor):
         experts, weights, *logits = ctx.saved_tensors
         experts = experts.long()
-        # Of a softmax: p_j (dp_j - sum_i p_i dp_i), over the k or over all.
+        # Gradient of a softmax over the k or over all: p_j (dp_j - sum_i p_i dp_i).
         weighted = weights * dweights
         inner = weighted.sum(dim=1, keepdim=True)
         if ctx.renormalize:
@@ -163,13 +163,13 @@ def route(logits: torch.Tensor, k: int, renormalize: bool) -> tuple[torch.Tensor
     """The experts of each token and their weights; the weights are differentiable.
 
     Args:
-        logits: ``[T, E]`` FP32. k: experts of a token. renormalize: whether its weights add up to 1.
+        logits: ``[T, E]`` FP32. k: experts per token. renormalize: whether its weights add up to 1.
 
     Returns:
         experts ``[T, k]`` int32, by descending logit, and weights ``[T, k]`` FP32.
 
     Raises:
-        ValueError: logits of another type or shape, or ``k`` outside of 1 to E.
+        ValueError: logits of another type or shape, or ``k`` outside 1 to E.
     """
     if torch.is_grad_enabled():
         return _Route.apply(logits, k, renormalize)

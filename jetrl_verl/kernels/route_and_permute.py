@@ -1,10 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``route``, ``segments`` without padding and ``gather_quantized`` of a rollout's few tokens in one or two launches.
+"""``route``, ``segments`` without padding and ``gather_quantized`` for the few tokens of a decode step, in one launch
+(up to 8 tokens) or two.
 
-The row of a pair is the number of pairs before it in the order (expert, token, slot): each program reads the experts of
-all pairs and counts, then writes its token's qdata k times. Up to 8 tokens every program chooses the experts of all
-tokens itself, in one launch.
+The row of a pair is the number of pairs before it in the order (expert, token, slot), which each program counts itself.
 """
 
 import torch
@@ -27,7 +26,7 @@ Permuted = tuple[torch.Tensor, Segments, QuantizedTensor]
 _TOKENS_CHOSEN_BY_ALL = 8
 _MOST_TOKENS = 512
 _PAIRS, _TILE, _WARPS = 512, 512, 4
-"""Pairs compared and 32-bit words copied at a time; of a program, which chooses for at least as many tokens as it has
+"""Pairs compared and 32-bit words copied at a time; warps. A program chooses for at least as many tokens as it has
 warps, so that no row of logits is spread over two."""
 _LAST = tl.constexpr(2**31 - 1)
 
@@ -49,30 +48,30 @@ def _permute_kernel(
 ):  # fmt: skip
     launch_dependents()
     token, slot, pairs = tl.program_id(0), tl.arange(0, K_LANES), tokens * K
-    # Programs behind those of the tokens: one for as many experts as a token's has slots.
+    # After the programs of the tokens come those of the experts, K_LANES experts each.
     expert = (token - tokens) * K_LANES + slot
-    # A pair's place in the order of the rows; of an expert, that of the first one that its rows could have.
+    # Sort key of a pair, or the smallest key that a pair of this expert could have.
     if CHOOSES:
-        each = tl.arange(0, TOKENS)
-        chosen, weights = choose_experts(logits_ptr, each, tokens, experts, K, K_LANES, LANES, RENORMALIZE)
-        number = each[:, None] * K + slot[None, :]
-        mine = (each == token)[:, None] & (slot < K)[None, :]
-        tl.store(weights_ptr + number, weights, mask=mine & (token < tokens))
-        there = (each < tokens)[:, None] & (slot < K)[None, :]
-        places = tl.where(there, chosen * pairs + number, _LAST)
-        place = tl.sum(tl.where(mine, places, 0), axis=0)
-        place = tl.where(token < tokens, place, expert * pairs)
-        others = tl.reshape(places, (TOKENS * K_LANES,))
-        row = tl.sum((others[None, :] < place[:, None]).to(tl.int32), axis=1)
+        any_token = tl.arange(0, TOKENS)
+        chosen, weights = choose_experts(logits_ptr, any_token, tokens, experts, K, K_LANES, LANES, RENORMALIZE)
+        pair = any_token[:, None] * K + slot[None, :]
+        own = (any_token == token)[:, None] & (slot < K)[None, :]
+        tl.store(weights_ptr + pair, weights, mask=own & (token < tokens))
+        valid = (any_token < tokens)[:, None] & (slot < K)[None, :]
+        keys = tl.where(valid, chosen * pairs + pair, _LAST)
+        key = tl.sum(tl.where(own, keys, 0), axis=0)
+        key = tl.where(token < tokens, key, expert * pairs)
+        keys = tl.reshape(keys, (TOKENS * K_LANES,))
+        row = tl.sum((keys[None, :] < key[:, None]).to(tl.int32), axis=1)
     else:
-        mine = token * K + slot
-        place = tl.load(experts_ptr + mine, mask=(slot < K) & (token < tokens), other=0) * pairs + mine
-        place = tl.where(token < tokens, place, expert * pairs)
+        own_pair = token * K + slot
+        key = tl.load(experts_ptr + own_pair, mask=(slot < K) & (token < tokens), other=0) * pairs + own_pair
+        key = tl.where(token < tokens, key, expert * pairs)
         before = tl.zeros((K_LANES, PAIRS), dtype=tl.int32)
         for first in range(0, pairs, PAIRS):
-            other = first + tl.arange(0, PAIRS)
-            others = tl.load(experts_ptr + other, mask=other < pairs, other=experts) * pairs + other
-            before += (others[None, :] < place[:, None]).to(tl.int32)
+            pair = first + tl.arange(0, PAIRS)
+            keys = tl.load(experts_ptr + pair, mask=pair < pairs, other=experts) * pairs + pair
+            before += (keys[None, :] < key[:, None]).to(tl.int32)
         row = tl.sum(before, axis=1)
     if token < tokens:
         tl.store(row_ptr + token * K + slot, row, mask=slot < K)
@@ -87,8 +86,8 @@ def _permute_kernel(
         source = scales_ptr + token.to(tl.int64) * stride_scale_row + group.to(tl.int64) * stride_scale_group
         scale = tl.load(source, mask=group < groups, other=1.0)
         mask = (slot < K)[:, None] & (group < groups)[None, :]
-        place_of_scales = group.to(tl.int64)[None, :] * pairs + row[:, None]
-        tl.store(out_scales_ptr + place_of_scales, tl.broadcast_to(scale[None, :], (K_LANES, GROUPS)), mask=mask)
+        offsets = group.to(tl.int64)[None, :] * pairs + row[:, None]
+        tl.store(out_scales_ptr + offsets, tl.broadcast_to(scale[None, :], (K_LANES, GROUPS)), mask=mask)
     else:
         tl.store(start_ptr + expert, row, mask=expert <= experts)
 
@@ -114,7 +113,7 @@ def triton_route_and_permute(logits: torch.Tensor, x: QuantizedTensor, k: int, r
     source = x.qdata.contiguous().view(torch.int32)
     _permute_kernel[(tokens + ceil_div(experts + 1, lanes["K_LANES"]),)](
         logits.contiguous(),
-        experts_of,  # not read where the programs choose
+        experts_of,  # not read if CHOOSES
         weights,
         source,
         x.scales,
@@ -169,14 +168,14 @@ def route_and_permute(logits: torch.Tensor, x: QuantizedTensor, k: int, renormal
 
     Args:
         logits: ``[T, E]`` FP32. x: rowwise qdata ``[T, K]`` and scales ``[T, K/128]``, K a multiple of 128.
-        k: experts of a token. renormalize: whether its weights add up to 1.
+        k: experts per token. renormalize: whether its weights add up to 1.
 
     Returns:
         (weights ``[T, k]`` FP32, :class:`jetrl_verl.reference.Segments`, the rows of the pairs: qdata ``[T k, K]`` and
-        scales ``[T k, K/128]``). No gradient of its own.
+        scales ``[T k, K/128]``). No autograd.
 
     Raises:
-        ValueError: logits of another type or shape, ``k`` outside of 1 to E, or K no multiple of 128.
+        ValueError: logits of another type or shape, ``k`` outside 1 to E, or K no multiple of 128.
     """
     require_groups("route_and_permute", x.qdata)
     weights, row, pair, start, rows = _route_and_permute(logits, x, k, renormalize)

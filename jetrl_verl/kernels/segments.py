@@ -1,10 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rows for the pairs of tokens and experts, the rows of an expert next to each other (reference/experts.py).
-
-On a GPU three launches: count the pairs of each expert in pieces of 256, add up the counts of earlier pieces, give each
-pair its row. The host never waits.
-"""
+"""Rows for the pairs of tokens and experts, those of an expert next to each other (reference/experts.py). On a GPU
+three launches: count the pairs of each expert per piece of 256, add up earlier pieces, give each pair its row."""
 
 import torch
 import triton.language as tl
@@ -28,13 +25,13 @@ def _count_kernel(
     experts_ptr, counts_ptr, pair_ptr, pairs, rows, pieces, experts,
     LANES: tl.constexpr, PIECE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    piece, each, lane = tl.program_id(0), tl.arange(0, LANES), tl.arange(0, PIECE)
-    found = tl.zeros((LANES, AT_ONCE), dtype=tl.int32)
+    piece, expert, lane = tl.program_id(0), tl.arange(0, LANES), tl.arange(0, PIECE)
+    counts = tl.zeros((LANES, AT_ONCE), dtype=tl.int32)
     for first in range(0, PIECE, AT_ONCE):
         pair = piece * PIECE + first + tl.arange(0, AT_ONCE)
-        of = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1)
-        found += (of[None, :] == each[:, None]).to(tl.int32)
-    tl.store(counts_ptr + each * pieces + piece, tl.sum(found, axis=1), mask=each < experts)
+        chosen = tl.load(experts_ptr + pair, mask=pair < pairs, other=-1)
+        counts += (chosen[None, :] == expert[:, None]).to(tl.int32)
+    tl.store(counts_ptr + expert * pieces + piece, tl.sum(counts, axis=1), mask=expert < experts)
     # No row has a pair yet.
     for first in range(piece * PIECE, rows, pieces * PIECE):
         tl.store(pair_ptr + first + lane, tl.full((PIECE,), -1, tl.int32), mask=first + lane < rows)
@@ -42,7 +39,7 @@ def _count_kernel(
 
 @jit(do_not_specialize=["pieces"])
 def _sum_kernel(counts_ptr, totals_ptr, pieces, TILE: tl.constexpr):
-    """Each count becomes the sum of those in front of it."""
+    """Replace each count with the sum of the counts before it."""
     expert, lane = tl.program_id(0), tl.arange(0, TILE)
     total = 0
     for first in range(0, pieces, TILE):
@@ -60,24 +57,24 @@ def _place_kernel(
 ):  # fmt: skip
     piece = tl.program_id(0)
     pair = piece * PIECE + tl.arange(0, PIECE)
-    held = pair < pairs
-    mine = tl.load(experts_ptr + pair, mask=held, other=0)
+    valid = pair < pairs
+    own_expert = tl.load(experts_ptr + pair, mask=valid, other=0)
     before = tl.zeros((PIECE, AT_ONCE), dtype=tl.int32)
     for first in range(0, LANES, AT_ONCE):
-        each = first + tl.arange(0, AT_ONCE)
-        length = (tl.load(totals_ptr + each, mask=each < experts, other=0) + align - 1) // align * align
-        before += tl.where(each[None, :] < mine[:, None], length[None, :], 0)
+        expert = first + tl.arange(0, AT_ONCE)
+        length = (tl.load(totals_ptr + expert, mask=expert < experts, other=0) + align - 1) // align * align
+        before += tl.where(expert[None, :] < own_expert[:, None], length[None, :], 0)
     for first in range(0, PIECE, AT_ONCE):
         other = piece * PIECE + first + tl.arange(0, AT_ONCE)
-        of = tl.load(experts_ptr + other, mask=other < pairs, other=-1)
-        before += ((of[None, :] == mine[:, None]) & (other[None, :] < pair[:, None])).to(tl.int32)
-    row = tl.sum(before, axis=1) + tl.load(before_ptr + mine * pieces + piece, mask=held, other=0)
-    tl.store(row_ptr + pair, row, mask=held)
-    tl.store(pair_ptr + row, pair, mask=held)
+        chosen = tl.load(experts_ptr + other, mask=other < pairs, other=-1)
+        before += ((chosen[None, :] == own_expert[:, None]) & (other[None, :] < pair[:, None])).to(tl.int32)
+    row = tl.sum(before, axis=1) + tl.load(before_ptr + own_expert * pieces + piece, mask=valid, other=0)
+    tl.store(row_ptr + pair, row, mask=valid)
+    tl.store(pair_ptr + row, pair, mask=valid)
     if piece == 0:
-        each = tl.arange(0, LANES)
-        length = (tl.load(totals_ptr + each, mask=each < experts, other=0) + align - 1) // align * align
-        tl.store(start_ptr + each + 1, tl.cumsum(length, axis=0), mask=each < experts)
+        expert = tl.arange(0, LANES)
+        length = (tl.load(totals_ptr + expert, mask=expert < experts, other=0) + align - 1) // align * align
+        tl.store(start_ptr + expert + 1, tl.cumsum(length, axis=0), mask=expert < experts)
         tl.store(start_ptr, 0)
 
 
@@ -118,10 +115,10 @@ def segments(experts_of: torch.Tensor, experts: int, align: int) -> Segments:
     """Rows of all pairs (:class:`jetrl_verl.reference.Segments`).
 
     Args:
-        experts_of: ``[T, k]`` int32, the experts of each token. experts: E, how many there are.
-        align: segments begin at multiples of it; 128 for a backward pass, 1 for a forward alone.
+        experts_of: ``[T, k]`` int32, the experts of each token. experts: their number E.
+        align: segments begin at its multiples; 128 for a backward pass, 1 for forward only.
 
     Raises:
-        ValueError: another type or shape of ``experts_of``.
+        ValueError: ``experts_of`` has another type or shape.
     """
     return Segments(*_segments(experts_of, experts, align))

@@ -13,16 +13,16 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is not below ``n``, which is positive."""
+    """The smallest power of two of at least ``n``; ``n`` positive."""
     return 1 << (n - 1).bit_length()
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 1 of a CPU."""
+    """Number of multiprocessors of a GPU; 1 for a CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 HEADS_OF_A_PROGRAM = 4
-"""Attention heads, a warp each, where a warp has a head: a multiprocessor holds 32 programs, and of one warp each they
-would be half of the warps that it can."""
+"""Heads per program, one warp each. A multiprocessor runs at most 32 programs; with one warp each it would reach only
+half of its 64 warps."""

@@ -1,11 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The sum of a row-parallel linear: one BF16 tensor of each tensor-parallel rank, added in FP32 in rank order, rounded
-once.
-
-With two ranks any all-reduce that rounds to nearest has these bits. With more the order matters, and the rollout adds
-with this function (rollout/row_parallel.py).
-"""
+"""The sum of a row-parallel linear: one BF16 tensor per tensor-parallel rank, added in FP32 in rank order, rounded
+once. With two ranks every all-reduce that rounds to nearest has these bits."""
 
 from collections.abc import Sequence
 
@@ -35,7 +31,7 @@ def _sum_kernel(parts, out_ptr, elements, RANKS: tl.constexpr, TILE: tl.constexp
 
 @implements("sum_of_ranks", "triton")
 def triton_sum_of_ranks(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """As :func:`jetrl_verl.reference.sum_of_ranks`; one read of every part and one write."""
+    """As :func:`jetrl_verl.reference.sum_of_ranks`."""
     parts = tuple(part.contiguous() for part in parts)
     out = torch.empty_like(parts[0])
     if out.numel():
@@ -60,12 +56,12 @@ def sum_of_ranks(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """``((p_0 + p_1) + p_2) + ...`` in FP32, rounded to BF16 once.
 
     Args:
-        parts: one tensor of each rank, in their order; BF16, of one shape.
+        parts: one BF16 tensor per rank, in rank order, all of one shape.
 
     Returns:
-        BF16, of that shape. No gradient of its own.
+        BF16, of that shape. No autograd.
 
     Raises:
-        TypeError: a part that is not BF16. ValueError: parts of several shapes.
+        TypeError: a part that is not BF16. ValueError: parts of different shapes.
     """
     return _sum_of_ranks(list(parts))

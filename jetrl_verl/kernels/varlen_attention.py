@@ -1,11 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Causal attention over packed sequences for stock modules, any head dimension; the trainer's alone, no promise of
-bits.
-
-On a GPU FlashAttention 3 of the vLLM wheel or torch's FlashAttention 2, with torch's backward; on the CPU torch's
-``scaled_dot_product_attention`` of each sequence.
-"""
+"""Causal attention over packed sequences for stock modules, any head dimension: for the trainer alone, so without a
+promise of bits. FlashAttention on a GPU, torch's ``scaled_dot_product_attention`` on the CPU."""
 
 from collections.abc import Iterator
 
@@ -23,7 +19,7 @@ from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator
 
 LARGEST_HEAD = 256
-"""Of FlashAttention; heads are multiples of 8."""
+"""FlashAttention's largest head dimension; head dimensions are multiples of 8."""
 
 
 def _supports_flash_attention_3(*_) -> bool:
@@ -38,7 +34,7 @@ implements("varlen_attention_backward", "flash_attention_2")(flash_attention_bac
 def torch_flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`jetrl_verl.kernels.attention.flash_attention_3`, by the FlashAttention 2 that torch brings."""
+    """As :func:`jetrl_verl.kernels.attention.flash_attention_3`, with torch's FlashAttention 2."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, True, False, scale=scale
     )
@@ -46,7 +42,7 @@ def torch_flash_attention(
 
 
 def _sequences(cu_seqlens: torch.Tensor, *packed: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """Of each sequence what torch's attention reads: ``[1, H, T, D]`` of every ``[N, H, D]``."""
+    """For each sequence, ``[1, H, T, D]`` of every packed ``[N, H, D]``."""
     lengths = cu_seqlens.diff().tolist()
     for sequence in zip(*(x.split(lengths) for x in packed), strict=True):
         yield [x.transpose(0, 1)[None] for x in sequence]
@@ -54,28 +50,26 @@ def _sequences(cu_seqlens: torch.Tensor, *packed: torch.Tensor) -> Iterator[list
 
 @implements("varlen_attention", "sdpa")
 def sdpa(q, k, v, cu_seqlens, max_seqlen: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`torch_flash_attention`: the kernel of torch's ``scaled_dot_product_attention`` on a CPU."""
+    """As :func:`torch_flash_attention`, with torch's ``scaled_dot_product_attention`` on a CPU."""
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), []
-    for *sequence, target in _sequences(cu_seqlens, q, k, v, out):
-        found, of_sequence = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *sequence, 0.0, True, scale=scale
-        )
-        target.copy_(found)
-        lse.append(of_sequence[0])
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    for *operands, target in _sequences(cu_seqlens, q, k, v, out):
+        output, sequence_lse = forward(*operands, 0.0, True, scale=scale)
+        target.copy_(output)
+        lse.append(sequence_lse[0])
     return out, torch.cat(lse, dim=1)
 
 
 @implements("varlen_attention_backward", "sdpa")
 def sdpa_backward(grad_out, q, k, v, cu_seqlens, out, lse, max_seqlen: int, scale: float) -> tuple[torch.Tensor, ...]:
-    """As :func:`flash_attention_backward`: the gradient of torch's ``scaled_dot_product_attention`` on a CPU."""
+    """As :func:`flash_attention_backward`, with torch's ``scaled_dot_product_attention`` on a CPU."""
     gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
     parts = lse.split(cu_seqlens.diff().tolist(), dim=1)
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     packed = _sequences(cu_seqlens, grad_out, q, k, v, out, *gradients)
-    for (*operands, dq, dk, dv), of_sequence in zip(packed, parts, strict=True):
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *operands, of_sequence[None], 0.0, True, scale=scale
-        )
-        for target, gradient in zip((dq, dk, dv), found, strict=True):
+    for (*operands, dq, dk, dv), sequence_lse in zip(packed, parts, strict=True):
+        results = backward(*operands, sequence_lse[None], 0.0, True, scale=scale)
+        for target, gradient in zip((dq, dk, dv), results, strict=True):
             target.copy_(gradient)
     return tuple(gradients)
 
@@ -109,8 +103,7 @@ def varlen_attention(
     """Attention within each of several packed sequences; differentiable in ``q``, ``k`` and ``v``.
 
     Args:
-        q: ``[N, H, D]``, BF16 or FP16 on a GPU, any floating-point type on the CPU. k, v: ``[N, Hkv, D]`` of that type,
-            ``Hkv`` dividing ``H``.
+        q: ``[N, H, D]``, BF16 or FP16 on a GPU, any floating-point type on the CPU. k, v: ``[N, Hkv, D]``, same type.
         cu_seqlens: ``[B + 1]`` int32, first token of each sequence and, last, ``N``; no sequence is empty.
         max_seqlen: length of the longest. scale: factor of the scores, usually ``D ** -0.5``.
 
@@ -120,16 +113,16 @@ def varlen_attention(
     Raises:
         ValueError: heads or a type that FlashAttention does not support.
     """
-    if what := without_kernel(q, k, v):
-        raise ValueError(f"varlen_attention: there is no kernel for {what}")
+    if operands := without_kernel(q, k, v):
+        raise ValueError(f"varlen_attention: there is no kernel for {operands}")
     return PackedAttention.apply(q, k, v, cu_seqlens, max_seqlen, scale, _varlen_attention, _varlen_attention_backward)
 
 
 def without_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
-    """What of the operands of :func:`varlen_attention` no kernel is for; empty where one is."""
+    """The operands of :func:`varlen_attention` that no kernel supports, in words; empty where one does."""
     head_dim = q.shape[-1]
     if k.shape[-1] != head_dim or v.shape[-1] != head_dim:
-        return f"queries, keys and values of {head_dim}, {k.shape[-1]} and {v.shape[-1]} features a head"
+        return f"queries, keys and values of {head_dim}, {k.shape[-1]} and {v.shape[-1]} features per head"
     if q.device.type == "cpu":
         return ""
     if head_dim % 8 or head_dim > LARGEST_HEAD:

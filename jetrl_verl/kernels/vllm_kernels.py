@@ -1,10 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's kernels that backends call: CUTLASS and FlashAttention 3.
-
-The only file of this package that knows vLLM, and it imports it on the first call. What a backend supports and which
-layouts it wants stands in the operation's file (gemm_nt.py, gemm_int8.py, attention.py, varlen_attention.py).
-"""
+"""vLLM's kernels that backends call, CUTLASS and FlashAttention 3: the only file of kernels/ that imports vLLM, and
+only on the first call."""
 
 from functools import cache
 from importlib.util import find_spec
@@ -14,7 +11,7 @@ import torch
 
 @cache
 def no_block_fp8_gemm() -> str | None:
-    """Why this process has no block-scaled FP8 CUTLASS GEMM of vLLM's, or None."""
+    """Why this process lacks vLLM's block-scaled FP8 CUTLASS GEMM, or None."""
     if find_spec("vllm") is not None and torch.cuda.is_available():
         from vllm import _custom_ops as ops
 
@@ -33,7 +30,7 @@ def cutlass_scaled_mm(*call, **options) -> torch.Tensor:
 
 @cache
 def no_flash_attention_3() -> str | None:
-    """Why this process has no FlashAttention 3 of vLLM's, or None."""
+    """Why this process lacks vLLM's FlashAttention 3, or None."""
     if find_spec("vllm") is None or not torch.cuda.is_available():
         return "no vLLM, or no GPU"
     from vllm.vllm_flash_attn import flash_attn_interface as interface
@@ -46,10 +43,8 @@ def flash_attention_3(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output ``[N, H, D]`` BF16 and log-sum-exp ``[H, N]`` FP32; arguments as :func:`jetrl_verl.kernels.attention`.
 
-    ``num_splits=1``: one thread block walks all keys of a query, in ascending order, whatever the batch.
-
     Raises:
-        RuntimeError: the GPU or the wheel has no FlashAttention 3.
+        RuntimeError: the GPU or the wheel has no FlashAttention 3; so do the functions below.
     """
     return _flash_attention_3(
         q,
@@ -78,16 +73,13 @@ def flash_attention_3_chunks(
     """:func:`flash_attention_3` of the last queries of sequences, into ``out`` ``[N, H, D]``.
 
     Args:
-        q: ``[N, H, D]``, ``cu_queries`` the first of each sequence. k, v: ``[M, Hkv, D]`` with ``cu_lengths``.
-
-    Raises:
-        RuntimeError: the GPU or the wheel has no FlashAttention 3.
+        q: ``[N, H, D]``, split at ``cu_queries``. k, v: ``[M, Hkv, D]``, split at ``cu_lengths``.
     """
     _flash_attention_3(
         q,
         k,
         v,
-        # One query without a page table would be computed as not causal, in blocks of 176 keys instead of 128.
+        # FlashAttention 3 treats one query without a page table as not causal, in blocks of 176 keys instead of 128.
         max_seqlen_q=max(most_queries, 2),
         cu_seqlens_q=cu_queries,
         max_seqlen_k=longest,
@@ -106,12 +98,7 @@ def flash_attention_3_pages(
     scale: float,
     out: torch.Tensor,
 ) -> None:
-    """:func:`flash_attention_3` of one new token of each request to its pages; arguments as of
-    :func:`jetrl_verl.kernels.decode_attention_bf16`.
-
-    Raises:
-        RuntimeError: the GPU or the wheel has no FlashAttention 3.
-    """
+    """:func:`flash_attention_3` for one token per request; arguments of ``kernels.decode_attention_bf16``."""
     _flash_attention_3(
         q,
         keys,
@@ -131,4 +118,5 @@ def _flash_attention_3(*call, **options):
         raise RuntimeError(f"there is no FlashAttention 3: {reason}")
     from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
 
+    # num_splits=1: one thread block reads all keys of a query in ascending order, whatever the batch.
     return flash_attn_varlen_func(*call, **options, causal=True, num_splits=1, fa_version=3)

@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``w * silu(gate) * up`` of the rows of experts' segments, quantized to 1x128 groups, and its gradients.
 
-The routing weight w is multiplied in here, not into the expert's output (reference/experts.py). FP32 inside, one
-rounding to BF16. Backward rounds the gradients of gate and up to BF16 and quantizes them both ways in registers; the
-gradient of w is an inner product over the row in FP32, added over 128-column tiles in order by a second kernel.
+FP32 inside, one rounding to BF16; w is applied here, not to the expert's output (reference/experts.py). The gradient
+of w is an inner product over the row in FP32, which a second kernel adds over 128-column tiles in order.
 """
 
 import torch
@@ -43,8 +42,7 @@ Gradients = tuple[QuantizedTensor, QuantizedTensor, torch.Tensor]
 
 _WARPS = 4
 _GROUPS_OF_MANY, _GROUPS_OF_FEW, _MANY_GROUPS = 32, 8, 8192
-"""Groups of a program, and from how many on there are many: 256 programs of 32, two a multiprocessor of an H200. Below
-that what a program does one by one counts, 32 exponentials a thread or 8."""
+"""Groups per program: 32 from 8192 groups on (256 programs, two per multiprocessor of an H200), fewer below."""
 _TILE = 1024
 # As silu_mul.py's.
 _LAUNCH_BACKWARD = {"num_warps": 8, "maxnreg": 128}
@@ -68,13 +66,9 @@ def reference_weighted_silu_mul_quantize(
 def gradients_of_rows(
     dy: torch.Tensor, gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What :func:`weighted_silu_mul_backward_quantize` quantizes and never stores, in plain torch on any device.
+    """The unquantized gradient of ``gate_up [R, 2 I]`` BF16 and the inner product of each row ``[R]`` FP32.
 
-    Args:
-        dy: ``[R, I]`` BF16; the others as there, of any number of rows.
-
-    Returns:
-        The gradient of ``gate_up`` ``[R, 2 I]`` BF16, and each row's inner product ``[R]`` FP32.
+    Arguments as of :func:`weighted_silu_mul_backward_quantize`, with any number of rows on any device.
     """
     gate, up = (half.contiguous() for half in gate_up.chunk(2, dim=1))
     silu, derivative = silu_and_derivative(gate)
@@ -149,7 +143,7 @@ def triton_weighted_silu_mul_quantize(
 
 @jit
 def _gradients(dy, gate, up, weight):
-    """(gradients of gate and up in BF16, terms of the inner product) of FP32 tiles."""
+    """(gradient of gate, of up in BF16, terms of the inner product) for FP32 tiles."""
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
     silu = gate * sigmoid
     weighted = dy * weight
@@ -159,7 +153,7 @@ def _gradients(dy, gate, up, weight):
 
 @jit
 def _gradient_words(dy, gate, up, weight):
-    """Words of the gradients of gate and up, and a row's inner product, of words of two BF16 numbers."""
+    """Words of the gradients of gate and up, and the inner product of each row, from words of two BF16 numbers."""
     dgate_low, dup_low, low = _gradients(low_half(dy), low_half(gate), low_half(up), weight)
     dgate_high, dup_high, high = _gradients(high_half(dy), high_half(gate), high_half(up), weight)
     dgate = halves_of(dgate_low.to(tl.int16, bitcast=True), dgate_high.to(tl.int16, bitcast=True))
@@ -169,7 +163,7 @@ def _gradient_words(dy, gate, up, weight):
 
 @jit
 def _rows_backward(dy_ptr, gate_ptr, weights_ptr, part_ptr, pair, row, words, word):
-    """As :func:`_gradient_words` for some rows of a tile, whose parts of inner products it stores."""
+    """Load some rows of a tile, store their parts of the inner products, return :func:`_gradient_words`."""
     weight = tl.load(weights_ptr + pair, mask=pair >= 0, other=0.0)
     place = row.to(tl.int64)[:, None] * words + word[None, :]
     dy = tl.load(dy_ptr + place)
@@ -256,7 +250,7 @@ def _check(gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor) -> 
     if weights.dtype != torch.float32 or pair.dtype != torch.int32 or pair.shape != gate_up.shape[:1]:
         raise ValueError(
             f"weighted_silu_mul: weights {weights.dtype} and pairs {tuple(pair.shape)} {pair.dtype} do not fit rows "
-            f"{tuple(gate_up.shape)}; expected FP32 and one int32 a row"
+            f"{tuple(gate_up.shape)}; expected FP32 and one int32 per row"
         )
 
 

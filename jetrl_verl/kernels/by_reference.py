@@ -1,7 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Keep parameters and positions that a backward reads on its node, by reference. ``save_for_backward`` costs the host
-about 10 us a tensor under activation checkpointing; these tensors outlive the graph anyway."""
+"""Keep parameters and positions for a backward by reference, since they outlive the graph: ``save_for_backward`` costs
+the host about 10 us per tensor under activation checkpointing."""
 
 from typing import Any
 
@@ -13,16 +13,12 @@ def _version(x: torch.Tensor) -> int | None:
 
 
 def keep(ctx: Any, *tensors: torch.Tensor) -> None:
-    """Keep tensors that outlive the graph for :func:`kept`, at most once a node."""
-    ctx.kept = tensors, [_version(each) for each in tensors]
+    """Keep tensors that outlive the graph for :func:`kept`; once per node."""
+    ctx.kept = tensors, [_version(tensor) for tensor in tensors]
 
 
 def kept(ctx: Any) -> tuple[torch.Tensor, ...]:
-    """What :func:`keep` was given.
-
-    Raises:
-        RuntimeError: one of them has been changed in place since.
-    """
+    """The tensors of :func:`keep`. RuntimeError: one has been changed in place since."""
     tensors, versions = ctx.kept
     for tensor, version in zip(tensors, versions, strict=True):
         if _version(tensor) != version:

@@ -2,12 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which implementation of an operation runs where: operation -> platform -> backends in order of preference.
 
-The first backend that supports a call computes it; the last one of an entry supports every call. Backends share an
-entry only if their results are equal in every bit (tests/kernels proves it on a GPU), except those of ``UNEQUAL``.
-``reference`` is :mod:`jetrl_verl.reference` or CPU code of the operation's file; ``composed`` calls other operations of
-the table. Operations without ``sm90`` are the CPU's alone: vLLM computes them on a GPU.
-
-A GPU other than Hopper has no column: it gets the last backend of ``sm90``, untested, and a line on stderr says so.
+The first backend that supports a call computes it; the last one of an entry supports every call. Backends of an entry
+agree in every bit (tests/kernels, on a GPU), except those of ``UNEQUAL``. ``reference`` is :mod:`jetrl_verl.reference`
+or CPU code of the operation's file; ``composed`` calls other operations. Without ``sm90``, vLLM computes the operation
+on a GPU. GPUs other than Hopper get the last backend of ``sm90``, untested, with a line on stderr.
 """
 
 import sys
@@ -46,7 +44,7 @@ BACKENDS: Table = {
     "quantize_int8": _TRITON,
     "gemm_int8": _TRITON | {"sm90": ("vllm_cutlass_int8", "triton")},
     "fprop_int8": _COMPOSED,
-    # Row-parallel layers of a tensor-parallel rollout: the sum of the ranks' products; in the trainer products and sum.
+    # Row-parallel layers: the sum of the ranks' products in a rollout, products and sum in the trainer.
     "sum_of_ranks": _TRITON,
     "gemm_nt_of_ranks": _TRITON | {"sm90": ("native", "slices", "triton")},
     # A mixture of experts.
@@ -106,15 +104,15 @@ BACKENDS: Table = {
 }
 
 UNEQUAL = frozenset({"varlen_attention"})
-"""Operations of the trainer alone whose backends differ in the last bit."""
+"""Operations, of the trainer alone, whose backends differ in the last bit."""
 
 _WITHOUT_FP8 = frozenset({"varlen_attention", "varlen_attention_backward"})
 """Operations that also run on a GPU without FP8."""
 
 
 class Implementation(NamedTuple):
-    """``run`` computes the operation; ``supports``, with the same arguments, tells whether it can (None: always);
-    ``unchecked`` is ``run`` for a call that ``supports`` has allowed (None: ``run`` itself)."""
+    """``run`` computes the operation; ``supports``, of the same arguments, whether it can (None: always); ``unchecked``
+    is ``run`` for calls that ``supports`` has allowed (None: ``run``)."""
 
     run: Callable
     supports: Callable[..., bool] | None
@@ -127,11 +125,7 @@ _overrides: dict[str, tuple[str]] = {}
 
 
 def implements(
-    operation: str,
-    backend: str,
-    *,
-    supports: Callable[..., bool] | None = None,
-    unchecked: Callable | None = None,
+    operation: str, backend: str, *, supports: Callable[..., bool] | None = None, unchecked: Callable | None = None
 ) -> Callable:
     """Decorator: register the function as ``operation`` in ``backend``; the others as in :class:`Implementation`."""
     assert operation in BACKENDS and (operation, backend) not in _implementations, (operation, backend)
@@ -222,17 +216,13 @@ def choose(operation: str, device: torch.device, *call, **options) -> tuple[str,
     """The first backend that supports ``operation`` for these arguments, else the last, and its implementation.
 
     Raises:
-        RuntimeError: a GPU without FP8 matrix instructions, another kind of device, or one that the operation lacks.
+        RuntimeError: as :func:`candidates`.
     """
     return _chosen(operation, candidates(operation, device), call, options)
 
 
 def lookup(operation: str, device: torch.device, *call, **options) -> Callable:
-    """The implementation of ``operation`` on ``device`` for these arguments, which only ``supports`` reads.
-
-    Raises:
-        RuntimeError: as :func:`choose`.
-    """
+    """The implementation of :func:`choose`, which looks at the arguments only where there are several backends."""
     names = candidates(operation, device)
     if len(names) == 1:
         return _implementations[operation, names[0]].run
@@ -246,20 +236,19 @@ def backends_on(device: torch.device) -> dict[str, tuple[str, ...]]:
 
 
 def describe_backends(device: torch.device | str) -> dict[str, str]:
-    """What computes each operation on ``device``, for logs: ``{"rms_norm": "triton", ...}``, several names joined by
-    ``", else "``. Raises as :func:`platform_of`."""
+    """:func:`backends_on` for logs: ``{"rms_norm": "triton", ...}``, several names joined by ``", else "``."""
     return {operation: ", else ".join(names) for operation, names in backends_on(torch.device(device)).items()}
 
 
 @contextmanager
 def override_backend(operation: str, backend: str) -> Iterator[None]:
-    """Compute ``operation`` by ``backend`` alone inside the block; for tests and benchmarks.
+    """Compute ``operation`` with ``backend`` alone within the context; for tests and benchmarks.
 
     Raises:
-        ValueError: an operation that is not in the table, or a backend that does not implement it.
+        ValueError: ``backend`` does not implement ``operation``.
     """
     if (operation, backend) not in _implementations:
-        known = sorted(name for of, name in _implementations if of == operation)
+        known = sorted(name for implemented, name in _implementations if implemented == operation)
         raise ValueError(
             f"there is no backend {backend!r} for {operation!r}; operations: {', '.join(BACKENDS)}; "
             f"backends of this one: {', '.join(known) or 'none'}"

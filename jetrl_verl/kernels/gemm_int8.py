@@ -1,7 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""INT8 GEMM: exact INT32 sums, one scale per row of both operands, bias added before the one rounding. Sums are exact,
-so no tile or order changes a bit."""
+"""INT8 GEMM: exact INT32 sums, one scale per row of both operands, bias added before the one rounding."""
 
 from importlib.util import find_spec
 

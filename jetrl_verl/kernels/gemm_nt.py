@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block-scaled GEMM ``Y = A B^T``: FProp and DGrad (128x128 scales on B) and WGrad (1x128 scales on both).
 
-Arithmetic: each 128-wide K block is one chain of FP8 matrix instructions from zero, promoted in FP32 by ``acc =
-fma(partial, s_a * s_b, acc)``, K blocks in ascending order (docs/architecture.md). K is not split and every tile has at
-least 64 rows, so a row has the same bits in every batch and in every tile (test_gemm_on_gpu.py).
+Each 128-wide K block is one chain of FP8 matrix instructions from zero, promoted in FP32 by ``acc = fma(partial,
+s_a * s_b, acc)``, K blocks in ascending order (docs/architecture.md). K is not split and every tile has at least 64
+rows, so a row has the same bits in every batch and tile (test_gemm_on_gpu.py).
 """
 
 from functools import cache
@@ -25,8 +25,8 @@ from jetrl_verl.reference.gemm import check_gemm_shapes
 for _operation in ("gemm_nt_128x128", "gemm_nt_1x128"):
     implements(_operation, "reference")(reference.gemm_nt)
 
-# (BLOCK_M, BLOCK_N, warps, stages), from the most arithmetic per byte to the most programs for a small problem. BLOCK_N
-# divides 128, so a tile has one scale of a block-scaled B per K block.
+# (BLOCK_M, BLOCK_N, warps, stages), from most arithmetic per byte to most programs. BLOCK_N divides 128, so a tile has
+# one scale of a block-scaled B per K block.
 TILES = ((128, 128, 8, 4), (64, 128, 4, 4), (64, 64, 4, 6), (64, 32, 4, 8))
 _TILES_PER_GROUP = 8
 
@@ -57,7 +57,7 @@ def _gemm_nt_kernel(
     BLOCK_N: tl.constexpr,
     TILES_PER_GROUP: tl.constexpr,
 ):
-    # Programs walk down groups of TILES_PER_GROUP tile rows, so neighbours share A and B tiles in L2.
+    # Programs go down groups of TILES_PER_GROUP tile rows, so neighbors share tiles of A and B in L2.
     tiles_m, tiles_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     program = tl.program_id(0)
     group = program // (TILES_PER_GROUP * tiles_n)
@@ -80,7 +80,7 @@ def _gemm_nt_kernel(
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     if OF_RANKS:
-        # -0 + x keeps the sign of x, that of a zero too.
+        # -0 + x keeps the sign of x, even of a zero.
         total = tl.full((BLOCK_M, BLOCK_N), -0.0, dtype=tl.float32)
     for block in range(0, tl.cdiv(k, GROUP)):
         if EVEN_K:
@@ -103,8 +103,8 @@ def _gemm_nt_kernel(
             ends_a_slice = (block + 1) % rank_blocks == 0
             if ends_a_slice:
                 if WITH_BIAS:
-                    of_rank_0 = block < rank_blocks
-                    if of_rank_0:
+                    is_first_rank = block < rank_blocks
+                    if is_first_rank:
                         acc += tl.load(bias_ptr + read_column).to(tl.float32)[None, :]
                 total += acc.to(tl.bfloat16).to(tl.float32)
                 acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
@@ -120,7 +120,7 @@ def _gemm_nt_kernel(
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that one program may use."""
+    """Bytes of shared memory that one program may use."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 1 << 20
 
 
@@ -197,8 +197,8 @@ def native_supports_gemm_nt(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> bool:
-    """Whether :func:`native_gemm_nt` supports this call: rows of qdata on 16-byte steps, rows of the output whole 16
-    bytes; with 128x128 scales BF16 out, with 1x128 scales no bias."""
+    """Whether :func:`native_gemm_nt` supports this call: rows of qdata start on 16 bytes, rows of the output are
+    multiples of 16 bytes; with 128x128 scales BF16 out, with 1x128 scales no bias."""
     n = b.qdata.shape[0]
     if min(*a.qdata.shape, n) == 0 or (n * out_dtype.itemsize) % native.ALIGNMENT != 0:
         return False
@@ -218,12 +218,12 @@ def _launch_native(
     plan: native.Plan | None = None,
     static_weight: bool = False,
 ) -> torch.Tensor:
-    """:func:`native_gemm_nt` of a call that it supports."""
+    """:func:`native_gemm_nt` without checks."""
     m = a.qdata.shape[0]
     if out is None:
         out = torch.empty(m, b.qdata.shape[0], dtype=out_dtype, device=a.qdata.device)
     operands = a.qdata, a.scales, b.qdata, b.scales
-    kernel, block, cluster = plan or _KERNELS_CHOICE
+    kernel, block, cluster = plan or _DEFAULT_PLAN
     if not b_block_scaled:
         native.operators().wgrad(*operands, out, block, cluster)
     elif kernel == "decode" or (not kernel and m <= native.FEW_ROWS):
@@ -233,7 +233,7 @@ def _launch_native(
     return out
 
 
-_KERNELS_CHOICE = native.Plan()
+_DEFAULT_PLAN = native.Plan()
 
 
 @implements("gemm_nt_128x128", "native", supports=native_supports_gemm_nt, unchecked=_launch_native)
@@ -252,17 +252,16 @@ def native_gemm_nt(
     """As :func:`jetrl_verl.reference.gemm_nt`; scales may have any strides.
 
     Args:
-        out: ``[M, N]`` of ``out_dtype`` to write to, rows on 16-byte steps; None allocates it.
+        out: ``[M, N]`` of ``out_dtype`` to write to, rows start on 16 bytes; None allocates it.
         plan: instead of the choice by shape; for tests and benchmarks.
         static_weight: the decode kernel may copy ``b`` while the previous kernel in the stream still runs (programmatic
-            dependent launch, device/dependents.py). It changes the speed, never the result. It requires that the
-            previous kernel writes neither ``b`` nor ``bias``, and was launched without programmatic dependent launch or
-            waits before it lets others start; it may write ``a``. True in a rollout, where a quantizer comes before
-            every linear and weights change in a sync only. A trainer quantizes weights just before the product and must
-            not set it.
+            dependent launch, device/dependents.py), without effect on the result. The previous kernel must write
+            neither ``b`` nor ``bias`` and must be launched without programmatic dependent launch, or wait before it
+            lets others start. True in a rollout: a quantizer comes before every linear, and weights change in a sync
+            only. A trainer, which quantizes weights just before the product, must not set it.
 
     Raises:
-        ValueError: shapes that do not fit, or a call that :func:`native_supports_gemm_nt` denies.
+        ValueError: shapes that do not fit, or a call that :func:`native_supports_gemm_nt` rejects.
     """
     check_gemm_shapes(a, b, b_block_scaled, bias)
     call = {"b_block_scaled": b_block_scaled, "bias": bias, "out_dtype": out_dtype}
@@ -290,7 +289,7 @@ def _vllm_cutlass_supports(
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> bool:
     (m, k), n = a.qdata.shape, b.qdata.shape[0]
-    # With one K block and one N block its dispatcher would read the scales as per-row ones, hence K > 128.
+    # K > 128: with one K block and one N block vLLM's dispatcher would read the scales as per-row scales.
     shapes_fit = m > 0 and m % 4 == 0 and n % 16 == 0 and k % BLOCK == 0 and k > BLOCK
     plain = b_block_scaled and bias is None and out_dtype == torch.bfloat16
     contiguous = a.qdata.is_contiguous() and b.qdata.is_contiguous()
@@ -309,7 +308,7 @@ def vllm_cutlass_gemm_nt(
     """vLLM's CUTLASS kernel, for Hopper without the native library.
 
     Raises:
-        ValueError: a call that it does not support: a bias, FP32 out, M, N or K of another multiple.
+        ValueError: a bias, FP32 out, or M, N or K that it does not support.
     """
     call = {"b_block_scaled": b_block_scaled, "bias": bias, "out_dtype": out_dtype}
     if not _vllm_cutlass_supports(a, b, **call):
@@ -360,8 +359,7 @@ def gemm_nt(
     out_dtype: torch.dtype = torch.bfloat16,
     static_weight: bool = False,
 ) -> torch.Tensor:
-    """See :func:`jetrl_verl.reference.gemm_nt`; ``static_weight`` as in :func:`native_gemm_nt`, other backends ignore
-    it."""
+    """See :func:`jetrl_verl.reference.gemm_nt`; ``static_weight`` (:func:`native_gemm_nt`) changes no bits."""
     if b_block_scaled:
         return _gemm_nt_128x128(a, b, bias, out_dtype, static_weight)
     return _gemm_nt_1x128(a, b, bias, out_dtype)

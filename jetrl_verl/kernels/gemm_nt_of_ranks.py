@@ -1,10 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""FProp of a row-parallel layer in the trainer: the sum of the products of the rollout's tensor-parallel ranks.
-
-Each rank's product over its slice of K is rounded to BF16 (gemm_nt.py); products are added in FP32 in rank order and
-rounded once (sum_of_ranks.py). One kernel does both in registers. ``slices`` computes each product and their sum.
-"""
+"""FProp of a row-parallel layer in the trainer: the products of the rollout's tensor-parallel ranks over slices of K,
+each rounded to BF16 (gemm_nt.py), and their sum (sum_of_ranks.py). ``slices`` computes them one after another."""
 
 import torch
 
@@ -41,8 +38,7 @@ def _native_runs(a: QuantizedTensor, b: QuantizedTensor, ranks: int, bias: torch
 def sliced_gemm_nt_of_ranks(
     a: QuantizedTensor, b: QuantizedTensor, ranks: int, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """As :func:`jetrl_verl.reference.gemm_nt_of_ranks`, each rank's product written and read; where no native kernel
-    runs the other one is faster."""
+    """As :func:`jetrl_verl.reference.gemm_nt_of_ranks`; without the native library Triton's kernel is faster."""
     slices = zip(k_slices(a, ranks), k_slices(b, ranks), strict=True)
     return sum_of_ranks(
         [gemm_nt(x, w, b_block_scaled=True, bias=None if rank else bias) for rank, (x, w) in enumerate(slices)]
@@ -68,7 +64,7 @@ def native_gemm_nt_of_ranks(
     """As :func:`jetrl_verl.reference.gemm_nt_of_ranks`; ``plan`` as in :func:`native_gemm_nt`.
 
     Raises:
-        ValueError: also a call that is not supported (:func:`native_supports_gemm_nt_of_ranks`).
+        ValueError: a call that is not supported (:func:`native_supports_gemm_nt_of_ranks`).
     """
     if not native_supports_gemm_nt_of_ranks(a, b, ranks, bias):
         raise ValueError(

@@ -192,7 +192,7 @@ jetrl::ExpertOperand experts_operand(const Tensor& qdata, const Tensor& scales, 
   return w;
 }
 
-// `more`: further arguments of the kernel, in front of the stream.
+// `more`: further arguments of the kernel, before the stream.
 template <class Run, class... More>
 void grouped_forward(Run* run, const Tensor& x, const Tensor& x_scales, const Tensor& w,
                      const Tensor& w_scales, const Tensor& start, bool aligned, int64_t slices, const Tensor& y,
@@ -451,7 +451,7 @@ void implement(torch::stable::detail::StableLibrary& library) {
 
 }  // namespace
 
-// torch.ops.<JETRL_OPERATORS>: versions of the kernels beside each other in a process need names of their own.
+// torch.ops.<JETRL_OPERATORS>: several versions of the kernels in one process need different names.
 #ifndef JETRL_OPERATORS
 #define JETRL_OPERATORS jetrl_native
 #endif

@@ -157,8 +157,8 @@ struct DecodePart {
   template <class Begun>
   JETRL_DEVICE void multiply(float (&acc)[kSums], int k_blocks, const Begun& begun) {
     float even[kBlocks][kSums], odd[kBlocks][kSums];
-    // Two stages in flight, each way out of the loop with its own waits: chains whose end is behind another branch than
-    // their start, or which nobody reads, are what the compiler serialises.
+    // Two stages in flight, each way out of the loop with its own waits: chains that end in another branch than
+    // their start, or which nothing reads, are what the compiler serialises.
     Factors factors;
     int left = k_blocks;
     start(even);
@@ -184,7 +184,7 @@ struct DecodePart {
   }
 };
 
-// Only rows in front of `end` and columns in front of `columns`.
+// Only rows before `end` and columns before `columns`.
 template <int kSums>
 JETRL_DEVICE void store_fragments(const float (&acc)[kSums], const Output& y, int row, int end, int column,
                                   int columns) {

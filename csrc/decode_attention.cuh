@@ -59,7 +59,7 @@ inline DecodeAttentionParams params_of(const DecodeAttention& call) {
   };
 }
 
-// Whether a lane arrives for its warp, behind its sync; how many do (kAllLanesRelease says why).
+// Whether a lane arrives for its warp, after its sync; how many do (kAllLanesRelease says why).
 constexpr int kArrivals = kAllLanesRelease ? 32 : 1;
 JETRL_DEVICE bool arrives() { return kAllLanesRelease || sm90::elect_one(); }
 
@@ -115,7 +115,7 @@ struct Queries {
   }
 };
 
-// K Q^T of two units, kStride bytes apart, whose chains run beside each other: of lane 4g + t keys g (d[0], d[1]) and
+// K Q^T of two units, kStride bytes apart, whose chains run next to each other: of lane 4g + t keys g (d[0], d[1]) and
 // g + 8, queries 2t and 2t + 1. Times the keys' scales, which commute with all of it.
 template <int kStride>
 JETRL_DEVICE void compute_two_units(float (&d)[2][4], const uint8_t* units, const Queries& q) {

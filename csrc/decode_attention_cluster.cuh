@@ -6,9 +6,9 @@
 // whatever C, so the bits are.
 //
 // Each byte is brought once. Block r brings the keys of every C-th block of 128 keys and computes their scores, which
-// the copy engine sends to the other blocks' shared memory, with the values' scales in front; of values it brings its
+// the copy engine sends to the other blocks' shared memory, after the values' scales; of values it brings its
 // own 128 / C features, 16 bytes a lane: a bulk copy of 256 bytes costs the warp that starts it what one of 2,048 does.
-// The softmax, one chain over all keys, each block computes for itself from the same scores.
+// Each block computes the softmax, one chain over all keys, from the same scores.
 
 #pragma once
 
@@ -17,7 +17,7 @@
 namespace jetrl {
 
 // Warps 0..3: scores of two units of 16 keys each. Then those of O, of 16 features each, or of 32. Then two or four of
-// softmax, lane 4q + t of query q, in turn: each hands over the maximum before it computes P, the sum behind it. Then
+// softmax, lane 4q + t of query q, in turn: each hands over the maximum before it computes P, the sum after it. Then
 // copies of keys, then of values. Between them: rings of keys, of values, of scores (a multiple of C long, so that a
 // place in it has one owner, for whose next scores every block makes it free), of P, one a warp of softmax, and of what
 // values are multiplied by, two a warp of softmax: they are there before P is. No block leaves before all have what it
@@ -61,7 +61,7 @@ struct ClusterShape {
   // P and the rescaling.
   static constexpr int kRescale = kQueries * kKeysOfABlock * 2, kProbabilities = kRescale + kQueries * 4;
   // What values are multiplied by, a row for each lane of a quad; where a scale is large, the scales in their place,
-  // which behind the last row's is said.
+  // which is said after the last row's.
   static constexpr int kFactorRow = 20, kLarge = (3 * kFactorRow + kKeysOfABlock / 8) * 4;
   static constexpr int kFactors = Cache::kHasScales ? 4 * kFactorRow * 4 : 0;
   // A warp of softmax writes those of a block of keys once O has the P that it wrote two rounds ago.
@@ -90,7 +90,7 @@ struct ClusterShape {
   static_assert(kPlaces % kBlocks == 0 && kBytes <= 228 * 1024 / kResidents - 1024, "blocks of a multiprocessor");
 };
 
-// At a stage that the lanes of a warp fill: each lane's behind its copies, and the warp's.
+// At a stage that the lanes of a warp fill: each lane's after its copies, and the warp's.
 constexpr int kArrivalsOfLanes = 32 + kArrivals;
 
 // Where a warp is in a ring.
@@ -277,7 +277,7 @@ JETRL_DEVICE void compute_softmax(const DecodeAttentionParams& p, uint8_t* memor
     if (i == 0) {
       mask_scores(s, left - 2 * t);
       if constexpr (Cache::kHasScales) {
-        // P is 0 for keys behind the last, whose bytes may be anything: a scale among them is replaced.
+        // P is 0 for keys after the last, whose bytes may be anything: a scale among them is replaced.
 #pragma unroll
         for (int b = 0; b < 4; ++b) {
           if (4 * lane + b >= left) scales = (scales & ~(0xFFu << 8 * b)) | 127u << 8 * b;
@@ -415,7 +415,7 @@ JETRL_DEVICE void compute_output(const DecodeAttentionParams& p, uint8_t* memory
   } else {
     if (!accumulate_in_turns<Cache>(d, memory, barriers, blocks, warp, chunk)) return;
   }
-  // Behind the last block's comes what O is multiplied by at the end.
+  // After the last block's comes what O is multiplied by at the end.
   const float2 inverse = rescaling_of<Shape>(wait_for_probabilities<Cache>(memory, barriers, blocks));
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
@@ -451,7 +451,7 @@ struct Units {
 // Of values lanes know the pages of so many blocks of keys at a time; of keys the first lanes know those of one.
 constexpr int kBlocksAhead = 32 / kUnitsOfABlock;
 
-// Every lane's copies, and that the warp has seen the stage empty: an arrival behind copies tells nothing but those.
+// Every lane's copies, and that the warp has seen the stage empty: an arrival after copies tells nothing but those.
 JETRL_DEVICE void arrive_behind_copies(uint32_t full) {
   sm90::cp_async_arrive(full);
   if (arrives()) sm90::barrier_arrive(full);

@@ -23,7 +23,7 @@ namespace jetrl {
 
 constexpr int kStagingBytes = 16 * 128;  // per warp
 
-// The same value from a place that the compiler does not look behind, so that what the epilogue derives from it (some
+// The same value from a source that the compiler cannot trace, so that what the epilogue derives from it (some
 // addresses) is computed there and not kept, or spilled, across the main loop.
 JETRL_DEVICE int only_here(int value) {
 #ifndef JETRL_EMULATE
@@ -106,7 +106,7 @@ JETRL_DEVICE void stage_for_tma(uint32_t staging, const float (&acc)[kSums], con
   constexpr int kSlices = kSums / 32;
   if (acts_for_copies<kElected>(lane)) sm90::tma_store_wait_read();
   sm90::sync_warp();
-  if (bias.data == nullptr) {  // asked once: asked for every eight columns, it would cut the code into pieces
+  if (bias.data == nullptr) {  // tested once: a test for every eight columns would cut the code into pieces
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
       stage_bf16<false>(staging + slice * kStagingBytes, acc, slice, bias, column, columns, lane);
@@ -139,7 +139,7 @@ JETRL_DEVICE void store_bf16_by_tma(uint32_t staging, const float (&acc)[kSums],
   store_staged_by_tma<false, kSums / 32>(staging, map, row, column, lane);
 }
 
-// What was staged for the copy engine, by the warp itself: only rows in front of `end`.
+// What was staged for the copy engine, by the warp itself: only rows before `end`.
 template <int kSlices>
 JETRL_DEVICE void store_staged_rows(const uint8_t* staging, const Output& out, int row, int end, int column,
                                     int columns, int lane) {

@@ -42,7 +42,7 @@ struct FpropParams {
   int slice_tiles_n = 0, slice_rows = 0;  // those of one slice of K: of tiles_n, and of Y's rows its product's
 };
 
-// A warp's first element of an output tile. Of a grouped product `end` is the row behind the expert's last.
+// A warp's first element of an output tile. Of a grouped product `end` is the row after the expert's last.
 struct Corner {
   int row, column, end = 0;
 };
@@ -216,10 +216,10 @@ JETRL_DEVICE void fprop_copy_x_scales(const FpropParams& p, uint32_t base, TileR
 
 // A consumer warp, with the tile that it computes in its registers. Every instruction between two chains shows, so
 // stages are static (tile_ring.cuh), where releases arrive is computed once, and while a tile has more than a round of
-// blocks left the loop does not ask for its end. The next block is waited for behind the FMAs in this source: ptxas
+// blocks left the loop does not ask for its end. The next block is waited for after the FMAs in this source: ptxas
 // asks for it before them and branches after them, if it has not come.
 //
-// The end of a tile stops nobody: the sums stay in their registers until the next tile's first block, where each
+// No thread waits at the end of a tile: the sums stay in their registers until the next tile's first block, where each
 // chain's columns are packed into staging under that block's chain for the same ones, which starts from zero anyway,
 // and the copy engine stores them while the loop goes on.
 template <class Shape>
@@ -236,7 +236,7 @@ struct FpropConsumer {
   uint8_t* memory;
   int lane;
   uint32_t place_of_releases;
-  int round_at = Shape::kScalesW;  // in w_scales, of this round: 0 or behind those of the other
+  int round_at = Shape::kScalesW;  // in w_scales, of this round: 0 or after those of the other
   float partial[kSums];
   float acc[kChunks][kSums];
   float total[Shape::kRanks ? kSums : 1];  // of the ranks before this one

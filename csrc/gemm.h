@@ -128,7 +128,7 @@ JETRL_HOST_DEVICE constexpr int most_row_tiles(int rows, int experts, int block)
 }
 
 // Matrices [n, k] of all experts, as parts of one matrix [all.rows, columns]: expert e's begins e * row_step rows down
-// and e * column_step columns on, its scales e * scale_step elements behind the first one's. n and k are multiples of
+// and e * column_step columns on, its scales e * scale_step elements after the first one's. n and k are multiples of
 // 128.
 struct ExpertOperand {
   Operand all;
@@ -136,7 +136,7 @@ struct ExpertOperand {
   int64_t scale_step;
 };
 
-// The two layouts that are parts of one matrix: experts below each other, as weights are, or beside each other, as the
+// The two layouts that are parts of one matrix: experts below each other, as weights are, or next to each other, as the
 // transpose of such a matrix has them; `all.qdata` is nullptr for any other. Strides in elements.
 inline ExpertOperand expert_operand(const void* qdata, int experts, int n, int k, int64_t expert_stride,
                                     int64_t row_stride, const Scales& scales, int64_t scale_step) {
@@ -193,15 +193,15 @@ void fprop(const Operand& x, const Operand& w, int k, const Bias& bias, const Ou
 void fprop_of_ranks(const Operand& x, const Operand& w, int k, int ranks, const Output& y, Config config,
                     Stream stream);
 // fprop for few rows of X; the same bits. `static_weight`: the previous kernel in the stream writes neither qdata nor
-// scales of W nor the bias, and allows nothing before all in front of it has ended (Grid): copies of W may start while
-// it runs. Only the speed depends on it.
+// scales of W nor the bias, and starts nothing before all earlier kernels have ended (Grid). Then copies of W start
+// while it runs. Only the speed depends on it.
 void decode_fprop(const Operand& x, const Operand& w, int k, const Bias& bias, const Output& y, Config config,
                   bool static_weight, Stream stream);
 // dW[N,K] = A B^T with A = dY^T [N,T], B = X^T [K,T], 1x128 scales along T on both, `t` tokens.
 void wgrad(const Operand& a, const Operand& b, int t, const Output& dw, Config config, Stream stream);
 
 // fprop of each expert's rows with its own matrix: of each of `slices` equal slices of K, multiples of 128, one after
-// another to y [slices * rows, n]. Nothing is written behind a product's last segment. Tiles take 128 or 256 rows of W;
+// another to y [slices * rows, n]. Nothing is written after a product's last segment. Tiles take 128 or 256 rows of W;
 // blocks of a cluster share rows of X.
 void grouped_fprop(const Operand& x, const ExpertOperand& w, const Segments& segments, int slices, const Output& y,
                    Config config, Stream stream);

@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // What a host function needs to start a kernel: TMA descriptors, the machine's size, a launch with clusters, which may
-// overlap with the kernel in front.
+// overlap with the previous kernel.
 //
 // cuTensorMapEncodeTiled is asked from the driver through the run-time library, so that the library loads (and says why
 // it cannot run) on machines without a driver.
@@ -110,7 +110,7 @@ void allow_shared_memory(const Grid& grid) {
 // one number of threads, of bytes and of blocks in a cluster.
 template <auto kKernel>
 int clusters_at_once(const Grid& grid) {
-  static std::atomic<int> counts[64];  // the count and 1, per device; 0: not asked yet
+  static std::atomic<int> counts[64];  // the count and 1, per device; 0: not queried yet
   std::atomic<int>& mine = counts[current_device() % 64];
   if (mine.load() == 0) {
     allow_shared_memory<kKernel>(grid);

@@ -6,7 +6,7 @@
 // Stage s has two mbarriers. `full`: one arrival a phase of the thread that announces the bytes which the copy engine
 // brings, and one of each lane whose cp.async bring scales; the phase ends when all have come and the copy engine has
 // written all bytes. `empty`: one arrival per consumer warp of every block of the cluster, because a multicast
-// overwrites the stage in all of them: nobody may write it anywhere before everybody is done with it everywhere.
+// overwrites the stage in all of them: no block may write it before all blocks are done with it.
 //
 // Use number i of the ring is stage i % stages in round i / stages. Both barriers count rounds in their phase, so
 //   consumers wait for   full[s]  with parity  round % 2        (the phase that this round's copies end)
@@ -20,7 +20,7 @@
 namespace jetrl {
 
 // Whether all lanes of a warp arrive at the `empty` of every block and not one lane at each, after the warp's sync. For
-// compute-sanitizer: racecheck follows every lane by itself, and the sync of a warp that never diverged leaves no
+// compute-sanitizer: racecheck follows every lane separately, and the sync of a warp that never diverged leaves no
 // instruction that it could see.
 #ifdef JETRL_DEBUG
 constexpr bool kAllLanesRelease = true;
@@ -41,11 +41,11 @@ JETRL_DEVICE void arrive_at_blocks(uint32_t barrier, int lane) {
   }
 }
 
-// A wait names a phase by its parity alone, which is enough while nobody can be two phases behind. `full` cannot end
+// A wait names a phase by its parity alone, which is enough while no thread can be two phases behind. `full` cannot end
 // phase r + 1 before the producer saw `empty` end phase r, which needs every warp to have passed its wait for `full` in
 // round r; `empty` cannot end phase r + 1 before the consumers passed `full` of round r + 1, which follows the
 // producer's wait for `empty` of phase r, in each block of the cluster. So a warp that copies waits for the `empty` of
-// those stages only to whose `full` it arrives in every use; lanes of it that do not arrive meet the others behind each
+// those stages only to whose `full` it arrives in every use; lanes of it that do not arrive meet the others after each
 // wait.
 //
 // With a cluster, block P may issue its half of a tile for round r before block Q's producer has announced its bytes:

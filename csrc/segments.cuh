@@ -4,7 +4,7 @@
 // Which tile of which expert a block computes, where the rows of experts lie as the device says (gemm.h, Segments).
 //
 // Tiles go by experts, in an expert by rows, and through all columns of a row of tiles: W of one expert stays in L2,
-// its rows are read once. A row of tiles begins at the expert's first row or kRows behind another, so no tile has rows
+// its rows are read once. A row of tiles begins at the expert's first row or kRows after another, so no tile has rows
 // of two experts. The host does not know their number. A warp finds a tile's expert among 32 at once, by a scan over
 // its lanes; it asks for ascending tiles, so it goes over the experts once and keeps two numbers.
 
@@ -15,14 +15,14 @@
 namespace jetrl {
 
 struct SegmentTile {
-  int expert, row, end, tile_n;  // its first row, the row behind its expert's last, its place among the columns
+  int expert, row, end, tile_n;  // its first row, the row after its expert's last, its place among the columns
 };
 
 template <int kRows>
 struct SegmentTiles {
   Segments of;
   int tiles_n;
-  int first = 0, before = 0;  // the first expert of those that are looked at, and the tiles in front of it
+  int first = 0, before = 0;  // the first expert of those that are looked at, and the tiles before it
 
   // By a whole warp: how many there are.
   JETRL_DEVICE int count(int lane) const {
@@ -33,7 +33,7 @@ struct SegmentTiles {
     return tiles * tiles_n;
   }
 
-  // By a whole warp, for a tile that is not in front of the last one; false if there are not so many.
+  // By a whole warp, for a tile that is not before the last one; false if there are fewer.
   JETRL_DEVICE bool locate(int tile, int lane, SegmentTile& at) {
     for (; first < of.experts; first += 32) {
       const int expert = first + lane;

@@ -30,11 +30,11 @@ namespace sm90 {
 
 using TensorMap = CUtensorMap;
 
-// ---- who am I ------------------------------------------------------------------------------------------------------
+// ---- thread and warp indices ---------------------------------------------------------------------------------------
 
 JETRL_DEVICE int thread_index() { return threadIdx.x; }
-// The same, read again: where a register that keeps it would be one too many.
-JETRL_DEVICE int thread_index_again() {
+// The same, read again, where keeping it would take one register too many.
+JETRL_DEVICE int thread_index_reread() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
@@ -80,7 +80,7 @@ JETRL_DEVICE void sync_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// ---- the kernel in front -------------------------------------------------------------------------------------------
+// ---- the previous kernel -------------------------------------------------------------------------------------------
 
 // Returns when the previous kernel in the stream has ended and all it wrote can be read by this thread, whatever brings
 // it. A launch that does not overlap with that kernel (gemm.h, Grid) has waited already: it returns at once.
@@ -111,7 +111,7 @@ JETRL_DEVICE void barrier_arrive_at(uint32_t barrier, int rank) {
 }
 
 // The address by which the whole cluster knows the place at `address` in block `rank` (which may be this one); what
-// lies n bytes behind it there lies n bytes behind the result.
+// lies n bytes after it there lies n bytes after the result.
 JETRL_DEVICE uint32_t address_in_cluster(uint32_t address, int rank) {
   uint32_t mapped;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
@@ -128,7 +128,7 @@ JETRL_DEVICE void barrier_arrive_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Whether the phase of this parity is over; may suspend the thread for a while before it says no.
+// Whether the phase of this parity is over; may suspend the thread for a while before it returns false.
 JETRL_DEVICE bool barrier_try_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
@@ -151,7 +151,7 @@ JETRL_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity, [[maybe_unused
                rank_in_cluster(), int(threadIdx.x / 32), name, stage, parity);
       }
       const long long said = clock64();
-      while (clock64() - said < kPatience / 4) __nanosleep(1000);  // others may have something to say, too
+      while (clock64() - said < kPatience / 4) __nanosleep(1000);  // other threads may report too
       __trap();
     }
   }
@@ -427,7 +427,7 @@ JETRL_DEVICE float exp2_about(float x) {
   return power;
 }
 
-// Of two BF16 numbers in a word each, the one of larger magnitude, NaN where one is; with a sign that says nothing.
+// Of two BF16 numbers in a word each, the one of larger magnitude, NaN where one is; with an arbitrary sign.
 JETRL_DEVICE uint32_t larger_pair(uint32_t a, uint32_t b) {
   uint32_t larger;
   asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
@@ -443,7 +443,7 @@ JETRL_DEVICE int own_lane() { return threadIdx.x % 32; }
 JETRL_DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 JETRL_DEVICE uint32_t shuffle_xor(uint32_t value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 
-// By a whole warp: what lane `lane` brings, what the lane `step` in front brings (the own value where there is none),
+// By a whole warp: what lane `lane` brings, what the lane `step` before brings (its own value where there is none),
 // how many lanes bring true.
 JETRL_DEVICE int shuffle(int value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
 JETRL_DEVICE int shuffle_up(int value, int step) { return __shfl_up_sync(0xffffffffu, value, step); }

@@ -201,7 +201,7 @@ JETRL_DEVICE void compute_output(const DecodeAttentionParams& p, uint8_t* memory
     } else {
       add_block<false>(d, block, words, Shape::kKeys, warp);
     }
-    // Every lane has read all of it: the last unit's sync came behind its reads.
+    // Every lane has read all of it: the last unit's sync came after its reads.
     if (arrives()) {
       sm90::barrier_arrive(barriers.p_empty(ring));
       sm90::barrier_arrive(barriers.empty(stage));
@@ -236,7 +236,7 @@ JETRL_DEVICE void copy_keys_and_values(const Fp8Params& p, uint32_t memory, cons
   int page = page_of(blocks - 1), stage = 0, parity = 0;
 #pragma unroll 1
   for (int block = blocks - 1; block >= 0; --block) {
-    const int next = block > 0 ? page_of(block - 1) : 0;  // asked for while this one's stage is waited for
+    const int next = block > 0 ? page_of(block - 1) : 0;  // loaded during the wait for this one's stage
     const int first = block * Shape::kUnits, left = units - first, count = left < Shape::kUnits ? left : Shape::kUnits;
     if (blocks - 1 - block >= Shape::kStages) sm90::barrier_wait(barriers.empty(stage), parity ^ 1, "empty", stage);
     sm90::sync_warp();

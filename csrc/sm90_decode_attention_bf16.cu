@@ -7,7 +7,7 @@
 // Keys and values are operands as they lie: no arithmetic stands between shared memory and the tensor cores. A stage
 // has 64 keys, and there are as many as half of a multiprocessor's memory holds, or all of it for one block. A row of
 // a token and head, 256 bytes or a block's part of it, is copied 16 bytes a lane, whatever the strides of the pages
-// are; rows behind the last token become zeros and are not read, so what lies there is never a number. Rows of eight
+// are; rows after the last token become zeros and are not read, so what lies there is never a number. Rows of eight
 // keys lie in different banks (place_of), for ldmatrix.
 
 #include "decode_attention_cluster.cuh"
@@ -151,7 +151,7 @@ struct Bf16Cache {
     chunk[g] = uint16_t(two), chunk[g + 8] = uint16_t(two >> 16);
   }
 
-  // Of the i-th block: behind the first page, in steps of 16 bytes.
+  // Of the i-th block: after the first page, in steps of 16 bytes.
   JETRL_DEVICE static int place_of_unit(const Params& p, const Units& units, int page, int i, int unit) {
     return page * p.pages.stride_page + units.on_page(i, unit) * CacheUnit::kKeys * p.pages.stride_token;
   }

@@ -207,8 +207,8 @@ struct Fp8Cache {
     }
   }
 
-  // A unit's part lies in one piece, here and there. Units behind the last are not read and become zeros: which page
-  // they would be on nobody has said.
+  // A unit's part lies in one piece, here and there. Units after the last are not read and become zeros: which page
+  // they would be on is not defined.
   JETRL_DEVICE static void copy_values(const Params& p, uint32_t to, const Units&, int of_units, int known, int left,
                                        int, int rank) {
     constexpr int kSixteens = kValueUnit / 16, kUnitsAtOnce = kSixteens < 32 ? 32 / kSixteens : 1;

@@ -8,8 +8,8 @@
 // whole number of rounds, covers N (plan_cost).
 //
 // Roles: one consumer warpgroup, two with 128 tokens; a warp that copies qdata by TMA; a warp that copies scales by
-// cp.async. Everything that reads X waits for the kernel in front, which makes X; copies of W may start before
-// (`static_weight`). No kernel behind may start early: each block holds a multiprocessor's shared memory to its end.
+// cp.async. Everything that reads X waits for the previous kernel, which makes X; copies of W may start before
+// (`static_weight`). The next kernel cannot start early: each block holds a multiprocessor's shared memory to its end.
 
 #include <algorithm>
 
@@ -69,7 +69,7 @@ struct DecodeCopies {
     }
   }
 
-  // The first stages, for which nobody in this block has to be waited for: W at once, X when the kernel in front, which
+  // The first stages, which need no wait for another thread of this block: W at once, X when the previous kernel, which
   // may write it, has ended.
   JETRL_DEVICE void start(const DecodeParams& p) const {
     int token, column;
@@ -135,7 +135,7 @@ JETRL_DEVICE void decode_scales(const DecodeParams& p, uint32_t base, StageRing 
   }
 }
 
-// All values are asked for before the first is used; columns past the last read the last two's and are not stored.
+// All values are loaded before the first is used; columns past the last read the last two's and are not stored.
 template <int kSums>
 JETRL_DEVICE void add_bias(float (&acc)[kSums], const Bias& bias, int column, int columns) {
   float values[kSums / 4][2];
@@ -185,7 +185,7 @@ JETRL_KERNEL void __launch_bounds__(Shape::kThreads, 1)
   const int thread = sm90::thread_index(), lane = thread % 32, warp = sm90::warp_uniform(thread / 32);
   DecodeCopies<Shape> copies{&x_map, &w_map, base, ring};
 
-  // In this order the compiler puts the copying thread's code right behind the entry and the consumers' last.
+  // In this order the compiler puts the copying thread's code right after the entry and the consumers' last.
   if (warp < Shape::kCopyWarp) {
     sm90::sync_block();
     decode_consume<Shape>(p, memory, ring, warp / 4, warp % 4, lane);

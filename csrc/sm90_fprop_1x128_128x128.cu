@@ -28,7 +28,7 @@ void run_fprop(const Operand& x, const Operand& w, int k, const Bias& bias, cons
 }
 
 // Of the time of a round of 256 columns, one of 192 takes 0.73 to 0.77, of 128 0.49 to 0.56, of 64 0.33 to 0.38 (H200,
-// four rounds less one, K from 3584 to 12288; what a launch takes by itself is the same for all).
+// four rounds less one, K from 3584 to 12288; the fixed cost of a launch is the same for all).
 constexpr TileCost kTiles[] = {{256, 100}, {192, 76}, {128, 55}, {64, 38}};
 constexpr TileCost kTilesOfRanks[] = {{128, 55}, {64, 38}};
 

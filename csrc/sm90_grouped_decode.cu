@@ -12,8 +12,8 @@
 // its first stage; a warp that finds tiles and copies scales by cp.async. Where each slice of K has a product of its
 // own, a tile is of one slice, k_blocks long, of which the consumers do not know.
 //
-// The kernel in front makes X. With `static_weight` alone it makes the segments, too, and all wait for it. With
-// `static_segments` those who read X do, behind copies of the first tile's W; consumers store when they have seen X.
+// The previous kernel makes X. With `static_weight` alone it makes the segments, too, and all wait for it. With
+// `static_segments` those who read X do, after copies of the first tile's W; consumers store when they have seen X.
 
 #include <algorithm>
 #include <cmath>
@@ -36,7 +36,7 @@ struct GroupedDecodeParams {
   int w_row_step, w_column_step, w_columns;
   int64_t w_scale_step;
   int x_columns, slice_tiles_n, slice_rows;  // all of K; of tiles_n and of Y's rows those of one slice of K
-  bool early;                                // the kernel in front writes neither W nor where segments lie
+  bool early;                                // the previous kernel writes neither W nor where segments lie
 };
 
 template <int kColumns>
@@ -79,7 +79,7 @@ JETRL_DEVICE void grouped_decode_copy(const sm90::TensorMap* x_map, const sm90::
       sm90::barrier_arrive_expect(full, Shape::kStageW + Shape::kBlocks * bytes_x);
 #pragma unroll
       for (int b = 0; b < Shape::kBlocks; ++b) {
-        // The half of a stage past K is zero; behind an expert's K there may be another's, or another slice.
+        // The half of a stage past K is zero; after an expert's K there may be another's, or another slice.
         const bool exists = block + b < p.k_blocks;
         sm90::tma_load(base + Shape::kAtW + to.stage * Shape::kStageW + b * Shape::kTileW, w_map,
                        exists ? at.expert * p.w_column_step + (first_block + block + b) * kGroup : p.w_columns,

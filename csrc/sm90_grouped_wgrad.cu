@@ -5,8 +5,8 @@
 // roles of sm90_wgrad_1x128_1x128.cu, whose tiles these are. An expert's tokens are a few groups of 128, so tiles are
 // short:
 //
-//   - Where they end nobody stops. The sums stay in their registers until the next tile's first group, where each chunk
-//     of 64 rows is stored under that group's chain for it.
+//   - No thread waits where they end. Sums stay in registers until the next tile's first group, where each chunk of 64
+//     rows is stored under that group's chain for it.
 //   - Tiles go by experts, the longest first, in rounds of all clusters; every second round goes the other way. So
 //     clusters differ by less than the longest tile, whatever the routing, and those in flight are of an expert or two:
 //     their operands are read once from device memory. Each block sorts the experts itself.
@@ -45,7 +45,7 @@ struct GroupedWgradShape : WgradShape<kBlockM, kCluster, false> {
   static_assert(kBytes <= kSharedMemory, "the order of the experts does not fit into shared memory");
 };
 
-// A tile's first element in dw, the row behind its expert's last, and twice its groups of tokens, plus one of a block's
+// A tile's first element in dw, the row after its expert's last, and twice its groups of tokens, plus one of a block's
 // last tile.
 struct alignas(16) Place {
   int row, column, end, groups;
@@ -72,7 +72,7 @@ JETRL_DEVICE void sort_experts(const Segments& segments, uint8_t* memory, int th
   sm90::sync_block();
 }
 
-// How many experts have tokens, by a whole warp; in the sorted order they are in front.
+// How many experts have tokens, by a whole warp; in the sorted order they come first.
 JETRL_DEVICE int experts_with_tokens(const Segments& segments, int lane) {
   int count = 0;
   for (int e = lane; e < round_up(segments.experts, 32); e += 32) {
@@ -142,7 +142,7 @@ JETRL_DEVICE void grouped_wgrad_copy(const sm90::TensorMap* a_map, const sm90::T
 // A warp's first row in its chunks of a tile.
 template <class Shape>
 JETRL_DEVICE int first_row() {
-  const int warp = sm90::thread_index_again() / 32 - 4;
+  const int warp = sm90::thread_index_reread() / 32 - 4;
   return warp / 4 * Shape::kChunks * 64 + warp % 4 * 16;
 }
 
@@ -170,7 +170,7 @@ struct GroupedWgradConsumer {
   }
 
   JETRL_DEVICE void store(int chunk, const Place& of) {
-    const int thread = sm90::thread_index_again(), own_lane = thread % 32;
+    const int thread = sm90::thread_index_reread(), own_lane = thread % 32;
     uint8_t* staging = memory + Shape::kAtStaging + (thread / 32 - 4) * kStagingBytes;
 #pragma unroll
     for (int slice = 0; slice < 2; ++slice) {

@@ -553,7 +553,7 @@ void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32
 
 // ---- accesses of the kernels' own C++ -------------------------------------------------------------------------------
 
-// Kernels are compiled with -fsanitize=thread, which puts a call of these in front of each access to memory that is
+// Kernels are compiled with -fsanitize=thread, which puts a call of these before each access to memory that is
 // written as one (not of memcpy, memset); there is no other runtime library of that sanitizer. With -fsanitize=alignment
 // a pointer that is no multiple of its type's alignment, which a CPU forgives and a GPU does not, is told before it is
 // used.

@@ -95,7 +95,7 @@ int jetrl_run(int kernel, int m, int n, int k, const void* a, int64_t a_stride, 
 }
 
 // kernel: 0 grouped_fprop, 1 grouped_decode: x [rows, k] times w [experts, n, k], the latter's strides those of a tensor,
-// to out [slices * rows, n]. The kernel in front has x to write, and unless `static_segments` says otherwise `start`.
+// to out [slices * rows, n]. The previous kernel writes x, and unless `static_segments` says otherwise `start`.
 int jetrl_run_grouped(int kernel, int rows, int experts, int n, int k, const void* x, int64_t x_stride,
                       const float* x_scales, int64_t x_row, int64_t x_group, const void* w, int64_t w_expert,
                       int64_t w_row, const float* w_scales, int64_t w_scale_expert, int64_t w_scale_row,

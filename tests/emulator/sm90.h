@@ -8,7 +8,7 @@
 //
 // Reported as a failure, not as a wrong number: a deadlock (with what every warp waits for), an arrival too many, an
 // address outside shared memory, a misaligned tile, a tensor map that the hardware refuses, a copy of the decode
-// kernel's X by a thread that has not waited for the kernel in front, which may write X, a race in shared memory by
+// kernel's X by a thread that has not waited for the previous kernel, which may write X, a race in shared memory by
 // what is ordered (races.h), a missing proxy fence among them, a copy between blocks of which one has left. A race that
 // this should miss still shows as wrong numbers under some seeds: shared memory starts as NaN, a tile that is
 // overwritten early is read late.
@@ -61,7 +61,7 @@ struct TensorMap {
 
 // Implemented by instructions.cpp.
 int thread_index();
-inline int thread_index_again() { return thread_index(); }
+inline int thread_index_reread() { return thread_index(); }
 int block_index();
 int block_column();
 int grid_size();
